@@ -1,0 +1,72 @@
+"""The SDK: submit transfers to the daemon of a GPU and poll for their results.
+
+    from kvferry.client import CPULoadStoreSpec, GPULoadStoreSpec, OffloadClient
+
+    client = OffloadClient(engine="llama")
+    region = client.register_kv_caches(kv_caches, num_blocks=4096)
+    client.transfer_async(1, (GPULoadStoreSpec([7, 8, 9]), CPULoadStoreSpec([0, 1, 2])))
+    for result in client.get_finished(): ...
+
+Nothing here imports torch until tensors are shared.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvferry.client.aio import AsyncOffloadClient
+from kvferry.client.blocking import OffloadClient
+from kvferry.client.conversation import TransferResult
+from kvferry.client.endpoint import find_daemon
+from kvferry.client.local import LocalDaemon
+from kvferry.client.timeline import Timeline
+from kvferry.proto.errors import Code, Failed, Gone, KVFerryError, Refused
+from kvferry.proto.messages import DaemonStatus, HostRegion, Outcome
+from kvferry.proto.specs import (
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    KVLayout,
+    TensorLayout,
+    TensorRef,
+    TransferSpec,
+)
+
+if TYPE_CHECKING:
+    from kvferry.client.tensors import CanonicalKVCaches, canonicalize, shared_empty
+
+_WITH_TORCH = {"CanonicalKVCaches", "canonicalize", "shared_empty"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WITH_TORCH:
+        from kvferry.client import tensors
+
+        return getattr(tensors, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = [
+    "AsyncOffloadClient",
+    "CPULoadStoreSpec",
+    "CanonicalKVCaches",
+    "Code",
+    "DaemonStatus",
+    "Failed",
+    "GPULoadStoreSpec",
+    "Gone",
+    "HostRegion",
+    "KVFerryError",
+    "KVLayout",
+    "LocalDaemon",
+    "OffloadClient",
+    "Outcome",
+    "Refused",
+    "TensorLayout",
+    "TensorRef",
+    "Timeline",
+    "TransferResult",
+    "TransferSpec",
+    "canonicalize",
+    "find_daemon",
+    "shared_empty",
+]

@@ -1,0 +1,180 @@
+"""The client for asyncio: the same verbs; those that wait are awaited.
+
+    client = await AsyncOffloadClient.connect(directory, engine="my-engine")
+
+transfer_async, get_finished and cancel never wait and are plain methods, as in OffloadClient.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import zmq
+
+from kvferry.client import verbs
+from kvferry.client.conversation import timed_out
+from kvferry.client.descriptors import collect, deposit
+from kvferry.client.nonblocking import KVCaches, NonBlocking
+from kvferry.client.timeline import Timeline
+from kvferry.client.verbs import Ask, Fetch, Leave, Part, Step, Verb
+from kvferry.proto.errors import KVFerryError
+from kvferry.proto.messages import DaemonStatus, HostRegion
+from kvferry.proto.specs import KVLayout, TransferSpec
+
+if TYPE_CHECKING:
+    import torch
+
+R = TypeVar("R")
+
+
+class AsyncOffloadClient(NonBlocking):
+    """As OffloadClient, for one event loop; make one with `connect`."""
+
+    def __init__(self, directory: Path | str | None, engine: str, client: str) -> None:
+        super().__init__(directory, engine, client)
+        self.timeout = 10.0
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        for socket in (self._connection.socket, self._connection.monitor):
+            self._loop.add_reader(int(socket.get(zmq.FD)), self._readable)
+
+    @classmethod
+    async def connect(
+        cls,
+        directory: Path | str | None = None,
+        *,
+        engine: str = "default",
+        client: str = "AsyncOffloadClient",
+        timeout: float = 10.0,
+    ) -> AsyncOffloadClient:
+        """A session with a daemon; parameters and errors as OffloadClient's."""
+        self = cls(directory, engine, client)
+        self.timeout = timeout
+        try:
+            self._connection.send(self._conversation.hello())
+            async with asyncio.timeout(timeout):
+                await self._until(self._conversation.greeted)
+        except TimeoutError:
+            self._detach()
+            raise timed_out("no daemon answered", str(self.directory)) from None
+        except BaseException:
+            self._detach()
+            raise
+        return self
+
+    async def register_kv_caches(
+        self,
+        kv_caches: KVCaches,
+        *,
+        host_bytes: int | None = None,
+        timeline: Timeline | None = None,
+        timeout: float | None = None,
+        **canonical: Any,
+    ) -> HostRegion:
+        """As OffloadClient.register_kv_caches."""
+        talk = self._conversation
+        verb = verbs.register(talk, kv_caches, host_bytes, timeline, canonical)
+        return await self._perform(verb, timeout)
+
+    async def allocate_kv_caches(
+        self,
+        layout: KVLayout,
+        *,
+        host_bytes: int | None = None,
+        timeline: Timeline | None = None,
+        timeout: float | None = None,
+    ) -> tuple[HostRegion, list[torch.Tensor]]:
+        """As OffloadClient.allocate_kv_caches."""
+        verb = verbs.allocate(self._conversation, layout, host_bytes, timeline)
+        return await self._perform(verb, timeout)
+
+    async def wait(self, job_ids: Collection[int], timeout: float | None = None) -> None:
+        """As OffloadClient.wait."""
+        await self._perform(verbs.wait(self._conversation, job_ids), timeout)
+
+    async def status(self, timeout: float | None = None) -> DaemonStatus:
+        """What the daemon says of itself."""
+        return await self._perform(verbs.status(self._conversation), timeout)
+
+    async def close(self, timeout: float = 1.0) -> None:
+        """Say goodbye; jobs under way are given up. The client is of no use afterwards."""
+        if self._connection.closed:
+            return
+        try:
+            await self._perform(verbs.goodbye(self._conversation), timeout)
+        except KVFerryError:  # it need not hear us
+            pass
+        finally:
+            self._detach()
+
+    def transfer_async(self, job_id: int, spec: TransferSpec, wait_for: int = 0) -> None:
+        """As OffloadClient.transfer_async."""
+        super().transfer_async(job_id, spec, wait_for)
+        self._loop.call_soon(self._readable)  # a send may swallow the descriptor's edge
+
+    async def __aenter__(self) -> AsyncOffloadClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _perform(self, verb: Verb[R], timeout: float | None) -> R:
+        """Do a verb's steps, all within one timeout."""
+        seconds = self.timeout if timeout is None else timeout
+        deadline = self._loop.time() + seconds
+        try:
+            step = next(verb)
+            while True:
+                try:
+                    outcome = await self._do(step, deadline)
+                except KVFerryError as error:
+                    step = verb.throw(error)
+                else:
+                    step = verb.send(outcome)
+        except StopIteration as end:
+            result: R = end.value
+            return result
+
+    async def _do(self, step: Step, deadline: float) -> Any:
+        talk, session = self._conversation, self.daemon.session_id
+        left = max(0.0, deadline - self._loop.time())
+        try:
+            async with asyncio.timeout_at(deadline):
+                match step:
+                    case Ask(request):
+                        self._connection.send(talk.request(request))
+                        return await self._until(lambda: talk.reply(request.request_id))
+                    case Leave(fds):
+                        return await asyncio.to_thread(deposit, self.directory, session, fds, left)
+                    case Fetch(ticket):
+                        return await asyncio.to_thread(
+                            collect, self.directory, session, ticket, left
+                        )
+                    case Part(message):
+                        self._connection.send(talk.request(message))
+                        return await self._until(lambda: talk.ended)
+        except TimeoutError:
+            raise timed_out("no answer", str(self.directory)) from None
+
+    async def _until(self, ready: Callable[[], R | None]) -> R:
+        while True:
+            self._changed.clear()
+            self._drain()
+            answer = ready()
+            if answer is not None:
+                return answer
+            await self._changed.wait()
+
+    def _readable(self) -> None:
+        """Something may have arrived: take it in, and wake whoever waits for it."""
+        if not self._connection.closed:
+            self._drain()
+            self._changed.set()
+
+    def _detach(self) -> None:
+        for socket in (self._connection.socket, self._connection.monitor):
+            self._loop.remove_reader(int(socket.get(zmq.FD)))
+        self._connection.close()

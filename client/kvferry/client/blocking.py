@@ -1,0 +1,171 @@
+"""The client for schedulers and workers that do not run on asyncio.
+
+Submitting and polling never wait and need no thread; the verbs that do wait take a timeout and end
+by it. A client belongs to one thread at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvferry.client import verbs
+from kvferry.client.conversation import timed_out
+from kvferry.client.descriptors import collect, deposit
+from kvferry.client.nonblocking import KVCaches, NonBlocking
+from kvferry.client.timeline import Timeline
+from kvferry.client.verbs import Ask, Fetch, Leave, Part, Step, Verb
+from kvferry.proto.errors import KVFerryError
+from kvferry.proto.messages import DaemonStatus, HostRegion
+from kvferry.proto.specs import KVLayout
+
+if TYPE_CHECKING:
+    import torch
+
+R = TypeVar("R")
+
+
+class OffloadClient(NonBlocking):
+    """A session with the daemon in `directory` (by default: the only daemon there is).
+
+    engine: the name under which KV caches are registered; the processes of one engine give the
+        same one. client: who speaks, for the daemon's log. timeout: seconds that a waiting verb
+        takes at most, unless it is given its own.
+    Raises Gone (TIMEOUT, DAEMON_GONE) where no daemon answers, Refused where it will not have us.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str | None = None,
+        *,
+        engine: str = "default",
+        client: str = "OffloadClient",
+        timeout: float = 10.0,
+    ) -> None:
+        super().__init__(directory, engine, client)
+        self.timeout = timeout
+        try:
+            self._connection.send(self._conversation.hello())
+            deadline = time.monotonic() + timeout
+            self._until(self._conversation.greeted, "no daemon answered", deadline)
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def register_kv_caches(
+        self,
+        kv_caches: KVCaches,
+        *,
+        host_bytes: int | None = None,
+        timeline: Timeline | None = None,
+        timeout: float | None = None,
+        **canonical: Any,
+    ) -> HostRegion:
+        """Share the engine's KV tensors with the daemon; returns its part of the host pool.
+
+        kv_caches: canonical form, or what `canonicalize` takes, with its arguments in `canonical`
+            (num_blocks, groups, block_size_factor...).
+        host_bytes: how much of the pool to take; None for all that is free.
+        timeline: what `wait_for` of this engine's transfers is compared with.
+        Raises Refused (BAD_LAYOUT, NOT_SHAREABLE, DEVICE_MISMATCH, POOL_FULL,
+        ALREADY_REGISTERED...) or Failed (MAP_FAILED, DRIVER); nothing stays registered.
+        """
+        talk = self._conversation
+        verb = verbs.register(talk, kv_caches, host_bytes, timeline, canonical)
+        return self._perform(verb, timeout)
+
+    def allocate_kv_caches(
+        self,
+        layout: KVLayout,
+        *,
+        host_bytes: int | None = None,
+        timeline: Timeline | None = None,
+        timeout: float | None = None,
+    ) -> tuple[HostRegion, list[torch.Tensor]]:
+        """Have the daemon allocate the KV tensors of a layout, and map them here.
+
+        Returns the engine's part of the host pool, and int8 tensors of (num_blocks,
+        page_size_bytes) in the layout's order. Raises as register_kv_caches does.
+        """
+        verb = verbs.allocate(self._conversation, layout, host_bytes, timeline)
+        return self._perform(verb, timeout)
+
+    def wait(self, job_ids: Collection[int], timeout: float | None = None) -> None:
+        """Return when all of these jobs have ended; their results stay for get_finished.
+
+        Ids that are not under way count as ended; jobs that another process of the engine
+        submitted are waited for too. Raises Gone (TIMEOUT) with our ids that are still under way.
+        """
+        self._perform(verbs.wait(self._conversation, job_ids), timeout)
+
+    def status(self, timeout: float | None = None) -> DaemonStatus:
+        """What the daemon says of itself."""
+        return self._perform(verbs.status(self._conversation), timeout)
+
+    def close(self, timeout: float = 1.0) -> None:
+        """Say goodbye; jobs under way are given up. The client is of no use afterwards."""
+        if self._connection.closed:
+            return
+        try:
+            self._perform(verbs.goodbye(self._conversation), timeout)
+        except KVFerryError:  # it need not hear us
+            pass
+        finally:
+            self._connection.close()
+
+    def __enter__(self) -> OffloadClient:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _perform(self, verb: Verb[R], timeout: float | None) -> R:
+        """Do a verb's steps, all within one timeout."""
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        try:
+            step = next(verb)
+            while True:
+                try:
+                    outcome = self._do(step, deadline)
+                except KVFerryError as error:
+                    step = verb.throw(error)
+                else:
+                    step = verb.send(outcome)
+        except StopIteration as end:
+            result: R = end.value
+            return result
+
+    def _do(self, step: Step, deadline: float) -> Any:
+        talk = self._conversation
+        session, left = self.daemon.session_id, max(0.0, deadline - time.monotonic())
+        match step:
+            case Ask(request):
+                self._connection.send(talk.request(request))
+                return self._until(lambda: talk.reply(request.request_id), "no answer", deadline)
+            case Leave(descriptors):
+                return deposit(self.directory, session, descriptors, left)
+            case Fetch(ticket):
+                return collect(self.directory, session, ticket, left)
+            case Part(message):
+                self._connection.send(talk.request(message))
+                return self._until(lambda: talk.ended, "no goodbye", deadline)
+
+    def _until(self, ready: Callable[[], R | None], failing: str, deadline: float) -> R:
+        """Take messages in until `ready` answers; Gone (TIMEOUT) where it does not in time."""
+        while True:
+            self._drain()
+            answer = ready()
+            if answer is not None:
+                return answer
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise timed_out(failing, str(self.directory))
+            self._connection.wait(left)

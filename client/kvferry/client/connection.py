@@ -1,0 +1,69 @@
+"""A client's socket: sends without waiting, drains without waiting, notices that the peer is gone.
+
+ZeroMQ reconnects by itself and says nothing of it; but a daemon that went took our session along,
+so the socket's monitor is watched for the disconnect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+
+from kvferry.proto.errors import Code, Gone, Refused
+
+LINGER_MS = 200
+RECONNECT_MS = 10
+
+
+class Connection:
+    """A DEALER to the daemon in `directory`. Not for use by several threads at once."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._context = zmq.Context(io_threads=1)
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.socket.connect(f"ipc://{directory / 'kvferry.sock'}")
+        self._poller = zmq.Poller()
+        self._poller.register(self.socket, zmq.POLLIN)
+        self._poller.register(self.monitor, zmq.POLLIN)
+
+    def send(self, data: bytes) -> None:
+        """Hand a message to ZeroMQ. Raises Refused (BUSY) where its queue is full."""
+        try:
+            self.socket.send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            raise Refused(Code.BUSY, "the daemon takes no messages: try again later") from None
+
+    def drain(self, feed: Callable[[bytes], None]) -> None:
+        """Give `feed` every message that is here."""
+        get, recv = self.socket.get, self.socket.recv
+        while int(get(zmq.EVENTS)) & zmq.POLLIN:
+            with contextlib.suppress(zmq.Again):
+                feed(recv(zmq.NOBLOCK))
+
+    def check_alive(self) -> None:
+        """Raise Gone (DAEMON_GONE) once the daemon's end of the socket was closed."""
+        if int(self.monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+            raise Gone(Code.DAEMON_GONE, "the daemon went away", str(self.directory))
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until something is to be drained, the daemon is gone, or the time is over."""
+        self._poller.poll(max(0, int(seconds * 1e3) + 1))
+
+    @property
+    def closed(self) -> bool:
+        return bool(self.socket.closed)
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close()
+        self._context.term()

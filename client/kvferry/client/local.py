@@ -1,0 +1,117 @@
+"""A daemon of one's own: started as a process in a private folder, stopped at the end.
+
+For trials, tests and benchmarks. In service the daemon runs under systemd and engines come and go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+from kvferry.proto.errors import Code, Gone
+
+_POLL = 0.01
+
+
+class LocalDaemon:
+    """kvferryd on a device, ready when this returns.
+
+    device: "cpu", a GPU's index or its UUID. pool_bytes: size of the host pool. options: more of
+    kvferryd's flags, as keywords (stop_drain_seconds=1, reference_stall=0.5...).
+    `directory` is what OffloadClient wants. Raises Gone (DAEMON_GONE) with the daemon's own words
+    where it does not come up.
+    """
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        *,
+        pool_bytes: int = 256 << 20,
+        runtime_dir: Path | None = None,
+        timeout: float = 60.0,
+        **options: object,
+    ) -> None:
+        self._temporary = runtime_dir is None
+        self.runtime_dir = runtime_dir or Path(tempfile.mkdtemp(prefix="kvferry-"))
+        self.log_path = self.runtime_dir / "kvferryd.log"
+        arguments = {"device": device, "pool_size": pool_bytes, "runtime_dir": self.runtime_dir}
+        self.command = [sys.executable, "-m", "kvferry.daemon"]
+        for name, value in (arguments | options).items():
+            self.command += [f"--{name.replace('_', '-')}", str(value)]
+        try:
+            self._start(timeout)
+        except BaseException:
+            self._clean()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def directory(self) -> Path:
+        """The folder with the daemon's sockets."""
+        return next(self.runtime_dir.glob("*/kvferry.sock")).parent
+
+    def log(self) -> str:
+        """What the daemon has said so far."""
+        return self.log_path.read_text(errors="replace")
+
+    def stop(self, timeout: float = 30.0) -> int:
+        """SIGTERM, and its exit status; SIGKILL where that takes longer than `timeout`."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        """SIGKILL, as a machine in trouble would."""
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        """Stop it where it still runs, and remove its folder."""
+        if self.process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.stop()
+        self._clean()
+
+    def __enter__(self) -> LocalDaemon:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _start(self, timeout: float) -> None:
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ
+            )
+        deadline = time.monotonic() + timeout
+        while not any(self.runtime_dir.glob("*/kvferry.sock")):
+            if self.process.poll() is not None:
+                status = self.process.returncode
+                raise Gone(Code.DAEMON_GONE, f"kvferryd did not start: {self.log()}", status)
+            if time.monotonic() > deadline:
+                self.kill()
+                raise Gone(Code.TIMEOUT, f"kvferryd did not come up: {self.log()}", timeout)
+            time.sleep(_POLL)
+
+    def _clean(self) -> None:
+        if self._temporary:
+            shutil.rmtree(self.runtime_dir, ignore_errors=True)

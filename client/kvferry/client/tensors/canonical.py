@@ -1,0 +1,154 @@
+"""From an engine's KV tensors to canonical form, by shape and stride alone.
+
+Whatever a backend calls its layout, one dimension counts blocks. The others are of two kinds, and
+their strides tell which:
+
+    inner    closer together than blocks: the bytes of one block. They must be dense, in any order
+             (NHD and HND alike), and make up the page.
+    outer    further apart than blocks: each of their indices is a canonical tensor of its own.
+
+        split K and V      (2, blocks, size, heads, dim)     2 is outer: two tensors
+        blocks first       (blocks, 2, size, heads, dim)     2 is inner: one tensor
+        cross-layer        (blocks, layers, 2, ...)          all inner: one tensor
+        MLA                (blocks, size, dim)               all inner: one tensor
+
+An engine's GPU block may be several of the blocks that its kernel was given: the block dimension
+is then a multiple of `num_blocks`. Where those kernel blocks are padded they are not one run of
+bytes, and each becomes a tensor too. Layers that alias the same memory become one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
+
+
+@dataclass(frozen=True, slots=True)
+class CanonicalKVCaches:
+    """tensors[i]: int8, (num_blocks, page_size_bytes), row stride as layout.tensors[i] says."""
+
+    layout: KVLayout
+    tensors: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """One canonical tensor before its bytes are looked at: places in bytes within a storage."""
+
+    storage: torch.UntypedStorage
+    offset: int
+    layout: TensorLayout
+
+    @property
+    def key(self) -> tuple[int, TensorLayout]:
+        return self.storage.data_ptr() + self.offset, self.layout
+
+    def tensor(self) -> torch.Tensor:
+        raw = torch.empty(0, dtype=torch.int8, device=self.storage.device)
+        shape = (self.layout.num_blocks, self.layout.page_size_bytes)
+        return raw.set_(self.storage, self.offset, shape, (self.layout.row_stride_bytes, 1))
+
+
+def canonicalize(
+    kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
+    *,
+    num_blocks: int,
+    groups: Sequence[Sequence[str]] | None = None,
+    block_size_factor: int = 1,
+    page_size_bytes: Mapping[str, int] | None = None,
+    block_dim: int | None = None,
+) -> CanonicalKVCaches:
+    """Canonical form of an engine's KV caches: layer name -> tensor, or several of them.
+
+    num_blocks: GPU blocks, as the scheduler counts them.
+    groups: the layers of each KV cache group; None: all layers, one group.
+    page_size_bytes: for layers whose blocks end in padding, the bytes of one block without it.
+    block_dim: which dimension counts blocks, where more than one could.
+    Raises Refused (BAD_LAYOUT) with the layer's name where no such form exists.
+    """
+    views: dict[tuple[int, TensorLayout], int] = {}
+    tensors: list[torch.Tensor] = []
+    refs: dict[str, list[TensorRef]] = {}
+    for name, value in kv_caches.items():
+        refs[name] = []
+        for tensor in [value] if isinstance(value, torch.Tensor) else value:
+            page = None if page_size_bytes is None else page_size_bytes.get(name)
+            for view in _views(name, tensor, num_blocks, page, block_dim):
+                if view.key not in views:
+                    views[view.key] = len(tensors)
+                    tensors.append(view.tensor())
+                refs[name].append(TensorRef(views[view.key], view.layout.page_size_bytes))
+    layout = KVLayout(
+        tuple(layout for _, layout in views),
+        tuple(_group(names, refs) for names in groups or [list(kv_caches)]),
+        block_size_factor,
+    )
+    layout.check()
+    return CanonicalKVCaches(layout, tuple(tensors))
+
+
+def _group(names: Sequence[str], refs: Mapping[str, list[TensorRef]]) -> tuple[TensorRef, ...]:
+    """The references of a group's layers, each tensor once."""
+    unknown = [name for name in names if name not in refs]
+    if unknown:
+        raise Refused(Code.UNKNOWN_TENSOR, "a group names a layer that has no KV cache", unknown[0])
+    return tuple(dict.fromkeys(ref for name in names for ref in refs[name]))
+
+
+def _views(
+    name: str, tensor: torch.Tensor, num_blocks: int, page: int | None, block_dim: int | None
+) -> Iterator[_View]:
+    """The canonical tensors that one KV tensor consists of."""
+    dim = _block_dim(name, tensor, num_blocks) if block_dim is None else block_dim
+    item = tensor.element_size()
+    stride = tensor.stride(dim) * item
+    others = [
+        (tensor.size(d), tensor.stride(d) * item)
+        for d in range(tensor.dim())
+        if d != dim and tensor.size(d) > 1
+    ]
+    inner = sorted((o for o in others if o[1] < stride), key=lambda o: o[1])
+    outer = [o for o in others if o[1] >= stride]
+    dense = item
+    for size, step in inner:
+        if step != dense:
+            raise _refusal(name, tensor, "the bytes of one block are not contiguous")
+        dense *= size
+    if dense > stride:
+        raise _refusal(name, tensor, "blocks overlap")
+    kernel_blocks = tensor.size(dim) // num_blocks
+    if kernel_blocks * num_blocks != tensor.size(dim):
+        raise _refusal(name, tensor, f"dimension {dim} is no multiple of {num_blocks} blocks")
+    if kernel_blocks > 1 and stride != dense:
+        outer.append((kernel_blocks, stride))
+    else:
+        dense *= kernel_blocks
+    if page is not None and not 0 < page <= dense:
+        raise _refusal(name, tensor, f"a page of {page} bytes does not fit a block of {dense}")
+    layout = TensorLayout(num_blocks, page or dense, stride * kernel_blocks)
+    start = int(tensor.storage_offset()) * item
+    for steps in product(*(range(0, size * step, step) for size, step in outer)):
+        yield _View(tensor.untyped_storage(), start + sum(steps), layout)
+
+
+def _block_dim(name: str, tensor: torch.Tensor, num_blocks: int) -> int:
+    """The dimension that counts blocks: the first, or the second where the first tells K from V."""
+    fits = [size % num_blocks == 0 for size in tensor.shape[:2]]
+    if tensor.dim() > 1 and tensor.size(0) == 2 and fits[1]:
+        if fits[0]:
+            raise _refusal(name, tensor, "both dimensions could count blocks: give block_dim")
+        return 1
+    if not fits or not fits[0]:
+        raise _refusal(name, tensor, f"no dimension counts {num_blocks} blocks")
+    return 0
+
+
+def _refusal(name: str, tensor: torch.Tensor, why: str) -> Refused:
+    form = f"{name}: shape {tuple(tensor.shape)}, stride {tensor.stride()}"
+    return Refused(Code.BAD_LAYOUT, f"no canonical form: {why}", form)

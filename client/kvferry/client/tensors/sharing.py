@@ -1,0 +1,214 @@
+"""Making tensors reachable from the daemon's process, and the daemon's from ours.
+
+On CUDA a tensor is shared by the IPC handle of the allocation that it lies in. On the CPU it must
+lie in memory that is shared already (a memfd, torch's share_memory_(), anything mapped MAP_SHARED
+from a descriptor that is still open): the kernel's own list of mappings tells which descriptor
+that is.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvferry.client.tensors.canonical import CanonicalKVCaches
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.libcuda import driver
+from kvferry.proto.messages import Allocation, CudaAllocation, FdAllocation, Location
+from kvferry.proto.specs import KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """Where tensors lie, for the daemon; ticket i of `allocations` stands for descriptors[i]."""
+
+    allocations: tuple[Allocation, ...]
+    locations: tuple[Location, ...]
+    descriptors: tuple[int, ...] = ()
+
+    def with_tickets(self, tickets: Sequence[int]) -> tuple[Allocation, ...]:
+        return tuple(
+            FdAllocation(tickets[a.ticket], a.size) if isinstance(a, FdAllocation) else a
+            for a in self.allocations
+        )
+
+
+def export(caches: CanonicalKVCaches) -> Exported:
+    """Share an engine's tensors. Raises Refused (NOT_SHAREABLE) with the setting to change."""
+    if caches.tensors[0].device.type == "cuda":
+        return _export_cuda(caches.tensors)
+    return _export_shared_memory(caches.tensors)
+
+
+def shared_empty(
+    shape: Sequence[int], dtype: torch.dtype = torch.int8, device: object = "cpu"
+) -> torch.Tensor:
+    """An uninitialised tensor that can be registered: shared memory on the CPU, plain on CUDA."""
+    if torch.device(str(device)).type == "cuda":
+        return torch.empty(tuple(shape), dtype=dtype, device=str(device))
+    nbytes = max(1, math.prod(shape) * dtype.itemsize)
+    descriptor = os.memfd_create("kvferry-tensor", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, nbytes)
+        memory = mmap.mmap(descriptor, nbytes)  # keeps a descriptor of its own
+    finally:
+        os.close(descriptor)
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(tuple(shape))
+
+
+# CUDA
+
+
+def _export_cuda(tensors: Iterable[torch.Tensor]) -> Exported:
+    numbers: dict[int, int] = {}
+    allocations: list[Allocation] = []
+    locations: list[Location] = []
+    for tensor in tensors:
+        pointer = tensor.data_ptr()
+        driver().retain_context(tensor.device.index or 0)
+        if not driver().ipc_capable(pointer):
+            raise Refused(
+                Code.NOT_SHAREABLE,
+                "CUDA cannot share this tensor's memory with another process: allocate KV caches "
+                "without PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True and without a sleep "
+                "mode, or let the daemon allocate them (allocate_kv_caches)",
+                f"{tuple(tensor.shape)} on {tensor.device}",
+            )
+        base, size = driver().address_range(pointer)
+        if base not in numbers:
+            numbers[base] = len(allocations)
+            uuid = driver().device_uuid(driver().current_device())
+            allocations.append(CudaAllocation(uuid, driver().ipc_handle(base), size))
+        locations.append(Location(numbers[base], pointer - base))
+    return Exported(tuple(allocations), tuple(locations))
+
+
+class _DeviceBytes:
+    """Device memory as torch takes it over without a copy."""
+
+    def __init__(self, pointer: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|i1",
+            "data": (pointer, False),
+            "version": 3,
+        }
+
+
+# Shared memory
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapping:
+    start: int
+    end: int
+    offset: int
+    file: tuple[int, int]
+    """(device, inode)"""
+
+
+def _export_shared_memory(tensors: Iterable[torch.Tensor]) -> Exported:
+    mappings = list(_shared_mappings())
+    open_files = _open_files()
+    numbers: dict[tuple[int, int], int] = {}
+    allocations: list[Allocation] = []
+    locations: list[Location] = []
+    descriptors: list[int] = []
+    for tensor in tensors:
+        pointer = tensor.data_ptr()
+        where = next((m for m in mappings if m.start <= pointer < m.end), None)
+        if where is None or where.file not in open_files:
+            raise Refused(
+                Code.NOT_SHAREABLE,
+                "this CPU tensor is not in shared memory: make it with kvferry's shared_empty, "
+                "call share_memory_() on it, or let the daemon allocate it (allocate_kv_caches)",
+                f"{tuple(tensor.shape)} on {tensor.device}",
+            )
+        if where.file not in numbers:
+            numbers[where.file] = len(allocations)
+            descriptor = open_files[where.file]
+            allocations.append(FdAllocation(len(descriptors), os.fstat(descriptor).st_size))
+            descriptors.append(descriptor)
+        locations.append(Location(numbers[where.file], where.offset + pointer - where.start))
+    return Exported(tuple(allocations), tuple(locations), tuple(descriptors))
+
+
+def _shared_mappings() -> Iterable[_Mapping]:
+    """What of this process's memory is mapped MAP_SHARED from a file (proc_pid_maps(5))."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, permissions, offset, device, inode, *_ = line.split(maxsplit=5)
+        if permissions[3] == "s" and inode != "0":
+            start, end = (int(part, 16) for part in span.split("-"))
+            major, minor = (int(part, 16) for part in device.split(":"))
+            yield _Mapping(start, end, int(offset, 16), (os.makedev(major, minor), int(inode)))
+
+
+def _open_files() -> dict[tuple[int, int], int]:
+    """(device, inode) -> a descriptor of this process that has it open."""
+    found: dict[tuple[int, int], int] = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            status = os.fstat(int(name))
+        except OSError:  # the descriptor of the listing itself
+            continue
+        found[status.st_dev, status.st_ino] = int(name)
+    return found
+
+
+# The daemon's tensors
+
+
+def attach(
+    layout: KVLayout,
+    allocations: Sequence[Allocation],
+    locations: Sequence[Location],
+    descriptors: Sequence[int],
+) -> list[torch.Tensor]:
+    """Map tensors that the daemon allocated: int8 views of (num_blocks, page_size_bytes).
+
+    descriptors[i] is behind the i-th FdAllocation, and is closed. The mapping lives as long as the
+    tensors; CUDA memory stays mapped until the process ends.
+    """
+    remaining = list(descriptors)
+    whole = [_attach_one(allocation, remaining) for allocation in allocations]
+    return [
+        whole[place.allocation].as_strided(
+            (tensor.num_blocks, tensor.page_size_bytes),
+            (tensor.row_stride_bytes, 1),
+            place.offset,
+        )
+        for tensor, place in zip(layout.tensors, locations, strict=True)
+    ]
+
+
+def _attach_one(allocation: Allocation, descriptors: list[int]) -> torch.Tensor:
+    if isinstance(allocation, CudaAllocation):
+        ordinal = _ordinal_of(allocation.device_uuid)
+        driver().retain_context(ordinal)
+        pointer = driver().ipc_open(allocation.handle)
+        memory: Any = _DeviceBytes(pointer, allocation.size)
+        return torch.as_tensor(memory, device=torch.device("cuda", ordinal))
+    descriptor = descriptors.pop(0)
+    try:
+        shared = mmap.mmap(descriptor, allocation.size)
+    finally:
+        os.close(descriptor)
+    return torch.frombuffer(shared, dtype=torch.int8)
+
+
+def _ordinal_of(uuid: str) -> int:
+    for ordinal in range(driver().device_count()):
+        if driver().device_uuid(ordinal) == uuid:
+            return ordinal
+    raise Refused(
+        Code.DEVICE_MISMATCH,
+        "the daemon's GPU is not visible here: set CUDA_VISIBLE_DEVICES to include it",
+        uuid,
+    )

@@ -1,0 +1,82 @@
+"""The timeline: a counter in a shared page that says how far the engine's stream has come.
+
+The engine advances it behind its kernels, the daemon's lane reads it with plain loads, and a
+transfer that carries `wait_for = n` begins once it shows n. On CUDA the stream itself writes the
+value when it gets there (cuStreamWriteValue64), so signalling costs a few microseconds and waits
+for nothing; on the CPU it is a plain store. Values only grow.
+
+One process makes the timeline and signals it; any process of the engine may name its values, also
+those that are still to come.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+from typing import Any
+
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.libcuda import driver
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Timeline:
+    """Make one with `Timeline.create(device)`; pass it to register_kv_caches."""
+
+    def __init__(self, *, cuda: bool) -> None:
+        self.descriptor = os.memfd_create("kvferry-timeline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.descriptor, mmap.PAGESIZE)
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        self._page = mmap.mmap(self.descriptor, mmap.PAGESIZE)
+        self._counter = ctypes.c_uint64.from_buffer(self._page)
+        self._address = ctypes.addressof(self._counter)
+        self._device_pointer = 0
+        self.last = 0
+        """The newest value signalled; the stream may not have reached it yet."""
+        if cuda:
+            driver().register_host(self._address, mmap.PAGESIZE, mapped=True)
+            self._device_pointer = driver().host_device_pointer(self._address)
+
+    @classmethod
+    def create(cls, device: object = "cpu") -> Timeline:
+        """A timeline for a device: "cpu", "cuda", "cuda:1" or a torch.device."""
+        return cls(cuda=str(device).startswith("cuda"))
+
+    @property
+    def reached(self) -> int:
+        """The value that shows now."""
+        return self._counter.value
+
+    def signal(self, stream: Any = None, value: int | None = None) -> int:
+        """Advance to `value` (by default the next) behind the work queued so far; returns it.
+
+        stream: a torch.cuda.Stream or a raw handle; None is torch's current stream. On the CPU
+        there is no stream: what was done before this call is done.
+        """
+        value = self.last + 1 if value is None else value
+        if value <= self.last:
+            raise Refused(Code.BAD_SPEC, f"a timeline only grows: it is at {self.last}", value)
+        self.last = value
+        if self._device_pointer:
+            write = "cuStreamWriteValue64_v2"
+            driver().call(write, _handle(stream), self._device_pointer, value, 0)
+        else:
+            self._counter.value = value
+        return value
+
+    def close(self) -> None:
+        """Let the page go; nothing signals it any more."""
+        if self._device_pointer:
+            driver().call("cuMemHostUnregister", self._address)
+        os.close(self.descriptor)
+
+
+def _handle(stream: Any) -> int:
+    if stream is None:
+        import torch
+
+        stream = torch.cuda.current_stream()
+    return int(getattr(stream, "cuda_stream", stream))

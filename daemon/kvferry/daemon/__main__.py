@@ -1,0 +1,118 @@
+"""kvferryd: the only place that reads configuration and picks an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+import structlog
+import uvloop
+
+from kvferry.daemon import config as configuration
+from kvferry.daemon.config import Config, LogConfig, parse_bytes
+from kvferry.daemon.core.core import Core, Identity
+from kvferry.daemon.engine.base import CopyEngine
+from kvferry.daemon.engine.pool import HostPool, check_fits
+from kvferry.daemon.engine.reference import Faults, ReferenceEngine
+from kvferry.daemon.lane.lane import Lane
+from kvferry.daemon.server.endpoint import Endpoint
+from kvferry.daemon.server.server import Server
+from kvferry.proto.codec import MAX_MESSAGE_BYTES
+from kvferry.proto.errors import KVFerryError
+from kvferry.proto.messages import Limits
+from kvferry.proto.specs import MAX_BLOCK_IDS
+
+log = structlog.get_logger()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run until SIGTERM. Exit status: 0 stopped, 1 something failed, 2 refused to start."""
+    try:
+        config = configuration.read(arguments)
+        start_logging(config.log)
+        engine = make_engine(config)
+        pool_bytes = parse_bytes(config.pool.size)
+        if config.pool.check_memory:
+            check_fits(pool_bytes, locked=engine.info.kind != "cpu")
+        endpoint = Endpoint(config.directory / engine.info.uuid)
+    except KVFerryError as error:
+        print(f"kvferryd: {error}", file=sys.stderr)
+        sys.exit(2)
+    try:
+        pool = HostPool(pool_bytes, parse_bytes(config.pool.chunk))
+        uvloop.run(run(config, engine, pool, endpoint))
+    except KVFerryError as error:
+        print(f"kvferryd: {error}", file=sys.stderr)
+        sys.exit(1)
+    finally:
+        endpoint.close()
+
+
+async def run(config: Config, engine: CopyEngine, pool: HostPool, endpoint: Endpoint) -> None:
+    limits = Limits(MAX_MESSAGE_BYTES, MAX_BLOCK_IDS, config.limits.max_jobs)
+    identity = Identity(installed_version(), secrets.token_hex(8), os.getpid(), engine.info, limits)
+    core = Core(identity, pool.nbytes, time.monotonic())
+    server = Server(core, endpoint, frozenset(config.limits.allow_uids))
+    lane = Lane(engine, pool, server.lane_reports, server.fail)
+    with stop_signals(server):
+        lane.start()
+        pool.fill(engine, server.pool_grew, server.fail)
+        log.info(
+            "serving", device=engine.info.name, directory=str(endpoint.directory), pool=pool.nbytes
+        )
+        await server.serve(lane, config.stop.drain_seconds)
+        pool.close()
+        lane.close()
+    log.info("stopped")
+
+
+def make_engine(config: Config) -> CopyEngine:
+    if config.device == "cpu":
+        return ReferenceEngine(Faults(config.reference.stall, config.reference.fail_every))
+    from kvferry.daemon.engine.cuda.engine import CudaEngine
+
+    return CudaEngine(config.device, parse_bytes(config.pool.chunk))
+
+
+@contextlib.contextmanager
+def stop_signals(server: Server) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.stop)
+    yield
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.remove_signal_handler(number)
+
+
+def start_logging(config: LogConfig) -> None:
+    text = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.JSONRenderer() if config.format == "json" else text,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(
+            logging.getLevelNamesMapping()[config.level.upper()]
+        ),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+    )
+
+
+def installed_version() -> str:
+    try:
+        return version("kvferry")
+    except PackageNotFoundError:
+        return "0+source"
+
+
+if __name__ == "__main__":
+    main()

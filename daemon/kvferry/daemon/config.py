@@ -1,0 +1,166 @@
+"""One small configuration: a TOML file, overridden by the command line, read once.
+
+Every key is a field below; its description is the help of its flag and the comment of its line in
+the sample file, so the three cannot disagree (a test holds the sample against this).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias, get_args, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.proto.errors import Code, Refused
+
+_UNITS = {"": 1, "k": 10, "m": 20, "g": 30, "t": 40}
+
+
+def parse_bytes(text: str) -> int:
+    """ "64GiB", "512 MiB", "1048576" -> bytes; units are powers of 1024."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(?:i?b)?|b)?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise Refused(Code.BAD_CONFIG, 'a size is written like "64GiB" or "1048576"', text)
+    unit = (match[2] or "").lower()
+    return int(float(match[1]) * (1 << _UNITS[unit])) if unit else int(float(match[1]))
+
+
+Size: TypeAlias = str
+
+
+class Section(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """A table of the file."""
+
+
+class PoolConfig(Section, frozen=True):
+    size: Annotated[Size, Meta(description="host memory to keep KV blocks in")] = "4GiB"
+    chunk: Annotated[
+        Size, Meta(description="host memory is registered with the device in chunks of this size")
+    ] = "1GiB"
+    check_memory: Annotated[
+        bool,
+        Meta(description="refuse a pool larger than the memory that is available at start"),
+    ] = True
+
+
+class LimitsConfig(Section, frozen=True):
+    max_jobs: Annotated[int, Meta(ge=1, description="jobs that one client may have under way")] = (
+        8192
+    )
+    allow_uids: Annotated[
+        tuple[int, ...],
+        Meta(description="users, besides the daemon's own and root, whose processes may connect"),
+    ] = ()
+
+
+class StopConfig(Section, frozen=True):
+    drain_seconds: Annotated[
+        float, Meta(ge=0, description="on SIGTERM, jobs under way have so long to end")
+    ] = 5.0
+
+
+class LogConfig(Section, frozen=True):
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="what is logged, to stderr")
+    ] = "info"
+    format: Annotated[
+        Literal["text", "json"], Meta(description="one line a record, for people or programs")
+    ] = "text"
+
+
+class ReferenceConfig(Section, frozen=True):
+    stall: Annotated[
+        float,
+        Meta(ge=0, description="device = cpu only, for tests: seconds before each piece is copied"),
+    ] = 0.0
+    fail_every: Annotated[
+        int, Meta(ge=0, description="device = cpu only, for tests: each n-th piece fails; 0: none")
+    ] = 0
+
+
+class Config(Section, frozen=True):
+    device: Annotated[
+        str, Meta(description='"cpu", or a GPU by index ("0") or UUID ("GPU-...")')
+    ] = "cpu"
+    runtime_dir: Annotated[
+        str,
+        Meta(
+            description="directory for the sockets, one folder a device in it; "
+            "default: $RUNTIME_DIRECTORY, else $XDG_RUNTIME_DIR/kvferry, else /tmp/kvferry-UID"
+        ),
+    ] = ""
+    pool: PoolConfig = PoolConfig()
+    limits: LimitsConfig = LimitsConfig()
+    stop: StopConfig = StopConfig()
+    log: LogConfig = LogConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+
+    @property
+    def directory(self) -> Path:
+        """Where the folder of this device's sockets goes."""
+        if self.runtime_dir:
+            return Path(self.runtime_dir)
+        if own := os.environ.get("RUNTIME_DIRECTORY"):
+            return Path(own.split(":")[0])
+        if user := os.environ.get("XDG_RUNTIME_DIR"):
+            return Path(user) / "kvferry"
+        return Path(f"/tmp/kvferry-{os.getuid()}")
+
+
+def options(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, type, default) of every key, in order."""
+    hints = get_type_hints(section, include_extras=True)
+    for field in msgspec.structs.fields(section):
+        if isinstance(field.default, Section):
+            yield from options(type(field.default), f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", hints[field.name], field.default
+
+
+def description(hint: Any) -> str:
+    return str(next(m.description for m in get_args(hint)[1:] if m.description))
+
+
+def read(arguments: Sequence[str] | None = None) -> Config:
+    """The configuration that a command line asks for. Raises Refused (BAD_CONFIG)."""
+    given = vars(_parser().parse_args(arguments))
+    path = given.pop("config")
+    tree: dict[str, Any] = {}
+    try:
+        if path is not None:
+            tree = msgspec.toml.decode(Path(path).read_bytes())
+        for key, value in given.items():
+            if value is not None:
+                *sections, name = key.split(".")
+                target = tree
+                for section in sections:
+                    target = target.setdefault(section, {})
+                target[name] = value.split(",") if name == "allow_uids" else value
+        config = msgspec.convert(tree, Config, strict=False)
+    except (OSError, msgspec.MsgspecError) as error:
+        message = f"the configuration is not right: {error}"
+        raise Refused(Code.BAD_CONFIG, message, path or "") from error
+    parse_bytes(config.pool.size)
+    parse_bytes(config.pool.chunk)
+    return config
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvferryd",
+        description="Moves KV-cache blocks between one device and host memory for LLM engines.",
+        epilog="Every flag is a key of the TOML file: --pool-size is size in [pool].",
+    )
+    parser.add_argument("--config", metavar="FILE", help="TOML file to read; flags override it")
+    for key, hint, default in options():
+        flag = "--" + key.replace(".", "-").replace("_", "-")
+        shown = f" (default: {default})" if default not in ("", ()) else ""
+        parser.add_argument(
+            flag, dest=key, metavar=key.split(".")[-1].upper(), help=description(hint) + shown
+        )
+    return parser

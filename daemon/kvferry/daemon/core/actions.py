@@ -1,0 +1,127 @@
+"""What the core asks for, and what it is told: the whole vocabulary between bookkeeping and bytes.
+
+The core answers every message with actions and calls nobody. Sends go to the server's socket, the
+rest to the lane; the lane's reports come back and are answered with actions again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvferry.daemon.core.geometry import Geometry, Run
+from kvferry.proto.errors import ErrorInfo
+from kvferry.proto.messages import Allocation, DaemonMessage, Location, Outcome
+from kvferry.proto.specs import Direction
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """One transfer, resolved. The one data type between the planner and the engines."""
+
+    serial: int
+    registration: int
+    direction: Direction
+    runs: tuple[Run, ...]
+    nbytes: int
+    wait_for: int
+    """Begin once the engine's timeline has reached this value."""
+    after: int
+    """Begin once the other direction has ended every transfer up to this serial."""
+    host_end: int
+    """Begin once the host pool is registered up to this byte."""
+
+
+# Actions
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    session: str
+    message: DaemonMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Dismiss:
+    """Forget a session: no more messages come from it or go to it."""
+
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class Map:
+    """Make an engine's tensors reachable; the lane reports Mapped.
+
+    locations: where each tensor lies in `allocations`; None: allocate the tensors here.
+    """
+
+    registration: int
+    session: str
+    geometry: Geometry
+    allocations: tuple[Allocation, ...]
+    locations: tuple[Location, ...] | None
+    timeline: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Unmap:
+    """End every transfer of a registration and let its memory go; the lane reports Unmapped."""
+
+    registration: int
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    plan: CopyPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """Cancel a transfer: at once where it waits, within a chunk where it runs."""
+
+    registration: int
+    serial: int
+
+
+Action: TypeAlias = Send | Dismiss | Map | Unmap | Start | Abandon
+
+
+# Reports
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """The tensors are reachable, or why not; where they were allocated here, how to share them."""
+
+    registration: int
+    session: str
+    error: ErrorInfo | None = None
+    allocations: tuple[Allocation, ...] = ()
+    locations: tuple[Location, ...] = ()
+    descriptors: tuple[int, ...] = ()
+    """What FdAllocations refer to by position, until the server has made tickets of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unmapped:
+    registration: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The one end of a plan that was started."""
+
+    serial: int
+    outcome: Outcome
+    seconds: float = 0.0
+    error: ErrorInfo | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """The host pool is registered up to this byte."""
+
+    nbytes: int
+
+
+Report: TypeAlias = Mapped | Unmapped | Ended | Pinned

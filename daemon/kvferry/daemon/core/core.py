@@ -1,0 +1,198 @@
+"""The daemon's mind: what may be asked, and what follows.
+
+`handle` takes a message and answers with actions, `report` takes what the lane did and answers
+with actions; nothing is called, nothing blocks, nothing fails half way. A request is checked whole
+before anything changes, and a Refused raised on the way becomes its answer here, and is counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from kvferry.daemon.core.actions import (
+    Action,
+    Dismiss,
+    Ended,
+    Mapped,
+    Pinned,
+    Report,
+    Send,
+    Unmapped,
+)
+from kvferry.daemon.core.geometry import sides
+from kvferry.daemon.core.registrations import Registrations
+from kvferry.daemon.core.transfers import Transfers
+from kvferry.proto import messages as wire
+from kvferry.proto.errors import Code, ErrorInfo, Gone, KVFerryError, Refused
+from kvferry.proto.messages import Outcome
+from kvferry.proto.specs import Direction
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this daemon is, as every Welcome and the status say it."""
+
+    version: str
+    boot_id: str
+    pid: int
+    device: wire.DeviceInfo
+    limits: wire.Limits
+
+
+class Core:
+    def __init__(self, identity: Identity, pool_bytes: int, started: float) -> None:
+        self.identity = identity
+        self.stopping = False
+        self._started = started
+        self._pinned_bytes = 0
+        self._errors: Counter[str] = Counter()
+        self._engines: dict[str, str] = {}
+        """Sessions, and the engine that each belongs to."""
+        self._registrations = Registrations(pool_bytes)
+        self._transfers = Transfers(self._registrations, identity.limits.max_jobs)
+
+    @property
+    def sessions(self) -> tuple[str, ...]:
+        return tuple(self._engines)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job has not ended, or memory is being mapped or let go."""
+        return len(self._transfers) > 0 or self._registrations.unsettled
+
+    def welcome(self, session: str, hello: wire.Hello) -> list[Action]:
+        """Open a session, or say why not."""
+        if not hello.protocol_min <= wire.PROTOCOL <= hello.protocol_max:
+            message = f"this daemon speaks protocol {wire.PROTOCOL}: install a client that does"
+            spoken = f"{hello.protocol_min} to {hello.protocol_max}"
+            error: KVFerryError = Refused(Code.PROTOCOL_VERSION, message, spoken)
+            return [Send(session, self.refusal(None, error))]
+        if self.stopping:
+            error = Gone(Code.SHUTTING_DOWN, "the daemon is stopping")
+            return [Send(session, self.refusal(None, error))]
+        self._engines[session] = hello.engine
+        me = self.identity
+        reply = wire.Welcome(
+            wire.PROTOCOL, me.boot_id, session, me.version, me.pid, me.device, me.limits
+        )
+        return [Send(session, reply)]
+
+    def handle(self, session: str, message: wire.ClientMessage, now: float) -> list[Action]:
+        """The answer to one message of an open session."""
+        try:
+            return self._answer(session, self._engines[session], message, now)
+        except KVFerryError as error:
+            return [Send(session, self.refusal(message, error))]
+
+    def report(self, report: Report) -> list[Action]:
+        """What follows from something that the lane did."""
+        match report:
+            case Ended():
+                actions, error = self._transfers.ended(report)
+            case Mapped():
+                actions, error = self._registrations.mapped(report)
+            case Unmapped(number):
+                actions, error = self._unmapped(number), None
+            case Pinned(nbytes):
+                self._pinned_bytes = nbytes
+                return []
+        if error is not None:
+            self._errors[error.code] += 1
+        return actions
+
+    def leave(self, session: str) -> list[Action]:
+        """A session said goodbye or died: give up its jobs and what it registered."""
+        del self._engines[session]
+        return [
+            Dismiss(session),
+            *self._transfers.leave(session),
+            *self._registrations.leave(session),
+        ]
+
+    def stop(self) -> None:
+        """Accept no new work from now on; what was accepted still ends."""
+        self.stopping = True
+
+    def abandon_all(self) -> list[Action]:
+        """Give up every job that has not ended."""
+        return self._transfers.abandon_all()
+
+    def refusal(
+        self, message: wire.ClientMessage | None, error: KVFerryError
+    ) -> wire.DaemonMessage:
+        """The typed answer to what cannot be done, counted."""
+        self._errors[error.code] += 1
+        if isinstance(message, wire.Submit):
+            return wire.Finished((_refused_job(message, error.info),))
+        request_id = getattr(message, "request_id", None)
+        return wire.Error(request_id, error.info, self.identity.boot_id)
+
+    def status(self, now: float) -> wire.DaemonStatus:
+        me, regions = self.identity, self._registrations.regions
+        totals = {name: self._transfers.totals[name] for name in wire.Totals.__struct_fields__}
+        engines = [
+            wire.EngineStatus(
+                region.engine,
+                region.present,
+                region.num_blocks,
+                region.layout.host_block_bytes,
+                self._transfers.of_engine(region.engine),
+            )
+            for region in regions
+        ]
+        return wire.DaemonStatus(
+            version=me.version,
+            boot_id=me.boot_id,
+            pid=me.pid,
+            uptime_seconds=now - self._started,
+            device=me.device,
+            pool=wire.PoolStatus(regions.pool_bytes, self._pinned_bytes, regions.reserved_bytes),
+            sessions=len(self._engines),
+            engines=tuple(engines),
+            totals=wire.Totals(**totals),
+            errors=dict(self._errors),
+        )
+
+    def _answer(
+        self, session: str, engine: str, message: wire.ClientMessage, now: float
+    ) -> list[Action]:
+        match message:
+            case wire.Submit():
+                self._check_running()
+                return self._transfers.submit(session, engine, message)
+            case wire.Cancel(job_ids):
+                return self._transfers.cancel(engine, job_ids)
+            case wire.Wait():
+                return self._transfers.wait(session, engine, message)
+            case wire.StatusRequest(request_id):
+                return [Send(session, wire.StatusReport(request_id, self.status(now)))]
+            case wire.RegisterKVCaches() | wire.AllocateKVCaches():
+                self._check_running()
+                return self._registrations.register(session, engine, message)
+            case wire.Goodbye():
+                return [Send(session, wire.Goodbye()), *self.leave(session)]
+            case wire.Hello():
+                raise Refused(Code.BAD_MESSAGE, "a session begins with one Hello", engine)
+
+    def _check_running(self) -> None:
+        if self.stopping:
+            raise Gone(Code.SHUTTING_DOWN, "the daemon is stopping")
+
+    def _unmapped(self, number: int) -> list[Action]:
+        successor = self._registrations.unmapped(number)
+        if successor is None:
+            return []
+        session, request, engine = successor
+        try:
+            return self._registrations.register(session, engine, request)
+        except KVFerryError as error:
+            return [Send(session, self.refusal(request, error))]
+
+
+def _refused_job(message: wire.Submit, error: ErrorInfo) -> wire.JobResult:
+    try:
+        direction = sides(message.src, message.dst)[0]
+    except Refused:
+        direction = Direction.STORE
+    return wire.JobResult(message.job_id, direction, Outcome.REFUSED, error=error)

@@ -1,0 +1,261 @@
+"""Block maths: from the two sides of a TransferSpec to the bytes that move.
+
+A GPU block of a group is its references' pages, one from each canonical tensor. In host memory the
+same block is those pages one after another, and a host block is `block_size_factor` such GPU
+blocks in a row:
+
+    host block h of a group with pages a, b and factor 3     | a0 b0 | a1 b1 | a2 b2 |
+                                                             ^ region start + h * host_block_bytes
+
+so that a whole host block, or any run of sub-blocks in it, is one contiguous piece. A request that
+begins at logical block i uses its first host block from sub-block `i mod factor` on, and the last
+one as far as it reaches; nothing outside the range is read or written.
+
+All of it is array arithmetic over block ids; nothing here loops over blocks or layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.specs import (
+    BlockIds,
+    CPULoadStoreSpec,
+    Direction,
+    GPULoadStoreSpec,
+    KVLayout,
+    LoadStoreSpec,
+)
+
+Int64s: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Some GPU blocks of one group, and where each one's pages lie in the host pool."""
+
+    group: int
+    gpu_blocks: Int64s
+    """(n,) block ids, in range."""
+    host_offsets: Int64s
+    """(n,) bytes from the start of the pool."""
+
+    def cut(self, start: int, stop: int) -> Run:
+        return replace(
+            self,
+            gpu_blocks=self.gpu_blocks[start:stop],
+            host_offsets=self.host_offsets[start:stop],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Fragments:
+    """Contiguous pieces of memory: int64 arrays of addresses and sizes, all of one length."""
+
+    gpu: Int64s
+    host: Int64s
+    size: Int64s
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A transfer, checked: its runs, and the blocks it touches, for ordering."""
+
+    runs: tuple[Run, ...]
+    gpu_slots: Int64s
+    host_blocks: Int64s
+
+
+def sides(src: LoadStoreSpec, dst: LoadStoreSpec) -> tuple[Direction, GPULoadStoreSpec, BlockIds]:
+    """Which way a TransferSpec goes, its GPU side, and its host block ids."""
+    match src, dst:
+        case GPULoadStoreSpec(), CPULoadStoreSpec():
+            return Direction.STORE, src, dst.block_ids
+        case CPULoadStoreSpec(), GPULoadStoreSpec():
+            return Direction.LOAD, dst, src.block_ids
+    raise Refused(
+        Code.BAD_SPEC,
+        "one side of a transfer is GPU, the other host memory",
+        f"{type(src).__name__} -> {type(dst).__name__}",
+    )
+
+
+class Geometry:
+    """The shape of one registration, ready for arithmetic. Immutable."""
+
+    def __init__(self, layout: KVLayout, region_start: int, host_blocks: int) -> None:
+        self.layout = layout
+        self.host_blocks = host_blocks
+        self.factor = layout.block_size_factor
+        self.group_bytes = [layout.group_bytes(g) for g in range(len(layout.groups))]
+        self._region_start = region_start
+        self._refs = [_GroupRefs(layout, g) for g in range(len(layout.groups))]
+        self._num_blocks = [
+            min(layout.tensors[ref.tensor].num_blocks for ref in group) for group in layout.groups
+        ]
+        self._slot_base, self.gpu_slots = _slot_bases(layout)
+
+    def resolve(self, direction: Direction, gpu: GPULoadStoreSpec, host_ids: BlockIds) -> Resolved:
+        """Check a transfer against this registration. Raises Refused; nothing is half done.
+
+        The GPU slots of the answer number memory, not groups: groups that share a tensor share
+        its slots.
+        """
+        sizes, indices = self._shares(gpu)
+        gpu_ids = gpu.block_ids.astype(np.int64, copy=False)
+        hosts = host_ids.astype(np.int64, copy=False)
+        _check_range(hosts, self.host_blocks, "host block")
+        runs: list[Run] = []
+        slots = gpu_ids.copy()
+        taken = used = 0
+        for group, (count, first) in enumerate(zip(sizes, indices, strict=True)):
+            ids = gpu_ids[taken : taken + count]
+            _check_range(ids, self._num_blocks[group], f"GPU block of group {group}")
+            slots[taken : taken + count] += self._slot_base[group]
+            taken += count
+            skip = first % self.factor
+            needs = -(-(count + skip) // self.factor) if count else 0
+            if count and used + needs <= hosts.size:
+                runs.append(self._run(group, ids, hosts[used : used + needs], skip))
+            used += needs
+        if used != hosts.size:
+            raise Refused(
+                Code.SIZE_MISMATCH,
+                f"{gpu_ids.size} GPU blocks, in groups of {list(sizes)} that begin at "
+                f"{list(indices)}, take {used} host blocks at {self.factor} a host block",
+                hosts.size,
+            )
+        if direction is Direction.LOAD:
+            _check_unique(slots, self.gpu_slots, gpu_ids, "GPU block")
+        else:
+            _check_unique(hosts, self.host_blocks, hosts, "host block")
+        return Resolved(tuple(runs), slots, hosts)
+
+    def nbytes(self, runs: tuple[Run, ...]) -> int:
+        return sum(run.gpu_blocks.size * self.group_bytes[run.group] for run in runs)
+
+    def end(self, runs: tuple[Run, ...]) -> int:
+        """The first byte of the pool behind everything that `runs` touch."""
+        return max(
+            (int(run.host_offsets.max()) + self.group_bytes[run.group] for run in runs), default=0
+        )
+
+    def pieces(self, runs: tuple[Run, ...], max_bytes: int) -> Iterator[tuple[Run, ...]]:
+        """Cut `runs`, in order, into pieces of about `max_bytes` and at least one GPU block."""
+        piece: list[Run] = []
+        room = max_bytes
+        for run in runs:
+            at, block = 0, self.group_bytes[run.group]
+            while at < run.gpu_blocks.size:
+                if room < block and piece:
+                    yield tuple(piece)
+                    piece, room = [], max_bytes
+                count = min(max(1, room // block), run.gpu_blocks.size - at)
+                piece.append(run.cut(at, at + count))
+                at, room = at + count, room - count * block
+        if piece:
+            yield tuple(piece)
+
+    def fragments(self, runs: tuple[Run, ...], bases: Int64s, pool: int) -> Fragments:
+        """Every page of `runs` as addresses: `bases` of the tensors, `pool` of the host pool."""
+        gpu, host, size = [], [], []
+        for run in runs:
+            refs = self._refs[run.group]
+            shape = (run.gpu_blocks.size, refs.pages.size)
+            rows = run.gpu_blocks[:, None] * refs.strides
+            gpu.append((rows + bases[refs.tensors]).ravel())
+            host.append((run.host_offsets[:, None] + (refs.offsets + pool)).ravel())
+            size.append(np.broadcast_to(refs.pages, shape).ravel())
+        if len(runs) == 1:
+            return Fragments(gpu[0], host[0], size[0])
+        return Fragments(np.concatenate(gpu), np.concatenate(host), np.concatenate(size))
+
+    def _run(self, group: int, ids: Int64s, hosts: Int64s, skip: int) -> Run:
+        position = np.arange(skip, skip + ids.size)
+        block, sub = np.divmod(position, self.factor)
+        offsets = hosts[block] * self.layout.host_block_bytes + sub * self.group_bytes[group]
+        return Run(group, ids, offsets + self._region_start)
+
+    def _shares(self, gpu: GPULoadStoreSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        groups = len(self.layout.groups)
+        sizes = (gpu.block_ids.size,) if gpu.group_sizes is None else gpu.group_sizes
+        indices = (0,) * len(sizes) if gpu.block_indices is None else gpu.block_indices
+        if len(sizes) != groups:
+            raise Refused(
+                Code.UNKNOWN_GROUP, f"one size for each of the {groups} groups", list(sizes)
+            )
+        if len(indices) != groups:
+            raise Refused(
+                Code.UNKNOWN_GROUP, f"one index for each of the {groups} groups", list(indices)
+            )
+        if sum(sizes) != gpu.block_ids.size:
+            raise Refused(
+                Code.SIZE_MISMATCH,
+                f"group sizes add up to the {gpu.block_ids.size} GPU block ids given",
+                list(sizes),
+            )
+        return sizes, indices
+
+
+class _GroupRefs:
+    """A group's references as arrays: (refs,) each."""
+
+    def __init__(self, layout: KVLayout, group: int) -> None:
+        refs = layout.groups[group]
+        self.tensors = np.array([ref.tensor for ref in refs], dtype=np.int64)
+        self.pages = np.array([ref.page_size_bytes for ref in refs], dtype=np.int64)
+        self.strides = np.array(
+            [layout.tensors[ref.tensor].row_stride_bytes for ref in refs], dtype=np.int64
+        )
+        self.offsets = np.cumsum(self.pages) - self.pages
+        """Where each page lies inside one GPU block's bytes in host memory."""
+
+
+def _slot_bases(layout: KVLayout) -> tuple[list[int], int]:
+    """Number the GPU blocks of all groups; groups that share a tensor get the same numbers."""
+    parent = list(range(len(layout.groups)))
+
+    def root(group: int) -> int:
+        while parent[group] != group:
+            group = parent[group]
+        return group
+
+    owner: dict[int, int] = {}
+    for group, refs in enumerate(layout.groups):
+        for ref in refs:
+            parent[root(group)] = root(owner.setdefault(ref.tensor, group))
+    widths: dict[int, int] = {}
+    for group, refs in enumerate(layout.groups):
+        blocks = max(layout.tensors[ref.tensor].num_blocks for ref in refs)
+        widths[root(group)] = max(widths.get(root(group), 0), blocks)
+    starts, total = {}, 0
+    for group, width in widths.items():
+        starts[group], total = total, total + width
+    return [starts[root(group)] for group in range(len(layout.groups))], total
+
+
+def _check_range(ids: Int64s, limit: int, what: str) -> None:
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= limit):
+        bad = ids[(ids < 0) | (ids >= limit)][0]
+        raise Refused(Code.BLOCK_OUT_OF_RANGE, f"{what} ids are 0 to {limit - 1}", int(bad))
+
+
+def _check_unique(slots: Int64s, limit: int, names: Int64s, what: str) -> None:
+    """Raise where a slot comes twice: two writes to one place have no defined result."""
+    if slots.size < 2:
+        return
+    last = np.empty(limit, dtype=np.int64)
+    order = np.arange(slots.size)
+    last[slots] = order
+    again = last[slots] != order
+    if again.any():
+        raise Refused(
+            Code.DUPLICATE_BLOCK,
+            f"a {what} is written once in a transfer",
+            int(names[again][0]),
+        )

@@ -1,0 +1,110 @@
+"""Who owns which bytes of the host pool.
+
+A region belongs to an engine's name, not to its process: when the engine goes, the region stays
+with its bytes, and an engine that registers under the same name with the same layout gets it back.
+A region whose engine is away gives its room to a newcomer that finds no other, the longest
+deserted first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.specs import KVLayout
+
+ALIGNMENT = 4096
+
+
+@dataclass(slots=True)
+class Region:
+    engine: str
+    layout: KVLayout
+    start: int
+    nbytes: int
+    present: bool = True
+
+    @property
+    def end(self) -> int:
+        return self.start + self.nbytes
+
+    @property
+    def num_blocks(self) -> int:
+        return self.nbytes // self.layout.host_block_bytes
+
+
+class Regions:
+    """The host pool, divided. Deserted regions are kept in the order they were left."""
+
+    def __init__(self, pool_bytes: int) -> None:
+        self.pool_bytes = pool_bytes
+        self._regions: dict[str, Region] = {}
+
+    def __iter__(self) -> Iterator[Region]:
+        return iter(self._regions.values())
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(region.nbytes for region in self._regions.values())
+
+    def claim(self, engine: str, layout: KVLayout, nbytes: int | None) -> tuple[Region, bool]:
+        """A region for `engine`, and whether it is the one it had before.
+
+        nbytes: how much; None for what is free (all that is contiguous). Raises Refused
+        (POOL_FULL) and changes nothing where there is no room.
+        """
+        block = layout.host_block_bytes
+        if nbytes is not None and nbytes < block:
+            raise Refused(
+                Code.POOL_FULL, f"host_bytes must hold one host block: at least {block}", nbytes
+            )
+        old = self._regions.get(engine)
+        if old is not None and old.layout == layout and nbytes in (None, old.nbytes):
+            old.present = True
+            return old, True
+        start, size = self._find(engine, block, nbytes)
+        for other in self._in_the_way(engine, start, start + size):
+            del self._regions[other.engine]
+        self._regions[engine] = Region(engine, layout, start, size)
+        return self._regions[engine], False
+
+    def desert(self, engine: str) -> None:
+        """The engine went; its region stays until somebody needs the room."""
+        region = self._regions.pop(engine)
+        region.present = False
+        self._regions[engine] = region
+
+    def _in_the_way(self, engine: str, start: int, end: int) -> list[Region]:
+        return [
+            region
+            for region in self._regions.values()
+            if region.engine == engine or (region.start < end and start < region.end)
+        ]
+
+    def _find(self, engine: str, block: int, nbytes: int | None) -> tuple[int, int]:
+        """First room with the deserted regions kept, then with ever more of them given up."""
+        kept = [region for region in self._regions.values() if region.engine != engine]
+        deserted = [region for region in kept if not region.present]
+        while True:
+            start, size = max(self._gaps(kept), key=lambda gap: gap[1], default=(0, 0))
+            if nbytes is None and size >= block:
+                return start, size
+            if nbytes is not None and size >= nbytes:
+                return start, nbytes
+            if not deserted:
+                break
+            kept.remove(deserted.pop(0))
+        raise Refused(
+            Code.POOL_FULL,
+            f"the host pool of {self.pool_bytes} bytes has {size} free in a row, and a host block "
+            f"takes {block}: register with smaller host_bytes, or give the daemon a larger pool",
+            nbytes if nbytes is not None else block,
+        )
+
+    def _gaps(self, kept: list[Region]) -> list[tuple[int, int]]:
+        gaps, at = [], 0
+        for region in sorted(kept, key=lambda region: region.start):
+            gaps.append((at, region.start - at))
+            at = -(-region.end // ALIGNMENT) * ALIGNMENT
+        return [*gaps, (at, self.pool_bytes - at)]

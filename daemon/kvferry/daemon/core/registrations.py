@@ -1,0 +1,190 @@
+"""What engines registered: tensors mapped here, a region of the host pool, an order of transfers.
+
+A registration lives through three places, and stands in exactly one of them:
+
+    opening  --Mapped-->  open  --its session left-->  closing  --Unmapped-->  gone
+       \\_______________ its session left _______________/
+
+Only an open one takes transfers. While a closing one still holds an engine's name, a successor
+waits for it, so that no late copy of the old one meets the new one's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import TypeAlias
+
+from kvferry.daemon.core.actions import Action, Map, Mapped, Send, Unmap
+from kvferry.daemon.core.geometry import Geometry
+from kvferry.daemon.core.order import Ordering
+from kvferry.daemon.core.regions import Region, Regions
+from kvferry.proto.errors import Code, ErrorInfo, Refused
+from kvferry.proto.messages import (
+    Allocated,
+    AllocateKVCaches,
+    DaemonMessage,
+    Error,
+    HostRegion,
+    Registered,
+    RegisterKVCaches,
+)
+
+Request: TypeAlias = RegisterKVCaches | AllocateKVCaches
+
+
+@dataclass(slots=True, eq=False)
+class Registration:
+    number: int
+    engine: str
+    session: str
+    request: Request
+    geometry: Geometry
+    host: HostRegion
+    ordering: Ordering
+
+    @property
+    def has_timeline(self) -> bool:
+        return self.request.timeline is not None
+
+
+class Registrations:
+    """All registrations, each in the place where it stands, and the host pool between them."""
+
+    def __init__(self, pool_bytes: int) -> None:
+        self.regions = Regions(pool_bytes)
+        self._opening: dict[int, Registration] = {}
+        self._open: dict[int, Registration] = {}
+        self._closing: dict[int, Registration] = {}
+        self._holders: dict[str, Registration] = {}
+        self._successors: dict[str, tuple[str, Request]] = {}
+        self._numbers = count(1)
+
+    def __iter__(self) -> Iterator[Registration]:
+        return iter(self._holders.values())
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether any memory is being mapped or let go."""
+        return bool(self._opening or self._closing)
+
+    def ready(self, engine: str) -> Registration:
+        """The open registration of an engine; Refused where there is none."""
+        registration = self._holders.get(engine)
+        if registration is None or registration.number not in self._open:
+            raise Refused(Code.NOT_REGISTERED, "the engine has registered no KV caches", engine)
+        return registration
+
+    def is_open(self, registration: Registration) -> bool:
+        return registration.number in self._open
+
+    def register(self, session: str, engine: str, request: Request) -> list[Action]:
+        """Begin to map an engine's tensors; the answer to the client follows with Mapped."""
+        _check(request)
+        holder = self._holders.get(engine)
+        if holder is not None and holder.number in self._closing:
+            if engine in self._successors:
+                raise Refused(Code.BUSY, "another process is registering this engine", engine)
+            self._successors[engine] = (session, request)
+            return []
+        if holder is not None:
+            raise Refused(
+                Code.ALREADY_REGISTERED,
+                "a process that is alive holds this engine's name: give each engine its own",
+                engine,
+            )
+        region, reattached = self.regions.claim(engine, request.layout, request.host_bytes)
+        registration = self._settle(session, engine, request, region, reattached)
+        locations = request.locations if isinstance(request, RegisterKVCaches) else None
+        allocations = request.allocations if isinstance(request, RegisterKVCaches) else ()
+        return [
+            Map(
+                registration.number,
+                session,
+                registration.geometry,
+                allocations,
+                locations,
+                request.timeline,
+            )
+        ]
+
+    def mapped(self, report: Mapped) -> tuple[list[Action], ErrorInfo | None]:
+        """Answer the client whose tensors are reachable now, or are not."""
+        registration = self._opening.pop(report.registration, None)
+        if registration is None:  # its session left meanwhile; Unmapped follows
+            return [], None
+        request_id = registration.request.request_id
+        if report.error is not None:
+            self._release(registration)
+            return [Send(registration.session, Error(request_id, report.error))], report.error
+        self._open[registration.number] = registration
+        reply: DaemonMessage = Registered(request_id, registration.host)
+        if isinstance(registration.request, AllocateKVCaches):
+            reply = Allocated(request_id, registration.host, report.allocations, report.locations)
+        return [Send(registration.session, reply)], None
+
+    def leave(self, session: str) -> list[Action]:
+        """A session went: let go of what it registered."""
+        waiting = [engine for engine, (who, _) in self._successors.items() if who == session]
+        for engine in waiting:
+            del self._successors[engine]
+        actions: list[Action] = []
+        for place in (self._opening, self._open):
+            for registration in [r for r in place.values() if r.session == session]:
+                self._closing[registration.number] = place.pop(registration.number)
+                actions.append(Unmap(registration.number))
+        return actions
+
+    def unmapped(self, number: int) -> tuple[str, Request, str] | None:
+        """A registration is gone. Returns who waits to register its engine anew, if anybody."""
+        registration = self._closing.pop(number)
+        self._release(registration)
+        successor = self._successors.pop(registration.engine, None)
+        return None if successor is None else (*successor, registration.engine)
+
+    def _settle(
+        self, session: str, engine: str, request: Request, region: Region, reattached: bool
+    ) -> Registration:
+        geometry = Geometry(request.layout, region.start, region.num_blocks)
+        host = HostRegion(region.num_blocks, request.layout.host_block_bytes, reattached)
+        ordering = Ordering(geometry.gpu_slots, region.num_blocks)
+        registration = Registration(
+            next(self._numbers), engine, session, request, geometry, host, ordering
+        )
+        self._opening[registration.number] = registration
+        self._holders[engine] = registration
+        return registration
+
+    def _release(self, registration: Registration) -> None:
+        del self._holders[registration.engine]
+        self.regions.desert(registration.engine)
+
+
+def _check(request: Request) -> None:
+    """Every tensor lies inside the allocation that it names."""
+    request.layout.check()
+    if isinstance(request, AllocateKVCaches):
+        return
+    if len(request.locations) != len(request.layout.tensors):
+        raise Refused(
+            Code.BAD_LAYOUT,
+            f"one location for each of the {len(request.layout.tensors)} tensors",
+            len(request.locations),
+        )
+    for index, (tensor, place) in enumerate(
+        zip(request.layout.tensors, request.locations, strict=True)
+    ):
+        if place.allocation >= len(request.allocations):
+            raise Refused(
+                Code.BAD_LAYOUT,
+                f"tensor {index} lies in one of the {len(request.allocations)} allocations given",
+                place.allocation,
+            )
+        size = request.allocations[place.allocation].size
+        if place.offset + tensor.span_bytes > size:
+            raise Refused(
+                Code.BAD_LAYOUT,
+                f"tensor {index} ends inside its allocation of {size} bytes",
+                place.offset + tensor.span_bytes,
+            )

@@ -1,0 +1,162 @@
+"""Jobs: accepted once, ended once.
+
+A job is accepted whole or refused whole; from then on it is under way until the lane reports its
+one end, whatever else happens to its session, its engine or its registration meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import count
+
+from kvferry.daemon.core.actions import Abandon, Action, CopyPlan, Ended, Send, Start
+from kvferry.daemon.core.geometry import sides
+from kvferry.daemon.core.registrations import Registration, Registrations
+from kvferry.proto.errors import Code, ErrorInfo, Refused
+from kvferry.proto.messages import Finished, JobResult, Outcome, Submit, Wait, Waited
+from kvferry.proto.specs import Direction
+
+MAX_WAITS = 256
+"""Waits under way in one session."""
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """A session that asked to be told when some jobs have ended."""
+
+    session: str
+    request_id: int
+    remaining: int
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A transfer under way. `session` is None once nobody wants to hear of its end."""
+
+    serial: int
+    job_id: int
+    session: str | None
+    registration: Registration
+    direction: Direction
+    nbytes: int
+    waiters: list[Waiter] = field(default_factory=list)
+
+
+class Transfers:
+    """All jobs under way, found by serial, and by engine and job id."""
+
+    def __init__(self, registrations: Registrations, max_jobs: int) -> None:
+        self.totals: Counter[str] = Counter()
+        self._registrations = registrations
+        self._max_jobs = max_jobs
+        self._serials = count(1)
+        self._jobs: dict[int, Job] = {}
+        self._by_id: dict[tuple[str, int], Job] = {}
+        self._credits: Counter[str] = Counter()
+        self._waits: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def of_engine(self, engine: str) -> int:
+        return sum(name == engine for name, _ in self._by_id)
+
+    def submit(self, session: str, engine: str, message: Submit) -> list[Action]:
+        """Check a transfer whole and send it on its way. Raises Refused, and nothing happened."""
+        registration = self._registrations.ready(engine)
+        if (engine, message.job_id) in self._by_id:
+            raise Refused(
+                Code.DUPLICATE_JOB, "a job of this engine with this id is under way", message.job_id
+            )
+        if self._credits[session] >= self._max_jobs:
+            raise Refused(Code.BUSY, f"{self._max_jobs} jobs are under way: poll, then try again")
+        if message.wait_for and not registration.has_timeline:
+            raise Refused(
+                Code.NO_TIMELINE, "register a timeline to wait for its values", message.wait_for
+            )
+        direction, gpu, hosts = sides(message.src, message.dst)
+        blocks = registration.geometry.resolve(direction, gpu, hosts)
+        nbytes = registration.geometry.nbytes(blocks.runs)
+        job = Job(next(self._serials), message.job_id, session, registration, direction, nbytes)
+        self._jobs[job.serial] = self._by_id[engine, message.job_id] = job
+        self._credits[session] += 1
+        plan = CopyPlan(
+            job.serial,
+            registration.number,
+            direction,
+            blocks.runs,
+            nbytes,
+            message.wait_for,
+            registration.ordering.admit(job.serial, direction, blocks),
+            registration.geometry.end(blocks.runs),
+        )
+        return [Start(plan)]
+
+    def cancel(self, engine: str, job_ids: tuple[int, ...]) -> list[Action]:
+        jobs = [self._by_id.get((engine, job_id)) for job_id in job_ids]
+        return [Abandon(job.registration.number, job.serial) for job in jobs if job is not None]
+
+    def wait(self, session: str, engine: str, message: Wait) -> list[Action]:
+        """Answer Waited when all of the jobs have ended; ids that are not under way have."""
+        jobs = {self._by_id.get((engine, job_id)) for job_id in message.job_ids} - {None}
+        if not jobs:
+            return [Send(session, Waited(message.request_id))]
+        if self._waits[session] >= MAX_WAITS:
+            raise Refused(Code.BUSY, f"{MAX_WAITS} waits are under way")
+        self._waits[session] += 1
+        waiter = Waiter(session, message.request_id, len(jobs))
+        for job in jobs:
+            assert job is not None
+            job.waiters.append(waiter)
+        return []
+
+    def ended(self, report: Ended) -> tuple[list[Action], ErrorInfo | None]:
+        """The one end of a job: tell its session, then those who waited for it."""
+        job = self._jobs.pop(report.serial)
+        del self._by_id[job.registration.engine, job.job_id]
+        result = self._result(job, report)
+        self._count(result)
+        actions: list[Action] = []
+        if job.session is not None:
+            self._credits[job.session] -= 1
+            actions.append(Send(job.session, Finished((result,))))
+        for waiter in job.waiters:
+            waiter.remaining -= 1
+            if not waiter.remaining and waiter.session in self._waits:
+                self._waits[waiter.session] -= 1
+                actions.append(Send(waiter.session, Waited(waiter.request_id)))
+        return actions, result.error
+
+    def leave(self, session: str) -> list[Action]:
+        """A session went: nobody wants to hear of its jobs, so give them up."""
+        self._credits.pop(session, None)
+        self._waits.pop(session, None)
+        actions: list[Action] = []
+        for job in self._jobs.values():
+            if job.session == session:
+                job.session = None
+                actions.append(Abandon(job.registration.number, job.serial))
+        return actions
+
+    def abandon_all(self) -> list[Action]:
+        return [Abandon(job.registration.number, job.serial) for job in self._jobs.values()]
+
+    def _result(self, job: Job, report: Ended) -> JobResult:
+        outcome, error = report.outcome, report.error
+        if outcome is Outcome.CANCELLED:
+            error = ErrorInfo(Code.CANCELLED, "the job was given up")
+            if not self._registrations.is_open(job.registration):
+                outcome = Outcome.FAILED
+                error = ErrorInfo(Code.ENGINE_GONE, "the process that owns the KV tensors went")
+        moved = job.nbytes if outcome is Outcome.DONE else 0
+        return JobResult(job.job_id, job.direction, outcome, moved, report.seconds, error)
+
+    def _count(self, result: JobResult) -> None:
+        match result.outcome:
+            case Outcome.DONE:
+                self.totals[f"{result.direction}s"] += 1
+                name = "stored_bytes" if result.direction is Direction.STORE else "loaded_bytes"
+                self.totals[name] += result.nbytes
+            case outcome:
+                self.totals[outcome] += 1

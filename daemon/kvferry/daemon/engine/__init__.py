@@ -1,0 +1,1 @@
+"""Copies bytes. `base` is the interface, `reference` the CPU, `cuda` the GPU."""

@@ -1,0 +1,84 @@
+"""What the lane knows of a device: it maps memory, and moves pieces of it on ordered streams.
+
+An engine has one stream a direction. `submit` enqueues and returns at once; pieces of one stream
+are done in the order submitted, the two streams overlap. `poll` tells whether a piece is done.
+All calls but `pin` come from the lane's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+from kvferry.daemon.core.geometry import Geometry, Int64s, Run
+from kvferry.proto.messages import Allocation, DeviceInfo, Location
+from kvferry.proto.specs import Direction, KVLayout
+
+Ticket: TypeAlias = object
+"""One submitted piece, as its engine knows it."""
+
+
+@dataclass(slots=True, eq=False)
+class Mapping:
+    """One registration's tensors, reachable from this process."""
+
+    geometry: Geometry
+    bases: Int64s
+    """(tensors,) address of each canonical tensor's first byte."""
+    handles: list[object] = field(default_factory=list)
+    """What the engine needs to let the memory go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Tensors that were allocated here, and how others reach them."""
+
+    mapping: Mapping
+    allocations: tuple[Allocation, ...]
+    locations: tuple[Location, ...]
+    descriptors: tuple[int, ...] = ()
+    """File descriptors that FdAllocations refer to by position, for the server to hand out."""
+
+
+class CopyEngine(Protocol):
+    info: DeviceInfo
+
+    def attach(self, pool_address: int) -> None:
+        """Called once, first, from the lane's thread: make the device usable there."""
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Make a chunk of the host pool fit for copies. From any thread; raises KVFerryError."""
+
+    def open(
+        self,
+        geometry: Geometry,
+        allocations: Sequence[Allocation],
+        locations: Sequence[Location],
+        descriptors: Sequence[int],
+    ) -> Mapping:
+        """Map an engine's own tensors. Raises KVFerryError, and nothing stays mapped."""
+
+    def allocate(self, geometry: Geometry) -> Shared:
+        """Allocate tensors of a layout here. Raises KVFerryError."""
+
+    def close(self, mapping: Mapping) -> None:
+        """Let a mapping's memory go; no piece of it is in flight any more."""
+
+    def submit(self, direction: Direction, mapping: Mapping, runs: tuple[Run, ...]) -> Ticket:
+        """Enqueue a piece. Raises KVFerryError where the device refuses it."""
+
+    def poll(self, ticket: Ticket) -> float | None:
+        """Seconds on the device once the piece is done, None before; raises where it failed."""
+
+    def shutdown(self) -> None:
+        """Stop; nothing is in flight."""
+
+
+def packed_locations(layout: KVLayout, alignment: int = 256) -> tuple[list[int], int]:
+    """Where tensors of a layout lie in one allocation, one after another; and its size."""
+    offsets, at = [], 0
+    for tensor in layout.tensors:
+        offsets.append(at)
+        at = -(-(at + tensor.span_bytes) // alignment) * alignment
+    return offsets, at

@@ -1,0 +1,138 @@
+"""The host pool: one sealed memfd, touched and registered chunk by chunk in the background.
+
+Registering memory takes seconds for tens of GiB, so nobody waits for all of it: `ready_bytes`
+grows chunk by chunk from the front, and a transfer waits only for the chunk that it touches. A
+chunk that cannot be registered ends the daemon: serving from pageable memory would be slow in
+silence.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from kvferry.daemon.engine.base import CopyEngine
+from kvferry.daemon.engine.memory import PAGE, Mapped, sealed_memfd
+from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
+
+TOUCHERS = min(16, os.cpu_count() or 1)
+
+
+class HostPool:
+    """Pinned host memory of one device. `address` is where this process has it mapped."""
+
+    def __init__(self, nbytes: int, chunk_bytes: int) -> None:
+        self.nbytes = -(-nbytes // PAGE) * PAGE
+        self.chunk_bytes = -(-chunk_bytes // PAGE) * PAGE
+        self.ready_bytes = 0
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        try:
+            self.descriptor = sealed_memfd("kvferry-pool", self.nbytes)
+            self._memory = Mapped(self.descriptor, self.nbytes)
+        except OSError as error:
+            raise Refused(Code.POOL_TOO_LARGE, f"no such pool can be made: {error}", nbytes) from (
+                error
+            )
+        self.address = self._memory.address
+
+    def fill(
+        self,
+        engine: CopyEngine,
+        progress: Callable[[int], None],
+        failed: Callable[[KVFerryError], None],
+    ) -> None:
+        """Touch and register everything, in a thread of its own that calls back from there."""
+        self._thread = threading.Thread(
+            target=self._fill, args=(engine, progress, failed), name="kvferry-pool", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+        os.close(self.descriptor)
+
+    def _fill(
+        self,
+        engine: CopyEngine,
+        progress: Callable[[int], None],
+        failed: Callable[[KVFerryError], None],
+    ) -> None:
+        try:
+            with ThreadPoolExecutor(TOUCHERS, "kvferry-touch") as touchers:
+                for start in range(0, self.nbytes, self.chunk_bytes):
+                    if self._stopping.is_set():
+                        return
+                    size = min(self.chunk_bytes, self.nbytes - start)
+                    self._touch(touchers, start, size)
+                    engine.pin(self.address + start, size)
+                    self.ready_bytes = start + size
+                    progress(self.ready_bytes)
+        except KVFerryError as error:
+            failed(error)
+        except OSError as error:
+            message = f"memory for the host pool ran out at byte {self.ready_bytes}: {error}"
+            failed(Failed(Code.POOL_TOO_LARGE, message, self.nbytes))
+
+    def _touch(self, touchers: ThreadPoolExecutor, start: int, size: int) -> None:
+        """First touch in parallel: the kernel zeroes the pages on every core at once."""
+        step = -(-size // (TOUCHERS * PAGE)) * PAGE
+        parts = [(at, min(step, start + size - at)) for at in range(start, start + size, step)]
+        for _ in touchers.map(lambda part: self._memory.populate(*part), parts):
+            pass
+
+
+def check_fits(nbytes: int, *, locked: bool) -> None:
+    """Refuse a pool that the machine cannot hold; `locked`: nor lock into memory.
+
+    Memory is what is available now, in this control group; the lock limit does not bind root.
+    """
+    available = available_bytes()
+    if nbytes > available:
+        raise Refused(
+            Code.POOL_TOO_LARGE,
+            f"the host pool does not fit into the {available} bytes of memory available: "
+            "make pool.size smaller",
+            nbytes,
+        )
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if locked and os.geteuid() != 0 and limit != resource.RLIM_INFINITY and nbytes > limit:
+        raise Refused(
+            Code.POOL_TOO_LARGE,
+            f"the host pool does not fit into the memlock limit of {limit} bytes: set "
+            "LimitMEMLOCK=infinity in the unit, or ulimit -l unlimited",
+            nbytes,
+        )
+
+
+def available_bytes() -> int:
+    """Memory that can be had now: the system's, or what the control group leaves of it."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    for group in _control_groups():
+        limit, used = group / "memory.max", group / "memory.current"
+        if limit.exists() and (text := limit.read_text().strip()) != "max":
+            available = min(available, int(text) - int(used.read_text()))
+    return available
+
+
+def _control_groups() -> list[Path]:
+    """This process's control group and those above it (cgroup v2)."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        if line.startswith("0::"):
+            own = Path("/sys/fs/cgroup" + line[3:])
+            return [
+                group for group in (own, *own.parents) if group.is_relative_to("/sys/fs/cgroup")
+            ]
+    return []

@@ -1,0 +1,143 @@
+"""The engine of machines without a GPU: real bytes in shared memory, copied by the CPU.
+
+It is the plain model of what an engine does (one thread a direction stands for a stream, one
+memmove a fragment for the copy engine) and it can be told to misbehave: `Faults.stall` holds every
+piece back, `Faults.fail_every` fails each n-th.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+
+from kvferry.daemon.core.geometry import Fragments, Geometry, Run
+from kvferry.daemon.engine.base import Mapping, Shared, packed_locations
+from kvferry.daemon.engine.memory import Mapped, sealed_memfd
+from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
+from kvferry.proto.messages import Allocation, DeviceInfo, FdAllocation, Location
+from kvferry.proto.specs import Direction
+
+
+@dataclass(slots=True)
+class Faults:
+    """How the engine misbehaves. stall: seconds before each piece; fail_every: 0 is never."""
+
+    stall: float = 0.0
+    fail_every: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    direction: Direction
+    fragments: Fragments
+    done: threading.Event = field(default_factory=threading.Event)
+    seconds: float = 0.0
+    error: KVFerryError | None = None
+
+
+class ReferenceEngine:
+    info = DeviceInfo("cpu", "cpu", "host memory")
+
+    def __init__(self, faults: Faults | None = None) -> None:
+        self.faults = faults or Faults()
+        self._pool = 0
+        self._pieces = count(1)
+        self._queues: dict[Direction, queue.SimpleQueue[_Piece | None]] = {
+            direction: queue.SimpleQueue() for direction in Direction
+        }
+        self._threads = [
+            threading.Thread(target=self._stream, args=(pieces,), name=f"kvferry-{direction}")
+            for direction, pieces in self._queues.items()
+        ]
+
+    def attach(self, pool_address: int) -> None:
+        self._pool = pool_address
+        for thread in self._threads:
+            thread.daemon = True
+            thread.start()
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Nothing to do: the CPU copies from pages that may move."""
+
+    def open(
+        self,
+        geometry: Geometry,
+        allocations: Sequence[Allocation],
+        locations: Sequence[Location],
+        descriptors: Sequence[int],
+    ) -> Mapping:
+        mapped: list[Mapped] = []
+        try:
+            for allocation, descriptor in zip(allocations, descriptors, strict=True):
+                if not isinstance(allocation, FdAllocation):
+                    raise Refused(
+                        Code.DEVICE_MISMATCH,
+                        "this daemon serves tensors in host memory (device = cpu)",
+                        allocation.device_uuid,
+                    )
+                mapped.append(Mapped(descriptor, allocation.size))
+        except KVFerryError:
+            for memory in mapped:
+                memory.close()
+            raise
+        bases = [mapped[place.allocation].address + place.offset for place in locations]
+        return Mapping(geometry, np.array(bases, dtype=np.int64), list(mapped))
+
+    def allocate(self, geometry: Geometry) -> Shared:
+        offsets, size = packed_locations(geometry.layout)
+        descriptor = sealed_memfd("kvferry-kv", size)
+        allocation = FdAllocation(0, size)
+        locations = tuple(Location(0, offset) for offset in offsets)
+        mapping = self.open(geometry, [allocation], locations, [descriptor])
+        return Shared(mapping, (allocation,), locations, (descriptor,))
+
+    def close(self, mapping: Mapping) -> None:
+        for memory in mapping.handles:
+            assert isinstance(memory, Mapped)
+            memory.close()
+
+    def submit(self, direction: Direction, mapping: Mapping, runs: tuple[Run, ...]) -> _Piece:
+        fragments = mapping.geometry.fragments(runs, mapping.bases, self._pool)
+        piece = _Piece(direction, fragments)
+        self._queues[direction].put(piece)
+        return piece
+
+    def poll(self, ticket: object) -> float | None:
+        assert isinstance(ticket, _Piece)
+        if not ticket.done.is_set():
+            return None
+        if ticket.error is not None:
+            raise ticket.error
+        return ticket.seconds
+
+    def shutdown(self) -> None:
+        for pieces in self._queues.values():
+            pieces.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _stream(self, pieces: queue.SimpleQueue[_Piece | None]) -> None:
+        while (piece := pieces.get()) is not None:
+            began = time.perf_counter()
+            time.sleep(self.faults.stall)
+            every = self.faults.fail_every
+            if every and next(self._pieces) % every == 0:
+                piece.error = Failed(Code.COPY_FAILED, "the reference engine was told to fail")
+            else:
+                _copy(piece)
+            piece.seconds = time.perf_counter() - began
+            piece.done.set()
+
+
+def _copy(piece: _Piece) -> None:
+    gpu, host = piece.fragments.gpu.tolist(), piece.fragments.host.tolist()
+    dst, src = (host, gpu) if piece.direction is Direction.STORE else (gpu, host)
+    for to, origin, size in zip(dst, src, piece.fragments.size.tolist(), strict=True):
+        ctypes.memmove(to, origin, size)

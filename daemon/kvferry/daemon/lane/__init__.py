@@ -1,0 +1,1 @@
+"""The one thread that owns a device: enqueues, polls, reports."""

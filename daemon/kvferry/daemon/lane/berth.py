@@ -1,0 +1,110 @@
+"""Where plans stand in the lane: a berth for each registration, in it a track each way.
+
+Track.waiting     plans with pieces still to submit, the head may go on unless it is held
+Stream.flights    pieces on the device, in the order submitted, over all registrations
+Track.live        every plan that has not ended, oldest first
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvferry.daemon.core.actions import CopyPlan, Ended
+from kvferry.daemon.core.geometry import Run
+from kvferry.daemon.engine.base import Mapping, Ticket
+from kvferry.daemon.engine.memory import Timeline
+from kvferry.proto.errors import ErrorInfo
+from kvferry.proto.messages import Outcome
+from kvferry.proto.specs import Direction
+
+PIECE_BYTES = 32 << 20
+"""What one submission moves at most (and at least one GPU block)."""
+MAX_PIECES = 16
+MAX_FLIGHT_BYTES = 2 * PIECE_BYTES
+"""What is in flight on one stream: enough to keep it busy, little enough to turn quickly."""
+
+
+@dataclass(slots=True, eq=False)
+class Crossing:
+    """A plan under way, from its place in the track to its one end."""
+
+    plan: CopyPlan
+    rest: Iterator[tuple[Run, ...]]
+    in_flight: int = 0
+    seconds: float = 0.0
+    outcome: Outcome = Outcome.DONE
+    error: ErrorInfo | None = None
+
+    def spoil(self, outcome: Outcome, error: ErrorInfo | None = None) -> None:
+        """Submit no more of it; what it ends as is decided, the first reason counts."""
+        if self.outcome is Outcome.DONE:
+            self.outcome, self.error = outcome, error
+        self.rest = iter(())
+
+    @property
+    def ended(self) -> Ended:
+        return Ended(self.plan.serial, self.outcome, self.seconds, self.error)
+
+
+@dataclass(slots=True, eq=False)
+class Track:
+    """One registration's plans of one direction: all that have not ended, oldest first."""
+
+    live: dict[int, Crossing] = field(default_factory=dict)
+    waiting: deque[Crossing] = field(default_factory=deque)
+    """Those with pieces still to submit."""
+
+    def ended_up_to(self, serial: int) -> bool:
+        oldest = next(iter(self.live), None)
+        return oldest is None or oldest > serial
+
+
+@dataclass(slots=True, eq=False)
+class Berth:
+    """A registration in the lane: its memory, its timeline, its two tracks."""
+
+    mapping: Mapping
+    timeline: Timeline | None
+    tracks: dict[Direction, Track] = field(
+        default_factory=lambda: {direction: Track() for direction in Direction}
+    )
+    leaving: bool = False
+
+    def holds(self, plan: CopyPlan, pool_ready: int) -> bool:
+        """Whether something keeps the plan at the head of its track from going on."""
+        if plan.wait_for and (self.timeline is None or not self.timeline.reached(plan.wait_for)):
+            return True
+        if plan.host_end > pool_ready:
+            return True
+        return not self.tracks[plan.direction.other].ended_up_to(plan.after)
+
+    @property
+    def empty(self) -> bool:
+        return not any(track.live for track in self.tracks.values())
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A piece on a stream."""
+
+    berth: Berth
+    crossing: Crossing
+    ticket: Ticket
+    nbytes: int
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """What is in flight one way, over all registrations, in the order submitted."""
+
+    direction: Direction
+    flights: deque[Flight] = field(default_factory=deque)
+    nbytes: int = 0
+    turn: deque[int] = field(default_factory=deque)
+    """Registrations in the order in which they may submit next."""
+
+    @property
+    def full(self) -> bool:
+        return len(self.flights) >= MAX_PIECES or self.nbytes >= MAX_FLIGHT_BYTES

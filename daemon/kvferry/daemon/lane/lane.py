@@ -1,0 +1,283 @@
+"""The lane: the one thread that owns a device.
+
+It takes orders from an inbox and does three things in turn: it reaps pieces that the engine has
+finished, submits the next ones, and sleeps for as long as it may. Per registration and direction
+plans stand in a queue, the track; a plan leaves it for the stream piece by piece, so that few are
+in flight and a cancel or a dead client acts within one. Only the plan at the head of a track may
+begin, and only when nothing holds it:
+
+    the engine's timeline has reached `wait_for`      a plain read of a shared page
+    the other direction has ended up to `after`       the other track's oldest live plan
+    the pool is registered up to `host_end`           a number that grows
+
+No wait is ever queued on the device, so nothing can hang a stream.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvferry.daemon.core.actions import (
+    Abandon,
+    CopyPlan,
+    Map,
+    Mapped,
+    Report,
+    Start,
+    Unmap,
+    Unmapped,
+)
+from kvferry.daemon.engine.base import CopyEngine
+from kvferry.daemon.engine.memory import Timeline
+from kvferry.daemon.engine.pool import HostPool
+from kvferry.daemon.lane.berth import PIECE_BYTES, Berth, Crossing, Flight, Stream, Track
+from kvferry.proto.errors import Code, Failed, KVFerryError
+from kvferry.proto.messages import Outcome
+from kvferry.proto.specs import Direction
+
+NAP_IN_FLIGHT = 20e-6
+NAP_HELD = 25e-6
+MAX_NAP_HELD = 1e-3
+"""A fence is read ever less often while nothing happens: memory cannot wake a thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class MapOrder:
+    """A Map, with the descriptors behind its tickets; the lane closes them."""
+
+    map: Map
+    descriptors: tuple[int, ...]
+    timeline: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    pass
+
+
+Order: TypeAlias = MapOrder | Unmap | Start | Abandon | Stop
+
+
+class Lane:
+    """`post` orders from any thread; `report` is called with what happened, in the lane's."""
+
+    def __init__(
+        self,
+        engine: CopyEngine,
+        pool: HostPool,
+        report: Callable[[list[Report]], None],
+        died: Callable[[KVFerryError], None],
+    ) -> None:
+        self._engine = engine
+        self._pool = pool
+        self._report = report
+        self._died = died
+        self._inbox: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self._berths: dict[int, Berth] = {}
+        self._streams = [Stream(direction) for direction in (Direction.LOAD, Direction.STORE)]
+        self._reports: list[Report] = []
+        self._held_nap = NAP_HELD
+        self._started = threading.Event()
+        self._trouble: KVFerryError | None = None
+        self._thread = threading.Thread(target=self._run, name="kvferry-lane", daemon=True)
+
+    def start(self) -> None:
+        """Bring the device up in the lane's thread; raises what it raises."""
+        self._thread.start()
+        self._started.wait()
+        if self._trouble is not None:
+            raise self._trouble
+
+    def post(self, order: Order) -> None:
+        self._inbox.put(order)
+
+    def close(self) -> None:
+        """Stop the thread. Whoever calls has seen every job end, or gives them up."""
+        self.post(Stop())
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._engine.attach(self._pool.address)
+        except KVFerryError as error:
+            self._trouble = error
+            return
+        finally:
+            self._started.set()
+        try:
+            while self._obey_orders():
+                for stream in self._streams:
+                    self._reap(stream)
+                    self._fill(stream)
+                self._flush()
+            self._engine.shutdown()
+        except Exception as error:
+            self._died(Failed(Code.COPY_FAILED, f"the lane stopped: {error!r}"))
+            raise
+
+    def _obey_orders(self) -> bool:
+        """Do what the inbox says, sleeping first for as long as there is nothing else to do."""
+        try:
+            order = self._inbox.get(timeout=self._nap())
+            while True:
+                if isinstance(order, Stop):
+                    return False
+                self._obey(order)
+                order = self._inbox.get_nowait()
+        except queue.Empty:
+            return True
+
+    def _nap(self) -> float | None:
+        """How long to sleep unless an order comes: None is until one does."""
+        if any(stream.flights for stream in self._streams):
+            self._held_nap = NAP_HELD
+            return NAP_IN_FLIGHT
+        if any(t.waiting for berth in self._berths.values() for t in berth.tracks.values()):
+            self._held_nap = min(2 * self._held_nap, MAX_NAP_HELD)
+            return self._held_nap
+        return None
+
+    def _obey(self, order: MapOrder | Unmap | Start | Abandon) -> None:
+        match order:
+            case MapOrder():
+                self._reports.append(self._map(order))
+            case Start(plan):
+                self._start(plan)
+            case Abandon(number, serial):
+                if number in self._berths:
+                    self._abandon(self._berths[number], serial)
+            case Unmap(number):
+                self._unmap(number)
+
+    def _map(self, order: MapOrder) -> Mapped:
+        number, session = order.map.registration, order.map.session
+        geometry = order.map.geometry
+        timeline: Timeline | None = None
+        try:
+            timeline = None if order.timeline is None else Timeline(order.timeline)
+            if order.map.locations is None:
+                shared = self._engine.allocate(geometry)
+                mapping = shared.mapping
+                report = Mapped(
+                    number, session, None, shared.allocations, shared.locations, shared.descriptors
+                )
+            else:
+                mapping = self._engine.open(
+                    geometry, order.map.allocations, order.map.locations, order.descriptors
+                )
+                report = Mapped(number, session)
+        except KVFerryError as error:
+            if timeline is not None:
+                timeline.close()
+            return Mapped(number, session, error.info)
+        finally:
+            for descriptor in (*order.descriptors, order.timeline):
+                if descriptor is not None:
+                    os.close(descriptor)
+        self._berths[number] = Berth(mapping, timeline)
+        for stream in self._streams:
+            stream.turn.append(number)
+        return report
+
+    def _unmap(self, number: int) -> None:
+        berth = self._berths.get(number)
+        if berth is None:  # it was never mapped
+            self._reports.append(Unmapped(number))
+            return
+        berth.leaving = True
+        for track in berth.tracks.values():
+            for serial in tuple(track.live):
+                self._abandon(berth, serial)
+        self._leave_if_empty(number, berth)
+
+    def _start(self, plan: CopyPlan) -> None:
+        berth = self._berths[plan.registration]
+        pieces = berth.mapping.geometry.pieces(plan.runs, PIECE_BYTES)
+        track = berth.tracks[plan.direction]
+        track.live[plan.serial] = crossing = Crossing(plan, pieces)
+        track.waiting.append(crossing)
+
+    def _abandon(self, berth: Berth, serial: int) -> None:
+        for track in berth.tracks.values():
+            crossing = track.live.get(serial)
+            if crossing is not None:
+                crossing.spoil(Outcome.CANCELLED)
+                if crossing in track.waiting:
+                    track.waiting.remove(crossing)
+                self._end_if_over(track, crossing)
+
+    def _reap(self, stream: Stream) -> None:
+        while stream.flights:
+            flight = stream.flights[0]
+            try:
+                seconds = self._engine.poll(flight.ticket)
+                if seconds is None:
+                    return
+                flight.crossing.seconds += seconds
+            except KVFerryError as error:
+                flight.crossing.spoil(Outcome.FAILED, error.info)
+            stream.flights.popleft()
+            stream.nbytes -= flight.nbytes
+            flight.crossing.in_flight -= 1
+            track = flight.berth.tracks[stream.direction]
+            self._end_if_over(track, flight.crossing)
+            self._leave_if_empty(flight.crossing.plan.registration, flight.berth)
+
+    def _fill(self, stream: Stream) -> None:
+        """Submit pieces until the stream has enough, one registration after the other."""
+        held = 0
+        while not stream.full and held < len(stream.turn):
+            number = stream.turn[0]
+            stream.turn.rotate(-1)
+            berth = self._berths[number]
+            track = berth.tracks[stream.direction]
+            if track.waiting and not berth.holds(track.waiting[0].plan, self._pool.ready_bytes):
+                self._submit(stream, berth, track)
+                held = 0
+            else:
+                held += 1
+
+    def _submit(self, stream: Stream, berth: Berth, track: Track) -> None:
+        """Send the next piece of the track's head on its way, and let the head go with its last."""
+        crossing = track.waiting[0]
+        piece = next(crossing.rest, None)
+        if piece is not None:
+            try:
+                ticket = self._engine.submit(stream.direction, berth.mapping, piece)
+            except KVFerryError as error:
+                crossing.spoil(Outcome.FAILED, error.info)
+            else:
+                nbytes = berth.mapping.geometry.nbytes(piece)
+                stream.flights.append(Flight(berth, crossing, ticket, nbytes))
+                stream.nbytes += nbytes
+                crossing.in_flight += 1
+                return
+        track.waiting.popleft()
+        self._end_if_over(track, crossing)
+
+    def _end_if_over(self, track: Track, crossing: Crossing) -> None:
+        if crossing.in_flight or (track.waiting and track.waiting[0] is crossing):
+            return
+        if track.live.pop(crossing.plan.serial, None) is not None:
+            self._reports.append(crossing.ended)
+
+    def _leave_if_empty(self, number: int, berth: Berth) -> None:
+        if not (berth.leaving and berth.empty):
+            return
+        del self._berths[number]
+        for stream in self._streams:
+            stream.turn.remove(number)
+        self._engine.close(berth.mapping)
+        if berth.timeline is not None:
+            berth.timeline.close()
+        self._reports.append(Unmapped(number))
+
+    def _flush(self) -> None:
+        if self._reports:
+            reports, self._reports = self._reports, []
+            self._report(reports)

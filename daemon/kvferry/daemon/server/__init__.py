@@ -1,0 +1,1 @@
+"""The asyncio loop: sockets, sessions, deadlines. Asks the core, performs what it answers."""

@@ -1,0 +1,131 @@
+"""File descriptors by socket: deposited by clients before they name them, collected after.
+
+One SOCK_SEQPACKET connection carries one request and one reply. A session's deposits are bounded,
+and closed with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections import defaultdict
+from collections.abc import Callable, Container
+from itertools import count
+from pathlib import Path
+
+from kvferry.proto.codec import decode_descriptor_request, encode
+from kvferry.proto.errors import Code, KVFerryError, Refused
+from kvferry.proto.messages import Collect, Deposit, DescriptorReply, Error, Tickets
+
+MAX_HELD = 4096
+"""Descriptors that one session may have deposited and not yet used."""
+MAX_AT_ONCE = 253
+"""Descriptors in one packet: the kernel's SCM_MAX_FD."""
+PATIENCE = 5.0
+"""Seconds that a connection may take to say what it wants."""
+
+
+class DescriptorDesk:
+    """Keeps descriptors by session and ticket."""
+
+    def __init__(self, path: Path, sessions: Callable[[], Container[str]]) -> None:
+        self._sessions = sessions
+        self._held: defaultdict[str, dict[int, int]] = defaultdict(dict)
+        self._tickets = count(1)
+        self._loop = asyncio.get_running_loop()
+        self._visitors: dict[int, tuple[socket.socket, asyncio.TimerHandle]] = {}
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(path))
+        self._listener.listen(64)
+        self._listener.setblocking(False)
+        self._loop.add_reader(self._listener, self._accept)
+
+    def keep(self, session: str, descriptor: int) -> int:
+        """Hold a descriptor for a session, or close it where that is gone; returns its ticket."""
+        ticket = next(self._tickets)
+        if session not in self._sessions():
+            os.close(descriptor)
+            return ticket
+        self._held[session][ticket] = descriptor
+        return ticket
+
+    def take(self, session: str, tickets: tuple[int, ...]) -> tuple[int, ...]:
+        """Hand descriptors over to the caller. Raises Refused (UNKNOWN_TICKET) and takes none."""
+        held = self._held[session]
+        for ticket in tickets:
+            if ticket not in held:
+                raise Refused(Code.UNKNOWN_TICKET, "no descriptor was deposited for it", ticket)
+        if len(set(tickets)) != len(tickets):
+            raise Refused(Code.UNKNOWN_TICKET, "a ticket is used once", list(tickets))
+        return tuple(held.pop(ticket) for ticket in tickets)
+
+    def forget(self, session: str) -> None:
+        for descriptor in self._held.pop(session, {}).values():
+            os.close(descriptor)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        for number in tuple(self._visitors):
+            self._dismiss(number)
+        for session in tuple(self._held):
+            self.forget(session)
+
+    def _accept(self) -> None:
+        try:
+            visitor, _ = self._listener.accept()
+        except OSError:  # gone again, or no descriptors left: the next one may have more luck
+            return
+        visitor.setblocking(False)
+        number = visitor.fileno()
+        timer = self._loop.call_later(PATIENCE, self._dismiss, number)
+        self._visitors[number] = (visitor, timer)
+        self._loop.add_reader(number, self._serve, number)
+
+    def _serve(self, number: int) -> None:
+        visitor, _ = self._visitors[number]
+        descriptors: list[int] = []
+        try:
+            packet, descriptors, _, _ = socket.recv_fds(visitor, 4096, MAX_AT_ONCE)
+            if packet:
+                self._reply(visitor, packet, descriptors)
+        except OSError:  # the visitor went; what it sent is closed below
+            pass
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            self._dismiss(number)
+
+    def _reply(self, visitor: socket.socket, packet: bytes, descriptors: list[int]) -> None:
+        """Answer one request; takes descriptors that it keeps out of the list."""
+        answer: DescriptorReply
+        passing: list[int] = []
+        try:
+            match decode_descriptor_request(packet):
+                case Deposit(session):
+                    self._check(session, len(descriptors))
+                    kept = tuple(self.keep(session, d) for d in descriptors)
+                    descriptors.clear()
+                    answer = Tickets(kept)
+                case Collect(session, ticket):
+                    self._check(session, 0)
+                    passing = list(self.take(session, (ticket,)))
+                    answer = Tickets((ticket,))
+        except KVFerryError as error:
+            answer = Error(None, error.info)
+        socket.send_fds(visitor, [encode(answer)], passing)
+        for descriptor in passing:
+            os.close(descriptor)
+
+    def _check(self, session: str, more: int) -> None:
+        if session not in self._sessions():
+            raise Refused(Code.NO_SESSION, "no session of this id is open", session)
+        if len(self._held[session]) + more > MAX_HELD:
+            raise Refused(Code.BUSY, f"a session deposits at most {MAX_HELD} descriptors", more)
+
+    def _dismiss(self, number: int) -> None:
+        visitor, timer = self._visitors.pop(number)
+        timer.cancel()
+        self._loop.remove_reader(number)
+        visitor.close()

@@ -1,0 +1,85 @@
+"""Who is at the other end: processes, known by the kernel's word for them.
+
+The peer's uid and pid come from the socket (SO_PEERCRED, which ZeroMQ passes on as Peer-Address
+"localhost:uid:gid:pid"), not from what the peer says. A pidfd tells of its death at once, so that
+nothing of a dead engine stays mapped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import zmq
+
+from kvferry.proto.errors import Code, Refused
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """A connected process: its address on the ROUTER, its pidfd, what it has not yet taken."""
+
+    session: str
+    identity: bytes
+    pid: int
+    pidfd: int
+    client: str
+    outbox: deque[bytes] = field(default_factory=deque)
+
+
+def credentials(frame: zmq.Frame) -> tuple[int, int]:
+    """(uid, pid) of the process that sent a frame. Raises Refused where the kernel says none."""
+    try:
+        _, uid, _, pid = str(frame.get("Peer-Address")).split(":")
+        return int(uid), int(pid)
+    except (zmq.ZMQError, ValueError) as error:
+        raise Refused(
+            Code.FORBIDDEN, "the socket does not tell which process is at its other end"
+        ) from error
+
+
+class Peers:
+    """All connected processes, by session and by address."""
+
+    def __init__(self, allowed_uids: frozenset[int], died: Callable[[Peer], None]) -> None:
+        self._allowed = allowed_uids | {os.geteuid(), 0}
+        self._died = died
+        self._loop = asyncio.get_running_loop()
+        self.by_session: dict[str, Peer] = {}
+        self.by_identity: dict[bytes, Peer] = {}
+
+    def admit(self, session: str, identity: bytes, frame: zmq.Frame, client: str) -> Peer:
+        """Take a process in. Raises Refused (FORBIDDEN)."""
+        uid, pid = credentials(frame)
+        if uid not in self._allowed:
+            raise Refused(
+                Code.FORBIDDEN,
+                f"user {uid} may not connect: run the engine as the daemon's user, or add it to "
+                "limits.allow_uids",
+                uid,
+            )
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            raise Refused(
+                Code.FORBIDDEN,
+                "the daemon cannot see your process: let both share one PID namespace",
+                pid,
+            ) from error
+        peer = Peer(session, identity, pid, pidfd, client)
+        self.by_session[session] = self.by_identity[identity] = peer
+        self._loop.add_reader(pidfd, self._died, peer)
+        return peer
+
+    def dismiss(self, session: str) -> None:
+        peer = self.by_session.pop(session)
+        del self.by_identity[peer.identity]
+        self._loop.remove_reader(peer.pidfd)
+        os.close(peer.pidfd)
+
+    def close(self) -> None:
+        for session in tuple(self.by_session):
+            self.dismiss(session)

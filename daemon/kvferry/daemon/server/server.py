@@ -1,0 +1,226 @@
+"""The loop: messages in, the core's answers out. Nothing here blocks or touches the device.
+
+ZeroMQ's descriptor is edge-triggered: it wakes the loop when something changed, not while there is
+something to read. So it is drained until EVENTS shows nothing, after each wake and after each
+send. The ROUTER drops nothing: a peer that does not take its messages gets them kept, and is sent
+away when they have become too many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from dataclasses import replace
+
+import structlog
+import zmq
+
+from kvferry.daemon.core.actions import (
+    Action,
+    Dismiss,
+    Map,
+    Mapped,
+    Pinned,
+    Report,
+    Send,
+)
+from kvferry.daemon.core.core import Core
+from kvferry.daemon.lane.lane import Lane, MapOrder
+from kvferry.daemon.server.descriptors import DescriptorDesk
+from kvferry.daemon.server.endpoint import Endpoint
+from kvferry.daemon.server.peers import Peer, Peers
+from kvferry.proto.codec import MAX_MESSAGE_BYTES, decode_client_message, encode
+from kvferry.proto.errors import Code, KVFerryError, Refused
+from kvferry.proto.messages import DaemonMessage, FdAllocation, Goodbye, Hello
+
+HIGH_WATER = 10_000
+MAX_OUTBOX = 100_000
+"""Messages kept for a peer that does not take them, before it is sent away."""
+RETRY = 0.01
+LINGER_MS = 1000
+
+log = structlog.get_logger()
+
+
+class Server:
+    """Serves one device at one endpoint until `stop`, or until `fail` says why it cannot."""
+
+    def __init__(self, core: Core, endpoint: Endpoint, allowed_uids: frozenset[int]) -> None:
+        self._core = core
+        self._lane: Lane
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        self._trouble: KVFerryError | None = None
+        self._peers = Peers(allowed_uids, self._died)
+        self._desk = DescriptorDesk(endpoint.descriptors, lambda: core.sessions)
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
+        self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._socket.bind(f"ipc://{endpoint.messages}")
+
+    async def serve(self, lane: Lane, drain_seconds: float) -> None:
+        """Serve until stopped; then let what was accepted end, and say goodbye."""
+        self._lane = lane
+        self._loop.add_reader(self._socket.fileno(), self._drain)
+        self._drain()
+        await self._stop.wait()
+        self._core.stop()
+        if self._trouble is None:
+            await self._until_idle(drain_seconds)
+            self._perform(self._core.abandon_all())
+            await self._until_idle(1.0)
+        await self._close()
+        if self._trouble is not None:
+            raise self._trouble
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    # Called from other threads
+
+    def lane_reports(self, reports: list[Report]) -> None:
+        self._loop.call_soon_threadsafe(self._take_reports, reports)
+
+    def pool_grew(self, nbytes: int) -> None:
+        self._loop.call_soon_threadsafe(self._core.report, Pinned(nbytes))
+
+    def fail(self, error: KVFerryError) -> None:
+        """The daemon cannot go on: end with this error."""
+        self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _fail(self, error: KVFerryError) -> None:
+        self._trouble = self._trouble or error
+        self._stop.set()
+
+    # In
+
+    def _drain(self) -> None:
+        while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._receive(frames[0].bytes, frames[1:])
+
+    def _receive(self, identity: bytes, frames: list[zmq.Frame]) -> None:
+        peer = self._peers.by_identity.get(identity)
+        try:
+            if len(frames) != 1:
+                raise Refused(Code.BAD_MESSAGE, "a message is one frame", len(frames))
+            message = decode_client_message(frames[0].buffer)
+            if peer is not None:
+                self._perform(self._core.handle(peer.session, message, time.monotonic()))
+            elif isinstance(message, Hello):
+                self._greet(identity, frames[0], message)
+            else:
+                raise Refused(Code.NO_SESSION, "say Hello first: this daemon does not know you")
+        except KVFerryError as error:
+            self._push(identity, self._core.refusal(None, error))
+
+    def _greet(self, identity: bytes, frame: zmq.Frame, hello: Hello) -> None:
+        session = secrets.token_hex(16)
+        peer = self._peers.admit(session, identity, frame, hello.client)
+        self._perform(self._core.welcome(session, hello))
+        if session in self._core.sessions:
+            log.info("client came", client=hello.client, engine=hello.engine, pid=peer.pid)
+        else:
+            self._peers.dismiss(session)
+
+    def _died(self, peer: Peer) -> None:
+        log.info("client died", client=peer.client, pid=peer.pid)
+        self._perform(self._core.leave(peer.session))
+
+    def _take_reports(self, reports: list[Report]) -> None:
+        for report in reports:
+            if isinstance(report, Mapped) and report.descriptors:
+                report = self._with_tickets(report)
+            self._perform(self._core.report(report))
+
+    def _with_tickets(self, report: Mapped) -> Mapped:
+        """Memory allocated here: put its descriptors where the client can collect them."""
+        tickets = [self._desk.keep(report.session, d) for d in report.descriptors]
+        allocations = tuple(
+            FdAllocation(tickets[a.ticket], a.size) if isinstance(a, FdAllocation) else a
+            for a in report.allocations
+        )
+        return replace(report, allocations=allocations, descriptors=())
+
+    # Out
+
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(session, message):
+                    peer = self._peers.by_session.get(session)
+                    if peer is not None:
+                        self._send(peer, message)
+                case Map():
+                    self._map(action)
+                case Dismiss(session):
+                    self._desk.forget(session)
+                    self._peers.dismiss(session)
+                case order:
+                    self._lane.post(order)
+
+    def _map(self, action: Map) -> None:
+        tickets = [a.ticket for a in action.allocations if isinstance(a, FdAllocation)]
+        clock = () if action.timeline is None else (action.timeline,)
+        try:
+            taken = self._desk.take(action.session, (*tickets, *clock))
+        except KVFerryError as error:
+            self._perform(
+                self._core.report(Mapped(action.registration, action.session, error.info))
+            )
+            return
+        timeline = taken[-1] if clock else None
+        self._lane.post(MapOrder(action, taken[: len(tickets)], timeline))
+
+    def _send(self, peer: Peer, message: DaemonMessage) -> None:
+        peer.outbox.append(encode(message))
+        if len(peer.outbox) == 1:
+            self._flush(peer)
+        elif len(peer.outbox) > MAX_OUTBOX:
+            log.warning("client takes no messages: sent away", client=peer.client, pid=peer.pid)
+            self._perform(self._core.leave(peer.session))
+
+    def _flush(self, peer: Peer) -> None:
+        """Send what a peer's outbox holds; try again soon where the socket is full."""
+        while peer.outbox:
+            try:
+                self._socket.send_multipart([peer.identity, peer.outbox[0]], zmq.NOBLOCK)
+            except zmq.Again:
+                self._loop.call_later(RETRY, self._flush, peer)
+                return
+            except zmq.ZMQError:  # the peer is not connected any more; its pidfd tells the rest
+                peer.outbox.clear()
+                return
+            peer.outbox.popleft()
+        self._loop.call_soon(self._drain)
+
+    def _push(self, identity: bytes, message: DaemonMessage) -> None:
+        """Answer a peer that has no session, if it is still there."""
+        try:
+            self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return
+
+    # The end
+
+    async def _until_idle(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self._core.busy and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
+
+    async def _close(self) -> None:
+        for peer in tuple(self._peers.by_session.values()):
+            self._send(peer, Goodbye("the daemon stops"))
+        self._loop.remove_reader(self._socket.fileno())
+        self._peers.close()
+        self._desk.close()
+        self._socket.close()
+        await self._loop.run_in_executor(None, self._context.term)

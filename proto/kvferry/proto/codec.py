@@ -1,0 +1,86 @@
+"""Bytes to messages and back: msgpack, one typed decoder for each direction, built once.
+
+An array of block ids travels as a msgpack extension: its type is the width of an id in bytes (4 or
+8), its payload the ids, little-endian. What arrives is hostile until it has come through `decode`:
+the size is checked before anything is parsed, types, counts and lengths by the decoder, and
+unknown fields and trailing bytes are errors. Nothing decoded is nested deeper than the types are.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import numpy as np
+
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.messages import ClientMessage, DaemonMessage, DescriptorReply, DescriptorRequest
+from kvferry.proto.specs import MAX_BLOCK_IDS
+
+MAX_MESSAGE_BYTES = 32 << 20
+"""Two sides of MAX_BLOCK_IDS int64 ids each are half of it."""
+
+_WIDTHS: dict[int, np.dtype[Any]] = {4: np.dtype("<i4"), 8: np.dtype("<i8")}
+
+T = TypeVar("T")
+
+
+def _enc_hook(value: Any) -> msgspec.msgpack.Ext:
+    if isinstance(value, np.ndarray) and value.dtype.itemsize in _WIDTHS:
+        little = value.astype(_WIDTHS[value.dtype.itemsize], copy=False)
+        return msgspec.msgpack.Ext(little.dtype.itemsize, little.data)
+    raise NotImplementedError(f"{type(value).__name__} is not part of the wire")
+
+
+def _ext_hook(code: int, data: memoryview) -> Any:
+    if code not in _WIDTHS:
+        raise ValueError(f"unknown extension type {code}: block ids are 4 or 8 bytes wide")
+    if len(data) > MAX_BLOCK_IDS * code:
+        raise ValueError(f"more than {MAX_BLOCK_IDS} block ids")
+    if len(data) % code:
+        raise ValueError(f"{len(data)} bytes are no whole number of {code}-byte block ids")
+    return np.frombuffer(data, _WIDTHS[code])
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
+
+
+def encode(message: ClientMessage | DaemonMessage | DescriptorRequest | DescriptorReply) -> bytes:
+    """The bytes of a message; Refused where they would be more than a daemon accepts."""
+    data = _encoder.encode(message)
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise Refused(
+            Code.MESSAGE_TOO_LARGE,
+            f"a message has at most {MAX_MESSAGE_BYTES} bytes: split the transfer",
+            len(data),
+        )
+    return data
+
+
+class Decoder(Generic[T]):
+    """Decodes one direction's union of messages."""
+
+    def __init__(self, union: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(union, ext_hook=_ext_hook)
+
+    def __call__(self, data: bytes | memoryview) -> T:
+        """The message in `data`; Refused (BAD_MESSAGE, MESSAGE_TOO_LARGE) for anything else."""
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise Refused(
+                Code.MESSAGE_TOO_LARGE,
+                f"a message has at most {MAX_MESSAGE_BYTES} bytes",
+                len(data),
+            )
+        try:
+            message: T = self._decoder.decode(data)
+        except Refused:
+            raise
+        except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
+            raise Refused(Code.BAD_MESSAGE, f"not a message: {error}", bytes(data[:32])) from error
+        return message
+
+
+decode_client_message: Decoder[ClientMessage] = Decoder(ClientMessage)
+decode_daemon_message: Decoder[DaemonMessage] = Decoder(DaemonMessage)
+decode_descriptor_request: Decoder[DescriptorRequest] = Decoder(DescriptorRequest)
+decode_descriptor_reply: Decoder[DescriptorReply] = Decoder(DescriptorReply)

@@ -1,0 +1,110 @@
+"""Errors, told apart by whose fault they are.
+
+A code is stable and meant for programs; the message is meant for the person who has to change
+something and says what; the value is the offending value as text. The three classes of exception
+are the three answers to "what now?": a Refused request is wrong or untimely (mend it, or try
+later), a Failed one met trouble on our side (for a load: treat it as a cache miss), and Gone means
+that the other side is not there any more (reconnect).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+
+class Code(StrEnum):
+    # The request is at fault: nothing was done.
+    BAD_MESSAGE = "bad_message"
+    MESSAGE_TOO_LARGE = "message_too_large"
+    PROTOCOL_VERSION = "protocol_version"
+    NO_SESSION = "no_session"
+    NOT_REGISTERED = "not_registered"
+    ALREADY_REGISTERED = "already_registered"
+    BAD_LAYOUT = "bad_layout"
+    UNKNOWN_TENSOR = "unknown_tensor"
+    UNKNOWN_GROUP = "unknown_group"
+    UNKNOWN_TICKET = "unknown_ticket"
+    BAD_SPEC = "bad_spec"
+    SIZE_MISMATCH = "size_mismatch"
+    BLOCK_OUT_OF_RANGE = "block_out_of_range"
+    DUPLICATE_BLOCK = "duplicate_block"
+    DUPLICATE_JOB = "duplicate_job"
+    NO_TIMELINE = "no_timeline"
+    NOT_SHAREABLE = "not_shareable"
+    DEVICE_MISMATCH = "device_mismatch"
+    POOL_FULL = "pool_full"
+    BUSY = "busy"
+    FORBIDDEN = "forbidden"
+    # Refused at start-up.
+    BAD_CONFIG = "bad_config"
+    NO_DEVICE = "no_device"
+    ENDPOINT_IN_USE = "endpoint_in_use"
+    POOL_TOO_LARGE = "pool_too_large"
+    # Our side is at fault.
+    COPY_FAILED = "copy_failed"
+    MAP_FAILED = "map_failed"
+    DRIVER = "driver"
+    # Nobody's fault: it ended, or the other side is away.
+    CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
+    ENGINE_GONE = "engine_gone"
+    DAEMON_GONE = "daemon_gone"
+    SHUTTING_DOWN = "shutting_down"
+
+
+FAILED = frozenset({Code.COPY_FAILED, Code.MAP_FAILED, Code.DRIVER})
+GONE = frozenset(
+    {Code.CANCELLED, Code.TIMEOUT, Code.ENGINE_GONE, Code.DAEMON_GONE, Code.SHUTTING_DOWN}
+)
+
+
+class ErrorInfo(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """An error as it travels. `code` is a plain string: a newer daemon may know more of them."""
+
+    code: str
+    message: str
+    value: str = ""
+
+
+class KVFerryError(Exception):
+    """What every error of kvferry is. `code`, `message` and `value` as in ErrorInfo."""
+
+    def __init__(self, code: str, message: str, value: object = "") -> None:
+        super().__init__(code, message, value)
+        self.code = str(code)
+        self.message = message
+        self.value = value if isinstance(value, str) else repr(value)
+
+    def __str__(self) -> str:
+        return f"[{self.code}] {self.message}" + (f" (got {self.value})" if self.value else "")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.code, self.message, self.value)
+
+    @property
+    def info(self) -> ErrorInfo:
+        return ErrorInfo(self.code, self.message, self.value[:512])
+
+
+class Refused(KVFerryError):
+    """The request was wrong or came at the wrong time; nothing was done."""
+
+
+class Failed(KVFerryError):
+    """The request was right and the daemon could not do it. A failed load is a cache miss."""
+
+
+class Gone(KVFerryError):
+    """The job was given up, or the other side is not there."""
+
+
+def error_of(info: ErrorInfo) -> KVFerryError:
+    """The exception that says what `info` says."""
+    if info.code in FAILED:
+        return Failed(info.code, info.message, info.value)
+    if info.code in GONE:
+        return Gone(info.code, info.message, info.value)
+    return Refused(info.code, info.message, info.value)

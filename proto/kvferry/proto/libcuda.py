@@ -1,0 +1,233 @@
+"""The CUDA driver, as far as both sides of the wire need it: a few typed calls through ctypes.
+
+IPC handles are part of the wire, so the client that makes them and the daemon that opens them
+share this file. ctypes releases the GIL for every call. Nothing here needs torch; a call acts on
+the context that is current in its thread, which `Context` retains from the device's primary one,
+the same that torch uses.
+
+Names and types are those of cuda.h (CUDA 12.8 and later). Errors of the driver are translated
+once, here, to Failed(DRIVER) with the call's name and the driver's own words.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_ulonglong, c_void_p
+from functools import cache
+from typing import Any
+from uuid import UUID
+
+from kvferry.proto.errors import Code, Failed, Refused
+
+IPC_HANDLE_BYTES = 64
+MIN_DRIVER = 12080
+
+_NOT_READY = 600
+_POINTER_LEGACY_IPC_CAPABLE = 10
+_ATTRIBUTE_NAME = 128
+
+
+class IpcHandle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * IPC_HANDLE_BYTES),)
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", c_int), ("id", c_int))
+
+
+class CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes. order 1 (STREAM): sources are read in stream order."""
+
+    _fields_ = (("order", c_int), ("src", _Location), ("dst", _Location), ("flags", c_uint))
+
+
+_PROTOTYPES: dict[str, tuple[Any, ...]] = {
+    "cuInit": (c_uint,),
+    "cuDriverGetVersion": (c_void_p,),
+    "cuDeviceGetCount": (c_void_p,),
+    "cuDeviceGet": (c_void_p, c_int),
+    "cuDeviceGetName": (c_char_p, c_int, c_int),
+    "cuDeviceGetUuid_v2": (c_void_p, c_int),
+    "cuDeviceGetAttribute": (c_void_p, c_int, c_int),
+    "cuDevicePrimaryCtxRetain": (c_void_p, c_int),
+    "cuDevicePrimaryCtxRelease_v2": (c_int,),
+    "cuCtxSetCurrent": (c_void_p,),
+    "cuCtxGetCurrent": (c_void_p,),
+    "cuCtxGetDevice": (c_void_p,),
+    "cuCtxSynchronize": (),
+    "cuMemGetInfo_v2": (c_void_p, c_void_p),
+    "cuMemAlloc_v2": (c_void_p, c_size_t),
+    "cuMemFree_v2": (c_uint64,),
+    "cuMemGetAddressRange_v2": (c_void_p, c_void_p, c_uint64),
+    "cuPointerGetAttribute": (c_void_p, c_int, c_uint64),
+    "cuIpcGetMemHandle": (c_void_p, c_uint64),
+    "cuIpcOpenMemHandle_v2": (c_void_p, IpcHandle, c_uint),
+    "cuIpcCloseMemHandle": (c_uint64,),
+    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
+    "cuMemHostUnregister": (c_void_p,),
+    "cuMemHostGetDevicePointer_v2": (c_void_p, c_void_p, c_uint),
+    "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
+    "cuStreamCreate": (c_void_p, c_uint),
+    "cuStreamDestroy_v2": (c_void_p,),
+    "cuStreamSynchronize": (c_void_p,),
+    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
+    "cuStreamWriteValue64_v2": (c_void_p, c_uint64, c_uint64, c_uint),
+    "cuEventCreate": (c_void_p, c_uint),
+    "cuEventDestroy_v2": (c_void_p,),
+    "cuEventRecord": (c_void_p, c_void_p),
+    "cuEventQuery": (c_void_p,),
+    "cuEventSynchronize": (c_void_p,),
+    "cuGetProcAddress_v2": (c_char_p, c_void_p, c_int, c_uint64, c_void_p),
+}
+
+
+class Driver:
+    """libcuda.so.1, initialised. `driver.call("cuMemFree_v2", pointer)` raises Failed."""
+
+    def __init__(self) -> None:
+        try:
+            self._library = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise Refused(
+                Code.NO_DEVICE, "the NVIDIA driver (libcuda.so.1) is not on this machine", error
+            ) from error
+        self._functions: dict[str, Any] = {}
+        for name, arguments in _PROTOTYPES.items():
+            function = getattr(self._library, name)
+            function.argtypes = arguments
+            function.restype = c_int
+            self._functions[name] = function
+        try:
+            self.call("cuInit", 0)
+        except Failed as error:
+            raise Refused(Code.NO_DEVICE, "the NVIDIA driver cannot start", error.value) from error
+
+    def call(self, name: str, *arguments: Any) -> None:
+        result = self._functions[name](*arguments)
+        if result:
+            raise self.error(name, result)
+
+    def function(self, name: str) -> Any:
+        """The bare function, for hot paths that look at the result themselves."""
+        return self._functions[name]
+
+    def error(self, name: str, result: int) -> Failed:
+        text = c_char_p()
+        self._library.cuGetErrorString(c_int(result), byref(text))
+        said = (text.value or b"unknown error").decode()
+        return Failed(Code.DRIVER, f"{name}: {said}", result)
+
+    def entry_point(self, symbol: str, version: int) -> int:
+        """The address of a driver function in the shape it had in a CUDA version; 0: none."""
+        address = c_void_p()
+        found = self._library.cuGetProcAddress_v2(
+            symbol.encode(), byref(address), c_int(version), c_uint64(0), None
+        )
+        return 0 if found else address.value or 0
+
+    @property
+    def version(self) -> int:
+        """As cuda.h numbers it: 13000 for CUDA 13.0."""
+        return self._int("cuDriverGetVersion")
+
+    def device_count(self) -> int:
+        return self._int("cuDeviceGetCount")
+
+    def device_uuid(self, ordinal: int) -> str:
+        raw = (ctypes.c_ubyte * 16)()
+        self.call("cuDeviceGetUuid_v2", raw, ordinal)
+        return f"GPU-{UUID(bytes=bytes(raw))}"
+
+    def device_name(self, ordinal: int) -> str:
+        name = ctypes.create_string_buffer(_ATTRIBUTE_NAME)
+        self.call("cuDeviceGetName", name, _ATTRIBUTE_NAME, ordinal)
+        return name.value.decode()
+
+    def current_device(self) -> int:
+        return self._int("cuCtxGetDevice")
+
+    def retain_context(self, ordinal: int) -> int:
+        """Make a device's primary context current in this thread; torch uses the same one."""
+        context = c_void_p()
+        self.call("cuDevicePrimaryCtxRetain", byref(context), ordinal)
+        self.call("cuCtxSetCurrent", context)
+        return context.value or 0
+
+    # Memory
+
+    def address_range(self, pointer: int) -> tuple[int, int]:
+        """(base, bytes) of the allocation that a device pointer lies in."""
+        base, size = c_uint64(), c_size_t()
+        self.call("cuMemGetAddressRange_v2", byref(base), byref(size), pointer)
+        return base.value, size.value
+
+    def ipc_capable(self, pointer: int) -> bool:
+        """False for memory that cuIpcGetMemHandle cannot share (expandable segments, pools)."""
+        capable = c_int()
+        self.call("cuPointerGetAttribute", byref(capable), _POINTER_LEGACY_IPC_CAPABLE, pointer)
+        return bool(capable.value)
+
+    def ipc_handle(self, base: int) -> bytes:
+        handle = IpcHandle()
+        self.call("cuIpcGetMemHandle", byref(handle), base)
+        return bytes(handle)
+
+    def ipc_open(self, handle: bytes) -> int:
+        pointer = c_uint64()
+        self.call("cuIpcOpenMemHandle_v2", byref(pointer), IpcHandle.from_buffer_copy(handle), 1)
+        return pointer.value
+
+    def allocate(self, nbytes: int) -> int:
+        pointer = c_uint64()
+        self.call("cuMemAlloc_v2", byref(pointer), nbytes)
+        return pointer.value
+
+    def register_host(self, address: int, nbytes: int, *, mapped: bool = False) -> None:
+        """Page-lock host memory for every context; `mapped`: also for access by the device."""
+        self.call("cuMemHostRegister_v2", address, nbytes, 1 | (2 if mapped else 0))
+
+    def host_device_pointer(self, address: int) -> int:
+        pointer = c_uint64()
+        self.call("cuMemHostGetDevicePointer_v2", byref(pointer), address, 0)
+        return pointer.value
+
+    # Streams and events
+
+    def create_stream(self) -> int:
+        stream = c_void_p()
+        self.call("cuStreamCreate", byref(stream), 1)  # non-blocking
+        return stream.value or 0
+
+    def create_event(self) -> int:
+        event = c_void_p()
+        self.call("cuEventCreate", byref(event), 0)
+        return event.value or 0
+
+    def event_done(self, event: int) -> bool:
+        result = self._functions["cuEventQuery"](event)
+        if result and result != _NOT_READY:
+            raise self.error("cuEventQuery", result)
+        return not result
+
+    def elapsed_seconds(self, start: int, end: int) -> float:
+        milliseconds = ctypes.c_float()
+        symbol = getattr(self._library, "cuEventElapsedTime_v2", None)
+        function = symbol or self._library.cuEventElapsedTime
+        result = function(byref(milliseconds), c_void_p(start), c_void_p(end))
+        if result:
+            raise self.error("cuEventElapsedTime", result)
+        return float(milliseconds.value) / 1e3
+
+    def _int(self, name: str) -> int:
+        value = c_int()
+        self.call(name, byref(value))
+        return value.value
+
+
+@cache
+def driver() -> Driver:
+    """The driver of this process; Refused (NO_DEVICE) where there is none."""
+    return Driver()
+
+
+__all__ = ["CopyAttributes", "Driver", "IPC_HANDLE_BYTES", "MIN_DRIVER", "c_ulonglong", "driver"]

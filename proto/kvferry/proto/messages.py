@@ -1,0 +1,321 @@
+"""Every message of the wire, both ways. The codec and its limits are in codec.py.
+
+    client                                     daemon
+      Hello                     ->               (first; nothing else is heard before it)
+                                <-             Welcome | Error
+      RegisterKVCaches          ->
+                                <-             Registered | Error
+      AllocateKVCaches          ->
+                                <-             Allocated | Error
+      Submit                    ->               (no reply of its own: the outcome is the reply)
+      Cancel                    ->               (likewise)
+                                <-             Finished, with one JobResult for each Submit
+      Wait                      ->
+                                <-             Waited, behind the Finished of all those jobs
+      StatusRequest             ->
+                                <-             StatusReport
+      Goodbye                   ->
+                                <-             Goodbye, also unasked when the daemon stops
+
+Requests carry a request_id that their reply repeats. File descriptors (memory shared on a machine
+without a GPU, timeline pages) cannot travel over ZeroMQ: they go through a socket beside it, see
+the second half of this file.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.proto.errors import ErrorInfo
+from kvferry.proto.specs import MAX_TENSORS, Count, Direction, KVLayout, LoadStoreSpec, Positive
+
+PROTOCOL = 1
+"""The protocol version that this source speaks. Hello and Welcome never change their shape."""
+
+Name: TypeAlias = Annotated[str, Meta(max_length=256)]
+Token: TypeAlias = Annotated[str, Meta(min_length=1, max_length=64)]
+Id: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+JobIds: TypeAlias = Annotated[tuple[Id, ...], Meta(max_length=65536)]
+
+
+class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=str.lower):
+    """A message is an array: its tag, then its fields in order."""
+
+
+# Parts of messages
+
+
+class Part(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    pass
+
+
+class DeviceInfo(Part):
+    """kind: "cpu" or "cuda". uuid: "cpu", or "GPU-..." as the driver prints it."""
+
+    kind: str
+    uuid: str
+    name: str
+
+
+class Limits(Part):
+    """What one session may ask for; beyond it the daemon answers with a code, and does nothing."""
+
+    max_message_bytes: int
+    max_block_ids: int
+    max_jobs: int
+    """Jobs submitted and not yet ended, in both directions together."""
+
+
+class CudaAllocation(Part, tag="cuda"):
+    """A device allocation shared by CUDA IPC: handle of its base, and its whole size."""
+
+    device_uuid: Name
+    handle: Annotated[bytes, Meta(min_length=64, max_length=64)]
+    size: Positive
+
+
+class FdAllocation(Part, tag="fd"):
+    """Shared memory behind a file descriptor that went, or waits, at the descriptor socket."""
+
+    ticket: Id
+    size: Positive
+
+
+Allocation: TypeAlias = CudaAllocation | FdAllocation
+
+
+class Location(Part):
+    """Where a canonical tensor begins: `offset` bytes into allocation number `allocation`."""
+
+    allocation: Count
+    offset: Count
+
+
+Allocations: TypeAlias = Annotated[tuple[Allocation, ...], Meta(max_length=MAX_TENSORS)]
+Locations: TypeAlias = Annotated[tuple[Location, ...], Meta(max_length=MAX_TENSORS)]
+
+
+class HostRegion(Part):
+    """The engine's part of the host pool: blocks 0 to num_blocks - 1, of block_bytes each.
+
+    reattached: the region was left by an engine of the same name and layout, with its bytes.
+    """
+
+    num_blocks: Count
+    block_bytes: Positive
+    reattached: bool
+
+
+class Outcome(StrEnum):
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    REFUSED = "refused"
+    LOST = "lost"
+    """Only clients say this one: the daemon went away before it told."""
+
+
+class JobResult(Part):
+    """How a job ended. `nbytes` moved, `seconds` on the device; both 0 unless it was done."""
+
+    job_id: Id
+    direction: Direction
+    outcome: Outcome
+    nbytes: Count = 0
+    seconds: float = 0.0
+    error: ErrorInfo | None = None
+
+
+class PoolStatus(Part):
+    size_bytes: int
+    pinned_bytes: int
+    reserved_bytes: int
+    """Held by regions, whether their engine is here or away."""
+
+
+class EngineStatus(Part):
+    name: str
+    present: bool
+    host_blocks: int
+    host_block_bytes: int
+    jobs: int
+
+
+class Totals(Part):
+    stores: int = 0
+    loads: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+    failed: int = 0
+    cancelled: int = 0
+
+
+class DaemonStatus(Part):
+    version: str
+    boot_id: str
+    pid: int
+    uptime_seconds: float
+    device: DeviceInfo
+    pool: PoolStatus
+    sessions: int
+    engines: tuple[EngineStatus, ...]
+    totals: Totals
+    errors: dict[str, int]
+    """How often each error code was answered since the start."""
+
+
+# Client to daemon
+
+
+class Hello(Message):
+    """The first message: protocol versions spoken, who speaks, and for which engine.
+
+    engine: the name under which KV caches are registered. The processes of one engine (scheduler,
+        worker) give the same name, and submit to what one of them registered. Job ids are the
+        engine's: no two unfinished jobs of it share one.
+    """
+
+    protocol_min: Count
+    protocol_max: Count
+    client: Name
+    engine: Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class RegisterKVCaches(Message):
+    """Share the engine's own KV tensors. locations[i] is where layout.tensors[i] begins.
+
+    host_bytes: how much of the host pool the engine wants; None: all that is free.
+    timeline: ticket of the shared page that `wait_for` values are compared with, if any.
+    """
+
+    request_id: Id
+    layout: KVLayout
+    allocations: Allocations
+    locations: Locations
+    host_bytes: Positive | None = None
+    timeline: Id | None = None
+
+
+class AllocateKVCaches(Message):
+    """Have the daemon allocate the KV tensors, and share them with the engine."""
+
+    request_id: Id
+    layout: KVLayout
+    host_bytes: Positive | None = None
+    timeline: Id | None = None
+
+
+class Submit(Message):
+    """Move blocks. The copy begins once the engine's timeline has reached `wait_for`."""
+
+    job_id: Id
+    src: LoadStoreSpec
+    dst: LoadStoreSpec
+    wait_for: Id = 0
+
+
+class Cancel(Message):
+    """Give jobs up. One that has not begun moves no byte; a running one stops within a chunk."""
+
+    job_ids: JobIds
+
+
+class Wait(Message):
+    """Ask to be told when these jobs have ended. Unknown ids count as ended."""
+
+    request_id: Id
+    job_ids: JobIds
+
+
+class StatusRequest(Message):
+    request_id: Id
+
+
+class Goodbye(Message):
+    """The sender goes. From a client: its unfinished jobs are given up."""
+
+    reason: Name = ""
+
+
+# Daemon to client
+
+
+class Welcome(Message):
+    protocol: Count
+    boot_id: str
+    session_id: Token
+    version: str
+    pid: int
+    device: DeviceInfo
+    limits: Limits
+
+
+class Registered(Message):
+    request_id: Id
+    region: HostRegion
+
+
+class Allocated(Message):
+    request_id: Id
+    region: HostRegion
+    allocations: Allocations
+    locations: Locations
+
+
+class Finished(Message):
+    results: tuple[JobResult, ...]
+
+
+class Waited(Message):
+    request_id: Id
+
+
+class StatusReport(Message):
+    request_id: Id
+    status: DaemonStatus
+
+
+class Error(Message):
+    """The answer to a request that was refused (request_id), or to bytes that were no message."""
+
+    request_id: Id | None
+    error: ErrorInfo
+    boot_id: str = ""
+
+
+ClientMessage: TypeAlias = (
+    Hello | RegisterKVCaches | AllocateKVCaches | Submit | Cancel | Wait | StatusRequest | Goodbye
+)
+DaemonMessage: TypeAlias = (
+    Welcome | Registered | Allocated | Finished | Waited | StatusReport | Error | Goodbye
+)
+
+
+# The descriptor socket (SOCK_SEQPACKET, one packet a message): one request, one reply, closed.
+
+
+class Deposit(Message):
+    """Sent along with file descriptors: keep them for my session."""
+
+    session_id: Token
+
+
+class Collect(Message):
+    """Give me the descriptor behind a ticket of mine."""
+
+    session_id: Token
+    ticket: Id
+
+
+class Tickets(Message):
+    """Tickets of what was deposited, in order; or of the descriptor that comes along."""
+
+    tickets: tuple[Id, ...]
+
+
+DescriptorRequest: TypeAlias = Deposit | Collect
+DescriptorReply: TypeAlias = Tickets | Error

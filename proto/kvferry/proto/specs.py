@@ -1,0 +1,171 @@
+"""What is moved: the canonical form of KV caches, and the two sides of a transfer.
+
+Canonical form
+    A canonical tensor is a view of bytes with shape (num_blocks, page_size_bytes) and a row stride
+    of its own: rows may be padded, or interleaved with other data. A KV cache group (the layers
+    that share one block table) is a list of references to such tensors, each with the UNPADDED
+    page size, which is what gets copied. The bytes of one GPU block of a group are its references'
+    pages one after another; one host block is `block_size_factor` such GPU blocks in a row.
+
+A transfer
+    TransferSpec = (source, destination), one side GPU, the other host, as in vLLM's kv_offload:
+    GPU -> CPU is a store, CPU -> GPU a load. Block ids are int32 or int64 arrays and stay arrays
+    on the wire: lists given by a caller are turned into arrays once, here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from kvferry.proto.errors import Code, Refused
+
+MAX_BLOCK_IDS = 1 << 20
+MAX_TENSORS = 4096
+MAX_GROUPS = 256
+
+BlockIds: TypeAlias = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
+Count: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 48)]
+Positive: TypeAlias = Annotated[int, Meta(gt=0, lt=1 << 48)]
+
+
+class Direction(StrEnum):
+    STORE = "store"
+    LOAD = "load"
+
+    @property
+    def transfer_type(self) -> tuple[str, str]:
+        """(source medium, destination medium), the way vLLM's kv_offload names it."""
+        return ("GPU", "CPU") if self is Direction.STORE else ("CPU", "GPU")
+
+    @property
+    def other(self) -> Direction:
+        return Direction.LOAD if self is Direction.STORE else Direction.STORE
+
+
+class TensorLayout(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """One canonical tensor: `num_blocks` rows of `page_size_bytes`, `row_stride_bytes` apart."""
+
+    num_blocks: Positive
+    page_size_bytes: Positive
+    row_stride_bytes: Positive
+
+    @property
+    def span_bytes(self) -> int:
+        """Bytes from the first byte of the first row to the last byte of the last."""
+        return (self.num_blocks - 1) * self.row_stride_bytes + self.page_size_bytes
+
+
+class TensorRef(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A group's use of one canonical tensor: the first `page_size_bytes` of each of its rows."""
+
+    tensor: Count
+    page_size_bytes: Positive
+
+
+Group: TypeAlias = Annotated[tuple[TensorRef, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
+
+
+class KVLayout(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """The shape of an engine's KV caches, in canonical form."""
+
+    tensors: Annotated[tuple[TensorLayout, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
+    groups: Annotated[tuple[Group, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
+    block_size_factor: Annotated[int, Meta(ge=1, le=4096)] = 1
+
+    def group_bytes(self, group: int) -> int:
+        """Bytes of one GPU block of `group`: what a transfer of it moves."""
+        return sum(ref.page_size_bytes for ref in self.groups[group])
+
+    @property
+    def host_block_bytes(self) -> int:
+        """Bytes of one host block. All groups share one id space, so the widest group decides."""
+        widest = max(self.group_bytes(group) for group in range(len(self.groups)))
+        return widest * self.block_size_factor
+
+    def check(self) -> None:
+        """Raise Refused where the parts do not fit together."""
+        for index, tensor in enumerate(self.tensors):
+            if tensor.row_stride_bytes < tensor.page_size_bytes:
+                raise Refused(
+                    Code.BAD_LAYOUT,
+                    f"tensor {index}: the row stride is smaller than the page of "
+                    f"{tensor.page_size_bytes} bytes",
+                    tensor.row_stride_bytes,
+                )
+        for index, group in enumerate(self.groups):
+            for ref in group:
+                if ref.tensor >= len(self.tensors):
+                    raise Refused(
+                        Code.UNKNOWN_TENSOR,
+                        f"group {index} refers to a tensor that is not among the "
+                        f"{len(self.tensors)} registered",
+                        ref.tensor,
+                    )
+                page = self.tensors[ref.tensor].page_size_bytes
+                if ref.page_size_bytes > page:
+                    raise Refused(
+                        Code.BAD_LAYOUT,
+                        f"group {index} copies more bytes of tensor {ref.tensor} than its page "
+                        f"of {page} has",
+                        ref.page_size_bytes,
+                    )
+            if len({ref.tensor for ref in group}) != len(group):
+                raise Refused(Code.BAD_LAYOUT, f"group {index} refers to one tensor twice", group)
+
+
+def as_block_ids(ids: Sequence[int] | BlockIds) -> BlockIds:
+    """`ids` as a flat, contiguous int32 or int64 array; arrays of those types are not copied."""
+    array = ids if isinstance(ids, np.ndarray) else np.asarray(ids, dtype=np.int64)
+    if array.ndim != 1:
+        raise Refused(Code.BAD_SPEC, "block ids form one flat list", array.shape)
+    if array.dtype not in (np.int32, np.int64):
+        if array.dtype.kind not in "iu":
+            raise Refused(Code.BAD_SPEC, "block ids are integers", array.dtype.name)
+        array = array.astype(np.int64)
+    if array.size > MAX_BLOCK_IDS:
+        raise Refused(
+            Code.BAD_SPEC, f"a spec names at most {MAX_BLOCK_IDS} blocks: split it", array.size
+        )
+    return np.ascontiguousarray(array)
+
+
+class _Spec(msgspec.Struct, array_like=True, frozen=True, eq=False, forbid_unknown_fields=True):
+    block_ids: BlockIds
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "block_ids", as_block_ids(self.block_ids))
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        return all(
+            np.array_equal(getattr(self, name), getattr(other, name))
+            for name in self.__struct_fields__
+        )
+
+
+class GPULoadStoreSpec(_Spec, tag="gpu", frozen=True, eq=False):
+    """GPU blocks, the groups' one after another.
+
+    group_sizes: how many of `block_ids` belong to each group, in group order; a size may be 0.
+    block_indices: for each group the logical index, in GPU blocks, of its first block within its
+        request; it says where inside a host block the transfer begins.
+    Both None: one group, starting at 0.
+    """
+
+    group_sizes: Annotated[tuple[Count, ...], Meta(max_length=MAX_GROUPS)] | None = None
+    block_indices: Annotated[tuple[Count, ...], Meta(max_length=MAX_GROUPS)] | None = None
+
+
+class CPULoadStoreSpec(_Spec, tag="cpu", frozen=True, eq=False):
+    """Host blocks by id, for the groups in order, inside the region that the engine registered."""
+
+
+LoadStoreSpec: TypeAlias = GPULoadStoreSpec | CPULoadStoreSpec
+TransferSpec: TypeAlias = tuple[LoadStoreSpec, LoadStoreSpec]

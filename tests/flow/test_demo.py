@@ -1,0 +1,115 @@
+"""The demo's model is right, its tokens hang on every page, and the demo says what it should."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvferry.testing.llama import LlamaConfig, PagedLlama
+
+CONFIG = LlamaConfig(layers=3, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96, block_size=8)
+TABLE = [7, 2, 9, 0, 5, 11, 3, 8]
+TOKENS = [(7 * i * i + 3 * i) % 256 for i in range(59)]
+
+
+@pytest.fixture(scope="module")
+def model() -> PagedLlama:
+    return PagedLlama(CONFIG, "cpu", seed=3)
+
+
+def empty_pages(model: PagedLlama) -> list[Tensor]:
+    return [torch.full(model.kv_cache_shape(12), torch.nan) for _ in model.layers]
+
+
+def norm(x: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Rotary positions of (heads, tokens, head_dim), as a product of complex numbers."""
+    half, tokens = CONFIG.head_dim // 2, torch.arange(x.shape[1], dtype=torch.float64)
+    turns = torch.outer(tokens, CONFIG.rope_theta ** -(torch.arange(half) / half).double())
+    spun = torch.complex(*x.double().chunk(2, -1)) * torch.polar(torch.ones_like(turns), turns)
+    return torch.cat((spun.real, spun.imag), -1).float()
+
+
+def contiguous_logits(model: PagedLlama, tokens: list[int]) -> Tensor:
+    """The same network without a cache: all tokens at once, (tokens, 256)."""
+    x = model.embedding[torch.tensor(tokens)]
+    for layer in model.layers:
+        q, k, v = (
+            (norm(x) @ w).view(len(tokens), -1, CONFIG.head_dim).transpose(0, 1)
+            for w in (layer.q, layer.k, layer.v)
+        )
+        k, v = (t.repeat_interleave(CONFIG.heads // CONFIG.kv_heads, 0) for t in (rotated(k), v))
+        read = functional.scaled_dot_product_attention(rotated(q), k, v, is_causal=True)
+        x = x + read.transpose(0, 1).flatten(1) @ layer.out
+        y = norm(x)
+        x = x + (functional.silu(y @ layer.gate) * (y @ layer.up)) @ layer.down
+    return norm(x) @ model.head
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 8, 24, 59])
+def test_pages_and_chunks_change_nothing(model: PagedLlama, chunk: int) -> None:
+    expected, pages = contiguous_logits(model, TOKENS), empty_pages(model)
+    for start in range(0, len(TOKENS), chunk):
+        tokens = TOKENS[start : start + chunk]
+        logits = model.forward(tokens, start, TABLE, pages)
+        torch.testing.assert_close(logits, expected[start + len(tokens) - 1], atol=2e-3, rtol=1e-3)
+
+
+def test_only_the_pages_of_the_table_are_written(model: PagedLlama) -> None:
+    pages = empty_pages(model)
+    model.forward(TOKENS[:20], 0, TABLE, pages)
+    for layer in pages:
+        assert layer[TABLE[:2]].isfinite().all()
+        assert layer[TABLE[2], :, :4].isfinite().all()
+        assert layer[TABLE[2], :, 4:].isnan().all()
+        assert layer[[*TABLE[3:], 1, 4, 6, 10]].isnan().all()
+
+
+def test_generating_is_decoding_one_by_one(model: PagedLlama) -> None:
+    tokens = TOKENS[:40]
+    expected: list[int] = []
+    for _ in range(6):
+        expected.append(int(contiguous_logits(model, tokens + expected)[-1].argmax()))
+    pages = empty_pages(model)
+    model.forward(tokens[:32], 0, TABLE, pages)
+    assert model.generate(tokens[32:], 32, 6, TABLE, pages) == expected
+
+
+@pytest.mark.parametrize("layer", range(CONFIG.layers))
+def test_a_wrong_page_of_any_layer_shows(model: PagedLlama, layer: int) -> None:
+    pages, noise = empty_pages(model), torch.Generator().manual_seed(1)
+    model.forward(TOKENS[:32], 0, TABLE, pages)
+    expected = model.generate(TOKENS[32:40], 32, 24, TABLE, pages)
+    assert model.generate(TOKENS[32:40], 32, 24, TABLE, pages) == expected
+    pages[layer][TABLE[1]].normal_(generator=noise)
+    assert model.generate(TOKENS[32:40], 32, 24, TABLE, pages) != expected
+
+
+def demo(*options: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "kvferry.testing.demo", "--device", "cpu", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    return done.returncode, done.stdout + done.stderr
+
+
+SHORT = ("--prompt-tokens", "700", "--steps", "32")
+
+
+def test_demo_comes_out_well() -> None:
+    code, output = demo(*SHORT)
+    assert code == 0, output
+    assert "tokens after the round trip equal the undisturbed run: yes" in output
+    assert "with one tampered block: different (as it must be)" in output
+
+
+def test_demo_fails_where_no_block_was_tampered() -> None:
+    code, output = demo(*SHORT, "--no-tamper")
+    assert code == 1, output
+    assert "with one tampered block: THE SAME" in output

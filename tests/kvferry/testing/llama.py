@@ -1,0 +1,167 @@
+"""A small Llama with a KV cache in pages, to find out whether moved bytes still count.
+
+RMSNorm, rotary positions, grouped-query attention and SwiGLU, as in Llama 3; the weights are
+random, the tokens bytes, decoding is greedy. One KV tensor a layer, (num_blocks, 2, block_size,
+kv_heads, head_dim): the keys and values of position p of a request live in block block_table[p //
+block_size] at offset p % block_size, and attention reads them only from there. So what comes out
+depends on every byte in those pages, and on nothing else that was computed before.
+
+A random model must be made to listen. Queries are scaled up until a head attends to few positions
+(else attention is a mean over thousands, one page is lost in it, and greedy decoding falls into a
+fixed point); what attention reads weighs more than the residual stream it is added to; keys and
+values have unit variance, so that a page of normal noise is as loud as a page that was computed.
+Then decoding wanders, and one wrong page of one layer shows within a few tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+VOCAB = 256
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    layers: int = 4
+    hidden: int = 256
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 32
+    ffn: int = 512
+    block_size: int = 16
+    rope_theta: float = 500_000.0
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers: what moving it moves."""
+        page = 2 * self.block_size * self.kv_heads * self.head_dim
+        return self.layers * page * self.dtype.itemsize
+
+
+class Layer(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+
+class PagedLlama:
+    """Weights from `seed`; the same ones each time on the same kind of device."""
+
+    def __init__(self, config: LlamaConfig, device: str | torch.device, seed: int = 0) -> None:
+        self.config = config
+        self.device = torch.device(device)
+        generator = torch.Generator(self.device).manual_seed(seed)
+
+        def weight(rows: int, columns: int, gain: float = 1.0) -> Tensor:
+            values = torch.randn(rows, columns, generator=generator, device=self.device)
+            return (values * (gain / math.sqrt(rows))).to(config.dtype)
+
+        self.embedding = weight(VOCAB, config.hidden, math.sqrt(VOCAB))
+        self.layers = [_layer(config, weight) for _ in range(config.layers)]
+        self.head = weight(config.hidden, VOCAB)
+
+    def kv_cache_shape(self, num_blocks: int) -> tuple[int, int, int, int, int]:
+        """The shape of one layer's KV tensor."""
+        config = self.config
+        return num_blocks, 2, config.block_size, config.kv_heads, config.head_dim
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Sequence[int] | Tensor,
+        start: int,
+        block_table: Sequence[int] | Tensor,
+        kv_caches: Sequence[Tensor],
+    ) -> Tensor:
+        """Logits, (VOCAB,) float32, behind the last of `tokens`, which begin at position `start`.
+
+        Prefills a chunk, or decodes one token. Writes the pages of these positions and reads those
+        of all before; `block_table` covers both.
+        """
+        ids = torch.as_tensor(tokens, dtype=torch.long, device=self.device)
+        positions = torch.arange(start, start + len(ids), device=self.device)
+        table = torch.as_tensor(block_table, dtype=torch.long, device=self.device)
+        x = self.embedding[ids]
+        for layer, cache in zip(self.layers, kv_caches, strict=True):
+            x = x + self._attend(layer, _norm(x), positions, start + len(ids), table, cache)
+            x = x + _swiglu(layer, _norm(x))
+        return (_norm(x[-1]) @ self.head).float()
+
+    def generate(
+        self,
+        prompt_tail: Sequence[int],
+        start: int,
+        steps: int,
+        block_table: Sequence[int] | Tensor,
+        kv_caches: Sequence[Tensor],
+    ) -> list[int]:
+        """`steps` greedy tokens behind a prompt whose first `start` positions are in the pages."""
+        chunk, generated = list(prompt_tail), list[int]()
+        for _ in range(steps):
+            logits = self.forward(chunk, start, block_table, kv_caches)
+            start += len(chunk)
+            chunk = [int(logits.argmax())]
+            generated += chunk
+        return generated
+
+    def _attend(
+        self, layer: Layer, x: Tensor, positions: Tensor, end: int, table: Tensor, cache: Tensor
+    ) -> Tensor:
+        config = self.config
+        query, key, value = (
+            (x @ weight).view(len(x), -1, config.head_dim) for weight in (layer.q, layer.k, layer.v)
+        )
+        blocks, offsets = table[positions // config.block_size], positions % config.block_size
+        cache[blocks, 0, offsets] = _rotate(key, positions, config.rope_theta)
+        cache[blocks, 1, offsets] = value
+        pages = cache[table[: -(-end // config.block_size)]]
+        keys, values = pages.transpose(0, 1).flatten(1, 2)[:, :end]
+        query = _rotate(query, positions, config.rope_theta)
+        query = query.view(len(x), config.kv_heads, -1, config.head_dim)
+        scores = torch.einsum("tkgd,skd->kgts", query, keys).float() * config.head_dim**-0.5
+        future = torch.arange(end, device=self.device) > positions[:, None]
+        weights = scores.masked_fill(future, float("-inf")).softmax(-1).to(values.dtype)
+        return torch.einsum("kgts,skd->tkgd", weights, values).flatten(1) @ layer.out
+
+
+def _layer(config: LlamaConfig, weight: Callable[..., Tensor]) -> Layer:
+    wide, narrow = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    return Layer(
+        q=weight(config.hidden, wide, 9.0),
+        k=weight(config.hidden, narrow),
+        v=weight(config.hidden, narrow),
+        out=weight(wide, config.hidden, 2.0),
+        gate=weight(config.hidden, config.ffn),
+        up=weight(config.hidden, config.ffn),
+        down=weight(config.ffn, config.hidden),
+    )
+
+
+def _norm(x: Tensor) -> Tensor:
+    return functional.rms_norm(x, x.shape[-1:], eps=1e-5)
+
+
+def _swiglu(layer: Layer, x: Tensor) -> Tensor:
+    return (functional.silu(x @ layer.gate) * (x @ layer.up)) @ layer.down
+
+
+def _rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Rotary embedding of (tokens, heads, head_dim); halves paired, not neighbours."""
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-torch.arange(half, device=x.device) / half)
+    angles = (positions[:, None] * frequencies)[:, None]
+    cos, sin = angles.cos(), angles.sin()
+    first, second = x.float().chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
