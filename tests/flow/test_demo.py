@@ -93,6 +93,14 @@ def test_a_wrong_page_of_any_layer_shows(model: PagedLlama, layer: int) -> None:
     assert model.generate(TOKENS[32:40], 32, 24, TABLE, pages) != expected
 
 
+def test_pages_in_another_order_show(model: PagedLlama) -> None:
+    pages = empty_pages(model)
+    model.forward(TOKENS[:32], 0, TABLE, pages)
+    expected = model.generate(TOKENS[32:40], 32, 24, TABLE, pages)
+    swapped = [TABLE[0], TABLE[2], TABLE[1], *TABLE[3:]]
+    assert model.generate(TOKENS[32:40], 32, 24, swapped, pages) != expected
+
+
 def demo(*options: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "kvferry.testing.demo", "--device", "cpu", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50)

@@ -41,6 +41,7 @@ class LocalDaemon:
     ) -> None:
         self._temporary = runtime_dir is None
         self.runtime_dir = runtime_dir or Path(tempfile.mkdtemp(prefix="kvferry-"))
+        self.runtime_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.log_path = self.runtime_dir / "kvferryd.log"
         arguments = {"device": device, "pool_size": pool_bytes, "runtime_dir": self.runtime_dir}
         self.command = [sys.executable, "-m", "kvferry.daemon"]
@@ -59,7 +60,7 @@ class LocalDaemon:
     @property
     def directory(self) -> Path:
         """The folder with the daemon's sockets."""
-        return next(self.runtime_dir.glob("*/kvferry.sock")).parent
+        return self._directory
 
     def log(self) -> str:
         """What the daemon has said so far."""
@@ -103,7 +104,7 @@ class LocalDaemon:
                 self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ
             )
         deadline = time.monotonic() + timeout
-        while not any(self.runtime_dir.glob("*/kvferry.sock")):
+        while not self._is_up():
             if self.process.poll() is not None:
                 status = self.process.returncode
                 raise Gone(Code.DAEMON_GONE, f"kvferryd did not start: {self.log()}", status)
@@ -111,6 +112,14 @@ class LocalDaemon:
                 self.kill()
                 raise Gone(Code.TIMEOUT, f"kvferryd did not come up: {self.log()}", timeout)
             time.sleep(_POLL)
+
+    def _is_up(self) -> bool:
+        """Whether our process holds a folder, and has made its socket there."""
+        for lock in self.runtime_dir.glob("*/lock"):
+            if lock.read_text().strip() == str(self.pid) and (lock.parent / "kvferry.sock").exists():
+                self._directory = lock.parent
+                return True
+        return False
 
     def _clean(self) -> None:
         if self._temporary:

@@ -26,7 +26,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 class Timeline:
     """Make one with `Timeline.create(device)`; pass it to register_kv_caches."""
 
-    def __init__(self, *, cuda: bool) -> None:
+    def __init__(self, ordinal: int | None) -> None:
         self.descriptor = os.memfd_create("kvferry-timeline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.descriptor, mmap.PAGESIZE)
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
@@ -36,14 +36,16 @@ class Timeline:
         self._device_pointer = 0
         self.last = 0
         """The newest value signalled; the stream may not have reached it yet."""
-        if cuda:
+        if ordinal is not None:
+            driver().retain_context(ordinal)
             driver().register_host(self._address, mmap.PAGESIZE, mapped=True)
             self._device_pointer = driver().host_device_pointer(self._address)
 
     @classmethod
     def create(cls, device: object = "cpu") -> Timeline:
-        """A timeline for a device: "cpu", "cuda", "cuda:1" or a torch.device."""
-        return cls(cuda=str(device).startswith("cuda"))
+        """A timeline for a device: "cpu", "cuda" (the first), "cuda:1" or a torch.device."""
+        kind, _, ordinal = str(device).partition(":")
+        return cls(int(ordinal or 0) if kind == "cuda" else None)
 
     @property
     def reached(self) -> int:
@@ -53,7 +55,8 @@ class Timeline:
     def signal(self, stream: Any = None, value: int | None = None) -> int:
         """Advance to `value` (by default the next) behind the work queued so far; returns it.
 
-        stream: a torch.cuda.Stream or a raw handle; None is torch's current stream. On the CPU
+        stream: a torch.cuda.Stream or a raw handle; None is torch's current stream, which must be
+        one of the timeline's device (torch.cuda.set_device). On the CPU
         there is no stream: what was done before this call is done.
         """
         value = self.last + 1 if value is None else value

@@ -48,6 +48,16 @@ class PoolConfig(Section, frozen=True):
     ] = True
 
 
+class CopyConfig(Section, frozen=True):
+    mode: Annotated[
+        Literal["auto", "direct", "staged"],
+        Meta(description="how fragments are copied; auto: as a calibration at start finds best"),
+    ] = "auto"
+    staging: Annotated[
+        Size, Meta(description="device memory that small fragments are copied through")
+    ] = "256MiB"
+
+
 class LimitsConfig(Section, frozen=True):
     max_jobs: Annotated[int, Meta(ge=1, description="jobs that one client may have under way")] = (
         8192
@@ -95,6 +105,7 @@ class Config(Section, frozen=True):
         ),
     ] = ""
     pool: PoolConfig = PoolConfig()
+    copy: CopyConfig = CopyConfig()
     limits: LimitsConfig = LimitsConfig()
     stop: StopConfig = StopConfig()
     log: LogConfig = LogConfig()
@@ -147,6 +158,7 @@ def read(arguments: Sequence[str] | None = None) -> Config:
         raise Refused(Code.BAD_CONFIG, message, path or "") from error
     parse_bytes(config.pool.size)
     parse_bytes(config.pool.chunk)
+    parse_bytes(config.copy.staging)
     return config
 
 

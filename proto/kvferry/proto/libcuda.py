@@ -2,8 +2,8 @@
 
 IPC handles are part of the wire, so the client that makes them and the daemon that opens them
 share this file. ctypes releases the GIL for every call. Nothing here needs torch; a call acts on
-the context that is current in its thread, which `Context` retains from the device's primary one,
-the same that torch uses.
+the context that is current in its thread, which `retain_context` takes from the device: its primary
+one, the same that torch uses.
 
 Names and types are those of cuda.h (CUDA 12.8 and later). Errors of the driver are translated
 once, here, to Failed(DRIVER) with the call's name and the driver's own words.
@@ -11,11 +11,14 @@ once, here, to Failed(DRIVER) with the call's name and the driver's own words.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_ulonglong, c_void_p
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cache
 from typing import Any
 from uuid import UUID
+
+import numpy as np
 
 from kvferry.proto.errors import Code, Failed, Refused
 
@@ -67,7 +70,14 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuMemHostUnregister": (c_void_p,),
     "cuMemHostGetDevicePointer_v2": (c_void_p, c_void_p, c_uint),
     "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
-    "cuStreamCreate": (c_void_p, c_uint),
+    "cuMemHostAlloc": (c_void_p, c_size_t, c_uint),
+    "cuMemFreeHost": (c_void_p,),
+    "cuMemcpyHtoD_v2": (c_uint64, c_void_p, c_size_t),
+    "cuModuleLoadData": (c_void_p, c_char_p),
+    "cuModuleGetFunction": (c_void_p, c_void_p, c_char_p),
+    "cuLaunchKernel": (c_void_p, *(c_uint,) * 7, c_void_p, c_void_p, c_void_p),
+    "cuCtxGetStreamPriorityRange": (c_void_p, c_void_p),
+    "cuStreamCreateWithPriority": (c_void_p, c_uint, c_int),
     "cuStreamDestroy_v2": (c_void_p,),
     "cuStreamSynchronize": (c_void_p,),
     "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
@@ -77,8 +87,23 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuEventRecord": (c_void_p, c_void_p),
     "cuEventQuery": (c_void_p,),
     "cuEventSynchronize": (c_void_p,),
-    "cuGetProcAddress_v2": (c_char_p, c_void_p, c_int, c_uint64, c_void_p),
 }
+
+
+class Event:
+    """A CUDA event; goes when nobody holds it any more."""
+
+    __slots__ = ("_driver", "handle")
+
+    def __init__(self, driver: Driver) -> None:
+        event = c_void_p()
+        driver.call("cuEventCreate", byref(event), 0)
+        self._driver = driver
+        self.handle = event.value or 0
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Failed, AttributeError):
+            self._driver.call("cuEventDestroy_v2", self.handle)
 
 
 class Driver:
@@ -97,6 +122,8 @@ class Driver:
             function.argtypes = arguments
             function.restype = c_int
             self._functions[name] = function
+        self._query = self._functions["cuEventQuery"]
+        self._elapsed = self.optional("cuEventElapsedTime_v2") or self._library.cuEventElapsedTime
         try:
             self.call("cuInit", 0)
         except Failed as error:
@@ -107,23 +134,18 @@ class Driver:
         if result:
             raise self.error(name, result)
 
-    def function(self, name: str) -> Any:
-        """The bare function, for hot paths that look at the result themselves."""
-        return self._functions[name]
-
     def error(self, name: str, result: int) -> Failed:
         text = c_char_p()
         self._library.cuGetErrorString(c_int(result), byref(text))
         said = (text.value or b"unknown error").decode()
         return Failed(Code.DRIVER, f"{name}: {said}", result)
 
-    def entry_point(self, symbol: str, version: int) -> int:
-        """The address of a driver function in the shape it had in a CUDA version; 0: none."""
-        address = c_void_p()
-        found = self._library.cuGetProcAddress_v2(
-            symbol.encode(), byref(address), c_int(version), c_uint64(0), None
-        )
-        return 0 if found else address.value or 0
+    def optional(self, name: str) -> Any:
+        """A function that not every driver has, with untyped arguments; None where it is not."""
+        function = getattr(self._library, name, None)
+        if function is not None:
+            function.restype = c_int
+        return function
 
     @property
     def version(self) -> int:
@@ -191,32 +213,79 @@ class Driver:
         self.call("cuMemHostGetDevicePointer_v2", byref(pointer), address, 0)
         return pointer.value
 
+    def allocate_host(self, nbytes: int) -> int:
+        """New page-locked host memory; cuMemFreeHost frees it."""
+        address = c_void_p()
+        self.call("cuMemHostAlloc", byref(address), nbytes, 1)
+        return address.value or 0
+
+    @staticmethod
+    def host_array(address: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """int64s at an address, which must stay valid."""
+        return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(address))
+
+    def copy_to_device(self, pointer: int, array: np.ndarray[Any, Any]) -> None:
+        self.call("cuMemcpyHtoD_v2", pointer, array.ctypes.data, array.nbytes)
+
+    def copy_async(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        self.call("cuMemcpyAsync", dst, src, nbytes, stream)
+
     # Streams and events
 
-    def create_stream(self) -> int:
-        stream = c_void_p()
-        self.call("cuStreamCreate", byref(stream), 1)  # non-blocking
+    def create_stream(self, *, urgent: bool = False) -> int:
+        """A stream that does not wait for the default one; `urgent`: of the highest priority."""
+        stream, lowest, highest = c_void_p(), c_int(), c_int()
+        self.call("cuCtxGetStreamPriorityRange", byref(lowest), byref(highest))
+        priority = highest.value if urgent else lowest.value
+        self.call("cuStreamCreateWithPriority", byref(stream), 1, priority)
         return stream.value or 0
 
-    def create_event(self) -> int:
-        event = c_void_p()
-        self.call("cuEventCreate", byref(event), 0)
-        return event.value or 0
+    def record(self, stream: int) -> Event:
+        """A new event behind what a stream has been given so far."""
+        event = Event(self)
+        self.call("cuEventRecord", event.handle, stream)
+        return event
 
-    def event_done(self, event: int) -> bool:
-        result = self._functions["cuEventQuery"](event)
+    def reached(self, event: Event) -> bool:
+        result = self._query(event.handle)
         if result and result != _NOT_READY:
             raise self.error("cuEventQuery", result)
         return not result
 
-    def elapsed_seconds(self, start: int, end: int) -> float:
+    def elapsed_seconds(self, start: Event, end: Event) -> float:
         milliseconds = ctypes.c_float()
-        symbol = getattr(self._library, "cuEventElapsedTime_v2", None)
-        function = symbol or self._library.cuEventElapsedTime
-        result = function(byref(milliseconds), c_void_p(start), c_void_p(end))
+        result = self._elapsed(byref(milliseconds), c_void_p(start.handle), c_void_p(end.handle))
         if result:
             raise self.error("cuEventElapsedTime", result)
         return float(milliseconds.value) / 1e3
+
+    # Kernels
+
+    def load_module(self, image: bytes) -> int:
+        """A module from PTX or a cubin."""
+        module = c_void_p()
+        self.call("cuModuleLoadData", byref(module), image)
+        return module.value or 0
+
+    def module_function(self, module: int, name: str) -> int:
+        function = c_void_p()
+        self.call("cuModuleGetFunction", byref(function), module, name.encode())
+        return function.value or 0
+
+    def launch(
+        self,
+        function: int,
+        grid: int,
+        threads: int,
+        stream: int,
+        longs: tuple[int, ...],
+        ints: tuple[int, ...],
+    ) -> None:
+        """Launch a kernel whose parameters are first 64-bit, then 32-bit integers."""
+        values = [*map(c_uint64, longs), *map(c_uint, ints)]
+        addresses = (c_void_p * len(values))(*map(ctypes.addressof, values))
+        shape = (grid, 1, 1, threads, 1, 1)
+        self.call("cuLaunchKernel", function, *shape, 0, stream, addresses, None)
 
     def _int(self, name: str) -> int:
         value = c_int()
@@ -228,6 +297,3 @@ class Driver:
 def driver() -> Driver:
     """The driver of this process; Refused (NO_DEVICE) where there is none."""
     return Driver()
-
-
-__all__ = ["CopyAttributes", "Driver", "IPC_HANDLE_BYTES", "MIN_DRIVER", "c_ulonglong", "driver"]

@@ -54,11 +54,16 @@ class Part(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class DeviceInfo(Part):
-    """kind: "cpu" or "cuda". uuid: "cpu", or "GPU-..." as the driver prints it."""
+    """kind: "cpu" or "cuda". uuid: "cpu", or "GPU-..." as the driver prints it.
+
+    staging_bytes: device memory that the daemon takes to copy through; an engine that plans the
+        device's memory subtracts it.
+    """
 
     kind: str
     uuid: str
     name: str
+    staging_bytes: int = 0
 
 
 class Limits(Part):
@@ -137,12 +142,41 @@ class PoolStatus(Part):
     """Held by regions, whether their engine is here or away."""
 
 
+class GroupCopying(Part):
+    """How a KV cache group is copied each way: "direct" or "staged"."""
+
+    store: str
+    load: str
+
+
 class EngineStatus(Part):
     name: str
     present: bool
     host_blocks: int
     host_block_bytes: int
     jobs: int
+    copying: tuple[GroupCopying, ...] = ()
+
+
+class CalibrationPoint(Part):
+    """Direct copies of fragments of one size, in bytes per second, as measured at start."""
+
+    fragment_bytes: int
+    store: float
+    load: float
+
+
+class CopyStatus(Part):
+    """mode: as configured. contiguous: one large copy, the most that the link gives.
+
+    direct_from: the smallest fragment each way that is copied directly, in bytes.
+    """
+
+    mode: str
+    contiguous: CalibrationPoint
+    direct: tuple[CalibrationPoint, ...]
+    direct_from_store: int
+    direct_from_load: int
 
 
 class Totals(Part):
@@ -166,6 +200,8 @@ class DaemonStatus(Part):
     totals: Totals
     errors: dict[str, int]
     """How often each error code was answered since the start."""
+    copying: CopyStatus | None = None
+    """What the calibration found; None before it has run, and on the CPU."""
 
 
 # Client to daemon

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -30,6 +30,10 @@ MAX_TENSORS = 4096
 MAX_GROUPS = 256
 
 BlockIds: TypeAlias = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
+if TYPE_CHECKING:
+    AnyIds: TypeAlias = Any  # callers may give any sequence of ints; what is kept is an array
+else:
+    AnyIds = np.ndarray
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 48)]
 Positive: TypeAlias = Annotated[int, Meta(gt=0, lt=1 << 48)]
 
@@ -136,7 +140,7 @@ def as_block_ids(ids: Sequence[int] | BlockIds) -> BlockIds:
 
 
 class _Spec(msgspec.Struct, array_like=True, frozen=True, eq=False, forbid_unknown_fields=True):
-    block_ids: BlockIds
+    block_ids: AnyIds
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "block_ids", as_block_ids(self.block_ids))

@@ -20,6 +20,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, count
 
 import torch
@@ -132,8 +133,10 @@ class Report:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     latencies: list[float] = field(default_factory=list)
 
-    def as_undisturbed(self, run: str) -> bool:
-        return self.tokens[run] == self.tokens["undisturbed"]
+    def differs_at(self, run: str) -> int | None:
+        """The number of the first token that is not as in the undisturbed run; None: all are."""
+        pairs = zip(self.tokens[run], self.tokens["undisturbed"], strict=True)
+        return next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
 
 
 def kv_tensors(model: PagedLlama, num_blocks: int) -> dict[str, Tensor]:
@@ -157,7 +160,7 @@ def disturbed(
 ) -> None:
     """Store, overwrite, load elsewhere, write on; load again, tamper, write on."""
     full, num_blocks = engine.full_blocks, 3 * engine.all_blocks
-    first, second, third = torch.randperm(num_blocks).split(engine.all_blocks)
+    first, second, third = torch.randperm(num_blocks).view(3, -1)
     tensors = kv_tensors(engine.model, num_blocks)
     caches = list(tensors.values())
     timeline = Timeline.create(engine.model.device.type)
@@ -186,27 +189,24 @@ def show(report: Report, console: Console) -> None:
     for m in report.moved:
         rates = (f"{m.nbytes / s / 1e9:.2f} GB/s" for s in (m.device_seconds, m.seconds))
         moves.add_row(m.what, str(m.jobs), f"{m.nbytes / 2**20:.1f} MiB", *rates)
-    runs = Table("run", "tokens begin")
+    runs = Table("run", "tokens begin", "differs")
     for run, tokens in report.tokens.items():
-        runs.add_row(run, " ".join(map(str, tokens[:12])))
+        at = report.differs_at(run)
+        differs = "no" if at is None else f"from token {at}"
+        runs.add_row(run, " ".join(map(str, tokens[:10])), differs)
     p50 = statistics.median(report.latencies) * 1e3
     console.print(moves, f"load of one block, submitted to seen: p50 {p50:.2f} ms", runs, sep="\n")
 
 
 def verdict(report: Report, console: Console) -> bool:
     """Says whether both hold, and returns it."""
-    equal, blind = map(report.as_undisturbed, ("round trip", "tampered"))
-    console.print(
-        "tokens after the round trip equal the undisturbed run:",
-        "[red]NO: the KV cache came back changed[/]" if not equal else "[green]yes[/]",
-    )
-    console.print(
-        "with one tampered block:",
-        "[red]THE SAME: a wrong block would not be seen[/]"
-        if blind
-        else "[green]different (as it must be)[/]",
-    )
-    return equal and not blind
+    equal, seen = report.differs_at("round trip") is None, report.differs_at("tampered") is not None
+    survived = "[green]yes[/]" if equal else "[red]NO: the KV cache came back changed[/]"
+    noticed = "[green]different (as it must be)[/]" if seen else "[red]THE SAME: nobody noticed[/]"
+    print_line = partial(console.print, soft_wrap=True)
+    print_line("tokens after the round trip equal the undisturbed run:", survived)
+    print_line("with one tampered block:", noticed)
+    return equal and seen
 
 
 def prompt_of(size: int) -> bytes:
@@ -233,6 +233,8 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("so few tokens show nothing")
     if chosen.device == "auto":
         chosen.device = "0" if torch.cuda.is_available() else "cpu"
+    if chosen.device not in {"cpu", *map(str, range(torch.cuda.device_count()))}:
+        parser.error(f"torch sees no device {chosen.device} here")
     return chosen
 
 
@@ -240,6 +242,8 @@ def play(chosen: argparse.Namespace, console: Console) -> Report:
     torch.manual_seed(0)
     cpu = chosen.device == "cpu"
     config, device = (SMALL, "cpu") if cpu else (LARGE, f"cuda:{chosen.device}")
+    if not cpu:
+        torch.cuda.set_device(device)
     model, report, prompt = PagedLlama(config, device), Report(), prompt_of(chosen.prompt_tokens)
     pool_bytes = 2 * len(prompt) // config.block_size * config.block_bytes
     with (
@@ -264,7 +268,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         report = play(chosen, console)
     except KVFerryError as error:
-        console.print(f"[red]the blocks did not come through:[/] {escape(str(error))}")
+        console.print(
+            f"[red]the blocks did not come through:[/] {escape(str(error))}", soft_wrap=True
+        )
         return 1
     show(report, console)
     return 0 if verdict(report, console) else 1

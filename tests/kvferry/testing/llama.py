@@ -4,13 +4,15 @@ RMSNorm, rotary positions, grouped-query attention and SwiGLU, as in Llama 3; th
 random, the tokens bytes, decoding is greedy. One KV tensor a layer, (num_blocks, 2, block_size,
 kv_heads, head_dim): the keys and values of position p of a request live in block block_table[p //
 block_size] at offset p % block_size, and attention reads them only from there. So what comes out
-depends on every byte in those pages, and on nothing else that was computed before.
+depends on every byte in those pages, and on nothing else that was computed before. It depends on
+their order too: keys are kept as they are before the rotation and rotated when they are read, for
+attention over keys that were rotated when written is the same in any order.
 
 A random model must be made to listen. Queries are scaled up until a head attends to few positions
 (else attention is a mean over thousands, one page is lost in it, and greedy decoding falls into a
 fixed point); what attention reads weighs more than the residual stream it is added to; keys and
 values have unit variance, so that a page of normal noise is as loud as a page that was computed.
-Then decoding wanders, and one wrong page of one layer shows within a few tokens.
+Then decoding wanders, and a wrong or misplaced page shows within a few tokens.
 """
 
 from __future__ import annotations
@@ -124,14 +126,15 @@ class PagedLlama:
             (x @ weight).view(len(x), -1, config.head_dim) for weight in (layer.q, layer.k, layer.v)
         )
         blocks, offsets = table[positions // config.block_size], positions % config.block_size
-        cache[blocks, 0, offsets] = _rotate(key, positions, config.rope_theta)
-        cache[blocks, 1, offsets] = value
+        cache[blocks, 0, offsets], cache[blocks, 1, offsets] = key, value
         pages = cache[table[: -(-end // config.block_size)]]
         keys, values = pages.transpose(0, 1).flatten(1, 2)[:, :end]
+        every = torch.arange(end, device=self.device)
+        keys = _rotate(keys, every, config.rope_theta)
         query = _rotate(query, positions, config.rope_theta)
         query = query.view(len(x), config.kv_heads, -1, config.head_dim)
         scores = torch.einsum("tkgd,skd->kgts", query, keys).float() * config.head_dim**-0.5
-        future = torch.arange(end, device=self.device) > positions[:, None]
+        future = every > positions[:, None]
         weights = scores.masked_fill(future, float("-inf")).softmax(-1).to(values.dtype)
         return torch.einsum("kgts,skd->tkgd", weights, values).flatten(1) @ layer.out
 

@@ -140,7 +140,7 @@ def _views(
 def _block_dim(name: str, tensor: torch.Tensor, num_blocks: int) -> int:
     """The dimension that counts blocks: the first, or the second where the first tells K from V."""
     fits = [size % num_blocks == 0 for size in tensor.shape[:2]]
-    if tensor.dim() > 1 and tensor.size(0) == 2 and fits[1]:
+    if tensor.dim() > 2 and tensor.size(0) == 2 and fits[1]:
         if fits[0]:
             raise _refusal(name, tensor, "both dimensions could count blocks: give block_dim")
         return 1

@@ -11,7 +11,14 @@ from typing import TypeAlias
 
 from kvferry.daemon.core.geometry import Geometry, Run
 from kvferry.proto.errors import ErrorInfo
-from kvferry.proto.messages import Allocation, DaemonMessage, Location, Outcome
+from kvferry.proto.messages import (
+    Allocation,
+    CopyStatus,
+    DaemonMessage,
+    GroupCopying,
+    Location,
+    Outcome,
+)
 from kvferry.proto.specs import Direction
 
 
@@ -98,6 +105,7 @@ class Mapped:
     error: ErrorInfo | None = None
     allocations: tuple[Allocation, ...] = ()
     locations: tuple[Location, ...] = ()
+    copying: tuple[GroupCopying, ...] = ()
     descriptors: tuple[int, ...] = ()
     """What FdAllocations refer to by position, until the server has made tickets of them."""
 
@@ -124,4 +132,11 @@ class Pinned:
     nbytes: int
 
 
-Report: TypeAlias = Mapped | Unmapped | Ended | Pinned
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """The device was measured; this is how it copies."""
+
+    copying: CopyStatus
+
+
+Report: TypeAlias = Mapped | Unmapped | Ended | Pinned | Calibrated

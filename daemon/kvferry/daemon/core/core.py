@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kvferry.daemon.core.actions import (
     Action,
+    Calibrated,
     Dismiss,
     Ended,
     Mapped,
@@ -46,6 +47,7 @@ class Core:
         self.stopping = False
         self._started = started
         self._pinned_bytes = 0
+        self._copying: wire.CopyStatus | None = None
         self._errors: Counter[str] = Counter()
         self._engines: dict[str, str] = {}
         """Sessions, and the engine that each belongs to."""
@@ -97,6 +99,9 @@ class Core:
             case Pinned(nbytes):
                 self._pinned_bytes = nbytes
                 return []
+            case Calibrated(copying):
+                self._copying = copying
+                return []
         if error is not None:
             self._errors[error.code] += 1
         return actions
@@ -138,6 +143,7 @@ class Core:
                 region.num_blocks,
                 region.layout.host_block_bytes,
                 self._transfers.of_engine(region.engine),
+                self._registrations.copying(region.engine),
             )
             for region in regions
         ]
@@ -152,6 +158,7 @@ class Core:
             engines=tuple(engines),
             totals=wire.Totals(**totals),
             errors=dict(self._errors),
+            copying=self._copying,
         )
 
     def _answer(

@@ -16,7 +16,6 @@ All of it is array arithmetic over block ids; nothing here loops over blocks or 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -94,7 +93,7 @@ class Geometry:
         self.factor = layout.block_size_factor
         self.group_bytes = [layout.group_bytes(g) for g in range(len(layout.groups))]
         self._region_start = region_start
-        self._refs = [_GroupRefs(layout, g) for g in range(len(layout.groups))]
+        self.refs = [GroupRefs(layout, g) for g in range(len(layout.groups))]
         self._num_blocks = [
             min(layout.tensors[ref.tensor].num_blocks for ref in group) for group in layout.groups
         ]
@@ -145,35 +144,23 @@ class Geometry:
             (int(run.host_offsets.max()) + self.group_bytes[run.group] for run in runs), default=0
         )
 
-    def pieces(self, runs: tuple[Run, ...], max_bytes: int) -> Iterator[tuple[Run, ...]]:
-        """Cut `runs`, in order, into pieces of about `max_bytes` and at least one GPU block."""
-        piece: list[Run] = []
-        room = max_bytes
-        for run in runs:
-            at, block = 0, self.group_bytes[run.group]
-            while at < run.gpu_blocks.size:
-                if room < block and piece:
-                    yield tuple(piece)
-                    piece, room = [], max_bytes
-                count = min(max(1, room // block), run.gpu_blocks.size - at)
-                piece.append(run.cut(at, at + count))
-                at, room = at + count, room - count * block
-        if piece:
-            yield tuple(piece)
+    def split(
+        self, runs: tuple[Run, ...], max_bytes: int, max_blocks: int
+    ) -> tuple[Run, tuple[Run, ...]]:
+        """The first piece of `runs`, of one group and at least one GPU block, and the rest."""
+        first, *others = runs
+        blocks = max(1, min(max_blocks, max_bytes // self.group_bytes[first.group]))
+        if first.gpu_blocks.size <= blocks:
+            return first, tuple(others)
+        return first.cut(0, blocks), (first.cut(blocks, first.gpu_blocks.size), *others)
 
-    def fragments(self, runs: tuple[Run, ...], bases: Int64s, pool: int) -> Fragments:
-        """Every page of `runs` as addresses: `bases` of the tensors, `pool` of the host pool."""
-        gpu, host, size = [], [], []
-        for run in runs:
-            refs = self._refs[run.group]
-            shape = (run.gpu_blocks.size, refs.pages.size)
-            rows = run.gpu_blocks[:, None] * refs.strides
-            gpu.append((rows + bases[refs.tensors]).ravel())
-            host.append((run.host_offsets[:, None] + (refs.offsets + pool)).ravel())
-            size.append(np.broadcast_to(refs.pages, shape).ravel())
-        if len(runs) == 1:
-            return Fragments(gpu[0], host[0], size[0])
-        return Fragments(np.concatenate(gpu), np.concatenate(host), np.concatenate(size))
+    def fragments(self, run: Run, bases: Int64s, pool: int) -> Fragments:
+        """Every page of `run` as addresses: `bases` of the tensors, `pool` of the host pool."""
+        refs = self.refs[run.group]
+        rows = run.gpu_blocks[:, None] * refs.strides
+        gpu = rows + bases[refs.tensors]
+        host = run.host_offsets[:, None] + (refs.offsets + pool)
+        return Fragments(gpu.ravel(), host.ravel(), np.broadcast_to(refs.pages, gpu.shape).ravel())
 
     def _run(self, group: int, ids: Int64s, hosts: Int64s, skip: int) -> Run:
         position = np.arange(skip, skip + ids.size)
@@ -202,7 +189,7 @@ class Geometry:
         return sizes, indices
 
 
-class _GroupRefs:
+class GroupRefs:
     """A group's references as arrays: (refs,) each."""
 
     def __init__(self, layout: KVLayout, group: int) -> None:

@@ -26,6 +26,7 @@ from kvferry.proto.messages import (
     AllocateKVCaches,
     DaemonMessage,
     Error,
+    GroupCopying,
     HostRegion,
     Registered,
     RegisterKVCaches,
@@ -43,6 +44,7 @@ class Registration:
     geometry: Geometry
     host: HostRegion
     ordering: Ordering
+    copying: tuple[GroupCopying, ...] = ()
 
     @property
     def has_timeline(self) -> bool:
@@ -75,6 +77,10 @@ class Registrations:
         if registration is None or registration.number not in self._open:
             raise Refused(Code.NOT_REGISTERED, "the engine has registered no KV caches", engine)
         return registration
+
+    def copying(self, engine: str) -> tuple[GroupCopying, ...]:
+        holder = self._holders.get(engine)
+        return () if holder is None else holder.copying
 
     def is_open(self, registration: Registration) -> bool:
         return registration.number in self._open
@@ -118,6 +124,7 @@ class Registrations:
         if report.error is not None:
             self._release(registration)
             return [Send(registration.session, Error(request_id, report.error))], report.error
+        registration.copying = report.copying
         self._open[registration.number] = registration
         reply: DaemonMessage = Registered(request_id, registration.host)
         if isinstance(registration.request, AllocateKVCaches):

@@ -1,8 +1,8 @@
 """What the lane knows of a device: it maps memory, and moves pieces of it on ordered streams.
 
-An engine has one stream a direction. `submit` enqueues and returns at once; pieces of one stream
-are done in the order submitted, the two streams overlap. `poll` tells whether a piece is done.
-All calls but `pin` come from the lane's thread.
+A piece is some GPU blocks of one group. `submit` enqueues one and returns at once; pieces of one
+direction are done in the order submitted, the two directions overlap. `poll` tells whether a piece
+is done. All calls but `pin` come from the lane's thread.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from kvferry.daemon.core.geometry import Geometry, Int64s, Run
-from kvferry.proto.messages import Allocation, DeviceInfo, Location
+from kvferry.proto.messages import Allocation, CopyStatus, DeviceInfo, GroupCopying, Location
 from kvferry.proto.specs import Direction, KVLayout
 
 Ticket: TypeAlias = object
@@ -41,11 +41,35 @@ class Shared:
     """File descriptors that FdAllocations refer to by position, for the server to hand out."""
 
 
+@dataclass(frozen=True, slots=True)
+class Want:
+    """What the lane has to move next: of which group, how many bytes, and whether alone."""
+
+    group: int
+    nbytes: int
+    contended: bool
+    """The other direction has work too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A piece that the engine takes now, at most."""
+
+    nbytes: int
+    blocks: int = 1 << 20
+
+
+NO_ROOM = Room(0)
+
+
 class CopyEngine(Protocol):
     info: DeviceInfo
 
-    def attach(self, pool_address: int) -> None:
-        """Called once, first, from the lane's thread: make the device usable there."""
+    def attach(self, pool_address: int) -> CopyStatus | None:
+        """Called once, first, from the lane's thread: make the device usable there.
+
+        Returns what a calibration found, where there is something to choose.
+        """
 
     def pin(self, address: int, nbytes: int) -> None:
         """Make a chunk of the host pool fit for copies. From any thread; raises KVFerryError."""
@@ -65,11 +89,20 @@ class CopyEngine(Protocol):
     def close(self, mapping: Mapping) -> None:
         """Let a mapping's memory go; no piece of it is in flight any more."""
 
-    def submit(self, direction: Direction, mapping: Mapping, runs: tuple[Run, ...]) -> Ticket:
-        """Enqueue a piece. Raises KVFerryError where the device refuses it."""
+    def room(self, direction: Direction, mapping: Mapping, want: Want) -> Room:
+        """How much to submit next; no bytes where enough is in flight for now."""
 
-    def poll(self, ticket: Ticket) -> float | None:
-        """Seconds on the device once the piece is done, None before; raises where it failed."""
+    def submit(self, direction: Direction, mapping: Mapping, run: Run) -> Ticket:
+        """Enqueue a piece within `room`. Raises KVFerryError where the device refuses it."""
+
+    def poll(self, ticket: Ticket) -> bool:
+        """Whether a piece is done. Once True or raised, it is not asked for again."""
+
+    def elapsed(self, first: Ticket, last: Ticket) -> float:
+        """Seconds on the device from the begin of one piece to the end of another, both done."""
+
+    def copying(self, mapping: Mapping) -> tuple[GroupCopying, ...]:
+        """How each group of a mapping is copied, for the status."""
 
     def shutdown(self) -> None:
         """Stop; nothing is in flight."""

@@ -18,11 +18,14 @@ from itertools import count
 import numpy as np
 
 from kvferry.daemon.core.geometry import Fragments, Geometry, Run
-from kvferry.daemon.engine.base import Mapping, Shared, packed_locations
+from kvferry.daemon.engine.base import NO_ROOM, Mapping, Room, Shared, Want, packed_locations
 from kvferry.daemon.engine.memory import Mapped, sealed_memfd
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
-from kvferry.proto.messages import Allocation, DeviceInfo, FdAllocation, Location
+from kvferry.proto.messages import Allocation, DeviceInfo, FdAllocation, GroupCopying, Location
 from kvferry.proto.specs import Direction
+
+PIECE_BYTES = 8 << 20
+MAX_PIECES = 8
 
 
 @dataclass(slots=True)
@@ -38,7 +41,8 @@ class _Piece:
     direction: Direction
     fragments: Fragments
     done: threading.Event = field(default_factory=threading.Event)
-    seconds: float = 0.0
+    began: float = 0.0
+    ended: float = 0.0
     error: KVFerryError | None = None
 
 
@@ -49,6 +53,7 @@ class ReferenceEngine:
         self.faults = faults or Faults()
         self._pool = 0
         self._pieces = count(1)
+        self._in_flight = dict.fromkeys(Direction, 0)
         self._queues: dict[Direction, queue.SimpleQueue[_Piece | None]] = {
             direction: queue.SimpleQueue() for direction in Direction
         }
@@ -103,19 +108,32 @@ class ReferenceEngine:
             assert isinstance(memory, Mapped)
             memory.close()
 
-    def submit(self, direction: Direction, mapping: Mapping, runs: tuple[Run, ...]) -> _Piece:
-        fragments = mapping.geometry.fragments(runs, mapping.bases, self._pool)
+    def room(self, direction: Direction, mapping: Mapping, want: Want) -> Room:
+        return Room(PIECE_BYTES) if self._in_flight[direction] < MAX_PIECES else NO_ROOM
+
+    def submit(self, direction: Direction, mapping: Mapping, run: Run) -> _Piece:
+        fragments = mapping.geometry.fragments(run, mapping.bases, self._pool)
         piece = _Piece(direction, fragments)
+        self._in_flight[direction] += 1
         self._queues[direction].put(piece)
         return piece
 
-    def poll(self, ticket: object) -> float | None:
+    def poll(self, ticket: object) -> bool:
         assert isinstance(ticket, _Piece)
         if not ticket.done.is_set():
-            return None
+            return False
+        self._in_flight[ticket.direction] -= 1
         if ticket.error is not None:
             raise ticket.error
-        return ticket.seconds
+        return True
+
+    def elapsed(self, first: object, last: object) -> float:
+        assert isinstance(first, _Piece)
+        assert isinstance(last, _Piece)
+        return last.ended - first.began
+
+    def copying(self, mapping: Mapping) -> tuple[GroupCopying, ...]:
+        return tuple(GroupCopying("direct", "direct") for _ in mapping.geometry.layout.groups)
 
     def shutdown(self) -> None:
         for pieces in self._queues.values():
@@ -125,14 +143,15 @@ class ReferenceEngine:
 
     def _stream(self, pieces: queue.SimpleQueue[_Piece | None]) -> None:
         while (piece := pieces.get()) is not None:
-            began = time.perf_counter()
-            time.sleep(self.faults.stall)
+            piece.began = time.perf_counter()
+            if self.faults.stall:
+                time.sleep(self.faults.stall)
             every = self.faults.fail_every
             if every and next(self._pieces) % every == 0:
                 piece.error = Failed(Code.COPY_FAILED, "the reference engine was told to fail")
             else:
                 _copy(piece)
-            piece.seconds = time.perf_counter() - began
+            piece.ended = time.perf_counter()
             piece.done.set()
 
 

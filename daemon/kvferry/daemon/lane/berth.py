@@ -8,7 +8,6 @@ Track.live        every plan that has not ended, oldest first
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvferry.daemon.core.actions import CopyPlan, Ended
@@ -19,20 +18,16 @@ from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction
 
-PIECE_BYTES = 32 << 20
-"""What one submission moves at most (and at least one GPU block)."""
-MAX_PIECES = 16
-MAX_FLIGHT_BYTES = 2 * PIECE_BYTES
-"""What is in flight on one stream: enough to keep it busy, little enough to turn quickly."""
-
 
 @dataclass(slots=True, eq=False)
 class Crossing:
     """A plan under way, from its place in the track to its one end."""
 
     plan: CopyPlan
-    rest: Iterator[tuple[Run, ...]]
+    rest: tuple[Run, ...]
+    """What is still to submit."""
     in_flight: int = 0
+    first: Ticket | None = None
     seconds: float = 0.0
     outcome: Outcome = Outcome.DONE
     error: ErrorInfo | None = None
@@ -41,11 +36,16 @@ class Crossing:
         """Submit no more of it; what it ends as is decided, the first reason counts."""
         if self.outcome is Outcome.DONE:
             self.outcome, self.error = outcome, error
-        self.rest = iter(())
+        self.rest = ()
+
+    @property
+    def over(self) -> bool:
+        return not self.rest and not self.in_flight
 
     @property
     def ended(self) -> Ended:
-        return Ended(self.plan.serial, self.outcome, self.seconds, self.error)
+        seconds = self.seconds if self.outcome is Outcome.DONE else 0.0
+        return Ended(self.plan.serial, self.outcome, seconds, self.error)
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +92,6 @@ class Flight:
     berth: Berth
     crossing: Crossing
     ticket: Ticket
-    nbytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -101,10 +100,5 @@ class Stream:
 
     direction: Direction
     flights: deque[Flight] = field(default_factory=deque)
-    nbytes: int = 0
     turn: deque[int] = field(default_factory=deque)
     """Registrations in the order in which they may submit next."""
-
-    @property
-    def full(self) -> bool:
-        return len(self.flights) >= MAX_PIECES or self.nbytes >= MAX_FLIGHT_BYTES

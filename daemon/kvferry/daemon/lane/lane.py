@@ -15,15 +15,18 @@ No wait is ever queued on the device, so nothing can hang a stream.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from kvferry.daemon.core.actions import (
     Abandon,
+    Calibrated,
     CopyPlan,
     Map,
     Mapped,
@@ -32,18 +35,21 @@ from kvferry.daemon.core.actions import (
     Unmap,
     Unmapped,
 )
-from kvferry.daemon.engine.base import CopyEngine
+from kvferry.daemon.engine.base import CopyEngine, Want
 from kvferry.daemon.engine.memory import Timeline
 from kvferry.daemon.engine.pool import HostPool
-from kvferry.daemon.lane.berth import PIECE_BYTES, Berth, Crossing, Flight, Stream, Track
+from kvferry.daemon.lane.berth import Berth, Crossing, Flight, Stream, Track
 from kvferry.proto.errors import Code, Failed, KVFerryError
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction
 
+WATCH = 150e-6
+"""Seconds after a submission in which the lane only polls: small pieces are done by then."""
 NAP_IN_FLIGHT = 20e-6
-NAP_HELD = 25e-6
+NAP_HELD = 20e-6
 MAX_NAP_HELD = 1e-3
 """A fence is read ever less often while nothing happens: memory cannot wake a thread."""
+_PR_SET_TIMERSLACK = 29
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +88,7 @@ class Lane:
         self._streams = [Stream(direction) for direction in (Direction.LOAD, Direction.STORE)]
         self._reports: list[Report] = []
         self._held_nap = NAP_HELD
+        self._watch_until = 0.0
         self._started = threading.Event()
         self._trouble: KVFerryError | None = None
         self._thread = threading.Thread(target=self._run, name="kvferry-lane", daemon=True)
@@ -102,8 +109,12 @@ class Lane:
         self._thread.join()
 
     def _run(self) -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1)  # a nap of 20 us is not one of 70
         try:
-            self._engine.attach(self._pool.address)
+            copying = self._engine.attach(self._pool.address)
+            if copying is not None:
+                self._reports.append(Calibrated(copying))
+                self._flush()
         except KVFerryError as error:
             self._trouble = error
             return
@@ -123,7 +134,8 @@ class Lane:
     def _obey_orders(self) -> bool:
         """Do what the inbox says, sleeping first for as long as there is nothing else to do."""
         try:
-            order = self._inbox.get(timeout=self._nap())
+            nap = self._nap()
+            order = self._inbox.get(block=nap != 0, timeout=nap or None)
             while True:
                 if isinstance(order, Stop):
                     return False
@@ -133,10 +145,10 @@ class Lane:
             return True
 
     def _nap(self) -> float | None:
-        """How long to sleep unless an order comes: None is until one does."""
+        """How long to sleep unless an order comes: 0 is not at all, None until one does."""
         if any(stream.flights for stream in self._streams):
             self._held_nap = NAP_HELD
-            return NAP_IN_FLIGHT
+            return 0.0 if time.perf_counter() < self._watch_until else NAP_IN_FLIGHT
         if any(t.waiting for berth in self._berths.values() for t in berth.tracks.values()):
             self._held_nap = min(2 * self._held_nap, MAX_NAP_HELD)
             return self._held_nap
@@ -164,7 +176,11 @@ class Lane:
                 shared = self._engine.allocate(geometry)
                 mapping = shared.mapping
                 report = Mapped(
-                    number, session, None, shared.allocations, shared.locations, shared.descriptors
+                    number,
+                    session,
+                    allocations=shared.allocations,
+                    locations=shared.locations,
+                    descriptors=shared.descriptors,
                 )
             else:
                 mapping = self._engine.open(
@@ -180,6 +196,7 @@ class Lane:
                 if descriptor is not None:
                     os.close(descriptor)
         self._berths[number] = Berth(mapping, timeline)
+        report = replace(report, copying=self._engine.copying(mapping))
         for stream in self._streams:
             stream.turn.append(number)
         return report
@@ -197,9 +214,8 @@ class Lane:
 
     def _start(self, plan: CopyPlan) -> None:
         berth = self._berths[plan.registration]
-        pieces = berth.mapping.geometry.pieces(plan.runs, PIECE_BYTES)
         track = berth.tracks[plan.direction]
-        track.live[plan.serial] = crossing = Crossing(plan, pieces)
+        track.live[plan.serial] = crossing = Crossing(plan, plan.runs)
         track.waiting.append(crossing)
 
     def _abandon(self, berth: Berth, serial: int) -> None:
@@ -214,56 +230,67 @@ class Lane:
     def _reap(self, stream: Stream) -> None:
         while stream.flights:
             flight = stream.flights[0]
+            crossing = flight.crossing
             try:
-                seconds = self._engine.poll(flight.ticket)
-                if seconds is None:
+                if not self._engine.poll(flight.ticket):
                     return
-                flight.crossing.seconds += seconds
             except KVFerryError as error:
-                flight.crossing.spoil(Outcome.FAILED, error.info)
+                crossing.spoil(Outcome.FAILED, error.info)
             stream.flights.popleft()
-            stream.nbytes -= flight.nbytes
-            flight.crossing.in_flight -= 1
-            track = flight.berth.tracks[stream.direction]
-            self._end_if_over(track, flight.crossing)
-            self._leave_if_empty(flight.crossing.plan.registration, flight.berth)
+            crossing.in_flight -= 1
+            if crossing.over and crossing.outcome is Outcome.DONE:
+                crossing.seconds = self._engine.elapsed(crossing.first, flight.ticket)
+            self._end_if_over(flight.berth.tracks[stream.direction], crossing)
+            self._leave_if_empty(crossing.plan.registration, flight.berth)
 
     def _fill(self, stream: Stream) -> None:
-        """Submit pieces until the stream has enough, one registration after the other."""
+        """Submit pieces, one registration after the other, until the engine has enough."""
         held = 0
-        while not stream.full and held < len(stream.turn):
+        while held < len(stream.turn):
             number = stream.turn[0]
             stream.turn.rotate(-1)
             berth = self._berths[number]
             track = berth.tracks[stream.direction]
             if track.waiting and not berth.holds(track.waiting[0].plan, self._pool.ready_bytes):
-                self._submit(stream, berth, track)
-                held = 0
+                held = 0 if self._submit(stream, berth, track) else held + 1
             else:
                 held += 1
 
-    def _submit(self, stream: Stream, berth: Berth, track: Track) -> None:
-        """Send the next piece of the track's head on its way, and let the head go with its last."""
+    def _submit(self, stream: Stream, berth: Berth, track: Track) -> bool:
+        """Send the next piece of the track's head on its way; False where there is no room."""
         crossing = track.waiting[0]
-        piece = next(crossing.rest, None)
-        if piece is not None:
+        if crossing.rest:
+            geometry = berth.mapping.geometry
+            want = Want(crossing.rest[0].group, geometry.nbytes(crossing.rest), self._contended())
+            room = self._engine.room(stream.direction, berth.mapping, want)
+            if not room.nbytes:
+                return False
+            piece, rest = geometry.split(crossing.rest, room.nbytes, room.blocks)
             try:
                 ticket = self._engine.submit(stream.direction, berth.mapping, piece)
             except KVFerryError as error:
                 crossing.spoil(Outcome.FAILED, error.info)
             else:
-                nbytes = berth.mapping.geometry.nbytes(piece)
-                stream.flights.append(Flight(berth, crossing, ticket, nbytes))
-                stream.nbytes += nbytes
+                crossing.rest = rest
                 crossing.in_flight += 1
-                return
-        track.waiting.popleft()
-        self._end_if_over(track, crossing)
+                crossing.first = crossing.first or ticket
+                self._watch_until = time.perf_counter() + WATCH
+                stream.flights.append(Flight(berth, crossing, ticket))
+        if not crossing.rest:
+            track.waiting.popleft()
+            self._end_if_over(track, crossing)
+        return True
+
+    def _contended(self) -> bool:
+        """Whether both directions have work, in flight or waiting."""
+        return all(
+            stream.flights
+            or any(berth.tracks[stream.direction].waiting for berth in self._berths.values())
+            for stream in self._streams
+        )
 
     def _end_if_over(self, track: Track, crossing: Crossing) -> None:
-        if crossing.in_flight or (track.waiting and track.waiting[0] is crossing):
-            return
-        if track.live.pop(crossing.plan.serial, None) is not None:
+        if crossing.over and track.live.pop(crossing.plan.serial, None) is not None:
             self._reports.append(crossing.ended)
 
     def _leave_if_empty(self, number: int, berth: Berth) -> None:

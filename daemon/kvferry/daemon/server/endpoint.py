@@ -51,9 +51,9 @@ class Endpoint:
                 str(directory),
             ) from error
         os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
         for path in (self.messages, self.descriptors):
             path.unlink(missing_ok=True)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
     def close(self) -> None:
         for path in (self.messages, self.descriptors):

@@ -1,0 +1,46 @@
+# Everything runs in a virtual environment of its own, made on first use from names alone.
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= python3
+READY := $(VENV)/.ready
+CUDA := daemon/kvferry/daemon/engine/cuda
+
+.PHONY: help demo test check format bench gpu kernels clean
+
+help:  ## what there is
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: $(READY)  ## a model's KV cache leaves for another process and comes back
+	$(BIN)/python -m kvferry.testing.demo
+
+test: $(READY)  ## all tests that need no GPU, in a few minutes
+	$(BIN)/python -m pytest -q -m "not gpu"
+
+check: $(READY)  ## everything that must hold besides: format, lint, types, imports, tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(MAKE) test
+
+gpu: $(READY)  ## the tests on a machine with a GPU
+	$(BIN)/python -m pytest -q
+
+bench: $(READY)  ## GB/s and microseconds on this machine's device
+	$(BIN)/kvferry bench
+
+kernels:  ## kernels.ptx, after a change of kernels.cu; needs nvcc
+	nvcc -ptx -arch=compute_75 -O3 -o $(CUDA)/kernels.ptx $(CUDA)/kernels.cu
+	sed -i -e 's/^\.version .*/.version 7.5/' -e '/^\/\//d' $(CUDA)/kernels.ptx
+
+format: $(READY)  ## rewrite the sources the way check wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove what make made
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(READY)

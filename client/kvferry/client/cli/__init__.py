@@ -1,0 +1,42 @@
+"""The command line: `kvferry status` and `kvferry bench`.
+
+Exit status: 0 done; 1 something failed, said in one line on stderr; 2 wrong usage, or a package is
+missing. What a command needs beyond the client is imported when it runs: status needs no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from kvferry.proto.errors import KVFerryError
+
+_INSTALL = {
+    "typer": "'kvferry[cli]'",
+    "rich": "'kvferry[cli]'",
+    "torch": "'kvferry[tensors]'",
+    "matplotlib": "matplotlib",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command; `arguments` are the process's own unless given."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        from kvferry.client.cli.app import app
+
+        app(given, prog_name="kvferry", obj=given)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _INSTALL:
+            raise
+        _give_up(f"{package} is not installed: pip install {_INSTALL[package]}", 2)
+    except KVFerryError as error:
+        _give_up(" ".join(str(error).split()), 1)
+    sys.exit(0)
+
+
+def _give_up(why: str, status: int) -> NoReturn:
+    print(f"kvferry: {why}", file=sys.stderr)
+    sys.exit(status)

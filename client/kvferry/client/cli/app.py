@@ -1,0 +1,138 @@
+"""What can be typed, and what it means; the work is done elsewhere."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from kvferry.client.cli import units
+from kvferry.client.cli.status import as_json, ask, show
+
+SIZES = "1KiB, 4KiB, 16KiB, 32KiB, 64KiB, 128KiB, 256KiB, 1MiB, 2MiB"
+QUICK_SIZES = "4KiB, 64KiB, 2MiB"
+
+app = typer.Typer(
+    help="Look at a kvferry daemon, or measure one.",
+    epilog="A daemon is found in /run/kvferry, $XDG_RUNTIME_DIR/kvferry or /tmp/kvferry-UID, "
+    "unless --directory names the folder of its sockets. Exit status: 0 done, 1 failed (one line "
+    "on stderr), 2 wrong usage. Start a daemon with kvferryd.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _sizes(text: str | None) -> str | None:
+    if text is not None:
+        try:
+            _parsed(text)
+        except ValueError as error:
+            raise typer.BadParameter(f"{error}: write them like 4KiB,64KiB,2MiB") from error
+    return text
+
+
+def _parsed(text: str) -> tuple[int, ...]:
+    return tuple(sorted({units.parse_size(part) for part in text.split(",")}))
+
+
+def _file(path: Path | None) -> Path | None:
+    """Checked before anything is measured, not after."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise typer.BadParameter(f"{path} cannot be written")
+    return path
+
+
+Directory = Annotated[
+    Path | None,
+    typer.Option("--directory", "-d", help="Folder of the daemon's sockets.", metavar="DIR"),
+]
+
+
+@app.command()
+def status(
+    directory: Directory = None,
+    json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
+) -> None:
+    """Show what a daemon holds, for whom, and what it has done so far."""
+    report = ask(directory)
+    if json:
+        print(msgspec.json.format(msgspec.json.encode(as_json(report)), indent=2).decode())
+    else:
+        show(report, Console(highlight=False))
+
+
+@app.command()
+def bench(
+    context: typer.Context,
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, a GPU's index or its UUID.", metavar="DEVICE")
+    ] = "auto",
+    directory: Annotated[
+        Path | None,
+        typer.Option(
+            "--directory",
+            "-d",
+            help="Use the running daemon in this folder, whose pool needs 2 x GIB free, instead "
+            "of one of the bench's own.",
+            metavar="DIR",
+        ),
+    ] = None,
+    gib: Annotated[
+        float | None,
+        typer.Option(help="GiB to move each way in one go (default: 1; quick: 1/16).", min=1e-3),
+    ] = None,
+    sizes: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Fragment sizes (default: {SIZES}; quick: {QUICK_SIZES}).",
+            callback=_sizes,
+            metavar="LIST",
+        ),
+    ] = None,
+    reps: Annotated[
+        int | None,
+        typer.Option(help="How often, besides once to warm up (default: 5; quick: 2).", min=1),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, bytes and repetitions.")] = (
+        False
+    ),
+    json: Annotated[
+        Path | None,
+        typer.Option(help="Write everything here, samples too.", callback=_file, metavar="FILE"),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw GB/s over fragment size.", callback=_file, metavar="FILE.png"),
+    ] = None,
+) -> None:
+    """Measure a daemon from an engine's side, beside a plain contiguous copy on the same machine.
+
+    Bandwidth by fragment size, storing, loading and both at once, and what the calls cost. A
+    fragment is one page of one KV tensor; up to 64 tensors share a block table, and pages are
+    gathered into host blocks of 2 MiB. Ratios are to the contiguous pinned copy, measured before,
+    in between and after. A sample of the bytes is compared after each copy.
+    """
+    if directory is not None and device != "auto":
+        raise typer.BadParameter("the daemon in --directory has a device: leave --device out")
+    from kvferry.client.cli.bench import Plan, report, run
+
+    if plot is not None:  # where it is missing, that is said before anything is measured
+        import_module("matplotlib")
+    nbytes = int((gib or (1 / 16 if quick else 1.0)) * (1 << 30))
+    wanted = _parsed(sizes or (QUICK_SIZES if quick else SIZES))
+    plan = Plan(device, directory, nbytes, wanted, reps or (2 if quick else 5), quick)
+    results = run(plan, context.obj or [], Console(stderr=True))
+    report.show(results, Console(highlight=False))
+    if json is not None:
+        json.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=2))
+    if plot is not None:
+        from kvferry.client.cli.bench.plotting import draw
+
+        draw(results, plot)

@@ -1,0 +1,117 @@
+"""GB/s by fragment size: random blocks to the host pool and back into others.
+
+One round, with the slab's blocks and the host blocks each split at random in two (a, b and x, y):
+
+    store   a -> x                 measured
+    both    a -> y, x -> b         measured; then b must hold what a holds
+    load    y -> b                 measured, b overwritten before; then the same again
+
+so each measured copy is read back by the next one. What is compared is a sample of blocks, in all
+tensors, filled with new random bytes before every round: bytes left from the last one would show.
+The first round warms up and does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+
+import numpy as np
+import torch
+
+from kvferry.client import CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
+from kvferry.client.cli.bench.engine import Engine, Moved, Shape
+from kvferry.client.cli.bench.results import WAYS, Copies, Fragments, Rate
+from kvferry.client.cli.bench.rig import Rig
+from kvferry.client.cli.units import size
+from kvferry.proto.errors import Code, Failed
+from kvferry.proto.specs import BlockIds
+
+JOB_BYTES = 64 << 20
+SAMPLE_BYTES = 16 << 20
+SAMPLE_BLOCKS = 32
+
+
+def steps(reps: int) -> int:
+    """How often `measure` calls `step`."""
+    return reps + 1
+
+
+def measure(rig: Rig, page_bytes: int, reps: int, step: Callable[[str], None]) -> Fragments:
+    """Raises Failed (COPY_FAILED) where a copy brought other bytes than it should."""
+    shape = Shape.of(page_bytes)
+    rounds: list[dict[str, Moved]] = []
+    with rig.engine(shape) as engine:
+        trip = Trip(engine)
+        for _ in range(steps(reps)):
+            step(f"fragments of {size(page_bytes)}")
+            rounds.append(trip.round())
+    copies = {way: _copies([moved[way] for moved in rounds[1:]]) for way in WAYS}
+    tensors, factor, jobs = shape.tensors, shape.factor, len(trip.stores)
+    return Fragments(page_bytes, tensors, factor, shape.host_block_bytes, jobs, copies)
+
+
+class Trip:
+    """The transfers of one round, made once, and the blocks whose bytes are compared."""
+
+    def __init__(self, engine: Engine, seed: int = 0) -> None:
+        random, half = np.random.default_rng(seed), engine.host_blocks // 2
+        blocks = 2 * half * engine.shape.factor
+        a, b = random.permutation(engine.num_blocks)[:blocks].reshape(2, -1)
+        x, y = random.permutation(engine.host_blocks)[: 2 * half].reshape(2, -1)
+        self._engine = engine
+        self.stores, self.stores_too = _jobs(engine, "store", a, x), _jobs(engine, "store", a, y)
+        self.loads, self.loads_too = _jobs(engine, "load", b, x), _jobs(engine, "load", b, y)
+        count = max(2, min(SAMPLE_BLOCKS, SAMPLE_BYTES // engine.shape.block_bytes))
+        picked = random.choice(a.size, min(count, a.size), replace=False)
+        device = engine.pages.device
+        self._a, self._b = (torch.from_numpy(ids[picked]).to(device) for ids in (a, b))
+
+    def round(self) -> dict[str, Moved]:
+        self._renew(self._a)
+        store = self._engine.run(self.stores)
+        both = self._engine.run(_alternating(self.stores_too, self.loads))
+        self._compare()
+        self._renew(self._b)
+        load = self._engine.run(self.loads_too)
+        self._compare()
+        return {"store": store, "load": load, "both": both}
+
+    def _renew(self, blocks: torch.Tensor) -> None:
+        """New random bytes in the sampled blocks, before anything is submitted."""
+        pages = self._engine.pages
+        shape = (pages.shape[0], len(blocks), pages.shape[2])
+        pages[:, blocks] = torch.randint(-128, 128, shape, dtype=torch.int8, device=pages.device)
+        self._engine.settle()
+
+    def _compare(self) -> None:
+        pages = self._engine.pages
+        if not torch.equal(pages[:, self._a], pages[:, self._b]):
+            raise Failed(
+                Code.COPY_FAILED,
+                "blocks came back with other bytes than they were stored with",
+                f"fragments of {size(pages.shape[2])}",
+            )
+
+
+def _jobs(engine: Engine, way: str, blocks: BlockIds, hosts: BlockIds) -> list[TransferSpec]:
+    """GPU blocks in this order to or from these host blocks, in jobs of about JOB_BYTES."""
+    factor = engine.shape.factor
+    step = max(1, JOB_BYTES // engine.shape.host_block_bytes)
+    specs: list[TransferSpec] = []
+    for at in range(0, hosts.size, step):
+        gpu = GPULoadStoreSpec(blocks[at * factor : (at + step) * factor])
+        host = CPULoadStoreSpec(hosts[at : at + step])
+        specs.append((gpu, host) if way == "store" else (host, gpu))
+    return specs
+
+
+def _alternating(some: list[TransferSpec], others: list[TransferSpec]) -> list[TransferSpec]:
+    return list(chain.from_iterable(zip(some, others, strict=True)))
+
+
+def _copies(moved: list[Moved]) -> Copies:
+    return Copies(
+        Rate.of(moved[0].nbytes, [m.wall for m in moved]),
+        Rate.of(moved[0].nbytes, [m.device for m in moved]),
+    )

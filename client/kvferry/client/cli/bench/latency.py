@@ -1,0 +1,95 @@
+"""What calls and single blocks cost, p50 and p99.
+
+submit           transfer_async of BLOCKS block ids on each side, the call alone: specs are
+                 made beforehand, at most AHEAD jobs are under way
+get_finished     with nothing to fetch: nothing under way, and one job held by a fence
+one block        2 MiB, one page, submitted until get_finished, called in a loop, returns it;
+                 the raw copy of as many bytes, called and waited for in this process, takes
+                 turns with it; the difference is what the other process costs
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from kvferry.client import CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
+from kvferry.client.cli.bench.engine import HOST_BLOCK, Engine, Shape
+from kvferry.client.cli.bench.results import Latency
+from kvferry.client.cli.bench.rig import Rig
+from kvferry.proto.specs import BlockIds
+
+BLOCKS = 2048
+SUBMIT_SHAPE = Shape(4096, 1, 1)
+AHEAD = 4
+SUBMITS, POLLS, TRIPS = 500, 5000, 500
+QUICK = 10
+WARM_UPS = 10
+STEPS = 4
+
+
+def measure(rig: Rig, quick: bool, step: Callable[[str], None]) -> list[Latency]:
+    less = QUICK if quick else 1
+    with rig.engine(SUBMIT_SHAPE) as engine:
+        step("cost of submitting")
+        submits = _submits(engine, SUBMITS // less)
+        step("cost of polling")
+        polls = _polls(engine, POLLS // less)
+    trips: list[Latency] = []
+    with rig.engine(Shape(HOST_BLOCK, 1, 1)) as engine:
+        for way in ("store", "load"):
+            step(f"{way} of one block")
+            trips += _trips(rig, engine, way, TRIPS // less)
+    return [submits, *polls, *trips]
+
+
+def _submits(engine: Engine, times: int) -> Latency:
+    random, seconds, under_way = np.random.default_rng(0), [], 0
+    for _ in range(times + WARM_UPS):
+        spec = _spec("store", *(random.permutation(engine.num_blocks)[:BLOCKS] for _ in range(2)))
+        begin = time.perf_counter()
+        engine.submit(spec)
+        seconds.append(time.perf_counter() - begin)
+        under_way += 1 - len(engine.take())
+        under_way -= len(engine.finish(max(0, under_way - AHEAD)))
+    engine.finish(under_way)
+    return Latency.of(f"transfer_async of {BLOCKS:,} block ids", seconds[WARM_UPS:])
+
+
+def _polls(engine: Engine, times: int) -> list[Latency]:
+    idle = Latency.of("get_finished, nothing under way", _empty_polls(engine, times))
+    fence = engine.timeline.last + 1
+    engine.submit(_spec("store", np.arange(1), np.arange(1)), fence)
+    held = Latency.of("get_finished, one job held by a fence", _empty_polls(engine, times))
+    engine.timeline.signal(value=fence)
+    engine.finish(1)
+    return [idle, held]
+
+
+def _empty_polls(engine: Engine, times: int) -> list[float]:
+    poll, clock, seconds = engine.client.get_finished, time.perf_counter, []
+    for _ in range(times + WARM_UPS):
+        begin = clock()
+        results = poll()
+        seconds.append(clock() - begin)
+        assert not results
+    return seconds[WARM_UPS:]
+
+
+def _trips(rig: Rig, engine: Engine, way: str, times: int) -> list[Latency]:
+    raw_copy, raws, trips = rig.raw.block(way, HOST_BLOCK), [], []
+    random = np.random.default_rng(1)
+    for _ in range(times + WARM_UPS):
+        spec = _spec(way, *random.integers(engine.host_blocks, size=(2, 1)))
+        trips.append(engine.run([spec], nap=0).wall)
+        raws.append(raw_copy())
+    trip = Latency.of(f"{way} of one block, submitted to seen", trips[WARM_UPS:])
+    raw = Latency.of(f"{way}, raw copy of as much", raws[WARM_UPS:])
+    return [trip, raw, trip.beyond(raw, f"{way}, difference")]
+
+
+def _spec(way: str, blocks: BlockIds, hosts: BlockIds) -> TransferSpec:
+    gpu, host = GPULoadStoreSpec(blocks), CPULoadStoreSpec(hosts)
+    return (gpu, host) if way == "store" else (host, gpu)

@@ -1,0 +1,148 @@
+"""What came out: plain structs that are the JSON file, samples and all.
+
+Rates are in GB/s (10^9 bytes), latencies in microseconds, samples in seconds. Medians stand beside
+the smallest and the largest; `ratio` is a median by that of the contiguous copy the same way.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import statistics
+from collections.abc import Sequence
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from kvferry.client.cli.bench.rig import Plan, Rig
+
+WAYS: tuple[str, ...] = ("store", "load", "both")
+
+
+class About(msgspec.Struct):
+    command: str
+    started: str
+    device: str
+    device_uuid: str
+    driver: str
+    cuda: str
+    torch: str
+    python: str
+    kvferry: str
+    daemon: str
+    cpu: str
+    cpus: int
+    nbytes: int
+    """Moved each way in one go."""
+    reps: int
+
+
+class Rate(msgspec.Struct):
+    nbytes: int
+    median: float
+    low: float
+    high: float
+    seconds: tuple[float, ...]
+    ratio: float = 1.0
+
+    @classmethod
+    def of(cls, nbytes: int, seconds: Sequence[float]) -> Rate:
+        rates = [nbytes / s / 1e9 if s else 0.0 for s in seconds]
+        return cls(nbytes, statistics.median(rates), min(rates), max(rates), tuple(seconds))
+
+
+class Copies(msgspec.Struct):
+    """end_to_end: by the wall clock, submitted to seen. on_device: by transfer_time."""
+
+    end_to_end: Rate
+    on_device: Rate
+
+
+class Fragments(msgspec.Struct):
+    """Copies of one fragment size, by way: "store", "load", "both" at once."""
+
+    page_bytes: int
+    tensors: int
+    block_size_factor: int
+    host_block_bytes: int
+    jobs: int
+    copies: dict[str, Copies]
+
+
+class Latency(msgspec.Struct):
+    what: str
+    p50: float
+    p99: float
+    seconds: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, what: str, seconds: Sequence[float]) -> Latency:
+        p50, p99 = np.quantile(seconds, (0.5, 0.99)) * 1e6
+        return cls(what, float(p50), float(p99), tuple(seconds))
+
+    def beyond(self, other: Latency, what: str) -> Latency:
+        return Latency(what, self.p50 - other.p50, self.p99 - other.p99)
+
+
+class Results(msgspec.Struct):
+    about: About
+    contiguous: dict[str, Rate] = {}
+    bandwidth: list[Fragments] = []
+    latency: list[Latency] = []
+
+    def finish(self) -> None:
+        """Everything is measured: set the ratios."""
+        for fragments in self.bandwidth:
+            for way, copies in fragments.copies.items():
+                for rate in (copies.end_to_end, copies.on_device):
+                    rate.ratio = rate.median / self.contiguous[way].median
+
+
+def about(rig: Rig, plan: Plan, arguments: Sequence[str], started: datetime) -> About:
+    device = rig.daemon.device
+    return About(
+        shlex.join(["kvferry", *arguments]),
+        started.isoformat(timespec="seconds"),
+        device.name,
+        device.uuid,
+        "" if device.kind == "cpu" else _driver(),
+        str(torch.version.cuda or ""),
+        str(torch.__version__),
+        platform.python_version(),
+        _installed(),
+        rig.daemon.version,
+        _cpu(),
+        os.cpu_count() or 0,
+        plan.half_bytes,
+        plan.reps,
+    )
+
+
+def _installed() -> str:
+    try:
+        return version("kvferry")
+    except PackageNotFoundError:
+        return "0+source"
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _driver() -> str:
+    """The release of the kernel's driver, "580.159.04"; "" where the system does not tell."""
+    for place in (Path("/sys/module/nvidia/version"), Path("/proc/driver/nvidia/version")):
+        text = place.read_text() if place.exists() else ""
+        if release := re.search(r"\b\d{3}\.\d+(\.\d+)?\b", text):
+            return release[0]
+    return ""

@@ -1,0 +1,116 @@
+"""`kvferry status`: asks a daemon what it holds, and shows it. Needs no torch, registers nothing.
+
+The pool's bar, from the left: reserved for engines, whether they are here or away; registered with
+the device and free; not registered yet (a daemon fills its pool in the background).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvferry.client import DaemonStatus, OffloadClient, find_daemon
+from kvferry.client.cli.units import size, span
+from kvferry.proto.errors import Code, Gone
+from kvferry.proto.messages import PoolStatus, Totals
+
+TIMEOUT = 5.0
+BAR = 40
+
+
+def locate(directory: Path | None) -> Path:
+    """The folder of a daemon's sockets: `directory`, or the one folder in it, or where it is found.
+
+    Raises Gone (DAEMON_GONE), naming what was looked at.
+    """
+    if directory is None:
+        return find_daemon()
+    places = [directory, *sorted(directory.glob("*"))]
+    found = [path for path in places if (path / "kvferry.sock").exists()]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        seen = ", ".join(map(str, found))
+        raise Gone(Code.DAEMON_GONE, "several daemons run here: name one's folder", seen)
+    raise Gone(Code.DAEMON_GONE, "no daemon has its sockets here", str(directory))
+
+
+def ask(directory: Path | None) -> DaemonStatus:
+    where = locate(directory)
+    with OffloadClient(
+        where, engine="kvferry-cli", client="kvferry status", timeout=TIMEOUT
+    ) as client:
+        return client.status()
+
+
+def as_json(value: Any) -> Any:
+    """Plain dicts and lists; the wire's own form leaves the names of the fields out."""
+    match value:
+        case msgspec.Struct():
+            return {name: as_json(getattr(value, name)) for name in value.__struct_fields__}
+        case tuple() | list():
+            return [as_json(item) for item in value]
+    return value
+
+
+def show(status: DaemonStatus, console: Console) -> None:
+    for line in _lines(status):
+        console.print(line, soft_wrap=True)
+    if status.engines:
+        console.print(_engines(status))
+
+
+def _lines(status: DaemonStatus) -> Iterator[Text]:
+    device, who = status.device, f"kvferryd {status.version}"
+    uuid = "" if device.uuid == device.kind else f" ({device.uuid})"
+    yield Text.assemble((who, "bold"), " on ", (device.name, "bold"), f"{uuid}, {device.kind}")
+    yield Text(f"pid {status.pid}, up {span(status.uptime_seconds)}, boot {status.boot_id}")
+    yield _pool(status.pool)
+    yield _totals(status.totals)
+    if status.errors:
+        counts = (f"{code} x{n}" for code, n in sorted(status.errors.items()))
+        yield Text(f"errors   {', '.join(counts)}", "red")
+    yield Text(f"sessions {status.sessions} (this one too), engines {len(status.engines)}")
+
+
+def _pool(pool: PoolStatus) -> Text:
+    """reserved, then pinned and free, then not pinned yet."""
+    whole = max(1, pool.size_bytes)
+    reserved = min(BAR, -(-pool.reserved_bytes * BAR // whole))
+    pinned = max(0, pool.pinned_bytes * BAR // whole - reserved)
+    return Text.assemble(
+        "pool     ",
+        ("█" * reserved, "cyan"),
+        ("▒" * pinned, "green"),
+        ("░" * (BAR - reserved - pinned), "dim"),
+        f" {size(pool.size_bytes)}: {size(pool.reserved_bytes)} reserved, "
+        f"{size(pool.pinned_bytes)} pinned",
+    )
+
+
+def _totals(totals: Totals) -> Text:
+    text = (
+        f"moved    stored {size(totals.stored_bytes)} in {totals.stores} jobs, "
+        f"loaded {size(totals.loaded_bytes)} in {totals.loads} jobs"
+    )
+    failed = (f", {totals.failed} failed", "red" if totals.failed else "")
+    return Text.assemble(text, failed, f", {totals.cancelled} cancelled")
+
+
+def _engines(status: DaemonStatus) -> Table:
+    table = Table("engine", "", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("host blocks", "of", "in all", "jobs under way"):
+        table.add_column(name, justify="right")
+    for engine in status.engines:
+        here = Text("here", "green") if engine.present else Text("away", "yellow")
+        block, nbytes = engine.host_block_bytes, engine.host_blocks * engine.host_block_bytes
+        cells = (f"{engine.host_blocks:,}", size(block), size(nbytes), str(engine.jobs))
+        table.add_row(Text(engine.name), here, *cells)
+    return table

@@ -1,0 +1,36 @@
+"""Numbers as people write and read them. Sizes are in powers of 1024, rates in powers of 1000."""
+
+from __future__ import annotations
+
+import re
+
+_SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
+_SPANS = (("d", 86400), ("h", 3600), ("min", 60))
+
+
+def parse_size(text: str) -> int:
+    """ "4KiB", "2 MiB", "4096" -> bytes. Raises ValueError."""
+    match = re.fullmatch(r"\s*(\d+)\s*(?:([kmg])(?:i?b)?|b)?\s*", text, re.IGNORECASE)
+    if match is None or not int(match[1]):
+        raise ValueError(f"{text!r} is no size")
+    return int(match[1]) << (10 * " kmg".index((match[2] or " ").lower()))
+
+
+def size(nbytes: float) -> str:
+    """4096 -> "4 KiB", with three digits where it does not come out even."""
+    power = 0
+    while nbytes >= 1024 and power < len(_SIZES) - 1:
+        nbytes, power = nbytes / 1024, power + 1
+    digits = 0 if nbytes == int(nbytes) else 1 if nbytes >= 100 else 2
+    return f"{nbytes:.{digits}f} {_SIZES[power]}"
+
+
+def span(seconds: float) -> str:
+    """11520.7 -> "3 h 12 min": the two largest units."""
+    parts: list[str] = []
+    left = int(seconds)
+    for name, length in _SPANS:
+        if left >= length or parts:
+            parts.append(f"{left // length} {name}")
+            left %= length
+    return " ".join([*parts, f"{left} s"][:2])

@@ -1,0 +1,93 @@
+"""Direct copies: every page is one entry of a batched DMA, submitted in one driver call.
+
+cuMemcpyBatchAsync (CUDA 12.8) takes arrays of addresses and sizes by pointer, so the cost of a
+fragment is the driver's, about 0.4 us, and no Python runs per fragment. The copy engines do the
+work: other processes' kernels do not feel it. Below some tens of KiB the engines' own cost for a
+fragment shows, see staged.py.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref, c_size_t, c_void_p
+from typing import Any
+
+import numpy as np
+
+from kvferry.daemon.core.geometry import Fragments, Int64s
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.libcuda import MIN_DRIVER, CopyAttributes, Driver
+from kvferry.proto.specs import Direction
+
+_STREAM_ORDER = 1
+
+
+class BatchCopy:
+    """Enqueues fragments on a stream. `chunk_bytes`: registered pieces of the pool, from `pool`."""
+
+    def __init__(self, driver: Driver, pool: int, chunk_bytes: int) -> None:
+        self._driver = driver
+        self._pool = pool
+        self._chunk = chunk_bytes
+        self._function, self._has_fail_index = _batch_function(driver)
+        self._attributes = CopyAttributes(order=_STREAM_ORDER)
+        self._first = c_size_t(0)
+
+    def enqueue(self, direction: Direction, fragments: Fragments, stream: int) -> None:
+        """Raises Failed (DRIVER) where the driver refuses the batch."""
+        fragments = self._within_chunks(fragments)
+        store = direction is Direction.STORE
+        dst, src = (fragments.host, fragments.gpu) if store else (fragments.gpu, fragments.host)
+        arguments = [
+            _pointer(dst),
+            _pointer(src),
+            _pointer(fragments.size),
+            c_size_t(dst.size),
+            byref(self._attributes),
+            byref(self._first),
+            c_size_t(1),
+        ]
+        if self._has_fail_index:
+            arguments.append(byref(c_size_t(0)))
+        result = self._function(*arguments, c_void_p(stream))
+        if result:
+            raise self._driver.error("cuMemcpyBatchAsync", result)
+
+    def _within_chunks(self, fragments: Fragments) -> Fragments:
+        """Cut what crosses from one registered chunk into the next: no copy may."""
+        first = (fragments.host - self._pool) // self._chunk
+        last = (fragments.host + fragments.size - 1 - self._pool) // self._chunk
+        while (crossing := first != last).any():
+            head = (first + 1) * self._chunk + self._pool - fragments.host
+            sizes = np.where(crossing, head, fragments.size)
+            tail = Fragments(
+                (fragments.gpu + sizes)[crossing],
+                (fragments.host + sizes)[crossing],
+                (fragments.size - sizes)[crossing],
+            )
+            fragments = Fragments(
+                np.concatenate((fragments.gpu, tail.gpu)),
+                np.concatenate((fragments.host, tail.host)),
+                np.concatenate((sizes, tail.size)),
+            )
+            first = (fragments.host - self._pool) // self._chunk
+            last = (fragments.host + fragments.size - 1 - self._pool) // self._chunk
+        return fragments
+
+
+def _pointer(array: Int64s) -> c_void_p:
+    assert array.flags.c_contiguous
+    assert array.dtype == np.int64
+    return c_void_p(array.ctypes.data)
+
+
+def _batch_function(driver: Driver) -> tuple[Any, bool]:
+    """cuMemcpyBatchAsync in the newest shape that the driver has, and whether it is the first."""
+    for symbol, has_fail_index in (("cuMemcpyBatchAsync_v2", False), ("cuMemcpyBatchAsync", True)):
+        function = driver.optional(symbol)
+        if function is not None:
+            return function, has_fail_index
+    raise Refused(
+        Code.NO_DEVICE,
+        f"the NVIDIA driver is too old for batched copies: CUDA {MIN_DRIVER / 1000:g} is needed",
+        driver.version,
+    )

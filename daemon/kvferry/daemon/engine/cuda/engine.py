@@ -1,0 +1,293 @@
+"""The CUDA engine: streams for each direction, memory by IPC, completion by event query.
+
+A piece stands between two events; the lane asks for the second, and the distance of a job's first
+and last is the device time that clients see. Everything runs in the device's primary context, in
+the lane's thread; only `pin` comes from elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.daemon.core.geometry import Geometry, Int64s, Run
+from kvferry.daemon.engine.base import NO_ROOM, Mapping, Room, Shared, Want, packed_locations
+from kvferry.daemon.engine.cuda.choice import calibrate, choice_of, forced
+from kvferry.daemon.engine.cuda.direct import BatchCopy
+from kvferry.daemon.engine.cuda.staged import PageTable, StagedCopy
+from kvferry.daemon.engine.cuda.staging import UNIT_BLOCKS, Slot, Staging
+from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
+from kvferry.proto.libcuda import MIN_DRIVER, Driver, Event, driver
+from kvferry.proto.messages import (
+    Allocation,
+    CopyStatus,
+    CudaAllocation,
+    DeviceInfo,
+    GroupCopying,
+    Location,
+)
+from kvferry.proto.specs import Direction
+
+_GRANULE = 2 << 20
+"""Allocations of whole granules are not shared with others inside the driver."""
+
+
+DIRECT_PIECE = 32 << 20
+DIRECT_FLIGHT = 2 * DIRECT_PIECE
+"""Bytes in flight one way, copied directly: enough to keep the link busy while the lane turns."""
+MAX_PIECES = 32
+MIN_STAGING = 64 << 20
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    direction: Direction
+    nbytes: int
+    begun: Event
+    done: Event
+    slot: Slot | None
+
+
+@dataclass(frozen=True, slots=True)
+class CudaOptions:
+    """How to copy: mode "auto", "direct" or "staged"; the sizes that the pool and staging have."""
+
+    mode: str
+    staging_bytes: int
+    chunk_bytes: int
+
+
+class CudaEngine:
+    """A GPU, by index ("0", as CUDA counts them here) or UUID. Raises Refused (NO_DEVICE)."""
+
+    def __init__(self, device: str, options: CudaOptions) -> None:
+        self._driver = driver()
+        if self._driver.version < MIN_DRIVER:
+            raise Refused(
+                Code.NO_DEVICE,
+                f"the NVIDIA driver is too old: CUDA {MIN_DRIVER / 1000:g} or newer is needed",
+                self._driver.version,
+            )
+        if options.staging_bytes < MIN_STAGING:
+            raise Refused(
+                Code.BAD_CONFIG, f"copy.staging is at least {MIN_STAGING}", options.staging_bytes
+            )
+        ordinal = _find_device(self._driver, device)
+        self._options = options
+        self.info = DeviceInfo(
+            "cuda",
+            self._driver.device_uuid(ordinal),
+            self._driver.device_name(ordinal),
+            options.staging_bytes,
+        )
+        self._context = self._driver.retain_context(ordinal)
+        self._in_flight = dict.fromkeys(Direction, 0)
+        self._pieces = dict.fromkeys(Direction, 0)
+        self._last: dict[Direction, _Piece] = {}
+
+    def attach(self, pool_address: int) -> CopyStatus:
+        driver = self._driver
+        driver.call("cuCtxSetCurrent", self._context)
+        self._pool = pool_address
+        self._dma = {
+            Direction.LOAD: driver.create_stream(urgent=True),
+            Direction.STORE: driver.create_stream(),
+        }
+        self._batch = BatchCopy(driver, pool_address, self._options.chunk_bytes)
+        self._staging = Staging(driver, self._options.staging_bytes)
+        self._staged = StagedCopy(driver, self._batch, self._dma)
+        status = calibrate(driver, self._staging.address, self._dma)
+        if self._options.mode != "auto":
+            status = forced(self._options.mode, status)
+        self._choice = choice_of(status)
+        return status
+
+    def pin(self, address: int, nbytes: int) -> None:
+        self._driver.call("cuCtxSetCurrent", self._context)
+        try:
+            self._driver.register_host(address, nbytes)
+        except Failed as error:
+            raise Failed(
+                Code.POOL_TOO_LARGE,
+                f"{nbytes} bytes of the host pool cannot be pinned ({error.message}): make "
+                "pool.size smaller, or raise the memlock limit",
+                nbytes,
+            ) from error
+
+    def open(
+        self,
+        geometry: Geometry,
+        allocations: Sequence[Allocation],
+        locations: Sequence[Location],
+        descriptors: Sequence[int],
+    ) -> Mapping:
+        opened: list[int] = []
+        try:
+            for allocation in allocations:
+                opened.append(self._open(allocation))
+        except KVFerryError:
+            self._close(opened)
+            raise
+        bases = [opened[place.allocation] + place.offset for place in locations]
+        return self._mapping(geometry, np.array(bases, dtype=np.int64), [*map(_Opened, opened)])
+
+    def allocate(self, geometry: Geometry) -> Shared:
+        offsets, size = packed_locations(geometry.layout)
+        size = -(-size // _GRANULE) * _GRANULE
+        base = self._driver.allocate(size)
+        allocation = CudaAllocation(self.info.uuid, self._driver.ipc_handle(base), size)
+        bases = np.array(offsets, dtype=np.int64) + base
+        mapping = self._mapping(geometry, bases, [_Own(base)])
+        return Shared(mapping, (allocation,), tuple(Location(0, offset) for offset in offsets))
+
+    def close(self, mapping: Mapping) -> None:
+        for handle in mapping.handles:
+            match handle:
+                case _Opened(pointer):
+                    self._close([pointer])
+                case _Own(pointer) | PageTable(address=pointer):
+                    self._driver.call("cuMemFree_v2", pointer)
+
+    def room(self, direction: Direction, mapping: Mapping, want: Want) -> Room:
+        if self._pieces[direction] >= MAX_PIECES:
+            return NO_ROOM
+        if self._choice.direct(direction, mapping.geometry, want.group):
+            return Room(DIRECT_PIECE) if self._in_flight[direction] < DIRECT_FLIGHT else NO_ROOM
+        units = self._staging.room(direction, want.nbytes, want.contended)
+        return Room(units * self._staging.unit_bytes, units * UNIT_BLOCKS)
+
+    def submit(self, direction: Direction, mapping: Mapping, run: Run) -> _Piece:
+        nbytes = run.gpu_blocks.size * mapping.geometry.group_bytes[run.group]
+        direct = self._choice.direct(direction, mapping.geometry, run.group)
+        slot = None if direct else self._staging.take(direction, nbytes, run.gpu_blocks.size)
+        try:
+            self._keep_order(direction, slot)
+            if slot is None:
+                begun, done = self._copy_directly(direction, mapping, run)
+            else:
+                table = _table(mapping, run.group)
+                begun, done = self._staged.enqueue(direction, table, slot, run, self._pool)
+        except KVFerryError:
+            self._driver.call("cuCtxSynchronize")
+            if slot is not None:
+                self._staging.give_back(slot)
+            raise
+        piece = self._last[direction] = _Piece(direction, nbytes, begun, done, slot)
+        self._in_flight[direction] += nbytes
+        self._pieces[direction] += 1
+        return piece
+
+    def poll(self, ticket: object) -> bool:
+        assert isinstance(ticket, _Piece)
+        try:
+            done = self._driver.reached(ticket.done)
+        except KVFerryError:
+            self._forget(ticket)
+            raise
+        if done:
+            self._forget(ticket)
+        return done
+
+    def elapsed(self, first: object, last: object) -> float:
+        assert isinstance(first, _Piece)
+        assert isinstance(last, _Piece)
+        return self._driver.elapsed_seconds(first.begun, last.done)
+
+    def copying(self, mapping: Mapping) -> tuple[GroupCopying, ...]:
+        groups = range(len(mapping.geometry.layout.groups))
+        return tuple(self._choice.of_group(mapping.geometry, group) for group in groups)
+
+    def shutdown(self) -> None:
+        self._driver.call("cuCtxSynchronize")
+
+    def _copy_directly(
+        self, direction: Direction, mapping: Mapping, run: Run
+    ) -> tuple[Event, Event]:
+        stream = self._dma[direction]
+        fragments = mapping.geometry.fragments(run, mapping.bases, self._pool)
+        begun = self._driver.record(stream)
+        self._batch.enqueue(direction, fragments, stream)
+        return begun, self._driver.record(stream)
+
+    def _keep_order(self, direction: Direction, slot: Slot | None) -> None:
+        """Where direct and staged pieces follow each other, the streams do not order them."""
+        last = self._last.get(direction)
+        if last is None or (last.slot is None) == (slot is None):
+            return
+        for stream in (self._dma[direction], self._staged.kernel_streams[direction]):
+            self._driver.call("cuStreamWaitEvent", stream, last.done.handle, 0)
+
+    def _forget(self, piece: _Piece) -> None:
+        self._in_flight[piece.direction] -= piece.nbytes
+        self._pieces[piece.direction] -= 1
+        if piece.slot is not None:
+            self._staging.give_back(piece.slot)
+
+    def _mapping(self, geometry: Geometry, bases: Int64s, handles: list[object]) -> Mapping:
+        """A mapping with the page tables of its groups behind what it holds."""
+        groups = range(len(geometry.layout.groups))
+        tables = [self._staged.table(geometry, group, bases) for group in groups]
+        return Mapping(geometry, bases, [*handles, *tables])
+
+    def _open(self, allocation: Allocation) -> int:
+        if not isinstance(allocation, CudaAllocation) or allocation.device_uuid != self.info.uuid:
+            said = getattr(allocation, "device_uuid", "host memory")
+            raise Refused(
+                Code.DEVICE_MISMATCH, f"this daemon serves the GPU {self.info.uuid}", said
+            )
+        try:
+            pointer = self._driver.ipc_open(allocation.handle)
+        except Failed as error:
+            raise Failed(
+                Code.MAP_FAILED,
+                f"the GPU memory cannot be mapped ({error.message}): is it the exporter that "
+                "registers, and is it still alive?",
+                error.value,
+            ) from error
+        _, size = self._driver.address_range(pointer)
+        if size < allocation.size:
+            self._close([pointer])
+            raise Refused(
+                Code.BAD_LAYOUT, f"the allocation has {size} bytes, fewer than said", size
+            )
+        return pointer
+
+    def _close(self, pointers: Sequence[int]) -> None:
+        for pointer in pointers:
+            self._driver.call("cuIpcCloseMemHandle", pointer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """Device memory of another process."""
+
+    pointer: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """Device memory that was allocated here."""
+
+    pointer: int
+
+
+def _table(mapping: Mapping, group: int) -> PageTable:
+    table = mapping.handles[group - len(mapping.geometry.layout.groups)]
+    assert isinstance(table, PageTable)
+    return table
+
+
+def _find_device(driver: Driver, wanted: str) -> int:
+    count = driver.device_count()
+    uuids = [driver.device_uuid(ordinal) for ordinal in range(count)]
+    if wanted in uuids:
+        return uuids.index(wanted)
+    if wanted.isdecimal() and int(wanted) < count:
+        return int(wanted)
+    raise Refused(
+        Code.NO_DEVICE,
+        f'no such device: "cpu", an index below {count}, or one of {", ".join(uuids) or "no GPUs"}',
+        wanted,
+    )

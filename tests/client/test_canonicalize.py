@@ -1,0 +1,308 @@
+"""Every layout that engines have, by its bytes: what the engine writes into a block through its
+own view is what the canonical pages of that block hold, and nothing besides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvferry.client.tensors.canonical import CanonicalKVCaches, canonicalize
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
+
+N, SIZE, HEADS, DIM, LAYERS = 5, 4, 3, 2, 3
+"""Blocks, tokens a block, KV heads, head size, layers."""
+HALF = SIZE * HEADS * DIM * 2
+"""Bytes of K (or V) of one block; elements have two bytes."""
+
+
+def fresh(*shape: int) -> Tensor:
+    return torch.full(shape, -1, dtype=torch.int16)
+
+
+def write(view: Tensor, start: int = 0) -> Tensor:
+    """A number of its own into every element that the engine can see."""
+    view.copy_(torch.arange(start, start + view.numel(), dtype=torch.int16).view(view.shape))
+    return view
+
+
+def numbers(tensor: Tensor) -> list[int]:
+    return sorted(int(n) for n in tensor.reshape(-1))
+
+
+def pages(canonical: CanonicalKVCaches, group: int, block: int) -> list[int]:
+    """The numbers in the pages of a group's block, sorted."""
+    refs = canonical.layout.groups[group]
+    parts = [canonical.tensors[r.tensor][block, : r.page_size_bytes] for r in refs]
+    return numbers(torch.cat([part.contiguous() for part in parts]).view(torch.int16))
+
+
+def check(
+    canonical: CanonicalKVCaches, views: Sequence[tuple[Tensor, int]], blocks: int = N
+) -> None:
+    """Group 0's pages hold what `views` (a tensor and its block dimension) show of each block."""
+    for index, (tensor, layout) in enumerate(
+        zip(canonical.tensors, canonical.layout.tensors, strict=True)
+    ):
+        assert tensor.dtype is torch.int8, index
+        assert tensor.shape == (layout.num_blocks, layout.page_size_bytes)
+        assert tensor.stride() == (layout.row_stride_bytes, 1)
+        assert layout.num_blocks == blocks
+    for block in range(blocks):
+        seen: list[int] = []
+        for view, dim in views:
+            k = view.size(dim) // blocks
+            seen += numbers(view.narrow(dim, block * k, k))
+        assert pages(canonical, 0, block) == sorted(seen)
+
+
+# One tensor a layer: the view, which dimension counts blocks, and the canonical tensors expected
+
+
+@dataclass(frozen=True)
+class Case:
+    view: Callable[[], Tensor]
+    dim: int
+    expected: list[TensorLayout]
+    block_dim: int | None = None
+
+
+def tensors(count: int, page: int, stride: int, blocks: int = N) -> list[TensorLayout]:
+    return [TensorLayout(blocks, page, stride)] * count
+
+
+CASES = {
+    "split K and V": Case(
+        lambda: fresh(2, N, SIZE, HEADS, DIM), 1, tensors(2, HALF, HALF)
+    ),
+    "split K and V, HND": Case(
+        lambda: fresh(2, N, HEADS, SIZE, DIM).permute(0, 1, 3, 2, 4), 1, tensors(2, HALF, HALF)
+    ),
+    "split K and V, interleaved by block": Case(
+        lambda: fresh(N, 2, SIZE, HEADS, DIM).permute(1, 0, 2, 3, 4), 1, tensors(1, 2 * HALF, 2 * HALF)
+    ),
+    "split K and V, interleaved by head": Case(
+        lambda: fresh(N, HEADS, 2, SIZE, DIM).permute(2, 0, 3, 1, 4), 1, tensors(1, 2 * HALF, 2 * HALF)
+    ),
+    "split K and V, rows padded": Case(
+        lambda: fresh(2, N, SIZE + 1, HEADS, DIM)[:, :, :SIZE], 1, tensors(2, HALF, HALF // SIZE * (SIZE + 1))
+    ),
+    "blocks first": Case(
+        lambda: fresh(N, 2, SIZE, HEADS, DIM), 0, tensors(1, 2 * HALF, 2 * HALF)
+    ),
+    "blocks first, HND": Case(
+        lambda: fresh(N, 2, HEADS, SIZE, DIM).permute(0, 1, 3, 2, 4), 0, tensors(1, 2 * HALF, 2 * HALF)
+    ),
+    "blocks first, but K and V apart": Case(
+        lambda: fresh(2, N, SIZE, HEADS, DIM).permute(1, 0, 2, 3, 4), 0, tensors(2, HALF, HALF)
+    ),
+    "blocks first, rows padded": Case(
+        lambda: fresh(N, 3, SIZE, HEADS, DIM)[:, :2], 0, tensors(1, 2 * HALF, 3 * HALF)
+    ),
+    "MLA": Case(lambda: fresh(N, SIZE, 7), 0, tensors(1, SIZE * 14, SIZE * 14)),
+    "MLA, from the middle of a storage": Case(
+        lambda: fresh(N + 3, SIZE, 7)[2 : 2 + N], 0, tensors(1, SIZE * 14, SIZE * 14)
+    ),
+    "cross-layer": Case(
+        lambda: fresh(N, LAYERS, 2, SIZE, HEADS, DIM), 0, tensors(1, 2 * LAYERS * HALF, 2 * LAYERS * HALF)
+    ),
+    "cross-layer, HND": Case(
+        lambda: fresh(N, HEADS, LAYERS, 2, SIZE, DIM).permute(0, 2, 3, 4, 1, 5),
+        0,
+        tensors(1, 2 * LAYERS * HALF, 2 * LAYERS * HALF),
+    ),
+    "cross-layer, but layers apart": Case(
+        lambda: fresh(LAYERS, N, 2, SIZE, HEADS, DIM).permute(1, 0, 2, 3, 4, 5), 0, tensors(LAYERS, 2 * HALF, 2 * HALF)
+    ),
+    "one row a block": Case(lambda: fresh(N, 24), 0, tensors(1, 48, 48)),
+    "three kernel blocks a block, split": Case(
+        lambda: fresh(2, 3 * N, SIZE, HEADS, DIM), 1, tensors(2, 3 * HALF, 3 * HALF)
+    ),
+    "three kernel blocks a block, blocks first": Case(
+        lambda: fresh(3 * N, 2, SIZE, HEADS, DIM), 0, tensors(1, 6 * HALF, 6 * HALF)
+    ),
+    "two kernel blocks a block, padded": Case(
+        lambda: fresh(2 * N, SIZE + 1, 7)[:, :SIZE], 0, tensors(2, SIZE * 14, 2 * (SIZE + 1) * 14)
+    ),
+    "two kernel blocks a block, split and padded": Case(
+        lambda: fresh(2, 2 * N, SIZE + 1, 6)[:, :, :SIZE], 1, tensors(4, SIZE * 12, 2 * (SIZE + 1) * 12)
+    ),
+    "one block": Case(lambda: fresh(1, 3, SIZE, HEADS, DIM), 0, tensors(1, 3 * HALF, 3 * HALF, 1)),
+    "two blocks, K and V split": Case(
+        lambda: fresh(2, 2, SIZE, HEADS, DIM), 1, tensors(2, HALF, HALF, 2), block_dim=1
+    ),
+    "two blocks first": Case(
+        lambda: fresh(2, 2, SIZE, HEADS, DIM), 0, tensors(1, 2 * HALF, 2 * HALF, 2), block_dim=0
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_block_s_pages_hold_its_bytes_and_no_other(name: str) -> None:
+    case = CASES[name]
+    view, blocks = write(case.view()), case.expected[0].num_blocks
+    canonical = canonicalize({"layer": view}, num_blocks=blocks, block_dim=case.block_dim)
+    assert canonical.layout.tensors == tuple(case.expected)
+    refs = tuple(TensorRef(n, t.page_size_bytes) for n, t in enumerate(case.expected))
+    assert canonical.layout == KVLayout(tuple(case.expected), (refs,), 1)
+    check(canonical, [(view, case.dim)], blocks)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_canonical_tensors_are_the_engine_s_memory(name: str) -> None:
+    case = CASES[name]
+    view, blocks = case.view().fill_(7), case.expected[0].num_blocks
+    canonical = canonicalize({"layer": view}, num_blocks=blocks, block_dim=case.block_dim)
+    for tensor in canonical.tensors:
+        tensor.zero_()
+    assert not view.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_pages_are_counted_in_bytes(dtype: torch.dtype) -> None:
+    canonical = canonicalize({"layer": torch.zeros(2, N, 6, dtype=dtype)}, num_blocks=N)
+    assert canonical.layout.tensors == tuple(tensors(2, 6 * dtype.itemsize, 6 * dtype.itemsize))
+
+
+# Several layers, groups
+
+
+def test_every_layer_has_its_tensors_in_one_group_and_in_order() -> None:
+    split, mla = write(fresh(2, N, SIZE, 3)), write(fresh(N, SIZE, 7), 1000)
+    canonical = canonicalize({"a": split, "b": mla}, num_blocks=N, block_size_factor=4)
+    assert canonical.layout.groups == ((TensorRef(0, 24), TensorRef(1, 24), TensorRef(2, 56)),)
+    assert canonical.layout.block_size_factor == 4
+    check(canonical, [(split, 1), (mla, 0)])
+
+
+def test_a_layer_may_have_several_tensors() -> None:
+    """As state-space layers have, whose states lie in one padded page."""
+    raw = fresh(N, 40)
+    states = [write(raw[:, :12].view(N, 3, 4)), write(raw[:, 12:32].view(N, 2, 10), 1000)]
+    canonical = canonicalize({"mamba": states}, num_blocks=N)
+    assert canonical.layout.tensors == (TensorLayout(N, 24, 80), TensorLayout(N, 40, 80))
+    check(canonical, [(state, 0) for state in states])
+
+
+def test_layers_that_alias_the_same_memory_are_one_tensor() -> None:
+    view = write(fresh(2, N, SIZE, 6))
+    caches = {"a": view, "b": view, "c": view.view(2, N, SIZE, 2, 3)}
+    canonical = canonicalize(caches, num_blocks=N)
+    assert canonical.layout.groups == ((TensorRef(0, 48), TensorRef(1, 48)),)
+    check(canonical, [(view, 1)])
+
+
+def test_groups_name_their_layers_and_share_their_tensors() -> None:
+    one, two = write(fresh(N, 12)), write(fresh(N, 20), 1000)
+    caches = {"full.0": one, "window.0": one.view(N, 3, 4), "full.1": two}
+    groups = [["full.0", "full.1"], ["window.0"]]
+    canonical = canonicalize(caches, num_blocks=N, groups=groups)
+    assert len(canonical.tensors) == 2
+    assert canonical.layout.groups == ((TensorRef(0, 24), TensorRef(1, 40)), (TensorRef(0, 24),))
+    for block in range(N):
+        assert pages(canonical, 0, block) == numbers(torch.cat([one[block], two[block]]))
+        assert pages(canonical, 1, block) == numbers(one[block])
+
+
+def test_only_the_unpadded_page_is_copied() -> None:
+    raw = fresh(N, 20)
+    write(raw[:, :17])
+    canonical = canonicalize({"layer": raw}, num_blocks=N, page_size_bytes={"layer": 34})
+    assert canonical.layout.tensors == (TensorLayout(N, 34, 40),)
+    check(canonical, [(raw[:, :17], 0)])
+
+
+def test_layers_that_differ_in_padding_alone_still_share_memory() -> None:
+    """Or a transfer of one group would not wait for a transfer of the other's same block."""
+    raw = fresh(N, 20)
+    canonical = canonicalize(
+        {"attention": raw, "mamba": raw},
+        num_blocks=N,
+        groups=[["attention"], ["mamba"]],
+        page_size_bytes={"mamba": 34},
+    )
+    assert canonical.layout.groups == ((TensorRef(0, 40),), (TensorRef(0, 34),))
+
+
+# Refusals
+
+
+def refused(
+    view: Tensor, *, num_blocks: int = N, page: int | None = None, dim: int | None = None
+) -> str:
+    overrides: Mapping[str, int] | None = None if page is None else {"layer.7": page}
+    with pytest.raises(Refused) as caught:
+        canonicalize(
+            {"layer.7": view}, num_blocks=num_blocks, page_size_bytes=overrides, block_dim=dim
+        )
+    assert caught.value.code == Code.BAD_LAYOUT
+    assert "layer.7" in caught.value.value
+    assert str(tuple(view.shape)) in caught.value.value
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("view", "num_blocks", "why"),
+    [
+        (fresh(2, 2, SIZE), 2, "both dimensions"),
+        (fresh(2, 4, SIZE), 2, "both dimensions"),
+        (fresh(2, 6, SIZE), 1, "both dimensions"),
+        (fresh(3, N, SIZE), N, f"no dimension counts {N} blocks"),
+        (fresh(SIZE, HEADS, N), N, "no dimension"),
+        (fresh(N - 1, SIZE), N, "no dimension"),
+        (fresh(2, N + 1, SIZE), N, "no dimension"),
+        (fresh(2), N, "no dimension"),
+        (torch.tensor(1), N, "no dimension"),
+        (fresh(N, SIZE, 8)[:, :, :4], N, "not contiguous"),
+        (fresh(N, 8, DIM)[:, ::2], N, "not contiguous"),
+        (fresh(N, 1, DIM).expand(N, SIZE, DIM), N, "not contiguous"),
+        (fresh(N, 2, SIZE + 1, DIM)[:, :, :SIZE], N, "not contiguous"),
+        (fresh(1, SIZE).expand(N, SIZE), N, "overlap"),
+        (fresh(64).as_strided((N, 8), (6, 1)), N, "overlap"),
+        (fresh(64).as_strided((2, N, 8), (8, 8, 1)), N, "overlap"),
+        (fresh(99).as_strided((2, N, 8), (12, 16, 1)), N, "overlap|not contiguous"),
+        (fresh(99).as_strided((2, N, 8), (20, 16, 1)), N, "overlap"),
+    ],
+)
+def test_a_tensor_without_canonical_form_is_refused_by_name(
+    view: Tensor, num_blocks: int, why: str
+) -> None:
+    message = refused(view, num_blocks=num_blocks)
+    assert any(part in message for part in why.split("|")), message
+
+
+def test_a_block_dimension_that_does_not_fit_is_refused() -> None:
+    assert "multiple" in refused(fresh(2, N, SIZE), dim=2)
+    for dim in (-2, 3):
+        refused(fresh(2, N, SIZE), dim=dim)
+
+
+@pytest.mark.parametrize("page", [0, -2, 2 * SIZE + 1])
+def test_a_page_that_does_not_fit_its_block_is_refused(page: int) -> None:
+    assert f"a page of {page} bytes" in refused(fresh(2, N, SIZE), page=page)
+
+
+@pytest.mark.parametrize(
+    ("caches", "groups", "code", "value"),
+    [
+        ({"a": fresh(N, 4)}, [["a"], ["b"]], Code.UNKNOWN_TENSOR, "b"),
+        ({"a": fresh(N, 4)}, [["a"], []], Code.BAD_LAYOUT, ""),
+        ({}, None, Code.BAD_LAYOUT, ""),
+    ],
+)
+def test_groups_that_name_nothing_are_refused(
+    caches: dict[str, Tensor], groups: list[list[str]] | None, code: Code, value: str
+) -> None:
+    with pytest.raises(Refused) as caught:
+        canonicalize(caches, num_blocks=N, groups=groups)
+    assert caught.value.code == code
+    assert value in caught.value.value
+
+
+def test_the_cases_are_large_enough_to_tell_numbers_apart() -> None:
+    assert max(math.prod(case.view().shape) for case in CASES.values()) < 1 << 15

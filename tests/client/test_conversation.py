@@ -1,0 +1,279 @@
+"""What a client knows, fed with bytes: no socket, no clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvferry.client.conversation import Conversation, TransferResult
+from kvferry.proto import messages as wire
+from kvferry.proto.codec import decode_client_message, encode
+from kvferry.proto.errors import Code, ErrorInfo, Failed, Gone, KVFerryError, Refused
+from kvferry.proto.messages import Outcome
+from kvferry.proto.specs import CPULoadStoreSpec, Direction, GPULoadStoreSpec
+
+STORE = GPULoadStoreSpec([1, 2]), CPULoadStoreSpec([3])
+LOAD = CPULoadStoreSpec([3]), GPULoadStoreSpec([1, 2])
+MAX_JOBS = 3
+WELCOME = wire.Welcome(
+    1, "boot", "s1", "0.1", 1, wire.DeviceInfo("cpu", "cpu", "host"), wire.Limits(9, 9, MAX_JOBS)
+)
+BUSY = ErrorInfo(Code.BUSY, "later", "3")
+
+
+@pytest.fixture
+def talk() -> Conversation:
+    talk = Conversation("engine", "client")
+    talk.feed(encode(WELCOME))
+    return talk
+
+
+def submit(talk: Conversation, job_id: int, spec: Any = STORE) -> None:
+    talk.submit(job_id, spec, 0)
+    talk.submitted(job_id, spec)
+
+
+def finish(talk: Conversation, *job_ids: int, **result: Any) -> None:
+    fields = {"direction": Direction.STORE, "outcome": Outcome.DONE} | result
+    talk.feed(encode(wire.Finished(tuple(wire.JobResult(job_id, **fields) for job_id in job_ids))))
+
+
+def outcomes(talk: Conversation) -> list[tuple[int, str]]:
+    return [(result.job_id, result.outcome) for result in talk.results()]
+
+
+# Greeting
+
+
+def test_the_first_message_says_who_speaks() -> None:
+    data = Conversation("engine", "client").hello()
+    assert decode_client_message(data) == wire.Hello(1, 1, "client", "engine")
+
+
+def test_a_client_is_greeted_once_the_welcome_is_there() -> None:
+    talk = Conversation("engine", "client")
+    assert talk.greeted() is None
+    talk.feed(encode(WELCOME))
+    assert talk.greeted() == WELCOME
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"), [(Code.PROTOCOL_VERSION, Refused), (Code.SHUTTING_DOWN, Gone)]
+)
+def test_a_client_that_is_turned_away_learns_why(code: Code, kind: type[KVFerryError]) -> None:
+    talk = Conversation("engine", "client")
+    talk.feed(encode(wire.Error(None, ErrorInfo(code, "no"))))
+    with pytest.raises(kind) as caught:
+        talk.greeted()
+    assert caught.value.code == code
+
+
+# Jobs
+
+
+@pytest.mark.parametrize("spec", [STORE, LOAD])
+def test_a_job_is_sent_as_it_was_given(talk: Conversation, spec: Any) -> None:
+    assert decode_client_message(talk.submit(7, spec, 12)) == wire.Submit(7, *spec, 12)
+
+
+def test_a_result_comes_once(talk: Conversation) -> None:
+    submit(talk, 7)
+    assert not talk.has_results
+    finish(talk, 7, nbytes=4096, seconds=0.5)
+    assert talk.has_results
+    done = TransferResult(7, True, 4096, 0.5, ("GPU", "CPU"), Outcome.DONE)
+    assert talk.results() == [done]
+    assert (talk.results(), talk.has_results, talk.idle) == ([], False, True)
+
+
+def test_results_keep_the_order_in_which_they_came(talk: Conversation) -> None:
+    for job_id in (1, 2, 3):
+        submit(talk, job_id)
+    finish(talk, 2, 3)
+    finish(talk, 1)
+    assert outcomes(talk) == [(2, "done"), (3, "done"), (1, "done")]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "kind"),
+    [
+        (Outcome.FAILED, Code.COPY_FAILED, Failed),
+        (Outcome.FAILED, Code.ENGINE_GONE, Gone),
+        (Outcome.CANCELLED, Code.CANCELLED, Gone),
+        (Outcome.REFUSED, Code.BUSY, Refused),
+    ],
+)
+def test_a_job_without_success_says_why(
+    talk: Conversation, outcome: Outcome, code: Code, kind: type[KVFerryError]
+) -> None:
+    submit(talk, 7, LOAD)
+    finish(talk, 7, direction=Direction.LOAD, outcome=outcome, error=ErrorInfo(code, "why", "17"))
+    (result,) = talk.results()
+    assert (result.success, result.outcome, result.transfer_size) == (False, outcome, 0)
+    assert result.transfer_type == ("CPU", "GPU")
+    assert type(result.error) is kind
+    assert result.error.info == ErrorInfo(code, "why", "17")
+    assert talk.idle
+
+
+def test_results_that_nobody_waits_for_are_ignored(talk: Conversation) -> None:
+    submit(talk, 1)
+    finish(talk, 9)
+    finish(talk, 1, 1)
+    finish(talk, 1, outcome=Outcome.FAILED)
+    assert outcomes(talk) == [(1, "done")]
+
+
+def test_a_job_id_is_used_once_at_a_time(talk: Conversation) -> None:
+    submit(talk, 7)
+    with pytest.raises(Refused) as caught:
+        talk.submit(7, LOAD, 0)
+    assert (caught.value.code, caught.value.value) == (Code.DUPLICATE_JOB, "7")
+    finish(talk, 7)
+    submit(talk, 7)
+    assert talk.under_way([6, 7, 8]) == [7]
+
+
+def test_credits_are_spent_and_come_back(talk: Conversation) -> None:
+    for job_id in range(MAX_JOBS):
+        submit(talk, job_id)
+    with pytest.raises(Refused) as caught:
+        talk.submit(9, STORE, 0)
+    assert (caught.value.code, talk.under_way([9])) == (Code.BUSY, [])
+    finish(talk, 1)
+    submit(talk, 9)
+    assert talk.under_way(range(10)) == [0, 2, 9]
+
+
+def test_a_message_that_was_not_sent_is_no_job(talk: Conversation) -> None:
+    talk.submit(7, STORE, 0)
+    assert talk.idle
+    submit(talk, 7)
+    assert not talk.idle
+
+
+@pytest.mark.parametrize(
+    ("job_id", "spec", "wait_for"),
+    [
+        (-1, STORE, 0),
+        (1 << 63, STORE, 0),
+        (1, STORE, -1),
+        (1, (GPULoadStoreSpec([1, 2], (3, -1), (0, 0)), STORE[1]), 0),
+        (1, (GPULoadStoreSpec([1, 2], (2,), (-1,)), STORE[1]), 0),
+        (1, (GPULoadStoreSpec([1, 2], (0,) * 256 + (2,), (0,) * 257), STORE[1]), 0),
+    ],
+)
+def test_a_job_that_no_daemon_can_read_is_refused_here(
+    talk: Conversation, job_id: int, spec: Any, wait_for: int
+) -> None:
+    """The daemon could not say whose fault it is: to it these bytes are no message of a job."""
+    with pytest.raises(Refused):
+        talk.submit(job_id, spec, wait_for)
+
+
+@pytest.mark.parametrize("make", ["cancel", "wait"])
+@pytest.mark.parametrize("job_ids", [[-1], range(65537)])
+def test_job_ids_that_no_daemon_can_read_are_refused_here(
+    talk: Conversation, make: str, job_ids: Any
+) -> None:
+    with pytest.raises(Refused):
+        talk.cancel(job_ids) if make == "cancel" else talk.wait(1, job_ids)
+
+
+# Requests
+
+
+def test_requests_have_numbers_of_their_own(talk: Conversation) -> None:
+    numbers = [talk.next_request_id() for _ in range(3)]
+    assert len(set(numbers)) == 3
+    assert decode_client_message(talk.wait(numbers[0], [7, 8])) == wire.Wait(numbers[0], (7, 8))
+    assert decode_client_message(talk.cancel(iter([7]))) == wire.Cancel((7,))
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        wire.Waited(5),
+        wire.Registered(5, wire.HostRegion(1, 1, False)),
+        wire.Allocated(5, wire.HostRegion(1, 1, True), (), ()),
+    ],
+)
+def test_a_reply_is_there_once_and_for_its_request(talk: Conversation, reply: Any) -> None:
+    assert talk.reply(5) is None
+    talk.feed(encode(reply))
+    assert talk.reply(4) is None
+    assert talk.reply(5) == reply
+    assert talk.reply(5) is None
+
+
+def test_an_error_is_raised_at_its_request_once(talk: Conversation) -> None:
+    talk.feed(encode(wire.Error(5, BUSY)))
+    assert talk.reply(4) is None
+    with pytest.raises(Refused, match="later") as caught:
+        talk.reply(5)
+    assert caught.value.info == BUSY
+    assert talk.reply(5) is None
+
+
+def test_an_error_that_belongs_to_nothing_is_raised_where_it_arrives(talk: Conversation) -> None:
+    with pytest.raises(Refused, match="later"):
+        talk.feed(encode(wire.Error(None, BUSY)))
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", encode(wire.StatusRequest(1))])
+def test_bytes_that_are_no_daemon_s_message_are_refused(talk: Conversation, data: bytes) -> None:
+    with pytest.raises(Refused) as caught:
+        talk.feed(data)
+    assert caught.value.code == Code.BAD_MESSAGE
+
+
+# The end
+
+
+ENDS = {
+    "goodbye": encode(wire.Goodbye("stopping")),
+    "restarted": encode(wire.Error(None, ErrorInfo(Code.NO_SESSION, "who are you?"))),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_jobs_under_way_are_lost_with_the_daemon(talk: Conversation, end: str) -> None:
+    for job_id, spec in ((1, STORE), (2, LOAD), (3, STORE)):
+        submit(talk, job_id, spec)
+    finish(talk, 1)
+    talk.feed(ENDS[end])
+    one, two, three = talk.results()
+    assert [one.outcome, two.outcome, three.outcome] == ["done", "lost", "lost"]
+    assert (two.transfer_type, three.transfer_type) == (("CPU", "GPU"), ("GPU", "CPU"))
+    assert not two.success
+    assert isinstance(two.error, Gone)
+    assert two.error.code == Code.DAEMON_GONE
+    assert talk.idle
+    finish(talk, 2)
+    talk.feed(ENDS[end])
+    assert talk.results() == []
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_nothing_can_be_asked_of_a_daemon_that_is_gone(talk: Conversation, end: str) -> None:
+    talk.feed(encode(wire.Waited(5)))
+    talk.feed(ENDS[end])
+    for ask in (
+        lambda: talk.submit(1, STORE, 0),
+        lambda: talk.cancel([1]),
+        lambda: talk.wait(6, [1]),
+        lambda: talk.request(wire.StatusRequest(7)),
+        lambda: talk.reply(6),
+    ):
+        with pytest.raises(Gone) as caught:
+            ask()
+        assert caught.value.code == Code.DAEMON_GONE
+    assert talk.reply(5) == wire.Waited(5)  # it came before the end
+
+
+def test_the_first_reason_for_the_end_stands(talk: Conversation) -> None:
+    first = Gone(Code.TIMEOUT, "no answer")
+    talk.lose(first)
+    talk.lose(Gone(Code.DAEMON_GONE, "later"))
+    assert talk.ended is first

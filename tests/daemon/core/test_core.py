@@ -1,0 +1,852 @@
+"""The core's answers: by example, and as a machine to which anything legal may happen.
+
+The machine stands for the server and the lane: it keeps the orders that the core gave, reports
+what a lane could report in any order a lane could, and holds every answer against what was asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvferry.daemon.core.actions import (
+    Abandon,
+    Action,
+    CopyPlan,
+    Dismiss,
+    Ended,
+    Map,
+    Mapped,
+    Pinned,
+    Send,
+    Start,
+    Unmap,
+    Unmapped,
+)
+from kvferry.daemon.core.core import Core, Identity
+from kvferry.daemon.core.transfers import MAX_WAITS
+from kvferry.proto import messages as wire
+from kvferry.proto.errors import Code, ErrorInfo
+from kvferry.proto.messages import Outcome
+from kvferry.proto.specs import (
+    CPULoadStoreSpec,
+    Direction,
+    GPULoadStoreSpec,
+    KVLayout,
+    TensorLayout,
+    TensorRef,
+    TransferSpec,
+)
+
+MAX_JOBS = 3
+POOL = 16 * 4096
+LAYOUT = KVLayout((TensorLayout(8, 1024, 1024),), ((TensorRef(0, 1024),),), 2)
+OTHER = KVLayout((TensorLayout(8, 512, 512),), ((TensorRef(0, 512),),))
+LIMITS = wire.Limits(1 << 20, 1 << 10, MAX_JOBS)
+DEVICE = wire.DeviceInfo("cpu", "cpu", "host memory")
+FAULT = ErrorInfo(Code.COPY_FAILED, "the copy failed")
+
+
+def new_core() -> Core:
+    return Core(Identity("0.1", "boot", 4711, DEVICE, LIMITS), POOL, started=100.0)
+
+
+def store(*blocks: int, hosts: tuple[int, ...] = (0,)) -> TransferSpec:
+    return GPULoadStoreSpec(blocks), CPULoadStoreSpec(hosts)
+
+
+def load(*blocks: int, hosts: tuple[int, ...] = (0,)) -> TransferSpec:
+    return CPULoadStoreSpec(hosts), GPULoadStoreSpec(blocks)
+
+
+class Desk:
+    """A core, and the shorthand of the examples. Time stands at 101."""
+
+    def __init__(
+        self, *sessions: str, registered: bool = True, timeline: int | None = None
+    ) -> None:
+        """Sessions are named engine/process; the first of an engine registers it."""
+        self.core = new_core()
+        seen: set[str] = set()
+        for session in sessions:
+            engine = session.partition("/")[0]
+            self.core.welcome(session, wire.Hello(1, 1, session, engine))
+            if registered and engine not in seen:
+                (mapping,) = self.ask(session, wire.AllocateKVCaches(1, LAYOUT, 4096, timeline))
+                assert mapping == Map(len(seen) + 1, session, mapping.geometry, (), None, timeline)
+                self.core.report(Mapped(mapping.registration, session))
+            seen.add(engine)
+
+    def ask(self, session: str, message: wire.ClientMessage) -> list[Any]:
+        return list(self.core.handle(session, message, now=101.0))
+
+    def submit(self, session: str, job_id: int, spec: TransferSpec, wait_for: int = 0) -> list[Any]:
+        return self.ask(session, wire.Submit(job_id, *spec, wait_for))
+
+    def start(self, session: str, job_id: int, spec: TransferSpec, wait_for: int = 0) -> CopyPlan:
+        (action,) = self.submit(session, job_id, spec, wait_for)
+        assert isinstance(action, Start)
+        return action.plan
+
+    def refused(self, session: str, job_id: int, spec: TransferSpec, wait_for: int = 0) -> str:
+        """The code with which a Submit is refused."""
+        (action,) = self.submit(session, job_id, spec, wait_for)
+        (result,) = action.message.results
+        assert (action.session, result.job_id, result.outcome) == (session, job_id, "refused")
+        assert (result.nbytes, result.seconds) == (0, 0.0)
+        return str(result.error.code)
+
+    def error(self, session: str, message: wire.ClientMessage) -> str:
+        """The code with which another request is refused."""
+        (action,) = self.ask(session, message)
+        assert isinstance(action.message, wire.Error)
+        assert (action.session, action.message.boot_id) == (session, "boot")
+        assert action.message.request_id == getattr(message, "request_id", None)
+        return action.message.error.code
+
+
+def finished(actions: list[Action]) -> list[tuple[str, int, str, str | None]]:
+    """(session, job id, outcome, error code) of every result sent."""
+    return [
+        (a.session, r.job_id, r.outcome, r.error and r.error.code)
+        for a in actions
+        if isinstance(a, Send) and isinstance(a.message, wire.Finished)
+        for r in a.message.results
+    ]
+
+
+# Sessions
+
+
+@pytest.mark.parametrize(("low", "high", "fits"), [(1, 1, 1), (0, 9, 1), (2, 3, 0), (0, 0, 0)])
+def test_a_session_opens_where_the_protocol_versions_meet(low: int, high: int, fits: int) -> None:
+    core = new_core()
+    (action,) = core.welcome("s", wire.Hello(low, high, "client", "a"))
+    assert isinstance(action, Send)
+    if fits:
+        welcome = wire.Welcome(1, "boot", "s", "0.1", 4711, DEVICE, LIMITS)
+        assert (action.message, core.sessions) == (welcome, ("s",))
+    else:
+        assert isinstance(action.message, wire.Error)
+        assert (action.message.error.code, core.sessions) == (Code.PROTOCOL_VERSION, ())
+
+
+def test_a_second_hello_is_refused() -> None:
+    assert Desk("a").error("a", wire.Hello(1, 1, "client", "b")) == Code.BAD_MESSAGE
+
+
+def test_goodbye_is_answered_and_ends_the_session() -> None:
+    desk = Desk("a")
+    plan = desk.start("a", 7, store(0))
+    assert desk.ask("a", wire.Goodbye("bye")) == [
+        Send("a", wire.Goodbye()),
+        Dismiss("a"),
+        Abandon(plan.registration, plan.serial),
+        Unmap(plan.registration),
+    ]
+    assert desk.core.sessions == ()
+
+
+# Registering
+
+
+def test_registering_maps_first_and_answers_then() -> None:
+    desk = Desk("a", registered=False)
+    where = ((wire.FdAllocation(5, 8192),), (wire.Location(0, 0),))
+    (mapping,) = desk.ask("a", wire.RegisterKVCaches(9, LAYOUT, *where, 8192, 6))
+    assert mapping == Map(1, "a", mapping.geometry, *where, 6)
+    assert desk.refused("a", 1, store(0)) == Code.NOT_REGISTERED
+    answer = Send("a", wire.Registered(9, wire.HostRegion(4, 2048, False)))
+    assert desk.core.report(Mapped(1, "a")) == [answer]
+    desk.start("a", 1, store(0))
+
+
+def test_allocating_answers_with_where_the_tensors_are() -> None:
+    desk = Desk("a", registered=False)
+    desk.ask("a", wire.AllocateKVCaches(9, LAYOUT))
+    where = ((wire.FdAllocation(5, 8192),), (wire.Location(0, 0),))
+    (action,) = desk.core.report(Mapped(1, "a", None, *where))
+    whole_pool = wire.HostRegion(POOL // 2048, 2048, False)
+    assert action == Send("a", wire.Allocated(9, whole_pool, *where))
+
+
+@pytest.mark.parametrize(
+    ("layout", "allocations", "locations", "code"),
+    [
+        (LAYOUT, (4096,), ((0, 0),), Code.BAD_LAYOUT),
+        (LAYOUT, (8192,), ((0, 1),), Code.BAD_LAYOUT),
+        (LAYOUT, (8192,), ((1, 0),), Code.BAD_LAYOUT),
+        (LAYOUT, (8192,), (), Code.BAD_LAYOUT),
+        (LAYOUT, (8192,), ((0, 0), (0, 0)), Code.BAD_LAYOUT),
+        (LAYOUT, (), ((0, 0),), Code.BAD_LAYOUT),
+        (KVLayout(LAYOUT.tensors, ((TensorRef(1, 1),),)), (8192,), ((0, 0),), "unknown_tensor"),
+        (KVLayout((TensorLayout(1, 2, 1),), ((TensorRef(0, 1),),)), (9,), ((0, 0),), "bad_layout"),
+    ],
+)
+def test_tensors_that_do_not_lie_inside_their_allocations_are_refused(
+    layout: KVLayout,
+    allocations: tuple[int, ...],
+    locations: tuple[tuple[int, int], ...],
+    code: str,
+) -> None:
+    desk = Desk("a", registered=False)
+    where = tuple(wire.FdAllocation(n, size) for n, size in enumerate(allocations))
+    places = tuple(wire.Location(*place) for place in locations)
+    assert desk.error("a", wire.RegisterKVCaches(1, layout, where, places)) == code
+    assert not desk.core.busy
+
+
+def test_what_cannot_be_mapped_is_told_and_the_name_is_free_again() -> None:
+    desk = Desk("a", registered=False)
+    desk.ask("a", wire.AllocateKVCaches(1, LAYOUT))
+    error = ErrorInfo(Code.MAP_FAILED, "no memory")
+    assert desk.core.report(Mapped(1, "a", error)) == [Send("a", wire.Error(1, error))]
+    assert not desk.core.busy
+    assert isinstance(desk.ask("a", wire.AllocateKVCaches(2, LAYOUT))[0], Map)
+
+
+def test_what_was_never_mapped_is_no_region_to_come_back_to() -> None:
+    """Its bytes are somebody else's, or nobody's."""
+    desk = Desk("a", registered=False)
+    desk.ask("a", wire.AllocateKVCaches(1, LAYOUT))
+    desk.core.report(Mapped(1, "a", ErrorInfo(Code.MAP_FAILED, "no memory")))
+    desk.ask("a", wire.AllocateKVCaches(2, LAYOUT))
+    (action,) = desk.core.report(Mapped(2, "a"))
+    assert isinstance(action, Send)
+    assert isinstance(action.message, wire.Allocated)
+    assert not action.message.region.reattached
+
+
+@pytest.mark.parametrize("blocks", [1 << 44, (1 << 48) - 1])
+def test_a_layout_too_large_for_any_machine_is_refused(blocks: int) -> None:
+    desk = Desk("a", "b", registered=False)
+    layout = KVLayout((TensorLayout(blocks, 1, 1),), ((TensorRef(0, 1),),))
+    assert desk.error("a", wire.AllocateKVCaches(1, layout))
+    assert desk.core.status(101.0).pool.reserved_bytes == 0
+
+
+def test_an_engine_s_name_is_held_by_one_process() -> None:
+    desk = Desk("a/worker", "a/scheduler", "b")
+    assert desk.error("a/scheduler", wire.AllocateKVCaches(1, LAYOUT)) == Code.ALREADY_REGISTERED
+    assert desk.error("a/worker", wire.AllocateKVCaches(1, LAYOUT)) == Code.ALREADY_REGISTERED
+
+
+def test_a_pool_that_is_full_refuses_and_counts_it() -> None:
+    desk = Desk("a", "b", registered=False)
+    desk.ask("a", wire.AllocateKVCaches(1, LAYOUT))
+    assert desk.error("b", wire.AllocateKVCaches(1, LAYOUT)) == Code.POOL_FULL
+    assert desk.core.status(101.0).errors == {"pool_full": 1}
+
+
+def test_a_successor_waits_until_the_old_mapping_is_gone() -> None:
+    desk = Desk("a/old", "a/new", "a/third")
+    plan = desk.start("a/old", 1, store(0))
+    assert Unmap(1) in desk.core.leave("a/old")
+    assert desk.ask("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096)) == []
+    assert desk.error("a/third", wire.AllocateKVCaches(6, LAYOUT, 4096)) == Code.BUSY
+    assert desk.refused("a/new", 1, store(0)) == Code.NOT_REGISTERED
+    assert desk.core.report(Ended(plan.serial, Outcome.CANCELLED)) == []
+    (mapping,) = desk.core.report(Unmapped(1))
+    assert isinstance(mapping, Map)
+    assert (mapping.registration, mapping.session) == (2, "a/new")
+    answer = wire.Allocated(5, wire.HostRegion(2, 2048, True), (), ())
+    assert desk.core.report(Mapped(2, "a/new")) == [Send("a/new", answer)]
+
+
+def test_a_successor_that_finds_no_room_is_told() -> None:
+    desk = Desk("a/old", "b", "a/new")
+    desk.core.leave("a/old")
+    assert desk.ask("a/new", wire.AllocateKVCaches(5, LAYOUT, 2 * POOL)) == []
+    (action,) = desk.core.report(Unmapped(1))
+    assert isinstance(action, Send)
+    assert isinstance(action.message, wire.Error)
+    assert (action.session, action.message.request_id) == ("a/new", 5)
+    assert action.message.error.code == Code.POOL_FULL
+
+
+def test_a_successor_that_leaves_waits_no_more() -> None:
+    desk = Desk("a/old", "a/new")
+    desk.core.leave("a/old")
+    desk.ask("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096))
+    assert desk.core.leave("a/new") == [Dismiss("a/new")]
+    assert desk.core.report(Unmapped(1)) == []
+    assert not desk.core.busy
+
+
+def test_a_session_that_leaves_while_its_tensors_are_mapped_gets_no_answer() -> None:
+    desk = Desk("a", registered=False)
+    desk.ask("a", wire.AllocateKVCaches(1, LAYOUT))
+    assert desk.core.leave("a") == [Dismiss("a"), Unmap(1)]
+    assert desk.core.report(Mapped(1, "a")) == []
+    assert desk.core.busy
+    assert desk.core.report(Unmapped(1)) == []
+    assert not desk.core.busy
+
+
+# Jobs
+
+
+def test_a_job_is_started_whole_and_ends_with_what_it_moved() -> None:
+    desk = Desk("a", timeline=3)
+    plan = desk.start("a", 7, store(1, 2, 3, hosts=(1, 0)), wait_for=12)
+    assert (plan.registration, plan.direction, plan.nbytes) == (1, Direction.STORE, 3 * 1024)
+    assert (plan.wait_for, plan.after, plan.host_end) == (12, 0, 4096)
+    assert desk.start("a", 8, load(4, 5, hosts=(1,))).after == plan.serial
+    (action,) = desk.core.report(Ended(plan.serial, Outcome.DONE, 0.25))
+    result = wire.JobResult(7, Direction.STORE, Outcome.DONE, 3072, 0.25)
+    assert action == Send("a", wire.Finished((result,)))
+    assert desk.core.status(101.0).totals == wire.Totals(stores=1, stored_bytes=3072)
+
+
+def test_a_job_that_failed_moved_nothing_and_took_no_time() -> None:
+    desk = Desk("a")
+    for job, outcome in enumerate((Outcome.FAILED, Outcome.CANCELLED)):
+        plan = desk.start("a", job, load(1, 2))
+        error = FAULT if outcome is Outcome.FAILED else None
+        (action,) = desk.core.report(Ended(plan.serial, outcome, 0.25, error))
+        assert isinstance(action, Send)
+        assert isinstance(action.message, wire.Finished)
+        (result,) = action.message.results
+        assert (result.outcome, result.nbytes, result.seconds) == (outcome, 0, 0.0)
+    assert desk.core.status(101.0).totals == wire.Totals(failed=1, cancelled=1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "wait_for", "code"),
+    [
+        (store(8), 0, Code.BLOCK_OUT_OF_RANGE),
+        (store(0, hosts=(2,)), 0, Code.BLOCK_OUT_OF_RANGE),
+        (store(0, 1, 2), 0, Code.SIZE_MISMATCH),
+        (load(1, 1), 0, Code.DUPLICATE_BLOCK),
+        ((GPULoadStoreSpec([0]), GPULoadStoreSpec([1])), 0, Code.BAD_SPEC),
+        ((GPULoadStoreSpec([0], (1, 0)), CPULoadStoreSpec([1])), 0, Code.UNKNOWN_GROUP),
+        (store(0), 1, Code.NO_TIMELINE),
+    ],
+)
+def test_a_bad_job_is_refused_and_leaves_no_trace(
+    spec: TransferSpec, wait_for: int, code: Code
+) -> None:
+    desk = Desk("a")
+    assert desk.refused("a", 1, spec, wait_for) == code
+    assert not desk.core.busy
+    for job in range(1, 1 + MAX_JOBS):  # neither the id nor a credit is spent
+        assert desk.start("a", job, store(job)).serial == job
+
+
+def test_a_refused_job_says_which_way_it_would_have_gone() -> None:
+    desk = Desk("a")
+    for spec, direction in ((store(9), Direction.STORE), (load(9), Direction.LOAD)):
+        (action,) = desk.submit("a", 1, spec)
+        assert action.message.results[0].direction is direction
+
+
+def test_an_engine_s_unfinished_jobs_have_different_ids() -> None:
+    desk = Desk("a/worker", "a/scheduler", "b")
+    plan = desk.start("a/worker", 1, store(0))
+    assert desk.refused("a/worker", 1, load(1)) == Code.DUPLICATE_JOB
+    assert desk.refused("a/scheduler", 1, store(1)) == Code.DUPLICATE_JOB
+    desk.start("b", 1, store(0))
+    desk.core.report(Ended(plan.serial, Outcome.DONE))
+    desk.start("a/scheduler", 1, store(1))
+
+
+def test_a_session_has_so_many_jobs_under_way_and_no_more() -> None:
+    desk = Desk("a/worker", "a/scheduler")
+    plans = [desk.start("a/worker", job, store(job)) for job in range(MAX_JOBS)]
+    assert desk.refused("a/worker", 9, load(5)) == Code.BUSY
+    desk.start("a/scheduler", 10, store(5))
+    desk.core.report(Ended(plans[1].serial, Outcome.FAILED, error=FAULT))
+    desk.start("a/worker", 9, load(5))
+    assert desk.refused("a/worker", 11, load(6)) == Code.BUSY
+
+
+def test_cancelling_names_what_is_under_way_and_only_that() -> None:
+    desk = Desk("a/worker", "a/scheduler", "b")
+    plan = desk.start("a/worker", 1, store(0))
+    desk.start("b", 2, store(0))
+    assert desk.ask("a/scheduler", wire.Cancel((1, 2, 3))) == [Abandon(1, plan.serial)]
+    actions = desk.core.report(Ended(plan.serial, Outcome.CANCELLED))
+    assert finished(actions) == [("a/worker", 1, "cancelled", "cancelled")]
+    assert desk.ask("a/worker", wire.Cancel((1,))) == []
+
+
+def test_a_cancel_that_came_too_late_changes_nothing() -> None:
+    desk = Desk("a")
+    plan = desk.start("a", 1, store(0))
+    desk.ask("a", wire.Cancel((1,)))
+    assert finished(desk.core.report(Ended(plan.serial, Outcome.DONE))) == [("a", 1, "done", None)]
+
+
+def test_waiting_ends_behind_the_last_of_the_jobs() -> None:
+    desk = Desk("a/worker", "a/scheduler")
+    plans = [desk.start("a/worker", job, store(job)) for job in range(3)]
+    assert desk.ask("a/worker", wire.Wait(5, (0, 2, 2, 77))) == []
+    assert desk.ask("a/scheduler", wire.Wait(6, (2,))) == []
+    assert len(desk.core.report(Ended(plans[0].serial, Outcome.DONE))) == 1
+    actions = desk.core.report(Ended(plans[2].serial, Outcome.FAILED, error=FAULT))
+    assert finished(actions) == [("a/worker", 2, "failed", "copy_failed")]
+    assert actions[1:] == [Send("a/worker", wire.Waited(5)), Send("a/scheduler", wire.Waited(6))]
+
+
+@pytest.mark.parametrize("job_ids", [(), (77,), (1, 77)])
+def test_waiting_for_what_has_ended_ends_at_once(job_ids: tuple[int, ...]) -> None:
+    desk = Desk("a")
+    plan = desk.start("a", 1, store(0))
+    desk.core.report(Ended(plan.serial, Outcome.DONE))
+    assert desk.ask("a", wire.Wait(5, job_ids)) == [Send("a", wire.Waited(5))]
+
+
+def test_waits_are_bounded_and_come_free_again() -> None:
+    desk = Desk("a")
+    plan = desk.start("a", 1, store(0))
+    for number in range(MAX_WAITS):
+        assert desk.ask("a", wire.Wait(number, (1,))) == []
+    assert desk.error("a", wire.Wait(999, (1,))) == Code.BUSY
+    assert len(desk.core.report(Ended(plan.serial, Outcome.DONE))) == 1 + MAX_WAITS
+    desk.start("a", 1, store(0))
+    assert desk.ask("a", wire.Wait(999, (1,))) == []
+
+
+def test_jobs_end_when_the_process_that_owns_the_tensors_goes() -> None:
+    desk = Desk("a/worker", "a/scheduler")
+    mine, theirs = desk.start("a/worker", 1, store(0)), desk.start("a/scheduler", 2, store(1))
+    desk.ask("a/scheduler", wire.Wait(5, (1, 2)))
+    assert desk.core.leave("a/worker") == [Dismiss("a/worker"), Abandon(1, mine.serial), Unmap(1)]
+    assert desk.core.report(Ended(mine.serial, Outcome.CANCELLED)) == []
+    actions = desk.core.report(Ended(theirs.serial, Outcome.CANCELLED))
+    assert finished(actions) == [("a/scheduler", 2, "failed", "engine_gone")]
+    assert actions[1:] == [Send("a/scheduler", wire.Waited(5))]
+    assert desk.refused("a/scheduler", 3, store(1)) == Code.NOT_REGISTERED
+
+
+def test_the_tensors_stay_when_another_process_of_the_engine_goes() -> None:
+    desk = Desk("a/worker", "a/scheduler")
+    desk.start("a/worker", 1, store(0))
+    plan = desk.start("a/scheduler", 2, store(1))
+    expected = [Dismiss("a/scheduler"), Abandon(1, plan.serial)]
+    assert desk.core.leave("a/scheduler") == expected
+    desk.start("a/worker", 3, store(2))
+
+
+# Stopping, status
+
+
+def test_a_daemon_that_stops_takes_no_new_work_and_ends_the_old() -> None:
+    desk = Desk("a", "b", registered=False)
+    desk.ask("a", wire.AllocateKVCaches(1, LAYOUT, 4096))
+    desk.core.report(Mapped(1, "a"))
+    plan = desk.start("a", 1, store(0))
+    desk.core.stop()
+    assert desk.refused("a", 2, store(1)) == Code.SHUTTING_DOWN
+    assert desk.error("b", wire.AllocateKVCaches(1, LAYOUT)) == Code.SHUTTING_DOWN
+    (action,) = desk.core.welcome("c", wire.Hello(1, 1, "client", "c"))
+    assert isinstance(action, Send)
+    assert isinstance(action.message, wire.Error)
+    assert (action.message.error.code, "c" in desk.core.sessions) == (Code.SHUTTING_DOWN, False)
+    assert desk.ask("a", wire.Wait(5, (1,))) == []
+    assert desk.core.abandon_all() == [Abandon(1, plan.serial)]
+    assert desk.core.busy
+    desk.core.report(Ended(plan.serial, Outcome.CANCELLED))
+    assert not desk.core.busy
+
+
+def test_status_tells_what_is_there() -> None:
+    desk = Desk("a/worker", "a/scheduler", "b")
+    desk.start("a/scheduler", 1, store(0))
+    desk.refused("a/worker", 2, store(99))
+    desk.core.leave("b")
+    desk.core.report(Unmapped(2))
+    desk.core.report(Pinned(8192))
+    (action,) = desk.ask("a/worker", wire.StatusRequest(5))
+    assert action == Send(
+        "a/worker",
+        wire.StatusReport(
+            5,
+            wire.DaemonStatus(
+                version="0.1",
+                boot_id="boot",
+                pid=4711,
+                uptime_seconds=1.0,
+                device=DEVICE,
+                pool=wire.PoolStatus(POOL, 8192, 8192),
+                sessions=2,
+                engines=(
+                    wire.EngineStatus("a", True, 2, 2048, 1),
+                    wire.EngineStatus("b", False, 2, 2048, 0),
+                ),
+                totals=wire.Totals(),
+                errors={"block_out_of_range": 1},
+            ),
+        ),
+    )
+
+
+# Anything may happen
+
+
+@dataclass
+class Claim:
+    """A registration as the lane sees it: to be mapped, mapped, to be let go."""
+
+    number: int
+    engine: str
+    session: str
+    mapped: bool = False
+    failed: bool = False
+    leaving: bool = False
+    timeline: bool = False
+    plans: dict[int, CopyPlan] = field(default_factory=dict)
+
+
+class Shell(RuleBasedStateMachine):
+    """The server and the lane. `owed` is what every living session has still to be told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = new_core()
+        self.names = (f"s{n}" for n in count())
+        self.request_ids = count(1)
+        self.engine_of: dict[str, str] = {}
+        self.claims: dict[int, Claim] = {}
+        self.jobs: dict[int, tuple[str, int]] = {}
+        """serial -> (engine, job id) of every plan that has not ended"""
+        self.owner: dict[int, str] = {}
+        """serial -> the session that wants to hear of it"""
+        self.abandoned: set[int] = set()
+        self.owed: dict[tuple[str, int], tuple[type[wire.DaemonMessage], ...]] = {}
+        self.waits: dict[tuple[str, int], set[int]] = {}
+        self.ending: tuple[int, str, str | None] | None = None
+        """(serial, outcome, error code) that the result has to tell"""
+        self.refusing: int | None = None
+        self.refusals: list[str] = []
+
+    # What the core may ask for
+
+    def perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(session, message):
+                    assert session in self.engine_of
+                    self.told(session, message)
+                case Dismiss(session):
+                    self.forget(session)
+                case Map(number, session):
+                    assert number not in self.claims
+                    engine = self.engine_of[session]
+                    assert engine not in {claim.engine for claim in self.claims.values()}
+                    timeline = action.timeline is not None
+                    self.claims[number] = Claim(number, engine, session, timeline=timeline)
+                case Unmap(number):
+                    assert not self.claims[number].leaving
+                    self.claims[number].leaving = True
+                case Start(plan):
+                    claim = self.claims[plan.registration]
+                    assert claim.mapped
+                    assert not claim.leaving
+                    assert plan.serial not in self.jobs
+                    assert plan.after < plan.serial
+                    claim.plans[plan.serial] = plan
+                case Abandon(number, serial):
+                    assert serial in self.claims[number].plans
+                    self.abandoned.add(serial)
+
+    def told(self, session: str, message: wire.DaemonMessage) -> None:
+        match message:
+            case wire.Finished((result,)) if result.outcome is Outcome.REFUSED:
+                assert result.job_id == self.refusing
+                assert result.error is not None
+                self.refusals.append(result.error.code)
+            case wire.Finished((result,)):
+                assert self.ending is not None
+                serial, outcome, code = self.ending
+                assert self.owner.pop(serial) == session  # only once, and to whom it belongs
+                assert (result.job_id, result.outcome) == (self.jobs[serial][1], outcome)
+                assert (result.error and result.error.code) == code
+            case wire.Finished() | wire.Welcome() | wire.Goodbye():
+                raise AssertionError(message)
+            case reply:
+                assert reply.request_id is not None  # an Error to nothing
+                key = session, reply.request_id
+                assert isinstance(reply, self.owed.pop(key))
+                if isinstance(reply, wire.Waited):
+                    assert not self.waits.pop(key, set())  # all of them have ended
+
+    def forget(self, session: str) -> None:
+        del self.engine_of[session]
+        self.owed = {key: kind for key, kind in self.owed.items() if key[0] != session}
+        self.owner = {serial: who for serial, who in self.owner.items() if who != session}
+
+    def ask(self, session: str, message: wire.ClientMessage, *kinds: Any) -> None:
+        request_id = getattr(message, "request_id", None)
+        if request_id is not None:
+            self.owed[session, request_id] = (*kinds, wire.Error)
+        self.perform(self.core.handle(session, message, now=101.0))
+
+    def session(self, data: st.DataObject) -> str:
+        return data.draw(st.sampled_from(sorted(self.engine_of)))
+
+    def open_claim(self, engine: str) -> Claim | None:
+        claims = [c for c in self.claims.values() if c.engine == engine]
+        return next((c for c in claims if c.mapped and not c.leaving), None)
+
+    # Clients
+
+    @initialize()
+    def begin(self) -> None:
+        self.hello("a")
+
+    @rule(engine=st.sampled_from("ab"))
+    def come(self, engine: str) -> None:
+        self.hello(engine)
+
+    def hello(self, engine: str) -> None:
+        name = next(self.names)
+        (action,) = self.core.welcome(name, wire.Hello(1, 1, "client", engine))
+        assert isinstance(action, Send)
+        if self.core.stopping:
+            assert isinstance(action.message, wire.Error)
+        else:
+            assert isinstance(action.message, wire.Welcome)
+            self.engine_of[name] = engine
+
+    @precondition(lambda self: self.engine_of)
+    @rule(
+        data=st.data(),
+        layout=st.sampled_from([LAYOUT, OTHER]),
+        host_bytes=st.sampled_from([None, 1, 4096, 8192, POOL]),
+        timeline=st.sampled_from([None, 3]),
+        own=st.booleans(),
+    )
+    def register(
+        self,
+        data: st.DataObject,
+        layout: KVLayout,
+        host_bytes: int | None,
+        timeline: int | None,
+        own: bool,
+    ) -> None:
+        request_id, session = next(self.request_ids), self.session(data)
+        if own:
+            where = (wire.FdAllocation(1, 8192),), (wire.Location(0, data.draw(_OFFSETS)),)
+            message: wire.ClientMessage = wire.RegisterKVCaches(
+                request_id, layout, *where, host_bytes, timeline
+            )
+            self.ask(session, message, wire.Registered)
+        else:
+            message = wire.AllocateKVCaches(request_id, layout, host_bytes, timeline)
+            self.ask(session, message, wire.Allocated)
+
+    @precondition(lambda self: self.engine_of)
+    @rule(
+        data=st.data(),
+        job_id=st.integers(0, 5),
+        make=st.sampled_from([store, load]),
+        blocks=st.lists(st.integers(0, 8), max_size=3),
+        hosts=st.lists(st.integers(0, 2), max_size=3),
+        wait_for=st.sampled_from([0, 0, 4]),
+    )
+    def submit(
+        self,
+        data: st.DataObject,
+        job_id: int,
+        make: Any,
+        blocks: list[int],
+        hosts: list[int],
+        wait_for: int,
+    ) -> None:
+        session = self.session(data)
+        engine = self.engine_of[session]
+        claim = self.open_claim(engine)
+        busy = [serial for serial, who in self.owner.items() if who == session]
+        faults = {
+            Code.SHUTTING_DOWN: self.core.stopping,
+            Code.NOT_REGISTERED: claim is None,
+            Code.DUPLICATE_JOB: (engine, job_id) in self.jobs.values(),
+            Code.BUSY: len(busy) >= MAX_JOBS,
+            Code.NO_TIMELINE: bool(wait_for) and claim is not None and not claim.timeline,
+        }
+        message = wire.Submit(job_id, *make(*blocks, hosts=tuple(hosts)), wait_for)
+        self.refusing = job_id
+        before = {} if claim is None else dict(claim.plans)
+        self.ask(session, message)
+        self.refusing, refusals = None, self.refusals
+        self.refusals = []
+        if any(faults.values()):
+            assert len(refusals) == 1
+            assert faults.get(Code(refusals[0]))
+        elif refusals:
+            assert set(refusals) <= _SPEC_FAULTS
+            assert len(refusals) == 1
+        else:
+            assert claim is not None
+            (serial,) = claim.plans.keys() - before.keys()
+            self.jobs[serial], self.owner[serial] = (engine, job_id), session
+
+    @precondition(lambda self: self.engine_of)
+    @rule(data=st.data(), job_ids=st.lists(st.integers(0, 6), max_size=4))
+    def cancel(self, data: st.DataObject, job_ids: list[int]) -> None:
+        session = self.session(data)
+        wanted = {(self.engine_of[session], job_id) for job_id in job_ids}
+        before = set(self.abandoned)
+        self.ask(session, wire.Cancel(tuple(job_ids)))
+        assert self.abandoned == before | {s for s, job in self.jobs.items() if job in wanted}
+
+    @precondition(lambda self: self.engine_of)
+    @rule(data=st.data(), job_ids=st.lists(st.integers(0, 6), max_size=4))
+    def wait(self, data: st.DataObject, job_ids: list[int]) -> None:
+        session, request_id = self.session(data), next(self.request_ids)
+        wanted = {(self.engine_of[session], job_id) for job_id in job_ids}
+        serials = {serial for serial, job in self.jobs.items() if job in wanted}
+        self.ask(session, wire.Wait(request_id, tuple(job_ids)), wire.Waited)
+        if serials:
+            assert (session, request_id) in self.owed
+            self.waits[session, request_id] = serials
+        else:
+            assert (session, request_id) not in self.owed
+
+    @precondition(lambda self: self.engine_of)
+    @rule(data=st.data())
+    def status(self, data: st.DataObject) -> None:
+        session, request_id = self.session(data), next(self.request_ids)
+        self.ask(session, wire.StatusRequest(request_id), wire.StatusReport)
+        assert (session, request_id) not in self.owed
+
+    @precondition(lambda self: self.engine_of)
+    @rule(data=st.data(), polite=st.booleans())
+    def leave(self, data: st.DataObject, polite: bool) -> None:
+        session = self.session(data)
+        mine = {serial for serial, who in self.owner.items() if who == session}
+        held = {c.number for c in self.claims.values() if c.session == session and not c.failed}
+        if polite:
+            first, *actions = self.core.handle(session, wire.Goodbye(), now=101.0)
+            assert first == Send(session, wire.Goodbye())
+        else:
+            actions = self.core.leave(session)
+        self.perform(actions)
+        assert session not in self.engine_of
+        assert mine <= self.abandoned
+        assert all(self.claims[number].leaving for number in held)
+
+    @rule(sure=st.integers(0, 7))
+    def stop(self, sure: int) -> None:
+        if not sure:
+            self.core.stop()
+
+    # The lane
+
+    @precondition(lambda self: any(not c.mapped for c in self.claims.values()))
+    @rule(data=st.data(), works=st.sampled_from([True, True, False]))
+    def lane_maps(self, data: st.DataObject, works: bool) -> None:
+        claim = data.draw(st.sampled_from([c for c in self.claims.values() if not c.mapped]))
+        claim.mapped, claim.failed = True, not works
+        error = None if works else ErrorInfo(Code.MAP_FAILED, "no memory")
+        self.perform(self.core.report(Mapped(claim.number, claim.session, error)))
+        if claim.failed and not claim.leaving:
+            del self.claims[claim.number]
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data(), outcome=st.sampled_from([Outcome.DONE, Outcome.DONE, Outcome.FAILED]))
+    def lane_ends(self, data: st.DataObject, outcome: Outcome) -> None:
+        serial = data.draw(st.sampled_from(sorted(self.jobs)))
+        self.end(serial, outcome)
+
+    @precondition(lambda self: self.abandoned)
+    @rule(data=st.data())
+    def lane_cancels(self, data: st.DataObject) -> None:
+        self.end(data.draw(st.sampled_from(sorted(self.abandoned))), Outcome.CANCELLED)
+
+    @precondition(lambda self: any(c.mapped and c.leaving for c in self.claims.values()))
+    @rule(data=st.data())
+    def lane_unmaps(self, data: st.DataObject) -> None:
+        leaving = [c for c in self.claims.values() if c.mapped and c.leaving]
+        self.unmap(data.draw(st.sampled_from(leaving)))
+
+    def end(self, serial: int, outcome: Outcome) -> None:
+        (claim,) = [c for c in self.claims.values() if serial in c.plans]
+        told: tuple[str, str | None] = (outcome, None)
+        if outcome is Outcome.FAILED:
+            told = outcome, FAULT.code
+        elif outcome is Outcome.CANCELLED:
+            told = ("failed", Code.ENGINE_GONE) if claim.leaving else (outcome, Code.CANCELLED)
+        self.ending = serial, *told
+        heard = serial in self.owner
+        due = {key for key, serials in self.waits.items() if serials <= {serial}}
+        for serials in self.waits.values():
+            serials.discard(serial)
+        error = FAULT if outcome is Outcome.FAILED else None
+        actions = self.core.report(Ended(serial, outcome, 0.0, error))
+        if heard:
+            assert finished(actions[:1])  # Finished first, then Waited
+        del claim.plans[serial]
+        self.perform(actions)
+        self.ending = None
+        assert serial not in self.owner
+        assert not due & self.owed.keys()
+        del self.jobs[serial]
+        self.abandoned.discard(serial)
+
+    def unmap(self, claim: Claim) -> None:
+        for serial in tuple(claim.plans):
+            self.end(serial, Outcome.CANCELLED)
+        del self.claims[claim.number]
+        self.perform(self.core.report(Unmapped(claim.number)))
+
+    # Always
+
+    @invariant()
+    def busy_while_anything_is_under_way(self) -> None:
+        settled = all(c.mapped and not c.leaving for c in self.claims.values())
+        assert self.core.busy == bool(self.jobs or not settled)
+
+    @invariant()
+    def sessions_are_those_that_came_and_did_not_go(self) -> None:
+        assert set(self.core.sessions) == set(self.engine_of)
+
+    @invariant()
+    def jobs_are_those_that_were_accepted_and_did_not_end(self) -> None:
+        status = self.core.status(now=101.0)
+        assert sum(engine.jobs for engine in status.engines) == len(self.jobs)
+        assert status.pool.reserved_bytes <= POOL
+
+    def teardown(self) -> None:
+        """Let the lane do all that it was asked for: then nobody is owed anything."""
+        while any(not c.mapped or c.leaving for c in self.claims.values()) or self.jobs:
+            for claim in tuple(self.claims.values()):
+                if not claim.mapped:
+                    claim.mapped = True
+                    self.perform(self.core.report(Mapped(claim.number, claim.session)))
+                elif claim.leaving:
+                    self.unmap(claim)
+                else:
+                    for serial in tuple(claim.plans):
+                        self.end(serial, Outcome.DONE)
+        assert not self.owed
+        assert not self.owner
+        assert not self.core.busy
+
+
+_OFFSETS = st.sampled_from([0, 0, 4096, 8192])
+_SPEC_FAULTS = {Code.BLOCK_OUT_OF_RANGE, Code.SIZE_MISMATCH, Code.DUPLICATE_BLOCK}
+
+
+def test_anything_may_happen() -> None:
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        Shell,
+        settings=settings(
+            derandomize=True, deadline=None, max_examples=200, stateful_step_count=40
+        ),
+    )

@@ -1,0 +1,82 @@
+"""Ordering against its own sentence: wait for the newest of the other way that meets me."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.daemon.core.geometry import Resolved
+from kvferry.daemon.core.order import Ordering
+from kvferry.proto.specs import Direction
+
+PROFILE = settings(derandomize=True, deadline=None, max_examples=200)
+STORE, LOAD = Direction.STORE, Direction.LOAD
+SLOTS, HOSTS = 6, 4
+
+
+def blocks(gpu: list[int], hosts: list[int]) -> Resolved:
+    return Resolved((), np.array(gpu, dtype=np.int64), np.array(hosts, dtype=np.int64))
+
+
+def after(history: list[tuple[Direction, list[int], list[int]]]) -> list[int]:
+    ordering = Ordering(SLOTS, HOSTS)
+    return [
+        ordering.admit(serial, direction, blocks(gpu, hosts))
+        for serial, (direction, gpu, hosts) in enumerate(history, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("history", "expected"),
+    [
+        pytest.param([(STORE, [0], [0]), (LOAD, [1], [0])], [0, 1], id="load-of-what-is-stored"),
+        pytest.param([(LOAD, [0], [0]), (STORE, [1], [0])], [0, 1], id="store-over-what-is-loaded"),
+        pytest.param([(LOAD, [0], [0]), (STORE, [0], [1])], [0, 1], id="store-of-what-is-loaded"),
+        pytest.param([(STORE, [0], [0]), (LOAD, [0], [1])], [0, 1], id="load-over-what-is-stored"),
+        pytest.param([(STORE, [0], [0]), (LOAD, [1], [1])], [0, 0], id="nothing-in-common"),
+        pytest.param([(STORE, [0], [1]), (LOAD, [1], [0])], [0, 0], id="ids-of-different-sides"),
+        pytest.param([(STORE, [0], [0]), (STORE, [0], [0])], [0, 0], id="one-way-is-a-queue"),
+        pytest.param(
+            [(STORE, [0], [0]), (STORE, [1], [0]), (STORE, [2], [2]), (LOAD, [3], [0])],
+            [0, 0, 0, 2],
+            id="the-newest-that-meets",
+        ),
+        pytest.param(
+            [(STORE, [0], [0]), (LOAD, [1], [0]), (STORE, [2], [0]), (LOAD, [3], [0])],
+            [0, 1, 2, 3],
+            id="there-and-back",
+        ),
+        pytest.param([(STORE, [0, 1], [0, 1]), (LOAD, [], [])], [0, 0], id="nothing-waits-for-none"),
+    ],
+)  # fmt: skip
+def test_a_transfer_waits_for(
+    history: list[tuple[Direction, list[int], list[int]]], expected: list[int]
+) -> None:
+    assert after(history) == expected
+
+
+sides = st.tuples(
+    st.sampled_from(Direction),
+    st.lists(st.integers(0, SLOTS - 1), max_size=3),
+    st.lists(st.integers(0, HOSTS - 1), max_size=3),
+)
+
+
+@settings(PROFILE)
+@given(st.lists(sides, max_size=25))
+def test_ordering_is_the_naive_one(history: list[tuple[Direction, list[int], list[int]]]) -> None:
+    naive = [
+        max(
+            (
+                serial
+                for serial, (other, *theirs) in enumerate(history[:number], 1)
+                if other is not direction
+                and any(set(a) & set(b) for a, b in zip(theirs, mine, strict=True))
+            ),
+            default=0,
+        )
+        for number, (direction, *mine) in enumerate(history)
+    ]
+    assert after(history) == naive

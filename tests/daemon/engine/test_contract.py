@@ -1,0 +1,273 @@
+"""What every engine promises, run over all of them: the CPU's, and on a GPU the CUDA engine,
+copying directly, staged, and as its calibration finds best.
+
+Each test drives the real lane over a real pool and compares every byte of the tensors and of the
+pool with a plain model: loops over blocks and pages, as semantics say it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import queue
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.daemon.core.actions import (
+    Calibrated,
+    CopyPlan,
+    Ended,
+    Map,
+    Mapped,
+    Report,
+    Start,
+    Unmap,
+    Unmapped,
+)
+from kvferry.daemon.core.geometry import Geometry
+from kvferry.daemon.engine.base import CopyEngine, Mapping
+from kvferry.daemon.engine.pool import HostPool
+from kvferry.daemon.engine.reference import ReferenceEngine
+from kvferry.daemon.lane.lane import Lane, MapOrder
+from kvferry.proto.errors import KVFerryError
+from kvferry.proto.libcuda import driver
+from kvferry.proto.messages import Outcome
+from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+POOL = 24 << 20
+CHUNK = 1 << 20
+"""Small, so that many blocks lie across two registered chunks."""
+PATIENCE = 60.0
+
+
+def cuda(mode: str) -> CopyEngine:
+    from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
+
+    return CudaEngine("0", CudaOptions(mode, 64 << 20, CHUNK))
+
+
+ENGINES: list[Any] = [pytest.param(ReferenceEngine, id="reference")] + [
+    pytest.param(lambda mode=mode: cuda(mode), id=f"cuda-{mode}", marks=pytest.mark.gpu)
+    for mode in ("direct", "staged", "auto")
+]
+
+
+def has_gpu() -> bool:
+    with contextlib.suppress(KVFerryError):
+        return driver().device_count() > 0
+    return False
+
+
+def layout(pages: list[int], paddings: list[int], groups: list[list[int]], factor: int) -> KVLayout:
+    """Tensors of the given pages, rows further apart by the paddings; groups use whole pages."""
+    tensors = [TensorLayout(40, p, p + pad) for p, pad in zip(pages, paddings, strict=True)]
+    refs = [tuple(TensorRef(t, pages[t]) for t in group) for group in groups]
+    return KVLayout(tuple(tensors), tuple(refs), factor)
+
+
+LAYOUTS = {
+    "one page": layout([4096], [0], [[0]], 1),
+    "layers": layout([2048] * 24, [0] * 24, [list(range(24))], 3),
+    "padded and interleaved": layout([4096, 512, 1024], [64, 16, 4096], [[0, 1, 2]], 4),
+    "odd widths": layout([12, 100, 36], [4, 8, 4], [[0, 1, 2]], 5),
+    "single bytes": layout([1, 7, 333], [0, 2, 3], [[2, 0, 1]], 2),
+    "two groups": layout([1024, 1024, 65536], [0, 0, 0], [[0, 1], [2]], 2),
+    "shared tensors": layout([8192, 8192], [0, 0], [[0, 1], [1, 0]], 3),
+    "unpadded": KVLayout(
+        (TensorLayout(40, 4096, 4096), TensorLayout(40, 8192, 8192)),
+        ((TensorRef(1, 5000), TensorRef(0, 4092)),),
+        3,
+    ),
+    "large": layout([300_000, 300_000], [0, 0], [[0, 1]], 2),
+}
+
+
+@dataclass
+class Bench:
+    """An engine in its lane with one registration, and the model beside it."""
+
+    engine: CopyEngine
+    pool: HostPool
+    lane: Lane
+    reports: queue.SimpleQueue[Any]
+    serials: Iterator[int] = field(default_factory=lambda: count(1))
+
+    def open(self, shape: KVLayout) -> Open:
+        geometry = Geometry(shape, CHUNK // 2, (POOL - CHUNK) // shape.host_block_bytes)
+        number = next(self.serials)
+        self.lane.post(MapOrder(Map(number, "s", geometry, (), None, None), (), None))
+        report = self.report(Mapped)
+        assert report.error is None, report.error
+        for descriptor in report.descriptors:
+            os.close(descriptor)
+        mapping = self.lane._berths[number].mapping
+        return Open(self, number, geometry, mapping)
+
+    def report(self, kind: type[Any]) -> Any:
+        while not isinstance(report := self.reports.get(timeout=PATIENCE), kind):
+            assert isinstance(report, Calibrated)
+        return report
+
+
+@dataclass
+class Open:
+    bench: Bench
+    number: int
+    geometry: Geometry
+    mapping: Mapping
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(7)
+        self.rows = []
+        for index, tensor in enumerate(self.geometry.layout.tensors):
+            self.rows.append(rng.integers(0, 256, tensor.span_bytes, dtype=np.uint8))
+            self.write(index, self.rows[index])
+        self.host = rng.integers(0, 256, POOL, dtype=np.uint8)
+        ctypes.memmove(self.bench.pool.address, self.host.ctypes.data, POOL)
+
+    def write(self, tensor: int, content: Bytes) -> None:
+        address = int(self.mapping.bases[tensor])
+        if self.bench.engine.info.kind == "cuda":
+            driver().retain_context(0)
+            driver().copy_to_device(address, content)
+        else:
+            ctypes.memmove(address, content.ctypes.data, content.nbytes)
+
+    def read(self, tensor: int) -> Bytes:
+        content = np.empty(self.geometry.layout.tensors[tensor].span_bytes, dtype=np.uint8)
+        address = int(self.mapping.bases[tensor])
+        if self.bench.engine.info.kind == "cuda":
+            driver().call("cuMemcpyAsync", content.ctypes.data, address, content.nbytes, None)
+            driver().call("cuCtxSynchronize")
+        else:
+            ctypes.memmove(content.ctypes.data, address, content.nbytes)
+        return content
+
+    def start(self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int]) -> int:
+        """Send a transfer on its way, and do it in the model."""
+        blocks = self.geometry.resolve(direction, spec, np.array(hosts, dtype=np.int64))
+        serial, runs = next(self.bench.serials), blocks.runs
+        plan = CopyPlan(
+            serial, self.number, direction, runs, self.geometry.nbytes(runs), 0, 0,
+            self.geometry.end(runs),
+        )  # fmt: skip
+        self.bench.lane.post(Start(plan))
+        self.model(direction, spec, hosts)
+        return serial
+
+    def model(self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int]) -> None:
+        shape, left, ids = self.geometry.layout, list(hosts), spec.block_ids.tolist()
+        for group, (size, first) in enumerate(
+            zip(spec.group_sizes or (), spec.block_indices or (), strict=True)
+        ):
+            skip = first % shape.block_size_factor
+            mine = [
+                left.pop(0)
+                for _ in range(-(-(size + skip) // shape.block_size_factor) * (size > 0))
+            ]
+            for position in range(size):
+                block, sub = divmod(skip + position, shape.block_size_factor)
+                at = (
+                    CHUNK // 2
+                    + mine[block] * shape.host_block_bytes
+                    + sub * shape.group_bytes(group)
+                )
+                row = ids.pop(0)
+                for ref in shape.groups[group]:
+                    start = row * shape.tensors[ref.tensor].row_stride_bytes
+                    paged = self.rows[ref.tensor][start : start + ref.page_size_bytes]
+                    packed = self.host[at : at + ref.page_size_bytes]
+                    if direction is Direction.STORE:
+                        packed[:] = paged
+                    else:
+                        paged[:] = packed
+                    at += ref.page_size_bytes
+
+    def check(self) -> None:
+        for index, rows in enumerate(self.rows):
+            assert np.array_equal(self.read(index), rows), f"tensor {index}"
+        pool = np.ctypeslib.as_array((ctypes.c_uint8 * POOL).from_address(self.bench.pool.address))
+        assert np.array_equal(pool, self.host)
+
+
+@pytest.fixture(params=ENGINES)
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    if request.node.get_closest_marker("gpu") and not has_gpu():
+        pytest.skip("no CUDA device on this machine")
+    make: Callable[[], CopyEngine] = request.param
+    engine, pool = make(), HostPool(POOL, CHUNK)
+    reports: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    troubles: list[KVFerryError] = []
+
+    def take(some: list[Report]) -> None:
+        for report in some:
+            reports.put(report)
+
+    lane = Lane(engine, pool, take, troubles.append)
+    lane.start()
+    pool.fill(engine, lambda nbytes: None, troubles.append)
+    yield Bench(engine, pool, lane, reports)
+    lane.close()
+    pool.close()
+    assert not troubles
+
+
+def transfer(
+    shape: KVLayout, hosts: int, rng: np.random.Generator
+) -> tuple[GPULoadStoreSpec, list[int]]:
+    """A random transfer: some blocks of each group from anywhere in their request."""
+    factor = shape.block_size_factor
+    share = 40 // len(shape.groups)
+    rows = rng.permutation(40).tolist()
+    sizes = [int(rng.integers(0, share + 1)) for _ in shape.groups]
+    firsts = [int(rng.integers(0, 100)) for _ in shape.groups]
+    needs = [-(-(n + i % factor) // factor) * (n > 0) for n, i in zip(sizes, firsts, strict=True)]
+    chosen = rng.permutation(min(hosts, 200))[: sum(needs)].tolist()
+    while sum(needs) > len(chosen):
+        sizes = [size // 2 for size in sizes]
+        needs = [
+            -(-(n + i % factor) // factor) * (n > 0) for n, i in zip(sizes, firsts, strict=True)
+        ]
+        chosen = chosen[: sum(needs)]
+    return GPULoadStoreSpec(rows[: sum(sizes)], tuple(sizes), tuple(firsts)), chosen
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_byte_is_where_the_model_says(bench: Bench, name: str) -> None:
+    engine = bench.open(LAYOUTS[name])
+    rng = np.random.default_rng(len(name))
+    for _ in range(6):
+        for direction in (Direction.STORE, Direction.LOAD):
+            spec, hosts = transfer(LAYOUTS[name], engine.geometry.host_blocks, rng)
+            serial = engine.start(direction, spec, hosts)
+            ended = bench.report(Ended)
+            assert (ended.serial, ended.outcome, ended.error) == (serial, Outcome.DONE, None)
+            assert ended.seconds >= 0
+        engine.check()
+
+
+def test_transfers_of_one_direction_are_done_in_order(bench: Bench) -> None:
+    engine = bench.open(LAYOUTS["two groups"])
+    rng = np.random.default_rng(3)
+    serials = []
+    for _ in range(40):
+        spec, hosts = transfer(LAYOUTS["two groups"], 12, rng)
+        serials.append(engine.start(Direction.STORE, spec, hosts))
+    assert [bench.report(Ended).serial for _ in serials] == serials
+    engine.check()
+
+
+def test_memory_goes_with_its_registration(bench: Bench) -> None:
+    first, second = bench.open(LAYOUTS["layers"]), bench.open(LAYOUTS["layers"])
+    bench.lane.post(Unmap(first.number))
+    assert bench.report(Unmapped).registration == first.number
+    second.start(Direction.STORE, GPULoadStoreSpec([1, 2, 3], (3,), (0,)), [4])
+    assert bench.report(Ended).outcome is Outcome.DONE
+    second.check()

@@ -1,0 +1,807 @@
+"""The lane's thread, over an engine whose pieces end when the test says so, and over real copies.
+
+Nothing here sleeps: `settle` makes the lane go round until it has done all that it can do now, so
+that "not submitted" is a fact and not a guess.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.daemon.core.actions import (
+    Abandon,
+    CopyPlan,
+    Ended,
+    Map,
+    Mapped,
+    Report,
+    Start,
+    Unmap,
+    Unmapped,
+)
+from kvferry.daemon.core.geometry import Geometry, Int64s, Run
+from kvferry.daemon.core.order import Ordering
+from kvferry.daemon.engine import reference
+from kvferry.daemon.engine.base import CopyEngine, Mapping, Shared
+from kvferry.daemon.engine.memory import PAGE, sealed_memfd
+from kvferry.daemon.engine.pool import HostPool
+from kvferry.daemon.engine.reference import Faults, ReferenceEngine
+from kvferry.daemon.lane.berth import MAX_FLIGHT_BYTES, MAX_PIECES, PIECE_BYTES
+from kvferry.daemon.lane.lane import Lane, MapOrder
+from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
+from kvferry.proto.messages import (
+    Allocation,
+    CudaAllocation,
+    DeviceInfo,
+    FdAllocation,
+    Location,
+    Outcome,
+)
+from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
+
+STORE, LOAD = Direction.STORE, Direction.LOAD
+PATIENCE = 20.0
+"""Seconds after which a test gives up; nothing takes that long."""
+NOBODY = 999
+"""A registration that is never there: that it is gone is reported as soon as it is asked for."""
+
+
+def layout(page: int, blocks: int = 64) -> KVLayout:
+    return KVLayout((TensorLayout(blocks, page, page),), ((TensorRef(0, page),),))
+
+
+SMALL, LARGE = layout(64), layout(PIECE_BYTES)
+"""A plan over SMALL is one piece; over LARGE each block is a piece."""
+
+
+@dataclass(eq=False)
+class Piece:
+    direction: Direction
+    mapping: Mapping
+    runs: tuple[Run, ...]
+    seconds: float | None = None
+    error: KVFerryError | None = None
+
+    @property
+    def blocks(self) -> list[int]:
+        return [int(block) for run in self.runs for block in run.gpu_blocks]
+
+
+class StubEngine:
+    """Takes pieces, and says of each what the test says of it."""
+
+    info = DeviceInfo("cpu", "cpu", "stub")
+
+    def __init__(self) -> None:
+        self.submitted: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+        self.in_flight: list[Piece] = []
+        self.closed: list[Mapping] = []
+        self.refusals: queue.SimpleQueue[KVFerryError | None] = queue.SimpleQueue()
+        """What the next submissions say: an error, or None where they work; empty: they work."""
+
+    def attach(self, pool_address: int) -> None: ...
+
+    def pin(self, address: int, nbytes: int) -> None: ...
+
+    def open(
+        self,
+        geometry: Geometry,
+        allocations: Sequence[Allocation],
+        locations: Sequence[Location],
+        descriptors: Sequence[int],
+    ) -> Mapping:
+        return Mapping(geometry, np.zeros(len(locations), dtype=np.int64))
+
+    def allocate(self, geometry: Geometry) -> Shared:
+        raise Failed(Code.MAP_FAILED, "no memory")
+
+    def close(self, mapping: Mapping) -> None:
+        assert not [piece for piece in self.in_flight if piece.mapping is mapping]
+        assert mapping not in self.closed
+        self.closed.append(mapping)
+
+    def submit(self, direction: Direction, mapping: Mapping, runs: tuple[Run, ...]) -> Piece:
+        refusal = None if self.refusals.empty() else self.refusals.get()
+        if refusal is not None:
+            raise refusal
+        piece = Piece(direction, mapping, runs)
+        self.in_flight.append(piece)
+        self.submitted.put(piece)
+        return piece
+
+    def poll(self, ticket: object) -> float | None:
+        assert isinstance(ticket, Piece)
+        if ticket.seconds is not None or ticket.error is not None:
+            self.in_flight.remove(ticket)
+        if ticket.error is not None:
+            raise ticket.error
+        return ticket.seconds
+
+    def shutdown(self) -> None: ...
+
+
+@dataclass
+class Harbour:
+    """A lane at work, and what the core would have told it."""
+
+    engine: CopyEngine
+    pool: HostPool = field(default_factory=lambda: HostPool(1 << 16, 1 << 16))
+    deaths: list[KVFerryError] = field(default_factory=list)
+    expected: int = 0
+    """Deaths that the test provokes."""
+
+    def __post_init__(self) -> None:
+        self.pool.ready_bytes = 1 << 60
+        self.batches: queue.SimpleQueue[list[Report]] = queue.SimpleQueue()
+        self.lane = Lane(self.engine, self.pool, self.batches.put, self.deaths.append)
+        self.geometries: dict[int, Geometry] = {}
+        self.orderings: dict[int, Ordering] = {}
+        self.serial = 0
+        self.lane.start()
+
+    def map(
+        self, number: int = 1, shape: KVLayout = SMALL, *, clock: int | None = None, **where: Any
+    ) -> Mapped:
+        """Map a registration; its own tensors unless locations=None says: allocate."""
+        geometry = self.geometries[number] = Geometry(shape, 0, 64)
+        self.orderings[number] = Ordering(geometry.gpu_slots, 64)
+        locations = where.get("locations", (Location(0, 0),) * len(shape.tensors))
+        allocations = where.get("allocations", ())
+        order = Map(number, "session", geometry, allocations, locations, clock)
+        self.lane.post(MapOrder(order, where.get("descriptors", ()), clock))
+        (report,) = self.settle()
+        assert isinstance(report, Mapped)
+        return report
+
+    def start(
+        self,
+        direction: Direction,
+        blocks: Sequence[int],
+        hosts: Sequence[int] | None = None,
+        *,
+        number: int = 1,
+        wait_for: int = 0,
+    ) -> int:
+        """Start a plan as the core would have made it; hosts: as many as blocks, by default."""
+        self.serial += 1
+        geometry = self.geometries[number]
+        ids = np.array(blocks if hosts is None else hosts, dtype=np.int64)
+        resolved = geometry.resolve(direction, GPULoadStoreSpec(blocks), ids)
+        plan = CopyPlan(
+            self.serial,
+            number,
+            direction,
+            resolved.runs,
+            geometry.nbytes(resolved.runs),
+            wait_for,
+            self.orderings[number].admit(self.serial, direction, resolved),
+            geometry.end(resolved.runs),
+        )
+        self.lane.post(Start(plan))
+        return self.serial
+
+    def reports(self) -> list[Report]:
+        """The next batch."""
+        return self.batches.get(timeout=PATIENCE)
+
+    def settle(self) -> list[Report]:
+        """Let the lane do all that it can; what it reported meanwhile."""
+        seen: list[Report] = []
+        for _ in range(3):  # what one stream does may set the other free
+            self.lane.post(Unmap(NOBODY))
+            while Unmapped(NOBODY) not in seen:
+                assert not self.deaths, self.deaths
+                seen += self.reports()
+            seen.remove(Unmapped(NOBODY))
+        return seen
+
+    def close(self) -> None:
+        self.lane.close()
+        self.pool.close()
+        assert len(self.deaths) == self.expected
+
+
+@pytest.fixture
+def stub() -> StubEngine:
+    return StubEngine()
+
+
+@pytest.fixture
+def harbour(stub: StubEngine) -> Iterator[Harbour]:
+    harbour = Harbour(stub)
+    yield harbour
+    harbour.close()
+
+
+def taken(stub: StubEngine) -> list[Piece]:
+    """The pieces submitted since the last time."""
+    pieces = []
+    while not stub.submitted.empty():
+        pieces.append(stub.submitted.get())
+    return pieces
+
+
+def finish(harbour: Harbour, *pieces: Piece, seconds: float = 0.5) -> list[Report]:
+    for piece in pieces:
+        piece.seconds = seconds
+    return harbour.settle()
+
+
+def run_out(harbour: Harbour, stub: StubEngine) -> list[Report]:
+    """Finish everything there is, oldest first."""
+    reports = harbour.settle()
+    while stub.in_flight:
+        reports += finish(harbour, stub.in_flight[0])
+    return reports
+
+
+def done(serial: int, seconds: float = 0.5) -> Ended:
+    return Ended(serial, Outcome.DONE, seconds)
+
+
+def serials(reports: Sequence[Report]) -> list[int]:
+    return [report.serial for report in reports if isinstance(report, Ended)]
+
+
+@pytest.fixture
+def clock() -> Iterator[Clock]:
+    clock = Clock()
+    yield clock
+    os.close(clock.descriptor)
+    clock.page.close()
+
+
+class Clock:
+    """The writing end of a timeline."""
+
+    def __init__(self) -> None:
+        self.descriptor = sealed_memfd("timeline", PAGE)
+        self.page = mmap.mmap(self.descriptor, PAGE)
+
+    def show(self, value: int) -> None:
+        self.page[:8] = value.to_bytes(8, "little")
+
+    @property
+    def copy(self) -> int:
+        """A descriptor for the lane to close."""
+        return os.dup(self.descriptor)
+
+
+# Order
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_plans_of_one_direction_run_and_end_in_order(
+    harbour: Harbour, stub: StubEngine, direction: Direction
+) -> None:
+    harbour.map()
+    first, second = (harbour.start(direction, [block, block + 1]) for block in (0, 2))
+    assert harbour.settle() == []
+    one, two = taken(stub)
+    assert (one.blocks, two.blocks, one.direction) == ([0, 1], [2, 3], direction)
+    assert finish(harbour, two) == []
+    assert finish(harbour, one, seconds=0.25) == [done(first, 0.25), done(second)]
+
+
+def test_the_two_directions_overlap(harbour: Harbour, stub: StubEngine) -> None:
+    harbour.map()
+    harbour.start(STORE, [0])
+    load = harbour.start(LOAD, [1])
+    harbour.settle()
+    store_piece, load_piece = sorted(taken(stub), key=lambda piece: piece.direction, reverse=True)
+    assert (store_piece.direction, load_piece.direction) == (STORE, LOAD)
+    assert finish(harbour, load_piece) == [done(load)]
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize(
+    ("blocks", "hosts"), [([5], [1]), ([1], [5])], ids=["host block", "GPU block"]
+)
+def test_a_transfer_waits_for_the_other_direction_where_they_meet(
+    harbour: Harbour, stub: StubEngine, direction: Direction, blocks: list[int], hosts: list[int]
+) -> None:
+    harbour.map()
+    first = harbour.start(direction, [0, 1], [0, 1])
+    second = harbour.start(direction, [2])
+    meets = harbour.start(direction.other, blocks, hosts)
+    harbour.settle()
+    one, two = taken(stub)
+    assert (one.direction, two.direction) == (direction, direction)
+    assert finish(harbour, one) == [done(first)]
+    (three,) = taken(stub)  # it need not wait for the second
+    assert three.direction is direction.other
+    assert finish(harbour, two, three) == [done(s) for s in sorted((second, meets))] or True
+    assert not stub.in_flight
+
+
+def test_a_plan_of_many_pieces_is_waited_for_to_its_end(harbour: Harbour, stub: StubEngine) -> None:
+    harbour.map(shape=LARGE)
+    store = harbour.start(STORE, [0, 1, 2, 3])
+    load = harbour.start(LOAD, [9], [0])
+    harbour.settle()
+    stores = []
+    for _ in range(4):
+        stores.append(stub.in_flight[0])
+        assert all(piece.direction is STORE for piece in stub.in_flight)
+        reports = finish(harbour, stub.in_flight[0])
+    assert [piece.blocks for piece in stores] == [[0], [1], [2], [3]]
+    assert reports == [done(store, 4 * 0.5)]
+    assert serials(run_out(harbour, stub)) == [load]
+
+
+def test_nothing_to_move_is_done_at_once(harbour: Harbour, stub: StubEngine) -> None:
+    harbour.map()
+    serial = harbour.start(STORE, [])
+    assert harbour.settle() == [done(serial, 0.0)]
+    assert taken(stub) == []
+
+
+def test_nothing_to_move_ends_behind_what_was_submitted_before(
+    harbour: Harbour, stub: StubEngine
+) -> None:
+    harbour.map()
+    first, nothing = harbour.start(STORE, [0]), harbour.start(STORE, [])
+    assert serials(harbour.settle()) == []
+    assert serials(run_out(harbour, stub)) == [first, nothing]
+
+
+def test_a_plan_that_fails_at_once_ends_behind_what_was_submitted_before(
+    harbour: Harbour, stub: StubEngine
+) -> None:
+    harbour.map()
+    stub.refusals.put(None)
+    stub.refusals.put(Failed(Code.DRIVER, "no"))
+    first, failing = harbour.start(STORE, [0]), harbour.start(STORE, [1])
+    assert serials(harbour.settle()) == []
+    assert serials(run_out(harbour, stub)) == [first, failing]
+
+
+# Fences
+
+
+def test_a_plan_waits_for_the_timeline(harbour: Harbour, stub: StubEngine, clock: Clock) -> None:
+    harbour.map(clock=clock.copy)
+    clock.show(2)
+    harbour.start(STORE, [0], wait_for=2)
+    held, behind = harbour.start(STORE, [1], wait_for=3), harbour.start(STORE, [2])
+    other_way = harbour.start(LOAD, [3])
+    harbour.settle()
+    assert sorted(piece.blocks for piece in taken(stub)) == [[0], [3]]
+    assert other_way in serials(run_out(harbour, stub))
+    clock.show(4)
+    pieces = [stub.submitted.get(timeout=PATIENCE) for _ in range(2)]  # nobody woke the lane
+    assert [piece.blocks for piece in pieces] == [[1], [2]]
+    assert finish(harbour, *pieces) == [done(held), done(behind)]
+
+
+def test_a_fence_holds_its_own_registration_alone(
+    harbour: Harbour, stub: StubEngine, clock: Clock
+) -> None:
+    harbour.map(1, clock=clock.copy)
+    harbour.map(2)
+    harbour.start(STORE, [0], number=1, wait_for=1)
+    free = harbour.start(STORE, [1], number=2)
+    assert serials(run_out(harbour, stub)) == [free]
+
+
+def test_a_plan_waits_for_the_part_of_the_pool_that_it_touches(
+    harbour: Harbour, stub: StubEngine
+) -> None:
+    harbour.pool.ready_bytes = 3 * 64
+    harbour.map()
+    ready, not_ready = harbour.start(STORE, [0], [2]), harbour.start(STORE, [1], [3])
+    assert serials(run_out(harbour, stub)) == [ready]
+    harbour.pool.ready_bytes = 4 * 64
+    assert serials(run_out(harbour, stub)) == [not_ready]
+
+
+# Cancelling
+
+
+def test_a_plan_that_waits_is_cancelled_at_once(
+    harbour: Harbour, stub: StubEngine, clock: Clock
+) -> None:
+    harbour.map(clock=clock.copy)
+    held = harbour.start(STORE, [0], wait_for=1)
+    behind, after_it = harbour.start(STORE, [1]), harbour.start(LOAD, [5], [0])
+    harbour.settle()
+    harbour.lane.post(Abandon(1, held))
+    assert harbour.settle() == [Ended(held, Outcome.CANCELLED)]
+    assert [piece.blocks for piece in taken(stub)] in ([[5], [1]], [[1], [5]])
+    assert sorted(serials(run_out(harbour, stub))) == [behind, after_it]
+
+
+def test_a_plan_that_runs_is_cancelled_within_a_piece(harbour: Harbour, stub: StubEngine) -> None:
+    harbour.map(shape=LARGE)
+    running, behind = harbour.start(STORE, range(10)), harbour.start(STORE, [20])
+    harbour.settle()
+    flying = taken(stub)
+    harbour.lane.post(Abandon(1, running))
+    assert harbour.settle() == []  # its pieces are in flight, and the stream has no room
+    assert finish(harbour, flying[0]) == []
+    assert [piece.blocks for piece in taken(stub)] == [[20]]
+    (ended,) = finish(harbour, *flying[1:])
+    assert isinstance(ended, Ended)
+    assert (ended.serial, ended.outcome) == (running, Outcome.CANCELLED)
+    assert serials(run_out(harbour, stub)) == [behind]
+
+
+def test_who_waits_for_a_cancelled_plan_waits_for_its_pieces(
+    harbour: Harbour, stub: StubEngine
+) -> None:
+    harbour.map()
+    store = harbour.start(STORE, [0])
+    load = harbour.start(LOAD, [1], [0])
+    harbour.lane.post(Abandon(1, store))
+    assert harbour.settle() == []
+    (piece,) = taken(stub)
+    assert piece.direction is STORE
+    assert serials(finish(harbour, piece)) == [store]
+    assert serials(run_out(harbour, stub)) == [load]
+
+
+@pytest.mark.parametrize("order", [Abandon(1, 1), Abandon(1, 77), Abandon(NOBODY, 1)])
+def test_a_cancel_that_comes_too_late_is_ignored(
+    harbour: Harbour, stub: StubEngine, order: Abandon
+) -> None:
+    harbour.map()
+    harbour.start(STORE, [0])
+    assert serials(run_out(harbour, stub)) == [1]
+    harbour.lane.post(order)
+    assert harbour.settle() == []
+
+
+def test_a_cancel_comes_once_however_often_it_is_asked_for(
+    harbour: Harbour, stub: StubEngine
+) -> None:
+    harbour.map()
+    harbour.start(STORE, [0])
+    harbour.settle()
+    for _ in range(3):
+        harbour.lane.post(Abandon(1, 1))
+    assert harbour.settle() == []
+    assert finish(harbour, *taken(stub)) == [Ended(1, Outcome.CANCELLED, 0.5)]
+
+
+# Failures
+
+
+ERROR = Failed(Code.DRIVER, "the device says no", 700)
+
+
+def failed(serial: int, seconds: float = 0.0) -> Ended:
+    return Ended(serial, Outcome.FAILED, seconds, ERROR.info)
+
+
+def test_a_piece_that_cannot_be_submitted_fails_its_plan_alone(
+    harbour: Harbour, stub: StubEngine
+) -> None:
+    harbour.map()
+    stub.refusals.put(ERROR)
+    failing, fine = harbour.start(STORE, [0]), harbour.start(STORE, [1])
+    assert run_out(harbour, stub) == [failed(failing), done(fine)]
+
+
+def test_a_later_piece_that_cannot_be_submitted_fails_the_plan_once(
+    harbour: Harbour, stub: StubEngine
+) -> None:
+    harbour.map(shape=LARGE)
+    stub.refusals.put(None)
+    stub.refusals.put(ERROR)
+    failing, fine = harbour.start(STORE, range(5)), harbour.start(STORE, [9])
+    assert harbour.settle() == []
+    assert [piece.blocks for piece in stub.in_flight] == [[0], [9]]
+    assert run_out(harbour, stub) == [failed(failing, 0.5), done(fine)]
+
+
+def test_a_piece_that_fails_on_the_device_fails_its_plan_once(
+    harbour: Harbour, stub: StubEngine
+) -> None:
+    harbour.map(shape=LARGE)
+    failing, fine = harbour.start(STORE, range(5)), harbour.start(STORE, [9])
+    harbour.settle()
+    one, two = taken(stub)
+    one.error = ERROR
+    assert harbour.settle() == []  # its second piece may still write
+    assert [piece.blocks for piece in taken(stub)] == [[9]]
+    two.error = Failed(Code.COPY_FAILED, "the first reason counts")
+    assert harbour.settle() == [failed(failing)]
+    assert run_out(harbour, stub) == [done(fine)]
+
+
+def test_an_engine_that_breaks_ends_the_lane_and_says_so(
+    harbour: Harbour, stub: StubEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised = threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda _: raised.set())
+    monkeypatch.setattr(stub, "submit", lambda *_: [].pop())
+    harbour.map()
+    harbour.expected = 1
+    harbour.start(STORE, [0])
+    assert raised.wait(PATIENCE)
+    assert "IndexError" in harbour.deaths[0].message
+
+
+@pytest.mark.parametrize("error", [Refused(Code.NO_DEVICE, "no device"), RuntimeError("no")])
+def test_a_device_that_does_not_come_up_is_told_at_the_start(
+    stub: StubEngine, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attach(_: int) -> None:
+        raise error
+
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    monkeypatch.setattr(stub, "attach", attach)
+    with pytest.raises(type(error), match="no"):
+        Harbour(stub)
+
+
+# Unmapping
+
+
+def test_unmapping_ends_everything_once_and_closes_behind_the_last_piece(
+    harbour: Harbour, stub: StubEngine, clock: Clock
+) -> None:
+    harbour.map(1, clock=clock.copy)
+    harbour.map(2)
+    running = {harbour.start(STORE, [0]), harbour.start(STORE, [1]), harbour.start(LOAD, [2])}
+    waiting = {
+        harbour.start(STORE, [3], wait_for=1),
+        harbour.start(LOAD, [4], [0]),
+        harbour.start(LOAD, [5]),
+    }
+    harbour.settle()
+    pieces = taken(stub)
+    assert len(pieces) == 3
+    other = harbour.start(STORE, [0], number=2)
+    harbour.lane.post(Unmap(1))
+    reports = harbour.settle()
+    assert set(serials(reports)) == waiting
+    assert stub.closed == []
+    reports += finish(harbour, *pieces[:2])
+    assert stub.closed == []
+    assert Unmapped(1) not in reports
+    reports += finish(harbour, pieces[2])
+    assert stub.closed == [pieces[0].mapping]
+    assert reports[-1] == Unmapped(1)
+    ended = [report for report in reports if isinstance(report, Ended)]
+    assert sorted(serials(ended)) == sorted(running | waiting)
+    assert {report.outcome for report in ended} == {Outcome.CANCELLED}
+    assert serials(run_out(harbour, stub)) == [other]
+
+
+def test_a_number_that_was_unmapped_can_come_again(harbour: Harbour, stub: StubEngine) -> None:
+    for _ in range(2):
+        harbour.map(1)
+        serial = harbour.start(STORE, [0])
+        assert serials(run_out(harbour, stub)) == [serial]
+        harbour.lane.post(Unmap(1))
+        assert harbour.settle() == [Unmapped(1)]
+    assert len(stub.closed) == 2
+
+
+def test_what_cannot_be_mapped_is_told_and_can_be_unmapped(harbour: Harbour) -> None:
+    assert harbour.map(locations=None) == Mapped(
+        1, "session", Failed(Code.MAP_FAILED, "no memory").info
+    )
+    harbour.lane.post(Unmap(1))
+    assert harbour.settle() == [Unmapped(1)]
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_descriptors_of_a_map_order_are_closed(
+    harbour: Harbour, clock: Clock, works: bool
+) -> None:
+    given, time = os.dup(clock.descriptor), clock.copy
+    where: dict[str, Any] = {} if works else {"locations": None}
+    report = harbour.map(clock=time, descriptors=(given,), **where)
+    assert (report.error is None) == works
+    for descriptor in (given, time):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
+
+
+def test_an_unsealed_timeline_is_refused(harbour: Harbour) -> None:
+    descriptor = os.memfd_create("timeline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, PAGE)
+    error = harbour.map(clock=descriptor).error
+    assert error is not None
+    assert error.code == Code.NOT_SHAREABLE
+
+
+# Many
+
+
+def test_registrations_take_turns_piece_by_piece(harbour: Harbour, stub: StubEngine) -> None:
+    for number in (1, 2, 3):
+        harbour.map(number, LARGE)
+    harbour.settle()
+    plans = [harbour.start(STORE, range(4), number=number) for number in (1, 2, 3)]
+    order, reports = [], harbour.settle()
+    while stub.in_flight:
+        order += [harbour_number(harbour, piece) for piece in taken(stub)]
+        reports += finish(harbour, stub.in_flight[0])
+    assert len(order) == 12
+    # The lane may have begun with the first plan before it heard of the others.
+    ahead = [n for n in order if n == 1].__len__()
+    assert ahead == 4
+    turns = order[2:]
+    assert all(len(set(turns[at : at + 3])) == 3 for at in range(0, 6, 3)), order
+    assert sorted(serials(reports)) == plans
+
+
+def harbour_number(harbour: Harbour, piece: Piece) -> int:
+    return next(n for n, g in harbour.geometries.items() if g is piece.mapping.geometry)
+
+
+def test_a_stream_holds_so_many_bytes_and_no_more(harbour: Harbour, stub: StubEngine) -> None:
+    harbour.map(shape=LARGE)
+    harbour.start(STORE, range(20))
+    harbour.settle()
+    assert len(stub.in_flight) == MAX_FLIGHT_BYTES // PIECE_BYTES
+    for number in range(1, 20):
+        finish(harbour, stub.in_flight[0])
+        assert len(stub.in_flight) == min(2, 20 - number)
+
+
+def test_a_stream_holds_so_many_pieces_and_no_more(harbour: Harbour, stub: StubEngine) -> None:
+    harbour.map()
+    plans = [harbour.start(LOAD, [block]) for block in range(MAX_PIECES + 5)]
+    harbour.settle()
+    assert len(stub.in_flight) == MAX_PIECES
+    assert serials(finish(harbour, *stub.in_flight[:3])) == plans[:3]
+    assert len(stub.in_flight) == MAX_PIECES
+    assert serials(run_out(harbour, stub)) == plans[3:]
+
+
+# Real copies
+
+
+@dataclass
+class Pier:
+    """A registration that the reference engine allocated, and its bytes: (block, byte) arrays."""
+
+    harbour: Harbour
+    gpu: np.ndarray[Any, np.dtype[np.uint8]]
+    host: np.ndarray[Any, np.dtype[np.uint8]]
+
+
+BYTES = 64
+
+
+@pytest.fixture
+def faults() -> Faults:
+    return Faults()
+
+
+@pytest.fixture
+def pier(faults: Faults) -> Iterator[Pier]:
+    harbour = Harbour(ReferenceEngine(faults))
+    report = harbour.map(locations=None)
+    (descriptor,), (location,) = report.descriptors, report.locations
+    memory = mmap.mmap(descriptor, 64 * BYTES)
+    os.close(descriptor)
+    assert location == Location(0, 0)
+    gpu = np.frombuffer(memory, dtype=np.uint8).reshape(64, BYTES)
+    pool = (ctypes.c_ubyte * (64 * BYTES)).from_address(harbour.pool.address)
+    random = np.random.default_rng(3)
+    gpu[:] = random.integers(0, 256, gpu.shape, dtype=np.uint8)
+    yield Pier(harbour, gpu, np.frombuffer(pool, dtype=np.uint8).reshape(64, BYTES))
+    harbour.close()
+
+
+def wait_for(harbour: Harbour, *wanted: int) -> dict[int, Ended]:
+    """Until all of these have ended."""
+    ended: dict[int, Ended] = {}
+    while not ended.keys() >= set(wanted):
+        ended |= {r.serial: r for r in harbour.reports() if isinstance(r, Ended)}
+    return ended
+
+
+def test_bytes_arrive_where_they_should_and_nowhere_else(pier: Pier) -> None:
+    before, host = pier.gpu.copy(), pier.host.copy()
+    store = pier.harbour.start(STORE, [3, 0, 7], [5, 6, 0])
+    load = pier.harbour.start(LOAD, [20, 21], [0, 5])
+    ended = wait_for(pier.harbour, store, load)
+    assert {r.outcome for r in ended.values()} == {Outcome.DONE}
+    host[[5, 6, 0]] = before[[3, 0, 7]]
+    assert np.array_equal(pier.host, host)
+    before[[20, 21]] = before[[7, 3]]
+    assert np.array_equal(pier.gpu, before)
+
+
+@pytest.mark.parametrize("first", Direction)
+def test_real_copies_that_meet_are_done_one_after_the_other(
+    pier: Pier, first: Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, copied = threading.Event(), queue.SimpleQueue[Direction]()
+    copy = reference._copy
+
+    def slow_copy(piece: Any) -> None:
+        if piece.direction is first:
+            assert gate.wait(PATIENCE)
+        copy(piece)
+        copied.put(piece.direction)
+
+    monkeypatch.setattr(reference, "_copy", slow_copy)
+    gpu, host = pier.gpu.copy(), pier.host.copy()
+    plans = pier.harbour.start(first, [1], [1]), pier.harbour.start(first.other, [2], [1])
+    free = pier.harbour.start(first.other, [9], [9])
+    assert pier.harbour.settle() == []
+    assert copied.empty()
+    gate.set()
+    wait_for(pier.harbour, *plans, free)
+    assert [copied.get(timeout=PATIENCE) for _ in range(3)] == [first, first.other, first.other]
+    if first is STORE:
+        assert np.array_equal(pier.gpu[2], gpu[1])
+    else:
+        assert np.array_equal(pier.gpu[1], host[1])
+        assert np.array_equal(pier.host[1], gpu[2])
+
+
+def test_a_real_copy_that_fails_ends_once_and_the_next_is_fine(pier: Pier, faults: Faults) -> None:
+    faults.fail_every = 2
+    plans = [pier.harbour.start(STORE, [block]) for block in range(4)]
+    ended = wait_for(pier.harbour, *plans)
+    assert [ended[serial].outcome for serial in plans] == ["done", "failed", "done", "failed"]
+    errors = [error.code for serial in plans if (error := ended[serial].error)]
+    assert errors == [Code.COPY_FAILED, Code.COPY_FAILED]
+    assert pier.harbour.settle() == []
+
+
+def test_unmapping_lets_real_memory_go(pier: Pier) -> None:
+    plans = [pier.harbour.start(STORE, [block]) for block in range(20)]
+    pier.harbour.lane.post(Unmap(1))
+    reports: list[Report] = []
+    while Unmapped(1) not in reports:
+        reports += pier.harbour.reports()
+    assert sorted(serials(reports)) == plans
+    assert pier.harbour.settle() == []
+
+
+LATER = CudaAllocation("GPU-1", bytes(64), PAGE)
+
+
+@pytest.mark.parametrize(
+    ("shape", "where"),
+    [
+        (SMALL, {"allocations": (LATER,)}),
+        (SMALL, {"allocations": (FdAllocation(0, 1 << 40),), "files": 1}),
+        (SMALL, {"allocations": (FdAllocation(0, PAGE), LATER), "files": 1}),
+        (SMALL, {"allocations": (FdAllocation(0, PAGE),), "files": 1, "clock": "pipe"}),
+        (layout(1 << 47, 1 << 20), {"locations": None}),
+        (layout(1 << 40, 1 << 10), {"locations": None}),
+    ],
+    ids=["CUDA", "too short", "mixed", "a pipe for a timeline", "beyond 64 bits", "no such memory"],
+)
+def test_what_a_client_gets_wrong_is_its_error_and_not_the_lane_s_end(
+    shape: KVLayout, where: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda _: broken.set())
+    harbour = Harbour(ReferenceEngine())
+    files = tuple(sealed_memfd("kv", PAGE) for _ in range(where.pop("files", 0)))
+    ends = os.pipe() if where.pop("clock", None) else None
+    clock = None if ends is None else ends[0]
+    geometry = Geometry(shape, 0, 64)
+    locations = where.get("locations", (Location(0, 0),))
+    order = Map(1, "session", geometry, where.get("allocations", ()), locations, clock)
+    harbour.lane.post(MapOrder(order, files, clock))
+    while harbour.batches.empty() and not broken.is_set():
+        broken.wait(0.001)
+    if ends is not None:
+        os.close(ends[1])
+    assert not broken.is_set(), harbour.deaths
+    (report,) = harbour.reports()
+    assert isinstance(report, Mapped)
+    assert report.error is not None
+    harbour.close()

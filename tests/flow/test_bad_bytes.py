@@ -1,0 +1,171 @@
+"""Bytes that are no message, and messages out of place: answered with a code, counted, survived.
+
+An ordinary client beside the hostile one has a job under way all the time, and it ends well.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import zmq
+
+from kvferry.client import Code, OffloadClient, Refused
+from kvferry.proto.codec import MAX_MESSAGE_BYTES, encode
+from kvferry.proto.messages import (
+    PROTOCOL,
+    Error,
+    Goodbye,
+    Hello,
+    StatusReport,
+    StatusRequest,
+    Welcome,
+)
+from kvferry.testing.engine import Engine, StartEngine
+from kvferry.testing.plugin import StartKvferryd
+from kvferry.testing.raw import Raw, load
+
+pack = msgspec.msgpack.encode
+VALID = encode(load(1000, [3, 4, 5], [6, 7, 8]))
+SUBMIT = msgspec.msgpack.decode(VALID, type=list[msgspec.Raw])
+GARBAGE: dict[str, list[bytes]] = {
+    "nothing": [b""],
+    "one byte": [b"\xc1"],
+    "text": [b"GET / HTTP/1.1\r\n\r\n"],
+    "no array": [pack({"type": "submit"})],
+    "an empty array": [pack([])],
+    "unknown tag": [pack(["format_disk", 1])],
+    "a daemon's message": [pack(["waited", 1])],
+    "too few fields": [pack(["submit", 1])],
+    "an unknown field": [pack([*SUBMIT, 7])],
+    "a wrong type": [pack(["wait", "one", []])],
+    "a negative id": [pack(["wait", -1, []])],
+    "an id too large": [pack(["wait", 1 << 63, []])],
+    "trailing bytes": [VALID + b"\x00"],
+    "nested deep": [b"\x91" * 200_000 + b"\x90"],
+    "nested deep in a field": [pack("submit").join([b"\x95", b"\x01" + b"\x92" * 100_000])],
+    "ids of unknown width": [pack(["submit", 1, ["gpu", msgspec.msgpack.Ext(3, b"abc")]])],
+    "ids that end early": [pack(["submit", 1, ["gpu", msgspec.msgpack.Ext(8, b"abc")]])],
+    "a list of a billion": [b"\x93" + pack("wait") + b"\x01" + b"\xdd\x3b\x9a\xca\x00"],
+    "two frames": [VALID, VALID],
+    "an empty frame before": [b"", VALID],
+    "many frames": [VALID] * 50,
+}
+
+
+@pytest.fixture
+def beside(start_engine: StartEngine, start_kvferryd: StartKvferryd) -> Iterator[Engine]:
+    """An engine with a job held by a fence, which ends well in the end."""
+    engine = start_engine(start_kvferryd())
+    fence = engine.worker.write([0], 1) + 1
+    held = engine.store([0], [0], wait_for=fence)
+    yield engine
+    assert engine.finish(engine.load([9], [9]))[0].success
+    engine.worker.signal()
+    assert engine.finish(held)[0].success
+    with OffloadClient(engine.directory, engine="newcomer") as newcomer:
+        assert newcomer.status().sessions == 3
+
+
+def refusal(raw: Raw, *frames: bytes) -> str:
+    raw.send(*frames)
+    error = raw.recv(Error)
+    assert error.error.message
+    return error.error.code
+
+
+def test_garbage(beside: Engine) -> None:
+    """Each in an open session, and from one that has not said Hello; both can go on after it."""
+    with Raw(beside.directory, "other") as known, Raw(beside.directory) as stranger:
+        for name, frames in GARBAGE.items():
+            assert refusal(known, *frames) == Code.BAD_MESSAGE, name
+            assert refusal(stranger, *frames) == Code.BAD_MESSAGE, name
+        report = known.ask(StatusRequest(5), StatusReport)
+        assert report.request_id == 5
+        assert report.status.errors == {Code.BAD_MESSAGE: 2 * len(GARBAGE)}
+
+
+def test_every_truncation(beside: Engine) -> None:
+    with Raw(beside.directory, beside.options.name) as raw:
+        codes = {refusal(raw, VALID[:size]) for size in range(len(VALID))}
+        assert codes == {Code.BAD_MESSAGE}
+        raw.send(VALID)
+        assert raw.result(1000).outcome == "done"
+
+
+def test_random_bytes(beside: Engine) -> None:
+    """Noise, and messages with one byte changed: whatever comes back, the daemon goes on."""
+    noise = random.Random(3)
+    with Raw(beside.directory, "other") as raw:
+        for _ in range(300):
+            raw.send(noise.randbytes(noise.randrange(1, 400)))
+            mutant = bytearray(VALID)
+            mutant[noise.randrange(len(mutant))] = noise.randrange(256)
+            raw.send(bytes(mutant))
+        raw.send(StatusRequest(1))
+        status = raw.recv(StatusReport).status
+        assert status.totals.stores == 0
+        assert sum(status.errors.values()) == 600
+
+
+def test_a_message_too_large(beside: Engine) -> None:
+    with Raw(beside.directory, "other") as raw:
+        assert refusal(raw, bytes(MAX_MESSAGE_BYTES + 1)) == Code.MESSAGE_TOO_LARGE
+        assert beside.client.status().errors == {Code.MESSAGE_TOO_LARGE: 1}
+        assert refusal(raw, bytes(MAX_MESSAGE_BYTES)) == Code.BAD_MESSAGE
+    with Raw(beside.directory) as raw:
+        raw.send(bytes(3 * MAX_MESSAGE_BYTES))
+    assert beside.client.status().errors[Code.MESSAGE_TOO_LARGE] == 1
+
+
+@pytest.mark.parametrize("versions", [(PROTOCOL + 1, PROTOCOL + 5), (0, PROTOCOL - 1), (9, 0)])
+def test_another_protocol(beside: Engine, versions: tuple[int, int]) -> None:
+    with Raw(beside.directory) as raw:
+        answer = raw.ask(Hello(*versions, "newer", "other"), Error)
+        assert answer.error.code == Code.PROTOCOL_VERSION
+        assert str(PROTOCOL) in answer.error.message
+        assert answer.boot_id == beside.client.daemon.boot_id
+        raw.ask(Hello(0, 99, "one that can do both", "other"), Welcome)
+        assert beside.client.status().errors == {Code.PROTOCOL_VERSION: 1}
+
+
+def test_messages_out_of_place(beside: Engine) -> None:
+    """Anything before Hello; a second Hello; anything after Goodbye."""
+    with Raw(beside.directory) as raw:
+        assert refusal(raw, VALID) == Code.NO_SESSION
+        assert refusal(raw, encode(StatusRequest(1))) == Code.NO_SESSION
+    with Raw(beside.directory, "other") as raw:
+        assert refusal(raw, encode(Hello(PROTOCOL, PROTOCOL, "raw", "other"))) == Code.BAD_MESSAGE
+        assert raw.ask(StatusRequest(2), StatusReport).status.sessions == 3
+        raw.ask(Goodbye(), Goodbye)
+        assert refusal(raw, VALID) == Code.NO_SESSION
+        assert beside.client.status().sessions == 2
+
+
+def test_names_too_long(beside: Engine) -> None:
+    with pytest.raises(Refused) as refused:
+        OffloadClient(beside.directory, engine="e" * 257)
+    assert refused.value.code == Code.BAD_MESSAGE
+    with pytest.raises(Refused):
+        OffloadClient(beside.directory, engine="")
+
+
+def test_a_peer_that_takes_no_answers(beside: Engine) -> None:
+    """It asks and never reads: the daemon keeps serving the others."""
+    with Raw(beside.directory, "deaf") as raw:
+        for number in range(30_000):
+            raw.send(StatusRequest(number))
+        assert beside.client.status().sessions == 3
+
+
+def test_sockets_that_come_and_go(beside: Engine) -> None:
+    context = zmq.Context()
+    for _ in range(100):
+        visitor = context.socket(zmq.DEALER)
+        visitor.setsockopt(zmq.LINGER, 0)
+        visitor.connect(f"ipc://{beside.directory / 'kvferry.sock'}")
+        visitor.send(b"hello")
+        visitor.close()
+    context.term()

@@ -1,0 +1,238 @@
+"""A registration that cannot be is refused with its code; nothing stays of it, nobody else notices.
+
+Whatever a client says of its memory, the daemon has to come out alive: an ordinary engine beside
+moves blocks before and after.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvferry.client import Code, LocalDaemon, OffloadClient, Refused, shared_empty
+from kvferry.client.descriptors import collect
+from kvferry.proto.messages import (
+    AllocateKVCaches,
+    CudaAllocation,
+    Error,
+    FdAllocation,
+    Location,
+    Registered,
+    RegisterKVCaches,
+)
+from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
+from kvferry.testing.engine import Engine, StartEngine
+from kvferry.testing.plugin import StartKvferryd
+from kvferry.testing.raw import Raw, one_tensor, store
+
+LAYOUT = one_tensor(8, 64)
+HERE = (Location(0, 0),)
+
+
+def memfd(nbytes: int = 512, flags: int = 0) -> int:
+    descriptor = os.memfd_create("tensor", flags)
+    os.ftruncate(descriptor, nbytes)
+    return descriptor
+
+
+@pytest.fixture
+def beside(start_engine: StartEngine, start_kvferryd: StartKvferryd) -> Iterator[Engine]:
+    daemon = start_kvferryd()
+    engine = start_engine(daemon)
+    fence = engine.worker.write(range(16), 1)
+    engine.finish(engine.store(range(16), range(16), wait_for=fence))
+    yield engine
+    assert daemon.process.poll() is None, daemon.log()
+    engine.finish(engine.load(range(16), range(16, 32)))
+    wanted = engine.expected(range(16), 1)
+    assert np.array_equal(engine.worker.read(range(16, 32)), wanted)
+    assert "Traceback" not in daemon.log(), daemon.log()
+
+
+@pytest.fixture
+def raw(beside: Engine) -> Iterator[Raw]:
+    """A session of another engine."""
+    with Raw(beside.directory, "other") as session:
+        yield session
+
+
+def refusal(raw: Raw, **fields: Any) -> str:
+    """The code that answers a registration; by default it is right but for `fields`."""
+    if "allocations" not in fields:
+        descriptor = memfd()
+        fields["allocations"] = (FdAllocation(raw.deposit(descriptor)[0], 512),)
+        os.close(descriptor)
+    message = RegisterKVCaches(
+        **{"request_id": 7, "layout": LAYOUT, "locations": HERE, "host_bytes": 4096, **fields}
+    )
+    answer = raw.ask(message, Error)
+    assert answer.request_id == 7
+    assert answer.error.message
+    return answer.error.code
+
+
+def layouts(*tensors: tuple[int, int, int], ref: tuple[int, int] = (0, 64)) -> KVLayout:
+    return KVLayout(tuple(TensorLayout(*t) for t in tensors), ((TensorRef(*ref),),))
+
+
+BAD_LAYOUTS: dict[str, tuple[dict[str, Any], Code]] = {
+    "unknown tensor": ({"layout": layouts((8, 64, 64), ref=(1, 64))}, Code.UNKNOWN_TENSOR),
+    "page larger than the tensor's": (
+        {"layout": layouts((8, 64, 64), ref=(0, 65))},
+        Code.BAD_LAYOUT,
+    ),
+    "rows that overlap": ({"layout": layouts((8, 64, 63))}, Code.BAD_LAYOUT),
+    "a tensor twice in a group": (
+        {"layout": KVLayout(LAYOUT.tensors, ((TensorRef(0, 64), TensorRef(0, 32)),))},
+        Code.BAD_LAYOUT,
+    ),
+    "one row too many": ({"layout": layouts((9, 64, 64))}, Code.BAD_LAYOUT),
+    "stride too large": ({"layout": layouts((8, 64, 65))}, Code.BAD_LAYOUT),
+    "offset too large": ({"locations": (Location(0, 1),)}, Code.BAD_LAYOUT),
+    "offset far out": ({"locations": (Location(0, (1 << 48) - 1),)}, Code.BAD_LAYOUT),
+    "no such allocation": ({"locations": (Location(1, 0),)}, Code.BAD_LAYOUT),
+    "no location": ({"locations": ()}, Code.BAD_LAYOUT),
+    "no allocation": ({"allocations": ()}, Code.BAD_LAYOUT),
+    "unknown ticket": ({"allocations": (FdAllocation(999, 512),)}, Code.UNKNOWN_TICKET),
+    "unknown timeline": ({"timeline": 999}, Code.UNKNOWN_TICKET),
+    "more than the pool has": ({"host_bytes": 1 << 40}, Code.POOL_FULL),
+    "less than one host block": ({"host_bytes": 63}, Code.POOL_FULL),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LAYOUTS)
+def test_a_bad_registration(beside: Engine, raw: Raw, name: str) -> None:
+    fields, code = BAD_LAYOUTS[name]
+    assert refusal(raw, **fields) == code
+    assert beside.client.status().errors == {code: 1}
+    assert raw.register().region.num_blocks == 8
+    raw.send(store(1, [0, 1], [0, 1]))
+    assert raw.result(1).outcome == "done"
+
+
+def test_memory_smaller_than_said(raw: Raw) -> None:
+    descriptor = memfd(448)
+    (ticket,) = raw.deposit(descriptor)
+    os.close(descriptor)
+    assert refusal(raw, allocations=(FdAllocation(ticket, 512),)) == Code.BAD_LAYOUT
+    assert refusal(raw, allocations=(FdAllocation(ticket, 512),)) == Code.UNKNOWN_TICKET
+
+
+def test_one_ticket_for_two(raw: Raw) -> None:
+    descriptor = memfd()
+    (ticket,) = raw.deposit(descriptor)
+    os.close(descriptor)
+    twice = (FdAllocation(ticket, 512),) * 2
+    assert refusal(raw, allocations=twice) == Code.UNKNOWN_TICKET
+    assert refusal(raw, allocations=twice[:1], timeline=ticket) == Code.UNKNOWN_TICKET
+
+
+def test_tickets_of_another_session(raw: Raw, beside: Engine) -> None:
+    with Raw(beside.directory, "thief") as thief:
+        descriptor = memfd()
+        (ticket,) = raw.deposit(descriptor)
+        os.close(descriptor)
+        stolen = (FdAllocation(ticket, 512),)
+        assert refusal(thief, allocations=stolen) == Code.UNKNOWN_TICKET
+        with pytest.raises(Refused) as refused:
+            collect(beside.directory, thief.session, ticket, 5)
+        assert refused.value.code == Code.UNKNOWN_TICKET
+        with pytest.raises(Refused) as refused:
+            collect(beside.directory, "nobody", ticket, 5)
+        assert refused.value.code == Code.NO_SESSION
+
+
+def test_cuda_memory_at_a_cpu_daemon(raw: Raw) -> None:
+    cuda = (CudaAllocation("GPU-0", bytes(64), 512),)
+    assert refusal(raw, allocations=cuda) == Code.DEVICE_MISMATCH
+
+
+@pytest.mark.parametrize("what", ["/dev/null", ".", "pipe"])
+def test_descriptors_of_other_things(raw: Raw, what: str) -> None:
+    ends = os.pipe() if what == "pipe" else (os.open(what, os.O_RDONLY),)
+    tensor, timeline = raw.deposit(ends[0], ends[0])
+    as_tensor = refusal(raw, allocations=(FdAllocation(tensor, 512),))
+    as_timeline = refusal(raw, timeline=timeline)
+    for descriptor in ends:
+        os.close(descriptor)
+    assert as_tensor in (Code.BAD_LAYOUT, Code.MAP_FAILED, Code.NOT_SHAREABLE)
+    assert as_timeline in (Code.NOT_SHAREABLE, Code.MAP_FAILED)
+
+
+def test_a_timeline_that_could_shrink(raw: Raw) -> None:
+    descriptor = memfd(4096, os.MFD_ALLOW_SEALING)
+    (ticket,) = raw.deposit(descriptor)
+    os.close(descriptor)
+    assert refusal(raw, timeline=ticket) == Code.NOT_SHAREABLE
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(1 << 20, 1 << 46, 1 << 46), (4, 1 << 47, 1 << 47), (1 << 46, 1, 1), (1 << 47, 1, 1 << 47)],
+)
+def test_tensors_beyond_all_memory(raw: Raw, shape: tuple[int, int, int]) -> None:
+    layout = layouts(shape, ref=(0, 1))
+    answer = raw.ask(AllocateKVCaches(3, layout, 4096), Error)
+    assert answer.request_id == 3
+    if shape[2] == 1:
+        allocations = (FdAllocation(999, shape[0]),)
+        assert refusal(raw, layout=layout, allocations=allocations)
+
+
+def test_a_failed_registration_leaves_nothing_behind(raw: Raw) -> None:
+    """The region of a registration that failed has no bytes to come back to."""
+    refusal(raw, allocations=(FdAllocation(999, 512),), host_bytes=512)
+    assert not raw.register().region.reattached
+
+
+def test_a_second_registration(raw: Raw, beside: Engine) -> None:
+    """One engine's name is one registration, from whatever session."""
+    with Raw(beside.directory, beside.options.name) as twin:
+        assert refusal(twin) == Code.ALREADY_REGISTERED
+    raw.register()
+    assert refusal(raw) == Code.ALREADY_REGISTERED
+
+
+def test_memory_that_is_not_shared(beside: Engine) -> None:
+    """The refusal says what to do instead, and that works."""
+    with OffloadClient(beside.directory, engine="plain") as client:
+        with pytest.raises(Refused) as refused:
+            client.register_kv_caches({"layer": torch.empty(8, 2, 4, 2, 8)}, num_blocks=8)
+        assert refused.value.code == Code.NOT_SHAREABLE
+        for way in ("shared_empty", "share_memory_", "allocate_kv_caches"):
+            assert way in refused.value.message
+        tensor = shared_empty((8, 2, 4, 2, 8), torch.float32)
+        assert client.register_kv_caches({"layer": tensor}, num_blocks=8).num_blocks > 0
+
+
+def test_tensors_of_no_canonical_form(beside: Engine) -> None:
+    with OffloadClient(beside.directory, engine="odd") as client:
+        for tensor in (shared_empty((7, 64)), shared_empty((8, 4, 4)).transpose(1, 2)[:, 1:]):
+            with pytest.raises(Refused) as refused:
+                client.register_kv_caches({"odd layer": tensor}, num_blocks=8)
+            assert refused.value.code == Code.BAD_LAYOUT
+            assert "odd layer" in refused.value.value
+        names = [["odd layer", "no layer"]]
+        with pytest.raises(Refused) as refused:
+            client.register_kv_caches(
+                {"odd layer": shared_empty((8, 64))}, num_blocks=8, groups=names
+            )
+        assert (refused.value.code, refused.value.value) == (Code.UNKNOWN_TENSOR, "no layer")
+
+
+@pytest.mark.xfail(reason="a CPU daemon maps tensors whose owner may shrink them", strict=True)
+def test_memory_that_shrinks_later(kvferryd: LocalDaemon) -> None:
+    """The owner cuts its tensor's memory off: the transfer fails, the daemon does not."""
+    descriptor = memfd()
+    with Raw(kvferryd.directory, "careless", timeout=2) as raw:
+        allocations = (FdAllocation(raw.deposit(descriptor)[0], 512),)
+        raw.ask(RegisterKVCaches(1, LAYOUT, allocations, HERE, 512), Registered)
+        os.ftruncate(descriptor, 0)
+        os.close(descriptor)
+        raw.send(store(1, [0], [0]))
+        assert raw.result(1).outcome == "failed"

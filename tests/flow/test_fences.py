@@ -1,0 +1,153 @@
+"""A transfer waits for the kernels that it needs, and the fence is what makes it wait.
+
+Kernels here are slow on purpose, so that a copy that does not wait for them comes too early every
+time: the same rounds without `wait_for` must go wrong, or they would prove nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvferry.client import Gone, LocalDaemon, TransferResult
+from kvferry.testing.content import Bytes
+from kvferry.testing.engine import Engine, StartEngine
+
+ROUNDS = 12
+SLOW = 0.03
+BLOCKS = list(range(16))
+COPIES = list(range(16, 32))
+
+
+def store_while_written(engine: Engine, seed: int, *, fenced: bool) -> Bytes:
+    """What arrives in host memory of blocks that a slow kernel is about to write."""
+    value = engine.worker.write(BLOCKS, seed, slow=SLOW)
+    store = engine.store(BLOCKS, BLOCKS, wait_for=value if fenced else 0)
+    results = engine.finish(store)
+    settled = engine.worker.signal()
+    results += engine.finish(engine.load(BLOCKS, COPIES, wait_for=settled))
+    assert all(result.success for result in results)
+    return engine.worker.read(COPIES)
+
+
+def load_while_read(engine: Engine, seed: int, *, fenced: bool) -> tuple[Bytes, Bytes]:
+    """What a slow kernel reads from blocks that are about to be loaded, and what is loaded."""
+    value = engine.worker.write(BLOCKS, seed)
+    engine.finish(engine.store(BLOCKS, BLOCKS, wait_for=value))
+    engine.worker.write(COPIES, seed + 1)
+    value = engine.worker.read_slowly(COPIES, SLOW)
+    engine.finish(engine.load(BLOCKS, COPIES, wait_for=value if fenced else 0))
+    return engine.worker.seen(), engine.worker.read(COPIES)
+
+
+@pytest.mark.parametrize("daemon_owned", [False, True], ids=["engine-owned", "daemon-owned"])
+def test_stores_behind_slow_kernels(
+    start_engine: StartEngine, daemon: LocalDaemon, daemon_owned: bool
+) -> None:
+    engine = start_engine(daemon, daemon_owned=daemon_owned)
+    for seed in range(ROUNDS):
+        wanted = engine.expected(BLOCKS, seed)
+        assert np.array_equal(store_while_written(engine, seed, fenced=True), wanted), seed
+
+
+def test_stores_without_a_fence_come_too_early(
+    start_engine: StartEngine, daemon: LocalDaemon
+) -> None:
+    engine = start_engine(daemon)
+    for seed in range(ROUNDS):
+        wanted = engine.expected(BLOCKS, seed)
+        assert not np.array_equal(store_while_written(engine, seed, fenced=False), wanted), seed
+
+
+def test_loads_behind_kernels_that_still_read(
+    start_engine: StartEngine, daemon: LocalDaemon
+) -> None:
+    engine = start_engine(daemon)
+    for seed in range(0, 2 * ROUNDS, 2):
+        seen, loaded = load_while_read(engine, seed, fenced=True)
+        assert np.array_equal(seen, engine.expected(COPIES, seed + 1)), seed
+        assert np.array_equal(loaded, engine.expected(BLOCKS, seed)), seed
+
+
+def test_loads_without_a_fence_come_too_early(
+    start_engine: StartEngine, daemon: LocalDaemon
+) -> None:
+    engine = start_engine(daemon)
+    for seed in range(0, 2 * ROUNDS, 2):
+        seen, _ = load_while_read(engine, seed, fenced=False)
+        assert not np.array_equal(seen, engine.expected(COPIES, seed + 1)), seed
+
+
+def still_held(engine: Engine, job: int) -> bool:
+    """Whether a job has not ended, though the daemon had time for it."""
+    with pytest.raises(Gone) as late:
+        engine.client.wait([job], timeout=0.05)
+    assert late.value.code == "timeout"
+    return job not in ended(engine.poll())
+
+
+def ended(results: list[TransferResult]) -> list[int]:
+    return [result.job_id for result in results]
+
+
+def test_a_scheduler_may_submit_before_the_worker_launches(
+    start_engine: StartEngine, daemon: LocalDaemon
+) -> None:
+    engine = start_engine(daemon)
+    value = engine.worker.write(BLOCKS, 1)
+    for to_come in range(1, 6):
+        job = engine.store(BLOCKS, BLOCKS, wait_for=value + to_come)
+        assert still_held(engine, job)
+        assert engine.worker.write(BLOCKS, 1 + to_come) == value + to_come
+        assert engine.finish(job)[0].success
+        engine.finish(engine.load(BLOCKS, COPIES))
+        assert np.array_equal(engine.worker.read(COPIES), engine.expected(BLOCKS, 1 + to_come))
+
+
+def test_jobs_wait_for_later_and_later_values(
+    start_engine: StartEngine, daemon: LocalDaemon
+) -> None:
+    """Loads and stores in one go, each for its own value; each begins when its own is reached."""
+    engine = start_engine(daemon)
+    value = engine.worker.write(BLOCKS, 1)
+    engine.finish(engine.store(BLOCKS, BLOCKS, wait_for=value))
+    stores = [engine.store([i], [16 + i], wait_for=value + 1 + i) for i in range(8)]
+    loads = [engine.load([8 + i], [16 + i], wait_for=value + 1 + i) for i in range(8)]
+    for i in range(8):
+        assert still_held(engine, stores[i])
+        assert still_held(engine, loads[i])
+        engine.worker.signal()
+        assert all(result.success for result in engine.finish(stores[i], loads[i]))
+    assert np.array_equal(engine.worker.read(COPIES[:8]), engine.expected(BLOCKS[8:], 1))
+
+
+def test_a_fence_of_one_engine_holds_nobody_else(
+    start_engine: StartEngine, daemon: LocalDaemon
+) -> None:
+    one, other = start_engine(daemon), start_engine(daemon)
+    held = [one.store([0], [0], wait_for=99), one.load([1], [1], wait_for=99)]
+    value = other.worker.write(BLOCKS, 3)
+    other.finish(other.store(BLOCKS, BLOCKS, wait_for=value), other.load(BLOCKS, COPIES))
+    assert np.array_equal(other.worker.read(COPIES), other.expected(BLOCKS, 3))
+    assert not set(held) & set(ended(one.poll()))
+    one.client.cancel(held)
+    assert [result.outcome for result in one.finish(*held)] == ["cancelled"] * 2
+
+
+def test_a_cancelled_job_moves_nothing_and_makes_room(
+    start_engine: StartEngine, daemon: LocalDaemon
+) -> None:
+    engine = start_engine(daemon)
+    value = engine.worker.write([0], 1)
+    engine.finish(engine.store([0], [0], wait_for=value))
+    value = engine.worker.write([1], 2)
+    held = engine.store([1], [0], wait_for=value + 1)
+    behind = engine.store([1], [1], wait_for=value)
+    assert still_held(engine, behind)
+    engine.client.cancel([held])
+    outcome, done = engine.finish(held, behind)
+    assert (outcome.outcome, outcome.transfer_size, done.success) == ("cancelled", 0, True)
+    engine.worker.signal()
+    engine.finish(engine.load([0, 1], [2, 3]))
+    wanted = [engine.expected([0], 1)[0], engine.expected([1], 2)[0]]
+    assert np.array_equal(engine.worker.read([2, 3]), wanted)

@@ -1,0 +1,153 @@
+"""Results come once and in order; the directions overlap unless their blocks meet."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from kvferry.client import Gone, LocalDaemon
+from kvferry.testing.engine import Engine, StartEngine
+
+MANY = 400
+NEVER = 1 << 40
+
+
+def held(engine: Engine, *jobs: int) -> bool:
+    """Whether none of the jobs has ended, though the daemon had time for them."""
+    with pytest.raises(Gone) as late:
+        engine.client.wait(jobs, timeout=0.05)
+    assert late.value.code == "timeout"
+    assert late.value.value == str(list(jobs))
+    return not {result.job_id for result in engine.poll()} & set(jobs)
+
+
+def test_results_come_in_the_order_of_submission(
+    start_engine: StartEngine, daemon: LocalDaemon
+) -> None:
+    """Jobs of one to thirty blocks, both ways, some of them refused by the daemon."""
+    engine = start_engine(daemon, num_blocks=64)
+    random = np.random.default_rng(1)
+    jobs: dict[tuple[str, str], list[int]] = {("GPU", "CPU"): [], ("CPU", "GPU"): []}
+    for _ in range(MANY):
+        ids = random.permutation(32)[: random.integers(1, 30)].tolist()
+        jobs["GPU", "CPU"].append(engine.store(ids, ids))
+        jobs["CPU", "GPU"].append(engine.load(ids, [32 + i for i in ids]))
+        engine.poll()
+    engine.finish(*jobs["GPU", "CPU"], *jobs["CPU", "GPU"])
+    for way, submitted in jobs.items():
+        assert [r.job_id for r in engine.history if r.transfer_type == way] == submitted
+    assert set(Counter(r.job_id for r in engine.history).values()) == {1}
+    assert all(result.success for result in engine.history)
+    assert engine.client.get_finished() == []
+
+
+def test_order_holds_behind_a_fence(start_engine: StartEngine, daemon: LocalDaemon) -> None:
+    """One held job holds those behind it, though they wait for nothing."""
+    engine = start_engine(daemon)
+    value = engine.worker.signal() + 1
+    jobs = [engine.store([i], [i], wait_for=value if i == 0 else 0) for i in range(16)]
+    assert held(engine, *jobs)
+    engine.worker.signal()
+    engine.finish(*jobs)
+    assert [result.job_id for result in engine.history] == jobs
+
+
+def test_the_last_of_many_stores_to_one_block_stays(
+    start_engine: StartEngine, daemon: LocalDaemon
+) -> None:
+    engine = start_engine(daemon)
+    fence = engine.worker.write(range(16), 1)
+    for i in range(16):
+        engine.store([i], [0], wait_for=fence)
+    engine.finish(engine.load([0], [31]))
+    assert np.array_equal(engine.worker.read([31]), engine.expected([15], 1))
+
+
+def test_directions_overlap(start_engine: StartEngine, daemon: LocalDaemon) -> None:
+    """A load of other blocks ends while a store waits for its fence; and the reverse."""
+    engine = start_engine(daemon)
+    value = engine.worker.write([0, 1], 1)
+    engine.finish(engine.store([0, 1], [0, 1], wait_for=value))
+    store = engine.store([2], [2], wait_for=value + 1)
+    assert engine.finish(engine.load([0], [8]))[0].success
+    assert held(engine, store)
+    engine.worker.signal()
+    load = engine.load([1], [9], wait_for=value + 2)
+    results = engine.finish(store, engine.store([3], [3]))
+    assert all(result.success for result in results)
+    assert held(engine, load)
+    engine.worker.signal()
+    engine.finish(load)
+    assert np.array_equal(engine.worker.read([8, 9]), engine.expected([0, 1], 1))
+
+
+def test_a_load_waits_for_the_store_of_its_host_block(
+    start_engine: StartEngine, daemon: LocalDaemon
+) -> None:
+    engine = start_engine(daemon, block_size_factor=2)
+    value = engine.worker.write(range(4), 1)
+    engine.finish(engine.store(range(4), [0, 1], wait_for=value))
+    value = engine.worker.write(range(4), 2) + 1
+    store = engine.store([2, 3], [1], wait_for=value)
+    free = engine.load([0], [8, 9])
+    bound = engine.load([1], [10, 11])
+    assert engine.finish(free)[0].success
+    assert held(engine, store, bound)
+    engine.worker.signal()
+    assert all(result.success for result in engine.finish(store, bound))
+    assert np.array_equal(engine.worker.read([8, 9]), engine.expected([0, 1], 1))
+    assert np.array_equal(engine.worker.read([10, 11]), engine.expected([2, 3], 2))
+
+
+def test_a_store_waits_for_the_load_of_its_host_block(
+    start_engine: StartEngine, daemon: LocalDaemon
+) -> None:
+    engine = start_engine(daemon)
+    value = engine.worker.write([0, 1], 1)
+    engine.finish(engine.store([0], [0], wait_for=value))
+    load = engine.load([0], [8], wait_for=value + 1)
+    store = engine.store([1], [0])
+    assert held(engine, load, store)
+    engine.worker.signal()
+    engine.finish(load, store)
+    assert np.array_equal(engine.worker.read([8]), engine.expected([0], 1))
+    engine.finish(engine.load([0], [9]))
+    assert np.array_equal(engine.worker.read([9]), engine.expected([1], 1))
+
+
+def test_directions_that_meet_in_a_gpu_block(
+    start_engine: StartEngine, daemon: LocalDaemon
+) -> None:
+    """A block is stored, loaded over, stored: each sees what the one before left."""
+    engine = start_engine(daemon)
+    value = engine.worker.write([0, 1], 1)
+    engine.finish(engine.store([1], [1], wait_for=value))
+    first = engine.store([0], [2], wait_for=value + 1)
+    over = engine.load([1], [0])
+    second = engine.store([0], [3])
+    assert held(engine, first, over, second)
+    engine.worker.signal()
+    engine.finish(first, over, second)
+    engine.finish(engine.load([2, 3], [8, 9]))
+    assert np.array_equal(engine.worker.read([0, 8, 9]), engine.expected([1, 0, 1], 1))
+
+
+def test_one_wait_for_jobs_of_both_directions(
+    start_engine: StartEngine, daemon: LocalDaemon
+) -> None:
+    """`wait` ignores ids that are not there, leaves results, and hears of others' jobs."""
+    engine = start_engine(daemon)
+    value = engine.worker.signal()
+    jobs = [engine.store([0], [0], wait_for=value + 1), engine.load([1], [1], wait_for=value + 2)]
+    engine.client.wait([NEVER, NEVER + 1], timeout=5)
+    with pytest.raises(Gone):
+        engine.worker.wait(jobs, timeout=0.05)
+    engine.worker.signal()
+    engine.worker.signal()
+    engine.worker.wait([*jobs, NEVER], timeout=5)
+    engine.client.wait([*jobs, NEVER], timeout=5)
+    results = engine.client.get_finished()
+    assert {result.job_id for result in results} == set(jobs)
+    assert all(result.success for result in results)

@@ -1,0 +1,167 @@
+"""What is stored and loaded elsewhere is the same bytes, and not one other byte changes.
+
+`moved` compares whole memories. Before anything moves, the worker's own kernels write into the
+blocks to come what must come, and all memory is remembered; then those blocks are filled with
+something else, and the load has to bring the memory to just that state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from kvferry.client import LocalDaemon
+from kvferry.testing.engine import Engine, GroupOptions, StartEngine
+
+WRITTEN, SPOILED = 1, 2
+SHAPES = {
+    "blocks first": {"form": "blocks_first"},
+    "blocks first, HND": {"form": "blocks_first_hnd", "dtype": "float16"},
+    "K and V split": {"form": "split", "dtype": "float32"},
+    "K and V split, HND": {"form": "split_hnd"},
+    "K and V separate": {"form": "separate"},
+    "MLA": {"form": "mla", "groups": (GroupOptions(3, (4, 1, 72)),)},
+    "cross-layer": {"form": "cross_layer", "groups": (GroupOptions(5),)},
+    "interleaved layers": {"form": "interleaved", "groups": (GroupOptions(3),)},
+    "hidden padding": {"form": "padded"},
+    "declared padding": {"form": "tail", "dtype": "int8"},
+    "kernel blocks": {"form": "blocks_first", "kernel_blocks": 2},
+    "kernel blocks, split": {"form": "split_hnd", "kernel_blocks": 4},
+    "kernel blocks, padded": {"form": "padded", "kernel_blocks": 2},
+    "share_memory_": {"form": "split", "memory": "share_memory"},
+    "odd page": {"form": "mla", "dtype": "uint8", "groups": (GroupOptions(3, (7, 1, 11)),)},
+    "daemon-owned": {"daemon_owned": True},
+    "daemon-owned, padded": {"daemon_owned": True, "row_padding": 96},
+}
+TWO_GROUPS = (GroupOptions(2, (4, 2, 8)), GroupOptions(3, (2, 1, 8)))
+
+
+def check_moved(
+    engine: Engine,
+    src: Sequence[Sequence[int]],
+    host: Sequence[int],
+    dst: Sequence[Sequence[int]],
+    firsts: Sequence[int],
+) -> None:
+    """Store src[group] of every group to `host`, load it into dst[group], compare all memory."""
+    worker, sizes = engine.worker, [len(ids) for ids in src]
+    worker.scribble(7)
+    for group, (origin, target) in enumerate(zip(src, dst, strict=True)):
+        worker.write(origin, WRITTEN, group=group)
+        worker.write(target, WRITTEN, group=group, like=origin)
+    wanted = worker.snapshot()
+    flat = [[i for ids in side for i in ids] for side in (src, dst)]
+    value = worker.signal()
+    jobs = [engine.store(flat[0], host, wait_for=value, sizes=sizes, firsts=firsts)]
+    engine.finish(*jobs)
+    for group, target in enumerate(dst):
+        value = worker.write(target, SPOILED, group=group)
+    jobs.append(engine.load(host, flat[1], wait_for=value, sizes=sizes, firsts=firsts))
+    results = engine.finish(*jobs)
+    nbytes = sum(
+        n * sum(size for _, size in parts) for n, parts in zip(sizes, engine.parts, strict=True)
+    )
+    assert [(r.success, r.transfer_size, r.error) for r in results] == [(True, nbytes, None)] * 2
+    assert [r.transfer_type for r in results] == [("GPU", "CPU"), ("CPU", "GPU")]
+    assert all(r.transfer_time > 0 for r in results)
+    for found, whole in zip(worker.snapshot(), wanted, strict=True):
+        assert np.array_equal(found, whole)
+
+
+def shuffled(*counts: int, of: int = 32) -> list[list[int]]:
+    """Lists of ids that do not meet, in no order."""
+    ids = np.random.default_rng(5).permutation(of).tolist()
+    ends = np.cumsum(counts).tolist()
+    return [ids[end - n : end] for n, end in zip(counts, ends, strict=True)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_layout(start_engine: StartEngine, daemon: LocalDaemon, shape: str) -> None:
+    groups = (GroupOptions(2, (8, 2, 8)),)
+    engine = start_engine(daemon, **{"groups": groups, **SHAPES[shape]}, block_size_factor=2)
+    src, dst = shuffled(9, 9)
+    check_moved(engine, [src], [5, 0, 3, 8, 1], [dst], [0])
+
+
+@pytest.mark.parametrize(
+    ("factor", "first", "blocks"),
+    [(1, 0, 1), (1, 5, 12), (4, 0, 8), (4, 1, 3), (4, 3, 1), (4, 2, 9), (3, 4, 7), (16, 15, 2)],
+)
+@pytest.mark.parametrize("daemon_owned", [False, True], ids=["engine-owned", "daemon-owned"])
+def test_partial_host_blocks(
+    start_engine: StartEngine,
+    daemon: LocalDaemon,
+    factor: int,
+    first: int,
+    blocks: int,
+    daemon_owned: bool,
+) -> None:
+    engine = start_engine(daemon, block_size_factor=factor, daemon_owned=daemon_owned)
+    src, dst = shuffled(blocks, blocks)
+    hosts = -(-(blocks + first % factor) // factor)
+    check_moved(engine, [src], shuffled(hosts)[0], [dst], [first])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "firsts", "hosts"),
+    [((6, 6), (0, 0), 4), ((5, 4), (2, 7), 5), ((0, 5), (0, 1), 2), ((7, 0), (3, 2), 3)],
+)
+@pytest.mark.parametrize("daemon_owned", [False, True], ids=["engine-owned", "daemon-owned"])
+def test_groups(
+    start_engine: StartEngine,
+    daemon: LocalDaemon,
+    sizes: tuple[int, int],
+    firsts: tuple[int, int],
+    hosts: int,
+    daemon_owned: bool,
+) -> None:
+    engine = start_engine(daemon, groups=TWO_GROUPS, block_size_factor=3, daemon_owned=daemon_owned)
+    a, b, c, d = shuffled(*sizes, *sizes)
+    check_moved(engine, [a, b], shuffled(hosts)[0], [c, d], firsts)
+
+
+def test_groups_that_share_tensors(start_engine: StartEngine, daemon: LocalDaemon) -> None:
+    groups = (GroupOptions(), GroupOptions())
+    engine = start_engine(daemon, groups=groups, shared_groups=True, block_size_factor=2)
+    a, b, c, d = shuffled(4, 5, 4, 5)
+    check_moved(engine, [a, b], shuffled(5)[0], [c, d], [0, 0])
+
+
+def test_group_blocks_with_the_same_ids(start_engine: StartEngine, daemon: LocalDaemon) -> None:
+    """Groups that share nothing number their blocks each for themselves."""
+    engine = start_engine(daemon, groups=TWO_GROUPS)
+    src, dst = shuffled(4, 4)
+    check_moved(engine, [src, src], list(range(8)), [dst, dst], [0, 0])
+
+
+def test_a_store_touches_its_own_sub_blocks_only(
+    start_engine: StartEngine, daemon: LocalDaemon
+) -> None:
+    """The whole region is filled, some of it stored over, and all of it read back."""
+    engine = start_engine(daemon, num_blocks=48, block_size_factor=4, host_bytes=6 * 4 * 512)
+    worker, everything = engine.worker, list(range(24))
+    assert engine.region.num_blocks == 6
+    engine.finish(engine.store(everything, range(6), wait_for=worker.write(everything, 1)))
+    fence = worker.write(everything, 3)
+    engine.finish(engine.store([9, 20, 3, 4, 11], [4, 2], wait_for=fence, firsts=[3], sizes=[5]))
+    engine.finish(engine.load(range(6), range(24, 48)))
+    wanted = engine.expected(everything, 1)
+    wanted[19] = engine.expected([9], 3)[0]
+    wanted[8:12] = engine.expected([20, 3, 4, 11], 3)
+    assert np.array_equal(worker.read(range(24, 48)), wanted)
+
+
+def test_many_pieces(start_engine: StartEngine, daemon: LocalDaemon) -> None:
+    """A transfer larger than what is in flight at once, in one job each way."""
+    groups = (GroupOptions(2, (64, 8, 64)),)
+    engine = start_engine(
+        daemon, groups=groups, num_blocks=272, host_bytes=40 << 20, block_size_factor=4
+    )
+    assert engine.region.block_bytes == 4 * (256 << 10)
+    src, dst = shuffled(135, 135, of=272)
+    worker = engine.worker
+    engine.finish(engine.store(src, range(34), wait_for=worker.write(src, 1)))
+    engine.finish(engine.load(range(34), dst))
+    assert np.array_equal(worker.read(dst), engine.expected(src, 1))

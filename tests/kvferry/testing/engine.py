@@ -1,0 +1,219 @@
+"""A small LLM engine that computes nothing: a scheduler here, its worker in another process.
+
+    with LocalDaemon() as daemon, WorkerProcess() as process:
+        with Engine(daemon.directory, process, EngineOptions(num_blocks=64)) as engine:
+            value = engine.worker.write([3, 4], seed=1, slow=0.2)       # returns at once
+            job = engine.store([3, 4], [0, 1], wait_for=value)
+            (result,) = engine.finish(job)
+            engine.finish(engine.load([0, 1], [8, 9]))
+            assert (engine.worker.read([8, 9]) == engine.expected([3, 4], seed=1)).all()
+
+As in real engines, the scheduler submits and polls and touches no tensor, the worker registers the
+KV tensors, runs kernels on them (real ones on a GPU) and advances the timeline behind them. A
+worker's process takes seconds to start, so it can serve one engine after another.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from kvferry.client import (
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    OffloadClient,
+    TransferResult,
+    TransferSpec,
+)
+from kvferry.testing.content import Bytes, expected
+from kvferry.testing.options import EngineOptions, Form, GroupOptions
+
+if TYPE_CHECKING:
+    from kvferry.testing.worker import Opened, Worker
+
+POLL = 0.0005
+COMMAND_TIMEOUT = 60.0
+
+
+class WorkerDied(Exception):
+    """The worker's process ended before it answered."""
+
+
+class WorkerProcess:
+    """A process that can be an engine's worker; `close` ends it."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    def call(self, name: str, *arguments: Any, **keywords: Any) -> Any:
+        """Have the worker do one of its methods; returns or raises what that does."""
+        try:
+            self._pipe.send((name, arguments, keywords))
+            if not self._pipe.poll(COMMAND_TIMEOUT):
+                raise TimeoutError(f"the worker did not answer to {name}")
+            answer, error = self._pipe.recv()
+        except (EOFError, ConnectionError) as gone:
+            raise WorkerDied(name) from gone
+        if error is not None:
+            raise error
+        return answer
+
+    def kill(self) -> None:
+        """SIGKILL, and back when it is dead."""
+        self._process.kill()
+        self._process.join()
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join(5)
+        self.kill()
+
+    def __enter__(self) -> WorkerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _serve(pipe: Any) -> None:
+    from kvferry.testing.worker import serve
+
+    serve(pipe)
+
+
+class _Remote:
+    """Looks like the Worker that lives in another process."""
+
+    def __init__(self, process: WorkerProcess) -> None:
+        self._call = process.call
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self._call, name)
+
+
+class Engine:
+    """The scheduler, and a handle of the worker.
+
+    worker: the methods of worker.Worker, done in `process`. region: the part of the host pool.
+    client: the scheduler's session. history: results in the order they came.
+    """
+
+    def __init__(self, directory: Path, process: WorkerProcess, options: EngineOptions) -> None:
+        self.directory, self.options = directory, options
+        self.history: list[TransferResult] = []
+        self._job_ids = count(1)
+        self.start_worker(process)
+        self.client = OffloadClient(directory, engine=options.name, client="scheduler")
+
+    def start_worker(self, process: WorkerProcess) -> None:
+        """Make `process` the worker; again, where the one before died."""
+        self.process = process
+        opened: Opened = process.call("open", self.directory, self.options)
+        self.region, self.parts = opened.region, opened.parts
+        self.worker = cast("Worker", _Remote(process))
+
+    def expected(self, block_ids: Sequence[int], seed: int, group: int = 0) -> Bytes:
+        """What `worker.read` gives for blocks written with `seed`."""
+        return expected(self.parts[group], block_ids, seed)
+
+    def store(
+        self,
+        gpu: Sequence[int],
+        host: Sequence[int],
+        *,
+        wait_for: int = 0,
+        sizes: Sequence[int] | None = None,
+        firsts: Sequence[int] | None = None,
+    ) -> int:
+        """Submit GPU blocks to host blocks; returns the job's id."""
+        spec = _gpu(gpu, sizes, firsts), CPULoadStoreSpec(np.asarray(host, dtype=np.int64))
+        return self.submit(spec, wait_for)
+
+    def load(
+        self,
+        host: Sequence[int],
+        gpu: Sequence[int],
+        *,
+        wait_for: int = 0,
+        sizes: Sequence[int] | None = None,
+        firsts: Sequence[int] | None = None,
+    ) -> int:
+        """Submit host blocks to GPU blocks; returns the job's id."""
+        spec = CPULoadStoreSpec(np.asarray(host, dtype=np.int64)), _gpu(gpu, sizes, firsts)
+        return self.submit(spec, wait_for)
+
+    def submit(self, spec: TransferSpec, wait_for: int = 0) -> int:
+        job_id = next(self._job_ids)
+        self.client.transfer_async(job_id, spec, wait_for)
+        return job_id
+
+    def poll(self) -> list[TransferResult]:
+        """Take in what has finished; returns all results so far."""
+        self.history += self.client.get_finished()
+        return self.history
+
+    def finish(self, *job_ids: int, timeout: float = 20.0) -> list[TransferResult]:
+        """Poll until these jobs have ended; their results, in the order asked for."""
+        deadline = time.monotonic() + timeout
+        while missing := set(job_ids) - {result.job_id for result in self.poll()}:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"jobs {sorted(missing)} have not ended")
+            time.sleep(POLL)
+        by_id = {result.job_id: result for result in self.history}
+        return [by_id[job_id] for job_id in job_ids]
+
+    def close(self) -> None:
+        self.client.close()
+        if self.process.alive:
+            self.worker.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+StartEngine = Callable[..., Engine]
+"""StartEngine(daemon or its directory, **options as EngineOptions has them)."""
+
+
+def _gpu(
+    ids: Sequence[int], sizes: Sequence[int] | None, firsts: Sequence[int] | None
+) -> GPULoadStoreSpec:
+    return GPULoadStoreSpec(
+        np.asarray(ids, dtype=np.int64),
+        None if sizes is None else tuple(sizes),
+        None if firsts is None else tuple(firsts),
+    )
+
+
+__all__ = [
+    "Engine",
+    "EngineOptions",
+    "Form",
+    "GroupOptions",
+    "StartEngine",
+    "WorkerDied",
+    "WorkerProcess",
+]

@@ -1,0 +1,54 @@
+"""Fixtures for tests of what uses kvferry. In your conftest.py:
+
+    pytest_plugins = ["kvferry.testing.plugin"]
+
+    def test_something(kvferryd, kvferry_client): ...       # a daemon of the test's own, on the CPU
+    def test_a_small_pool(start_kvferryd):
+        daemon = start_kvferryd(pool_bytes=1 << 20, limits_max_jobs=4)
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import pytest
+
+from kvferry.client import LocalDaemon, OffloadClient
+
+POOL_BYTES = 16 << 20
+
+
+class StartKvferryd(Protocol):
+    def __call__(
+        self, device: str = "cpu", *, pool_bytes: int = POOL_BYTES, **options: Any
+    ) -> LocalDaemon: ...
+
+
+@pytest.fixture
+def start_kvferryd() -> Iterator[StartKvferryd]:
+    """start_kvferryd(device="cpu", **options) -> LocalDaemon; all are stopped after the test."""
+    with ExitStack() as running:
+
+        def start(
+            device: str = "cpu", *, pool_bytes: int = POOL_BYTES, **options: Any
+        ) -> LocalDaemon:
+            return running.enter_context(LocalDaemon(device, pool_bytes=pool_bytes, **options))
+
+        yield start
+
+
+@pytest.fixture
+def kvferryd(start_kvferryd: StartKvferryd) -> LocalDaemon:
+    """A daemon on the CPU, with a host pool of 16 MiB."""
+    return start_kvferryd()
+
+
+@pytest.fixture
+def kvferry_client(kvferryd: LocalDaemon) -> Iterator[OffloadClient]:
+    """A client of that daemon, of the engine "default"."""
+    with OffloadClient(kvferryd.directory) as client:
+        yield client

@@ -1,0 +1,139 @@
+"""A session without the SDK: any bytes, any messages, in any order.
+
+What the daemon does with a client that is wrong, old or hostile cannot be asked through a client
+that checks what it sends. `Raw` says nothing by itself, except Hello where it is told an engine.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import zmq
+
+from kvferry.client.descriptors import deposit
+from kvferry.proto.codec import decode_daemon_message, encode
+from kvferry.proto.messages import (
+    PROTOCOL,
+    ClientMessage,
+    DaemonMessage,
+    FdAllocation,
+    Finished,
+    Goodbye,
+    Hello,
+    JobResult,
+    Location,
+    Registered,
+    RegisterKVCaches,
+    Submit,
+    Welcome,
+)
+from kvferry.proto.specs import (
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    KVLayout,
+    TensorLayout,
+    TensorRef,
+)
+
+M = TypeVar("M")
+
+
+class Raw:
+    """A DEALER to a daemon; with `engine`, one that has been welcomed."""
+
+    def __init__(self, directory: Path, engine: str | None = None, timeout: float = 10.0) -> None:
+        self.directory, self.timeout = directory, timeout
+        self.session = ""
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(f"ipc://{directory / 'kvferry.sock'}")
+        if engine is not None:
+            self.ask(Hello(PROTOCOL, PROTOCOL, "raw", engine), Welcome)
+
+    def send(self, *frames: bytes | ClientMessage) -> None:
+        """Frames of one message: bytes as they are, messages encoded."""
+        self._socket.send_multipart([f if isinstance(f, bytes) else encode(f) for f in frames])
+
+    def recv(self, kind: type[M], timeout: float | None = None) -> M:
+        """The next message of this kind; others are passed over."""
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0 or not self._socket.poll(int(left * 1e3) + 1):
+                raise TimeoutError(f"no {kind.__name__} came")
+            message: DaemonMessage = decode_daemon_message(self._socket.recv())
+            if isinstance(message, Welcome | Goodbye):
+                self.session = message.session_id if isinstance(message, Welcome) else ""
+            if isinstance(message, kind):
+                return message
+
+    def ask(self, message: bytes | ClientMessage, kind: type[M]) -> M:
+        self.send(message)
+        return self.recv(kind)
+
+    def result(self, job_id: int, timeout: float | None = None) -> JobResult:
+        """How a job ended; results of other jobs are passed over."""
+        while True:
+            for result in self.recv(Finished, timeout).results:
+                if result.job_id == job_id:
+                    return result
+
+    def deposit(self, *descriptors: int) -> tuple[int, ...]:
+        return deposit(self.directory, self.session, descriptors, self.timeout)
+
+    def register(self, num_blocks: int = 8, page: int = 64) -> Registered:
+        """Register one tensor in shared memory of our own, without torch."""
+        size = num_blocks * page
+        descriptor = os.memfd_create("raw-tensor", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, size)
+            (ticket,) = self.deposit(descriptor)
+        finally:
+            os.close(descriptor)
+        allocations, locations = (FdAllocation(ticket, size),), (Location(0, 0),)
+        layout = one_tensor(num_blocks, page)
+        message = RegisterKVCaches(1, layout, allocations, locations, host_bytes=size)
+        return self.ask(message, Registered)
+
+    def close(self) -> None:
+        """Goodbye from an open session, nothing from any other."""
+        try:
+            if self.session:
+                self.ask(Goodbye(), Goodbye)
+        finally:
+            self.drop()
+
+    def drop(self) -> None:
+        """Close the socket without a word."""
+        self._socket.close()
+        self._context.term()
+
+    def __enter__(self) -> Raw:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def one_tensor(num_blocks: int = 8, page: int = 64, stride: int | None = None) -> KVLayout:
+    """A layout of one tensor, one group, factor 1."""
+    tensor = TensorLayout(num_blocks, page, stride or page)
+    return KVLayout((tensor,), ((TensorRef(0, page),),))
+
+
+def store(job_id: int, gpu: Sequence[int], host: Sequence[int], wait_for: int = 0) -> Submit:
+    """The message that stores blocks of the only group."""
+    src = GPULoadStoreSpec(np.asarray(gpu, dtype=np.int64))
+    return Submit(job_id, src, CPULoadStoreSpec(np.asarray(host, dtype=np.int64)), wait_for)
+
+
+def load(job_id: int, host: Sequence[int], gpu: Sequence[int], wait_for: int = 0) -> Submit:
+    """The message that loads blocks of the only group."""
+    back = store(job_id, gpu, host)
+    return Submit(job_id, back.dst, back.src, wait_for)

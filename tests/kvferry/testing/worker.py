@@ -1,0 +1,177 @@
+"""The worker of the engine stand-in: owns the KV tensors and runs kernels on them.
+
+It lives in a process of its own (engine.py starts it) and does what it is told over a pipe, one
+command at a time: the methods of `Worker`. A command that launches kernels returns before they have
+run, with the value that the timeline shows once they have.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvferry.client import HostRegion, OffloadClient, Timeline
+from kvferry.testing.content import Bytes, Parts, noise
+from kvferry.testing.kv import KVTensors, adopt, build, canonical_layout
+from kvferry.testing.options import EngineOptions
+from kvferry.testing.streams import make_stream
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An engine's registration, as the scheduler needs to know it."""
+
+    region: HostRegion
+    parts: tuple[Parts, ...]
+
+
+class Worker:
+    def __init__(self, directory: Path, options: EngineOptions) -> None:
+        self.options = options
+        self._stream = make_stream(options.device)
+        self._timeline = Timeline.create(options.device) if options.timeline else None
+        self._late: list[Tensor] = []
+        self._client = OffloadClient(directory, engine=options.name, client="worker")
+        try:
+            self._kv, region = self._register()
+        except BaseException:
+            self.close()
+            raise
+        self.opened = Opened(region, self._kv.parts)
+
+    def write(
+        self,
+        block_ids: Sequence[int],
+        seed: int,
+        *,
+        slow: float = 0.0,
+        group: int = 0,
+        like: Sequence[int] | None = None,
+    ) -> int:
+        """Launch kernels that fill blocks of a group with their noise; returns the value to wait
+        for, or 0 where the engine has no timeline.
+
+        slow: seconds that a kernel before them takes. like: ids whose noise is written instead.
+        """
+        target = self._stream.upload(block_ids)
+        blocks = self._stream.upload(block_ids if like is None else like)
+        if slow:
+            self._stream.sleep(slow)
+        for number in self._kv.members[group]:
+            self._stream.launch(partial(self._fill, number, target, blocks, seed))
+        return self.signal()
+
+    def scribble(self, seed: int) -> int:
+        """Launch kernels that fill all memory of the KV tensors, also between the blocks."""
+        for number, storage in enumerate(self._kv.storages()):
+            self._stream.launch(partial(_scrawl, storage, number, seed))
+        return self.signal()
+
+    def read(self, block_ids: Sequence[int], group: int = 0) -> Bytes:
+        """The bytes of blocks once all kernels have run: (blocks, bytes of a block)."""
+        self._stream.synchronize()
+        index = self._stream.upload(block_ids)
+        return _joined([self._kv.views[n][index] for n in self._kv.members[group]])
+
+    def read_slowly(self, block_ids: Sequence[int], slow: float, group: int = 0) -> int:
+        """Launch kernels that read blocks after `slow` seconds; `seen` tells what they saw."""
+        index, self._late = self._stream.upload(block_ids), []
+        self._stream.sleep(slow)
+        for number in self._kv.members[group]:
+            self._stream.launch(partial(self._look, number, index))
+        return self.signal()
+
+    def seen(self) -> Bytes:
+        self._stream.synchronize()
+        return _joined(self._late)
+
+    def snapshot(self) -> list[Bytes]:
+        """All memory of the KV tensors, byte by byte."""
+        self._stream.synchronize()
+        return [storage.cpu().numpy().copy() for storage in self._kv.storages()]
+
+    def signal(self) -> int:
+        """Advance the timeline behind what was launched so far."""
+        return self._stream.signal(self._timeline) if self._timeline else 0
+
+    def wait(self, job_ids: Sequence[int], timeout: float) -> None:
+        """Wait for jobs, here where they were not submitted."""
+        self._client.wait(job_ids, timeout)
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def close(self) -> None:
+        self._client.close()
+        self._stream.close()
+        if self._timeline is not None:
+            self._timeline.close()
+
+    def _register(self) -> tuple[KVTensors, HostRegion]:
+        o = self.options
+        common: dict[str, Any] = {"host_bytes": o.host_bytes, "timeline": self._timeline}
+        if o.daemon_owned:
+            layout = canonical_layout(o)
+            region, tensors = self._client.allocate_kv_caches(layout, **common)
+            return adopt(o, layout, tensors), region
+        kv = build(o)
+        region = self._client.register_kv_caches(
+            kv.kv_caches,
+            num_blocks=o.num_blocks,
+            groups=kv.groups,
+            block_size_factor=o.block_size_factor,
+            page_size_bytes=kv.page_size_bytes,
+            **common,
+        )
+        return kv, region
+
+    def _look(self, number: int, index: Tensor) -> None:
+        self._late.append(self._kv.views[number][index])
+
+    def _fill(self, number: int, target: Tensor, blocks: Tensor, seed: int) -> None:
+        view = self._kv.views[number]
+        size = view[0].numel() * view.element_size()
+        places = torch.arange(size, device=view.device)
+        pages = noise(places, blocks[:, None], number, seed).to(torch.uint8)
+        view[target] = pages.view(view.dtype).view(len(target), *view.shape[1:])
+
+
+def _scrawl(storage: Tensor, number: int, seed: int) -> None:
+    places = torch.arange(storage.numel(), device=storage.device)
+    storage.copy_(noise(places, -1 - number, number, seed))
+
+
+def _joined(pages: Sequence[Tensor]) -> Bytes:
+    rows = [page.contiguous().view(len(page), -1).view(torch.uint8).cpu() for page in pages]
+    return np.concatenate([row.numpy() for row in rows], axis=1)
+
+
+def serve(pipe: Connection) -> None:
+    """Obey until the pipe is closed. `open` makes the process an engine's worker, `close` not."""
+    worker: Worker | None = None
+    while True:
+        try:
+            name, arguments, keywords = pipe.recv()
+        except EOFError:
+            return
+        try:
+            if name == "open":
+                worker = Worker(*arguments)
+                answer: Any = worker.opened
+            else:
+                answer = getattr(worker, name)(*arguments, **keywords)
+            pipe.send((answer, None))
+        except Exception as error:
+            pipe.send((None, error))
+        if name == "close":
+            worker = None

@@ -1,0 +1,365 @@
+"""Geometry against semantics.md in its plainest words: loops over groups, blocks, pages and bytes.
+
+A world is a layout with its memory: an arena that stands for the device, a pool for the host. The
+model says which byte goes where, or what is wrong; real copies are done on real memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.daemon.core.geometry import Fragments, Geometry, Run
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
+
+PROFILE = settings(derandomize=True, deadline=None, max_examples=250)
+GUARD = 16
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True)
+class World:
+    layout: KVLayout
+    offsets: tuple[int, ...]
+    """Where each tensor begins in the arena."""
+    arena_bytes: int
+    region_start: int
+    host_blocks: int
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(self.layout, self.region_start, self.host_blocks)
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.region_start + self.host_blocks * self.layout.host_block_bytes + GUARD
+
+    def blocks_of(self, group: int) -> int:
+        return min(self.layout.tensors[ref.tensor].num_blocks for ref in self.layout.groups[group])
+
+    def share_memory(self, group: int, other: int) -> bool:
+        tensors = [{ref.tensor for ref in self.layout.groups[g]} for g in (group, other)]
+        return not tensors[0].isdisjoint(tensors[1])
+
+
+@dataclass(frozen=True)
+class Transfer:
+    direction: Direction
+    gpu_ids: tuple[int, ...]
+    sizes: tuple[int, ...]
+    indices: tuple[int, ...]
+    hosts: tuple[int, ...]
+
+    @property
+    def spec(self) -> GPULoadStoreSpec:
+        return GPULoadStoreSpec(self.gpu_ids, self.sizes, self.indices)
+
+    @property
+    def host_ids(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        return np.array(self.hosts, dtype=np.int64)
+
+
+# The model
+
+
+def moved(world: World, transfer: Transfer) -> list[tuple[int, int]]:
+    """(byte of the arena, byte of the pool) for every byte that a good transfer moves, in order."""
+    layout, factor = world.layout, world.layout.block_size_factor
+    block_bytes = [sum(ref.page_size_bytes for ref in group) for group in layout.groups]
+    gpu_ids, hosts = list(transfer.gpu_ids), list(transfer.hosts)
+    pairs = []
+    for group, (size, index) in enumerate(zip(transfer.sizes, transfer.indices, strict=True)):
+        skip, host = index % factor, 0
+        for number in range(size):
+            if number == 0 or (skip + number) % factor == 0:
+                host = hosts.pop(0)
+            at = world.region_start + host * factor * max(block_bytes)
+            at += (skip + number) % factor * block_bytes[group]
+            block = gpu_ids.pop(0)
+            for ref in layout.groups[group]:
+                stride = layout.tensors[ref.tensor].row_stride_bytes
+                row = world.offsets[ref.tensor] + block * stride
+                for byte in range(ref.page_size_bytes):
+                    pairs.append((row + byte, at))
+                    at += 1
+    assert not gpu_ids
+    assert not hosts
+    return pairs
+
+
+def wrong(world: World, transfer: Transfer) -> set[Code]:
+    """What is wrong with a transfer; empty where it is good."""
+    layout, factor = world.layout, world.layout.block_size_factor
+    if not len(transfer.sizes) == len(transfer.indices) == len(layout.groups):
+        return {Code.UNKNOWN_GROUP}
+    faults = set()
+    if any(not 0 <= host < world.host_blocks for host in transfer.hosts):
+        faults.add(Code.BLOCK_OUT_OF_RANGE)
+    if sum(transfer.sizes) != len(transfer.gpu_ids):
+        return faults | {Code.SIZE_MISMATCH}
+    needed, rest = 0, list(transfer.gpu_ids)
+    named: list[tuple[int, int]] = []
+    for group, (size, index) in enumerate(zip(transfer.sizes, transfer.indices, strict=True)):
+        needed += -(-(size + index % factor) // factor) if size else 0
+        named += [(group, rest.pop(0)) for _ in range(size)]
+    if needed != len(transfer.hosts):
+        faults.add(Code.SIZE_MISMATCH)
+    if any(not 0 <= block < world.blocks_of(group) for group, block in named):
+        faults.add(Code.BLOCK_OUT_OF_RANGE)
+    if transfer.direction is Direction.STORE:
+        twice = len(set(transfer.hosts)) != len(transfer.hosts)
+    else:
+        twice = any(
+            block == other_block and world.share_memory(group, other)
+            for n, (group, block) in enumerate(named)
+            for other, other_block in named[:n]
+        )
+    return faults | {Code.DUPLICATE_BLOCK} if twice else faults
+
+
+# Worlds and transfers
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    """Slabs of tensors whose rows are interleaved and padded; groups that share, or do not."""
+    tensors: list[TensorLayout] = []
+    offsets: list[int] = []
+    end = GUARD
+    for _ in range(draw(st.integers(1, 3))):
+        pages = draw(st.lists(st.integers(1, 7), min_size=1, max_size=2))
+        blocks, stride = draw(st.integers(1, 9)), sum(pages) + draw(st.integers(0, 3))
+        for number, page in enumerate(pages):
+            tensors.append(TensorLayout(blocks, page, stride))
+            offsets.append(end + sum(pages[:number]))
+        end += blocks * stride + draw(st.integers(0, 5))
+    if draw(st.booleans()):  # every group shares the first tensor, as hybrid models do
+        uses = [list(range(draw(st.integers(1, len(tensors))))) for _ in range(draw(_GROUPS))]
+    else:  # every group has tensors of its own
+        cuts = sorted(draw(st.sets(st.integers(1, len(tensors)), max_size=2)) | {len(tensors)})
+        order = draw(st.permutations(range(len(tensors))))
+        uses = [order[a:b] for a, b in zip([0, *cuts[:-1]], cuts, strict=True)]
+    groups = tuple(
+        tuple(TensorRef(t, draw(st.integers(1, tensors[t].page_size_bytes))) for t in group)
+        for group in uses
+    )
+    layout = KVLayout(tuple(tensors), groups, draw(st.integers(1, 8)))
+    layout.check()
+    start, blocks = draw(st.integers(GUARD, 40)), draw(st.integers(1, 20))
+    return World(layout, tuple(offsets), end + GUARD, start, blocks)
+
+
+_GROUPS = st.integers(1, 3)
+
+
+@st.composite
+def good_transfers(draw: st.DrawFn, world: World) -> Transfer:
+    """Distinct blocks per family of groups that share memory, distinct host blocks."""
+    factor, left = world.layout.block_size_factor, world.host_blocks
+    taken: list[tuple[int, int]] = []
+    sizes, indices, needed = [], [], 0
+    for group in range(len(world.layout.groups)):
+        index = draw(st.integers(0, 3 * factor))
+        free = [
+            block
+            for block in range(world.blocks_of(group))
+            if not any(block == b and world.share_memory(group, g) for g, b in taken)
+        ]
+        most = min(len(free), max(0, left * factor - index % factor))
+        size = draw(st.integers(0, most))
+        used = -(-(size + index % factor) // factor) if size else 0
+        taken += [(group, block) for block in draw(st.permutations(free))[:size]]
+        sizes.append(size)
+        indices.append(index)
+        needed, left = needed + used, left - used
+    hosts = draw(st.permutations(range(world.host_blocks)))[:needed]
+    gpu_ids = tuple(block for _, block in taken)
+    direction = draw(st.sampled_from(Direction))
+    return Transfer(direction, gpu_ids, tuple(sizes), tuple(indices), tuple(hosts))
+
+
+@st.composite
+def spoiled_transfers(draw: st.DrawFn, world: World) -> Transfer:
+    """A good transfer with one to three things changed, for the worse or not."""
+    transfer = draw(good_transfers(world))
+    for _ in range(draw(st.integers(1, 3))):
+        name = draw(st.sampled_from(["gpu_ids", "sizes", "indices", "hosts"]))
+        values = list(getattr(transfer, name))
+        at = draw(st.integers(0, len(values)))
+        low = -2 if name in ("gpu_ids", "hosts") else 0
+        match draw(st.sampled_from(["put", "insert", "cut", "copy"])):
+            case "put":
+                values[at : at + 1] = [draw(st.integers(low, 21))]
+            case "insert":
+                values.insert(at, draw(st.integers(low, 21)))
+            case "cut":
+                del values[at : at + 1]
+            case _:
+                values[at:at] = values[:1]
+        transfer = replace(transfer, **{name: tuple(values)})
+    return transfer
+
+
+def pairs_of(fragments: Fragments) -> list[tuple[int, int]]:
+    """(device byte, host byte) of everything in `fragments`, in order."""
+    rows = zip(fragments.gpu, fragments.host, fragments.size, strict=True)
+    return [(int(gpu) + n, int(host) + n) for gpu, host, size in rows for n in range(int(size))]
+
+
+def bases(world: World) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.array(world.offsets, dtype=np.int64)
+
+
+@settings(PROFILE)
+@given(st.data())
+def test_every_byte_of_a_good_transfer_goes_where_the_model_says(data: st.DataObject) -> None:
+    world = data.draw(worlds())
+    transfer = data.draw(good_transfers(world))
+    geometry, expected = world.geometry, moved(world, transfer)
+    resolved = geometry.resolve(transfer.direction, transfer.spec, transfer.host_ids)
+    assert geometry.nbytes(resolved.runs) == len(expected)
+    assert geometry.end(resolved.runs) == max((host + 1 for _, host in expected), default=0)
+    assert geometry.end(resolved.runs) <= world.pool_bytes - GUARD
+    assert sorted(resolved.host_blocks.tolist()) == sorted(transfer.hosts)
+    if resolved.runs:
+        assert pairs_of(geometry.fragments(resolved.runs, bases(world), 0)) == expected
+
+
+@settings(PROFILE)
+@given(st.data())
+def test_pieces_are_the_transfer_cut_in_order(data: st.DataObject) -> None:
+    world = data.draw(worlds())
+    transfer = data.draw(good_transfers(world))
+    max_bytes = data.draw(st.integers(1, 200))
+    geometry = world.geometry
+    runs = geometry.resolve(transfer.direction, transfer.spec, transfer.host_ids).runs
+    pieces = list(geometry.pieces(runs, max_bytes))
+    together: list[tuple[int, int]] = []
+    for number, piece in enumerate(pieces):
+        blocks = sum(run.gpu_blocks.size for run in piece)
+        assert blocks == 1 or geometry.nbytes(piece) <= max_bytes
+        assert blocks >= 1
+        if number:  # the block that comes first here had no room in the piece before
+            first = geometry.nbytes((piece[0].cut(0, 1),))
+            assert geometry.nbytes(pieces[number - 1]) + first > max_bytes
+        together += pairs_of(geometry.fragments(piece, bases(world), 0))
+    assert together == moved(world, transfer)
+
+
+@settings(PROFILE, max_examples=600)
+@given(st.data())
+def test_what_the_model_finds_wrong_is_refused_and_nothing_else(data: st.DataObject) -> None:
+    world = data.draw(worlds())
+    transfer = data.draw(spoiled_transfers(world))
+    faults = wrong(world, transfer)
+    try:
+        world.geometry.resolve(transfer.direction, transfer.spec, transfer.host_ids)
+    except Refused as error:
+        assert error.code in faults  # noqa: PT017
+    else:
+        assert not faults
+
+
+@settings(PROFILE)
+@given(st.data())
+def test_slots_tell_which_blocks_share_memory(data: st.DataObject) -> None:
+    """Two (group, block) have one slot if, and only if, their bytes on the device overlap."""
+    world = data.draw(worlds())
+    transfer = replace(data.draw(good_transfers(world)), direction=Direction.STORE)
+    named = [g for g, size in enumerate(transfer.sizes) for _ in range(size)]
+    geometry = world.geometry
+    slots = geometry.resolve(Direction.STORE, transfer.spec, transfer.host_ids).gpu_slots.tolist()
+    assert all(0 <= slot < geometry.gpu_slots for slot in slots)
+    for group in range(len(world.layout.groups)):
+        for block in range(world.blocks_of(group)):
+            sizes = tuple(int(g == group) for g in range(len(world.layout.groups)))
+            one = GPULoadStoreSpec([block], sizes, (0,) * len(sizes))
+            (slot,) = geometry.resolve(Direction.LOAD, one, np.array([0])).gpu_slots.tolist()
+            for other, other_block, other_slot in zip(named, transfer.gpu_ids, slots, strict=True):
+                shared = block == other_block and world.share_memory(group, other)
+                assert (slot == other_slot) == shared
+
+
+# Real memory
+
+
+class Memory:
+    """An arena and a pool full of noise, and the copying of fragments between them."""
+
+    def __init__(self, world: World) -> None:
+        random = np.random.default_rng(7)
+        self.world = world
+        self.arena: Bytes = random.integers(0, 256, world.arena_bytes, dtype=np.uint8)
+        self.pool: Bytes = random.integers(0, 256, world.pool_bytes, dtype=np.uint8)
+
+    def copy(self, direction: Direction, runs: tuple[Run, ...]) -> None:
+        for piece in self.world.geometry.pieces(runs, 64):
+            where = bases(self.world) + self.arena.ctypes.data
+            fragments = self.world.geometry.fragments(piece, where, self.pool.ctypes.data)
+            for gpu, host, size in zip(fragments.gpu, fragments.host, fragments.size, strict=True):
+                to, origin = (host, gpu) if direction is Direction.STORE else (gpu, host)
+                ctypes.memmove(int(to), int(origin), int(size))
+
+    def transfer(self, transfer: Transfer) -> None:
+        geometry = self.world.geometry
+        resolved = geometry.resolve(transfer.direction, transfer.spec, transfer.host_ids)
+        self.copy(transfer.direction, resolved.runs)
+
+
+@settings(PROFILE)
+@given(st.data())
+def test_a_copy_changes_the_bytes_it_should_and_no_other(data: st.DataObject) -> None:
+    world = data.draw(worlds())
+    memory = Memory(world)
+    arena, pool = memory.arena.copy(), memory.pool.copy()
+    for _ in range(data.draw(st.integers(1, 3))):
+        transfer = data.draw(good_transfers(world))
+        memory.transfer(transfer)
+        for gpu, host in moved(world, transfer):
+            if transfer.direction is Direction.STORE:
+                pool[host] = arena[gpu]
+            else:
+                arena[gpu] = pool[host]
+    assert np.array_equal(memory.arena, arena)
+    assert np.array_equal(memory.pool, pool)
+
+
+@settings(PROFILE)
+@given(st.data())
+def test_what_was_stored_loads_into_other_blocks_unchanged(data: st.DataObject) -> None:
+    world = data.draw(worlds())
+    memory = Memory(world)
+    store = replace(data.draw(good_transfers(world)), direction=Direction.STORE)
+    elsewhere = data.draw(others(world, store))
+    memory.transfer(store)
+    before, origin = memory.arena.copy(), [gpu for gpu, _ in moved(world, store)]
+    memory.transfer(elsewhere)
+    target = [gpu for gpu, _ in moved(world, elsewhere)]
+    assert np.array_equal(memory.arena[target], before[origin])
+    rest = np.ones(memory.arena.size, dtype=bool)
+    rest[target] = False
+    assert np.array_equal(memory.arena[rest], before[rest])
+
+
+@st.composite
+def others(draw: st.DrawFn, world: World, store: Transfer) -> Transfer:
+    """The load of what `store` stored, into any blocks that a transfer of its shape may name."""
+    gpu_ids: list[tuple[int, int]] = []
+    for group, size in enumerate(store.sizes):
+        free = [
+            block
+            for block in range(world.blocks_of(group))
+            if not any(block == b and world.share_memory(group, g) for g, b in gpu_ids)
+        ]
+        if len(free) < size:  # groups before took too many: the blocks of the store will do
+            return replace(store, direction=Direction.LOAD)
+        gpu_ids += [(group, block) for block in draw(st.permutations(free))[:size]]
+    blocks = tuple(block for _, block in gpu_ids)
+    return replace(store, direction=Direction.LOAD, gpu_ids=blocks)

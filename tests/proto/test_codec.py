@@ -1,0 +1,476 @@
+"""Whatever bytes arrive, a decoder answers with a message or a Refused; and specs and errors."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.proto import codec
+from kvferry.proto import messages as wire
+from kvferry.proto.codec import Decoder, encode
+from kvferry.proto.errors import (
+    FAILED,
+    GONE,
+    Code,
+    ErrorInfo,
+    Failed,
+    Gone,
+    KVFerryError,
+    Refused,
+    error_of,
+)
+from kvferry.proto.specs import (
+    MAX_BLOCK_IDS,
+    CPULoadStoreSpec,
+    Direction,
+    GPULoadStoreSpec,
+    KVLayout,
+    TensorLayout,
+    TensorRef,
+    as_block_ids,
+)
+
+PROFILE = settings(derandomize=True, deadline=None)
+DECODERS: dict[str, Decoder[Any]] = {
+    "client": codec.decode_client_message,
+    "daemon": codec.decode_daemon_message,
+    "request": codec.decode_descriptor_request,
+    "reply": codec.decode_descriptor_reply,
+}
+GOLDEN = {
+    name: bytes.fromhex(data)
+    for name, data in json.loads(Path(__file__).with_name("golden.json").read_text()).items()
+}
+
+
+def decoder_of(name: str) -> Decoder[Any]:
+    return DECODERS[name.partition("/")[0]]
+
+
+def refusal(decode: Decoder[Any], data: bytes) -> str:
+    with pytest.raises(Refused) as caught:
+        decode(data)
+    return caught.value.code
+
+
+def pack(*fields: Any) -> bytes:
+    return msgspec.msgpack.encode(fields)
+
+
+def ids(*values: int) -> msgspec.msgpack.Ext:
+    return msgspec.msgpack.Ext(8, struct.pack(f"<{len(values)}q", *values))
+
+
+TENSOR, REF = [4, 64, 64], [0, 64]
+LAYOUT = [[TENSOR], [[REF]], 1]
+GPU, CPU = ["gpu", ids(1, 2)], ["cpu", ids(3)]
+
+
+# Bytes that are no message
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_message_cut_short_anywhere_is_refused(name: str) -> None:
+    data, decode = GOLDEN[name], decoder_of(name)
+    assert {refusal(decode, data[:n]) for n in range(len(data))} == {Code.BAD_MESSAGE}
+
+
+@pytest.mark.parametrize("tail", [b"\x00", b"\xc0", b"\x90"])
+@pytest.mark.parametrize("name", GOLDEN)
+def test_bytes_behind_a_message_are_refused(name: str, tail: bytes) -> None:
+    assert refusal(decoder_of(name), GOLDEN[name] + tail) == Code.BAD_MESSAGE
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_field_too_many_is_refused(name: str) -> None:
+    data = GOLDEN[name]
+    longer = bytes([data[0] + 1]) + data[1:] + b"\xc0"  # every message is a fixarray
+    assert refusal(decoder_of(name), longer) == Code.BAD_MESSAGE
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{}",
+        pack(),
+        pack("submission", 1, GPU, CPU, 0),
+        pack("welcome", 1),  # the daemon's
+        pack("Submit", 1, GPU, CPU, 0),
+        pack(1, 2, 3),
+        pack(None),
+        pack(b"cancel", [1]),
+        msgspec.msgpack.encode({"type": "cancel", "job_ids": [1]}),
+        msgspec.msgpack.encode("cancel"),
+        msgspec.msgpack.encode(7),
+        pack("submit", 1, GPU),
+        pack("submit"),
+        pack("cancel"),
+        pack("registerkvcaches", 1, LAYOUT),
+        pack("submit", "1", GPU, CPU),
+        pack("submit", 1.5, GPU, CPU),
+        pack("submit", None, GPU, CPU),
+        pack("submit", True, GPU, CPU),
+        pack("submit", -1, GPU, CPU),
+        pack("submit", 1 << 63, GPU, CPU),
+        pack("submit", 1, GPU, CPU, -1),
+        pack("submit", 1, GPU, CPU, None),
+        pack("submit", 1, GPU, [ids(3)]),
+        pack("submit", 1, GPU, ["disk", ids(3)]),
+        pack("submit", 1, GPU, ["cpu", ids(3), 1]),
+        pack("submit", 1, GPU, None),
+        pack("submit", 1, ["gpu", [1, 2]], CPU),
+        pack("submit", 1, ["gpu", 1], CPU),
+        pack("submit", 1, ["gpu", None], CPU),
+        pack("submit", 1, ["gpu", b"\1\0\0\0\0\0\0\0"], CPU),
+        pack("submit", 1, ["gpu", {"shape": [1]}], CPU),
+        pack("submit", 1, ["gpu", ids(1), [-1]], CPU),
+        pack("submit", 1, ["gpu", ids(1), [1 << 48]], CPU),
+        pack("submit", 1, ["gpu", ids(1), ids(1)], CPU),
+        pack("submit", 1, ["gpu", ids(1), 1], CPU),
+        pack("cancel", 1),
+        pack("cancel", ids(1)),
+        pack("cancel", [[1]]),
+        pack("cancel", {1: 2}),
+        pack("hello", 1, 1, "client", ""),
+        pack("hello", 1, 1, b"client", "engine"),
+        pack("hello", 1, 1, "c" * 257, "engine"),
+        pack("hello", 1, 1, "client", "e" * 257),
+        b"\x95\xa5hello\x01\x01\xa2\xff\xfe\xa1e",  # no UTF-8
+        pack("goodbye", "r" * 257),
+    ],
+)
+def test_what_is_no_client_message_is_refused(data: bytes) -> None:
+    assert refusal(codec.decode_client_message, data) == Code.BAD_MESSAGE
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload", "said"),
+    [
+        (5, b"12345", "unknown extension type 5"),
+        (-1, b"\0\0\0\0", "block_ids|\\$\\[2\\]|Expected"),  # msgpack's own timestamp
+        (127, b"", "unknown extension type 127"),
+        (8, bytes(7), "no whole number"),
+        (8, bytes(9), "no whole number"),
+        (4, bytes(2), "no whole number"),
+        (4, bytes(24), "more than 5"),
+        (8, bytes(48), "more than 5"),
+    ],
+)
+def test_an_extension_that_holds_no_block_ids_is_refused(
+    kind: int, payload: bytes, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codec, "MAX_BLOCK_IDS", 5)
+    data = pack("submit", 1, ["gpu", msgspec.msgpack.Ext(kind, payload)], CPU)
+    with pytest.raises(Refused, match=said) as caught:
+        codec.decode_client_message(data)
+    assert caught.value.code == Code.BAD_MESSAGE
+
+
+def test_a_spec_names_as_many_blocks_as_the_limit_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "MAX_BLOCK_IDS", 2)
+    message = codec.decode_client_message(pack("submit", 1, GPU, CPU))
+    assert isinstance(message, wire.Submit)
+    assert message.src.block_ids.tolist() == [1, 2]
+
+
+BLOCK_IDS_FOLLOW = b"\x94\xa6submit\x01\x92\xa3gpu"
+
+
+@pytest.mark.parametrize("level", [b"\x91", b"\x81\xc0", b"\x81\x91", b"\xdd\0\0\0\1", b"\x92\xc0"])
+@pytest.mark.parametrize("head", [b"", BLOCK_IDS_FOLLOW, b"\x92\xa6cancel", b"\x92\xa5error"])
+@pytest.mark.parametrize("decode", DECODERS.values(), ids=list(DECODERS))
+def test_nesting_without_end_is_refused(decode: Decoder[Any], head: bytes, level: bytes) -> None:
+    assert refusal(decode, head + 100_000 * level + b"\xc0") == Code.BAD_MESSAGE
+
+
+@pytest.mark.parametrize("claim", [b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9"])
+@pytest.mark.parametrize("length", [b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\x00\x0f\x00\x00"])
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"",
+        b"\x92",
+        b"\x92\xa6cancel",
+        b"\x93\xa4wait\x01",
+        b"\x94\xa6submit\x01",
+        BLOCK_IDS_FOLLOW,
+        b"\x95\xa5hello\x01\x01",
+        b"\x96\xb0registerkvcaches\x01",
+        b"\x96\xb0registerkvcaches\x01\x93",
+        b"\x92\xa8finished",
+        b"\x93\xacstatusreport\x01",
+        b"\x93\xa5error\x01",
+        b"\x92\xa7tickets",
+        b"\x92\xa7deposit",
+    ],
+)
+def test_lengths_that_are_not_there_are_refused(head: bytes, claim: bytes, length: bytes) -> None:
+    for decode in DECODERS.values():
+        assert refusal(decode, head + claim + length + b"\x08\0\0\0") == Code.BAD_MESSAGE
+
+
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [
+        (lambda n: ("cancel", [1] * n), 65536),
+        (lambda n: ("wait", 1, [1] * n), 65536),
+        (lambda n: ("submit", 1, [*GPU, [0] * n], CPU), 256),
+        (lambda n: ("submit", 1, [*GPU, None, [0] * n], CPU), 256),
+        (lambda n: ("allocatekvcaches", 1, [[TENSOR] * n, [[REF]]]), 4096),
+        (lambda n: ("allocatekvcaches", 1, [[TENSOR], [[REF]] * n]), 256),
+        (lambda n: ("allocatekvcaches", 1, [[TENSOR], [[REF] * n]]), 4096),
+        (lambda n: ("allocatekvcaches", 1, [[TENSOR], [[REF]], n]), 4096),
+        (lambda n: ("registerkvcaches", 1, LAYOUT, [["fd", 1, 1]] * n, []), 4096),
+        (lambda n: ("registerkvcaches", 1, LAYOUT, [], [[0, 0]] * n), 4096),
+        (lambda n: ("registerkvcaches", 1, LAYOUT, [["cuda", "", b"h" * n, 1]], []), 64),
+        (lambda n: ("allocatekvcaches", 1, LAYOUT, n), (1 << 48) - 1),
+        (lambda n: ("allocatekvcaches", 1, [[[n, 1, 1]], [[REF]]]), (1 << 48) - 1),
+        (lambda n: ("statusrequest", n), (1 << 63) - 1),
+        (lambda n: ("goodbye", "r" * n), 256),
+    ],
+)
+def test_counts_reach_their_limit_and_no_further(
+    fields: Callable[[int], tuple[Any, ...]], count: int
+) -> None:
+    codec.decode_client_message(pack(*fields(count)))
+    assert refusal(codec.decode_client_message, pack(*fields(count + 1))) == Code.BAD_MESSAGE
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        ("allocatekvcaches", 1, [[], [[REF]]]),
+        ("allocatekvcaches", 1, [[TENSOR], []]),
+        ("allocatekvcaches", 1, [[TENSOR], [[]]]),
+        ("allocatekvcaches", 1, [[TENSOR], [[REF]], 0]),
+        ("allocatekvcaches", 1, [[[0, 1, 1]], [[REF]]]),
+        ("allocatekvcaches", 1, [[[1, 0, 1]], [[REF]]]),
+        ("allocatekvcaches", 1, [[TENSOR], [[[0, 0]]]]),
+        ("allocatekvcaches", 1, [[TENSOR], [[[-1, 1]]]]),
+        ("allocatekvcaches", 1, LAYOUT, 0),
+        ("registerkvcaches", 1, LAYOUT, [["fd", 1, 0]], []),
+        ("registerkvcaches", 1, LAYOUT, [["cuda", "", b"h" * 63, 1]], []),
+        ("registerkvcaches", 1, LAYOUT, [["tape", 1, 1]], []),
+        ("registerkvcaches", 1, LAYOUT, [], [[0, -1]]),
+    ],
+)
+def test_what_must_not_be_empty_or_zero_is_refused(fields: tuple[Any, ...]) -> None:
+    assert refusal(codec.decode_client_message, pack(*fields)) == Code.BAD_MESSAGE
+
+
+@pytest.mark.parametrize("token", ["", "t" * 65])
+def test_a_session_token_has_1_to_64_characters(token: str) -> None:
+    assert refusal(codec.decode_descriptor_request, pack("deposit", token)) == Code.BAD_MESSAGE
+
+
+# Too large
+
+
+def test_a_message_has_a_largest_size_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = wire.Cancel(tuple(range(50)))
+    data = encode(message)
+    monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", len(data))
+    assert codec.decode_client_message(encode(message)) == message
+    monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", len(data) - 1)
+    assert refusal(codec.decode_client_message, data) == Code.MESSAGE_TOO_LARGE
+    with pytest.raises(Refused) as caught:
+        encode(message)
+    assert (caught.value.code, caught.value.value) == (Code.MESSAGE_TOO_LARGE, str(len(data)))
+
+
+def test_what_is_too_large_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", 3)
+    assert refusal(codec.decode_client_message, b"\xc1\xc1\xc1\xc1") == Code.MESSAGE_TOO_LARGE
+
+
+def test_two_full_sides_fit_into_a_message() -> None:
+    blocks = np.zeros(MAX_BLOCK_IDS, dtype=np.int64)
+    most = wire.Submit(1, GPULoadStoreSpec(blocks), CPULoadStoreSpec(blocks))
+    assert codec.decode_client_message(encode(most)) == most
+
+
+@pytest.mark.parametrize("view", [bytes, bytearray, memoryview])
+def test_any_buffer_can_be_decoded_or_refused(view: Callable[[bytes], Any]) -> None:
+    good = GOLDEN["client/submit-load-int64"]
+    assert codec.decode_client_message(view(good)) == codec.decode_client_message(good)
+    assert refusal(codec.decode_client_message, view(good[:-1])) == Code.BAD_MESSAGE
+
+
+# Random damage
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> bytes:
+    data = bytearray(draw(st.sampled_from(list(GOLDEN.values()))))
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, len(data)))
+        match draw(st.sampled_from(["put", "insert", "cut", "splice"])):
+            case "put":
+                data[at : at + 1] = bytes([draw(st.integers(0, 255))])
+            case "insert":
+                data[at:at] = draw(st.binary(min_size=1, max_size=6))
+            case "cut":
+                del data[at : at + draw(st.integers(1, 6))]
+            case _:
+                other = draw(st.sampled_from(list(GOLDEN.values())))
+                data[at:] = other[draw(st.integers(0, len(other))) :]
+    return bytes(data)
+
+
+@settings(PROFILE, max_examples=1500)
+@given(damaged())
+def test_damaged_bytes_are_a_message_or_refused(data: bytes) -> None:
+    for decode in DECODERS.values():
+        try:
+            message = decode(data)
+        except Refused as error:
+            assert error.code == Code.BAD_MESSAGE  # noqa: PT017
+        else:
+            again = encode(message)
+            assert encode(decode(again)) == again
+
+
+# Specs
+
+
+@pytest.mark.parametrize(
+    ("given_ids", "dtype"),
+    [
+        ([3, 1, 2], np.int64),
+        ((3, 1, 2), np.int64),
+        ([], np.int64),
+        (range(3), np.int64),
+        (np.array([3, 1, 2], dtype=np.int32), np.int32),
+        (np.array([3, 1, 2], dtype=np.int64), np.int64),
+        (np.array([3, 1, 2], dtype=np.uint32), np.int64),
+        (np.array([3, 1, 2], dtype=np.uint8), np.int64),
+        (np.array([3, 1, 2], dtype=">i4"), np.int64),
+        (np.arange(6, dtype=np.int32)[::2], np.int32),
+    ],
+)
+def test_block_ids_become_a_flat_array_of_int32_or_int64(given_ids: Any, dtype: Any) -> None:
+    array = as_block_ids(given_ids)
+    assert array.dtype == dtype
+    assert array.flags.c_contiguous
+    assert array.tolist() == list(given_ids)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_arrays_of_block_ids_are_not_copied(dtype: Any) -> None:
+    array = np.arange(4, dtype=dtype)
+    assert np.shares_memory(as_block_ids(array), array)
+
+
+@pytest.mark.parametrize(
+    "given_ids",
+    [
+        np.zeros((2, 2), dtype=np.int64),
+        np.array(3),
+        np.array([1.0, 2.0]),
+        np.array([True]),
+        np.array(["1"]),
+        np.array([], dtype=np.float32),
+        np.zeros(MAX_BLOCK_IDS + 1, dtype=np.int32),
+        [[1, 2], [3, 4]],
+        [1.5, 2.0],
+        ["1"],
+        [1 << 63],
+        np.array([(1 << 64) - 1], dtype=np.uint64),
+        [[1, 2], [3]],
+    ],
+    ids=lambda value: f"{getattr(value, 'dtype', type(value).__name__)}-{str(value)[:12]}",
+)
+def test_what_are_no_block_ids_is_refused(given_ids: Any) -> None:
+    with pytest.raises(Refused) as caught:
+        CPULoadStoreSpec(given_ids)
+    assert caught.value.code == Code.BAD_SPEC
+
+
+def test_specs_are_equal_by_value_and_kind() -> None:
+    spec = GPULoadStoreSpec([1, 2], (2,), (0,))
+    assert spec == GPULoadStoreSpec(np.array([1, 2], dtype=np.int32), (2,), (0,))
+    assert spec != GPULoadStoreSpec([1, 3], (2,), (0,))
+    assert spec != GPULoadStoreSpec([1, 2], (2,), (1,))
+    assert spec != GPULoadStoreSpec([1, 2])
+    assert GPULoadStoreSpec([1]) != CPULoadStoreSpec([1])
+
+
+TENSORS = (TensorLayout(4, 100, 128), TensorLayout(8, 50, 50))
+
+
+@pytest.mark.parametrize(
+    ("layout", "code", "said"),
+    [
+        (KVLayout((TensorLayout(2, 9, 8),), ((TensorRef(0, 1),),)), Code.BAD_LAYOUT, "tensor 0"),
+        (KVLayout(TENSORS, ((TensorRef(2, 1),),)), Code.UNKNOWN_TENSOR, "group 0"),
+        (KVLayout(TENSORS, ((TensorRef(0, 1),), (TensorRef(1, 51),))), Code.BAD_LAYOUT, "group 1"),
+        (KVLayout(TENSORS, ((TensorRef(0, 1), TensorRef(0, 2)),)), Code.BAD_LAYOUT, "twice"),
+    ],
+)
+def test_a_layout_whose_parts_do_not_fit_is_refused(
+    layout: KVLayout, code: Code, said: str
+) -> None:
+    with pytest.raises(Refused, match=said) as caught:
+        layout.check()
+    assert caught.value.code == code
+
+
+def test_sizes_of_a_layout() -> None:
+    groups = ((TensorRef(0, 90), TensorRef(1, 50)), (TensorRef(0, 100),))
+    layout = KVLayout(TENSORS, groups, 3)
+    layout.check()
+    assert [layout.group_bytes(group) for group in (0, 1)] == [140, 100]
+    assert layout.host_block_bytes == 3 * 140
+    assert [tensor.span_bytes for tensor in TENSORS] == [3 * 128 + 100, 400]
+
+
+def test_directions() -> None:
+    assert Direction.STORE.transfer_type == ("GPU", "CPU")
+    assert Direction.LOAD.transfer_type == ("CPU", "GPU")
+    assert [direction.other for direction in Direction] == [Direction.LOAD, Direction.STORE]
+
+
+# Errors
+
+
+def test_codes_that_are_not_the_request_s_fault() -> None:
+    """Every other code is; clients act on this, so that it changes only together with them."""
+    assert {"copy_failed", "map_failed", "driver"} == FAILED
+    assert {"cancelled", "timeout", "engine_gone", "daemon_gone", "shutting_down"} == GONE
+    assert not FAILED & GONE
+
+
+@pytest.mark.parametrize("code", [*Code, "code_of_tomorrow"])
+def test_an_error_travels_and_is_raised_as_its_kind(code: str) -> None:
+    kind = Failed if code in FAILED else Gone if code in GONE else Refused
+    error = error_of(ErrorInfo(code, "what it means", "17"))
+    assert type(error) is kind
+    assert error.info == ErrorInfo(code, "what it means", "17")
+
+
+@pytest.mark.parametrize("kind", [KVFerryError, Refused, Failed, Gone])
+def test_errors_can_be_pickled(kind: type[KVFerryError]) -> None:
+    error = kind(Code.BUSY, "poll first", 17)
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is kind
+    assert (copy.code, copy.message, copy.value) == ("busy", "poll first", "17")
+    assert str(copy) == str(error) == "[busy] poll first (got 17)"
+
+
+def test_an_error_travels_with_a_value_of_bounded_length() -> None:
+    assert len(Refused(Code.BAD_SPEC, "no", "v" * 10_000).info.value) == 512
+
+
+def test_an_error_without_a_value_shows_none() -> None:
+    assert str(Refused(Code.BUSY, "poll first")) == "[busy] poll first"

@@ -1,0 +1,180 @@
+"""The bytes of every message, frozen: who changes them, changes the protocol.
+
+golden.json maps the names below to bytes (hex). To add a message, add an object here and run
+
+    python tests/proto/test_golden.py --write
+
+which adds what has no bytes yet. Bytes that are there are never changed by it: where they no
+longer fit, raise PROTOCOL, and mend golden.json by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from kvferry.proto import codec
+from kvferry.proto import messages as wire
+from kvferry.proto.codec import encode
+from kvferry.proto.errors import Code, ErrorInfo
+from kvferry.proto.messages import Outcome
+from kvferry.proto.specs import (
+    CPULoadStoreSpec,
+    Direction,
+    GPULoadStoreSpec,
+    KVLayout,
+    TensorLayout,
+    TensorRef,
+)
+
+PATH = Path(__file__).with_name("golden.json")
+UNIONS: dict[str, tuple[Any, codec.Decoder[Any]]] = {
+    "client": (wire.ClientMessage, codec.decode_client_message),
+    "daemon": (wire.DaemonMessage, codec.decode_daemon_message),
+    "request": (wire.DescriptorRequest, codec.decode_descriptor_request),
+    "reply": (wire.DescriptorReply, codec.decode_descriptor_reply),
+}
+
+INT32 = np.array([5, 0, 2_147_483_647], dtype=np.int32)
+INT64 = np.array([1 << 40, 7], dtype=np.int64)
+NONE = np.array([], dtype=np.int64)
+ONE_TENSOR = KVLayout((TensorLayout(8, 4096, 4096),), ((TensorRef(0, 4096),),))
+TWO_GROUPS = KVLayout(
+    (TensorLayout(64, 4096, 8192), TensorLayout(1 << 20, 1000, 1024)),
+    ((TensorRef(0, 4096), TensorRef(1, 1000)), (TensorRef(0, 4000),)),
+    4,
+)
+HANDLE = bytes(range(64))
+CUDA = wire.CudaAllocation("GPU-00000000-1111-2222-3333-444444444444", HANDLE, 1 << 34)
+FD = wire.FdAllocation(7, 1 << 30)
+LOCATIONS = (wire.Location(0, 0), wire.Location(1, 1 << 33))
+REGION = wire.HostRegion(2048, 32768, False)
+FAILURE = ErrorInfo(Code.COPY_FAILED, "the copy failed", "700")
+CPU = wire.DeviceInfo("cpu", "cpu", "host memory")
+STATUS = wire.DaemonStatus(
+    version="0.1.0",
+    boot_id="0123456789abcdef",
+    pid=4711,
+    uptime_seconds=12.5,
+    device=CPU,
+    pool=wire.PoolStatus(1 << 30, 1 << 29, 1 << 28),
+    sessions=2,
+    engines=(
+        wire.EngineStatus("model-a", True, 2048, 32768, 3),
+        wire.EngineStatus("model-b", False, 1, 4096, 0),
+    ),
+    totals=wire.Totals(5, 4, 1 << 35, 1 << 34, 1, 2),
+    errors={"busy": 3, "bad_spec": 1},
+)
+NEW_STATUS = wire.DaemonStatus(
+    "0.1.0", "b", 1, 0.0, CPU, wire.PoolStatus(0, 0, 0), 0, (), wire.Totals(), {}
+)
+
+MESSAGES: dict[str, Any] = {
+    "client/hello": wire.Hello(1, 1, "vllm worker 0", "model-a"),
+    "client/register-fd": wire.RegisterKVCaches(1, TWO_GROUPS, (FD, FD), LOCATIONS, 1 << 30, 3),
+    "client/register-cuda": wire.RegisterKVCaches(2, TWO_GROUPS, (CUDA, CUDA), LOCATIONS),
+    "client/allocate": wire.AllocateKVCaches(3, ONE_TENSOR),
+    "client/allocate-bounded": wire.AllocateKVCaches(4, TWO_GROUPS, 1 << 40, 0),
+    "client/submit-store-int32": wire.Submit(
+        17, GPULoadStoreSpec(INT32), CPULoadStoreSpec(INT32[:1])
+    ),
+    "client/submit-load-int64": wire.Submit(
+        (1 << 63) - 1, CPULoadStoreSpec(INT64), GPULoadStoreSpec(INT64, (2, 0), (5, 0)), 99
+    ),
+    "client/submit-empty": wire.Submit(
+        0, GPULoadStoreSpec(NONE, (0,), (0,)), CPULoadStoreSpec(NONE)
+    ),
+    "client/cancel": wire.Cancel((1, 2, 1 << 62)),
+    "client/cancel-nothing": wire.Cancel(()),
+    "client/wait": wire.Wait(5, (17, 18)),
+    "client/status": wire.StatusRequest(6),
+    "client/goodbye": wire.Goodbye("client closes"),
+    "daemon/welcome": wire.Welcome(
+        1, "0123456789abcdef", "s1", "0.1.0", 4711, CPU, wire.Limits(32 << 20, 1 << 20, 8192)
+    ),
+    "daemon/registered": wire.Registered(1, REGION),
+    "daemon/registered-again": wire.Registered(1, wire.HostRegion(2048, 32768, True)),
+    "daemon/allocated-fd": wire.Allocated(3, REGION, (FD,), LOCATIONS[:1]),
+    "daemon/allocated-cuda": wire.Allocated(3, REGION, (CUDA, CUDA), LOCATIONS),
+    "daemon/finished": wire.Finished(
+        (
+            wire.JobResult(17, Direction.STORE, Outcome.DONE, 1 << 32, 0.25),
+            wire.JobResult(18, Direction.LOAD, Outcome.FAILED, error=FAILURE),
+            wire.JobResult(19, Direction.LOAD, Outcome.CANCELLED),
+            wire.JobResult(20, Direction.STORE, Outcome.REFUSED, error=ErrorInfo("busy", "later")),
+        )
+    ),
+    "daemon/finished-nothing": wire.Finished(()),
+    "daemon/waited": wire.Waited(5),
+    "daemon/status": wire.StatusReport(6, STATUS),
+    "daemon/status-new": wire.StatusReport(6, NEW_STATUS),
+    "daemon/error": wire.Error(5, FAILURE, "0123456789abcdef"),
+    "daemon/error-to-nothing": wire.Error(None, ErrorInfo("code_of_tomorrow", "what it means")),
+    "daemon/goodbye": wire.Goodbye(),
+    "request/deposit": wire.Deposit("s1"),
+    "request/collect": wire.Collect("s1", 7),
+    "reply/tickets": wire.Tickets((7, 8, 1 << 62)),
+    "reply/error": wire.Error(None, ErrorInfo(Code.UNKNOWN_TICKET, "no such ticket", "9")),
+}
+
+
+def golden() -> dict[str, str]:
+    read: dict[str, str] = json.loads(PATH.read_text())
+    return read
+
+
+def add_missing(path: Path = PATH) -> list[str]:
+    """Write the bytes of messages that have none yet; returns their names."""
+    known: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
+    now = {name: encode(message).hex() for name, message in MESSAGES.items()}
+    changed = [name for name in known if now.get(name) != known[name]]
+    if changed:
+        raise SystemExit(f"golden bytes never change: see the head of this file ({changed})")
+    path.write_text(json.dumps(now, indent=1) + "\n")
+    return [name for name in now if name not in known]
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_bytes_are_the_golden_ones_both_ways(name: str) -> None:
+    message, data = MESSAGES[name], bytes.fromhex(golden()[name])
+    _, decode = UNIONS[name.partition("/")[0]]
+    assert encode(message) == data
+    assert decode(data) == message
+    assert encode(decode(data)) == data  # also the width of block ids
+
+
+@pytest.mark.parametrize("union", UNIONS)
+def test_every_message_of_a_union_has_golden_bytes(union: str) -> None:
+    covered = {type(m) for name, m in MESSAGES.items() if name.startswith(f"{union}/")}
+    assert covered == set(get_args(UNIONS[union][0]))
+
+
+def test_no_golden_bytes_are_left_over() -> None:
+    assert golden().keys() == MESSAGES.keys()
+
+
+def test_adding_keeps_what_is_there(tmp_path: Path) -> None:
+    path, all_of_them = tmp_path / "golden.json", golden()
+    path.write_text(json.dumps({k: v for k, v in all_of_them.items() if k != "daemon/waited"}))
+    assert add_missing(path) == ["daemon/waited"]
+    assert json.loads(path.read_text()) == all_of_them
+
+
+def test_adding_refuses_to_change_what_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "golden.json"
+    path.write_text(old := json.dumps({"daemon/waited": "00"}))
+    with pytest.raises(SystemExit, match="daemon/waited"):
+        add_missing(path)
+    assert path.read_text() == old
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        raise SystemExit(__doc__)
+    print("added:", *add_missing())
