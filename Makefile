@@ -31,7 +31,7 @@ bench: $(READY)  ## GB/s and microseconds on this machine's device
 
 kernels:  ## kernels.ptx, after a change of kernels.cu; needs nvcc
 	nvcc -ptx -arch=compute_75 -O3 -o $(CUDA)/kernels.ptx $(CUDA)/kernels.cu
-	sed -i -e 's/^\.version .*/.version 7.5/' -e '/^\/\//d' $(CUDA)/kernels.ptx
+	sed -i -e 's/^\.version .*/.version 8.1/' -e '/^\/\//d' $(CUDA)/kernels.ptx
 
 format: $(READY)  ## rewrite the sources the way check wants them
 	$(BIN)/ruff check --fix .

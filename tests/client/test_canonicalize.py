@@ -19,6 +19,9 @@ N, SIZE, HEADS, DIM, LAYERS = 5, 4, 3, 2, 3
 """Blocks, tokens a block, KV heads, head size, layers."""
 HALF = SIZE * HEADS * DIM * 2
 """Bytes of K (or V) of one block; elements have two bytes."""
+BOTH = 2 * HALF
+PADDED = HALF // SIZE * (SIZE + 1)
+"""Bytes of K of one block with room for one token more."""
 
 
 def fresh(*shape: int) -> Tensor:
@@ -72,74 +75,76 @@ class Case:
     block_dim: int | None = None
 
 
-def tensors(count: int, page: int, stride: int, blocks: int = N) -> list[TensorLayout]:
-    return [TensorLayout(blocks, page, stride)] * count
+def tensors(
+    count: int, page: int, stride: int | None = None, blocks: int = N
+) -> list[TensorLayout]:
+    return [TensorLayout(blocks, page, stride or page)] * count
 
 
 CASES = {
-    "split K and V": Case(
-        lambda: fresh(2, N, SIZE, HEADS, DIM), 1, tensors(2, HALF, HALF)
-    ),
+    "split K and V": Case(lambda: fresh(2, N, SIZE, HEADS, DIM), 1, tensors(2, HALF)),
     "split K and V, HND": Case(
-        lambda: fresh(2, N, HEADS, SIZE, DIM).permute(0, 1, 3, 2, 4), 1, tensors(2, HALF, HALF)
+        lambda: fresh(2, N, HEADS, SIZE, DIM).permute(0, 1, 3, 2, 4), 1, tensors(2, HALF)
     ),
     "split K and V, interleaved by block": Case(
-        lambda: fresh(N, 2, SIZE, HEADS, DIM).permute(1, 0, 2, 3, 4), 1, tensors(1, 2 * HALF, 2 * HALF)
+        lambda: fresh(N, 2, SIZE, HEADS, DIM).permute(1, 0, 2, 3, 4), 1, tensors(1, BOTH)
     ),
     "split K and V, interleaved by head": Case(
-        lambda: fresh(N, HEADS, 2, SIZE, DIM).permute(2, 0, 3, 1, 4), 1, tensors(1, 2 * HALF, 2 * HALF)
+        lambda: fresh(N, HEADS, 2, SIZE, DIM).permute(2, 0, 3, 1, 4), 1, tensors(1, BOTH)
     ),
     "split K and V, rows padded": Case(
-        lambda: fresh(2, N, SIZE + 1, HEADS, DIM)[:, :, :SIZE], 1, tensors(2, HALF, HALF // SIZE * (SIZE + 1))
+        lambda: fresh(2, N, SIZE + 1, HEADS, DIM)[:, :, :SIZE], 1, tensors(2, HALF, PADDED)
     ),
-    "blocks first": Case(
-        lambda: fresh(N, 2, SIZE, HEADS, DIM), 0, tensors(1, 2 * HALF, 2 * HALF)
-    ),
+    "blocks first": Case(lambda: fresh(N, 2, SIZE, HEADS, DIM), 0, tensors(1, BOTH)),
     "blocks first, HND": Case(
-        lambda: fresh(N, 2, HEADS, SIZE, DIM).permute(0, 1, 3, 2, 4), 0, tensors(1, 2 * HALF, 2 * HALF)
+        lambda: fresh(N, 2, HEADS, SIZE, DIM).permute(0, 1, 3, 2, 4), 0, tensors(1, BOTH)
     ),
     "blocks first, but K and V apart": Case(
-        lambda: fresh(2, N, SIZE, HEADS, DIM).permute(1, 0, 2, 3, 4), 0, tensors(2, HALF, HALF)
+        lambda: fresh(2, N, SIZE, HEADS, DIM).permute(1, 0, 2, 3, 4), 0, tensors(2, HALF)
     ),
     "blocks first, rows padded": Case(
-        lambda: fresh(N, 3, SIZE, HEADS, DIM)[:, :2], 0, tensors(1, 2 * HALF, 3 * HALF)
+        lambda: fresh(N, 3, SIZE, HEADS, DIM)[:, :2], 0, tensors(1, BOTH, 3 * HALF)
     ),
-    "MLA": Case(lambda: fresh(N, SIZE, 7), 0, tensors(1, SIZE * 14, SIZE * 14)),
+    "MLA": Case(lambda: fresh(N, SIZE, 7), 0, tensors(1, SIZE * 14)),
     "MLA, from the middle of a storage": Case(
-        lambda: fresh(N + 3, SIZE, 7)[2 : 2 + N], 0, tensors(1, SIZE * 14, SIZE * 14)
+        lambda: fresh(N + 3, SIZE, 7)[2 : 2 + N], 0, tensors(1, SIZE * 14)
     ),
     "cross-layer": Case(
-        lambda: fresh(N, LAYERS, 2, SIZE, HEADS, DIM), 0, tensors(1, 2 * LAYERS * HALF, 2 * LAYERS * HALF)
+        lambda: fresh(N, LAYERS, 2, SIZE, HEADS, DIM), 0, tensors(1, LAYERS * BOTH)
     ),
     "cross-layer, HND": Case(
         lambda: fresh(N, HEADS, LAYERS, 2, SIZE, DIM).permute(0, 2, 3, 4, 1, 5),
         0,
-        tensors(1, 2 * LAYERS * HALF, 2 * LAYERS * HALF),
+        tensors(1, LAYERS * BOTH),
     ),
     "cross-layer, but layers apart": Case(
-        lambda: fresh(LAYERS, N, 2, SIZE, HEADS, DIM).permute(1, 0, 2, 3, 4, 5), 0, tensors(LAYERS, 2 * HALF, 2 * HALF)
+        lambda: fresh(LAYERS, N, 2, SIZE, HEADS, DIM).permute(1, 0, 2, 3, 4, 5),
+        0,
+        tensors(LAYERS, BOTH),
     ),
-    "one row a block": Case(lambda: fresh(N, 24), 0, tensors(1, 48, 48)),
+    "one row a block": Case(lambda: fresh(N, 24), 0, tensors(1, 48)),
     "three kernel blocks a block, split": Case(
-        lambda: fresh(2, 3 * N, SIZE, HEADS, DIM), 1, tensors(2, 3 * HALF, 3 * HALF)
+        lambda: fresh(2, 3 * N, SIZE, HEADS, DIM), 1, tensors(2, 3 * HALF)
     ),
     "three kernel blocks a block, blocks first": Case(
-        lambda: fresh(3 * N, 2, SIZE, HEADS, DIM), 0, tensors(1, 6 * HALF, 6 * HALF)
+        lambda: fresh(3 * N, 2, SIZE, HEADS, DIM), 0, tensors(1, 6 * HALF)
     ),
     "two kernel blocks a block, padded": Case(
         lambda: fresh(2 * N, SIZE + 1, 7)[:, :SIZE], 0, tensors(2, SIZE * 14, 2 * (SIZE + 1) * 14)
     ),
     "two kernel blocks a block, split and padded": Case(
-        lambda: fresh(2, 2 * N, SIZE + 1, 6)[:, :, :SIZE], 1, tensors(4, SIZE * 12, 2 * (SIZE + 1) * 12)
+        lambda: fresh(2, 2 * N, SIZE + 1, 6)[:, :, :SIZE],
+        1,
+        tensors(4, SIZE * 12, 2 * (SIZE + 1) * 12),
     ),
-    "one block": Case(lambda: fresh(1, 3, SIZE, HEADS, DIM), 0, tensors(1, 3 * HALF, 3 * HALF, 1)),
+    "one block": Case(lambda: fresh(1, 3, SIZE, HEADS, DIM), 0, tensors(1, 3 * HALF, blocks=1)),
     "two blocks, K and V split": Case(
-        lambda: fresh(2, 2, SIZE, HEADS, DIM), 1, tensors(2, HALF, HALF, 2), block_dim=1
+        lambda: fresh(2, 2, SIZE, HEADS, DIM), 1, tensors(2, HALF, blocks=2), block_dim=1
     ),
     "two blocks first": Case(
-        lambda: fresh(2, 2, SIZE, HEADS, DIM), 0, tensors(1, 2 * HALF, 2 * HALF, 2), block_dim=0
+        lambda: fresh(2, 2, SIZE, HEADS, DIM), 0, tensors(1, BOTH, blocks=2), block_dim=0
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)

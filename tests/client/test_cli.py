@@ -61,7 +61,12 @@ def test_status_shows_pool_engines_and_totals(daemon: LocalDaemon, capsys: Captu
 def test_status_json_names_every_field(daemon: LocalDaemon, capsys: Captured) -> None:
     assert kvferry("status", "-d", daemon.runtime_dir, "--json") == 0
     status = json.loads(capsys.readouterr().out)
-    assert status["device"] == {"kind": "cpu", "uuid": "cpu", "name": "host memory"}
+    assert status["device"] == {
+        "kind": "cpu",
+        "uuid": "cpu",
+        "name": "host memory",
+        "staging_bytes": 0,
+    }
     assert status["pool"]["size_bytes"] == 64 << 20
     assert status["totals"].keys() >= {"stored_bytes", "loaded_bytes", "failed"}
     assert status.keys() >= {"version", "boot_id", "uptime_seconds", "engines", "errors"}

@@ -74,7 +74,8 @@ def test_a_client_that_is_turned_away_learns_why(code: Code, kind: type[KVFerryE
 
 @pytest.mark.parametrize("spec", [STORE, LOAD])
 def test_a_job_is_sent_as_it_was_given(talk: Conversation, spec: Any) -> None:
-    assert decode_client_message(talk.submit(7, spec, 12)) == wire.Submit(7, *spec, 12)
+    src, dst = spec
+    assert decode_client_message(talk.submit(7, spec, 12)) == wire.Submit(7, src, dst, 12)
 
 
 def test_a_result_comes_once(talk: Conversation) -> None:

@@ -57,7 +57,7 @@ def beside(start_engine: StartEngine, start_kvferryd: StartKvferryd) -> Iterator
 @pytest.fixture
 def raw(beside: Engine) -> Iterator[Raw]:
     """A session of another engine."""
-    with Raw(beside.directory, "other") as session:
+    with Raw(beside.directory, "other", timeout=3) as session:
         yield session
 
 
@@ -171,17 +171,31 @@ def test_a_timeline_that_could_shrink(raw: Raw) -> None:
     assert refusal(raw, timeline=ticket) == Code.NOT_SHAREABLE
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [(1 << 20, 1 << 46, 1 << 46), (4, 1 << 47, 1 << 47), (1 << 46, 1, 1), (1 << 47, 1, 1 << 47)],
-)
-def test_tensors_beyond_all_memory(raw: Raw, shape: tuple[int, int, int]) -> None:
-    layout = layouts(shape, ref=(0, 1))
-    answer = raw.ask(AllocateKVCaches(3, layout, 4096), Error)
-    assert answer.request_id == 3
-    if shape[2] == 1:
-        allocations = (FdAllocation(999, shape[0]),)
-        assert refusal(raw, layout=layout, allocations=allocations)
+MOST = (1 << 31) - 1
+BEYOND = {
+    "rows": layouts((1 << 20, 1 << 46, 1 << 46), ref=(0, 1)),
+    "page": layouts((4, 1 << 47, 1 << 47), ref=(0, 1)),
+    "stride": layouts((MOST, 1, 1 << 47), ref=(0, 1)),
+    "blocks": layouts((1 << 46, 1, 1), ref=(0, 1)),
+    "blocks of all groups": KVLayout(
+        tuple(TensorLayout(MOST, 1, 1) for _ in range(256)),
+        tuple((TensorRef(i, 1),) for i in range(256)),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BEYOND)
+def test_tensors_beyond_all_memory(raw: Raw, what: str) -> None:
+    """Too much of anything is refused, whoever would allocate it."""
+    layout = BEYOND[what]
+    raw.send(AllocateKVCaches(3, layout, 4096))
+    assert raw.recv(Error).error.message
+    tensors = len(layout.tensors)
+    allocations = tuple(FdAllocation(999 + i, (1 << 48) - 1) for i in range(tensors))
+    locations = tuple(Location(i, 0) for i in range(tensors))
+    raw.send(RegisterKVCaches(4, layout, allocations, locations, 4096))
+    assert raw.recv(Error).error.message
+    assert raw.register().region.num_blocks == 8
 
 
 def test_a_failed_registration_leaves_nothing_behind(raw: Raw) -> None:
@@ -229,7 +243,7 @@ def test_tensors_of_no_canonical_form(beside: Engine) -> None:
 def test_memory_that_shrinks_later(kvferryd: LocalDaemon) -> None:
     """The owner cuts its tensor's memory off: the transfer fails, the daemon does not."""
     descriptor = memfd()
-    with Raw(kvferryd.directory, "careless", timeout=2) as raw:
+    with Raw(kvferryd.directory, "careless", timeout=1) as raw:
         allocations = (FdAllocation(raw.deposit(descriptor)[0], 512),)
         raw.ask(RegisterKVCaches(1, LAYOUT, allocations, HERE, 512), Registered)
         os.ftruncate(descriptor, 0)

@@ -12,6 +12,7 @@ from kvferry.client import (
     Code,
     CPULoadStoreSpec,
     GPULoadStoreSpec,
+    KVFerryError,
     LocalDaemon,
     OffloadClient,
     Refused,
@@ -121,6 +122,36 @@ def test_ids_that_are_none(make: Callable[[], object]) -> None:
     with pytest.raises(Refused) as refused:
         make()
     assert refused.value.code == Code.BAD_SPEC
+
+
+UNSPEAKABLE: dict[str, tuple[Any, Any, Any]] = {
+    "negative job id": (-1, (gpu([0, 1]), cpu(0)), 0),
+    "job id too large": (1 << 64, (gpu([0, 1]), cpu(0)), 0),
+    "job id of numpy": (np.int64(7), (gpu([0, 1]), cpu(0)), 0),
+    "negative fence": (8, (gpu([0, 1]), cpu(0)), -1),
+    "negative size": (9, (gpu([0, 1], (3, -1)), cpu(0)), 0),
+    "negative index": (10, (gpu([0, 1], (2, 0), (-1, 0)), cpu(0)), 0),
+    "sizes of numpy": (11, (gpu([0, 1], np.array([2, 0])), cpu(0)), 0),
+    "a list for sizes": (12, (gpu([0, 1], [2, 0]), cpu(0)), 0),
+    "three sides": (13, (gpu([0, 1]), cpu(0), cpu(1)), 0),
+    "no specs": (14, ([0, 1], [0]), 0),
+}
+
+
+@pytest.mark.parametrize("name", UNSPEAKABLE)
+def test_what_cannot_be_said(engine: Engine, name: str) -> None:
+    """Refused at once, or with a result of its own; never a job that does not end."""
+    job_id, spec, fence = UNSPEAKABLE[name]
+    client = engine.client
+    try:
+        client.transfer_async(job_id, spec, fence)
+    except (KVFerryError, TypeError, ValueError):
+        assert client.get_finished() == []
+    else:
+        client.wait([job_id], timeout=5)
+        assert [result.job_id for result in client.get_finished()] == [job_id]
+    assert client.status().sessions
+    assert engine.finish(engine.submit((cpu(0), gpu([0, 1]))))[0].success
 
 
 def test_a_transfer_of_nothing_is_done(engine: Engine) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.daemon.core.geometry import Fragments, Geometry, Run
+from kvferry.daemon.core.geometry import Geometry, Run
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
 
@@ -203,14 +204,26 @@ def spoiled_transfers(draw: st.DrawFn, world: World) -> Transfer:
                 del values[at : at + 1]
             case _:
                 values[at:at] = values[:1]
-        transfer = replace(transfer, **{name: tuple(values)})
+        changed: dict[str, Any] = {name: tuple(values)}
+        transfer = replace(transfer, **changed)
     return transfer
 
 
-def pairs_of(fragments: Fragments) -> list[tuple[int, int]]:
-    """(device byte, host byte) of everything in `fragments`, in order."""
-    rows = zip(fragments.gpu, fragments.host, fragments.size, strict=True)
+def pairs_of(world: World, runs: tuple[Run, ...]) -> list[tuple[int, int]]:
+    """(byte of the arena, byte of the pool) of all fragments of `runs`, in order."""
+    parts = [world.geometry.fragments(run, bases(world), 0) for run in runs]
+    rows = [row for f in parts for row in zip(f.gpu, f.host, f.size, strict=True)]
     return [(int(gpu) + n, int(host) + n) for gpu, host, size in rows for n in range(int(size))]
+
+
+def pieces_of(
+    geometry: Geometry, runs: tuple[Run, ...], max_bytes: int, max_blocks: int
+) -> list[Run]:
+    pieces = []
+    while runs:
+        piece, runs = geometry.split(runs, max_bytes, max_blocks)
+        pieces.append(piece)
+    return pieces
 
 
 def bases(world: World) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -228,8 +241,7 @@ def test_every_byte_of_a_good_transfer_goes_where_the_model_says(data: st.DataOb
     assert geometry.end(resolved.runs) == max((host + 1 for _, host in expected), default=0)
     assert geometry.end(resolved.runs) <= world.pool_bytes - GUARD
     assert sorted(resolved.host_blocks.tolist()) == sorted(transfer.hosts)
-    if resolved.runs:
-        assert pairs_of(geometry.fragments(resolved.runs, bases(world), 0)) == expected
+    assert pairs_of(world, resolved.runs) == expected
 
 
 @settings(PROFILE)
@@ -237,20 +249,15 @@ def test_every_byte_of_a_good_transfer_goes_where_the_model_says(data: st.DataOb
 def test_pieces_are_the_transfer_cut_in_order(data: st.DataObject) -> None:
     world = data.draw(worlds())
     transfer = data.draw(good_transfers(world))
-    max_bytes = data.draw(st.integers(1, 200))
+    max_bytes, max_blocks = data.draw(st.integers(1, 200)), data.draw(st.integers(1, 9))
     geometry = world.geometry
     runs = geometry.resolve(transfer.direction, transfer.spec, transfer.host_ids).runs
-    pieces = list(geometry.pieces(runs, max_bytes))
-    together: list[tuple[int, int]] = []
-    for number, piece in enumerate(pieces):
-        blocks = sum(run.gpu_blocks.size for run in piece)
-        assert blocks == 1 or geometry.nbytes(piece) <= max_bytes
-        assert blocks >= 1
-        if number:  # the block that comes first here had no room in the piece before
-            first = geometry.nbytes((piece[0].cut(0, 1),))
-            assert geometry.nbytes(pieces[number - 1]) + first > max_bytes
-        together += pairs_of(geometry.fragments(piece, bases(world), 0))
-    assert together == moved(world, transfer)
+    pieces = pieces_of(geometry, runs, max_bytes, max_blocks)
+    assert pairs_of(world, tuple(pieces)) == moved(world, transfer)
+    full = [max(1, min(max_blocks, max_bytes // group)) for group in geometry.group_bytes]
+    assert all(1 <= piece.gpu_blocks.size <= full[piece.group] for piece in pieces)
+    for piece, following in pairwise(pieces):
+        assert piece.group != following.group or piece.gpu_blocks.size == full[piece.group]
 
 
 @settings(PROFILE, max_examples=600)
@@ -300,7 +307,7 @@ class Memory:
         self.pool: Bytes = random.integers(0, 256, world.pool_bytes, dtype=np.uint8)
 
     def copy(self, direction: Direction, runs: tuple[Run, ...]) -> None:
-        for piece in self.world.geometry.pieces(runs, 64):
+        for piece in pieces_of(self.world.geometry, runs, 64, 5):
             where = bases(self.world) + self.arena.ctypes.data
             fragments = self.world.geometry.fragments(piece, where, self.pool.ctypes.data)
             for gpu, host, size in zip(fragments.gpu, fragments.host, fragments.size, strict=True):

@@ -236,6 +236,7 @@ def test_lengths_that_are_not_there_are_refused(head: bytes, claim: bytes, lengt
         (lambda n: ("registerkvcaches", 1, LAYOUT, [["cuda", "", b"h" * n, 1]], []), 64),
         (lambda n: ("allocatekvcaches", 1, LAYOUT, n), (1 << 48) - 1),
         (lambda n: ("allocatekvcaches", 1, [[[n, 1, 1]], [[REF]]]), (1 << 48) - 1),
+        (lambda n: ("allocatekvcaches", 1, [[[1, n, n]], [[REF]]]), (1 << 48) - 1),
         (lambda n: ("statusrequest", n), (1 << 63) - 1),
         (lambda n: ("goodbye", "r" * n), 256),
     ],

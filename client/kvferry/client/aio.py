@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import zmq
 
 from kvferry.client import verbs
-from kvferry.client.conversation import timed_out
+from kvferry.client.conversation import TransferResult, timed_out
 from kvferry.client.descriptors import collect, deposit
 from kvferry.client.nonblocking import KVCaches, NonBlocking
 from kvferry.client.timeline import Timeline
 from kvferry.client.verbs import Ask, Fetch, Leave, Part, Step, Verb
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.messages import DaemonStatus, HostRegion
-from kvferry.proto.specs import KVLayout, TransferSpec
+from kvferry.proto.specs import KVLayout
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ class AsyncOffloadClient(NonBlocking):
         self = cls(directory, engine, client)
         self.timeout = timeout
         try:
-            self._connection.send(self._conversation.hello())
+            self._send(self._conversation.hello())
             async with asyncio.timeout(timeout):
                 await self._until(self._conversation.greeted)
         except TimeoutError:
@@ -110,10 +110,11 @@ class AsyncOffloadClient(NonBlocking):
         finally:
             self._detach()
 
-    def transfer_async(self, job_id: int, spec: TransferSpec, wait_for: int = 0) -> None:
-        """As OffloadClient.transfer_async."""
-        super().transfer_async(job_id, spec, wait_for)
-        self._loop.call_soon(self._readable)  # a send may swallow the descriptor's edge
+    def get_finished(self) -> list[TransferResult]:
+        """As OffloadClient.get_finished."""
+        results = super().get_finished()
+        self._changed.set()  # what was taken in may be what somebody waits for
+        return results
 
     async def __aenter__(self) -> AsyncOffloadClient:
         return self
@@ -145,7 +146,7 @@ class AsyncOffloadClient(NonBlocking):
             async with asyncio.timeout_at(deadline):
                 match step:
                     case Ask(request):
-                        self._connection.send(talk.request(request))
+                        self._send(talk.request(request))
                         return await self._until(lambda: talk.reply(request.request_id))
                     case Leave(fds):
                         return await asyncio.to_thread(deposit, self.directory, session, fds, left)
@@ -154,7 +155,7 @@ class AsyncOffloadClient(NonBlocking):
                             collect, self.directory, session, ticket, left
                         )
                     case Part(message):
-                        self._connection.send(talk.request(message))
+                        self._send(talk.request(message))
                         return await self._until(lambda: talk.ended)
         except TimeoutError:
             raise timed_out("no answer", str(self.directory)) from None
@@ -173,6 +174,10 @@ class AsyncOffloadClient(NonBlocking):
         if not self._connection.closed:
             self._drain()
             self._changed.set()
+
+    def _send(self, data: bytes) -> None:
+        super()._send(data)
+        self._loop.call_soon(self._readable)  # a send may swallow the descriptor's edge
 
     def _detach(self) -> None:
         for socket in (self._connection.socket, self._connection.monitor):

@@ -7,15 +7,18 @@ and knows no clock.
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
-from typing import TypeAlias
+from typing import SupportsIndex, TypeAlias
 
 from kvferry.proto.codec import decode_daemon_message, encode
 from kvferry.proto.errors import Code, Gone, KVFerryError, Refused, error_of
 from kvferry.proto.messages import (
+    MAX_JOB_IDS,
     PROTOCOL,
     Allocated,
     Cancel,
@@ -33,7 +36,13 @@ from kvferry.proto.messages import (
     Waited,
     Welcome,
 )
-from kvferry.proto.specs import CPULoadStoreSpec, Direction, TransferSpec
+from kvferry.proto.specs import (
+    MAX_INT,
+    CPULoadStoreSpec,
+    Direction,
+    LoadStoreSpec,
+    TransferSpec,
+)
 
 Reply: TypeAlias = Registered | Allocated | Waited | StatusReport
 
@@ -86,11 +95,12 @@ class Conversation:
 
         Raises Refused (DUPLICATE_JOB, BUSY, MESSAGE_TOO_LARGE) or Gone, and nothing changed.
         """
+        job_id, wait_for = _checked_id("a job id", job_id), _checked_id("wait_for", wait_for)
+        src, dst = _checked_sides(spec)
         if job_id in self._jobs:
             raise Refused(Code.DUPLICATE_JOB, "a job with this id is under way", job_id)
         if self.welcome is not None and len(self._jobs) >= self.welcome.limits.max_jobs:
             raise Refused(Code.BUSY, "too many jobs are under way: poll first", len(self._jobs))
-        src, dst = spec
         return self.request(Submit(job_id, src, dst, wait_for))
 
     def submitted(self, job_id: int, spec: TransferSpec) -> None:
@@ -98,10 +108,10 @@ class Conversation:
         self._jobs[job_id] = Direction.STORE if store else Direction.LOAD
 
     def cancel(self, job_ids: Iterable[int]) -> bytes:
-        return self.request(Cancel(tuple(job_ids)))
+        return self.request(Cancel(_checked(job_ids)))
 
-    def wait(self, request_id: int, job_ids: Collection[int]) -> bytes:
-        return self.request(Wait(request_id, tuple(job_ids)))
+    def wait(self, request_id: int, job_ids: Iterable[int]) -> bytes:
+        return self.request(Wait(request_id, _checked(job_ids)))
 
     # What arrived
 
@@ -172,6 +182,30 @@ class Conversation:
             self.lose(Gone(Code.DAEMON_GONE, "the daemon was restarted, or has let us go"))
         else:
             raise error
+
+
+def _checked_id(what: str, value: SupportsIndex) -> int:
+    with contextlib.suppress(TypeError):
+        number = operator.index(value)
+        if 0 <= number <= MAX_INT:
+            return number
+    raise Refused(Code.BAD_SPEC, f"{what} is a number from 0 to {MAX_INT}", value)
+
+
+def _checked(job_ids: Iterable[int]) -> tuple[int, ...]:
+    ids = tuple(_checked_id("a job id", job_id) for job_id in job_ids)
+    if len(ids) > MAX_JOB_IDS:
+        raise Refused(Code.BAD_SPEC, f"at most {MAX_JOB_IDS} job ids at once", len(ids))
+    return ids
+
+
+def _checked_sides(spec: TransferSpec) -> TransferSpec:
+    """A pair of specs that a daemon can read; whether they fit together it says itself."""
+    if len(spec) != 2 or not all(isinstance(side, LoadStoreSpec) for side in spec):
+        raise Refused(Code.BAD_SPEC, "a transfer is a pair of a GPU and a CPULoadStoreSpec", spec)
+    for side in spec:
+        side.check()
+    return spec
 
 
 def _result(result: JobResult) -> TransferResult:

@@ -116,7 +116,10 @@ class LocalDaemon:
     def _is_up(self) -> bool:
         """Whether our process holds a folder, and has made its socket there."""
         for lock in self.runtime_dir.glob("*/lock"):
-            if lock.read_text().strip() == str(self.pid) and (lock.parent / "kvferry.sock").exists():
+            if (
+                lock.read_text().strip() == str(self.pid)
+                and (lock.parent / "kvferry.sock").exists()
+            ):
                 self._directory = lock.parent
                 return True
         return False

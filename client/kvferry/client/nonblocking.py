@@ -56,7 +56,7 @@ class NonBlocking:
         daemon's own refusal comes as the job's result.
         """
         data = self._conversation.submit(job_id, spec, wait_for)
-        self._connection.send(data)
+        self._send(data)
         self._conversation.submitted(job_id, spec)
 
     def get_finished(self) -> list[TransferResult]:
@@ -71,7 +71,10 @@ class NonBlocking:
 
     def cancel(self, job_ids: Collection[int]) -> None:
         """Give jobs up; each still ends once, as cancelled, or done where it was too late."""
-        self._connection.send(self._conversation.cancel(job_ids))
+        self._send(self._conversation.cancel(job_ids))
+
+    def _send(self, data: bytes) -> None:
+        self._connection.send(data)
 
     def _drain(self) -> None:
         self._connection.drain(self._conversation.feed)

@@ -74,8 +74,8 @@ async def run(config: Config, engine: CopyEngine, pool: HostPool, endpoint: Endp
             "serving", device=engine.info.name, directory=str(endpoint.directory), pool=pool.nbytes
         )
         await server.serve(lane, config.stop.drain_seconds)
-        pool.close()
         lane.close()
+        pool.close(engine)
     log.info("stopped")
 
 

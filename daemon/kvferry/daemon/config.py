@@ -18,7 +18,8 @@ from msgspec import Meta
 
 from kvferry.proto.errors import Code, Refused
 
-_UNITS = {"": 1, "k": 10, "m": 20, "g": 30, "t": 40}
+MAX_SIZE = 1 << 47
+_UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 
 def parse_bytes(text: str) -> int:
@@ -26,8 +27,10 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(?:i?b)?|b)?\s*", text, re.IGNORECASE)
     if match is None:
         raise Refused(Code.BAD_CONFIG, 'a size is written like "64GiB" or "1048576"', text)
-    unit = (match[2] or "").lower()
-    return int(float(match[1]) * (1 << _UNITS[unit])) if unit else int(float(match[1]))
+    nbytes = float(match[1]) * (1 << _UNITS[(match[2] or "").lower()])
+    if nbytes > MAX_SIZE:
+        raise Refused(Code.BAD_CONFIG, f"a size is at most {MAX_SIZE} bytes", text)
+    return int(nbytes)
 
 
 Size: TypeAlias = str
@@ -153,11 +156,12 @@ def read(arguments: Sequence[str] | None = None) -> Config:
                     target = target.setdefault(section, {})
                 target[name] = value.split(",") if name == "allow_uids" else value
         config = msgspec.convert(tree, Config, strict=False)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError, TypeError, msgspec.MsgspecError) as error:
         message = f"the configuration is not right: {error}"
         raise Refused(Code.BAD_CONFIG, message, path or "") from error
-    parse_bytes(config.pool.size)
-    parse_bytes(config.pool.chunk)
+    for name, size in (("pool.size", config.pool.size), ("pool.chunk", config.pool.chunk)):
+        if not parse_bytes(size):
+            raise Refused(Code.BAD_CONFIG, f"{name} is at least one byte", size)
     parse_bytes(config.copy.staging)
     return config
 

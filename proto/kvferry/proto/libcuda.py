@@ -219,16 +219,8 @@ class Driver:
         self.call("cuMemHostAlloc", byref(address), nbytes, 1)
         return address.value or 0
 
-    @staticmethod
-    def host_array(address: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """int64s at an address, which must stay valid."""
-        return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(address))
-
     def copy_to_device(self, pointer: int, array: np.ndarray[Any, Any]) -> None:
         self.call("cuMemcpyHtoD_v2", pointer, array.ctypes.data, array.nbytes)
-
-    def copy_async(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        self.call("cuMemcpyAsync", dst, src, nbytes, stream)
 
     # Streams and events
 
@@ -278,12 +270,10 @@ class Driver:
         grid: int,
         threads: int,
         stream: int,
-        longs: tuple[int, ...],
-        ints: tuple[int, ...],
+        *parameters: np.ndarray[Any, Any],
     ) -> None:
-        """Launch a kernel whose parameters are first 64-bit, then 32-bit integers."""
-        values = [*map(c_uint64, longs), *map(c_uint, ints)]
-        addresses = (c_void_p * len(values))(*map(ctypes.addressof, values))
+        """Launch a kernel with parameters by value, each the bytes of an array."""
+        addresses = (c_void_p * len(parameters))(*(p.ctypes.data for p in parameters))
         shape = (grid, 1, 1, threads, 1, 1)
         self.call("cuLaunchKernel", function, *shape, 0, stream, addresses, None)
 

@@ -39,7 +39,8 @@ PROTOCOL = 1
 Name: TypeAlias = Annotated[str, Meta(max_length=256)]
 Token: TypeAlias = Annotated[str, Meta(min_length=1, max_length=64)]
 Id: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-JobIds: TypeAlias = Annotated[tuple[Id, ...], Meta(max_length=65536)]
+MAX_JOB_IDS = 65536
+JobIds: TypeAlias = Annotated[tuple[Id, ...], Meta(max_length=MAX_JOB_IDS)]
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=str.lower):

@@ -28,6 +28,7 @@ from kvferry.proto.errors import Code, Refused
 MAX_BLOCK_IDS = 1 << 20
 MAX_TENSORS = 4096
 MAX_GROUPS = 256
+MAX_INT = (1 << 63) - 1
 
 BlockIds: TypeAlias = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 if TYPE_CHECKING:
@@ -94,6 +95,8 @@ class KVLayout(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fiel
 
     def check(self) -> None:
         """Raise Refused where the parts do not fit together."""
+        if not self.tensors or not self.groups or not all(self.groups):
+            raise Refused(Code.BAD_LAYOUT, "every group refers to at least one tensor", self.groups)
         for index, tensor in enumerate(self.tensors):
             if tensor.row_stride_bytes < tensor.page_size_bytes:
                 raise Refused(
@@ -125,18 +128,28 @@ class KVLayout(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fiel
 
 def as_block_ids(ids: Sequence[int] | BlockIds) -> BlockIds:
     """`ids` as a flat, contiguous int32 or int64 array; arrays of those types are not copied."""
-    array = ids if isinstance(ids, np.ndarray) else np.asarray(ids, dtype=np.int64)
+    try:
+        array = np.asarray(ids)
+    except ValueError:
+        raise Refused(Code.BAD_SPEC, "block ids form one flat list", ids) from None
     if array.ndim != 1:
         raise Refused(Code.BAD_SPEC, "block ids form one flat list", array.shape)
     if array.dtype not in (np.int32, np.int64):
-        if array.dtype.kind not in "iu":
-            raise Refused(Code.BAD_SPEC, "block ids are integers", array.dtype.name)
+        if isinstance(ids, np.ndarray) or array.size:
+            _check_integers(array)
         array = array.astype(np.int64)
     if array.size > MAX_BLOCK_IDS:
         raise Refused(
             Code.BAD_SPEC, f"a spec names at most {MAX_BLOCK_IDS} blocks: split it", array.size
         )
     return np.ascontiguousarray(array)
+
+
+def _check_integers(array: np.ndarray[Any, Any]) -> None:
+    if array.dtype.kind not in "iu":
+        raise Refused(Code.BAD_SPEC, "block ids are integers of 64 bits", array.dtype.name)
+    if array.dtype == np.uint64 and array.size and int(array.max()) > MAX_INT:
+        raise Refused(Code.BAD_SPEC, "block ids are integers of 64 bits", int(array.max()))
 
 
 class _Spec(msgspec.Struct, array_like=True, frozen=True, eq=False, forbid_unknown_fields=True):
@@ -166,9 +179,21 @@ class GPULoadStoreSpec(_Spec, tag="gpu", frozen=True, eq=False):
     group_sizes: Annotated[tuple[Count, ...], Meta(max_length=MAX_GROUPS)] | None = None
     block_indices: Annotated[tuple[Count, ...], Meta(max_length=MAX_GROUPS)] | None = None
 
+    def check(self) -> None:
+        """Raise Refused where no daemon could read this."""
+        for name in ("group_sizes", "block_indices"):
+            values = getattr(self, name) or ()
+            if len(values) > MAX_GROUPS or any(not 0 <= value <= MAX_INT for value in values):
+                raise Refused(
+                    Code.BAD_SPEC, f"{name} are at most {MAX_GROUPS} numbers from 0 on", values
+                )
+
 
 class CPULoadStoreSpec(_Spec, tag="cpu", frozen=True, eq=False):
     """Host blocks by id, for the groups in order, inside the region that the engine registered."""
+
+    def check(self) -> None:
+        """Every daemon can read this."""
 
 
 LoadStoreSpec: TypeAlias = GPULoadStoreSpec | CPULoadStoreSpec

@@ -6,7 +6,6 @@ what a lane could report in any order a lane could, and holds every answer again
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -122,7 +121,7 @@ class Desk:
 def finished(actions: list[Action]) -> list[tuple[str, int, str, str | None]]:
     """(session, job id, outcome, error code) of every result sent."""
     return [
-        (a.session, r.job_id, r.outcome, r.error and r.error.code)
+        (a.session, r.job_id, r.outcome, None if r.error is None else r.error.code)
         for a in actions
         if isinstance(a, Send) and isinstance(a.message, wire.Finished)
         for r in a.message.results
@@ -179,7 +178,7 @@ def test_allocating_answers_with_where_the_tensors_are() -> None:
     desk = Desk("a", registered=False)
     desk.ask("a", wire.AllocateKVCaches(9, LAYOUT))
     where = ((wire.FdAllocation(5, 8192),), (wire.Location(0, 0),))
-    (action,) = desk.core.report(Mapped(1, "a", None, *where))
+    (action,) = desk.core.report(Mapped(1, "a", allocations=where[0], locations=where[1]))
     whole_pool = wire.HostRegion(POOL // 2048, 2048, False)
     assert action == Send("a", wire.Allocated(9, whole_pool, *where))
 
@@ -231,12 +230,14 @@ def test_what_was_never_mapped_is_no_region_to_come_back_to() -> None:
     assert not action.message.region.reattached
 
 
-@pytest.mark.parametrize("blocks", [1 << 44, (1 << 48) - 1])
-def test_a_layout_too_large_for_any_machine_is_refused(blocks: int) -> None:
-    desk = Desk("a", "b", registered=False)
-    layout = KVLayout((TensorLayout(blocks, 1, 1),), ((TensorRef(0, 1),),))
+def test_a_layout_with_more_blocks_than_can_be_kept_in_mind_is_refused() -> None:
+    desk = Desk("a", registered=False)
+    many = 256
+    tensors = (TensorLayout((1 << 31) - 1, 1, 1),) * many
+    layout = KVLayout(tensors, tuple((TensorRef(n, 1),) for n in range(many)))
     assert desk.error("a", wire.AllocateKVCaches(1, layout))
     assert desk.core.status(101.0).pool.reserved_bytes == 0
+    assert not desk.core.busy
 
 
 def test_an_engine_s_name_is_held_by_one_process() -> None:
@@ -312,16 +313,16 @@ def test_a_job_is_started_whole_and_ends_with_what_it_moved() -> None:
     assert desk.core.status(101.0).totals == wire.Totals(stores=1, stored_bytes=3072)
 
 
-def test_a_job_that_failed_moved_nothing_and_took_no_time() -> None:
+def test_a_job_without_success_moved_nothing() -> None:
     desk = Desk("a")
     for job, outcome in enumerate((Outcome.FAILED, Outcome.CANCELLED)):
         plan = desk.start("a", job, load(1, 2))
         error = FAULT if outcome is Outcome.FAILED else None
-        (action,) = desk.core.report(Ended(plan.serial, outcome, 0.25, error))
+        (action,) = desk.core.report(Ended(plan.serial, outcome, error=error))
         assert isinstance(action, Send)
         assert isinstance(action.message, wire.Finished)
         (result,) = action.message.results
-        assert (result.outcome, result.nbytes, result.seconds) == (outcome, 0, 0.0)
+        assert (result.outcome, result.nbytes) == (outcome, 0)
     assert desk.core.status(101.0).totals == wire.Totals(failed=1, cancelled=1)
 
 
@@ -679,10 +680,10 @@ class Shell(RuleBasedStateMachine):
             Code.BUSY: len(busy) >= MAX_JOBS,
             Code.NO_TIMELINE: bool(wait_for) and claim is not None and not claim.timeline,
         }
-        message = wire.Submit(job_id, *make(*blocks, hosts=tuple(hosts)), wait_for)
+        src, dst = make(*blocks, hosts=tuple(hosts))
         self.refusing = job_id
         before = {} if claim is None else dict(claim.plans)
-        self.ask(session, message)
+        self.ask(session, wire.Submit(job_id, src, dst, wait_for))
         self.refusing, refusals = None, self.refusals
         self.refusals = []
         if any(faults.values()):
@@ -844,7 +845,7 @@ _SPEC_FAULTS = {Code.BLOCK_OUT_OF_RANGE, Code.SIZE_MISMATCH, Code.DUPLICATE_BLOC
 
 
 def test_anything_may_happen() -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         Shell,
         settings=settings(
             derandomize=True, deadline=None, max_examples=200, stateful_step_count=40

@@ -45,8 +45,8 @@ def test_pages_of_a_block_lie_behind_one_another_in_the_host_block(geometry: Geo
     spec = gpu(7, 2, 1, 3, sizes=(2, 2), first=(5, 1))
     resolved = geometry.resolve(STORE, spec, ids(4, 11, 6))
     bases = ids(100_000, 200_000, 300_000)
-    fragments = geometry.fragments(resolved.runs, bases, 1_000_000)
-    got = list(zip(*(part.tolist() for part in (fragments.gpu, fragments.host, fragments.size))))
+    parts = [geometry.fragments(run, bases, 1_000_000) for run in resolved.runs]
+    got = [row for f in parts for row in zip(f.gpu, f.host, f.size, strict=True)]
     # Group 0 begins at logical block 5: sub-block 2 of host block 4, then sub-block 0 of 11.
     # Group 1 begins at logical block 1: sub-blocks 1 and 2 of host block 6, 5 bytes each.
     pool = 1_000_000 + START
@@ -77,7 +77,6 @@ def test_without_sizes_a_transfer_is_one_group_from_its_start() -> None:
 def test_nothing_to_move_is_a_transfer(geometry: Geometry, direction: Direction) -> None:
     resolved = geometry.resolve(direction, gpu(sizes=(0, 0), first=(2, 0)), ids())
     assert resolved.runs == ()
-    assert list(geometry.pieces(resolved.runs, 100)) == []
     assert (geometry.nbytes(resolved.runs), geometry.end(resolved.runs)) == (0, 0)
 
 
@@ -100,7 +99,13 @@ def test_the_transfer_that_the_next_test_spoils_is_good(
         (LOAD, GOOD, ids(0, 1 << 62, 5), Code.BLOCK_OUT_OF_RANGE, str(1 << 62)),
         # group 0 ends with its shorter tensor, at 8
         (STORE, gpu(0, 8, 2, 3, sizes=(3, 1), first=(2, 0)), GOOD_HOSTS, "block_out_of_range", "8"),
-        (STORE, gpu(0, -3, 2, 3, sizes=(3, 1), first=(2, 0)), GOOD_HOSTS, "block_out_of_range", "-3"),
+        (
+            LOAD,
+            gpu(0, -3, 2, 3, sizes=(3, 1), first=(2, 0)),
+            GOOD_HOSTS,
+            "block_out_of_range",
+            "-3",
+        ),
         (STORE, gpu(0, 1, 2, 4, sizes=(3, 1), first=(2, 0)), GOOD_HOSTS, "block_out_of_range", "4"),
         (STORE, GOOD, ids(0, 19), Code.SIZE_MISMATCH, "2"),
         (STORE, GOOD, ids(0, 19, 5, 6), Code.SIZE_MISMATCH, "4"),
@@ -109,13 +114,19 @@ def test_the_transfer_that_the_next_test_spoils_is_good(
         (STORE, gpu(0, 1, 2, 3, sizes=(3, 2), first=(2, 0)), GOOD_HOSTS, "size_mismatch", "[3, 2]"),
         (STORE, gpu(0, 1, 2, 3, sizes=(2, 1), first=(2, 0)), GOOD_HOSTS, "size_mismatch", "[2, 1]"),
         (STORE, gpu(0, 1, 2, 3, sizes=(4,), first=(2,)), GOOD_HOSTS, Code.UNKNOWN_GROUP, "[4]"),
-        (STORE, gpu(0, 1, sizes=(1, 1, 0), first=(0, 0, 0)), ids(1, 2), "unknown_group", "[1, 1, 0]"),
+        (
+            STORE,
+            gpu(0, 1, sizes=(1, 1, 0), first=(0,) * 3),
+            ids(1, 2),
+            "unknown_group",
+            "[1, 1, 0]",
+        ),
         (STORE, gpu(0, 1, 2, 3, sizes=(3, 1), first=(2,)), GOOD_HOSTS, "unknown_group", "[2]"),
         (STORE, GPULoadStoreSpec([1]), ids(0), Code.UNKNOWN_GROUP, "[1]"),
         (STORE, GOOD, ids(0, 5, 5), Code.DUPLICATE_BLOCK, "5"),
         (LOAD, gpu(0, 2, 2, 3, sizes=(3, 1), first=(2, 0)), GOOD_HOSTS, "duplicate_block", "2"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_refused_with_its_code_and_value(
     geometry: Geometry,
     direction: Direction,
@@ -157,21 +168,27 @@ def test_groups_that_share_no_tensor_may_load_the_same_block_id() -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_bytes", "counts"),
+    ("max_bytes", "max_blocks", "counts"),
     [
-        (1, [1, 1, 1, 1, 1, 1]),
-        (16, [1, 1, 1, 1, 2]),  # 16-byte blocks of group 0, then two of 5 bytes
-        (40, [2, 3, 1]),  # of the second piece: two of group 0, and one that still fits
-        (1 << 20, [6]),
+        (1, 9, [(0, 1), (0, 1), (0, 1), (0, 1), (1, 1), (1, 1)]),
+        (31, 9, [(0, 1), (0, 1), (0, 1), (0, 1), (1, 2)]),
+        (32, 9, [(0, 2), (0, 2), (1, 2)]),
+        (50, 9, [(0, 3), (0, 1), (1, 2)]),
+        (1 << 20, 9, [(0, 4), (1, 2)]),
+        (1 << 20, 3, [(0, 3), (0, 1), (1, 2)]),
+        (1 << 20, 1, [(0, 1), (0, 1), (0, 1), (0, 1), (1, 1), (1, 1)]),
     ],
 )
-def test_pieces_hold_what_fits_and_at_least_one_block(
-    geometry: Geometry, max_bytes: int, counts: list[int]
+def test_a_piece_is_of_one_group_and_holds_what_fits_or_one_block(
+    geometry: Geometry, max_bytes: int, max_blocks: int, counts: list[tuple[int, int]]
 ) -> None:
     spec = gpu(0, 1, 2, 3, 0, 1, sizes=(4, 2), first=(0, 0))
-    runs = geometry.resolve(STORE, spec, ids(0, 1, 2)).runs
-    pieces = list(geometry.pieces(runs, max_bytes))
-    assert [sum(run.gpu_blocks.size for run in piece) for piece in pieces] == counts
+    rest = geometry.resolve(STORE, spec, ids(0, 1, 2)).runs
+    pieces = []
+    while rest:
+        piece, rest = geometry.split(rest, max_bytes, max_blocks)
+        pieces.append((piece.group, piece.gpu_blocks.size))
+    assert pieces == counts
 
 
 def test_directions_follow_from_the_kinds_of_the_sides() -> None:

@@ -48,9 +48,11 @@ def after(history: list[tuple[Direction, list[int], list[int]]]) -> list[int]:
             [0, 1, 2, 3],
             id="there-and-back",
         ),
-        pytest.param([(STORE, [0, 1], [0, 1]), (LOAD, [], [])], [0, 0], id="nothing-waits-for-none"),
+        pytest.param(
+            [(STORE, [0, 1], [0, 1]), (LOAD, [], [])], [0, 0], id="nothing-waits-for-none"
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_transfer_waits_for(
     history: list[tuple[Direction, list[int], list[int]]], expected: list[int]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -183,7 +184,7 @@ def test_whatever_happens_regions_never_overlap_and_the_present_stay(
         gone = set(before) - set(after)
         assert all(before[n].start < region.end and region.start < before[n].end for n in gone)
         placed = sorted(regions, key=lambda r: r.start)
-        assert all(a.end <= b.start for a, b in zip(placed, placed[1:], strict=False))
+        assert all(a.end <= b.start for a, b in pairwise(placed))
         assert placed[-1].end <= pool
         assert all(r.start % ALIGNMENT == 0 for r in placed)
         assert regions.reserved_bytes == sum(r.nbytes for r in placed) <= pool

@@ -215,7 +215,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     pool.fill(engine, lambda nbytes: None, troubles.append)
     yield Bench(engine, pool, lane, reports)
     lane.close()
-    pool.close()
+    pool.close(engine)
     assert not troubles
 
 

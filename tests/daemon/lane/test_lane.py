@@ -13,6 +13,7 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import pytest
 
 from kvferry.daemon.core.actions import (
     Abandon,
+    Calibrated,
     CopyPlan,
     Ended,
     Map,
@@ -29,21 +31,23 @@ from kvferry.daemon.core.actions import (
     Unmap,
     Unmapped,
 )
-from kvferry.daemon.core.geometry import Geometry, Int64s, Run
+from kvferry.daemon.core.geometry import Geometry, Run
 from kvferry.daemon.core.order import Ordering
 from kvferry.daemon.engine import reference
-from kvferry.daemon.engine.base import CopyEngine, Mapping, Shared
+from kvferry.daemon.engine.base import NO_ROOM, CopyEngine, Mapping, Room, Shared, Want
 from kvferry.daemon.engine.memory import PAGE, sealed_memfd
 from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
-from kvferry.daemon.lane.berth import MAX_FLIGHT_BYTES, MAX_PIECES, PIECE_BYTES
 from kvferry.daemon.lane.lane import Lane, MapOrder
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.messages import (
     Allocation,
+    CalibrationPoint,
+    CopyStatus,
     CudaAllocation,
     DeviceInfo,
     FdAllocation,
+    GroupCopying,
     Location,
     Outcome,
 )
@@ -60,38 +64,49 @@ def layout(page: int, blocks: int = 64) -> KVLayout:
     return KVLayout((TensorLayout(blocks, page, page),), ((TensorRef(0, page),),))
 
 
-SMALL, LARGE = layout(64), layout(PIECE_BYTES)
-"""A plan over SMALL is one piece; over LARGE each block is a piece."""
+SMALL = layout(64)
 
 
 @dataclass(eq=False)
 class Piece:
     direction: Direction
     mapping: Mapping
-    runs: tuple[Run, ...]
-    seconds: float | None = None
+    run: Run
+    number: int
+    """Its place in the order submitted, from 0, over both directions."""
+    done: bool = False
     error: KVFerryError | None = None
 
     @property
     def blocks(self) -> list[int]:
-        return [int(block) for run in self.runs for block in run.gpu_blocks]
+        return [int(block) for block in self.run.gpu_blocks]
 
 
 class StubEngine:
-    """Takes pieces, and says of each what the test says of it."""
+    """Takes pieces, and says of each what the test says of it. Its clock counts submissions."""
 
     info = DeviceInfo("cpu", "cpu", "stub")
 
     def __init__(self) -> None:
+        self.piece = Room(1 << 40)
+        """What a piece may be; how many at once in one direction:"""
+        self.most = 4
         self.submitted: queue.SimpleQueue[Piece] = queue.SimpleQueue()
         self.in_flight: list[Piece] = []
         self.closed: list[Mapping] = []
-        self.refusals: queue.SimpleQueue[KVFerryError | None] = queue.SimpleQueue()
+        self.wants: list[tuple[Direction, Want]] = []
+        self.timed: list[tuple[list[int], list[int] | None]] = []
+        """Blocks of the first piece of a plan that was timed, and of the one in flight before."""
+        self.refusals: list[KVFerryError | None] = []
         """What the next submissions say: an error, or None where they work; empty: they work."""
+        self._numbers = count()
 
-    def attach(self, pool_address: int) -> None: ...
+    def attach(self, pool_address: int) -> CopyStatus | None:
+        return None
 
     def pin(self, address: int, nbytes: int) -> None: ...
+
+    def unpin(self, address: int) -> None: ...
 
     def open(
         self,
@@ -110,22 +125,39 @@ class StubEngine:
         assert mapping not in self.closed
         self.closed.append(mapping)
 
-    def submit(self, direction: Direction, mapping: Mapping, runs: tuple[Run, ...]) -> Piece:
-        refusal = None if self.refusals.empty() else self.refusals.get()
+    def room(self, direction: Direction, mapping: Mapping, want: Want) -> Room:
+        self.wants.append((direction, want))
+        flying = [piece for piece in self.in_flight if piece.direction is direction]
+        return self.piece if len(flying) < self.most else NO_ROOM
+
+    def submit(self, direction: Direction, mapping: Mapping, run: Run) -> Piece:
+        assert 1 <= run.gpu_blocks.size <= self.piece.blocks
+        assert run.gpu_blocks.size == 1 or mapping.geometry.nbytes((run,)) <= self.piece.nbytes
+        refusal = self.refusals.pop(0) if self.refusals else None
         if refusal is not None:
             raise refusal
-        piece = Piece(direction, mapping, runs)
+        piece = Piece(direction, mapping, run, next(self._numbers))
         self.in_flight.append(piece)
         self.submitted.put(piece)
         return piece
 
-    def poll(self, ticket: object) -> float | None:
+    def poll(self, ticket: object) -> bool:
         assert isinstance(ticket, Piece)
-        if ticket.seconds is not None or ticket.error is not None:
+        if ticket.done or ticket.error is not None:
             self.in_flight.remove(ticket)
         if ticket.error is not None:
             raise ticket.error
-        return ticket.seconds
+        return ticket.done
+
+    def elapsed(self, first: object, last: object, after: object | None) -> float:
+        assert isinstance(first, Piece)
+        assert isinstance(last, Piece)
+        assert not {first, last, after} & {*self.in_flight}
+        self.timed.append((first.blocks, after.blocks if isinstance(after, Piece) else None))
+        return 1.0 + last.number - first.number
+
+    def copying(self, mapping: Mapping) -> tuple[GroupCopying, ...]:
+        return (GroupCopying("direct", "staged"),)
 
     def shutdown(self) -> None: ...
 
@@ -141,9 +173,9 @@ class Harbour:
     """Deaths that the test provokes."""
 
     def __post_init__(self) -> None:
-        self.pool.ready_bytes = 1 << 60
+        self.pool.ready_bytes = self.pool.nbytes
         self.batches: queue.SimpleQueue[list[Report]] = queue.SimpleQueue()
-        self.lane = Lane(self.engine, self.pool, self.batches.put, self.deaths.append)
+        self.lane = Lane(self.engine, self.pool, self.batches.put, self.died)
         self.geometries: dict[int, Geometry] = {}
         self.orderings: dict[int, Ordering] = {}
         self.serial = 0
@@ -190,9 +222,15 @@ class Harbour:
         self.lane.post(Start(plan))
         return self.serial
 
+    def died(self, error: KVFerryError) -> None:
+        self.deaths.append(error)
+        self.batches.put([])  # wakes who waits for a report
+
     def reports(self) -> list[Report]:
-        """The next batch."""
-        return self.batches.get(timeout=PATIENCE)
+        """The next batch; at the lane's death there will be none."""
+        batch = self.batches.get(timeout=PATIENCE)
+        assert batch, self.deaths
+        return batch
 
     def settle(self) -> list[Report]:
         """Let the lane do all that it can; what it reported meanwhile."""
@@ -200,14 +238,13 @@ class Harbour:
         for _ in range(3):  # what one stream does may set the other free
             self.lane.post(Unmap(NOBODY))
             while Unmapped(NOBODY) not in seen:
-                assert not self.deaths, self.deaths
                 seen += self.reports()
             seen.remove(Unmapped(NOBODY))
         return seen
 
     def close(self) -> None:
         self.lane.close()
-        self.pool.close()
+        self.pool.close(self.engine)
         assert len(self.deaths) == self.expected
 
 
@@ -231,9 +268,9 @@ def taken(stub: StubEngine) -> list[Piece]:
     return pieces
 
 
-def finish(harbour: Harbour, *pieces: Piece, seconds: float = 0.5) -> list[Report]:
+def finish(harbour: Harbour, *pieces: Piece) -> list[Report]:
     for piece in pieces:
-        piece.seconds = seconds
+        piece.done = True
     return harbour.settle()
 
 
@@ -245,8 +282,12 @@ def run_out(harbour: Harbour, stub: StubEngine) -> list[Report]:
     return reports
 
 
-def done(serial: int, seconds: float = 0.5) -> Ended:
+def done(serial: int, seconds: float = 1.0) -> Ended:
     return Ended(serial, Outcome.DONE, seconds)
+
+
+def cancelled(serial: int) -> Ended:
+    return Ended(serial, Outcome.CANCELLED)
 
 
 def serials(reports: Sequence[Report]) -> list[int]:
@@ -277,6 +318,13 @@ class Clock:
         return os.dup(self.descriptor)
 
 
+ERROR = Failed(Code.DRIVER, "the device says no", 700)
+
+
+def failed(serial: int) -> Ended:
+    return Ended(serial, Outcome.FAILED, error=ERROR.info)
+
+
 # Order
 
 
@@ -290,7 +338,8 @@ def test_plans_of_one_direction_run_and_end_in_order(
     one, two = taken(stub)
     assert (one.blocks, two.blocks, one.direction) == ([0, 1], [2, 3], direction)
     assert finish(harbour, two) == []
-    assert finish(harbour, one, seconds=0.25) == [done(first, 0.25), done(second)]
+    assert finish(harbour, one) == [done(first), done(second)]
+    assert stub.timed == [([0, 1], None), ([2, 3], [0, 1])]
 
 
 def test_the_two_directions_overlap(harbour: Harbour, stub: StubEngine) -> None:
@@ -320,22 +369,20 @@ def test_a_transfer_waits_for_the_other_direction_where_they_meet(
     assert finish(harbour, one) == [done(first)]
     (three,) = taken(stub)  # it need not wait for the second
     assert three.direction is direction.other
-    assert finish(harbour, two, three) == [done(s) for s in sorted((second, meets))] or True
-    assert not stub.in_flight
+    assert sorted(serials(finish(harbour, two, three))) == [second, meets]
 
 
 def test_a_plan_of_many_pieces_is_waited_for_to_its_end(harbour: Harbour, stub: StubEngine) -> None:
-    harbour.map(shape=LARGE)
+    stub.piece, stub.most = Room(64), 2
+    harbour.map()
     store = harbour.start(STORE, [0, 1, 2, 3])
     load = harbour.start(LOAD, [9], [0])
     harbour.settle()
-    stores = []
-    for _ in range(4):
-        stores.append(stub.in_flight[0])
+    for block in range(4):
         assert all(piece.direction is STORE for piece in stub.in_flight)
+        assert stub.in_flight[0].blocks == [block]
         reports = finish(harbour, stub.in_flight[0])
-    assert [piece.blocks for piece in stores] == [[0], [1], [2], [3]]
-    assert reports == [done(store, 4 * 0.5)]
+    assert reports == [done(store, 4.0)]  # from the begin of the first to the end of the last
     assert serials(run_out(harbour, stub)) == [load]
 
 
@@ -359,8 +406,7 @@ def test_a_plan_that_fails_at_once_ends_behind_what_was_submitted_before(
     harbour: Harbour, stub: StubEngine
 ) -> None:
     harbour.map()
-    stub.refusals.put(None)
-    stub.refusals.put(Failed(Code.DRIVER, "no"))
+    stub.refusals += [None, ERROR]
     first, failing = harbour.start(STORE, [0]), harbour.start(STORE, [1])
     assert serials(harbour.settle()) == []
     assert serials(run_out(harbour, stub)) == [first, failing]
@@ -416,23 +462,22 @@ def test_a_plan_that_waits_is_cancelled_at_once(
     behind, after_it = harbour.start(STORE, [1]), harbour.start(LOAD, [5], [0])
     harbour.settle()
     harbour.lane.post(Abandon(1, held))
-    assert harbour.settle() == [Ended(held, Outcome.CANCELLED)]
+    assert harbour.settle() == [cancelled(held)]
     assert [piece.blocks for piece in taken(stub)] in ([[5], [1]], [[1], [5]])
     assert sorted(serials(run_out(harbour, stub))) == [behind, after_it]
 
 
 def test_a_plan_that_runs_is_cancelled_within_a_piece(harbour: Harbour, stub: StubEngine) -> None:
-    harbour.map(shape=LARGE)
+    stub.piece, stub.most = Room(64), 2
+    harbour.map()
     running, behind = harbour.start(STORE, range(10)), harbour.start(STORE, [20])
     harbour.settle()
-    flying = taken(stub)
+    one, two = taken(stub)
     harbour.lane.post(Abandon(1, running))
-    assert harbour.settle() == []  # its pieces are in flight, and the stream has no room
-    assert finish(harbour, flying[0]) == []
+    assert harbour.settle() == []  # its pieces are in flight, and there is no room
+    assert finish(harbour, one) == []
     assert [piece.blocks for piece in taken(stub)] == [[20]]
-    (ended,) = finish(harbour, *flying[1:])
-    assert isinstance(ended, Ended)
-    assert (ended.serial, ended.outcome) == (running, Outcome.CANCELLED)
+    assert finish(harbour, two) == [cancelled(running)]
     assert serials(run_out(harbour, stub)) == [behind]
 
 
@@ -442,6 +487,7 @@ def test_who_waits_for_a_cancelled_plan_waits_for_its_pieces(
     harbour.map()
     store = harbour.start(STORE, [0])
     load = harbour.start(LOAD, [1], [0])
+    harbour.settle()
     harbour.lane.post(Abandon(1, store))
     assert harbour.settle() == []
     (piece,) = taken(stub)
@@ -470,24 +516,17 @@ def test_a_cancel_comes_once_however_often_it_is_asked_for(
     for _ in range(3):
         harbour.lane.post(Abandon(1, 1))
     assert harbour.settle() == []
-    assert finish(harbour, *taken(stub)) == [Ended(1, Outcome.CANCELLED, 0.5)]
+    assert finish(harbour, *taken(stub)) == [cancelled(1)]
 
 
 # Failures
-
-
-ERROR = Failed(Code.DRIVER, "the device says no", 700)
-
-
-def failed(serial: int, seconds: float = 0.0) -> Ended:
-    return Ended(serial, Outcome.FAILED, seconds, ERROR.info)
 
 
 def test_a_piece_that_cannot_be_submitted_fails_its_plan_alone(
     harbour: Harbour, stub: StubEngine
 ) -> None:
     harbour.map()
-    stub.refusals.put(ERROR)
+    stub.refusals.append(ERROR)
     failing, fine = harbour.start(STORE, [0]), harbour.start(STORE, [1])
     assert run_out(harbour, stub) == [failed(failing), done(fine)]
 
@@ -495,19 +534,19 @@ def test_a_piece_that_cannot_be_submitted_fails_its_plan_alone(
 def test_a_later_piece_that_cannot_be_submitted_fails_the_plan_once(
     harbour: Harbour, stub: StubEngine
 ) -> None:
-    harbour.map(shape=LARGE)
-    stub.refusals.put(None)
-    stub.refusals.put(ERROR)
+    stub.piece, stub.refusals = Room(64), [None, ERROR]
+    harbour.map()
     failing, fine = harbour.start(STORE, range(5)), harbour.start(STORE, [9])
-    assert harbour.settle() == []
+    assert harbour.settle() == []  # the first piece may still write
     assert [piece.blocks for piece in stub.in_flight] == [[0], [9]]
-    assert run_out(harbour, stub) == [failed(failing, 0.5), done(fine)]
+    assert run_out(harbour, stub) == [failed(failing), done(fine)]
 
 
 def test_a_piece_that_fails_on_the_device_fails_its_plan_once(
     harbour: Harbour, stub: StubEngine
 ) -> None:
-    harbour.map(shape=LARGE)
+    stub.piece, stub.most = Room(64), 2
+    harbour.map()
     failing, fine = harbour.start(STORE, range(5)), harbour.start(STORE, [9])
     harbour.settle()
     one, two = taken(stub)
@@ -517,6 +556,28 @@ def test_a_piece_that_fails_on_the_device_fails_its_plan_once(
     two.error = Failed(Code.COPY_FAILED, "the first reason counts")
     assert harbour.settle() == [failed(failing)]
     assert run_out(harbour, stub) == [done(fine)]
+
+
+def test_a_plan_whose_only_piece_in_flight_fails_ends_with_pieces_left(
+    harbour: Harbour, stub: StubEngine
+) -> None:
+    stub.piece, stub.most = Room(64), 1
+    harbour.map()
+    failing, fine = harbour.start(STORE, range(5)), harbour.start(STORE, [9])
+    harbour.settle()
+    stub.in_flight[0].error = ERROR
+    assert harbour.settle() == [failed(failing)]
+    assert run_out(harbour, stub) == [done(fine)]
+
+
+def test_a_cancelled_plan_that_fails_is_cancelled(harbour: Harbour, stub: StubEngine) -> None:
+    harbour.map()
+    serial = harbour.start(STORE, [0])
+    harbour.settle()
+    harbour.lane.post(Abandon(1, serial))
+    harbour.settle()
+    stub.in_flight[0].error = ERROR
+    assert harbour.settle() == [cancelled(serial)]
 
 
 def test_an_engine_that_breaks_ends_the_lane_and_says_so(
@@ -536,7 +597,7 @@ def test_an_engine_that_breaks_ends_the_lane_and_says_so(
 def test_a_device_that_does_not_come_up_is_told_at_the_start(
     stub: StubEngine, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def attach(_: int) -> None:
+    def attach(_: int) -> CopyStatus | None:
         raise error
 
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
@@ -598,9 +659,7 @@ def test_what_cannot_be_mapped_is_told_and_can_be_unmapped(harbour: Harbour) -> 
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_descriptors_of_a_map_order_are_closed(
-    harbour: Harbour, clock: Clock, works: bool
-) -> None:
+def test_descriptors_of_a_map_order_are_closed(harbour: Harbour, clock: Clock, works: bool) -> None:
     given, time = os.dup(clock.descriptor), clock.copy
     where: dict[str, Any] = {} if works else {"locations": None}
     report = harbour.map(clock=time, descriptors=(given,), **where)
@@ -622,45 +681,71 @@ def test_an_unsealed_timeline_is_refused(harbour: Harbour) -> None:
 
 
 def test_registrations_take_turns_piece_by_piece(harbour: Harbour, stub: StubEngine) -> None:
+    stub.piece, stub.most = Room(64), 1
     for number in (1, 2, 3):
-        harbour.map(number, LARGE)
+        harbour.map(number)
+    harbour.start(STORE, [60], number=3)
+    harbour.settle()  # there is no room until all plans stand behind it
+    plans = [harbour.start(STORE, range(4 - n), number=n) for n in (1, 2, 3)]
     harbour.settle()
-    plans = [harbour.start(STORE, range(4), number=number) for number in (1, 2, 3)]
-    order, reports = [], harbour.settle()
+    geometries = {geometry: number for number, geometry in harbour.geometries.items()}
+    order: list[tuple[int, int]] = []
+    reports: list[Report] = []
     while stub.in_flight:
-        order += [harbour_number(harbour, piece) for piece in taken(stub)]
-        reports += finish(harbour, stub.in_flight[0])
-    assert len(order) == 12
-    # The lane may have begun with the first plan before it heard of the others.
-    ahead = [n for n in order if n == 1].__len__()
-    assert ahead == 4
-    turns = order[2:]
-    assert all(len(set(turns[at : at + 3])) == 3 for at in range(0, 6, 3)), order
-    assert sorted(serials(reports)) == plans
+        piece = stub.in_flight[0]
+        order.append((geometries[piece.mapping.geometry], piece.blocks[0]))
+        reports += finish(harbour, piece)
+    assert order[0] == (3, 60)
+    turns = [number for number, _ in order[1:]]
+    assert sorted(turns[:3]) == [1, 2, 3]
+    assert sorted(turns[3:5]) == [1, 2]
+    assert turns[5:] == [1]
+    assert [block for number, block in order if number == 1] == [0, 1, 2]
+    assert sorted(serials(reports)[1:]) == plans
 
 
-def harbour_number(harbour: Harbour, piece: Piece) -> int:
-    return next(n for n, g in harbour.geometries.items() if g is piece.mapping.geometry)
-
-
-def test_a_stream_holds_so_many_bytes_and_no_more(harbour: Harbour, stub: StubEngine) -> None:
-    harbour.map(shape=LARGE)
-    harbour.start(STORE, range(20))
-    harbour.settle()
-    assert len(stub.in_flight) == MAX_FLIGHT_BYTES // PIECE_BYTES
-    for number in range(1, 20):
-        finish(harbour, stub.in_flight[0])
-        assert len(stub.in_flight) == min(2, 20 - number)
-
-
-def test_a_stream_holds_so_many_pieces_and_no_more(harbour: Harbour, stub: StubEngine) -> None:
+def test_no_more_is_submitted_than_the_engine_has_room_for(
+    harbour: Harbour, stub: StubEngine
+) -> None:
+    stub.piece, stub.most = Room(1 << 20, blocks=2), 3
     harbour.map()
-    plans = [harbour.start(LOAD, [block]) for block in range(MAX_PIECES + 5)]
+    plan = harbour.start(STORE, range(10))
+    small = [harbour.start(STORE, [block]) for block in range(20, 24)]
     harbour.settle()
-    assert len(stub.in_flight) == MAX_PIECES
-    assert serials(finish(harbour, *stub.in_flight[:3])) == plans[:3]
-    assert len(stub.in_flight) == MAX_PIECES
-    assert serials(run_out(harbour, stub)) == plans[3:]
+    pieces: list[list[int]] = []
+    reports: list[Report] = []
+    while stub.in_flight:
+        assert len(stub.in_flight) == min(3, 9 - len(pieces))
+        pieces.append(stub.in_flight[0].blocks)
+        reports += finish(harbour, stub.in_flight[0])
+    assert pieces == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [20], [21], [22], [23]]
+    assert serials(reports) == [plan, *small]
+
+
+def test_the_engine_is_told_what_is_wanted_and_whether_alone(
+    harbour: Harbour, stub: StubEngine
+) -> None:
+    stub.piece, stub.most = Room(128), 1
+    harbour.map()
+    harbour.start(STORE, range(5))
+    harbour.settle()
+    assert set(stub.wants) == {(STORE, Want(0, 5 * 64, False)), (STORE, Want(0, 3 * 64, False))}
+    harbour.start(LOAD, [9])
+    harbour.start(LOAD, [10])
+    harbour.settle()
+    stub.wants.clear()
+    harbour.settle()
+    assert set(stub.wants) == {(LOAD, Want(0, 64, True)), (STORE, Want(0, 3 * 64, True))}
+
+
+def test_what_a_calibration_found_is_reported_first(
+    stub: StubEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = CopyStatus("auto", CalibrationPoint(1, 1.0, 1.0), (), 1, 1)
+    monkeypatch.setattr(stub, "attach", lambda _: found)
+    harbour = Harbour(stub)
+    assert harbour.settle() == [Calibrated(found)]
+    harbour.close()
 
 
 # Real copies
@@ -692,7 +777,7 @@ def pier(faults: Faults) -> Iterator[Pier]:
     os.close(descriptor)
     assert location == Location(0, 0)
     gpu = np.frombuffer(memory, dtype=np.uint8).reshape(64, BYTES)
-    pool = (ctypes.c_ubyte * (64 * BYTES)).from_address(harbour.pool.address)
+    pool: Any = (ctypes.c_ubyte * (64 * BYTES)).from_address(harbour.pool.address)
     random = np.random.default_rng(3)
     gpu[:] = random.integers(0, 256, gpu.shape, dtype=np.uint8)
     yield Pier(harbour, gpu, np.frombuffer(pool, dtype=np.uint8).reshape(64, BYTES))
@@ -758,6 +843,28 @@ def test_a_real_copy_that_fails_ends_once_and_the_next_is_fine(pier: Pier, fault
     assert pier.harbour.settle() == []
 
 
+def test_the_reference_engine_takes_few_pieces_at_once(
+    pier: Pier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(reference, "_copy", lambda _: gate.wait(PATIENCE))
+    engine = pier.harbour.engine
+    taken_in: list[object] = []
+    submit = engine.submit
+
+    def counted(*arguments: Any) -> object:
+        taken_in.append(submit(*arguments))
+        return taken_in[-1]
+
+    monkeypatch.setattr(engine, "submit", counted)
+    plans = [pier.harbour.start(STORE, [block]) for block in range(30)]
+    assert pier.harbour.settle() == []
+    assert len(taken_in) == reference.MAX_PIECES
+    gate.set()
+    assert sorted(wait_for(pier.harbour, *plans)) == plans
+    assert len(taken_in) == 30
+
+
 def test_unmapping_lets_real_memory_go(pier: Pier) -> None:
     plans = [pier.harbour.start(STORE, [block]) for block in range(20)]
     pier.harbour.lane.post(Unmap(1))
@@ -768,15 +875,15 @@ def test_unmapping_lets_real_memory_go(pier: Pier) -> None:
     assert pier.harbour.settle() == []
 
 
-LATER = CudaAllocation("GPU-1", bytes(64), PAGE)
+CUDA = CudaAllocation("GPU-1", bytes(64), PAGE)
 
 
 @pytest.mark.parametrize(
     ("shape", "where"),
     [
-        (SMALL, {"allocations": (LATER,)}),
+        (SMALL, {"allocations": (CUDA,)}),
         (SMALL, {"allocations": (FdAllocation(0, 1 << 40),), "files": 1}),
-        (SMALL, {"allocations": (FdAllocation(0, PAGE), LATER), "files": 1}),
+        (SMALL, {"allocations": (FdAllocation(0, PAGE), CUDA), "files": 1}),
         (SMALL, {"allocations": (FdAllocation(0, PAGE),), "files": 1, "clock": "pipe"}),
         (layout(1 << 47, 1 << 20), {"locations": None}),
         (layout(1 << 40, 1 << 10), {"locations": None}),
@@ -786,22 +893,19 @@ LATER = CudaAllocation("GPU-1", bytes(64), PAGE)
 def test_what_a_client_gets_wrong_is_its_error_and_not_the_lane_s_end(
     shape: KVLayout, where: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = threading.Event()
-    monkeypatch.setattr(threading, "excepthook", lambda _: broken.set())
+    where = dict(where)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
     harbour = Harbour(ReferenceEngine())
-    files = tuple(sealed_memfd("kv", PAGE) for _ in range(where.pop("files", 0)))
+    before = open_descriptors()
+    descriptors = tuple(sealed_memfd("kv", PAGE) for _ in range(where.pop("files", 0)))
     ends = os.pipe() if where.pop("clock", None) else None
-    clock = None if ends is None else ends[0]
-    geometry = Geometry(shape, 0, 64)
-    locations = where.get("locations", (Location(0, 0),))
-    order = Map(1, "session", geometry, where.get("allocations", ()), locations, clock)
-    harbour.lane.post(MapOrder(order, files, clock))
-    while harbour.batches.empty() and not broken.is_set():
-        broken.wait(0.001)
+    report = harbour.map(shape=shape, clock=ends and ends[0], descriptors=descriptors, **where)
+    assert report.error is not None
     if ends is not None:
         os.close(ends[1])
-    assert not broken.is_set(), harbour.deaths
-    (report,) = harbour.reports()
-    assert isinstance(report, Mapped)
-    assert report.error is not None
+    assert open_descriptors() == before
     harbour.close()
+
+
+def open_descriptors() -> set[str]:
+    return {name for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}

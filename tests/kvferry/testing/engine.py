@@ -42,6 +42,15 @@ POLL = 0.0005
 COMMAND_TIMEOUT = 60.0
 
 
+def until(condition: Callable[[], bool], timeout: float = 10.0) -> None:
+    """Return once `condition` holds; TimeoutError where it does not in time."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("it did not come to be")
+        time.sleep(POLL)
+
+
 class WorkerDied(Exception):
     """The worker's process ended before it answered."""
 
@@ -121,7 +130,7 @@ class Engine:
     def __init__(self, directory: Path, process: WorkerProcess, options: EngineOptions) -> None:
         self.directory, self.options = directory, options
         self.history: list[TransferResult] = []
-        self._job_ids = count(1)
+        self._job_ids, self._closed = count(1), False
         self.start_worker(process)
         self.client = OffloadClient(directory, engine=options.name, client="scheduler")
 
@@ -174,18 +183,17 @@ class Engine:
 
     def finish(self, *job_ids: int, timeout: float = 20.0) -> list[TransferResult]:
         """Poll until these jobs have ended; their results, in the order asked for."""
-        deadline = time.monotonic() + timeout
-        while missing := set(job_ids) - {result.job_id for result in self.poll()}:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"jobs {sorted(missing)} have not ended")
-            time.sleep(POLL)
+        until(lambda: {result.job_id for result in self.poll()} >= set(job_ids), timeout)
         by_id = {result.job_id: result for result in self.history}
         return [by_id[job_id] for job_id in job_ids]
 
     def close(self) -> None:
-        self.client.close()
-        if self.process.alive:
-            self.worker.close()
+        """Close both sessions; the process goes on. Again is harmless."""
+        if not self._closed:
+            self._closed = True
+            self.client.close()
+            if self.process.alive:
+                self.worker.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -216,4 +224,5 @@ __all__ = [
     "StartEngine",
     "WorkerDied",
     "WorkerProcess",
+    "until",
 ]

@@ -37,7 +37,7 @@ class CanonicalKVCaches:
     tensors: tuple[torch.Tensor, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _View:
     """One canonical tensor before its bytes are looked at: places in bytes within a storage."""
 
@@ -46,8 +46,14 @@ class _View:
     layout: TensorLayout
 
     @property
-    def key(self) -> tuple[int, TensorLayout]:
-        return self.storage.data_ptr() + self.offset, self.layout
+    def rows(self) -> tuple[int, int, int]:
+        """Views with the same rows are one tensor, whatever part of a row each uses."""
+        address = self.storage.data_ptr() + self.offset
+        return address, self.layout.num_blocks, self.layout.row_stride_bytes
+
+    def widen(self, other: _View) -> None:
+        if other.layout.page_size_bytes > self.layout.page_size_bytes:
+            self.layout = other.layout
 
     def tensor(self) -> torch.Tensor:
         raw = torch.empty(0, dtype=torch.int8, device=self.storage.device)
@@ -72,25 +78,26 @@ def canonicalize(
     block_dim: which dimension counts blocks, where more than one could.
     Raises Refused (BAD_LAYOUT) with the layer's name where no such form exists.
     """
-    views: dict[tuple[int, TensorLayout], int] = {}
-    tensors: list[torch.Tensor] = []
+    numbers: dict[tuple[int, int, int], int] = {}
+    views: list[_View] = []
     refs: dict[str, list[TensorRef]] = {}
     for name, value in kv_caches.items():
         refs[name] = []
         for tensor in [value] if isinstance(value, torch.Tensor) else value:
             page = None if page_size_bytes is None else page_size_bytes.get(name)
             for view in _views(name, tensor, num_blocks, page, block_dim):
-                if view.key not in views:
-                    views[view.key] = len(tensors)
-                    tensors.append(view.tensor())
-                refs[name].append(TensorRef(views[view.key], view.layout.page_size_bytes))
+                number = numbers.setdefault(view.rows, len(views))
+                if number == len(views):
+                    views.append(view)
+                views[number].widen(view)
+                refs[name].append(TensorRef(number, view.layout.page_size_bytes))
     layout = KVLayout(
-        tuple(layout for _, layout in views),
+        tuple(view.layout for view in views),
         tuple(_group(names, refs) for names in groups or [list(kv_caches)]),
         block_size_factor,
     )
     layout.check()
-    return CanonicalKVCaches(layout, tuple(tensors))
+    return CanonicalKVCaches(layout, tuple(view.tensor() for view in views))
 
 
 def _group(names: Sequence[str], refs: Mapping[str, list[TensorRef]]) -> tuple[TensorRef, ...]:
@@ -106,6 +113,8 @@ def _views(
 ) -> Iterator[_View]:
     """The canonical tensors that one KV tensor consists of."""
     dim = _block_dim(name, tensor, num_blocks) if block_dim is None else block_dim
+    if not 0 <= dim < tensor.dim():
+        raise _refusal(name, tensor, f"there is no dimension {dim}")
     item = tensor.element_size()
     stride = tensor.stride(dim) * item
     others = [
@@ -120,7 +129,12 @@ def _views(
         if step != dense:
             raise _refusal(name, tensor, "the bytes of one block are not contiguous")
         dense *= size
-    if dense > stride:
+    span = (tensor.size(dim) - 1) * stride + dense
+    for size, step in sorted(outer, key=lambda o: o[1]):
+        if step < span:
+            raise _refusal(name, tensor, "blocks overlap")
+        span += (size - 1) * step
+    if dense > stride and tensor.size(dim) > 1:
         raise _refusal(name, tensor, "blocks overlap")
     kernel_blocks = tensor.size(dim) // num_blocks
     if kernel_blocks * num_blocks != tensor.size(dim):

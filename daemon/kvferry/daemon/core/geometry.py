@@ -31,6 +31,8 @@ from kvferry.proto.specs import (
     LoadStoreSpec,
 )
 
+MAX_GPU_BLOCKS = 1 << 28
+
 Int64s: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -97,7 +99,8 @@ class Geometry:
         self._num_blocks = [
             min(layout.tensors[ref.tensor].num_blocks for ref in group) for group in layout.groups
         ]
-        self._slot_base, self.gpu_slots = _slot_bases(layout)
+        self._slot_base, self.gpu_slots = slot_bases(layout)
+        self._sharers = _sharers(layout)
 
     def resolve(self, direction: Direction, gpu: GPULoadStoreSpec, host_ids: BlockIds) -> Resolved:
         """Check a transfer against this registration. Raises Refused; nothing is half done.
@@ -130,9 +133,9 @@ class Geometry:
                 hosts.size,
             )
         if direction is Direction.LOAD:
-            _check_unique(slots, self.gpu_slots, gpu_ids, "GPU block")
+            self._check_written_once(runs)
         else:
-            _check_unique(hosts, self.host_blocks, hosts, "host block")
+            _check_unique(hosts, self.host_blocks, "host block")
         return Resolved(tuple(runs), slots, hosts)
 
     def nbytes(self, runs: tuple[Run, ...]) -> int:
@@ -161,6 +164,15 @@ class Geometry:
         gpu = rows + bases[refs.tensors]
         host = run.host_offsets[:, None] + (refs.offsets + pool)
         return Fragments(gpu.ravel(), host.ravel(), np.broadcast_to(refs.pages, gpu.shape).ravel())
+
+    def _check_written_once(self, runs: list[Run]) -> None:
+        """No GPU block is written twice: in a group, or in groups that share a tensor."""
+        blocks = {run.group: run.gpu_blocks for run in runs}
+        for sharers in self._sharers:
+            written = [blocks[group] for group in sharers if group in blocks]
+            if written:
+                ids = written[0] if len(written) == 1 else np.concatenate(written)
+                _check_unique(ids, self.gpu_slots, "GPU block")
 
     def _run(self, group: int, ids: Int64s, hosts: Int64s, skip: int) -> Run:
         position = np.arange(skip, skip + ids.size)
@@ -203,8 +215,12 @@ class GroupRefs:
         """Where each page lies inside one GPU block's bytes in host memory."""
 
 
-def _slot_bases(layout: KVLayout) -> tuple[list[int], int]:
-    """Number the GPU blocks of all groups; groups that share a tensor get the same numbers."""
+def slot_bases(layout: KVLayout) -> tuple[list[int], int]:
+    """Number the GPU blocks of all groups; groups that share a tensor get the same numbers.
+
+    Returns each group's first number, and how many there are. Raises Refused (BAD_LAYOUT) where
+    they are more than any GPU has.
+    """
     parent = list(range(len(layout.groups)))
 
     def root(group: int) -> int:
@@ -223,6 +239,8 @@ def _slot_bases(layout: KVLayout) -> tuple[list[int], int]:
     starts, total = {}, 0
     for group, width in widths.items():
         starts[group], total = total, total + width
+    if total > MAX_GPU_BLOCKS:
+        raise Refused(Code.BAD_LAYOUT, f"at most {MAX_GPU_BLOCKS} GPU blocks altogether", total)
     return [starts[root(group)] for group in range(len(layout.groups))], total
 
 
@@ -232,17 +250,25 @@ def _check_range(ids: Int64s, limit: int, what: str) -> None:
         raise Refused(Code.BLOCK_OUT_OF_RANGE, f"{what} ids are 0 to {limit - 1}", int(bad))
 
 
-def _check_unique(slots: Int64s, limit: int, names: Int64s, what: str) -> None:
-    """Raise where a slot comes twice: two writes to one place have no defined result."""
-    if slots.size < 2:
+def _sharers(layout: KVLayout) -> list[tuple[int, ...]]:
+    """The sets of groups that write to one tensor, none of them part of another."""
+    users: dict[int, set[int]] = {}
+    for group, refs in enumerate(layout.groups):
+        for ref in refs:
+            users.setdefault(ref.tensor, set()).add(group)
+    sets = {frozenset(groups) for groups in users.values()}
+    return [tuple(sorted(one)) for one in sets if not any(one < other for other in sets)]
+
+
+def _check_unique(ids: Int64s, limit: int, what: str) -> None:
+    """Raise where an id comes twice: two writes to one place have no defined result."""
+    if ids.size < 2:
         return
     last = np.empty(limit, dtype=np.int64)
-    order = np.arange(slots.size)
-    last[slots] = order
-    again = last[slots] != order
+    order = np.arange(ids.size)
+    last[ids] = order
+    again = last[ids] != order
     if again.any():
         raise Refused(
-            Code.DUPLICATE_BLOCK,
-            f"a {what} is written once in a transfer",
-            int(names[again][0]),
+            Code.DUPLICATE_BLOCK, f"a {what} is written once in a transfer", int(ids[again][0])
         )

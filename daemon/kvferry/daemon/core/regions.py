@@ -75,6 +75,10 @@ class Regions:
         region.present = False
         self._regions[engine] = region
 
+    def free(self, engine: str) -> None:
+        """The engine never came: nothing in its region is worth keeping."""
+        del self._regions[engine]
+
     def _in_the_way(self, engine: str, start: int, end: int) -> list[Region]:
         return [
             region
@@ -87,11 +91,12 @@ class Regions:
         kept = [region for region in self._regions.values() if region.engine != engine]
         deserted = [region for region in kept if not region.present]
         while True:
-            start, size = max(self._gaps(kept), key=lambda gap: gap[1], default=(0, 0))
+            gaps = self._gaps(kept)
+            start, size = max(gaps, key=lambda gap: gap[1])
             if nbytes is None and size >= block:
                 return start, size
             if nbytes is not None and size >= nbytes:
-                return start, nbytes
+                return next(at for at, room in gaps if room >= nbytes), nbytes
             if not deserted:
                 break
             kept.remove(deserted.pop(0))

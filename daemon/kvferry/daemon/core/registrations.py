@@ -17,7 +17,7 @@ from itertools import count
 from typing import TypeAlias
 
 from kvferry.daemon.core.actions import Action, Map, Mapped, Send, Unmap
-from kvferry.daemon.core.geometry import Geometry
+from kvferry.daemon.core.geometry import Geometry, slot_bases
 from kvferry.daemon.core.order import Ordering
 from kvferry.daemon.core.regions import Region, Regions
 from kvferry.proto.errors import Code, ErrorInfo, Refused
@@ -44,6 +44,7 @@ class Registration:
     geometry: Geometry
     host: HostRegion
     ordering: Ordering
+    was_open: bool = False
     copying: tuple[GroupCopying, ...] = ()
 
     @property
@@ -125,6 +126,7 @@ class Registrations:
             self._release(registration)
             return [Send(registration.session, Error(request_id, report.error))], report.error
         registration.copying = report.copying
+        registration.was_open = True
         self._open[registration.number] = registration
         reply: DaemonMessage = Registered(request_id, registration.host)
         if isinstance(registration.request, AllocateKVCaches):
@@ -164,13 +166,18 @@ class Registrations:
         return registration
 
     def _release(self, registration: Registration) -> None:
+        """Free the engine's name; its region stays where the bytes in it are the engine's."""
         del self._holders[registration.engine]
-        self.regions.desert(registration.engine)
+        if registration.was_open or registration.host.reattached:
+            self.regions.desert(registration.engine)
+        else:
+            self.regions.free(registration.engine)
 
 
 def _check(request: Request) -> None:
-    """Every tensor lies inside the allocation that it names."""
+    """The layout holds together, and every tensor lies inside the allocation that it names."""
     request.layout.check()
+    slot_bases(request.layout)
     if isinstance(request, AllocateKVCaches):
         return
     if len(request.locations) != len(request.layout.tensors):

@@ -2,7 +2,7 @@
 
 A piece is some GPU blocks of one group. `submit` enqueues one and returns at once; pieces of one
 direction are done in the order submitted, the two directions overlap. `poll` tells whether a piece
-is done. All calls but `pin` come from the lane's thread.
+is done. All calls but `pin` and `unpin` come from the lane's thread.
 """
 
 from __future__ import annotations
@@ -74,6 +74,9 @@ class CopyEngine(Protocol):
     def pin(self, address: int, nbytes: int) -> None:
         """Make a chunk of the host pool fit for copies. From any thread; raises KVFerryError."""
 
+    def unpin(self, address: int) -> None:
+        """Take back what `pin` did to the chunk at `address`. From any thread."""
+
     def open(
         self,
         geometry: Geometry,
@@ -98,8 +101,11 @@ class CopyEngine(Protocol):
     def poll(self, ticket: Ticket) -> bool:
         """Whether a piece is done. Once True or raised, it is not asked for again."""
 
-    def elapsed(self, first: Ticket, last: Ticket) -> float:
-        """Seconds on the device from the begin of one piece to the end of another, both done."""
+    def elapsed(self, first: Ticket, last: Ticket, after: Ticket | None) -> float:
+        """Seconds on the device from the begin of one piece to the end of another, both done.
+
+        Time in which the piece `after`, submitted before them, still ran is not theirs.
+        """
 
     def copying(self, mapping: Mapping) -> tuple[GroupCopying, ...]:
         """How each group of a mapping is copied, for the status."""

@@ -20,8 +20,12 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 def sealed_memfd(name: str, nbytes: int) -> int:
     """A descriptor of new shared memory whose size can never change."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, nbytes)
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    try:
+        os.ftruncate(descriptor, nbytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(descriptor)
+        raise
     return descriptor
 
 

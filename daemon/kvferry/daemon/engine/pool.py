@@ -52,10 +52,14 @@ class HostPool:
         )
         self._thread.start()
 
-    def close(self) -> None:
+    def close(self, engine: CopyEngine) -> None:
+        """Let the memory go; no copy uses it any more."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
+        for start in range(0, self.ready_bytes, self.chunk_bytes):
+            engine.unpin(self.address + start)
+        self._memory.close()
         os.close(self.descriptor)
 
     def _fill(

@@ -8,6 +8,7 @@ piece back, `Faults.fail_every` fails each n-th.
 from __future__ import annotations
 
 import ctypes
+import os
 import queue
 import threading
 import time
@@ -71,6 +72,9 @@ class ReferenceEngine:
     def pin(self, address: int, nbytes: int) -> None:
         """Nothing to do: the CPU copies from pages that may move."""
 
+    def unpin(self, address: int) -> None:
+        """Nothing to do."""
+
     def open(
         self,
         geometry: Geometry,
@@ -80,14 +84,9 @@ class ReferenceEngine:
     ) -> Mapping:
         mapped: list[Mapped] = []
         try:
-            for allocation, descriptor in zip(allocations, descriptors, strict=True):
-                if not isinstance(allocation, FdAllocation):
-                    raise Refused(
-                        Code.DEVICE_MISMATCH,
-                        "this daemon serves tensors in host memory (device = cpu)",
-                        allocation.device_uuid,
-                    )
-                mapped.append(Mapped(descriptor, allocation.size))
+            files = [_as_file(allocation) for allocation in allocations]
+            for file, descriptor in zip(files, descriptors, strict=True):
+                mapped.append(Mapped(descriptor, file.size))
         except KVFerryError:
             for memory in mapped:
                 memory.close()
@@ -100,7 +99,11 @@ class ReferenceEngine:
         descriptor = sealed_memfd("kvferry-kv", size)
         allocation = FdAllocation(0, size)
         locations = tuple(Location(0, offset) for offset in offsets)
-        mapping = self.open(geometry, [allocation], locations, [descriptor])
+        try:
+            mapping = self.open(geometry, [allocation], locations, [descriptor])
+        except BaseException:
+            os.close(descriptor)
+            raise
         return Shared(mapping, (allocation,), locations, (descriptor,))
 
     def close(self, mapping: Mapping) -> None:
@@ -127,7 +130,7 @@ class ReferenceEngine:
             raise ticket.error
         return True
 
-    def elapsed(self, first: object, last: object) -> float:
+    def elapsed(self, first: object, last: object, after: object | None) -> float:
         assert isinstance(first, _Piece)
         assert isinstance(last, _Piece)
         return last.ended - first.began
@@ -153,6 +156,16 @@ class ReferenceEngine:
                 _copy(piece)
             piece.ended = time.perf_counter()
             piece.done.set()
+
+
+def _as_file(allocation: Allocation) -> FdAllocation:
+    if isinstance(allocation, FdAllocation):
+        return allocation
+    raise Refused(
+        Code.DEVICE_MISMATCH,
+        "this daemon serves tensors in host memory (device = cpu)",
+        allocation.device_uuid,
+    )
 
 
 def _copy(piece: _Piece) -> None:

@@ -28,6 +28,8 @@ class Crossing:
     """What is still to submit."""
     in_flight: int = 0
     first: Ticket | None = None
+    after: Ticket | None = None
+    """The piece that was in flight before its first."""
     seconds: float = 0.0
     outcome: Outcome = Outcome.DONE
     error: ErrorInfo | None = None
@@ -41,6 +43,10 @@ class Crossing:
     @property
     def over(self) -> bool:
         return not self.rest and not self.in_flight
+
+    def done(self, track: Track) -> bool:
+        """Over, and not at the head of its track any more."""
+        return self.over and not (track.waiting and track.waiting[0] is self)
 
     @property
     def ended(self) -> Ended:

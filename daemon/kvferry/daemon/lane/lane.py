@@ -90,7 +90,7 @@ class Lane:
         self._held_nap = NAP_HELD
         self._watch_until = 0.0
         self._started = threading.Event()
-        self._trouble: KVFerryError | None = None
+        self._trouble: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="kvferry-lane", daemon=True)
 
     def start(self) -> None:
@@ -115,7 +115,7 @@ class Lane:
             if copying is not None:
                 self._reports.append(Calibrated(copying))
                 self._flush()
-        except KVFerryError as error:
+        except Exception as error:
             self._trouble = error
             return
         finally:
@@ -187,10 +187,10 @@ class Lane:
                     geometry, order.map.allocations, order.map.locations, order.descriptors
                 )
                 report = Mapped(number, session)
-        except KVFerryError as error:
+        except (KVFerryError, OSError, ValueError, OverflowError) as error:
             if timeline is not None:
                 timeline.close()
-            return Mapped(number, session, error.info)
+            return Mapped(number, session, _told(error).info)
         finally:
             for descriptor in (*order.descriptors, order.timeline):
                 if descriptor is not None:
@@ -239,7 +239,9 @@ class Lane:
             stream.flights.popleft()
             crossing.in_flight -= 1
             if crossing.over and crossing.outcome is Outcome.DONE:
-                crossing.seconds = self._engine.elapsed(crossing.first, flight.ticket)
+                crossing.seconds = self._engine.elapsed(
+                    crossing.first, flight.ticket, crossing.after
+                )
             self._end_if_over(flight.berth.tracks[stream.direction], crossing)
             self._leave_if_empty(crossing.plan.registration, flight.berth)
 
@@ -273,7 +275,9 @@ class Lane:
             else:
                 crossing.rest = rest
                 crossing.in_flight += 1
-                crossing.first = crossing.first or ticket
+                if crossing.first is None:
+                    crossing.first = ticket
+                    crossing.after = stream.flights[-1].ticket if stream.flights else None
                 self._watch_until = time.perf_counter() + WATCH
                 stream.flights.append(Flight(berth, crossing, ticket))
         if not crossing.rest:
@@ -290,8 +294,15 @@ class Lane:
         )
 
     def _end_if_over(self, track: Track, crossing: Crossing) -> None:
-        if crossing.over and track.live.pop(crossing.plan.serial, None) is not None:
+        """Report a plan that is over: in its turn, but one that was given up at once."""
+        if not crossing.over:
+            return
+        if crossing.outcome is Outcome.CANCELLED and crossing.plan.serial in track.live:
+            del track.live[crossing.plan.serial]
             self._reports.append(crossing.ended)
+        while (oldest := next(iter(track.live.values()), None)) and oldest.done(track):
+            del track.live[oldest.plan.serial]
+            self._reports.append(oldest.ended)
 
     def _leave_if_empty(self, number: int, berth: Berth) -> None:
         if not (berth.leaving and berth.empty):
@@ -308,3 +319,10 @@ class Lane:
         if self._reports:
             reports, self._reports = self._reports, []
             self._report(reports)
+
+
+def _told(error: Exception) -> KVFerryError:
+    """What a client is told of memory that the kernel would not map."""
+    if isinstance(error, KVFerryError):
+        return error
+    return Failed(Code.MAP_FAILED, f"the memory cannot be mapped: {error}")

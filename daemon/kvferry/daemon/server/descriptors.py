@@ -114,9 +114,11 @@ class DescriptorDesk:
                     answer = Tickets((ticket,))
         except KVFerryError as error:
             answer = Error(None, error.info)
-        socket.send_fds(visitor, [encode(answer)], passing)
-        for descriptor in passing:
-            os.close(descriptor)
+        try:
+            socket.send_fds(visitor, [encode(answer)], passing)
+        finally:
+            for descriptor in passing:
+                os.close(descriptor)
 
     def _check(self, session: str, more: int) -> None:
         if session not in self._sessions():

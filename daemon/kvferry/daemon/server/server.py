@@ -100,7 +100,7 @@ class Server:
     # In
 
     def _drain(self) -> None:
-        while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+        while not self._socket.closed and int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:

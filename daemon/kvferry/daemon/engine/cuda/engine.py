@@ -2,7 +2,7 @@
 
 A piece stands between two events; the lane asks for the second, and the distance of a job's first
 and last is the device time that clients see. Everything runs in the device's primary context, in
-the lane's thread; only `pin` comes from elsewhere.
+the lane's thread; only `pin` and `unpin` come from elsewhere.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from kvferry.daemon.core.geometry import Geometry, Int64s, Run
 from kvferry.daemon.engine.base import NO_ROOM, Mapping, Room, Shared, Want, packed_locations
 from kvferry.daemon.engine.cuda.choice import calibrate, choice_of, forced
 from kvferry.daemon.engine.cuda.direct import BatchCopy
-from kvferry.daemon.engine.cuda.staged import PageTable, StagedCopy
-from kvferry.daemon.engine.cuda.staging import UNIT_BLOCKS, Slot, Staging
+from kvferry.daemon.engine.cuda.staged import MAX_BLOCKS, PageTable, StagedCopy
+from kvferry.daemon.engine.cuda.staging import Slot, Staging
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.libcuda import MIN_DRIVER, Driver, Event, driver
 from kvferry.proto.messages import (
@@ -116,6 +116,10 @@ class CudaEngine:
                 nbytes,
             ) from error
 
+    def unpin(self, address: int) -> None:
+        self._driver.call("cuCtxSetCurrent", self._context)
+        self._driver.call("cuMemHostUnregister", address)
+
     def open(
         self,
         geometry: Geometry,
@@ -155,13 +159,12 @@ class CudaEngine:
             return NO_ROOM
         if self._choice.direct(direction, mapping.geometry, want.group):
             return Room(DIRECT_PIECE) if self._in_flight[direction] < DIRECT_FLIGHT else NO_ROOM
-        units = self._staging.room(direction, want.nbytes, want.contended)
-        return Room(units * self._staging.unit_bytes, units * UNIT_BLOCKS)
+        return Room(self._staging.room(direction, want.nbytes, want.contended), MAX_BLOCKS)
 
     def submit(self, direction: Direction, mapping: Mapping, run: Run) -> _Piece:
         nbytes = run.gpu_blocks.size * mapping.geometry.group_bytes[run.group]
         direct = self._choice.direct(direction, mapping.geometry, run.group)
-        slot = None if direct else self._staging.take(direction, nbytes, run.gpu_blocks.size)
+        slot = None if direct else self._staging.take(direction, nbytes)
         try:
             self._keep_order(direction, slot)
             if slot is None:
@@ -190,10 +193,13 @@ class CudaEngine:
             self._forget(ticket)
         return done
 
-    def elapsed(self, first: object, last: object) -> float:
+    def elapsed(self, first: object, last: object, after: object | None) -> float:
         assert isinstance(first, _Piece)
         assert isinstance(last, _Piece)
-        return self._driver.elapsed_seconds(first.begun, last.done)
+        seconds = self._driver.elapsed_seconds(first.begun, last.done)
+        if isinstance(after, _Piece):
+            seconds = min(seconds, self._driver.elapsed_seconds(after.done, last.done))
+        return seconds
 
     def copying(self, mapping: Mapping) -> tuple[GroupCopying, ...]:
         groups = range(len(mapping.geometry.layout.groups))

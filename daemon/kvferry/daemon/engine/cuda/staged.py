@@ -6,13 +6,14 @@ the slot and the tensors happens at the speed of device memory. The kernel gets 
 table of the group's pages, nothing per page, so the host's work does not grow with the number of
 layers.
 
-    load    ids, blocks --dma stream--> slot  --event-->  kernel stream: scatter
-    store   kernel stream: ids, gather --> slot  --event-->  dma stream --> blocks
+    load    pool --dma stream--> slot  --event-->  kernel stream: scatter to the tensors
+    store   kernel stream: gather from the tensors --> slot  --event-->  dma stream --> pool
 """
 
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -29,6 +30,12 @@ WARPS = THREADS // 32
 MAX_GRID = 1056
 VECTORS_PER_UNIT = 256
 """As in kernels.cu: 8 loads of each of 32 lanes."""
+IDS = (128, 1000, 8000)
+"""How many block ids the variants of a kernel take."""
+MAX_BLOCKS = IDS[-1]
+VECTORS = (16, 4, 1)
+_PIECE = struct.Struct("QQQIII4x")
+"""struct Piece of kernels.cu."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +58,34 @@ class Kernels:
         ptx = files(__package__).joinpath("kernels.ptx").read_bytes()
         module = driver.load_module(ptx)
         self._functions = {
-            (direction, vector): driver.module_function(module, f"{name}{vector}")
+            (direction, vector, ids): driver.module_function(module, f"{name}{vector}_{ids}")
             for direction, name in ((Direction.STORE, "gather"), (Direction.LOAD, "scatter"))
-            for vector in (16, 4, 1)
+            for vector in VECTORS
+            for ids in IDS
         }
 
     def launch(
-        self, direction: Direction, table: PageTable, slot: Slot, blocks: int, stream: int
+        self, direction: Direction, table: PageTable, slot: Slot, blocks: Int64s, stream: int
     ) -> None:
-        units = blocks * table.pages * table.units_per_page
+        units = blocks.size * table.pages * table.units_per_page
+        room = next(ids for ids in IDS if blocks.size <= ids)
+        ids = np.empty(room, dtype=np.int32)
+        ids[: blocks.size] = blocks
+        piece = _PIECE.pack(
+            slot.address,
+            table.address,
+            table.block_bytes,
+            blocks.size,
+            table.pages,
+            table.units_per_page,
+        )
         self._driver.launch(
-            self._functions[direction, table.vector],
+            self._functions[direction, table.vector, room],
             min(MAX_GRID, -(-units // WARPS)),
             THREADS,
             stream,
-            (slot.address, table.address, slot.ids, table.block_bytes),
-            (blocks, table.pages, table.units_per_page),
+            np.frombuffer(piece, dtype=np.uint8),
+            ids,
         )
 
 
@@ -90,7 +109,7 @@ class StagedCopy:
         table.T[:] = bases[refs.tensors], refs.strides, refs.pages, refs.offsets
         block_bytes = geometry.group_bytes[group]
         common = math.gcd(block_bytes, int(np.gcd.reduce(table, axis=None)))
-        vector = next(width for width in (16, 4, 1) if common % width == 0)
+        vector = next(width for width in VECTORS if common % width == 0)
         address = self._driver.allocate(table.nbytes)
         self._driver.copy_to_device(address, table)
         units = -(-int(refs.pages.max()) // (vector * VECTORS_PER_UNIT))
@@ -103,10 +122,8 @@ class StagedCopy:
         driver, dma = self._driver, self._dma[direction]
         kernel = self.kernel_streams[direction]
         first, second = (dma, kernel) if direction is Direction.LOAD else (kernel, dma)
-        blocks = run.gpu_blocks.size
-        slot.host_ids[:blocks] = run.gpu_blocks
+        blocks = run.gpu_blocks
         begun = driver.record(first)
-        driver.copy_async(slot.ids, slot.host_ids.ctypes.data, blocks * 8, first)
         packed = self._packed(run, table.block_bytes, slot.address, pool)
         if direction is Direction.LOAD:
             self._batch.enqueue(direction, packed, first)

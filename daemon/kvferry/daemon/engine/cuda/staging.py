@@ -11,75 +11,51 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from kvferry.daemon.core.geometry import Int64s
 from kvferry.proto.libcuda import Driver
 from kvferry.proto.specs import Direction
 
 UNITS = 16
-UNIT_BLOCKS = 8192
-"""GPU blocks whose ids fit beside one unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Some units in a row: `address` in device memory, and places for the block ids of a piece."""
+    """Some units in a row, at `address` in device memory."""
 
     start: int
     units: int
     address: int
-    ids: int
-    """Device address."""
-    host_ids: Int64s
-    """Pinned host memory of the same size."""
 
 
 class Staging:
     def __init__(self, driver: Driver, nbytes: int) -> None:
         self.unit_bytes = nbytes // UNITS
-        self._driver = driver
         self.address = driver.allocate(nbytes)
-        ids_bytes = UNITS * UNIT_BLOCKS * 8
-        self._ids = driver.allocate(ids_bytes)
-        self._host_ids_address = driver.allocate_host(ids_bytes)
-        self._host_ids = driver.host_array(self._host_ids_address, UNITS * UNIT_BLOCKS)
         self._owner: list[Direction | None] = [None] * UNITS
 
     def room(self, direction: Direction, nbytes: int, contended: bool) -> int:
-        """Units for the next piece of a direction that has `nbytes` to move; 0 for none now.
+        """Bytes for the next piece of a direction that has `nbytes` to move; 0 for none now.
 
-        A piece that the rest would not fit into waits for full size: small turns cost the engine.
+        A piece that finds less than it could use waits: small turns cost the engine.
         """
         most = UNITS // 4 if contended else UNITS // 2
-        held = self._owner.count(direction)
-        units = min(most, -(-nbytes // self.unit_bytes))
-        if held + units > 2 * most or self._find(units) is None:
+        units = min(most, self._units(nbytes))
+        if self._owner.count(direction) + units > 2 * most or self._find(units) is None:
             return 0
-        return units
+        return units * self.unit_bytes
 
-    def take(self, direction: Direction, nbytes: int, blocks: int) -> Slot:
+    def take(self, direction: Direction, nbytes: int) -> Slot:
         """A slot for a piece that `room` allowed."""
-        units = max(-(-nbytes // self.unit_bytes), -(-blocks // UNIT_BLOCKS))
+        units = self._units(nbytes)
         start = self._find(units)
         assert start is not None
         self._owner[start : start + units] = [direction] * units
-        first, end = start * UNIT_BLOCKS, (start + units) * UNIT_BLOCKS
-        return Slot(
-            start,
-            units,
-            self.address + start * self.unit_bytes,
-            self._ids + first * 8,
-            np.asarray(self._host_ids[first:end]),
-        )
+        return Slot(start, units, self.address + start * self.unit_bytes)
 
     def give_back(self, slot: Slot) -> None:
         self._owner[slot.start : slot.start + slot.units] = [None] * slot.units
 
-    def close(self) -> None:
-        self._driver.call("cuMemFree_v2", self.address)
-        self._driver.call("cuMemFree_v2", self._ids)
-        self._driver.call("cuMemFreeHost", self._host_ids_address)
+    def _units(self, nbytes: int) -> int:
+        return -(-nbytes // self.unit_bytes)
 
     def _find(self, units: int) -> int | None:
         """The first of `units` free units in a row."""

@@ -1,0 +1,3 @@
+from kvferry.client.cli import main
+
+main()

@@ -1,0 +1,215 @@
+"""One small configuration: what may be written, what is refused, which word counts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.daemon.config import Config, description, options, parse_bytes, read
+from kvferry.proto.errors import Code, Refused
+
+
+def refused(*arguments: str) -> Refused:
+    with pytest.raises(Refused) as caught:
+        read(arguments)
+    assert caught.value.code == Code.BAD_CONFIG
+    return caught.value
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    def file(text: str | bytes) -> str:
+        path = tmp_path / "kvferryd.toml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return f"--config={path}"
+
+    return file
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("0", 0),
+        ("1048576", 1 << 20),
+        ("17b", 17),
+        ("1k", 1 << 10),
+        ("512 MiB", 512 << 20),
+        ("512 mb", 512 << 20),
+        (" 64GiB ", 64 << 30),
+        ("64g", 64 << 30),
+        ("1.5T", 3 << 39),
+        ("0.5 KiB", 512),
+    ],
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "GiB", "-1", "1e9", "1 000", "1,5GiB", "64 GiBs", "64P", "0x10", "64 Gi B", "1.", "ten"],
+)
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(Refused, match="64GiB") as caught:
+        parse_bytes(text)
+    assert (caught.value.code, caught.value.value) == (Code.BAD_CONFIG, text)
+
+
+# What counts
+
+
+def test_nothing_given_is_the_defaults() -> None:
+    assert read([]) == Config()
+
+
+def test_a_file_is_read(write: Any) -> None:
+    config = read(
+        [
+            write(
+                'device = "0"\n[pool]\nsize = "64GiB"\ncheck_memory = false\n'
+                "[limits]\nmax_jobs = 7\nallow_uids = [1000, 1001]\n"
+                '[stop]\ndrain_seconds = 1\n[log]\nlevel = "debug"\n'
+            )
+        ]
+    )
+    assert (config.device, config.pool.size, config.pool.check_memory) == ("0", "64GiB", False)
+    assert (config.limits.max_jobs, config.limits.allow_uids) == (7, (1000, 1001))
+    assert (config.stop.drain_seconds, config.log.level) == (1.0, "debug")
+    assert config.pool.chunk == Config().pool.chunk
+
+
+def test_flags_are_read() -> None:
+    config = read(
+        [
+            "--device=cpu",
+            "--pool-size=1GiB",
+            "--pool-check-memory=false",
+            "--limits-max-jobs=9",
+            "--limits-allow-uids=1000,1001",
+            "--stop-drain-seconds=0.5",
+            "--log-format=json",
+        ]
+    )
+    assert (config.pool.size, config.pool.check_memory) == ("1GiB", False)
+    assert (config.limits.max_jobs, config.limits.allow_uids) == (9, (1000, 1001))
+    assert (config.stop.drain_seconds, config.log.format) == (0.5, "json")
+
+
+def test_flags_override_the_file(write: Any) -> None:
+    file = write('device = "1"\n[pool]\nsize = "64GiB"\nchunk = "2GiB"\n')
+    for order in ([file, "--pool-size=1GiB"], ["--pool-size=1GiB", file]):
+        config = read(order)
+        assert (config.device, config.pool.size, config.pool.chunk) == ("1", "1GiB", "2GiB")
+
+
+@pytest.mark.parametrize(
+    ("own", "environment", "expected"),
+    [
+        ("/run/own", {"RUNTIME_DIRECTORY": "/run/a", "XDG_RUNTIME_DIR": "/run/b"}, "/run/own"),
+        ("", {"RUNTIME_DIRECTORY": "/run/a:/run/c", "XDG_RUNTIME_DIR": "/run/b"}, "/run/a"),
+        ("", {"XDG_RUNTIME_DIR": "/run/b"}, "/run/b/kvferry"),
+        ("", {}, r"/tmp/kvferry-\d+"),
+    ],
+)
+def test_where_the_sockets_go(
+    own: str, environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RUNTIME_DIRECTORY", "XDG_RUNTIME_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert re.fullmatch(expected, str(Config(runtime_dir=own).directory))
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("colour = 1", "colour"),
+        ("[pool]\nsizes = '1GiB'", "sizes"),
+        ("[tool]\nsize = '1GiB'", "tool"),
+        ("[pool]\nsize = 1048576", "pool.size"),
+        ("[pool]\nsize = 'much'", "much"),
+        ("[pool]\nchunk = '-1'", "-1"),
+        ("[pool]\ncheck_memory = 'perhaps'", "check_memory"),
+        ("[limits]\nmax_jobs = 0", "max_jobs"),
+        ("[limits]\nmax_jobs = 1.5", "max_jobs"),
+        ("[limits]\nallow_uids = ['me']", "allow_uids"),
+        ("[stop]\ndrain_seconds = -1", "drain_seconds"),
+        ("[log]\nlevel = 'loud'", "level"),
+        ("[reference]\nfail_every = -1", "fail_every"),
+        ("pool = '1GiB'", "pool"),
+        ("[pool\n", "configuration"),
+        ("device = 1\ndevice = 2", "configuration"),
+        (b"device = '\xff'", "configuration"),
+    ],
+)
+def test_a_file_that_is_not_right_is_refused(write: Any, text: str | bytes, said: str) -> None:
+    assert said in str(refused(write(text)))
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "missing.toml"
+    assert refused(f"--config={path}").value == str(path)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--pool-size=much",
+        "--pool-chunk=",
+        "--limits-max-jobs=0",
+        "--limits-max-jobs=many",
+        "--limits-allow-uids=me",
+        "--limits-allow-uids=",
+        "--stop-drain-seconds=-1",
+        "--log-level=loud",
+        "--pool-check-memory=perhaps",
+    ],
+)
+def test_a_flag_that_is_not_right_is_refused(flag: str) -> None:
+    refused(flag)
+
+
+@pytest.mark.parametrize("flag", ["--pool-size=0", "--pool-chunk=0", "--pool-chunk=0.1"])
+def test_a_pool_or_chunk_of_nothing_is_refused(flag: str) -> None:
+    refused(flag)
+
+
+def test_a_flag_into_a_table_that_is_none_is_refused(write: Any) -> None:
+    refused(write("pool = 3"), "--pool-size=1GiB")
+
+
+def test_an_unknown_flag_ends_with_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        read(["--pool-sizes=1"])
+    assert caught.value.code == 2
+    assert "--pool-sizes" in capsys.readouterr().err
+
+
+# Every option
+
+
+@pytest.mark.parametrize(("key", "hint", "default"), list(options()))
+def test_every_option_is_described_and_has_its_default(key: str, hint: Any, default: Any) -> None:
+    assert len(description(hint)) > 10
+    value: Any = Config()
+    for part in key.split("."):
+        value = getattr(value, part)
+    assert value == default
+
+
+def test_the_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read(["--help"])
+    shown = capsys.readouterr().out
+    flags = {"--" + re.sub("[._]", "-", key) for key, _, _ in options()}
+    assert flags | {"--config", "--help"} == set(re.findall(r"--[a-z-]+(?= [A-Z]|\s+show)", shown))

@@ -1,0 +1,214 @@
+"""Processes that are killed: who has to notice does so within a second, nobody else does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvferry.client import Code, Gone, LocalDaemon, OffloadClient
+from kvferry.proto.messages import EngineStatus
+from kvferry.testing.engine import Engine, StartEngine, WorkerProcess, until
+from kvferry.testing.raw import Raw
+
+NEVER = 1 << 40
+PROMPTLY = 2.0
+"""The daemon has a second; a busy machine gets another."""
+
+SCHEDULER = """
+import sys, time
+from kvferry.client import CPULoadStoreSpec, GPULoadStoreSpec, OffloadClient
+from numpy import array
+
+client = OffloadClient(sys.argv[1], engine=sys.argv[2], client="doomed")
+for i in range(8):
+    spec = GPULoadStoreSpec(array([i])), CPULoadStoreSpec(array([i]))
+    client.transfer_async(1000 + i, spec, wait_for=1 << 40)
+print(client.status().sessions, flush=True)
+time.sleep(600)
+"""
+
+
+def own_status(engine: Engine) -> EngineStatus:
+    named = {status.name: status for status in engine.client.status().engines}
+    return named[engine.options.name]
+
+
+# The daemon
+
+
+def test_the_daemon_is_killed(start_engine: StartEngine, kvferryd: LocalDaemon) -> None:
+    """Jobs under way end as lost, without a wait; everything later says that nobody is there."""
+    engine = start_engine(kvferryd)
+    engine.finish(engine.store([9], [9]))
+    jobs = [engine.store([i], [i], wait_for=NEVER) for i in range(4)]
+    jobs.append(engine.load([8], [8], wait_for=NEVER))
+    engine.client.status()
+    kvferryd.kill()
+    began = time.monotonic()
+    results = engine.finish(*jobs, timeout=PROMPTLY)
+    assert [result.outcome for result in results] == ["lost"] * 5
+    assert {result.error.code for result in results if result.error} == {Code.DAEMON_GONE}
+    assert [result.transfer_type[0] for result in results] == ["GPU"] * 4 + ["CPU"]
+    engine.client.wait(jobs)
+    calls: list[Callable[[], object]] = [lambda: engine.store([0], [0]), engine.client.status]
+    for call in calls:
+        with pytest.raises(Gone) as gone:
+            call()
+        assert gone.value.code == Code.DAEMON_GONE
+    engine.client.close()
+    assert time.monotonic() - began < PROMPTLY
+
+
+def test_the_daemon_is_killed_while_somebody_waits(
+    start_engine: StartEngine, kvferryd: LocalDaemon
+) -> None:
+    engine = start_engine(kvferryd)
+    job = engine.store([0], [0], wait_for=NEVER)
+    killer = subprocess.Popen(["sh", "-c", f"sleep 0.2; kill -9 {kvferryd.pid}"])
+    began = time.monotonic()
+    engine.worker.wait([job], timeout=20)
+    engine.client.wait([job], timeout=20)
+    assert time.monotonic() - began < PROMPTLY
+    assert engine.finish(job)[0].outcome == "lost"
+    killer.wait()
+
+
+def test_a_daemon_restarts_under_an_idle_client(tmp_path: Path) -> None:
+    """The new daemon does not know the client; the client finds out by its first job at last."""
+    options = {"runtime_dir": tmp_path, "pool_bytes": 1 << 20}
+    with ExitStack() as stack:
+        first = stack.enter_context(LocalDaemon(**options))  # type: ignore[arg-type]
+        client = stack.enter_context(OffloadClient(first.directory, engine="idle"))
+        first.kill()
+        stack.enter_context(LocalDaemon(**options))  # type: ignore[arg-type]
+        with pytest.raises(Gone) as gone:
+            client.status()
+        assert gone.value.code == Code.DAEMON_GONE
+
+
+@pytest.mark.xfail(reason="only the death of a process is noticed, not of a socket", strict=True)
+def test_a_connection_is_dropped(kvferryd: LocalDaemon) -> None:
+    """The process lives and forgot to say goodbye; its session ends all the same."""
+    with OffloadClient(kvferryd.directory, engine="observer") as observer:
+        raw = Raw(kvferryd.directory, "dropped")
+        raw.register()
+        raw.drop()
+        until(lambda: observer.status().sessions == 1, PROMPTLY)
+
+
+# The worker
+
+
+def test_a_worker_is_killed(start_engine: StartEngine, daemon: LocalDaemon) -> None:
+    """Its engine is away, its jobs fail, its scheduler is refused; the others go on."""
+    engine, other = start_engine(daemon), start_engine(daemon)
+    held = [engine.store([0], [0], wait_for=NEVER), engine.load([1], [1], wait_for=NEVER)]
+    assert own_status(engine).present
+    engine.process.kill()
+    until(lambda: not own_status(engine).present, PROMPTLY)
+    results = engine.finish(*held, timeout=PROMPTLY)
+    assert [result.outcome for result in results] == ["failed"] * 2
+    assert {result.error.code for result in results if result.error} == {Code.ENGINE_GONE}
+    (late,) = engine.finish(engine.store([0], [0]))
+    assert late.error is not None
+    assert late.error.code == Code.NOT_REGISTERED
+    assert all(r.success for r in other.finish(other.store([0], [0]), other.load([0], [1])))
+
+
+@pytest.mark.parametrize("daemon_owned", [False, True], ids=["engine-owned", "daemon-owned"])
+def test_a_new_worker_loads_what_the_dead_one_stored(
+    start_engine: StartEngine,
+    daemon: LocalDaemon,
+    worker_process: Callable[[], WorkerProcess],
+    daemon_owned: bool,
+) -> None:
+    engine = start_engine(daemon, block_size_factor=2, daemon_owned=daemon_owned)
+    assert not engine.region.reattached
+    fence = engine.worker.write(range(16), 5)
+    engine.finish(engine.store(range(16), range(8), wait_for=fence))
+    region, host_blocks = engine.region, own_status(engine).host_blocks
+    engine.process.kill()
+    until(lambda: not own_status(engine).present, PROMPTLY)
+    assert own_status(engine).host_blocks == host_blocks
+
+    engine.start_worker(worker_process())
+    assert own_status(engine).present
+    assert engine.region.reattached
+    assert engine.region.num_blocks == region.num_blocks
+    engine.finish(engine.load(range(8), range(16, 32)))
+    assert np.array_equal(engine.worker.read(range(16, 32)), engine.expected(range(16), 5))
+
+
+def test_a_worker_that_closes_leaves_its_bytes_too(
+    start_engine: StartEngine, daemon: LocalDaemon
+) -> None:
+    engine = start_engine(daemon)
+    engine.finish(engine.store([3], [0], wait_for=engine.worker.write([3], 5)))
+    engine.worker.close()
+    until(lambda: not own_status(engine).present, PROMPTLY)
+    engine.start_worker(engine.process)
+    assert engine.region.reattached
+    engine.finish(engine.load([0], [4]))
+    assert np.array_equal(engine.worker.read([4]), engine.expected([3], 5))
+
+
+def test_another_layout_does_not_get_the_bytes(
+    start_engine: StartEngine, daemon: LocalDaemon
+) -> None:
+    engine = start_engine(daemon, name="two-layouts")
+    engine.close()
+    again = start_engine(daemon, name="two-layouts", block_size_factor=2)
+    assert not again.region.reattached
+
+
+def test_a_worker_is_killed_while_it_copies(
+    start_engine: StartEngine, daemon: LocalDaemon, worker_process: Callable[[], WorkerProcess]
+) -> None:
+    """Jobs may end either way, but all end; the one that comes after finds its region in order."""
+    engine = start_engine(daemon, num_blocks=512)
+    jobs = [engine.store(range(256), range(256)) for _ in range(60)]
+    engine.process.kill()
+    results = engine.finish(*jobs, timeout=PROMPTLY)
+    assert {str(result.outcome) for result in results} <= {"done", "failed", "refused"}
+    engine.start_worker(worker_process())
+    engine.finish(engine.store(range(256), range(256), wait_for=engine.worker.write(range(256), 2)))
+    engine.finish(engine.load(range(256), range(256, 512)))
+    assert np.array_equal(engine.worker.read(range(256, 512)), engine.expected(range(256), 2))
+
+
+# The scheduler
+
+
+@pytest.fixture
+def doomed(start_engine: StartEngine, daemon: LocalDaemon) -> Iterator[tuple[Engine, int]]:
+    """An engine, and the pid of a second scheduler of it, with eight stores held by a fence."""
+    engine = start_engine(daemon)
+    command = [sys.executable, "-c", SCHEDULER, str(daemon.directory), engine.options.name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        yield engine, process.pid
+        process.kill()
+
+
+def test_a_scheduler_is_killed(doomed: tuple[Engine, int]) -> None:
+    """Its jobs end; those behind them, of another scheduler of the engine, go on."""
+    engine, pid = doomed
+    sessions = engine.client.status().sessions
+    behind = engine.store([9], [9], wait_for=engine.worker.write([9], 1))
+    assert own_status(engine).jobs == 9
+    subprocess.run(["kill", "-9", str(pid)], check=True)
+    engine.client.wait(range(1000, 1008), timeout=PROMPTLY)
+    assert engine.finish(behind, timeout=PROMPTLY)[0].success
+    until(lambda: own_status(engine).jobs == 0, PROMPTLY)
+    assert own_status(engine).present
+    assert engine.client.status().sessions == sessions - 1
+    engine.finish(engine.load([9], [10]))
+    assert np.array_equal(engine.worker.read([10]), engine.expected([9], 1))

@@ -1,0 +1,110 @@
+"""Engines come and go, also without a word: the daemon has as many descriptors as before."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.proto.codec import encode
+from kvferry.proto.messages import Allocated, AllocateKVCaches, Collect, FdAllocation
+from kvferry.testing.engine import StartEngine, until
+from kvferry.testing.plugin import StartKvferryd
+from kvferry.testing.raw import Raw, one_tensor
+
+ENGINE = """
+import os, signal, sys
+from pathlib import Path
+from kvferry.client import Timeline
+from kvferry.proto.messages import Allocated, AllocateKVCaches, Welcome
+from kvferry.testing.raw import Raw, one_tensor, store
+
+directory, name, does, ends = sys.argv[1:]
+raw = Raw(Path(directory), name)
+if does == "register":
+    raw.register()
+    for job in range(4):
+        raw.send(store(job, [job], [job]))
+        raw.result(job)
+elif does == "allocate":
+    (clock,) = raw.deposit(Timeline.create().descriptor)
+    raw.ask(AllocateKVCaches(1, one_tensor(), 4096, clock), Allocated)
+    raw.send(store(1, [1], [1], wait_for=1 << 40))
+elif does == "deposit":
+    raw.deposit(*[Timeline.create().descriptor] * 20)
+if ends == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+elif ends == "goodbye":
+    raw.close()
+else:
+    raw.drop()
+"""
+"""An engine without torch, that starts in no time. `ends`: "killed", "goodbye" or "wordless"."""
+
+
+def descriptors(daemon: LocalDaemon) -> int:
+    return len(os.listdir(f"/proc/{daemon.pid}/fd"))
+
+
+@pytest.fixture
+def counted(start_kvferryd: StartKvferryd) -> Iterator[LocalDaemon]:
+    """A daemon that in the end has as many descriptors as in the beginning."""
+    daemon = start_kvferryd()
+    with OffloadClient(daemon.directory, engine="observer") as observer:
+        until(lambda: observer.status().pool.pinned_bytes == observer.status().pool.size_bytes)
+        began = descriptors(daemon)
+        yield daemon
+        until(lambda: observer.status().sessions == 1, 5)
+        until(lambda: descriptors(daemon) <= began, 5)
+        assert not any(engine.present for engine in observer.status().engines)
+
+
+def test_twenty_engines(counted: LocalDaemon) -> None:
+    """What each does and how it ends; five at a time."""
+    ends = ["goodbye", "killed", "killed", "wordless"]
+    does = ["register", "allocate", "allocate", "deposit", "nothing"]
+    for round_ in range(4):
+        running = [
+            subprocess.Popen(
+                [sys.executable, "-c", ENGINE, counted.directory, f"{i}", what, ends[round_]]
+            )
+            for i, what in enumerate(does)
+        ]
+        statuses = {process.wait(30) for process in running}
+        assert statuses == ({-9} if ends[round_] == "killed" else {0})
+
+
+def test_engines_with_torch(counted: LocalDaemon, start_engine: StartEngine) -> None:
+    with start_engine(counted, daemon_owned=True) as one, start_engine(counted) as other:
+        for engine in (one, other):
+            engine.finish(engine.store([0], [0]), engine.load([1], [1]))
+        other.store([0], [0], wait_for=1 << 40)
+        other.process.kill()
+
+
+def test_visitors_of_the_descriptor_socket(counted: LocalDaemon) -> None:
+    """They say nothing, or nonsense, or leave before the answer."""
+    path = str(counted.directory / "fds.sock")
+    for words in (b"", b"nonsense", bytes(8000), encode(Collect("nobody", 1))):
+        for _ in range(5):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
+                visitor.connect(path)
+                if words:
+                    socket.send_fds(visitor, [words], [visitor.fileno()] * 3)
+
+
+def test_somebody_who_does_not_take_what_it_asked_for(counted: LocalDaemon) -> None:
+    path = str(counted.directory / "fds.sock")
+    for number in range(10):
+        with Raw(counted.directory, f"engine-{number}") as raw:
+            answer = raw.ask(AllocateKVCaches(1, one_tensor(), 4096), Allocated)
+            (allocation,) = answer.allocations
+            assert isinstance(allocation, FdAllocation)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
+                visitor.connect(path)
+                visitor.send(encode(Collect(raw.session, allocation.ticket)))

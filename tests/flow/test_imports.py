@@ -1,0 +1,76 @@
+"""What is imported, and what must not be: torch to submit and poll, regular packages at the top."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvferry.client import LocalDaemon
+from kvferry.testing.engine import StartEngine
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMESPACES = ["proto", "client", "daemon", "tests"]
+
+SCHEDULER = """
+import sys
+from numpy import array
+from kvferry.client import CPULoadStoreSpec, GPULoadStoreSpec, OffloadClient
+
+with OffloadClient(sys.argv[1], engine=sys.argv[2]) as client:
+    client.transfer_async(1, (GPULoadStoreSpec(array([3])), CPULoadStoreSpec(array([0]))))
+    client.transfer_async(2, (CPULoadStoreSpec(array([0])), GPULoadStoreSpec(array([4]))))
+    client.cancel([9])
+    client.wait([1, 2])
+    assert [result.success for result in client.get_finished()] == [True, True]
+    assert client.status().totals.loads == 1
+print(*sys.modules)
+"""
+
+
+def modules(code: str, *arguments: str) -> set[str]:
+    """Names of the modules that a program had imported when it ended."""
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_a_scheduler_needs_no_torch(start_engine: StartEngine, kvferryd: LocalDaemon) -> None:
+    engine = start_engine(kvferryd)
+    engine.worker.write([3], 1)
+    engine.worker.snapshot()
+    imported = modules(SCHEDULER, str(kvferryd.directory), engine.options.name)
+    assert "kvferry.client" in imported
+    assert not imported & {"torch", "kvferry.daemon", "kvferry.testing", "uvloop", "structlog"}
+    assert np.array_equal(engine.worker.read([4]), engine.expected([3], 1))
+
+
+@pytest.mark.parametrize(
+    ("package", "unwanted"),
+    [
+        ("kvferry.proto.messages", {"torch", "zmq", "asyncio"}),
+        ("kvferry.client", {"torch", "kvferry.daemon"}),
+        ("kvferry.daemon.__main__", {"torch", "kvferry.client", "kvferry.testing"}),
+        ("kvferry.daemon.core.core", {"torch", "zmq", "asyncio"}),
+        ("kvferry.testing.plugin", {"torch", "kvferry.daemon"}),
+        ("kvferry.testing.engine", {"torch", "kvferry.daemon"}),
+        ("kvferry.testing.worker", {"kvferry.daemon"}),
+    ],
+)
+def test_what_an_import_brings_along(package: str, unwanted: set[str]) -> None:
+    imported = modules(f"import sys, {package}; print(*sys.modules)")
+    assert package in imported
+    assert not imported & unwanted
+
+
+def test_one_namespace_of_four_directories() -> None:
+    for name in NAMESPACES:
+        assert not (ROOT / name / "__init__.py").exists()
+        assert not (ROOT / name / "kvferry" / "__init__.py").exists()
+    for name in [*NAMESPACES[:-1], "testing"]:
+        home = "tests" if name == "testing" else name
+        assert (ROOT / home / "kvferry" / name / "__init__.py").exists()

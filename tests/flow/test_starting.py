@@ -1,0 +1,148 @@
+"""A daemon that cannot serve says so in one line with its code, and exits with status 2."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.testing.engine import until
+
+
+@pytest.fixture
+def refused(tmp_path: Path) -> Callable[..., str]:
+    """Run kvferryd in a directory of its own; it has to refuse, and this is what it says."""
+
+    def run(*arguments: object, **named: object) -> str:
+        flags = {"runtime_dir": tmp_path, "pool_size": 1 << 20, **named}
+        command = [sys.executable, "-m", "kvferry.daemon", *map(str, arguments)]
+        for name, value in flags.items():
+            command += [f"--{name.replace('_', '-')}", str(value)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        assert done.returncode == 2, done.stderr
+        assert "Traceback" not in done.stderr, done.stderr
+        assert not list(tmp_path.glob("*/*.sock"))
+        return done.stderr
+
+    return run
+
+
+def test_a_second_daemon(kvferryd: LocalDaemon) -> None:
+    """The second says who holds the place; the first and its clients do not notice."""
+    with OffloadClient(kvferryd.directory) as client:
+        command = [*kvferryd.command[:-1], str(kvferryd.runtime_dir)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        assert done.returncode == 2
+        assert "endpoint_in_use" in done.stderr
+        assert str(kvferryd.pid) in done.stderr
+        assert client.status().pid == kvferryd.pid
+    with OffloadClient(kvferryd.directory) as later:
+        assert later.daemon.pid == kvferryd.pid
+
+
+def test_a_local_daemon_where_one_serves(kvferryd: LocalDaemon) -> None:
+    """LocalDaemon tells, instead of taking the other's socket for its own."""
+    with pytest.raises(Exception, match="endpoint_in_use"):
+        LocalDaemon(runtime_dir=kvferryd.runtime_dir, pool_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("device", ["7", "GPU-00000000-0000-0000-0000-000000000000", "banana"])
+def test_a_device_that_is_not_there(refused: Callable[..., str], device: str) -> None:
+    assert "no_device" in refused(device=device)
+
+
+def test_a_pool_larger_than_memory(refused: Callable[..., str]) -> None:
+    said = refused(pool_size="100TiB")
+    assert "pool_too_large" in said
+    assert "pool.size" in said
+
+
+def test_a_runtime_directory_too_long(refused: Callable[..., str], tmp_path: Path) -> None:
+    said = refused(runtime_dir=tmp_path / ("d" * 120))
+    assert "bad_config" in said
+    assert "runtime_dir" in said
+
+
+def test_a_runtime_directory_that_is_a_file(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "bad_config" in refused(runtime_dir=tmp_path / "file")
+
+
+BAD_FLAGS: dict[str, dict[str, object]] = {
+    "size": {"pool_size": "much"},
+    "size of nothing": {"pool_size": 0},
+    "huge size": {"pool_size": "9" * 400},
+    "negative size": {"pool_size": "-1"},
+    "chunk of nothing": {"pool_chunk": 0},
+    "max_jobs": {"limits_max_jobs": 0},
+    "no number": {"limits_max_jobs": "many"},
+    "level": {"log_level": "loud"},
+    "seconds": {"stop_drain_seconds": -1},
+    "users": {"limits_allow_uids": "root"},
+}
+
+
+@pytest.mark.parametrize("name", BAD_FLAGS)
+def test_a_flag_that_is_not_right(refused: Callable[..., str], name: str) -> None:
+    assert "bad_config" in refused(**BAD_FLAGS[name])
+
+
+def test_a_flag_that_is_none(refused: Callable[..., str]) -> None:
+    assert "--pool-colour" in refused(pool_colour="red")
+
+
+BAD_FILES = {
+    "no TOML": b"device = ",
+    "no text": b"\xff\xfe\x00",
+    "unknown key": b'devise = "cpu"',
+    "unknown key of a table": b'[pool]\ncolour = "red"',
+    "unknown table": b"[swimming]\nsize = 1",
+    "wrong type": b"[limits]\nmax_jobs = [1]",
+    "no table": b"pool = 3",
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_file_that_is_not_right(refused: Callable[..., str], tmp_path: Path, name: str) -> None:
+    path = tmp_path / "kvferryd.toml"
+    path.write_bytes(BAD_FILES[name])
+    said = refused(config=path)
+    assert "bad_config" in said
+    assert str(path) in said
+
+
+def test_a_file_that_is_not_there(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "bad_config" in refused(config=tmp_path / "none.toml")
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "kvferryd.toml"
+    path.write_text('device = "7"\n[pool]\nsize = "8MiB"\n[limits]\nmax_jobs = 5\n')
+    with (
+        LocalDaemon(pool_bytes=4 << 20, config=path) as daemon,
+        OffloadClient(daemon.directory) as client,
+    ):
+        assert client.daemon.limits.max_jobs == 5
+        assert client.status().pool.size_bytes == 4 << 20
+
+
+def test_after_a_daemon_that_was_killed(tmp_path: Path) -> None:
+    """Its sockets and its lock file are no obstacle."""
+    with LocalDaemon(runtime_dir=tmp_path, pool_bytes=1 << 20) as first:
+        first.kill()
+        assert (tmp_path / "cpu" / "kvferry.sock").exists()
+        with (
+            LocalDaemon(runtime_dir=tmp_path, pool_bytes=1 << 20) as second,
+            OffloadClient(tmp_path / "cpu") as client,
+        ):
+            assert client.daemon.pid == second.pid
+
+
+def test_private_to_its_user(kvferryd: LocalDaemon) -> None:
+    assert os.stat(kvferryd.directory).st_mode & 0o077 == 0
+    until(lambda: "serving" in kvferryd.log())

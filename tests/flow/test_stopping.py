@@ -1,0 +1,137 @@
+"""SIGTERM: what runs ends, what cannot is cancelled, everybody is told, and the status is 0."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import pytest
+
+from kvferry.client import Code, Gone, LocalDaemon, OffloadClient
+from kvferry.testing.engine import Engine, StartEngine, until
+from kvferry.testing.plugin import StartKvferryd
+
+NEVER = 1 << 40
+PATIENCE = 10.0
+
+
+def ended(daemon: LocalDaemon) -> int:
+    """The exit status, once the daemon has ended; it said nothing alarming on the way."""
+    status = daemon.process.wait(PATIENCE)
+    assert "Traceback" not in daemon.log(), daemon.log()
+    assert not list(daemon.runtime_dir.glob("*/*.sock"))
+    return status
+
+
+def check_told(engine: Engine) -> None:
+    """The scheduler's client knows that the daemon is gone, and every verb says so at once."""
+    began = time.monotonic()
+    engine.poll()
+    with pytest.raises(Gone) as gone:
+        engine.store([0], [0])
+    assert gone.value.code == Code.DAEMON_GONE
+    with pytest.raises(Gone):
+        engine.client.status()
+    engine.client.wait([1, 2, 3])
+    engine.client.close()
+    assert time.monotonic() - began < 1
+
+
+@pytest.fixture
+def slow(start_kvferryd: StartKvferryd) -> LocalDaemon:
+    return start_kvferryd(reference_stall=0.15, stop_drain_seconds=5)
+
+
+def test_running_jobs_are_drained(start_engine: StartEngine, slow: LocalDaemon) -> None:
+    engine = start_engine(slow)
+    jobs = [engine.store([i], [i]) for i in range(4)]
+    engine.client.status()
+    slow.process.send_signal(signal.SIGTERM)
+    until(lambda: not engine.client.wait(jobs))  # type: ignore[func-returns-value]
+    results = engine.finish(*jobs)
+    assert [result.success for result in results] == [True] * 4
+    assert ended(slow) == 0
+    check_told(engine)
+
+
+def test_no_new_work_while_draining(start_engine: StartEngine, slow: LocalDaemon) -> None:
+    engine = start_engine(slow)
+    jobs = [engine.store([i], [i]) for i in range(6)]
+    engine.client.status()
+    slow.process.send_signal(signal.SIGTERM)
+
+    def refused() -> bool:
+        (late,) = engine.finish(engine.load([0], [20]))
+        return late.error is not None and late.error.code == Code.SHUTTING_DOWN
+
+    until(refused)
+    with pytest.raises(Gone) as gone:
+        OffloadClient(slow.directory)
+    assert gone.value.code == Code.SHUTTING_DOWN
+    assert all(result.success for result in engine.finish(*jobs))
+    assert ended(slow) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_held_jobs_are_cancelled(
+    start_engine: StartEngine, start_kvferryd: StartKvferryd, number: signal.Signals
+) -> None:
+    daemon = start_kvferryd(stop_drain_seconds=0.2)
+    engine = start_engine(daemon)
+    jobs = [engine.store([i], [i], wait_for=NEVER) for i in range(4)]
+    done = engine.load([9], [9])
+    engine.finish(done)
+    began = time.monotonic()
+    daemon.process.send_signal(number)
+    engine.client.wait(jobs)
+    results = engine.finish(*jobs)
+    assert [result.outcome for result in results] == ["cancelled"] * 4
+    assert [result.error.code for result in results if result.error] == [Code.CANCELLED] * 4
+    assert ended(daemon) == 0
+    assert 0.2 <= time.monotonic() - began < 3
+    check_told(engine)
+
+
+def test_somebody_who_waits_is_told(
+    start_engine: StartEngine, start_kvferryd: StartKvferryd
+) -> None:
+    """In the scheduler, and in the worker, which did not submit the job."""
+    daemon = start_kvferryd(stop_drain_seconds=0.2)
+    engine = start_engine(daemon)
+    job = engine.store([0], [0], wait_for=NEVER)
+    engine.client.status()
+    stopping = threading.Timer(0.05, daemon.process.send_signal, [signal.SIGTERM])
+    stopping.start()
+    engine.worker.wait([job], timeout=PATIENCE)
+    engine.client.wait([job], timeout=PATIENCE)
+    stopping.join()
+    assert engine.finish(job)[0].outcome == "cancelled"
+
+
+def test_an_idle_daemon_stops_at_once(start_engine: StartEngine, kvferryd: LocalDaemon) -> None:
+    engine = start_engine(kvferryd)
+    began = time.monotonic()
+    assert kvferryd.stop() == 0
+    assert time.monotonic() - began < 2
+    assert ended(kvferryd) == 0
+    until(lambda: raises_gone(engine))
+
+
+def raises_gone(engine: Engine) -> bool:
+    try:
+        engine.client.status(timeout=1)
+    except Gone as gone:
+        return gone.code == Code.DAEMON_GONE
+    return False
+
+
+def test_a_client_that_is_late(kvferryd: LocalDaemon) -> None:
+    """No daemon behind the socket any more: TIMEOUT, at the deadline."""
+    directory = kvferryd.directory
+    kvferryd.stop()
+    began = time.monotonic()
+    with pytest.raises(Gone) as gone:
+        OffloadClient(directory, timeout=0.3)
+    assert gone.value.code == Code.TIMEOUT
+    assert 0.3 <= time.monotonic() - began < 1
