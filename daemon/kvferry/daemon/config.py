@@ -89,10 +89,10 @@ class LogConfig(Section, frozen=True):
 class ReferenceConfig(Section, frozen=True):
     stall: Annotated[
         float,
-        Meta(ge=0, description="device = cpu only, for tests: seconds before each piece is copied"),
+        Meta(ge=0, description="for tests on the CPU: seconds before each piece is copied"),
     ] = 0.0
     fail_every: Annotated[
-        int, Meta(ge=0, description="device = cpu only, for tests: each n-th piece fails; 0: none")
+        int, Meta(ge=0, description="for tests on the CPU: each n-th piece fails; 0 is none")
     ] = 0
 
 

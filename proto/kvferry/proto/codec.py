@@ -25,7 +25,9 @@ _WIDTHS: dict[int, np.dtype[Any]] = {4: np.dtype("<i4"), 8: np.dtype("<i8")}
 T = TypeVar("T")
 
 
-def _enc_hook(value: Any) -> msgspec.msgpack.Ext:
+def _enc_hook(value: Any) -> msgspec.msgpack.Ext | int:
+    if isinstance(value, np.integer):
+        return int(value)
     if isinstance(value, np.ndarray) and value.dtype.itemsize in _WIDTHS:
         little = value.astype(_WIDTHS[value.dtype.itemsize], copy=False)
         return msgspec.msgpack.Ext(little.dtype.itemsize, little.data)
