@@ -1,7 +1,8 @@
 """A transfer waits for the kernels that it needs, and the fence is what makes it wait.
 
 Kernels here are slow on purpose, so that a copy that does not wait for them comes too early every
-time: the same rounds without `wait_for` must go wrong, or they would prove nothing.
+time: most of the same rounds without `wait_for` must go wrong, or they would prove nothing. (On a
+busy machine the engine itself can be late for once.)
 """
 
 from __future__ import annotations
@@ -54,9 +55,11 @@ def test_stores_without_a_fence_come_too_early(
     start_engine: StartEngine, daemon: LocalDaemon
 ) -> None:
     engine = start_engine(daemon)
+    wrong = 0
     for seed in range(ROUNDS):
         wanted = engine.expected(BLOCKS, seed)
-        assert not np.array_equal(store_while_written(engine, seed, fenced=False), wanted), seed
+        wrong += not np.array_equal(store_while_written(engine, seed, fenced=False), wanted)
+    assert wrong > ROUNDS / 2
 
 
 def test_loads_behind_kernels_that_still_read(
@@ -73,9 +76,11 @@ def test_loads_without_a_fence_come_too_early(
     start_engine: StartEngine, daemon: LocalDaemon
 ) -> None:
     engine = start_engine(daemon)
+    wrong = 0
     for seed in range(0, 2 * ROUNDS, 2):
         seen, _ = load_while_read(engine, seed, fenced=False)
-        assert not np.array_equal(seen, engine.expected(COPIES, seed + 1)), seed
+        wrong += not np.array_equal(seen, engine.expected(COPIES, seed + 1))
+    assert wrong > ROUNDS / 2
 
 
 def still_held(engine: Engine, job: int) -> bool:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import zmq
 
 from kvferry.proto.errors import Code, Gone, Refused
 
+POLLIN = int(zmq.POLLIN)
+"""A plain int: arithmetic on zmq's flags costs more than asking the socket."""
 LINGER_MS = 200
 RECONNECT_MS = 10
 
@@ -45,13 +48,13 @@ class Connection:
     def drain(self, feed: Callable[[bytes], None]) -> None:
         """Give `feed` every message that is here."""
         get, recv = self.socket.get, self.socket.recv
-        while int(get(zmq.EVENTS)) & zmq.POLLIN:
+        while cast(int, get(zmq.EVENTS)) & POLLIN:
             with contextlib.suppress(zmq.Again):
                 feed(recv(zmq.NOBLOCK))
 
     def check_alive(self) -> None:
         """Raise Gone (DAEMON_GONE) once the daemon's end of the socket was closed."""
-        if int(self.monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+        if cast(int, self.monitor.get(zmq.EVENTS)) & POLLIN:
             raise Gone(Code.DAEMON_GONE, "the daemon went away", str(self.directory))
 
     def wait(self, seconds: float) -> None:

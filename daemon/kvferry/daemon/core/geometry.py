@@ -95,6 +95,7 @@ class Geometry:
         self.factor = layout.block_size_factor
         self.group_bytes = [layout.group_bytes(g) for g in range(len(layout.groups))]
         self._region_start = region_start
+        self._host_block_bytes = layout.host_block_bytes
         self.refs = [GroupRefs(layout, g) for g in range(len(layout.groups))]
         self._num_blocks = [
             min(layout.tensors[ref.tensor].num_blocks for ref in group) for group in layout.groups
@@ -113,12 +114,13 @@ class Geometry:
         hosts = host_ids.astype(np.int64, copy=False)
         _check_range(hosts, self.host_blocks, "host block")
         runs: list[Run] = []
-        slots = gpu_ids.copy()
+        slots = gpu_ids + self._slot_base[0]
         taken = used = 0
         for group, (count, first) in enumerate(zip(sizes, indices, strict=True)):
             ids = gpu_ids[taken : taken + count]
             _check_range(ids, self._num_blocks[group], f"GPU block of group {group}")
-            slots[taken : taken + count] += self._slot_base[group]
+            if group:
+                slots[taken : taken + count] = ids + self._slot_base[group]
             taken += count
             skip = first % self.factor
             needs = -(-(count + skip) // self.factor) if count else 0
@@ -175,10 +177,11 @@ class Geometry:
                 _check_unique(ids, self.gpu_slots, "GPU block")
 
     def _run(self, group: int, ids: Int64s, hosts: Int64s, skip: int) -> Run:
-        position = np.arange(skip, skip + ids.size)
-        block, sub = np.divmod(position, self.factor)
-        offsets = hosts[block] * self.layout.host_block_bytes + sub * self.group_bytes[group]
-        return Run(group, ids, offsets + self._region_start)
+        offsets = hosts * self._host_block_bytes + self._region_start
+        if self.factor > 1:
+            block, sub = np.divmod(np.arange(skip, skip + ids.size), self.factor)
+            offsets = offsets[block] + sub * self.group_bytes[group]
+        return Run(group, ids, offsets)
 
     def _shares(self, gpu: GPULoadStoreSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
         groups = len(self.layout.groups)
@@ -245,7 +248,7 @@ def slot_bases(layout: KVLayout) -> tuple[list[int], int]:
 
 
 def _check_range(ids: Int64s, limit: int, what: str) -> None:
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= limit):
+    if ids.size and int(ids.view(np.uint64).max()) >= limit:  # a negative id is a huge one
         bad = ids[(ids < 0) | (ids >= limit)][0]
         raise Refused(Code.BLOCK_OUT_OF_RANGE, f"{what} ids are 0 to {limit - 1}", int(bad))
 

@@ -12,6 +12,7 @@ import asyncio
 import secrets
 import time
 from dataclasses import replace
+from typing import cast
 
 import structlog
 import zmq
@@ -38,6 +39,8 @@ HIGH_WATER = 10_000
 MAX_OUTBOX = 100_000
 """Messages kept for a peer that does not take them, before it is sent away."""
 RETRY = 0.01
+POLLIN = int(zmq.POLLIN)
+"""A plain int: arithmetic on zmq's flags costs more than asking the socket."""
 LINGER_MS = 1000
 
 log = structlog.get_logger()
@@ -100,7 +103,7 @@ class Server:
     # In
 
     def _drain(self) -> None:
-        while not self._socket.closed and int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+        while not self._socket.closed and cast(int, self._socket.get(zmq.EVENTS)) & POLLIN:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
