@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from kvferry.client.conversation import Conversation, TransferResult
@@ -162,6 +163,8 @@ def test_a_message_that_was_not_sent_is_no_job(talk: Conversation) -> None:
         (1, STORE, -1),
         (1, (GPULoadStoreSpec([1, 2], (3, -1), (0, 0)), STORE[1]), 0),
         (1, (GPULoadStoreSpec([1, 2], (2,), (-1,)), STORE[1]), 0),
+        (1, (GPULoadStoreSpec([1, 2], (2,), (1 << 48,)), STORE[1]), 0),
+        (1, (GPULoadStoreSpec([1, 2], cast(Any, (2.0,)), (0,)), STORE[1]), 0),
         (1, (GPULoadStoreSpec([1, 2], (0,) * 256 + (2,), (0,) * 257), STORE[1]), 0),
     ],
 )
@@ -171,6 +174,18 @@ def test_a_job_that_no_daemon_can_read_is_refused_here(
     """The daemon could not say whose fault it is: to it these bytes are no message of a job."""
     with pytest.raises(Refused):
         talk.submit(job_id, spec, wait_for)
+
+
+@pytest.mark.parametrize("sizes", [[2], [1, 1]])
+def test_group_sizes_may_be_arrays_or_are_refused(talk: Conversation, sizes: list[int]) -> None:
+    array = cast(Any, np.array(sizes))
+    try:
+        data = talk.submit(1, (GPULoadStoreSpec([1, 2], array, array), STORE[1]), 0)
+    except Refused:
+        return
+    message = decode_client_message(data)
+    assert isinstance(message, wire.Submit)
+    assert message.src == GPULoadStoreSpec([1, 2], tuple(sizes), tuple(sizes))
 
 
 @pytest.mark.parametrize("make", ["cancel", "wait"])

@@ -60,8 +60,8 @@ DEVICE = wire.DeviceInfo("cpu", "cpu", "host memory")
 FAULT = ErrorInfo(Code.COPY_FAILED, "the copy failed")
 
 
-def new_core() -> Core:
-    return Core(Identity("0.1", "boot", 4711, DEVICE, LIMITS), POOL, started=100.0)
+def new_core(pool_bytes: int = POOL) -> Core:
+    return Core(Identity("0.1", "boot", 4711, DEVICE, LIMITS), pool_bytes, started=100.0)
 
 
 def store(*blocks: int, hosts: tuple[int, ...] = (0,)) -> TransferSpec:
@@ -76,10 +76,14 @@ class Desk:
     """A core, and the shorthand of the examples. Time stands at 101."""
 
     def __init__(
-        self, *sessions: str, registered: bool = True, timeline: int | None = None
+        self,
+        *sessions: str,
+        registered: bool = True,
+        timeline: int | None = None,
+        pool_bytes: int = POOL,
     ) -> None:
         """Sessions are named engine/process; the first of an engine registers it."""
-        self.core = new_core()
+        self.core = new_core(pool_bytes)
         seen: set[str] = set()
         for session in sessions:
             engine = session.partition("/")[0]
@@ -235,6 +239,15 @@ def test_a_layout_with_more_blocks_than_can_be_kept_in_mind_is_refused() -> None
     many = 256
     tensors = (TensorLayout((1 << 31) - 1, 1, 1),) * many
     layout = KVLayout(tensors, tuple((TensorRef(n, 1),) for n in range(many)))
+    assert desk.error("a", wire.AllocateKVCaches(1, layout))
+    assert desk.core.status(101.0).pool.reserved_bytes == 0
+    assert not desk.core.busy
+
+
+def test_a_region_of_more_host_blocks_than_can_be_kept_in_mind_is_refused() -> None:
+    """A pool of terabytes is no strange pool, but a host block of one byte is a strange block."""
+    desk = Desk("a", registered=False, pool_bytes=1 << 42)
+    layout = KVLayout((TensorLayout(1, 1, 1),), ((TensorRef(0, 1),),))
     assert desk.error("a", wire.AllocateKVCaches(1, layout))
     assert desk.core.status(101.0).pool.reserved_bytes == 0
     assert not desk.core.busy
@@ -420,6 +433,16 @@ def test_waits_are_bounded_and_come_free_again() -> None:
     assert len(desk.core.report(Ended(plan.serial, Outcome.DONE))) == 1 + MAX_WAITS
     desk.start("a", 1, store(0))
     assert desk.ask("a", wire.Wait(999, (1,))) == []
+
+
+def test_a_session_that_left_waits_no_more() -> None:
+    desk = Desk("a/worker", "a/scheduler")
+    plan = desk.start("a/worker", 1, store(0))
+    desk.ask("a/scheduler", wire.Wait(5, (1,)))
+    desk.core.leave("a/scheduler")
+    actions = desk.core.report(Ended(plan.serial, Outcome.DONE))
+    assert finished(actions) == [("a/worker", 1, "done", None)]
+    assert len(actions) == 1
 
 
 def test_jobs_end_when_the_process_that_owns_the_tensors_goes() -> None:
