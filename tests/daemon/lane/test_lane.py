@@ -13,11 +13,13 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvferry.daemon.core.actions import (
     Abandon,
@@ -412,6 +414,20 @@ def test_a_plan_that_fails_at_once_ends_behind_what_was_submitted_before(
     assert serials(run_out(harbour, stub)) == [first, failing]
 
 
+def test_what_is_over_behind_a_cancelled_plan_is_told_behind_it(
+    harbour: Harbour, stub: StubEngine
+) -> None:
+    harbour.map()
+    stub.refusals += [None, ERROR]
+    first, failing = harbour.start(STORE, [0]), harbour.start(STORE, [1])
+    nothing = harbour.start(STORE, [])
+    harbour.settle()
+    harbour.lane.post(Abandon(1, first))
+    assert harbour.settle() == []
+    ends = [cancelled(first), failed(failing), done(nothing, 0.0)]
+    assert run_out(harbour, stub) == ends
+
+
 # Fences
 
 
@@ -746,6 +762,73 @@ def test_what_a_calibration_found_is_reported_first(
     harbour = Harbour(stub)
     assert harbour.settle() == [Calibrated(found)]
     harbour.close()
+
+
+# Anything may happen
+
+few = st.lists(st.integers(0, 5), max_size=4, unique=True)
+events = st.one_of(
+    st.tuples(st.just("start"), st.sampled_from(Direction), few, st.permutations(range(6))),
+    st.tuples(
+        st.sampled_from(["finish", "finish", "finish", "fail", "abandon"]), st.integers(0, 9)
+    ),
+    st.just(("refuse",)),
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(
+    st.lists(events, max_size=30),
+    st.sampled_from([Room(1 << 30), Room(64), Room(1 << 30, 2)]),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_whatever_happens_every_plan_ends_once_and_in_order(
+    history: list[tuple[Any, ...]], room: Room, most: int, unmapped: bool
+) -> None:
+    stub = StubEngine()
+    stub.piece, stub.most = room, most
+    harbour = Harbour(stub)
+    harbour.map()
+    plans: dict[int, tuple[Direction, list[int]]] = {}
+    ended: list[Ended] = []
+    for event in history:
+        match event:
+            case "start", direction, blocks, hosts:
+                serial = harbour.start(direction, blocks, hosts[: len(blocks)])
+                plans[serial] = direction, blocks
+            case ("refuse",):
+                stub.refusals.append(ERROR)
+            case "abandon", number:
+                harbour.lane.post(Abandon(1, number + 1))
+            case verb, number if number < len(stub.in_flight):
+                piece = stub.in_flight[number]
+                piece.done, piece.error = verb == "finish", None if verb == "finish" else ERROR
+        ended += [report for report in harbour.settle() if isinstance(report, Ended)]
+        check_apart(stub.in_flight)
+    stub.refusals.clear()
+    if unmapped:
+        harbour.lane.post(Unmap(1))
+    ended += [report for report in run_out(harbour, stub) if isinstance(report, Ended)]
+    harbour.close()
+    pieces = taken(stub)
+    assert sorted(serials(ended)) == sorted(plans)
+    assert len(stub.closed) == unmapped
+    for direction in Direction:
+        mine = [end for end in ended if plans[end.serial][0] is direction]
+        told = [end.serial for end in mine if end.outcome is not Outcome.CANCELLED]
+        assert told == sorted(told)
+        submitted = [p.blocks for p in pieces if p.direction is direction]
+        if {end.outcome for end in mine} <= {Outcome.DONE}:  # then nothing is left out
+            assert [*chain(*submitted)] == [*chain(*(plans[serial][1] for serial in told))]
+
+
+def check_apart(pieces: Sequence[Piece]) -> None:
+    """No two pieces in flight, one each way, touch the same block on either side."""
+    for store in (piece for piece in pieces if piece.direction is STORE):
+        for load in (piece for piece in pieces if piece.direction is LOAD):
+            assert not set(store.blocks) & set(load.blocks)
+            assert not {*store.run.host_offsets.tolist()} & {*load.run.host_offsets.tolist()}
 
 
 # Real copies

@@ -55,7 +55,7 @@ class Kernels:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        ptx = files(__package__).joinpath("kernels.ptx").read_bytes()
+        ptx = files("kvferry.daemon.engine.cuda").joinpath("kernels.ptx").read_bytes()
         module = driver.load_module(ptx)
         self._functions = {
             (direction, vector, ids): driver.module_function(module, f"{name}{vector}_{ids}")
