@@ -132,6 +132,7 @@ UNSPEAKABLE: dict[str, tuple[Any, Any, Any]] = {
     "negative size": (9, (gpu([0, 1], (3, -1)), cpu(0)), 0),
     "negative index": (10, (gpu([0, 1], (2, 0), (-1, 0)), cpu(0)), 0),
     "sizes of numpy": (11, (gpu([0, 1], np.array([2, 0])), cpu(0)), 0),
+    "one size, of numpy": (15, (gpu([0, 1], np.array([2])), cpu(0)), 0),
     "a list for sizes": (12, (gpu([0, 1], [2, 0]), cpu(0)), 0),
     "three sides": (13, (gpu([0, 1]), cpu(0), cpu(1)), 0),
     "no specs": (14, ([0, 1], [0]), 0),

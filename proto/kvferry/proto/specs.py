@@ -29,14 +29,15 @@ MAX_BLOCK_IDS = 1 << 20
 MAX_TENSORS = 4096
 MAX_GROUPS = 256
 MAX_INT = (1 << 63) - 1
+MAX_COUNT = 1 << 48
 
 BlockIds: TypeAlias = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 if TYPE_CHECKING:
     AnyIds: TypeAlias = Any  # callers may give any sequence of ints; what is kept is an array
 else:
     AnyIds = np.ndarray
-Count: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 48)]
-Positive: TypeAlias = Annotated[int, Meta(gt=0, lt=1 << 48)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_COUNT)]
+Positive: TypeAlias = Annotated[int, Meta(gt=0, lt=MAX_COUNT)]
 
 
 class Direction(StrEnum):
@@ -179,11 +180,19 @@ class GPULoadStoreSpec(_Spec, tag="gpu", frozen=True, eq=False):
     group_sizes: Annotated[tuple[Count, ...], Meta(max_length=MAX_GROUPS)] | None = None
     block_indices: Annotated[tuple[Count, ...], Meta(max_length=MAX_GROUPS)] | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("group_sizes", "block_indices"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, tuple):
+                msgspec.structs.force_setattr(self, name, tuple(np.asarray(value).tolist()))
+
     def check(self) -> None:
         """Raise Refused where no daemon could read this."""
         for name in ("group_sizes", "block_indices"):
             values = getattr(self, name) or ()
-            if len(values) > MAX_GROUPS or any(not 0 <= value <= MAX_INT for value in values):
+            fit = all(isinstance(value, int) and 0 <= value < MAX_COUNT for value in values)
+            if len(values) > MAX_GROUPS or not fit:
                 raise Refused(
                     Code.BAD_SPEC, f"{name} are at most {MAX_GROUPS} numbers from 0 on", values
                 )

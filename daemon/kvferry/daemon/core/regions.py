@@ -15,6 +15,7 @@ from kvferry.proto.errors import Code, Refused
 from kvferry.proto.specs import KVLayout
 
 ALIGNMENT = 4096
+MAX_HOST_BLOCKS = 1 << 28
 
 
 @dataclass(slots=True)
@@ -64,6 +65,13 @@ class Regions:
             old.present = True
             return old, True
         start, size = self._find(engine, block, nbytes)
+        if size // block > MAX_HOST_BLOCKS:
+            raise Refused(
+                Code.BAD_LAYOUT,
+                f"a region has at most {MAX_HOST_BLOCKS} host blocks, and one of these takes "
+                f"{block} bytes: register with smaller host_bytes, or a larger block_size_factor",
+                size // block,
+            )
         for other in self._in_the_way(engine, start, start + size):
             del self._regions[other.engine]
         self._regions[engine] = Region(engine, layout, start, size)

@@ -68,11 +68,15 @@ class Engine:
     """A registered engine. `pages`: int8, (tensors, num_blocks, page_bytes)."""
 
     def __init__(
-        self, client: OffloadClient, timeline: Timeline, shape: Shape, pages: torch.Tensor
+        self,
+        client: OffloadClient,
+        timeline: Timeline,
+        shape: Shape,
+        pages: torch.Tensor,
+        host_blocks: int,
     ) -> None:
         self.client, self.timeline, self.shape, self.pages = client, timeline, shape, pages
-        self.num_blocks = pages.shape[1]
-        self.host_blocks = self.num_blocks // shape.factor
+        self.num_blocks, self.host_blocks = pages.shape[1], host_blocks
         self._job_ids = count(1)
 
     def run(self, specs: Sequence[TransferSpec], nap: float = NAP) -> Moved:
@@ -118,10 +122,15 @@ class Engine:
 
 
 @contextlib.contextmanager
-def engine(directory: Path, shape: Shape, slab: torch.Tensor) -> Iterator[Engine]:
-    """Register all of `slab` that whole host blocks of a shape can fill."""
-    host_blocks = slab.numel() // shape.host_block_bytes
-    num_blocks = host_blocks * shape.factor
+def engine(
+    directory: Path, shape: Shape, slab: torch.Tensor, host_bytes: int | None = None
+) -> Iterator[Engine]:
+    """Register all of `slab` that whole host blocks of a shape can fill.
+
+    host_bytes: how much of the pool to take; as much as the slab has where it is not given.
+    """
+    num_blocks = slab.numel() // shape.host_block_bytes * shape.factor
+    host_blocks = (host_bytes or slab.numel()) // shape.host_block_bytes
     pages = slab[: num_blocks * shape.block_bytes].view(shape.tensors, num_blocks, shape.page_bytes)
     with (
         contextlib.closing(Timeline.create(slab.device)) as timeline,
@@ -135,4 +144,4 @@ def engine(directory: Path, shape: Shape, slab: torch.Tensor) -> Iterator[Engine
             host_bytes=host_blocks * shape.host_block_bytes,
             timeline=timeline,
         )
-        yield Engine(client, timeline, shape, pages)
+        yield Engine(client, timeline, shape, pages, host_blocks)

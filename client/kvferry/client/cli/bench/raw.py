@@ -31,8 +31,8 @@ class RawCopy:
     def __init__(self, slab: torch.Tensor, nbytes: int) -> None:
         self.nbytes = nbytes
         self._samples: dict[str, list[float]] = {way: [] for way in WAYS}
-        hosts = [_host_buffer(nbytes, pinned=slab.is_cuda).fill_(1) for _ in range(2)]
-        out, back = (hosts[0], slab[:nbytes]), (slab[nbytes : 2 * nbytes], hosts[1])
+        self.hosts = [_host_buffer(nbytes, pinned=slab.is_cuda).fill_(1) for _ in range(2)]
+        out, back = (self.hosts[0], slab[:nbytes]), (slab[nbytes : 2 * nbytes], self.hosts[1])
         self._pairs = {"store": [out], "load": [back], "both": [out, back]}
         self._seconds: Callable[[Sequence[Pair]], float] = _CpuCopy()
         if slab.is_cuda:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from kvferry.client import DaemonStatus, LocalDaemon, OffloadClient
-from kvferry.client.cli.bench.engine import HOST_BLOCK, NAME, Engine, Shape, engine
+from kvferry.client.cli.bench.engine import NAME, Engine, Shape, engine
+from kvferry.client.cli.bench.plan import Plan
 from kvferry.client.cli.bench.raw import RawCopy
 from kvferry.client.cli.status import locate
 from kvferry.client.cli.units import size
@@ -25,26 +25,7 @@ from kvferry.proto.errors import Code, Refused
 from kvferry.proto.libcuda import driver
 from kvferry.proto.messages import DeviceInfo
 
-MIN_HALF = 16 << 20
 POOL_TIMEOUT = 300.0
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """nbytes: to move each way in one go. directory: of a running daemon, or None."""
-
-    device: str
-    directory: Path | None
-    nbytes: int
-    sizes: tuple[int, ...]
-    reps: int
-    quick: bool
-
-    @property
-    def half_bytes(self) -> int:
-        """Half of the slab: whole host blocks, at least one of each size."""
-        largest = max(Shape.of(page_bytes).host_block_bytes for page_bytes in self.sizes)
-        return -(-max(self.nbytes, largest, MIN_HALF) // HOST_BLOCK) * HOST_BLOCK
 
 
 class Rig:
@@ -57,25 +38,30 @@ class Rig:
         self.slab.view(torch.int64).random_()
         self.raw = RawCopy(self.slab, half_bytes)
 
-    def engine(self, shape: Shape) -> contextlib.AbstractContextManager[Engine]:
-        return engine(self.directory, shape, self.slab)
+    def engine(
+        self, shape: Shape, host_bytes: int | None = None
+    ) -> contextlib.AbstractContextManager[Engine]:
+        return engine(self.directory, shape, self.slab, host_bytes)
 
 
 @contextlib.contextmanager
 def open_rig(plan: Plan) -> Iterator[Rig]:
     with contextlib.ExitStack() as stack:
         if plan.directory is None:
-            device = plan.device
-            if device == "auto":
-                device = "0" if torch.cuda.is_available() else "cpu"
-            pool_bytes = 2 * plan.half_bytes
-            daemon = stack.enter_context(LocalDaemon(device, pool_bytes=pool_bytes))
-            directory = daemon.directory
+            daemon = LocalDaemon(device_of(plan), pool_bytes=plan.rig_pool_bytes)
+            directory = stack.enter_context(daemon).directory
         else:
             directory = locate(plan.directory)
-        status = _ready(directory)
-        _check_room(status, 2 * plan.half_bytes)
+        status = ready(directory)
+        _check_room(status, plan.rig_pool_bytes)
         yield Rig(directory, status, plan.half_bytes)
+
+
+def device_of(plan: Plan) -> str:
+    """What a daemon of our own is told."""
+    if plan.device != "auto":
+        return plan.device
+    return "0" if torch.cuda.is_available() else "cpu"
 
 
 def torch_device(info: DeviceInfo) -> torch.device:
@@ -93,14 +79,14 @@ def torch_device(info: DeviceInfo) -> torch.device:
     )
 
 
-def _ready(directory: Path) -> DaemonStatus:
+def ready(directory: Path) -> DaemonStatus:
     """The daemon's status once all of its pool is registered: filling it takes the link."""
     with OffloadClient(directory, engine=NAME, client="kvferry bench") as client:
         deadline = time.monotonic() + POOL_TIMEOUT
         while (status := client.status()).pool.pinned_bytes < status.pool.size_bytes:
             if time.monotonic() > deadline:
                 raise timed_out("the daemon did not register its pool", str(directory))
-            time.sleep(0.05)
+            time.sleep(0.02)
         return status
 
 
