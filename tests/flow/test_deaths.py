@@ -93,7 +93,6 @@ def test_a_daemon_restarts_under_an_idle_client(tmp_path: Path) -> None:
         assert gone.value.code == Code.DAEMON_GONE
 
 
-@pytest.mark.xfail(reason="only the death of a process is noticed, not of a socket", strict=True)
 def test_a_connection_is_dropped(kvferryd: LocalDaemon) -> None:
     """The process lives and forgot to say goodbye; its session ends all the same."""
     with OffloadClient(kvferryd.directory, engine="observer") as observer:

@@ -12,14 +12,16 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.daemon.core.geometry import Geometry, Run
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
 
-PROFILE = settings(derandomize=True, deadline=None, max_examples=250)
+PROFILE = settings(
+    derandomize=True, deadline=None, max_examples=250, suppress_health_check=[HealthCheck.too_slow]
+)
 GUARD = 16
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.proto import codec
@@ -40,7 +40,7 @@ from kvferry.proto.specs import (
     as_block_ids,
 )
 
-PROFILE = settings(derandomize=True, deadline=None)
+PROFILE = settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 DECODERS: dict[str, Decoder[Any]] = {
     "client": codec.decode_client_message,
     "daemon": codec.decode_daemon_message,

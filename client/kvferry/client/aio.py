@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import zmq
 
 from kvferry.client import verbs
-from kvferry.client.conversation import TransferResult, timed_out
+from kvferry.client.conversation import timed_out
 from kvferry.client.descriptors import collect, deposit
 from kvferry.client.nonblocking import KVCaches, NonBlocking
 from kvferry.client.timeline import Timeline
@@ -110,12 +110,6 @@ class AsyncOffloadClient(NonBlocking):
         finally:
             self._detach()
 
-    def get_finished(self) -> list[TransferResult]:
-        """As OffloadClient.get_finished."""
-        results = super().get_finished()
-        self._changed.set()  # what was taken in may be what somebody waits for
-        return results
-
     async def __aenter__(self) -> AsyncOffloadClient:
         return self
 
@@ -162,18 +156,30 @@ class AsyncOffloadClient(NonBlocking):
 
     async def _until(self, ready: Callable[[], R | None]) -> R:
         while True:
-            self._changed.clear()
+            changed = self._changed
             self._drain()
             answer = ready()
             if answer is not None:
                 return answer
-            await self._changed.wait()
+            await changed.wait()
+
+    def _take_in(self) -> bool:
+        """Whoever takes messages in wakes everybody who waits: they may be anybody's."""
+        news = super()._take_in()
+        if news:
+            self._announce()
+        return news
+
+    def _announce(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _readable(self) -> None:
-        """Something may have arrived: take it in, and wake whoever waits for it."""
+        """Something may have arrived, or the daemon may have gone."""
         if not self._connection.closed:
             self._drain()
-            self._changed.set()
+            if self._conversation.ended is not None:
+                self._announce()
 
     def _send(self, data: bytes) -> None:
         super()._send(data)
@@ -182,4 +188,4 @@ class AsyncOffloadClient(NonBlocking):
     def _detach(self) -> None:
         for socket in (self._connection.socket, self._connection.monitor):
             self._loop.remove_reader(int(socket.get(zmq.FD)))
-        self._connection.close()
+        self._connection.close(heard=self._conversation.ended is None)

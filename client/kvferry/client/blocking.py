@@ -114,7 +114,7 @@ class OffloadClient(NonBlocking):
         except KVFerryError:  # it need not hear us
             pass
         finally:
-            self._connection.close()
+            self._connection.close(heard=self._conversation.ended is None)
 
     def __enter__(self) -> OffloadClient:
         return self

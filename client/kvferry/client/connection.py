@@ -28,7 +28,6 @@ class Connection:
         self.directory = directory
         self._context = zmq.Context(io_threads=1)
         self.socket = self._context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, LINGER_MS)
         self.socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)
@@ -45,12 +44,17 @@ class Connection:
         except zmq.Again:
             raise Refused(Code.BUSY, "the daemon takes no messages: try again later") from None
 
-    def drain(self, feed: Callable[[bytes], None]) -> None:
-        """Give `feed` every message that is here."""
+    def drain(self, feed: Callable[[bytes], None]) -> bool:
+        """Give `feed` every message that is here; whether there was any."""
+        if self.socket.closed:
+            raise Gone(Code.DAEMON_GONE, "this client was closed", str(self.directory))
         get, recv = self.socket.get, self.socket.recv
+        news = False
         while cast(int, get(zmq.EVENTS)) & POLLIN:
             with contextlib.suppress(zmq.Again):
                 feed(recv(zmq.NOBLOCK))
+                news = True
+        return news
 
     def check_alive(self) -> None:
         """Raise Gone (DAEMON_GONE) once the daemon's end of the socket was closed."""
@@ -65,8 +69,9 @@ class Connection:
     def closed(self) -> bool:
         return bool(self.socket.closed)
 
-    def close(self) -> None:
+    def close(self, *, heard: bool = True) -> None:
+        """`heard`: whether anybody is there to take what was sent last."""
         self.socket.disable_monitor()
         self.monitor.close(0)
-        self.socket.close()
+        self.socket.close(LINGER_MS if heard else 0)
         self._context.term()

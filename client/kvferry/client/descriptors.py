@@ -7,6 +7,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvferry.client.conversation import timed_out
 from kvferry.proto.codec import decode_descriptor_reply, encode
 from kvferry.proto.errors import Code, Gone, error_of
 from kvferry.proto.messages import Collect, Deposit, DescriptorRequest, Error
@@ -40,6 +41,8 @@ def _ask(
             desk.connect(str(directory / "fds.sock"))
             socket.send_fds(desk, [encode(request)], descriptors)
             packet, received, _, _ = socket.recv_fds(desk, 65536, 1)
+        except TimeoutError as error:
+            raise timed_out("no descriptors passed", str(directory)) from error
         except OSError as error:
             raise Gone(
                 Code.DAEMON_GONE, f"the daemon takes no descriptors: {error}", str(directory)

@@ -42,7 +42,9 @@ class LocalDaemon:
         self._temporary = runtime_dir is None
         self.runtime_dir = runtime_dir or Path(tempfile.mkdtemp(prefix="kvferry-"))
         self.runtime_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.log_path = self.runtime_dir / "kvferryd.log"
+        handle, path = tempfile.mkstemp(".log", "kvferryd-", self.runtime_dir)
+        os.close(handle)
+        self.log_path = Path(path)
         arguments = {"device": device, "pool_size": pool_bytes, "runtime_dir": self.runtime_dir}
         self.command = [sys.executable, "-m", "kvferry.daemon"]
         for name, value in (arguments | options).items():

@@ -52,8 +52,8 @@ class NonBlocking:
 
         spec: (source, destination). wait_for: the value of the engine's timeline that must be
         reached first; 0 for none. Raises Refused where this side can tell that the job cannot be
-        accepted (DUPLICATE_JOB, BUSY, MESSAGE_TOO_LARGE) and Gone where no daemon is there; the
-        daemon's own refusal comes as the job's result.
+        accepted (BAD_SPEC, DUPLICATE_JOB, BUSY, MESSAGE_TOO_LARGE) and Gone once the daemon is
+        known to be gone; the daemon's own refusal comes as the job's result.
         """
         data = self._conversation.submit(job_id, spec, wait_for)
         self._send(data)
@@ -61,7 +61,7 @@ class NonBlocking:
 
     def get_finished(self) -> list[TransferResult]:
         """Results that are here and were not fetched yet: each once, in order per direction."""
-        self._connection.drain(self._conversation.feed)
+        self._take_in()
         if not self._conversation.idle:
             now = time.monotonic()
             if now > self._next_look:
@@ -77,13 +77,18 @@ class NonBlocking:
         self._connection.send(data)
 
     def _drain(self) -> None:
-        self._connection.drain(self._conversation.feed)
+        self._take_in()
         self._look()
 
+    def _take_in(self) -> bool:
+        """Take in what has arrived; whether that was anything."""
+        return self._connection.drain(self._conversation.feed)
+
     def _look(self) -> None:
+        """Notice that the daemon went; what it said before counts."""
         try:
             self._connection.check_alive()
         except Gone as error:
             if self._conversation.ended is None:
-                self._connection.drain(self._conversation.feed)
+                self._take_in()
                 self._conversation.lose(error)

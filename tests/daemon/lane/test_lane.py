@@ -7,6 +7,7 @@ that "not submitted" is a fact and not a guess.
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import os
 import queue
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.daemon.core.actions import (
@@ -776,7 +777,9 @@ events = st.one_of(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(
+    derandomize=True, deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(
     st.lists(events, max_size=30),
     st.sampled_from([Room(1 << 30), Room(64), Room(1 << 30, 2)]),
@@ -979,6 +982,7 @@ def test_what_a_client_gets_wrong_is_its_error_and_not_the_lane_s_end(
     where = dict(where)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     harbour = Harbour(ReferenceEngine())
+    gc.collect()  # or what other tests left may be closed meanwhile
     before = open_descriptors()
     descriptors = tuple(sealed_memfd("kv", PAGE) for _ in range(where.pop("files", 0)))
     ends = os.pipe() if where.pop("clock", None) else None
@@ -986,7 +990,7 @@ def test_what_a_client_gets_wrong_is_its_error_and_not_the_lane_s_end(
     assert report.error is not None
     if ends is not None:
         os.close(ends[1])
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
     harbour.close()
 
 

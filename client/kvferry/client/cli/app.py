@@ -13,8 +13,10 @@ from rich.console import Console
 from kvferry.client.cli import units
 from kvferry.client.cli.status import as_json, ask, show
 
-SIZES = "1KiB, 4KiB, 16KiB, 32KiB, 64KiB, 128KiB, 256KiB, 1MiB, 2MiB"
-QUICK_SIZES = "4KiB, 64KiB, 2MiB"
+WHAT = ("bandwidth", "latency", "beside", "queued", "start")
+OWN_DAEMON = ("beside", "start")
+
+GIB = 1 << 30
 
 app = typer.Typer(
     help="Look at a kvferry daemon, or measure one.",
@@ -40,6 +42,12 @@ def _sizes(text: str | None) -> str | None:
 
 def _parsed(text: str) -> tuple[int, ...]:
     return tuple(sorted({units.parse_size(part) for part in text.split(",")}))
+
+
+def _what(text: str) -> str:
+    if unknown := set(text.split(",")) - {*WHAT, "all"}:
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: one of {', '.join(WHAT)}, all")
+    return text
 
 
 def _file(path: Path | None) -> Path | None:
@@ -84,6 +92,12 @@ def bench(
             metavar="DIR",
         ),
     ] = None,
+    what: Annotated[
+        str,
+        typer.Option(
+            help=f"What to measure: {', '.join(WHAT)}, or all.", callback=_what, metavar="LIST"
+        ),
+    ] = "bandwidth,latency",
     gib: Annotated[
         float | None,
         typer.Option(help="GiB to move each way in one go (default: 1; quick: 1/16).", min=1e-3),
@@ -91,15 +105,30 @@ def bench(
     sizes: Annotated[
         str | None,
         typer.Option(
-            help=f"Fragment sizes (default: {SIZES}; quick: {QUICK_SIZES}).",
+            help="Fragment sizes of bandwidth and beside (default: 7 to 9 from 1KiB to 2MiB).",
             callback=_sizes,
             metavar="LIST",
         ),
     ] = None,
     reps: Annotated[
         int | None,
-        typer.Option(help="How often, besides once to warm up (default: 5; quick: 2).", min=1),
+        typer.Option(
+            help="How often (default: 5 copies of a size, besides one to warm up; 3 starts, 3 "
+            "windows beside an engine; quick: 2, 1, 1).",
+            min=1,
+        ),
     ] = None,
+    pool_gib: Annotated[
+        float | None,
+        typer.Option(
+            help="Host pool of the daemon whose start is measured (default: 64 on a GPU, or what "
+            "fits into 0.7 of the free memory; 1 on the CPU).",
+            min=1 / 64,
+        ),
+    ] = None,
+    mps: Annotated[
+        bool, typer.Option("--mps", help="Beside an engine: once more under CUDA MPS.")
+    ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, bytes and repetitions.")] = (
         False
     ),
@@ -109,25 +138,43 @@ def bench(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw GB/s over fragment size.", callback=_file, metavar="FILE.png"),
+        typer.Option(
+            help="Draw the figures over fragment size.", callback=_file, metavar="FILE.png"
+        ),
     ] = None,
 ) -> None:
     """Measure a daemon from an engine's side, beside a plain contiguous copy on the same machine.
 
-    Bandwidth by fragment size, storing, loading and both at once, and what the calls cost. A
-    fragment is one page of one KV tensor; up to 64 tensors share a block table, and pages are
+    bandwidth: GB/s by fragment size, storing, loading and both at once. latency: what the calls
+    and single blocks cost, also with the GIL or all cores taken. beside: what copies and a busy
+    engine in a process of its own cost each other, for other ways to copy too (GPU only). queued:
+    a block loaded while 8 x GIB of stores wait. start: a daemon's start against one allocation of
+    as much pinned memory, and its device memory.
+
+    A fragment is one page of one KV tensor; up to 64 tensors share a block table, and pages are
     gathered into host blocks of 2 MiB. Ratios are to the contiguous pinned copy, measured before,
-    in between and after. A sample of the bytes is compared after each copy.
+    in between and after. A sample of the bytes is compared after each copy of bandwidth.
     """
     if directory is not None and device != "auto":
         raise typer.BadParameter("the daemon in --directory has a device: leave --device out")
+    wanted = set(what.split(","))
+    if directory is not None and (own := wanted & {*OWN_DAEMON, "all"}):
+        raise typer.BadParameter(f"{own.pop()} starts daemons itself: leave --directory out")
     from kvferry.client.cli.bench import Plan, report, run
 
     if plot is not None:  # where it is missing, that is said before anything is measured
         import_module("matplotlib")
-    nbytes = int((gib or (1 / 16 if quick else 1.0)) * (1 << 30))
-    wanted = _parsed(sizes or (QUICK_SIZES if quick else SIZES))
-    plan = Plan(device, directory, nbytes, wanted, reps or (2 if quick else 5), quick)
+    plan = Plan(
+        device,
+        directory,
+        int((gib or (1 / 16 if quick else 1.0)) * GIB),
+        None if sizes is None else _parsed(sizes),
+        reps,
+        quick,
+        frozenset(WHAT if "all" in wanted else wanted),
+        None if pool_gib is None else int(pool_gib * GIB),
+        mps,
+    )
     results = run(plan, context.obj or [], Console(stderr=True))
     report.show(results, Console(highlight=False))
     if json is not None:

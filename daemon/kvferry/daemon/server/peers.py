@@ -1,8 +1,9 @@
 """Who is at the other end: processes, known by the kernel's word for them.
 
 The peer's uid and pid come from the socket (SO_PEERCRED, which ZeroMQ passes on as Peer-Address
-"localhost:uid:gid:pid"), not from what the peer says. A pidfd tells of its death at once, so that
-nothing of a dead engine stays mapped.
+"localhost:uid:gid:pid"), not from what the peer says. Two things tell that it went: a pidfd that
+its process died, the ROUTER's monitor that its connection closed, so that nothing of an engine
+that is gone stays mapped.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class Peer:
     identity: bytes
     pid: int
     pidfd: int
+    connection: int
+    """The descriptor of its connection, as ZeroMQ numbers it in messages and in the monitor."""
     client: str
     outbox: deque[bytes] = field(default_factory=deque)
 
@@ -50,6 +53,7 @@ class Peers:
         self._loop = asyncio.get_running_loop()
         self.by_session: dict[str, Peer] = {}
         self.by_identity: dict[bytes, Peer] = {}
+        self._by_connection: dict[int, Peer] = {}
 
     def admit(self, session: str, identity: bytes, frame: zmq.Frame, client: str) -> Peer:
         """Take a process in. Raises Refused (FORBIDDEN)."""
@@ -69,16 +73,26 @@ class Peers:
                 "the daemon cannot see your process: let both share one PID namespace",
                 pid,
             ) from error
-        peer = Peer(session, identity, pid, pidfd, client)
+        connection = int(frame.get(zmq.SRCFD))
+        peer = Peer(session, identity, pid, pidfd, connection, client)
         self.by_session[session] = self.by_identity[identity] = peer
+        self._by_connection[connection] = peer
         self._loop.add_reader(pidfd, self._died, peer)
         return peer
 
     def dismiss(self, session: str) -> None:
         peer = self.by_session.pop(session)
         del self.by_identity[peer.identity]
+        if self._by_connection.get(peer.connection) is peer:
+            del self._by_connection[peer.connection]
         self._loop.remove_reader(peer.pidfd)
         os.close(peer.pidfd)
+
+    def disconnected(self, connection: int) -> None:
+        """A connection closed; without a goodbye its peer is as good as dead."""
+        peer = self._by_connection.get(connection)
+        if peer is not None:
+            self._died(peer)
 
     def close(self) -> None:
         for session in tuple(self.by_session):

@@ -16,6 +16,7 @@ from typing import cast
 
 import structlog
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from kvferry.daemon.core.actions import (
     Action,
@@ -64,13 +65,15 @@ class Server:
         self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.bind(f"ipc://{endpoint.messages}")
 
     async def serve(self, lane: Lane, drain_seconds: float) -> None:
         """Serve until stopped; then let what was accepted end, and say goodbye."""
         self._lane = lane
         self._loop.add_reader(self._socket.fileno(), self._drain)
-        self._drain()
+        self._loop.add_reader(self._monitor.fileno(), self._watch)
+        self._watch()
         await self._stop.wait()
         self._core.stop()
         if self._trouble is None:
@@ -110,6 +113,13 @@ class Server:
                 return
             self._receive(frames[0].bytes, frames[1:])
 
+    def _watch(self) -> None:
+        """Connections closed; what came through them before is heard first."""
+        self._drain()
+        while not self._monitor.closed and cast(int, self._monitor.get(zmq.EVENTS)) & POLLIN:
+            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            self._peers.disconnected(event["value"])
+
     def _receive(self, identity: bytes, frames: list[zmq.Frame]) -> None:
         peer = self._peers.by_identity.get(identity)
         try:
@@ -135,7 +145,7 @@ class Server:
             self._peers.dismiss(session)
 
     def _died(self, peer: Peer) -> None:
-        log.info("client died", client=peer.client, pid=peer.pid)
+        log.info("client went", client=peer.client, pid=peer.pid)
         self._perform(self._core.leave(peer.session))
 
     def _take_reports(self, reports: list[Report]) -> None:
@@ -223,6 +233,9 @@ class Server:
         for peer in tuple(self._peers.by_session.values()):
             self._send(peer, Goodbye("the daemon stops"))
         self._loop.remove_reader(self._socket.fileno())
+        self._loop.remove_reader(self._monitor.fileno())
+        self._socket.disable_monitor()
+        self._monitor.close(0)
         self._peers.close()
         self._desk.close()
         self._socket.close()

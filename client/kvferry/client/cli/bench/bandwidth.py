@@ -13,7 +13,7 @@ The first round warms up and does not count.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 
 import numpy as np
@@ -21,20 +21,42 @@ import torch
 
 from kvferry.client import CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
 from kvferry.client.cli.bench.engine import Engine, Moved, Shape
-from kvferry.client.cli.bench.results import WAYS, Copies, Fragments, Rate
+from kvferry.client.cli.bench.plan import Plan
+from kvferry.client.cli.bench.results import (
+    QUICK_REPS,
+    REPS,
+    WAYS,
+    Copies,
+    Fragments,
+    Rate,
+)
 from kvferry.client.cli.bench.rig import Rig
 from kvferry.client.cli.units import size
 from kvferry.proto.errors import Code, Failed
 from kvferry.proto.specs import BlockIds
 
+SIZES = tuple(kib << 10 for kib in (1, 4, 16, 32, 64, 128, 256, 1024, 2048))
+QUICK_SIZES = (4 << 10, 64 << 10, 2 << 20)
 JOB_BYTES = 64 << 20
 SAMPLE_BYTES = 16 << 20
 SAMPLE_BLOCKS = 32
 
 
-def steps(reps: int) -> int:
-    """How often `measure` calls `step`."""
-    return reps + 1
+def steps(plan: Plan) -> int:
+    """How often `measure_all` calls `step`."""
+    return len(_sizes(plan)) * (plan.times(REPS, QUICK_REPS) + 2)
+
+
+def measure_all(rig: Rig, plan: Plan, step: Callable[[str], None]) -> Iterator[Fragments]:
+    """Every fragment size, and a contiguous copy after each."""
+    for page_bytes in _sizes(plan):
+        yield measure(rig, page_bytes, plan.times(REPS, QUICK_REPS), step)
+        step("contiguous copy")
+        rig.raw.sample()
+
+
+def _sizes(plan: Plan) -> tuple[int, ...]:
+    return plan.pick(plan.sizes, SIZES, QUICK_SIZES)
 
 
 def measure(rig: Rig, page_bytes: int, reps: int, step: Callable[[str], None]) -> Fragments:
@@ -43,7 +65,7 @@ def measure(rig: Rig, page_bytes: int, reps: int, step: Callable[[str], None]) -
     rounds: list[dict[str, Moved]] = []
     with rig.engine(shape) as engine:
         trip = Trip(engine)
-        for _ in range(steps(reps)):
+        for _ in range(reps + 1):
             step(f"fragments of {size(page_bytes)}")
             rounds.append(trip.round())
     copies = {way: _copies([moved[way] for moved in rounds[1:]]) for way in WAYS}

@@ -138,4 +138,5 @@ def _decode() -> Callable[[], None]:
 
 
 def _random(rows: int, columns: int) -> torch.Tensor:
-    return torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) / columns**0.5
+    numbers = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    return numbers.mul_(columns**-0.5)

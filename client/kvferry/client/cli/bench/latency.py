@@ -6,17 +6,22 @@ get_finished     with nothing to fetch: nothing under way, and one job held by a
 one block        2 MiB, one page, submitted until get_finished, called in a loop, returns it;
                  the raw copy of as many bytes, called and waited for in this process, takes
                  turns with it; the difference is what the other process costs
+
+The calls are measured again with a Python thread that burns this process's GIL, and with every
+core busy, for PRESSED seconds each: then the interpreter's switch interval (5 ms) shows.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from math import inf
 
 import numpy as np
 
 from kvferry.client import CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
 from kvferry.client.cli.bench.engine import HOST_BLOCK, Engine, Shape
+from kvferry.client.cli.bench.pressure import burnt_gil, busy_cores
 from kvferry.client.cli.bench.results import Latency
 from kvferry.client.cli.bench.rig import Rig
 from kvferry.proto.specs import BlockIds
@@ -27,7 +32,8 @@ AHEAD = 4
 SUBMITS, POLLS, TRIPS = 500, 5000, 500
 QUICK = 10
 WARM_UPS = 10
-STEPS = 4
+STEPS = 6
+PRESSED = 2.0
 
 
 def measure(rig: Rig, quick: bool, step: Callable[[str], None]) -> list[Latency]:
@@ -37,6 +43,10 @@ def measure(rig: Rig, quick: bool, step: Callable[[str], None]) -> list[Latency]
         submits = _submits(engine, SUBMITS // less)
         step("cost of polling")
         polls = _polls(engine, POLLS // less)
+        for name, pressure in (("GIL burnt", burnt_gil), ("every core busy", busy_cores)):
+            step(f"the same, {name}")
+            with pressure():
+                polls += _pressed(engine, name, PRESSED / less)
     trips: list[Latency] = []
     with rig.engine(Shape(HOST_BLOCK, 1, 1)) as engine:
         for way in ("store", "load"):
@@ -45,9 +55,16 @@ def measure(rig: Rig, quick: bool, step: Callable[[str], None]) -> list[Latency]
     return [submits, *polls, *trips]
 
 
-def _submits(engine: Engine, times: int) -> Latency:
-    random, seconds, under_way = np.random.default_rng(0), [], 0
-    for _ in range(times + WARM_UPS):
+def _pressed(engine: Engine, name: str, seconds: float) -> list[Latency]:
+    submits, polls = _submits(engine, SUBMITS, seconds), _empty_polls(engine, 4 * POLLS, seconds)
+    submits.what += f", {name}"
+    return [submits, Latency.of(f"get_finished, {name}", polls)]
+
+
+def _submits(engine: Engine, times: int, limit: float = inf) -> Latency:
+    random, seconds, under_way = np.random.default_rng(0), list[float](), 0
+    deadline = time.perf_counter() + limit
+    while len(seconds) < times + WARM_UPS and not (seconds and time.perf_counter() > deadline):
         spec = _spec("store", *(random.permutation(engine.num_blocks)[:BLOCKS] for _ in range(2)))
         begin = time.perf_counter()
         engine.submit(spec)
@@ -55,7 +72,7 @@ def _submits(engine: Engine, times: int) -> Latency:
         under_way += 1 - len(engine.take())
         under_way -= len(engine.finish(max(0, under_way - AHEAD)))
     engine.finish(under_way)
-    return Latency.of(f"transfer_async of {BLOCKS:,} block ids", seconds[WARM_UPS:])
+    return Latency.of(f"transfer_async of {BLOCKS:,} ids", _warm(seconds))
 
 
 def _polls(engine: Engine, times: int) -> list[Latency]:
@@ -68,14 +85,19 @@ def _polls(engine: Engine, times: int) -> list[Latency]:
     return [idle, held]
 
 
-def _empty_polls(engine: Engine, times: int) -> list[float]:
-    poll, clock, seconds = engine.client.get_finished, time.perf_counter, []
-    for _ in range(times + WARM_UPS):
+def _empty_polls(engine: Engine, times: int, limit: float = inf) -> list[float]:
+    poll, clock, seconds = engine.client.get_finished, time.perf_counter, list[float]()
+    deadline = clock() + limit
+    while len(seconds) < times + WARM_UPS and not (seconds and clock() > deadline):
         begin = clock()
         results = poll()
         seconds.append(clock() - begin)
         assert not results
-    return seconds[WARM_UPS:]
+    return _warm(seconds)
+
+
+def _warm(seconds: list[float]) -> list[float]:
+    return seconds[WARM_UPS:] or seconds
 
 
 def _trips(rig: Rig, engine: Engine, way: str, times: int) -> list[Latency]:

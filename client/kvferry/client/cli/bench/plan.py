@@ -13,8 +13,6 @@ from kvferry.client.cli.bench.engine import HOST_BLOCK
 
 T = TypeVar("T")
 
-ALL = ("start", "bandwidth", "latency", "queued", "beside")
-"""In the order in which they are measured."""
 MIN_HALF = 16 << 20
 QUEUED_JOBS = 8
 

@@ -1,47 +1,138 @@
-"""GB/s over fragment size, end to end, with the contiguous copy as the line to reach."""
+"""Two panels over fragment size: GB/s, and the engine's time lost per GiB moved.
+
+    python -m kvferry.client.cli.bench.plotting bench.json out.png
+
+draws what a run with --json has kept, as --plot does. A panel stands where its figures are there:
+bandwidth on the left (with the alternatives of `beside`, alone), `beside` on the right.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 
+import msgspec
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
 
-from kvferry.client.cli.bench.results import WAYS, Results
+from kvferry.client.cli.bench.results import WAYS, Beside, Results
 from kvferry.client.cli.units import size
+from kvferry.proto.errors import Code, Refused
 
 COLOURS = dict(zip(WAYS, ("#0072b2", "#d55e00", "#009e73"), strict=True))
+"""Okabe and Ito's, which colour-blind readers tell apart."""
 NAMES = dict(zip(WAYS, ("store", "load", "both at once, sum"), strict=True))
+HOWS = {
+    "kvferry": ("#0072b2", "o", "kvferry"),
+    "kvferry, MPS": ("#009e73", "D", "kvferry under MPS"),
+    "batched DMA": ("#e69f00", "s", "batched DMA only"),
+    "pinned kernel": ("#cc79a7", "^", "kernel over pinned memory"),
+}
+STYLES = {"matmul": "-", "decode": "--"}
+LEVELS = (0, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
+GREY = "0.45"
 
 
 def draw(results: Results, path: Path) -> None:
-    """A PNG of 1200 by 700 (the format follows the name)."""
-    figure = Figure(figsize=(12, 7), dpi=100, layout="constrained")
-    axes = figure.add_subplot()
-    for way in WAYS:
-        _line(axes, results, way)
-    _scales(axes, [fragments.page_bytes for fragments in results.bandwidth])
+    """A PNG of 1400 by 600 (the format follows the name). Raises Refused where nothing is there."""
+    panels: list[Callable[[Axes, Results], None]] = []
+    panels += [_rates] if results.bandwidth else []
+    panels += [_lost] if results.beside else []
+    if not panels:
+        raise Refused(Code.BAD_CONFIG, "nothing to draw: measure bandwidth or beside", path)
+    figure = Figure(figsize=(14, 6), dpi=100, layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        panel(axes, results)
+        _tidy(axes)
     about = results.about
-    axes.set_title(f"kvferryd {about.daemon} on {about.device}, {about.started[:10]}", loc="left")
+    title = f"kvferryd {about.daemon} on {about.device}, {about.started[:10]}"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=GREY)
     figure.savefig(path, format=path.suffix[1:].lower() or "png")
 
 
-def _line(axes: Axes, results: Results, way: str) -> None:
-    colour, pages = COLOURS[way], [fragments.page_bytes for fragments in results.bandwidth]
-    rates = [fragments.copies[way].end_to_end for fragments in results.bandwidth]
-    axes.plot(pages, [rate.median for rate in rates], "o-", color=colour, label=NAMES[way])
-    lows, highs = [rate.low for rate in rates], [rate.high for rate in rates]
-    axes.fill_between(pages, lows, highs, color=colour, alpha=0.15, linewidth=0)
-    contiguous = results.contiguous[way].median
-    axes.axhline(contiguous, color=colour, linestyle="--", linewidth=1.2)
+def _rates(axes: Axes, results: Results) -> None:
+    pages = [fragments.page_bytes for fragments in results.bandwidth]
+    for way in WAYS:
+        rates = [fragments.copies[way].end_to_end for fragments in results.bandwidth]
+        medians, colour = [rate.median for rate in rates], COLOURS[way]
+        axes.plot(pages, medians, "o-", color=colour, label=f"kvferry, {NAMES[way]}", zorder=3)
+        lows, highs = [rate.low for rate in rates], [rate.high for rate in rates]
+        axes.fill_between(pages, lows, highs, color=colour, alpha=0.15, linewidth=0)
+        axes.axhline(results.contiguous[way].median, color=colour, linestyle=":", linewidth=1.3)
+    axes.plot([], [], ":", color=GREY, linewidth=1.3, label="one contiguous pinned copy")
+    for how in ("batched DMA", "pinned kernel"):
+        for way in WAYS[:2]:
+            _alternative(axes, results.beside, how, way)
+    axes.set_title("GB/s, end to end", loc="left")
+    _sizes(axes, pages)
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1, 0.02))
 
 
-def _scales(axes: Axes, pages: list[int]) -> None:
-    axes.plot([], [], "--", color="grey", linewidth=1.2, label="contiguous pinned copy")
+def _alternative(axes: Axes, rows: Iterable[Beside], how: str, way: str) -> None:
+    """By how in its shape, by way in its colour."""
+    points = {row.page_bytes: row.alone for row in rows if (row.how, row.way) == (how, way)}
+    _, marker, name = HOWS[how]
+    if points:
+        axes.plot(
+            sorted(points),
+            [points[page] for page in sorted(points)],
+            linestyle="",
+            marker=marker,
+            markersize=8,
+            markerfacecolor="none",
+            color=COLOURS[way],
+            label=f"{name}, {way}",
+        )
+
+
+def _lost(axes: Axes, results: Results) -> None:
+    """The mean of storing and loading, with a band from the one to the other."""
+    for how, loop in product(HOWS, STYLES):
+        rows = [row for row in results.beside if (row.how, row.loop) == (how, loop)]
+        pages = sorted({row.page_bytes for row in rows})
+        both = [[r.lost_ms_per_gib.median for r in rows if r.page_bytes == page] for page in pages]
+        colour, marker, name = HOWS[how]
+        if pages:
+            axes.plot(
+                pages,
+                [sum(values) / len(values) for values in both],
+                linestyle=STYLES[loop],
+                marker=marker,
+                color=colour,
+                label=f"{name}, {loop}",
+            )
+            lows, highs = [*map(min, both)], [*map(max, both)]
+            axes.fill_between(pages, lows, highs, color=colour, alpha=0.12, linewidth=0)
+    axes.set_title("engine time lost, ms per GiB moved", loc="left")
+    _sizes(axes, sorted({row.page_bytes for row in results.beside if row.page_bytes}))
+    axes.set_yscale("symlog", linthresh=1, linscale=0.8)
+    highest = max(row.lost_ms_per_gib.median for row in results.beside)
+    axes.set_ylim(min(0.0, *axes.get_ylim()), max(2.0, highest * 1.3))
+    axes.set_yticks([level for level in LEVELS if level <= max(2.0, highest * 1.3)])
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.legend(frameon=False, fontsize=9, loc="best")
+
+
+def _sizes(axes: Axes, pages: list[int]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(pages, [size(page) for page in pages], minor=False)
-    axes.set_ylim(bottom=0)
-    axes.set(xlabel="fragment: one page of one tensor, at random places", ylabel="GB/s, end to end")
-    axes.grid(axis="y", color="0.9")
+    axes.set_xlabel("fragment: one page of one tensor, at random places")
+
+
+def _tidy(axes: Axes) -> None:
+    axes.grid(axis="y", color="0.92")
+    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    axes.tick_params(colors=GREY, labelsize=9)
+    for spine in (axes.spines["left"], axes.spines["bottom"]):
+        spine.set_color("0.7")
+
+
+if __name__ == "__main__":
+    given, drawn = map(Path, sys.argv[1:])
+    draw(msgspec.json.decode(given.read_bytes(), type=Results), drawn)

@@ -22,9 +22,12 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from kvferry.client.cli.bench.rig import Plan, Rig
+    from kvferry.client import DaemonStatus
+    from kvferry.client.cli.bench.plan import Plan
 
 WAYS: tuple[str, ...] = ("store", "load", "both")
+GIB = 1 << 30
+REPS, QUICK_REPS = 5, 2
 
 
 class About(msgspec.Struct):
@@ -81,15 +84,77 @@ class Latency(msgspec.Struct):
     what: str
     p50: float
     p99: float
+    high: float = 0.0
     seconds: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, what: str, seconds: Sequence[float]) -> Latency:
-        p50, p99 = np.quantile(seconds, (0.5, 0.99)) * 1e6
-        return cls(what, float(p50), float(p99), tuple(seconds))
+        p50, p99, high = (float(q) for q in np.quantile(seconds, (0.5, 0.99, 1)) * 1e6)
+        return cls(what, p50, p99, high, tuple(seconds))
 
     def beyond(self, other: Latency, what: str) -> Latency:
         return Latency(what, self.p50 - other.p50, self.p99 - other.p99)
+
+
+class Spread(msgspec.Struct, frozen=True):
+    median: float
+    low: float
+    high: float
+    samples: tuple[float, ...]
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Spread:
+        return cls(statistics.median(samples), min(samples), max(samples), tuple(samples))
+
+
+NONE = Spread(0.0, 0.0, 0.0, ())
+
+
+class Beside(msgspec.Struct):
+    """Copies beside a busy engine's loop. page_bytes 0: one contiguous run.
+
+    how: "kvferry", "kvferry, MPS", or an alternative: "batched DMA" (a daemon that copies
+        directly), "pinned kernel" (over pinned memory, in this process), "contiguous".
+    alone: GB/s with nothing beside; rate: GB/s beside the engine, ratio its part of the contiguous
+    copy. alone_ms, with_ms: the engine's step, alone in the windows around and with copies.
+    """
+
+    how: str
+    way: str
+    loop: str
+    page_bytes: int
+    alone: float
+    rate: Spread = NONE
+    ratio: float = 0.0
+    alone_ms: Spread = NONE
+    with_ms: Spread = NONE
+    lost_ms_per_gib: Spread = NONE
+
+
+class Queued(msgspec.Struct):
+    """One block of 2 MiB loaded, idle and with so many bytes of stores queued."""
+
+    page_bytes: int
+    queued_bytes: int
+    idle: Latency
+    behind: Latency
+
+
+class Start(msgspec.Struct):
+    """Seconds from a daemon's start, and device memory in bytes (staging: as it declares).
+
+    pinned_seconds: one cudaHostAlloc of as much; on the CPU, as much memory touched.
+    """
+
+    pool_bytes: int
+    socket: Spread
+    greeted: Spread
+    first_store: Spread
+    registered: float
+    pinned_seconds: float
+    device_bytes: int
+    staging_bytes: int
+    context_bytes: int
 
 
 class Results(msgspec.Struct):
@@ -97,6 +162,10 @@ class Results(msgspec.Struct):
     contiguous: dict[str, Rate] = {}
     bandwidth: list[Fragments] = []
     latency: list[Latency] = []
+    beside: list[Beside] = []
+    queued: list[Queued] = []
+    start: Start | None = None
+    notes: list[str] = []
 
     def finish(self) -> None:
         """Everything is measured: set the ratios."""
@@ -104,10 +173,12 @@ class Results(msgspec.Struct):
             for way, copies in fragments.copies.items():
                 for rate in (copies.end_to_end, copies.on_device):
                     rate.ratio = rate.median / self.contiguous[way].median
+        for row in self.beside:
+            row.ratio = row.rate.median / self.contiguous[row.way].median
 
 
-def about(rig: Rig, plan: Plan, arguments: Sequence[str], started: datetime) -> About:
-    device = rig.daemon.device
+def about(daemon: DaemonStatus, plan: Plan, arguments: Sequence[str], started: datetime) -> About:
+    device = daemon.device
     return About(
         shlex.join(["kvferry", *arguments]),
         started.isoformat(timespec="seconds"),
@@ -118,11 +189,11 @@ def about(rig: Rig, plan: Plan, arguments: Sequence[str], started: datetime) -> 
         str(torch.__version__),
         platform.python_version(),
         _installed(),
-        rig.daemon.version,
+        daemon.version,
         _cpu(),
         os.cpu_count() or 0,
         plan.half_bytes,
-        plan.reps,
+        plan.times(REPS, QUICK_REPS),
     )
 
 
