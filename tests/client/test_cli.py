@@ -5,21 +5,41 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
 import pytest
+from rich.console import Console
 
 from kvferry.client import GPULoadStoreSpec, LocalDaemon, OffloadClient, shared_empty
 from kvferry.client.cli import main, units
+from kvferry.client.cli.bench import report
 from kvferry.client.cli.bench.bandwidth import Trip
+from kvferry.client.cli.bench.beside import Windows
 from kvferry.client.cli.bench.engine import HOST_BLOCK, Shape, engine
+from kvferry.client.cli.bench.movers import Mover, Transfers
+from kvferry.client.cli.bench.results import (
+    About,
+    Beside,
+    Copies,
+    Fragments,
+    Latency,
+    Queued,
+    Rate,
+    Results,
+    Spread,
+    Start,
+)
 from kvferry.proto.errors import Failed
 
 WAYS = {"store", "load", "both"}
 Captured: TypeAlias = pytest.CaptureFixture[str]
+PICTURE = (1400).to_bytes(4, "big") + (600).to_bytes(4, "big")
 TINY = ("--quick", "--gib", "0.01", "--reps", "1")
 
 
@@ -131,6 +151,8 @@ def test_what_is_missing_is_named(
     "options",
     [
         ("--sizes", "4KiB,many"),
+        ("--what", "latency,much"),
+        ("--what", "all", "--directory", "/tmp"),
         ("--json", "/proc/nowhere/file.json"),
         ("--directory", "/tmp", "--device", "cpu"),
     ],
@@ -148,10 +170,10 @@ def test_bench_writes_all_it_measured(tmp_path: Path, capsys: Captured) -> None:
     assert [entry["page_bytes"] for entry in results["bandwidth"]] == [16 << 10, 2 << 20]
     for entry in results["bandwidth"]:
         check_copies(entry["copies"], results["about"]["nbytes"])
-    assert len(results["latency"]) == 9
-    assert all(latency["p50"] <= latency["p99"] for latency in results["latency"][:5])
+    assert len(results["latency"]) == 13
+    check_latencies(results["latency"])
     assert results["about"]["command"].startswith("kvferry bench --device cpu --sizes")
-    assert picture.read_bytes()[16:24] == (1200).to_bytes(4, "big") + (700).to_bytes(4, "big")
+    assert picture.read_bytes()[16:24] == PICTURE
     captured = capsys.readouterr()
     assert captured.err == ""
     assert all(word in captured.out for word in ("16 KiB", "contiguous", "difference", "GB/s"))
@@ -165,6 +187,118 @@ def check_copies(copies: dict[str, Any], nbytes: int) -> None:
             assert rate["low"] <= rate["median"] <= rate["high"]
             assert rate["ratio"] > 0
             assert len(rate["seconds"]) == 1
+
+
+def check_latencies(latencies: list[dict[str, Any]]) -> None:
+    for latency in latencies:
+        if latency["seconds"]:
+            assert latency["p50"] <= latency["p99"] <= latency["high"]
+
+
+def test_bench_of_a_start_and_of_queued_stores(tmp_path: Path, capsys: Captured) -> None:
+    data = tmp_path / "bench.json"
+    options = ("--device", "cpu", "--what", "queued,start", "--pool-gib", "0.125", *TINY)
+    assert kvferry("bench", *options, "--json", data) == 0
+    results = json.loads(data.read_text())
+    start = results["start"]
+    assert start["pool_bytes"] == 128 << 20
+    moments = [start[name]["median"] for name in ("socket", "greeted", "first_store")]
+    assert sorted([0, *moments, start["registered"]]) == [0, *moments, start["registered"]]
+    assert start["pinned_seconds"] > 0
+    for queued in results["queued"]:
+        check_latencies([queued["idle"], queued["behind"]])
+        assert queued["queued_bytes"] == 8 * (16 << 20)
+        assert len(queued["behind"]["seconds"]) == len(queued["idle"]["seconds"])
+    output = capsys.readouterr().out
+    assert all(word in output for word in ("first store", "pages of 32 KiB", "128 MiB queued"))
+
+
+def test_beside_an_engine_needs_a_gpu(capsys: Captured) -> None:
+    assert kvferry("bench", "--device", "cpu", "--what", "beside") == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+class FakeBusy:
+    """An engine whose steps take 10 ms, and 20 while a window that `begin` started is open."""
+
+    def __init__(self) -> None:
+        self._until = 0.0
+
+    def begin(self, loop: str, seconds: float) -> None:
+        self._until = time.perf_counter() + seconds
+
+    def ended(self) -> bool:
+        return time.perf_counter() > self._until
+
+    def end(self) -> float:
+        return 20.0
+
+    def step_ms(self, loop: str, seconds: float) -> float:
+        return 10.0
+
+
+def test_engine_time_lost_is_what_the_windows_say(daemon: LocalDaemon) -> None:
+    slab = shared_empty((32 << 20,))
+    busy: Any = FakeBusy()
+    with engine(daemon.directory, Shape.of(256 << 10), slab) as bench_engine:
+        movers: dict[str, Mover] = {"load": Transfers(bench_engine, "load", 2)}
+        rows = list(Windows(busy, 2, lambda _: None).rows("kvferry", 256 << 10, movers))
+        assert bench_engine.client.status().engines[0].jobs == 0
+    assert [row.loop for row in rows] == ["matmul", "decode"]
+    for row in rows:
+        assert row.alone > 0
+        assert (row.alone_ms.median, row.with_ms.median) == (10, 20)
+        gib_per_second = row.rate.samples[0] * 1e9 / (1 << 30)
+        assert row.lost_ms_per_gib.samples[0] == pytest.approx(500 / gib_per_second)
+
+
+@pytest.mark.parametrize("panels", ["bandwidth", "beside", "both"])
+def test_a_picture_can_be_drawn_again_from_the_file(panels: str, tmp_path: Path) -> None:
+    results = synthetic()
+    if panels == "beside":
+        results.bandwidth = []
+    if panels == "bandwidth":
+        results.beside = []
+    data, picture = tmp_path / "bench.json", tmp_path / "again.png"
+    data.write_bytes(msgspec.json.encode(results))
+    main_of_plotting = ["kvferry.client.cli.bench.plotting", str(data), str(picture)]
+    done = subprocess.run([sys.executable, "-W", "error", "-m", *main_of_plotting], timeout=60)
+    assert done.returncode == 0
+    assert picture.read_bytes()[16:24] == PICTURE
+
+
+def test_every_table_is_80_columns_wide(capsys: Captured) -> None:
+    results = synthetic()
+    report.show(results, Console(width=80))
+    output = capsys.readouterr().out
+    words = ("cudaHostAlloc", "pinned kernel", "beyond a bare context", "8 GiB queued", "a note")
+    assert all(word in output for word in words)
+    assert "…" not in output
+
+
+def synthetic() -> Results:
+    """As if everything had been measured on a GPU."""
+    about = About(*["?"] * 11, 16, 1 << 30, 5)
+    results = Results(about, {way: Rate.of(1 << 30, [0.02, 0.021]) for way in WAYS})
+    rate, lost = Rate.of(1 << 30, [0.021, 0.022]), Spread.of([19.5, 20.25, 21])
+    trip = Latency.of("trip", [1e-4, 2e-4])
+    for page_bytes in (4 << 10, 256 << 10):
+        copies = {way: Copies(rate, rate) for way in WAYS}
+        results.bandwidth.append(Fragments(page_bytes, 64, 1, 2 << 20, 16, copies))
+        results.queued.append(Queued(page_bytes, 8 << 30, trip, trip))
+    for how, way, loop in product(
+        ("contiguous", "kvferry", "batched DMA", "pinned kernel", "kvferry, MPS"),
+        ("store", "load"),
+        ("matmul", "decode"),
+    ):
+        for page_bytes in (0,) if how == "contiguous" else (4 << 10, 256 << 10):
+            row = Beside(how, way, loop, page_bytes, 53.2, lost, 0.0, lost, lost, lost)
+            results.beside.append(row)
+    some = Spread.of([1.0])
+    results.start = Start(64 << 30, some, some, some, 20.0, 42.0, 800 << 20, 256 << 20, 500 << 20)
+    results.notes.append("a note")
+    results.finish()
+    return results
 
 
 def test_bench_of_a_running_daemon_takes_no_room_from_others(

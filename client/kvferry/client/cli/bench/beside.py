@@ -62,7 +62,7 @@ def measure(
     sizes, others = _sizes(plan, SIZES), _sizes(plan, ALTERNATIVES)
     step("start a busy engine")
     with Busy(ordinal) as busy:
-        bench = _Bench(busy, windows, step)
+        bench = Windows(busy, windows, step)
         yield from bench.rows(CONTIGUOUS, 0, {w: contiguous(rig, w, SMALL_JOBS) for w in _WAYS})
         rig.raw.sample()
         for page_bytes in sizes:
@@ -92,7 +92,7 @@ def _under_mps(rig: Rig, plan: Plan, step: Callable[[str], None], windows: int) 
         daemon = LocalDaemon(device_of(plan), pool_bytes=2 * plan.half_bytes)
         directory = stack.enter_context(daemon).directory
         ready(directory)
-        bench = _Bench(stack.enter_context(Busy(rig.slab.device.index or 0)), windows, step)
+        bench = Windows(stack.enter_context(Busy(rig.slab.device.index or 0)), windows, step)
         for page_bytes in _sizes(plan, SIZES):
             yield from bench.transfers(MPS, rig, directory, page_bytes, 2)
 
@@ -102,7 +102,9 @@ def _sizes(plan: Plan, usual: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bench:
+class Windows:
+    """Windows of a busy engine, alone and with copies in turn."""
+
     busy: Busy
     windows: int
     step: Callable[[str], None]

@@ -29,10 +29,10 @@ HOWS = {
     "kvferry": ("#0072b2", "o", "kvferry"),
     "kvferry, MPS": ("#009e73", "D", "kvferry under MPS"),
     "batched DMA": ("#e69f00", "s", "batched DMA only"),
-    "pinned kernel": ("#cc79a7", "^", "kernel over pinned memory"),
+    "pinned kernel": ("#cc79a7", "^", "pinned-memory kernel"),
 }
 STYLES = {"matmul": "-", "decode": "--"}
-LEVELS = (0, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
+LEVELS = (-5, -2, -1, -0.5, 0, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
 GREY = "0.45"
 
 
@@ -43,13 +43,14 @@ def draw(results: Results, path: Path) -> None:
     panels += [_lost] if results.beside else []
     if not panels:
         raise Refused(Code.BAD_CONFIG, "nothing to draw: measure bandwidth or beside", path)
-    figure = Figure(figsize=(14, 6), dpi=100, layout="constrained")
+    figure = Figure(figsize=(14, 6), dpi=100)
+    figure.subplots_adjust(left=0.035, right=0.985, top=0.87, bottom=0.22, wspace=0.09)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         panel(axes, results)
         _tidy(axes)
     about = results.about
     title = f"kvferryd {about.daemon} on {about.device}, {about.started[:10]}"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=GREY)
+    figure.suptitle(title, x=0.035, y=0.965, ha="left", fontsize=11, color=GREY)
     figure.savefig(path, format=path.suffix[1:].lower() or "png")
 
 
@@ -62,14 +63,13 @@ def _rates(axes: Axes, results: Results) -> None:
         lows, highs = [rate.low for rate in rates], [rate.high for rate in rates]
         axes.fill_between(pages, lows, highs, color=colour, alpha=0.15, linewidth=0)
         axes.axhline(results.contiguous[way].median, color=colour, linestyle=":", linewidth=1.3)
-    axes.plot([], [], ":", color=GREY, linewidth=1.3, label="one contiguous pinned copy")
+    axes.plot([], [], ":", color=GREY, linewidth=1.3, label="one contiguous copy")
     for how in ("batched DMA", "pinned kernel"):
         for way in WAYS[:2]:
             _alternative(axes, results.beside, how, way)
-    axes.set_title("GB/s, end to end", loc="left")
+    axes.set_title("GB/s, end to end, nothing else on the GPU", loc="left", fontsize=11)
     _sizes(axes, pages)
     axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1, 0.02))
 
 
 def _alternative(axes: Axes, rows: Iterable[Beside], how: str, way: str) -> None:
@@ -90,7 +90,7 @@ def _alternative(axes: Axes, rows: Iterable[Beside], how: str, way: str) -> None
 
 
 def _lost(axes: Axes, results: Results) -> None:
-    """The mean of storing and loading, with a band from the one to the other."""
+    """The mean of storing and loading, with a bar from the one to the other."""
     for how, loop in product(HOWS, STYLES):
         rows = [row for row in results.beside if (row.how, row.loop) == (how, loop)]
         pages = sorted({row.page_bytes for row in rows})
@@ -106,16 +106,16 @@ def _lost(axes: Axes, results: Results) -> None:
                 label=f"{name}, {loop}",
             )
             lows, highs = [*map(min, both)], [*map(max, both)]
-            axes.fill_between(pages, lows, highs, color=colour, alpha=0.12, linewidth=0)
-    axes.set_title("engine time lost, ms per GiB moved", loc="left")
+            axes.vlines(pages, lows, highs, color=colour, alpha=0.3, linewidth=3)
+    axes.set_title("a busy engine beside: ms it loses per GiB moved", loc="left", fontsize=11)
     _sizes(axes, sorted({row.page_bytes for row in results.beside if row.page_bytes}))
     axes.set_yscale("symlog", linthresh=1, linscale=0.8)
-    highest = max(row.lost_ms_per_gib.median for row in results.beside)
-    axes.set_ylim(min(0.0, *axes.get_ylim()), max(2.0, highest * 1.3))
-    axes.set_yticks([level for level in LEVELS if level <= max(2.0, highest * 1.3)])
+    lost = [row.lost_ms_per_gib.median for row in results.beside]
+    low, high = min(0.0, 1.5 * min(lost)), max(2.0, 1.3 * max(lost))
+    axes.set_ylim(low, high)
+    axes.set_yticks([level for level in LEVELS if low <= level <= high])
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.legend(frameon=False, fontsize=9, loc="best")
 
 
 def _sizes(axes: Axes, pages: list[int]) -> None:
@@ -128,7 +128,8 @@ def _tidy(axes: Axes) -> None:
     axes.grid(axis="y", color="0.92")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=GREY, labelsize=9)
+    axes.tick_params(labelcolor="0.25", color="0.7", labelsize=8.5)
+    axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(-0.02, -0.12), ncols=3)
     for spine in (axes.spines["left"], axes.spines["bottom"]):
         spine.set_color("0.7")
 

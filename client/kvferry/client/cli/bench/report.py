@@ -146,9 +146,9 @@ def _start(start: Start) -> Table:
 def _beside(results: Results, loop: str) -> Table:
     rows = [row for row in results.beside if row.loop == loop]
     caption = (
-        "x: GB/s beside the engine, of the contiguous copy with nothing beside; step: the\n"
-        "engine's, with copies by alone; lost: engine time per GiB moved, median and\n"
-        "min..max; drift: of the engine's step alone in the windows around."
+        "x: GB/s beside the engine, of the contiguous copy alone; step: the engine's,\n"
+        "with copies by without; ms/GiB: engine time lost per GiB moved, median and\n"
+        "min..max; drift: of the engine's step alone, in the windows around."
     )
     table = _table(f"beside an engine, {loop}", caption)
     for name in ("fragment", "", "alone", "beside", "x", "step", "ms/GiB", "min..max", "drift"):
