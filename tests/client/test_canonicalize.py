@@ -234,6 +234,14 @@ def test_layers_that_differ_in_padding_alone_still_share_memory() -> None:
     assert canonical.layout.groups == ((TensorRef(0, 40),), (TensorRef(0, 34),))
 
 
+def test_layers_of_one_group_that_alias_are_copied_once_and_as_wide_as_the_widest() -> None:
+    raw = write(fresh(N, 20))
+    overrides = {"b": 34}
+    canonical = canonicalize({"a": raw, "b": raw}, num_blocks=N, page_size_bytes=overrides)
+    assert canonical.layout.groups == ((TensorRef(0, 40),),)
+    check(canonical, [(raw, 0)])
+
+
 # Refusals
 
 
@@ -279,6 +287,11 @@ def test_a_tensor_without_canonical_form_is_refused_by_name(
 ) -> None:
     message = refused(view, num_blocks=num_blocks)
     assert any(part in message for part in why.split("|")), message
+
+
+@pytest.mark.parametrize("num_blocks", [0, -1])
+def test_blocks_are_at_least_one(num_blocks: int) -> None:
+    refused(fresh(2, N, SIZE), num_blocks=num_blocks)
 
 
 def test_a_block_dimension_that_does_not_fit_is_refused() -> None:

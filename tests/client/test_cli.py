@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -18,11 +19,12 @@ from rich.console import Console
 
 from kvferry.client import GPULoadStoreSpec, LocalDaemon, OffloadClient, shared_empty
 from kvferry.client.cli import main, units
-from kvferry.client.cli.bench import report
+from kvferry.client.cli.bench import plotting, report
 from kvferry.client.cli.bench.bandwidth import Trip
 from kvferry.client.cli.bench.beside import Windows
 from kvferry.client.cli.bench.engine import HOST_BLOCK, Shape, engine
 from kvferry.client.cli.bench.movers import Mover, Transfers
+from kvferry.client.cli.bench.mps import mps
 from kvferry.client.cli.bench.results import (
     About,
     Beside,
@@ -35,7 +37,7 @@ from kvferry.client.cli.bench.results import (
     Spread,
     Start,
 )
-from kvferry.proto.errors import Failed
+from kvferry.proto.errors import Failed, Refused
 
 WAYS = {"store", "load", "both"}
 Captured: TypeAlias = pytest.CaptureFixture[str]
@@ -252,19 +254,40 @@ def test_engine_time_lost_is_what_the_windows_say(daemon: LocalDaemon) -> None:
         assert row.lost_ms_per_gib.samples[0] == pytest.approx(500 / gib_per_second)
 
 
-@pytest.mark.parametrize("panels", ["bandwidth", "beside", "both"])
-def test_a_picture_can_be_drawn_again_from_the_file(panels: str, tmp_path: Path) -> None:
-    results = synthetic()
-    if panels == "beside":
-        results.bandwidth = []
-    if panels == "bandwidth":
-        results.beside = []
+def test_a_picture_can_be_drawn_again_from_the_file(tmp_path: Path) -> None:
     data, picture = tmp_path / "bench.json", tmp_path / "again.png"
-    data.write_bytes(msgspec.json.encode(results))
-    main_of_plotting = ["kvferry.client.cli.bench.plotting", str(data), str(picture)]
-    done = subprocess.run([sys.executable, "-W", "error", "-m", *main_of_plotting], timeout=60)
-    assert done.returncode == 0
+    data.write_bytes(msgspec.json.encode(synthetic()))
+    command = [sys.executable, "-W", "error", "-m", plotting.__name__, str(data), str(picture)]
+    assert subprocess.run(command, timeout=60).returncode == 0
     assert picture.read_bytes()[16:24] == PICTURE
+
+
+def test_a_picture_has_the_panels_that_were_measured(tmp_path: Path) -> None:
+    results, picture = synthetic(), tmp_path / "bench.png"
+    results.bandwidth = []
+    plotting.draw(results, picture)
+    assert picture.read_bytes()[16:24] == PICTURE
+    results.beside = []
+    with pytest.raises(Refused, match="nothing to draw"):
+        plotting.draw(results, picture)
+
+
+def test_mps_is_there_for_what_starts_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(Refused, match="not on this machine"), mps():
+        pass
+    control, said = tmp_path / "nvidia-cuda-mps-control", tmp_path / "said"
+    control.write_text(f"#!/bin/sh\necho $* >> {said}\nread line && echo $line >> {said}\nexit 0")
+    control.chmod(0o755)
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/before")
+    with mps():
+        assert Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"]).is_dir()
+    assert os.environ["CUDA_MPS_PIPE_DIRECTORY"] == "/before"
+    assert "CUDA_MPS_LOG_DIRECTORY" not in os.environ
+    assert said.read_text().split("\n")[0] == "-d"
+    assert "quit" in said.read_text()
 
 
 def test_every_table_is_80_columns_wide(capsys: Captured) -> None:
@@ -278,7 +301,7 @@ def test_every_table_is_80_columns_wide(capsys: Captured) -> None:
 
 def synthetic() -> Results:
     """As if everything had been measured on a GPU."""
-    about = About(*["?"] * 11, 16, 1 << 30, 5)
+    about = msgspec.convert(dict.fromkeys(About.__struct_fields__, "1"), About, strict=False)
     results = Results(about, {way: Rate.of(1 << 30, [0.02, 0.021]) for way in WAYS})
     rate, lost = Rate.of(1 << 30, [0.021, 0.022]), Spread.of([19.5, 20.25, 21])
     trip = Latency.of("trip", [1e-4, 2e-4])

@@ -488,6 +488,19 @@ def test_a_daemon_that_stops_takes_no_new_work_and_ends_the_old() -> None:
     assert not desk.core.busy
 
 
+def test_a_daemon_that_stops_turns_a_successor_away() -> None:
+    desk = Desk("a/old", "a/new")
+    desk.core.leave("a/old")
+    desk.ask("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096))
+    desk.core.stop()
+    (action,) = desk.core.report(Unmapped(1))
+    assert isinstance(action, Send)
+    assert isinstance(action.message, wire.Error)
+    assert (action.session, action.message.request_id) == ("a/new", 5)
+    assert action.message.error.code == Code.SHUTTING_DOWN
+    assert not desk.core.busy
+
+
 def test_status_tells_what_is_there() -> None:
     desk = Desk("a/worker", "a/scheduler", "b")
     desk.start("a/scheduler", 1, store(0))

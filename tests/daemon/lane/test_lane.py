@@ -597,6 +597,19 @@ def test_a_cancelled_plan_that_fails_is_cancelled(harbour: Harbour, stub: StubEn
     assert harbour.settle() == [cancelled(serial)]
 
 
+def test_a_plan_whose_time_cannot_be_told_ends_all_the_same(
+    harbour: Harbour, stub: StubEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def elapsed(*_: object) -> float:
+        raise ERROR
+
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    monkeypatch.setattr(stub, "elapsed", elapsed)
+    harbour.map()
+    plans = [harbour.start(STORE, [block]) for block in (0, 1)]
+    assert serials(run_out(harbour, stub)) == plans
+
+
 def test_an_engine_that_breaks_ends_the_lane_and_says_so(
     harbour: Harbour, stub: StubEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

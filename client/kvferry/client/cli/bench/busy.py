@@ -78,7 +78,8 @@ class Busy:
 
 def _serve(pipe: Connection, ordinal: int) -> None:
     _cuda.set_device(ordinal)
-    graphs = {"matmul": _graph(_matmul()), "decode": _graph(_decode())}
+    steps = {"matmul": _matmul(), "decode": _decode()}  # they hold what the graphs use
+    graphs = {loop: _graph(step) for loop, step in steps.items()}
     pipe.send(0.0)
     while True:
         try:

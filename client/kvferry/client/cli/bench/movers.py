@@ -87,7 +87,7 @@ def _copy(dst: torch.Tensor, src: torch.Tensor) -> Callable[[], object]:
 
 
 def pinned_kernel(rig: Rig, way: str, page_bytes: int, jobs: int) -> Mover:
-    """Needs triton. A warning: its first launch compiles, with the user's C compiler."""
+    """Needs triton, and its first launch a C compiler: ImportError or RuntimeError where not."""
     from kvferry.client.cli.bench.pinned_kernel import launch
 
     random, host = np.random.default_rng(3), rig.raw.hosts[0]
@@ -103,7 +103,6 @@ def pinned_kernel(rig: Rig, way: str, page_bytes: int, jobs: int) -> Mover:
     sources, targets = addresses if way == "store" else addresses[::-1]
     pairs = zip(sources, targets, strict=True)
     launches = [launch(source, target, page_bytes) for source, target in pairs]
-    for one in launches[:1]:
-        one()
+    launches[0]()
     _cuda.synchronize()
     return Streamed(launches, each * page_bytes)

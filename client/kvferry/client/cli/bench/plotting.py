@@ -129,7 +129,15 @@ def _tidy(axes: Axes) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelcolor="0.25", color="0.7", labelsize=8.5)
-    axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(-0.02, -0.12), ncols=3)
+    axes.legend(
+        frameon=False,
+        fontsize=8.5,
+        loc="upper left",
+        bbox_to_anchor=(-0.02, -0.12),
+        ncols=3,
+        columnspacing=1.0,
+        handletextpad=0.6,
+    )
     for spine in (axes.spines["left"], axes.spines["bottom"]):
         spine.set_color("0.7")
 
