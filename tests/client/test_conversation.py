@@ -194,16 +194,17 @@ def test_job_ids_that_no_daemon_can_read_are_refused_here(
     talk: Conversation, make: str, job_ids: Any
 ) -> None:
     with pytest.raises(Refused):
-        talk.cancel(job_ids) if make == "cancel" else talk.wait(1, job_ids)
+        talk.cancel(job_ids) if make == "cancel" else talk.wait(job_ids)
 
 
 # Requests
 
 
 def test_requests_have_numbers_of_their_own(talk: Conversation) -> None:
-    numbers = [talk.next_request_id() for _ in range(3)]
-    assert len(set(numbers)) == 3
-    assert decode_client_message(talk.wait(numbers[0], [7, 8])) == wire.Wait(numbers[0], (7, 8))
+    requests = [talk.wait([7, 8]) for _ in range(3)]
+    assert len({request.request_id for request in requests}) == 3
+    with talk.asking(requests[0]) as data:
+        assert decode_client_message(data) == wire.Wait(requests[0].request_id, (7, 8))
     assert decode_client_message(talk.cancel(iter([7]))) == wire.Cancel((7,))
 
 
@@ -216,20 +217,29 @@ def test_requests_have_numbers_of_their_own(talk: Conversation) -> None:
     ],
 )
 def test_a_reply_is_there_once_and_for_its_request(talk: Conversation, reply: Any) -> None:
-    assert talk.reply(5) is None
-    talk.feed(encode(reply))
-    assert talk.reply(4) is None
-    assert talk.reply(5) == reply
+    with talk.asking(wire.StatusRequest(5)), talk.asking(wire.StatusRequest(4)):
+        assert talk.reply(5) is None
+        talk.feed(encode(reply))
+        assert talk.reply(4) is None
+        assert talk.reply(5) == reply
+        assert talk.reply(5) is None
+
+
+def test_a_reply_that_nobody_waits_for_is_not_kept(talk: Conversation) -> None:
+    with talk.asking(wire.StatusRequest(5)):
+        pass
+    talk.feed(encode(wire.Waited(5)))
     assert talk.reply(5) is None
 
 
 def test_an_error_is_raised_at_its_request_once(talk: Conversation) -> None:
-    talk.feed(encode(wire.Error(5, BUSY)))
-    assert talk.reply(4) is None
-    with pytest.raises(Refused, match="later") as caught:
-        talk.reply(5)
-    assert caught.value.info == BUSY
-    assert talk.reply(5) is None
+    with talk.asking(wire.StatusRequest(5)), talk.asking(wire.StatusRequest(4)):
+        talk.feed(encode(wire.Error(5, BUSY)))
+        assert talk.reply(4) is None
+        with pytest.raises(Refused, match="later") as caught:
+            talk.reply(5)
+        assert caught.value.info == BUSY
+        assert talk.reply(5) is None
 
 
 def test_an_error_that_belongs_to_nothing_is_raised_where_it_arrives(talk: Conversation) -> None:
@@ -273,19 +283,20 @@ def test_jobs_under_way_are_lost_with_the_daemon(talk: Conversation, end: str) -
 
 @pytest.mark.parametrize("end", ENDS)
 def test_nothing_can_be_asked_of_a_daemon_that_is_gone(talk: Conversation, end: str) -> None:
-    talk.feed(encode(wire.Waited(5)))
-    talk.feed(ENDS[end])
-    for ask in (
-        lambda: talk.submit(1, STORE, 0),
-        lambda: talk.cancel([1]),
-        lambda: talk.wait(6, [1]),
-        lambda: talk.request(wire.StatusRequest(7)),
-        lambda: talk.reply(6),
-    ):
-        with pytest.raises(Gone) as caught:
-            ask()
-        assert caught.value.code == Code.DAEMON_GONE
-    assert talk.reply(5) == wire.Waited(5)  # it came before the end
+    with talk.asking(wire.StatusRequest(5)):
+        talk.feed(encode(wire.Waited(5)))
+        talk.feed(ENDS[end])
+        for ask in (
+            lambda: talk.submit(1, STORE, 0),
+            lambda: talk.cancel([1]),
+            lambda: talk.request(talk.wait([1])),
+            lambda: talk.request(wire.StatusRequest(7)),
+            lambda: talk.reply(6),
+        ):
+            with pytest.raises(Gone) as caught:
+                ask()
+            assert caught.value.code == Code.DAEMON_GONE
+        assert talk.reply(5) == wire.Waited(5)  # it came before the end
 
 
 def test_the_first_reason_for_the_end_stands(talk: Conversation) -> None:

@@ -140,8 +140,9 @@ class AsyncOffloadClient(NonBlocking):
             async with asyncio.timeout_at(deadline):
                 match step:
                     case Ask(request):
-                        self._send(talk.request(request))
-                        return await self._until(lambda: talk.reply(request.request_id))
+                        with talk.asking(request) as data:
+                            self._send(data)
+                            return await self._until(lambda: talk.reply(request.request_id))
                     case Leave(fds):
                         return await asyncio.to_thread(deposit, self.directory, session, fds, left)
                     case Fetch(ticket):

@@ -48,7 +48,7 @@ class OffloadClient(NonBlocking):
         super().__init__(directory, engine, client)
         self.timeout = timeout
         try:
-            self._connection.send(self._conversation.hello())
+            self._send(self._conversation.hello())
             deadline = time.monotonic() + timeout
             self._until(self._conversation.greeted, "no daemon answered", deadline)
         except BaseException:
@@ -148,14 +148,17 @@ class OffloadClient(NonBlocking):
         session, left = self.daemon.session_id, max(0.0, deadline - time.monotonic())
         match step:
             case Ask(request):
-                self._connection.send(talk.request(request))
-                return self._until(lambda: talk.reply(request.request_id), "no answer", deadline)
+                with talk.asking(request) as data:
+                    self._send(data)
+                    return self._until(
+                        lambda: talk.reply(request.request_id), "no answer", deadline
+                    )
             case Leave(descriptors):
                 return deposit(self.directory, session, descriptors, left)
             case Fetch(ticket):
                 return collect(self.directory, session, ticket, left)
             case Part(message):
-                self._connection.send(talk.request(message))
+                self._send(talk.request(message))
                 return self._until(lambda: talk.ended, "no goodbye", deadline)
 
     def _until(self, ready: Callable[[], R | None], failing: str, deadline: float) -> R:

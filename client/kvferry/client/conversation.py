@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import SupportsIndex, TypeAlias
@@ -21,6 +21,7 @@ from kvferry.proto.messages import (
     MAX_JOB_IDS,
     PROTOCOL,
     Allocated,
+    AllocateKVCaches,
     Cancel,
     ClientMessage,
     Error,
@@ -30,7 +31,9 @@ from kvferry.proto.messages import (
     JobResult,
     Outcome,
     Registered,
+    RegisterKVCaches,
     StatusReport,
+    StatusRequest,
     Submit,
     Wait,
     Waited,
@@ -44,6 +47,7 @@ from kvferry.proto.specs import (
     TransferSpec,
 )
 
+Request: TypeAlias = RegisterKVCaches | AllocateKVCaches | Wait | StatusRequest
 Reply: TypeAlias = Registered | Allocated | Waited | StatusReport
 
 
@@ -74,6 +78,7 @@ class Conversation:
         self._jobs: dict[int, Direction] = {}
         self._results: deque[TransferResult] = deque()
         self._replies: dict[int, Reply | KVFerryError] = {}
+        self._asked: set[int] = set()
         self._refused: KVFerryError | None = None
         self._request_ids = count(1)
 
@@ -83,9 +88,21 @@ class Conversation:
         return encode(Hello(PROTOCOL, PROTOCOL, self.client, self.engine))
 
     def request(self, message: ClientMessage) -> bytes:
+        """The bytes of a message; raises what ended the conversation, if anything did."""
         if self.ended is not None:
             raise self.ended
         return encode(message)
+
+    @contextlib.contextmanager
+    def asking(self, message: Request) -> Iterator[bytes]:
+        """The bytes of a request; its reply is kept while this lasts, and dropped after."""
+        data = self.request(message)
+        self._asked.add(message.request_id)
+        try:
+            yield data
+        finally:
+            self._asked.discard(message.request_id)
+            self._replies.pop(message.request_id, None)
 
     def next_request_id(self) -> int:
         return next(self._request_ids)
@@ -110,8 +127,9 @@ class Conversation:
     def cancel(self, job_ids: Iterable[int]) -> bytes:
         return self.request(Cancel(_checked(job_ids)))
 
-    def wait(self, request_id: int, job_ids: Iterable[int]) -> bytes:
-        return self.request(Wait(request_id, _checked(job_ids)))
+    def wait(self, job_ids: Iterable[int]) -> Wait:
+        """The request to be told when these jobs have ended; Refused where none can read it."""
+        return Wait(self.next_request_id(), _checked(job_ids))
 
     # What arrived
 
@@ -128,7 +146,7 @@ class Conversation:
             case Goodbye(reason):
                 self.lose(Gone(Code.DAEMON_GONE, f"the daemon said goodbye: {reason}"))
             case reply:
-                self._replies[reply.request_id] = reply
+                self._take_reply(reply.request_id, reply)
 
     def lose(self, error: Gone) -> None:
         """The daemon is gone: every job under way ends as lost."""
@@ -169,13 +187,17 @@ class Conversation:
     def idle(self) -> bool:
         return not self._jobs
 
+    def _take_reply(self, request_id: int, reply: Reply | KVFerryError) -> None:
+        if request_id in self._asked:
+            self._replies[request_id] = reply
+
     def _finish(self, result: JobResult) -> None:
         if self._jobs.pop(result.job_id, None) is not None:
             self._results.append(_result(result))
 
     def _take_error(self, request_id: int | None, error: KVFerryError) -> None:
         if request_id is not None:
-            self._replies[request_id] = error
+            self._take_reply(request_id, error)
         elif self.welcome is None:
             self._refused = error
         elif error.code == Code.NO_SESSION:

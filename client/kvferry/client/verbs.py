@@ -11,7 +11,7 @@ from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from kvferry.client.conversation import Conversation
+from kvferry.client.conversation import Conversation, Request
 from kvferry.client.timeline import Timeline
 from kvferry.proto.errors import Code, Gone
 from kvferry.proto.messages import (
@@ -22,7 +22,6 @@ from kvferry.proto.messages import (
     HostRegion,
     RegisterKVCaches,
     StatusRequest,
-    Wait,
 )
 from kvferry.proto.specs import KVLayout
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 class Ask:
     """Send a request; the outcome is its reply, or its error is thrown in."""
 
-    request: RegisterKVCaches | AllocateKVCaches | Wait | StatusRequest
+    request: Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,7 @@ def allocate(
 
 def wait(talk: Conversation, job_ids: Collection[int]) -> Verb[None]:
     try:
-        yield Ask(Wait(talk.next_request_id(), tuple(job_ids)))
+        yield Ask(talk.wait(job_ids))
     except Gone as error:
         if error.code != Code.DAEMON_GONE:  # then they have ended, as lost
             raise Gone(error.code, error.message, talk.under_way(job_ids)) from error

@@ -101,17 +101,24 @@ def canonicalize(
 
 
 def _group(names: Sequence[str], refs: Mapping[str, list[TensorRef]]) -> tuple[TensorRef, ...]:
-    """The references of a group's layers, each tensor once."""
+    """The references of a group's layers, each tensor once, as much of it as any of them uses."""
     unknown = [name for name in names if name not in refs]
     if unknown:
         raise Refused(Code.UNKNOWN_TENSOR, "a group names a layer that has no KV cache", unknown[0])
-    return tuple(dict.fromkeys(ref for name in names for ref in refs[name]))
+    widest: dict[int, TensorRef] = {}
+    for ref in (ref for name in names for ref in refs[name]):
+        known = widest.setdefault(ref.tensor, ref)
+        if ref.page_size_bytes > known.page_size_bytes:
+            widest[ref.tensor] = ref
+    return tuple(widest.values())
 
 
 def _views(
     name: str, tensor: torch.Tensor, num_blocks: int, page: int | None, block_dim: int | None
 ) -> Iterator[_View]:
     """The canonical tensors that one KV tensor consists of."""
+    if num_blocks < 1:
+        raise _refusal(name, tensor, f"there is at least one GPU block, not {num_blocks}")
     dim = _block_dim(name, tensor, num_blocks) if block_dim is None else block_dim
     if not 0 <= dim < tensor.dim():
         raise _refusal(name, tensor, f"there is no dimension {dim}")

@@ -192,6 +192,7 @@ class Core:
             return []
         session, request, engine = successor
         try:
+            self._check_running()
             return self._registrations.register(session, engine, request)
         except KVFerryError as error:
             return [Send(session, self.refusal(request, error))]

@@ -187,6 +187,7 @@ class Lane:
                     geometry, order.map.allocations, order.map.locations, order.descriptors
                 )
                 report = Mapped(number, session)
+            report = replace(report, copying=self._engine.copying(mapping))
         except (KVFerryError, OSError, ValueError, OverflowError) as error:
             if timeline is not None:
                 timeline.close()
@@ -196,7 +197,6 @@ class Lane:
                 if descriptor is not None:
                     os.close(descriptor)
         self._berths[number] = Berth(mapping, timeline)
-        report = replace(report, copying=self._engine.copying(mapping))
         for stream in self._streams:
             stream.turn.append(number)
         return report
@@ -234,14 +234,14 @@ class Lane:
             try:
                 if not self._engine.poll(flight.ticket):
                     return
+                if crossing.in_flight == 1 and not crossing.rest:
+                    crossing.seconds = self._engine.elapsed(
+                        crossing.first, flight.ticket, crossing.after
+                    )
             except KVFerryError as error:
                 crossing.spoil(Outcome.FAILED, error.info)
             stream.flights.popleft()
             crossing.in_flight -= 1
-            if crossing.over and crossing.outcome is Outcome.DONE:
-                crossing.seconds = self._engine.elapsed(
-                    crossing.first, flight.ticket, crossing.after
-                )
             self._end_if_over(flight.berth.tracks[stream.direction], crossing)
             self._leave_if_empty(crossing.plan.registration, flight.berth)
 

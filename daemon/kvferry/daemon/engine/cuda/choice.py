@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.daemon.core.geometry import Fragments, Geometry
-from kvferry.daemon.engine.cuda.direct import BatchCopy
+from kvferry.daemon.core.geometry import Geometry, Run
+from kvferry.daemon.engine.base import Mapping
+from kvferry.daemon.engine.cuda.direct import BatchCopy, DirectCopy
 from kvferry.proto.libcuda import Driver
 from kvferry.proto.messages import CalibrationPoint, CopyStatus, GroupCopying
-from kvferry.proto.specs import Direction
+from kvferry.proto.specs import Direction, KVLayout, TensorLayout, TensorRef
 
 GOOD = 0.965
 SIZES = tuple(1 << power for power in range(12, 22))
@@ -43,41 +44,43 @@ class Choice:
         return GroupCopying(ways[Direction.STORE], ways[Direction.LOAD])
 
 
-def calibrate(driver: Driver, device: int, streams: dict[Direction, int]) -> CopyStatus:
+def calibrate(driver: Driver, device: int) -> CopyStatus:
     """Measure direct copies between `device` (SAMPLE_BYTES there) and pinned memory of our own."""
     host = driver.allocate_host(SAMPLE_BYTES)
-    batch = BatchCopy(driver, host, SAMPLE_BYTES)
     try:
-
-        def speed(direction: Direction, size: int) -> float:
-            count = min(SAMPLE_BYTES // size, MAX_FRAGMENTS)
-            order = np.random.default_rng(size).permutation(SAMPLE_BYTES // size)[:count]
-            offsets = np.arange(count, dtype=np.int64) * size
-            sizes = np.full(count, size, dtype=np.int64)
-            pages = Fragments(order.astype(np.int64) * size + device, offsets + host, sizes)
-            return (
-                count
-                * size
-                / min(
-                    _seconds(driver, batch, direction, pages, streams[direction])
-                    for _ in range(ROUNDS)
-                )
-            )
-
-        def point(size: int) -> CalibrationPoint:
-            return CalibrationPoint(size, speed(Direction.STORE, size), speed(Direction.LOAD, size))
-
-        contiguous = point(SAMPLE_BYTES)
-        points = tuple(point(size) for size in SIZES)
+        direct = DirectCopy(driver, BatchCopy(driver, host, SAMPLE_BYTES))
+        whole = _measure(driver, direct, device, host, SAMPLE_BYTES)
+        points = tuple(_measure(driver, direct, device, host, size) for size in SIZES)
     finally:
         driver.call("cuMemFreeHost", host)
     return CopyStatus(
         "auto",
-        contiguous,
+        whole,
         points,
-        _threshold([(p.fragment_bytes, p.store / contiguous.store) for p in points]),
-        _threshold([(p.fragment_bytes, p.load / contiguous.load) for p in points]),
+        _threshold([(point.fragment_bytes, point.store / whole.store) for point in points]),
+        _threshold([(point.fragment_bytes, point.load / whole.load) for point in points]),
     )
+
+
+def _measure(
+    driver: Driver, direct: DirectCopy, device: int, host: int, size: int
+) -> CalibrationPoint:
+    """The speed each way with fragments of one size, at random places on the device."""
+    blocks = SAMPLE_BYTES // size
+    layout = KVLayout((TensorLayout(blocks, size, size),), ((TensorRef(0, size),),))
+    mapping = Mapping(Geometry(layout, 0, blocks), np.array([device], dtype=np.int64))
+    order = np.random.default_rng(size).permutation(blocks)[:MAX_FRAGMENTS]
+    run = Run(0, order, np.arange(order.size) * size)
+
+    def speed(direction: Direction) -> float:
+        seconds = []
+        for _ in range(ROUNDS):
+            begun, done = direct.enqueue(direction, mapping, run, host)
+            driver.call("cuCtxSynchronize")
+            seconds.append(max(driver.elapsed_seconds(a, b) for a in begun for b in done))
+        return order.size * size / min(seconds)
+
+    return CalibrationPoint(size, speed(Direction.STORE), speed(Direction.LOAD))
 
 
 def forced(mode: str, measured: CopyStatus) -> CopyStatus:
@@ -100,13 +103,3 @@ def _threshold(ratios: list[tuple[int, float]]) -> int:
             break
         from_size = size
     return from_size
-
-
-def _seconds(
-    driver: Driver, batch: BatchCopy, direction: Direction, pages: Fragments, stream: int
-) -> float:
-    begun = driver.record(stream)
-    batch.enqueue(direction, pages, stream)
-    done = driver.record(stream)
-    driver.call("cuStreamSynchronize", stream)
-    return driver.elapsed_seconds(begun, done)

@@ -13,12 +13,44 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.daemon.core.geometry import Fragments, Int64s
+from kvferry.daemon.core.geometry import Fragments, Geometry, Int64s, Run
+from kvferry.daemon.engine.base import Mapping
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.libcuda import MIN_DRIVER, CopyAttributes, Driver
+from kvferry.proto.libcuda import MIN_DRIVER, CopyAttributes, Driver, Event
 from kvferry.proto.specs import Direction
 
 _STREAM_ORDER = 1
+
+
+class DirectCopy:
+    """Enqueues pieces on two streams a direction: between two fragments a copy engine pauses, and
+    the other stream's fragment fills the pause.
+
+    Which of the two a GPU block takes depends on the block that is written alone, so that two
+    transfers that write to one block are done in order.
+    """
+
+    def __init__(self, driver: Driver, batch: BatchCopy) -> None:
+        self._driver = driver
+        self._batch = batch
+        self.streams = {
+            direction: [driver.create_stream(urgent=direction is Direction.LOAD) for _ in range(2)]
+            for direction in Direction
+        }
+
+    def enqueue(
+        self, direction: Direction, mapping: Mapping, run: Run, pool: int
+    ) -> tuple[list[Event], list[Event]]:
+        """Enqueue a piece; returns the events before and behind it, one a stream that it uses."""
+        begun, done = [], []
+        halves = _halves(direction, mapping.geometry, run)
+        for half, stream in zip(halves, self.streams[direction], strict=True):
+            if half.gpu_blocks.size:
+                begun.append(self._driver.record(stream))
+                fragments = mapping.geometry.fragments(half, mapping.bases, pool)
+                self._batch.enqueue(direction, fragments, stream)
+                done.append(self._driver.record(stream))
+        return begun, done
 
 
 class BatchCopy:
@@ -72,6 +104,18 @@ class BatchCopy:
             first = (fragments.host - self._pool) // self._chunk
             last = (fragments.host + fragments.size - 1 - self._pool) // self._chunk
         return fragments
+
+
+def _halves(direction: Direction, geometry: Geometry, run: Run) -> tuple[Run, Run]:
+    """The blocks of a piece by the block that they write to: even ones, odd ones."""
+    written = run.gpu_blocks
+    if direction is Direction.STORE:
+        written = run.host_offsets // geometry.layout.host_block_bytes
+    odd = (written & 1).astype(bool)
+    return (
+        Run(run.group, run.gpu_blocks[~odd], run.host_offsets[~odd]),
+        Run(run.group, run.gpu_blocks[odd], run.host_offsets[odd]),
+    )
 
 
 def _pointer(array: Int64s) -> c_void_p:

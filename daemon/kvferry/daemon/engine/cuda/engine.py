@@ -15,7 +15,7 @@ import numpy as np
 from kvferry.daemon.core.geometry import Geometry, Int64s, Run
 from kvferry.daemon.engine.base import NO_ROOM, Mapping, Room, Shared, Want, packed_locations
 from kvferry.daemon.engine.cuda.choice import calibrate, choice_of, forced
-from kvferry.daemon.engine.cuda.direct import BatchCopy
+from kvferry.daemon.engine.cuda.direct import BatchCopy, DirectCopy
 from kvferry.daemon.engine.cuda.staged import MAX_BLOCKS, PageTable, StagedCopy
 from kvferry.daemon.engine.cuda.staging import Slot, Staging
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
@@ -45,8 +45,8 @@ MIN_STAGING = 64 << 20
 class _Piece:
     direction: Direction
     nbytes: int
-    begun: Event
-    done: Event
+    begun: list[Event]
+    done: list[Event]
     slot: Slot | None
 
 
@@ -91,14 +91,11 @@ class CudaEngine:
         driver = self._driver
         driver.call("cuCtxSetCurrent", self._context)
         self._pool = pool_address
-        self._dma = {
-            Direction.LOAD: driver.create_stream(urgent=True),
-            Direction.STORE: driver.create_stream(),
-        }
-        self._batch = BatchCopy(driver, pool_address, self._options.chunk_bytes)
+        batch = BatchCopy(driver, pool_address, self._options.chunk_bytes)
         self._staging = Staging(driver, self._options.staging_bytes)
-        self._staged = StagedCopy(driver, self._batch, self._dma)
-        status = calibrate(driver, self._staging.address, self._dma)
+        self._direct = DirectCopy(driver, batch)
+        self._staged = StagedCopy(driver, batch)
+        status = calibrate(driver, self._staging.address)
         if self._options.mode != "auto":
             status = forced(self._options.mode, status)
         self._choice = choice_of(status)
@@ -168,10 +165,11 @@ class CudaEngine:
         try:
             self._keep_order(direction, slot)
             if slot is None:
-                begun, done = self._copy_directly(direction, mapping, run)
+                begun, done = self._direct.enqueue(direction, mapping, run, self._pool)
             else:
                 table = _table(mapping, run.group)
-                begun, done = self._staged.enqueue(direction, table, slot, run, self._pool)
+                first, last = self._staged.enqueue(direction, table, slot, run, self._pool)
+                begun, done = [first], [last]
         except KVFerryError:
             self._driver.call("cuCtxSynchronize")
             if slot is not None:
@@ -185,7 +183,7 @@ class CudaEngine:
     def poll(self, ticket: object) -> bool:
         assert isinstance(ticket, _Piece)
         try:
-            done = self._driver.reached(ticket.done)
+            done = all(self._driver.reached(event) for event in ticket.done)
         except KVFerryError:
             self._forget(ticket)
             raise
@@ -196,9 +194,9 @@ class CudaEngine:
     def elapsed(self, first: object, last: object, after: object | None) -> float:
         assert isinstance(first, _Piece)
         assert isinstance(last, _Piece)
-        seconds = self._driver.elapsed_seconds(first.begun, last.done)
+        seconds = self._longest(first.begun, last.done)
         if isinstance(after, _Piece):
-            seconds = min(seconds, self._driver.elapsed_seconds(after.done, last.done))
+            seconds = min(seconds, self._longest(after.done, last.done))
         return seconds
 
     def copying(self, mapping: Mapping) -> tuple[GroupCopying, ...]:
@@ -208,22 +206,19 @@ class CudaEngine:
     def shutdown(self) -> None:
         self._driver.call("cuCtxSynchronize")
 
-    def _copy_directly(
-        self, direction: Direction, mapping: Mapping, run: Run
-    ) -> tuple[Event, Event]:
-        stream = self._dma[direction]
-        fragments = mapping.geometry.fragments(run, mapping.bases, self._pool)
-        begun = self._driver.record(stream)
-        self._batch.enqueue(direction, fragments, stream)
-        return begun, self._driver.record(stream)
-
     def _keep_order(self, direction: Direction, slot: Slot | None) -> None:
         """Where direct and staged pieces follow each other, the streams do not order them."""
         last = self._last.get(direction)
         if last is None or (last.slot is None) == (slot is None):
             return
-        for stream in (self._dma[direction], self._staged.kernel_streams[direction]):
-            self._driver.call("cuStreamWaitEvent", stream, last.done.handle, 0)
+        streams = self._staged.streams(direction) if slot else self._direct.streams[direction]
+        for stream in streams:
+            for event in last.done:
+                self._driver.call("cuStreamWaitEvent", stream, event.handle, 0)
+
+    def _longest(self, starts: list[Event], ends: list[Event]) -> float:
+        """From the first of `starts` to the last of `ends`."""
+        return max(self._driver.elapsed_seconds(a, b) for a in starts for b in ends)
 
     def _forget(self, piece: _Piece) -> None:
         self._in_flight[piece.direction] -= piece.nbytes

@@ -92,15 +92,19 @@ class Kernels:
 class StagedCopy:
     """Enqueues pieces through staging slots; one dma and one kernel stream a direction."""
 
-    def __init__(self, driver: Driver, batch: BatchCopy, dma: dict[Direction, int]) -> None:
+    def __init__(self, driver: Driver, batch: BatchCopy) -> None:
         self._driver = driver
         self._batch = batch
         self._kernels = Kernels(driver)
-        self._dma = dma
-        self.kernel_streams = {
-            Direction.LOAD: driver.create_stream(urgent=True),
-            Direction.STORE: driver.create_stream(),
-        }
+        self._dma, self._kernel = (
+            {d: driver.create_stream(urgent=d is Direction.LOAD) for d in Direction}
+            for _ in range(2)
+        )
+
+    def streams(self, direction: Direction) -> tuple[int, int]:
+        """Both streams of a direction, the one that a piece begins on first."""
+        dma, kernel = self._dma[direction], self._kernel[direction]
+        return (dma, kernel) if direction is Direction.LOAD else (kernel, dma)
 
     def table(self, geometry: Geometry, group: int, bases: Int64s) -> PageTable:
         """Put a group's page table into device memory; whoever asks frees it."""
@@ -119,9 +123,8 @@ class StagedCopy:
         self, direction: Direction, table: PageTable, slot: Slot, run: Run, pool: int
     ) -> tuple[Event, Event]:
         """Enqueue a piece; returns the events before and behind it."""
-        driver, dma = self._driver, self._dma[direction]
-        kernel = self.kernel_streams[direction]
-        first, second = (dma, kernel) if direction is Direction.LOAD else (kernel, dma)
+        driver = self._driver
+        first, second = self.streams(direction)
         blocks = run.gpu_blocks
         begun = driver.record(first)
         packed = self._packed(run, table.block_bytes, slot.address, pool)
