@@ -7,6 +7,7 @@ import pytest
 
 from kvferry.daemon.core.geometry import Geometry, sides
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.messages import Location
 from kvferry.proto.specs import (
     CPULoadStoreSpec,
     Direction,
@@ -203,3 +204,19 @@ def test_two_sides_of_one_kind_are_refused(spec: GPULoadStoreSpec | CPULoadStore
     with pytest.raises(Refused) as caught:
         sides(spec, spec)
     assert caught.value.code == Code.BAD_SPEC
+
+
+def test_tensors_that_overlap_share_their_slots() -> None:
+    """Rows of attention and state, packed: the same block of either group is the same memory."""
+    layout = KVLayout(
+        (TensorLayout(5, 20, 40), TensorLayout(5, 12, 40), TensorLayout(5, 8, 8)),
+        ((TensorRef(0, 20),), (TensorRef(1, 12),), (TensorRef(2, 8),)),
+    )
+    places = [Location(0, 0), Location(0, 24), Location(0, 4096)]
+    geometry = Geometry(layout, 0, 9, places)
+    resolved = geometry.resolve(LOAD, gpu(3, 3, 3, sizes=(1, 1, 1), first=(0,) * 3), ids(0, 1, 2))
+    packed, other, apart = resolved.gpu_slots.tolist()
+    assert packed == other != apart
+    elsewhere = Geometry(layout, 0, 9, [Location(0, 0), Location(1, 24), Location(0, 4096)])
+    resolved = elsewhere.resolve(LOAD, gpu(3, 3, 3, sizes=(1, 1, 1), first=(0,) * 3), ids(0, 1, 2))
+    assert len(set(resolved.gpu_slots.tolist())) == 3

@@ -16,12 +16,14 @@ All of it is array arithmetic over block ids; nothing here loops over blocks or 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.messages import Location
 from kvferry.proto.specs import (
     BlockIds,
     CPULoadStoreSpec,
@@ -89,7 +91,13 @@ def sides(src: LoadStoreSpec, dst: LoadStoreSpec) -> tuple[Direction, GPULoadSto
 class Geometry:
     """The shape of one registration, ready for arithmetic. Immutable."""
 
-    def __init__(self, layout: KVLayout, region_start: int, host_blocks: int) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        region_start: int,
+        host_blocks: int,
+        locations: Sequence[Location] | None = None,
+    ) -> None:
         self.layout = layout
         self.host_blocks = host_blocks
         self.factor = layout.block_size_factor
@@ -100,7 +108,7 @@ class Geometry:
         self._num_blocks = [
             min(layout.tensors[ref.tensor].num_blocks for ref in group) for group in layout.groups
         ]
-        self._slot_base, self.gpu_slots = slot_bases(layout)
+        self._slot_base, self.gpu_slots = slot_bases(layout, locations)
         self._sharers = _sharers(layout)
 
     def resolve(self, direction: Direction, gpu: GPULoadStoreSpec, host_ids: BlockIds) -> Resolved:
@@ -218,12 +226,15 @@ class GroupRefs:
         """Where each page lies inside one GPU block's bytes in host memory."""
 
 
-def slot_bases(layout: KVLayout) -> tuple[list[int], int]:
-    """Number the GPU blocks of all groups; groups that share a tensor get the same numbers.
+def slot_bases(
+    layout: KVLayout, locations: Sequence[Location] | None = None
+) -> tuple[list[int], int]:
+    """Number the GPU blocks of all groups; groups that share memory get the same numbers.
 
     Returns each group's first number, and how many there are. Raises Refused (BAD_LAYOUT) where
     they are more than any GPU has.
     """
+    memory = _memories(layout, locations)
     parent = list(range(len(layout.groups)))
 
     def root(group: int) -> int:
@@ -234,7 +245,7 @@ def slot_bases(layout: KVLayout) -> tuple[list[int], int]:
     owner: dict[int, int] = {}
     for group, refs in enumerate(layout.groups):
         for ref in refs:
-            parent[root(group)] = root(owner.setdefault(ref.tensor, group))
+            parent[root(group)] = root(owner.setdefault(memory[ref.tensor], group))
     widths: dict[int, int] = {}
     for group, refs in enumerate(layout.groups):
         blocks = max(layout.tensors[ref.tensor].num_blocks for ref in refs)
@@ -251,6 +262,21 @@ def _check_range(ids: Int64s, limit: int, what: str) -> None:
     if ids.size and int(ids.view(np.uint64).max()) >= limit:  # a negative id is a huge one
         bad = ids[(ids < 0) | (ids >= limit)][0]
         raise Refused(Code.BLOCK_OUT_OF_RANGE, f"{what} ids are 0 to {limit - 1}", int(bad))
+
+
+def _memories(layout: KVLayout, locations: Sequence[Location] | None) -> list[int]:
+    """For each tensor a number of the memory that it lies in: the same where spans overlap."""
+    numbers = list(range(len(layout.tensors)))
+    if locations is None:
+        return numbers
+    places = [(place.allocation, place.offset, i) for i, place in enumerate(locations)]
+    within, end = -1, (-1, 0)
+    for allocation, offset, index in sorted(places):
+        if (allocation, offset) >= end:
+            within, end = index, (allocation, offset)
+        end = max(end, (allocation, offset + layout.tensors[index].span_bytes))
+        numbers[index] = within
+    return numbers
 
 
 def _sharers(layout: KVLayout) -> list[tuple[int, ...]]:

@@ -155,7 +155,8 @@ class Registrations:
     def _settle(
         self, session: str, engine: str, request: Request, region: Region, reattached: bool
     ) -> Registration:
-        geometry = Geometry(request.layout, region.start, region.num_blocks)
+        locations = request.locations if isinstance(request, RegisterKVCaches) else None
+        geometry = Geometry(request.layout, region.start, region.num_blocks, locations)
         host = HostRegion(region.num_blocks, request.layout.host_block_bytes, reattached)
         ordering = Ordering(geometry.gpu_slots, region.num_blocks)
         registration = Registration(
