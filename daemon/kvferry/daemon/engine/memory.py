@@ -6,6 +6,7 @@ is sealed when it is made, and a timeline page is refused unless its client seal
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -43,6 +44,8 @@ class Mapped:
             self._map = mmap.mmap(descriptor, nbytes)
         except (OSError, ValueError) as error:
             raise Failed(Code.MAP_FAILED, f"shared memory cannot be mapped: {error}") from error
+        with contextlib.suppress(OSError):  # the kernel may have no huge pages for shared memory
+            self._map.madvise(mmap.MADV_HUGEPAGE)
         self._anchor = ctypes.c_char.from_buffer(self._map)
         self.address = ctypes.addressof(self._anchor)
         self.nbytes = nbytes

@@ -12,7 +12,7 @@ import os
 import resource
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from kvferry.daemon.engine.base import CopyEngine
@@ -68,13 +68,19 @@ class HostPool:
         progress: Callable[[int], None],
         failed: Callable[[KVFerryError], None],
     ) -> None:
+        chunks = [
+            (start, min(self.chunk_bytes, self.nbytes - start))
+            for start in range(0, self.nbytes, self.chunk_bytes)
+        ]
         try:
             with ThreadPoolExecutor(TOUCHERS, "kvferry-touch") as touchers:
-                for start in range(0, self.nbytes, self.chunk_bytes):
+                touching = self._touch(touchers, *chunks[0])
+                for (start, size), following in zip(chunks, [*chunks[1:], None], strict=True):
                     if self._stopping.is_set():
                         return
-                    size = min(self.chunk_bytes, self.nbytes - start)
-                    self._touch(touchers, start, size)
+                    for touched in touching:
+                        touched.result()
+                    touching = self._touch(touchers, *following) if following else []
                     engine.pin(self.address + start, size)
                     self.ready_bytes = start + size
                     progress(self.ready_bytes)
@@ -84,12 +90,13 @@ class HostPool:
             message = f"memory for the host pool ran out at byte {self.ready_bytes}: {error}"
             failed(Failed(Code.POOL_TOO_LARGE, message, self.nbytes))
 
-    def _touch(self, touchers: ThreadPoolExecutor, start: int, size: int) -> None:
-        """First touch in parallel: the kernel zeroes the pages on every core at once."""
+    def _touch(self, touchers: ThreadPoolExecutor, start: int, size: int) -> list[Future[None]]:
+        """First touch in parallel, ahead of registering: the kernel zeroes pages on every core."""
         step = -(-size // (TOUCHERS * PAGE)) * PAGE
-        parts = [(at, min(step, start + size - at)) for at in range(start, start + size, step)]
-        for _ in touchers.map(lambda part: self._memory.populate(*part), parts):
-            pass
+        return [
+            touchers.submit(self._memory.populate, at, min(step, start + size - at))
+            for at in range(start, start + size, step)
+        ]
 
 
 def check_fits(nbytes: int, *, locked: bool) -> None:

@@ -4,7 +4,8 @@ A piece takes some units in a row, so that its blocks are contiguous there, and 
 when it is done. A kernel in the daemon's process makes the GPU change contexts, which costs a busy
 engine about half a millisecond whatever the kernel does: so pieces are as large as they can be.
 Alone, a direction takes half of the buffer for a piece while the other half is on the link; where
-both directions have work each has half of the buffer, in two pieces.
+both directions have work each has half of the buffer, in two pieces. Stores always leave a little
+for loads, which somebody waits for: a small load never waits for a store's piece to end.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from kvferry.proto.libcuda import Driver
 from kvferry.proto.specs import Direction
 
 UNITS = 16
+FOR_LOADS = 2
+"""Units that stores do not take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +40,18 @@ class Staging:
 
         A piece that finds less than it could use waits: small turns cost the engine.
         """
-        most = UNITS // 4 if contended else UNITS // 2
-        units = min(most, self._units(nbytes))
-        if self._owner.count(direction) + units > 2 * most or self._find(units) is None:
+        mine = UNITS // 2 if contended else UNITS
+        if direction is Direction.STORE:
+            mine = min(mine, UNITS - FOR_LOADS)
+        units = min(mine // 2, self._units(nbytes))
+        if self._owner.count(direction) + units > mine or self._find(direction, units) is None:
             return 0
         return units * self.unit_bytes
 
     def take(self, direction: Direction, nbytes: int) -> Slot:
         """A slot for a piece that `room` allowed."""
         units = self._units(nbytes)
-        start = self._find(units)
+        start = self._find(direction, units)
         assert start is not None
         self._owner[start : start + units] = [direction] * units
         return Slot(start, units, self.address + start * self.unit_bytes)
@@ -57,11 +62,10 @@ class Staging:
     def _units(self, nbytes: int) -> int:
         return -(-nbytes // self.unit_bytes)
 
-    def _find(self, units: int) -> int | None:
-        """The first of `units` free units in a row."""
-        run = 0
-        for index, owner in enumerate(self._owner):
-            run = 0 if owner is not None else run + 1
-            if run == units:
-                return index - units + 1
+    def _find(self, direction: Direction, units: int) -> int | None:
+        """The first of `units` free units in a row; loads look from the other end."""
+        starts = range(UNITS - units + 1)
+        for start in starts if direction is Direction.STORE else reversed(starts):
+            if all(owner is None for owner in self._owner[start : start + units]):
+                return start
         return None
