@@ -43,12 +43,15 @@ from kvferry.proto.specs import (
     MAX_INT,
     CPULoadStoreSpec,
     Direction,
-    LoadStoreSpec,
+    GPULoadStoreSpec,
     TransferSpec,
 )
 
 Request: TypeAlias = RegisterKVCaches | AllocateKVCaches | Wait | StatusRequest
 Reply: TypeAlias = Registered | Allocated | Waited | StatusReport
+
+
+_SIDES = frozenset({GPULoadStoreSpec, CPULoadStoreSpec})
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,11 +210,13 @@ class Conversation:
 
 
 def _checked_id(what: str, value: SupportsIndex) -> int:
-    with contextlib.suppress(TypeError):
-        number = operator.index(value)
-        if 0 <= number <= MAX_INT:
-            return number
-    raise Refused(Code.BAD_SPEC, f"{what} is a number from 0 to {MAX_INT}", value)
+    try:
+        number = value if type(value) is int else operator.index(value)
+    except TypeError:
+        number = -1
+    if not 0 <= number <= MAX_INT:
+        raise Refused(Code.BAD_SPEC, f"{what} is a number from 0 to {MAX_INT}", value)
+    return number
 
 
 def _checked(job_ids: Iterable[int]) -> tuple[int, ...]:
@@ -223,10 +228,10 @@ def _checked(job_ids: Iterable[int]) -> tuple[int, ...]:
 
 def _checked_sides(spec: TransferSpec) -> TransferSpec:
     """A pair of specs that a daemon can read; whether they fit together it says itself."""
-    if len(spec) != 2 or not all(isinstance(side, LoadStoreSpec) for side in spec):
+    if len(spec) != 2 or type(spec[0]) not in _SIDES or type(spec[1]) not in _SIDES:
         raise Refused(Code.BAD_SPEC, "a transfer is a pair of a GPU and a CPULoadStoreSpec", spec)
-    for side in spec:
-        side.check()
+    spec[0].check()
+    spec[1].check()
     return spec
 
 

@@ -26,11 +26,13 @@ T = TypeVar("T")
 
 
 def _enc_hook(value: Any) -> msgspec.msgpack.Ext | int:
+    if isinstance(value, np.ndarray):
+        width = value.itemsize
+        if value.dtype is not _WIDTHS.get(width):
+            value = value.astype(_WIDTHS[width], copy=False)
+        return msgspec.msgpack.Ext(width, value.data)
     if isinstance(value, np.integer):
         return int(value)
-    if isinstance(value, np.ndarray) and value.dtype.itemsize in _WIDTHS:
-        little = value.astype(_WIDTHS[value.dtype.itemsize], copy=False)
-        return msgspec.msgpack.Ext(little.dtype.itemsize, little.data)
     raise NotImplementedError(f"{type(value).__name__} is not part of the wire")
 
 

@@ -189,6 +189,8 @@ class GPULoadStoreSpec(_Spec, tag="gpu", frozen=True, eq=False):
 
     def check(self) -> None:
         """Raise Refused where no daemon could read this."""
+        if self.group_sizes is None and self.block_indices is None:
+            return
         for name in ("group_sizes", "block_indices"):
             values = getattr(self, name) or ()
             fit = all(isinstance(value, int) and 0 <= value < MAX_COUNT for value in values)

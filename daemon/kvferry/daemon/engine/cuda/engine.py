@@ -194,9 +194,11 @@ class CudaEngine:
     def elapsed(self, first: object, last: object, after: object | None) -> float:
         assert isinstance(first, _Piece)
         assert isinstance(last, _Piece)
-        seconds = self._longest(first.begun, last.done)
-        if isinstance(after, _Piece):
-            seconds = min(seconds, self._longest(after.done, last.done))
+        between = self._driver.elapsed_seconds
+        seconds = max(between(begun, done) for done in last.done for begun in first.begun)
+        if isinstance(after, _Piece):  # since all of it was done
+            since = max(min(between(a, done) for a in after.done) for done in last.done)
+            seconds = min(seconds, since)
         return seconds
 
     def copying(self, mapping: Mapping) -> tuple[GroupCopying, ...]:
@@ -215,10 +217,6 @@ class CudaEngine:
         for stream in streams:
             for event in last.done:
                 self._driver.call("cuStreamWaitEvent", stream, event.handle, 0)
-
-    def _longest(self, starts: list[Event], ends: list[Event]) -> float:
-        """From the first of `starts` to the last of `ends`."""
-        return max(self._driver.elapsed_seconds(a, b) for a in starts for b in ends)
 
     def _forget(self, piece: _Piece) -> None:
         self._in_flight[piece.direction] -= piece.nbytes
