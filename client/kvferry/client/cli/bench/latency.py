@@ -1,7 +1,8 @@
 """What calls and single blocks cost, p50 and p99.
 
 submit           transfer_async of BLOCKS block ids on each side, the call alone: specs are
-                 made beforehand, at most AHEAD jobs are under way
+                 made beforehand, at most AHEAD jobs are under way; in a process that is awake,
+                 as schedulers are, and in one that slept ASLEEP before each call
 get_finished     with nothing to fetch: nothing under way, and one job held by a fence
 one block        2 MiB, one page, submitted until get_finished, called in a loop, returns it;
                  the raw copy of as many bytes, called and waited for in this process, takes
@@ -32,6 +33,7 @@ AHEAD = 4
 SUBMITS, POLLS, TRIPS = 500, 5000, 500
 QUICK = 10
 WARM_UPS = 10
+ASLEEP = 1e-3
 STEPS = 6
 PRESSED = 2.0
 
@@ -40,7 +42,7 @@ def measure(rig: Rig, quick: bool, step: Callable[[str], None]) -> list[Latency]
     less = QUICK if quick else 1
     with rig.engine(SUBMIT_SHAPE) as engine:
         step("cost of submitting")
-        submits = _submits(engine, SUBMITS // less)
+        submits = [_submits(engine, SUBMITS // less), _submits(engine, SUBMITS // less, ASLEEP)]
         step("cost of polling")
         polls = _polls(engine, POLLS // less)
         for name, pressure in (("GIL burnt", burnt_gil), ("every core busy", busy_cores)):
@@ -52,27 +54,31 @@ def measure(rig: Rig, quick: bool, step: Callable[[str], None]) -> list[Latency]
         for way in ("store", "load"):
             step(f"{way} of one block")
             trips += _trips(rig, engine, way, TRIPS // less)
-    return [submits, *polls, *trips]
+    return [*submits, *polls, *trips]
 
 
 def _pressed(engine: Engine, name: str, seconds: float) -> list[Latency]:
-    submits, polls = _submits(engine, SUBMITS, seconds), _empty_polls(engine, 4 * POLLS, seconds)
+    submits = _submits(engine, SUBMITS, limit=seconds)
+    polls = _empty_polls(engine, 4 * POLLS, seconds)
     submits.what += f", {name}"
     return [submits, Latency.of(f"get_finished, {name}", polls)]
 
 
-def _submits(engine: Engine, times: int, limit: float = inf) -> Latency:
+def _submits(engine: Engine, times: int, asleep: float = 0.0, limit: float = inf) -> Latency:
     random, seconds, under_way = np.random.default_rng(0), list[float](), 0
     deadline = time.perf_counter() + limit
     while len(seconds) < times + WARM_UPS and not (seconds and time.perf_counter() > deadline):
         spec = _spec("store", *(random.permutation(engine.num_blocks)[:BLOCKS] for _ in range(2)))
+        if asleep:
+            time.sleep(asleep)
         begin = time.perf_counter()
         engine.submit(spec)
         seconds.append(time.perf_counter() - begin)
         under_way += 1 - len(engine.take())
-        under_way -= len(engine.finish(max(0, under_way - AHEAD)))
+        under_way -= len(engine.finish(max(0, under_way - AHEAD), nap=0))
     engine.finish(under_way)
-    return Latency.of(f"transfer_async of {BLOCKS:,} ids", _warm(seconds))
+    what = f"transfer_async of {BLOCKS:,} ids" + (", after 1 ms asleep" if asleep else "")
+    return Latency.of(what, _warm(seconds))
 
 
 def _polls(engine: Engine, times: int) -> list[Latency]:
