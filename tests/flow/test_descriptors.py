@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.client.tensors import shared_empty
 from kvferry.proto.codec import encode
 from kvferry.proto.messages import Allocated, AllocateKVCaches, Collect, FdAllocation
 from kvferry.testing.engine import StartEngine, until
@@ -108,3 +109,21 @@ def test_somebody_who_does_not_take_what_it_asked_for(counted: LocalDaemon) -> N
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
                 visitor.connect(path)
                 visitor.send(encode(Collect(raw.session, allocation.ticket)))
+
+
+def test_connections_that_take_over_each_other_s_numbers(kvferryd: LocalDaemon) -> None:
+    """A client right behind one that went gets its descriptor's number, and must not go with it.
+
+    With every core busy the end of the old connection is heard late.
+    """
+    spin = [sys.executable, "-c", "while True: pass"]
+    burners = [subprocess.Popen(spin) for _ in range(3)]
+    tensors = {"layer": shared_empty((8, 64))}
+    try:
+        for number in range(100):
+            with OffloadClient(kvferryd.directory, engine=f"engine-{number}") as client:
+                client.register_kv_caches(tensors, num_blocks=8, host_bytes=4096)
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()

@@ -116,6 +116,9 @@ class Server:
     def _watch(self) -> None:
         """Connections closed; what came through them before is heard first."""
         self._drain()
+        self._hear_of_closed()
+
+    def _hear_of_closed(self) -> None:
         while not self._monitor.closed and cast(int, self._monitor.get(zmq.EVENTS)) & POLLIN:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             self._peers.disconnected(event["value"])
@@ -136,6 +139,7 @@ class Server:
             self._push(identity, self._core.refusal(None, error))
 
     def _greet(self, identity: bytes, frame: zmq.Frame, hello: Hello) -> None:
+        self._hear_of_closed()  # or the end of this connection's namesake would seem its own
         session = secrets.token_hex(16)
         peer = self._peers.admit(session, identity, frame, hello.client)
         self._perform(self._core.welcome(session, hello))
