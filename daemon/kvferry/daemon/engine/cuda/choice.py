@@ -19,7 +19,7 @@ from kvferry.proto.libcuda import Driver
 from kvferry.proto.messages import CalibrationPoint, CopyStatus, GroupCopying
 from kvferry.proto.specs import Direction, KVLayout, TensorLayout, TensorRef
 
-GOOD = 0.965
+GOOD = 0.94
 SIZES = tuple(1 << power for power in range(12, 22))
 """4 KiB to 2 MiB."""
 SAMPLE_BYTES = 32 << 20
