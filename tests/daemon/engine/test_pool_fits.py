@@ -1,0 +1,47 @@
+"""A pool that the machine cannot hold, or may not lock, is refused with what to change."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+
+import pytest
+
+from kvferry.daemon.engine.pool import available_bytes, check_fits
+from kvferry.proto.errors import Code, Refused
+
+LIMIT = 1 << 20
+
+
+@pytest.fixture
+def small_lock_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An ordinary user who may lock one MiB."""
+    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (LIMIT, before[1]))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    yield
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
+
+
+@pytest.mark.usefixtures("small_lock_limit")
+def test_what_may_not_be_locked_is_refused() -> None:
+    check_fits(LIMIT, locked=True)
+    check_fits(2 * LIMIT, locked=False)
+    with pytest.raises(Refused, match="LimitMEMLOCK=infinity") as refused:
+        check_fits(LIMIT + 1, locked=True)
+    assert refused.value.code == Code.POOL_TOO_LARGE
+    assert str(LIMIT + 1) in refused.value.value
+
+
+@pytest.mark.usefixtures("small_lock_limit")
+def test_the_lock_limit_does_not_bind_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    check_fits(2 * LIMIT, locked=True)
+
+
+def test_what_does_not_fit_into_memory_is_refused() -> None:
+    check_fits(available_bytes() // 2, locked=False)
+    with pytest.raises(Refused, match=r"pool\.size smaller") as refused:
+        check_fits(1 << 50, locked=False)
+    assert refused.value.code == Code.POOL_TOO_LARGE
