@@ -55,10 +55,7 @@ def test_stores_behind_slow_kernels(
 
 
 def test_stores_without_a_fence_come_too_early(
-    start_engine: StartEngine,
-    daemon: LocalDaemon,
-    device: str,
-    record_property: Callable[[str, object], None],
+    start_engine: StartEngine, daemon: LocalDaemon, device: str
 ) -> None:
     engine = start_engine(daemon)
     wrong = 0
@@ -80,10 +77,7 @@ def test_loads_behind_kernels_that_still_read(
 
 
 def test_loads_without_a_fence_come_too_early(
-    start_engine: StartEngine,
-    daemon: LocalDaemon,
-    device: str,
-    record_property: Callable[[str, object], None],
+    start_engine: StartEngine, daemon: LocalDaemon, device: str
 ) -> None:
     engine = start_engine(daemon)
     wrong = 0
