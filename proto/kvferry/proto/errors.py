@@ -36,6 +36,12 @@ class Code(StrEnum):
     NOT_SHAREABLE = "not_shareable"
     DEVICE_MISMATCH = "device_mismatch"
     POOL_FULL = "pool_full"
+    UNKNOWN_NAMESPACE = "unknown_namespace"
+    NAMESPACE_MISMATCH = "namespace_mismatch"
+    BAD_KEY = "bad_key"
+    KEY_ABSENT = "key_absent"
+    NOT_PINNED = "not_pinned"
+    CACHE_FULL = "cache_full"
     BUSY = "busy"
     FORBIDDEN = "forbidden"
     # Refused at start-up.
