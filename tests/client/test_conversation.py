@@ -9,6 +9,7 @@ import pytest
 
 from kvferry.client.conversation import Conversation, TransferResult
 from kvferry.proto import messages as wire
+from kvferry.proto import status as told
 from kvferry.proto.codec import decode_client_message, encode
 from kvferry.proto.errors import Code, ErrorInfo, Failed, Gone, KVFerryError, Refused
 from kvferry.proto.messages import Outcome
@@ -18,7 +19,7 @@ STORE = GPULoadStoreSpec([1, 2]), CPULoadStoreSpec([3])
 LOAD = CPULoadStoreSpec([3]), GPULoadStoreSpec([1, 2])
 MAX_JOBS = 3
 WELCOME = wire.Welcome(
-    1, "boot", "s1", "0.1", 1, wire.DeviceInfo("cpu", "cpu", "host"), wire.Limits(9, 9, MAX_JOBS)
+    1, "boot", "s1", "0.1", 1, told.DeviceInfo("cpu", "cpu", "host"), wire.Limits(9, 9, MAX_JOBS)
 )
 BUSY = ErrorInfo(Code.BUSY, "later", "3")
 

@@ -20,6 +20,7 @@ import pytest
 
 from kvferry.proto import codec
 from kvferry.proto import messages as wire
+from kvferry.proto import status as told
 from kvferry.proto.codec import encode
 from kvferry.proto.errors import Code, ErrorInfo
 from kvferry.proto.messages import Outcome
@@ -55,35 +56,35 @@ FD = wire.FdAllocation(7, 1 << 30)
 LOCATIONS = (wire.Location(0, 0), wire.Location(1, 1 << 33))
 REGION = wire.HostRegion(2048, 32768, False)
 FAILURE = ErrorInfo(Code.COPY_FAILED, "the copy failed", "700")
-CPU = wire.DeviceInfo("cpu", "cpu", "host memory")
-GPU = wire.DeviceInfo("cuda", "GPU-00000000-1111-2222-3333-444444444444", "H200", 1 << 28)
-COPYING = wire.CopyStatus(
+CPU = told.DeviceInfo("cpu", "cpu", "host memory")
+GPU = told.DeviceInfo("cuda", "GPU-00000000-1111-2222-3333-444444444444", "H200", 1 << 28)
+COPYING = told.CopyStatus(
     mode="auto",
-    contiguous=wire.CalibrationPoint(1 << 26, 5.5e10, 5.25e10),
-    direct=(wire.CalibrationPoint(4096, 1e10, 1.5e10), wire.CalibrationPoint(65536, 5e10, 4e10)),
+    contiguous=told.CalibrationPoint(1 << 26, 5.5e10, 5.25e10),
+    direct=(told.CalibrationPoint(4096, 1e10, 1.5e10), told.CalibrationPoint(65536, 5e10, 4e10)),
     direct_from_store=65536,
     direct_from_load=16384,
 )
-STATUS = wire.DaemonStatus(
+STATUS = told.DaemonStatus(
     version="0.1.0",
     boot_id="0123456789abcdef",
     pid=4711,
     uptime_seconds=12.5,
     device=GPU,
-    pool=wire.PoolStatus(1 << 30, 1 << 29, 1 << 28),
+    pool=told.PoolStatus(1 << 30, 1 << 29, 1 << 28),
     sessions=2,
     engines=(
-        wire.EngineStatus(
-            "model-a", True, 2048, 32768, 3, (wire.GroupCopying("direct", "staged"),)
+        told.EngineStatus(
+            "model-a", True, 2048, 32768, 3, (told.GroupCopying("direct", "staged"),)
         ),
-        wire.EngineStatus("model-b", False, 1, 4096, 0),
+        told.EngineStatus("model-b", False, 1, 4096, 0),
     ),
-    totals=wire.Totals(5, 4, 1 << 35, 1 << 34, 1, 2),
+    totals=told.Totals(5, 4, 1 << 35, 1 << 34, 1, 2),
     errors={"busy": 3, "bad_spec": 1},
     copying=COPYING,
 )
-NEW_STATUS = wire.DaemonStatus(
-    "0.1.0", "b", 1, 0.0, CPU, wire.PoolStatus(0, 0, 0), 0, (), wire.Totals(), {}
+NEW_STATUS = told.DaemonStatus(
+    "0.1.0", "b", 1, 0.0, CPU, told.PoolStatus(0, 0, 0), 0, (), told.Totals(), {}
 )
 
 MESSAGES: dict[str, Any] = {

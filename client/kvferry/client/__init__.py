@@ -21,7 +21,7 @@ from kvferry.client.endpoint import find_daemon
 from kvferry.client.local import LocalDaemon
 from kvferry.client.timeline import Timeline
 from kvferry.proto.errors import Code, Failed, Gone, KVFerryError, Refused
-from kvferry.proto.messages import DaemonStatus, HostRegion, Outcome
+from kvferry.proto.messages import HostRegion, Outcome
 from kvferry.proto.specs import (
     CPULoadStoreSpec,
     GPULoadStoreSpec,
@@ -30,6 +30,7 @@ from kvferry.proto.specs import (
     TensorRef,
     TransferSpec,
 )
+from kvferry.proto.status import DaemonStatus
 
 if TYPE_CHECKING:
     from kvferry.client.tensors import CanonicalKVCaches, canonicalize, shared_empty

@@ -21,8 +21,9 @@ from kvferry.client.nonblocking import KVCaches, NonBlocking
 from kvferry.client.timeline import Timeline
 from kvferry.client.verbs import Ask, Fetch, Leave, Part, Step, Verb
 from kvferry.proto.errors import KVFerryError
-from kvferry.proto.messages import DaemonStatus, HostRegion
+from kvferry.proto.messages import HostRegion
 from kvferry.proto.specs import KVLayout
+from kvferry.proto.status import DaemonStatus
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,6 @@ from kvferry.client.timeline import Timeline
 from kvferry.proto.errors import Code, Gone
 from kvferry.proto.messages import (
     AllocateKVCaches,
-    DaemonStatus,
     FdAllocation,
     Goodbye,
     HostRegion,
@@ -24,6 +23,7 @@ from kvferry.proto.messages import (
     StatusRequest,
 )
 from kvferry.proto.specs import KVLayout
+from kvferry.proto.status import DaemonStatus
 
 if TYPE_CHECKING:
     import torch

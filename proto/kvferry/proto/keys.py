@@ -12,7 +12,6 @@ from typing import TypeAlias
 
 OffloadKey: TypeAlias = bytes
 
-MIN_KEY_BYTES = 8
 MAX_KEY_BYTES = 64
 
 
@@ -25,6 +24,21 @@ class Lookup(StrEnum):
     """A store of it is on its way."""
     RETRY = "retry"
     """Not known yet: ask again later."""
+
+
+class EventKind(StrEnum):
+    """What happened to keys of a namespace."""
+
+    PENDING = "pending"
+    """A store of them is on its way."""
+    STORED = "stored"
+    """They can be loaded."""
+    REMOVED = "removed"
+    """They went to make room."""
+    ABANDONED = "abandoned"
+    """Their store failed."""
+    CLEARED = "cleared"
+    """All keys went; names none."""
 
 
 def offload_key(block_hash: bytes, group: int = 0) -> OffloadKey:

@@ -12,6 +12,13 @@
                                 <-             Finished, with one JobResult for each Submit
       Wait                      ->
                                 <-             Waited, behind the Finished of all those jobs
+      OpenNamespace             ->
+                                <-             Opened | Error
+      Pin, Unpin, Touch         ->               (no reply)
+      Reset                     ->
+                                <-             Done | Error
+      Follow                    ->
+                                <-             Snapshot, in parts; then News, each numbered
       StatusRequest             ->
                                 <-             StatusReport
       Goodbye                   ->
@@ -31,12 +38,23 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.proto.errors import ErrorInfo
-from kvferry.proto.specs import MAX_TENSORS, Count, Direction, KVLayout, LoadStoreSpec, Positive
+from kvferry.proto.keys import EventKind
+from kvferry.proto.specs import (
+    MAX_TENSORS,
+    Count,
+    Direction,
+    Keys,
+    KVLayout,
+    LoadStoreSpec,
+    Name,
+    Part,
+    Positive,
+)
+from kvferry.proto.status import DaemonStatus, DeviceInfo, Fingerprint
 
 PROTOCOL = 1
 """The protocol version that this source speaks. Hello and Welcome never change their shape."""
 
-Name: TypeAlias = Annotated[str, Meta(max_length=256)]
 Token: TypeAlias = Annotated[str, Meta(min_length=1, max_length=64)]
 Id: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 MAX_JOB_IDS = 65536
@@ -48,23 +66,6 @@ class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=s
 
 
 # Parts of messages
-
-
-class Part(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    pass
-
-
-class DeviceInfo(Part):
-    """kind: "cpu" or "cuda". uuid: "cpu", or "GPU-..." as the driver prints it.
-
-    staging_bytes: device memory that the daemon takes to copy through; an engine that plans the
-        device's memory subtracts it.
-    """
-
-    kind: str
-    uuid: str
-    name: str
-    staging_bytes: int = 0
 
 
 class Limits(Part):
@@ -136,73 +137,9 @@ class JobResult(Part):
     error: ErrorInfo | None = None
 
 
-class PoolStatus(Part):
-    size_bytes: int
-    pinned_bytes: int
-    reserved_bytes: int
-    """Held by regions, whether their engine is here or away."""
-
-
-class GroupCopying(Part):
-    """How a KV cache group is copied each way: "direct" or "staged"."""
-
-    store: str
-    load: str
-
-
-class EngineStatus(Part):
-    name: str
-    present: bool
-    host_blocks: int
-    host_block_bytes: int
-    jobs: int
-    copying: tuple[GroupCopying, ...] = ()
-
-
-class CalibrationPoint(Part):
-    """Direct copies of fragments of one size, in bytes per second, as measured at start."""
-
-    fragment_bytes: int
-    store: float
-    load: float
-
-
-class CopyStatus(Part):
-    """mode: as configured. contiguous: one large copy, the most that the link gives.
-
-    direct_from: the smallest fragment each way that is copied directly, in bytes.
-    """
-
-    mode: str
-    contiguous: CalibrationPoint
-    direct: tuple[CalibrationPoint, ...]
-    direct_from_store: int
-    direct_from_load: int
-
-
-class Totals(Part):
-    stores: int = 0
-    loads: int = 0
-    stored_bytes: int = 0
-    loaded_bytes: int = 0
-    failed: int = 0
-    cancelled: int = 0
-
-
-class DaemonStatus(Part):
-    version: str
-    boot_id: str
-    pid: int
-    uptime_seconds: float
-    device: DeviceInfo
-    pool: PoolStatus
-    sessions: int
-    engines: tuple[EngineStatus, ...]
-    totals: Totals
-    errors: dict[str, int]
-    """How often each error code was answered since the start."""
-    copying: CopyStatus | None = None
-    """What the calibration found; None before it has run, and on the CPU."""
+class KeyEvent(Part):
+    kind: EventKind
+    keys: Keys
 
 
 # Client to daemon
@@ -227,6 +164,8 @@ class RegisterKVCaches(Message):
 
     host_bytes: how much of the host pool the engine wants; None: all that is free.
     timeline: ticket of the shared page that `wait_for` values are compared with, if any.
+    namespace: the one that this session opened: the engine names host blocks by key, and has no
+        region of its own.
     """
 
     request_id: Id
@@ -235,6 +174,7 @@ class RegisterKVCaches(Message):
     locations: Locations
     host_bytes: Positive | None = None
     timeline: Id | None = None
+    namespace: Name | None = None
 
 
 class AllocateKVCaches(Message):
@@ -244,6 +184,7 @@ class AllocateKVCaches(Message):
     layout: KVLayout
     host_bytes: Positive | None = None
     timeline: Id | None = None
+    namespace: Name | None = None
 
 
 class Submit(Message):
@@ -266,6 +207,51 @@ class Wait(Message):
 
     request_id: Id
     job_ids: JobIds
+
+
+class OpenNamespace(Message):
+    """Enter the namespace of a fingerprint; it is made where there is none.
+
+    quota_bytes: how much of the pool it takes, None for all that is free. quota_bytes, policy and
+    store_threshold count when it is made, or when nobody else is in it; Opened tells what holds.
+    """
+
+    request_id: Id
+    fingerprint: Fingerprint
+    quota_bytes: Count | None = None
+    policy: Name = "lru"
+    store_threshold: Positive = 1
+
+
+class Follow(Message):
+    """Send what is resident in my namespace, and from then on what changes.
+
+    Said again when a number is missing among the News.
+    """
+
+
+class Pin(Message):
+    """Keep these keys until Unpin, as many times as pinned, or until my session ends."""
+
+    keys: Keys
+
+
+class Unpin(Message):
+    keys: Keys
+
+
+class Touch(Message):
+    """These were of use: the first becomes the most recent. hits, misses: lookups since then."""
+
+    keys: Keys
+    hits: Count = 0
+    misses: Count = 0
+
+
+class Reset(Message):
+    """Make every key of my namespace absent."""
+
+    request_id: Id
 
 
 class StatusRequest(Message):
@@ -311,6 +297,46 @@ class Waited(Message):
     request_id: Id
 
 
+class Opened(Message):
+    """A namespace, as it is. `unlike`: others of the same model, and the fields that differ.
+
+    reattached: it was there before, with its keys. name: what the fingerprint is called.
+    """
+
+    request_id: Id
+    name: Name
+    num_blocks: Count
+    block_bytes: Positive
+    reattached: bool
+    policy: str
+    store_threshold: int
+    unlike: tuple[str, ...] = ()
+
+
+class Done(Message):
+    request_id: Id
+
+
+class Snapshot(Message):
+    """A part of what is resident as of News number `sequence`: ready keys, or pending ones.
+
+    part: 0 begins anew. last: that was all; News from `sequence` + 1 on apply.
+    """
+
+    sequence: Count
+    part: Count
+    pending: bool
+    keys: Keys
+    last: bool = False
+
+
+class News(Message):
+    """What happened to keys of the namespace, in order. Numbered without gaps."""
+
+    sequence: Count
+    events: tuple[KeyEvent, ...]
+
+
 class StatusReport(Message):
     request_id: Id
     status: DaemonStatus
@@ -325,10 +351,34 @@ class Error(Message):
 
 
 ClientMessage: TypeAlias = (
-    Hello | RegisterKVCaches | AllocateKVCaches | Submit | Cancel | Wait | StatusRequest | Goodbye
+    Hello
+    | RegisterKVCaches
+    | AllocateKVCaches
+    | Submit
+    | Cancel
+    | Wait
+    | OpenNamespace
+    | Follow
+    | Pin
+    | Unpin
+    | Touch
+    | Reset
+    | StatusRequest
+    | Goodbye
 )
 DaemonMessage: TypeAlias = (
-    Welcome | Registered | Allocated | Finished | Waited | StatusReport | Error | Goodbye
+    Welcome
+    | Registered
+    | Allocated
+    | Finished
+    | Waited
+    | Opened
+    | Done
+    | Snapshot
+    | News
+    | StatusReport
+    | Error
+    | Goodbye
 )
 
 

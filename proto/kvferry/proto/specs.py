@@ -24,10 +24,12 @@ import numpy as np
 from msgspec import Meta
 
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.keys import MAX_KEY_BYTES, OffloadKey
 
 MAX_BLOCK_IDS = 1 << 20
 MAX_TENSORS = 4096
 MAX_GROUPS = 256
+MAX_KEYS = 1 << 16
 MAX_INT = (1 << 63) - 1
 MAX_COUNT = 1 << 48
 
@@ -38,6 +40,11 @@ else:
     AnyIds = np.ndarray
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_COUNT)]
 Positive: TypeAlias = Annotated[int, Meta(gt=0, lt=MAX_COUNT)]
+Name: TypeAlias = Annotated[str, Meta(max_length=256)]
+
+
+class Part(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A part of a message: an array of its fields."""
 
 
 class Direction(StrEnum):
@@ -207,5 +214,39 @@ class CPULoadStoreSpec(_Spec, tag="cpu", frozen=True, eq=False):
         """Every daemon can read this."""
 
 
-LoadStoreSpec: TypeAlias = GPULoadStoreSpec | CPULoadStoreSpec
+Key: TypeAlias = Annotated[bytes, Meta(min_length=1, max_length=MAX_KEY_BYTES)]
+Keys: TypeAlias = Annotated[tuple[Key, ...], Meta(max_length=MAX_KEYS)]
+
+
+class KeyLoadStoreSpec(
+    msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="keys"
+):
+    """Host blocks by key, for the groups in order, in the namespace that the engine opened.
+
+    The daemon decides where they lie: a store reserves room for the keys that are not there yet
+    and copies those only, a load of a key that is not there is refused whole (KEY_ABSENT).
+    """
+
+    keys: Keys
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.keys, tuple):
+            msgspec.structs.force_setattr(self, "keys", tuple(self.keys))
+
+    def check(self) -> None:
+        """Raise Refused where no daemon could read this."""
+        check_keys(self.keys)
+
+
+def check_keys(keys: Sequence[OffloadKey]) -> None:
+    """Raise Refused (BAD_KEY) where these are no keys, or too many at once."""
+    if len(keys) > MAX_KEYS:
+        raise Refused(Code.BAD_KEY, f"at most {MAX_KEYS} keys at once: split them", len(keys))
+    for key in keys:
+        if type(key) is not bytes or not 0 < len(key) <= MAX_KEY_BYTES:
+            raise Refused(Code.BAD_KEY, f"a key is 1 to {MAX_KEY_BYTES} bytes", key)
+
+
+HostSpec: TypeAlias = CPULoadStoreSpec | KeyLoadStoreSpec
+LoadStoreSpec: TypeAlias = GPULoadStoreSpec | CPULoadStoreSpec | KeyLoadStoreSpec
 TransferSpec: TypeAlias = tuple[LoadStoreSpec, LoadStoreSpec]

@@ -39,6 +39,7 @@ from kvferry.daemon.core.actions import (
 from kvferry.daemon.core.core import Core, Identity
 from kvferry.daemon.core.transfers import MAX_WAITS
 from kvferry.proto import messages as wire
+from kvferry.proto import status as told
 from kvferry.proto.errors import Code, ErrorInfo
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import (
@@ -56,7 +57,7 @@ POOL = 16 * 4096
 LAYOUT = KVLayout((TensorLayout(8, 1024, 1024),), ((TensorRef(0, 1024),),), 2)
 OTHER = KVLayout((TensorLayout(8, 512, 512),), ((TensorRef(0, 512),),))
 LIMITS = wire.Limits(1 << 20, 1 << 10, MAX_JOBS)
-DEVICE = wire.DeviceInfo("cpu", "cpu", "host memory")
+DEVICE = told.DeviceInfo("cpu", "cpu", "host memory")
 FAULT = ErrorInfo(Code.COPY_FAILED, "the copy failed")
 
 
@@ -323,7 +324,7 @@ def test_a_job_is_started_whole_and_ends_with_what_it_moved() -> None:
     (action,) = desk.core.report(Ended(plan.serial, Outcome.DONE, 0.25))
     result = wire.JobResult(7, Direction.STORE, Outcome.DONE, 3072, 0.25)
     assert action == Send("a", wire.Finished((result,)))
-    assert desk.core.status(101.0).totals == wire.Totals(stores=1, stored_bytes=3072)
+    assert desk.core.status(101.0).totals == told.Totals(stores=1, stored_bytes=3072)
 
 
 def test_a_job_without_success_moved_nothing() -> None:
@@ -336,7 +337,7 @@ def test_a_job_without_success_moved_nothing() -> None:
         assert isinstance(action.message, wire.Finished)
         (result,) = action.message.results
         assert (result.outcome, result.nbytes) == (outcome, 0)
-    assert desk.core.status(101.0).totals == wire.Totals(failed=1, cancelled=1)
+    assert desk.core.status(101.0).totals == told.Totals(failed=1, cancelled=1)
 
 
 @pytest.mark.parametrize(
@@ -513,19 +514,19 @@ def test_status_tells_what_is_there() -> None:
         "a/worker",
         wire.StatusReport(
             5,
-            wire.DaemonStatus(
+            told.DaemonStatus(
                 version="0.1",
                 boot_id="boot",
                 pid=4711,
                 uptime_seconds=1.0,
                 device=DEVICE,
-                pool=wire.PoolStatus(POOL, 8192, 8192),
+                pool=told.PoolStatus(POOL, 8192, 8192),
                 sessions=2,
                 engines=(
-                    wire.EngineStatus("a", True, 2, 2048, 1),
-                    wire.EngineStatus("b", False, 2, 2048, 0),
+                    told.EngineStatus("a", True, 2, 2048, 1),
+                    told.EngineStatus("b", False, 2, 2048, 0),
                 ),
-                totals=wire.Totals(),
+                totals=told.Totals(),
                 errors={"block_out_of_range": 1},
             ),
         ),

@@ -19,7 +19,7 @@ from rich.text import Text
 from kvferry.client import DaemonStatus, OffloadClient, find_daemon
 from kvferry.client.cli.units import size, span
 from kvferry.proto.errors import Code, Gone
-from kvferry.proto.messages import PoolStatus, Totals
+from kvferry.proto.status import PoolStatus, Totals
 
 TIMEOUT = 5.0
 BAR = 40

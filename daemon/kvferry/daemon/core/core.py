@@ -25,6 +25,7 @@ from kvferry.daemon.core.geometry import sides
 from kvferry.daemon.core.registrations import Registrations
 from kvferry.daemon.core.transfers import Transfers
 from kvferry.proto import messages as wire
+from kvferry.proto import status as told
 from kvferry.proto.errors import Code, ErrorInfo, Gone, KVFerryError, Refused
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction
@@ -37,7 +38,7 @@ class Identity:
     version: str
     boot_id: str
     pid: int
-    device: wire.DeviceInfo
+    device: told.DeviceInfo
     limits: wire.Limits
 
 
@@ -47,7 +48,7 @@ class Core:
         self.stopping = False
         self._started = started
         self._pinned_bytes = 0
-        self._copying: wire.CopyStatus | None = None
+        self._copying: told.CopyStatus | None = None
         self._errors: Counter[str] = Counter()
         self._engines: dict[str, str] = {}
         """Sessions, and the engine that each belongs to."""
@@ -133,11 +134,11 @@ class Core:
         request_id = getattr(message, "request_id", None)
         return wire.Error(request_id, error.info, self.identity.boot_id)
 
-    def status(self, now: float) -> wire.DaemonStatus:
+    def status(self, now: float) -> told.DaemonStatus:
         me, regions = self.identity, self._registrations.regions
-        totals = {name: self._transfers.totals[name] for name in wire.Totals.__struct_fields__}
+        totals = {name: self._transfers.totals[name] for name in told.Totals.__struct_fields__}
         engines = [
-            wire.EngineStatus(
+            told.EngineStatus(
                 region.engine,
                 region.present,
                 region.num_blocks,
@@ -147,16 +148,16 @@ class Core:
             )
             for region in regions
         ]
-        return wire.DaemonStatus(
+        return told.DaemonStatus(
             version=me.version,
             boot_id=me.boot_id,
             pid=me.pid,
             uptime_seconds=now - self._started,
             device=me.device,
-            pool=wire.PoolStatus(regions.pool_bytes, self._pinned_bytes, regions.reserved_bytes),
+            pool=told.PoolStatus(regions.pool_bytes, self._pinned_bytes, regions.reserved_bytes),
             sessions=len(self._engines),
             engines=tuple(engines),
-            totals=wire.Totals(**totals),
+            totals=told.Totals(**totals),
             errors=dict(self._errors),
             copying=self._copying,
         )

@@ -23,7 +23,7 @@ from kvferry.client.conversation import timed_out
 from kvferry.client.tensors import shared_empty
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.libcuda import driver
-from kvferry.proto.messages import DeviceInfo
+from kvferry.proto.status import DeviceInfo
 
 POOL_TIMEOUT = 300.0
 

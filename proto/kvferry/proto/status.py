@@ -1,0 +1,162 @@
+"""What a daemon says of itself: the parts of DaemonStatus, and what its peers are told of it."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.proto.keys import MAX_KEY_BYTES
+from kvferry.proto.specs import Count, Name, Part, Positive
+
+
+class DeviceInfo(Part):
+    """kind: "cpu" or "cuda". uuid: "cpu", or "GPU-..." as the driver prints it.
+
+    staging_bytes: device memory that the daemon takes to copy through; an engine that plans the
+        device's memory subtracts it.
+    """
+
+    kind: str
+    uuid: str
+    name: str
+    staging_bytes: int = 0
+
+
+class Fingerprint(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Everything that must agree for two engines' bytes to be exchangeable: what a namespace is.
+
+    Two engines share blocks only where all of it is equal.
+    """
+
+    model: Name
+    host_block_bytes: Positive
+    """Bytes of a host block: those of a GPU block of the widest group, times block_size_factor."""
+    revision: Name = ""
+    dtype: Name = ""
+    kv_dtype: Name = ""
+    kv_layout: Name = ""
+    block_size: Count = 0
+    """Tokens in a host block."""
+    rank: Count = 0
+    world_size: Positive = 1
+    """Tensor and pipeline parallel ranks: each holds its own part of every block."""
+    hash_algorithm: Name = ""
+    hash_seed: Name = ""
+    key_bytes: Annotated[int, Meta(ge=1, le=MAX_KEY_BYTES)] = 36
+    extra: Annotated[tuple[tuple[Name, Name], ...], Meta(max_length=64)] = ()
+    """Anything else that must agree, by name."""
+
+    @property
+    def name(self) -> str:
+        """What the namespace of this fingerprint is called."""
+        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).hexdigest()
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """The fields that differ, each with both values: "kv_dtype: 'fp8' here, 'bf16' there"."""
+        here, there = self._fields(), other._fields()
+        return [
+            f"{name}: {here.get(name)!r} here, {there.get(name)!r} there"
+            for name in here | there
+            if here.get(name) != there.get(name)
+        ]
+
+    def _fields(self) -> dict[str, object]:
+        plain = {name: getattr(self, name) for name in self.__struct_fields__ if name != "extra"}
+        return plain | dict(self.extra)
+
+
+class PoolStatus(Part):
+    size_bytes: int
+    pinned_bytes: int
+    reserved_bytes: int
+    """Held by regions, whether their engine is here or away."""
+
+
+class GroupCopying(Part):
+    """How a KV cache group is copied each way: "direct" or "staged"."""
+
+    store: str
+    load: str
+
+
+class EngineStatus(Part):
+    name: str
+    present: bool
+    host_blocks: int
+    host_block_bytes: int
+    jobs: int
+    copying: tuple[GroupCopying, ...] = ()
+
+
+class NamespaceStatus(Part):
+    """A namespace and its blocks: each of `blocks` is free, pending, ready or doomed.
+
+    doomed: from before a reset, in use by a job that has not ended. pinned: of those ready.
+    """
+
+    name: str
+    fingerprint: Fingerprint
+    policy: str
+    engines: tuple[str, ...]
+    blocks: int
+    block_bytes: int
+    free: int
+    pending: int
+    ready: int
+    doomed: int
+    pinned: int
+    hits: int
+    misses: int
+    stored: int
+    stores_skipped: int
+    evictions: int
+
+
+class CalibrationPoint(Part):
+    """Direct copies of fragments of one size, in bytes per second, as measured at start."""
+
+    fragment_bytes: int
+    store: float
+    load: float
+
+
+class CopyStatus(Part):
+    """mode: as configured. contiguous: one large copy, the most that the link gives.
+
+    direct_from: the smallest fragment each way that is copied directly, in bytes.
+    """
+
+    mode: str
+    contiguous: CalibrationPoint
+    direct: tuple[CalibrationPoint, ...]
+    direct_from_store: int
+    direct_from_load: int
+
+
+class Totals(Part):
+    stores: int = 0
+    loads: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+    failed: int = 0
+    cancelled: int = 0
+
+
+class DaemonStatus(Part):
+    version: str
+    boot_id: str
+    pid: int
+    uptime_seconds: float
+    device: DeviceInfo
+    pool: PoolStatus
+    sessions: int
+    engines: tuple[EngineStatus, ...]
+    totals: Totals
+    errors: dict[str, int]
+    """How often each error code was answered since the start."""
+    copying: CopyStatus | None = None
+    """What the calibration found; None before it has run, and on the CPU."""
+    namespaces: tuple[NamespaceStatus, ...] = ()
