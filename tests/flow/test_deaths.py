@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvferry.client import Code, Gone, LocalDaemon, OffloadClient
-from kvferry.proto.messages import EngineStatus
+from kvferry.proto.status import EngineStatus
 from kvferry.testing.engine import Engine, StartEngine, WorkerProcess, until
 from kvferry.testing.raw import Raw
 

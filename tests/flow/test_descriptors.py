@@ -22,7 +22,7 @@ ENGINE = """
 import os, signal, sys
 from pathlib import Path
 from kvferry.client import Timeline
-from kvferry.proto.messages import Allocated, AllocateKVCaches, Welcome
+from kvferry.proto.messages import (Allocated, AllocateKVCaches, Welcome)
 from kvferry.testing.raw import Raw, one_tensor, store
 
 directory, name, does, ends = sys.argv[1:]

@@ -11,15 +11,9 @@ from typing import TypeAlias
 
 from kvferry.daemon.core.geometry import Geometry, Run
 from kvferry.proto.errors import ErrorInfo
-from kvferry.proto.messages import (
-    Allocation,
-    CopyStatus,
-    DaemonMessage,
-    GroupCopying,
-    Location,
-    Outcome,
-)
+from kvferry.proto.messages import Allocation, DaemonMessage, Location, Outcome
 from kvferry.proto.specs import Direction
+from kvferry.proto.status import CopyStatus, GroupCopying
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,11 @@ from kvferry.proto.messages import (
     AllocateKVCaches,
     DaemonMessage,
     Error,
-    GroupCopying,
     HostRegion,
     Registered,
     RegisterKVCaches,
 )
+from kvferry.proto.status import GroupCopying
 
 Request: TypeAlias = RegisterKVCaches | AllocateKVCaches
 

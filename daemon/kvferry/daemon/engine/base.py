@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from kvferry.daemon.core.geometry import Geometry, Int64s, Run
-from kvferry.proto.messages import Allocation, CopyStatus, DeviceInfo, GroupCopying, Location
+from kvferry.proto.messages import Allocation, Location
 from kvferry.proto.specs import Direction, KVLayout
+from kvferry.proto.status import CopyStatus, DeviceInfo, GroupCopying
 
 Ticket: TypeAlias = object
 """One submitted piece, as its engine knows it."""

@@ -22,8 +22,9 @@ from kvferry.daemon.core.geometry import Fragments, Geometry, Run
 from kvferry.daemon.engine.base import NO_ROOM, Mapping, Room, Shared, Want, packed_locations
 from kvferry.daemon.engine.memory import Mapped, sealed_memfd
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
-from kvferry.proto.messages import Allocation, DeviceInfo, FdAllocation, GroupCopying, Location
+from kvferry.proto.messages import Allocation, FdAllocation, Location
 from kvferry.proto.specs import Direction
+from kvferry.proto.status import DeviceInfo, GroupCopying
 
 PIECE_BYTES = 8 << 20
 MAX_PIECES = 8

@@ -16,8 +16,8 @@ from kvferry.daemon.core.geometry import Geometry, Run
 from kvferry.daemon.engine.base import Mapping
 from kvferry.daemon.engine.cuda.direct import BatchCopy, DirectCopy
 from kvferry.proto.libcuda import Driver
-from kvferry.proto.messages import CalibrationPoint, CopyStatus, GroupCopying
 from kvferry.proto.specs import Direction, KVLayout, TensorLayout, TensorRef
+from kvferry.proto.status import CalibrationPoint, CopyStatus, GroupCopying
 
 GOOD = 0.94
 SIZES = tuple(1 << power for power in range(12, 22))

@@ -20,15 +20,9 @@ from kvferry.daemon.engine.cuda.staged import MAX_BLOCKS, PageTable, StagedCopy
 from kvferry.daemon.engine.cuda.staging import Slot, Staging
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.libcuda import MIN_DRIVER, Driver, Event, driver
-from kvferry.proto.messages import (
-    Allocation,
-    CopyStatus,
-    CudaAllocation,
-    DeviceInfo,
-    GroupCopying,
-    Location,
-)
+from kvferry.proto.messages import Allocation, CudaAllocation, Location
 from kvferry.proto.specs import Direction
+from kvferry.proto.status import CopyStatus, DeviceInfo, GroupCopying
 
 _GRANULE = 2 << 20
 """Allocations of whole granules are not shared with others inside the driver."""
