@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import secrets
 import signal
 import sys
@@ -36,6 +37,8 @@ log = structlog.get_logger()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run until SIGTERM. Exit status: 0 stopped, 1 something failed, 2 refused to start."""
     sys.setswitchinterval(SWITCH_INTERVAL)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a chunk of the pool takes one
     try:
         config = configuration.read(arguments)
         start_logging(config.log)

@@ -50,16 +50,72 @@ class Mapped:
         self.address = ctypes.addressof(self._anchor)
         self.nbytes = nbytes
 
-    def populate(self, start: int, nbytes: int) -> None:
-        """Touch a part for the first time, on the memory of this thread's node."""
-        self._map.madvise(_MADV_POPULATE_WRITE, start, nbytes)
-
     def close(self) -> None:
         del self._anchor
         self._map.close()
 
 
+class MappedFiles:
+    """New shared memory of many files, mapped one behind the other. Owns mapping and descriptors.
+
+    The kernel takes pages of one file under one lock, so threads that touch memory for the first
+    time help each other only in different files: with 16 of them 48 GiB take 2.6 s, in one file 7.
+    """
+
+    def __init__(self, name: str, nbytes: int, file_bytes: int) -> None:
+        self.nbytes, self._file_bytes = nbytes, file_bytes
+        self.descriptors: list[int] = []
+        self.address = _map(None, nbytes, _NO_ACCESS, _PRIVATE | _ANONYMOUS | _NORESERVE, -1)
+        try:
+            for start in range(0, nbytes, file_bytes):
+                size = min(file_bytes, nbytes - start)
+                self.descriptors.append(sealed_memfd(name, size))
+                access = mmap.PROT_READ | mmap.PROT_WRITE
+                at, flags = self.address + start, mmap.MAP_SHARED | _FIXED
+                _map(at, size, access, flags, self.descriptors[-1])
+                _libc.madvise(at, size, mmap.MADV_HUGEPAGE)  # where there are some for such memory
+        except BaseException:
+            self.close()
+            raise
+
+    def populate(self, start: int, nbytes: int) -> None:
+        """Touch a part for the first time, on the memory of this thread's node."""
+        _done(_libc.madvise(self.address + start, nbytes, _MADV_POPULATE_WRITE))
+
+    def close(self) -> None:
+        _done(_libc.munmap(self.address, self.nbytes))
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
 _MADV_POPULATE_WRITE = 23
+_NO_ACCESS = 0
+_PRIVATE, _FIXED, _ANONYMOUS, _NORESERVE = mmap.MAP_PRIVATE, 0x10, mmap.MAP_ANONYMOUS, 0x4000
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_size_t
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_libc.munmap.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+
+
+def _map(at: int | None, nbytes: int, access: int, flags: int, descriptor: int) -> int:
+    address = int(_libc.mmap(at, nbytes, access, flags, descriptor, 0))
+    _done(-1 if address == ctypes.c_size_t(-1).value else 0)
+    return address
+
+
+def _done(result: int) -> None:
+    """Raise OSError where a call to the kernel failed."""
+    if result:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 class Timeline:

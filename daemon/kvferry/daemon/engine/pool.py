@@ -1,4 +1,4 @@
-"""The host pool: one sealed memfd, touched and registered chunk by chunk in the background.
+"""The host pool: sealed memfds, one a chunk, touched and registered in turn in the background.
 
 Registering memory takes seconds for tens of GiB, so nobody waits for all of it: `ready_bytes`
 grows chunk by chunk from the front, and a transfer waits only for the chunk that it touches. A
@@ -11,15 +11,19 @@ from __future__ import annotations
 import os
 import resource
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 
 from kvferry.daemon.engine.base import CopyEngine
-from kvferry.daemon.engine.memory import PAGE, Mapped, sealed_memfd
+from kvferry.daemon.engine.memory import PAGE, MappedFiles
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 
 TOUCHERS = min(16, os.cpu_count() or 1)
+AHEAD = 2 * TOUCHERS
+"""Chunks touched before they are registered, at most: what a stop has to wait for."""
 
 
 class HostPool:
@@ -32,8 +36,7 @@ class HostPool:
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         try:
-            self.descriptor = sealed_memfd("kvferry-pool", self.nbytes)
-            self._memory = Mapped(self.descriptor, self.nbytes)
+            self._memory = MappedFiles("kvferry-pool", self.nbytes, self.chunk_bytes)
         except OSError as error:
             raise Refused(Code.POOL_TOO_LARGE, f"no such pool can be made: {error}", nbytes) from (
                 error
@@ -60,7 +63,6 @@ class HostPool:
         for start in range(0, self.ready_bytes, self.chunk_bytes):
             engine.unpin(self.address + start)
         self._memory.close()
-        os.close(self.descriptor)
 
     def _fill(
         self,
@@ -68,19 +70,19 @@ class HostPool:
         progress: Callable[[int], None],
         failed: Callable[[KVFerryError], None],
     ) -> None:
-        chunks = [
-            (start, min(self.chunk_bytes, self.nbytes - start))
-            for start in range(0, self.nbytes, self.chunk_bytes)
-        ]
+        starts = range(0, self.nbytes, self.chunk_bytes)
         try:
             with ThreadPoolExecutor(TOUCHERS, "kvferry-touch") as touchers:
-                touching = self._touch(touchers, *chunks[0])
-                for (start, size), following in zip(chunks, [*chunks[1:], None], strict=True):
+                touching = deque[list[Future[None]]]()
+                upcoming = iter(starts)
+                for start in starts:
+                    for ahead in islice(upcoming, AHEAD - len(touching)):
+                        touching.append(self._touch(touchers, ahead))
                     if self._stopping.is_set():
                         return
-                    for touched in touching:
+                    for touched in touching.popleft():
                         touched.result()
-                    touching = self._touch(touchers, *following) if following else []
+                    size = self._size(start)
                     engine.pin(self.address + start, size)
                     self.ready_bytes = start + size
                     progress(self.ready_bytes)
@@ -90,13 +92,17 @@ class HostPool:
             message = f"memory for the host pool ran out at byte {self.ready_bytes}: {error}"
             failed(Failed(Code.POOL_TOO_LARGE, message, self.nbytes))
 
-    def _touch(self, touchers: ThreadPoolExecutor, start: int, size: int) -> list[Future[None]]:
-        """First touch in parallel, ahead of registering: the kernel zeroes pages on every core."""
-        step = -(-size // (TOUCHERS * PAGE)) * PAGE
+    def _touch(self, touchers: ThreadPoolExecutor, start: int) -> list[Future[None]]:
+        """First touch ahead of registering: one chunk a thread, all threads in the first one."""
+        size = self._size(start)
+        step = size if start else -(-size // (TOUCHERS * PAGE)) * PAGE
         return [
             touchers.submit(self._memory.populate, at, min(step, start + size - at))
             for at in range(start, start + size, step)
         ]
+
+    def _size(self, start: int) -> int:
+        return min(self.chunk_bytes, self.nbytes - start)
 
 
 def check_fits(nbytes: int, *, locked: bool) -> None:

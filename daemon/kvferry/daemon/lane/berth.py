@@ -98,6 +98,9 @@ class Flight:
     berth: Berth
     crossing: Crossing
     ticket: Ticket
+    due: float
+    """When it is expected to be done."""
+    short: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -108,3 +111,5 @@ class Stream:
     flights: deque[Flight] = field(default_factory=deque)
     turn: deque[int] = field(default_factory=deque)
     """Registrations in the order in which they may submit next."""
+    due: float = 0.0
+    """When the last piece is expected to be done."""

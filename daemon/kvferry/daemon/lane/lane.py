@@ -43,9 +43,14 @@ from kvferry.proto.errors import Code, Failed, KVFerryError
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction
 
+LINK = 50e9
+"""Bytes per second that a piece is expected to move at."""
 WATCH = 150e-6
-"""Seconds after a submission in which the lane only polls: small pieces are done by then."""
+"""A piece that takes no longer is polled without pause until it is late by as much: somebody may
+be waiting for it. Polling a longer one so would only take the loop's turns at the GIL away."""
 NAP_IN_FLIGHT = 20e-6
+NAP_LONG = 50e-6
+MAX_NAP_LONG = 500e-6
 NAP_HELD = 20e-6
 MAX_NAP_HELD = 1e-3
 """A fence is read ever less often while nothing happens: memory cannot wake a thread."""
@@ -88,7 +93,6 @@ class Lane:
         self._streams = [Stream(direction) for direction in (Direction.LOAD, Direction.STORE)]
         self._reports: list[Report] = []
         self._held_nap = NAP_HELD
-        self._watch_until = 0.0
         self._started = threading.Event()
         self._trouble: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="kvferry-lane", daemon=True)
@@ -146,9 +150,11 @@ class Lane:
 
     def _nap(self) -> float | None:
         """How long to sleep unless an order comes: 0 is not at all, None until one does."""
-        if any(stream.flights for stream in self._streams):
+        flights = [stream.flights[0] for stream in self._streams if stream.flights]
+        if flights:
             self._held_nap = NAP_HELD
-            return 0.0 if time.perf_counter() < self._watch_until else NAP_IN_FLIGHT
+            now = time.perf_counter()
+            return min(_nap(flight, now) for flight in flights)
         if any(t.waiting for berth in self._berths.values() for t in berth.tracks.values()):
             self._held_nap = min(2 * self._held_nap, MAX_NAP_HELD)
             return self._held_nap
@@ -278,8 +284,9 @@ class Lane:
                 if crossing.first is None:
                     crossing.first = ticket
                     crossing.after = stream.flights[-1].ticket if stream.flights else None
-                self._watch_until = time.perf_counter() + WATCH
-                stream.flights.append(Flight(berth, crossing, ticket))
+                takes = geometry.nbytes((piece,)) / LINK
+                stream.due = max(time.perf_counter(), stream.due) + takes
+                stream.flights.append(Flight(berth, crossing, ticket, stream.due, takes <= WATCH))
         if not crossing.rest:
             track.waiting.popleft()
             self._end_if_over(track, crossing)
@@ -319,6 +326,13 @@ class Lane:
         if self._reports:
             reports, self._reports = self._reports, []
             self._report(reports)
+
+
+def _nap(flight: Flight, now: float) -> float:
+    """How long to leave a piece alone."""
+    if flight.short:
+        return 0.0 if now < flight.due + WATCH else NAP_IN_FLIGHT
+    return min(MAX_NAP_LONG, max(NAP_LONG, flight.due - now))
 
 
 def _told(error: Exception) -> KVFerryError:

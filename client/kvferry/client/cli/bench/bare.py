@@ -13,6 +13,8 @@ import time
 
 from kvferry.proto.libcuda import driver
 
+POPULATE_WRITE = 23
+
 
 def main(mode: str, ordinal: str, nbytes: str = "0") -> None:
     if mode != "touch":
@@ -24,8 +26,7 @@ def main(mode: str, ordinal: str, nbytes: str = "0") -> None:
     begin = time.perf_counter()
     if mode == "touch":
         memory = mmap.mmap(-1, int(nbytes))
-        for at in range(0, int(nbytes), mmap.PAGESIZE):
-            memory[at] = 1
+        memory.madvise(POPULATE_WRITE)
         print(time.perf_counter() - begin)
     else:
         address = driver().allocate_host(int(nbytes))
