@@ -17,7 +17,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from kvferry.client import GPULoadStoreSpec, LocalDaemon, OffloadClient, shared_empty
+from kvferry.client import (
+    Fingerprint,
+    GPULoadStoreSpec,
+    LocalDaemon,
+    OffloadClient,
+    shared_empty,
+)
 from kvferry.client.cli import main, units
 from kvferry.client.cli.bench import plotting, report
 from kvferry.client.cli.bench.bandwidth import Trip
@@ -37,7 +43,9 @@ from kvferry.client.cli.bench.results import (
     Spread,
     Start,
 )
+from kvferry.client.cli.status import as_json, ask, show
 from kvferry.proto.errors import Failed, Refused
+from kvferry.proto.status import NamespaceStatus
 
 WAYS = {"store", "load", "both"}
 Captured: TypeAlias = pytest.CaptureFixture[str]
@@ -92,6 +100,53 @@ def test_status_json_names_every_field(daemon: LocalDaemon, capsys: Captured) ->
     assert status["pool"]["size_bytes"] == 64 << 20
     assert status["totals"].keys() >= {"stored_bytes", "loaded_bytes", "failed"}
     assert status.keys() >= {"version", "boot_id", "uptime_seconds", "engines", "errors"}
+    assert status["namespaces"] == []
+
+
+WHOSE = Fingerprint("[red]meta-llama/Llama-3.1-70B", 2 << 20, extra=(("pages", "16"),))
+BUSY = NamespaceStatus(
+    WHOSE.name,
+    WHOSE,
+    "lru",
+    ("llama-0", "llama-1"),
+    blocks=262144,
+    block_bytes=2 << 20,
+    free=1000,
+    pending=4,
+    ready=261140,
+    doomed=0,
+    pinned=12,
+    hits=93,
+    misses=7,
+    stored=300001,
+    stores_skipped=2,
+    evictions=38861,
+)
+
+
+def test_status_shows_namespaces(daemon: LocalDaemon, capsys: Captured) -> None:
+    report, namespaces = ask(daemon.directory)
+    assert namespaces == ()
+    replace = msgspec.structs.replace
+    ranked = replace(WHOSE, rank=1, world_size=8)
+    away = replace(BUSY, fingerprint=ranked, policy="arc", engines=(), hits=0, misses=0)
+    show(report, (BUSY, away), Console(width=80, highlight=False))
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split()[1:] for line in lines if "262,144" in line]
+    counts = ["262,144", "2", "MiB", "261,140", "12", "1,000", "93%", "38,861"]
+    assert rows == [counts, [*counts[:-2], "-", "38,861"]]
+    names = " ".join(line[:17].strip() for line in lines)
+    assert names.replace(" ", "").count(WHOSE.model) == 2
+    assert names.count(WHOSE.name) == 2
+    words = ("lru llama-0, llama-1", "arc, rank 1 of 8", "nobody here")
+    assert all(word in names for word in words)
+
+
+def test_namespaces_as_json_name_every_field() -> None:
+    (read,) = json.loads(msgspec.json.encode(as_json((BUSY,))))
+    assert list(read) == list(NamespaceStatus.__struct_fields__)
+    assert read["fingerprint"]["host_block_bytes"] == 2 << 20
+    assert read["fingerprint"]["extra"] == [["pages", "16"]]
 
 
 def test_status_needs_no_torch(daemon: LocalDaemon) -> None:
@@ -172,7 +227,7 @@ def test_bench_writes_all_it_measured(tmp_path: Path, capsys: Captured) -> None:
     assert [entry["page_bytes"] for entry in results["bandwidth"]] == [16 << 10, 2 << 20]
     for entry in results["bandwidth"]:
         check_copies(entry["copies"], results["about"]["nbytes"])
-    assert len(results["latency"]) == 14
+    assert len(results["latency"]) == 16
     check_latencies(results["latency"])
     assert results["about"]["command"].startswith("kvferry bench --device cpu --sizes")
     assert picture.read_bytes()[16:24] == PICTURE
@@ -347,6 +402,7 @@ def test_wrong_bytes_are_noticed(daemon: LocalDaemon) -> None:
         assert trip.round().keys() == WAYS
         for specs in (trip.loads, trip.loads_too):
             kept, (host, gpu) = list(specs), specs[0]
+            assert isinstance(gpu, GPULoadStoreSpec)
             specs[0] = (host, GPULoadStoreSpec(gpu.block_ids[::-1]))
             with pytest.raises(Failed, match="other bytes"):
                 trip.round()

@@ -7,16 +7,29 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kvferry.client.conversation import Conversation, TransferResult
+from kvferry.client import verbs
+from kvferry.client.conversation import Conversation
+from kvferry.client.jobs import TransferResult
 from kvferry.proto import messages as wire
 from kvferry.proto import status as told
 from kvferry.proto.codec import decode_client_message, encode
 from kvferry.proto.errors import Code, ErrorInfo, Failed, Gone, KVFerryError, Refused
+from kvferry.proto.keys import EventKind, Lookup
 from kvferry.proto.messages import Outcome
-from kvferry.proto.specs import CPULoadStoreSpec, Direction, GPULoadStoreSpec
+from kvferry.proto.specs import (
+    CPULoadStoreSpec,
+    Direction,
+    GPULoadStoreSpec,
+    KeyLoadStoreSpec,
+    KVLayout,
+    TensorLayout,
+    TensorRef,
+)
 
 STORE = GPULoadStoreSpec([1, 2]), CPULoadStoreSpec([3])
 LOAD = CPULoadStoreSpec([3]), GPULoadStoreSpec([1, 2])
+KEYED_STORE = GPULoadStoreSpec([1, 2]), KeyLoadStoreSpec((b"a", b"b"))
+KEYED_LOAD = KEYED_STORE[1], KEYED_STORE[0]
 MAX_JOBS = 3
 WELCOME = wire.Welcome(
     1, "boot", "s1", "0.1", 1, told.DeviceInfo("cpu", "cpu", "host"), wire.Limits(9, 9, MAX_JOBS)
@@ -42,7 +55,7 @@ def finish(talk: Conversation, *job_ids: int, **result: Any) -> None:
 
 
 def outcomes(talk: Conversation) -> list[tuple[int, str]]:
-    return [(result.job_id, result.outcome) for result in talk.results()]
+    return [(result.job_id, result.outcome) for result in talk.jobs.results()]
 
 
 # Greeting
@@ -74,7 +87,7 @@ def test_a_client_that_is_turned_away_learns_why(code: Code, kind: type[KVFerryE
 # Jobs
 
 
-@pytest.mark.parametrize("spec", [STORE, LOAD])
+@pytest.mark.parametrize("spec", [STORE, LOAD, KEYED_STORE, KEYED_LOAD])
 def test_a_job_is_sent_as_it_was_given(talk: Conversation, spec: Any) -> None:
     src, dst = spec
     assert decode_client_message(talk.submit(7, spec, 12)) == wire.Submit(7, src, dst, 12)
@@ -82,12 +95,10 @@ def test_a_job_is_sent_as_it_was_given(talk: Conversation, spec: Any) -> None:
 
 def test_a_result_comes_once(talk: Conversation) -> None:
     submit(talk, 7)
-    assert not talk.has_results
     finish(talk, 7, nbytes=4096, seconds=0.5)
-    assert talk.has_results
     done = TransferResult(7, True, 4096, 0.5, ("GPU", "CPU"), Outcome.DONE)
-    assert talk.results() == [done]
-    assert (talk.results(), talk.has_results, talk.idle) == ([], False, True)
+    assert talk.jobs.results() == [done]
+    assert (talk.jobs.results(), len(talk.jobs)) == ([], 0)
 
 
 def test_results_keep_the_order_in_which_they_came(talk: Conversation) -> None:
@@ -112,12 +123,12 @@ def test_a_job_without_success_says_why(
 ) -> None:
     submit(talk, 7, LOAD)
     finish(talk, 7, direction=Direction.LOAD, outcome=outcome, error=ErrorInfo(code, "why", "17"))
-    (result,) = talk.results()
+    (result,) = talk.jobs.results()
     assert (result.success, result.outcome, result.transfer_size) == (False, outcome, 0)
     assert result.transfer_type == ("CPU", "GPU")
     assert type(result.error) is kind
     assert result.error.info == ErrorInfo(code, "why", "17")
-    assert talk.idle
+    assert not talk.jobs
 
 
 def test_results_that_nobody_waits_for_are_ignored(talk: Conversation) -> None:
@@ -151,9 +162,9 @@ def test_credits_are_spent_and_come_back(talk: Conversation) -> None:
 
 def test_a_message_that_was_not_sent_is_no_job(talk: Conversation) -> None:
     talk.submit(7, STORE, 0)
-    assert talk.idle
+    assert not talk.jobs
     submit(talk, 7)
-    assert not talk.idle
+    assert talk.jobs
 
 
 @pytest.mark.parametrize(
@@ -167,6 +178,10 @@ def test_a_message_that_was_not_sent_is_no_job(talk: Conversation) -> None:
         (1, (GPULoadStoreSpec([1, 2], (2,), (1 << 48,)), STORE[1]), 0),
         (1, (GPULoadStoreSpec([1, 2], cast(Any, (2.0,)), (0,)), STORE[1]), 0),
         (1, (GPULoadStoreSpec([1, 2], (0,) * 256 + (2,), (0,) * 257), STORE[1]), 0),
+        (1, (STORE[0], KeyLoadStoreSpec((b"",))), 0),
+        (1, (STORE[0], KeyLoadStoreSpec((b"k" * 65,))), 0),
+        (1, (KeyLoadStoreSpec(cast(Any, ("key",))), STORE[0]), 0),
+        (1, (STORE[0], [b"key"]), 0),
     ],
 )
 def test_a_job_that_no_daemon_can_read_is_refused_here(
@@ -215,6 +230,9 @@ def test_requests_have_numbers_of_their_own(talk: Conversation) -> None:
         wire.Waited(5),
         wire.Registered(5, wire.HostRegion(1, 1, False)),
         wire.Allocated(5, wire.HostRegion(1, 1, True), (), ()),
+        wire.Opened(5, "name", 1, 1, False, "lru", 1),
+        wire.Done(5),
+        wire.NamespacesReport(5, ()),
     ],
 )
 def test_a_reply_is_there_once_and_for_its_request(talk: Conversation, reply: Any) -> None:
@@ -230,6 +248,7 @@ def test_a_reply_that_nobody_waits_for_is_not_kept(talk: Conversation) -> None:
     with talk.asking(wire.StatusRequest(5)):
         pass
     talk.feed(encode(wire.Waited(5)))
+    talk.feed(encode(wire.Error(5, BUSY)))
     assert talk.reply(5) is None
 
 
@@ -255,6 +274,80 @@ def test_bytes_that_are_no_daemon_s_message_are_refused(talk: Conversation, data
     assert caught.value.code == Code.BAD_MESSAGE
 
 
+# A namespace
+
+
+FINGERPRINT = told.Fingerprint("llama", 4096, key_bytes=4)
+NEWS = wire.News(1, (wire.KeyEvent(EventKind.STORED, (b"aaaa",)),))
+
+
+def enter(talk: Conversation) -> Conversation:
+    talk.enter(FINGERPRINT, wire.Opened(1, FINGERPRINT.name, 8, 4096, False, "lru", 1))
+    return talk
+
+
+@pytest.mark.parametrize("message", [NEWS, wire.Snapshot(1, 0, False, (b"aaaa",), True)])
+def test_what_is_told_of_a_namespace_needs_a_mirror(talk: Conversation, message: Any) -> None:
+    talk.feed(encode(message))
+    enter(talk).feed(encode(message))
+    assert talk.astray() is None
+    talk.namespace.follow()
+    talk.feed(encode(message))
+    assert talk.astray() is None
+    assert talk.mirrored() == isinstance(message, wire.Snapshot)
+
+
+def test_a_mirror_that_is_astray_is_followed_up_once(talk: Conversation) -> None:
+    enter(talk).namespace.follow()
+    talk.feed(encode(wire.Snapshot(0, 0, False, (), True)))
+    talk.feed(encode(wire.News(2, NEWS.events)))
+    talk.feed(encode(wire.News(4, NEWS.events)))
+    follow = talk.astray()
+    assert follow is not None
+    assert decode_client_message(follow) == wire.Follow()
+    assert talk.astray() is None
+
+
+def test_a_mirror_is_not_followed_up_at_a_daemon_that_is_gone(talk: Conversation) -> None:
+    enter(talk).namespace.follow()
+    talk.feed(encode(wire.Snapshot(0, 0, False, (), True)))
+    talk.feed(encode(wire.News(2, NEWS.events)))
+    talk.lose(Gone(Code.DAEMON_GONE, "killed"))
+    assert talk.astray() is None
+    with pytest.raises(Gone):
+        talk.mirrored()
+
+
+def test_a_reset_that_nobody_asked_for_changes_nothing(talk: Conversation) -> None:
+    mirror = enter(talk).namespace.follow()
+    talk.feed(encode(wire.Snapshot(0, 0, False, (b"aaaa",), True)))
+    talk.feed(encode(wire.Done(5)))
+    assert mirror.lookup(b"aaaa") is Lookup.HIT
+
+
+def test_a_reset_that_is_waited_for_is_refused_to_who_waits(talk: Conversation) -> None:
+    enter(talk)
+    reset, unheard = talk.reset(), talk.reset()
+    with talk.asking(reset):
+        talk.feed(encode(wire.Error(reset.request_id, BUSY)))
+        with pytest.raises(Refused, match="later"):
+            talk.reply(reset.request_id)
+    with pytest.raises(Refused, match="later"):
+        talk.feed(encode(wire.Error(unheard.request_id, BUSY)))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_kv_caches_are_registered_with_a_region_or_in_a_namespace(
+    talk: Conversation, inside: bool
+) -> None:
+    layout = KVLayout((TensorLayout(8, 64, 64),), ((TensorRef(0, 64),),))
+    if inside:
+        enter(talk)
+    step = next(verbs.allocate(talk, layout, None if inside else 4096, None))
+    assert isinstance(step, verbs.Ask)
+    assert step.request == wire.AllocateKVCaches(1, layout, None if inside else 4096)
+
+
 # The end
 
 
@@ -270,16 +363,16 @@ def test_jobs_under_way_are_lost_with_the_daemon(talk: Conversation, end: str) -
         submit(talk, job_id, spec)
     finish(talk, 1)
     talk.feed(ENDS[end])
-    one, two, three = talk.results()
+    one, two, three = talk.jobs.results()
     assert [one.outcome, two.outcome, three.outcome] == ["done", "lost", "lost"]
     assert (two.transfer_type, three.transfer_type) == (("CPU", "GPU"), ("GPU", "CPU"))
     assert not two.success
     assert isinstance(two.error, Gone)
     assert two.error.code == Code.DAEMON_GONE
-    assert talk.idle
+    assert not talk.jobs
     finish(talk, 2)
     talk.feed(ENDS[end])
-    assert talk.results() == []
+    assert talk.jobs.results() == []
 
 
 @pytest.mark.parametrize("end", ENDS)

@@ -181,6 +181,7 @@ def test_a_spec_names_as_many_blocks_as_the_limit_says(monkeypatch: pytest.Monke
     monkeypatch.setattr(codec, "MAX_BLOCK_IDS", 2)
     message = codec.decode_client_message(pack("submit", 1, GPU, CPU))
     assert isinstance(message, wire.Submit)
+    assert isinstance(message.src, GPULoadStoreSpec)
     assert message.src.block_ids.tolist() == [1, 2]
 
 

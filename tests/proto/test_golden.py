@@ -23,11 +23,13 @@ from kvferry.proto import messages as wire
 from kvferry.proto import status as told
 from kvferry.proto.codec import encode
 from kvferry.proto.errors import Code, ErrorInfo
+from kvferry.proto.keys import EventKind
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import (
     CPULoadStoreSpec,
     Direction,
     GPULoadStoreSpec,
+    KeyLoadStoreSpec,
     KVLayout,
     TensorLayout,
     TensorRef,
@@ -86,6 +88,51 @@ STATUS = told.DaemonStatus(
 NEW_STATUS = told.DaemonStatus(
     "0.1.0", "b", 1, 0.0, CPU, told.PoolStatus(0, 0, 0), 0, (), told.Totals(), {}
 )
+KEY, OTHER = bytes(range(32)) + bytes(4), bytes(range(32, 64)) + bytes(4)
+FINGERPRINT = told.Fingerprint(
+    model="model-a",
+    host_block_bytes=32768,
+    revision="main",
+    dtype="bfloat16",
+    kv_dtype="fp8",
+    kv_layout="NHD",
+    block_size=16,
+    rank=1,
+    world_size=2,
+    hash_algorithm="sha256_cbor",
+    hash_seed="0",
+    key_bytes=36,
+    extra=(("lora", "none"),),
+)
+NAMESPACE = told.NamespaceStatus(
+    name="0123456789abcdef",
+    fingerprint=FINGERPRINT,
+    policy="arc",
+    engines=("model-a", "model-b"),
+    blocks=1000,
+    block_bytes=32768,
+    free=1,
+    pending=2,
+    ready=993,
+    doomed=4,
+    pinned=5,
+    hits=6,
+    misses=7,
+    stored=8,
+    stores_skipped=9,
+    evictions=10,
+)
+NEWS = wire.News(
+    7,
+    (
+        wire.KeyEvent(EventKind.REMOVED, (OTHER,)),
+        wire.KeyEvent(EventKind.PENDING, (KEY,)),
+        wire.KeyEvent(EventKind.STORED, (KEY, OTHER)),
+        wire.KeyEvent(EventKind.ABANDONED, (OTHER,)),
+        wire.KeyEvent(EventKind.CLEARED, ()),
+    ),
+    2,
+)
 
 MESSAGES: dict[str, Any] = {
     "client/hello": wire.Hello(1, 1, "vllm worker 0", "model-a"),
@@ -102,6 +149,19 @@ MESSAGES: dict[str, Any] = {
     "client/submit-empty": wire.Submit(
         0, GPULoadStoreSpec(NONE, (0,), (0,)), CPULoadStoreSpec(NONE)
     ),
+    "client/submit-keys": wire.Submit(
+        18, GPULoadStoreSpec(INT64), KeyLoadStoreSpec((KEY, OTHER), 3), 5
+    ),
+    "client/submit-load-keys": wire.Submit(19, KeyLoadStoreSpec((KEY,)), GPULoadStoreSpec(INT32)),
+    "client/post-results": wire.PostResults(7),
+    "client/open": wire.OpenNamespace(7, FINGERPRINT, 1 << 30, "arc", 2),
+    "client/open-small": wire.OpenNamespace(8, told.Fingerprint("model-b", 4096)),
+    "client/follow": wire.Follow(),
+    "client/pin": wire.Pin((KEY, OTHER)),
+    "client/unpin": wire.Unpin((KEY,)),
+    "client/touch": wire.Touch((KEY,), 3, 4),
+    "client/reset": wire.Reset(9),
+    "client/namespaces": wire.NamespacesRequest(10),
     "client/cancel": wire.Cancel((1, 2, 1 << 62)),
     "client/cancel-nothing": wire.Cancel(()),
     "client/wait": wire.Wait(5, (17, 18)),
@@ -126,6 +186,14 @@ MESSAGES: dict[str, Any] = {
     "daemon/waited": wire.Waited(5),
     "daemon/status": wire.StatusReport(6, STATUS),
     "daemon/status-new": wire.StatusReport(6, NEW_STATUS),
+    "daemon/opened": wire.Opened(
+        7, "0123456789abcdef", 1000, 32768, True, "arc", 2, ("fedc: kv_dtype: 'fp8' here",), 3
+    ),
+    "daemon/done": wire.Done(9),
+    "daemon/snapshot": wire.Snapshot(6, 0, False, (KEY, OTHER)),
+    "daemon/snapshot-last": wire.Snapshot(6, 1, True, (), True, 2),
+    "daemon/news": NEWS,
+    "daemon/namespaces": wire.NamespacesReport(10, (NAMESPACE,)),
     "daemon/error": wire.Error(5, FAILURE, "0123456789abcdef"),
     "daemon/error-to-nothing": wire.Error(None, ErrorInfo("code_of_tomorrow", "what it means")),
     "daemon/goodbye": wire.Goodbye(),

@@ -16,21 +16,24 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.client.aio import AsyncOffloadClient
 from kvferry.client.blocking import OffloadClient
-from kvferry.client.conversation import TransferResult
 from kvferry.client.endpoint import find_daemon
+from kvferry.client.jobs import TransferResult
 from kvferry.client.local import LocalDaemon
+from kvferry.client.manager import OffloadingEvent, OffloadingManager, PrepareStoreOutput
 from kvferry.client.timeline import Timeline
 from kvferry.proto.errors import Code, Failed, Gone, KVFerryError, Refused
-from kvferry.proto.messages import HostRegion, Outcome
+from kvferry.proto.keys import Lookup, OffloadKey, block_hash_of, group_of, offload_key
+from kvferry.proto.messages import HostRegion, Opened, Outcome
 from kvferry.proto.specs import (
     CPULoadStoreSpec,
     GPULoadStoreSpec,
+    KeyLoadStoreSpec,
     KVLayout,
     TensorLayout,
     TensorRef,
     TransferSpec,
 )
-from kvferry.proto.status import DaemonStatus
+from kvferry.proto.status import DaemonStatus, Fingerprint
 
 if TYPE_CHECKING:
     from kvferry.client.tensors import CanonicalKVCaches, canonicalize, shared_empty
@@ -53,21 +56,32 @@ __all__ = [
     "Code",
     "DaemonStatus",
     "Failed",
+    "Fingerprint",
     "GPULoadStoreSpec",
     "Gone",
     "HostRegion",
     "KVFerryError",
     "KVLayout",
+    "KeyLoadStoreSpec",
     "LocalDaemon",
+    "Lookup",
     "OffloadClient",
+    "OffloadKey",
+    "OffloadingEvent",
+    "OffloadingManager",
+    "Opened",
     "Outcome",
+    "PrepareStoreOutput",
     "Refused",
     "TensorLayout",
     "TensorRef",
     "Timeline",
     "TransferResult",
     "TransferSpec",
+    "block_hash_of",
     "canonicalize",
     "find_daemon",
+    "group_of",
+    "offload_key",
     "shared_empty",
 ]

@@ -2,7 +2,8 @@
 
     client = await AsyncOffloadClient.connect(directory, engine="my-engine")
 
-transfer_async, get_finished and cancel never wait and are plain methods, as in OffloadClient.
+The others (transfer_async, get_finished, cancel, lookup, pin...) never wait and are plain methods,
+as in OffloadClient.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from kvferry.client.conversation import timed_out
 from kvferry.client.descriptors import collect, deposit
 from kvferry.client.nonblocking import KVCaches, NonBlocking
 from kvferry.client.timeline import Timeline
-from kvferry.client.verbs import Ask, Fetch, Leave, Part, Step, Verb
+from kvferry.client.verbs import Ask, Fetch, Leave, Step, Tell, Verb
 from kvferry.proto.errors import KVFerryError
-from kvferry.proto.messages import HostRegion
+from kvferry.proto.messages import HostRegion, Opened
 from kvferry.proto.specs import KVLayout
-from kvferry.proto.status import DaemonStatus
+from kvferry.proto.status import DaemonStatus, Fingerprint, NamespaceStatus
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +67,31 @@ class AsyncOffloadClient(NonBlocking):
             raise
         return self
 
+    async def open_namespace(
+        self,
+        fingerprint: Fingerprint,
+        *,
+        cpu_bytes_to_use: int | None = None,
+        eviction_policy: str = "lru",
+        store_threshold: int = 1,
+        mirror: bool = True,
+        timeout: float | None = None,
+    ) -> Opened:
+        """As OffloadClient.open_namespace."""
+        verb = verbs.open_namespace(
+            self._conversation,
+            fingerprint,
+            cpu_bytes_to_use,
+            eviction_policy,
+            store_threshold,
+            mirror,
+        )
+        return await self._perform(verb, timeout)
+
+    async def reset(self, timeout: float | None = None) -> None:
+        """As OffloadClient.reset."""
+        await self._perform(verbs.reset(self._conversation), timeout)
+
     async def register_kv_caches(
         self,
         kv_caches: KVCaches,
@@ -99,6 +125,10 @@ class AsyncOffloadClient(NonBlocking):
     async def status(self, timeout: float | None = None) -> DaemonStatus:
         """What the daemon says of itself."""
         return await self._perform(verbs.status(self._conversation), timeout)
+
+    async def namespaces(self, timeout: float | None = None) -> tuple[NamespaceStatus, ...]:
+        """The namespaces of the daemon, each with its counters."""
+        return await self._perform(verbs.namespaces(self._conversation), timeout)
 
     async def close(self, timeout: float = 1.0) -> None:
         """Say goodbye; jobs under way are given up. The client is of no use afterwards."""
@@ -150,9 +180,9 @@ class AsyncOffloadClient(NonBlocking):
                         return await asyncio.to_thread(
                             collect, self.directory, session, ticket, left
                         )
-                    case Part(message):
+                    case Tell(message, until):
                         self._send(talk.request(message))
-                        return await self._until(lambda: talk.ended)
+                        return await self._until(until)
         except TimeoutError:
             raise timed_out("no answer", str(self.directory)) from None
 
@@ -172,6 +202,13 @@ class AsyncOffloadClient(NonBlocking):
             self._announce()
         return news
 
+    def _look(self) -> None:
+        """Whoever finds the daemon gone tells everybody who waits."""
+        known = self._conversation.ended is not None
+        super()._look()
+        if not known and self._conversation.ended is not None:
+            self._announce()
+
     def _announce(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
@@ -180,8 +217,6 @@ class AsyncOffloadClient(NonBlocking):
         """Something may have arrived, or the daemon may have gone."""
         if not self._connection.closed:
             self._drain()
-            if self._conversation.ended is not None:
-                self._announce()
 
     def _send(self, data: bytes) -> None:
         super()._send(data)

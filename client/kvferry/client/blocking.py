@@ -17,11 +17,11 @@ from kvferry.client.conversation import timed_out
 from kvferry.client.descriptors import collect, deposit
 from kvferry.client.nonblocking import KVCaches, NonBlocking
 from kvferry.client.timeline import Timeline
-from kvferry.client.verbs import Ask, Fetch, Leave, Part, Step, Verb
+from kvferry.client.verbs import Ask, Fetch, Leave, Step, Tell, Verb
 from kvferry.proto.errors import KVFerryError
-from kvferry.proto.messages import HostRegion
+from kvferry.proto.messages import HostRegion, Opened
 from kvferry.proto.specs import KVLayout
-from kvferry.proto.status import DaemonStatus
+from kvferry.proto.status import DaemonStatus, Fingerprint, NamespaceStatus
 
 if TYPE_CHECKING:
     import torch
@@ -52,9 +52,50 @@ class OffloadClient(NonBlocking):
             self._send(self._conversation.hello())
             deadline = time.monotonic() + timeout
             self._until(self._conversation.greeted, "no daemon answered", deadline)
+            self._perform(verbs.post_results(self._conversation), timeout)
         except BaseException:
             self._connection.close()
             raise
+
+    def open_namespace(
+        self,
+        fingerprint: Fingerprint,
+        *,
+        cpu_bytes_to_use: int | None = None,
+        eviction_policy: str = "lru",
+        store_threshold: int = 1,
+        mirror: bool = True,
+        timeout: float | None = None,
+    ) -> Opened:
+        """Enter the namespace of a fingerprint, before KV caches are registered.
+
+        From then on host blocks are named by key (KeyLoadStoreSpec), and the daemon decides where
+        they lie. Every process of the engine that registers, looks keys up or pins them opens it.
+        cpu_bytes_to_use: how much of the pool it takes; None for all that is free.
+        eviction_policy: "lru" or "arc". store_threshold: a key is stored from so many offers on.
+            The three count where the namespace is made, or nobody else is in it; what holds is
+            in the answer.
+        mirror: keep a copy of what is resident, for `lookup`; this returns once it is whole.
+        Raises Refused (NAMESPACE_MISMATCH) where this client has opened another one; opened again,
+        it is as it was. Else Refused (POOL_FULL, BAD_MESSAGE...), or Gone.
+        """
+        verb = verbs.open_namespace(
+            self._conversation,
+            fingerprint,
+            cpu_bytes_to_use,
+            eviction_policy,
+            store_threshold,
+            mirror,
+        )
+        return self._perform(verb, timeout)
+
+    def reset(self, timeout: float | None = None) -> None:
+        """Make every key of the namespace absent; here it is so at once, and returns when done.
+
+        Where it is not done in time, everything stays absent here until it is.
+        Raises Refused (UNKNOWN_NAMESPACE) or Gone.
+        """
+        self._perform(verbs.reset(self._conversation), timeout)
 
     def register_kv_caches(
         self,
@@ -69,7 +110,7 @@ class OffloadClient(NonBlocking):
 
         kv_caches: canonical form, or what `canonicalize` takes, with its arguments in `canonical`
             (num_blocks, groups, block_size_factor...).
-        host_bytes: how much of the pool to take; None for all that is free.
+        host_bytes: how much of the pool to take; None for all that is free, and in a namespace.
         timeline: what `wait_for` of this engine's transfers is compared with.
         Raises Refused (BAD_LAYOUT, NOT_SHAREABLE, DEVICE_MISMATCH, POOL_FULL,
         ALREADY_REGISTERED...) or Failed (MAP_FAILED, DRIVER); nothing stays registered.
@@ -105,6 +146,10 @@ class OffloadClient(NonBlocking):
     def status(self, timeout: float | None = None) -> DaemonStatus:
         """What the daemon says of itself."""
         return self._perform(verbs.status(self._conversation), timeout)
+
+    def namespaces(self, timeout: float | None = None) -> tuple[NamespaceStatus, ...]:
+        """The namespaces of the daemon, each with its counters."""
+        return self._perform(verbs.namespaces(self._conversation), timeout)
 
     def close(self, timeout: float = 1.0) -> None:
         """Say goodbye; jobs under way are given up. The client is of no use afterwards."""
@@ -158,9 +203,9 @@ class OffloadClient(NonBlocking):
                 return deposit(self.directory, session, descriptors, left)
             case Fetch(ticket):
                 return collect(self.directory, session, ticket, left)
-            case Part(message):
+            case Tell(message, until):
                 self._send(talk.request(message))
-                return self._until(lambda: talk.ended, "no goodbye", deadline)
+                return self._until(until, "no answer", deadline)
 
     def _until(self, ready: Callable[[], R | None], failing: str, deadline: float) -> R:
         """Take messages in until `ready` answers; Gone (TIMEOUT) where it does not in time."""

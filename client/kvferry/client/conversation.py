@@ -1,20 +1,20 @@
 """What a client knows, without a socket: the same for the blocking and the asyncio client.
 
 `Conversation` makes the messages to send and is fed those that arrive. It keeps the jobs under
-way, their results until they are fetched, and replies until they are asked for. It never waits,
-and knows no clock.
+way, their results until they are fetched, replies until they are asked for, and what it knows of
+the namespace that it opened. It never waits, and knows no clock.
 """
 
 from __future__ import annotations
 
 import contextlib
 import operator
-from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import count
 from typing import SupportsIndex, TypeAlias
 
+from kvferry.client.jobs import Jobs
+from kvferry.client.namespace import Namespace
 from kvferry.proto.codec import decode_daemon_message, encode
 from kvferry.proto.errors import Code, Gone, KVFerryError, Refused, error_of
 from kvferry.proto.messages import (
@@ -24,14 +24,21 @@ from kvferry.proto.messages import (
     AllocateKVCaches,
     Cancel,
     ClientMessage,
+    Done,
     Error,
     Finished,
+    Follow,
     Goodbye,
     Hello,
-    JobResult,
-    Outcome,
+    NamespacesReport,
+    NamespacesRequest,
+    News,
+    Opened,
+    OpenNamespace,
     Registered,
     RegisterKVCaches,
+    Reset,
+    Snapshot,
     StatusReport,
     StatusRequest,
     Submit,
@@ -44,31 +51,24 @@ from kvferry.proto.specs import (
     CPULoadStoreSpec,
     Direction,
     GPULoadStoreSpec,
+    KeyLoadStoreSpec,
     TransferSpec,
 )
+from kvferry.proto.status import Fingerprint
 
-Request: TypeAlias = RegisterKVCaches | AllocateKVCaches | Wait | StatusRequest
-Reply: TypeAlias = Registered | Allocated | Waited | StatusReport
+Request: TypeAlias = (
+    RegisterKVCaches
+    | AllocateKVCaches
+    | Wait
+    | OpenNamespace
+    | Reset
+    | StatusRequest
+    | NamespacesRequest
+)
+Reply: TypeAlias = Registered | Allocated | Waited | Opened | Done | StatusReport | NamespacesReport
 
 
-_SIDES = frozenset({GPULoadStoreSpec, CPULoadStoreSpec})
-
-
-@dataclass(frozen=True, slots=True)
-class TransferResult:
-    """How a job ended.
-
-    transfer_size: bytes moved. transfer_time: seconds on the device. transfer_type: ("GPU", "CPU")
-    for a store, ("CPU", "GPU") for a load. error: why it did not succeed; a failed load is a miss.
-    """
-
-    job_id: int
-    success: bool
-    transfer_size: int
-    transfer_time: float
-    transfer_type: tuple[str, str]
-    outcome: Outcome
-    error: KVFerryError | None = None
+_SIDES = frozenset({GPULoadStoreSpec, CPULoadStoreSpec, KeyLoadStoreSpec})
 
 
 class Conversation:
@@ -78,12 +78,13 @@ class Conversation:
         self.welcome: Welcome | None = None
         self.ended: Gone | None = None
         """Set once the daemon is known to be gone; every later request raises it."""
-        self._jobs: dict[int, Direction] = {}
-        self._results: deque[TransferResult] = deque()
+        self.jobs = Jobs()
         self._replies: dict[int, Reply | KVFerryError] = {}
         self._asked: set[int] = set()
         self._refused: KVFerryError | None = None
         self._request_ids = count(1)
+        self._namespace: Namespace | None = None
+        self._astray = False
 
     # Messages to send
 
@@ -116,16 +117,16 @@ class Conversation:
         Raises Refused (DUPLICATE_JOB, BUSY, MESSAGE_TOO_LARGE) or Gone, and nothing changed.
         """
         job_id, wait_for = _checked_id("a job id", job_id), _checked_id("wait_for", wait_for)
-        src, dst = _checked_sides(spec)
-        if job_id in self._jobs:
+        src, dst = self._checked_sides(spec)
+        if job_id in self.jobs:
             raise Refused(Code.DUPLICATE_JOB, "a job with this id is under way", job_id)
-        if self.welcome is not None and len(self._jobs) >= self.welcome.limits.max_jobs:
-            raise Refused(Code.BUSY, "too many jobs are under way: poll first", len(self._jobs))
+        if self.welcome is not None and len(self.jobs) >= self.welcome.limits.max_jobs:
+            raise Refused(Code.BUSY, "too many jobs are under way: poll first", len(self.jobs))
         return self.request(Submit(job_id, src, dst, wait_for))
 
     def submitted(self, job_id: int, spec: TransferSpec) -> None:
-        store = isinstance(spec[1], CPULoadStoreSpec)
-        self._jobs[job_id] = Direction.STORE if store else Direction.LOAD
+        store = isinstance(spec[0], GPULoadStoreSpec)
+        self.jobs.add(job_id, Direction.STORE if store else Direction.LOAD)
 
     def cancel(self, job_ids: Iterable[int]) -> bytes:
         return self.request(Cancel(_checked(job_ids)))
@@ -134,6 +135,55 @@ class Conversation:
         """The request to be told when these jobs have ended; Refused where none can read it."""
         return Wait(self.next_request_id(), _checked(job_ids))
 
+    def reset(self) -> Reset:
+        """The request to forget all keys; everything is absent here until it is done.
+
+        Raises Refused (UNKNOWN_NAMESPACE).
+        """
+        message = Reset(self.next_request_id())
+        self.namespace.reset(message.request_id)
+        return message
+
+    def astray(self) -> bytes | None:
+        """What to send where the mirror was found astray, once."""
+        astray, self._astray = self._astray, False
+        return self.request(Follow()) if astray and self.ended is None else None
+
+    # The namespace
+
+    @property
+    def namespace(self) -> Namespace:
+        """Raises Refused (UNKNOWN_NAMESPACE) where none was opened."""
+        if self._namespace is None:
+            message = "this client is in no namespace: open_namespace first"
+            raise Refused(Code.UNKNOWN_NAMESPACE, message, self.client)
+        return self._namespace
+
+    def entered(self, fingerprint: Fingerprint) -> Opened | None:
+        """What was opened before; Refused (NAMESPACE_MISMATCH) where it was of another."""
+        if self._namespace is None:
+            return None
+        self._namespace.check_is(fingerprint)
+        return self._namespace.opened
+
+    def enter(self, fingerprint: Fingerprint, opened: Opened) -> None:
+        self._namespace = Namespace(fingerprint, opened)
+
+    def mirrored(self) -> bool:
+        """Whether the mirror is whole; raises what ended the conversation, if anything did."""
+        if self.ended is not None:
+            raise self.ended
+        return self.namespace.mirror.whole
+
+    def check_region(self, host_bytes: int | None) -> None:
+        """Raise Refused (BAD_LAYOUT) where a namespace was opened, and a region is wanted too."""
+        if self._namespace is not None and host_bytes is not None:
+            message = (
+                "an engine in a namespace has no host region of its own: leave host_bytes out, "
+                "and give open_namespace cpu_bytes_to_use"
+            )
+            raise Refused(Code.BAD_LAYOUT, message, host_bytes)
+
     # What arrived
 
     def feed(self, data: bytes) -> None:
@@ -141,23 +191,29 @@ class Conversation:
         match decode_daemon_message(data):
             case Finished(results):
                 for result in results:
-                    self._finish(result)
+                    self.jobs.take(result)
+            case Snapshot() | News() as told:
+                if self._namespace is not None and self._namespace.feed(told):
+                    self._astray = True
             case Welcome() as welcome:
                 self.welcome = welcome
             case Error(request_id, info, _):
                 self._take_error(request_id, error_of(info))
             case Goodbye(reason):
                 self.lose(Gone(Code.DAEMON_GONE, f"the daemon said goodbye: {reason}"))
+            case Done(request_id) as done:
+                if self._resetting(request_id):
+                    self.namespace.done(request_id)
+                self._take_reply(request_id, done)
             case reply:
                 self._take_reply(reply.request_id, reply)
 
     def lose(self, error: Gone) -> None:
         """The daemon is gone: every job under way ends as lost."""
         self.ended = self.ended or error
-        for job_id, direction in self._jobs.items():
-            lost = JobResult(job_id, direction, Outcome.LOST, error=error.info)
-            self._results.append(_result(lost))
-        self._jobs.clear()
+        self.jobs.lose(error)
+        if self._namespace is not None:
+            self._namespace.lose()
 
     def greeted(self) -> Welcome | None:
         """The daemon's Welcome, once it is here; raises what it said instead."""
@@ -174,33 +230,33 @@ class Conversation:
             raise self.ended
         return reply
 
-    def results(self) -> list[TransferResult]:
-        results = list(self._results)
-        self._results.clear()
-        return results
-
-    @property
-    def has_results(self) -> bool:
-        return bool(self._results)
-
     def under_way(self, job_ids: Iterable[int]) -> list[int]:
-        return [job_id for job_id in job_ids if job_id in self._jobs]
+        return [job_id for job_id in job_ids if job_id in self.jobs]
 
-    @property
-    def idle(self) -> bool:
-        return not self._jobs
+    def _checked_sides(self, spec: TransferSpec) -> TransferSpec:
+        """A pair of specs that a daemon can read; whether they fit together it says itself."""
+        if len(spec) != 2 or type(spec[0]) not in _SIDES or type(spec[1]) not in _SIDES:
+            message = "a transfer is a pair of a GPULoadStoreSpec and one of the host side"
+            raise Refused(Code.BAD_SPEC, message, spec)
+        for side in spec:
+            if isinstance(side, KeyLoadStoreSpec) and self._namespace is not None:
+                self._namespace.checked(side.keys)
+            else:
+                side.check()
+        return spec
 
     def _take_reply(self, request_id: int, reply: Reply | KVFerryError) -> None:
         if request_id in self._asked:
             self._replies[request_id] = reply
 
-    def _finish(self, result: JobResult) -> None:
-        if self._jobs.pop(result.job_id, None) is not None:
-            self._results.append(_result(result))
+    def _resetting(self, request_id: int) -> bool:
+        return self._namespace is not None and self._namespace.resetting(request_id)
 
     def _take_error(self, request_id: int | None, error: KVFerryError) -> None:
         if request_id is not None:
             self._take_reply(request_id, error)
+            if request_id not in self._asked and self._resetting(request_id):
+                raise error
         elif self.welcome is None:
             self._refused = error
         elif error.code == Code.NO_SESSION:
@@ -224,27 +280,6 @@ def _checked(job_ids: Iterable[int]) -> tuple[int, ...]:
     if len(ids) > MAX_JOB_IDS:
         raise Refused(Code.BAD_SPEC, f"at most {MAX_JOB_IDS} job ids at once", len(ids))
     return ids
-
-
-def _checked_sides(spec: TransferSpec) -> TransferSpec:
-    """A pair of specs that a daemon can read; whether they fit together it says itself."""
-    if len(spec) != 2 or type(spec[0]) not in _SIDES or type(spec[1]) not in _SIDES:
-        raise Refused(Code.BAD_SPEC, "a transfer is a pair of a GPU and a CPULoadStoreSpec", spec)
-    spec[0].check()
-    spec[1].check()
-    return spec
-
-
-def _result(result: JobResult) -> TransferResult:
-    return TransferResult(
-        result.job_id,
-        result.outcome is Outcome.DONE,
-        result.nbytes,
-        result.seconds,
-        result.direction.transfer_type,
-        result.outcome,
-        None if result.error is None else error_of(result.error),
-    )
 
 
 def timed_out(what: str, value: object) -> Gone:

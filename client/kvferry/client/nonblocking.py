@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvferry.client.connection import Connection
-from kvferry.client.conversation import Conversation, TransferResult
+from kvferry.client.conversation import Conversation
 from kvferry.client.endpoint import find_daemon
+from kvferry.client.jobs import TransferResult
+from kvferry.client.namespace import Namespace
 from kvferry.proto.errors import Gone
-from kvferry.proto.messages import Welcome
+from kvferry.proto.keys import Lookup, OffloadKey
+from kvferry.proto.messages import ClientMessage, Pin, Touch, Unpin, Welcome
 from kvferry.proto.specs import TransferSpec
 
 if TYPE_CHECKING:
@@ -25,6 +28,10 @@ KVCaches: TypeAlias = (
 
 ALIVE_EVERY = 0.02
 """Seconds between looks, while polling, at whether the daemon is still there."""
+MAX_PASSED_OVER = 16
+"""How often in a row the socket is left alone while polling, as the bulletin has news."""
+FRESH = 200e-6
+"""Seconds that a lookup does without a look at what has arrived."""
 
 
 class NonBlocking:
@@ -32,6 +39,8 @@ class NonBlocking:
         self._connection = Connection(Path(directory) if directory else find_daemon())
         self._conversation = Conversation(engine, client)
         self._next_look = 0.0
+        self._passed_over = 0
+        self._stale_at = 0.0
 
     @property
     def directory(self) -> Path:
@@ -47,13 +56,23 @@ class NonBlocking:
         assert self._conversation.welcome is not None
         return self._conversation.welcome
 
+    @property
+    def gone(self) -> Gone | None:
+        """Why the daemon is not there any more, once that is known."""
+        return self._conversation.ended
+
+    @property
+    def namespace(self) -> Namespace:
+        """The namespace that was opened; Refused (UNKNOWN_NAMESPACE) where none was."""
+        return self._conversation.namespace
+
     def transfer_async(self, job_id: int, spec: TransferSpec, wait_for: int = 0) -> None:
         """Submit a transfer and return at once; how it ended comes from get_finished.
 
         spec: (source, destination). wait_for: the value of the engine's timeline that must be
         reached first; 0 for none. Raises Refused where this side can tell that the job cannot be
-        accepted (BAD_SPEC, DUPLICATE_JOB, BUSY, MESSAGE_TOO_LARGE) and Gone once the daemon is
-        known to be gone; the daemon's own refusal comes as the job's result.
+        accepted (BAD_SPEC, BAD_KEY, DUPLICATE_JOB, BUSY, MESSAGE_TOO_LARGE) and Gone once the
+        daemon is known to be gone; the daemon's own refusal comes as the job's result.
         """
         data = self._conversation.submit(job_id, spec, wait_for)
         self._send(data)
@@ -61,17 +80,75 @@ class NonBlocking:
 
     def get_finished(self) -> list[TransferResult]:
         """Results that are here and were not fetched yet: each once, in order per direction."""
-        self._take_in()
-        if not self._conversation.idle:
-            now = time.monotonic()
-            if now > self._next_look:
-                self._next_look = now + ALIVE_EVERY
-                self._look()
-        return self._conversation.results()
+        jobs = self._conversation.jobs
+        if not jobs.read_bulletin() or self._passed_over == MAX_PASSED_OVER:
+            self._passed_over = 0
+            self._take_in()
+            if jobs:
+                self._look_now_and_then(time.monotonic())
+        else:  # what the socket says of these comes later, and is nothing new
+            self._passed_over += 1
+        return jobs.results()
 
     def cancel(self, job_ids: Collection[int]) -> None:
         """Give jobs up; each still ends once, as cancelled, or done where it was too late."""
         self._send(self._conversation.cancel(job_ids))
+
+    def lookup(self, key: OffloadKey) -> Lookup:
+        """What the mirror knows of a key, from what arrived no more than 0.2 ms ago.
+
+        HIT: it can be loaded; it may still go before it is, unless it is pinned: the load fails
+        then, and is a miss. RETRY while the mirror is not whole. MISS for everything once the
+        daemon is gone, and from a reset on until it is done. Raises Refused (UNKNOWN_NAMESPACE)
+        where no namespace with a mirror was opened.
+        """
+        now = time.monotonic()
+        if now > self._stale_at:
+            self._freshen(now)
+        return self._conversation.namespace.mirror.lookup(key)
+
+    def poll(self) -> None:
+        """Take in what has arrived; get_finished and lookup do it too."""
+        self._freshen(time.monotonic())
+
+    def pin(self, keys: Iterable[OffloadKey]) -> None:
+        """Keep keys that are there until `unpin`, as many times as pinned, or until we are gone.
+
+        Raises Refused (BAD_KEY, UNKNOWN_NAMESPACE); so do unpin and touch. Once the daemon is gone
+        all three only check.
+        """
+        namespace = self._conversation.namespace
+        keys = namespace.checked(keys)
+        self._tell(Pin(keys))
+        namespace.pin(keys)
+
+    def unpin(self, keys: Iterable[OffloadKey]) -> None:
+        """Let keys go again. Refused (NOT_PINNED) where one is not pinned: then none is let go."""
+        namespace = self._conversation.namespace
+        keys = namespace.checked(keys)
+        namespace.check_pinned(keys)
+        self._tell(Unpin(keys))
+        namespace.unpin(keys)
+
+    def touch(self, keys: Iterable[OffloadKey], hits: int = 0, misses: int = 0) -> None:
+        """These were of use: the first becomes the most recent.
+
+        hits, misses: lookups since this was last said, for the daemon's statistics.
+        """
+        self._tell(Touch(self._conversation.namespace.checked(keys), hits, misses))
+
+    def reset_async(self) -> None:
+        """As `reset`, without waiting: everything is absent here at once, there soon.
+
+        Where the daemon refuses it, everything stays absent here, and the next call that takes
+        messages in raises why.
+        """
+        self._send(self._conversation.request(self._conversation.reset()))
+
+    def _tell(self, message: ClientMessage) -> None:
+        """Send what needs no answer, where anybody is there to hear it."""
+        if self._conversation.ended is None:
+            self._send(self._conversation.request(message))
 
     def _send(self, data: bytes) -> None:
         self._connection.send(data)
@@ -82,7 +159,21 @@ class NonBlocking:
 
     def _take_in(self) -> bool:
         """Take in what has arrived; whether that was anything."""
-        return self._connection.drain(self._conversation.feed)
+        news = self._connection.drain(self._conversation.feed)
+        if news and (follow := self._conversation.astray()):
+            self._send(follow)
+        return news
+
+    def _freshen(self, now: float) -> None:
+        self._stale_at = now + FRESH
+        if self._conversation.ended is None:
+            self._take_in()
+            self._look_now_and_then(now)
+
+    def _look_now_and_then(self, now: float) -> None:
+        if now > self._next_look:
+            self._next_look = now + ALIVE_EVERY
+            self._look()
 
     def _look(self) -> None:
         """Notice that the daemon went; what it said before counts."""

@@ -7,23 +7,30 @@ asyncio client by awaiting, both under one deadline for the whole verb.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Sequence
+import os
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from kvferry.client.conversation import Conversation, Request
 from kvferry.client.timeline import Timeline
-from kvferry.proto.errors import Code, Gone
+from kvferry.proto.bulletin import Bulletin, new_page
+from kvferry.proto.errors import Code, Gone, KVFerryError, Refused
 from kvferry.proto.messages import (
     AllocateKVCaches,
     FdAllocation,
+    Follow,
     Goodbye,
     HostRegion,
+    NamespacesRequest,
+    Opened,
+    OpenNamespace,
+    PostResults,
     RegisterKVCaches,
     StatusRequest,
 )
 from kvferry.proto.specs import KVLayout
-from kvferry.proto.status import DaemonStatus
+from kvferry.proto.status import DaemonStatus, Fingerprint, NamespaceStatus
 
 if TYPE_CHECKING:
     import torch
@@ -51,15 +58,29 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Send a goodbye; the outcome is None, once it was answered or the daemon is gone."""
+class Tell:
+    """Send a message that is no request; the outcome is what `until` answers, if not None."""
 
-    message: Goodbye
+    message: Follow | Goodbye | PostResults
+    until: Callable[[], object]
 
 
-Step: TypeAlias = Ask | Leave | Fetch | Part
+Step: TypeAlias = Ask | Leave | Fetch | Tell
 R = TypeVar("R")
 Verb: TypeAlias = Generator[Step, Any, R]
+
+
+def post_results(talk: Conversation) -> Verb[None]:
+    """Have results posted in a shared page, too; where that cannot be, the socket tells them."""
+    page = new_page()
+    try:
+        (ticket,) = yield Leave((page,))
+        yield Tell(PostResults(ticket), lambda: True)
+        talk.jobs.bulletin = Bulletin(page)
+    except KVFerryError:
+        pass
+    finally:
+        os.close(page)
 
 
 def register(
@@ -72,6 +93,7 @@ def register(
     from kvferry.client.tensors.canonical import CanonicalKVCaches, canonicalize
     from kvferry.client.tensors.sharing import export
 
+    talk.check_region(host_bytes)
     if not isinstance(kv_caches, CanonicalKVCaches):
         kv_caches = canonicalize(kv_caches, **canonical)
     shared = export(kv_caches)
@@ -95,6 +117,7 @@ def allocate(
 ) -> Verb[tuple[HostRegion, list[torch.Tensor]]]:
     from kvferry.client.tensors.sharing import attach
 
+    talk.check_region(host_bytes)
     clock = yield from _leave_timeline(timeline)
     reply = yield Ask(AllocateKVCaches(talk.next_request_id(), layout, host_bytes, clock))
     descriptors: list[int] = []
@@ -102,6 +125,35 @@ def allocate(
         if isinstance(allocation, FdAllocation):
             descriptors.append((yield Fetch(allocation.ticket)))
     return reply.region, attach(layout, reply.allocations, reply.locations, descriptors)
+
+
+def open_namespace(
+    talk: Conversation,
+    fingerprint: Fingerprint,
+    cpu_bytes_to_use: int | None,
+    eviction_policy: str,
+    store_threshold: int,
+    mirror: bool,
+) -> Verb[Opened]:
+    opened = talk.entered(fingerprint)
+    if opened is None:
+        number = talk.next_request_id()
+        opened = yield Ask(
+            OpenNamespace(number, fingerprint, cpu_bytes_to_use, eviction_policy, store_threshold)
+        )
+        talk.enter(fingerprint, opened)
+    if mirror and not talk.namespace.follow().whole:
+        yield Tell(Follow(), lambda: talk.mirrored() or None)
+    return opened
+
+
+def reset(talk: Conversation) -> Verb[None]:
+    request = talk.reset()
+    try:
+        yield Ask(request)
+    except Refused:
+        talk.namespace.refused(request.request_id)
+        raise
 
 
 def wait(talk: Conversation, job_ids: Collection[int]) -> Verb[None]:
@@ -118,9 +170,15 @@ def status(talk: Conversation) -> Verb[DaemonStatus]:
     return report
 
 
+def namespaces(talk: Conversation) -> Verb[tuple[NamespaceStatus, ...]]:
+    reply = yield Ask(NamespacesRequest(talk.next_request_id()))
+    report: tuple[NamespaceStatus, ...] = reply.namespaces
+    return report
+
+
 def goodbye(talk: Conversation) -> Verb[None]:
     if talk.ended is None:
-        yield Part(Goodbye("client closes"))
+        yield Tell(Goodbye("client closes"), lambda: talk.ended)
 
 
 def _leave_timeline(timeline: Timeline | None) -> Verb[int | None]:

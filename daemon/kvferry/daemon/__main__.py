@@ -68,7 +68,8 @@ async def run(config: Config, engine: CopyEngine, pool: HostPool, endpoint: Endp
     limits = Limits(MAX_MESSAGE_BYTES, MAX_BLOCK_IDS, config.limits.max_jobs)
     identity = Identity(installed_version(), secrets.token_hex(8), os.getpid(), engine.info, limits)
     core = Core(identity, pool.nbytes, time.monotonic())
-    server = Server(core, endpoint, frozenset(config.limits.allow_uids))
+    events = config.events.publish or f"ipc://{endpoint.events}"
+    server = Server(core, endpoint, frozenset(config.limits.allow_uids), events)
     lane = Lane(engine, pool, server.lane_reports, server.fail)
     with stop_signals(server):
         lane.start()

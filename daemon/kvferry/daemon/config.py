@@ -71,6 +71,16 @@ class LimitsConfig(Section, frozen=True):
     ] = ()
 
 
+class EventsConfig(Section, frozen=True):
+    publish: Annotated[
+        str,
+        Meta(
+            description="ZeroMQ endpoint where KV events are published, in vLLM's form, or "
+            '"off"; default: ipc, events.sock beside the other sockets'
+        ),
+    ] = ""
+
+
 class StopConfig(Section, frozen=True):
     drain_seconds: Annotated[
         float, Meta(ge=0, description="on SIGTERM, jobs under way have so long to end")
@@ -110,6 +120,7 @@ class Config(Section, frozen=True):
     pool: PoolConfig = PoolConfig()
     copy: CopyConfig = CopyConfig()
     limits: LimitsConfig = LimitsConfig()
+    events: EventsConfig = EventsConfig()
     stop: StopConfig = StopConfig()
     log: LogConfig = LogConfig()
     reference: ReferenceConfig = ReferenceConfig()

@@ -42,6 +42,7 @@ class Code(StrEnum):
     KEY_ABSENT = "key_absent"
     NOT_PINNED = "not_pinned"
     CACHE_FULL = "cache_full"
+    STALE = "stale"
     BUSY = "busy"
     FORBIDDEN = "forbidden"
     # Refused at start-up.

@@ -7,6 +7,7 @@
                                 <-             Registered | Error
       AllocateKVCaches          ->
                                 <-             Allocated | Error
+      PostResults               ->               (no reply; before the first Submit)
       Submit                    ->               (no reply of its own: the outcome is the reply)
       Cancel                    ->               (likewise)
                                 <-             Finished, with one JobResult for each Submit
@@ -21,6 +22,8 @@
                                 <-             Snapshot, in parts; then News, each numbered
       StatusRequest             ->
                                 <-             StatusReport
+      NamespacesRequest         ->
+                                <-             NamespacesReport
       Goodbye                   ->
                                 <-             Goodbye, also unasked when the daemon stops
 
@@ -50,7 +53,7 @@ from kvferry.proto.specs import (
     Part,
     Positive,
 )
-from kvferry.proto.status import DaemonStatus, DeviceInfo, Fingerprint
+from kvferry.proto.status import DaemonStatus, DeviceInfo, Fingerprint, NamespaceStatus
 
 PROTOCOL = 1
 """The protocol version that this source speaks. Hello and Welcome never change their shape."""
@@ -164,8 +167,8 @@ class RegisterKVCaches(Message):
 
     host_bytes: how much of the host pool the engine wants; None: all that is free.
     timeline: ticket of the shared page that `wait_for` values are compared with, if any.
-    namespace: the one that this session opened: the engine names host blocks by key, and has no
-        region of its own.
+    A session that has opened a namespace registers in it: the engine names host blocks by key, and
+    has no region of its own (host_bytes is None).
     """
 
     request_id: Id
@@ -174,7 +177,6 @@ class RegisterKVCaches(Message):
     locations: Locations
     host_bytes: Positive | None = None
     timeline: Id | None = None
-    namespace: Name | None = None
 
 
 class AllocateKVCaches(Message):
@@ -184,7 +186,12 @@ class AllocateKVCaches(Message):
     layout: KVLayout
     host_bytes: Positive | None = None
     timeline: Id | None = None
-    namespace: Name | None = None
+
+
+class PostResults(Message):
+    """Write results also to the bulletin (bulletin.py) behind this ticket, from now on."""
+
+    ticket: Id
 
 
 class Submit(Message):
@@ -249,12 +256,16 @@ class Touch(Message):
 
 
 class Reset(Message):
-    """Make every key of my namespace absent."""
+    """Make every key of my namespace absent. The News of it come before its Done."""
 
     request_id: Id
 
 
 class StatusRequest(Message):
+    request_id: Id
+
+
+class NamespacesRequest(Message):
     request_id: Id
 
 
@@ -301,6 +312,7 @@ class Opened(Message):
     """A namespace, as it is. `unlike`: others of the same model, and the fields that differ.
 
     reattached: it was there before, with its keys. name: what the fingerprint is called.
+    generation: from 1 on, and one more with each reset.
     """
 
     request_id: Id
@@ -311,6 +323,7 @@ class Opened(Message):
     policy: str
     store_threshold: int
     unlike: tuple[str, ...] = ()
+    generation: Count = 1
 
 
 class Done(Message):
@@ -328,18 +341,28 @@ class Snapshot(Message):
     pending: bool
     keys: Keys
     last: bool = False
+    generation: Count = 1
 
 
 class News(Message):
-    """What happened to keys of the namespace, in order. Numbered without gaps."""
+    """What happened to keys of the namespace, in order. Numbered without gaps.
+
+    With no events: the number of the newest, for one who may have missed it.
+    """
 
     sequence: Count
     events: tuple[KeyEvent, ...]
+    generation: Count = 1
 
 
 class StatusReport(Message):
     request_id: Id
     status: DaemonStatus
+
+
+class NamespacesReport(Message):
+    request_id: Id
+    namespaces: tuple[NamespaceStatus, ...]
 
 
 class Error(Message):
@@ -354,6 +377,7 @@ ClientMessage: TypeAlias = (
     Hello
     | RegisterKVCaches
     | AllocateKVCaches
+    | PostResults
     | Submit
     | Cancel
     | Wait
@@ -364,6 +388,7 @@ ClientMessage: TypeAlias = (
     | Touch
     | Reset
     | StatusRequest
+    | NamespacesRequest
     | Goodbye
 )
 DaemonMessage: TypeAlias = (
@@ -377,6 +402,7 @@ DaemonMessage: TypeAlias = (
     | Snapshot
     | News
     | StatusReport
+    | NamespacesReport
     | Error
     | Goodbye
 )

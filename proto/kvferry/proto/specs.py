@@ -225,9 +225,13 @@ class KeyLoadStoreSpec(
 
     The daemon decides where they lie: a store reserves room for the keys that are not there yet
     and copies those only, a load of a key that is not there is refused whole (KEY_ABSENT).
+
+    generation: of the namespace, when whoever decided on a store knew it. A store from before a
+        reset is refused (STALE), however late it comes. 0: not to be compared.
     """
 
     keys: Keys
+    generation: Count = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.keys, tuple):

@@ -159,4 +159,3 @@ class DaemonStatus(Part):
     """How often each error code was answered since the start."""
     copying: CopyStatus | None = None
     """What the calibration found; None before it has run, and on the CPU."""
-    namespaces: tuple[NamespaceStatus, ...] = ()

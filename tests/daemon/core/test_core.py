@@ -591,7 +591,7 @@ class Shell(RuleBasedStateMachine):
                 case Unmap(number):
                     assert not self.claims[number].leaving
                     self.claims[number].leaving = True
-                case Start(plan):
+                case Start(plan=plan):
                     claim = self.claims[plan.registration]
                     assert claim.mapped
                     assert not claim.leaving
@@ -614,7 +614,7 @@ class Shell(RuleBasedStateMachine):
                 assert self.owner.pop(serial) == session  # only once, and to whom it belongs
                 assert (result.job_id, result.outcome) == (self.jobs[serial][1], outcome)
                 assert (result.error and result.error.code) == code
-            case wire.Finished() | wire.Welcome() | wire.Goodbye():
+            case wire.Finished() | wire.Welcome() | wire.Goodbye() | wire.Snapshot() | wire.News():
                 raise AssertionError(message)
             case reply:
                 assert reply.request_id is not None  # an Error to nothing

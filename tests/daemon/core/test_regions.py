@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvferry.daemon.core.regions import ALIGNMENT, Region, Regions
+from kvferry.daemon.core.regions import ALIGNMENT, Region, Regions, engine_owner
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 
@@ -27,19 +27,21 @@ PAGE, SMALL = layout(ALIGNMENT), layout(1000)
 
 def engines(regions: Regions) -> dict[str, tuple[int, int]]:
     """name -> (first page, pages)"""
-    return {r.engine: (r.start // ALIGNMENT, r.nbytes // ALIGNMENT) for r in regions}
+    return {r.owner.name: (r.start // ALIGNMENT, r.nbytes // ALIGNMENT) for r in regions}
 
 
 def divided(pages: int, **claims: int) -> Regions:
     regions = Regions(pages * ALIGNMENT)
     for name, size in claims.items():
-        regions.claim(name, PAGE, size * ALIGNMENT)
+        regions.claim(engine_owner(name), PAGE, size * ALIGNMENT)
     return regions
 
 
 def claim(regions: Regions, name: str, pages: int | None) -> int:
     """First page of what `name` got."""
-    region, _ = regions.claim(name, PAGE, None if pages is None else pages * ALIGNMENT)
+    region, _ = regions.claim(
+        engine_owner(name), PAGE, None if pages is None else pages * ALIGNMENT
+    )
     return region.start // ALIGNMENT
 
 
@@ -49,8 +51,8 @@ def test_regions_lie_behind_one_another() -> None:
 
 def test_regions_begin_at_whole_pages_and_hold_whole_blocks() -> None:
     regions = Regions(4 * ALIGNMENT)
-    first, _ = regions.claim("a", SMALL, 4500)
-    second, _ = regions.claim("b", SMALL, 1000)
+    first, _ = regions.claim(engine_owner("a"), SMALL, 4500)
+    second, _ = regions.claim(engine_owner("b"), SMALL, 1000)
     assert (first.start, first.nbytes, first.num_blocks) == (0, 4500, 4)
     assert (second.start, second.num_blocks) == (2 * ALIGNMENT, 1)
     assert regions.reserved_bytes == 5500
@@ -65,34 +67,34 @@ def test_without_a_size_an_engine_gets_what_is_free_in_a_row() -> None:
 def test_first_room_that_is_large_enough_is_taken() -> None:
     """So that the large rooms stay whole for those who need them."""
     regions = divided(8, a=2, b=1)
-    regions.desert("a")
+    regions.desert(engine_owner("a"))
     assert claim(regions, "a", 1) == 0  # its old room has a page too many: it is a newcomer
     assert claim(regions, "c", 5) == 3
 
 
 def test_an_engine_that_comes_back_gets_its_region_back() -> None:
     regions = divided(10, a=2, b=3)
-    regions.desert("b")
-    assert not next(r for r in regions if r.engine == "b").present
-    region, reattached = regions.claim("b", PAGE, 3 * ALIGNMENT)
+    regions.desert(engine_owner("b"))
+    assert not next(r for r in regions if r.owner.name == "b").present
+    region, reattached = regions.claim(engine_owner("b"), PAGE, 3 * ALIGNMENT)
     assert (region.start, reattached, region.present) == (2 * ALIGNMENT, True, True)
-    regions.desert("b")
-    assert regions.claim("b", PAGE, None) == (region, True)
+    regions.desert(engine_owner("b"))
+    assert regions.claim(engine_owner("b"), PAGE, None) == (region, True)
 
 
 @pytest.mark.parametrize(("shape", "pages"), [(SMALL, 3), (PAGE, 2), (PAGE, 4)])
 def test_another_layout_or_size_is_another_region(shape: KVLayout, pages: int) -> None:
     regions = divided(10, a=2, b=3)
-    regions.desert("b")
-    region, reattached = regions.claim("b", shape, pages * ALIGNMENT)
+    regions.desert(engine_owner("b"))
+    region, reattached = regions.claim(engine_owner("b"), shape, pages * ALIGNMENT)
     assert not reattached
-    assert region.layout == shape
+    assert region.contents == shape
     assert engines(regions) == {"a": (0, 2), "b": (2, pages)}
 
 
 def test_a_region_that_was_deserted_stays_while_there_is_other_room() -> None:
     regions = divided(4, a=1, b=1)
-    regions.desert("a")
+    regions.desert(engine_owner("a"))
     assert claim(regions, "c", 2) == 2
     assert "a" in engines(regions)
 
@@ -100,17 +102,17 @@ def test_a_region_that_was_deserted_stays_while_there_is_other_room() -> None:
 def test_the_longest_deserted_gives_its_room_first() -> None:
     regions = divided(4, a=1, b=1, c=1, d=1)
     for name in "cab":
-        regions.desert(name)
+        regions.desert(engine_owner(name))
     claim(regions, "a", 1)
-    regions.desert("a")  # now c, b, a
+    regions.desert(engine_owner("a"))  # now c, b, a
     assert [claim(regions, name, 1) for name in "efg"] == [2, 1, 0]
     assert set(engines(regions)) == set("defg")
 
 
 def test_a_deserted_region_that_is_not_in_the_way_stays() -> None:
     regions = divided(4, a=1, b=1, c=2)
-    regions.desert("a")
-    regions.desert("c")
+    regions.desert(engine_owner("a"))
+    regions.desert(engine_owner("c"))
     assert claim(regions, "d", 2) == 2
     assert set(engines(regions)) == {"a", "b", "d"}
 
@@ -118,18 +120,18 @@ def test_a_deserted_region_that_is_not_in_the_way_stays() -> None:
 @pytest.mark.parametrize("pages", [2, 5, None])
 def test_a_pool_that_is_full_says_so_and_nothing_changes(pages: int | None) -> None:
     regions = divided(4, a=1, b=2, c=1)
-    regions.desert("a")
+    regions.desert(engine_owner("a"))
     before = deepcopy(list(regions))
     shape = layout(2 * ALIGNMENT)
     with pytest.raises(Refused, match=f"takes {2 * ALIGNMENT}") as caught:
-        regions.claim("d", shape, None if pages is None else pages * ALIGNMENT)
+        regions.claim(engine_owner("d"), shape, None if pages is None else pages * ALIGNMENT)
     assert caught.value.code == Code.POOL_FULL
     assert list(regions) == before
 
 
 def test_less_than_one_host_block_is_refused_with_the_size_of_one() -> None:
     with pytest.raises(Refused, match="at least 4096") as caught:
-        Regions(1 << 20).claim("a", PAGE, ALIGNMENT - 1)
+        Regions(1 << 20).claim(engine_owner("a"), PAGE, ALIGNMENT - 1)
     assert (caught.value.code, caught.value.value) == (Code.POOL_FULL, "4095")
 
 
@@ -161,28 +163,28 @@ def test_whatever_happens_regions_never_overlap_and_the_present_stay(
     pool = pages * ALIGNMENT
     regions = Regions(pool)
     for name, shape, nbytes in history:
-        before = {r.engine: deepcopy(r) for r in regions}
+        before = {r.owner.name: deepcopy(r) for r in regions}
         if name in before and before[name].present:
-            regions.desert(name)
+            regions.desert(engine_owner(name))
             continue
         stay = [r for r in before.values() if r.present]
         try:
-            region, reattached = regions.claim(name, shape, nbytes)
+            region, reattached = regions.claim(engine_owner(name), shape, nbytes)
         except Refused as error:
             assert error.code == Code.POOL_FULL  # noqa: PT017
-            assert {r.engine: r for r in regions} == before
+            assert {r.owner.name: r for r in regions} == before
             block = shape.host_block_bytes
             too_small = nbytes is not None and nbytes < block
             assert too_small or largest_gap(pool, stay) < (nbytes or block)
             continue
         old = before.get(name)
-        same = old is not None and old.layout == shape and nbytes in (None, old.nbytes)
+        same = old is not None and old.contents == shape and nbytes in (None, old.nbytes)
         assert reattached == same
         assert not same or (old is not None and old.start == region.start)
         assert region.num_blocks >= 1
         assert nbytes in (None, region.nbytes)
-        after = {r.engine: r for r in regions}
-        assert all(after[r.engine] == r for r in stay)
+        after = {r.owner.name: r for r in regions}
+        assert all(after[r.owner.name] == r for r in stay)
         gone = set(before) - set(after)
         assert all(before[n].start < region.end and region.start < before[n].end for n in gone)
         placed = sorted(regions, key=lambda r: r.start)

@@ -158,7 +158,7 @@ class Open:
             serial, self.number, direction, runs, self.geometry.nbytes(runs), 0, 0,
             self.geometry.end(runs),
         )  # fmt: skip
-        self.bench.lane.post(Start(plan))
+        self.bench.lane.post(Start(plan, "session", plan.serial))
         self.model(direction, spec, hosts)
         return serial
 

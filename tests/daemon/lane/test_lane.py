@@ -213,7 +213,7 @@ class Harbour:
             self.orderings[number].admit(self.serial, direction, resolved),
             geometry.end(resolved.runs),
         )
-        self.lane.post(Start(plan))
+        self.lane.post(Start(plan, "session", plan.serial))
         return self.serial
 
     def died(self, error: KVFerryError) -> None:

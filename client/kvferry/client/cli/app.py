@@ -69,11 +69,12 @@ def status(
     json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
 ) -> None:
     """Show what a daemon holds, for whom, and what it has done so far."""
-    report = ask(directory)
+    report, namespaces = ask(directory)
     if json:
-        print(msgspec.json.format(msgspec.json.encode(as_json(report)), indent=2).decode())
+        everything = as_json(report) | {"namespaces": as_json(namespaces)}
+        print(msgspec.json.format(msgspec.json.encode(everything), indent=2).decode())
     else:
-        show(report, Console(highlight=False))
+        show(report, namespaces, Console(highlight=False))
 
 
 @app.command()

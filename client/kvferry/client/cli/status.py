@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 from rich import box
@@ -19,7 +19,9 @@ from rich.text import Text
 from kvferry.client import DaemonStatus, OffloadClient, find_daemon
 from kvferry.client.cli.units import size, span
 from kvferry.proto.errors import Code, Gone
-from kvferry.proto.status import PoolStatus, Totals
+from kvferry.proto.status import NamespaceStatus, PoolStatus, Totals
+
+Namespaces: TypeAlias = tuple[NamespaceStatus, ...]
 
 TIMEOUT = 5.0
 BAR = 40
@@ -42,12 +44,12 @@ def locate(directory: Path | None) -> Path:
     raise Gone(Code.DAEMON_GONE, "no daemon has its sockets here", str(directory))
 
 
-def ask(directory: Path | None) -> DaemonStatus:
+def ask(directory: Path | None) -> tuple[DaemonStatus, Namespaces]:
     where = locate(directory)
     with OffloadClient(
         where, engine="kvferry-cli", client="kvferry status", timeout=TIMEOUT
     ) as client:
-        return client.status()
+        return client.status(), client.namespaces()
 
 
 def as_json(value: Any) -> Any:
@@ -60,11 +62,13 @@ def as_json(value: Any) -> Any:
     return value
 
 
-def show(status: DaemonStatus, console: Console) -> None:
+def show(status: DaemonStatus, namespaces: Namespaces, console: Console) -> None:
     for line in _lines(status):
         console.print(line, soft_wrap=True)
     if status.engines:
         console.print(_engines(status))
+    if namespaces:
+        console.print(_namespaces(namespaces))
 
 
 def _lines(status: DaemonStatus) -> Iterator[Text]:
@@ -114,3 +118,31 @@ def _engines(status: DaemonStatus) -> Table:
         cells = (f"{engine.host_blocks:,}", size(block), size(nbytes), str(engine.jobs))
         table.add_row(Text(engine.name), here, *cells)
     return table
+
+
+def _namespaces(namespaces: Namespaces) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, leading=1)
+    table.add_column("namespace", overflow="fold")
+    for name in ("blocks", "of", "ready", "pinned", "free", "hits", "evicted"):
+        table.add_column(name, justify="right")
+    for space in namespaces:
+        counts = (f"{n:,}" for n in (space.ready, space.pinned, space.free))
+        cells = (f"{space.blocks:,}", size(space.block_bytes), *counts)
+        table.add_row(_title(space), *cells, _hits(space), f"{space.evictions:,}")
+    return table
+
+
+def _title(space: NamespaceStatus) -> Text:
+    """The model, its rank where there are several, who is in it, and what the daemon calls it."""
+    whose = space.fingerprint
+    rank = f", rank {whose.rank} of {whose.world_size}" if whose.world_size > 1 else ""
+    return Text.assemble(
+        f"{whose.model}\n{space.policy}{rank}\n",
+        (", ".join(space.engines) or "nobody here", "green" if space.engines else "yellow"),
+        (f"\n{space.name}", "dim"),
+    )
+
+
+def _hits(space: NamespaceStatus) -> str:
+    lookups = space.hits + space.misses
+    return f"{space.hits / lookups:.0%}" if lookups else "-"

@@ -6,12 +6,13 @@ rest to the lane; the lane's reports come back and are answered with actions aga
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvferry.daemon.core.geometry import Geometry, Run
 from kvferry.proto.errors import ErrorInfo
-from kvferry.proto.messages import Allocation, DaemonMessage, Location, Outcome
+from kvferry.proto.messages import Allocation, DaemonMessage, Location, News, Outcome
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import CopyStatus, GroupCopying
 
@@ -40,6 +41,31 @@ class CopyPlan:
 class Send:
     session: str
     message: DaemonMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Messages made one at a time, each between what else there is to do."""
+
+    session: str
+    messages: Iterator[DaemonMessage]
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """The same to many; one that does not take its messages misses it, and will notice."""
+
+    sessions: tuple[str, ...]
+    message: News
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """What happened in a namespace, for anybody who listens. block_size: tokens in a block."""
+
+    namespace: str
+    block_size: int
+    news: News
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +99,19 @@ class Unmap:
 
 @dataclass(frozen=True, slots=True)
 class Start:
+    """Set a plan on its way. session, job_id: whose it is, and what they call it."""
+
     plan: CopyPlan
+    session: str
+    job_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Write a session's results, from now on, to the bulletin behind a ticket of its."""
+
+    session: str
+    ticket: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +122,9 @@ class Abandon:
     serial: int
 
 
-Action: TypeAlias = Send | Dismiss | Map | Unmap | Start | Abandon
+Action: TypeAlias = (
+    Send | Stream | Broadcast | Publish | Dismiss | Post | Map | Unmap | Start | Abandon
+)
 
 
 # Reports

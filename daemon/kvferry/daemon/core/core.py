@@ -17,11 +17,14 @@ from kvferry.daemon.core.actions import (
     Ended,
     Mapped,
     Pinned,
+    Post,
     Report,
     Send,
     Unmapped,
 )
 from kvferry.daemon.core.geometry import sides
+from kvferry.daemon.core.namespaces import Namespaces
+from kvferry.daemon.core.regions import Regions
 from kvferry.daemon.core.registrations import Registrations
 from kvferry.daemon.core.transfers import Transfers
 from kvferry.proto import messages as wire
@@ -52,7 +55,9 @@ class Core:
         self._errors: Counter[str] = Counter()
         self._engines: dict[str, str] = {}
         """Sessions, and the engine that each belongs to."""
-        self._registrations = Registrations(pool_bytes)
+        self._regions = Regions(pool_bytes)
+        self._namespaces = Namespaces(self._regions)
+        self._registrations = Registrations(self._regions, self._namespaces)
         self._transfers = Transfers(self._registrations, identity.limits.max_jobs)
 
     @property
@@ -84,9 +89,10 @@ class Core:
     def handle(self, session: str, message: wire.ClientMessage, now: float) -> list[Action]:
         """The answer to one message of an open session."""
         try:
-            return self._answer(session, self._engines[session], message, now)
+            actions = self._answer(session, self._engines[session], message, now)
         except KVFerryError as error:
             return [Send(session, self.refusal(message, error))]
+        return actions + self._namespaces.news()
 
     def report(self, report: Report) -> list[Action]:
         """What follows from something that the lane did."""
@@ -105,11 +111,12 @@ class Core:
                 return []
         if error is not None:
             self._errors[error.code] += 1
-        return actions
+        return actions + self._namespaces.news()
 
     def leave(self, session: str) -> list[Action]:
         """A session said goodbye or died: give up its jobs and what it registered."""
         del self._engines[session]
+        self._namespaces.leave(session)
         return [
             Dismiss(session),
             *self._transfers.leave(session),
@@ -135,18 +142,21 @@ class Core:
         return wire.Error(request_id, error.info, self.identity.boot_id)
 
     def status(self, now: float) -> told.DaemonStatus:
-        me, regions = self.identity, self._registrations.regions
+        me, regions = self.identity, self._regions
         totals = {name: self._transfers.totals[name] for name in told.Totals.__struct_fields__}
+        held = {
+            r.engine: (True, r.host.num_blocks, r.host.block_bytes) for r in self._registrations
+        }
+        left = {
+            region.owner.name: (False, region.num_blocks, region.contents.host_block_bytes)
+            for region in regions
+            if region.owner.kind == "engine"
+        }
         engines = [
             told.EngineStatus(
-                region.engine,
-                region.present,
-                region.num_blocks,
-                region.layout.host_block_bytes,
-                self._transfers.of_engine(region.engine),
-                self._registrations.copying(region.engine),
+                name, *here, self._transfers.of_engine(name), self._registrations.copying(name)
             )
-            for region in regions
+            for name, here in (left | held).items()
         ]
         return told.DaemonStatus(
             version=me.version,
@@ -169,12 +179,21 @@ class Core:
             case wire.Submit():
                 self._check_running()
                 return self._transfers.submit(session, engine, message)
+            case wire.PostResults(ticket):
+                return [Post(session, ticket)]
             case wire.Cancel(job_ids):
                 return self._transfers.cancel(engine, job_ids)
             case wire.Wait():
                 return self._transfers.wait(session, engine, message)
+            case wire.OpenNamespace():
+                self._check_running()
+                return self._namespaces.open(session, engine, message)
+            case wire.Follow() | wire.Pin() | wire.Unpin() | wire.Touch() | wire.Reset():
+                return self._namespaces.handle(session, message)
             case wire.StatusRequest(request_id):
                 return [Send(session, wire.StatusReport(request_id, self.status(now)))]
+            case wire.NamespacesRequest(request_id):
+                return [Send(session, wire.NamespacesReport(request_id, self._namespaces.status()))]
             case wire.RegisterKVCaches() | wire.AllocateKVCaches():
                 self._check_running()
                 return self._registrations.register(session, engine, message)

@@ -29,6 +29,8 @@ from kvferry.proto.specs import (
     CPULoadStoreSpec,
     Direction,
     GPULoadStoreSpec,
+    HostSpec,
+    KeyLoadStoreSpec,
     KVLayout,
     LoadStoreSpec,
 )
@@ -74,18 +76,33 @@ class Resolved:
     host_blocks: Int64s
 
 
-def sides(src: LoadStoreSpec, dst: LoadStoreSpec) -> tuple[Direction, GPULoadStoreSpec, BlockIds]:
-    """Which way a TransferSpec goes, its GPU side, and its host block ids."""
+def sides(src: LoadStoreSpec, dst: LoadStoreSpec) -> tuple[Direction, GPULoadStoreSpec, HostSpec]:
+    """Which way a TransferSpec goes, its GPU side, and its host side."""
     match src, dst:
-        case GPULoadStoreSpec(), CPULoadStoreSpec():
-            return Direction.STORE, src, dst.block_ids
-        case CPULoadStoreSpec(), GPULoadStoreSpec():
-            return Direction.LOAD, dst, src.block_ids
+        case GPULoadStoreSpec(), CPULoadStoreSpec() | KeyLoadStoreSpec():
+            return Direction.STORE, src, dst
+        case CPULoadStoreSpec() | KeyLoadStoreSpec(), GPULoadStoreSpec():
+            return Direction.LOAD, dst, src
     raise Refused(
         Code.BAD_SPEC,
         "one side of a transfer is GPU, the other host memory",
         f"{type(src).__name__} -> {type(dst).__name__}",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A group's part of a transfer: GPU blocks, and the host blocks that they take.
+
+    skip: sub-blocks of the first host block that come before. begin, end: which of the transfer's
+    host blocks are the group's.
+    """
+
+    group: int
+    gpu_blocks: Int64s
+    skip: int
+    begin: int
+    end: int
 
 
 class Geometry:
@@ -112,41 +129,59 @@ class Geometry:
         self._sharers = _sharers(layout)
 
     def resolve(self, direction: Direction, gpu: GPULoadStoreSpec, host_ids: BlockIds) -> Resolved:
-        """Check a transfer against this registration. Raises Refused; nothing is half done.
-
-        The GPU slots of the answer number memory, not groups: groups that share a tensor share
-        its slots.
-        """
-        sizes, indices = self._shares(gpu)
-        gpu_ids = gpu.block_ids.astype(np.int64, copy=False)
+        """Check a transfer against this registration. Raises Refused; nothing is half done."""
         hosts = host_ids.astype(np.int64, copy=False)
+        shares = self.shares(direction, gpu, hosts.size)
         _check_range(hosts, self.host_blocks, "host block")
-        runs: list[Run] = []
-        slots = gpu_ids + self._slot_base[0]
+        if direction is Direction.STORE:
+            _check_unique(hosts, self.host_blocks, "host block")
+        return self.place(shares, hosts)
+
+    def shares(self, direction: Direction, gpu: GPULoadStoreSpec, hosts: int) -> tuple[Share, ...]:
+        """Check the GPU side, and that it takes as many host blocks. Raises Refused."""
+        sizes, indices = self._sizes(gpu)
+        gpu_ids = gpu.block_ids.astype(np.int64, copy=False)
+        shares: list[Share] = []
         taken = used = 0
         for group, (count, first) in enumerate(zip(sizes, indices, strict=True)):
+            if not count:
+                continue
             ids = gpu_ids[taken : taken + count]
             _check_range(ids, self._num_blocks[group], f"GPU block of group {group}")
-            if group:
-                slots[taken : taken + count] = ids + self._slot_base[group]
             taken += count
             skip = first % self.factor
-            needs = -(-(count + skip) // self.factor) if count else 0
-            if count and used + needs <= hosts.size:
-                runs.append(self._run(group, ids, hosts[used : used + needs], skip))
-            used += needs
-        if used != hosts.size:
+            begin, used = used, used - (-(count + skip) // self.factor)
+            shares.append(Share(group, ids, skip, begin, used))
+        if used != hosts:
             raise Refused(
                 Code.SIZE_MISMATCH,
                 f"{gpu_ids.size} GPU blocks, in groups of {list(sizes)} that begin at "
                 f"{list(indices)}, take {used} host blocks at {self.factor} a host block",
-                hosts.size,
+                hosts,
             )
         if direction is Direction.LOAD:
-            self._check_written_once(runs)
-        else:
-            _check_unique(hosts, self.host_blocks, "host block")
-        return Resolved(tuple(runs), slots, hosts)
+            self._check_written_once(shares)
+        return tuple(shares)
+
+    def place(self, shares: tuple[Share, ...], hosts: Int64s) -> Resolved:
+        """Where checked shares go. GPU blocks whose host block is -1 are left out.
+
+        The GPU slots of the answer number memory, not groups: groups that share a tensor share
+        its slots.
+        """
+        runs = [self._run(share, hosts[share.begin : share.end]) for share in shares]
+        slots = [run.gpu_blocks + self._slot_base[run.group] for run in runs]
+        return Resolved(
+            tuple(run for run in runs if run.gpu_blocks.size),
+            np.concatenate(slots) if slots else np.empty(0, dtype=np.int64),
+            hosts[hosts >= 0] if hosts.size and int(hosts.min()) < 0 else hosts,
+        )
+
+    def parts(self, share: Share) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Which sub-blocks, (from, to), of its first and of its last host block a share takes."""
+        end = share.skip + share.gpu_blocks.size
+        first = (share.skip, min(self.factor, end))
+        return first, first if share.end - share.begin == 1 else (0, (end - 1) % self.factor + 1)
 
     def nbytes(self, runs: tuple[Run, ...]) -> int:
         return sum(run.gpu_blocks.size * self.group_bytes[run.group] for run in runs)
@@ -175,23 +210,29 @@ class Geometry:
         host = run.host_offsets[:, None] + (refs.offsets + pool)
         return Fragments(gpu.ravel(), host.ravel(), np.broadcast_to(refs.pages, gpu.shape).ravel())
 
-    def _check_written_once(self, runs: list[Run]) -> None:
+    def _check_written_once(self, shares: list[Share]) -> None:
         """No GPU block is written twice: in a group, or in groups that share a tensor."""
-        blocks = {run.group: run.gpu_blocks for run in runs}
+        blocks = {share.group: share.gpu_blocks for share in shares}
         for sharers in self._sharers:
             written = [blocks[group] for group in sharers if group in blocks]
             if written:
                 ids = written[0] if len(written) == 1 else np.concatenate(written)
                 _check_unique(ids, self.gpu_slots, "GPU block")
 
-    def _run(self, group: int, ids: Int64s, hosts: Int64s, skip: int) -> Run:
+    def _run(self, share: Share, hosts: Int64s) -> Run:
         offsets = hosts * self._host_block_bytes + self._region_start
+        ids = share.gpu_blocks
+        kept = hosts >= 0
         if self.factor > 1:
-            block, sub = np.divmod(np.arange(skip, skip + ids.size), self.factor)
-            offsets = offsets[block] + sub * self.group_bytes[group]
-        return Run(group, ids, offsets)
+            positions = np.arange(share.skip, share.skip + ids.size)
+            block, sub = np.divmod(positions, self.factor)
+            offsets = offsets[block] + sub * self.group_bytes[share.group]
+            kept = kept[block]
+        if not kept.all():
+            ids, offsets = ids[kept], offsets[kept]
+        return Run(share.group, ids, offsets)
 
-    def _shares(self, gpu: GPULoadStoreSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _sizes(self, gpu: GPULoadStoreSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
         groups = len(self.layout.groups)
         sizes = (gpu.block_ids.size,) if gpu.group_sizes is None else gpu.group_sizes
         indices = (0,) * len(sizes) if gpu.block_indices is None else gpu.block_indices

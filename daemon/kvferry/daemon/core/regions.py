@@ -1,27 +1,48 @@
 """Who owns which bytes of the host pool.
 
-A region belongs to an engine's name, not to its process: when the engine goes, the region stays
-with its bytes, and an engine that registers under the same name with the same layout gets it back.
-A region whose engine is away gives its room to a newcomer that finds no other, the longest
-deserted first.
+A region belongs to an engine's name or to a namespace, not to a process: when its engines go, the
+region stays with its bytes, and whoever comes under the same name with the same contents (a layout,
+a fingerprint) gets it back. A region whose owner is away gives its room to a newcomer that finds
+no other, the longest deserted first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.specs import KVLayout
+from kvferry.proto.status import Fingerprint
 
 ALIGNMENT = 4096
 MAX_HOST_BLOCKS = 1 << 28
 
 
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose bytes: an engine's by its name, or those of a namespace."""
+
+    kind: str
+    name: str
+
+
+def engine_owner(name: str) -> Owner:
+    return Owner("engine", name)
+
+
+def namespace_owner(name: str) -> Owner:
+    return Owner("namespace", name)
+
+
+Contents: TypeAlias = KVLayout | Fingerprint
+
+
 @dataclass(slots=True)
 class Region:
-    engine: str
-    layout: KVLayout
+    owner: Owner
+    contents: Contents
     start: int
     nbytes: int
     present: bool = True
@@ -32,7 +53,7 @@ class Region:
 
     @property
     def num_blocks(self) -> int:
-        return self.nbytes // self.layout.host_block_bytes
+        return self.nbytes // self.contents.host_block_bytes
 
 
 class Regions:
@@ -40,7 +61,7 @@ class Regions:
 
     def __init__(self, pool_bytes: int) -> None:
         self.pool_bytes = pool_bytes
-        self._regions: dict[str, Region] = {}
+        self._regions: dict[Owner, Region] = {}
 
     def __iter__(self) -> Iterator[Region]:
         return iter(self._regions.values())
@@ -49,54 +70,58 @@ class Regions:
     def reserved_bytes(self) -> int:
         return sum(region.nbytes for region in self._regions.values())
 
-    def claim(self, engine: str, layout: KVLayout, nbytes: int | None) -> tuple[Region, bool]:
-        """A region for `engine`, and whether it is the one it had before.
+    def holds(self, region: Region) -> bool:
+        """Whether a region is still its owner's."""
+        return self._regions.get(region.owner) is region
+
+    def claim(self, owner: Owner, contents: Contents, nbytes: int | None) -> tuple[Region, bool]:
+        """A region for `owner`, and whether it is the one it had before.
 
         nbytes: how much; None for what is free (all that is contiguous). Raises Refused
         (POOL_FULL) and changes nothing where there is no room.
         """
-        block = layout.host_block_bytes
+        block = contents.host_block_bytes
         if nbytes is not None and nbytes < block:
             raise Refused(
-                Code.POOL_FULL, f"host_bytes must hold one host block: at least {block}", nbytes
+                Code.POOL_FULL, f"it must hold one host block: at least {block} bytes", nbytes
             )
-        old = self._regions.get(engine)
-        if old is not None and old.layout == layout and nbytes in (None, old.nbytes):
+        old = self._regions.get(owner)
+        if old is not None and old.contents == contents and nbytes in (None, old.nbytes):
             old.present = True
             return old, True
-        start, size = self._find(engine, block, nbytes)
+        start, size = self._find(owner, block, nbytes)
         if size // block > MAX_HOST_BLOCKS:
             raise Refused(
                 Code.BAD_LAYOUT,
                 f"a region has at most {MAX_HOST_BLOCKS} host blocks, and one of these takes "
-                f"{block} bytes: register with smaller host_bytes, or a larger block_size_factor",
+                f"{block} bytes: take less, or a larger block_size_factor",
                 size // block,
             )
-        for other in self._in_the_way(engine, start, start + size):
-            del self._regions[other.engine]
-        self._regions[engine] = Region(engine, layout, start, size)
-        return self._regions[engine], False
+        for other in self._in_the_way(owner, start, start + size):
+            del self._regions[other.owner]
+        self._regions[owner] = Region(owner, contents, start, size)
+        return self._regions[owner], False
 
-    def desert(self, engine: str) -> None:
-        """The engine went; its region stays until somebody needs the room."""
-        region = self._regions.pop(engine)
+    def desert(self, owner: Owner) -> None:
+        """The owner went; its region stays until somebody needs the room."""
+        region = self._regions.pop(owner)
         region.present = False
-        self._regions[engine] = region
+        self._regions[owner] = region
 
-    def free(self, engine: str) -> None:
-        """The engine never came: nothing in its region is worth keeping."""
-        del self._regions[engine]
+    def free(self, owner: Owner) -> None:
+        """The owner never came: nothing in its region is worth keeping."""
+        del self._regions[owner]
 
-    def _in_the_way(self, engine: str, start: int, end: int) -> list[Region]:
+    def _in_the_way(self, owner: Owner, start: int, end: int) -> list[Region]:
         return [
             region
             for region in self._regions.values()
-            if region.engine == engine or (region.start < end and start < region.end)
+            if region.owner == owner or (region.start < end and start < region.end)
         ]
 
-    def _find(self, engine: str, block: int, nbytes: int | None) -> tuple[int, int]:
+    def _find(self, owner: Owner, block: int, nbytes: int | None) -> tuple[int, int]:
         """First room with the deserted regions kept, then with ever more of them given up."""
-        kept = [region for region in self._regions.values() if region.engine != engine]
+        kept = [region for region in self._regions.values() if region.owner != owner]
         deserted = [region for region in kept if not region.present]
         while True:
             gaps = self._gaps(kept)
@@ -111,7 +136,7 @@ class Regions:
         raise Refused(
             Code.POOL_FULL,
             f"the host pool of {self.pool_bytes} bytes has {size} free in a row, and a host block "
-            f"takes {block}: register with smaller host_bytes, or give the daemon a larger pool",
+            f"takes {block}: take less, or give the daemon a larger pool",
             nbytes if nbytes is not None else block,
         )
 

@@ -18,8 +18,10 @@ from typing import TypeAlias
 
 from kvferry.daemon.core.actions import Action, Map, Mapped, Send, Unmap
 from kvferry.daemon.core.geometry import Geometry, slot_bases
+from kvferry.daemon.core.namespace import Namespace
+from kvferry.daemon.core.namespaces import Namespaces
 from kvferry.daemon.core.order import Ordering
-from kvferry.daemon.core.regions import Region, Regions
+from kvferry.daemon.core.regions import Regions, engine_owner
 from kvferry.proto.errors import Code, ErrorInfo, Refused
 from kvferry.proto.messages import (
     Allocated,
@@ -44,6 +46,7 @@ class Registration:
     geometry: Geometry
     host: HostRegion
     ordering: Ordering
+    namespace: Namespace | None = None
     was_open: bool = False
     copying: tuple[GroupCopying, ...] = ()
 
@@ -53,10 +56,11 @@ class Registration:
 
 
 class Registrations:
-    """All registrations, each in the place where it stands, and the host pool between them."""
+    """All registrations, each in the place where it stands."""
 
-    def __init__(self, pool_bytes: int) -> None:
-        self.regions = Regions(pool_bytes)
+    def __init__(self, regions: Regions, namespaces: Namespaces) -> None:
+        self._regions = regions
+        self._namespaces = namespaces
         self._opening: dict[int, Registration] = {}
         self._open: dict[int, Registration] = {}
         self._closing: dict[int, Registration] = {}
@@ -101,8 +105,7 @@ class Registrations:
                 "a process that is alive holds this engine's name: give each engine its own",
                 engine,
             )
-        region, reattached = self.regions.claim(engine, request.layout, request.host_bytes)
-        registration = self._settle(session, engine, request, region, reattached)
+        registration = self._settle(session, engine, request)
         locations = request.locations if isinstance(request, RegisterKVCaches) else None
         allocations = request.allocations if isinstance(request, RegisterKVCaches) else ()
         return [
@@ -152,15 +155,21 @@ class Registrations:
         successor = self._successors.pop(registration.engine, None)
         return None if successor is None else (*successor, registration.engine)
 
-    def _settle(
-        self, session: str, engine: str, request: Request, region: Region, reattached: bool
-    ) -> Registration:
+    def _settle(self, session: str, engine: str, request: Request) -> Registration:
+        number, layout = next(self._numbers), request.layout
+        namespace, reattached = self._namespaces.of(session), False
+        if namespace is not None:
+            namespace.enter(number, layout, request.host_bytes)
+            region = namespace.region
+        else:
+            owner = engine_owner(engine)
+            region, reattached = self._regions.claim(owner, layout, request.host_bytes)
         locations = request.locations if isinstance(request, RegisterKVCaches) else None
-        geometry = Geometry(request.layout, region.start, region.num_blocks, locations)
-        host = HostRegion(region.num_blocks, request.layout.host_block_bytes, reattached)
+        geometry = Geometry(layout, region.start, region.num_blocks, locations)
+        host = HostRegion(region.num_blocks, layout.host_block_bytes, reattached)
         ordering = Ordering(geometry.gpu_slots, region.num_blocks)
         registration = Registration(
-            next(self._numbers), engine, session, request, geometry, host, ordering
+            number, engine, session, request, geometry, host, ordering, namespace
         )
         self._opening[registration.number] = registration
         self._holders[engine] = registration
@@ -169,10 +178,12 @@ class Registrations:
     def _release(self, registration: Registration) -> None:
         """Free the engine's name; its region stays where the bytes in it are the engine's."""
         del self._holders[registration.engine]
-        if registration.was_open or registration.host.reattached:
-            self.regions.desert(registration.engine)
+        if registration.namespace is not None:
+            self._namespaces.exit(registration.namespace, registration.number)
+        elif registration.was_open or registration.host.reattached:
+            self._regions.desert(engine_owner(registration.engine))
         else:
-            self.regions.free(registration.engine)
+            self._regions.free(engine_owner(registration.engine))
 
 
 def _check(request: Request) -> None:

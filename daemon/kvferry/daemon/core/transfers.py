@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from kvferry.daemon.core.actions import Abandon, Action, CopyPlan, Ended, Send, Start
-from kvferry.daemon.core.geometry import sides
+from kvferry.daemon.core.geometry import Resolved, sides
+from kvferry.daemon.core.namespace import Lease
 from kvferry.daemon.core.registrations import Registration, Registrations
 from kvferry.proto.errors import Code, ErrorInfo, Refused
 from kvferry.proto.messages import Finished, JobResult, Outcome, Submit, Wait, Waited
-from kvferry.proto.specs import Direction
+from kvferry.proto.specs import Direction, GPULoadStoreSpec, HostSpec, KeyLoadStoreSpec
 
 MAX_WAITS = 256
 """Waits under way in one session."""
@@ -40,6 +41,7 @@ class Job:
     registration: Registration
     direction: Direction
     nbytes: int
+    lease: Lease | None = None
     waiters: list[Waiter] = field(default_factory=list)
 
 
@@ -75,10 +77,12 @@ class Transfers:
             raise Refused(
                 Code.NO_TIMELINE, "register a timeline to wait for its values", message.wait_for
             )
-        direction, gpu, hosts = sides(message.src, message.dst)
-        blocks = registration.geometry.resolve(direction, gpu, hosts)
+        direction, gpu, host = sides(message.src, message.dst)
+        blocks, lease = _resolve(registration, direction, gpu, host)
         nbytes = registration.geometry.nbytes(blocks.runs)
-        job = Job(next(self._serials), message.job_id, session, registration, direction, nbytes)
+        job = Job(
+            next(self._serials), message.job_id, session, registration, direction, nbytes, lease
+        )
         self._jobs[job.serial] = self._by_id[engine, message.job_id] = job
         self._credits[session] += 1
         plan = CopyPlan(
@@ -91,7 +95,7 @@ class Transfers:
             registration.ordering.admit(job.serial, direction, blocks),
             registration.geometry.end(blocks.runs),
         )
-        return [Start(plan)]
+        return [Start(plan, session, message.job_id)]
 
     def cancel(self, engine: str, job_ids: tuple[int, ...]) -> list[Action]:
         jobs = [self._by_id.get((engine, job_id)) for job_id in job_ids]
@@ -116,6 +120,8 @@ class Transfers:
         job = self._jobs.pop(report.serial)
         del self._by_id[job.registration.engine, job.job_id]
         result = self._result(job, report)
+        if job.lease is not None:
+            job.lease.end(done=result.outcome is Outcome.DONE)
         self._count(result)
         actions: list[Action] = []
         if job.session is not None:
@@ -160,3 +166,25 @@ class Transfers:
                 self.totals[name] += result.nbytes
             case outcome:
                 self.totals[outcome] += 1
+
+
+def _resolve(
+    registration: Registration, direction: Direction, gpu: GPULoadStoreSpec, host: HostSpec
+) -> tuple[Resolved, Lease | None]:
+    """The blocks of a transfer, by id in a region of the engine's own, by key in a namespace."""
+    geometry, namespace = registration.geometry, registration.namespace
+    if isinstance(host, KeyLoadStoreSpec):
+        if namespace is None:
+            raise Refused(
+                Code.UNKNOWN_NAMESPACE,
+                "the engine registered outside of any namespace: its host blocks have ids, no keys",
+                registration.engine,
+            )
+        return namespace.resolve(geometry, direction, gpu, host)
+    if namespace is not None:
+        raise Refused(
+            Code.BAD_SPEC,
+            "the engine registered in a namespace: its host blocks have keys, no ids",
+            namespace.name,
+        )
+    return geometry.resolve(direction, gpu, host.block_ids), None

@@ -164,7 +164,7 @@ class Lane:
         match order:
             case MapOrder():
                 self._reports.append(self._map(order))
-            case Start(plan):
+            case Start(plan=plan):
                 self._start(plan)
             case Abandon(number, serial):
                 if number in self._berths:

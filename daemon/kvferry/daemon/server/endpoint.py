@@ -4,6 +4,7 @@
         lock           held with flock for the daemon's life; holds its pid
         kvferry.sock   ZeroMQ ROUTER
         fds.sock       file descriptors, which ZeroMQ cannot carry
+        events.sock    ZeroMQ PUB: what becomes resident, and what goes
 
 A second bind on a live ipc path would succeed and leave the first server deaf, so the lock comes
 first.
@@ -27,6 +28,7 @@ class Endpoint:
         self.directory = directory
         self.messages = directory / "kvferry.sock"
         self.descriptors = directory / "fds.sock"
+        self.events = directory / "events.sock"
         if len(os.fsencode(self.messages)) > MAX_SOCKET_PATH:
             raise Refused(
                 Code.BAD_CONFIG,
@@ -51,11 +53,11 @@ class Endpoint:
                 str(directory),
             ) from error
         os.ftruncate(self._lock, 0)
-        for path in (self.messages, self.descriptors):
+        for path in (self.messages, self.descriptors, self.events):
             path.unlink(missing_ok=True)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
     def close(self) -> None:
-        for path in (self.messages, self.descriptors):
+        for path in (self.messages, self.descriptors, self.events):
             path.unlink(missing_ok=True)
         os.close(self._lock)

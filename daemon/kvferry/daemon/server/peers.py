@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import zmq
 
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.messages import DaemonMessage, News
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +32,10 @@ class Peer:
     """The descriptor of its connection, as ZeroMQ numbers it in messages and in the monitor."""
     client: str
     outbox: deque[bytes] = field(default_factory=deque)
+    stream: Iterator[DaemonMessage] | None = None
+    """What is being sent to it, a message at a time."""
+    missed: News | None = None
+    """The newest News that its full outbox did not take."""
 
 
 def credentials(frame: zmq.Frame) -> tuple[int, int]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -20,25 +22,35 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvferry.daemon.core.actions import (
     Action,
+    Broadcast,
     Dismiss,
+    Ended,
     Map,
     Mapped,
     Pinned,
+    Post,
+    Publish,
     Report,
     Send,
+    Start,
+    Stream,
 )
 from kvferry.daemon.core.core import Core
 from kvferry.daemon.lane.lane import Lane, MapOrder
+from kvferry.daemon.server.bulletins import Bulletins
 from kvferry.daemon.server.descriptors import DescriptorDesk
 from kvferry.daemon.server.endpoint import Endpoint
+from kvferry.daemon.server.feed import Feed
 from kvferry.daemon.server.peers import Peer, Peers
 from kvferry.proto.codec import MAX_MESSAGE_BYTES, decode_client_message, encode
 from kvferry.proto.errors import Code, KVFerryError, Refused
-from kvferry.proto.messages import DaemonMessage, FdAllocation, Goodbye, Hello
+from kvferry.proto.messages import DaemonMessage, FdAllocation, Goodbye, Hello, News
 
 HIGH_WATER = 10_000
 MAX_OUTBOX = 100_000
 """Messages kept for a peer that does not take them, before it is sent away."""
+MAX_NEWS = 1000
+"""Messages kept for a peer beyond which it misses news: it notices, and asks for all anew."""
 RETRY = 0.01
 POLLIN = int(zmq.POLLIN)
 """A plain int: arithmetic on zmq's flags costs more than asking the socket."""
@@ -50,7 +62,9 @@ log = structlog.get_logger()
 class Server:
     """Serves one device at one endpoint until `stop`, or until `fail` says why it cannot."""
 
-    def __init__(self, core: Core, endpoint: Endpoint, allowed_uids: frozenset[int]) -> None:
+    def __init__(
+        self, core: Core, endpoint: Endpoint, allowed_uids: frozenset[int], events: str = "off"
+    ) -> None:
         self._core = core
         self._lane: Lane
         self._loop = asyncio.get_running_loop()
@@ -58,7 +72,10 @@ class Server:
         self._trouble: KVFerryError | None = None
         self._peers = Peers(allowed_uids, self._died)
         self._desk = DescriptorDesk(endpoint.descriptors, lambda: core.sessions)
+        self._bulletins = Bulletins()
+        self._reports: deque[Report] = deque()
         self._context = zmq.Context(io_threads=1)
+        self._feed = Feed(self._context, events)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
@@ -90,7 +107,13 @@ class Server:
     # Called from other threads
 
     def lane_reports(self, reports: list[Report]) -> None:
-        self._loop.call_soon_threadsafe(self._take_reports, reports)
+        """Who sees a result on a bulletin may act on it at once: so first it is here to be taken,
+        before any message."""
+        self._reports.extend(reports)
+        for report in reports:
+            if isinstance(report, Ended):
+                self._bulletins.ended(report)
+        self._loop.call_soon_threadsafe(self._take_reports)
 
     def pool_grew(self, nbytes: int) -> None:
         self._loop.call_soon_threadsafe(self._core.report, Pinned(nbytes))
@@ -129,6 +152,7 @@ class Server:
             if len(frames) != 1:
                 raise Refused(Code.BAD_MESSAGE, "a message is one frame", len(frames))
             message = decode_client_message(frames[0].buffer)
+            self._take_reports()
             if peer is not None:
                 self._perform(self._core.handle(peer.session, message, time.monotonic()))
             elif isinstance(message, Hello):
@@ -152,8 +176,9 @@ class Server:
         log.info("client went", client=peer.client, pid=peer.pid)
         self._perform(self._core.leave(peer.session))
 
-    def _take_reports(self, reports: list[Report]) -> None:
-        for report in reports:
+    def _take_reports(self) -> None:
+        while self._reports:
+            report = self._reports.popleft()
             if isinstance(report, Mapped) and report.descriptors:
                 report = self._with_tickets(report)
             self._perform(self._core.report(report))
@@ -176,10 +201,23 @@ class Server:
                     peer = self._peers.by_session.get(session)
                     if peer is not None:
                         self._send(peer, message)
+                case Stream(session, messages):
+                    self._peers.by_session[session].stream = messages
+                    self._stream(session, messages)
+                case Broadcast(sessions, news):
+                    self._broadcast(sessions, news)
+                case Publish():
+                    self._feed.publish(action)
+                case Post(session, ticket):
+                    self._post(session, ticket)
+                case Start():
+                    self._bulletins.started(action)
+                    self._lane.post(action)
                 case Map():
                     self._map(action)
                 case Dismiss(session):
                     self._desk.forget(session)
+                    self._bulletins.close(session)
                     self._peers.dismiss(session)
                 case order:
                     self._lane.post(order)
@@ -197,8 +235,39 @@ class Server:
         timeline = taken[-1] if clock else None
         self._lane.post(MapOrder(action, taken[: len(tickets)], timeline))
 
+    def _post(self, session: str, ticket: int) -> None:
+        try:
+            (descriptor,) = self._desk.take(session, (ticket,))
+            self._bulletins.open(session, descriptor)
+        except KVFerryError as error:
+            self._perform([Send(session, self._core.refusal(None, error))])
+
+    def _stream(self, session: str, messages: Iterator[DaemonMessage]) -> None:
+        """Send the next of many messages, and the others after what else is to be done."""
+        peer = self._peers.by_session.get(session)
+        if peer is not None and peer.stream is messages:
+            peer.stream = None
+            if (message := next(messages, None)) is not None:
+                peer.stream = messages
+                self._send(peer, message)
+                self._loop.call_soon(self._stream, session, messages)
+
+    def _broadcast(self, sessions: Sequence[str], news: News) -> None:
+        data = encode(news)
+        for session in sessions:
+            peer = self._peers.by_session.get(session)
+            if peer is None:
+                continue
+            if len(peer.outbox) < MAX_NEWS:
+                self._send_bytes(peer, data)
+            else:
+                peer.missed = news
+
     def _send(self, peer: Peer, message: DaemonMessage) -> None:
-        peer.outbox.append(encode(message))
+        self._send_bytes(peer, encode(message))
+
+    def _send_bytes(self, peer: Peer, data: bytes) -> None:
+        peer.outbox.append(data)
         if len(peer.outbox) == 1:
             self._flush(peer)
         elif len(peer.outbox) > MAX_OUTBOX:
@@ -217,6 +286,9 @@ class Server:
                 peer.outbox.clear()
                 return
             peer.outbox.popleft()
+            if peer.missed is not None and not peer.outbox:
+                missed, peer.missed = peer.missed, None
+                peer.outbox.append(encode(News(missed.sequence, (), missed.generation)))
         self._loop.call_soon(self._drain)
 
     def _push(self, identity: bytes, message: DaemonMessage) -> None:
@@ -242,5 +314,6 @@ class Server:
         self._monitor.close(0)
         self._peers.close()
         self._desk.close()
+        self._feed.close()
         self._socket.close()
         await self._loop.run_in_executor(None, self._context.term)

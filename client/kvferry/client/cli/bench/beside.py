@@ -8,8 +8,9 @@ alone... From a step's time with copies, and the mean of the windows before and 
     GB/s               between the ends of the first and the last job within the window
 
 The alternatives are measured the same way: a daemon that may only copy directly, a kernel over
-pinned memory in this process, and one contiguous run. With --mps, the daemon and the engine also
-as clients of CUDA MPS.
+pinned memory in this process, and one contiguous run; and contiguous runs of PIECE bytes with a
+kernel of one thread behind each, which is what the turns of staged copies cost by themselves. With
+--mps, the daemon and the engine also as clients of CUDA MPS.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from kvferry.client import LocalDaemon
 from kvferry.client.cli.bench.busy import LOOPS, Busy
 from kvferry.client.cli.bench.engine import TIMEOUT, Shape, engine
-from kvferry.client.cli.bench.movers import Mover, Transfers, contiguous, pinned_kernel
+from kvferry.client.cli.bench.movers import Mover, Transfers, contiguous, pinned_kernel, turns
 from kvferry.client.cli.bench.mps import mps
 from kvferry.client.cli.bench.plan import Plan
 from kvferry.client.cli.bench.results import GIB, Beside, Spread
@@ -43,7 +44,9 @@ IN_FLIGHT = 2
 SMALL_JOBS = 16
 """The alternatives' jobs are so many times smaller, or slow ones would not end in a window."""
 KVFERRY, MPS, DIRECT = "kvferry", "kvferry, MPS", "batched DMA"
-KERNEL, CONTIGUOUS = "pinned kernel", "contiguous"
+KERNEL, CONTIGUOUS, TURNS = "pinned kernel", "contiguous", "turns of the GPU"
+PIECE = 128 << 20
+"""What one turn of staged copies moves, with 256 MiB of staging."""
 _WAYS = ("store", "load")
 Movers = dict[str, Mover]
 
@@ -51,7 +54,7 @@ Movers = dict[str, Mover]
 def steps(plan: Plan) -> int:
     """How often `measure` calls `step`."""
     ours, others = len(_sizes(plan, SIZES)), len(_sizes(plan, ALTERNATIVES))
-    return 2 + ours * (2 if plan.mps else 1) + others * (2 if find_spec("triton") else 1)
+    return 3 + ours * (2 if plan.mps else 1) + others * (2 if find_spec("triton") else 1)
 
 
 def measure(
@@ -64,6 +67,8 @@ def measure(
     with Busy(ordinal) as busy:
         bench = Windows(busy, windows, step)
         yield from bench.rows(CONTIGUOUS, 0, {w: contiguous(rig, w, SMALL_JOBS) for w in _WAYS})
+        pieces = max(2, rig.raw.nbytes // PIECE)
+        yield from bench.rows(TURNS, PIECE, {way: turns(rig, way, pieces) for way in _WAYS})
         rig.raw.sample()
         for page_bytes in sizes:
             yield from bench.transfers(KVFERRY, rig, rig.directory, page_bytes, 2)

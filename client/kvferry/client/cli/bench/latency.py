@@ -7,6 +7,9 @@ get_finished     with nothing to fetch: nothing under way, and one job held by a
 one block        2 MiB, one page, submitted until get_finished, called in a loop, returns it;
                  the raw copy of as many bytes, called and waited for in this process, takes
                  turns with it; the difference is what the other process costs
+below            what lies under these: ZeroMQ's own send of as many bytes as the ids have, with
+                 its thread asleep as it is between two calls; and a process woken from sleep by one
+                 byte until it has answered, with this one polling. A transfer wakes four in turn
 
 The calls are measured again with a Python thread that burns this process's GIL, and with every
 core busy, for PRESSED seconds each: then the interpreter's switch interval (5 ms) shows.
@@ -21,6 +24,7 @@ from math import inf
 import numpy as np
 
 from kvferry.client import CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
+from kvferry.client.cli.bench.below import below
 from kvferry.client.cli.bench.engine import HOST_BLOCK, Engine, Shape
 from kvferry.client.cli.bench.pressure import burnt_gil, busy_cores
 from kvferry.client.cli.bench.results import Latency
@@ -34,7 +38,7 @@ SUBMITS, POLLS, TRIPS = 500, 5000, 500
 QUICK = 10
 WARM_UPS = 10
 ASLEEP = 1e-3
-STEPS = 6
+STEPS = 7
 PRESSED = 2.0
 
 
@@ -43,6 +47,8 @@ def measure(rig: Rig, quick: bool, step: Callable[[str], None]) -> list[Latency]
     with rig.engine(SUBMIT_SHAPE) as engine:
         step("cost of submitting")
         submits = [_submits(engine, SUBMITS // less), _submits(engine, SUBMITS // less, ASLEEP)]
+        step("what lies below")
+        submits += below(SUBMITS // less)
         step("cost of polling")
         polls = _polls(engine, POLLS // less)
         for name, pressure in (("GIL burnt", burnt_gil), ("every core busy", busy_cores)):

@@ -2,7 +2,7 @@
 
 Transfers go through a daemon. The alternatives are in this process, each on a stream of its own: a
 kernel that reads and writes pinned memory (what engines do in their own process), and one
-contiguous run after the other.
+contiguous run after the other; the last also with a kernel that does nothing behind each.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Streamed:
     """What each of `launches` enqueues on the current stream, `nbytes` of it."""
 
     def __init__(self, launches: Sequence[Callable[[], object]], nbytes: int) -> None:
-        self.nbytes = nbytes
+        self.nbytes, self.launches = nbytes, launches
         self._launches, self._stream = cycle(launches), _cuda.Stream()
         self._ends: deque[Any] = deque()
 
@@ -76,10 +76,27 @@ class Streamed:
         return ended
 
 
-def contiguous(rig: Rig, way: str, jobs: int) -> Mover:
+def contiguous(rig: Rig, way: str, jobs: int) -> Streamed:
     host, gpu = rig.raw.hosts[0].chunk(jobs), rig.slab[: rig.raw.nbytes].chunk(jobs)
     pairs = zip(host, gpu, strict=True) if way == "store" else zip(gpu, host, strict=True)
     return Streamed([_copy(dst, src) for dst, src in pairs], host[0].numel())
+
+
+def turns(rig: Rig, way: str, jobs: int) -> Mover:
+    """Contiguous copies, and behind each a kernel of one thread: a turn of the GPU, no work."""
+    copies, side = contiguous(rig, way, jobs), _cuda.Stream()
+    flag = torch.zeros(1, device=rig.slab.device)
+
+    def behind(copy: Callable[[], object]) -> Callable[[], None]:
+        def launch() -> None:
+            copy()
+            side.wait_stream(_cuda.current_stream())
+            with _cuda.stream(side):
+                flag.add_(1)
+
+        return launch
+
+    return Streamed([behind(launch) for launch in copies.launches], copies.nbytes)
 
 
 def _copy(dst: torch.Tensor, src: torch.Tensor) -> Callable[[], object]:

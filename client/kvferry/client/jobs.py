@@ -1,0 +1,104 @@
+"""Jobs under way, and how those that ended did.
+
+The result of a job that ran comes by the socket, and where there is a bulletin it is there first,
+as a rule: in the same order, so that a count tells which of them were had already. A refused job
+never ran, and its result comes by the socket only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from kvferry.proto.bulletin import Bulletin
+from kvferry.proto.errors import Gone, KVFerryError, error_of
+from kvferry.proto.messages import JobResult, Outcome
+from kvferry.proto.specs import Direction
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """How a job ended.
+
+    transfer_size: bytes moved. transfer_time: seconds on the device. transfer_type: ("GPU", "CPU")
+    for a store, ("CPU", "GPU") for a load. error: why it did not succeed; a failed load is a miss.
+    """
+
+    job_id: int
+    success: bool
+    transfer_size: int
+    transfer_time: float
+    transfer_type: tuple[str, str]
+    outcome: Outcome
+    error: KVFerryError | None = None
+
+
+class Jobs:
+    def __init__(self) -> None:
+        self.bulletin: Bulletin | None = None
+        self._under_way: dict[int, Direction] = {}
+        self._ended: deque[TransferResult] = deque()
+        self._had = 0
+        """Results of jobs that ran, by either way."""
+        self._from_socket = 0
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def __contains__(self, job_id: int) -> bool:
+        return job_id in self._under_way
+
+    def add(self, job_id: int, direction: Direction) -> None:
+        self._under_way[job_id] = direction
+
+    def take(self, result: JobResult) -> None:
+        """A result came by the socket."""
+        if result.outcome is not Outcome.REFUSED:
+            self._from_socket += 1
+            if self._from_socket <= self._had:
+                return
+            self._had = self._from_socket
+        self._end(result)
+
+    def read_bulletin(self) -> bool:
+        """Take in what is to be read there; whether that was anything."""
+        if self.bulletin is None:
+            return False
+        before = self._had
+        for result in self.bulletin.read(before):
+            self._had += 1
+            self._end(result)
+        if self._had == before:
+            return False
+        self.bulletin.keep_from(self._had)
+        return True
+
+    def lose(self, error: Gone) -> None:
+        """The daemon is gone: what is under way ends as lost."""
+        self.read_bulletin()
+        for job_id, direction in self._under_way.items():
+            lost = JobResult(job_id, direction, Outcome.LOST, error=error.info)
+            self._ended.append(_result(lost))
+        self._under_way.clear()
+
+    def results(self) -> list[TransferResult]:
+        """What ended since this was asked last."""
+        results = list(self._ended)
+        self._ended.clear()
+        return results
+
+    def _end(self, result: JobResult) -> None:
+        if self._under_way.pop(result.job_id, None) is not None:
+            self._ended.append(_result(result))
+
+
+def _result(result: JobResult) -> TransferResult:
+    return TransferResult(
+        result.job_id,
+        result.outcome is Outcome.DONE,
+        result.nbytes,
+        result.seconds,
+        result.direction.transfer_type,
+        result.outcome,
+        None if result.error is None else error_of(result.error),
+    )

@@ -1,0 +1,315 @@
+"""What a scheduler asks and says: the verbs of vLLM's OffloadingManager, none of which waits.
+
+The daemon decides what is resident, and a scheduler cannot wait for it. So a manager answers from
+mirrors, which are a moment old, and nothing that it says reserves anything:
+
+    store   prepare_store says which keys are worth a transfer. The transfer itself, submitted by
+            the worker with these keys, has the daemon reserve room, evict, and skip what is there;
+            it may also be refused (CACHE_FULL). What was offered and not completed is a
+            HIT_PENDING meanwhile, and is not offered again.
+    load    prepare_load pins, by a message that may come too late: then the worker's transfer is
+            refused (KEY_ABSENT). A failed load is a miss, and never wrong bytes.
+
+There is a client, and so a mirror, for each tensor-parallel rank's daemon, with the same keys and
+bytes of their own. A key is a HIT where all have it and a MISS where any has not; a store of it
+then writes what is missing. RETRY where one of them does not know, and none says MISS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from kvferry.client.blocking import OffloadClient
+from kvferry.client.mirror import HIT, HIT_PENDING, MISS, RETRY, Mirror
+from kvferry.client.nonblocking import NonBlocking
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.keys import Lookup, OffloadKey
+from kvferry.proto.specs import KeyLoadStoreSpec
+from kvferry.proto.status import Fingerprint
+
+TOUCHES = 4096
+"""Touched keys that are kept to be sent together."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareStoreOutput:
+    """What to store. evicted_keys: always empty; who goes is known later, from take_events.
+
+    store_specs: for the worker of each rank. A transfer that comes after a reset is refused
+    (STALE) where this was decided on before.
+    """
+
+    keys_to_store: tuple[OffloadKey, ...]
+    store_specs: tuple[KeyLoadStoreSpec, ...]
+    evicted_keys: tuple[OffloadKey, ...] = ()
+
+    @property
+    def store_spec(self) -> KeyLoadStoreSpec:
+        """For the worker of rank 0."""
+        return self.store_specs[0]
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadingEvent:
+    """Keys that became a HIT, or with `removed` ceased to be one."""
+
+    keys: tuple[OffloadKey, ...]
+    removed: bool
+    medium: str = "CPU"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Host blocks of all ranks together, as the mirrors know them; pinned: by this manager."""
+
+    blocks: int
+    ready: int
+    pending: int
+    pinned: int
+
+    @property
+    def free(self) -> int:
+        return self.blocks - self.ready - self.pending
+
+
+class OffloadingManager:
+    """The residency of one engine, over the clients of its ranks' daemons.
+
+    clients: each with a namespace opened, mirror and all; or make both with `open`.
+    events: whether there are any to take.
+    `hits` and `misses` count the lookups answered so.
+    """
+
+    def __init__(
+        self, clients: NonBlocking | Sequence[NonBlocking], *, events: bool = False
+    ) -> None:
+        self._clients = (clients,) if isinstance(clients, NonBlocking) else tuple(clients)
+        self._namespaces = tuple(client.namespace for client in self._clients)
+        mirrors = [namespace.mirror for namespace in self._namespaces]
+        self._events = _Events(mirrors) if events else None
+        self._offered: set[OffloadKey] = set()
+        self._touched: dict[OffloadKey, None] = {}
+        """Least recent first."""
+        self.hits = self.misses = 0
+        self._told = 0, 0
+        self._opened = ExitStack()
+
+    @classmethod
+    def open(
+        cls,
+        directories: Sequence[Path | str],
+        *,
+        engine: str,
+        fingerprint: Fingerprint,
+        cpu_bytes_to_use: int | None = None,
+        eviction_policy: str = "lru",
+        store_threshold: int = 1,
+        events: bool = False,
+        timeout: float = 10.0,
+    ) -> OffloadingManager:
+        """Clients of the daemons in `directories`, in the order of ranks, and a manager over them.
+
+        fingerprint: that of the engine. With several daemons rank and world_size are put in, as
+            the workers have to: msgspec.structs.replace(fingerprint, rank=r, world_size=n).
+        cpu_bytes_to_use: of each daemon's pool. The others, and errors: as
+        OffloadClient.open_namespace. `shutdown` closes the clients.
+        """
+        with ExitStack() as opened:
+            clients = []
+            for rank, directory in enumerate(directories):
+                client = OffloadClient(
+                    directory, engine=engine, client="OffloadingManager", timeout=timeout
+                )
+                clients.append(opened.enter_context(client))
+                client.open_namespace(
+                    _of_rank(fingerprint, rank, len(directories)),
+                    cpu_bytes_to_use=cpu_bytes_to_use,
+                    eviction_policy=eviction_policy,
+                    store_threshold=store_threshold,
+                )
+            manager = cls(clients, events=events)
+            manager._opened = opened.pop_all()
+        return manager
+
+    @property
+    def num_blocks(self) -> int:
+        """How many keys can be resident at a time."""
+        return min(namespace.opened.num_blocks for namespace in self._namespaces)
+
+    @property
+    def usage(self) -> Usage:
+        ready = pending = 0
+        for mirror in self._fresh_mirrors():
+            ready += mirror.ready
+            pending += mirror.pending
+        blocks = sum(namespace.opened.num_blocks for namespace in self._namespaces)
+        pinned = sum(namespace.pinned for namespace in self._namespaces)
+        return Usage(blocks, ready, pending, pinned)
+
+    def lookup(self, key: OffloadKey) -> Lookup:
+        """HIT, MISS, HIT_PENDING (a store of it is on its way) or RETRY (ask again later)."""
+        found = self._find(key)
+        if found is HIT:
+            self.hits += 1
+        elif found is MISS:
+            self.misses += 1
+        return found
+
+    def prepare_store(self, keys: Iterable[OffloadKey]) -> PrepareStoreOutput | None:
+        """Which of these keys to store; those that are there or on their way are left out.
+
+        Nothing to store is an empty answer, as is every one while a daemon is gone. None where
+        more keys are offered than there are blocks. Give what is to be stored to the worker, and
+        to complete_store when its transfer has ended. Raises Refused (BAD_KEY).
+        """
+        keys = self._namespaces[0].checked(dict.fromkeys(keys))
+        if len(keys) > self.num_blocks:
+            return None
+        self.flush()
+        found = (HIT, HIT_PENDING)
+        wanted = tuple(key for key in keys if self._find(key) not in found)
+        if self._broken:
+            wanted = ()
+        self._offered.update(wanted)
+        return PrepareStoreOutput(
+            wanted,
+            tuple(KeyLoadStoreSpec(wanted, one.generation) for one in self._namespaces),
+        )
+
+    def complete_store(self, keys: Iterable[OffloadKey], success: bool = True) -> None:
+        """The transfer of these keys has ended, so or so. Twice is harmless.
+
+        Whether it succeeded the daemon has seen itself; a key that it skipped, or whose store
+        failed, is a MISS again.
+        """
+        self._offered.difference_update(keys)
+
+    def prepare_load(self, keys: Iterable[OffloadKey]) -> KeyLoadStoreSpec:
+        """Keep these keys until complete_load; returns what the worker loads from, in their order.
+
+        Raises Refused (KEY_ABSENT) where one of them is no HIT, or BAD_KEY; nothing is kept then.
+        """
+        keys = self._namespaces[0].checked(keys)
+        for key in keys:
+            if self._find(key) is not HIT:
+                raise Refused(Code.KEY_ABSENT, "only a HIT can be loaded: look it up first", key)
+        self.flush()
+        for client in self._clients:
+            client.pin(keys)
+        return KeyLoadStoreSpec(keys)
+
+    def complete_load(self, keys: Iterable[OffloadKey]) -> None:
+        """Let keys go that prepare_load kept. Raises Refused (NOT_PINNED) where it did not."""
+        keys = tuple(keys)
+        for client in self._clients:
+            client.unpin(keys)
+
+    def touch(self, keys: Iterable[OffloadKey]) -> None:
+        """These are of use: the first becomes the most recent. Sent by `flush`, or when many."""
+        keys = self._namespaces[0].checked(keys)
+        if len(self._touched) + len(keys) > TOUCHES:
+            self.flush()
+        for key in reversed(keys):
+            self._touched.pop(key, None)
+            self._touched[key] = None
+
+    def flush(self) -> None:
+        """Tell the daemons which keys were touched, and how many lookups were a hit or a miss.
+
+        prepare_store, prepare_load and take_events do it too; once a step of the engine is enough.
+        """
+        told = self.hits, self.misses
+        hits, misses = told[0] - self._told[0], told[1] - self._told[1]
+        if self._touched or hits or misses:
+            keys = tuple(reversed(self._touched))
+            self._touched.clear()
+            self._told = told
+            for client in self._clients:
+                client.touch(keys, hits, misses)
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """What became a HIT and what ceased to be one since the last call, each in one event.
+
+        Added up, they are what is a HIT now: the first call names what was there before, and a
+        key that came and went in between is in none. None unless `events` were asked for.
+        """
+        self.flush()
+        mirrors = self._fresh_mirrors()
+        return self._events.take(mirrors) if self._events is not None else []
+
+    def reset_cache(self) -> None:
+        """Make every key absent: here at once, there soon. Until then all lookups say MISS."""
+        self._offered.clear()
+        self._touched.clear()
+        for client in self._clients:
+            if client.gone is None:
+                client.reset_async()
+
+    def shutdown(self) -> None:
+        """Say what is still to be said; clients that `open` made are closed."""
+        self.flush()
+        self._opened.close()
+
+    def __enter__(self) -> OffloadingManager:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    @property
+    def _broken(self) -> bool:
+        return any(client.gone is not None for client in self._clients)
+
+    def _find(self, key: OffloadKey) -> Lookup:
+        found = HIT
+        for client in self._clients:
+            here = client.lookup(key)
+            if here is MISS:
+                return HIT_PENDING if key in self._offered and not self._broken else MISS
+            if here is not HIT and found is not RETRY:
+                found = here
+        return found
+
+    def _fresh_mirrors(self) -> list[Mirror]:
+        for client in self._clients:
+            client.poll()
+        return [namespace.mirror for namespace in self._namespaces]
+
+
+class _Events:
+    """What was said to be a HIT, so that only what changed is said."""
+
+    def __init__(self, mirrors: Sequence[Mirror]) -> None:
+        self._said: set[OffloadKey] = set()
+        for mirror in mirrors:
+            mirror.watch()
+
+    def take(self, mirrors: Sequence[Mirror]) -> list[OffloadingEvent]:
+        changed = dict.fromkeys(key for mirror in mirrors for key in mirror.take_changed())
+        stored: list[OffloadKey] = []
+        removed: list[OffloadKey] = []
+        for key in changed:
+            hit = all(mirror.lookup(key) is HIT for mirror in mirrors)
+            if hit != (key in self._said):
+                (stored if hit else removed).append(key)
+        self._said.difference_update(removed)
+        self._said.update(stored)
+        events = OffloadingEvent(tuple(removed), True), OffloadingEvent(tuple(stored), False)
+        return [event for event in events if event.keys]
+
+
+def _of_rank(fingerprint: Fingerprint, rank: int, ranks: int) -> Fingerprint:
+    if ranks == 1:
+        return fingerprint
+    return msgspec.structs.replace(fingerprint, rank=rank, world_size=ranks)

@@ -1,0 +1,239 @@
+"""One namespace: a cache over a region of the host pool, and what those who use it are told.
+
+A keyed transfer names keys, and this is where they become host blocks. A store reserves room for
+those keys that are not there yet, and leaves the others out together with their GPU blocks; a load
+pins all of its keys or is refused. Either way the transfer holds a Lease until its one end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+
+from kvferry.daemon.core.geometry import Geometry, Resolved, Share
+from kvferry.daemon.core.regions import Region
+from kvferry.daemon.core.residency.cache import Cache, Pins, Reservation
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.keys import EventKind, OffloadKey
+from kvferry.proto.messages import KeyEvent, News, Snapshot
+from kvferry.proto.specs import MAX_KEYS, Direction, GPULoadStoreSpec, KeyLoadStoreSpec, KVLayout
+from kvferry.proto.status import Fingerprint, NamespaceStatus
+
+SNAPSHOT_KEYS = 1 << 15
+"""Keys in one part of a snapshot: what is made between two other messages."""
+
+Part: TypeAlias = tuple[int, int]
+"""Some sub-blocks of a host block: (from, to)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """What a keyed transfer holds of its namespace."""
+
+    namespace: Namespace
+    held: Reservation | Pins
+    parts: dict[int, Part] = field(default_factory=dict)
+    """Host blocks that a store writes only in part."""
+
+    def end(self, *, done: bool) -> None:
+        """Give it back; the keys of a store that was done can be loaded from now on."""
+        if isinstance(self.held, Pins):
+            self.namespace.cache.complete_load(self.held)
+        else:
+            self.namespace.stored(self.held, self.parts, done=done)
+
+
+class Namespace:
+    def __init__(self, region: Region, fingerprint: Fingerprint, policy: str, threshold: int):
+        self.name = fingerprint.name
+        self.region = region
+        self.fingerprint = fingerprint
+        self.sessions: dict[str, str] = {}
+        """Sessions in it, and the engine of each."""
+        self.registrations: set[int] = set()
+        """Those whose tensors its blocks go to and come from."""
+        self.followers: set[str] = set()
+        self.sequence = 0
+        self.generation = 1
+        self.policy, self.threshold = policy, threshold
+        self.cache = self._new_cache()
+        self._pages: tuple[tuple[int, ...], ...] | None = None
+        self._parts: dict[int, Part] = {}
+        """Host blocks of which not every sub-block was stored, and which were."""
+
+    @property
+    def used(self) -> bool:
+        return bool(self.sessions or self.registrations)
+
+    def configure(self, policy: str, threshold: int) -> None:
+        """Change how it evicts and what it stores; its keys stay."""
+        entries = self.cache.entries()
+        self.policy, self.threshold = policy, threshold
+        self.cache = self._new_cache()
+        self.cache.restore(entries)
+
+    def enter(self, registration: int, layout: KVLayout, host_bytes: int | None) -> None:
+        """Take an engine's tensors in. Refused where their blocks are not made as those here."""
+        if host_bytes is not None:
+            raise Refused(
+                Code.BAD_LAYOUT,
+                "an engine in a namespace has no host memory of its own: leave host_bytes out",
+                host_bytes,
+            )
+        wanted = self.fingerprint.host_block_bytes
+        if layout.host_block_bytes != wanted:
+            raise Refused(
+                Code.NAMESPACE_MISMATCH,
+                f"a host block of this layout has as many bytes as the fingerprint says: {wanted}",
+                layout.host_block_bytes,
+            )
+        pages = tuple(tuple(ref.page_size_bytes for ref in group) for group in layout.groups)
+        if self._pages not in (None, pages):
+            raise Refused(
+                Code.NAMESPACE_MISMATCH,
+                f"pages of the groups: {self._pages} bytes in this namespace, and {pages} in this "
+                "layout, under one fingerprint: put what differs into it",
+            )
+        self._pages = pages
+        self.registrations.add(registration)
+
+    def check_keys(self, keys: Sequence[OffloadKey]) -> None:
+        wanted = self.fingerprint.key_bytes
+        for key in keys:
+            if len(key) != wanted:
+                raise Refused(
+                    Code.BAD_KEY, f"keys of this namespace have {wanted} bytes", key.hex()
+                )
+
+    def resolve(
+        self,
+        geometry: Geometry,
+        direction: Direction,
+        gpu: GPULoadStoreSpec,
+        host: KeyLoadStoreSpec,
+    ) -> tuple[Resolved, Lease]:
+        """The blocks of a keyed transfer, held. Raises Refused, and nothing changed."""
+        keys = host.keys
+        if direction is Direction.STORE and host.generation not in (0, self.generation):
+            raise Refused(
+                Code.STALE,
+                f"the namespace was reset meanwhile: this is generation {self.generation}",
+                host.generation,
+            )
+        self.check_keys(keys)
+        shares = geometry.shares(direction, gpu, len(keys))
+        parts = _parts(geometry, shares)
+        if direction is Direction.STORE:
+            blocks, lease = self._store(keys, parts)
+        else:
+            blocks, lease = self._load(keys, parts, (0, geometry.factor))
+        return geometry.place(shares, np.array(blocks, dtype=np.int64)), lease
+
+    def stored(self, reservation: Reservation, parts: dict[int, Part], *, done: bool) -> None:
+        if done:
+            for block in reservation.blocks:
+                self._parts.pop(block, None)
+            self._parts.update(parts)
+        self.cache.complete_store(reservation, done)
+
+    def reset(self) -> None:
+        """Every key becomes absent, and stores that were decided on before are refused."""
+        self.cache.reset()
+        self.generation += 1
+
+    def news(self) -> News | None:
+        """What happened since it was asked last."""
+        events = self.cache.take_events()
+        if not events:
+            return None
+        self.sequence += 1
+        parts = (
+            KeyEvent(EventKind(event.kind), event.keys[at : at + MAX_KEYS])
+            for event in events
+            for at in range(0, max(1, len(event.keys)), MAX_KEYS)
+        )
+        return News(self.sequence, tuple(parts), self.generation)
+
+    def snapshot(self) -> Iterator[Snapshot]:
+        """All keys as of now, in parts that are made as they are asked for."""
+        cache, sequence, generation = self.cache, self.sequence, self.generation
+        pieces = [
+            (pending, keys[at : at + SNAPSHOT_KEYS])
+            for pending, keys in ((False, cache.ready_keys()), (True, cache.pending_keys()))
+            for at in range(0, len(keys), SNAPSHOT_KEYS)
+        ] or [(False, [])]
+        return (
+            Snapshot(sequence, part, pending, tuple(keys), part == len(pieces) - 1, generation)
+            for part, (pending, keys) in enumerate(pieces)
+        )
+
+    def status(self) -> NamespaceStatus:
+        usage = self.cache.usage
+        return NamespaceStatus(
+            name=self.name,
+            fingerprint=self.fingerprint,
+            policy=self.policy,
+            engines=tuple(sorted(set(self.sessions.values()))),
+            blocks=usage.capacity,
+            block_bytes=self.fingerprint.host_block_bytes,
+            free=usage.free,
+            pending=usage.pending,
+            ready=usage.ready,
+            doomed=usage.doomed,
+            pinned=usage.pinned,
+            hits=usage.hits,
+            misses=usage.misses,
+            stored=usage.stored,
+            stores_skipped=usage.stores_skipped,
+            evictions=usage.evictions,
+        )
+
+    def _load(
+        self, keys: Sequence[OffloadKey], parts: dict[int, Part], whole: Part
+    ) -> tuple[Sequence[int], Lease]:
+        pins = self.cache.prepare_load(keys)
+        for position, block in enumerate(pins.blocks) if self._parts else ():
+            stored, wanted = self._parts.get(block, whole), parts.get(position, whole)
+            if not stored[0] <= wanted[0] < wanted[1] <= stored[1]:
+                self.cache.complete_load(pins)
+                raise Refused(
+                    Code.KEY_ABSENT,
+                    f"of this key only sub-blocks {stored[0]} to {stored[1] - 1} were stored",
+                    keys[position].hex(),
+                )
+        return pins.blocks, Lease(self, pins)
+
+    def _store(
+        self, keys: Sequence[OffloadKey], parts: dict[int, Part]
+    ) -> tuple[Sequence[int], Lease]:
+        """The block of each key, -1 for those that are not to be stored."""
+        reservation = self.cache.prepare_store(keys)
+        if reservation is None:
+            raise Refused(
+                Code.CACHE_FULL,
+                f"of the {self.region.num_blocks} blocks of this namespace too many are pinned or "
+                "being stored: the cache cannot take as many keys now",
+                len(keys),
+            )
+        taken = dict(zip(reservation.keys, reservation.blocks, strict=True))
+        blocks = [taken.pop(key, -1) for key in keys]
+        partial = {blocks[at]: part for at, part in parts.items() if blocks[at] >= 0}
+        return blocks, Lease(self, reservation, partial)
+
+    def _new_cache(self) -> Cache:
+        cache = Cache(self.region.num_blocks, self.policy, self.threshold)
+        cache.recording = True
+        return cache
+
+
+def _parts(geometry: Geometry, shares: Sequence[Share]) -> dict[int, Part]:
+    """Positions of host blocks that a transfer takes only in part, and which part."""
+    whole, parts = (0, geometry.factor), dict[int, Part]()
+    for share in shares:
+        for position, part in zip((share.begin, share.end - 1), geometry.parts(share), strict=True):
+            if part != whole:
+                parts[position] = part
+    return parts

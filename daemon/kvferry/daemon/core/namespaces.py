@@ -1,0 +1,180 @@
+"""Who is in which namespace, what they pinned, and what they are told.
+
+A namespace is its fingerprint: engines whose bytes are exchangeable meet in it, and it outlives
+them. Sessions enter it, engines register their tensors in it, and when all of them have gone its
+region of the host pool stays with its keys until somebody needs the room.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from kvferry.daemon.core.actions import Action, Broadcast, Publish, Send, Stream
+from kvferry.daemon.core.namespace import Namespace
+from kvferry.daemon.core.regions import Regions, namespace_owner
+from kvferry.daemon.core.residency.cache import Pins
+from kvferry.daemon.core.residency.policy import POLICIES
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.keys import OffloadKey
+from kvferry.proto.messages import Done, Follow, Opened, OpenNamespace, Pin, Reset, Touch, Unpin
+from kvferry.proto.status import NamespaceStatus
+
+
+class Namespaces:
+    def __init__(self, regions: Regions) -> None:
+        self._regions = regions
+        self._all: dict[str, Namespace] = {}
+        self._of_session: dict[str, Namespace] = {}
+        self._pins: dict[str, dict[OffloadKey, list[Pins | None]]] = {}
+        """What each session pinned; None where the key was not there any more."""
+
+    def __iter__(self) -> Iterator[Namespace]:
+        """Those that are still there: a deserted one may have given its room to somebody."""
+        self._all = {n: one for n, one in self._all.items() if self._regions.holds(one.region)}
+        return iter(self._all.values())
+
+    def open(self, session: str, engine: str, message: OpenNamespace) -> list[Action]:
+        """Enter a namespace, made where there is none. Raises Refused, and nothing changed."""
+        fingerprint = message.fingerprint
+        if message.policy not in POLICIES:
+            raise Refused(
+                Code.BAD_SPEC, f"a policy is one of {', '.join(POLICIES)}", message.policy
+            )
+        self._check_agrees(session, engine, message)
+        region, reattached = self._regions.claim(
+            namespace_owner(fingerprint.name), fingerprint, self._quota(message)
+        )
+        namespace = next((one for one in self if one.region is region), None)
+        if namespace is None:
+            namespace = Namespace(region, fingerprint, message.policy, message.store_threshold)
+            self._all[namespace.name] = namespace
+        elif not namespace.used:
+            namespace.configure(message.policy, message.store_threshold)
+        namespace.sessions[session] = engine
+        self._of_session[session] = namespace
+        self._pins.setdefault(session, defaultdict(list))
+        reply = Opened(
+            message.request_id,
+            namespace.name,
+            region.num_blocks,
+            fingerprint.host_block_bytes,
+            reattached,
+            namespace.policy,
+            namespace.threshold,
+            self._unlike(namespace),
+            namespace.generation,
+        )
+        return [Send(session, reply)]
+
+    def of(self, session: str) -> Namespace | None:
+        """The namespace that a session is in."""
+        return self._of_session.get(session)
+
+    def exit(self, namespace: Namespace, registration: int) -> None:
+        namespace.registrations.remove(registration)
+        self._desert_if_unused(namespace)
+
+    def handle(self, session: str, message: Follow | Pin | Unpin | Touch | Reset) -> list[Action]:
+        """What a session says of the keys of its namespace. Raises Refused."""
+        namespace = self._of_session.get(session)
+        if namespace is None:
+            raise Refused(Code.UNKNOWN_NAMESPACE, "open a namespace first")
+        match message:
+            case Follow():
+                actions = self.news()
+                namespace.followers.add(session)
+                return [*actions, Stream(session, namespace.snapshot())]
+            case Pin(keys):
+                namespace.check_keys(keys)
+                self._pin(session, namespace, keys)
+            case Unpin(keys):
+                self._unpin(session, namespace, keys)
+            case Touch(keys, hits, misses):
+                namespace.check_keys(keys)
+                namespace.cache.touch(keys)
+                namespace.cache.count_lookups(hits, misses)
+            case Reset(request_id):
+                namespace.reset()
+                return [*self.news(), Send(session, Done(request_id))]
+        return []
+
+    def news(self) -> list[Action]:
+        """Tell those who follow what happened since the last time."""
+        actions: list[Action] = []
+        for namespace in self._all.values():
+            news = namespace.news()
+            if news is not None:
+                actions.append(Publish(namespace.name, namespace.fingerprint.block_size, news))
+                if namespace.followers:
+                    actions.append(Broadcast(tuple(namespace.followers), news))
+        return actions
+
+    def leave(self, session: str) -> None:
+        """A session went: what it pinned may go."""
+        namespace = self._of_session.pop(session, None)
+        if namespace is None:
+            return
+        for held in self._pins.pop(session).values():
+            for pins in held:
+                if pins is not None:
+                    namespace.cache.complete_load(pins)
+        del namespace.sessions[session]
+        namespace.followers.discard(session)
+        self._desert_if_unused(namespace)
+
+    def status(self) -> tuple[NamespaceStatus, ...]:
+        return tuple(namespace.status() for namespace in self)
+
+    def _pin(self, session: str, namespace: Namespace, keys: Sequence[OffloadKey]) -> None:
+        cache, held = namespace.cache, self._pins[session]
+        for key in keys:
+            try:
+                held[key].append(cache.prepare_load((key,)))
+            except Refused:  # it went meanwhile: its load will say so
+                held[key].append(None)
+
+    def _unpin(self, session: str, namespace: Namespace, keys: Sequence[OffloadKey]) -> None:
+        held = self._pins[session]
+        for key in set(keys):
+            if len(held.get(key, ())) < keys.count(key):
+                raise Refused(Code.NOT_PINNED, "this session has not pinned it", key.hex())
+        for key in keys:
+            held[key].sort(key=lambda pins: pins is not None)
+            pins = held[key].pop(0)
+            if pins is not None:
+                namespace.cache.complete_load(pins)
+            if not held[key]:
+                del held[key]
+
+    def _check_agrees(self, session: str, engine: str, message: OpenNamespace) -> None:
+        """A session, and all sessions of an engine, are in one namespace."""
+        for namespace in self._all.values():
+            if engine in namespace.sessions.values() or session in namespace.sessions:
+                differences = message.fingerprint.differences(namespace.fingerprint)
+                if differences:
+                    raise Refused(
+                        Code.NAMESPACE_MISMATCH,
+                        "another process of this engine, or this one, is in a namespace whose "
+                        "fingerprint differs",
+                        "; ".join(differences),
+                    )
+
+    def _quota(self, message: OpenNamespace) -> int | None:
+        """What is asked for, or what it has where that cannot be changed now."""
+        namespace = self._all.get(message.fingerprint.name)
+        if namespace is not None and namespace.used:
+            return namespace.region.nbytes
+        return message.quota_bytes
+
+    def _unlike(self, namespace: Namespace) -> tuple[str, ...]:
+        mine = namespace.fingerprint
+        return tuple(
+            f"{other.name}: {'; '.join(mine.differences(other.fingerprint))}"
+            for other in self
+            if other is not namespace and other.fingerprint.model == mine.model
+        )
+
+    def _desert_if_unused(self, namespace: Namespace) -> None:
+        if not namespace.used:
+            self._regions.desert(namespace.region.owner)

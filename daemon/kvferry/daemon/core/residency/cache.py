@@ -1,0 +1,385 @@
+"""The cache of one namespace: which keys are in which host blocks.
+
+A key is pending (a store of it is on its way), ready (it can be loaded), or absent:
+
+    absent --prepare_store--> pending --complete_store--> ready --evicted--> absent
+                                 \\_______ it failed ______> absent
+
+A block holds one pending or ready key, or it is free, or it is *doomed*. Doomed is what makes a
+reset safe: at once every key is absent, yet jobs from before still write and read their blocks. So
+those blocks belong to nobody until the last of these jobs has ended. A job is the object that was
+handed out for it, a Reservation or Pins, and nothing else: what comes back is looked for among the
+jobs of the present and among those of the past, so that a late end can name no key of today.
+
+An offer is all or nothing without undoing anything: whether enough keys may go is a matter of
+counting, and only then the policy is asked, which takes the new keys in and names those that go.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import chain
+
+from kvferry.daemon.core.residency.offers import Offers
+from kvferry.daemon.core.residency.policy import POLICIES, Sieve
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.keys import Lookup
+
+OFFERS_REMEMBERED = 1 << 16
+"""Keys whose offers are remembered, or as many as there are blocks, if that is more."""
+
+HIT, MISS, HIT_PENDING = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reservation:
+    """A store to be done: keys in the order offered, the block of each, and who went for it."""
+
+    keys: tuple[bytes, ...]
+    blocks: tuple[int, ...]
+    evicted: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pins:
+    """A load to be done: the block of each key, which stays until complete_load."""
+
+    keys: tuple[bytes, ...]
+    blocks: tuple[int, ...]
+
+
+class EventKind(StrEnum):
+    PENDING = "pending"
+    """Reserved: a store of it begins."""
+    STORED = "stored"
+    """It can be loaded."""
+    REMOVED = "removed"
+    """It could be loaded, and was evicted."""
+    ABANDONED = "abandoned"
+    """It was pending, and the store failed."""
+    CLEARED = "cleared"
+    """Everything is absent; names no keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    kind: EventKind
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Blocks now (capacity = free + pending + ready + doomed), and keys counted since the start."""
+
+    capacity: int
+    free: int
+    pending: int
+    ready: int
+    pinned: int
+    doomed: int
+    hits: int
+    misses: int
+    stores_skipped: int
+    stored: int
+    evictions: int
+
+
+class Cache:
+    """`policy`: a name in POLICIES. `store_threshold`: the offer from which on a key is stored."""
+
+    def __init__(self, capacity: int, policy: str = "lru", store_threshold: int = 1) -> None:
+        if capacity < 1:
+            raise ValueError(f"a cache has one block or more, not {capacity}")
+        if policy not in POLICIES:
+            raise ValueError(f"policy is one of {', '.join(POLICIES)}, not {policy!r}")
+        self._capacity = capacity
+        self._make_policy = POLICIES[policy]
+        self._policy = self._make_policy(capacity)
+        self._offers = Offers(store_threshold, max(capacity, OFFERS_REMEMBERED))
+        self._blocks = _Blocks(capacity)
+        self._pending: dict[bytes, int] = {}
+        self._ready: dict[bytes, int] = {}
+        self._pins: dict[bytes, int] = {}
+        """How often each ready key is pinned, where it is."""
+        self._stores: set[Reservation] = set()
+        self._loads: set[Pins] = set()
+        self._past: set[Reservation | Pins] = set()
+        """Jobs from before a reset."""
+        self._recording = False
+        self._events: list[Event] = []
+        self._hits = self._misses = self._skipped = self._stored = self._evictions = 0
+
+    @property
+    def recording(self) -> bool:
+        """Whether events are kept for take_events. Off, none are, nor those kept so far."""
+        return self._recording
+
+    @recording.setter
+    def recording(self, on: bool) -> None:
+        self._recording = on
+        if not on:
+            self._events = []
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            capacity=self._capacity,
+            free=self._blocks.free,
+            pending=len(self._pending),
+            ready=len(self._ready),
+            pinned=len(self._pins),
+            doomed=self._blocks.doomed,
+            hits=self._hits,
+            misses=self._misses,
+            stores_skipped=self._skipped,
+            stored=self._stored,
+            evictions=self._evictions,
+        )
+
+    def lookup(self, key: bytes) -> Lookup:
+        """HIT, MISS or HIT_PENDING, which counts as neither. Changes nothing else."""
+        if key in self._ready:
+            self._hits += 1
+            return HIT
+        if key in self._pending:
+            return HIT_PENDING
+        self._misses += 1
+        return MISS
+
+    def count_lookups(self, hits: int, misses: int) -> None:
+        """Lookups that were answered elsewhere."""
+        self._hits += hits
+        self._misses += misses
+
+    def prepare_store(self, keys: Sequence[bytes]) -> Reservation | None:
+        """Reserve blocks for those of `keys` that are absent and were offered often enough.
+
+        None where not enough keys may go, and nothing changed, except that it was an offer and
+        counts for the threshold. Stores skipped are keys below the threshold, and all of those
+        that found no room. Of keys offered together the first becomes the most recent.
+        """
+        offered = dict.fromkeys(keys)
+        ready, pending = self._ready, self._pending
+        absent = [key for key in offered if key not in ready and key not in pending]
+        wanted = self._offers.count(absent)
+        self._skipped += len(absent) - len(wanted)
+        if not wanted:
+            return Reservation((), (), ())
+        room = self._blocks.free
+        known = offered if len(absent) < len(offered) else ()
+        if len(wanted) - room > self._evictable(known):
+            self._skipped += len(wanted)
+            return None
+        evicted = tuple(self._policy.admit(wanted, room, self._sieve(offered)))
+        self._blocks.give_back([ready.pop(key) for key in evicted])
+        self._evictions += len(evicted)
+        self._tell(EventKind.REMOVED, evicted)
+        reservation = Reservation(tuple(wanted), self._blocks.take(len(wanted)), evicted)
+        pending.update(zip(reservation.keys, reservation.blocks, strict=True))
+        self._stores.add(reservation)
+        self._tell(EventKind.PENDING, reservation.keys)
+        return reservation
+
+    def complete_store(self, reservation: Reservation, success: bool) -> None:
+        """A store ended: its keys can be loaded, or are absent. A second time is harmless."""
+        if reservation in self._past:
+            self._past.remove(reservation)
+            self._blocks.redeem(reservation.blocks)
+        elif reservation in self._stores:
+            self._stores.remove(reservation)
+            for key in reservation.keys:
+                del self._pending[key]
+            if success:
+                self._settle(reservation)
+            else:
+                self._abandon(reservation)
+
+    def prepare_load(self, keys: Sequence[bytes]) -> Pins:
+        """Pin ready keys, each as often as it is named. Raises Refused (KEY_ABSENT) for the first
+        that is absent or pending, and nothing changed."""
+        ready, counts = self._ready, self._pins
+        try:
+            pins = Pins(tuple(keys), tuple([ready[key] for key in keys]))
+        except KeyError as missing:
+            (key,) = missing.args
+            message = "only keys in the cache can be loaded: look them up first"
+            if key in self._pending:
+                message = "a store of this key is on its way: load it when it is there"
+            raise Refused(Code.KEY_ABSENT, message, key.hex()) from None
+        for key in keys:
+            counts[key] = counts.get(key, 0) + 1
+        self._loads.add(pins)
+        return pins
+
+    def complete_load(self, pins: Pins) -> None:
+        """A load ended. Raises Refused (NOT_PINNED) where these pins were released already."""
+        if pins in self._past:
+            self._past.remove(pins)
+            self._blocks.redeem(pins.blocks)
+        elif pins in self._loads:
+            self._loads.remove(pins)
+            self._unpin(pins.keys)
+        else:
+            message = "these pins were released: a load ends once"
+            raise Refused(Code.NOT_PINNED, message, b"".join(pins.keys[:1]).hex())
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Keys were asked for: the first ends up most recent. Absent ones are ignored."""
+        self._policy.touch(keys, self._pending)
+
+    def take_events(self) -> list[Event]:
+        """What happened since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def reset(self) -> None:
+        """Everything becomes absent, and recency, ghosts and offers are forgotten; counters stay.
+
+        Blocks of jobs under way are free once those jobs have ended.
+        """
+        jobs: set[Reservation | Pins] = {*self._stores, *self._loads}
+        self._blocks.vacate(self._ready.values(), jobs)
+        self._past |= jobs
+        self._stores, self._loads = set(), set()
+        self._pending, self._ready, self._pins = {}, {}, {}
+        self._policy = self._make_policy(self._capacity)
+        self._offers.clear()
+        self._tell(EventKind.CLEARED, ())
+
+    def restore(self, entries: Sequence[tuple[bytes, int]]) -> None:
+        """Make keys ready in the blocks where they are, least recent first, in an empty cache.
+
+        Raises ValueError, and nothing changed, where a block is in use or out of range, or a key
+        or a block comes twice.
+        """
+        ready = dict(entries)
+        blocks = set(ready.values())
+        if self._blocks.free < self._capacity:
+            raise ValueError("only an empty cache can be restored")
+        if not len(entries) == len(ready) == len(blocks):
+            raise ValueError("a key or a block comes twice")
+        if blocks and not 0 <= min(blocks) <= max(blocks) < self._capacity:
+            raise ValueError(f"blocks are 0 to {self._capacity - 1}: {min(blocks)}, {max(blocks)}")
+        self._blocks.occupy(blocks)
+        self._ready = ready
+        self._policy = self._make_policy(self._capacity)
+        self._policy.admit(list(ready)[::-1], len(ready), iter)
+        self._tell(EventKind.STORED, tuple(ready))
+
+    def entries(self) -> list[tuple[bytes, int]]:
+        """Ready keys and their blocks, least recent first as far as the policy knows."""
+        ready = self._ready
+        return [(key, ready[key]) for key in self._policy if key in ready]
+
+    def ready_keys(self) -> list[bytes]:
+        return list(self._ready)
+
+    def pending_keys(self) -> list[bytes]:
+        return list(self._pending)
+
+    def check_integrity(self) -> None:
+        """AssertionError where the books disagree. Takes long: for tests."""
+        pending, ready = self._pending, self._ready
+        stores = [pair for s in self._stores for pair in zip(s.keys, s.blocks, strict=True)]
+        pins = Counter(chain.from_iterable(load.keys for load in self._loads))
+        assert len(stores) == len(pending), "two stores reserve one key, or none does"
+        assert dict(stores) == pending, "pending keys are not those that stores reserve"
+        assert pins == self._pins, "pins are not those of the loads"
+        assert pins.keys() <= ready.keys(), "a key is pinned that is not ready"
+        assert pending.keys().isdisjoint(ready), "a key is both pending and ready"
+        order = list(self._policy)
+        assert len(order) == len(set(order)), "the policy has a key twice"
+        assert set(order) == {*pending, *ready}, "the policy has other keys than the cache"
+        self._policy.check_integrity()
+        self._blocks.check_integrity([*pending.values(), *ready.values()], self._past)
+
+    def _evictable(self, besides: Iterable[bytes]) -> int:
+        """How many keys may go, `besides` these."""
+        ready, pins = self._ready, self._pins
+        return len(ready) - len(pins) - sum(key in ready and key not in pins for key in besides)
+
+    def _sieve(self, offered: Container[bytes]) -> Sieve:
+        pending, pins = self._pending, self._pins
+
+        def may_go(keys: Iterable[bytes]) -> Iterator[bytes]:
+            return (k for k in keys if k not in pending and k not in pins and k not in offered)
+
+        return may_go
+
+    def _settle(self, reservation: Reservation) -> None:
+        self._ready.update(zip(reservation.keys, reservation.blocks, strict=True))
+        self._stored += len(reservation.keys)
+        self._tell(EventKind.STORED, reservation.keys)
+
+    def _abandon(self, reservation: Reservation) -> None:
+        self._policy.forget(reservation.keys)
+        self._blocks.give_back(reservation.blocks)
+        self._tell(EventKind.ABANDONED, reservation.keys)
+
+    def _unpin(self, keys: Iterable[bytes]) -> None:
+        pins = self._pins
+        for key in keys:
+            pins[key] -= 1
+            if not pins[key]:
+                del pins[key]
+
+    def _tell(self, kind: EventKind, keys: tuple[bytes, ...]) -> None:
+        if self._recording and (keys or kind is EventKind.CLEARED):
+            self._events.append(Event(kind, keys))
+
+
+class _Blocks:
+    """The blocks that hold no key: free ones, and doomed ones with the jobs that still use each."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._given_back: list[int] = []
+        self._unused = 0
+        """Where the blocks begin that never held a key."""
+        self._doomed: Counter[int] = Counter()
+
+    @property
+    def free(self) -> int:
+        return len(self._given_back) + self._capacity - self._unused
+
+    @property
+    def doomed(self) -> int:
+        return len(self._doomed)
+
+    def take(self, count: int) -> tuple[int, ...]:
+        """`count` free blocks; there must be as many."""
+        blocks = self._given_back[-count:]
+        del self._given_back[-count:]
+        first, self._unused = self._unused, self._unused + count - len(blocks)
+        return *blocks, *range(first, self._unused)
+
+    def give_back(self, blocks: Iterable[int]) -> None:
+        self._given_back.extend(blocks)
+
+    def occupy(self, blocks: set[int]) -> None:
+        """Take these blocks; all must be free."""
+        self._unused = max(blocks, default=-1) + 1
+        self._given_back = [block for block in range(self._unused) if block not in blocks]
+
+    def vacate(self, ready: Iterable[int], jobs: Iterable[Reservation | Pins]) -> None:
+        """No key is anywhere any more: what jobs use is doomed, the rest of `ready` is free."""
+        for job in jobs:
+            self._doomed.update(job.blocks)
+        self._given_back.extend(block for block in ready if block not in self._doomed)
+
+    def redeem(self, blocks: Iterable[int]) -> None:
+        """A job of the past that used these blocks has ended."""
+        for block in blocks:
+            self._doomed[block] -= 1
+            if not self._doomed[block]:
+                del self._doomed[block]
+                self._given_back.append(block)
+
+    def check_integrity(self, held: list[int], past: Iterable[Reservation | Pins]) -> None:
+        doomed = Counter(chain.from_iterable(job.blocks for job in past))
+        assert doomed == self._doomed, "doomed blocks are not those of jobs from before a reset"
+        blocks = [*held, *doomed, *self._given_back, *range(self._unused, self._capacity)]
+        assert sorted(blocks) == list(range(self._capacity)), "a block is in two places, or in none"

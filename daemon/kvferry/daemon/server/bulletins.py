@@ -1,0 +1,50 @@
+"""The bulletins of sessions: who gets to see there that a job was done.
+
+`started` and `close` are called by the loop, `ended` by the lane, whose thread alone writes.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from kvferry.daemon.core.actions import Ended, Start
+from kvferry.proto.bulletin import Bulletin
+from kvferry.proto.messages import JobResult, Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _Notice:
+    bulletin: Bulletin
+    start: Start
+
+
+class Bulletins:
+    def __init__(self) -> None:
+        self._bulletins: dict[str, Bulletin] = {}
+        self._notices: dict[int, _Notice] = {}
+
+    def open(self, session: str, descriptor: int) -> None:
+        """Takes the descriptor over. Raises Refused (NOT_SHAREABLE)."""
+        try:
+            self._bulletins[session] = Bulletin(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def close(self, session: str) -> None:
+        self._bulletins.pop(session, None)
+
+    def started(self, start: Start) -> None:
+        bulletin = self._bulletins.get(start.session)
+        if bulletin is not None:
+            self._notices[start.plan.serial] = _Notice(bulletin, start)
+
+    def ended(self, report: Ended) -> None:
+        notice = self._notices.pop(report.serial, None)
+        if notice is None:
+            return
+        plan, job_id = notice.start.plan, notice.start.job_id
+        moved = plan.nbytes if report.outcome is Outcome.DONE else 0
+        notice.bulletin.write(
+            JobResult(job_id, plan.direction, report.outcome, moved, report.seconds)
+        )

@@ -1,0 +1,74 @@
+"""KV events for routers and indexers, in the form that vLLM's own publisher gives them.
+
+On the daemon's PUB socket each message has three frames: the namespace's name (the topic to
+subscribe to), a number of 8 bytes, big-endian, that grows by one with each batch of that namespace,
+and a KVEventBatch in msgpack. Hashes are those of the offload keys, without the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import msgspec
+
+from kvferry.proto.keys import EventKind, block_hash_of
+from kvferry.proto.messages import KeyEvent, News
+
+MEDIUM = "CPU"
+
+
+class _Event(msgspec.Struct, array_like=True, tag=True, omit_defaults=True):
+    """An event is an array: its class's name, then its fields in order."""
+
+
+class BlockStored(_Event):
+    """Blocks that can be loaded now. Of their tokens a daemon knows nothing."""
+
+    block_hashes: list[bytes]
+    parent_block_hash: bytes | None = None
+    token_ids: list[int] = []
+    block_size: int = 0
+    lora_id: int | None = None
+    medium: str | None = None
+
+
+class BlockRemoved(_Event):
+    block_hashes: list[bytes]
+    medium: str | None = None
+
+
+class AllBlocksCleared(_Event):
+    pass
+
+
+KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+    """ts: seconds since the epoch."""
+
+    ts: float
+    events: list[KVEvent]
+    data_parallel_rank: int | None = None
+
+
+def batch_of(news: News, block_size: int, now: float) -> KVEventBatch | None:
+    """What outsiders are told of news: what can be loaded, and what cannot any more."""
+    events = [event for told in news.events if (event := _event(told, block_size)) is not None]
+    return KVEventBatch(now, events) if events else None
+
+
+def _event(told: KeyEvent, block_size: int) -> KVEvent | None:
+    match told.kind:
+        case EventKind.STORED:
+            return BlockStored(_hashes(told.keys), block_size=block_size, medium=MEDIUM)
+        case EventKind.REMOVED:
+            return BlockRemoved(_hashes(told.keys), MEDIUM)
+        case EventKind.CLEARED:
+            return AllBlocksCleared()
+    return None
+
+
+def _hashes(keys: Sequence[bytes]) -> list[bytes]:
+    return list(dict.fromkeys(map(block_hash_of, keys)))

@@ -1,0 +1,393 @@
+"""The copy of a namespace against a model of it, over a wire that delays and drops."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.client.mirror import Mirror
+from kvferry.proto.keys import EventKind, Lookup, OffloadKey
+from kvferry.proto.messages import KeyEvent, News, Snapshot
+
+PROFILE = settings(derandomize=True, deadline=None, max_examples=400)
+KEYS = tuple(bytes([n]) * 4 for n in range(6))
+A, B, C, *_ = KEYS
+HIT, MISS, PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING, Lookup.RETRY
+
+State: TypeAlias = dict[OffloadKey, Lookup]
+
+
+def news(sequence: int, kind: EventKind, *keys: OffloadKey) -> News:
+    return News(sequence, (KeyEvent(kind, keys),))
+
+
+def stored(sequence: int, *keys: OffloadKey) -> News:
+    return news(sequence, EventKind.STORED, *keys)
+
+
+def removed(sequence: int, *keys: OffloadKey) -> News:
+    return news(sequence, EventKind.REMOVED, *keys)
+
+
+def snapshot(sequence: int, *keys: OffloadKey, part: int = 0, last: bool = True) -> Snapshot:
+    return Snapshot(sequence, part, False, keys, last)
+
+
+def answers(mirror: Mirror, *keys: OffloadKey) -> list[Lookup]:
+    return [mirror.lookup(key) for key in keys or KEYS]
+
+
+@pytest.fixture
+def mirror() -> Mirror:
+    """Whole as of number 10, with A ready and B pending."""
+    mirror = Mirror()
+    assert not mirror.feed(Snapshot(10, 0, False, (A,)))
+    assert not mirror.feed(Snapshot(10, 1, True, (B,), True))
+    return mirror
+
+
+# News
+
+
+@pytest.mark.parametrize(
+    ("kind", "known"),
+    [
+        (EventKind.STORED, [HIT, HIT, MISS]),
+        (EventKind.PENDING, [PENDING, PENDING, MISS]),
+        (EventKind.REMOVED, [MISS, MISS, MISS]),
+        (EventKind.ABANDONED, [MISS, MISS, MISS]),
+    ],
+)
+def test_news_say_what_keys_are(mirror: Mirror, kind: EventKind, known: list[Lookup]) -> None:
+    assert answers(mirror, A, B, C) == [HIT, PENDING, MISS]
+    assert not mirror.feed(news(11, kind, A, B))
+    assert answers(mirror, A, B, C) == known
+    assert (mirror.ready, mirror.pending) == (known.count(HIT), known.count(PENDING))
+
+
+def test_the_events_of_one_message_are_in_order(mirror: Mirror) -> None:
+    kinds = (EventKind.CLEARED, EventKind.PENDING, EventKind.STORED, EventKind.REMOVED)
+    events = [KeyEvent(kind, (C,) if kind is not EventKind.CLEARED else ()) for kind in kinds]
+    mirror.feed(News(11, tuple(events[:3])))
+    assert answers(mirror, A, B, C) == [MISS, MISS, HIT]
+    mirror.feed(News(12, tuple(events[3:])))
+    assert answers(mirror, A, B, C) == [MISS, MISS, MISS]
+
+
+def test_news_that_came_before_change_nothing(mirror: Mirror) -> None:
+    mirror.feed(stored(11, C))
+    for old in (removed(11, A), removed(10, A), removed(1, A)):
+        assert not mirror.feed(old)
+    assert answers(mirror, A, C) == [HIT, HIT]
+    assert mirror.whole
+
+
+# Not whole
+
+
+def test_nothing_is_known_before_the_first_snapshot_is_all_there() -> None:
+    mirror = Mirror()
+    assert answers(mirror, A, C) == [RETRY, RETRY]
+    mirror.feed(snapshot(5, A, last=False))
+    assert (answers(mirror, A, C), mirror.whole) == ([RETRY, RETRY], False)
+    mirror.feed(snapshot(5, B, part=1))
+    assert (answers(mirror, A, B, C), mirror.whole) == ([HIT, HIT, MISS], True)
+
+
+def test_an_empty_namespace_is_whole() -> None:
+    mirror = Mirror()
+    assert not mirror.feed(snapshot(0))
+    assert (mirror.whole, mirror.lookup(A)) == (True, MISS)
+
+
+def test_a_missing_number_is_noticed_once(mirror: Mirror) -> None:
+    assert mirror.feed(stored(12, C))
+    assert not mirror.feed(stored(13))
+    assert not mirror.feed(stored(17))
+    assert not mirror.whole
+
+
+def test_astray_it_says_what_it_knows_and_retry_of_the_rest(mirror: Mirror) -> None:
+    mirror.feed(stored(12, C))
+    assert answers(mirror, A, B, C, KEYS[4]) == [HIT, PENDING, HIT, RETRY]
+    mirror.feed(removed(13, A))
+    assert mirror.lookup(A) is RETRY
+    assert not mirror.feed(snapshot(13, B, C))
+    assert answers(mirror, A, B, C, KEYS[4]) == [MISS, HIT, HIT, MISS]
+
+
+def test_news_above_a_snapshot_come_after_it(mirror: Mirror) -> None:
+    mirror.feed(stored(13, C))
+    mirror.feed(removed(16, B))  # before the snapshot began, yet above it
+    mirror.feed(snapshot(15, A, B, last=False))
+    mirror.feed(removed(17, A))
+    assert not mirror.feed(snapshot(15, C, part=1))
+    assert (answers(mirror, A, B, C), mirror.whole) == ([MISS, MISS, HIT], True)
+    assert not mirror.feed(stored(18, A))
+    assert mirror.feed(stored(20, A))
+
+
+def test_news_missing_above_a_snapshot_want_another(mirror: Mirror) -> None:
+    mirror.feed(stored(12))
+    mirror.feed(snapshot(12, A, last=False))
+    assert not mirror.feed(stored(14))
+    assert mirror.feed(snapshot(12, B, part=1))
+    assert not mirror.whole
+    assert not mirror.feed(snapshot(14, A))
+    assert mirror.whole
+
+
+# Snapshots in parts
+
+
+def test_a_snapshot_begins_anew_in_the_middle_of_another() -> None:
+    mirror = Mirror()
+    mirror.feed(snapshot(5, A, last=False))
+    mirror.feed(snapshot(7, B, last=False))
+    assert not mirror.feed(snapshot(5, C, part=1))  # left of the older one
+    assert not mirror.whole
+    assert not mirror.feed(snapshot(7, KEYS[3], part=1))
+    assert answers(mirror) == [MISS, HIT, MISS, HIT, MISS, MISS]
+    assert not mirror.feed(snapshot(5, C, part=1))
+    assert mirror.lookup(C) is MISS
+
+
+def test_a_snapshot_begins_anew_at_the_same_number() -> None:
+    mirror = Mirror()
+    mirror.feed(snapshot(5, A, last=False))
+    mirror.feed(snapshot(5, B, last=False))
+    mirror.feed(snapshot(5, C, part=1))
+    assert answers(mirror, A, B, C) == [MISS, HIT, HIT]
+
+
+def test_a_missing_part_wants_another_snapshot_once() -> None:
+    mirror = Mirror()
+    mirror.feed(snapshot(5, A, last=False))
+    assert mirror.feed(snapshot(5, C, part=2, last=False))
+    assert not mirror.feed(snapshot(5, B, part=3))
+    assert not mirror.whole
+    mirror.feed(snapshot(5, A, last=False))
+    mirror.feed(snapshot(5, A, last=False))
+    mirror.feed(snapshot(5, B, part=1))
+    assert (answers(mirror, A, B, C), mirror.whole) == ([HIT, HIT, MISS], True)
+
+
+def test_a_missing_beginning_wants_another_snapshot_once() -> None:
+    mirror = Mirror()
+    assert mirror.feed(snapshot(5, B, part=1, last=False))
+    assert not mirror.feed(snapshot(5, C, part=2))
+    mirror.feed(snapshot(6, A, last=False))
+    assert mirror.feed(snapshot(8, C, part=1))
+    assert not mirror.feed(snapshot(8, A))
+    assert answers(mirror, A, B, C) == [HIT, MISS, MISS]
+
+
+def test_a_part_that_comes_twice_counts_once() -> None:
+    mirror = Mirror()
+    mirror.feed(snapshot(5, A, last=False))
+    mirror.feed(snapshot(5, B, part=1, last=False))
+    assert not mirror.feed(snapshot(5, B, part=1, last=False))
+    assert not mirror.feed(snapshot(5, C, part=2))
+    assert (answers(mirror, A, B, C), mirror.whole) == ([HIT, HIT, HIT], True)
+
+
+def test_a_whole_mirror_needs_no_snapshot(mirror: Mirror) -> None:
+    mirror.feed(stored(11, C))
+    for needless in (snapshot(10), snapshot(12, part=2), snapshot(12, last=False)):
+        assert not mirror.feed(needless)
+    assert not mirror.feed(stored(12))
+    assert answers(mirror, A, B, C) == [HIT, PENDING, HIT]
+
+
+# Resets
+
+
+def test_all_is_absent_from_a_reset_on_until_it_is_done(mirror: Mirror) -> None:
+    mirror.hide()
+    mirror.feed(stored(11, B))
+    assert answers(mirror) == [MISS] * 6
+    mirror.feed(news(12, EventKind.CLEARED))
+    mirror.feed(stored(13, C))
+    assert answers(mirror) == [MISS] * 6
+    mirror.forget()
+    mirror.reveal()
+    assert answers(mirror, A, B, C) == [MISS, MISS, HIT]
+
+
+def test_each_reset_clears(mirror: Mirror) -> None:
+    for number in (11, 13):
+        mirror.hide()
+        mirror.feed(news(number, EventKind.CLEARED))
+        mirror.feed(stored(number + 1, C))
+        mirror.forget()
+        mirror.reveal()
+        assert answers(mirror, A, C) == [MISS, HIT]
+
+
+def test_a_reset_that_was_not_done_shows_what_is_there(mirror: Mirror) -> None:
+    mirror.hide()
+    mirror.reveal()
+    assert answers(mirror, A, B, C) == [HIT, PENDING, MISS]
+
+
+def test_of_two_resets_the_news_of_one_were_dropped(mirror: Mirror) -> None:
+    mirror.hide()
+    mirror.hide()
+    mirror.feed(news(11, EventKind.CLEARED))
+    mirror.forget()
+    mirror.feed(stored(12, C))
+    mirror.forget()
+    mirror.reveal()
+    assert mirror.lookup(C) is MISS
+
+
+def test_hidden_all_is_absent_also_where_nothing_is_known() -> None:
+    mirror = Mirror()
+    mirror.hide()
+    assert mirror.lookup(A) is MISS
+    mirror.reveal()
+    assert mirror.lookup(A) is RETRY
+
+
+def test_a_reset_whose_news_were_dropped_is_one_all_the_same(mirror: Mirror) -> None:
+    mirror.hide()
+    mirror.forget()
+    mirror.reveal()
+    assert answers(mirror) == [MISS] * 6
+    assert mirror.feed(stored(12, C))
+    assert answers(mirror, A, B, C) == [RETRY, RETRY, HIT]
+
+
+# What changed
+
+
+def test_what_changed_is_what_was_there_and_then_what_became_of_it(mirror: Mirror) -> None:
+    assert list(mirror.take_changed()) == []
+    mirror.watch()
+    assert list(mirror.take_changed()) == [A]
+    assert list(mirror.take_changed()) == []
+    mirror.feed(stored(11, C, B))
+    mirror.feed(removed(12, A))
+    assert list(mirror.take_changed()) == [C, B, A]
+    mirror.feed(news(13, EventKind.CLEARED))
+    assert set(mirror.take_changed()) == {B, C}
+
+
+# Against the model
+
+
+class World:
+    """A daemon's namespace, the wire to a client that drops what it is told to, and the mirror."""
+
+    def __init__(self) -> None:
+        self.states: list[State] = [{}]
+        """What was resident as of each number."""
+        self.wire: deque[News | Snapshot] = deque()
+        self.streams: list[Iterator[Snapshot]] = [self.snapshot()]
+        self.asked = 0
+        self.mirror = Mirror()
+        self.mirror.watch()
+        self.added_up: set[OffloadKey] = set()
+
+    def happen(self, kind: EventKind, keys: tuple[OffloadKey, ...]) -> None:
+        state = dict(self.states[-1])
+        if kind is EventKind.CLEARED:
+            state.clear()
+        for key in keys:
+            state.pop(key, None)
+            if kind in (EventKind.STORED, EventKind.PENDING):
+                state[key] = HIT if kind is EventKind.STORED else PENDING
+        self.states.append(state)
+        self.wire.append(News(len(self.states) - 1, (KeyEvent(kind, keys),)))
+
+    def snapshot(self) -> Iterator[Snapshot]:
+        """Parts of at most two keys; what is resident is taken down now."""
+        sequence, state = len(self.states) - 1, self.states[-1]
+        parts = [
+            (pending is PENDING, tuple(keys[at : at + 2]))
+            for pending in (HIT, PENDING)
+            for keys in [[key for key in KEYS if state.get(key) is pending]]
+            for at in range(0, len(keys), 2)
+        ] or [(False, ())]
+        return iter(
+            [
+                Snapshot(sequence, number, pending, keys, number == len(parts) - 1)
+                for number, (pending, keys) in enumerate(parts)
+            ]
+        )
+
+    def listen(self) -> None:
+        """The daemon hears what was asked for."""
+        self.streams += [self.snapshot() for _ in range(self.asked)]
+        self.asked = 0
+
+    def stream(self, which: int) -> None:
+        """One part of one of the snapshots under way goes out."""
+        if self.streams:
+            chosen = self.streams[which % len(self.streams)]
+            part = next(chosen, None)
+            if part is None:
+                self.streams.remove(chosen)
+            else:
+                self.wire.append(part)
+
+    def drop(self) -> None:
+        """Anything may be lost, but the end of a snapshot."""
+        if self.wire and not getattr(self.wire[0], "last", False):
+            self.wire.popleft()
+
+    def deliver(self) -> None:
+        if self.wire:
+            message = self.wire.popleft()
+            self.asked += self.mirror.feed(message)
+            self.check()
+
+    def check(self) -> None:
+        """Whole, the mirror is what the namespace was as of the last that was heard."""
+        state = self.states[self.mirror.sequence]
+        for key in KEYS if self.mirror.whole else ():
+            assert self.mirror.lookup(key) is state.get(key, MISS)
+        hits = {key for key in KEYS if self.mirror.lookup(key) is HIT}
+        changed = set(self.mirror.take_changed())
+        assert hits ^ self.added_up <= changed
+        self.added_up = hits
+
+    def settle(self) -> None:
+        """Nothing is lost any more."""
+        while self.streams or self.wire or self.asked:
+            self.listen()
+            self.stream(0)
+            self.deliver()
+
+
+KEY_SETS = st.lists(st.sampled_from(KEYS), max_size=3, unique=True).map(tuple)
+EVENTS = st.sampled_from([kind for kind in EventKind if kind is not EventKind.CLEARED])
+STEPS = st.one_of(
+    st.tuples(st.just("happen"), EVENTS, KEY_SETS),
+    st.just(("happen", EventKind.CLEARED, ())),
+    st.sampled_from([("deliver",), ("deliver",), ("deliver",), ("drop",), ("listen",)]),
+    st.tuples(st.just("stream"), st.integers(0, 3)),
+    st.just(("streams", None)),
+)
+
+
+@PROFILE
+@given(st.lists(STEPS, max_size=60))
+def test_after_repair_the_mirror_is_what_the_daemon_has(steps: list[tuple[object, ...]]) -> None:
+    world = World()
+    for name, *arguments in steps:
+        if name == "streams":
+            world.streams.append(world.snapshot())
+        else:
+            getattr(world, str(name))(*arguments)
+    world.settle()
+    world.happen(EventKind.STORED, (A,))  # a number that says what was lost before it
+    world.settle()
+    assert world.mirror.whole
+    assert world.mirror.sequence == len(world.states) - 1
+    assert answers(world.mirror) == [world.states[-1].get(key, MISS) for key in KEYS]

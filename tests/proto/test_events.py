@@ -1,0 +1,46 @@
+"""KV events have the bytes that readers of vLLM's events expect."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvferry.proto.events import KVEventBatch, batch_of
+from kvferry.proto.keys import EventKind, offload_key
+from kvferry.proto.messages import KeyEvent, News
+
+HASHES = [bytes([n]) * 32 for n in range(3)]
+KEYS = tuple(offload_key(one) for one in HASHES)
+
+
+def told(*events: KeyEvent) -> list[object] | None:
+    batch = batch_of(News(1, events), 16, 12.5)
+    if batch is None:
+        return None
+    said = msgspec.msgpack.decode(msgspec.msgpack.encode(batch))
+    assert said[0] == 12.5
+    events_said: list[object] = said[1]
+    return events_said
+
+
+def test_stored_blocks_are_told_with_hash_size_and_medium() -> None:
+    event = ["BlockStored", HASHES, None, [], 16, None, "CPU"]
+    assert told(KeyEvent(EventKind.STORED, KEYS)) == [event]
+
+
+def test_removed_and_cleared_in_order() -> None:
+    events = told(KeyEvent(EventKind.REMOVED, KEYS[:1]), KeyEvent(EventKind.CLEARED, ()))
+    assert events == [["BlockRemoved", HASHES[:1], "CPU"], ["AllBlocksCleared"]]
+
+
+def test_what_cannot_be_loaded_yet_is_nobodys_business() -> None:
+    assert told(KeyEvent(EventKind.PENDING, KEYS), KeyEvent(EventKind.ABANDONED, KEYS)) is None
+
+
+def test_groups_of_a_block_are_one_hash() -> None:
+    both = offload_key(HASHES[0], 0), offload_key(HASHES[0], 1)
+    assert told(KeyEvent(EventKind.REMOVED, both)) == [["BlockRemoved", HASHES[:1], "CPU"]]
+
+
+def test_a_batch_reads_as_it_was_written() -> None:
+    batch = batch_of(News(1, (KeyEvent(EventKind.STORED, KEYS),)), 16, 1.0)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch) == batch
