@@ -11,7 +11,6 @@ once, here, to Failed(DRIVER) with the call's name and the driver's own words.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cache
@@ -76,26 +75,21 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
     "cuStreamWriteValue64_v2": (c_void_p, c_uint64, c_uint64, c_uint),
     "cuEventCreate": (c_void_p, c_uint),
-    "cuEventDestroy_v2": (c_void_p,),
     "cuEventRecord": (c_void_p, c_void_p),
     "cuEventQuery": (c_void_p,),
 }
 
 
 class Event:
-    """A CUDA event; goes when nobody holds it any more."""
+    """A CUDA event; when nobody holds it any more it is used again."""
 
-    __slots__ = ("_driver", "handle")
+    __slots__ = ("_spare", "handle")
 
-    def __init__(self, driver: Driver) -> None:
-        event = c_void_p()
-        driver.call("cuEventCreate", byref(event), 0)
-        self._driver = driver
-        self.handle = event.value or 0
+    def __init__(self, handle: int, spare: list[int]) -> None:
+        self.handle, self._spare = handle, spare
 
     def __del__(self) -> None:
-        with contextlib.suppress(Failed, AttributeError):
-            self._driver.call("cuEventDestroy_v2", self.handle)
+        self._spare.append(self.handle)
 
 
 class Driver:
@@ -115,6 +109,7 @@ class Driver:
             function.restype = c_int
             self._functions[name] = function
         self._query = self._functions["cuEventQuery"]
+        self._spare_events: list[int] = []
         self._elapsed = self.optional("cuEventElapsedTime_v2") or self._library.cuEventElapsedTime
         try:
             self.call("cuInit", 0)
@@ -225,10 +220,17 @@ class Driver:
         return stream.value or 0
 
     def record(self, stream: int) -> Event:
-        """A new event behind what a stream has been given so far."""
-        event = Event(self)
+        """An event behind what a stream has been given so far."""
+        event = Event(self._event(), self._spare_events)
         self.call("cuEventRecord", event.handle, stream)
         return event
+
+    def _event(self) -> int:
+        if self._spare_events:
+            return self._spare_events.pop()
+        event = c_void_p()
+        self.call("cuEventCreate", byref(event), 0)
+        return event.value or 0
 
     def reached(self, event: Event) -> bool:
         result = self._query(event.handle)

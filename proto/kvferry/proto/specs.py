@@ -216,6 +216,10 @@ class CPULoadStoreSpec(_Spec, tag="cpu", frozen=True, eq=False):
 
 Key: TypeAlias = Annotated[bytes, Meta(min_length=1, max_length=MAX_KEY_BYTES)]
 Keys: TypeAlias = Annotated[tuple[Key, ...], Meta(max_length=MAX_KEYS)]
+if TYPE_CHECKING:
+    AnyKeys: TypeAlias = Any  # callers may give any sequence of bytes; what is kept is a tuple
+else:
+    AnyKeys = Keys
 
 
 class KeyLoadStoreSpec(
@@ -230,7 +234,7 @@ class KeyLoadStoreSpec(
         reset is refused (STALE), however late it comes. 0: not to be compared.
     """
 
-    keys: Keys
+    keys: AnyKeys
     generation: Count = 0
 
     def __post_init__(self) -> None:

@@ -26,11 +26,13 @@ import torch
 from kvferry.client import (
     Fingerprint,
     GPULoadStoreSpec,
+    KeyLoadStoreSpec,
     KVLayout,
     LocalDaemon,
     Lookup,
     OffloadClient,
     OffloadingManager,
+    Refused,
     TensorLayout,
     TensorRef,
     TransferResult,
@@ -148,9 +150,9 @@ class _Engine:
         """A request from its lookup to its store."""
         manager, outcome = self._manager, self._outcome
         keys = [offload_key(one.to_bytes(8, "big")) for one in ids]
-        found = yield from self._prefix(keys)
+        found = yield from self._pinned_prefix(keys)
         if found:
-            spec = manager.prepare_load(keys[:found])
+            spec = KeyLoadStoreSpec(keys[:found])
             result = yield from self._done((spec, GPULoadStoreSpec(np.arange(found))))
             manager.complete_load(spec.keys)
             if result.success:
@@ -171,6 +173,17 @@ class _Engine:
         outcome.requests += 1
         outcome.blocks += len(ids)
         outcome.hits += found
+
+    def _pinned_prefix(self, keys: Sequence[bytes]) -> Steps:
+        """How many blocks from the first on are there, and are kept."""
+        while True:
+            found = yield from self._prefix(keys)
+            try:
+                if found:
+                    self._manager.prepare_load(keys[:found])
+                return found
+            except Refused:  # one went in between: look again
+                yield
 
     def _prefix(self, keys: Sequence[bytes]) -> Steps:
         """How many blocks from the first on are there; those on their way are waited for."""

@@ -34,7 +34,7 @@ class Choice:
     direct_from: dict[Direction, int]
 
     def direct(self, direction: Direction, geometry: Geometry, group: int) -> bool:
-        return int(geometry.refs[group].pages.min()) >= self.direct_from[direction]
+        return geometry.refs[group].smallest_page >= self.direct_from[direction]
 
     def of_group(self, geometry: Geometry, group: int) -> GroupCopying:
         ways = {

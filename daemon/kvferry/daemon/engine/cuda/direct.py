@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.daemon.core.geometry import Fragments, Geometry, Int64s, Run
+from kvferry.daemon.core.geometry import Fragments, Geometry, Run
 from kvferry.daemon.engine.base import Mapping
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.libcuda import MIN_DRIVER, CopyAttributes, Driver, Event
@@ -43,13 +43,12 @@ class DirectCopy:
     ) -> tuple[list[Event], list[Event]]:
         """Enqueue a piece; returns the events before and behind it, one a stream that it uses."""
         begun, done = [], []
-        halves = _halves(direction, mapping.geometry, run)
-        for half, stream in zip(halves, self.streams[direction], strict=True):
-            if half.gpu_blocks.size:
-                begun.append(self._driver.record(stream))
-                fragments = mapping.geometry.fragments(half, mapping.bases, pool)
-                self._batch.enqueue(direction, fragments, stream)
-                done.append(self._driver.record(stream))
+        for odd, half in _halves(direction, mapping.geometry, run):
+            stream = self.streams[direction][odd]
+            begun.append(self._driver.record(stream))
+            fragments = mapping.geometry.fragments(half, mapping.bases, pool)
+            self._batch.enqueue(direction, fragments, stream)
+            done.append(self._driver.record(stream))
         return begun, done
 
 
@@ -60,27 +59,36 @@ class BatchCopy:
         self._driver = driver
         self._pool = pool
         self._chunk = chunk_bytes
-        self._function, self._has_fail_index = _batch_function(driver)
-        self._attributes = CopyAttributes(order=_STREAM_ORDER)
-        self._first = c_size_t(0)
+        self._function, has_fail_index = _batch_function(driver)
+        attributes, first, fail_index = (
+            CopyAttributes(order=_STREAM_ORDER),
+            c_size_t(0),
+            c_size_t(0),
+        )
+        self._attributes = byref(attributes), byref(first), 1
+        self._fail_index = (byref(fail_index),) if has_fail_index else ()
+        pointers = (c_void_p,) * (2 + len(self._fail_index))
+        self._function.argtypes = (
+            c_void_p,
+            c_void_p,
+            c_void_p,
+            c_size_t,
+            *pointers[:2],
+            c_size_t,
+            *pointers[2:],
+            c_void_p,
+        )
 
     def enqueue(self, direction: Direction, fragments: Fragments, stream: int) -> None:
         """Raises Failed (DRIVER) where the driver refuses the batch."""
         fragments = self._within_chunks(fragments)
         store = direction is Direction.STORE
         dst, src = (fragments.host, fragments.gpu) if store else (fragments.gpu, fragments.host)
-        arguments = [
-            _pointer(dst),
-            _pointer(src),
-            _pointer(fragments.size),
-            c_size_t(dst.size),
-            byref(self._attributes),
-            byref(self._first),
-            c_size_t(1),
-        ]
-        if self._has_fail_index:
-            arguments.append(byref(c_size_t(0)))
-        result = self._function(*arguments, c_void_p(stream))
+        table = np.stack((dst, src, fragments.size))
+        at, row = table.__array_interface__["data"][0], table.strides[0]
+        result = self._function(
+            at, at + row, at + 2 * row, dst.size, *self._attributes, *self._fail_index, stream
+        )
         if result:
             raise self._driver.error("cuMemcpyBatchAsync", result)
 
@@ -106,22 +114,19 @@ class BatchCopy:
         return fragments
 
 
-def _halves(direction: Direction, geometry: Geometry, run: Run) -> tuple[Run, Run]:
-    """The blocks of a piece by the block that they write to: even ones, odd ones."""
+def _halves(direction: Direction, geometry: Geometry, run: Run) -> list[tuple[int, Run]]:
+    """The blocks of a piece by the block that they write to: (0, even ones), (1, odd ones)."""
     written = run.gpu_blocks
     if direction is Direction.STORE:
-        written = run.host_offsets // geometry.layout.host_block_bytes
+        written = run.host_offsets // geometry.host_block_bytes
     odd = (written & 1).astype(bool)
-    return (
-        Run(run.group, run.gpu_blocks[~odd], run.host_offsets[~odd]),
-        Run(run.group, run.gpu_blocks[odd], run.host_offsets[odd]),
-    )
-
-
-def _pointer(array: Int64s) -> c_void_p:
-    assert array.flags.c_contiguous
-    assert array.dtype == np.int64
-    return c_void_p(array.ctypes.data)
+    odds = int(np.count_nonzero(odd))
+    if odds in (0, odd.size):
+        return [(1 if odds else 0, run)]
+    return [
+        (0, Run(run.group, run.gpu_blocks[~odd], run.host_offsets[~odd])),
+        (1, Run(run.group, run.gpu_blocks[odd], run.host_offsets[odd])),
+    ]
 
 
 def _batch_function(driver: Driver) -> tuple[Any, bool]:
