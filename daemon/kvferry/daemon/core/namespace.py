@@ -17,7 +17,7 @@ from kvferry.daemon.core.geometry import Geometry, Resolved, Share
 from kvferry.daemon.core.regions import Region
 from kvferry.daemon.core.residency.cache import Cache, Pins, Reservation
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.keys import EventKind, OffloadKey
+from kvferry.proto.keys import OffloadKey
 from kvferry.proto.messages import KeyEvent, News, Snapshot
 from kvferry.proto.specs import MAX_KEYS, Direction, GPULoadStoreSpec, KeyLoadStoreSpec, KVLayout
 from kvferry.proto.status import Fingerprint, NamespaceStatus
@@ -151,7 +151,7 @@ class Namespace:
             return None
         self.sequence += 1
         parts = (
-            KeyEvent(EventKind(event.kind), event.keys[at : at + MAX_KEYS])
+            KeyEvent(event.kind, event.keys[at : at + MAX_KEYS])
             for event in events
             for at in range(0, max(1, len(event.keys)), MAX_KEYS)
         )

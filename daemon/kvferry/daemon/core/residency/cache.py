@@ -20,13 +20,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import chain
 
 from kvferry.daemon.core.residency.offers import Offers
 from kvferry.daemon.core.residency.policy import POLICIES, Sieve
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.keys import Lookup
+from kvferry.proto.keys import EventKind, Lookup
 
 OFFERS_REMEMBERED = 1 << 16
 """Keys whose offers are remembered, or as many as there are blocks, if that is more."""
@@ -49,19 +48,6 @@ class Pins:
 
     keys: tuple[bytes, ...]
     blocks: tuple[int, ...]
-
-
-class EventKind(StrEnum):
-    PENDING = "pending"
-    """Reserved: a store of it begins."""
-    STORED = "stored"
-    """It can be loaded."""
-    REMOVED = "removed"
-    """It could be loaded, and was evicted."""
-    ABANDONED = "abandoned"
-    """It was pending, and the store failed."""
-    CLEARED = "cleared"
-    """Everything is absent; names no keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +74,11 @@ class Usage:
 
 
 class Cache:
-    """`policy`: a name in POLICIES. `store_threshold`: the offer from which on a key is stored."""
+    """Keys in `capacity` host blocks.
+
+    policy: a name in POLICIES. store_threshold: the offer from which on a key is stored. Raises
+    ValueError where one of the three makes no sense.
+    """
 
     def __init__(self, capacity: int, policy: str = "lru", store_threshold: int = 1) -> None:
         if capacity < 1:
@@ -173,15 +163,7 @@ class Cache:
         if len(wanted) - room > self._evictable(known):
             self._skipped += len(wanted)
             return None
-        evicted = tuple(self._policy.admit(wanted, room, self._sieve(offered)))
-        self._blocks.give_back([ready.pop(key) for key in evicted])
-        self._evictions += len(evicted)
-        self._tell(EventKind.REMOVED, evicted)
-        reservation = Reservation(tuple(wanted), self._blocks.take(len(wanted)), evicted)
-        pending.update(zip(reservation.keys, reservation.blocks, strict=True))
-        self._stores.add(reservation)
-        self._tell(EventKind.PENDING, reservation.keys)
-        return reservation
+        return self._reserve(tuple(wanted), room, self._sieve(offered))
 
     def complete_store(self, reservation: Reservation, success: bool) -> None:
         """A store ended: its keys can be loaded, or are absent. A second time is harmless."""
@@ -308,6 +290,17 @@ class Cache:
             return (k for k in keys if k not in pending and k not in pins and k not in offered)
 
         return may_go
+
+    def _reserve(self, keys: tuple[bytes, ...], room: int, may_go: Sieve) -> Reservation:
+        evicted = tuple(self._policy.admit(keys, room, may_go))
+        self._blocks.give_back([self._ready.pop(key) for key in evicted])
+        reservation = Reservation(keys, self._blocks.take(len(keys)), evicted)
+        self._pending.update(zip(keys, reservation.blocks, strict=True))
+        self._stores.add(reservation)
+        self._evictions += len(evicted)
+        self._tell(EventKind.REMOVED, evicted)
+        self._tell(EventKind.PENDING, keys)
+        return reservation
 
     def _settle(self, reservation: Reservation) -> None:
         self._ready.update(zip(reservation.keys, reservation.blocks, strict=True))
