@@ -28,7 +28,7 @@ import msgspec
 from kvferry.client.blocking import OffloadClient
 from kvferry.client.mirror import HIT, HIT_PENDING, MISS, RETRY, Mirror
 from kvferry.client.nonblocking import NonBlocking
-from kvferry.proto.errors import Code, Refused
+from kvferry.proto.errors import Code, Gone, Refused
 from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.specs import KeyLoadStoreSpec
 from kvferry.proto.status import Fingerprint
@@ -174,7 +174,7 @@ class OffloadingManager:
         self.flush()
         found = (HIT, HIT_PENDING)
         wanted = tuple(key for key in keys if self._find(key) not in found)
-        if self._broken:
+        if self.gone:
             wanted = ()
         self._offered.update(wanted)
         return PrepareStoreOutput(
@@ -251,10 +251,17 @@ class OffloadingManager:
             if client.gone is None:
                 client.reset_async()
 
-    def shutdown(self) -> None:
+    @property
+    def gone(self) -> Gone | None:
+        """Why one of the daemons is not there any more, once that is known."""
+        return next((client.gone for client in self._clients if client.gone is not None), None)
+
+    def close(self) -> None:
         """Say what is still to be said; clients that `open` made are closed."""
         self.flush()
         self._opened.close()
+
+    shutdown = close
 
     def __enter__(self) -> OffloadingManager:
         return self
@@ -265,18 +272,14 @@ class OffloadingManager:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.shutdown()
-
-    @property
-    def _broken(self) -> bool:
-        return any(client.gone is not None for client in self._clients)
+        self.close()
 
     def _find(self, key: OffloadKey) -> Lookup:
         found = HIT
         for client in self._clients:
             here = client.lookup(key)
             if here is MISS:
-                return HIT_PENDING if key in self._offered and not self._broken else MISS
+                return HIT_PENDING if key in self._offered and not self.gone else MISS
             if here is not HIT and found is not RETRY:
                 found = here
         return found

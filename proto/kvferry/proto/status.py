@@ -33,7 +33,7 @@ class Fingerprint(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 
     model: Name
     host_block_bytes: Positive
-    """Bytes of a host block: those of a GPU block of the widest group, times block_size_factor."""
+    """Room for a host block: a GPU block of the widest group, times block_size_factor, fits in."""
     revision: Name = ""
     dtype: Name = ""
     kv_dtype: Name = ""
@@ -48,6 +48,9 @@ class Fingerprint(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     key_bytes: Annotated[int, Meta(ge=1, le=MAX_KEY_BYTES)] = 36
     extra: Annotated[tuple[tuple[Name, Name], ...], Meta(max_length=64)] = ()
     """Anything else that must agree, by name."""
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "extra", tuple(sorted(self.extra)))
 
     @property
     def name(self) -> str:

@@ -332,12 +332,6 @@ def test_the_sessions_of_an_engine_are_in_one_namespace(second: str) -> None:
     assert desk.enter(second).reattached
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="Fingerprint.differences finds none where only the order of `extra` differs, and who "
-    "enters both is never let out of the first: _check_agrees should compare the fingerprints, "
-    "or Fingerprint put `extra` in order",
-)
 def test_the_order_of_what_is_extra_does_not_part_the_sessions_of_an_engine() -> None:
     desk = Desk()
     desk.come("a")
@@ -461,11 +455,6 @@ def test_a_change_of_policy_keeps_the_order_in_which_keys_go() -> None:
     assert gone == [("removed", letter) for letter in each(b"cadb")]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="Namespace.configure makes a new cache even where nothing changes: a lone engine that "
-    "restarts begins with counters at 0, and without ARC's lists and the offers so far",
-)
 def test_an_engine_that_comes_back_with_the_same_policy_finds_what_was_learnt() -> None:
     desk = Desk("a", policy="arc", threshold=2)
     for _ in range(2):
@@ -570,12 +559,6 @@ def test_a_registration_that_failed_leaves_the_namespace_to_others() -> None:
     assert desk.usage("engines", "ready") == ((), 1)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="Namespace.enter remembers how the pages of whoever came first were split, for ever, "
-    "even where its tensors were never mapped and nothing is stored: `_pages` counts only while "
-    "there are registrations or keys",
-)
 def test_a_layout_of_which_nothing_is_stored_is_forgotten() -> None:
     desk = Desk()
     desk.come("a", "b")
@@ -973,11 +956,6 @@ class Compared(bytes):
     __hash__ = bytes.__hash__
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="_unpin counts each key by going through all of them: one Unpin of 65,536 keys, which "
-    "the wire allows, stops the daemon for a minute; a Counter of the keys would do",
-)
 def test_unpinning_many_keys_is_no_work_of_many_times_many() -> None:
     desk = Desk("a")
     desk.ask("a", wire.Pin(each(bytes(range(250)))))
@@ -1061,12 +1039,6 @@ def test_a_newcomer_that_needs_the_room_of_a_deserted_namespace_gets_it(as_names
     assert desk.loadable("b") == b""
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="Namespaces.__iter__ drops a namespace that lost its region and tells nobody: routers "
-    "go on believing in its keys, and in the old ones when it is opened anew; it should Publish a "
-    "News that says CLEARED",
-)
 @pytest.mark.parametrize("fingerprint", [OTHER, FINGERPRINT])
 def test_listeners_are_told_when_a_namespace_gave_its_room_away(
     fingerprint: told.Fingerprint,

@@ -70,6 +70,8 @@ class Namespace:
 
     def configure(self, policy: str, threshold: int) -> None:
         """Change how it evicts and what it stores; its keys stay."""
+        if (policy, threshold) == (self.policy, self.threshold):
+            return
         entries = self.cache.entries()
         self.policy, self.threshold = policy, threshold
         self.cache = self._new_cache()
@@ -83,15 +85,15 @@ class Namespace:
                 "an engine in a namespace has no host memory of its own: leave host_bytes out",
                 host_bytes,
             )
-        wanted = self.fingerprint.host_block_bytes
-        if layout.host_block_bytes != wanted:
+        most = self.fingerprint.host_block_bytes
+        if layout.host_block_bytes > most:
             raise Refused(
                 Code.NAMESPACE_MISMATCH,
-                f"a host block of this layout has as many bytes as the fingerprint says: {wanted}",
+                f"a host block of this layout has at most the {most} bytes of the fingerprint",
                 layout.host_block_bytes,
             )
         pages = tuple(tuple(ref.page_size_bytes for ref in group) for group in layout.groups)
-        if self._pages not in (None, pages):
+        if self._pages not in (None, pages) and (self.registrations or self.cache.usage.used):
             raise Refused(
                 Code.NAMESPACE_MISMATCH,
                 f"pages of the groups: {self._pages} bytes in this namespace, and {pages} in this "

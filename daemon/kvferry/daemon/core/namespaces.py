@@ -7,7 +7,7 @@ region of the host pool stays with its keys until somebody needs the room.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from kvferry.daemon.core.actions import Action, Broadcast, Publish, Send, Stream
@@ -26,12 +26,17 @@ class Namespaces:
         self._regions = regions
         self._all: dict[str, Namespace] = {}
         self._of_session: dict[str, Namespace] = {}
+        self._lost: list[Namespace] = []
+        """Those that are not there any more, and nobody was told."""
         self._pins: dict[str, dict[OffloadKey, list[Pins | None]]] = {}
         """What each session pinned; None where the key was not there any more."""
 
     def __iter__(self) -> Iterator[Namespace]:
         """Those that are still there: a deserted one may have given its room to somebody."""
-        self._all = {n: one for n, one in self._all.items() if self._regions.holds(one.region)}
+        lost = [one for one in self._all.values() if not self._regions.holds(one.region)]
+        for namespace in lost:
+            del self._all[namespace.name]
+        self._lost += lost
         return iter(self._all.values())
 
     def open(self, session: str, engine: str, message: OpenNamespace) -> list[Action]:
@@ -102,7 +107,11 @@ class Namespaces:
     def news(self) -> list[Action]:
         """Tell those who follow what happened since the last time."""
         actions: list[Action] = []
-        for namespace in self._all.values():
+        namespaces, lost = tuple(self), self._lost
+        self._lost = []
+        for namespace in lost:
+            namespace.reset()
+        for namespace in (*lost, *namespaces):
             news = namespace.news()
             if news is not None:
                 actions.append(Publish(namespace.name, namespace.fingerprint.block_size, news))
@@ -136,8 +145,8 @@ class Namespaces:
 
     def _unpin(self, session: str, namespace: Namespace, keys: Sequence[OffloadKey]) -> None:
         held = self._pins[session]
-        for key in set(keys):
-            if len(held.get(key, ())) < keys.count(key):
+        for key, times in Counter(keys).items():
+            if len(held.get(key, ())) < times:
                 raise Refused(Code.NOT_PINNED, "this session has not pinned it", key.hex())
         for key in keys:
             held[key].sort(key=lambda pins: pins is not None)
@@ -150,15 +159,14 @@ class Namespaces:
     def _check_agrees(self, session: str, engine: str, message: OpenNamespace) -> None:
         """A session, and all sessions of an engine, are in one namespace."""
         for namespace in self._all.values():
-            if engine in namespace.sessions.values() or session in namespace.sessions:
-                differences = message.fingerprint.differences(namespace.fingerprint)
-                if differences:
-                    raise Refused(
-                        Code.NAMESPACE_MISMATCH,
-                        "another process of this engine, or this one, is in a namespace whose "
-                        "fingerprint differs",
-                        "; ".join(differences),
-                    )
+            inside = engine in namespace.sessions.values() or session in namespace.sessions
+            if inside and message.fingerprint != namespace.fingerprint:
+                raise Refused(
+                    Code.NAMESPACE_MISMATCH,
+                    "another process of this engine, or this one, is in a namespace whose "
+                    "fingerprint differs",
+                    "; ".join(message.fingerprint.differences(namespace.fingerprint)),
+                )
 
     def _quota(self, message: OpenNamespace) -> int | None:
         """What is asked for, or what it has where that cannot be changed now."""

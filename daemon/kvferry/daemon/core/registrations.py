@@ -165,8 +165,9 @@ class Registrations:
             owner = engine_owner(engine)
             region, reattached = self._regions.claim(owner, layout, request.host_bytes)
         locations = request.locations if isinstance(request, RegisterKVCaches) else None
-        geometry = Geometry(layout, region.start, region.num_blocks, locations)
-        host = HostRegion(region.num_blocks, layout.host_block_bytes, reattached)
+        block_bytes = region.contents.host_block_bytes
+        geometry = Geometry(layout, region.start, region.num_blocks, locations, block_bytes)
+        host = HostRegion(region.num_blocks, block_bytes, reattached)
         ordering = Ordering(geometry.gpu_slots, region.num_blocks)
         registration = Registration(
             number, engine, session, request, geometry, host, ordering, namespace

@@ -72,6 +72,11 @@ class Usage:
     stored: int
     evictions: int
 
+    @property
+    def used(self) -> int:
+        """Blocks that are not free."""
+        return self.capacity - self.free
+
 
 class Cache:
     """Keys in `capacity` host blocks.

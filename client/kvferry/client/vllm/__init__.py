@@ -1,0 +1,30 @@
+"""kvferry inside vLLM. In vLLM's environment `pip install .` (kvferry), a daemon for the GPU, and:
+
+PYTHONHASHSEED=0 vllm serve MODEL --kv-transfer-config '{
+    "kv_connector": "KVFerryConnector",
+    "kv_connector_module_path": "kvferry.client.vllm",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 68719476736}}'
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvferry.client.vllm.connector import KVFerryConnector
+    from kvferry.client.vllm.spec import KVFerrySpec
+
+__all__ = ["KVFerryConnector", "KVFerrySpec"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "KVFerryConnector":
+        from kvferry.client.vllm.connector import KVFerryConnector
+
+        return KVFerryConnector
+    if name == "KVFerrySpec":
+        from kvferry.client.vllm.spec import KVFerrySpec
+
+        return KVFerrySpec
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,77 @@
+"""vLLM's OffloadingConnector with the daemon behind it, and with answers where that one asserts.
+
+A failed or lost load is reported together with its finished_recving, so that vLLM computes the
+blocks again; a failed store is dropped. Nothing waits without a bound.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+from kvferry.client.vllm.place import telling
+
+log = logging.getLogger("kvferry")
+
+
+class KVFerryConnector(OffloadingConnector):
+    """For --kv-transfer-config, with kv_connector_module_path "kvferry.client.vllm"."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        transfer = vllm_config.kv_transfer_config
+        extra = transfer.kv_connector_extra_config
+        extra.setdefault("spec_name", "KVFerrySpec")
+        extra.setdefault("spec_module_path", "kvferry.client.vllm")
+        if transfer.kv_load_failure_policy != "recompute":
+            log.warning("kvferry: a failed load is computed again: kv_load_failure_policy")
+            transfer.kv_load_failure_policy = "recompute"
+        with telling(vllm_config):
+            super().__init__(vllm_config, role, kv_cache_config)
+        self._surviving: SurvivingWorker | None = None
+        if role is KVConnectorRole.WORKER:
+            made: Any = getattr(self, "connector_worker")  # noqa: B009 - of a type unknown here
+            self._surviving = SurvivingWorker(made.spec, kv_cache_config)
+            self.connector_worker = self._surviving
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if self._surviving is None else self._surviving.take_load_errors()
+
+
+class SurvivingWorker(OffloadingConnectorWorker):
+    """The worker's half, that takes failed jobs for what they are."""
+
+    def __init__(self, spec: Any, kv_cache_config: Any) -> None:
+        super().__init__(spec, kv_cache_config)
+        self._targets: dict[int, set[int]] = {}
+        """GPU blocks that each load writes to."""
+        self._errors: set[int] = set()
+
+    def start_kv_transfers(self, metadata: Any) -> None:
+        for job_id, entry in metadata.load_jobs.items():
+            self._targets[job_id] = set(entry.dst_spec.block_ids.tolist())
+        super().start_kv_transfers(metadata)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        assert self.worker is not None
+        received: set[str] = set()
+        meta = self._connector_worker_meta
+        for result in self.worker.get_finished():
+            targets = self._targets.pop(result.job_id, None)
+            if result.success:
+                stats = meta.transfer_stats.store if targets is None else meta.transfer_stats.load
+                stats.record(result.transfer_size, result.transfer_time)
+            elif targets is not None:
+                self._errors |= targets
+            meta.mark_completed(result.job_id)
+            request = self._load_jobs.pop(result.job_id, None)
+            if request is not None:
+                received.add(request)
+        return set(), received
+
+    def take_load_errors(self) -> set[int]:
+        errors, self._errors = self._errors, set()
+        return errors
