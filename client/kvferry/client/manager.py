@@ -196,9 +196,11 @@ class OffloadingManager:
         Raises Refused (KEY_ABSENT) where one of them is no HIT, or BAD_KEY; nothing is kept then.
         """
         keys = self._namespaces[0].checked(keys)
-        for key in keys:
-            if self._find(key) is not HIT:
-                raise Refused(Code.KEY_ABSENT, "only a HIT can be loaded: look it up first", key)
+        for mirror in self._fresh_mirrors():
+            if lacking := mirror.lacking(keys):
+                raise Refused(
+                    Code.KEY_ABSENT, "only a HIT can be loaded: look it up first", lacking.pop()
+                )
         self.flush()
         for client in self._clients:
             client.pin(keys)

@@ -99,6 +99,10 @@ class Mirror:
             return HIT_PENDING
         return self._others
 
+    def lacking(self, keys: Iterable[OffloadKey]) -> set[OffloadKey]:
+        """Those that are no HIT."""
+        return set(keys) - self._ready
+
     @property
     def ready(self) -> int:
         """How many keys can be loaded."""

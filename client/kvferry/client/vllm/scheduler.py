@@ -25,9 +25,8 @@ from kvferry.proto.errors import Refused
 from kvferry.proto.keys import Lookup
 from kvferry.proto.status import Fingerprint
 
-_LOOKUPS = {
-    Lookup.HIT: vllm.LookupResult.HIT,
-    Lookup.MISS: vllm.LookupResult.MISS,
+_HIT, _MISS = vllm.LookupResult.HIT, vllm.LookupResult.MISS
+_OTHERS = {
     Lookup.HIT_PENDING: vllm.LookupResult.HIT_PENDING,
     Lookup.RETRY: vllm.LookupResult.RETRY,
 }
@@ -50,13 +49,19 @@ class Manager(vllm.OffloadingManager):
     def __init__(self, config: Any, fingerprint: Fingerprint, *, events: bool) -> None:
         self._config, self._fingerprint, self._events = config, fingerprint, events
         self._lasting = Lasting("the scheduler's connection", self._open)
+        self._manager = self._lasting.current
+        """As of the last step's end: lookups are many."""
         self._kept_by: OffloadingManager | None = None
         self._kept: Counter[bytes] = Counter()
         """Pinned by the manager that there is now, and to be released."""
+        self._loaded: list[Collection[bytes]] = []
+        """To be released once the step is scheduled: a request waits for that."""
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        manager = self._lasting.current
-        return vllm.LookupResult.MISS if manager is None else _LOOKUPS[manager.lookup(key)]
+        if self._manager is None:
+            return _MISS
+        found = self._manager.lookup(key)
+        return _HIT if found is Lookup.HIT else _MISS if found is Lookup.MISS else _OTHERS[found]
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> KeysSpec:
         """A key that went since it was looked up makes the load fail, which is a miss."""
@@ -72,13 +77,7 @@ class Manager(vllm.OffloadingManager):
         return KeysSpec(keys)
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
-        manager = self._lasting.current
-        if manager is None or manager is not self._kept_by:
-            return
-        held = [key for key in keys if self._kept[key]]
-        self._kept.subtract(held)
-        self._kept += Counter()  # drops those at zero
-        manager.complete_load(held)
+        self._loaded.append(keys)
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         if (manager := self._lasting.current) is not None:
@@ -103,8 +102,12 @@ class Manager(vllm.OffloadingManager):
         return vllm.RequestOffloadingContext()
 
     def on_schedule_end(self, context: Any) -> None:
-        if (manager := self._lasting.current) is not None:
+        self._manager = manager = self._lasting.current
+        if manager is not None:
             manager.flush()
+            if manager is self._kept_by:
+                self._release(manager)
+        self._loaded.clear()
 
     def take_events(self) -> Iterable[Any]:
         manager = self._lasting.current
@@ -117,6 +120,14 @@ class Manager(vllm.OffloadingManager):
 
     def shutdown(self) -> None:
         self._lasting.close()
+
+    def _release(self, manager: OffloadingManager) -> None:
+        for keys in self._loaded:
+            held = [key for key in keys if self._kept[key] > 0]
+            self._kept.subtract(held)
+            manager.complete_load(held)
+        if self._loaded:
+            self._kept = +self._kept  # without those at zero
 
     def _open(self) -> OffloadingManager:
         config, extra = self._config, self._config.extra_config
