@@ -118,10 +118,11 @@ class Conversation:
         """
         job_id, wait_for = _checked_id("a job id", job_id), _checked_id("wait_for", wait_for)
         src, dst = self._checked_sides(spec)
-        if job_id in self.jobs:
+        under_way = self.jobs.under_way
+        if job_id in under_way:
             raise Refused(Code.DUPLICATE_JOB, "a job with this id is under way", job_id)
-        if self.welcome is not None and len(self.jobs) >= self.welcome.limits.max_jobs:
-            raise Refused(Code.BUSY, "too many jobs are under way: poll first", len(self.jobs))
+        if self.welcome is not None and len(under_way) >= self.welcome.limits.max_jobs:
+            raise Refused(Code.BUSY, "too many jobs are under way: poll first", len(under_way))
         return self.request(Submit(job_id, src, dst, wait_for))
 
     def submitted(self, job_id: int, spec: TransferSpec) -> None:

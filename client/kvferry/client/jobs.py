@@ -8,7 +8,8 @@ never ran, and its result comes by the socket only.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+
+import msgspec
 
 from kvferry.proto.bulletin import Bulletin
 from kvferry.proto.errors import Gone, KVFerryError, error_of
@@ -16,8 +17,7 @@ from kvferry.proto.messages import JobResult, Outcome
 from kvferry.proto.specs import Direction
 
 
-@dataclass(frozen=True, slots=True)
-class TransferResult:
+class TransferResult(msgspec.Struct, frozen=True):
     """How a job ended.
 
     transfer_size: bytes moved. transfer_time: seconds on the device. transfer_type: ("GPU", "CPU")
@@ -36,20 +36,21 @@ class TransferResult:
 class Jobs:
     def __init__(self) -> None:
         self.bulletin: Bulletin | None = None
-        self._under_way: dict[int, Direction] = {}
+        self.under_way: dict[int, Direction] = {}
+        """Which way each goes."""
         self._ended: deque[TransferResult] = deque()
         self._had = 0
         """Results of jobs that ran, by either way."""
         self._from_socket = 0
 
     def __len__(self) -> int:
-        return len(self._under_way)
+        return len(self.under_way)
 
     def __contains__(self, job_id: int) -> bool:
-        return job_id in self._under_way
+        return job_id in self.under_way
 
     def add(self, job_id: int, direction: Direction) -> None:
-        self._under_way[job_id] = direction
+        self.under_way[job_id] = direction
 
     def take(self, result: JobResult) -> None:
         """A result came by the socket."""
@@ -76,10 +77,10 @@ class Jobs:
     def lose(self, error: Gone) -> None:
         """The daemon is gone: what is under way ends as lost."""
         self.read_bulletin()
-        for job_id, direction in self._under_way.items():
+        for job_id, direction in self.under_way.items():
             lost = JobResult(job_id, direction, Outcome.LOST, error=error.info)
             self._ended.append(_result(lost))
-        self._under_way.clear()
+        self.under_way.clear()
 
     def results(self) -> list[TransferResult]:
         """What ended since this was asked last."""
@@ -88,7 +89,7 @@ class Jobs:
         return results
 
     def _end(self, result: JobResult) -> None:
-        if self._under_way.pop(result.job_id, None) is not None:
+        if self.under_way.pop(result.job_id, None) is not None:
             self._ended.append(_result(result))
 
 

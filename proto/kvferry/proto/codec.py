@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec.msgpack import Ext
 
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.messages import ClientMessage, DaemonMessage, DescriptorReply, DescriptorRequest
@@ -25,12 +26,9 @@ _WIDTHS: dict[int, np.dtype[Any]] = {4: np.dtype("<i4"), 8: np.dtype("<i8")}
 T = TypeVar("T")
 
 
-def _enc_hook(value: Any) -> msgspec.msgpack.Ext | int:
-    if isinstance(value, np.ndarray):
-        width = value.itemsize
-        if value.dtype is not _WIDTHS.get(width):
-            value = value.astype(_WIDTHS[width], copy=False)
-        return msgspec.msgpack.Ext(width, value.data)
+def _enc_hook(value: Any) -> Ext | int:
+    if isinstance(value, np.ndarray):  # as_block_ids has made it
+        return Ext(value.itemsize, value.data)
     if isinstance(value, np.integer):
         return int(value)
     raise NotImplementedError(f"{type(value).__name__} is not part of the wire")
@@ -43,7 +41,7 @@ def _ext_hook(code: int, data: memoryview) -> Any:
         raise ValueError(f"more than {MAX_BLOCK_IDS} block ids")
     if len(data) % code:
         raise ValueError(f"{len(data)} bytes are no whole number of {code}-byte block ids")
-    return np.frombuffer(data, _WIDTHS[code])
+    return np.frombuffer(bytes(data), _WIDTHS[code])  # a copy: numpy is slow where ids lie askew
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)

@@ -220,7 +220,7 @@ class OpenNamespace(Message):
     """Enter the namespace of a fingerprint; it is made where there is none.
 
     quota_bytes: how much of the pool it takes, None for all that is free. quota_bytes, policy and
-    store_threshold count when it is made, or when nobody else is in it; Opened tells what holds.
+    store_threshold count when it is made, or entered with nobody in it; Opened tells what holds.
     """
 
     request_id: Id

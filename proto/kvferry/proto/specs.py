@@ -33,6 +33,8 @@ MAX_KEYS = 1 << 16
 MAX_INT = (1 << 63) - 1
 MAX_COUNT = 1 << 48
 
+_ID_TYPES = np.dtype("<i8"), np.dtype("<i4")
+
 BlockIds: TypeAlias = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 if TYPE_CHECKING:
     AnyIds: TypeAlias = Any  # callers may give any sequence of ints; what is kept is an array
@@ -135,17 +137,17 @@ class KVLayout(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fiel
 
 
 def as_block_ids(ids: Sequence[int] | BlockIds) -> BlockIds:
-    """`ids` as a flat, contiguous int32 or int64 array; arrays of those types are not copied."""
+    """`ids` as a flat, contiguous, little-endian int32 or int64 array; such a one is not copied."""
     try:
         array = np.asarray(ids)
     except ValueError:
         raise Refused(Code.BAD_SPEC, "block ids form one flat list", ids) from None
     if array.ndim != 1:
         raise Refused(Code.BAD_SPEC, "block ids form one flat list", array.shape)
-    if array.dtype not in (np.int32, np.int64):
+    if array.dtype not in _ID_TYPES:
         if isinstance(ids, np.ndarray) or array.size:
             _check_integers(array)
-        array = array.astype(np.int64)
+        array = array.astype(_ID_TYPES[0])
     if array.size > MAX_BLOCK_IDS:
         raise Refused(
             Code.BAD_SPEC, f"a spec names at most {MAX_BLOCK_IDS} blocks: split it", array.size
@@ -164,7 +166,9 @@ class _Spec(msgspec.Struct, array_like=True, frozen=True, eq=False, forbid_unkno
     block_ids: AnyIds
 
     def __post_init__(self) -> None:
-        msgspec.structs.force_setattr(self, "block_ids", as_block_ids(self.block_ids))
+        ids = as_block_ids(self.block_ids)
+        if ids is not self.block_ids:
+            msgspec.structs.force_setattr(self, "block_ids", ids)
 
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):

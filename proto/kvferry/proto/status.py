@@ -97,7 +97,8 @@ class EngineStatus(Part):
 class NamespaceStatus(Part):
     """A namespace and its blocks: each of `blocks` is free, pending, ready or doomed.
 
-    doomed: from before a reset, in use by a job that has not ended. pinned: of those ready.
+    doomed: from before a reset, in use by a job that has not ended or pinned by a session that has
+    not let go. pinned: of those ready.
     """
 
     name: str

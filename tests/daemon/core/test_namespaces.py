@@ -6,7 +6,8 @@ namespace has room for four; where host blocks of several GPU blocks matter, it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -343,6 +344,15 @@ def test_the_order_of_what_is_extra_does_not_part_the_sessions_of_an_engine() ->
     assert [status.engines for status in desk.namespaces()] == [()]
 
 
+def test_sessions_whose_fingerprints_differ_in_what_no_field_tells_are_not_let_in() -> None:
+    desk = Desk()
+    desk.come("a/worker", "a/scheduler")
+    desk.enter("a/worker", msgspec.structs.replace(FINGERPRINT, extra=(("b", "1"), ("b", "2"))))
+    other = msgspec.structs.replace(FINGERPRINT, extra=(("b", "2"),))
+    error = desk.error("a/scheduler", wire.OpenNamespace(5, other, ROOM))
+    assert error[0] == Code.NAMESPACE_MISMATCH
+
+
 def test_an_engine_may_change_its_fingerprint_once_all_its_sessions_have_gone() -> None:
     desk = Desk("a/worker", "a/scheduler")
     desk.part("a/worker")
@@ -516,6 +526,17 @@ def test_a_layout_that_splits_the_same_bytes_otherwise_is_refused() -> None:
     desk.register("b", padded)  # how its rows lie on the GPU is its own business
 
 
+def test_a_layout_that_leaves_room_in_a_host_block_begins_each_where_it_begins() -> None:
+    desk = Desk()
+    desk.come("a")
+    desk.enter("a")
+    half = KVLayout((ROW,), ((TensorRef(0, PAGE // 2),),))
+    assert desk.register("a", half) == wire.HostRegion(4, PAGE, False)
+    plan = desk.start("a", store(b"abcd"))
+    assert sorted(offsets(plan)) == [0, PAGE, 2 * PAGE, 3 * PAGE]
+    assert plan.nbytes == 2 * PAGE
+
+
 def test_an_engine_with_host_memory_of_its_own_names_no_keys() -> None:
     desk = Desk()
     desk.come("a")
@@ -567,6 +588,18 @@ def test_a_layout_of_which_nothing_is_stored_is_forgotten() -> None:
     desk.part("a")
     desk.enter("b")
     assert isinstance(desk.ask("b", wire.AllocateKVCaches(1, LAYOUT))[0], Map)
+
+
+def test_a_layout_of_which_something_is_stored_holds_until_a_reset() -> None:
+    desk = Desk("a")
+    desk.stored("a", b"a")
+    desk.part("a")
+    desk.come("b")
+    desk.enter("b")
+    split = KVLayout((ROW, ROW), ((TensorRef(0, PAGE // 2), TensorRef(1, PAGE // 2)),))
+    assert desk.error("b", wire.AllocateKVCaches(1, split))[0] == Code.NAMESPACE_MISMATCH
+    desk.ask("b", wire.Reset(5))
+    desk.register("b", split)
 
 
 # Stores
@@ -622,6 +655,14 @@ def test_a_store_of_what_is_there_moves_nothing_and_is_done() -> None:
     assert isinstance(action.message, wire.Finished)
     assert action.message.results[0].outcome is DONE
     assert desk.loadable("a") == b"ab"
+
+
+def test_nobody_waits_for_what_is_left_out() -> None:
+    desk = Desk("a")
+    stored = desk.stored("a", b"abcd")
+    desk.start("a", store(b"ad"))
+    for letter in each(b"abcd"):
+        assert desk.start("a", load(letter)).after == stored.serial
 
 
 def test_a_key_twice_in_one_store_is_stored_once_from_where_it_came_first() -> None:
@@ -942,6 +983,25 @@ def test_keys_of_another_length_are_no_keys_of_this_namespace(make: Any) -> None
     desk.stored("a", b"a")
     assert desk.error("a", make((b"a", b"bc"))) == (Code.BAD_KEY, b"bc".hex())
     assert desk.usage("pinned") == (0,)
+
+
+def calls(function: Callable[[], object]) -> int:
+    """How many Python functions are called for it."""
+    profiled, events = sys.getprofile(), list[str]()
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    try:
+        function()
+    finally:
+        sys.setprofile(profiled)
+    return events.count("call")
+
+
+def test_unpinning_a_key_many_times_is_no_work_of_many_times_many() -> None:
+    desk = Desk("a")
+    desk.stored("a", b"a")
+    many = each(b"a" * 200)
+    desk.ask("a", wire.Pin(many))
+    assert calls(lambda: desk.ask("a", wire.Unpin(many))) < 10 * len(many)
 
 
 class Compared(bytes):

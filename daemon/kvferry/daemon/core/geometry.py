@@ -11,15 +11,16 @@ so that a whole host block, or any run of sub-blocks in it, is one contiguous pi
 begins at logical block i uses its first host block from sub-block `i mod factor` on, and the last
 one as far as it reaches; nothing outside the range is read or written.
 
-All of it is array arithmetic over block ids; nothing here loops over blocks or layers.
+All of it is array arithmetic over block ids; nothing here loops over layers, or over more than a
+few blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
 
 from kvferry.proto.errors import Code, Refused
@@ -36,12 +37,16 @@ from kvferry.proto.specs import (
 )
 
 MAX_GPU_BLOCKS = 1 << 28
+FEW = 64
+"""Up to so many numbers Python is done with before numpy has begun."""
 
 Int64s: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+Bools: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
+_INT64, _UINT64 = np.dtype(np.int64), np.dtype(np.uint64)
+_NONE = np.empty(0, dtype=np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(msgspec.Struct, frozen=True):
     """Some GPU blocks of one group, and where each one's pages lie in the host pool."""
 
     group: int
@@ -51,15 +56,10 @@ class Run:
     """(n,) bytes from the start of the pool."""
 
     def cut(self, start: int, stop: int) -> Run:
-        return replace(
-            self,
-            gpu_blocks=self.gpu_blocks[start:stop],
-            host_offsets=self.host_offsets[start:stop],
-        )
+        return Run(self.group, self.gpu_blocks[start:stop], self.host_offsets[start:stop])
 
 
-@dataclass(frozen=True, slots=True)
-class Fragments:
+class Fragments(msgspec.Struct, frozen=True):
     """Contiguous pieces of memory: int64 arrays of addresses and sizes, all of one length."""
 
     gpu: Int64s
@@ -67,8 +67,7 @@ class Fragments:
     size: Int64s
 
 
-@dataclass(frozen=True, slots=True)
-class Resolved:
+class Resolved(msgspec.Struct, frozen=True):
     """A transfer, checked: its runs, and the blocks it touches, for ordering."""
 
     runs: tuple[Run, ...]
@@ -90,8 +89,7 @@ def sides(src: LoadStoreSpec, dst: LoadStoreSpec) -> tuple[Direction, GPULoadSto
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(msgspec.Struct, frozen=True):
     """A group's part of a transfer: GPU blocks, and the host blocks that they take.
 
     skip: sub-blocks of the first host block that come before. begin, end: which of the transfer's
@@ -114,23 +112,30 @@ class Geometry:
         region_start: int,
         host_blocks: int,
         locations: Sequence[Location] | None = None,
+        host_block_bytes: int | None = None,
     ) -> None:
         self.layout = layout
         self.host_blocks = host_blocks
         self.factor = layout.block_size_factor
         self.group_bytes = [layout.group_bytes(g) for g in range(len(layout.groups))]
-        self._region_start = region_start
-        self._host_block_bytes = layout.host_block_bytes
+        self.host_block_bytes = host_block_bytes or layout.host_block_bytes
         self.refs = [GroupRefs(layout, g) for g in range(len(layout.groups))]
-        self._num_blocks = [
-            min(layout.tensors[ref.tensor].num_blocks for ref in group) for group in layout.groups
+        self._host_block = np.array([self.host_block_bytes])  # numpy takes longer over an int
+        self._sub_blocks = [
+            np.arange(self.factor) * nbytes + region_start for nbytes in self.group_bytes
         ]
+        """For each group where the sub-blocks of host block 0 begin in the pool."""
+        self._ranges = [
+            (min(layout.tensors[ref.tensor].num_blocks for ref in refs), f"GPU block of group {g}")
+            for g, refs in enumerate(layout.groups)
+        ]
+        """For each group how many blocks it has, and what they are called."""
         self._slot_base, self.gpu_slots = slot_bases(layout, locations)
         self._sharers = _sharers(layout)
 
     def resolve(self, direction: Direction, gpu: GPULoadStoreSpec, host_ids: BlockIds) -> Resolved:
         """Check a transfer against this registration. Raises Refused; nothing is half done."""
-        hosts = host_ids.astype(np.int64, copy=False)
+        hosts = _int64s(host_ids)
         shares = self.shares(direction, gpu, hosts.size)
         _check_range(hosts, self.host_blocks, "host block")
         if direction is Direction.STORE:
@@ -140,14 +145,14 @@ class Geometry:
     def shares(self, direction: Direction, gpu: GPULoadStoreSpec, hosts: int) -> tuple[Share, ...]:
         """Check the GPU side, and that it takes as many host blocks. Raises Refused."""
         sizes, indices = self._sizes(gpu)
-        gpu_ids = gpu.block_ids.astype(np.int64, copy=False)
+        gpu_ids = _int64s(gpu.block_ids)
         shares: list[Share] = []
         taken = used = 0
         for group, (count, first) in enumerate(zip(sizes, indices, strict=True)):
             if not count:
                 continue
             ids = gpu_ids[taken : taken + count]
-            _check_range(ids, self._num_blocks[group], f"GPU block of group {group}")
+            _check_range(ids, *self._ranges[group])
             taken += count
             skip = first % self.factor
             begin, used = used, used - (-(count + skip) // self.factor)
@@ -159,7 +164,7 @@ class Geometry:
                 f"{list(indices)}, take {used} host blocks at {self.factor} a host block",
                 hosts,
             )
-        if direction is Direction.LOAD:
+        if direction is Direction.LOAD and gpu_ids.size > 1:
             self._check_written_once(shares)
         return tuple(shares)
 
@@ -169,13 +174,15 @@ class Geometry:
         The GPU slots of the answer number memory, not groups: groups that share a tensor share
         its slots.
         """
-        runs = [self._run(share, hosts[share.begin : share.end]) for share in shares]
-        slots = [run.gpu_blocks + self._slot_base[run.group] for run in runs]
-        return Resolved(
-            tuple(run for run in runs if run.gpu_blocks.size),
-            np.concatenate(slots) if slots else np.empty(0, dtype=np.int64),
-            hosts[hosts >= 0] if hosts.size and int(hosts.min()) < 0 else hosts,
-        )
+        kept = None if _in_range(hosts, self.host_blocks) else hosts >= 0
+        runs, slots = [], []
+        for share in shares:
+            run = self._run(share, hosts, kept)
+            if run.gpu_blocks.size:
+                base = self._slot_base[run.group]
+                runs.append(run)
+                slots.append(run.gpu_blocks + base if base else run.gpu_blocks)
+        return Resolved(tuple(runs), _joined(slots), hosts if kept is None else hosts[kept])
 
     def parts(self, share: Share) -> tuple[tuple[int, int], tuple[int, int]]:
         """Which sub-blocks, (from, to), of its first and of its last host block a share takes."""
@@ -184,22 +191,21 @@ class Geometry:
         return first, first if share.end - share.begin == 1 else (0, (end - 1) % self.factor + 1)
 
     def nbytes(self, runs: tuple[Run, ...]) -> int:
-        return sum(run.gpu_blocks.size * self.group_bytes[run.group] for run in runs)
+        return sum([run.gpu_blocks.size * self.group_bytes[run.group] for run in runs])
 
     def end(self, runs: tuple[Run, ...]) -> int:
         """The first byte of the pool behind everything that `runs` touch."""
-        return max(
-            (int(run.host_offsets.max()) + self.group_bytes[run.group] for run in runs), default=0
-        )
+        ends = [largest(run.host_offsets) + self.group_bytes[run.group] for run in runs]
+        return max(ends, default=0)
 
     def split(
         self, runs: tuple[Run, ...], max_bytes: int, max_blocks: int
     ) -> tuple[Run, tuple[Run, ...]]:
         """The first piece of `runs`, of one group and at least one GPU block, and the rest."""
-        first, *others = runs
+        first, others = runs[0], runs[1:]
         blocks = max(1, min(max_blocks, max_bytes // self.group_bytes[first.group]))
         if first.gpu_blocks.size <= blocks:
-            return first, tuple(others)
+            return first, others
         return first.cut(0, blocks), (first.cut(blocks, first.gpu_blocks.size), *others)
 
     def fragments(self, run: Run, bases: Int64s, pool: int) -> Fragments:
@@ -215,22 +221,20 @@ class Geometry:
         blocks = {share.group: share.gpu_blocks for share in shares}
         for sharers in self._sharers:
             written = [blocks[group] for group in sharers if group in blocks]
-            if written:
-                ids = written[0] if len(written) == 1 else np.concatenate(written)
-                _check_unique(ids, self.gpu_slots, "GPU block")
+            _check_unique(_joined(written), self.gpu_slots, "GPU block")
 
-    def _run(self, share: Share, hosts: Int64s) -> Run:
-        offsets = hosts * self._host_block_bytes + self._region_start
-        ids = share.gpu_blocks
-        kept = hosts >= 0
+    def _run(self, share: Share, hosts: Int64s, kept: Bools | None) -> Run:
+        """Of all sub-blocks of a share's host blocks those that it takes, and that are `kept`."""
+        own = slice(share.begin, share.end)
+        used = slice(share.skip, share.skip + share.gpu_blocks.size)
+        starts = hosts[own] * self._host_block
         if self.factor > 1:
-            positions = np.arange(share.skip, share.skip + ids.size)
-            block, sub = np.divmod(positions, self.factor)
-            offsets = offsets[block] + sub * self.group_bytes[share.group]
-            kept = kept[block]
-        if not kept.all():
-            ids, offsets = ids[kept], offsets[kept]
-        return Run(share.group, ids, offsets)
+            starts = starts[:, None]
+        offsets = (starts + self._sub_blocks[share.group]).ravel()[used]
+        if kept is None:
+            return Run(share.group, share.gpu_blocks, offsets)
+        these = np.repeat(kept[own], self.factor)[used]
+        return Run(share.group, share.gpu_blocks[these], offsets[these])
 
     def _sizes(self, gpu: GPULoadStoreSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
         groups = len(self.layout.groups)
@@ -260,6 +264,7 @@ class GroupRefs:
         refs = layout.groups[group]
         self.tensors = np.array([ref.tensor for ref in refs], dtype=np.int64)
         self.pages = np.array([ref.page_size_bytes for ref in refs], dtype=np.int64)
+        self.smallest_page = min(ref.page_size_bytes for ref in refs)
         self.strides = np.array(
             [layout.tensors[ref.tensor].row_stride_bytes for ref in refs], dtype=np.int64
         )
@@ -299,8 +304,30 @@ def slot_bases(
     return [starts[root(group)] for group in range(len(layout.groups))], total
 
 
+def largest(numbers: np.ndarray[Any, Any]) -> int:
+    """As numbers.max(), and 0 of none."""
+    if numbers.size <= FEW:
+        return max(numbers.tolist(), default=0)
+    return int(np.maximum.reduce(numbers))
+
+
+def _int64s(ids: BlockIds) -> Int64s:
+    return ids if ids.dtype is _INT64 else ids.astype(_INT64)
+
+
+def _joined(parts: list[Int64s]) -> Int64s:
+    return parts[0] if len(parts) == 1 else np.concatenate([*parts, _NONE])
+
+
+def _in_range(ids: Int64s, limit: int) -> bool:
+    if ids.size <= FEW:
+        numbers = ids.tolist()
+        return not numbers or 0 <= min(numbers) <= max(numbers) < limit
+    return largest(ids.view(_UINT64)) < limit  # a negative id is a huge one
+
+
 def _check_range(ids: Int64s, limit: int, what: str) -> None:
-    if ids.size and int(ids.view(np.uint64).max()) >= limit:  # a negative id is a huge one
+    if ids.size and not _in_range(ids, limit):
         bad = ids[(ids < 0) | (ids >= limit)][0]
         raise Refused(Code.BLOCK_OUT_OF_RANGE, f"{what} ids are 0 to {limit - 1}", int(bad))
 
@@ -332,13 +359,13 @@ def _sharers(layout: KVLayout) -> list[tuple[int, ...]]:
 
 def _check_unique(ids: Int64s, limit: int, what: str) -> None:
     """Raise where an id comes twice: two writes to one place have no defined result."""
-    if ids.size < 2:
+    if ids.size <= FEW and len(set(ids.tolist())) == ids.size:
         return
     last = np.empty(limit, dtype=np.int64)
     order = np.arange(ids.size)
     last[ids] = order
     again = last[ids] != order
-    if again.any():
+    if np.count_nonzero(again):
         raise Refused(
             Code.DUPLICATE_BLOCK, f"a {what} is written once in a transfer", int(ids[again][0])
         )

@@ -8,9 +8,9 @@ pins all of its keys or is refused. Either way the transfer holds a Lease until 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import msgspec
 import numpy as np
 
 from kvferry.daemon.core.geometry import Geometry, Resolved, Share
@@ -29,13 +29,12 @@ Part: TypeAlias = tuple[int, int]
 """Some sub-blocks of a host block: (from, to)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(msgspec.Struct, frozen=True):
     """What a keyed transfer holds of its namespace."""
 
     namespace: Namespace
     held: Reservation | Pins
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, Part] = {}
     """Host blocks that a store writes only in part."""
 
     def end(self, *, done: bool) -> None:
@@ -233,7 +232,8 @@ class Namespace:
 
 def _parts(geometry: Geometry, shares: Sequence[Share]) -> dict[int, Part]:
     """Positions of host blocks that a transfer takes only in part, and which part."""
-    whole, parts = (0, geometry.factor), dict[int, Part]()
+    whole = (0, geometry.factor)
+    parts: dict[int, Part] = {}
     for share in shares:
         for position, part in zip((share.begin, share.end - 1), geometry.parts(share), strict=True):
             if part != whole:

@@ -7,7 +7,7 @@ region of the host pool stays with its keys until somebody needs the room.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 
 from kvferry.daemon.core.actions import Action, Broadcast, Publish, Send, Stream
@@ -28,7 +28,7 @@ class Namespaces:
         self._of_session: dict[str, Namespace] = {}
         self._lost: list[Namespace] = []
         """Those that are not there any more, and nobody was told."""
-        self._pins: dict[str, dict[OffloadKey, list[Pins | None]]] = {}
+        self._pins: dict[str, dict[OffloadKey, deque[Pins | None]]] = {}
         """What each session pinned; None where the key was not there any more."""
 
     def __iter__(self) -> Iterator[Namespace]:
@@ -58,7 +58,7 @@ class Namespaces:
             namespace.configure(message.policy, message.store_threshold)
         namespace.sessions[session] = engine
         self._of_session[session] = namespace
-        self._pins.setdefault(session, defaultdict(list))
+        self._pins.setdefault(session, defaultdict(deque))
         reply = Opened(
             message.request_id,
             namespace.name,
@@ -149,8 +149,7 @@ class Namespaces:
             if len(held.get(key, ())) < times:
                 raise Refused(Code.NOT_PINNED, "this session has not pinned it", key.hex())
         for key in keys:
-            held[key].sort(key=lambda pins: pins is not None)
-            pins = held[key].pop(0)
+            pins = held[key].popleft()
             if pins is not None:
                 namespace.cache.complete_load(pins)
             if not held[key]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvferry.daemon.core.geometry import Int64s, Resolved
+from kvferry.daemon.core.geometry import Resolved, largest
 from kvferry.proto.specs import Direction
 
 
@@ -24,14 +24,11 @@ class Ordering:
 
     def admit(self, serial: int, direction: Direction, blocks: Resolved) -> int:
         """Note a new transfer. Returns the serial up to which the other way must have ended."""
+        other = direction.other
         after = max(
-            _newest(self._gpu[direction.other], blocks.gpu_slots),
-            _newest(self._host[direction.other], blocks.host_blocks),
+            largest(self._gpu[other][blocks.gpu_slots]),
+            largest(self._host[other][blocks.host_blocks]),
         )
         self._gpu[direction][blocks.gpu_slots] = serial
         self._host[direction][blocks.host_blocks] = serial
         return after
-
-
-def _newest(serials: Int64s, blocks: Int64s) -> int:
-    return int(serials[blocks].max()) if blocks.size else 0

@@ -67,7 +67,8 @@ class Transfers:
     def submit(self, session: str, engine: str, message: Submit) -> list[Action]:
         """Check a transfer whole and send it on its way. Raises Refused, and nothing happened."""
         registration = self._registrations.ready(engine)
-        if (engine, message.job_id) in self._by_id:
+        key = engine, message.job_id
+        if key in self._by_id:
             raise Refused(
                 Code.DUPLICATE_JOB, "a job of this engine with this id is under way", message.job_id
             )
@@ -83,7 +84,7 @@ class Transfers:
         job = Job(
             next(self._serials), message.job_id, session, registration, direction, nbytes, lease
         )
-        self._jobs[job.serial] = self._by_id[engine, message.job_id] = job
+        self._jobs[job.serial] = self._by_id[key] = job
         self._credits[session] += 1
         plan = CopyPlan(
             job.serial,
@@ -161,9 +162,9 @@ class Transfers:
     def _count(self, result: JobResult) -> None:
         match result.outcome:
             case Outcome.DONE:
-                self.totals[f"{result.direction}s"] += 1
-                name = "stored_bytes" if result.direction is Direction.STORE else "loaded_bytes"
-                self.totals[name] += result.nbytes
+                store = result.direction is Direction.STORE
+                self.totals["stores" if store else "loads"] += 1
+                self.totals["stored_bytes" if store else "loaded_bytes"] += result.nbytes
             case outcome:
                 self.totals[outcome] += 1
 

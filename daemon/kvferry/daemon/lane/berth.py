@@ -84,7 +84,7 @@ class Berth:
             return True
         if plan.host_end > pool_ready:
             return True
-        return not self.tracks[plan.direction.other].ended_up_to(plan.after)
+        return plan.after > 0 and not self.tracks[plan.direction.other].ended_up_to(plan.after)
 
     @property
     def empty(self) -> bool:
@@ -98,9 +98,8 @@ class Flight:
     berth: Berth
     crossing: Crossing
     ticket: Ticket
-    due: float
-    """When it is expected to be done."""
-    short: bool
+    takes: float
+    """Seconds from when the one before it was done, at least."""
 
 
 @dataclass(slots=True, eq=False)
@@ -111,5 +110,5 @@ class Stream:
     flights: deque[Flight] = field(default_factory=deque)
     turn: deque[int] = field(default_factory=deque)
     """Registrations in the order in which they may submit next."""
-    due: float = 0.0
-    """When the last piece is expected to be done."""
+    since: float = 0.0
+    """When the oldest piece in flight came first: the one before it was done, or there was none."""

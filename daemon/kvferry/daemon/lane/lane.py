@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -39,12 +38,13 @@ from kvferry.daemon.engine.base import CopyEngine, Want
 from kvferry.daemon.engine.memory import Timeline
 from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.lane.berth import Berth, Crossing, Flight, Stream, Track
+from kvferry.daemon.lane.inbox import Inbox
 from kvferry.proto.errors import Code, Failed, KVFerryError
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction
 
-LINK = 50e9
-"""Bytes per second that a piece is expected to move at."""
+LINK = 60e9
+"""Bytes per second that a piece moves at, at most."""
 WATCH = 150e-6
 """A piece that takes no longer is polled without pause until it is late by as much: somebody may
 be waiting for it. Polling a longer one so would only take the loop's turns at the GIL away."""
@@ -88,7 +88,7 @@ class Lane:
         self._pool = pool
         self._report = report
         self._died = died
-        self._inbox: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self._inbox: Inbox[Order] = Inbox()
         self._berths: dict[int, Berth] = {}
         self._streams = [Stream(direction) for direction in (Direction.LOAD, Direction.STORE)]
         self._reports: list[Report] = []
@@ -137,24 +137,21 @@ class Lane:
 
     def _obey_orders(self) -> bool:
         """Do what the inbox says, sleeping first for as long as there is nothing else to do."""
-        try:
-            nap = self._nap()
-            order = self._inbox.get(block=nap != 0, timeout=nap or None)
-            while True:
-                if isinstance(order, Stop):
-                    return False
-                self._obey(order)
-                order = self._inbox.get_nowait()
-        except queue.Empty:
-            return True
+        order = self._inbox.get(self._nap())
+        while order is not None:
+            if isinstance(order, Stop):
+                return False
+            self._obey(order)
+            order = self._inbox.get(0)
+        return True
 
     def _nap(self) -> float | None:
         """How long to sleep unless an order comes: 0 is not at all, None until one does."""
-        flights = [stream.flights[0] for stream in self._streams if stream.flights]
-        if flights:
+        busy = [stream for stream in self._streams if stream.flights]
+        if busy:
             self._held_nap = NAP_HELD
             now = time.perf_counter()
-            return min(_nap(flight, now) for flight in flights)
+            return min([_nap(stream, now) for stream in busy])
         if any(t.waiting for berth in self._berths.values() for t in berth.tracks.values()):
             self._held_nap = min(2 * self._held_nap, MAX_NAP_HELD)
             return self._held_nap
@@ -162,10 +159,10 @@ class Lane:
 
     def _obey(self, order: MapOrder | Unmap | Start | Abandon) -> None:
         match order:
-            case MapOrder():
-                self._reports.append(self._map(order))
             case Start(plan=plan):
                 self._start(plan)
+            case MapOrder():
+                self._reports.append(self._map(order))
             case Abandon(number, serial):
                 if number in self._berths:
                     self._abandon(self._berths[number], serial)
@@ -247,6 +244,7 @@ class Lane:
             except KVFerryError as error:
                 crossing.spoil(Outcome.FAILED, error.info)
             stream.flights.popleft()
+            stream.since = time.perf_counter()
             crossing.in_flight -= 1
             self._end_if_over(flight.berth.tracks[stream.direction], crossing)
             self._leave_if_empty(crossing.plan.registration, flight.berth)
@@ -269,7 +267,8 @@ class Lane:
         crossing = track.waiting[0]
         if crossing.rest:
             geometry = berth.mapping.geometry
-            want = Want(crossing.rest[0].group, geometry.nbytes(crossing.rest), self._contended())
+            nbytes, contended = geometry.nbytes(crossing.rest), self._contended(stream)
+            want = Want(crossing.rest[0].group, nbytes, contended)
             room = self._engine.room(stream.direction, berth.mapping, want)
             if not room.nbytes:
                 return False
@@ -284,20 +283,21 @@ class Lane:
                 if crossing.first is None:
                     crossing.first = ticket
                     crossing.after = stream.flights[-1].ticket if stream.flights else None
+                if not stream.flights:
+                    stream.since = time.perf_counter()
                 takes = geometry.nbytes((piece,)) / LINK
-                stream.due = max(time.perf_counter(), stream.due) + takes
-                stream.flights.append(Flight(berth, crossing, ticket, stream.due, takes <= WATCH))
+                stream.flights.append(Flight(berth, crossing, ticket, takes))
         if not crossing.rest:
             track.waiting.popleft()
             self._end_if_over(track, crossing)
         return True
 
-    def _contended(self) -> bool:
-        """Whether both directions have work, in flight or waiting."""
-        return all(
-            stream.flights
-            or any(berth.tracks[stream.direction].waiting for berth in self._berths.values())
-            for stream in self._streams
+    def _contended(self, stream: Stream) -> bool:
+        """Whether the other direction has work too, in flight or waiting."""
+        one, two = self._streams
+        other = two if stream is one else one
+        return bool(other.flights) or any(
+            berth.tracks[other.direction].waiting for berth in self._berths.values()
         )
 
     def _end_if_over(self, track: Track, crossing: Crossing) -> None:
@@ -328,11 +328,13 @@ class Lane:
             self._report(reports)
 
 
-def _nap(flight: Flight, now: float) -> float:
-    """How long to leave a piece alone."""
-    if flight.short:
-        return 0.0 if now < flight.due + WATCH else NAP_IN_FLIGHT
-    return min(MAX_NAP_LONG, max(NAP_LONG, flight.due - now))
+def _nap(stream: Stream, now: float) -> float:
+    """How long to leave the oldest piece of a stream alone."""
+    takes = stream.flights[0].takes
+    left = stream.since + takes - now
+    if takes <= WATCH:
+        return 0.0 if left > -WATCH else NAP_IN_FLIGHT
+    return min(MAX_NAP_LONG, max(NAP_LONG, left))
 
 
 def _told(error: Exception) -> KVFerryError:

@@ -196,7 +196,10 @@ class Server:
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
-            match action:
+            match action:  # the usual ones first
+                case Start():
+                    self._bulletins.started(action)
+                    self._lane.post(action)
                 case Send(session, message):
                     peer = self._peers.by_session.get(session)
                     if peer is not None:
@@ -210,9 +213,6 @@ class Server:
                     self._feed.publish(action)
                 case Post(session, ticket):
                     self._post(session, ticket)
-                case Start():
-                    self._bulletins.started(action)
-                    self._lane.post(action)
                 case Map():
                     self._map(action)
                 case Dismiss(session):

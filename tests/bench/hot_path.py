@@ -1,0 +1,154 @@
+"""What one job costs in Python, phase by phase: microseconds, p50 and p99.
+
+    python tests/bench/hot_path.py [jobs, default 300]
+
+submit   in the client: Conversation.submit
+plan     in the daemon's loop: decode_client_message and Core.handle
+start    in the lane's thread: from an order taken to CopyEngine.submit called
+
+Stores and loads in turn, of one block of 2 MiB and of 2,048 of 4 KiB, ids at random. *awake*: one
+phase after the other. *asleep*: before each its thread sleeps for 1 ms and other memory passes
+through the caches; this is what a job meets that comes alone. Sockets and wake-ups are not in it:
+client, core, and a lane over the reference engine are all in this process.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import time
+from itertools import count, cycle, islice
+from typing import Any
+
+import numpy as np
+
+from kvferry.client.conversation import Conversation
+from kvferry.daemon.core.actions import Abandon, Map, Report, Start, Unmap
+from kvferry.daemon.core.core import Core, Identity
+from kvferry.daemon.core.geometry import Run
+from kvferry.daemon.engine.base import Mapping
+from kvferry.daemon.engine.pool import HostPool
+from kvferry.daemon.engine.reference import ReferenceEngine
+from kvferry.daemon.lane.lane import Lane, MapOrder
+from kvferry.proto.codec import decode_client_message
+from kvferry.proto.messages import PROTOCOL, AllocateKVCaches, Hello, Limits
+from kvferry.proto.specs import (
+    CPULoadStoreSpec,
+    Direction,
+    GPULoadStoreSpec,
+    KVLayout,
+    TensorLayout,
+    TensorRef,
+)
+
+CASES = {"1 block": (1, 2 << 20, 64), "2,048 blocks": (2048, 4096, 8192)}
+"""Blocks in a job, bytes of a block, blocks to choose from."""
+PHASES = ("submit", "plan", "start")
+WARM_UPS, ASLEEP = 20, 1e-3
+OTHERS = np.zeros(4 << 20, dtype=np.uint8)
+CACHE_LINE = 64
+SESSION = "bench"
+
+clock = time.perf_counter
+
+
+def main(jobs: int = 300) -> None:
+    print(f"{'us':28}{'awake':>9}{'':9}{'asleep':>9}")
+    print(f"{'':28}{'p50':>9}{'p99':>9}{'p50':>9}{'p99':>9}")
+    for name, case in CASES.items():
+        dock = Dock(*case)
+        columns = [np.quantile(dock.run(jobs, asleep), (0.5, 0.99), 0) for asleep in (False, True)]
+        dock.close()
+        for phase, figures in zip(PHASES, np.concatenate(columns).T * 1e6, strict=True):
+            print(f"{name:20}{phase:8}" + "".join(f"{figure:9.1f}" for figure in figures))
+
+
+class Engine(ReferenceEngine):
+    """Notes when it was given a piece."""
+
+    given = 0.0
+
+    def submit(self, direction: Direction, mapping: Mapping, run: Run) -> Any:
+        self.given = clock()
+        return super().submit(direction, mapping, run)
+
+
+class StampedLane(Lane):
+    """Notes when it took an order."""
+
+    asleep = False
+    taken = 0.0
+
+    def _obey(self, order: MapOrder | Unmap | Start | Abandon) -> None:
+        if self.asleep:
+            sleep()
+        self.taken = clock()
+        super()._obey(order)
+
+
+class Dock:
+    """A client, a core and a lane, and one registration of one tensor."""
+
+    def __init__(self, blocks: int, block_bytes: int, num_blocks: int) -> None:
+        self.blocks, self.num_blocks = blocks, num_blocks
+        self.random, self.job_ids = np.random.default_rng(0), count(1)
+        self.reports: queue.SimpleQueue[list[Report]] = queue.SimpleQueue()
+        self.engine = Engine()
+        self.pool = HostPool(num_blocks * block_bytes, num_blocks * block_bytes)
+        self.pool.ready_bytes = self.pool.nbytes
+        self.lane = StampedLane(self.engine, self.pool, self.reports.put, print)
+        self.lane.start()
+        self.client = Conversation(SESSION, SESSION)
+        limits = Limits(1 << 25, 1 << 20, 64)
+        identity = Identity("", "", 0, self.engine.info, limits)
+        self.core = Core(identity, self.pool.nbytes, 0.0)
+        self.core.welcome(SESSION, Hello(PROTOCOL, PROTOCOL, SESSION, SESSION))
+        tensor, ref = TensorLayout(num_blocks, block_bytes, block_bytes), TensorRef(0, block_bytes)
+        request = AllocateKVCaches(1, KVLayout((tensor,), ((ref,),)))
+        (action,) = self.core.handle(SESSION, request, 0.0)
+        assert isinstance(action, Map)
+        self.lane.post(MapOrder(action, (), None))
+        self.core.report(self.report())
+
+    def run(self, jobs: int, asleep: bool) -> list[tuple[float, float, float]]:
+        """Seconds of each phase, job by job."""
+        self.lane.asleep = asleep
+        directions = islice(cycle(Direction), WARM_UPS + jobs)
+        return [self.job(direction, asleep) for direction in directions][WARM_UPS:]
+
+    def job(self, direction: Direction, asleep: bool) -> tuple[float, float, float]:
+        gpu = GPULoadStoreSpec(self.random.permutation(self.num_blocks)[: self.blocks])
+        host = CPULoadStoreSpec(self.random.permutation(self.num_blocks)[: self.blocks])
+        spec = (gpu, host) if direction is Direction.STORE else (host, gpu)
+        job_id = next(self.job_ids)
+        if asleep:
+            sleep()
+        began = clock()
+        data = self.client.submit(job_id, spec, 0)
+        submit = clock() - began
+        if asleep:
+            sleep()
+        began = clock()
+        (start,) = self.core.handle(SESSION, decode_client_message(data), began)
+        plan = clock() - began
+        assert isinstance(start, Start)
+        self.lane.post(start)
+        self.core.report(self.report())
+        return submit, plan, self.engine.given - self.lane.taken
+
+    def report(self) -> Report:
+        (report,) = self.reports.get()
+        return report
+
+    def close(self) -> None:
+        self.lane.close()
+        self.pool.close(self.engine)
+
+
+def sleep() -> None:
+    time.sleep(ASLEEP)
+    OTHERS[::CACHE_LINE] += 1
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
