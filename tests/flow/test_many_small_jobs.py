@@ -1,4 +1,4 @@
-"""Thousands of small jobs, both ways over the same blocks, given up now and then: each ends once."""
+"""Thousands of small jobs, both ways over the same blocks, some given up: each ends once."""
 
 from __future__ import annotations
 
