@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
+
 from kvferry.daemon.core.geometry import Geometry, Run
 from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.messages import Allocation, DaemonMessage, Location, News, Outcome
@@ -17,8 +19,7 @@ from kvferry.proto.specs import Direction
 from kvferry.proto.status import CopyStatus, GroupCopying
 
 
-@dataclass(frozen=True, slots=True)
-class CopyPlan:
+class CopyPlan(msgspec.Struct, frozen=True):
     """One transfer, resolved. The one data type between the planner and the engines."""
 
     serial: int
@@ -37,8 +38,7 @@ class CopyPlan:
 # Actions
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     session: str
     message: DaemonMessage
 
@@ -97,8 +97,7 @@ class Unmap:
     registration: int
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(msgspec.Struct, frozen=True):
     """Set a plan on its way. session, job_id: whose it is, and what they call it."""
 
     plan: CopyPlan
@@ -149,8 +148,7 @@ class Unmapped:
     registration: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True):
     """The one end of a plan that was started."""
 
     serial: int

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
+import msgspec
+
 from kvferry.daemon.core.geometry import Geometry, Int64s, Run
 from kvferry.proto.messages import Allocation, Location
 from kvferry.proto.specs import Direction, KVLayout
@@ -42,8 +44,7 @@ class Shared:
     """File descriptors that FdAllocations refer to by position, for the server to hand out."""
 
 
-@dataclass(frozen=True, slots=True)
-class Want:
+class Want(msgspec.Struct, frozen=True):
     """What the lane has to move next: of which group, how many bytes, and whether alone."""
 
     group: int
@@ -52,8 +53,7 @@ class Want:
     """The other direction has work too."""
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
+class Room(msgspec.Struct, frozen=True):
     """A piece that the engine takes now, at most."""
 
     nbytes: int

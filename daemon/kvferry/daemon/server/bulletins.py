@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+
+import msgspec
 
 from kvferry.daemon.core.actions import Ended, Start
 from kvferry.proto.bulletin import Bulletin
 from kvferry.proto.messages import JobResult, Outcome
 
 
-@dataclass(frozen=True, slots=True)
-class _Notice:
+class _Notice(msgspec.Struct, frozen=True):
     bulletin: Bulletin
     start: Start
 
