@@ -18,7 +18,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from kvferry.proto import codec
+from kvferry.proto import codec, desk
 from kvferry.proto import messages as wire
 from kvferry.proto import status as told
 from kvferry.proto.codec import encode
@@ -39,8 +39,8 @@ PATH = Path(__file__).with_name("golden.json")
 UNIONS: dict[str, tuple[Any, codec.Decoder[Any]]] = {
     "client": (wire.ClientMessage, codec.decode_client_message),
     "daemon": (wire.DaemonMessage, codec.decode_daemon_message),
-    "request": (wire.DescriptorRequest, codec.decode_descriptor_request),
-    "reply": (wire.DescriptorReply, codec.decode_descriptor_reply),
+    "request": (desk.DescriptorRequest, codec.decode_descriptor_request),
+    "reply": (desk.DescriptorReply, codec.decode_descriptor_reply),
 }
 
 INT32 = np.array([5, 0, 2_147_483_647], dtype=np.int32)
@@ -197,9 +197,9 @@ MESSAGES: dict[str, Any] = {
     "daemon/error": wire.Error(5, FAILURE, "0123456789abcdef"),
     "daemon/error-to-nothing": wire.Error(None, ErrorInfo("code_of_tomorrow", "what it means")),
     "daemon/goodbye": wire.Goodbye(),
-    "request/deposit": wire.Deposit("s1"),
-    "request/collect": wire.Collect("s1", 7),
-    "reply/tickets": wire.Tickets((7, 8, 1 << 62)),
+    "request/deposit": desk.Deposit("s1"),
+    "request/collect": desk.Collect("s1", 7),
+    "reply/tickets": desk.Tickets((7, 8, 1 << 62)),
     "reply/error": wire.Error(None, ErrorInfo(Code.UNKNOWN_TICKET, "no such ticket", "9")),
 }
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from kvferry.client.conversation import timed_out
 from kvferry.proto.codec import decode_descriptor_reply, encode
+from kvferry.proto.desk import Collect, Deposit, DescriptorRequest
 from kvferry.proto.errors import Code, Gone, error_of
-from kvferry.proto.messages import Collect, Deposit, DescriptorRequest, Error
+from kvferry.proto.messages import Error
 
 _AT_ONCE = 250
 

@@ -14,8 +14,9 @@ import msgspec
 import numpy as np
 from msgspec.msgpack import Ext
 
+from kvferry.proto.desk import DescriptorReply, DescriptorRequest
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.messages import ClientMessage, DaemonMessage, DescriptorReply, DescriptorRequest
+from kvferry.proto.messages import ClientMessage, DaemonMessage
 from kvferry.proto.specs import MAX_BLOCK_IDS
 
 MAX_MESSAGE_BYTES = 32 << 20

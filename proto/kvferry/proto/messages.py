@@ -29,7 +29,7 @@
 
 Requests carry a request_id that their reply repeats. File descriptors (memory shared on a machine
 without a GPU, timeline pages) cannot travel over ZeroMQ: they go through a socket beside it, see
-the second half of this file.
+desk.py.
 """
 
 from __future__ import annotations
@@ -406,29 +406,3 @@ DaemonMessage: TypeAlias = (
     | Error
     | Goodbye
 )
-
-
-# The descriptor socket (SOCK_SEQPACKET, one packet a message): one request, one reply, closed.
-
-
-class Deposit(Message):
-    """Sent along with file descriptors: keep them for my session."""
-
-    session_id: Token
-
-
-class Collect(Message):
-    """Give me the descriptor behind a ticket of mine."""
-
-    session_id: Token
-    ticket: Id
-
-
-class Tickets(Message):
-    """Tickets of what was deposited, in order; or of the descriptor that comes along."""
-
-    tickets: tuple[Id, ...]
-
-
-DescriptorRequest: TypeAlias = Deposit | Collect
-DescriptorReply: TypeAlias = Tickets | Error

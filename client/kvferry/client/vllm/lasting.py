@@ -55,6 +55,12 @@ class Lasting(Generic[T]):
             return self._now
         return self._look()
 
+    def give_up(self) -> None:
+        """What there is does not do: close it, and make another."""
+        if self._now is not None:
+            self._now.close()
+            self._now = None
+
     def close(self) -> None:
         if self._thread is not None:
             self._thread.join()
@@ -66,8 +72,7 @@ class Lasting(Generic[T]):
     def _look(self) -> T | None:
         if self._now is not None:
             log.warning("kvferry: %s: %s; offloading is off", self._what, self._now.gone)
-            self._now.close()
-            self._now = None
+            self.give_up()
         if self._thread is None:
             if time.monotonic() >= self._next:
                 self._thread = threading.Thread(target=self._try, name="kvferry-connect")

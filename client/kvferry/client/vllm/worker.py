@@ -54,8 +54,10 @@ class Worker(vllm.OffloadingWorker):
         self._device = self._kv_caches.tensors[0].device
         self._timeline = Timeline.create(self._device)
         self._failed: list[int] = []
-        self._under_way: set[int] = set()
         self._lasting = Lasting("the worker's connection", self._register)
+        self._client: OffloadClient | None = None
+        """The one that has the jobs under way."""
+        self._under_way: set[int] = set()
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: KeysSpec) -> bool:
         generation = dst_spec.generation(self._config.parallel.rank)
@@ -67,9 +69,9 @@ class Worker(vllm.OffloadingWorker):
 
     def get_finished(self) -> list[Any]:
         """Also of jobs that failed, or were lost with their daemon: success is False then."""
+        client = self._connected()
         results = [vllm.TransferResult(job_id, False) for job_id in self._failed]
         self._failed.clear()
-        client = self._lasting.current
         for result in () if client is None else client.get_finished():
             if result.error is not None:
                 log.info("kvferry: job %d: %s", result.job_id, result.error)
@@ -83,21 +85,21 @@ class Worker(vllm.OffloadingWorker):
 
     def wait(self, job_ids: Collection[int]) -> None:
         """Return when these jobs can touch their GPU blocks no more; bounded."""
-        client = self._lasting.current
+        client = self._connected()
         if client is None:
             return
         try:
             client.wait(job_ids, timeout=FLUSH)
         except Gone as error:
             log.warning("kvferry: jobs do not end, giving the connection up: %s", error)
-            client.close()  # the daemon ends its jobs; those that were not seen to end are lost
+            self._lasting.give_up()  # the daemon ends what is under way; here it is lost
 
     def shutdown(self) -> None:
         self._lasting.close()
         self._timeline.close()
 
     def _submit(self, job_id: int, spec: TransferSpec) -> bool:
-        client = self._lasting.current
+        client = self._connected()
         if client is None:
             self._failed.append(job_id)
             return True
@@ -110,6 +112,15 @@ class Worker(vllm.OffloadingWorker):
         else:
             self._under_way.add(job_id)
         return True
+
+    def _connected(self) -> OffloadClient | None:
+        """The client there is. Jobs of one that went before it told of them have failed."""
+        client = self._lasting.current
+        if client is not self._client:
+            self._failed += self._under_way
+            self._under_way.clear()
+            self._client = client
+        return client
 
     def _register(self) -> OffloadClient:
         config = self._config

@@ -15,8 +15,9 @@ from itertools import count
 from pathlib import Path
 
 from kvferry.proto.codec import decode_descriptor_request, encode
+from kvferry.proto.desk import Collect, Deposit, DescriptorReply, Tickets
 from kvferry.proto.errors import Code, KVFerryError, Refused
-from kvferry.proto.messages import Collect, Deposit, DescriptorReply, Error, Tickets
+from kvferry.proto.messages import Error
 
 MAX_HELD = 4096
 """Descriptors that one session may have deposited and not yet used."""

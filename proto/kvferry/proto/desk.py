@@ -1,0 +1,33 @@
+"""Messages of the descriptor socket, where memory is handed over that ZeroMQ cannot carry.
+
+It is a SOCK_SEQPACKET, one packet a message: one request, one reply, closed.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from kvferry.proto.messages import Error, Id, Message, Token
+
+
+class Deposit(Message):
+    """Sent along with file descriptors: keep them for my session."""
+
+    session_id: Token
+
+
+class Collect(Message):
+    """Give me the descriptor behind a ticket of mine."""
+
+    session_id: Token
+    ticket: Id
+
+
+class Tickets(Message):
+    """Tickets of what was deposited, in order; or of the descriptor that comes along."""
+
+    tickets: tuple[Id, ...]
+
+
+DescriptorRequest: TypeAlias = Deposit | Collect
+DescriptorReply: TypeAlias = Tickets | Error
