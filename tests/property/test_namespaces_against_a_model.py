@@ -57,6 +57,7 @@ from kvferry.proto.specs import (
     TensorLayout,
     TensorRef,
 )
+from kvferry.testing.books import Books
 
 CELL = 128
 ROOM = 4096
@@ -409,6 +410,7 @@ class World(RuleBasedStateMachine):
         self.draw: Any = None
         limits = wire.Limits(1 << 20, 1 << 10, 1000)
         self.core = Core(Identity("0.1", "boot", 4711, DEVICE, limits), POOL, started=100.0)
+        self.books = Books()
         self.pool: list[Content | None] = [None] * (POOL // CELL)
         self.room = Room()
         self.names = (f"s{n}" for n in count())
@@ -432,6 +434,7 @@ class World(RuleBasedStateMachine):
 
     def hear(self, actions: list[Action]) -> list[Any]:
         """Take the news in. Returns what else the core wants."""
+        actions = self.books.hear(actions)
         published = [action for action in actions if isinstance(action, Publish)]
         broadcast = [action for action in actions if isinstance(action, Broadcast)]
         named = {space.name: space for space in self.spaces.values()}
@@ -896,7 +899,9 @@ class World(RuleBasedStateMachine):
                 space.ready.update(job.held)
                 space.counts["stored"] += len(job.held)
         error = FAULT if outcome is Outcome.FAILED else None
-        actions = self.hear(self.core.report(Ended(job.serial, outcome, 0.0, error)))
+        ended = Ended(job.serial, outcome, 0.0, error)
+        self.books.ended(ended)
+        actions = self.hear(self.core.report(ended))
         if job.session is None:
             assert actions == []
             return
@@ -1000,7 +1005,7 @@ class World(RuleBasedStateMachine):
         """An engine of its own, that writes to all of its region as soon as it has one."""
         if NEWCOMER in self.core.sessions:
             self.core.leave(NEWCOMER)
-            self.core.report(Unmapped(self.newcomer))
+            self.hear(self.core.report(Unmapped(self.newcomer)))
             self.room.desert(NEWCOMER)
             return
         self.core.welcome(NEWCOMER, wire.Hello(1, 1, "client", NEWCOMER))
@@ -1011,10 +1016,11 @@ class World(RuleBasedStateMachine):
             self.core.leave(NEWCOMER)
             return
         self.newcomer = actions[0].registration
-        self.core.report(Mapped(self.newcomer, NEWCOMER))
+        self.hear(self.core.report(Mapped(self.newcomer, NEWCOMER)))
         spec = GPULoadStoreSpec(range(4)), CPULoadStoreSpec(range(4))
         (start,) = self.ask(NEWCOMER, wire.Submit(1, *spec))
-        self.core.report(Ended(start.plan.serial, Outcome.DONE))
+        self.books.ended(Ended(start.plan.serial, Outcome.DONE))
+        self.hear(self.core.report(Ended(start.plan.serial, Outcome.DONE)))
         for _, _, offset in copies(start.plan):
             self.write(offset, 1024, (start.plan.serial, b"", 0))
 

@@ -21,10 +21,12 @@ import uvloop
 from kvferry.daemon import config as configuration
 from kvferry.daemon.config import Config, LogConfig, parse_bytes
 from kvferry.daemon.core.core import Core, Identity
+from kvferry.daemon.engine.auditor import Auditor
 from kvferry.daemon.engine.base import CopyEngine
 from kvferry.daemon.engine.pool import HostPool, check_fits
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
 from kvferry.daemon.lane.lane import Lane
+from kvferry.daemon.server.archive import Archive, Nobody
 from kvferry.daemon.server.endpoint import Endpoint
 from kvferry.daemon.server.server import Server
 from kvferry.proto.codec import MAX_MESSAGE_BYTES
@@ -77,6 +79,8 @@ async def run(config: Config, engine: CopyEngine, pool: HostPool, endpoint: Endp
     events = config.events.publish or f"ipc://{endpoint.events}"
     server = Server(core, endpoint, frozenset(config.limits.allow_uids), events)
     lane = Lane(engine, pool, server.lane_reports, server.fail)
+    auditor = Auditor(pool.address, pool.nbytes, config.integrity.threads)
+    archive = Archive(auditor, Nobody(), config.integrity.check_loads, server.tell)
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
     with stop_signals(server):
@@ -85,8 +89,9 @@ async def run(config: Config, engine: CopyEngine, pool: HostPool, endpoint: Endp
         log.info(
             "serving", device=engine.info.name, directory=str(endpoint.directory), pool=pool.nbytes
         )
-        await server.serve(lane, config.stop.drain_seconds)
+        await server.serve(lane, archive, config.stop.drain_seconds)
         lane.close()
+        archive.close()
         pool.close(engine)
     log.info("stopped")
 

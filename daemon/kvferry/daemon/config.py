@@ -61,6 +61,21 @@ class CopyConfig(Section, frozen=True):
     ] = "256MiB"
 
 
+class IntegrityConfig(Section, frozen=True):
+    check_loads: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="part of the host blocks loaded that is read again to see whether they "
+            "hold what was stored; after a restart of the daemon each block is read once anyway",
+        ),
+    ] = 0.01
+    threads: Annotated[
+        int, Meta(ge=1, description="threads that read host blocks, for loads and for stores each")
+    ] = 2
+
+
 class LimitsConfig(Section, frozen=True):
     max_jobs: Annotated[int, Meta(ge=1, description="jobs that one client may have under way")] = (
         8192
@@ -119,6 +134,7 @@ class Config(Section, frozen=True):
     ] = ""
     pool: PoolConfig = PoolConfig()
     copy: CopyConfig = CopyConfig()
+    integrity: IntegrityConfig = IntegrityConfig()
     limits: LimitsConfig = LimitsConfig()
     events: EventsConfig = EventsConfig()
     stop: StopConfig = StopConfig()

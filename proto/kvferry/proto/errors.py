@@ -54,6 +54,7 @@ class Code(StrEnum):
     COPY_FAILED = "copy_failed"
     MAP_FAILED = "map_failed"
     DRIVER = "driver"
+    CORRUPT_BLOCK = "corrupt_block"
     # Nobody's fault: it ended, or the other side is away.
     CANCELLED = "cancelled"
     TIMEOUT = "timeout"
@@ -62,7 +63,7 @@ class Code(StrEnum):
     SHUTTING_DOWN = "shutting_down"
 
 
-FAILED = frozenset({Code.COPY_FAILED, Code.MAP_FAILED, Code.DRIVER})
+FAILED = frozenset({Code.COPY_FAILED, Code.MAP_FAILED, Code.DRIVER, Code.CORRUPT_BLOCK})
 GONE = frozenset(
     {Code.CANCELLED, Code.TIMEOUT, Code.ENGINE_GONE, Code.DAEMON_GONE, Code.SHUTTING_DOWN}
 )

@@ -31,6 +31,7 @@ from kvferry.daemon.core.actions import (
     Map,
     Mapped,
     Pinned,
+    Report,
     Send,
     Start,
     Unmap,
@@ -51,6 +52,7 @@ from kvferry.proto.specs import (
     TensorRef,
     TransferSpec,
 )
+from kvferry.testing.books import Books
 
 MAX_JOBS = 3
 POOL = 16 * 4096
@@ -85,6 +87,7 @@ class Desk:
     ) -> None:
         """Sessions are named engine/process; the first of an engine registers it."""
         self.core = new_core(pool_bytes)
+        self.books = Books()
         seen: set[str] = set()
         for session in sessions:
             engine = session.partition("/")[0]
@@ -92,11 +95,16 @@ class Desk:
             if registered and engine not in seen:
                 (mapping,) = self.ask(session, wire.AllocateKVCaches(1, LAYOUT, 4096, timeline))
                 assert mapping == Map(len(seen) + 1, session, mapping.geometry, (), None, timeline)
-                self.core.report(Mapped(mapping.registration, session))
+                self.report(Mapped(mapping.registration, session))
             seen.add(engine)
 
     def ask(self, session: str, message: wire.ClientMessage) -> list[Any]:
-        return list(self.core.handle(session, message, now=101.0))
+        return self.books.hear(self.core.handle(session, message, now=101.0))
+
+    def report(self, report: Report) -> list[Any]:
+        if isinstance(report, Ended):
+            self.books.ended(report)
+        return self.books.hear(self.core.report(report))
 
     def submit(self, session: str, job_id: int, spec: TransferSpec, wait_for: int = 0) -> list[Any]:
         return self.ask(session, wire.Submit(job_id, *spec, wait_for))
@@ -175,7 +183,7 @@ def test_registering_maps_first_and_answers_then() -> None:
     assert mapping == Map(1, "a", mapping.geometry, *where, 6)
     assert desk.refused("a", 1, store(0)) == Code.NOT_REGISTERED
     answer = Send("a", wire.Registered(9, wire.HostRegion(4, 2048, False)))
-    assert desk.core.report(Mapped(1, "a")) == [answer]
+    assert desk.report(Mapped(1, "a")) == [answer]
     desk.start("a", 1, store(0))
 
 
@@ -183,7 +191,7 @@ def test_allocating_answers_with_where_the_tensors_are() -> None:
     desk = Desk("a", registered=False)
     desk.ask("a", wire.AllocateKVCaches(9, LAYOUT))
     where = ((wire.FdAllocation(5, 8192),), (wire.Location(0, 0),))
-    (action,) = desk.core.report(Mapped(1, "a", allocations=where[0], locations=where[1]))
+    (action,) = desk.report(Mapped(1, "a", allocations=where[0], locations=where[1]))
     whole_pool = wire.HostRegion(POOL // 2048, 2048, False)
     assert action == Send("a", wire.Allocated(9, whole_pool, *where))
 
@@ -218,7 +226,7 @@ def test_what_cannot_be_mapped_is_told_and_the_name_is_free_again() -> None:
     desk = Desk("a", registered=False)
     desk.ask("a", wire.AllocateKVCaches(1, LAYOUT))
     error = ErrorInfo(Code.MAP_FAILED, "no memory")
-    assert desk.core.report(Mapped(1, "a", error)) == [Send("a", wire.Error(1, error))]
+    assert desk.report(Mapped(1, "a", error)) == [Send("a", wire.Error(1, error))]
     assert not desk.core.busy
     assert isinstance(desk.ask("a", wire.AllocateKVCaches(2, LAYOUT))[0], Map)
 
@@ -227,9 +235,9 @@ def test_what_was_never_mapped_is_no_region_to_come_back_to() -> None:
     """Its bytes are somebody else's, or nobody's."""
     desk = Desk("a", registered=False)
     desk.ask("a", wire.AllocateKVCaches(1, LAYOUT))
-    desk.core.report(Mapped(1, "a", ErrorInfo(Code.MAP_FAILED, "no memory")))
+    desk.report(Mapped(1, "a", ErrorInfo(Code.MAP_FAILED, "no memory")))
     desk.ask("a", wire.AllocateKVCaches(2, LAYOUT))
-    (action,) = desk.core.report(Mapped(2, "a"))
+    (action,) = desk.report(Mapped(2, "a"))
     assert isinstance(action, Send)
     assert isinstance(action.message, wire.Allocated)
     assert not action.message.region.reattached
@@ -274,19 +282,19 @@ def test_a_successor_waits_until_the_old_mapping_is_gone() -> None:
     assert desk.ask("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096)) == []
     assert desk.error("a/third", wire.AllocateKVCaches(6, LAYOUT, 4096)) == Code.BUSY
     assert desk.refused("a/new", 1, store(0)) == Code.NOT_REGISTERED
-    assert desk.core.report(Ended(plan.serial, Outcome.CANCELLED)) == []
-    (mapping,) = desk.core.report(Unmapped(1))
+    assert desk.report(Ended(plan.serial, Outcome.CANCELLED)) == []
+    (mapping,) = desk.report(Unmapped(1))
     assert isinstance(mapping, Map)
     assert (mapping.registration, mapping.session) == (2, "a/new")
     answer = wire.Allocated(5, wire.HostRegion(2, 2048, True), (), ())
-    assert desk.core.report(Mapped(2, "a/new")) == [Send("a/new", answer)]
+    assert desk.report(Mapped(2, "a/new")) == [Send("a/new", answer)]
 
 
 def test_a_successor_that_finds_no_room_is_told() -> None:
     desk = Desk("a/old", "b", "a/new")
     desk.core.leave("a/old")
     assert desk.ask("a/new", wire.AllocateKVCaches(5, LAYOUT, 2 * POOL)) == []
-    (action,) = desk.core.report(Unmapped(1))
+    (action,) = desk.report(Unmapped(1))
     assert isinstance(action, Send)
     assert isinstance(action.message, wire.Error)
     assert (action.session, action.message.request_id) == ("a/new", 5)
@@ -298,7 +306,7 @@ def test_a_successor_that_leaves_waits_no_more() -> None:
     desk.core.leave("a/old")
     desk.ask("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096))
     assert desk.core.leave("a/new") == [Dismiss("a/new")]
-    assert desk.core.report(Unmapped(1)) == []
+    assert desk.report(Unmapped(1)) == []
     assert not desk.core.busy
 
 
@@ -306,9 +314,9 @@ def test_a_session_that_leaves_while_its_tensors_are_mapped_gets_no_answer() -> 
     desk = Desk("a", registered=False)
     desk.ask("a", wire.AllocateKVCaches(1, LAYOUT))
     assert desk.core.leave("a") == [Dismiss("a"), Unmap(1)]
-    assert desk.core.report(Mapped(1, "a")) == []
+    assert desk.report(Mapped(1, "a")) == []
     assert desk.core.busy
-    assert desk.core.report(Unmapped(1)) == []
+    assert desk.report(Unmapped(1)) == []
     assert not desk.core.busy
 
 
@@ -321,7 +329,7 @@ def test_a_job_is_started_whole_and_ends_with_what_it_moved() -> None:
     assert (plan.registration, plan.direction, plan.nbytes) == (1, Direction.STORE, 3 * 1024)
     assert (plan.wait_for, plan.after, plan.host_end) == (12, 0, 4096)
     assert desk.start("a", 8, load(4, 5, hosts=(1,))).after == plan.serial
-    (action,) = desk.core.report(Ended(plan.serial, Outcome.DONE, 0.25))
+    (action,) = desk.report(Ended(plan.serial, Outcome.DONE, 0.25))
     result = wire.JobResult(7, Direction.STORE, Outcome.DONE, 3072, 0.25)
     assert action == Send("a", wire.Finished((result,)))
     assert desk.core.status(101.0).totals == told.Totals(stores=1, stored_bytes=3072)
@@ -332,7 +340,7 @@ def test_a_job_without_success_moved_nothing() -> None:
     for job, outcome in enumerate((Outcome.FAILED, Outcome.CANCELLED)):
         plan = desk.start("a", job, load(1, 2))
         error = FAULT if outcome is Outcome.FAILED else None
-        (action,) = desk.core.report(Ended(plan.serial, outcome, error=error))
+        (action,) = desk.report(Ended(plan.serial, outcome, error=error))
         assert isinstance(action, Send)
         assert isinstance(action.message, wire.Finished)
         (result,) = action.message.results
@@ -375,7 +383,7 @@ def test_an_engine_s_unfinished_jobs_have_different_ids() -> None:
     assert desk.refused("a/worker", 1, load(1)) == Code.DUPLICATE_JOB
     assert desk.refused("a/scheduler", 1, store(1)) == Code.DUPLICATE_JOB
     desk.start("b", 1, store(0))
-    desk.core.report(Ended(plan.serial, Outcome.DONE))
+    desk.report(Ended(plan.serial, Outcome.DONE))
     desk.start("a/scheduler", 1, store(1))
 
 
@@ -384,7 +392,7 @@ def test_a_session_has_so_many_jobs_under_way_and_no_more() -> None:
     plans = [desk.start("a/worker", job, store(job)) for job in range(MAX_JOBS)]
     assert desk.refused("a/worker", 9, load(5)) == Code.BUSY
     desk.start("a/scheduler", 10, store(5))
-    desk.core.report(Ended(plans[1].serial, Outcome.FAILED, error=FAULT))
+    desk.report(Ended(plans[1].serial, Outcome.FAILED, error=FAULT))
     desk.start("a/worker", 9, load(5))
     assert desk.refused("a/worker", 11, load(6)) == Code.BUSY
 
@@ -394,7 +402,7 @@ def test_cancelling_names_what_is_under_way_and_only_that() -> None:
     plan = desk.start("a/worker", 1, store(0))
     desk.start("b", 2, store(0))
     assert desk.ask("a/scheduler", wire.Cancel((1, 2, 3))) == [Abandon(1, plan.serial)]
-    actions = desk.core.report(Ended(plan.serial, Outcome.CANCELLED))
+    actions = desk.report(Ended(plan.serial, Outcome.CANCELLED))
     assert finished(actions) == [("a/worker", 1, "cancelled", "cancelled")]
     assert desk.ask("a/worker", wire.Cancel((1,))) == []
 
@@ -403,7 +411,7 @@ def test_a_cancel_that_came_too_late_changes_nothing() -> None:
     desk = Desk("a")
     plan = desk.start("a", 1, store(0))
     desk.ask("a", wire.Cancel((1,)))
-    assert finished(desk.core.report(Ended(plan.serial, Outcome.DONE))) == [("a", 1, "done", None)]
+    assert finished(desk.report(Ended(plan.serial, Outcome.DONE))) == [("a", 1, "done", None)]
 
 
 def test_waiting_ends_behind_the_last_of_the_jobs() -> None:
@@ -411,8 +419,8 @@ def test_waiting_ends_behind_the_last_of_the_jobs() -> None:
     plans = [desk.start("a/worker", job, store(job)) for job in range(3)]
     assert desk.ask("a/worker", wire.Wait(5, (0, 2, 2, 77))) == []
     assert desk.ask("a/scheduler", wire.Wait(6, (2,))) == []
-    assert len(desk.core.report(Ended(plans[0].serial, Outcome.DONE))) == 1
-    actions = desk.core.report(Ended(plans[2].serial, Outcome.FAILED, error=FAULT))
+    assert len(desk.report(Ended(plans[0].serial, Outcome.DONE))) == 1
+    actions = desk.report(Ended(plans[2].serial, Outcome.FAILED, error=FAULT))
     assert finished(actions) == [("a/worker", 2, "failed", "copy_failed")]
     assert actions[1:] == [Send("a/worker", wire.Waited(5)), Send("a/scheduler", wire.Waited(6))]
 
@@ -421,7 +429,7 @@ def test_waiting_ends_behind_the_last_of_the_jobs() -> None:
 def test_waiting_for_what_has_ended_ends_at_once(job_ids: tuple[int, ...]) -> None:
     desk = Desk("a")
     plan = desk.start("a", 1, store(0))
-    desk.core.report(Ended(plan.serial, Outcome.DONE))
+    desk.report(Ended(plan.serial, Outcome.DONE))
     assert desk.ask("a", wire.Wait(5, job_ids)) == [Send("a", wire.Waited(5))]
 
 
@@ -431,7 +439,7 @@ def test_waits_are_bounded_and_come_free_again() -> None:
     for number in range(MAX_WAITS):
         assert desk.ask("a", wire.Wait(number, (1,))) == []
     assert desk.error("a", wire.Wait(999, (1,))) == Code.BUSY
-    assert len(desk.core.report(Ended(plan.serial, Outcome.DONE))) == 1 + MAX_WAITS
+    assert len(desk.report(Ended(plan.serial, Outcome.DONE))) == 1 + MAX_WAITS
     desk.start("a", 1, store(0))
     assert desk.ask("a", wire.Wait(999, (1,))) == []
 
@@ -441,7 +449,7 @@ def test_a_session_that_left_waits_no_more() -> None:
     plan = desk.start("a/worker", 1, store(0))
     desk.ask("a/scheduler", wire.Wait(5, (1,)))
     desk.core.leave("a/scheduler")
-    actions = desk.core.report(Ended(plan.serial, Outcome.DONE))
+    actions = desk.report(Ended(plan.serial, Outcome.DONE))
     assert finished(actions) == [("a/worker", 1, "done", None)]
     assert len(actions) == 1
 
@@ -451,8 +459,8 @@ def test_jobs_end_when_the_process_that_owns_the_tensors_goes() -> None:
     mine, theirs = desk.start("a/worker", 1, store(0)), desk.start("a/scheduler", 2, store(1))
     desk.ask("a/scheduler", wire.Wait(5, (1, 2)))
     assert desk.core.leave("a/worker") == [Dismiss("a/worker"), Abandon(1, mine.serial), Unmap(1)]
-    assert desk.core.report(Ended(mine.serial, Outcome.CANCELLED)) == []
-    actions = desk.core.report(Ended(theirs.serial, Outcome.CANCELLED))
+    assert desk.report(Ended(mine.serial, Outcome.CANCELLED)) == []
+    actions = desk.report(Ended(theirs.serial, Outcome.CANCELLED))
     assert finished(actions) == [("a/scheduler", 2, "failed", "engine_gone")]
     assert actions[1:] == [Send("a/scheduler", wire.Waited(5))]
     assert desk.refused("a/scheduler", 3, store(1)) == Code.NOT_REGISTERED
@@ -473,7 +481,7 @@ def test_the_tensors_stay_when_another_process_of_the_engine_goes() -> None:
 def test_a_daemon_that_stops_takes_no_new_work_and_ends_the_old() -> None:
     desk = Desk("a", "b", registered=False)
     desk.ask("a", wire.AllocateKVCaches(1, LAYOUT, 4096))
-    desk.core.report(Mapped(1, "a"))
+    desk.report(Mapped(1, "a"))
     plan = desk.start("a", 1, store(0))
     desk.core.stop()
     assert desk.refused("a", 2, store(1)) == Code.SHUTTING_DOWN
@@ -485,7 +493,7 @@ def test_a_daemon_that_stops_takes_no_new_work_and_ends_the_old() -> None:
     assert desk.ask("a", wire.Wait(5, (1,))) == []
     assert desk.core.abandon_all() == [Abandon(1, plan.serial)]
     assert desk.core.busy
-    desk.core.report(Ended(plan.serial, Outcome.CANCELLED))
+    desk.report(Ended(plan.serial, Outcome.CANCELLED))
     assert not desk.core.busy
 
 
@@ -494,7 +502,7 @@ def test_a_daemon_that_stops_turns_a_successor_away() -> None:
     desk.core.leave("a/old")
     desk.ask("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096))
     desk.core.stop()
-    (action,) = desk.core.report(Unmapped(1))
+    (action,) = desk.report(Unmapped(1))
     assert isinstance(action, Send)
     assert isinstance(action.message, wire.Error)
     assert (action.session, action.message.request_id) == ("a/new", 5)
@@ -507,8 +515,8 @@ def test_status_tells_what_is_there() -> None:
     desk.start("a/scheduler", 1, store(0))
     desk.refused("a/worker", 2, store(99))
     desk.core.leave("b")
-    desk.core.report(Unmapped(2))
-    desk.core.report(Pinned(8192))
+    desk.report(Unmapped(2))
+    desk.report(Pinned(8192))
     (action,) = desk.ask("a/worker", wire.StatusRequest(5))
     assert action == Send(
         "a/worker",
@@ -556,6 +564,7 @@ class Shell(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.core = new_core()
+        self.books = Books()
         self.names = (f"s{n}" for n in count())
         self.request_ids = count(1)
         self.engine_of: dict[str, str] = {}
@@ -575,7 +584,7 @@ class Shell(RuleBasedStateMachine):
     # What the core may ask for
 
     def perform(self, actions: list[Action]) -> None:
-        for action in actions:
+        for action in self.books.hear(actions):
             match action:
                 case Send(session, message):
                     assert session in self.engine_of
@@ -826,7 +835,9 @@ class Shell(RuleBasedStateMachine):
         for serials in self.waits.values():
             serials.discard(serial)
         error = FAULT if outcome is Outcome.FAILED else None
-        actions = self.core.report(Ended(serial, outcome, 0.0, error))
+        ended = Ended(serial, outcome, 0.0, error)
+        self.books.ended(ended)
+        actions = self.core.report(ended)
         if heard:
             assert finished(actions[:1])  # Finished first, then Waited
         del claim.plans[serial]

@@ -25,6 +25,7 @@ from kvferry.daemon.core.actions import (
     Map,
     Mapped,
     Publish,
+    Report,
     Send,
     Start,
     Stream,
@@ -46,6 +47,7 @@ from kvferry.proto.specs import (
     TensorRef,
     TransferSpec,
 )
+from kvferry.testing.books import Books
 
 PAGE = 1024
 ROOM = 4 * PAGE
@@ -105,6 +107,7 @@ class Desk:
     ) -> None:
         limits = wire.Limits(1 << 20, 1 << 10, 64)
         self.core = Core(Identity("0.1", "boot", 4711, DEVICE, limits), pool_bytes, started=100.0)
+        self.books = Books()
         self.job_ids = count(1)
         self.registrations: dict[str, int] = {}
         for session in sessions:
@@ -119,7 +122,12 @@ class Desk:
             self.core.welcome(session, wire.Hello(1, 1, session, engine))
 
     def ask(self, session: str, message: wire.ClientMessage) -> list[Any]:
-        return list(self.core.handle(session, message, now=101.0))
+        return self.books.hear(self.core.handle(session, message, now=101.0))
+
+    def report(self, report: Report) -> list[Any]:
+        if isinstance(report, Ended):
+            self.books.ended(report)
+        return self.books.hear(self.core.report(report))
 
     def error(self, session: str, message: wire.ClientMessage) -> tuple[str, str]:
         """The code with which a request is refused, and the value."""
@@ -149,7 +157,7 @@ class Desk:
         (mapping,) = self.ask(session, wire.AllocateKVCaches(8, layout))
         assert isinstance(mapping, Map)
         self.registrations[session.partition("/")[0]] = mapping.registration
-        (action,) = self.core.report(Mapped(mapping.registration, session))
+        (action,) = self.report(Mapped(mapping.registration, session))
         assert isinstance(action, Send)
         assert isinstance(action.message, wire.Allocated)
         return action.message.region
@@ -159,7 +167,7 @@ class Desk:
         for session in sessions:
             for action in self.core.leave(session):
                 if isinstance(action, Unmap):
-                    self.core.report(Unmapped(action.registration))
+                    self.report(Unmapped(action.registration))
 
     def namespaces(self) -> tuple[told.NamespaceStatus, ...]:
         self.come("onlooker")
@@ -201,9 +209,7 @@ class Desk:
         return str(result.error.code)
 
     def end(self, plan: CopyPlan, outcome: Outcome = DONE) -> list[Action]:
-        return self.core.report(
-            Ended(plan.serial, outcome, error=FAULT if outcome == FAILED else None)
-        )
+        return self.report(Ended(plan.serial, outcome, error=FAULT if outcome == FAILED else None))
 
     def stored(self, session: str, letters: bytes, gpu: GPULoadStoreSpec | None = None) -> CopyPlan:
         plan = self.start(session, store(letters, gpu))
@@ -435,7 +441,7 @@ def test_opening_while_an_engine_is_being_let_go_keeps_what_holds() -> None:
     desk.come("b")
     assert desk.enter("b", quota=2 * ROOM, policy="arc").policy == "lru"
     desk.end(plan)
-    desk.core.report(Unmapped(1))
+    desk.report(Unmapped(1))
     desk.register("b")
     assert desk.loadable("b") == b"a"
 
@@ -573,7 +579,7 @@ def test_a_registration_that_failed_leaves_the_namespace_to_others() -> None:
     desk.come("a")
     desk.enter("a")
     desk.ask("a", wire.AllocateKVCaches(1, LAYOUT))
-    desk.core.report(Mapped(1, "a", ErrorInfo(Code.MAP_FAILED, "no memory")))
+    desk.report(Mapped(1, "a", ErrorInfo(Code.MAP_FAILED, "no memory")))
     desk.register("a")
     desk.stored("a", b"a")
     desk.part("a")
@@ -1044,7 +1050,7 @@ def test_an_engine_that_dies_with_stores_under_way_takes_those_keys_with_it_and_
         Code.ENGINE_GONE, "the process that owns the KV tensors went"
     )
     assert heard([published], Publish) == [("abandoned", b"d")]
-    assert desk.core.report(Unmapped(1)) == []
+    assert desk.report(Unmapped(1)) == []
     assert desk.usage("pending", "ready", "free") == (0, 2, 2)
     assert desk.loadable("b") == b"ab"
     desk.stored("b", b"cd")
@@ -1056,7 +1062,7 @@ def test_what_was_stored_by_the_time_an_engine_died_is_stored() -> None:
     plan = desk.start("a", store(b"a"))
     desk.core.leave("a")
     desk.end(plan, DONE)
-    desk.core.report(Unmapped(1))
+    desk.report(Unmapped(1))
     assert desk.loadable("b") == b"a"
 
 
@@ -1067,8 +1073,8 @@ def test_a_namespace_outlives_its_engines() -> None:
     for session in ("a/worker", "a/scheduler", "b"):
         desk.core.leave(session)
     desk.end(loading, CANCELLED)
-    desk.core.report(Unmapped(1))
-    desk.core.report(Unmapped(2))
+    desk.report(Unmapped(1))
+    desk.report(Unmapped(2))
     assert desk.usage("engines", "ready", "pinned") == ((), 3, 0)
     desk.come("c")
     assert desk.enter("c").reattached
@@ -1088,7 +1094,7 @@ def test_a_newcomer_that_needs_the_room_of_a_deserted_namespace_gets_it(as_names
     assert desk.error("n", request)[0] == Code.POOL_FULL
     desk.core.leave("a")
     assert desk.error("n", request)[0] == Code.POOL_FULL  # its bytes may still be on their way
-    desk.core.report(Unmapped(1))
+    desk.report(Unmapped(1))
     desk.ask("n", request)
     assert [n.name for n in desk.namespaces()] == ([OTHER.name] if as_namespace else [])
     assert desk.error("b", wire.OpenNamespace(1, FINGERPRINT, ROOM))[0] == Code.POOL_FULL
@@ -1150,7 +1156,7 @@ def test_the_tensors_of_a_successor_enter_when_those_before_have_left() -> None:
     desk.enter("a/new")
     desk.core.leave("a/old")
     assert desk.ask("a/new", wire.AllocateKVCaches(1, WIDE)) == []
-    (action,) = desk.core.report(Unmapped(1))
+    (action,) = desk.report(Unmapped(1))
     assert isinstance(action, Send)
     assert isinstance(action.message, wire.Error)
     assert action.message.error.code == Code.NAMESPACE_MISMATCH

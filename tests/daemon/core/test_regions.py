@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvferry.daemon.core.regions import ALIGNMENT, Region, Regions, engine_owner
+from kvferry.daemon.core.deeds import engine_owner
+from kvferry.daemon.core.regions import ALIGNMENT, Region, Regions
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 

@@ -39,6 +39,7 @@ from kvferry.proto.errors import KVFerryError
 from kvferry.proto.libcuda import driver
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
+from kvferry.testing.books import NO_CARGO
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 POOL = 24 << 20
@@ -158,7 +159,7 @@ class Open:
             serial, self.number, direction, runs, self.geometry.nbytes(runs), 0, 0,
             self.geometry.end(runs),
         )  # fmt: skip
-        self.bench.lane.post(Start(plan, "session", plan.serial))
+        self.bench.lane.post(Start(plan, "session", plan.serial, NO_CARGO))
         self.model(direction, spec, hosts)
         return serial
 

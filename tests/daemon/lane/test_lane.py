@@ -46,6 +46,7 @@ from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.messages import Allocation, CudaAllocation, FdAllocation, Location, Outcome
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import CalibrationPoint, CopyStatus, DeviceInfo, GroupCopying
+from kvferry.testing.books import NO_CARGO
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 PATIENCE = 20.0
@@ -213,7 +214,7 @@ class Harbour:
             self.orderings[number].admit(self.serial, direction, resolved),
             geometry.end(resolved.runs),
         )
-        self.lane.post(Start(plan, "session", plan.serial))
+        self.lane.post(Start(plan, "session", plan.serial, NO_CARGO))
         return self.serial
 
     def died(self, error: KVFerryError) -> None:

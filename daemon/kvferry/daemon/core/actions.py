@@ -12,8 +12,10 @@ from typing import TypeAlias
 
 import msgspec
 
-from kvferry.daemon.core.geometry import Geometry, Run
+from kvferry.daemon.core.deeds import Deed, Owner
+from kvferry.daemon.core.geometry import Geometry, Int64s, Run
 from kvferry.proto.errors import ErrorInfo
+from kvferry.proto.keys import OffloadKey
 from kvferry.proto.messages import Allocation, DaemonMessage, Location, News, Outcome
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import CopyStatus, GroupCopying
@@ -97,12 +99,47 @@ class Unmap:
     registration: int
 
 
+class Cargo(msgspec.Struct, frozen=True):
+    """The host blocks of a transfer, and in a namespace the key that a store gives each.
+
+    parts: of blocks that are not stored whole, the sub-blocks (from, to).
+    """
+
+    owner: Owner
+    blocks: Int64s
+    keys: tuple[OffloadKey, ...] = ()
+    parts: dict[int, tuple[int, int]] = {}
+
+
 class Start(msgspec.Struct, frozen=True):
     """Set a plan on its way. session, job_id: whose it is, and what they call it."""
 
     plan: CopyPlan
     session: str
     job_id: int
+    cargo: Cargo
+
+
+@dataclass(frozen=True, slots=True)
+class Enter:
+    """Keep books of a region from now on; nothing in it is resident."""
+
+    deed: Deed
+
+
+@dataclass(frozen=True, slots=True)
+class Amend:
+    """A region is what this deed says from now on. wipe: and nothing in it is resident."""
+
+    deed: Deed
+    wipe: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """A region is no more: nothing in it is anybody's."""
+
+    owner: Owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +159,21 @@ class Abandon:
 
 
 Action: TypeAlias = (
-    Send | Stream | Broadcast | Publish | Dismiss | Post | Map | Unmap | Start | Abandon
+    Send
+    | Stream
+    | Broadcast
+    | Publish
+    | Dismiss
+    | Post
+    | Map
+    | Unmap
+    | Start
+    | Abandon
+    | Enter
+    | Amend
+    | Strike
 )
+Record: TypeAlias = Enter | Amend | Strike
 
 
 # Reports
@@ -158,6 +208,14 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
+class Corrupted:
+    """Host blocks of a region do not hold any more what was stored in them under these keys."""
+
+    owner: Owner
+    keys: tuple[OffloadKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Pinned:
     """The host pool is registered up to this byte."""
 
@@ -171,4 +229,4 @@ class Calibrated:
     copying: CopyStatus
 
 
-Report: TypeAlias = Mapped | Unmapped | Ended | Pinned | Calibrated
+Report: TypeAlias = Mapped | Unmapped | Ended | Corrupted | Pinned | Calibrated

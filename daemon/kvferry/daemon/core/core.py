@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from kvferry.daemon.core.actions import (
     Action,
     Calibrated,
+    Corrupted,
     Dismiss,
     Ended,
     Mapped,
@@ -22,6 +23,7 @@ from kvferry.daemon.core.actions import (
     Send,
     Unmapped,
 )
+from kvferry.daemon.core.deeds import Found
 from kvferry.daemon.core.geometry import sides
 from kvferry.daemon.core.namespaces import Namespaces
 from kvferry.daemon.core.regions import Regions
@@ -91,8 +93,8 @@ class Core:
         try:
             actions = self._answer(session, self._engines[session], message, now)
         except KVFerryError as error:
-            return [Send(session, self.refusal(message, error))]
-        return actions + self._namespaces.news()
+            return [*self._regions.records(), Send(session, self.refusal(message, error))]
+        return [*self._regions.records(), *actions, *self._namespaces.news()]
 
     def report(self, report: Report) -> list[Action]:
         """What follows from something that the lane did."""
@@ -103,6 +105,9 @@ class Core:
                 actions, error = self._registrations.mapped(report)
             case Unmapped(number):
                 actions, error = self._unmapped(number), None
+            case Corrupted():
+                self._namespaces.corrupted(report)
+                actions, error = [], None
             case Pinned(nbytes):
                 self._pinned_bytes = nbytes
                 return []
@@ -111,7 +116,15 @@ class Core:
                 return []
         if error is not None:
             self._errors[error.code] += 1
-        return actions + self._namespaces.news()
+        return [*self._regions.records(), *actions, *self._namespaces.news()]
+
+    def restore(self, found: Found) -> None:
+        """Take up a region that an earlier daemon left, before anybody is welcome. Raises Refused,
+        and nothing changed."""
+        if found.deed.layout is None:
+            self._namespaces.restore(found)
+        else:
+            self._regions.restore(found.deed)
 
     def leave(self, session: str) -> list[Action]:
         """A session said goodbye or died: give up its jobs and what it registered."""

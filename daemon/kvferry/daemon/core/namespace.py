@@ -13,6 +13,7 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
+from kvferry.daemon.core.deeds import Deed, Found
 from kvferry.daemon.core.geometry import Geometry, Resolved, Share
 from kvferry.daemon.core.regions import Region
 from kvferry.daemon.core.residency.cache import Cache, Pins, Reservation
@@ -100,6 +101,26 @@ class Namespace:
             )
         self._pages = pages
         self.registrations.add(registration)
+
+    @property
+    def deed(self) -> Deed:
+        return Deed(
+            self.name,
+            self.region.start,
+            self.region.nbytes,
+            fingerprint=self.fingerprint,
+            policy=self.policy,
+            threshold=self.threshold,
+            generation=self.generation,
+            pages=self._pages,
+        )
+
+    def restore(self, found: Found) -> None:
+        """Take up what an earlier daemon left, in a namespace that is new."""
+        self.generation, self._pages = found.deed.generation, found.deed.pages
+        self.cache.restore([(resident.key, resident.block) for resident in found.residents])
+        self.cache.take_events()  # nobody has been told otherwise
+        self._parts = {r.block: r.part for r in found.residents if r.part is not None}
 
     def check_keys(self, keys: Sequence[OffloadKey]) -> None:
         wanted = self.fingerprint.key_bytes

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 
-from kvferry.daemon.core.actions import Action, Broadcast, Publish, Send, Stream
+from kvferry.daemon.core.actions import Action, Broadcast, Corrupted, Publish, Send, Stream
+from kvferry.daemon.core.deeds import Found, namespace_owner
 from kvferry.daemon.core.namespace import Namespace
-from kvferry.daemon.core.regions import Regions, namespace_owner
+from kvferry.daemon.core.regions import Regions
 from kvferry.daemon.core.residency.cache import Pins
 from kvferry.daemon.core.residency.policy import POLICIES
 from kvferry.proto.errors import Code, Refused
@@ -54,8 +55,10 @@ class Namespaces:
         if namespace is None:
             namespace = Namespace(region, fingerprint, message.policy, message.store_threshold)
             self._all[namespace.name] = namespace
+            self._regions.enter(namespace.deed)
         elif not namespace.used:
             namespace.configure(message.policy, message.store_threshold)
+            self._regions.amend(namespace.deed)
         namespace.sessions[session] = engine
         self._of_session[session] = namespace
         self._pins.setdefault(session, defaultdict(deque))
@@ -75,6 +78,27 @@ class Namespaces:
     def of(self, session: str) -> Namespace | None:
         """The namespace that a session is in."""
         return self._of_session.get(session)
+
+    def restore(self, found: Found) -> None:
+        """Take up a namespace that an earlier daemon left. Raises Refused where that is not one."""
+        deed = found.deed
+        fingerprint, policy = deed.fingerprint, deed.policy
+        if fingerprint is None or fingerprint.name != deed.name or policy not in POLICIES:
+            raise Refused(Code.BAD_SPEC, "that is no namespace of ours", deed.name)
+        region = self._regions.restore(deed)
+        try:
+            namespace = Namespace(region, fingerprint, policy, deed.threshold)
+            namespace.restore(found)
+        except ValueError as error:
+            self._regions.free(region.owner)
+            raise Refused(Code.BAD_SPEC, f"its keys do not add up: {error}", deed.name) from error
+        self._all[namespace.name] = namespace
+
+    def corrupted(self, report: Corrupted) -> None:
+        """What was stored under these keys is not there any more: nobody is to find them."""
+        namespace = self._all.get(report.owner.name)
+        if namespace is not None and namespace.region.owner == report.owner:
+            namespace.cache.discard(report.keys)
 
     def exit(self, namespace: Namespace, registration: int) -> None:
         namespace.registrations.remove(registration)
@@ -101,6 +125,7 @@ class Namespaces:
                 namespace.cache.count_lookups(hits, misses)
             case Reset(request_id):
                 namespace.reset()
+                self._regions.amend(namespace.deed, wipe=True)
                 return [*self.news(), Send(session, Done(request_id))]
         return []
 

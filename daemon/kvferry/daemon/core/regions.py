@@ -10,33 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
 
+from kvferry.daemon.core.actions import Amend, Enter, Record, Strike
+from kvferry.daemon.core.deeds import Contents, Deed, Owner
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.specs import KVLayout
-from kvferry.proto.status import Fingerprint
 
 ALIGNMENT = 4096
 MAX_HOST_BLOCKS = 1 << 28
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """Whose bytes: an engine's by its name, or those of a namespace."""
-
-    kind: str
-    name: str
-
-
-def engine_owner(name: str) -> Owner:
-    return Owner("engine", name)
-
-
-def namespace_owner(name: str) -> Owner:
-    return Owner("namespace", name)
-
-
-Contents: TypeAlias = KVLayout | Fingerprint
 
 
 @dataclass(slots=True)
@@ -62,6 +42,7 @@ class Regions:
     def __init__(self, pool_bytes: int) -> None:
         self.pool_bytes = pool_bytes
         self._regions: dict[Owner, Region] = {}
+        self._records: list[Record] = []
 
     def __iter__(self) -> Iterator[Region]:
         return iter(self._regions.values())
@@ -98,7 +79,7 @@ class Regions:
                 size // block,
             )
         for other in self._in_the_way(owner, start, start + size):
-            del self._regions[other.owner]
+            self.free(other.owner)
         self._regions[owner] = Region(owner, contents, start, size)
         return self._regions[owner], False
 
@@ -109,8 +90,33 @@ class Regions:
         self._regions[owner] = region
 
     def free(self, owner: Owner) -> None:
-        """The owner never came: nothing in its region is worth keeping."""
+        """Nothing in the owner's region is worth keeping."""
         del self._regions[owner]
+        self._records.append(Strike(owner))
+
+    def enter(self, deed: Deed) -> None:
+        """A region was claimed: have it written down."""
+        self._records.append(Enter(deed))
+
+    def amend(self, deed: Deed, *, wipe: bool = False) -> None:
+        self._records.append(Amend(deed, wipe))
+
+    def records(self) -> list[Record]:
+        """What is to be written down since this was asked last, in order."""
+        records, self._records = self._records, []
+        return records
+
+    def restore(self, deed: Deed) -> Region:
+        """Take up the region that an earlier daemon left. Raises Refused where it does not fit."""
+        region = Region(deed.owner, deed.contents, deed.start, deed.nbytes, present=False)
+        if not 0 <= region.start < region.end <= self.pool_bytes or region.start % ALIGNMENT:
+            raise Refused(Code.POOL_FULL, "the pool ends before the region", region.end)
+        if not 0 < region.num_blocks <= MAX_HOST_BLOCKS:
+            raise Refused(Code.BAD_LAYOUT, "a region holds host blocks", region.num_blocks)
+        if self._in_the_way(region.owner, region.start, region.end):
+            raise Refused(Code.POOL_FULL, "another region is there already", region.start)
+        self._regions[region.owner] = region
+        return region
 
     def _in_the_way(self, owner: Owner, start: int, end: int) -> list[Region]:
         return [

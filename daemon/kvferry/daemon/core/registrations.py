@@ -17,11 +17,12 @@ from itertools import count
 from typing import TypeAlias
 
 from kvferry.daemon.core.actions import Action, Map, Mapped, Send, Unmap
+from kvferry.daemon.core.deeds import Deed, engine_owner
 from kvferry.daemon.core.geometry import Geometry, slot_bases
 from kvferry.daemon.core.namespace import Namespace
 from kvferry.daemon.core.namespaces import Namespaces
 from kvferry.daemon.core.order import Ordering
-from kvferry.daemon.core.regions import Regions, engine_owner
+from kvferry.daemon.core.regions import Regions
 from kvferry.proto.errors import Code, ErrorInfo, Refused
 from kvferry.proto.messages import (
     Allocated,
@@ -160,10 +161,13 @@ class Registrations:
         namespace, reattached = self._namespaces.of(session), False
         if namespace is not None:
             namespace.enter(number, layout, request.host_bytes)
+            self._regions.amend(namespace.deed)
             region = namespace.region
         else:
             owner = engine_owner(engine)
             region, reattached = self._regions.claim(owner, layout, request.host_bytes)
+            if not reattached:
+                self._regions.enter(Deed(engine, region.start, region.nbytes, layout))
         locations = request.locations if isinstance(request, RegisterKVCaches) else None
         block_bytes = region.contents.host_block_bytes
         geometry = Geometry(layout, region.start, region.num_blocks, locations, block_bytes)

@@ -10,10 +10,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
 
-from kvferry.daemon.core.actions import Abandon, Action, CopyPlan, Ended, Send, Start
+from kvferry.daemon.core.actions import Abandon, Action, Cargo, CopyPlan, Ended, Send, Start
+from kvferry.daemon.core.deeds import engine_owner
 from kvferry.daemon.core.geometry import Resolved, sides
 from kvferry.daemon.core.namespace import Lease
 from kvferry.daemon.core.registrations import Registration, Registrations
+from kvferry.daemon.core.residency.cache import Reservation
 from kvferry.proto.errors import Code, ErrorInfo, Refused
 from kvferry.proto.messages import Finished, JobResult, Outcome, Submit, Wait, Waited
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, HostSpec, KeyLoadStoreSpec
@@ -96,7 +98,7 @@ class Transfers:
             registration.ordering.admit(job.serial, direction, blocks),
             registration.geometry.end(blocks.runs),
         )
-        return [Start(plan, session, message.job_id)]
+        return [Start(plan, session, message.job_id, _cargo(registration, blocks, lease))]
 
     def cancel(self, engine: str, job_ids: tuple[int, ...]) -> list[Action]:
         jobs = [self._by_id.get((engine, job_id)) for job_id in job_ids]
@@ -167,6 +169,15 @@ class Transfers:
                 self.totals["stored_bytes" if store else "loaded_bytes"] += result.nbytes
             case outcome:
                 self.totals[outcome] += 1
+
+
+def _cargo(registration: Registration, blocks: Resolved, lease: Lease | None) -> Cargo:
+    """A store's keys are in the order of its blocks; a load needs none."""
+    if lease is None:
+        return Cargo(engine_owner(registration.engine), blocks.host_blocks)
+    owner = lease.namespace.region.owner
+    keys = lease.held.keys if isinstance(lease.held, Reservation) else ()
+    return Cargo(owner, blocks.host_blocks, keys, lease.parts)
 
 
 def _resolve(

@@ -11,6 +11,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+from collections.abc import Sequence
 
 from kvferry.proto.errors import Code, Failed, Refused
 
@@ -56,20 +57,29 @@ class Mapped:
 
 
 class MappedFiles:
-    """New shared memory of many files, mapped one behind the other. Owns mapping and descriptors.
+    """Shared memory of many files, mapped one behind the other. Owns mapping and descriptors.
+
+    New memory, or that behind the descriptors `kept`, one for each file. Raises OSError, and
+    Refused (BAD_LAYOUT) where what was kept is not such memory; the descriptors are not ours then.
 
     The kernel takes pages of one file under one lock, so threads that touch memory for the first
     time help each other only in different files: with 16 of them 48 GiB take 2.6 s, in one file 7.
     """
 
-    def __init__(self, name: str, nbytes: int, file_bytes: int) -> None:
-        self.nbytes, self._file_bytes = nbytes, file_bytes
+    def __init__(
+        self, name: str, nbytes: int, file_bytes: int, kept: Sequence[int] | None = None
+    ) -> None:
+        self.nbytes = nbytes
+        sizes = [min(file_bytes, nbytes - start) for start in range(0, nbytes, file_bytes)]
         self.descriptors: list[int] = []
+        if kept is not None:
+            _check_kept(kept, sizes)
         self.address = _map(None, nbytes, _NO_ACCESS, _PRIVATE | _ANONYMOUS | _NORESERVE, -1)
         try:
-            for start in range(0, nbytes, file_bytes):
-                size = min(file_bytes, nbytes - start)
-                self.descriptors.append(sealed_memfd(name, size))
+            for number, size in enumerate(sizes):
+                start = number * file_bytes
+                descriptor = sealed_memfd(name, size) if kept is None else kept[number]
+                self.descriptors.append(descriptor)
                 access = mmap.PROT_READ | mmap.PROT_WRITE
                 at, flags = self.address + start, mmap.MAP_SHARED | _FIXED
                 _map(at, size, access, flags, self.descriptors[-1])
@@ -116,6 +126,28 @@ def _done(result: int) -> None:
     if result:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+
+
+def _check_kept(kept: Sequence[int], sizes: Sequence[int]) -> None:
+    found = [os.fstat(descriptor).st_size for descriptor in kept]
+    if found != list(sizes):
+        raise Refused(
+            Code.BAD_LAYOUT,
+            f"{len(sizes)} files of {sizes[0]} bytes are wanted",
+            f"{len(found)} of {max(found, default=0)}",
+        )
+    for descriptor in kept:
+        check_sealed(descriptor)
+
+
+def check_sealed(descriptor: int) -> None:
+    """Refused (NOT_SHAREABLE) where somebody could shrink the memory under our feet."""
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        seals = 0
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise Refused(Code.NOT_SHAREABLE, "this memory is not sealed against shrinking", seals)
 
 
 class Timeline:

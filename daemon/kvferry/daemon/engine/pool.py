@@ -12,7 +12,7 @@ import os
 import resource
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -27,21 +27,26 @@ AHEAD = 2 * TOUCHERS
 
 
 class HostPool:
-    """Pinned host memory of one device. `address` is where this process has it mapped."""
+    """Pinned host memory of one device. `address` is where this process has it mapped.
 
-    def __init__(self, nbytes: int, chunk_bytes: int) -> None:
+    kept: the descriptors of an earlier pool of the same size, whose bytes are taken over. Raises
+    Refused (POOL_TOO_LARGE; BAD_LAYOUT, NOT_SHAREABLE: what was kept is not such a pool).
+    """
+
+    def __init__(self, nbytes: int, chunk_bytes: int, kept: Sequence[int] | None = None) -> None:
         self.nbytes = -(-nbytes // PAGE) * PAGE
         self.chunk_bytes = -(-chunk_bytes // PAGE) * PAGE
         self.ready_bytes = 0
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         try:
-            self._memory = MappedFiles("kvferry-pool", self.nbytes, self.chunk_bytes)
+            self._memory = MappedFiles("kvferry-pool", self.nbytes, self.chunk_bytes, kept)
         except OSError as error:
             raise Refused(Code.POOL_TOO_LARGE, f"no such pool can be made: {error}", nbytes) from (
                 error
             )
         self.address = self._memory.address
+        self.descriptors = tuple(self._memory.descriptors)
 
     def fill(
         self,

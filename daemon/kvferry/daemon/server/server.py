@@ -12,7 +12,7 @@ import asyncio
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -22,9 +22,11 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvferry.daemon.core.actions import (
     Action,
+    Amend,
     Broadcast,
     Dismiss,
     Ended,
+    Enter,
     Map,
     Mapped,
     Pinned,
@@ -34,9 +36,11 @@ from kvferry.daemon.core.actions import (
     Send,
     Start,
     Stream,
+    Strike,
 )
 from kvferry.daemon.core.core import Core
 from kvferry.daemon.lane.lane import Lane, MapOrder
+from kvferry.daemon.server.archive import Archive
 from kvferry.daemon.server.bulletins import Bulletins
 from kvferry.daemon.server.descriptors import DescriptorDesk
 from kvferry.daemon.server.endpoint import Endpoint
@@ -67,6 +71,7 @@ class Server:
     ) -> None:
         self._core = core
         self._lane: Lane
+        self._archive: Archive
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         self._trouble: KVFerryError | None = None
@@ -85,9 +90,9 @@ class Server:
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.bind(f"ipc://{endpoint.messages}")
 
-    async def serve(self, lane: Lane, drain_seconds: float) -> None:
+    async def serve(self, lane: Lane, archive: Archive, drain_seconds: float) -> None:
         """Serve until stopped; then let what was accepted end, and say goodbye."""
-        self._lane = lane
+        self._lane, self._archive = lane, archive
         self._loop.add_reader(self._socket.fileno(), self._drain)
         self._loop.add_reader(self._monitor.fileno(), self._watch)
         self._watch()
@@ -181,6 +186,11 @@ class Server:
             report = self._reports.popleft()
             if isinstance(report, Mapped) and report.descriptors:
                 report = self._with_tickets(report)
+            self.tell(self._archive.ended(report) if isinstance(report, Ended) else (report,))
+
+    def tell(self, reports: Iterable[Report]) -> None:
+        """The core hears of what happened, and what follows from it is done."""
+        for report in reports:
             self._perform(self._core.report(report))
 
     def _with_tickets(self, report: Mapped) -> Mapped:
@@ -198,7 +208,8 @@ class Server:
         for action in actions:
             match action:  # the usual ones first
                 case Start():
-                    self._bulletins.started(action)
+                    if not self._archive.started(action):
+                        self._bulletins.started(action)
                     self._lane.post(action)
                 case Send(session, message):
                     peer = self._peers.by_session.get(session)
@@ -219,6 +230,8 @@ class Server:
                     self._desk.forget(session)
                     self._bulletins.close(session)
                     self._peers.dismiss(session)
+                case Enter() | Amend() | Strike():
+                    self._archive.write(action)
                 case order:
                     self._lane.post(order)
 
@@ -302,7 +315,7 @@ class Server:
 
     async def _until_idle(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while self._core.busy and time.monotonic() < deadline:
+        while (self._core.busy or self._archive.busy) and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
 
     async def _close(self) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from kvferry.daemon.core.residency.blocks import Blocks
 from kvferry.daemon.core.residency.offers import Offers
 from kvferry.daemon.core.residency.policy import POLICIES, Sieve
 from kvferry.proto.errors import Code, Refused
@@ -94,11 +95,13 @@ class Cache:
         self._make_policy = POLICIES[policy]
         self._policy = self._make_policy(capacity)
         self._offers = Offers(store_threshold, max(capacity, OFFERS_REMEMBERED))
-        self._blocks = _Blocks(capacity)
+        self._blocks = Blocks(capacity)
         self._pending: dict[bytes, int] = {}
         self._ready: dict[bytes, int] = {}
         self._pins: dict[bytes, int] = {}
         """How often each ready key is pinned, where it is."""
+        self._condemned: dict[bytes, int] = {}
+        """The blocks of keys that were discarded while pinned; such a key is not stored anew."""
         self._stores: set[Reservation] = set()
         self._loads: set[Pins] = set()
         self._past: set[Reservation | Pins] = set()
@@ -125,8 +128,8 @@ class Cache:
             free=self._blocks.free,
             pending=len(self._pending),
             ready=len(self._ready),
-            pinned=len(self._pins),
-            doomed=self._blocks.doomed,
+            pinned=len(self._pins) - len(self._condemned),
+            doomed=self._blocks.doomed + len(self._condemned),
             hits=self._hits,
             misses=self._misses,
             stores_skipped=self._skipped,
@@ -159,6 +162,8 @@ class Cache:
         offered = dict.fromkeys(keys)
         ready, pending = self._ready, self._pending
         absent = [key for key in offered if key not in ready and key not in pending]
+        if self._condemned:
+            absent = [key for key in absent if key not in self._condemned]
         wanted = self._offers.count(absent)
         self._skipped += len(absent) - len(wanted)
         if not wanted:
@@ -217,6 +222,21 @@ class Cache:
         """Keys were asked for: the first ends up most recent. Absent ones are ignored."""
         self._policy.touch(keys, self._pending)
 
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """These keys cannot be loaded any more: they are absent. Those not ready are ignored.
+
+        The block of a key that is pinned is doomed until the last pin has gone.
+        """
+        gone = tuple(key for key in dict.fromkeys(keys) if key in self._ready)
+        self._policy.forget(gone)
+        for key in gone:
+            block = self._ready.pop(key)
+            if key in self._pins:
+                self._condemned[key] = block
+            else:
+                self._blocks.give_back([block])
+        self._tell(EventKind.REMOVED, gone)
+
     def take_events(self) -> list[Event]:
         """What happened since the last call, in order."""
         events, self._events = self._events, []
@@ -228,10 +248,10 @@ class Cache:
         Blocks of jobs under way are free once those jobs have ended.
         """
         jobs: set[Reservation | Pins] = {*self._stores, *self._loads}
-        self._blocks.vacate(self._ready.values(), jobs)
+        self._blocks.vacate(self._ready.values(), [job.blocks for job in jobs])
         self._past |= jobs
         self._stores, self._loads = set(), set()
-        self._pending, self._ready, self._pins = {}, {}, {}
+        self._pending, self._ready, self._pins, self._condemned = {}, {}, {}, {}
         self._policy = self._make_policy(self._capacity)
         self._offers.clear()
         self._tell(EventKind.CLEARED, ())
@@ -275,18 +295,23 @@ class Cache:
         assert len(stores) == len(pending), "two stores reserve one key, or none does"
         assert dict(stores) == pending, "pending keys are not those that stores reserve"
         assert pins == self._pins, "pins are not those of the loads"
-        assert pins.keys() <= ready.keys(), "a key is pinned that is not ready"
+        condemned = self._condemned
+        assert pins.keys() <= {*ready, *condemned}, "a key is pinned that is not ready"
+        assert condemned.keys() <= pins.keys(), "a condemned key is not pinned any more"
+        assert condemned.keys().isdisjoint({*ready, *pending}), "a condemned key is there"
         assert pending.keys().isdisjoint(ready), "a key is both pending and ready"
         order = list(self._policy)
         assert len(order) == len(set(order)), "the policy has a key twice"
         assert set(order) == {*pending, *ready}, "the policy has other keys than the cache"
         self._policy.check_integrity()
-        self._blocks.check_integrity([*pending.values(), *ready.values()], self._past)
+        held = [*pending.values(), *ready.values(), *condemned.values()]
+        self._blocks.check_integrity(held, [job.blocks for job in self._past])
 
     def _evictable(self, besides: Iterable[bytes]) -> int:
         """How many keys may go, `besides` these."""
         ready, pins = self._ready, self._pins
-        return len(ready) - len(pins) - sum(key in ready and key not in pins for key in besides)
+        held = len(pins) - len(self._condemned)
+        return len(ready) - held - sum(key in ready and key not in pins for key in besides)
 
     def _sieve(self, offered: Container[bytes]) -> Sieve:
         pending, pins = self._pending, self._pins
@@ -323,61 +348,9 @@ class Cache:
             pins[key] -= 1
             if not pins[key]:
                 del pins[key]
+                if key in self._condemned:
+                    self._blocks.give_back([self._condemned.pop(key)])
 
     def _tell(self, kind: EventKind, keys: tuple[bytes, ...]) -> None:
         if self._recording and (keys or kind is EventKind.CLEARED):
             self._events.append(Event(kind, keys))
-
-
-class _Blocks:
-    """The blocks that hold no key: free ones, and doomed ones with the jobs that still use each."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._given_back: list[int] = []
-        self._unused = 0
-        """Where the blocks begin that never held a key."""
-        self._doomed: Counter[int] = Counter()
-
-    @property
-    def free(self) -> int:
-        return len(self._given_back) + self._capacity - self._unused
-
-    @property
-    def doomed(self) -> int:
-        return len(self._doomed)
-
-    def take(self, count: int) -> tuple[int, ...]:
-        """`count` free blocks; there must be as many."""
-        blocks = self._given_back[-count:]
-        del self._given_back[-count:]
-        first, self._unused = self._unused, self._unused + count - len(blocks)
-        return *blocks, *range(first, self._unused)
-
-    def give_back(self, blocks: Iterable[int]) -> None:
-        self._given_back.extend(blocks)
-
-    def occupy(self, blocks: set[int]) -> None:
-        """Take these blocks; all must be free."""
-        self._unused = max(blocks, default=-1) + 1
-        self._given_back = [block for block in range(self._unused) if block not in blocks]
-
-    def vacate(self, ready: Iterable[int], jobs: Iterable[Reservation | Pins]) -> None:
-        """No key is anywhere any more: what jobs use is doomed, the rest of `ready` is free."""
-        for job in jobs:
-            self._doomed.update(job.blocks)
-        self._given_back.extend(block for block in ready if block not in self._doomed)
-
-    def redeem(self, blocks: Iterable[int]) -> None:
-        """A job of the past that used these blocks has ended."""
-        for block in blocks:
-            self._doomed[block] -= 1
-            if not self._doomed[block]:
-                del self._doomed[block]
-                self._given_back.append(block)
-
-    def check_integrity(self, held: list[int], past: Iterable[Reservation | Pins]) -> None:
-        doomed = Counter(chain.from_iterable(job.blocks for job in past))
-        assert doomed == self._doomed, "doomed blocks are not those of jobs from before a reset"
-        blocks = [*held, *doomed, *self._given_back, *range(self._unused, self._capacity)]
-        assert sorted(blocks) == list(range(self._capacity)), "a block is in two places, or in none"

@@ -1,0 +1,89 @@
+"""What a region of the host pool is, written down so that another daemon can take it up again.
+
+A deed says who owns which bytes and what is in them; which blocks are good, and under which key,
+stands in the ledger beside it. Both outlive the daemon that wrote them, see server/archive.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgspec
+
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.keys import OffloadKey
+from kvferry.proto.specs import KVLayout
+from kvferry.proto.status import Fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose bytes: an engine's by its name, or those of a namespace."""
+
+    kind: str
+    name: str
+
+
+def engine_owner(name: str) -> Owner:
+    return Owner("engine", name)
+
+
+def namespace_owner(name: str) -> Owner:
+    return Owner("namespace", name)
+
+
+Contents: TypeAlias = KVLayout | Fingerprint
+
+
+class Deed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A region: `nbytes` of the pool from `start` on, an engine's (layout) or a namespace's."""
+
+    name: str
+    start: int
+    nbytes: int
+    layout: KVLayout | None = None
+    fingerprint: Fingerprint | None = None
+    policy: str = "lru"
+    threshold: int = 1
+    generation: int = 1
+    pages: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def owner(self) -> Owner:
+        return (namespace_owner if self.layout is None else engine_owner)(self.name)
+
+    @property
+    def contents(self) -> Contents:
+        contents = self.fingerprint or self.layout
+        if contents is None or (self.fingerprint and self.layout):
+            raise Refused(Code.BAD_LAYOUT, "a deed is of an engine or of a namespace", self.name)
+        return contents
+
+    @property
+    def block_bytes(self) -> int:
+        return self.contents.host_block_bytes
+
+    @property
+    def num_blocks(self) -> int:
+        return self.nbytes // self.block_bytes
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of a key; 0 where host blocks have none."""
+        return 0 if self.fingerprint is None else self.fingerprint.key_bytes
+
+
+class Resident(msgspec.Struct, frozen=True):
+    """A block that is good: its key, and the sub-blocks that were stored where not all were."""
+
+    block: int
+    key: OffloadKey
+    part: tuple[int, int] | None = None
+
+
+class Found(msgspec.Struct, frozen=True):
+    """A region that an earlier daemon left, and its residents, least recent first."""
+
+    deed: Deed
+    residents: tuple[Resident, ...] = ()

@@ -1,0 +1,228 @@
+"""The ledger of a region: for each host block whether it is good, under which key, with which sum.
+
+It is a memfd, so that whoever holds its descriptor holds what it says, also when the daemon was
+killed between any two instructions. What makes that safe is the order of writing:
+
+    vacate   before a store may touch a block: it is not good, and its version is another one
+    seal     after it was stored and read back for its sum: key, part and sum first, `sealed` last
+
+so that a block which is sealed holds exactly what its sum is of. A block that was stored and not
+sealed yet is lost with the daemon: that is a miss. The deed at the head of the file has two places
+and a number that says which one counts.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+
+from kvferry.daemon.core.deeds import Deed, Resident
+from kvferry.daemon.core.geometry import Bools, Int64s
+from kvferry.daemon.engine.memory import PAGE, check_sealed, sealed_memfd
+from kvferry.proto.errors import Code, KVFerryError, Refused
+from kvferry.proto.keys import OffloadKey
+
+MAGIC = b"kvferry1"
+"""Its last character is the version of this file's format."""
+DEED_ROOM = 1 << 20
+"""Bytes for a deed; memory that is never written takes no room."""
+SLOTS_AT = PAGE + 2 * DEED_ROOM
+_HEAD = struct.Struct("<8sQ")
+"""MAGIC, and which of the two deeds counts."""
+_DEED = struct.Struct("<II")
+"""Length and CRC-32 of the deed that follows."""
+
+Versions: TypeAlias = np.ndarray[Any, np.dtype[np.uint32]]
+Sums: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
+
+
+class Ledger:
+    """The ledger behind a descriptor, which is its own from now on.
+
+    Raises Refused (BAD_LAYOUT, NOT_SHAREABLE) where it is none, or one of another version, and the
+    descriptor is closed.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        try:
+            check_sealed(descriptor)
+            if os.fstat(descriptor).st_size <= SLOTS_AT:
+                raise Refused(Code.BAD_LAYOUT, "that is no ledger: too short")
+            self._file = mmap.mmap(descriptor, 0)
+            self.deed = self._read_deed()
+            self._slots = np.frombuffer(self._file, _slot(self.deed), -1, SLOTS_AT)
+            if self._slots.size != self.deed.num_blocks:
+                raise Refused(Code.BAD_LAYOUT, "the ledger is of other blocks", self._slots.size)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self.suspect: Bools | None = None
+        """Blocks that an earlier daemon stored, and this one has not read yet."""
+        self.closed = False
+        self._stamp = int(self._slots["stamp"].max(initial=0))
+
+    @classmethod
+    def create(cls, deed: Deed) -> Ledger:
+        """A new one, in which nothing is sealed. Raises Refused where the deed is too long."""
+        data = _packed(deed)
+        nbytes = SLOTS_AT + _slot(deed).itemsize * deed.num_blocks
+        descriptor = sealed_memfd("kvferry-ledger", nbytes)
+        os.pwrite(descriptor, data, PAGE)
+        os.pwrite(descriptor, _HEAD.pack(MAGIC, 0), 0)
+        return cls(descriptor)
+
+    def suspect_all(self) -> None:
+        self.suspect = np.ones(self._slots.size, dtype=np.bool_)
+
+    def trust(self, blocks: Int64s) -> None:
+        """These were read, and are what they were."""
+        if self.suspect is not None:
+            self.suspect[blocks] = False
+            if not self.suspect.any():
+                self.suspect = None
+
+    def distrust(self, blocks: Int64s) -> None:
+        """These are to be read again with every load."""
+        if self.suspect is None:
+            self.suspect = np.zeros(self._slots.size, dtype=np.bool_)
+        self.suspect[blocks] = True
+
+    def amend(self, deed: Deed) -> None:
+        """Put another deed in the place of this one: for the same blocks and keys."""
+        data = _packed(deed)
+        _, current = _HEAD.unpack_from(self._file)
+        other = 1 - current
+        at = PAGE + other * DEED_ROOM
+        self._file[at : at + len(data)] = data
+        _HEAD.pack_into(self._file, 0, MAGIC, other)
+        self.deed = deed
+
+    def void(self) -> None:
+        """From now on this is no ledger, whoever holds it."""
+        _HEAD.pack_into(self._file, 0, bytes(8), 0)
+
+    def wipe(self) -> None:
+        """No block is good."""
+        self._slots["sealed"] = False
+        self._slots["version"] += np.uint32(1)
+
+    def vacate(self, blocks: Int64s) -> Versions:
+        """These are about to be written. Returns their versions, which `seal` wants to see."""
+        self._slots["sealed"][blocks] = False
+        versions: Versions = self._slots["version"][blocks] + np.uint32(1)
+        self._slots["version"][blocks] = versions
+        if self.suspect is not None:
+            self.suspect[blocks] = False
+        return versions
+
+    def seal(
+        self,
+        blocks: Int64s,
+        versions: Versions,
+        sums: Sums,
+        keys: Sequence[OffloadKey],
+        parts: dict[int, tuple[int, int]],
+    ) -> None:
+        """These hold what was stored in them, unless they were vacated since."""
+        slots = self._slots
+        same = self.current(blocks, versions)
+        if keys:
+            names = np.frombuffer(b"".join(keys), slots.dtype["key"])
+            slots["key"][blocks[same]] = names[same]
+        blocks = blocks[same]
+        places = [parts.get(block, (0, 0)) for block in blocks.tolist()] if parts else []
+        slots["part"][blocks] = places or (0, 0)
+        slots["sum"][blocks] = sums[same]
+        self.used(blocks)
+        slots["sealed"][blocks] = True
+
+    def used(self, blocks: Int64s) -> None:
+        """These were of use: the first became the most recent."""
+        self._stamp += blocks.size
+        self._slots["stamp"][blocks] = self._stamp - np.arange(blocks.size)
+
+    def current(self, blocks: Int64s, versions: Versions) -> Bools:
+        same: Bools = self._slots["version"][blocks] == versions
+        return same
+
+    def sealed(self, blocks: Int64s) -> Bools:
+        sealed: Bools = self._slots["sealed"][blocks]
+        return sealed
+
+    def sealed_blocks(self) -> Int64s:
+        return np.flatnonzero(self._slots["sealed"])
+
+    def versions(self, blocks: Int64s) -> Versions:
+        versions: Versions = self._slots["version"][blocks]
+        return versions
+
+    def sums(self, blocks: Int64s) -> Sums:
+        sums: Sums = self._slots["sum"][blocks]
+        return sums
+
+    def keys(self, blocks: Int64s) -> tuple[OffloadKey, ...]:
+        """The keys of sealed blocks; none where host blocks have none."""
+        if not self.deed.key_bytes:
+            return ()
+        return tuple(self._slots["key"][blocks].tolist())
+
+    def residents(self) -> tuple[Resident, ...]:
+        """What is good, least recent first; of a key that comes twice the more recent."""
+        blocks = self.sealed_blocks()
+        blocks = blocks[np.argsort(self._slots["stamp"][blocks], kind="stable")]
+        parts = self._slots["part"][blocks].tolist()
+        found = {
+            key: Resident(block, key, (part[0], part[1]) if part[1] else None)
+            for block, key, part in zip(blocks.tolist(), self.keys(blocks), parts, strict=False)
+        }
+        return tuple(found.values())
+
+    def close(self) -> None:
+        self.closed = True
+        del self._slots
+        self._file.close()
+        os.close(self.descriptor)
+
+    def _read_deed(self) -> Deed:
+        magic, current = _HEAD.unpack_from(self._file)
+        if magic != MAGIC or current > 1:
+            raise Refused(Code.BAD_LAYOUT, "that is no ledger of this version", magic.hex())
+        at = PAGE + current * DEED_ROOM
+        length, crc = _DEED.unpack_from(self._file, at)
+        data = self._file[at + _DEED.size : at + _DEED.size + min(length, DEED_ROOM)]
+        if zlib.crc32(data) != crc:
+            raise Refused(Code.BAD_LAYOUT, "the ledger's deed is damaged", length)
+        try:
+            deed = msgspec.msgpack.decode(data, type=Deed)
+            _slot(deed)
+        except (msgspec.MsgspecError, KVFerryError, ValueError) as error:
+            raise Refused(Code.BAD_LAYOUT, f"the ledger's deed cannot be read: {error}") from error
+        return deed
+
+
+def _packed(deed: Deed) -> bytes:
+    data = msgspec.msgpack.encode(deed)
+    if _DEED.size + len(data) > DEED_ROOM:
+        raise Refused(Code.BAD_LAYOUT, f"a deed has at most {DEED_ROOM} bytes", len(data))
+    return _DEED.pack(len(data), zlib.crc32(data)) + data
+
+
+def _slot(deed: Deed) -> np.dtype[np.void]:
+    """A block's line: its version counts its stores, stamps tell the order of use."""
+    fields = [
+        ("stamp", "<u8"),
+        ("sum", "<u8"),
+        ("part", "<u4", (2,)),
+        ("version", "<u4"),
+        ("sealed", "?"),
+        ("key", f"V{max(1, deed.key_bytes)}"),
+    ]
+    return np.dtype(fields, align=True)

@@ -1,0 +1,206 @@
+"""The books of the host pool: what is in which block, so that a restart loses nothing.
+
+The core says which regions there are, this keeps a ledger of each, and hands its descriptor to
+whoever keeps descriptors while no daemon runs (systemd). A store's blocks are vacated before the
+lane hears of it, and sealed behind its end, when a thread has read them back: later, at the pace
+that the machine has left for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Protocol
+
+import structlog
+
+from kvferry.daemon.core.actions import (
+    Amend,
+    Cargo,
+    Ended,
+    Enter,
+    Record,
+    Report,
+    Start,
+    Strike,
+)
+from kvferry.daemon.core.deeds import Found, Owner
+from kvferry.daemon.engine.auditor import Auditor, Blocks
+from kvferry.daemon.engine.ledger import Ledger, Sums, Versions
+from kvferry.daemon.server.audits import Audits
+from kvferry.proto.errors import KVFerryError
+from kvferry.proto.messages import Outcome
+from kvferry.proto.specs import Direction
+
+LEDGER = "ledger-"
+"""What the names of ledgers' descriptors begin with."""
+
+log = structlog.get_logger()
+
+
+class Keeper(Protocol):
+    """Who keeps descriptors while no daemon runs."""
+
+    def keep(self, name: str, descriptor: int) -> None: ...
+
+    def forget(self, name: str) -> None: ...
+
+
+class Nobody:
+    """Keeps nothing: the cache goes with the daemon."""
+
+    def keep(self, name: str, descriptor: int) -> None:
+        """It goes with the process."""
+
+    def forget(self, name: str) -> None:
+        """It was not kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Store:
+    """A store under way, and the versions that its blocks have while it is the last."""
+
+    ledger: Ledger
+    cargo: Cargo
+    versions: Versions
+
+    def cut(self, part: slice) -> _Store:
+        cargo = self.cargo
+        smaller = Cargo(cargo.owner, cargo.blocks[part], cargo.keys[part], cargo.parts)
+        return replace(self, cargo=smaller, versions=self.versions[part])
+
+
+class Archive:
+    """Called by the loop alone. `tell` takes reports that come when a thread is done.
+
+    check_loads: which part of the blocks that are loaded is read again, from 0 to 1.
+    """
+
+    def __init__(
+        self,
+        auditor: Auditor,
+        keeper: Keeper,
+        check_loads: float,
+        tell: Callable[[list[Report]], None],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._auditor = auditor
+        self._keeper = keeper
+        self._audits = Audits(auditor, check_loads, tell)
+        self._ledgers: dict[Owner, tuple[str, Ledger]] = {}
+        self._stores: dict[int, _Store] = {}
+        self._sealing = 0
+        self._names = count(1)
+
+    @property
+    def busy(self) -> bool:
+        """Whether something was stored that is not sealed yet."""
+        return self._sealing > 0
+
+    def take_up(self, kept: Mapping[str, int], restore: Callable[[Found], None]) -> None:
+        """Open the ledgers of an earlier daemon, the oldest first; `restore` raises Refused where
+        a region is not to be had any more. What is no use is given up, and said."""
+        names = sorted(
+            (name for name in kept if name.startswith(LEDGER)),
+            key=lambda name: int("0" + "".join(filter(str.isdecimal, name))),
+        )
+        for name in names:
+            try:
+                ledger = Ledger(kept[name])
+            except KVFerryError as error:
+                log.warning("a ledger is given up", name=name, reason=str(error))
+                self._keeper.forget(name)
+                continue
+            found = Found(ledger.deed, ledger.residents())
+            try:
+                restore(found)
+            except KVFerryError as error:
+                log.warning("a region is given up", region=ledger.deed.name, reason=str(error))
+                self._drop(name, ledger)
+                continue
+            ledger.suspect_all()
+            self._ledgers[ledger.deed.owner] = name, ledger
+            log.info(
+                "a region is back",
+                region=ledger.deed.name,
+                keys=len(found.residents),
+                blocks=ledger.deed.num_blocks,
+            )
+        self._names = count(1 + max([int(n.removeprefix(LEDGER)) for n in names], default=0))
+
+    def verify(self) -> None:
+        """Have everything read that an earlier daemon stored, behind all else that is to do."""
+        for _, ledger in self._ledgers.values():
+            self._audits.verify(ledger)
+
+    def write(self, record: Record) -> None:
+        match record:
+            case Enter(deed):
+                self._enter(Ledger.create(deed))
+            case Amend(deed, wipe):
+                _, ledger = self._ledgers[deed.owner]
+                if wipe:
+                    ledger.wipe()
+                ledger.amend(deed)
+            case Strike(owner):
+                if owner in self._ledgers:
+                    self._drop(*self._ledgers.pop(owner))
+
+    def started(self, start: Start) -> bool:
+        """Called before the lane hears of it. Whether its end will be held back."""
+        cargo = start.cargo
+        entry = self._ledgers.get(cargo.owner)
+        if entry is None:
+            return False
+        _, ledger = entry
+        if start.plan.direction is Direction.LOAD:
+            ledger.used(cargo.blocks)
+            return self._audits.started(start, ledger)
+        versions = ledger.vacate(cargo.blocks)
+        self._stores[start.plan.serial] = _Store(ledger, cargo, versions)
+        return False
+
+    def ended(self, report: Ended) -> Iterable[Report]:
+        """What the core is to hear now."""
+        store = self._stores.pop(report.serial, None)
+        if store is None:
+            return self._audits.ended(report)
+        if report.outcome is Outcome.DONE:
+            self._seal(store)
+        return (report,)
+
+    def close(self) -> None:
+        self._auditor.close()
+        for _, ledger in self._ledgers.values():
+            ledger.close()
+
+    def _enter(self, ledger: Ledger) -> None:
+        name = f"{LEDGER}{next(self._names)}"
+        self._ledgers[ledger.deed.owner] = name, ledger
+        self._keeper.keep(name, ledger.descriptor)
+
+    def _drop(self, name: str, ledger: Ledger) -> None:
+        ledger.void()
+        self._keeper.forget(name)
+        ledger.close()
+
+    def _seal(self, store: _Store) -> None:
+        deed, cargo = store.ledger.deed, store.cargo
+        blocks = Blocks(deed.start, deed.block_bytes, cargo.blocks, cargo.keys)
+        for part in blocks.batches():
+            self._sealing += 1
+            self._read(blocks.cut(part), store.cut(part))
+
+    def _read(self, blocks: Blocks, store: _Store) -> None:
+        def done(sums: Sums) -> None:
+            self._loop.call_soon_threadsafe(self._sealed, store, sums)
+
+        self._auditor.read(blocks, urgent=False, done=done)
+
+    def _sealed(self, store: _Store, sums: Sums) -> None:
+        self._sealing -= 1
+        cargo = store.cargo
+        if not store.ledger.closed:
+            store.ledger.seal(cargo.blocks, store.versions, sums, cargo.keys, cargo.parts)

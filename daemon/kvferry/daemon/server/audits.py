@@ -1,0 +1,164 @@
+"""Loads whose host blocks are read again: nobody hears that one is done before its bytes are good.
+
+A thread reads while the blocks are copied, and the end of the load waits for both. Ends of one
+session are told in order, so those behind a load that is being read wait for it too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import structlog
+
+from kvferry.daemon.core.actions import Corrupted, Ended, Report, Start
+from kvferry.daemon.core.geometry import Int64s
+from kvferry.daemon.engine.auditor import Auditor, Blocks
+from kvferry.daemon.engine.ledger import Ledger, Sums, Versions
+from kvferry.proto.errors import Code, ErrorInfo, KVFerryError
+from kvferry.proto.messages import Outcome
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A load whose end is not told yet."""
+
+    serial: int
+    session: str
+    reading: int = 0
+    """Batches of it that a thread has yet to read."""
+    ended: Ended | None = None
+    error: ErrorInfo | None = None
+
+    @property
+    def ready(self) -> bool:
+        return self.ended is not None and not self.reading
+
+    @property
+    def report(self) -> Ended:
+        assert self.ended is not None
+        if self.error is None or self.ended.outcome is not Outcome.DONE:
+            return self.ended
+        return Ended(self.serial, Outcome.FAILED, 0.0, self.error)
+
+
+class Audits:
+    """Called by the loop alone. rate: which part of loaded blocks is read, from 0 to 1."""
+
+    def __init__(self, auditor: Auditor, rate: float, tell: Callable[[list[Report]], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._auditor = auditor
+        self._rate = rate
+        self._tell = tell
+        self._random = np.random.default_rng()
+        self._held: dict[int, _Held] = {}
+        self._queues: defaultdict[str, deque[_Held]] = defaultdict(deque)
+
+    def started(self, start: Start, ledger: Ledger) -> bool:
+        """Have some of a load's blocks read. Whether its end is to be held back."""
+        blocks = self._chosen(start.cargo.blocks, ledger)
+        if not blocks.size and start.session not in self._queues:
+            return False
+        held = _Held(start.plan.serial, start.session)
+        self._held[held.serial] = held
+        self._queues[held.session].append(held)
+        sealed = ledger.sealed(blocks)
+        if not sealed.all():
+            held.error = _never_sealed(blocks[~sealed])
+        self._read(ledger, blocks[sealed], held)
+        return True
+
+    def ended(self, report: Ended) -> list[Report]:
+        """What may be told now that this load has ended."""
+        held = self._held.pop(report.serial, None)
+        if held is None:
+            return [report]
+        held.ended = report
+        return self._release(held.session)
+
+    def verify(self, ledger: Ledger) -> None:
+        """Read every block that an earlier daemon sealed."""
+        self._read(ledger, ledger.sealed_blocks(), None)
+
+    def _chosen(self, blocks: Int64s, ledger: Ledger) -> Int64s:
+        """Those that nobody has read since an earlier daemon, and some of the others."""
+        if not self._rate and ledger.suspect is None:
+            return blocks[:0]
+        chosen = (self._random.random(blocks.size) < self._rate) & ledger.sealed(blocks)
+        if ledger.suspect is not None:
+            chosen |= ledger.suspect[blocks]
+        return blocks[chosen]
+
+    def _read(self, ledger: Ledger, blocks: Int64s, held: _Held | None) -> None:
+        deed = ledger.deed
+        keys, versions = ledger.keys(blocks), ledger.versions(blocks)
+        whole = Blocks(deed.start, deed.block_bytes, blocks, keys)
+        for part in whole.batches():
+            if held is not None:
+                held.reading += 1
+            self._read_batch(ledger, whole.cut(part), versions[part], held)
+
+    def _read_batch(
+        self, ledger: Ledger, blocks: Blocks, versions: Versions, held: _Held | None
+    ) -> None:
+        def done(sums: Sums) -> None:
+            self._loop.call_soon_threadsafe(self._was_read, ledger, blocks, versions, sums, held)
+
+        self._auditor.read(blocks, urgent=held is not None, done=done)
+
+    def _was_read(
+        self, ledger: Ledger, blocks: Blocks, versions: Versions, sums: Sums, held: _Held | None
+    ) -> None:
+        reports: list[Report] = []
+        if not ledger.closed:
+            numbers = blocks.numbers
+            same = ledger.current(numbers, versions)
+            good = sums == ledger.sums(numbers)
+            ledger.trust(numbers[same & good])
+            if (bad := numbers[same & ~good]).size:
+                reports += self._condemn(ledger, bad, held)
+        if held is not None:
+            held.reading -= 1
+            reports += self._release(held.session)
+        if reports:
+            self._tell(reports)
+
+    def _condemn(self, ledger: Ledger, bad: Int64s, held: _Held | None) -> list[Report]:
+        """Blocks that lost their bytes: under a key nobody finds them again; those without one
+        are read, and fail, with every load until something else is stored in them."""
+        owner, keys = ledger.deed.owner, ledger.keys(bad)
+        log.error("host blocks are corrupt", owner=owner.name, blocks=bad.size, first=int(bad[0]))
+        if held is not None:
+            held.error = _corrupt(keys[0].hex() if keys else int(bad[0]))
+        if not keys:
+            ledger.distrust(bad)
+            return []
+        ledger.vacate(bad)
+        return [Corrupted(owner, keys)]
+
+    def _release(self, session: str) -> list[Report]:
+        """The ends of loads that nothing holds back any more."""
+        queue, reports = self._queues.get(session, deque()), list[Report]()
+        while queue and queue[0].ready:
+            reports.append(queue.popleft().report)
+        if not queue:
+            self._queues.pop(session, None)
+        return reports
+
+
+def _corrupt(block: object) -> ErrorInfo:
+    message = "a host block does not hold what was stored in it any more: compute it again"
+    return KVFerryError(Code.CORRUPT_BLOCK, message, block).info
+
+
+def _never_sealed(blocks: Int64s) -> ErrorInfo:
+    message = (
+        "nobody vouches for this host block: it was being stored when the daemon that had it "
+        "ended, or was never stored"
+    )
+    return KVFerryError(Code.CORRUPT_BLOCK, message, int(blocks[0])).info

@@ -1,0 +1,81 @@
+"""The books of the host pool in their plainest words: what a ledger would say of every block.
+
+Fed with the core's actions and the lane's reports it knows what another daemon would find, and
+gives back the actions that are not for the books.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvferry.daemon.core.actions import Action, Amend, Cargo, Ended, Enter, Start, Strike
+from kvferry.daemon.core.deeds import Deed, Found, Resident, engine_owner
+from kvferry.proto.messages import Outcome
+from kvferry.proto.specs import Direction
+
+NO_CARGO = Cargo(engine_owner("nobody"), np.empty(0, dtype=np.int64))
+
+
+@dataclass
+class Page:
+    """A region: its deed, its residents by block in the order of use, the last store of each."""
+
+    deed: Deed
+    residents: dict[int, Resident] = field(default_factory=dict)
+    last: dict[int, int] = field(default_factory=dict)
+
+
+class Books:
+    def __init__(self) -> None:
+        self.pages: dict[Any, Page] = {}
+        self.stores: dict[int, tuple[Page, Cargo]] = {}
+
+    def hear(self, actions: Iterable[Action]) -> list[Any]:
+        """Write down what is for the books; the rest."""
+        rest = []
+        for action in actions:
+            match action:
+                case Enter(deed):
+                    assert deed.owner not in self.pages, "a region is entered twice"
+                    self.pages[deed.owner] = Page(deed)
+                case Amend(deed, wipe):
+                    page = self.pages[deed.owner]
+                    assert (page.deed.start, page.deed.nbytes) == (deed.start, deed.nbytes)
+                    page.deed = deed
+                    if wipe:
+                        page.residents, page.last = {}, {}
+                case Strike(owner):
+                    self.pages.pop(owner, None)
+                case _:
+                    if isinstance(action, Start):
+                        self.started(action)
+                    rest.append(action)
+        return rest
+
+    def started(self, start: Start) -> None:
+        page = self.pages[start.cargo.owner]
+        blocks = start.cargo.blocks.tolist()
+        if start.plan.direction is Direction.STORE:
+            assert len(start.cargo.keys) in (0, len(blocks))
+            self.stores[start.plan.serial] = page, start.cargo
+            for block in blocks:
+                page.residents.pop(block, None)
+                page.last[block] = start.plan.serial
+
+    def ended(self, report: Ended) -> None:
+        """A store was done: what nobody stored over since, and nobody wiped, is good."""
+        page, cargo = self.stores.pop(report.serial, (None, None))
+        if page is None or cargo is None or report.outcome is not Outcome.DONE:
+            return
+        keys = cargo.keys or [b""] * cargo.blocks.size
+        for block, key in zip(cargo.blocks.tolist(), keys, strict=True):
+            if page.last.get(block) == report.serial:
+                page.residents[block] = Resident(block, key, cargo.parts.get(block))
+
+    def found(self) -> list[Found]:
+        """What another daemon finds."""
+        return [Found(page.deed, tuple(page.residents.values())) for page in self.pages.values()]
