@@ -9,7 +9,7 @@ that the machine has left for it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Protocol
@@ -58,6 +58,12 @@ class Nobody:
         """It was not kept."""
 
 
+@dataclass(slots=True)
+class _Job:
+    session: str
+    store: _Store | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class _Store:
     """A store under way, and the versions that its blocks have while it is the last."""
@@ -90,7 +96,7 @@ class Archive:
         self._keeper = keeper
         self._audits = Audits(auditor, check_loads, tell)
         self._ledgers: dict[Owner, tuple[str, Ledger]] = {}
-        self._stores: dict[int, _Store] = {}
+        self._jobs: dict[int, _Job] = {}
         self._sealing = 0
         self._names = count(1)
 
@@ -150,6 +156,7 @@ class Archive:
 
     def started(self, start: Start) -> bool:
         """Called before the lane hears of it. Whether its end will be held back."""
+        job = self._jobs[start.plan.serial] = _Job(start.session)
         cargo = start.cargo
         entry = self._ledgers.get(cargo.owner)
         if entry is None:
@@ -159,17 +166,15 @@ class Archive:
             ledger.used(cargo.blocks)
             return self._audits.started(start, ledger)
         versions = ledger.vacate(cargo.blocks)
-        self._stores[start.plan.serial] = _Store(ledger, cargo, versions)
+        job.store = _Store(ledger, cargo, versions)
         return False
 
-    def ended(self, report: Ended) -> Iterable[Report]:
+    def ended(self, report: Ended) -> Sequence[Report]:
         """What the core is to hear now."""
-        store = self._stores.pop(report.serial, None)
-        if store is None:
-            return self._audits.ended(report)
-        if report.outcome is Outcome.DONE:
-            self._seal(store)
-        return (report,)
+        job = self._jobs.pop(report.serial)
+        if job.store is not None and report.outcome is Outcome.DONE:
+            self._seal(job.store)
+        return self._audits.ended(job.session, report)
 
     def close(self) -> None:
         self._auditor.close()

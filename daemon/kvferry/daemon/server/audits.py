@@ -1,14 +1,14 @@
 """Loads whose host blocks are read again: nobody hears that one is done before its bytes are good.
 
-A thread reads while the blocks are copied, and the end of the load waits for both. Ends of one
-session are told in order, so those behind a load that is being read wait for it too.
+A thread reads while the blocks are copied, and the end of the load waits for both. The ends of a
+session's jobs are told in the order in which they ended, so those behind it wait too.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,9 +26,8 @@ log = structlog.get_logger()
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """A load whose end is not told yet."""
+    """A job whose end is not told yet."""
 
-    serial: int
     session: str
     reading: int = 0
     """Batches of it that a thread has yet to read."""
@@ -44,7 +43,7 @@ class _Held:
         assert self.ended is not None
         if self.error is None or self.ended.outcome is not Outcome.DONE:
             return self.ended
-        return Ended(self.serial, Outcome.FAILED, 0.0, self.error)
+        return Ended(self.ended.serial, Outcome.FAILED, 0.0, self.error)
 
 
 class Audits:
@@ -57,29 +56,31 @@ class Audits:
         self._tell = tell
         self._random = np.random.default_rng()
         self._held: dict[int, _Held] = {}
+        """Loads that are copied and read."""
         self._queues: defaultdict[str, deque[_Held]] = defaultdict(deque)
+        """For each session what has ended, from the first on that is still being read."""
 
     def started(self, start: Start, ledger: Ledger) -> bool:
-        """Have some of a load's blocks read. Whether its end is to be held back."""
+        """Have some of a load's blocks read. Whether there are any."""
         blocks = self._chosen(start.cargo.blocks, ledger)
-        if not blocks.size and start.session not in self._queues:
+        if not blocks.size:
             return False
-        held = _Held(start.plan.serial, start.session)
-        self._held[held.serial] = held
-        self._queues[held.session].append(held)
+        self._held[start.plan.serial] = held = _Held(start.session)
         sealed = ledger.sealed(blocks)
         if not sealed.all():
             held.error = _never_sealed(blocks[~sealed])
         self._read(ledger, blocks[sealed], held)
         return True
 
-    def ended(self, report: Ended) -> list[Report]:
-        """What may be told now that this load has ended."""
+    def ended(self, session: str, report: Ended) -> Sequence[Report]:
+        """What may be told now that a job has ended."""
         held = self._held.pop(report.serial, None)
-        if held is None:
-            return [report]
+        if held is None and session not in self._queues:
+            return (report,)
+        held = held or _Held(session)
         held.ended = report
-        return self._release(held.session)
+        self._queues[session].append(held)
+        return self._release(session)
 
     def verify(self, ledger: Ledger) -> None:
         """Read every block that an earlier daemon sealed."""

@@ -17,6 +17,8 @@ from kvferry.proto.messages import JobResult, Outcome
 class _Notice(msgspec.Struct, frozen=True):
     bulletin: Bulletin
     start: Start
+    held: bool
+    """Whether the socket alone is to tell how it ended."""
 
 
 class Bulletins:
@@ -34,17 +36,16 @@ class Bulletins:
     def close(self, session: str) -> None:
         self._bulletins.pop(session, None)
 
-    def started(self, start: Start) -> None:
+    def started(self, start: Start, *, held: bool) -> None:
         bulletin = self._bulletins.get(start.session)
         if bulletin is not None:
-            self._notices[start.plan.serial] = _Notice(bulletin, start)
+            self._notices[start.plan.serial] = _Notice(bulletin, start, held)
 
     def ended(self, report: Ended) -> None:
         notice = self._notices.pop(report.serial, None)
         if notice is None:
             return
         plan, job_id = notice.start.plan, notice.start.job_id
-        moved = plan.nbytes if report.outcome is Outcome.DONE else 0
-        notice.bulletin.write(
-            JobResult(job_id, plan.direction, report.outcome, moved, report.seconds)
-        )
+        outcome = Outcome.FAILED if notice.held else report.outcome
+        moved = plan.nbytes if outcome is Outcome.DONE else 0
+        notice.bulletin.write(JobResult(job_id, plan.direction, outcome, moved, report.seconds))

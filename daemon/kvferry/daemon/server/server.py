@@ -208,8 +208,7 @@ class Server:
         for action in actions:
             match action:  # the usual ones first
                 case Start():
-                    if not self._archive.started(action):
-                        self._bulletins.started(action)
+                    self._bulletins.started(action, held=self._archive.started(action))
                     self._lane.post(action)
                 case Send(session, message):
                     peer = self._peers.by_session.get(session)
