@@ -12,7 +12,8 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import structlog
@@ -26,9 +27,10 @@ from kvferry.daemon.engine.base import CopyEngine
 from kvferry.daemon.engine.pool import HostPool, check_fits
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
 from kvferry.daemon.lane.lane import Lane
-from kvferry.daemon.server.archive import Archive, Nobody
+from kvferry.daemon.server.archive import Archive, Keeper, Nobody
 from kvferry.daemon.server.endpoint import Endpoint
 from kvferry.daemon.server.server import Server
+from kvferry.daemon.supervisor import Supervisor
 from kvferry.proto.codec import MAX_MESSAGE_BYTES
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.messages import Limits
@@ -40,22 +42,26 @@ log = structlog.get_logger()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run until SIGTERM. Exit status: 0 stopped, 1 something failed, 2 refused to start."""
     sys.setswitchinterval(SWITCH_INTERVAL)
+    supervisor = Supervisor()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a chunk of the pool takes one
     try:
         config = configuration.read(arguments)
         start_logging(config.log)
         engine = make_engine(config)
-        pool_bytes = parse_bytes(config.pool.size)
-        if config.pool.check_memory:
-            check_fits(pool_bytes, locked=engine.info.kind != "cpu")
         endpoint = Endpoint(config.directory / engine.info.uuid)
     except KVFerryError as error:
         print(f"kvferryd: {error}", file=sys.stderr)
         sys.exit(2)
     try:
-        pool = HostPool(pool_bytes, parse_bytes(config.pool.chunk))
-        uvloop.run(run(config, engine, pool, endpoint))
+        keeper = supervisor if config.pool.keep and supervisor.keeps else Nobody()
+        pool, kept = make_pool(config, supervisor.kept, keeper, locked=engine.info.kind != "cpu")
+    except KVFerryError as error:
+        endpoint.close()
+        print(f"kvferryd: {error}", file=sys.stderr)
+        sys.exit(2)
+    try:
+        uvloop.run(run(config, engine, pool, endpoint, Kept(keeper, kept)))
     except KVFerryError as error:
         print(f"kvferryd: {error}", file=sys.stderr)
         sys.exit(1)
@@ -63,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         endpoint.close()
 
 
+CHUNK = "pool-"
+"""What the names of the pool's descriptors begin with, where they are kept."""
 SWITCH_INTERVAL = 1e-4
 """Seconds after which the loop and the lane make way for each other: Python's own 5 ms show."""
 
@@ -72,7 +80,17 @@ GC_THRESHOLDS = 10_000, 50, 100_000
 garbage that only they find."""
 
 
-async def run(config: Config, engine: CopyEngine, pool: HostPool, endpoint: Endpoint) -> None:
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Who keeps descriptors for the next daemon, and the ledgers that were kept for this one."""
+
+    keeper: Keeper
+    ledgers: Mapping[str, int]
+
+
+async def run(
+    config: Config, engine: CopyEngine, pool: HostPool, endpoint: Endpoint, kept: Kept
+) -> None:
     limits = Limits(MAX_MESSAGE_BYTES, MAX_BLOCK_IDS, config.limits.max_jobs)
     identity = Identity(installed_version(), secrets.token_hex(8), os.getpid(), engine.info, limits)
     core = Core(identity, pool.nbytes, time.monotonic())
@@ -80,12 +98,14 @@ async def run(config: Config, engine: CopyEngine, pool: HostPool, endpoint: Endp
     server = Server(core, endpoint, frozenset(config.limits.allow_uids), events)
     lane = Lane(engine, pool, server.lane_reports, server.fail)
     auditor = Auditor(pool.address, pool.nbytes, config.integrity.threads)
-    archive = Archive(auditor, Nobody(), config.integrity.check_loads, server.tell)
+    archive = Archive(auditor, kept.keeper, config.integrity.check_loads, server.tell)
+    archive.take_up(kept.ledgers, core.restore)
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
     with stop_signals(server):
         lane.start()
         pool.fill(engine, server.pool_grew, server.fail)
+        archive.verify()
         log.info(
             "serving", device=engine.info.name, directory=str(endpoint.directory), pool=pool.nbytes
         )
@@ -94,6 +114,28 @@ async def run(config: Config, engine: CopyEngine, pool: HostPool, endpoint: Endp
         archive.close()
         pool.close(engine)
     log.info("stopped")
+
+
+def make_pool(
+    config: Config, kept: Mapping[str, int], keeper: Keeper, *, locked: bool
+) -> tuple[HostPool, Mapping[str, int]]:
+    """The pool and the ledgers that an earlier daemon left, or a new pool and none."""
+    size, chunk = parse_bytes(config.pool.size), parse_bytes(config.pool.chunk)
+    chunks = [kept[name] for name in sorted(kept) if name.startswith(CHUNK)]
+    if chunks:
+        try:
+            return HostPool(size, chunk, chunks), kept
+        except KVFerryError as error:
+            log.warning("the pool that was kept is given up: it begins empty", reason=str(error))
+    for name, descriptor in kept.items():
+        keeper.forget(name)
+        os.close(descriptor)
+    if config.pool.check_memory:
+        check_fits(size, locked=locked)
+    pool = HostPool(size, chunk)
+    for number, descriptor in enumerate(pool.descriptors):
+        keeper.keep(f"{CHUNK}{number:05}", descriptor)
+    return pool, {}
 
 
 def make_engine(config: Config) -> CopyEngine:

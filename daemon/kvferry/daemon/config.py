@@ -45,6 +45,13 @@ class PoolConfig(Section, frozen=True):
     chunk: Annotated[
         Size, Meta(description="host memory is registered with the device in chunks of this size")
     ] = "1GiB"
+    keep: Annotated[
+        bool,
+        Meta(
+            description="have the service manager keep the pool and what is in it while the "
+            "daemon is restarted; where there is none that can, the pool goes with the daemon"
+        ),
+    ] = True
     check_memory: Annotated[
         bool,
         Meta(description="refuse a pool larger than the memory that is available at start"),

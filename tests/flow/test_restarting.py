@@ -1,0 +1,339 @@
+"""The daemon is killed and started again: what was stored is there, and nothing else is."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvferry.client import (
+    Code,
+    CPULoadStoreSpec,
+    Fingerprint,
+    Gone,
+    GPULoadStoreSpec,
+    KeyLoadStoreSpec,
+    KVLayout,
+    Lookup,
+    OffloadClient,
+    TensorLayout,
+    TensorRef,
+    TransferResult,
+    TransferSpec,
+    offload_key,
+)
+from kvferry.daemon.engine.ledger import Ledger
+from kvferry.testing.engine import until
+from kvferry.testing.manager import ServiceManager, kvferryd_command
+
+PAGE, BLOCKS, FACTOR = 4096, 32, 2
+LAYOUT = KVLayout((TensorLayout(BLOCKS, PAGE, PAGE),), ((TensorRef(0, PAGE),),), FACTOR)
+FINGERPRINT = Fingerprint("llama", PAGE * FACTOR, key_bytes=12)
+CHUNK = 4 << 20
+
+
+def key(number: int) -> bytes:
+    return offload_key(number.to_bytes(8, "big"))
+
+
+def keys(*numbers: int) -> tuple[bytes, ...]:
+    return tuple(key(number) for number in numbers)
+
+
+class Engine:
+    """A client that owns tensors, and knows what it wrote in them."""
+
+    def __init__(self, directory: Path, name: str = "one", *, namespace: bool = True) -> None:
+        self.client = OffloadClient(directory, engine=name)
+        if namespace:
+            self.opened = self.client.open_namespace(FINGERPRINT, cpu_bytes_to_use=4 << 20)
+        self.region, (self.tensor,) = self.client.allocate_kv_caches(
+            LAYOUT, host_bytes=None if namespace else 4 << 20
+        )
+        self.jobs = 0
+
+    def fill(self, blocks: Sequence[int], seed: int) -> torch.Tensor:
+        """Put random bytes into GPU blocks; returns them."""
+        content = np.random.default_rng(seed).integers(-128, 128, (len(blocks), PAGE), np.int8)
+        self.tensor[list(blocks)] = torch.from_numpy(content)
+        return torch.from_numpy(content)
+
+    def submit(self, spec: TransferSpec) -> int:
+        self.jobs += 1
+        self.client.transfer_async(self.jobs, spec)
+        return self.jobs
+
+    def run(self, spec: TransferSpec) -> TransferResult:
+        self.client.wait([self.submit(spec)])
+        (result,) = self.client.get_finished()
+        return result
+
+    def store(self, blocks: Sequence[int], names: Sequence[bytes]) -> TransferResult:
+        return self.run((GPULoadStoreSpec(blocks), KeyLoadStoreSpec(tuple(names))))
+
+    def load(self, names: Sequence[bytes], blocks: Sequence[int]) -> TransferResult:
+        return self.run((KeyLoadStoreSpec(tuple(names)), GPULoadStoreSpec(blocks)))
+
+    def lookup(self, *numbers: int) -> list[Lookup]:
+        self.client.poll()
+        return [self.client.lookup(key(number)) for number in numbers]
+
+    def close(self) -> None:
+        self.client.close()
+
+
+class Service:
+    """A daemon under a manager that keeps descriptors."""
+
+    def __init__(self, folder: Path, **options: object) -> None:
+        self.folder, self.options = folder, {"pool_chunk": CHUNK, "log_format": "json", **options}
+        self.manager = ServiceManager(
+            self._command(), folder / "notify", log=folder / "kvferryd.log"
+        )
+        self.directory = folder / "run" / "cpu"
+
+    def start(self) -> None:
+        self.manager.start(ready=False)
+        until(self._answers, 30)
+
+    def restart(self, **options: object) -> None:
+        self.manager.kill()
+        self.manager.command = self._command(**options)
+        self.start()
+
+    def engine(self, name: str = "one", *, namespace: bool = True) -> closing[Engine]:
+        return closing(Engine(self.directory, name, namespace=namespace))
+
+    def sealed(self, count: int) -> None:
+        """Return once so many blocks are sealed, over all ledgers."""
+        names = [name for name in self.manager.names if name.startswith("ledger-")]
+        ledgers = [Ledger(os.dup(self.manager.kept(name))) for name in names]
+        until(lambda: sum(ledger.sealed_blocks().size for ledger in ledgers) == count)
+        for ledger in ledgers:
+            ledger.close()
+
+    def change(self, name: str, at: int, data: bytes) -> None:
+        """Write into kept memory behind everybody's back."""
+        with mmap.mmap(self.manager.kept(name), 0) as memory:
+            memory[at : at + len(data)] = data
+
+    def _command(self, **options: object) -> list[str]:
+        return kvferryd_command(self.folder / "run", **(self.options | options))  # type: ignore[arg-type]
+
+    def _answers(self) -> bool:
+        assert self.manager.process.poll() is None, self.manager.log()
+        with suppress(Gone):
+            OffloadClient(self.directory, timeout=0.2).close()
+            return True
+        return False
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    service = Service(tmp_path)
+    with service.manager:
+        service.start()
+        yield service
+
+
+def test_what_was_stored_is_there_again(service: Service) -> None:
+    with service.engine() as one:
+        content = one.fill(range(8), seed=1)
+        assert one.store(range(8), keys(1, 2, 3, 4)).success
+        assert one.store([8], keys(5)).success  # half of a host block
+        service.sealed(5)
+    service.restart()
+    with service.engine("two") as two:
+        assert two.opened.reattached
+        assert two.lookup(1, 2, 3, 4, 5, 6) == [Lookup.HIT] * 5 + [Lookup.MISS]
+        assert two.load(keys(3, 1), [20, 21, 22, 23]).success
+        assert torch.equal(two.tensor[20:24], content[[4, 5, 0, 1]])
+        half = two.load(keys(5), [24, 25])
+        assert half.error is not None
+        assert half.error.code == Code.KEY_ABSENT
+        (namespace,) = two.client.namespaces()
+        assert (namespace.ready, namespace.pending, namespace.doomed) == (5, 0, 0)
+    assert "a region is back" in service.manager.log()
+
+
+def test_it_is_there_after_any_number_of_restarts_with_what_came_since(service: Service) -> None:
+    contents = {}
+    for round_ in range(3):
+        with service.engine() as engine:
+            assert engine.lookup(*range(round_)) == [Lookup.HIT] * round_
+            for number in range(round_):
+                assert engine.load(keys(number), [0, 1]).success
+                assert torch.equal(engine.tensor[:2], contents[number])
+            contents[round_] = engine.fill([4, 5], seed=round_)
+            assert engine.store([4, 5], keys(round_)).success
+            service.sealed(round_ + 1)
+        service.restart()
+
+
+def test_a_store_that_was_in_flight_is_not_resident(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    with service.manager:
+        service.start()
+        with service.engine() as one:
+            assert one.store([0, 1], keys(1)).success
+            service.sealed(1)
+        service.restart(reference_stall=0.5)
+        with service.engine() as one:
+            one.submit((GPULoadStoreSpec(range(16)), KeyLoadStoreSpec(keys(*range(2, 10)))))
+            until(lambda: one.client.namespaces()[0].pending == 8)
+            service.restart()
+        with service.engine() as one:
+            assert one.lookup(*range(1, 10)) == [Lookup.HIT] + [Lookup.MISS] * 8
+
+
+def test_keys_that_were_evicted_or_reset_stay_away(service: Service) -> None:
+    with service.engine() as one:
+        blocks = one.opened.num_blocks
+        for first in range(0, blocks + 16, 16):
+            assert one.store(range(32), keys(*range(first, first + 16))).success
+        service.sealed(blocks)
+    service.restart()
+    with service.engine() as one:
+        assert one.lookup(0, 15, 16, blocks + 15) == [Lookup.MISS] * 2 + [Lookup.HIT] * 2
+        one.client.reset()
+    service.restart()
+    with service.engine() as one:
+        assert one.opened.reattached
+        assert one.lookup(16, blocks + 15) == [Lookup.MISS] * 2
+        assert one.opened.generation == 2
+
+
+def test_the_least_recent_goes_first_also_after_a_restart(service: Service) -> None:
+    with service.engine() as one:
+        blocks = one.opened.num_blocks
+        for first in range(0, blocks, 16):
+            assert one.store(range(32), keys(*range(first, first + 16))).success
+        service.sealed(blocks)
+        assert one.load(keys(3), [0, 1]).success
+    service.restart()
+    with service.engine() as one:
+        assert one.store(range(32), keys(*range(9000, 9016))).success
+        assert one.lookup(3, 16) == [Lookup.HIT] * 2
+        assert one.lookup(0, 15) == [Lookup.MISS] * 2
+
+
+def test_bytes_that_changed_meanwhile_are_never_loaded(service: Service) -> None:
+    with service.engine() as one:
+        content = one.fill(range(4), seed=1)
+        assert one.store(range(4), keys(1, 2)).success
+        service.sealed(2)
+    service.manager.kill()
+    service.change("pool-00000", PAGE + 17, b"\x00\x01\x02\x03")
+    service.start()
+    with service.engine() as one:
+        result = one.load(keys(1), [20, 21])
+        assert not result.success
+        assert result.error is not None
+        assert result.error.code in (Code.CORRUPT_BLOCK, Code.KEY_ABSENT)
+        until(lambda: one.lookup(1) == [Lookup.MISS])
+        assert one.load(keys(2), [20, 21]).success
+        assert torch.equal(one.tensor[20:22], content[2:])
+        content = one.fill([0, 1], seed=2)  # and it can be stored anew
+        assert one.store([0, 1], keys(1)).success
+        assert one.load(keys(1), [8, 9]).success
+        assert torch.equal(one.tensor[8:10], content)
+
+
+def test_every_load_is_checked_where_that_is_wanted(tmp_path: Path) -> None:
+    service = Service(tmp_path, integrity_check_loads=1)
+    with service.manager:
+        service.start()
+        with service.engine() as one:
+            assert one.store(range(4), keys(1, 2)).success
+            service.sealed(2)
+            assert one.load(keys(1, 2), range(4)).success
+            service.change("pool-00000", 5, b"tampered")
+            result = one.load(keys(1, 2), range(4))
+            assert result.error is not None
+            assert result.error.code == Code.CORRUPT_BLOCK
+            assert result.error.value == repr(key(1).hex()) or key(1).hex() in result.error.value
+            until(lambda: one.lookup(1, 2) == [Lookup.MISS, Lookup.HIT])
+            assert one.client.status().errors == {Code.CORRUPT_BLOCK: 1}
+            (namespace,) = one.client.namespaces()
+            assert (namespace.ready, namespace.pinned, namespace.doomed) == (1, 0, 0)
+
+
+def test_an_engines_own_blocks_come_back_by_their_numbers(service: Service) -> None:
+    with service.engine(namespace=False) as one:
+        content = one.fill(range(4), seed=3)
+        assert one.run((GPULoadStoreSpec(range(4)), CPULoadStoreSpec([7, 9]))).success
+        service.sealed(2)
+    service.restart()
+    with service.engine(namespace=False) as one:
+        assert one.region.reattached
+        assert one.run((CPULoadStoreSpec([9, 7]), GPULoadStoreSpec(range(10, 14)))).success
+        assert torch.equal(one.tensor[10:14], content[[2, 3, 0, 1]])
+        never = one.run((CPULoadStoreSpec([7, 8]), GPULoadStoreSpec(range(10, 14))))
+        assert never.error is not None
+        assert never.error.code == Code.CORRUPT_BLOCK
+        assert one.run((GPULoadStoreSpec(range(2)), CPULoadStoreSpec([8]))).success
+        assert one.run((CPULoadStoreSpec([7, 8]), GPULoadStoreSpec(range(10, 14)))).success
+
+
+@pytest.mark.parametrize("option", ["pool_bytes", "pool_chunk"])
+def test_a_pool_of_another_shape_begins_empty_and_says_so(service: Service, option: str) -> None:
+    with service.engine() as one:
+        assert one.store([0, 1], keys(1)).success
+        service.sealed(1)
+    service.restart(**{option: 8 << 20})
+    assert "the pool that was kept is given up" in service.manager.log()
+    with service.engine() as one:
+        assert not one.opened.reattached
+        assert one.lookup(1) == [Lookup.MISS]
+        assert one.store([0, 1], keys(1)).success
+        service.sealed(1)
+    service.restart(**{option: 8 << 20})
+    with service.engine() as one:
+        assert one.lookup(1) == [Lookup.HIT]
+
+
+@pytest.mark.parametrize(("at", "data"), [(0, b"kvferry0"), (4096 + 12, b"\xff\xff\xff")])
+def test_a_ledger_of_another_version_or_a_damaged_one_is_given_up(
+    service: Service, at: int, data: bytes
+) -> None:
+    with service.engine() as one:
+        assert one.store([0, 1], keys(1)).success
+        service.sealed(1)
+    service.manager.kill()
+    (name,) = [name for name in service.manager.names if name.startswith("ledger-")]
+    for offset in (at, at + (1 << 20) if at else at):  # the deed has two places
+        service.change(name, offset, data)
+    service.start()
+    assert "a ledger is given up" in service.manager.log()
+    until(lambda: name not in service.manager.names)
+    with service.engine() as one:
+        assert not one.opened.reattached
+        assert one.lookup(1) == [Lookup.MISS]
+
+
+def test_nothing_is_kept_where_that_is_not_wanted(tmp_path: Path) -> None:
+    service = Service(tmp_path, pool_keep="false")
+    with service.manager:
+        service.start()
+        with service.engine() as one:
+            assert one.store([0, 1], keys(1)).success
+        assert service.manager.names == []
+
+
+def test_a_region_that_gave_its_room_away_does_not_come_back(service: Service) -> None:
+    with service.engine("old", namespace=False) as old:
+        assert old.run((GPULoadStoreSpec(range(2)), CPULoadStoreSpec([0]))).success
+        service.sealed(1)
+    with OffloadClient(service.directory, engine="new") as new:
+        until(lambda: not any(engine.present for engine in new.status().engines))
+        new.allocate_kv_caches(LAYOUT, host_bytes=16 << 20)
+        until(lambda: len([n for n in service.manager.names if n.startswith("ledger-")]) == 1)
+    service.restart()
+    with service.engine("old", namespace=False) as old:
+        assert not old.region.reattached
