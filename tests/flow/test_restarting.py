@@ -163,7 +163,7 @@ def test_what_was_stored_is_there_again(service: Service) -> None:
 
 
 def test_it_is_there_after_any_number_of_restarts_with_what_came_since(service: Service) -> None:
-    contents = {}
+    contents: dict[int, torch.Tensor] = {}
     for round_ in range(3):
         with service.engine() as engine:
             assert engine.lookup(*range(round_)) == [Lookup.HIT] * round_

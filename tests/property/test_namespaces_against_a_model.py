@@ -1053,6 +1053,27 @@ class World(RuleBasedStateMachine):
             assert set(cache.pending_keys()) == set(space.pending)
 
     @invariant()
+    def another_daemon_would_find_all_that_is_ready(self) -> None:
+        """And nothing else: of a block that a store may be writing, or wrote in part, it knows."""
+        limits = wire.Limits(1 << 20, 1 << 10, 1000)
+        heir = Core(Identity("0.1", "next", 4712, DEVICE, limits), POOL, started=200.0)
+        for found in self.books.found():
+            heir.restore(found)
+        caches = {one.name: one for one in heir._namespaces}
+        assert caches.keys() == {space.name for space in self.spaces.values()}
+        for space in self.spaces.values():
+            ours, theirs = self.core._namespaces._all[space.name], caches[space.name]
+            theirs.cache.check_integrity()
+            assert dict(theirs.cache.entries()) == dict(ours.cache.entries())
+            assert theirs.deed == ours.deed
+            blocks = set(dict(ours.cache.entries()).values())
+            assert theirs._parts == {b: p for b, p in ours._parts.items() if b in blocks}
+            assert theirs.news() is None
+        regions = {region.owner: (region.start, region.nbytes) for region in heir._regions}
+        ours = {region.owner: (region.start, region.nbytes) for region in self.core._regions}
+        assert regions == ours
+
+    @invariant()
     def everybody_was_told_the_truth(self) -> None:
         for space in self.spaces.values():
             for mirror in (space.listener, *space.followers.values()):

@@ -128,6 +128,8 @@ class World:
         self.policy = PLAIN[self.policy_name](self.capacity)
         self.state: dict[bytes, str] = {}
         self.where: dict[bytes, int] = {}
+        self.condemned: dict[bytes, int] = {}
+        """Keys that were discarded while pinned, and their blocks."""
         self.jobs: list[Job] = []
         self.ended: list[Job] = []
         self.offers: Counter[bytes] = Counter()
@@ -144,7 +146,8 @@ class World:
         return {key for job in loads for key in job.handle.keys}
 
     def doomed(self) -> set[int]:
-        return {block for j in self.jobs if j.epoch < self.epoch for block in j.handle.blocks}
+        past = {block for j in self.jobs if j.epoch < self.epoch for block in j.handle.blocks}
+        return past | set(self.condemned.values())
 
     def free(self) -> int:
         return self.capacity - len(self.where) - len(self.doomed())
@@ -152,7 +155,8 @@ class World:
     # Steps
 
     def offer(self, keys: list[bytes]) -> None:
-        absent = [key for key in dict.fromkeys(keys) if key not in self.state]
+        known = {*self.state, *self.condemned}
+        absent = [key for key in dict.fromkeys(keys) if key not in known]
         self.offers.update(absent)
         wanted = [key for key in absent if self.offers[key] >= self.threshold]
         self.counts["stores_skipped"] += len(absent) - len(wanted)
@@ -217,6 +221,19 @@ class World:
     def unpin(self, which: int) -> None:
         if job := self.ending(Pins, which):
             self.cache.complete_load(job.handle)
+            pinned = self.pinned()
+            self.condemned = {k: b for k, b in self.condemned.items() if k in pinned}
+
+    def discard(self, keys: list[bytes]) -> None:
+        """Bytes were lost."""
+        self.cache.discard(keys)
+        pinned = self.pinned()
+        for key in set(keys) & self.keys_that_are(READY):
+            self.policy.forget(key)
+            del self.state[key]
+            block = self.where.pop(key)
+            if key in pinned:
+                self.condemned[key] = block
 
     def end_again(self, which: int, success: bool) -> None:
         if not self.ended:
@@ -244,7 +261,7 @@ class World:
         self.cache.reset()
         self.epoch += 1
         self.policy = PLAIN[self.policy_name](self.capacity)
-        self.state, self.where = {}, {}
+        self.state, self.where, self.condemned = {}, {}, {}
         self.offers.clear()
 
     def restart(self) -> None:
@@ -290,7 +307,8 @@ class World:
         assert self.cache.entries() == [(key, self.where[key]) for key in order]
         usage = self.cache.usage
         assert (usage.free, usage.pending, usage.ready) == (self.free(), len(pending), len(ready))
-        assert (usage.pinned, usage.doomed) == (len(self.pinned()), len(self.doomed()))
+        pinned = self.pinned() - self.condemned.keys()
+        assert (usage.pinned, usage.doomed) == (len(pinned), len(self.doomed()))
         for name in ("hits", "misses", "stores_skipped", "stored", "evictions"):
             assert getattr(usage, name) == self.counts[name], name
 
@@ -300,7 +318,8 @@ class World:
 KEYS = st.sampled_from([bytes([letter]) for letter in b"abcdefghij"])
 OFTEN = ["offer", "store", "store", "store", "store", "store", "touch", "touch", "pin", "unpin"]
 Step: TypeAlias = tuple[str, list[bytes], int, bool]
-NAMES = OFTEN * 2 + ["end_store", "end_store", "end_again", "lookup", "drain", "reset", "restart"]
+RARELY = ["end_store", "end_store", "end_again", "lookup", "drain", "reset", "restart", "discard"]
+NAMES = OFTEN * 2 + RARELY
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(NAMES),
@@ -316,7 +335,7 @@ STEPS = st.lists(
 def take(world: World, name: str, keys: list[bytes], which: int, success: bool) -> None:
     """One step. `which`: of the jobs under way, or of the ready keys."""
     match name:
-        case "offer" | "touch" | "lookup":
+        case "offer" | "touch" | "lookup" | "discard":
             getattr(world, name)(keys)
         case "store":
             world.offer(keys)
