@@ -1070,8 +1070,8 @@ class World(RuleBasedStateMachine):
             assert theirs._parts == {b: p for b, p in ours._parts.items() if b in blocks}
             assert theirs.news() is None
         regions = {region.owner: (region.start, region.nbytes) for region in heir._regions}
-        ours = {region.owner: (region.start, region.nbytes) for region in self.core._regions}
-        assert regions == ours
+        mine = {region.owner: (region.start, region.nbytes) for region in self.core._regions}
+        assert regions == mine
 
     @invariant()
     def everybody_was_told_the_truth(self) -> None:

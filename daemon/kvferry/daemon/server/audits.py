@@ -120,9 +120,9 @@ class Audits:
             numbers = blocks.numbers
             same = ledger.current(numbers, versions)
             good = sums == ledger.sums(numbers)
-            ledger.trust(numbers[same & good])
             if (bad := numbers[same & ~good]).size:
                 reports += self._condemn(ledger, bad, held)
+            ledger.trust(numbers[same & good])
         if held is not None:
             held.reading -= 1
             reports += self._release(held.session)

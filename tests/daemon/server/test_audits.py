@@ -1,0 +1,189 @@
+"""What is read again, what its end waits for, and in which order ends are told."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.daemon.core.actions import Cargo, CopyPlan, Corrupted, Ended, Report, Start
+from kvferry.daemon.core.deeds import Deed
+from kvferry.daemon.engine.auditor import Auditor, Blocks
+from kvferry.daemon.engine.ledger import Ledger
+from kvferry.daemon.server.audits import Audits
+from kvferry.proto.errors import Code
+from kvferry.proto.messages import Outcome
+from kvferry.proto.specs import Direction, KVLayout, TensorLayout, TensorRef
+from kvferry.proto.status import Fingerprint
+
+BLOCK, COUNT = 4096, 16
+FINGERPRINT = Fingerprint("llama", BLOCK, key_bytes=8)
+LAYOUT = KVLayout((TensorLayout(4, BLOCK, BLOCK),), ((TensorRef(0, BLOCK),),))
+DEEDS = [
+    Deed(FINGERPRINT.name, BLOCK, COUNT * BLOCK, fingerprint=FINGERPRINT),
+    Deed("engine", BLOCK, COUNT * BLOCK, layout=LAYOUT),
+]
+
+
+def keys(*numbers: int) -> tuple[bytes, ...]:
+    return tuple(number.to_bytes(8, "big") for number in numbers)
+
+
+class Desk:
+    """Audits over real memory, with a ledger in which all blocks are sealed."""
+
+    def __init__(self, deed: Deed, rate: float) -> None:
+        self.deed = deed
+        self.pool = np.random.default_rng(1).integers(0, 255, (COUNT + 1, BLOCK), np.uint8)
+        self.auditor = Auditor(self.pool.ctypes.data, self.pool.nbytes, 2)
+        self.ledger = Ledger.create(deed)
+        self.told: list[Report] = []
+        self.audits = Audits(self.auditor, rate, self.told.extend)
+        self.store(*range(COUNT))
+
+    def store(self, *numbers: int) -> None:
+        blocks = np.array(numbers)
+        names = keys(*numbers) if self.deed.key_bytes else ()
+        versions = self.ledger.vacate(blocks)
+        sums = self.auditor.sums(Blocks(self.deed.start, BLOCK, blocks, names))
+        self.ledger.seal(blocks, versions, sums, names, {})
+
+    def spoil(self, block: int) -> None:
+        self.pool[block + 1, 100] ^= 1
+
+    def load(self, serial: int, *numbers: int, session: str = "a") -> bool:
+        blocks = np.array(numbers)
+        plan = CopyPlan(serial, 1, Direction.LOAD, (), 0, 0, 0, 0)
+        start = Start(plan, session, serial, Cargo(self.deed.owner, blocks))
+        return self.audits.started(start, self.ledger)
+
+    def ended(self, serial: int, session: str = "a") -> list[Any]:
+        return list(self.audits.ended(session, Ended(serial, Outcome.DONE, 0.5)))
+
+    async def settled(self, count: int) -> list[Report]:
+        async with asyncio.timeout(20):
+            while len(self.told) < count:
+                await asyncio.sleep(0.001)
+        return self.told
+
+    def close(self) -> None:
+        self.auditor.close()
+        self.ledger.close()
+
+
+@pytest.fixture(params=DEEDS, ids=["keys", "numbers"])
+async def desk(request: pytest.FixtureRequest) -> Any:
+    desk = Desk(request.param, 1.0)
+    yield desk
+    desk.close()
+
+
+async def test_a_load_of_good_blocks_is_done_once_they_were_read(desk: Desk) -> None:
+    assert desk.load(1, 3, 4, 5)
+    assert desk.ended(1) == []
+    assert await desk.settled(1) == [Ended(1, Outcome.DONE, 0.5)]
+
+
+async def test_a_load_that_ends_late_is_told_at_once(desk: Desk) -> None:
+    desk.load(1, 3)
+    desk.load(2, 4, session="b")
+    assert desk.ended(2, "b") == []
+    await desk.settled(1)
+    await asyncio.sleep(0.05)
+    assert desk.ended(1) == [Ended(1, Outcome.DONE, 0.5)]
+
+
+async def test_a_load_of_a_spoiled_block_fails_and_names_it(desk: Desk) -> None:
+    desk.spoil(4)
+    desk.load(1, 3, 4, 5)
+    assert desk.ended(1) == []
+    *corrupted, ended = await desk.settled(2 if desk.deed.key_bytes else 1)
+    assert isinstance(ended, Ended)
+    assert (ended.outcome, ended.seconds) == (Outcome.FAILED, 0.0)
+    assert ended.error is not None
+    assert ended.error.code == Code.CORRUPT_BLOCK
+    if desk.deed.key_bytes:
+        assert corrupted == [Corrupted(desk.deed.owner, keys(4))]
+        assert desk.ledger.sealed(np.array([3, 4, 5])).tolist() == [True, False, True]
+    else:
+        assert ended.error.value == "4"
+
+
+async def test_ends_are_told_in_the_order_in_which_they_ended(desk: Desk) -> None:
+    desk.load(1, *range(COUNT))
+    assert desk.ended(9) == [Ended(9, Outcome.DONE, 0.5)]  # before it: at once
+    assert desk.ended(1) == []
+    assert desk.ended(8) == []  # behind it
+    assert desk.ended(7, "b") == [Ended(7, Outcome.DONE, 0.5)]  # somebody else's
+    told = await desk.settled(2)
+    assert [report.serial for report in told if isinstance(report, Ended)] == [1, 8]
+    assert desk.ended(10) == [Ended(10, Outcome.DONE, 0.5)]
+
+
+async def test_what_was_stored_over_meanwhile_is_not_held_against_the_load(desk: Desk) -> None:
+    desk.spoil(2)
+    desk.load(1, 2)
+    desk.ledger.vacate(np.array([2]))  # a store of it begins before the thread's news are here
+    desk.ended(1)
+    assert await desk.settled(1) == [Ended(1, Outcome.DONE, 0.5)]
+
+
+async def test_a_region_that_went_meanwhile_ends_its_loads_all_the_same(desk: Desk) -> None:
+    desk.load(1, 2)
+    desk.ended(1)
+    desk.ledger.close()
+    assert await desk.settled(1) == [Ended(1, Outcome.DONE, 0.5)]
+    desk.ledger = Ledger.create(desk.deed)
+
+
+async def test_blocks_that_are_not_sealed_yet_are_not_read() -> None:
+    desk = Desk(DEEDS[0], 1.0)
+    desk.ledger.vacate(np.array([2, 3]))
+    assert not desk.load(1, 2, 3)
+    assert desk.ended(1) == [Ended(1, Outcome.DONE, 0.5)]
+    desk.close()
+
+
+async def test_with_a_rate_of_none_only_what_an_earlier_daemon_left_is_read() -> None:
+    desk = Desk(DEEDS[0], 0.0)
+    assert not desk.load(1, 2, 3)
+    desk.ledger.suspect_all()
+    assert desk.load(2, 2, 3)
+    desk.ended(2)
+    await desk.settled(1)
+    assert not desk.load(3, 2, 3)
+    assert desk.load(4, 2, 4)
+    desk.ended(4)
+    await desk.settled(2)
+    desk.close()
+
+
+async def test_about_as_many_are_read_as_the_rate_says() -> None:
+    desk = Desk(DEEDS[1], 0.25)
+    read = sum(desk.load(serial, 1) for serial in range(1000))
+    assert 150 < read < 350
+    desk.close()
+
+
+async def test_verify_finds_what_was_spoiled_while_nobody_loads() -> None:
+    desk = Desk(DEEDS[0], 0.0)
+    desk.ledger.suspect_all()
+    desk.spoil(7)
+    desk.audits.verify(desk.ledger)
+    assert await desk.settled(1) == [Corrupted(desk.deed.owner, keys(7))]
+    assert desk.ledger.suspect is None
+    desk.close()
+
+
+async def test_an_engines_block_that_nobody_sealed_fails_after_a_restart_only() -> None:
+    desk = Desk(DEEDS[1], 0.0)
+    desk.ledger.vacate(np.array([5]))
+    assert not desk.load(1, 5)
+    desk.ledger.suspect_all()
+    assert desk.load(2, 5)
+    (ended,) = desk.ended(2)
+    assert ended.error is not None
+    assert ended.error.code == Code.CORRUPT_BLOCK
+    desk.close()
