@@ -143,8 +143,12 @@ def test_a_ledger_with_other_slots_than_its_deed_says_is_refused() -> None:
 
 def test_what_an_earlier_daemon_left_is_suspect_until_read_or_stored_over() -> None:
     with opened() as ledger:
+        store(ledger, [0, 1, 2], keys := [b"aaaaa", b"bbbbb", b"ccccc"])
         ledger.suspect_all()
         assert ledger.suspect is not None
+        assert np.flatnonzero(ledger.suspect).tolist() == [0, 1, 2]
+        store(ledger, [3, 4, 5], keys)
+        ledger.suspect_all()
         ledger.trust(blocks(0, 1, 2))
         ledger.vacate(blocks(3, 4))
         assert np.flatnonzero(ledger.suspect).tolist() == [5]
