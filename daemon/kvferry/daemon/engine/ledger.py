@@ -39,6 +39,8 @@ _HEAD = struct.Struct("<8sQ")
 _DEED = struct.Struct("<II")
 """Length and CRC-32 of the deed that follows."""
 
+_ONE = np.uint32(1)
+
 Versions: TypeAlias = np.ndarray[Any, np.dtype[np.uint32]]
 Sums: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
 
@@ -66,8 +68,10 @@ class Ledger:
             raise
         self.suspect: Bools | None = None
         """Blocks that an earlier daemon stored, and this one has not read yet."""
+        self._sealed, self._versions = self._slots["sealed"], self._slots["version"]
+        self._stamps = self._slots["stamp"]
         self.closed = False
-        self._stamp = int(self._slots["stamp"].max(initial=0))
+        self._stamp = int(self._stamps.max(initial=0))
 
     @classmethod
     def create(cls, deed: Deed) -> Ledger:
@@ -82,7 +86,7 @@ class Ledger:
     def suspect_all(self) -> None:
         """An earlier daemon wrote this. Without keys somebody may ask for any block."""
         keys = self.deed.key_bytes
-        self.suspect = self._slots["sealed"].copy() if keys else np.ones_like(self._slots["sealed"])
+        self.suspect = self._sealed.copy() if keys else np.ones_like(self._sealed)
 
     def trust(self, blocks: Int64s) -> None:
         """These were read, and are what they were."""
@@ -113,14 +117,15 @@ class Ledger:
 
     def wipe(self) -> None:
         """No block is good."""
-        self._slots["sealed"] = False
-        self._slots["version"] += np.uint32(1)
+        self._sealed[:] = False
+        self._versions += _ONE
 
     def vacate(self, blocks: Int64s) -> Versions:
         """These are about to be written. Returns their versions, which `seal` wants to see."""
-        self._slots["sealed"][blocks] = False
-        versions: Versions = self._slots["version"][blocks] + np.uint32(1)
-        self._slots["version"][blocks] = versions
+        self._sealed[blocks] = False
+        versions: Versions = self._versions[blocks] + _ONE
+        self._versions[blocks] = versions
+        self.used(blocks)
         if self.suspect is not None:
             self.suspect[blocks] = False
         return versions
@@ -143,27 +148,29 @@ class Ledger:
         places = [parts.get(block, (0, 0)) for block in blocks.tolist()] if parts else []
         slots["part"][blocks] = places or (0, 0)
         slots["sum"][blocks] = sums[same]
-        self.used(blocks)
         slots["sealed"][blocks] = True
 
     def used(self, blocks: Int64s) -> None:
         """These were of use: the first became the most recent."""
         self._stamp += blocks.size
-        self._slots["stamp"][blocks] = self._stamp - np.arange(blocks.size)
+        if blocks.size == 1:
+            self._stamps[blocks] = self._stamp
+        else:
+            self._stamps[blocks] = self._stamp - np.arange(blocks.size)
 
     def current(self, blocks: Int64s, versions: Versions) -> Bools:
-        same: Bools = self._slots["version"][blocks] == versions
+        same: Bools = self._versions[blocks] == versions
         return same
 
     def sealed(self, blocks: Int64s) -> Bools:
-        sealed: Bools = self._slots["sealed"][blocks]
+        sealed: Bools = self._sealed[blocks]
         return sealed
 
     def sealed_blocks(self) -> Int64s:
-        return np.flatnonzero(self._slots["sealed"])
+        return np.flatnonzero(self._sealed)
 
     def versions(self, blocks: Int64s) -> Versions:
-        versions: Versions = self._slots["version"][blocks]
+        versions: Versions = self._versions[blocks]
         return versions
 
     def sums(self, blocks: Int64s) -> Sums:
@@ -189,7 +196,7 @@ class Ledger:
 
     def close(self) -> None:
         self.closed = True
-        del self._slots
+        del self._slots, self._sealed, self._versions, self._stamps
         self._file.close()
         os.close(self.descriptor)
 

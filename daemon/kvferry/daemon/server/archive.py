@@ -2,18 +2,20 @@
 
 The core says which regions there are, this keeps a ledger of each, and hands its descriptor to
 whoever keeps descriptors while no daemon runs (systemd). A store's blocks are vacated before the
-lane hears of it, and sealed behind its end, when a thread has read them back: later, at the pace
-that the machine has left for it.
+lane hears of it, and sealed some time after its end, when a thread has read them back: many
+together, so that no small copy waits for the threads of the ones before it.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Protocol
 
+import numpy as np
 import structlog
 
 from kvferry.daemon.core.actions import (
@@ -34,6 +36,8 @@ from kvferry.proto.errors import KVFerryError
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction
 
+SEAL_AFTER = 0.05
+"""Seconds that stores wait for others to be sealed with them."""
 LEDGER = "ledger-"
 """What the names of ledgers' descriptors begin with."""
 
@@ -66,7 +70,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _Store:
-    """A store under way, and the versions that its blocks have while it is the last."""
+    """A store, and the versions that its blocks have while it is the last."""
 
     ledger: Ledger
     cargo: Cargo
@@ -97,13 +101,14 @@ class Archive:
         self._audits = Audits(auditor, check_loads, tell)
         self._ledgers: dict[Owner, tuple[str, Ledger]] = {}
         self._jobs: dict[int, _Job] = {}
+        self._unsealed: list[_Store] = []
         self._sealing = 0
         self._names = count(1)
 
     @property
     def busy(self) -> bool:
         """Whether something was stored that is not sealed yet."""
-        return self._sealing > 0
+        return self._sealing > 0 or bool(self._unsealed)
 
     def take_up(self, kept: Mapping[str, int], restore: Callable[[Found], None]) -> None:
         """Open the ledgers of an earlier daemon, the oldest first; `restore` raises Refused where
@@ -173,7 +178,9 @@ class Archive:
         """What the core is to hear now."""
         job = self._jobs.pop(report.serial)
         if job.store is not None and report.outcome is Outcome.DONE:
-            self._seal(job.store)
+            if not self._unsealed:
+                self._loop.call_later(SEAL_AFTER, self._seal)
+            self._unsealed.append(job.store)
         return self._audits.ended(job.session, report)
 
     def close(self) -> None:
@@ -191,12 +198,20 @@ class Archive:
         self._keeper.forget(name)
         ledger.close()
 
-    def _seal(self, store: _Store) -> None:
-        deed, cargo = store.ledger.deed, store.cargo
-        blocks = Blocks(deed.start, deed.block_bytes, cargo.blocks, cargo.keys)
-        for part in blocks.batches():
-            self._sealing += 1
-            self._read(blocks.cut(part), store.cut(part))
+    def _seal(self) -> None:
+        """Have all that was stored lately read back, what is still the last store of its block."""
+        stores, self._unsealed = self._unsealed, []
+        by_ledger: defaultdict[Ledger, list[_Store]] = defaultdict(list)
+        for store in stores:
+            by_ledger[store.ledger].append(store)
+        for ledger, mine in by_ledger.items():
+            if not ledger.closed:
+                whole = _joined(ledger, mine)
+                deed, cargo = ledger.deed, whole.cargo
+                blocks = Blocks(deed.start, deed.block_bytes, cargo.blocks, cargo.keys)
+                for part in blocks.batches():
+                    self._sealing += 1
+                    self._read(blocks.cut(part), whole.cut(part))
 
     def _read(self, blocks: Blocks, store: _Store) -> None:
         def done(sums: Sums) -> None:
@@ -209,3 +224,20 @@ class Archive:
         cargo = store.cargo
         if not store.ledger.closed:
             store.ledger.seal(cargo.blocks, store.versions, sums, cargo.keys, cargo.parts)
+
+
+def _joined(ledger: Ledger, stores: list[_Store]) -> _Store:
+    """Stores of one ledger as one, without blocks that were stored over."""
+    blocks = np.concatenate([store.cargo.blocks for store in stores])
+    versions = np.concatenate([store.versions for store in stores])
+    keys = [key for store in stores for key in store.cargo.keys]
+    parts: dict[int, tuple[int, int]] = {}
+    for store in stores:  # a whole store behind that of a part makes the block whole
+        if parts:
+            parts = {b: p for b, p in parts.items() if b not in store.cargo.blocks}
+        parts |= store.cargo.parts
+    last = ledger.current(blocks, versions)
+    if not last.all():
+        keys = [key for key, same in zip(keys, last.tolist(), strict=False) if same]
+        blocks, versions = blocks[last], versions[last]
+    return _Store(ledger, Cargo(ledger.deed.owner, blocks, tuple(keys), parts), versions)

@@ -1,0 +1,160 @@
+"""Books are kept of regions, and handed on; stores are sealed together, the last of each block."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.daemon.core.actions import Amend, Cargo, CopyPlan, Ended, Enter, Start, Strike
+from kvferry.daemon.core.deeds import Deed, Found, Resident
+from kvferry.daemon.engine.auditor import Auditor
+from kvferry.daemon.engine.ledger import Ledger
+from kvferry.daemon.server.archive import Archive
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.messages import Outcome
+from kvferry.proto.specs import Direction
+from kvferry.proto.status import Fingerprint
+
+BLOCK, COUNT = 4096, 64
+FINGERPRINT = Fingerprint("llama", BLOCK, key_bytes=8)
+DEED = Deed(FINGERPRINT.name, 0, COUNT * BLOCK, fingerprint=FINGERPRINT)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(8, "big")
+
+
+class Shelf:
+    """Keeps descriptors, as a service manager would."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, int] = {}
+
+    def keep(self, name: str, descriptor: int) -> None:
+        self.kept[name] = os.dup(descriptor)
+
+    def forget(self, name: str) -> None:
+        os.close(self.kept.pop(name))
+
+
+class Desk:
+    def __init__(self, shelf: Shelf) -> None:
+        self.pool = np.zeros((COUNT, BLOCK), np.uint8)
+        self.shelf = shelf
+        self.auditor = Auditor(self.pool.ctypes.data, self.pool.nbytes, 2)
+        self.archive = Archive(self.auditor, shelf, 0.0, lambda reports: None)
+        self.serial = 0
+
+    def start(self, numbers: list[int], keys: list[int], **parts: tuple[int, int]) -> int:
+        self.serial += 1
+        plan = CopyPlan(self.serial, 1, Direction.STORE, (), 0, 0, 0, 0)
+        names = tuple(key(number) for number in keys)
+        theirs = {int(name[1:]): part for name, part in parts.items()}
+        cargo = Cargo(DEED.owner, np.array(numbers), names, theirs)
+        assert not self.archive.started(Start(plan, "a", self.serial, cargo))
+        return self.serial
+
+    def end(self, serial: int, outcome: Outcome = Outcome.DONE) -> None:
+        report = Ended(serial, outcome)
+        assert list(self.archive.ended(report)) == [report]
+
+    async def found(self) -> tuple[Resident, ...]:
+        """What another daemon finds, once all is sealed."""
+        async with asyncio.timeout(20):
+            while self.archive.busy:
+                await asyncio.sleep(0.001)
+        ledger = Ledger(os.dup(self.shelf.kept["ledger-1"]))
+        residents = ledger.residents()
+        ledger.close()
+        return residents
+
+
+@pytest.fixture
+async def desk() -> Any:
+    desk = Desk(Shelf())
+    desk.archive.write(Enter(DEED))
+    yield desk
+    desk.archive.close()
+
+
+async def test_stores_are_found_in_the_order_in_which_they_began(desk: Desk) -> None:
+    first, second = desk.start([3, 4], [1, 2]), desk.start([7], [3])
+    desk.end(second)
+    desk.end(first)
+    expected = (Resident(4, key(2)), Resident(3, key(1)), Resident(7, key(3)))
+    assert await desk.found() == expected
+
+
+async def test_of_stores_that_are_sealed_together_the_last_of_a_block_counts(desk: Desk) -> None:
+    one = desk.start([1, 2], [1, 2], b1=(0, 1), b2=(1, 2))
+    desk.end(one)
+    desk.end(desk.start([2], [9]))
+    desk.end(desk.start([1], [8], b1=(2, 3)))
+    assert await desk.found() == (Resident(2, key(9)), Resident(1, key(8), (2, 3)))
+
+
+async def test_what_is_being_stored_over_is_not_found(desk: Desk) -> None:
+    desk.end(desk.start([1, 2], [1, 2]))
+    over = desk.start([2], [3])
+    assert await desk.found() == (Resident(1, key(1)),)
+    desk.end(over, Outcome.FAILED)
+    assert await desk.found() == (Resident(1, key(1)),)
+
+
+async def test_a_wipe_takes_what_is_not_sealed_yet_along(desk: Desk) -> None:
+    desk.end(desk.start([1], [1]))
+    late = desk.start([2], [2])
+    desk.archive.write(Amend(DEED, wipe=True))
+    desk.end(late)
+    assert await desk.found() == ()
+    desk.end(desk.start([1], [3]))
+    assert await desk.found() == (Resident(1, key(3)),)
+
+
+async def test_a_region_that_is_struck_is_kept_no_more(desk: Desk) -> None:
+    desk.end(desk.start([1], [1]))
+    other = os.dup(desk.shelf.kept["ledger-1"])
+    desk.archive.write(Strike(DEED.owner))
+    assert desk.shelf.kept == {}
+    with pytest.raises(Refused):
+        Ledger(other)  # a copy of the descriptor somewhere is no ledger any more either
+    desk.archive.write(Strike(DEED.owner))
+    desk.archive.write(Enter(DEED))
+    assert list(desk.shelf.kept) == ["ledger-2"]
+    await asyncio.sleep(0.1)  # what was to be sealed is not there any more
+
+
+async def test_more_blocks_than_one_thread_takes_at_once(desk: Desk, monkeypatch: Any) -> None:
+    monkeypatch.setattr("kvferry.daemon.engine.auditor.BATCH_BLOCKS", 3)
+    desk.end(desk.start(list(range(10)), list(range(100, 110)), b4=(1, 2)))
+    found = {resident.block: resident for resident in await desk.found()}
+    expected = {n: Resident(n, key(100 + n), (1, 2) if n == 4 else None) for n in range(10)}
+    assert found == expected
+
+
+async def test_an_heir_takes_up_what_it_may_and_gives_up_the_rest(desk: Desk) -> None:
+    desk.end(desk.start([1], [1]))
+    assert await desk.found()
+    junk = os.memfd_create("junk")
+    desk.shelf.kept["ledger-7"] = os.dup(junk)
+    kept = {name: os.dup(descriptor) for name, descriptor in desk.shelf.kept.items()}
+    heir = Desk(desk.shelf)
+    found: list[Found] = []
+    heir.archive.take_up(kept, found.append)
+    assert found == [Found(DEED, (Resident(1, key(1)),))]
+    assert list(desk.shelf.kept) == ["ledger-1"]
+    heir.archive.close()
+
+    def refuse(found: Found) -> None:
+        raise Refused(Code.POOL_FULL, "no room", found.deed.name)
+
+    kept = {name: os.dup(descriptor) for name, descriptor in desk.shelf.kept.items()}
+    other = Desk(desk.shelf)
+    other.archive.take_up(kept, refuse)
+    assert desk.shelf.kept == {}
+    other.archive.close()
+    os.close(junk)
