@@ -103,6 +103,8 @@ class Regions:
 
     def records(self) -> list[Record]:
         """What is to be written down since this was asked last, in order."""
+        if not self._records:
+            return []
         records, self._records = self._records, []
         return records
 

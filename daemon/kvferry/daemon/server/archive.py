@@ -62,12 +62,6 @@ class Nobody:
         """It was not kept."""
 
 
-@dataclass(slots=True)
-class _Job:
-    session: str
-    store: _Store | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class _Store:
     """A store, and the versions that its blocks have while it is the last."""
@@ -100,7 +94,9 @@ class Archive:
         self._keeper = keeper
         self._audits = Audits(auditor, check_loads, tell)
         self._ledgers: dict[Owner, tuple[str, Ledger]] = {}
-        self._jobs: dict[int, _Job] = {}
+        self._under_way: dict[int, Start] = {}
+        self._stores: dict[int, tuple[Ledger, Versions]] = {}
+        """Those under way, and the versions of their blocks while they are the last."""
         self._unsealed: list[_Store] = []
         self._sealing = 0
         self._names = count(1)
@@ -161,8 +157,8 @@ class Archive:
 
     def started(self, start: Start) -> bool:
         """Called before the lane hears of it. Whether its end will be held back."""
-        job = self._jobs[start.plan.serial] = _Job(start.session)
-        cargo = start.cargo
+        cargo, serial = start.cargo, start.plan.serial
+        self._under_way[serial] = start
         entry = self._ledgers.get(cargo.owner)
         if entry is None:
             return False
@@ -170,18 +166,18 @@ class Archive:
         if start.plan.direction is Direction.LOAD:
             ledger.used(cargo.blocks)
             return self._audits.started(start, ledger)
-        versions = ledger.vacate(cargo.blocks)
-        job.store = _Store(ledger, cargo, versions)
+        self._stores[serial] = ledger, ledger.vacate(cargo.blocks)
         return False
 
     def ended(self, report: Ended) -> Sequence[Report]:
         """What the core is to hear now."""
-        job = self._jobs.pop(report.serial)
-        if job.store is not None and report.outcome is Outcome.DONE:
+        start = self._under_way.pop(report.serial)
+        store = self._stores.pop(report.serial, None)
+        if store is not None and report.outcome is Outcome.DONE:
             if not self._unsealed:
                 self._loop.call_later(SEAL_AFTER, self._seal)
-            self._unsealed.append(job.store)
-        return self._audits.ended(job.session, report)
+            self._unsealed.append(_Store(store[0], start.cargo, store[1]))
+        return self._audits.ended(start.session, report)
 
     def close(self) -> None:
         self._auditor.close()

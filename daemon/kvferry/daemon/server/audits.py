@@ -7,11 +7,11 @@ session's jobs are told in the order in which they ended, so those behind it wai
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import structlog
 
 from kvferry.daemon.core.actions import Corrupted, Ended, Report, Start
@@ -54,7 +54,8 @@ class Audits:
         self._auditor = auditor
         self._rate = rate
         self._tell = tell
-        self._random = np.random.default_rng()
+        self._before_next = 0.0
+        """Blocks that pass unread before the next one is read."""
         self._held: dict[int, _Held] = {}
         """Loads that are copied and read."""
         self._queues: defaultdict[str, deque[_Held]] = defaultdict(deque)
@@ -88,12 +89,27 @@ class Audits:
 
     def _chosen(self, blocks: Int64s, ledger: Ledger) -> Int64s:
         """Those that nobody has read since an earlier daemon, and some of the others."""
-        if not self._rate and ledger.suspect is None:
-            return blocks[:0]
-        chosen = (self._random.random(blocks.size) < self._rate) & ledger.sealed(blocks)
+        sampled = self._sampled(blocks.size)
         if ledger.suspect is not None:
-            chosen |= ledger.suspect[blocks]
-        return blocks[chosen]
+            chosen = ledger.suspect[blocks]
+            chosen[sampled] |= ledger.sealed(blocks[sampled])
+            return blocks[chosen]
+        if not sampled:
+            return blocks[:0]
+        chosen = blocks[sampled]
+        return chosen[ledger.sealed(chosen)]
+
+    def _sampled(self, count: int) -> list[int]:
+        """Which of so many blocks are to be read, at random distances that the rate says."""
+        if not self._rate:
+            return []
+        sampled = []
+        at = self._before_next
+        while at < count:
+            sampled.append(int(at))
+            at += 2 * random.random() / self._rate if self._rate < 1 else 1
+        self._before_next = at - count
+        return sampled
 
     def _read(self, ledger: Ledger, blocks: Int64s, held: _Held | None) -> None:
         deed = ledger.deed
