@@ -96,8 +96,8 @@ class Audits:
             return blocks[chosen]
         if not sampled:
             return blocks[:0]
-        chosen = blocks[sampled]
-        return chosen[ledger.sealed(chosen)]
+        some = blocks[sampled]
+        return some[ledger.sealed(some)]
 
     def _sampled(self, count: int) -> list[int]:
         """Which of so many blocks are to be read, at random distances that the rate says."""
