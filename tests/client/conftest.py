@@ -40,7 +40,7 @@ class StandIn:
         self.pending: dict[OffloadKey, None] = {}
         self.slow = self.deaf = self.lossy = self.dead = self.closed = False
         self.refusal: ErrorInfo | None = None
-        self.drains = 0
+        self.drains = self.opened = 0
         self._to_send: deque[bytes] = deque()
         self._resets: list[int] = []
 
@@ -98,6 +98,11 @@ class StandIn:
     def check_alive(self) -> None:
         if self.dead:
             raise Gone(Code.DAEMON_GONE, "killed")
+
+    def reopen(self) -> None:
+        """What was on its way is lost with the socket."""
+        self._to_send.clear()
+        self.opened += 1
 
     def wait(self, seconds: float) -> None:
         time.sleep(min(seconds, 0.001))
@@ -171,5 +176,5 @@ def stand_in(start_stand_in: Callable[..., StandIn]) -> StandIn:
 
 @pytest.fixture
 def client(stand_in: StandIn) -> OffloadClient:
-    """Of `stand_in`; no namespace is opened."""
-    return OffloadClient(stand_in.directory, engine="engine", timeout=0.2)
+    """Of `stand_in`, and of no other after it; no namespace is opened."""
+    return OffloadClient(stand_in.directory, engine="engine", timeout=0.2, reconnect=False)

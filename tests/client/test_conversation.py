@@ -62,8 +62,7 @@ def outcomes(talk: Conversation) -> list[tuple[int, str]]:
 
 
 def test_the_first_message_says_who_speaks() -> None:
-    data = Conversation("engine", "client").hello()
-    assert decode_client_message(data) == wire.Hello(1, 1, "client", "engine")
+    assert Conversation("engine", "client").hello() == wire.Hello(1, 1, "client", "engine")
 
 
 def test_a_client_is_greeted_once_the_welcome_is_there() -> None:
@@ -219,8 +218,8 @@ def test_job_ids_that_no_daemon_can_read_are_refused_here(
 def test_requests_have_numbers_of_their_own(talk: Conversation) -> None:
     requests = [talk.wait([7, 8]) for _ in range(3)]
     assert len({request.request_id for request in requests}) == 3
-    with talk.asking(requests[0]) as data:
-        assert decode_client_message(data) == wire.Wait(requests[0].request_id, (7, 8))
+    data = talk.request(requests[0])
+    assert decode_client_message(data) == wire.Wait(requests[0].request_id, (7, 8))
     assert decode_client_message(talk.cancel(iter([7]))) == wire.Cancel((7,))
 
 
@@ -282,7 +281,8 @@ NEWS = wire.News(1, (wire.KeyEvent(EventKind.STORED, (b"aaaa",)),))
 
 
 def enter(talk: Conversation) -> Conversation:
-    talk.enter(FINGERPRINT, wire.Opened(1, FINGERPRINT.name, 8, 4096, False, "lru", 1))
+    opening = wire.OpenNamespace(1, FINGERPRINT)
+    talk.enter(opening, wire.Opened(1, FINGERPRINT.name, 8, 4096, False, "lru", 1))
     return talk
 
 
@@ -343,7 +343,9 @@ def test_kv_caches_are_registered_with_a_region_or_in_a_namespace(
     layout = KVLayout((TensorLayout(8, 64, 64),), ((TensorRef(0, 64),),))
     if inside:
         enter(talk)
-    step = next(verbs.allocate(talk, layout, None if inside else 4096, None))
+    verb = verbs.allocate(talk, layout, None if inside else 4096, None)
+    assert isinstance(next(verb), verbs.Until)
+    step = verb.send(True)
     assert isinstance(step, verbs.Ask)
     assert step.request == wire.AllocateKVCaches(1, layout, None if inside else 4096)
 
@@ -397,4 +399,4 @@ def test_the_first_reason_for_the_end_stands(talk: Conversation) -> None:
     first = Gone(Code.TIMEOUT, "no answer")
     talk.lose(first)
     talk.lose(Gone(Code.DAEMON_GONE, "later"))
-    assert talk.ended is first
+    assert talk.gone is first

@@ -215,7 +215,7 @@ async def test_the_daemon_is_killed(kvferryd: LocalDaemon) -> None:
     await asyncio.wait_for(waiting, 2)
     assert [result.outcome for result in client.get_finished()] == ["lost"]
     with pytest.raises(Gone):
-        await client.status()
+        await client.status(timeout=0.2)
     with pytest.raises(Gone):
         client.transfer_async(2, store(0, 0))
     await client.close()

@@ -57,7 +57,10 @@ def test_the_daemon_is_killed(start_engine: StartEngine, kvferryd: LocalDaemon) 
     assert {result.error.code for result in results if result.error} == {Code.DAEMON_GONE}
     assert [result.transfer_type[0] for result in results] == ["GPU"] * 4 + ["CPU"]
     engine.client.wait(jobs)
-    calls: list[Callable[[], object]] = [lambda: engine.store([0], [0]), engine.client.status]
+    calls: list[Callable[[], object]] = [
+        lambda: engine.store([0], [0]),
+        lambda: engine.client.status(timeout=0.2),
+    ]
     for call in calls:
         with pytest.raises(Gone) as gone:
             call()
@@ -81,15 +84,18 @@ def test_the_daemon_is_killed_while_somebody_waits(
 
 
 def test_a_daemon_restarts_under_an_idle_client(tmp_path: Path) -> None:
-    """The new daemon does not know the client; the client finds out by its first job at last."""
+    """The new daemon does not know the client; one that is to end with the old finds out."""
     options = {"runtime_dir": tmp_path, "pool_bytes": 1 << 20}
     with ExitStack() as stack:
         first = stack.enter_context(LocalDaemon(**options))  # type: ignore[arg-type]
         client = stack.enter_context(OffloadClient(first.directory, engine="idle"))
+        ending = OffloadClient(first.directory, engine="ending", reconnect=False)
+        stack.enter_context(ending)
         first.kill()
-        stack.enter_context(LocalDaemon(**options))  # type: ignore[arg-type]
+        second = stack.enter_context(LocalDaemon(**options))  # type: ignore[arg-type]
+        assert client.status().pid == second.pid
         with pytest.raises(Gone) as gone:
-            client.status()
+            ending.status()
         assert gone.value.code == Code.DAEMON_GONE
 
 

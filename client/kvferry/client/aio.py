@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import zmq
 
 from kvferry.client import verbs
+from kvferry.client.comeback import TICK
 from kvferry.client.conversation import timed_out
 from kvferry.client.descriptors import collect, deposit
 from kvferry.client.nonblocking import KVCaches, NonBlocking
 from kvferry.client.timeline import Timeline
-from kvferry.client.verbs import Ask, Fetch, Leave, Step, Tell, Verb
+from kvferry.client.verbs import Ask, Fetch, Leave, Step, Tell, Until, Verb
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.messages import HostRegion, Opened
 from kvferry.proto.specs import KVLayout
@@ -35,13 +36,15 @@ R = TypeVar("R")
 class AsyncOffloadClient(NonBlocking):
     """As OffloadClient, for one event loop; make one with `connect`."""
 
-    def __init__(self, directory: Path | str | None, engine: str, client: str) -> None:
-        super().__init__(directory, engine, client)
+    def __init__(
+        self, directory: Path | str | None, engine: str, client: str, reconnect: bool = True
+    ) -> None:
+        super().__init__(directory, engine, client, reconnect)
         self.timeout = 10.0
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
-        for socket in (self._connection.socket, self._connection.monitor):
-            self._loop.add_reader(int(socket.get(zmq.FD)), self._readable)
+        self._ticking = False
+        self._attach()
 
     @classmethod
     async def connect(
@@ -51,19 +54,18 @@ class AsyncOffloadClient(NonBlocking):
         engine: str = "default",
         client: str = "AsyncOffloadClient",
         timeout: float = 10.0,
+        reconnect: bool = True,
     ) -> AsyncOffloadClient:
-        """A session with a daemon; parameters and errors as OffloadClient's."""
-        self = cls(directory, engine, client)
+        """A session with a daemon; parameters and errors as OffloadClient's.
+
+        When the daemon goes, the loop drives the client back: nothing need be called.
+        """
+        self = cls(directory, engine, client, reconnect)
         self.timeout = timeout
         try:
-            self._send(self._conversation.hello())
-            async with asyncio.timeout(timeout):
-                await self._until(self._conversation.greeted)
-        except TimeoutError:
-            self._detach()
-            raise timed_out("no daemon answered", str(self.directory)) from None
+            await self._perform(self._join(), timeout)
         except BaseException:
-            self._detach()
+            self._hang_up()
             raise
         return self
 
@@ -134,12 +136,13 @@ class AsyncOffloadClient(NonBlocking):
         """Say goodbye; jobs under way are given up. The client is of no use afterwards."""
         if self._connection.closed:
             return
+        self._leave()
         try:
             await self._perform(verbs.goodbye(self._conversation), timeout)
         except KVFerryError:  # it need not hear us
             pass
         finally:
-            self._detach()
+            self._hang_up()
 
     async def __aenter__(self) -> AsyncOffloadClient:
         return self
@@ -165,24 +168,24 @@ class AsyncOffloadClient(NonBlocking):
             return result
 
     async def _do(self, step: Step, deadline: float) -> Any:
-        talk, session = self._conversation, self.daemon.session_id
-        left = max(0.0, deadline - self._loop.time())
+        talk, left = self._conversation, max(0.0, deadline - self._loop.time())
+        where, session = self.directory, talk.session
         try:
             async with asyncio.timeout_at(deadline):
                 match step:
                     case Ask(request):
-                        with talk.asking(request) as data:
-                            self._send(data)
+                        with talk.asking(request):
+                            self._send(talk.request(request))
                             return await self._until(lambda: talk.reply(request.request_id))
-                    case Leave(fds):
-                        return await asyncio.to_thread(deposit, self.directory, session, fds, left)
+                    case Leave(descriptors):
+                        return await asyncio.to_thread(deposit, where, session, descriptors, left)
                     case Fetch(ticket):
-                        return await asyncio.to_thread(
-                            collect, self.directory, session, ticket, left
-                        )
+                        return await asyncio.to_thread(collect, where, session, ticket, left)
                     case Tell(message, until):
                         self._send(talk.request(message))
                         return await self._until(until)
+                    case Until(ready):
+                        return await self._until(ready)
         except TimeoutError:
             raise timed_out("no answer", str(self.directory)) from None
 
@@ -204,10 +207,27 @@ class AsyncOffloadClient(NonBlocking):
 
     def _look(self) -> None:
         """Whoever finds the daemon gone tells everybody who waits."""
-        known = self._conversation.ended is not None
+        linked = self._conversation.linked
         super()._look()
-        if not known and self._conversation.ended is not None:
+        if linked and not self._conversation.linked:
             self._announce()
+            self._come_back()
+
+    def _join(self) -> Verb[None]:
+        return verbs.join(self._conversation, bulletin=False)
+
+    def _come_back(self) -> None:
+        """As far as it goes now, and on with the loop's next ticks."""
+        super()._come_back()
+        if self._conversation.gone is None:
+            self._announce()
+        elif not self._ticking and not self._conversation.for_good:
+            self._ticking = True
+            self._loop.call_later(TICK, self._tick)
+
+    def _tick(self) -> None:
+        self._ticking = False
+        self._readable()
 
     def _announce(self) -> None:
         self._changed.set()
@@ -222,7 +242,19 @@ class AsyncOffloadClient(NonBlocking):
         super()._send(data)
         self._loop.call_soon(self._readable)  # a send may swallow the descriptor's edge
 
+    def _reopen(self) -> None:
+        self._detach()
+        super()._reopen()
+        self._attach()
+
+    def _attach(self) -> None:
+        for socket in (self._connection.socket, self._connection.monitor):
+            self._loop.add_reader(int(socket.get(zmq.FD)), self._readable)
+
     def _detach(self) -> None:
         for socket in (self._connection.socket, self._connection.monitor):
             self._loop.remove_reader(int(socket.get(zmq.FD)))
-        self._connection.close(heard=self._conversation.ended is None)
+
+    def _hang_up(self) -> None:
+        self._detach()
+        self._connection.close(heard=self._conversation.gone is None)

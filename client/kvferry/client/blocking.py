@@ -13,11 +13,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvferry.client import verbs
+from kvferry.client.comeback import TICK
 from kvferry.client.conversation import timed_out
 from kvferry.client.descriptors import collect, deposit
 from kvferry.client.nonblocking import KVCaches, NonBlocking
 from kvferry.client.timeline import Timeline
-from kvferry.client.verbs import Ask, Fetch, Leave, Step, Tell, Verb
+from kvferry.client.verbs import Ask, Fetch, Leave, Step, Tell, Until, Verb
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.messages import HostRegion, Opened
 from kvferry.proto.specs import KVLayout
@@ -35,6 +36,10 @@ class OffloadClient(NonBlocking):
     engine: the name under which KV caches are registered; the processes of one engine give the
         same one. client: who speaks, for the daemon's log. timeout: seconds that a waiting verb
         takes at most, unless it is given its own.
+    reconnect: when the daemon goes, come back by itself to the one that is there next, in the same
+        namespace, with the same tensors and pins. Whatever is called drives it on and none waits
+        for it, but those that ask the daemon something: they have their timeout for it. False: it
+        ends with its daemon. So does one whose tensors the daemon allocated.
     Raises Gone (TIMEOUT, DAEMON_GONE) where no daemon answers, Refused where it will not have us.
     """
 
@@ -45,14 +50,12 @@ class OffloadClient(NonBlocking):
         engine: str = "default",
         client: str = "OffloadClient",
         timeout: float = 10.0,
+        reconnect: bool = True,
     ) -> None:
-        super().__init__(directory, engine, client)
+        super().__init__(directory, engine, client, reconnect)
         self.timeout = timeout
         try:
-            self._send(self._conversation.hello())
-            deadline = time.monotonic() + timeout
-            self._until(self._conversation.greeted, "no daemon answered", deadline)
-            self._perform(verbs.post_results(self._conversation), timeout)
+            self._perform(self._join(), timeout)
         except BaseException:
             self._connection.close()
             raise
@@ -155,12 +158,13 @@ class OffloadClient(NonBlocking):
         """Say goodbye; jobs under way are given up. The client is of no use afterwards."""
         if self._connection.closed:
             return
+        self._leave()
         try:
             self._perform(verbs.goodbye(self._conversation), timeout)
         except KVFerryError:  # it need not hear us
             pass
         finally:
-            self._connection.close(heard=self._conversation.ended is None)
+            self._connection.close(heard=self._conversation.gone is None)
 
     def __enter__(self) -> OffloadClient:
         return self
@@ -190,24 +194,23 @@ class OffloadClient(NonBlocking):
             return result
 
     def _do(self, step: Step, deadline: float) -> Any:
-        talk = self._conversation
-        session, left = self.daemon.session_id, max(0.0, deadline - time.monotonic())
+        talk, left = self._conversation, max(0.0, deadline - time.monotonic())
         match step:
             case Ask(request):
-                with talk.asking(request) as data:
-                    self._send(data)
-                    return self._until(
-                        lambda: talk.reply(request.request_id), "no answer", deadline
-                    )
+                with talk.asking(request):
+                    self._send(talk.request(request))
+                    return self._until(lambda: talk.reply(request.request_id), deadline)
             case Leave(descriptors):
-                return deposit(self.directory, session, descriptors, left)
+                return deposit(self.directory, talk.session, descriptors, left)
             case Fetch(ticket):
-                return collect(self.directory, session, ticket, left)
+                return collect(self.directory, talk.session, ticket, left)
             case Tell(message, until):
                 self._send(talk.request(message))
-                return self._until(until, "no answer", deadline)
+                return self._until(until, deadline)
+            case Until(ready):
+                return self._until(ready, deadline)
 
-    def _until(self, ready: Callable[[], R | None], failing: str, deadline: float) -> R:
+    def _until(self, ready: Callable[[], R | None], deadline: float) -> R:
         """Take messages in until `ready` answers; Gone (TIMEOUT) where it does not in time."""
         while True:
             self._drain()
@@ -216,5 +219,5 @@ class OffloadClient(NonBlocking):
                 return answer
             left = deadline - time.monotonic()
             if left <= 0:
-                raise timed_out(failing, str(self.directory))
-            self._connection.wait(left)
+                raise timed_out("no answer", str(self.directory))
+            self._connection.wait(min(left, TICK) if self.connecting else left)

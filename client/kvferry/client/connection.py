@@ -1,13 +1,16 @@
 """A client's socket: sends without waiting, drains without waiting, notices that the peer is gone.
 
 ZeroMQ reconnects by itself and says nothing of it; but a daemon that went took our session along,
-so the socket's monitor is watched for the disconnect.
+so the socket's monitor is watched for the disconnect. Who wants the next daemon opens a new socket:
+what was still queued in the old one was meant for the daemon that went.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import cast
 
@@ -18,7 +21,11 @@ from kvferry.proto.errors import Code, Gone, Refused
 POLLIN = int(zmq.POLLIN)
 """A plain int: arithmetic on zmq's flags costs more than asking the socket."""
 LINGER_MS = 200
-RECONNECT_MS = 10
+RECONNECT_MS, RECONNECT_MAX_MS = 10, 300
+"""Between two attempts to reach a daemon that is not there: at first, and at last. Each client
+takes up to twice as long, as chance has it, so that they do not all come at once."""
+
+_monitors = count()
 
 
 class Connection:
@@ -27,15 +34,26 @@ class Connection:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._context = zmq.Context(io_threads=1)
+        self._open()
+
+    def _open(self) -> None:
         self.socket = self._context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, random.randint(RECONNECT_MS, 2 * RECONNECT_MS))
+        most = random.randint(RECONNECT_MAX_MS, 2 * RECONNECT_MAX_MS)
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, most)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self.socket.connect(f"ipc://{directory / 'kvferry.sock'}")
+        address = f"inproc://monitor-{next(_monitors)}"
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED, address)
+        self.socket.connect(f"ipc://{self.directory / 'kvferry.sock'}")
         self._poller = zmq.Poller()
         self._poller.register(self.socket, zmq.POLLIN)
         self._poller.register(self.monitor, zmq.POLLIN)
+
+    def reopen(self) -> None:
+        """Forget the daemon that went, and what was sent to it; connect to whoever is there."""
+        self._hang_up(0)
+        self._open()
 
     def send(self, data: bytes) -> None:
         """Hand a message to ZeroMQ. Raises Refused (BUSY) where its queue is full."""
@@ -71,7 +89,10 @@ class Connection:
 
     def close(self, *, heard: bool = True) -> None:
         """`heard`: whether anybody is there to take what was sent last."""
+        self._hang_up(LINGER_MS if heard else 0)
+        self._context.term()
+
+    def _hang_up(self, linger_ms: int) -> None:
         self.socket.disable_monitor()
         self.monitor.close(0)
-        self.socket.close(LINGER_MS if heard else 0)
-        self._context.term()
+        self.socket.close(linger_ms)

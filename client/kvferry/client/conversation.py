@@ -3,6 +3,15 @@
 `Conversation` makes the messages to send and is fed those that arrive. It keeps the jobs under
 way, their results until they are fetched, replies until they are asked for, and what it knows of
 the namespace that it opened. It never waits, and knows no clock.
+
+A conversation outlives the daemon that it began with. It stands in one of four places:
+
+    COMING  --joined-->  HERE  --lose-->  AWAY  --begin-->  COMING ...
+       \\______________________lose________/         leave: OVER, from wherever the daemon is not
+
+COMING it says Hello and asks for all again that was had before, as verbs.join has it. `gone` says
+why nothing can be asked; it is None HERE, and while it is COMING for the first time. Whoever was
+waiting for an answer when the daemon went is told at once; jobs under way end as lost, once.
 """
 
 from __future__ import annotations
@@ -10,11 +19,14 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Iterable, Iterator
+from enum import Enum
 from itertools import count
 from typing import SupportsIndex, TypeAlias
 
 from kvferry.client.jobs import Jobs
 from kvferry.client.namespace import Namespace
+from kvferry.client.standing import Registration, Standing
+from kvferry.client.written import Written
 from kvferry.proto.codec import decode_daemon_message, encode
 from kvferry.proto.errors import Code, Gone, KVFerryError, Refused, error_of
 from kvferry.proto.messages import (
@@ -30,6 +42,7 @@ from kvferry.proto.messages import (
     Follow,
     Goodbye,
     Hello,
+    HostRegion,
     NamespacesReport,
     NamespacesRequest,
     News,
@@ -67,43 +80,57 @@ Request: TypeAlias = (
 )
 Reply: TypeAlias = Registered | Allocated | Waited | Opened | Done | StatusReport | NamespacesReport
 
-
 _SIDES = frozenset({GPULoadStoreSpec, CPULoadStoreSpec, KeyLoadStoreSpec})
 
 
+class Place(Enum):
+    COMING = "coming"
+    HERE = "here"
+    AWAY = "away"
+    OVER = "over"
+
+
 class Conversation:
-    def __init__(self, engine: str, client: str) -> None:
+    def __init__(self, engine: str, client: str, *, lasting: bool = False) -> None:
         self.engine = engine
         self.client = client
+        self.lasting = lasting
+        """Whether it goes on with the daemon that comes after one that went."""
+        self.place = Place.COMING
         self.welcome: Welcome | None = None
-        self.ended: Gone | None = None
-        """Set once the daemon is known to be gone; every later request raises it."""
+        self.gone: Gone | None = None
+        self.refused: KVFerryError | None = None
+        """Why the daemon that is there does not take us back."""
+        self.incarnation = 0
+        """How many sessions there were: one more whenever all was had again."""
+        self.standing = Standing()
         self.jobs = Jobs()
         self._replies: dict[int, Reply | KVFerryError] = {}
         self._asked: set[int] = set()
-        self._refused: KVFerryError | None = None
+        self._greeting: Welcome | KVFerryError | None = None
         self._request_ids = count(1)
         self._namespace: Namespace | None = None
         self._astray = False
+        self._boot_id = ""
+        self._written: Written | None = None
 
     # Messages to send
 
-    def hello(self) -> bytes:
-        return encode(Hello(PROTOCOL, PROTOCOL, self.client, self.engine))
+    def hello(self) -> Hello:
+        return Hello(PROTOCOL, PROTOCOL, self.client, self.engine)
 
     def request(self, message: ClientMessage) -> bytes:
-        """The bytes of a message; raises what ended the conversation, if anything did."""
-        if self.ended is not None:
-            raise self.ended
+        """The bytes of a message; Gone where there is nobody to hear it."""
+        if self.gone is not None:
+            raise self.gone
         return encode(message)
 
     @contextlib.contextmanager
-    def asking(self, message: Request) -> Iterator[bytes]:
-        """The bytes of a request; its reply is kept while this lasts, and dropped after."""
-        data = self.request(message)
+    def asking(self, message: Request) -> Iterator[None]:
+        """The reply to a request is kept while this lasts, and dropped after."""
         self._asked.add(message.request_id)
         try:
-            yield data
+            yield
         finally:
             self._asked.discard(message.request_id)
             self._replies.pop(message.request_id, None)
@@ -114,7 +141,7 @@ class Conversation:
     def submit(self, job_id: int, spec: TransferSpec, wait_for: int) -> bytes:
         """The message that starts a job; `submitted` says that it went out.
 
-        Raises Refused (DUPLICATE_JOB, BUSY, MESSAGE_TOO_LARGE) or Gone, and nothing changed.
+        Raises Refused (DUPLICATE_JOB, BUSY, STALE, MESSAGE_TOO_LARGE) or Gone, and nothing changed.
         """
         job_id, wait_for = _checked_id("a job id", job_id), _checked_id("wait_for", wait_for)
         src, dst = self._checked_sides(spec)
@@ -123,9 +150,14 @@ class Conversation:
             raise Refused(Code.DUPLICATE_JOB, "a job with this id is under way", job_id)
         if self.welcome is not None and len(under_way) >= self.welcome.limits.max_jobs:
             raise Refused(Code.BUSY, "too many jobs are under way: poll first", len(under_way))
-        return self.request(Submit(job_id, src, dst, wait_for))
+        data = self.request(Submit(job_id, src, dst, wait_for))
+        if self._written is not None:
+            self._written.check(spec)
+        return data
 
     def submitted(self, job_id: int, spec: TransferSpec) -> None:
+        if self._written is not None:
+            self._written.note(spec)
         store = isinstance(spec[0], GPULoadStoreSpec)
         self.jobs.add(job_id, Direction.STORE if store else Direction.LOAD)
 
@@ -148,7 +180,7 @@ class Conversation:
     def astray(self) -> bytes | None:
         """What to send where the mirror was found astray, once."""
         astray, self._astray = self._astray, False
-        return self.request(Follow()) if astray and self.ended is None else None
+        return encode(Follow()) if astray and self.linked else None
 
     # The namespace
 
@@ -167,13 +199,18 @@ class Conversation:
         self._namespace.check_is(fingerprint)
         return self._namespace.opened
 
-    def enter(self, fingerprint: Fingerprint, opened: Opened) -> None:
-        self._namespace = Namespace(fingerprint, opened)
+    def enter(self, opening: OpenNamespace, opened: Opened) -> None:
+        """A namespace was opened as asked; again, where it is opened again."""
+        if self._namespace is None:
+            self._namespace = Namespace(opening.fingerprint, opened)
+            self.standing.opening = opening
+        else:
+            self._namespace.reenter(opened)
 
     def mirrored(self) -> bool:
-        """Whether the mirror is whole; raises what ended the conversation, if anything did."""
-        if self.ended is not None:
-            raise self.ended
+        """Whether the mirror is whole; raises why the daemon is gone, if it is."""
+        if self.gone is not None:
+            raise self.gone
         return self.namespace.mirror.whole
 
     def check_region(self, host_bytes: int | None) -> None:
@@ -184,6 +221,89 @@ class Conversation:
                 "and give open_namespace cpu_bytes_to_use"
             )
             raise Refused(Code.BAD_LAYOUT, message, host_bytes)
+
+    # Coming, going, coming back
+
+    @property
+    def session(self) -> str:
+        """What the daemon calls this session."""
+        return "" if self.welcome is None else self.welcome.session_id
+
+    @property
+    def linked(self) -> bool:
+        """Whether the daemon's end of the socket is there, as far as is known."""
+        return self.place in (Place.COMING, Place.HERE)
+
+    @property
+    def for_good(self) -> bool:
+        """Whether nothing will come of it any more."""
+        return self.place is Place.OVER
+
+    def present(self) -> bool | None:
+        """Whether the daemon is there; None while it may come yet. Raises why it will not do."""
+        if self.gone is None:
+            return True
+        if self.for_good or self.refused is not None:
+            raise self.gone
+        return None
+
+    def begin(self) -> None:
+        """A socket was opened anew: who is there?"""
+        self.place, self._greeting, self._astray = Place.COMING, None, False
+
+    def joined(self) -> None:
+        """Greeted, and all is had again."""
+        assert self.welcome is not None
+        self.place, self.gone, self.refused = Place.HERE, None, None
+        self.incarnation += 1
+        if self.incarnation > 1 and self._bytes_are_gone(self.welcome.boot_id):
+            self._written = Written()
+        self._boot_id = self.welcome.boot_id
+        if self._namespace is not None:
+            self._namespace.show()
+
+    def registered(self, registration: Registration, region: HostRegion) -> None:
+        self.standing.registration, self.standing.region = registration, region
+
+    def allocated(self, region: HostRegion) -> None:
+        """The daemon's own tensors go with it: there is no coming back then."""
+        self.standing.region, self.lasting = region, False
+
+    def lose(self, error: Gone) -> None:
+        """The daemon went: every job under way ends as lost, who waits is told."""
+        if not self.linked:
+            return
+        self.place = Place.AWAY if self.lasting else Place.OVER
+        self.gone = self.gone or self._reason(error)
+        self.jobs.lose(error)
+        for request_id in self._asked:
+            self._replies.setdefault(request_id, error)
+        if self._namespace is not None:
+            self._namespace.lose()
+
+    def turned_away(self, error: KVFerryError) -> None:
+        """The daemon that is there does not take us back."""
+        self.lose(Gone(Code.DAEMON_GONE, "the daemon did not take us back"))
+        if not isinstance(error, Gone) and error.code != Code.NO_SESSION:
+            message = f"the daemon that came back does not take us back: {error}"
+            self.refused, self.gone = error, Gone(Code.DAEMON_GONE, message)
+            self.gone.__cause__ = error
+
+    def leave(self) -> None:
+        """We go: nothing comes after this daemon."""
+        self.lasting = False
+        if self.gone is not None:
+            self.place = Place.OVER
+
+    def _reason(self, error: Gone) -> Gone:
+        if not self.lasting:
+            return error
+        return Gone(error.code, f"{error.message}; connecting again", error.value)
+
+    def _bytes_are_gone(self, boot_id: str) -> bool:
+        """Whether host blocks lost what was stored to them."""
+        region = self.standing.region
+        return boot_id != self._boot_id if region is None else not region.reattached
 
     # What arrived
 
@@ -197,7 +317,7 @@ class Conversation:
                 if self._namespace is not None and self._namespace.feed(told):
                     self._astray = True
             case Welcome() as welcome:
-                self.welcome = welcome
+                self.welcome = self._greeting = welcome
             case Error(request_id, info, _):
                 self._take_error(request_id, error_of(info))
             case Goodbye(reason):
@@ -209,26 +329,19 @@ class Conversation:
             case reply:
                 self._take_reply(reply.request_id, reply)
 
-    def lose(self, error: Gone) -> None:
-        """The daemon is gone: every job under way ends as lost."""
-        self.ended = self.ended or error
-        self.jobs.lose(error)
-        if self._namespace is not None:
-            self._namespace.lose()
-
     def greeted(self) -> Welcome | None:
         """The daemon's Welcome, once it is here; raises what it said instead."""
-        if self._refused is not None:
-            raise self._refused
-        return self.welcome
+        if isinstance(self._greeting, KVFerryError):
+            raise self._greeting
+        return self._greeting
 
     def reply(self, request_id: int) -> Reply | None:
         """The reply to a request, once; None while there is none. Raises what it says."""
         reply = self._replies.pop(request_id, None)
         if isinstance(reply, KVFerryError):
             raise reply
-        if reply is None and self.ended is not None:
-            raise self.ended
+        if reply is None and self.gone is not None and request_id not in self._asked:
+            raise self.gone
         return reply
 
     def under_way(self, job_ids: Iterable[int]) -> list[int]:
@@ -258,8 +371,8 @@ class Conversation:
             self._take_reply(request_id, error)
             if request_id not in self._asked and self._resetting(request_id):
                 raise error
-        elif self.welcome is None:
-            self._refused = error
+        elif self._greeting is None:
+            self._greeting = error
         elif error.code == Code.NO_SESSION:
             self.lose(Gone(Code.DAEMON_GONE, "the daemon was restarted, or has let us go"))
         else:

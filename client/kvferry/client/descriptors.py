@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvferry.client.conversation import timed_out
@@ -13,7 +14,65 @@ from kvferry.proto.desk import Collect, Deposit, DescriptorRequest
 from kvferry.proto.errors import Code, Gone, error_of
 from kvferry.proto.messages import Error
 
-_AT_ONCE = 250
+AT_ONCE = 250
+"""Descriptors in one packet."""
+
+
+class Visit:
+    """One request to the desk, said at once; the reply is taken when it is there.
+
+    timeout: seconds that each of the two takes at most; with 0, neither waits. Raises Gone.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        request: DescriptorRequest,
+        descriptors: Sequence[int] = (),
+        timeout: float = 0.0,
+    ) -> None:
+        self._directory = directory
+        self._desk = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._desk.settimeout(timeout)
+        try:
+            with self._translating():
+                self._desk.connect(str(directory / "fds.sock"))
+                socket.send_fds(self._desk, [encode(request)], descriptors)
+        except BaseException:
+            self._desk.close()
+            raise
+
+    def answer(self) -> tuple[tuple[int, ...], list[int]] | None:
+        """Tickets, and descriptors that came along; None while there is no reply."""
+        with self._translating():
+            try:
+                packet, received, _, _ = socket.recv_fds(self._desk, 65536, 1)
+            except BlockingIOError:
+                return None
+            if not packet:
+                raise ConnectionResetError("it hung up")
+        for descriptor in received:
+            os.set_inheritable(descriptor, False)
+        reply = decode_descriptor_reply(packet)
+        if isinstance(reply, Error):
+            raise error_of(reply.error)
+        return reply.tickets, received
+
+    def __enter__(self) -> Visit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._desk.close()
+
+    @contextlib.contextmanager
+    def _translating(self) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError as error:
+            raise timed_out("no descriptors passed", str(self._directory)) from error
+        except OSError as error:
+            message = f"the daemon takes no descriptors: {error}"
+            raise Gone(Code.DAEMON_GONE, message, str(self._directory)) from error
 
 
 def deposit(
@@ -21,8 +80,8 @@ def deposit(
 ) -> tuple[int, ...]:
     """Leave descriptors with the daemon; returns a ticket for each. They stay ours to close."""
     tickets: tuple[int, ...] = ()
-    for start in range(0, len(descriptors), _AT_ONCE):
-        some = descriptors[start : start + _AT_ONCE]
+    for start in range(0, len(descriptors), AT_ONCE):
+        some = descriptors[start : start + AT_ONCE]
         tickets += _ask(directory, Deposit(session), some, timeout)[0]
     return tickets
 
@@ -36,21 +95,8 @@ def collect(directory: Path, session: str, ticket: int, timeout: float) -> int:
 def _ask(
     directory: Path, request: DescriptorRequest, descriptors: Sequence[int], timeout: float
 ) -> tuple[tuple[int, ...], list[int]]:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as desk:
-        desk.settimeout(timeout)
-        try:
-            desk.connect(str(directory / "fds.sock"))
-            socket.send_fds(desk, [encode(request)], descriptors)
-            packet, received, _, _ = socket.recv_fds(desk, 65536, 1)
-        except TimeoutError as error:
-            raise timed_out("no descriptors passed", str(directory)) from error
-        except OSError as error:
-            raise Gone(
-                Code.DAEMON_GONE, f"the daemon takes no descriptors: {error}", str(directory)
-            ) from error
-    for descriptor in received:
-        os.set_inheritable(descriptor, False)
-    reply = decode_descriptor_reply(packet)
-    if isinstance(reply, Error):
-        raise error_of(reply.error)
-    return reply.tickets, received
+    with Visit(directory, request, descriptors, timeout) as visit:
+        answer = visit.answer()
+    if answer is None:
+        raise timed_out("no descriptors passed", str(directory))
+    return answer

@@ -75,8 +75,9 @@ class Jobs:
         return True
 
     def lose(self, error: Gone) -> None:
-        """The daemon is gone: what is under way ends as lost."""
+        """The daemon is gone: what is under way ends as lost, and its bulletin is read no more."""
         self.read_bulletin()
+        self.bulletin, self._had, self._from_socket = None, 0, 0
         for job_id, direction in self.under_way.items():
             lost = JobResult(job_id, direction, Outcome.LOST, error=error.info)
             self._ended.append(_result(lost))

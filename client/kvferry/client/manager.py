@@ -250,7 +250,7 @@ class OffloadingManager:
         self._offered.clear()
         self._touched.clear()
         for client in self._clients:
-            if client.gone is None:
+            if client.gone is None or client.connecting:
                 client.reset_async()
 
     @property

@@ -134,6 +134,12 @@ class Mirror:
         self._hidden = False
         self._show()
 
+    def restart(self) -> None:
+        """Another session tells from now on. What is known is void, and hidden until `reveal`."""
+        self.whole, self.sequence, self.generation, self._void = False, 0, 0, -1
+        self._known, self._gathering, self._held = Resident(), None, []
+        self.hide()
+
     def watch(self) -> None:
         """Remember from now on which keys became a HIT or ceased to be one: `take_changed`."""
         self._changed = dict.fromkeys(self._ready)

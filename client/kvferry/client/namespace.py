@@ -1,13 +1,14 @@
 """What a session holds of the namespace that it opened: the mirror, its pins, resets on their way.
 
-Once the daemon is gone the mirror says MISS for everything, and pins are counted here only: an
-engine goes on without offloading, and completes what it began.
+While the daemon is away the mirror says MISS for everything, and pins are counted here only: an
+engine goes on without offloading, and completes what it began. Whoever comes after that daemon is
+told of the pins (a key that is still there is kept again), and of resets that were not done.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from kvferry.client.mirror import Mirror
 from kvferry.proto.errors import Code, Refused
@@ -16,7 +17,7 @@ from kvferry.proto.messages import News, Opened, Snapshot
 from kvferry.proto.specs import MAX_KEYS, check_keys
 from kvferry.proto.status import Fingerprint
 
-_NEVER = -1
+_AWAY = -1
 
 
 class Namespace:
@@ -80,6 +81,12 @@ class Namespace:
     def pin(self, keys: Iterable[OffloadKey]) -> None:
         self._pins.update(keys)
 
+    def pins(self) -> Iterator[tuple[OffloadKey, ...]]:
+        """The pinned keys, each as many times as it is pinned, as they travel."""
+        keys = tuple(self._pins.elements())
+        for at in range(0, len(keys), MAX_KEYS):
+            yield keys[at : at + MAX_KEYS]
+
     def check_pinned(self, keys: Iterable[OffloadKey]) -> None:
         """Raise Refused (NOT_PINNED) where one of them is not pinned as many times."""
         for key, times in Counter(keys).items():
@@ -94,7 +101,7 @@ class Namespace:
             else:
                 del pins[key]
 
-    # Resets, and the end
+    # Resets
 
     def reset(self, request_id: int) -> None:
         """A reset was asked for: everything is absent until it is done."""
@@ -118,6 +125,26 @@ class Namespace:
         if not self._resets and self._mirror is not None:
             self._mirror.reveal()
 
+    # The daemon goes, and another comes
+
     def lose(self) -> None:
-        """The daemon is gone: as after a reset that is never done."""
-        self.reset(_NEVER)
+        """The daemon is away: as after a reset that is not done."""
+        self.reset(_AWAY)
+
+    def reenter(self, opened: Opened) -> None:
+        """Another session is in the namespace; it shows nothing until `show`."""
+        self.opened = opened
+        if self._mirror is not None:
+            self._mirror.restart()
+
+    @property
+    def followed(self) -> bool:
+        return self._mirror is not None
+
+    def undone(self) -> tuple[int, ...]:
+        """Resets that no daemon has done."""
+        return tuple(self._resets - {_AWAY})
+
+    def show(self) -> None:
+        """The daemon is there again."""
+        self.refused(_AWAY)

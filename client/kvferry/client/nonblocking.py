@@ -7,14 +7,17 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from kvferry.client import verbs
+from kvferry.client.comeback import Comeback
 from kvferry.client.connection import Connection
-from kvferry.client.conversation import Conversation
+from kvferry.client.conversation import Conversation, Place
 from kvferry.client.endpoint import find_daemon
 from kvferry.client.jobs import TransferResult
 from kvferry.client.namespace import Namespace
+from kvferry.client.verbs import Verb
 from kvferry.proto.errors import Gone
 from kvferry.proto.keys import Lookup, OffloadKey
-from kvferry.proto.messages import ClientMessage, Pin, Touch, Unpin, Welcome
+from kvferry.proto.messages import ClientMessage, HostRegion, Pin, Touch, Unpin, Welcome
 from kvferry.proto.specs import TransferSpec
 
 if TYPE_CHECKING:
@@ -35,9 +38,14 @@ FRESH = 200e-6
 
 
 class NonBlocking:
-    def __init__(self, directory: Path | str | None, engine: str, client: str) -> None:
+    def __init__(
+        self, directory: Path | str | None, engine: str, client: str, reconnect: bool
+    ) -> None:
         self._connection = Connection(Path(directory) if directory else find_daemon())
-        self._conversation = Conversation(engine, client)
+        self._conversation = Conversation(engine, client, lasting=reconnect)
+        self._comeback = Comeback(
+            self._conversation, self.directory, self._join, self._reopen, self._send
+        )
         self._next_look = 0.0
         self._passed_over = 0
         self._stale_at = 0.0
@@ -57,9 +65,37 @@ class NonBlocking:
         return self._conversation.welcome
 
     @property
+    def connected(self) -> bool:
+        """Whether the daemon is there, as far as is known, and all is had of it that was asked."""
+        return self._conversation.place is Place.HERE
+
+    @property
+    def connecting(self) -> bool:
+        """Whether the daemon is away, and it is tried to come back to it."""
+        return self.gone is not None and not self._conversation.for_good
+
+    @property
     def gone(self) -> Gone | None:
-        """Why the daemon is not there any more, once that is known."""
-        return self._conversation.ended
+        """Why the daemon is not there, once that is known; None again when it is back.
+
+        Where one is there that does not take us back, its own error is the `__cause__`.
+        """
+        return self._conversation.gone
+
+    @property
+    def incarnation(self) -> int:
+        """1, and one more each time that a daemon came back and all was had of it again.
+
+        Host blocks by number may have lost their bytes then: where `region.reattached` is false,
+        and for who registered nothing where it is another daemon. Loads from those that were not
+        stored to since are refused (STALE).
+        """
+        return self._conversation.incarnation
+
+    @property
+    def region(self) -> HostRegion | None:
+        """The engine's part of the host pool, as told last; None where this client has none."""
+        return self._conversation.standing.region
 
     @property
     def namespace(self) -> Namespace:
@@ -71,9 +107,11 @@ class NonBlocking:
 
         spec: (source, destination). wait_for: the value of the engine's timeline that must be
         reached first; 0 for none. Raises Refused where this side can tell that the job cannot be
-        accepted (BAD_SPEC, BAD_KEY, DUPLICATE_JOB, BUSY, MESSAGE_TOO_LARGE) and Gone once the
-        daemon is known to be gone; the daemon's own refusal comes as the job's result.
+        accepted (BAD_SPEC, BAD_KEY, DUPLICATE_JOB, BUSY, STALE, MESSAGE_TOO_LARGE) and Gone while
+        the daemon is known to be away; the daemon's own refusal comes as the job's result.
         """
+        if self._conversation.gone is not None:
+            self._come_back()
         data = self._conversation.submit(job_id, spec, wait_for)
         self._send(data)
         self._conversation.submitted(job_id, spec)
@@ -84,8 +122,7 @@ class NonBlocking:
         if not jobs.read_bulletin() or self._passed_over == MAX_PASSED_OVER:
             self._passed_over = 0
             self._take_in()
-            if jobs:
-                self._look_now_and_then(time.monotonic())
+            self._look_now_and_then(time.monotonic())
         else:  # what the socket says of these comes later, and is nothing new
             self._passed_over += 1
         return jobs.results()
@@ -98,8 +135,8 @@ class NonBlocking:
         """What the mirror knows of a key, from what arrived no more than 0.2 ms ago.
 
         HIT: it can be loaded; it may still go before it is, unless it is pinned: the load fails
-        then, and is a miss. RETRY while the mirror is not whole. MISS for everything once the
-        daemon is gone, and from a reset on until it is done. Raises Refused (UNKNOWN_NAMESPACE)
+        then, and is a miss. RETRY while the mirror is not whole. MISS for everything while the
+        daemon is away, and from a reset on until it is done. Raises Refused (UNKNOWN_NAMESPACE)
         where no namespace with a mirror was opened.
         """
         now = time.monotonic()
@@ -114,8 +151,9 @@ class NonBlocking:
     def pin(self, keys: Iterable[OffloadKey]) -> None:
         """Keep keys that are there until `unpin`, as many times as pinned, or until we are gone.
 
-        Raises Refused (BAD_KEY, UNKNOWN_NAMESPACE); so do unpin and touch. Once the daemon is gone
-        all three only check.
+        A daemon that comes back is told of all pins, and keeps again those keys that it has.
+        Raises Refused (BAD_KEY, UNKNOWN_NAMESPACE); so do unpin and touch. None of the three needs
+        the daemon to be there.
         """
         namespace = self._conversation.namespace
         keys = namespace.checked(keys)
@@ -140,14 +178,17 @@ class NonBlocking:
     def reset_async(self) -> None:
         """As `reset`, without waiting: everything is absent here at once, there soon.
 
-        Where the daemon refuses it, everything stays absent here, and the next call that takes
-        messages in raises why.
+        A daemon that is away does it when it comes back. Where the daemon refuses it, everything
+        stays absent here, and the next call that takes messages in raises why. Raises Gone where
+        none will come back.
         """
-        self._send(self._conversation.request(self._conversation.reset()))
+        request = self._conversation.reset()
+        if not self.connecting:
+            self._send(self._conversation.request(request))
 
     def _tell(self, message: ClientMessage) -> None:
         """Send what needs no answer, where anybody is there to hear it."""
-        if self._conversation.ended is None:
+        if self._conversation.gone is None:
             self._send(self._conversation.request(message))
 
     def _send(self, data: bytes) -> None:
@@ -162,11 +203,13 @@ class NonBlocking:
         news = self._connection.drain(self._conversation.feed)
         if news and (follow := self._conversation.astray()):
             self._send(follow)
+        if self._conversation.gone is not None:
+            self._come_back()
         return news
 
     def _freshen(self, now: float) -> None:
         self._stale_at = now + FRESH
-        if self._conversation.ended is None:
+        if not self._conversation.for_good:
             self._take_in()
             self._look_now_and_then(now)
 
@@ -180,6 +223,24 @@ class NonBlocking:
         try:
             self._connection.check_alive()
         except Gone as error:
-            if self._conversation.ended is None:
-                self._take_in()
+            if self._conversation.linked:
+                self._connection.drain(self._conversation.feed)
                 self._conversation.lose(error)
+
+    # Coming back
+
+    def _join(self) -> Verb[None]:
+        return verbs.join(self._conversation)
+
+    def _come_back(self) -> None:
+        """Do what can be done at once to have a daemon that is away again."""
+        if not self._conversation.for_good:
+            self._comeback.go_on(time.monotonic())
+
+    def _reopen(self) -> None:
+        self._connection.reopen()
+
+    def _leave(self) -> None:
+        """Have no daemon again."""
+        self._conversation.leave()
+        self._comeback.close()

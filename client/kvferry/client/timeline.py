@@ -71,10 +71,13 @@ class Timeline:
         return value
 
     def close(self) -> None:
-        """Let the page go; nothing signals it any more."""
+        """Let the page go; nothing signals it any more. Again is harmless."""
+        if self.descriptor < 0:
+            return
         if self._device_pointer:
             driver().call("cuMemHostUnregister", self._address)
         os.close(self.descriptor)
+        self.descriptor = -1
 
 
 def _handle(stream: Any) -> int:

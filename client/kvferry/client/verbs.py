@@ -2,7 +2,8 @@
 
 A verb is a generator: it yields what has to be done (ask the daemon, pass descriptors) and is sent
 the outcome; its return value is the verb's. The blocking client performs the steps by polling, the
-asyncio client by awaiting, both under one deadline for the whole verb.
+asyncio client by awaiting, both under one deadline for the whole verb. `join` is also performed
+behind the caller's back, a bit at a time, when a daemon comes back (comeback.py).
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from kvferry.client.conversation import Conversation, Request
+import msgspec
+
+from kvferry.client.conversation import Conversation, Request, timed_out
+from kvferry.client.namespace import Namespace
+from kvferry.client.standing import Registration
 from kvferry.client.timeline import Timeline
 from kvferry.proto.bulletin import Bulletin, new_page
 from kvferry.proto.errors import Code, Gone, KVFerryError, Refused
@@ -21,10 +26,12 @@ from kvferry.proto.messages import (
     FdAllocation,
     Follow,
     Goodbye,
+    Hello,
     HostRegion,
     NamespacesRequest,
     Opened,
     OpenNamespace,
+    Pin,
     PostResults,
     RegisterKVCaches,
     StatusRequest,
@@ -61,26 +68,52 @@ class Fetch:
 class Tell:
     """Send a message that is no request; the outcome is what `until` answers, if not None."""
 
-    message: Follow | Goodbye | PostResults
+    message: Hello | Follow | Goodbye | Pin | PostResults
     until: Callable[[], object]
 
 
-Step: TypeAlias = Ask | Leave | Fetch | Tell
+@dataclass(frozen=True, slots=True)
+class Until:
+    """Nothing to say; the outcome is what `ready` answers, if not None."""
+
+    ready: Callable[[], object]
+
+
+Step: TypeAlias = Ask | Leave | Fetch | Tell | Until
 R = TypeVar("R")
 Verb: TypeAlias = Generator[Step, Any, R]
 
 
-def post_results(talk: Conversation) -> Verb[None]:
-    """Have results posted in a shared page, too; where that cannot be, the socket tells them."""
-    page = new_page()
+def join(talk: Conversation, *, bulletin: bool = True) -> Verb[None]:
+    """Be greeted, and have all again that was had of the daemon before.
+
+    Raises what the daemon says against it, or Gone (TIMEOUT).
+    """
     try:
-        (ticket,) = yield Leave((page,))
-        yield Tell(PostResults(ticket), lambda: True)
-        talk.jobs.bulletin = Bulletin(page)
-    except KVFerryError:
-        pass
-    finally:
-        os.close(page)
+        yield Tell(talk.hello(), talk.greeted)
+    except Gone as error:
+        if error.code == Code.TIMEOUT:
+            raise timed_out("no daemon answered", error.value) from None
+        raise
+    if bulletin:
+        yield from _post_results(talk)
+    standing = talk.standing
+    if standing.opening is not None:
+        again = msgspec.structs.replace(standing.opening, request_id=talk.next_request_id())
+        talk.enter(again, (yield Ask(again)))
+    if standing.registration is not None:
+        yield from _register(talk, standing.registration)
+    if standing.opening is not None:
+        yield from _catch_up(talk, talk.namespace)
+    talk.joined()
+
+
+def present(talk: Conversation) -> Verb[None]:
+    """Wait for a daemon that is away. Raises Gone, with why it is, where it is not back in time."""
+    try:
+        yield Until(talk.present)
+    except Gone as error:
+        raise talk.gone or error from error.__cause__
 
 
 def register(
@@ -91,25 +124,12 @@ def register(
     canonical: dict[str, Any],
 ) -> Verb[HostRegion]:
     from kvferry.client.tensors.canonical import CanonicalKVCaches, canonicalize
-    from kvferry.client.tensors.sharing import export
 
     talk.check_region(host_bytes)
     if not isinstance(kv_caches, CanonicalKVCaches):
         kv_caches = canonicalize(kv_caches, **canonical)
-    shared = export(kv_caches)
-    tickets = yield Leave(shared.descriptors)
-    clock = yield from _leave_timeline(timeline)
-    message = RegisterKVCaches(
-        talk.next_request_id(),
-        kv_caches.layout,
-        shared.with_tickets(tickets),
-        shared.locations,
-        host_bytes,
-        clock,
-    )
-    reply = yield Ask(message)
-    region: HostRegion = reply.region
-    return region
+    yield from present(talk)
+    return (yield from _register(talk, Registration(kv_caches, host_bytes, timeline)))
 
 
 def allocate(
@@ -118,8 +138,10 @@ def allocate(
     from kvferry.client.tensors.sharing import attach
 
     talk.check_region(host_bytes)
+    yield from present(talk)
     clock = yield from _leave_timeline(timeline)
     reply = yield Ask(AllocateKVCaches(talk.next_request_id(), layout, host_bytes, clock))
+    talk.allocated(reply.region)
     descriptors: list[int] = []
     for allocation in reply.allocations:
         if isinstance(allocation, FdAllocation):
@@ -136,12 +158,13 @@ def open_namespace(
     mirror: bool,
 ) -> Verb[Opened]:
     opened = talk.entered(fingerprint)
+    yield from present(talk)
     if opened is None:
-        number = talk.next_request_id()
-        opened = yield Ask(
-            OpenNamespace(number, fingerprint, cpu_bytes_to_use, eviction_policy, store_threshold)
+        opening = OpenNamespace(
+            talk.next_request_id(), fingerprint, cpu_bytes_to_use, eviction_policy, store_threshold
         )
-        talk.enter(fingerprint, opened)
+        opened = yield Ask(opening)
+        talk.enter(opening, opened)
     if mirror and not talk.namespace.follow().whole:
         yield Tell(Follow(), lambda: talk.mirrored() or None)
     return opened
@@ -150,39 +173,93 @@ def open_namespace(
 def reset(talk: Conversation) -> Verb[None]:
     request = talk.reset()
     try:
-        yield Ask(request)
+        yield from present(talk)
+        if talk.namespace.resetting(request.request_id):  # else it was done on coming back
+            yield Ask(request)
     except Refused:
         talk.namespace.refused(request.request_id)
         raise
 
 
 def wait(talk: Conversation, job_ids: Collection[int]) -> Verb[None]:
+    request = talk.wait(job_ids)
+    if talk.gone is not None:  # they have ended, as lost
+        return
     try:
-        yield Ask(talk.wait(job_ids))
+        yield Ask(request)
     except Gone as error:
-        if error.code != Code.DAEMON_GONE:  # then they have ended, as lost
+        if error.code != Code.DAEMON_GONE:
             raise Gone(error.code, error.message, talk.under_way(job_ids)) from error
 
 
 def status(talk: Conversation) -> Verb[DaemonStatus]:
+    yield from present(talk)
     reply = yield Ask(StatusRequest(talk.next_request_id()))
     report: DaemonStatus = reply.status
     return report
 
 
 def namespaces(talk: Conversation) -> Verb[tuple[NamespaceStatus, ...]]:
+    yield from present(talk)
     reply = yield Ask(NamespacesRequest(talk.next_request_id()))
     report: tuple[NamespaceStatus, ...] = reply.namespaces
     return report
 
 
 def goodbye(talk: Conversation) -> Verb[None]:
-    if talk.ended is None:
-        yield Tell(Goodbye("client closes"), lambda: talk.ended)
+    if talk.gone is None:
+        yield Tell(Goodbye("client closes"), lambda: talk.gone)
+
+
+def _post_results(talk: Conversation) -> Verb[None]:
+    """Have results posted in a shared page, too; where that cannot be, the socket tells them."""
+    page = new_page()
+    try:
+        (ticket,) = yield Leave((page,))
+        yield Tell(PostResults(ticket), lambda: True)
+        talk.jobs.bulletin = Bulletin(page)
+    except KVFerryError:
+        pass
+    finally:
+        os.close(page)
+
+
+def _register(talk: Conversation, wanted: Registration) -> Verb[HostRegion]:
+    from kvferry.client.tensors.sharing import export
+
+    shared = export(wanted.kv_caches)
+    tickets = yield Leave(shared.descriptors)
+    clock = yield from _leave_timeline(wanted.timeline)
+    message = RegisterKVCaches(
+        talk.next_request_id(),
+        wanted.kv_caches.layout,
+        shared.with_tickets(tickets),
+        shared.locations,
+        wanted.host_bytes,
+        clock,
+    )
+    reply = yield Ask(message)
+    region: HostRegion = reply.region
+    talk.registered(wanted, region)
+    return region
+
+
+def _catch_up(talk: Conversation, namespace: Namespace) -> Verb[None]:
+    """Follow the namespace again; do the resets that were not done; keep what was kept."""
+    if namespace.followed:
+        yield Tell(Follow(), lambda: namespace.mirror.whole or None)
+    while undone := namespace.undone():
+        yield Ask(talk.reset())
+        for request_id in undone:
+            namespace.refused(request_id)
+    for keys in namespace.pins():  # last, and without a pause: more may be pinned in any
+        yield Tell(Pin(keys), lambda: True)
 
 
 def _leave_timeline(timeline: Timeline | None) -> Verb[int | None]:
     if timeline is None:
         return None
+    if timeline.descriptor < 0:
+        raise Refused(Code.NO_TIMELINE, "this timeline was closed: register with another one")
     (ticket,) = yield Leave((timeline.descriptor,))
     return int(ticket)

@@ -1,0 +1,548 @@
+"""Clients whose daemon goes and comes back: they go on, and do nothing for it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvferry.client import (
+    AsyncOffloadClient,
+    Code,
+    CPULoadStoreSpec,
+    Fingerprint,
+    Gone,
+    GPULoadStoreSpec,
+    KeyLoadStoreSpec,
+    LocalDaemon,
+    Lookup,
+    OffloadClient,
+    OffloadingManager,
+    Refused,
+    Timeline,
+    TransferResult,
+    TransferSpec,
+    shared_empty,
+)
+from kvferry.testing.engine import until
+
+BLOCKS, PAGE = 16, 4096
+POOL = 1 << 20
+NEVER = 1 << 40
+PATIENCE = 20.0
+FINGERPRINT = Fingerprint("llama", PAGE, key_bytes=4)
+A, B, C = b"aaaa", b"bbbb", b"cccc"
+
+
+def store(gpu: int, host: int) -> TransferSpec:
+    return GPULoadStoreSpec([gpu]), CPULoadStoreSpec([host])
+
+
+def load(host: int, gpu: int) -> TransferSpec:
+    return CPULoadStoreSpec([host]), GPULoadStoreSpec([gpu])
+
+
+class Service:
+    """A daemon that is killed and started again in the same folder."""
+
+    def __init__(self, runtime_dir: Path) -> None:
+        self._running, self._runtime_dir = ExitStack(), runtime_dir
+        self.start()
+
+    @property
+    def directory(self) -> Path:
+        return self.daemon.directory
+
+    def start(self, **options: Any) -> None:
+        chosen = {"pool_bytes": POOL, "runtime_dir": self._runtime_dir, **options}
+        self.daemon = self._running.enter_context(LocalDaemon(**chosen))
+
+    def restart(self, **options: Any) -> None:
+        self.daemon.kill()
+        self.start(**options)
+
+    def close(self) -> None:
+        self._running.close()
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    service = Service(tmp_path)
+    yield service
+    service.close()
+
+
+class Rig:
+    """An engine in this process: numbered blocks, jobs, and a record of how they ended."""
+
+    def __init__(self, client: OffloadClient | AsyncOffloadClient) -> None:
+        self.client = client
+        self.tensor = shared_empty((BLOCKS, PAGE))
+        for block in range(BLOCKS):
+            self.tensor[block] = block
+        self.timeline = Timeline.create()
+        self.job_ids = count(1)
+        self.accepted: list[int] = []
+        self.history: list[TransferResult] = []
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"num_blocks": BLOCKS, "timeline": self.timeline}
+
+    def submit(self, spec: TransferSpec, wait_for: int = 0) -> int:
+        job_id = next(self.job_ids)
+        self.client.transfer_async(job_id, spec, wait_for)
+        self.accepted.append(job_id)
+        return job_id
+
+    def poll(self) -> list[TransferResult]:
+        self.history += self.client.get_finished()
+        return self.history
+
+    def result(self, job_id: int) -> TransferResult:
+        until(lambda: any(one.job_id == job_id for one in self.poll()), PATIENCE)
+        return next(one for one in self.history if one.job_id == job_id)
+
+    def round_trip(self, gpu: int, host: int, to: int) -> None:
+        """Store a block and load it elsewhere."""
+        assert self.result(self.submit(store(gpu, host))).success
+        assert self.result(self.submit(load(host, to))).success
+        assert bool((self.tensor[to] == self.tensor[gpu]).all())
+
+    def check_each_ended_once(self) -> None:
+        until(lambda: len(self.poll()) >= len(self.accepted), PATIENCE)
+        assert sorted(one.job_id for one in self.history) == self.accepted
+
+
+@pytest.fixture
+def rig(service: Service) -> Iterator[Rig]:
+    """Registered, with a region of the pool."""
+    with OffloadClient(service.directory, engine="engine", timeout=PATIENCE) as client:
+        rig = Rig(client)
+        client.register_kv_caches({"layer": rig.tensor}, host_bytes=8 * PAGE, **rig.arguments)
+        yield rig
+    rig.timeline.close()
+
+
+def back(client: OffloadClient | AsyncOffloadClient, incarnation: int = 2) -> None:
+    """Poll until the client is back."""
+
+    def returned() -> bool:
+        client.get_finished()
+        return client.connected and client.incarnation == incarnation
+
+    until(returned, PATIENCE)
+
+
+# One engine
+
+
+def test_a_daemon_is_killed_and_restarted_under_a_client_that_submits(
+    service: Service, rig: Rig
+) -> None:
+    """The loop below is all that the caller does."""
+    began, restarted, refused = time.monotonic(), False, set()
+    while rig.client.incarnation < 2 or time.monotonic() < began + 1:
+        try:
+            rig.submit(store(len(rig.accepted) % BLOCKS, len(rig.accepted) % 8))
+        except Gone as gone:
+            refused.add(gone.code)
+        except Refused as busy:
+            assert busy.code == Code.BUSY
+        rig.poll()
+        if not restarted and time.monotonic() > began + 0.2:
+            service.restart()
+            restarted = True
+        assert time.monotonic() < began + PATIENCE
+        time.sleep(0.001)
+    rig.check_each_ended_once()
+    assert {one.outcome for one in rig.history} <= {"done", "lost"}
+    rig.round_trip(3, 0, 9)
+    assert refused <= {Code.DAEMON_GONE}
+    assert rig.client.daemon.pid == service.daemon.pid
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_daemon_that_is_away(service: Service, rig: Rig, how: str) -> None:
+    """Nothing waits meanwhile, and what is held ends as lost."""
+    held = rig.submit(store(1, 1), wait_for=NEVER)
+    rig.client.status()
+    if how == "kill":
+        service.daemon.kill()
+    else:
+        service.daemon.stop()
+    assert rig.result(held).outcome == ("lost" if how == "kill" else "cancelled")
+    until(lambda: bool(rig.client.get_finished()) or not rig.client.connected, PATIENCE)
+    assert rig.client.connecting
+    assert "connecting again" in str(rig.client.gone)
+    began = time.monotonic()
+    with pytest.raises(Gone, match="connecting again") as gone:
+        rig.submit(store(1, 1))
+    assert gone.value.code == Code.DAEMON_GONE
+    assert rig.client.get_finished() == []
+    rig.client.wait([held])
+    with pytest.raises(Gone) as gone:
+        rig.client.status(timeout=0.3)
+    assert gone.value.code == Code.DAEMON_GONE
+    assert time.monotonic() - began < 5
+    service.start()
+    assert rig.client.status().pid == service.daemon.pid  # waits until it is back
+    assert rig.client.incarnation == 2
+    rig.round_trip(4, 2, 9)
+
+
+def test_the_bytes_of_a_daemon_that_was_killed_are_not_loaded(service: Service, rig: Rig) -> None:
+    rig.round_trip(3, 0, 9)
+    service.restart()
+    back(rig.client)
+    assert rig.client.region is not None
+    assert not rig.client.region.reattached
+    with pytest.raises(Refused) as stale:
+        rig.submit(load(0, 9))
+    assert (stale.value.code, stale.value.value) == (Code.STALE, "0")
+    rig.round_trip(5, 0, 9)
+    with pytest.raises(Refused):
+        rig.submit((CPULoadStoreSpec([0, 1]), GPULoadStoreSpec([1, 2])))
+
+
+def test_an_idle_client_comes_back_while_it_polls(service: Service, rig: Rig) -> None:
+    service.restart()
+    back(rig.client)
+    rig.round_trip(3, 0, 9)
+    service.restart()
+    back(rig.client, 3)
+    rig.round_trip(4, 0, 9)
+
+
+def test_a_daemon_that_is_stopped_by_a_signal_and_goes_on_is_not_gone(
+    service: Service, rig: Rig
+) -> None:
+    os.kill(service.daemon.pid, signal.SIGSTOP)
+    job = rig.submit(store(3, 0))
+    until_then = time.monotonic() + 0.5
+    while time.monotonic() < until_then:
+        assert rig.poll() == []
+    os.kill(service.daemon.pid, signal.SIGCONT)
+    assert rig.result(job).success
+    assert (rig.client.incarnation, rig.client.gone) == (1, None)
+
+
+def test_a_daemon_that_comes_back_and_hangs_blocks_nobody(service: Service, rig: Rig) -> None:
+    service.restart()
+    os.kill(service.daemon.pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        while time.monotonic() < began + 0.5:
+            called = time.monotonic()
+            rig.poll()
+            assert time.monotonic() - called < 0.4
+        assert not rig.client.connected
+    finally:
+        os.kill(service.daemon.pid, signal.SIGCONT)
+    back(rig.client)
+    rig.round_trip(3, 0, 9)
+
+
+# What cannot come back
+
+
+def test_a_smaller_pool_does_not_take_us_back(service: Service, rig: Rig) -> None:
+    """The reason is to be seen, and a daemon that has room is taken again."""
+    service.restart(pool_bytes=4 * PAGE)
+    until(lambda: bool(rig.client.get_finished()) or _refused(rig.client), PATIENCE)
+    assert rig.client.gone is not None
+    cause = rig.client.gone.__cause__
+    assert isinstance(cause, Refused)
+    assert cause.code == Code.POOL_FULL
+    assert "pool_full" in str(rig.client.gone)
+    assert rig.client.connecting
+    with pytest.raises(Gone, match="pool_full"):
+        rig.client.status()
+    service.restart()
+    back(rig.client)
+    assert rig.client.gone is None
+    rig.round_trip(3, 0, 9)
+
+
+def _refused(client: OffloadClient) -> bool:
+    return client.gone is not None and client.gone.__cause__ is not None
+
+
+def test_without_reconnect_a_client_ends_with_its_daemon(service: Service) -> None:
+    with OffloadClient(service.directory, reconnect=False) as client:
+        service.restart()
+        with pytest.raises(Gone, match="went away"):
+            client.status()
+        client.get_finished()
+        assert (client.connected, client.connecting, client.incarnation) == (False, False, 1)
+
+
+def test_tensors_of_a_daemon_go_with_it(service: Service, rig: Rig) -> None:
+    from kvferry.testing.raw import one_tensor
+
+    with OffloadClient(service.directory, engine="other") as client:
+        client.allocate_kv_caches(one_tensor(), host_bytes=512)
+        service.restart()
+        with pytest.raises(Gone):
+            client.status()
+        assert not client.connecting
+
+
+def test_a_timeline_that_was_closed_is_said(service: Service, rig: Rig) -> None:
+    rig.timeline.close()
+    service.restart()
+    until(lambda: bool(rig.client.get_finished()) or _refused(rig.client), PATIENCE)
+    assert "timeline was closed" in str(rig.client.gone)
+
+
+@pytest.mark.parametrize("state", ["away", "coming"])
+def test_closing_while_the_daemon_is_away(service: Service, state: str) -> None:
+    client = OffloadClient(service.directory)
+    service.daemon.kill()
+    until(lambda: bool(client.get_finished()) or not client.connected)
+    if state == "coming":
+        service.start()
+        client.get_finished()
+    began = time.monotonic()
+    client.close()
+    client.close()
+    assert time.monotonic() - began < 2
+    assert not client.connecting
+
+
+# Two clients of an engine
+
+
+def test_a_scheduler_and_a_worker(service: Service, rig: Rig) -> None:
+    """Only one registers; the other submits, and finds its jobs done again."""
+    with OffloadClient(service.directory, engine="engine") as scheduler:
+        schedule = Rig(scheduler)
+        schedule.tensor = rig.tensor
+        schedule.round_trip(3, 0, 9)
+        service.restart()
+        back(scheduler)
+        assert scheduler.region is None
+        early = schedule.result(schedule.submit(store(3, 0)))
+        assert early.error is not None
+        assert early.error.code == Code.NOT_REGISTERED
+        back(rig.client)
+        schedule.round_trip(5, 0, 9)
+        with pytest.raises(Refused) as stale:
+            schedule.submit(load(1, 9))
+        assert stale.value.code == Code.STALE
+        schedule.timeline.close()
+
+
+# A namespace
+
+
+@pytest.fixture
+def inside(service: Service) -> Iterator[Rig]:
+    with OffloadClient(service.directory, engine="engine", timeout=PATIENCE) as client:
+        client.open_namespace(FINGERPRINT, eviction_policy="arc", cpu_bytes_to_use=8 * PAGE)
+        rig = Rig(client)
+        client.register_kv_caches({"layer": rig.tensor}, **rig.arguments)
+        yield rig
+    rig.timeline.close()
+
+
+def keep(rig: Rig, gpu: int, key: bytes) -> None:
+    """Store a block under a key, and see it there."""
+    assert rig.result(rig.submit((GPULoadStoreSpec([gpu]), KeyLoadStoreSpec((key,))))).success
+    until(lambda: rig.client.lookup(key) is Lookup.HIT, PATIENCE)
+
+
+def fetch(rig: Rig, key: bytes, gpu: int) -> TransferResult:
+    return rig.result(rig.submit((KeyLoadStoreSpec((key,)), GPULoadStoreSpec([gpu]))))
+
+
+def test_lookups_are_misses_and_then_right_again(service: Service, inside: Rig) -> None:
+    keep(inside, 3, A)
+    client = inside.client
+    assert isinstance(client, OffloadClient)
+    service.daemon.kill()
+    until(lambda: client.lookup(A) is Lookup.MISS, PATIENCE)
+    service.start()
+    seen = set()
+    while not client.connected:
+        seen.add(client.lookup(A))
+    assert seen <= {Lookup.MISS}
+    assert client.lookup(A) is Lookup.MISS
+    keep(inside, 4, B)
+    assert fetch(inside, B, 9).success
+    assert bool((inside.tensor[9] == 4).all())
+    absent = fetch(inside, A, 9).error
+    assert absent is not None
+    assert absent.code == Code.KEY_ABSENT
+    assert client.namespace.opened.policy == "arc"
+    (space,) = client.namespaces()
+    assert (space.blocks, space.engines) == (8, ("engine",))
+
+
+def test_what_others_stored_meanwhile_is_there_and_pins_hold_again(
+    service: Service, inside: Rig
+) -> None:
+    """The other client is back first, and stores a key that this one has pinned."""
+    client = inside.client
+    assert isinstance(client, OffloadClient)
+    keep(inside, 3, A)
+    client.pin([A, A, C])
+    service.restart()
+    with OffloadClient(service.directory, engine="other") as other:
+        other.open_namespace(FINGERPRINT, cpu_bytes_to_use=8 * PAGE)
+        rig = Rig(other)
+        other.register_kv_caches({"layer": rig.tensor}, **rig.arguments)
+        keep(rig, 5, A)
+        back(client)
+        assert client.lookup(A) is Lookup.HIT
+        until(lambda: other.namespaces()[0].pinned == 1, PATIENCE)
+        client.unpin([A])
+        assert client.namespaces()[0].pinned == 1
+        client.unpin([A, C])
+        assert client.namespaces()[0].pinned == 0
+        assert fetch(inside, A, 9).success
+        assert bool((inside.tensor[9] == 5).all())
+        rig.timeline.close()
+
+
+def test_a_reset_while_the_daemon_is_away_is_done_when_it_is_back(
+    service: Service, inside: Rig
+) -> None:
+    client = inside.client
+    assert isinstance(client, OffloadClient)
+    service.daemon.kill()
+    until(lambda: bool(client.get_finished()) or not client.connected)
+    client.reset_async()
+    service.start()
+    with OffloadClient(service.directory, engine="other") as other:
+        other.open_namespace(FINGERPRINT, cpu_bytes_to_use=8 * PAGE)
+        rig = Rig(other)
+        other.register_kv_caches({"layer": rig.tensor}, **rig.arguments)
+        keep(rig, 5, A)
+        back(client)
+        assert client.lookup(A) is Lookup.MISS
+        until(lambda: other.lookup(A) is Lookup.MISS, PATIENCE)
+        keep(inside, 6, A)
+        assert client.namespace.generation == 2
+        rig.timeline.close()
+
+
+def test_a_manager_goes_on(service: Service, inside: Rig) -> None:
+    with OffloadingManager.open(
+        [service.directory], engine="engine", fingerprint=FINGERPRINT, events=True
+    ) as manager:
+        keep(inside, 3, A)
+        until(lambda: manager.lookup(A) is Lookup.HIT, PATIENCE)
+        assert [event.removed for event in manager.take_events()] == [False]
+        service.daemon.kill()
+        until(lambda: manager.lookup(A) is Lookup.MISS, PATIENCE)
+        assert [event.removed for event in manager.take_events()] == [True]
+        output = manager.prepare_store([B])
+        assert output is not None
+        assert output.keys_to_store == ()
+        service.start()
+        back(inside.client)
+        until(lambda: bool(manager.take_events()) or manager.gone is None, PATIENCE)
+        output = manager.prepare_store([A, B])
+        assert output is not None
+        assert output.keys_to_store == (A, B)
+        assert inside.result(inside.submit((GPULoadStoreSpec([5, 6]), output.store_spec))).success
+        manager.complete_store([A, B])
+        until(lambda: manager.lookup(B) is Lookup.HIT, PATIENCE)
+        (event,) = manager.take_events()
+        assert set(event.keys) == {A, B}
+
+
+# asyncio
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def registered(service: Service) -> tuple[AsyncOffloadClient, Rig]:
+    client = await AsyncOffloadClient.connect(service.directory, engine="async", timeout=PATIENCE)
+    rig = Rig(client)
+    await client.register_kv_caches({"layer": rig.tensor}, host_bytes=8 * PAGE, **rig.arguments)
+    return client, rig
+
+
+async def test_an_asyncio_client_comes_back_by_itself(service: Service) -> None:
+    """Nothing is called meanwhile."""
+    client, rig = await registered(service)
+    held = rig.submit(store(1, 1), wait_for=NEVER)
+    waiting = asyncio.create_task(client.wait([held]))
+    await client.status()
+    await asyncio.to_thread(service.restart)
+    await waiting
+    await eventually(lambda: client.connected)
+    assert client.incarnation == 2
+    assert (await client.status()).pid == service.daemon.pid
+    job = rig.submit(store(3, 0))
+    await client.wait([job])
+    job = rig.submit(load(0, 9))
+    await client.wait([job])
+    assert torch.equal(rig.tensor[9], rig.tensor[3])
+    rig.check_each_ended_once()
+    assert [one.outcome for one in rig.history] == ["lost", "done", "done"]
+    await client.close()
+    rig.timeline.close()
+
+
+async def test_an_asyncio_client_that_submits_all_the_while(service: Service) -> None:
+    client, rig = await registered(service)
+    restarting = None
+    for number in range(100_000):
+        try:
+            rig.submit(store(number % BLOCKS, number % 8))
+        except (Gone, Refused) as error:
+            assert error.code in (Code.DAEMON_GONE, Code.BUSY)
+        rig.poll()
+        if number == 100:
+            restarting = asyncio.create_task(asyncio.to_thread(service.restart))
+        if client.incarnation == 2 and number > 200:
+            break
+        await asyncio.sleep(0.002)
+    assert restarting is not None
+    await restarting
+    await eventually(lambda: len(rig.poll()) >= len(rig.accepted))
+    rig.check_each_ended_once()
+    assert "done" in {one.outcome for one in rig.history[-5:]}
+    await client.close()
+    rig.timeline.close()
+
+
+async def test_an_asyncio_verb_waits_for_the_daemon(service: Service) -> None:
+    client, rig = await registered(service)
+    service.daemon.kill()
+    await eventually(lambda: client.connecting)
+    with pytest.raises(Gone) as gone:
+        await client.status(timeout=0.2)
+    assert gone.value.code == Code.DAEMON_GONE
+    asking = asyncio.create_task(client.status())
+    await asyncio.to_thread(service.start)
+    assert (await asking).pid == service.daemon.pid
+    await client.close()
+    rig.timeline.close()
+
+
+async def test_closing_an_asyncio_client_while_the_daemon_is_away(service: Service) -> None:
+    client, rig = await registered(service)
+    service.daemon.kill()
+    await eventually(lambda: client.connecting)
+    async with asyncio.timeout(2):
+        await client.close()
+    assert not client.connecting
+    await asyncio.sleep(0.1)
+    rig.timeline.close()
