@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 
 from kvferry.client import verbs
-from kvferry.client.conversation import Conversation
+from kvferry.client.conversation import Conversation, Place
 from kvferry.client.jobs import TransferResult
 from kvferry.proto import messages as wire
 from kvferry.proto import status as told
+from kvferry.proto.bulletin import Bulletin, new_page
 from kvferry.proto.codec import decode_client_message, encode
 from kvferry.proto.errors import Code, ErrorInfo, Failed, Gone, KVFerryError, Refused
 from kvferry.proto.keys import EventKind, Lookup
@@ -400,3 +403,193 @@ def test_the_first_reason_for_the_end_stands(talk: Conversation) -> None:
     talk.lose(first)
     talk.lose(Gone(Code.DAEMON_GONE, "later"))
     assert talk.gone is first
+
+
+# And another daemon after it
+
+OPENED = wire.Opened(1, FINGERPRINT.name, 8, 4096, False, "lru", 1)
+REGION = wire.HostRegion(8, 64, False)
+LATER = msgspec.structs.replace(WELCOME, boot_id="later", session_id="s2")
+KILLED = Gone(Code.DAEMON_GONE, "killed")
+
+
+@pytest.fixture
+def lasting() -> Conversation:
+    """HERE, with a daemon that may be followed by another."""
+    talk = Conversation("engine", "client", lasting=True)
+    talk.feed(encode(WELCOME))
+    talk.joined()
+    return talk
+
+
+def answer(talk: Conversation, verb: Any, step: Any, message: Any) -> Any:
+    """Feed what a daemon answers to a step, and go on to the next one."""
+    if isinstance(step, verbs.Ask):
+        with talk.asking(step.request):
+            talk.feed(encode(message))
+            return verb.send(talk.reply(step.request.request_id))
+    if message is not None:
+        talk.feed(encode(message))
+    assert step.until() is not None
+    return verb.send(step.until())
+
+
+def come_back(talk: Conversation, welcome: wire.Welcome = LATER) -> None:
+    """With nothing to be had again."""
+    talk.begin()
+    verb = verbs.join(talk, bulletin=False)
+    with pytest.raises(StopIteration):
+        answer(talk, verb, next(verb), welcome)
+
+
+def test_where_a_conversation_stands(lasting: Conversation) -> None:
+    assert (lasting.place, lasting.gone, lasting.incarnation) == (Place.HERE, None, 1)
+    lasting.lose(KILLED)
+    assert (lasting.place, lasting.present()) == (Place.AWAY, None)
+    assert "connecting again" in str(lasting.gone)
+    lasting.begin()
+    assert (lasting.place, lasting.present()) == (Place.COMING, None)
+    with pytest.raises(Gone, match="connecting again"):
+        lasting.submit(1, STORE, 0)
+    lasting.lose(KILLED)
+    come_back(lasting)
+    assert (lasting.place, lasting.present(), lasting.incarnation) == (Place.HERE, True, 2)
+    lasting.lose(KILLED)
+    lasting.leave()
+    assert lasting.for_good
+    with pytest.raises(Gone):
+        lasting.present()
+
+
+def test_all_is_had_again_in_order(lasting: Conversation) -> None:
+    opening = wire.OpenNamespace(1, FINGERPRINT, 1 << 20, "arc", 2)
+    lasting.enter(opening, OPENED)
+    mirror = lasting.namespace.follow()
+    lasting.feed(encode(wire.Snapshot(3, 0, False, (b"aaaa",), True)))
+    lasting.namespace.pin([b"aaaa", b"bbbb", b"aaaa"])
+    lasting.lose(KILLED)
+    lasting.begin()
+    verb = verbs.join(lasting, bulletin=False)
+    step: Any = next(verb)
+    assert step.message == wire.Hello(1, 1, "client", "engine")
+    step = answer(lasting, verb, step, LATER)
+    again = step.request
+    assert msgspec.structs.replace(again, request_id=1) == opening
+    step = answer(lasting, verb, step, msgspec.structs.replace(OPENED, request_id=again.request_id))
+    assert step.message == wire.Follow()
+    assert step.until() is None
+    lasting.feed(encode(wire.Snapshot(1, 0, False, (b"bbbb",), True)))
+    assert mirror.lookup(b"bbbb") is Lookup.MISS
+    step = answer(lasting, verb, step, None)
+    assert step.message == wire.Pin((b"aaaa", b"aaaa", b"bbbb"))
+    with pytest.raises(StopIteration):
+        answer(lasting, verb, step, None)
+    assert [mirror.lookup(key) for key in (b"aaaa", b"bbbb")] == [Lookup.MISS, Lookup.HIT]
+
+
+def test_resets_that_were_not_done_are_done_before_anything_shows(lasting: Conversation) -> None:
+    lasting.enter(wire.OpenNamespace(1, FINGERPRINT), OPENED)
+    lasting.namespace.follow()
+    lasting.reset()
+    lasting.lose(KILLED)
+    lasting.reset()
+    lasting.begin()
+    verb = verbs.join(lasting, bulletin=False)
+    step = answer(lasting, verb, next(verb), WELCOME)
+    opened = msgspec.structs.replace(OPENED, request_id=step.request.request_id)
+    step = answer(lasting, verb, step, opened)
+    lasting.feed(encode(wire.Snapshot(1, 0, False, (b"aaaa",), True)))
+    step = answer(lasting, verb, step, None)
+    assert isinstance(step.request, wire.Reset)
+    with pytest.raises(StopIteration):
+        answer(lasting, verb, step, wire.Done(step.request.request_id))
+    assert lasting.namespace.mirror.lookup(b"aaaa") is Lookup.MISS
+    assert lasting.namespace.undone() == ()
+
+
+@pytest.mark.parametrize("welcome", [WELCOME, LATER])
+def test_blocks_of_another_daemon_are_not_loaded(
+    lasting: Conversation, welcome: wire.Welcome
+) -> None:
+    submit(lasting, 1, STORE)
+    lasting.lose(KILLED)
+    come_back(lasting, welcome)
+    assert [(r.job_id, r.outcome) for r in lasting.jobs.results()] == [(1, "lost")]
+    if welcome is LATER:
+        with pytest.raises(Refused) as caught:
+            lasting.submit(2, LOAD, 0)
+        assert (caught.value.code, caught.value.value) == (Code.STALE, "3")
+        submit(lasting, 3, STORE)
+    submit(lasting, 2, LOAD)
+
+
+def test_a_region_tells_whether_its_blocks_are_there(lasting: Conversation) -> None:
+    for reattached in (True, False):
+        region = msgspec.structs.replace(REGION, reattached=reattached)
+        lasting.registered(cast(Any, None), region)
+        lasting.standing.registration = None
+        lasting.lose(KILLED)
+        come_back(lasting, LATER if reattached else WELCOME)
+        if reattached:
+            lasting.submit(2, LOAD, 0)
+    with pytest.raises(Refused):
+        lasting.submit(2, LOAD, 0)
+
+
+@pytest.mark.parametrize("ids", [[-1], [1 << 40], [5, -1]])
+def test_blocks_that_no_region_has(lasting: Conversation, ids: list[int]) -> None:
+    lasting.lose(KILLED)
+    come_back(lasting)
+    spec = CPULoadStoreSpec(ids), GPULoadStoreSpec(range(len(ids)))
+    submit(lasting, 1, (spec[1], spec[0]))
+    with pytest.raises(Refused) as caught:
+        lasting.submit(2, spec, 0)
+    assert caught.value.code == Code.STALE
+
+
+def test_who_waits_is_told_once_that_the_daemon_went(lasting: Conversation) -> None:
+    with lasting.asking(wire.StatusRequest(5)):
+        lasting.lose(KILLED)
+        lasting.begin()
+        with pytest.raises(Gone, match="killed"):
+            lasting.reply(5)
+    with lasting.asking(wire.StatusRequest(6)):
+        assert lasting.reply(6) is None
+
+
+def test_a_daemon_that_does_not_take_us_back(lasting: Conversation) -> None:
+    full = Refused(Code.POOL_FULL, "no room", 5)
+    lasting.lose(KILLED)
+    lasting.begin()
+    lasting.turned_away(full)
+    assert (lasting.place, lasting.refused) == (Place.AWAY, full)
+    with pytest.raises(Gone, match="no room") as caught:
+        lasting.present()
+    assert caught.value.__cause__ is full
+    lasting.begin()
+    lasting.turned_away(Gone(Code.SHUTTING_DOWN, "stopping"))
+    assert lasting.refused is full
+    come_back(lasting)
+    assert lasting.gone is None
+
+
+def test_tensors_of_the_daemon_s_are_not_had_again(lasting: Conversation) -> None:
+    lasting.allocated(REGION)
+    lasting.lose(KILLED)
+    assert lasting.for_good
+
+
+def test_results_of_two_daemons_are_counted_apart(lasting: Conversation) -> None:
+    """A bulletin that is read no more does not hold back what the next daemon tells."""
+    page = new_page()
+    writer, lasting.jobs.bulletin = Bulletin(page), Bulletin(page)
+    os.close(page)
+    for job_id in (1, 2):
+        submit(lasting, job_id)
+        writer.write(wire.JobResult(job_id, Direction.STORE, Outcome.DONE))
+    lasting.jobs.read_bulletin()
+    lasting.lose(KILLED)
+    come_back(lasting)
+    submit(lasting, 3)
+    finish(lasting, 3)
+    assert outcomes(lasting) == [(1, "done"), (2, "done"), (3, "done")]

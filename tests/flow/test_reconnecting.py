@@ -84,7 +84,7 @@ def service(tmp_path: Path) -> Iterator[Service]:
 class Rig:
     """An engine in this process: numbered blocks, jobs, and a record of how they ended."""
 
-    def __init__(self, client: OffloadClient | AsyncOffloadClient) -> None:
+    def __init__(self, client: Any) -> None:
         self.client = client
         self.tensor = shared_empty((BLOCKS, PAGE))
         for block in range(BLOCKS):
@@ -150,14 +150,12 @@ def test_a_daemon_is_killed_and_restarted_under_a_client_that_submits(
     service: Service, rig: Rig
 ) -> None:
     """The loop below is all that the caller does."""
-    began, restarted, refused = time.monotonic(), False, set()
+    began, restarted, said = time.monotonic(), False, set()
     while rig.client.incarnation < 2 or time.monotonic() < began + 1:
         try:
             rig.submit(store(len(rig.accepted) % BLOCKS, len(rig.accepted) % 8))
-        except Gone as gone:
-            refused.add(gone.code)
-        except Refused as busy:
-            assert busy.code == Code.BUSY
+        except (Gone, Refused) as error:
+            said.add(error.code)
         rig.poll()
         if not restarted and time.monotonic() > began + 0.2:
             service.restart()
@@ -167,7 +165,7 @@ def test_a_daemon_is_killed_and_restarted_under_a_client_that_submits(
     rig.check_each_ended_once()
     assert {one.outcome for one in rig.history} <= {"done", "lost"}
     rig.round_trip(3, 0, 9)
-    assert refused <= {Code.DAEMON_GONE}
+    assert said <= {Code.DAEMON_GONE, Code.BUSY}
     assert rig.client.daemon.pid == service.daemon.pid
 
 
@@ -368,7 +366,6 @@ def fetch(rig: Rig, key: bytes, gpu: int) -> TransferResult:
 def test_lookups_are_misses_and_then_right_again(service: Service, inside: Rig) -> None:
     keep(inside, 3, A)
     client = inside.client
-    assert isinstance(client, OffloadClient)
     service.daemon.kill()
     until(lambda: client.lookup(A) is Lookup.MISS, PATIENCE)
     service.start()
@@ -393,7 +390,6 @@ def test_what_others_stored_meanwhile_is_there_and_pins_hold_again(
 ) -> None:
     """The other client is back first, and stores a key that this one has pinned."""
     client = inside.client
-    assert isinstance(client, OffloadClient)
     keep(inside, 3, A)
     client.pin([A, A, C])
     service.restart()
@@ -418,7 +414,6 @@ def test_a_reset_while_the_daemon_is_away_is_done_when_it_is_back(
     service: Service, inside: Rig
 ) -> None:
     client = inside.client
-    assert isinstance(client, OffloadClient)
     service.daemon.kill()
     until(lambda: bool(client.get_finished()) or not client.connected)
     client.reset_async()
@@ -502,18 +497,19 @@ async def test_an_asyncio_client_comes_back_by_itself(service: Service) -> None:
 
 async def test_an_asyncio_client_that_submits_all_the_while(service: Service) -> None:
     client, rig = await registered(service)
-    restarting = None
+    restarting, said = None, set()
     for number in range(100_000):
         try:
             rig.submit(store(number % BLOCKS, number % 8))
         except (Gone, Refused) as error:
-            assert error.code in (Code.DAEMON_GONE, Code.BUSY)
+            said.add(error.code)
         rig.poll()
         if number == 100:
             restarting = asyncio.create_task(asyncio.to_thread(service.restart))
         if client.incarnation == 2 and number > 200:
             break
         await asyncio.sleep(0.002)
+    assert said <= {Code.DAEMON_GONE, Code.BUSY}
     assert restarting is not None
     await restarting
     await eventually(lambda: len(rig.poll()) >= len(rig.accepted))
