@@ -19,7 +19,7 @@ OWN_DAEMON = ("beside", "start")
 GIB = 1 << 30
 
 app = typer.Typer(
-    help="Look at a kvferry daemon, or measure one.",
+    help="Look at a kvferry daemon, find what is wrong, or measure one.",
     epilog="A daemon is found in /run/kvferry, $XDG_RUNTIME_DIR/kvferry or /tmp/kvferry-UID, "
     "unless --directory names the folder of its sockets. Exit status: 0 done, 1 failed (one line "
     "on stderr), 2 wrong usage. Start a daemon with kvferryd.",
@@ -75,6 +75,31 @@ def status(
         print(msgspec.json.format(msgspec.json.encode(everything), indent=2).decode())
     else:
         show(report, namespaces, Console(highlight=False))
+
+
+@app.command()
+def doctor(
+    directory: Directory = None,
+    json: Annotated[bool, typer.Option("--json", help="The findings, for programs.")] = False,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds that the daemon has for an answer.", min=0.1)
+    ] = 5.0,
+) -> None:
+    """Look for what keeps an engine from its daemon, and say what to change.
+
+    Run it as the engine's user, in its container, with its environment. It stores and loads a page
+    of memory of the daemon's; that page of the pool stays the doctor's until somebody needs it.
+    Exit status 1: something failed.
+    """
+    from kvferry.client.cli import doctor as findings_table
+    from kvferry.client.doctor import examine
+
+    findings = examine(directory, timeout)
+    if json:
+        print(msgspec.json.format(msgspec.json.encode(findings), indent=2).decode())
+    else:
+        findings_table.show(findings, Console(highlight=False))
+    raise typer.Exit(int(findings_table.failed(findings)))
 
 
 @app.command()

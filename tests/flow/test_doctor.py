@@ -1,0 +1,391 @@
+"""`kvferry doctor`: each thing that goes wrong, made to go wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.client.cli import main
+from kvferry.client.doctor import CHECKS, Case, Finding, Verdict, daemon, environment, examine
+from kvferry.proto import messages as wire
+from kvferry.proto import status as told
+from kvferry.proto.codec import decode_client_message, encode
+from kvferry.proto.errors import Code, ErrorInfo
+from kvferry.testing.engine import until
+from kvferry.testing.plugin import StartKvferryd
+from kvferry.testing.raw import Raw
+
+NOBODY = 65534
+AS_NOBODY = """
+import os, sys
+from pathlib import Path
+import msgspec
+from kvferry.client import doctor
+
+doctor.CHECKS = doctor.CHECKS[1:]  # installed packages may not be readable for everybody
+doctor.examine(Path("/nowhere"))  # nor may modules, later
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+sys.stdout.buffer.write(msgspec.json.encode(doctor.examine(Path(sys.argv[1]), 2.0)))
+"""
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+
+
+def by_check(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.check: finding for finding in findings}
+
+
+def the_failure(findings: list[Finding]) -> Finding:
+    """The only one; what came after it was not looked at."""
+    (failure,) = [finding for finding in findings if finding.verdict is Verdict.FAIL]
+    assert "round trip" not in by_check(findings)
+    return failure
+
+
+def examine_as_nobody(directory: Path) -> list[Finding]:
+    command = [sys.executable, "-c", AS_NOBODY, str(directory)]
+    done = subprocess.run(command, capture_output=True, timeout=30, check=True)
+    return msgspec.json.decode(done.stdout, type=list[Finding])
+
+
+def kvferry(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    return int(ended.value.code or 0)
+
+
+# All is well
+
+
+def test_a_daemon_and_nothing_wrong(
+    start_kvferryd: StartKvferryd, device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running = start_kvferryd("0" if device.startswith("cuda") else device)
+    findings = examine(running.directory, 20.0)
+    said = by_check(findings)
+    assert {finding.verdict for finding in findings} <= {Verdict.OK, Verdict.WARN}
+    wanted = ["folder", "sockets", "greeting", "version", "answers", "processes", "device", "pool"]
+    assert all(said[check].verdict is Verdict.OK for check in [*wanted, "round trip"])
+    assert f"pid {running.pid}" in said["greeting"].found
+    assert examine(running.runtime_dir, 20.0)[-1].verdict is Verdict.OK  # its page is taken again
+    assert kvferry("doctor", "-d", running.directory) == 0
+    assert "round trip" in capsys.readouterr().out
+
+
+def test_the_doctor_leaves_no_session(kvferryd: LocalDaemon) -> None:
+    examine(kvferryd.directory)
+    with OffloadClient(kvferryd.directory) as client:
+        until(lambda: client.status().sessions == 1)
+        (left,) = client.status().engines
+        assert (left.name, left.present, left.host_blocks) == ("kvferry-doctor", False, 1)
+
+
+def test_findings_for_programs(kvferryd: LocalDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    assert kvferry("doctor", "--json", "-d", kvferryd.directory) == 0
+    findings = json.loads(capsys.readouterr().out)
+    assert set(findings[0]) == {"check", "verdict", "found", "change"}
+    kvferryd.kill()
+    assert kvferry("doctor", "--json", "-d", kvferryd.directory) == 1
+    assert "fail" in {finding["verdict"] for finding in json.loads(capsys.readouterr().out)}
+
+
+# Where it is
+
+
+def test_no_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [tmp_path / "one", tmp_path / "two"]
+    monkeypatch.setattr("kvferry.client.doctor.daemon.runtime_directories", lambda: places)
+    failure = the_failure(examine())
+    assert all(str(place) in failure.found for place in places)
+    assert failure.change.startswith("kvferryd ")
+
+
+def test_several_daemons(start_kvferryd: StartKvferryd, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).symlink_to(start_kvferryd().directory)
+    failure = the_failure(examine(tmp_path))
+    assert "several" in failure.found
+    assert f"doctor -d {tmp_path / 'one'}" in failure.change
+
+
+def test_a_daemon_that_was_killed(kvferryd: LocalDaemon) -> None:
+    kvferryd.kill()
+    failure = the_failure(examine(kvferryd.directory))
+    assert failure.check == "sockets"
+    assert "nobody listens" in failure.found
+    assert "kvferryd" in failure.change
+
+
+@as_root
+@pytest.mark.parametrize("mode", [0o700, 0o710])
+def test_another_user_may_not_enter(kvferryd: LocalDaemon, mode: int) -> None:
+    kvferryd.runtime_dir.chmod(0o711)
+    kvferryd.directory.chmod(mode)
+    for directory in (kvferryd.directory, kvferryd.runtime_dir):
+        findings = examine_as_nobody(directory)
+        if directory == kvferryd.runtime_dir:  # which may not be listed either
+            kvferryd.runtime_dir.chmod(0o755)
+            findings = examine_as_nobody(directory)
+        failure = the_failure(findings)
+        assert (failure.check, "permission denied" in failure.found) == ("folder", True)
+        assert str(kvferryd.directory) in failure.found
+        assert "root" in failure.found
+        assert ("usermod -aG root" if mode == 0o710 else "run the engine as root") in failure.change
+
+
+@as_root
+def test_another_user_may_not_connect(kvferryd: LocalDaemon) -> None:
+    kvferryd.runtime_dir.chmod(0o711)
+    kvferryd.directory.chmod(0o755)
+    for name in ("kvferry.sock", "fds.sock"):
+        failure = the_failure(examine_as_nobody(kvferryd.directory))
+        assert (failure.check, name in failure.found) == ("sockets", True)
+        (kvferryd.directory / name).chmod(0o777)
+    failure = the_failure(examine_as_nobody(kvferryd.directory))
+    assert failure.check == "greeting"
+    assert failure.change.startswith(f"limits.allow_uids = [{NOBODY}]")
+
+
+# Whether it takes us
+
+
+def test_a_daemon_that_is_stopped_by_a_signal(kvferryd: LocalDaemon) -> None:
+    os.kill(kvferryd.pid, signal.SIGSTOP)
+    try:
+        failure = the_failure(examine(kvferryd.directory, 0.3))
+    finally:
+        os.kill(kvferryd.pid, signal.SIGCONT)
+    assert failure.check == "greeting"
+    assert failure.change.endswith(f"kill -CONT {kvferryd.pid}")
+
+
+def unshared() -> str | None:
+    command = shutil.which("unshare")
+    if command is None or subprocess.run([command, "--pid", "--fork", "true"]).returncode:
+        return None
+    return command
+
+
+@pytest.mark.skipif(unshared() is None, reason="PID namespaces cannot be made here")
+def test_a_daemon_in_another_pid_namespace() -> None:
+    """It cannot see us: what a container without --pid=host is."""
+    with tempfile.TemporaryDirectory(prefix="kvferry-") as directory:
+        arguments = ["--device", "cpu", "--pool-size", "1MiB", "--runtime-dir", directory]
+        daemon_ = [sys.executable, "-m", "kvferry.daemon", *arguments]
+        inside = [str(unshared()), "--pid", "--fork", "--kill-child", *daemon_]
+        with subprocess.Popen(inside, stderr=subprocess.DEVNULL) as process:
+            where = Path(directory, "cpu")
+            try:
+                until(lambda: (where / "kvferry.sock").exists(), 20.0)
+                failure = the_failure(examine(where))
+            finally:
+                process.kill()
+    assert failure.check == "greeting"
+    assert "--pid=host" in failure.change
+
+
+class Impostor:
+    """A socket where a daemon would be, with one answer to whatever is said."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.answers = directory, list[bytes]()
+        self.heard: list[wire.ClientMessage] = []
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(f"ipc://{directory / 'kvferry.sock'}")
+        self._desk = OffloadClientDesk(directory / "fds.sock")
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._over.is_set():
+            if self._socket.poll(20):
+                who, data = self._socket.recv_multipart()
+                self.heard.append(decode_client_message(data))
+                if self.answers:
+                    self._socket.send_multipart([who, self.answers.pop(0)])
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+        self._desk.close()
+        self._socket.close()
+        self._context.term()
+
+
+class OffloadClientDesk:
+    """A descriptor socket that takes nothing."""
+
+    def __init__(self, path: Path) -> None:
+        import socket
+
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.bind(str(path))
+        self._socket.listen(8)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture
+def impostor() -> Iterator[Impostor]:
+    with tempfile.TemporaryDirectory(prefix="kvferry-") as directory:
+        impostor = Impostor(Path(directory))
+        yield impostor
+        impostor.close()
+
+
+CPU = told.DeviceInfo("cpu", "cpu", "host")
+
+
+def welcome(protocol: int = 1, version: str = "0.1.0", info: told.DeviceInfo = CPU) -> wire.Welcome:
+    return wire.Welcome(protocol, "boot", "s", version, 1, info, wire.Limits(9, 9, 9))
+
+
+@pytest.mark.parametrize(("protocol", "age"), [(2, "newer"), (0, "older")])
+def test_a_daemon_of_another_protocol(impostor: Impostor, protocol: int, age: str) -> None:
+    impostor.answers = [encode(welcome(protocol, "7.0"))]
+    failure = the_failure(examine(impostor.directory, 1.0))
+    assert failure.check == "version"
+    assert f"{age}: it speaks protocol {protocol}" in failure.found
+    assert "kvferry==7.0" in failure.change
+
+
+@pytest.mark.parametrize("how", ["refuses", "says more than we know"])
+def test_a_daemon_that_speaks_otherwise(impostor: Impostor, how: str) -> None:
+    unknown = [*msgspec.msgpack.decode(encode(welcome())), "a field of tomorrow's"]
+    refusal = wire.Error(None, ErrorInfo(Code.PROTOCOL_VERSION, "this daemon speaks protocol 9"))
+    impostor.answers = [encode(refusal) if how == "refuses" else msgspec.msgpack.encode(unknown)]
+    failure = the_failure(examine(impostor.directory, 1.0))
+    assert failure.check == "greeting"
+    assert "same version" in failure.change
+
+
+def test_a_daemon_of_another_version_that_never_answers(impostor: Impostor) -> None:
+    impostor.answers = [encode(welcome(1, "7.0"))]
+    said = by_check(examine(impostor.directory, 0.5))
+    assert said["version"].verdict in (Verdict.WARN, Verdict.OK)
+    assert said["answers"].verdict is Verdict.FAIL
+    assert said["processes"].verdict is Verdict.WARN
+    assert "round trip" not in said
+
+
+def test_a_gpu_that_is_not_to_be_seen_here(
+    impostor: Impostor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    other = welcome(info=told.DeviceInfo("cuda", "GPU-of-another-machine", "NVIDIA X"))
+    impostor.answers = [encode(other)]
+    said = by_check(examine(impostor.directory, 0.5))
+    assert said["device"].verdict is Verdict.FAIL
+    assert "CUDA_VISIBLE_DEVICES=7" in said["device"].found
+
+
+# What it can do for us
+
+
+def test_a_full_pool_is_left_alone(start_kvferryd: StartKvferryd) -> None:
+    running = start_kvferryd(pool_bytes=8 * 4096)
+    with Raw(running.directory, "full") as raw:
+        raw.register(num_blocks=8, page=4096)
+        (last,) = examine(running.directory)[-1:]
+        assert (last.check, last.verdict) == ("round trip", Verdict.WARN)
+        assert "full" in last.found
+
+
+def test_wrong_bytes_are_noticed(kvferryd: LocalDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = OffloadClient.transfer_async
+
+    def loads_only(client: OffloadClient, job_id: int, spec: Any, wait_for: int = 0) -> None:
+        real(client, job_id, tuple(reversed(spec)) if job_id == 1 else spec, wait_for)
+
+    monkeypatch.setattr(OffloadClient, "transfer_async", loads_only)
+    last = examine(kvferryd.directory)[-1]
+    assert (last.check, last.verdict) == ("round trip", Verdict.FAIL)
+    assert "other bytes" in last.found
+
+
+@pytest.mark.parametrize(("uptime", "verdict"), [(10.0, Verdict.OK), (1e4, Verdict.WARN)])
+def test_a_pool_that_is_not_registered_whole(
+    kvferryd: LocalDaemon, uptime: float, verdict: Verdict
+) -> None:
+    with OffloadClient(kvferryd.directory) as client:
+        status = client.status()
+    pool = msgspec.structs.replace(status.pool, pinned_bytes=status.pool.size_bytes // 2)
+    case = Case(None, 1.0)
+    case.status = msgspec.structs.replace(status, pool=pool, uptime_seconds=uptime)
+    (finding,) = daemon.pool(case)
+    assert finding.verdict is verdict
+    assert ("locked memory" in finding.found) == (verdict is Verdict.WARN)
+
+
+# Where the engine runs
+
+
+def test_packages_that_are_missing_or_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"msgspec": None, "numpy": "1.25.2", "pyzmq": "27.1.0", "torch": None}
+    monkeypatch.setattr(environment, "installed_version", versions.__getitem__)
+    first, second, last = environment.packages(Case(None, 1.0))
+    assert first.change == "pip install 'msgspec>=0.18.6'"
+    assert second.found == "numpy 1.25.2 is too old"
+    assert "no torch" in last.found
+
+
+@pytest.mark.parametrize(
+    ("setting", "verdict"),
+    [
+        ("", Verdict.OK),
+        ("max_split_size_mb:64", Verdict.OK),
+        ("max_split_size_mb:64,expandable_segments:True", Verdict.WARN),
+        ("expandable_segments:False", Verdict.OK),
+    ],
+)
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_expandable_segments(
+    monkeypatch: pytest.MonkeyPatch, name: str, setting: str, verdict: Verdict
+) -> None:
+    monkeypatch.setenv(name, setting)
+    (finding,) = environment.allocator(Case(None, 1.0))
+    assert finding.verdict is verdict
+
+
+@pytest.mark.parametrize(("version", "seed"), [("0.26.1", "0"), ("0.9.0", None), (None, None)])
+def test_vllm(monkeypatch: pytest.MonkeyPatch, version: str | None, seed: str | None) -> None:
+    monkeypatch.setattr(environment, "installed_version", lambda name: version)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    verdicts = [finding.verdict for finding in environment.vllm(Case(None, 1.0))]
+    expected = [Verdict.OK] * 2 if seed else [Verdict.WARN] * 2
+    assert verdicts == ([] if version is None else expected)
+
+
+def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "SMALL_SHM", 1 << 60)
+    (finding,) = environment.shared_memory(Case(None, 1.0))
+    assert finding.verdict is Verdict.WARN
+    assert "--shm-size" in finding.change
+
+
+def test_every_check_says_what_to_change() -> None:
+    """A finding that is not well has a line to change; the checks' names are their functions'."""
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS)
+    for finding in examine(Path("/nowhere")):
+        assert (finding.verdict is Verdict.OK) == (not finding.change)
