@@ -132,20 +132,32 @@ def test_a_daemon_that_was_killed(kvferryd: LocalDaemon) -> None:
 
 
 @as_root
-@pytest.mark.parametrize("mode", [0o700, 0o710])
-def test_another_user_may_not_enter(kvferryd: LocalDaemon, mode: int) -> None:
-    kvferryd.runtime_dir.chmod(0o711)
+@pytest.mark.parametrize(
+    ("mode", "change"), [(0o700, "run the engine as root"), (0o710, "usermod -aG root")]
+)
+def test_another_user_may_not_enter(kvferryd: LocalDaemon, mode: int, change: str) -> None:
+    kvferryd.runtime_dir.chmod(0o755)
     kvferryd.directory.chmod(mode)
-    for directory in (kvferryd.directory, kvferryd.runtime_dir):
-        findings = examine_as_nobody(directory)
-        if directory == kvferryd.runtime_dir:  # which may not be listed either
-            kvferryd.runtime_dir.chmod(0o755)
-            findings = examine_as_nobody(directory)
-        failure = the_failure(findings)
-        assert (failure.check, "permission denied" in failure.found) == ("folder", True)
-        assert str(kvferryd.directory) in failure.found
-        assert "root" in failure.found
-        assert ("usermod -aG root" if mode == 0o710 else "run the engine as root") in failure.change
+    failure = the_failure(examine_as_nobody(kvferryd.runtime_dir))
+    assert failure.check == "folder"
+    assert f"{kvferryd.directory}: permission denied, of root" in failure.found
+    assert failure.change.startswith((change, f"join its group: {change}"))
+
+
+@as_root
+def test_another_user_is_told_that_there_may_be_a_daemon(kvferryd: LocalDaemon) -> None:
+    """Also by who only looks for one."""
+    kvferryd.runtime_dir.chmod(0o755)
+    program = AS_NOBODY[: AS_NOBODY.index("sys.stdout")] + (
+        "from kvferry.client import endpoint\n"
+        "endpoint.runtime_directories = lambda: [Path(sys.argv[1])]\n"
+        "try:\n    endpoint.find_daemon()\n"
+        "except Exception as error:\n    print(type(error).__name__, error)\n"
+    )
+    command = [sys.executable, "-c", program, str(kvferryd.runtime_dir)]
+    done = subprocess.run(command, capture_output=True, timeout=30, check=True, text=True)
+    assert done.stdout.startswith("Gone ")
+    assert f"{kvferryd.directory} may not be entered" in done.stdout
 
 
 @as_root

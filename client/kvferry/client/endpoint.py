@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 from kvferry.proto.errors import Code, Gone
@@ -18,19 +20,44 @@ def runtime_directories() -> list[Path]:
     return [*places, Path(f"/tmp/kvferry-{os.getuid()}")]
 
 
+def look_for(places: Iterable[Path]) -> tuple[list[Path], list[Path]]:
+    """Folders with a daemon's socket, and folders that this user may not look into.
+
+    Each place may be such a folder itself, or hold some.
+    """
+    found: list[Path] = []
+    closed: list[Path] = []
+    for path in (path for place in places for path in (place, *_folders_in(place))):
+        try:
+            if stat.S_ISSOCK((path / "kvferry.sock").stat().st_mode):
+                found.append(path)
+        except PermissionError:
+            closed.append(path)
+        except OSError:
+            pass
+    return found, closed
+
+
+def _folders_in(place: Path) -> list[Path]:
+    try:
+        return sorted(path for path in place.iterdir() if path.is_dir())
+    except OSError:
+        return []
+
+
 def find_daemon(device: str | None = None) -> Path:
     """The folder of the daemon of a device ("cpu" or "GPU-..."), or of the only one there is.
 
     Raises Gone (DAEMON_GONE), naming what was found instead.
     """
-    found: list[Path] = []
-    for place in runtime_directories():
-        for path in [place, *sorted(place.glob("*"))] if place.is_dir() else []:
-            if (path / "kvferry.sock").exists() and device in (None, path.name):
-                found.append(path)
+    found, closed = look_for(runtime_directories())
+    found = [path for path in found if device in (None, path.name)]
     if len(found) == 1 or (found and device is not None):
         return found[0]
     wanted = f"for device {device}" if device else "whose folder was not named"
     seen = ", ".join(str(path) for path in found or runtime_directories())
     message = "several daemons run: name one's folder" if found else "no daemon runs"
+    if closed and not found:
+        message = "no daemon is to be seen: kvferry doctor tells more"
+        seen += "".join(f"; {path} may not be entered" for path in closed)
     raise Gone(Code.DAEMON_GONE, f"{message} ({wanted}; looked at: {seen})", device or "")

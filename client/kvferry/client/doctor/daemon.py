@@ -9,14 +9,14 @@ import re
 import socket
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from kvferry.client.blocking import OffloadClient
 from kvferry.client.doctor.case import Case, Finding, fail, ok, warn
 from kvferry.client.doctor.environment import installed_version
-from kvferry.client.endpoint import runtime_directories
+from kvferry.client.endpoint import look_for, runtime_directories
 from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.libcuda import driver
 from kvferry.proto.messages import PROTOCOL
@@ -40,7 +40,7 @@ SETTLED = 120.0
 
 def folder(case: Case) -> Iterator[Finding]:
     places = runtime_directories() if case.asked is None else [case.asked]
-    found, closed = _look_at(places)
+    found, closed = look_for(places)
     seen = ", ".join(map(str, places))
     if len(found) == 1:
         case.directory = found[0]
@@ -55,31 +55,6 @@ def folder(case: Case) -> Iterator[Finding]:
     for path in closed:
         if not found:
             yield fail("folder", f"{path}: permission denied, {_owned(path)}", _entry(path))
-
-
-def _look_at(places: Iterable[Path]) -> tuple[list[Path], list[Path]]:
-    """Folders with a daemon's socket, and folders that may not be looked into."""
-    found: list[Path] = []
-    closed: list[Path] = []
-    for place in places:
-        try:
-            inside = sorted(path for path in place.iterdir() if path.is_dir())
-        except PermissionError:
-            inside = []
-            if not os.access(place, os.X_OK):
-                closed.append(place)
-                continue
-        except OSError:
-            continue
-        for path in (place, *inside):
-            try:
-                if stat.S_ISSOCK((path / "kvferry.sock").stat().st_mode):
-                    found.append(path)
-            except PermissionError:
-                closed.append(path)
-            except OSError:
-                pass
-    return found, closed
 
 
 def _owned(path: Path) -> str:
