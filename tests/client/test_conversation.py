@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from typing import Any, cast
 
 import msgspec
@@ -571,6 +572,15 @@ def test_a_daemon_that_does_not_take_us_back(lasting: Conversation) -> None:
     assert lasting.refused is full
     come_back(lasting)
     assert lasting.gone is None
+
+
+def test_why_the_daemon_is_gone_does_not_grow(lasting: Conversation) -> None:
+    """An engine may ask at every step, for hours."""
+    lasting.lose(KILLED)
+    for _ in range(100):
+        with pytest.raises(Gone) as caught:
+            lasting.submit(1, STORE, 0)
+    assert len(traceback.extract_tb(caught.value.__traceback__)) < 10
 
 
 def test_tensors_of_the_daemon_s_are_not_had_again(lasting: Conversation) -> None:

@@ -33,7 +33,9 @@ from kvferry.client import (
     TransferSpec,
     shared_empty,
 )
+from kvferry.daemon.engine.ledger import Ledger
 from kvferry.testing.engine import until
+from kvferry.testing.manager import ServiceManager, kvferryd_command
 
 BLOCKS, PAGE = 16, 4096
 POOL = 1 << 20
@@ -250,6 +252,21 @@ def test_a_daemon_that_comes_back_and_hangs_blocks_nobody(service: Service, rig:
     rig.round_trip(3, 0, 9)
 
 
+def test_a_daemon_that_is_away_for_longer_than_an_attempt_takes(
+    service: Service, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.client.comeback.PATIENCE", 0.1)
+    service.daemon.kill()
+    then = time.monotonic() + 1
+    while time.monotonic() < then:
+        rig.poll()
+    assert rig.client.connecting
+    monkeypatch.undo()
+    service.start()
+    back(rig.client)
+    rig.round_trip(3, 0, 9)
+
+
 # What cannot come back
 
 
@@ -455,6 +472,66 @@ def test_a_manager_goes_on(service: Service, inside: Rig) -> None:
         until(lambda: manager.lookup(B) is Lookup.HIT, PATIENCE)
         (event,) = manager.take_events()
         assert set(event.keys) == {A, B}
+
+
+# A daemon whose service manager kept its pool
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Iterator[ServiceManager]:
+    command = kvferryd_command(tmp_path / "run", pool_chunk=4 << 20)
+    with ServiceManager(command, tmp_path / "notify", log=tmp_path / "kvferryd.log") as manager:
+        manager.start(ready=False)
+        yield manager
+
+
+def sealed(manager: ServiceManager, count: int) -> None:
+    """Return once so many blocks are sealed, over all ledgers."""
+    names = [name for name in manager.names if name.startswith("ledger-")]
+    ledgers = [Ledger(os.dup(manager.kept(name))) for name in names]
+    until(lambda: sum(ledger.sealed_blocks().size for ledger in ledgers) == count, PATIENCE)
+    for ledger in ledgers:
+        ledger.close()
+
+
+def test_keys_and_pins_outlive_a_daemon_that_keeps_its_pool(
+    kept: ServiceManager, tmp_path: Path
+) -> None:
+    with OffloadClient(tmp_path / "run" / "cpu", engine="engine", timeout=PATIENCE) as client:
+        client.open_namespace(FINGERPRINT, cpu_bytes_to_use=8 * PAGE)
+        rig = Rig(client)
+        client.register_kv_caches({"layer": rig.tensor}, **rig.arguments)
+        keep(rig, 3, A)
+        keep(rig, 4, B)
+        client.pin([A])
+        sealed(kept, 2)
+        kept.kill()
+        kept.start(ready=False)
+        back(client)
+        assert client.namespace.opened.reattached
+        assert [client.lookup(key) for key in (A, B, C)] == [Lookup.HIT, Lookup.HIT, Lookup.MISS]
+        assert client.namespaces()[0].pinned == 1
+        assert fetch(rig, A, 9).success
+        assert bool((rig.tensor[9] == 3).all())
+        rig.timeline.close()
+
+
+def test_blocks_by_number_outlive_a_daemon_that_keeps_its_pool(
+    kept: ServiceManager, tmp_path: Path
+) -> None:
+    with OffloadClient(tmp_path / "run" / "cpu", engine="engine", timeout=PATIENCE) as client:
+        rig = Rig(client)
+        client.register_kv_caches({"layer": rig.tensor}, host_bytes=8 * PAGE, **rig.arguments)
+        rig.round_trip(3, 0, 9)
+        sealed(kept, 1)
+        kept.kill()
+        kept.start(ready=False)
+        back(client)
+        assert client.region is not None
+        assert client.region.reattached
+        assert rig.result(rig.submit(load(0, 10))).success
+        assert bool((rig.tensor[10] == 3).all())
+        rig.timeline.close()
 
 
 # asyncio

@@ -19,12 +19,14 @@ from kvferry.client.descriptors import AT_ONCE, Visit
 from kvferry.client.verbs import Ask, Fetch, Leave, Step, Tell, Until, Verb
 from kvferry.proto.codec import encode
 from kvferry.proto.desk import Collect, Deposit
-from kvferry.proto.errors import Code, Failed, KVFerryError
+from kvferry.proto.errors import Code, Failed, Gone, KVFerryError
 
 log = logging.getLogger("kvferry")
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 """Seconds between two attempts, at most."""
+PATIENCE = 10.0
+"""Seconds that an attempt may take."""
 TICK = 0.02
 """Seconds after which who waits for a daemon pushes on."""
 
@@ -33,7 +35,7 @@ Pushed: TypeAlias = Generator[None, None, Any]
 
 
 class Comeback:
-    """reopen: makes a new socket. send: over that. patience: seconds that an attempt may take."""
+    """reopen: makes a new socket. send: over that."""
 
     def __init__(
         self,
@@ -45,7 +47,6 @@ class Comeback:
     ) -> None:
         self._talk, self._directory = talk, directory
         self._join, self._reopen, self._send = join, reopen, send
-        self.patience = 10.0
         self._attempt: Pushed | None = None
         self._next = self._until = 0.0
         self._pause = FIRST_PAUSE
@@ -57,12 +58,10 @@ class Comeback:
             self._say(self._talk.gone)
             if now < self._next:
                 return
-            self._begin(now)
-        assert self._attempt is not None
+            self._attempt = self._begin(now)
         try:
             if self._talk.place is Place.AWAY:
-                assert self._talk.gone is not None
-                raise self._talk.gone
+                raise Gone(Code.DAEMON_GONE, "the daemon went again", str(self._directory))
             if now > self._until:
                 raise timed_out("the daemon did not take us back", str(self._directory))
             next(self._attempt)
@@ -80,18 +79,20 @@ class Comeback:
             self._attempt.close()
             self._attempt = None
 
-    def _begin(self, now: float) -> None:
+    def _begin(self, now: float) -> Pushed:
         self._reopen()
         self._talk.begin()
-        self._attempt, self._until = self._perform(self._join()), now + self.patience
+        self._until = now + PATIENCE
+        return self._perform(self._join())
 
     def _give_up(self, now: float, error: KVFerryError) -> None:
         """Until the next attempt the daemon has no session of ours."""
         self.close()
         self._talk.turned_away(error)
         self._reopen()
-        self._next = now + random.uniform(self._pause / 2, self._pause)
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        if error.code != Code.TIMEOUT:  # of nobody heard, the next attempt may hear at once
+            self._next = now + random.uniform(self._pause / 2, self._pause)
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
     def _say(self, gone: object) -> None:
         if gone is not self._said:

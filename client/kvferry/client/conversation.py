@@ -122,7 +122,7 @@ class Conversation:
     def request(self, message: ClientMessage) -> bytes:
         """The bytes of a message; Gone where there is nobody to hear it."""
         if self.gone is not None:
-            raise self.gone
+            raise self.gone.with_traceback(None)  # raised often: else it grows
         return encode(message)
 
     @contextlib.contextmanager
@@ -210,7 +210,7 @@ class Conversation:
     def mirrored(self) -> bool:
         """Whether the mirror is whole; raises why the daemon is gone, if it is."""
         if self.gone is not None:
-            raise self.gone
+            raise self.gone.with_traceback(None)
         return self.namespace.mirror.whole
 
     def check_region(self, host_bytes: int | None) -> None:
@@ -244,7 +244,7 @@ class Conversation:
         if self.gone is None:
             return True
         if self.for_good or self.refused is not None:
-            raise self.gone
+            raise self.gone.with_traceback(None)
         return None
 
     def begin(self) -> None:
@@ -341,7 +341,7 @@ class Conversation:
         if isinstance(reply, KVFerryError):
             raise reply
         if reply is None and self.gone is not None and request_id not in self._asked:
-            raise self.gone
+            raise self.gone.with_traceback(None)
         return reply
 
     def under_way(self, job_ids: Iterable[int]) -> list[int]:

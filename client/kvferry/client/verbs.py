@@ -113,7 +113,9 @@ def present(talk: Conversation) -> Verb[None]:
     try:
         yield Until(talk.present)
     except Gone as error:
-        raise talk.gone or error from error.__cause__
+        if talk.gone is None or error is talk.gone:
+            raise
+        raise talk.gone.with_traceback(None) from talk.gone.__cause__
 
 
 def register(
