@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -221,7 +222,7 @@ class Impostor:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(f"ipc://{directory / 'kvferry.sock'}")
-        self._desk = OffloadClientDesk(directory / "fds.sock")
+        self._desk = DeafDesk(directory / "fds.sock")
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
@@ -242,12 +243,10 @@ class Impostor:
         self._context.term()
 
 
-class OffloadClientDesk:
+class DeafDesk:
     """A descriptor socket that takes nothing."""
 
     def __init__(self, path: Path) -> None:
-        import socket
-
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.bind(str(path))
         self._socket.listen(8)
