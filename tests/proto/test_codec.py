@@ -448,7 +448,7 @@ def test_directions() -> None:
 
 def test_codes_that_are_not_the_request_s_fault() -> None:
     """Every other code is; clients act on this, so that it changes only together with them."""
-    assert {"copy_failed", "map_failed", "driver"} == FAILED
+    assert {"copy_failed", "map_failed", "driver", "corrupt_block"} == FAILED
     assert {"cancelled", "timeout", "engine_gone", "daemon_gone", "shutting_down"} == GONE
     assert not FAILED & GONE
 
