@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import count
@@ -19,6 +20,20 @@ if TYPE_CHECKING:
 pytest_plugins = ["kvferry.testing.plugin"]
 
 POOL_BYTES = 64 << 20
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="the suites of faults in full")
+    parser.addoption("--seed", type=int, help="of the suites of faults; by default a new one")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.seed is None:
+        config.option.seed = random.randrange(1 << 31)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed: {config.option.seed}"
 
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -1,0 +1,53 @@
+"""What the suites of faults share: their length, their dice, daemons that come again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.client import LocalDaemon
+from kvferry.testing.crew import Crew
+
+POOL_BYTES = 32 << 20
+
+
+@pytest.fixture
+def long(request: pytest.FixtureRequest) -> bool:
+    """Whether to take the time that it takes."""
+    return bool(request.config.option.long)
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    number = int(request.config.option.seed)
+    print(f"--seed {number}")  # with whatever fails
+    return number
+
+
+@pytest.fixture
+def dice(seed: int) -> random.Random:
+    return random.Random(seed)
+
+
+@pytest.fixture
+def start_daemon(device: str, tmp_path: Path) -> Iterator[Callable[..., LocalDaemon]]:
+    """start_daemon(**options) -> a daemon of the device, at the same place each time."""
+    name = "0" if device.startswith("cuda") else device
+    with ExitStack() as running:
+
+        def start(**options: Any) -> LocalDaemon:
+            chosen: dict[str, Any] = {"pool_bytes": POOL_BYTES, "runtime_dir": tmp_path, **options}
+            return running.enter_context(LocalDaemon(name, **chosen))
+
+        yield start
+
+
+@pytest.fixture
+def start_crew() -> Iterator[Callable[[Path], Crew]]:
+    with ExitStack() as running:
+        yield lambda directory: running.enter_context(Crew(directory))

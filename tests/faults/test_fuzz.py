@@ -1,0 +1,168 @@
+"""A flood of hostile bytes: the daemon answers, keeps its memory, and serves whoever is honest.
+
+An engine works beside the attackers all the time, and finds what it stored. Its latency, alone and
+under attack, is printed, and recorded in the long form.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry.client import LocalDaemon
+from kvferry.proto.codec import encode
+from kvferry.proto.desk import Collect, Deposit
+from kvferry.proto.errors import Code
+from kvferry.proto.messages import (
+    PROTOCOL,
+    AllocateKVCaches,
+    Cancel,
+    ClientMessage,
+    Error,
+    FdAllocation,
+    Follow,
+    Hello,
+    Location,
+    OpenNamespace,
+    Pin,
+    PostResults,
+    Registered,
+    RegisterKVCaches,
+    Reset,
+    Submit,
+    Touch,
+    Unpin,
+    Wait,
+)
+from kvferry.proto.specs import GPULoadStoreSpec, KeyLoadStoreSpec
+from kvferry.proto.status import Fingerprint
+from kvferry.testing.accounts import check_all_gone
+from kvferry.testing.crew import Crew
+from kvferry.testing.engine import until
+from kvferry.testing.fuzz import Attacker, Forge, bother_desk, strange_descriptors
+from kvferry.testing.raw import Raw, load, one_tensor, store
+from kvferry.testing.tally import TrafficOptions, percentile
+from kvferry.testing.vitals import Vitals
+
+pytestmark = pytest.mark.timeout(1200)
+
+MAX_GROWTH = 50 << 20
+GOLDEN = json.loads((Path(__file__).parents[1] / "proto" / "golden.json").read_text())
+KEYS = tuple(bytes([number]) * 36 for number in range(4))
+SMALL: list[ClientMessage] = [
+    Hello(PROTOCOL, PROTOCOL, "fuzz", "fuzz"),
+    store(1, [0, 1, 2], [3, 4, 5]),
+    load(2, [3, 4, 5], [5, 6, 7]),
+    load(3, [0], [0], wait_for=9),
+    Cancel((1, 2, 3)),
+    Wait(4, (1, 2, 3)),
+    AllocateKVCaches(5, one_tensor(), 4096),
+    OpenNamespace(6, Fingerprint("fuzz", 512), 1 << 16),
+    Follow(),
+    Pin(KEYS),
+    Unpin(KEYS[:2]),
+    Touch(KEYS),
+    Reset(7),
+    PostResults(1),
+    Submit(8, GPULoadStoreSpec([0, 1, 2, 3]), KeyLoadStoreSpec(KEYS)),
+    Submit(9, KeyLoadStoreSpec(KEYS[:2]), GPULoadStoreSpec([4, 5])),
+]
+"""What fits into the pool of a test, and the tensor that attackers register."""
+HONEST = [bytes.fromhex(GOLDEN[name]) for name in GOLDEN if name.startswith("client/")]
+HONEST += [encode(message) for message in SMALL] * 2
+
+
+def attack(directory: Path, forge: Forge, messages: int, each: int) -> Counter[str]:
+    """Attackers one after another, most of them in a session; what they were told."""
+    told: Counter[str] = Counter()
+    for number in range(0, messages, each):
+        name = forge.random.choice((None, f"fuzz-{number % 7}", f"fuzz-{number % 50}"))
+        attacker = Attacker(directory, forge, name)
+        attacker.send(min(each, messages - number))
+        attacker.close()
+        told += attacker.told
+    return told
+
+
+@pytest.fixture
+def beside(
+    start_daemon: Callable[..., LocalDaemon], start_crew: Callable[[Path], Crew], device: str
+) -> Iterator[LocalDaemon]:
+    """A daemon with an honest engine at work, which in the end has nothing to complain of."""
+    daemon = start_daemon(log_level="warning")
+    crew = start_crew(daemon.directory)
+    options = TrafficOptions("honest", 1, device=device, depth=4, pause=0.002, patience=20)
+    crew.start(options)
+    yield daemon
+    before = crew.report().counts["compared"]
+    until(lambda: crew.report().counts["compared"] > before + 100, 30)
+    tally = crew.dismiss()
+    print("beside:", {share: percentile(tally.seconds, share) for share in (0.5, 0.99, 1.0)})
+    assert not tally.complaints, "\n".join(tally.complaints)
+    assert daemon.process.poll() is None, daemon.log()
+    assert "Traceback" not in daemon.log()
+    check_all_gone(daemon)
+
+
+def test_frames(beside: LocalDaemon, seed: int, long: bool) -> None:
+    forge = Forge(seed, HONEST)
+    attack(beside.directory, forge, 5_000, 500)
+    before = Vitals.of(beside.pid)
+    told = attack(beside.directory, forge, 1_000_000 if long else 50_000, 1000)
+    more = Vitals.of(beside.pid).since(before)
+    print(dict(told), more)
+    assert more.private < MAX_GROWTH
+    assert more.shared < MAX_GROWTH
+    assert sum(told.values()) > 10_000
+
+
+def test_identities(beside: LocalDaemon, seed: int, long: bool) -> None:
+    """Connections without end, each of which says a word or two."""
+    forge = Forge(seed, HONEST)
+    attack(beside.directory, forge, 200, 2)
+    before = Vitals.of(beside.pid)
+    attack(beside.directory, forge, 20_000 if long else 2_000, 2)
+    more = Vitals.of(beside.pid).since(before)
+    print(more)
+    assert more.private < MAX_GROWTH
+    assert more.descriptors < 20
+
+
+def test_descriptor_socket(beside: LocalDaemon, seed: int, long: bool) -> None:
+    """Junk in packets, descriptors of every wrong kind, as a stranger and in an open session."""
+    forge = Forge(seed, HONEST)
+    with Raw(beside.directory, "fuzz") as raw:
+        packets = [encode(Deposit(raw.session)), encode(Collect(raw.session, 1))]
+        bother_desk(beside.directory, forge, packets, 200)
+        before = Vitals.of(beside.pid)
+        bother_desk(beside.directory, forge, packets, 10_000 if long else 1_000)
+    more = Vitals.of(beside.pid).since(before)
+    print(more)
+    assert more.private < MAX_GROWTH
+
+
+def test_strange_descriptors_in_use(beside: LocalDaemon) -> None:
+    """What was deposited is named as a tensor, as a timeline, as a bulletin: refused, each time."""
+    with strange_descriptors() as strange:
+        for name, descriptor in strange.items():
+            with Raw(beside.directory, "fuzz") as raw:
+                for _ in range(2):
+                    (ticket,) = raw.deposit(descriptor)
+                    raw.send(PostResults(ticket))
+                    error = raw.recv(Error).error
+                    assert error.code == Code.NOT_SHAREABLE, name
+                (memory, clock) = raw.deposit(descriptor, descriptor)
+                allocations = (FdAllocation(memory, 512),)
+                where = (Location(0, 0),)
+                for timeline in (clock, None):
+                    message = RegisterKVCaches(1, one_tensor(), allocations, where, 512, timeline)
+                    raw.send(message)
+                    answer = raw.recv(object)
+                    good = timeline is None and name == "unsealed"
+                    assert isinstance(answer, Registered if good else Error), (name, answer)
+                    (memory,) = raw.deposit(descriptor)
+                    allocations = (FdAllocation(memory, 512),)

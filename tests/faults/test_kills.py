@@ -1,0 +1,164 @@
+"""kill -9 at random moments, of daemons and of engines, while all of them have their hands full.
+
+The engines (kvferry.testing.traffic) keep account themselves: each job has one outcome in time,
+and what is loaded is what was stored. Here the daemon's books are looked into, and what it holds.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.testing.accounts import check_all_gone, faults_in_books
+from kvferry.testing.crew import Crew, mixed_engines
+from kvferry.testing.engine import until
+from kvferry.testing.tally import TrafficOptions, summary
+from kvferry.testing.vitals import Vitals, device_bytes
+
+pytestmark = pytest.mark.timeout(1200)
+
+STALLS = {"reference_stall": 0.002}
+"""On the CPU pieces take their time, so that kills meet some under way."""
+MAX_GROWTH = 16 << 20
+PATIENCE = 20.0
+
+
+def moment(dice: random.Random) -> float:
+    """Seconds until something happens: some right behind the last, some in the middle of work."""
+    return dice.choice((0.0, 0.02, 0.1, 0.5, 1.0)) * dice.random()
+
+
+def opened(crew: Crew) -> dict[str, int]:
+    return {name: member.report().counts["opened"] for name, member in crew.members.items()}
+
+
+def all_come_back(crew: Crew, before: dict[str, int]) -> None:
+    until(lambda: all(now > before[name] for name, now in opened(crew).items()), 30)
+
+
+def test_daemons(
+    start_daemon: Callable[..., LocalDaemon],
+    start_crew: Callable[[Path], Crew],
+    device: str,
+    dice: random.Random,
+    long: bool,
+) -> None:
+    """A daemon is killed and another one started; engines lose their jobs and come back."""
+    daemon = start_daemon(**STALLS)
+    crew = start_crew(daemon.directory)
+    crew.start(*mixed_engines(device, dice, patience=PATIENCE))
+    until(lambda: all(opened(crew).values()), 60)
+    for _ in range(200 if long else 15):
+        time.sleep(moment(dice))
+        before = opened(crew) if dice.random() < 0.3 else None
+        daemon.kill()
+        daemon = start_daemon(**STALLS)
+        if before is not None:
+            all_come_back(crew, before)
+    all_come_back(crew, dict.fromkeys(crew.members, 0))
+    total = crew.dismiss()
+    print(summary(total))
+    assert not total.complaints, "\n".join(total.complaints)
+    assert total.counts["lost"] > 0
+    assert total.counts["compared"] > 0
+    check_all_gone(daemon)
+
+
+def test_engines(
+    start_daemon: Callable[..., LocalDaemon],
+    start_crew: Callable[[Path], Crew],
+    device: str,
+    dice: random.Random,
+    long: bool,
+) -> None:
+    """Engines are killed, stopped for a while, and replaced; the daemon holds no more for it."""
+    daemon = start_daemon(**STALLS)
+    crew = start_crew(daemon.directory)
+    engines = mixed_engines(device, dice, patience=PATIENCE)
+    before = at_rest(daemon, crew, engines, dice)
+    on_device = device_bytes(device)
+    crew.start(*engines)
+    with OffloadClient(daemon.directory, engine="observer") as observer:
+        for _ in range(200 if long else 15):
+            time.sleep(moment(dice))
+            kill_one(crew, dice)
+            assert not faults_in_books(observer)
+    total = crew.dismiss()
+    print(summary(total))
+    assert not total.complaints, "\n".join(total.complaints)
+    assert total.counts["compared"] > 0
+    check_all_gone(daemon)
+    check_flat(daemon, before)
+    assert device_bytes(device) <= on_device + MAX_GROWTH
+
+
+def test_an_engine_that_stands_still(
+    start_daemon: Callable[..., LocalDaemon],
+    start_crew: Callable[[Path], Crew],
+    device: str,
+    dice: random.Random,
+) -> None:
+    """SIGSTOP, while the others do hundreds of jobs; then it goes on as if nothing was."""
+    daemon = start_daemon(**STALLS)
+    crew = start_crew(daemon.directory)
+    engines = mixed_engines(device, dice, patience=PATIENCE)
+    before = at_rest(daemon, crew, engines, dice)
+    crew.start(*engines)
+    until(lambda: all(opened(crew).values()), 60)
+    frozen = [crew.members["engine-1"], crew.members["engine-4"]]
+    for member in frozen:
+        member.freeze()
+    others = [member for member in crew.members.values() if member not in frozen]
+    done = [member.report().counts["done"] for member in others]
+    until(
+        lambda: all(
+            member.report().counts["done"] > had + 300
+            for member, had in zip(others, done, strict=True)
+        ),
+        60,
+    )
+    for member in frozen:
+        member.thaw()
+    total = crew.dismiss()
+    print(summary(total))
+    assert not total.complaints, "\n".join(total.complaints)
+    check_all_gone(daemon)
+    check_flat(daemon, before)
+
+
+def at_rest(
+    daemon: LocalDaemon, crew: Crew, engines: list[TrafficOptions], dice: random.Random
+) -> Vitals:
+    """What a daemon holds that has seen these engines, when they have gone again."""
+    crew.start(*engines)
+    until(lambda: all(opened(crew).values()), 60)
+    until(lambda: crew.report().counts["done"] > 500, 60)
+    kill_one(crew, dice)
+    total = crew.dismiss()
+    assert not total.complaints, "\n".join(total.complaints)
+    check_all_gone(daemon)
+    return Vitals.of(daemon.pid)
+
+
+def check_flat(daemon: LocalDaemon, before: Vitals) -> None:
+    """Raise AssertionError where the daemon holds more than it did."""
+    more = Vitals.of(daemon.pid).since(before)
+    print(more)
+    assert more.descriptors <= 2
+    assert more.threads <= 0
+    assert more.mappings <= 30
+    assert more.private <= MAX_GROWTH
+    assert more.shared <= MAX_GROWTH
+
+
+def kill_one(crew: Crew, dice: random.Random) -> None:
+    name = dice.choice(list(crew.members))
+    options = crew.members[name].options
+    crew.kill(name)
+    crew.start(replace(options, seed=dice.getrandbits(32)))

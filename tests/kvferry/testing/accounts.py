@@ -1,0 +1,39 @@
+"""A daemon's own books: what it owns adds up, and whoever went left nothing behind."""
+
+from __future__ import annotations
+
+from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.testing.engine import until
+
+
+def faults_in_books(observer: OffloadClient) -> list[str]:
+    """What does not add up now, while anything may be under way."""
+    faults: list[str] = []
+    pool = observer.status().pool
+    if pool.reserved_bytes > pool.size_bytes:
+        faults.append(f"of {pool.size_bytes} bytes {pool.reserved_bytes} are given out")
+    for space in observer.namespaces():
+        if space.free + space.pending + space.ready + space.doomed != space.blocks:
+            faults.append(f"a block in two places, or in none: {space}")
+        if space.pinned > space.ready:
+            faults.append(f"more pinned than there are: {space}")
+    return faults
+
+
+def left_behind(observer: OffloadClient) -> list[str]:
+    """What is still held for engines of which none is there any more."""
+    status = observer.status()
+    left = [f"{status.sessions} sessions"] if status.sessions > 1 else []
+    left += [f"{engine}" for engine in status.engines if engine.present or engine.jobs]
+    left += [f"{s}" for s in observer.namespaces() if s.pending or s.pinned or s.doomed]
+    return left
+
+
+def check_all_gone(daemon: LocalDaemon, timeout: float = 10.0) -> None:
+    """Raise AssertionError unless the books are in order, and soon nothing is held for anybody."""
+    with OffloadClient(daemon.directory, engine="observer") as observer:
+        try:
+            until(lambda: not left_behind(observer), timeout)
+        except TimeoutError:
+            raise AssertionError(f"left behind: {left_behind(observer)}") from None
+        assert not faults_in_books(observer), faults_in_books(observer)

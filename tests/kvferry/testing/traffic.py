@@ -1,0 +1,461 @@
+"""An engine that works a daemon hard and believes nothing: what `crew` starts, in processes.
+
+It is scheduler and worker in one, does what its dice say (stores and loads of any size, whole host
+blocks and parts of them, fenced before and after, cancelled, waited for, reset; goodbyes, and
+registering anew), keeps account of what must be in every block that it stored, and compares every
+block that it loads (marks.py). What it finds wrong is a complaint in its tally. When the daemon
+goes it counts its jobs as lost and comes back as soon as there is one again; what that still has
+of its host blocks must be what was stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kvferry.client import (
+    CPULoadStoreSpec,
+    Fingerprint,
+    GPULoadStoreSpec,
+    Lookup,
+    OffloadClient,
+    OffloadingManager,
+    Timeline,
+    TransferResult,
+    TransferSpec,
+    offload_key,
+)
+from kvferry.client.tensors import shared_empty
+from kvferry.proto.errors import Code, Gone, KVFerryError, Refused
+from kvferry.testing.marks import Label, Marker, Words
+from kvferry.testing.tally import Tally, TrafficOptions
+
+JUNK = Label(0xFFFF, 0, 0).number
+SHARED = 0xFFFE
+"""Owner of what is in a namespace."""
+NOTICED = 0.5
+"""A step that took longer was not ours: somebody stopped this process, or the machine was busy."""
+EXPECTED = {Code.KEY_ABSENT, Code.CACHE_FULL, Code.STALE, Code.BUSY}
+"""What a transfer by key may be refused for: others use the namespace as well."""
+
+
+class Ground:
+    """The KV tensors: two, of one page a GPU block each; and a timeline behind what is written."""
+
+    def __init__(self, options: TrafficOptions) -> None:
+        self.device = torch.device(options.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.marker = Marker(options.block_words)
+        self.timeline = Timeline.create(options.device)
+        shape = options.gpu_blocks, options.page
+        self.tensors = {
+            f"layer.{n}": shared_empty(shape, torch.uint8, self.device) for n in range(2)
+        }
+
+    def write(self, blocks: Sequence[int], labels: Sequence[int]) -> None:
+        pages = np.split(self.marker.blocks(labels).view(np.uint8), 2, axis=1)
+        for tensor, page in zip(self.tensors.values(), pages, strict=True):
+            tensor[list(blocks)] = torch.from_numpy(np.ascontiguousarray(page)).to(self.device)
+
+    def read(self, blocks: Sequence[int]) -> Words:
+        pages = [tensor[list(blocks)].cpu().numpy() for tensor in self.tensors.values()]
+        return np.concatenate(pages, axis=1).view(np.uint64)
+
+    def close(self) -> None:
+        self.timeline.close()
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A transfer under way. labels: what its GPU blocks must hold in the end, 0 where nobody knows.
+
+    writers: of a load, the stores that wrote these labels. places: of a store, where it writes.
+    """
+
+    job_id: int
+    store: bool
+    gpu: list[int]
+    labels: list[int]
+    submitted: float
+    writers: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    keys: tuple[bytes, ...] = ()
+    cancelled: bool = False
+
+
+class Shelf:
+    """What an engine's own host blocks hold, sub-block by sub-block, as far as it can know."""
+
+    def __init__(self, options: TrafficOptions, dice: random.Random) -> None:
+        self._options, self._dice = options, dice
+        self._labels: dict[int, int] = {}
+        self._writers: dict[int, int] = {}
+        self._versions = dice.randrange(1 << 22)  # whoever had the name before used others
+
+    def forget(self) -> None:
+        """The host blocks are new ones."""
+        self._labels.clear()
+
+    def transfer(self, count: int) -> tuple[list[int], int, list[int]]:
+        """Random host blocks for `count` GPU blocks: ids, the first's skip, and all sub-blocks."""
+        factor = self._options.factor
+        skip = self._dice.randrange(factor)
+        hosts = self._dice.sample(range(self._options.host_blocks), -(-(count + skip) // factor))
+        places = [hosts[at // factor] * factor + at % factor for at in range(skip, skip + count)]
+        return hosts, skip, places
+
+    def store(self, job: Job) -> None:
+        """A store was submitted: from now on, loads find its labels."""
+        self._versions += 1
+        for place, label in zip(job.places, job.labels, strict=True):
+            self._labels[place], self._writers[place] = label, job.job_id
+
+    def label(self, place: int, version: int) -> int:
+        return Label(self._options.owner, place, version).number
+
+    def next_version(self) -> int:
+        return self._versions + 1
+
+    def expected(self, places: Sequence[int]) -> tuple[list[int], list[int]]:
+        """What these sub-blocks hold, and which store wrote each."""
+        return (
+            [self._labels.get(place, 0) for place in places],
+            [self._writers.get(place, 0) for place in places],
+        )
+
+    def spoiled(self, job: Job) -> None:
+        """A store did not end well: where nothing was stored since, nobody knows what is there."""
+        for place in job.places:
+            if self._writers.get(place) == job.job_id:
+                self._labels.pop(place, None)
+
+
+class Traffic:
+    """One engine. Raises nothing but what nobody foresaw; `tally` has the rest."""
+
+    def __init__(self, directory: Path, options: TrafficOptions) -> None:
+        self.options, self._directory = options, directory
+        self.tally = Tally(options.name)
+        self._dice = random.Random(options.seed)
+        self._ground = Ground(options)
+        self._shelf = Shelf(options, self._dice)
+        self._free = list(range(options.gpu_blocks))
+        self._jobs: dict[int, Job] = {}
+        self._spoiled: set[int] = set()
+        self._last_id = 0
+        self._client: OffloadClient | None = None
+        self._manager: OffloadingManager | None = None
+        self._stepped = time.monotonic()
+
+    def step(self, submit: bool = True) -> None:
+        """Submit something, take in results, now and then something rare."""
+        self._notice_pause()
+        try:
+            if self._client is None:
+                self._open()
+            elif submit:
+                self._submit_some()
+                self._do_something_rare()
+            self._take_results()
+            if self._client is not None and self._client.gone is not None:
+                raise self._client.gone
+        except Gone as gone:
+            if gone.code not in (Code.DAEMON_GONE, Code.SHUTTING_DOWN, Code.TIMEOUT):
+                self.tally.complain(f"unexpected: {gone}")
+            self._lost()
+        self._complain_of_late()
+
+    def finish(self) -> Tally:
+        """Let what is under way end, and say goodbye."""
+        deadline = time.monotonic() + 2 * self.options.patience
+        while self._jobs and time.monotonic() < deadline:
+            self.step(submit=False)
+            time.sleep(0.001)
+        if self._jobs:
+            self.tally.complain(f"{len(self._jobs)} jobs never ended")
+        self._close()
+        self._ground.close()
+        return self.tally
+
+    # Coming and going
+
+    def _open(self) -> None:
+        o = self.options
+        try:
+            client = OffloadClient(self._directory, engine=o.name, client=o.name, timeout=5)
+        except Gone:  # not back yet
+            time.sleep(0.02)
+            return
+        self._client = client
+        try:
+            if o.model is not None:
+                self._enter(client, o.model)
+            region = client.register_kv_caches(
+                self._ground.tensors,
+                num_blocks=o.gpu_blocks,
+                block_size_factor=o.factor,
+                host_bytes=None if o.model is not None else o.host_bytes,
+                timeline=self._ground.timeline,
+            )
+        except Refused as refused:  # the place of the one before may not be free yet
+            if refused.code not in (Code.ALREADY_REGISTERED, Code.BUSY):
+                raise
+            self._close()
+            return
+        if not region.reattached:
+            self._shelf.forget()
+        self.tally.counts["opened"] += 1
+        self.tally.counts["reattached"] += region.reattached
+
+    def _enter(self, client: OffloadClient, model: str) -> None:
+        fingerprint = Fingerprint(model, self.options.block_bytes * self.options.factor)
+        client.open_namespace(fingerprint, cpu_bytes_to_use=self.options.host_bytes)
+        self._manager = OffloadingManager(client)
+
+    def _close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+        self._client = self._manager = None
+
+    def _lost(self) -> None:
+        """The daemon went: every job must have ended, with what was done before as done."""
+        self.tally.counts["lost daemons"] += 1
+        if self._client is not None and self._client.gone is not None:
+            with suppress(Gone):
+                self._take_results()
+        if self._jobs and self._client is not None and self._client.gone is not None:
+            self.tally.complain(f"{len(self._jobs)} jobs without an outcome, and the daemon gone")
+        self._close()
+        for job in list(self._jobs.values()):
+            self._end(job, None)
+
+    # Work
+
+    def _submit_some(self) -> None:
+        while self._client is not None and len(self._jobs) < self.options.depth:
+            count = min(self._dice.choice((1, 1, 2, 3, 8, 30)), len(self._free))
+            count = min(count, (self.options.host_blocks - 1) * self.options.factor)
+            if count == 0:
+                return
+            if self._manager is not None:
+                if not self._submit_keyed(self._manager, count):
+                    return
+            elif self._dice.random() < 0.5:
+                self._submit_store(count)
+            else:
+                self._submit_load(count)
+
+    def _submit_store(self, count: int) -> None:
+        hosts, skip, places = self._shelf.transfer(count)
+        version = self._shelf.next_version()
+        labels = [self._shelf.label(place, version) for place in places]
+        job = self._new_job(True, count, labels)
+        job.places = places
+        gpu = GPULoadStoreSpec(np.array(job.gpu), (count,), (skip,))
+        self._submit(job, (gpu, CPULoadStoreSpec(np.array(hosts))), labels)
+        self._shelf.store(job)
+
+    def _submit_load(self, count: int) -> None:
+        hosts, skip, places = self._shelf.transfer(count)
+        labels, writers = self._shelf.expected(places)
+        job = self._new_job(False, count, labels)
+        job.writers = writers
+        gpu = GPULoadStoreSpec(np.array(job.gpu), (count,), (skip,))
+        self._submit(job, (CPULoadStoreSpec(np.array(hosts)), gpu), [JUNK] * count)
+
+    def _submit_keyed(self, manager: OffloadingManager, count: int) -> bool:
+        """A store of keys in a row where they are not there, a load where they are.
+
+        False where there was nothing to do.
+        """
+        factor = self.options.factor
+        first = self._dice.randrange(self.options.keys)
+        numbers = range(first, min(first + max(1, count // factor), self.options.keys))
+        if len(numbers) * factor > len(self._free):
+            return False
+        keys = {key_of(number): number for number in numbers}
+        hits = [key for key in keys if manager.lookup(key) is Lookup.HIT]
+        if hits:
+            with suppress(Refused):
+                spec = manager.prepare_load(hits)
+                job = self._new_job(False, len(hits) * factor, self._labels(hits, keys))
+                job.keys = tuple(hits)
+                gpu = GPULoadStoreSpec(np.array(job.gpu))
+                self._submit(job, (spec, gpu), [JUNK] * len(job.gpu))
+            return True
+        output = manager.prepare_store(keys)
+        if output is None or not output.keys_to_store:  # full, all there, or the daemon is gone
+            return False
+        labels = self._labels(output.keys_to_store, keys)
+        job = self._new_job(True, len(labels), labels)
+        job.keys = output.keys_to_store
+        self._submit(job, (GPULoadStoreSpec(np.array(job.gpu)), output.store_spec), labels)
+        return True
+
+    def _labels(self, keys: Sequence[bytes], numbers: dict[bytes, int]) -> list[int]:
+        return [
+            Label(SHARED, numbers[key], sub).number
+            for key in keys
+            for sub in range(self.options.factor)
+        ]
+
+    def _new_job(self, store: bool, count: int, labels: list[int]) -> Job:
+        self._last_id += 1
+        self._dice.shuffle(self._free)
+        gpu, self._free = self._free[:count], self._free[count:]
+        job = Job(self._last_id, store, gpu, labels, time.monotonic())
+        self._jobs[job.job_id] = job
+        return job
+
+    def _submit(self, job: Job, spec: TransferSpec, labels: Sequence[int]) -> None:
+        """Write the job's GPU blocks and submit it, the one or the other first."""
+        client, timeline = self._client, self._ground.timeline
+        assert client is not None
+        early = self._dice.random() < 0.3
+        if early:
+            client.transfer_async(job.job_id, spec, timeline.last + 1)
+            if self._dice.random() < 0.1:
+                time.sleep(self._dice.random() * 0.005)
+        self._ground.write(job.gpu, labels)
+        fence = timeline.signal()
+        if not early:
+            client.transfer_async(job.job_id, spec, fence)
+        self.tally.counts["jobs"] += 1
+
+    def _do_something_rare(self) -> None:
+        client, dice = self._client, self._dice.random()
+        if client is None or not self._jobs:
+            return
+        some = self._dice.sample(sorted(self._jobs), min(3, len(self._jobs)))
+        if dice < self.options.cancels:
+            client.cancel(some)
+            for job_id in some:
+                self._jobs[job_id].cancelled = True
+        elif dice < self.options.cancels + 0.005:
+            client.wait(some)
+        elif dice < self.options.cancels + 0.005 + self.options.resets:
+            if self._manager is not None:
+                self._manager.reset_cache()
+                self.tally.counts["resets"] += 1
+        elif self._dice.random() < self.options.leaves:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Goodbye in the middle of everything, and back at once."""
+        self._close()
+        self.tally.counts["left"] += 1
+        for job in list(self._jobs.values()):
+            self._end(job, None)
+
+    # Outcomes
+
+    def _take_results(self) -> None:
+        if self._client is None:
+            return
+        for result in self._client.get_finished():
+            job = self._jobs.get(result.job_id)
+            if job is None:
+                self.tally.complain(f"an outcome for no job: {result}")
+            else:
+                self._check(job, result)
+                self._end(job, result)
+
+    def _check(self, job: Job, result: TransferResult) -> None:
+        code = None if result.error is None else result.error.code
+        self.tally.counts[str(result.outcome)] += 1
+        self.tally.took(time.monotonic() - job.submitted)
+        match str(result.outcome):
+            case "done" if not job.store:
+                self._compare(job)
+            case "done":
+                self.tally.counts["bytes"] += result.transfer_size
+            case "cancelled" if job.cancelled:
+                pass
+            case "refused" if job.keys and code in EXPECTED:
+                self.tally.counts[f"refused: {code}"] += 1
+            case "lost" if code == Code.DAEMON_GONE:
+                pass
+            case "failed" if code == Code.COPY_FAILED and self.options.may_fail:
+                pass
+            case _:
+                self.tally.complain(f"job {job.job_id} ended as {result}")
+
+    def _compare(self, job: Job) -> None:
+        """The blocks that a load brought, as far as anybody knows what they must be."""
+        if not job.keys and any(writer in self._jobs for writer in job.writers):
+            self.tally.complain(f"load {job.job_id} overtook a store that it comes behind")
+        known = [
+            at
+            for at, label in enumerate(job.labels)
+            if label and not (job.writers and job.writers[at] in self._spoiled)
+        ]
+        blocks = self._ground.read([job.gpu[at] for at in known])
+        for fault in self._ground.marker.wrong(blocks, [job.labels[at] for at in known]):
+            self.tally.complain(f"load {job.job_id} brought wrong bytes: {fault}")
+        self.tally.counts["compared"] += len(known)
+        self.tally.counts["bytes"] += len(job.gpu) * self.options.block_bytes
+
+    def _end(self, job: Job, result: TransferResult | None) -> None:
+        del self._jobs[job.job_id]
+        self._free += job.gpu
+        if job.store and job.places and (result is None or not result.success):
+            self._spoiled.add(job.job_id)
+            self._shelf.spoiled(job)
+        if not self._jobs:
+            self._spoiled.clear()
+        if self._manager is not None and job.keys:
+            if job.store:
+                self._manager.complete_store(job.keys, result is not None and result.success)
+            else:
+                self._manager.complete_load(job.keys)
+
+    def _complain_of_late(self) -> None:
+        oldest = next(iter(self._jobs.values()), None)
+        if oldest is None:
+            return
+        age = time.monotonic() - oldest.submitted
+        if age > self.options.patience:
+            self.tally.complain(f"job {oldest.job_id} has no outcome after {age:.1f} s")
+            oldest.submitted = float("inf")
+
+    def _notice_pause(self) -> None:
+        """Time in which this process did not run is nobody's fault."""
+        now = time.monotonic()
+        if now - self._stepped > NOTICED:
+            for job in self._jobs.values():
+                job.submitted += now - self._stepped
+        self._stepped = now
+
+
+def key_of(number: int) -> bytes:
+    return offload_key(hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest())
+
+
+def serve(pipe: Connection, directory: Path, options: TrafficOptions) -> None:
+    """Work until told to "stop", and send the tally; to "report", send it and go on."""
+    torch.set_num_threads(1)
+    traffic = Traffic(directory, options)
+    try:
+        while True:
+            traffic.step()
+            time.sleep(options.pause)
+            if pipe.poll(0):
+                command = pipe.recv()
+                pipe.send(traffic.finish() if command == "stop" else traffic.tally)
+                if command == "stop":
+                    return
+    except (EOFError, BrokenPipeError):  # whoever started us is gone
+        return
+
+
+__all__ = ["KVFerryError", "Traffic", "key_of", "serve"]

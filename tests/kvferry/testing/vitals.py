@@ -1,0 +1,56 @@
+"""What a process holds of the machine, as the kernel counts it: whoever leaks shows here."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """descriptors, threads, mappings: how many. private, shared: resident bytes of either kind."""
+
+    descriptors: int
+    threads: int
+    mappings: int
+    private: int
+    shared: int
+
+    @classmethod
+    def of(cls, pid: int) -> Vitals:
+        """Raises OSError (FileNotFoundError) where there is no such process any more."""
+        proc = Path(f"/proc/{pid}")
+        lines = (proc / "status").read_text().splitlines()
+        fields = dict(line.split(":", 1) for line in lines)
+
+        def nbytes(name: str) -> int:
+            return int(fields[name].split()[0]) * 1024
+
+        return cls(
+            descriptors=len(os.listdir(proc / "fd")),
+            threads=int(fields["Threads"]),
+            mappings=(proc / "maps").read_text().count("\n"),
+            private=nbytes("RssAnon") + nbytes("RssFile"),
+            shared=nbytes("RssShmem"),
+        )
+
+    def since(self, before: Vitals) -> Vitals:
+        """How much of each is there more than before."""
+        return Vitals(
+            self.descriptors - before.descriptors,
+            self.threads - before.threads,
+            self.mappings - before.mappings,
+            self.private - before.private,
+            self.shared - before.shared,
+        )
+
+
+def device_bytes(device: str) -> int:
+    """Device memory in use, by anybody; 0 on the CPU."""
+    if not device.startswith("cuda"):
+        return 0
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total - free)
