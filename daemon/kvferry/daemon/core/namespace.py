@@ -23,7 +23,7 @@ from kvferry.proto.messages import KeyEvent, News, Snapshot
 from kvferry.proto.specs import MAX_KEYS, Direction, GPULoadStoreSpec, KeyLoadStoreSpec, KVLayout
 from kvferry.proto.status import Fingerprint, NamespaceStatus
 
-SNAPSHOT_KEYS = 1 << 15
+SNAPSHOT_KEYS = 1 << 13
 """Keys in one part of a snapshot: what is made between two other messages."""
 
 Part: TypeAlias = tuple[int, int]

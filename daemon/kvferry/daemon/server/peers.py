@@ -32,6 +32,7 @@ class Peer:
     """The descriptor of its connection, as ZeroMQ numbers it in messages and in the monitor."""
     client: str
     outbox: deque[bytes] = field(default_factory=deque)
+    outbox_bytes: int = 0
     stream: Iterator[DaemonMessage] | None = None
     """What is being sent to it, a message at a time."""
     missed: News | None = None

@@ -2,7 +2,8 @@
 
 ZeroMQ's descriptor is edge-triggered: it wakes the loop when something changed, not while there is
 something to read. So it is drained until EVENTS shows nothing, after each wake and after each
-send. The ROUTER drops nothing: a peer that does not take its messages gets them kept, and is sent
+send; a turn at a time, or who sends without end would have the loop for itself. The ROUTER drops
+nothing: a peer that does not take its messages gets them kept, and is sent
 away when they have become too many.
 """
 
@@ -50,12 +51,16 @@ from kvferry.proto.codec import MAX_MESSAGE_BYTES, decode_client_message, encode
 from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.messages import DaemonMessage, FdAllocation, Goodbye, Hello, News
 
-HIGH_WATER = 10_000
+HIGH_WATER = 256
+"""Messages that ZeroMQ itself keeps for a peer each way, of whatever size."""
+TURN = 128
+"""Messages taken in before the loop looks after everything else."""
 MAX_OUTBOX = 100_000
 """Messages kept for a peer that does not take them, before it is sent away."""
+MAX_OUTBOX_BYTES = 32 << 20
 MAX_NEWS = 1000
 """Messages kept for a peer beyond which it misses news: it notices, and asks for all anew."""
-RETRY = 0.01
+RETRY = 0.002
 POLLIN = int(zmq.POLLIN)
 """A plain int: arithmetic on zmq's flags costs more than asking the socket."""
 LINGER_MS = 1000
@@ -79,6 +84,7 @@ class Server:
         self._desk = DescriptorDesk(endpoint.descriptors, lambda: core.sessions)
         self._bulletins = Bulletins()
         self._reports: deque[Report] = deque()
+        self._drain_is_due = False
         self._context = zmq.Context(io_threads=1)
         self._feed = Feed(self._context, events)
         self._socket = self._context.socket(zmq.ROUTER)
@@ -133,17 +139,26 @@ class Server:
 
     # In
 
-    def _drain(self) -> None:
-        while not self._socket.closed and cast(int, self._socket.get(zmq.EVENTS)) & POLLIN:
+    def _drain_soon(self) -> None:
+        if not self._drain_is_due:
+            self._drain_is_due = True
+            self._loop.call_soon(self._drain)
+
+    def _drain(self, most: int = TURN) -> None:
+        self._drain_is_due = False
+        for _ in range(most):
+            if self._socket.closed or not cast(int, self._socket.get(zmq.EVENTS)) & POLLIN:
+                return
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             self._receive(frames[0].bytes, frames[1:])
+        self._drain_soon()
 
     def _watch(self) -> None:
         """Connections closed; what came through them before is heard first."""
-        self._drain()
+        self._drain(10 * TURN)
         self._hear_of_closed()
 
     def _hear_of_closed(self) -> None:
@@ -255,9 +270,13 @@ class Server:
             self._perform([Send(session, self._core.refusal(None, error))])
 
     def _stream(self, session: str, messages: Iterator[DaemonMessage]) -> None:
-        """Send the next of many messages, and the others after what else is to be done."""
+        """Send the next of many messages once the peer has taken what is there for it, and the
+        others after what else is to be done."""
         peer = self._peers.by_session.get(session)
         if peer is not None and peer.stream is messages:
+            if peer.outbox:
+                self._loop.call_later(RETRY, self._stream, session, messages)
+                return
             peer.stream = None
             if (message := next(messages, None)) is not None:
                 peer.stream = messages
@@ -280,10 +299,12 @@ class Server:
 
     def _send_bytes(self, peer: Peer, data: bytes) -> None:
         peer.outbox.append(data)
+        peer.outbox_bytes += len(data)
         if len(peer.outbox) == 1:
             self._flush(peer)
-        elif len(peer.outbox) > MAX_OUTBOX:
+        elif len(peer.outbox) > MAX_OUTBOX or peer.outbox_bytes > MAX_OUTBOX_BYTES:
             log.warning("client takes no messages: sent away", client=peer.client, pid=peer.pid)
+            peer.outbox.clear()
             self._perform(self._core.leave(peer.session))
 
     def _flush(self, peer: Peer) -> None:
@@ -296,12 +317,14 @@ class Server:
                 return
             except zmq.ZMQError:  # the peer is not connected any more; its pidfd tells the rest
                 peer.outbox.clear()
+                peer.outbox_bytes = 0
                 return
-            peer.outbox.popleft()
+            peer.outbox_bytes -= len(peer.outbox.popleft())
             if peer.missed is not None and not peer.outbox:
                 missed, peer.missed = peer.missed, None
                 peer.outbox.append(encode(News(missed.sequence, (), missed.generation)))
-        self._loop.call_soon(self._drain)
+                peer.outbox_bytes += len(peer.outbox[0])
+        self._drain_soon()
 
     def _push(self, identity: bytes, message: DaemonMessage) -> None:
         """Answer a peer that has no session, if it is still there."""

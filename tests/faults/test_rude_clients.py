@@ -1,0 +1,127 @@
+"""Clients that send without end, or never listen: the daemon stays there for all the others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+
+import pytest
+
+from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.proto.messages import (
+    Allocated,
+    AllocateKVCaches,
+    ClientMessage,
+    Follow,
+    Opened,
+    OpenNamespace,
+    StatusRequest,
+    Submit,
+    Wait,
+)
+from kvferry.proto.specs import GPULoadStoreSpec, KeyLoadStoreSpec
+from kvferry.proto.status import Fingerprint
+from kvferry.testing.accounts import check_all_gone
+from kvferry.testing.engine import until
+from kvferry.testing.raw import Raw, one_tensor, store
+from kvferry.testing.vitals import Vitals
+
+pytestmark = pytest.mark.timeout(300)
+
+FLOOD = """
+import sys
+from pathlib import Path
+from kvferry.proto.codec import encode
+from kvferry.proto.messages import Cancel
+from kvferry.testing.raw import Raw
+
+raw = Raw(Path(sys.argv[1]), sys.argv[2])
+words = {"junk": b"junk", "cancels": encode(Cancel(tuple(range(1000))))}[sys.argv[3]]
+print("welcome", flush=True)
+while True:
+    raw.send(words)
+"""
+
+
+@contextmanager
+def flood(daemon: LocalDaemon, words: str) -> Iterator[None]:
+    """Two processes that send the same again and again, as fast as they can."""
+    with ExitStack() as running:
+        floods = []
+        for name in ("one", "two"):
+            command = [sys.executable, "-c", FLOOD, str(daemon.directory), name, words]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            running.callback(process.wait)
+            running.callback(process.kill)
+            floods.append(process)
+        for process in floods:
+            assert process.stdout is not None
+            assert process.stdout.readline()
+            running.callback(process.stdout.close)
+        yield
+
+
+def serve_somebody(daemon: LocalDaemon, name: str) -> None:
+    """A client is welcomed, registers, and its transfers are done."""
+    with Raw(daemon.directory, name, timeout=30) as raw:
+        raw.register()
+        for job in range(3):
+            raw.send(store(job, [job], [job]))
+            assert raw.result(job).outcome == "done"
+
+
+@pytest.mark.parametrize("words", ["junk", "cancels"])
+def test_a_flood(start_daemon: Callable[..., LocalDaemon], words: str) -> None:
+    """Somebody new is let in and served meanwhile, and who goes is missed; SIGTERM is heard."""
+    daemon = start_daemon()
+    with flood(daemon, words):
+        for number in range(3):
+            serve_somebody(daemon, f"new-{number}")
+        with OffloadClient(daemon.directory, engine="observer", timeout=30) as observer:
+            before = observer.status().sessions
+            raw = Raw(daemon.directory, "dropped")
+            assert observer.status().sessions == before + 1
+            raw.drop()
+            until(lambda: observer.status().sessions == before, 30)
+        assert daemon.stop(30) == 0
+
+
+MAX_GROWTH = 200 << 20
+KEYS = [number.to_bytes(64, "big") for number in range(1 << 15)]
+SPACE = OpenNamespace(1, Fingerprint("deaf", 64, key_bytes=64), len(KEYS) * 64)
+
+
+class Deaf(Raw):
+    """Goes without a word: it would not hear the answer."""
+
+    def close(self) -> None:
+        self.drop()
+
+
+def fill_namespace(raw: Raw) -> None:
+    """Store 32,768 keys of 64 bytes: a snapshot of two megabytes."""
+    raw.ask(SPACE, Opened)
+    raw.ask(AllocateKVCaches(1, one_tensor(len(KEYS))), Allocated)
+    raw.send(Submit(1, GPULoadStoreSpec(range(len(KEYS))), KeyLoadStoreSpec(KEYS)))
+    assert raw.result(1).outcome == "done"
+
+
+@pytest.mark.parametrize("request_", [Follow(), StatusRequest(1), Wait(1, ())], ids=repr)
+def test_a_client_that_does_not_listen(
+    start_daemon: Callable[..., LocalDaemon], request_: ClientMessage
+) -> None:
+    """It asks and asks: what is kept for it is bounded, then it is sent away; others are served."""
+    daemon = start_daemon()
+    with Raw(daemon.directory, "storing") as storing:
+        fill_namespace(storing)
+        before = Vitals.of(daemon.pid)
+        with closing(Deaf(daemon.directory, "deaf")) as deaf:
+            deaf.ask(SPACE, Opened)
+            for batch in range(5):
+                for _ in range(1000 if isinstance(request_, Follow) else 40_000):
+                    deaf.send(request_)
+                serve_somebody(daemon, f"somebody-{batch}")
+                assert Vitals.of(daemon.pid).since(before).private < MAX_GROWTH
+    check_all_gone(daemon)
