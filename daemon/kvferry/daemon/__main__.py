@@ -32,7 +32,7 @@ from kvferry.daemon.server.endpoint import Endpoint
 from kvferry.daemon.server.server import Server
 from kvferry.daemon.supervisor import Supervisor
 from kvferry.proto.codec import MAX_MESSAGE_BYTES
-from kvferry.proto.errors import KVFerryError
+from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.messages import Limits
 from kvferry.proto.specs import MAX_BLOCK_IDS
 
@@ -43,10 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run until SIGTERM. Exit status: 0 stopped, 1 something failed, 2 refused to start."""
     sys.setswitchinterval(SWITCH_INTERVAL)
     supervisor = Supervisor()
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a chunk of the pool takes one
     try:
         config = configuration.read(arguments)
+        raise_descriptor_limit(config)
         start_logging(config.log)
         engine = make_engine(config)
         endpoint = Endpoint(config.directory / engine.info.uuid)
@@ -136,6 +135,21 @@ def make_pool(
     for number, descriptor in enumerate(pool.descriptors):
         keeper.keep(f"{CHUNK}{number:05}", descriptor)
     return pool, {}
+
+
+DESCRIPTORS = 128
+"""What a daemon opens that has no pool and no clients, and some for these."""
+
+
+def raise_descriptor_limit(config: Config) -> None:
+    """To the hard limit: each chunk of the pool and each client takes some. Raises Refused."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    chunks = -(-parse_bytes(config.pool.size) // parse_bytes(config.pool.chunk))
+    needed = 2 * (DESCRIPTORS + chunks)
+    if most < needed:
+        message = f"it takes {needed} descriptors at least: raise LimitNOFILE, or ulimit -n"
+        raise Refused(Code.BAD_CONFIG, message, most)
 
 
 def make_engine(config: Config) -> CopyEngine:

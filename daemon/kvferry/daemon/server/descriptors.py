@@ -7,6 +7,7 @@ and closed with it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections import defaultdict
@@ -14,6 +15,7 @@ from collections.abc import Callable, Container
 from itertools import count
 from pathlib import Path
 
+from kvferry.daemon.server.door import LOOK_EVERY, NONE_LEFT, crowded, last_descriptor
 from kvferry.proto.codec import decode_descriptor_request, encode
 from kvferry.proto.desk import Collect, Deposit, DescriptorReply, Tickets
 from kvferry.proto.errors import Code, KVFerryError, Refused
@@ -40,7 +42,8 @@ class DescriptorDesk:
         self._listener.bind(str(path))
         self._listener.listen(64)
         self._listener.setblocking(False)
-        self._loop.add_reader(self._listener, self._accept)
+        self._rest: asyncio.TimerHandle | None = None
+        self._listen()
 
     def keep(self, session: str, descriptor: int) -> int:
         """Hold a descriptor for a session, or close it where that is gone; returns its ticket."""
@@ -66,6 +69,8 @@ class DescriptorDesk:
             os.close(descriptor)
 
     def close(self) -> None:
+        if self._rest is not None:
+            self._rest.cancel()
         self._loop.remove_reader(self._listener)
         self._listener.close()
         for number in tuple(self._visitors):
@@ -73,13 +78,23 @@ class DescriptorDesk:
         for session in tuple(self._held):
             self.forget(session)
 
+    def _listen(self) -> None:
+        self._loop.add_reader(self._listener, self._accept)
+
     def _accept(self) -> None:
         try:
             visitor, _ = self._listener.accept()
-        except OSError:  # gone again, or no descriptors left: the next one may have more luck
+        except BlockingIOError:  # gone again
+            return
+        except OSError:  # no descriptors left: who waits, waits a little longer
+            self._loop.remove_reader(self._listener)
+            self._rest = self._loop.call_later(LOOK_EVERY, self._listen)
             return
         visitor.setblocking(False)
         number = visitor.fileno()
+        if number > last_descriptor():
+            self._send_away(visitor)
+            return
         timer = self._loop.call_later(PATIENCE, self._dismiss, number)
         self._visitors[number] = (visitor, timer)
         self._loop.add_reader(number, self._serve, number)
@@ -126,6 +141,12 @@ class DescriptorDesk:
             raise Refused(Code.NO_SESSION, "no session of this id is open", session)
         if len(self._held[session]) + more > MAX_HELD:
             raise Refused(Code.BUSY, f"a session deposits at most {MAX_HELD} descriptors", more)
+        if more and crowded():
+            raise Refused(Code.BUSY, NONE_LEFT, more)
+
+    def _send_away(self, visitor: socket.socket) -> None:
+        with visitor, contextlib.suppress(OSError):
+            visitor.send(encode(Error(None, Refused(Code.BUSY, NONE_LEFT).info)))
 
     def _dismiss(self, number: int) -> None:
         visitor, timer = self._visitors.pop(number)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections import Counter
+from pathlib import Path
+from typing import cast
 
 import msgspec
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from kvferry.daemon.core.actions import Publish
+from kvferry.daemon.server.door import BACKLOG, Door
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.events import batch_of
 
 HIGH_WATER = 10_000
+POLLIN = int(zmq.POLLIN)
 
 
 class Feed:
@@ -28,6 +34,7 @@ class Feed:
         self._socket = context.socket(zmq.PUB)
         self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -35,6 +42,11 @@ class Feed:
             raise Refused(
                 Code.BAD_CONFIG, f"KV events cannot be published there: {error}", address
             ) from error
+        self._door = Door(Path(address.removeprefix("ipc://"))) if is_path(address) else None
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._monitor.fileno(), self._watch)
+        self._watch()
 
     def publish(self, action: Publish) -> None:
         if self._socket is None:
@@ -50,4 +62,20 @@ class Feed:
 
     def close(self) -> None:
         if self._socket is not None:
+            self._loop.remove_reader(self._monitor.fileno())
+            if self._door is not None:
+                self._door.close()
+            self._socket.disable_monitor()
+            self._monitor.close(0)
             self._socket.close()
+
+    def _watch(self) -> None:
+        while cast(int, self._monitor.get(zmq.EVENTS)) & POLLIN:
+            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            if self._door is not None:  # elsewhere libzmq only waits
+                self._door.came(int(event["value"]))
+
+
+def is_path(address: str) -> bool:
+    """Whether an endpoint is a file; not so names in the abstract namespace, which begin with @."""
+    return address.startswith("ipc://") and not address.startswith("ipc://@")

@@ -9,6 +9,7 @@ that is gone stays mapped.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from kvferry.daemon.server.door import NONE_LEFT
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.messages import DaemonMessage, News
 
@@ -62,7 +64,7 @@ class Peers:
         self._by_connection: dict[int, Peer] = {}
 
     def admit(self, session: str, identity: bytes, frame: zmq.Frame, client: str) -> Peer:
-        """Take a process in. Raises Refused (FORBIDDEN)."""
+        """Take a process in. Raises Refused (FORBIDDEN, BUSY)."""
         uid, pid = credentials(frame)
         if uid not in self._allowed:
             raise Refused(
@@ -74,6 +76,8 @@ class Peers:
         try:
             pidfd = os.pidfd_open(pid)
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                raise Refused(Code.BUSY, NONE_LEFT, error.strerror) from error
             raise Refused(
                 Code.FORBIDDEN,
                 "the daemon cannot see your process: let both share one PID namespace",

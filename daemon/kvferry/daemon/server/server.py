@@ -44,6 +44,7 @@ from kvferry.daemon.lane.lane import Lane, MapOrder
 from kvferry.daemon.server.archive import Archive
 from kvferry.daemon.server.bulletins import Bulletins
 from kvferry.daemon.server.descriptors import DescriptorDesk
+from kvferry.daemon.server.door import BACKLOG, Door
 from kvferry.daemon.server.endpoint import Endpoint
 from kvferry.daemon.server.feed import Feed
 from kvferry.daemon.server.peers import Peer, Peers
@@ -93,8 +94,10 @@ class Server:
         self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
         self._socket.bind(f"ipc://{endpoint.messages}")
+        self._door = Door(endpoint.messages)
 
     async def serve(self, lane: Lane, archive: Archive, drain_seconds: float) -> None:
         """Serve until stopped; then let what was accepted end, and say goodbye."""
@@ -164,7 +167,10 @@ class Server:
     def _hear_of_closed(self) -> None:
         while not self._monitor.closed and cast(int, self._monitor.get(zmq.EVENTS)) & POLLIN:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
-            self._peers.disconnected(event["value"])
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._door.came(int(event["value"]))
+            else:
+                self._peers.disconnected(event["value"])
 
     def _receive(self, identity: bytes, frames: list[zmq.Frame]) -> None:
         peer = self._peers.by_identity.get(identity)
@@ -345,6 +351,7 @@ class Server:
             self._send(peer, Goodbye("the daemon stops"))
         self._loop.remove_reader(self._socket.fileno())
         self._loop.remove_reader(self._monitor.fileno())
+        self._door.close()
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._peers.close()

@@ -1,0 +1,70 @@
+"""The front door of a socket: shut while there are no descriptors for who comes in.
+
+libzmq aborts the whole process where accept finds no descriptor left. The kernel hands out the
+lowest number that is free, so the number of a connection tells how many are taken: when one comes
+too near to the limit, the socket's file gets another name. Who is in stays in, who knocks tries
+again by itself, and is let in once low numbers are free again. (To unbind would not do: it ends
+the connections that came in by that door.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+from pathlib import Path
+
+import structlog
+
+BACKLOG = 64
+"""Connections that the kernel has taken and libzmq has not: they still come in at a shut door."""
+MOST_KEPT_FREE = 1024
+LOOK_EVERY = 1.0
+NONE_LEFT = "the daemon has no descriptors left: raise its LimitNOFILE, or try later"
+
+log = structlog.get_logger()
+
+
+def last_descriptor() -> int:
+    """The highest number that may be given to a client: the rest is for what the daemon opens."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return limit - min(MOST_KEPT_FREE, limit // 2)
+
+
+def crowded() -> bool:
+    """Whether the next descriptor would be one that no client gets."""
+    try:
+        number = os.dup(0)
+    except OSError:
+        return True
+    os.close(number)
+    return number > last_descriptor()
+
+
+class Door:
+    """Where clients of a bound ipc socket find it: `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._shut = path, path.with_suffix(".full")
+        self._last = last_descriptor()
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def came(self, descriptor: int) -> None:
+        """A connection was accepted."""
+        if descriptor > self._last and self._timer is None:
+            log.warning("no more clients are let in: descriptors run out", used=descriptor)
+            self._path.rename(self._shut)
+            self._timer = self._loop.call_later(LOOK_EVERY, self._look)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._shut.unlink(missing_ok=True)
+
+    def _look(self) -> None:
+        if crowded():
+            self._timer = self._loop.call_later(LOOK_EVERY, self._look)
+        else:
+            self._timer = None
+            self._shut.rename(self._path)

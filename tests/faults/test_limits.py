@@ -1,0 +1,169 @@
+"""What the machine does not give: descriptors, locked memory, a place that is free."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+import zmq
+
+from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.proto.errors import Code, Refused
+from kvferry.testing.engine import until
+from kvferry.testing.fuzz import memfd
+from kvferry.testing.raw import Raw, store
+from kvferry.testing.vitals import Vitals
+
+pytestmark = pytest.mark.timeout(120)
+
+DESCRIPTORS = 280
+
+
+class PoorDaemon(LocalDaemon):
+    """A daemon that may have so many descriptors, and no more."""
+
+    descriptors = DESCRIPTORS
+
+    def _start(self, timeout: float) -> None:
+        self.command = ["sh", "-c", f'ulimit -n {self.descriptors}; exec "$@"', "sh", *self.command]
+        super()._start(timeout)
+
+
+@pytest.fixture
+def poor() -> Iterator[LocalDaemon]:
+    with PoorDaemon(pool_bytes=16 << 20) as daemon:
+        yield daemon
+        assert daemon.process.poll() is None, daemon.log()
+
+
+def test_too_few_descriptors_to_start() -> None:
+    class Destitute(PoorDaemon):
+        descriptors = 40
+
+    with pytest.raises(Exception, match="LimitNOFILE"):
+        Destitute(pool_bytes=16 << 20)
+
+
+def is_served(directory: Path) -> bool:
+    try:
+        with Raw(directory, "later", timeout=2) as raw:
+            raw.register()
+            raw.send(store(1, [0], [0]))
+            return str(raw.result(1).outcome) == "done"
+    except (TimeoutError, Refused):
+        return False
+
+
+def test_more_clients_than_descriptors(poor: LocalDaemon) -> None:
+    """Those who are in are served; the others wait outside, and get in when somebody leaves."""
+    with Raw(poor.directory, "early") as early:
+        early.register()
+        with ExitStack() as crowd:
+            context = zmq.Context()
+            crowd.callback(context.term)
+            for _ in range(2 * DESCRIPTORS):
+                knocking = context.socket(zmq.DEALER)
+                crowd.callback(knocking.close, 0)
+                knocking.connect(f"ipc://{poor.directory / 'kvferry.sock'}")
+            until(lambda: "no more clients" in poor.log(), 30)
+            early.send(store(1, [0], [0]))
+            assert early.result(1).outcome == "done"
+            assert Vitals.of(poor.pid).descriptors < DESCRIPTORS - 20
+        until(lambda: is_served(poor.directory), 30)
+
+
+def test_more_subscribers_than_descriptors(poor: LocalDaemon) -> None:
+    with ExitStack() as crowd:
+        context = zmq.Context()
+        crowd.callback(context.term)
+        for _ in range(2 * DESCRIPTORS):
+            listening = context.socket(zmq.SUB)
+            crowd.callback(listening.close, 0)
+            listening.connect(f"ipc://{poor.directory / 'events.sock'}")
+        until(lambda: "no more clients" in poor.log(), 30)
+        assert Vitals.of(poor.pid).descriptors < DESCRIPTORS - 20
+    until(lambda: is_served(poor.directory), 30)
+
+
+def hoard(raw: Raw, descriptor: int) -> None:
+    for _ in range(20):
+        raw.deposit(*[descriptor] * 20)
+
+
+def test_more_deposits_than_descriptors(poor: LocalDaemon) -> None:
+    """What would be the last of them is refused, and not kept."""
+    with Raw(poor.directory, "hoarder") as raw:
+        descriptor = memfd(4096)
+        with pytest.raises(Refused) as refused:
+            hoard(raw, descriptor)
+        os.close(descriptor)
+        assert refused.value.code == Code.BUSY
+        assert "LimitNOFILE" in refused.value.message
+    until(lambda: is_served(poor.directory), 30)
+
+
+def test_more_visitors_than_descriptors(poor: LocalDaemon) -> None:
+    """They say nothing, and are shown out; the daemon neither ends nor spins."""
+    with Raw(poor.directory, "early"), ExitStack() as visits:
+        for _ in range(2 * DESCRIPTORS):
+            visitor = visits.enter_context(
+                closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            )
+            visitor.setblocking(False)
+            try:
+                visitor.connect(str(poor.directory / "fds.sock"))
+            except BlockingIOError:  # as many as the kernel lets wait
+                break
+        until(lambda: is_served(poor.directory), 60)
+
+
+def test_a_second_daemon_beside_one_that_stands_still(kvferryd: LocalDaemon) -> None:
+    """A daemon that was stopped holds its place all the same, and goes on in it."""
+    with OffloadClient(kvferryd.directory) as client:
+        os.kill(kvferryd.pid, signal.SIGSTOP)
+        try:
+            done = subprocess.run(kvferryd.command, capture_output=True, text=True, timeout=30)
+        finally:
+            os.kill(kvferryd.pid, signal.SIGCONT)
+        assert done.returncode == 2
+        assert "endpoint_in_use" in done.stderr
+        assert str(kvferryd.pid) in done.stderr
+        assert client.status().pid == kvferryd.pid
+    with OffloadClient(kvferryd.directory) as later:
+        assert later.daemon.pid == kvferryd.pid
+
+
+def test_a_lock_that_names_somebody_else(tmp_path: Path) -> None:
+    """The file of a dead daemon, whose pid is somebody's again, is no obstacle."""
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "lock").write_text(f"{os.getpid()}\n")
+    with LocalDaemon(runtime_dir=tmp_path, pool_bytes=1 << 20) as daemon:
+        assert (tmp_path / "cpu" / "lock").read_text() == f"{daemon.pid}\n"
+
+
+LOCKS = """
+import os, resource
+from kvferry.daemon.engine.pool import check_fits
+os.setgid(65534)
+os.setuid(65534)
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))
+check_fits(1 << 20, locked=True)
+check_fits(2 << 20, locked=True)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_little_memory_may_be_locked() -> None:
+    """A real user with a real limit: the pool that fits is taken, the next one is refused."""
+    command = [sys.executable, "-c", LOCKS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1, done.stderr
+    assert "LimitMEMLOCK=infinity" in done.stderr
+    assert str(2 << 20) in done.stderr
