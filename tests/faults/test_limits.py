@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from kvferry.client import LocalDaemon, OffloadClient
-from kvferry.proto.errors import Code, Refused
+from kvferry.proto.errors import Code, Gone, Refused
 from kvferry.testing.engine import until
 from kvferry.testing.fuzz import memfd
 from kvferry.testing.raw import Raw, store
@@ -57,7 +57,7 @@ def is_served(directory: Path) -> bool:
             raw.register()
             raw.send(store(1, [0], [0]))
             return str(raw.result(1).outcome) == "done"
-    except (TimeoutError, Refused):
+    except (TimeoutError, Refused, Gone):
         return False
 
 

@@ -7,7 +7,6 @@ and closed with it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
 from collections import defaultdict
@@ -15,7 +14,7 @@ from collections.abc import Callable, Container
 from itertools import count
 from pathlib import Path
 
-from kvferry.daemon.server.door import LOOK_EVERY, NONE_LEFT, crowded, last_descriptor
+from kvferry.daemon.server.door import NONE_LEFT, crowded
 from kvferry.proto.codec import decode_descriptor_request, encode
 from kvferry.proto.desk import Collect, Deposit, DescriptorReply, Tickets
 from kvferry.proto.errors import Code, KVFerryError, Refused
@@ -23,6 +22,8 @@ from kvferry.proto.messages import Error
 
 MAX_HELD = 4096
 """Descriptors that one session may have deposited and not yet used."""
+MAX_VISITORS = 64
+"""Connections served at a time; more of them wait in the kernel."""
 MAX_AT_ONCE = 253
 """Descriptors in one packet: the kernel's SCM_MAX_FD."""
 PATIENCE = 5.0
@@ -42,7 +43,6 @@ class DescriptorDesk:
         self._listener.bind(str(path))
         self._listener.listen(64)
         self._listener.setblocking(False)
-        self._rest: asyncio.TimerHandle | None = None
         self._listen()
 
     def keep(self, session: str, descriptor: int) -> int:
@@ -69,12 +69,10 @@ class DescriptorDesk:
             os.close(descriptor)
 
     def close(self) -> None:
-        if self._rest is not None:
-            self._rest.cancel()
-        self._loop.remove_reader(self._listener)
-        self._listener.close()
         for number in tuple(self._visitors):
             self._dismiss(number)
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
         for session in tuple(self._held):
             self.forget(session)
 
@@ -84,20 +82,15 @@ class DescriptorDesk:
     def _accept(self) -> None:
         try:
             visitor, _ = self._listener.accept()
-        except BlockingIOError:  # gone again
-            return
-        except OSError:  # no descriptors left: who waits, waits a little longer
-            self._loop.remove_reader(self._listener)
-            self._rest = self._loop.call_later(LOOK_EVERY, self._listen)
+        except OSError:  # gone again
             return
         visitor.setblocking(False)
         number = visitor.fileno()
-        if number > last_descriptor():
-            self._send_away(visitor)
-            return
         timer = self._loop.call_later(PATIENCE, self._dismiss, number)
         self._visitors[number] = (visitor, timer)
         self._loop.add_reader(number, self._serve, number)
+        if len(self._visitors) == MAX_VISITORS:
+            self._loop.remove_reader(self._listener)
 
     def _serve(self, number: int) -> None:
         visitor, _ = self._visitors[number]
@@ -144,11 +137,9 @@ class DescriptorDesk:
         if more and crowded():
             raise Refused(Code.BUSY, NONE_LEFT, more)
 
-    def _send_away(self, visitor: socket.socket) -> None:
-        with visitor, contextlib.suppress(OSError):
-            visitor.send(encode(Error(None, Refused(Code.BUSY, NONE_LEFT).info)))
-
     def _dismiss(self, number: int) -> None:
+        if len(self._visitors) == MAX_VISITORS:
+            self._listen()
         visitor, timer = self._visitors.pop(number)
         timer.cancel()
         self._loop.remove_reader(number)
