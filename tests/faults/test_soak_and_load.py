@@ -1,0 +1,30 @@
+"""Short forms of what `make soak` and `make load` run for long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvferry.client import LocalDaemon
+from kvferry.testing import load
+from kvferry.testing.soak import SoakOptions, soak
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_soak(device: str, seed: int) -> None:
+    verdict = soak(SoakOptions(20.0, faults=0.7, device=device, seed=seed), print)
+    print(verdict.record())
+    assert not verdict.complaints, "\n".join(verdict.complaints)
+    assert verdict.tally.counts["compared"] > 0
+    assert sum(verdict.faults.values()) > 0
+
+
+def test_load(start_daemon: Callable[..., LocalDaemon], device: str) -> None:
+    """64 clients: nothing is dropped, each job has its outcome. How fast is not asked here."""
+    options = load.LoadOptions(rate=1000.0, seconds=4.0, device=device, patience=60)
+    total = load.run(start_daemon().directory, options)
+    print(load.record(options, total))
+    assert not total.complaints, "\n".join(total.complaints)
+    assert total.counts["done"] == total.counts["offered"] > 1000
