@@ -1,5 +1,6 @@
 """What every engine promises, run over all of them: the CPU's, and on a GPU the CUDA engine,
-copying directly, staged, and as its calibration finds best.
+copying directly, staged, and as its calibration finds best; the CUDA engine also on paper, where
+the device does things in any order that streams and events allow (paper.py).
 
 Each test drives the real lane over a real pool and compares every byte of the tensors and of the
 pool with a plain model: loops over blocks and pages, as semantics say it.
@@ -14,7 +15,7 @@ import queue
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -32,6 +33,8 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.geometry import Geometry
 from kvferry.daemon.engine.base import CopyEngine, Mapping
+from kvferry.daemon.engine.cuda import engine as cuda_engine
+from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
 from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.engine.reference import ReferenceEngine
 from kvferry.daemon.lane.lane import Lane, MapOrder
@@ -39,24 +42,47 @@ from kvferry.proto.errors import KVFerryError
 from kvferry.proto.libcuda import driver
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
+from kvferry.proto.status import CalibrationPoint, CopyStatus
 from kvferry.testing.books import NO_CARGO
+
+from .paper import PaperDriver
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 POOL = 24 << 20
 CHUNK = 1 << 20
 """Small, so that many blocks lie across two registered chunks."""
 PATIENCE = 60.0
+MODES = ("direct", "staged", "auto")
+PAPER_STAGING = 4 << 20
+Make: TypeAlias = Callable[[pytest.MonkeyPatch], CopyEngine]
 
 
-def cuda(mode: str) -> CopyEngine:
-    from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
-
-    return CudaEngine("0", CudaOptions(mode, 64 << 20, CHUNK))
+def reference(patch: pytest.MonkeyPatch) -> CopyEngine:
+    return ReferenceEngine()
 
 
-ENGINES: list[Any] = [pytest.param(ReferenceEngine, id="reference")] + [
-    pytest.param(lambda mode=mode: cuda(mode), id=f"cuda-{mode}", marks=pytest.mark.gpu)
-    for mode in ("direct", "staged", "auto")
+def cuda(mode: str) -> Make:
+    return lambda patch: CudaEngine("0", CudaOptions(mode, 64 << 20, CHUNK))
+
+
+def on_paper(mode: str, seed: int = 0) -> Make:
+    """The CUDA engine; "auto" copies pages of 4 KiB and more directly. Little staging, so that it
+    is used again and again."""
+
+    def make(patch: pytest.MonkeyPatch) -> CopyEngine:
+        measured = CopyStatus("auto", CalibrationPoint(0, 1.0, 1.0), (), 4096, 4096)
+        patch.setattr(cuda_engine, "driver", lambda: PaperDriver(seed))
+        patch.setattr(cuda_engine, "calibrate", lambda driver, device: measured)
+        patch.setattr(cuda_engine, "MIN_STAGING", PAPER_STAGING)
+        return CudaEngine("0", CudaOptions(mode, PAPER_STAGING, CHUNK))
+
+    return make
+
+
+ENGINES: list[Any] = [
+    pytest.param(reference, id="reference"),
+    *(pytest.param(on_paper(mode), id=f"paper-{mode}") for mode in MODES),
+    *(pytest.param(cuda(mode), id=f"cuda-{mode}", marks=pytest.mark.gpu) for mode in MODES),
 ]
 
 
@@ -135,18 +161,20 @@ class Open:
 
     def write(self, tensor: int, content: Bytes) -> None:
         address = int(self.mapping.bases[tensor])
-        if self.bench.engine.info.kind == "cuda":
-            driver().retain_context(0)
-            driver().copy_to_device(address, content)
+        if isinstance(self.bench.engine, CudaEngine):
+            device = self.bench.engine._driver
+            device.retain_context(0)
+            device.copy_to_device(address, content)
         else:
             ctypes.memmove(address, content.ctypes.data, content.nbytes)
 
     def read(self, tensor: int) -> Bytes:
         content = np.empty(self.geometry.layout.tensors[tensor].span_bytes, dtype=np.uint8)
         address = int(self.mapping.bases[tensor])
-        if self.bench.engine.info.kind == "cuda":
-            driver().call("cuMemcpyAsync", content.ctypes.data, address, content.nbytes, None)
-            driver().call("cuCtxSynchronize")
+        if isinstance(self.bench.engine, CudaEngine):
+            device = self.bench.engine._driver
+            device.call("cuMemcpyAsync", content.ctypes.data, address, content.nbytes, None)
+            device.call("cuCtxSynchronize")
         else:
             ctypes.memmove(content.ctypes.data, address, content.nbytes)
         return content
@@ -199,11 +227,11 @@ class Open:
 
 
 @pytest.fixture(params=ENGINES)
-def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     if request.node.get_closest_marker("gpu") and not has_gpu():
         pytest.skip("no CUDA device on this machine")
-    make: Callable[[], CopyEngine] = request.param
-    engine, pool = make(), HostPool(POOL, CHUNK)
+    make: Make = request.param
+    engine, pool = make(monkeypatch), HostPool(POOL, CHUNK)
     reports: queue.SimpleQueue[Any] = queue.SimpleQueue()
     troubles: list[KVFerryError] = []
 

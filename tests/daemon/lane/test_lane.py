@@ -90,6 +90,7 @@ class StubEngine:
         self.in_flight: list[Piece] = []
         self.closed: list[Mapping] = []
         self.wants: list[tuple[Direction, Want]] = []
+        self.pushes: list[tuple[Direction, bool]] = []
         self.timed: list[tuple[list[int], list[int] | None]] = []
         """Blocks of the first piece of a plan that was timed, and of the one in flight before."""
         self.refusals: list[KVFerryError | None] = []
@@ -135,6 +136,9 @@ class StubEngine:
         self.in_flight.append(piece)
         self.submitted.put(piece)
         return piece
+
+    def push(self, direction: Direction, more: bool) -> None:
+        self.pushes.append((direction, more))
 
     def poll(self, ticket: object) -> bool:
         assert isinstance(ticket, Piece)

@@ -1,8 +1,9 @@
 """What the lane knows of a device: it maps memory, and moves pieces of it on ordered streams.
 
-A piece is some GPU blocks of one group. `submit` enqueues one and returns at once; pieces of one
-direction are done in the order submitted, the two directions overlap. `poll` tells whether a piece
-is done. All calls but `pin` and `unpin` come from the lane's thread.
+A piece is some GPU blocks of one group. `submit` takes one and returns at once; pieces of one
+direction are done in the order submitted, the two directions overlap. `push` follows every round of
+submits: an engine may start some of them together, or later. `poll` tells whether a piece is done.
+All calls but `pin` and `unpin` come from the lane's thread.
 """
 
 from __future__ import annotations
@@ -98,6 +99,13 @@ class CopyEngine(Protocol):
 
     def submit(self, direction: Direction, mapping: Mapping, run: Run) -> Ticket:
         """Enqueue a piece within `room`. Raises KVFerryError where the device refuses it."""
+
+    def push(self, direction: Direction, more: bool) -> None:
+        """Called after each round of submits, also an empty one, before it sleeps.
+
+        more: the round ended because there was no room. What was submitted gets done in any case,
+        as long as this is called again whenever a piece of the direction is done.
+        """
 
     def poll(self, ticket: Ticket) -> bool:
         """Whether a piece is done. Once True or raised, it is not asked for again."""

@@ -122,6 +122,9 @@ class ReferenceEngine:
         self._queues[direction].put(piece)
         return piece
 
+    def push(self, direction: Direction, more: bool) -> None:
+        """Nothing to do: a piece is under way since it was submitted."""
+
     def poll(self, ticket: object) -> bool:
         assert isinstance(ticket, _Piece)
         if not ticket.done.is_set():

@@ -50,6 +50,7 @@ WATCH = 150e-6
 be waiting for it. Polling a longer one so would only take the loop's turns at the GIL away."""
 NAP_IN_FLIGHT = 20e-6
 NAP_LONG = 50e-6
+NAP_LATE = 100e-6
 MAX_NAP_LONG = 500e-6
 NAP_HELD = 20e-6
 MAX_NAP_HELD = 1e-3
@@ -251,16 +252,18 @@ class Lane:
 
     def _fill(self, stream: Stream) -> None:
         """Submit pieces, one registration after the other, until the engine has enough."""
-        held = 0
+        held, full = 0, False
         while held < len(stream.turn):
             number = stream.turn[0]
             stream.turn.rotate(-1)
             berth = self._berths[number]
             track = berth.tracks[stream.direction]
             if track.waiting and not berth.holds(track.waiting[0].plan, self._pool.ready_bytes):
-                held = 0 if self._submit(stream, berth, track) else held + 1
+                full = not self._submit(stream, berth, track)
+                held = held + 1 if full else 0
             else:
                 held += 1
+        self._engine.push(stream.direction, more=full)
 
     def _submit(self, stream: Stream, berth: Berth, track: Track) -> bool:
         """Send the next piece of the track's head on its way; False where there is no room."""
@@ -334,6 +337,8 @@ def _nap(stream: Stream, now: float) -> float:
     left = stream.since + takes - now
     if takes <= WATCH:
         return 0.0 if left > -WATCH else NAP_IN_FLIGHT
+    if left < 0:
+        return min(NAP_LATE, max(NAP_LONG, -left / 16))
     return min(MAX_NAP_LONG, max(NAP_LONG, left))
 
 

@@ -16,10 +16,11 @@ from kvferry.daemon.core.geometry import Geometry, Int64s, Run
 from kvferry.daemon.engine.base import NO_ROOM, Mapping, Room, Shared, Want, packed_locations
 from kvferry.daemon.engine.cuda.choice import calibrate, choice_of, forced
 from kvferry.daemon.engine.cuda.direct import BatchCopy, DirectCopy
-from kvferry.daemon.engine.cuda.staged import MAX_BLOCKS, PageTable, StagedCopy
-from kvferry.daemon.engine.cuda.staging import Slot, Staging
+from kvferry.daemon.engine.cuda.piece import PageTable, Piece
+from kvferry.daemon.engine.cuda.staged import MAX_BLOCKS, StagedCopy
+from kvferry.daemon.engine.cuda.staging import Staging
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
-from kvferry.proto.libcuda import MIN_DRIVER, Driver, Event, driver
+from kvferry.proto.libcuda import MIN_DRIVER, Driver, driver
 from kvferry.proto.messages import Allocation, CudaAllocation, Location
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import CopyStatus, DeviceInfo, GroupCopying
@@ -33,15 +34,6 @@ DIRECT_FLIGHT = 2 * DIRECT_PIECE
 """Bytes in flight one way, copied directly: enough to keep the link busy while the lane turns."""
 MAX_PIECES = 32
 MIN_STAGING = 64 << 20
-
-
-@dataclass(slots=True, eq=False)
-class _Piece:
-    direction: Direction
-    nbytes: int
-    begun: list[Event]
-    done: list[Event]
-    slot: Slot | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +71,7 @@ class CudaEngine:
         self._context = self._driver.retain_context(ordinal)
         self._in_flight = dict.fromkeys(Direction, 0)
         self._pieces = dict.fromkeys(Direction, 0)
-        self._last: dict[Direction, _Piece] = {}
+        self._last: dict[Direction, Piece] = {}
 
     def attach(self, pool_address: int) -> CopyStatus:
         driver = self._driver
@@ -92,7 +84,7 @@ class CudaEngine:
         status = calibrate(driver, self._staging.address)
         if self._options.mode != "auto":
             status = forced(self._options.mode, status)
-        self._choice = choice_of(status)
+        self._choice = choice_of(status, self._staging.piece_bytes)
         return status
 
     def pin(self, address: int, nbytes: int) -> None:
@@ -150,34 +142,29 @@ class CudaEngine:
             return NO_ROOM
         if self._choice.direct(direction, mapping.geometry, want.group):
             return Room(DIRECT_PIECE) if self._in_flight[direction] < DIRECT_FLIGHT else NO_ROOM
-        return Room(self._staging.room(direction, want.nbytes, want.contended), MAX_BLOCKS)
+        block_bytes = mapping.geometry.group_bytes[want.group]
+        ahead = self._staged.ahead(direction)
+        return Room(self._staging.room(direction, want, block_bytes, ahead), MAX_BLOCKS)
 
-    def submit(self, direction: Direction, mapping: Mapping, run: Run) -> _Piece:
-        nbytes = run.gpu_blocks.size * mapping.geometry.group_bytes[run.group]
-        direct = self._choice.direct(direction, mapping.geometry, run.group)
-        slot = None if direct else self._staging.take(direction, nbytes)
-        try:
-            self._keep_order(direction, slot)
-            if slot is None:
-                begun, done = self._direct.enqueue(direction, mapping, run, self._pool)
-            else:
-                table = _table(mapping, run.group)
-                first, last = self._staged.enqueue(direction, table, slot, run, self._pool)
-                begun, done = [first], [last]
-        except KVFerryError:
-            self._driver.call("cuCtxSynchronize")
-            if slot is not None:
-                self._staging.give_back(slot)
-            raise
-        piece = self._last[direction] = _Piece(direction, nbytes, begun, done, slot)
-        self._in_flight[direction] += nbytes
+    def submit(self, direction: Direction, mapping: Mapping, run: Run) -> Piece:
+        if self._choice.direct(direction, mapping.geometry, run.group):
+            piece = self._submit_direct(direction, mapping, run)
+        else:
+            piece = self._submit_staged(direction, mapping, run)
+        self._last[direction] = piece
+        self._in_flight[direction] += piece.nbytes
         self._pieces[direction] += 1
         return piece
 
+    def push(self, direction: Direction, more: bool) -> None:
+        self._staged.push(direction, more)
+
     def poll(self, ticket: object) -> bool:
-        assert isinstance(ticket, _Piece)
+        assert isinstance(ticket, Piece)
         try:
-            done = all(self._driver.reached(event) for event in ticket.done)
+            if ticket.error is not None:
+                raise ticket.error
+            done = bool(ticket.done) and all(map(self._driver.reached, ticket.done))
         except KVFerryError:
             self._forget(ticket)
             raise
@@ -186,12 +173,14 @@ class CudaEngine:
         return done
 
     def elapsed(self, first: object, last: object, after: object | None) -> float:
-        assert isinstance(first, _Piece)
-        assert isinstance(last, _Piece)
+        """Up to the end on the link where more follows: the link has gone on to that."""
+        assert isinstance(first, Piece)
+        assert isinstance(last, Piece)
         between = self._driver.elapsed_seconds
-        seconds = max(between(begun, done) for done in last.done for begun in first.begun)
-        if isinstance(after, _Piece):  # since all of it was done
-            since = max(min(between(a, done) for a in after.done) for done in last.done)
+        ends = last.done if self._last[last.direction] is last else last.moved
+        seconds = max((between(begun, end) for end in ends for begun in first.begun), default=0.0)
+        if isinstance(after, Piece) and after.moved:  # since all of it was moved
+            since = max(min(between(a, end) for a in after.moved) for end in ends)
             seconds = min(seconds, since)
         return seconds
 
@@ -202,21 +191,42 @@ class CudaEngine:
     def shutdown(self) -> None:
         self._driver.call("cuCtxSynchronize")
 
-    def _keep_order(self, direction: Direction, slot: Slot | None) -> None:
+    def _submit_direct(self, direction: Direction, mapping: Mapping, run: Run) -> Piece:
+        nbytes = run.gpu_blocks.size * mapping.geometry.group_bytes[run.group]
+        self._staged.push(direction, more=False)
+        try:
+            self._keep_order(direction, self._direct.streams[direction], staged=False)
+            begun, done = self._direct.enqueue(direction, mapping, run, self._pool)
+        except KVFerryError:
+            self._driver.call("cuCtxSynchronize")
+            raise
+        return Piece(direction, nbytes, begun=begun, moved=done, done=done)
+
+    def _submit_staged(self, direction: Direction, mapping: Mapping, run: Run) -> Piece:
+        table = _table(mapping, run.group)
+        slot = self._staging.take(direction, run.gpu_blocks.size * table.block_bytes)
+        try:
+            self._keep_order(direction, self._staged.streams(direction), staged=True)
+            return self._staged.enqueue(direction, table, slot, run, self._pool)
+        except KVFerryError:
+            self._driver.call("cuCtxSynchronize")
+            self._staging.give_back(slot)
+            raise
+
+    def _keep_order(self, direction: Direction, streams: Sequence[int], staged: bool) -> None:
         """Where direct and staged pieces follow each other, the streams do not order them."""
         last = self._last.get(direction)
-        if last is None or (last.slot is None) == (slot is None):
+        if last is None or (last.stage is not None) == staged:
             return
-        streams = self._staged.streams(direction) if slot else self._direct.streams[direction]
         for stream in streams:
             for event in last.done:
                 self._driver.call("cuStreamWaitEvent", stream, event.handle, 0)
 
-    def _forget(self, piece: _Piece) -> None:
+    def _forget(self, piece: Piece) -> None:
         self._in_flight[piece.direction] -= piece.nbytes
         self._pieces[piece.direction] -= 1
-        if piece.slot is not None:
-            self._staging.give_back(piece.slot)
+        if piece.stage is not None:
+            self._staging.give_back(piece.stage.slot)
 
     def _mapping(self, geometry: Geometry, bases: Int64s, handles: list[object]) -> Mapping:
         """A mapping with the page tables of its groups behind what it holds."""
