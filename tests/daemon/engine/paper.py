@@ -121,7 +121,8 @@ class PaperDriver:
         mark.recorded += 1
 
         def do(time: int = mark.recorded) -> bool:
-            mark.reached, mark.at = time, self._steps
+            if time > mark.reached:
+                mark.reached, mark.at = time, self._steps
             return True
 
         self._streams[stream].ops.append(do)

@@ -12,15 +12,16 @@ import contextlib
 import ctypes
 import os
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import pytest
 
 from kvferry.daemon.core.actions import (
+    Abandon,
     Calibrated,
     CopyPlan,
     Ended,
@@ -52,9 +53,11 @@ POOL = 24 << 20
 CHUNK = 1 << 20
 """Small, so that many blocks lie across two registered chunks."""
 PATIENCE = 60.0
+JOBS = 60
 MODES = ("direct", "staged", "auto")
 PAPER_STAGING = 4 << 20
 Make: TypeAlias = Callable[[pytest.MonkeyPatch], CopyEngine]
+Job: TypeAlias = tuple[Direction, GPULoadStoreSpec, list[int]]
 
 
 def reference(patch: pytest.MonkeyPatch) -> CopyEngine:
@@ -114,6 +117,14 @@ LAYOUTS = {
     ),
     "large": layout([300_000, 300_000], [0, 0], [[0, 1]], 2),
 }
+CROWD = {
+    "staged": layout([2048] * 64, [0] * 64, [list(range(64))], 1),
+    "odd blocks": layout([1008] * 31, [16] * 31, [list(range(31))], 2),
+    "staged and direct": layout(
+        [2048] * 32 + [65536] * 2, [0] * 34, [list(range(32)), [32, 33]], 2
+    ),
+}
+"""Enough jobs of these go round a staging buffer several times."""
 
 
 @dataclass
@@ -179,7 +190,9 @@ class Open:
             ctypes.memmove(content.ctypes.data, address, content.nbytes)
         return content
 
-    def start(self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int]) -> int:
+    def start(
+        self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int], model: bool = True
+    ) -> int:
         """Send a transfer on its way, and do it in the model."""
         blocks = self.geometry.resolve(direction, spec, np.array(hosts, dtype=np.int64))
         serial, runs = next(self.bench.serials), blocks.runs
@@ -188,7 +201,8 @@ class Open:
             self.geometry.end(runs),
         )  # fmt: skip
         self.bench.lane.post(Start(plan, "session", plan.serial, NO_CARGO))
-        self.model(direction, spec, hosts)
+        if model:
+            self.model(direction, spec, hosts)
         return serial
 
     def model(self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int]) -> None:
@@ -222,8 +236,19 @@ class Open:
     def check(self) -> None:
         for index, rows in enumerate(self.rows):
             assert np.array_equal(self.read(index), rows), f"tensor {index}"
-        pool = np.ctypeslib.as_array((ctypes.c_uint8 * POOL).from_address(self.bench.pool.address))
-        assert np.array_equal(pool, self.host)
+        assert np.array_equal(self.pool, self.host)
+
+    @property
+    def pool(self) -> Bytes:
+        return np.ctypeslib.as_array((ctypes.c_uint8 * POOL).from_address(self.bench.pool.address))
+
+    def both_ways(self, rng: np.random.Generator) -> tuple[Job, Job]:
+        """A store and a load that have nothing in common with one another's kind."""
+        half = self.geometry.host_blocks // 2
+        return (
+            (Direction.STORE, *transfer(self.geometry.layout, half, rng, range(20))),
+            (Direction.LOAD, *transfer(self.geometry.layout, half, rng, range(20, 40), half)),
+        )
 
 
 @pytest.fixture(params=ENGINES)
@@ -249,23 +274,27 @@ def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def transfer(
-    shape: KVLayout, hosts: int, rng: np.random.Generator
+    shape: KVLayout,
+    hosts: int,
+    rng: np.random.Generator,
+    rows: Sequence[int] = range(40),
+    first_host: int = 0,
 ) -> tuple[GPULoadStoreSpec, list[int]]:
     """A random transfer: some blocks of each group from anywhere in their request."""
     factor = shape.block_size_factor
-    share = 40 // len(shape.groups)
-    rows = rng.permutation(40).tolist()
+    share = len(rows) // len(shape.groups)
+    ids = rng.permutation(rows).tolist()
     sizes = [int(rng.integers(0, share + 1)) for _ in shape.groups]
     firsts = [int(rng.integers(0, 100)) for _ in shape.groups]
     needs = [-(-(n + i % factor) // factor) * (n > 0) for n, i in zip(sizes, firsts, strict=True)]
-    chosen = rng.permutation(min(hosts, 200))[: sum(needs)].tolist()
+    chosen = (first_host + rng.permutation(min(hosts, 200)))[: sum(needs)].tolist()
     while sum(needs) > len(chosen):
         sizes = [size // 2 for size in sizes]
         needs = [
             -(-(n + i % factor) // factor) * (n > 0) for n, i in zip(sizes, firsts, strict=True)
         ]
         chosen = chosen[: sum(needs)]
-    return GPULoadStoreSpec(rows[: sum(sizes)], tuple(sizes), tuple(firsts)), chosen
+    return GPULoadStoreSpec(ids[: sum(sizes)], tuple(sizes), tuple(firsts)), chosen
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -300,3 +329,79 @@ def test_memory_goes_with_its_registration(bench: Bench) -> None:
     second.start(Direction.STORE, GPULoadStoreSpec([1, 2, 3], (3,), (0,)), [4])
     assert bench.report(Ended).outcome is Outcome.DONE
     second.check()
+
+
+@pytest.mark.parametrize("name", CROWD)
+def test_many_jobs_both_ways_at_once(bench: Bench, name: str) -> None:
+    engine = bench.open(CROWD[name])
+    rng = np.random.default_rng(5)
+    started = [engine.start(*job) for _ in range(JOBS) for job in engine.both_ways(rng)]
+    ended = [bench.report(Ended) for _ in started]
+    assert sorted(one.serial for one in ended) == started
+    assert {one.outcome for one in ended} == {Outcome.DONE}
+    engine.check()
+
+
+def test_jobs_that_are_cancelled_on_their_way_harm_no_other(bench: Bench) -> None:
+    engine = bench.open(CROWD["staged"])
+    rng = np.random.default_rng(6)
+    rows = [before.copy() for before in engine.rows]
+    started = []
+    for _ in range(JOBS // 4):
+        started += [engine.start(*job, model=False) for job in engine.both_ways(rng)]
+        bench.lane.post(Abandon(engine.number, int(rng.choice(started))))
+    ended = [bench.report(Ended) for _ in started]
+    assert {one.outcome for one in ended} == {Outcome.DONE, Outcome.CANCELLED}
+    half = rows[0].size // 2
+    for index, before in enumerate(rows):  # stores have only read, loads kept to their half
+        assert np.array_equal(engine.read(index)[:half], before[:half])
+        engine.rows[index] = engine.read(index)
+    engine.host = engine.pool.copy()
+    again = [engine.start(*job) for _ in range(JOBS // 4) for job in engine.both_ways(rng)]
+    assert {bench.report(Ended).outcome for _ in again} == {Outcome.DONE}
+    engine.check()
+
+
+@pytest.mark.parametrize("bench", [on_paper("staged"), on_paper("auto")], indirect=True)
+@pytest.mark.parametrize("call", ["launch", "cuMemcpyBatchAsync"])
+def test_what_the_device_refuses_fails_and_the_next_is_fine(bench: Bench, call: str) -> None:
+    engine, rng = bench.open(CROWD["staged and direct"]), np.random.default_rng(8)
+    assert isinstance(bench.engine, CudaEngine)
+    device = cast(PaperDriver, bench.engine._driver)
+    device.refuse = lambda name: name == call and bool(rng.random() < 0.1)
+    sure = np.random.default_rng(9)
+    started = [
+        engine.start(*job, model=False) for _ in range(JOBS // 4) for job in engine.both_ways(sure)
+    ]
+    ended = [bench.report(Ended) for _ in started]
+    assert {one.outcome for one in ended} == {Outcome.DONE, Outcome.FAILED}
+    device.refuse = lambda name: False
+    engine.rows = [engine.read(index) for index in range(len(engine.rows))]
+    engine.host = engine.pool.copy()
+    again = [engine.start(*job) for _ in range(JOBS // 4) for job in engine.both_ways(sure)]
+    assert {bench.report(Ended).outcome for _ in again} == {Outcome.DONE}
+    engine.check()
+
+
+@pytest.mark.parametrize(
+    "bench", [on_paper(mode, seed) for mode in ("staged", "auto") for seed in range(1, 5)],
+    indirect=True,
+)  # fmt: skip
+def test_in_whatever_order_the_device_does_things(bench: Bench) -> None:
+    for name, rounds in (("staged and direct", JOBS // 4), ("odd blocks", JOBS // 4)):
+        engine, rng = bench.open(CROWD[name]), np.random.default_rng(11)
+        started = [engine.start(*job) for _ in range(rounds) for job in engine.both_ways(rng)]
+        assert {bench.report(Ended).outcome for _ in started} == {Outcome.DONE}
+        engine.check()
+
+
+@pytest.mark.parametrize("bench", [on_paper("staged")], indirect=True)
+def test_pieces_that_lie_one_behind_the_other_are_one_launch(bench: Bench) -> None:
+    engine = bench.open(CROWD["staged"])
+    assert isinstance(bench.engine, CudaEngine)
+    for direction in Direction:
+        engine.start(direction, GPULoadStoreSpec(range(16), (16,), (0,)), [*range(16)])
+        assert bench.report(Ended).outcome is Outcome.DONE
+    device = cast(PaperDriver, bench.engine._driver)
+    assert device.launches == [(Direction.STORE, 16), (Direction.LOAD, 16)]
+    engine.check()

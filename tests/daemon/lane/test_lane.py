@@ -748,6 +748,19 @@ def test_no_more_is_submitted_than_the_engine_has_room_for(
     assert serials(reports) == [plan, *small]
 
 
+def test_the_engine_is_told_that_a_round_is_over_and_whether_more_waits_for_room(
+    harbour: Harbour, stub: StubEngine
+) -> None:
+    stub.piece, stub.most = Room(1 << 20, blocks=2), 2
+    harbour.map()
+    assert set(stub.pushes) == {(STORE, False), (LOAD, False)}
+    harbour.start(STORE, range(6))
+    harbour.settle()
+    assert stub.pushes[-2:] == [(LOAD, False), (STORE, True)]
+    finish(harbour, stub.in_flight[0])
+    assert stub.pushes[-2:] == [(LOAD, False), (STORE, False)]
+
+
 def test_the_engine_is_told_what_is_wanted_and_whether_alone(
     harbour: Harbour, stub: StubEngine
 ) -> None:

@@ -149,29 +149,29 @@ class StagedCopy:
 
     def _launch(self, direction: Direction, pieces: list[Piece]) -> None:
         driver, turns = self._driver, self._turns[direction]
-        kernel, joins = self._kernel[direction], turns.awaited
-        if direction is Direction.LOAD:
+        kernel, store = self._kernel[direction], direction is Direction.STORE
+        if not store:
             driver.call("cuStreamWaitEvent", kernel, pieces[-1].moved[0].handle, 0)
-        begun = driver.record(kernel)
+        joins = turns.awaited
+        begun = driver.record(kernel) if store or not joins else None
         for stage, blocks in _rows(direction, [p.stage for p in pieces if p.stage]):
             self._kernels.launch(direction, stage.table, stage.slot.address, blocks, kernel)
         done = driver.record(kernel)
         turns.ask(pieces, None if joins else begun, done)
         for piece in pieces:
-            piece.done.append(done)
-        if direction is Direction.STORE:
-            driver.call("cuStreamWaitEvent", self._dma[direction], done.handle, 0)
-            self._drain(pieces, begun)
+            if begun is not None and store:
+                piece.begun.append(begun)
+                self._drain(piece, done)
+            else:
+                piece.done.append(done)
 
-    def _drain(self, pieces: list[Piece], begun: Event) -> None:
-        """The DMA behind a gather."""
+    def _drain(self, piece: Piece, gathered: Event) -> None:
+        """The DMA of a store, behind its turn."""
+        assert piece.stage is not None
         dma = self._dma[Direction.STORE]
-        for piece in pieces:
-            assert piece.stage is not None
-            self._batch.enqueue(Direction.STORE, piece.stage.packed, dma)
-            piece.begun.append(begun)
-            piece.moved.append(self._driver.record(dma))
-            piece.done = piece.moved
+        self._driver.call("cuStreamWaitEvent", dma, gathered.handle, 0)
+        self._batch.enqueue(Direction.STORE, piece.stage.packed, dma)
+        piece.done = piece.moved = [self._driver.record(dma)]
 
     def _over(self, event: Event) -> bool:
         """A piece that failed is over too: whoever polls it is told."""

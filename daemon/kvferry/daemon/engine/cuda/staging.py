@@ -26,6 +26,9 @@ LEAST = 2
 """A piece that could be larger takes no fewer units."""
 FOR_LOADS = 2
 """Units that stores do not take."""
+LAG = 4
+"""A turn is asked for when one part in so many of the buffer is left for the link to move until it
+comes: 64 of 256 MiB are 1.2 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,5 +107,5 @@ class Staging:
 
 
 def _low(share: int) -> int:
-    """A quarter, in whole pieces."""
-    return -(-share // 4 // PIECE) * PIECE
+    """The part that a turn is asked for ahead, in whole pieces."""
+    return -(-share // (LAG * PIECE)) * PIECE

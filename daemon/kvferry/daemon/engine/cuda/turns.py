@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvferry.daemon.engine.cuda.piece import Piece
+from kvferry.daemon.engine.cuda.staging import LAG
 from kvferry.proto.libcuda import Event
 from kvferry.proto.specs import Direction
 
@@ -63,14 +64,14 @@ class Turns:
         if self._direction is Direction.STORE or not more:
             return len(self._waiting)
         if self._done is None or self._reached(self._done):
-            return self._three_quarters()
+            return self._all_but_the_lag()
         return self._arrived() if self.awaited else 0
 
-    def _three_quarters(self) -> int:
+    def _all_but_the_lag(self) -> int:
         """Of the units that wait: how many pieces have as much."""
-        left = 3 * sum([piece.units for piece in self._waiting])
+        left = (LAG - 1) * sum([piece.units for piece in self._waiting])
         for count, piece in enumerate(self._waiting, 1):
-            left -= 4 * piece.units
+            left -= LAG * piece.units
             if left <= 0:
                 return count
         return len(self._waiting)
