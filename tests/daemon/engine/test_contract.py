@@ -342,6 +342,19 @@ def test_many_jobs_both_ways_at_once(bench: Bench, name: str) -> None:
     engine.check()
 
 
+@pytest.mark.parametrize("name", CROWD)
+def test_many_jobs_of_one_direction(bench: Bench, name: str) -> None:
+    engine = bench.open(CROWD[name])
+    rng = np.random.default_rng(12)
+    for direction in (*Direction, *Direction):
+        jobs = [transfer(CROWD[name], engine.geometry.host_blocks, rng) for _ in range(JOBS // 2)]
+        started = [engine.start(direction, *job) for job in jobs]
+        ended = [bench.report(Ended) for _ in started]
+        assert [(one.serial, one.outcome) for one in ended] == [(s, Outcome.DONE) for s in started]
+        assert all(one.seconds >= 0 for one in ended)
+        engine.check()
+
+
 def test_jobs_that_are_cancelled_on_their_way_harm_no_other(bench: Bench) -> None:
     engine = bench.open(CROWD["staged"])
     rng = np.random.default_rng(6)
@@ -393,6 +406,16 @@ def test_in_whatever_order_the_device_does_things(bench: Bench) -> None:
         started = [engine.start(*job) for _ in range(rounds) for job in engine.both_ways(rng)]
         assert {bench.report(Ended).outcome for _ in started} == {Outcome.DONE}
         engine.check()
+
+
+@pytest.mark.parametrize("bench", [on_paper("staged")], indirect=True)
+def test_jobs_that_share_a_turn_have_times_of_their_own(bench: Bench) -> None:
+    engine = bench.open(CROWD["staged"])
+    for direction in Direction:
+        specs = [GPULoadStoreSpec([n, n + 20], (2,), (0,)) for n in range(20)]
+        for n, spec in enumerate(specs):
+            engine.start(direction, spec, [2 * n, 2 * n + 1])
+        assert all(bench.report(Ended).seconds > 0 for _ in specs)
 
 
 @pytest.mark.parametrize("bench", [on_paper("staged")], indirect=True)

@@ -182,7 +182,7 @@ class CudaEngine:
         if isinstance(after, Piece) and after.moved:  # since all of it was moved
             since = max(min(between(a, end) for a in after.moved) for end in ends)
             seconds = min(seconds, since)
-        return seconds
+        return max(0.0, seconds)
 
     def copying(self, mapping: Mapping) -> tuple[GroupCopying, ...]:
         groups = range(len(mapping.geometry.layout.groups))

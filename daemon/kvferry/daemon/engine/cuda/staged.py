@@ -34,7 +34,9 @@ from kvferry.proto.specs import Direction
 
 THREADS = 256
 WARPS = THREADS // 32
-MAX_GRID = 1056
+MAX_GRID = 8448
+"""Blocks of a kernel that moves a whole turn: each is over soon, so that those of a load, which is
+urgent, need not wait for a store's to end."""
 VECTORS_PER_UNIT = 256
 """As in kernels.cu: 8 loads of each of 32 lanes."""
 IDS = (128, 1000, 8000)
