@@ -60,7 +60,7 @@ class CudaEngine:
             raise Refused(
                 Code.BAD_CONFIG, f"copy.staging is at least {MIN_STAGING}", options.staging_bytes
             )
-        ordinal = _find_device(self._driver, device)
+        self._ordinal = ordinal = _find_device(self._driver, device)
         self._options = options
         self.info = DeviceInfo(
             "cuda",
@@ -80,7 +80,7 @@ class CudaEngine:
         batch = BatchCopy(driver, pool_address, self._options.chunk_bytes)
         self._staging = Staging(driver, self._options.staging_bytes)
         self._direct = DirectCopy(driver, batch)
-        self._staged = StagedCopy(driver, batch)
+        self._staged = StagedCopy(driver, self._ordinal, batch)
         status = calibrate(driver, self._staging.address)
         if self._options.mode != "auto":
             status = forced(self._options.mode, status)
