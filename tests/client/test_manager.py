@@ -185,7 +185,8 @@ def test_lookups_are_counted_and_said_once(stand_in: StandIn, manager: Offloadin
     manager.lookup(A)
     manager.touch([A])
     manager.prepare_load([A])
-    assert stand_in.said[1:] == [wire.Touch((A,), 1, 0), wire.Pin((A,))]
+    manager.flush()
+    assert stand_in.said[1:] == [wire.Pin((A,)), wire.Touch((A,), 1, 0)]
     assert (manager.hits, manager.misses) == (4, 2)
     manager.take_events()
     assert len(stand_in.said) == 3

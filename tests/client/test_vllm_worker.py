@@ -1,90 +1,99 @@
-"""The worker's half against vLLM's own classes: every job is told of once, come what may.
-
-Skipped where vLLM is not installed. Tensors are on the CPU: the stream stands in for CUDA's.
-"""
+"""The worker's half over a real daemon: every job is told of once, come what may."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+from pathlib import Path
+from typing import TypeAlias
 
 import pytest
-import torch
 
-from kvferry.client import Fingerprint, LocalDaemon, shared_empty
+from kvferry.client import Code, LocalDaemon
+from kvferry.client.vllm import worker as module
+from kvferry.client.vllm.scheduler import KeysSpec
+from kvferry.client.vllm.worker import WorkerSide
+from kvferry.testing.halves import finished, gpu_blocks, kv_caches, place_at
 from kvferry.testing.plugin import StartKvferryd
 
-base = pytest.importorskip("vllm.v1.kv_offload.base", reason="vLLM is not installed here")
-PAGE = 4096
+A, B = b"a" * 8, b"b" * 8
+
+Start: TypeAlias = Callable[[LocalDaemon], WorkerSide]
 
 
 @pytest.fixture
-def start_worker(monkeypatch: pytest.MonkeyPatch) -> Callable[[LocalDaemon], Any]:
-    from kvferry.client.vllm import worker
-
-    monkeypatch.setattr(worker, "FLUSH", 0.5)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
-
-    def start(daemon: LocalDaemon) -> Any:
-        tensor = shared_empty((16, PAGE), torch.int8, "cpu")
-        caches = base.CanonicalKVCaches(
-            [base.CanonicalKVCacheTensor(tensor, PAGE)], [[base.CanonicalKVCacheRef(0, PAGE)]]
-        )
-        config = SimpleNamespace(
-            parallel=SimpleNamespace(rank=0, world_size=1),
-            cache=SimpleNamespace(blocks_per_chunk=1),
-            extra_config={"kvferry_dirs": str(daemon.directory), "cpu_bytes_to_use": 1 << 20},
-            engine_id="engine",
-        )
-        return worker.Worker(config, Fingerprint("model", PAGE, key_bytes=8), caches)
-
-    return start
+def start_worker(monkeypatch: pytest.MonkeyPatch) -> Start:
+    monkeypatch.setattr(module, "FLUSH", 0.5)
+    return lambda daemon: WorkerSide(place_at(daemon.directory), kv_caches())
 
 
-def store(worker: Any, job_id: int) -> None:
-    from kvferry.client.vllm.scheduler import KeysSpec
-
-    gpu = base.GPULoadStoreSpec([job_id], [1], [0])
-    assert worker.submit_store(job_id, gpu, KeysSpec((job_id.to_bytes(8, "big"),)))
+def ended(worker: WorkerSide, count: int) -> dict[int, bool]:
+    return {job_id: result.success for job_id, result in finished(worker, count).items()}
 
 
-def ended(worker: Any, count: int) -> list[tuple[int, bool]]:
-    results: list[Any] = []
-    deadline = time.monotonic() + 10
-    while len(results) < count and time.monotonic() < deadline:
-        results += worker.get_finished()
-    return sorted((result.job_id, result.success) for result in results)
+def test_what_was_stored_is_loaded(start_kvferryd: StartKvferryd) -> None:
+    caches = kv_caches()
+    tensor = caches.tensors[0].tensor
+    worker = WorkerSide(place_at(start_kvferryd().directory), caches)
+    tensor[1], tensor[2] = 1, 2
+    worker.store(1, gpu_blocks(1, 2), KeysSpec((A, B)))
+    assert ended(worker, 1) == {1: True}
+    worker.load(2, KeysSpec((B, A)), gpu_blocks(3, 4))
+    assert ended(worker, 1) == {2: True}
+    assert (tensor[3] == 2).all()
+    assert (tensor[4] == 1).all()
+    worker.shutdown()
 
 
-def test_jobs_are_done(start_kvferryd: StartKvferryd, start_worker: Any) -> None:
+def test_a_key_that_is_not_there_fails_the_load(
+    start_kvferryd: StartKvferryd, start_worker: Start
+) -> None:
     worker = start_worker(start_kvferryd())
-    store(worker, 1)
-    assert ended(worker, 1) == [(1, True)]
+    worker.load(1, KeysSpec((A,)), gpu_blocks(3))
+    worker.load(2, KeysSpec((b"short",)), gpu_blocks(3))
+    results = finished(worker, 2)
+    codes = {job_id: result.error.code for job_id, result in results.items() if result.error}
+    assert codes == {1: Code.KEY_ABSENT, 2: Code.BAD_KEY}
+    worker.shutdown()
+
+
+def test_a_store_from_before_a_reset_is_dropped(
+    start_kvferryd: StartKvferryd, start_worker: Start
+) -> None:
+    worker = start_worker(start_kvferryd())
+    worker.store(1, gpu_blocks(1), KeysSpec((A,), generations=(7,)))
+    assert ended(worker, 1) == {1: False}
+    worker.store(2, gpu_blocks(1), KeysSpec((A,), generations=(1,)))
+    assert ended(worker, 1) == {2: True}
     worker.shutdown()
 
 
 def test_jobs_that_do_not_end_are_given_up(
-    start_kvferryd: StartKvferryd, start_worker: Any
+    start_kvferryd: StartKvferryd, start_worker: Start
 ) -> None:
     worker = start_worker(start_kvferryd(reference_stall=5, stop_drain_seconds=0))
-    store(worker, 1)
-    store(worker, 2)
+    worker.store(1, gpu_blocks(1), KeysSpec((A,)))
+    worker.store(2, gpu_blocks(2), KeysSpec((B,)))
     worker.wait({1, 2})
-    assert ended(worker, 2) == [(1, False), (2, False)]
+    assert ended(worker, 2) == {1: False, 2: False}
     worker.shutdown()
 
 
 def test_jobs_of_a_daemon_that_was_killed_have_failed(
-    start_kvferryd: StartKvferryd, start_worker: Any
+    start_kvferryd: StartKvferryd, start_worker: Start
 ) -> None:
     daemon = start_kvferryd(reference_stall=5)
     worker = start_worker(daemon)
-    store(worker, 1)
+    worker.store(1, gpu_blocks(1), KeysSpec((A,)))
     daemon.kill()
     worker.wait({1})
-    store(worker, 2)
-    assert ended(worker, 2) == [(1, False), (2, False)]
+    worker.store(2, gpu_blocks(2), KeysSpec((B,)))
+    assert ended(worker, 2) == {1: False, 2: False}
+    worker.shutdown()
+
+
+def test_without_a_daemon_every_job_fails(tmp_path: Path) -> None:
+    worker = WorkerSide(place_at(tmp_path / "nowhere"), kv_caches())
+    worker.load(1, KeysSpec((A,)), gpu_blocks(3))
+    worker.wait({1})
+    assert ended(worker, 1) == {1: False}
     worker.shutdown()

@@ -17,7 +17,7 @@ then writes what is missing. RETRY where one of them does not know, and none say
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,6 +161,18 @@ class OffloadingManager:
             self.misses += 1
         return found
 
+    @property
+    def ready_keys(self) -> tuple[Set[OffloadKey], ...]:
+        """Of each rank, the keys that are a HIT there: lookups for who has many, and counts them.
+
+        As fresh as the last call of any verb, and good until the next. Not to be changed.
+        """
+        return tuple([namespace.mirror.ready_keys for namespace in self._namespaces])
+
+    def count(self, hits: int) -> None:
+        """Lookups that were answered from `ready_keys`."""
+        self.hits += hits
+
     def prepare_store(self, keys: Iterable[OffloadKey]) -> PrepareStoreOutput | None:
         """Which of these keys to store; those that are there or on their way are left out.
 
@@ -201,7 +213,6 @@ class OffloadingManager:
                 raise Refused(
                     Code.KEY_ABSENT, "only a HIT can be loaded: look it up first", lacking.pop()
                 )
-        self.flush()
         for client in self._clients:
             client.pin(keys)
         return KeyLoadStoreSpec(keys)
@@ -217,14 +228,16 @@ class OffloadingManager:
         keys = self._namespaces[0].checked(keys)
         if len(self._touched) + len(keys) > TOUCHES:
             self.flush()
-        for key in reversed(keys):
-            self._touched.pop(key, None)
-            self._touched[key] = None
+        fresh, touched = dict.fromkeys(reversed(keys)), self._touched
+        for key in touched.keys() & fresh.keys():
+            del touched[key]
+        touched.update(fresh)
 
     def flush(self) -> None:
         """Tell the daemons which keys were touched, and how many lookups were a hit or a miss.
 
-        prepare_store, prepare_load and take_events do it too; once a step of the engine is enough.
+        prepare_store and take_events do it too, prepare_load does not: somebody waits for that.
+        Once a step of the engine is enough.
         """
         told = self.hits, self.misses
         hits, misses = told[0] - self._told[0], told[1] - self._told[1]

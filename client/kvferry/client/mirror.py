@@ -21,7 +21,7 @@ where it was dropped, the mirror forgets by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -102,6 +102,11 @@ class Mirror:
     def lacking(self, keys: Iterable[OffloadKey]) -> set[OffloadKey]:
         """Those that are no HIT."""
         return set(keys) - self._ready
+
+    @property
+    def ready_keys(self) -> Set[OffloadKey]:
+        """The keys that are a HIT; the set changes, and another may take its place."""
+        return self._ready
 
     @property
     def ready(self) -> int:

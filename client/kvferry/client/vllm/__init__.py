@@ -11,20 +11,49 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvferry.proto.errors import Code, Refused
+
 if TYPE_CHECKING:
     from kvferry.client.vllm.connector import KVFerryConnector
-    from kvferry.client.vllm.spec import KVFerrySpec
+    from kvferry.client.vllm.workers import KVFerrySpec
 
-__all__ = ["KVFerryConnector", "KVFerrySpec"]
+SUPPORTED = "0.24, 0.25 and 0.26"
+__all__ = ["KVFerryConnector", "KVFerrySpec", "SUPPORTED"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "KVFerryConnector":
-        from kvferry.client.vllm.connector import KVFerryConnector
+    if name not in ("KVFerryConnector", "KVFerrySpec"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return _connector() if name == "KVFerryConnector" else _spec()
+    except ImportError as error:
+        message = f"kvferry works inside vLLM {SUPPORTED}, and this one has other parts: {error}"
+        raise Refused(Code.BAD_CONFIG, message, _installed()) from error
 
-        return KVFerryConnector
-    if name == "KVFerrySpec":
-        from kvferry.client.vllm.spec import KVFerrySpec
+
+def _connector() -> Any:
+    from kvferry.client.vllm.connector import KVFerryConnector
+
+    return KVFerryConnector
+
+
+def _spec() -> Any:
+    """The spec of the generation that is installed."""
+    from vllm.v1.kv_offload import base
+
+    if hasattr(base, "OffloadingWorker"):
+        from kvferry.client.vllm.workers import KVFerrySpec
 
         return KVFerrySpec
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvferry.client.vllm import handlers
+
+    return handlers.KVFerrySpec
+
+
+def _installed() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"vLLM {version('vllm')}"
+    except PackageNotFoundError:
+        return "no vLLM"

@@ -29,13 +29,26 @@ class KVFerryConnector(OffloadingConnector):
         if transfer.kv_load_failure_policy != "recompute":
             log.warning("kvferry: a failed load is computed again: kv_load_failure_policy")
             transfer.kv_load_failure_policy = "recompute"
-        with telling(vllm_config):
+        with telling(vllm_config, kv_cache_config):
             super().__init__(vllm_config, role, kv_cache_config)
         self._surviving: SurvivingWorker | None = None
         if role is KVConnectorRole.WORKER:
             made: Any = getattr(self, "connector_worker")  # noqa: B009 - of a type unknown here
-            self._surviving = SurvivingWorker(made.spec, kv_cache_config)
+            parts = (kv_cache_config,) if hasattr(made, "kv_cache_config") else ()  # since 0.26
+            self._surviving = SurvivingWorker(made.spec, *parts)
             self.connector_worker = self._surviving
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        scheduler: Any = self.connector_scheduler
+        scheduler.manager.looking_up(request.request_id)
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def reset_cache(self) -> bool | None:
+        done = super().reset_cache()
+        scheduler: Any = self.connector_scheduler
+        for status in scheduler._req_status.values():
+            status.transfer_jobs.clear()  # vLLM 0.24 leaves jobs here that it forgot
+        return bool(done)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self._surviving is None else self._surviving.take_load_errors()
@@ -44,15 +57,15 @@ class KVFerryConnector(OffloadingConnector):
 class SurvivingWorker(OffloadingConnectorWorker):
     """The worker's half, that takes failed jobs for what they are."""
 
-    def __init__(self, spec: Any, kv_cache_config: Any) -> None:
-        super().__init__(spec, kv_cache_config)
+    def __init__(self, spec: Any, *kv_cache_config: Any) -> None:
+        super().__init__(spec, *kv_cache_config)
         self._targets: dict[int, set[int]] = {}
         """GPU blocks that each load writes to."""
         self._errors: set[int] = set()
 
     def start_kv_transfers(self, metadata: Any) -> None:
         for job_id, entry in metadata.load_jobs.items():
-            self._targets[job_id] = set(entry.dst_spec.block_ids.tolist())
+            self._targets[job_id] = set(_destination(entry).block_ids.tolist())
         super().start_kv_transfers(metadata)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
@@ -75,3 +88,8 @@ class SurvivingWorker(OffloadingConnectorWorker):
     def take_load_errors(self) -> set[int]:
         errors, self._errors = self._errors, set()
         return errors
+
+
+def _destination(job: Any) -> Any:
+    """Where a job of vLLM's goes; up to 0.24 it has both sides in one."""
+    return job.transfer_spec[1] if hasattr(job, "transfer_spec") else job.dst_spec

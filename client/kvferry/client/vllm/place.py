@@ -1,7 +1,15 @@
 """Where in a model an engine stands, and what its blocks are: from vLLM's configuration.
 
-A namespace must name everything that makes bytes differ. vLLM gives an OffloadingSpec a part of
-its configuration; the connector knows all of it, and says so here first (`telling`).
+A namespace must name everything that makes bytes differ, so a Place is read from all of vLLM's
+configuration, whatever part of it an OffloadingSpec of the installed vLLM is given: the connector
+says it here before it makes one (`telling`).
+
+A host block is a *chunk* of GPU blocks. vLLM's scheduler, our manager, the worker and the daemon do
+something in Python for each, while what a chunk costs a prompt is its tail: the tokens after its
+last whole chunk are not offloaded, and prefilled again. So where the user says nothing a chunk is
+up to CHUNK_TOKENS tokens, which prefill in less than a step, and a fourth of vLLM's own number of
+keys. Groups of several kinds, and sliding windows, keep vLLM's chunk of one block: there a chunk
+may be stored in part, and what is stored in part cannot be loaded whole.
 """
 
 from __future__ import annotations
@@ -9,117 +17,211 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvferry.client.endpoint import find_daemon
-from kvferry.proto.errors import Code, Gone
+from kvferry.proto.errors import Code, Gone, Refused
 from kvferry.proto.status import Fingerprint
 
 log = logging.getLogger("kvferry")
 
 TIMEOUT = 5.0
 """Seconds that a daemon has to answer when an engine comes."""
+CHUNK_TOKENS = 64
+CHUNK_BYTES = 8 << 20
+"""The most that a chunk of our own choice has, unless one GPU block has more."""
 
-_told: list[Any] = []
+_told: list[tuple[Any, Any]] = []
 
 
 @contextlib.contextmanager
-def telling(vllm_config: Any) -> Iterator[None]:
+def telling(vllm_config: Any, kv_cache_config: Any) -> Iterator[None]:
     """A spec that is made meanwhile knows all of vLLM's configuration."""
-    _told.append(vllm_config)
+    _told.append((vllm_config, kv_cache_config))
     try:
         yield
     finally:
         _told.pop()
 
 
-def fingerprint_of(config: Any) -> Fingerprint:
-    """The fingerprint of this rank's blocks, rank 0's in the scheduler.
+def told() -> tuple[Any, Any]:
+    """What the connector says; Refused where there is none of ours."""
+    if not _told:
+        message = (
+            'KVFerrySpec works under "kv_connector": "KVFerryConnector", with '
+            '"kv_connector_module_path": "kvferry.client.vllm": vLLM\'s own connector ends the '
+            "engine where a load fails"
+        )
+        raise Refused(Code.BAD_CONFIG, message, "no KVFerryConnector")
+    return _told[-1]
 
-    config: vLLM's OffloadingConfig. host_block_bytes is what vLLM gives one block of all groups,
-    padding and all.
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How vLLM cuts KV caches up.
+
+    tokens: in a GPU block of each group. hashed: in what one hash stands for. factor: GPU blocks in
+    a chunk.
     """
-    told = _told[-1] if _told else None
-    algorithm, seed = _hashing(told, config.engine_id)
-    groups = ",".join(str(group.tokens_per_block) for group in config.groups)
-    return Fingerprint(
-        model=config.model.name,
-        host_block_bytes=config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk,
-        revision=_said(told, "model_config.revision"),
-        dtype=_said(told, "model_config.dtype"),
-        kv_dtype=config.model.dtype,
-        kv_layout=_said(told, "cache_config.kv_cache_layout"),
-        block_size=config.cache.tokens_per_hash,
-        rank=config.parallel.rank,
-        world_size=config.parallel.world_size,
-        hash_algorithm=algorithm,
-        hash_seed=seed,
-        key_bytes=_hash_bytes(algorithm) + 4,
-        extra=(
-            ("tokens per block", groups),
-            ("layers", str(sum(len(group.layer_names) for group in config.groups))),
-            ("quantization", _said(told, "model_config.quantization")),
-            ("load format", _said(told, "load_config.load_format")),
-            ("parallel", f"tp{config.parallel.tp_size} pp{config.parallel.pp_size}"),
-            ("context parallel", f"{config.parallel.pcp_size} {config.parallel.dcp_size}"),
-        ),
+
+    tokens: tuple[int, ...]
+    hashed: int
+    factor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What an engine's halves need to know; rank 0's in the scheduler."""
+
+    engine: str
+    fingerprint: Fingerprint
+    rank: int
+    world_size: int
+    factor: int
+    options: Mapping[str, Any]
+    """How its namespace is opened."""
+    directories: tuple[str, ...]
+    """Of the daemons, one a rank, where the user names them."""
+    first_device: int
+    """Rank 0's, among those that the engine sees."""
+
+    def of(self, rank: int) -> Place:
+        return replace(self, rank=rank)
+
+    def daemon(self, uuid: str | None = None) -> Path:
+        """The folder of the daemon that serves the rank's GPU. Raises Gone where none is found.
+
+        uuid: the GPU's, where it is known.
+        """
+        if self.directories:
+            if self.rank >= len(self.directories):
+                message = f"kvferry_dirs names no folder for rank {self.rank}"
+                raise Gone(Code.DAEMON_GONE, message, self.directories)
+            return Path(self.directories[self.rank])
+        uuid = uuid or _uuid(self.first_device + self.rank)
+        try:
+            return find_daemon(uuid)
+        except Gone:
+            if self.world_size > 1 or uuid is None:
+                raise
+            return find_daemon()  # it says by itself where its GPU is another one
+
+
+def place_of(vllm_config: Any, kv_cache_config: Any, blocks: Blocks) -> Place:
+    """The place of this process in the engine of a configuration."""
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    extra = transfer.kv_connector_extra_config
+    directories = extra.get("kvferry_dirs") or ()
+    return Place(
+        engine=f"vllm-{transfer.engine_id}",
+        fingerprint=_fingerprint(vllm_config, kv_cache_config, blocks),
+        rank=parallel.rank,
+        world_size=parallel.world_size,
+        factor=blocks.factor,
+        options=_options(extra, parallel.world_size),
+        directories=(directories,) if isinstance(directories, str) else tuple(directories),
+        first_device=_first_device(parallel),
     )
 
 
-def daemon_of(rank: int, extra_config: Any) -> Path:
-    """The folder of the daemon that serves the GPU of a rank. Raises Gone where none is found.
+def chunk_of(vllm_config: Any, kv_cache_config: Any, blocks: Blocks, *, full: bool) -> int:
+    """How many GPU blocks a chunk has; blocks.factor is what vLLM's configuration says.
 
-    extra_config["kvferry_dirs"]: the folders, one a rank; else the daemon of the rank's GPU is
-    looked for, or the only one there is.
+    full: whether all layers attend to the whole prompt.
     """
-    directories = extra_config.get("kvferry_dirs")
-    if directories:
-        names = [directories] if isinstance(directories, str) else directories
-        if rank >= len(names):
-            raise Gone(Code.DAEMON_GONE, f"kvferry_dirs names no folder for rank {rank}", names)
-        return Path(names[rank])
-    uuid = _uuid(rank)
-    try:
-        return find_daemon(uuid)
-    except Gone:
-        if rank:
-            raise
-        return find_daemon()
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    said = "block_size" in extra or "blocks_per_chunk" in extra
+    if said or len(blocks.tokens) != 1 or not full:
+        return blocks.factor
+    factor, nbytes = 1, block_bytes(kv_cache_config)
+    while 2 * factor * blocks.tokens[0] <= CHUNK_TOKENS and 2 * factor * nbytes <= CHUNK_BYTES:
+        factor *= 2
+    return factor
 
 
-def engine_name(config: Any) -> str:
-    """Under which scheduler and workers are one engine."""
-    return f"vllm-{config.engine_id}"
+def block_bytes(kv_cache_config: Any) -> int:
+    """What vLLM gives one block of all groups on one rank, padding and all."""
+    tensors = kv_cache_config.kv_cache_tensors
+    packed = any(getattr(tensor, "block_stride", 0) for tensor in tensors)
+    total = tensors[0].size if packed else sum(tensor.size for tensor in tensors)
+    return int(total // kv_cache_config.num_blocks)
 
 
-def namespace_options(config: Any) -> dict[str, Any]:
-    """How a namespace is opened, spelled as for vLLM's own CPUOffloadingSpec.
+def _first_device(parallel: Any) -> int:
+    """Replicas of one node share its devices, unless Ray gave each its own."""
+    backends = parallel.distributed_executor_backend, parallel.data_parallel_backend
+    replica = parallel.data_parallel_rank_local
+    if replica is None:
+        replica = parallel.data_parallel_index
+    if "ray" in backends:
+        return 0
+    return int(replica * parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
 
-    cpu_bytes_to_use: of all ranks together, as there.
-    """
-    extra = config.extra_config
+
+def _options(extra: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+    """Spelled as for vLLM's own CPUOffloadingSpec; cpu_bytes_to_use: of all ranks, as there."""
     wanted = extra.get("cpu_bytes_to_use")
     return {
-        "cpu_bytes_to_use": None if wanted is None else int(wanted) // config.parallel.world_size,
+        "cpu_bytes_to_use": None if wanted is None else int(wanted) // world_size,
         "eviction_policy": str(extra.get("eviction_policy", "lru")),
         "store_threshold": max(1, int(extra.get("store_threshold", 1))),
     }
 
 
-def _uuid(rank: int) -> str | None:
+def _fingerprint(vllm_config: Any, kv_cache_config: Any, blocks: Blocks) -> Fingerprint:
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    ranks = f"tp{parallel.tensor_parallel_size} pp{parallel.pipeline_parallel_size}"
+    algorithm = _said(vllm_config, "cache_config.prefix_caching_hash_algo")
+    context = (parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size)
+    layers = sum(len(group.layer_names) for group in kv_cache_config.kv_cache_groups)
+    return Fingerprint(
+        model=str(vllm_config.model_config.model),
+        host_block_bytes=block_bytes(kv_cache_config) * blocks.factor,
+        revision=_said(vllm_config, "model_config.revision"),
+        dtype=_said(vllm_config, "model_config.dtype"),
+        kv_dtype=str(cache.cache_dtype).replace("torch.", ""),
+        kv_layout=os.environ.get("VLLM_KV_CACHE_LAYOUT", ""),
+        block_size=blocks.hashed,
+        rank=parallel.rank,
+        world_size=parallel.world_size,
+        hash_algorithm=algorithm,
+        hash_seed=_seed(vllm_config.kv_transfer_config.engine_id),
+        key_bytes=_hash_bytes(algorithm) + 4,
+        extra=(
+            ("tokens per block", ",".join(map(str, blocks.tokens))),
+            ("blocks per chunk", str(blocks.factor)),
+            ("layers", str(layers)),
+            ("quantization", _said(vllm_config, "model_config.quantization")),
+            ("load format", _said(vllm_config, "load_config.load_format")),
+            ("attention backend", _said(vllm_config, "attention_config.backend")),
+            ("parallel", ranks),
+            ("context parallel", f"{context[0]} {context[1]}"),
+            ("vllm", version()),
+        ),
+    )
+
+
+def version() -> str:
+    """Of the vLLM that is installed."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def _uuid(device: int) -> str | None:
     from vllm.platforms import current_platform
 
     try:
-        return str(current_platform.get_device_uuid(rank))
+        return str(current_platform.get_device_uuid(device))
     except Exception:  # no NVML, no such device: the only daemon will do
         return None
 
 
-def _hashing(told: Any, engine: str) -> tuple[str, str]:
-    """(algorithm, seed) of block hashes. Without a fixed seed they mean nothing to others."""
-    algorithm = _said(told, "cache_config.prefix_caching_hash_algo")
+def _seed(engine: str) -> str:
+    """The seed of block hashes. Without a fixed one they mean nothing to others."""
     seed = os.environ.get("PYTHONHASHSEED", "")
     if not seed:
         log.warning(
@@ -128,14 +230,20 @@ def _hashing(told: Any, engine: str) -> tuple[str, str]:
             "with PYTHONHASHSEED=0"
         )
         seed = f"of engine {engine}"
-    return algorithm, seed
+    return seed
 
 
 def _hash_bytes(algorithm: str) -> int:
-    return 16 if "xxhash" in algorithm else 32
+    """As long as what vLLM's function of this name gives."""
+    try:
+        from vllm.utils.hashing import get_hash_fn_by_name
+
+        return len(get_hash_fn_by_name(algorithm)(b""))
+    except (ImportError, ValueError):
+        return 16 if "xxhash" in algorithm else 32
 
 
-def _said(told: Any, path: str) -> str:
+def _said(config: Any, path: str) -> str:
     for name in path.split("."):
-        told = getattr(told, name, None)
-    return "" if told is None else str(told)
+        config = getattr(config, name, None)
+    return "" if config is None else str(config)

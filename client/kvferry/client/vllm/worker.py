@@ -1,10 +1,11 @@
-"""The worker's side: vLLM's OffloadingWorker, over a client of the daemon of this GPU.
+"""The worker's side: jobs of vLLM's OffloadingWorker, over a client of the daemon of this GPU.
 
 Tensors are registered once a storage, before any graph is captured, with a timeline. A job's value
 of it is written into the compute stream when the job is submitted: behind the kernels launched so
 far, those that wrote what is stored, and those that may still read what is loaded over.
 
-A job that the daemon cannot do any more ends as failed, here, at once.
+A job that the daemon cannot do any more ends as failed, here, at once. As on the scheduler's side,
+no vLLM is needed here, and nothing raises.
 """
 
 from __future__ import annotations
@@ -15,21 +16,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.kv_offload import base as vllm
 
 from kvferry.client.blocking import OffloadClient
+from kvferry.client.jobs import TransferResult
 from kvferry.client.tensors.canonical import CanonicalKVCaches
 from kvferry.client.timeline import Timeline
 from kvferry.client.vllm.lasting import Lasting
-from kvferry.client.vllm.place import (
-    TIMEOUT,
-    daemon_of,
-    engine_name,
-    namespace_options,
-)
+from kvferry.client.vllm.place import TIMEOUT, Place
 from kvferry.client.vllm.scheduler import KeysSpec
-from kvferry.proto.errors import Gone, KVFerryError
+from kvferry.proto.errors import Code, Gone, KVFerryError
+from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import (
+    Direction,
     GPULoadStoreSpec,
     KeyLoadStoreSpec,
     KVLayout,
@@ -37,7 +35,6 @@ from kvferry.proto.specs import (
     TensorRef,
     TransferSpec,
 )
-from kvferry.proto.status import Fingerprint
 
 log = logging.getLogger("kvferry")
 
@@ -45,100 +42,125 @@ FLUSH = 10.0
 """Seconds that jobs have to end before their GPU blocks go to somebody else."""
 
 
-class Worker(vllm.OffloadingWorker):
-    """`config` is vLLM's OffloadingConfig, `kv_caches` its canonical tensors."""
+class WorkerSide:
+    """`kv_caches`: vLLM's canonical tensors."""
 
-    def __init__(self, config: Any, fingerprint: Fingerprint, kv_caches: Any) -> None:
-        self._config, self._fingerprint = config, fingerprint
-        self._kv_caches = canonical(kv_caches, config.cache.blocks_per_chunk)
+    def __init__(self, place: Place, kv_caches: Any) -> None:
+        self._place = place
+        self._kv_caches = canonical(kv_caches, place.factor)
         self._device = self._kv_caches.tensors[0].device
         self._timeline = Timeline.create(self._device)
-        self._failed: list[int] = []
+        self._failed: list[TransferResult] = []
         self._lasting = Lasting("the worker's connection", self._register)
         self._client: OffloadClient | None = None
         """The one that has the jobs under way."""
-        self._under_way: set[int] = set()
+        self._under_way: dict[int, Direction] = {}
 
-    def submit_store(self, job_id: int, src_spec: Any, dst_spec: KeysSpec) -> bool:
-        generation = dst_spec.generation(self._config.parallel.rank)
-        keys = KeyLoadStoreSpec(dst_spec.keys, generation)
-        return self._submit(job_id, (gpu_side(src_spec), keys))
+    def store(self, job_id: int, blocks: Any, keys: KeysSpec) -> None:
+        """blocks: vLLM's GPULoadStoreSpec."""
+        there = KeyLoadStoreSpec(keys.keys, keys.generation(self._place.rank))
+        self._submit(job_id, (gpu_side(blocks), there), Direction.STORE)
 
-    def submit_load(self, job_id: int, src_spec: KeysSpec, dst_spec: Any) -> bool:
-        return self._submit(job_id, (KeyLoadStoreSpec(src_spec.keys), gpu_side(dst_spec)))
+    def load(self, job_id: int, keys: KeysSpec, blocks: Any) -> None:
+        self._submit(job_id, (KeyLoadStoreSpec(keys.keys), gpu_side(blocks)), Direction.LOAD)
 
-    def get_finished(self) -> list[Any]:
+    def get_finished(self) -> list[TransferResult]:
         """Also of jobs that failed, or were lost with their daemon: success is False then."""
         client = self._connected()
-        results = [vllm.TransferResult(job_id, False) for job_id in self._failed]
-        self._failed.clear()
-        for result in () if client is None else client.get_finished():
-            if result.error is not None:
-                log.info("kvferry: job %d: %s", result.job_id, result.error)
-            self._under_way.discard(result.job_id)
-            results.append(
-                vllm.TransferResult(
-                    result.job_id, result.success, result.transfer_size, result.transfer_time
-                )
-            )
+        results, self._failed = self._failed, []
+        if client is not None:
+            try:
+                finished = client.get_finished()
+            except KVFerryError as error:
+                self._give_up(error)
+            else:
+                for result in finished:
+                    self._note(result)
+                results += finished
         return results
 
     def wait(self, job_ids: Collection[int]) -> None:
         """Return when these jobs can touch their GPU blocks no more; bounded."""
         client = self._connected()
-        if client is None:
-            return
-        try:
-            client.wait(job_ids, timeout=FLUSH)
-        except Gone as error:
-            log.warning("kvferry: jobs do not end, giving the connection up: %s", error)
-            self._lasting.give_up()  # the daemon ends what is under way; here it is lost
+        if client is not None:
+            try:
+                client.wait(job_ids, timeout=FLUSH)
+            except KVFerryError as error:
+                self._give_up(error)  # the daemon ends what is under way; here it is lost
 
     def shutdown(self) -> None:
         self._lasting.close()
         self._timeline.close()
 
-    def _submit(self, job_id: int, spec: TransferSpec) -> bool:
+    def _submit(self, job_id: int, spec: TransferSpec, direction: Direction) -> None:
         client = self._connected()
-        if client is None:
-            self._failed.append(job_id)
-            return True
         try:
-            stream = torch.cuda.current_stream(self._device)
-            client.transfer_async(job_id, spec, wait_for=self._timeline.signal(stream))
+            if client is None:
+                raise Gone(Code.DAEMON_GONE, "there is no daemon now", job_id)
+            value = self._timeline.signal(self._stream())
+            client.transfer_async(job_id, spec, wait_for=value)
         except KVFerryError as error:
-            log.info("kvferry: job %d: %s", job_id, error)
-            self._failed.append(job_id)
+            self._fail(job_id, direction, error)
         else:
-            self._under_way.add(job_id)
-        return True
+            self._under_way[job_id] = direction
+
+    def _note(self, result: TransferResult) -> None:
+        self._under_way.pop(result.job_id, None)
+        if result.error is not None:
+            log.info("kvferry: job %d: %s", result.job_id, result.error)
+
+    def _fail(self, job_id: int, direction: Direction, error: KVFerryError) -> None:
+        log.info("kvferry: job %d: %s", job_id, error)
+        kind = direction.transfer_type
+        result = TransferResult(job_id, False, 0, 0.0, kind, Outcome.LOST, error)
+        self._failed.append(result)
 
     def _connected(self) -> OffloadClient | None:
         """The client there is. Jobs of one that went before it told of them have failed."""
         client = self._lasting.current
         if client is not self._client:
-            self._failed += self._under_way
-            self._under_way.clear()
+            lost, self._under_way = self._under_way, {}
             self._client = client
+            for job_id, direction in lost.items():
+                error = Gone(Code.DAEMON_GONE, "lost with its daemon", job_id)
+                self._fail(job_id, direction, error)
         return client
 
+    def _give_up(self, error: KVFerryError) -> None:
+        log.warning("kvferry: jobs do not end, giving the connection up: %s", error)
+        self._lasting.give_up()
+
     def _register(self) -> OffloadClient:
-        config = self._config
-        rank = config.parallel.rank
-        torch.cuda.set_device(self._device)
+        place = self._place
+        self._choose_device()
         client = OffloadClient(
-            daemon_of(rank, config.extra_config),
-            engine=engine_name(config),
-            client=f"vLLM worker {rank}",
+            place.daemon(self._uuid()),
+            engine=place.engine,
+            client=f"vLLM worker {place.rank}",
             timeout=TIMEOUT,
         )
         try:
-            client.open_namespace(self._fingerprint, mirror=False, **namespace_options(config))
+            client.open_namespace(place.fingerprint, mirror=False, **place.options)
             client.register_kv_caches(self._kv_caches, timeline=self._timeline)
         except BaseException:
             client.close()
             raise
         return client
+
+    # The device; on a CPU, as in tests, stores to the timeline are plain and streams there are none
+
+    def _stream(self) -> Any:
+        cuda = self._device.type == "cuda"
+        return torch.cuda.current_stream(self._device) if cuda else None
+
+    def _choose_device(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
+    def _uuid(self) -> str | None:
+        if self._device.type != "cuda":
+            return None
+        return f"GPU-{torch.cuda.get_device_properties(self._device).uuid}"
 
 
 def canonical(kv_caches: Any, factor: int) -> CanonicalKVCaches:

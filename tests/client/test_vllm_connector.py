@@ -1,0 +1,184 @@
+"""The connector inside vLLM's own classes, over a real daemon, without a GPU and without a model.
+
+Skipped where vLLM cannot be imported; its halves are tested without it in test_vllm_scheduler.py
+and test_vllm_worker.py.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import pytest
+
+from kvferry.client import OffloadClient
+from kvferry.testing.plugin import StartKvferryd
+
+if TYPE_CHECKING:
+    from kvferry.testing.vllm_engine import Engine
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+Start: TypeAlias = "Callable[..., Engine]"
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Any:
+    try:
+        from kvferry.testing import vllm_engine
+    except ImportError as error:
+        pytest.skip(f"vLLM cannot be imported here: {error}")
+    return vllm_engine
+
+
+@pytest.fixture
+def start(vllm: Any) -> Iterator[Start]:
+    """start(daemon, **Engine's options) -> Engine; all are closed after the test."""
+    running: list[Engine] = []
+
+    def start_engine(daemon: Any, **options: Any) -> Engine:
+        running.append(vllm.Engine(daemon.directory, **options))
+        return running[-1]
+
+    yield start_engine
+    for engine in running:
+        engine.close()
+
+
+def fill(engine: Engine) -> None:
+    """Every block its own number, in every layer."""
+    for layer in engine.kv.values():
+        for block in range(layer.shape[0]):
+            layer[block] = block
+
+
+def matches(vllm: Any, engine: Engine, number: int, blocks: int) -> Any:
+    """A new request for the same prompt, and how many tokens of it are in host memory."""
+    request, deadline = vllm.prompt(number, blocks), time.monotonic() + 10
+    while not (found := engine.matched(request)) and time.monotonic() < deadline:
+        engine.step()
+    return request, found
+
+
+def test_what_one_engine_computed_another_loads(
+    vllm: Any, start: Start, start_kvferryd: StartKvferryd
+) -> None:
+    daemon = start_kvferryd()
+    first, second = start(daemon, name="one"), start(daemon, name="two")
+    fill(first)
+    first.compute(vllm.prompt(1, 10), range(1, 11))
+    request, tokens = matches(vllm, second, 1, 10)
+    assert tokens == 8 * vllm.TOKENS  # two chunks of four blocks; the tail is not offloaded
+    second.load(request, range(20, 28), tokens)
+    assert second.received_all(request)
+    assert not second.errors
+    for layer in second.kv.values():
+        assert [int(layer[block].float().mean()) for block in range(20, 28)] == list(range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("extra", "tokens"),
+    [({}, 128), ({"block_size": 16}, 160), ({"block_size": 32}, 160), ({"block_size": 128}, 128)],
+)
+def test_chunks_are_as_large_as_the_user_says(
+    vllm: Any, start: Start, start_kvferryd: StartKvferryd, extra: Any, tokens: int
+) -> None:
+    engine = start(start_kvferryd(), **extra)
+    engine.compute(vllm.prompt(1, 10), range(1, 11))
+    assert matches(vllm, engine, 1, 10)[1] == tokens
+
+
+def test_a_load_that_fails_is_reported_with_its_blocks(
+    vllm: Any, start: Start, start_kvferryd: StartKvferryd
+) -> None:
+    daemon = start_kvferryd()
+    engine = start(daemon)
+    engine.compute(vllm.prompt(1, 4), range(1, 5))
+    request, tokens = matches(vllm, engine, 1, 4)
+    with OffloadClient(daemon.directory, engine="other") as other:  # resets behind its back
+        place = engine.scheduler.connector_scheduler.manager._place
+        other.open_namespace(place.fingerprint)
+        other.reset()
+    engine.load(request, range(20, 24), tokens)
+    assert engine.received_all(request)
+    assert engine.errors == {20, 21, 22, 23}
+    engine.finish(request, range(20, 24))
+    engine.settle()
+    assert not engine.scheduler.has_pending_push_work()
+
+
+def test_a_daemon_killed_with_loads_and_stores_under_way(
+    vllm: Any, start: Start, start_kvferryd: StartKvferryd, tmp_path: Path
+) -> None:
+    daemon = start_kvferryd(runtime_dir=tmp_path / "run")
+    engine = start(daemon)
+    engine.compute(vllm.prompt(1, 4), range(1, 5))
+    request, tokens = matches(vllm, engine, 1, 4)
+    daemon.process.send_signal(signal.SIGSTOP)
+    engine.load(request, range(20, 24), tokens)
+    storing = vllm.prompt(2, 4)
+    engine.scheduler.on_new_request(storing)
+    engine.step(new=[(storing, range(5, 9))])
+    engine.step()
+    daemon.kill()
+    assert engine.received_all(request)
+    assert engine.errors == {20, 21, 22, 23}
+    engine.settle()
+    assert engine.matched(vllm.prompt(1, 4)) == 0
+    engine.finish(request, range(20, 24))
+    engine.finish(storing, [])
+    start_kvferryd(runtime_dir=tmp_path / "run")
+    deadline = time.monotonic() + 20
+    found = 0
+    while not found and time.monotonic() < deadline:
+        engine.compute(vllm.prompt(3, 4), range(1, 5))
+        found = engine.matched(vllm.prompt(3, 4)) or 0
+    assert found == 4 * vllm.TOKENS
+
+
+def test_a_reset_with_a_load_under_way(
+    vllm: Any, start: Start, start_kvferryd: StartKvferryd
+) -> None:
+    engine = start(start_kvferryd())
+    engine.compute(vllm.prompt(1, 4), range(1, 5))
+    request, tokens = matches(vllm, engine, 1, 4)
+    engine.load(request, range(20, 24), tokens)
+    assert engine.scheduler.reset_cache()
+    engine.step()
+    assert engine.received_all(request)
+    assert engine.matched(vllm.prompt(1, 4)) == 0
+    engine.finish(request, range(20, 24))
+    engine.settle()
+    engine.compute(vllm.prompt(1, 4), range(1, 5))
+    assert matches(vllm, engine, 1, 4)[1] == 4 * vllm.TOKENS
+
+
+def test_a_preempted_request_waits_for_its_stores(
+    vllm: Any, start: Start, start_kvferryd: StartKvferryd
+) -> None:
+    engine = start(start_kvferryd(reference_stall=0.2))
+    request = vllm.prompt(1, 4)
+    engine.scheduler.on_new_request(request)
+    engine.step(new=[(request, range(1, 5))])
+    engine.step(preempted=[request])  # returns when the store has ended
+    engine.finish(request, range(20, 24))
+    engine.settle()
+    assert matches(vllm, engine, 1, 4)[1] == 4 * vllm.TOKENS
+
+
+def test_our_spec_is_not_for_vllms_own_connector(vllm: Any) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+        OffloadingConnector,
+    )
+
+    from kvferry.client import Code, Refused
+
+    extra = {"spec_name": "KVFerrySpec", "spec_module_path": "kvferry.client.vllm"}
+    config, caches = vllm.vllm_config("engine", extra), vllm.kv_cache_config(8)
+    with pytest.raises(Refused, match="KVFerryConnector") as refused:
+        OffloadingConnector(config, KVConnectorRole.SCHEDULER, caches)
+    assert refused.value.code == Code.BAD_CONFIG

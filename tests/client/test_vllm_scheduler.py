@@ -1,0 +1,275 @@
+"""The scheduler's half, without vLLM: over the stand-in of a daemon, and over a real one."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import pytest
+
+from kvferry.client import Code
+from kvferry.client.vllm import scheduler as module
+from kvferry.client.vllm.scheduler import LOADS, KeysSpec, SchedulerSide, Words
+from kvferry.client.vllm.worker import WorkerSide
+from kvferry.proto import messages as wire
+from kvferry.proto.errors import ErrorInfo
+from kvferry.testing.halves import finished, gpu_blocks, kv_caches, place_at, request
+from kvferry.testing.plugin import StartKvferryd
+
+if TYPE_CHECKING:
+    from client.conftest import StandIn
+
+A, B, C, D = b"a" * 8, b"b" * 8, b"c" * 8, b"d" * 8
+WORDS = Words("hit", "miss", "pending", "retry")
+Open: TypeAlias = Callable[..., SchedulerSide]
+
+
+def open_side(daemon: Any, **options: Any) -> SchedulerSide:
+    events = options.pop("events", False)
+    return SchedulerSide(place_at(daemon.directory, **options), WORDS, events=events)
+
+
+@pytest.fixture
+def side(stand_in: StandIn) -> SchedulerSide:
+    """Over a daemon that has A, and stores B."""
+    stand_in.store(A)
+    stand_in.reserve(B)
+    opened = open_side(stand_in)
+    stand_in.said.clear()
+    return opened
+
+
+def answers(side: SchedulerSide, *keys: bytes, name: str = "request") -> list[str]:
+    side.looking_up(name)
+    return [side.lookup(key, request(name)) for key in keys]
+
+
+# Lookups
+
+
+def test_answers_are_in_the_words_of_vllm(stand_in: StandIn, side: SchedulerSide) -> None:
+    assert answers(side, A, B, C, A) == ["hit", "pending", "miss", "hit"]
+
+
+def test_a_step_sees_what_came_before_its_first_lookup(
+    stand_in: StandIn, side: SchedulerSide
+) -> None:
+    assert answers(side, A) == ["hit"]
+    stand_in.evict(A)
+    side.on_schedule_end()
+    assert answers(side, A) == ["miss"]
+
+
+def test_lookups_are_counted(stand_in: StandIn, side: SchedulerSide) -> None:
+    answers(side, A, A, A, C)
+    side.on_schedule_end()
+    assert stand_in.said == [wire.Touch((), 3, 1)]
+
+
+def test_a_request_waits_for_stores_on_their_way_for_so_long(
+    side: SchedulerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert answers(side, B) == ["pending"]
+    monkeypatch.setattr(module, "PATIENCE", 0.0)
+    time.sleep(0.001)
+    assert answers(side, B, A) == ["miss", "hit"]
+    side.on_request_finished(request())
+    monkeypatch.setattr(module, "PATIENCE", 60.0)
+    assert answers(side, B) == ["pending"]
+
+
+def test_a_request_whose_loads_fail_computes_in_the_end(side: SchedulerSide) -> None:
+    for _ in range(LOADS):
+        assert answers(side, A) == ["hit"]
+        side.prepare_load([A], request())
+        side.complete_load({A}, request())
+        side.on_schedule_end()
+    assert answers(side, A) == ["miss"]
+    assert answers(side, A, name="another") == ["hit"]
+
+
+# Loads
+
+
+def test_keys_of_a_load_are_kept_until_the_step_after_it(
+    stand_in: StandIn, side: SchedulerSide
+) -> None:
+    stand_in.store(C)
+    answers(side, A, C)
+    side.touch([A, C], request())
+    assert side.prepare_load([A, C], request()) == KeysSpec((A, C))
+    side.on_schedule_end()
+    assert stand_in.said == [wire.Pin((A, C))]  # what nobody waits for comes later
+    side.on_schedule_end()
+    assert stand_in.said[1:] == [wire.Touch((A, C), 2, 0)]
+    side.complete_load({C, A}, request())
+    assert side.has_pending_work()
+    side.on_schedule_end()
+    assert len(stand_in.said) == 2
+    side.on_schedule_end()
+    assert stand_in.said[2:] == [wire.Unpin((A, C))]
+    assert not side.has_pending_work()
+
+
+def test_loads_in_every_step_do_not_put_the_rest_off(
+    stand_in: StandIn, side: SchedulerSide
+) -> None:
+    for number in range(6):
+        name = str(number)
+        side.prepare_load([A], request(name))
+        side.on_schedule_end()
+        side.complete_load({A}, request(name))
+    assert len(stand_in.heard(wire.Unpin)) >= 4
+
+
+def test_a_key_that_went_is_a_load_that_fails_and_is_not_kept(
+    stand_in: StandIn, side: SchedulerSide
+) -> None:
+    assert side.prepare_load([A, D], request()) == KeysSpec((A, D))
+    side.complete_load({A, D}, request())
+    side.on_schedule_end()
+    side.on_schedule_end()
+    assert not stand_in.heard(wire.Pin)
+    assert not stand_in.heard(wire.Unpin)
+
+
+def test_a_reset_lets_go_of_loads_that_nobody_completes(
+    stand_in: StandIn, side: SchedulerSide
+) -> None:
+    answers(side, A)
+    side.prepare_load([A], request())
+    side.reset_cache()
+    assert answers(side, A) == ["miss"]
+    for _ in range(3):
+        side.on_schedule_end()
+    assert stand_in.heard(wire.Unpin) == [wire.Unpin((A,))]
+
+
+# Stores
+
+
+def test_stores_name_the_generation_of_each_rank(side: SchedulerSide) -> None:
+    output = side.prepare_store([A, C, D], request())
+    assert output is not None
+    assert output.keys_to_store == [C, D]
+    assert output.store_spec == KeysSpec((C, D), (1,))
+    assert output.store_spec.generation(0) == 1
+    assert answers(side, C) == ["pending"]
+    side.complete_store({C, D}, request())
+    assert answers(side, C) == ["miss"]
+
+
+# What must not reach vLLM
+
+
+@pytest.mark.parametrize("verb", ["prepare_store", "prepare_load", "touch"])
+def test_keys_of_another_length_turn_offloading_off(
+    side: SchedulerSide, verb: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR, "kvferry"):
+        getattr(side, verb)([b"too short"], request())
+        getattr(side, verb)([b"too short"], request())
+    assert len(caplog.records) == 1
+    assert "offloading is off" in caplog.text
+    assert answers(side, A) == ["miss"]
+    assert side.prepare_store([C], request()) is None
+    side.complete_load({A}, request())
+    side.complete_store({A}, request())
+    side.on_schedule_end()
+    side.reset_cache()
+    assert side.events() == []
+    side.shutdown()
+
+
+def test_what_a_daemon_says_to_nobodys_question_ends_the_connection_only(
+    stand_in: StandIn, side: SchedulerSide
+) -> None:
+    stand_in.send_back(wire.Error(None, ErrorInfo(Code.NO_SESSION, "who are you?")))
+    assert answers(side, A) == ["miss"]
+    deadline = time.monotonic() + 10
+    while answers(side, A) != ["hit"] and time.monotonic() < deadline:
+        side.on_schedule_end()
+        stand_in.closed = False
+    assert answers(side, A) == ["hit"]
+
+
+# A real daemon
+
+
+def test_store_look_up_load_reset(start_kvferryd: StartKvferryd) -> None:
+    daemon = start_kvferryd()
+    side, worker = (
+        open_side(daemon, events=True),
+        WorkerSide(place_at(daemon.directory), kv_caches()),
+    )
+    output = side.prepare_store([A, B], request())
+    assert output is not None
+    worker.store(1, gpu_blocks(1, 2), output.store_spec)
+    assert finished(worker, 1)[1].success
+    side.complete_store({A, B}, request())
+    until(lambda: answers(side, A, B, C) == ["hit", "hit", "miss"], side)
+    assert [(set(e.keys), e.removed) for e in side.events() or ()] == [({A, B}, False)]
+    worker.load(2, side.prepare_load([A, B], request()), gpu_blocks(3, 4))
+    assert finished(worker, 1)[2].success
+    side.complete_load({A, B}, request())
+    stale = side.prepare_store([C], request())
+    assert stale is not None
+    side.reset_cache()
+    assert answers(side, A, B) == ["miss", "miss"]
+    until(lambda: refusal(worker, 3, stale.store_spec) == Code.STALE, side)
+    worker.load(4, KeysSpec((A,)), gpu_blocks(3))
+    assert not finished(worker, 1)[4].success
+    side.shutdown()
+    worker.shutdown()
+
+
+def test_a_daemon_killed_while_loads_are_pending(
+    start_kvferryd: StartKvferryd, tmp_path: Path
+) -> None:
+    daemon = start_kvferryd(runtime_dir=tmp_path / "run")
+    side, worker = open_side(daemon), WorkerSide(place_at(daemon.directory), kv_caches())
+    store(side, worker, 1, A)
+    until(lambda: answers(side, A) == ["hit"], side)
+    daemon.process.send_signal(signal.SIGSTOP)  # what is submitted stays under way
+    spec = side.prepare_load([A], request())
+    worker.load(2, spec, gpu_blocks(3))
+    daemon.kill()
+    assert not finished(worker, 1)[2].success
+    side.complete_load({A}, request())
+    until(lambda: answers(side, A) == ["miss"], side)
+    assert side.prepare_store([B], request()) is None
+    side.on_schedule_end()
+    start_kvferryd(runtime_dir=tmp_path / "run")
+    until(lambda: store(side, worker, 3, A), side)
+    until(lambda: answers(side, A) == ["hit"], side)
+    assert not side.has_pending_work()
+    side.shutdown()
+    worker.shutdown()
+
+
+def store(side: SchedulerSide, worker: WorkerSide, job_id: int, key: bytes) -> bool:
+    output = side.prepare_store([key], request())
+    if output is None or not output.keys_to_store:
+        return False
+    worker.store(job_id, gpu_blocks(1), output.store_spec)
+    success = finished(worker, 1)[job_id].success
+    side.complete_store({key}, request())
+    return success
+
+
+def refusal(worker: WorkerSide, job_id: int, spec: KeysSpec) -> str:
+    worker.store(job_id, gpu_blocks(5), spec)
+    error = finished(worker, 1)[job_id].error
+    return "" if error is None else error.code
+
+
+def until(condition: Callable[[], bool], side: SchedulerSide) -> None:
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        side.on_schedule_end()
+        time.sleep(0.01)
+    assert time.monotonic() < deadline

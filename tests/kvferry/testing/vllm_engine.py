@@ -1,0 +1,220 @@
+"""vLLM's own offloading connector, both halves of it, without a model, and a scheduler in a few
+lines: what is between a request and a daemon, on a machine without a GPU.
+
+Importing this needs vLLM (0.24 to 0.26), or as much of its Python as the connector imports.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+)
+from vllm.v1.outputs import KVConnectorOutput
+
+from kvferry.client import shared_empty
+from kvferry.client.vllm import KVFerryConnector
+
+LAYERS = "layer.0", "layer.1"
+TOKENS, HEADS, WIDTH = 16, 1, 8
+PAGE = 2 * TOKENS * HEADS * WIDTH * 2
+"""Bytes of one layer's block: K and V, in bfloat16."""
+
+
+@dataclass
+class Request:
+    """As much of vLLM's Request as its offloading connector looks at."""
+
+    request_id: str
+    block_hashes: list[bytes]
+    num_computed_tokens: int = 0
+    kv_transfer_params: None = None
+    skip_reading_prefix_cache: bool = False
+    finished: bool = False
+    blocks: list[KVCacheBlock] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.block_hashes) * TOKENS
+
+    num_prompt_tokens = num_tokens
+
+    def is_finished(self) -> bool:
+        return self.finished
+
+
+def prompt(number: int, blocks: int) -> Request:
+    hashes = [number.to_bytes(16, "big") + n.to_bytes(16, "big") for n in range(blocks)]
+    return Request(f"request {number} at {time.monotonic()}", hashes)
+
+
+class Engine:
+    """One scheduler and one worker of vLLM over a daemon; `kv` is what the model would compute."""
+
+    def __init__(
+        self,
+        directory: object,
+        name: str = "engine",
+        blocks: int = 64,
+        layers: int = 2,
+        **extra: Any,
+    ) -> None:
+        self.config = vllm_config(name, {"kvferry_dirs": str(directory), **extra})
+        self.caches = kv_cache_config(blocks)
+        self.kv = {
+            n: shared_empty((blocks, 2, TOKENS, HEADS, WIDTH), torch.bfloat16, "cpu")
+            for n in LAYERS
+        }
+        self.scheduler = KVFerryConnector(self.config, KVConnectorRole.SCHEDULER, self.caches)
+        self.worker = KVFerryConnector(self.config, KVConnectorRole.WORKER, self.caches)
+        self.worker.register_kv_caches(self.kv)
+        self.errors: set[int] = set()
+        self.received: set[str] = set()
+
+    # What a request does
+
+    def compute(self, request: Request, block_ids: Sequence[int]) -> None:
+        """Prefill it into these blocks, and let its stores end."""
+        self.scheduler.on_new_request(request)
+        self.finish(request, block_ids)
+        self.settle()
+
+    def matched(self, request: Request) -> int | None:
+        """How many tokens of a new request are in host memory; None for ask again."""
+        if request.request_id not in self.scheduler.connector_scheduler._req_status:
+            self.scheduler.on_new_request(request)
+        found: int | None = self.scheduler.get_num_new_matched_tokens(request, 0)[0]
+        return found
+
+    def load(self, request: Request, block_ids: Sequence[int], tokens: int) -> None:
+        """Begin to load what matched."""
+        blocks = [KVCacheBlock(block_id) for block_id in block_ids]
+        self.scheduler.update_state_after_alloc(request, SimpleNamespace(blocks=(blocks,)), tokens)
+        self.step()
+
+    def received_all(self, request: Request, seconds: float = 10.0) -> bool:
+        """Step until a request's load ended, so or so."""
+        deadline = time.monotonic() + seconds
+        while request.request_id not in self.received and time.monotonic() < deadline:
+            self.step()
+        return request.request_id in self.received
+
+    def finish(self, request: Request, block_ids: Sequence[int]) -> None:
+        """Compute what is left of it, in a step, and end it in another."""
+        self.step(new=[(request, block_ids)])
+        request.num_computed_tokens = request.num_tokens
+        request.finished = True
+        self.scheduler.request_finished(request, list(block_ids))
+        self.step(finished=[request])
+
+    # Steps
+
+    def step(
+        self,
+        new: Iterable[tuple[Request, Sequence[int]]] = (),
+        finished: Iterable[Request] = (),
+        preempted: Iterable[Request] = (),
+    ) -> None:
+        """One step of an engine: schedule, execute, take in what the worker says."""
+        new = list(new)
+        output = SimpleNamespace(
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=request.request_id, block_ids=(list(ids),))
+                for request, ids in new
+            ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[], new_block_ids=[], resumed_req_ids=set()
+            ),
+            num_scheduled_tokens={request.request_id: request.num_tokens for request, _ in new},
+            finished_req_ids={request.request_id for request in finished},
+            preempted_req_ids={request.request_id for request in preempted},
+        )
+        metadata = self.scheduler.build_connector_meta(output)
+        worker = self.worker
+        worker.bind_connector_metadata(metadata)
+        worker.handle_preemptions(metadata)
+        worker.start_load_kv(None)
+        _, received = worker.get_finished(set())
+        said = KVConnectorOutput(
+            finished_recving=received,
+            invalid_block_ids=worker.get_block_ids_with_load_errors(),
+            kv_connector_worker_meta=worker.build_connector_worker_meta(),
+        )
+        worker.clear_connector_metadata()
+        self.errors |= said.invalid_block_ids
+        self.received |= received
+        self.scheduler.update_connector_output(said)
+
+    def settle(self, seconds: float = 10.0) -> None:
+        """Step until no transfer is under way."""
+        deadline = time.monotonic() + seconds
+        while self.scheduler.has_pending_push_work() and time.monotonic() < deadline:
+            self.step()
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+        self.worker.shutdown()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def kv_cache_config(blocks: int) -> KVCacheConfig:
+    """One group of full attention."""
+    spec = FullAttentionSpec(
+        block_size=TOKENS, num_kv_heads=HEADS, head_size=WIDTH, dtype=torch.bfloat16
+    )
+    assert spec.page_size_bytes == PAGE
+    return KVCacheConfig(
+        num_blocks=blocks,
+        kv_cache_tensors=[KVCacheTensor(size=blocks * PAGE, shared_by=[n]) for n in LAYERS],
+        kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)],
+    )
+
+
+def vllm_config(engine: str, extra: dict[str, Any]) -> Any:
+    """As much of a VllmConfig as the connector looks at."""
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            engine_id=engine,
+            kv_connector_extra_config=extra,
+            kv_load_failure_policy="recompute",
+        ),
+        kv_events_config=None,
+        model_config=SimpleNamespace(model="llama", revision=None, dtype="bfloat16"),
+        cache_config=SimpleNamespace(
+            block_size=TOKENS,
+            cache_dtype="auto",
+            enable_prefix_caching=True,
+            prefix_caching_hash_algo="sha256",
+            mamba_block_size=None,
+        ),
+        parallel_config=SimpleNamespace(
+            rank=0,
+            world_size=1,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            prefill_context_parallel_size=1,
+            decode_context_parallel_size=1,
+            data_parallel_rank_local=None,
+            data_parallel_index=0,
+            distributed_executor_backend="uni",
+            data_parallel_backend="mp",
+        ),
+        speculative_config=None,
+        use_v2_model_runner=False,
+    )
