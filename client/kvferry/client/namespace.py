@@ -99,7 +99,7 @@ class Namespace:
             if pins[key] > 1:
                 pins[key] -= 1
             else:
-                del pins[key]
+                pins.pop(key)
 
     # Resets
 

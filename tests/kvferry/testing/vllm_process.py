@@ -1,0 +1,315 @@
+"""Real vLLM engines, each a process of its own that takes JSON lines, and a daemon beside them.
+
+For the scripts in tests/gpu. Weights are dummies, the same in every engine: vLLM seeds them. Needs
+a GPU and vLLM in the environment; KVFERRYD_PYTHONPATH is the daemon's PYTHONPATH where it needs
+another than vLLM's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+Prompts: TypeAlias = list[list[int]]
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "head_dim": 128,
+    "vocab_size": 32000,
+    "max_position_embeddings": 131072,
+}
+SMALL = LLAMA | {
+    "hidden_size": 2048,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+}
+"""A few hundred million parameters."""
+LARGE = LLAMA | {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+"""The shape of Llama-3.1-8B."""
+CONNECTORS: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "vllm": {"kv_connector": "OffloadingConnector"},
+    "kvferry": {
+        "kv_connector": "KVFerryConnector",
+        "kv_connector_module_path": "kvferry.client.vllm",
+    },
+}
+
+
+def kv_bytes(model: dict[str, Any], tokens: int) -> int:
+    """Of so many tokens, on all ranks together."""
+    width = 2 * model["num_key_value_heads"] * model["head_dim"] * 2
+    return int(tokens * model["num_hidden_layers"] * width)
+
+
+class EngineEnded(Exception):
+    """The engine's process is not there any more."""
+
+
+class VLLM:
+    """A vLLM engine.
+
+    connector: a name in CONNECTORS; extra: its kv_connector_extra_config. options: vLLM's own.
+    """
+
+    def __init__(
+        self,
+        connector: str = "kvferry",
+        *,
+        model: dict[str, Any] = SMALL,
+        extra: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        transfer = CONNECTORS[connector]
+        if transfer is not None:
+            transfer = transfer | {"kv_role": "kv_both", "kv_connector_extra_config": extra or {}}
+        chosen = {"model": model, "transfer": transfer, "options": options}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kvferry.testing.vllm_process", json.dumps(chosen)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=sys.stderr,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "PYTHONHASHSEED": "0"},
+        )
+        self.answer()
+
+    def send(self, **request: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+
+    def ask(self, **request: Any) -> Any:
+        self.send(**request)
+        return self.answer()
+
+    def answer(self) -> Any:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("ANSWER "):
+                return json.loads(line[7:])
+        raise EngineEnded(f"with status {self._process.wait()}")
+
+    def generate(self, prompts: Prompts, tokens: int = 16) -> list[dict[str, Any]]:
+        """What it says to each prompt, and how many tokens it found in a cache."""
+        answer: list[dict[str, Any]] = self.ask(do="generate", prompts=prompts, tokens=tokens)[
+            "outputs"
+        ]
+        return answer
+
+    def timed(self, prompts: Prompts, tokens: int = 1) -> tuple[float, int]:
+        """Seconds that all of them took, and how many tokens were found in a cache."""
+        answer = self.ask(do="generate", prompts=prompts, tokens=tokens)
+        return answer["seconds"], sum(one["cached"] for one in answer["outputs"])
+
+    def settle(self) -> None:
+        """Stores go out with later steps: run some, until no time is left for one to be late."""
+        for number in range(3):
+            self.generate(make_prompts(1, 1000 + number, 64))
+            time.sleep(0.3)
+
+    def forget(self, *, connector: bool = False) -> bool:
+        """Empty the GPU's prefix cache, and with `connector` the host's; whether that was done."""
+        deadline = time.monotonic() + 10
+        while not self.ask(do="reset", connector=connector):
+            if time.monotonic() > deadline:
+                return False
+            self.generate(make_prompts(1, 2000, 64))
+        return True
+
+    def kill(self) -> None:
+        """SIGKILL, to the engine core and all."""
+        os.killpg(self._process.pid, 9)
+        self._process.wait()
+
+    def close(self) -> None:
+        with contextlib.suppress(BrokenPipeError, ValueError, subprocess.TimeoutExpired):
+            self._process.communicate("", timeout=60)
+        if self._process.poll() is None:
+            self.kill()
+
+    def __enter__(self) -> VLLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def make_prompts(count: int, seed: int, tokens: int, shared: int = 0) -> Prompts:
+    """`shared` tokens in front are the same for all."""
+    source = random.Random(seed)
+    front = [source.randrange(10, 31000) for _ in range(shared)]
+    return [
+        front + [source.randrange(10, 31000) for _ in range(tokens - shared)] for _ in range(count)
+    ]
+
+
+class Daemon:
+    """kvferryd for one GPU, in a folder of its own."""
+
+    def __init__(self, device: int = 0, pool: str = "8GiB", **options: Any) -> None:
+        self._device, self._pool, self._options = device, pool, options
+        self.runtime_dir = Path(tempfile.mkdtemp(prefix="kvferry-"))
+        self.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def directory(self) -> str:
+        """The folder with its sockets."""
+        return str(next(self.runtime_dir.glob("*/kvferry.sock")).parent)
+
+    def start(self, timeout: float = 60.0) -> None:
+        path = os.environ.get("KVFERRYD_PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+        command = [sys.executable, "-m", "kvferry.daemon", "--device", str(self._device)]
+        command += ["--pool-size", self._pool, "--runtime-dir", str(self.runtime_dir)]
+        for name, value in self._options.items():
+            command += [f"--{name.replace('_', '-')}", str(value)]
+        for stale in self.runtime_dir.glob("*/kvferry.sock"):
+            stale.unlink()
+        self._process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path})
+        deadline = time.monotonic() + timeout
+        while not list(self.runtime_dir.glob("*/kvferry.sock")):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise EngineEnded("the daemon did not start")
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def __enter__(self) -> Daemon:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+# In the engine's process
+
+
+def serve(chosen: dict[str, Any]) -> None:
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    options = {
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "max_model_len": 8192,
+        "attention_backend": "FLASH_ATTN",
+        "enable_prefix_caching": True,
+        "gpu_memory_utilization": 0.25,
+        "disable_log_stats": False,
+        "seed": 0,
+        **chosen["options"],
+    }
+    if chosen["transfer"] is not None:
+        options["kv_transfer_config"] = KVTransferConfig(**chosen["transfer"])
+    engine = Served(LLM(model=str(_folder(chosen["model"])), **options))
+    engine.say(True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        engine.say(getattr(engine, request.pop("do"))(**request))
+
+
+class Served:
+    """What it does when it is asked to."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._numbers = iter(range(1 << 40))
+
+    def say(self, value: Any) -> None:
+        print("ANSWER " + json.dumps(value), flush=True)
+
+    def generate(self, prompts: Prompts, tokens: int) -> dict[str, Any]:
+        asked = [{"prompt_token_ids": ids} for ids in prompts]
+        began = time.perf_counter()
+        outputs = self._llm.generate(asked, _sampling(tokens), use_tqdm=False)
+        seconds = time.perf_counter() - began
+        said = [
+            {"tokens": list(one.outputs[0].token_ids), "cached": one.num_cached_tokens}
+            for one in outputs
+        ]
+        return {"seconds": seconds, "outputs": said}
+
+    def reset(self, connector: bool) -> bool:
+        return self._llm.reset_prefix_cache(reset_connector=connector) is not False
+
+    def decode(self, prompts: Prompts, tokens: int, others: Prompts, every: int) -> dict[str, Any]:
+        """Milliseconds between tokens while `prompts` decode and others come, one every so often.
+
+        Every request of `prompts` says `tokens` tokens; of the others, one each `every` steps,
+        each says one. Also: how many tokens of the others were found in a cache.
+        """
+        engine, waiting = self._llm.llm_engine, list(others)
+        streams = {self._add(ids, tokens): 0 for ids in prompts}
+        last: dict[str, float] = {}
+        gaps: list[float] = []
+        step = cached = 0
+        while engine.has_unfinished_requests():
+            if waiting and len(last) == len(streams) and step % every == 0:
+                self._add(waiting.pop(), 1)
+            outputs, now, step = engine.step(), time.perf_counter(), step + 1
+            for one in outputs:
+                if one.request_id not in streams:
+                    cached += one.num_cached_tokens or 0
+                    continue
+                said = len(one.outputs[0].token_ids)
+                if said > streams[one.request_id]:
+                    if one.request_id in last:
+                        gaps.append(1e3 * (now - last[one.request_id]))
+                    streams[one.request_id], last[one.request_id] = said, now
+        return {"gaps": gaps, "cached": cached, "left": len(waiting)}
+
+    def _add(self, ids: Sequence[int], tokens: int) -> str:
+        name = f"own-{next(self._numbers)}"
+        prompt = {"prompt_token_ids": list(ids)}
+        self._llm.llm_engine.add_request(name, prompt, _sampling(tokens))
+        return name
+
+
+def _sampling(tokens: int) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+
+
+def _folder(model: dict[str, Any]) -> Path:
+    name = "-".join(str(model[key]) for key in ("num_hidden_layers", "num_key_value_heads"))
+    folder = Path(tempfile.gettempdir()) / f"kvferry-llama-{name}"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(model))
+    return folder
+
+
+if __name__ == "__main__":
+    serve(json.loads(sys.argv[1]))
