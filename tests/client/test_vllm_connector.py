@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pytest
 
 from kvferry.client import OffloadClient
+from kvferry.testing.halves import vllm_config
 from kvferry.testing.plugin import StartKvferryd
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ def test_our_spec_is_not_for_vllms_own_connector(vllm: Any) -> None:
     from kvferry.client import Code, Refused
 
     extra = {"spec_name": "KVFerrySpec", "spec_module_path": "kvferry.client.vllm"}
-    config, caches = vllm.vllm_config("engine", extra), vllm.kv_cache_config(8)
+    config, caches = vllm_config("engine", extra), vllm.kv_cache_config(8)
     with pytest.raises(Refused, match="KVFerryConnector") as refused:
         OffloadingConnector(config, KVConnectorRole.SCHEDULER, caches)
     assert refused.value.code == Code.BAD_CONFIG

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,6 +19,7 @@ from kvferry.client.vllm.scheduler import LOADS, KeysSpec, SchedulerSide, Words
 from kvferry.client.vllm.worker import WorkerSide
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import ErrorInfo
+from kvferry.proto.keys import EventKind
 from kvferry.testing.halves import finished, gpu_blocks, kv_caches, place_at, request
 from kvferry.testing.plugin import StartKvferryd
 
@@ -163,6 +166,32 @@ def test_stores_name_the_generation_of_each_rank(side: SchedulerSide) -> None:
     assert answers(side, C) == ["miss"]
 
 
+# Ranks
+
+
+def test_a_key_is_a_hit_where_every_rank_has_it(
+    start_stand_in: Callable[..., StandIn],
+) -> None:
+    one, two = start_stand_in(), start_stand_in()
+    folders = str(one.directory), str(two.directory)
+    place = replace(place_at(one.directory), world_size=2, directories=folders)
+    side = SchedulerSide(place, WORDS, events=False)
+    one.store(A, B)
+    two.store(B)
+    two.happen((EventKind.CLEARED,))
+    two.store(A)
+    assert answers(side, A, B, A) == ["hit", "miss", "hit"]
+    output = side.prepare_store([A, B], request())
+    assert output is not None
+    assert output.keys_to_store == [B]
+    assert [output.store_spec.generation(rank) for rank in (0, 1)] == [1, 2]
+    side.prepare_load([A], request())
+    assert one.heard(wire.Pin) == two.heard(wire.Pin) == [wire.Pin((A,))]
+    two.evict(A)
+    side.on_schedule_end()
+    assert answers(side, A) == ["miss"]
+
+
 # What must not reach vLLM
 
 
@@ -273,3 +302,43 @@ def until(condition: Callable[[], bool], side: SchedulerSide) -> None:
         side.on_schedule_end()
         time.sleep(0.01)
     assert time.monotonic() < deadline
+
+
+def test_a_corrupt_block_fails_its_load_and_is_not_offered_again(
+    start_kvferryd: StartKvferryd,
+) -> None:
+    daemon = start_kvferryd(integrity_check_loads=1)
+    caches = kv_caches()
+    (tensor,) = (one.tensor for one in caches.tensors)
+    side, worker = open_side(daemon), WorkerSide(place_at(daemon.directory), caches)
+    tensor[1] = 7
+    assert store(side, worker, 1, A)
+    until(lambda: answers(side, A) == ["hit"], side)
+    failed = None
+    for job_id in range(2, 100):  # what is not sealed yet is not checked: it is a second later
+        overwrite_pool(daemon.pid, job_id)
+        worker.load(job_id, side.prepare_load([A], request()), gpu_blocks(3))
+        failed = finished(worker, 1)[job_id].error
+        side.complete_load({A}, request())
+        side.on_request_finished(request())
+        if failed is not None:
+            break
+        time.sleep(0.1)
+    assert failed is not None
+    assert failed.code == Code.CORRUPT_BLOCK
+    until(lambda: answers(side, A) == ["miss"] and not side.has_pending_work(), side)
+    assert store(side, worker, 100, A)
+    until(lambda: answers(side, A) == ["hit"], side)
+    worker.load(101, side.prepare_load([A], request()), gpu_blocks(3))
+    assert finished(worker, 1)[101].success
+    assert (tensor[3] == 7).all()
+    side.shutdown()
+    worker.shutdown()
+
+
+def overwrite_pool(pid: int, value: int) -> None:
+    """Change the first bytes of a daemon's host pool behind its back."""
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        if "memfd:kvferry-pool" in os.readlink(path):
+            with path.open("r+b") as file:
+                file.write(bytes([value] * 8))

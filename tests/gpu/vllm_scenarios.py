@@ -153,6 +153,7 @@ def tampered() -> None:
         with Daemon(integrity_check_loads=checked) as daemon, over(daemon) as running:
             before = running.generate(asked)
             running.settle()
+            time.sleep(3)  # until what was stored is sealed
             running.forget()
             changed = tamper(daemon.pid)
             after = running.generate(asked)

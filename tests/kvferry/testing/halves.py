@@ -58,3 +58,37 @@ def finished(worker: WorkerSide, count: int, seconds: float = 20.0) -> dict[int,
     while len(results) < count and time.monotonic() < deadline:
         results |= {result.job_id: result for result in worker.get_finished()}
     return results
+
+
+def vllm_config(engine: str, extra: dict[str, Any]) -> Any:
+    """As much of a VllmConfig as the connector looks at; GPU blocks of 16 tokens."""
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            engine_id=engine,
+            kv_connector_extra_config=extra,
+            kv_load_failure_policy="recompute",
+        ),
+        kv_events_config=None,
+        model_config=SimpleNamespace(model="llama", revision=None, dtype="bfloat16"),
+        cache_config=SimpleNamespace(
+            block_size=16,
+            cache_dtype="auto",
+            enable_prefix_caching=True,
+            prefix_caching_hash_algo="sha256",
+            mamba_block_size=None,
+        ),
+        parallel_config=SimpleNamespace(
+            rank=0,
+            world_size=1,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            prefill_context_parallel_size=1,
+            decode_context_parallel_size=1,
+            data_parallel_rank_local=None,
+            data_parallel_index=0,
+            distributed_executor_backend="uni",
+            data_parallel_backend="mp",
+        ),
+        speculative_config=None,
+        use_v2_model_runner=False,
+    )

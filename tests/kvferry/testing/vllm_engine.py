@@ -25,6 +25,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.client import shared_empty
 from kvferry.client.vllm import KVFerryConnector
+from kvferry.testing.halves import vllm_config
 
 LAYERS = "layer.0", "layer.1"
 TOKENS, HEADS, WIDTH = 16, 1, 8
@@ -183,38 +184,4 @@ def kv_cache_config(blocks: int) -> KVCacheConfig:
         num_blocks=blocks,
         kv_cache_tensors=[KVCacheTensor(size=blocks * PAGE, shared_by=[n]) for n in LAYERS],
         kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)],
-    )
-
-
-def vllm_config(engine: str, extra: dict[str, Any]) -> Any:
-    """As much of a VllmConfig as the connector looks at."""
-    return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(
-            engine_id=engine,
-            kv_connector_extra_config=extra,
-            kv_load_failure_policy="recompute",
-        ),
-        kv_events_config=None,
-        model_config=SimpleNamespace(model="llama", revision=None, dtype="bfloat16"),
-        cache_config=SimpleNamespace(
-            block_size=TOKENS,
-            cache_dtype="auto",
-            enable_prefix_caching=True,
-            prefix_caching_hash_algo="sha256",
-            mamba_block_size=None,
-        ),
-        parallel_config=SimpleNamespace(
-            rank=0,
-            world_size=1,
-            tensor_parallel_size=1,
-            pipeline_parallel_size=1,
-            prefill_context_parallel_size=1,
-            decode_context_parallel_size=1,
-            data_parallel_rank_local=None,
-            data_parallel_index=0,
-            distributed_executor_backend="uni",
-            data_parallel_backend="mp",
-        ),
-        speculative_config=None,
-        use_v2_model_runner=False,
     )

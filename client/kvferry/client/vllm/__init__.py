@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvferry.client.vllm.place import version
 from kvferry.proto.errors import Code, Refused
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def __getattr__(name: str) -> Any:
         return _connector() if name == "KVFerryConnector" else _spec()
     except ImportError as error:
         message = f"kvferry works inside vLLM {SUPPORTED}, and this one has other parts: {error}"
-        raise Refused(Code.BAD_CONFIG, message, _installed()) from error
+        raise Refused(Code.BAD_CONFIG, message, f"vLLM {version() or 'is not here'}") from error
 
 
 def _connector() -> Any:
@@ -48,12 +49,3 @@ def _spec() -> Any:
     from kvferry.client.vllm import handlers
 
     return handlers.KVFerrySpec
-
-
-def _installed() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return f"vLLM {version('vllm')}"
-    except PackageNotFoundError:
-        return "no vLLM"

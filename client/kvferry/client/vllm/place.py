@@ -19,6 +19,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -205,16 +206,17 @@ def _fingerprint(vllm_config: Any, kv_cache_config: Any, blocks: Blocks) -> Fing
 
 
 def version() -> str:
-    """Of the vLLM that is installed."""
-    import vllm
-
-    return str(vllm.__version__)
+    """Of the vLLM that is installed; "" where none is."""
+    try:
+        return metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _uuid(device: int) -> str | None:
-    from vllm.platforms import current_platform
-
     try:
+        from vllm.platforms import current_platform
+
         return str(current_platform.get_device_uuid(device))
     except Exception:  # no NVML, no such device: the only daemon will do
         return None

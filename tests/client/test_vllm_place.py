@@ -1,0 +1,189 @@
+"""Where an engine stands, and what its blocks are: read from a configuration. No vLLM needed."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.client import Code, Gone, Refused
+from kvferry.client import vllm as package
+from kvferry.client.vllm import place as module
+from kvferry.client.vllm.place import Blocks, Place, chunk_of, place_of, told
+from kvferry.testing.halves import place_at, vllm_config
+
+TWO_MIB = 2 << 20
+BLOCKS = Blocks((16,), 16, 1)
+
+
+def caches(nbytes: int = TWO_MIB, groups: int = 1, stride: int = 0) -> Any:
+    """`nbytes`: of a block of all groups."""
+    tensors = [SimpleNamespace(size=nbytes // 2 * 10, block_stride=stride) for _ in range(2)]
+    names = [SimpleNamespace(layer_names=["a", "b"]) for _ in range(groups)]
+    return SimpleNamespace(num_blocks=10, kv_cache_tensors=tensors, kv_cache_groups=names)
+
+
+def place(extra: dict[str, Any] | None = None, blocks: Blocks = BLOCKS, **parallel: Any) -> Place:
+    config = vllm_config("engine", extra or {})
+    vars(config.parallel_config).update(parallel)
+    return place_of(config, caches(), blocks)
+
+
+# Chunks
+
+
+@pytest.mark.parametrize(
+    ("tokens", "nbytes", "factor"),
+    [
+        (16, TWO_MIB, 4),
+        (16, 1 << 10, 4),
+        (16, 3 << 20, 2),
+        (16, 5 << 20, 1),
+        (16, 64 << 20, 1),
+        (8, 1 << 10, 8),
+        (48, 1 << 10, 1),
+        (64, 1 << 10, 1),
+        (256, 1 << 10, 1),
+    ],
+)
+def test_a_chunk_has_64_tokens_and_8_mib_at_most(tokens: int, nbytes: int, factor: int) -> None:
+    blocks = Blocks((tokens,), tokens, 1)
+    assert chunk_of(vllm_config("engine", {}), caches(nbytes), blocks, full=True) == factor
+
+
+def test_whatever_the_user_says_of_chunks_holds() -> None:
+    for extra in ({"block_size": 16}, {"blocks_per_chunk": 1}, {"blocks_per_chunk": 2}):
+        said = Blocks((16,), 16, extra.get("blocks_per_chunk", 1))
+        assert chunk_of(vllm_config("engine", extra), caches(), said, full=True) == said.factor
+
+
+def test_windows_and_groups_keep_vllms_chunk() -> None:
+    config = vllm_config("engine", {})
+    assert chunk_of(config, caches(), BLOCKS, full=False) == 1
+    assert chunk_of(config, caches(groups=2), Blocks((16, 16), 16, 1), full=True) == 1
+
+
+# Fingerprints
+
+
+def test_the_room_of_a_host_block() -> None:
+    assert place(blocks=replace(BLOCKS, factor=4)).fingerprint.host_block_bytes == 4 * TWO_MIB
+    packed = place_of(vllm_config("engine", {}), caches(stride=1), BLOCKS)
+    assert packed.fingerprint.host_block_bytes == TWO_MIB // 2
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"blocks": replace(BLOCKS, factor=4)},
+        {"blocks": Blocks((32,), 16, 1)},
+        {"rank": 1, "world_size": 2},
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"decode_context_parallel_size": 2},
+    ],
+)
+def test_what_makes_bytes_differ_is_in_the_fingerprint(other: dict[str, Any]) -> None:
+    assert place(**other).fingerprint.name != place().fingerprint.name
+
+
+def test_engines_of_another_id_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    one, other = (place_of(vllm_config(name, {}), caches(), BLOCKS) for name in ("one", "two"))
+    assert one.fingerprint == other.fingerprint
+    assert one.engine != other.engine
+
+
+def test_without_a_seed_they_do_not_and_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    one, other = (place_of(vllm_config(name, {}), caches(), BLOCKS) for name in ("one", "two"))
+    assert one.fingerprint != other.fingerprint
+    assert "PYTHONHASHSEED=0" in caplog.text
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
+
+
+@pytest.mark.parametrize(("algorithm", "size"), [("sha256", 36), ("xxhash_cbor", 20)])
+def test_keys_are_as_long_as_the_hash_and_a_group(algorithm: str, size: int) -> None:
+    config = vllm_config("engine", {})
+    config.cache_config.prefix_caching_hash_algo = algorithm
+    assert place_of(config, caches(), BLOCKS).fingerprint.key_bytes == size
+
+
+def test_options_are_spelled_as_vllms() -> None:
+    assert place().options == {
+        "cpu_bytes_to_use": None,
+        "eviction_policy": "lru",
+        "store_threshold": 1,
+    }
+    extra = {"cpu_bytes_to_use": "1000", "eviction_policy": "arc", "store_threshold": 0}
+    assert place(extra, world_size=4).options == {
+        "cpu_bytes_to_use": 250,
+        "eviction_policy": "arc",
+        "store_threshold": 1,
+    }
+
+
+# Daemons
+
+
+def test_folders_that_are_named_are_taken_one_a_rank() -> None:
+    named = place({"kvferry_dirs": ["/one", "/two"]}, world_size=3)
+    assert [named.of(rank).daemon() for rank in (0, 1)] == [Path("/one"), Path("/two")]
+    with pytest.raises(Gone, match="rank 2"):
+        named.of(2).daemon()
+    assert place({"kvferry_dirs": "/one"}).daemon() == Path("/one")
+
+
+def test_else_it_is_the_daemon_of_the_ranks_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.client.endpoint.SYSTEM_DIRECTORY", tmp_path)
+    monkeypatch.setattr(module, "_uuid", "GPU-{}".format)
+    for device in (2, 3):
+        (tmp_path / f"GPU-{device}").mkdir()
+        (tmp_path / f"GPU-{device}" / "kvferry.sock").touch()
+    replica = place(world_size=2, tensor_parallel_size=2, data_parallel_index=1)
+    assert [replica.of(rank).daemon().name for rank in (0, 1)] == ["GPU-2", "GPU-3"]
+    assert replica.of(1).daemon("GPU-2").name == "GPU-2"  # whoever has the tensors knows better
+    with pytest.raises(Gone):
+        place(world_size=2).of(0).daemon()  # another GPU's will not do
+
+
+def test_one_rank_takes_the_only_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.client.endpoint.SYSTEM_DIRECTORY", tmp_path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
+    monkeypatch.setattr("os.getuid", lambda: 1 << 30)
+    monkeypatch.setattr(module, "_uuid", lambda device: None)
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "kvferry.sock").touch()
+    assert place().daemon() == tmp_path / "cpu"
+
+
+# What is not there
+
+
+def test_a_spec_needs_our_connector() -> None:
+    with pytest.raises(Refused, match="KVFerryConnector") as refused:
+        told()
+    assert refused.value.code == Code.BAD_CONFIG
+
+
+def test_the_package_says_which_vllm_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvferry.client.vllm.connector", None)
+    monkeypatch.setattr(package, "version", lambda: "0.11.0")
+    with pytest.raises(Refused, match=package.SUPPORTED) as refused:
+        _ = package.KVFerryConnector
+    assert "0.11.0" in refused.value.value
+    with pytest.raises(AttributeError):
+        _ = package.Nothing
+
+
+def test_a_place_of_another_rank_is_the_same_engine() -> None:
+    assert place_at("/one").of(1).engine == place_at("/one").engine
