@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -133,6 +134,13 @@ def test_options_are_spelled_as_vllms() -> None:
 # Daemons
 
 
+def listen(folder: Path) -> None:
+    """Leave a daemon's socket there."""
+    folder.mkdir()
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(folder / "kvferry.sock"))
+
+
 def test_folders_that_are_named_are_taken_one_a_rank() -> None:
     named = place({"kvferry_dirs": ["/one", "/two"]}, world_size=3)
     assert [named.of(rank).daemon() for rank in (0, 1)] == [Path("/one"), Path("/two")]
@@ -147,8 +155,7 @@ def test_else_it_is_the_daemon_of_the_ranks_device(
     monkeypatch.setattr("kvferry.client.endpoint.SYSTEM_DIRECTORY", tmp_path)
     monkeypatch.setattr(module, "_uuid", "GPU-{}".format)
     for device in (2, 3):
-        (tmp_path / f"GPU-{device}").mkdir()
-        (tmp_path / f"GPU-{device}" / "kvferry.sock").touch()
+        listen(tmp_path / f"GPU-{device}")
     replica = place(world_size=2, tensor_parallel_size=2, data_parallel_index=1)
     assert [replica.of(rank).daemon().name for rank in (0, 1)] == ["GPU-2", "GPU-3"]
     assert replica.of(1).daemon("GPU-2").name == "GPU-2"  # whoever has the tensors knows better
@@ -161,8 +168,7 @@ def test_one_rank_takes_the_only_daemon(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
     monkeypatch.setattr("os.getuid", lambda: 1 << 30)
     monkeypatch.setattr(module, "_uuid", lambda device: None)
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "kvferry.sock").touch()
+    listen(tmp_path / "cpu")
     assert place().daemon() == tmp_path / "cpu"
 
 

@@ -112,19 +112,24 @@ class OffloadingManager:
         store_threshold: int = 1,
         events: bool = False,
         timeout: float = 10.0,
+        reconnect: bool = True,
     ) -> OffloadingManager:
         """Clients of the daemons in `directories`, in the order of ranks, and a manager over them.
 
         fingerprint: that of the engine. With several daemons rank and world_size are put in, as
             the workers have to: msgspec.structs.replace(fingerprint, rank=r, world_size=n).
-        cpu_bytes_to_use: of each daemon's pool. The others, and errors: as
-        OffloadClient.open_namespace. `shutdown` closes the clients.
+        cpu_bytes_to_use: of each daemon's pool. The others, and errors: as OffloadClient and its
+        open_namespace. `shutdown` closes the clients.
         """
         with ExitStack() as opened:
             clients = []
             for rank, directory in enumerate(directories):
                 client = OffloadClient(
-                    directory, engine=engine, client="OffloadingManager", timeout=timeout
+                    directory,
+                    engine=engine,
+                    client="OffloadingManager",
+                    timeout=timeout,
+                    reconnect=reconnect,
                 )
                 clients.append(opened.enter_context(client))
                 client.open_namespace(

@@ -13,8 +13,8 @@ from kvferry.client.doctor.case import Case, Finding, fail, ok, warn
 NEEDED = {"msgspec": "0.18.6", "numpy": "1.26", "pyzmq": "26"}
 OPTIONAL = {"torch": "2.9"}
 """torch only where tensors are shared: a scheduler does without."""
-VLLM = "0.26"
-"""The connector is written against, and tested with, this one."""
+VLLM = "0.24", "0.25", "0.26"
+"""The connector is written against, and tested with, these."""
 SMALL_SHM = 1 << 30
 
 
@@ -70,11 +70,11 @@ def vllm(case: Case) -> Iterator[Finding]:
     has = installed_version("vllm")
     if has is None:
         return
-    if numbers(has)[:2] == numbers(VLLM)[:2]:
+    if any(numbers(has)[:2] == numbers(one)[:2] for one in VLLM):
         yield ok("vLLM", has)
     else:
-        change = f"pip install 'vllm=={VLLM}.*': the connector follows its internals"
-        yield warn("vLLM", f"{has}; the connector was tested with {VLLM}", change)
+        change = f"pip install 'vllm=={VLLM[-1]}.*': the connector follows its internals"
+        yield warn("vLLM", f"{has}; the connector was tested with {', '.join(VLLM)}", change)
     if seed := os.environ.get("PYTHONHASHSEED"):
         yield ok("hash seed", f"PYTHONHASHSEED={seed}")
     else:

@@ -273,5 +273,6 @@ class SchedulerSide:
             fingerprint=place.fingerprint,
             events=self._events,
             timeout=TIMEOUT,
+            reconnect=False,  # Lasting makes another
             **place.options,
         )

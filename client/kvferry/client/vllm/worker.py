@@ -138,6 +138,7 @@ class WorkerSide:
             engine=place.engine,
             client=f"vLLM worker {place.rank}",
             timeout=TIMEOUT,
+            reconnect=False,  # Lasting makes another
         )
         try:
             client.open_namespace(place.fingerprint, mirror=False, **place.options)
