@@ -18,6 +18,7 @@ from rich.text import Text
 
 from kvferry.client import DaemonStatus, OffloadClient, find_daemon
 from kvferry.client.cli.units import size, span
+from kvferry.client.endpoint import look_for
 from kvferry.proto.errors import Code, Gone
 from kvferry.proto.status import NamespaceStatus, PoolStatus, Totals
 
@@ -34,8 +35,8 @@ def locate(directory: Path | None) -> Path:
     """
     if directory is None:
         return find_daemon()
-    places = [directory, *sorted(directory.glob("*"))]
-    found = [path for path in places if (path / "kvferry.sock").exists()]
+    found, closed = look_for([directory])
+    found += closed
     if len(found) == 1:
         return found[0]
     if found:

@@ -148,10 +148,14 @@ class Core:
         self, message: wire.ClientMessage | None, error: KVFerryError
     ) -> wire.DaemonMessage:
         """The typed answer to what cannot be done, counted."""
-        self._errors[error.code] += 1
         if isinstance(message, wire.Submit):
+            self._errors[error.code] += 1
             return wire.Finished((_refused_job(message, error.info),))
-        request_id = getattr(message, "request_id", None)
+        return self.refused(error, getattr(message, "request_id", None))
+
+    def refused(self, error: KVFerryError, request_id: int | None = None) -> wire.Error:
+        """The answer to what is no job, counted."""
+        self._errors[error.code] += 1
         return wire.Error(request_id, error.info, self.identity.boot_id)
 
     def status(self, now: float) -> told.DaemonStatus:

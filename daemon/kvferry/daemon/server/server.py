@@ -72,17 +72,15 @@ log = structlog.get_logger()
 class Server:
     """Serves one device at one endpoint until `stop`, or until `fail` says why it cannot."""
 
-    def __init__(
-        self, core: Core, endpoint: Endpoint, allowed_uids: frozenset[int], events: str = "off"
-    ) -> None:
+    def __init__(self, core: Core, endpoint: Endpoint, events: str = "off") -> None:
         self._core = core
         self._lane: Lane
         self._archive: Archive
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         self._trouble: KVFerryError | None = None
-        self._peers = Peers(allowed_uids, self._died)
-        self._desk = DescriptorDesk(endpoint.descriptors, lambda: core.sessions)
+        self._peers = Peers(endpoint.admission, self._died)
+        self._desk = DescriptorDesk(endpoint, lambda: core.sessions, core.refused)
         self._bulletins = Bulletins()
         self._reports: deque[Report] = deque()
         self._drain_is_due = False
@@ -97,6 +95,7 @@ class Server:
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
         self._socket.bind(f"ipc://{endpoint.messages}")
+        endpoint.open()
         self._door = Door(endpoint.messages)
 
     async def serve(self, lane: Lane, archive: Archive, drain_seconds: float) -> None:
