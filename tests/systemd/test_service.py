@@ -19,6 +19,7 @@ UNIT = "kvferryd@cpu"
 FILE = "/etc/kvferry/kvferryd.toml"
 PYTHON = "/opt/kvferry/bin/python"
 PATIENCE = 60.0
+CAP_SYS_RESOURCE = 24
 
 ENGINE = '''
 """engine.py store|load|busy: an engine without torch, whose blocks have keys."""
@@ -155,7 +156,13 @@ def test_who_it_is_and_what_it_opens(service: Service) -> None:
     assert run(*stat, "/run/kvferry") == "755 kvferry kvferry"
     assert run(*stat, "/run/kvferry/cpu") == "750 kvferry kvferry"
     assert run(*stat, "/run/kvferry/cpu/kvferry.sock") == "660 kvferry kvferry"
-    limits = run("cat", f"/proc/{service.show('MainPID')}/limits")
+
+
+def test_all_of_its_memory_may_be_locked(service: Service) -> None:
+    (rights,) = re.findall(r"CapBnd:\s+(\w+)", service.machine.run("cat", "/proc/1/status"))
+    if not int(rights, 16) >> CAP_SYS_RESOURCE & 1:
+        pytest.skip("no limit can be raised on this machine: it has no CAP_SYS_RESOURCE")
+    limits = service.machine.run("cat", f"/proc/{service.show('MainPID')}/limits")
     assert re.findall(r"Max locked memory +(\S+) +(\S+)", limits) == [("unlimited",) * 2]
 
 

@@ -80,7 +80,6 @@ class Machine:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         command = ["systemd-nspawn", "--quiet", f"--directory={root}", "--boot", "--console=pipe"]
         command += ["--register=no", "--keep-unit", "--private-network"]
-        command += ["--rlimit=RLIMIT_MEMLOCK=infinity"]  # or no unit could have more
         self._nspawn = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log
         )
