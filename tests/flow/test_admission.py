@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,11 @@ REFUSED = {"client": "forbidden", "desk": "forbidden"}
 
 
 def visit(daemon: LocalDaemon, uid: int, gid: int = OTHERS) -> Any:
-    command = [sys.executable, "-c", VISIT, str(daemon.directory), str(uid), str(gid)]
+    return knock(daemon.directory, uid, gid)
+
+
+def knock(directory: Path, uid: int, gid: int) -> Any:
+    command = [sys.executable, "-c", VISIT, str(directory), str(uid), str(gid)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -88,7 +91,13 @@ def reachable() -> Iterator[Path]:
 @pytest.fixture
 def start(start_kvferryd: StartKvferryd, reachable: Path) -> Callable[..., LocalDaemon]:
     """start(**options) -> a daemon in such a directory."""
-    return partial(start_kvferryd, runtime_dir=reachable)
+
+    def run(**options: Any) -> LocalDaemon:
+        daemon = start_kvferryd(runtime_dir=reachable, **options)
+        until(lambda: "serving" in daemon.log())
+        return daemon
+
+    return run
 
 
 def mode(path: Path) -> int:
@@ -104,7 +113,6 @@ def throw_open(daemon: LocalDaemon) -> None:
 
 def test_nobody_else_without_a_word(start: Callable[..., LocalDaemon]) -> None:
     daemon = start()
-    until(lambda: (daemon.directory / "events.sock").exists())
     assert mode(daemon.directory) == 0o700
     assert {mode(path) for path in daemon.directory.iterdir()} == {0o600}, "sockets, and the lock"
     assert visit(daemon, STRANGER) == FENCED
@@ -195,42 +203,48 @@ def test_a_reload_changes_who_may_come(start: Callable[..., LocalDaemon], tmp_pa
     assert visit(daemon, FRIEND) == REFUSED
 
 
-DAEMON = """
-import os, sys
-from kvferry.daemon.__main__ import main
-os.setgroups([])
-os.setgid(int(sys.argv[1]))
-os.setuid(int(sys.argv[2]))
-main(sys.argv[3:])
-"""
+DAEMON = ["setpriv", "--bounding-set=-chown", f"--regid={OTHERS}", "--clear-groups"]
+DAEMON += [sys.executable, "-m", "kvferry.daemon", "--pool-size", "1MiB", "--runtime-dir"]
+"""A daemon of one group, that cannot give files to another as root may."""
 
 
-def refused(runtime_dir: Path, uid: int, *flags: str) -> str:
-    """Run a daemon of a user; it has to refuse, and this is what it says."""
-    command = [sys.executable, "-c", DAEMON, str(OTHERS), str(uid), "--runtime-dir"]
-    done = subprocess.run(
-        [*command, str(runtime_dir), "--pool-size", "1MiB", *flags],
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
+def refused(runtime_dir: Path, *flags: str) -> str:
+    """Run such a daemon; it has to refuse, and this is what it says."""
+    command = [*DAEMON, str(runtime_dir), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
     assert done.returncode == 2, done.stderr
     assert "bad_config" in done.stderr
     return done.stderr
 
 
 def test_a_group_that_the_files_cannot_be_given_to(reachable: Path) -> None:
-    """A daemon that is neither root nor a member says so, and does not start."""
-    os.chown(reachable, FRIEND, OTHERS)
-    said = refused(reachable, FRIEND, "--limits-allow-groups", str(GROUP))
+    said = refused(reachable, "--limits-allow-groups", str(GROUP))
     assert f"cannot be given to group {GROUP}" in said
 
 
+def test_a_reload_that_cannot_be_done_leaves_all_as_it_was(reachable: Path) -> None:
+    file, log = reachable / "kvferryd.toml", reachable / "log"
+    file.write_text(f"[limits]\nallow_groups = [{OTHERS}]\n")
+    command = [*DAEMON, str(reachable), "--config", str(file)]
+    with log.open("wb") as output:
+        daemon = subprocess.Popen(command, stdout=output, stderr=output)
+    try:
+        until(lambda: "serving" in log.read_text())
+        file.write_text(f"[limits]\nallow_groups = [{GROUP}]\n")
+        daemon.send_signal(signal.SIGHUP)
+        until(lambda: "cannot be given" in log.read_text())
+        assert knock(reachable / "cpu", STRANGER, OTHERS) == IN
+        assert knock(reachable / "cpu", STRANGER, GROUP) == FENCED
+    finally:
+        daemon.terminate()
+        assert daemon.wait(20) == 0, log.read_text()
+
+
 def test_a_group_that_there_is_not(reachable: Path) -> None:
-    assert "no-such-group" in refused(reachable, 0, "--limits-allow-groups", "no-such-group")
+    assert "no-such-group" in refused(reachable, "--limits-allow-groups", "no-such-group")
 
 
 def test_the_folder_of_another_user_is_not_used(reachable: Path) -> None:
     (reachable / "cpu").mkdir()
     os.chown(reachable / "cpu", STRANGER, OTHERS)
-    assert "another user's" in refused(reachable, 0)
+    assert "another user's" in refused(reachable)

@@ -202,11 +202,11 @@ def test_killed_it_comes_back(service: Service) -> None:
     assert service.engine("store")["right"]
 
 
-@pytest.mark.xfail(strict=True, reason="what is in the pool is not kept yet")
-def test_killed_its_blocks_come_back(service: Service) -> None:
+@pytest.mark.parametrize("how", [("kill", "--signal=KILL"), ("restart",)])
+def test_its_blocks_come_back(service: Service, how: tuple[str, ...]) -> None:
     assert service.engine("store")["outcome"] == "done"
     pid = service.show("MainPID")
-    service.systemctl("kill", "--signal=KILL")
+    service.systemctl(*how)
     service.until_another(pid)
     loaded = service.engine("load")
     assert (loaded["outcome"], loaded.get("right")) == ("done", True)
