@@ -23,6 +23,8 @@ from kvferry.proto.errors import Code, Failed
 from kvferry.proto.libcuda import Event
 from kvferry.proto.specs import Direction
 
+from .paper_memory import Refusal, VirtualMemoryOnPaper
+
 POISON = 0xEE
 PARTS = 3
 """A copy or kernel is done in so many steps."""
@@ -58,6 +60,7 @@ class PaperDriver:
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
+        self._virtual = VirtualMemoryOnPaper()
         self._memory: dict[int, np.ndarray[Any, np.dtype[np.uint8]]] = {}
         self._streams: dict[int, Stream] = {}
         self._marks: dict[int, Mark] = {}
@@ -106,9 +109,6 @@ class PaperDriver:
         ctypes.memmove(pointer, array.ctypes.data, array.nbytes)
 
     def register_host(self, address: int, nbytes: int) -> None: ...
-
-    def ipc_handle(self, base: int) -> bytes:
-        return base.to_bytes(8, "little") + bytes(56)
 
     # Streams and events
 
@@ -159,7 +159,13 @@ class PaperDriver:
             case (("cuCtxSetCurrent" | "cuMemHostUnregister"), (_,)):
                 pass
             case _:
-                raise AssertionError(f"{name}{arguments} is not on paper")
+                self._call_virtual(name, *arguments)
+
+    def _call_virtual(self, name: str, *arguments: Any) -> None:
+        try:
+            assert self._virtual.call(name, *arguments), f"{name}{arguments} is not on paper"
+        except Refusal:
+            raise self.error(name, 1) from None
 
     def error(self, name: str, result: int) -> Failed:
         return Failed(Code.DRIVER, f"{name}: refused on paper", result)
