@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -50,7 +52,18 @@ else:
 
 
 def descriptors(daemon: LocalDaemon) -> int:
-    return len(os.listdir(f"/proc/{daemon.pid}/fd"))
+    """How many it has, without the ledgers of regions: those stay with their regions."""
+    count = 0
+    for link in Path(f"/proc/{daemon.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            count += "kvferry-ledger" not in os.readlink(link)
+    return count
+
+
+def ledgers(daemon: LocalDaemon) -> int:
+    """How many ledgers it has mapped: each behind more than one descriptor."""
+    links = Path(f"/proc/{daemon.pid}/fd").iterdir()
+    return len({link.stat().st_ino for link in links if "kvferry-ledger" in os.readlink(link)})
 
 
 @pytest.fixture
@@ -63,7 +76,9 @@ def counted(start_kvferryd: StartKvferryd) -> Iterator[LocalDaemon]:
         yield daemon
         until(lambda: observer.status().sessions == 1, 5)
         until(lambda: descriptors(daemon) <= began, 5)
-        assert not any(engine.present for engine in observer.status().engines)
+        engines = observer.status().engines
+        assert not any(engine.present for engine in engines)
+        assert ledgers(daemon) == len(engines)
 
 
 def test_twenty_engines(counted: LocalDaemon) -> None:

@@ -33,6 +33,7 @@ from kvferry.daemon.server.admission import Admission
 from kvferry.daemon.server.archive import Archive, Keeper, Nobody
 from kvferry.daemon.server.endpoint import Endpoint
 from kvferry.daemon.server.server import Server
+from kvferry.daemon.server.shelf import Shelf
 from kvferry.daemon.supervisor import Supervisor
 from kvferry.proto.codec import MAX_MESSAGE_BYTES
 from kvferry.proto.errors import Code, KVFerryError, Refused
@@ -90,7 +91,7 @@ garbage that only they find."""
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Who keeps descriptors for the next daemon, and the ledgers that were kept for this one."""
+    """Who keeps descriptors for the next daemon, and the ledgers and tensors kept for this one."""
 
     keeper: Keeper
     ledgers: Mapping[str, int]
@@ -113,6 +114,9 @@ async def run(
     auditor = Auditor(pool.address, pool.nbytes, config.integrity.threads)
     archive = Archive(auditor, kept.keeper, config.integrity.check_loads, server.tell)
     archive.take_up(kept.ledgers, core.restore)
+    shelf = Shelf(kept.keeper)
+    for number, memory in shelf.take_up(kept.ledgers, core.restore_tensors).items():
+        lane.hold(number, memory)
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
     with signals.heard(server):
@@ -123,7 +127,7 @@ async def run(
             "serving", device=engine.info.name, directory=str(endpoint.directory), pool=pool.nbytes
         )
         signals.ready(f"serving {engine.info.name} at {endpoint.directory}")
-        await server.serve(lane, archive, config.stop.drain_seconds)
+        await server.serve(lane, archive, shelf, config.stop.drain_seconds)
         lane.close()
         archive.close()
         pool.close(engine)

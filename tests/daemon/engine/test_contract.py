@@ -1,5 +1,6 @@
 """What every engine promises, run over all of them: the CPU's, and on a GPU the CUDA engine,
-copying directly, staged, and as its calibration finds best.
+copying directly, staged, and as its calibration finds best; the CUDA engine also on paper, where
+the device does things in any order that streams and events allow (paper.py).
 
 Each test drives the real lane over a real pool and compares every byte of the tensors and of the
 pool with a plain model: loops over blocks and pages, as semantics say it.
@@ -11,17 +12,19 @@ import contextlib
 import ctypes
 import os
 import queue
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import pytest
 
 from kvferry.daemon.core.actions import (
+    Abandon,
     Calibrated,
     CopyPlan,
+    Drop,
     Ended,
     Map,
     Mapped,
@@ -32,31 +35,58 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.geometry import Geometry
 from kvferry.daemon.engine.base import CopyEngine, Mapping
+from kvferry.daemon.engine.cuda import engine as cuda_engine
+from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
 from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.engine.reference import ReferenceEngine
 from kvferry.daemon.lane.lane import Lane, MapOrder
-from kvferry.proto.errors import KVFerryError
+from kvferry.proto.errors import Code, KVFerryError
 from kvferry.proto.libcuda import driver
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
+from kvferry.proto.status import CalibrationPoint, CopyStatus
 from kvferry.testing.books import NO_CARGO
+
+from .paper import PaperDriver
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 POOL = 24 << 20
 CHUNK = 1 << 20
 """Small, so that many blocks lie across two registered chunks."""
 PATIENCE = 60.0
+JOBS = 60
+MODES = ("direct", "staged", "auto")
+PAPER_STAGING = 4 << 20
+Make: TypeAlias = Callable[[pytest.MonkeyPatch], CopyEngine]
+Job: TypeAlias = tuple[Direction, GPULoadStoreSpec, list[int]]
 
 
-def cuda(mode: str) -> CopyEngine:
-    from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
-
-    return CudaEngine("0", CudaOptions(mode, 64 << 20, CHUNK))
+def reference(patch: pytest.MonkeyPatch) -> CopyEngine:
+    return ReferenceEngine()
 
 
-ENGINES: list[Any] = [pytest.param(ReferenceEngine, id="reference")] + [
-    pytest.param(lambda mode=mode: cuda(mode), id=f"cuda-{mode}", marks=pytest.mark.gpu)
-    for mode in ("direct", "staged", "auto")
+def cuda(mode: str) -> Make:
+    return lambda patch: CudaEngine("0", CudaOptions(mode, 64 << 20, CHUNK))
+
+
+def on_paper(mode: str, seed: int = 0, mps: bool = False) -> Make:
+    """The CUDA engine; "auto" copies pages of 4 KiB and more directly. Little staging, so that it
+    is used again and again."""
+
+    def make(patch: pytest.MonkeyPatch) -> CopyEngine:
+        measured = CopyStatus("auto", CalibrationPoint(0, 1.0, 1.0), (), 4096, 4096)
+        patch.setattr(cuda_engine, "driver", lambda: PaperDriver(seed, mps=mps))
+        patch.setattr(cuda_engine, "calibrate", lambda driver, device: measured)
+        patch.setattr(cuda_engine, "MIN_STAGING", PAPER_STAGING)
+        return CudaEngine("0", CudaOptions(mode, PAPER_STAGING, CHUNK))
+
+    return make
+
+
+ENGINES: list[Any] = [
+    pytest.param(reference, id="reference"),
+    *(pytest.param(on_paper(mode), id=f"paper-{mode}") for mode in MODES),
+    *(pytest.param(cuda(mode), id=f"cuda-{mode}", marks=pytest.mark.gpu) for mode in MODES),
 ]
 
 
@@ -88,6 +118,14 @@ LAYOUTS = {
     ),
     "large": layout([300_000, 300_000], [0, 0], [[0, 1]], 2),
 }
+CROWD = {
+    "staged": layout([2048] * 64, [0] * 64, [list(range(64))], 1),
+    "odd blocks": layout([1008] * 31, [16] * 31, [list(range(31))], 2),
+    "staged and direct": layout(
+        [2048] * 32 + [65536] * 2, [0] * 34, [list(range(32)), [32, 33]], 2
+    ),
+}
+"""Enough jobs of these go round a staging buffer several times."""
 
 
 @dataclass
@@ -100,16 +138,41 @@ class Bench:
     reports: queue.SimpleQueue[Any]
     serials: Iterator[int] = field(default_factory=lambda: count(1))
 
-    def open(self, shape: KVLayout) -> Open:
-        geometry = Geometry(shape, CHUNK // 2, (POOL - CHUNK) // shape.host_block_bytes)
-        number = next(self.serials)
-        self.lane.post(MapOrder(Map(number, "s", geometry, (), None, None), (), None))
-        report = self.report(Mapped)
-        assert report.error is None, report.error
+    def open(self, shape: KVLayout, **wanted: Any) -> Open:
+        """Tensors allocated by the engine and filled; `wanted` as `map` has it."""
+        number, report = self.map(shape, **wanted)
         for descriptor in report.descriptors:
             os.close(descriptor)
+        opened = self.opened(number)
+        opened.fill()
+        return opened
+
+    def map(
+        self,
+        shape: KVLayout,
+        *,
+        keep: bool = False,
+        reuse: int | None = None,
+        own: tuple[Mapped, tuple[int, ...]] | None = None,
+    ) -> tuple[int, Mapped]:
+        """Have the lane allocate tensors; or open those that `own` says, by its descriptors."""
+        geometry = Geometry(shape, CHUNK // 2, (POOL - CHUNK) // shape.host_block_bytes)
+        number = next(self.serials)
+        order = Map(number, "s", geometry, (), None, None, keep, reuse)
+        if own is not None:
+            order = replace(order, allocations=own[0].allocations, locations=own[0].locations)
+        self.lane.post(MapOrder(order, own[1] if own else (), None))
+        report = self.report(Mapped)
+        assert report.error is None, report.error
+        return number, report
+
+    def opened(self, number: int) -> Open:
         mapping = self.lane._berths[number].mapping
-        return Open(self, number, geometry, mapping)
+        return Open(self, number, mapping.geometry, mapping)
+
+    def unmap(self, opened: Open) -> None:
+        self.lane.post(Unmap(opened.number))
+        assert self.report(Unmapped).registration == opened.number
 
     def report(self, kind: type[Any]) -> Any:
         while not isinstance(report := self.reports.get(timeout=PATIENCE), kind):
@@ -123,35 +186,43 @@ class Open:
     number: int
     geometry: Geometry
     mapping: Mapping
+    rows: list[Bytes] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
+    def fill(self) -> None:
         rng = np.random.default_rng(7)
-        self.rows = []
         for index, tensor in enumerate(self.geometry.layout.tensors):
             self.rows.append(rng.integers(0, 256, tensor.span_bytes, dtype=np.uint8))
             self.write(index, self.rows[index])
+        self.fill_host()
+
+    def fill_host(self) -> None:
+        rng = np.random.default_rng(8)
         self.host = rng.integers(0, 256, POOL, dtype=np.uint8)
         ctypes.memmove(self.bench.pool.address, self.host.ctypes.data, POOL)
 
     def write(self, tensor: int, content: Bytes) -> None:
         address = int(self.mapping.bases[tensor])
-        if self.bench.engine.info.kind == "cuda":
-            driver().retain_context(0)
-            driver().copy_to_device(address, content)
+        if isinstance(self.bench.engine, CudaEngine):
+            device = self.bench.engine._driver
+            device.retain_context(0)
+            device.copy_to_device(address, content)
         else:
             ctypes.memmove(address, content.ctypes.data, content.nbytes)
 
     def read(self, tensor: int) -> Bytes:
         content = np.empty(self.geometry.layout.tensors[tensor].span_bytes, dtype=np.uint8)
         address = int(self.mapping.bases[tensor])
-        if self.bench.engine.info.kind == "cuda":
-            driver().call("cuMemcpyAsync", content.ctypes.data, address, content.nbytes, None)
-            driver().call("cuCtxSynchronize")
+        if isinstance(self.bench.engine, CudaEngine):
+            device = self.bench.engine._driver
+            device.call("cuMemcpyAsync", content.ctypes.data, address, content.nbytes, None)
+            device.call("cuCtxSynchronize")
         else:
             ctypes.memmove(content.ctypes.data, address, content.nbytes)
         return content
 
-    def start(self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int]) -> int:
+    def start(
+        self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int], model: bool = True
+    ) -> int:
         """Send a transfer on its way, and do it in the model."""
         blocks = self.geometry.resolve(direction, spec, np.array(hosts, dtype=np.int64))
         serial, runs = next(self.bench.serials), blocks.runs
@@ -160,7 +231,8 @@ class Open:
             self.geometry.end(runs),
         )  # fmt: skip
         self.bench.lane.post(Start(plan, "session", plan.serial, NO_CARGO))
-        self.model(direction, spec, hosts)
+        if model:
+            self.model(direction, spec, hosts)
         return serial
 
     def model(self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int]) -> None:
@@ -194,16 +266,27 @@ class Open:
     def check(self) -> None:
         for index, rows in enumerate(self.rows):
             assert np.array_equal(self.read(index), rows), f"tensor {index}"
-        pool = np.ctypeslib.as_array((ctypes.c_uint8 * POOL).from_address(self.bench.pool.address))
-        assert np.array_equal(pool, self.host)
+        assert np.array_equal(self.pool, self.host)
+
+    @property
+    def pool(self) -> Bytes:
+        return np.ctypeslib.as_array((ctypes.c_uint8 * POOL).from_address(self.bench.pool.address))
+
+    def both_ways(self, rng: np.random.Generator) -> tuple[Job, Job]:
+        """A store and a load that have nothing in common with one another's kind."""
+        half = self.geometry.host_blocks // 2
+        return (
+            (Direction.STORE, *transfer(self.geometry.layout, half, rng, range(20))),
+            (Direction.LOAD, *transfer(self.geometry.layout, half, rng, range(20, 40), half)),
+        )
 
 
 @pytest.fixture(params=ENGINES)
-def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     if request.node.get_closest_marker("gpu") and not has_gpu():
         pytest.skip("no CUDA device on this machine")
-    make: Callable[[], CopyEngine] = request.param
-    engine, pool = make(), HostPool(POOL, CHUNK)
+    make: Make = request.param
+    engine, pool = make(monkeypatch), HostPool(POOL, CHUNK)
     reports: queue.SimpleQueue[Any] = queue.SimpleQueue()
     troubles: list[KVFerryError] = []
 
@@ -221,23 +304,27 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
 
 
 def transfer(
-    shape: KVLayout, hosts: int, rng: np.random.Generator
+    shape: KVLayout,
+    hosts: int,
+    rng: np.random.Generator,
+    rows: Sequence[int] = range(40),
+    first_host: int = 0,
 ) -> tuple[GPULoadStoreSpec, list[int]]:
     """A random transfer: some blocks of each group from anywhere in their request."""
     factor = shape.block_size_factor
-    share = 40 // len(shape.groups)
-    rows = rng.permutation(40).tolist()
+    share = len(rows) // len(shape.groups)
+    ids = rng.permutation(rows).tolist()
     sizes = [int(rng.integers(0, share + 1)) for _ in shape.groups]
     firsts = [int(rng.integers(0, 100)) for _ in shape.groups]
     needs = [-(-(n + i % factor) // factor) * (n > 0) for n, i in zip(sizes, firsts, strict=True)]
-    chosen = rng.permutation(min(hosts, 200))[: sum(needs)].tolist()
+    chosen = (first_host + rng.permutation(min(hosts, 200)))[: sum(needs)].tolist()
     while sum(needs) > len(chosen):
         sizes = [size // 2 for size in sizes]
         needs = [
             -(-(n + i % factor) // factor) * (n > 0) for n, i in zip(sizes, firsts, strict=True)
         ]
         chosen = chosen[: sum(needs)]
-    return GPULoadStoreSpec(rows[: sum(sizes)], tuple(sizes), tuple(firsts)), chosen
+    return GPULoadStoreSpec(ids[: sum(sizes)], tuple(sizes), tuple(firsts)), chosen
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -267,8 +354,223 @@ def test_transfers_of_one_direction_are_done_in_order(bench: Bench) -> None:
 
 def test_memory_goes_with_its_registration(bench: Bench) -> None:
     first, second = bench.open(LAYOUTS["layers"]), bench.open(LAYOUTS["layers"])
-    bench.lane.post(Unmap(first.number))
-    assert bench.report(Unmapped).registration == first.number
+    bench.unmap(first)
     second.start(Direction.STORE, GPULoadStoreSpec([1, 2, 3], (3,), (0,)), [4])
     assert bench.report(Ended).outcome is Outcome.DONE
     second.check()
+
+
+@pytest.mark.parametrize("name", CROWD)
+def test_many_jobs_both_ways_at_once(bench: Bench, name: str) -> None:
+    engine = bench.open(CROWD[name])
+    rng = np.random.default_rng(5)
+    started = [engine.start(*job) for _ in range(JOBS) for job in engine.both_ways(rng)]
+    ended = [bench.report(Ended) for _ in started]
+    assert sorted(one.serial for one in ended) == started
+    assert {one.outcome for one in ended} == {Outcome.DONE}
+    engine.check()
+
+
+@pytest.mark.parametrize("name", CROWD)
+def test_many_jobs_of_one_direction(bench: Bench, name: str) -> None:
+    engine = bench.open(CROWD[name])
+    rng = np.random.default_rng(12)
+    for direction in (*Direction, *Direction):
+        jobs = [transfer(CROWD[name], engine.geometry.host_blocks, rng) for _ in range(JOBS // 2)]
+        started = [engine.start(direction, *job) for job in jobs]
+        ended = [bench.report(Ended) for _ in started]
+        assert [(one.serial, one.outcome) for one in ended] == [(s, Outcome.DONE) for s in started]
+        assert all(one.seconds >= 0 for one in ended)
+        engine.check()
+
+
+def test_jobs_that_are_cancelled_on_their_way_harm_no_other(bench: Bench) -> None:
+    engine = bench.open(CROWD["staged"])
+    rng = np.random.default_rng(6)
+    rows = [before.copy() for before in engine.rows]
+    started = []
+    for _ in range(JOBS // 4):
+        started += [engine.start(*job, model=False) for job in engine.both_ways(rng)]
+        bench.lane.post(Abandon(engine.number, int(rng.choice(started))))
+    ended = [bench.report(Ended) for _ in started]
+    assert {one.outcome for one in ended} == {Outcome.DONE, Outcome.CANCELLED}
+    half = rows[0].size // 2
+    for index, before in enumerate(rows):  # stores have only read, loads kept to their half
+        assert np.array_equal(engine.read(index)[:half], before[:half])
+        engine.rows[index] = engine.read(index)
+    engine.host = engine.pool.copy()
+    again = [engine.start(*job) for _ in range(JOBS // 4) for job in engine.both_ways(rng)]
+    assert {bench.report(Ended).outcome for _ in again} == {Outcome.DONE}
+    engine.check()
+
+
+@pytest.mark.parametrize("bench", [on_paper("staged"), on_paper("auto")], indirect=True)
+@pytest.mark.parametrize("call", ["launch", "cuMemcpyBatchAsync"])
+def test_what_the_device_refuses_fails_and_the_next_is_fine(bench: Bench, call: str) -> None:
+    engine, rng = bench.open(CROWD["staged and direct"]), np.random.default_rng(8)
+    assert isinstance(bench.engine, CudaEngine)
+    device = cast(PaperDriver, bench.engine._driver)
+    device.refuse = lambda name: name == call and bool(rng.random() < 0.1)
+    sure = np.random.default_rng(9)
+    started = [
+        engine.start(*job, model=False) for _ in range(JOBS // 4) for job in engine.both_ways(sure)
+    ]
+    ended = [bench.report(Ended) for _ in started]
+    assert {one.outcome for one in ended} == {Outcome.DONE, Outcome.FAILED}
+    device.refuse = lambda name: False
+    engine.rows = [engine.read(index) for index in range(len(engine.rows))]
+    engine.host = engine.pool.copy()
+    again = [engine.start(*job) for _ in range(JOBS // 4) for job in engine.both_ways(sure)]
+    assert {bench.report(Ended).outcome for _ in again} == {Outcome.DONE}
+    engine.check()
+
+
+@pytest.mark.parametrize(
+    "bench", [on_paper(mode, seed) for mode in ("staged", "auto") for seed in range(1, 5)],
+    indirect=True,
+)  # fmt: skip
+def test_in_whatever_order_the_device_does_things(bench: Bench) -> None:
+    for name, rounds in (("staged and direct", JOBS // 4), ("odd blocks", JOBS // 4)):
+        engine, rng = bench.open(CROWD[name]), np.random.default_rng(11)
+        started = [engine.start(*job) for _ in range(rounds) for job in engine.both_ways(rng)]
+        assert {bench.report(Ended).outcome for _ in started} == {Outcome.DONE}
+        engine.check()
+
+
+@pytest.mark.parametrize("bench", [on_paper("staged")], indirect=True)
+def test_jobs_that_share_a_turn_have_times_of_their_own(bench: Bench) -> None:
+    engine = bench.open(CROWD["staged"])
+    for direction in Direction:
+        specs = [GPULoadStoreSpec([n, n + 20], (2,), (0,)) for n in range(20)]
+        for n, spec in enumerate(specs):
+            engine.start(direction, spec, [2 * n, 2 * n + 1])
+        assert all(bench.report(Ended).seconds > 0 for _ in specs)
+
+
+@pytest.mark.parametrize("bench", [on_paper("staged")], indirect=True)
+def test_pieces_that_lie_one_behind_the_other_are_one_launch(bench: Bench) -> None:
+    engine = bench.open(CROWD["staged"])
+    assert isinstance(bench.engine, CudaEngine)
+    for direction in Direction:
+        engine.start(direction, GPULoadStoreSpec(range(16), (16,), (0,)), [*range(16)])
+        assert bench.report(Ended).outcome is Outcome.DONE
+    device = cast(PaperDriver, bench.engine._driver)
+    assert device.launches == [(Direction.STORE, 16), (Direction.LOAD, 16)]
+    engine.check()
+
+
+@pytest.mark.parametrize(
+    ("bench", "most"),
+    [(on_paper("staged"), 64), (on_paper("staged", mps=True), 4)],
+    indirect=["bench"],
+)
+def test_under_mps_a_kernel_leaves_most_of_the_gpu_to_others(bench: Bench, most: int) -> None:
+    engine = bench.open(CROWD["staged"])
+    assert isinstance(bench.engine, CudaEngine)
+    engine.start(Direction.STORE, GPULoadStoreSpec(range(8), (8,), (0,)), [*range(8)])
+    assert bench.report(Ended).outcome is Outcome.DONE
+    assert cast(PaperDriver, bench.engine._driver).grids == [most]
+    engine.check()
+
+
+def test_memory_that_is_held_outlasts_its_registration(bench: Bench) -> None:
+    """Mapped again it has its bytes, and takes part in transfers."""
+    first = bench.open(LAYOUTS["layers"], keep=True)
+    bench.unmap(first)
+    number, report = bench.map(LAYOUTS["layers"], reuse=first.number)
+    assert report.reused
+    again = bench.opened(number)
+    again.rows = first.rows
+    again.fill_host()
+    again.check()
+    rng = np.random.default_rng(1)
+    for direction in Direction:
+        spec, hosts = transfer(LAYOUTS["layers"], again.geometry.host_blocks, rng)
+        again.start(direction, spec, hosts)
+        assert bench.report(Ended).error is None
+    again.check()
+    for descriptor in report.descriptors:
+        os.close(descriptor)
+
+
+def test_held_memory_of_another_size_is_not_used(bench: Bench) -> None:
+    first = bench.open(LAYOUTS["two groups"], keep=True)
+    bench.unmap(first)
+    larger = layout([1 << 16] * 2, [0, 0], [[0, 1]], 1)
+    number, report = bench.map(larger, reuse=first.number)
+    assert not report.reused
+    for descriptor in report.descriptors:
+        os.close(descriptor)
+    bench.unmap(bench.opened(number))
+
+
+def test_memory_goes_when_nobody_holds_it(bench: Bench) -> None:
+    """Also that of which a second registration was made."""
+    bench.unmap(bench.open(LAYOUTS["layers"]))  # whatever a driver opens for the first of all
+    before = descriptors()
+    first = bench.open(LAYOUTS["layers"], keep=True)
+    bench.unmap(first)
+    assert descriptors() == before + 1
+    second, report = bench.map(LAYOUTS["layers"], keep=True, reuse=first.number)
+    for number in (first.number, second):
+        bench.lane.post(Drop(number))
+    bench.unmap(bench.opened(second))
+    for descriptor in report.descriptors:
+        os.close(descriptor)
+    assert descriptors() == before
+    _, report = bench.map(LAYOUTS["layers"], reuse=second)
+    assert not report.reused
+    for descriptor in report.descriptors:
+        os.close(descriptor)
+
+
+def test_tensors_come_back_by_descriptor(bench: Bench) -> None:
+    """Their engine outlived the daemon that made them, and registers them with the next one."""
+    first = bench.open(LAYOUTS["padded and interleaved"], keep=True)
+    (held,) = bench.lane._held[first.number]
+    bench.unmap(first)
+    _, made = bench.map(LAYOUTS["padded and interleaved"])
+    number, _ = bench.map(LAYOUTS["padded and interleaved"], own=(made, (os.dup(held),)))
+    again = bench.opened(number)
+    again.rows = first.rows
+    again.fill_host()
+    again.check()
+    for descriptor in made.descriptors:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("what", ["pipe", "memfd", "directory", "device"])
+def test_descriptors_of_something_else_are_refused(bench: Bench, what: str) -> None:
+    """Nothing stays mapped or open, and the engine goes on."""
+    other = bench.open(LAYOUTS["one page"])
+    _, made = bench.map(LAYOUTS["two groups"])
+    for descriptor in made.descriptors:
+        os.close(descriptor)
+    before = descriptors()
+    order = Map(99, "s", other.geometry, made.allocations, made.locations, None)
+    bench.lane.post(MapOrder(order, (something_else(what),), None))
+    error = bench.report(Mapped).error
+    assert error is not None
+    assert error.code in {Code.NOT_SHAREABLE, Code.MAP_FAILED, Code.BAD_LAYOUT}, error
+    assert descriptors() == before
+    other.start(Direction.STORE, GPULoadStoreSpec([1, 2, 3], (3,), (0,)), [4, 5, 6])
+    assert bench.report(Ended).outcome is Outcome.DONE
+    other.check()
+
+
+def descriptors() -> int:
+    """How many this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def something_else(what: str) -> int:
+    """A descriptor that is no memory, or host memory of fewer bytes than said."""
+    if what == "memfd":
+        return os.memfd_create("something else")
+    if what == "directory":
+        return os.open("/", os.O_RDONLY)
+    if what == "device":
+        return os.open("/dev/null", os.O_RDWR)
+    reader, writer = os.pipe()
+    os.close(writer)
+    return reader

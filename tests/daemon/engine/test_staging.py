@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.daemon.engine.cuda.staging import FOR_LOADS, UNITS, Slot, Staging
+from kvferry.daemon.engine.base import Want
+from kvferry.daemon.engine.cuda.staging import FOR_LOADS, LEAST, PIECE, UNITS, Slot, Staging
 from kvferry.proto.specs import Direction
 
 UNIT = 1 << 20
 STORE, LOAD = Direction.STORE, Direction.LOAD
+MUCH = 1 << 40
 
 
 class Memory:
@@ -27,49 +29,116 @@ def staging() -> Staging:
     return Staging(cast(Any, Memory()), UNITS * UNIT)
 
 
-def test_alone_a_direction_uses_two_halves(staging: Staging) -> None:
-    pieces = []
-    while room := staging.room(LOAD, 1 << 40, contended=False):
-        pieces.append(room)
-        staging.take(LOAD, room)
-    assert pieces == [UNITS // 2 * UNIT] * 2
+def room(
+    staging: Staging,
+    direction: Direction,
+    nbytes: int = MUCH,
+    contended: bool = False,
+    ahead: int = 0,
+    block: int = 1,
+) -> int:
+    return staging.room(direction, Want(0, nbytes, contended), block, ahead)
+
+
+def fill(staging: Staging, direction: Direction, contended: bool = False) -> list[Slot]:
+    """Take what there is room for; the turn of none of it has come."""
+    slots: list[Slot] = []
+    while nbytes := room(staging, direction, MUCH, contended, sum(slot.units for slot in slots)):
+        slots.append(staging.take(direction, nbytes))
+    return slots
+
+
+def test_loads_alone_have_all_of_it_one_piece_behind_the_other(staging: Staging) -> None:
+    slots = fill(staging, LOAD)
+    assert [slot.units for slot in slots] == [PIECE] * (UNITS // PIECE)
+    starts = [slot.start for slot in slots]
+    assert starts == [(starts[0] + number * PIECE) % UNITS for number in range(len(slots))]
 
 
 def test_stores_leave_room_for_a_small_load(staging: Staging) -> None:
-    while room := staging.room(STORE, 1 << 40, contended=False):
-        staging.take(STORE, room)
-    assert staging.room(LOAD, FOR_LOADS * UNIT, contended=True) == FOR_LOADS * UNIT
-    assert staging.room(LOAD, 1, contended=True) == UNIT
+    assert sum(slot.units for slot in fill(staging, STORE)) == UNITS - FOR_LOADS
+    assert room(staging, LOAD, FOR_LOADS * UNIT, contended=True) == FOR_LOADS * UNIT
+    assert room(staging, LOAD, 1, contended=True) == UNIT
 
 
 def test_where_both_have_work_each_gets_half(staging: Staging) -> None:
-    taken = {STORE: 0, LOAD: 0}
-    for direction in (STORE, LOAD) * 4:
-        room = staging.room(direction, 1 << 40, contended=True)
-        if room:
-            taken[direction] += staging.take(direction, room).units
-    assert taken == {STORE: UNITS // 2, LOAD: UNITS // 2}
+    for direction in (STORE, LOAD):
+        assert sum(slot.units for slot in fill(staging, direction, contended=True)) == UNITS // 2
 
 
-def test_a_piece_waits_for_full_size_rather_than_take_less(staging: Staging) -> None:
-    slots = [staging.take(LOAD, UNIT) for _ in range(UNITS // 2 + 1)]
-    assert staging.room(LOAD, 1 << 40, contended=False) == 0
-    staging.give_back(slots[-1])
-    assert staging.room(LOAD, 1 << 40, contended=False) == UNITS // 2 * UNIT
+def test_stores_wait_until_a_quarter_is_left_to_drain_and_then_get_all_that_is_free(
+    staging: Staging,
+) -> None:
+    slots = fill(staging, STORE)
+    assert room(staging, STORE) == 0
+    while sum(slot.units for slot in slots) > UNITS // 4:
+        assert room(staging, STORE) == 0
+        staging.give_back(slots.pop(0))
+    free = UNITS - FOR_LOADS - sum(slot.units for slot in slots)
+    taken = 0
+    while nbytes := room(staging, STORE, ahead=taken):
+        taken += staging.take(STORE, nbytes).units
+    assert taken == free > UNITS // 2
 
 
-@settings(derandomize=True, max_examples=200)
-@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(1, 40 * UNIT)), max_size=60))
-def test_no_unit_is_ever_in_two_slots(steps: list[tuple[bool, bool, int]]) -> None:
+def test_stores_go_on_while_the_turn_of_what_they_have_is_awaited(staging: Staging) -> None:
+    used = sum(slot.units for slot in fill(staging, STORE)[:-1])
+    assert room(staging, STORE, ahead=used) == 0  # all is taken
     staging = Staging(cast(Any, Memory()), UNITS * UNIT)
-    slots: list[Slot] = []
-    for store, contended, nbytes in steps:
+    staging.take(STORE, PIECE * UNIT)
+    assert room(staging, STORE, ahead=PIECE) == PIECE * UNIT
+
+
+def test_a_piece_ends_where_the_buffer_does_and_the_next_begins_at_its_start(
+    staging: Staging,
+) -> None:
+    for slot in (staging.take(STORE, PIECE * UNIT) for _ in range(UNITS // PIECE - 1)):
+        staging.give_back(slot)
+    staging.give_back(staging.take(STORE, (PIECE - 3) * UNIT))
+    ends = staging.take(STORE, room(staging, STORE, 3 * UNIT))
+    assert ends.start + ends.units == UNITS
+    assert staging.take(STORE, room(staging, STORE)).start == 0
+
+
+def test_what_is_free_in_bits_is_not_made_smaller(staging: Staging) -> None:
+    slots = [staging.take(LOAD, UNIT) for _ in range(UNITS)]
+    for slot in slots[::2]:
+        staging.give_back(slot)
+    assert room(staging, LOAD) == 0
+    staging.give_back(slots[1])
+    assert room(staging, LOAD) == 3 * UNIT
+    assert room(staging, LOAD, block=4 * UNIT) == 0
+
+
+@settings(derandomize=True, max_examples=300)
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.booleans(), st.integers(1, 40 * UNIT), st.integers(1, 8)),
+        max_size=80,
+    )
+)
+def test_no_unit_is_ever_in_two_slots(steps: list[tuple[bool, bool, int, int]]) -> None:
+    staging = Staging(cast(Any, Memory()), UNITS * UNIT)
+    slots: dict[Direction, list[Slot]] = {STORE: [], LOAD: []}
+    for store, contended, nbytes, block in steps:
         direction = STORE if store else LOAD
-        room = staging.room(direction, nbytes, contended)
-        if room:
-            slots.append(staging.take(direction, min(room, nbytes)))
-        elif slots:
-            staging.give_back(slots.pop(0))
-        used = [unit for slot in slots for unit in range(slot.start, slot.start + slot.units)]
+        mine, ahead = slots[direction], sum(slot.units for slot in slots[direction])
+        nbytes = max(nbytes, block * UNIT)
+        granted = room(staging, direction, nbytes, contended, ahead, block * UNIT)
+        if granted:
+            assert block * UNIT <= granted <= max(PIECE * UNIT, nbytes)
+            mine.append(staging.take(direction, min(granted, nbytes)))
+        elif mine:
+            staging.give_back(mine.pop(0))
+        used = [unit for some in slots.values() for slot in some for unit in _units(slot)]
         assert len(used) == len(set(used)) <= UNITS
         assert all(0 <= unit < UNITS for unit in used)
+        assert sum(slot.units for slot in slots[STORE]) <= UNITS - FOR_LOADS
+    for slot in [*slots[STORE], *slots[LOAD]]:
+        staging.give_back(slot)
+    assert sum(slot.units for slot in fill(staging, LOAD)) > UNITS - LEAST
+
+
+def _units(slot: Slot) -> range:
+    assert slot.address == (1 << 30) + slot.start * UNIT
+    return range(slot.start, slot.start + slot.units)

@@ -90,6 +90,7 @@ class StubEngine:
         self.in_flight: list[Piece] = []
         self.closed: list[Mapping] = []
         self.wants: list[tuple[Direction, Want]] = []
+        self.pushes: list[tuple[Direction, bool]] = []
         self.timed: list[tuple[list[int], list[int] | None]] = []
         """Blocks of the first piece of a plan that was timed, and of the one in flight before."""
         self.refusals: list[KVFerryError | None] = []
@@ -112,7 +113,7 @@ class StubEngine:
     ) -> Mapping:
         return Mapping(geometry, np.zeros(len(locations), dtype=np.int64))
 
-    def allocate(self, geometry: Geometry) -> Shared:
+    def allocate(self, geometry: Geometry, kept: Sequence[int] = ()) -> Shared:
         raise Failed(Code.MAP_FAILED, "no memory")
 
     def close(self, mapping: Mapping) -> None:
@@ -135,6 +136,9 @@ class StubEngine:
         self.in_flight.append(piece)
         self.submitted.put(piece)
         return piece
+
+    def push(self, direction: Direction, more: bool) -> None:
+        self.pushes.append((direction, more))
 
     def poll(self, ticket: object) -> bool:
         assert isinstance(ticket, Piece)
@@ -742,6 +746,19 @@ def test_no_more_is_submitted_than_the_engine_has_room_for(
         reports += finish(harbour, stub.in_flight[0])
     assert pieces == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [20], [21], [22], [23]]
     assert serials(reports) == [plan, *small]
+
+
+def test_the_engine_is_told_that_a_round_is_over_and_whether_more_waits_for_room(
+    harbour: Harbour, stub: StubEngine
+) -> None:
+    stub.piece, stub.most = Room(1 << 20, blocks=2), 2
+    harbour.map()
+    assert set(stub.pushes) == {(STORE, False), (LOAD, False)}
+    harbour.start(STORE, range(6))
+    harbour.settle()
+    assert stub.pushes[-2:] == [(LOAD, False), (STORE, True)]
+    finish(harbour, stub.in_flight[0])
+    assert stub.pushes[-2:] == [(LOAD, False), (STORE, False)]
 
 
 def test_the_engine_is_told_what_is_wanted_and_whether_alone(

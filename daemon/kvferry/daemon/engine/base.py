@@ -1,8 +1,9 @@
 """What the lane knows of a device: it maps memory, and moves pieces of it on ordered streams.
 
-A piece is some GPU blocks of one group. `submit` enqueues one and returns at once; pieces of one
-direction are done in the order submitted, the two directions overlap. `poll` tells whether a piece
-is done. All calls but `pin` and `unpin` come from the lane's thread.
+A piece is some GPU blocks of one group. `submit` takes one and returns at once; pieces of one
+direction are done in the order submitted, the two directions overlap. `push` follows every round of
+submits: an engine may start some of them together, or later. `poll` tells whether a piece is done.
+All calls but `pin` and `unpin` come from the lane's thread.
 """
 
 from __future__ import annotations
@@ -35,13 +36,17 @@ class Mapping:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Tensors that were allocated here, and how others reach them."""
+    """Tensors that were allocated here, and how others reach them.
+
+    The descriptors are the caller's. They are all that the memory needs to live: kept open, they
+    outlast the mapping, this process and its engine.
+    """
 
     mapping: Mapping
     allocations: tuple[Allocation, ...]
     locations: tuple[Location, ...]
-    descriptors: tuple[int, ...] = ()
-    """File descriptors that FdAllocations refer to by position, for the server to hand out."""
+    descriptors: tuple[int, ...]
+    """File descriptors that FdAllocations refer to by position."""
 
 
 class Want(msgspec.Struct, frozen=True):
@@ -87,8 +92,13 @@ class CopyEngine(Protocol):
     ) -> Mapping:
         """Map an engine's own tensors. Raises KVFerryError, and nothing stays mapped."""
 
-    def allocate(self, geometry: Geometry) -> Shared:
-        """Allocate tensors of a layout here. Raises KVFerryError."""
+    def allocate(self, geometry: Geometry, kept: Sequence[int] = ()) -> Shared:
+        """Allocate tensors of a layout here. Raises KVFerryError, and nothing stays allocated.
+
+        kept: the descriptors of tensors of the same layout that were allocated before, by whatever
+            daemon: they are mapped again, bytes and all. They stay the caller's. Raises Failed
+            (MAP_FAILED) where they are not of such tensors.
+        """
 
     def close(self, mapping: Mapping) -> None:
         """Let a mapping's memory go; no piece of it is in flight any more."""
@@ -98,6 +108,13 @@ class CopyEngine(Protocol):
 
     def submit(self, direction: Direction, mapping: Mapping, run: Run) -> Ticket:
         """Enqueue a piece within `room`. Raises KVFerryError where the device refuses it."""
+
+    def push(self, direction: Direction, more: bool) -> None:
+        """Called after each round of submits, also an empty one, before it sleeps.
+
+        more: the round ended because there was no room. What was submitted gets done in any case,
+        as long as this is called again whenever a piece of the direction is done.
+        """
 
     def poll(self, ticket: Ticket) -> bool:
         """Whether a piece is done. Once True or raised, it is not asked for again."""

@@ -26,6 +26,7 @@ from kvferry.daemon.core.actions import (
     Amend,
     Broadcast,
     Dismiss,
+    Drop,
     Ended,
     Enter,
     Map,
@@ -35,6 +36,7 @@ from kvferry.daemon.core.actions import (
     Publish,
     Report,
     Send,
+    Shelve,
     Start,
     Stream,
     Strike,
@@ -48,6 +50,7 @@ from kvferry.daemon.server.door import BACKLOG, Door
 from kvferry.daemon.server.endpoint import Endpoint
 from kvferry.daemon.server.feed import Feed
 from kvferry.daemon.server.peers import Peer, Peers
+from kvferry.daemon.server.shelf import Shelf
 from kvferry.proto.codec import MAX_MESSAGE_BYTES, decode_client_message, encode
 from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.messages import DaemonMessage, FdAllocation, Goodbye, Hello, News
@@ -76,6 +79,7 @@ class Server:
         self._core = core
         self._lane: Lane
         self._archive: Archive
+        self._shelf: Shelf
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         self._trouble: KVFerryError | None = None
@@ -98,9 +102,9 @@ class Server:
         endpoint.open()
         self._door = Door(endpoint.messages)
 
-    async def serve(self, lane: Lane, archive: Archive, drain_seconds: float) -> None:
+    async def serve(self, lane: Lane, archive: Archive, shelf: Shelf, drain_seconds: float) -> None:
         """Serve until stopped; then let what was accepted end, and say goodbye."""
-        self._lane, self._archive = lane, archive
+        self._lane, self._archive, self._shelf = lane, archive, shelf
         self._loop.add_reader(self._socket.fileno(), self._drain)
         self._loop.add_reader(self._monitor.fileno(), self._watch)
         self._watch()
@@ -251,6 +255,11 @@ class Server:
                     self._peers.dismiss(session)
                 case Enter() | Amend() | Strike():
                     self._archive.write(action)
+                case Shelve():
+                    self._shelf.put(action)
+                case Drop(number):
+                    self._shelf.remove(number)
+                    self._lane.post(action)
                 case order:
                     self._lane.post(order)
 

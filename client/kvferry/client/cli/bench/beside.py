@@ -45,8 +45,8 @@ SMALL_JOBS = 16
 """The alternatives' jobs are so many times smaller, or slow ones would not end in a window."""
 KVFERRY, MPS, DIRECT = "kvferry", "kvferry, MPS", "batched DMA"
 KERNEL, CONTIGUOUS, TURNS = "pinned kernel", "contiguous", "turns of the GPU"
-PIECE = 128 << 20
-"""What one turn of staged copies moves, with 256 MiB of staging."""
+PIECE = 256 << 20
+"""The most that one turn of staged copies can move, with 256 MiB of staging."""
 _WAYS = ("store", "load")
 Movers = dict[str, Mover]
 

@@ -29,12 +29,17 @@ ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """From which fragment size on each direction copies directly."""
+    """From which fragment size on each direction copies directly; and blocks that no piece of the
+    staging buffer can hold always are."""
 
     direct_from: dict[Direction, int]
+    largest_block: int
 
     def direct(self, direction: Direction, geometry: Geometry, group: int) -> bool:
-        return geometry.refs[group].smallest_page >= self.direct_from[direction]
+        return (
+            geometry.refs[group].smallest_page >= self.direct_from[direction]
+            or geometry.group_bytes[group] > self.largest_block
+        )
 
     def of_group(self, geometry: Geometry, group: int) -> GroupCopying:
         ways = {
@@ -89,9 +94,10 @@ def forced(mode: str, measured: CopyStatus) -> CopyStatus:
     return CopyStatus(mode, measured.contiguous, measured.direct, size, size)
 
 
-def choice_of(status: CopyStatus) -> Choice:
+def choice_of(status: CopyStatus, largest_block: int) -> Choice:
     return Choice(
-        {Direction.STORE: status.direct_from_store, Direction.LOAD: status.direct_from_load}
+        {Direction.STORE: status.direct_from_store, Direction.LOAD: status.direct_from_load},
+        largest_block,
     )
 
 

@@ -1,4 +1,8 @@
-"""The CUDA engine: streams for each direction, memory by IPC, completion by event query.
+"""The CUDA engine: streams for each direction, memory of two kinds, completion by event query.
+
+An engine's own tensors are reached by CUDA IPC. Tensors that a daemon allocates are device memory
+behind a file descriptor (libcuda_vmm.py), which outlives whoever made it; an engine that outlived
+its daemon brings the descriptor to the next one.
 
 A piece stands between two events; the lane asks for the second, and the distance of a job's first
 and last is the device time that clients see. Everything runs in the device's primary context, in
@@ -7,7 +11,8 @@ the lane's thread; only `pin` and `unpin` come from elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,32 +21,21 @@ from kvferry.daemon.core.geometry import Geometry, Int64s, Run
 from kvferry.daemon.engine.base import NO_ROOM, Mapping, Room, Shared, Want, packed_locations
 from kvferry.daemon.engine.cuda.choice import calibrate, choice_of, forced
 from kvferry.daemon.engine.cuda.direct import BatchCopy, DirectCopy
-from kvferry.daemon.engine.cuda.staged import MAX_BLOCKS, PageTable, StagedCopy
-from kvferry.daemon.engine.cuda.staging import Slot, Staging
+from kvferry.daemon.engine.cuda.piece import PageTable, Piece
+from kvferry.daemon.engine.cuda.staged import MAX_BLOCKS, StagedCopy
+from kvferry.daemon.engine.cuda.staging import Staging
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
-from kvferry.proto.libcuda import MIN_DRIVER, Driver, Event, driver
-from kvferry.proto.messages import Allocation, CudaAllocation, Location
+from kvferry.proto.libcuda import MIN_DRIVER, Driver, driver
+from kvferry.proto.libcuda_vmm import DeviceMemory, VirtualMemory
+from kvferry.proto.messages import Allocation, CudaAllocation, FdAllocation, Location
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import CopyStatus, DeviceInfo, GroupCopying
-
-_GRANULE = 2 << 20
-"""Allocations of whole granules are not shared with others inside the driver."""
-
 
 DIRECT_PIECE = 32 << 20
 DIRECT_FLIGHT = 2 * DIRECT_PIECE
 """Bytes in flight one way, copied directly: enough to keep the link busy while the lane turns."""
 MAX_PIECES = 32
 MIN_STAGING = 64 << 20
-
-
-@dataclass(slots=True, eq=False)
-class _Piece:
-    direction: Direction
-    nbytes: int
-    begun: list[Event]
-    done: list[Event]
-    slot: Slot | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +62,8 @@ class CudaEngine:
             raise Refused(
                 Code.BAD_CONFIG, f"copy.staging is at least {MIN_STAGING}", options.staging_bytes
             )
-        ordinal = _find_device(self._driver, device)
+        self._ordinal = ordinal = _find_device(self._driver, device)
+        self._memory = VirtualMemory(self._driver, ordinal)
         self._options = options
         self.info = DeviceInfo(
             "cuda",
@@ -79,7 +74,7 @@ class CudaEngine:
         self._context = self._driver.retain_context(ordinal)
         self._in_flight = dict.fromkeys(Direction, 0)
         self._pieces = dict.fromkeys(Direction, 0)
-        self._last: dict[Direction, _Piece] = {}
+        self._last: dict[Direction, Piece] = {}
 
     def attach(self, pool_address: int) -> CopyStatus:
         driver = self._driver
@@ -88,11 +83,11 @@ class CudaEngine:
         batch = BatchCopy(driver, pool_address, self._options.chunk_bytes)
         self._staging = Staging(driver, self._options.staging_bytes)
         self._direct = DirectCopy(driver, batch)
-        self._staged = StagedCopy(driver, batch)
+        self._staged = StagedCopy(driver, self._ordinal, batch)
         status = calibrate(driver, self._staging.address)
         if self._options.mode != "auto":
             status = forced(self._options.mode, status)
-        self._choice = choice_of(status)
+        self._choice = choice_of(status, self._staging.piece_bytes)
         return status
 
     def pin(self, address: int, nbytes: int) -> None:
@@ -118,66 +113,65 @@ class CudaEngine:
         locations: Sequence[Location],
         descriptors: Sequence[int],
     ) -> Mapping:
-        opened: list[int] = []
+        opened: list[DeviceMemory | _Opened] = []
+        waiting = iter(descriptors)
         try:
             for allocation in allocations:
-                opened.append(self._open(allocation))
+                opened.append(self._open(allocation, waiting))
+            bases = [opened[place.allocation].address + place.offset for place in locations]
+            return self._mapping(geometry, np.array(bases, dtype=np.int64), opened)
         except KVFerryError:
             self._close(opened)
             raise
-        bases = [opened[place.allocation] + place.offset for place in locations]
-        return self._mapping(geometry, np.array(bases, dtype=np.int64), [*map(_Opened, opened)])
 
-    def allocate(self, geometry: Geometry) -> Shared:
+    def allocate(self, geometry: Geometry, kept: Sequence[int] = ()) -> Shared:
         offsets, size = packed_locations(geometry.layout)
-        size = -(-size // _GRANULE) * _GRANULE
-        base = self._driver.allocate(size)
-        allocation = CudaAllocation(self.info.uuid, self._driver.ipc_handle(base), size)
-        bases = np.array(offsets, dtype=np.int64) + base
-        mapping = self._mapping(geometry, bases, [_Own(base)])
-        return Shared(mapping, (allocation,), tuple(Location(0, offset) for offset in offsets))
+        size = self._memory.whole_granules(size)
+        if kept:
+            memory, descriptor = self._again(kept, size)
+        else:
+            memory, descriptor = self._memory.create(size)
+        bases = np.array(offsets, dtype=np.int64) + memory.address
+        try:
+            mapping = self._mapping(geometry, bases, [memory])
+        except KVFerryError:
+            memory.close()
+            os.close(descriptor)
+            raise
+        locations = tuple(Location(0, offset) for offset in offsets)
+        return Shared(mapping, (FdAllocation(0, size),), locations, (descriptor,))
 
     def close(self, mapping: Mapping) -> None:
-        for handle in mapping.handles:
-            match handle:
-                case _Opened(pointer):
-                    self._close([pointer])
-                case _Own(pointer) | PageTable(address=pointer):
-                    self._driver.call("cuMemFree_v2", pointer)
+        self._close(mapping.handles)
 
     def room(self, direction: Direction, mapping: Mapping, want: Want) -> Room:
         if self._pieces[direction] >= MAX_PIECES:
             return NO_ROOM
         if self._choice.direct(direction, mapping.geometry, want.group):
             return Room(DIRECT_PIECE) if self._in_flight[direction] < DIRECT_FLIGHT else NO_ROOM
-        return Room(self._staging.room(direction, want.nbytes, want.contended), MAX_BLOCKS)
+        block_bytes = mapping.geometry.group_bytes[want.group]
+        ahead = self._staged.ahead(direction)
+        return Room(self._staging.room(direction, want, block_bytes, ahead), MAX_BLOCKS)
 
-    def submit(self, direction: Direction, mapping: Mapping, run: Run) -> _Piece:
-        nbytes = run.gpu_blocks.size * mapping.geometry.group_bytes[run.group]
-        direct = self._choice.direct(direction, mapping.geometry, run.group)
-        slot = None if direct else self._staging.take(direction, nbytes)
-        try:
-            self._keep_order(direction, slot)
-            if slot is None:
-                begun, done = self._direct.enqueue(direction, mapping, run, self._pool)
-            else:
-                table = _table(mapping, run.group)
-                first, last = self._staged.enqueue(direction, table, slot, run, self._pool)
-                begun, done = [first], [last]
-        except KVFerryError:
-            self._driver.call("cuCtxSynchronize")
-            if slot is not None:
-                self._staging.give_back(slot)
-            raise
-        piece = self._last[direction] = _Piece(direction, nbytes, begun, done, slot)
-        self._in_flight[direction] += nbytes
+    def submit(self, direction: Direction, mapping: Mapping, run: Run) -> Piece:
+        if self._choice.direct(direction, mapping.geometry, run.group):
+            piece = self._submit_direct(direction, mapping, run)
+        else:
+            piece = self._submit_staged(direction, mapping, run)
+        self._last[direction] = piece
+        self._in_flight[direction] += piece.nbytes
         self._pieces[direction] += 1
         return piece
 
+    def push(self, direction: Direction, more: bool) -> None:
+        self._staged.push(direction, more)
+
     def poll(self, ticket: object) -> bool:
-        assert isinstance(ticket, _Piece)
+        assert isinstance(ticket, Piece)
         try:
-            done = all(self._driver.reached(event) for event in ticket.done)
+            if ticket.error is not None:
+                raise ticket.error
+            done = bool(ticket.done) and all(map(self._driver.reached, ticket.done))
         except KVFerryError:
             self._forget(ticket)
             raise
@@ -186,14 +180,16 @@ class CudaEngine:
         return done
 
     def elapsed(self, first: object, last: object, after: object | None) -> float:
-        assert isinstance(first, _Piece)
-        assert isinstance(last, _Piece)
+        """Up to the end on the link where more follows: the link has gone on to that."""
+        assert isinstance(first, Piece)
+        assert isinstance(last, Piece)
         between = self._driver.elapsed_seconds
-        seconds = max(between(begun, done) for done in last.done for begun in first.begun)
-        if isinstance(after, _Piece):  # since all of it was done
-            since = max(min(between(a, done) for a in after.done) for done in last.done)
+        ends = last.done if self._last[last.direction] is last else last.moved
+        seconds = max((between(begun, end) for end in ends for begun in first.begun), default=0.0)
+        if isinstance(after, Piece) and after.moved:  # since all of it was moved
+            since = max(min(between(a, end) for a in after.moved) for end in ends)
             seconds = min(seconds, since)
-        return seconds
+        return max(0.0, seconds)
 
     def copying(self, mapping: Mapping) -> tuple[GroupCopying, ...]:
         groups = range(len(mapping.geometry.layout.groups))
@@ -202,33 +198,76 @@ class CudaEngine:
     def shutdown(self) -> None:
         self._driver.call("cuCtxSynchronize")
 
-    def _keep_order(self, direction: Direction, slot: Slot | None) -> None:
+    def _submit_direct(self, direction: Direction, mapping: Mapping, run: Run) -> Piece:
+        nbytes = run.gpu_blocks.size * mapping.geometry.group_bytes[run.group]
+        self._staged.push(direction, more=False)
+        try:
+            self._keep_order(direction, self._direct.streams[direction], staged=False)
+            begun, done = self._direct.enqueue(direction, mapping, run, self._pool)
+        except KVFerryError:
+            self._driver.call("cuCtxSynchronize")
+            raise
+        return Piece(direction, nbytes, begun=begun, moved=done, done=done)
+
+    def _submit_staged(self, direction: Direction, mapping: Mapping, run: Run) -> Piece:
+        table = _table(mapping, run.group)
+        slot = self._staging.take(direction, run.gpu_blocks.size * table.block_bytes)
+        try:
+            self._keep_order(direction, self._staged.streams(direction), staged=True)
+            return self._staged.enqueue(direction, table, slot, run, self._pool)
+        except KVFerryError:
+            self._driver.call("cuCtxSynchronize")
+            self._staging.give_back(slot)
+            raise
+
+    def _keep_order(self, direction: Direction, streams: Sequence[int], staged: bool) -> None:
         """Where direct and staged pieces follow each other, the streams do not order them."""
         last = self._last.get(direction)
-        if last is None or (last.slot is None) == (slot is None):
+        if last is None or (last.stage is not None) == staged:
             return
-        streams = self._staged.streams(direction) if slot else self._direct.streams[direction]
         for stream in streams:
             for event in last.done:
                 self._driver.call("cuStreamWaitEvent", stream, event.handle, 0)
 
-    def _forget(self, piece: _Piece) -> None:
+    def _forget(self, piece: Piece) -> None:
         self._in_flight[piece.direction] -= piece.nbytes
         self._pieces[piece.direction] -= 1
-        if piece.slot is not None:
-            self._staging.give_back(piece.slot)
+        if piece.stage is not None:
+            self._staging.give_back(piece.stage.slot)
 
-    def _mapping(self, geometry: Geometry, bases: Int64s, handles: list[object]) -> Mapping:
+    def _mapping(self, geometry: Geometry, bases: Int64s, handles: Sequence[object]) -> Mapping:
         """A mapping with the page tables of its groups behind what it holds."""
-        groups = range(len(geometry.layout.groups))
-        tables = [self._staged.table(geometry, group, bases) for group in groups]
+        tables: list[PageTable] = []
+        try:
+            for group in range(len(geometry.layout.groups)):
+                tables.append(self._staged.table(geometry, group, bases))
+        except KVFerryError:
+            self._close(tables)
+            raise
         return Mapping(geometry, bases, [*handles, *tables])
 
-    def _open(self, allocation: Allocation) -> int:
-        if not isinstance(allocation, CudaAllocation) or allocation.device_uuid != self.info.uuid:
-            said = getattr(allocation, "device_uuid", "host memory")
+    def _again(self, kept: Sequence[int], size: int) -> tuple[DeviceMemory, int]:
+        """Memory made before, and a descriptor of our own; Failed where it is other memory."""
+        if len(kept) != 1:
+            raise Failed(Code.MAP_FAILED, "one descriptor is kept for an engine", len(kept))
+        descriptor = os.dup(kept[0])
+        try:
+            return self._memory.open(descriptor, size), descriptor
+        except KVFerryError as error:
+            os.close(descriptor)
+            raise Failed(Code.MAP_FAILED, error.message, error.value) from error
+
+    def _open(self, allocation: Allocation, descriptors: Iterator[int]) -> DeviceMemory | _Opened:
+        if isinstance(allocation, FdAllocation):
+            return self._memory.open(next(descriptors), allocation.size)
+        return _Opened(self._open_handle(allocation))
+
+    def _open_handle(self, allocation: CudaAllocation) -> int:
+        if allocation.device_uuid != self.info.uuid:
             raise Refused(
-                Code.DEVICE_MISMATCH, f"this daemon serves the GPU {self.info.uuid}", said
+                Code.DEVICE_MISMATCH,
+                f"this daemon serves the GPU {self.info.uuid}",
+                allocation.device_uuid,
             )
         try:
             pointer = self._driver.ipc_open(allocation.handle)
@@ -241,29 +280,28 @@ class CudaEngine:
             ) from error
         _, size = self._driver.address_range(pointer)
         if size < allocation.size:
-            self._close([pointer])
+            self._driver.call("cuIpcCloseMemHandle", pointer)
             raise Refused(
                 Code.BAD_LAYOUT, f"the allocation has {size} bytes, fewer than said", size
             )
         return pointer
 
-    def _close(self, pointers: Sequence[int]) -> None:
-        for pointer in pointers:
-            self._driver.call("cuIpcCloseMemHandle", pointer)
+    def _close(self, handles: Sequence[object]) -> None:
+        for handle in handles:
+            match handle:
+                case DeviceMemory():
+                    handle.close()
+                case _Opened(address):
+                    self._driver.call("cuIpcCloseMemHandle", address)
+                case PageTable(address=address):
+                    self._driver.call("cuMemFree_v2", address)
 
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """Device memory of another process."""
+    """Device memory of another process, by CUDA IPC."""
 
-    pointer: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Own:
-    """Device memory that was allocated here."""
-
-    pointer: int
+    address: int
 
 
 def _table(mapping: Mapping, group: int) -> PageTable:

@@ -8,26 +8,35 @@ layers.
 
     load    pool --dma stream--> slot  --event-->  kernel stream: scatter to the tensors
     store   kernel stream: gather from the tensors --> slot  --event-->  dma stream --> pool
+
+`enqueue` takes a piece and starts a load's DMA; `push` launches the kernels of those whose turn it
+is (turns.py), and behind a gather the DMA of its pieces.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib.resources import files
 
 import numpy as np
 
 from kvferry.daemon.core.geometry import Fragments, Geometry, Int64s, Run
 from kvferry.daemon.engine.cuda.direct import BatchCopy
+from kvferry.daemon.engine.cuda.piece import PageTable, Piece, Stage
 from kvferry.daemon.engine.cuda.staging import Slot
+from kvferry.daemon.engine.cuda.turns import Turns
+from kvferry.proto.errors import KVFerryError
 from kvferry.proto.libcuda import Driver, Event
 from kvferry.proto.specs import Direction
 
 THREADS = 256
 WARPS = THREADS // 32
-MAX_GRID = 1056
+MAX_GRID = 8448
+"""Blocks of a kernel that moves a whole turn: each is over soon, so that those of a load, which is
+urgent, need not wait for a store's to end."""
 VECTORS_PER_UNIT = 256
 """As in kernels.cu: 8 loads of each of 32 lanes."""
 IDS = (128, 1000, 8000)
@@ -38,23 +47,16 @@ _PIECE = struct.Struct("QQQIII4x")
 """struct Piece of kernels.cu."""
 
 
-@dataclass(frozen=True, slots=True)
-class PageTable:
-    """A group's pages as the kernel reads them, in device memory."""
-
-    address: int
-    pages: int
-    block_bytes: int
-    vector: int
-    """Bytes that one access may have: 16, 4 or 1, as all addresses allow."""
-    units_per_page: int
-
-
 class Kernels:
-    """The gather and scatter kernels, loaded from PTX: the driver compiles it, no compiler does."""
+    """The gather and scatter kernels, loaded from PTX: the driver compiles it, no compiler does.
 
-    def __init__(self, driver: Driver) -> None:
+    Under MPS an engine's kernels run beside ours, and these leave it most of every multiprocessor:
+    one block each is much faster than the link still. Else nobody else runs in our turn.
+    """
+
+    def __init__(self, driver: Driver, ordinal: int) -> None:
         self._driver = driver
+        self._max_grid = driver.multiprocessors(ordinal) if driver.under_mps(ordinal) else MAX_GRID
         ptx = files("kvferry.daemon.engine.cuda").joinpath("kernels.ptx").read_bytes()
         module = driver.load_module(ptx)
         self._functions = {
@@ -65,14 +67,15 @@ class Kernels:
         }
 
     def launch(
-        self, direction: Direction, table: PageTable, slot: Slot, blocks: Int64s, stream: int
+        self, direction: Direction, table: PageTable, stage: int, blocks: Int64s, stream: int
     ) -> None:
+        """Between the tensors and the blocks that lie one after another from `stage` on."""
         units = blocks.size * table.pages * table.units_per_page
         room = next(ids for ids in IDS if blocks.size <= ids)
         ids = np.empty(room, dtype=np.int32)
         ids[: blocks.size] = blocks
         piece = _PIECE.pack(
-            slot.address,
+            stage,
             table.address,
             table.block_bytes,
             blocks.size,
@@ -81,7 +84,7 @@ class Kernels:
         )
         self._driver.launch(
             self._functions[direction, table.vector, room],
-            min(MAX_GRID, -(-units // WARPS)),
+            min(self._max_grid, -(-units // WARPS)),
             THREADS,
             stream,
             np.frombuffer(piece, dtype=np.uint8),
@@ -92,14 +95,15 @@ class Kernels:
 class StagedCopy:
     """Enqueues pieces through staging slots; one dma and one kernel stream a direction."""
 
-    def __init__(self, driver: Driver, batch: BatchCopy) -> None:
+    def __init__(self, driver: Driver, ordinal: int, batch: BatchCopy) -> None:
         self._driver = driver
         self._batch = batch
-        self._kernels = Kernels(driver)
+        self._kernels = Kernels(driver, ordinal)
         self._dma, self._kernel = (
             {d: driver.create_stream(urgent=d is Direction.LOAD) for d in Direction}
             for _ in range(2)
         )
+        self._turns = {direction: Turns(direction, self._over) for direction in Direction}
 
     def streams(self, direction: Direction) -> tuple[int, int]:
         """Both streams of a direction, the one that a piece begins on first."""
@@ -119,32 +123,103 @@ class StagedCopy:
         units = -(-int(refs.pages.max()) // (vector * VECTORS_PER_UNIT))
         return PageTable(address, refs.pages.size, block_bytes, vector, units)
 
+    def ahead(self, direction: Direction) -> int:
+        """Units of the buffer in pieces whose turn has not come."""
+        return self._turns[direction].ahead
+
     def enqueue(
         self, direction: Direction, table: PageTable, slot: Slot, run: Run, pool: int
-    ) -> tuple[Event, Event]:
-        """Enqueue a piece; returns the events before and behind it."""
-        driver = self._driver
-        first, second = self.streams(direction)
-        blocks = run.gpu_blocks
-        begun = driver.record(first)
-        packed = self._packed(run, table.block_bytes, slot.address, pool)
+    ) -> Piece:
+        packed = _packed(run, table.block_bytes, slot.address, pool)
+        stage = Stage(slot, table, run.gpu_blocks, packed)
+        piece = Piece(direction, run.gpu_blocks.size * table.block_bytes, stage)
         if direction is Direction.LOAD:
-            self._batch.enqueue(direction, packed, first)
-        else:
-            self._kernels.launch(direction, table, slot, blocks, first)
-        between = driver.record(first)
-        driver.call("cuStreamWaitEvent", second, between.handle, 0)
-        if direction is Direction.LOAD:
-            self._kernels.launch(direction, table, slot, blocks, second)
-        else:
-            self._batch.enqueue(direction, packed, second)
-        return begun, driver.record(second)
+            dma = self._dma[direction]
+            piece.begun.append(self._driver.record(dma))
+            self._batch.enqueue(direction, packed, dma)
+            piece.moved.append(self._driver.record(dma))
+        self._turns[direction].add(piece)
+        return piece
 
-    def _packed(self, run: Run, block_bytes: int, slot: int, pool: int) -> Fragments:
-        """The piece between slot and pool: as few fragments as the host blocks' places allow."""
-        breaks = np.flatnonzero(np.diff(run.host_offsets) != block_bytes) + 1
-        starts = np.concatenate(([0], breaks))
-        counts = np.diff(np.concatenate((starts, [run.host_offsets.size])))
-        return Fragments(
-            starts * block_bytes + slot, run.host_offsets[starts] + pool, counts * block_bytes
-        )
+    def push(self, direction: Direction, more: bool) -> None:
+        """Launch what is due; a piece that could not be has its `error`."""
+        pieces = self._turns[direction].due(more)
+        if not pieces:
+            return
+        try:
+            self._launch(direction, pieces)
+        except KVFerryError as error:
+            with suppress(KVFerryError):  # it is what the pieces are told already
+                self._driver.call("cuCtxSynchronize")
+            for piece in pieces:
+                piece.error = error
+
+    def _launch(self, direction: Direction, pieces: list[Piece]) -> None:
+        driver, turns = self._driver, self._turns[direction]
+        kernel, store = self._kernel[direction], direction is Direction.STORE
+        if not store:
+            driver.call("cuStreamWaitEvent", kernel, pieces[-1].moved[0].handle, 0)
+        joins = turns.awaited
+        begun = driver.record(kernel) if store or not joins else None
+        for stage, blocks in _rows(direction, [p.stage for p in pieces if p.stage]):
+            self._kernels.launch(direction, stage.table, stage.slot.address, blocks, kernel)
+        done = driver.record(kernel)
+        turns.ask(pieces, None if joins else begun, done)
+        for piece in pieces:
+            if begun is not None and store:
+                piece.begun.append(begun)
+                self._drain(piece, done)
+            else:
+                piece.done.append(done)
+
+    def _drain(self, piece: Piece, gathered: Event) -> None:
+        """The DMA of a store, behind its turn."""
+        assert piece.stage is not None
+        dma = self._dma[Direction.STORE]
+        self._driver.call("cuStreamWaitEvent", dma, gathered.handle, 0)
+        self._batch.enqueue(Direction.STORE, piece.stage.packed, dma)
+        piece.done = piece.moved = [self._driver.record(dma)]
+
+    def _over(self, event: Event) -> bool:
+        """A piece that failed is over too: whoever polls it is told."""
+        try:
+            return self._driver.reached(event)
+        except KVFerryError:
+            return True
+
+
+def _rows(direction: Direction, stages: list[Stage]) -> Iterator[tuple[Stage, Int64s]]:
+    """What one launch each can do, as its first stage and all the blocks: stages of one table
+    that lie one behind the other. A block that is loaded twice is written in two launches."""
+    row: list[Stage] = []
+    for stage in stages:
+        if row and not _continues(direction, row, stage):
+            yield row[0], _blocks(row)
+            row = []
+        row.append(stage)
+    if row:
+        yield row[0], _blocks(row)
+
+
+def _continues(direction: Direction, row: list[Stage], stage: Stage) -> bool:
+    blocks = sum([before.blocks.size for before in row])
+    return (
+        stage.table is row[0].table
+        and stage.slot.address == row[0].slot.address + blocks * stage.table.block_bytes
+        and blocks + stage.blocks.size <= MAX_BLOCKS
+        and (direction is Direction.STORE or not np.isin(stage.blocks, _blocks(row)).any())
+    )
+
+
+def _blocks(row: list[Stage]) -> Int64s:
+    return row[0].blocks if len(row) == 1 else np.concatenate([stage.blocks for stage in row])
+
+
+def _packed(run: Run, block_bytes: int, slot: int, pool: int) -> Fragments:
+    """The piece between slot and pool: as few fragments as the host blocks' places allow."""
+    breaks = np.flatnonzero(np.diff(run.host_offsets) != block_bytes) + 1
+    starts = np.concatenate(([0], breaks))
+    counts = np.diff(np.concatenate((starts, [run.host_offsets.size])))
+    return Fragments(
+        starts * block_bytes + slot, run.host_offsets[starts] + pool, counts * block_bytes
+    )

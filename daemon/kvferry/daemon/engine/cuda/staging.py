@@ -1,23 +1,34 @@
 """The staging buffer: device memory that small fragments are copied through, in units.
 
 A piece takes some units in a row, so that its blocks are contiguous there, and gives them back
-when it is done. A kernel in the daemon's process makes the GPU change contexts, which costs a busy
-engine about half a millisecond whatever the kernel does: so pieces are as large as they can be.
-Alone, a direction takes half of the buffer for a piece while the other half is on the link; where
-both directions have work each has half of the buffer, in two pieces. Stores always leave a little
-for loads, which somebody waits for: a small load never waits for a store's piece to end.
+when it is done. Each direction goes round the buffer, so pieces that follow each other lie one
+behind the other. Alone, a direction may have all of it; where both have work, half each. Stores
+always leave a little for loads, which somebody waits for: a small load never waits for stores.
+
+Kernels run in turns (turns.py), and a store's turn is worth the more the more room there is to
+gather into. So stores get room only when no more than a quarter of theirs is left to drain, about
+as much as the link moves until the turn has come; then all that is free.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry.daemon.engine.base import Want
 from kvferry.proto.libcuda import Driver
 from kvferry.proto.specs import Direction
 
-UNITS = 16
+UNITS = 64
+PIECE = 8
+"""Units of the largest piece: a piece that is done makes room for another before the link has
+emptied the next one."""
+LEAST = 2
+"""A piece that could be larger takes no fewer units."""
 FOR_LOADS = 2
 """Units that stores do not take."""
+LAG = 4
+"""A turn is asked for when one part in so many of the buffer is left for the link to move until it
+comes: 64 of 256 MiB are 1.2 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,44 +39,73 @@ class Slot:
     units: int
     address: int
 
+    @property
+    def mask(self) -> int:
+        return ((1 << self.units) - 1) << self.start
+
 
 class Staging:
     def __init__(self, driver: Driver, nbytes: int) -> None:
         self.unit_bytes = nbytes // UNITS
+        self.piece_bytes = PIECE * self.unit_bytes
         self.address = driver.allocate(nbytes)
-        self._owner: list[Direction | None] = [None] * UNITS
+        self._used = dict.fromkeys(Direction, 0)
+        self._next = {Direction.STORE: 0, Direction.LOAD: UNITS // 2}
 
-    def room(self, direction: Direction, nbytes: int, contended: bool) -> int:
-        """Bytes for the next piece of a direction that has `nbytes` to move; 0 for none now.
+    def room(self, direction: Direction, want: Want, block_bytes: int, ahead: int) -> int:
+        """Bytes for the next piece of a direction, of one block at least; 0 for none now.
 
-        A piece that finds less than it could use waits: small turns cost the engine.
+        ahead: units of the direction whose turn has not come; they are not on the link yet.
         """
-        mine = UNITS // 2 if contended else UNITS
-        if direction is Direction.STORE:
-            mine = min(mine, UNITS - FOR_LOADS)
-        units = min(mine // 2, self._units(nbytes))
-        if self._owner.count(direction) + units > mine or self._find(direction, units) is None:
+        mine, used = self._share(direction, want.contended), self._used[direction].bit_count()
+        if direction is Direction.STORE and used - ahead > _low(mine):
             return 0
-        return units * self.unit_bytes
+        most = min(PIECE, self._units(want.nbytes))
+        least = max(min(most, LEAST), self._units(block_bytes))
+        return self._gap(direction, min(most, mine - used), least) * self.unit_bytes
 
     def take(self, direction: Direction, nbytes: int) -> Slot:
         """A slot for a piece that `room` allowed."""
         units = self._units(nbytes)
         start = self._find(direction, units)
         assert start is not None
-        self._owner[start : start + units] = [direction] * units
-        return Slot(start, units, self.address + start * self.unit_bytes)
+        slot = Slot(start, units, self.address + start * self.unit_bytes)
+        self._used[direction] |= slot.mask
+        self._next[direction] = (start + units) % UNITS
+        return slot
 
     def give_back(self, slot: Slot) -> None:
-        self._owner[slot.start : slot.start + slot.units] = [None] * slot.units
+        for direction in Direction:
+            self._used[direction] &= ~slot.mask
+
+    def _share(self, direction: Direction, contended: bool) -> int:
+        if contended:
+            return UNITS // 2
+        return UNITS - FOR_LOADS if direction is Direction.STORE else UNITS
 
     def _units(self, nbytes: int) -> int:
         return -(-nbytes // self.unit_bytes)
 
+    def _gap(self, direction: Direction, most: int, least: int) -> int:
+        """How many units in a row there are, `most` at most; 0 where not even `least`."""
+        for units in range(most, least - 1, -1):
+            if self._find(direction, units) is not None:
+                return units
+        return 0
+
     def _find(self, direction: Direction, units: int) -> int | None:
-        """The first of `units` free units in a row; loads look from the other end."""
-        starts = range(UNITS - units + 1)
-        for start in starts if direction is Direction.STORE else reversed(starts):
-            if all(owner is None for owner in self._owner[start : start + units]):
-                return start
-        return None
+        """Where the next so many free units in a row begin, from where the last piece ended."""
+        starts = ~(self._used[Direction.STORE] | self._used[Direction.LOAD]) & ((1 << UNITS) - 1)
+        have = 1
+        while have < units:
+            step = min(have, units - have)
+            starts &= starts >> step
+            have += step
+        later = starts >> self._next[direction] << self._next[direction]
+        first = later or starts
+        return (first & -first).bit_length() - 1 if first else None
+
+
+def _low(share: int) -> int:
+    """The part that a turn is asked for ahead, in whole pieces."""
+    return -(-share // (LAG * PIECE)) * PIECE

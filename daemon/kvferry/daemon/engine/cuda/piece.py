@@ -1,0 +1,51 @@
+"""A piece as the CUDA engine knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvferry.daemon.core.geometry import Fragments, Int64s
+from kvferry.daemon.engine.cuda.staging import Slot
+from kvferry.proto.errors import KVFerryError
+from kvferry.proto.libcuda import Event
+from kvferry.proto.specs import Direction
+
+
+@dataclass(frozen=True, slots=True)
+class PageTable:
+    """A group's pages as the kernel reads them, in device memory."""
+
+    address: int
+    pages: int
+    block_bytes: int
+    vector: int
+    """Bytes that one access may have: 16, 4 or 1, as all addresses allow."""
+    units_per_page: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The way of a staged piece: the blocks of a table, by a slot, and from or to the pool."""
+
+    slot: Slot
+    table: PageTable
+    blocks: Int64s
+    packed: Fragments
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    direction: Direction
+    nbytes: int
+    stage: Stage | None = None
+    begun: list[Event] = field(default_factory=list)
+    moved: list[Event] = field(default_factory=list)
+    """It is off the link."""
+    done: list[Event] = field(default_factory=list)
+    """None while it waits for a turn of the GPU."""
+    error: KVFerryError | None = None
+
+    @property
+    def units(self) -> int:
+        """Of the staging buffer."""
+        return 0 if self.stage is None else self.stage.slot.units

@@ -1,0 +1,83 @@
+"""Turns of the GPU: when the kernels of staged pieces are launched, and which together.
+
+Without MPS the kernels of two processes take turns on the GPU, and each turn costs a busy engine
+0.3 to 0.45 ms, whatever is done in it: so few turns, with as much in each as the buffer holds. A
+turn does not come at once either, and until it has come the link needs something to do:
+
+    loads    DMA fills the buffer all the time; of what it holds, three quarters are one turn. The
+             last quarter is filled while that turn comes
+    stores   a turn gathers into all that is free once only a quarter is left to drain (staging.py)
+
+Pieces are small, and many of them share a turn, also those of several jobs and engines. What is
+ready while a turn is awaited joins it: its kernel is launched behind those that wait already. So
+nothing is held back but loads, and only while more of them come and a turn is under way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from kvferry.daemon.engine.cuda.piece import Piece
+from kvferry.daemon.engine.cuda.staging import LAG
+from kvferry.proto.libcuda import Event
+from kvferry.proto.specs import Direction
+
+
+class Turns:
+    """The turns of one direction. `reached`: whether the device has come to an event."""
+
+    def __init__(self, direction: Direction, reached: Callable[[Event], bool]) -> None:
+        self._direction = direction
+        self._reached = reached
+        self._waiting: deque[Piece] = deque()
+        self._begun: Event | None = None
+        self._done: Event | None = None
+        self._asked = 0
+
+    def add(self, piece: Piece) -> None:
+        self._waiting.append(piece)
+
+    @property
+    def awaited(self) -> bool:
+        """A turn was asked for, and has not come."""
+        return self._begun is not None and not self._reached(self._begun)
+
+    @property
+    def ahead(self) -> int:
+        """Units of pieces whose turn has not come."""
+        return sum([piece.units for piece in self._waiting]) + self.awaited * self._asked
+
+    def due(self, more: bool) -> list[Piece]:
+        """The pieces to launch now; `more`: others wait for the room that these have."""
+        return [self._waiting.popleft() for _ in range(self._due(more))]
+
+    def ask(self, pieces: list[Piece], begun: Event | None, done: Event) -> None:
+        """These were launched between two events; begun is None where they join."""
+        units = sum([piece.units for piece in pieces])
+        self._asked = units if begun else self._asked + units
+        self._begun, self._done = begun or self._begun, done
+
+    def _due(self, more: bool) -> int:
+        if not self._waiting:
+            return 0
+        if self._direction is Direction.STORE or not more:
+            return len(self._waiting)
+        if self._done is None or self._reached(self._done):
+            return self._all_but_the_lag()
+        return self._arrived() if self.awaited else 0
+
+    def _all_but_the_lag(self) -> int:
+        """Of the units that wait: how many pieces have as much."""
+        left = (LAG - 1) * sum([piece.units for piece in self._waiting])
+        for count, piece in enumerate(self._waiting, 1):
+            left -= LAG * piece.units
+            if left <= 0:
+                return count
+        return len(self._waiting)
+
+    def _arrived(self) -> int:
+        for count, piece in enumerate(self._waiting):
+            if not all(self._reached(event) for event in piece.moved):
+                return count
+        return len(self._waiting)

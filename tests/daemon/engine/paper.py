@@ -1,0 +1,251 @@
+"""A GPU on paper: the driver calls of the CUDA engine over plain memory, done in a random order.
+
+Streams, events and waits order operations as CUDA says, and nothing else does: whenever it is
+asked whether an event was reached, the device takes some steps, each by any stream that is not
+held up, and copies and kernels are done in several. So what relies on more than streams and events
+say comes out wrong here sooner or later. What no such model can show is on the GPU's own tests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import struct
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from kvferry.proto.errors import Code, Failed
+from kvferry.proto.libcuda import Event
+from kvferry.proto.specs import Direction
+
+from .paper_memory import Refusal, VirtualMemoryOnPaper
+
+POISON = 0xEE
+PARTS = 3
+"""A copy or kernel is done in so many steps."""
+_PIECE = struct.Struct("QQQIII4x")
+_PAGE = struct.Struct("QQQQ")
+
+
+@dataclass
+class Stream:
+    ops: deque[Callable[[], bool]] = field(default_factory=deque)
+    """Each tells whether it could be done."""
+
+
+@dataclass
+class Mark:
+    """An event: how often it was recorded, how often that was reached, and at which step."""
+
+    recorded: int = 0
+    reached: int = 0
+    at: int = 0
+
+
+@dataclass
+class PaperDriver:
+    seed: int = 0
+    version: int = 13000
+    launches: list[tuple[Direction, int]] = field(default_factory=list)
+    """Direction and KV blocks of every kernel."""
+    grids: list[int] = field(default_factory=list)
+    mps: bool = False
+    refuse: Callable[[str], bool] = lambda name: False
+    """Whether the device refuses a call: "launch", "cuMemcpyBatchAsync"."""
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+        self._virtual = VirtualMemoryOnPaper()
+        self._memory: dict[int, np.ndarray[Any, np.dtype[np.uint8]]] = {}
+        self._streams: dict[int, Stream] = {}
+        self._marks: dict[int, Mark] = {}
+        self._names: dict[int, str] = {}
+        self._numbers = count(1)
+        self._spare: list[int] = []
+        self._steps = 0
+
+    # The device
+
+    def step(self, streams: list[Stream]) -> bool:
+        """One step of any of these streams; False where all of them are held up."""
+        self._random.shuffle(streams)
+        self._steps += 1
+        for stream in streams:
+            if stream.ops and stream.ops[0]():
+                stream.ops.popleft()
+                return True
+        return False
+
+    def settle(self) -> None:
+        while any(stream.ops for stream in self._streams.values()):
+            assert self.step([*self._streams.values()]), "streams wait for each other"
+
+    def _copy(self, pairs: list[tuple[int, int, int]], stream: int) -> None:
+        """(to, from, bytes) each, in any order, in a few steps."""
+        self._random.shuffle(pairs)
+        for part in range(PARTS):
+
+            def do(some: list[tuple[int, int, int]] = pairs[part::PARTS]) -> bool:
+                for to, origin, nbytes in some:
+                    ctypes.memmove(to, origin, nbytes)
+                return True
+
+            self._streams[stream].ops.append(do)
+
+    # Memory
+
+    def allocate(self, nbytes: int) -> int:
+        memory = np.full(nbytes + 256, POISON, dtype=np.uint8)
+        address = -(-memory.ctypes.data // 256) * 256
+        self._memory[address] = memory
+        return address
+
+    def copy_to_device(self, pointer: int, array: np.ndarray[Any, Any]) -> None:
+        ctypes.memmove(pointer, array.ctypes.data, array.nbytes)
+
+    def register_host(self, address: int, nbytes: int) -> None: ...
+
+    # Streams and events
+
+    def create_stream(self, *, urgent: bool = False) -> int:
+        number = next(self._numbers)
+        self._streams[number] = Stream()
+        return number
+
+    def record(self, stream: int) -> Event:
+        handle = self._spare.pop() if self._spare else next(self._numbers)
+        mark = self._marks.setdefault(handle, Mark())
+        mark.recorded += 1
+
+        def do(time: int = mark.recorded) -> bool:
+            if time > mark.reached:
+                mark.reached, mark.at = time, self._steps
+            return True
+
+        self._streams[stream].ops.append(do)
+        return Event(handle, self._spare)
+
+    def reached(self, event: Event) -> bool:
+        for _ in range(self._random.randrange(6)):
+            self.step([*self._streams.values()])
+        mark = self._marks[event.handle]
+        return mark.reached == mark.recorded
+
+    def elapsed_seconds(self, start: Event, end: Event) -> float:
+        one, two = self._marks[start.handle], self._marks[end.handle]
+        assert one.reached == one.recorded, "the first event was not reached"
+        assert two.reached == two.recorded, "the second event was not reached"
+        return (two.at - one.at) / 1e6
+
+    # Calls
+
+    def call(self, name: str, *arguments: Any) -> None:
+        match name, arguments:
+            case "cuStreamWaitEvent", (stream, handle, 0):
+                mark = self._marks[handle]
+                time = mark.recorded
+                self._streams[stream].ops.append(lambda: mark.reached >= time)
+            case "cuCtxSynchronize", ():
+                self.settle()
+            case "cuMemFree_v2", (pointer,):
+                self._memory.pop(pointer).fill(POISON)
+            case "cuMemcpyAsync", (to, origin, nbytes, None):
+                ctypes.memmove(to, origin, nbytes)
+            case (("cuCtxSetCurrent" | "cuMemHostUnregister"), (_,)):
+                pass
+            case _:
+                self._call_virtual(name, *arguments)
+
+    def _call_virtual(self, name: str, *arguments: Any) -> None:
+        try:
+            assert self._virtual.call(name, *arguments), f"{name}{arguments} is not on paper"
+        except Refusal:
+            raise self.error(name, 1) from None
+
+    def error(self, name: str, result: int) -> Failed:
+        return Failed(Code.DRIVER, f"{name}: refused on paper", result)
+
+    def optional(self, name: str) -> Any:
+        assert name == "cuMemcpyBatchAsync_v2"
+        return _Batch(self)
+
+    def batch(self, dst: int, src: int, sizes: int, fragments: int, stream: int) -> int:
+        if self.refuse("cuMemcpyBatchAsync"):
+            return 1
+        columns = [(ctypes.c_int64 * fragments).from_address(at) for at in (dst, src, sizes)]
+        self._copy([*zip(*map(list, columns), strict=True)], stream)
+        return 0
+
+    def load_module(self, image: bytes) -> int:
+        return 1
+
+    def module_function(self, module: int, name: str) -> int:
+        number = next(self._numbers)
+        self._names[number] = name
+        return number
+
+    def launch(
+        self,
+        function: int,
+        grid: int,
+        threads: int,
+        stream: int,
+        piece: np.ndarray[Any, Any],
+        ids: np.ndarray[Any, Any],
+    ) -> None:
+        if self.refuse("launch"):
+            raise self.error("cuLaunchKernel", 1)
+        assert grid > 0
+        self.grids.append(grid)
+        gather = self._names[function].startswith("gather")
+        pairs = [*_pairs(piece, ids)]
+        if gather:
+            pairs = [(packed, paged, nbytes) for paged, packed, nbytes in pairs]
+        direction = Direction.STORE if gather else Direction.LOAD
+        self.launches.append((direction, _PIECE.unpack(piece.tobytes())[3]))
+        self._copy(pairs, stream)
+
+    # The machine
+
+    def device_count(self) -> int:
+        return 1
+
+    def device_uuid(self, ordinal: int) -> str:
+        return "GPU-paper"
+
+    def device_name(self, ordinal: int) -> str:
+        return "paper"
+
+    def multiprocessors(self, ordinal: int) -> int:
+        return 4
+
+    def under_mps(self, ordinal: int) -> bool:
+        return self.mps
+
+    def retain_context(self, ordinal: int) -> int:
+        return 1
+
+
+@dataclass
+class _Batch:
+    driver: PaperDriver
+    argtypes: Any = None
+
+    def __call__(self, dst: int, src: int, sizes: int, fragments: int, *rest: Any) -> int:
+        return self.driver.batch(dst, src, sizes, fragments, rest[-1])
+
+
+def _pairs(
+    piece: np.ndarray[Any, Any], ids: np.ndarray[Any, Any]
+) -> Iterator[tuple[int, int, int]]:
+    """(in the tensors, in the buffer, bytes) of every page, as kernels.cu has it."""
+    stage, table, block_bytes, blocks, pages, _ = _PIECE.unpack(piece.tobytes())
+    rows = [_PAGE.unpack(ctypes.string_at(table + 32 * page, 32)) for page in range(pages)]
+    for position, block in enumerate(ids[:blocks].tolist()):
+        for base, stride, nbytes, offset in rows:
+            yield base + block * stride, stage + position * block_bytes + offset, nbytes
