@@ -167,7 +167,9 @@ def raise_descriptor_limit(config: Config) -> None:
     chunks = -(-parse_bytes(config.pool.size) // parse_bytes(config.pool.chunk))
     needed = 2 * (DESCRIPTORS + chunks)
     if most < needed:
-        message = f"it takes {needed} descriptors at least: raise LimitNOFILE, or ulimit -n"
+        message = (
+            f"it takes {needed} descriptors at least: raise LimitNOFILE or ulimit -n, or pool.chunk"
+        )
         raise Refused(Code.BAD_CONFIG, message, most)
 
 
