@@ -27,8 +27,6 @@ MIN_DRIVER = 12080
 _NOT_READY = 600
 _POINTER_LEGACY_IPC_CAPABLE = 10
 _ATTRIBUTE_NAME = 128
-_MULTIPROCESSORS = 16
-_MPS_ENABLED = 133
 
 
 class IpcHandle(ctypes.Structure):
@@ -53,7 +51,6 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuDeviceGetCount": (c_void_p,),
     "cuDeviceGetName": (c_char_p, c_int, c_int),
     "cuDeviceGetUuid_v2": (c_void_p, c_int),
-    "cuDeviceGetAttribute": (c_void_p, c_int, c_int),
     "cuDevicePrimaryCtxRetain": (c_void_p, c_int),
     "cuCtxSetCurrent": (c_void_p,),
     "cuCtxGetDevice": (c_void_p,),
@@ -169,13 +166,6 @@ class Driver:
         name = ctypes.create_string_buffer(_ATTRIBUTE_NAME)
         self.call("cuDeviceGetName", name, _ATTRIBUTE_NAME, ordinal)
         return name.value.decode()
-
-    def multiprocessors(self, ordinal: int) -> int:
-        return self._attribute(_MULTIPROCESSORS, ordinal)
-
-    def under_mps(self, ordinal: int) -> bool:
-        """Whether this process's contexts on a device share it through CUDA MPS."""
-        return bool(self._attribute(_MPS_ENABLED, ordinal))
 
     def current_device(self) -> int:
         return self._int("cuCtxGetDevice")
@@ -303,11 +293,6 @@ class Driver:
         addresses = (c_void_p * len(parameters))(*(p.ctypes.data for p in parameters))
         shape = (grid, 1, 1, threads, 1, 1)
         self.call("cuLaunchKernel", function, *shape, 0, stream, addresses, None)
-
-    def _attribute(self, attribute: int, ordinal: int) -> int:
-        value = c_int()
-        self.call("cuDeviceGetAttribute", byref(value), attribute, ordinal)
-        return value.value
 
     def _int(self, name: str) -> int:
         value = c_int()

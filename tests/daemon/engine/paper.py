@@ -52,9 +52,7 @@ class PaperDriver:
     seed: int = 0
     version: int = 13000
     launches: list[tuple[Direction, int]] = field(default_factory=list)
-    """Direction and KV blocks of every kernel."""
-    grids: list[int] = field(default_factory=list)
-    mps: bool = False
+    """Direction and blocks of every kernel."""
     refuse: Callable[[str], bool] = lambda name: False
     """Whether the device refuses a call: "launch", "cuMemcpyBatchAsync"."""
 
@@ -201,7 +199,6 @@ class PaperDriver:
         if self.refuse("launch"):
             raise self.error("cuLaunchKernel", 1)
         assert grid > 0
-        self.grids.append(grid)
         gather = self._names[function].startswith("gather")
         pairs = [*_pairs(piece, ids)]
         if gather:
@@ -221,11 +218,8 @@ class PaperDriver:
     def device_name(self, ordinal: int) -> str:
         return "paper"
 
-    def multiprocessors(self, ordinal: int) -> int:
-        return 4
-
-    def under_mps(self, ordinal: int) -> bool:
-        return self.mps
+    def device_attribute(self, attribute: int, ordinal: int) -> int:
+        return 0
 
     def retain_context(self, ordinal: int) -> int:
         return 1

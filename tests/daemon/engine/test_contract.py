@@ -69,13 +69,13 @@ def cuda(mode: str) -> Make:
     return lambda patch: CudaEngine("0", CudaOptions(mode, 64 << 20, CHUNK))
 
 
-def on_paper(mode: str, seed: int = 0, mps: bool = False) -> Make:
+def on_paper(mode: str, seed: int = 0) -> Make:
     """The CUDA engine; "auto" copies pages of 4 KiB and more directly. Little staging, so that it
     is used again and again."""
 
     def make(patch: pytest.MonkeyPatch) -> CopyEngine:
         measured = CopyStatus("auto", CalibrationPoint(0, 1.0, 1.0), (), 4096, 4096)
-        patch.setattr(cuda_engine, "driver", lambda: PaperDriver(seed, mps=mps))
+        patch.setattr(cuda_engine, "driver", lambda: PaperDriver(seed))
         patch.setattr(cuda_engine, "calibrate", lambda driver, device: measured)
         patch.setattr(cuda_engine, "MIN_STAGING", PAPER_STAGING)
         return CudaEngine("0", CudaOptions(mode, PAPER_STAGING, CHUNK))
@@ -456,20 +456,6 @@ def test_pieces_that_lie_one_behind_the_other_are_one_launch(bench: Bench) -> No
         assert bench.report(Ended).outcome is Outcome.DONE
     device = cast(PaperDriver, bench.engine._driver)
     assert device.launches == [(Direction.STORE, 16), (Direction.LOAD, 16)]
-    engine.check()
-
-
-@pytest.mark.parametrize(
-    ("bench", "most"),
-    [(on_paper("staged"), 64), (on_paper("staged", mps=True), 4)],
-    indirect=["bench"],
-)
-def test_under_mps_a_kernel_leaves_most_of_the_gpu_to_others(bench: Bench, most: int) -> None:
-    engine = bench.open(CROWD["staged"])
-    assert isinstance(bench.engine, CudaEngine)
-    engine.start(Direction.STORE, GPULoadStoreSpec(range(8), (8,), (0,)), [*range(8)])
-    assert bench.report(Ended).outcome is Outcome.DONE
-    assert cast(PaperDriver, bench.engine._driver).grids == [most]
     engine.check()
 
 

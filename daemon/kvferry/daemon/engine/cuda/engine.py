@@ -83,7 +83,7 @@ class CudaEngine:
         batch = BatchCopy(driver, pool_address, self._options.chunk_bytes)
         self._staging = Staging(driver, self._options.staging_bytes)
         self._direct = DirectCopy(driver, batch)
-        self._staged = StagedCopy(driver, self._ordinal, batch)
+        self._staged = StagedCopy(driver, batch)
         status = calibrate(driver, self._staging.address)
         if self._options.mode != "auto":
             status = forced(self._options.mode, status)
