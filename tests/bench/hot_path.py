@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.client.conversation import Conversation
-from kvferry.daemon.core.actions import Abandon, Map, Report, Start, Unmap
+from kvferry.daemon.core.actions import Abandon, Drop, Map, Report, Start, Unmap
 from kvferry.daemon.core.core import Core, Identity
 from kvferry.daemon.core.geometry import Run
 from kvferry.daemon.engine.base import Mapping
@@ -79,7 +79,7 @@ class StampedLane(Lane):
     asleep = False
     taken = 0.0
 
-    def _obey(self, order: MapOrder | Unmap | Start | Abandon) -> None:
+    def _obey(self, order: MapOrder | Drop | Unmap | Start | Abandon) -> None:
         if self.asleep:
             sleep()
         self.taken = clock()

@@ -583,12 +583,6 @@ def test_why_the_daemon_is_gone_does_not_grow(lasting: Conversation) -> None:
     assert len(traceback.extract_tb(caught.value.__traceback__)) < 10
 
 
-def test_tensors_of_the_daemon_s_are_not_had_again(lasting: Conversation) -> None:
-    lasting.allocated(REGION)
-    lasting.lose(KILLED)
-    assert lasting.for_good
-
-
 def test_results_of_two_daemons_are_counted_apart(lasting: Conversation) -> None:
     """A bulletin that is read no more does not hold back what the next daemon tells."""
     page = new_page()

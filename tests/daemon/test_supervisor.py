@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import socket
 import sys
+import threading
 from ast import literal_eval
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -111,10 +113,12 @@ def test_of_two_of_one_name_the_newer_stays(run: Run) -> None:
 
 def test_a_pipe_is_kept_though_nobody_holds_its_other_end(run: Run) -> None:
     """FDPOLL=0: a manager would drop it otherwise."""
-    manager = run("if not supervisor.kept: supervisor.keep('pipe', os.pipe()[0])")
+    manager = run(
+        "say([*supervisor.kept])\nif not supervisor.kept: supervisor.keep('pipe', os.pipe()[0])"
+    )
     manager.kill()
     manager.start()
-    assert manager.names == ["pipe"]
+    assert manager.values("STATUS")[0] == "['pipe']"
 
 
 def test_settled_means_taken_in(run: Run) -> None:
@@ -124,6 +128,25 @@ def test_settled_means_taken_in(run: Run) -> None:
     )
     assert manager.values("STATUS")[0] == "True"
     assert len(manager.names) == 500
+
+
+def test_nothing_is_settled_that_nobody_took_in(tmp_path: Path) -> None:
+    """The manager lives, and reads nothing; then it does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear:
+        ear.bind(str(tmp_path / "notify"))
+        supervisor = Supervisor({"NOTIFY_SOCKET": str(tmp_path / "notify")})
+        assert not supervisor.settle(0.1)
+        listener = threading.Thread(target=_hear, args=(ear, 2))
+        listener.start()
+        assert supervisor.settle(20)
+        listener.join()
+
+
+def _hear(ear: socket.socket, messages: int) -> None:
+    for _ in range(messages):
+        text, (descriptor,), _, _ = socket.recv_fds(ear, 4096, 1)
+        assert text == b"BARRIER=1"
+        os.close(descriptor)
 
 
 def test_children_inherit_nothing(run: Run) -> None:

@@ -103,7 +103,10 @@ async def test_every_verb(client: AsyncOffloadClient) -> None:
 
 
 async def test_tensors_of_the_daemon(client: AsyncOffloadClient) -> None:
-    region, (tensor,) = await client.allocate_kv_caches(one_tensor(), host_bytes=512)
+    region, (tensor,), kept = await client.allocate_kv_caches(
+        one_tensor(), host_bytes=512, keep=True
+    )
+    assert not kept
     assert (region.num_blocks, tuple(tensor.shape), tensor.dtype) == (8, (8, 64), torch.int8)
     tensor.zero_()
     tensor[2] = 7
@@ -111,6 +114,10 @@ async def test_tensors_of_the_daemon(client: AsyncOffloadClient) -> None:
     client.transfer_async(2, load(3, 5))
     await client.wait([1, 2])
     assert tensor[:, 0].tolist() == [0, 0, 7, 0, 0, 7, 0, 0]
+    assert await client.release_kv_caches() >= 512
+    with pytest.raises(Refused) as refused:
+        await client.release_kv_caches("nobody")
+    assert refused.value.code == Code.NOT_REGISTERED
 
 
 async def test_results_in_order_over_many_jobs(client: AsyncOffloadClient) -> None:

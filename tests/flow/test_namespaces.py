@@ -126,7 +126,7 @@ def enter() -> Iterator[Enter]:
         ) -> Tenant:
             client = stack.enter_context(OffloadClient(daemon.directory, engine=name))
             client.open_namespace(fingerprint, **namespace)
-            _, pages = client.allocate_kv_caches(LAYOUT)
+            pages = client.allocate_kv_caches(LAYOUT).tensors
             return Tenant(client, OffloadingManager(client, events=events), pages)
 
         yield start
@@ -200,7 +200,7 @@ from flow.test_namespaces import FINGERPRINT, LAYOUT, NEVER, Tenant, keys
 client = OffloadClient(sys.argv[1], engine="doomed")
 client.open_namespace(FINGERPRINT)
 timeline = Timeline.create(sys.argv[2])
-_, pages = client.allocate_kv_caches(LAYOUT, timeline=timeline)
+pages = client.allocate_kv_caches(LAYOUT, timeline=timeline).tensors
 tenant = Tenant(client, OffloadingManager(client), pages)
 assert tenant.store(1, 2, 3).success
 tenant.fill(4, 4)
@@ -284,7 +284,7 @@ def test_two_daemons_of_two_ranks(start_kvferryd: StartKvferryd) -> None:
             client.open_namespace(
                 msgspec.structs.replace(FINGERPRINT, rank=rank, world_size=2), mirror=False
             )
-            _, pages = client.allocate_kv_caches(LAYOUT)
+            pages = client.allocate_kv_caches(LAYOUT).tensors
             workers.append(Tenant(client, None, pages))  # type: ignore[arg-type]
         manager = stack.enter_context(
             OffloadingManager.open(

@@ -301,15 +301,26 @@ def test_without_reconnect_a_client_ends_with_its_daemon(service: Service) -> No
         assert (client.connected, client.connecting, client.incarnation) == (False, False, 1)
 
 
-def test_tensors_of_a_daemon_go_with_it(service: Service, rig: Rig) -> None:
+def test_tensors_of_a_daemon_are_the_engine_s_own_for_the_next_one(
+    service: Service, rig: Rig
+) -> None:
     from kvferry.testing.raw import one_tensor
 
     with OffloadClient(service.directory, engine="other") as client:
-        client.allocate_kv_caches(one_tensor(), host_bytes=512)
-        service.restart()
-        with pytest.raises(Gone):
-            client.status()
-        assert not client.connecting
+        (tensor,) = client.allocate_kv_caches(one_tensor(), host_bytes=512).tensors
+        tensor[:] = 0
+        for generation in range(2):
+            tensor[0] = 3 + generation
+            service.restart()
+            assert client.status().engines
+            specs = GPULoadStoreSpec([0]), CPULoadStoreSpec([1])
+            client.transfer_async(1, specs)
+            client.wait([1])
+            client.transfer_async(2, (specs[1], GPULoadStoreSpec([5])))
+            client.wait([2])
+            assert all(result.success for result in client.get_finished())
+            assert bool((tensor[5] == 3 + generation).all())
+        assert client.incarnation == 3
 
 
 def test_a_timeline_that_was_closed_is_said(service: Service, rig: Rig) -> None:

@@ -53,7 +53,7 @@ class Engine:
         self.client = OffloadClient(directory, engine=name)
         if namespace:
             self.opened = self.client.open_namespace(FINGERPRINT, cpu_bytes_to_use=4 << 20)
-        self.region, (self.tensor,) = self.client.allocate_kv_caches(
+        self.region, (self.tensor,), _ = self.client.allocate_kv_caches(
             LAYOUT, host_bytes=None if namespace else 4 << 20
         )
         self.jobs = 0

@@ -57,7 +57,7 @@ def test_a_device_that_is_not_there(refused: Callable[..., str], device: str) ->
 
 
 def test_a_pool_larger_than_memory(refused: Callable[..., str]) -> None:
-    said = refused(pool_size="100TiB")
+    said = refused(pool_size="100TiB", pool_chunk="1TiB")
     assert "pool_too_large" in said
     assert "pool.size" in said
 

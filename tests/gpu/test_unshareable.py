@@ -56,7 +56,7 @@ def test_host_tensors_are_not_for_a_gpu_s_daemon(daemon: LocalDaemon) -> None:
     with OffloadClient(daemon.directory, engine="cpu") as client:
         with pytest.raises(Refused) as refused:
             client.register_kv_caches({"layer": shared_empty((8, 4096))}, num_blocks=8)
-        assert refused.value.code == Code.DEVICE_MISMATCH
+        assert refused.value.code == Code.NOT_SHAREABLE
         assert client.status().engines == ()
 
 

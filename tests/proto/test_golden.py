@@ -5,7 +5,8 @@ golden.json maps the names below to bytes (hex). To add a message, add an object
     python tests/proto/test_golden.py --write
 
 which adds what has no bytes yet. Bytes that are there are never changed by it: where they no
-longer fit, raise PROTOCOL, and mend golden.json by hand.
+longer fit, raise PROTOCOL, and mend golden.json by hand. Where a message only grew by a field at
+its end, its name goes to EARLIER: what was sent before is still understood.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any, get_args
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -140,6 +142,8 @@ MESSAGES: dict[str, Any] = {
     "client/register-cuda": wire.RegisterKVCaches(2, TWO_GROUPS, (CUDA, CUDA), LOCATIONS),
     "client/allocate": wire.AllocateKVCaches(3, ONE_TENSOR),
     "client/allocate-bounded": wire.AllocateKVCaches(4, TWO_GROUPS, 1 << 40, 0),
+    "client/allocate-kept": wire.AllocateKVCaches(5, ONE_TENSOR, 1 << 30, 3, True),
+    "client/release": wire.ReleaseKVCaches(11, "model-a"),
     "client/submit-store-int32": wire.Submit(
         17, GPULoadStoreSpec(INT32), CPULoadStoreSpec(INT32[:1])
     ),
@@ -174,6 +178,8 @@ MESSAGES: dict[str, Any] = {
     "daemon/registered-again": wire.Registered(1, wire.HostRegion(2048, 32768, True)),
     "daemon/allocated-fd": wire.Allocated(3, REGION, (FD,), LOCATIONS[:1]),
     "daemon/allocated-cuda": wire.Allocated(3, REGION, (CUDA, CUDA), LOCATIONS),
+    "daemon/allocated-kept": wire.Allocated(5, REGION, (FD,), LOCATIONS[:1], True),
+    "daemon/released": wire.Released(11, 1 << 34),
     "daemon/finished": wire.Finished(
         (
             wire.JobResult(17, Direction.STORE, Outcome.DONE, 1 << 32, 0.25),
@@ -186,6 +192,12 @@ MESSAGES: dict[str, Any] = {
     "daemon/waited": wire.Waited(5),
     "daemon/status": wire.StatusReport(6, STATUS),
     "daemon/status-new": wire.StatusReport(6, NEW_STATUS),
+    "daemon/status-kept": wire.StatusReport(
+        6,
+        msgspec.structs.replace(
+            NEW_STATUS, engines=(told.EngineStatus("model-a", False, 1, 4096, 0, (), 1 << 34),)
+        ),
+    ),
     "daemon/opened": wire.Opened(
         7, "0123456789abcdef", 1000, 32768, True, "arc", 2, ("fedc: kv_dtype: 'fp8' here",), 3
     ),
@@ -204,6 +216,16 @@ MESSAGES: dict[str, Any] = {
 }
 
 
+EARLIER = {
+    "client/allocate",
+    "client/allocate-bounded",
+    "daemon/allocated-cuda",
+    "daemon/allocated-fd",
+    "daemon/status",
+}
+"""Whose bytes lack fields that were appended since, and have their defaults."""
+
+
 def golden() -> dict[str, str]:
     read: dict[str, str] = json.loads(PATH.read_text())
     return read
@@ -213,6 +235,7 @@ def add_missing(path: Path = PATH) -> list[str]:
     """Write the bytes of messages that have none yet; returns their names."""
     known: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
     now = {name: encode(message).hex() for name, message in MESSAGES.items()}
+    now |= {name: known[name] for name in EARLIER & known.keys()}
     changed = [name for name in known if now.get(name) != known[name]]
     if changed:
         raise SystemExit(f"golden bytes never change: see the head of this file ({changed})")
@@ -224,9 +247,10 @@ def add_missing(path: Path = PATH) -> list[str]:
 def test_bytes_are_the_golden_ones_both_ways(name: str) -> None:
     message, data = MESSAGES[name], bytes.fromhex(golden()[name])
     _, decode = UNIONS[name.partition("/")[0]]
-    assert encode(message) == data
     assert decode(data) == message
-    assert encode(decode(data)) == data  # also the width of block ids
+    if name not in EARLIER:
+        assert encode(message) == data
+        assert encode(decode(data)) == data  # also the width of block ids
 
 
 @pytest.mark.parametrize("union", UNIONS)

@@ -21,6 +21,7 @@ from kvferry.client.jobs import TransferResult
 from kvferry.client.local import LocalDaemon
 from kvferry.client.manager import OffloadingEvent, OffloadingManager, PrepareStoreOutput
 from kvferry.client.timeline import Timeline
+from kvferry.client.verbs import AllocatedKVCaches
 from kvferry.proto.errors import Code, Failed, Gone, KVFerryError, Refused
 from kvferry.proto.keys import Lookup, OffloadKey, block_hash_of, group_of, offload_key
 from kvferry.proto.messages import HostRegion, Opened, Outcome
@@ -50,6 +51,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "AllocatedKVCaches",
     "AsyncOffloadClient",
     "CPULoadStoreSpec",
     "CanonicalKVCaches",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import zmq
 
@@ -21,14 +21,11 @@ from kvferry.client.conversation import timed_out
 from kvferry.client.descriptors import collect, deposit
 from kvferry.client.nonblocking import KVCaches, NonBlocking
 from kvferry.client.timeline import Timeline
-from kvferry.client.verbs import Ask, Fetch, Leave, Step, Tell, Until, Verb
+from kvferry.client.verbs import AllocatedKVCaches, Ask, Fetch, Leave, Step, Tell, Until, Verb
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.messages import HostRegion, Opened
 from kvferry.proto.specs import KVLayout
 from kvferry.proto.status import DaemonStatus, Fingerprint, NamespaceStatus
-
-if TYPE_CHECKING:
-    import torch
 
 R = TypeVar("R")
 
@@ -114,10 +111,18 @@ class AsyncOffloadClient(NonBlocking):
         *,
         host_bytes: int | None = None,
         timeline: Timeline | None = None,
+        keep: bool = False,
         timeout: float | None = None,
-    ) -> tuple[HostRegion, list[torch.Tensor]]:
+    ) -> AllocatedKVCaches:
         """As OffloadClient.allocate_kv_caches."""
-        verb = verbs.allocate(self._conversation, layout, host_bytes, timeline)
+        verb = verbs.allocate(self._conversation, layout, host_bytes, timeline, keep)
+        return await self._perform(verb, timeout)
+
+    async def release_kv_caches(
+        self, engine: str | None = None, timeout: float | None = None
+    ) -> int:
+        """As OffloadClient.release_kv_caches."""
+        verb = verbs.release(self._conversation, engine or self.engine)
         return await self._perform(verb, timeout)
 
     async def wait(self, job_ids: Collection[int], timeout: float | None = None) -> None:

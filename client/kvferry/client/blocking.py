@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from kvferry.client import verbs
 from kvferry.client.comeback import TICK
@@ -18,14 +18,11 @@ from kvferry.client.conversation import timed_out
 from kvferry.client.descriptors import collect, deposit
 from kvferry.client.nonblocking import KVCaches, NonBlocking
 from kvferry.client.timeline import Timeline
-from kvferry.client.verbs import Ask, Fetch, Leave, Step, Tell, Until, Verb
+from kvferry.client.verbs import AllocatedKVCaches, Ask, Fetch, Leave, Step, Tell, Until, Verb
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.messages import HostRegion, Opened
 from kvferry.proto.specs import KVLayout
 from kvferry.proto.status import DaemonStatus, Fingerprint, NamespaceStatus
-
-if TYPE_CHECKING:
-    import torch
 
 R = TypeVar("R")
 
@@ -39,7 +36,7 @@ class OffloadClient(NonBlocking):
     reconnect: when the daemon goes, come back by itself to the one that is there next, in the same
         namespace, with the same tensors and pins. Whatever is called drives it on and none waits
         for it, but those that ask the daemon something: they have their timeout for it. False: it
-        ends with its daemon. So does one whose tensors the daemon allocated.
+        ends with its daemon.
     Raises Gone (TIMEOUT, DAEMON_GONE) where no daemon answers, Refused where it will not have us.
     """
 
@@ -128,15 +125,30 @@ class OffloadClient(NonBlocking):
         *,
         host_bytes: int | None = None,
         timeline: Timeline | None = None,
+        keep: bool = False,
         timeout: float | None = None,
-    ) -> tuple[HostRegion, list[torch.Tensor]]:
+    ) -> AllocatedKVCaches:
         """Have the daemon allocate the KV tensors of a layout, and map them here.
 
-        Returns the engine's part of the host pool, and int8 tensors of (num_blocks,
-        page_size_bytes) in the layout's order. Raises as register_kv_caches does.
+        Returns (region, tensors, kept): the engine's part of the host pool; int8 tensors of
+        (num_blocks, page_size_bytes) in the layout's order; whether they are those that were kept
+        for an engine of this name and layout, with their bytes.
+        keep: have the daemon keep them when this engine goes, until one of its name registers
+            again, its part of the pool goes to another, or release_kv_caches. They take the
+            device's memory as long.
+        The tensors live on when the daemon dies, and are registered with the next one as our own.
+        Raises as register_kv_caches does.
         """
-        verb = verbs.allocate(self._conversation, layout, host_bytes, timeline)
+        verb = verbs.allocate(self._conversation, layout, host_bytes, timeline, keep)
         return self._perform(verb, timeout)
+
+    def release_kv_caches(self, engine: str | None = None, timeout: float | None = None) -> int:
+        """Have an engine's tensors, by default ours, kept no longer; returns their bytes.
+
+        Where the engine is away they are freed, where it is here that is when it goes. Raises
+        Refused (NOT_REGISTERED) where none are kept for an engine of this name.
+        """
+        return self._perform(verbs.release(self._conversation, engine or self.engine), timeout)
 
     def wait(self, job_ids: Collection[int], timeout: float | None = None) -> None:
         """Return when all of these jobs have ended; their results stay for get_finished.

@@ -50,6 +50,8 @@ from kvferry.proto.messages import (
     OpenNamespace,
     Registered,
     RegisterKVCaches,
+    Released,
+    ReleaseKVCaches,
     Reset,
     Snapshot,
     StatusReport,
@@ -72,13 +74,16 @@ from kvferry.proto.status import Fingerprint
 Request: TypeAlias = (
     RegisterKVCaches
     | AllocateKVCaches
+    | ReleaseKVCaches
     | Wait
     | OpenNamespace
     | Reset
     | StatusRequest
     | NamespacesRequest
 )
-Reply: TypeAlias = Registered | Allocated | Waited | Opened | Done | StatusReport | NamespacesReport
+Reply: TypeAlias = (
+    Registered | Allocated | Released | Waited | Opened | Done | StatusReport | NamespacesReport
+)
 
 _SIDES = frozenset({GPULoadStoreSpec, CPULoadStoreSpec, KeyLoadStoreSpec})
 
@@ -265,10 +270,6 @@ class Conversation:
     def registered(self, registration: Registration, region: HostRegion) -> None:
         self.standing.registration, self.standing.region = registration, region
 
-    def allocated(self, region: HostRegion) -> None:
-        """The daemon's own tensors go with it: there is no coming back then."""
-        self.standing.region, self.lasting = region, False
-
     def lose(self, error: Gone) -> None:
         """The daemon went: every job under way ends as lost, who waits is told."""
         if not self.linked:
@@ -290,8 +291,8 @@ class Conversation:
             self.gone.__cause__ = error
 
     def leave(self) -> None:
-        """We go: nothing comes after this daemon."""
-        self.lasting = False
+        """We go: nothing comes after this daemon, and the tensors are not ours to keep alive."""
+        self.lasting, self.standing.registration = False, None
         if self.gone is not None:
             self.place = Place.OVER
 

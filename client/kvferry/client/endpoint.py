@@ -7,7 +7,7 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvferry.proto.errors import Code, Gone
+from kvferry.proto.errors import Code, Gone, Refused
 
 SYSTEM_DIRECTORY = Path("/run/kvferry")
 
@@ -61,3 +61,19 @@ def find_daemon(device: str | None = None) -> Path:
         message = "no daemon is to be seen: kvferry doctor tells more"
         seen += "".join(f"; {path} may not be entered" for path in closed)
     raise Gone(Code.DAEMON_GONE, f"{message} ({wanted}; looked at: {seen})", device or "")
+
+
+def check_open(directory: Path) -> None:
+    """Raise Refused (FORBIDDEN) where a daemon's files do not let this process's user in."""
+    path = directory / "kvferry.sock"
+    try:
+        closed = path.exists() and not os.access(path, os.W_OK, effective_ids=True)
+    except PermissionError:
+        closed = True
+    if closed:
+        raise Refused(
+            Code.FORBIDDEN,
+            "the daemon's files do not let your user in: have it put into a group of its "
+            "limits.allow_groups, or into limits.allow_uids, and log in anew",
+            str(directory),
+        )

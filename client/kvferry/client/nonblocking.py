@@ -11,7 +11,7 @@ from kvferry.client import verbs
 from kvferry.client.comeback import Comeback
 from kvferry.client.connection import Connection
 from kvferry.client.conversation import Conversation, Place
-from kvferry.client.endpoint import find_daemon
+from kvferry.client.endpoint import check_open, find_daemon
 from kvferry.client.jobs import TransferResult
 from kvferry.client.namespace import Namespace
 from kvferry.client.verbs import Verb
@@ -41,7 +41,9 @@ class NonBlocking:
     def __init__(
         self, directory: Path | str | None, engine: str, client: str, reconnect: bool
     ) -> None:
-        self._connection = Connection(Path(directory) if directory else find_daemon())
+        place = Path(directory) if directory else find_daemon()
+        check_open(place)
+        self._connection = Connection(place)
         self._conversation = Conversation(engine, client, lasting=reconnect)
         self._comeback = Comeback(
             self._conversation, self.directory, self._join, self._reopen, self._send

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -34,6 +34,7 @@ from kvferry.proto.messages import (
     Pin,
     PostResults,
     RegisterKVCaches,
+    ReleaseKVCaches,
     StatusRequest,
 )
 from kvferry.proto.specs import KVLayout
@@ -82,6 +83,15 @@ class Until:
 Step: TypeAlias = Ask | Leave | Fetch | Tell | Until
 R = TypeVar("R")
 Verb: TypeAlias = Generator[Step, Any, R]
+
+
+class AllocatedKVCaches(NamedTuple):
+    """KV tensors that the daemon allocated: int8, (num_blocks, page_size_bytes), in the layout's
+    order. kept: they are those that were kept for the engine, with their bytes."""
+
+    region: HostRegion
+    tensors: list[torch.Tensor]
+    kept: bool
 
 
 def join(talk: Conversation, *, bulletin: bool = True) -> Verb[None]:
@@ -135,20 +145,36 @@ def register(
 
 
 def allocate(
-    talk: Conversation, layout: KVLayout, host_bytes: int | None, timeline: Timeline | None
-) -> Verb[tuple[HostRegion, list[torch.Tensor]]]:
+    talk: Conversation,
+    layout: KVLayout,
+    host_bytes: int | None,
+    timeline: Timeline | None,
+    keep: bool = False,
+) -> Verb[AllocatedKVCaches]:
+    from kvferry.client.tensors.canonical import CanonicalKVCaches
     from kvferry.client.tensors.sharing import attach
 
     talk.check_region(host_bytes)
     yield from present(talk)
     clock = yield from _leave_timeline(timeline)
-    reply = yield Ask(AllocateKVCaches(talk.next_request_id(), layout, host_bytes, clock))
-    talk.allocated(reply.region)
+    reply = yield Ask(AllocateKVCaches(talk.next_request_id(), layout, host_bytes, clock, keep))
     descriptors: list[int] = []
     for allocation in reply.allocations:
         if isinstance(allocation, FdAllocation):
             descriptors.append((yield Fetch(allocation.ticket)))
-    return reply.region, attach(layout, reply.allocations, reply.locations, descriptors)
+    assert talk.welcome is not None
+    device = talk.welcome.device
+    tensors = attach(layout, reply.allocations, reply.locations, descriptors, device)
+    ours = CanonicalKVCaches(layout, tuple(tensors))  # to the next daemon they are our own
+    talk.registered(Registration(ours, host_bytes, timeline), reply.region)
+    return AllocatedKVCaches(reply.region, tensors, reply.kept)
+
+
+def release(talk: Conversation, engine: str) -> Verb[int]:
+    yield from present(talk)
+    reply = yield Ask(ReleaseKVCaches(talk.next_request_id(), engine))
+    nbytes: int = reply.nbytes
+    return nbytes
 
 
 def open_namespace(

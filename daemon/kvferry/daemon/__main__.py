@@ -12,8 +12,9 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import structlog
@@ -27,9 +28,12 @@ from kvferry.daemon.engine.base import CopyEngine
 from kvferry.daemon.engine.pool import HostPool, check_fits
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
 from kvferry.daemon.lane.lane import Lane
+from kvferry.daemon.reload import Reload
+from kvferry.daemon.server.admission import Admission
 from kvferry.daemon.server.archive import Archive, Keeper, Nobody
 from kvferry.daemon.server.endpoint import Endpoint
 from kvferry.daemon.server.server import Server
+from kvferry.daemon.server.shelf import Shelf
 from kvferry.daemon.supervisor import Supervisor
 from kvferry.proto.codec import MAX_MESSAGE_BYTES
 from kvferry.proto.errors import Code, KVFerryError, Refused
@@ -41,15 +45,18 @@ log = structlog.get_logger()
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run until SIGTERM. Exit status: 0 stopped, 1 something failed, 2 refused to start."""
-    sys.setswitchinterval(SWITCH_INTERVAL)
     supervisor = Supervisor()
+    sys.setswitchinterval(SWITCH_INTERVAL)
     try:
         config = configuration.read(arguments)
         raise_descriptor_limit(config)
         start_logging(config.log)
+        supervisor.status(f"opening device {config.device}")
         engine = make_engine(config)
-        endpoint = Endpoint(config.directory / engine.info.uuid)
+        admission = Admission(config.limits.allow_uids, config.limits.allow_groups)
+        endpoint = Endpoint(config.directory / engine.info.uuid, admission)
     except KVFerryError as error:
+        supervisor.status(f"refused to start: {error}")
         print(f"kvferryd: {error}", file=sys.stderr)
         sys.exit(2)
     try:
@@ -57,11 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         pool, kept = make_pool(config, supervisor.kept, keeper, locked=engine.info.kind != "cpu")
     except KVFerryError as error:
         endpoint.close()
+        supervisor.status(f"refused to start: {error}")
         print(f"kvferryd: {error}", file=sys.stderr)
         sys.exit(2)
     try:
-        uvloop.run(run(config, engine, pool, endpoint, Kept(keeper, kept)))
+        signals = Signals(supervisor, Reload(arguments, config, partial(apply, endpoint)))
+        uvloop.run(run(config, engine, pool, endpoint, Kept(keeper, kept), signals))
     except KVFerryError as error:
+        supervisor.status(f"failed: {error}")
         print(f"kvferryd: {error}", file=sys.stderr)
         sys.exit(1)
     finally:
@@ -81,34 +91,43 @@ garbage that only they find."""
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Who keeps descriptors for the next daemon, and the ledgers that were kept for this one."""
+    """Who keeps descriptors for the next daemon, and the ledgers and tensors kept for this one."""
 
     keeper: Keeper
     ledgers: Mapping[str, int]
 
 
 async def run(
-    config: Config, engine: CopyEngine, pool: HostPool, endpoint: Endpoint, kept: Kept
+    config: Config,
+    engine: CopyEngine,
+    pool: HostPool,
+    endpoint: Endpoint,
+    kept: Kept,
+    signals: Signals,
 ) -> None:
     limits = Limits(MAX_MESSAGE_BYTES, MAX_BLOCK_IDS, config.limits.max_jobs)
     identity = Identity(installed_version(), secrets.token_hex(8), os.getpid(), engine.info, limits)
     core = Core(identity, pool.nbytes, time.monotonic())
     events = config.events.publish or f"ipc://{endpoint.events}"
-    server = Server(core, endpoint, frozenset(config.limits.allow_uids), events)
+    server = Server(core, endpoint, events)
     lane = Lane(engine, pool, server.lane_reports, server.fail)
     auditor = Auditor(pool.address, pool.nbytes, config.integrity.threads)
     archive = Archive(auditor, kept.keeper, config.integrity.check_loads, server.tell)
     archive.take_up(kept.ledgers, core.restore)
+    shelf = Shelf(kept.keeper)
+    for number, memory in shelf.take_up(kept.ledgers, core.restore_tensors).items():
+        lane.hold(number, memory)
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
-    with stop_signals(server):
+    with signals.heard(server):
         lane.start()
         pool.fill(engine, server.pool_grew, server.fail)
         archive.verify()
         log.info(
             "serving", device=engine.info.name, directory=str(endpoint.directory), pool=pool.nbytes
         )
-        await server.serve(lane, archive, config.stop.drain_seconds)
+        signals.ready(f"serving {engine.info.name} at {endpoint.directory}")
+        await server.serve(lane, archive, shelf, config.stop.drain_seconds)
         lane.close()
         archive.close()
         pool.close(engine)
@@ -148,7 +167,9 @@ def raise_descriptor_limit(config: Config) -> None:
     chunks = -(-parse_bytes(config.pool.size) // parse_bytes(config.pool.chunk))
     needed = 2 * (DESCRIPTORS + chunks)
     if most < needed:
-        message = f"it takes {needed} descriptors at least: raise LimitNOFILE, or ulimit -n"
+        message = (
+            f"it takes {needed} descriptors at least: raise LimitNOFILE or ulimit -n, or pool.chunk"
+        )
         raise Refused(Code.BAD_CONFIG, message, most)
 
 
@@ -161,14 +182,47 @@ def make_engine(config: Config) -> CopyEngine:
     return CudaEngine(config.device, CudaOptions(config.copy.mode, staging, chunk))
 
 
-@contextlib.contextmanager
-def stop_signals(server: Server) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, server.stop)
-    yield
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.remove_signal_handler(number)
+class Signals:
+    """SIGTERM and SIGINT stop a server, SIGHUP reloads; the supervisor is told."""
+
+    def __init__(self, supervisor: Supervisor, reload: Callable[[], None]) -> None:
+        self._supervisor, self._reload = supervisor, reload
+        self._status = ""
+
+    def ready(self, status: str) -> None:
+        """The server serves; `status` is what `systemctl status` shows from now on."""
+        self._status = status
+        self._supervisor.ready(status)
+
+    @contextlib.contextmanager
+    def heard(self, server: Server) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        stop = partial(self._stop, server)
+        handlers: dict[signal.Signals, Callable[[], None]] = {
+            signal.SIGTERM: stop,
+            signal.SIGINT: stop,
+            signal.SIGHUP: self._hup,
+        }
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, handler)
+        yield
+        for number in handlers:
+            loop.remove_signal_handler(number)
+
+    def _stop(self, server: Server) -> None:
+        self._supervisor.stopping()
+        server.stop()
+
+    def _hup(self) -> None:
+        self._supervisor.reloading()
+        self._reload()
+        self._supervisor.ready(self._status)
+
+
+def apply(endpoint: Endpoint, config: Config) -> None:
+    """Take over what can change while the daemon runs. Raises Refused and changes nothing."""
+    endpoint.admit(config.limits.allow_uids, config.limits.allow_groups)
+    start_logging(config.log)
 
 
 def start_logging(config: LogConfig) -> None:

@@ -10,6 +10,7 @@ import argparse
 import os
 import re
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_type_hints
 
@@ -19,6 +20,8 @@ from msgspec import Meta
 from kvferry.proto.errors import Code, Refused
 
 MAX_SIZE = 1 << 47
+LISTS = ("allow_uids", "allow_groups")
+"""Keys whose flags take several values, with commas between them."""
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 
@@ -90,6 +93,13 @@ class LimitsConfig(Section, frozen=True):
     allow_uids: Annotated[
         tuple[int, ...],
         Meta(description="users, besides the daemon's own and root, whose processes may connect"),
+    ] = ()
+    allow_groups: Annotated[
+        tuple[str | int, ...],
+        Meta(
+            description="groups, by name or number, whose members' processes may connect; the "
+            "sockets are given to the first"
+        ),
     ] = ()
 
 
@@ -170,6 +180,13 @@ def options(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple
             yield f"{prefix}{field.name}", hints[field.name], field.default
 
 
+def differing(one: Config, other: Config) -> Iterator[str]:
+    """The dotted keys in which two configurations are not the same."""
+    for key, _, _ in options():
+        if attrgetter(key)(one) != attrgetter(key)(other):
+            yield key
+
+
 def description(hint: Any) -> str:
     return str(next(m.description for m in get_args(hint)[1:] if m.description))
 
@@ -188,7 +205,7 @@ def read(arguments: Sequence[str] | None = None) -> Config:
                 target = tree
                 for section in sections:
                     target = target.setdefault(section, {})
-                target[name] = value.split(",") if name == "allow_uids" else value
+                target[name] = value.split(",") if name in LISTS else value
         config = msgspec.convert(tree, Config, strict=False)
     except (OSError, ValueError, TypeError, msgspec.MsgspecError) as error:
         message = f"the configuration is not right: {error}"

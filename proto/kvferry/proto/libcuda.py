@@ -27,22 +27,22 @@ MIN_DRIVER = 12080
 _NOT_READY = 600
 _POINTER_LEGACY_IPC_CAPABLE = 10
 _ATTRIBUTE_NAME = 128
-_MULTIPROCESSORS = 16
-_MPS_ENABLED = 133
 
 
 class IpcHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * IPC_HANDLE_BYTES),)
 
 
-class _Location(ctypes.Structure):
+class Location(ctypes.Structure):
+    """CUmemLocation: a type, 1 is a device, and which one."""
+
     _fields_ = (("type", c_int), ("id", c_int))
 
 
 class CopyAttributes(ctypes.Structure):
     """CUmemcpyAttributes. order 1 (STREAM): sources are read in stream order."""
 
-    _fields_ = (("order", c_int), ("src", _Location), ("dst", _Location), ("flags", c_uint))
+    _fields_ = (("order", c_int), ("src", Location), ("dst", Location), ("flags", c_uint))
 
 
 _PROTOTYPES: dict[str, tuple[Any, ...]] = {
@@ -51,10 +51,11 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuDeviceGetCount": (c_void_p,),
     "cuDeviceGetName": (c_char_p, c_int, c_int),
     "cuDeviceGetUuid_v2": (c_void_p, c_int),
-    "cuDeviceGetAttribute": (c_void_p, c_int, c_int),
     "cuDevicePrimaryCtxRetain": (c_void_p, c_int),
     "cuCtxSetCurrent": (c_void_p,),
     "cuCtxGetDevice": (c_void_p,),
+    "cuCtxPushCurrent_v2": (c_void_p,),
+    "cuCtxPopCurrent_v2": (c_void_p,),
     "cuCtxSynchronize": (),
     "cuMemAlloc_v2": (c_void_p, c_size_t),
     "cuMemFree_v2": (c_uint64,),
@@ -63,6 +64,17 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuIpcGetMemHandle": (c_void_p, c_uint64),
     "cuIpcOpenMemHandle_v2": (c_void_p, IpcHandle, c_uint),
     "cuIpcCloseMemHandle": (c_uint64,),
+    "cuMemGetAllocationGranularity": (c_void_p, c_void_p, c_int),
+    "cuMemCreate": (c_void_p, c_size_t, c_void_p, c_uint64),
+    "cuMemRelease": (c_uint64,),
+    "cuMemExportToShareableHandle": (c_void_p, c_uint64, c_int, c_uint64),
+    "cuMemImportFromShareableHandle": (c_void_p, c_void_p, c_int),
+    "cuMemGetAllocationPropertiesFromHandle": (c_void_p, c_uint64),
+    "cuMemAddressReserve": (c_void_p, c_size_t, c_size_t, c_uint64, c_uint64),
+    "cuMemAddressFree": (c_uint64, c_size_t),
+    "cuMemMap": (c_uint64, c_size_t, c_size_t, c_uint64, c_uint64),
+    "cuMemUnmap": (c_uint64, c_size_t),
+    "cuMemSetAccess": (c_uint64, c_size_t, c_void_p, c_size_t),
     "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
     "cuMemHostUnregister": (c_void_p,),
     "cuMemHostGetDevicePointer_v2": (c_void_p, c_void_p, c_uint),
@@ -155,13 +167,6 @@ class Driver:
         self.call("cuDeviceGetName", name, _ATTRIBUTE_NAME, ordinal)
         return name.value.decode()
 
-    def multiprocessors(self, ordinal: int) -> int:
-        return self._attribute(_MULTIPROCESSORS, ordinal)
-
-    def under_mps(self, ordinal: int) -> bool:
-        """Whether this process's contexts on a device share it through CUDA MPS."""
-        return bool(self._attribute(_MPS_ENABLED, ordinal))
-
     def current_device(self) -> int:
         return self._int("cuCtxGetDevice")
 
@@ -171,6 +176,14 @@ class Driver:
         self.call("cuDevicePrimaryCtxRetain", byref(context), ordinal)
         self.call("cuCtxSetCurrent", context)
         return context.value or 0
+
+    def drain(self, context: int) -> None:
+        """Wait for all work of a context; the thread's own context stays what it is."""
+        self.call("cuCtxPushCurrent_v2", context)
+        try:
+            self.call("cuCtxSynchronize")
+        finally:
+            self.call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
     # Memory
 
@@ -280,11 +293,6 @@ class Driver:
         addresses = (c_void_p * len(parameters))(*(p.ctypes.data for p in parameters))
         shape = (grid, 1, 1, threads, 1, 1)
         self.call("cuLaunchKernel", function, *shape, 0, stream, addresses, None)
-
-    def _attribute(self, attribute: int, ordinal: int) -> int:
-        value = c_int()
-        self.call("cuDeviceGetAttribute", byref(value), attribute, ordinal)
-        return value.value
 
     def _int(self, name: str) -> int:
         value = c_int()

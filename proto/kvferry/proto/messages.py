@@ -7,6 +7,8 @@
                                 <-             Registered | Error
       AllocateKVCaches          ->
                                 <-             Allocated | Error
+      ReleaseKVCaches           ->
+                                <-             Released | Error
       PostResults               ->               (no reply; before the first Submit)
       Submit                    ->               (no reply of its own: the outcome is the reply)
       Cancel                    ->               (likewise)
@@ -89,7 +91,10 @@ class CudaAllocation(Part, tag="cuda"):
 
 
 class FdAllocation(Part, tag="fd"):
-    """Shared memory behind a file descriptor that went, or waits, at the descriptor socket."""
+    """Memory behind a file descriptor that went, or waits, at the descriptor socket.
+
+    Host memory to map, with a daemon on the CPU; with one on a GPU, that GPU's memory to import.
+    """
 
     ticket: Id
     size: Positive
@@ -180,12 +185,25 @@ class RegisterKVCaches(Message):
 
 
 class AllocateKVCaches(Message):
-    """Have the daemon allocate the KV tensors, and share them with the engine."""
+    """Have the daemon allocate the KV tensors, and share them with the engine.
+
+    What was kept for an engine of this name with the same layout is given back, bytes and all.
+    keep: do not free the tensors when the engine goes, until it allocates again or somebody asks
+        to release them. They take the device's memory as long.
+    """
 
     request_id: Id
     layout: KVLayout
     host_bytes: Positive | None = None
     timeline: Id | None = None
+    keep: bool = False
+
+
+class ReleaseKVCaches(Message):
+    """Keep an engine's tensors no longer: free them, or where it is here, when it goes."""
+
+    request_id: Id
+    engine: Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class PostResults(Message):
@@ -298,6 +316,15 @@ class Allocated(Message):
     region: HostRegion
     allocations: Allocations
     locations: Locations
+    kept: bool = False
+    """The tensors are those that were kept for the engine, with their bytes."""
+
+
+class Released(Message):
+    """nbytes: of tensors that are not kept any more."""
+
+    request_id: Id
+    nbytes: Count
 
 
 class Finished(Message):
@@ -377,6 +404,7 @@ ClientMessage: TypeAlias = (
     Hello
     | RegisterKVCaches
     | AllocateKVCaches
+    | ReleaseKVCaches
     | PostResults
     | Submit
     | Cancel
@@ -395,6 +423,7 @@ DaemonMessage: TypeAlias = (
     Welcome
     | Registered
     | Allocated
+    | Released
     | Finished
     | Waited
     | Opened

@@ -86,12 +86,15 @@ class GroupCopying(Part):
 
 
 class EngineStatus(Part):
+    """kept_bytes: of tensors allocated by the daemon that stay when the engine goes, or have."""
+
     name: str
     present: bool
     host_blocks: int
     host_block_bytes: int
     jobs: int
     copying: tuple[GroupCopying, ...] = ()
+    kept_bytes: int = 0
 
 
 class NamespaceStatus(Part):

@@ -23,6 +23,8 @@ from kvferry.proto.errors import Code, Failed
 from kvferry.proto.libcuda import Event
 from kvferry.proto.specs import Direction
 
+from .paper_memory import Refusal, VirtualMemoryOnPaper
+
 POISON = 0xEE
 PARTS = 3
 """A copy or kernel is done in so many steps."""
@@ -50,14 +52,13 @@ class PaperDriver:
     seed: int = 0
     version: int = 13000
     launches: list[tuple[Direction, int]] = field(default_factory=list)
-    """Direction and KV blocks of every kernel."""
-    grids: list[int] = field(default_factory=list)
-    mps: bool = False
+    """Direction and blocks of every kernel."""
     refuse: Callable[[str], bool] = lambda name: False
     """Whether the device refuses a call: "launch", "cuMemcpyBatchAsync"."""
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
+        self._virtual = VirtualMemoryOnPaper()
         self._memory: dict[int, np.ndarray[Any, np.dtype[np.uint8]]] = {}
         self._streams: dict[int, Stream] = {}
         self._marks: dict[int, Mark] = {}
@@ -106,9 +107,6 @@ class PaperDriver:
         ctypes.memmove(pointer, array.ctypes.data, array.nbytes)
 
     def register_host(self, address: int, nbytes: int) -> None: ...
-
-    def ipc_handle(self, base: int) -> bytes:
-        return base.to_bytes(8, "little") + bytes(56)
 
     # Streams and events
 
@@ -159,7 +157,13 @@ class PaperDriver:
             case (("cuCtxSetCurrent" | "cuMemHostUnregister"), (_,)):
                 pass
             case _:
-                raise AssertionError(f"{name}{arguments} is not on paper")
+                self._call_virtual(name, *arguments)
+
+    def _call_virtual(self, name: str, *arguments: Any) -> None:
+        try:
+            assert self._virtual.call(name, *arguments), f"{name}{arguments} is not on paper"
+        except Refusal:
+            raise self.error(name, 1) from None
 
     def error(self, name: str, result: int) -> Failed:
         return Failed(Code.DRIVER, f"{name}: refused on paper", result)
@@ -195,7 +199,6 @@ class PaperDriver:
         if self.refuse("launch"):
             raise self.error("cuLaunchKernel", 1)
         assert grid > 0
-        self.grids.append(grid)
         gather = self._names[function].startswith("gather")
         pairs = [*_pairs(piece, ids)]
         if gather:
@@ -215,11 +218,8 @@ class PaperDriver:
     def device_name(self, ordinal: int) -> str:
         return "paper"
 
-    def multiprocessors(self, ordinal: int) -> int:
-        return 4
-
-    def under_mps(self, ordinal: int) -> bool:
-        return self.mps
+    def device_attribute(self, attribute: int, ordinal: int) -> int:
+        return 0
 
     def retain_context(self, ordinal: int) -> int:
         return 1

@@ -13,7 +13,7 @@ import ctypes
 import os
 import queue
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, TypeAlias, cast
 
@@ -24,6 +24,7 @@ from kvferry.daemon.core.actions import (
     Abandon,
     Calibrated,
     CopyPlan,
+    Drop,
     Ended,
     Map,
     Mapped,
@@ -39,7 +40,7 @@ from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
 from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.engine.reference import ReferenceEngine
 from kvferry.daemon.lane.lane import Lane, MapOrder
-from kvferry.proto.errors import KVFerryError
+from kvferry.proto.errors import Code, KVFerryError
 from kvferry.proto.libcuda import driver
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
@@ -68,13 +69,13 @@ def cuda(mode: str) -> Make:
     return lambda patch: CudaEngine("0", CudaOptions(mode, 64 << 20, CHUNK))
 
 
-def on_paper(mode: str, seed: int = 0, mps: bool = False) -> Make:
+def on_paper(mode: str, seed: int = 0) -> Make:
     """The CUDA engine; "auto" copies pages of 4 KiB and more directly. Little staging, so that it
     is used again and again."""
 
     def make(patch: pytest.MonkeyPatch) -> CopyEngine:
         measured = CopyStatus("auto", CalibrationPoint(0, 1.0, 1.0), (), 4096, 4096)
-        patch.setattr(cuda_engine, "driver", lambda: PaperDriver(seed, mps=mps))
+        patch.setattr(cuda_engine, "driver", lambda: PaperDriver(seed))
         patch.setattr(cuda_engine, "calibrate", lambda driver, device: measured)
         patch.setattr(cuda_engine, "MIN_STAGING", PAPER_STAGING)
         return CudaEngine("0", CudaOptions(mode, PAPER_STAGING, CHUNK))
@@ -137,16 +138,41 @@ class Bench:
     reports: queue.SimpleQueue[Any]
     serials: Iterator[int] = field(default_factory=lambda: count(1))
 
-    def open(self, shape: KVLayout) -> Open:
-        geometry = Geometry(shape, CHUNK // 2, (POOL - CHUNK) // shape.host_block_bytes)
-        number = next(self.serials)
-        self.lane.post(MapOrder(Map(number, "s", geometry, (), None, None), (), None))
-        report = self.report(Mapped)
-        assert report.error is None, report.error
+    def open(self, shape: KVLayout, **wanted: Any) -> Open:
+        """Tensors allocated by the engine and filled; `wanted` as `map` has it."""
+        number, report = self.map(shape, **wanted)
         for descriptor in report.descriptors:
             os.close(descriptor)
+        opened = self.opened(number)
+        opened.fill()
+        return opened
+
+    def map(
+        self,
+        shape: KVLayout,
+        *,
+        keep: bool = False,
+        reuse: int | None = None,
+        own: tuple[Mapped, tuple[int, ...]] | None = None,
+    ) -> tuple[int, Mapped]:
+        """Have the lane allocate tensors; or open those that `own` says, by its descriptors."""
+        geometry = Geometry(shape, CHUNK // 2, (POOL - CHUNK) // shape.host_block_bytes)
+        number = next(self.serials)
+        order = Map(number, "s", geometry, (), None, None, keep, reuse)
+        if own is not None:
+            order = replace(order, allocations=own[0].allocations, locations=own[0].locations)
+        self.lane.post(MapOrder(order, own[1] if own else (), None))
+        report = self.report(Mapped)
+        assert report.error is None, report.error
+        return number, report
+
+    def opened(self, number: int) -> Open:
         mapping = self.lane._berths[number].mapping
-        return Open(self, number, geometry, mapping)
+        return Open(self, number, mapping.geometry, mapping)
+
+    def unmap(self, opened: Open) -> None:
+        self.lane.post(Unmap(opened.number))
+        assert self.report(Unmapped).registration == opened.number
 
     def report(self, kind: type[Any]) -> Any:
         while not isinstance(report := self.reports.get(timeout=PATIENCE), kind):
@@ -160,13 +186,17 @@ class Open:
     number: int
     geometry: Geometry
     mapping: Mapping
+    rows: list[Bytes] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
+    def fill(self) -> None:
         rng = np.random.default_rng(7)
-        self.rows = []
         for index, tensor in enumerate(self.geometry.layout.tensors):
             self.rows.append(rng.integers(0, 256, tensor.span_bytes, dtype=np.uint8))
             self.write(index, self.rows[index])
+        self.fill_host()
+
+    def fill_host(self) -> None:
+        rng = np.random.default_rng(8)
         self.host = rng.integers(0, 256, POOL, dtype=np.uint8)
         ctypes.memmove(self.bench.pool.address, self.host.ctypes.data, POOL)
 
@@ -324,8 +354,7 @@ def test_transfers_of_one_direction_are_done_in_order(bench: Bench) -> None:
 
 def test_memory_goes_with_its_registration(bench: Bench) -> None:
     first, second = bench.open(LAYOUTS["layers"]), bench.open(LAYOUTS["layers"])
-    bench.lane.post(Unmap(first.number))
-    assert bench.report(Unmapped).registration == first.number
+    bench.unmap(first)
     second.start(Direction.STORE, GPULoadStoreSpec([1, 2, 3], (3,), (0,)), [4])
     assert bench.report(Ended).outcome is Outcome.DONE
     second.check()
@@ -430,15 +459,104 @@ def test_pieces_that_lie_one_behind_the_other_are_one_launch(bench: Bench) -> No
     engine.check()
 
 
-@pytest.mark.parametrize(
-    ("bench", "most"),
-    [(on_paper("staged"), 64), (on_paper("staged", mps=True), 4)],
-    indirect=["bench"],
-)
-def test_under_mps_a_kernel_leaves_most_of_the_gpu_to_others(bench: Bench, most: int) -> None:
-    engine = bench.open(CROWD["staged"])
-    assert isinstance(bench.engine, CudaEngine)
-    engine.start(Direction.STORE, GPULoadStoreSpec(range(8), (8,), (0,)), [*range(8)])
+def test_memory_that_is_held_outlasts_its_registration(bench: Bench) -> None:
+    """Mapped again it has its bytes, and takes part in transfers."""
+    first = bench.open(LAYOUTS["layers"], keep=True)
+    bench.unmap(first)
+    number, report = bench.map(LAYOUTS["layers"], reuse=first.number)
+    assert report.reused
+    again = bench.opened(number)
+    again.rows = first.rows
+    again.fill_host()
+    again.check()
+    rng = np.random.default_rng(1)
+    for direction in Direction:
+        spec, hosts = transfer(LAYOUTS["layers"], again.geometry.host_blocks, rng)
+        again.start(direction, spec, hosts)
+        assert bench.report(Ended).error is None
+    again.check()
+    for descriptor in report.descriptors:
+        os.close(descriptor)
+
+
+def test_held_memory_of_another_size_is_not_used(bench: Bench) -> None:
+    first = bench.open(LAYOUTS["two groups"], keep=True)
+    bench.unmap(first)
+    larger = layout([1 << 16] * 2, [0, 0], [[0, 1]], 1)
+    number, report = bench.map(larger, reuse=first.number)
+    assert not report.reused
+    for descriptor in report.descriptors:
+        os.close(descriptor)
+    bench.unmap(bench.opened(number))
+
+
+def test_memory_goes_when_nobody_holds_it(bench: Bench) -> None:
+    """Also that of which a second registration was made."""
+    bench.unmap(bench.open(LAYOUTS["layers"]))  # whatever a driver opens for the first of all
+    before = descriptors()
+    first = bench.open(LAYOUTS["layers"], keep=True)
+    bench.unmap(first)
+    assert descriptors() == before + 1
+    second, report = bench.map(LAYOUTS["layers"], keep=True, reuse=first.number)
+    for number in (first.number, second):
+        bench.lane.post(Drop(number))
+    bench.unmap(bench.opened(second))
+    for descriptor in report.descriptors:
+        os.close(descriptor)
+    assert descriptors() == before
+    _, report = bench.map(LAYOUTS["layers"], reuse=second)
+    assert not report.reused
+    for descriptor in report.descriptors:
+        os.close(descriptor)
+
+
+def test_tensors_come_back_by_descriptor(bench: Bench) -> None:
+    """Their engine outlived the daemon that made them, and registers them with the next one."""
+    first = bench.open(LAYOUTS["padded and interleaved"], keep=True)
+    (held,) = bench.lane._held[first.number]
+    bench.unmap(first)
+    _, made = bench.map(LAYOUTS["padded and interleaved"])
+    number, _ = bench.map(LAYOUTS["padded and interleaved"], own=(made, (os.dup(held),)))
+    again = bench.opened(number)
+    again.rows = first.rows
+    again.fill_host()
+    again.check()
+    for descriptor in made.descriptors:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("what", ["pipe", "memfd", "directory", "device"])
+def test_descriptors_of_something_else_are_refused(bench: Bench, what: str) -> None:
+    """Nothing stays mapped or open, and the engine goes on."""
+    other = bench.open(LAYOUTS["one page"])
+    _, made = bench.map(LAYOUTS["two groups"])
+    for descriptor in made.descriptors:
+        os.close(descriptor)
+    before = descriptors()
+    order = Map(99, "s", other.geometry, made.allocations, made.locations, None)
+    bench.lane.post(MapOrder(order, (something_else(what),), None))
+    error = bench.report(Mapped).error
+    assert error is not None
+    assert error.code in {Code.NOT_SHAREABLE, Code.MAP_FAILED, Code.BAD_LAYOUT}, error
+    assert descriptors() == before
+    other.start(Direction.STORE, GPULoadStoreSpec([1, 2, 3], (3,), (0,)), [4, 5, 6])
     assert bench.report(Ended).outcome is Outcome.DONE
-    assert cast(PaperDriver, bench.engine._driver).grids == [most]
-    engine.check()
+    other.check()
+
+
+def descriptors() -> int:
+    """How many this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def something_else(what: str) -> int:
+    """A descriptor that is no memory, or host memory of fewer bytes than said."""
+    if what == "memfd":
+        return os.memfd_create("something else")
+    if what == "directory":
+        return os.open("/", os.O_RDONLY)
+    if what == "device":
+        return os.open("/dev/null", os.O_RDWR)
+    reader, writer = os.pipe()
+    os.close(writer)
+    return reader

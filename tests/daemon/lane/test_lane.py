@@ -113,7 +113,7 @@ class StubEngine:
     ) -> Mapping:
         return Mapping(geometry, np.zeros(len(locations), dtype=np.int64))
 
-    def allocate(self, geometry: Geometry) -> Shared:
+    def allocate(self, geometry: Geometry, kept: Sequence[int] = ()) -> Shared:
         raise Failed(Code.MAP_FAILED, "no memory")
 
     def close(self, mapping: Mapping) -> None:

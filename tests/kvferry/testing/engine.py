@@ -124,6 +124,7 @@ class Engine:
     """The scheduler, and a handle of the worker.
 
     worker: the methods of worker.Worker, done in `process`. region: the part of the host pool.
+    kept: whether the worker got the tensors of the one before.
     client: the scheduler's session. history: results in the order they came.
     """
 
@@ -138,7 +139,7 @@ class Engine:
         """Make `process` the worker; again, where the one before died."""
         self.process = process
         opened: Opened = process.call("open", self.directory, self.options)
-        self.region, self.parts = opened.region, opened.parts
+        self.region, self.parts, self.kept = opened.region, opened.parts, opened.kept
         self.worker = cast("Worker", _Remote(process))
 
     def expected(self, block_ids: Sequence[int], seed: int, group: int = 0) -> Bytes:

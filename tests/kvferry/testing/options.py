@@ -35,7 +35,7 @@ class EngineOptions:
     form: how the tensors are shaped, see kv.py; memory: where from, on the CPU.
     kernel_blocks: blocks of the kernel in one GPU block. shared_groups: all groups use the tensors
         of the first. daemon_owned: the daemon allocates the tensors, with `row_padding` bytes
-        between rows.
+        between rows, and with `keep` keeps them for the next worker.
     host_bytes: how much of the pool to take. timeline: whether the engine has one.
     """
 
@@ -51,5 +51,6 @@ class EngineOptions:
     shared_groups: bool = False
     daemon_owned: bool = False
     row_padding: int = 0
+    keep: bool = False
     host_bytes: int | None = None
     timeline: bool = True

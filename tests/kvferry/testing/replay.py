@@ -124,7 +124,7 @@ class _Engine:
             eviction_policy=outcome.policy,
         )
         layout = KVLayout((TensorLayout(blocks, PAGE, PAGE),), ((TensorRef(0, PAGE),),))
-        _, (pages,) = self._client.allocate_kv_caches(layout)
+        (pages,) = self._client.allocate_kv_caches(layout).tensors
         self._pages = pages.view(torch.int64).numpy()
         self._manager = OffloadingManager(self._client)
         self._jobs = count()

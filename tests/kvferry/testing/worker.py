@@ -33,6 +33,7 @@ class Opened:
 
     region: HostRegion
     parts: tuple[Parts, ...]
+    kept: bool = False
 
 
 class Worker:
@@ -43,11 +44,11 @@ class Worker:
         self._late: list[Tensor] = []
         self._client = OffloadClient(directory, engine=options.name, client="worker")
         try:
-            self._kv, region = self._register()
+            self._kv, region, kept = self._register()
         except BaseException:
             self.close()
             raise
-        self.opened = Opened(region, self._kv.parts)
+        self.opened = Opened(region, self._kv.parts, kept)
 
     def write(
         self,
@@ -117,13 +118,14 @@ class Worker:
         if self._timeline is not None:
             self._timeline.close()
 
-    def _register(self) -> tuple[KVTensors, HostRegion]:
+    def _register(self) -> tuple[KVTensors, HostRegion, bool]:
+        """The tensors, the part of the pool, and whether the tensors were kept."""
         o = self.options
         common: dict[str, Any] = {"host_bytes": o.host_bytes, "timeline": self._timeline}
         if o.daemon_owned:
             layout = canonical_layout(o)
-            region, tensors = self._client.allocate_kv_caches(layout, **common)
-            return adopt(o, layout, tensors), region
+            allocated = self._client.allocate_kv_caches(layout, keep=o.keep, **common)
+            return adopt(o, layout, allocated.tensors), allocated.region, allocated.kept
         kv = build(o)
         region = self._client.register_kv_caches(
             kv.kv_caches,
@@ -133,7 +135,7 @@ class Worker:
             page_size_bytes=kv.page_size_bytes,
             **common,
         )
-        return kv, region
+        return kv, region, False
 
     def _look(self, number: int, index: Tensor) -> None:
         self._late.append(self._kv.views[number][index])

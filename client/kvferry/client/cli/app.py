@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from kvferry.client.cli import units
-from kvferry.client.cli.status import as_json, ask, show
+from kvferry.client.cli.status import as_json, ask, release, show
 
 WHAT = ("bandwidth", "latency", "beside", "queued", "start")
 OWN_DAEMON = ("beside", "start")
@@ -75,6 +75,15 @@ def status(
         print(msgspec.json.format(msgspec.json.encode(everything), indent=2).decode())
     else:
         show(report, namespaces, Console(highlight=False))
+
+
+@app.command("release")
+def release_(
+    engine: Annotated[str, typer.Argument(help="The engine's name.", metavar="ENGINE")],
+    directory: Directory = None,
+) -> None:
+    """Keep an engine's KV tensors no longer: free them, or where it is here, when it goes."""
+    print(f"released {units.size(release(directory, engine))} kept for {engine}")
 
 
 @app.command()

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from kvferry.client import DaemonStatus, OffloadClient, find_daemon
 from kvferry.client.cli.units import size, span
+from kvferry.client.endpoint import look_for
 from kvferry.proto.errors import Code, Gone
 from kvferry.proto.status import NamespaceStatus, PoolStatus, Totals
 
@@ -34,8 +35,8 @@ def locate(directory: Path | None) -> Path:
     """
     if directory is None:
         return find_daemon()
-    places = [directory, *sorted(directory.glob("*"))]
-    found = [path for path in places if (path / "kvferry.sock").exists()]
+    found, closed = look_for([directory])
+    found += closed
     if len(found) == 1:
         return found[0]
     if found:
@@ -50,6 +51,15 @@ def ask(directory: Path | None) -> tuple[DaemonStatus, Namespaces]:
         where, engine="kvferry-cli", client="kvferry status", timeout=TIMEOUT
     ) as client:
         return client.status(), client.namespaces()
+
+
+def release(directory: Path | None, engine: str) -> int:
+    """Have the daemon keep an engine's tensors no longer; returns their bytes."""
+    where = locate(directory)
+    with OffloadClient(
+        where, engine="kvferry-cli", client="kvferry release", timeout=TIMEOUT
+    ) as client:
+        return client.release_kv_caches(engine)
 
 
 def as_json(value: Any) -> Any:
@@ -110,13 +120,14 @@ def _totals(totals: Totals) -> Text:
 
 def _engines(status: DaemonStatus) -> Table:
     table = Table("engine", "", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("host blocks", "of", "in all", "jobs under way"):
+    for name in ("host blocks", "of", "in all", "jobs under way", "tensors kept"):
         table.add_column(name, justify="right")
     for engine in status.engines:
         here = Text("here", "green") if engine.present else Text("away", "yellow")
         block, nbytes = engine.host_block_bytes, engine.host_blocks * engine.host_block_bytes
         cells = (f"{engine.host_blocks:,}", size(block), size(nbytes), str(engine.jobs))
-        table.add_row(Text(engine.name), here, *cells)
+        kept = size(engine.kept_bytes) if engine.kept_bytes else "-"
+        table.add_row(Text(engine.name), here, *cells, kept)
     return table
 
 

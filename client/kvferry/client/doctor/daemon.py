@@ -276,7 +276,7 @@ def round_trip(case: Case) -> Iterator[Finding]:
         return
     layout = KVLayout((TensorLayout(2, PAGE, PAGE),), ((TensorRef(0, PAGE),),))
     try:
-        _, (tensor,) = case.client.allocate_kv_caches(layout, host_bytes=PAGE)
+        (tensor,) = case.client.allocate_kv_caches(layout, host_bytes=PAGE).tensors
         sent = torch.arange(PAGE, dtype=torch.int64).to(torch.int8)
         tensor[0], tensor[1] = sent.to(tensor.device), 0
         if tensor.is_cuda:

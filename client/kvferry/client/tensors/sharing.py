@@ -1,6 +1,7 @@
 """Making tensors reachable from the daemon's process, and the daemon's from ours.
 
-On CUDA a tensor is shared by the IPC handle of the allocation that it lies in. On the CPU it must
+On CUDA a tensor is shared by the IPC handle of the allocation that it lies in, or, where a daemon
+allocated it, by the descriptor that it came by (device.py). On the CPU it must
 lie in memory that is shared already (a memfd, torch's share_memory_(), anything mapped MAP_SHARED
 from a descriptor that is still open): the kernel's own list of mappings tells which descriptor
 that is.
@@ -14,15 +15,16 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from kvferry.client.tensors.canonical import CanonicalKVCaches
+from kvferry.client.tensors.device import attach_device, attached_at
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.libcuda import driver
 from kvferry.proto.messages import Allocation, CudaAllocation, FdAllocation, Location
 from kvferry.proto.specs import KVLayout
+from kvferry.proto.status import DeviceInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,17 @@ def _export_cuda(tensors: Iterable[torch.Tensor]) -> Exported:
     numbers: dict[int, int] = {}
     allocations: list[Allocation] = []
     locations: list[Location] = []
+    descriptors: list[int] = []
     for tensor in tensors:
         pointer = tensor.data_ptr()
+        if (ours := attached_at(pointer)) is not None:
+            base = ours.memory.address
+            if base not in numbers:
+                numbers[base] = len(allocations)
+                allocations.append(FdAllocation(len(descriptors), ours.memory.nbytes))
+                descriptors.append(ours.descriptor)
+            locations.append(Location(numbers[base], pointer - base))
+            continue
         driver().retain_context(tensor.device.index or 0)
         if not driver().ipc_capable(pointer):
             raise Refused(
@@ -87,19 +98,7 @@ def _export_cuda(tensors: Iterable[torch.Tensor]) -> Exported:
             uuid = driver().device_uuid(driver().current_device())
             allocations.append(CudaAllocation(uuid, driver().ipc_handle(base), size))
         locations.append(Location(numbers[base], pointer - base))
-    return Exported(tuple(allocations), tuple(locations))
-
-
-class _DeviceBytes:
-    """Device memory as torch takes it over without a copy."""
-
-    def __init__(self, pointer: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|i1",
-            "data": (pointer, False),
-            "version": 3,
-        }
+    return Exported(tuple(allocations), tuple(locations), tuple(descriptors))
 
 
 # Shared memory
@@ -170,14 +169,21 @@ def attach(
     allocations: Sequence[Allocation],
     locations: Sequence[Location],
     descriptors: Sequence[int],
+    device: DeviceInfo,
 ) -> list[torch.Tensor]:
     """Map tensors that the daemon allocated: int8 views of (num_blocks, page_size_bytes).
 
-    descriptors[i] is behind the i-th FdAllocation, and is closed. The mapping lives as long as the
-    tensors; CUDA memory stays mapped until the process ends.
+    descriptors[i] is behind allocations[i], and the tensors': they and their mapping live as long.
     """
     remaining = list(descriptors)
-    whole = [_attach_one(allocation, remaining) for allocation in allocations]
+    whole: list[torch.Tensor] = []
+    try:
+        for allocation in allocations:
+            whole.append(_attach_one(allocation.size, remaining[0], device))
+            del remaining[0]
+    finally:
+        for descriptor in remaining:
+            os.close(descriptor)
     return [
         whole[place.allocation].as_strided(
             (tensor.num_blocks, tensor.page_size_bytes),
@@ -188,27 +194,9 @@ def attach(
     ]
 
 
-def _attach_one(allocation: Allocation, descriptors: list[int]) -> torch.Tensor:
-    if isinstance(allocation, CudaAllocation):
-        ordinal = _ordinal_of(allocation.device_uuid)
-        driver().retain_context(ordinal)
-        pointer = driver().ipc_open(allocation.handle)
-        memory: Any = _DeviceBytes(pointer, allocation.size)
-        return torch.as_tensor(memory, device=torch.device("cuda", ordinal))
-    descriptor = descriptors.pop(0)
-    try:
-        shared = mmap.mmap(descriptor, allocation.size)
-    finally:
-        os.close(descriptor)
+def _attach_one(size: int, descriptor: int, device: DeviceInfo) -> torch.Tensor:
+    if device.kind == "cuda":
+        return attach_device(device.uuid, descriptor, size)
+    shared = mmap.mmap(descriptor, size)  # keeps a descriptor of its own
+    os.close(descriptor)
     return torch.frombuffer(shared, dtype=torch.int8)
-
-
-def _ordinal_of(uuid: str) -> int:
-    for ordinal in range(driver().device_count()):
-        if driver().device_uuid(ordinal) == uuid:
-            return ordinal
-    raise Refused(
-        Code.DEVICE_MISMATCH,
-        "the daemon's GPU is not visible here: set CUDA_VISIBLE_DEVICES to include it",
-        uuid,
-    )

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from kvferry.daemon.core.deeds import Deed, Owner
+from kvferry.daemon.core.deeds import Deed, Owner, Tenancy
 from kvferry.daemon.core.geometry import Geometry, Int64s, Run
 from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.keys import OffloadKey
@@ -82,6 +82,8 @@ class Map:
     """Make an engine's tensors reachable; the lane reports Mapped.
 
     locations: where each tensor lies in `allocations`; None: allocate the tensors here.
+    keep: hold what is allocated, until Drop. reuse: the registration whose memory is held, to be
+        mapped instead of new memory where that can be.
     """
 
     registration: int
@@ -90,6 +92,27 @@ class Map:
     allocations: tuple[Allocation, ...]
     locations: tuple[Location, ...] | None
     timeline: int | None
+    keep: bool = False
+    reuse: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shelve:
+    """Hold the memory allocated for a registration for another daemon too, until Drop.
+
+    descriptors: those that the lane holds until then.
+    """
+
+    registration: int
+    tenancy: Tenancy
+    descriptors: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Hold the memory allocated for a registration no longer; what is mapped stays mapped."""
+
+    registration: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +189,8 @@ Action: TypeAlias = (
     | Dismiss
     | Post
     | Map
+    | Shelve
+    | Drop
     | Unmap
     | Start
     | Abandon
@@ -181,7 +206,10 @@ Record: TypeAlias = Enter | Amend | Strike
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """The tensors are reachable, or why not; where they were allocated here, how to share them."""
+    """The tensors are reachable, or why not; where they were allocated here, how to share them.
+
+    reused: they are those of the registration that Map named.
+    """
 
     registration: int
     session: str
@@ -191,6 +219,9 @@ class Mapped:
     copying: tuple[GroupCopying, ...] = ()
     descriptors: tuple[int, ...] = ()
     """What FdAllocations refer to by position, until the server has made tickets of them."""
+    reused: bool = False
+    held: tuple[int, ...] = ()
+    """Descriptors that the lane holds from now on, where that was asked."""
 
 
 @dataclass(frozen=True, slots=True)

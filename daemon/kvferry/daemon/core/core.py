@@ -23,7 +23,7 @@ from kvferry.daemon.core.actions import (
     Send,
     Unmapped,
 )
-from kvferry.daemon.core.deeds import Found
+from kvferry.daemon.core.deeds import Found, Tenancy
 from kvferry.daemon.core.geometry import sides
 from kvferry.daemon.core.namespaces import Namespaces
 from kvferry.daemon.core.regions import Regions
@@ -126,6 +126,11 @@ class Core:
         else:
             self._regions.restore(found.deed)
 
+    def restore_tensors(self, tenancy: Tenancy) -> int:
+        """Take up tensors that an earlier daemon kept, once its regions are; returns the number
+        under which the lane is to hold them. Raises Refused, and nothing changed."""
+        return self._registrations.restore(tenancy)
+
     def leave(self, session: str) -> list[Action]:
         """A session said goodbye or died: give up its jobs and what it registered."""
         del self._engines[session]
@@ -148,10 +153,14 @@ class Core:
         self, message: wire.ClientMessage | None, error: KVFerryError
     ) -> wire.DaemonMessage:
         """The typed answer to what cannot be done, counted."""
-        self._errors[error.code] += 1
         if isinstance(message, wire.Submit):
+            self._errors[error.code] += 1
             return wire.Finished((_refused_job(message, error.info),))
-        request_id = getattr(message, "request_id", None)
+        return self.refused(error, getattr(message, "request_id", None))
+
+    def refused(self, error: KVFerryError, request_id: int | None = None) -> wire.Error:
+        """The answer to what is no job, counted."""
+        self._errors[error.code] += 1
         return wire.Error(request_id, error.info, self.identity.boot_id)
 
     def status(self, now: float) -> told.DaemonStatus:
@@ -165,11 +174,17 @@ class Core:
             for region in regions
             if region.owner.kind == "engine"
         }
+        kept = self._registrations.kept_bytes()
+        roomless = dict.fromkeys(kept, (False, 0, 0))
         engines = [
             told.EngineStatus(
-                name, *here, self._transfers.of_engine(name), self._registrations.copying(name)
+                name,
+                *here,
+                self._transfers.of_engine(name),
+                self._registrations.copying(name),
+                kept.get(name, 0),
             )
-            for name, here in (left | held).items()
+            for name, here in (roomless | left | held).items()
         ]
         return told.DaemonStatus(
             version=me.version,
@@ -200,7 +215,8 @@ class Core:
                 return self._transfers.wait(session, engine, message)
             case wire.OpenNamespace():
                 self._check_running()
-                return self._namespaces.open(session, engine, message)
+                opened = self._namespaces.open(session, engine, message)
+                return self._registrations.drop_orphans() + opened
             case wire.Follow() | wire.Pin() | wire.Unpin() | wire.Touch() | wire.Reset():
                 return self._namespaces.handle(session, message)
             case wire.StatusRequest(request_id):
@@ -210,6 +226,8 @@ class Core:
             case wire.RegisterKVCaches() | wire.AllocateKVCaches():
                 self._check_running()
                 return self._registrations.register(session, engine, message)
+            case wire.ReleaseKVCaches():
+                return self._registrations.release(session, message)
             case wire.Goodbye():
                 return [Send(session, wire.Goodbye()), *self.leave(session)]
             case wire.Hello():
@@ -220,15 +238,15 @@ class Core:
             raise Gone(Code.SHUTTING_DOWN, "the daemon is stopping")
 
     def _unmapped(self, number: int) -> list[Action]:
-        successor = self._registrations.unmapped(number)
+        actions, successor = self._registrations.unmapped(number)
         if successor is None:
-            return []
+            return actions
         session, request, engine = successor
         try:
             self._check_running()
-            return self._registrations.register(session, engine, request)
+            return actions + self._registrations.register(session, engine, request)
         except KVFerryError as error:
-            return [Send(session, self.refusal(request, error))]
+            return [*actions, Send(session, self.refusal(request, error))]
 
 
 def _refused_job(message: wire.Submit, error: ErrorInfo) -> wire.JobResult:

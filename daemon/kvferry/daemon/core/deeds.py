@@ -87,3 +87,12 @@ class Found(msgspec.Struct, frozen=True):
 
     deed: Deed
     residents: tuple[Resident, ...] = ()
+
+
+class Tenancy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """KV tensors kept for an engine: what they are, and whose host blocks they go with."""
+
+    engine: str
+    layout: KVLayout
+    nbytes: int
+    owner: Owner

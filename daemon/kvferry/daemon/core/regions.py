@@ -51,6 +51,9 @@ class Regions:
     def reserved_bytes(self) -> int:
         return sum(region.nbytes for region in self._regions.values())
 
+    def get(self, owner: Owner) -> Region | None:
+        return self._regions.get(owner)
+
     def holds(self, region: Region) -> bool:
         """Whether a region is still its owner's."""
         return self._regions.get(region.owner) is region

@@ -6,7 +6,8 @@ A registration lives through three places, and stands in exactly one of them:
        \\_______________ its session left _______________/
 
 Only an open one takes transfers. While a closing one still holds an engine's name, a successor
-waits for it, so that no late copy of the old one meets the new one's.
+waits for it, so that no late copy of the old one meets the new one's. Tensors that are to outlast
+their registration become a holding (holdings.py) when it is gone, and may be the next one's.
 """
 
 from __future__ import annotations
@@ -16,22 +17,26 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TypeAlias
 
-from kvferry.daemon.core.actions import Action, Map, Mapped, Send, Unmap
-from kvferry.daemon.core.deeds import Deed, engine_owner
+from kvferry.daemon.core.actions import Action, Drop, Map, Mapped, Send, Shelve, Unmap
+from kvferry.daemon.core.deeds import Deed, Tenancy, engine_owner
 from kvferry.daemon.core.geometry import Geometry, slot_bases
+from kvferry.daemon.core.holdings import Holding, Holdings
 from kvferry.daemon.core.namespace import Namespace
 from kvferry.daemon.core.namespaces import Namespaces
 from kvferry.daemon.core.order import Ordering
-from kvferry.daemon.core.regions import Regions
+from kvferry.daemon.core.regions import Region, Regions
 from kvferry.proto.errors import Code, ErrorInfo, Refused
 from kvferry.proto.messages import (
     Allocated,
     AllocateKVCaches,
     DaemonMessage,
     Error,
+    FdAllocation,
     HostRegion,
     Registered,
     RegisterKVCaches,
+    Released,
+    ReleaseKVCaches,
 )
 from kvferry.proto.status import GroupCopying
 
@@ -46,10 +51,18 @@ class Registration:
     request: Request
     geometry: Geometry
     host: HostRegion
+    region: Region
     ordering: Ordering
     namespace: Namespace | None = None
     was_open: bool = False
     copying: tuple[GroupCopying, ...] = ()
+    kept_bytes: int = 0
+    """Of tensors that are to outlast it."""
+
+    @property
+    def keep(self) -> bool:
+        """Whether its tensors were asked to outlast it."""
+        return isinstance(self.request, AllocateKVCaches) and self.request.keep
 
     @property
     def has_timeline(self) -> bool:
@@ -62,6 +75,7 @@ class Registrations:
     def __init__(self, regions: Regions, namespaces: Namespaces) -> None:
         self._regions = regions
         self._namespaces = namespaces
+        self._holdings = Holdings(regions)
         self._opening: dict[int, Registration] = {}
         self._open: dict[int, Registration] = {}
         self._closing: dict[int, Registration] = {}
@@ -88,6 +102,14 @@ class Registrations:
         holder = self._holders.get(engine)
         return () if holder is None else holder.copying
 
+    def kept_bytes(self) -> dict[str, int]:
+        """Bytes of tensors that are kept, or will be, for each engine that has any."""
+        kept = dict(self._holdings)
+        for registration in self:
+            if registration.kept_bytes:
+                kept[registration.engine] = registration.kept_bytes
+        return kept
+
     def is_open(self, registration: Registration) -> bool:
         return registration.number in self._open
 
@@ -107,18 +129,15 @@ class Registrations:
                 engine,
             )
         registration = self._settle(session, engine, request)
-        locations = request.locations if isinstance(request, RegisterKVCaches) else None
-        allocations = request.allocations if isinstance(request, RegisterKVCaches) else ()
-        return [
-            Map(
-                registration.number,
-                session,
-                registration.geometry,
-                allocations,
-                locations,
-                request.timeline,
-            )
-        ]
+        reuse, dropped = self._kept_for(registration)
+        number, geometry = registration.number, registration.geometry
+        if isinstance(request, AllocateKVCaches):
+            clock, keep = request.timeline, request.keep
+            wanted = Map(number, session, geometry, (), None, clock, keep, reuse)
+        else:
+            where = request.allocations, request.locations
+            wanted = Map(number, session, geometry, *where, request.timeline)
+        return [*dropped, *self.drop_orphans(), wanted]
 
     def mapped(self, report: Mapped) -> tuple[list[Action], ErrorInfo | None]:
         """Answer the client whose tensors are reachable now, or are not."""
@@ -133,9 +152,47 @@ class Registrations:
         registration.was_open = True
         self._open[registration.number] = registration
         reply: DaemonMessage = Registered(request_id, registration.host)
+        dropped: list[Action] = []
         if isinstance(registration.request, AllocateKVCaches):
-            reply = Allocated(request_id, registration.host, report.allocations, report.locations)
-        return [Send(registration.session, reply)], None
+            dropped = self._passed_on(registration, report)
+            where = report.allocations, report.locations
+            reply = Allocated(request_id, registration.host, *where, report.reused)
+        return [*dropped, Send(registration.session, reply)], None
+
+    def restore(self, tenancy: Tenancy) -> int:
+        """Hold tensors that an earlier daemon kept; returns the number to hold them under.
+
+        Raises Refused where the host blocks that they go with are not there any more.
+        """
+        region = self._regions.get(tenancy.owner)
+        if region is None or self._holdings.get(tenancy.engine) is not None:
+            raise Refused(
+                Code.NOT_REGISTERED, "their engine's host blocks are gone", tenancy.engine
+            )
+        number = next(self._numbers)
+        holding = Holding(number, tenancy.layout, tenancy.nbytes, region)
+        self._holdings.put(tenancy.engine, holding)
+        return number
+
+    def release(self, session: str, message: ReleaseKVCaches) -> list[Action]:
+        """Keep an engine's tensors no longer. Refused (NOT_REGISTERED) where none are kept."""
+        holder, holding = self._holders.get(message.engine), self._holdings.pop(message.engine)
+        actions = _drops(holding)
+        nbytes = 0 if holding is None else holding.nbytes
+        if holder is not None and holder.kept_bytes:
+            actions.append(Drop(holder.number))
+            nbytes, holder.kept_bytes = nbytes + holder.kept_bytes, 0
+        if not actions:
+            raise Refused(
+                Code.NOT_REGISTERED,
+                "no tensors are kept for an engine of this name: the status lists those that are",
+                message.engine,
+            )
+        return [*actions, Send(session, Released(message.request_id, nbytes))]
+
+    def drop_orphans(self) -> list[Action]:
+        """Let tensors go whose engine's host blocks are somebody else's by now."""
+        return _drops(*self._holdings.pop_orphans())
 
     def leave(self, session: str) -> list[Action]:
         """A session went: let go of what it registered."""
@@ -149,12 +206,45 @@ class Registrations:
                 actions.append(Unmap(registration.number))
         return actions
 
-    def unmapped(self, number: int) -> tuple[str, Request, str] | None:
-        """A registration is gone. Returns who waits to register its engine anew, if anybody."""
+    def unmapped(self, number: int) -> tuple[list[Action], tuple[str, Request, str] | None]:
+        """A registration is gone. Also returns who waits to register its engine anew, if any."""
         registration = self._closing.pop(number)
         self._release(registration)
+        actions = self._leave_behind(registration)
         successor = self._successors.pop(registration.engine, None)
-        return None if successor is None else (*successor, registration.engine)
+        return actions, None if successor is None else (*successor, registration.engine)
+
+    def _kept_for(self, registration: Registration) -> tuple[int | None, list[Action]]:
+        """Under which number the lane holds what an engine comes back for; else it goes."""
+        holding = self._holdings.get(registration.engine)
+        if holding is None:
+            return None, []
+        if holding.region.owner == registration.region.owner and _may_be(
+            holding, registration.request
+        ):
+            holding.region = registration.region
+            return holding.number, []
+        return None, _drops(self._holdings.pop(registration.engine))
+
+    def _passed_on(self, registration: Registration, report: Mapped) -> list[Action]:
+        """An engine has its tensors: what was held for it is theirs, or of no use."""
+        dropped = _drops(self._holdings.pop(registration.engine))
+        if not registration.keep:
+            return dropped
+        nbytes = registration.kept_bytes = sum(place.size for place in report.allocations)
+        engine, layout = registration.engine, registration.request.layout
+        tenancy = Tenancy(engine, layout, nbytes, registration.region.owner)
+        return [Shelve(registration.number, tenancy, report.held), *dropped]
+
+    def _leave_behind(self, registration: Registration) -> list[Action]:
+        """Hold the tensors of a registration that is gone, or let them go."""
+        number, layout = registration.number, registration.request.layout
+        if registration.kept_bytes:
+            holding = Holding(number, layout, registration.kept_bytes, registration.region)
+            self._holdings.put(registration.engine, holding)
+        elif registration.keep:
+            return [Drop(number)]
+        return []
 
     def _settle(self, session: str, engine: str, request: Request) -> Registration:
         number, layout = next(self._numbers), request.layout
@@ -174,7 +264,7 @@ class Registrations:
         host = HostRegion(region.num_blocks, block_bytes, reattached)
         ordering = Ordering(geometry.gpu_slots, region.num_blocks)
         registration = Registration(
-            number, engine, session, request, geometry, host, ordering, namespace
+            number, engine, session, request, geometry, host, region, ordering, namespace
         )
         self._opening[registration.number] = registration
         self._holders[engine] = registration
@@ -189,6 +279,19 @@ class Registrations:
             self._regions.desert(engine_owner(registration.engine))
         else:
             self._regions.free(engine_owner(registration.engine))
+
+
+def _may_be(holding: Holding, request: Request) -> bool:
+    """Whether a request is for the tensors held, or brings what may be the very same."""
+    if request.layout != holding.layout:
+        return False
+    if isinstance(request, AllocateKVCaches):
+        return True
+    return all(isinstance(allocation, FdAllocation) for allocation in request.allocations)
+
+
+def _drops(*holdings: Holding | None) -> list[Action]:
+    return [Drop(holding.number) for holding in holdings if holding is not None]
 
 
 def _check(request: Request) -> None:

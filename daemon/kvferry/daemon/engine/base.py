@@ -36,13 +36,17 @@ class Mapping:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Tensors that were allocated here, and how others reach them."""
+    """Tensors that were allocated here, and how others reach them.
+
+    The descriptors are the caller's. They are all that the memory needs to live: kept open, they
+    outlast the mapping, this process and its engine.
+    """
 
     mapping: Mapping
     allocations: tuple[Allocation, ...]
     locations: tuple[Location, ...]
-    descriptors: tuple[int, ...] = ()
-    """File descriptors that FdAllocations refer to by position, for the server to hand out."""
+    descriptors: tuple[int, ...]
+    """File descriptors that FdAllocations refer to by position."""
 
 
 class Want(msgspec.Struct, frozen=True):
@@ -88,8 +92,13 @@ class CopyEngine(Protocol):
     ) -> Mapping:
         """Map an engine's own tensors. Raises KVFerryError, and nothing stays mapped."""
 
-    def allocate(self, geometry: Geometry) -> Shared:
-        """Allocate tensors of a layout here. Raises KVFerryError."""
+    def allocate(self, geometry: Geometry, kept: Sequence[int] = ()) -> Shared:
+        """Allocate tensors of a layout here. Raises KVFerryError, and nothing stays allocated.
+
+        kept: the descriptors of tensors of the same layout that were allocated before, by whatever
+            daemon: they are mapped again, bytes and all. They stay the caller's. Raises Failed
+            (MAP_FAILED) where they are not of such tensors.
+        """
 
     def close(self, mapping: Mapping) -> None:
         """Let a mapping's memory go; no piece of it is in flight any more."""

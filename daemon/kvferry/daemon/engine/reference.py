@@ -95,9 +95,9 @@ class ReferenceEngine:
         bases = [mapped[place.allocation].address + place.offset for place in locations]
         return Mapping(geometry, np.array(bases, dtype=np.int64), list(mapped))
 
-    def allocate(self, geometry: Geometry) -> Shared:
+    def allocate(self, geometry: Geometry, kept: Sequence[int] = ()) -> Shared:
         offsets, size = packed_locations(geometry.layout)
-        descriptor = sealed_memfd("kvferry-kv", size)
+        descriptor = _again(kept, size) if kept else sealed_memfd("kvferry-kv", size)
         allocation = FdAllocation(0, size)
         locations = tuple(Location(0, offset) for offset in offsets)
         try:
@@ -160,6 +160,18 @@ class ReferenceEngine:
                 _copy(piece)
             piece.ended = time.perf_counter()
             piece.done.set()
+
+
+def _again(kept: Sequence[int], size: int) -> int:
+    """A descriptor of our own of memory made before; Failed (MAP_FAILED) where it is another."""
+    sizes = [os.fstat(descriptor).st_size for descriptor in kept]
+    if sizes != [size]:
+        raise Failed(
+            Code.MAP_FAILED,
+            f"the memory kept is not one file of {size} bytes: allocate anew",
+            sizes,
+        )
+    return os.dup(kept[0])
 
 
 def _as_file(allocation: Allocation) -> FdAllocation:

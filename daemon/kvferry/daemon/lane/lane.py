@@ -15,6 +15,7 @@ No wait is ever queued on the device, so nothing can hang a stream.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -27,6 +28,7 @@ from kvferry.daemon.core.actions import (
     Abandon,
     Calibrated,
     CopyPlan,
+    Drop,
     Map,
     Mapped,
     Report,
@@ -34,7 +36,7 @@ from kvferry.daemon.core.actions import (
     Unmap,
     Unmapped,
 )
-from kvferry.daemon.engine.base import CopyEngine, Want
+from kvferry.daemon.engine.base import CopyEngine, Mapping, Shared, Want
 from kvferry.daemon.engine.memory import Timeline
 from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.lane.berth import Berth, Crossing, Flight, Stream, Track
@@ -72,7 +74,7 @@ class Stop:
     pass
 
 
-Order: TypeAlias = MapOrder | Unmap | Start | Abandon | Stop
+Order: TypeAlias = MapOrder | Drop | Unmap | Start | Abandon | Stop
 
 
 class Lane:
@@ -91,12 +93,18 @@ class Lane:
         self._died = died
         self._inbox: Inbox[Order] = Inbox()
         self._berths: dict[int, Berth] = {}
+        self._held: dict[int, tuple[int, ...]] = {}
+        """Descriptors of memory allocated for a registration that is to outlast it."""
         self._streams = [Stream(direction) for direction in (Direction.LOAD, Direction.STORE)]
         self._reports: list[Report] = []
         self._held_nap = NAP_HELD
         self._started = threading.Event()
         self._trouble: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="kvferry-lane", daemon=True)
+
+    def hold(self, number: int, *descriptors: int) -> None:
+        """Take memory over that an earlier daemon held; before the start."""
+        self._held[number] = descriptors
 
     def start(self) -> None:
         """Bring the device up in the lane's thread; raises what it raises."""
@@ -131,6 +139,8 @@ class Lane:
                     self._reap(stream)
                     self._fill(stream)
                 self._flush()
+            for number in tuple(self._held):
+                self._drop(number)
             self._engine.shutdown()
         except Exception as error:
             self._died(Failed(Code.COPY_FAILED, f"the lane stopped: {error!r}"))
@@ -158,7 +168,7 @@ class Lane:
             return self._held_nap
         return None
 
-    def _obey(self, order: MapOrder | Unmap | Start | Abandon) -> None:
+    def _obey(self, order: MapOrder | Drop | Unmap | Start | Abandon) -> None:
         match order:
             case Start(plan=plan):
                 self._start(plan)
@@ -169,28 +179,15 @@ class Lane:
                     self._abandon(self._berths[number], serial)
             case Unmap(number):
                 self._unmap(number)
+            case Drop(number):
+                self._drop(number)
 
     def _map(self, order: MapOrder) -> Mapped:
         number, session = order.map.registration, order.map.session
-        geometry = order.map.geometry
         timeline: Timeline | None = None
         try:
             timeline = None if order.timeline is None else Timeline(order.timeline)
-            if order.map.locations is None:
-                shared = self._engine.allocate(geometry)
-                mapping = shared.mapping
-                report = Mapped(
-                    number,
-                    session,
-                    allocations=shared.allocations,
-                    locations=shared.locations,
-                    descriptors=shared.descriptors,
-                )
-            else:
-                mapping = self._engine.open(
-                    geometry, order.map.allocations, order.map.locations, order.descriptors
-                )
-                report = Mapped(number, session)
+            mapping, report = self._reach(order)
             report = replace(report, copying=self._engine.copying(mapping))
         except (KVFerryError, OSError, ValueError, OverflowError) as error:
             if timeline is not None:
@@ -204,6 +201,53 @@ class Lane:
         for stream in self._streams:
             stream.turn.append(number)
         return report
+
+    def _reach(self, order: MapOrder) -> tuple[Mapping, Mapped]:
+        """Map an engine's own tensors, or allocate them here."""
+        wanted = order.map
+        report = Mapped(wanted.registration, wanted.session)
+        if wanted.locations is not None:
+            return (
+                self._engine.open(
+                    wanted.geometry, wanted.allocations, wanted.locations, order.descriptors
+                ),
+                report,
+            )
+        shared, reused = self._allocate(wanted)
+        if wanted.keep:
+            self._hold(wanted.registration, shared)
+        return shared.mapping, replace(
+            report,
+            allocations=shared.allocations,
+            locations=shared.locations,
+            descriptors=shared.descriptors,
+            reused=reused,
+            held=self._held.get(wanted.registration, ()),
+        )
+
+    def _allocate(self, wanted: Map) -> tuple[Shared, bool]:
+        """Tensors in the memory that is held for them, or in new memory; and whether in that."""
+        held = () if wanted.reuse is None else self._held.get(wanted.reuse, ())
+        if held:
+            with contextlib.suppress(Failed):
+                return self._engine.allocate(wanted.geometry, held), True
+        return self._engine.allocate(wanted.geometry), False
+
+    def _hold(self, number: int, shared: Shared) -> None:
+        held: list[int] = []
+        try:
+            for descriptor in shared.descriptors:
+                held.append(os.dup(descriptor))
+        except OSError:
+            self._engine.close(shared.mapping)
+            for descriptor in (*held, *shared.descriptors):
+                os.close(descriptor)
+            raise
+        self._held[number] = tuple(held)
+
+    def _drop(self, number: int) -> None:
+        for descriptor in self._held.pop(number, ()):
+            os.close(descriptor)
 
     def _unmap(self, number: int) -> None:
         berth = self._berths.get(number)

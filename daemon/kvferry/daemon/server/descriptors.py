@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import struct
 from collections import defaultdict
 from collections.abc import Callable, Container
 from itertools import count
-from pathlib import Path
 
 from kvferry.daemon.server.door import NONE_LEFT, crowded
+from kvferry.daemon.server.endpoint import Endpoint
 from kvferry.proto.codec import decode_descriptor_request, encode
 from kvferry.proto.desk import Collect, Deposit, DescriptorReply, Tickets
 from kvferry.proto.errors import Code, KVFerryError, Refused
@@ -30,17 +31,31 @@ PATIENCE = 5.0
 """Seconds that a connection may take to say what it wants."""
 
 
-class DescriptorDesk:
-    """Keeps descriptors by session and ticket."""
+def credentials(visitor: socket.socket) -> tuple[int, int]:
+    """(uid, gid) of the process that connected, as the kernel says."""
+    _, uid, gid = struct.unpack("3i", visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return uid, gid
 
-    def __init__(self, path: Path, sessions: Callable[[], Container[str]]) -> None:
-        self._sessions = sessions
+
+class DescriptorDesk:
+    """Keeps descriptors by session and ticket.
+
+    refusal: makes, and counts, the answer to what cannot be done.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        sessions: Callable[[], Container[str]],
+        refusal: Callable[[KVFerryError], Error],
+    ) -> None:
+        self._admission, self._sessions, self._refusal = endpoint.admission, sessions, refusal
         self._held: defaultdict[str, dict[int, int]] = defaultdict(dict)
         self._tickets = count(1)
         self._loop = asyncio.get_running_loop()
         self._visitors: dict[int, tuple[socket.socket, asyncio.TimerHandle]] = {}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(str(path))
+        self._listener.bind(str(endpoint.descriptors))
         self._listener.listen(64)
         self._listener.setblocking(False)
         self._listen()
@@ -111,6 +126,7 @@ class DescriptorDesk:
         answer: DescriptorReply
         passing: list[int] = []
         try:
+            self._admission.check(*credentials(visitor))
             match decode_descriptor_request(packet):
                 case Deposit(session):
                     self._check(session, len(descriptors))
@@ -122,7 +138,7 @@ class DescriptorDesk:
                     passing = list(self.take(session, (ticket,)))
                     answer = Tickets((ticket,))
         except KVFerryError as error:
-            answer = Error(None, error.info)
+            answer = self._refusal(error)
         try:
             socket.send_fds(visitor, [encode(answer)], passing)
         finally:

@@ -7,15 +7,18 @@
         events.sock    ZeroMQ PUB: what becomes resident, and what goes
 
 A second bind on a live ipc path would succeed and leave the first server deaf, so the lock comes
-first.
+first. Only those who are admitted can enter the folder, and none but them the sockets in it.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
+from kvferry.daemon.server.admission import Admission
+from kvferry.daemon.server.fence import fence
 from kvferry.proto.errors import Code, Refused
 
 MAX_SOCKET_PATH = 107
@@ -24,8 +27,8 @@ MAX_SOCKET_PATH = 107
 class Endpoint:
     """Holds the folder until `close`. Raises Refused (ENDPOINT_IN_USE, BAD_CONFIG)."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, admission: Admission) -> None:
+        self.directory, self.admission = directory, admission
         self.messages = directory / "kvferry.sock"
         self.descriptors = directory / "fds.sock"
         self.events = directory / "events.sock"
@@ -35,29 +38,68 @@ class Endpoint:
                 f"a socket's path has at most {MAX_SOCKET_PATH} bytes: set a shorter runtime_dir",
                 str(self.messages),
             )
-        try:
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise Refused(
-                Code.BAD_CONFIG, f"runtime_dir cannot be used: {error.strerror}", str(directory)
-            ) from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip()
-            os.close(self._lock)
-            raise Refused(
-                Code.ENDPOINT_IN_USE,
-                f"another daemon (pid {holder}) serves this device here: stop it first",
-                str(directory),
-            ) from error
-        os.ftruncate(self._lock, 0)
-        for path in (self.messages, self.descriptors, self.events):
+        self._lock = _locked(directory)
+        for path in self._sockets:
             path.unlink(missing_ok=True)
+        try:
+            self.open()
+        except BaseException:
+            os.close(self._lock)
+            raise
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
+    def open(self) -> None:
+        """Let the admitted through to the sockets that are there. Raises Refused (BAD_CONFIG)."""
+        for path in self._sockets:
+            if path.exists():
+                fence(path, 0o6, 0o6, self.admission)
+        fence(self.directory, 0o7, 0o5, self.admission)
+
+    def admit(self, uids: Iterable[int], groups: Iterable[str | int]) -> None:
+        """Admit these from now on. Raises Refused (BAD_CONFIG) and leaves all as it was."""
+        before = self.admission.uids, self.admission.groups
+        self.admission.change(uids, groups)
+        try:
+            self.open()
+        except Refused:
+            self.admission.change(*before)
+            self.open()
+            raise
+
     def close(self) -> None:
-        for path in (self.messages, self.descriptors, self.events):
+        for path in self._sockets:
             path.unlink(missing_ok=True)
         os.close(self._lock)
+
+    @property
+    def _sockets(self) -> tuple[Path, ...]:
+        return self.messages, self.descriptors, self.events
+
+
+def _locked(directory: Path) -> int:
+    """Make the folder where it is not there, and hold it: the descriptor of its lock."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if directory.stat().st_uid != os.geteuid():
+            raise Refused(
+                Code.BAD_CONFIG,
+                "the folder is another user's: remove it, or set another runtime_dir",
+                str(directory),
+            )
+        lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise Refused(
+            Code.BAD_CONFIG, f"runtime_dir cannot be used: {error.strerror}", str(directory)
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(lock, 32, 0).decode(errors="replace").strip()
+        os.close(lock)
+        raise Refused(
+            Code.ENDPOINT_IN_USE,
+            f"another daemon (pid {holder}) serves this device here: stop it first",
+            str(directory),
+        ) from error
+    os.ftruncate(lock, 0)
+    return lock

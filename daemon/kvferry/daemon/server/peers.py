@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from kvferry.daemon.server.admission import Admission
 from kvferry.daemon.server.door import NONE_LEFT
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.messages import DaemonMessage, News
@@ -41,11 +42,11 @@ class Peer:
     """The newest News that its full outbox did not take."""
 
 
-def credentials(frame: zmq.Frame) -> tuple[int, int]:
-    """(uid, pid) of the process that sent a frame. Raises Refused where the kernel says none."""
+def credentials(frame: zmq.Frame) -> tuple[int, int, int]:
+    """(uid, gid, pid) of who sent a frame. Raises Refused where the kernel says none."""
     try:
-        _, uid, _, pid = str(frame.get("Peer-Address")).split(":")
-        return int(uid), int(pid)
+        _, uid, gid, pid = str(frame.get("Peer-Address")).split(":")
+        return int(uid), int(gid), int(pid)
     except (zmq.ZMQError, ValueError) as error:
         raise Refused(
             Code.FORBIDDEN, "the socket does not tell which process is at its other end"
@@ -55,9 +56,8 @@ def credentials(frame: zmq.Frame) -> tuple[int, int]:
 class Peers:
     """All connected processes, by session and by address."""
 
-    def __init__(self, allowed_uids: frozenset[int], died: Callable[[Peer], None]) -> None:
-        self._allowed = allowed_uids | {os.geteuid(), 0}
-        self._died = died
+    def __init__(self, admission: Admission, died: Callable[[Peer], None]) -> None:
+        self._admission, self._died = admission, died
         self._loop = asyncio.get_running_loop()
         self.by_session: dict[str, Peer] = {}
         self.by_identity: dict[bytes, Peer] = {}
@@ -65,14 +65,8 @@ class Peers:
 
     def admit(self, session: str, identity: bytes, frame: zmq.Frame, client: str) -> Peer:
         """Take a process in. Raises Refused (FORBIDDEN, BUSY)."""
-        uid, pid = credentials(frame)
-        if uid not in self._allowed:
-            raise Refused(
-                Code.FORBIDDEN,
-                f"user {uid} may not connect: run the engine as the daemon's user, or add it to "
-                "limits.allow_uids",
-                uid,
-            )
+        uid, gid, pid = credentials(frame)
+        self._admission.check(uid, gid)
         try:
             pidfd = os.pidfd_open(pid)
         except OSError as error:

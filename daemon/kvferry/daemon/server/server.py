@@ -26,6 +26,7 @@ from kvferry.daemon.core.actions import (
     Amend,
     Broadcast,
     Dismiss,
+    Drop,
     Ended,
     Enter,
     Map,
@@ -35,6 +36,7 @@ from kvferry.daemon.core.actions import (
     Publish,
     Report,
     Send,
+    Shelve,
     Start,
     Stream,
     Strike,
@@ -48,6 +50,7 @@ from kvferry.daemon.server.door import BACKLOG, Door
 from kvferry.daemon.server.endpoint import Endpoint
 from kvferry.daemon.server.feed import Feed
 from kvferry.daemon.server.peers import Peer, Peers
+from kvferry.daemon.server.shelf import Shelf
 from kvferry.proto.codec import MAX_MESSAGE_BYTES, decode_client_message, encode
 from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.messages import DaemonMessage, FdAllocation, Goodbye, Hello, News
@@ -72,17 +75,16 @@ log = structlog.get_logger()
 class Server:
     """Serves one device at one endpoint until `stop`, or until `fail` says why it cannot."""
 
-    def __init__(
-        self, core: Core, endpoint: Endpoint, allowed_uids: frozenset[int], events: str = "off"
-    ) -> None:
+    def __init__(self, core: Core, endpoint: Endpoint, events: str = "off") -> None:
         self._core = core
         self._lane: Lane
         self._archive: Archive
+        self._shelf: Shelf
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         self._trouble: KVFerryError | None = None
-        self._peers = Peers(allowed_uids, self._died)
-        self._desk = DescriptorDesk(endpoint.descriptors, lambda: core.sessions)
+        self._peers = Peers(endpoint.admission, self._died)
+        self._desk = DescriptorDesk(endpoint, lambda: core.sessions, core.refused)
         self._bulletins = Bulletins()
         self._reports: deque[Report] = deque()
         self._drain_is_due = False
@@ -97,11 +99,12 @@ class Server:
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
         self._socket.bind(f"ipc://{endpoint.messages}")
+        endpoint.open()
         self._door = Door(endpoint.messages)
 
-    async def serve(self, lane: Lane, archive: Archive, drain_seconds: float) -> None:
+    async def serve(self, lane: Lane, archive: Archive, shelf: Shelf, drain_seconds: float) -> None:
         """Serve until stopped; then let what was accepted end, and say goodbye."""
-        self._lane, self._archive = lane, archive
+        self._lane, self._archive, self._shelf = lane, archive, shelf
         self._loop.add_reader(self._socket.fileno(), self._drain)
         self._loop.add_reader(self._monitor.fileno(), self._watch)
         self._watch()
@@ -252,6 +255,11 @@ class Server:
                     self._peers.dismiss(session)
                 case Enter() | Amend() | Strike():
                     self._archive.write(action)
+                case Shelve():
+                    self._shelf.put(action)
+                case Drop(number):
+                    self._shelf.remove(number)
+                    self._lane.post(action)
                 case order:
                     self._lane.post(order)
 

@@ -1,4 +1,8 @@
-"""The CUDA engine: streams for each direction, memory by IPC, completion by event query.
+"""The CUDA engine: streams for each direction, memory of two kinds, completion by event query.
+
+An engine's own tensors are reached by CUDA IPC. Tensors that a daemon allocates are device memory
+behind a file descriptor (libcuda_vmm.py), which outlives whoever made it; an engine that outlived
+its daemon brings the descriptor to the next one.
 
 A piece stands between two events; the lane asks for the second, and the distance of a job's first
 and last is the device time that clients see. Everything runs in the device's primary context, in
@@ -7,7 +11,8 @@ the lane's thread; only `pin` and `unpin` come from elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,13 +26,10 @@ from kvferry.daemon.engine.cuda.staged import MAX_BLOCKS, StagedCopy
 from kvferry.daemon.engine.cuda.staging import Staging
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.libcuda import MIN_DRIVER, Driver, driver
-from kvferry.proto.messages import Allocation, CudaAllocation, Location
+from kvferry.proto.libcuda_vmm import DeviceMemory, VirtualMemory
+from kvferry.proto.messages import Allocation, CudaAllocation, FdAllocation, Location
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import CopyStatus, DeviceInfo, GroupCopying
-
-_GRANULE = 2 << 20
-"""Allocations of whole granules are not shared with others inside the driver."""
-
 
 DIRECT_PIECE = 32 << 20
 DIRECT_FLIGHT = 2 * DIRECT_PIECE
@@ -61,6 +63,7 @@ class CudaEngine:
                 Code.BAD_CONFIG, f"copy.staging is at least {MIN_STAGING}", options.staging_bytes
             )
         self._ordinal = ordinal = _find_device(self._driver, device)
+        self._memory = VirtualMemory(self._driver, ordinal)
         self._options = options
         self.info = DeviceInfo(
             "cuda",
@@ -80,7 +83,7 @@ class CudaEngine:
         batch = BatchCopy(driver, pool_address, self._options.chunk_bytes)
         self._staging = Staging(driver, self._options.staging_bytes)
         self._direct = DirectCopy(driver, batch)
-        self._staged = StagedCopy(driver, self._ordinal, batch)
+        self._staged = StagedCopy(driver, batch)
         status = calibrate(driver, self._staging.address)
         if self._options.mode != "auto":
             status = forced(self._options.mode, status)
@@ -110,32 +113,36 @@ class CudaEngine:
         locations: Sequence[Location],
         descriptors: Sequence[int],
     ) -> Mapping:
-        opened: list[int] = []
+        opened: list[DeviceMemory | _Opened] = []
+        waiting = iter(descriptors)
         try:
             for allocation in allocations:
-                opened.append(self._open(allocation))
+                opened.append(self._open(allocation, waiting))
+            bases = [opened[place.allocation].address + place.offset for place in locations]
+            return self._mapping(geometry, np.array(bases, dtype=np.int64), opened)
         except KVFerryError:
             self._close(opened)
             raise
-        bases = [opened[place.allocation] + place.offset for place in locations]
-        return self._mapping(geometry, np.array(bases, dtype=np.int64), [*map(_Opened, opened)])
 
-    def allocate(self, geometry: Geometry) -> Shared:
+    def allocate(self, geometry: Geometry, kept: Sequence[int] = ()) -> Shared:
         offsets, size = packed_locations(geometry.layout)
-        size = -(-size // _GRANULE) * _GRANULE
-        base = self._driver.allocate(size)
-        allocation = CudaAllocation(self.info.uuid, self._driver.ipc_handle(base), size)
-        bases = np.array(offsets, dtype=np.int64) + base
-        mapping = self._mapping(geometry, bases, [_Own(base)])
-        return Shared(mapping, (allocation,), tuple(Location(0, offset) for offset in offsets))
+        size = self._memory.whole_granules(size)
+        if kept:
+            memory, descriptor = self._again(kept, size)
+        else:
+            memory, descriptor = self._memory.create(size)
+        bases = np.array(offsets, dtype=np.int64) + memory.address
+        try:
+            mapping = self._mapping(geometry, bases, [memory])
+        except KVFerryError:
+            memory.close()
+            os.close(descriptor)
+            raise
+        locations = tuple(Location(0, offset) for offset in offsets)
+        return Shared(mapping, (FdAllocation(0, size),), locations, (descriptor,))
 
     def close(self, mapping: Mapping) -> None:
-        for handle in mapping.handles:
-            match handle:
-                case _Opened(pointer):
-                    self._close([pointer])
-                case _Own(pointer) | PageTable(address=pointer):
-                    self._driver.call("cuMemFree_v2", pointer)
+        self._close(mapping.handles)
 
     def room(self, direction: Direction, mapping: Mapping, want: Want) -> Room:
         if self._pieces[direction] >= MAX_PIECES:
@@ -228,17 +235,39 @@ class CudaEngine:
         if piece.stage is not None:
             self._staging.give_back(piece.stage.slot)
 
-    def _mapping(self, geometry: Geometry, bases: Int64s, handles: list[object]) -> Mapping:
+    def _mapping(self, geometry: Geometry, bases: Int64s, handles: Sequence[object]) -> Mapping:
         """A mapping with the page tables of its groups behind what it holds."""
-        groups = range(len(geometry.layout.groups))
-        tables = [self._staged.table(geometry, group, bases) for group in groups]
+        tables: list[PageTable] = []
+        try:
+            for group in range(len(geometry.layout.groups)):
+                tables.append(self._staged.table(geometry, group, bases))
+        except KVFerryError:
+            self._close(tables)
+            raise
         return Mapping(geometry, bases, [*handles, *tables])
 
-    def _open(self, allocation: Allocation) -> int:
-        if not isinstance(allocation, CudaAllocation) or allocation.device_uuid != self.info.uuid:
-            said = getattr(allocation, "device_uuid", "host memory")
+    def _again(self, kept: Sequence[int], size: int) -> tuple[DeviceMemory, int]:
+        """Memory made before, and a descriptor of our own; Failed where it is other memory."""
+        if len(kept) != 1:
+            raise Failed(Code.MAP_FAILED, "one descriptor is kept for an engine", len(kept))
+        descriptor = os.dup(kept[0])
+        try:
+            return self._memory.open(descriptor, size), descriptor
+        except KVFerryError as error:
+            os.close(descriptor)
+            raise Failed(Code.MAP_FAILED, error.message, error.value) from error
+
+    def _open(self, allocation: Allocation, descriptors: Iterator[int]) -> DeviceMemory | _Opened:
+        if isinstance(allocation, FdAllocation):
+            return self._memory.open(next(descriptors), allocation.size)
+        return _Opened(self._open_handle(allocation))
+
+    def _open_handle(self, allocation: CudaAllocation) -> int:
+        if allocation.device_uuid != self.info.uuid:
             raise Refused(
-                Code.DEVICE_MISMATCH, f"this daemon serves the GPU {self.info.uuid}", said
+                Code.DEVICE_MISMATCH,
+                f"this daemon serves the GPU {self.info.uuid}",
+                allocation.device_uuid,
             )
         try:
             pointer = self._driver.ipc_open(allocation.handle)
@@ -251,29 +280,28 @@ class CudaEngine:
             ) from error
         _, size = self._driver.address_range(pointer)
         if size < allocation.size:
-            self._close([pointer])
+            self._driver.call("cuIpcCloseMemHandle", pointer)
             raise Refused(
                 Code.BAD_LAYOUT, f"the allocation has {size} bytes, fewer than said", size
             )
         return pointer
 
-    def _close(self, pointers: Sequence[int]) -> None:
-        for pointer in pointers:
-            self._driver.call("cuIpcCloseMemHandle", pointer)
+    def _close(self, handles: Sequence[object]) -> None:
+        for handle in handles:
+            match handle:
+                case DeviceMemory():
+                    handle.close()
+                case _Opened(address):
+                    self._driver.call("cuIpcCloseMemHandle", address)
+                case PageTable(address=address):
+                    self._driver.call("cuMemFree_v2", address)
 
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """Device memory of another process."""
+    """Device memory of another process, by CUDA IPC."""
 
-    pointer: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Own:
-    """Device memory that was allocated here."""
-
-    pointer: int
+    address: int
 
 
 def _table(mapping: Mapping, group: int) -> PageTable:

@@ -42,7 +42,7 @@ class Piece:
     moved: list[Event] = field(default_factory=list)
     """It is off the link."""
     done: list[Event] = field(default_factory=list)
-    """None while it waits for a turn of the GPU."""
+    """Empty while it waits for a turn of the GPU."""
     error: KVFerryError | None = None
 
     @property

@@ -48,15 +48,10 @@ _PIECE = struct.Struct("QQQIII4x")
 
 
 class Kernels:
-    """The gather and scatter kernels, loaded from PTX: the driver compiles it, no compiler does.
+    """The gather and scatter kernels, loaded from PTX: the driver compiles it, no compiler does."""
 
-    Under MPS an engine's kernels run beside ours, and these leave it most of every multiprocessor:
-    one block each is much faster than the link still. Else nobody else runs in our turn.
-    """
-
-    def __init__(self, driver: Driver, ordinal: int) -> None:
+    def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._max_grid = driver.multiprocessors(ordinal) if driver.under_mps(ordinal) else MAX_GRID
         ptx = files("kvferry.daemon.engine.cuda").joinpath("kernels.ptx").read_bytes()
         module = driver.load_module(ptx)
         self._functions = {
@@ -84,7 +79,7 @@ class Kernels:
         )
         self._driver.launch(
             self._functions[direction, table.vector, room],
-            min(self._max_grid, -(-units // WARPS)),
+            min(MAX_GRID, -(-units // WARPS)),
             THREADS,
             stream,
             np.frombuffer(piece, dtype=np.uint8),
@@ -95,10 +90,10 @@ class Kernels:
 class StagedCopy:
     """Enqueues pieces through staging slots; one dma and one kernel stream a direction."""
 
-    def __init__(self, driver: Driver, ordinal: int, batch: BatchCopy) -> None:
+    def __init__(self, driver: Driver, batch: BatchCopy) -> None:
         self._driver = driver
         self._batch = batch
-        self._kernels = Kernels(driver, ordinal)
+        self._kernels = Kernels(driver)
         self._dma, self._kernel = (
             {d: driver.create_stream(urgent=d is Direction.LOAD) for d in Direction}
             for _ in range(2)

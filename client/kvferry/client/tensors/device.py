@@ -1,0 +1,85 @@
+"""A GPU's memory that a daemon allocated, mapped in an engine's process.
+
+The tensors over it own the mapping and the descriptor behind it: both go with the last tensor, once
+the device has done what it was given. Until then the memory lives, whatever becomes of the daemon,
+and the descriptor is what the engine brings to the next one.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.libcuda import driver
+from kvferry.proto.libcuda_vmm import DeviceMemory, VirtualMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """Memory mapped here, and the descriptor that it came by."""
+
+    memory: DeviceMemory
+    descriptor: int
+
+    def holds(self, pointer: int) -> bool:
+        return 0 <= pointer - self.memory.address < self.memory.nbytes
+
+
+_attached: dict[int, Attached] = {}
+"""What is mapped in this process, by address."""
+
+
+def attached_at(pointer: int) -> Attached | None:
+    """The memory of a daemon's that a device pointer lies in, if it does in any."""
+    return next((one for one in tuple(_attached.values()) if one.holds(pointer)), None)
+
+
+def attach_device(uuid: str, descriptor: int, nbytes: int) -> torch.Tensor:
+    """Map memory of a GPU: int8, (nbytes,). The tensor and its views own the descriptor.
+
+    Raises Refused (DEVICE_MISMATCH) or Failed (MAP_FAILED), and the descriptor stays the caller's.
+    """
+    ordinal = ordinal_of(uuid)
+    context = driver().retain_context(ordinal)
+    memory = VirtualMemory(driver(), ordinal).open(descriptor, nbytes)
+    whole: Any = _DeviceBytes(memory.address, nbytes)
+    _attached[memory.address] = Attached(memory, descriptor)
+    # Not at exit: other things that end then may still use the tensors.
+    weakref.finalize(whole, _let_go, context, memory.address).atexit = False
+    return torch.as_tensor(whole, device=torch.device("cuda", ordinal))
+
+
+def ordinal_of(uuid: str) -> int:
+    for ordinal in range(driver().device_count()):
+        if driver().device_uuid(ordinal) == uuid:
+            return ordinal
+    raise Refused(
+        Code.DEVICE_MISMATCH,
+        "the daemon's GPU is not visible here: set CUDA_VISIBLE_DEVICES to include it",
+        uuid,
+    )
+
+
+class _DeviceBytes:
+    """Device memory as torch takes it over without a copy: its tensors hold this object."""
+
+    def __init__(self, pointer: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|i1",
+            "data": (pointer, False),
+            "version": 3,
+        }
+
+
+def _let_go(context: int, address: int) -> None:
+    """The last tensor is gone; kernels that were launched on it may still run."""
+    driver().drain(context)
+    gone = _attached.pop(address)
+    gone.memory.close()
+    os.close(gone.descriptor)

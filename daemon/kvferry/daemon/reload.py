@@ -1,0 +1,43 @@
+"""SIGHUP: the configuration is read again, and what can change in a running daemon does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from kvferry.daemon import config as configuration
+from kvferry.daemon.config import Config
+from kvferry.proto.errors import KVFerryError
+
+LIVE = frozenset({"limits.allow_uids", "limits.allow_groups", "log.level", "log.format"})
+"""The keys that `apply` heeds."""
+
+log = structlog.get_logger()
+
+
+class Reload:
+    """arguments: the command line, which overrides the file as at start. config: what runs.
+
+    apply: takes a configuration over whole, or raises KVFerryError and changes nothing.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str] | None, config: Config, apply: Callable[[Config], None]
+    ) -> None:
+        self._arguments, self._running, self._apply = arguments, config, apply
+        self._waiting: frozenset[str] = frozenset()
+
+    def __call__(self) -> None:
+        """Read and apply. Raises nothing: with a broken file all stays as it was, and is said."""
+        try:
+            config = configuration.read(self._arguments)
+            self._apply(config)
+        except KVFerryError as error:
+            log.error("not reloaded, all stays as it was", error=str(error))
+            return
+        waiting = frozenset(configuration.differing(self._running, config)) - LIVE
+        if waiting - self._waiting:
+            log.warning("these keys need a restart", keys=sorted(waiting))
+        self._waiting = waiting
+        log.info("reloaded")

@@ -1,0 +1,250 @@
+"""Who may connect: real processes of other users, at both sockets. Needs root."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.testing.engine import until
+from kvferry.testing.plugin import StartKvferryd
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="starts processes of other users: root")
+
+FRIEND, STRANGER = 61001, 61002
+GROUP, OTHER_GROUP, OTHERS = 61010, 61011, 61012
+
+VISIT = """
+import json, os, socket, sys, time
+from pathlib import Path
+from kvferry.client import OffloadClient
+from kvferry.proto.codec import decode_descriptor_reply, encode
+from kvferry.proto.desk import Deposit
+from kvferry.proto.errors import KVFerryError
+from kvferry.testing.raw import Raw
+from kvferry.proto.messages import Hello, Welcome, Error
+
+directory, uid, gid = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+os.setgroups([])
+os.setgid(gid)
+os.setuid(uid)
+told = {}
+try:
+    with OffloadClient(directory, timeout=20) as client:
+        client.status()
+    told["client"] = "in"
+except KVFerryError as error:
+    told["client"] = error.code
+try:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as desk:
+        desk.connect(str(directory / "fds.sock"))
+        desk.send(encode(Deposit("nobody")))
+        told["desk"] = decode_descriptor_reply(desk.recv(9999)).error.code
+except PermissionError:
+    told["desk"] = "closed"
+print(json.dumps(told))
+"""
+"""Knocks at both doors as a user of a group; prints what it was told at each. A user that is let in
+hears at the second that there is no such session."""
+
+IN = {"client": "in", "desk": "no_session"}
+FENCED = {"client": "forbidden", "desk": "closed"}
+REFUSED = {"client": "forbidden", "desk": "forbidden"}
+
+
+def visit(daemon: LocalDaemon, uid: int, gid: int = OTHERS) -> Any:
+    return knock(daemon.directory, uid, gid)
+
+
+def knock(directory: Path, uid: int, gid: int) -> Any:
+    command = [sys.executable, "-c", VISIT, str(directory), str(uid), str(gid)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def errors(daemon: LocalDaemon) -> dict[str, int]:
+    with OffloadClient(daemon.directory) as client:
+        return dict(client.status().errors)
+
+
+@pytest.fixture
+def reachable() -> Iterator[Path]:
+    """A directory that other users can reach, as pytest's own are not."""
+    path = Path(tempfile.mkdtemp(prefix="kvferry-", dir="/dev/shm"))
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def start(start_kvferryd: StartKvferryd, reachable: Path) -> Callable[..., LocalDaemon]:
+    """start(**options) -> a daemon in such a directory."""
+
+    def run(**options: Any) -> LocalDaemon:
+        daemon = start_kvferryd(runtime_dir=reachable, **options)
+        until(lambda: "serving" in daemon.log())
+        return daemon
+
+    return run
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def throw_open(daemon: LocalDaemon) -> None:
+    """Take the fence away: what is left is the daemon's own word."""
+    for path in daemon.directory.iterdir():
+        path.chmod(0o666)
+    daemon.directory.chmod(0o755)
+
+
+def test_nobody_else_without_a_word(start: Callable[..., LocalDaemon]) -> None:
+    daemon = start()
+    assert mode(daemon.directory) == 0o700
+    assert {mode(path) for path in daemon.directory.iterdir()} == {0o600}, "sockets, and the lock"
+    assert visit(daemon, STRANGER) == FENCED
+    assert "forbidden" not in errors(daemon)
+
+
+def test_a_stranger_is_refused_at_both_sockets_and_counted(
+    start: Callable[..., LocalDaemon],
+) -> None:
+    daemon = start(limits_allow_uids=FRIEND, limits_allow_groups=GROUP)
+    throw_open(daemon)
+    assert visit(daemon, STRANGER) == REFUSED
+    assert errors(daemon)["forbidden"] == 2
+    assert visit(daemon, FRIEND) == IN
+    assert visit(daemon, STRANGER, GROUP) == IN
+    assert errors(daemon)["forbidden"] == 2
+
+
+def test_a_group_goes_through_the_fence(start: Callable[..., LocalDaemon]) -> None:
+    daemon = start(limits_allow_groups=GROUP)
+    assert mode(daemon.directory) == 0o750
+    assert daemon.directory.stat().st_gid == GROUP
+    sockets = list(daemon.directory.glob("*.sock"))
+    assert len(sockets) == 3
+    assert {(mode(path), path.stat().st_gid) for path in sockets} == {(0o660, GROUP)}
+    assert mode(daemon.directory / "lock") == 0o600
+    assert visit(daemon, STRANGER, GROUP) == IN
+    assert visit(daemon, STRANGER) == FENCED
+
+
+def test_users_and_further_groups_go_through_the_fence(start: Callable[..., LocalDaemon]) -> None:
+    daemon = start(limits_allow_uids=FRIEND, limits_allow_groups=f"{GROUP},{OTHER_GROUP}")
+    assert visit(daemon, FRIEND) == IN
+    assert visit(daemon, STRANGER, GROUP) == IN
+    assert visit(daemon, STRANGER, OTHER_GROUP) == IN
+    assert visit(daemon, STRANGER) == FENCED
+
+
+def test_single_users_alone(start: Callable[..., LocalDaemon]) -> None:
+    """The group of the files is of no use to anybody then."""
+    daemon = start(limits_allow_uids=FRIEND)
+    assert visit(daemon, FRIEND) == IN
+    assert visit(daemon, STRANGER, daemon.directory.stat().st_gid) == FENCED
+
+
+@pytest.fixture
+def member() -> Iterator[tuple[str, int]]:
+    """(group, uid): a user made for the test, who is a member of a group made for it."""
+    user, group = f"kvf{os.getpid()}", f"kvfg{os.getpid()}"
+    subprocess.run(["groupadd", group], check=True)
+    try:
+        subprocess.run(["useradd", "--no-create-home", "--groups", group, user], check=True)
+        try:
+            uid = int(subprocess.run(["id", "-u", user], capture_output=True).stdout)
+            yield group, uid
+        finally:
+            subprocess.run(["userdel", user], check=True)
+    finally:
+        subprocess.run(["groupdel", group], check=True)
+
+
+def test_a_member_of_a_group_by_the_user_database(
+    start: Callable[..., LocalDaemon], member: tuple[str, int]
+) -> None:
+    """It comes without the group, as a process that was started before it became a member."""
+    group, uid = member
+    daemon = start(limits_allow_groups=group)
+    throw_open(daemon)
+    assert visit(daemon, uid) == IN
+    assert visit(daemon, STRANGER) == REFUSED
+
+
+def test_a_reload_changes_who_may_come(start: Callable[..., LocalDaemon], tmp_path: Path) -> None:
+    file = tmp_path / "kvferryd.toml"
+    file.write_text("")
+    daemon = start(config=file)
+    assert visit(daemon, FRIEND) == FENCED
+    file.write_text(f"[limits]\nallow_uids = [{FRIEND}]\nallow_groups = [{GROUP}]\n")
+    daemon.process.send_signal(signal.SIGHUP)
+    until(lambda: "reloaded" in daemon.log())
+    assert visit(daemon, FRIEND) == IN
+    assert visit(daemon, STRANGER, GROUP) == IN
+    file.write_text("")
+    daemon.process.send_signal(signal.SIGHUP)
+    until(lambda: daemon.log().count("reloaded") == 2)
+    assert visit(daemon, FRIEND) == FENCED
+    throw_open(daemon)
+    assert visit(daemon, FRIEND) == REFUSED
+
+
+DAEMON = ["setpriv", "--bounding-set=-chown", f"--regid={OTHERS}", "--clear-groups"]
+DAEMON += [sys.executable, "-m", "kvferry.daemon", "--pool-size", "1MiB", "--runtime-dir"]
+"""A daemon of one group, that cannot give files to another as root may."""
+
+
+def refused(runtime_dir: Path, *flags: str) -> str:
+    """Run such a daemon; it has to refuse, and this is what it says."""
+    command = [*DAEMON, str(runtime_dir), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 2, done.stderr
+    assert "bad_config" in done.stderr
+    return done.stderr
+
+
+def test_a_group_that_the_files_cannot_be_given_to(reachable: Path) -> None:
+    said = refused(reachable, "--limits-allow-groups", str(GROUP))
+    assert f"cannot be given to group {GROUP}" in said
+
+
+def test_a_reload_that_cannot_be_done_leaves_all_as_it_was(reachable: Path) -> None:
+    file, log = reachable / "kvferryd.toml", reachable / "log"
+    file.write_text(f"[limits]\nallow_groups = [{OTHERS}]\n")
+    command = [*DAEMON, str(reachable), "--config", str(file)]
+    with log.open("wb") as output:
+        daemon = subprocess.Popen(command, stdout=output, stderr=output)
+    try:
+        until(lambda: "serving" in log.read_text())
+        file.write_text(f"[limits]\nallow_groups = [{GROUP}]\n")
+        daemon.send_signal(signal.SIGHUP)
+        until(lambda: "cannot be given" in log.read_text())
+        assert knock(reachable / "cpu", STRANGER, OTHERS) == IN
+        assert knock(reachable / "cpu", STRANGER, GROUP) == FENCED
+    finally:
+        daemon.terminate()
+        assert daemon.wait(20) == 0, log.read_text()
+
+
+def test_a_group_that_there_is_not(reachable: Path) -> None:
+    assert "no-such-group" in refused(reachable, "--limits-allow-groups", "no-such-group")
+
+
+def test_the_folder_of_another_user_is_not_used(reachable: Path) -> None:
+    (reachable / "cpu").mkdir()
+    os.chown(reachable / "cpu", STRANGER, OTHERS)
+    assert "another user's" in refused(reachable)

@@ -1,0 +1,73 @@
+"""A machine with the daemon installed as deploy/README.md says."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry.testing.machine import WHEELS, Foundation, Machine, missing
+
+CHECKOUT = Path(__file__).parents[2]
+SHIPPED = ("client", "daemon", "deploy", "proto", "tests/kvferry")
+UNIT = "kvferryd@cpu"
+
+DROP_IN = """
+[Service]
+# This machine is small, and its daemon says WATCHDOG=1 only where a test asks for it.
+WatchdogSec=0
+Environment=PYTHONDONTWRITEBYTECODE=1
+"""
+
+
+def cache() -> Path:
+    """Where the bare system is kept between runs: $KVFERRY_TEST_CACHE, or among the user's."""
+    if own := os.environ.get("KVFERRY_TEST_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvferry-tests"
+
+
+@pytest.fixture(scope="session")
+def commands() -> dict[str, str]:
+    """By the title of its section, the first block of commands in it."""
+    text = (CHECKOUT / "deploy" / "README.md").read_text()
+    return dict(re.findall(r"(?ms)^## ([^\n]+)$(?:(?!^## ).)*?^```sh\n(.*?)^```", text))
+
+
+@pytest.fixture(scope="session")
+def bare() -> Iterator[Machine]:
+    """A machine where nothing is installed, with a checkout in /src."""
+    if reason := missing():
+        pytest.skip(reason)
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"]
+    needed = [*project["project"]["dependencies"], *extras["daemon"], *extras["cli"]]
+    needed += project["build-system"]["requires"]
+    root = Foundation(cache(), needed, CHECKOUT / "constraints.txt").copy()
+    for name in SHIPPED:
+        hidden = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(CHECKOUT / name, root / "src" / name, ignore=hidden)
+    for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"):
+        shutil.copy(CHECKOUT / name, root / "src" / name)
+    try:
+        machine = Machine(root)
+    except RuntimeError as error:
+        pytest.skip(f"no container boots here: {error}")
+    with machine:
+        yield machine
+
+
+@pytest.fixture(scope="session")
+def machine(bare: Machine, commands: dict[str, str]) -> Machine:
+    """A machine with the unit installed, as the instructions say, and users for it."""
+    offline = f"export PIP_NO_INDEX=1 PIP_FIND_LINKS=/{WHEELS} PIP_NO_COMPILE=1\n"
+    bare.script(offline + commands["Install"], directory="/src")
+    bare.write(f"/etc/systemd/system/{UNIT}.service.d/test.conf", DROP_IN)
+    bare.script("sed -i 's/^# size = .*/size = \"64MiB\"/' /etc/kvferry/kvferryd.toml")
+    bare.script("useradd -G kvferry engine; useradd stranger; systemctl daemon-reload")
+    return bare

@@ -1,0 +1,119 @@
+"""The Supervisor under a real systemd: its descriptor store keeps what it is said to keep."""
+
+from __future__ import annotations
+
+import time
+from ast import literal_eval
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvferry.testing.machine import Machine
+
+pytestmark = [pytest.mark.systemd, pytest.mark.timeout(900)]
+
+PROGRAM = """
+import os, time
+from kvferry.daemon.supervisor import Supervisor
+
+supervisor = Supervisor()
+kept = {name: os.pread(d, 99, 0).decode() for name, d in supervisor.kept.items()}
+def memory(text):
+    descriptor = os.memfd_create("test")
+    os.write(descriptor, text.encode())
+    return descriptor
+if not kept:
+    for name in ("one", "two", "three"):
+        supervisor.keep(name, memory(name))
+    for text in ("old", "new"):
+        supervisor.keep("twice", memory(text))
+    supervisor.forget("two")
+settled = supervisor.settle(30)
+supervisor.ready(repr((kept, settled, supervisor.keeps, supervisor.watchdog_seconds)))
+while True:
+    time.sleep(0.2)
+    supervisor.alive()
+"""
+UNIT = """
+[Service]
+Type=notify
+NotifyAccess=main
+ExecStart=/opt/kvferry/bin/python /srv/keeper.py
+FileDescriptorStoreMax=16
+FileDescriptorStorePreserve=yes
+WatchdogSec=5
+Restart=always
+RestartSec=10ms
+[Install]
+WantedBy=multi-user.target
+"""
+
+
+def show(machine: Machine, name: str) -> str:
+    return machine.run("systemctl", "show", "--value", f"--property={name}", "keeper")
+
+
+def told(machine: Machine) -> Any:
+    """(what came back, whether it settled, keeps, watchdog_seconds), as its program says."""
+    return literal_eval(show(machine, "StatusText"))
+
+
+@pytest.fixture
+def keeper(machine: Machine) -> Iterator[Machine]:
+    """A machine where a program runs that keeps some memory, and forgets one."""
+    machine.write("/srv/keeper.py", PROGRAM)
+    machine.write("/etc/systemd/system/keeper.service", UNIT)
+    machine.script("systemctl daemon-reload; systemctl enable --now keeper")
+    yield machine
+    machine.script("systemctl disable --now keeper")
+
+
+BACK = {"one": "one", "three": "three", "twice": "new"}
+
+
+def kill(machine: Machine) -> None:
+    pid = show(machine, "MainPID")
+    machine.run("systemctl", "kill", "--signal=KILL", "keeper")
+    while show(machine, "MainPID") in (pid, "0") or show(machine, "SubState") != "running":
+        time.sleep(0.05)
+
+
+def test_it_comes_back_after_a_kill_and_after_another(keeper: Machine) -> None:
+    assert told(keeper) == ({}, True, True, 5.0)
+    for _ in range(2):
+        kill(keeper)
+        assert told(keeper) == (BACK, True, True, 5.0)
+
+
+def test_it_comes_back_after_a_stop(keeper: Machine) -> None:
+    keeper.script("systemctl stop keeper; systemctl start keeper")
+    assert told(keeper)[0] == BACK
+
+
+def test_it_is_gone_after_a_stop_where_the_unit_is_not_enabled(keeper: Machine) -> None:
+    """systemd does not remember a unit that is stopped and that nothing refers to."""
+    keeper.script("systemctl disable keeper; systemctl stop keeper; systemctl start keeper")
+    assert told(keeper)[0] == {}
+
+
+def test_it_is_gone_when_it_is_cleaned(keeper: Machine) -> None:
+    """What deploy/README.md says to do for the memory."""
+    keeper.script("systemctl stop keeper; systemctl clean --what=fdstore keeper")
+    keeper.run("systemctl", "start", "keeper")
+    assert told(keeper)[0] == {}
+
+
+def test_systemd_itself_is_started_anew(keeper: Machine) -> None:
+    """The names stay; of two of one name nobody knows any more which is the newer."""
+    keeper.run("systemctl", "daemon-reexec")
+    kill(keeper)
+    back = told(keeper)[0]
+    assert back.pop("twice") in ("old", "new")
+    assert back == {"one": "one", "three": "three"}
+
+
+def test_it_lives_while_it_says_so(keeper: Machine) -> None:
+    pid = show(keeper, "MainPID")
+    time.sleep(7)
+    assert show(keeper, "MainPID") == pid

@@ -1,0 +1,28 @@
+"""The rest of the instructions: an upgrade, and an end that leaves nothing.
+
+This file is the last of its folder, and this test the last of what the machine lives through.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.testing.machine import WHEELS, Machine
+
+pytestmark = [pytest.mark.systemd, pytest.mark.timeout(900)]
+
+
+def test_an_upgrade_and_the_end(machine: Machine, commands: dict[str, str]) -> None:
+    unit = "kvferryd@cpu"
+    machine.run("systemctl", "enable", "--now", unit)
+    pid = machine.run("systemctl", "show", "--value", "--property=MainPID", unit)
+    offline = f"export PIP_NO_INDEX=1 PIP_FIND_LINKS=/{WHEELS}\n"
+    machine.script(offline + commands["Upgrade"], directory="/src")
+    assert machine.run("systemctl", "is-active", unit) == "active"
+    assert machine.run("systemctl", "show", "--value", "--property=MainPID", unit) != pid
+    machine.script("userdel engine; userdel stranger")
+    machine.script(commands["Uninstall"])
+    assert "kvferry" not in machine.run("systemctl", "list-units", "--all", "--plain", "kvferry*")
+    assert machine.run("getent", "passwd", "kvferry", check=False) == ""
+    left = machine.run("find", "/etc", "/opt", "/run", "/usr", "-xdev", "-name", "kvferry*")
+    assert set(left.split()) <= {f"/etc/systemd/system/{unit}.service.d"}, "the tests' own drop-ins"
