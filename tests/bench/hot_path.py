@@ -29,6 +29,7 @@ from kvferry.daemon.core.geometry import Run
 from kvferry.daemon.engine.base import Mapping
 from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.engine.reference import ReferenceEngine
+from kvferry.daemon.lane.inbox import Listen
 from kvferry.daemon.lane.lane import Lane, MapOrder
 from kvferry.proto.codec import decode_client_message
 from kvferry.proto.messages import PROTOCOL, AllocateKVCaches, Hello, Limits
@@ -79,7 +80,7 @@ class StampedLane(Lane):
     asleep = False
     taken = 0.0
 
-    def _obey(self, order: MapOrder | Drop | Unmap | Start | Abandon) -> None:
+    def _obey(self, order: MapOrder | Drop | Unmap | Start | Abandon | Listen) -> None:
         if self.asleep:
             sleep()
         self.taken = clock()

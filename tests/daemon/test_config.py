@@ -73,13 +73,13 @@ def test_a_file_is_read(write: Any) -> None:
         [
             write(
                 'device = "0"\n[pool]\nsize = "64GiB"\ncheck_memory = false\n'
-                "[limits]\nmax_jobs = 7\nallow_uids = [1000, 1001]\n"
+                "[limits]\nmax_stores = 7\nallow_uids = [1000, 1001]\n"
                 '[stop]\ndrain_seconds = 1\n[log]\nlevel = "debug"\n'
             )
         ]
     )
     assert (config.device, config.pool.size, config.pool.check_memory) == ("0", "64GiB", False)
-    assert (config.limits.max_jobs, config.limits.allow_uids) == (7, (1000, 1001))
+    assert (config.limits.max_stores, config.limits.allow_uids) == (7, (1000, 1001))
     assert (config.stop.drain_seconds, config.log.level) == (1.0, "debug")
     assert config.pool.chunk == Config().pool.chunk
 
@@ -90,14 +90,14 @@ def test_flags_are_read() -> None:
             "--device=cpu",
             "--pool-size=1GiB",
             "--pool-check-memory=false",
-            "--limits-max-jobs=9",
+            "--limits-max-stores=9",
             "--limits-allow-uids=1000,1001",
             "--stop-drain-seconds=0.5",
             "--log-format=json",
         ]
     )
     assert (config.pool.size, config.pool.check_memory) == ("1GiB", False)
-    assert (config.limits.max_jobs, config.limits.allow_uids) == (9, (1000, 1001))
+    assert (config.limits.max_stores, config.limits.allow_uids) == (9, (1000, 1001))
     assert (config.stop.drain_seconds, config.log.format) == (0.5, "json")
 
 
@@ -140,8 +140,8 @@ def test_where_the_sockets_go(
         ("[pool]\nsize = 'much'", "much"),
         ("[pool]\nchunk = '-1'", "-1"),
         ("[pool]\ncheck_memory = 'perhaps'", "check_memory"),
-        ("[limits]\nmax_jobs = 0", "max_jobs"),
-        ("[limits]\nmax_jobs = 1.5", "max_jobs"),
+        ("[limits]\nmax_stores = 0", "max_stores"),
+        ("[limits]\nmax_stores = 1.5", "max_stores"),
         ("[limits]\nallow_uids = ['me']", "allow_uids"),
         ("[stop]\ndrain_seconds = -1", "drain_seconds"),
         ("[log]\nlevel = 'loud'", "level"),
@@ -166,8 +166,8 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     [
         "--pool-size=much",
         "--pool-chunk=",
-        "--limits-max-jobs=0",
-        "--limits-max-jobs=many",
+        "--limits-max-stores=0",
+        "--limits-max-stores=many",
         "--limits-allow-uids=me",
         "--limits-allow-uids=",
         "--stop-drain-seconds=-1",

@@ -203,8 +203,8 @@ def test_a_job_id_twice(engine: Engine, daemon: LocalDaemon) -> None:
 
 
 def test_too_many_jobs(start_engine: StartEngine, start_kvferryd: StartKvferryd) -> None:
-    """BUSY beyond limits.max_jobs, from the client and from the daemon; others are not."""
-    daemon = start_kvferryd(limits_max_jobs=3)
+    """BUSY beyond limits.max_stores, from the client and from the daemon; others are not."""
+    daemon = start_kvferryd(limits_max_stores=3)
     engine = start_engine(daemon)
     fence = engine.worker.signal() + 1
     jobs = [engine.store([i], [i], wait_for=fence) for i in range(3)]

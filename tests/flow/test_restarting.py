@@ -33,6 +33,8 @@ from kvferry.testing.engine import until
 from kvferry.testing.manager import ServiceManager, kvferryd_command
 
 PAGE, BLOCKS, FACTOR = 4096, 32, 2
+OWN = 2 * PAGE
+"""The front of the pool is the daemon's own."""
 LAYOUT = KVLayout((TensorLayout(BLOCKS, PAGE, PAGE),), ((TensorRef(0, PAGE),),), FACTOR)
 FINGERPRINT = Fingerprint("llama", PAGE * FACTOR, key_bytes=12)
 CHUNK = 4 << 20
@@ -229,7 +231,7 @@ def test_bytes_that_changed_meanwhile_are_never_loaded(service: Service) -> None
         assert one.store(range(4), keys(1, 2)).success
         service.sealed(2)
     service.manager.kill()
-    service.change("pool-00000", PAGE + 17, b"\x00\x01\x02\x03")
+    service.change("pool-00000", OWN + PAGE + 17, b"\x00\x01\x02\x03")
     service.start()
     with service.engine() as one:
         result = one.load(keys(1), [20, 21])
@@ -253,7 +255,7 @@ def test_every_load_is_checked_where_that_is_wanted(tmp_path: Path) -> None:
             assert one.store(range(4), keys(1, 2)).success
             service.sealed(2)
             assert one.load(keys(1, 2), range(4)).success
-            service.change("pool-00000", 5, b"tampered")
+            service.change("pool-00000", OWN + 5, b"tampered")
             result = one.load(keys(1, 2), range(4))
             assert result.error is not None
             assert result.error.code == Code.CORRUPT_BLOCK

@@ -79,8 +79,8 @@ BAD_FLAGS: dict[str, dict[str, object]] = {
     "huge size": {"pool_size": "9" * 400},
     "negative size": {"pool_size": "-1"},
     "chunk of nothing": {"pool_chunk": 0},
-    "max_jobs": {"limits_max_jobs": 0},
-    "no number": {"limits_max_jobs": "many"},
+    "max_stores": {"limits_max_stores": 0},
+    "no number": {"limits_max_stores": "many"},
     "level": {"log_level": "loud"},
     "seconds": {"stop_drain_seconds": -1},
     "users": {"limits_allow_uids": "root"},
@@ -102,7 +102,7 @@ BAD_FILES = {
     "unknown key": b'devise = "cpu"',
     "unknown key of a table": b'[pool]\ncolour = "red"',
     "unknown table": b"[swimming]\nsize = 1",
-    "wrong type": b"[limits]\nmax_jobs = [1]",
+    "wrong type": b"[limits]\nmax_stores = [1]",
     "no table": b"pool = 3",
 }
 
@@ -122,12 +122,12 @@ def test_a_file_that_is_not_there(refused: Callable[..., str], tmp_path: Path) -
 
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "kvferryd.toml"
-    path.write_text('device = "7"\n[pool]\nsize = "8MiB"\n[limits]\nmax_jobs = 5\n')
+    path.write_text('device = "7"\n[pool]\nsize = "8MiB"\n[limits]\nmax_stores = 5\n')
     with (
         LocalDaemon(pool_bytes=4 << 20, config=path) as daemon,
         OffloadClient(daemon.directory) as client,
     ):
-        assert client.daemon.limits.max_jobs == 5
+        assert client.daemon.limits.max_stores == 5
         assert client.status().pool.size_bytes == 4 << 20
 
 

@@ -38,12 +38,12 @@ def test_a_fresh_daemon_for_each(kvferryd, kvferry_client):
 def test_options(start_kvferryd):
     from kvferry.client import OffloadClient
 
-    one, other = start_kvferryd(pool_bytes=4 << 20), start_kvferryd(limits_max_jobs=3)
+    one, other = start_kvferryd(pool_bytes=4 << 20), start_kvferryd(limits_max_stores=3)
     note(one), note(other)
     with OffloadClient(one.directory) as client:
         assert client.status().pool.size_bytes == 4 << 20
     with OffloadClient(other.directory) as client:
-        assert client.daemon.limits.max_jobs == 3
+        assert client.daemon.limits.max_stores == 3
 
 
 def test_a_daemon_that_the_test_stopped(start_kvferryd):

@@ -90,6 +90,16 @@ STATUS = told.DaemonStatus(
 NEW_STATUS = told.DaemonStatus(
     "0.1.0", "b", 1, 0.0, CPU, told.PoolStatus(0, 0, 0), 0, (), told.Totals(), {}
 )
+UNWELL = told.HealthStatus(
+    healthy=False,
+    reasons=("the lane has not moved for 31.2 s",),
+    probe_seconds=0.001953125,
+    probe_age=42.5,
+    oldest_job=33.25,
+    held_job=300.0,
+    loop_lag=0.0078125,
+    lane_lag=31.25,
+)
 KEY, OTHER = bytes(range(32)) + bytes(4), bytes(range(32, 64)) + bytes(4)
 FINGERPRINT = told.Fingerprint(
     model="model-a",
@@ -174,6 +184,15 @@ MESSAGES: dict[str, Any] = {
     "daemon/welcome": wire.Welcome(
         1, "0123456789abcdef", "s1", "0.1.0", 4711, CPU, wire.Limits(32 << 20, 1 << 20, 8192)
     ),
+    "daemon/welcome-credits": wire.Welcome(
+        1,
+        "0123456789abcdef",
+        "s1",
+        "0.1.0",
+        4711,
+        CPU,
+        wire.Limits(32 << 20, 1 << 20, 12288, 4096, 8192),
+    ),
     "daemon/registered": wire.Registered(1, REGION),
     "daemon/registered-again": wire.Registered(1, wire.HostRegion(2048, 32768, True)),
     "daemon/allocated-fd": wire.Allocated(3, REGION, (FD,), LOCATIONS[:1]),
@@ -197,6 +216,10 @@ MESSAGES: dict[str, Any] = {
         msgspec.structs.replace(
             NEW_STATUS, engines=(told.EngineStatus("model-a", False, 1, 4096, 0, (), 1 << 34),)
         ),
+    ),
+    "daemon/status-health": wire.StatusReport(6, msgspec.structs.replace(STATUS, health=UNWELL)),
+    "daemon/status-healthy": wire.StatusReport(
+        6, msgspec.structs.replace(NEW_STATUS, health=told.HealthStatus(True))
     ),
     "daemon/opened": wire.Opened(
         7, "0123456789abcdef", 1000, 32768, True, "arc", 2, ("fedc: kv_dtype: 'fp8' here",), 3
@@ -222,6 +245,9 @@ EARLIER = {
     "daemon/allocated-cuda",
     "daemon/allocated-fd",
     "daemon/status",
+    "daemon/status-kept",
+    "daemon/status-new",
+    "daemon/welcome",
 }
 """Whose bytes lack fields that were appended since, and have their defaults."""
 

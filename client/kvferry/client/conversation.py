@@ -150,11 +150,12 @@ class Conversation:
         """
         job_id, wait_for = _checked_id("a job id", job_id), _checked_id("wait_for", wait_for)
         src, dst = self._checked_sides(spec)
-        under_way = self.jobs.under_way
-        if job_id in under_way:
+        if job_id in self.jobs:
             raise Refused(Code.DUPLICATE_JOB, "a job with this id is under way", job_id)
-        if self.welcome is not None and len(under_way) >= self.welcome.limits.max_jobs:
-            raise Refused(Code.BUSY, "too many jobs are under way: poll first", len(under_way))
+        direction = direction_of(spec)
+        of_it = self.jobs.count(direction)
+        if self.welcome is not None and of_it >= self.welcome.limits.most(direction):
+            raise Refused(Code.BUSY, f"too many {direction}s are under way: poll first", of_it)
         data = self.request(Submit(job_id, src, dst, wait_for))
         if self._written is not None:
             self._written.check(spec)
@@ -163,8 +164,7 @@ class Conversation:
     def submitted(self, job_id: int, spec: TransferSpec) -> None:
         if self._written is not None:
             self._written.note(spec)
-        store = isinstance(spec[0], GPULoadStoreSpec)
-        self.jobs.add(job_id, Direction.STORE if store else Direction.LOAD)
+        self.jobs.add(job_id, direction_of(spec))
 
     def cancel(self, job_ids: Iterable[int]) -> bytes:
         return self.request(Cancel(_checked(job_ids)))
@@ -378,6 +378,10 @@ class Conversation:
             self.lose(Gone(Code.DAEMON_GONE, "the daemon was restarted, or has let us go"))
         else:
             raise error
+
+
+def direction_of(spec: TransferSpec) -> Direction:
+    return Direction.STORE if isinstance(spec[0], GPULoadStoreSpec) else Direction.LOAD
 
 
 def _checked_id(what: str, value: SupportsIndex) -> int:

@@ -38,6 +38,7 @@ class Jobs:
         self.bulletin: Bulletin | None = None
         self.under_way: dict[int, Direction] = {}
         """Which way each goes."""
+        self._counts = dict.fromkeys(Direction, 0)
         self._ended: deque[TransferResult] = deque()
         self._had = 0
         """Results of jobs that ran, by either way."""
@@ -51,6 +52,11 @@ class Jobs:
 
     def add(self, job_id: int, direction: Direction) -> None:
         self.under_way[job_id] = direction
+        self._counts[direction] += 1
+
+    def count(self, direction: Direction) -> int:
+        """How many of one direction are under way."""
+        return self._counts[direction]
 
     def take(self, result: JobResult) -> None:
         """A result came by the socket."""
@@ -82,6 +88,7 @@ class Jobs:
             lost = JobResult(job_id, direction, Outcome.LOST, error=error.info)
             self._ended.append(_result(lost))
         self.under_way.clear()
+        self._counts = dict.fromkeys(Direction, 0)
 
     def results(self) -> list[TransferResult]:
         """What ended since this was asked last."""
@@ -90,7 +97,9 @@ class Jobs:
         return results
 
     def _end(self, result: JobResult) -> None:
-        if self.under_way.pop(result.job_id, None) is not None:
+        direction = self.under_way.pop(result.job_id, None)
+        if direction is not None:
+            self._counts[direction] -= 1
             self._ended.append(_result(result))
 
 

@@ -21,17 +21,21 @@ import structlog
 import uvloop
 
 from kvferry.daemon import config as configuration
-from kvferry.daemon.config import Config, LogConfig, parse_bytes
+from kvferry.daemon.config import Config, HealthConfig, LogConfig, parse_bytes
 from kvferry.daemon.core.core import Core, Identity
 from kvferry.daemon.engine.auditor import Auditor
 from kvferry.daemon.engine.base import CopyEngine
 from kvferry.daemon.engine.pool import HostPool, check_fits
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
+from kvferry.daemon.lane.inbox import Listen
 from kvferry.daemon.lane.lane import Lane
 from kvferry.daemon.reload import Reload
 from kvferry.daemon.server.admission import Admission
 from kvferry.daemon.server.archive import Archive, Keeper, Nobody
 from kvferry.daemon.server.endpoint import Endpoint
+from kvferry.daemon.server.exporter import Exporter
+from kvferry.daemon.server.health import Health, Patience
+from kvferry.daemon.server.probe import HOST_BYTES, Probe
 from kvferry.daemon.server.server import Server
 from kvferry.daemon.server.shelf import Shelf
 from kvferry.daemon.supervisor import Supervisor
@@ -105,29 +109,40 @@ async def run(
     kept: Kept,
     signals: Signals,
 ) -> None:
-    limits = Limits(MAX_MESSAGE_BYTES, MAX_BLOCK_IDS, config.limits.max_jobs)
+    exporter = make_exporter(config)
+    stores, loads = config.limits.max_stores, config.limits.max_loads
+    limits = Limits(MAX_MESSAGE_BYTES, MAX_BLOCK_IDS, stores + loads, stores, loads)
     identity = Identity(installed_version(), secrets.token_hex(8), os.getpid(), engine.info, limits)
-    core = Core(identity, pool.nbytes, time.monotonic())
+    core = Core(identity, pool.nbytes, time.monotonic(), HOST_BYTES)
     events = config.events.publish or f"ipc://{endpoint.events}"
     server = Server(core, endpoint, events)
-    lane = Lane(engine, pool, server.lane_reports, server.fail)
-    auditor = Auditor(pool.address, pool.nbytes, config.integrity.threads)
-    archive = Archive(auditor, kept.keeper, config.integrity.check_loads, server.tell)
-    archive.take_up(kept.ledgers, core.restore)
-    shelf = Shelf(kept.keeper)
-    for number, memory in shelf.take_up(kept.ledgers, core.restore_tensors).items():
-        lane.hold(number, memory)
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
     with signals.heard(server):
+        lane = Lane(engine, pool, server.lane_reports, server.fail)
+        auditor = Auditor(pool.address, pool.nbytes, config.integrity.threads)
+        archive = Archive(auditor, kept.keeper, config.integrity.check_loads, server.tell)
+        archive.take_up(kept.ledgers, core.restore)
+        shelf = Shelf(kept.keeper)
+        for number, memory in shelf.take_up(kept.ledgers, core.restore_tensors).items():
+            lane.hold(number, memory)
+        health = make_health(config.health, server, lane, pool.address, signals)
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
         lane.start()
         pool.fill(engine, server.pool_grew, server.fail)
         archive.verify()
         log.info(
-            "serving", device=engine.info.name, directory=str(endpoint.directory), pool=pool.nbytes
+            "serving",
+            device=engine.info.name,
+            directory=str(endpoint.directory),
+            pool=pool.nbytes - HOST_BYTES,
+            metrics=exporter.address if exporter else "off",
         )
-        signals.ready(f"serving {engine.info.name} at {endpoint.directory}")
-        await server.serve(lane, archive, shelf, config.stop.drain_seconds)
+        signals.serving(f"serving {engine.info.name} at {endpoint.directory}")
+        if exporter:
+            exporter.start(server)
+        await server.serve(lane, archive, shelf, health, config.stop.drain_seconds)
+        if exporter:
+            await asyncio.to_thread(exporter.close)
         lane.close()
         archive.close()
         pool.close(engine)
@@ -142,7 +157,7 @@ def make_pool(
     chunks = [kept[name] for name in sorted(kept) if name.startswith(CHUNK)]
     if chunks:
         try:
-            return HostPool(size, chunk, chunks), kept
+            return HostPool(HOST_BYTES + size, chunk, chunks), kept
         except KVFerryError as error:
             log.warning("the pool that was kept is given up: it begins empty", reason=str(error))
     for name, descriptor in kept.items():
@@ -150,7 +165,7 @@ def make_pool(
         os.close(descriptor)
     if config.pool.check_memory:
         check_fits(size, locked=locked)
-    pool = HostPool(size, chunk)
+    pool = HostPool(HOST_BYTES + size, chunk)
     for number, descriptor in enumerate(pool.descriptors):
         keeper.keep(f"{CHUNK}{number:05}", descriptor)
     return pool, {}
@@ -183,16 +198,30 @@ def make_engine(config: Config) -> CopyEngine:
 
 
 class Signals:
-    """SIGTERM and SIGINT stop a server, SIGHUP reloads; the supervisor is told."""
+    """SIGTERM and SIGINT stop a server, SIGHUP reloads; the supervisor is told, of health too."""
 
     def __init__(self, supervisor: Supervisor, reload: Callable[[], None]) -> None:
         self._supervisor, self._reload = supervisor, reload
         self._status = ""
+        self._ready = False
 
-    def ready(self, status: str) -> None:
-        """The server serves; `status` is what `systemctl status` shows from now on."""
+    @property
+    def watchdog_seconds(self) -> float | None:
+        return self._supervisor.watchdog_seconds
+
+    def serving(self, status: str) -> None:
+        """What `systemctl status` shows from when the daemon is ready."""
         self._status = status
-        self._supervisor.ready(status)
+
+    def ready(self) -> None:
+        self._ready = True
+        self._supervisor.ready(self._status)
+
+    def alive(self) -> None:
+        self._supervisor.alive()
+
+    def unwell(self, why: str) -> None:
+        self._supervisor.status(f"unhealthy: {why}" if why else self._status)
 
     @contextlib.contextmanager
     def heard(self, server: Server) -> Iterator[None]:
@@ -214,15 +243,32 @@ class Signals:
         server.stop()
 
     def _hup(self) -> None:
-        self._supervisor.reloading()
+        if self._ready:
+            self._supervisor.reloading()
         self._reload()
-        self._supervisor.ready(self._status)
+        if self._ready:
+            self._supervisor.ready(self._status)
 
 
 def apply(endpoint: Endpoint, config: Config) -> None:
     """Take over what can change while the daemon runs. Raises Refused and changes nothing."""
     endpoint.admit(config.limits.allow_uids, config.limits.allow_groups)
     start_logging(config.log)
+
+
+def make_exporter(config: Config) -> Exporter | None:
+    listen = config.metrics.listen
+    return None if listen == "off" else Exporter(listen, config.health.deadline_seconds)
+
+
+def make_health(
+    config: HealthConfig, server: Server, lane: Lane, address: int, signals: Signals
+) -> Health:
+    """address: of the front of the pool, where the probe's blocks are."""
+    patience = Patience(config.every_seconds, config.deadline_seconds, config.lane_seconds)
+    say = server.inside(lambda message: prober.hear(message))
+    prober = Probe(say, address)
+    return Health(patience, prober, lambda now: lane.post(Listen(now)), signals)
 
 
 def start_logging(config: LogConfig) -> None:

@@ -87,9 +87,13 @@ class IntegrityConfig(Section, frozen=True):
 
 
 class LimitsConfig(Section, frozen=True):
-    max_jobs: Annotated[int, Meta(ge=1, description="jobs that one client may have under way")] = (
-        8192
-    )
+    max_stores: Annotated[
+        int, Meta(ge=1, description="stores that one client may have under way")
+    ] = 8192
+    max_loads: Annotated[
+        int,
+        Meta(ge=1, description="loads that one client may have under way, besides its stores"),
+    ] = 8192
     allow_uids: Annotated[
         tuple[int, ...],
         Meta(description="users, besides the daemon's own and root, whose processes may connect"),
@@ -111,6 +115,33 @@ class EventsConfig(Section, frozen=True):
             '"off"; default: ipc, events.sock beside the other sockets'
         ),
     ] = ""
+
+
+class HealthConfig(Section, frozen=True):
+    every_seconds: Annotated[
+        float, Meta(gt=0, description="how often a small block is copied to the device and back")
+    ] = 10.0
+    deadline_seconds: Annotated[
+        float, Meta(gt=0, description="the daemon is unhealthy when that takes longer")
+    ] = 5.0
+    lane_seconds: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="the daemon is unhealthy, and tells the service manager no more that it "
+            "is alive, when the device's thread does not answer for so long",
+        ),
+    ] = 30.0
+
+
+class MetricsConfig(Section, frozen=True):
+    listen: Annotated[
+        str,
+        Meta(
+            description='"host:port" where /metrics and /health are served by HTTP, or "off"; each '
+            "daemon of a machine has a port of its own, port 0 takes any and logs it"
+        ),
+    ] = "off"
 
 
 class StopConfig(Section, frozen=True):
@@ -154,6 +185,8 @@ class Config(Section, frozen=True):
     integrity: IntegrityConfig = IntegrityConfig()
     limits: LimitsConfig = LimitsConfig()
     events: EventsConfig = EventsConfig()
+    health: HealthConfig = HealthConfig()
+    metrics: MetricsConfig = MetricsConfig()
     stop: StopConfig = StopConfig()
     log: LogConfig = LogConfig()
     reference: ReferenceConfig = ReferenceConfig()

@@ -80,6 +80,14 @@ class Limits(Part):
     max_block_ids: int
     max_jobs: int
     """Jobs submitted and not yet ended, in both directions together."""
+    max_stores: int = 0
+    """Of them stores; 0: as many as jobs, as with daemons that know no other bound."""
+    max_loads: int = 0
+
+    def most(self, direction: Direction) -> int:
+        """How many jobs of one direction a session may have under way."""
+        most = self.max_stores if direction is Direction.STORE else self.max_loads
+        return most or self.max_jobs
 
 
 class CudaAllocation(Part, tag="cuda"):

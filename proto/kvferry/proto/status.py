@@ -79,7 +79,7 @@ class PoolStatus(Part):
 
 
 class GroupCopying(Part):
-    """How a KV cache group is copied each way: "direct" or "staged"."""
+    """How a KV cache group is copied each way: "direct" or "staged"; "cpu" without a GPU."""
 
     store: str
     load: str
@@ -152,6 +152,26 @@ class Totals(Part):
     cancelled: int = 0
 
 
+class HealthStatus(Part):
+    """Whether the daemon does its work, and why not. All times are in seconds.
+
+    probe_seconds, probe_age: how long the last probe took (a small block to the device and back,
+        compared), and since when it is over; None before there was one.
+    oldest_job: since when the oldest job is under way that is not held by its engine's timeline;
+        held_job: the same of those that are: that is the engine's affair. None where there is none.
+    loop_lag, lane_lag: how late the loop and the device's thread were lately.
+    """
+
+    healthy: bool
+    reasons: tuple[str, ...] = ()
+    probe_seconds: float | None = None
+    probe_age: float | None = None
+    oldest_job: float | None = None
+    held_job: float | None = None
+    loop_lag: float = 0.0
+    lane_lag: float = 0.0
+
+
 class DaemonStatus(Part):
     version: str
     boot_id: str
@@ -166,3 +186,4 @@ class DaemonStatus(Part):
     """How often each error code was answered since the start."""
     copying: CopyStatus | None = None
     """What the calibration found; None before it has run, and on the CPU."""
+    health: HealthStatus | None = None

@@ -6,6 +6,7 @@ what a lane could report in any order a lane could, and holds every answer again
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -387,14 +388,18 @@ def test_an_engine_s_unfinished_jobs_have_different_ids() -> None:
     desk.start("a/scheduler", 1, store(1))
 
 
-def test_a_session_has_so_many_jobs_under_way_and_no_more() -> None:
+@pytest.mark.parametrize(("spec", "other"), [(store, load), (load, store)])
+def test_a_session_has_so_many_jobs_of_a_direction_under_way_and_no_more(
+    spec: Callable[[int], TransferSpec], other: Callable[[int], TransferSpec]
+) -> None:
     desk = Desk("a/worker", "a/scheduler")
-    plans = [desk.start("a/worker", job, store(job)) for job in range(MAX_JOBS)]
-    assert desk.refused("a/worker", 9, load(5)) == Code.BUSY
-    desk.start("a/scheduler", 10, store(5))
+    plans = [desk.start("a/worker", job, spec(job)) for job in range(MAX_JOBS)]
+    assert desk.refused("a/worker", 9, spec(5)) == Code.BUSY
+    desk.start("a/worker", 20, other(6))
+    desk.start("a/scheduler", 10, spec(5))
     desk.report(Ended(plans[1].serial, Outcome.FAILED, error=FAULT))
-    desk.start("a/worker", 9, load(5))
-    assert desk.refused("a/worker", 11, load(6)) == Code.BUSY
+    desk.start("a/worker", 9, spec(5))
+    assert desk.refused("a/worker", 11, spec(6)) == Code.BUSY
 
 
 def test_cancelling_names_what_is_under_way_and_only_that() -> None:

@@ -57,13 +57,16 @@ class Offering:
             (GPULoadStoreSpec(np.array([at])), CPULoadStoreSpec(np.array([at])))
             for at in range(BLOCKS)
         ]
+        limits = self.client.daemon.limits
+        self._most = min(limits.max_stores, limits.max_loads)
+        """As if all went one way."""
         self.under_way: dict[int, float] = {}
         self.number = 0
         self.due = 0.0
 
     def offer(self, now: float, tally: Tally) -> None:
         """Submit everything that is due, as far as the daemon takes it."""
-        while self.due <= now and len(self.under_way) < self.client.daemon.limits.max_jobs:
+        while self.due <= now and len(self.under_way) < self._most:
             spec = self._specs[self.number % BLOCKS]
             self.number += 1
             self.under_way[self.number] = self.due

@@ -4,7 +4,7 @@
 
     def test_something(kvferryd, kvferry_client): ...       # a daemon of the test's own, on the CPU
     def test_a_small_pool(start_kvferryd):
-        daemon = start_kvferryd(pool_bytes=1 << 20, limits_max_jobs=4)
+        daemon = start_kvferryd(pool_bytes=1 << 20, limits_max_stores=4)
 
 Nothing here imports torch.
 """

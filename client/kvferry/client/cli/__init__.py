@@ -1,4 +1,4 @@
-"""The command line: `kvferry status`, `release`, `doctor` and `bench`.
+"""The command line: `kvferry status`, `top`, `release`, `doctor` and `bench`.
 
 Exit status: 0 done; 1 something failed, said in one line on stderr; 2 wrong usage, or a package is
 missing. What a command needs beyond the client is imported when it runs: status needs no torch.

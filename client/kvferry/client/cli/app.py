@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from kvferry.client.cli import units
-from kvferry.client.cli.status import as_json, ask, release, show
+from kvferry.client.cli.status import TIMEOUT, as_json, ask, release, show, verdict
 
 WHAT = ("bandwidth", "latency", "beside", "queued", "start")
 OWN_DAEMON = ("beside", "start")
@@ -67,9 +67,22 @@ Directory = Annotated[
 def status(
     directory: Directory = None,
     json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Only say in one line whether it is healthy; exit 1 where it is not."
+        ),
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds to wait for its answer.", min=0.1, metavar="SECONDS")
+    ] = TIMEOUT,
 ) -> None:
-    """Show what a daemon holds, for whom, and what it has done so far."""
-    report, namespaces = ask(directory)
+    """Show what a daemon holds, for whom, and what it has done so far; and whether it is well."""
+    report, namespaces = ask(directory, timeout)
+    if check:
+        well, line = verdict(report.health)
+        print(f"kvferryd {report.pid} on {report.device.name}: {line}")
+        raise typer.Exit(0 if well else 1)
     if json:
         everything = as_json(report) | {"namespaces": as_json(namespaces)}
         print(msgspec.json.format(msgspec.json.encode(everything), indent=2).decode())
@@ -109,6 +122,24 @@ def doctor(
     else:
         findings_table.show(findings, Console(highlight=False))
     raise typer.Exit(int(findings_table.failed(findings)))
+
+
+@app.command()
+def top(
+    directory: Directory = None,
+    interval: Annotated[
+        float, typer.Option("--interval", "-n", help="Seconds between looks.", min=0.1)
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Show it one time, and end.")] = False,
+) -> None:
+    """Watch all daemons of this machine: the link, queue, pool, namespaces, engines, health.
+
+    q or ctrl-c ends it. Where the output is no terminal, it is shown one time.
+    """
+    from kvferry.client.cli.top import run
+
+    if not run(directory, interval, once=once):
+        raise typer.Exit(1)
 
 
 @app.command()

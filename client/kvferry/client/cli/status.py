@@ -6,6 +6,7 @@ the device and free; not registered yet (a daemon fills its pool in the backgrou
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,10 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.client import DaemonStatus, OffloadClient, find_daemon
-from kvferry.client.cli.units import size, span
+from kvferry.client.cli.units import brief, size, span
 from kvferry.client.endpoint import look_for
 from kvferry.proto.errors import Code, Gone
-from kvferry.proto.status import NamespaceStatus, PoolStatus, Totals
+from kvferry.proto.status import HealthStatus, NamespaceStatus, PoolStatus, Totals
 
 Namespaces: TypeAlias = tuple[NamespaceStatus, ...]
 
@@ -45,12 +46,33 @@ def locate(directory: Path | None) -> Path:
     raise Gone(Code.DAEMON_GONE, "no daemon has its sockets here", str(directory))
 
 
-def ask(directory: Path | None) -> tuple[DaemonStatus, Namespaces]:
+def ask(directory: Path | None, timeout: float = TIMEOUT) -> tuple[DaemonStatus, Namespaces]:
+    """What a daemon says. Raises Gone (TIMEOUT), naming its process, where it does not answer."""
     where = locate(directory)
-    with OffloadClient(
-        where, engine="kvferry-cli", client="kvferry status", timeout=TIMEOUT
-    ) as client:
-        return client.status(), client.namespaces()
+    try:
+        with OffloadClient(
+            where, engine="kvferry-cli", client="kvferry status", timeout=timeout
+        ) as client:
+            return client.status(), client.namespaces()
+    except Gone as gone:
+        if gone.code != Code.TIMEOUT:
+            raise
+        pid = holder(where)
+        running = f"its process {pid} is there, and wedged or stopped" if pid else "nobody is there"
+        message = f"no answer from {where} within {timeout:g} s: {running}"
+        raise Gone(Code.TIMEOUT, message) from gone
+
+
+def holder(directory: Path) -> int | None:
+    """The process that holds a daemon's folder, if it is alive."""
+    try:
+        pid = int((directory / "lock").read_text())
+        os.kill(pid, 0)
+    except PermissionError:
+        return pid
+    except (OSError, ValueError):
+        return None
+    return pid
 
 
 def release(directory: Path | None, engine: str) -> int:
@@ -86,12 +108,39 @@ def _lines(status: DaemonStatus) -> Iterator[Text]:
     uuid = "" if device.uuid == device.kind else f" ({device.uuid})"
     yield Text.assemble((who, "bold"), " on ", (device.name, "bold"), f"{uuid}, {device.kind}")
     yield Text(f"pid {status.pid}, up {span(status.uptime_seconds)}, boot {status.boot_id}")
+    yield from _health(status.health)
     yield _pool(status.pool)
     yield _totals(status.totals)
     if status.errors:
         counts = (f"{code} x{n}" for code, n in sorted(status.errors.items()))
         yield Text(f"errors   {', '.join(counts)}", "red")
     yield Text(f"sessions {status.sessions} (this one too), engines {len(status.engines)}")
+
+
+def _health(health: HealthStatus | None) -> Iterator[Text]:
+    """Well or not, and what was late; a job that its engine holds back is told apart."""
+    if health is None:  # a daemon that does not say
+        return
+    if health.healthy:
+        said = ("healthy", "green")
+    else:
+        said = (f"unhealthy: {'; '.join(health.reasons)}", "bold red")
+    yield Text.assemble("health   ", said)
+    parts = [f"lane {brief(health.lane_lag)}, loop {brief(health.loop_lag)} late"]
+    if health.probe_seconds is not None and health.probe_age is not None:
+        parts.insert(0, f"probe {brief(health.probe_seconds)}, {brief(health.probe_age)} ago")
+    if health.oldest_job is not None:
+        parts.append(f"oldest job {brief(health.oldest_job)}")
+    if health.held_job is not None:
+        parts.append(f"waiting for its engine {brief(health.held_job)}")
+    yield Text(f"         {'; '.join(parts)}", "dim")
+
+
+def verdict(health: HealthStatus | None) -> tuple[bool, str]:
+    """Whether a daemon is well, and a line that says it."""
+    if health is None:
+        return True, "it answers; it is too old to say more"
+    return health.healthy, "; ".join(health.reasons) or "healthy"
 
 
 def _pool(pool: PoolStatus) -> Text:

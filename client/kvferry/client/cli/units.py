@@ -34,3 +34,12 @@ def span(seconds: float) -> str:
             parts.append(f"{left // length} {name}")
             left %= length
     return " ".join([*parts, f"{left} s"][:2])
+
+
+def brief(seconds: float) -> str:
+    """0.000204 -> "204 us", 31.25 -> "31.2 s", 3700 -> "1 h 1 min"."""
+    if seconds >= 60:
+        return span(seconds)
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"

@@ -7,7 +7,7 @@ rest to the lane; the lane's reports come back and are answered with actions aga
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import msgspec
@@ -18,7 +18,7 @@ from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.keys import OffloadKey
 from kvferry.proto.messages import Allocation, DaemonMessage, Location, News, Outcome
 from kvferry.proto.specs import Direction
-from kvferry.proto.status import CopyStatus, GroupCopying
+from kvferry.proto.status import CopyStatus, GroupCopying, HealthStatus
 
 
 class CopyPlan(msgspec.Struct, frozen=True):
@@ -35,6 +35,8 @@ class CopyPlan(msgspec.Struct, frozen=True):
     """Begin once the other direction has ended every transfer up to this serial."""
     host_end: int
     """Begin once the host pool is registered up to this byte."""
+    accepted: float = 0.0
+    """When it was accepted; 0 for the daemon's own."""
 
 
 # Actions
@@ -72,9 +74,14 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Dismiss:
-    """Forget a session: no more messages come from it or go to it."""
+    """Forget a session: no more messages come from it or go to it.
+
+    unfinished: jobs of it that were under way; nbytes: what its other jobs moved. For the log.
+    """
 
     session: str
+    unfinished: int = field(default=0, compare=False)
+    nbytes: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +243,8 @@ class Ended(msgspec.Struct, frozen=True):
     outcome: Outcome
     seconds: float = 0.0
     error: ErrorInfo | None = None
+    queued: float = 0.0
+    """Seconds from when it was accepted until its first piece was submitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,4 +269,24 @@ class Calibrated:
     copying: CopyStatus
 
 
-Report: TypeAlias = Mapped | Unmapped | Ended | Corrupted | Pinned | Calibrated
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """How the daemon is, found out just now."""
+
+    health: HealthStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The lane went round. posted: when it was asked to.
+
+    oldest: when the oldest job was accepted that has not ended and is not held by its engine's
+        timeline; held: the same of those that are. None: there is none.
+    """
+
+    posted: float
+    oldest: float | None
+    held: float | None
+
+
+Report: TypeAlias = Mapped | Unmapped | Ended | Corrupted | Pinned | Calibrated | Checked | Beat

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from kvferry.daemon.core.actions import (
     Action,
+    Beat,
     Calibrated,
+    Checked,
     Corrupted,
     Dismiss,
     Ended,
@@ -27,7 +29,8 @@ from kvferry.daemon.core.deeds import Found, Tenancy
 from kvferry.daemon.core.geometry import sides
 from kvferry.daemon.core.namespaces import Namespaces
 from kvferry.daemon.core.regions import Regions
-from kvferry.daemon.core.registrations import Registrations
+from kvferry.daemon.core.registrations import OWN, Registrations
+from kvferry.daemon.core.tally import Tally
 from kvferry.daemon.core.transfers import Transfers
 from kvferry.proto import messages as wire
 from kvferry.proto import status as told
@@ -48,23 +51,29 @@ class Identity:
 
 
 class Core:
-    def __init__(self, identity: Identity, pool_bytes: int, started: float) -> None:
+    """own_bytes: the front of the pool, for the daemon's own blocks."""
+
+    def __init__(
+        self, identity: Identity, pool_bytes: int, started: float, own_bytes: int = 0
+    ) -> None:
         self.identity = identity
         self.stopping = False
         self._started = started
         self._pinned_bytes = 0
         self._copying: told.CopyStatus | None = None
+        self._health: told.HealthStatus | None = None
         self._errors: Counter[str] = Counter()
         self._engines: dict[str, str] = {}
         """Sessions, and the engine that each belongs to."""
-        self._regions = Regions(pool_bytes)
+        self._regions = Regions(pool_bytes, own_bytes)
         self._namespaces = Namespaces(self._regions)
         self._registrations = Registrations(self._regions, self._namespaces)
-        self._transfers = Transfers(self._registrations, identity.limits.max_jobs)
+        self._transfers = Transfers(self._registrations, identity.limits.most)
 
     @property
     def sessions(self) -> tuple[str, ...]:
-        return tuple(self._engines)
+        """Those of clients."""
+        return tuple(name for name, engine in self._engines.items() if engine != OWN)
 
     @property
     def busy(self) -> bool:
@@ -88,12 +97,16 @@ class Core:
         )
         return [Send(session, reply)]
 
+    def enter(self, session: str) -> None:
+        """Open a session of the daemon's own. It asks as clients do, and does not show."""
+        self._engines[session] = OWN
+
     def handle(self, session: str, message: wire.ClientMessage, now: float) -> list[Action]:
         """The answer to one message of an open session."""
         try:
             actions = self._answer(session, self._engines[session], message, now)
         except KVFerryError as error:
-            return [*self._regions.records(), Send(session, self.refusal(message, error))]
+            return [*self._regions.records(), Send(session, self.refusal(message, error, session))]
         return [*self._regions.records(), *actions, *self._namespaces.news()]
 
     def report(self, report: Report) -> list[Action]:
@@ -113,6 +126,11 @@ class Core:
                 return []
             case Calibrated(copying):
                 self._copying = copying
+                return []
+            case Checked(health):
+                self._health = health
+                return []
+            case Beat():  # what it tells is the server's to judge
                 return []
         if error is not None:
             self._errors[error.code] += 1
@@ -135,9 +153,11 @@ class Core:
         """A session said goodbye or died: give up its jobs and what it registered."""
         del self._engines[session]
         self._namespaces.leave(session)
+        moved = self._transfers.moved.pop(session, 0)
+        lost = self._transfers.leave(session)
         return [
-            Dismiss(session),
-            *self._transfers.leave(session),
+            Dismiss(session, len(lost), moved),
+            *lost,
             *self._registrations.leave(session),
         ]
 
@@ -150,24 +170,43 @@ class Core:
         return self._transfers.abandon_all()
 
     def refusal(
-        self, message: wire.ClientMessage | None, error: KVFerryError
+        self, message: wire.ClientMessage | None, error: KVFerryError, session: str = ""
     ) -> wire.DaemonMessage:
         """The typed answer to what cannot be done, counted."""
         if isinstance(message, wire.Submit):
-            self._errors[error.code] += 1
+            self._count(error, session)
             return wire.Finished((_refused_job(message, error.info),))
-        return self.refused(error, getattr(message, "request_id", None))
+        return self.refused(error, getattr(message, "request_id", None), session)
 
-    def refused(self, error: KVFerryError, request_id: int | None = None) -> wire.Error:
+    def refused(
+        self, error: KVFerryError, request_id: int | None = None, session: str = ""
+    ) -> wire.Error:
         """The answer to what is no job, counted."""
-        self._errors[error.code] += 1
+        self._count(error, session)
         return wire.Error(request_id, error.info, self.identity.boot_id)
+
+    def _count(self, error: KVFerryError, session: str) -> None:
+        if self._engines.get(session) != OWN:
+            self._errors[error.code] += 1
+
+    @property
+    def pool_bytes(self) -> int:
+        return self._regions.pool_bytes
+
+    @property
+    def tally(self) -> Tally:
+        return self._transfers.tally
+
+    def namespaces(self) -> tuple[told.NamespaceStatus, ...]:
+        return self._namespaces.status()
 
     def status(self, now: float) -> told.DaemonStatus:
         me, regions = self.identity, self._regions
         totals = {name: self._transfers.totals[name] for name in told.Totals.__struct_fields__}
         held = {
-            r.engine: (True, r.host.num_blocks, r.host.block_bytes) for r in self._registrations
+            r.engine: (True, r.host.num_blocks, r.host.block_bytes)
+            for r in self._registrations
+            if r.engine != OWN
         }
         left = {
             region.owner.name: (False, region.num_blocks, region.contents.host_block_bytes)
@@ -192,12 +231,17 @@ class Core:
             pid=me.pid,
             uptime_seconds=now - self._started,
             device=me.device,
-            pool=told.PoolStatus(regions.pool_bytes, self._pinned_bytes, regions.reserved_bytes),
-            sessions=len(self._engines),
+            pool=told.PoolStatus(
+                regions.pool_bytes - regions.own_bytes,
+                max(0, self._pinned_bytes - regions.own_bytes),
+                regions.reserved_bytes,
+            ),
+            sessions=len(self.sessions),
             engines=tuple(engines),
             totals=told.Totals(**totals),
             errors=dict(self._errors),
             copying=self._copying,
+            health=self._health,
         )
 
     def _answer(
@@ -206,7 +250,7 @@ class Core:
         match message:
             case wire.Submit():
                 self._check_running()
-                return self._transfers.submit(session, engine, message)
+                return self._transfers.submit(session, engine, message, now)
             case wire.PostResults(ticket):
                 return [Post(session, ticket)]
             case wire.Cancel(job_ids):
@@ -222,7 +266,7 @@ class Core:
             case wire.StatusRequest(request_id):
                 return [Send(session, wire.StatusReport(request_id, self.status(now)))]
             case wire.NamespacesRequest(request_id):
-                return [Send(session, wire.NamespacesReport(request_id, self._namespaces.status()))]
+                return [Send(session, wire.NamespacesReport(request_id, self.namespaces()))]
             case wire.RegisterKVCaches() | wire.AllocateKVCaches():
                 self._check_running()
                 return self._registrations.register(session, engine, message)

@@ -3,7 +3,8 @@
 A region belongs to an engine's name or to a namespace, not to a process: when its engines go, the
 region stays with its bytes, and whoever comes under the same name with the same contents (a layout,
 a fingerprint) gets it back. A region whose owner is away gives its room to a newcomer that finds
-no other, the longest deserted first.
+no other, the longest deserted first. The front of the pool may be the daemon's own, and is in no
+book.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ class Region:
 class Regions:
     """The host pool, divided. Deserted regions are kept in the order they were left."""
 
-    def __init__(self, pool_bytes: int) -> None:
+    def __init__(self, pool_bytes: int, own_bytes: int = 0) -> None:
         self.pool_bytes = pool_bytes
+        self.own_bytes = own_bytes
         self._regions: dict[Owner, Region] = {}
         self._records: list[Record] = []
 
@@ -114,8 +116,12 @@ class Regions:
     def restore(self, deed: Deed) -> Region:
         """Take up the region that an earlier daemon left. Raises Refused where it does not fit."""
         region = Region(deed.owner, deed.contents, deed.start, deed.nbytes, present=False)
-        if not 0 <= region.start < region.end <= self.pool_bytes or region.start % ALIGNMENT:
-            raise Refused(Code.POOL_FULL, "the pool ends before the region", region.end)
+        if (
+            not self.own_bytes <= region.start < region.end <= self.pool_bytes
+            or region.start % ALIGNMENT
+        ):
+            message = f"the region does not lie between {self.own_bytes} and {self.pool_bytes}"
+            raise Refused(Code.POOL_FULL, message, f"{region.start} to {region.end}")
         if not 0 < region.num_blocks <= MAX_HOST_BLOCKS:
             raise Refused(Code.BAD_LAYOUT, "a region holds host blocks", region.num_blocks)
         if self._in_the_way(region.owner, region.start, region.end):
@@ -152,7 +158,7 @@ class Regions:
         )
 
     def _gaps(self, kept: list[Region]) -> list[tuple[int, int]]:
-        gaps, at = [], 0
+        gaps, at = [], -(-self.own_bytes // ALIGNMENT) * ALIGNMENT
         for region in sorted(kept, key=lambda region: region.start):
             gaps.append((at, region.start - at))
             at = -(-region.end // ALIGNMENT) * ALIGNMENT

@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 from kvferry.daemon.core.actions import Action, Drop, Map, Mapped, Send, Shelve, Unmap
 from kvferry.daemon.core.deeds import Deed, Tenancy, engine_owner
-from kvferry.daemon.core.geometry import Geometry, slot_bases
+from kvferry.daemon.core.geometry import Geometry, Run, slot_bases
 from kvferry.daemon.core.holdings import Holding, Holdings
 from kvferry.daemon.core.namespace import Namespace
 from kvferry.daemon.core.namespaces import Namespaces
@@ -38,9 +38,13 @@ from kvferry.proto.messages import (
     Released,
     ReleaseKVCaches,
 )
+from kvferry.proto.specs import Direction, KVLayout
 from kvferry.proto.status import GroupCopying
 
 Request: TypeAlias = RegisterKVCaches | AllocateKVCaches
+
+OWN = ""
+"""The name of the daemon's own engine, whose region is the front of the pool. No client has it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +71,14 @@ class Registration:
     @property
     def has_timeline(self) -> bool:
         return self.request.timeline is not None
+
+    def mode(self, direction: Direction, runs: tuple[Run, ...]) -> str:
+        """How a transfer is copied: as its first group is."""
+        group = runs[0].group if runs else 0
+        if group >= len(self.copying):
+            return "unknown"
+        way = self.copying[group]
+        return way.store if direction is Direction.STORE else way.load
 
 
 class Registrations:
@@ -147,7 +159,8 @@ class Registrations:
         request_id = registration.request.request_id
         if report.error is not None:
             self._release(registration)
-            return [Send(registration.session, Error(request_id, report.error))], report.error
+            told = None if registration.engine == OWN else report.error
+            return [Send(registration.session, Error(request_id, report.error))], told
         registration.copying = report.copying
         registration.was_open = True
         self._open[registration.number] = registration
@@ -254,10 +267,7 @@ class Registrations:
             self._regions.amend(namespace.deed)
             region = namespace.region
         else:
-            owner = engine_owner(engine)
-            region, reattached = self._regions.claim(owner, layout, request.host_bytes)
-            if not reattached:
-                self._regions.enter(Deed(engine, region.start, region.nbytes, layout))
+            region, reattached = self._claim(engine, layout, request.host_bytes)
         locations = request.locations if isinstance(request, RegisterKVCaches) else None
         block_bytes = region.contents.host_block_bytes
         geometry = Geometry(layout, region.start, region.num_blocks, locations, block_bytes)
@@ -270,9 +280,21 @@ class Registrations:
         self._holders[engine] = registration
         return registration
 
+    def _claim(self, engine: str, layout: KVLayout, nbytes: int | None) -> tuple[Region, bool]:
+        """A region, and whether it is the one that the engine had before. Raises Refused."""
+        owner = engine_owner(engine)
+        if engine == OWN:
+            return Region(owner, layout, 0, self._regions.own_bytes), False
+        region, reattached = self._regions.claim(owner, layout, nbytes)
+        if not reattached:
+            self._regions.enter(Deed(engine, region.start, region.nbytes, layout))
+        return region, reattached
+
     def _release(self, registration: Registration) -> None:
         """Free the engine's name; its region stays where the bytes in it are the engine's."""
         del self._holders[registration.engine]
+        if registration.engine == OWN:
+            return
         if registration.namespace is not None:
             self._namespaces.exit(registration.namespace, registration.number)
         elif registration.was_open or registration.host.reattached:

@@ -7,6 +7,7 @@ one end, whatever else happens to its session, its engine or its registration me
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -14,8 +15,9 @@ from kvferry.daemon.core.actions import Abandon, Action, Cargo, CopyPlan, Ended,
 from kvferry.daemon.core.deeds import engine_owner
 from kvferry.daemon.core.geometry import Resolved, sides
 from kvferry.daemon.core.namespace import Lease
-from kvferry.daemon.core.registrations import Registration, Registrations
+from kvferry.daemon.core.registrations import OWN, Registration, Registrations
 from kvferry.daemon.core.residency.cache import Reservation
+from kvferry.daemon.core.tally import Tally
 from kvferry.proto.errors import Code, ErrorInfo, Refused
 from kvferry.proto.messages import Finished, JobResult, Outcome, Submit, Wait, Waited
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, HostSpec, KeyLoadStoreSpec
@@ -43,21 +45,28 @@ class Job:
     registration: Registration
     direction: Direction
     nbytes: int
+    mode: str
     lease: Lease | None = None
     waiters: list[Waiter] = field(default_factory=list)
 
 
 class Transfers:
-    """All jobs under way, found by serial, and by engine and job id."""
+    """All jobs under way, found by serial, and by engine and job id.
 
-    def __init__(self, registrations: Registrations, max_jobs: int) -> None:
+    most: how many jobs of a direction a session may have under way.
+    """
+
+    def __init__(self, registrations: Registrations, most: Callable[[Direction], int]) -> None:
         self.totals: Counter[str] = Counter()
+        self.tally = Tally()
+        self.moved: Counter[str] = Counter()
+        """Bytes, of each session."""
         self._registrations = registrations
-        self._max_jobs = max_jobs
+        self._credits = {direction: most(direction) for direction in Direction}
         self._serials = count(1)
         self._jobs: dict[int, Job] = {}
         self._by_id: dict[tuple[str, int], Job] = {}
-        self._credits: Counter[str] = Counter()
+        self._taken: Counter[tuple[str, Direction]] = Counter()
         self._waits: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -66,7 +75,7 @@ class Transfers:
     def of_engine(self, engine: str) -> int:
         return sum(name == engine for name, _ in self._by_id)
 
-    def submit(self, session: str, engine: str, message: Submit) -> list[Action]:
+    def submit(self, session: str, engine: str, message: Submit, now: float) -> list[Action]:
         """Check a transfer whole and send it on its way. Raises Refused, and nothing happened."""
         registration = self._registrations.ready(engine)
         key = engine, message.job_id
@@ -74,29 +83,30 @@ class Transfers:
             raise Refused(
                 Code.DUPLICATE_JOB, "a job of this engine with this id is under way", message.job_id
             )
-        if self._credits[session] >= self._max_jobs:
-            raise Refused(Code.BUSY, f"{self._max_jobs} jobs are under way: poll, then try again")
+        direction, gpu, host = sides(message.src, message.dst)
+        most = self._credits[direction]
+        if self._taken[session, direction] >= most:
+            raise Refused(Code.BUSY, f"{most} {direction}s are under way: poll, then try again")
         if message.wait_for and not registration.has_timeline:
             raise Refused(
                 Code.NO_TIMELINE, "register a timeline to wait for its values", message.wait_for
             )
-        direction, gpu, host = sides(message.src, message.dst)
         blocks, lease = _resolve(registration, direction, gpu, host)
         nbytes = registration.geometry.nbytes(blocks.runs)
-        job = Job(
-            next(self._serials), message.job_id, session, registration, direction, nbytes, lease
-        )
-        self._jobs[job.serial] = self._by_id[key] = job
-        self._credits[session] += 1
+        serial, mode = next(self._serials), registration.mode(direction, blocks.runs)
+        job = Job(serial, message.job_id, session, registration, direction, nbytes, mode, lease)
+        self._jobs[serial] = self._by_id[key] = job
+        self._taken[session, direction] += 1
         plan = CopyPlan(
-            job.serial,
+            serial,
             registration.number,
             direction,
             blocks.runs,
             nbytes,
             message.wait_for,
-            registration.ordering.admit(job.serial, direction, blocks),
+            registration.ordering.admit(serial, direction, blocks),
             registration.geometry.end(blocks.runs),
+            0.0 if engine == OWN else now,
         )
         return [Start(plan, session, message.job_id, _cargo(registration, blocks, lease))]
 
@@ -125,21 +135,26 @@ class Transfers:
         result = self._result(job, report)
         if job.lease is not None:
             job.lease.end(done=result.outcome is Outcome.DONE)
-        self._count(result)
+        own = job.registration.engine == OWN
+        if not own:
+            self._count(result)
+            self.tally.add(job.mode, result, report)
         actions: list[Action] = []
         if job.session is not None:
-            self._credits[job.session] -= 1
+            self._taken[job.session, job.direction] -= 1
+            self.moved[job.session] += result.nbytes
             actions.append(Send(job.session, Finished((result,))))
         for waiter in job.waiters:
             waiter.remaining -= 1
             if not waiter.remaining and waiter.session in self._waits:
                 self._waits[waiter.session] -= 1
                 actions.append(Send(waiter.session, Waited(waiter.request_id)))
-        return actions, result.error
+        return actions, None if own else result.error
 
     def leave(self, session: str) -> list[Action]:
         """A session went: nobody wants to hear of its jobs, so give them up."""
-        self._credits.pop(session, None)
+        for direction in Direction:
+            self._taken.pop((session, direction), None)
         self._waits.pop(session, None)
         actions: list[Action] = []
         for job in self._jobs.values():

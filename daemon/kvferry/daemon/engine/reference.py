@@ -2,7 +2,7 @@
 
 It is the plain model of what an engine does (one thread a direction stands for a stream, one
 memmove a fragment for the copy engine) and it can be told to misbehave: `Faults.stall` holds every
-piece back, `Faults.fail_every` fails each n-th.
+piece back, `Faults.fail_every` fails each n-th of a registration.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -42,6 +43,7 @@ class Faults:
 class _Piece:
     direction: Direction
     fragments: Fragments
+    fails: bool
     done: threading.Event = field(default_factory=threading.Event)
     began: float = 0.0
     ended: float = 0.0
@@ -54,7 +56,8 @@ class ReferenceEngine:
     def __init__(self, faults: Faults | None = None) -> None:
         self.faults = faults or Faults()
         self._pool = 0
-        self._pieces = count(1)
+        self._pieces: defaultdict[int, Iterator[int]] = defaultdict(lambda: count(1))
+        """Numbers for the pieces of each mapping."""
         self._in_flight = dict.fromkeys(Direction, 0)
         self._queues: dict[Direction, queue.SimpleQueue[_Piece | None]] = {
             direction: queue.SimpleQueue() for direction in Direction
@@ -108,6 +111,7 @@ class ReferenceEngine:
         return Shared(mapping, (allocation,), locations, (descriptor,))
 
     def close(self, mapping: Mapping) -> None:
+        self._pieces.pop(id(mapping), None)
         for memory in mapping.handles:
             assert isinstance(memory, Mapped)
             memory.close()
@@ -117,7 +121,8 @@ class ReferenceEngine:
 
     def submit(self, direction: Direction, mapping: Mapping, run: Run) -> _Piece:
         fragments = mapping.geometry.fragments(run, mapping.bases, self._pool)
-        piece = _Piece(direction, fragments)
+        number, every = next(self._pieces[id(mapping)]), self.faults.fail_every
+        piece = _Piece(direction, fragments, bool(every) and number % every == 0)
         self._in_flight[direction] += 1
         self._queues[direction].put(piece)
         return piece
@@ -140,7 +145,7 @@ class ReferenceEngine:
         return last.ended - first.began
 
     def copying(self, mapping: Mapping) -> tuple[GroupCopying, ...]:
-        return tuple(GroupCopying("direct", "direct") for _ in mapping.geometry.layout.groups)
+        return tuple(GroupCopying("cpu", "cpu") for _ in mapping.geometry.layout.groups)
 
     def shutdown(self) -> None:
         for pieces in self._queues.values():
@@ -153,8 +158,7 @@ class ReferenceEngine:
             piece.began = time.perf_counter()
             if self.faults.stall:
                 time.sleep(self.faults.stall)
-            every = self.faults.fail_every
-            if every and next(self._pieces) % every == 0:
+            if piece.fails:
                 piece.error = Failed(Code.COPY_FAILED, "the reference engine was told to fail")
             else:
                 _copy(piece)

@@ -8,6 +8,7 @@ Track.live        every plan that has not ended, oldest first
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvferry.daemon.core.actions import CopyPlan, Ended
@@ -31,6 +32,8 @@ class Crossing:
     after: Ticket | None = None
     """The piece that was in flight before its first."""
     seconds: float = 0.0
+    queued: float = 0.0
+    """Seconds from when it was accepted until its first piece was submitted."""
     outcome: Outcome = Outcome.DONE
     error: ErrorInfo | None = None
 
@@ -51,7 +54,7 @@ class Crossing:
     @property
     def ended(self) -> Ended:
         seconds = self.seconds if self.outcome is Outcome.DONE else 0.0
-        return Ended(self.plan.serial, self.outcome, seconds, self.error)
+        return Ended(self.plan.serial, self.outcome, seconds, self.error, self.queued)
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +68,10 @@ class Track:
     def ended_up_to(self, serial: int) -> bool:
         oldest = next(iter(self.live), None)
         return oldest is None or oldest > serial
+
+    @property
+    def oldest(self) -> Crossing | None:
+        return next(iter(self.live.values()), None)
 
 
 @dataclass(slots=True, eq=False)
@@ -80,15 +87,39 @@ class Berth:
 
     def holds(self, plan: CopyPlan, pool_ready: int) -> bool:
         """Whether something keeps the plan at the head of its track from going on."""
-        if plan.wait_for and (self.timeline is None or not self.timeline.reached(plan.wait_for)):
+        if plan.wait_for and self._fenced(plan):
             return True
-        if plan.host_end > pool_ready:
-            return True
-        return plan.after > 0 and not self.tracks[plan.direction.other].ended_up_to(plan.after)
+        return plan.host_end > pool_ready or (plan.after > 0 and self._behind(plan) is not None)
+
+    def held_by_engine(self, plan: CopyPlan) -> bool:
+        """Whether the engine's timeline keeps back the plan, or one that it must not overtake."""
+        before = self._behind(plan)
+        return self._fenced(plan) or (before is not None and self._fenced(before.plan))
+
+    def _fenced(self, plan: CopyPlan) -> bool:
+        reached = self.timeline is not None and self.timeline.reached(plan.wait_for)
+        return plan.wait_for > 0 and not reached
+
+    def _behind(self, plan: CopyPlan) -> Crossing | None:
+        """The oldest plan of the other direction, where this one waits for it."""
+        other = self.tracks[plan.direction.other]
+        return None if other.ended_up_to(plan.after) else other.oldest
 
     @property
     def empty(self) -> bool:
         return not any(track.live for track in self.tracks.values())
+
+
+def oldest(berths: Iterable[Berth]) -> tuple[float | None, float | None]:
+    """When the oldest plans were accepted: of those on their way, and of those held by engines."""
+    going: list[float] = []
+    held: list[float] = []
+    for berth in berths:
+        for track in berth.tracks.values():
+            if (first := track.oldest) and first.plan.accepted:
+                waits = first.first is None and berth.held_by_engine(first.plan)
+                (held if waits else going).append(first.plan.accepted)
+    return min(going, default=None), min(held, default=None)
 
 
 @dataclass(slots=True, eq=False)

@@ -10,9 +10,22 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """Tell that you go round: the lane reports a Beat. posted: when this was asked."""
+
+    posted: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    pass
 
 
 class Inbox(Generic[T]):

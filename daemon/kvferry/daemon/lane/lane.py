@@ -26,6 +26,7 @@ from typing import TypeAlias
 
 from kvferry.daemon.core.actions import (
     Abandon,
+    Beat,
     Calibrated,
     CopyPlan,
     Drop,
@@ -39,8 +40,8 @@ from kvferry.daemon.core.actions import (
 from kvferry.daemon.engine.base import CopyEngine, Mapping, Shared, Want
 from kvferry.daemon.engine.memory import Timeline
 from kvferry.daemon.engine.pool import HostPool
-from kvferry.daemon.lane.berth import Berth, Crossing, Flight, Stream, Track
-from kvferry.daemon.lane.inbox import Inbox
+from kvferry.daemon.lane.berth import Berth, Crossing, Flight, Stream, Track, oldest
+from kvferry.daemon.lane.inbox import Inbox, Listen, Stop
 from kvferry.proto.errors import Code, Failed, KVFerryError
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction
@@ -69,12 +70,7 @@ class MapOrder:
     timeline: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
-    pass
-
-
-Order: TypeAlias = MapOrder | Drop | Unmap | Start | Abandon | Stop
+Order: TypeAlias = MapOrder | Drop | Unmap | Start | Abandon | Listen | Stop
 
 
 class Lane:
@@ -168,7 +164,7 @@ class Lane:
             return self._held_nap
         return None
 
-    def _obey(self, order: MapOrder | Drop | Unmap | Start | Abandon) -> None:
+    def _obey(self, order: MapOrder | Drop | Unmap | Start | Abandon | Listen) -> None:
         match order:
             case Start(plan=plan):
                 self._start(plan)
@@ -181,6 +177,8 @@ class Lane:
                 self._unmap(number)
             case Drop(number):
                 self._drop(number)
+            case Listen(posted):
+                self._reports.append(Beat(posted, *oldest(self._berths.values())))
 
     def _map(self, order: MapOrder) -> Mapped:
         number, session = order.map.registration, order.map.session
@@ -329,6 +327,8 @@ class Lane:
                 crossing.in_flight += 1
                 if crossing.first is None:
                     crossing.first = ticket
+                    if accepted := crossing.plan.accepted:
+                        crossing.queued = time.monotonic() - accepted
                     crossing.after = stream.flights[-1].ticket if stream.flights else None
                 if not stream.flights:
                     stream.since = time.perf_counter()
@@ -354,9 +354,9 @@ class Lane:
         if crossing.outcome is Outcome.CANCELLED and crossing.plan.serial in track.live:
             del track.live[crossing.plan.serial]
             self._reports.append(crossing.ended)
-        while (oldest := next(iter(track.live.values()), None)) and oldest.done(track):
-            del track.live[oldest.plan.serial]
-            self._reports.append(oldest.ended)
+        while (first := track.oldest) and first.done(track):
+            del track.live[first.plan.serial]
+            self._reports.append(first.ended)
 
     def _leave_if_empty(self, number: int, berth: Berth) -> None:
         if not (berth.leaving and berth.empty):

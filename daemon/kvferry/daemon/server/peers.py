@@ -20,7 +20,7 @@ import zmq
 from kvferry.daemon.server.admission import Admission
 from kvferry.daemon.server.door import NONE_LEFT
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.messages import DaemonMessage, News
+from kvferry.proto.messages import DaemonMessage, Hello, News
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +34,9 @@ class Peer:
     connection: int
     """The descriptor of its connection, as ZeroMQ numbers it in messages and in the monitor."""
     client: str
+    engine: str
+    leaving: str = "it said goodbye"
+    """Why it goes, once it does."""
     outbox: deque[bytes] = field(default_factory=deque)
     outbox_bytes: int = 0
     stream: Iterator[DaemonMessage] | None = None
@@ -56,14 +59,14 @@ def credentials(frame: zmq.Frame) -> tuple[int, int, int]:
 class Peers:
     """All connected processes, by session and by address."""
 
-    def __init__(self, admission: Admission, died: Callable[[Peer], None]) -> None:
+    def __init__(self, admission: Admission, died: Callable[[Peer, str], None]) -> None:
         self._admission, self._died = admission, died
         self._loop = asyncio.get_running_loop()
         self.by_session: dict[str, Peer] = {}
         self.by_identity: dict[bytes, Peer] = {}
         self._by_connection: dict[int, Peer] = {}
 
-    def admit(self, session: str, identity: bytes, frame: zmq.Frame, client: str) -> Peer:
+    def admit(self, session: str, identity: bytes, frame: zmq.Frame, hello: Hello) -> Peer:
         """Take a process in. Raises Refused (FORBIDDEN, BUSY)."""
         uid, gid, pid = credentials(frame)
         self._admission.check(uid, gid)
@@ -78,10 +81,10 @@ class Peers:
                 pid,
             ) from error
         connection = int(frame.get(zmq.SRCFD))
-        peer = Peer(session, identity, pid, pidfd, connection, client)
+        peer = Peer(session, identity, pid, pidfd, connection, hello.client, hello.engine)
         self.by_session[session] = self.by_identity[identity] = peer
         self._by_connection[connection] = peer
-        self._loop.add_reader(pidfd, self._died, peer)
+        self._loop.add_reader(pidfd, self._died, peer, "its process died")
         return peer
 
     def dismiss(self, session: str) -> None:
@@ -96,7 +99,7 @@ class Peers:
         """A connection closed; without a goodbye its peer is as good as dead."""
         peer = self._by_connection.get(connection)
         if peer is not None:
-            self._died(peer)
+            self._died(peer, "its connection closed")
 
     def close(self) -> None:
         for session in tuple(self.by_session):

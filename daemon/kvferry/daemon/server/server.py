@@ -2,9 +2,8 @@
 
 ZeroMQ's descriptor is edge-triggered: it wakes the loop when something changed, not while there is
 something to read. So it is drained until EVENTS shows nothing, after each wake and after each
-send; a turn at a time, or who sends without end would have the loop for itself. The ROUTER drops
-nothing: a peer that does not take its messages gets them kept, and is sent
-away when they have become too many.
+send; a turn at a time, or who sends without end would have the loop for itself. What the ROUTER
+does not take is kept (outbox.py).
 """
 
 from __future__ import annotations
@@ -13,18 +12,19 @@ import asyncio
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import cast
 
-import structlog
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvferry.daemon.core.actions import (
     Action,
     Amend,
+    Beat,
     Broadcast,
+    Checked,
     Dismiss,
     Drop,
     Ended,
@@ -49,27 +49,31 @@ from kvferry.daemon.server.descriptors import DescriptorDesk
 from kvferry.daemon.server.door import BACKLOG, Door
 from kvferry.daemon.server.endpoint import Endpoint
 from kvferry.daemon.server.feed import Feed
+from kvferry.daemon.server.health import Health
+from kvferry.daemon.server.journal import Journal
+from kvferry.daemon.server.metrics import Snapshot
+from kvferry.daemon.server.outbox import Outboxes
 from kvferry.daemon.server.peers import Peer, Peers
 from kvferry.daemon.server.shelf import Shelf
-from kvferry.proto.codec import MAX_MESSAGE_BYTES, decode_client_message, encode
-from kvferry.proto.errors import Code, KVFerryError, Refused
-from kvferry.proto.messages import DaemonMessage, FdAllocation, Goodbye, Hello, News
+from kvferry.proto.codec import MAX_MESSAGE_BYTES, decode_client_message
+from kvferry.proto.errors import Code, ErrorInfo, KVFerryError, Refused
+from kvferry.proto.messages import (
+    ClientMessage,
+    DaemonMessage,
+    FdAllocation,
+    Goodbye,
+    Hello,
+    StatusRequest,
+)
+from kvferry.proto.status import HealthStatus
 
 HIGH_WATER = 256
 """Messages that ZeroMQ itself keeps for a peer each way, of whatever size."""
 TURN = 128
 """Messages taken in before the loop looks after everything else."""
-MAX_OUTBOX = 100_000
-"""Messages kept for a peer that does not take them, before it is sent away."""
-MAX_OUTBOX_BYTES = 32 << 20
-MAX_NEWS = 1000
-"""Messages kept for a peer beyond which it misses news: it notices, and asks for all anew."""
-RETRY = 0.002
 POLLIN = int(zmq.POLLIN)
 """A plain int: arithmetic on zmq's flags costs more than asking the socket."""
 LINGER_MS = 1000
-
-log = structlog.get_logger()
 
 
 class Server:
@@ -80,12 +84,15 @@ class Server:
         self._lane: Lane
         self._archive: Archive
         self._shelf: Shelf
+        self._health: Health
+        self._inside: dict[str, Callable[[DaemonMessage], None]] = {}
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         self._trouble: KVFerryError | None = None
-        self._peers = Peers(endpoint.admission, self._died)
+        self._peers = Peers(endpoint.admission, self._part)
         self._desk = DescriptorDesk(endpoint, lambda: core.sessions, core.refused)
         self._bulletins = Bulletins()
+        self._journal = Journal()
         self._reports: deque[Report] = deque()
         self._drain_is_due = False
         self._context = zmq.Context(io_threads=1)
@@ -101,15 +108,27 @@ class Server:
         self._socket.bind(f"ipc://{endpoint.messages}")
         endpoint.open()
         self._door = Door(endpoint.messages)
+        self._outboxes = Outboxes(self._socket, self._peers, self._drain_soon, self._part)
 
-    async def serve(self, lane: Lane, archive: Archive, shelf: Shelf, drain_seconds: float) -> None:
+    def inside(self, hear: Callable[[DaemonMessage], None]) -> Callable[[ClientMessage], None]:
+        """A session of the daemon's own: what to say things with, `hear` gets the answers."""
+        session = secrets.token_hex(16)
+        self._core.enter(session)
+        self._inside[session] = hear
+        return lambda said: self._perform(self._core.handle(session, said, time.monotonic()))
+
+    async def serve(
+        self, lane: Lane, archive: Archive, shelf: Shelf, health: Health, drain_seconds: float
+    ) -> None:
         """Serve until stopped; then let what was accepted end, and say goodbye."""
-        self._lane, self._archive, self._shelf = lane, archive, shelf
+        self._lane, self._archive, self._shelf, self._health = lane, archive, shelf, health
+        health.start()
         self._loop.add_reader(self._socket.fileno(), self._drain)
         self._loop.add_reader(self._monitor.fileno(), self._watch)
         self._watch()
         await self._stop.wait()
         self._core.stop()
+        health.stop()
         if self._trouble is None:
             await self._until_idle(drain_seconds)
             self._perform(self._core.abandon_all())
@@ -120,6 +139,16 @@ class Server:
 
     def stop(self) -> None:
         self._stop.set()
+
+    # What operators see
+
+    async def check(self) -> HealthStatus:
+        return await self._health.check()
+
+    async def snapshot(self) -> Snapshot:
+        self._core.report(Checked(self._health.status()))
+        core = self._core
+        return Snapshot(core.status(time.monotonic()), core.namespaces(), core.tally.copy())
 
     # Called from other threads
 
@@ -133,11 +162,17 @@ class Server:
         self._loop.call_soon_threadsafe(self._take_reports)
 
     def pool_grew(self, nbytes: int) -> None:
-        self._loop.call_soon_threadsafe(self._core.report, Pinned(nbytes))
+        self._loop.call_soon_threadsafe(self._grew, nbytes)
 
     def fail(self, error: KVFerryError) -> None:
         """The daemon cannot go on: end with this error."""
         self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _grew(self, nbytes: int) -> None:
+        self._core.report(Pinned(nbytes))
+        if nbytes == self._core.pool_bytes:
+            self._journal.pool_registered(nbytes)
+        self._health.pool_grew()
 
     def _fail(self, error: KVFerryError) -> None:
         self._trouble = self._trouble or error
@@ -182,6 +217,8 @@ class Server:
                 raise Refused(Code.BAD_MESSAGE, "a message is one frame", len(frames))
             message = decode_client_message(frames[0].buffer)
             self._take_reports()
+            if isinstance(message, StatusRequest):
+                self._core.report(Checked(self._health.status()))
             if peer is not None:
                 self._perform(self._core.handle(peer.session, message, time.monotonic()))
             elif isinstance(message, Hello):
@@ -189,33 +226,49 @@ class Server:
             else:
                 raise Refused(Code.NO_SESSION, "say Hello first: this daemon does not know you")
         except KVFerryError as error:
-            self._push(identity, self._core.refusal(None, error))
+            self._journal.refused(peer, error.info)
+            self._outboxes.answer(identity, self._core.refusal(None, error))
 
     def _greet(self, identity: bytes, frame: zmq.Frame, hello: Hello) -> None:
         self._hear_of_closed()  # or the end of this connection's namesake would seem its own
         session = secrets.token_hex(16)
-        peer = self._peers.admit(session, identity, frame, hello.client)
+        peer = self._peers.admit(session, identity, frame, hello)
         self._perform(self._core.welcome(session, hello))
         if session in self._core.sessions:
-            log.info("client came", client=hello.client, engine=hello.engine, pid=peer.pid)
+            self._journal.came(peer)
         else:
+            self._journal.not_welcome(peer)
             self._peers.dismiss(session)
 
-    def _died(self, peer: Peer) -> None:
-        log.info("client went", client=peer.client, pid=peer.pid)
+    def _part(self, peer: Peer, reason: str) -> None:
+        """A peer is not there any more, or is not wanted."""
+        peer.leaving = reason
         self._perform(self._core.leave(peer.session))
 
     def _take_reports(self) -> None:
         while self._reports:
             report = self._reports.popleft()
-            if isinstance(report, Mapped) and report.descriptors:
-                report = self._with_tickets(report)
+            if isinstance(report, Mapped):
+                self._journal.mapped(report)
+                report = self._with_tickets(report) if report.descriptors else report
+            elif isinstance(report, Beat):
+                self._health.hear(report)
             self.tell(self._archive.ended(report) if isinstance(report, Ended) else (report,))
 
     def tell(self, reports: Iterable[Report]) -> None:
         """The core hears of what happened, and what follows from it is done."""
         for report in reports:
-            self._perform(self._core.report(report))
+            actions = self._core.report(report)
+            if isinstance(report, Ended) and report.error is not None:
+                self._tell_failed(report.error, actions)
+            self._perform(actions)
+
+    def _tell_failed(self, error: ErrorInfo, actions: list[Action]) -> None:
+        """Of the daemon's own jobs its health tells."""
+        sessions = [action.session for action in actions if isinstance(action, Send)]
+        if not self._inside.keys() & set(sessions):
+            peers = [peer for name in sessions if (peer := self._peers.by_session.get(name))]
+            self._journal.failed(peers[0] if peers else None, error)
 
     def _with_tickets(self, report: Mapped) -> Mapped:
         """Memory allocated here: put its descriptors where the client can collect them."""
@@ -237,12 +290,13 @@ class Server:
                 case Send(session, message):
                     peer = self._peers.by_session.get(session)
                     if peer is not None:
-                        self._send(peer, message)
+                        self._outboxes.send(peer, message)
+                    elif hear := self._inside.get(session):
+                        hear(message)
                 case Stream(session, messages):
-                    self._peers.by_session[session].stream = messages
-                    self._stream(session, messages)
+                    self._outboxes.stream(session, messages)
                 case Broadcast(sessions, news):
-                    self._broadcast(sessions, news)
+                    self._outboxes.broadcast(sessions, news)
                 case Publish():
                     self._feed.publish(action)
                 case Post(session, ticket):
@@ -250,6 +304,7 @@ class Server:
                 case Map():
                     self._map(action)
                 case Dismiss(session):
+                    self._journal.went(self._peers.by_session[session], action)
                     self._desk.forget(session)
                     self._bulletins.close(session)
                     self._peers.dismiss(session)
@@ -274,6 +329,7 @@ class Server:
             )
             return
         timeline = taken[-1] if clock else None
+        self._journal.mapping(self._peers.by_session.get(action.session), action)
         self._lane.post(MapOrder(action, taken[: len(tickets)], timeline))
 
     def _post(self, session: str, ticket: int) -> None:
@@ -282,70 +338,6 @@ class Server:
             self._bulletins.open(session, descriptor)
         except KVFerryError as error:
             self._perform([Send(session, self._core.refusal(None, error))])
-
-    def _stream(self, session: str, messages: Iterator[DaemonMessage]) -> None:
-        """Send the next of many messages once the peer has taken what is there for it, and the
-        others after what else is to be done."""
-        peer = self._peers.by_session.get(session)
-        if peer is not None and peer.stream is messages:
-            if peer.outbox:
-                self._loop.call_later(RETRY, self._stream, session, messages)
-                return
-            peer.stream = None
-            if (message := next(messages, None)) is not None:
-                peer.stream = messages
-                self._send(peer, message)
-                self._loop.call_soon(self._stream, session, messages)
-
-    def _broadcast(self, sessions: Sequence[str], news: News) -> None:
-        data = encode(news)
-        for session in sessions:
-            peer = self._peers.by_session.get(session)
-            if peer is None:
-                continue
-            if len(peer.outbox) < MAX_NEWS:
-                self._send_bytes(peer, data)
-            else:
-                peer.missed = news
-
-    def _send(self, peer: Peer, message: DaemonMessage) -> None:
-        self._send_bytes(peer, encode(message))
-
-    def _send_bytes(self, peer: Peer, data: bytes) -> None:
-        peer.outbox.append(data)
-        peer.outbox_bytes += len(data)
-        if len(peer.outbox) == 1:
-            self._flush(peer)
-        elif len(peer.outbox) > MAX_OUTBOX or peer.outbox_bytes > MAX_OUTBOX_BYTES:
-            log.warning("client takes no messages: sent away", client=peer.client, pid=peer.pid)
-            peer.outbox.clear()
-            self._perform(self._core.leave(peer.session))
-
-    def _flush(self, peer: Peer) -> None:
-        """Send what a peer's outbox holds; try again soon where the socket is full."""
-        while peer.outbox:
-            try:
-                self._socket.send_multipart([peer.identity, peer.outbox[0]], zmq.NOBLOCK)
-            except zmq.Again:
-                self._loop.call_later(RETRY, self._flush, peer)
-                return
-            except zmq.ZMQError:  # the peer is not connected any more; its pidfd tells the rest
-                peer.outbox.clear()
-                peer.outbox_bytes = 0
-                return
-            peer.outbox_bytes -= len(peer.outbox.popleft())
-            if peer.missed is not None and not peer.outbox:
-                missed, peer.missed = peer.missed, None
-                peer.outbox.append(encode(News(missed.sequence, (), missed.generation)))
-                peer.outbox_bytes += len(peer.outbox[0])
-        self._drain_soon()
-
-    def _push(self, identity: bytes, message: DaemonMessage) -> None:
-        """Answer a peer that has no session, if it is still there."""
-        try:
-            self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return
 
     # The end
 
@@ -356,7 +348,7 @@ class Server:
 
     async def _close(self) -> None:
         for peer in tuple(self._peers.by_session.values()):
-            self._send(peer, Goodbye("the daemon stops"))
+            self._outboxes.send(peer, Goodbye("the daemon stops"))
         self._loop.remove_reader(self._socket.fileno())
         self._loop.remove_reader(self._monitor.fileno())
         self._door.close()

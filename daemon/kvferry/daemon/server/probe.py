@@ -1,0 +1,105 @@
+"""A small block that goes to the device and back the way every other one does.
+
+The probe is a client that lives in the daemon: a session of the core's own, two blocks of tensor
+on the device, two host blocks at the front of the pool. Each round writes a fresh random pattern
+into one host block, loads it, stores it into the other, and compares; so what it finds to work is
+the core, the lane, the queue, both streams and the memory, and not a socket that still answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import secrets
+import time
+from collections.abc import Callable
+
+from kvferry.proto.errors import Code, Failed, error_of
+from kvferry.proto.messages import (
+    Allocated,
+    AllocateKVCaches,
+    ClientMessage,
+    DaemonMessage,
+    Error,
+    Finished,
+    Submit,
+)
+from kvferry.proto.specs import (
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    KVLayout,
+    TensorLayout,
+    TensorRef,
+    TransferSpec,
+)
+
+PAGE = 4096
+LAYOUT = KVLayout((TensorLayout(2, PAGE, PAGE),), ((TensorRef(0, PAGE),),))
+HOST_BYTES = 2 * PAGE
+"""What it takes at the front of the pool, besides what engines get."""
+CHANGED = "the block that was loaded and stored again came back with other bytes"
+
+
+class Probe:
+    """say: puts a message to the core. address: of its host blocks.
+
+    One round at a time; a round has no deadline of its own, and ends when its copies do.
+    """
+
+    def __init__(self, say: Callable[[ClientMessage], None], address: int) -> None:
+        self._say = say
+        self._address = address
+        self._answer: asyncio.Future[DaemonMessage] | None = None
+        self._rounds = 0
+        self._allocated = False
+
+    def settle(self) -> None:
+        """Ask for memory, before anybody else can; the first round waits for the answer."""
+        self._answer = asyncio.get_running_loop().create_future()
+        self._say(AllocateKVCaches(0, LAYOUT, HOST_BYTES))
+
+    def hear(self, message: DaemonMessage) -> None:
+        """What the core answers."""
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(message)
+
+    async def round(self) -> float:
+        """Seconds that it took. Raises KVFerryError where it did not come back as it went."""
+        await self._have_memory()
+        began = time.monotonic()
+        self._rounds += 1
+        block = GPULoadStoreSpec([self._rounds % 2])
+        pattern = secrets.token_bytes(PAGE)
+        ctypes.memmove(self._address, pattern, PAGE)
+        await self._move(0, (CPULoadStoreSpec([0]), block))
+        await self._move(1, (block, CPULoadStoreSpec([1])))
+        if ctypes.string_at(self._address + PAGE, PAGE) != pattern:
+            raise Failed(Code.COPY_FAILED, CHANGED, self._rounds)
+        return time.monotonic() - began
+
+    async def _have_memory(self) -> None:
+        if self._allocated:
+            return
+        if self._answer is None:
+            self.settle()
+        match await self._take_answer():
+            case Allocated():
+                self._allocated = True
+            case Error(_, info):
+                raise error_of(info)
+
+    async def _move(self, job_id: int, spec: TransferSpec) -> None:
+        self._answer = asyncio.get_running_loop().create_future()
+        self._say(Submit(job_id, *spec))
+        match await self._take_answer():
+            case Finished((result,)) if result.error is not None:
+                raise error_of(result.error)
+            case Error(_, info):
+                raise error_of(info)
+
+    async def _take_answer(self) -> DaemonMessage:
+        assert self._answer is not None
+        try:
+            return await self._answer
+        finally:
+            self._answer = None

@@ -1,0 +1,117 @@
+"""HTTP over a loop that stands still, and histograms as Prometheus counts them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvferry.daemon.core.actions import Ended
+from kvferry.daemon.core.tally import BOUNDS, Tally
+from kvferry.daemon.server import exporter
+from kvferry.daemon.server.exporter import Exporter
+from kvferry.daemon.server.metrics import Snapshot, families
+from kvferry.proto import status as told
+from kvferry.proto.messages import JobResult, Outcome
+from kvferry.proto.specs import Direction
+
+DEVICE = told.DeviceInfo("cpu", "cpu", "host memory")
+STATUS = told.DaemonStatus(
+    "0.1",
+    "boot",
+    1,
+    1.0,
+    DEVICE,
+    told.PoolStatus(100, 60, 40),
+    1,
+    (),
+    told.Totals(),
+    {},
+    health=told.HealthStatus(True),
+)
+
+
+def tally(*seconds: float) -> Tally:
+    counts = Tally()
+    for number, value in enumerate(seconds):
+        result = JobResult(number, Direction.LOAD, Outcome.DONE, 100, value)
+        counts.add("staged", result, Ended(number, Outcome.DONE, value, None, 2 * value))
+    return counts
+
+
+class Daemon:
+    async def snapshot(self) -> Snapshot:
+        return Snapshot(STATUS, (), tally())
+
+    async def check(self) -> told.HealthStatus:
+        return told.HealthStatus(True)
+
+
+@pytest.fixture
+async def serving(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Exporter]:
+    monkeypatch.setattr(exporter, "ANSWER_SECONDS", 0.1)
+    serving = Exporter("127.0.0.1:0", 0.1)
+    serving.start(Daemon())
+    yield serving
+    await asyncio.to_thread(serving.close)
+
+
+def get(exporter: Exporter, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://{exporter.address}{path}", timeout=20) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+async def test_a_loop_that_answers(serving: Exporter) -> None:
+    status, text = await asyncio.to_thread(get, serving, "/health")
+    assert (status, json.loads(text)["healthy"]) == (200, True)
+    status, text = await asyncio.to_thread(get, serving, "/metrics")
+    assert status == 200
+    assert "kvferry_healthy 1.0" in text
+    assert 'kvferry_pool_bytes{state="free"} 60.0' in text
+
+
+async def test_a_loop_that_stands_still_is_unhealthy_and_hangs_nobody(serving: Exporter) -> None:
+    """The visitors are in threads; this, the loop, sleeps until both have their answer."""
+    visits = [
+        asyncio.create_task(asyncio.to_thread(get, serving, p)) for p in ("/health", "/metrics")
+    ]
+    await asyncio.sleep(0)
+    time.sleep(1.5)
+    (status, health), (scraped, text) = [await visit for visit in visits]
+    assert status == 503
+    assert "the loop has not answered" in health
+    assert scraped == 200
+    assert "kvferry_healthy 0.0" in text
+    assert "kvferry_pool" not in text
+    assert (await asyncio.to_thread(get, serving, "/health"))[0] == 200
+
+
+def test_a_histogram_counts_each_value_once_in_all_buckets_above_it() -> None:
+    values = (0.0, BOUNDS[0], 3e-5, 0.2, 1e6)
+    counts = tally(*values)
+    (family,) = [
+        f for f in families(Snapshot(STATUS, (), counts)) if f.name == "kvferry_job_device_seconds"
+    ]
+    found = {s.labels.get("le", s.name): s.value for s in family.samples}
+    for bound in (*BOUNDS, float("inf")):
+        name = "+Inf" if bound == float("inf") else f"{bound:g}"
+        assert found[name] == sum(value <= bound for value in values), name
+    assert found["kvferry_job_device_seconds_sum"] == pytest.approx(sum(values))
+
+
+def test_a_copy_stays_as_it_is() -> None:
+    counts = tally(0.1)
+    copy = counts.copy()
+    result = JobResult(2, Direction.LOAD, Outcome.DONE, 100, 1.0)
+    counts.add("staged", result, Ended(2, Outcome.DONE, 1.0))
+    assert sum(copy.outcomes.values()) == 1
+    assert copy.movements["load", "staged"].nbytes == 100

@@ -1,0 +1,128 @@
+"""Too much: credits of one direction leave the other alone, and who does not poll loses nothing,
+or is told that it did."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from kvferry.client import (
+    Code,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    KVLayout,
+    LocalDaemon,
+    OffloadClient,
+    Refused,
+    TensorLayout,
+    TensorRef,
+)
+from kvferry.proto.messages import Finished, Goodbye, Outcome, Submit
+from kvferry.testing.engine import StartEngine, until
+from kvferry.testing.plugin import StartKvferryd
+from kvferry.testing.raw import Raw
+
+MANY = 50_000
+TOO_MANY = 140_000
+NEVER = 1 << 40
+LAYOUT = KVLayout((TensorLayout(64, 64, 64),), ((TensorRef(0, 64),),))
+
+
+def resident_bytes(daemon: LocalDaemon) -> int:
+    lines = Path(f"/proc/{daemon.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+
+def stored(client: OffloadClient, jobs: int) -> bool:
+    return client.status().totals.stores == jobs
+
+
+@pytest.mark.parametrize("full", ["store", "load"])
+def test_full_credits_one_way_leave_the_other_alone(
+    start_engine: StartEngine, start_kvferryd: StartKvferryd, full: str
+) -> None:
+    daemon = start_kvferryd(limits_max_stores=3, limits_max_loads=2)
+    engine = start_engine(daemon)
+    limits = engine.client.daemon.limits
+    assert (limits.max_jobs, limits.max_stores, limits.max_loads) == (5, 3, 2)
+    ways = {"store": engine.store, "load": engine.load}
+    much, other = ways.pop(full), ways.popitem()[1]
+    most = limits.max_stores if full == "store" else limits.max_loads
+    held = [much([i], [i], wait_for=NEVER) for i in range(most)]
+    with pytest.raises(Refused) as refused:
+        much([9], [9])
+    assert refused.value.code == Code.BUSY
+    for _ in range(3):
+        (result,) = engine.finish(other([20], [20]))
+        assert result.success
+    assert engine.client.status().errors == {}
+    engine.client.cancel(held)
+    assert len(engine.finish(*held)) == most
+    assert engine.finish(much([9], [9]))[0].success
+
+
+def test_the_daemon_counts_credits_itself(
+    start_engine: StartEngine, start_kvferryd: StartKvferryd
+) -> None:
+    """Of a client that does not."""
+    daemon = start_kvferryd(limits_max_stores=1, limits_max_loads=1)
+    engine = start_engine(daemon)
+    gpu, cpu = GPULoadStoreSpec([0]), CPULoadStoreSpec([0])
+    with Raw(daemon.directory, engine.options.name) as raw:
+        raw.send(Submit(1, gpu, cpu, NEVER))
+        raw.send(Submit(2, gpu, cpu))
+        error = raw.result(2).error
+        assert error is not None
+        assert error.code == Code.BUSY
+        assert "stores" in error.message
+        raw.send(Submit(3, CPULoadStoreSpec([5]), GPULoadStoreSpec([5])))
+        assert raw.result(3).outcome is Outcome.DONE
+
+
+@pytest.mark.timeout(180)
+def test_a_client_that_never_polls_gets_every_result_when_it_does(
+    start_kvferryd: StartKvferryd,
+) -> None:
+    daemon = start_kvferryd()
+    with (
+        OffloadClient(daemon.directory, engine="deaf") as owner,
+        OffloadClient(daemon.directory, engine="other") as other,
+        Raw(daemon.directory, "deaf", timeout=60) as deaf,
+    ):
+        for client in (owner, other):
+            client.allocate_kv_caches(LAYOUT, host_bytes=1 << 20)
+        spec = GPULoadStoreSpec([1]), CPULoadStoreSpec([1])
+        before = resident_bytes(daemon)
+        for job_id in range(MANY):
+            if job_id % 5000 == 0:  # within its credits
+                until(partial(stored, other, job_id), 60)
+            deaf.send(Submit(job_id, *spec))
+        other.transfer_async(1, spec)
+        other.wait([1], timeout=60)
+        assert [result.success for result in other.get_finished()] == [True]
+        until(partial(stored, other, MANY + 1), 120)
+        assert resident_bytes(daemon) - before < 160 << 20
+        results = [result for _ in range(MANY) for result in deaf.recv(Finished).results]
+        assert [result.job_id for result in results] == list(range(MANY))
+        assert {result.outcome for result in results} == {Outcome.DONE}
+
+
+@pytest.mark.timeout(180)
+def test_one_that_takes_nothing_for_too_long_is_sent_away_and_finds_out_why(
+    start_kvferryd: StartKvferryd,
+) -> None:
+    daemon = start_kvferryd()
+    with (
+        Raw(daemon.directory, "deaf", timeout=60) as deaf,
+        OffloadClient(daemon.directory, engine="other") as other,
+    ):
+        spec = GPULoadStoreSpec([1]), CPULoadStoreSpec([1])
+        for job_id in range(TOO_MANY):
+            deaf.send(Submit(job_id, *spec))
+        until(lambda: "sent away" in daemon.log(), 120)
+        until(lambda: other.status().sessions == 1)
+        told = deaf.recv(Goodbye)
+        assert "you took none" in told.reason
+        assert daemon.log().count("sent away") == 1

@@ -1,0 +1,195 @@
+"""Health: what makes a daemon unhealthy, what does not, and what those who ask are told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.proto.status import HealthStatus
+from kvferry.testing.engine import StartEngine, until
+from kvferry.testing.manager import ServiceManager, kvferryd_command
+from kvferry.testing.plugin import StartKvferryd
+
+NEVER = 1 << 40
+
+
+def health(client: OffloadClient) -> HealthStatus:
+    told = client.status().health
+    assert told is not None
+    return told
+
+
+def kvferry(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvferry.client.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30)
+
+
+def test_a_daemon_is_healthy_and_its_probe_does_not_show(
+    kvferryd: LocalDaemon, kvferry_client: OffloadClient
+) -> None:
+    until(lambda: health(kvferry_client).healthy)
+    status = kvferry_client.status()
+    assert status.health is not None
+    assert status.health.reasons == ()
+    assert status.health.probe_seconds is not None
+    assert (status.health.oldest_job, status.health.held_job) == (None, None)
+    assert (status.sessions, status.engines, status.errors) == (1, (), {})
+    assert (status.totals.stores, status.totals.loads) == (0, 0)
+    assert (status.pool.size_bytes, status.pool.reserved_bytes) == (16 << 20, 0)
+    until(lambda: kvferry_client.status().pool.pinned_bytes == 16 << 20)
+    assert kvferryd.log().count("healthy") == 1
+
+
+def test_the_whole_pool_is_for_engines(start_engine: StartEngine, kvferryd: LocalDaemon) -> None:
+    engine = start_engine(kvferryd, host_bytes=16 << 20)
+    assert engine.region.num_blocks * engine.region.block_bytes > (16 << 20) - (1 << 14)
+
+
+def test_probes_go_on(start_kvferryd: StartKvferryd) -> None:
+    daemon = start_kvferryd(health_every_seconds=0.05)
+    with OffloadClient(daemon.directory) as client:
+        until(lambda: health(client).healthy)
+        time.sleep(0.5)
+        age = health(client).probe_age
+        assert age is not None
+        assert age < 0.45
+
+
+def test_a_device_that_stands_still(
+    start_kvferryd: StartKvferryd, start_engine: StartEngine
+) -> None:
+    """Unhealthy while a probe is under way too long; the job behind it is old, and nobody's
+    engine holds it back."""
+    daemon = start_kvferryd(reference_stall=1.5, health_deadline_seconds=0.3)
+    engine = start_engine(daemon)
+    until(lambda: "under way" in " ".join(health(engine.client).reasons))
+    assert not health(engine.client).healthy
+    job = engine.store([0], [0])
+    until(lambda: health(engine.client).oldest_job is not None, 5)
+    assert health(engine.client).held_job is None
+    done = kvferry("status", "--check", "-d", daemon.directory)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "probe" in done.stdout
+    engine.finish(job)
+    assert daemon.log().count("unhealthy") == 1
+
+
+def test_a_device_that_fails(start_kvferryd: StartKvferryd) -> None:
+    daemon = start_kvferryd(reference_fail_every=1, health_every_seconds=0.05)
+    with OffloadClient(daemon.directory) as client:
+        until(lambda: "copy_failed" in " ".join(health(client).reasons))
+        assert not health(client).healthy
+        time.sleep(0.3)
+        status = client.status()
+        assert (status.errors, status.totals.failed) == ({}, 0)
+    assert daemon.log().count("unhealthy") == 1
+
+
+def test_a_job_that_its_engine_holds_back_is_no_fault(
+    start_engine: StartEngine, kvferryd: LocalDaemon
+) -> None:
+    engine = start_engine(kvferryd)
+    held = engine.store([0], [0], wait_for=NEVER)
+    behind = engine.load([0], [1])
+    until(lambda: health(engine.client).held_job is not None)
+    told = health(engine.client)
+    assert told.healthy
+    assert told.oldest_job is None
+    engine.client.cancel([held])
+    engine.finish(held, behind)
+    until(lambda: health(engine.client).held_job is None)
+
+
+def test_status_of_a_stopped_daemon_ends_with_words(kvferryd: LocalDaemon) -> None:
+    os.kill(kvferryd.pid, signal.SIGSTOP)
+    try:
+        for flags in ((), ("--check",)):
+            began = time.monotonic()
+            done = kvferry("status", "--timeout", 1, "-d", kvferryd.directory, *flags)
+            assert done.returncode == 1
+            assert "timeout" in done.stderr
+            assert str(kvferryd.pid) in done.stderr
+            assert done.stderr.count("\n") == 1
+            assert time.monotonic() - began < 20
+    finally:
+        os.kill(kvferryd.pid, signal.SIGCONT)
+
+
+def test_check_of_a_healthy_daemon(kvferryd: LocalDaemon, kvferry_client: OffloadClient) -> None:
+    until(lambda: health(kvferry_client).healthy)
+    done = kvferry("status", "--check", "-d", kvferryd.directory)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "healthy" in done.stdout
+    assert "health" in kvferry("status", "-d", kvferryd.directory).stdout
+
+
+def test_patience_must_be_some(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="bad_config"):
+        LocalDaemon(runtime_dir=tmp_path, pool_bytes=1 << 20, health_every_seconds=0)
+
+
+# What the service manager hears
+
+
+@pytest.fixture
+def manage(tmp_path: Path) -> Iterator[Callable[..., ServiceManager]]:
+    """manage(watchdog=None, **options) -> a manager with a daemon that it has just started."""
+    with ExitStack() as running:
+
+        def start(watchdog: float | None = None, **options: object) -> ServiceManager:
+            manager = running.enter_context(
+                ServiceManager(
+                    kvferryd_command(tmp_path / "run", **options),  # type: ignore[arg-type]
+                    tmp_path / "notify",
+                    watchdog=watchdog,
+                    log=tmp_path / "log",
+                )
+            )
+            manager.start(ready=False)
+            return manager
+
+        yield start
+
+
+def heard(manager: ServiceManager, name: str) -> int:
+    return sum(name in message for message in tuple(manager.said))
+
+
+def test_ready_is_said_once_when_a_block_has_come_back(
+    manage: Callable[..., ServiceManager],
+) -> None:
+    manager = manage(health_every_seconds=0.05)
+    manager.wait_for("READY")
+    time.sleep(0.3)
+    assert heard(manager, "READY") == 1
+
+
+def test_a_daemon_whose_device_fails_is_never_ready(
+    manage: Callable[..., ServiceManager], tmp_path: Path
+) -> None:
+    manager = manage(reference_fail_every=1, health_every_seconds=0.05)
+    until(lambda: "unhealthy" in manager.log())
+    with OffloadClient(tmp_path / "run" / "cpu") as client:
+        assert not health(client).healthy
+    time.sleep(0.3)
+    assert heard(manager, "READY") == 0
+
+
+def test_the_watchdog_hears_of_a_daemon_that_works_and_kills_one_that_does_not(
+    manage: Callable[..., ServiceManager],
+) -> None:
+    manager = manage(watchdog=2.0)
+    manager.wait_for("READY")
+    until(lambda: heard(manager, "WATCHDOG") >= 3)
+    assert manager.starved == 0
+    os.kill(manager.process.pid, signal.SIGSTOP)
+    until(lambda: manager.starved == 1, 20)

@@ -1,0 +1,81 @@
+"""What an operator reads: each thing once, with what it takes to understand it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.daemon.server.journal import KINDS, Sparingly
+from kvferry.proto.messages import Error, StatusRequest
+from kvferry.testing.engine import StartEngine, until
+from kvferry.testing.plugin import StartKvferryd
+from kvferry.testing.raw import Raw
+
+NEVER = 1 << 40
+
+
+@pytest.fixture
+def daemon(start_kvferryd: StartKvferryd) -> LocalDaemon:
+    return start_kvferryd(log_format="json", reference_fail_every=3)
+
+
+def said(daemon: LocalDaemon, event: str, **of: object) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in daemon.log().splitlines()]
+    return [r for r in records if r["event"] == event and of.items() <= r.items()]
+
+
+def test_the_life_of_an_engine(daemon: LocalDaemon, start_engine: StartEngine) -> None:
+    engine = start_engine(daemon, name="llama")
+    results = engine.finish(*[engine.store([i], [i]) for i in range(9)])
+    moved = sum(result.transfer_size for result in results)
+    engine.store([0], [0], wait_for=NEVER)
+    engine.client.status()
+    engine.client.close()
+    until(lambda: bool(said(daemon, "client went")))
+    (registered,) = said(daemon, "engine registered")
+    assert (registered["engine"], registered["host_blocks"]) == ("llama", engine.region.num_blocks)
+    assert registered["copied"] == ["store cpu, load cpu"]
+    (went,) = said(daemon, "client went", client="scheduler")
+    assert went["reason"] == "it said goodbye"
+    assert (went["jobs_lost"], went["bytes_moved"]) == (1, moved)
+    assert len(said(daemon, "client came", engine="llama")) == 2
+    (failed,) = said(daemon, "job failed")  # of three, within ten seconds
+    assert (failed["engine"], failed["code"]) == ("llama", "copy_failed")
+    (pool,) = said(daemon, "pool registered")
+    assert pool["bytes"] >= 16 << 20
+
+
+def test_a_process_that_died(daemon: LocalDaemon, start_engine: StartEngine) -> None:
+    engine = start_engine(daemon)
+    engine.process.kill()
+    until(lambda: bool(said(daemon, "client went")))
+    (went,) = said(daemon, "client went")
+    assert went["reason"] in ("its process died", "its connection closed")
+
+
+def test_the_refused_are_a_number(daemon: LocalDaemon) -> None:
+    with Raw(daemon.directory) as stranger, OffloadClient(daemon.directory) as client:
+        for number in range(200):
+            stranger.send(StatusRequest(number))
+            stranger.recv(Error)
+        assert client.status().errors["no_session"] == 200
+    assert len(said(daemon, "refused", code="no_session")) == 1
+
+
+def test_one_of_a_kind_in_a_while() -> None:
+    sparingly = Sparingly(10.0)
+    assert sparingly.passes(("a",), 0.0) == 0
+    assert [sparingly.passes(("a",), 0.1 * n) for n in range(1, 6)] == [None] * 5
+    assert sparingly.passes(("b",), 1.0) == 0
+    assert sparingly.passes(("a",), 10.0) == 5
+    assert sparingly.passes(("a",), 20.0) == 0
+
+
+def test_kinds_are_bounded() -> None:
+    sparingly = Sparingly(10.0)
+    for number in range(3 * KINDS):
+        assert sparingly.passes((str(number),), 0.0) == 0
+    assert len(sparingly._kinds) == KINDS

@@ -1,0 +1,37 @@
+"""The probe on a GPU: it passes, each way of copying, and costs no engine a failed job."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.proto.status import HealthStatus
+from kvferry.testing.engine import StartEngine, until
+
+pytestmark = pytest.mark.gpu
+
+
+def health(client: OffloadClient) -> HealthStatus:
+    told = client.status().health
+    assert told is not None
+    return told
+
+
+@pytest.mark.parametrize("mode", ["auto", "direct", "staged"])
+def test_a_block_comes_back_again_and_again(mode: str, start_engine: StartEngine) -> None:
+    with LocalDaemon("0", pool_bytes=64 << 20, copy_mode=mode, health_every_seconds=0.05) as daemon:
+        engine = start_engine(daemon, device="cuda:0")
+        until(lambda: health(engine.client).healthy, 60)
+        end = time.monotonic() + 2
+        while time.monotonic() < end:
+            results = engine.finish(engine.store([0, 1], [0, 1]), engine.load([0, 1], [2, 3]))
+            assert all(result.success for result in results)
+            told = health(engine.client)
+            assert told.healthy, told.reasons
+        status = engine.client.status()
+        assert status.errors == {}
+        assert status.pool.reserved_bytes == 1 << 20
+        assert daemon.log().count("unhealthy") == 0
+        engine.close()
