@@ -1,0 +1,112 @@
+"""`kvferry top`: every daemon of this machine, again and again, until q or ctrl-c."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from kvferry.client.cli.panels import screen
+from kvferry.client.cli.watch import Watch
+from kvferry.client.endpoint import look_for, runtime_directories
+
+FIRST_LOOK = 5.0
+"""Seconds that `once` waits for all daemons to have something to show."""
+
+
+class Top:
+    """Daemons in `directory` (one's folder, or one above), or all of this machine."""
+
+    def __init__(self, directory: Path | None, interval: float) -> None:
+        self._places = None if directory is None else [directory]
+        self._interval = interval
+        self._watches: dict[Path, Watch] = {}
+
+    def once(self, console: Console) -> bool:
+        """Show it one time; whether there was any daemon."""
+        self._find()
+        deadline = time.monotonic() + self._interval + FIRST_LOOK
+        while not all(watch.looked for watch in self._watches.values()):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        console.print(self._screen(console))
+        return bool(self._watches)
+
+    def live(self, console: Console) -> None:
+        with keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as shown:
+            while True:
+                self._find()
+                shown.update(self._screen(console), refresh=True)
+                if pressed(self._interval if self._settled else 0.1) in ("q", "Q", "\x03"):
+                    return
+
+    def close(self) -> None:
+        for watch in self._watches.values():
+            watch.stop()
+        for watch in self._watches.values():
+            watch.close()
+
+    @property
+    def _settled(self) -> bool:
+        return all(watch.looked for watch in self._watches.values())
+
+    def _find(self) -> None:
+        """Daemons come; those that go stay on the screen."""
+        found, _ = look_for(self._places or runtime_directories())
+        for directory in found:
+            if directory not in self._watches:
+                self._watches[directory] = Watch(directory, self._interval)
+
+    def _screen(self, console: Console) -> RenderableType:
+        looked = ", ".join(map(str, self._places or runtime_directories()))
+        seen = [self._watches[path].seen for path in sorted(self._watches)]
+        return screen(seen, time.monotonic(), console.width, looked)
+
+
+def run(directory: Path | None, interval: float, *, once: bool) -> bool:
+    """Whether a daemon was there to be shown."""
+    console = Console(highlight=False)
+    with ExitStack() as leaving, contextlib.suppress(KeyboardInterrupt):
+        top = Top(directory, interval)
+        leaving.callback(top.close)
+        if once or not console.is_terminal:
+            return top.once(console)
+        top.live(console)
+    return True
+
+
+def nobody(seconds: float) -> str:
+    """Nobody presses any key."""
+    time.sleep(seconds)
+    return ""
+
+
+@contextlib.contextmanager
+def keys() -> Iterator[Callable[[float], str]]:
+    """pressed(seconds) -> the key that was pressed in so much time, or ""."""
+    descriptor = sys.stdin.fileno()
+    if not os.isatty(descriptor):
+        yield nobody
+        return
+    before = termios.tcgetattr(descriptor)
+    tty.setcbreak(descriptor)
+
+    def pressed(seconds: float) -> str:
+        ready, _, _ = select.select([descriptor], [], [], seconds)
+        return os.read(descriptor, 1).decode(errors="replace") if ready else ""
+
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

@@ -1,0 +1,89 @@
+"""The dashboard and the alerts name metrics that there are, and labels that these have."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.daemon.core.actions import Ended
+from kvferry.daemon.core.tally import Tally
+from kvferry.daemon.server.metrics import Snapshot, families
+from kvferry.proto import status as told
+from kvferry.proto.messages import JobResult, Outcome
+from kvferry.proto.specs import Direction
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+def metrics() -> dict[str, set[str]]:
+    """The labels of every sample that a daemon which does everything shows."""
+    whose = told.Fingerprint("model", 4096)
+    space = told.NamespaceStatus("name", whose, "lru", ("e",), *[1] * 12)
+    engine = told.EngineStatus("e", True, 1, 1, 1)
+    health = told.HealthStatus(False, ("why",), 0.1, 0.1, 0.1, 0.1, 0.1, 0.1)
+    device, pool = told.DeviceInfo("cpu", "cpu", "host"), told.PoolStatus(1, 1, 1)
+    status = told.DaemonStatus(
+        "0", "b", 1, 1.0, device, pool, 1, (engine,), told.Totals(), {"busy": 1}, None, health
+    )
+    tally = Tally()
+    result = JobResult(1, Direction.STORE, Outcome.DONE, 1, 1.0)
+    tally.add("cpu", result, Ended(1, Outcome.DONE, 1.0))
+    found: dict[str, set[str]] = {}
+    for family in families(Snapshot(status, (space,), tally)):
+        assert family.documentation.endswith(".")
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+def dashboard() -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((DEPLOY / "grafana.json").read_text())
+    return read
+
+
+def expressions() -> list[str]:
+    shown = [target["expr"] for panel in dashboard()["panels"] for target in panel["targets"]]
+    alerts = re.findall(r"(?m)^ +expr: (.+)$", (DEPLOY / "alerts.yml").read_text())
+    assert len(alerts) == (DEPLOY / "alerts.yml").read_text().count("- alert:")
+    return shown + alerts
+
+
+@pytest.mark.parametrize("expression", expressions())
+def test_what_is_named_is_there(expression: str) -> None:
+    known = metrics()
+    names = re.findall(r"\bkvferry_\w+", expression)
+    assert names
+    for name in names:
+        assert name in known, name
+    for name, selector in re.findall(r"\b(kvferry_\w+)\{([^}]*)\}", expression):
+        labels = set(re.findall(r"(\w+)\s*[=!]", selector)) - {"instance"}
+        assert labels <= known[name], name
+    for group in re.findall(r"by \(([^)]*)\)", expression):
+        wanted = {label.strip() for label in group.split(",")} - {"instance"}
+        assert wanted <= set.union(*(known[name] for name in names))
+
+
+def test_everything_is_shown() -> None:
+    """What a daemon counts is on the dashboard, but what other panels are made of."""
+    shown = set(re.findall(r"\bkvferry_\w+", " ".join(expressions())))
+    shown |= {re.sub(r"_bucket$", end, name) for name in shown for end in ("_count", "_sum")}
+    left = {name for name in metrics() if not name.endswith("_created")} - shown
+    assert left == {"kvferry_uptime_seconds", "kvferry_probe_age_seconds"}
+
+
+def test_panels_do_not_overlap() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard()["panels"]:
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert not taken & cells, panel["title"]
+        taken |= cells
