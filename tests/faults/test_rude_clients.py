@@ -124,4 +124,4 @@ def test_a_client_that_does_not_listen(
                     deaf.send(request_)
                 serve_somebody(daemon, f"somebody-{batch}")
                 assert Vitals.of(daemon.pid).since(before).private < MAX_GROWTH
-    check_all_gone(daemon)
+    check_all_gone(daemon.directory)
