@@ -13,7 +13,7 @@ import asyncio
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -239,8 +239,10 @@ class Server:
                     if peer is not None:
                         self._send(peer, message)
                 case Stream(session, messages):
-                    self._peers.by_session[session].stream = messages
-                    self._stream(session, messages)
+                    peer = self._peers.by_session[session]
+                    flows, peer.stream = peer.stream is not None, messages
+                    if not flows:
+                        self._stream(session)
                 case Broadcast(sessions, news):
                     self._broadcast(sessions, news)
                 case Publish():
@@ -283,19 +285,19 @@ class Server:
         except KVFerryError as error:
             self._perform([Send(session, self._core.refusal(None, error))])
 
-    def _stream(self, session: str, messages: Iterator[DaemonMessage]) -> None:
+    def _stream(self, session: str) -> None:
         """Send the next of many messages once the peer has taken what is there for it, and the
         others after what else is to be done."""
         peer = self._peers.by_session.get(session)
-        if peer is not None and peer.stream is messages:
-            if peer.outbox:
-                self._loop.call_later(RETRY, self._stream, session, messages)
-                return
+        if peer is None or peer.stream is None:
+            return
+        if peer.outbox:
+            self._loop.call_later(RETRY, self._stream, session)
+        elif (message := next(peer.stream, None)) is None:
             peer.stream = None
-            if (message := next(messages, None)) is not None:
-                peer.stream = messages
-                self._send(peer, message)
-                self._loop.call_soon(self._stream, session, messages)
+        else:
+            self._send(peer, message)
+            self._loop.call_soon(self._stream, session)
 
     def _broadcast(self, sessions: Sequence[str], news: News) -> None:
         data = encode(news)
@@ -322,7 +324,11 @@ class Server:
             self._perform(self._core.leave(peer.session))
 
     def _flush(self, peer: Peer) -> None:
-        """Send what a peer's outbox holds; try again soon where the socket is full."""
+        """Send what a peer's outbox holds; try again soon where the socket is full.
+
+        A send that fails has looked for messages, too, and taken the wake-up for them.
+        """
+        self._drain_soon()
         while peer.outbox:
             try:
                 self._socket.send_multipart([peer.identity, peer.outbox[0]], zmq.NOBLOCK)
@@ -338,7 +344,6 @@ class Server:
                 missed, peer.missed = peer.missed, None
                 peer.outbox.append(encode(News(missed.sequence, (), missed.generation)))
                 peer.outbox_bytes += len(peer.outbox[0])
-        self._drain_soon()
 
     def _push(self, identity: bytes, message: DaemonMessage) -> None:
         """Answer a peer that has no session, if it is still there."""
