@@ -5,7 +5,7 @@ PYTHON ?= python3
 READY := $(VENV)/.ready
 CUDA := daemon/kvferry/daemon/engine/cuda
 
-.PHONY: help demo test check format bench gpu kernels clean
+.PHONY: help demo test check format faults fuzz soak load bench gpu kernels clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -25,6 +25,19 @@ check: $(READY)  ## everything that must hold besides: format, lint, types, impo
 
 gpu: $(READY)  ## the tests on a machine with a GPU
 	$(BIN)/python -m pytest -q
+
+faults: $(READY)  ## kills of daemons and engines, rude clients, small limits: in full, half an hour
+	$(BIN)/python -m pytest -v -rP -m "not gpu" --long tests/faults/test_kills.py tests/faults/test_limits.py tests/faults/test_rude_clients.py
+
+fuzz: $(READY)  ## a million hostile frames
+	$(BIN)/python -m pytest -v -rP -m "not gpu" --long tests/faults/test_fuzz.py
+
+MINUTES ?= 60
+soak: $(READY)  ## full speed with faults, for MINUTES=60
+	$(BIN)/python -m kvferry.testing.soak --minutes $(MINUTES) --faults --json soak.json
+
+load: $(READY)  ## 64 clients, 10,000 small jobs a second
+	$(BIN)/python -m kvferry.testing.load --json load.json
 
 bench: $(READY)  ## GB/s and microseconds on this machine's device
 	$(BIN)/kvferry bench

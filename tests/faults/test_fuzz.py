@@ -105,7 +105,7 @@ def beside(
     assert not tally.complaints, "\n".join(tally.complaints)
     assert daemon.process.poll() is None, daemon.log()
     assert "Traceback" not in daemon.log()
-    check_all_gone(daemon)
+    check_all_gone(daemon.directory)
 
 
 def test_frames(beside: LocalDaemon, seed: int, long: bool) -> None:

@@ -17,6 +17,7 @@ import pytest
 from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.testing.accounts import check_all_gone, faults_in_books
 from kvferry.testing.crew import Crew, mixed_engines
+from kvferry.testing.daemons import Daemons
 from kvferry.testing.engine import until
 from kvferry.testing.tally import TrafficOptions, summary
 from kvferry.testing.vitals import Vitals, device_bytes
@@ -27,6 +28,7 @@ STALLS = {"reference_stall": 0.002}
 """On the CPU pieces take their time, so that kills meet some under way."""
 MAX_GROWTH = 16 << 20
 PATIENCE = 20.0
+POOL_BYTES = 32 << 20
 
 
 def moment(dice: random.Random) -> float:
@@ -42,32 +44,39 @@ def all_come_back(crew: Crew, before: dict[str, int]) -> None:
     until(lambda: all(now > before[name] for name, now in opened(crew).items()), 30)
 
 
+@pytest.mark.parametrize("kept", [False, True], ids=["empty", "kept"])
 def test_daemons(
-    start_daemon: Callable[..., LocalDaemon],
     start_crew: Callable[[Path], Crew],
+    tmp_path: Path,
     device: str,
     dice: random.Random,
     long: bool,
+    kept: bool,
 ) -> None:
-    """A daemon is killed and another one started; engines lose their jobs and come back."""
-    daemon = start_daemon(**STALLS)
-    crew = start_crew(daemon.directory)
-    crew.start(*mixed_engines(device, dice, patience=PATIENCE))
-    until(lambda: all(opened(crew).values()), 60)
-    for _ in range(200 if long else 15):
-        time.sleep(moment(dice))
-        before = opened(crew) if dice.random() < 0.3 else None
-        daemon.kill()
-        daemon = start_daemon(**STALLS)
-        if before is not None:
-            all_come_back(crew, before)
-    all_come_back(crew, dict.fromkeys(crew.members, 0))
-    total = crew.dismiss()
-    print(summary(total))
-    assert not total.complaints, "\n".join(total.complaints)
-    assert total.counts["lost"] > 0
-    assert total.counts["compared"] > 0
-    check_all_gone(daemon)
+    """A daemon is killed and another one started, which is empty, or has what that one stored.
+
+    Engines lose their jobs and come back; some of them leave that to their client.
+    """
+    with Daemons(device, tmp_path, kept=kept, pool_bytes=POOL_BYTES, **STALLS) as daemons:
+        crew = start_crew(daemons.directory)
+        crew.start(*mixed_engines(device, dice, patience=PATIENCE))
+        until(lambda: all(opened(crew).values()), 60)
+        for _ in range(200 if long else 15):
+            time.sleep(moment(dice))
+            before = opened(crew) if dice.random() < 0.3 else None
+            daemons.replace()
+            if before is not None:
+                all_come_back(crew, before)
+        before = opened(crew)
+        daemons.replace()
+        all_come_back(crew, before)
+        total = crew.dismiss()
+        print(summary(total))
+        assert not total.complaints, "\n".join(total.complaints)
+        assert total.counts["lost"] > 0
+        assert total.counts["compared"] > 0
+        assert not kept or total.counts["reattached"] > 0
+        check_all_gone(daemons.directory)
 
 
 def test_engines(
@@ -93,7 +102,7 @@ def test_engines(
     print(summary(total))
     assert not total.complaints, "\n".join(total.complaints)
     assert total.counts["compared"] > 0
-    check_all_gone(daemon)
+    check_all_gone(daemon.directory)
     check_flat(daemon, before)
     assert device_bytes(device) <= on_device + MAX_GROWTH
 
@@ -128,7 +137,7 @@ def test_an_engine_that_stands_still(
     total = crew.dismiss()
     print(summary(total))
     assert not total.complaints, "\n".join(total.complaints)
-    check_all_gone(daemon)
+    check_all_gone(daemon.directory)
     check_flat(daemon, before)
 
 
@@ -142,7 +151,7 @@ def at_rest(
     kill_one(crew, dice)
     total = crew.dismiss()
     assert not total.complaints, "\n".join(total.complaints)
-    check_all_gone(daemon)
+    check_all_gone(daemon.directory)
     return Vitals.of(daemon.pid)
 
 

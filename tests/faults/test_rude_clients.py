@@ -38,7 +38,7 @@ from kvferry.proto.messages import Cancel
 from kvferry.testing.raw import Raw
 
 raw = Raw(Path(sys.argv[1]), sys.argv[2])
-words = {"junk": b"junk", "cancels": encode(Cancel(tuple(range(1000))))}[sys.argv[3]]
+words = {"junk": b"junk", "cancels": encode(Cancel(tuple(range(10_000))))}[sys.argv[3]]
 print("welcome", flush=True)
 while True:
     raw.send(words)
@@ -124,4 +124,4 @@ def test_a_client_that_does_not_listen(
                     deaf.send(request_)
                 serve_somebody(daemon, f"somebody-{batch}")
                 assert Vitals.of(daemon.pid).since(before).private < MAX_GROWTH
-    check_all_gone(daemon)
+    check_all_gone(daemon.directory)

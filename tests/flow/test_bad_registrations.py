@@ -239,7 +239,6 @@ def test_tensors_of_no_canonical_form(beside: Engine) -> None:
         assert (refused.value.code, refused.value.value) == (Code.UNKNOWN_TENSOR, "no layer")
 
 
-@pytest.mark.xfail(reason="a CPU daemon maps tensors whose owner may shrink them", strict=True)
 def test_memory_that_shrinks_later(kvferryd: LocalDaemon) -> None:
     """The owner cuts its tensor's memory off: the transfer fails, the daemon does not."""
     descriptor = memfd()

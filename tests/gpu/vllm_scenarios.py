@@ -172,7 +172,7 @@ def tampered() -> None:
 
 
 def tamper(pid: int) -> int:
-    """Overwrite a part of every page that is not all zeros of the pool of a process; how many."""
+    """Overwrite every page that is not all zeros of the pool of a process with noise; how many."""
     changed = 0
     for path in Path(f"/proc/{pid}/fd").iterdir():
         if "memfd:kvferry-pool" in os.readlink(path):
@@ -185,7 +185,7 @@ def scribble(path: Path, page: int = 64 << 10) -> int:
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         for at in range(0, len(memory), page):
             if memory[at : at + 64] != bytes(64):
-                memory[at : at + 1024] = bytes(1024)
+                memory[at : at + page] = os.urandom(page)
                 changed += 1
     return changed
 

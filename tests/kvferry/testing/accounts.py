@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvferry.client import LocalDaemon, OffloadClient
+from pathlib import Path
+
+from kvferry.client import OffloadClient
 from kvferry.testing.engine import until
 
 
@@ -29,9 +31,9 @@ def left_behind(observer: OffloadClient) -> list[str]:
     return left
 
 
-def check_all_gone(daemon: LocalDaemon, timeout: float = 10.0) -> None:
+def check_all_gone(directory: Path, timeout: float = 10.0) -> None:
     """Raise AssertionError unless the books are in order, and soon nothing is held for anybody."""
-    with OffloadClient(daemon.directory, engine="observer") as observer:
+    with OffloadClient(directory, engine="observer") as observer:
         try:
             until(lambda: not left_behind(observer), timeout)
         except TimeoutError:

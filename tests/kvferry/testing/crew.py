@@ -115,9 +115,16 @@ def mixed_engines(device: str, dice: random.Random, **common: Any) -> list[Traff
     """Two engines with blocks of their own, two that share a namespace, of different sizes."""
     shapes: list[dict[str, Any]] = [
         {"page": 1024},
-        {"page": 32768, "factor": 1, "gpu_blocks": 24, "host_blocks": 40, "cancels": 0.05},
+        {
+            "page": 32768,
+            "factor": 1,
+            "gpu_blocks": 24,
+            "host_blocks": 40,
+            "cancels": 0.05,
+            "reconnect": True,
+        },
         {"page": 512, "factor": 4, "model": "shared", "leaves": 0.01},
-        {"page": 512, "factor": 4, "model": "shared", "resets": 0.01},
+        {"page": 512, "factor": 4, "model": "shared", "resets": 0.01, "reconnect": True},
     ]
     return [
         TrafficOptions(

@@ -25,9 +25,10 @@ from typing import Any
 
 from rich.console import Console
 
-from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.client import OffloadClient
 from kvferry.testing.accounts import check_all_gone, faults_in_books
 from kvferry.testing.crew import Crew, mixed_engines
+from kvferry.testing.daemons import Daemons
 from kvferry.testing.raw import Raw
 from kvferry.testing.tally import Tally, percentile, together
 from kvferry.testing.vitals import Vitals
@@ -44,11 +45,12 @@ MAX_DESCRIPTORS = 64
 @dataclass(frozen=True)
 class SoakOptions:
     """seconds: how long. faults: how many a second, on average; 0 for none. restarts: whether
-    daemons are among what is killed."""
+    daemons are among what is killed. kept: whether the next has what the one before stored."""
 
     seconds: float
     faults: float = 0.5
     restarts: bool = True
+    kept: bool = True
     device: str = "cpu"
     seed: int = 1
     patience: float = 20.0
@@ -101,33 +103,28 @@ class Soak:
     def run(self) -> Verdict:
         began = time.monotonic()
         with self._running:
-            self._start_daemon()
-            self._crew = self._running.enter_context(Crew(self._daemon.directory))
+            self._daemons = self._running.enter_context(self._start_daemons())
+            self._born = time.monotonic()
+            self._crew = self._running.enter_context(Crew(self._daemons.directory))
             self._crew.start(*self._engines())
             try:
                 self._work(began + self.options.seconds)
                 self._end()
             except (TimeoutError, EOFError, OSError, AssertionError) as error:
                 self._complaints.append(f"{type(error).__name__}: {error}")
-                self._complaints.append(f"the daemon's last words: {self._daemon.log()[-2000:]}")
+                self._complaints.append(f"the daemon's last words: {self._daemons.log()[-2000:]}")
             tally = together(self._tallies)
             complaints = self._complaints + tally.complaints
             took = time.monotonic() - began
         return Verdict(tally, self._faults, complaints, took, self._growth)
 
+    def _start_daemons(self) -> Daemons:
+        kept, device = self.options.kept, self.options.device
+        return Daemons(device, self._place, kept=kept, pool_bytes=POOL_BYTES, log_level="warning")
+
     def _engines(self) -> list[Any]:
         o = self.options
         return mixed_engines(o.device, self._dice, patience=o.patience)
-
-    def _start_daemon(self) -> None:
-        name = "0" if self.options.device.startswith("cuda") else self.options.device
-        daemon = LocalDaemon(
-            name, pool_bytes=POOL_BYTES, runtime_dir=self._place, log_level="warning"
-        )
-        self._running.callback(daemon.close)
-        self._daemon = daemon
-        self._began = time.monotonic()
-        self._young = None
 
     def _work(self, end: float) -> None:
         told = time.monotonic()
@@ -192,32 +189,32 @@ class Soak:
         self._thaw = [(at, name) for at, name in self._thaw if at > now]
 
     def _send_junk(self) -> None:
-        raw = Raw(self._daemon.directory)
+        raw = Raw(self._daemons.directory)
         for _ in range(500):
             raw.send(self._dice.randbytes(self._dice.randrange(200)))
         raw.drop()
 
     def _kill_daemon(self) -> None:
         self._measure()
-        self._daemon.kill()
-        self._start_daemon()
+        self._daemons.replace()
+        self._born, self._young = time.monotonic(), None
 
     # Looking
 
     def _look_at_daemon(self, end: float) -> None:
         """It runs; and what it is like when it is warm is remembered."""
-        if self._daemon.process.poll() is not None:
+        if not self._daemons.alive:
             raise AssertionError("the daemon ended")
-        age, whole = time.monotonic() - self._began, end - self._began
+        age, whole = time.monotonic() - self._born, end - self._born
         if self._young is None and age > max(2.0, min(60.0, YOUNG * whole)):
-            self._young = Vitals.of(self._daemon.pid)
-            with OffloadClient(self._daemon.directory, engine="observer") as observer:
+            self._young = Vitals.of(self._daemons.pid)
+            with OffloadClient(self._daemons.directory, engine="observer") as observer:
                 self._complaints += faults_in_books(observer)
 
     def _measure(self) -> None:
         if self._young is None:
             return
-        more = Vitals.of(self._daemon.pid).since(self._young)
+        more = Vitals.of(self._daemons.pid).since(self._young)
         for name, value in (("private", more.private), ("descriptors", more.descriptors)):
             self._growth[name] = max(self._growth.get(name, value), value)
         if more.private > MAX_GROWTH or more.descriptors > MAX_DESCRIPTORS:
@@ -227,8 +224,8 @@ class Soak:
         self._let_go_on(float("inf"))
         self._measure()
         self._tallies.append(self._crew.dismiss())
-        check_all_gone(self._daemon)
-        status = self._daemon.stop()
+        check_all_gone(self._daemons.directory)
+        status = self._daemons.stop()
         if status:
             self._complaints.append(f"the daemon's exit status was {status}")
 

@@ -21,6 +21,7 @@ class TrafficOptions:
     the namespace that it opens, with `keys` keys in use; None: host blocks of its own. depth: jobs
     under way. patience: seconds that a job may take. pause: seconds after each step. cancels,
     resets, leaves: how likely each is after a step. may_fail: whether the device was told to.
+    reconnect: whether its client comes back to a new daemon by itself.
     """
 
     name: str
@@ -40,6 +41,7 @@ class TrafficOptions:
     resets: float = 0.002
     leaves: float = 0.0
     may_fail: bool = False
+    reconnect: bool = False
 
     @property
     def block_bytes(self) -> int:

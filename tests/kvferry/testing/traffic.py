@@ -15,7 +15,6 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -26,17 +25,18 @@ from kvferry.client import (
     CPULoadStoreSpec,
     Fingerprint,
     GPULoadStoreSpec,
+    HostRegion,
     Lookup,
     OffloadClient,
     OffloadingManager,
-    Timeline,
     TransferResult,
     TransferSpec,
     offload_key,
 )
-from kvferry.client.tensors import shared_empty
-from kvferry.proto.errors import Code, Gone, KVFerryError, Refused
-from kvferry.testing.marks import Label, Marker, Words
+from kvferry.proto.errors import Code, Gone, Refused
+from kvferry.testing.ground import Ground
+from kvferry.testing.marks import Label
+from kvferry.testing.shelf import Job, Shelf
 from kvferry.testing.tally import Tally, TrafficOptions
 
 JUNK = Label(0xFFFF, 0, 0).number
@@ -46,98 +46,6 @@ NOTICED = 0.5
 """A step that took longer was not ours: somebody stopped this process, or the machine was busy."""
 EXPECTED = {Code.KEY_ABSENT, Code.CACHE_FULL, Code.STALE, Code.BUSY}
 """What a transfer by key may be refused for: others use the namespace as well."""
-
-
-class Ground:
-    """The KV tensors: two, of one page a GPU block each; and a timeline behind what is written."""
-
-    def __init__(self, options: TrafficOptions) -> None:
-        self.device = torch.device(options.device)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        self.marker = Marker(options.block_words)
-        self.timeline = Timeline.create(options.device)
-        shape = options.gpu_blocks, options.page
-        self.tensors = {
-            f"layer.{n}": shared_empty(shape, torch.uint8, self.device) for n in range(2)
-        }
-
-    def write(self, blocks: Sequence[int], labels: Sequence[int]) -> None:
-        pages = np.split(self.marker.blocks(labels).view(np.uint8), 2, axis=1)
-        for tensor, page in zip(self.tensors.values(), pages, strict=True):
-            tensor[list(blocks)] = torch.from_numpy(np.ascontiguousarray(page)).to(self.device)
-
-    def read(self, blocks: Sequence[int]) -> Words:
-        pages = [tensor[list(blocks)].cpu().numpy() for tensor in self.tensors.values()]
-        return np.concatenate(pages, axis=1).view(np.uint64)
-
-    def close(self) -> None:
-        self.timeline.close()
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """A transfer under way. labels: what its GPU blocks must hold in the end, 0 where nobody knows.
-
-    writers: of a load, the stores that wrote these labels. places: of a store, where it writes.
-    """
-
-    job_id: int
-    store: bool
-    gpu: list[int]
-    labels: list[int]
-    submitted: float
-    writers: list[int] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
-    keys: tuple[bytes, ...] = ()
-    cancelled: bool = False
-
-
-class Shelf:
-    """What an engine's own host blocks hold, sub-block by sub-block, as far as it can know."""
-
-    def __init__(self, options: TrafficOptions, dice: random.Random) -> None:
-        self._options, self._dice = options, dice
-        self._labels: dict[int, int] = {}
-        self._writers: dict[int, int] = {}
-        self._versions = dice.randrange(1 << 22)  # whoever had the name before used others
-
-    def forget(self) -> None:
-        """The host blocks are new ones."""
-        self._labels.clear()
-
-    def transfer(self, count: int) -> tuple[list[int], int, list[int]]:
-        """Random host blocks for `count` GPU blocks: ids, the first's skip, and all sub-blocks."""
-        factor = self._options.factor
-        skip = self._dice.randrange(factor)
-        hosts = self._dice.sample(range(self._options.host_blocks), -(-(count + skip) // factor))
-        places = [hosts[at // factor] * factor + at % factor for at in range(skip, skip + count)]
-        return hosts, skip, places
-
-    def store(self, job: Job) -> None:
-        """A store was submitted: from now on, loads find its labels."""
-        self._versions += 1
-        for place, label in zip(job.places, job.labels, strict=True):
-            self._labels[place], self._writers[place] = label, job.job_id
-
-    def label(self, place: int, version: int) -> int:
-        return Label(self._options.owner, place, version).number
-
-    def next_version(self) -> int:
-        return self._versions + 1
-
-    def expected(self, places: Sequence[int]) -> tuple[list[int], list[int]]:
-        """What these sub-blocks hold, and which store wrote each."""
-        return (
-            [self._labels.get(place, 0) for place in places],
-            [self._writers.get(place, 0) for place in places],
-        )
-
-    def spoiled(self, job: Job) -> None:
-        """A store did not end well: where nothing was stored since, nobody knows what is there."""
-        for place in job.places:
-            if self._writers.get(place) == job.job_id:
-                self._labels.pop(place, None)
 
 
 class Traffic:
@@ -155,6 +63,8 @@ class Traffic:
         self._last_id = 0
         self._client: OffloadClient | None = None
         self._manager: OffloadingManager | None = None
+        self._incarnation = 0
+        self._seen_at = 0.0
         self._stepped = time.monotonic()
 
     def step(self, submit: bool = True) -> None:
@@ -163,7 +73,7 @@ class Traffic:
         try:
             if self._client is None:
                 self._open()
-            elif submit:
+            elif submit and self._is_here(self._client):
                 self._submit_some()
                 self._do_something_rare()
             self._take_results()
@@ -192,7 +102,9 @@ class Traffic:
     def _open(self) -> None:
         o = self.options
         try:
-            client = OffloadClient(self._directory, engine=o.name, client=o.name, timeout=5)
+            client = OffloadClient(
+                self._directory, engine=o.name, client=o.name, timeout=5, reconnect=o.reconnect
+            )
         except Gone:  # not back yet
             time.sleep(0.02)
             return
@@ -212,10 +124,30 @@ class Traffic:
                 raise
             self._close()
             return
-        if not region.reattached:
+        self._incarnation = client.incarnation
+        self._opened(region)
+
+    def _opened(self, region: HostRegion) -> None:
+        if region.reattached:
+            self._shelf.survived(self._seen_at)
+        else:
             self._shelf.forget()
         self.tally.counts["opened"] += 1
         self.tally.counts["reattached"] += region.reattached
+
+    def _is_here(self, client: OffloadClient) -> bool:
+        """Whether the daemon is there; where it is another one, what is left is known now."""
+        if not client.connected:
+            return False
+        if client.incarnation != self._incarnation:
+            self._incarnation = client.incarnation
+            self._take_results()
+            if self._jobs:
+                self.tally.complain(f"{len(self._jobs)} jobs outlived their daemon")
+            assert client.region is not None
+            self._opened(client.region)
+        self._seen_at = time.monotonic()
+        return True
 
     def _enter(self, client: OffloadClient, model: str) -> None:
         fingerprint = Fingerprint(model, self.options.block_bytes * self.options.factor)
@@ -229,6 +161,10 @@ class Traffic:
 
     def _lost(self) -> None:
         """The daemon went: every job must have ended, with what was done before as done."""
+        if self._client is not None and self._client.connecting:
+            with suppress(Gone):
+                self._take_results()
+            return
         self.tally.counts["lost daemons"] += 1
         if self._client is not None and self._client.gone is not None:
             with suppress(Gone):
@@ -262,14 +198,14 @@ class Traffic:
         job = self._new_job(True, count, labels)
         job.places = places
         gpu = GPULoadStoreSpec(np.array(job.gpu), (count,), (skip,))
-        self._submit(job, (gpu, CPULoadStoreSpec(np.array(hosts))), labels)
-        self._shelf.store(job)
+        if self._submit(job, (gpu, CPULoadStoreSpec(np.array(hosts))), labels):
+            self._shelf.store(job)
 
     def _submit_load(self, count: int) -> None:
         hosts, skip, places = self._shelf.transfer(count)
         labels, writers = self._shelf.expected(places)
         job = self._new_job(False, count, labels)
-        job.writers = writers
+        job.writers, job.unvouched = writers, not self._shelf.vouched(places)
         gpu = GPULoadStoreSpec(np.array(job.gpu), (count,), (skip,))
         self._submit(job, (CPULoadStoreSpec(np.array(hosts)), gpu), [JUNK] * count)
 
@@ -317,20 +253,28 @@ class Traffic:
         self._jobs[job.job_id] = job
         return job
 
-    def _submit(self, job: Job, spec: TransferSpec, labels: Sequence[int]) -> None:
+    def _submit(self, job: Job, spec: TransferSpec, labels: Sequence[int]) -> bool:
         """Write the job's GPU blocks and submit it, the one or the other first."""
         client, timeline = self._client, self._ground.timeline
         assert client is not None
         early = self._dice.random() < 0.3
-        if early:
-            client.transfer_async(job.job_id, spec, timeline.last + 1)
-            if self._dice.random() < 0.1:
-                time.sleep(self._dice.random() * 0.005)
-        self._ground.write(job.gpu, labels)
-        fence = timeline.signal()
-        if not early:
-            client.transfer_async(job.job_id, spec, fence)
+        try:
+            if early:
+                client.transfer_async(job.job_id, spec, timeline.last + 1)
+                if self._dice.random() < 0.1:
+                    time.sleep(self._dice.random() * 0.005)
+            self._ground.write(job.gpu, labels)
+            fence = timeline.signal()
+            if not early:
+                client.transfer_async(job.job_id, spec, fence)
+        except (Gone, Refused) as error:  # it was never under way
+            self._end(job, None)
+            if isinstance(error, Gone) or error.code not in EXPECTED:
+                raise
+            self.tally.counts[f"not sent: {error.code}"] += 1
+            return False
         self.tally.counts["jobs"] += 1
+        return True
 
     def _do_something_rare(self) -> None:
         client, dice = self._client, self._dice.random()
@@ -381,12 +325,14 @@ class Traffic:
                 self.tally.counts["bytes"] += result.transfer_size
             case "cancelled" if job.cancelled:
                 pass
-            case "refused" if job.keys and code in EXPECTED:
+            case "refused" if code in EXPECTED and (job.keys or code == Code.STALE):
                 self.tally.counts[f"refused: {code}"] += 1
             case "lost" if code == Code.DAEMON_GONE:
                 pass
             case "failed" if code == Code.COPY_FAILED and self.options.may_fail:
                 pass
+            case "failed" if code == Code.CORRUPT_BLOCK and job.unvouched:
+                self.tally.counts["not vouched for"] += 1
             case _:
                 self.tally.complain(f"job {job.job_id} ended as {result}")
 
@@ -408,6 +354,8 @@ class Traffic:
     def _end(self, job: Job, result: TransferResult | None) -> None:
         del self._jobs[job.job_id]
         self._free += job.gpu
+        if job.store and job.places:
+            self._shelf.touched(job)
         if job.store and job.places and (result is None or not result.success):
             self._spoiled.add(job.job_id)
             self._shelf.spoiled(job)
@@ -432,6 +380,7 @@ class Traffic:
         """Time in which this process did not run is nobody's fault."""
         now = time.monotonic()
         if now - self._stepped > NOTICED:
+            self._shelf.paused(now - self._stepped)
             for job in self._jobs.values():
                 job.submitted += now - self._stepped
         self._stepped = now
@@ -456,6 +405,3 @@ def serve(pipe: Connection, directory: Path, options: TrafficOptions) -> None:
                     return
     except (EOFError, BrokenPipeError):  # whoever started us is gone
         return
-
-
-__all__ = ["KVFerryError", "Traffic", "key_of", "serve"]

@@ -7,7 +7,6 @@ piece back, `Faults.fail_every` fails each n-th of a registration.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import queue
 import threading
@@ -19,9 +18,9 @@ from itertools import count
 
 import numpy as np
 
-from kvferry.daemon.core.geometry import Fragments, Geometry, Run
+from kvferry.daemon.core.geometry import Fragments, Geometry, Int64s, Run
 from kvferry.daemon.engine.base import NO_ROOM, Mapping, Room, Shared, Want, packed_locations
-from kvferry.daemon.engine.memory import Mapped, sealed_memfd
+from kvferry.daemon.engine.memory import IOV_MAX, Mapped, move, sealed_memfd
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.messages import Allocation, FdAllocation, Location
 from kvferry.proto.specs import Direction
@@ -189,7 +188,17 @@ def _as_file(allocation: Allocation) -> FdAllocation:
 
 
 def _copy(piece: _Piece) -> None:
-    gpu, host = piece.fragments.gpu.tolist(), piece.fragments.host.tolist()
+    """Move a piece's fragments, or as many as there is memory for: then the piece has failed."""
+    f = piece.fragments
+    gpu, host = _vectors(f.gpu, f.size), _vectors(f.host, f.size)
     dst, src = (host, gpu) if piece.direction is Direction.STORE else (gpu, host)
-    for to, origin, size in zip(dst, src, piece.fragments.size.tolist(), strict=True):
-        ctypes.memmove(to, origin, size)
+    try:
+        for start in range(0, len(dst), IOV_MAX):
+            move(src[start : start + IOV_MAX], dst[start : start + IOV_MAX])
+    except OSError as error:
+        message = f"memory of the engine is not there any more: {error}"
+        piece.error = Failed(Code.COPY_FAILED, message)
+
+
+def _vectors(addresses: Int64s, sizes: Int64s) -> Int64s:
+    return np.ascontiguousarray(np.stack([addresses, sizes], axis=1))

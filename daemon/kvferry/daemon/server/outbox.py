@@ -29,7 +29,7 @@ RETRY = 0.002
 class Outboxes:
     """Of all peers behind one ROUTER.
 
-    sent: called after the socket was written to. sent_away: a peer takes nothing, and is to be
+    sent: called when the socket is written to. sent_away: a peer takes nothing, and is to be
         forgotten for this reason.
     """
 
@@ -69,21 +69,23 @@ class Outboxes:
 
     def stream(self, session: str, messages: Iterator[DaemonMessage]) -> None:
         """Send many messages, one at a time; a stream to a peer ends the one before it."""
-        self._peers.by_session[session].stream = messages
-        self._go_on(session, messages)
+        peer = self._peers.by_session[session]
+        flows, peer.stream = peer.stream is not None, messages
+        if not flows:
+            self._go_on(session)
 
-    def _go_on(self, session: str, messages: Iterator[DaemonMessage]) -> None:
+    def _go_on(self, session: str) -> None:
         """Send the next of many messages, and the others after what else is to be done."""
         peer = self._peers.by_session.get(session)
-        if peer is None or peer.stream is not messages:
+        if peer is None or peer.stream is None:
             return
         if peer.outbox:
-            self._loop.call_later(RETRY, self._go_on, session, messages)
-        elif (message := next(messages, None)) is not None:
-            self.send(peer, message)
-            self._loop.call_soon(self._go_on, session, messages)
-        else:
+            self._loop.call_later(RETRY, self._go_on, session)
+        elif (message := next(peer.stream, None)) is None:
             peer.stream = None
+        else:
+            self.send(peer, message)
+            self._loop.call_soon(self._go_on, session)
 
     def _put(self, peer: Peer, data: bytes) -> None:
         peer.outbox.append(data)
@@ -104,7 +106,11 @@ class Outboxes:
         self._sent_away(peer, f"sent away: it took none of {kept} messages")
 
     def _flush(self, peer: Peer) -> None:
-        """Send what a peer's outbox holds; try again soon where the socket is full."""
+        """Send what a peer's outbox holds; try again soon where the socket is full.
+
+        A send that fails has looked for messages, too, and taken the wake-up for them.
+        """
+        self._sent()
         while peer.outbox:
             try:
                 self._socket.send_multipart([peer.identity, peer.outbox[0]], zmq.NOBLOCK)
@@ -120,4 +126,3 @@ class Outboxes:
                 missed, peer.missed = peer.missed, None
                 peer.outbox.append(encode(News(missed.sequence, (), missed.generation)))
                 peer.outbox_bytes += len(peer.outbox[0])
-        self._sent()
