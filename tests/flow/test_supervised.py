@@ -51,7 +51,7 @@ def test_from_start_to_stop(manager: ServiceManager, tmp_path: Path) -> None:
 
 
 def test_one_that_cannot_start_says_why(tmp_path: Path) -> None:
-    command = kvferryd_command(tmp_path, pool_bytes=1 << 46)
+    command = kvferryd_command(tmp_path, pool_bytes=1 << 46, pool_chunk=1 << 45)
     with ServiceManager(command, tmp_path / "notify", log=tmp_path / "log") as manager:
         manager.start(ready=False)
         assert manager.wait_dead() == 2
