@@ -115,8 +115,8 @@ async def run(
     identity = Identity(installed_version(), secrets.token_hex(8), os.getpid(), engine.info, limits)
     core = Core(identity, pool.nbytes, time.monotonic(), HOST_BYTES)
     events = config.events.publish or f"ipc://{endpoint.events}"
-    server = Server(core, endpoint, events)
-    with signals.heard(server):
+    with signals.heard(lambda: server.stop()):  # before there is a socket: who sees it may end us
+        server = Server(core, endpoint, events)
         lane = Lane(engine, pool, server.lane_reports, server.fail)
         auditor = Auditor(pool.address, pool.nbytes, config.integrity.threads)
         archive = Archive(auditor, kept.keeper, config.integrity.check_loads, server.tell)
@@ -198,7 +198,7 @@ def make_engine(config: Config) -> CopyEngine:
 
 
 class Signals:
-    """SIGTERM and SIGINT stop a server, SIGHUP reloads; the supervisor is told, of health too."""
+    """SIGTERM and SIGINT stop the server, SIGHUP reloads; the supervisor is told, of health too."""
 
     def __init__(self, supervisor: Supervisor, reload: Callable[[], None]) -> None:
         self._supervisor, self._reload = supervisor, reload
@@ -224,9 +224,10 @@ class Signals:
         self._supervisor.status(f"unhealthy: {why}" if why else self._status)
 
     @contextlib.contextmanager
-    def heard(self, server: Server) -> Iterator[None]:
+    def heard(self, stop: Callable[[], None]) -> Iterator[None]:
+        """Heed them from now on; what they ask for is done when the loop is free next."""
         loop = asyncio.get_running_loop()
-        stop = partial(self._stop, server)
+        stop = partial(self._end, stop)
         handlers: dict[signal.Signals, Callable[[], None]] = {
             signal.SIGTERM: stop,
             signal.SIGINT: stop,
@@ -238,9 +239,9 @@ class Signals:
         for number in handlers:
             loop.remove_signal_handler(number)
 
-    def _stop(self, server: Server) -> None:
+    def _end(self, stop: Callable[[], None]) -> None:
         self._supervisor.stopping()
-        server.stop()
+        stop()
 
     def _hup(self) -> None:
         if self._ready:
