@@ -85,20 +85,20 @@ def test_the_log_s_level_changes_at_once(
 
 
 def test_keys_that_need_a_restart_are_named_once(manager: ServiceManager, file: Path) -> None:
-    text = "[limits]\nmax_jobs = 7\n"
+    text = "[limits]\nmax_stores = 7\n"
     said = reload(manager, file, text)
     assert "these keys need a restart" in said
-    assert "limits.max_jobs" in said
+    assert "limits.max_stores" in said
     assert "limits.allow" not in said
     assert "need a restart" not in reload(manager, file, text)
     both = reload(manager, file, text + '[pool]\nchunk = "1MiB"\n')
-    assert "limits.max_jobs" in both
+    assert "limits.max_stores" in both
     assert "pool.chunk" in both
 
 
 @pytest.mark.parametrize(
     "text",
-    ["[limits\n", "[limits]\nmax_jobs = 0\n", '[limits]\nallow_groups = ["no-such-group"]\n'],
+    ["[limits\n", "[limits]\nmax_stores = 0\n", '[limits]\nallow_groups = ["no-such-group"]\n'],
 )
 def test_a_broken_file_changes_nothing(
     manager: ServiceManager, file: Path, tmp_path: Path, text: str

@@ -19,8 +19,7 @@ UNIT = "kvferryd@cpu"
 
 DROP_IN = """
 [Service]
-# This machine is small, and its daemon says WATCHDOG=1 only where a test asks for it.
-WatchdogSec=0
+# Its Python is never started often enough to be worth the files.
 Environment=PYTHONDONTWRITEBYTECODE=1
 """
 
