@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -315,15 +317,17 @@ def test_a_corrupt_block_fails_its_load_and_is_not_offered_again(
     assert store(side, worker, 1, A)
     until(lambda: answers(side, A) == ["hit"], side)
     failed = None
-    for job_id in range(2, 100):  # what is not sealed yet is not checked: it is a second later
-        overwrite_pool(daemon.pid, job_id)
-        worker.load(job_id, side.prepare_load([A], request()), gpu_blocks(3))
-        failed = finished(worker, 1)[job_id].error
-        side.complete_load({A}, request())
-        side.on_request_finished(request())
-        if failed is not None:
-            break
-        time.sleep(0.1)
+    with pool_of(daemon.pid) as memory:
+        at = memory.find(bytes([7]) * 64)
+        for job_id in range(10, 100):  # what is not sealed yet is not checked: it is soon
+            memory[at] = job_id
+            worker.load(job_id, side.prepare_load([A], request()), gpu_blocks(3))
+            failed = finished(worker, 1)[job_id].error
+            side.complete_load({A}, request())
+            side.on_request_finished(request())
+            if failed is not None:
+                break
+            time.sleep(0.1)
     assert failed is not None
     assert failed.code == Code.CORRUPT_BLOCK
     until(lambda: answers(side, A) == ["miss"] and not side.has_pending_work(), side)
@@ -336,9 +340,10 @@ def test_a_corrupt_block_fails_its_load_and_is_not_offered_again(
     worker.shutdown()
 
 
-def overwrite_pool(pid: int, value: int) -> None:
-    """Change the first bytes of a daemon's host pool behind its back."""
-    for path in Path(f"/proc/{pid}/fd").iterdir():
-        if "memfd:kvferry-pool" in os.readlink(path):
-            with path.open("r+b") as file:
-                file.write(bytes([value] * 8))
+@contextmanager
+def pool_of(pid: int) -> Iterator[mmap.mmap]:
+    """The first chunk of a daemon's host pool, behind its back."""
+    paths = sorted(Path(f"/proc/{pid}/fd").iterdir(), key=lambda path: int(path.name))
+    path = next(path for path in paths if "memfd:kvferry-pool" in os.readlink(path))
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        yield memory

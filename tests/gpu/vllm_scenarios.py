@@ -181,9 +181,10 @@ def tamper(pid: int) -> int:
 
 
 def scribble(path: Path, page: int = 64 << 10) -> int:
+    """Not the first pages, which may be the daemon's own."""
     changed = 0
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
-        for at in range(0, len(memory), page):
+        for at in range(16 * page, len(memory), page):
             if memory[at : at + 64] != bytes(64):
                 memory[at : at + page] = os.urandom(page)
                 changed += 1
