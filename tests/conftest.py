@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import count
@@ -46,6 +47,13 @@ def device(request: pytest.FixtureRequest) -> str:
             pytest.skip("torch sees no CUDA device here")
         return "cuda:0"
     return str(request.param)
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder for sockets: below pytest's own, a GPU's UUID would make their paths too long."""
+    with tempfile.TemporaryDirectory(prefix="kvferry-") as name:
+        yield Path(name)
 
 
 @pytest.fixture(scope="module")

@@ -35,13 +35,17 @@ def dice(seed: int) -> random.Random:
 
 
 @pytest.fixture
-def start_daemon(device: str, tmp_path: Path) -> Iterator[Callable[..., LocalDaemon]]:
+def start_daemon(device: str, short_path: Path) -> Iterator[Callable[..., LocalDaemon]]:
     """start_daemon(**options) -> a daemon of the device, at the same place each time."""
     name = "0" if device.startswith("cuda") else device
     with ExitStack() as running:
 
         def start(**options: Any) -> LocalDaemon:
-            chosen: dict[str, Any] = {"pool_bytes": POOL_BYTES, "runtime_dir": tmp_path, **options}
+            chosen: dict[str, Any] = {
+                "pool_bytes": POOL_BYTES,
+                "runtime_dir": short_path,
+                **options,
+            }
             return running.enter_context(LocalDaemon(name, **chosen))
 
         yield start

@@ -47,7 +47,7 @@ def all_come_back(crew: Crew, before: dict[str, int]) -> None:
 @pytest.mark.parametrize("kept", [False, True], ids=["empty", "kept"])
 def test_daemons(
     start_crew: Callable[[Path], Crew],
-    tmp_path: Path,
+    short_path: Path,
     device: str,
     dice: random.Random,
     long: bool,
@@ -57,7 +57,7 @@ def test_daemons(
 
     Engines lose their jobs and come back; some of them leave that to their client.
     """
-    with Daemons(device, tmp_path, kept=kept, pool_bytes=POOL_BYTES, **STALLS) as daemons:
+    with Daemons(device, short_path, kept=kept, pool_bytes=POOL_BYTES, **STALLS) as daemons:
         crew = start_crew(daemons.directory)
         crew.start(*mixed_engines(device, dice, patience=PATIENCE))
         until(lambda: all(opened(crew).values()), 60)

@@ -213,13 +213,13 @@ def test_the_command_line_shows_and_releases_them(
 # The daemon goes
 
 
-def test_tensors_outlive_the_daemon_that_allocated_them(device: str, tmp_path: Path) -> None:
+def test_tensors_outlive_the_daemon_that_allocated_them(device: str, short_path: Path) -> None:
     """Their engine goes on with them, and registers them with the next one."""
     name = "0" if device != "cpu" else device
     specs: TransferSpec = GPULoadStoreSpec(range(8)), CPULoadStoreSpec(range(8))
     back: TransferSpec = specs[1], GPULoadStoreSpec(range(8, 16))
     with ExitStack() as stack:
-        first = stack.enter_context(LocalDaemon(name, pool_bytes=4 << 20, runtime_dir=tmp_path))
+        first = stack.enter_context(LocalDaemon(name, pool_bytes=4 << 20, runtime_dir=short_path))
         client = stack.enter_context(
             OffloadClient(first.directory, engine="survivor", reconnect=False)
         )
@@ -233,7 +233,9 @@ def test_tensors_outlive_the_daemon_that_allocated_them(device: str, tmp_path: P
         for tensor, whole in zip(tensors, wanted, strict=True):
             assert torch.equal(tensor.cpu(), whole)
 
-        next_one = stack.enter_context(LocalDaemon(name, pool_bytes=4 << 20, runtime_dir=tmp_path))
+        next_one = stack.enter_context(
+            LocalDaemon(name, pool_bytes=4 << 20, runtime_dir=short_path)
+        )
         second = stack.enter_context(OffloadClient(next_one.directory, engine="survivor"))
         second.register_kv_caches(CanonicalKVCaches(LAYOUT, tuple(tensors)), host_bytes=1 << 20)
         for job, spec in enumerate((specs, back)):
@@ -280,8 +282,8 @@ class Serviced:
 
 
 @pytest.fixture
-def serviced(device: str, tmp_path: Path) -> Iterator[Serviced]:
-    serviced = Serviced(device, tmp_path)
+def serviced(device: str, short_path: Path) -> Iterator[Serviced]:
+    serviced = Serviced(device, short_path)
     with serviced.manager:
         yield serviced
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -146,13 +145,12 @@ def service(tmp_path: Path) -> Iterator[Service]:
 
 
 @pytest.fixture
-def anywhere(device: str) -> Iterator[Service]:
-    """On a GPU as well, whose UUID makes a socket's path long."""
-    with tempfile.TemporaryDirectory(prefix="kvferry-") as folder:
-        service = Service(Path(folder), device)
-        with service.manager:
-            service.start()
-            yield service
+def anywhere(short_path: Path, device: str) -> Iterator[Service]:
+    """On a GPU as well."""
+    service = Service(short_path, device)
+    with service.manager:
+        service.start()
+        yield service
 
 
 def test_what_was_stored_is_there_again(anywhere: Service) -> None:
