@@ -29,6 +29,8 @@ from kvferry.testing.tally import Tally, percentile, together
 
 BLOCKS = 64
 PAGE = 4096
+REST = 200e-6
+"""Seconds to leave the cores to others when there was nothing to do."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +101,15 @@ def serve(pipe: Connection, directory: Path, options: LoadOptions, first: int, c
         offering.due = began + every * at / len(offerings)
     end = began + options.seconds
     while (now := time.perf_counter()) < end:
+        before = tally.counts.total()
         for offering in offerings:
             offering.offer(now, tally)
             offering.take(tally)
+        if tally.counts.total() == before:
+            time.sleep(REST)
     deadline = end + options.patience
     while any(one.under_way for one in offerings) and time.perf_counter() < deadline:
+        time.sleep(REST)
         for offering in offerings:
             offering.take(tally)
     tally.counts["milliseconds"] = round(1e3 * (time.perf_counter() - began))
