@@ -65,9 +65,13 @@ class Peers:
         self.by_session: dict[str, Peer] = {}
         self.by_identity: dict[bytes, Peer] = {}
         self._by_connection: dict[int, Peer] = {}
+        self._closed: set[int] = set()
+        """Numbers of connections that closed, and that no newer one has."""
 
     def admit(self, session: str, identity: bytes, frame: zmq.Frame, hello: Hello) -> Peer:
-        """Take a process in. Raises Refused (FORBIDDEN, BUSY)."""
+        """Take a process in. Raises Refused (FORBIDDEN, BUSY; NO_SESSION where it went already)."""
+        connection = int(frame.get(zmq.SRCFD))
+        self._check_there(identity, connection)
         uid, gid, pid = credentials(frame)
         self._admission.check(uid, gid)
         try:
@@ -80,7 +84,6 @@ class Peers:
                 "the daemon cannot see your process: let both share one PID namespace",
                 pid,
             ) from error
-        connection = int(frame.get(zmq.SRCFD))
         peer = Peer(session, identity, pid, pidfd, connection, hello.client, hello.engine)
         self.by_session[session] = self.by_identity[identity] = peer
         self._by_connection[connection] = peer
@@ -95,8 +98,12 @@ class Peers:
         self._loop.remove_reader(peer.pidfd)
         os.close(peer.pidfd)
 
+    def connected(self, connection: int) -> None:
+        self._closed.discard(connection)
+
     def disconnected(self, connection: int) -> None:
         """A connection closed; without a goodbye its peer is as good as dead."""
+        self._closed.add(connection)
         peer = self._by_connection.get(connection)
         if peer is not None:
             self._died(peer, "its connection closed")
@@ -104,3 +111,15 @@ class Peers:
     def close(self) -> None:
         for session in tuple(self.by_session):
             self.dismiss(session)
+
+    def _check_there(self, identity: bytes, connection: int) -> None:
+        """Messages outlive their connection: find out which of two peers has its number now.
+
+        ROUTER numbers those that have no name of their own, the newer the higher.
+        """
+        other = self._by_connection.get(connection)
+        late = other is not None and identity[:1] == b"\0" and identity < other.identity
+        if late or connection in self._closed:
+            raise Refused(Code.NO_SESSION, "this connection is closed", connection)
+        if other is not None:
+            self._died(other, "its connection closed")

@@ -207,6 +207,7 @@ class Server:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self._door.came(int(event["value"]))
+                self._peers.connected(event["value"])
             else:
                 self._peers.disconnected(event["value"])
 
