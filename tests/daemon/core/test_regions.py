@@ -193,3 +193,22 @@ def test_whatever_happens_regions_never_overlap_and_the_present_stay(
         assert placed[-1].end <= pool
         assert all(r.start % ALIGNMENT == 0 for r in placed)
         assert regions.reserved_bytes == sum(r.nbytes for r in placed) <= pool
+
+
+def test_the_pool_is_in_so_many_parts_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest deserted makes room for a newcomer; those in use do not."""
+    monkeypatch.setattr("kvferry.daemon.core.regions.MAX_REGIONS", 2)
+    regions = Regions(1 << 20)
+    a, b, c, d = (engine_owner(name) for name in "abcd")
+    for owner in (a, b):
+        regions.claim(owner, PAGE, ALIGNMENT)
+    with pytest.raises(Refused) as refused:
+        regions.claim(c, PAGE, ALIGNMENT)
+    assert (refused.value.code, refused.value.value) == (Code.POOL_FULL, "2")
+    regions.desert(b)
+    regions.desert(a)
+    regions.claim(c, PAGE, ALIGNMENT)
+    assert {region.owner for region in regions} == {a, c}
+    regions.claim(a, PAGE, ALIGNMENT)  # it has one
+    with pytest.raises(Refused):
+        regions.claim(d, PAGE, ALIGNMENT)

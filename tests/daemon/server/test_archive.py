@@ -158,3 +158,28 @@ async def test_an_heir_takes_up_what_it_may_and_gives_up_the_rest(desk: Desk) ->
     assert desk.shelf.kept == {}
     other.archive.close()
     os.close(junk)
+
+
+async def test_a_region_without_a_ledger_serves_all_the_same(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(deed: Deed) -> Ledger:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(Ledger, "create", none_left)
+    other = Fingerprint("mistral", BLOCK, key_bytes=8)
+    deed = Deed(other.name, 0, COUNT * BLOCK, fingerprint=other)
+    desk.archive.write(Enter(deed))
+    desk.archive.write(Amend(deed, wipe=True))
+    plan = CopyPlan(7, 1, Direction.STORE, (), 0, 0, 0, 0)
+    assert not desk.archive.started(Start(plan, "a", 7, Cargo(deed.owner, np.array([1]))))
+    desk.end(7)
+    desk.archive.write(Strike(deed.owner))
+    assert list(desk.shelf.kept) == ["ledger-1"]
+
+
+async def test_a_deed_that_outgrows_its_ledger_ends_the_keeping(desk: Desk) -> None:
+    pages = ((1 << 60,) * (1 << 18),)
+    desk.archive.write(Amend(Deed(DEED.name, 0, DEED.nbytes, fingerprint=FINGERPRINT, pages=pages)))
+    assert desk.shelf.kept == {}
+    desk.end(desk.start([1], [1]))

@@ -18,6 +18,8 @@ from kvferry.proto.errors import Code, Refused
 
 ALIGNMENT = 4096
 MAX_HOST_BLOCKS = 1 << 28
+MAX_REGIONS = 1024
+"""Each takes descriptors, for its ledger."""
 
 
 @dataclass(slots=True)
@@ -76,6 +78,8 @@ class Regions:
             old.present = True
             return old, True
         start, size = self._find(owner, block, nbytes)
+        if owner not in self._regions:
+            self._check_count()
         if size // block > MAX_HOST_BLOCKS:
             raise Refused(
                 Code.BAD_LAYOUT,
@@ -128,6 +132,16 @@ class Regions:
             raise Refused(Code.POOL_FULL, "another region is there already", region.start)
         self._regions[region.owner] = region
         return region
+
+    def _check_count(self) -> None:
+        """Make room for one more, at the expense of the longest deserted. Raises Refused."""
+        if len(self._regions) < MAX_REGIONS:
+            return
+        deserted = next((region for region in self._regions.values() if not region.present), None)
+        if deserted is None:
+            message = f"the host pool is in {MAX_REGIONS} parts already, all of them in use"
+            raise Refused(Code.POOL_FULL, message, len(self._regions))
+        self.free(deserted.owner)
 
     def _in_the_way(self, owner: Owner, start: int, end: int) -> list[Region]:
         return [

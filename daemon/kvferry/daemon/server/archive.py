@@ -28,7 +28,7 @@ from kvferry.daemon.core.actions import (
     Start,
     Strike,
 )
-from kvferry.daemon.core.deeds import Found, Owner
+from kvferry.daemon.core.deeds import Deed, Found, Owner
 from kvferry.daemon.engine.auditor import Auditor, Blocks
 from kvferry.daemon.engine.ledger import Ledger, Sums, Versions
 from kvferry.daemon.server.audits import Audits
@@ -145,12 +145,10 @@ class Archive:
     def write(self, record: Record) -> None:
         match record:
             case Enter(deed):
-                self._enter(Ledger.create(deed))
+                self._enter(deed)
             case Amend(deed, wipe):
-                _, ledger = self._ledgers[deed.owner]
-                if wipe:
-                    ledger.wipe()
-                ledger.amend(deed)
+                if deed.owner in self._ledgers:
+                    self._amend(deed, wipe=wipe)
             case Strike(owner):
                 if owner in self._ledgers:
                     self._drop(*self._ledgers.pop(owner))
@@ -184,10 +182,27 @@ class Archive:
         for _, ledger in self._ledgers.values():
             ledger.close()
 
-    def _enter(self, ledger: Ledger) -> None:
+    def _enter(self, deed: Deed) -> None:
+        """A region for which no ledger can be had serves as well; but nobody keeps it."""
+        try:
+            ledger = Ledger.create(deed)
+        except (KVFerryError, OSError) as error:
+            log.warning("a region is not kept over a restart", region=deed.name, reason=str(error))
+            return
         name = f"{LEDGER}{next(self._names)}"
         self._ledgers[ledger.deed.owner] = name, ledger
         self._keeper.keep(name, ledger.descriptor)
+
+    def _amend(self, deed: Deed, *, wipe: bool) -> None:
+        name, ledger = self._ledgers[deed.owner]
+        if wipe:
+            ledger.wipe()
+        try:
+            ledger.amend(deed)
+        except KVFerryError as error:
+            log.warning("a region is kept no more", region=deed.name, reason=str(error))
+            del self._ledgers[deed.owner]
+            self._drop(name, ledger)
 
     def _drop(self, name: str, ledger: Ledger) -> None:
         ledger.void()
