@@ -97,6 +97,7 @@ def beside(
     crew = start_crew(daemon.directory)
     options = TrafficOptions("honest", 1, device=device, depth=4, pause=0.002, patience=20)
     crew.start(options)
+    until(lambda: crew.report().counts["opened"] > 0, 60)  # before attackers take all the room
     yield daemon
     before = crew.report().counts["compared"]
     until(lambda: crew.report().counts["compared"] > before + 100, 30)

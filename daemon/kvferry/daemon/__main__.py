@@ -51,9 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run until SIGTERM. Exit status: 0 stopped, 1 something failed, 2 refused to start."""
     supervisor = Supervisor()
     sys.setswitchinterval(SWITCH_INTERVAL)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # clients and chunks take some each
     try:
         config = configuration.read(arguments)
-        raise_descriptor_limit(config)
         start_logging(config.log)
         supervisor.status(f"opening device {config.device}")
         engine = make_engine(config)
@@ -165,6 +166,7 @@ def make_pool(
         os.close(descriptor)
     if config.pool.check_memory:
         check_fits(size, locked=locked)
+    check_descriptors(size, chunk)
     pool = HostPool(HOST_BYTES + size, chunk)
     for number, descriptor in enumerate(pool.descriptors):
         keeper.keep(f"{CHUNK}{number:05}", descriptor)
@@ -175,12 +177,10 @@ DESCRIPTORS = 128
 """What a daemon opens that has no pool and no clients, and some for these."""
 
 
-def raise_descriptor_limit(config: Config) -> None:
-    """To the hard limit: each chunk of the pool and each client takes some. Raises Refused."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    chunks = -(-parse_bytes(config.pool.size) // parse_bytes(config.pool.chunk))
-    needed = 2 * (DESCRIPTORS + chunks)
+def check_descriptors(pool_bytes: int, chunk_bytes: int) -> None:
+    """Raise Refused where there are too few for the pool, with as many left for clients."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * (DESCRIPTORS + -(-pool_bytes // chunk_bytes))
     if most < needed:
         message = (
             f"it takes {needed} descriptors at least: raise LimitNOFILE or ulimit -n, or pool.chunk"
