@@ -5,7 +5,7 @@ PYTHON ?= python3
 READY := $(VENV)/.ready
 CUDA := daemon/kvferry/daemon/engine/cuda
 
-.PHONY: help demo test check format faults fuzz soak load bench gpu kernels clean
+.PHONY: help demo test trials check format faults fuzz soak load bench gpu kernels clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -13,8 +13,12 @@ help:  ## what there is
 demo: $(READY)  ## a model's KV cache leaves for another process and comes back
 	$(BIN)/python -m kvferry.testing.demo
 
-test: $(READY)  ## all tests that need no GPU, in a few minutes
-	$(BIN)/python -m pytest -q -m "not gpu"
+test: $(READY)  ## the tests, without those that need a GPU, break things or boot a system
+	$(BIN)/python -m pytest -q -m "not gpu and not systemd" --ignore tests/faults
+
+trials: $(READY)  ## faults, hostile frames, soak and load in their short form; the unit under a systemd
+	$(BIN)/python -m pytest -q -m "not gpu" tests/faults
+	$(BIN)/python -m pytest -q -m "not gpu and systemd"
 
 check: $(READY)  ## everything that must hold besides: format, lint, types, imports, tests
 	$(BIN)/ruff format --check .
@@ -22,6 +26,7 @@ check: $(READY)  ## everything that must hold besides: format, lint, types, impo
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(MAKE) test
+	$(MAKE) trials
 
 gpu: $(READY)  ## the tests on a machine with a GPU
 	$(BIN)/python -m pytest -q

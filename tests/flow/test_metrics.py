@@ -66,7 +66,8 @@ def engine(start_engine: StartEngine, daemon: LocalDaemon) -> Engine:
 
 def test_samples_say_what_was_done(daemon: LocalDaemon, engine: Engine) -> None:
     until(lambda: samples(daemon)["kvferry_healthy", ()] == 1)
-    results = engine.finish(*[engine.store([i], [i]) for i in range(4)], engine.load([0], [1]))
+    results = engine.finish(*[engine.store([i], [i]) for i in range(4)])
+    results += engine.finish(engine.load([0], [1]))  # or it might be the fourth, which fails
     assert [result.success for result in results] == [True, True, True, False, True]
     moved = sum(r.transfer_size for r in results if r.transfer_type == ("GPU", "CPU"))
     seconds = sum(r.transfer_time for r in results if r.transfer_type == ("GPU", "CPU"))
@@ -114,7 +115,7 @@ def test_health_is_200_or_503_with_reasons(daemon: LocalDaemon) -> None:
     def both() -> bool:
         status, text = get(daemon, "/health")
         seen[status] = json.loads(text)
-        return seen.keys() == {200, 503}
+        return seen.keys() == {200, 503} and "no probe" not in str(seen[503]["reasons"])
 
     until(both, 20)
     assert (seen[200]["healthy"], seen[200]["reasons"]) == (True, [])
