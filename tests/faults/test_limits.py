@@ -16,6 +16,8 @@ import zmq
 
 from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.proto.errors import Code, Gone, Refused
+from kvferry.proto.messages import Opened, OpenNamespace
+from kvferry.proto.status import Fingerprint
 from kvferry.testing.engine import until
 from kvferry.testing.fuzz import memfd
 from kvferry.testing.raw import Raw, store
@@ -107,6 +109,15 @@ def test_more_deposits_than_descriptors(poor: LocalDaemon) -> None:
         assert refused.value.code == Code.BUSY
         assert "LimitNOFILE" in refused.value.message
     until(lambda: is_served(poor.directory), 30)
+
+
+def test_more_namespaces_than_descriptors(poor: LocalDaemon) -> None:
+    """Each takes some, also when nobody is in it: the longest deserted give way."""
+    for number in range(2 * DESCRIPTORS):
+        with Raw(poor.directory, f"engine-{number}") as raw:
+            raw.ask(OpenNamespace(1, Fingerprint(f"model-{number}", 4096), 4096), Opened)
+    assert is_served(poor.directory)
+    assert "not kept" not in poor.log()
 
 
 def test_more_visitors_than_descriptors(poor: LocalDaemon) -> None:

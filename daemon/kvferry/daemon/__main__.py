@@ -23,6 +23,7 @@ import uvloop
 from kvferry.daemon import config as configuration
 from kvferry.daemon.config import Config, HealthConfig, LogConfig, parse_bytes
 from kvferry.daemon.core.core import Core, Identity
+from kvferry.daemon.core.regions import MAX_REGIONS
 from kvferry.daemon.engine.auditor import Auditor
 from kvferry.daemon.engine.base import CopyEngine
 from kvferry.daemon.engine.pool import HostPool, check_fits
@@ -32,6 +33,7 @@ from kvferry.daemon.lane.lane import Lane
 from kvferry.daemon.reload import Reload
 from kvferry.daemon.server.admission import Admission
 from kvferry.daemon.server.archive import Archive, Keeper, Nobody
+from kvferry.daemon.server.door import last_descriptor
 from kvferry.daemon.server.endpoint import Endpoint
 from kvferry.daemon.server.exporter import Exporter
 from kvferry.daemon.server.health import Health, Patience
@@ -114,7 +116,7 @@ async def run(
     stores, loads = config.limits.max_stores, config.limits.max_loads
     limits = Limits(MAX_MESSAGE_BYTES, MAX_BLOCK_IDS, stores + loads, stores, loads)
     identity = Identity(installed_version(), secrets.token_hex(8), os.getpid(), engine.info, limits)
-    core = Core(identity, pool.nbytes, time.monotonic(), HOST_BYTES)
+    core = Core(identity, pool.nbytes, time.monotonic(), HOST_BYTES, most_regions())
     events = config.events.publish or f"ipc://{endpoint.events}"
     with signals.heard(lambda: server.stop()):  # before there is a socket: who sees it may end us
         server = Server(core, endpoint, events)
@@ -175,6 +177,11 @@ def make_pool(
 
 DESCRIPTORS = 128
 """What a daemon opens that has no pool and no clients, and some for these."""
+
+
+def most_regions() -> int:
+    """As many as may have ledgers, which take two descriptors each, and leave some to clients."""
+    return min(MAX_REGIONS, last_descriptor() // 4)
 
 
 def check_descriptors(pool_bytes: int, chunk_bytes: int) -> None:

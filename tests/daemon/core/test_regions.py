@@ -195,10 +195,9 @@ def test_whatever_happens_regions_never_overlap_and_the_present_stay(
         assert regions.reserved_bytes == sum(r.nbytes for r in placed) <= pool
 
 
-def test_the_pool_is_in_so_many_parts_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pool_is_in_so_many_parts_at_most() -> None:
     """The longest deserted makes room for a newcomer; those in use do not."""
-    monkeypatch.setattr("kvferry.daemon.core.regions.MAX_REGIONS", 2)
-    regions = Regions(1 << 20)
+    regions = Regions(1 << 20, most=2)
     a, b, c, d = (engine_owner(name) for name in "abcd")
     for owner in (a, b):
         regions.claim(owner, PAGE, ALIGNMENT)
@@ -212,3 +211,14 @@ def test_the_pool_is_in_so_many_parts_at_most(monkeypatch: pytest.MonkeyPatch) -
     regions.claim(a, PAGE, ALIGNMENT)  # it has one
     with pytest.raises(Refused):
         regions.claim(d, PAGE, ALIGNMENT)
+
+
+def test_who_is_refused_makes_nobody_give_way() -> None:
+    regions = Regions(1 << 30, most=1)
+    regions.claim(engine_owner("a"), PAGE, ALIGNMENT)
+    regions.desert(engine_owner("a"))
+    tiny = KVLayout((TensorLayout(1, 1, 1),), ((TensorRef(0, 1),),))
+    with pytest.raises(Refused) as refused:
+        regions.claim(engine_owner("b"), tiny, None)
+    assert refused.value.code == Code.BAD_LAYOUT
+    assert [region.owner.name for region in regions] == ["a"]

@@ -28,7 +28,7 @@ from kvferry.daemon.core.actions import (
 from kvferry.daemon.core.deeds import Found, Tenancy
 from kvferry.daemon.core.geometry import sides
 from kvferry.daemon.core.namespaces import Namespaces
-from kvferry.daemon.core.regions import Regions
+from kvferry.daemon.core.regions import MAX_REGIONS, Regions
 from kvferry.daemon.core.registrations import OWN, Registrations
 from kvferry.daemon.core.tally import Tally
 from kvferry.daemon.core.transfers import Transfers
@@ -54,7 +54,12 @@ class Core:
     """own_bytes: the front of the pool, for the daemon's own blocks."""
 
     def __init__(
-        self, identity: Identity, pool_bytes: int, started: float, own_bytes: int = 0
+        self,
+        identity: Identity,
+        pool_bytes: int,
+        started: float,
+        own_bytes: int = 0,
+        max_regions: int = MAX_REGIONS,
     ) -> None:
         self.identity = identity
         self.stopping = False
@@ -65,7 +70,7 @@ class Core:
         self._errors: Counter[str] = Counter()
         self._engines: dict[str, str] = {}
         """Sessions, and the engine that each belongs to."""
-        self._regions = Regions(pool_bytes, own_bytes)
+        self._regions = Regions(pool_bytes, own_bytes, max_regions)
         self._namespaces = Namespaces(self._regions)
         self._registrations = Registrations(self._regions, self._namespaces)
         self._transfers = Transfers(self._registrations, identity.limits.most)

@@ -19,7 +19,7 @@ from kvferry.proto.errors import Code, Refused
 ALIGNMENT = 4096
 MAX_HOST_BLOCKS = 1 << 28
 MAX_REGIONS = 1024
-"""Each takes descriptors, for its ledger."""
+"""Each takes descriptors, for its ledger: a daemon that has few takes fewer regions."""
 
 
 @dataclass(slots=True)
@@ -42,9 +42,10 @@ class Region:
 class Regions:
     """The host pool, divided. Deserted regions are kept in the order they were left."""
 
-    def __init__(self, pool_bytes: int, own_bytes: int = 0) -> None:
+    def __init__(self, pool_bytes: int, own_bytes: int = 0, most: int = MAX_REGIONS) -> None:
         self.pool_bytes = pool_bytes
         self.own_bytes = own_bytes
+        self._most = most
         self._regions: dict[Owner, Region] = {}
         self._records: list[Record] = []
 
@@ -78,8 +79,6 @@ class Regions:
             old.present = True
             return old, True
         start, size = self._find(owner, block, nbytes)
-        if owner not in self._regions:
-            self._check_count()
         if size // block > MAX_HOST_BLOCKS:
             raise Refused(
                 Code.BAD_LAYOUT,
@@ -87,6 +86,8 @@ class Regions:
                 f"{block} bytes: take less, or a larger block_size_factor",
                 size // block,
             )
+        if owner not in self._regions:
+            self._check_count()
         for other in self._in_the_way(owner, start, start + size):
             self.free(other.owner)
         self._regions[owner] = Region(owner, contents, start, size)
@@ -135,11 +136,11 @@ class Regions:
 
     def _check_count(self) -> None:
         """Make room for one more, at the expense of the longest deserted. Raises Refused."""
-        if len(self._regions) < MAX_REGIONS:
+        if len(self._regions) < self._most:
             return
         deserted = next((region for region in self._regions.values() if not region.present), None)
         if deserted is None:
-            message = f"the host pool is in {MAX_REGIONS} parts already, all of them in use"
+            message = f"the host pool is in {self._most} parts already, all of them in use"
             raise Refused(Code.POOL_FULL, message, len(self._regions))
         self.free(deserted.owner)
 
