@@ -78,6 +78,7 @@ def test_the_log_s_level_changes_at_once(
         return manager.log()[before:]
 
     assert "client came" in visit()
+    until(lambda: "client went" in manager.log())
     assert reload(manager, file, '[log]\nlevel = "warning"\n') == ""
     assert visit() == ""
     assert "reloaded" in reload(manager, file, '[log]\nlevel = "info"\nformat = "json"\n')
