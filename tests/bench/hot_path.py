@@ -32,7 +32,7 @@ from kvferry.daemon.engine.reference import ReferenceEngine
 from kvferry.daemon.lane.inbox import Listen
 from kvferry.daemon.lane.lane import Lane, MapOrder
 from kvferry.proto.codec import decode_client_message
-from kvferry.proto.messages import PROTOCOL, AllocateKVCaches, Hello, Limits
+from kvferry.proto.messages import PROTOCOL, AllocateKVCaches, Hello
 from kvferry.proto.specs import (
     CPULoadStoreSpec,
     Direction,
@@ -41,6 +41,7 @@ from kvferry.proto.specs import (
     TensorLayout,
     TensorRef,
 )
+from kvferry.proto.status import Limits
 
 CASES = {"1 block": (1, 2 << 20, 64), "2,048 blocks": (2048, 4096, 8192)}
 """Blocks in a job, bytes of a block, blocks to choose from."""

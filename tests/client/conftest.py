@@ -17,12 +17,10 @@ from kvferry.proto.codec import decode_client_message, encode
 from kvferry.proto.errors import Code, ErrorInfo, Gone
 from kvferry.proto.keys import EventKind, OffloadKey
 from kvferry.proto.messages import KeyEvent, News
-from kvferry.proto.status import DeviceInfo
+from kvferry.proto.status import DeviceInfo, Limits
 
 M = TypeVar("M")
-WELCOME = wire.Welcome(
-    1, "boot", "s1", "0.1", 1, DeviceInfo("cpu", "cpu", "host"), wire.Limits(9, 9, 9)
-)
+WELCOME = wire.Welcome(1, "boot", "s1", "0.1", 1, DeviceInfo("cpu", "cpu", "host"), Limits(9, 9, 9))
 
 
 class StandIn:

@@ -13,6 +13,7 @@ import pytest
 from kvferry.client import verbs
 from kvferry.client.conversation import Conversation, Place
 from kvferry.client.jobs import TransferResult
+from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto import status as told
 from kvferry.proto.bulletin import Bulletin, new_page
@@ -36,7 +37,7 @@ KEYED_STORE = GPULoadStoreSpec([1, 2]), KeyLoadStoreSpec((b"a", b"b"))
 KEYED_LOAD = KEYED_STORE[1], KEYED_STORE[0]
 MAX_JOBS = 3
 WELCOME = wire.Welcome(
-    1, "boot", "s1", "0.1", 1, told.DeviceInfo("cpu", "cpu", "host"), wire.Limits(9, 9, MAX_JOBS)
+    1, "boot", "s1", "0.1", 1, told.DeviceInfo("cpu", "cpu", "host"), told.Limits(9, 9, MAX_JOBS)
 )
 BUSY = ErrorInfo(Code.BUSY, "later", "3")
 
@@ -231,8 +232,8 @@ def test_requests_have_numbers_of_their_own(talk: Conversation) -> None:
     "reply",
     [
         wire.Waited(5),
-        wire.Registered(5, wire.HostRegion(1, 1, False)),
-        wire.Allocated(5, wire.HostRegion(1, 1, True), (), ()),
+        wire.Registered(5, memory.HostRegion(1, 1, False)),
+        wire.Allocated(5, memory.HostRegion(1, 1, True), (), ()),
         wire.Opened(5, "name", 1, 1, False, "lru", 1),
         wire.Done(5),
         wire.NamespacesReport(5, ()),
@@ -409,7 +410,7 @@ def test_the_first_reason_for_the_end_stands(talk: Conversation) -> None:
 # And another daemon after it
 
 OPENED = wire.Opened(1, FINGERPRINT.name, 8, 4096, False, "lru", 1)
-REGION = wire.HostRegion(8, 64, False)
+REGION = memory.HostRegion(8, 64, False)
 LATER = msgspec.structs.replace(WELCOME, boot_id="later", session_id="s2")
 KILLED = Gone(Code.DAEMON_GONE, "killed")
 

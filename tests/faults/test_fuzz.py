@@ -17,16 +17,15 @@ from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.proto.codec import encode
 from kvferry.proto.desk import Collect, Deposit
 from kvferry.proto.errors import Code
+from kvferry.proto.memory import FdAllocation, Location
 from kvferry.proto.messages import (
     PROTOCOL,
     AllocateKVCaches,
     Cancel,
     ClientMessage,
     Error,
-    FdAllocation,
     Follow,
     Hello,
-    Location,
     OpenNamespace,
     Pin,
     PostResults,

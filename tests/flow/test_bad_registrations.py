@@ -16,15 +16,8 @@ import torch
 
 from kvferry.client import Code, LocalDaemon, OffloadClient, Refused, shared_empty
 from kvferry.client.descriptors import collect
-from kvferry.proto.messages import (
-    AllocateKVCaches,
-    CudaAllocation,
-    Error,
-    FdAllocation,
-    Location,
-    Registered,
-    RegisterKVCaches,
-)
+from kvferry.proto.memory import CudaAllocation, FdAllocation, Location
+from kvferry.proto.messages import AllocateKVCaches, Error, Registered, RegisterKVCaches
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 from kvferry.testing.engine import Engine, StartEngine
 from kvferry.testing.plugin import StartKvferryd

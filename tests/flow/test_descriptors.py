@@ -16,7 +16,8 @@ from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.client.tensors import shared_empty
 from kvferry.proto.codec import encode
 from kvferry.proto.desk import Collect
-from kvferry.proto.messages import Allocated, AllocateKVCaches, FdAllocation
+from kvferry.proto.memory import FdAllocation
+from kvferry.proto.messages import Allocated, AllocateKVCaches
 from kvferry.testing.engine import StartEngine, until
 from kvferry.testing.plugin import StartKvferryd
 from kvferry.testing.raw import Raw, one_tensor

@@ -267,7 +267,7 @@ CPU = told.DeviceInfo("cpu", "cpu", "host")
 
 
 def welcome(protocol: int = 1, version: str = "0.1.0", info: told.DeviceInfo = CPU) -> wire.Welcome:
-    return wire.Welcome(protocol, "boot", "s", version, 1, info, wire.Limits(9, 9, 9))
+    return wire.Welcome(protocol, "boot", "s", version, 1, info, told.Limits(9, 9, 9))
 
 
 @pytest.mark.parametrize(("protocol", "age"), [(2, "newer"), (0, "older")])

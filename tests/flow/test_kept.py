@@ -30,15 +30,8 @@ from kvferry.client import (
     TransferSpec,
 )
 from kvferry.client.cli import main
-from kvferry.proto.messages import (
-    Allocated,
-    AllocateKVCaches,
-    Allocation,
-    Error,
-    FdAllocation,
-    Location,
-    RegisterKVCaches,
-)
+from kvferry.proto.memory import Allocation, FdAllocation, Location
+from kvferry.proto.messages import Allocated, AllocateKVCaches, Error, RegisterKVCaches
 from kvferry.proto.status import EngineStatus
 from kvferry.testing.engine import Engine, GroupOptions, StartEngine, WorkerProcess, until
 from kvferry.testing.manager import ServiceManager, kvferryd_command

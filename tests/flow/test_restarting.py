@@ -337,6 +337,16 @@ def test_nothing_is_kept_where_that_is_not_wanted(tmp_path: Path) -> None:
         assert service.manager.names == []
 
 
+def test_what_was_kept_goes_where_keeping_is_not_wanted_any_more(service: Service) -> None:
+    with service.engine() as one:
+        assert one.store([0, 1], keys(1)).success
+        service.sealed(1)
+    service.restart(pool_keep="false")
+    until(lambda: service.manager.names == [])
+    with service.engine() as one:
+        assert one.lookup(1) == [Lookup.MISS]
+
+
 def test_a_region_that_gave_its_room_away_does_not_come_back(service: Service) -> None:
     with service.engine("old", namespace=False) as old:
         assert old.run((GPULoadStoreSpec(range(2)), CPULoadStoreSpec([0]))).success

@@ -19,6 +19,7 @@ from kvferry.daemon.core.core import Core, Identity
 from kvferry.proto import messages as wire
 from kvferry.proto import status as told
 from kvferry.proto.errors import Code, ErrorInfo
+from kvferry.proto.memory import FdAllocation, Location
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 
 ENGINES = "abc"
@@ -74,7 +75,7 @@ class World:
                 keep = verb == "keep"
                 self.ask(engine, wire.AllocateKVCaches(number, layout, room, None, keep))
             case "own":
-                where = (wire.FdAllocation(1, 1 << 20),), (wire.Location(0, 0),)
+                where = (FdAllocation(1, 1 << 20),), (Location(0, 0),)
                 self.ask(engine, wire.RegisterKVCaches(number, layout, *where, room))
             case "leave" if engine in self.sessions:
                 self.obey(self.core.leave(self.sessions.pop(engine)))
@@ -119,7 +120,7 @@ class World:
         self.mapped[number] = memory
         if wanted.keep:
             self.held[number] = memory
-        where = (wire.FdAllocation(1, 1 << 20),) if wanted.locations is None else ()
+        where = (FdAllocation(1, 1 << 20),) if wanted.locations is None else ()
         return Mapped(number, wanted.session, None, where, reused=reused)
 
     def check(self) -> None:
@@ -138,7 +139,7 @@ class World:
 @given(steps)
 def test_the_lane_holds_what_the_status_shows(script: list[Step]) -> None:
     device = told.DeviceInfo("cpu", "cpu", "host memory")
-    limits = wire.Limits(1 << 20, 1 << 10, 8)
+    limits = told.Limits(1 << 20, 1 << 10, 8)
     world = World(Core(Identity("0.1", "boot", 1, device, limits), POOL, 0.0))
     for step in script:
         world.take(step)

@@ -43,6 +43,7 @@ from kvferry.daemon.core.actions import (
     Unmapped,
 )
 from kvferry.daemon.core.core import Core, Identity
+from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto import status as told
 from kvferry.proto.errors import Code, ErrorInfo
@@ -408,7 +409,7 @@ class World(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.draw: Any = None
-        limits = wire.Limits(1 << 20, 1 << 10, 1000)
+        limits = told.Limits(1 << 20, 1 << 10, 1000)
         self.core = Core(Identity("0.1", "boot", 4711, DEVICE, limits), POOL, started=100.0)
         self.books = Books()
         self.pool: list[Content | None] = [None] * (POOL // CELL)
@@ -732,7 +733,7 @@ class World(RuleBasedStateMachine):
         elif works:
             (action,) = actions
             space = claim.space
-            region = wire.HostRegion(space.capacity, space.fingerprint.host_block_bytes, False)
+            region = memory.HostRegion(space.capacity, space.fingerprint.host_block_bytes, False)
             assert (action.session, action.message.region) == (claim.session, region)
         else:
             self.error(actions, claim.session, Code.MAP_FAILED)
@@ -1055,7 +1056,7 @@ class World(RuleBasedStateMachine):
     @invariant()
     def another_daemon_would_find_all_that_is_ready(self) -> None:
         """And nothing else: of a block that a store may be writing, or wrote in part, it knows."""
-        limits = wire.Limits(1 << 20, 1 << 10, 1000)
+        limits = told.Limits(1 << 20, 1 << 10, 1000)
         heir = Core(Identity("0.1", "next", 4712, DEVICE, limits), POOL, started=200.0)
         for found in self.books.found():
             heir.restore(found)

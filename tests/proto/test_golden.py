@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.proto import codec, desk
+from kvferry.proto import codec, desk, memory
 from kvferry.proto import messages as wire
 from kvferry.proto import status as told
 from kvferry.proto.codec import encode
@@ -55,10 +55,10 @@ TWO_GROUPS = KVLayout(
     4,
 )
 HANDLE = bytes(range(64))
-CUDA = wire.CudaAllocation("GPU-00000000-1111-2222-3333-444444444444", HANDLE, 1 << 34)
-FD = wire.FdAllocation(7, 1 << 30)
-LOCATIONS = (wire.Location(0, 0), wire.Location(1, 1 << 33))
-REGION = wire.HostRegion(2048, 32768, False)
+CUDA = memory.CudaAllocation("GPU-00000000-1111-2222-3333-444444444444", HANDLE, 1 << 34)
+FD = memory.FdAllocation(7, 1 << 30)
+LOCATIONS = (memory.Location(0, 0), memory.Location(1, 1 << 33))
+REGION = memory.HostRegion(2048, 32768, False)
 FAILURE = ErrorInfo(Code.COPY_FAILED, "the copy failed", "700")
 CPU = told.DeviceInfo("cpu", "cpu", "host memory")
 GPU = told.DeviceInfo("cuda", "GPU-00000000-1111-2222-3333-444444444444", "H200", 1 << 28)
@@ -182,7 +182,7 @@ MESSAGES: dict[str, Any] = {
     "client/status": wire.StatusRequest(6),
     "client/goodbye": wire.Goodbye("client closes"),
     "daemon/welcome": wire.Welcome(
-        1, "0123456789abcdef", "s1", "0.1.0", 4711, CPU, wire.Limits(32 << 20, 1 << 20, 8192)
+        1, "0123456789abcdef", "s1", "0.1.0", 4711, CPU, told.Limits(32 << 20, 1 << 20, 8192)
     ),
     "daemon/welcome-credits": wire.Welcome(
         1,
@@ -191,10 +191,10 @@ MESSAGES: dict[str, Any] = {
         "0.1.0",
         4711,
         CPU,
-        wire.Limits(32 << 20, 1 << 20, 12288, 4096, 8192),
+        told.Limits(32 << 20, 1 << 20, 12288, 4096, 8192),
     ),
     "daemon/registered": wire.Registered(1, REGION),
-    "daemon/registered-again": wire.Registered(1, wire.HostRegion(2048, 32768, True)),
+    "daemon/registered-again": wire.Registered(1, memory.HostRegion(2048, 32768, True)),
     "daemon/allocated-fd": wire.Allocated(3, REGION, (FD,), LOCATIONS[:1]),
     "daemon/allocated-cuda": wire.Allocated(3, REGION, (CUDA, CUDA), LOCATIONS),
     "daemon/allocated-kept": wire.Allocated(5, REGION, (FD,), LOCATIONS[:1], True),

@@ -30,9 +30,8 @@ from kvferry.client import (
     offload_key,
 )
 from kvferry.proto.errors import KVFerryError
-from kvferry.proto.messages import (
-    FdAllocation, Location, OpenNamespace, Opened, RegisterKVCaches, Registered,
-)
+from kvferry.proto.memory import FdAllocation, Location
+from kvferry.proto.messages import (OpenNamespace, Opened, RegisterKVCaches, Registered)
 from kvferry.testing.raw import Raw, one_tensor
 
 BLOCKS, PAGE = 8, 4096

@@ -20,7 +20,8 @@ from kvferry.client.nonblocking import KVCaches, NonBlocking
 from kvferry.client.timeline import Timeline
 from kvferry.client.verbs import AllocatedKVCaches, Ask, Fetch, Leave, Step, Tell, Until, Verb
 from kvferry.proto.errors import KVFerryError
-from kvferry.proto.messages import HostRegion, Opened
+from kvferry.proto.memory import HostRegion
+from kvferry.proto.messages import Opened
 from kvferry.proto.specs import KVLayout
 from kvferry.proto.status import DaemonStatus, Fingerprint, NamespaceStatus
 

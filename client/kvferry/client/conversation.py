@@ -17,20 +17,19 @@ waiting for an answer when the daemon went is told at once; jobs under way end a
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Iterable, Iterator
 from enum import Enum
 from itertools import count
-from typing import SupportsIndex, TypeAlias
+from typing import TypeAlias
 
-from kvferry.client.jobs import Jobs
+from kvferry.client.jobs import Jobs, checked_id, checked_ids
 from kvferry.client.namespace import Namespace
 from kvferry.client.standing import Registration, Standing
 from kvferry.client.written import Written
 from kvferry.proto.codec import decode_daemon_message, encode
 from kvferry.proto.errors import Code, Gone, KVFerryError, Refused, error_of
+from kvferry.proto.memory import HostRegion
 from kvferry.proto.messages import (
-    MAX_JOB_IDS,
     PROTOCOL,
     Allocated,
     AllocateKVCaches,
@@ -42,7 +41,6 @@ from kvferry.proto.messages import (
     Follow,
     Goodbye,
     Hello,
-    HostRegion,
     NamespacesReport,
     NamespacesRequest,
     News,
@@ -62,7 +60,6 @@ from kvferry.proto.messages import (
     Welcome,
 )
 from kvferry.proto.specs import (
-    MAX_INT,
     CPULoadStoreSpec,
     Direction,
     GPULoadStoreSpec,
@@ -148,7 +145,7 @@ class Conversation:
 
         Raises Refused (DUPLICATE_JOB, BUSY, STALE, MESSAGE_TOO_LARGE) or Gone, and nothing changed.
         """
-        job_id, wait_for = _checked_id("a job id", job_id), _checked_id("wait_for", wait_for)
+        job_id, wait_for = checked_id("a job id", job_id), checked_id("wait_for", wait_for)
         src, dst = self._checked_sides(spec)
         if job_id in self.jobs:
             raise Refused(Code.DUPLICATE_JOB, "a job with this id is under way", job_id)
@@ -167,11 +164,11 @@ class Conversation:
         self.jobs.add(job_id, direction_of(spec))
 
     def cancel(self, job_ids: Iterable[int]) -> bytes:
-        return self.request(Cancel(_checked(job_ids)))
+        return self.request(Cancel(checked_ids(job_ids)))
 
     def wait(self, job_ids: Iterable[int]) -> Wait:
         """The request to be told when these jobs have ended; Refused where none can read it."""
-        return Wait(self.next_request_id(), _checked(job_ids))
+        return Wait(self.next_request_id(), checked_ids(job_ids))
 
     def reset(self) -> Reset:
         """The request to forget all keys; everything is absent here until it is done.
@@ -382,23 +379,6 @@ class Conversation:
 
 def direction_of(spec: TransferSpec) -> Direction:
     return Direction.STORE if isinstance(spec[0], GPULoadStoreSpec) else Direction.LOAD
-
-
-def _checked_id(what: str, value: SupportsIndex) -> int:
-    try:
-        number = value if type(value) is int else operator.index(value)
-    except TypeError:
-        number = -1
-    if not 0 <= number <= MAX_INT:
-        raise Refused(Code.BAD_SPEC, f"{what} is a number from 0 to {MAX_INT}", value)
-    return number
-
-
-def _checked(job_ids: Iterable[int]) -> tuple[int, ...]:
-    ids = tuple(_checked_id("a job id", job_id) for job_id in job_ids)
-    if len(ids) > MAX_JOB_IDS:
-        raise Refused(Code.BAD_SPEC, f"at most {MAX_JOB_IDS} job ids at once", len(ids))
-    return ids
 
 
 def timed_out(what: str, value: object) -> Gone:

@@ -7,14 +7,17 @@ never ran, and its result comes by the socket only.
 
 from __future__ import annotations
 
+import operator
 from collections import deque
+from collections.abc import Iterable
+from typing import SupportsIndex
 
 import msgspec
 
 from kvferry.proto.bulletin import Bulletin
-from kvferry.proto.errors import Gone, KVFerryError, error_of
-from kvferry.proto.messages import JobResult, Outcome
-from kvferry.proto.specs import Direction
+from kvferry.proto.errors import Code, Gone, KVFerryError, Refused, error_of
+from kvferry.proto.messages import MAX_JOB_IDS, JobResult, Outcome
+from kvferry.proto.specs import MAX_INT, Direction
 
 
 class TransferResult(msgspec.Struct, frozen=True):
@@ -101,6 +104,23 @@ class Jobs:
         if direction is not None:
             self._counts[direction] -= 1
             self._ended.append(_result(result))
+
+
+def checked_id(what: str, value: SupportsIndex) -> int:
+    try:
+        number = value if type(value) is int else operator.index(value)
+    except TypeError:
+        number = -1
+    if not 0 <= number <= MAX_INT:
+        raise Refused(Code.BAD_SPEC, f"{what} is a number from 0 to {MAX_INT}", value)
+    return number
+
+
+def checked_ids(job_ids: Iterable[int]) -> tuple[int, ...]:
+    ids = tuple(checked_id("a job id", job_id) for job_id in job_ids)
+    if len(ids) > MAX_JOB_IDS:
+        raise Refused(Code.BAD_SPEC, f"at most {MAX_JOB_IDS} job ids at once", len(ids))
+    return ids
 
 
 def _result(result: JobResult) -> TransferResult:

@@ -17,7 +17,8 @@ from kvferry.client.namespace import Namespace
 from kvferry.client.verbs import Verb
 from kvferry.proto.errors import Gone
 from kvferry.proto.keys import Lookup, OffloadKey
-from kvferry.proto.messages import ClientMessage, HostRegion, Pin, Touch, Unpin, Welcome
+from kvferry.proto.memory import HostRegion
+from kvferry.proto.messages import ClientMessage, Pin, Touch, Unpin, Welcome
 from kvferry.proto.specs import TransferSpec
 
 if TYPE_CHECKING:

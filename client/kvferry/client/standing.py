@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvferry.proto.messages import HostRegion, OpenNamespace
+from kvferry.proto.memory import HostRegion
+from kvferry.proto.messages import OpenNamespace
 
 if TYPE_CHECKING:
     from kvferry.client.tensors.canonical import CanonicalKVCaches

@@ -21,13 +21,12 @@ from kvferry.client.standing import Registration
 from kvferry.client.timeline import Timeline
 from kvferry.proto.bulletin import Bulletin, new_page
 from kvferry.proto.errors import Code, Gone, KVFerryError, Refused
+from kvferry.proto.memory import FdAllocation, HostRegion
 from kvferry.proto.messages import (
     AllocateKVCaches,
-    FdAllocation,
     Follow,
     Goodbye,
     Hello,
-    HostRegion,
     NamespacesRequest,
     Opened,
     OpenNamespace,

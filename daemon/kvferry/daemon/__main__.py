@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from typing import NoReturn
 
 import structlog
 import uvloop
@@ -43,8 +44,8 @@ from kvferry.daemon.server.shelf import Shelf
 from kvferry.daemon.supervisor import Supervisor
 from kvferry.proto.codec import MAX_MESSAGE_BYTES
 from kvferry.proto.errors import Code, KVFerryError, Refused
-from kvferry.proto.messages import Limits
 from kvferry.proto.specs import MAX_BLOCK_IDS
+from kvferry.proto.status import Limits
 
 log = structlog.get_logger()
 
@@ -63,26 +64,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         admission = Admission(config.limits.allow_uids, config.limits.allow_groups)
         endpoint = Endpoint(config.directory / engine.info.uuid, admission)
     except KVFerryError as error:
-        supervisor.status(f"refused to start: {error}")
-        print(f"kvferryd: {error}", file=sys.stderr)
-        sys.exit(2)
-    try:
-        keeper = supervisor if config.pool.keep and supervisor.keeps else Nobody()
-        pool, kept = make_pool(config, supervisor.kept, keeper, locked=engine.info.kind != "cpu")
-    except KVFerryError as error:
-        endpoint.close()
-        supervisor.status(f"refused to start: {error}")
-        print(f"kvferryd: {error}", file=sys.stderr)
-        sys.exit(2)
-    try:
-        signals = Signals(supervisor, Reload(arguments, config, partial(apply, endpoint)))
-        uvloop.run(run(config, engine, pool, endpoint, Kept(keeper, kept), signals))
-    except KVFerryError as error:
-        supervisor.status(f"failed: {error}")
-        print(f"kvferryd: {error}", file=sys.stderr)
-        sys.exit(1)
-    finally:
-        endpoint.close()
+        give_up(supervisor, "refused to start", error, 2)
+    with contextlib.closing(endpoint):
+        try:
+            pool, kept = make_pool(config, supervisor, locked=engine.info.kind != "cpu")
+        except KVFerryError as error:
+            give_up(supervisor, "refused to start", error, 2)
+        try:
+            signals = Signals(supervisor, Reload(arguments, config, partial(apply, endpoint)))
+            uvloop.run(run(config, engine, pool, endpoint, kept, signals))
+        except KVFerryError as error:
+            give_up(supervisor, "failed", error, 1)
+
+
+def give_up(supervisor: Supervisor, what: str, error: KVFerryError, status: int) -> NoReturn:
+    supervisor.status(f"{what}: {error}")
+    print(f"kvferryd: {error}", file=sys.stderr)
+    sys.exit(status)
 
 
 CHUNK = "pool-"
@@ -152,19 +150,21 @@ async def run(
     log.info("stopped")
 
 
-def make_pool(
-    config: Config, kept: Mapping[str, int], keeper: Keeper, *, locked: bool
-) -> tuple[HostPool, Mapping[str, int]]:
+def make_pool(config: Config, supervisor: Supervisor, *, locked: bool) -> tuple[HostPool, Kept]:
     """The pool and the ledgers that an earlier daemon left, or a new pool and none."""
     size, chunk = parse_bytes(config.pool.size), parse_bytes(config.pool.chunk)
+    keeper = supervisor if config.pool.keep and supervisor.keeps else Nobody()
+    kept = supervisor.kept
     chunks = [kept[name] for name in sorted(kept) if name.startswith(CHUNK)]
-    if chunks:
+    if chunks and config.pool.keep:
         try:
-            return HostPool(HOST_BYTES + size, chunk, chunks), kept
+            return HostPool(HOST_BYTES + size, chunk, chunks), Kept(keeper, kept)
         except KVFerryError as error:
+            if error.code == Code.POOL_TOO_LARGE:  # it is as it should be, and cannot be had now
+                raise
             log.warning("the pool that was kept is given up: it begins empty", reason=str(error))
     for name, descriptor in kept.items():
-        keeper.forget(name)
+        supervisor.forget(name)
         os.close(descriptor)
     if config.pool.check_memory:
         check_fits(size, locked=locked)
@@ -172,7 +172,7 @@ def make_pool(
     pool = HostPool(HOST_BYTES + size, chunk)
     for number, descriptor in enumerate(pool.descriptors):
         keeper.keep(f"{CHUNK}{number:05}", descriptor)
-    return pool, {}
+    return pool, Kept(keeper, {})
 
 
 DESCRIPTORS = 128

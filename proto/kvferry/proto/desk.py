@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from kvferry.proto.messages import Error, Id, Message, Token
+from kvferry.proto.messages import Error, Message, Token
+from kvferry.proto.specs import Id
 
 
 class Deposit(Message):

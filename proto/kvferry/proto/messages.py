@@ -44,10 +44,11 @@ from msgspec import Meta
 
 from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.keys import EventKind
+from kvferry.proto.memory import Allocations, HostRegion, Locations
 from kvferry.proto.specs import (
-    MAX_TENSORS,
     Count,
     Direction,
+    Id,
     Keys,
     KVLayout,
     LoadStoreSpec,
@@ -55,13 +56,12 @@ from kvferry.proto.specs import (
     Part,
     Positive,
 )
-from kvferry.proto.status import DaemonStatus, DeviceInfo, Fingerprint, NamespaceStatus
+from kvferry.proto.status import DaemonStatus, DeviceInfo, Fingerprint, Limits, NamespaceStatus
 
 PROTOCOL = 1
 """The protocol version that this source speaks. Hello and Welcome never change their shape."""
 
 Token: TypeAlias = Annotated[str, Meta(min_length=1, max_length=64)]
-Id: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 MAX_JOB_IDS = 65536
 JobIds: TypeAlias = Annotated[tuple[Id, ...], Meta(max_length=MAX_JOB_IDS)]
 
@@ -71,66 +71,6 @@ class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=s
 
 
 # Parts of messages
-
-
-class Limits(Part):
-    """What one session may ask for; beyond it the daemon answers with a code, and does nothing."""
-
-    max_message_bytes: int
-    max_block_ids: int
-    max_jobs: int
-    """Jobs submitted and not yet ended, in both directions together."""
-    max_stores: int = 0
-    """Of them stores; 0: as many as jobs, as with daemons that know no other bound."""
-    max_loads: int = 0
-
-    def most(self, direction: Direction) -> int:
-        """How many jobs of one direction a session may have under way."""
-        most = self.max_stores if direction is Direction.STORE else self.max_loads
-        return most or self.max_jobs
-
-
-class CudaAllocation(Part, tag="cuda"):
-    """A device allocation shared by CUDA IPC: handle of its base, and its whole size."""
-
-    device_uuid: Name
-    handle: Annotated[bytes, Meta(min_length=64, max_length=64)]
-    size: Positive
-
-
-class FdAllocation(Part, tag="fd"):
-    """Memory behind a file descriptor that went, or waits, at the descriptor socket.
-
-    Host memory to map, with a daemon on the CPU; with one on a GPU, that GPU's memory to import.
-    """
-
-    ticket: Id
-    size: Positive
-
-
-Allocation: TypeAlias = CudaAllocation | FdAllocation
-
-
-class Location(Part):
-    """Where a canonical tensor begins: `offset` bytes into allocation number `allocation`."""
-
-    allocation: Count
-    offset: Count
-
-
-Allocations: TypeAlias = Annotated[tuple[Allocation, ...], Meta(max_length=MAX_TENSORS)]
-Locations: TypeAlias = Annotated[tuple[Location, ...], Meta(max_length=MAX_TENSORS)]
-
-
-class HostRegion(Part):
-    """The engine's part of the host pool: blocks 0 to num_blocks - 1, of block_bytes each.
-
-    reattached: the region was left by an engine of the same name and layout, with its bytes.
-    """
-
-    num_blocks: Count
-    block_bytes: Positive
-    reattached: bool
 
 
 class Outcome(StrEnum):

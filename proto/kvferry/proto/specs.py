@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     AnyIds: TypeAlias = Any  # callers may give any sequence of ints; what is kept is an array
 else:
     AnyIds = np.ndarray
+Id: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_COUNT)]
 Positive: TypeAlias = Annotated[int, Meta(gt=0, lt=MAX_COUNT)]
 Name: TypeAlias = Annotated[str, Meta(max_length=256)]

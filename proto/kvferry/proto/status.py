@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.proto.keys import MAX_KEY_BYTES
-from kvferry.proto.specs import Count, Name, Part, Positive
+from kvferry.proto.specs import Count, Direction, Name, Part, Positive
 
 
 class DeviceInfo(Part):
@@ -23,6 +23,23 @@ class DeviceInfo(Part):
     uuid: str
     name: str
     staging_bytes: int = 0
+
+
+class Limits(Part):
+    """What one session may ask for; beyond it the daemon answers with a code, and does nothing."""
+
+    max_message_bytes: int
+    max_block_ids: int
+    max_jobs: int
+    """Jobs submitted and not yet ended, in both directions together."""
+    max_stores: int = 0
+    """Of them stores; 0: as many as jobs, as with daemons that know no other bound."""
+    max_loads: int = 0
+
+    def most(self, direction: Direction) -> int:
+        """How many jobs of one direction a session may have under way."""
+        most = self.max_stores if direction is Direction.STORE else self.max_loads
+        return most or self.max_jobs
 
 
 class Fingerprint(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):

@@ -40,6 +40,7 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.core import Core, Identity
 from kvferry.daemon.core.transfers import MAX_WAITS
+from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto import status as told
 from kvferry.proto.errors import Code, ErrorInfo
@@ -59,7 +60,7 @@ MAX_JOBS = 3
 POOL = 16 * 4096
 LAYOUT = KVLayout((TensorLayout(8, 1024, 1024),), ((TensorRef(0, 1024),),), 2)
 OTHER = KVLayout((TensorLayout(8, 512, 512),), ((TensorRef(0, 512),),))
-LIMITS = wire.Limits(1 << 20, 1 << 10, MAX_JOBS)
+LIMITS = told.Limits(1 << 20, 1 << 10, MAX_JOBS)
 DEVICE = told.DeviceInfo("cpu", "cpu", "host memory")
 FAULT = ErrorInfo(Code.COPY_FAILED, "the copy failed")
 
@@ -179,11 +180,11 @@ def test_goodbye_is_answered_and_ends_the_session() -> None:
 
 def test_registering_maps_first_and_answers_then() -> None:
     desk = Desk("a", registered=False)
-    where = ((wire.FdAllocation(5, 8192),), (wire.Location(0, 0),))
+    where = ((memory.FdAllocation(5, 8192),), (memory.Location(0, 0),))
     (mapping,) = desk.ask("a", wire.RegisterKVCaches(9, LAYOUT, *where, 8192, 6))
     assert mapping == Map(1, "a", mapping.geometry, *where, 6)
     assert desk.refused("a", 1, store(0)) == Code.NOT_REGISTERED
-    answer = Send("a", wire.Registered(9, wire.HostRegion(4, 2048, False)))
+    answer = Send("a", wire.Registered(9, memory.HostRegion(4, 2048, False)))
     assert desk.report(Mapped(1, "a")) == [answer]
     desk.start("a", 1, store(0))
 
@@ -191,9 +192,9 @@ def test_registering_maps_first_and_answers_then() -> None:
 def test_allocating_answers_with_where_the_tensors_are() -> None:
     desk = Desk("a", registered=False)
     desk.ask("a", wire.AllocateKVCaches(9, LAYOUT))
-    where = ((wire.FdAllocation(5, 8192),), (wire.Location(0, 0),))
+    where = ((memory.FdAllocation(5, 8192),), (memory.Location(0, 0),))
     (action,) = desk.report(Mapped(1, "a", allocations=where[0], locations=where[1]))
-    whole_pool = wire.HostRegion(POOL // 2048, 2048, False)
+    whole_pool = memory.HostRegion(POOL // 2048, 2048, False)
     assert action == Send("a", wire.Allocated(9, whole_pool, *where))
 
 
@@ -217,8 +218,8 @@ def test_tensors_that_do_not_lie_inside_their_allocations_are_refused(
     code: str,
 ) -> None:
     desk = Desk("a", registered=False)
-    where = tuple(wire.FdAllocation(n, size) for n, size in enumerate(allocations))
-    places = tuple(wire.Location(*place) for place in locations)
+    where = tuple(memory.FdAllocation(n, size) for n, size in enumerate(allocations))
+    places = tuple(memory.Location(*place) for place in locations)
     assert desk.error("a", wire.RegisterKVCaches(1, layout, where, places)) == code
     assert not desk.core.busy
 
@@ -287,7 +288,7 @@ def test_a_successor_waits_until_the_old_mapping_is_gone() -> None:
     (mapping,) = desk.report(Unmapped(1))
     assert isinstance(mapping, Map)
     assert (mapping.registration, mapping.session) == (2, "a/new")
-    answer = wire.Allocated(5, wire.HostRegion(2, 2048, True), (), ())
+    answer = wire.Allocated(5, memory.HostRegion(2, 2048, True), (), ())
     assert desk.report(Mapped(2, "a/new")) == [Send("a/new", answer)]
 
 
@@ -693,7 +694,7 @@ class Shell(RuleBasedStateMachine):
     ) -> None:
         request_id, session = next(self.request_ids), self.session(data)
         if own:
-            where = (wire.FdAllocation(1, 8192),), (wire.Location(0, data.draw(_OFFSETS)),)
+            where = (memory.FdAllocation(1, 8192),), (memory.Location(0, data.draw(_OFFSETS)),)
             message: wire.ClientMessage = wire.RegisterKVCaches(
                 request_id, layout, *where, host_bytes, timeline
             )

@@ -7,7 +7,7 @@ import pytest
 
 from kvferry.daemon.core.geometry import Geometry, sides
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.messages import Location
+from kvferry.proto.memory import Location
 from kvferry.proto.specs import (
     CPULoadStoreSpec,
     Direction,

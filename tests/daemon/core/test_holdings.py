@@ -20,6 +20,7 @@ from kvferry.daemon.core.actions import (
     Unmapped,
 )
 from kvferry.daemon.core.core import Core, Identity
+from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto import status as told
 from kvferry.proto.errors import Code, ErrorInfo
@@ -44,7 +45,7 @@ class Desk:
     def __init__(self) -> None:
         device = told.DeviceInfo("cpu", "cpu", "host memory")
         self.core = Core(
-            Identity("0.1", "boot", 1, device, wire.Limits(1 << 20, 1 << 10, 8)), POOL, 0.0
+            Identity("0.1", "boot", 1, device, told.Limits(1 << 20, 1 << 10, 8)), POOL, 0.0
         )
 
     def come(self, session: str) -> None:
@@ -68,7 +69,7 @@ class Desk:
         return [*before, *after], mapping, reply.message
 
     def mapped(self, mapping: Map, error: ErrorInfo | None = None) -> list[Action]:
-        where = () if error else (wire.FdAllocation(1, SIZE),)
+        where = () if error else (memory.FdAllocation(1, SIZE),)
         reused = mapping.reuse is not None
         report = Mapped(mapping.registration, mapping.session, error, where, reused=reused)
         return unrecorded(self.core.report(report))
@@ -220,21 +221,21 @@ def test_tensors_of_one_namespace_are_not_those_of_another(desk: Desk) -> None:
 
 def test_an_engine_with_tensors_of_its_own_needs_none(desk: Desk) -> None:
     """Unless they may be the very same: behind descriptors, in the same layout."""
-    brought: tuple[wire.Allocation, ...] = (
-        wire.FdAllocation(1, SIZE),
-        wire.CudaAllocation("GPU-1", bytes(64), SIZE),
+    brought: tuple[memory.Allocation, ...] = (
+        memory.FdAllocation(1, SIZE),
+        memory.CudaAllocation("GPU-1", bytes(64), SIZE),
     )
     for number, allocation in enumerate(brought):
         desk.allocate(f"a/{number}")
         desk.leave(f"a/{number}")
         desk.come(f"a/own-{number}")
-        where = (allocation,), (wire.Location(0, 0),)
+        where = (allocation,), (memory.Location(0, 0),)
         actions = desk.ask(
             f"a/own-{number}", wire.RegisterKVCaches(1, layout(), *where, host_bytes=4096)
         )
         assert isinstance(actions[-1], Map)
         dropped = any(isinstance(action, Drop) for action in actions)
-        assert dropped == isinstance(allocation, wire.CudaAllocation)
+        assert dropped == isinstance(allocation, memory.CudaAllocation)
         desk.core.report(Mapped(actions[-1].registration, f"a/own-{number}"))
         desk.leave(f"a/own-{number}")
         assert ("a" in desk.kept()) != dropped

@@ -33,6 +33,7 @@ from kvferry.daemon.core.actions import (
     Unmapped,
 )
 from kvferry.daemon.core.core import Core, Identity
+from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto import status as told
 from kvferry.proto.errors import Code, ErrorInfo
@@ -105,7 +106,7 @@ class Desk:
         threshold: int = 1,
         pool_bytes: int = POOL,
     ) -> None:
-        limits = wire.Limits(1 << 20, 1 << 10, 64)
+        limits = told.Limits(1 << 20, 1 << 10, 64)
         self.core = Core(Identity("0.1", "boot", 4711, DEVICE, limits), pool_bytes, started=100.0)
         self.books = Books()
         self.job_ids = count(1)
@@ -153,7 +154,7 @@ class Desk:
         assert (answer.session, answer.message.request_id) == (session, 7)
         return answer.message
 
-    def register(self, session: str, layout: KVLayout = LAYOUT) -> wire.HostRegion:
+    def register(self, session: str, layout: KVLayout = LAYOUT) -> memory.HostRegion:
         (mapping,) = self.ask(session, wire.AllocateKVCaches(8, layout))
         assert isinstance(mapping, Map)
         self.registrations[session.partition("/")[0]] = mapping.registration
@@ -277,7 +278,7 @@ def test_an_engine_of_an_equal_fingerprint_enters_the_same_namespace() -> None:
     plan = desk.stored("a", b"ab")
     desk.come("b")
     assert desk.enter("b") == wire.Opened(7, FINGERPRINT.name, 4, PAGE, True, "lru", 1, ())
-    assert desk.register("b") == wire.HostRegion(4, PAGE, False)
+    assert desk.register("b") == memory.HostRegion(4, PAGE, False)
     assert offsets(desk.start("b", load(b"ba"))) == offsets(plan)[::-1]
     assert desk.core.status(101.0).pool.reserved_bytes == ROOM
 
@@ -537,7 +538,7 @@ def test_a_layout_that_leaves_room_in_a_host_block_begins_each_where_it_begins()
     desk.come("a")
     desk.enter("a")
     half = KVLayout((ROW,), ((TensorRef(0, PAGE // 2),),))
-    assert desk.register("a", half) == wire.HostRegion(4, PAGE, False)
+    assert desk.register("a", half) == memory.HostRegion(4, PAGE, False)
     plan = desk.start("a", store(b"abcd"))
     assert sorted(offsets(plan)) == [0, PAGE, 2 * PAGE, 3 * PAGE]
     assert plan.nbytes == 2 * PAGE

@@ -43,7 +43,8 @@ from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
 from kvferry.daemon.lane.lane import Lane, MapOrder
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
-from kvferry.proto.messages import Allocation, CudaAllocation, FdAllocation, Location, Outcome
+from kvferry.proto.memory import Allocation, CudaAllocation, FdAllocation, Location
+from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import CalibrationPoint, CopyStatus, DeviceInfo, GroupCopying
 from kvferry.testing.books import NO_CARGO

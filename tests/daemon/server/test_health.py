@@ -15,6 +15,7 @@ from kvferry.daemon.core.actions import Beat
 from kvferry.daemon.server.health import Health, Patience
 from kvferry.daemon.server.probe import HOST_BYTES, PAGE, Probe
 from kvferry.proto.errors import Code, ErrorInfo, KVFerryError
+from kvferry.proto.memory import HostRegion
 from kvferry.proto.messages import (
     Allocated,
     AllocateKVCaches,
@@ -22,7 +23,6 @@ from kvferry.proto.messages import (
     DaemonMessage,
     Error,
     Finished,
-    HostRegion,
     JobResult,
     Outcome,
     Submit,

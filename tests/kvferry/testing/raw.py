@@ -17,16 +17,15 @@ import zmq
 
 from kvferry.client.descriptors import deposit
 from kvferry.proto.codec import decode_daemon_message, encode
+from kvferry.proto.memory import FdAllocation, Location
 from kvferry.proto.messages import (
     PROTOCOL,
     ClientMessage,
     DaemonMessage,
-    FdAllocation,
     Finished,
     Goodbye,
     Hello,
     JobResult,
-    Location,
     Registered,
     RegisterKVCaches,
     Submit,

@@ -22,7 +22,7 @@ from kvferry.client.tensors.canonical import CanonicalKVCaches
 from kvferry.client.tensors.device import attach_device, attached_at
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.libcuda import driver
-from kvferry.proto.messages import Allocation, CudaAllocation, FdAllocation, Location
+from kvferry.proto.memory import Allocation, CudaAllocation, FdAllocation, Location
 from kvferry.proto.specs import KVLayout
 from kvferry.proto.status import DeviceInfo
 

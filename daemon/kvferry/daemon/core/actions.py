@@ -16,7 +16,8 @@ from kvferry.daemon.core.deeds import Deed, Owner, Tenancy
 from kvferry.daemon.core.geometry import Geometry, Int64s, Run
 from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.keys import OffloadKey
-from kvferry.proto.messages import Allocation, DaemonMessage, Location, News, Outcome
+from kvferry.proto.memory import Allocation, Location
+from kvferry.proto.messages import DaemonMessage, News, Outcome
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import CopyStatus, GroupCopying, HealthStatus
 

@@ -47,7 +47,7 @@ class Identity:
     boot_id: str
     pid: int
     device: told.DeviceInfo
-    limits: wire.Limits
+    limits: told.Limits
 
 
 class Core:

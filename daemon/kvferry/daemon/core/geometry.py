@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.messages import Location
+from kvferry.proto.memory import Location
 from kvferry.proto.specs import (
     BlockIds,
     CPULoadStoreSpec,

@@ -26,13 +26,12 @@ from kvferry.daemon.core.namespaces import Namespaces
 from kvferry.daemon.core.order import Ordering
 from kvferry.daemon.core.regions import Region, Regions
 from kvferry.proto.errors import Code, ErrorInfo, Refused
+from kvferry.proto.memory import FdAllocation, HostRegion
 from kvferry.proto.messages import (
     Allocated,
     AllocateKVCaches,
     DaemonMessage,
     Error,
-    FdAllocation,
-    HostRegion,
     Registered,
     RegisterKVCaches,
     Released,

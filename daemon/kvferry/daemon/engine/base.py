@@ -15,7 +15,7 @@ from typing import Protocol, TypeAlias
 import msgspec
 
 from kvferry.daemon.core.geometry import Geometry, Int64s, Run
-from kvferry.proto.messages import Allocation, Location
+from kvferry.proto.memory import Allocation, Location
 from kvferry.proto.specs import Direction, KVLayout
 from kvferry.proto.status import CopyStatus, DeviceInfo, GroupCopying
 

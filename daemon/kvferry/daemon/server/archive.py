@@ -109,10 +109,7 @@ class Archive:
     def take_up(self, kept: Mapping[str, int], restore: Callable[[Found], None]) -> None:
         """Open the ledgers of an earlier daemon, the oldest first; `restore` raises Refused where
         a region is not to be had any more. What is no use is given up, and said."""
-        names = sorted(
-            (name for name in kept if name.startswith(LEDGER)),
-            key=lambda name: int("0" + "".join(filter(str.isdecimal, name))),
-        )
+        names = sorted((name for name in kept if name.startswith(LEDGER)), key=number_of)
         for name in names:
             try:
                 ledger = Ledger(kept[name])
@@ -135,7 +132,7 @@ class Archive:
                 keys=len(found.residents),
                 blocks=ledger.deed.num_blocks,
             )
-        self._names = count(1 + max([int(n.removeprefix(LEDGER)) for n in names], default=0))
+        self._names = count(1 + max(map(number_of, names), default=0))
 
     def verify(self) -> None:
         """Have everything read that an earlier daemon stored, behind all else that is to do."""
@@ -235,6 +232,11 @@ class Archive:
         cargo = store.cargo
         if not store.ledger.closed:
             store.ledger.seal(cargo.blocks, store.versions, sums, cargo.keys, cargo.parts)
+
+
+def number_of(name: str) -> int:
+    """The number in a descriptor's name, 0 where there is none."""
+    return int("0" + "".join(filter(str.isdecimal, name)))
 
 
 def _joined(ledger: Ledger, stores: list[_Store]) -> _Store:

@@ -57,14 +57,8 @@ from kvferry.daemon.server.peers import Peer, Peers
 from kvferry.daemon.server.shelf import Shelf
 from kvferry.proto.codec import MAX_MESSAGE_BYTES, decode_client_message
 from kvferry.proto.errors import Code, ErrorInfo, KVFerryError, Refused
-from kvferry.proto.messages import (
-    ClientMessage,
-    DaemonMessage,
-    FdAllocation,
-    Goodbye,
-    Hello,
-    StatusRequest,
-)
+from kvferry.proto.memory import FdAllocation
+from kvferry.proto.messages import ClientMessage, DaemonMessage, Goodbye, Hello, StatusRequest
 from kvferry.proto.status import HealthStatus
 
 HIGH_WATER = 256

@@ -17,7 +17,7 @@ import structlog
 
 from kvferry.daemon.core.actions import Shelve
 from kvferry.daemon.core.deeds import Tenancy
-from kvferry.daemon.server.archive import Keeper
+from kvferry.daemon.server.archive import Keeper, number_of
 from kvferry.proto.errors import Code, KVFerryError, Refused
 
 TENSORS = "tensors-"
@@ -43,7 +43,7 @@ class Shelf:
         """
         found: dict[int, int] = {}
         places = {name.rpartition(".")[0] for name in kept if name.startswith(TENSORS)}
-        for place in sorted(places, key=_number):
+        for place in sorted(places, key=number_of):
             memory, label = kept.get(place + MEMORY), kept.get(place + LABEL)
             try:
                 if memory is None:
@@ -59,7 +59,7 @@ class Shelf:
             finally:
                 if label is not None:
                     os.close(label)
-        self._numbers = count(1 + max(map(_number, places), default=0))
+        self._numbers = count(1 + max(map(number_of, places), default=0))
         return found
 
     def put(self, shelve: Shelve) -> None:
@@ -82,10 +82,6 @@ class Shelf:
     def _forget(self, place: str) -> None:
         self._keeper.forget(place + LABEL)
         self._keeper.forget(place + MEMORY)
-
-
-def _number(place: str) -> int:
-    return int("0" + "".join(filter(str.isdecimal, place)))
 
 
 def _read(label: int | None) -> Tenancy:

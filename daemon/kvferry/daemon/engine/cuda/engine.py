@@ -27,7 +27,7 @@ from kvferry.daemon.engine.cuda.staging import Staging
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.libcuda import MIN_DRIVER, Driver, driver
 from kvferry.proto.libcuda_vmm import DeviceMemory, VirtualMemory
-from kvferry.proto.messages import Allocation, CudaAllocation, FdAllocation, Location
+from kvferry.proto.memory import Allocation, CudaAllocation, FdAllocation, Location
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import CopyStatus, DeviceInfo, GroupCopying
 

@@ -1,0 +1,52 @@
+"""Memory that two processes share: where tensors lie, and which part of the host pool is whose."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+from msgspec import Meta
+
+from kvferry.proto.specs import MAX_TENSORS, Count, Id, Name, Part, Positive
+
+
+class CudaAllocation(Part, tag="cuda"):
+    """A device allocation shared by CUDA IPC: handle of its base, and its whole size."""
+
+    device_uuid: Name
+    handle: Annotated[bytes, Meta(min_length=64, max_length=64)]
+    size: Positive
+
+
+class FdAllocation(Part, tag="fd"):
+    """Memory behind a file descriptor that went, or waits, at the descriptor socket.
+
+    Host memory to map, with a daemon on the CPU; with one on a GPU, that GPU's memory to import.
+    """
+
+    ticket: Id
+    size: Positive
+
+
+Allocation: TypeAlias = CudaAllocation | FdAllocation
+
+
+class Location(Part):
+    """Where a canonical tensor begins: `offset` bytes into allocation number `allocation`."""
+
+    allocation: Count
+    offset: Count
+
+
+Allocations: TypeAlias = Annotated[tuple[Allocation, ...], Meta(max_length=MAX_TENSORS)]
+Locations: TypeAlias = Annotated[tuple[Location, ...], Meta(max_length=MAX_TENSORS)]
+
+
+class HostRegion(Part):
+    """The engine's part of the host pool: blocks 0 to num_blocks - 1, of block_bytes each.
+
+    reattached: the region was left by an engine of the same name and layout, with its bytes.
+    """
+
+    num_blocks: Count
+    block_bytes: Positive
+    reattached: bool
