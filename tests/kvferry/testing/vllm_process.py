@@ -11,6 +11,8 @@ import contextlib
 import json
 import os
 import random
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -56,6 +58,10 @@ CONNECTORS: dict[str, dict[str, Any] | None] = {
     "kvferry": {
         "kv_connector": "KVFerryConnector",
         "kv_connector_module_path": "kvferry.client.vllm",
+    },
+    "pegaflow": {
+        "kv_connector": "PegaKVConnector",
+        "kv_connector_module_path": "pegaflow.connector",
     },
 }
 
@@ -210,6 +216,41 @@ class Daemon:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+
+
+class PegaFlow:
+    """PegaFlow's server for one GPU, where it is installed beside vLLM."""
+
+    def __init__(self, device: int = 0, pool: str = "8gb") -> None:
+        self.port = _free_port()
+        command = [sys.executable, "-m", "pegaflow._server", "--devices", str(device)]
+        command += ["--addr", f"127.0.0.1:{self.port}", "--pool-size", pool]
+        command += ["--http-addr", f"127.0.0.1:{_free_port()}", "--log-level", "warn"]
+        self._process = subprocess.Popen(command, start_new_session=True)
+        deadline = time.monotonic() + 60
+        while not _listens(self.port):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise EngineEnded("PegaFlow's server did not start")
+            time.sleep(0.2)
+
+    def __enter__(self) -> PegaFlow:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
 
 
 # In the engine's process
