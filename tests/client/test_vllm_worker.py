@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -41,6 +42,42 @@ def test_what_was_stored_is_loaded(start_kvferryd: StartKvferryd) -> None:
     assert ended(worker, 1) == {2: True}
     assert (tensor[3] == 2).all()
     assert (tensor[4] == 1).all()
+    worker.shutdown()
+
+
+def test_who_awaits_a_load_is_told_of_everything_once(
+    start_kvferryd: StartKvferryd, start_worker: Start
+) -> None:
+    worker = start_worker(start_kvferryd())
+    worker.await_load()
+    worker.store(1, gpu_blocks(1), KeysSpec((A,)))
+    worker.await_load()  # a store is nothing to wait for
+    assert ended(worker, 1) == {1: True}
+    told: list[int] = []
+    for job_id in range(2, 20):
+        worker.load(job_id, KeysSpec((A,)), gpu_blocks(2))
+        worker.await_load()
+        told += [result.job_id for result in worker.get_finished()]
+    while len(told) < 18:
+        worker.await_load()
+        told += [result.job_id for result in worker.get_finished()]
+    assert told == list(range(2, 20))
+    worker.shutdown()
+
+
+def test_a_load_that_does_not_end_is_awaited_for_a_moment_only(
+    start_kvferryd: StartKvferryd, start_worker: Start
+) -> None:
+    daemon = start_kvferryd()
+    worker = start_worker(daemon)
+    worker.store(1, gpu_blocks(1), KeysSpec((A,)))
+    assert ended(worker, 1) == {1: True}
+    daemon.process.send_signal(signal.SIGSTOP)
+    worker.load(2, KeysSpec((A,)), gpu_blocks(2))
+    worker.await_load()
+    assert not worker.get_finished()
+    daemon.process.send_signal(signal.SIGCONT)
+    assert ended(worker, 1) == {2: True}
     worker.shutdown()
 
 

@@ -43,6 +43,11 @@ class KVFerryConnector(OffloadingConnector):
         scheduler.manager.looking_up(request.request_id)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        metadata = super().build_connector_meta(scheduler_output)
+        metadata.runs_nothing = scheduler_output.total_num_scheduled_tokens == 0
+        return metadata
+
     def reset_cache(self) -> bool | None:
         done = super().reset_cache()
         scheduler: Any = self.connector_scheduler
@@ -62,15 +67,20 @@ class SurvivingWorker(OffloadingConnectorWorker):
         self._targets: dict[int, set[int]] = {}
         """GPU blocks that each load writes to."""
         self._errors: set[int] = set()
+        self._runs_nothing = False
+        """Whether this step is one without a forward pass."""
 
     def start_kv_transfers(self, metadata: Any) -> None:
         for job_id, entry in metadata.load_jobs.items():
             self._targets[job_id] = set(_destination(entry).block_ids.tolist())
+        self._runs_nothing = metadata.runs_nothing
         super().start_kv_transfers(metadata)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         assert self.worker is not None
         received: set[str] = set()
+        if self._runs_nothing and hasattr(self.worker, "await_load"):  # since 0.25
+            self.worker.await_load()
         meta = self._connector_worker_meta
         for result in self.worker.get_finished():
             targets = self._targets.pop(result.job_id, None)

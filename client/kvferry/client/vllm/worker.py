@@ -11,6 +11,7 @@ no vLLM is needed here, and nothing raises.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection
 from typing import Any
 
@@ -21,6 +22,7 @@ from kvferry.client.blocking import OffloadClient
 from kvferry.client.jobs import TransferResult
 from kvferry.client.tensors.canonical import CanonicalKVCaches
 from kvferry.client.timeline import Timeline
+from kvferry.client.vllm.arrivals import PATIENCE, Arrivals
 from kvferry.client.vllm.lasting import Lasting
 from kvferry.client.vllm.place import TIMEOUT, Place
 from kvferry.client.vllm.scheduler import KeysSpec
@@ -40,6 +42,8 @@ log = logging.getLogger("kvferry")
 
 FLUSH = 10.0
 """Seconds that jobs have to end before their GPU blocks go to somebody else."""
+LOOK = 20e-6
+"""Seconds between two looks at a load that is about to end."""
 
 
 class WorkerSide:
@@ -50,7 +54,9 @@ class WorkerSide:
         self._kv_caches = canonical(kv_caches, place.factor)
         self._device = self._kv_caches.tensors[0].device
         self._timeline = Timeline.create(self._device)
-        self._failed: list[TransferResult] = []
+        self._ended: list[TransferResult] = []
+        """To be told with the next get_finished."""
+        self._arrivals = Arrivals()
         self._lasting = Lasting("the worker's connection", self._register)
         self._client: OffloadClient | None = None
         """The one that has the jobs under way."""
@@ -62,22 +68,26 @@ class WorkerSide:
         self._submit(job_id, (gpu_side(blocks), there), Direction.STORE)
 
     def load(self, job_id: int, keys: KeysSpec, blocks: Any) -> None:
-        self._submit(job_id, (KeyLoadStoreSpec(keys.keys), gpu_side(blocks)), Direction.LOAD)
+        there = gpu_side(blocks)
+        self._submit(job_id, (KeyLoadStoreSpec(keys.keys), there), Direction.LOAD)
+        self._arrivals.submitted(job_id, self._nbytes(there), time.monotonic())
 
     def get_finished(self) -> list[TransferResult]:
         """Also of jobs that failed, or were lost with their daemon: success is False then."""
-        client = self._connected()
-        results, self._failed = self._failed, []
-        if client is not None:
-            try:
-                finished = client.get_finished()
-            except KVFerryError as error:
-                self._give_up(error)
-            else:
-                for result in finished:
-                    self._note(result)
-                results += finished
+        self._take_in()
+        results, self._ended = self._ended, []
+        for result in results:
+            self._arrivals.ended(result.job_id, result.transfer_size, result.transfer_time)
         return results
+
+    def await_load(self) -> None:
+        """For a step that runs nothing: where a load is about to end, wait until it has."""
+        now = time.monotonic()
+        deadline = now + PATIENCE
+        while not self._ended and now < deadline and self._arrivals.soon(now):
+            self._take_in()
+            time.sleep(LOOK)
+            now = time.monotonic()
 
     def wait(self, job_ids: Collection[int]) -> None:
         """Return when these jobs can touch their GPU blocks no more; bounded."""
@@ -104,16 +114,26 @@ class WorkerSide:
         else:
             self._under_way[job_id] = direction
 
-    def _note(self, result: TransferResult) -> None:
-        self._under_way.pop(result.job_id, None)
-        if result.error is not None:
-            log.info("kvferry: job %d: %s", result.job_id, result.error)
+    def _take_in(self) -> None:
+        client = self._connected()
+        if client is None:
+            return
+        try:
+            finished = client.get_finished()
+        except KVFerryError as error:
+            self._give_up(error)
+            return
+        for result in finished:
+            self._under_way.pop(result.job_id, None)
+            if result.error is not None:
+                log.info("kvferry: job %d: %s", result.job_id, result.error)
+        self._ended += finished
 
     def _fail(self, job_id: int, direction: Direction, error: KVFerryError) -> None:
         log.info("kvferry: job %d: %s", job_id, error)
         kind = direction.transfer_type
         result = TransferResult(job_id, False, 0, 0.0, kind, Outcome.LOST, error)
-        self._failed.append(result)
+        self._ended.append(result)
 
     def _connected(self) -> OffloadClient | None:
         """The client there is. Jobs of one that went before it told of them have failed."""
@@ -147,6 +167,11 @@ class WorkerSide:
             client.close()
             raise
         return client
+
+    def _nbytes(self, blocks: GPULoadStoreSpec) -> int:
+        layout = self._kv_caches.layout
+        sizes = blocks.group_sizes or (len(blocks.block_ids),)
+        return sum(size * layout.group_bytes(group) for group, size in enumerate(sizes))
 
     # The device; on a CPU, as in tests, stores to the timeline are plain and streams there are none
 

@@ -185,11 +185,20 @@ class Server:
             if self._socket.closed or not cast(int, self._socket.get(zmq.EVENTS)) & POLLIN:
                 return
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                identity = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._receive(frames[0].bytes, frames[1:])
+            peer = self._peers.by_identity.get(identity)
+            self._receive(identity, peer, self._frames(copy=peer is not None))
         self._drain_soon()
+
+    def _frames(self, *, copy: bool) -> list[bytes | zmq.Frame]:
+        """The rest of a message. A copy costs less than a Frame, which a stranger's must be: it
+        tells where it came from."""
+        frames: list[bytes | zmq.Frame] = []
+        while self._socket.get(zmq.RCVMORE):
+            frames.append(self._socket.recv(zmq.NOBLOCK, copy=copy))
+        return frames
 
     def _watch(self) -> None:
         """Connections closed; what came through them before is heard first."""
@@ -205,19 +214,19 @@ class Server:
             else:
                 self._peers.disconnected(event["value"])
 
-    def _receive(self, identity: bytes, frames: list[zmq.Frame]) -> None:
-        peer = self._peers.by_identity.get(identity)
+    def _receive(self, identity: bytes, peer: Peer | None, frames: list[bytes | zmq.Frame]) -> None:
         try:
             if len(frames) != 1:
                 raise Refused(Code.BAD_MESSAGE, "a message is one frame", len(frames))
-            message = decode_client_message(frames[0].buffer)
+            frame = frames[0]
+            message = decode_client_message(frame if isinstance(frame, bytes) else frame.buffer)
             self._take_reports()
             if isinstance(message, StatusRequest):
                 self._core.report(Checked(self._health.status()))
             if peer is not None:
                 self._perform(self._core.handle(peer.session, message, time.monotonic()))
-            elif isinstance(message, Hello):
-                self._greet(identity, frames[0], message)
+            elif isinstance(message, Hello) and isinstance(frame, zmq.Frame):
+                self._greet(identity, frame, message)
             else:
                 raise Refused(Code.NO_SESSION, "say Hello first: this daemon does not know you")
         except KVFerryError as error:
