@@ -168,7 +168,7 @@ def test_strange_descriptors_in_use(beside: LocalDaemon) -> None:
                     message = RegisterKVCaches(1, one_tensor(), allocations, where, 512, timeline)
                     raw.send(message)
                     answer = raw.recv(object)
-                    good = timeline is None and name == "unsealed"
+                    good = timeline is None and name == "unsealed" and not raw.on_gpu
                     assert isinstance(answer, Registered if good else Error), (name, answer)
                     (memory,) = raw.deposit(descriptor)
                     allocations = (FdAllocation(memory, 512),)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(1200)
 STALLS = {"reference_stall": 0.002}
 """On the CPU pieces take their time, so that kills meet some under way."""
 MAX_GROWTH = 16 << 20
-PATIENCE = 20.0
+PATIENCE = 5.0
 POOL_BYTES = 32 << 20
 
 

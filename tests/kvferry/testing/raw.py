@@ -20,6 +20,8 @@ from kvferry.proto.codec import decode_daemon_message, encode
 from kvferry.proto.memory import FdAllocation, Location
 from kvferry.proto.messages import (
     PROTOCOL,
+    Allocated,
+    AllocateKVCaches,
     ClientMessage,
     DaemonMessage,
     Finished,
@@ -48,12 +50,14 @@ class Raw:
     def __init__(self, directory: Path, engine: str | None = None, timeout: float = 10.0) -> None:
         self.directory, self.timeout = directory, timeout
         self.session = ""
+        self.on_gpu = False
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(f"ipc://{directory / 'kvferry.sock'}")
         if engine is not None:
-            self.ask(Hello(PROTOCOL, PROTOCOL, "raw", engine), Welcome)
+            welcome = self.ask(Hello(PROTOCOL, PROTOCOL, "raw", engine), Welcome)
+            self.on_gpu = welcome.device.kind != "cpu"
 
     def send(self, *frames: bytes | ClientMessage) -> None:
         """Frames of one message: bytes as they are, messages encoded."""
@@ -86,9 +90,11 @@ class Raw:
     def deposit(self, *descriptors: int) -> tuple[int, ...]:
         return deposit(self.directory, self.session, descriptors, self.timeout)
 
-    def register(self, num_blocks: int = 8, page: int = 64) -> Registered:
-        """Register one tensor in shared memory of our own, without torch."""
+    def register(self, num_blocks: int = 8, page: int = 64) -> Registered | Allocated:
+        """Register one tensor in shared memory of our own, without torch; on a GPU the daemon's."""
         size = num_blocks * page
+        if self.on_gpu:
+            return self.ask(AllocateKVCaches(1, one_tensor(num_blocks, page), size), Allocated)
         descriptor = os.memfd_create("raw-tensor", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, size)
