@@ -3,7 +3,8 @@
 The way of a result through two event loops and a socket takes longer than a small copy. So the
 thread that sees a copy done also writes it here, and a client that polls reads it with a plain
 load. The page hastens, it decides nothing: every result goes through the socket as well, in the
-same order, and the reader passes over what it has had from the one or the other. Only results of
+same order, though later and with others, and the reader passes over what it has had from the one
+or the other. Only results of
 jobs that were done are written out; for any other the entry says that the socket will tell. A
 client that reads too late loses nothing: once the page is full, nothing more is written to it.
 
@@ -54,12 +55,13 @@ class Bulletin:
         self._written = ctypes.c_uint64.from_buffer(self._page, 0)
         self._read = ctypes.c_uint64.from_buffer(self._page, _READ)
         self._count = 0
-        self._full = False
+        self.full = False
+        """The reader left no room once: nothing is written any more."""
 
     def write(self, result: JobResult) -> None:
         """The daemon's part: from one thread, in order."""
-        if self._full or self._count - self._read.value >= CAPACITY:
-            self._full = True
+        if self.full or self._count - self._read.value >= CAPACITY:
+            self.full = True
             return
         done = result.outcome is Outcome.DONE
         kind = _KINDS[result.direction] if done else _SEE_SOCKET

@@ -57,7 +57,9 @@ class Desk:
         blocks = np.array(numbers)
         plan = CopyPlan(serial, 1, Direction.LOAD, (), 0, 0, 0, 0)
         start = Start(plan, session, serial, Cargo(self.deed.owner, blocks))
-        return self.audits.started(start, self.ledger)
+        held = self.audits.started(start, self.ledger)
+        self.audits.posted(serial)
+        return held
 
     def ended(self, serial: int, session: str = "a") -> list[Any]:
         return list(self.audits.ended(session, Ended(serial, Outcome.DONE, 0.5)))

@@ -159,10 +159,16 @@ class Archive:
             return False
         _, ledger = entry
         if start.plan.direction is Direction.LOAD:
-            ledger.used(cargo.blocks)
             return self._audits.started(start, ledger)
         self._stores[serial] = ledger, ledger.vacate(cargo.blocks)
         return False
+
+    def posted(self, start: Start) -> None:
+        """Called once the lane has it: what a load need not wait for."""
+        entry = self._ledgers.get(start.cargo.owner)
+        if entry is not None and start.plan.direction is Direction.LOAD:
+            entry[1].used(start.cargo.blocks)
+            self._audits.posted(start.plan.serial)
 
     def ended(self, report: Ended) -> Sequence[Report]:
         """What the core is to hear now."""

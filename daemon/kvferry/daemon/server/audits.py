@@ -33,6 +33,8 @@ class _Held:
     """Batches of it that a thread has yet to read."""
     ended: Ended | None = None
     error: ErrorInfo | None = None
+    due: tuple[Ledger, Int64s] | None = None
+    """What is to be read once the lane has the load."""
 
     @property
     def ready(self) -> bool:
@@ -62,7 +64,7 @@ class Audits:
         """For each session what has ended, from the first on that is still being read."""
 
     def started(self, start: Start, ledger: Ledger) -> bool:
-        """Have some of a load's blocks read. Whether there are any."""
+        """Choose what is to be read of a load's blocks. Whether that is any."""
         blocks = self._chosen(start.cargo.blocks, ledger)
         if not blocks.size:
             return False
@@ -70,8 +72,15 @@ class Audits:
         sealed = ledger.sealed(blocks)
         if not sealed.all():
             held.error = _never_sealed(blocks[~sealed])
-        self._read(ledger, blocks[sealed], held)
+        held.due = ledger, blocks[sealed]
         return True
+
+    def posted(self, serial: int) -> None:
+        """The lane has a load: read along."""
+        held = self._held.get(serial)
+        if held is not None and held.due is not None:
+            (ledger, blocks), held.due = held.due, None
+            self._read(ledger, blocks, held)
 
     def ended(self, session: str, report: Ended) -> Sequence[Report]:
         """What may be told now that a job has ended."""

@@ -20,7 +20,7 @@ import zmq
 from kvferry.daemon.server.admission import Admission
 from kvferry.daemon.server.door import NONE_LEFT
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.messages import DaemonMessage, Hello, News
+from kvferry.proto.messages import DaemonMessage, Hello, JobResult, News
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +39,8 @@ class Peer:
     """Why it goes, once it does."""
     outbox: deque[bytes] = field(default_factory=deque)
     outbox_bytes: int = 0
+    results: list[JobResult] = field(default_factory=list)
+    """What it has seen on its bulletin, and is to be told by the socket as well."""
     stream: Iterator[DaemonMessage] | None = None
     """What is being sent to it, a message at a time."""
     missed: News | None = None

@@ -58,7 +58,15 @@ from kvferry.daemon.server.shelf import Shelf
 from kvferry.proto.codec import MAX_MESSAGE_BYTES, decode_client_message
 from kvferry.proto.errors import Code, ErrorInfo, KVFerryError, Refused
 from kvferry.proto.memory import FdAllocation
-from kvferry.proto.messages import ClientMessage, DaemonMessage, Goodbye, Hello, StatusRequest
+from kvferry.proto.messages import (
+    ClientMessage,
+    DaemonMessage,
+    Finished,
+    Goodbye,
+    Hello,
+    Outcome,
+    StatusRequest,
+)
 from kvferry.proto.status import HealthStatus
 
 HIGH_WATER = 256
@@ -291,10 +299,11 @@ class Server:
                 case Start():
                     self._bulletins.started(action, held=self._archive.started(action))
                     self._lane.post(action)
+                    self._archive.posted(action)
                 case Send(session, message):
                     peer = self._peers.by_session.get(session)
                     if peer is not None:
-                        self._outboxes.send(peer, message)
+                        self._send(peer, message)
                     elif hear := self._inside.get(session):
                         hear(message)
                 case Stream(session, messages):
@@ -321,6 +330,16 @@ class Server:
                     self._lane.post(action)
                 case order:
                     self._lane.post(order)
+
+    def _send(self, peer: Peer, message: DaemonMessage) -> None:
+        """What a peer has seen on its bulletin it is told by the socket with what comes next."""
+        if isinstance(message, Finished):
+            (result,) = message.results
+            seen = self._bulletins.shows(peer.session, result.job_id)
+            if seen and result.outcome is Outcome.DONE:
+                self._outboxes.send_later(peer, result)
+                return
+        self._outboxes.send(peer, message)
 
     def _map(self, action: Map) -> None:
         tickets = [a.ticket for a in action.allocations if isinstance(a, FdAllocation)]
