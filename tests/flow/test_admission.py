@@ -203,6 +203,22 @@ def test_a_reload_changes_who_may_come(start: Callable[..., LocalDaemon], tmp_pa
     assert visit(daemon, FRIEND) == REFUSED
 
 
+def test_a_reload_reaches_the_door_that_is_shut(
+    start: Callable[..., LocalDaemon], tmp_path: Path
+) -> None:
+    file = tmp_path / "kvferryd.toml"
+    file.write_text("")
+    daemon = start(config=file)
+    front = daemon.directory / "kvferry.sock"
+    shut = front.rename(front.with_suffix(".full"))  # as where descriptors run out
+    assert not shut.stat().st_mode & stat.S_IRWXG
+    file.write_text(f"[limits]\nallow_groups = [{GROUP}]\n")
+    daemon.process.send_signal(signal.SIGHUP)
+    until(lambda: "reloaded" in daemon.log())
+    assert shut.stat().st_mode & stat.S_IRWXG
+    assert shut.stat().st_gid == GROUP
+
+
 DAEMON = ["setpriv", "--bounding-set=-chown", f"--regid={OTHERS}", "--clear-groups"]
 DAEMON += [sys.executable, "-m", "kvferry.daemon", "--pool-size", "1MiB", "--runtime-dir"]
 """A daemon of one group, that cannot give files to another as root may."""

@@ -21,7 +21,7 @@ def page() -> int:
 
 def told(raw: Raw, count: int) -> list[tuple[int, Outcome]]:
     """How the next `count` jobs ended, and that there is no more of them."""
-    results = []
+    results: list[tuple[int, Outcome]] = []
     while len(results) < count:
         results += [(result.job_id, result.outcome) for result in raw.recv(Finished).results]
     assert len(results) == count

@@ -27,6 +27,7 @@ from kvferry.daemon.core.actions import (
     Abandon,
     Action,
     CopyPlan,
+    Corrupted,
     Dismiss,
     Ended,
     Map,
@@ -39,6 +40,7 @@ from kvferry.daemon.core.actions import (
     Unmapped,
 )
 from kvferry.daemon.core.core import Core, Identity
+from kvferry.daemon.core.deeds import engine_owner
 from kvferry.daemon.core.transfers import MAX_WAITS
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
@@ -275,6 +277,14 @@ def test_a_pool_that_is_full_refuses_and_counts_it() -> None:
     desk.ask("a", wire.AllocateKVCaches(1, LAYOUT))
     assert desk.error("b", wire.AllocateKVCaches(1, LAYOUT)) == Code.POOL_FULL
     assert desk.core.status(101.0).errors == {"pool_full": 1}
+
+
+def test_corrupt_blocks_that_no_job_tells_of_are_counted() -> None:
+    desk = Desk("a", registered=False)
+    owner = engine_owner("a")
+    assert desk.core.report(Corrupted(owner, (), unasked=3)) == []
+    assert desk.core.report(Corrupted(owner, ())) == []  # its load's end tells
+    assert desk.core.status(101.0).errors == {"corrupt_block": 3}
 
 
 def test_a_successor_waits_until_the_old_mapping_is_gone() -> None:

@@ -146,7 +146,8 @@ def top(
 def bench(
     context: typer.Context,
     device: Annotated[
-        str, typer.Option(help="auto, cpu, a GPU's index or its UUID.", metavar="DEVICE")
+        str,
+        typer.Option("--device", help="auto, cpu, a GPU's index or its UUID.", metavar="DEVICE"),
     ] = "auto",
     directory: Annotated[
         Path | None,

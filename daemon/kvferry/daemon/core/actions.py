@@ -250,10 +250,14 @@ class Ended(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Corrupted:
-    """Host blocks of a region do not hold any more what was stored in them under these keys."""
+    """Host blocks of a region do not hold any more what was stored in them under these keys.
+
+    unasked: how many of them nobody was loading, so that no job's end tells of them.
+    """
 
     owner: Owner
     keys: tuple[OffloadKey, ...]
+    unasked: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,6 +125,8 @@ class Core:
                 actions, error = self._unmapped(number), None
             case Corrupted():
                 self._namespaces.corrupted(report)
+                if report.unasked:
+                    self._errors[Code.CORRUPT_BLOCK] += report.unasked
                 actions, error = [], None
             case Pinned(nbytes):
                 self._pinned_bytes = nbytes

@@ -161,11 +161,11 @@ class Audits:
         log.error("host blocks are corrupt", owner=owner.name, blocks=bad.size, first=int(bad[0]))
         if held is not None:
             held.error = _corrupt(keys[0].hex() if keys else int(bad[0]))
-        if not keys:
+        if keys:
+            ledger.vacate(bad)
+        else:
             ledger.distrust(bad)
-            return []
-        ledger.vacate(bad)
-        return [Corrupted(owner, keys)]
+        return [Corrupted(owner, keys, 0 if held else bad.size)]
 
     def _release(self, session: str) -> list[Report]:
         """The ends of loads that nothing holds back any more."""

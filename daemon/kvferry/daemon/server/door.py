@@ -41,11 +41,16 @@ def crowded() -> bool:
     return number > last_descriptor()
 
 
+def shut(path: Path) -> Path:
+    """Where the socket of `path` is while nobody comes in."""
+    return path.with_suffix(".full")
+
+
 class Door:
     """Where clients of a bound ipc socket find it: `path`."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._shut = path, path.with_suffix(".full")
+        self._path, self._shut = path, shut(path)
         self._last = last_descriptor()
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None

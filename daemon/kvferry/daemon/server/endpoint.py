@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvferry.daemon.server.admission import Admission
+from kvferry.daemon.server.door import shut
 from kvferry.daemon.server.fence import fence
 from kvferry.proto.errors import Code, Refused
 
@@ -51,8 +52,9 @@ class Endpoint:
     def open(self) -> None:
         """Let the admitted through to the sockets that are there. Raises Refused (BAD_CONFIG)."""
         for path in self._sockets:
-            if path.exists():
-                fence(path, 0o6, 0o6, self.admission)
+            for place in (path, shut(path)):
+                if place.exists():
+                    fence(place, 0o6, 0o6, self.admission)
         fence(self.directory, 0o7, 0o5, self.admission)
 
     def admit(self, uids: Iterable[int], groups: Iterable[str | int]) -> None:
