@@ -1,4 +1,4 @@
-"""Whoever posts a bulletin hears of every job by the socket, too: once, in order, before the rest."""
+"""Whoever posts a bulletin hears of every job by the socket, too: once, and in order."""
 
 from __future__ import annotations
 
