@@ -55,7 +55,11 @@ class Visit:
             os.set_inheritable(descriptor, False)
         reply = decode_descriptor_reply(packet)
         if isinstance(reply, Error):
-            raise error_of(reply.error)
+            error = error_of(reply.error)
+            if error.code == Code.NO_SESSION:  # another daemon is at the desk already
+                message = "the daemon was restarted, or has let us go"
+                raise Gone(Code.DAEMON_GONE, message, str(self._directory)) from error
+            raise error
         return reply.tickets, received
 
     def __enter__(self) -> Visit:

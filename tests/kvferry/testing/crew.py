@@ -73,10 +73,13 @@ class Member:
         self._pipe.close()
 
     def _ask(self, command: str) -> Tally:
-        self._pipe.send(command)
-        if not self._pipe.poll(PATIENCE):
-            raise TimeoutError(f"{self.options.name} does not answer")
-        tally: Tally = self._pipe.recv()
+        try:
+            self._pipe.send(command)
+            if not self._pipe.poll(PATIENCE):
+                raise TimeoutError(f"{self.options.name} does not answer")
+            tally: Tally = self._pipe.recv()
+        except (BrokenPipeError, EOFError) as error:
+            raise EOFError(f"{self.options.name} is dead, and nobody killed it") from error
         return tally
 
 
