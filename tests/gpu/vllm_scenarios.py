@@ -22,6 +22,8 @@ from kvferry.testing.vllm_process import VLLM, Daemon, make_prompts
 
 TOKENS = 2048
 POOL = 4 << 30
+KV_CACHE: dict[str, Any] = {"kv_cache_memory_bytes": 8 << 30}
+"""Said, so that no engine measures what is free while another one comes or goes."""
 findings: list[dict[str, Any]] = []
 
 
@@ -35,7 +37,7 @@ def over(*daemons: Daemon, **options: Any) -> VLLM:
     """An engine over these daemons, one a rank."""
     folders = [daemon.directory for daemon in daemons]
     extra = {"cpu_bytes_to_use": POOL * len(folders), "kvferry_dirs": folders}
-    return VLLM(extra=extra | options.pop("extra", {}), **options)
+    return VLLM(extra=extra | options.pop("extra", {}), **KV_CACHE, **options)
 
 
 def same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> int:
@@ -110,7 +112,7 @@ def same_outputs(daemon: Daemon) -> None:
     asked = make_prompts(40, 5, 1024, shared=512) + make_prompts(40, 6, 3000)
     asked = [asked[i % len(asked)] for i in range(240)]
     tight: dict[str, Any] = {"max_num_seqs": 24, "num_gpu_blocks_override": 3072}
-    with VLLM("none", **tight) as plain:
+    with VLLM("none", **KV_CACHE, **tight) as plain:
         expected = plain.generate(asked)
     with over(daemon, **tight) as running:
         found = running.generate(asked[:120])
@@ -196,7 +198,7 @@ def tensor_parallel() -> None:
     asked = make_prompts(8, 9, TOKENS)
     two: dict[str, Any] = {"tensor_parallel_size": 2}
     with Daemon(0) as one, Daemon(1) as other:
-        with VLLM("none", **two) as plain:
+        with VLLM("none", **KV_CACHE, **two) as plain:
             expected = plain.generate(asked)
         first = over(one, other, **two)
         before = first.generate(asked)
