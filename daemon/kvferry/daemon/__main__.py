@@ -120,7 +120,9 @@ async def run(
         server = Server(core, endpoint, events)
         lane = Lane(engine, pool, server.lane_reports, server.fail)
         auditor = Auditor(pool.address, pool.nbytes, config.integrity.threads)
-        archive = Archive(auditor, kept.keeper, config.integrity.check_loads, server.tell)
+        archive = Archive(
+            auditor, kept.keeper, config.integrity.check_loads, server.tell, server.vouch
+        )
         archive.take_up(kept.ledgers, core.restore)
         shelf = Shelf(kept.keeper)
         for number, memory in shelf.take_up(kept.ledgers, core.restore_tensors).items():

@@ -80,7 +80,7 @@ class IntegrityConfig(Section, frozen=True):
             description="part of the host blocks loaded that is read again to see whether they "
             "hold what was stored; after a restart of the daemon each block is read once anyway",
         ),
-    ] = 0.01
+    ] = 0.001
     threads: Annotated[
         int, Meta(ge=1, description="threads that read host blocks, for loads and for stores each")
     ] = 2

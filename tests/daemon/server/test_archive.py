@@ -46,7 +46,7 @@ class Desk:
         self.pool = np.zeros((COUNT, BLOCK), np.uint8)
         self.shelf = shelf
         self.auditor = Auditor(self.pool.ctypes.data, self.pool.nbytes, 2)
-        self.archive = Archive(self.auditor, shelf, 0.0, lambda reports: None)
+        self.archive = Archive(self.auditor, shelf, 0.0, lambda reports: None, lambda serial: None)
         self.serial = 0
 
     def start(self, numbers: list[int], keys: list[int], **parts: tuple[int, int]) -> int:

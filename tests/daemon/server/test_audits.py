@@ -40,7 +40,8 @@ class Desk:
         self.auditor = Auditor(self.pool.ctypes.data, self.pool.nbytes, 2)
         self.ledger = Ledger.create(deed)
         self.told: list[Report] = []
-        self.audits = Audits(self.auditor, rate, self.told.extend)
+        self.vouched: list[int] = []
+        self.audits = Audits(self.auditor, rate, self.told.extend, self.vouched.append)
         self.store(*range(COUNT))
 
     def store(self, *numbers: int) -> None:
@@ -86,6 +87,21 @@ async def test_a_load_of_good_blocks_is_done_once_they_were_read(desk: Desk) -> 
     assert desk.load(1, 3, 4, 5)
     assert desk.ended(1) == []
     assert await desk.settled(1) == [Ended(1, Outcome.DONE, 0.5)]
+
+
+async def test_what_is_good_before_its_end_is_vouched_for(desk: Desk) -> None:
+    desk.spoil(6)
+    desk.load(1, 3)
+    desk.load(2, 4, 6)
+    desk.load(3, 5)
+    assert desk.ended(3) == []  # too late to be vouched for, but where it is
+    async with asyncio.timeout(20):
+        while not (desk.told and desk.vouched):
+            await asyncio.sleep(0.001)
+    assert desk.ended(1) == [Ended(1, Outcome.DONE, 0.5)]
+    (failed,) = desk.ended(2)
+    assert failed.outcome is Outcome.FAILED
+    assert desk.vouched == [1]
 
 
 async def test_a_load_that_ends_late_is_told_at_once(desk: Desk) -> None:

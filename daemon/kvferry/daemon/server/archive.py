@@ -36,8 +36,8 @@ from kvferry.proto.errors import KVFerryError
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction
 
-SEAL_AFTER = 0.05
-"""Seconds that stores wait for others to be sealed with them."""
+SEAL_AFTER = 0.2
+"""Seconds that stores wait for others to be sealed with them; who is killed loses as much."""
 LEDGER = "ledger-"
 """What the names of ledgers' descriptors begin with."""
 
@@ -77,7 +77,8 @@ class _Store:
 
 
 class Archive:
-    """Called by the loop alone. `tell` takes reports that come when a thread is done.
+    """Called by the loop alone. `tell` takes reports that come when a thread is done, `vouch` the
+    serials of loads that need not be held any more.
 
     check_loads: which part of the blocks that are loaded is read again, from 0 to 1.
     """
@@ -88,11 +89,12 @@ class Archive:
         keeper: Keeper,
         check_loads: float,
         tell: Callable[[list[Report]], None],
+        vouch: Callable[[int], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._auditor = auditor
         self._keeper = keeper
-        self._audits = Audits(auditor, check_loads, tell)
+        self._audits = Audits(auditor, check_loads, tell, vouch)
         self._ledgers: dict[Owner, tuple[str, Ledger]] = {}
         self._under_way: dict[int, Start] = {}
         self._stores: dict[int, tuple[Ledger, Versions]] = {}

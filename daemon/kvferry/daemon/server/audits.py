@@ -28,6 +28,7 @@ log = structlog.get_logger()
 class _Held:
     """A job whose end is not told yet."""
 
+    serial: int
     session: str
     reading: int = 0
     """Batches of it that a thread has yet to read."""
@@ -49,13 +50,24 @@ class _Held:
 
 
 class Audits:
-    """Called by the loop alone. rate: which part of loaded blocks is read, from 0 to 1."""
+    """Called by the loop alone.
 
-    def __init__(self, auditor: Auditor, rate: float, tell: Callable[[list[Report]], None]) -> None:
+    rate: which part of loaded blocks is read, from 0 to 1. vouch: called with the serial of a load
+    whose blocks turned out to be good before its end came.
+    """
+
+    def __init__(
+        self,
+        auditor: Auditor,
+        rate: float,
+        tell: Callable[[list[Report]], None],
+        vouch: Callable[[int], None],
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._auditor = auditor
         self._rate = rate
         self._tell = tell
+        self._vouch = vouch
         self._before_next = 0.0
         """Blocks that pass unread before the next one is read."""
         self._held: dict[int, _Held] = {}
@@ -68,7 +80,7 @@ class Audits:
         blocks = self._chosen(start.cargo.blocks, ledger)
         if not blocks.size:
             return False
-        self._held[start.plan.serial] = held = _Held(start.session)
+        self._held[start.plan.serial] = held = _Held(start.plan.serial, start.session)
         sealed = ledger.sealed(blocks)
         if not sealed.all():
             held.error = _never_sealed(blocks[~sealed])
@@ -87,7 +99,7 @@ class Audits:
         held = self._held.pop(report.serial, None)
         if held is None and session not in self._queues:
             return (report,)
-        held = held or _Held(session)
+        held = held or _Held(report.serial, session)
         held.ended = report
         self._queues[session].append(held)
         return self._release(session)
@@ -150,6 +162,8 @@ class Audits:
             ledger.trust(numbers[same & good])
         if held is not None:
             held.reading -= 1
+            if not held.reading and held.error is None and held.ended is None:
+                self._vouch(held.serial)
             reports += self._release(held.session)
         if reports:
             self._tell(reports)

@@ -1,14 +1,14 @@
 """The bulletins of sessions: who gets to see there that a job was done.
 
-All is called by the loop, but `ended` by the lane, whose thread alone writes.
+All is called by the loop, but `ended` and `post` by the lane, whose thread alone writes. A load
+whose bytes are still being read again is not shown as done: the socket tells, once they are good.
 """
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-
-import msgspec
+from dataclasses import dataclass
 
 from kvferry.daemon.core.actions import Ended, Start
 from kvferry.proto.bulletin import Bulletin
@@ -16,19 +16,28 @@ from kvferry.proto.errors import Code, Refused
 from kvferry.proto.messages import JobResult, Outcome
 
 
-class _Notice(msgspec.Struct, frozen=True):
+@dataclass(slots=True, eq=False)
+class _Notice:
     bulletin: Bulletin
     start: Start
     held: bool
-    """Whether the socket alone is to tell how it ended."""
+    """Whether the socket alone is to tell how it ended, as things are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is to be written on a bulletin."""
+
+    bulletin: Bulletin
+    result: JobResult
 
 
 class Bulletins:
     def __init__(self) -> None:
         self._bulletins: dict[str, Bulletin] = {}
         self._notices: dict[int, _Notice] = {}
-        self._held: defaultdict[str, set[int]] = defaultdict(set)
-        """Jobs of sessions of which the socket alone is to tell."""
+        self._hidden: defaultdict[str, set[int]] = defaultdict(set)
+        """Jobs of sessions that ended, and of which the socket alone tells."""
 
     def open(self, session: str, descriptor: int) -> None:
         """Takes the descriptor over. Raises Refused (NOT_SHAREABLE)."""
@@ -42,31 +51,43 @@ class Bulletins:
 
     def close(self, session: str) -> None:
         self._bulletins.pop(session, None)
-        self._held.pop(session, None)
+        self._hidden.pop(session, None)
+
+    def started(self, start: Start, *, held: bool) -> None:
+        bulletin = self._bulletins.get(start.session)
+        if bulletin is not None:
+            self._notices[start.plan.serial] = _Notice(bulletin, start, held)
+
+    def vouch(self, serial: int) -> None:
+        """What was held may be shown when it is done, if it has not ended yet."""
+        notice = self._notices.get(serial)
+        if notice is not None:
+            notice.held = False
+
+    def ended(self, report: Ended) -> Entry | None:
+        """What to `post` of it. From here on it is settled who tells."""
+        notice = self._notices.pop(report.serial, None)
+        if notice is None:
+            return None
+        plan, session, job_id = notice.start.plan, notice.start.session, notice.start.job_id
+        held = notice.held
+        if held and session in self._bulletins:
+            self._hidden[session].add(job_id)
+        outcome = Outcome.FAILED if held else report.outcome
+        moved = plan.nbytes if outcome is Outcome.DONE else 0
+        result = JobResult(job_id, plan.direction, outcome, moved, report.seconds)
+        return Entry(notice.bulletin, result)
+
+    def post(self, entry: Entry) -> None:
+        entry.bulletin.write(entry.result)
 
     def shows(self, session: str, job_id: int) -> bool:
         """Whether the session sees there that this job was done. Asked once of a job that ended."""
         bulletin = self._bulletins.get(session)
         if bulletin is None or bulletin.full:
             return False
-        held = self._held.get(session, set())
-        if job_id not in held:
+        hidden = self._hidden.get(session, set())
+        if job_id not in hidden:
             return True
-        held.remove(job_id)
+        hidden.remove(job_id)
         return False
-
-    def started(self, start: Start, *, held: bool) -> None:
-        bulletin = self._bulletins.get(start.session)
-        if bulletin is not None:
-            self._notices[start.plan.serial] = _Notice(bulletin, start, held)
-            if held:
-                self._held[start.session].add(start.job_id)
-
-    def ended(self, report: Ended) -> None:
-        notice = self._notices.pop(report.serial, None)
-        if notice is None:
-            return
-        plan, job_id = notice.start.plan, notice.start.job_id
-        outcome = Outcome.FAILED if notice.held else report.outcome
-        moved = plan.nbytes if outcome is Outcome.DONE else 0
-        notice.bulletin.write(JobResult(job_id, plan.direction, outcome, moved, report.seconds))

@@ -157,10 +157,10 @@ class Server:
     def lane_reports(self, reports: list[Report]) -> None:
         """Who sees a result on a bulletin may act on it at once: so first it is here to be taken,
         before any message."""
+        ends = [self._bulletins.ended(report) for report in reports if isinstance(report, Ended)]
         self._reports.extend(reports)
-        for report in reports:
-            if isinstance(report, Ended):
-                self._bulletins.ended(report)
+        for entry in filter(None, ends):
+            self._bulletins.post(entry)
         self._loop.call_soon_threadsafe(self._take_reports)
 
     def pool_grew(self, nbytes: int) -> None:
@@ -266,6 +266,10 @@ class Server:
             elif isinstance(report, Beat):
                 self._health.hear(report)
             self.tell(self._archive.ended(report) if isinstance(report, Ended) else (report,))
+
+    def vouch(self, serial: int) -> None:
+        """The blocks of a load are as they were stored, and it has not ended yet."""
+        self._bulletins.vouch(serial)
 
     def tell(self, reports: Iterable[Report]) -> None:
         """The core hears of what happened, and what follows from it is done."""
