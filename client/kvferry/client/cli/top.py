@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import sys
 import termios
 import time
@@ -101,12 +102,34 @@ def keys() -> Iterator[Callable[[float], str]]:
         return
     before = termios.tcgetattr(descriptor)
     tty.setcbreak(descriptor)
+    with interrupts() as interrupted:
 
-    def pressed(seconds: float) -> str:
-        ready, _, _ = select.select([descriptor], [], [], seconds)
-        return os.read(descriptor, 1).decode(errors="replace") if ready else ""
+        def pressed(seconds: float) -> str:
+            ready, _, _ = select.select([interrupted, descriptor], [], [], seconds)
+            return os.read(ready[0], 1).decode(errors="replace") if ready else ""
 
+        try:
+            yield pressed
+        finally:
+            termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[int]:
+    """A descriptor where ctrl-c can be read as a key, the first time; after that it interrupts.
+
+    An exception out of nowhere is lost where Python happens to be in a callback that may not fail.
+    """
+    here, there = os.pipe()
+
+    def note(number: int, frame: object) -> None:
+        signal.signal(number, signal.default_int_handler)
+        os.write(there, b"\x03")
+
+    before = signal.signal(signal.SIGINT, note)
     try:
-        yield pressed
+        yield here
     finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+        signal.signal(signal.SIGINT, before)
+        os.close(here)
+        os.close(there)
