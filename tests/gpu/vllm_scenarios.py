@@ -18,12 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvferry.testing.hearing import agree
 from kvferry.testing.vllm_process import VLLM, Daemon, make_prompts
 
 TOKENS = 2048
 POOL = 4 << 30
-KV_CACHE: dict[str, Any] = {"kv_cache_memory_bytes": 8 << 30}
-"""Said, so that no engine measures what is free while another one comes or goes."""
+ENGINE: dict[str, Any] = {"kv_cache_memory_bytes": 8 << 30, "hears": True}
+"""The KV cache's size is said: no engine measures what is free while another comes or goes."""
 findings: list[dict[str, Any]] = []
 
 
@@ -37,11 +38,11 @@ def over(*daemons: Daemon, **options: Any) -> VLLM:
     """An engine over these daemons, one a rank."""
     folders = [daemon.directory for daemon in daemons]
     extra = {"cpu_bytes_to_use": POOL * len(folders), "kvferry_dirs": folders}
-    return VLLM(extra=extra | options.pop("extra", {}), **KV_CACHE, **options)
+    return VLLM(extra=extra | options.pop("extra", {}), **ENGINE, **options)
 
 
 def same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> int:
-    return sum(a["tokens"] == b["tokens"] for a, b in zip(one, other, strict=True))
+    return sum(agree(a, b) for a, b in zip(one, other, strict=True))
 
 
 def hits(outputs: list[dict[str, Any]]) -> list[int]:
@@ -112,7 +113,7 @@ def same_outputs(daemon: Daemon) -> None:
     asked = make_prompts(40, 5, 1024, shared=512) + make_prompts(40, 6, 3000)
     asked = [asked[i % len(asked)] for i in range(240)]
     tight: dict[str, Any] = {"max_num_seqs": 24, "num_gpu_blocks_override": 3072}
-    with VLLM("none", **KV_CACHE, **tight) as plain:
+    with VLLM("none", **ENGINE, **tight) as plain:
         expected = plain.generate(asked)
     with over(daemon, **tight) as running:
         found = running.generate(asked[:120])
@@ -198,7 +199,7 @@ def tensor_parallel() -> None:
     asked = make_prompts(8, 9, TOKENS)
     two: dict[str, Any] = {"tensor_parallel_size": 2}
     with Daemon(0) as one, Daemon(1) as other:
-        with VLLM("none", **KV_CACHE, **two) as plain:
+        with VLLM("none", **ENGINE, **two) as plain:
             expected = plain.generate(asked)
         first = over(one, other, **two)
         before = first.generate(asked)

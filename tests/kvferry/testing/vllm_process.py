@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from kvferry.testing.hearing import TOP, write_weights
+
 Prompts: TypeAlias = list[list[int]]
 
 LLAMA: dict[str, Any] = {
@@ -79,7 +81,9 @@ class EngineEnded(Exception):
 class VLLM:
     """A vLLM engine.
 
-    connector: a name in CONNECTORS; extra: its kv_connector_extra_config. options: vLLM's own.
+    connector: a name in CONNECTORS; extra: its kv_connector_extra_config. hears: with weights for
+    which the KV cache matters (hearing.py), and answers that can be compared; without, dummies.
+    options: vLLM's own.
     """
 
     def __init__(
@@ -88,12 +92,13 @@ class VLLM:
         *,
         model: dict[str, Any] = SMALL,
         extra: dict[str, Any] | None = None,
+        hears: bool = False,
         **options: Any,
     ) -> None:
         transfer = CONNECTORS[connector]
         if transfer is not None:
             transfer = transfer | {"kv_role": "kv_both", "kv_connector_extra_config": extra or {}}
-        chosen = {"model": model, "transfer": transfer, "options": options}
+        chosen = {"model": model, "transfer": transfer, "options": options, "hears": hears}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "kvferry.testing.vllm_process", json.dumps(chosen)],
             stdin=subprocess.PIPE,
@@ -274,7 +279,11 @@ def serve(chosen: dict[str, Any]) -> None:
     }
     if chosen["transfer"] is not None:
         options["kv_transfer_config"] = KVTransferConfig(**chosen["transfer"])
-    engine = Served(LLM(model=str(_folder(chosen["model"])), **options))
+    folder = _folder(chosen["model"])
+    if chosen["hears"]:
+        write_weights(folder, chosen["model"])
+        options["load_format"] = "safetensors"
+    engine = Served(LLM(model=str(folder), **options), TOP if chosen["hears"] else None)
     engine.say(True)
     for line in sys.stdin:
         request = json.loads(line)
@@ -284,8 +293,8 @@ def serve(chosen: dict[str, Any]) -> None:
 class Served:
     """What it does when it is asked to."""
 
-    def __init__(self, llm: Any) -> None:
-        self._llm = llm
+    def __init__(self, llm: Any, top: int | None) -> None:
+        self._llm, self._top = llm, top
         self._numbers = iter(range(1 << 40))
 
     def say(self, value: Any) -> None:
@@ -294,10 +303,14 @@ class Served:
     def generate(self, prompts: Prompts, tokens: int) -> dict[str, Any]:
         asked = [{"prompt_token_ids": ids} for ids in prompts]
         began = time.perf_counter()
-        outputs = self._llm.generate(asked, _sampling(tokens), use_tqdm=False)
+        outputs = self._llm.generate(asked, _sampling(tokens, self._top), use_tqdm=False)
         seconds = time.perf_counter() - began
         said = [
-            {"tokens": list(one.outputs[0].token_ids), "cached": one.num_cached_tokens}
+            {
+                "tokens": list(one.outputs[0].token_ids),
+                "cached": one.num_cached_tokens,
+                "top": [_likeliest(step) for step in one.outputs[0].logprobs or ()],
+            }
             for one in outputs
         ]
         return {"seconds": seconds, "outputs": said}
@@ -338,10 +351,16 @@ class Served:
         return name
 
 
-def _sampling(tokens: int) -> Any:
+def _sampling(tokens: int, top: int | None = None) -> Any:
     from vllm import SamplingParams
 
-    return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+    return SamplingParams(
+        max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=top
+    )
+
+
+def _likeliest(step: Any) -> list[tuple[int, float]]:
+    return [(token, found.logprob) for token, found in step.items()]
 
 
 def _folder(model: dict[str, Any]) -> Path:
