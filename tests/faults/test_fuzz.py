@@ -7,6 +7,7 @@ under attack, is printed, and recorded in the long form.
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,7 +45,7 @@ from kvferry.testing.crew import Crew
 from kvferry.testing.engine import until
 from kvferry.testing.fuzz import Attacker, Forge, bother_desk, strange_descriptors
 from kvferry.testing.raw import Raw, load, one_tensor, store
-from kvferry.testing.tally import TrafficOptions, percentile
+from kvferry.testing.tally import Tally, TrafficOptions, percentile
 from kvferry.testing.vitals import Vitals
 
 pytestmark = pytest.mark.timeout(1200)
@@ -75,6 +76,11 @@ HONEST = [bytes.fromhex(GOLDEN[name]) for name in GOLDEN if name.startswith("cli
 HONEST += [encode(message) for message in SMALL] * 2
 
 
+def told_of(tally: Tally) -> dict[float, float]:
+    """Seconds that jobs took: half of them, 99 of 100, the longest of a sample."""
+    return {share: percentile(tally.seconds, share) for share in (0.5, 0.99, 1.0)}
+
+
 def attack(directory: Path, forge: Forge, messages: int, each: int) -> Counter[str]:
     """Attackers one after another, most of them in a session; what they were told."""
     told: Counter[str] = Counter()
@@ -89,19 +95,27 @@ def attack(directory: Path, forge: Forge, messages: int, each: int) -> Counter[s
 
 @pytest.fixture
 def beside(
-    start_daemon: Callable[..., LocalDaemon], start_crew: Callable[[Path], Crew], device: str
+    start_daemon: Callable[..., LocalDaemon],
+    start_crew: Callable[[Path], Crew],
+    device: str,
+    long: bool,
 ) -> Iterator[LocalDaemon]:
-    """A daemon with an honest engine at work, which in the end has nothing to complain of."""
+    """A daemon with an honest engine at work, which in the end has nothing to complain of.
+
+    What its jobs take is printed: of a while without attackers, and of all the time.
+    """
     daemon = start_daemon(log_level="warning")
     crew = start_crew(daemon.directory)
     options = TrafficOptions("honest", 1, device=device, depth=4, pause=0.002, patience=20)
     crew.start(options)
     until(lambda: crew.report().counts["opened"] > 0, 60)  # before attackers take all the room
+    time.sleep(10 if long else 0.5)
+    print("alone:", told_of(crew.report()))
     yield daemon
     before = crew.report().counts["compared"]
     until(lambda: crew.report().counts["compared"] > before + 100, 30)
     tally = crew.dismiss()
-    print("beside:", {share: percentile(tally.seconds, share) for share in (0.5, 0.99, 1.0)})
+    print("beside:", told_of(tally))
     assert not tally.complaints, "\n".join(tally.complaints)
     assert daemon.process.poll() is None, daemon.log()
     assert "Traceback" not in daemon.log()

@@ -77,7 +77,9 @@ class Offering:
             self.due += self._every
 
     def take(self, tally: Tally) -> None:
-        """Take in outcomes; each has its job."""
+        """Take in outcomes; each has its job. Whoever waits for none does not look."""
+        if not self.under_way:
+            return
         for result in self.client.get_finished():
             due = self.under_way.pop(result.job_id, None)
             tally.counts[str(result.outcome)] += 1
