@@ -927,6 +927,7 @@ def test_real_copies_that_meet_are_done_one_after_the_other(
         copied.put(piece.direction)
 
     monkeypatch.setattr(reference, "_copy", slow_copy)
+    monkeypatch.setattr(reference, "AT_ONCE", 0)  # in threads of their own
     gpu, host = pier.gpu.copy(), pier.host.copy()
     plans = pier.harbour.start(first, [1], [1]), pier.harbour.start(first.other, [2], [1])
     free = pier.harbour.start(first.other, [9], [9])
@@ -957,6 +958,7 @@ def test_the_reference_engine_takes_few_pieces_at_once(
 ) -> None:
     gate = threading.Event()
     monkeypatch.setattr(reference, "_copy", lambda _: gate.wait(PATIENCE))
+    monkeypatch.setattr(reference, "AT_ONCE", 0)
     engine = pier.harbour.engine
     taken_in: list[object] = []
     submit = engine.submit

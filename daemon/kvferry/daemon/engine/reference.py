@@ -1,8 +1,9 @@
 """The engine of machines without a GPU: real bytes in shared memory, copied by the CPU.
 
 It is the plain model of what an engine does (one thread a direction stands for a stream, one
-memmove a fragment for the copy engine) and it can be told to misbehave: `Faults.stall` holds every
-piece back, `Faults.fail_every` fails each n-th of a registration.
+memmove a fragment for the copy engine; a few pages with nothing before them are copied at once) and
+it can be told to misbehave: `Faults.stall` holds every piece back, `Faults.fail_every` fails each
+n-th of a registration.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
@@ -28,6 +29,8 @@ from kvferry.proto.status import DeviceInfo, GroupCopying
 
 PIECE_BYTES = 8 << 20
 MAX_PIECES = 8
+AT_ONCE = 64 << 10
+"""A copy of so few bytes takes less than to hand it over to another thread."""
 
 
 @dataclass(slots=True)
@@ -43,7 +46,7 @@ class _Piece:
     direction: Direction
     fragments: Fragments
     fails: bool
-    done: threading.Event = field(default_factory=threading.Event)
+    done: bool = False
     began: float = 0.0
     ended: float = 0.0
     error: KVFerryError | None = None
@@ -123,7 +126,11 @@ class ReferenceEngine:
         number, every = next(self._pieces[id(mapping)]), self.faults.fail_every
         piece = _Piece(direction, fragments, bool(every) and number % every == 0)
         self._in_flight[direction] += 1
-        self._queues[direction].put(piece)
+        alone = self._in_flight[direction] == 1 and not self.faults.stall
+        if alone and mapping.geometry.nbytes((run,)) <= AT_ONCE:
+            self._do(piece)
+        else:
+            self._queues[direction].put(piece)
         return piece
 
     def push(self, direction: Direction, more: bool) -> None:
@@ -131,7 +138,7 @@ class ReferenceEngine:
 
     def poll(self, ticket: object) -> bool:
         assert isinstance(ticket, _Piece)
-        if not ticket.done.is_set():
+        if not ticket.done:
             return False
         self._in_flight[ticket.direction] -= 1
         if ticket.error is not None:
@@ -154,15 +161,18 @@ class ReferenceEngine:
 
     def _stream(self, pieces: queue.SimpleQueue[_Piece | None]) -> None:
         while (piece := pieces.get()) is not None:
-            piece.began = time.perf_counter()
-            if self.faults.stall:
-                time.sleep(self.faults.stall)
-            if piece.fails:
-                piece.error = Failed(Code.COPY_FAILED, "the reference engine was told to fail")
-            else:
-                _copy(piece)
-            piece.ended = time.perf_counter()
-            piece.done.set()
+            self._do(piece)
+
+    def _do(self, piece: _Piece) -> None:
+        piece.began = time.perf_counter()
+        if self.faults.stall:
+            time.sleep(self.faults.stall)
+        if piece.fails:
+            piece.error = Failed(Code.COPY_FAILED, "the reference engine was told to fail")
+        else:
+            _copy(piece)
+        piece.ended = time.perf_counter()
+        piece.done = True
 
 
 def _again(kept: Sequence[int], size: int) -> int:
