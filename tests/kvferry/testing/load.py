@@ -4,7 +4,8 @@
 
 Each client is an engine with a region of its own and offers its part of the rate, one block a job,
 whether or not the ones before are done (an open loop). Clients share processes, as many as there
-are cores. A job is timed from when it was due: that it came late to be sent counts, too.
+are cores. A job is timed from when it was due: that it came late to be sent counts, too. With
+`--echo` no daemon is asked, but a bare socket that sends all back (echo.py): what lies below.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import numpy as np
 
 from kvferry.client import CPULoadStoreSpec, GPULoadStoreSpec, LocalDaemon, OffloadClient
 from kvferry.client.tensors import shared_empty
+from kvferry.testing.echo import Echo, echoing
 from kvferry.testing.tally import Tally, percentile, together
 
 BLOCKS = 64
@@ -42,6 +44,7 @@ class LoadOptions:
     seconds: float = 10.0
     processes: int = os.cpu_count() or 1
     device: str = "cpu"
+    echo: bool = False
     patience: float = 30.0
 
 
@@ -88,14 +91,21 @@ class Offering:
             else:
                 tally.took(time.perf_counter() - due)
 
+    def close(self) -> None:
+        self.client.close()
+
 
 def serve(pipe: Connection, directory: Path, options: LoadOptions, first: int, count: int) -> None:
     """Offer for some seconds from when told to, and send the tally."""
     every = options.clients / options.rate
-    offerings = [
-        Offering(directory, f"load-{number}", options.device, every)
-        for number in range(first, first + count)
-    ]
+    offerings: Sequence[Offering | Echo] = (
+        [Echo(directory, every) for _ in range(count)]
+        if options.echo
+        else [
+            Offering(directory, f"load-{number}", options.device, every)
+            for number in range(first, first + count)
+        ]
+    )
     pipe.send("ready")
     pipe.recv()
     tally, began = Tally(f"from {first}"), time.perf_counter()
@@ -118,7 +128,7 @@ def serve(pipe: Connection, directory: Path, options: LoadOptions, first: int, c
     for offering in offerings:
         if offering.under_way:
             tally.complain(f"{len(offering.under_way)} jobs without an outcome")
-        offering.client.close()
+        offering.close()
     pipe.send(tally)
 
 
@@ -150,7 +160,7 @@ def run(directory: Path, options: LoadOptions) -> Tally:
 def record(options: LoadOptions, total: Tally) -> dict[str, Any]:
     """What is printed, and written down."""
     return {
-        "device": options.device,
+        "device": "echo" if options.echo else options.device,
         "clients": options.clients,
         "processes": options.processes,
         "cores": os.cpu_count(),
@@ -173,12 +183,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--device", default="cpu", help='"cpu", or a GPU by index')
+    parser.add_argument("--echo", action="store_true", help="ZeroMQ alone, without a daemon")
     parser.add_argument("--json", type=Path, help="file to write the record to")
     given = parser.parse_args(arguments)
     device = "cpu" if given.device == "cpu" else f"cuda:{given.device}"
-    options = LoadOptions(given.clients, given.rate, given.seconds, given.processes, device)
-    with LocalDaemon(given.device, pool_bytes=options.clients * BLOCKS * PAGE) as daemon:
-        found = record(options, run(daemon.directory, options))
+    options = LoadOptions(
+        given.clients, given.rate, given.seconds, given.processes, device, given.echo
+    )
+    if options.echo:
+        with echoing() as directory:
+            found = record(options, run(directory, options))
+    else:
+        with LocalDaemon(given.device, pool_bytes=options.clients * BLOCKS * PAGE) as daemon:
+            found = record(options, run(daemon.directory, options))
     print(json.dumps(found, indent=1))
     if given.json:
         given.json.write_text(json.dumps(found, indent=1) + "\n")
