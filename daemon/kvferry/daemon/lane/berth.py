@@ -64,6 +64,8 @@ class Track:
     live: dict[int, Crossing] = field(default_factory=dict)
     waiting: deque[Crossing] = field(default_factory=deque)
     """Those with pieces still to submit."""
+    listed: bool = False
+    """Whether its stream has it in turn."""
 
     def ended_up_to(self, serial: int) -> bool:
         oldest = next(iter(self.live), None)
@@ -139,7 +141,25 @@ class Stream:
 
     direction: Direction
     flights: deque[Flight] = field(default_factory=deque)
-    turn: deque[int] = field(default_factory=deque)
-    """Registrations in the order in which they may submit next."""
+    turn: deque[Berth] = field(default_factory=deque)
+    """Those with plans waiting, in the order in which they may submit next. A berth without any is
+    taken out when its turn comes."""
     since: float = 0.0
     """When the oldest piece in flight came first: the one before it was done, or there was none."""
+
+    def enlist(self, berth: Berth) -> None:
+        """A plan waits there."""
+        track = berth.tracks[self.direction]
+        if not track.listed:
+            track.listed = True
+            self.turn.append(berth)
+
+    def strike(self, berth: Berth) -> None:
+        """Nothing comes from there any more."""
+        if berth.tracks[self.direction].listed:
+            self.turn.remove(berth)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a plan has pieces still to submit."""
+        return any(berth.tracks[self.direction].waiting for berth in self.turn)

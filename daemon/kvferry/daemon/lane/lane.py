@@ -92,6 +92,7 @@ class Lane:
         self._held: dict[int, tuple[int, ...]] = {}
         """Descriptors of memory allocated for a registration that is to outlast it."""
         self._streams = [Stream(direction) for direction in (Direction.LOAD, Direction.STORE)]
+        self._stream_of = {stream.direction: stream for stream in self._streams}
         self._reports: list[Report] = []
         self._held_nap = NAP_HELD
         self._started = threading.Event()
@@ -159,7 +160,7 @@ class Lane:
             self._held_nap = NAP_HELD
             now = time.perf_counter()
             return min([_nap(stream, now) for stream in busy])
-        if any(t.waiting for berth in self._berths.values() for t in berth.tracks.values()):
+        if any(stream.waiting for stream in self._streams):
             self._held_nap = min(2 * self._held_nap, MAX_NAP_HELD)
             return self._held_nap
         return None
@@ -196,8 +197,6 @@ class Lane:
                 if descriptor is not None:
                     os.close(descriptor)
         self._berths[number] = Berth(mapping, timeline)
-        for stream in self._streams:
-            stream.turn.append(number)
         return report
 
     def _reach(self, order: MapOrder) -> tuple[Mapping, Mapped]:
@@ -263,6 +262,7 @@ class Lane:
         track = berth.tracks[plan.direction]
         track.live[plan.serial] = crossing = Crossing(plan, plan.runs)
         track.waiting.append(crossing)
+        self._stream_of[plan.direction].enlist(berth)
 
     def _abandon(self, berth: Berth, serial: int) -> None:
         for track in berth.tracks.values():
@@ -296,15 +296,17 @@ class Lane:
         """Submit pieces, one registration after the other, until the engine has enough."""
         held, full = 0, False
         while held < len(stream.turn):
-            number = stream.turn[0]
-            stream.turn.rotate(-1)
-            berth = self._berths[number]
+            berth = stream.turn.popleft()
             track = berth.tracks[stream.direction]
-            if track.waiting and not berth.holds(track.waiting[0].plan, self._pool.ready_bytes):
+            if not track.waiting:
+                track.listed = False
+                continue
+            stream.turn.append(berth)
+            if berth.holds(track.waiting[0].plan, self._pool.ready_bytes):
+                held += 1
+            else:
                 full = not self._submit(stream, berth, track)
                 held = held + 1 if full else 0
-            else:
-                held += 1
         self._engine.push(stream.direction, more=full)
 
     def _submit(self, stream: Stream, berth: Berth, track: Track) -> bool:
@@ -341,11 +343,8 @@ class Lane:
 
     def _contended(self, stream: Stream) -> bool:
         """Whether the other direction has work too, in flight or waiting."""
-        one, two = self._streams
-        other = two if stream is one else one
-        return bool(other.flights) or any(
-            berth.tracks[other.direction].waiting for berth in self._berths.values()
-        )
+        other = self._stream_of[stream.direction.other]
+        return bool(other.flights) or other.waiting
 
     def _end_if_over(self, track: Track, crossing: Crossing) -> None:
         """Report a plan that is over: in its turn, but one that was given up at once."""
@@ -363,7 +362,7 @@ class Lane:
             return
         del self._berths[number]
         for stream in self._streams:
-            stream.turn.remove(number)
+            stream.strike(berth)
         self._engine.close(berth.mapping)
         if berth.timeline is not None:
             berth.timeline.close()
