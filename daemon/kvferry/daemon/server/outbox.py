@@ -119,6 +119,7 @@ class Outboxes:
         kept = len(peer.outbox)
         reason = f"{kept} messages were kept for you and you took none: poll more often"
         peer.outbox.clear()
+        peer.results.clear()
         peer.missed = None
         peer.outbox.append(encode(Goodbye(reason)))
         peer.outbox_bytes = len(peer.outbox[0])
