@@ -7,7 +7,8 @@ pins all of its keys or is refused. Either way the transfer holds a Lease until 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import msgspec
@@ -47,7 +48,17 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class Namespace:
-    def __init__(self, region: Region, fingerprint: Fingerprint, policy: str, threshold: int):
+    """changed: called with it when it has news to take."""
+
+    def __init__(
+        self,
+        region: Region,
+        fingerprint: Fingerprint,
+        policy: str,
+        threshold: int,
+        changed: Callable[[Namespace], None],
+    ) -> None:
+        self._changed = changed
         self.name = fingerprint.name
         self.region = region
         self.fingerprint = fingerprint
@@ -248,6 +259,7 @@ class Namespace:
     def _new_cache(self) -> Cache:
         cache = Cache(self.region.num_blocks, self.policy, self.threshold)
         cache.recording = True
+        cache.notice = partial(self._changed, self)
         return cache
 
 

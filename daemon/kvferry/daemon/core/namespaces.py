@@ -29,15 +29,15 @@ class Namespaces:
         self._of_session: dict[str, Namespace] = {}
         self._lost: list[Namespace] = []
         """Those that are not there any more, and nobody was told."""
+        self._regions_seen = 0
+        self._changed: dict[Namespace, None] = {}
+        """Those that have news, in the order in which that began."""
         self._pins: dict[str, dict[OffloadKey, deque[Pins | None]]] = {}
         """What each session pinned; None where the key was not there any more."""
 
     def __iter__(self) -> Iterator[Namespace]:
         """Those that are still there: a deserted one may have given its room to somebody."""
-        lost = [one for one in self._all.values() if not self._regions.holds(one.region)]
-        for namespace in lost:
-            del self._all[namespace.name]
-        self._lost += lost
+        self._look_for_lost()
         return iter(self._all.values())
 
     def open(self, session: str, engine: str, message: OpenNamespace) -> list[Action]:
@@ -53,7 +53,9 @@ class Namespaces:
         )
         namespace = next((one for one in self if one.region is region), None)
         if namespace is None:
-            namespace = Namespace(region, fingerprint, message.policy, message.store_threshold)
+            namespace = Namespace(
+                region, fingerprint, message.policy, message.store_threshold, self._note
+            )
             self._all[namespace.name] = namespace
             self._regions.enter(namespace.deed)
         elif not namespace.used:
@@ -87,7 +89,7 @@ class Namespaces:
             raise Refused(Code.BAD_SPEC, "that is no namespace of ours", deed.name)
         region = self._regions.restore(deed)
         try:
-            namespace = Namespace(region, fingerprint, policy, deed.threshold)
+            namespace = Namespace(region, fingerprint, policy, deed.threshold, self._note)
             namespace.restore(found)
         except ValueError as error:
             self._regions.free(region.owner)
@@ -131,18 +133,34 @@ class Namespaces:
 
     def news(self) -> list[Action]:
         """Tell those who follow what happened since the last time."""
-        actions: list[Action] = []
-        namespaces, lost = tuple(self), self._lost
-        self._lost = []
+        self._look_for_lost()
+        lost, self._lost = self._lost, []
         for namespace in lost:
             namespace.reset()
-        for namespace in (*lost, *namespaces):
+        if not self._changed:
+            return []
+        changed, self._changed = self._changed, {}
+        actions: list[Action] = []
+        for namespace in dict.fromkeys((*lost, *changed)):
             news = namespace.news()
             if news is not None:
                 actions.append(Publish(namespace.name, namespace.fingerprint.block_size, news))
                 if namespace.followers:
                     actions.append(Broadcast(tuple(namespace.followers), news))
         return actions
+
+    def _note(self, namespace: Namespace) -> None:
+        self._changed[namespace] = None
+
+    def _look_for_lost(self) -> None:
+        """A deserted one may have given its room to somebody since the last look."""
+        if self._regions_seen == self._regions.removals:
+            return
+        self._regions_seen = self._regions.removals
+        lost = [one for one in self._all.values() if not self._regions.holds(one.region)]
+        for namespace in lost:
+            del self._all[namespace.name]
+        self._lost += lost
 
     def leave(self, session: str) -> None:
         """A session went: what it pinned may go."""

@@ -47,6 +47,8 @@ class Regions:
         self.own_bytes = own_bytes
         self._most = most
         self._regions: dict[Owner, Region] = {}
+        self.removals = 0
+        """How many regions there were that are not there any more."""
         self._records: list[Record] = []
 
     def __iter__(self) -> Iterator[Region]:
@@ -102,6 +104,7 @@ class Regions:
     def free(self, owner: Owner) -> None:
         """Nothing in the owner's region is worth keeping."""
         del self._regions[owner]
+        self.removals += 1
         self._records.append(Strike(owner))
 
     def enter(self, deed: Deed) -> None:

@@ -18,7 +18,7 @@ counting, and only then the policy is asked, which takes the new keys in and nam
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -108,6 +108,8 @@ class Cache:
         """Jobs from before a reset."""
         self._recording = False
         self._events: list[Event] = []
+        self.notice: Callable[[], None] = _nobody
+        """Called whenever there is an event to take."""
         self._hits = self._misses = self._skipped = self._stored = self._evictions = 0
 
     @property
@@ -354,3 +356,8 @@ class Cache:
     def _tell(self, kind: EventKind, keys: tuple[bytes, ...]) -> None:
         if self._recording and (keys or kind is EventKind.CLEARED):
             self._events.append(Event(kind, keys))
+            self.notice()
+
+
+def _nobody() -> None:
+    """Nobody wants to know."""
