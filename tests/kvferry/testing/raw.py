@@ -56,7 +56,11 @@ class Raw:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(f"ipc://{directory / 'kvferry.sock'}")
         if engine is not None:
-            welcome = self.ask(Hello(PROTOCOL, PROTOCOL, "raw", engine), Welcome)
+            try:
+                welcome = self.ask(Hello(PROTOCOL, PROTOCOL, "raw", engine), Welcome)
+            except BaseException:
+                self.drop()
+                raise
             self.on_gpu = welcome.device.kind != "cpu"
 
     def send(self, *frames: bytes | ClientMessage) -> None:

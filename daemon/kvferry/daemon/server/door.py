@@ -28,7 +28,7 @@ log = structlog.get_logger()
 def last_descriptor() -> int:
     """The highest number that may be given to a client: the rest is for what the daemon opens."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return limit - min(MOST_KEPT_FREE, limit // 2)
+    return limit - min(MOST_KEPT_FREE, 2 * limit // 3)
 
 
 def crowded() -> bool:

@@ -97,6 +97,8 @@ class Server:
         self._journal = Journal()
         self._reports: deque[Report] = deque()
         self._drain_is_due = False
+        self._changes: deque[tuple[int, bool]] = deque()
+        """Connections, by number, that came (or else closed), and that nobody was told of."""
         self._context = zmq.Context(io_threads=1)
         self._feed = Feed(self._context, events)
         self._socket = self._context.socket(zmq.ROUTER)
@@ -209,18 +211,28 @@ class Server:
         return frames
 
     def _watch(self) -> None:
-        """Connections closed; what came through them before is heard first."""
+        """Connections came or closed; what came through those before is heard first."""
+        self._look_at_connections()
         self._drain(10 * TURN)
-        self._hear_of_closed()
+        self._hear_of_connections()
 
-    def _hear_of_closed(self) -> None:
+    def _look_at_connections(self) -> None:
+        """The door has to know at once who came; the others are heard in order."""
         while not self._monitor.closed and cast(int, self._monitor.get(zmq.EVENTS)) & POLLIN:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
-            if event["event"] == zmq.EVENT_ACCEPTED:
-                self._door.came(int(event["value"]))
-                self._peers.connected(event["value"])
+            number, came = int(event["value"]), event["event"] == zmq.EVENT_ACCEPTED
+            if came:
+                self._door.came(number)
+            self._changes.append((number, came))
+
+    def _hear_of_connections(self) -> None:
+        self._look_at_connections()
+        while self._changes:
+            number, came = self._changes.popleft()
+            if came:
+                self._peers.connected(number)
             else:
-                self._peers.disconnected(event["value"])
+                self._peers.disconnected(number)
 
     def _receive(self, identity: bytes, peer: Peer | None, frames: list[bytes | zmq.Frame]) -> None:
         try:
@@ -242,7 +254,7 @@ class Server:
             self._outboxes.answer(identity, self._core.refusal(None, error))
 
     def _greet(self, identity: bytes, frame: zmq.Frame, hello: Hello) -> None:
-        self._hear_of_closed()  # or the end of this connection's namesake would seem its own
+        self._hear_of_connections()  # or its number's last owner's end would seem its own
         session = secrets.token_hex(16)
         peer = self._peers.admit(session, identity, frame, hello)
         self._perform(self._core.welcome(session, hello))
