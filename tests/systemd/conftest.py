@@ -7,6 +7,7 @@ import re
 import shutil
 import tomllib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from kvferry.testing.machine import WHEELS, Foundation, Machine, missing
 
 CHECKOUT = Path(__file__).parents[2]
 SHIPPED = ("client", "daemon", "deploy", "proto", "tests/kvferry")
-UNIT = "kvferryd@cpu"
+TEMPLATE = "kvferryd@"
 
 DROP_IN = """
 [Service]
@@ -38,10 +39,10 @@ def commands() -> dict[str, str]:
     return dict(re.findall(r"(?ms)^## ([^\n]+)$(?:(?!^## ).)*?^```sh\n(.*?)^```", text))
 
 
-@pytest.fixture(scope="session")
-def bare() -> Iterator[Machine]:
+@contextmanager
+def fresh(*, gpu: bool = False) -> Iterator[Machine]:
     """A machine where nothing is installed, with a checkout in /src."""
-    if reason := missing():
+    if reason := missing(cache()):
         pytest.skip(reason)
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
@@ -54,7 +55,7 @@ def bare() -> Iterator[Machine]:
     for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"):
         shutil.copy(CHECKOUT / name, root / "src" / name)
     try:
-        machine = Machine(root)
+        machine = Machine(root, gpu=gpu)
     except RuntimeError as error:
         pytest.skip(f"no container boots here: {error}")
     with machine:
@@ -62,11 +63,31 @@ def bare() -> Iterator[Machine]:
 
 
 @pytest.fixture(scope="session")
+def bare() -> Iterator[Machine]:
+    """A machine where nothing is installed."""
+    with fresh() as machine:
+        yield machine
+
+
+@pytest.fixture(scope="session")
 def machine(bare: Machine, commands: dict[str, str]) -> Machine:
-    """A machine with the unit installed, as the instructions say, and users for it."""
-    offline = f"export PIP_NO_INDEX=1 PIP_FIND_LINKS=/{WHEELS} PIP_NO_COMPILE=1\n"
-    bare.script(offline + commands["Install"], directory="/src")
-    bare.write(f"/etc/systemd/system/{UNIT}.service.d/test.conf", DROP_IN)
-    bare.script("sed -i 's/^# size = .*/size = \"64MiB\"/' /etc/kvferry/kvferryd.toml")
-    bare.script("useradd -G kvferry engine; useradd stranger; systemctl daemon-reload")
+    """A machine with the unit installed."""
+    install(bare, commands["Install"])
     return bare
+
+
+@pytest.fixture(scope="session")
+def gpu_machine(commands: dict[str, str]) -> Iterator[Machine]:
+    """The same with the GPUs of this one."""
+    with fresh(gpu=True) as machine:
+        install(machine, commands["Install"])
+        yield machine
+
+
+def install(machine: Machine, commands: str) -> None:
+    """Do as the instructions say, and add users for it."""
+    offline = f"export PIP_NO_INDEX=1 PIP_FIND_LINKS=/{WHEELS} PIP_NO_COMPILE=1\n"
+    machine.script(offline + commands, directory="/src")
+    machine.write(f"/etc/systemd/system/{TEMPLATE}.service.d/test.conf", DROP_IN)
+    machine.script("sed -i 's/^# size = .*/size = \"64MiB\"/' /etc/kvferry/kvferryd.toml")
+    machine.script("useradd -G kvferry engine; useradd stranger; systemctl daemon-reload")

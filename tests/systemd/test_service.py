@@ -5,24 +5,26 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvferry.testing.machine import Machine
+from kvferry.testing.machine import HOST, Machine
 
 pytestmark = [pytest.mark.systemd, pytest.mark.timeout(900)]
 
-UNIT = "kvferryd@cpu"
+CHECKOUT = Path(__file__).parents[2]
 FILE = "/etc/kvferry/kvferryd.toml"
 PYTHON = "/opt/kvferry/bin/python"
 PATIENCE = 60.0
 CAP_SYS_RESOURCE = 24
 
 ENGINE = '''
-"""engine.py store|load|busy: an engine without torch, whose blocks have keys."""
+"""engine.py DIRECTORY store|load|busy: an engine whose blocks have keys."""
 import json, mmap, os, sys, time
 from pathlib import Path
 from kvferry.client import (
@@ -38,17 +40,47 @@ BLOCKS, PAGE = 8, 4096
 fingerprint = Fingerprint("model", PAGE, key_bytes=12)
 keys = [offload_key(number.to_bytes(8, "big")) for number in range(BLOCKS)]
 bytes_of = lambda block: bytes((31 * block + place) % 251 for place in range(PAGE))
+written = b"".join(map(bytes_of, range(BLOCKS)))
 
-def main(does):
-    directory = Path("/run/kvferry/cpu")
-    memory = os.memfd_create("kv")
-    os.ftruncate(memory, BLOCKS * PAGE)
-    tensor = mmap.mmap(memory, BLOCKS * PAGE)
-    with OffloadClient(directory, engine="engine") as client, Raw(directory, "engine") as worker:
+class HostTensor:
+    """Without torch, as a worker of its own."""
+
+    def __init__(self, directory):
+        memory = os.memfd_create("kv")
+        os.ftruncate(memory, BLOCKS * PAGE)
+        self._bytes = mmap.mmap(memory, BLOCKS * PAGE)
+        self._worker = worker = Raw(directory, "engine").__enter__()
         worker.ask(OpenNamespace(1, fingerprint), Opened)
         (ticket,) = worker.deposit(memory)
         places = (FdAllocation(ticket, BLOCKS * PAGE),), (Location(0, 0),)
         worker.ask(RegisterKVCaches(2, one_tensor(BLOCKS, PAGE), *places), Registered)
+
+    def write(self, data):
+        self._bytes[:] = data
+
+    def read(self):
+        return self._bytes[:]
+
+class GPUTensor:
+    def __init__(self, directory):
+        import torch
+        self._torch = torch
+        self._bytes = torch.zeros(BLOCKS, PAGE, dtype=torch.uint8, device="cuda")
+        self._worker = worker = OffloadClient(directory, engine="engine", client="worker")
+        worker.open_namespace(fingerprint)
+        worker.register_kv_caches({"layer": self._bytes}, num_blocks=BLOCKS)
+
+    def write(self, data):
+        rows = self._torch.frombuffer(bytearray(data), dtype=self._torch.uint8)
+        self._bytes.copy_(rows.view(BLOCKS, PAGE))
+        self._torch.cuda.synchronize()
+
+    def read(self):
+        return self._bytes.cpu().numpy().tobytes()
+
+def main(directory, does):
+    with OffloadClient(directory, engine="engine") as client:
+        tensor = (HostTensor if directory.name == "cpu" else GPUTensor)(directory)
         client.open_namespace(fingerprint)
         blocks = GPULoadStoreSpec(range(BLOCKS))
         if does == "load":
@@ -60,35 +92,40 @@ def main(does):
                 return {"outcome": "miss"}
             client.transfer_async(1, (KeyLoadStoreSpec(tuple(keys)), blocks))
         else:
-            tensor[:] = b"".join(map(bytes_of, range(BLOCKS)))
+            tensor.write(written)
             client.transfer_async(1, (blocks, KeyLoadStoreSpec(tuple(keys))))
         client.wait([1])
         (result,) = client.get_finished()
-        right = tensor[:] == b"".join(map(bytes_of, range(BLOCKS)))
+        right = tensor.read() == written
         number = 1
         while does == "busy":  # until the daemon goes
             number += 1
-            open("/run/busy", "w").write(str(number))
+            print(number, flush=True)
             client.transfer_async(number, (KeyLoadStoreSpec(tuple(keys)), blocks))
             client.get_finished()
             client.wait([number])
         return {"outcome": result.outcome, "right": right, "pid": client.daemon.pid}
 
 try:
-    print(json.dumps(main(sys.argv[1])))
+    print(json.dumps(main(Path(sys.argv[1]), sys.argv[2])))
 except KVFerryError as error:
     print(json.dumps({"outcome": error.code}))
 '''
 
 
 class Service:
-    """The unit on its machine."""
+    """The unit for a device on its machine. device: "cpu", or a GPU's index."""
 
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
+    def __init__(self, machine: Machine, device: str) -> None:
+        self.machine, self.device, self.unit = machine, device, f"kvferryd@{device}"
+
+    @property
+    def directory(self) -> str:
+        """Of its sockets."""
+        return self.machine.script("dirname /run/kvferry/*/lock")
 
     def systemctl(self, verb: str, *more: str, check: bool = True) -> str:
-        return self.machine.run("systemctl", verb, UNIT, *more, check=check)
+        return self.machine.run("systemctl", verb, self.unit, *more, check=check)
 
     def show(self, name: str) -> str:
         """A property of the unit, as systemd has it."""
@@ -102,8 +139,10 @@ class Service:
 
     def log(self) -> str:
         """Of this start of the unit."""
-        invocation = self.show("InvocationID")
-        return self.machine.run("journalctl", "--no-pager", f"_SYSTEMD_INVOCATION_ID={invocation}")
+        return self.journal(f"_SYSTEMD_INVOCATION_ID={self.show('InvocationID')}")
+
+    def journal(self, *which: str) -> str:
+        return self.machine.run("journalctl", "--no-pager", *which)
 
     def until_another(self, pid: str) -> None:
         """Until systemd has started it anew, and it is ready."""
@@ -116,23 +155,40 @@ class Service:
 
     def engine(self, does: str, user: str = "engine") -> Any:
         """What an engine of a user tells that stores its blocks, or loads them."""
-        become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups"]
-        said = self.machine.run(*become, PYTHON, "/srv/engine.py", does)
+        said = self.machine.run(*self.engine_command(does, user))
         return json.loads(said.splitlines()[-1])
+
+    def engine_command(self, does: str, user: str = "engine") -> list[str]:
+        """On a GPU its torch is that of the machine around."""
+        arguments = [self.directory, does]
+        if self.device == "cpu":
+            become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups"]
+            return [*become, PYTHON, "/srv/engine.py", *arguments]
+        uid, groups = (self.machine.run("id", which, user) for which in ("-u", "-G"))
+        become = ["chroot", f"--userspec={uid}:{uid}", f"--groups={groups.replace(' ', ',')}"]
+        source = self.machine.root / "src"
+        path = [source / name for name in ("proto", "client", "tests")]
+        path += [
+            Path(name) for name in sys.path if name and not Path(name).is_relative_to(CHECKOUT)
+        ]
+        python = ["env", f"PYTHONPATH={':'.join(map(str, path))}", sys.executable]
+        return [*become, HOST, *python, f"{self.machine.root}/srv/engine.py", *arguments]
 
     def configure(self, text: str) -> None:
         """Settings of the unit for one test."""
-        self.machine.write(f"/etc/systemd/system/{UNIT}.service.d/this.conf", text)
+        self.machine.write(f"/etc/systemd/system/{self.unit}.service.d/this.conf", text)
         self.machine.run("systemctl", "daemon-reload")
 
 
-@pytest.fixture
-def service(machine: Machine) -> Iterator[Service]:
+@pytest.fixture(params=["cpu", pytest.param("0", marks=pytest.mark.gpu)])
+def service(request: pytest.FixtureRequest) -> Iterator[Service]:
     """The unit, started; afterwards as it was installed."""
-    service = Service(machine)
+    machine = request.getfixturevalue("machine" if request.param == "cpu" else "gpu_machine")
+    service = Service(machine, request.param)
     before = machine.run("cat", FILE)
     machine.write("/srv/engine.py", ENGINE)
-    service.systemctl("start")
+    service.systemctl("start", check=False)
+    assert service.show("ActiveState") == "active", service.journal(f"--unit={service.unit}")
     yield service
     service.systemctl("stop")
     service.systemctl("clean", "--what=fdstore", check=False)
@@ -143,7 +199,8 @@ def service(machine: Machine) -> Iterator[Service]:
 
 def test_it_is_ready_when_start_returns(service: Service) -> None:
     assert service.show("ActiveState") == "active"
-    assert service.show("StatusText") == "serving host memory at /run/kvferry/cpu"
+    said = service.show("StatusText")
+    assert re.fullmatch(rf"serving (host memory|.*NVIDIA.*) at {service.directory}", said)
     status = service.machine.run("/opt/kvferry/bin/kvferry", "status")
     assert f"pid {service.show('MainPID')}" in status
     assert "64 MiB" in status
@@ -154,8 +211,8 @@ def test_who_it_is_and_what_it_opens(service: Service) -> None:
     assert run("stat", "--format=%U", f"/proc/{service.show('MainPID')}") == "kvferry"
     stat = ["stat", "--format=%a %U %G"]
     assert run(*stat, "/run/kvferry") == "755 kvferry kvferry"
-    assert run(*stat, "/run/kvferry/cpu") == "750 kvferry kvferry"
-    assert run(*stat, "/run/kvferry/cpu/kvferry.sock") == "660 kvferry kvferry"
+    assert run(*stat, service.directory) == "750 kvferry kvferry"
+    assert run(*stat, f"{service.directory}/kvferry.sock") == "660 kvferry kvferry"
 
 
 def test_all_of_its_memory_may_be_locked(service: Service) -> None:
@@ -176,7 +233,8 @@ def test_who_may_use_it(service: Service) -> None:
     assert service.engine("store", "stranger")["right"]
     service.machine.script(f"sed -i 's/^allow_uids.*//' {FILE}")
     service.systemctl("reload")
-    service.machine.script("chmod 755 /run/kvferry/cpu; chmod 666 /run/kvferry/cpu/*.sock")
+    folder = service.directory
+    service.machine.script(f"chmod 755 {folder}; chmod 666 {folder}/*.sock")
     assert service.engine("store", "stranger") == {"outcome": "forbidden"}
     assert "forbidden x1" in service.machine.run("/opt/kvferry/bin/kvferry", "status")
 
@@ -229,16 +287,17 @@ def test_the_watchdog(service: Service) -> None:
     assert service.show("MainPID") == pid
     service.systemctl("kill", "--signal=STOP")
     service.until_another(pid)
-    assert "atchdog" in service.machine.run("journalctl", "--no-pager", f"--unit={UNIT}")
+    assert "atchdog" in service.journal(f"--unit={service.unit}")
 
 
 def test_a_stop_under_load_is_a_clean_one(service: Service) -> None:
-    busy = ["setpriv", "--reuid=engine", "--regid=engine", "--init-groups", PYTHON]
-    service.machine.script("rm -f /run/busy; install -o engine /dev/null /run/busy")
+    folder, busy = service.directory, "/run/busy"
+    service.machine.script(f": > {busy}")
     unit = ["systemd-run", "--quiet", "--unit=busy", "--property=RemainAfterExit=yes"]
-    service.machine.run(*unit, *busy, "/srv/engine.py", "busy")
+    unit.append(f"--property=StandardOutput=file:{busy}")
+    service.machine.run(*unit, *service.engine_command("busy"))
     try:
-        service.until(lambda: service.machine.run("cat", "/run/busy") > "10")
+        service.until(lambda: len(service.machine.run("cat", busy)) > 99)
         service.systemctl("stop")
         assert service.show("Result") == "success"
         assert service.show("ExecMainStatus") == "0"
@@ -246,8 +305,8 @@ def test_a_stop_under_load_is_a_clean_one(service: Service) -> None:
         service.until(lambda: service.machine.run(*state) == "exited")
     finally:
         service.machine.run("systemctl", "stop", "busy", check=False)
-    assert service.machine.run("ls", "/run/kvferry") == "cpu", "other instances use the directory"
-    assert service.machine.run("ls", "/run/kvferry/cpu") == "lock"
+    assert service.directory == folder, "other instances use the one it is in"
+    assert service.machine.run("ls", folder) == "lock"
 
 
 def test_one_that_cannot_start_says_why_and_gives_up_in_the_end(service: Service) -> None:
@@ -257,7 +316,7 @@ def test_one_that_cannot_start_says_why_and_gives_up_in_the_end(service: Service
     service.systemctl("start", check=False)
     service.until(lambda: service.show("ActiveState") == "failed")
     assert "pool_too_large" in service.show("StatusText")
-    assert "pool_too_large" in service.machine.run("journalctl", "--no-pager", f"--unit={UNIT}")
+    assert "pool_too_large" in service.journal(f"--unit={service.unit}")
     service.machine.script(f"sed -i 's/^size = .*/size = \"64MiB\"/; /^chunk =/d' {FILE}")
     service.systemctl("reset-failed")
     service.systemctl("start")
@@ -266,7 +325,19 @@ def test_one_that_cannot_start_says_why_and_gives_up_in_the_end(service: Service
 
 def test_how_exposed_it_is(service: Service) -> None:
     """By this systemd's own reckoning, which knows more than an older one."""
-    said = service.machine.run("systemd-analyze", "security", UNIT, "--no-pager", "--threshold=21")
+    said = service.machine.run(
+        "systemd-analyze", "security", service.unit, "--no-pager", "--threshold=21"
+    )
     assert "Overall exposure level" in said
-    verified = service.machine.run("systemd-analyze", "verify", f"{UNIT}.service")
+    verified = service.machine.run("systemd-analyze", "verify", f"{service.unit}.service")
     assert "Unknown" not in verified
+
+
+def test_of_devices_it_may_open_its_own_only(service: Service) -> None:
+    """As far as this machine lets systemd say so: by a program of the kernel's."""
+    closed = ["systemd-run", "--quiet", "--pipe", "--wait", "--property=DevicePolicy=closed"]
+    script = "mknod /run/log c 1 11; if : < /run/log; then echo let in; fi; rm /run/log"
+    if "let in" in service.machine.run(*closed, "/bin/sh", "-c", script, check=False):
+        pytest.skip("here systemd keeps no service from any device")
+    assert service.show("DevicePolicy") == "closed"
+    assert service.engine("store")["right"]

@@ -25,4 +25,5 @@ def test_an_upgrade_and_the_end(machine: Machine, commands: dict[str, str]) -> N
     assert "kvferry" not in machine.run("systemctl", "list-units", "--all", "--plain", "kvferry*")
     assert machine.run("getent", "passwd", "kvferry", check=False) == ""
     left = machine.run("find", "/etc", "/opt", "/run", "/usr", "-xdev", "-name", "kvferry*")
-    assert set(left.split()) <= {f"/etc/systemd/system/{unit}.service.d"}, "the tests' own drop-ins"
+    own = {f"/etc/systemd/system/{name}.service.d" for name in (unit, "kvferryd@")}
+    assert set(left.split()) <= own, "the drop-ins of the tests"

@@ -10,6 +10,7 @@ vllm_process.SMALL.
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -75,22 +76,28 @@ def shapes(model: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return found | {"model.norm.weight": (hidden,), "lm_head.weight": (words, hidden)}
 
 
-def agree(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two answers to a prompt come from the same KV cache.
+def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """How far two answers to a prompt are from each other, in nats: beyond TIE they come from
+    different KV caches.
 
     Each has `tokens`, and `top`: for each token the likeliest ones with their log probabilities.
-    Where two were as good as equal either may come out; what follows is another text.
+    Where two tokens were as good as equal either may come out; what follows is another text.
     """
     if len(one["tokens"]) != len(other["tokens"]):
-        return False
+        return math.inf
+    farthest = 0.0
     steps = zip(one["tokens"], other["tokens"], one["top"], other["top"], strict=True)
     for mine, theirs, my_top, their_top in steps:
         here, there = dict(map(tuple, my_top)), dict(map(tuple, their_top))
         both = here.keys() & there.keys()
         if not {mine, theirs} <= both:
-            return False
-        if not all(abs(here[token] - there[token]) <= TIE for token in both):  # NaN is no number
-            return False
+            return math.inf
+        differences = [abs(here[token] - there[token]) for token in both]
+        if mine != theirs:  # each one's lead where it was found, half of it for each
+            differences.append(abs(here[mine] - here[theirs]) / 2)
+        if not all(map(math.isfinite, differences)):
+            return math.inf
+        farthest = max(farthest, *differences)
         if mine != theirs:
-            return bool(abs(here[mine] - here[theirs]) <= 2 * TIE)
-    return True
+            break
+    return farthest

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -26,24 +27,44 @@ SUITE = "trixie"
 PACKAGES = "systemd,systemd-sysv,dbus,python3,python3-venv"
 WHEELS = "wheels"
 """Directory with the wheels, in the root."""
-TOOLS = ("debootstrap", "systemd-nspawn", "nsenter", "chroot")
+TOOLS = ("systemd-nspawn", "nsenter", "chroot")
 BOOT_SECONDS = 90.0
+HOST = "/host"
+"""Where a machine with a GPU has the file system of the one around it: that one's torch."""
+DRIVER = re.compile(r"lib(cuda|nvidia-(ml|ptxjitcompiler|nvvm|gpucomp))\.so\.1$")
+"""What of NVIDIA's driver a process without torch may open, by the names of the loader."""
+DRIVER_PLACE = "/usr/local/lib/nvidia"
+GPU_SETUP = f"""
+echo {DRIVER_PLACE} > /etc/ld.so.conf.d/nvidia.conf
+ldconfig
+mount --rbind /proc {HOST}/proc
+mount --rbind /dev {HOST}/dev
+mount -t tmpfs -o mode=755 run {HOST}/run
+mkdir -p {HOST}/run/kvferry /run/kvferry
+mount --bind /run/kvferry {HOST}/run/kvferry
+"""
+"""The machine's own processes, devices and sockets, for who goes to live in HOST."""
 ENVIRON = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin", "LANG": "C.UTF-8"}
 
 
-def missing() -> str:
-    """Why there can be no machine here; empty where there can."""
+def missing(cache: Path) -> str:
+    """Why there can be no machine here; empty where there can. cache: a Foundation's."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "a container is booted by root only"
-    absent = [tool for tool in TOOLS if shutil.which(tool) is None]
+    tools = TOOLS if _root(cache).is_dir() else ("debootstrap", *TOOLS)
+    absent = [tool for tool in tools if shutil.which(tool) is None]
     return f"not installed: {', '.join(absent)}" if absent else ""
+
+
+def _root(cache: Path) -> Path:
+    return cache / f"{SUITE}-{PACKAGES.replace(',', '-')}"
 
 
 class Foundation:
     """A bare Debian in `cache`, made where it is not there, with the wheels of `requirements`."""
 
     def __init__(self, cache: Path, requirements: Sequence[str], constraints: Path) -> None:
-        self.root = cache / f"{SUITE}-{PACKAGES.replace(',', '-')}"
+        self.root = _root(cache)
         with _alone(cache):
             if not self.root.is_dir():
                 half = cache / "half-made"
@@ -73,19 +94,25 @@ class Foundation:
 
 
 class Machine:
-    """Boots `root`, which goes when it does. Raises RuntimeError with its log where it does not."""
+    """Boots `root`, which goes when it does. Raises RuntimeError with its log where it does not.
 
-    def __init__(self, root: Path) -> None:
+    gpu: with the GPUs of this machine and their driver, and its file system at HOST.
+    """
+
+    def __init__(self, root: Path, *, gpu: bool = False) -> None:
         self.root = root
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         command = ["systemd-nspawn", "--quiet", f"--directory={root}", "--boot", "--console=pipe"]
         command += ["--register=no", "--keep-unit", "--private-network"]
+        command += gpu_options() if gpu else []
         self._nspawn = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log
         )
         self._leader: int | None = None
         try:
             self._boot()
+            if gpu:
+                self.script(GPU_SETUP)
         except BaseException:
             self.close()
             raise
@@ -153,6 +180,22 @@ class Machine:
             time.sleep(0.1)
         self._log.seek(0)
         raise RuntimeError(self._log.read().decode(errors="replace").strip() or "it did not boot")
+
+
+def gpu_options() -> list[str]:
+    """systemd-nspawn's, for devices, driver and the right to say who may open which device."""
+    listed = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True, check=True).stdout
+    places = dict(re.findall(r"(?m)^\s*(\S+) \(.*x86-64.*\) => (.*)$", listed)[::-1])
+    options = [
+        f"--bind-ro={Path(place).resolve()}:{DRIVER_PLACE}/{name}"
+        for name, place in places.items()
+        if DRIVER.match(name)
+    ]
+    nodes = [node for node in Path("/dev").glob("nvidia*") if node.is_char_device()]
+    options += [f"--bind={node}" for node in nodes]
+    options += ["--rlimit=RLIMIT_MEMLOCK=infinity"]  # where root may not raise it in there
+    options += [f"--bind-ro=/:{HOST}", "--capability=all", "--system-call-filter=bpf"]
+    return options
 
 
 def _children(pid: int) -> list[int]:
