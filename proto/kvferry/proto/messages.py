@@ -81,6 +81,8 @@ class Outcome(StrEnum):
     LOST = "lost"
     """Only clients say this one: the daemon went away before it told."""
 
+    __hash__ = str.__hash__
+
 
 class JobResult(Part):
     """How a job ended. `nbytes` moved, `seconds` on the device; both 0 unless it was done."""

@@ -54,6 +54,9 @@ class Direction(StrEnum):
     STORE = "store"
     LOAD = "load"
 
+    __hash__ = str.__hash__
+    """An enumeration's own is written in Python, and jobs look up a dozen tables by direction."""
+
     @property
     def transfer_type(self) -> tuple[str, str]:
         """(source medium, destination medium), the way vLLM's kv_offload names it."""

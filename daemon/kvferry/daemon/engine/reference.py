@@ -31,6 +31,7 @@ PIECE_BYTES = 8 << 20
 MAX_PIECES = 8
 AT_ONCE = 64 << 10
 """A copy of so few bytes takes less than to hand it over to another thread."""
+_NONE = np.empty(0, dtype=np.int64)
 
 
 @dataclass(slots=True)
@@ -61,6 +62,8 @@ class ReferenceEngine:
         self._pieces: defaultdict[int, Iterator[int]] = defaultdict(lambda: count(1))
         """Numbers for the pieces of each mapping."""
         self._in_flight = dict.fromkeys(Direction, 0)
+        self._last = {d: _Piece(d, Fragments(_NONE, _NONE, _NONE), False, True) for d in Direction}
+        """The newest piece each way."""
         self._queues: dict[Direction, queue.SimpleQueue[_Piece | None]] = {
             direction: queue.SimpleQueue() for direction in Direction
         }
@@ -126,8 +129,8 @@ class ReferenceEngine:
         number, every = next(self._pieces[id(mapping)]), self.faults.fail_every
         piece = _Piece(direction, fragments, bool(every) and number % every == 0)
         self._in_flight[direction] += 1
-        alone = self._in_flight[direction] == 1 and not self.faults.stall
-        if alone and mapping.geometry.nbytes((run,)) <= AT_ONCE:
+        before, self._last[direction] = self._last[direction], piece
+        if before.done and not self.faults.stall and mapping.geometry.nbytes((run,)) <= AT_ONCE:
             self._do(piece)
         else:
             self._queues[direction].put(piece)
@@ -211,4 +214,6 @@ def _copy(piece: _Piece) -> None:
 
 
 def _vectors(addresses: Int64s, sizes: Int64s) -> Int64s:
-    return np.ascontiguousarray(np.stack([addresses, sizes], axis=1))
+    vectors = np.empty((len(addresses), 2), dtype=np.int64)
+    vectors[:, 0], vectors[:, 1] = addresses, sizes
+    return vectors

@@ -96,6 +96,7 @@ class Server:
         self._bulletins = Bulletins()
         self._journal = Journal()
         self._reports: deque[Report] = deque()
+        self._reports_are_due = False
         self._drain_is_due = False
         self._changes: deque[tuple[int, bool]] = deque()
         """Connections, by number, that came (or else closed), and that nobody was told of."""
@@ -163,7 +164,9 @@ class Server:
         self._reports.extend(reports)
         for entry in filter(None, ends):
             self._bulletins.post(entry)
-        self._loop.call_soon_threadsafe(self._take_reports)
+        if not self._reports_are_due:  # else the loop is awake, or about to be
+            self._reports_are_due = True
+            self._loop.call_soon_threadsafe(self._take_reports)
 
     def pool_grew(self, nbytes: int) -> None:
         self._loop.call_soon_threadsafe(self._grew, nbytes)
@@ -270,6 +273,7 @@ class Server:
         self._perform(self._core.leave(peer.session))
 
     def _take_reports(self) -> None:
+        self._reports_are_due = False
         while self._reports:
             report = self._reports.popleft()
             if isinstance(report, Mapped):
