@@ -11,8 +11,9 @@ itl         milliseconds between tokens of streams that decode, beside requests 
 
 Engines of all connectors stand side by side and take turns, so that what changes with the hour
 changes for all; --apart starts them one after the other, for a GPU of 80 GB. Where PegaFlow is
-installed beside vLLM, `--connectors none,vllm,pegaflow,kvferry` measures it, too. The floor of a
-host hit is the GPU-hit time of the same engine plus the bytes over the link, both of the same run.
+installed beside vLLM, `--connectors none,vllm,pegaflow,kvferry` measures it, too; `ideal` copies
+nothing and takes the link's time for it (kvferry.testing.vllm_ideal). The floor of a host hit is
+the GPU-hit time of the same engine plus the bytes over the link, both of the same run.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ def main() -> None:
     chosen = parser.parse_args()
     record: Record = {"what": chosen.what, "link_gbs": link(), "began": time.time()}
     say("link", gbs=record["link_gbs"])
+    chosen.link_gbs = record["link_gbs"]
     record |= FIGURES[chosen.what](chosen, record)
     out = chosen.json or Path(f"vllm-figures-{chosen.what}.json")
     out.write_text(json.dumps(record, indent=1))
@@ -108,6 +110,11 @@ def engines(chosen: Any, names: list[str], model: Record, **options: Any) -> Ite
         extras: dict[str, Record] = {
             "kvferry": {"kvferry_dirs": daemon.directory, "cpu_bytes_to_use": host} | chosen.extra,
             "vllm": {"cpu_bytes_to_use": host},
+            "ideal": {
+                "spec_name": "IdealSpec",
+                "spec_module_path": "kvferry.testing.vllm_ideal",
+                "link_gbs": chosen.link_gbs,
+            },
         }
         with ExitStack() as running:
             if "pegaflow" in names:

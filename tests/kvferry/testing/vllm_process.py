@@ -57,6 +57,7 @@ LARGE = LLAMA | {
 CONNECTORS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "vllm": {"kv_connector": "OffloadingConnector"},
+    "ideal": {"kv_connector": "OffloadingConnector"},
     "kvferry": {
         "kv_connector": "KVFerryConnector",
         "kv_connector_module_path": "kvferry.client.vllm",
