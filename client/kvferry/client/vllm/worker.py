@@ -76,8 +76,9 @@ class WorkerSide:
         """Also of jobs that failed, or were lost with their daemon: success is False then."""
         self._take_in()
         results, self._ended = self._ended, []
+        now = time.monotonic()
         for result in results:
-            self._arrivals.ended(result.job_id, result.transfer_size, result.transfer_time)
+            self._arrivals.ended(result.job_id, result.transfer_size, result.transfer_time, now)
         return results
 
     def await_load(self) -> None:
