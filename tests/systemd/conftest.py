@@ -44,6 +44,8 @@ def fresh(*, gpu: bool = False) -> Iterator[Machine]:
     """A machine where nothing is installed, with a checkout in /src."""
     if reason := missing(cache()):
         pytest.skip(reason)
+    if gpu and not Path("/dev/nvidiactl").exists():
+        pytest.skip("NVIDIA's devices are not here")
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
     needed = [*project["project"]["dependencies"], *extras["daemon"], *extras["cli"]]
