@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,8 @@ class Auditor:
         self._pool = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
         self._urgent = ThreadPoolExecutor(threads, "kvferry-check")
         self._patient = ThreadPoolExecutor(threads, "kvferry-seal", _be_nice)
+        for pool in (self._urgent, self._patient):
+            _start_all(pool, threads)
 
     def read(self, blocks: Blocks, *, urgent: bool, done: Callable[[Sums], None]) -> None:
         """Sum blocks up in another thread, and call `done` from there."""
@@ -75,6 +78,14 @@ class Auditor:
         """Return once no thread reads the pool any more; what was not begun is not done."""
         for pool in (self._urgent, self._patient):
             pool.shutdown(cancel_futures=True)
+
+
+def _start_all(pool: ThreadPoolExecutor, threads: int) -> None:
+    """Have it start its threads now, not when it has that much to do: a daemon at work grows by
+    nothing, not even by these."""
+    together = Barrier(threads)
+    for _ in range(threads):
+        pool.submit(together.wait)
 
 
 def _be_nice(*_: Any) -> None:
