@@ -54,6 +54,7 @@ from kvferry.daemon.server.journal import Journal
 from kvferry.daemon.server.metrics import Snapshot
 from kvferry.daemon.server.outbox import Outboxes
 from kvferry.daemon.server.peers import Peer, Peers
+from kvferry.daemon.server.returns import Returns
 from kvferry.daemon.server.shelf import Shelf
 from kvferry.proto.codec import MAX_MESSAGE_BYTES, decode_client_message
 from kvferry.proto.errors import Code, ErrorInfo, KVFerryError, Refused
@@ -95,8 +96,7 @@ class Server:
         self._desk = DescriptorDesk(endpoint, lambda: core.sessions, core.refused)
         self._bulletins = Bulletins()
         self._journal = Journal()
-        self._reports: deque[Report] = deque()
-        self._reports_are_due = False
+        self._returns = Returns(self._loop, self._take_reports)
         self._drain_is_due = False
         self._changes: deque[tuple[int, bool]] = deque()
         """Connections, by number, that came (or else closed), and that nobody was told of."""
@@ -161,12 +161,10 @@ class Server:
         """Who sees a result on a bulletin may act on it at once: so first it is here to be taken,
         before any message."""
         ends = [self._bulletins.ended(report) for report in reports if isinstance(report, Ended)]
-        self._reports.extend(reports)
+        self._returns.put(reports)
         for entry in filter(None, ends):
             self._bulletins.post(entry)
-        if not self._reports_are_due:  # else the loop is awake, or about to be
-            self._reports_are_due = True
-            self._loop.call_soon_threadsafe(self._take_reports)
+        self._returns.ring()
 
     def pool_grew(self, nbytes: int) -> None:
         self._loop.call_soon_threadsafe(self._grew, nbytes)
@@ -273,9 +271,7 @@ class Server:
         self._perform(self._core.leave(peer.session))
 
     def _take_reports(self) -> None:
-        self._reports_are_due = False
-        while self._reports:
-            report = self._reports.popleft()
+        for report in self._returns.take():
             if isinstance(report, Mapped):
                 self._journal.mapped(report)
                 report = self._with_tickets(report) if report.descriptors else report
