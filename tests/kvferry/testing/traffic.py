@@ -124,6 +124,9 @@ class Traffic:
                 raise
             self._close()
             return
+        except Gone:  # a client that comes back has what was registered before: here, nothing yet
+            self._close()
+            raise
         self._incarnation = client.incarnation
         self._opened(region)
 
