@@ -9,7 +9,8 @@ from typing import TypeAlias
 
 import pytest
 
-from kvferry.client import Code, LocalDaemon
+from kvferry.client import Code, Failed, LocalDaemon
+from kvferry.client.timeline import Timeline
 from kvferry.client.vllm import worker as module
 from kvferry.client.vllm.scheduler import KeysSpec
 from kvferry.client.vllm.worker import WorkerSide
@@ -101,6 +102,22 @@ def test_a_store_from_before_a_reset_is_dropped(
     assert ended(worker, 1) == {1: False}
     worker.store(2, gpu_blocks(1), KeysSpec((A,), generations=(1,)))
     assert ended(worker, 1) == {2: True}
+    worker.shutdown()
+
+
+def test_a_job_whose_stream_cannot_be_followed_has_failed(
+    start_kvferryd: StartKvferryd, start_worker: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was submitted, and nothing would ever let it begin."""
+    worker = start_worker(start_kvferryd())
+
+    def break_down(*_: object) -> int:
+        raise Failed(Code.DRIVER, "the context is broken")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Timeline, "signal", break_down)
+        worker.store(1, gpu_blocks(1), KeysSpec((A,)))
+    assert ended(worker, 1) == {1: False}
     worker.shutdown()
 
 

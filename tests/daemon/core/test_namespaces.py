@@ -941,6 +941,41 @@ def test_pins_are_counted() -> None:
     assert desk.loadable("a", b"a") == b""
 
 
+def test_keys_that_were_pinned_together_are_let_go_one_by_one() -> None:
+    desk = Desk("a")
+    desk.stored("a", b"abcd")
+    desk.ask("a", wire.Pin(each(b"abcb")))
+    desk.ask("a", wire.Pin(each(b"cd")))
+    for letters, left in ((b"b", 4), (b"a", 3), (b"c", 3), (b"bd", 1), (b"c", 0)):
+        desk.ask("a", wire.Unpin(each(letters)))
+        assert desk.usage("pinned") == (left,)
+
+
+def test_of_a_key_that_is_pinned_often_the_oldest_pin_goes_first() -> None:
+    """The first is of what was there before the reset, the second of nothing."""
+    desk = Desk("a")
+    desk.stored("a", b"a")
+    desk.ask("a", wire.Pin(each(b"a")))
+    desk.ask("a", wire.Reset(1))
+    desk.ask("a", wire.Pin(each(b"a")))
+    desk.stored("a", b"a")
+    desk.ask("a", wire.Pin(each(b"a")))
+    for left in (1, 1, 0):
+        desk.ask("a", wire.Unpin(each(b"a")))
+        assert desk.usage("pinned") == (left,)
+
+
+def test_pinning_nothing_leaves_nothing_behind() -> None:
+    desk = Desk("a")
+    desk.stored("a", b"a")
+    (namespace,) = desk.core._namespaces
+    before = len(namespace.cache._loads)
+    for _ in range(3):
+        desk.ask("a", wire.Pin(()))
+        desk.ask("a", wire.Unpin(()))
+    assert len(namespace.cache._loads) == before == 0
+
+
 @pytest.mark.parametrize("letters", [b"c", b"ac", b"ca", b"aa", b"e"])
 def test_who_did_not_pin_does_not_unpin(letters: bytes) -> None:
     desk = Desk("a", "b")

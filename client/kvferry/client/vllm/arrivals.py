@@ -2,10 +2,11 @@
 
 vLLM looks for loads that ended once a step, and after a step that ran nothing it sleeps for a
 millisecond: so half of one goes by, on average, before it sees that a prompt is there. A step that
-runs nothing may as well wait where it looks, as long as vLLM's own sleep at most, when a load is
-about to end. Who waits too early sleeps through the end after all, so it is learnt from loads that
-ended: they end in the order of submission, take what the last one took for its bytes, and one that
-waits for no other is on its way for a while before its first byte.
+runs nothing may as well wait where it looks, when a load is about to end before the next one does.
+Who waits too late finds it ended; who waits too early waits in vain, and sleeps through the end
+after all. So when that will be is learnt from loads that ended: they end in the order of
+submission, each takes as long for its bytes as the fastest did lately, and one that waits for no
+other is on its way for a while before its first byte.
 """
 
 from __future__ import annotations
@@ -13,14 +14,19 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+LEAD = 1.6e-3
+"""Seconds before its end from which on a load is waited for: a step that runs nothing, and the
+sleep behind it, take 1.4 ms."""
 PATIENCE = 1e-3
-"""Seconds that a step waits, at most: a request that comes meanwhile waits as well."""
+"""Seconds that a load is waited for when it should have ended. A request that comes while a step
+waits, waits as well: for as long as both at most."""
 RATE = 50e9
 """Bytes a second, until a load has ended that tells."""
 TELLS = 32 << 20
 """What has fewer bytes tells of latency, not of the link."""
 LATELY = 8
-"""Loads whose least delay is expected of the next: one seen late seems to have had more."""
+"""Loads whose best is expected of the next: one that met others on the link was slower, and one
+seen late seems to have been on its way for longer."""
 
 
 class Expected(NamedTuple):
@@ -33,29 +39,34 @@ class Expected(NamedTuple):
 
 class Arrivals:
     def __init__(self) -> None:
-        self._rate = RATE
+        self._rates: deque[float] = deque(maxlen=LATELY)
         self._delays: deque[float] = deque(maxlen=LATELY)
         self._expected: deque[Expected] = deque()
         """Oldest first."""
 
     def submitted(self, job_id: int, nbytes: int, now: float) -> None:
+        """A load was."""
         begins = now + min(self._delays, default=0.0)
         alone = not self._expected
         if not alone:
             begins = max(begins, self._expected[-1].due)
-        self._expected.append(Expected(job_id, now, begins + nbytes / self._rate, alone))
+        due = begins + nbytes / max(self._rates, default=RATE)
+        self._expected.append(Expected(job_id, now, due, alone))
 
     def ended(self, job_id: int, nbytes: int, seconds: float, now: float) -> None:
         """A job of any kind was seen to have; nbytes, seconds: what it moved, and for how long."""
         mine = next((one for one in self._expected if one.job_id == job_id), None)
-        if mine is not None:
-            self._expected.remove(mine)
+        if mine is None:
+            return
+        self._expected.remove(mine)
         if nbytes < TELLS or seconds <= 0:
             return
-        self._rate = nbytes / seconds
-        if mine is not None and mine.alone:
+        self._rates.append(nbytes / seconds)
+        if mine.alone:
             self._delays.append(max(0.0, now - mine.submitted - seconds))
 
-    def soon(self, now: float) -> bool:
-        """Whether the next is to end within PATIENCE, or should have ended."""
-        return bool(self._expected) and self._expected[0].due - now < PATIENCE
+    def patience(self, now: float) -> float:
+        """Seconds that a step may wait now for the next load; 0 where that is not about to end."""
+        if not self._expected or (left := self._expected[0].due - now) > LEAD:
+            return 0.0
+        return max(0.0, left) + PATIENCE

@@ -22,7 +22,7 @@ from kvferry.client.blocking import OffloadClient
 from kvferry.client.jobs import TransferResult
 from kvferry.client.tensors.canonical import CanonicalKVCaches
 from kvferry.client.timeline import Timeline
-from kvferry.client.vllm.arrivals import PATIENCE, Arrivals
+from kvferry.client.vllm.arrivals import Arrivals
 from kvferry.client.vllm.lasting import Lasting
 from kvferry.client.vllm.place import TIMEOUT, Place
 from kvferry.client.vllm.scheduler import KeysSpec
@@ -84,11 +84,10 @@ class WorkerSide:
     def await_load(self) -> None:
         """For a step that runs nothing: where a load is about to end, wait until it has."""
         now = time.monotonic()
-        deadline = now + PATIENCE
-        while not self._ended and now < deadline and self._arrivals.soon(now):
+        deadline = now + self._arrivals.patience(now)
+        while not self._ended and time.monotonic() < deadline:
             self._take_in()
             time.sleep(LOOK)
-            now = time.monotonic()
 
     def wait(self, job_ids: Collection[int]) -> None:
         """Return when these jobs can touch their GPU blocks no more; bounded."""
@@ -108,12 +107,16 @@ class WorkerSide:
         try:
             if client is None:
                 raise Gone(Code.DAEMON_GONE, "there is no daemon now", job_id)
-            value = self._timeline.signal(self._stream())
+            value = self._timeline.last + 1
             client.transfer_async(job_id, spec, wait_for=value)
         except KVFerryError as error:
             self._fail(job_id, direction, error)
-        else:
-            self._under_way[job_id] = direction
+            return
+        self._under_way[job_id] = direction
+        try:  # last: the daemon reads the job meanwhile
+            self._timeline.signal(self._stream(), value)
+        except KVFerryError as error:  # nothing else would ever let the job begin
+            self._give_up(error)
 
     def _take_in(self) -> None:
         client = self._connected()

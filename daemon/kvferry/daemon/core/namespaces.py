@@ -7,17 +7,15 @@ region of the host pool stays with its keys until somebody needs the room.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from kvferry.daemon.core.actions import Action, Broadcast, Corrupted, Publish, Send, Stream
 from kvferry.daemon.core.deeds import Found, namespace_owner
 from kvferry.daemon.core.namespace import Namespace
+from kvferry.daemon.core.pinned import Pinned
 from kvferry.daemon.core.regions import Regions
-from kvferry.daemon.core.residency.cache import Pins
 from kvferry.daemon.core.residency.policy import POLICIES
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.keys import OffloadKey
 from kvferry.proto.messages import Done, Follow, Opened, OpenNamespace, Pin, Reset, Touch, Unpin
 from kvferry.proto.status import NamespaceStatus
 
@@ -32,8 +30,8 @@ class Namespaces:
         self._regions_seen = 0
         self._changed: dict[Namespace, None] = {}
         """Those that have news, in the order in which that began."""
-        self._pins: dict[str, dict[OffloadKey, deque[Pins | None]]] = {}
-        """What each session pinned; None where the key was not there any more."""
+        self._pinned: dict[str, Pinned] = {}
+        """Of each session."""
 
     def __iter__(self) -> Iterator[Namespace]:
         """Those that are still there: a deserted one may have given its room to somebody."""
@@ -63,7 +61,7 @@ class Namespaces:
             self._regions.amend(namespace.deed)
         namespace.sessions[session] = engine
         self._of_session[session] = namespace
-        self._pins.setdefault(session, defaultdict(deque))
+        self._pinned.setdefault(session, Pinned(namespace.cache))
         reply = Opened(
             message.request_id,
             namespace.name,
@@ -118,9 +116,9 @@ class Namespaces:
                 return [*actions, Stream(session, namespace.snapshot())]
             case Pin(keys):
                 namespace.check_keys(keys)
-                self._pin(session, namespace, keys)
+                self._pinned[session].pin(keys)
             case Unpin(keys):
-                self._unpin(session, namespace, keys)
+                self._pinned[session].unpin(keys)
             case Touch(keys, hits, misses):
                 namespace.check_keys(keys)
                 namespace.cache.touch(keys)
@@ -167,36 +165,13 @@ class Namespaces:
         namespace = self._of_session.pop(session, None)
         if namespace is None:
             return
-        for held in self._pins.pop(session).values():
-            for pins in held:
-                if pins is not None:
-                    namespace.cache.complete_load(pins)
+        self._pinned.pop(session).close()
         del namespace.sessions[session]
         namespace.followers.discard(session)
         self._desert_if_unused(namespace)
 
     def status(self) -> tuple[NamespaceStatus, ...]:
         return tuple(namespace.status() for namespace in self)
-
-    def _pin(self, session: str, namespace: Namespace, keys: Sequence[OffloadKey]) -> None:
-        cache, held = namespace.cache, self._pins[session]
-        for key in keys:
-            try:
-                held[key].append(cache.prepare_load((key,)))
-            except Refused:  # it went meanwhile: its load will say so
-                held[key].append(None)
-
-    def _unpin(self, session: str, namespace: Namespace, keys: Sequence[OffloadKey]) -> None:
-        held = self._pins[session]
-        for key, times in Counter(keys).items():
-            if len(held.get(key, ())) < times:
-                raise Refused(Code.NOT_PINNED, "this session has not pinned it", key.hex())
-        for key in keys:
-            pins = held[key].popleft()
-            if pins is not None:
-                namespace.cache.complete_load(pins)
-            if not held[key]:
-                del held[key]
 
     def _check_agrees(self, session: str, engine: str, message: OpenNamespace) -> None:
         """A session, and all sessions of an engine, are in one namespace."""

@@ -263,6 +263,7 @@ class Lane:
         track.live[plan.serial] = crossing = Crossing(plan, plan.runs)
         track.waiting.append(crossing)
         self._stream_of[plan.direction].enlist(berth)
+        self._held_nap = NAP_HELD
 
     def _abandon(self, berth: Berth, serial: int) -> None:
         for track in berth.tracks.values():

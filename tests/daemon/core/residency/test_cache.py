@@ -208,6 +208,23 @@ def test_pins_are_released_once(cache: Cache) -> None:
     cache.complete_load(other)
 
 
+def test_pins_that_are_taken_apart_hold_the_same(cache: Cache) -> None:
+    store(cache, "abcd")
+    pins = cache.prepare_load(keys("aba"))
+    apart = cache.take_apart(pins)
+    assert [one.keys for one in apart] == [(b"a",), (b"b",), (b"a",)]
+    assert sum((one.blocks for one in apart), ()) == pins.blocks
+    cache.check_integrity()
+    with pytest.raises(Refused):
+        cache.complete_load(pins)
+    cache.complete_load(apart[0])
+    assert cache.usage.pinned == 2
+    cache.complete_load(apart[1])
+    cache.complete_load(apart[2])
+    assert cache.usage.pinned == 0
+    cache.check_integrity()
+
+
 # Counting
 
 

@@ -60,6 +60,19 @@ def test_reset_makes_everything_absent_and_keeps_the_counters(cache: Cache) -> N
     assert len(reserve(cache, "abcd").keys) == 4
 
 
+def test_pins_from_before_a_reset_can_be_taken_apart(cache: Cache) -> None:
+    store(cache, "abcd")
+    pins = cache.prepare_load(keys("ab"))
+    cache.reset()
+    first, second = cache.take_apart(pins)
+    assert (cache.usage.free, cache.usage.doomed) == (2, 2)
+    cache.complete_load(first)
+    assert (cache.usage.free, cache.usage.doomed) == (3, 1)
+    cache.complete_load(second)
+    assert (cache.usage.free, cache.usage.doomed) == (4, 0)
+    cache.check_integrity()
+
+
 @pytest.mark.parametrize("success", [True, False])
 def test_a_store_from_before_a_reset_frees_its_blocks_and_nothing_else(
     cache: Cache, success: bool

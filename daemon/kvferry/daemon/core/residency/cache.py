@@ -220,6 +220,19 @@ class Cache:
             message = "these pins were released: a load ends once"
             raise Refused(Code.NOT_PINNED, message, b"".join(pins.keys[:1]).hex())
 
+    def take_apart(self, pins: Pins) -> list[Pins]:
+        """Instead of pins that were not released, as many of one key each."""
+        singles = [
+            Pins((key,), (block,)) for key, block in zip(pins.keys, pins.blocks, strict=True)
+        ]
+        if pins in self._past:
+            self._past.remove(pins)
+            self._past.update(singles)
+        else:
+            self._loads.remove(pins)
+            self._loads.update(singles)
+        return singles
+
     def touch(self, keys: Sequence[bytes]) -> None:
         """Keys were asked for: the first ends up most recent. Absent ones are ignored."""
         self._policy.touch(keys, self._pending)
