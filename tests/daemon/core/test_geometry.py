@@ -48,6 +48,8 @@ def test_pages_of_a_block_lie_behind_one_another_in_the_host_block(geometry: Geo
     bases = ids(100_000, 200_000, 300_000)
     parts = [geometry.fragments(run, bases, 1_000_000) for run in resolved.runs]
     got = [row for f in parts for row in zip(f.gpu, f.host, f.size, strict=True)]
+    assert got == [row for f in parts for row in f.rows()]
+    assert got == [row for run in resolved.runs for row in geometry.rows(run, bases, 1_000_000)]
     # Group 0 begins at logical block 5: sub-block 2 of host block 4, then sub-block 0 of 11.
     # Group 1 begins at logical block 1: sub-blocks 1 and 2 of host block 6, 5 bytes each.
     pool = 1_000_000 + START

@@ -54,7 +54,7 @@ class PaperDriver:
     launches: list[tuple[Direction, int]] = field(default_factory=list)
     """Direction and blocks of every kernel."""
     refuse: Callable[[str], bool] = lambda name: False
-    """Whether the device refuses a call: "launch", "cuMemcpyBatchAsync"."""
+    """Whether the device refuses a call: "launch", "cuMemcpyAsync", "cuMemcpyBatchAsync"."""
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
@@ -154,6 +154,8 @@ class PaperDriver:
                 self._memory.pop(pointer).fill(POISON)
             case "cuMemcpyAsync", (to, origin, nbytes, None):
                 ctypes.memmove(to, origin, nbytes)
+            case "cuMemcpyAsync", (to, origin, nbytes, stream):
+                self._copy_one(to, origin, nbytes, stream)
             case (("cuCtxSetCurrent" | "cuMemHostUnregister"), (_,)):
                 pass
             case _:
@@ -178,6 +180,11 @@ class PaperDriver:
         columns = [(ctypes.c_int64 * fragments).from_address(at) for at in (dst, src, sizes)]
         self._copy([*zip(*map(list, columns), strict=True)], stream)
         return 0
+
+    def _copy_one(self, to: int, origin: int, nbytes: int, stream: int) -> None:
+        if self.refuse("cuMemcpyAsync"):
+            raise self.error("cuMemcpyAsync", 1)
+        self._copy([(to, origin, nbytes)], stream)
 
     def load_module(self, image: bytes) -> int:
         return 1

@@ -35,6 +35,7 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.geometry import Geometry
 from kvferry.daemon.engine.base import CopyEngine, Mapping
+from kvferry.daemon.engine.cuda import direct, link, staged
 from kvferry.daemon.engine.cuda import engine as cuda_engine
 from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
 from kvferry.daemon.engine.pool import HostPool
@@ -404,9 +405,20 @@ def test_jobs_that_are_cancelled_on_their_way_harm_no_other(bench: Bench) -> Non
     engine.check()
 
 
+def take_few_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs here are small; what is done for many fragments is to be done for theirs, too."""
+    monkeypatch.setattr(link, "FEW", 0)
+    monkeypatch.setattr(direct, "FEW", 0)
+    monkeypatch.setattr(staged, "FEW_BLOCKS", 0)
+
+
 @pytest.mark.parametrize("bench", [on_paper("staged"), on_paper("auto")], indirect=True)
-@pytest.mark.parametrize("call", ["launch", "cuMemcpyBatchAsync"])
-def test_what_the_device_refuses_fails_and_the_next_is_fine(bench: Bench, call: str) -> None:
+@pytest.mark.parametrize("call", ["launch", "cuMemcpyAsync", "cuMemcpyBatchAsync"])
+def test_what_the_device_refuses_fails_and_the_next_is_fine(
+    bench: Bench, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if call == "cuMemcpyBatchAsync":
+        take_few_for_many(monkeypatch)
     engine, rng = bench.open(CROWD["staged and direct"]), np.random.default_rng(8)
     assert isinstance(bench.engine, CudaEngine)
     device = cast(PaperDriver, bench.engine._driver)
@@ -429,7 +441,12 @@ def test_what_the_device_refuses_fails_and_the_next_is_fine(bench: Bench, call: 
     "bench", [on_paper(mode, seed) for mode in ("staged", "auto") for seed in range(1, 5)],
     indirect=True,
 )  # fmt: skip
-def test_in_whatever_order_the_device_does_things(bench: Bench) -> None:
+@pytest.mark.parametrize("batched", [False, True])
+def test_in_whatever_order_the_device_does_things(
+    bench: Bench, batched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if batched:
+        take_few_for_many(monkeypatch)
     for name, rounds in (("staged and direct", JOBS // 4), ("odd blocks", JOBS // 4)):
         engine, rng = bench.open(CROWD[name]), np.random.default_rng(11)
         started = [engine.start(*job) for _ in range(rounds) for job in engine.both_ways(rng)]

@@ -42,6 +42,8 @@ FEW = 64
 
 Int64s: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Bools: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
+Rows: TypeAlias = list[tuple[int, int, int]]
+"""Contiguous pieces of memory, few of them: (address on the GPU, in host memory, bytes) each."""
 _INT64, _UINT64 = np.dtype(np.int64), np.dtype(np.uint64)
 _NONE = np.empty(0, dtype=np.int64)
 
@@ -65,6 +67,10 @@ class Fragments(msgspec.Struct, frozen=True):
     gpu: Int64s
     host: Int64s
     size: Int64s
+
+    def rows(self) -> Rows:
+        columns = self.gpu.tolist(), self.host.tolist(), self.size.tolist()
+        return list(zip(*columns, strict=True))
 
 
 class Resolved(msgspec.Struct, frozen=True):
@@ -221,6 +227,16 @@ class Geometry:
         sizes[:] = refs.pages
         return Fragments(gpu.ravel(), host.ravel(), sizes.ravel())
 
+    def rows(self, run: Run, bases: Int64s, pool: int) -> Rows:
+        """As `fragments`, and sooner where they are few."""
+        pages, tensors = self.refs[run.group].rows, bases.tolist()
+        blocks = zip(run.gpu_blocks.tolist(), run.host_offsets.tolist(), strict=True)
+        return [
+            (tensors[tensor] + block * stride, start + offset + pool, size)
+            for block, start in blocks
+            for tensor, stride, offset, size in pages
+        ]
+
     def _check_written_once(self, shares: list[Share]) -> None:
         """No GPU block is written twice: in a group, or in groups that share a tensor."""
         blocks = {share.group: share.gpu_blocks for share in shares}
@@ -275,6 +291,9 @@ class GroupRefs:
         )
         self.offsets = np.cumsum(self.pages) - self.pages
         """Where each page lies inside one GPU block's bytes in host memory."""
+        columns = self.tensors, self.strides, self.offsets, self.pages
+        self.rows = list(zip(*(column.tolist() for column in columns), strict=True))
+        """All four of each page."""
 
 
 def slot_bases(

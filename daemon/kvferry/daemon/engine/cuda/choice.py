@@ -14,7 +14,8 @@ import numpy as np
 
 from kvferry.daemon.core.geometry import Geometry, Run
 from kvferry.daemon.engine.base import Mapping
-from kvferry.daemon.engine.cuda.direct import BatchCopy, DirectCopy
+from kvferry.daemon.engine.cuda.direct import DirectCopy
+from kvferry.daemon.engine.cuda.link import Link
 from kvferry.proto.libcuda import Driver
 from kvferry.proto.specs import Direction, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import CalibrationPoint, CopyStatus, GroupCopying
@@ -53,7 +54,7 @@ def calibrate(driver: Driver, device: int) -> CopyStatus:
     """Measure direct copies between `device` (SAMPLE_BYTES there) and pinned memory of our own."""
     host = driver.allocate_host(SAMPLE_BYTES)
     try:
-        direct = DirectCopy(driver, BatchCopy(driver, host, SAMPLE_BYTES))
+        direct = DirectCopy(driver, Link(driver, host, SAMPLE_BYTES))
         whole = _measure(driver, direct, device, host, SAMPLE_BYTES)
         points = tuple(_measure(driver, direct, device, host, size) for size in SIZES)
     finally:

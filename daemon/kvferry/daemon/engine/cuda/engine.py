@@ -20,7 +20,8 @@ import numpy as np
 from kvferry.daemon.core.geometry import Geometry, Int64s, Run
 from kvferry.daemon.engine.base import NO_ROOM, Mapping, Room, Shared, Want, packed_locations
 from kvferry.daemon.engine.cuda.choice import calibrate, choice_of, forced
-from kvferry.daemon.engine.cuda.direct import BatchCopy, DirectCopy
+from kvferry.daemon.engine.cuda.direct import DirectCopy
+from kvferry.daemon.engine.cuda.link import Link
 from kvferry.daemon.engine.cuda.piece import PageTable, Piece
 from kvferry.daemon.engine.cuda.staged import MAX_BLOCKS, StagedCopy
 from kvferry.daemon.engine.cuda.staging import Staging
@@ -80,10 +81,10 @@ class CudaEngine:
         driver = self._driver
         driver.call("cuCtxSetCurrent", self._context)
         self._pool = pool_address
-        batch = BatchCopy(driver, pool_address, self._options.chunk_bytes)
+        link = Link(driver, pool_address, self._options.chunk_bytes)
         self._staging = Staging(driver, self._options.staging_bytes)
-        self._direct = DirectCopy(driver, batch)
-        self._staged = StagedCopy(driver, batch)
+        self._direct = DirectCopy(driver, link)
+        self._staged = StagedCopy(driver, link)
         status = calibrate(driver, self._staging.address)
         if self._options.mode != "auto":
             status = forced(self._options.mode, status)

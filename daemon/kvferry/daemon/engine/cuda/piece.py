@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvferry.daemon.core.geometry import Fragments, Int64s
+from kvferry.daemon.core.geometry import Fragments, Int64s, Rows
 from kvferry.daemon.engine.cuda.staging import Slot
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.libcuda import Event
@@ -30,7 +30,7 @@ class Stage:
     slot: Slot
     table: PageTable
     blocks: Int64s
-    packed: Fragments
+    packed: Fragments | Rows
 
 
 @dataclass(slots=True, eq=False)

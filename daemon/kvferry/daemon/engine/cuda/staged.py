@@ -23,8 +23,8 @@ from importlib.resources import files
 
 import numpy as np
 
-from kvferry.daemon.core.geometry import Fragments, Geometry, Int64s, Run
-from kvferry.daemon.engine.cuda.direct import BatchCopy
+from kvferry.daemon.core.geometry import Fragments, Geometry, Int64s, Rows, Run
+from kvferry.daemon.engine.cuda.link import Link
 from kvferry.daemon.engine.cuda.piece import PageTable, Piece, Stage
 from kvferry.daemon.engine.cuda.staging import Slot
 from kvferry.daemon.engine.cuda.turns import Turns
@@ -43,6 +43,8 @@ IDS = (128, 1000, 8000)
 """How many block ids the variants of a kernel take."""
 MAX_BLOCKS = IDS[-1]
 VECTORS = (16, 4, 1)
+FEW_BLOCKS = 32
+"""Of so many Python has found the fragments before numpy has begun."""
 _PIECE = struct.Struct("QQQIII4x")
 """struct Piece of kernels.cu."""
 
@@ -90,9 +92,9 @@ class Kernels:
 class StagedCopy:
     """Enqueues pieces through staging slots; one dma and one kernel stream a direction."""
 
-    def __init__(self, driver: Driver, batch: BatchCopy) -> None:
+    def __init__(self, driver: Driver, link: Link) -> None:
         self._driver = driver
-        self._batch = batch
+        self._link = link
         self._kernels = Kernels(driver)
         self._dma, self._kernel = (
             {d: driver.create_stream(urgent=d is Direction.LOAD) for d in Direction}
@@ -131,7 +133,7 @@ class StagedCopy:
         if direction is Direction.LOAD:
             dma = self._dma[direction]
             piece.begun.append(self._driver.record(dma))
-            self._batch.enqueue(direction, packed, dma)
+            self._link.enqueue(direction, packed, dma)
             piece.moved.append(self._driver.record(dma))
         self._turns[direction].add(piece)
         return piece
@@ -172,7 +174,7 @@ class StagedCopy:
         assert piece.stage is not None
         dma = self._dma[Direction.STORE]
         self._driver.call("cuStreamWaitEvent", dma, gathered.handle, 0)
-        self._batch.enqueue(Direction.STORE, piece.stage.packed, dma)
+        self._link.enqueue(Direction.STORE, piece.stage.packed, dma)
         piece.done = piece.moved = [self._driver.record(dma)]
 
     def _over(self, event: Event) -> bool:
@@ -210,11 +212,25 @@ def _blocks(row: list[Stage]) -> Int64s:
     return row[0].blocks if len(row) == 1 else np.concatenate([stage.blocks for stage in row])
 
 
-def _packed(run: Run, block_bytes: int, slot: int, pool: int) -> Fragments:
+def _packed(run: Run, block_bytes: int, slot: int, pool: int) -> Fragments | Rows:
     """The piece between slot and pool: as few fragments as the host blocks' places allow."""
+    if run.host_offsets.size <= FEW_BLOCKS:
+        return _packed_rows(run.host_offsets.tolist(), block_bytes, slot, pool)
     breaks = np.flatnonzero(np.diff(run.host_offsets) != block_bytes) + 1
     starts = np.concatenate(([0], breaks))
     counts = np.diff(np.concatenate((starts, [run.host_offsets.size])))
     return Fragments(
         starts * block_bytes + slot, run.host_offsets[starts] + pool, counts * block_bytes
     )
+
+
+def _packed_rows(offsets: list[int], block_bytes: int, slot: int, pool: int) -> Rows:
+    rows: Rows = []
+    first, behind = 0, offsets[0]
+    for position, offset in enumerate([*offsets, -1]):
+        if offset != behind:
+            size = (position - first) * block_bytes
+            rows.append((slot + first * block_bytes, offsets[first] + pool, size))
+            first, behind = position, offset
+        behind += block_bytes
+    return rows

@@ -1,0 +1,101 @@
+"""What is enqueued on a stream: the bytes that were asked for, and no copy across two chunks."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.daemon.core.geometry import Fragments, Rows, Run
+from kvferry.daemon.engine.cuda import staged
+from kvferry.daemon.engine.cuda.link import FEW, Link
+from kvferry.proto.libcuda import Driver
+from kvferry.proto.specs import Direction
+
+POOL, CHUNK, STREAM = 10_000, 100, 7
+GPU = 1_000_000
+
+
+class Copies:
+    """A driver that notes copies: (to, from, bytes)."""
+
+    def __init__(self) -> None:
+        self.single: list[tuple[int, int, int]] = []
+        self.batched: list[tuple[int, int, int]] = []
+
+    def call(self, name: str, to: int, origin: int, nbytes: int, stream: int) -> None:
+        assert (name, stream) == ("cuMemcpyAsync", STREAM)
+        self.single.append((to, origin, nbytes))
+
+    def optional(self, name: str) -> Any:
+        return _Function(self)
+
+
+class _Function:
+    argtypes: Any = None
+
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies
+
+    def __call__(self, *arguments: Any) -> int:
+        *columns, count = arguments[:4]
+        assert arguments[-1] == STREAM
+        rows = [(ctypes.c_int64 * count).from_address(at) for at in columns]
+        self._copies.batched += zip(*map(list, rows), strict=True)
+        return 0
+
+
+def enqueued(direction: Direction, fragments: Fragments | Rows) -> Copies:
+    copies = Copies()
+    Link(cast(Driver, copies), POOL, CHUNK).enqueue(direction, fragments, STREAM)
+    return copies
+
+
+def pairs(rows: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    return sorted((to + byte, origin + byte) for to, origin, n in rows for byte in range(n))
+
+
+@st.composite
+def fragments(draw: st.DrawFn) -> Rows:
+    """Apart from each other on both sides."""
+    sizes = draw(st.lists(st.integers(1, 260), min_size=1, max_size=2 * FEW))
+    gaps = draw(st.lists(st.integers(0, 120), min_size=len(sizes), max_size=len(sizes)))
+    rows, at = [], 0
+    for size, gap in zip(sizes, gaps, strict=True):
+        rows.append((GPU + at, POOL + at + gap, size))
+        at += size + gap
+    return draw(st.permutations(rows))
+
+
+@given(fragments(), st.sampled_from(Direction), st.booleans())
+def test_every_byte_is_copied_once_and_no_copy_leaves_its_chunk(
+    rows: Rows, direction: Direction, arrays: bool
+) -> None:
+    columns = np.array(rows, dtype=np.int64).T
+    copies = enqueued(direction, Fragments(*columns) if arrays else rows)
+    assert bool(copies.single) == (len(rows) <= FEW)
+    assert bool(copies.batched) == (len(rows) > FEW)
+    got = copies.single + copies.batched
+    store = direction is Direction.STORE
+    wanted = [(host, gpu, n) if store else (gpu, host, n) for gpu, host, n in rows]
+    assert pairs(got) == pairs(wanted)
+    for to, origin, nbytes in got:
+        first = (to if store else origin) - POOL
+        assert first // CHUNK == (first + nbytes - 1) // CHUNK
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=12, unique=True), st.integers(1, 9))
+def test_a_staged_piece_is_packed_the_same_by_either_way(places: list[int], nbytes: int) -> None:
+    offsets = np.array(places) * nbytes
+    run = Run(0, np.arange(offsets.size), offsets)
+    rows = staged._packed(run, nbytes, GPU, POOL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staged, "FEW_BLOCKS", 0)
+        arrays = staged._packed(run, nbytes, GPU, POOL)
+    assert isinstance(rows, list)
+    assert isinstance(arrays, Fragments)
+    assert rows == arrays.rows()
