@@ -135,11 +135,9 @@ class Namespace:
 
     def check_keys(self, keys: Sequence[OffloadKey]) -> None:
         wanted = self.fingerprint.key_bytes
-        for key in keys:
-            if len(key) != wanted:
-                raise Refused(
-                    Code.BAD_KEY, f"keys of this namespace have {wanted} bytes", key.hex()
-                )
+        if not {wanted}.issuperset(map(len, keys)):
+            wrong = next(key for key in keys if len(key) != wanted)
+            raise Refused(Code.BAD_KEY, f"keys of this namespace have {wanted} bytes", wrong.hex())
 
     def resolve(
         self,

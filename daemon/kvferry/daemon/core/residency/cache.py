@@ -98,7 +98,7 @@ class Cache:
         self._blocks = Blocks(capacity)
         self._pending: dict[bytes, int] = {}
         self._ready: dict[bytes, int] = {}
-        self._pins: dict[bytes, int] = {}
+        self._pins: Counter[bytes] = Counter()
         """How often each ready key is pinned, where it is."""
         self._condemned: dict[bytes, int] = {}
         """The blocks of keys that were discarded while pinned; such a key is not stored anew."""
@@ -194,7 +194,7 @@ class Cache:
     def prepare_load(self, keys: Sequence[bytes]) -> Pins:
         """Pin ready keys, each as often as it is named. Raises Refused (KEY_ABSENT) for the first
         that is absent or pending, and nothing changed."""
-        ready, counts = self._ready, self._pins
+        ready = self._ready
         try:
             pins = Pins(tuple(keys), tuple([ready[key] for key in keys]))
         except KeyError as missing:
@@ -203,8 +203,7 @@ class Cache:
             if key in self._pending:
                 message = "a store of this key is on its way: load it when it is there"
             raise Refused(Code.KEY_ABSENT, message, key.hex()) from None
-        for key in keys:
-            counts[key] = counts.get(key, 0) + 1
+        self._pins.update(keys)
         self._loads.add(pins)
         return pins
 
@@ -266,7 +265,7 @@ class Cache:
         self._blocks.vacate(self._ready.values(), [job.blocks for job in jobs])
         self._past |= jobs
         self._stores, self._loads = set(), set()
-        self._pending, self._ready, self._pins, self._condemned = {}, {}, {}, {}
+        self._pending, self._ready, self._pins, self._condemned = {}, {}, Counter(), {}
         self._policy = self._make_policy(self._capacity)
         self._offers.clear()
         self._tell(EventKind.CLEARED, ())
@@ -358,13 +357,14 @@ class Cache:
         self._tell(EventKind.ABANDONED, reservation.keys)
 
     def _unpin(self, keys: Iterable[bytes]) -> None:
-        pins = self._pins
+        pins, condemned = self._pins, self._condemned
         for key in keys:
-            pins[key] -= 1
-            if not pins[key]:
-                del pins[key]
-                if key in self._condemned:
-                    self._blocks.give_back([self._condemned.pop(key)])
+            if pins[key] > 1:
+                pins[key] -= 1
+            else:
+                pins.pop(key)  # not del, which a Counter does in Python
+                if key in condemned:
+                    self._blocks.give_back([condemned.pop(key)])
 
     def _tell(self, kind: EventKind, keys: tuple[bytes, ...]) -> None:
         if self._recording and (keys or kind is EventKind.CLEARED):
