@@ -36,8 +36,9 @@ def vllm() -> Any:
 
 
 @pytest.fixture
-def start(vllm: Any) -> Iterator[Start]:
+def start(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """start(daemon, **Engine's options) -> Engine; all are closed after the test."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
     running: list[Engine] = []
 
     def start_engine(daemon: Any, **options: Any) -> Engine:

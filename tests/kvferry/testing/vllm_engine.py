@@ -138,6 +138,7 @@ class Engine:
                 req_ids=[], new_block_ids=[], resumed_req_ids=set()
             ),
             num_scheduled_tokens={request.request_id: request.num_tokens for request, _ in new},
+            total_num_scheduled_tokens=sum(request.num_tokens for request, _ in new),
             finished_req_ids={request.request_id for request in finished},
             preempted_req_ids={request.request_id for request in preempted},
         )
