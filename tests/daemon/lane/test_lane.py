@@ -48,6 +48,7 @@ from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import CalibrationPoint, CopyStatus, DeviceInfo, GroupCopying
 from kvferry.testing.books import NO_CARGO
+from kvferry.testing.engine import until
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 PATIENCE = 20.0
@@ -94,6 +95,8 @@ class StubEngine:
         self.pushes: list[tuple[Direction, bool]] = []
         self.timed: list[tuple[list[int], list[int] | None]] = []
         """Blocks of the first piece of a plan that was timed, and of the one in flight before."""
+        self.crowded = False
+        """Whether there is no room for anything."""
         self.refusals: list[KVFerryError | None] = []
         """What the next submissions say: an error, or None where they work; empty: they work."""
         self._numbers = count()
@@ -121,6 +124,9 @@ class StubEngine:
         assert not [piece for piece in self.in_flight if piece.mapping is mapping]
         assert mapping not in self.closed
         self.closed.append(mapping)
+
+    def full(self, direction: Direction) -> bool:
+        return self.crowded
 
     def room(self, direction: Direction, mapping: Mapping, want: Want) -> Room:
         self.wants.append((direction, want))
@@ -762,6 +768,21 @@ def test_the_engine_is_told_that_a_round_is_over_and_whether_more_waits_for_room
     assert stub.pushes[-2:] == [(LOAD, False), (STORE, False)]
 
 
+def test_an_engine_that_has_enough_is_not_asked_for_room(
+    harbour: Harbour, stub: StubEngine
+) -> None:
+    harbour.map()
+    stub.crowded = True
+    plan = harbour.start(STORE, range(2))
+    harbour.settle()
+    assert stub.wants == []
+    assert stub.pushes[-2:] == [(LOAD, False), (STORE, True)]
+    stub.crowded = False
+    harbour.settle()
+    assert stub.pushes[-2:] == [(LOAD, False), (STORE, False)]
+    assert serials(finish(harbour, stub.in_flight[0])) == [plan]
+
+
 def test_the_engine_is_told_what_is_wanted_and_whether_alone(
     harbour: Harbour, stub: StubEngine
 ) -> None:
@@ -969,8 +990,9 @@ def test_the_reference_engine_takes_few_pieces_at_once(
 
     monkeypatch.setattr(engine, "submit", counted)
     plans = [pier.harbour.start(STORE, [block]) for block in range(30)]
+    until(lambda: len(taken_in) > reference.MAX_WAITING)  # one is being copied
     assert pier.harbour.settle() == []
-    assert len(taken_in) == reference.MAX_PIECES
+    assert len(taken_in) == 1 + reference.MAX_WAITING
     gate.set()
     assert sorted(wait_for(pier.harbour, *plans)) == plans
     assert len(taken_in) == 30

@@ -103,8 +103,11 @@ class CopyEngine(Protocol):
     def close(self, mapping: Mapping) -> None:
         """Let a mapping's memory go; no piece of it is in flight any more."""
 
+    def full(self, direction: Direction) -> bool:
+        """Whether enough is in flight for now, whatever is wanted next."""
+
     def room(self, direction: Direction, mapping: Mapping, want: Want) -> Room:
-        """How much to submit next; no bytes where enough is in flight for now."""
+        """How much of this to submit next; no bytes where it has to wait."""
 
     def submit(self, direction: Direction, mapping: Mapping, run: Run) -> Ticket:
         """Enqueue a piece within `room`. Raises KVFerryError where the device refuses it."""

@@ -14,6 +14,8 @@ import mmap
 import os
 from collections.abc import Sequence
 
+import numpy as np
+
 from kvferry.daemon.core.geometry import Int64s
 from kvferry.proto.errors import Code, Failed, Refused
 
@@ -43,17 +45,14 @@ def move(src: Int64s, dst: Int64s) -> None:
     Raises OSError where some of it is not there, as behind the end of a file that was cut off: a
     plain copy would end this process with SIGBUS.
     """
-    wanted = int(src[:, 1].sum())
-    done = int(
-        _libc.process_vm_writev(
-            os.getpid(), src.ctypes.data, len(src), dst.ctypes.data, len(dst), 0
-        )
-    )
+    wanted = int(np.add.reduce(src[:, 1]))
+    origin, to = (rows.__array_interface__["data"][0] for rows in (src, dst))
+    done = int(_libc.process_vm_writev(os.getpid(), origin, len(src), to, len(dst), 0))
     if done == wanted:
         return
     if done < 0 and ctypes.get_errno() in (errno.EPERM, errno.ENOSYS):  # it is forbidden here
-        for (origin, size), (to, _) in zip(src.tolist(), dst.tolist(), strict=True):
-            ctypes.memmove(to, origin, size)
+        for (begin, size), (target, _) in zip(src.tolist(), dst.tolist(), strict=True):
+            ctypes.memmove(target, begin, size)
         return
     raise OSError(errno.EFAULT, f"{max(done, 0)} of {wanted} bytes could be moved")
 

@@ -19,7 +19,7 @@ from itertools import count
 
 import numpy as np
 
-from kvferry.daemon.core.geometry import Fragments, Geometry, Int64s, Run
+from kvferry.daemon.core.geometry import Geometry, Int64s, Run
 from kvferry.daemon.engine.base import NO_ROOM, Mapping, Room, Shared, Want, packed_locations
 from kvferry.daemon.engine.memory import IOV_MAX, Mapped, move, sealed_memfd
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
@@ -28,10 +28,13 @@ from kvferry.proto.specs import Direction
 from kvferry.proto.status import DeviceInfo, GroupCopying
 
 PIECE_BYTES = 8 << 20
-MAX_PIECES = 8
+MAX_PIECES = 32
+MAX_WAITING = 7
+"""Those that stand in line behind the one that is being copied."""
 AT_ONCE = 64 << 10
 """A copy of so few bytes takes less than to hand it over to another thread."""
-_NONE = np.empty(0, dtype=np.int64)
+FEW = 8
+_NONE = np.empty((0, 2), dtype=np.int64)
 
 
 @dataclass(slots=True)
@@ -45,7 +48,9 @@ class Faults:
 @dataclass(slots=True, eq=False)
 class _Piece:
     direction: Direction
-    fragments: Fragments
+    gpu: Int64s
+    host: Int64s
+    """(n, 2) both: where the fragments lie there, and how long they are."""
     fails: bool
     done: bool = False
     began: float = 0.0
@@ -62,7 +67,7 @@ class ReferenceEngine:
         self._pieces: defaultdict[int, Iterator[int]] = defaultdict(lambda: count(1))
         """Numbers for the pieces of each mapping."""
         self._in_flight = dict.fromkeys(Direction, 0)
-        self._last = {d: _Piece(d, Fragments(_NONE, _NONE, _NONE), False, True) for d in Direction}
+        self._last = {d: _Piece(d, _NONE, _NONE, False, True) for d in Direction}
         """The newest piece each way."""
         self._queues: dict[Direction, queue.SimpleQueue[_Piece | None]] = {
             direction: queue.SimpleQueue() for direction in Direction
@@ -121,13 +126,17 @@ class ReferenceEngine:
             assert isinstance(memory, Mapped)
             memory.close()
 
+    def full(self, direction: Direction) -> bool:
+        waiting = self._queues[direction].qsize()
+        return waiting >= MAX_WAITING or self._in_flight[direction] >= MAX_PIECES
+
     def room(self, direction: Direction, mapping: Mapping, want: Want) -> Room:
-        return Room(PIECE_BYTES) if self._in_flight[direction] < MAX_PIECES else NO_ROOM
+        return NO_ROOM if self.full(direction) else Room(PIECE_BYTES)
 
     def submit(self, direction: Direction, mapping: Mapping, run: Run) -> _Piece:
-        fragments = mapping.geometry.fragments(run, mapping.bases, self._pool)
+        gpu, host = _vectors(mapping, run, self._pool)
         number, every = next(self._pieces[id(mapping)]), self.faults.fail_every
-        piece = _Piece(direction, fragments, bool(every) and number % every == 0)
+        piece = _Piece(direction, gpu, host, bool(every) and number % every == 0)
         self._in_flight[direction] += 1
         before, self._last[direction] = self._last[direction], piece
         if before.done and not self.faults.stall and mapping.geometry.nbytes((run,)) <= AT_ONCE:
@@ -202,8 +211,7 @@ def _as_file(allocation: Allocation) -> FdAllocation:
 
 def _copy(piece: _Piece) -> None:
     """Move a piece's fragments, or as many as there is memory for: then the piece has failed."""
-    f = piece.fragments
-    gpu, host = _vectors(f.gpu, f.size), _vectors(f.host, f.size)
+    gpu, host = piece.gpu, piece.host
     dst, src = (host, gpu) if piece.direction is Direction.STORE else (gpu, host)
     try:
         for start in range(0, len(dst), IOV_MAX):
@@ -213,7 +221,15 @@ def _copy(piece: _Piece) -> None:
         piece.error = Failed(Code.COPY_FAILED, message)
 
 
-def _vectors(addresses: Int64s, sizes: Int64s) -> Int64s:
-    vectors = np.empty((len(addresses), 2), dtype=np.int64)
-    vectors[:, 0], vectors[:, 1] = addresses, sizes
-    return vectors
+def _vectors(mapping: Mapping, run: Run, pool: int) -> tuple[Int64s, Int64s]:
+    """Where the fragments of a run lie, and how long they are: on either side (n, 2)."""
+    geometry, bases = mapping.geometry, mapping.bases
+    if run.gpu_blocks.size * len(geometry.refs[run.group].rows) <= FEW:
+        rows = geometry.rows(run, bases, pool)
+        gpu, host = [(at, size) for at, _, size in rows], [(at, size) for _, at, size in rows]
+        return np.array(gpu, dtype=np.int64), np.array(host, dtype=np.int64)
+    fragments = geometry.fragments(run, bases, pool)
+    return (
+        np.stack((fragments.gpu, fragments.size), axis=1),
+        np.stack((fragments.host, fragments.size), axis=1),
+    )

@@ -295,8 +295,11 @@ class Lane:
 
     def _fill(self, stream: Stream) -> None:
         """Submit pieces, one registration after the other, until the engine has enough."""
-        held, full = 0, False
+        held, more = 0, False
         while held < len(stream.turn):
+            if self._engine.full(stream.direction):  # or each would be told so, every time
+                more = True
+                break
             berth = stream.turn.popleft()
             track = berth.tracks[stream.direction]
             if not track.waiting:
@@ -306,9 +309,9 @@ class Lane:
             if berth.holds(track.waiting[0].plan, self._pool.ready_bytes):
                 held += 1
             else:
-                full = not self._submit(stream, berth, track)
-                held = held + 1 if full else 0
-        self._engine.push(stream.direction, more=full)
+                more = not self._submit(stream, berth, track)
+                held = held + 1 if more else 0
+        self._engine.push(stream.direction, more=more)
 
     def _submit(self, stream: Stream, berth: Berth, track: Track) -> bool:
         """Send the next piece of the track's head on its way; False where there is no room."""

@@ -145,8 +145,11 @@ class CudaEngine:
     def close(self, mapping: Mapping) -> None:
         self._close(mapping.handles)
 
+    def full(self, direction: Direction) -> bool:
+        return self._pieces[direction] >= MAX_PIECES
+
     def room(self, direction: Direction, mapping: Mapping, want: Want) -> Room:
-        if self._pieces[direction] >= MAX_PIECES:
+        if self.full(direction):
             return NO_ROOM
         if self._choice.direct(direction, mapping.geometry, want.group):
             return Room(DIRECT_PIECE) if self._in_flight[direction] < DIRECT_FLIGHT else NO_ROOM
