@@ -46,7 +46,7 @@ def move(src: Int64s, dst: Int64s) -> None:
     plain copy would end this process with SIGBUS.
     """
     wanted = int(np.add.reduce(src[:, 1]))
-    origin, to = src.__array_interface__["data"][0], dst.__array_interface__["data"][0]
+    origin, to = (rows.__array_interface__["data"][0] for rows in (src, dst))
     done = int(_libc.process_vm_writev(os.getpid(), origin, len(src), to, len(dst), 0))
     if done == wanted:
         return

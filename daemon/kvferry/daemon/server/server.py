@@ -1,9 +1,9 @@
 """The loop: messages in, the core's answers out. Nothing here blocks or touches the device.
 
 ZeroMQ's descriptor is edge-triggered: it wakes the loop when something changed, not while there is
-something to read. So it is drained until it says that there is nothing, after each wake and after
-each send; a turn at a time, or who sends without end would have the loop for itself. What the
-ROUTER does not take is kept (outbox.py).
+something to read. So it is drained until EVENTS shows nothing, after each wake and after each
+send; a turn at a time, or who sends without end would have the loop for itself. What the ROUTER
+does not take is kept (outbox.py).
 """
 
 from __future__ import annotations
@@ -193,9 +193,9 @@ class Server:
     def _drain(self, most: int = TURN) -> None:
         self._drain_is_due = False
         for _ in range(most):
-            if self._socket.closed:
+            if self._socket.closed or not cast(int, self._socket.get(zmq.EVENTS)) & POLLIN:
                 return
-            try:  # sooner than to ask for EVENTS, which costs as much as the rest of a message
+            try:
                 identity = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
@@ -206,7 +206,7 @@ class Server:
     def _frames(self, *, copy: bool) -> list[bytes | zmq.Frame]:
         """The rest of a message. A copy costs less than a Frame, which a stranger's must be: it
         tells where it came from."""
-        frames: list[bytes | zmq.Frame] = [self._socket.recv(zmq.NOBLOCK, copy=copy)]
+        frames: list[bytes | zmq.Frame] = []
         while self._socket.get(zmq.RCVMORE):
             frames.append(self._socket.recv(zmq.NOBLOCK, copy=copy))
         return frames
