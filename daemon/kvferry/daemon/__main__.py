@@ -53,7 +53,6 @@ log = structlog.get_logger()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run until SIGTERM. Exit status: 0 stopped, 1 something failed, 2 refused to start."""
     supervisor = Supervisor()
-    sys.setswitchinterval(SWITCH_INTERVAL)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # clients and chunks take some each
     try:
@@ -85,8 +84,6 @@ def give_up(supervisor: Supervisor, what: str, error: KVFerryError, status: int)
 
 CHUNK = "pool-"
 """What the names of the pool's descriptors begin with, where they are kept."""
-SWITCH_INTERVAL = 1e-4
-"""Seconds after which the loop and the lane make way for each other: Python's own 5 ms show."""
 
 
 GC_THRESHOLDS = 10_000, 50, 100_000

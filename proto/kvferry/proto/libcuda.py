@@ -1,9 +1,10 @@
 """The CUDA driver, as far as both sides of the wire need it: a few typed calls through ctypes.
 
 IPC handles are part of the wire, so the client that makes them and the daemon that opens them
-share this file. ctypes releases the GIL for every call. Nothing here needs torch; a call acts on
-the context that is current in its thread, which `retain_context` takes from the device: its primary
-one, the same that torch uses.
+share this file. A call releases the GIL, but for those that only put something into a queue or look
+at an event (`_QUICK`): they are over sooner than the GIL would be had again. Nothing here needs
+torch; a call acts on the context that is current in its thread, which `retain_context` takes from
+the device: its primary one, the same that torch uses.
 
 Names and types are those of cuda.h (CUDA 12.8 and later). Errors of the driver are translated
 once, here, to Failed(DRIVER) with the call's name and the driver's own words.
@@ -93,6 +94,16 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuEventRecord": (c_void_p, c_void_p),
     "cuEventQuery": (c_void_p,),
 }
+_QUICK = frozenset(
+    {
+        "cuMemcpyAsync",
+        "cuLaunchKernel",
+        "cuStreamWaitEvent",
+        "cuEventCreate",
+        "cuEventRecord",
+        "cuEventQuery",
+    }
+)
 
 
 class Event:
@@ -113,19 +124,23 @@ class Driver:
     def __init__(self) -> None:
         try:
             self._library = ctypes.CDLL("libcuda.so.1")
+            self._quick = ctypes.PyDLL("libcuda.so.1")
         except OSError as error:
             raise Refused(
                 Code.NO_DEVICE, "the NVIDIA driver (libcuda.so.1) is not on this machine", error
             ) from error
         self._functions: dict[str, Any] = {}
         for name, arguments in _PROTOTYPES.items():
-            function = getattr(self._library, name)
+            library = self._quick if name in _QUICK else self._library
+            function = getattr(library, name)
             function.argtypes = arguments
             function.restype = c_int
             self._functions[name] = function
         self._query = self._functions["cuEventQuery"]
         self._spare_events: list[int] = []
-        self._elapsed = self.optional("cuEventElapsedTime_v2") or self._library.cuEventElapsedTime
+        self._elapsed = (
+            self.optional("cuEventElapsedTime_v2", quick=True) or self._quick.cuEventElapsedTime
+        )
         try:
             self.call("cuInit", 0)
         except Failed as error:
@@ -142,9 +157,12 @@ class Driver:
         said = (text.value or b"unknown error").decode()
         return Failed(Code.DRIVER, f"{name}: {said}", result)
 
-    def optional(self, name: str) -> Any:
-        """A function that not every driver has, with untyped arguments; None where it is not."""
-        function = getattr(self._library, name, None)
+    def optional(self, name: str, *, quick: bool = False) -> Any:
+        """A function that not every driver has, with untyped arguments; None where it is not.
+
+        quick: one that keeps the GIL.
+        """
+        function = getattr(self._quick if quick else self._library, name, None)
         if function is not None:
             function.restype = c_int
         return function

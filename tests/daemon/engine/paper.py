@@ -170,7 +170,7 @@ class PaperDriver:
     def error(self, name: str, result: int) -> Failed:
         return Failed(Code.DRIVER, f"{name}: refused on paper", result)
 
-    def optional(self, name: str) -> Any:
+    def optional(self, name: str, *, quick: bool = False) -> Any:
         assert name == "cuMemcpyBatchAsync_v2"
         return _Batch(self)
 

@@ -31,7 +31,7 @@ class Copies:
         assert (name, stream) == ("cuMemcpyAsync", STREAM)
         self.single.append((to, origin, nbytes))
 
-    def optional(self, name: str) -> Any:
+    def optional(self, name: str, *, quick: bool) -> Any:
         return _Function(self)
 
 

@@ -2,35 +2,67 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
-from kvferry.daemon.lane.inbox import Inbox
+import pytest
+
+from kvferry.daemon.lane.inbox import ASLEEP, AWAKE, WATCHING, Inbox
 
 
 def test_orders_come_in_the_order_they_were_put() -> None:
     inbox = Inbox[int]()
     for number in range(5):
         inbox.put(number)
-    assert [inbox.get(0) for _ in range(6)] == [0, 1, 2, 3, 4, None]
+    assert [inbox.take() for _ in range(6)] == [0, 1, 2, 3, 4, None]
 
 
 def test_patience_has_an_end() -> None:
     inbox = Inbox[int]()
-    assert inbox.get(0.001) is None
+    assert slept(inbox, 0.001) is None
     inbox.put(1)
-    assert inbox.get(0.001) == 1
-    assert inbox.get(0.001) is None  # a bell that rang for an order taken already
-    assert inbox.get(0.001) is None
+    assert slept(inbox, 0.001) == 1
+    assert slept(inbox, 0.001) is None  # a bell that rang for an order taken already
+    assert slept(inbox, 0.001) is None
 
 
 def test_who_sleeps_is_woken() -> None:
     inbox = Inbox[int]()
     woken = threading.Timer(0.05, inbox.put, [7])
     woken.start()
-    while (order := inbox.get(None)) is None:
+    while (order := slept(inbox, None)) is None:
         pass
     assert order == 7
+
+
+def test_who_was_woken_goes_before_all_others() -> None:
+    """Others have to wait for the GIL while the lane is awake, and it does not for long."""
+    inbox = Inbox[int]()
+    seen: list[float] = []
+
+    def look_on() -> None:
+        while len(seen) < 2:
+            if sys.getswitchinterval() < 2 * ASLEEP:
+                seen.append(ASLEEP)
+                inbox.put(len(seen))
+
+    onlooker = threading.Thread(target=look_on)
+    before = sys.getswitchinterval()
+    try:
+        onlooker.start()
+        for order in (1, 2):
+            while slept(inbox, 1.0) != order:
+                pass
+            assert sys.getswitchinterval() == pytest.approx(AWAKE)
+        inbox.wait(0)
+        assert sys.getswitchinterval() == pytest.approx(WATCHING)
+        inbox.put(3)
+        inbox.wait(0)
+        assert sys.getswitchinterval() == pytest.approx(AWAKE)
+    finally:
+        onlooker.join()
+        sys.setswitchinterval(before)
 
 
 def test_short_naps_end_while_orders_come_and_go() -> None:
@@ -50,9 +82,14 @@ def test_short_naps_end_while_orders_come_and_go() -> None:
     naps = 0
     while taken < 6000:
         naps += 1
-        taken += inbox.get(20e-6) is not None
+        taken += slept(inbox, 20e-6) is not None
         assert time.monotonic() < began + 30
     for thread in threads:
         thread.join()
     for _ in range(2000):
-        assert inbox.get(20e-6) is None
+        assert slept(inbox, 20e-6) is None
+
+
+def slept(inbox: Inbox[int], patience: float | None) -> int | None:
+    inbox.wait(patience)
+    return inbox.take()

@@ -145,12 +145,11 @@ class Lane:
 
     def _obey_orders(self) -> bool:
         """Do what the inbox says, sleeping first for as long as there is nothing else to do."""
-        order = self._inbox.get(self._nap())
-        while order is not None:
+        self._inbox.wait(self._nap())
+        while (order := self._inbox.take()) is not None:
             if isinstance(order, Stop):
                 return False
             self._obey(order)
-            order = self._inbox.get(0)
         return True
 
     def _nap(self) -> float | None:

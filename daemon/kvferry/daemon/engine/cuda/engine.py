@@ -33,8 +33,9 @@ from kvferry.proto.specs import Direction
 from kvferry.proto.status import CopyStatus, DeviceInfo, GroupCopying
 
 DIRECT_PIECE = 32 << 20
-DIRECT_FLIGHT = 2 * DIRECT_PIECE
-"""Bytes in flight one way, copied directly: enough to keep the link busy while the lane turns."""
+DIRECT_FLIGHT = 3 * DIRECT_PIECE
+"""Bytes in flight one way, copied directly: enough to keep the link busy while the lane turns, and
+that neither of the two streams of a direction runs dry before the other (direct.py)."""
 MAX_PIECES = 32
 MIN_STAGING = 64 << 20
 
