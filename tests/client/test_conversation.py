@@ -439,7 +439,7 @@ def answer(talk: Conversation, verb: Any, step: Any, message: Any) -> Any:
 def come_back(talk: Conversation, welcome: wire.Welcome = LATER) -> None:
     """With nothing to be had again."""
     talk.begin()
-    verb = verbs.join(talk, bulletin=False)
+    verb = verbs.join(talk, bulletin=False, tray=False)
     with pytest.raises(StopIteration):
         answer(talk, verb, next(verb), welcome)
 
@@ -471,7 +471,7 @@ def test_all_is_had_again_in_order(lasting: Conversation) -> None:
     lasting.namespace.pin([b"aaaa", b"bbbb", b"aaaa"])
     lasting.lose(KILLED)
     lasting.begin()
-    verb = verbs.join(lasting, bulletin=False)
+    verb = verbs.join(lasting, bulletin=False, tray=False)
     step: Any = next(verb)
     assert step.message == wire.Hello(1, 1, "client", "engine")
     step = answer(lasting, verb, step, LATER)
@@ -496,7 +496,7 @@ def test_resets_that_were_not_done_are_done_before_anything_shows(lasting: Conve
     lasting.lose(KILLED)
     lasting.reset()
     lasting.begin()
-    verb = verbs.join(lasting, bulletin=False)
+    verb = verbs.join(lasting, bulletin=False, tray=False)
     step = answer(lasting, verb, next(verb), WELCOME)
     opened = msgspec.structs.replace(OPENED, request_id=step.request.request_id)
     step = answer(lasting, verb, step, opened)

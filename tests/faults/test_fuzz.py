@@ -7,6 +7,7 @@ under attack, is printed, and recorded in the long form.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.client.outtray import OutTray
 from kvferry.proto.codec import encode
 from kvferry.proto.desk import Collect, Deposit
 from kvferry.proto.errors import Code
@@ -24,6 +26,7 @@ from kvferry.proto.messages import (
     AllocateKVCaches,
     Cancel,
     ClientMessage,
+    Done,
     Error,
     Follow,
     Hello,
@@ -36,10 +39,12 @@ from kvferry.proto.messages import (
     Submit,
     Touch,
     Unpin,
+    UseTray,
     Wait,
 )
 from kvferry.proto.specs import GPULoadStoreSpec, KeyLoadStoreSpec
 from kvferry.proto.status import Fingerprint
+from kvferry.proto.tray import new_page
 from kvferry.testing.accounts import check_all_gone
 from kvferry.testing.crew import Crew
 from kvferry.testing.engine import until
@@ -118,7 +123,8 @@ def beside(
     print("beside:", told_of(tally))
     assert not tally.complaints, "\n".join(tally.complaints)
     assert daemon.process.poll() is None, daemon.log()
-    assert "Traceback" not in daemon.log()
+    trouble = "".join(daemon.log().partition("Traceback")[1:])
+    assert not trouble, trouble[:4000]
     check_all_gone(daemon.directory)
 
 
@@ -147,6 +153,37 @@ def test_identities(beside: LocalDaemon, seed: int, long: bool) -> None:
     assert more.descriptors - ledgers < 20
 
 
+def test_trays(beside: LocalDaemon, seed: int, long: bool) -> None:
+    """Sessions that lay hostile messages on a tray, and scribble over it."""
+    forge = Forge(seed, HONEST)
+    lay_junk(beside.directory, forge, 20)
+    before = Vitals.of(beside.pid)
+    lay_junk(beside.directory, forge, 1_000 if long else 100)
+    more = Vitals.of(beside.pid).since(before)
+    print(more)
+    assert more.private < MAX_GROWTH
+    assert more.descriptors < 20
+
+
+def lay_junk(directory: Path, forge: Forge, sessions: int) -> None:
+    random = forge.random
+    for number in range(sessions):
+        with OutTray() as tray, Raw(directory, f"fuzz-{number % 7}", timeout=60) as raw:
+            page = os.dup(tray.descriptors[0])
+            tickets = raw.deposit(*tray.descriptors)
+            raw.ask(UseTray(1, *tickets), Done)
+            for _ in range(random.randrange(200)):
+                tray.lay(forge.frame())
+                if random.random() < 0.02:
+                    at = random.choice((0, 64, 128, random.randrange(500_000)))
+                    os.pwrite(page, random.randbytes(8), at)
+                if random.random() < 0.1:
+                    raw.send(*forge.frames())
+                    tray.passed_by()
+            os.close(page)
+            raw.session = ""  # if it is still there, it ends with the socket
+
+
 def regions_of(daemon: LocalDaemon) -> int:
     with OffloadClient(daemon.directory, engine="onlooker") as onlooker:
         return len(onlooker.status().engines) + len(onlooker.namespaces())
@@ -166,7 +203,8 @@ def test_descriptor_socket(beside: LocalDaemon, seed: int, long: bool) -> None:
 
 
 def test_strange_descriptors_in_use(beside: LocalDaemon) -> None:
-    """What was deposited is named as a tensor, as a timeline, as a bulletin: refused, each time."""
+    """What was deposited is named as a tensor, timeline, bulletin, tray: refused, each time."""
+    page = new_page()
     with strange_descriptors() as strange:
         for name, descriptor in strange.items():
             with Raw(beside.directory, "fuzz") as raw:
@@ -175,6 +213,9 @@ def test_strange_descriptors_in_use(beside: LocalDaemon) -> None:
                     raw.send(PostResults(ticket))
                     error = raw.recv(Error).error
                     assert error.code == Code.NOT_SHAREABLE, name
+                    for pair in ((descriptor, descriptor), (page, descriptor)):
+                        error = raw.ask(UseTray(1, *raw.deposit(*pair)), Error).error
+                        assert error.code == Code.NOT_SHAREABLE, name
                 (memory, clock) = raw.deposit(descriptor, descriptor)
                 allocations = (FdAllocation(memory, 512),)
                 where = (Location(0, 0),)
@@ -186,3 +227,4 @@ def test_strange_descriptors_in_use(beside: LocalDaemon) -> None:
                     assert isinstance(answer, Registered if good else Error), (name, answer)
                     (memory,) = raw.deposit(descriptor)
                     allocations = (FdAllocation(memory, 512),)
+    os.close(page)

@@ -63,6 +63,7 @@ class AsyncOffloadClient(NonBlocking):
         try:
             await self._perform(self._join(), timeout)
         except BaseException:
+            self._leave()
             self._hang_up()
             raise
         return self

@@ -55,6 +55,7 @@ class OffloadClient(NonBlocking):
         try:
             self._perform(self._join(), timeout)
         except BaseException:
+            self._leave()
             self._connection.close()
             raise
 

@@ -24,6 +24,7 @@ from typing import TypeAlias
 
 from kvferry.client.jobs import Jobs, checked_id, checked_ids
 from kvferry.client.namespace import Namespace
+from kvferry.client.outtray import OutTray
 from kvferry.client.standing import Registration, Standing
 from kvferry.client.written import Written
 from kvferry.proto.codec import decode_daemon_message, encode
@@ -55,6 +56,7 @@ from kvferry.proto.messages import (
     StatusReport,
     StatusRequest,
     Submit,
+    UseTray,
     Wait,
     Waited,
     Welcome,
@@ -72,6 +74,7 @@ Request: TypeAlias = (
     RegisterKVCaches
     | AllocateKVCaches
     | ReleaseKVCaches
+    | UseTray
     | Wait
     | OpenNamespace
     | Reset
@@ -106,6 +109,8 @@ class Conversation:
         self.incarnation = 0
         """How many sessions there were: one more whenever all was had again."""
         self.standing = Standing()
+        self.tray: OutTray | None = None
+        """Where messages are laid that the daemon shall see at once."""
         self.jobs = Jobs()
         self._replies: dict[int, Reply | KVFerryError] = {}
         self._asked: set[int] = set()
@@ -273,11 +278,18 @@ class Conversation:
             return
         self.place = Place.AWAY if self.lasting else Place.OVER
         self.gone = self.gone or self._reason(error)
+        self.drop_tray()
         self.jobs.lose(error)
         for request_id in self._asked:
             self._replies.setdefault(request_id, error)
         if self._namespace is not None:
             self._namespace.lose()
+
+    def drop_tray(self) -> None:
+        """What is said from now on goes by the socket."""
+        if self.tray is not None:
+            self.tray.close()
+            self.tray = None
 
     def turned_away(self, error: KVFerryError) -> None:
         """The daemon that is there does not take us back."""
@@ -290,6 +302,7 @@ class Conversation:
     def leave(self) -> None:
         """We go: nothing comes after this daemon, and the tensors are not ours to keep alive."""
         self.lasting, self.standing.registration = False, None
+        self.drop_tray()
         if self.gone is not None:
             self.place = Place.OVER
 

@@ -195,7 +195,12 @@ class NonBlocking:
             self._send(self._conversation.request(message))
 
     def _send(self, data: bytes) -> None:
+        tray = self._conversation.tray
+        if tray is not None and tray.lay(data):
+            return
         self._connection.send(data)
+        if tray is not None:
+            tray.passed_by()
 
     def _drain(self) -> None:
         self._take_in()

@@ -17,6 +17,7 @@ import msgspec
 
 from kvferry.client.conversation import Conversation, Request, timed_out
 from kvferry.client.namespace import Namespace
+from kvferry.client.outtray import OutTray
 from kvferry.client.standing import Registration
 from kvferry.client.timeline import Timeline
 from kvferry.proto.bulletin import Bulletin, new_page
@@ -35,6 +36,7 @@ from kvferry.proto.messages import (
     RegisterKVCaches,
     ReleaseKVCaches,
     StatusRequest,
+    UseTray,
 )
 from kvferry.proto.specs import KVLayout
 from kvferry.proto.status import DaemonStatus, Fingerprint, NamespaceStatus
@@ -93,9 +95,10 @@ class AllocatedKVCaches(NamedTuple):
     kept: bool
 
 
-def join(talk: Conversation, *, bulletin: bool = True) -> Verb[None]:
+def join(talk: Conversation, *, bulletin: bool = True, tray: bool = True) -> Verb[None]:
     """Be greeted, and have all again that was had of the daemon before.
 
+    bulletin, tray: which pages to share with it.
     Raises what the daemon says against it, or Gone (TIMEOUT).
     """
     try:
@@ -106,6 +109,8 @@ def join(talk: Conversation, *, bulletin: bool = True) -> Verb[None]:
         raise
     if bulletin:
         yield from _post_results(talk)
+    if tray:
+        yield from _use_tray(talk)
     standing = talk.standing
     if standing.opening is not None:
         again = msgspec.structs.replace(standing.opening, request_id=talk.next_request_id())
@@ -249,6 +254,24 @@ def _post_results(talk: Conversation) -> Verb[None]:
         pass
     finally:
         os.close(page)
+
+
+def _use_tray(talk: Conversation) -> Verb[None]:
+    """Have messages heard from a shared page, too; where that cannot be, all go by the socket."""
+    try:
+        tray = OutTray()
+    except OSError:
+        return
+    try:
+        page, bell = yield Leave(tray.descriptors)
+        yield Ask(UseTray(talk.next_request_id(), page, bell))
+        talk.tray = tray
+        tray.handed()
+    except KVFerryError:
+        pass
+    finally:
+        if talk.tray is not tray:
+            tray.close()
 
 
 def _register(talk: Conversation, wanted: Registration) -> Verb[HostRegion]:

@@ -10,6 +10,8 @@
       ReleaseKVCaches           ->
                                 <-             Released | Error
       PostResults               ->               (no reply; before the first Submit)
+      UseTray                   ->
+                                <-             Done | Error
       Submit                    ->               (no reply of its own: the outcome is the reply)
       Cancel                    ->               (likewise)
                                 <-             Finished, with one JobResult for each Submit
@@ -160,6 +162,17 @@ class PostResults(Message):
     """Write results also to the bulletin (bulletin.py) behind this ticket, from now on."""
 
     ticket: Id
+
+
+class UseTray(Message):
+    """Once this is done, hear also what lies on the tray (tray.py) behind the ticket `page`.
+
+    bell: ticket of a Unix stream socket that is written to when something was laid there.
+    """
+
+    request_id: Id
+    page: Id
+    bell: Id
 
 
 class Submit(Message):
@@ -356,6 +369,7 @@ ClientMessage: TypeAlias = (
     | AllocateKVCaches
     | ReleaseKVCaches
     | PostResults
+    | UseTray
     | Submit
     | Cancel
     | Wait

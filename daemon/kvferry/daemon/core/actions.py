@@ -182,6 +182,16 @@ class Post:
 
 
 @dataclass(frozen=True, slots=True)
+class Tend:
+    """Hear what a session lays on the tray behind the ticket `page`, and say that it is so."""
+
+    session: str
+    request_id: int
+    page: int
+    bell: int
+
+
+@dataclass(frozen=True, slots=True)
 class Abandon:
     """Cancel a transfer: at once where it waits, within a chunk where it runs."""
 
@@ -196,6 +206,7 @@ Action: TypeAlias = (
     | Publish
     | Dismiss
     | Post
+    | Tend
     | Map
     | Shelve
     | Drop

@@ -23,6 +23,7 @@ from kvferry.daemon.core.actions import (
     Post,
     Report,
     Send,
+    Tend,
     Unmapped,
 )
 from kvferry.daemon.core.deeds import Found, Tenancy
@@ -260,6 +261,8 @@ class Core:
                 return self._transfers.submit(session, engine, message, now)
             case wire.PostResults(ticket):
                 return [Post(session, ticket)]
+            case wire.UseTray(request_id, page, bell):
+                return [Tend(session, request_id, page, bell)]
             case wire.Cancel(job_ids):
                 return self._transfers.cancel(engine, job_ids)
             case wire.Wait():

@@ -55,6 +55,11 @@ class Inbox(Generic[T]):
         with contextlib.suppress(RuntimeError):  # it rings already
             self._bell.release()
 
+    @property
+    def full(self) -> bool:
+        """Whether there is an order."""
+        return bool(self._orders)
+
     def take(self) -> T | None:
         """The next order, if there is one."""
         return self._orders.popleft() if self._orders else None

@@ -296,6 +296,8 @@ class Lane:
         """Submit pieces, one registration after the other, until the engine has enough."""
         held, more = 0, False
         while held < len(stream.turn):
+            if stream.direction is Direction.STORE and self._inbox.full:
+                break  # nobody waits for a store as for the load that this may be
             if self._engine.full(stream.direction):  # or each would be told so, every time
                 more = True
                 break

@@ -1,9 +1,6 @@
 """The loop: messages in, the core's answers out. Nothing here blocks or touches the device.
 
-ZeroMQ's descriptor is edge-triggered: it wakes the loop when something changed, not while there is
-something to read. So it is drained until EVENTS shows nothing, after each wake and after each
-send; a turn at a time, or who sends without end would have the loop for itself. What the ROUTER
-does not take is kept (outbox.py).
+What is said comes from the intake (intake.py); what the ROUTER does not take is kept (outbox.py).
 """
 
 from __future__ import annotations
@@ -11,13 +8,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import cast
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from kvferry.daemon.core.actions import (
     Action,
@@ -40,6 +34,7 @@ from kvferry.daemon.core.actions import (
     Start,
     Stream,
     Strike,
+    Tend,
 )
 from kvferry.daemon.core.core import Core
 from kvferry.daemon.lane.lane import Lane, MapOrder
@@ -50,6 +45,7 @@ from kvferry.daemon.server.door import BACKLOG, Door
 from kvferry.daemon.server.endpoint import Endpoint
 from kvferry.daemon.server.feed import Feed
 from kvferry.daemon.server.health import Health
+from kvferry.daemon.server.intake import Frames, Intake
 from kvferry.daemon.server.journal import Journal
 from kvferry.daemon.server.metrics import Snapshot
 from kvferry.daemon.server.outbox import Outboxes
@@ -62,6 +58,7 @@ from kvferry.proto.memory import FdAllocation
 from kvferry.proto.messages import (
     ClientMessage,
     DaemonMessage,
+    Done,
     Finished,
     Goodbye,
     Hello,
@@ -72,10 +69,6 @@ from kvferry.proto.status import HealthStatus
 
 HIGH_WATER = 256
 """Messages that ZeroMQ itself keeps for a peer each way, of whatever size."""
-TURN = 128
-"""Messages taken in before the loop looks after everything else."""
-POLLIN = int(zmq.POLLIN)
-"""A plain int: arithmetic on zmq's flags costs more than asking the socket."""
 LINGER_MS = 1000
 
 
@@ -92,14 +85,11 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         self._trouble: KVFerryError | None = None
-        self._peers = Peers(endpoint.admission, self._part)
+        self._peers = Peers(endpoint.admission, self.part)
         self._desk = DescriptorDesk(endpoint, lambda: core.sessions, core.refused)
         self._bulletins = Bulletins()
         self._journal = Journal()
         self._returns = Returns(self._loop, self._take_reports)
-        self._drain_is_due = False
-        self._changes: deque[tuple[int, bool]] = deque()
-        """Connections, by number, that came (or else closed), and that nobody was told of."""
         self._context = zmq.Context(io_threads=1)
         self._feed = Feed(self._context, events)
         self._socket = self._context.socket(zmq.ROUTER)
@@ -108,12 +98,12 @@ class Server:
         self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._door = Door(endpoint.messages)
+        self._intake = Intake(self._socket, self._peers, self._door, self)
         self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
         self._socket.bind(f"ipc://{endpoint.messages}")
         endpoint.open()
-        self._door = Door(endpoint.messages)
-        self._outboxes = Outboxes(self._socket, self._peers, self._drain_soon, self._part)
+        self._outboxes = Outboxes(self._socket, self._peers, self._intake.drain_soon, self.part)
 
     def inside(self, hear: Callable[[DaemonMessage], None]) -> Callable[[ClientMessage], None]:
         """A session of the daemon's own: what to say things with, `hear` gets the answers."""
@@ -128,9 +118,7 @@ class Server:
         """Serve until stopped; then let what was accepted end, and say goodbye."""
         self._lane, self._archive, self._shelf, self._health = lane, archive, shelf, health
         health.start()
-        self._loop.add_reader(self._socket.fileno(), self._drain)
-        self._loop.add_reader(self._monitor.fileno(), self._watch)
-        self._watch()
+        self._intake.start()
         await self._stop.wait()
         self._core.stop()
         health.stop()
@@ -185,77 +173,45 @@ class Server:
 
     # In
 
-    def _drain_soon(self) -> None:
-        if not self._drain_is_due:
-            self._drain_is_due = True
-            self._loop.call_soon(self._drain)
-
-    def _drain(self, most: int = TURN) -> None:
-        self._drain_is_due = False
-        for _ in range(most):
-            if self._socket.closed or not cast(int, self._socket.get(zmq.EVENTS)) & POLLIN:
-                return
-            try:
-                identity = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            peer = self._peers.by_identity.get(identity)
-            self._receive(identity, peer, self._frames(copy=peer is not None))
-        self._drain_soon()
-
-    def _frames(self, *, copy: bool) -> list[bytes | zmq.Frame]:
-        """The rest of a message. A copy costs less than a Frame, which a stranger's must be: it
-        tells where it came from."""
-        frames: list[bytes | zmq.Frame] = []
-        while self._socket.get(zmq.RCVMORE):
-            frames.append(self._socket.recv(zmq.NOBLOCK, copy=copy))
-        return frames
-
-    def _watch(self) -> None:
-        """Connections came or closed; what came through those before is heard first."""
-        self._look_at_connections()
-        self._drain(10 * TURN)
-        self._hear_of_connections()
-
-    def _look_at_connections(self) -> None:
-        """The door has to know at once who came; the others are heard in order."""
-        while not self._monitor.closed and cast(int, self._monitor.get(zmq.EVENTS)) & POLLIN:
-            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
-            number, came = int(event["value"]), event["event"] == zmq.EVENT_ACCEPTED
-            if came:
-                self._door.came(number)
-            self._changes.append((number, came))
-
-    def _hear_of_connections(self) -> None:
-        self._look_at_connections()
-        while self._changes:
-            number, came = self._changes.popleft()
-            if came:
-                self._peers.connected(number)
-            else:
-                self._peers.disconnected(number)
-
-    def _receive(self, identity: bytes, peer: Peer | None, frames: list[bytes | zmq.Frame]) -> None:
+    def receive(self, identity: bytes, peer: Peer | None, frames: Frames) -> None:
         try:
             if len(frames) != 1:
                 raise Refused(Code.BAD_MESSAGE, "a message is one frame", len(frames))
             frame = frames[0]
             message = decode_client_message(frame if isinstance(frame, bytes) else frame.buffer)
-            self._take_reports()
-            if isinstance(message, StatusRequest):
-                self._core.report(Checked(self._health.status()))
             if peer is not None:
-                self._perform(self._core.handle(peer.session, message, time.monotonic()))
+                self._handle(peer, message)
             elif isinstance(message, Hello) and isinstance(frame, zmq.Frame):
                 self._greet(identity, frame, message)
             else:
                 raise Refused(Code.NO_SESSION, "say Hello first: this daemon does not know you")
         except KVFerryError as error:
-            self._journal.refused(peer, error.info)
-            self._outboxes.answer(identity, self._core.refusal(None, error))
+            self._refuse(identity, peer, error)
+
+    def hear(self, peer: Peer, data: bytes) -> None:
+        try:
+            self._handle(peer, decode_client_message(data))
+        except KVFerryError as error:
+            self._refuse(peer.identity, peer, error)
+
+    def part(self, peer: Peer, reason: str) -> None:
+        """A peer is not there any more, or is not wanted."""
+        peer.leaving = reason
+        self._perform(self._core.leave(peer.session))
+
+    def _handle(self, peer: Peer, message: ClientMessage) -> None:
+        self._take_reports()
+        if isinstance(message, StatusRequest):
+            self._core.report(Checked(self._health.status()))
+        self._perform(self._core.handle(peer.session, message, time.monotonic()))
+
+    def _refuse(self, identity: bytes, peer: Peer | None, error: KVFerryError) -> None:
+        self._journal.refused(peer, error.info)
+        self._outboxes.answer(identity, self._core.refusal(None, error))
 
     def _greet(self, identity: bytes, frame: zmq.Frame, hello: Hello) -> None:
-        self._hear_of_connections()  # or its number's last owner's end would seem its own
+        self._take_reports()
+        self._intake.hear_of_connections()  # or its number's last owner's end would seem its own
         session = secrets.token_hex(16)
         peer = self._peers.admit(session, identity, frame, hello)
         self._perform(self._core.welcome(session, hello))
@@ -264,11 +220,6 @@ class Server:
         else:
             self._journal.not_welcome(peer)
             self._peers.dismiss(session)
-
-    def _part(self, peer: Peer, reason: str) -> None:
-        """A peer is not there any more, or is not wanted."""
-        peer.leaving = reason
-        self._perform(self._core.leave(peer.session))
 
     def _take_reports(self) -> None:
         for report in self._returns.take():
@@ -330,12 +281,15 @@ class Server:
                     self._feed.publish(action)
                 case Post(session, ticket):
                     self._post(session, ticket)
+                case Tend():
+                    self._tend(action)
                 case Map():
                     self._map(action)
                 case Dismiss(session):
                     self._journal.went(self._peers.by_session[session], action)
                     self._desk.forget(session)
                     self._bulletins.close(session)
+                    self._intake.trays.close(session)
                     self._peers.dismiss(session)
                 case Enter() | Amend() | Strike():
                     self._archive.write(action)
@@ -378,6 +332,15 @@ class Server:
         except KVFerryError as error:
             self._perform([Send(session, self._core.refusal(None, error))])
 
+    def _tend(self, action: Tend) -> None:
+        answer: DaemonMessage = Done(action.request_id)
+        try:
+            taken = self._desk.take(action.session, (action.page, action.bell))
+            self._intake.trays.open(action.session, *taken)
+        except KVFerryError as error:
+            answer = self._core.refused(error, action.request_id)
+        self._perform([Send(action.session, answer)])
+
     # The end
 
     async def _until_idle(self, seconds: float) -> None:
@@ -388,11 +351,8 @@ class Server:
     async def _close(self) -> None:
         for peer in tuple(self._peers.by_session.values()):
             self._outboxes.send(peer, Goodbye("the daemon stops"))
-        self._loop.remove_reader(self._socket.fileno())
-        self._loop.remove_reader(self._monitor.fileno())
+        self._intake.close()
         self._door.close()
-        self._socket.disable_monitor()
-        self._monitor.close(0)
         self._peers.close()
         self._desk.close()
         self._feed.close()
