@@ -93,6 +93,37 @@ def test_chunks_are_as_large_as_the_user_says(
     assert matches(vllm, engine, 1, 10)[1] == tokens
 
 
+@pytest.mark.parametrize(
+    ("zeroed", "computes", "order"),
+    [
+        ([], False, ["load", "prepare"]),
+        ([40], False, ["prepare", "load"]),
+        ([], True, ["prepare", "load"]),
+    ],
+)
+def test_a_load_begins_at_once_where_nothing_comes_before_it(
+    vllm: Any,
+    start: Start,
+    start_kvferryd: StartKvferryd,
+    zeroed: list[int],
+    computes: bool,
+    order: list[str],
+) -> None:
+    """Not before blocks are set to zero, and once."""
+    engine = start(start_kvferryd())
+    fill(engine)
+    engine.compute(vllm.prompt(1, 4), range(1, 5))
+    request, tokens = matches(vllm, engine, 1, 4)
+    other = vllm.prompt(2, 1)
+    engine.scheduler.on_new_request(other)
+    engine.zeroed, engine.done = zeroed, []
+    engine.load(request, range(20, 24), tokens, new=[(other, [9])] if computes else [])
+    assert engine.done == order
+    assert engine.received_all(request)
+    assert engine.done.count("load") == 1
+    assert not engine.errors
+
+
 def test_a_load_that_fails_is_reported_with_its_blocks(
     vllm: Any, start: Start, start_kvferryd: StartKvferryd
 ) -> None:

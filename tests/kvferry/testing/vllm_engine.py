@@ -82,6 +82,11 @@ class Engine:
         self.worker.register_kv_caches(self.kv)
         self.errors: set[int] = set()
         self.received: set[str] = set()
+        self.zeroed: list[int] = []
+        """Blocks that the model runner sets to zero in each step, once it prepares its input."""
+        self.done: list[str] = []
+        """What workers do in a step, in order."""
+        self._note_loads()
 
     # What a request does
 
@@ -98,11 +103,17 @@ class Engine:
         found: int | None = self.scheduler.get_num_new_matched_tokens(request, 0)[0]
         return found
 
-    def load(self, request: Request, block_ids: Sequence[int], tokens: int) -> None:
-        """Begin to load what matched."""
+    def load(
+        self,
+        request: Request,
+        block_ids: Sequence[int],
+        tokens: int,
+        new: Iterable[tuple[Request, Sequence[int]]] = (),
+    ) -> None:
+        """Begin to load what matched, in a step that also computes what is `new`."""
         blocks = [KVCacheBlock(block_id) for block_id in block_ids]
         self.scheduler.update_state_after_alloc(request, SimpleNamespace(blocks=(blocks,)), tokens)
-        self.step()
+        self.step(new)
 
     def received_all(self, request: Request, seconds: float = 10.0) -> bool:
         """Step until a request's load ended, so or so."""
@@ -141,11 +152,13 @@ class Engine:
             total_num_scheduled_tokens=sum(request.num_tokens for request, _ in new),
             finished_req_ids={request.request_id for request in finished},
             preempted_req_ids={request.request_id for request in preempted},
+            new_block_ids_to_zero=list(self.zeroed),
         )
         metadata = self.scheduler.build_connector_meta(output)
         worker = self.worker
         worker.bind_connector_metadata(metadata)
         worker.handle_preemptions(metadata)
+        self.done.append("prepare")
         worker.start_load_kv(None)
         _, received = worker.get_finished(set())
         said = KVConnectorOutput(
@@ -157,6 +170,16 @@ class Engine:
         self.errors |= said.invalid_block_ids
         self.received |= received
         self.scheduler.update_connector_output(said)
+
+    def _note_loads(self) -> None:
+        offloading: Any = self.worker.connector_worker
+        submit = offloading.worker.submit_load
+
+        def submit_load(*job: Any) -> Any:
+            self.done.append("load")
+            return submit(*job)
+
+        offloading.worker.submit_load = submit_load
 
     def settle(self, seconds: float = 10.0) -> None:
         """Step until no transfer is under way."""

@@ -46,6 +46,8 @@ class KVFerryConnector(OffloadingConnector):
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         metadata = super().build_connector_meta(scheduler_output)
         metadata.runs_nothing = scheduler_output.total_num_scheduled_tokens == 0
+        zeroes = getattr(scheduler_output, "new_block_ids_to_zero", None)
+        metadata.loads_at_once = metadata.runs_nothing and not zeroes
         return metadata
 
     def reset_cache(self) -> bool | None:
@@ -69,8 +71,19 @@ class SurvivingWorker(OffloadingConnectorWorker):
         self._errors: set[int] = set()
         self._runs_nothing = False
         """Whether this step is one without a forward pass."""
+        self._started: Any = None
+        """The metadata of the step whose transfers were started last."""
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """A step's first call: loads need not wait for the rest of a step that runs nothing."""
+        super().handle_preemptions(kv_connector_metadata)
+        if kv_connector_metadata.loads_at_once:
+            self.start_kv_transfers(kv_connector_metadata)
 
     def start_kv_transfers(self, metadata: Any) -> None:
+        if metadata is self._started:
+            return
+        self._started = metadata
         for job_id, entry in metadata.load_jobs.items():
             self._targets[job_id] = set(_destination(entry).block_ids.tolist())
         self._runs_nothing = metadata.runs_nothing
