@@ -225,16 +225,20 @@ class Open:
         self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int], model: bool = True
     ) -> int:
         """Send a transfer on its way, and do it in the model."""
+        order = self.order(direction, spec, hosts)
+        self.bench.lane.post(order)
+        if model:
+            self.model(direction, spec, hosts)
+        return order.plan.serial
+
+    def order(self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int]) -> Start:
         blocks = self.geometry.resolve(direction, spec, np.array(hosts, dtype=np.int64))
         serial, runs = next(self.bench.serials), blocks.runs
         plan = CopyPlan(
             serial, self.number, direction, runs, self.geometry.nbytes(runs), 0, 0,
             self.geometry.end(runs),
         )  # fmt: skip
-        self.bench.lane.post(Start(plan, "session", plan.serial, NO_CARGO))
-        if model:
-            self.model(direction, spec, hosts)
-        return serial
+        return Start(plan, "session", plan.serial, NO_CARGO)
 
     def model(self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int]) -> None:
         shape, left, ids = self.geometry.layout, list(hosts), spec.block_ids.tolist()
@@ -393,8 +397,11 @@ def test_jobs_that_are_cancelled_on_their_way_harm_no_other(bench: Bench) -> Non
     rows = [before.copy() for before in engine.rows]
     started = []
     for _ in range(JOBS // 4):
-        started += [engine.start(*job, model=False) for job in engine.both_ways(rng)]
-        bench.lane.post(Abandon(engine.number, int(rng.choice(started))))
+        orders = [engine.order(*job) for _ in range(2) for job in engine.both_ways(rng)]
+        started += [order.plan.serial for order in orders]
+        given_up = Abandon(engine.number, int(rng.choice(started[-len(orders) :])))
+        for order in (*orders, given_up):  # all at once, or they would be done before it
+            bench.lane.post(order)
     ended = [bench.report(Ended) for _ in started]
     assert {one.outcome for one in ended} == {Outcome.DONE, Outcome.CANCELLED}
     half = rows[0].size // 2
