@@ -400,8 +400,9 @@ def test_jobs_that_are_cancelled_on_their_way_harm_no_other(bench: Bench) -> Non
         orders = [engine.order(*job) for _ in range(2) for job in engine.both_ways(rng)]
         started += [order.plan.serial for order in orders]
         given_up = Abandon(engine.number, int(rng.choice(started[-len(orders) :])))
-        for order in (*orders, given_up):  # all at once, or they would be done before it
+        for order in orders:  # all at once, or they would be done before they are given up
             bench.lane.post(order)
+        bench.lane.post(given_up)
     ended = [bench.report(Ended) for _ in started]
     assert {one.outcome for one in ended} == {Outcome.DONE, Outcome.CANCELLED}
     half = rows[0].size // 2
