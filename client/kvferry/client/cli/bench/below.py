@@ -1,4 +1,5 @@
-"""What every message pays whoever writes it: ZeroMQ's own send, and the waking of a process."""
+"""What every job pays, whoever writes it: to send a message, to wake a process, to have another
+process copy. Each is met asleep, as it is between two steps of an engine."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from collections.abc import Callable
 
 import zmq
 
+from kvferry.client.cli.bench import bare
 from kvferry.client.cli.bench.results import Latency
 
 NBYTES = 2 * 2048 * 8
@@ -22,8 +24,15 @@ ECHO = "import socket, sys; s = socket.socket(fileno=int(sys.argv[1])); " + (
 )
 
 
-def below(times: int) -> list[Latency]:
-    return [_sends(times), _wakes(times)]
+def below(times: int, ordinal: int, nbytes: int) -> list[Latency]:
+    """ordinal: of the GPU, -1 where there is none; nbytes: to copy."""
+    copier = [bare.__file__, "copier", str(ordinal), str(nbytes)]
+    return [
+        _sends(times),
+        _wakes(times, "a process woken, until it answers", ["-c", ECHO]),
+        _wakes(times, "a bare process woken, one block copied", copier, "1"),
+        _wakes(times, "the same, by its second thread", copier, "2"),
+    ]
 
 
 def _sends(times: int) -> Latency:
@@ -45,11 +54,11 @@ def _eat(reader: zmq.Socket[bytes], times: int) -> None:
         reader.recv_multipart(copy=False)
 
 
-def _wakes(times: int) -> Latency:
+def _wakes(times: int, what: str, script: list[str], *more: str) -> Latency:
+    """The script gets the number of its end of a socket, and answers each byte with one."""
     here, there = socket.socketpair()
-    echo = subprocess.Popen(
-        [sys.executable, "-c", ECHO, str(there.fileno())], pass_fds=[there.fileno()]
-    )
+    command = [sys.executable, *script, str(there.fileno()), *more]
+    echo = subprocess.Popen(command, pass_fds=[there.fileno()])
     there.close()
     here.send(b"?")
     here.recv(1)
@@ -67,7 +76,7 @@ def _wakes(times: int) -> Latency:
     seconds = _spaced(times, there_and_back)
     here.close()
     echo.wait()
-    return Latency.of("a process woken, until it answers", seconds)
+    return Latency.of(what, seconds)
 
 
 def _spaced(times: int, call: Callable[[], object]) -> list[float]:

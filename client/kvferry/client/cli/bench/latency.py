@@ -7,9 +7,10 @@ get_finished     with nothing to fetch: nothing under way, and one job held by a
 one block        2 MiB, one page, submitted until get_finished, called in a loop, returns it;
                  the raw copy of as many bytes, called and waited for in this process, takes
                  turns with it; the difference is what the other process costs
-below            what lies under these: ZeroMQ's own send of as many bytes as the ids have, with
-                 its thread asleep as it is between two calls; and a process woken from sleep by one
-                 byte until it has answered, with this one polling. A transfer wakes four in turn
+below            what lies under these, each after 1 ms of sleep: ZeroMQ's own send of as many bytes
+                 as the ids have; a process woken by one byte until it has answered, with this one
+                 polling; and one that does nothing else but to copy such a block before it answers,
+                 itself or by a second thread. A transfer wakes two threads in turn
 
 The calls are measured again with a Python thread that burns this process's GIL, and with every
 core busy, for PRESSED seconds each: then the interpreter's switch interval (5 ms) shows.
@@ -48,7 +49,7 @@ def measure(rig: Rig, quick: bool, step: Callable[[str], None]) -> list[Latency]
         step("cost of submitting")
         submits = [_submits(engine, SUBMITS // less), _submits(engine, SUBMITS // less, ASLEEP)]
         step("what lies below")
-        submits += below(SUBMITS // less)
+        submits += below(SUBMITS // less, rig.ordinal, HOST_BLOCK)
         step("cost of polling")
         polls = _polls(engine, POLLS // less)
         for name, pressure in (("GIL burnt", burnt_gil), ("every core busy", busy_cores)):

@@ -38,6 +38,11 @@ class Rig:
         self.slab.view(torch.int64).random_()
         self.raw = RawCopy(self.slab, half_bytes)
 
+    @property
+    def ordinal(self) -> int:
+        """Of the GPU, -1 where there is none."""
+        return (self.slab.device.index or 0) if self.slab.is_cuda else -1
+
     def engine(
         self, shape: Shape, host_bytes: int | None = None
     ) -> contextlib.AbstractContextManager[Engine]:
