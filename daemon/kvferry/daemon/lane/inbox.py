@@ -8,8 +8,8 @@ The lane goes before all other threads of the daemon: what it has to do is short
 waits for it. Who wants the GIL gets it once it has waited for as long as the switch interval says,
 so that is short while the lane sleeps, and long while it is awake. (Python's own 5 ms, for all
 alike, show. So did 0.1: who has the GIL lets it go for a moment now and then, at a socket say, and
-with that the wait of the other began anew. Sixteen submits were taken in before the first copy
-began.)
+with that the wait of the other began anew: sixteen submits were taken in before the first copy
+began. With a tenth of that the two threads took each other's turns all the time.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-ASLEEP, AWAKE, WATCHING = 1e-5, 5e-3, 1e-4
+ASLEEP, AWAKE, WATCHING = 5e-5, 5e-3, 1e-4
 """Seconds that a thread waits for the GIL: the lane that has slept; others while it is at work, or
 looks at the device without a pause."""
 
