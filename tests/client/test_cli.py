@@ -227,7 +227,7 @@ def test_bench_writes_all_it_measured(tmp_path: Path, capsys: Captured) -> None:
     assert [entry["page_bytes"] for entry in results["bandwidth"]] == [16 << 10, 2 << 20]
     for entry in results["bandwidth"]:
         check_copies(entry["copies"], results["about"]["nbytes"])
-    assert len(results["latency"]) == 16
+    assert len(results["latency"]) == 18
     check_latencies(results["latency"])
     assert results["about"]["command"].startswith("kvferry bench --device cpu --sizes")
     assert picture.read_bytes()[16:24] == PICTURE

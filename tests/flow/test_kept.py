@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -86,6 +87,21 @@ def memory_of(daemon: LocalDaemon, device: str) -> int:
     return sum(dict(seen).values())
 
 
+def memory_before(daemon: LocalDaemon, device: str) -> int:
+    """What they take once the engines of the tests before are gone, and their tensors with them."""
+    with OffloadClient(daemon.directory, engine="observer") as observer:
+        until(lambda: not any(engine.present for engine in observer.status().engines), PROMPTLY)
+    seen: list[int] = []
+
+    def steady() -> bool:
+        time.sleep(0.05)
+        seen.append(memory_of(daemon, device))
+        return len(seen) > 4 and len(set(seen[-4:])) == 1
+
+    until(steady, 10)
+    return seen[-1]
+
+
 def killed(engine: Engine, daemon: LocalDaemon) -> None:
     """SIGKILL for its worker, and back when the daemon has noticed."""
     engine.process.kill()
@@ -125,7 +141,7 @@ def test_tensors_that_nobody_asked_to_keep_are_freed(
     worker_process: Callable[[], WorkerProcess],
 ) -> None:
     spare = worker_process()
-    before = memory_of(daemon, device)
+    before = memory_before(daemon, device)
     engine = start_engine(daemon, **large(device))
     size = engine.options.num_blocks * GRANULE
     assert memory_of(daemon, device) >= before + size // 2
@@ -139,7 +155,7 @@ def test_tensors_that_nobody_asked_to_keep_are_freed(
 def test_kept_tensors_are_freed_when_somebody_says_so(
     start_engine: StartEngine, daemon: LocalDaemon, device: str
 ) -> None:
-    before = memory_of(daemon, device)
+    before = memory_before(daemon, device)
     engine = start_engine(daemon, **large(device), keep=True)
     name, size = engine.options.name, kept_bytes(daemon, engine.options.name)
     assert size >= engine.options.num_blocks * GRANULE
@@ -158,7 +174,7 @@ def test_they_are_released_while_their_engine_is_there(
     start_engine: StartEngine, daemon: LocalDaemon, device: str
 ) -> None:
     """It notices nothing; they are freed when it goes."""
-    before = memory_of(daemon, device)
+    before = memory_before(daemon, device)
     engine = start_engine(daemon, **large(device), keep=True)
     size = engine.client.release_kv_caches()
     fence = engine.worker.write([1], 3)
@@ -171,7 +187,7 @@ def test_they_are_released_while_their_engine_is_there(
 def test_another_layout_gets_new_tensors(
     start_engine: StartEngine, daemon: LocalDaemon, device: str
 ) -> None:
-    before = memory_of(daemon, device)
+    before = memory_before(daemon, device)
     engine = start_engine(daemon, **large(device), keep=True)
     size = kept_bytes(daemon, engine.options.name)
     engine.close()
