@@ -12,7 +12,7 @@ import mmap
 import os
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import Any
@@ -99,6 +99,7 @@ class StubEngine:
         """Whether there is no room for anything."""
         self.refusals: list[KVFerryError | None] = []
         """What the next submissions say: an error, or None where they work; empty: they work."""
+        self.on_submit: Callable[[], object] = lambda: None
         self._numbers = count()
 
     def attach(self, pool_address: int) -> CopyStatus | None:
@@ -142,6 +143,7 @@ class StubEngine:
         piece = Piece(direction, mapping, run, next(self._numbers))
         self.in_flight.append(piece)
         self.submitted.put(piece)
+        self.on_submit()
         return piece
 
     def push(self, direction: Direction, more: bool) -> None:
@@ -735,6 +737,37 @@ def test_registrations_take_turns_piece_by_piece(harbour: Harbour, stub: StubEng
     assert turns[5:] == [1]
     assert [block for number, block in order if number == 1] == [0, 1, 2]
     assert sorted(serials(reports)[1:]) == plans
+
+
+def test_a_load_goes_before_stores_that_are_not_submitted_yet(
+    harbour: Harbour, stub: StubEngine
+) -> None:
+    """It comes while the lane submits the first of many stores."""
+    stub.piece, stub.most = Room(64), 100
+    harbour.map()
+    load: list[int] = []
+
+    def once() -> None:
+        if not load:
+            load.append(harbour.start(LOAD, [40]))
+
+    stub.on_submit = once
+    harbour.start(STORE, range(8))
+    reports = run_out(harbour, stub)
+    order = [piece.direction for piece in taken(stub)]
+    assert order == [STORE, LOAD] + [STORE] * 7
+    assert sorted(serials(reports)) == [1, 2]
+
+
+def test_stores_go_on_though_orders_never_end(harbour: Harbour, stub: StubEngine) -> None:
+    """A piece of theirs for each time that the lane goes round."""
+    stub.piece, stub.most = Room(64), 100
+    harbour.map()
+    stub.on_submit = lambda: harbour.lane.post(Unmap(NOBODY))
+    store = harbour.start(STORE, range(8))
+    until(lambda: len(stub.in_flight) == 8, PATIENCE)
+    stub.on_submit = lambda: None
+    assert serials(run_out(harbour, stub)) == [store]
 
 
 def test_no_more_is_submitted_than_the_engine_has_room_for(

@@ -296,8 +296,6 @@ class Lane:
         """Submit pieces, one registration after the other, until the engine has enough."""
         held, more = 0, False
         while held < len(stream.turn):
-            if stream.direction is Direction.STORE and self._inbox.full:
-                break  # nobody waits for a store as for the load that this may be
             if self._engine.full(stream.direction):  # or each would be told so, every time
                 more = True
                 break
@@ -312,6 +310,8 @@ class Lane:
             else:
                 more = not self._submit(stream, berth, track)
                 held = held + 1 if more else 0
+                if stream.direction is Direction.STORE and self._inbox.full:
+                    break  # nobody waits for a store as for the load that this may be
         self._engine.push(stream.direction, more=more)
 
     def _submit(self, stream: Stream, berth: Berth, track: Track) -> bool:

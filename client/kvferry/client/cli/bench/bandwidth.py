@@ -37,7 +37,7 @@ from kvferry.proto.specs import BlockIds
 
 SIZES = tuple(kib << 10 for kib in (1, 4, 16, 32, 64, 128, 256, 1024, 2048))
 QUICK_SIZES = (4 << 10, 64 << 10, 2 << 20)
-JOB_BYTES = 64 << 20
+JOB_BYTES = 1 << 30
 SAMPLE_BYTES = 16 << 20
 SAMPLE_BLOCKS = 32
 
