@@ -19,8 +19,11 @@ from kvferry.daemon.server.peers import Peer, Peers
 from kvferry.daemon.server.trays import Trays
 from kvferry.proto.errors import KVFerryError
 
-TURN = 128
-"""Messages taken in before the loop looks after everything else."""
+TURN = 16
+"""Messages taken in before the loop looks after everything else, the trays among it: who floods
+the socket has one turn of two."""
+BEFORE = 1280
+"""Messages taken in before connections that closed are."""
 POLLIN = int(zmq.POLLIN)
 """A plain int: arithmetic on zmq's flags costs more than asking the socket."""
 
@@ -126,7 +129,7 @@ class Intake:
     def _watch(self) -> None:
         """Connections came or closed; what came through those before is heard first."""
         self._look_at_connections()
-        self._drain(10 * TURN)
+        self._drain(BEFORE)
         self.hear_of_connections()
 
     def _look_at_connections(self) -> None:
