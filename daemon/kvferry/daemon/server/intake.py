@@ -19,7 +19,7 @@ from kvferry.daemon.server.peers import Peer, Peers
 from kvferry.daemon.server.trays import Trays
 from kvferry.proto.errors import KVFerryError
 
-TURN = 16
+TURN = 32
 """Messages taken in before the loop looks after everything else, the trays among it: who floods
 the socket has one turn of two."""
 BEFORE = 1280
