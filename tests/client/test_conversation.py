@@ -16,7 +16,7 @@ from kvferry.client.jobs import TransferResult
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto import status as told
-from kvferry.proto.bulletin import Bulletin, new_page
+from kvferry.proto.bulletin import Bulletin, new_bulletin
 from kvferry.proto.codec import decode_client_message, encode
 from kvferry.proto.errors import Code, ErrorInfo, Failed, Gone, KVFerryError, Refused
 from kvferry.proto.keys import EventKind, Lookup
@@ -586,7 +586,7 @@ def test_why_the_daemon_is_gone_does_not_grow(lasting: Conversation) -> None:
 
 def test_results_of_two_daemons_are_counted_apart(lasting: Conversation) -> None:
     """A bulletin that is read no more does not hold back what the next daemon tells."""
-    page = new_page()
+    page = new_bulletin()
     writer, lasting.jobs.bulletin = Bulletin(page), Bulletin(page)
     os.close(page)
     for job_id in (1, 2):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.client.jobs import Jobs
-from kvferry.proto.bulletin import CAPACITY, Bulletin, new_page
+from kvferry.proto.bulletin import CAPACITY, Bulletin, new_bulletin
 from kvferry.proto.errors import Code, ErrorInfo, Gone
 from kvferry.proto.messages import JobResult, Outcome
 from kvferry.proto.specs import Direction
@@ -22,7 +22,7 @@ class Daemon:
     """Writes results both ways; what it sent waits until it is delivered."""
 
     def __init__(self) -> None:
-        page = new_page()
+        page = new_bulletin()
         self.jobs, self._bulletin = Jobs(), Bulletin(page)
         self.jobs.bulletin = Bulletin(page)
         os.close(page)

@@ -44,7 +44,7 @@ from kvferry.proto.messages import (
 )
 from kvferry.proto.specs import GPULoadStoreSpec, KeyLoadStoreSpec
 from kvferry.proto.status import Fingerprint
-from kvferry.proto.tray import new_page
+from kvferry.proto.tray import new_tray
 from kvferry.testing.accounts import check_all_gone
 from kvferry.testing.crew import Crew
 from kvferry.testing.engine import until
@@ -204,7 +204,7 @@ def test_descriptor_socket(beside: LocalDaemon, seed: int, long: bool) -> None:
 
 def test_strange_descriptors_in_use(beside: LocalDaemon) -> None:
     """What was deposited is named as a tensor, timeline, bulletin, tray: refused, each time."""
-    page = new_page()
+    page = new_tray()
     with strange_descriptors() as strange:
         for name, descriptor in strange.items():
             with Raw(beside.directory, "fuzz") as raw:

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from kvferry.proto.bulletin import Bulletin, new_page
+from kvferry.proto.bulletin import Bulletin, new_bulletin
 from kvferry.proto.messages import Finished, Outcome, PostResults, Wait, Waited
 from kvferry.testing.plugin import StartKvferryd
 from kvferry.testing.raw import Raw, store
@@ -16,7 +16,7 @@ JOBS = 60
 
 @pytest.fixture
 def page() -> int:
-    return new_page()
+    return new_bulletin()
 
 
 def told(raw: Raw, count: int) -> list[tuple[int, Outcome]]:

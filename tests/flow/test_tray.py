@@ -27,7 +27,7 @@ from kvferry.proto.messages import (
     StatusRequest,
     UseTray,
 )
-from kvferry.proto.tray import SLOTS, Tray, new_page
+from kvferry.proto.tray import SLOTS, Tray, new_tray
 from kvferry.testing.plugin import StartKvferryd
 from kvferry.testing.raw import Raw, store
 
@@ -99,7 +99,7 @@ def test_a_page_of_nonsense_ends_the_session_and_no_other(start_kvferryd: StartK
     daemon = start_kvferryd()
     with RawWithTray(daemon.directory, "honest") as honest:
         honest.register()
-        page = new_page()
+        page = new_tray()
         with spoilt(daemon.directory, page) as (raw, bell):
             os.pwrite(page, struct.pack("=Q", 7), 0)
             bell.send(b"!")
@@ -122,7 +122,7 @@ def test_a_page_that_changes_all_the_time(start_kvferryd: StartKvferryd) -> None
     with RawWithTray(daemon.directory, "honest") as honest:
         honest.register()
         for number in range(20):
-            page = new_page()
+            page = new_tray()
             with spoilt(daemon.directory, page) as (raw, bell):
                 raw.session = ""
                 tray, over = Tray(page), threading.Event()
@@ -166,7 +166,7 @@ def test_what_is_no_tray_is_refused(start_kvferryd: StartKvferryd, wrong: str) -
     here, theirs = socket.socketpair()
     with Raw(start_kvferryd().directory, "engine") as raw, here, theirs:
         page, bell = raw.deposit(
-            null if wrong == "page" else new_page(), null if wrong == "bell" else theirs.fileno()
+            null if wrong == "page" else new_tray(), null if wrong == "bell" else theirs.fileno()
         )
         error = raw.ask(UseTray(3, page, 99 if wrong == "ticket" else bell), Error)
         assert error.request_id == 3

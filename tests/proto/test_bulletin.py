@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.proto.bulletin import CAPACITY, NBYTES, Bulletin, new_page
+from kvferry.proto.bulletin import CAPACITY, NBYTES, Bulletin, new_bulletin
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.messages import JobResult, Outcome
 from kvferry.proto.specs import Direction
@@ -15,7 +15,7 @@ from kvferry.proto.specs import Direction
 
 @pytest.fixture
 def page() -> Iterator[int]:
-    descriptor = new_page()
+    descriptor = new_bulletin()
     yield descriptor
     os.close(descriptor)
 

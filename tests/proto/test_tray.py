@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.tray import CAPACITY, MAX_BYTES, NBYTES, SKIP, SLOT_BYTES, SLOTS, Tray, new_page
+from kvferry.proto.tray import CAPACITY, MAX_BYTES, NBYTES, SKIP, SLOT_BYTES, SLOTS, Tray, new_tray
 
 FIRST, TAKEN, HEADER = 128, 64, 16
 
 
 @pytest.fixture
 def page() -> Iterator[int]:
-    descriptor = new_page()
+    descriptor = new_tray()
     yield descriptor
     os.close(descriptor)
 
@@ -62,7 +62,7 @@ sizes = st.one_of(st.integers(0, 200), st.integers(SLOT_BYTES - 40, MAX_BYTES + 
 @given(st.lists(st.one_of(sizes, st.none()), max_size=300))
 def test_it_is_a_queue_with_an_end(steps: list[int | None]) -> None:
     """None: take one."""
-    page = new_page()
+    page = new_tray()
     try:
         here, there, queue = Tray(page), Tray(page), deque[bytes]()
         for number, step in enumerate(steps):
@@ -120,7 +120,7 @@ def test_a_skip_that_leads_nowhere_is_nonsense(page: int) -> None:
 
 @given(st.binary(max_size=64), st.integers(0, 2 * CAPACITY), st.integers(0, 3))
 def test_any_bytes_are_messages_or_nonsense(junk: bytes, laid: int, slot: int) -> None:
-    page = new_page()
+    page = new_tray()
     try:
         os.pwrite(page, struct.pack("=Q", laid // SLOT_BYTES * SLOT_BYTES), 0)
         os.pwrite(page, junk, FIRST + slot * SLOT_BYTES)

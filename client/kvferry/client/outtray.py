@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 
-from kvferry.proto.tray import Tray, new_page
+from kvferry.proto.tray import Tray, new_tray
 
 _RING = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
@@ -15,7 +15,7 @@ class OutTray:
     """`descriptors`: of the page and of the daemon's end of the bell, until they are `handed`."""
 
     def __init__(self) -> None:
-        page = new_page()
+        page = new_tray()
         try:
             self._bell, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         except OSError:

@@ -20,7 +20,7 @@ from kvferry.client.namespace import Namespace
 from kvferry.client.outtray import OutTray
 from kvferry.client.standing import Registration
 from kvferry.client.timeline import Timeline
-from kvferry.proto.bulletin import Bulletin, new_page
+from kvferry.proto.bulletin import Bulletin, new_bulletin
 from kvferry.proto.errors import Code, Gone, KVFerryError, Refused
 from kvferry.proto.memory import FdAllocation, HostRegion
 from kvferry.proto.messages import (
@@ -245,7 +245,7 @@ def goodbye(talk: Conversation) -> Verb[None]:
 
 def _post_results(talk: Conversation) -> Verb[None]:
     """Have results posted in a shared page, too; where that cannot be, the socket tells them."""
-    page = new_page()
+    page = new_bulletin()
     try:
         (ticket,) = yield Leave((page,))
         yield Tell(PostResults(ticket), lambda: True)

@@ -16,14 +16,12 @@ client that reads too late loses nothing: once the page is full, nothing more is
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
-import os
 import struct
 from collections.abc import Iterator
 
-from kvferry.proto.errors import Code, Refused
 from kvferry.proto.messages import JobResult, Outcome
+from kvferry.proto.page import map_page, new_page
 from kvferry.proto.specs import Direction
 
 CAPACITY = 1024
@@ -33,25 +31,21 @@ NBYTES = -(-(_FIRST + CAPACITY * _ENTRY.size) // mmap.PAGESIZE) * mmap.PAGESIZE
 _SEE_SOCKET = 0
 _KINDS = {Direction.STORE: 1, Direction.LOAD: 2}
 _DIRECTIONS = {kind: direction for direction, kind in _KINDS.items()}
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-def new_page() -> int:
-    """A descriptor of an empty bulletin, sealed."""
-    descriptor = os.memfd_create("kvferry-bulletin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, NBYTES)
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-    return descriptor
+def new_bulletin() -> int:
+    """A descriptor of an empty bulletin."""
+    return new_page("kvferry-bulletin", NBYTES)
 
 
 class Bulletin:
-    """One end of a bulletin: a daemon writes, a client reads. Does not own the descriptor."""
+    """One end of a bulletin: a daemon writes, a client reads. Does not own the descriptor.
+
+    Raises Refused (NOT_SHAREABLE) where that is of something else.
+    """
 
     def __init__(self, descriptor: int) -> None:
-        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-        if not seals & fcntl.F_SEAL_SHRINK or os.fstat(descriptor).st_size < NBYTES:
-            raise Refused(Code.NOT_SHAREABLE, f"a bulletin has {NBYTES} bytes and is sealed", seals)
-        self._page = mmap.mmap(descriptor, NBYTES)
+        self._page = map_page("a bulletin", descriptor, NBYTES)
         self._written = ctypes.c_uint64.from_buffer(self._page, 0)
         self._read = ctypes.c_uint64.from_buffer(self._page, _READ)
         self._count = 0

@@ -20,12 +20,11 @@ sense, and gives a copy that nobody can change any more.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
-import os
 import struct
 
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.page import map_page, new_page
 
 SLOTS = 64
 """Messages there, at most: a daemon that has to take them all is kept for so many."""
@@ -37,32 +36,21 @@ SKIP = (1 << 64) - 1
 _HEADER = struct.Struct("=QQ")
 _FIRST, _TAKEN = 128, 64
 NBYTES = -(-(_FIRST + CAPACITY) // mmap.PAGESIZE) * mmap.PAGESIZE
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-def new_page() -> int:
-    """A descriptor of an empty tray, sealed."""
-    descriptor = os.memfd_create("kvferry-tray", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, NBYTES)
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-    return descriptor
+def new_tray() -> int:
+    """A descriptor of an empty tray."""
+    return new_page("kvferry-tray", NBYTES)
 
 
 class Tray:
     """One end of a tray: a client lays, a daemon takes. Does not own the descriptor.
 
-    Raises Refused (NOT_SHAREABLE) where it is not of a tray's size, or could shrink.
+    Raises Refused (NOT_SHAREABLE) where that is of something else.
     """
 
     def __init__(self, descriptor: int) -> None:
-        try:
-            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-            if not seals & fcntl.F_SEAL_SHRINK or os.fstat(descriptor).st_size < NBYTES:
-                raise ValueError(f"it has not {NBYTES} bytes, or is not sealed")
-            self._page = mmap.mmap(descriptor, NBYTES)
-        except (OSError, ValueError) as error:
-            message = "a tray is a sealed memfd that may be mapped and written"
-            raise Refused(Code.NOT_SHAREABLE, message, str(error)) from error
+        self._page = map_page("a tray", descriptor, NBYTES)
         self._laid = ctypes.c_uint64.from_buffer(self._page, 0)
         self._taken = ctypes.c_uint64.from_buffer(self._page, _TAKEN)
         self._at = 0

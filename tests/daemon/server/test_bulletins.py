@@ -11,7 +11,7 @@ import pytest
 from kvferry.daemon.core.actions import Cargo, CopyPlan, Ended, Start
 from kvferry.daemon.core.deeds import engine_owner
 from kvferry.daemon.server.bulletins import Bulletins
-from kvferry.proto.bulletin import CAPACITY, Bulletin, new_page
+from kvferry.proto.bulletin import CAPACITY, Bulletin, new_bulletin
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction
 
@@ -19,7 +19,7 @@ from kvferry.proto.specs import Direction
 class Desk:
     def __init__(self) -> None:
         self.bulletins = Bulletins()
-        self.page = new_page()
+        self.page = new_bulletin()
         self.bulletins.open("a", os.dup(self.page))
 
     def start(self, serial: int, *, held: bool = False, session: str = "a") -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvferry.client.outtray import OutTray
 from kvferry.daemon.server.trays import AT_ONCE, Trays
 from kvferry.proto.errors import Code, KVFerryError, Refused
-from kvferry.proto.tray import SLOTS, new_page
+from kvferry.proto.tray import SLOTS, new_tray
 
 SESSION = "a session"
 
@@ -158,7 +158,7 @@ async def test_who_hangs_up_the_bell_is_heard_by_the_socket() -> None:
 
 async def test_nonsense_is_told_once() -> None:
     with house() as there:
-        page = new_page()
+        page = new_tray()
         here, theirs = socket.socketpair()
         kept = os.dup(page)
         there.trays.open("another", page, theirs.detach())
@@ -175,7 +175,7 @@ async def test_nonsense_is_told_once() -> None:
 @pytest.mark.parametrize("kind", ["pipe", "file", "datagram", "internet", "alone"])
 async def test_a_bell_is_a_stream_socket(kind: str) -> None:
     with house() as there:
-        page = new_page()
+        page = new_tray()
         match kind:
             case "pipe":
                 bell, other = os.pipe()
@@ -200,5 +200,5 @@ async def test_a_session_has_one_tray() -> None:
     with house() as there:
         here, theirs = socket.socketpair()
         with here, pytest.raises(Refused) as refusal:
-            there.trays.open(SESSION, new_page(), theirs.detach())
+            there.trays.open(SESSION, new_tray(), theirs.detach())
         assert refusal.value.code == Code.BAD_MESSAGE

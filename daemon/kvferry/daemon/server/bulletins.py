@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from kvferry.daemon.core.actions import Ended, Start
 from kvferry.proto.bulletin import Bulletin
-from kvferry.proto.errors import Code, Refused
 from kvferry.proto.messages import JobResult, Outcome
 
 
@@ -43,9 +42,6 @@ class Bulletins:
         """Takes the descriptor over. Raises Refused (NOT_SHAREABLE)."""
         try:
             self._bulletins[session] = Bulletin(descriptor)
-        except (OSError, ValueError) as error:  # no memory at all, or none that may be written
-            message = "a bulletin is a sealed memfd that may be mapped and written"
-            raise Refused(Code.NOT_SHAREABLE, message, str(error)) from error
         finally:
             os.close(descriptor)
 
