@@ -159,10 +159,13 @@ def at_rest(
 
 
 def check_flat(daemon: LocalDaemon, before: Vitals) -> None:
-    """Raise AssertionError where the daemon holds more than it did."""
+    """Raise AssertionError where the daemon holds more than it did.
+
+    It may still be letting go of the session that asked it last.
+    """
+    until(lambda: Vitals.of(daemon.pid).since(before).descriptors <= 0, 10)
     more = Vitals.of(daemon.pid).since(before)
     print(more)
-    assert more.descriptors <= 2
     assert more.threads <= 0
     assert more.mappings <= 30
     assert more.private <= MAX_GROWTH
