@@ -12,24 +12,20 @@ those that are still to come.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
 from typing import Any
 
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.libcuda import driver
-
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+from kvferry.proto.page import sealed_memfd
 
 
 class Timeline:
     """Make one with `Timeline.create(device)`; pass it to register_kv_caches."""
 
     def __init__(self, ordinal: int | None) -> None:
-        self.descriptor = os.memfd_create("kvferry-timeline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.descriptor, mmap.PAGESIZE)
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        self.descriptor = sealed_memfd("kvferry-timeline", mmap.PAGESIZE)
         self._page = mmap.mmap(self.descriptor, mmap.PAGESIZE)
         self._counter = ctypes.c_uint64.from_buffer(self._page)
         self._address = ctypes.addressof(self._counter)

@@ -21,7 +21,7 @@ import struct
 from collections.abc import Iterator
 
 from kvferry.proto.messages import JobResult, Outcome
-from kvferry.proto.page import map_page, new_page
+from kvferry.proto.page import map_page, sealed_memfd
 from kvferry.proto.specs import Direction
 
 CAPACITY = 1024
@@ -35,7 +35,7 @@ _DIRECTIONS = {kind: direction for direction, kind in _KINDS.items()}
 
 def new_bulletin() -> int:
     """A descriptor of an empty bulletin."""
-    return new_page("kvferry-bulletin", NBYTES)
+    return sealed_memfd("kvferry-bulletin", NBYTES)
 
 
 class Bulletin:

@@ -16,13 +16,16 @@ from kvferry.proto.errors import Code, Refused
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-def new_page(name: str, nbytes: int) -> int:
-    """A descriptor of zeroes, sealed; `name` is for whoever looks at the process."""
+def sealed_memfd(name: str, nbytes: int) -> int:
+    """A descriptor of new shared memory, zeroes, whose size can never change.
+
+    name: for whoever looks at the process.
+    """
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, nbytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-    except OSError:
+    except BaseException:
         os.close(descriptor)
         raise
     return descriptor

@@ -24,7 +24,7 @@ import mmap
 import struct
 
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.page import map_page, new_page
+from kvferry.proto.page import map_page, sealed_memfd
 
 SLOTS = 64
 """Messages there, at most: a daemon that has to take them all is kept for so many."""
@@ -40,7 +40,7 @@ NBYTES = -(-(_FIRST + CAPACITY) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 def new_tray() -> int:
     """A descriptor of an empty tray."""
-    return new_page("kvferry-tray", NBYTES)
+    return sealed_memfd("kvferry-tray", NBYTES)
 
 
 class Tray:

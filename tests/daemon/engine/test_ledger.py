@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from kvferry.daemon.core.deeds import Deed, Resident
 from kvferry.daemon.engine.ledger import DEED_ROOM, Ledger
-from kvferry.daemon.engine.memory import sealed_memfd
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.page import sealed_memfd
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import Fingerprint
 

@@ -38,13 +38,14 @@ from kvferry.daemon.core.geometry import Geometry, Run
 from kvferry.daemon.core.order import Ordering
 from kvferry.daemon.engine import reference
 from kvferry.daemon.engine.base import NO_ROOM, CopyEngine, Mapping, Room, Shared, Want
-from kvferry.daemon.engine.memory import PAGE, sealed_memfd
+from kvferry.daemon.engine.memory import PAGE
 from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
 from kvferry.daemon.lane.lane import Lane, MapOrder
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.memory import Allocation, CudaAllocation, FdAllocation, Location
 from kvferry.proto.messages import Outcome
+from kvferry.proto.page import sealed_memfd
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import CalibrationPoint, CopyStatus, DeviceInfo, GroupCopying
 from kvferry.testing.books import NO_CARGO

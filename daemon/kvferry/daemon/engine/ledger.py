@@ -25,9 +25,10 @@ import numpy as np
 
 from kvferry.daemon.core.deeds import Deed, Resident
 from kvferry.daemon.core.geometry import Bools, Int64s
-from kvferry.daemon.engine.memory import PAGE, check_sealed, sealed_memfd
+from kvferry.daemon.engine.memory import PAGE, check_sealed
 from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.keys import OffloadKey
+from kvferry.proto.page import sealed_memfd
 
 MAGIC = b"kvferry1"
 """Its last character is the version of this file's format."""

@@ -18,21 +18,9 @@ import numpy as np
 
 from kvferry.daemon.core.geometry import Int64s
 from kvferry.proto.errors import Code, Failed, Refused
+from kvferry.proto.page import sealed_memfd
 
 PAGE = mmap.PAGESIZE
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-
-def sealed_memfd(name: str, nbytes: int) -> int:
-    """A descriptor of new shared memory whose size can never change."""
-    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(descriptor, nbytes)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 IOV_MAX = 1024

@@ -21,9 +21,10 @@ import numpy as np
 
 from kvferry.daemon.core.geometry import Geometry, Int64s, Run
 from kvferry.daemon.engine.base import NO_ROOM, Mapping, Room, Shared, Want, packed_locations
-from kvferry.daemon.engine.memory import IOV_MAX, Mapped, move, sealed_memfd
+from kvferry.daemon.engine.memory import IOV_MAX, Mapped, move
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.memory import Allocation, FdAllocation, Location
+from kvferry.proto.page import sealed_memfd
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import DeviceInfo, GroupCopying
 

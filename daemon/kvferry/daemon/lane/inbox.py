@@ -51,9 +51,8 @@ class Inbox(Generic[T]):
             self._bell.release()
 
     @property
-    def full(self) -> bool:
-        """Whether there is an order."""
-        return bool(self._orders)
+    def empty(self) -> bool:
+        return not self._orders
 
     def take(self) -> T | None:
         """The next order, if there is one."""

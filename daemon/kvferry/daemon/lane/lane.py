@@ -310,7 +310,7 @@ class Lane:
             else:
                 more = not self._submit(stream, berth, track)
                 held = held + 1 if more else 0
-                if stream.direction is Direction.STORE and self._inbox.full:
+                if stream.direction is Direction.STORE and not self._inbox.empty:
                     break  # nobody waits for a store as for the load that this may be
         self._engine.push(stream.direction, more=more)
 

@@ -65,6 +65,7 @@ class Intake:
     def close(self) -> None:
         self._loop.remove_reader(self._socket.fileno())
         self._loop.remove_reader(self._monitor.fileno())
+        self.trays.close_all()
         self._socket.disable_monitor()
         self._monitor.close(0)
 

@@ -68,6 +68,10 @@ class Trays:
             kept.bell.close()
             kept.tray.close()
 
+    def close_all(self) -> None:
+        for session in tuple(self._kept):
+            self.close(session)
+
     def catch_up(self, session: str) -> int:
         """Hear what was laid before the message that came by the socket now; returns how many."""
         kept = self._kept.get(session)
