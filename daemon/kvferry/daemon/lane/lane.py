@@ -310,7 +310,8 @@ class Lane:
             else:
                 more = not self._submit(stream, berth, track)
                 held = held + 1 if more else 0
-                if stream.direction is Direction.STORE and not self._inbox.empty:
+                store = stream.direction is Direction.STORE
+                if store and not (more or self._inbox.empty):  # who had no room keeps its place
                     break  # nobody waits for a store as for the load that this may be
         self._engine.push(stream.direction, more=more)
 
