@@ -32,6 +32,7 @@ from kvferry.client.cli.bench.engine import HOST_BLOCK, Shape, engine
 from kvferry.client.cli.bench.movers import Mover, Transfers
 from kvferry.client.cli.bench.mps import mps
 from kvferry.client.cli.bench.results import (
+    IN_A_ROW,
     About,
     Beside,
     Copies,
@@ -239,8 +240,9 @@ def test_bench_writes_all_it_measured(tmp_path: Path, capsys: Captured) -> None:
 def check_copies(copies: dict[str, Any], nbytes: int) -> None:
     assert set(copies) == WAYS
     for way, figures in copies.items():
-        for rate in figures.values():
-            assert rate["nbytes"] == nbytes * (2 if way == "both" else 1)
+        for name, rate in figures.items():
+            times = (2 if way == "both" else 1) * (IN_A_ROW if name == "in_a_row" else 1)
+            assert rate["nbytes"] == nbytes * times
             assert rate["low"] <= rate["median"] <= rate["high"]
             assert rate["ratio"] > 0
             assert len(rate["seconds"]) == 1
@@ -361,7 +363,7 @@ def synthetic() -> Results:
     rate, lost = Rate.of(1 << 30, [0.021, 0.022]), Spread.of([19.5, 20.25, 21])
     trip = Latency.of("trip", [1e-4, 2e-4])
     for page_bytes in (4 << 10, 256 << 10):
-        copies = {way: Copies(rate, rate) for way in WAYS}
+        copies = {way: Copies(rate, rate, rate) for way in WAYS}
         results.bandwidth.append(Fragments(page_bytes, 64, 1, 2 << 20, 16, copies))
         results.queued.append(Queued(page_bytes, 8 << 30, trip, trip))
     for how, way, loop in product(

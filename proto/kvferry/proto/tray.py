@@ -30,8 +30,8 @@ SLOTS = 64
 """Messages there, at most: a daemon that has to take them all is kept for so many."""
 SLOT_BYTES = 8192
 CAPACITY = SLOTS * SLOT_BYTES
-MAX_BYTES = CAPACITY // 4
-"""A message with its header, at most."""
+MAX_BYTES = CAPACITY // 2
+"""A message with its header, at most: an empty tray has room for it wherever it begins."""
 SKIP = (1 << 64) - 1
 _HEADER = struct.Struct("=QQ")
 _FIRST, _TAKEN = 128, 64

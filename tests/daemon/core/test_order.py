@@ -84,3 +84,29 @@ def test_ordering_is_the_naive_one(history: list[tuple[Direction, list[int], lis
         for number, (direction, *mine) in enumerate(history)
     ]
     assert after(history) == naive
+
+
+@settings(PROFILE)
+@given(st.lists(sides | st.integers(0, 10), max_size=40))
+def test_those_that_ended_are_waited_for_by_none(
+    history: list[tuple[Direction, list[int], list[int]] | int],
+) -> None:
+    """A number: one of those under way ends. Who meets one that has not waits for it or a later."""
+    ordering, under_way = Ordering(SLOTS, HOSTS), dict[int, tuple[Direction, set[int], set[int]]]()
+    for serial, event in enumerate(history, 1):
+        if isinstance(event, int):
+            if under_way:
+                one = sorted(under_way)[event % len(under_way)]
+                ordering.ended(under_way.pop(one)[0])
+            continue
+        direction, gpu, hosts = event
+        others = {
+            number: bool(theirs & set(gpu) or places & set(hosts))
+            for number, (way, theirs, places) in under_way.items()
+            if way is not direction
+        }
+        found = ordering.admit(serial, direction, blocks(gpu, hosts))
+        assert found >= max((number for number, meets in others.items() if meets), default=0)
+        assert found < serial
+        assert others or not found
+        under_way[serial] = direction, set(gpu), set(hosts)

@@ -41,7 +41,7 @@ from kvferry.daemon.engine.base import NO_ROOM, CopyEngine, Mapping, Room, Share
 from kvferry.daemon.engine.memory import PAGE
 from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
-from kvferry.daemon.lane.lane import Lane, MapOrder
+from kvferry.daemon.lane.lane import ENOUGH, Lane, MapOrder
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.memory import Allocation, CudaAllocation, FdAllocation, Location
 from kvferry.proto.messages import Outcome
@@ -758,6 +758,35 @@ def test_a_load_goes_before_stores_that_are_not_submitted_yet(
     order = [piece.direction for piece in taken(stub)]
     assert order == [STORE, LOAD] + [STORE] * 7
     assert sorted(serials(reports)) == [1, 2]
+
+
+def test_an_end_is_told_before_anything_else_begins(harbour: Harbour, stub: StubEngine) -> None:
+    stub.most = 1
+    harbour.map()
+    first, second = harbour.start(LOAD, [1]), harbour.start(LOAD, [2])
+    harbour.settle()
+    told: list[list[Report]] = []
+    stub.on_submit = lambda: told.append(harbour.batches.get_nowait())
+    stub.in_flight[0].done = True
+    until(lambda: len(told) == 1, PATIENCE)
+    assert told == [[done(first)]]
+    assert serials(run_out(harbour, stub)) == [second]
+
+
+def test_stores_that_have_enough_to_do_wait_for_a_short_load(
+    harbour: Harbour, stub: StubEngine
+) -> None:
+    """With one piece on the device they do not."""
+    stub.piece, stub.most = Room(64), ENOUGH
+    harbour.map()
+    load, store = harbour.start(LOAD, [40]), harbour.start(STORE, range(6))
+    harbour.settle()
+    stub.most = 100
+    harbour.settle()
+    assert [piece.direction for piece in stub.in_flight] == [LOAD, *[STORE] * ENOUGH]
+    finish(harbour, stub.in_flight[1])
+    assert [piece.direction for piece in stub.in_flight] == [LOAD, *[STORE] * 5]
+    assert sorted(serials(run_out(harbour, stub))) == [load, store]
 
 
 def test_stores_go_on_though_orders_never_end(harbour: Harbour, stub: StubEngine) -> None:

@@ -146,7 +146,7 @@ class Geometry:
         _check_range(hosts, self.host_blocks, "host block")
         if direction is Direction.STORE:
             _check_unique(hosts, self.host_blocks, "host block")
-        return self.place(shares, hosts)
+        return self._placed(shares, hosts, None)
 
     def shares(self, direction: Direction, gpu: GPULoadStoreSpec, hosts: int) -> tuple[Share, ...]:
         """Check the GPU side, and that it takes as many host blocks. Raises Refused."""
@@ -175,20 +175,9 @@ class Geometry:
         return tuple(shares)
 
     def place(self, shares: tuple[Share, ...], hosts: Int64s) -> Resolved:
-        """Where checked shares go. GPU blocks whose host block is -1 are left out.
-
-        The GPU slots of the answer number memory, not groups: groups that share a tensor share
-        its slots.
-        """
+        """Where checked shares go. GPU blocks whose host block is -1 are left out."""
         kept = None if _in_range(hosts, self.host_blocks) else hosts >= 0
-        runs, slots = [], []
-        for share in shares:
-            run = self._run(share, hosts, kept)
-            if run.gpu_blocks.size:
-                base = self._slot_base[run.group]
-                runs.append(run)
-                slots.append(run.gpu_blocks + base if base else run.gpu_blocks)
-        return Resolved(tuple(runs), _joined(slots), hosts if kept is None else hosts[kept])
+        return self._placed(shares, hosts, kept)
 
     def parts(self, share: Share) -> tuple[tuple[int, int], tuple[int, int]]:
         """Which sub-blocks, (from, to), of its first and of its last host block a share takes."""
@@ -236,6 +225,18 @@ class Geometry:
             for block, start in blocks
             for tensor, stride, offset, size in pages
         ]
+
+    def _placed(self, shares: tuple[Share, ...], hosts: Int64s, kept: Bools | None) -> Resolved:
+        """The GPU slots of the answer number memory, not groups: groups that share a tensor share
+        its slots."""
+        runs, slots = [], []
+        for share in shares:
+            run = self._run(share, hosts, kept)
+            if run.gpu_blocks.size:
+                base = self._slot_base[run.group]
+                runs.append(run)
+                slots.append(run.gpu_blocks + base if base else run.gpu_blocks)
+        return Resolved(tuple(runs), _joined(slots), hosts if kept is None else hosts[kept])
 
     def _check_written_once(self, shares: list[Share]) -> None:
         """No GPU block is written twice: in a group, or in groups that share a tensor."""
@@ -335,6 +336,17 @@ def largest(numbers: np.ndarray[Any, Any]) -> int:
     return int(np.maximum.reduce(numbers))
 
 
+def first_again(ids: Int64s, limit: int) -> int | None:
+    """The first of some ids, 0 to `limit` - 1, that comes again behind; None where none does."""
+    if ids.size <= FEW and len(set(ids.tolist())) == ids.size:
+        return None
+    last = np.empty(limit, dtype=np.int64)
+    order = np.arange(ids.size)
+    last[ids] = order
+    again = last[ids] != order
+    return int(ids[again][0]) if np.count_nonzero(again) else None
+
+
 def _int64s(ids: BlockIds) -> Int64s:
     return ids if ids.dtype is _INT64 else ids.astype(_INT64)
 
@@ -383,13 +395,6 @@ def _sharers(layout: KVLayout) -> list[tuple[int, ...]]:
 
 def _check_unique(ids: Int64s, limit: int, what: str) -> None:
     """Raise where an id comes twice: two writes to one place have no defined result."""
-    if ids.size <= FEW and len(set(ids.tolist())) == ids.size:
-        return
-    last = np.empty(limit, dtype=np.int64)
-    order = np.arange(ids.size)
-    last[ids] = order
-    again = last[ids] != order
-    if np.count_nonzero(again):
-        raise Refused(
-            Code.DUPLICATE_BLOCK, f"a {what} is written once in a transfer", int(ids[again][0])
-        )
+    again = first_again(ids, limit)
+    if again is not None:
+        raise Refused(Code.DUPLICATE_BLOCK, f"a {what} is written once in a transfer", again)

@@ -9,6 +9,8 @@ transfer up to one serial number, the newest that touched one of its blocks.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from kvferry.daemon.core.geometry import Resolved, largest
@@ -21,14 +23,21 @@ class Ordering:
     def __init__(self, gpu_slots: int, host_blocks: int) -> None:
         self._gpu = {d: np.zeros(gpu_slots, dtype=np.int64) for d in Direction}
         self._host = {d: np.zeros(host_blocks, dtype=np.int64) for d in Direction}
+        self._under_way: Counter[Direction] = Counter()
 
     def admit(self, serial: int, direction: Direction, blocks: Resolved) -> int:
         """Note a new transfer. Returns the serial up to which the other way must have ended."""
-        other = direction.other
-        after = max(
-            largest(self._gpu[other][blocks.gpu_slots]),
-            largest(self._host[other][blocks.host_blocks]),
-        )
+        other, after = direction.other, 0
+        if self._under_way[other]:
+            after = max(
+                largest(self._gpu[other][blocks.gpu_slots]),
+                largest(self._host[other][blocks.host_blocks]),
+            )
         self._gpu[direction][blocks.gpu_slots] = serial
         self._host[direction][blocks.host_blocks] = serial
+        self._under_way[direction] += 1
         return after
+
+    def ended(self, direction: Direction) -> None:
+        """One of those that were admitted has ended."""
+        self._under_way[direction] -= 1

@@ -132,6 +132,7 @@ class Transfers:
         """The one end of a job: tell its session, then those who waited for it."""
         job = self._jobs.pop(report.serial)
         del self._by_id[job.registration.engine, job.job_id]
+        job.registration.ordering.ended(job.direction)
         result = self._result(job, report)
         if job.lease is not None:
             job.lease.end(done=result.outcome is Outcome.DONE)

@@ -134,6 +134,11 @@ class Flight:
     takes: float
     """Seconds from when the one before it was done, at least."""
 
+    @property
+    def last(self) -> bool:
+        """Whether its plan is over with it."""
+        return not self.crossing.rest and self.crossing.in_flight == 1
+
 
 @dataclass(slots=True, eq=False)
 class Stream:

@@ -42,22 +42,13 @@ from kvferry.daemon.engine.memory import Timeline
 from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.lane.berth import Berth, Crossing, Flight, Stream, Track, oldest
 from kvferry.daemon.lane.inbox import Inbox, Listen, Stop
+from kvferry.daemon.lane.naps import LINK, MAX_NAP_HELD, NAP_HELD, WATCH, until_due
 from kvferry.proto.errors import Code, Failed, KVFerryError
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction
 
-LINK = 60e9
-"""Bytes per second that a piece moves at, at most."""
-WATCH = 150e-6
-"""A piece that takes no longer is polled without pause until it is late by as much: somebody may
-be waiting for it. Polling a longer one so would only take the loop's turns at the GIL away."""
-NAP_IN_FLIGHT = 20e-6
-NAP_LONG = 50e-6
-NAP_LATE = 100e-6
-MAX_NAP_LONG = 500e-6
-NAP_HELD = 20e-6
-MAX_NAP_HELD = 1e-3
-"""A fence is read ever less often while nothing happens: memory cannot wake a thread."""
+ENOUGH = 2
+"""So many pieces of stores on the device, no more are added as long as a short load is there."""
 _PR_SET_TIMERSLACK = 29
 
 
@@ -134,6 +125,8 @@ class Lane:
             while self._obey_orders():
                 for stream in self._streams:
                     self._reap(stream)
+                self._flush()  # who waits for an end need not wait for the next beginnings too
+                for stream in self._streams:
                     self._fill(stream)
                 self._flush()
             for number in tuple(self._held):
@@ -158,7 +151,7 @@ class Lane:
         if busy:
             self._held_nap = NAP_HELD
             now = time.perf_counter()
-            return min([_nap(stream, now) for stream in busy])
+            return min([until_due(stream, now) for stream in busy])
         if any(stream.waiting for stream in self._streams):
             self._held_nap = min(2 * self._held_nap, MAX_NAP_HELD)
             return self._held_nap
@@ -294,6 +287,8 @@ class Lane:
 
     def _fill(self, stream: Stream) -> None:
         """Submit pieces, one registration after the other, until the engine has enough."""
+        if stream.direction is Direction.STORE and self._can_wait(stream):
+            return
         held, more = 0, False
         while held < len(stream.turn):
             if self._engine.full(stream.direction):  # or each would be told so, every time
@@ -314,6 +309,11 @@ class Lane:
                 if store and not (more or self._inbox.empty):  # who had no room keeps its place
                     break  # nobody waits for a store as for the load that this may be
         self._engine.push(stream.direction, more=more)
+
+    def _can_wait(self, stores: Stream) -> bool:
+        """Whether a load is about to end, and stores have something to do meanwhile."""
+        loads = self._stream_of[Direction.LOAD].flights
+        return bool(loads) and loads[0].takes <= WATCH and len(stores.flights) >= ENOUGH
 
     def _submit(self, stream: Stream, berth: Berth, track: Track) -> bool:
         """Send the next piece of the track's head on its way; False where there is no room."""
@@ -378,17 +378,6 @@ class Lane:
         if self._reports:
             reports, self._reports = self._reports, []
             self._report(reports)
-
-
-def _nap(stream: Stream, now: float) -> float:
-    """How long to leave the oldest piece of a stream alone."""
-    takes = stream.flights[0].takes
-    left = stream.since + takes - now
-    if takes <= WATCH:
-        return 0.0 if left > -WATCH else NAP_IN_FLIGHT
-    if left < 0:
-        return min(NAP_LATE, max(NAP_LONG, -left / 16))
-    return min(MAX_NAP_LONG, max(NAP_LONG, left))
 
 
 def _told(error: Exception) -> KVFerryError:

@@ -6,7 +6,8 @@ One round, with the slab's blocks and the host blocks each split at random in tw
     both    a -> y, x -> b         measured; then b must hold what a holds
     load    y -> b                 measured, b overwritten before; then the same again
 
-so each measured copy is read back by the next one. What is compared is a sample of blocks, in all
+so each measured copy is read back by the next one; each is done once, after nothing, and then some
+times over. What is compared is a sample of blocks, in all
 tensors, filled with new random bytes before every round: bytes left from the last one would show.
 The first round warms up and does not count.
 """
@@ -14,6 +15,7 @@ The first round warms up and does not count.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -23,6 +25,7 @@ from kvferry.client import CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
 from kvferry.client.cli.bench.engine import Engine, Moved, Shape
 from kvferry.client.cli.bench.plan import Plan
 from kvferry.client.cli.bench.results import (
+    IN_A_ROW,
     QUICK_REPS,
     REPS,
     WAYS,
@@ -40,6 +43,8 @@ QUICK_SIZES = (4 << 10, 64 << 10, 2 << 20)
 JOB_BYTES = 1 << 30
 SAMPLE_BYTES = 16 << 20
 SAMPLE_BLOCKS = 32
+AHEAD = 2
+"""Jobs under way one way, in a row."""
 
 
 def steps(plan: Plan) -> int:
@@ -62,15 +67,21 @@ def _sizes(plan: Plan) -> tuple[int, ...]:
 def measure(rig: Rig, page_bytes: int, reps: int, step: Callable[[str], None]) -> Fragments:
     """Raises Failed (COPY_FAILED) where a copy brought other bytes than it should."""
     shape = Shape.of(page_bytes)
-    rounds: list[dict[str, Moved]] = []
+    rounds: list[dict[str, Went]] = []
     with rig.engine(shape) as engine:
         trip = Trip(engine)
         for _ in range(reps + 1):
             step(f"fragments of {size(page_bytes)}")
             rounds.append(trip.round())
-    copies = {way: _copies([moved[way] for moved in rounds[1:]]) for way in WAYS}
+    copies = {way: _copies([went[way] for went in rounds[1:]]) for way in WAYS}
     tensors, factor, jobs = shape.tensors, shape.factor, len(trip.stores)
     return Fragments(page_bytes, tensors, factor, shape.host_block_bytes, jobs, copies)
+
+
+@dataclass(frozen=True, slots=True)
+class Went:
+    once: Moved
+    in_a_row: Moved
 
 
 class Trip:
@@ -89,15 +100,18 @@ class Trip:
         device = engine.pages.device
         self._a, self._b = (torch.from_numpy(ids[picked]).to(device) for ids in (a, b))
 
-    def round(self) -> dict[str, Moved]:
+    def round(self) -> dict[str, Went]:
         self._renew(self._a)
-        store = self._engine.run(self.stores)
-        both = self._engine.run(_alternating(self.stores_too, self.loads))
+        store = self._go(self.stores, AHEAD)
+        both = self._go(_alternating(self.stores_too, self.loads), 2 * AHEAD)
         self._compare()
         self._renew(self._b)
-        load = self._engine.run(self.loads_too)
+        load = self._go(self.loads_too, AHEAD)
         self._compare()
         return {"store": store, "load": load, "both": both}
+
+    def _go(self, specs: list[TransferSpec], ahead: int) -> Went:
+        return Went(self._engine.run(specs), self._engine.run(specs * IN_A_ROW, ahead=ahead))
 
     def _renew(self, blocks: torch.Tensor) -> None:
         """New random bytes in the sampled blocks, before anything is submitted."""
@@ -132,8 +146,10 @@ def _alternating(some: list[TransferSpec], others: list[TransferSpec]) -> list[T
     return list(chain.from_iterable(zip(some, others, strict=True)))
 
 
-def _copies(moved: list[Moved]) -> Copies:
+def _copies(went: list[Went]) -> Copies:
+    once, in_a_row = [each.once for each in went], [each.in_a_row for each in went]
     return Copies(
-        Rate.of(moved[0].nbytes, [m.wall for m in moved]),
-        Rate.of(moved[0].nbytes, [m.device for m in moved]),
+        Rate.of(once[0].nbytes, [moved.wall for moved in once]),
+        Rate.of(in_a_row[0].nbytes, [moved.wall for moved in in_a_row]),
+        Rate.of(once[0].nbytes, [moved.device for moved in once]),
     )

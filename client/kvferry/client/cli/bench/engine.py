@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -79,11 +80,22 @@ class Engine:
         self.num_blocks, self.host_blocks = pages.shape[1], host_blocks
         self._job_ids = count(1)
 
-    def run(self, specs: Sequence[TransferSpec], nap: float = NAP) -> Moved:
-        """Submit all, return when the end of all was seen. Raises what one of them failed with."""
+    def run(
+        self, specs: Sequence[TransferSpec], nap: float = NAP, ahead: int | None = None
+    ) -> Moved:
+        """Submit all, return when the end of all was seen. Raises what one of them failed with.
+
+        ahead: so many at once, and one more whenever one has ended; all of them where it is None.
+        """
+        waiting, under_way, results = deque(specs), 0, list[TransferResult]()
         begin = time.perf_counter()
-        jobs = [self.submit(spec) for spec in specs]
-        results = self.finish(len(jobs), nap)
+        while waiting or under_way:
+            while waiting and (ahead is None or under_way < ahead):
+                self.submit(waiting.popleft())
+                under_way += 1
+            ended = self.finish(1 if waiting else under_way, nap)
+            under_way -= len(ended)
+            results += ended
         wall = time.perf_counter() - begin
         times: dict[tuple[str, str], float] = {}
         for result in results:

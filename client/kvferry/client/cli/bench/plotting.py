@@ -57,7 +57,7 @@ def draw(results: Results, path: Path) -> None:
 def _rates(axes: Axes, results: Results) -> None:
     pages = [fragments.page_bytes for fragments in results.bandwidth]
     for way in WAYS:
-        rates = [fragments.copies[way].end_to_end for fragments in results.bandwidth]
+        rates = [fragments.copies[way].in_a_row for fragments in results.bandwidth]
         medians, colour = [rate.median for rate in rates], COLOURS[way]
         axes.plot(pages, medians, "o-", color=colour, label=f"kvferry, {NAMES[way]}", zorder=3)
         lows, highs = [rate.low for rate in rates], [rate.high for rate in rates]
@@ -67,7 +67,7 @@ def _rates(axes: Axes, results: Results) -> None:
     for how in ("batched DMA", "pinned kernel"):
         for way in WAYS[:2]:
             _alternative(axes, results.beside, how, way)
-    axes.set_title("GB/s, end to end, nothing else on the GPU", loc="left", fontsize=11)
+    axes.set_title("GB/s, jobs in a row, nothing else on the GPU", loc="left", fontsize=11)
     _sizes(axes, pages)
     axes.set_ylim(bottom=0)
 

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.client.cli.bench.results import (
+    IN_A_ROW,
     WAYS,
     About,
     Beside,
@@ -59,18 +60,19 @@ def _header(about: About) -> Iterator[str]:
 def _bandwidth(results: Results) -> Table:
     about = results.about
     caption = (
-        f"{size(about.nbytes)} each way, median of {about.reps} and min..max; on device: by the "
-        "jobs'\ntransfer_time; x: of the contiguous pinned copy the same way. A sample of the\n"
-        "bytes was compared after each copy."
+        f"{size(about.nbytes)} each way, median of {about.reps}, and min..max; in a row: "
+        f"{IN_A_ROW} times over, the next submitted before the last has ended; once: after "
+        "nothing; both until the end is seen; on device: once, by the jobs' transfer_time; x: of "
+        "the contiguous pinned copy the same way. A sample of the bytes was compared after each."
     )
     table = _table("GB/s", caption)
     table.add_column("fragment")
     table.add_column("")
-    for name in ("end to end", "min..max", "x", "on device", "min..max", "x"):
+    for name in ("in a row", "min..max", "x", "once", "x", "on device", "x"):
         table.add_column(name, justify="right", no_wrap=True)
     for way in WAYS:
         rate = results.contiguous[way]
-        cells = ("", "", "", _figure(rate.median), _range(rate), "")
+        cells = ("", _range(rate), "", "", "", _figure(rate.median), "")
         table.add_row(*_begin("contiguous", way), *cells, end_section=way == WAYS[-1])
     for fragments in results.bandwidth:
         _add(table, fragments)
@@ -80,9 +82,10 @@ def _bandwidth(results: Results) -> Table:
 def _add(table: Table, fragments: Fragments) -> None:
     for way in WAYS:
         copies = fragments.copies[way]
-        cells: list[str] = []
-        for rate in (copies.end_to_end, copies.on_device):
-            cells += [_figure(rate.median), _range(rate), f"{rate.ratio:.2f}"]
+        row, once, device = copies.in_a_row, copies.once, copies.on_device
+        cells = [_figure(row.median), _range(row), f"{row.ratio:.2f}"]
+        for rate in (once, device):
+            cells += [_figure(rate.median), f"{rate.ratio:.2f}"]
         begin = _begin(size(fragments.page_bytes), way)
         table.add_row(*begin, *cells, end_section=way == WAYS[-1])
 

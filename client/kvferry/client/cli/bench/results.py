@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 WAYS: tuple[str, ...] = ("store", "load", "both")
 GIB = 1 << 30
 REPS, QUICK_REPS = 5, 2
+IN_A_ROW = 4
+"""How many times over."""
 
 
 class About(msgspec.Struct):
@@ -63,9 +65,12 @@ class Rate(msgspec.Struct):
 
 
 class Copies(msgspec.Struct):
-    """end_to_end: by the wall clock, submitted to seen. on_device: by transfer_time."""
+    """By the wall clock, from the first submitted to the last seen: `once` what is moved in one go,
+    after nothing; `in_a_row` as much several times over, the next submitted before the last has
+    ended. on_device: the first by transfer_time."""
 
-    end_to_end: Rate
+    once: Rate
+    in_a_row: Rate
     on_device: Rate
 
 
@@ -171,7 +176,7 @@ class Results(msgspec.Struct):
         """Everything is measured: set the ratios."""
         for fragments in self.bandwidth:
             for way, copies in fragments.copies.items():
-                for rate in (copies.end_to_end, copies.on_device):
+                for rate in (copies.once, copies.in_a_row, copies.on_device):
                     rate.ratio = rate.median / self.contiguous[way].median
         for row in self.beside:
             row.ratio = row.rate.median / self.contiguous[row.way].median

@@ -36,6 +36,9 @@ DIRECT_PIECE = 32 << 20
 DIRECT_FLIGHT = 3 * DIRECT_PIECE
 """Bytes in flight one way, copied directly: enough to keep the link busy while the lane turns, and
 that neither of the two streams of a direction runs dry before the other (direct.py)."""
+FIRST_PIECE = 8 << 20
+"""Where nothing is in flight the link waits for the first piece, so that is small: it takes as long
+as it takes to enqueue the next."""
 MAX_PIECES = 32
 MIN_STAGING = 64 << 20
 
@@ -152,13 +155,20 @@ class CudaEngine:
     def room(self, direction: Direction, mapping: Mapping, want: Want) -> Room:
         if self.full(direction):
             return NO_ROOM
+        idle = not self._pieces[direction]
         if self._choice.direct(direction, mapping.geometry, want.group):
-            return Room(DIRECT_PIECE) if self._in_flight[direction] < DIRECT_FLIGHT else NO_ROOM
+            if self._in_flight[direction] >= DIRECT_FLIGHT:
+                return NO_ROOM
+            return Room(FIRST_PIECE if idle else DIRECT_PIECE)
         block_bytes = mapping.geometry.group_bytes[want.group]
         ahead = self._staged.ahead(direction)
-        return Room(self._staging.room(direction, want, block_bytes, ahead), MAX_BLOCKS)
+        nbytes = self._staging.room(direction, want, block_bytes, ahead)
+        if idle and direction is Direction.LOAD:  # the first of a store has a turn of its own
+            nbytes = min(nbytes, FIRST_PIECE)
+        return Room(nbytes, MAX_BLOCKS)
 
     def submit(self, direction: Direction, mapping: Mapping, run: Run) -> Piece:
+        idle = not self._pieces[direction]
         if self._choice.direct(direction, mapping.geometry, run.group):
             piece = self._submit_direct(direction, mapping, run)
         else:
@@ -166,7 +176,9 @@ class CudaEngine:
         self._last[direction] = piece
         self._in_flight[direction] += piece.nbytes
         self._pieces[direction] += 1
-        return piece
+        if idle and direction is Direction.STORE:
+            self._staged.push(direction, more=True)  # the link is to have something while others
+        return piece  # are made ready; where the turn is awaited, these join it
 
     def push(self, direction: Direction, more: bool) -> None:
         self._staged.push(direction, more)

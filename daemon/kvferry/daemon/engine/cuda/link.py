@@ -21,7 +21,8 @@ from kvferry.proto.specs import Direction
 
 FEW = 8
 QUICK = 512
-"""Fragments in a batch that is enqueued without giving the GIL away: in 0.2 ms."""
+"""Fragments in a batch of a load that is enqueued without giving the GIL away: in 0.2 ms. A store
+does: a load may be about to come."""
 _STREAM_ORDER = 1
 
 
@@ -61,7 +62,7 @@ class Link:
         dst, src = (fragments.host, fragments.gpu) if store else (fragments.gpu, fragments.host)
         table = np.stack((dst, src, fragments.size))
         at, row = table.__array_interface__["data"][0], table.strides[0]
-        batch = self._batches[dst.size <= QUICK]
+        batch = self._batches[not store and dst.size <= QUICK]
         result = batch(at, at + row, at + 2 * row, dst.size, stream)
         if result:
             raise self._driver.error("cuMemcpyBatchAsync", result)

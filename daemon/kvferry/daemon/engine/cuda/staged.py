@@ -23,7 +23,15 @@ from importlib.resources import files
 
 import numpy as np
 
-from kvferry.daemon.core.geometry import Fragments, Geometry, Int64s, Rows, Run
+from kvferry.daemon.core.geometry import (
+    Fragments,
+    Geometry,
+    Int64s,
+    Rows,
+    Run,
+    first_again,
+    largest,
+)
 from kvferry.daemon.engine.cuda.link import Link
 from kvferry.daemon.engine.cuda.piece import PageTable, Piece, Stage
 from kvferry.daemon.engine.cuda.staging import Slot
@@ -162,20 +170,21 @@ class StagedCopy:
             self._kernels.launch(direction, stage.table, stage.slot.address, blocks, kernel)
         done = driver.record(kernel)
         turns.ask(pieces, None if joins else begun, done)
-        for piece in pieces:
-            if begun is not None and store:
-                piece.begun.append(begun)
-                self._drain(piece, done)
-            else:
+        if begun is not None and store:
+            self._drain(pieces, begun, done)
+        else:
+            for piece in pieces:
                 piece.done.append(done)
 
-    def _drain(self, piece: Piece, gathered: Event) -> None:
-        """The DMA of a store, behind its turn."""
-        assert piece.stage is not None
+    def _drain(self, pieces: list[Piece], begun: Event, gathered: Event) -> None:
+        """The DMA of stores, behind their turn."""
         dma = self._dma[Direction.STORE]
         self._driver.call("cuStreamWaitEvent", dma, gathered.handle, 0)
-        self._link.enqueue(Direction.STORE, piece.stage.packed, dma)
-        piece.done = piece.moved = [self._driver.record(dma)]
+        for piece in pieces:
+            assert piece.stage is not None
+            piece.begun.append(begun)
+            self._link.enqueue(Direction.STORE, piece.stage.packed, dma)
+            piece.done = piece.moved = [self._driver.record(dma)]
 
     def _over(self, event: Event) -> bool:
         """A piece that failed is over too: whoever polls it is told."""
@@ -189,8 +198,9 @@ def _rows(direction: Direction, stages: list[Stage]) -> Iterator[tuple[Stage, In
     """What one launch each can do, as its first stage and all the blocks: stages of one table
     that lie one behind the other. A block that is loaded twice is written in two launches."""
     row: list[Stage] = []
+    written_once = direction is Direction.STORE or _all_differ(stages)
     for stage in stages:
-        if row and not _continues(direction, row, stage):
+        if row and not (_continues(row, stage) and (written_once or _all_differ([*row, stage]))):
             yield row[0], _blocks(row)
             row = []
         row.append(stage)
@@ -198,14 +208,20 @@ def _rows(direction: Direction, stages: list[Stage]) -> Iterator[tuple[Stage, In
         yield row[0], _blocks(row)
 
 
-def _continues(direction: Direction, row: list[Stage], stage: Stage) -> bool:
+def _continues(row: list[Stage], stage: Stage) -> bool:
     blocks = sum([before.blocks.size for before in row])
     return (
         stage.table is row[0].table
         and stage.slot.address == row[0].slot.address + blocks * stage.table.block_bytes
         and blocks + stage.blocks.size <= MAX_BLOCKS
-        and (direction is Direction.STORE or not np.isin(stage.blocks, _blocks(row)).any())
     )
+
+
+def _all_differ(stages: list[Stage]) -> bool:
+    """Whether no block comes twice; they may be of different tables, which have blocks of their own
+    under the same numbers."""
+    blocks = _blocks(stages)
+    return first_again(blocks, largest(blocks) + 1) is None
 
 
 def _blocks(row: list[Stage]) -> Int64s:
