@@ -118,6 +118,14 @@ class Event:
         self._spare.append(self.handle)
 
 
+class Parameters:
+    """What a kernel is given by value: the bytes of each array, as they are at a launch."""
+
+    def __init__(self, *arrays: np.ndarray[Any, Any]) -> None:
+        self.arrays = arrays
+        self.addresses = (c_void_p * len(arrays))(*(array.ctypes.data for array in arrays))
+
+
 class Driver:
     """libcuda.so.1, initialised. `driver.call("cuMemFree_v2", pointer)` raises Failed."""
 
@@ -305,12 +313,10 @@ class Driver:
         grid: int,
         threads: int,
         stream: int,
-        *parameters: np.ndarray[Any, Any],
+        parameters: Parameters,
     ) -> None:
-        """Launch a kernel with parameters by value, each the bytes of an array."""
-        addresses = (c_void_p * len(parameters))(*(p.ctypes.data for p in parameters))
         shape = (grid, 1, 1, threads, 1, 1)
-        self.call("cuLaunchKernel", function, *shape, 0, stream, addresses, None)
+        self.call("cuLaunchKernel", function, *shape, 0, stream, parameters.addresses, None)
 
     def _int(self, name: str) -> int:
         value = c_int()

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.proto.errors import Code, Failed
-from kvferry.proto.libcuda import Event
+from kvferry.proto.libcuda import Event, Parameters
 from kvferry.proto.specs import Direction
 
 from .paper_memory import Refusal, VirtualMemoryOnPaper
@@ -200,9 +200,9 @@ class PaperDriver:
         grid: int,
         threads: int,
         stream: int,
-        piece: np.ndarray[Any, Any],
-        ids: np.ndarray[Any, Any],
+        parameters: Parameters,
     ) -> None:
+        piece, ids = parameters.arrays
         if self.refuse("launch"):
             raise self.error("cuLaunchKernel", 1)
         assert grid > 0

@@ -41,7 +41,7 @@ from kvferry.daemon.engine.base import NO_ROOM, CopyEngine, Mapping, Room, Share
 from kvferry.daemon.engine.memory import PAGE
 from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
-from kvferry.daemon.lane.lane import ENOUGH, Lane, MapOrder
+from kvferry.daemon.lane.lane import ENOUGH, STEP, Lane, MapOrder
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.memory import Allocation, CudaAllocation, FdAllocation, Location
 from kvferry.proto.messages import Outcome
@@ -785,8 +785,26 @@ def test_stores_that_have_enough_to_do_wait_for_a_short_load(
     harbour.settle()
     assert [piece.direction for piece in stub.in_flight] == [LOAD, *[STORE] * ENOUGH]
     finish(harbour, stub.in_flight[1])
-    assert [piece.direction for piece in stub.in_flight] == [LOAD, *[STORE] * 5]
-    assert sorted(serials(run_out(harbour, stub))) == [load, store]
+    assert [piece.direction for piece in stub.in_flight] == [LOAD, *[STORE] * ENOUGH]
+    assert serials(finish(harbour, stub.in_flight[0])) == [load]
+    until(lambda: [piece.direction for piece in stub.in_flight] == [STORE] * 5, PATIENCE)
+    assert serials(run_out(harbour, stub)) == [store]
+
+
+def test_a_round_of_stores_is_one_though_the_lane_sleeps_in_it(
+    harbour: Harbour, stub: StubEngine
+) -> None:
+    stub.piece, stub.most = Room(64), 100
+    harbour.map()
+    harbour.settle()
+    pushed = len(stub.pushes)
+    stores: list[list[tuple[Direction, bool]]] = []
+    stub.on_submit = lambda: stores.append([push for push in stub.pushes[pushed:] if STORE in push])
+    store = harbour.start(STORE, range(3 * STEP))
+    until(lambda: len(stub.in_flight) == 3 * STEP, PATIENCE)
+    assert stores == [[]] * 3 * STEP
+    until(lambda: stub.pushes[-1] == (STORE, False), PATIENCE)
+    assert serials(run_out(harbour, stub)) == [store]
 
 
 def test_stores_go_on_though_orders_never_end(harbour: Harbour, stub: StubEngine) -> None:

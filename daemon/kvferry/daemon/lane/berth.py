@@ -151,6 +151,8 @@ class Stream:
     taken out when its turn comes."""
     since: float = 0.0
     """When the oldest piece in flight came first: the one before it was done, or there was none."""
+    paused: bool = False
+    """Whether there is more to submit at once."""
 
     def enlist(self, berth: Berth) -> None:
         """A plan waits there."""

@@ -49,6 +49,9 @@ from kvferry.proto.specs import Direction
 
 ENOUGH = 2
 """So many pieces of stores on the device, no more are added as long as a short load is there."""
+STEP, BREATH = 3, 50e-6
+"""So many pieces of stores are submitted one after the other, then the lane sleeps for so long: the
+loop has to do something for a load before the lane can know of it."""
 _PR_SET_TIMERSLACK = 29
 
 
@@ -151,7 +154,7 @@ class Lane:
         if busy:
             self._held_nap = NAP_HELD
             now = time.perf_counter()
-            return min([until_due(stream, now) for stream in busy])
+            return min([BREATH if stream.paused else until_due(stream, now) for stream in busy])
         if any(stream.waiting for stream in self._streams):
             self._held_nap = min(2 * self._held_nap, MAX_NAP_HELD)
             return self._held_nap
@@ -287,10 +290,9 @@ class Lane:
 
     def _fill(self, stream: Stream) -> None:
         """Submit pieces, one registration after the other, until the engine has enough."""
-        if stream.direction is Direction.STORE and self._can_wait(stream):
-            return
-        held, more = 0, False
-        while held < len(stream.turn):
+        store, held, sent, more = stream.direction is Direction.STORE, 0, 0, False
+        stream.paused = False
+        while held < len(stream.turn) and not (store and self._can_wait(stream)):
             if self._engine.full(stream.direction):  # or each would be told so, every time
                 more = True
                 break
@@ -305,9 +307,13 @@ class Lane:
             else:
                 more = not self._submit(stream, berth, track)
                 held = held + 1 if more else 0
-                store = stream.direction is Direction.STORE
-                if store and not (more or self._inbox.empty):  # who had no room keeps its place
-                    break  # nobody waits for a store as for the load that this may be
+                sent += not more
+                if store and not more:  # who had no room keeps its place
+                    if not self._inbox.empty:
+                        break  # nobody waits for a store as for the load that this may be
+                    if sent == STEP:
+                        stream.paused = True
+                        return
         self._engine.push(stream.direction, more=more)
 
     def _can_wait(self, stores: Stream) -> bool:

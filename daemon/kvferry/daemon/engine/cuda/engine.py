@@ -217,7 +217,7 @@ class CudaEngine:
 
     def _submit_direct(self, direction: Direction, mapping: Mapping, run: Run) -> Piece:
         nbytes = run.gpu_blocks.size * mapping.geometry.group_bytes[run.group]
-        self._staged.push(direction, more=False)
+        self._staged.finish(direction)
         try:
             self._keep_order(direction, self._direct.streams[direction], staged=False)
             begun, done = self._direct.enqueue(direction, mapping, run, self._pool)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvferry.daemon.core.geometry import Fragments, Int64s, Rows
 from kvferry.daemon.engine.cuda.staging import Slot
 from kvferry.proto.errors import KVFerryError
-from kvferry.proto.libcuda import Event
+from kvferry.proto.libcuda import Driver, Event
 from kvferry.proto.specs import Direction
 
 
@@ -49,3 +51,20 @@ class Piece:
     def units(self) -> int:
         """Of the staging buffer."""
         return 0 if self.stage is None else self.stage.slot.units
+
+
+def over(driver: Driver, event: Event) -> bool:
+    """Whether the device has come to an event. One that failed is over too: whoever polls its piece
+    is told."""
+    try:
+        return driver.reached(event)
+    except KVFerryError:
+        return True
+
+
+def fail(driver: Driver, pieces: Iterable[Piece], error: KVFerryError) -> None:
+    """The device refused something: nothing of these pieces happens any more."""
+    with suppress(KVFerryError):  # it is what the pieces are told already
+        driver.call("cuCtxSynchronize")
+    for piece in pieces:
+        piece.error = error

@@ -10,15 +10,16 @@ layers.
     store   kernel stream: gather from the tensors --> slot  --event-->  dma stream --> pool
 
 `enqueue` takes a piece and starts a load's DMA; `push` launches the kernels of those whose turn it
-is (turns.py), and behind a gather the DMA of its pieces.
+is (turns.py), and enqueues the DMA of what was gathered (drain.py).
 """
 
 from __future__ import annotations
 
 import math
 import struct
+import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from functools import partial
 from importlib.resources import files
 
 import numpy as np
@@ -32,12 +33,13 @@ from kvferry.daemon.core.geometry import (
     first_again,
     largest,
 )
+from kvferry.daemon.engine.cuda.drain import Drain
 from kvferry.daemon.engine.cuda.link import Link
-from kvferry.daemon.engine.cuda.piece import PageTable, Piece, Stage
+from kvferry.daemon.engine.cuda.piece import PageTable, Piece, Stage, fail, over
 from kvferry.daemon.engine.cuda.staging import Slot
 from kvferry.daemon.engine.cuda.turns import Turns
 from kvferry.proto.errors import KVFerryError
-from kvferry.proto.libcuda import Driver, Event
+from kvferry.proto.libcuda import Driver, Parameters
 from kvferry.proto.specs import Direction
 
 THREADS = 256
@@ -70,16 +72,20 @@ class Kernels:
             for vector in VECTORS
             for ids in IDS
         }
+        self._piece = bytearray(_PIECE.size)
+        piece = np.frombuffer(self._piece, dtype=np.uint8)
+        self._parameters = [(ids, Parameters(piece, np.empty(ids, np.int32))) for ids in IDS]
 
     def launch(
         self, direction: Direction, table: PageTable, stage: int, blocks: Int64s, stream: int
     ) -> None:
         """Between the tensors and the blocks that lie one after another from `stage` on."""
         units = blocks.size * table.pages * table.units_per_page
-        room = next(ids for ids in IDS if blocks.size <= ids)
-        ids = np.empty(room, dtype=np.int32)
-        ids[: blocks.size] = blocks
-        piece = _PIECE.pack(
+        room, parameters = next(each for each in self._parameters if blocks.size <= each[0])
+        parameters.arrays[1][: blocks.size] = blocks
+        _PIECE.pack_into(
+            self._piece,
+            0,
             stage,
             table.address,
             table.block_bytes,
@@ -92,8 +98,7 @@ class Kernels:
             min(MAX_GRID, -(-units // WARPS)),
             THREADS,
             stream,
-            np.frombuffer(piece, dtype=np.uint8),
-            ids,
+            parameters,
         )
 
 
@@ -108,7 +113,8 @@ class StagedCopy:
             {d: driver.create_stream(urgent=d is Direction.LOAD) for d in Direction}
             for _ in range(2)
         )
-        self._turns = {direction: Turns(direction, self._over) for direction in Direction}
+        self._turns = {d: Turns(d, partial(over, driver)) for d in Direction}
+        self._drain = Drain(driver, link, self._dma[Direction.STORE])
 
     def streams(self, direction: Direction) -> tuple[int, int]:
         """Both streams of a direction, the one that a piece begins on first."""
@@ -147,17 +153,20 @@ class StagedCopy:
         return piece
 
     def push(self, direction: Direction, more: bool) -> None:
-        """Launch what is due; a piece that could not be has its `error`."""
-        pieces = self._turns[direction].due(more)
-        if not pieces:
-            return
-        try:
-            self._launch(direction, pieces)
-        except KVFerryError as error:
-            with suppress(KVFerryError):  # it is what the pieces are told already
-                self._driver.call("cuCtxSynchronize")
-            for piece in pieces:
-                piece.error = error
+        """Launch and enqueue what is due; a piece that could not be has its `error`."""
+        if pieces := self._turns[direction].due(more):
+            try:
+                self._launch(direction, pieces)
+            except KVFerryError as error:
+                fail(self._driver, pieces, error)
+        if direction is Direction.STORE:
+            self._drain.go_on()
+
+    def finish(self, direction: Direction) -> None:
+        """As `push`, of everything that there is: what comes now is not staged."""
+        self.push(direction, more=False)
+        if direction is Direction.STORE:
+            self._drain.go_on(sys.maxsize)
 
     def _launch(self, direction: Direction, pieces: list[Piece]) -> None:
         driver, turns = self._driver, self._turns[direction]
@@ -170,28 +179,12 @@ class StagedCopy:
             self._kernels.launch(direction, stage.table, stage.slot.address, blocks, kernel)
         done = driver.record(kernel)
         turns.ask(pieces, None if joins else begun, done)
-        if begun is not None and store:
-            self._drain(pieces, begun, done)
-        else:
-            for piece in pieces:
-                piece.done.append(done)
-
-    def _drain(self, pieces: list[Piece], begun: Event, gathered: Event) -> None:
-        """The DMA of stores, behind their turn."""
-        dma = self._dma[Direction.STORE]
-        self._driver.call("cuStreamWaitEvent", dma, gathered.handle, 0)
         for piece in pieces:
-            assert piece.stage is not None
-            piece.begun.append(begun)
-            self._link.enqueue(Direction.STORE, piece.stage.packed, dma)
-            piece.done = piece.moved = [self._driver.record(dma)]
-
-    def _over(self, event: Event) -> bool:
-        """A piece that failed is over too: whoever polls it is told."""
-        try:
-            return self._driver.reached(event)
-        except KVFerryError:
-            return True
+            if begun is not None and store:
+                piece.begun.append(begun)
+                self._drain.add(piece, done)
+            else:
+                piece.done.append(done)
 
 
 def _rows(direction: Direction, stages: list[Stage]) -> Iterator[tuple[Stage, Int64s]]:

@@ -1,0 +1,56 @@
+"""The second half of staged stores: from the staging buffer to the pool, behind their gather.
+
+To enqueue the DMA of a whole turn takes the lane as long as the link takes for some MiB, and no
+load can come meanwhile. So only as much is enqueued as keeps the link busy, a piece at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from kvferry.daemon.engine.cuda.link import Link
+from kvferry.daemon.engine.cuda.piece import Piece, fail, over
+from kvferry.proto.errors import KVFerryError
+from kvferry.proto.libcuda import Driver, Event
+from kvferry.proto.specs import Direction
+
+AHEAD = 96 << 20
+"""Bytes on the link, or enqueued for it."""
+
+
+class Drain:
+    """Pieces in the order in which they were gathered, on one stream."""
+
+    def __init__(self, driver: Driver, link: Link, stream: int) -> None:
+        self._driver = driver
+        self._link = link
+        self._stream = stream
+        self._waiting: deque[tuple[Piece, Event]] = deque()
+        """With the end of its gather, each."""
+        self._enqueued: deque[Piece] = deque()
+
+    def add(self, piece: Piece, gathered: Event) -> None:
+        self._waiting.append((piece, gathered))
+
+    def go_on(self, ahead: int = AHEAD) -> None:
+        """Enqueue up to so many bytes; a piece that could not be has its `error`, and so have those
+        behind it."""
+        while self._enqueued and over(self._driver, self._enqueued[0].done[0]):
+            self._enqueued.popleft()
+        nbytes = sum([piece.nbytes for piece in self._enqueued])
+        while self._waiting and nbytes < ahead:
+            try:
+                self._enqueue(*self._waiting[0])
+            except KVFerryError as error:
+                fail(self._driver, [piece for piece, _ in self._waiting], error)
+                self._waiting.clear()
+                return
+            piece, _ = self._waiting.popleft()
+            self._enqueued.append(piece)
+            nbytes += piece.nbytes
+
+    def _enqueue(self, piece: Piece, gathered: Event) -> None:
+        assert piece.stage is not None
+        self._driver.call("cuStreamWaitEvent", self._stream, gathered.handle, 0)
+        self._link.enqueue(Direction.STORE, piece.stage.packed, self._stream)
+        piece.done = piece.moved = [self._driver.record(self._stream)]
