@@ -133,6 +133,8 @@ class Flight:
     ticket: Ticket
     takes: float
     """Seconds from when the one before it was done, at least."""
+    looked: float = 0.0
+    """When it was not done yet."""
 
     @property
     def last(self) -> bool:
@@ -150,9 +152,16 @@ class Stream:
     """Those with plans waiting, in the order in which they may submit next. A berth without any is
     taken out when its turn comes."""
     since: float = 0.0
-    """When the oldest piece in flight came first: the one before it was done, or there was none."""
+    """When the oldest piece in flight came first, or before: the one before it was done, or there
+    was none."""
     paused: bool = False
     """Whether there is more to submit at once."""
+
+    def landed(self, now: float) -> None:
+        """The oldest piece is done, as is seen now. The next came first some time before: not
+        sooner than this one could be done, nor while it was seen not to be."""
+        flight = self.flights.popleft()
+        self.since = min(now, max(flight.looked, self.since + flight.takes))
 
     def enlist(self, berth: Berth) -> None:
         """A plan waits there."""

@@ -49,7 +49,7 @@ from kvferry.proto.specs import Direction
 
 ENOUGH = 2
 """So many pieces of stores on the device, no more are added as long as a short load is there."""
-STEP, BREATH = 3, 50e-6
+STEP, BREATH = 4, 20e-6
 """So many pieces of stores are submitted one after the other, then the lane sleeps for so long: the
 loop has to do something for a load before the lane can know of it."""
 _PR_SET_TIMERSLACK = 29
@@ -273,8 +273,10 @@ class Lane:
         while stream.flights:
             flight = stream.flights[0]
             crossing = flight.crossing
+            looked = time.perf_counter()
             try:
                 if not self._engine.poll(flight.ticket):
+                    flight.looked = looked
                     return
                 if crossing.in_flight == 1 and not crossing.rest:
                     crossing.seconds = self._engine.elapsed(
@@ -282,8 +284,7 @@ class Lane:
                     )
             except KVFerryError as error:
                 crossing.spoil(Outcome.FAILED, error.info)
-            stream.flights.popleft()
-            stream.since = time.perf_counter()
+            stream.landed(looked)
             crossing.in_flight -= 1
             self._end_if_over(flight.berth.tracks[stream.direction], crossing)
             self._leave_if_empty(crossing.plan.registration, flight.berth)

@@ -1,15 +1,16 @@
 """What goes over the link: contiguous pieces of memory, enqueued on a stream.
 
 Many fragments are one batched DMA: cuMemcpyBatchAsync (CUDA 12.8) takes arrays of addresses and
-sizes by pointer, so the cost of a fragment is the driver's, about 0.4 us, and no Python runs per
-fragment. Few are copied one by one: the first batch of a device that has slept costs the CPU
-150 us, four copies 50.
+sizes by pointer, so the cost of a fragment is the driver's, about 0.4 us. Few are copied one by
+one: the first batch of a device that has slept costs the CPU 150 us, four copies 50. Some, given as
+rows, are a batch that Python has put together before numpy has begun; with more no Python runs per
+fragment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from ctypes import byref, c_size_t, c_void_p
+from collections.abc import Callable, Iterator
+from ctypes import addressof, byref, c_size_t, c_uint64, c_void_p
 from typing import Any
 
 import numpy as np
@@ -42,33 +43,48 @@ class Link:
             if fragments.size.size > FEW:
                 return self._batch(direction, fragments, stream)
             fragments = fragments.rows()
-        elif len(fragments) > FEW:
-            return self._batch(direction, Fragments(*np.array(fragments).T), stream)
-        return self._one_by_one(direction, fragments, stream)
+        enqueue = self._one_by_one if len(fragments) <= FEW else self._batch_rows
+        return enqueue(direction, [*self._cut(fragments)], stream)
 
     def _one_by_one(self, direction: Direction, rows: Rows, stream: int) -> None:
         store = direction is Direction.STORE
         for gpu, host, size in rows:
-            at, end = 0, (host - self._pool) // self._chunk * self._chunk + self._pool - host
-            while at < size:
-                end = min(size, end + self._chunk)
-                dst, src = (host + at, gpu + at) if store else (gpu + at, host + at)
-                self._driver.call("cuMemcpyAsync", dst, src, end - at, stream)
-                at = end
+            dst, src = (host, gpu) if store else (gpu, host)
+            self._driver.call("cuMemcpyAsync", dst, src, size, stream)
+
+    def _batch_rows(self, direction: Direction, rows: Rows, stream: int) -> None:
+        gpu, host, size = zip(*rows, strict=True)
+        dst, src = (host, gpu) if direction is Direction.STORE else (gpu, host)
+        table = (c_uint64 * (3 * len(rows)))(*dst, *src, *size)
+        self._enqueue_batch(direction, addressof(table), len(rows), stream)
 
     def _batch(self, direction: Direction, fragments: Fragments, stream: int) -> None:
         fragments = self._within_chunks(fragments)
         store = direction is Direction.STORE
         dst, src = (fragments.host, fragments.gpu) if store else (fragments.gpu, fragments.host)
         table = np.stack((dst, src, fragments.size))
-        at, row = table.__array_interface__["data"][0], table.strides[0]
-        batch = self._batches[not store and dst.size <= QUICK]
-        result = batch(at, at + row, at + 2 * row, dst.size, stream)
+        at = table.__array_interface__["data"][0]
+        self._enqueue_batch(direction, at, dst.size, stream)
+
+    def _enqueue_batch(self, direction: Direction, table: int, count: int, stream: int) -> None:
+        """table: where so many destinations, then as many sources and sizes lie."""
+        column = 8 * count
+        batch = self._batches[direction is Direction.LOAD and count <= QUICK]
+        result = batch(table, table + column, table + 2 * column, count, stream)
         if result:
             raise self._driver.error("cuMemcpyBatchAsync", result)
 
+    def _cut(self, rows: Rows) -> Iterator[tuple[int, int, int]]:
+        """Cut what crosses from one registered chunk into the next."""
+        for gpu, host, size in rows:
+            at, end = 0, (host - self._pool) // self._chunk * self._chunk + self._pool - host
+            while at < size:
+                end = min(size, end + self._chunk)
+                yield gpu + at, host + at, end - at
+                at = end
+
     def _within_chunks(self, fragments: Fragments) -> Fragments:
-        """Cut what crosses from one registered chunk into the next: no copy may."""
+        """As `_cut`."""
         first = (fragments.host - self._pool) // self._chunk
         last = (fragments.host + fragments.size - 1 - self._pool) // self._chunk
         while (crossing := first != last).any():

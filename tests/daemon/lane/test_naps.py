@@ -1,0 +1,75 @@
+"""How long the lane sleeps while something is in flight."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from kvferry.daemon.core.geometry import Run
+from kvferry.daemon.lane.berth import Crossing, Flight, Stream
+from kvferry.daemon.lane.naps import (
+    MAX_NAP_LONG,
+    NAP,
+    NAP_LATE,
+    NAP_LONG,
+    WATCH,
+    until_due,
+)
+from kvferry.proto.specs import Direction
+
+LONG, START = 600e-6, 100.0
+REST = (Run(0, np.arange(1), np.arange(1)),)
+
+
+def stream(*takes: float, rest: tuple[Run, ...] = REST) -> Stream:
+    """Pieces of one plan, of which `rest` is still to be submitted; the first came at START."""
+    crossing = Crossing(cast(Any, SimpleNamespace()), rest, len(takes))
+    flights = [Flight(cast(Any, None), crossing, None, each) for each in takes]
+    return Stream(Direction.LOAD, deque(flights), since=START)
+
+
+@pytest.mark.parametrize(
+    ("after", "nap"), [(0.0, 0.0), (WATCH, 0.0), (1.9 * WATCH, 0.0), (2.1 * WATCH, NAP)]
+)
+def test_a_short_piece_is_watched_until_it_is_late(after: float, nap: float) -> None:
+    assert until_due(stream(WATCH), START + after) == nap
+
+
+def test_a_long_one_is_left_alone_until_it_is_due() -> None:
+    assert until_due(stream(5 * LONG), START) == MAX_NAP_LONG
+    assert until_due(stream(LONG), START + 300e-6) == pytest.approx(300e-6)
+    assert until_due(stream(LONG), START + LONG - 1e-6) == NAP_LONG
+    assert until_due(stream(LONG), START + LONG + 1e-6) == NAP_LONG
+    assert until_due(stream(LONG), START + 10 * LONG) == NAP_LATE
+
+
+def test_the_end_of_a_plan_is_noticed_sooner() -> None:
+    """Of its last piece soonest."""
+    for pieces in (stream(LONG, LONG, rest=()), stream(LONG, rest=())):
+        assert until_due(pieces, START + 300e-6) == pytest.approx(300e-6)
+        assert until_due(pieces, START + 10 * LONG) == NAP_LONG
+    assert until_due(stream(LONG, LONG, rest=()), START + LONG) == NAP
+    assert until_due(stream(LONG, rest=()), START + LONG) == 0.0
+    assert until_due(stream(LONG, rest=()), START + LONG + 1.1 * WATCH) == NAP
+
+
+@pytest.mark.parametrize(
+    ("looked", "seen", "since"),
+    [
+        pytest.param(0.0, 2 * LONG, LONG, id="noticed late"),
+        pytest.param(1.5 * LONG, 2 * LONG, 1.5 * LONG, id="late itself"),
+        pytest.param(0.0, 0.5 * LONG, 0.5 * LONG, id="sooner than is thought possible"),
+    ],
+)
+def test_the_next_piece_came_first_when_the_last_was_done_and_not_when_that_was_seen(
+    looked: float, seen: float, since: float
+) -> None:
+    pieces = stream(LONG, LONG)
+    pieces.flights[0].looked = START + looked
+    pieces.landed(START + seen)
+    assert pieces.since == pytest.approx(START + since)
+    assert len(pieces.flights) == 1
