@@ -19,6 +19,9 @@ from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction
 
+LARGE = 150e-6
+"""Seconds on the link from which on a piece is large."""
+
 
 @dataclass(slots=True, eq=False)
 class Crossing:
@@ -137,6 +140,11 @@ class Flight:
     """When it was not done yet."""
 
     @property
+    def large(self) -> bool:
+        """Whether the device has something to do for long with it; so has the CPU that enqueues."""
+        return self.takes > LARGE
+
+    @property
     def last(self) -> bool:
         """Whether its plan is over with it."""
         return not self.crossing.rest and self.crossing.in_flight == 1
@@ -156,6 +164,11 @@ class Stream:
     was none."""
     paused: bool = False
     """Whether there is more to submit at once."""
+
+    @property
+    def large(self) -> bool:
+        """Whether large pieces are under way, by the last one."""
+        return bool(self.flights) and self.flights[-1].large
 
     def landed(self, now: float) -> None:
         """The oldest piece is done, as is seen now. The next came first some time before: not

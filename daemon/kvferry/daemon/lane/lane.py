@@ -42,16 +42,16 @@ from kvferry.daemon.engine.memory import Timeline
 from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.lane.berth import Berth, Crossing, Flight, Stream, Track, oldest
 from kvferry.daemon.lane.inbox import Inbox, Listen, Stop
-from kvferry.daemon.lane.naps import LINK, MAX_NAP_HELD, NAP_HELD, WATCH, until_due
+from kvferry.daemon.lane.naps import LINK, MAX_NAP_HELD, NAP_HELD, until_due
 from kvferry.proto.errors import Code, Failed, KVFerryError
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction
 
 ENOUGH = 2
-"""So many pieces of stores on the device, no more are added as long as a short load is there."""
+"""So many large pieces of stores on the device, no more are added as long as a short load is."""
 STEP, BREATH = 4, 20e-6
-"""So many pieces of stores are submitted one after the other, then the lane sleeps for so long: the
-loop has to do something for a load before the lane can know of it."""
+"""So many large pieces of stores are submitted one after the other, then the lane sleeps for so
+long: the loop has to do something for a load before the lane can know of it."""
 _PR_SET_TIMERSLACK = 29
 
 
@@ -87,6 +87,7 @@ class Lane:
         """Descriptors of memory allocated for a registration that is to outlast it."""
         self._streams = [Stream(direction) for direction in (Direction.LOAD, Direction.STORE)]
         self._stream_of = {stream.direction: stream for stream in self._streams}
+        self._stores = self._stream_of[Direction.STORE]
         self._reports: list[Report] = []
         self._held_nap = NAP_HELD
         self._started = threading.Event()
@@ -128,7 +129,8 @@ class Lane:
             while self._obey_orders():
                 for stream in self._streams:
                     self._reap(stream)
-                self._flush()  # who waits for an end need not wait for the next beginnings too
+                if self._stores.large:  # who waits for an end need not wait for more of them, too
+                    self._flush()
                 for stream in self._streams:
                     self._fill(stream)
                 self._flush()
@@ -312,7 +314,7 @@ class Lane:
                 if store and not more:  # who had no room keeps its place
                     if not self._inbox.empty:
                         break  # nobody waits for a store as for the load that this may be
-                    if sent == STEP:
+                    if sent >= STEP and stream.large:
                         stream.paused = True
                         return
         self._engine.push(stream.direction, more=more)
@@ -320,7 +322,8 @@ class Lane:
     def _can_wait(self, stores: Stream) -> bool:
         """Whether a load is about to end, and stores have something to do meanwhile."""
         loads = self._stream_of[Direction.LOAD].flights
-        return bool(loads) and loads[0].takes <= WATCH and len(stores.flights) >= ENOUGH
+        enough = len(stores.flights) >= ENOUGH and stores.large
+        return enough and bool(loads) and not loads[0].large
 
     def _submit(self, stream: Stream, berth: Berth, track: Track) -> bool:
         """Send the next piece of the track's head on its way; False where there is no room."""

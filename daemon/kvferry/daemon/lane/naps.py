@@ -9,9 +9,9 @@ from kvferry.daemon.lane.berth import Stream
 LINK = 60e9
 """Bytes per second that a piece moves at, at most."""
 WATCH = 150e-6
-"""A piece that takes no longer is polled without pause until it is late by as much, and so is the
-last of a plan from when it is due: somebody may be waiting for it. Polling others so would only
-take the loop's turns at the GIL away."""
+"""A piece that is not large is polled without pause until it is late by as much, and so is the last
+of a plan from when it is due: somebody may be waiting for it. Polling others so would only take the
+loop's turns at the GIL away."""
 NAP = 20e-6
 """While the end of a plan is awaited that has been submitted whole."""
 NAP_LONG = 50e-6
@@ -26,7 +26,7 @@ def until_due(stream: Stream, now: float) -> float:
     """How long to leave the oldest piece of a stream alone."""
     flight = stream.flights[0]
     left = stream.since + flight.takes - now
-    if flight.takes <= WATCH:
+    if not flight.large:
         return 0.0 if left > -WATCH else NAP
     if flight.last and -WATCH < left < NAP:
         return 0.0
