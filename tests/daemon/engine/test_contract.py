@@ -35,7 +35,7 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.geometry import Geometry
 from kvferry.daemon.engine.base import CopyEngine, Mapping
-from kvferry.daemon.engine.cuda import direct, link, staged
+from kvferry.daemon.engine.cuda import direct, drain, link, staged
 from kvferry.daemon.engine.cuda import engine as cuda_engine
 from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
 from kvferry.daemon.engine.pool import HostPool
@@ -460,6 +460,20 @@ def test_in_whatever_order_the_device_does_things(
     for name, rounds in (("staged and direct", JOBS // 4), ("odd blocks", JOBS // 4)):
         engine, rng = bench.open(CROWD[name]), np.random.default_rng(11)
         started = [engine.start(*job) for _ in range(rounds) for job in engine.both_ways(rng)]
+        assert {bench.report(Ended).outcome for _ in started} == {Outcome.DONE}
+        engine.check()
+
+
+@pytest.mark.parametrize(
+    "bench", [on_paper(mode, seed) for mode in ("staged", "auto") for seed in (1, 2)], indirect=True
+)
+def test_however_little_of_a_turn_is_on_its_way_at_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "AHEAD", 1)
+    for name in ("staged and direct", "odd blocks"):
+        engine, rng = bench.open(CROWD[name]), np.random.default_rng(12)
+        started = [engine.start(*job) for _ in range(JOBS // 4) for job in engine.both_ways(rng)]
         assert {bench.report(Ended).outcome for _ in started} == {Outcome.DONE}
         engine.check()
 

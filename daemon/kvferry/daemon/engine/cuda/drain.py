@@ -6,6 +6,7 @@ load can come meanwhile. So only as much is enqueued as keeps the link busy, a p
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 
 from kvferry.daemon.engine.cuda.link import Link
@@ -15,7 +16,7 @@ from kvferry.proto.libcuda import Driver, Event
 from kvferry.proto.specs import Direction
 
 AHEAD = 96 << 20
-"""Bytes on the link, or enqueued for it."""
+"""Bytes that keep the link busy until the lane comes again."""
 
 
 class Drain:
@@ -32,9 +33,17 @@ class Drain:
     def add(self, piece: Piece, gathered: Event) -> None:
         self._waiting.append((piece, gathered))
 
-    def go_on(self, ahead: int = AHEAD) -> None:
-        """Enqueue up to so many bytes; a piece that could not be has its `error`, and so have those
-        behind it."""
+    def go_on(self) -> None:
+        """Enqueue as much as keeps the link busy."""
+        self._enqueue_up_to(AHEAD)
+
+    def finish(self) -> None:
+        """Enqueue everything."""
+        self._enqueue_up_to(sys.maxsize)
+
+    def _enqueue_up_to(self, ahead: int) -> None:
+        """So many bytes, with those that are enqueued already. A piece that could not be has its
+        `error`, and so have those behind it."""
         while self._enqueued and over(self._driver, self._enqueued[0].done[0]):
             self._enqueued.popleft()
         nbytes = sum([piece.nbytes for piece in self._enqueued])

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 import struct
-import sys
 from collections.abc import Iterator
 from functools import partial
 from importlib.resources import files
@@ -166,7 +165,7 @@ class StagedCopy:
         """As `push`, of everything that there is: what comes now is not staged."""
         self.push(direction, more=False)
         if direction is Direction.STORE:
-            self._drain.go_on(sys.maxsize)
+            self._drain.finish()
 
     def _launch(self, direction: Direction, pieces: list[Piece]) -> None:
         driver, turns = self._driver, self._turns[direction]
