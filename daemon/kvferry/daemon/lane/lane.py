@@ -154,8 +154,7 @@ class Lane:
         """How long to sleep unless an order comes: 0 is not at all, None until one does."""
         busy = [stream for stream in self._streams if stream.flights]
         if busy:
-            self._held_nap = NAP_HELD
-            now = time.perf_counter()
+            self._held_nap, now = NAP_HELD, time.perf_counter()
             return min([BREATH if stream.paused else until_due(stream, now) for stream in busy])
         if any(stream.waiting for stream in self._streams):
             self._held_nap = min(2 * self._held_nap, MAX_NAP_HELD)
@@ -293,9 +292,9 @@ class Lane:
 
     def _fill(self, stream: Stream) -> None:
         """Submit pieces, one registration after the other, until the engine has enough."""
-        store, held, sent, more = stream.direction is Direction.STORE, 0, 0, False
-        stream.paused = False
-        while held < len(stream.turn) and not (store and self._can_wait(stream)):
+        held, sent, more = 0, 0, False
+        waits, stream.paused = self._can_wait(stream), False
+        while held < len(stream.turn) and not waits:
             if self._engine.full(stream.direction):  # or each would be told so, every time
                 more = True
                 break
@@ -311,19 +310,22 @@ class Lane:
                 more = not self._submit(stream, berth, track)
                 held = held + 1 if more else 0
                 sent += not more
-                if store and not more:  # who had no room keeps its place
-                    if not self._inbox.empty:
-                        break  # nobody waits for a store as for the load that this may be
-                    if sent >= STEP and stream.large:
-                        stream.paused = True
-                        return
+                if more or stream is not self._stores:  # who had no room keeps its place
+                    continue
+                if not self._inbox.empty:
+                    break  # nobody waits for a store as for the load that this may be
+                if sent >= STEP and stream.large:
+                    stream.paused = True
+                    return
         self._engine.push(stream.direction, more=more)
 
-    def _can_wait(self, stores: Stream) -> bool:
-        """Whether a load is about to end, and stores have something to do meanwhile."""
+    def _can_wait(self, stream: Stream) -> bool:
+        """Whether these are stores that have enough to do while a load is about to end. A round of
+        theirs that has begun goes on: loads may come without end."""
+        begins = stream is self._stores and not stream.paused
         loads = self._stream_of[Direction.LOAD].flights
-        enough = len(stores.flights) >= ENOUGH and stores.large
-        return enough and bool(loads) and not loads[0].large
+        short = bool(loads) and not loads[0].large
+        return begins and short and stream.large and len(stream.flights) >= ENOUGH
 
     def _submit(self, stream: Stream, berth: Berth, track: Track) -> bool:
         """Send the next piece of the track's head on its way; False where there is no room."""
