@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.daemon.engine.cuda.piece import PageTable, Piece, Stage
 from kvferry.daemon.engine.cuda.staging import Slot
-from kvferry.daemon.engine.cuda.turns import Turns
+from kvferry.daemon.engine.cuda.turns import REMEMBERED, SLOW, Turns
 from kvferry.proto.specs import Direction
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
@@ -26,8 +26,10 @@ class Device:
     def __init__(self) -> None:
         self.past: set[Any] = set()
 
+        self.now = 0.0
+
     def turns(self, direction: Direction) -> Turns:
-        return Turns(direction, lambda event: event in self.past)
+        return Turns(direction, lambda event: event in self.past, lambda: self.now)
 
 
 @pytest.fixture
@@ -70,6 +72,27 @@ def test_units_are_ahead_until_their_turn_has_come(device: Device) -> None:
     assert turns.ahead == 0
     ask(turns, [piece(STORE, 3)], LATER, EVEN_LATER)
     assert turns.ahead == 3
+
+
+def test_turns_that_take_long_are_remembered(device: Device) -> None:
+    """Only who looks meanwhile can tell."""
+    turns = device.turns(STORE)
+    assert turns.at_once
+    ask(turns, [piece(STORE)], BEGUN, DONE)
+    device.now = 0.9 * SLOW
+    turns.watch()
+    assert turns.at_once
+    ask(turns, [piece(STORE)], None, DONE)  # it joins
+    device.now = 1.1 * SLOW
+    turns.watch()
+    assert not turns.at_once
+    device.past.add(BEGUN)
+    for _ in range(REMEMBERED):
+        assert not turns.at_once
+        ask(turns, [piece(STORE)], BEGUN, DONE)
+        device.now += 2 * SLOW
+        turns.watch()
+    assert turns.at_once
 
 
 def test_three_quarters_of_the_loads_are_one_turn_while_more_come(device: Device) -> None:

@@ -137,6 +137,10 @@ class StagedCopy:
         """Units of the buffer in pieces whose turn has not come."""
         return self._turns[direction].ahead
 
+    def at_once(self, direction: Direction) -> bool:
+        """Whether turns come as soon as they are asked for."""
+        return self._turns[direction].at_once
+
     def enqueue(
         self, direction: Direction, table: PageTable, slot: Slot, run: Run, pool: int
     ) -> Piece:
@@ -153,7 +157,9 @@ class StagedCopy:
 
     def push(self, direction: Direction, more: bool) -> None:
         """Launch and enqueue what is due; a piece that could not be has its `error`."""
-        if pieces := self._turns[direction].due(more):
+        turns = self._turns[direction]
+        turns.watch()
+        if pieces := turns.due(more):
             try:
                 self._launch(direction, pieces)
             except KVFerryError as error:

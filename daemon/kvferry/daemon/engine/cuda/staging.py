@@ -7,7 +7,9 @@ always leave a little for loads, which somebody waits for: a small load never wa
 
 Kernels run in turns (turns.py), and a store's turn is worth the more the more room there is to
 gather into. So stores get room only when no more than a quarter of theirs is left to drain, about
-as much as the link moves until the turn has come; then all that is free.
+as much as the link moves until the turn has come; then all that is free. Where turns come at once
+they are worth nothing, and stores get room when a third is left: in a quarter's time the lane must
+not lose any, or the link runs dry.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ FOR_LOADS = 2
 LAG = 4
 """A turn is asked for when one part in so many of the buffer is left for the link to move until it
 comes: 64 of 256 MiB are 1.2 ms."""
+EAGER_LAG = 3
+"""The same of stores whose turns come at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +56,22 @@ class Staging:
         self._used = dict.fromkeys(Direction, 0)
         self._next = {Direction.STORE: 0, Direction.LOAD: UNITS // 2}
 
-    def room(self, direction: Direction, want: Want, block_bytes: int, ahead: int) -> int:
+    def room(
+        self,
+        direction: Direction,
+        want: Want,
+        block_bytes: int,
+        ahead: int,
+        *,
+        eager: bool = False,
+    ) -> int:
         """Bytes for the next piece of a direction, of one block at least; 0 for none now.
 
         ahead: units of the direction whose turn has not come; they are not on the link yet.
+        eager: turns come at once.
         """
         mine, used = self._share(direction, want.contended), self._used[direction].bit_count()
-        if direction is Direction.STORE and used - ahead > _low(mine):
+        if direction is Direction.STORE and used - ahead > _low(mine, EAGER_LAG if eager else LAG):
             return 0
         most = min(PIECE, self._units(want.nbytes))
         least = max(min(most, LEAST), self._units(block_bytes))
@@ -106,6 +119,6 @@ class Staging:
         return (first & -first).bit_length() - 1 if first else None
 
 
-def _low(share: int) -> int:
+def _low(share: int, lag: int) -> int:
     """The part that a turn is asked for ahead, in whole pieces."""
-    return -(-share // (LAG * PIECE)) * PIECE
+    return -(-share // (lag * PIECE)) * PIECE

@@ -15,6 +15,7 @@ nothing is held back but loads, and only while more of them come and a turn is u
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -23,13 +24,26 @@ from kvferry.daemon.engine.cuda.staging import LAG
 from kvferry.proto.libcuda import Event
 from kvferry.proto.specs import Direction
 
+SLOW = 150e-6
+"""Seconds: a turn that comes no sooner waits for another process."""
+REMEMBERED = 8
+"""Turns that may come at once until none of them is thought to be slow."""
+
 
 class Turns:
     """The turns of one direction. `reached`: whether the device has come to an event."""
 
-    def __init__(self, direction: Direction, reached: Callable[[Event], bool]) -> None:
+    def __init__(
+        self,
+        direction: Direction,
+        reached: Callable[[Event], bool],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._direction = direction
         self._reached = reached
+        self._clock = clock
+        self._asked_at = 0.0
+        self._slow = 0
         self._waiting: deque[Piece] = deque()
         self._begun: Event | None = None
         self._done: Event | None = None
@@ -44,6 +58,16 @@ class Turns:
         return self._begun is not None and not self._reached(self._begun)
 
     @property
+    def at_once(self) -> bool:
+        """Whether turns come at once, as far as those of late were `watch`ed."""
+        return not self._slow
+
+    def watch(self) -> None:
+        """While a turn is awaited it shows whether it takes long."""
+        if self.awaited and self._clock() - self._asked_at > SLOW:
+            self._slow = REMEMBERED
+
+    @property
     def ahead(self) -> int:
         """Units of pieces whose turn has not come."""
         return sum([piece.units for piece in self._waiting]) + self.awaited * self._asked
@@ -54,6 +78,8 @@ class Turns:
 
     def ask(self, pieces: list[Piece], begun: Event | None, done: Event) -> None:
         """These were launched between two events; begun is None where they join."""
+        if begun is not None:
+            self._asked_at, self._slow = self._clock(), max(0, self._slow - 1)
         units = sum([piece.units for piece in pieces])
         self._asked = units if begun else self._asked + units
         self._begun, self._done = begun or self._begun, done
