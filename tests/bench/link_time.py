@@ -1,0 +1,219 @@
+"""What the lane loses of the link, on any machine: the CUDA engine over a driver that keeps time.
+
+    python tests/bench/link_time.py
+
+The driver copies nothing: a fragment takes its time on a link of 56.1 GB/s, a kernel 0.13 ms, one
+after the other on their streams, and an event is reached when its time has come. What a job takes
+more than the link does is the lane's and the engine's own: naps, Python, room that comes late.
+Client, sockets and loop are not in it, nor what a GPU takes between two fragments, nor another
+process on it.
+
+    row    milliseconds a job of 1 GiB, eight in a row, two under way: median, least and most
+    once   of one job behind 20 ms of nothing, median
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import statistics
+import time
+from collections.abc import Iterator
+from itertools import count
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+
+from kvferry.daemon.core.actions import CopyPlan, Ended, Report, Start
+from kvferry.daemon.core.geometry import Geometry
+from kvferry.daemon.engine.cuda import engine as cuda_engine
+from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
+from kvferry.daemon.engine.pool import HostPool
+from kvferry.daemon.lane.berth import Berth
+from kvferry.daemon.lane.lane import Lane
+from kvferry.proto.libcuda import Event
+from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
+from kvferry.proto.status import CalibrationPoint, CopyStatus
+from kvferry.testing.books import NO_CARGO
+
+LINK = 56.1e9
+BEGIN, KERNEL = 6e-6, 130e-6
+"""Seconds from a call until the device begins; of a kernel."""
+COPY, BATCH, LAUNCH = 4e-6, 15e-6, 8e-6
+"""Seconds of CPU that the driver's calls take."""
+HOST_BLOCK, JOB_BLOCKS, HOST_BLOCKS, TENSORS = 2 << 20, 512, 2048, 64
+ROW, AHEAD, ROUNDS, REST = 8, 2, 9, 0.02
+POOL, TENSOR = 1 << 30, 1 << 42
+CASES = (("staged", 32), ("staged", 1), ("direct", 2048))
+
+clock = time.perf_counter
+
+
+def main() -> None:
+    print(f"{'':24}{'link':>7}{'row':>8}{'least..most':>15}{'once':>8}")
+    for mode, kib in CASES:
+        dock = Dock(mode, kib << 10)
+        for direction in Direction:
+            rows, onces = zip(*(dock.round(direction) for _ in range(ROUNDS)), strict=True)
+            row, once = statistics.median(rows), statistics.median(onces)
+            spread = f"{min(rows):.2f}..{max(rows):.2f}"
+            link = 1e3 * JOB_BLOCKS * HOST_BLOCK / LINK
+            name = f"{mode}, {kib} KiB, {direction}"
+            print(f"{name:24}{link:7.2f}{row:8.2f}{spread:>15}{once:8.2f}", flush=True)
+
+
+class Driver:
+    """Streams, and the link each way, are free from some time on."""
+
+    version = 13000
+
+    def __init__(self) -> None:
+        self._numbers = count(1)
+        self._streams: dict[int, float] = {}
+        self._link = {True: 0.0, False: 0.0}
+        self._events: dict[int, float] = {}
+        self._spare: list[int] = []
+
+    def device_count(self) -> int:
+        return 1
+
+    def device_uuid(self, ordinal: int) -> str:
+        return "GPU-time"
+
+    def device_name(self, ordinal: int) -> str:
+        return "a clock"
+
+    def retain_context(self, ordinal: int) -> int:
+        return 1
+
+    def allocate(self, nbytes: int) -> int:
+        return next(self._numbers) << 44
+
+    def copy_to_device(self, *_: object) -> None: ...
+
+    def load_module(self, image: bytes) -> int:
+        return 1
+
+    def module_function(self, module: int, name: str) -> int:
+        return 1
+
+    def create_stream(self, *, urgent: bool = False) -> int:
+        stream = next(self._numbers)
+        self._streams[stream] = 0.0
+        return stream
+
+    def record(self, stream: int) -> Event:
+        handle = self._spare.pop() if self._spare else next(self._numbers)
+        self._events[handle] = max(self._streams[stream], clock())
+        return Event(handle, self._spare)
+
+    def reached(self, event: Event) -> bool:
+        return clock() >= self._events[event.handle]
+
+    def elapsed_seconds(self, start: Event, end: Event) -> float:
+        return self._events[end.handle] - self._events[start.handle]
+
+    def launch(self, function: int, grid: int, threads: int, stream: int, *_: object) -> None:
+        spend(LAUNCH)
+        self._streams[stream] = max(self._streams[stream], clock() + BEGIN) + KERNEL
+
+    def call(self, name: str, *arguments: Any) -> None:
+        if name == "cuStreamWaitEvent":
+            stream, event, _ = arguments
+            self._streams[stream] = max(self._streams[stream], self._events[event])
+        elif name == "cuMemcpyAsync":
+            to, _, nbytes, stream = arguments
+            spend(COPY)
+            self._copy(stream, nbytes, to)
+
+    def optional(self, symbol: str, *, quick: bool = False) -> Any:
+        def batch(to: int, _: int, sizes: int, number: int, *rest: Any) -> int:
+            spend(BATCH)
+            where = ctypes.c_int64.from_address(to).value
+            for nbytes in (ctypes.c_int64 * number).from_address(sizes):
+                self._copy(rest[-1], nbytes, where)
+            return 0
+
+        return batch
+
+    def _copy(self, stream: int, nbytes: int, to: int) -> None:
+        store = to < TENSOR
+        begin = max(self._streams[stream], self._link[store], clock() + BEGIN)
+        self._streams[stream] = self._link[store] = begin + nbytes / LINK
+
+
+class Dock:
+    """A lane over such an engine, and plans of jobs for it."""
+
+    def __init__(self, mode: str, page: int) -> None:
+        always = 0 if mode == "direct" else 1 << 40
+        measured = CopyStatus("auto", CalibrationPoint(0, 1.0, 1.0), (), always, always)
+        patched = cast(Any, cuda_engine)
+        patched.driver, patched.calibrate = Driver, lambda *_: measured
+        patched.VirtualMemory = lambda *_: None
+        engine = CudaEngine("0", CudaOptions("auto", 256 << 20, 1 << 30))
+        tensors = max(1, min(TENSORS, HOST_BLOCK // page))
+        self._factor = max(1, HOST_BLOCK // (tensors * page))
+        self._blocks = 2 * JOB_BLOCKS * self._factor
+        layout = KVLayout(
+            (TensorLayout(self._blocks, page, page),) * tensors,
+            (tuple(TensorRef(number, page) for number in range(tensors)),),
+            self._factor,
+        )
+        self._geometry = Geometry(layout, 0, HOST_BLOCKS)
+        self._reports: queue.SimpleQueue[list[Report]] = queue.SimpleQueue()
+        pool = cast(HostPool, SimpleNamespace(address=POOL, ready_bytes=1 << 60))
+        self._lane = Lane(engine, pool, self._reports.put, lambda error: os._exit(1))
+        self._lane.start()
+        bases = (np.arange(tensors, dtype=np.int64) << 34) + TENSOR
+        self._lane._berths[1] = Berth(engine._mapping(self._geometry, bases, []), None)
+        self._serials, self._random = count(1), np.random.default_rng(0)
+
+    def round(self, direction: Direction) -> tuple[float, float]:
+        """Milliseconds of a job in a row, and of one alone."""
+        plans = [self._plan(direction) for _ in range(ROW + 1)]
+        time.sleep(REST)
+        row = self._seconds(plans[:-1], AHEAD) / ROW
+        time.sleep(REST)
+        return 1e3 * row, 1e3 * self._seconds(plans[-1:], 1)
+
+    def _seconds(self, plans: list[CopyPlan], ahead: int) -> float:
+        waiting, under_way, begin = iter(plans), 0, clock()
+        for plan in (*plans[:ahead],):
+            next(waiting)
+            self._start(plan)
+            under_way += 1
+        while under_way:
+            for _ in self._ends():
+                under_way -= 1
+                if (plan := next(waiting, cast(Any, None))) is not None:
+                    self._start(plan)
+                    under_way += 1
+        return clock() - begin
+
+    def _start(self, plan: CopyPlan) -> None:
+        self._lane.post(Start(plan, "bench", plan.serial, NO_CARGO))
+
+    def _ends(self) -> Iterator[Ended]:
+        return (each for each in self._reports.get() if isinstance(each, Ended))
+
+    def _plan(self, direction: Direction) -> CopyPlan:
+        geometry, random = self._geometry, self._random
+        gpu = GPULoadStoreSpec(random.permutation(self._blocks)[: JOB_BLOCKS * self._factor])
+        hosts = random.permutation(HOST_BLOCKS)[:JOB_BLOCKS]
+        runs = geometry.resolve(direction, gpu, hosts).runs
+        end = geometry.end(runs)
+        return CopyPlan(next(self._serials), 1, direction, runs, geometry.nbytes(runs), 0, 0, end)
+
+
+def spend(seconds: float) -> None:
+    end = clock() + seconds
+    while clock() < end:
+        pass
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # lanes end with the process
