@@ -176,7 +176,7 @@ class CudaEngine:
         self._last[direction] = piece
         self._in_flight[direction] += piece.nbytes
         self._pieces[direction] += 1
-        if idle and direction is Direction.STORE:
+        if direction is Direction.STORE and (idle or self._staged.early()):
             self._staged.push(direction, more=True)  # the link is to have something while others
         return piece  # are made ready; where the turn is awaited, these join it
 

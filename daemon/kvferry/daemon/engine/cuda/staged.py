@@ -52,6 +52,8 @@ IDS = (128, 1000, 8000)
 """How many block ids the variants of a kernel take."""
 MAX_BLOCKS = IDS[-1]
 VECTORS = (16, 4, 1)
+EARLY = 3
+"""Pieces of stores that are a turn of their own where turns come at once."""
 FEW_BLOCKS = 32
 """Of so many Python has found the fragments before numpy has begun."""
 _PIECE = struct.Struct("QQQIII4x")
@@ -136,6 +138,11 @@ class StagedCopy:
     def ahead(self, direction: Direction) -> int:
         """Units of the buffer in pieces whose turn has not come."""
         return self._turns[direction].ahead
+
+    def early(self) -> bool:
+        """Whether some stores had better be gathered while others are made ready."""
+        turns = self._turns[Direction.STORE]
+        return turns.at_once and turns.waiting >= EARLY
 
     def at_once(self, direction: Direction) -> bool:
         """Whether turns come as soon as they are asked for."""

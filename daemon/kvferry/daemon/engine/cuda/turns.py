@@ -53,6 +53,11 @@ class Turns:
         self._waiting.append(piece)
 
     @property
+    def waiting(self) -> int:
+        """Pieces that were not launched yet."""
+        return len(self._waiting)
+
+    @property
     def awaited(self) -> bool:
         """A turn was asked for, and has not come."""
         return self._begun is not None and not self._reached(self._begun)
