@@ -11,6 +11,10 @@ turn does not come at once either, and until it has come the link needs somethin
 Pieces are small, and many of them share a turn, also those of several jobs and engines. What is
 ready while a turn is awaited joins it: its kernel is launched behind those that wait already. So
 nothing is held back but loads, and only while more of them come and a turn is under way.
+
+Where no other process has the GPU a turn comes at once and costs nobody anything. Then stores go a
+few pieces at a time (staged.py) and ask sooner (staging.py), so that the link has always something
+to do. A turn that is seen to take long ends that for a while.
 """
 
 from __future__ import annotations
