@@ -35,7 +35,7 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.geometry import Geometry
 from kvferry.daemon.engine.base import CopyEngine, Mapping
-from kvferry.daemon.engine.cuda import direct, drain, link, staged
+from kvferry.daemon.engine.cuda import direct, drain, link, staged, turns
 from kvferry.daemon.engine.cuda import engine as cuda_engine
 from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
 from kvferry.daemon.engine.pool import HostPool
@@ -498,6 +498,23 @@ def test_pieces_that_lie_one_behind_the_other_are_one_launch(bench: Bench) -> No
         assert bench.report(Ended).outcome is Outcome.DONE
     device = cast(PaperDriver, bench.engine._driver)
     assert device.launches == [(Direction.STORE, 4), (Direction.STORE, 12), (Direction.LOAD, 16)]
+    engine.check()
+
+
+@pytest.mark.parametrize("bench", [on_paper("staged")], indirect=True)
+@pytest.mark.parametrize(
+    ("at_once", "launches"), [(True, [4, 12, 12]), (False, [4, 24])], ids=["alone", "beside others"]
+)
+def test_stores_go_a_few_pieces_a_turn_where_turns_come_at_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, at_once: bool, launches: list[int]
+) -> None:
+    monkeypatch.setattr(turns.Turns, "at_once", at_once)
+    engine = bench.open(CROWD["staged"])
+    engine.start(Direction.STORE, GPULoadStoreSpec(range(28), (28,), (0,)), [*range(28)])
+    assert bench.report(Ended).outcome is Outcome.DONE
+    assert isinstance(bench.engine, CudaEngine)
+    device = cast(PaperDriver, bench.engine._driver)
+    assert [blocks for _, blocks in device.launches] == launches
     engine.check()
 
 

@@ -7,9 +7,9 @@ One round, with the slab's blocks and the host blocks each split at random in tw
     load    y -> b                 measured, b overwritten before; then the same again
 
 so each measured copy is read back by the next one; each is done once, after nothing, and then some
-times over. What is compared is a sample of blocks, in all
-tensors, filled with new random bytes before every round: bytes left from the last one would show.
-The first round warms up and does not count.
+times over. What is compared is a sample of blocks, in all tensors, filled with new random bytes
+before every round: bytes left from the last one would show. The first round warms up and does not
+count.
 """
 
 from __future__ import annotations

@@ -177,8 +177,9 @@ class CudaEngine:
         self._in_flight[direction] += piece.nbytes
         self._pieces[direction] += 1
         if direction is Direction.STORE and (idle or self._staged.early()):
-            self._staged.push(direction, more=True)  # the link is to have something while others
-        return piece  # are made ready; where the turn is awaited, these join it
+            # The link is to have something while others are made ready. They join an awaited turn
+            self._staged.push(direction, more=True)
+        return piece
 
     def push(self, direction: Direction, more: bool) -> None:
         self._staged.push(direction, more)
