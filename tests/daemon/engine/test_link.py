@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.daemon.core.geometry import Fragments, Rows, Run
-from kvferry.daemon.engine.cuda import staged
+from kvferry.daemon.engine.cuda import link, staged
 from kvferry.daemon.engine.cuda.link import FEW, Link
 from kvferry.proto.libcuda import Driver
 from kvferry.proto.specs import Direction
 
 POOL, CHUNK, STREAM = 10_000, 100, 7
 GPU = 1_000_000
+SMALL = 500
 
 
 class Copies:
@@ -51,7 +52,9 @@ class _Function:
 
 def enqueued(direction: Direction, fragments: Fragments | Rows) -> Copies:
     copies = Copies()
-    Link(cast(Driver, copies), POOL, CHUNK).enqueue(direction, fragments, STREAM)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(link, "SMALL", SMALL)
+        Link(cast(Driver, copies), POOL, CHUNK).enqueue(direction, fragments, STREAM)
     return copies
 
 
@@ -77,8 +80,9 @@ def test_every_byte_is_copied_once_and_no_copy_leaves_its_chunk(
 ) -> None:
     columns = np.array(rows, dtype=np.int64).T
     copies = enqueued(direction, Fragments(*columns) if arrays else rows)
-    assert bool(copies.single) == (len(rows) <= FEW)
-    assert bool(copies.batched) == (len(rows) > FEW)
+    few = len(rows) == 1 or (len(rows) <= FEW and sum(size for *_, size in rows) <= SMALL)
+    assert bool(copies.single) == few
+    assert bool(copies.batched) == (not few)
     got = copies.single + copies.batched
     store = direction is Direction.STORE
     wanted = [(host, gpu, n) if store else (gpu, host, n) for gpu, host, n in rows]

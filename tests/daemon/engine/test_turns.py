@@ -39,7 +39,7 @@ def device() -> Device:
 
 def piece(direction: Direction, units: int = 8, moved: object = "moved") -> Piece:
     stage = Stage(Slot(0, units, 0), NO_TABLE, NOTHING, NOTHING)
-    return Piece(direction, units, stage, moved=[cast(Any, moved)])
+    return Piece(direction, units, stage, moved=cast(Any, moved))
 
 
 def add(turns: Turns, pieces: list[Piece]) -> list[Piece]:

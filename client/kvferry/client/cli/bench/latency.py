@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import cycle
 from math import inf
 
 import numpy as np
@@ -72,10 +73,10 @@ def _pressed(engine: Engine, name: str, seconds: float) -> list[Latency]:
 
 
 def _submits(engine: Engine, times: int, asleep: float = 0.0, limit: float = inf) -> Latency:
-    random, seconds, under_way = np.random.default_rng(0), list[float](), 0
+    specs, seconds, under_way = cycle(_specs(engine)), list[float](), 0
     deadline = time.perf_counter() + limit
     while len(seconds) < times + WARM_UPS and not (seconds and time.perf_counter() > deadline):
-        spec = _spec("store", *(random.permutation(engine.num_blocks)[:BLOCKS] for _ in range(2)))
+        spec = next(specs)
         if asleep:
             time.sleep(asleep)
         begin = time.perf_counter()
@@ -123,6 +124,15 @@ def _trips(rig: Rig, engine: Engine, way: str, times: int) -> list[Latency]:
     trip = Latency.of(f"{way} of one block, submitted to seen", trips[WARM_UPS:])
     raw = Latency.of(f"{way}, raw copy of as much", raws[WARM_UPS:])
     return [trip, raw, trip.beyond(raw, f"{way}, difference")]
+
+
+def _specs(engine: Engine) -> list[TransferSpec]:
+    """Stores of BLOCKS random blocks each, of all blocks that there are. Made beforehand: to make
+    one sweeps the caches."""
+    random, jobs = np.random.default_rng(0), max(1, engine.num_blocks // BLOCKS)
+    ids = [random.permutation(engine.num_blocks)[: jobs * BLOCKS] for _ in range(2)]
+    blocks, hosts = (np.array_split(each, jobs) for each in ids)
+    return [_spec("store", *pair) for pair in zip(blocks, hosts, strict=True)]
 
 
 def _spec(way: str, blocks: BlockIds, hosts: BlockIds) -> TransferSpec:

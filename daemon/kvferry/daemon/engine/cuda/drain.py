@@ -28,7 +28,8 @@ class Drain:
         self._stream = stream
         self._waiting: deque[tuple[Piece, Event]] = deque()
         """With the end of its gather, each."""
-        self._enqueued: deque[Piece] = deque()
+        self._enqueued: deque[tuple[int, Event]] = deque()
+        """Bytes and end of each piece."""
 
     def add(self, piece: Piece, gathered: Event) -> None:
         self._waiting.append((piece, gathered))
@@ -44,22 +45,23 @@ class Drain:
     def _enqueue_up_to(self, ahead: int) -> None:
         """So many bytes, with those that are enqueued already. A piece that could not be has its
         `error`, and so have those behind it."""
-        while self._enqueued and over(self._driver, self._enqueued[0].done[0]):
+        while self._enqueued and over(self._driver, self._enqueued[0][1]):
             self._enqueued.popleft()
-        nbytes = sum([piece.nbytes for piece in self._enqueued])
+        nbytes = sum([nbytes for nbytes, _ in self._enqueued])
         while self._waiting and nbytes < ahead:
             try:
-                self._enqueue(*self._waiting[0])
+                end = self._enqueue(*self._waiting[0])
             except KVFerryError as error:
                 fail(self._driver, [piece for piece, _ in self._waiting], error)
                 self._waiting.clear()
                 return
             piece, _ = self._waiting.popleft()
-            self._enqueued.append(piece)
+            self._enqueued.append((piece.nbytes, end))
             nbytes += piece.nbytes
 
-    def _enqueue(self, piece: Piece, gathered: Event) -> None:
+    def _enqueue(self, piece: Piece, gathered: Event) -> Event:
         assert piece.stage is not None
         self._driver.call("cuStreamWaitEvent", self._stream, gathered.handle, 0)
         self._link.enqueue(Direction.STORE, piece.stage.packed, self._stream)
-        piece.done = piece.moved = [self._driver.record(self._stream)]
+        piece.done = piece.moved = end = self._driver.record(self._stream)
+        return end

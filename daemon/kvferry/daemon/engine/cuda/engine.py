@@ -34,8 +34,7 @@ from kvferry.proto.status import CopyStatus, DeviceInfo, GroupCopying
 
 DIRECT_PIECE = 32 << 20
 DIRECT_FLIGHT = 3 * DIRECT_PIECE
-"""Bytes in flight one way, copied directly: enough to keep the link busy while the lane turns, and
-that neither of the two streams of a direction runs dry before the other (direct.py)."""
+"""Bytes in flight one way, copied directly: enough to keep the link busy while the lane turns."""
 FIRST_PIECE = 8 << 20
 """Where nothing is in flight the link waits for the first piece, so that is small: it takes as long
 as it takes to enqueue the next."""
@@ -189,7 +188,7 @@ class CudaEngine:
         try:
             if ticket.error is not None:
                 raise ticket.error
-            done = bool(ticket.done) and all(map(self._driver.reached, ticket.done))
+            done = ticket.done is not None and self._driver.reached(ticket.done)
         except KVFerryError:
             self._forget(ticket)
             raise
@@ -201,12 +200,12 @@ class CudaEngine:
         """Up to the end on the link where more follows: the link has gone on to that."""
         assert isinstance(first, Piece)
         assert isinstance(last, Piece)
-        between = self._driver.elapsed_seconds
-        ends = last.done if self._last[last.direction] is last else last.moved
-        seconds = max((between(begun, end) for end in ends for begun in first.begun), default=0.0)
-        if isinstance(after, Piece) and after.moved:  # since all of it was moved
-            since = max(min(between(a, end) for a in after.moved) for end in ends)
-            seconds = min(seconds, since)
+        end = last.done if self._last[last.direction] is last else last.moved
+        if first.begun is None or end is None:
+            return 0.0
+        seconds = self._driver.elapsed_seconds(first.begun, end)
+        if isinstance(after, Piece) and after.moved is not None:  # since all of it was moved
+            seconds = min(seconds, self._driver.elapsed_seconds(after.moved, end))
         return max(0.0, seconds)
 
     def copying(self, mapping: Mapping) -> tuple[GroupCopying, ...]:
@@ -220,7 +219,7 @@ class CudaEngine:
         nbytes = run.gpu_blocks.size * mapping.geometry.group_bytes[run.group]
         self._staged.finish(direction)
         try:
-            self._keep_order(direction, self._direct.streams[direction], staged=False)
+            self._keep_order(direction, [self._direct.streams[direction]], staged=False)
             begun, done = self._direct.enqueue(direction, mapping, run, self._pool)
         except KVFerryError:
             self._driver.call("cuCtxSynchronize")
@@ -241,11 +240,10 @@ class CudaEngine:
     def _keep_order(self, direction: Direction, streams: Sequence[int], staged: bool) -> None:
         """Where direct and staged pieces follow each other, the streams do not order them."""
         last = self._last.get(direction)
-        if last is None or (last.stage is not None) == staged:
+        if last is None or (last.stage is not None) == staged or last.done is None:
             return
         for stream in streams:
-            for event in last.done:
-                self._driver.call("cuStreamWaitEvent", stream, event.handle, 0)
+            self._driver.call("cuStreamWaitEvent", stream, last.done.handle, 0)
 
     def _forget(self, piece: Piece) -> None:
         self._in_flight[piece.direction] -= piece.nbytes

@@ -1,10 +1,10 @@
 """What goes over the link: contiguous pieces of memory, enqueued on a stream.
 
 Many fragments are one batched DMA: cuMemcpyBatchAsync (CUDA 12.8) takes arrays of addresses and
-sizes by pointer, so the cost of a fragment is the driver's, about 0.4 us. Few are copied one by
-one: the first batch of a device that has slept costs the CPU 150 us, four copies 50. Some, given as
-rows, are a batch that Python has put together before numpy has begun; with more no Python runs per
-fragment.
+sizes by pointer, so the cost of a fragment is the driver's, about 0.4 us, and from one to the next
+the copy engine pauses less than between copies. Few and small ones are copied one by one: the first
+batch of a device that has slept costs the CPU 150 us, four copies 50. Some, given as rows, are a
+batch that Python has put together before numpy has begun; with more no Python runs per fragment.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from kvferry.proto.libcuda import MIN_DRIVER, CopyAttributes, Driver
 from kvferry.proto.specs import Direction
 
 FEW = 8
+SMALL = 8 << 20
+"""Bytes: the pauses between so few copies of 2 MiB take 10 us in all."""
 QUICK = 512
 """Fragments in a batch of a load that is enqueued without giving the GIL away: in 0.2 ms. A store
 does: a load may be about to come."""
@@ -43,7 +45,8 @@ class Link:
             if fragments.size.size > FEW:
                 return self._batch(direction, fragments, stream)
             fragments = fragments.rows()
-        enqueue = self._one_by_one if len(fragments) <= FEW else self._batch_rows
+        few = len(fragments) <= FEW and sum([size for _, _, size in fragments]) <= SMALL
+        enqueue = self._one_by_one if few or len(fragments) == 1 else self._batch_rows
         return enqueue(direction, [*self._cut(fragments)], stream)
 
     def _one_by_one(self, direction: Direction, rows: Rows, stream: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvferry.daemon.core.geometry import Fragments, Int64s, Rows
 from kvferry.daemon.engine.cuda.staging import Slot
@@ -40,11 +40,11 @@ class Piece:
     direction: Direction
     nbytes: int
     stage: Stage | None = None
-    begun: list[Event] = field(default_factory=list)
-    moved: list[Event] = field(default_factory=list)
+    begun: Event | None = None
+    moved: Event | None = None
     """It is off the link."""
-    done: list[Event] = field(default_factory=list)
-    """Empty while it waits for a turn of the GPU."""
+    done: Event | None = None
+    """None while it waits for a turn of the GPU."""
     error: KVFerryError | None = None
 
     @property

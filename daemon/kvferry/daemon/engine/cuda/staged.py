@@ -156,9 +156,9 @@ class StagedCopy:
         piece = Piece(direction, run.gpu_blocks.size * table.block_bytes, stage)
         if direction is Direction.LOAD:
             dma = self._dma[direction]
-            piece.begun.append(self._driver.record(dma))
+            piece.begun = self._driver.record(dma)
             self._link.enqueue(direction, packed, dma)
-            piece.moved.append(self._driver.record(dma))
+            piece.moved = self._driver.record(dma)
         self._turns[direction].add(piece)
         return piece
 
@@ -184,7 +184,9 @@ class StagedCopy:
         driver, turns = self._driver, self._turns[direction]
         kernel, store = self._kernel[direction], direction is Direction.STORE
         if not store:
-            driver.call("cuStreamWaitEvent", kernel, pieces[-1].moved[0].handle, 0)
+            moved = pieces[-1].moved
+            assert moved is not None
+            driver.call("cuStreamWaitEvent", kernel, moved.handle, 0)
         joins = turns.awaited
         begun = driver.record(kernel) if store or not joins else None
         for stage, blocks in _rows(direction, [p.stage for p in pieces if p.stage]):
@@ -193,10 +195,10 @@ class StagedCopy:
         turns.ask(pieces, None if joins else begun, done)
         for piece in pieces:
             if begun is not None and store:
-                piece.begun.append(begun)
+                piece.begun = begun
                 self._drain.add(piece, done)
             else:
-                piece.done.append(done)
+                piece.done = done
 
 
 def _rows(direction: Direction, stages: list[Stage]) -> Iterator[tuple[Stage, Int64s]]:

@@ -113,6 +113,6 @@ class Turns:
 
     def _arrived(self) -> int:
         for count, piece in enumerate(self._waiting):
-            if not all(self._reached(event) for event in piece.moved):
+            if piece.moved is None or not self._reached(piece.moved):
                 return count
         return len(self._waiting)
