@@ -30,7 +30,8 @@ from kvferry.daemon.engine.base import Mapping
 from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.engine.reference import ReferenceEngine
 from kvferry.daemon.lane.inbox import Listen
-from kvferry.daemon.lane.lane import Lane, MapOrder
+from kvferry.daemon.lane.lane import Lane
+from kvferry.daemon.lane.quay import MapOrder
 from kvferry.proto.codec import decode_client_message
 from kvferry.proto.messages import PROTOCOL, AllocateKVCaches, Hello
 from kvferry.proto.specs import (

@@ -128,6 +128,7 @@ async def run(
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         lane.start()
+        lane.enter()
         pool.fill(engine, server.pool_grew, server.fail)
         archive.verify()
         log.info(

@@ -40,7 +40,8 @@ from kvferry.daemon.engine.cuda import engine as cuda_engine
 from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
 from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
-from kvferry.daemon.lane.lane import Lane, MapOrder
+from kvferry.daemon.lane.lane import Lane
+from kvferry.daemon.lane.quay import MapOrder
 from kvferry.proto.errors import Code, KVFerryError
 from kvferry.proto.libcuda import driver
 from kvferry.proto.messages import Outcome
@@ -301,6 +302,7 @@ def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
     lane = Lane(engine, pool, take, troubles.append)
     lane.start()
+    lane.enter()
     pool.fill(engine, lambda nbytes: None, troubles.append)
     yield Bench(engine, pool, lane, reports)
     lane.close()
@@ -572,7 +574,7 @@ def test_memory_goes_when_nobody_holds_it(bench: Bench) -> None:
 def test_tensors_come_back_by_descriptor(bench: Bench) -> None:
     """Their engine outlived the daemon that made them, and registers them with the next one."""
     first = bench.open(LAYOUTS["padded and interleaved"], keep=True)
-    (held,) = bench.lane._held[first.number]
+    (held,) = bench.lane._quay._held[first.number]
     bench.unmap(first)
     _, made = bench.map(LAYOUTS["padded and interleaved"])
     number, _ = bench.map(LAYOUTS["padded and interleaved"], own=(made, (os.dup(held),)))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
 from kvferry.daemon.lane.inbox import ASLEEP, AWAKE, Inbox
+from kvferry.testing.engine import until
 
 
 def test_orders_come_in_the_order_they_were_put() -> None:
@@ -34,6 +36,51 @@ def test_who_sleeps_is_woken() -> None:
     while (order := slept(inbox, None)) is None:
         pass
     assert order == 7
+
+
+@pytest.fixture
+def lane() -> Iterator[Inbox[int]]:
+    """Somebody sleeps until a 0 comes, taking orders."""
+    inbox = Inbox[int]()
+
+    def run() -> None:
+        while (order := inbox.take()) != 0:
+            if order is None:
+                inbox.wait(None)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    until(lambda: not inbox._helm.locked())
+    yield inbox
+    inbox.put(0)
+    thread.join()
+
+
+def test_while_the_lane_sleeps_who_puts_begins(lane: Inbox[int]) -> None:
+    begun: list[int] = []
+    lane.put(1, begun.append)
+    assert begun == [1]
+    until(lambda: not lane._helm.locked())
+    lane.put(2, begun.append)
+    assert begun == [1, 2]
+
+
+def test_the_helm_is_given_back_whatever_happens(lane: Inbox[int]) -> None:
+    def sink(order: int) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        lane.put(1, sink)
+    until(lambda: not lane._helm.locked())
+
+
+def test_while_the_lane_is_awake_or_has_orders_they_wait_for_it() -> None:
+    inbox, begun = Inbox[int](), list[int]()
+    inbox.put(1, begun.append)
+    inbox._helm.release()
+    inbox.put(2, begun.append)
+    inbox._helm.acquire()
+    assert [inbox.take(), inbox.take(), begun] == [1, 2, []]
 
 
 def test_the_lane_waits_less_for_others_than_they_for_it() -> None:

@@ -41,7 +41,8 @@ from kvferry.daemon.engine.base import NO_ROOM, CopyEngine, Mapping, Room, Share
 from kvferry.daemon.engine.memory import PAGE
 from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
-from kvferry.daemon.lane.lane import ENOUGH, STEP, Lane, MapOrder
+from kvferry.daemon.lane.lane import ENOUGH, STEP, Lane
+from kvferry.daemon.lane.quay import MapOrder
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.memory import Allocation, CudaAllocation, FdAllocation, Location
 from kvferry.proto.messages import Outcome
@@ -102,6 +103,9 @@ class StubEngine:
         self.refusals: list[KVFerryError | None] = []
         """What the next submissions say: an error, or None where they work; empty: they work."""
         self.on_submit: Callable[[], object] = lambda: None
+        self.entered: list[int] = []
+        self.submitters: list[int] = []
+        """Threads that said they would submit, and those that did."""
         self._numbers = count()
 
     def attach(self, pool_address: int) -> CopyStatus | None:
@@ -122,6 +126,9 @@ class StubEngine:
 
     def allocate(self, geometry: Geometry, kept: Sequence[int] = ()) -> Shared:
         raise Failed(Code.MAP_FAILED, "no memory")
+
+    def enter(self) -> None:
+        self.entered.append(threading.get_ident())
 
     def close(self, mapping: Mapping) -> None:
         assert not [piece for piece in self.in_flight if piece.mapping is mapping]
@@ -144,6 +151,7 @@ class StubEngine:
             raise refusal
         piece = Piece(direction, mapping, run, next(self._numbers))
         self.in_flight.append(piece)
+        self.submitters.append(threading.get_ident())
         self.submitted.put(piece)
         self.on_submit()
         return piece
@@ -181,6 +189,8 @@ class Harbour:
     deaths: list[KVFerryError] = field(default_factory=list)
     expected: int = 0
     """Deaths that the test provokes."""
+    begins: bool = False
+    """Whether who posts begins transfers."""
 
     def __post_init__(self) -> None:
         self.pool.ready_bytes = self.pool.nbytes
@@ -190,6 +200,8 @@ class Harbour:
         self.orderings: dict[int, Ordering] = {}
         self.serial = 0
         self.lane.start()
+        if self.begins:
+            self.lane.enter()
 
     def map(
         self, number: int = 1, shape: KVLayout = SMALL, *, clock: int | None = None, **where: Any
@@ -256,6 +268,10 @@ class Harbour:
                 seen += self.reports()
             seen.remove(Unmapped(NOBODY))
         return seen
+
+    def asleep(self) -> None:
+        """Wait until the lane sleeps."""
+        until(lambda: not self.lane._inbox._helm.locked())
 
     def close(self) -> None:
         self.lane.close()
@@ -897,6 +913,89 @@ def test_what_a_calibration_found_is_reported_first(
     harbour.close()
 
 
+# Who posts begins
+
+ME = threading.get_ident()
+
+
+@pytest.fixture
+def manned(stub: StubEngine) -> Iterator[Harbour]:
+    """A harbour whose thread that posts begins transfers."""
+    harbour = Harbour(stub, begins=True)
+    harbour.map()
+    harbour.asleep()
+    yield harbour
+    harbour.close()
+
+
+def test_who_posts_begins_while_the_lane_sleeps_and_that_goes_on(
+    manned: Harbour, stub: StubEngine
+) -> None:
+    stub.piece = Room(64)
+    manned.start(STORE, [1, 2, 3])
+    assert stub.entered == [ME]
+    assert stub.submitters[0] == ME
+    assert stub.submitted.get().blocks == [1]
+    manned.settle()
+    assert ME not in stub.submitters[1:]
+    assert len(stub.submitters) == 3
+    assert serials(run_out(manned, stub)) == [1]
+
+
+def test_both_directions_are_begun_so_and_a_job_of_one_piece_is_pushed(
+    manned: Harbour, stub: StubEngine
+) -> None:
+    for direction in Direction:
+        stub.pushes.clear()
+        manned.start(direction, [int(direction is LOAD)])
+        assert (direction, False) in stub.pushes
+        assert len(run_out(manned, stub)) == 1
+        manned.asleep()
+    assert stub.submitters == [ME, ME]
+
+
+def test_what_is_behind_another_is_left_to_the_lane(manned: Harbour, stub: StubEngine) -> None:
+    manned.start(STORE, [1])
+    manned.asleep()
+    manned.start(STORE, [2])
+    manned.settle()
+    assert stub.submitters[0] == ME
+    assert ME not in stub.submitters[1:]
+    assert serials(run_out(manned, stub)) == [1, 2]
+
+
+def test_what_a_fence_holds_is_left_to_the_lane(
+    manned: Harbour, stub: StubEngine, clock: Clock
+) -> None:
+    manned.map(2, clock=clock.copy)
+    manned.asleep()
+    manned.start(STORE, [1], number=2, wait_for=5)
+    assert not stub.submitters
+    clock.show(5)
+    until(lambda: bool(stub.submitters))
+    assert ME not in stub.submitters
+    assert serials(run_out(manned, stub)) == [1]
+
+
+def test_what_the_engine_refuses_at_the_beginning_fails(manned: Harbour, stub: StubEngine) -> None:
+    stub.refusals.append(ERROR)
+    manned.start(LOAD, [1])
+    (end,) = [report for report in manned.settle() if isinstance(report, Ended)]
+    assert (end.outcome, end.error) == (Outcome.FAILED, ERROR.info)
+
+
+def test_an_engine_that_breaks_at_the_beginning_ends_the_lane(
+    manned: Harbour, stub: StubEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised = threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda _: raised.set())
+    monkeypatch.setattr(stub, "submit", lambda *_: [].pop())
+    manned.expected = 1
+    manned.start(STORE, [1])
+    assert raised.wait(PATIENCE)
+    assert "IndexError" in manned.deaths[0].message
+
+
 # Anything may happen
 
 few = st.lists(st.integers(0, 5), max_size=4, unique=True)
@@ -917,13 +1016,14 @@ events = st.one_of(
     st.sampled_from([Room(1 << 30), Room(64), Room(1 << 30, 2)]),
     st.integers(1, 4),
     st.booleans(),
+    st.booleans(),
 )
 def test_whatever_happens_every_plan_ends_once_and_in_order(
-    history: list[tuple[Any, ...]], room: Room, most: int, unmapped: bool
+    history: list[tuple[Any, ...]], room: Room, most: int, unmapped: bool, begins: bool
 ) -> None:
     stub = StubEngine()
     stub.piece, stub.most = room, most
-    harbour = Harbour(stub)
+    harbour = Harbour(stub, begins=begins)
     harbour.map()
     plans: dict[int, tuple[Direction, list[int]]] = {}
     ended: list[Ended] = []

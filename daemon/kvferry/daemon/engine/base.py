@@ -77,6 +77,9 @@ class CopyEngine(Protocol):
         Returns what a calibration found, where there is something to choose.
         """
 
+    def enter(self) -> None:
+        """The calling thread will submit pieces, too, in turns with the lane's."""
+
     def pin(self, address: int, nbytes: int) -> None:
         """Make a chunk of the host pool fit for copies. From any thread; raises KVFerryError."""
 

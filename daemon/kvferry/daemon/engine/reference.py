@@ -84,6 +84,9 @@ class ReferenceEngine:
             thread.daemon = True
             thread.start()
 
+    def enter(self) -> None:
+        """Nothing to do: any thread can copy."""
+
     def pin(self, address: int, nbytes: int) -> None:
         """Nothing to do: the CPU copies from pages that may move."""
 

@@ -4,6 +4,9 @@ Not a queue.SimpleQueue: its get with a timeout as short as the lane's naps wait
 the time is over before it looks twice (CPython 3.11 and 3.12; it takes a negative rest for none).
 A lock that is let go for each order wakes as fast, and its timeout holds.
 
+To wake a thread takes as long as to do the first of an order, and what it runs has left its core's
+caches. So while the lane sleeps, who puts an order may take the helm and begin it instead.
+
 Who wants the GIL has it once it has waited for as long as the switch interval says. The lane goes
 first: what it has to do is short, and the device waits for it. So others wait longer for the lane
 than it waits for them. Python's own 5 ms show, for either: a load may come in while the lane
@@ -16,6 +19,7 @@ import contextlib
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -38,15 +42,24 @@ class Stop:
 
 
 class Inbox(Generic[T]):
-    """`put` from any thread, `wait` and `take` in one."""
+    """`put` from any thread, `wait` and `take` in one, which has the helm unless it waits."""
 
     def __init__(self) -> None:
         self._orders: deque[T] = deque()
-        self._bell = threading.Lock()
+        self._bell, self._helm = threading.Lock(), threading.Lock()
         self._bell.acquire()
+        self._helm.acquire()
 
-    def put(self, order: T) -> None:
-        self._orders.append(order)
+    def put(self, order: T, begin: Callable[[T], None] | None = None) -> None:
+        """`begin`: what to do with it here, at the helm, where the lane sleeps and nothing else
+        waits for it. The lane is woken after that, to go on."""
+        if begin is not None and not self._orders and self._helm.acquire(blocking=False):
+            try:
+                begin(order)
+            finally:
+                self._helm.release()
+        else:
+            self._orders.append(order)
         with contextlib.suppress(RuntimeError):  # it rings already
             self._bell.release()
 
@@ -65,5 +78,7 @@ class Inbox(Generic[T]):
         """
         if not self._orders and patience != 0:
             sys.setswitchinterval(ASLEEP)
+            self._helm.release()
             self._bell.acquire(timeout=-1 if patience is None else patience)
+            self._helm.acquire()
             sys.setswitchinterval(AWAKE)

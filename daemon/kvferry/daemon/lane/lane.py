@@ -15,13 +15,10 @@ No wait is ever queued on the device, so nothing can hang a stream.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from kvferry.daemon.core.actions import (
@@ -30,19 +27,17 @@ from kvferry.daemon.core.actions import (
     Calibrated,
     CopyPlan,
     Drop,
-    Map,
-    Mapped,
     Report,
     Start,
     Unmap,
     Unmapped,
 )
-from kvferry.daemon.engine.base import CopyEngine, Mapping, Shared, Want
-from kvferry.daemon.engine.memory import Timeline
+from kvferry.daemon.engine.base import CopyEngine, Want
 from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.lane.berth import Berth, Crossing, Flight, Stream, Track, oldest
 from kvferry.daemon.lane.inbox import Inbox, Listen, Stop
 from kvferry.daemon.lane.naps import LINK, MAX_NAP_HELD, NAP_HELD, until_due
+from kvferry.daemon.lane.quay import MapOrder, Quay
 from kvferry.proto.errors import Code, Failed, KVFerryError
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction
@@ -53,16 +48,6 @@ STEP, BREATH = 4, 20e-6
 """So many large pieces of stores are submitted one after the other, then the lane sleeps for so
 long: the loop has to do something for a load before the lane can know of it."""
 _PR_SET_TIMERSLACK = 29
-
-
-@dataclass(frozen=True, slots=True)
-class MapOrder:
-    """A Map, with the descriptors behind its tickets; the lane closes them."""
-
-    map: Map
-    descriptors: tuple[int, ...]
-    timeline: int | None
-
 
 Order: TypeAlias = MapOrder | Drop | Unmap | Start | Abandon | Listen | Stop
 
@@ -82,21 +67,24 @@ class Lane:
         self._report = report
         self._died = died
         self._inbox: Inbox[Order] = Inbox()
-        self._berths: dict[int, Berth] = {}
-        self._held: dict[int, tuple[int, ...]] = {}
-        """Descriptors of memory allocated for a registration that is to outlast it."""
+        self._quay = Quay(engine)
+        self._berths = self._quay.berths
         self._streams = [Stream(direction) for direction in (Direction.LOAD, Direction.STORE)]
         self._stream_of = {stream.direction: stream for stream in self._streams}
         self._stores = self._stream_of[Direction.STORE]
         self._reports: list[Report] = []
         self._held_nap = NAP_HELD
+        self._begins = 0
+        """The thread besides the lane's own that may use the device."""
+        self._broken: Exception | None = None
+        """What went wrong at the helm in another thread."""
         self._started = threading.Event()
         self._trouble: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="kvferry-lane", daemon=True)
 
     def hold(self, number: int, *descriptors: int) -> None:
         """Take memory over that an earlier daemon held; before the start."""
-        self._held[number] = descriptors
+        self._quay.hold(number, *descriptors)
 
     def start(self) -> None:
         """Bring the device up in the lane's thread; raises what it raises."""
@@ -105,8 +93,14 @@ class Lane:
         if self._trouble is not None:
             raise self._trouble
 
+    def enter(self) -> None:
+        """The calling thread may begin transfers that it posts while the lane sleeps."""
+        self._engine.enter()
+        self._begins = threading.get_ident()
+
     def post(self, order: Order) -> None:
-        self._inbox.put(order)
+        begins = isinstance(order, Start) and threading.get_ident() == self._begins
+        self._inbox.put(order, self._begin if begins else None)
 
     def close(self) -> None:
         """Stop the thread. Whoever calls has seen every job end, or gives them up."""
@@ -134,16 +128,32 @@ class Lane:
                 for stream in self._streams:
                     self._fill(stream)
                 self._flush()
-            for number in tuple(self._held):
-                self._drop(number)
+            self._quay.drop_all()
             self._engine.shutdown()
         except Exception as error:
             self._died(Failed(Code.COPY_FAILED, f"the lane stopped: {error!r}"))
             raise
 
+    def _begin(self, order: Order) -> None:
+        """At the helm in a thread that posts: submit the first piece of a transfer, if nothing
+        holds it and nothing of its direction is under way."""
+        try:
+            assert isinstance(order, Start)
+            self._start(plan := order.plan)
+            stream, berth = self._stream_of[plan.direction], self._berths[plan.registration]
+            track = berth.tracks[plan.direction]
+            if not (stream.flights or berth.holds(track.waiting[0].plan, self._pool.ready_bytes)):
+                self._submit(stream, berth, track)
+                if not track.waiting:
+                    self._engine.push(plan.direction, more=False)
+        except Exception as error:
+            self._broken = error
+
     def _obey_orders(self) -> bool:
         """Do what the inbox says, sleeping first for as long as there is nothing else to do."""
         self._inbox.wait(self._nap())
+        if self._broken is not None:
+            raise self._broken
         while (order := self._inbox.take()) is not None:
             if isinstance(order, Stop):
                 return False
@@ -166,81 +176,16 @@ class Lane:
             case Start(plan=plan):
                 self._start(plan)
             case MapOrder():
-                self._reports.append(self._map(order))
+                self._reports.append(self._quay.map(order))
             case Abandon(number, serial):
                 if number in self._berths:
                     self._abandon(self._berths[number], serial)
             case Unmap(number):
                 self._unmap(number)
             case Drop(number):
-                self._drop(number)
+                self._quay.drop(number)
             case Listen(posted):
                 self._reports.append(Beat(posted, *oldest(self._berths.values())))
-
-    def _map(self, order: MapOrder) -> Mapped:
-        number, session = order.map.registration, order.map.session
-        timeline: Timeline | None = None
-        try:
-            timeline = None if order.timeline is None else Timeline(order.timeline)
-            mapping, report = self._reach(order)
-            report = replace(report, copying=self._engine.copying(mapping))
-        except (KVFerryError, OSError, ValueError, OverflowError) as error:
-            if timeline is not None:
-                timeline.close()
-            return Mapped(number, session, _told(error).info)
-        finally:
-            for descriptor in (*order.descriptors, order.timeline):
-                if descriptor is not None:
-                    os.close(descriptor)
-        self._berths[number] = Berth(mapping, timeline)
-        return report
-
-    def _reach(self, order: MapOrder) -> tuple[Mapping, Mapped]:
-        """Map an engine's own tensors, or allocate them here."""
-        wanted = order.map
-        report = Mapped(wanted.registration, wanted.session)
-        if wanted.locations is not None:
-            return (
-                self._engine.open(
-                    wanted.geometry, wanted.allocations, wanted.locations, order.descriptors
-                ),
-                report,
-            )
-        shared, reused = self._allocate(wanted)
-        if wanted.keep:
-            self._hold(wanted.registration, shared)
-        return shared.mapping, replace(
-            report,
-            allocations=shared.allocations,
-            locations=shared.locations,
-            descriptors=shared.descriptors,
-            reused=reused,
-            held=self._held.get(wanted.registration, ()),
-        )
-
-    def _allocate(self, wanted: Map) -> tuple[Shared, bool]:
-        """Tensors in the memory that is held for them, or in new memory; and whether in that."""
-        held = () if wanted.reuse is None else self._held.get(wanted.reuse, ())
-        if held:
-            with contextlib.suppress(Failed):
-                return self._engine.allocate(wanted.geometry, held), True
-        return self._engine.allocate(wanted.geometry), False
-
-    def _hold(self, number: int, shared: Shared) -> None:
-        held: list[int] = []
-        try:
-            for descriptor in shared.descriptors:
-                held.append(os.dup(descriptor))
-        except OSError:
-            self._engine.close(shared.mapping)
-            for descriptor in (*held, *shared.descriptors):
-                os.close(descriptor)
-            raise
-        self._held[number] = tuple(held)
-
-    def _drop(self, number: int) -> None:
-        for descriptor in self._held.pop(number, ()):
-            os.close(descriptor)
 
     def _unmap(self, number: int) -> None:
         berth = self._berths.get(number)
@@ -378,22 +323,12 @@ class Lane:
     def _leave_if_empty(self, number: int, berth: Berth) -> None:
         if not (berth.leaving and berth.empty):
             return
-        del self._berths[number]
         for stream in self._streams:
             stream.strike(berth)
-        self._engine.close(berth.mapping)
-        if berth.timeline is not None:
-            berth.timeline.close()
+        self._quay.close(number)
         self._reports.append(Unmapped(number))
 
     def _flush(self) -> None:
         if self._reports:
             reports, self._reports = self._reports, []
             self._report(reports)
-
-
-def _told(error: Exception) -> KVFerryError:
-    """What a client is told of memory that the kernel would not map."""
-    if isinstance(error, KVFerryError):
-        return error
-    return Failed(Code.MAP_FAILED, f"the memory cannot be mapped: {error}")

@@ -37,7 +37,8 @@ from kvferry.daemon.core.actions import (
     Tend,
 )
 from kvferry.daemon.core.core import Core
-from kvferry.daemon.lane.lane import Lane, MapOrder
+from kvferry.daemon.lane.lane import Lane
+from kvferry.daemon.lane.quay import MapOrder
 from kvferry.daemon.server.archive import Archive
 from kvferry.daemon.server.bulletins import Bulletins
 from kvferry.daemon.server.descriptors import DescriptorDesk

@@ -94,6 +94,9 @@ class CudaEngine:
         self._choice = choice_of(status, self._staging.piece_bytes)
         return status
 
+    def enter(self) -> None:
+        self._driver.call("cuCtxSetCurrent", self._context)
+
     def pin(self, address: int, nbytes: int) -> None:
         self._driver.call("cuCtxSetCurrent", self._context)
         try:
