@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.daemon.lane.inbox import ASLEEP, AWAKE, Inbox
+from kvferry.daemon.lane.inbox import ASLEEP, AWAKE, RESTED, Inbox
 from kvferry.testing.engine import until
 
 
@@ -38,6 +38,12 @@ def test_who_sleeps_is_woken() -> None:
     assert order == 7
 
 
+def rested(inbox: Inbox[int]) -> None:
+    """Wait until whoever takes from this has slept for long enough."""
+    until(lambda: not inbox._helm.locked())
+    time.sleep(RESTED)
+
+
 @pytest.fixture
 def lane() -> Iterator[Inbox[int]]:
     """Somebody sleeps until a 0 comes, taking orders."""
@@ -50,7 +56,7 @@ def lane() -> Iterator[Inbox[int]]:
 
     thread = threading.Thread(target=run)
     thread.start()
-    until(lambda: not inbox._helm.locked())
+    rested(inbox)
     yield inbox
     inbox.put(0)
     thread.join()
@@ -60,7 +66,7 @@ def test_while_the_lane_sleeps_who_puts_begins(lane: Inbox[int]) -> None:
     begun: list[int] = []
     lane.put(1, begun.append)
     assert begun == [1]
-    until(lambda: not lane._helm.locked())
+    rested(lane)
     lane.put(2, begun.append)
     assert begun == [1, 2]
 

@@ -12,6 +12,7 @@ import mmap
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
@@ -41,6 +42,7 @@ from kvferry.daemon.engine.base import NO_ROOM, CopyEngine, Mapping, Room, Share
 from kvferry.daemon.engine.memory import PAGE
 from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
+from kvferry.daemon.lane.inbox import RESTED
 from kvferry.daemon.lane.lane import ENOUGH, STEP, Lane
 from kvferry.daemon.lane.quay import MapOrder
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
@@ -270,8 +272,9 @@ class Harbour:
         return seen
 
     def asleep(self) -> None:
-        """Wait until the lane sleeps."""
+        """Wait until the lane has slept for long enough."""
         until(lambda: not self.lane._inbox._helm.locked())
+        time.sleep(RESTED)
 
     def close(self) -> None:
         self.lane.close()
