@@ -78,7 +78,7 @@ def on_paper(mode: str, seed: int = 0) -> Make:
     def make(patch: pytest.MonkeyPatch) -> CopyEngine:
         measured = CopyStatus("auto", CalibrationPoint(0, 1.0, 1.0), (), 4096, 4096)
         patch.setattr(cuda_engine, "driver", lambda: PaperDriver(seed))
-        patch.setattr(cuda_engine, "calibrate", lambda driver, device: measured)
+        patch.setattr(cuda_engine, "calibrate", lambda *_: measured)
         patch.setattr(cuda_engine, "MIN_STAGING", PAPER_STAGING)
         return CudaEngine("0", CudaOptions(mode, PAPER_STAGING, CHUNK))
 

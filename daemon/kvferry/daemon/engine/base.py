@@ -116,7 +116,7 @@ class CopyEngine(Protocol):
         """Enqueue a piece within `room`. Raises KVFerryError where the device refuses it."""
 
     def push(self, direction: Direction, more: bool) -> None:
-        """Called after each round of submits, also an empty one, before it sleeps.
+        """Called after each round of submits, also an empty one, while any is in flight or waits.
 
         more: the round ended because there was no room. What was submitted gets done in any case,
         as long as this is called again whenever a piece of the direction is done.

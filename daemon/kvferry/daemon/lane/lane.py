@@ -126,7 +126,8 @@ class Lane:
                 if self._stores.large:  # who waits for an end need not wait for more of them, too
                     self._flush()
                 for stream in self._streams:
-                    self._fill(stream)
+                    if stream.flights or stream.turn:
+                        self._fill(stream)
                 self._flush()
             self._quay.drop_all()
             self._engine.shutdown()

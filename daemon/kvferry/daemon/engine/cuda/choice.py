@@ -16,6 +16,7 @@ from kvferry.daemon.core.geometry import Geometry, Run
 from kvferry.daemon.engine.base import Mapping
 from kvferry.daemon.engine.cuda.direct import DirectCopy
 from kvferry.daemon.engine.cuda.link import Link
+from kvferry.daemon.engine.memory import MappedFiles
 from kvferry.proto.libcuda import Driver
 from kvferry.proto.specs import Direction, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import CalibrationPoint, CopyStatus, GroupCopying
@@ -23,9 +24,15 @@ from kvferry.proto.status import CalibrationPoint, CopyStatus, GroupCopying
 GOOD = 0.94
 SIZES = tuple(1 << power for power in range(12, 22))
 """4 KiB to 2 MiB."""
-SAMPLE_BYTES = 32 << 20
+HOST_BYTES = 64 << 20
+BATCH_BYTES = 32 << 20
 MAX_FRAGMENTS = 2048
+"""Bytes of a batch, or fewer where so many fragments have less."""
+BATCHES = 4
 ROUNDS = 3
+FAR = 0.2e-6
+"""Seconds that a fragment takes longer in some GiB of memory than in the sample's, and that many
+fragments take from the other direction: tests/bench/fragments.py."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,44 +57,53 @@ class Choice:
         return GroupCopying(ways[Direction.STORE], ways[Direction.LOAD])
 
 
-def calibrate(driver: Driver, device: int) -> CopyStatus:
-    """Measure direct copies between `device` (SAMPLE_BYTES there) and pinned memory of our own."""
-    host = driver.allocate_host(SAMPLE_BYTES)
+def calibrate(driver: Driver, device: int, device_bytes: int) -> CopyStatus:
+    """Measure direct copies between `device` and some memory as the pool's: both are random places
+    in real life, and where those are many a copy engine has more to look up."""
+    host = MappedFiles("kvferry-sample", HOST_BYTES, HOST_BYTES)
     try:
-        direct = DirectCopy(driver, Link(driver, host, SAMPLE_BYTES))
-        whole = _measure(driver, direct, device, host, SAMPLE_BYTES)
-        points = tuple(_measure(driver, direct, device, host, size) for size in SIZES)
+        host.populate(0, HOST_BYTES)
+        driver.register_host(host.address, HOST_BYTES)
+        try:
+            direct = DirectCopy(driver, Link(driver, host.address, HOST_BYTES))
+            whole, *points = (
+                _measure(driver, direct, device, device_bytes // size, host.address, size)
+                for size in (BATCH_BYTES, *SIZES)
+            )
+        finally:
+            driver.call("cuMemHostUnregister", host.address)
     finally:
-        driver.call("cuMemFreeHost", host)
+        host.close()
     return CopyStatus(
         "auto",
         whole,
-        points,
+        tuple(points),
         _threshold([(point.fragment_bytes, point.store / whole.store) for point in points]),
         _threshold([(point.fragment_bytes, point.load / whole.load) for point in points]),
     )
 
 
 def _measure(
-    driver: Driver, direct: DirectCopy, device: int, host: int, size: int
+    driver: Driver, direct: DirectCopy, device: int, blocks: int, host: int, size: int
 ) -> CalibrationPoint:
-    """The speed each way with fragments of one size, at random places on the device, of the second
-    of two batches in a row: the first waits for the CPU, which others need not do."""
-    blocks = SAMPLE_BYTES // size
+    """The speed each way with fragments of one size, of batches in a row behind the first one:
+    that waits for the CPU, the others only where the CPU is slower than the link."""
     layout = KVLayout((TensorLayout(blocks, size, size),), ((TensorRef(0, size),),))
-    mapping = Mapping(Geometry(layout, 0, blocks), np.array([device], dtype=np.int64))
-    order = np.random.default_rng(size).permutation(blocks)[:MAX_FRAGMENTS]
-    run = Run(0, order, np.arange(order.size) * size)
+    mapping = Mapping(Geometry(layout, 0, HOST_BYTES // size), np.array([device], dtype=np.int64))
+    random, count = np.random.default_rng(size), min(BATCH_BYTES // size, MAX_FRAGMENTS)
+
+    def batch() -> Run:
+        gpu, places = (random.permutation(n)[:count] for n in (blocks, HOST_BYTES // size))
+        return Run(0, gpu, places * size)
 
     def speed(direction: Direction) -> float:
         seconds = []
         for _ in range(ROUNDS):
-            (_, begun), (_, done) = (
-                direct.enqueue(direction, mapping, run, host) for _ in range(2)
-            )
+            runs = [batch() for _ in range(BATCHES)]
+            ends = [direct.enqueue(direction, mapping, run, host)[1] for run in runs]
             driver.call("cuCtxSynchronize")
-            seconds.append(driver.elapsed_seconds(begun, done))
-        return order.size * size / min(seconds)
+            seconds.append(driver.elapsed_seconds(ends[0], ends[-1]))
+        return size / (min(seconds) / (BATCHES - 1) / count + FAR)
 
     return CalibrationPoint(size, speed(Direction.STORE), speed(Direction.LOAD))
 

@@ -88,7 +88,7 @@ class CudaEngine:
         self._staging = Staging(driver, self._options.staging_bytes)
         self._direct = DirectCopy(driver, link)
         self._staged = StagedCopy(driver, link)
-        status = calibrate(driver, self._staging.address)
+        status = calibrate(driver, self._staging.address, self._options.staging_bytes)
         if self._options.mode != "auto":
             status = forced(self._options.mode, status)
         self._choice = choice_of(status, self._staging.piece_bytes)

@@ -1,0 +1,122 @@
+"""How fast scattered fragments cross the link, by how they are enqueued: no daemon, GB/s.
+
+    python tests/bench/fragments.py
+
+4 GiB of the device and 4 GiB of memory such as the host pool's, fragments at random places of
+both, pieces of 32 MiB, four of them enqueued at a time; 2 GiB by the clock of this process, five
+times over: median, least and most.
+
+    batch      a piece is one cuMemcpyBatchAsync (what kvferry does)
+    2 streams  half of a piece each, on two streams
+    singly     a piece is one cuMemcpyAsync a fragment
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvferry.daemon.core.geometry import Fragments
+from kvferry.daemon.engine.cuda.link import Link
+from kvferry.daemon.engine.memory import MappedFiles
+from kvferry.proto.libcuda import Driver, Event, driver
+from kvferry.proto.specs import Direction
+
+MEMORY, CHUNK, MOVED, PIECE = 4 << 30, 1 << 30, 2 << 30, 32 << 20
+SIZES = tuple(1 << power for power in range(15, 23))
+IN_FLIGHT, ROUNDS = 4, 5
+
+Enqueue = Callable[[Direction, Fragments], list[Event]]
+
+
+class Dock:
+    """Memory on both sides, and two streams."""
+
+    def __init__(self, cuda: Driver) -> None:
+        self.cuda = cuda
+        self.random = np.random.default_rng(0)
+        cuda.call("cuCtxSetCurrent", cuda.retain_context(0))
+        self.host = MappedFiles("kvferry-bench", MEMORY, CHUNK)
+        for start in range(0, MEMORY, CHUNK):
+            self.host.populate(start, CHUNK)
+            cuda.register_host(self.host.address + start, CHUNK)
+        self.device = cuda.allocate(MEMORY)
+        self.streams = [cuda.create_stream() for _ in range(2)]
+        self.link = Link(cuda, self.host.address, CHUNK)
+
+    def batch(self, direction: Direction, piece: Fragments) -> list[Event]:
+        return [self._on(self.streams[0], direction, piece)]
+
+    def two_streams(self, direction: Direction, piece: Fragments) -> list[Event]:
+        halves = [slice(start, None, 2) for start in range(min(2, piece.size.size))]
+        return [
+            self._on(stream, direction, Fragments(*(column[half] for column in _columns(piece))))
+            for stream, half in zip(self.streams, halves, strict=False)
+        ]
+
+    def singly(self, direction: Direction, piece: Fragments) -> list[Event]:
+        stream, store = self.streams[0], direction is Direction.STORE
+        for gpu, host, size in piece.rows():
+            dst, src = (host, gpu) if store else (gpu, host)
+            self.cuda.call("cuMemcpyAsync", dst, src, size, stream)
+        return [self.cuda.record(stream)]
+
+    def speed(self, direction: Direction, size: int, enqueue: Enqueue) -> float:
+        """Bytes per second of MOVED bytes in fragments of one size."""
+        gpu, host = (self.random.permutation(MEMORY // size)[: MOVED // size] for _ in range(2))
+        gpu, host = gpu * size + self.device, host * size + self.host.address
+        sizes, flying = np.full(gpu.size, size), deque[list[Event]]()
+        began, step = time.perf_counter(), PIECE // size
+        for start in range(0, gpu.size, step):
+            part = slice(start, start + step)
+            flying.append(enqueue(direction, Fragments(gpu[part], host[part], sizes[part])))
+            if len(flying) == IN_FLIGHT:
+                self._await(flying.popleft())
+        for ends in flying:
+            self._await(ends)
+        return MOVED / (time.perf_counter() - began)
+
+    def _on(self, stream: int, direction: Direction, piece: Fragments) -> Event:
+        self.link.enqueue(direction, piece, stream)
+        return self.cuda.record(stream)
+
+    def _await(self, ends: list[Event]) -> None:
+        while not all(map(self.cuda.reached, ends)):
+            pass
+
+
+def _columns(piece: Fragments) -> tuple[Any, Any, Any]:
+    return piece.gpu, piece.host, piece.size
+
+
+def main() -> None:
+    dock = Dock(driver())
+    ways: dict[str, Enqueue] = {
+        "batch": dock.batch,
+        "2 streams": dock.two_streams,
+        "singly": dock.singly,
+    }
+    whole = {way: rates(dock, way, PIECE, dock.singly) for way in Direction}
+    print(f"{'':24}" + "".join(f"{way:>24}" for way in Direction))
+    print(f"{'pieces of 32 MiB':24}" + "".join(told(whole[way]) for way in Direction))
+    for size in SIZES:
+        for name, enqueue in ways.items():
+            cells = [told(rates(dock, way, size, enqueue)) for way in Direction]
+            print(f"{size >> 10:>8} KiB  {name:10}" + "".join(cells), flush=True)
+
+
+def rates(dock: Dock, way: Direction, size: int, enqueue: Enqueue) -> list[float]:
+    return sorted(dock.speed(way, size, enqueue) / 1e9 for _ in range(ROUNDS))
+
+
+def told(samples: list[float]) -> str:
+    return f"{statistics.median(samples):10.1f}   {samples[0]:.1f}..{samples[-1]:.1f}"
+
+
+if __name__ == "__main__":
+    main()
