@@ -80,6 +80,18 @@ def test_the_helm_is_given_back_whatever_happens(lane: Inbox[int]) -> None:
     until(lambda: not lane._helm.locked())
 
 
+def test_in_a_long_nap_others_begin_and_in_a_short_one_they_do_not() -> None:
+    inbox, begun = Inbox[int](), list[int]()
+    for patience, number in ((60.0, 1), (RESTED, 2)):
+        lane = threading.Thread(target=inbox.wait, args=[patience])
+        lane.start()
+        if patience > RESTED:
+            until(lambda: not inbox._helm.locked())
+        inbox.put(number, begun.append)
+        lane.join()
+    assert (begun, inbox.take()) == ([1], 2)
+
+
 def test_while_the_lane_is_awake_or_has_orders_they_wait_for_it() -> None:
     inbox, begun = Inbox[int](), list[int]()
     inbox.put(1, begun.append)

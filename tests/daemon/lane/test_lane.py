@@ -829,7 +829,7 @@ def test_a_round_of_large_stores_is_one_though_the_lane_sleeps_in_it(
     store = harbour.start(STORE, range(3 * STEP))
     until(lambda: len(stub.in_flight) == 3 * STEP, PATIENCE)
     assert stores == [[]] * 3 * STEP
-    until(lambda: stub.pushes[-1] == (STORE, False), PATIENCE)
+    until(lambda: stub.pushes[-1:] == [(STORE, False)], PATIENCE)
     assert serials(run_out(harbour, stub)) == [store]
 
 

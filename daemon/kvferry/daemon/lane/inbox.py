@@ -30,8 +30,9 @@ ASLEEP, AWAKE = 5e-5, 5e-4
 """Seconds that a thread waits for the GIL: the lane that has slept; others while it is awake."""
 
 RESTED = 1.5e-4
-"""Seconds that the lane has slept before others begin for it. Where orders come one on the heels of
-the other it had better take many in one go: the loop is what is short then."""
+"""Seconds that the lane has slept, or is about to while the device is busy, before others begin for
+it. Where orders come one on the heels of the other it had better take many in one go: the loop is
+what is short then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Inbox(Generic[T]):
         self._bell, self._helm = threading.Lock(), threading.Lock()
         self._bell.acquire()
         self._helm.acquire()
-        self._slept = 0.0
+        self._rested_at = 0.0
 
     def put(self, order: T, begin: Callable[[T], None] | None = None) -> None:
         """`begin`: what to do with it here, at the helm, where the lane sleeps and nothing else
@@ -70,7 +71,7 @@ class Inbox(Generic[T]):
             self._bell.release()
 
     def _rested(self) -> bool:
-        return not self._orders and time.perf_counter() - self._slept > RESTED
+        return not self._orders and time.perf_counter() > self._rested_at
 
     @property
     def empty(self) -> bool:
@@ -87,11 +88,11 @@ class Inbox(Generic[T]):
         """
         if not self._orders and patience != 0:
             sys.setswitchinterval(ASLEEP)
-            if patience is None:
-                self._slept = time.perf_counter()
+            long = patience is None or patience > RESTED
+            if long:
+                self._rested_at = time.perf_counter() + (RESTED if patience is None else 0)
                 self._helm.release()
-                self._bell.acquire()
+            self._bell.acquire(timeout=-1 if patience is None else patience)
+            if long:
                 self._helm.acquire()
-            else:
-                self._bell.acquire(timeout=patience)
             sys.setswitchinterval(AWAKE)
