@@ -167,6 +167,7 @@ class Dock:
         pool = cast(HostPool, SimpleNamespace(address=POOL, ready_bytes=1 << 60))
         self._lane = Lane(engine, pool, self._reports.put, lambda error: os._exit(1))
         self._lane.start()
+        self._lane.enter()
         bases = (np.arange(tensors, dtype=np.int64) << 34) + TENSOR
         self._lane._berths[1] = Berth(engine._mapping(self._geometry, bases, []), None)
         self._serials, self._random = count(1), np.random.default_rng(0)

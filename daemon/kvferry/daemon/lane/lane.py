@@ -1,4 +1,4 @@
-"""The lane: the one thread that owns a device.
+"""The lane: a device, and the one thread that works it.
 
 It takes orders from an inbox and does three things in turn: it reaps pieces that the engine has
 finished, submits the next ones, and sleeps for as long as it may. Per registration and direction
@@ -11,6 +11,9 @@ begin, and only when nothing holds it:
     the pool is registered up to `host_end`           a number that grows
 
 No wait is ever queued on the device, so nothing can hang a stream.
+
+Whoever has the helm (inbox.py) may touch what is here. That is the lane's thread; while that sleeps
+the loop takes it, to begin what it posts.
 """
 
 from __future__ import annotations

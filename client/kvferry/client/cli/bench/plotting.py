@@ -108,7 +108,7 @@ def _lost(axes: Axes, results: Results) -> None:
             lows, highs = [*map(min, both)], [*map(max, both)]
             axes.vlines(pages, lows, highs, color=colour, alpha=0.3, linewidth=3)
     axes.set_title("a busy engine beside: ms it loses per GiB moved", loc="left", fontsize=11)
-    _sizes(axes, sorted({row.page_bytes for row in results.beside if row.page_bytes}))
+    _sizes(axes, sorted({row.page_bytes for row in results.beside if row.how in HOWS}))
     axes.set_yscale("symlog", linthresh=1, linscale=0.8)
     lost = [row.lost_ms_per_gib.median for row in results.beside]
     low, high = min(0.0, 1.5 * min(lost)), max(2.0, 1.3 * max(lost))
