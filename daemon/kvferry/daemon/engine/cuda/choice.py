@@ -3,7 +3,8 @@
 Direct copies cost an engine nothing but the link, and lose speed as fragments get smaller; staged
 ones are at link speed at any size, and cost the engine some turns of the GPU. So a group is copied
 directly from the fragment size on at which direct copies reach `GOOD` of one contiguous copy, each
-way by itself, and staged below. An operator can force either.
+way by itself, and staged below. What is far takes `FAR` more than the sample shows. An operator can
+force either.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ MAX_FRAGMENTS = 2048
 BATCHES = 4
 ROUNDS = 3
 FAR = 0.2e-6
-"""Seconds that a fragment takes longer in some GiB of memory than in the sample's, and that many
-fragments take from the other direction: tests/bench/fragments.py."""
+"""Seconds that a fragment takes besides, in some GiB of memory and beside as many the other way
+(tests/bench/fragments.py): a sample at start has neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +79,8 @@ def calibrate(driver: Driver, device: int, device_bytes: int) -> CopyStatus:
         "auto",
         whole,
         tuple(points),
-        _threshold([(point.fragment_bytes, point.store / whole.store) for point in points]),
-        _threshold([(point.fragment_bytes, point.load / whole.load) for point in points]),
+        _threshold([(point.fragment_bytes, point.store, whole.store) for point in points]),
+        _threshold([(point.fragment_bytes, point.load, whole.load) for point in points]),
     )
 
 
@@ -103,7 +104,7 @@ def _measure(
             ends = [direct.enqueue(direction, mapping, run, host)[1] for run in runs]
             driver.call("cuCtxSynchronize")
             seconds.append(driver.elapsed_seconds(ends[0], ends[-1]))
-        return size / (min(seconds) / (BATCHES - 1) / count + FAR)
+        return (BATCHES - 1) * count * size / min(seconds)
 
     return CalibrationPoint(size, speed(Direction.STORE), speed(Direction.LOAD))
 
@@ -121,11 +122,11 @@ def choice_of(status: CopyStatus, largest_block: int) -> Choice:
     )
 
 
-def _threshold(ratios: list[tuple[int, float]]) -> int:
-    """The smallest size from which on every ratio is good."""
-    from_size = 2 * ratios[-1][0]
-    for size, ratio in reversed(ratios):
-        if ratio < GOOD:
+def _threshold(speeds: list[tuple[int, float, float]]) -> int:
+    """The smallest size from which on every speed is good, beside that of one contiguous copy."""
+    from_size = 2 * speeds[-1][0]
+    for size, speed, whole in reversed(speeds):
+        if size / (size / speed + FAR) < GOOD * whole:
             break
         from_size = size
     return from_size
