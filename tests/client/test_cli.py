@@ -254,6 +254,23 @@ def check_latencies(latencies: list[dict[str, Any]]) -> None:
             assert latency["p50"] <= latency["p99"] <= latency["high"]
 
 
+@pytest.mark.parametrize(
+    ("direct_from", "said"),
+    [
+        ((1 << 18, 1 << 19), "copied directly: stores from 256 KiB on, loads from 512 KiB on"),
+        ((0, 0), "copied directly: stores from 0 bytes on, loads from 0 bytes on"),
+        ((1 << 62, 1 << 62), "copied directly: stores from no size on, loads from no size on"),
+    ],
+)
+def test_bench_says_what_is_copied_directly(
+    direct_from: tuple[int, int], said: str, capsys: Captured
+) -> None:
+    machine = ("", "", "H200", "GPU-1", "580", "13.0", "2.11", "3.12", "1", "1", "Xeon", 16)
+    about = About(*machine, 1 << 30, 5, dict(zip(("store", "load"), direct_from, strict=True)))
+    report.show(Results(about), Console(width=80))
+    assert said in capsys.readouterr().out.replace("\n", " ")
+
+
 def test_bench_of_a_start_and_of_queued_stores(tmp_path: Path, capsys: Captured) -> None:
     data = tmp_path / "bench.json"
     options = ("--device", "cpu", "--what", "queued,start", "--pool-gib", "0.125", *TINY)
@@ -358,7 +375,8 @@ def test_every_table_is_80_columns_wide(capsys: Captured) -> None:
 
 def synthetic() -> Results:
     """As if everything had been measured on a GPU."""
-    about = msgspec.convert(dict.fromkeys(About.__struct_fields__, "1"), About, strict=False)
+    fields = dict.fromkeys(About.__struct_fields__, "1") | {"direct_from": {"store": 1 << 18}}
+    about = msgspec.convert(fields, About, strict=False)
     results = Results(about, {way: Rate.of(1 << 30, [0.02, 0.021]) for way in WAYS})
     rate, lost = Rate.of(1 << 30, [0.021, 0.022]), Spread.of([19.5, 20.25, 21])
     trip = Latency.of("trip", [1e-4, 2e-4])

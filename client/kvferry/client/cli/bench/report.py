@@ -54,7 +54,17 @@ def _header(about: About) -> Iterator[str]:
         f"kvferryd {about.daemon}, kvferry {about.kvferry}, torch {about.torch}{cuda}, "
         f"Python {about.python}; {about.started}"
     )
+    if about.direct_from:
+        ways = ", ".join(f"{way}s from {_from(least)}" for way, least in about.direct_from.items())
+        yield f"copied directly: {ways}; others staged"
     yield f"$ {about.command}"
+
+
+def _from(page_bytes: int) -> str:
+    """A fragment size, or what stands for none: a daemon can be told to copy all in one way."""
+    if not page_bytes:
+        return "0 bytes on"
+    return "no size on" if page_bytes > 1 << 40 else f"{size(page_bytes)} on"
 
 
 def _bandwidth(results: Results) -> Table:

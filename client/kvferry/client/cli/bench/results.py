@@ -21,6 +21,8 @@ import msgspec
 import numpy as np
 import torch
 
+from kvferry.proto.status import CopyStatus
+
 if TYPE_CHECKING:
     from kvferry.client import DaemonStatus
     from kvferry.client.cli.bench.plan import Plan
@@ -48,6 +50,8 @@ class About(msgspec.Struct):
     nbytes: int
     """Moved each way in one go."""
     reps: int
+    direct_from: dict[str, int] = {}
+    """By way the smallest fragment that the daemon copies directly, where it has a choice."""
 
 
 class Rate(msgspec.Struct):
@@ -199,7 +203,12 @@ def about(daemon: DaemonStatus, plan: Plan, arguments: Sequence[str], started: d
         os.cpu_count() or 0,
         plan.half_bytes,
         plan.times(REPS, QUICK_REPS),
+        _direct_from(daemon.copying),
     )
+
+
+def _direct_from(found: CopyStatus | None) -> dict[str, int]:
+    return {"store": found.direct_from_store, "load": found.direct_from_load} if found else {}
 
 
 def _installed() -> str:
