@@ -641,17 +641,21 @@ def test_a_plan_whose_time_cannot_be_told_ends_all_the_same(
     assert serials(run_out(harbour, stub)) == plans
 
 
+@pytest.mark.parametrize("begins", [False, True])
 def test_an_engine_that_breaks_ends_the_lane_and_says_so(
-    harbour: Harbour, stub: StubEngine, monkeypatch: pytest.MonkeyPatch
+    stub: StubEngine, begins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whoever had the helm."""
     raised = threading.Event()
     monkeypatch.setattr(threading, "excepthook", lambda _: raised.set())
     monkeypatch.setattr(stub, "submit", lambda *_: [].pop())
+    harbour = Harbour(stub, begins=begins, expected=1)
     harbour.map()
-    harbour.expected = 1
+    harbour.asleep()
     harbour.start(STORE, [0])
     assert raised.wait(PATIENCE)
     assert "IndexError" in harbour.deaths[0].message
+    harbour.close()
 
 
 @pytest.mark.parametrize("error", [Refused(Code.NO_DEVICE, "no device"), RuntimeError("no")])
@@ -987,18 +991,6 @@ def test_what_the_engine_refuses_at_the_beginning_fails(manned: Harbour, stub: S
     manned.start(LOAD, [1])
     (end,) = [report for report in manned.settle() if isinstance(report, Ended)]
     assert (end.outcome, end.error) == (Outcome.FAILED, ERROR.info)
-
-
-def test_an_engine_that_breaks_at_the_beginning_ends_the_lane(
-    manned: Harbour, stub: StubEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    raised = threading.Event()
-    monkeypatch.setattr(threading, "excepthook", lambda _: raised.set())
-    monkeypatch.setattr(stub, "submit", lambda *_: [].pop())
-    manned.expected = 1
-    manned.start(STORE, [1])
-    assert raised.wait(PATIENCE)
-    assert "IndexError" in manned.deaths[0].message
 
 
 # Anything may happen
