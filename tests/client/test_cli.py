@@ -43,10 +43,11 @@ from kvferry.client.cli.bench.results import (
     Results,
     Spread,
     Start,
+    _direct_from,
 )
 from kvferry.client.cli.status import as_json, ask, show
 from kvferry.proto.errors import Failed, Refused
-from kvferry.proto.status import NamespaceStatus
+from kvferry.proto.status import CalibrationPoint, CopyStatus, NamespaceStatus
 
 WAYS = {"store", "load", "both"}
 Captured: TypeAlias = pytest.CaptureFixture[str]
@@ -266,7 +267,9 @@ def test_bench_says_what_is_copied_directly(
     direct_from: tuple[int, int], said: str, capsys: Captured
 ) -> None:
     machine = ("", "", "H200", "GPU-1", "580", "13.0", "2.11", "3.12", "1", "1", "Xeon", 16)
-    about = About(*machine, 1 << 30, 5, dict(zip(("store", "load"), direct_from, strict=True)))
+    point = CalibrationPoint(1 << 25, 55e9, 55e9)
+    found = CopyStatus("auto", point, (point,), *direct_from)
+    about = About(*machine, 1 << 30, 5, _direct_from(found))
     report.show(Results(about), Console(width=80))
     assert said in capsys.readouterr().out.replace("\n", " ")
 

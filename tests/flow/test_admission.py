@@ -159,8 +159,9 @@ def test_single_users_alone(start: Callable[..., LocalDaemon]) -> None:
 
 
 @pytest.fixture
-def member() -> Iterator[tuple[str, int]]:
+def member(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     """(group, uid): a user made for the test, who is a member of a group made for it."""
+    monkeypatch.setenv("PATH", f"{os.environ['PATH']}:/usr/sbin:/sbin")  # root by su has neither
     user, group = f"kvf{os.getpid()}", f"kvfg{os.getpid()}"
     subprocess.run(["groupadd", group], check=True)
     try:

@@ -13,7 +13,8 @@ Engines of all connectors stand side by side and take turns, so that what change
 changes for all; --apart starts them one after the other, for a GPU of 80 GB. Where PegaFlow is
 installed beside vLLM, `--connectors none,vllm,pegaflow,kvferry` measures it, too; `ideal` copies
 nothing and takes the link's time for it (kvferry.testing.vllm_ideal). The floor of a host hit is
-the GPU-hit time of the same engine plus the bytes over the link, both of the same run.
+the GPU-hit time of the same engine plus the bytes over the link, both of the same run: of_floor
+over GPU hits in a row, of_rested over those that are asked for after a rest, as host hits are.
 """
 
 from __future__ import annotations

@@ -40,8 +40,7 @@ def test_who_sleeps_is_woken() -> None:
 
 def rested(inbox: Inbox[int]) -> None:
     """Wait until whoever takes from this has slept for long enough."""
-    until(lambda: not inbox._helm.locked())
-    time.sleep(RESTED)
+    until(lambda: not inbox._helm.locked() and inbox._rested())
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import mmap
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
@@ -42,7 +41,6 @@ from kvferry.daemon.engine.base import NO_ROOM, CopyEngine, Mapping, Room, Share
 from kvferry.daemon.engine.memory import PAGE
 from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
-from kvferry.daemon.lane.inbox import RESTED
 from kvferry.daemon.lane.lane import ENOUGH, STEP, Lane
 from kvferry.daemon.lane.quay import MapOrder
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
@@ -273,8 +271,8 @@ class Harbour:
 
     def asleep(self) -> None:
         """Wait until the lane has slept for long enough."""
-        until(lambda: not self.lane._inbox._helm.locked())
-        time.sleep(RESTED)
+        inbox = self.lane._inbox
+        until(lambda: not inbox._helm.locked() and inbox._rested())
 
     def close(self) -> None:
         self.lane.close()

@@ -32,8 +32,8 @@ MAX_FRAGMENTS = 2048
 BATCHES = 4
 ROUNDS = 3
 FAR = 0.2e-6
-"""Seconds that a fragment takes besides, in some GiB of memory and beside as many the other way
-(tests/bench/fragments.py): a sample at start has neither."""
+"""Seconds that a fragment takes besides in some GiB of memory (tests/bench/fragments.py: 0.14 to
+0.17 us), where a sample at start has some MiB; and a little, for as many come the other way."""
 
 
 @dataclass(frozen=True, slots=True)
