@@ -15,6 +15,7 @@ import resource
 from pathlib import Path
 
 import structlog
+import zmq
 
 BACKLOG = 64
 """Connections that the kernel has taken and libzmq has not: they still come in at a shut door."""
@@ -47,13 +48,24 @@ def shut(path: Path) -> Path:
 
 
 class Door:
-    """Where clients of a bound ipc socket find it: `path`."""
+    """Where clients find an ipc socket: `path`, once it listens there and is fenced.
+
+    It is bound beside it: a file that is there before the socket listens turns away who sees it.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path, self._shut = path, shut(path)
         self._last = last_descriptor()
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+
+    def bind(self, socket: zmq.Socket[bytes]) -> None:
+        """Listen, behind the door. Raises zmq.ZMQError."""
+        socket.setsockopt(zmq.BACKLOG, BACKLOG)
+        socket.bind(f"ipc://{self._shut}")
+
+    def open(self) -> None:
+        self._shut.rename(self._path)
 
     def came(self, descriptor: int) -> None:
         """A connection was accepted."""
@@ -63,13 +75,15 @@ class Door:
             self._timer = self._loop.call_later(LOOK_EVERY, self._look)
 
     def close(self) -> None:
+        """Take it away: libzmq leaves the file."""
         if self._timer is not None:
             self._timer.cancel()
-            self._shut.unlink(missing_ok=True)
+        for place in (self._path, self._shut):
+            place.unlink(missing_ok=True)
 
     def _look(self) -> None:
         if crowded():
             self._timer = self._loop.call_later(LOOK_EVERY, self._look)
         else:
             self._timer = None
-            self._shut.rename(self._path)
+            self.open()

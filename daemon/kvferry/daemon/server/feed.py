@@ -14,7 +14,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvferry.daemon.core.actions import Publish
-from kvferry.daemon.server.door import BACKLOG, Door
+from kvferry.daemon.server.door import Door
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.events import batch_of
 
@@ -34,15 +34,18 @@ class Feed:
         self._socket = context.socket(zmq.PUB)
         self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
+        self._door = Door(Path(address.removeprefix("ipc://"))) if is_path(address) else None
         try:
-            self._socket.bind(address)
+            if self._door is None:
+                self._socket.bind(address)
+            else:
+                self._door.bind(self._socket)
+                self._door.open()
         except zmq.ZMQError as error:
             self._socket.close()
             raise Refused(
                 Code.BAD_CONFIG, f"KV events cannot be published there: {error}", address
             ) from error
-        self._door = Door(Path(address.removeprefix("ipc://"))) if is_path(address) else None
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._monitor.fileno(), self._watch)

@@ -42,7 +42,7 @@ from kvferry.daemon.lane.quay import MapOrder
 from kvferry.daemon.server.archive import Archive
 from kvferry.daemon.server.bulletins import Bulletins
 from kvferry.daemon.server.descriptors import DescriptorDesk
-from kvferry.daemon.server.door import BACKLOG, Door
+from kvferry.daemon.server.door import Door
 from kvferry.daemon.server.endpoint import Endpoint
 from kvferry.daemon.server.feed import Feed
 from kvferry.daemon.server.health import Health
@@ -101,9 +101,9 @@ class Server:
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._door = Door(endpoint.messages)
         self._intake = Intake(self._socket, self._peers, self._door, self)
-        self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
-        self._socket.bind(f"ipc://{endpoint.messages}")
+        self._door.bind(self._socket)
         endpoint.open()
+        self._door.open()
         self._outboxes = Outboxes(self._socket, self._peers, self._intake.drain_soon, self.part)
 
     def inside(self, hear: Callable[[DaemonMessage], None]) -> Callable[[ClientMessage], None]:
