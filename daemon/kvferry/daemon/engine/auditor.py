@@ -24,6 +24,7 @@ from kvferry.proto.keys import OffloadKey
 BATCH_BYTES = 32 << 20
 BATCH_BLOCKS = 1024
 """What one thread takes at a time, at most."""
+START_TIMEOUT = 30.0
 LOWER = 10
 """How much nicer than the rest of the daemon sealing is."""
 
@@ -82,10 +83,12 @@ class Auditor:
 
 def _start_all(pool: ThreadPoolExecutor, threads: int) -> None:
     """Have it start its threads now, not when it has that much to do: a daemon at work grows by
-    nothing, not even by these."""
-    together = Barrier(threads)
+    nothing, not even by these. It waits for them: who closes a pool whose threads still wait for
+    one another takes one's work away, and the others wait for ever."""
+    together = Barrier(threads + 1, timeout=START_TIMEOUT)
     for _ in range(threads):
         pool.submit(together.wait)
+    together.wait()
 
 
 def _be_nice(*_: Any) -> None:
