@@ -55,6 +55,12 @@ PICTURE = (1400).to_bytes(4, "big") + (600).to_bytes(4, "big")
 TINY = ("--quick", "--gib", "0.01", "--reps", "1")
 
 
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No cell wraps, however large its neighbours' numbers are on a busy machine."""
+    monkeypatch.setenv("COLUMNS", "160")
+
+
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[LocalDaemon]:
     with LocalDaemon(pool_bytes=64 << 20) as daemon:
