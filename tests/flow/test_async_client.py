@@ -164,7 +164,7 @@ async def test_timeouts(client: AsyncOffloadClient) -> None:
     began = time.monotonic()
     with pytest.raises(Gone) as gone:
         await client.wait([1, 2], timeout=0.1)
-    assert 0.1 <= time.monotonic() - began < 1
+    assert 0.1 <= time.monotonic() - began < 5
     assert (gone.value.code, gone.value.value) == (Code.TIMEOUT, "[1]")
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):

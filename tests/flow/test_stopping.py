@@ -14,6 +14,8 @@ from kvferry.testing.plugin import StartKvferryd
 
 NEVER = 1 << 40
 PATIENCE = 10.0
+PROMPTLY = 5.0
+"""Not by a timeout of ours, nor of a client's 10 s."""
 
 
 def ended(daemon: LocalDaemon) -> int:
@@ -35,7 +37,7 @@ def check_told(engine: Engine) -> None:
         engine.client.status(timeout=0.2)
     engine.client.wait([1, 2, 3])
     engine.client.close()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < PROMPTLY
 
 
 @pytest.fixture
@@ -89,7 +91,7 @@ def test_held_jobs_are_cancelled(
     assert [result.outcome for result in results] == ["cancelled"] * 4
     assert [result.error.code for result in results if result.error] == [Code.CANCELLED] * 4
     assert ended(daemon) == 0
-    assert 0.2 <= time.monotonic() - began < 3
+    assert 0.2 <= time.monotonic() - began < PROMPTLY
     check_told(engine)
 
 
@@ -113,7 +115,7 @@ def test_an_idle_daemon_stops_at_once(start_engine: StartEngine, kvferryd: Local
     engine = start_engine(kvferryd)
     began = time.monotonic()
     assert kvferryd.stop() == 0
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < PROMPTLY
     assert ended(kvferryd) == 0
     until(lambda: raises_gone(engine))
 
@@ -134,4 +136,4 @@ def test_a_client_that_is_late(kvferryd: LocalDaemon) -> None:
     with pytest.raises(Gone) as gone:
         OffloadClient(directory, timeout=0.3)
     assert gone.value.code == Code.TIMEOUT
-    assert 0.3 <= time.monotonic() - began < 1
+    assert 0.3 <= time.monotonic() - began < PROMPTLY

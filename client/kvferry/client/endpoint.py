@@ -66,8 +66,12 @@ def find_daemon(device: str | None = None) -> Path:
 def check_open(directory: Path) -> None:
     """Raise Refused (FORBIDDEN) where a daemon's files do not let this process's user in."""
     path = directory / "kvferry.sock"
+
+    def in_vain() -> bool:
+        return not os.access(path, os.W_OK, effective_ids=True)
+
     try:
-        closed = path.exists() and not os.access(path, os.W_OK, effective_ids=True)
+        closed = in_vain() and path.exists() and in_vain()  # it comes and goes (a daemon's Door)
     except PermissionError:
         closed = True
     if closed:

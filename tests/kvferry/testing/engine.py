@@ -43,12 +43,14 @@ COMMAND_TIMEOUT = 60.0
 
 
 def until(condition: Callable[[], bool], timeout: float = 10.0) -> None:
-    """Return once `condition` holds; TimeoutError where it does not in time."""
-    deadline = time.monotonic() + timeout
+    """Return once `condition` holds; TimeoutError where it does not in time. It is looked at once
+    more when time is over: who looks may have been late, too."""
+    deadline, over = time.monotonic() + timeout, False
     while not condition():
-        if time.monotonic() > deadline:
+        if over:
             raise TimeoutError("it did not come to be")
         time.sleep(POLL)
+        over = time.monotonic() > deadline
 
 
 class WorkerDied(Exception):
