@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from kvferry.client import LocalDaemon
 from kvferry.testing.engine import Engine, EngineOptions, StartEngine, WorkerProcess
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 pytest_plugins = ["kvferry.testing.plugin"]
 
 POOL_BYTES = 64 << 20
+
+settings.register_profile(
+    "kvferry", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("kvferry")  # the same examples everywhere, however slow a machine is
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

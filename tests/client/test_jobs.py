@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.client.jobs import Jobs
@@ -102,7 +102,6 @@ def test_what_was_posted_before_the_daemon_went_counts(daemon: Daemon) -> None:
     assert [r.outcome for r in daemon.jobs.results()] == [Outcome.DONE] + 4 * [Outcome.LOST]
 
 
-@settings(derandomize=True, deadline=None)
 @given(st.lists(st.sampled_from(["done", "failed", "refused", "deliver", "look"]), max_size=60))
 def test_each_job_ends_once_and_those_that_ran_in_order(what: list[str]) -> None:
     daemon, ran, seen = Daemon(), list[int](), list[int]()

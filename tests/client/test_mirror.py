@@ -14,7 +14,7 @@ from kvferry.client.mirror import Mirror
 from kvferry.proto.keys import EventKind, Lookup, OffloadKey
 from kvferry.proto.messages import KeyEvent, News, Snapshot
 
-PROFILE = settings(derandomize=True, deadline=None, max_examples=400)
+PROFILE = settings(max_examples=400)
 KEYS = tuple(bytes([n]) * 4 for n in range(6))
 A, B, C, *_ = KEYS
 HIT, MISS, PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING, Lookup.RETRY

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.daemon.core.actions import Action, Drop, Map, Mapped, Send, Unmap, Unmapped
@@ -25,9 +25,7 @@ from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 ENGINES = "abc"
 LAYOUTS = tuple(KVLayout((TensorLayout(n, 1024, 1024),), ((TensorRef(0, 1024),),)) for n in (2, 3))
 POOL = 16 << 10
-PROFILE = settings(
-    derandomize=True, deadline=None, max_examples=400, suppress_health_check=[HealthCheck.too_slow]
-)
+PROFILE = settings(max_examples=400)
 
 Step = tuple[str, str, int, int]
 steps = st.lists(

@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any, TypeAlias, TypeVar
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -1143,11 +1143,5 @@ def test_whatever_happens_keys_load_what_was_stored_under_them(
     monkeypatch.setattr(namespace_module, "SNAPSHOT_KEYS", 2)
     run_state_machine_as_test(
         World,
-        settings=settings(
-            derandomize=True,
-            deadline=None,
-            max_examples=150,
-            stateful_step_count=50,
-            suppress_health_check=[HealthCheck.too_slow],
-        ),
+        settings=settings(max_examples=150, stateful_step_count=50),
     )

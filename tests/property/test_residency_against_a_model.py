@@ -12,16 +12,14 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.daemon.core.residency.cache import Cache, Event, Pins, Reservation
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import EventKind, Lookup
 
-PROFILE = settings(
-    derandomize=True, deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow]
-)
+PROFILE = settings(max_examples=300)
 PENDING, READY = "pending", "ready"
 
 

@@ -12,16 +12,14 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.daemon.core.geometry import Geometry, Run
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
 
-PROFILE = settings(
-    derandomize=True, deadline=None, max_examples=250, suppress_health_check=[HealthCheck.too_slow]
-)
+PROFILE = settings(max_examples=250)
 GUARD = 16
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.proto import codec
@@ -40,7 +40,6 @@ from kvferry.proto.specs import (
     as_block_ids,
 )
 
-PROFILE = settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 DECODERS: dict[str, Decoder[Any]] = {
     "client": codec.decode_client_message,
     "daemon": codec.decode_daemon_message,
@@ -330,7 +329,7 @@ def damaged(draw: st.DrawFn) -> bytes:
     return bytes(data)
 
 
-@settings(PROFILE, max_examples=1500)
+@settings(max_examples=1500)
 @given(damaged())
 def test_damaged_bytes_are_a_message_or_refused(data: bytes) -> None:
     for decode in DECODERS.values():

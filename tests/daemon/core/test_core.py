@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -911,11 +911,5 @@ _SPEC_FAULTS = {Code.BLOCK_OUT_OF_RANGE, Code.SIZE_MISMATCH, Code.DUPLICATE_BLOC
 def test_anything_may_happen() -> None:
     run_state_machine_as_test(
         Shell,
-        settings=settings(
-            derandomize=True,
-            deadline=None,
-            max_examples=200,
-            stateful_step_count=40,
-            suppress_health_check=[HealthCheck.too_slow],
-        ),
+        settings=settings(max_examples=200, stateful_step_count=40),
     )

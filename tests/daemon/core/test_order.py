@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.daemon.core.geometry import Resolved
 from kvferry.daemon.core.order import Ordering
 from kvferry.proto.specs import Direction
 
-PROFILE = settings(
-    derandomize=True, deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow]
-)
+PROFILE = settings(max_examples=200)
 STORE, LOAD = Direction.STORE, Direction.LOAD
 SLOTS, HOSTS = 6, 4
 

@@ -6,7 +6,7 @@ from copy import deepcopy
 from itertools import pairwise
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.daemon.core.deeds import engine_owner
@@ -14,9 +14,7 @@ from kvferry.daemon.core.regions import ALIGNMENT, Region, Regions
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 
-PROFILE = settings(
-    derandomize=True, deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow]
-)
+PROFILE = settings(max_examples=300)
 
 
 def layout(block_bytes: int) -> KVLayout:

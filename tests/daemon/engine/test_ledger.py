@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.daemon.core.deeds import Deed, Resident
@@ -167,7 +167,6 @@ STEPS = st.lists(
 )
 
 
-@settings(derandomize=True, deadline=None)
 @given(STEPS)
 def test_only_the_last_store_of_a_block_seals_it(steps: list[tuple[str, list[int], int]]) -> None:
     """Against a dictionary: stores that end late, or after a wipe, seal nothing of theirs."""

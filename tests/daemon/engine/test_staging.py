@@ -113,7 +113,7 @@ def test_what_is_free_in_bits_is_not_made_smaller(staging: Staging) -> None:
     assert room(staging, LOAD, block=4 * UNIT) == 0
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     st.lists(
         st.tuples(st.booleans(), st.booleans(), st.integers(1, 40 * UNIT), st.integers(1, 8)),

@@ -124,7 +124,7 @@ def test_loads_that_are_the_last_are_not_held_back(device: Device) -> None:
     assert turns.due(more=False) == pieces
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(st.sampled_from(["add", "push", "reach"]), st.integers(1, 8))))
 def test_what_waits_is_launched_once_in_order_as_soon_as_no_turn_is_under_way(
     steps: list[tuple[str, int]],

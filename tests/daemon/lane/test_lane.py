@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.daemon.core.actions import (
@@ -1003,9 +1003,7 @@ events = st.one_of(
 )
 
 
-@settings(
-    derandomize=True, deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow]
-)
+@settings(max_examples=150)
 @given(
     st.lists(events, max_size=30),
     st.sampled_from([Room(1 << 30), Room(64), Room(1 << 30, 2)]),
