@@ -33,8 +33,8 @@ from kvferry.client import (
     TransferSpec,
     shared_empty,
 )
-from kvferry.daemon.engine.ledger import Ledger
 from kvferry.testing.engine import until
+from kvferry.testing.ledgers import await_sealed
 from kvferry.testing.manager import ServiceManager, kvferryd_command
 
 BLOCKS, PAGE = 16, 4096
@@ -496,15 +496,6 @@ def kept(tmp_path: Path) -> Iterator[ServiceManager]:
         yield manager
 
 
-def sealed(manager: ServiceManager, count: int) -> None:
-    """Return once so many blocks are sealed, over all ledgers."""
-    names = [name for name in manager.names if name.startswith("ledger-")]
-    ledgers = [Ledger(os.dup(manager.kept(name))) for name in names]
-    until(lambda: sum(ledger.sealed_blocks().size for ledger in ledgers) == count, PATIENCE)
-    for ledger in ledgers:
-        ledger.close()
-
-
 def test_keys_and_pins_outlive_a_daemon_that_keeps_its_pool(
     kept: ServiceManager, tmp_path: Path
 ) -> None:
@@ -515,7 +506,7 @@ def test_keys_and_pins_outlive_a_daemon_that_keeps_its_pool(
         keep(rig, 3, A)
         keep(rig, 4, B)
         client.pin([A])
-        sealed(kept, 2)
+        await_sealed(kept, 2)
         kept.kill()
         kept.start(ready=False)
         back(client)
@@ -534,7 +525,7 @@ def test_blocks_by_number_outlive_a_daemon_that_keeps_its_pool(
         rig = Rig(client)
         client.register_kv_caches({"layer": rig.tensor}, host_bytes=8 * PAGE, **rig.arguments)
         rig.round_trip(3, 0, 9)
-        sealed(kept, 1)
+        await_sealed(kept, 1)
         kept.kill()
         kept.start(ready=False)
         back(client)
