@@ -207,13 +207,17 @@ class Rounds:
 
     @property
     def tried(self) -> bool:
-        """Whether one has begun."""
-        return self._began is not None or self.ended is not None
+        """Whether one has ended, or is late: the first may take as long as any other."""
+        late = self._began is not None and self._running(time.monotonic()) > self._patience.deadline
+        return late or self.ended is not None
+
+    def _running(self, now: float) -> float:
+        """How long one has been under way."""
+        return 0.0 if self._began is None else now - self._began
 
     def reasons(self, now: float) -> list[str]:
         """What is wrong, in words."""
-        running = 0.0 if self._began is None else now - self._began
-        if running > self._patience.deadline:
+        if (running := self._running(now)) > self._patience.deadline:
             return [f"a probe of two small copies has been under way for {running:.1f} s"]
         if self.ended is None:  # and if there is one under way, it may yet be in time
             return ["no probe has passed yet: the daemon is starting"]
