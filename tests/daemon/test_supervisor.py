@@ -180,10 +180,13 @@ def test_who_does_not_say_that_it_lives_is_killed(run: Run) -> None:
 
 def test_who_says_that_it_lives_is_let_live(run: Run) -> None:
     manager = run(
-        "supervisor.ready('up')\nfor _ in range(40): supervisor.alive(); time.sleep(0.05)",
+        "supervisor.ready('up')\n"
+        "for _ in range(40): supervisor.alive(); time.sleep(0.05)\n"
+        "supervisor.status('over')\n"
+        "while True: supervisor.alive(); time.sleep(0.05)",
         watchdog=1.0,
     )
-    manager.wait_for("STATUS", "up")
+    manager.wait_for("STATUS", "over")
     assert manager.process.poll() is None
     assert not manager.starved
 

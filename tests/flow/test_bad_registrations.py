@@ -50,7 +50,7 @@ def beside(start_engine: StartEngine, start_kvferryd: StartKvferryd) -> Iterator
 @pytest.fixture
 def raw(beside: Engine) -> Iterator[Raw]:
     """A session of another engine."""
-    with Raw(beside.directory, "other", timeout=3) as session:
+    with Raw(beside.directory, "other", timeout=20) as session:
         yield session
 
 
@@ -234,7 +234,7 @@ def test_tensors_of_no_canonical_form(beside: Engine) -> None:
 def test_memory_that_shrinks_later(kvferryd: LocalDaemon) -> None:
     """The owner cuts its tensor's memory off: the transfer fails, the daemon does not."""
     descriptor = memfd()
-    with Raw(kvferryd.directory, "careless", timeout=1) as raw:
+    with Raw(kvferryd.directory, "careless", timeout=20) as raw:
         allocations = (FdAllocation(raw.deposit(descriptor)[0], 512),)
         raw.ask(RegisterKVCaches(1, LAYOUT, allocations, HERE, 512), Registered)
         os.ftruncate(descriptor, 0)

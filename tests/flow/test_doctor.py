@@ -92,6 +92,7 @@ def test_the_doctor_leaves_no_session(kvferryd: LocalDaemon) -> None:
     examine(kvferryd.directory)
     with OffloadClient(kvferryd.directory) as client:
         until(lambda: client.status().sessions == 1)
+        until(lambda: not any(engine.present for engine in client.status().engines))
         (left,) = client.status().engines
         assert (left.name, left.present, left.host_blocks) == ("kvferry-doctor", False, 1)
 

@@ -67,7 +67,9 @@ def test_a_device_that_stands_still(
 ) -> None:
     """Unhealthy while a probe is under way too long; the job behind it is old, and nobody's
     engine holds it back."""
-    daemon = start_kvferryd(reference_stall=1.5, health_deadline_seconds=0.3)
+    daemon = start_kvferryd(
+        reference_stall=1.5, health_deadline_seconds=0.3, health_every_seconds=0.1
+    )
     engine = start_engine(daemon)
     until(lambda: "under way" in " ".join(health(engine.client).reasons))
     assert not health(engine.client).healthy
@@ -96,6 +98,7 @@ def test_a_job_that_its_engine_holds_back_is_no_fault(
     start_engine: StartEngine, kvferryd: LocalDaemon
 ) -> None:
     engine = start_engine(kvferryd)
+    until(lambda: health(engine.client).healthy)
     held = engine.store([0], [0], wait_for=NEVER)
     behind = engine.load([0], [1])
     until(lambda: health(engine.client).held_job is not None)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import threading
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -152,10 +154,20 @@ def test_a_port_that_is_taken_and_what_is_no_address(start_kvferryd: StartKvferr
             start_kvferryd(metrics_listen=listen)
 
 
-def test_it_is_off_unless_asked_for(kvferryd: LocalDaemon) -> None:
+def tcp_sockets(daemon: LocalDaemon) -> set[str]:
+    """The inodes of those that it has."""
+    process, held = Path(f"/proc/{daemon.pid}"), set[str]()
+    for link in (process / "fd").iterdir():
+        with suppress(FileNotFoundError):  # others come and go
+            held.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+    tables = [(process / "net" / name).read_text() for name in ("tcp", "tcp6")]
+    return held & {line.split()[9] for table in tables for line in table.splitlines()[1:]}
+
+
+def test_it_is_off_unless_asked_for(daemon: LocalDaemon, kvferryd: LocalDaemon) -> None:
     until(lambda: "metrics=off" in kvferryd.log())
-    threads = Path(f"/proc/{kvferryd.pid}/task").iterdir()
-    assert "kvferry-http" not in [(task / "comm").read_text().strip() for task in threads]
+    assert not tcp_sockets(kvferryd)
+    assert len(tcp_sockets(daemon)) == 1
 
 
 def test_it_stops_with_a_visitor_that_says_nothing(daemon: LocalDaemon) -> None:

@@ -63,8 +63,10 @@ def lane() -> Iterator[Inbox[int]]:
 
 def test_while_the_lane_sleeps_who_puts_begins(lane: Inbox[int]) -> None:
     begun: list[int] = []
+    at = lane._rested_at
     lane.put(1, begun.append)
     assert begun == [1]
+    until(lambda: lane._rested_at != at)  # it has woken, and sleeps again
     rested(lane)
     lane.put(2, begun.append)
     assert begun == [1, 2]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -53,8 +53,7 @@ class Daemon:
 
 
 @pytest.fixture
-async def serving(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Exporter]:
-    monkeypatch.setattr(exporter, "ANSWER_SECONDS", 0.1)
+async def serving() -> AsyncIterator[Exporter]:
     serving = Exporter("127.0.0.1:0", 0.1)
     serving.start(Daemon())
     yield serving
@@ -79,19 +78,20 @@ async def test_a_loop_that_answers(serving: Exporter) -> None:
     assert 'kvferry_pool_bytes{state="free"} 60.0' in text
 
 
-async def test_a_loop_that_stands_still_is_unhealthy_and_hangs_nobody(serving: Exporter) -> None:
-    """The visitors are in threads; this, the loop, sleeps until both have their answer."""
-    visits = [
-        asyncio.create_task(asyncio.to_thread(get, serving, p)) for p in ("/health", "/metrics")
-    ]
-    await asyncio.sleep(0)
-    time.sleep(1.5)
-    (status, health), (scraped, text) = [await visit for visit in visits]
+async def test_a_loop_that_stands_still_is_unhealthy_and_hangs_nobody(
+    serving: Exporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The visitors are in threads; this, the loop, stands still until both have their answer."""
+    monkeypatch.setattr(exporter, "ANSWER_SECONDS", 0.1)
+    with ThreadPoolExecutor(2) as visitors:
+        visits = [visitors.submit(get, serving, path) for path in ("/health", "/metrics")]
+        (status, health), (scraped, text) = [visit.result(20) for visit in visits]
     assert status == 503
     assert "the loop has not answered" in health
     assert scraped == 200
     assert "kvferry_healthy 0.0" in text
     assert "kvferry_pool" not in text
+    monkeypatch.undo()
     assert (await asyncio.to_thread(get, serving, "/health"))[0] == 200
 
 
