@@ -8,6 +8,7 @@ import pytest
 
 from kvferry.proto.bulletin import Bulletin, new_bulletin
 from kvferry.proto.messages import Finished, Outcome, PostResults, Wait, Waited
+from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
 from kvferry.testing.raw import Raw, store
 
@@ -36,7 +37,9 @@ def test_every_job_is_told_of_by_both(start_kvferryd: StartKvferryd, page: int) 
         for job in range(JOBS):
             raw.send(store(job, [job % 8], [job % 8]))
         assert told(raw, JOBS) == [(job, Outcome.DONE) for job in range(JOBS)]
-        assert [result.job_id for result in Bulletin(page).read(0)] == list(range(JOBS))
+        posted = Bulletin(page)
+        until(lambda: len([*posted.read(0)]) == JOBS)  # the loop may be the first to tell
+        assert [result.job_id for result in posted.read(0)] == list(range(JOBS))
     os.close(page)
 
 
