@@ -34,8 +34,9 @@ from kvferry.client import (
     shared_empty,
 )
 from kvferry.testing.engine import until
-from kvferry.testing.ledgers import await_sealed
 from kvferry.testing.manager import ServiceManager, kvferryd_command
+
+from .ledgers import await_sealed
 
 BLOCKS, PAGE = 16, 4096
 POOL = 1 << 20

@@ -27,8 +27,9 @@ from kvferry.client import (
     offload_key,
 )
 from kvferry.testing.engine import until
-from kvferry.testing.ledgers import await_sealed
 from kvferry.testing.manager import ServiceManager, kvferryd_command
+
+from .ledgers import await_sealed
 
 PAGE, BLOCKS, FACTOR = 4096, 32, 2
 OWN = 2 * PAGE
