@@ -13,10 +13,21 @@ from kvferry.daemon.server.door import Door, last_descriptor, shut
 
 
 @pytest.fixture
-def router() -> Iterator[zmq.Socket[bytes]]:
+def path(short_path: Path) -> Path:
+    return short_path / "front.sock"
+
+
+@pytest.fixture
+async def door(path: Path) -> Door:
+    return Door(path)
+
+
+@pytest.fixture(autouse=True)
+def bound(door: Door) -> Iterator[None]:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        router.setsockopt(zmq.LINGER, 0)
-        yield router
+        door.bind(router)
+        yield
+        door.close()
 
 
 def knock(path: Path) -> None:
@@ -24,42 +35,25 @@ def knock(path: Path) -> None:
         knocking.connect(str(path))
 
 
-async def test_nobody_sees_a_socket_before_it_listens(
-    short_path: Path, router: zmq.Socket[bytes]
-) -> None:
-    path = short_path / "front.sock"
-    door = Door(path)
-    door.bind(router)
+async def test_nobody_sees_a_socket_before_it_listens(path: Path, door: Door) -> None:
     assert not path.exists()
     door.open()
     knock(path)
-    door.close()
 
 
-async def test_it_shuts_where_descriptors_run_out(
-    short_path: Path, router: zmq.Socket[bytes]
-) -> None:
-    path = short_path / "front.sock"
-    door = Door(path)
-    door.bind(router)
+async def test_it_shuts_where_descriptors_run_out(path: Path, door: Door) -> None:
     door.open()
     door.came(last_descriptor())
     assert path.exists()
     door.came(last_descriptor() + 1)
     assert not path.exists()
     knock(shut(path))
-    door.close()
 
 
 @pytest.mark.parametrize("cleared", [False, True])
-async def test_it_leaves_nothing_behind(
-    short_path: Path, router: zmq.Socket[bytes], cleared: bool
-) -> None:
-    path = short_path / "front.sock"
-    door = Door(path)
-    door.bind(router)
+async def test_it_leaves_nothing_behind(path: Path, door: Door, cleared: bool) -> None:
     door.open()
     if cleared:
         path.unlink()
     door.close()
-    assert list(short_path.iterdir()) == []
+    assert list(path.parent.iterdir()) == []
