@@ -116,7 +116,7 @@ def test_more_namespaces_than_descriptors(poor: LocalDaemon) -> None:
     for number in range(2 * DESCRIPTORS):
         with Raw(poor.directory, f"engine-{number}") as raw:
             raw.ask(OpenNamespace(1, Fingerprint(f"model-{number}", 4096), 4096), Opened)
-    until(lambda: is_served(poor.directory), 30)
+    assert is_served(poor.directory)
     assert "not kept" not in poor.log()
 
 

@@ -18,8 +18,8 @@ from kvferry.testing.engine import Engine, StartEngine, WorkerProcess, until
 from kvferry.testing.raw import Raw
 
 NEVER = 1 << 40
-PROMPTLY = 5.0
-"""The daemon has a second; a busy machine gets more."""
+PROMPTLY = 2.0
+"""The daemon has a second; a busy machine gets another."""
 
 SCHEDULER = """
 import sys, time

@@ -91,7 +91,7 @@ def test_held_jobs_are_cancelled(
     assert [result.outcome for result in results] == ["cancelled"] * 4
     assert [result.error.code for result in results if result.error] == [Code.CANCELLED] * 4
     assert ended(daemon) == 0
-    assert 0.2 <= time.monotonic() - began < PROMPTLY
+    assert 0.2 <= time.monotonic() - began < 3
     check_told(engine)
 
 
@@ -115,7 +115,7 @@ def test_an_idle_daemon_stops_at_once(start_engine: StartEngine, kvferryd: Local
     engine = start_engine(kvferryd)
     began = time.monotonic()
     assert kvferryd.stop() == 0
-    assert time.monotonic() - began < PROMPTLY
+    assert time.monotonic() - began < 2
     assert ended(kvferryd) == 0
     until(lambda: raises_gone(engine))
 

@@ -179,6 +179,19 @@ async def test_the_manager_hears_of_the_first_probe_that_passed(ferry: Ferry) ->
     patient.health.stop()
 
 
+async def test_a_first_probe_under_way_is_no_trouble(ferry: Ferry) -> None:
+    """However many pulses it takes, until its deadline."""
+    manager = Manager(watchdog_seconds=0.03)
+    ferry.silent = True
+    patient = Patient(ferry, Patience(deadline=0.3), manager)
+    patient.health.start()
+    patient.health.pool_grew()
+    await until(lambda: "starting" in patient.reasons() and len(manager.beats) >= 5)
+    await until(lambda: manager.troubles)
+    assert "under way" in manager.troubles[0]
+    patient.health.stop()
+
+
 async def test_the_manager_hears_nothing_of_a_lane_that_stands(ferry: Ferry) -> None:
     manager = Manager(watchdog_seconds=0.15)
     patient = Patient(ferry, Patience(lane=0.2), manager)

@@ -48,7 +48,7 @@ def shut(path: Path) -> Path:
 
 
 class Door:
-    """Where clients find an ipc socket: `path`, once it listens there and is fenced.
+    """Where clients find an ipc socket: `path`, once it was opened.
 
     It is bound beside it: a file that is there before the socket listens turns away who sees it.
     """

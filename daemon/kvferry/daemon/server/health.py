@@ -208,7 +208,7 @@ class Rounds:
     @property
     def tried(self) -> bool:
         """Whether one has ended, or is late: the first may take as long as any other."""
-        late = self._began is not None and self._running(time.monotonic()) > self._patience.deadline
+        late = self._running(time.monotonic()) > self._patience.deadline
         return late or self.ended is not None
 
     def _running(self, now: float) -> float:
