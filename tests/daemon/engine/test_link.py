@@ -92,6 +92,26 @@ def test_every_byte_is_copied_once_and_no_copy_leaves_its_chunk(
         assert first // CHUNK == (first + nbytes - 1) // CHUNK
 
 
+@given(fragments(), st.sampled_from(Direction), st.data())
+def test_any_fragments_in_a_row_of_those_made_ready_are_enqueued(
+    rows: Rows, direction: Direction, data: st.DataObject
+) -> None:
+    columns = np.array(rows, dtype=np.int64).T
+    first = data.draw(st.integers(0, len(rows) - 1))
+    count = data.draw(st.integers(1, len(rows) - first))
+    copies = Copies()
+    ready = Link(cast(Driver, copies), POOL, CHUNK)
+    ready.enqueue_listed(ready.listed(direction, Fragments(*columns)), STREAM, first, count)
+    store = direction is Direction.STORE
+    some = rows[first : first + count]
+    assert pairs(copies.batched) == pairs(
+        [(host, gpu, n) if store else (gpu, host, n) for gpu, host, n in some]
+    )
+    for to, origin, nbytes in copies.batched:
+        begin = (to if store else origin) - POOL
+        assert begin // CHUNK == (begin + nbytes - 1) // CHUNK
+
+
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=12, unique=True), st.integers(1, 9))
 def test_a_staged_piece_is_packed_the_same_by_either_way(places: list[int], nbytes: int) -> None:
     offsets = np.array(places) * nbytes

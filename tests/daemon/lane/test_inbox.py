@@ -6,10 +6,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from kvferry.daemon.lane.inbox import ASLEEP, AWAKE, RESTED, Inbox
+from kvferry.daemon.lane.inbox import AWAKE, CALLED, RESTED, Inbox
 from kvferry.testing.engine import until
 
 
@@ -25,8 +27,19 @@ def test_patience_has_an_end() -> None:
     assert slept(inbox, 0.001) is None
     inbox.put(1)
     assert slept(inbox, 0.001) == 1
-    assert slept(inbox, 0.001) is None  # a bell that rang for an order taken already
     assert slept(inbox, 0.001) is None
+
+
+@pytest.mark.parametrize("patience", [0, 0.05])
+def test_a_nap_does_not_end_for_what_was_taken_before_it(patience: float) -> None:
+    inbox = Inbox[int]()
+    inbox.put(1)
+    inbox.put(2)
+    assert slept(inbox, patience) == 1
+    assert slept(inbox, patience) == 2
+    begin = time.monotonic()
+    assert slept(inbox, 0.05) is None
+    assert time.monotonic() >= begin + 0.05
 
 
 def test_who_sleeps_is_woken() -> None:
@@ -102,24 +115,34 @@ def test_while_the_lane_is_awake_or_has_orders_they_wait_for_it() -> None:
     assert [inbox.take(), inbox.take(), begun] == [1, 2, []]
 
 
-def test_the_lane_waits_less_for_others_than_they_for_it() -> None:
-    inbox, seen, before = Inbox[int](), list[float](), sys.getswitchinterval()
+@pytest.mark.parametrize("patience", [None, 60.0])
+def test_only_for_an_order_the_lane_waits_less_for_others_than_they_for_it(
+    patience: float | None,
+) -> None:
+    inbox, before = Inbox[int](), sys.getswitchinterval()
+    bell, seen = inbox._bell, list[float]()
 
-    def look_on() -> None:
-        while not seen:
-            if (interval := sys.getswitchinterval()) == pytest.approx(ASLEEP):
-                seen.append(interval)
-                inbox.put(1)
+    def ring() -> None:
+        seen.append(sys.getswitchinterval())
+        bell.release()
 
-    onlooker = threading.Thread(target=look_on)
-    onlooker.start()
+    def put() -> None:
+        until(lambda: inbox._sleeps)
+        seen.append(sys.getswitchinterval())
+        inbox.put(1)
+
     try:
-        while slept(inbox, 0.05) != 1:
-            pass
-        assert sys.getswitchinterval() == pytest.approx(AWAKE)
+        inbox.wait(1e-6)
+        inbox._bell = cast(Any, SimpleNamespace(acquire=bell.acquire, release=ring))
+        other = threading.Thread(target=put)
+        other.start()
+        inbox.wait(patience)
+        other.join()
+        seen.append(sys.getswitchinterval())
+        inbox.put(2)
     finally:
-        onlooker.join()
         sys.setswitchinterval(before)
+    assert seen == pytest.approx([AWAKE, CALLED, AWAKE, AWAKE])
 
 
 def test_short_naps_end_while_orders_come_and_go() -> None:

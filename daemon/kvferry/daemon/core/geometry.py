@@ -56,9 +56,14 @@ class Run(msgspec.Struct, frozen=True):
     """(n,) block ids, in range."""
     host_offsets: Int64s
     """(n,) bytes from the start of the pool."""
+    of: Run | None = None
+    """The run that this was cut out of, if it was, and not out of another."""
+    at: int = 0
+    """Where it begins there."""
 
     def cut(self, start: int, stop: int) -> Run:
-        return Run(self.group, self.gpu_blocks[start:stop], self.host_offsets[start:stop])
+        blocks, offsets = self.gpu_blocks[start:stop], self.host_offsets[start:stop]
+        return Run(self.group, blocks, offsets, self.of or self, self.at + start)
 
 
 class Fragments(msgspec.Struct, frozen=True):

@@ -11,6 +11,10 @@ Who wants the GIL has it once it has waited for as long as the switch interval s
 first: what it has to do is short, and the device waits for it. So others wait longer for the lane
 than it waits for them. Python's own 5 ms show, for either: a load may come in while the lane
 submits stores. And with a tenth of a millisecond they take each other's turns all the time.
+
+A nap that ends by itself is another matter: the device has other things to do, and the loop may be
+about to find out what a load wants. To be interrupted, and to get the GIL again, costs it as long
+as half of that takes. So then the lane waits like the others.
 """
 
 from __future__ import annotations
@@ -26,8 +30,8 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-ASLEEP, AWAKE = 5e-5, 5e-4
-"""Seconds that a thread waits for the GIL: the lane that has slept; others while it is awake."""
+CALLED, AWAKE = 5e-5, 5e-4
+"""Seconds that a thread waits for the GIL: the lane that an order has woken; any other."""
 
 RESTED = 1.5e-4
 """Seconds that the lane has slept, or is about to while the device is busy, before others begin for
@@ -56,6 +60,7 @@ class Inbox(Generic[T]):
         self._bell.acquire()
         self._helm.acquire()
         self._rested_at = 0.0
+        self._sleeps = False
 
     def put(self, order: T, begin: Callable[[T], None] | None = None) -> None:
         """`begin`: what to do with it here, at the helm, where the lane sleeps and nothing else
@@ -67,6 +72,8 @@ class Inbox(Generic[T]):
                 self._helm.release()
         else:
             self._orders.append(order)
+        if self._sleeps:
+            sys.setswitchinterval(CALLED)
         with contextlib.suppress(RuntimeError):  # it rings already
             self._bell.release()
 
@@ -87,7 +94,7 @@ class Inbox(Generic[T]):
         0: do not sleep. None: for as long as it takes.
         """
         if not self._orders and patience != 0:
-            sys.setswitchinterval(ASLEEP)
+            self._sleeps = True
             long = patience is None or patience > RESTED
             if long:
                 self._rested_at = time.perf_counter() + (RESTED if patience is None else 0)
@@ -95,4 +102,6 @@ class Inbox(Generic[T]):
             self._bell.acquire(timeout=-1 if patience is None else patience)
             if long:
                 self._helm.acquire()
+            self._sleeps = False
             sys.setswitchinterval(AWAKE)
+        self._bell.acquire(blocking=False)  # or the next nap would end at once, for what is taken

@@ -9,13 +9,13 @@ batch that Python has put together before numpy has begun; with more no Python r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from ctypes import addressof, byref, c_size_t, c_uint64, c_void_p
 from typing import Any
 
 import numpy as np
 
-from kvferry.daemon.core.geometry import Fragments, Rows
+from kvferry.daemon.core.geometry import Fragments, Int64s, Rows
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.libcuda import MIN_DRIVER, CopyAttributes, Driver
 from kvferry.proto.specs import Direction
@@ -26,6 +26,7 @@ SMALL = 8 << 20
 QUICK = 512
 """Fragments in a batch of a load that is enqueued without giving the GIL away: in 0.2 ms. A store
 does: a load may be about to come."""
+_ITEM = 8
 _STREAM_ORDER = 1
 
 
@@ -43,11 +44,11 @@ class Link:
         """Raises Failed (DRIVER) where the driver refuses."""
         if isinstance(fragments, Fragments):
             if fragments.size.size > FEW:
-                return self._batch(direction, fragments, stream)
+                return self.enqueue_listed(self.listed(direction, fragments), stream)
             fragments = fragments.rows()
         few = len(fragments) <= FEW and sum([size for _, _, size in fragments]) <= SMALL
         enqueue = self._one_by_one if few or len(fragments) == 1 else self._batch_rows
-        return enqueue(direction, [*self._cut(fragments)], stream)
+        return enqueue(direction, self._cut(fragments), stream)
 
     def _one_by_one(self, direction: Direction, rows: Rows, stream: int) -> None:
         store = direction is Direction.STORE
@@ -59,53 +60,81 @@ class Link:
         gpu, host, size = zip(*rows, strict=True)
         dst, src = (host, gpu) if direction is Direction.STORE else (gpu, host)
         table = (c_uint64 * (3 * len(rows)))(*dst, *src, *size)
-        self._enqueue_batch(direction, addressof(table), len(rows), stream)
+        self._enqueue_batch(direction, addressof(table), _ITEM * len(rows), len(rows), stream)
 
-    def _batch(self, direction: Direction, fragments: Fragments, stream: int) -> None:
-        fragments = self._within_chunks(fragments)
+    def listed(self, direction: Direction, fragments: Fragments) -> Listed:
+        """Fragments made ready, any number in a row of them to be enqueued."""
+        fragments, begins = self._within_chunks(fragments)
         store = direction is Direction.STORE
         dst, src = (fragments.host, fragments.gpu) if store else (fragments.gpu, fragments.host)
-        table = np.stack((dst, src, fragments.size))
-        at = table.__array_interface__["data"][0]
-        self._enqueue_batch(direction, at, dst.size, stream)
+        return Listed(direction, np.stack((dst, src, fragments.size)), begins)
 
-    def _enqueue_batch(self, direction: Direction, table: int, count: int, stream: int) -> None:
-        """table: where so many destinations, then as many sources and sizes lie."""
-        column = 8 * count
+    def enqueue_listed(
+        self, listed: Listed, stream: int, first: int = 0, count: int | None = None
+    ) -> None:
+        """Enqueue `count` fragments from `first` on, or all. Raises as `enqueue`."""
+        at, entries = listed.some(first, listed.fragments if count is None else count)
+        self._enqueue_batch(listed.direction, at, listed.row_bytes, entries, stream)
+
+    def _enqueue_batch(
+        self, direction: Direction, at: int, row_bytes: int, count: int, stream: int
+    ) -> None:
+        """at: where the destinations lie, and the sources and the sizes a row behind each."""
         batch = self._batches[direction is Direction.LOAD and count <= QUICK]
-        result = batch(table, table + column, table + 2 * column, count, stream)
+        result = batch(at, at + row_bytes, at + 2 * row_bytes, count, stream)
         if result:
             raise self._driver.error("cuMemcpyBatchAsync", result)
 
-    def _cut(self, rows: Rows) -> Iterator[tuple[int, int, int]]:
+    def _cut(self, rows: Rows) -> Rows:
         """Cut what crosses from one registered chunk into the next."""
+        pool, chunk = self._pool, self._chunk
+        if max([(host - pool) % chunk + size for _, host, size in rows]) <= chunk:
+            return rows
+        cut: Rows = []
         for gpu, host, size in rows:
-            at, end = 0, (host - self._pool) // self._chunk * self._chunk + self._pool - host
+            at, end = 0, chunk - (host - pool) % chunk
             while at < size:
-                end = min(size, end + self._chunk)
-                yield gpu + at, host + at, end - at
-                at = end
+                end = min(size, end)
+                cut.append((gpu + at, host + at, end - at))
+                at, end = end, end + chunk
+        return cut
 
-    def _within_chunks(self, fragments: Fragments) -> Fragments:
-        """As `_cut`."""
-        first = (fragments.host - self._pool) // self._chunk
-        last = (fragments.host + fragments.size - 1 - self._pool) // self._chunk
-        while (crossing := first != last).any():
-            head = (first + 1) * self._chunk + self._pool - fragments.host
-            sizes = np.where(crossing, head, fragments.size)
-            tail = Fragments(
-                (fragments.gpu + sizes)[crossing],
-                (fragments.host + sizes)[crossing],
-                (fragments.size - sizes)[crossing],
-            )
-            fragments = Fragments(
-                np.concatenate((fragments.gpu, tail.gpu)),
-                np.concatenate((fragments.host, tail.host)),
-                np.concatenate((sizes, tail.size)),
-            )
-            first = (fragments.host - self._pool) // self._chunk
-            last = (fragments.host + fragments.size - 1 - self._pool) // self._chunk
-        return fragments
+    def _within_chunks(self, fragments: Fragments) -> tuple[Fragments, Int64s | None]:
+        """As `_cut`; and with which of these each fragment begins, if any was cut."""
+        chunk, host = self._chunk, fragments.host - self._pool
+        first, last = host // chunk, (host + fragments.size - 1) // chunk
+        if (first == last).all():
+            return fragments, None
+        counts = last - first + 1
+        begins = np.concatenate(([0], np.cumsum(counts)))
+        of = np.repeat(np.arange(counts.size), counts)
+        number = first[of] + np.arange(of.size) - begins[of]
+        start = np.maximum(host[of], number * chunk)
+        end = np.minimum((host + fragments.size)[of], (number + 1) * chunk)
+        gpu = fragments.gpu[of] + start - host[of]
+        return Fragments(gpu, start + self._pool, end - start), begins
+
+
+class Listed:
+    """Fragments as the driver reads them, none of them across two chunks.
+
+    table: (3, n) destinations, sources, sizes. begins: (fragments + 1,) where each fragment begins
+    there, if some were cut; None where fragments and entries are the same.
+    """
+
+    def __init__(self, direction: Direction, table: Int64s, begins: Int64s | None) -> None:
+        self.direction = direction
+        self.row_bytes = table.strides[0]
+        self.fragments = table.shape[1] if begins is None else begins.size - 1
+        self._table, self._begins = table, begins
+        self._address: int = table.__array_interface__["data"][0]
+
+    def some(self, first: int, count: int) -> tuple[int, int]:
+        """Where the entries of some fragments lie, and how many they are."""
+        end = first + count
+        if self._begins is not None:
+            first, end = int(self._begins[first]), int(self._begins[end])
+        return self._address + first * _ITEM, end - first
 
 
 def _batch_function(driver: Driver, *, quick: bool) -> Callable[[int, int, int, int, int], int]:
