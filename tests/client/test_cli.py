@@ -291,9 +291,11 @@ def test_bench_of_a_start_and_of_queued_stores(tmp_path: Path, capsys: Captured)
     assert sorted([0, *moments, start["registered"]]) == [0, *moments, start["registered"]]
     assert start["pinned_seconds"] > 0
     for queued in results["queued"]:
-        check_latencies([queued["idle"], queued["behind"]])
+        behind = [each for each in (queued["behind"], queued["after_submit"]) if each]
+        check_latencies([queued["idle"], *behind])
         assert queued["queued_bytes"] == 8 * (16 << 20)
-        assert len(queued["behind"]["seconds"]) == len(queued["idle"]["seconds"])
+        trips = sum(len(each["seconds"]) for each in behind)
+        assert trips == len(queued["idle"]["seconds"])
     output = capsys.readouterr().out
     assert all(word in output for word in ("first store", "pages of 32 KiB", "128 MiB queued"))
 
@@ -378,7 +380,7 @@ def test_every_table_is_80_columns_wide(capsys: Captured) -> None:
     report.show(results, Console(width=80))
     output = capsys.readouterr().out
     words = ("cudaHostAlloc", "pinned kernel", "beyond a bare context", "8 GiB queued", "a note")
-    assert all(word in output for word in words)
+    assert all(word in output for word in (*words, "behind a submit"))
     assert "…" not in output
 
 
@@ -392,7 +394,7 @@ def synthetic() -> Results:
     for page_bytes in (4 << 10, 256 << 10):
         copies = {way: Copies(rate, rate, rate) for way in WAYS}
         results.bandwidth.append(Fragments(page_bytes, 64, 1, 2 << 20, 16, copies))
-        results.queued.append(Queued(page_bytes, 8 << 30, trip, trip))
+        results.queued.append(Queued(page_bytes, 8 << 30, trip, trip, trip))
     for how, way, loop in product(
         ("contiguous", "kvferry", "batched DMA", "pinned kernel", "kvferry, MPS"),
         ("store", "load"),

@@ -272,7 +272,9 @@ class Open:
     def check(self) -> None:
         for index, rows in enumerate(self.rows):
             assert np.array_equal(self.read(index), rows), f"tensor {index}"
-        assert np.array_equal(self.pool, self.host)
+        bad = np.flatnonzero(self.pool != self.host)
+        blocks = (bad - CHUNK // 2) // self.geometry.host_block_bytes
+        assert not bad.size, f"{bad.size} bytes of host blocks {sorted({*blocks.tolist()})}: {bad}"
 
     @property
     def pool(self) -> Bytes:

@@ -4,6 +4,9 @@ The stores have half of the slab each (8 GiB altogether by default), go to host 
 own, and are submitted again as they end, so that as many are always queued. The block that is
 loaded has 2 MiB: one page, or one page of each of 64 tensors; source and destination are random,
 and apart from those of the stores. Idle is measured before and after.
+
+A load that is sent right behind such a store waits until that is planned, as any message waits for
+the one before it: those are told apart.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ def _measure(
         before = loads.trips(trips // 2)
         stores = _stores(engine)
         loads.queue(stores)
-        behind = loads.trips(trips)
+        behind, after_submit = loads.trips_behind(trips)
         loads.drain()
         idle = before + loads.trips(trips // 2)
     what = f"one block of {size(page_bytes)} pages"
@@ -50,6 +53,7 @@ def _measure(
         len(stores) * plan.half_bytes,
         Latency.of(f"{what}, idle", idle),
         Latency.of(f"{what}, behind stores", behind),
+        Latency.of(f"{what}, behind a submit", after_submit) if after_submit else None,
     )
 
 
@@ -59,13 +63,26 @@ class _Loads:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._random = engine, np.random.default_rng(4)
         self._stores: dict[int, TransferSpec] = {}
+        self._submitted = False
+        """Whether stores were submitted since the last load."""
 
     def queue(self, stores: list[TransferSpec]) -> None:
         for spec in stores:
             self._stores[self._engine.submit(spec)] = spec
+            self._submitted = True
 
     def trips(self, times: int) -> list[float]:
         return [self._trip(self._spec()) for _ in range(times + WARM_UPS)][WARM_UPS:]
+
+    def trips_behind(self, times: int) -> tuple[list[float], list[float]]:
+        """All but those that were sent right behind a store; and those. All, if all were."""
+        others, after_submit = list[float](), list[float]()
+        self.trips(0)
+        for _ in range(times):
+            before = self._submitted
+            seconds = self._trip(self._spec())
+            (after_submit if before else others).append(seconds)
+        return (others, after_submit) if others else (after_submit, [])
 
     def drain(self) -> None:
         self._engine.finish(len(self._stores))
@@ -80,6 +97,7 @@ class _Loads:
 
     def _trip(self, spec: TransferSpec) -> float:
         """Stores that end meanwhile are submitted again, behind the clock."""
+        self._submitted = False
         begin = time.perf_counter()
         load, ended = self._engine.submit(spec), list[int]()
         while load not in ended:

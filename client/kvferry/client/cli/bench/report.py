@@ -113,15 +113,17 @@ def _latencies(latencies: list[Latency]) -> Table:
 
 def _queued(results: Results) -> Table:
     """Microseconds, and how many times the idle ones they are."""
-    caption = "2 MiB loaded, submitted to seen; x: of the same, idle"
+    caption = (
+        "2 MiB loaded, submitted to seen; x: of the same, idle. Queued: stores, submitted again "
+        "as they end. Behind a submit: loads that were sent right behind one of these."
+    )
     table = _table("microseconds, behind stores", caption)
     table.add_column("")
     for name in ("p50", "x", "p99", "x", "max", "samples"):
         table.add_column(name, justify="right")
     for queued in results.queued:
         name, idle = f"pages of {size(queued.page_bytes)}", queued.idle
-        behind = f"{size(queued.queued_bytes)} queued"
-        for latency, what in ((idle, "idle"), (queued.behind, behind)):
+        for what, latency in queued.rows:
             cells = [f"{latency.p50:.1f}", f"{latency.p50 / idle.p50:.2f}"]
             cells += [f"{latency.p99:.1f}", f"{latency.p99 / idle.p99:.2f}", f"{latency.high:.1f}"]
             table.add_row(f"{name}, {what}", *cells, f"{len(latency.seconds):,}")

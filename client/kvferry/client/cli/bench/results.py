@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 import torch
 
+from kvferry.client.cli.units import size
 from kvferry.proto.status import CopyStatus
 
 if TYPE_CHECKING:
@@ -141,12 +142,24 @@ class Beside(msgspec.Struct):
 
 
 class Queued(msgspec.Struct):
-    """One block of 2 MiB loaded, idle and with so many bytes of stores queued."""
+    """One block of 2 MiB loaded, idle and with so many bytes of stores queued.
+
+    after_submit: of those with stores queued the ones that were sent right behind another store,
+    which is planned first; `behind` are the others. None where there were not both.
+    """
 
     page_bytes: int
     queued_bytes: int
     idle: Latency
     behind: Latency
+    after_submit: Latency | None = None
+
+    @property
+    def rows(self) -> list[tuple[str, Latency]]:
+        rows = [("idle", self.idle), (f"{size(self.queued_bytes)} queued", self.behind)]
+        if self.after_submit is not None:
+            rows.append(("behind a submit", self.after_submit))
+        return rows
 
 
 class Start(msgspec.Struct):
