@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
+from kvferry.daemon.core.slots import sharers_of, slot_bases
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.memory import Location
 from kvferry.proto.specs import (
@@ -36,7 +37,6 @@ from kvferry.proto.specs import (
     LoadStoreSpec,
 )
 
-MAX_GPU_BLOCKS = 1 << 28
 FEW = 64
 """Up to so many numbers Python is done with before numpy has begun."""
 
@@ -142,7 +142,7 @@ class Geometry:
         ]
         """For each group how many blocks it has, and what they are called."""
         self._slot_base, self.gpu_slots = slot_bases(layout, locations)
-        self._sharers = _sharers(layout)
+        self._sharers = sharers_of(layout)
 
     def resolve(self, direction: Direction, gpu: GPULoadStoreSpec, host_ids: BlockIds) -> Resolved:
         """Check a transfer against this registration. Raises Refused; nothing is half done."""
@@ -302,38 +302,6 @@ class GroupRefs:
         """All four of each page."""
 
 
-def slot_bases(
-    layout: KVLayout, locations: Sequence[Location] | None = None
-) -> tuple[list[int], int]:
-    """Number the GPU blocks of all groups; groups that share memory get the same numbers.
-
-    Returns each group's first number, and how many there are. Raises Refused (BAD_LAYOUT) where
-    they are more than any GPU has.
-    """
-    memory = _memories(layout, locations)
-    parent = list(range(len(layout.groups)))
-
-    def root(group: int) -> int:
-        while parent[group] != group:
-            group = parent[group]
-        return group
-
-    owner: dict[int, int] = {}
-    for group, refs in enumerate(layout.groups):
-        for ref in refs:
-            parent[root(group)] = root(owner.setdefault(memory[ref.tensor], group))
-    widths: dict[int, int] = {}
-    for group, refs in enumerate(layout.groups):
-        blocks = max(layout.tensors[ref.tensor].num_blocks for ref in refs)
-        widths[root(group)] = max(widths.get(root(group), 0), blocks)
-    starts, total = {}, 0
-    for group, width in widths.items():
-        starts[group], total = total, total + width
-    if total > MAX_GPU_BLOCKS:
-        raise Refused(Code.BAD_LAYOUT, f"at most {MAX_GPU_BLOCKS} GPU blocks altogether", total)
-    return [starts[root(group)] for group in range(len(layout.groups))], total
-
-
 def largest(numbers: np.ndarray[Any, Any]) -> int:
     """As numbers.max(), and 0 of none."""
     if numbers.size <= FEW:
@@ -371,31 +339,6 @@ def _check_range(ids: Int64s, limit: int, what: str) -> None:
     if ids.size and not _in_range(ids, limit):
         bad = ids[(ids < 0) | (ids >= limit)][0]
         raise Refused(Code.BLOCK_OUT_OF_RANGE, f"{what} ids are 0 to {limit - 1}", int(bad))
-
-
-def _memories(layout: KVLayout, locations: Sequence[Location] | None) -> list[int]:
-    """For each tensor a number of the memory that it lies in: the same where spans overlap."""
-    numbers = list(range(len(layout.tensors)))
-    if locations is None:
-        return numbers
-    places = [(place.allocation, place.offset, i) for i, place in enumerate(locations)]
-    within, end = -1, (-1, 0)
-    for allocation, offset, index in sorted(places):
-        if (allocation, offset) >= end:
-            within, end = index, (allocation, offset)
-        end = max(end, (allocation, offset + layout.tensors[index].span_bytes))
-        numbers[index] = within
-    return numbers
-
-
-def _sharers(layout: KVLayout) -> list[tuple[int, ...]]:
-    """The sets of groups that write to one tensor, none of them part of another."""
-    users: dict[int, set[int]] = {}
-    for group, refs in enumerate(layout.groups):
-        for ref in refs:
-            users.setdefault(ref.tensor, set()).add(group)
-    sets = {frozenset(groups) for groups in users.values()}
-    return [tuple(sorted(one)) for one in sets if not any(one < other for other in sets)]
 
 
 def _check_unique(ids: Int64s, limit: int, what: str) -> None:

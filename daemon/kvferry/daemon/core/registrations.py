@@ -19,12 +19,13 @@ from typing import TypeAlias
 
 from kvferry.daemon.core.actions import Action, Drop, Map, Mapped, Send, Shelve, Unmap
 from kvferry.daemon.core.deeds import Deed, Tenancy, engine_owner
-from kvferry.daemon.core.geometry import Geometry, Run, slot_bases
+from kvferry.daemon.core.geometry import Geometry, Run
 from kvferry.daemon.core.holdings import Holding, Holdings
 from kvferry.daemon.core.namespace import Namespace
 from kvferry.daemon.core.namespaces import Namespaces
 from kvferry.daemon.core.order import Ordering
 from kvferry.daemon.core.regions import Region, Regions
+from kvferry.daemon.core.slots import slot_bases
 from kvferry.proto.errors import Code, ErrorInfo, Refused
 from kvferry.proto.memory import FdAllocation, HostRegion
 from kvferry.proto.messages import (
