@@ -57,9 +57,9 @@ class Run(msgspec.Struct, frozen=True):
     host_offsets: Int64s
     """(n,) bytes from the start of the pool."""
     of: Run | None = None
-    """The run that this was cut out of, if it was, and not out of another."""
+    """The whole run that this is a part of; None if it is one."""
     at: int = 0
-    """Where it begins there."""
+    """Its first block's place there."""
 
     def cut(self, start: int, stop: int) -> Run:
         blocks, offsets = self.gpu_blocks[start:stop], self.host_offsets[start:stop]
