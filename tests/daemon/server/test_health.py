@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvferry.daemon.core.actions import Beat
-from kvferry.daemon.server.health import Health, Patience
+from kvferry.daemon.server.health import Health, Patience, Rounds
 from kvferry.daemon.server.probe import HOST_BYTES, PAGE, Probe
 from kvferry.proto.errors import Code, ErrorInfo, KVFerryError
 from kvferry.proto.memory import HostRegion
@@ -250,3 +250,12 @@ async def test_who_asks_gets_a_fresh_probe(ferry: Ferry, monkeypatch: pytest.Mon
     assert not (await patient.health.check()).healthy
     await until(lambda: "under way" in patient.reasons())
     patient.health.stop()
+
+
+async def test_a_probe_is_late_from_when_it_was_asked_for() -> None:
+    """Who waits as long for it is told, however much later it began."""
+    rounds = Rounds(Patience(deadline=0.02))
+    rounds.want()
+    time.sleep(0.03)
+    rounds.want()
+    assert "under way" in rounds.reasons(time.monotonic())[0]

@@ -33,6 +33,8 @@ LATELY = 10
 """Pulses over which the worst lag is told."""
 FRESH = 1.0
 """A probe that is no older is new enough for who asks."""
+TIMERS = 0.01
+"""Seconds by which a timer may go off early."""
 
 log = structlog.get_logger()
 
@@ -129,9 +131,10 @@ class Health:
         ended = self._rounds.ended
         if self._pool_ready.is_set() and (ended is None or time.monotonic() - ended > FRESH):
             self._ended.clear()
+            self._rounds.want()
             self._wanted.set()
             with suppress(TimeoutError):  # the status says so
-                await asyncio.wait_for(self._ended.wait(), self._patience.deadline)
+                await asyncio.wait_for(self._ended.wait(), self._patience.deadline + TIMERS)
         return self.status()
 
     async def _keep_probing(self) -> None:
@@ -196,8 +199,13 @@ class Rounds:
         self.seconds: float | None = None
         self.ended: float | None = None
 
+    def want(self) -> None:
+        """One is to begin now, if none is under way: from now on it may be late."""
+        if self._began is None:
+            self._began = time.monotonic()
+
     async def run(self, probe: Probe) -> None:
-        self._began = time.monotonic()
+        self.want()
         try:
             self.seconds = await probe.round()
             self._trouble = None
