@@ -1,34 +1,44 @@
 """What the lane loses of the link, on any machine: the CUDA engine over a driver that keeps time.
 
-    python tests/bench/link_time.py
+    python tests/bench/link_time.py [--slow 2]
 
 The driver copies nothing: a fragment takes its time on a link of 56.1 GB/s, a kernel 0.13 ms, one
 after the other on their streams, and an event is reached when its time has come. What a job takes
 more than the link does is the lane's and the engine's own: naps, Python, room that comes late.
-Client, sockets and loop are not in it, nor what a GPU takes between two fragments, nor another
-process on it.
+Client, sockets and loop are not in it, nor what a GPU takes between two fragments.
 
-    row    milliseconds a job of 1 GiB, eight in a row, two under way: median, least and most
-    once   of one job behind 20 ms of nothing, median
+Beside another process that always has kernels to run, those of staged copies come when that one's
+time on the GPU is over, which it has for SLICE at a time: so it goes on an H200. Who asks too late
+waits for another slice.
+
+    row      milliseconds a job of 1 GiB, eight in a row, two under way: median, least and most
+    once     of one job behind 20 ms of nothing, median
+    beside   as row, beside such a process; and how many turns of the GPU each job took
+
+--slow: what the lane does for a piece takes so many times as long, as on a slow CPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import math
 import os
 import queue
 import statistics
+import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from kvferry.daemon.core.actions import CopyPlan, Ended, Report, Start
 from kvferry.daemon.core.geometry import Geometry
 from kvferry.daemon.engine.cuda import engine as cuda_engine
+from kvferry.daemon.engine.cuda.drain import Drain
 from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
 from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.lane.berth import Berth
@@ -43,6 +53,9 @@ BEGIN, KERNEL = 6e-6, 130e-6
 """Seconds from a call until the device begins; of a kernel."""
 COPY, BATCH, LAUNCH = 4e-6, 15e-6, 8e-6
 """Seconds of CPU that the driver's calls take."""
+SLICE, SWITCH, BANDWIDTH = 2.13e-3, 0.15e-3, 2e12
+"""Of the GPU's time: as long as another process has it, a turn's beginning and end; and bytes per
+second that a kernel moves."""
 HOST_BLOCK, JOB_BLOCKS, HOST_BLOCKS, TENSORS = 2 << 20, 512, 2048, 64
 ROW, AHEAD, ROUNDS, REST = 8, 2, 9, 0.02
 POOL, TENSOR = 1 << 30, 1 << 42
@@ -52,16 +65,40 @@ clock = time.perf_counter
 
 
 def main() -> None:
-    print(f"{'':24}{'link':>7}{'row':>8}{'least..most':>15}{'once':>8}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--slow", type=float, default=1.0, help="times as long (default: 1)")
+    for owner, name in ((Lane, "_submit"), (Lane, "_reap"), (Drain, "_enqueue")):
+        setattr(owner, name, slowed(getattr(owner, name), parser.parse_args().slow))
+    print(f"{'':24}{'link':>6}{'row':>7}{'least..most':>14}{'once':>7}", end="")
+    print(f"{'beside':>8}{'least..most':>14}{'turns':>6}")
     for mode, kib in CASES:
-        dock = Dock(mode, kib << 10)
+        docks = Dock(mode, kib << 10, Driver), Dock(mode, kib << 10, SharedDriver)
         for direction in Direction:
-            rows, onces = zip(*(dock.round(direction) for _ in range(ROUNDS)), strict=True)
-            row, once = statistics.median(rows), statistics.median(onces)
-            spread = f"{min(rows):.2f}..{max(rows):.2f}"
+            alone, beside = ([dock.round(direction) for _ in range(ROUNDS)] for dock in docks)
             link = 1e3 * JOB_BLOCKS * HOST_BLOCK / LINK
             name = f"{mode}, {kib} KiB, {direction}"
-            print(f"{name:24}{link:7.2f}{row:8.2f}{spread:>15}{once:8.2f}", flush=True)
+            print(f"{name:24}{link:6.2f}{spread(r.row for r in alone)}", end="")
+            print(f"{statistics.median(r.once for r in alone):7.2f} ", end="")
+            print(f"{spread(r.row for r in beside)}", end="")
+            print(f"{statistics.median(r.turns for r in beside):6.1f}", flush=True)
+
+
+def spread(numbers: Iterator[float]) -> str:
+    some = [*numbers]
+    return f"{statistics.median(some):7.2f}{f'{min(some):.2f}..{max(some):.2f}':>14}"
+
+
+def slowed(function: Callable[..., Any], times: float) -> Callable[..., Any]:
+    def slow(*arguments: Any) -> Any:
+        begin = clock()
+        try:
+            return function(*arguments)
+        finally:
+            spend((times - 1) * (clock() - begin))
+
+    return slow if times > 1 else function
 
 
 class Driver:
@@ -70,6 +107,8 @@ class Driver:
     version = 13000
 
     def __init__(self) -> None:
+        self.turns = 0
+        """Of the GPU, beside another process."""
         self._numbers = count(1)
         self._streams: dict[int, float] = {}
         self._link = {True: 0.0, False: 0.0}
@@ -144,14 +183,54 @@ class Driver:
         self._streams[stream] = self._link[store] = begin + nbytes / LINK
 
 
+class SharedDriver(Driver):
+    """As Driver, and another process has a SLICE of the GPU's time between any two turns of ours.
+    What is given to a stream of kernels until a turn is over belongs to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kernels: set[int] = set()
+        self._over = 0.0
+        """When the last turn is, or the one that is awaited."""
+
+    def record(self, stream: int) -> Event:
+        if stream in self._kernels:
+            self._streams[stream] = self._begin(stream)
+        return super().record(stream)
+
+    def launch(self, function: int, grid: int, threads: int, stream: int, *of: Any) -> None:
+        spend(LAUNCH)
+        self._kernels.add(stream)
+        _, _, block_bytes, blocks = struct.unpack_from("QQQI", of[0].arrays[0])
+        end = self._begin(stream) + BEGIN + blocks * block_bytes / BANDWIDTH
+        self._streams[stream] = self._over = end
+
+    def _begin(self, stream: int) -> float:
+        ready = max(self._streams[stream], clock())
+        if ready > self._over:
+            slices = max(1, math.ceil((ready - self._over - SWITCH) / SLICE))
+            self._over += SWITCH + slices * SLICE
+            self.turns += 1
+        return self._over
+
+
+class Round(NamedTuple):
+    """Milliseconds of a job in a row and of one alone; turns of the GPU a job."""
+
+    row: float
+    once: float
+    turns: float
+
+
 class Dock:
     """A lane over such an engine, and plans of jobs for it."""
 
-    def __init__(self, mode: str, page: int) -> None:
+    def __init__(self, mode: str, page: int, driver: Callable[[], Driver]) -> None:
         always = 0 if mode == "direct" else 1 << 40
         measured = CopyStatus("auto", CalibrationPoint(0, 1.0, 1.0), (), always, always)
         patched = cast(Any, cuda_engine)
-        patched.driver, patched.calibrate = Driver, lambda *_: measured
+        self._driver = driver()
+        patched.driver, patched.calibrate = lambda: self._driver, lambda *_: measured
         patched.VirtualMemory = lambda *_: None
         engine = CudaEngine("0", CudaOptions("auto", 256 << 20, 1 << 30))
         tensors = max(1, min(TENSORS, HOST_BLOCK // page))
@@ -172,13 +251,13 @@ class Dock:
         self._lane._berths[1] = Berth(engine._mapping(self._geometry, bases, []), None)
         self._serials, self._random = count(1), np.random.default_rng(0)
 
-    def round(self, direction: Direction) -> tuple[float, float]:
-        """Milliseconds of a job in a row, and of one alone."""
-        plans = [self._plan(direction) for _ in range(ROW + 1)]
+    def round(self, direction: Direction) -> Round:
+        plans, turns = [self._plan(direction) for _ in range(ROW + 1)], self._driver.turns
         time.sleep(REST)
         row = self._seconds(plans[:-1], AHEAD) / ROW
+        turns = self._driver.turns - turns
         time.sleep(REST)
-        return 1e3 * row, 1e3 * self._seconds(plans[-1:], 1)
+        return Round(1e3 * row, 1e3 * self._seconds(plans[-1:], 1), turns / ROW)
 
     def _seconds(self, plans: list[CopyPlan], ahead: int) -> float:
         waiting, under_way, begin = iter(plans), 0, clock()

@@ -35,7 +35,7 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.geometry import Geometry
 from kvferry.daemon.engine.base import CopyEngine, Mapping
-from kvferry.daemon.engine.cuda import direct, drain, link, staged, turns
+from kvferry.daemon.engine.cuda import direct, drain, link, packing, turns
 from kvferry.daemon.engine.cuda import engine as cuda_engine
 from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
 from kvferry.daemon.engine.pool import HostPool
@@ -423,7 +423,7 @@ def take_few_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs here are small; what is done for many fragments is to be done for theirs, too."""
     monkeypatch.setattr(link, "FEW", 0)
     monkeypatch.setattr(direct, "FEW", 0)
-    monkeypatch.setattr(staged, "FEW_BLOCKS", 0)
+    monkeypatch.setattr(packing, "FEW", 0)
 
 
 @pytest.mark.parametrize("bench", [on_paper("staged"), on_paper("auto")], indirect=True)

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from kvferry.daemon.core.geometry import Fragments, Geometry, Run
 from kvferry.daemon.engine.base import Mapping
 from kvferry.daemon.engine.cuda import direct
-from kvferry.daemon.engine.cuda.direct import STRETCHES, DirectCopy
+from kvferry.daemon.engine.cuda.direct import DirectCopy
 from kvferry.daemon.engine.cuda.link import Link
+from kvferry.daemon.engine.cuda.stretches import KEPT
 from kvferry.proto.libcuda import Driver
 from kvferry.proto.specs import Direction, KVLayout, TensorLayout, TensorRef
 
@@ -68,7 +69,7 @@ def runs(draw: st.DrawFn) -> tuple[Run, list[int]]:
 
 
 @given(
-    st.lists(runs(), min_size=1, max_size=STRETCHES + 2),
+    st.lists(runs(), min_size=1, max_size=KEPT + 2),
     st.sampled_from([1, 3, 20]),
     st.sampled_from([1, 16, 64]),
 )

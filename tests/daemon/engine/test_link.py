@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.daemon.core.geometry import Fragments, Rows, Run
-from kvferry.daemon.engine.cuda import link, staged
+from kvferry.daemon.core.geometry import Fragments, Rows
+from kvferry.daemon.engine.cuda import link
 from kvferry.daemon.engine.cuda.link import FEW, Link
 from kvferry.proto.libcuda import Driver
 from kvferry.proto.specs import Direction
@@ -110,16 +110,3 @@ def test_any_fragments_in_a_row_of_those_made_ready_are_enqueued(
     for to, origin, nbytes in copies.batched:
         begin = (to if store else origin) - POOL
         assert begin // CHUNK == (begin + nbytes - 1) // CHUNK
-
-
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=12, unique=True), st.integers(1, 9))
-def test_a_staged_piece_is_packed_the_same_by_either_way(places: list[int], nbytes: int) -> None:
-    offsets = np.array(places) * nbytes
-    run = Run(0, np.arange(offsets.size), offsets)
-    rows = staged._packed(run, nbytes, GPU, POOL)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staged, "FEW_BLOCKS", 0)
-        arrays = staged._packed(run, nbytes, GPU, POOL)
-    assert isinstance(rows, list)
-    assert isinstance(arrays, Fragments)
-    assert rows == arrays.rows()

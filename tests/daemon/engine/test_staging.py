@@ -36,9 +36,8 @@ def room(
     contended: bool = False,
     ahead: int = 0,
     block: int = 1,
-    eager: bool = False,
 ) -> int:
-    return staging.room(direction, Want(0, nbytes, contended), block, ahead, eager=eager)
+    return staging.room(direction, Want(0, nbytes, contended), block, ahead)
 
 
 def fill(staging: Staging, direction: Direction, contended: bool = False) -> list[Slot]:
@@ -67,19 +66,17 @@ def test_where_both_have_work_each_gets_half(staging: Staging) -> None:
         assert sum(slot.units for slot in fill(staging, direction, contended=True)) == UNITS // 2
 
 
-@pytest.mark.parametrize(("eager", "left"), [(False, 2 * PIECE), (True, 3 * PIECE)])
-def test_stores_wait_until_a_part_is_left_to_drain_and_then_get_all_that_is_free(
-    staging: Staging, eager: bool, left: int
+def test_stores_wait_until_a_third_is_left_to_drain_and_then_get_all_that_is_free(
+    staging: Staging,
 ) -> None:
-    """A quarter; where turns come at once, a third. In whole pieces."""
     slots = fill(staging, STORE)
-    assert room(staging, STORE, eager=eager) == 0
-    while sum(slot.units for slot in slots) > left:
-        assert room(staging, STORE, eager=eager) == 0
+    assert room(staging, STORE) == 0
+    while sum(slot.units for slot in slots) > 3 * PIECE:  # in whole pieces
+        assert room(staging, STORE) == 0
         staging.give_back(slots.pop(0))
     free = UNITS - FOR_LOADS - sum(slot.units for slot in slots)
     taken = 0
-    while nbytes := room(staging, STORE, ahead=taken, eager=eager):
+    while nbytes := room(staging, STORE, ahead=taken):
         taken += staging.take(STORE, nbytes).units
     assert taken == free > UNITS // 2
 

@@ -163,8 +163,8 @@ class CudaEngine:
                 return NO_ROOM
             return Room(FIRST_PIECE if idle else DIRECT_PIECE)
         block_bytes = mapping.geometry.group_bytes[want.group]
-        ahead, eager = self._staged.ahead(direction), self._staged.at_once(direction)
-        nbytes = self._staging.room(direction, want, block_bytes, ahead, eager=eager)
+        ahead = self._staged.ahead(direction)
+        nbytes = self._staging.room(direction, want, block_bytes, ahead)
         if idle and direction is Direction.LOAD:  # the first of a store has a turn of its own
             nbytes = min(nbytes, FIRST_PIECE)
         return Room(nbytes, MAX_BLOCKS)

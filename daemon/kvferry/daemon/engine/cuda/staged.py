@@ -23,17 +23,10 @@ from importlib.resources import files
 
 import numpy as np
 
-from kvferry.daemon.core.geometry import (
-    Fragments,
-    Geometry,
-    Int64s,
-    Rows,
-    Run,
-    first_again,
-    largest,
-)
+from kvferry.daemon.core.geometry import Geometry, Int64s, Run, first_again, largest
 from kvferry.daemon.engine.cuda.drain import Drain
 from kvferry.daemon.engine.cuda.link import Link
+from kvferry.daemon.engine.cuda.packing import Packing
 from kvferry.daemon.engine.cuda.piece import PageTable, Piece, Stage, fail, over
 from kvferry.daemon.engine.cuda.staging import Slot
 from kvferry.daemon.engine.cuda.turns import Turns
@@ -54,8 +47,6 @@ MAX_BLOCKS = IDS[-1]
 VECTORS = (16, 4, 1)
 EARLY = 3
 """Pieces of stores that are a turn of their own where turns come at once."""
-FEW_BLOCKS = 32
-"""Of so many Python has found the fragments before numpy has begun."""
 _PIECE = struct.Struct("QQQIII4x")
 """struct Piece of kernels.cu."""
 
@@ -110,6 +101,7 @@ class StagedCopy:
         self._driver = driver
         self._link = link
         self._kernels = Kernels(driver)
+        self._packing = Packing()
         self._dma, self._kernel = (
             {d: driver.create_stream(urgent=d is Direction.LOAD) for d in Direction}
             for _ in range(2)
@@ -144,14 +136,10 @@ class StagedCopy:
         turns = self._turns[Direction.STORE]
         return turns.at_once and turns.waiting >= EARLY
 
-    def at_once(self, direction: Direction) -> bool:
-        """Whether turns come as soon as they are asked for."""
-        return self._turns[direction].at_once
-
     def enqueue(
         self, direction: Direction, table: PageTable, slot: Slot, run: Run, pool: int
     ) -> Piece:
-        packed = _packed(run, table.block_bytes, slot.address, pool)
+        packed = self._packing.fragments(run, table.block_bytes, slot.address, pool)
         stage = Stage(slot, table, run.gpu_blocks, packed)
         piece = Piece(direction, run.gpu_blocks.size * table.block_bytes, stage)
         if direction is Direction.LOAD:
@@ -233,27 +221,3 @@ def _all_differ(stages: list[Stage]) -> bool:
 
 def _blocks(row: list[Stage]) -> Int64s:
     return row[0].blocks if len(row) == 1 else np.concatenate([stage.blocks for stage in row])
-
-
-def _packed(run: Run, block_bytes: int, slot: int, pool: int) -> Fragments | Rows:
-    """The piece between slot and pool: as few fragments as the host blocks' places allow."""
-    if run.host_offsets.size <= FEW_BLOCKS:
-        return _packed_rows(run.host_offsets.tolist(), block_bytes, slot, pool)
-    breaks = np.flatnonzero(np.diff(run.host_offsets) != block_bytes) + 1
-    starts = np.concatenate(([0], breaks))
-    counts = np.diff(np.concatenate((starts, [run.host_offsets.size])))
-    return Fragments(
-        starts * block_bytes + slot, run.host_offsets[starts] + pool, counts * block_bytes
-    )
-
-
-def _packed_rows(offsets: list[int], block_bytes: int, slot: int, pool: int) -> Rows:
-    rows: Rows = []
-    first, behind = 0, offsets[0]
-    for position, offset in enumerate([*offsets, -1]):
-        if offset != behind:
-            size = (position - first) * block_bytes
-            rows.append((slot + first * block_bytes, offsets[first] + pool, size))
-            first, behind = position, offset
-        behind += block_bytes
-    return rows

@@ -6,10 +6,9 @@ behind the other. Alone, a direction may have all of it; where both have work, h
 always leave a little for loads, which somebody waits for: a small load never waits for stores.
 
 Kernels run in turns (turns.py), and a store's turn is worth the more the more room there is to
-gather into. So stores get room only when no more than a quarter of theirs is left to drain, about
-as much as the link moves until the turn has come; then all that is free. Where turns come at once
-they are worth nothing, and stores get room when a third is left: in a quarter's time the lane must
-not lose any, or the link runs dry.
+gather into. So stores get room only when no more than a third of theirs is left to drain, about as
+much as the link moves until the turn has come; then all that is free, and what becomes free until
+that.
 """
 
 from __future__ import annotations
@@ -28,11 +27,9 @@ LEAST = 2
 """A piece that could be larger takes no fewer units."""
 FOR_LOADS = 2
 """Units that stores do not take."""
-LAG = 4
+LAG = 3
 """A turn is asked for when one part in so many of the buffer is left for the link to move until it
-comes: 64 of 256 MiB are 1.2 ms."""
-EAGER_LAG = 3
-"""The same of stores whose turns come at once."""
+comes: 96 of 256 MiB are 1.9 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +59,13 @@ class Staging:
         want: Want,
         block_bytes: int,
         ahead: int,
-        *,
-        eager: bool = False,
     ) -> int:
         """Bytes for the next piece of a direction, of one block at least; 0 for none now.
 
         ahead: units of the direction whose turn has not come; they are not on the link yet.
-        eager: turns come at once.
         """
         mine, used = self._share(direction, want.contended), self._used[direction].bit_count()
-        if direction is Direction.STORE and used - ahead > _low(mine, EAGER_LAG if eager else LAG):
+        if direction is Direction.STORE and used - ahead > _low(mine):
             return 0
         most = min(PIECE, self._units(want.nbytes))
         least = max(min(most, LEAST), self._units(block_bytes))
@@ -119,6 +113,6 @@ class Staging:
         return (first & -first).bit_length() - 1 if first else None
 
 
-def _low(share: int, lag: int) -> int:
+def _low(share: int) -> int:
     """The part that a turn is asked for ahead, in whole pieces."""
-    return -(-share // (lag * PIECE)) * PIECE
+    return -(-share // (LAG * PIECE)) * PIECE

@@ -1,0 +1,50 @@
+"""What pieces of a run need, made for many of them at once.
+
+A piece is a few dozen blocks, and to find out where they lie takes numpy hardly less long than for
+a thousand. While the lane does it no load comes, and a turn of the GPU that is due is asked for
+late. So it is done for a stretch of the run when the first piece of it comes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from kvferry.daemon.core.geometry import Run
+
+T = TypeVar("T")
+
+KEPT = 8
+"""Stretches: of so many registrations whose pieces take turns."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stretch(Generic[T]):
+    """Blocks `begin` to `end` of a run."""
+
+    run: Run
+    begin: int
+    end: int
+    made: T
+
+
+class Stretches(Generic[T]):
+    """make: of a stretch, what its pieces need."""
+
+    def __init__(self) -> None:
+        self._kept: deque[_Stretch[T]] = deque(maxlen=KEPT)
+
+    def find(self, piece: Run, blocks: int, make: Callable[[Run], T]) -> tuple[T, int]:
+        """What was made for a stretch that has this piece, or is now for one that begins with it
+        and has as many `blocks`, or as there are; and where in it the piece begins."""
+        run, begin, end = piece.of or piece, piece.at, piece.at + piece.gpu_blocks.size
+        for stretch in self._kept:
+            if stretch.run is run and stretch.begin <= begin and end <= stretch.end:
+                return stretch.made, begin - stretch.begin
+        last = max(end, min(begin + blocks, run.gpu_blocks.size))
+        made = make(run.cut(begin, last))
+        if last > end:
+            self._kept.append(_Stretch(run, begin, last, made))
+        return made, 0
