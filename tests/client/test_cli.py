@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -31,6 +32,7 @@ from kvferry.client.cli.bench.beside import Windows
 from kvferry.client.cli.bench.engine import HOST_BLOCK, Shape, engine
 from kvferry.client.cli.bench.movers import Mover, Transfers
 from kvferry.client.cli.bench.mps import mps
+from kvferry.client.cli.bench.plan import Plan
 from kvferry.client.cli.bench.results import (
     IN_A_ROW,
     About,
@@ -45,8 +47,9 @@ from kvferry.client.cli.bench.results import (
     Start,
     _direct_from,
 )
+from kvferry.client.cli.bench.rig import own_daemon
 from kvferry.client.cli.status import as_json, ask, show
-from kvferry.proto.errors import Failed, Refused
+from kvferry.proto.errors import Code, Failed, Refused
 from kvferry.proto.status import CalibrationPoint, CopyStatus, NamespaceStatus
 
 WAYS = {"store", "load", "both"}
@@ -220,6 +223,9 @@ def test_what_is_missing_is_named(
         ("--what", "all", "--directory", "/tmp"),
         ("--json", "/proc/nowhere/file.json"),
         ("--directory", "/tmp", "--device", "cpu"),
+        ("--directory", "/tmp", "--staging", "512MiB"),
+        ("--staging", "64MiB,128MiB"),
+        ("--staging", "much"),
     ],
 )
 def test_wrong_usage_is_said_before_anything_runs(options: tuple[str, ...]) -> None:
@@ -278,6 +284,24 @@ def test_bench_says_what_is_copied_directly(
     about = About(*machine, 1 << 30, 5, _direct_from(found))
     report.show(Results(about), Console(width=80))
     assert said in capsys.readouterr().out.replace("\n", " ")
+
+
+@pytest.mark.parametrize("options", [(), ("--staging", "512MiB")])
+def test_bench_starts_its_daemons_with_as_much_staging_as_is_said(
+    options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    plans = list[Plan]()
+
+    def noted(plan: Plan, *_: object) -> None:
+        plans.append(plan)
+        raise Failed(Code.COPY_FAILED, "noted")
+
+    monkeypatch.setattr(import_module("kvferry.client.cli.bench"), "run", noted)
+    assert kvferry("bench", "--device", "cpu", *options) == 1
+    assert "noted" in capsys.readouterr().err
+    with own_daemon(plans[0], pool_bytes=16 << 20) as daemon:
+        assert ("--copy-staging" in daemon.command) == bool(options)
+        assert (str(512 << 20) in daemon.command) == bool(options)
 
 
 def test_bench_of_a_start_and_of_queued_stores(tmp_path: Path, capsys: Captured) -> None:

@@ -44,6 +44,12 @@ def _parsed(text: str) -> tuple[int, ...]:
     return tuple(sorted({units.parse_size(part) for part in text.split(",")}))
 
 
+def _size(text: str | None) -> str | None:
+    if text is not None and "," in text:
+        raise typer.BadParameter(f"{text} is more than one size")
+    return _sizes(text)
+
+
 def _what(text: str) -> str:
     if unknown := set(text.split(",")) - {*WHAT, "all"}:
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: one of {', '.join(WHAT)}, all")
@@ -193,6 +199,14 @@ def bench(
             min=1 / 64,
         ),
     ] = None,
+    staging: Annotated[
+        str | None,
+        typer.Option(
+            help="Staging buffer of the bench's own daemons, 64MiB or more (default: theirs).",
+            callback=_size,
+            metavar="SIZE",
+        ),
+    ] = None,
     mps: Annotated[
         bool, typer.Option("--mps", help="Beside an engine: once more under CUDA MPS.")
     ] = False,
@@ -224,6 +238,8 @@ def bench(
     """
     if directory is not None and device != "auto":
         raise typer.BadParameter("the daemon in --directory has a device: leave --device out")
+    if directory is not None and staging is not None:
+        raise typer.BadParameter("the daemon in --directory has its staging: leave --staging out")
     wanted = set(what.split(","))
     if directory is not None and (own := wanted & {*OWN_DAEMON, "all"}):
         raise typer.BadParameter(f"{own.pop()} starts daemons itself: leave --directory out")
@@ -241,6 +257,7 @@ def bench(
         frozenset(WHAT if "all" in wanted else wanted),
         None if pool_gib is None else int(pool_gib * GIB),
         mps,
+        None if staging is None else units.parse_size(staging),
     )
     results = run(plan, context.obj or [], Console(stderr=True))
     report.show(results, Console(highlight=False))

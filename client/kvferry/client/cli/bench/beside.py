@@ -22,14 +22,13 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from kvferry.client import LocalDaemon
 from kvferry.client.cli.bench.busy import LOOPS, Busy
 from kvferry.client.cli.bench.engine import TIMEOUT, Shape, engine
 from kvferry.client.cli.bench.movers import Mover, Transfers, contiguous, pinned_kernel, turns
 from kvferry.client.cli.bench.mps import mps
 from kvferry.client.cli.bench.plan import Plan
 from kvferry.client.cli.bench.results import GIB, Beside, Spread
-from kvferry.client.cli.bench.rig import Rig, device_of, ready
+from kvferry.client.cli.bench.rig import Rig, own_daemon, ready
 from kvferry.client.cli.units import size
 from kvferry.client.conversation import timed_out
 from kvferry.proto.errors import KVFerryError
@@ -73,7 +72,7 @@ def measure(
         for page_bytes in sizes:
             yield from bench.transfers(KVFERRY, rig, rig.directory, page_bytes, 2)
             rig.raw.sample()
-        with LocalDaemon(device_of(plan), pool_bytes=2 * plan.half_bytes, copy_mode="direct") as d:
+        with own_daemon(plan, 2 * plan.half_bytes, copy_mode="direct") as d:
             ready(d.directory)
             for page_bytes in others:
                 yield from bench.transfers(DIRECT, rig, d.directory, page_bytes, 2 * SMALL_JOBS)
@@ -94,7 +93,7 @@ def measure(
 def _under_mps(rig: Rig, plan: Plan, step: Callable[[str], None], windows: int) -> Iterator[Beside]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mps())
-        daemon = LocalDaemon(device_of(plan), pool_bytes=2 * plan.half_bytes)
+        daemon = own_daemon(plan, 2 * plan.half_bytes)
         directory = stack.enter_context(daemon).directory
         ready(directory)
         bench = Windows(stack.enter_context(Busy(rig.slab.device.index or 0)), windows, step)

@@ -21,7 +21,7 @@ QUEUED_JOBS = 8
 class Plan:
     """nbytes: to move each way in one go. directory: of a running daemon, or None.
 
-    sizes, reps, pool_bytes: as given, or None for the defaults.
+    sizes, reps, pool_bytes, staging_bytes: as given, or None for the defaults.
     """
 
     device: str
@@ -33,6 +33,7 @@ class Plan:
     what: frozenset[str] = frozenset({"bandwidth", "latency"})
     pool_bytes: int | None = None
     mps: bool = False
+    staging_bytes: int | None = None
 
     def pick(self, given: T | None, usual: T, quick: T) -> T:
         return given if given is not None else quick if self.quick else usual

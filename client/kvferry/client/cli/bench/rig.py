@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -53,13 +54,20 @@ class Rig:
 def open_rig(plan: Plan) -> Iterator[Rig]:
     with contextlib.ExitStack() as stack:
         if plan.directory is None:
-            daemon = LocalDaemon(device_of(plan), pool_bytes=plan.rig_pool_bytes)
+            daemon = own_daemon(plan, plan.rig_pool_bytes)
             directory = stack.enter_context(daemon).directory
         else:
             directory = locate(plan.directory)
         status = ready(directory)
         _check_room(status, plan.rig_pool_bytes)
         yield Rig(directory, status, plan.half_bytes)
+
+
+def own_daemon(plan: Plan, pool_bytes: int, **options: Any) -> LocalDaemon:
+    """A daemon on the plan's device, staging as it says; options: as LocalDaemon has them."""
+    if plan.staging_bytes is not None:
+        options["copy_staging"] = plan.staging_bytes
+    return LocalDaemon(device_of(plan), pool_bytes=pool_bytes, **options)
 
 
 def device_of(plan: Plan) -> str:

@@ -24,14 +24,13 @@ from kvferry.client import (
     CPULoadStoreSpec,
     DaemonStatus,
     GPULoadStoreSpec,
-    LocalDaemon,
     OffloadClient,
 )
 from kvferry.client.cli.bench import bare
 from kvferry.client.cli.bench.engine import HOST_BLOCK, NAME, Shape, engine
 from kvferry.client.cli.bench.plan import Plan
 from kvferry.client.cli.bench.results import Spread, Start
-from kvferry.client.cli.bench.rig import device_of, ready, torch_device
+from kvferry.client.cli.bench.rig import own_daemon, ready, torch_device
 from kvferry.client.cli.units import size
 from kvferry.client.tensors import shared_empty
 from kvferry.proto.errors import Code, Failed
@@ -75,7 +74,7 @@ def _start(
     slab, free = shared_empty((2 * HOST_BLOCK,), device=device), _free_bytes(device)
     store = GPULoadStoreSpec(np.arange(SHAPE.factor)), CPULoadStoreSpec([0])
     marks = [time.perf_counter()]
-    with LocalDaemon(device_of(plan), pool_bytes=nbytes, timeout=TIMEOUT) as daemon:
+    with own_daemon(plan, nbytes, timeout=TIMEOUT) as daemon:
         marks.append(time.perf_counter())
         with OffloadClient(daemon.directory, engine=NAME, timeout=TIMEOUT) as client:
             marks.append(time.perf_counter())
@@ -89,7 +88,7 @@ def _start(
 
 def _device(plan: Plan) -> torch.device:
     """The daemon's device as torch numbers it here, its context made."""
-    with LocalDaemon(device_of(plan), pool_bytes=HOST_BLOCK) as daemon:
+    with own_daemon(plan, HOST_BLOCK) as daemon:
         device = torch_device(ready(daemon.directory).device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
