@@ -69,8 +69,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--slow", type=float, default=1.0, help="times as long (default: 1)")
+    times = parser.parse_args().slow
     for owner, name in ((Lane, "_submit"), (Lane, "_reap"), (Drain, "_enqueue")):
-        setattr(owner, name, slowed(getattr(owner, name), parser.parse_args().slow))
+        setattr(owner, name, slowed(getattr(owner, name), times))
     print(f"{'':24}{'link':>6}{'row':>7}{'least..most':>14}{'once':>7}", end="")
     print(f"{'beside':>8}{'least..most':>14}{'turns':>6}")
     for mode, kib in CASES:

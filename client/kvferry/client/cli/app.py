@@ -45,9 +45,12 @@ def _parsed(text: str) -> tuple[int, ...]:
 
 
 def _size(text: str | None) -> str | None:
-    if text is not None and "," in text:
-        raise typer.BadParameter(f"{text} is more than one size")
-    return _sizes(text)
+    if text is not None:
+        try:
+            units.parse_size(text)
+        except ValueError as error:
+            raise typer.BadParameter(f"{error}: write it like 512MiB") from error
+    return text
 
 
 def _what(text: str) -> str:

@@ -3,8 +3,9 @@
 Without MPS the kernels of two processes take turns on the GPU, and each turn costs a busy engine
 0.3 to 0.45 ms, whatever is done in it: so few turns, with as much in each as the buffer holds. A
 turn does not come at once either. An H200 gives a busy engine 2.1 ms at a time, and ours come
-between: who asks a little late waits for all of the next 2.1 ms. Until it has come the link needs
-something to do, and who asks early loses nothing:
+between. The link empties the buffer in two such times: who asks in the second gets a turn at its
+end, whenever that was; in the first, one with half as much in it; and a little late, after a third.
+Until it has come the link needs something to do:
 
     loads    DMA fills the buffer all the time; of what it holds, two thirds are one turn. The last
              third is filled while that turn comes
