@@ -38,12 +38,12 @@ class Stream:
     """Each tells whether it could be done."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Mark:
-    """An event: how often it was recorded, how often that was reached, and at which step."""
+    """A record of an event: whether it was reached, and at which step. Recorded again the event has
+    another one; who waits for this one still does."""
 
-    recorded: int = 0
-    reached: int = 0
+    reached: bool = False
     at: int = 0
 
 
@@ -62,6 +62,7 @@ class PaperDriver:
         self._memory: dict[int, np.ndarray[Any, np.dtype[np.uint8]]] = {}
         self._streams: dict[int, Stream] = {}
         self._marks: dict[int, Mark] = {}
+        """The last one of each event."""
         self._names: dict[int, str] = {}
         self._numbers = count(1)
         self._spare: list[int] = []
@@ -117,12 +118,10 @@ class PaperDriver:
 
     def record(self, stream: int) -> Event:
         handle = self._spare.pop() if self._spare else next(self._numbers)
-        mark = self._marks.setdefault(handle, Mark())
-        mark.recorded += 1
+        self._marks[handle] = mark = Mark()
 
-        def do(time: int = mark.recorded) -> bool:
-            if time > mark.reached:
-                mark.reached, mark.at = time, self._steps
+        def do() -> bool:
+            mark.reached, mark.at = True, self._steps
             return True
 
         self._streams[stream].ops.append(do)
@@ -131,13 +130,12 @@ class PaperDriver:
     def reached(self, event: Event) -> bool:
         for _ in range(self._random.randrange(6)):
             self.step([*self._streams.values()])
-        mark = self._marks[event.handle]
-        return mark.reached == mark.recorded
+        return self._marks[event.handle].reached
 
     def elapsed_seconds(self, start: Event, end: Event) -> float:
         one, two = self._marks[start.handle], self._marks[end.handle]
-        assert one.reached == one.recorded, "the first event was not reached"
-        assert two.reached == two.recorded, "the second event was not reached"
+        assert one.reached, "the first event was not reached"
+        assert two.reached, "the second event was not reached"
         return (two.at - one.at) / 1e6
 
     # Calls
@@ -146,8 +144,7 @@ class PaperDriver:
         match name, arguments:
             case "cuStreamWaitEvent", (stream, handle, 0):
                 mark = self._marks[handle]
-                time = mark.recorded
-                self._streams[stream].ops.append(lambda: mark.reached >= time)
+                self._streams[stream].ops.append(lambda: mark.reached)
             case "cuCtxSynchronize", ():
                 self.settle()
             case "cuMemFree_v2", (pointer,):
