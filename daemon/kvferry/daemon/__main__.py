@@ -116,7 +116,8 @@ async def run(
     with signals.heard(lambda: server.stop()):  # before there is a socket: who sees it may end us
         server = Server(core, endpoint, events)
         lane = Lane(engine, pool, server.lane_reports, server.fail)
-        auditor = Auditor(pool.address, pool.nbytes, config.integrity.threads)
+        threads = config.integrity.threads
+        auditor = Auditor(pool.descriptors, pool.chunk_bytes, threads, server.fail)
         archive = Archive(
             auditor, kept.keeper, config.integrity.check_loads, server.tell, server.vouch
         )

@@ -13,6 +13,7 @@ from kvferry.daemon.core.actions import Amend, Cargo, CopyPlan, Ended, Enter, St
 from kvferry.daemon.core.deeds import Deed, Found, Resident
 from kvferry.daemon.engine.auditor import Auditor
 from kvferry.daemon.engine.ledger import Ledger
+from kvferry.daemon.engine.memory import MappedFiles
 from kvferry.daemon.server.archive import Archive
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.messages import Outcome
@@ -43,9 +44,9 @@ class Shelf:
 
 class Desk:
     def __init__(self, shelf: Shelf) -> None:
-        self.pool = np.zeros((COUNT, BLOCK), np.uint8)
+        self.pool = MappedFiles("kvferry-test", COUNT * BLOCK, BLOCK)
         self.shelf = shelf
-        self.auditor = Auditor(self.pool.ctypes.data, self.pool.nbytes, 2)
+        self.auditor = Auditor(self.pool.descriptors, BLOCK, 2, lambda error: None)
         self.archive = Archive(self.auditor, shelf, 0.0, lambda reports: None, lambda serial: None)
         self.serial = 0
 

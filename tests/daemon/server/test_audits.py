@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ import pytest
 
 from kvferry.daemon.core.actions import Cargo, CopyPlan, Corrupted, Ended, Report, Start
 from kvferry.daemon.core.deeds import Deed
-from kvferry.daemon.engine.auditor import Auditor, Blocks
+from kvferry.daemon.engine.auditor import Auditor
 from kvferry.daemon.engine.ledger import Ledger
+from kvferry.daemon.engine.memory import MappedFiles
+from kvferry.daemon.engine.reader import Pool, Request
 from kvferry.daemon.server.audits import Audits
 from kvferry.proto.errors import Code
 from kvferry.proto.messages import Outcome
@@ -36,10 +39,13 @@ class Desk:
 
     def __init__(self, deed: Deed, rate: float) -> None:
         self.deed = deed
-        self.pool = np.random.default_rng(1).integers(0, 255, (COUNT + 1, BLOCK), np.uint8)
-        self.auditor = Auditor(self.pool.ctypes.data, self.pool.nbytes, 2)
+        self.told: list[Any] = []
+        self.memory = MappedFiles("kvferry-test", (COUNT + 1) * BLOCK, BLOCK)
+        whole = (ctypes.c_ubyte * self.memory.nbytes).from_address(self.memory.address)
+        self.pool = np.ctypeslib.as_array(whole).reshape(COUNT + 1, BLOCK)
+        self.pool[:] = np.random.default_rng(1).integers(0, 255, self.pool.shape)
+        self.auditor = Auditor(self.memory.descriptors, BLOCK, 2, self.told.append)
         self.ledger = Ledger.create(deed)
-        self.told: list[Report] = []
         self.vouched: list[int] = []
         self.audits = Audits(self.auditor, rate, self.told.extend, self.vouched.append)
         self.store(*range(COUNT))
@@ -48,7 +54,8 @@ class Desk:
         blocks = np.array(numbers)
         names = keys(*numbers) if self.deed.key_bytes else ()
         versions = self.ledger.vacate(blocks)
-        sums = self.auditor.sums(Blocks(self.deed.start, BLOCK, blocks, names))
+        request = Request(0, False, self.deed.start, BLOCK, blocks.tobytes(), names)
+        sums = np.array(Pool(self.memory.descriptors, BLOCK).sums(request), np.uint64)
         self.ledger.seal(blocks, versions, sums, names, {})
 
     def spoil(self, block: int) -> None:
@@ -74,6 +81,7 @@ class Desk:
     def close(self) -> None:
         self.auditor.close()
         self.ledger.close()
+        self.memory.close()
 
 
 @pytest.fixture(params=DEEDS, ids=["keys", "numbers"])
@@ -96,7 +104,7 @@ async def test_what_is_good_before_its_end_is_vouched_for(desk: Desk) -> None:
     desk.load(3, 5)
     assert desk.ended(3) == []  # too late to be vouched for, but where it is
     async with asyncio.timeout(20):
-        while not (desk.vouched and any(isinstance(told, Corrupted) for told in desk.told)):
+        while not (desk.vouched and {type(told) for told in desk.told} == {Corrupted, Ended}):
             await asyncio.sleep(0.001)
     assert desk.ended(1) == [Ended(1, Outcome.DONE, 0.5)]
     (failed,) = desk.ended(2)

@@ -1,40 +1,48 @@
-"""Threads that read host blocks and sum them up: what was stored, and what is loaded.
+"""Has host blocks read and summed up, by a process of its own (reader.py).
 
-XXH3 reads about as fast as one core can, and lets the others run meanwhile. Urgent work, that a
-load waits for, has threads of its own.
+Should that die, or say nothing for long, there is another one, and it is asked the same again. Who
+can have none has no way to tell good blocks from bad ones: the daemon ends then.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
+import asyncio
+import socket
+import subprocess
+import sys
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import Barrier
-from typing import Any
+from itertools import count
 
+import msgspec
 import numpy as np
-import xxhash
+import structlog
 
 from kvferry.daemon.core.geometry import Int64s
 from kvferry.daemon.engine.ledger import Sums
+from kvferry.daemon.engine.reader import MAX_BYTES, NUMBER, Request
+from kvferry.proto.errors import Code, Failed, KVFerryError
 from kvferry.proto.keys import OffloadKey
 
 BATCH_BYTES = 32 << 20
 BATCH_BLOCKS = 1024
-"""What one thread takes at a time, at most."""
-START_TIMEOUT = 30.0
-LOWER = 10
-"""How much nicer than the rest of the daemon sealing is."""
+"""What is asked for at a time, at most."""
+AHEAD = 2
+"""Requests that the reader has for each of its threads."""
+PATIENCE = 10.0
+"""Seconds for an answer; a batch is read in some milliseconds."""
+MAX_DEATHS = 3
+"""Readers that die one after the other without an answer."""
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
     """Host blocks to read: numbers in a region that begins at byte `start` of the pool.
 
-    keys: that of each block; none where blocks have none. A sum is of a block's bytes under its
-    key, or its number, so that a block in the wrong place does not pass either.
+    keys: that of each block; none where blocks have none.
     """
 
     start: int
@@ -50,46 +58,139 @@ class Blocks:
         return Blocks(self.start, self.block_bytes, self.numbers[part], self.keys[part])
 
 
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    request: Request
+    done: Callable[[Sums], None]
+
+
 class Auditor:
-    def __init__(self, address: int, nbytes: int, threads: int) -> None:
-        self._pool = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
-        self._urgent = ThreadPoolExecutor(threads, "kvferry-check")
-        self._patient = ThreadPoolExecutor(threads, "kvferry-seal", _be_nice)
-        for pool in (self._urgent, self._patient):
-            _start_all(pool, threads)
+    """Called by the loop alone, and calls back there.
+
+    descriptors: of the chunks of the pool, all but the last of `chunk_bytes`. threads: of the
+    reader, for urgent blocks and for others each. failed: there can be no reader any more.
+    """
+
+    def __init__(
+        self,
+        descriptors: Sequence[int],
+        chunk_bytes: int,
+        threads: int,
+        failed: Callable[[KVFerryError], None],
+    ) -> None:
+        self._descriptors = descriptors
+        self._arguments = [str(number) for number in (threads, chunk_bytes, *descriptors)]
+        self._most = AHEAD * threads
+        self._failed = failed
+        self._loop = asyncio.get_running_loop()
+        self._numbers = count()
+        self._waiting: dict[bool, deque[_Reading]] = {True: deque(), False: deque()}
+        """Urgent, and others."""
+        self._asked: dict[bool, dict[int, _Reading]] = {True: {}, False: {}}
+        self._deaths = 0
+        self._heard = 0.0
+        """When it answered last, or was asked when it had nothing to do."""
+        self._watch: asyncio.TimerHandle | None = None
+        self._start()
 
     def read(self, blocks: Blocks, *, urgent: bool, done: Callable[[Sums], None]) -> None:
-        """Sum blocks up in another thread, and call `done` from there."""
-
-        def finish(future: Future[Sums]) -> None:
-            if not future.cancelled():
-                done(future.result())
-
-        pool = self._urgent if urgent else self._patient
-        pool.submit(self.sums, blocks).add_done_callback(finish)
-
-    def sums(self, blocks: Blocks) -> Sums:
-        pool, nbytes, digest = self._pool, blocks.block_bytes, xxhash.xxh3_64_intdigest
-        starts = (blocks.start + blocks.numbers * nbytes).tolist()
-        seeds = [digest(key) for key in blocks.keys] or blocks.numbers.tolist()
-        sums = [digest(pool[a : a + nbytes], s) for a, s in zip(starts, seeds, strict=True)]
-        return np.array(sums, dtype=np.uint64)
+        """Sum blocks up, those of one batch at most, and call `done` then."""
+        request = Request(
+            next(self._numbers),
+            urgent,
+            blocks.start,
+            blocks.block_bytes,
+            blocks.numbers.astype(np.int64).tobytes(),
+            blocks.keys,
+        )
+        self._waiting[urgent].append(_Reading(request, done))
+        self._ask()
 
     def close(self) -> None:
-        """Return once no thread reads the pool any more; what was not begun is not done."""
-        for pool in (self._urgent, self._patient):
-            pool.shutdown(cancel_futures=True)
+        """Nothing is read any more; what was not done is not."""
+        self._end()
+        for urgent in (True, False):
+            self._waiting[urgent].clear()
+            self._asked[urgent].clear()
 
+    def _start(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
+        number, module = str(theirs.fileno()), "kvferry.daemon.engine.reader"
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, number, *self._arguments],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), *self._descriptors),
+            )
+        self._loop.add_reader(self._socket.fileno(), self._hear)
 
-def _start_all(pool: ThreadPoolExecutor, threads: int) -> None:
-    """Have it start its threads now, not when it has that much to do: a daemon at work grows by
-    nothing, not even by these. It waits for them: who closes a pool whose threads still wait for
-    one another takes one's work away, and the others wait for ever."""
-    together = Barrier(threads + 1, timeout=START_TIMEOUT)
-    for _ in range(threads):
-        pool.submit(together.wait)
-    together.wait()
+    def _end(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        if self._socket.fileno() < 0:
+            return
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
 
+    def _ask(self) -> None:
+        if not any(self._asked.values()):
+            self._heard = self._loop.time()
+        for urgent, waiting in self._waiting.items():
+            asked = self._asked[urgent]
+            while waiting and len(asked) < self._most:
+                request = waiting[0].request
+                try:
+                    self._socket.send(msgspec.msgpack.encode(request))
+                except (
+                    OSError
+                ):  # there is no room until it answers; or it is gone, and `_hear` hears
+                    break
+                asked[request.number] = waiting.popleft()
+        if self._watch is None and any(self._asked.values()):
+            self._watch = self._loop.call_later(PATIENCE, self._look)
 
-def _be_nice(*_: Any) -> None:
-    os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) + LOWER)
+    def _hear(self) -> None:
+        try:
+            data = self._socket.recv(MAX_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._replace("it ended")
+            return
+        self._deaths, self._heard = 0, self._loop.time()
+        (number,) = NUMBER.unpack_from(data)
+        for asked in self._asked.values():
+            if number in asked:
+                asked.pop(number).done(np.frombuffer(data, np.uint64, offset=NUMBER.size))
+        self._ask()
+
+    def _look(self) -> None:
+        """It may hang."""
+        self._watch = None
+        if not any(self._asked.values()):
+            return
+        left = self._heard + PATIENCE - self._loop.time()
+        if left > 0:
+            self._watch = self._loop.call_later(left, self._look)
+        else:
+            self._replace("it did not answer")
+
+    def _replace(self, why: str) -> None:
+        self._end()
+        self._deaths += 1
+        log.warning("the process that reads host blocks is replaced", reason=why)
+        for urgent, asked in self._asked.items():
+            self._waiting[urgent].extendleft(reversed(asked.values()))
+            asked.clear()
+        if self._deaths > MAX_DEATHS:
+            message = f"the process that reads host blocks died {self._deaths} times: {why}"
+            self._failed(Failed(Code.COPY_FAILED, message, self._process.returncode))
+            return
+        self._start()
+        self._ask()

@@ -2,8 +2,7 @@
 
 The core says which regions there are, this keeps a ledger of each, and hands its descriptor to
 whoever keeps descriptors while no daemon runs (systemd). A store's blocks are vacated before the
-lane hears of it, and sealed some time after its end, when a thread has read them back: many
-together, so that no small copy waits for the threads of the ones before it.
+lane hears of it, and sealed some time after its end, when they were read back: many together.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Protocol
 
@@ -77,7 +77,7 @@ class _Store:
 
 
 class Archive:
-    """Called by the loop alone. `tell` takes reports that come when a thread is done, `vouch` the
+    """Called by the loop alone. `tell` takes reports that come when something was read, `vouch` the
     serials of loads that need not be held any more.
 
     check_loads: which part of the blocks that are loaded is read again, from 0 to 1.
@@ -230,10 +230,7 @@ class Archive:
                     self._read(blocks.cut(part), whole.cut(part))
 
     def _read(self, blocks: Blocks, store: _Store) -> None:
-        def done(sums: Sums) -> None:
-            self._loop.call_soon_threadsafe(self._sealed, store, sums)
-
-        self._auditor.read(blocks, urgent=False, done=done)
+        self._auditor.read(blocks, urgent=False, done=partial(self._sealed, store))
 
     def _sealed(self, store: _Store, sums: Sums) -> None:
         self._sealing -= 1

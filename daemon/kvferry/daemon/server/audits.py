@@ -1,16 +1,16 @@
 """Loads whose host blocks are read again: nobody hears that one is done before its bytes are good.
 
-A thread reads while the blocks are copied, and the end of the load waits for both. The ends of a
+They are read while the blocks are copied, and the end of the load waits for both. The ends of a
 session's jobs are told in the order in which they ended, so those behind it wait too.
 """
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
@@ -31,7 +31,7 @@ class _Held:
     serial: int
     session: str
     reading: int = 0
-    """Batches of it that a thread has yet to read."""
+    """Batches of it that are yet to be read."""
     ended: Ended | None = None
     error: ErrorInfo | None = None
     due: tuple[Ledger, Int64s] | None = None
@@ -63,7 +63,6 @@ class Audits:
         tell: Callable[[list[Report]], None],
         vouch: Callable[[int], None],
     ) -> None:
-        self._loop = asyncio.get_running_loop()
         self._auditor = auditor
         self._rate = rate
         self._tell = tell
@@ -144,13 +143,11 @@ class Audits:
     def _read_batch(
         self, ledger: Ledger, blocks: Blocks, versions: Versions, held: _Held | None
     ) -> None:
-        def done(sums: Sums) -> None:
-            self._loop.call_soon_threadsafe(self._was_read, ledger, blocks, versions, sums, held)
-
+        done = partial(self._was_read, ledger, blocks, versions, held)
         self._auditor.read(blocks, urgent=held is not None, done=done)
 
     def _was_read(
-        self, ledger: Ledger, blocks: Blocks, versions: Versions, sums: Sums, held: _Held | None
+        self, ledger: Ledger, blocks: Blocks, versions: Versions, held: _Held | None, sums: Sums
     ) -> None:
         reports: list[Report] = []
         if not ledger.closed:
