@@ -97,6 +97,21 @@ async def test_a_load_of_good_blocks_is_done_once_they_were_read(desk: Desk) -> 
     assert await desk.settled(1) == [Ended(1, Outcome.DONE, 0.5)]
 
 
+async def test_what_another_read_has_found_corrupt_is_not_loaded(desk: Desk) -> None:
+    """However the two come about: it was found between the begin and the end of the load's read."""
+    desk.spoil(6)
+    desk.audits.verify(desk.ledger)
+    desk.load(1, 6)
+    assert desk.ended(1) == []
+    async with asyncio.timeout(20):
+        while not any(isinstance(told, Ended) for told in desk.told):
+            await asyncio.sleep(0.001)
+    (ended,) = (told for told in desk.told if isinstance(told, Ended))
+    assert ended.outcome is Outcome.FAILED
+    assert ended.error is not None
+    assert ended.error.code == Code.CORRUPT_BLOCK
+
+
 async def test_what_is_good_before_its_end_is_vouched_for(desk: Desk) -> None:
     desk.spoil(6)
     desk.load(1, 3)

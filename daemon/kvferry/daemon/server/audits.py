@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import structlog
 
 from kvferry.daemon.core.actions import Corrupted, Ended, Report, Start
@@ -36,10 +37,17 @@ class _Held:
     error: ErrorInfo | None = None
     due: tuple[Ledger, Int64s] | None = None
     """What is to be read once the lane has the load."""
+    blocks: tuple[Ledger, Int64s] | None = None
+    """What is being read."""
 
     @property
     def ready(self) -> bool:
         return self.ended is not None and not self.reading
+
+    def reads(self, ledger: Ledger, some: Int64s) -> bool:
+        """Whether any of these blocks is being read for it."""
+        mine = self.blocks
+        return mine is not None and mine[0] is ledger and bool(np.isin(mine[1], some).any())
 
     @property
     def report(self) -> Ended:
@@ -71,6 +79,7 @@ class Audits:
         """Blocks that pass unread before the next one is read."""
         self._held: dict[int, _Held] = {}
         """Loads that are copied and read."""
+        self._being_read: set[_Held] = set()
         self._queues: defaultdict[str, deque[_Held]] = defaultdict(deque)
         """For each session what has ended, from the first on that is still being read."""
 
@@ -90,8 +99,10 @@ class Audits:
         """The lane has a load: read along."""
         held = self._held.get(serial)
         if held is not None and held.due is not None:
-            (ledger, blocks), held.due = held.due, None
-            self._read(ledger, blocks, held)
+            held.blocks, held.due = held.due, None
+            self._read(*held.blocks, held)
+            if held.reading:
+                self._being_read.add(held)
 
     def ended(self, session: str, report: Ended) -> Sequence[Report]:
         """What may be told now that a job has ended."""
@@ -159,6 +170,8 @@ class Audits:
             ledger.trust(numbers[same & good])
         if held is not None:
             held.reading -= 1
+            if not held.reading:
+                self._being_read.discard(held)
             if not held.reading and held.error is None and held.ended is None:
                 self._vouch(held.serial)
             reports += self._release(held.session)
@@ -170,8 +183,10 @@ class Audits:
         are read, and fail, with every load until something else is stored in them."""
         owner, keys = ledger.deed.owner, ledger.keys(bad)
         log.error("host blocks are corrupt", owner=owner.name, blocks=bad.size, first=int(bad[0]))
-        if held is not None:
-            held.error = _corrupt(keys[0].hex() if keys else int(bad[0]))
+        error = _corrupt(keys[0].hex() if keys else int(bad[0]))
+        for each in self._being_read:  # what others read of it does not count once it is vacated
+            if each is held or each.reads(ledger, bad):
+                each.error = error
         if keys:
             ledger.vacate(bad)
         else:
