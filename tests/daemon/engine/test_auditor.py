@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import os
 import signal
+import subprocess
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -17,7 +18,7 @@ import xxhash
 from kvferry.daemon.engine import auditor as module
 from kvferry.daemon.engine.auditor import Auditor, Blocks
 from kvferry.daemon.engine.memory import PAGE, MappedFiles
-from kvferry.proto.errors import Code, KVFerryError
+from kvferry.proto.errors import Code, Failed, KVFerryError
 
 CHUNK, COUNT = 4 * PAGE, 16
 BLOCK = 3 * 1024
@@ -151,6 +152,32 @@ async def test_one_with_nothing_to_do_is_replaced_when_it_dies(desk: Desk) -> No
             await asyncio.sleep(0.001)
     desk.read(some(1))
     await desk.summed()
+
+
+async def test_it_is_tried_again_where_no_process_can_be_had(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RETRY", 0.01)
+    start, refusals = subprocess.Popen, [OSError("too many"), OSError("too many")]
+
+    def popen(*arguments: Any, **options: Any) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return start(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    desk.process.kill()
+    desk.read(some(1))
+    await desk.summed()
+    assert desk.failures == []
+    refusals += [OSError("none")] * 9
+    desk.process.kill()
+    async with asyncio.timeout(30):
+        while not desk.failures:
+            await asyncio.sleep(0.001)
+    assert "none" in str(desk.failures[0])
+    with pytest.raises(Failed, match="no process to read host blocks: none"):
+        Auditor(desk.pool.descriptors, CHUNK, 2, desk.failures.append)
 
 
 async def test_who_can_have_no_reader_fails(desk: Desk) -> None:

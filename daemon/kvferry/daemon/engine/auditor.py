@@ -32,6 +32,8 @@ AHEAD = 2
 """Requests that the reader has for each of its threads."""
 PATIENCE = 10.0
 """Seconds for an answer; a batch is read in some milliseconds."""
+RETRY = 0.5
+"""Seconds after which another is started once more, where that could not be."""
 MAX_DEATHS = 3
 """Readers that die one after the other without an answer."""
 
@@ -68,7 +70,8 @@ class Auditor:
     """Called by the loop alone, and calls back there.
 
     descriptors: of the chunks of the pool, all but the last of `chunk_bytes`. threads: of the
-    reader, for urgent blocks and for others each. failed: there can be no reader any more.
+    reader, for urgent blocks and for others each. failed: there can be no reader any more. Raises
+    Failed where there can be none from the start.
     """
 
     def __init__(
@@ -91,7 +94,10 @@ class Auditor:
         self._heard = 0.0
         """When it answered last, or was asked when it had nothing to do."""
         self._watch: asyncio.TimerHandle | None = None
-        self._start()
+        try:
+            self._start()
+        except OSError as error:
+            raise self._gone(str(error)) from error
 
     def read(self, blocks: Blocks, *, urgent: bool, done: Callable[[Sums], None]) -> None:
         """Sum blocks up, those of one batch at most, and call `done` then."""
@@ -114,16 +120,21 @@ class Auditor:
             self._asked[urgent].clear()
 
     def _start(self) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.setblocking(False)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         number, module = str(theirs.fileno()), "kvferry.daemon.engine.reader"
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, number, *self._arguments],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), *self._descriptors),
-            )
-        self._loop.add_reader(self._socket.fileno(), self._hear)
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", module, number, *self._arguments],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(), *self._descriptors),
+                )
+            except OSError:
+                ours.close()
+                raise
+        ours.setblocking(False)
+        self._socket = ours
+        self._loop.add_reader(ours.fileno(), self._hear)
 
     def _end(self) -> None:
         if self._watch is not None:
@@ -179,7 +190,7 @@ class Auditor:
         if left > 0:
             self._watch = self._loop.call_later(left, self._look)
         else:
-            self._replace("it did not answer")
+            self._replace("it does not answer")
 
     def _replace(self, why: str) -> None:
         self._end()
@@ -189,8 +200,15 @@ class Auditor:
             self._waiting[urgent].extendleft(reversed(asked.values()))
             asked.clear()
         if self._deaths > MAX_DEATHS:
-            message = f"the process that reads host blocks died {self._deaths} times: {why}"
-            self._failed(Failed(Code.COPY_FAILED, message, self._process.returncode))
+            self._failed(self._gone(f"{self._deaths} times, the last time {why}"))
             return
-        self._start()
+        try:
+            self._start()
+        except OSError as error:
+            self._watch = self._loop.call_later(RETRY, self._replace, f"there is no other: {error}")
+            return
         self._ask()
+
+    def _gone(self, why: str) -> Failed:
+        message = f"there is no process to read host blocks: {why}"
+        return Failed(Code.COPY_FAILED, message, " ".join(self._arguments[:2]))

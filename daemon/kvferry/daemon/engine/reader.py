@@ -12,6 +12,7 @@ ends with the socket: whoever holds the other end is gone then, or wants it to.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import signal
@@ -55,7 +56,7 @@ class Pool:
 
     def __init__(self, descriptors: Sequence[int], chunk_bytes: int) -> None:
         self._chunk_bytes = chunk_bytes
-        self._chunks = [memoryview(mmap.mmap(d, 0, prot=mmap.PROT_READ)) for d in descriptors]
+        self._chunks = [_mapped(descriptor) for descriptor in descriptors]
 
     def sums(self, request: Request) -> array[int]:
         blocks, nbytes = array("q", request.blocks), request.block_bytes
@@ -82,6 +83,13 @@ class Pool:
             part = self._chunks[number][at : at + end - start]
             yield part
             start += len(part)
+
+
+def _mapped(descriptor: int) -> memoryview:
+    chunk = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+    with contextlib.suppress(OSError):  # the kernel may have no huge pages for shared memory
+        chunk.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(chunk)
 
 
 def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
