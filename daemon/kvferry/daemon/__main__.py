@@ -115,7 +115,7 @@ async def run(
     events = config.events.publish or f"ipc://{endpoint.events}"
     with signals.heard(lambda: server.stop()):  # before there is a socket: who sees it may end us
         server = Server(core, endpoint, events)
-        lane = Lane(engine, pool, server.lane_reports, server.fail)
+        lane = Lane(engine, pool, server.lane_reports, server.fail, server.said)
         threads = config.integrity.threads
         auditor = Auditor(pool.descriptors, pool.chunk_bytes, threads, server.fail)
         archive = Archive(

@@ -106,6 +106,16 @@ class Tray:
         self._taken.value = self._at
         return data
 
+    @property
+    def laid(self) -> int:
+        """Bytes laid so far, as the page says."""
+        return int(self._laid.value)
+
+    @property
+    def unheard(self) -> bool:
+        """For the daemon: whether more was laid than it has taken, as the page says."""
+        return bool(self._laid.value != self._at)
+
     def _there(self) -> int:
         """Bytes that were laid and not taken."""
         there: int = self._laid.value - self._at

@@ -35,9 +35,10 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.geometry import Geometry
 from kvferry.daemon.engine.base import CopyEngine, Mapping
-from kvferry.daemon.engine.cuda import direct, drain, link, packing, turns
+from kvferry.daemon.engine.cuda import direct, drain, link, packing, staged, turns
 from kvferry.daemon.engine.cuda import engine as cuda_engine
 from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
+from kvferry.daemon.engine.cuda.piece import Piece
 from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
 from kvferry.daemon.lane.lane import Lane
@@ -507,18 +508,58 @@ def test_pieces_that_lie_one_behind_the_other_are_one_launch(bench: Bench) -> No
 
 @pytest.mark.parametrize("bench", [on_paper("staged")], indirect=True)
 @pytest.mark.parametrize(
-    ("at_once", "launches"), [(True, [4, 12, 12]), (False, [4, 24])], ids=["alone", "beside others"]
+    ("at_once", "sizes"),
+    [(True, [4, 15, 9]), (False, [4, 4, 4, 4, 4, 4, 4])],
+    ids=["alone", "beside others"],
 )
-def test_stores_go_a_few_pieces_a_turn_where_turns_come_at_once(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, at_once: bool, launches: list[int]
+def test_pieces_of_stores_are_large_where_turns_come_at_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, at_once: bool, sizes: list[int]
 ) -> None:
+    """But the first, for which the link waits. All that is ready then shares a turn."""
     monkeypatch.setattr(turns.Turns, "at_once", at_once)
+    noted, enqueue = list[int](), staged.StagedCopy.enqueue
+
+    def note(copy: staged.StagedCopy, *arguments: Any) -> Piece:
+        noted.append(arguments[-1].gpu_blocks.size)
+        return enqueue(copy, *arguments)
+
+    monkeypatch.setattr(staged.StagedCopy, "enqueue", note)
     engine = bench.open(CROWD["staged"])
     engine.start(Direction.STORE, GPULoadStoreSpec(range(28), (28,), (0,)), [*range(28)])
     assert bench.report(Ended).outcome is Outcome.DONE
+    assert noted == sizes
     assert isinstance(bench.engine, CudaEngine)
     device = cast(PaperDriver, bench.engine._driver)
-    assert [blocks for _, blocks in device.launches] == launches
+    assert [blocks for _, blocks in device.launches] == [4, 24]
+    engine.check()
+
+
+@pytest.mark.parametrize(
+    "bench", [on_paper("direct"), *(on_paper("direct", seed) for seed in (1, 2))], indirect=True
+)
+def test_pieces_of_stores_are_large_where_their_fragments_are(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of loads are not: a small one waits for those before it."""
+    monkeypatch.setattr(cuda_engine, "FIRST_PIECE", 2 << 12)
+    monkeypatch.setattr(direct, "PIECE", 8 << 12)
+    monkeypatch.setattr(direct, "LARGE_PIECE", 32 << 12)
+    monkeypatch.setattr(direct, "LARGE_FRAGMENTS", 16)
+    noted: dict[Direction, list[int]] = {direction: [] for direction in Direction}
+    submit = CudaEngine._submit_direct
+
+    def note(engine: CudaEngine, direction: Direction, *arguments: Any) -> Piece:
+        noted[direction].append(arguments[-1].gpu_blocks.size)
+        return submit(engine, direction, *arguments)
+
+    monkeypatch.setattr(CudaEngine, "_submit_direct", note)
+    engine = bench.open(LAYOUTS["one page"])
+    for direction in Direction:
+        blocks = GPULoadStoreSpec(range(40), (40,), (0,))
+        engine.start(direction, blocks, [*range(40)])
+        assert bench.report(Ended).outcome is Outcome.DONE
+    assert noted[Direction.STORE][:2] == [2, 16]
+    assert noted[Direction.LOAD][:2] == [2, 8]
     engine.check()
 
 

@@ -89,18 +89,22 @@ def test_each_piece_has_its_own_fragments_whatever_comes_between(
                     notes.copies.clear()
 
 
+@pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize(("stretch", "made"), [(BLOCKS, 1), (BLOCKS // 2, 2), (1, 4)])
 def test_what_was_made_ready_serves_the_pieces_to_come(
-    stretch: int, made: int, monkeypatch: pytest.MonkeyPatch
+    stretch: int, made: int, prepared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(direct, "STRETCH", stretch)
     mapping, notes = mapped(1), Notes()
     copy = notes.copy()
     run = Run(0, np.arange(BLOCKS), np.arange(BLOCKS) * PAGE)
     rest, pieces = run, 4
+    if prepared:
+        copy.prepare(Direction.LOAD, mapping, run, POOL)
+        assert notes.made == 1
     for _ in range(pieces):
         (piece, others) = mapping.geometry.split((rest,), BLOCKS // pieces * PAGE, BLOCKS)
         rest = others[0] if others else rest
         copy.enqueue(Direction.LOAD, mapping, piece, POOL)
     assert notes.copies == mapping.geometry.rows(run, mapping.bases, POOL)
-    assert notes.made == made
+    assert notes.made == made + (prepared and stretch == 1)  # which no piece fits in

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvferry.daemon.core.geometry import Fragments, Rows
 from kvferry.daemon.engine.cuda import link
-from kvferry.daemon.engine.cuda.link import FEW, Link
+from kvferry.daemon.engine.cuda.link import FEW, Link, Some
 from kvferry.proto.libcuda import Driver
 from kvferry.proto.specs import Direction
 
@@ -110,3 +110,17 @@ def test_any_fragments_in_a_row_of_those_made_ready_are_enqueued(
     for to, origin, nbytes in copies.batched:
         begin = (to if store else origin) - POOL
         assert begin // CHUNK == (begin + nbytes - 1) // CHUNK
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_scattered_blocks_need_only_be_told_where_they_are_on_the_gpu(direction: Direction) -> None:
+    copies = Copies()
+    whole = Link(cast(Driver, copies), POOL, CHUNK)
+    scattered = whole.scattered(np.array([500, 0, 300, 700]) + POOL, 50)
+    assert scattered is not None
+    whole.enqueue(direction, Some(scattered, 1, 2, GPU), STREAM)
+    pairs = [(GPU, POOL), (GPU + 50, POOL + 300)]
+    if direction is Direction.STORE:
+        pairs = [(host, gpu) for gpu, host in pairs]
+    assert copies.batched == [(to, origin, 50) for to, origin in pairs]
+    assert whole.scattered(np.array([500, 60]) + POOL, 50) is None  # lies in two chunks

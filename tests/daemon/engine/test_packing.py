@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+from types import SimpleNamespace
+from typing import Any, cast
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +13,9 @@ from hypothesis import strategies as st
 
 from kvferry.daemon.core.geometry import Fragments, Rows, Run
 from kvferry.daemon.engine.cuda import packing
+from kvferry.daemon.engine.cuda.link import Link, Some
 from kvferry.daemon.engine.cuda.packing import Packing
+from kvferry.proto.libcuda import Driver
 
 SLOT, POOL = 1 << 32, 10_000
 BLOCKS = 60
@@ -34,24 +40,66 @@ def wanted(places: list[int], nbytes: int) -> Rows:
     return rows
 
 
+class Device:
+    """Stands in for the driver, of which Link wants a function."""
+
+    def optional(self, name: str, *, quick: bool) -> Any:
+        return SimpleNamespace()
+
+
+def rows_of(packed: Fragments | Rows | Some) -> Rows:
+    if isinstance(packed, Fragments):
+        return packed.rows()
+    if not isinstance(packed, Some):
+        return packed
+    hosts, sizes = (
+        [*(ctypes.c_int64 * packed.count).from_address(at)]
+        for at in packed.of.addresses(packed.first)
+    )
+    gpu = [packed.gpu + number * packed.of.nbytes for number in range(packed.count)]
+    return [*zip(gpu, hosts, sizes, strict=True)]
+
+
 @given(
     runs(),
     st.integers(1, 9),
     st.sets(st.integers(1, BLOCKS - 1)),
     st.sampled_from([0, 3, 32]),
     st.sampled_from([1, 7, BLOCKS]),
+    st.sampled_from([11, 1 << 40]),
+    st.booleans(),
 )
 def test_a_piece_has_as_few_fragments_as_its_places_allow(
-    places: list[int], nbytes: int, cuts: set[int], few: int, stretch: int
+    places: list[int],
+    nbytes: int,
+    cuts: set[int],
+    few: int,
+    stretch: int,
+    chunk: int,
+    prepared: bool,
 ) -> None:
-    packed = Packing()
+    packed = Packing(Link(cast(Driver, Device()), POOL, chunk), POOL)
     run = Run(0, np.arange(len(places)), np.array(places) * nbytes)
     ends = [*sorted(cut for cut in cuts if cut < len(places)), len(places)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "FEW", few)
         patch.setattr(packing, "STRETCH", stretch)
+        if prepared:
+            packed.prepare(run, nbytes)
         for start, end in zip([0, *ends], ends, strict=False):
-            got = packed.fragments(run.cut(start, end), nbytes, SLOT, POOL)
+            got = packed.fragments(run.cut(start, end), nbytes, SLOT)
             rows = wanted(places[start:end], nbytes)
-            assert (got.rows() if isinstance(got, Fragments) else got) == rows
-            assert isinstance(got, Fragments) == (len(rows) > few)
+            assert rows_of(got) == rows
+            if isinstance(got, Some):
+                assert len(places) > few
+                assert all((host - POOL) % chunk + size <= chunk for _, host, size in rows)
+            elif len(places) > few:
+                assert isinstance(got, Fragments) == (len(rows) > few)
+
+
+def test_blocks_in_places_of_their_own_are_ready_but_for_the_slot() -> None:
+    """And those that lie across two chunks are not."""
+    for chunk, ready in ((1 << 20, True), (3000, False)):
+        packed = Packing(Link(cast(Driver, Device()), POOL, chunk), POOL)
+        run = Run(0, np.arange(40), np.arange(80, 0, -2) * 1024)
+        assert isinstance(packed.fragments(run.cut(3, 9), 1024, SLOT), Some) == ready

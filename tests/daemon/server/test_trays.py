@@ -200,3 +200,29 @@ async def test_a_session_has_one_tray() -> None:
         with here, pytest.raises(Refused) as refusal:
             there.trays.open(SESSION, new_tray(), theirs.detach())
         assert refusal.value.code == Code.BAD_MESSAGE
+
+
+async def test_another_thread_sees_that_something_was_said_and_not_heard() -> None:
+    with house() as built:
+        assert built.trays.said() == 0
+        built.out.lay(b"one")
+        first = built.trays.said()
+        built.out.lay(b"two")
+        second = await asyncio.to_thread(built.trays.said)
+        assert 0 < first < second
+        await until(lambda: built.heard == [b"one", b"two"])
+        assert built.trays.said() == 0
+        built.out.lay(b"three")
+        assert built.trays.said() not in (0, first, second)
+        await settle()
+    assert built.trays.said() == 0
+
+
+async def test_a_tray_may_go_while_another_thread_looks_at_it() -> None:
+    for _ in range(20):
+        with house() as built:
+            built.out.lay(b"one")
+            looks = asyncio.to_thread(lambda: [built.trays.said() for _ in range(2000)])
+            looking = asyncio.create_task(looks)
+            await settle()
+        assert len(await looking) == 2000

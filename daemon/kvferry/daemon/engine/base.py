@@ -106,21 +106,29 @@ class CopyEngine(Protocol):
     def close(self, mapping: Mapping) -> None:
         """Let a mapping's memory go; no piece of it is in flight any more."""
 
+    def prepare(self, direction: Direction, mapping: Mapping, run: Run) -> None:
+        """A run comes, whose pieces will be submitted when it is their turn, if ever."""
+
     def full(self, direction: Direction) -> bool:
         """Whether enough is in flight for now, whatever is wanted next."""
 
     def room(self, direction: Direction, mapping: Mapping, want: Want) -> Room:
-        """How much of this to submit next; no bytes where it has to wait."""
+        """How much of this to submit next; no bytes where it has to wait until a piece is done."""
 
     def submit(self, direction: Direction, mapping: Mapping, run: Run) -> Ticket:
         """Enqueue a piece within `room`. Raises KVFerryError where the device refuses it."""
 
-    def push(self, direction: Direction, more: bool) -> None:
-        """Called after each round of submits, also an empty one, while any is in flight or waits.
+    def push(self, direction: Direction, more: bool) -> bool:
+        """Called after each round of submits, also an empty one, while any is in flight or waits,
+        and again until it returns False: there was nothing left to do. It does a little each time,
+        so that something else may come between.
 
         more: the round ended because there was no room. What was submitted gets done in any case,
         as long as this is called again whenever a piece of the direction is done.
         """
+
+    def unsent(self, direction: Direction) -> int:
+        """How many pieces, the last ones submitted, the link was not given yet."""
 
     def poll(self, ticket: Ticket) -> bool:
         """Whether a piece is done. Once True or raised, it is not asked for again."""

@@ -130,6 +130,9 @@ class ReferenceEngine:
             assert isinstance(memory, Mapped)
             memory.close()
 
+    def prepare(self, direction: Direction, mapping: Mapping, run: Run) -> None:
+        """There is nothing to do but the copying."""
+
     def full(self, direction: Direction) -> bool:
         waiting = self._queues[direction].qsize()
         return waiting >= MAX_WAITING or self._in_flight[direction] >= MAX_PIECES
@@ -149,8 +152,12 @@ class ReferenceEngine:
             self._queues[direction].put(piece)
         return piece
 
-    def push(self, direction: Direction, more: bool) -> None:
+    def push(self, direction: Direction, more: bool) -> bool:
         """Nothing to do: a piece is under way since it was submitted."""
+        return False
+
+    def unsent(self, direction: Direction) -> int:
+        return 0
 
     def poll(self, ticket: object) -> bool:
         assert isinstance(ticket, _Piece)

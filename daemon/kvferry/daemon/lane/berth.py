@@ -21,6 +21,11 @@ from kvferry.proto.specs import Direction
 
 LARGE = 150e-6
 """Seconds on the link from which on a piece is large."""
+MOST = 1.25
+"""Times as long as the least that large pieces are thought to take, at most."""
+SHARE, SOONER = 0.25, 0.99
+"""How much of it one counts that was seen to take longer; and what becomes of it with each that was
+done when it was looked at first, so that the next is looked at a little too soon before long."""
 
 
 @dataclass(slots=True, eq=False)
@@ -162,19 +167,52 @@ class Stream:
     since: float = 0.0
     """When the oldest piece in flight came first, or before: the one before it was done, or there
     was none."""
+    pace: float = 1.0
+    """How many times as long as the least large pieces take, as those of late did."""
+    _seen: float = 0.0
+    """When a piece was seen to be not done just before it was; 0: none since the first came."""
+    _takes: float = 0.0
+    """What all take that were done since."""
     paused: bool = False
     """Whether there is more to submit at once."""
+    refused: int = 0
+    """What the lane had seen change when the engine last had no room."""
 
     @property
     def large(self) -> bool:
         """Whether large pieces are under way, by the last one."""
         return bool(self.flights) and self.flights[-1].large
 
+    def left(self, unsent: int, now: float) -> float:
+        """For how many seconds the link has something to do, at least; `unsent` pieces, the last
+        ones, it does not have."""
+        takes = [flight.takes for flight in self.flights]
+        del takes[len(takes) - unsent :]
+        return max(0.0, self.since + takes[0] - now) + sum(takes[1:]) if takes else 0.0
+
+    def begin(self, now: float) -> None:
+        """The first piece comes, where there was none."""
+        self.since, self._seen, self._takes = now, 0.0, 0.0
+
     def landed(self, now: float) -> None:
-        """The oldest piece is done, as is seen now. The next came first some time before: not
-        sooner than this one could be done, nor while it was seen not to be."""
+        """The oldest piece is done, as is seen now. The next came first some time before: when
+        this one was due, but not while it was seen not to be done."""
         flight = self.flights.popleft()
-        self.since = min(now, max(flight.looked, self.since + flight.takes))
+        self._takes += flight.takes
+        due = self.since + flight.takes * self.pace * SOONER
+        if flight.large:
+            self._keep_pace(flight, now)
+        self.since = min(now, max(flight.looked, due))
+
+    def _keep_pace(self, flight: Flight, now: float) -> None:
+        """Pieces that were not done when they were looked at first tell how long they take now."""
+        if not flight.looked:
+            self.pace = max(1.0, self.pace * SOONER)
+            return
+        times = (flight.looked - self._seen) / self._takes
+        if self._seen and 1.0 < times < MOST:  # or one waited for something else
+            self.pace += SHARE * (times - self.pace)
+        self._seen, self._takes = flight.looked, 0.0
 
     def enlist(self, berth: Berth) -> None:
         """A plan waits there."""

@@ -88,14 +88,14 @@ class Inbox(Generic[T]):
         """The next order, if there is one."""
         return self._orders.popleft() if self._orders else None
 
-    def wait(self, patience: float | None) -> None:
+    def wait(self, patience: float | None, *, let_in: bool = False) -> None:
         """Sleep until there is an order, for `patience` seconds at most; it may end before.
 
-        0: do not sleep. None: for as long as it takes.
+        0: do not sleep. None: for as long as it takes. let_in: others may begin for it at once.
         """
         if not self._orders and patience != 0:
             self._sleeps = True
-            long = patience is None or patience > RESTED
+            long = let_in or patience is None or patience > RESTED
             if long:
                 self._rested_at = time.perf_counter() + (RESTED if patience is None else 0)
                 self._helm.release()

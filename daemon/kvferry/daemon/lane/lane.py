@@ -22,6 +22,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 from kvferry.daemon.core.actions import (
@@ -38,6 +39,7 @@ from kvferry.daemon.core.actions import (
 from kvferry.daemon.engine.base import CopyEngine, Want
 from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.lane.berth import Berth, Crossing, Flight, Stream, Track, oldest
+from kvferry.daemon.lane.courtesy import Courtesy
 from kvferry.daemon.lane.inbox import Inbox, Listen, Stop
 from kvferry.daemon.lane.naps import LINK, MAX_NAP_HELD, NAP_HELD, until_due
 from kvferry.daemon.lane.quay import MapOrder, Quay
@@ -45,8 +47,6 @@ from kvferry.proto.errors import Code, Failed, KVFerryError
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction
 
-ENOUGH = 2
-"""So many large pieces of stores on the device, no more are added as long as a short load is."""
 STEP, BREATH = 4, 20e-6
 """So many large pieces of stores are submitted one after the other, then the lane sleeps for so
 long: the loop has to do something for a load before the lane can know of it."""
@@ -56,7 +56,10 @@ Order: TypeAlias = MapOrder | Drop | Unmap | Start | Abandon | Listen | Stop
 
 
 class Lane:
-    """`post` orders from any thread; `report` is called with what happened, in the lane's."""
+    """`post` orders from any thread; `report` is called with what happened, in the lane's.
+
+    said: a number that is another one when more was said that may lead to an order; 0: nothing is.
+    """
 
     def __init__(
         self,
@@ -64,6 +67,7 @@ class Lane:
         pool: HostPool,
         report: Callable[[list[Report]], None],
         died: Callable[[KVFerryError], None],
+        said: Callable[[], int] = lambda: 0,
     ) -> None:
         self._engine = engine
         self._pool = pool
@@ -74,9 +78,13 @@ class Lane:
         self._berths = self._quay.berths
         self._streams = [Stream(direction) for direction in (Direction.LOAD, Direction.STORE)]
         self._stream_of = {stream.direction: stream for stream in self._streams}
-        self._stores = self._stream_of[Direction.STORE]
+        self._loads, self._stores = self._streams
+        unsent = partial(engine.unsent, Direction.STORE)
+        self._courtesy = Courtesy(self._loads, self._stores, unsent, said)
         self._reports: list[Report] = []
         self._held_nap = NAP_HELD
+        self._changes = 1
+        """Orders that came and pieces that ended: what was refused may be taken since."""
         self._begins = 0
         """The thread besides the lane's own that may use the device."""
         self._broken: Exception | None = None
@@ -143,24 +151,28 @@ class Lane:
         holds it and nothing of its direction is under way."""
         try:
             assert isinstance(order, Start)
+            self._changes += 1
             self._start(plan := order.plan)
             stream, berth = self._stream_of[plan.direction], self._berths[plan.registration]
             track = berth.tracks[plan.direction]
             if not (stream.flights or berth.holds(track.waiting[0].plan, self._pool.ready_bytes)):
                 self._submit(stream, berth, track)
                 if not track.waiting:
-                    self._engine.push(plan.direction, more=False)
+                    self._push(stream, more=False)
         except Exception as error:
             self._broken = error
 
     def _obey_orders(self) -> bool:
         """Do what the inbox says, sleeping first for as long as there is nothing else to do."""
-        self._inbox.wait(self._nap())
+        patience = self._nap()
+        self._inbox.wait(patience, let_in=self._courtesy.pause > 0)
+        self._courtesy.look()
         if self._broken is not None:
             raise self._broken
         while (order := self._inbox.take()) is not None:
             if isinstance(order, Stop):
                 return False
+            self._changes += 1
             self._obey(order)
         return True
 
@@ -169,11 +181,17 @@ class Lane:
         busy = [stream for stream in self._streams if stream.flights]
         if busy:
             self._held_nap, now = NAP_HELD, time.perf_counter()
-            return min([BREATH if stream.paused else until_due(stream, now) for stream in busy])
+            return min([self._leave_alone(stream, now) for stream in busy])
         if any(stream.waiting for stream in self._streams):
             self._held_nap = min(2 * self._held_nap, MAX_NAP_HELD)
             return self._held_nap
         return None
+
+    def _leave_alone(self, stream: Stream, now: float) -> float:
+        if stream.paused:
+            return BREATH
+        pause = self._courtesy.pause if stream is self._stores else 0.0
+        return pause or until_due(stream, now)
 
     def _obey(self, order: MapOrder | Drop | Unmap | Start | Abandon | Listen) -> None:
         match order:
@@ -207,6 +225,8 @@ class Lane:
         track = berth.tracks[plan.direction]
         track.live[plan.serial] = crossing = Crossing(plan, plan.runs)
         track.waiting.append(crossing)
+        for run in plan.runs:
+            self._engine.prepare(plan.direction, berth.mapping, run)
         self._stream_of[plan.direction].enlist(berth)
         self._held_nap = NAP_HELD
 
@@ -235,15 +255,20 @@ class Lane:
             except KVFerryError as error:
                 crossing.spoil(Outcome.FAILED, error.info)
             stream.landed(looked)
+            self._changes += 1
             crossing.in_flight -= 1
+            if stream is self._loads and crossing.over and not flight.large:
+                self._courtesy.load_ended(looked)
             self._end_if_over(flight.berth.tracks[stream.direction], crossing)
             self._leave_if_empty(crossing.plan.registration, flight.berth)
 
     def _fill(self, stream: Stream) -> None:
         """Submit pieces, one registration after the other, until the engine has enough."""
-        held, sent, more = 0, 0, False
-        waits, stream.paused = self._can_wait(stream), False
-        while held < len(stream.turn) and not waits:
+        held, sent, more = 0, 0, stream.refused == self._changes
+        tries, stream.paused = not more, False
+        while tries and held < len(stream.turn):
+            if self._waits(stream):
+                return
             if self._engine.full(stream.direction):  # or each would be told so, every time
                 more = True
                 break
@@ -266,15 +291,18 @@ class Lane:
                 if sent >= STEP and stream.large:
                     stream.paused = True
                     return
-        self._engine.push(stream.direction, more=more)
+        if more:
+            stream.refused = self._changes
+        self._push(stream, more)
 
-    def _can_wait(self, stream: Stream) -> bool:
-        """Whether these are stores that have enough to do while a load is about to end. A round of
-        theirs that has begun goes on: loads may come without end."""
-        begins = stream is self._stores and not stream.paused
-        loads = self._stream_of[Direction.LOAD].flights
-        short = bool(loads) and not loads[0].large
-        return begins and short and stream.large and len(stream.flights) >= ENOUGH
+    def _push(self, stream: Stream, more: bool) -> None:
+        while self._engine.push(stream.direction, more):
+            if self._waits(stream):
+                return
+
+    def _waits(self, stream: Stream) -> bool:
+        """Whether the next step of a stream has to wait, for another is more urgent."""
+        return stream is self._stores and self._courtesy.waits(orders=not self._inbox.empty)
 
     def _submit(self, stream: Stream, berth: Berth, track: Track) -> bool:
         """Send the next piece of the track's head on its way; False where there is no room."""
@@ -300,7 +328,7 @@ class Lane:
                         crossing.queued = time.monotonic() - accepted
                     crossing.after = stream.flights[-1].ticket if stream.flights else None
                 if not stream.flights:
-                    stream.since = time.perf_counter()
+                    stream.begin(time.perf_counter())
                 takes = geometry.nbytes((piece,)) / LINK
                 stream.flights.append(Flight(berth, crossing, ticket, takes))
         if not crossing.rest:
@@ -309,9 +337,9 @@ class Lane:
         return True
 
     def _contended(self, stream: Stream) -> bool:
-        """Whether the other direction has work too, in flight or waiting."""
+        """Whether the other direction has work, too: waiting, or large pieces in flight."""
         other = self._stream_of[stream.direction.other]
-        return bool(other.flights) or other.waiting
+        return other.large or other.waiting
 
     def _end_if_over(self, track: Track, crossing: Crossing) -> None:
         """Report a plan that is over: in its turn, but one that was given up at once."""

@@ -16,7 +16,7 @@ NAP = 20e-6
 """While the end of a plan is awaited that has been submitted whole."""
 NAP_LONG = 50e-6
 NAP_LATE = 100e-6
-MAX_NAP_LONG = 500e-6
+MAX_NAP_LONG = 2e-3
 NAP_HELD = 20e-6
 MAX_NAP_HELD = 1e-3
 """A fence is read ever less often while nothing happens: memory cannot wake a thread."""
@@ -25,7 +25,7 @@ MAX_NAP_HELD = 1e-3
 def until_due(stream: Stream, now: float) -> float:
     """How long to leave the oldest piece of a stream alone."""
     flight = stream.flights[0]
-    left = stream.since + flight.takes - now
+    left = stream.since + flight.takes * stream.pace - now
     if not flight.large:
         return 0.0 if left > -WATCH else NAP
     if flight.last and -WATCH < left < NAP:

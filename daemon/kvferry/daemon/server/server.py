@@ -155,6 +155,10 @@ class Server:
             self._bulletins.post(entry)
         self._returns.ring()
 
+    def said(self) -> int:
+        """Something else than before if more lies on trays that was not heard; 0: nothing does."""
+        return self._intake.trays.said()
+
     def pool_grew(self, nbytes: int) -> None:
         self._loop.call_soon_threadsafe(self._grew, nbytes)
 

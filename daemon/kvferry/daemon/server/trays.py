@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -41,6 +42,8 @@ class Trays:
         self._hear, self._senseless = hear, senseless
         self._loop = asyncio.get_running_loop()
         self._kept: dict[str, _Kept] = {}
+        self._looking = threading.Lock()
+        """Held by another thread while it looks at trays, and where one goes."""
 
     def open(self, session: str, page: int, bell: int) -> None:
         """Takes the descriptors over. Raises Refused (NOT_SHAREABLE, BAD_MESSAGE)."""
@@ -66,7 +69,15 @@ class Trays:
         if kept is not None:
             self._loop.remove_reader(kept.bell)
             kept.bell.close()
-            kept.tray.close()
+            with self._looking:
+                kept.tray.close()
+
+    def said(self) -> int:
+        """From any thread: 0 where all that lies on trays was heard, or else a number that is
+        another one when more does."""
+        with self._looking:
+            trays = [kept.tray for kept in tuple(self._kept.values())]
+            return sum([tray.laid for tray in trays if tray.unheard])
 
     def close_all(self) -> None:
         for session in tuple(self._kept):

@@ -6,6 +6,8 @@ engines' own cost for a fragment shows, see staged.py.
 
 from __future__ import annotations
 
+from functools import partial
+
 from kvferry.daemon.core.geometry import Run
 from kvferry.daemon.engine.base import Mapping
 from kvferry.daemon.engine.cuda.link import FEW, Link, Listed
@@ -13,6 +15,13 @@ from kvferry.daemon.engine.cuda.stretches import Stretches
 from kvferry.proto.libcuda import Driver, Event
 from kvferry.proto.specs import Direction
 
+PIECE = 32 << 20
+"""Bytes."""
+FLIGHT = {Direction.LOAD: 3 * PIECE, Direction.STORE: 8 * PIECE}
+"""Bytes on their way: enough to keep the link busy while the lane turns."""
+LARGE_PIECE, LARGE_FRAGMENTS = 4 * PIECE, 64
+"""A piece of stores has as many bytes, if they are no more fragments. A load waits for the loads in
+front of it, and not for stores, but whenever a piece of theirs is enqueued: so rather fewer."""
 STRETCH = 1024
 """Fragments that are made ready at once."""
 
@@ -32,21 +41,36 @@ class DirectCopy:
 
     def enqueue(
         self, direction: Direction, mapping: Mapping, run: Run, pool: int
-    ) -> tuple[Event, Event]:
-        """Enqueue a piece; returns the events before and behind it."""
+    ) -> tuple[Event | None, Event]:
+        """Enqueue a piece; returns the events before it, if it is a run's first, and behind it."""
         geometry, stream = mapping.geometry, self.streams[direction]
         pages = geometry.refs[run.group].pages.size
         count = run.gpu_blocks.size * pages
-        begun = self._driver.record(stream)
+        begun = None if run.at else self._driver.record(stream)
         if count <= FEW:
             self._link.enqueue(direction, geometry.rows(run, mapping.bases, pool), stream)
         else:
-            listed, first = self._stretches.find(
-                run,
-                STRETCH // pages,
-                lambda whole: self._link.listed(
-                    direction, geometry.fragments(whole, mapping.bases, pool)
-                ),
-            )
+            make = partial(self._listed, direction, mapping, pool)
+            listed, first = self._stretches.find(run, STRETCH // pages, make)
             self._link.enqueue_listed(listed, stream, first * pages, count)
         return begun, self._driver.record(stream)
+
+    def prepare(self, direction: Direction, mapping: Mapping, run: Run, pool: int) -> None:
+        """A run comes, and its pieces will."""
+        pages = mapping.geometry.refs[run.group].pages.size
+        if run.gpu_blocks.size * pages > FEW:
+            make = partial(self._listed, direction, mapping, pool)
+            self._stretches.prepare(run, STRETCH // pages, make)
+
+    def _listed(self, direction: Direction, mapping: Mapping, pool: int, run: Run) -> Listed:
+        fragments = mapping.geometry.fragments(run, mapping.bases, pool)
+        return self._link.listed(direction, fragments)
+
+
+def piece_bytes(direction: Direction, mapping: Mapping, group: int) -> int:
+    """Of a piece of a group, where others are on their way."""
+    if direction is Direction.LOAD:
+        return PIECE
+    geometry = mapping.geometry
+    fragment = geometry.group_bytes[group] // geometry.refs[group].pages.size
+    return max(PIECE, min(LARGE_PIECE, LARGE_FRAGMENTS * fragment))

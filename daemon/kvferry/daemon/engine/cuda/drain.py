@@ -6,7 +6,6 @@ load can come meanwhile. So only as much is enqueued as keeps the link busy, a p
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 
 from kvferry.daemon.engine.cuda.link import Link
@@ -15,8 +14,9 @@ from kvferry.proto.errors import KVFerryError
 from kvferry.proto.libcuda import Driver, Event
 from kvferry.proto.specs import Direction
 
-AHEAD = 96 << 20
-"""Bytes that keep the link busy until the lane comes again."""
+AHEAD = 140 << 20
+"""Bytes that keep the link busy until the lane comes again. The largest piece has fewer, so another
+is enqueued behind it."""
 
 
 class Drain:
@@ -30,34 +30,50 @@ class Drain:
         """With the end of its gather, each."""
         self._enqueued: deque[tuple[int, Event]] = deque()
         """Bytes and end of each piece."""
+        self._nbytes = 0
+        """Of these."""
 
     def add(self, piece: Piece, gathered: Event) -> None:
         self._waiting.append((piece, gathered))
 
-    def go_on(self) -> None:
-        """Enqueue as much as keeps the link busy."""
-        self._enqueue_up_to(AHEAD)
+    @property
+    def waiting(self) -> int:
+        """Pieces that were not enqueued yet."""
+        return len(self._waiting)
+
+    @property
+    def dry(self) -> bool:
+        """Whether one waits and the link has none."""
+        self._look()
+        return bool(self._waiting) and not self._enqueued
+
+    def go_on(self) -> bool:
+        """Enqueue a piece, unless the link is busy; whether there is another one to enqueue."""
+        self._look()
+        if self._waiting and self._nbytes < AHEAD:
+            self._enqueue_next()
+        return bool(self._waiting) and self._nbytes < AHEAD
 
     def finish(self) -> None:
         """Enqueue everything."""
-        self._enqueue_up_to(sys.maxsize)
+        while self._waiting:
+            self._enqueue_next()
 
-    def _enqueue_up_to(self, ahead: int) -> None:
-        """So many bytes, with those that are enqueued already. A piece that could not be has its
-        `error`, and so have those behind it."""
+    def _look(self) -> None:
         while self._enqueued and over(self._driver, self._enqueued[0][1]):
-            self._enqueued.popleft()
-        nbytes = sum([nbytes for nbytes, _ in self._enqueued])
-        while self._waiting and nbytes < ahead:
-            try:
-                end = self._enqueue(*self._waiting[0])
-            except KVFerryError as error:
-                fail(self._driver, [piece for piece, _ in self._waiting], error)
-                self._waiting.clear()
-                return
-            piece, _ = self._waiting.popleft()
-            self._enqueued.append((piece.nbytes, end))
-            nbytes += piece.nbytes
+            self._nbytes -= self._enqueued.popleft()[0]
+
+    def _enqueue_next(self) -> None:
+        """A piece that could not be has its `error`, and so have those behind it."""
+        try:
+            end = self._enqueue(*self._waiting[0])
+        except KVFerryError as error:
+            fail(self._driver, [piece for piece, _ in self._waiting], error)
+            self._waiting.clear()
+            return
+        piece, _ = self._waiting.popleft()
+        self._enqueued.append((piece.nbytes, end))
+        self._nbytes += piece.nbytes
 
     def _enqueue(self, piece: Piece, gathered: Event) -> Event:
         assert piece.stage is not None

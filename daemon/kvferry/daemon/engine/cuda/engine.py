@@ -20,11 +20,11 @@ import numpy as np
 from kvferry.daemon.core.geometry import Geometry, Int64s, Run
 from kvferry.daemon.engine.base import NO_ROOM, Mapping, Room, Shared, Want, packed_locations
 from kvferry.daemon.engine.cuda.choice import calibrate, choice_of, forced
-from kvferry.daemon.engine.cuda.direct import DirectCopy
+from kvferry.daemon.engine.cuda.direct import FLIGHT, DirectCopy, piece_bytes
 from kvferry.daemon.engine.cuda.link import Link
 from kvferry.daemon.engine.cuda.piece import PageTable, Piece
 from kvferry.daemon.engine.cuda.staged import MAX_BLOCKS, StagedCopy
-from kvferry.daemon.engine.cuda.staging import Staging
+from kvferry.daemon.engine.cuda.staging import PIECE, Staging
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.libcuda import MIN_DRIVER, Driver, driver
 from kvferry.proto.libcuda_vmm import DeviceMemory, VirtualMemory
@@ -32,9 +32,6 @@ from kvferry.proto.memory import Allocation, CudaAllocation, FdAllocation, Locat
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import CopyStatus, DeviceInfo, GroupCopying
 
-DIRECT_PIECE = 32 << 20
-DIRECT_FLIGHT = 3 * DIRECT_PIECE
-"""Bytes in flight one way, copied directly: enough to keep the link busy while the lane turns."""
 FIRST_PIECE = 8 << 20
 """Where nothing is in flight the link waits for the first piece, so that is small: it takes as long
 as it takes to enqueue the next."""
@@ -78,6 +75,7 @@ class CudaEngine:
         self._context = self._driver.retain_context(ordinal)
         self._in_flight = dict.fromkeys(Direction, 0)
         self._pieces = dict.fromkeys(Direction, 0)
+        self._staged_pieces = dict.fromkeys(Direction, 0)
         self._last: dict[Direction, Piece] = {}
 
     def attach(self, pool_address: int) -> CopyStatus:
@@ -87,7 +85,7 @@ class CudaEngine:
         link = Link(driver, pool_address, self._options.chunk_bytes)
         self._staging = Staging(driver, self._options.staging_bytes)
         self._direct = DirectCopy(driver, link)
-        self._staged = StagedCopy(driver, link)
+        self._staged = StagedCopy(driver, link, pool_address)
         status = calibrate(driver, self._staging.address, self._options.staging_bytes)
         if self._options.mode != "auto":
             status = forced(self._options.mode, status)
@@ -151,6 +149,12 @@ class CudaEngine:
     def close(self, mapping: Mapping) -> None:
         self._close(mapping.handles)
 
+    def prepare(self, direction: Direction, mapping: Mapping, run: Run) -> None:
+        if self._choice.direct(direction, mapping.geometry, run.group):
+            self._direct.prepare(direction, mapping, run, self._pool)
+        else:
+            self._staged.prepare(_table(mapping, run.group), run)
+
     def full(self, direction: Direction) -> bool:
         return self._pieces[direction] >= MAX_PIECES
 
@@ -159,32 +163,37 @@ class CudaEngine:
             return NO_ROOM
         idle = not self._pieces[direction]
         if self._choice.direct(direction, mapping.geometry, want.group):
-            if self._in_flight[direction] >= DIRECT_FLIGHT:
+            if self._in_flight[direction] >= FLIGHT[direction]:
                 return NO_ROOM
-            return Room(FIRST_PIECE if idle else DIRECT_PIECE)
+            return Room(FIRST_PIECE if idle else piece_bytes(direction, mapping, want.group))
         block_bytes = mapping.geometry.group_bytes[want.group]
         ahead = self._staged.ahead(direction)
-        nbytes = self._staging.room(direction, want, block_bytes, ahead)
+        piece = PIECE if idle else self._staged.piece_units(direction)
+        nbytes = self._staging.room(direction, want, block_bytes, ahead, piece)
         if idle and direction is Direction.LOAD:  # the first of a store has a turn of its own
             nbytes = min(nbytes, FIRST_PIECE)
         return Room(nbytes, MAX_BLOCKS)
 
     def submit(self, direction: Direction, mapping: Mapping, run: Run) -> Piece:
         idle = not self._pieces[direction]
-        if self._choice.direct(direction, mapping.geometry, run.group):
+        direct = self._choice.direct(direction, mapping.geometry, run.group)
+        if direct:
             piece = self._submit_direct(direction, mapping, run)
         else:
             piece = self._submit_staged(direction, mapping, run)
         self._last[direction] = piece
         self._in_flight[direction] += piece.nbytes
         self._pieces[direction] += 1
-        if direction is Direction.STORE and (idle or self._staged.early()):
+        if not direct and direction is Direction.STORE and (idle or self._staged.early()):
             # The link is to have something while others are made ready. They join an awaited turn
             self._staged.push(direction, more=True)
         return piece
 
-    def push(self, direction: Direction, more: bool) -> None:
-        self._staged.push(direction, more)
+    def push(self, direction: Direction, more: bool) -> bool:
+        return self._staged_pieces[direction] > 0 and self._staged.push(direction, more)
+
+    def unsent(self, direction: Direction) -> int:
+        return self._staged.unsent() if direction is Direction.STORE else 0
 
     def poll(self, ticket: object) -> bool:
         assert isinstance(ticket, Piece)
@@ -220,7 +229,8 @@ class CudaEngine:
 
     def _submit_direct(self, direction: Direction, mapping: Mapping, run: Run) -> Piece:
         nbytes = run.gpu_blocks.size * mapping.geometry.group_bytes[run.group]
-        self._staged.finish(direction)
+        if self._staged_pieces[direction]:
+            self._staged.finish(direction)
         try:
             self._keep_order(direction, [self._direct.streams[direction]], staged=False)
             begun, done = self._direct.enqueue(direction, mapping, run, self._pool)
@@ -234,11 +244,13 @@ class CudaEngine:
         slot = self._staging.take(direction, run.gpu_blocks.size * table.block_bytes)
         try:
             self._keep_order(direction, self._staged.streams(direction), staged=True)
-            return self._staged.enqueue(direction, table, slot, run, self._pool)
+            piece = self._staged.enqueue(direction, table, slot, run)
         except KVFerryError:
             self._driver.call("cuCtxSynchronize")
             self._staging.give_back(slot)
             raise
+        self._staged_pieces[direction] += 1
+        return piece
 
     def _keep_order(self, direction: Direction, streams: Sequence[int], staged: bool) -> None:
         """Where direct and staged pieces follow each other, the streams do not order them."""
@@ -252,6 +264,7 @@ class CudaEngine:
         self._in_flight[piece.direction] -= piece.nbytes
         self._pieces[piece.direction] -= 1
         if piece.stage is not None:
+            self._staged_pieces[piece.direction] -= 1
             self._staging.give_back(piece.stage.slot)
 
     def _mapping(self, geometry: Geometry, bases: Int64s, handles: Sequence[object]) -> Mapping:

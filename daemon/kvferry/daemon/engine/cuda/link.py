@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import addressof, byref, c_size_t, c_uint64, c_void_p
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -40,8 +41,12 @@ class Link:
         self._chunk = chunk_bytes
         self._batches = {quick: _batch_function(driver, quick=quick) for quick in (True, False)}
 
-    def enqueue(self, direction: Direction, fragments: Fragments | Rows, stream: int) -> None:
+    def enqueue(
+        self, direction: Direction, fragments: Fragments | Rows | Some, stream: int
+    ) -> None:
         """Raises Failed (DRIVER) where the driver refuses."""
+        if isinstance(fragments, Some):
+            return self._enqueue_some(direction, fragments, stream)
         if isinstance(fragments, Fragments):
             if fragments.size.size > FEW:
                 return self.enqueue_listed(self.listed(direction, fragments), stream)
@@ -60,7 +65,8 @@ class Link:
         gpu, host, size = zip(*rows, strict=True)
         dst, src = (host, gpu) if direction is Direction.STORE else (gpu, host)
         table = (c_uint64 * (3 * len(rows)))(*dst, *src, *size)
-        self._enqueue_batch(direction, addressof(table), _ITEM * len(rows), len(rows), stream)
+        at, row_bytes = addressof(table), _ITEM * len(rows)
+        self._enqueue_batch(direction, (at, at + row_bytes, at + 2 * row_bytes), len(rows), stream)
 
     def listed(self, direction: Direction, fragments: Fragments) -> Listed:
         """Fragments made ready, any number in a row of them to be enqueued."""
@@ -74,14 +80,29 @@ class Link:
     ) -> None:
         """Enqueue `count` fragments from `first` on, or all. Raises as `enqueue`."""
         at, entries = listed.some(first, listed.fragments if count is None else count)
-        self._enqueue_batch(listed.direction, at, listed.row_bytes, entries, stream)
+        columns = at, at + listed.row_bytes, at + 2 * listed.row_bytes
+        self._enqueue_batch(listed.direction, columns, entries, stream)
+
+    def scattered(self, hosts: Int64s, nbytes: int) -> Scattered | None:
+        """Blocks of one size in host memory made ready; None where one lies across two chunks."""
+        if ((hosts - self._pool) % self._chunk + nbytes > self._chunk).any():
+            return None
+        return Scattered(hosts, nbytes)
+
+    def _enqueue_some(self, direction: Direction, some: Some, stream: int) -> None:
+        hosts, sizes = some.of.addresses(some.first)
+        nbytes, count = some.of.nbytes, some.count
+        packed = (c_uint64 * count)(*range(some.gpu, some.gpu + count * nbytes, nbytes))
+        gpu, store = addressof(packed), direction is Direction.STORE
+        columns = (hosts, gpu, sizes) if store else (gpu, hosts, sizes)
+        self._enqueue_batch(direction, columns, count, stream)
 
     def _enqueue_batch(
-        self, direction: Direction, at: int, row_bytes: int, count: int, stream: int
+        self, direction: Direction, columns: tuple[int, int, int], count: int, stream: int
     ) -> None:
-        """at: where the destinations lie, and the sources and the sizes a row behind each."""
+        """columns: where the destinations lie, the sources, and the sizes."""
         batch = self._batches[direction is Direction.LOAD and count <= QUICK]
-        result = batch(at, at + row_bytes, at + 2 * row_bytes, count, stream)
+        result = batch(*columns, count, stream)
         if result:
             raise self._driver.error("cuMemcpyBatchAsync", result)
 
@@ -135,6 +156,31 @@ class Listed:
         if self._begins is not None:
             first, end = int(self._begins[first]), int(self._begins[end])
         return self._address + first * _ITEM, end - first
+
+
+class Scattered:
+    """Blocks of `nbytes`, each in a place of its own in host memory, as the driver reads them."""
+
+    def __init__(self, hosts: Int64s, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._table = np.empty((2, hosts.size), dtype=np.int64)
+        self._table[0], self._table[1] = hosts, nbytes
+        self._address: int = self._table.__array_interface__["data"][0]
+
+    def addresses(self, first: int) -> tuple[int, int]:
+        """Where the places lie from block `first` on, and where the sizes do."""
+        at = self._address + first * _ITEM
+        return at, at + self._table.strides[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Some:
+    """Some of them, which lie one behind the other on the GPU."""
+
+    of: Scattered
+    first: int
+    count: int
+    gpu: int
 
 
 def _batch_function(driver: Driver, *, quick: bool) -> Callable[[int, int, int, int, int], int]:

@@ -7,10 +7,12 @@ host blocks that are neighbours. Each such row is one fragment on the link.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from functools import partial
 
 import numpy as np
 
-from kvferry.daemon.core.geometry import Fragments, Rows, Run
+from kvferry.daemon.core.geometry import Fragments, Int64s, Rows, Run
+from kvferry.daemon.engine.cuda.link import Link, Scattered, Some
 from kvferry.daemon.engine.cuda.stretches import Stretches
 
 FEW = 32
@@ -20,52 +22,73 @@ STRETCH = 4096
 
 
 class Packing:
-    """Finds how the pieces of runs lie."""
+    """Finds how the pieces of runs lie in their slots, and in the pool, which begins at `pool`."""
 
-    def __init__(self) -> None:
+    def __init__(self, link: Link, pool: int) -> None:
+        self._link = link
+        self._pool = pool
         self._stretches = Stretches[_Joints]()
 
-    def fragments(self, run: Run, block_bytes: int, slot: int, pool: int) -> Fragments | Rows:
-        """A piece between slot and pool: as few fragments as the host blocks' places allow."""
-        if run.host_offsets.size <= FEW:
-            return _rows(run.host_offsets.tolist(), block_bytes, slot, pool)
-        joints, first = self._stretches.find(run, STRETCH, lambda some: _Joints(some, block_bytes))
-        return joints.fragments(first, run.gpu_blocks.size, slot, pool)
+    def fragments(self, run: Run, block_bytes: int, slot: int) -> Fragments | Rows | Some:
+        """A piece: as few fragments as the host blocks' places allow."""
+        if _few(run.of or run):
+            return _rows(run.host_offsets.tolist(), block_bytes, slot, self._pool)
+        make = partial(self._joints, block_bytes)
+        joints, first = self._stretches.find(run, STRETCH, make)
+        return joints.fragments(first, run.gpu_blocks.size, slot)
+
+    def prepare(self, run: Run, block_bytes: int) -> None:
+        """A run comes, and its pieces will."""
+        if not _few(run):
+            self._stretches.prepare(run, STRETCH, partial(self._joints, block_bytes))
+
+    def _joints(self, block_bytes: int, run: Run) -> _Joints:
+        return _Joints(self._link, run.host_offsets + self._pool, block_bytes)
 
 
 class _Joints:
     """The blocks of a stretch that do not lie behind the one before them in host memory."""
 
-    def __init__(self, run: Run, block_bytes: int) -> None:
-        breaks = np.flatnonzero(np.diff(run.host_offsets) != block_bytes) + 1
+    def __init__(self, link: Link, hosts: Int64s, block_bytes: int) -> None:
+        breaks = np.flatnonzero(np.diff(hosts) != block_bytes) + 1
         self._block_bytes = block_bytes
-        self._at = np.concatenate(([0], breaks, [run.host_offsets.size]))
-        """Their numbers; the first is one of them, and behind the last comes the stretch's end."""
-        self._offsets = run.host_offsets[self._at[:-1]]
-        """Bytes from the start of the pool."""
-        self._numbers: list[int] = self._at.tolist()
-        self._places: list[int] = self._offsets.tolist()
+        self._scattered: Scattered | None = None
+        if breaks.size == hosts.size - 1:
+            self._scattered = link.scattered(hosts, block_bytes)
+        if self._scattered is None:
+            self._at = np.concatenate(([0], breaks, [hosts.size]))
+            """Their numbers; the first is one of them, and behind the last the stretch's end."""
+            self._hosts = hosts[self._at[:-1]]
+            """Addresses."""
+            self._numbers: list[int] = self._at.tolist()
+            self._places: list[int] = self._hosts.tolist()
 
-    def fragments(self, first: int, count: int, slot: int, pool: int) -> Fragments | Rows:
+    def fragments(self, first: int, count: int, slot: int) -> Fragments | Rows | Some:
         """Of `count` blocks from number `first` on."""
+        if self._scattered is not None:
+            return Some(self._scattered, first, count, slot)
         end = first + count
         begin, behind = bisect_right(self._numbers, first) - 1, bisect_left(self._numbers, end)
         if behind - begin > FEW:
-            return self._arrays(first, end, slice(begin, behind), slot, pool)
+            return self._arrays(first, end, slice(begin, behind), slot)
         nbytes, rows = self._block_bytes, list[tuple[int, int, int]]()
         for joint in range(begin, behind):
             number = self._numbers[joint]
             start, stop = max(first, number), min(end, self._numbers[joint + 1])
-            host = self._places[joint] + (start - number) * nbytes + pool
+            host = self._places[joint] + (start - number) * nbytes
             rows.append((slot + (start - first) * nbytes, host, (stop - start) * nbytes))
         return rows
 
-    def _arrays(self, first: int, end: int, these: slice, slot: int, pool: int) -> Fragments:
+    def _arrays(self, first: int, end: int, these: slice, slot: int) -> Fragments:
         numbers, nbytes = self._at[these], self._block_bytes
         starts = np.maximum(numbers, first)
         stops = np.minimum(self._at[these.start + 1 : these.stop + 1], end)
-        hosts = self._offsets[these] + (starts - numbers) * nbytes + pool
+        hosts = self._hosts[these] + (starts - numbers) * nbytes
         return Fragments((starts - first) * nbytes + slot, hosts, (stops - starts) * nbytes)
+
+
+def _few(run: Run) -> bool:
+    return run.host_offsets.size <= FEW
 
 
 def _rows(offsets: list[int], block_bytes: int, slot: int, pool: int) -> Rows:

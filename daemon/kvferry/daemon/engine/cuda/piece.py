@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvferry.daemon.core.geometry import Fragments, Int64s, Rows
+from kvferry.daemon.engine.cuda.link import Some
 from kvferry.daemon.engine.cuda.staging import Slot
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.libcuda import Driver, Event
@@ -32,7 +33,7 @@ class Stage:
     slot: Slot
     table: PageTable
     blocks: Int64s
-    packed: Fragments | Rows
+    packed: Fragments | Rows | Some
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +42,7 @@ class Piece:
     nbytes: int
     stage: Stage | None = None
     begun: Event | None = None
+    """Some have none that a job never begins with."""
     moved: Event | None = None
     """It is off the link."""
     done: Event | None = None

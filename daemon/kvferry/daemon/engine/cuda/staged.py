@@ -28,7 +28,7 @@ from kvferry.daemon.engine.cuda.drain import Drain
 from kvferry.daemon.engine.cuda.link import Link
 from kvferry.daemon.engine.cuda.packing import Packing
 from kvferry.daemon.engine.cuda.piece import PageTable, Piece, Stage, fail, over
-from kvferry.daemon.engine.cuda.staging import Slot
+from kvferry.daemon.engine.cuda.staging import LARGE_PIECE, PIECE, Slot
 from kvferry.daemon.engine.cuda.turns import Turns
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.libcuda import Driver, Parameters
@@ -45,8 +45,8 @@ IDS = (128, 1000, 8000)
 """How many block ids the variants of a kernel take."""
 MAX_BLOCKS = IDS[-1]
 VECTORS = (16, 4, 1)
-EARLY = 3
-"""Pieces of stores that are a turn of their own where turns come at once."""
+EARLY = 3 * PIECE
+"""Units of stores that are a turn of their own where turns come at once."""
 _PIECE = struct.Struct("QQQIII4x")
 """struct Piece of kernels.cu."""
 
@@ -97,11 +97,11 @@ class Kernels:
 class StagedCopy:
     """Enqueues pieces through staging slots; one dma and one kernel stream a direction."""
 
-    def __init__(self, driver: Driver, link: Link) -> None:
+    def __init__(self, driver: Driver, link: Link, pool: int) -> None:
         self._driver = driver
         self._link = link
         self._kernels = Kernels(driver)
-        self._packing = Packing()
+        self._packing = Packing(link, pool)
         self._dma, self._kernel = (
             {d: driver.create_stream(urgent=d is Direction.LOAD) for d in Direction}
             for _ in range(2)
@@ -131,40 +131,56 @@ class StagedCopy:
         """Units of the buffer in pieces whose turn has not come."""
         return self._turns[direction].ahead
 
-    def early(self) -> bool:
-        """Whether some stores had better be gathered while others are made ready."""
-        turns = self._turns[Direction.STORE]
-        return turns.at_once and turns.waiting >= EARLY
+    def piece_units(self, direction: Direction) -> int:
+        """Units of the largest piece now."""
+        large = direction is Direction.STORE and self._turns[direction].at_once
+        return LARGE_PIECE if large else PIECE
 
-    def enqueue(
-        self, direction: Direction, table: PageTable, slot: Slot, run: Run, pool: int
-    ) -> Piece:
-        packed = self._packing.fragments(run, table.block_bytes, slot.address, pool)
+    def early(self) -> bool:
+        """Whether stores had better be pushed while others are made ready."""
+        turns = self._turns[Direction.STORE]
+        return self._drain.dry or (turns.at_once and turns.waiting_units >= EARLY)
+
+    def unsent(self) -> int:
+        """Pieces of stores whose DMA was not enqueued yet."""
+        return self._turns[Direction.STORE].waiting + self._drain.waiting
+
+    def prepare(self, table: PageTable, run: Run) -> None:
+        """A run comes, and its pieces will."""
+        self._packing.prepare(run, table.block_bytes)
+
+    def enqueue(self, direction: Direction, table: PageTable, slot: Slot, run: Run) -> Piece:
+        packed = self._packing.fragments(run, table.block_bytes, slot.address)
         stage = Stage(slot, table, run.gpu_blocks, packed)
         piece = Piece(direction, run.gpu_blocks.size * table.block_bytes, stage)
         if direction is Direction.LOAD:
             dma = self._dma[direction]
-            piece.begun = self._driver.record(dma)
+            piece.begun = None if run.at else self._driver.record(dma)
             self._link.enqueue(direction, packed, dma)
             piece.moved = self._driver.record(dma)
         self._turns[direction].add(piece)
         return piece
 
-    def push(self, direction: Direction, more: bool) -> None:
-        """Launch and enqueue what is due; a piece that could not be has its `error`."""
-        turns = self._turns[direction]
+    def push(self, direction: Direction, more: bool) -> bool:
+        """Launch what is due, or enqueue a piece; whether there may be more to do. A piece that
+        could not be has its `error`."""
+        turns, store = self._turns[direction], direction is Direction.STORE
         turns.watch()
+        if store and self._drain.dry:
+            self._drain.go_on()
+            return True
         if pieces := turns.due(more):
             try:
                 self._launch(direction, pieces)
             except KVFerryError as error:
                 fail(self._driver, pieces, error)
-        if direction is Direction.STORE:
-            self._drain.go_on()
+            return store
+        return store and self._drain.go_on()
 
     def finish(self, direction: Direction) -> None:
         """As `push`, of everything that there is: what comes now is not staged."""
-        self.push(direction, more=False)
+        while self.push(direction, more=False):
+            pass
         if direction is Direction.STORE:
             self._drain.finish()
 

@@ -23,6 +23,9 @@ UNITS = 64
 PIECE = 8
 """Units of the largest piece: a piece that is done makes room for another before the link has
 emptied the next one."""
+LARGE_PIECE = 31
+"""Units of a store's where turns of the GPU come at once: small ones would gain nothing there, and
+each costs the lane as much. While one is on the link the next is gathered."""
 LEAST = 2
 """A piece that could be larger takes no fewer units."""
 FOR_LOADS = 2
@@ -59,15 +62,17 @@ class Staging:
         want: Want,
         block_bytes: int,
         ahead: int,
+        piece: int = PIECE,
     ) -> int:
         """Bytes for the next piece of a direction, of one block at least; 0 for none now.
 
-        ahead: units of the direction whose turn has not come; they are not on the link yet.
+        ahead: units of the direction whose turn has not come; they are not on the link yet. piece:
+        units of it, at most.
         """
         mine, used = self._share(direction, want.contended), self._used[direction].bit_count()
-        if direction is Direction.STORE and used - ahead > _low(mine):
+        if direction is Direction.STORE and used - ahead > max(_low(mine), piece):
             return 0
-        most = min(PIECE, self._units(want.nbytes))
+        most = min(piece, self._units(want.nbytes))
         least = max(min(most, LEAST), self._units(block_bytes))
         return self._gap(direction, min(most, mine - used), least) * self.unit_bytes
 

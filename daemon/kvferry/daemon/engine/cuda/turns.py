@@ -15,9 +15,9 @@ Pieces are small, and many of them share a turn, also those of several jobs and 
 ready while a turn is awaited joins it: its kernel is launched behind those that wait already. So
 nothing is held back but loads, and only while more of them come and a turn is under way.
 
-Where no other process has the GPU a turn comes at once and costs nobody anything. Then stores go a
-few pieces at a time (staged.py), so that the link has always something to do. A turn that is seen
-to take long ends that for a while.
+Where no other process has the GPU a turn comes at once and costs nobody anything. Then what counts
+is the lane's time: stores go in few large pieces, each gathered while the one before it is on the
+link. A turn that is seen to take long ends that for a while.
 """
 
 from __future__ import annotations
@@ -65,6 +65,10 @@ class Turns:
         return len(self._waiting)
 
     @property
+    def waiting_units(self) -> int:
+        return sum([piece.units for piece in self._waiting])
+
+    @property
     def awaited(self) -> bool:
         """A turn was asked for, and has not come."""
         return self._begun is not None and not self._reached(self._begun)
@@ -82,7 +86,7 @@ class Turns:
     @property
     def ahead(self) -> int:
         """Units of pieces whose turn has not come."""
-        return sum([piece.units for piece in self._waiting]) + self.awaited * self._asked
+        return self.waiting_units + self.awaited * self._asked
 
     def due(self, more: bool) -> list[Piece]:
         """The pieces to launch now; `more`: others wait for the room that these have."""
@@ -107,7 +111,7 @@ class Turns:
 
     def _all_but_the_lag(self) -> int:
         """Of the units that wait: how many pieces have as much."""
-        left = (LAG - 1) * sum([piece.units for piece in self._waiting])
+        left = (LAG - 1) * self.waiting_units
         for count, piece in enumerate(self._waiting, 1):
             left -= LAG * piece.units
             if left <= 0:

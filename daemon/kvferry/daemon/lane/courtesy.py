@@ -1,0 +1,80 @@
+"""When stores leave the lane to loads: somebody waits for a load, and for a store nobody does.
+
+What the lane does for stores it does in steps of some ten microseconds: it submits a piece, or has
+the engine do a part of its work. Each keeps the loop, which has to hear what is said, from the GIL,
+and the lane from seeing that a load is done. So before each step it is asked for here whether it
+has to wait, as long as the link has enough of stores to do:
+
+    a short load is on the link     it is in nobody's way for as long as that takes, so one step may
+                                    go; then the lane looks whether the load is done
+    something was said              a moment ago: it may be a load. The lane sleeps, and who hears
+                                    of it may begin it
+    a short load has ended          a moment ago: who waited for it may want another one, and the
+                                    loop has to take its end in
+    the lane has orders             those come first
+
+Where the link has not enough to do a step goes in any case, but then the others have their turn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from kvferry.daemon.lane.berth import Flight, Stream
+
+ENOUGH = 2e-4
+"""Seconds that the link is busy with stores: then they can wait."""
+MOMENT = 3e-4
+"""Seconds in which a client that has heard of an end says what is next, and is heard."""
+BREATH = 20e-6
+"""Seconds that the lane sleeps between two steps where others want to go on."""
+
+
+class Courtesy:
+    """Of the lane, which alone asks.
+
+    unsent: how many pieces of stores, the last ones, the link was not given yet. said: a number
+    that is another one when more was said; 0: nothing that was not heard.
+    """
+
+    def __init__(
+        self, loads: Stream, stores: Stream, unsent: Callable[[], int], said: Callable[[], int]
+    ) -> None:
+        self._loads, self._stores = loads, stores
+        self._unsent, self._said = unsent, said
+        self._last_said = 0
+        self._until = 0.0
+        """When the moment is over."""
+        self._beside: Flight | None = None
+        """The load beside which a step went while it was on the link."""
+        self._stepped = False
+        """Whether a step was done since the lane looked at everything last."""
+        self.pause = 0.0
+        """Seconds that stores leave the lane to others, from now on."""
+
+    def look(self) -> None:
+        """The lane looks at everything: what is done, and what there is to do."""
+        self._stepped, self.pause = False, 0.0
+
+    def load_ended(self, now: float) -> None:
+        """A short one."""
+        self._until = now + MOMENT
+
+    def waits(self, *, orders: bool) -> bool:
+        """Whether the next step of stores has to wait. If not, it is done now."""
+        now = time.perf_counter()
+        said = self._said()
+        if said not in (0, self._last_said):
+            self._last_said, self._until = said, now + MOMENT
+        load = self._loads.flights[0] if self._loads.flights else None
+        short = load is not None and not load.large
+        if not (short or orders or now < self._until):
+            return False
+        beside = short and load is not self._beside and not orders
+        goes = not self._stepped and (beside or self._stores.left(self._unsent(), now) < ENOUGH)
+        if goes:
+            self._stepped, self._beside = True, load
+        elif not (short or orders):
+            self.pause = BREATH if self._stepped else self._until - now
+        return not goes
