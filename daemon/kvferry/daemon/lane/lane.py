@@ -39,7 +39,7 @@ from kvferry.daemon.core.actions import (
 from kvferry.daemon.engine.base import CopyEngine, Want
 from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.lane.berth import Berth, Crossing, Flight, Stream, Track, oldest
-from kvferry.daemon.lane.courtesy import Courtesy
+from kvferry.daemon.lane.courtesy import BREATH, Courtesy
 from kvferry.daemon.lane.inbox import Inbox, Listen, Stop
 from kvferry.daemon.lane.naps import LINK, MAX_NAP_HELD, NAP_HELD, until_due
 from kvferry.daemon.lane.quay import MapOrder, Quay
@@ -47,9 +47,9 @@ from kvferry.proto.errors import Code, Failed, KVFerryError
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction
 
-STEP, BREATH = 4, 20e-6
-"""So many large pieces of stores are submitted one after the other, then the lane sleeps for so
-long: the loop has to do something for a load before the lane can know of it."""
+STEP = 4
+"""So many large pieces of stores are submitted one after the other, then the lane sleeps for a
+BREATH: of what comes by the socket it cannot know before the loop has done something for it."""
 _PR_SET_TIMERSLACK = 29
 
 Order: TypeAlias = MapOrder | Drop | Unmap | Start | Abandon | Listen | Stop
