@@ -133,6 +133,7 @@ class Auditor:
                 ours.close()
                 raise
         ours.setblocking(False)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_BYTES)
         self._socket = ours
         self._loop.add_reader(ours.fileno(), self._hear)
 
