@@ -108,3 +108,23 @@ def test_what_was_made_ready_serves_the_pieces_to_come(
         copy.enqueue(Direction.LOAD, mapping, piece, POOL)
     assert notes.copies == mapping.geometry.rows(run, mapping.bases, POOL)
     assert notes.made == made + (prepared and stretch == 1)  # which no piece fits in
+
+
+def test_what_was_made_ready_for_runs_that_were_given_up_keeps_no_room() -> None:
+    mapping, notes = mapped(1), Notes()
+    copy = notes.copy()
+
+    def run() -> Run:
+        return Run(0, np.arange(BLOCKS), np.arange(BLOCKS) * PAGE)
+
+    waiting = [run() for _ in range(KEPT)]
+    for each in waiting:
+        copy.prepare(Direction.STORE, mapping, each, POOL)
+    late = run()
+    copy.prepare(Direction.STORE, mapping, late, POOL)
+    assert notes.made == KEPT  # as many wait as are kept
+    del waiting[3:]
+    copy.prepare(Direction.STORE, mapping, late, POOL)
+    copy.enqueue(Direction.STORE, mapping, waiting[0], POOL)
+    copy.enqueue(Direction.STORE, mapping, late, POOL)
+    assert notes.made == KEPT + 1

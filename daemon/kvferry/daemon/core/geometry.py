@@ -48,7 +48,7 @@ _INT64, _UINT64 = np.dtype(np.int64), np.dtype(np.uint64)
 _NONE = np.empty(0, dtype=np.int64)
 
 
-class Run(msgspec.Struct, frozen=True):
+class Run(msgspec.Struct, frozen=True, weakref=True):
     """Some GPU blocks of one group, and where each one's pages lie in the host pool."""
 
     group: int

@@ -157,9 +157,7 @@ class Auditor:
                 request = waiting[0].request
                 try:
                     self._socket.send(msgspec.msgpack.encode(request))
-                except (
-                    OSError
-                ):  # there is no room until it answers; or it is gone, and `_hear` hears
+                except OSError:  # no room until it answers; or it is gone, and `_hear` is told
                     break
                 asked[request.number] = waiting.popleft()
         if self._watch is None and any(self._asked.values()):

@@ -15,8 +15,8 @@ from kvferry.proto.libcuda import Driver, Event
 from kvferry.proto.specs import Direction
 
 AHEAD = 140 << 20
-"""Bytes that keep the link busy until the lane comes again. The largest piece has fewer, so another
-is enqueued behind it."""
+"""Bytes that keep the link busy until the lane comes again; of whatever size, a piece has another
+one behind it."""
 
 
 class Drain:
@@ -50,9 +50,13 @@ class Drain:
     def go_on(self) -> bool:
         """Enqueue a piece, unless the link is busy; whether there is another one to enqueue."""
         self._look()
-        if self._waiting and self._nbytes < AHEAD:
+        if self._due:
             self._enqueue_next()
-        return bool(self._waiting) and self._nbytes < AHEAD
+        return self._due
+
+    @property
+    def _due(self) -> bool:
+        return bool(self._waiting) and (self._nbytes < AHEAD or len(self._enqueued) < 2)
 
     def finish(self) -> None:
         """Enqueue everything."""

@@ -3,8 +3,8 @@
 A piece is a few dozen blocks, and to find out where they lie takes numpy hardly less long than for
 a thousand. While the lane does it no load comes, and a turn of the GPU that is due is asked for
 late. So it is done for a stretch of the run when the first piece of it comes; and of the first
-stretch when the run comes: who plans has numpy in its core's caches, which takes a tenth of the
-time that it takes a lane which has slept (20 us and 200).
+stretch when the run comes: who plans has numpy in its core's caches, and takes much less time than
+a lane which has slept.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+from weakref import ReferenceType, ref
 
 from kvferry.daemon.core.geometry import Run
 
@@ -26,7 +27,8 @@ KEPT = 32
 class _Stretch(Generic[T]):
     """Blocks `begin` to `end` of a run."""
 
-    run: Run
+    run: ReferenceType[Run]
+    """Nobody else may hold it any more: it was given up."""
     begin: int
     end: int
     made: T
@@ -43,18 +45,21 @@ class Stretches(Generic[T]):
         and has as many `blocks`, or as there are; and where in it the piece begins."""
         run, begin, end = piece.of or piece, piece.at, piece.at + piece.gpu_blocks.size
         for stretch in self._kept:
-            if stretch.run is run and stretch.begin <= begin and end <= stretch.end:
+            if stretch.run() is run and stretch.begin <= begin and end <= stretch.end:
                 if end == stretch.end:
                     self._kept.remove(stretch)
                 return stretch.made, begin - stretch.begin
         last = max(end, min(begin + blocks, run.gpu_blocks.size))
         made = make(run.cut(begin, last))
         if last > end:
-            self._kept.append(_Stretch(run, begin, last, made))
+            self._kept.append(_Stretch(ref(run), begin, last, made))
         return made, 0
 
     def prepare(self, run: Run, blocks: int, make: Callable[[Run], T]) -> None:
         """Make the first stretch of a run, unless as many wait as are kept."""
-        if len(self._kept) < KEPT:
-            last = max(1, min(blocks, run.gpu_blocks.size))
-            self._kept.append(_Stretch(run, 0, last, make(run.cut(0, last))))
+        if len(self._kept) == KEPT:
+            alive = [stretch for stretch in self._kept if stretch.run() is not None]
+            self._kept = deque(alive, KEPT)
+        if blocks and len(self._kept) < KEPT:
+            last = min(blocks, run.gpu_blocks.size)
+            self._kept.append(_Stretch(ref(run), 0, last, make(run.cut(0, last))))
