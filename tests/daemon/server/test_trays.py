@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvferry.client.outtray import OutTray
 from kvferry.daemon.server.trays import AT_ONCE, Trays
 from kvferry.proto.errors import Code, KVFerryError, Refused
-from kvferry.proto.tray import SLOTS, new_tray
+from kvferry.proto.tray import SLOTS, Tray, new_tray
 
 SESSION = "a session"
 
@@ -218,11 +218,23 @@ async def test_another_thread_sees_that_something_was_said_and_not_heard() -> No
     assert built.trays.said() == 0
 
 
-async def test_a_tray_may_go_while_another_thread_looks_at_it() -> None:
-    for _ in range(20):
-        with house() as built:
-            built.out.lay(b"one")
-            looks = asyncio.to_thread(lambda: [built.trays.said() for _ in range(2000)])
-            looking = asyncio.create_task(looks)
-            await settle()
-        assert len(await looking) == 2000
+async def test_a_tray_does_not_go_while_another_thread_looks_at_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks, goes, close = list[bool](), list[bool](), Tray.close
+
+    def note(tray: Tray) -> bool:
+        looks.append(built.trays._looking.locked())
+        return True
+
+    def note_close(tray: Tray) -> None:
+        goes.append(built.trays._looking.locked())
+        close(tray)
+
+    with house() as built:
+        monkeypatch.setattr(Tray, "unheard", property(note))
+        assert await asyncio.to_thread(built.trays.said) == 0  # nothing was ever laid there
+        monkeypatch.setattr(Tray, "close", note_close)
+        built.trays.close(SESSION)
+    assert looks == [True]
+    assert goes[0]
