@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvferry.daemon.core.geometry import Fragments, Rows
 from kvferry.daemon.engine.cuda import link
-from kvferry.daemon.engine.cuda.link import FEW, Link, Some
+from kvferry.daemon.engine.cuda.link import FEW, Link, Ruler, Some
 from kvferry.proto.libcuda import Driver
 from kvferry.proto.specs import Direction
 
@@ -118,9 +118,27 @@ def test_scattered_blocks_need_only_be_told_where_they_are_on_the_gpu(direction:
     whole = Link(cast(Driver, copies), POOL, CHUNK)
     scattered = whole.scattered(np.array([500, 0, 300, 700]) + POOL, 50)
     assert scattered is not None
-    whole.enqueue(direction, Some(scattered, 1, 2, GPU), STREAM)
+    whole.enqueue(direction, Some(scattered, 1, 2, GPU, Ruler(GPU, 100)), STREAM)
     pairs = [(GPU, POOL), (GPU + 50, POOL + 300)]
     if direction is Direction.STORE:
         pairs = [(host, gpu) for gpu, host in pairs]
     assert copies.batched == [(to, origin, 50) for to, origin in pairs]
     assert whole.scattered(np.array([500, 60]) + POOL, 50) is None  # lies in two chunks
+
+
+@given(
+    st.integers(0, 500),
+    st.lists(st.tuples(st.integers(0, 499), st.integers(1, 60)), min_size=1, max_size=20),
+    st.integers(1, 3),
+)
+def test_what_stands_on_a_ruler_is_at_equal_distances(
+    begin: int, asked: list[tuple[int, int]], kept: int
+) -> None:
+    """Also what was asked before, and had to make room since."""
+    ruler, nbytes = Ruler(begin, 500), 500
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(link, "KEPT", kept)
+        for at, apart in asked * 2:
+            wanted = [*range(begin + at, begin + nbytes, apart)]
+            stands = ruler.mark(begin + at, apart)
+            assert [*(ctypes.c_int64 * len(wanted)).from_address(stands)] == wanted

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from kvferry.daemon.core.geometry import Fragments, Rows, Run
 from kvferry.daemon.engine.cuda import packing
-from kvferry.daemon.engine.cuda.link import Link, Some
+from kvferry.daemon.engine.cuda.link import Link, Ruler, Some
 from kvferry.daemon.engine.cuda.packing import Packing
 from kvferry.proto.libcuda import Driver
 
 SLOT, POOL = 1 << 32, 10_000
+RULER = Ruler(SLOT - 1000, 1 << 20)
 BLOCKS = 60
 
 
@@ -52,12 +53,10 @@ def rows_of(packed: Fragments | Rows | Some) -> Rows:
         return packed.rows()
     if not isinstance(packed, Some):
         return packed
-    hosts, sizes = (
-        [*(ctypes.c_int64 * packed.count).from_address(at)]
-        for at in packed.of.addresses(packed.first)
-    )
-    gpu = [packed.gpu + number * packed.of.nbytes for number in range(packed.count)]
-    return [*zip(gpu, hosts, sizes, strict=True)]
+    gpu = packed.ruler.mark(packed.gpu, packed.of.nbytes)
+    columns = gpu, *packed.of.addresses(packed.first)
+    listed = ([*(ctypes.c_int64 * packed.count).from_address(at)] for at in columns)
+    return [*zip(*listed, strict=True)]
 
 
 @given(
@@ -78,7 +77,7 @@ def test_a_piece_has_as_few_fragments_as_its_places_allow(
     chunk: int,
     prepared: bool,
 ) -> None:
-    packed = Packing(Link(cast(Driver, Device()), POOL, chunk), POOL)
+    packed = Packing(Link(cast(Driver, Device()), POOL, chunk), POOL, RULER)
     run = Run(0, np.arange(len(places)), np.array(places) * nbytes)
     ends = [*sorted(cut for cut in cuts if cut < len(places)), len(places)]
     with pytest.MonkeyPatch.context() as patch:
@@ -100,6 +99,6 @@ def test_a_piece_has_as_few_fragments_as_its_places_allow(
 def test_blocks_in_places_of_their_own_are_ready_but_for_the_slot() -> None:
     """And those that lie across two chunks are not."""
     for chunk, ready in ((1 << 20, True), (3000, False)):
-        packed = Packing(Link(cast(Driver, Device()), POOL, chunk), POOL)
+        packed = Packing(Link(cast(Driver, Device()), POOL, chunk), POOL, RULER)
         run = Run(0, np.arange(40), np.arange(80, 0, -2) * 1024)
         assert isinstance(packed.fragments(run.cut(3, 9), 1024, SLOT), Some) == ready

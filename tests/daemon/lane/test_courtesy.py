@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.daemon.lane import courtesy
 from kvferry.daemon.lane.berth import LARGE, Flight, Stream
-from kvferry.daemon.lane.courtesy import BREATH, ENOUGH, MOMENT, Courtesy
+from kvferry.daemon.lane.courtesy import BREATH, ENOUGH, LONG, MOMENT, Courtesy
 from kvferry.proto.specs import Direction
 
 NOW = 1000.0
@@ -33,9 +33,22 @@ class Lane:
         self.stores.begin(NOW)
         self.stores.flights.append(flight(2 * ENOUGH))
 
+    def load(self, takes: float = LARGE / 2) -> Flight:
+        """One comes on the link, where the one before it has ended."""
+        self.loads.begin(self.now)
+        self.loads.flights = deque([flight(takes)])
+        return self.loads.flights[0]
+
+    def load_ends(self, load: Flight) -> None:
+        self.loads.flights.clear()
+        self.courtesy.load_ended(load, self.now)
+
     def goes(self, *, orders: bool = False) -> bool:
-        """Whether the next step goes, in this round of the lane."""
-        return not self.courtesy.waits(orders=orders)
+        """Whether the next step goes, in this round of the lane; if so, it does."""
+        waits = self.courtesy.waits(orders=orders)
+        if not waits:
+            self.courtesy.stepped()
+        return not waits
 
     def goes_in_new_round(self, *, orders: bool = False) -> bool:
         self.courtesy.look()
@@ -52,20 +65,28 @@ def lane(monkeypatch: pytest.MonkeyPatch) -> Lane:
 
 def test_with_nobody_else_about_every_step_goes(lane: Lane) -> None:
     assert [lane.goes() for _ in range(5)] == [True] * 5
-    lane.loads.flights.append(flight(2 * LARGE))  # a large one takes long anyway
+    lane.load(2 * LARGE)  # a large one takes long anyway
     assert [lane.goes() for _ in range(5)] == [True] * 5
 
 
 def test_beside_a_short_load_goes_one_step(lane: Lane) -> None:
-    lane.loads.flights = deque([flight(LARGE / 2)])
+    lane.load()
     assert [lane.goes(), lane.goes(), lane.goes_in_new_round()] == [True, False, False]
     assert lane.courtesy.pause == 0  # the lane looks when the load is done
-    lane.loads.flights = deque([flight(LARGE / 2)])
+    lane.load()
     assert [lane.goes_in_new_round(), lane.goes()] == [True, False]
 
 
+def test_none_goes_beside_a_load_that_is_due(lane: Lane) -> None:
+    lane.load(LARGE / 2)
+    lane.now += 0.51 * LARGE
+    assert not lane.goes()
+    lane.now -= 0.02 * LARGE
+    assert lane.goes()
+
+
 def test_when_the_link_runs_out_of_work_one_goes_each_time_round(lane: Lane) -> None:
-    lane.loads.flights = deque([flight(LARGE / 2)])
+    lane.load()
     assert lane.goes()
     lane.short_of_work()
     for _ in range(3):
@@ -80,12 +101,19 @@ def test_what_the_link_was_not_given_is_no_work_for_it(lane: Lane) -> None:
     assert lane.goes_in_new_round(orders=True)
 
 
-def test_orders_come_first(lane: Lane) -> None:
+def test_orders_come_first_as_long_as_the_link_has_anything_to_do(lane: Lane) -> None:
     """Also before the step beside a load."""
-    lane.loads.flights = deque([flight(LARGE / 2)])
+    lane.load()
     assert not lane.goes(orders=True)
     assert lane.courtesy.pause == 0
-    assert lane.goes()
+    lane.now += 2.01 * ENOUGH
+    assert [lane.goes(orders=True), lane.goes(orders=True)] == [True, False]
+    assert lane.goes_in_new_round()
+
+
+def test_asked_twice_before_a_step_it_says_the_same(lane: Lane) -> None:
+    lane.load()
+    assert [lane.courtesy.waits(orders=False) for _ in range(3)] == [False] * 3
 
 
 def test_for_what_was_said_they_wait_a_moment(lane: Lane) -> None:
@@ -114,7 +142,7 @@ def test_what_is_never_heard_holds_nobody_up_for_ever(lane: Lane) -> None:
 
 def test_behind_a_load_they_wait_a_moment_for_the_next(lane: Lane) -> None:
     lane.stores.flights.append(flight(1.0))
-    lane.courtesy.load_ended(lane.now)
+    lane.load_ends(lane.load())
     assert not lane.goes()
     assert lane.courtesy.pause == pytest.approx(MOMENT)
     lane.now += 1.01 * MOMENT
@@ -123,7 +151,35 @@ def test_behind_a_load_they_wait_a_moment_for_the_next(lane: Lane) -> None:
 
 def test_in_such_a_moment_steps_that_cannot_wait_leave_time_to_others(lane: Lane) -> None:
     lane.short_of_work()
-    lane.courtesy.load_ended(lane.now)
+    lane.load_ends(lane.load())
     for _ in range(3):
         assert [lane.goes_in_new_round(), lane.goes()] == [True, False]
         assert lane.courtesy.pause == BREATH
+
+
+def test_one_step_goes_behind_a_load_that_had_none_beside_it(lane: Lane) -> None:
+    """Where the link has not enough for as long as some loads take."""
+    lane.stores.flights.append(flight(0.99 * LONG - 2 * ENOUGH))
+    lane.load_ends(lane.load())
+    assert [lane.goes(), lane.goes(), lane.goes_in_new_round()] == [True, False, False]
+    load = lane.load()
+    assert lane.goes_in_new_round()  # beside it
+    lane.load_ends(load)
+    assert not lane.goes()
+    lane.load_ends(lane.load())
+    assert not lane.goes_in_new_round()  # its moment was over when the lane looked again
+    lane.load_ends(lane.load())
+    assert not lane.goes(orders=True)
+    lane.stores.flights.append(flight(ENOUGH))
+    assert not lane.goes()
+
+
+def test_they_leave_the_lane_to_others_until_the_link_needs_more(lane: Lane) -> None:
+    lane.load_ends(lane.load())
+    lane.stores.flights.append(flight(LONG))
+    assert not lane.goes()
+    assert lane.courtesy.pause == pytest.approx(MOMENT)
+    lane.stores.flights.pop()
+    lane.now += ENOUGH / 2
+    assert not lane.goes_in_new_round()
+    assert lane.courtesy.pause == pytest.approx(ENOUGH / 2)

@@ -13,6 +13,7 @@ import mmap
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
@@ -42,7 +43,7 @@ from kvferry.daemon.engine.base import NO_ROOM, CopyEngine, Mapping, Room, Share
 from kvferry.daemon.engine.memory import PAGE
 from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
-from kvferry.daemon.lane.courtesy import ENOUGH
+from kvferry.daemon.lane.courtesy import ENOUGH, MOMENT
 from kvferry.daemon.lane.lane import STEP, Lane
 from kvferry.daemon.lane.naps import LINK
 from kvferry.daemon.lane.quay import MapOrder
@@ -67,7 +68,7 @@ def layout(page: int, blocks: int = 64) -> KVLayout:
 
 
 SMALL = layout(64)
-BIG = 16 << 20
+BIG, HUGE = 16 << 20, 1 << 36
 SOME = 1 + math.ceil(ENOUGH * LINK / BIG)
 """Pieces as big: what is behind the first is enough to do."""
 
@@ -101,6 +102,9 @@ class StubEngine:
         self.closed: list[Mapping] = []
         self.wants: list[tuple[Direction, Want]] = []
         self.pushes: list[tuple[Direction, bool]] = []
+        self.wants_pushes: Callable[[], bool] = lambda: False
+        """Whether one is wanted before more stores are submitted."""
+        self.prepared: list[tuple[Direction, list[int]]] = []
         self.timed: list[tuple[list[int], list[int] | None]] = []
         """Blocks of the first piece of a plan that was timed, and of the one in flight before."""
         self.crowded = False
@@ -140,7 +144,8 @@ class StubEngine:
         assert mapping not in self.closed
         self.closed.append(mapping)
 
-    def prepare(self, direction: Direction, mapping: Mapping, run: Run) -> None: ...
+    def prepare(self, direction: Direction, mapping: Mapping, run: Run) -> None:
+        self.prepared.append((direction, run.gpu_blocks.tolist()))
 
     def full(self, direction: Direction) -> bool:
         return self.crowded
@@ -162,6 +167,9 @@ class StubEngine:
         self.submitted.put(piece)
         self.on_submit()
         return piece
+
+    def wants_push(self, direction: Direction) -> bool:
+        return direction is STORE and self.wants_pushes()
 
     def push(self, direction: Direction, more: bool) -> bool:
         self.pushes.append((direction, more))
@@ -212,6 +220,7 @@ class Harbour:
         self.geometries: dict[int, Geometry] = {}
         self.orderings: dict[int, Ordering] = {}
         self.serial = 0
+        self.plans: dict[int, CopyPlan] = {}
         self.lane.start()
         if self.begins:
             self.lane.enter()
@@ -230,10 +239,10 @@ class Harbour:
         assert isinstance(report, Mapped)
         return report
 
-    def map_large(self, number: int = 1) -> None:
+    def map_large(self, number: int = 1, page: int = BIG) -> None:
         """A registration whose blocks are large pieces, in a pool as large: of no memory."""
         self.pool.ready_bytes = 1 << 40
-        self.map(number, layout(BIG))
+        self.map(number, layout(page))
 
     def start(
         self,
@@ -259,6 +268,7 @@ class Harbour:
             self.orderings[number].admit(self.serial, direction, resolved),
             geometry.end(resolved.runs),
         )
+        self.plans[plan.serial] = plan
         self.lane.post(Start(plan, "session", plan.serial, NO_CARGO))
         return self.serial
 
@@ -800,6 +810,61 @@ def test_a_load_goes_before_stores_that_are_not_submitted_yet(
     assert sorted(serials(reports)) == [1, 2]
 
 
+def test_a_load_goes_before_the_engine_is_told_that_a_round_of_stores_is_over(
+    harbour: Harbour, stub: StubEngine
+) -> None:
+    stub.piece, stub.most = Room(64), 100
+    harbour.map()
+    pushed: list[list[tuple[Direction, bool]]] = []
+
+    def note() -> None:
+        pushed.append([*stub.pushes])
+        if len(pushed) == 1:
+            harbour.start(LOAD, [40])
+
+    stub.on_submit = note
+    harbour.start(STORE, [0])
+    assert sorted(serials(run_out(harbour, stub))) == [1, 2]
+    assert pushed[1] == pushed[0]
+
+
+def test_a_short_load_that_ends_makes_no_room_for_large_stores(
+    harbour: Harbour, stub: StubEngine
+) -> None:
+    """Others of them will, and then it is asked for again."""
+    stub.piece, stub.most = Room(HUGE), 2
+    harbour.map()
+    harbour.map_large(2, HUGE)
+    store = harbour.start(STORE, range(3), number=2)
+    harbour.settle()
+    load = harbour.start(LOAD, [40])
+    until(lambda: len(stub.in_flight) == 3, PATIENCE)
+    stub.wants.clear()
+    stub.in_flight[2].done = True
+    assert serials(harbour.reports()) == [load]
+    time.sleep(20 * MOMENT)
+    assert not stub.wants
+    stub.in_flight[0].done = True
+    until(lambda: (STORE, Want(0, HUGE, False)) in stub.wants, PATIENCE)
+    assert serials(run_out(harbour, stub)) == [store]
+
+
+def test_the_engine_is_pushed_once_beside_a_load_while_stores_have_enough_to_do(
+    harbour: Harbour, stub: StubEngine
+) -> None:
+    stub.piece, stub.most = Room(HUGE), 2
+    harbour.map()
+    harbour.map_large(2, HUGE)
+    store = harbour.start(STORE, range(3), number=2)
+    harbour.settle()
+    stub.pushes.clear()
+    load = harbour.start(LOAD, [40])
+    until(lambda: len(stub.in_flight) == 3, PATIENCE)
+    time.sleep(20 * MOMENT)
+    assert stub.pushes.count((STORE, True)) <= 1
+    assert sorted(serials(run_out(harbour, stub))) == [store, load]
+
+
 def test_an_end_is_told_before_more_large_stores_begin(harbour: Harbour, stub: StubEngine) -> None:
     stub.piece, stub.most = Room(BIG), 2
     harbour.map_large()
@@ -928,6 +993,38 @@ def test_the_engine_is_told_that_a_round_is_over_and_whether_more_waits_for_room
     finish(harbour, stub.in_flight[0])
     assert stub.pushes[-1] == (STORE, False)
     assert (LOAD, False) not in stub.pushes
+
+
+def test_the_engine_is_pushed_before_more_is_submitted_where_it_wants_that(
+    harbour: Harbour, stub: StubEngine
+) -> None:
+    stub.piece, stub.most = Room(64), 100
+    harbour.map()
+    stub.wants_pushes = lambda: len(stub.in_flight) in {1, 3} and len(stub.pushes) < 2
+    pushed: list[int] = []
+    stub.on_submit = lambda: pushed.append(len(stub.pushes))
+    harbour.start(STORE, range(5))
+    harbour.settle()
+    assert pushed == [0, 2, 2, 2, 2]
+    assert stub.pushes[:2] == [(STORE, True)] * 2
+    run_out(harbour, stub)
+
+
+def test_what_a_plan_needs_is_made_ready_while_it_waits(harbour: Harbour, stub: StubEngine) -> None:
+    """Not if it was begun, is over, or its registration is gone."""
+    stub.most = 1
+    harbour.map()
+    begun, waits = harbour.start(STORE, [1]), harbour.start(STORE, [2, 3])
+    harbour.settle()
+    for serial in (begun, waits):
+        harbour.lane.prepare(harbour.plans[serial])
+    assert stub.prepared == [(STORE, [2, 3])]
+    run_out(harbour, stub)
+    harbour.lane.prepare(harbour.plans[waits])
+    harbour.lane.post(Unmap(1))
+    harbour.settle()
+    harbour.lane.prepare(harbour.plans[waits])
+    assert len(stub.prepared) == 1
 
 
 def test_an_engine_that_has_enough_is_not_asked_for_room(

@@ -36,7 +36,12 @@ def stream(*takes: float, rest: tuple[Run, ...] = REST) -> Stream:
     ("after", "nap"), [(0.0, 0.0), (WATCH, 0.0), (1.9 * WATCH, 0.0), (2.1 * WATCH, NAP)]
 )
 def test_a_short_piece_is_watched_until_it_is_late(after: float, nap: float) -> None:
-    assert until_due(stream(WATCH), START + after) == nap
+    """And at once where the lane had something else to do, however late that is."""
+    watched = stream(WATCH)
+    watched.flights[0].looked = START + after - 1.1 * NAP_LONG
+    assert until_due(watched, START + after) == 0.0
+    watched.flights[0].looked = START + after - 0.9 * NAP_LONG
+    assert until_due(watched, START + after) == nap
 
 
 def test_a_long_one_is_left_alone_until_it_is_due() -> None:

@@ -107,7 +107,7 @@ class CopyEngine(Protocol):
         """Let a mapping's memory go; no piece of it is in flight any more."""
 
     def prepare(self, direction: Direction, mapping: Mapping, run: Run) -> None:
-        """A run comes, whose pieces will be submitted when it is their turn, if ever."""
+        """Make ready what the pieces of a run will need when it is their turn. From any thread."""
 
     def full(self, direction: Direction) -> bool:
         """Whether enough is in flight for now, whatever is wanted next."""
@@ -117,6 +117,9 @@ class CopyEngine(Protocol):
 
     def submit(self, direction: Direction, mapping: Mapping, run: Run) -> Ticket:
         """Enqueue a piece within `room`. Raises KVFerryError where the device refuses it."""
+
+    def wants_push(self, direction: Direction) -> bool:
+        """Whether to `push` before more is submitted: the device has nothing to do."""
 
     def push(self, direction: Direction, more: bool) -> bool:
         """Called after each round of submits, also an empty one, while any is in flight or waits,

@@ -152,6 +152,9 @@ class ReferenceEngine:
             self._queues[direction].put(piece)
         return piece
 
+    def wants_push(self, direction: Direction) -> bool:
+        return False
+
     def push(self, direction: Direction, more: bool) -> bool:
         """Nothing to do: a piece is under way since it was submitted."""
         return False

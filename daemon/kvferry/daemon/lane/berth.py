@@ -175,20 +175,25 @@ class Stream:
     """What all take that were done since."""
     paused: bool = False
     """Whether there is more to submit at once."""
-    refused: int = 0
-    """What the lane had seen change when the engine last had no room."""
+    refused: bool = False
+    """Whether the engine had no room, and nothing has changed since that could make some."""
 
     @property
     def large(self) -> bool:
         """Whether large pieces are under way, by the last one."""
         return bool(self.flights) and self.flights[-1].large
 
+    @property
+    def due(self) -> float:
+        """When the oldest piece in flight is done, at least."""
+        return self.since + self.flights[0].takes
+
     def left(self, unsent: int, now: float) -> float:
         """For how many seconds the link has something to do, at least; `unsent` pieces, the last
         ones, it does not have."""
         takes = [flight.takes for flight in self.flights]
         del takes[len(takes) - unsent :]
-        return max(0.0, self.since + takes[0] - now) + sum(takes[1:]) if takes else 0.0
+        return max(0.0, self.due - now) + sum(takes[1:]) if takes else 0.0
 
     def begin(self, now: float) -> None:
         """The first piece comes, where there was none."""

@@ -5,12 +5,13 @@ the engine do a part of its work. Each keeps the loop, which has to hear what is
 and the lane from seeing that a load is done. So before each step it is asked for here whether it
 has to wait, as long as the link has enough of stores to do:
 
-    a short load is on the link     it is in nobody's way for as long as that takes, so one step may
-                                    go; then the lane looks whether the load is done
+    a short load is on the link     until it is due it is in nobody's way, so one step may go; then
+                                    the lane looks whether the load is done
+    a short load has ended          a moment ago: who waited for it may want another one, and the
+                                    loop has to take its end in. One step may go at once, if none
+                                    went beside the load and the link has not enough for LONG
     something was said              a moment ago: it may be a load. The lane sleeps, and who hears
                                     of it may begin it
-    a short load has ended          a moment ago: who waited for it may want another one, and the
-                                    loop has to take its end in
     the lane has orders             those come first
 
 Where the link has not enough to do a step goes in any case, but then the others have their turn.
@@ -25,6 +26,8 @@ from kvferry.daemon.lane.berth import Flight, Stream
 
 ENOUGH = 2e-4
 """Seconds that the link is busy with stores: then they can wait."""
+LONG = 2e-3
+"""Seconds in which as many loads come as there are steps to a piece."""
 MOMENT = 3e-4
 """Seconds in which a client that has heard of an end says what is next, and is heard."""
 BREATH = 20e-6
@@ -48,21 +51,30 @@ class Courtesy:
         """When the moment is over."""
         self._beside: Flight | None = None
         """The load beside which a step went while it was on the link."""
-        self._stepped = False
+        self._behind = False
+        """Whether a step may go behind a load, which has ended since the lane looked at
+        everything last."""
+        self._did = False
         """Whether a step was done since the lane looked at everything last."""
         self.pause = 0.0
         """Seconds that stores leave the lane to others, from now on."""
 
     def look(self) -> None:
         """The lane looks at everything: what is done, and what there is to do."""
-        self._stepped, self.pause = False, 0.0
+        self._behind = self._did = False
+        self.pause = 0.0
 
-    def load_ended(self, now: float) -> None:
+    def load_ended(self, load: Flight, now: float) -> None:
         """A short one."""
-        self._until = now + MOMENT
+        self._behind, self._until = load is not self._beside, now + MOMENT
+
+    def stepped(self) -> None:
+        """A step was done."""
+        self._did = True
+        self._beside = self._loads.flights[0] if self._loads.flights else None
 
     def waits(self, *, orders: bool) -> bool:
-        """Whether the next step of stores has to wait. If not, it is done now."""
+        """Whether the next step of stores has to wait."""
         now = time.perf_counter()
         said = self._said()
         if said not in (0, self._last_said):
@@ -71,10 +83,13 @@ class Courtesy:
         short = load is not None and not load.large
         if not (short or orders or now < self._until):
             return False
-        beside = short and load is not self._beside and not orders
-        goes = not self._stepped and (beside or self._stores.left(self._unsent(), now) < ENOUGH)
-        if goes:
-            self._stepped, self._beside = True, load
-        elif not (short or orders):
-            self.pause = BREATH if self._stepped else self._until - now
-        return not goes
+        left = self._stores.left(self._unsent(), now)
+        if not self._did:
+            beside = short and load is not self._beside and now < self._loads.due
+            enough = LONG if self._behind else ENOUGH
+            if left <= 0 or (not orders and (beside or left <= enough)):
+                return False
+        if not (short or orders):
+            rest = BREATH if self._did else min(self._until - now, left - ENOUGH)
+            self.pause = max(BREATH, rest)
+        return True

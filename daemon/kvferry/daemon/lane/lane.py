@@ -83,8 +83,6 @@ class Lane:
         self._courtesy = Courtesy(self._loads, self._stores, unsent, said)
         self._reports: list[Report] = []
         self._held_nap = NAP_HELD
-        self._changes = 1
-        """Orders that came and pieces that ended: what was refused may be taken since."""
         self._begins = 0
         """The thread besides the lane's own that may use the device."""
         self._broken: Exception | None = None
@@ -112,6 +110,15 @@ class Lane:
     def post(self, order: Order) -> None:
         begins = isinstance(order, Start) and threading.get_ident() == self._begins
         self._inbox.put(order, self._begin if begins else None)
+
+    def prepare(self, plan: CopyPlan) -> None:
+        """Some time behind the post of its start, from any thread: if it has still to wait, make
+        ready what will be needed then."""
+        berth = self._berths.get(plan.registration)
+        crossing = None if berth is None else berth.tracks[plan.direction].live.get(plan.serial)
+        if berth is not None and crossing is not None and crossing.first is None:
+            for run in plan.runs:
+                self._engine.prepare(plan.direction, berth.mapping, run)
 
     def close(self) -> None:
         """Stop the thread. Whoever calls has seen every job end, or gives them up."""
@@ -151,7 +158,6 @@ class Lane:
         holds it and nothing of its direction is under way."""
         try:
             assert isinstance(order, Start)
-            self._changes += 1
             self._start(plan := order.plan)
             stream, berth = self._stream_of[plan.direction], self._berths[plan.registration]
             track = berth.tracks[plan.direction]
@@ -159,6 +165,8 @@ class Lane:
                 self._submit(stream, berth, track)
                 if not track.waiting:
                     self._push(stream, more=False)
+                elif self._engine.wants_push(stream.direction):
+                    self._engine.push(stream.direction, more=True)
         except Exception as error:
             self._broken = error
 
@@ -172,7 +180,6 @@ class Lane:
         while (order := self._inbox.take()) is not None:
             if isinstance(order, Stop):
                 return False
-            self._changes += 1
             self._obey(order)
         return True
 
@@ -200,9 +207,11 @@ class Lane:
             case MapOrder():
                 self._reports.append(self._quay.map(order))
             case Abandon(number, serial):
+                self._all_may_try()
                 if number in self._berths:
                     self._abandon(self._berths[number], serial)
             case Unmap(number):
+                self._all_may_try()
                 self._unmap(number)
             case Drop(number):
                 self._quay.drop(number)
@@ -225,10 +234,9 @@ class Lane:
         track = berth.tracks[plan.direction]
         track.live[plan.serial] = crossing = Crossing(plan, plan.runs)
         track.waiting.append(crossing)
-        for run in plan.runs:
-            self._engine.prepare(plan.direction, berth.mapping, run)
-        self._stream_of[plan.direction].enlist(berth)
-        self._held_nap = NAP_HELD
+        stream = self._stream_of[plan.direction]
+        stream.enlist(berth)
+        stream.refused, self._held_nap = False, NAP_HELD
 
     def _abandon(self, berth: Berth, serial: int) -> None:
         for track in berth.tracks.values():
@@ -255,23 +263,38 @@ class Lane:
             except KVFerryError as error:
                 crossing.spoil(Outcome.FAILED, error.info)
             stream.landed(looked)
-            self._changes += 1
+            self._made_room(stream, flight)
             crossing.in_flight -= 1
             if stream is self._loads and crossing.over and not flight.large:
-                self._courtesy.load_ended(looked)
+                self._courtesy.load_ended(flight, looked)
             self._end_if_over(flight.berth.tracks[stream.direction], crossing)
             self._leave_if_empty(crossing.plan.registration, flight.berth)
 
+    def _made_room(self, stream: Stream, flight: Flight) -> None:
+        """A piece has landed: what was refused may be taken now. But not a large one for the little
+        room that a short one leaves, while others are about to leave more."""
+        stream.refused, other = False, self._stream_of[stream.direction.other]
+        if flight.large or not other.large:
+            other.refused = False
+
+    def _all_may_try(self) -> None:
+        for stream in self._streams:
+            stream.refused = False
+
     def _fill(self, stream: Stream) -> None:
         """Submit pieces, one registration after the other, until the engine has enough."""
-        held, sent, more = 0, 0, stream.refused == self._changes
+        held, sent, more = 0, 0, stream.refused
         tries, stream.paused = not more, False
         while tries and held < len(stream.turn):
-            if self._waits(stream):
-                return
             if self._engine.full(stream.direction):  # or each would be told so, every time
                 more = True
                 break
+            if self._waits(stream):
+                return
+            if self._engine.wants_push(stream.direction):
+                self._engine.push(stream.direction, more=True)
+                self._stepped(stream)
+                continue
             berth = stream.turn.popleft()
             track = berth.tracks[stream.direction]
             if not track.waiting:
@@ -286,23 +309,24 @@ class Lane:
                 sent += not more
                 if more or stream is not self._stores:  # who had no room keeps its place
                     continue
-                if not self._inbox.empty:
-                    break  # nobody waits for a store as for the load that this may be
+                self._stepped(stream)
                 if sent >= STEP and stream.large:
                     stream.paused = True
                     return
-        if more:
-            stream.refused = self._changes
+        stream.refused = more
         self._push(stream, more)
 
     def _push(self, stream: Stream, more: bool) -> None:
-        while self._engine.push(stream.direction, more):
-            if self._waits(stream):
-                return
+        while not self._waits(stream) and self._engine.push(stream.direction, more):
+            self._stepped(stream)
 
     def _waits(self, stream: Stream) -> bool:
         """Whether the next step of a stream has to wait, for another is more urgent."""
         return stream is self._stores and self._courtesy.waits(orders=not self._inbox.empty)
+
+    def _stepped(self, stream: Stream) -> None:
+        if stream is self._stores:
+            self._courtesy.stepped()
 
     def _submit(self, stream: Stream, berth: Berth, track: Track) -> bool:
         """Send the next piece of the track's head on its way; False where there is no room."""

@@ -15,6 +15,7 @@ loop's turns at the GIL away."""
 NAP = 20e-6
 """While the end of a plan is awaited that has been submitted whole."""
 NAP_LONG = 50e-6
+"""Also: what was not looked at for as long is looked at now, however late it is."""
 NAP_LATE = 100e-6
 MAX_NAP_LONG = 2e-3
 NAP_HELD = 20e-6
@@ -27,7 +28,7 @@ def until_due(stream: Stream, now: float) -> float:
     flight = stream.flights[0]
     left = stream.since + flight.takes * stream.pace - now
     if not flight.large:
-        return 0.0 if left > -WATCH else NAP
+        return 0.0 if left > -WATCH or now - flight.looked > NAP_LONG else NAP
     if flight.last and -WATCH < left < NAP:
         return 0.0
     least, late = (NAP_LONG, NAP_LATE) if flight.crossing.rest else (NAP, NAP_LONG)

@@ -71,6 +71,11 @@ from kvferry.proto.status import HealthStatus
 HIGH_WATER = 256
 """Messages that ZeroMQ itself keeps for a peer each way, of whatever size."""
 LINGER_MS = 1000
+LARGE = 32 << 20
+"""Bytes of a transfer that has several pieces, and often to wait for others."""
+A_MOMENT = 1e-3
+"""Seconds after which something is done for it that can wait: what was said right behind it is
+heard first."""
 
 
 class Server:
@@ -268,10 +273,12 @@ class Server:
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
             match action:  # the usual ones first
-                case Start():
+                case Start(plan=plan):
                     self._bulletins.started(action, held=self._archive.started(action))
                     self._lane.post(action)
                     self._archive.posted(action)
+                    if plan.nbytes > LARGE:
+                        self._loop.call_later(A_MOMENT, self._lane.prepare, plan)
                 case Send(session, message):
                     peer = self._peers.by_session.get(session)
                     if peer is not None:

@@ -21,7 +21,7 @@ from kvferry.daemon.core.geometry import Geometry, Int64s, Run
 from kvferry.daemon.engine.base import NO_ROOM, Mapping, Room, Shared, Want, packed_locations
 from kvferry.daemon.engine.cuda.choice import calibrate, choice_of, forced
 from kvferry.daemon.engine.cuda.direct import FLIGHT, DirectCopy, piece_bytes
-from kvferry.daemon.engine.cuda.link import Link
+from kvferry.daemon.engine.cuda.link import Link, Ruler
 from kvferry.daemon.engine.cuda.piece import PageTable, Piece
 from kvferry.daemon.engine.cuda.staged import MAX_BLOCKS, StagedCopy
 from kvferry.daemon.engine.cuda.staging import PIECE, Staging
@@ -85,7 +85,8 @@ class CudaEngine:
         link = Link(driver, pool_address, self._options.chunk_bytes)
         self._staging = Staging(driver, self._options.staging_bytes)
         self._direct = DirectCopy(driver, link)
-        self._staged = StagedCopy(driver, link, pool_address)
+        ruler = Ruler(self._staging.address, self._options.staging_bytes)
+        self._staged = StagedCopy(driver, link, pool_address, ruler)
         status = calibrate(driver, self._staging.address, self._options.staging_bytes)
         if self._options.mode != "auto":
             status = forced(self._options.mode, status)
@@ -175,19 +176,18 @@ class CudaEngine:
         return Room(nbytes, MAX_BLOCKS)
 
     def submit(self, direction: Direction, mapping: Mapping, run: Run) -> Piece:
-        idle = not self._pieces[direction]
-        direct = self._choice.direct(direction, mapping.geometry, run.group)
-        if direct:
+        if self._choice.direct(direction, mapping.geometry, run.group):
             piece = self._submit_direct(direction, mapping, run)
         else:
             piece = self._submit_staged(direction, mapping, run)
         self._last[direction] = piece
         self._in_flight[direction] += piece.nbytes
         self._pieces[direction] += 1
-        if not direct and direction is Direction.STORE and (idle or self._staged.early()):
-            # The link is to have something while others are made ready. They join an awaited turn
-            self._staged.push(direction, more=True)
         return piece
+
+    def wants_push(self, direction: Direction) -> bool:
+        staged = direction is Direction.STORE and self._staged_pieces[direction] > 0
+        return staged and self._staged.wants_push(self._pieces[direction])
 
     def push(self, direction: Direction, more: bool) -> bool:
         return self._staged_pieces[direction] > 0 and self._staged.push(direction, more)

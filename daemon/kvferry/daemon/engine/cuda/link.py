@@ -9,8 +9,9 @@ batch that Python has put together before numpy has begun; with more no Python r
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
-from ctypes import addressof, byref, c_size_t, c_uint64, c_void_p
+from ctypes import byref, c_size_t, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +28,12 @@ SMALL = 8 << 20
 QUICK = 512
 """Fragments in a batch of a load that is enqueued without giving the GIL away: in 0.2 ms. A store
 does: a load may be about to come."""
-_ITEM = 8
+_ADDRESS, _ITEM = "Q", 8
+"""As `array` calls an address, and its bytes. A ctypes array of as many would be a class of its
+own, which takes longer to make than what is in it."""
 _STREAM_ORDER = 1
+KEPT = 64
+"""Distances on a ruler: a staging buffer has as many places to begin, for each size of a block."""
 
 
 class Link:
@@ -64,8 +69,8 @@ class Link:
     def _batch_rows(self, direction: Direction, rows: Rows, stream: int) -> None:
         gpu, host, size = zip(*rows, strict=True)
         dst, src = (host, gpu) if direction is Direction.STORE else (gpu, host)
-        table = (c_uint64 * (3 * len(rows)))(*dst, *src, *size)
-        at, row_bytes = addressof(table), _ITEM * len(rows)
+        table = array(_ADDRESS, (*dst, *src, *size))
+        (at, _), row_bytes = table.buffer_info(), _ITEM * len(rows)
         self._enqueue_batch(direction, (at, at + row_bytes, at + 2 * row_bytes), len(rows), stream)
 
     def listed(self, direction: Direction, fragments: Fragments) -> Listed:
@@ -85,17 +90,16 @@ class Link:
 
     def scattered(self, hosts: Int64s, nbytes: int) -> Scattered | None:
         """Blocks of one size in host memory made ready; None where one lies across two chunks."""
-        if ((hosts - self._pool) % self._chunk + nbytes > self._chunk).any():
-            return None
-        return Scattered(hosts, nbytes)
+        last = self._chunk - nbytes
+        return (
+            None if ((hosts - self._pool) % self._chunk > last).any() else Scattered(hosts, nbytes)
+        )
 
     def _enqueue_some(self, direction: Direction, some: Some, stream: int) -> None:
         hosts, sizes = some.of.addresses(some.first)
-        nbytes, count = some.of.nbytes, some.count
-        packed = (c_uint64 * count)(*range(some.gpu, some.gpu + count * nbytes, nbytes))
-        gpu, store = addressof(packed), direction is Direction.STORE
+        gpu, store = some.ruler.mark(some.gpu, some.of.nbytes), direction is Direction.STORE
         columns = (hosts, gpu, sizes) if store else (gpu, hosts, sizes)
-        self._enqueue_batch(direction, columns, count, stream)
+        self._enqueue_batch(direction, columns, some.count, stream)
 
     def _enqueue_batch(
         self, direction: Direction, columns: tuple[int, int, int], count: int, stream: int
@@ -148,7 +152,7 @@ class Listed:
         self.row_bytes = table.strides[0]
         self.fragments = table.shape[1] if begins is None else begins.size - 1
         self._table, self._begins = table, begins
-        self._address: int = table.__array_interface__["data"][0]
+        self._address = _address(table)
 
     def some(self, first: int, count: int) -> tuple[int, int]:
         """Where the entries of some fragments lie, and how many they are."""
@@ -163,24 +167,54 @@ class Scattered:
 
     def __init__(self, hosts: Int64s, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._table = np.empty((2, hosts.size), dtype=np.int64)
-        self._table[0], self._table[1] = hosts, nbytes
-        self._address: int = self._table.__array_interface__["data"][0]
+        self._columns = hosts, np.full(hosts.size, nbytes)
+        self._hosts, self._sizes = map(_address, self._columns)
 
     def addresses(self, first: int) -> tuple[int, int]:
         """Where the places lie from block `first` on, and where the sizes do."""
-        at = self._address + first * _ITEM
-        return at, at + self._table.strides[0]
+        return self._hosts + first * _ITEM, self._sizes
+
+
+class Ruler:
+    """Addresses in a buffer of `nbytes` from `begin` on, at equal distances, as the driver reads
+    them."""
+
+    def __init__(self, begin: int, nbytes: int) -> None:
+        self._begin, self._end = begin, begin + nbytes
+        self._marks: dict[tuple[int, int], tuple[int, int, Int64s]] = {}
+        """By distance and remainder: the first address, where that stands, and all of them."""
+
+    def mark(self, at: int, apart: int) -> int:
+        """Where the address `at` stands; behind it those from there on, each `apart` bytes behind
+        the one before, to the buffer's end. They stand there until this is asked again."""
+        key = apart, at % apart
+        if key not in self._marks:
+            self._measure(*key)
+        first, stands, _ = self._marks[key]
+        return stands + (at - first) // apart * _ITEM
+
+    def _measure(self, apart: int, rest: int) -> None:
+        if len(self._marks) == KEPT:
+            self._marks.clear()
+        first = self._begin + (rest - self._begin) % apart
+        marks = np.arange(first, self._end, apart)
+        self._marks[apart, rest] = first, _address(marks), marks
 
 
 @dataclass(frozen=True, slots=True)
 class Some:
-    """Some of them, which lie one behind the other on the GPU."""
+    """Some of them, which lie one behind the other on the GPU, in the buffer of a ruler."""
 
     of: Scattered
     first: int
     count: int
     gpu: int
+    ruler: Ruler
+
+
+def _address(numbers: Int64s) -> int:
+    address: int = numbers.__array_interface__["data"][0]
+    return address
 
 
 def _batch_function(driver: Driver, *, quick: bool) -> Callable[[int, int, int, int, int], int]:

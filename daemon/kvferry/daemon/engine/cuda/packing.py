@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from kvferry.daemon.core.geometry import Fragments, Int64s, Rows, Run
-from kvferry.daemon.engine.cuda.link import Link, Scattered, Some
+from kvferry.daemon.engine.cuda.link import Link, Ruler, Scattered, Some
 from kvferry.daemon.engine.cuda.stretches import Stretches
 
 FEW = 32
@@ -22,11 +22,13 @@ STRETCH = 4096
 
 
 class Packing:
-    """Finds how the pieces of runs lie in their slots, and in the pool, which begins at `pool`."""
+    """Finds how the pieces of runs lie in their slots, and in the pool, which begins at `pool`.
+    ruler: of the buffer that the slots are in."""
 
-    def __init__(self, link: Link, pool: int) -> None:
+    def __init__(self, link: Link, pool: int, ruler: Ruler) -> None:
         self._link = link
         self._pool = pool
+        self._ruler = ruler
         self._stretches = Stretches[_Joints]()
 
     def fragments(self, run: Run, block_bytes: int, slot: int) -> Fragments | Rows | Some:
@@ -43,19 +45,21 @@ class Packing:
             self._stretches.prepare(run, STRETCH, partial(self._joints, block_bytes))
 
     def _joints(self, block_bytes: int, run: Run) -> _Joints:
-        return _Joints(self._link, run.host_offsets + self._pool, block_bytes)
+        return _Joints(self._link, self._ruler, run.host_offsets + self._pool, block_bytes)
 
 
 class _Joints:
     """The blocks of a stretch that do not lie behind the one before them in host memory."""
 
-    def __init__(self, link: Link, hosts: Int64s, block_bytes: int) -> None:
-        breaks = np.flatnonzero(np.diff(hosts) != block_bytes) + 1
+    def __init__(self, link: Link, ruler: Ruler, hosts: Int64s, block_bytes: int) -> None:
+        joined = hosts[1:] - hosts[:-1] == block_bytes
+        self._ruler = ruler
         self._block_bytes = block_bytes
         self._scattered: Scattered | None = None
-        if breaks.size == hosts.size - 1:
+        if not joined.any():
             self._scattered = link.scattered(hosts, block_bytes)
         if self._scattered is None:
+            breaks = np.flatnonzero(~joined) + 1
             self._at = np.concatenate(([0], breaks, [hosts.size]))
             """Their numbers; the first is one of them, and behind the last the stretch's end."""
             self._hosts = hosts[self._at[:-1]]
@@ -66,7 +70,7 @@ class _Joints:
     def fragments(self, first: int, count: int, slot: int) -> Fragments | Rows | Some:
         """Of `count` blocks from number `first` on."""
         if self._scattered is not None:
-            return Some(self._scattered, first, count, slot)
+            return Some(self._scattered, first, count, slot, self._ruler)
         end = first + count
         begin, behind = bisect_right(self._numbers, first) - 1, bisect_left(self._numbers, end)
         if behind - begin > FEW:

@@ -25,7 +25,7 @@ import numpy as np
 
 from kvferry.daemon.core.geometry import Geometry, Int64s, Run, first_again, largest
 from kvferry.daemon.engine.cuda.drain import Drain
-from kvferry.daemon.engine.cuda.link import Link
+from kvferry.daemon.engine.cuda.link import Link, Ruler
 from kvferry.daemon.engine.cuda.packing import Packing
 from kvferry.daemon.engine.cuda.piece import PageTable, Piece, Stage, fail, over
 from kvferry.daemon.engine.cuda.staging import LARGE_PIECE, PIECE, Slot
@@ -97,11 +97,11 @@ class Kernels:
 class StagedCopy:
     """Enqueues pieces through staging slots; one dma and one kernel stream a direction."""
 
-    def __init__(self, driver: Driver, link: Link, pool: int) -> None:
+    def __init__(self, driver: Driver, link: Link, pool: int, ruler: Ruler) -> None:
         self._driver = driver
         self._link = link
         self._kernels = Kernels(driver)
-        self._packing = Packing(link, pool)
+        self._packing = Packing(link, pool, ruler)
         self._dma, self._kernel = (
             {d: driver.create_stream(urgent=d is Direction.LOAD) for d in Direction}
             for _ in range(2)
@@ -136,10 +136,13 @@ class StagedCopy:
         large = direction is Direction.STORE and self._turns[direction].at_once
         return LARGE_PIECE if large else PIECE
 
-    def early(self) -> bool:
-        """Whether stores had better be pushed while others are made ready."""
+    def wants_push(self, under_way: int) -> bool:
+        """Whether stores had better be pushed before others are made ready, for the link is to have
+        something meanwhile. under_way: pieces of stores that were not seen to be done."""
         turns = self._turns[Direction.STORE]
-        return self._drain.dry or (turns.at_once and turns.waiting_units >= EARLY)
+        if turns.waiting == under_way or self._drain.dry:
+            return True
+        return turns.at_once and turns.waiting_units >= EARLY
 
     def unsent(self) -> int:
         """Pieces of stores whose DMA was not enqueued yet."""

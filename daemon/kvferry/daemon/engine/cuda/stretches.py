@@ -3,12 +3,13 @@
 A piece is a few dozen blocks, and to find out where they lie takes numpy hardly less long than for
 a thousand. While the lane does it no load comes, and a turn of the GPU that is due is asked for
 late. So it is done for a stretch of the run when the first piece of it comes; and of the first
-stretch when the run comes: who plans has numpy in its core's caches, and takes much less time than
-a lane which has slept.
+stretch before: who plans has numpy in its core's caches, and takes much less time than a lane which
+has slept.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,31 +36,42 @@ class _Stretch(Generic[T]):
 
 
 class Stretches(Generic[T]):
-    """blocks: of a stretch, at most. make: of a stretch, what its pieces need."""
+    """blocks: of a stretch, at most. make: of a stretch, what its pieces need; in the thread that
+    asks, which may be any."""
 
     def __init__(self) -> None:
         self._kept: deque[_Stretch[T]] = deque(maxlen=KEPT)
+        self._lock = threading.Lock()
 
     def find(self, piece: Run, blocks: int, make: Callable[[Run], T]) -> tuple[T, int]:
         """What was made for a stretch that has this piece, or is now for one that begins with it
         and has as many `blocks`, or as there are; and where in it the piece begins."""
         run, begin, end = piece.of or piece, piece.at, piece.at + piece.gpu_blocks.size
-        for stretch in self._kept:
-            if stretch.run() is run and stretch.begin <= begin and end <= stretch.end:
-                if end == stretch.end:
-                    self._kept.remove(stretch)
-                return stretch.made, begin - stretch.begin
+        with self._lock:
+            for stretch in self._kept:
+                if stretch.run() is run and stretch.begin <= begin and end <= stretch.end:
+                    if end == stretch.end:
+                        self._kept.remove(stretch)
+                    return stretch.made, begin - stretch.begin
         last = max(end, min(begin + blocks, run.gpu_blocks.size))
         made = make(run.cut(begin, last))
         if last > end:
-            self._kept.append(_Stretch(ref(run), begin, last, made))
+            self._keep(_Stretch(ref(run), begin, last, made))
         return made, 0
 
     def prepare(self, run: Run, blocks: int, make: Callable[[Run], T]) -> None:
         """Make the first stretch of a run, unless as many wait as are kept."""
-        if len(self._kept) == KEPT:
-            alive = [stretch for stretch in self._kept if stretch.run() is not None]
-            self._kept = deque(alive, KEPT)
-        if blocks and len(self._kept) < KEPT:
+        if blocks and self._has_room():
             last = min(blocks, run.gpu_blocks.size)
-            self._kept.append(_Stretch(ref(run), 0, last, make(run.cut(0, last))))
+            self._keep(_Stretch(ref(run), 0, last, make(run.cut(0, last))))
+
+    def _has_room(self) -> bool:
+        with self._lock:
+            if len(self._kept) == KEPT:
+                alive = [stretch for stretch in self._kept if stretch.run() is not None]
+                self._kept = deque(alive, KEPT)
+            return len(self._kept) < KEPT
+
+    def _keep(self, stretch: _Stretch[T]) -> None:
+        with self._lock:
+            self._kept.append(stretch)
