@@ -151,7 +151,7 @@ class StandIn:
 def start_stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StandIn]:
     """start_stand_in(num_blocks) -> a daemon; who connects to its directory talks to it.
 
-    Clients look at what has arrived at each lookup.
+    Clients look at what has arrived at each lookup and each poll.
     """
     running: dict[Path, StandIn] = {}
     numbers = count()
@@ -163,6 +163,7 @@ def start_stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StandIn]:
 
     monkeypatch.setattr("kvferry.client.nonblocking.Connection", running.__getitem__)
     monkeypatch.setattr("kvferry.client.nonblocking.FRESH", 0.0)
+    monkeypatch.setattr("kvferry.client.nonblocking.ASKED", 0.0)
     monkeypatch.setattr("kvferry.client.nonblocking.ALIVE_EVERY", 0.0)
     return start
 

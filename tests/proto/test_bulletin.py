@@ -33,6 +33,7 @@ def test_what_is_written_is_read(page: int) -> None:
     assert list(there.read(0)) == results
     assert list(there.read(1)) == results[1:]
     assert list(there.read(2)) == []
+    assert [there.shows_more_than(count) for count in (0, 1, 2)] == [True, True, False]
 
 
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CANCELLED])

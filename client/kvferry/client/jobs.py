@@ -72,9 +72,9 @@ class Jobs:
 
     def read_bulletin(self) -> bool:
         """Take in what is to be read there; whether that was anything."""
-        if self.bulletin is None:
-            return False
         before = self._had
+        if self.bulletin is None or not self.bulletin.shows_more_than(before):
+            return False
         for result in self.bulletin.read(before):
             self._had += 1
             self._end(result)
@@ -96,7 +96,8 @@ class Jobs:
     def results(self) -> list[TransferResult]:
         """What ended since this was asked last."""
         results = list(self._ended)
-        self._ended.clear()
+        if results:
+            self._ended.clear()
         return results
 
     def _end(self, result: JobResult) -> None:

@@ -64,6 +64,10 @@ class Bulletin:
         self._count += 1
         self._written.value = self._count
 
+    def shows_more_than(self, count: int) -> bool:
+        """The client's part: whether more results were written."""
+        return bool(self._written.value > count)
+
     def read(self, first: int) -> Iterator[JobResult]:
         """The client's part: results from number `first` on, up to one that the socket tells."""
         while first < self._written.value:
