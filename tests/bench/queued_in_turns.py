@@ -1,11 +1,15 @@
 """One block loaded while stores wait, by several trees of kvferry in turns: which one is better.
 
     python tests/bench/queued_in_turns.py --device 0 before=../before after=.
+    python tests/bench/queued_in_turns.py --device clock before=../before after=.
 
 From run to run `kvferry bench --what queued` differs by more than most changes do, and from machine
 to machine by twice as much. So here each tree (a checkout, or what `git archive` makes of one) has
 a daemon and an engine of its own, all of them are there at once, and each moves a few blocks at a
 time while the others are idle. Name a tree twice to see what is chance.
+
+A GPU that is a clock (clock_daemon.py) is had on any machine with two cores to spare. There a
+tree's Python, its threads and sockets are compared, not what a GPU makes of it.
 
     us   of a tree's loads: median, 90th, 95th and 99th percentile, idle; the same behind stores
     x    the 99th percentile by that of the idle ones; of ten rounds at a time least and most
@@ -38,7 +42,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("trees", nargs="*", metavar="NAME=TREE", help="trees to compare")
-    parser.add_argument("--device", default="0", help="a GPU, or cpu")
+    parser.add_argument("--device", default="0", help="a GPU, cpu, or clock")
     parser.add_argument("--gib", type=float, default=0.5, help="GiB of one of eight stores")
     parser.add_argument("--rounds", type=int, default=30, help="turns that each tree has")
     parser.add_argument("--trips", type=int, default=200, help="loads in a turn, of either kind")
@@ -126,7 +130,6 @@ def _times(idle: list[Any], behind: list[Any]) -> float:
 
 def work(device: str, gib: float, page_bytes: int, mode: str) -> None:
     """Do what standard input says; this process has one tree on its path."""
-    from kvferry.client import LocalDaemon
     from kvferry.client.cli.bench.engine import Shape
     from kvferry.client.cli.bench.plan import Plan
     from kvferry.client.cli.bench.queued import _Loads, _stores
@@ -136,7 +139,7 @@ def work(device: str, gib: float, page_bytes: int, mode: str) -> None:
     plan = Plan(device, None, int(gib * (1 << 30)), None, 1, False, frozenset({"queued"}))
     host_bytes = plan.rig_pool_bytes
     with contextlib.ExitStack() as stack:
-        daemon = stack.enter_context(LocalDaemon(device, pool_bytes=host_bytes, copy_mode=mode))
+        daemon = stack.enter_context(_daemon(device, host_bytes, mode))
         rig = stack.enter_context(open_rig(replace(plan, directory=daemon.directory)))
         engine = stack.enter_context(rig.engine(Shape.of(page_bytes), host_bytes))
         loads, stores = _Loads(engine), _stores(engine)
@@ -149,6 +152,22 @@ def work(device: str, gib: float, page_bytes: int, mode: str) -> None:
             if kind == "behind":
                 loads.drain()
             print(json.dumps(seconds), file=answers, flush=True)
+
+
+def _daemon(device: str, pool_bytes: int, mode: str) -> Any:
+    from kvferry.client import LocalDaemon
+
+    if device != "clock":
+        return LocalDaemon(device, pool_bytes=pool_bytes, copy_mode=mode)
+
+    class ClockDaemon(LocalDaemon):
+        def _start(self, timeout: float) -> None:
+            self.command[1:3] = [str(Path(__file__).with_name("clock_daemon.py"))]
+            super()._start(timeout)
+
+    # It stores no bytes, so there are none to be checked
+    unchecked: dict[str, Any] = {"health_every_seconds": 3600, "integrity_check_loads": 0}
+    return ClockDaemon("cpu", pool_bytes=pool_bytes, copy_mode=mode, **unchecked)
 
 
 if __name__ == "__main__":

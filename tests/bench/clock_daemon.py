@@ -1,0 +1,139 @@
+"""kvferryd with a GPU that is a clock, on any machine: link_time.py's driver.
+
+    python tests/bench/clock_daemon.py [kvferryd's own options]
+
+Everything is real but what the driver does: it copies nothing, and says when it would be done. Its
+calls take as long as on an H200, and those that give the GIL away there do here. What was stored is
+not read back, for there is nothing to read. Engines find a device "cpu", whose tensors they share.
+For `queued_in_turns.py --device clock`, which needs two cores that have nothing else to do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from bench import link_time
+from kvferry.daemon import __main__ as kvferryd
+from kvferry.daemon.config import Config, parse_bytes
+from kvferry.daemon.core.geometry import Geometry
+from kvferry.daemon.engine.base import CopyEngine, Mapping
+from kvferry.daemon.engine.cuda import engine as cuda_engine
+from kvferry.daemon.engine.reference import ReferenceEngine
+from kvferry.daemon.server.archive import Archive
+from kvferry.proto.memory import Allocation, Location
+from kvferry.proto.status import CalibrationPoint, CopyStatus, DeviceInfo
+
+FRAGMENT = 0.4e-6
+"""Seconds of CPU that one costs in a batch."""
+KERNEL = 5e-6
+"""Seconds that the device takes for a kernel before it moves anything."""
+HOST = 0x5000 << 32
+"""No address below is one of this process's host memory; none of the device's is above."""
+SPAN = 8 << 20
+
+
+class Unlocked:
+    """Spends the CPU's time without the GIL: in memset, of as many bytes as take so long."""
+
+    def __init__(self) -> None:
+        self._libc, self._bytes = ctypes.CDLL(None), ctypes.create_string_buffer(SPAN)
+        self._libc.memset(self._bytes, 0, SPAN)
+        self._seconds = min(self._time(SPAN) for _ in range(20)) / SPAN
+
+    def spend(self, seconds: float) -> None:
+        self._libc.memset(self._bytes, 0, min(SPAN, int(seconds / self._seconds)))
+
+    def _time(self, nbytes: int) -> float:
+        begin = time.perf_counter()
+        self._libc.memset(self._bytes, 0, nbytes)
+        return time.perf_counter() - begin
+
+
+class Driver(link_time.Driver):
+    """As that of link_time.py. Kernels take as long as they have to move; a batch is of one size,
+    and those of stores leave the GIL to others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._unlocked = Unlocked()
+
+    def allocate(self, nbytes: int) -> int:
+        return next(self._numbers) << 36
+
+    def register_host(self, *_: object) -> None: ...
+
+    def call(self, name: str, *arguments: Any) -> None:
+        if name in {"cuStreamWaitEvent", "cuMemcpyAsync"}:
+            super().call(name, *arguments)
+
+    def launch(self, function: int, grid: int, threads: int, stream: int, *of: Any) -> None:
+        link_time.spend(link_time.LAUNCH)
+        _, _, block_bytes, blocks = struct.unpack_from("QQQI", of[0].arrays[0])
+        begin = max(self._streams[stream], time.perf_counter() + link_time.BEGIN)
+        self._streams[stream] = begin + KERNEL + blocks * block_bytes / link_time.BANDWIDTH
+
+    def optional(self, symbol: str, *, quick: bool = False) -> Callable[..., int]:
+        spend = link_time.spend if quick else self._unlocked.spend
+
+        def batch(to: int, _: int, sizes: int, number: int, *rest: Any) -> int:
+            spend(link_time.BATCH + FRAGMENT * number)
+            first, nbytes = (ctypes.c_int64.from_address(at).value for at in (to, sizes))
+            self._copy(rest[-1], number * nbytes, first)
+            return 0
+
+        return batch
+
+    def _copy(self, stream: int, nbytes: int, to: int) -> None:
+        store = to >= HOST
+        begin = max(self._streams[stream], self._link[store], time.perf_counter() + link_time.BEGIN)
+        self._streams[stream] = self._link[store] = begin + nbytes / link_time.LINK
+
+
+class Engine(cuda_engine.CudaEngine):
+    """Tensors that engines share are not looked at; those of its own are host memory."""
+
+    def open(
+        self,
+        geometry: Geometry,
+        allocations: Sequence[Allocation],
+        locations: Sequence[Location],
+        descriptors: Sequence[int],
+    ) -> Mapping:
+        bases = (np.arange(len(locations), dtype=np.int64) << 34) + link_time.TENSOR
+        return self._mapping(geometry, bases, [])
+
+    allocate = cast(Any, ReferenceEngine.allocate)
+
+
+def make_engine(config: Config) -> CopyEngine:
+    always = 0 if config.copy.mode == "direct" else 1 << 40
+    measured = CopyStatus("auto", CalibrationPoint(0, 1.0, 1.0), (), always, always)
+    patched, driver = cast(Any, cuda_engine), Driver()
+    patched.driver, patched.calibrate = lambda: driver, lambda *_: measured
+    patched.VirtualMemory = lambda *_: None
+    staging, chunk = parse_bytes(config.copy.staging), parse_bytes(config.pool.chunk)
+    engine = Engine("0", cuda_engine.CudaOptions("auto", staging, chunk))
+    engine.info = DeviceInfo("cpu", "cpu", "a clock", staging)
+    return engine
+
+
+def forget_stores(archive: Archive) -> None:
+    archive._unsealed.clear()
+
+
+if __name__ == "__main__":
+    cast(Any, kvferryd).make_engine = make_engine
+    cast(Any, Archive)._seal = forget_stores
+    kvferryd.main(sys.argv[1:])
+    os._exit(0)
