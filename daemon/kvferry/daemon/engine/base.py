@@ -119,7 +119,8 @@ class CopyEngine(Protocol):
         """Enqueue a piece within `room`. Raises KVFerryError where the device refuses it."""
 
     def wants_push(self, direction: Direction) -> bool:
-        """Whether to `push` before more is submitted: the device has nothing to do."""
+        """Whether to `push` before more is submitted, so that the device has something to do
+        meanwhile."""
 
     def push(self, direction: Direction, more: bool) -> bool:
         """Called after each round of submits, also an empty one, while any is in flight or waits,

@@ -90,10 +90,9 @@ class Link:
 
     def scattered(self, hosts: Int64s, nbytes: int) -> Scattered | None:
         """Blocks of one size in host memory made ready; None where one lies across two chunks."""
-        last = self._chunk - nbytes
-        return (
-            None if ((hosts - self._pool) % self._chunk > last).any() else Scattered(hosts, nbytes)
-        )
+        if ((hosts - self._pool) % self._chunk > self._chunk - nbytes).any():
+            return None
+        return Scattered(hosts, nbytes)
 
     def _enqueue_some(self, direction: Direction, some: Some, stream: int) -> None:
         hosts, sizes = some.of.addresses(some.first)
