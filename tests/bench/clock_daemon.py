@@ -11,7 +11,6 @@ For `queued_in_turns.py --device clock`, which needs two cores that have nothing
 from __future__ import annotations
 
 import ctypes
-import os
 import struct
 import sys
 import time
@@ -136,4 +135,3 @@ if __name__ == "__main__":
     cast(Any, kvferryd).make_engine = make_engine
     cast(Any, Archive)._seal = forget_stores
     kvferryd.main(sys.argv[1:])
-    os._exit(0)
