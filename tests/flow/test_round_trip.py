@@ -209,3 +209,19 @@ def test_many_pieces(start_engine: StartEngine, daemon: LocalDaemon) -> None:
     engine.finish(engine.load(range(34), dst))
     assert np.array_equal(worker.read(dst), worker.read(src))
     assert np.array_equal(worker.read(dst[-9:]), engine.expected(src[-9:], 1))
+
+
+def test_large_jobs_that_wait_for_a_kernel_and_for_each_other(
+    start_engine: StartEngine, daemon: LocalDaemon
+) -> None:
+    """What they need is made ready meanwhile, by the loop."""
+    groups = (GroupOptions(2, (64, 8, 64)),)
+    engine = start_engine(
+        daemon, groups=groups, num_blocks=272, host_bytes=40 << 20, block_size_factor=4
+    )
+    src, dst = shuffled(136, 136, of=272)
+    value = engine.worker.write(src, 1, slow=0.05)
+    jobs = engine.store(src, range(34), wait_for=value), engine.load(range(34), dst)
+    assert all(result.success for result in engine.finish(*jobs))
+    assert np.array_equal(engine.worker.read(dst), engine.expected(src, 1))
+    assert "Traceback" not in daemon.log(), daemon.log()
