@@ -1010,6 +1010,25 @@ def test_the_engine_is_pushed_before_more_is_submitted_where_it_wants_that(
     run_out(harbour, stub)
 
 
+def test_a_piece_and_the_push_that_it_wants_are_one_step(
+    harbour: Harbour, stub: StubEngine
+) -> None:
+    stub.piece, stub.most = Room(64), 100
+    harbour.map()
+    stub.wants_pushes = lambda: len(stub.in_flight) == 1 and not stub.pushes
+    pushed: list[list[tuple[Direction, bool]]] = []
+
+    def note() -> None:
+        pushed.append([*stub.pushes])
+        if len(pushed) == 1:
+            harbour.start(LOAD, [40])
+
+    stub.on_submit = note
+    harbour.start(STORE, range(3))
+    run_out(harbour, stub)
+    assert pushed[:2] == [[], [(STORE, True)]]
+
+
 def test_what_a_plan_needs_is_made_ready_while_it_waits(harbour: Harbour, stub: StubEngine) -> None:
     """Not if it was begun, is over, or its registration is gone."""
     stub.most = 1

@@ -163,10 +163,10 @@ class Lane:
             track = berth.tracks[plan.direction]
             if not (stream.flights or berth.holds(track.waiting[0].plan, self._pool.ready_bytes)):
                 self._submit(stream, berth, track)
-                if not track.waiting:
+                if track.waiting:
+                    self._urge(stream)
+                else:
                     self._push(stream, more=False)
-                elif self._engine.wants_push(stream.direction):
-                    self._engine.push(stream.direction, more=True)
         except Exception as error:
             self._broken = error
 
@@ -291,8 +291,7 @@ class Lane:
                 break
             if self._waits(stream):
                 return
-            if self._engine.wants_push(stream.direction):
-                self._engine.push(stream.direction, more=True)
+            if self._urge(stream):
                 self._stepped(stream)
                 continue
             berth = stream.turn.popleft()
@@ -309,12 +308,20 @@ class Lane:
                 sent += not more
                 if more or stream is not self._stores:  # who had no room keeps its place
                     continue
+                self._urge(stream)  # to ask for its turn, too, is no step of its own
                 self._stepped(stream)
                 if sent >= STEP and stream.large:
                     stream.paused = True
                     return
         stream.refused = more
         self._push(stream, more)
+
+    def _urge(self, stream: Stream) -> bool:
+        """Push once, where the engine wants that before more is submitted; whether it did."""
+        wants = self._engine.wants_push(stream.direction)
+        if wants:
+            self._engine.push(stream.direction, more=True)
+        return wants
 
     def _push(self, stream: Stream, more: bool) -> None:
         while not self._waits(stream) and self._engine.push(stream.direction, more):
