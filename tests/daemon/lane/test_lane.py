@@ -329,6 +329,29 @@ def finish(harbour: Harbour, *pieces: Piece) -> list[Report]:
     return harbour.settle()
 
 
+def start_huge_store(harbour: Harbour, stub: StubEngine) -> int:
+    """Two pieces of it are under way, and for the third there is no room."""
+    stub.piece, stub.most = Room(HUGE), 2
+    harbour.map()
+    harbour.map_large(2, HUGE)
+    store = harbour.start(STORE, range(3), number=2)
+    harbour.settle()
+    return store
+
+
+def pushed_before_submits(harbour: Harbour, stub: StubEngine) -> list[list[tuple[Direction, bool]]]:
+    """At each submit from now on, what was pushed so far. At the first a load is started."""
+    pushed: list[list[tuple[Direction, bool]]] = []
+
+    def note() -> None:
+        pushed.append([*stub.pushes])
+        if len(pushed) == 1:
+            harbour.start(LOAD, [40])
+
+    stub.on_submit = note
+    return pushed
+
+
 def run_out(harbour: Harbour, stub: StubEngine) -> list[Report]:
     """Finish everything there is, oldest first."""
     reports = harbour.settle()
@@ -815,14 +838,7 @@ def test_a_load_goes_before_the_engine_is_told_that_a_round_of_stores_is_over(
 ) -> None:
     stub.piece, stub.most = Room(64), 100
     harbour.map()
-    pushed: list[list[tuple[Direction, bool]]] = []
-
-    def note() -> None:
-        pushed.append([*stub.pushes])
-        if len(pushed) == 1:
-            harbour.start(LOAD, [40])
-
-    stub.on_submit = note
+    pushed = pushed_before_submits(harbour, stub)
     harbour.start(STORE, [0])
     assert sorted(serials(run_out(harbour, stub))) == [1, 2]
     assert pushed[1] == pushed[0]
@@ -832,11 +848,7 @@ def test_a_short_load_that_ends_makes_no_room_for_large_stores(
     harbour: Harbour, stub: StubEngine
 ) -> None:
     """Others of them will, and then it is asked for again."""
-    stub.piece, stub.most = Room(HUGE), 2
-    harbour.map()
-    harbour.map_large(2, HUGE)
-    store = harbour.start(STORE, range(3), number=2)
-    harbour.settle()
+    store = start_huge_store(harbour, stub)
     load = harbour.start(LOAD, [40])
     until(lambda: len(stub.in_flight) == 3, PATIENCE)
     stub.wants.clear()
@@ -852,11 +864,7 @@ def test_a_short_load_that_ends_makes_no_room_for_large_stores(
 def test_the_engine_is_pushed_once_beside_a_load_while_stores_have_enough_to_do(
     harbour: Harbour, stub: StubEngine
 ) -> None:
-    stub.piece, stub.most = Room(HUGE), 2
-    harbour.map()
-    harbour.map_large(2, HUGE)
-    store = harbour.start(STORE, range(3), number=2)
-    harbour.settle()
+    store = start_huge_store(harbour, stub)
     stub.pushes.clear()
     load = harbour.start(LOAD, [40])
     until(lambda: len(stub.in_flight) == 3, PATIENCE)
@@ -1016,14 +1024,7 @@ def test_a_piece_and_the_push_that_it_wants_are_one_step(
     stub.piece, stub.most = Room(64), 100
     harbour.map()
     stub.wants_pushes = lambda: len(stub.in_flight) == 1 and not stub.pushes
-    pushed: list[list[tuple[Direction, bool]]] = []
-
-    def note() -> None:
-        pushed.append([*stub.pushes])
-        if len(pushed) == 1:
-            harbour.start(LOAD, [40])
-
-    stub.on_submit = note
+    pushed = pushed_before_submits(harbour, stub)
     harbour.start(STORE, range(3))
     run_out(harbour, stub)
     assert pushed[:2] == [[], [(STORE, True)]]

@@ -70,8 +70,7 @@ class Courtesy:
 
     def stepped(self) -> None:
         """A step was done."""
-        self._did = True
-        self._beside = self._loads.flights[0] if self._loads.flights else None
+        self._did, self._beside = True, self._load
 
     def waits(self, *, orders: bool) -> bool:
         """Whether the next step of stores has to wait."""
@@ -79,7 +78,7 @@ class Courtesy:
         said = self._said()
         if said not in (0, self._last_said):
             self._last_said, self._until = said, now + MOMENT
-        load = self._loads.flights[0] if self._loads.flights else None
+        load = self._load
         short = load is not None and not load.large
         if not (short or orders or now < self._until):
             return False
@@ -93,3 +92,8 @@ class Courtesy:
             rest = BREATH if self._did else min(self._until - now, left - ENOUGH)
             self.pause = max(BREATH, rest)
         return True
+
+    @property
+    def _load(self) -> Flight | None:
+        """The oldest on the link."""
+        return self._loads.flights[0] if self._loads.flights else None
