@@ -83,6 +83,18 @@ def many(count: int) -> Blocks:
     return Blocks(START, BLOCK, numbers, [bytes(56) + n.to_bytes(8, "big") for n in range(count)])
 
 
+@pytest.mark.parametrize(
+    ("block_bytes", "urgent", "blocks"),
+    [(2 << 20, True, 16), (2 << 20, False, 128), (4096, True, 1024), (1 << 30, False, 1)],
+)
+def test_a_batch_that_somebody_waits_for_is_short(
+    block_bytes: int, urgent: bool, blocks: int
+) -> None:
+    parts = Blocks(0, block_bytes, np.arange(3 * blocks + 1), []).batches(urgent=urgent)
+    sizes = [part.stop - part.start for part in parts]
+    assert sizes == [blocks] * 4
+
+
 @pytest.mark.parametrize("keys", [False, True])
 @pytest.mark.parametrize("urgent", [False, True])
 async def test_a_sum_is_of_a_blocks_bytes_under_its_key_or_number(

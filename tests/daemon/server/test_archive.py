@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 from kvferry.daemon.core.actions import Amend, Cargo, CopyPlan, Ended, Enter, Start, Strike
 from kvferry.daemon.core.deeds import Deed, Found, Resident
-from kvferry.daemon.engine.auditor import Auditor
+from kvferry.daemon.engine.auditor import Auditor, Blocks
 from kvferry.daemon.engine.ledger import Ledger
 from kvferry.daemon.engine.memory import MappedFiles
 from kvferry.daemon.server.archive import Archive
@@ -135,6 +136,38 @@ async def test_more_blocks_than_one_thread_takes_at_once(desk: Desk, monkeypatch
     found = {resident.block: resident for resident in await desk.found()}
     expected = {n: Resident(n, key(100 + n), (1, 2) if n == 4 else None) for n in range(10)}
     assert found == expected
+
+
+async def test_stores_that_end_during_a_round_wait_for_the_next(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what they stored over is not read first."""
+    monkeypatch.setattr("kvferry.daemon.server.seals.SEAL_AFTER", 0)
+    asked: list[tuple[list[int], Any]] = []
+
+    def read(blocks: Blocks, *, urgent: bool, done: Any) -> None:
+        asked.append((blocks.numbers.tolist(), partial(done, np.zeros(blocks.numbers.size, "<u8"))))
+
+    monkeypatch.setattr(desk.auditor, "read", read)
+    desk.end(desk.start([1], [1]))
+    await asyncio.sleep(0.01)
+    for number in range(10):
+        desk.end(desk.start([2, 3], [10 + number, 30 + number]))
+        await asyncio.sleep(0.001)
+    assert [numbers for numbers, _ in asked] == [[1]]
+    assert desk.archive.busy
+    asked.pop()[1]()
+    await asyncio.sleep(0.01)
+    assert [numbers for numbers, _ in asked] == [[2, 3]]
+    asked.pop()[1]()
+    assert not desk.archive.busy
+    await asyncio.sleep(0.01)
+    assert not asked
+    assert set(await desk.found()) == {
+        Resident(1, key(1)),
+        Resident(2, key(19)),
+        Resident(3, key(39)),
+    }
 
 
 async def test_an_heir_takes_up_what_it_may_and_gives_up_the_rest(desk: Desk) -> None:

@@ -26,12 +26,15 @@ from kvferry.proto.errors import Code, Failed, KVFerryError
 from kvferry.proto.keys import OffloadKey
 
 BATCH_BYTES = 32 << 20
+"""What is asked for at a time where a load waits for it: each thread is to have some of that."""
+PATIENT_BYTES = 256 << 20
+"""Where nobody waits. Each answer takes some of the loop's time, which loads want."""
 BATCH_BLOCKS = 1024
-"""What is asked for at a time, at most."""
+"""Of either."""
 AHEAD = 2
 """Requests that the reader has for each of its threads."""
 PATIENCE = 10.0
-"""Seconds for an answer; a batch is read in some milliseconds."""
+"""Seconds for an answer; a batch is read in some ten milliseconds."""
 RETRY = 0.5
 """Seconds after which another is started once more, where that could not be."""
 MAX_DEATHS = 3
@@ -52,8 +55,9 @@ class Blocks:
     numbers: Int64s
     keys: Sequence[OffloadKey]
 
-    def batches(self) -> list[slice]:
-        step = max(1, min(BATCH_BLOCKS, BATCH_BYTES // self.block_bytes))
+    def batches(self, *, urgent: bool) -> list[slice]:
+        nbytes = BATCH_BYTES if urgent else PATIENT_BYTES
+        step = max(1, min(BATCH_BLOCKS, nbytes // self.block_bytes))
         return [slice(at, at + step) for at in range(0, self.numbers.size, step)]
 
     def cut(self, part: slice) -> Blocks:

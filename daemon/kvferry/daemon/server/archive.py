@@ -2,25 +2,19 @@
 
 The core says which regions there are, this keeps a ledger of each, and hands its descriptor to
 whoever keeps descriptors while no daemon runs (systemd). A store's blocks are vacated before the
-lane hears of it, and sealed some time after its end, when they were read back: many together.
+lane hears of it, and sealed some time after its end (seals.py).
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 from typing import Protocol
 
-import numpy as np
 import structlog
 
 from kvferry.daemon.core.actions import (
     Amend,
-    Cargo,
     Ended,
     Enter,
     Record,
@@ -29,15 +23,14 @@ from kvferry.daemon.core.actions import (
     Strike,
 )
 from kvferry.daemon.core.deeds import Deed, Found, Owner
-from kvferry.daemon.engine.auditor import Auditor, Blocks
-from kvferry.daemon.engine.ledger import Ledger, Sums, Versions
+from kvferry.daemon.engine.auditor import Auditor
+from kvferry.daemon.engine.ledger import Ledger, Versions
 from kvferry.daemon.server.audits import Audits
+from kvferry.daemon.server.seals import Seals, Store
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction
 
-SEAL_AFTER = 0.2
-"""Seconds that stores wait for others to be sealed with them; who is killed loses as much."""
 LEDGER = "ledger-"
 """What the names of ledgers' descriptors begin with."""
 
@@ -62,20 +55,6 @@ class Nobody:
         """It was not kept."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Store:
-    """A store, and the versions that its blocks have while it is the last."""
-
-    ledger: Ledger
-    cargo: Cargo
-    versions: Versions
-
-    def cut(self, part: slice) -> _Store:
-        cargo = self.cargo
-        smaller = Cargo(cargo.owner, cargo.blocks[part], cargo.keys[part], cargo.parts)
-        return replace(self, cargo=smaller, versions=self.versions[part])
-
-
 class Archive:
     """Called by the loop alone. `tell` takes reports that come when something was read, `vouch` the
     serials of loads that need not be held any more.
@@ -91,7 +70,6 @@ class Archive:
         tell: Callable[[list[Report]], None],
         vouch: Callable[[int], None],
     ) -> None:
-        self._loop = asyncio.get_running_loop()
         self._auditor = auditor
         self._keeper = keeper
         self._audits = Audits(auditor, check_loads, tell, vouch)
@@ -99,14 +77,13 @@ class Archive:
         self._under_way: dict[int, Start] = {}
         self._stores: dict[int, tuple[Ledger, Versions]] = {}
         """Those under way, and the versions of their blocks while they are the last."""
-        self._unsealed: list[_Store] = []
-        self._sealing = 0
+        self._seals = Seals(auditor)
         self._names = count(1)
 
     @property
     def busy(self) -> bool:
         """Whether something was stored that is not sealed yet."""
-        return self._sealing > 0 or bool(self._unsealed)
+        return self._seals.busy
 
     def take_up(self, kept: Mapping[str, int], restore: Callable[[Found], None]) -> None:
         """Open the ledgers of an earlier daemon, the oldest first; `restore` raises Refused where
@@ -177,9 +154,7 @@ class Archive:
         start = self._under_way.pop(report.serial)
         store = self._stores.pop(report.serial, None)
         if store is not None and report.outcome is Outcome.DONE:
-            if not self._unsealed:
-                self._loop.call_later(SEAL_AFTER, self._seal)
-            self._unsealed.append(_Store(store[0], start.cargo, store[1]))
+            self._seals.stored(Store(store[0], start.cargo, store[1]))
         return self._audits.ended(start.session, report)
 
     def close(self) -> None:
@@ -214,48 +189,7 @@ class Archive:
         self._keeper.forget(name)
         ledger.close()
 
-    def _seal(self) -> None:
-        """Have all that was stored lately read back, what is still the last store of its block."""
-        stores, self._unsealed = self._unsealed, []
-        by_ledger: defaultdict[Ledger, list[_Store]] = defaultdict(list)
-        for store in stores:
-            by_ledger[store.ledger].append(store)
-        for ledger, mine in by_ledger.items():
-            if not ledger.closed:
-                whole = _joined(ledger, mine)
-                deed, cargo = ledger.deed, whole.cargo
-                blocks = Blocks(deed.start, deed.block_bytes, cargo.blocks, cargo.keys)
-                for part in blocks.batches():
-                    self._sealing += 1
-                    self._read(blocks.cut(part), whole.cut(part))
-
-    def _read(self, blocks: Blocks, store: _Store) -> None:
-        self._auditor.read(blocks, urgent=False, done=partial(self._sealed, store))
-
-    def _sealed(self, store: _Store, sums: Sums) -> None:
-        self._sealing -= 1
-        cargo = store.cargo
-        if not store.ledger.closed:
-            store.ledger.seal(cargo.blocks, store.versions, sums, cargo.keys, cargo.parts)
-
 
 def number_of(name: str) -> int:
     """The number in a descriptor's name, 0 where there is none."""
     return int("0" + "".join(filter(str.isdecimal, name)))
-
-
-def _joined(ledger: Ledger, stores: list[_Store]) -> _Store:
-    """Stores of one ledger as one, without blocks that were stored over."""
-    blocks = np.concatenate([store.cargo.blocks for store in stores])
-    versions = np.concatenate([store.versions for store in stores])
-    keys = [key for store in stores for key in store.cargo.keys]
-    parts: dict[int, tuple[int, int]] = {}
-    for store in stores:  # a whole store behind that of a part makes the block whole
-        if parts:
-            parts = {b: p for b, p in parts.items() if b not in store.cargo.blocks}
-        parts |= store.cargo.parts
-    last = ledger.current(blocks, versions)
-    if not last.all():
-        keys = [key for key, same in zip(keys, last.tolist(), strict=False) if same]
-        blocks, versions = blocks[last], versions[last]
-    return _Store(ledger, Cargo(ledger.deed.owner, blocks, tuple(keys), parts), versions)

@@ -146,7 +146,7 @@ class Audits:
         deed = ledger.deed
         keys, versions = ledger.keys(blocks), ledger.versions(blocks)
         whole = Blocks(deed.start, deed.block_bytes, blocks, keys)
-        for part in whole.batches():
+        for part in whole.batches(urgent=held is not None):
             if held is not None:
                 held.reading += 1
             self._read_batch(ledger, whole.cut(part), versions[part], held)
