@@ -55,7 +55,7 @@ class Dock:
     def two_streams(self, direction: Direction, piece: Fragments) -> list[Event]:
         halves = [slice(start, None, 2) for start in range(min(2, piece.size.size))]
         return [
-            self._on(stream, direction, Fragments(*(column[half] for column in _columns(piece))))
+            self._on(stream, direction, Fragments.of(*(column[half] for column in _columns(piece))))
             for stream, half in zip(self.streams, halves, strict=False)
         ]
 
@@ -74,7 +74,7 @@ class Dock:
         began, step = time.perf_counter(), PIECE // size
         for start in range(0, gpu.size, step):
             part = slice(start, start + step)
-            flying.append(enqueue(direction, Fragments(gpu[part], host[part], sizes[part])))
+            flying.append(enqueue(direction, Fragments.of(gpu[part], host[part], sizes[part])))
             if len(flying) == IN_FLIGHT:
                 self._await(flying.popleft())
         for ends in flying:

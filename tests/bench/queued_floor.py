@@ -163,7 +163,7 @@ class Stores:
         places = [random.permutation(GIB // size).reshape(pieces, -1) * size for _ in range(2)]
         sizes = np.full(PIECE // size, size)
         self._pieces = deque(
-            link.listed(Direction.STORE, Fragments(device + gpu, host + place, sizes))
+            link.listed(Direction.STORE, Fragments.of(device + gpu, host + place, sizes))
             for gpu, place in zip(*places, strict=True)
         )
         self._link = link

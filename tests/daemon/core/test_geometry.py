@@ -222,3 +222,13 @@ def test_tensors_that_overlap_share_their_slots() -> None:
     elsewhere = Geometry(layout, 0, 9, [Location(0, 0), Location(1, 24), Location(0, 4096)])
     resolved = elsewhere.resolve(LOAD, gpu(3, 3, 3, sizes=(1, 1, 1), first=(0,) * 3), ids(0, 1, 2))
     assert len(set(resolved.gpu_slots.tolist())) == 3
+
+
+@pytest.mark.parametrize(
+    ("start", "chunk", "whole"), [(96, 480, True), (96, 481, False), (100, 480, False)]
+)
+def test_whether_a_host_block_may_lie_across_two_chunks(
+    start: int, chunk: int, whole: bool
+) -> None:
+    """A host block has 48 bytes."""
+    assert Geometry(LAYOUT, start, 20).whole(chunk) is whole

@@ -19,6 +19,7 @@ from kvferry.proto.libcuda import Driver
 from kvferry.proto.specs import Direction, KVLayout, TensorLayout, TensorRef
 
 PAGE, BLOCKS, POOL, STREAM = 512, 40, 1 << 20, 3
+CHUNK = 1 << 20
 
 
 class Notes:
@@ -37,7 +38,10 @@ class Notes:
     def enqueue(self, direction: Direction, rows: list[tuple[int, int, int]], stream: int) -> None:
         self.copies += rows
 
-    def listed(self, direction: Direction, fragments: Fragments) -> Fragments:
+    def whole(self, geometry: Geometry) -> bool:
+        return geometry.whole(CHUNK)
+
+    def listed(self, direction: Direction, fragments: Fragments, *, whole: bool) -> Fragments:
         self.made += 1
         return fragments
 

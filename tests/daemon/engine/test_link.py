@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -27,6 +28,7 @@ class Copies:
     def __init__(self) -> None:
         self.single: list[tuple[int, int, int]] = []
         self.batched: list[tuple[int, int, int]] = []
+        self.on_batch: Callable[[], object] = lambda: None
 
     def call(self, name: str, to: int, origin: int, nbytes: int, stream: int) -> None:
         assert (name, stream) == ("cuMemcpyAsync", STREAM)
@@ -43,6 +45,7 @@ class _Function:
         self._copies = copies
 
     def __call__(self, *arguments: Any) -> int:
+        self._copies.on_batch()
         *columns, count = arguments[:4]
         assert arguments[-1] == STREAM
         rows = [(ctypes.c_int64 * count).from_address(at) for at in columns]
@@ -79,7 +82,7 @@ def test_every_byte_is_copied_once_and_no_copy_leaves_its_chunk(
     rows: Rows, direction: Direction, arrays: bool
 ) -> None:
     columns = np.array(rows, dtype=np.int64).T
-    copies = enqueued(direction, Fragments(*columns) if arrays else rows)
+    copies = enqueued(direction, Fragments.of(*columns) if arrays else rows)
     few = len(rows) == 1 or (len(rows) <= FEW and sum(size for *_, size in rows) <= SMALL)
     assert bool(copies.single) == few
     assert bool(copies.batched) == (not few)
@@ -101,7 +104,7 @@ def test_any_fragments_in_a_row_of_those_made_ready_are_enqueued(
     count = data.draw(st.integers(1, len(rows) - first))
     copies = Copies()
     ready = Link(cast(Driver, copies), POOL, CHUNK)
-    ready.enqueue_listed(ready.listed(direction, Fragments(*columns)), STREAM, first, count)
+    ready.enqueue_listed(ready.listed(direction, Fragments.of(*columns)), STREAM, first, count)
     store = direction is Direction.STORE
     some = rows[first : first + count]
     assert pairs(copies.batched) == pairs(
@@ -112,18 +115,33 @@ def test_any_fragments_in_a_row_of_those_made_ready_are_enqueued(
         assert begin // CHUNK == (begin + nbytes - 1) // CHUNK
 
 
+@given(fragments(), st.sampled_from(Direction))
+def test_what_lies_in_one_chunk_each_need_not_be_cut(rows: Rows, direction: Direction) -> None:
+    whole = Fragments.of(*np.array(rows, dtype=np.int64).T)
+    first, last = (whole.host - POOL) // CHUNK, (whole.host + whole.size - 1 - POOL) // CHUNK
+    whole = Fragments(np.ascontiguousarray(whole.table[:, first == last]))
+    listed = []
+    for told in (False, True):
+        copies = Copies()
+        ready = Link(cast(Driver, copies), POOL, CHUNK)
+        if whole.size.size:
+            ready.enqueue_listed(ready.listed(direction, whole, whole=told), STREAM)
+        listed.append(copies.batched)
+    assert listed[0] == listed[1]
+
+
 @pytest.mark.parametrize("direction", Direction)
 def test_scattered_blocks_need_only_be_told_where_they_are_on_the_gpu(direction: Direction) -> None:
     copies = Copies()
     whole = Link(cast(Driver, copies), POOL, CHUNK)
-    scattered = whole.scattered(np.array([500, 0, 300, 700]) + POOL, 50)
+    scattered = whole.scattered(np.array([500, 0, 300, 700]), 50)
     assert scattered is not None
     whole.enqueue(direction, Some(scattered, 1, 2, GPU, Ruler(GPU, 100)), STREAM)
     pairs = [(GPU, POOL), (GPU + 50, POOL + 300)]
     if direction is Direction.STORE:
         pairs = [(host, gpu) for gpu, host in pairs]
     assert copies.batched == [(to, origin, 50) for to, origin in pairs]
-    assert whole.scattered(np.array([500, 60]) + POOL, 50) is None  # lies in two chunks
+    assert whole.scattered(np.array([500, 60]), 50) is None  # lies in two chunks
 
 
 @given(

@@ -77,7 +77,7 @@ def test_a_piece_has_as_few_fragments_as_its_places_allow(
     chunk: int,
     prepared: bool,
 ) -> None:
-    packed = Packing(Link(cast(Driver, Device()), POOL, chunk), POOL, RULER)
+    packed = Packing(Link(cast(Driver, Device()), POOL, chunk), RULER)
     run = Run(0, np.arange(len(places)), np.array(places) * nbytes)
     ends = [*sorted(cut for cut in cuts if cut < len(places)), len(places)]
     with pytest.MonkeyPatch.context() as patch:
@@ -99,6 +99,6 @@ def test_a_piece_has_as_few_fragments_as_its_places_allow(
 def test_blocks_in_places_of_their_own_are_ready_but_for_the_slot() -> None:
     """And those that lie across two chunks are not."""
     for chunk, ready in ((1 << 20, True), (3000, False)):
-        packed = Packing(Link(cast(Driver, Device()), POOL, chunk), POOL, RULER)
+        packed = Packing(Link(cast(Driver, Device()), POOL, chunk), RULER)
         run = Run(0, np.arange(40), np.arange(80, 0, -2) * 1024)
         assert isinstance(packed.fragments(run.cut(3, 9), 1024, SLOT), Some) == ready

@@ -67,11 +67,31 @@ class Run(msgspec.Struct, frozen=True, weakref=True):
 
 
 class Fragments(msgspec.Struct, frozen=True):
-    """Contiguous pieces of memory: int64 arrays of addresses and sizes, all of one length."""
+    """Contiguous pieces of memory.
 
-    gpu: Int64s
-    host: Int64s
-    size: Int64s
+    table: (3, n) int64, row by row: addresses on the GPU, addresses in host memory, sizes.
+    """
+
+    table: Int64s
+
+    @classmethod
+    def of(cls, gpu: Int64s, host: Int64s, size: Int64s) -> Fragments:
+        return cls(np.stack((gpu, host, size)))
+
+    @property
+    def gpu(self) -> Int64s:
+        gpu: Int64s = self.table[0]
+        return gpu
+
+    @property
+    def host(self) -> Int64s:
+        host: Int64s = self.table[1]
+        return host
+
+    @property
+    def size(self) -> Int64s:
+        size: Int64s = self.table[2]
+        return size
 
     def rows(self) -> Rows:
         columns = self.gpu.tolist(), self.host.tolist(), self.size.tolist()
@@ -126,6 +146,7 @@ class Geometry:
         host_block_bytes: int | None = None,
     ) -> None:
         self.layout = layout
+        self.region_start = region_start
         self.host_blocks = host_blocks
         self.factor = layout.block_size_factor
         self.group_bytes = [layout.group_bytes(g) for g in range(len(layout.groups))]
@@ -201,6 +222,11 @@ class Geometry:
         ends = [largest(run.host_offsets) + self.group_bytes[run.group] for run in runs]
         return max(ends, default=0)
 
+    def whole(self, chunk_bytes: int) -> bool:
+        """Whether each host block lies in one chunk of the pool, which has chunks of that size."""
+        nbytes = self.host_block_bytes
+        return chunk_bytes % nbytes == 0 == self.region_start % nbytes
+
     def split(
         self, runs: tuple[Run, ...], max_bytes: int, max_blocks: int
     ) -> tuple[Run, tuple[Run, ...]]:
@@ -214,12 +240,13 @@ class Geometry:
     def fragments(self, run: Run, bases: Int64s, pool: int) -> Fragments:
         """Every page of `run` as addresses: `bases` of the tensors, `pool` of the host pool."""
         refs = self.refs[run.group]
-        rows = run.gpu_blocks[:, None] * refs.strides
-        gpu = rows + bases[refs.tensors]
-        host = run.host_offsets[:, None] + (refs.offsets + pool)
-        sizes = np.empty_like(gpu)
-        sizes[:] = refs.pages
-        return Fragments(gpu.ravel(), host.ravel(), sizes.ravel())
+        table = np.empty((3, run.gpu_blocks.size, refs.pages.size), dtype=np.int64)
+        gpu, host, size = table
+        np.multiply(run.gpu_blocks[:, None], refs.strides, gpu)
+        np.add(gpu, bases[refs.tensors], gpu)
+        np.add(run.host_offsets[:, None], refs.offsets + pool, host)
+        size[:] = refs.pages
+        return Fragments(table.reshape(3, -1))
 
     def rows(self, run: Run, bases: Int64s, pool: int) -> Rows:
         """As `fragments`, and sooner where they are few."""

@@ -73,9 +73,6 @@ HIGH_WATER = 256
 LINGER_MS = 1000
 LARGE = 32 << 20
 """Bytes of a transfer that has several pieces, and often to wait for others."""
-A_MOMENT = 1e-3
-"""Seconds after which something is done for it that can wait: what was said right behind it is
-heard first."""
 
 
 class Server:
@@ -277,8 +274,8 @@ class Server:
                     self._bulletins.started(action, held=self._archive.started(action))
                     self._lane.post(action)
                     self._archive.posted(action)
-                    if plan.nbytes > LARGE:
-                        self._loop.call_later(A_MOMENT, self._lane.prepare, plan)
+                    if plan.nbytes > LARGE:  # once what was said right behind it is heard
+                        self._loop.call_soon(self._lane.prepare, plan)
                 case Send(session, message):
                     peer = self._peers.by_session.get(session)
                     if peer is not None:

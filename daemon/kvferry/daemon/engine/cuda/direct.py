@@ -63,8 +63,9 @@ class DirectCopy:
             self._stretches.prepare(run, STRETCH // pages, make)
 
     def _listed(self, direction: Direction, mapping: Mapping, pool: int, run: Run) -> Listed:
-        fragments = mapping.geometry.fragments(run, mapping.bases, pool)
-        return self._link.listed(direction, fragments)
+        geometry = mapping.geometry
+        fragments = geometry.fragments(run, mapping.bases, pool)
+        return self._link.listed(direction, fragments, whole=self._link.whole(geometry))
 
 
 def piece_bytes(direction: Direction, mapping: Mapping, group: int) -> int:

@@ -86,7 +86,7 @@ class CudaEngine:
         self._staging = Staging(driver, self._options.staging_bytes)
         self._direct = DirectCopy(driver, link)
         ruler = Ruler(self._staging.address, self._options.staging_bytes)
-        self._staged = StagedCopy(driver, link, pool_address, ruler)
+        self._staged = StagedCopy(driver, link, ruler)
         status = calibrate(driver, self._staging.address, self._options.staging_bytes)
         if self._options.mode != "auto":
             status = forced(self._options.mode, status)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.daemon.core.geometry import Fragments, Int64s, Rows
+from kvferry.daemon.core.geometry import Fragments, Geometry, Int64s, Rows, largest
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.libcuda import MIN_DRIVER, CopyAttributes, Driver
 from kvferry.proto.specs import Direction
@@ -42,7 +42,7 @@ class Link:
 
     def __init__(self, driver: Driver, pool: int, chunk_bytes: int) -> None:
         self._driver = driver
-        self._pool = pool
+        self.pool = pool
         self._chunk = chunk_bytes
         self._batches = {quick: _batch_function(driver, quick=quick) for quick in (True, False)}
 
@@ -73,26 +73,31 @@ class Link:
         (at, _), row_bytes = table.buffer_info(), _ITEM * len(rows)
         self._enqueue_batch(direction, (at, at + row_bytes, at + 2 * row_bytes), len(rows), stream)
 
-    def listed(self, direction: Direction, fragments: Fragments) -> Listed:
-        """Fragments made ready, any number in a row of them to be enqueued."""
-        fragments, begins = self._within_chunks(fragments)
-        store = direction is Direction.STORE
-        dst, src = (fragments.host, fragments.gpu) if store else (fragments.gpu, fragments.host)
-        return Listed(direction, np.stack((dst, src, fragments.size)), begins)
+    def whole(self, geometry: Geometry) -> bool:
+        """Whether none of its fragments lies across two chunks."""
+        return geometry.whole(self._chunk)
+
+    def listed(self, direction: Direction, fragments: Fragments, *, whole: bool = False) -> Listed:
+        """Fragments made ready, any number in a row of them to be enqueued. whole: none of them
+        lies across two chunks."""
+        fragments, begins = (fragments, None) if whole else self._within_chunks(fragments)
+        return Listed(direction, fragments.table, begins)
 
     def enqueue_listed(
         self, listed: Listed, stream: int, first: int = 0, count: int | None = None
     ) -> None:
         """Enqueue `count` fragments from `first` on, or all. Raises as `enqueue`."""
-        at, entries = listed.some(first, listed.fragments if count is None else count)
-        columns = at, at + listed.row_bytes, at + 2 * listed.row_bytes
+        gpu, entries = listed.some(first, listed.fragments if count is None else count)
+        host, sizes = gpu + listed.row_bytes, gpu + 2 * listed.row_bytes
+        store = listed.direction is Direction.STORE
+        columns = (host, gpu, sizes) if store else (gpu, host, sizes)
         self._enqueue_batch(listed.direction, columns, entries, stream)
 
-    def scattered(self, hosts: Int64s, nbytes: int) -> Scattered | None:
-        """Blocks of one size in host memory made ready; None where one lies across two chunks."""
-        if ((hosts - self._pool) % self._chunk > self._chunk - nbytes).any():
+    def scattered(self, offsets: Int64s, nbytes: int) -> Scattered | None:
+        """Blocks of one size in the pool made ready; None where one lies across two chunks."""
+        if largest(offsets % self._chunk) > self._chunk - nbytes:
             return None
-        return Scattered(hosts, nbytes)
+        return Scattered(offsets + self.pool, nbytes)
 
     def _enqueue_some(self, direction: Direction, some: Some, stream: int) -> None:
         hosts, sizes = some.of.addresses(some.first)
@@ -111,7 +116,7 @@ class Link:
 
     def _cut(self, rows: Rows) -> Rows:
         """Cut what crosses from one registered chunk into the next."""
-        pool, chunk = self._pool, self._chunk
+        pool, chunk = self.pool, self._chunk
         if max([(host - pool) % chunk + size for _, host, size in rows]) <= chunk:
             return rows
         cut: Rows = []
@@ -125,7 +130,7 @@ class Link:
 
     def _within_chunks(self, fragments: Fragments) -> tuple[Fragments, Int64s | None]:
         """As `_cut`; and with which of these each fragment begins, if any was cut."""
-        chunk, host = self._chunk, fragments.host - self._pool
+        chunk, host = self._chunk, fragments.host - self.pool
         first, last = host // chunk, (host + fragments.size - 1) // chunk
         if (first == last).all():
             return fragments, None
@@ -136,14 +141,14 @@ class Link:
         start = np.maximum(host[of], number * chunk)
         end = np.minimum((host + fragments.size)[of], (number + 1) * chunk)
         gpu = fragments.gpu[of] + start - host[of]
-        return Fragments(gpu, start + self._pool, end - start), begins
+        return Fragments.of(gpu, start + self.pool, end - start), begins
 
 
 class Listed:
     """Fragments as the driver reads them, none of them across two chunks.
 
-    table: (3, n) destinations, sources, sizes. begins: (fragments + 1,) where each fragment begins
-    there, if some were cut; None where fragments and entries are the same.
+    table: as that of Fragments. begins: (fragments + 1,) where each fragment begins there, if some
+    were cut; None where fragments and entries are the same.
     """
 
     def __init__(self, direction: Direction, table: Int64s, begins: Int64s | None) -> None:
@@ -166,7 +171,9 @@ class Scattered:
 
     def __init__(self, hosts: Int64s, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._columns = hosts, np.full(hosts.size, nbytes)
+        sizes = np.empty_like(hosts)
+        sizes.fill(nbytes)  # np.full does the same, in Python
+        self._columns = hosts, sizes
         self._hosts, self._sizes = map(_address, self._columns)
 
     def addresses(self, first: int) -> tuple[int, int]:

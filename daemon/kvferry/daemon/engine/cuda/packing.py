@@ -22,19 +22,18 @@ STRETCH = 4096
 
 
 class Packing:
-    """Finds how the pieces of runs lie in their slots, and in the pool, which begins at `pool`.
-    ruler: of the buffer that the slots are in."""
+    """Finds how the pieces of runs lie in their slots, and in the pool. ruler: of the buffer that
+    the slots are in."""
 
-    def __init__(self, link: Link, pool: int, ruler: Ruler) -> None:
+    def __init__(self, link: Link, ruler: Ruler) -> None:
         self._link = link
-        self._pool = pool
         self._ruler = ruler
         self._stretches = Stretches[_Joints]()
 
     def fragments(self, run: Run, block_bytes: int, slot: int) -> Fragments | Rows | Some:
         """A piece: as few fragments as the host blocks' places allow."""
         if _few(run.of or run):
-            return _rows(run.host_offsets.tolist(), block_bytes, slot, self._pool)
+            return _rows(run.host_offsets.tolist(), block_bytes, slot, self._link.pool)
         make = partial(self._joints, block_bytes)
         joints, first = self._stretches.find(run, STRETCH, make)
         return joints.fragments(first, run.gpu_blocks.size, slot)
@@ -45,24 +44,24 @@ class Packing:
             self._stretches.prepare(run, STRETCH, partial(self._joints, block_bytes))
 
     def _joints(self, block_bytes: int, run: Run) -> _Joints:
-        return _Joints(self._link, self._ruler, run.host_offsets + self._pool, block_bytes)
+        return _Joints(self._link, self._ruler, run.host_offsets, block_bytes)
 
 
 class _Joints:
     """The blocks of a stretch that do not lie behind the one before them in host memory."""
 
-    def __init__(self, link: Link, ruler: Ruler, hosts: Int64s, block_bytes: int) -> None:
-        joined = hosts[1:] - hosts[:-1] == block_bytes
+    def __init__(self, link: Link, ruler: Ruler, offsets: Int64s, block_bytes: int) -> None:
+        joined = offsets[1:] - offsets[:-1] == block_bytes
         self._ruler = ruler
         self._block_bytes = block_bytes
         self._scattered: Scattered | None = None
         if not joined.any():
-            self._scattered = link.scattered(hosts, block_bytes)
+            self._scattered = link.scattered(offsets, block_bytes)
         if self._scattered is None:
             breaks = np.flatnonzero(~joined) + 1
-            self._at = np.concatenate(([0], breaks, [hosts.size]))
+            self._at = np.concatenate(([0], breaks, [offsets.size]))
             """Their numbers; the first is one of them, and behind the last the stretch's end."""
-            self._hosts = hosts[self._at[:-1]]
+            self._hosts = offsets[self._at[:-1]] + link.pool
             """Addresses."""
             self._numbers: list[int] = self._at.tolist()
             self._places: list[int] = self._hosts.tolist()
@@ -88,7 +87,7 @@ class _Joints:
         starts = np.maximum(numbers, first)
         stops = np.minimum(self._at[these.start + 1 : these.stop + 1], end)
         hosts = self._hosts[these] + (starts - numbers) * nbytes
-        return Fragments((starts - first) * nbytes + slot, hosts, (stops - starts) * nbytes)
+        return Fragments.of((starts - first) * nbytes + slot, hosts, (stops - starts) * nbytes)
 
 
 def _few(run: Run) -> bool:

@@ -97,11 +97,11 @@ class Kernels:
 class StagedCopy:
     """Enqueues pieces through staging slots; one dma and one kernel stream a direction."""
 
-    def __init__(self, driver: Driver, link: Link, pool: int, ruler: Ruler) -> None:
+    def __init__(self, driver: Driver, link: Link, ruler: Ruler) -> None:
         self._driver = driver
         self._link = link
         self._kernels = Kernels(driver)
-        self._packing = Packing(link, pool, ruler)
+        self._packing = Packing(link, ruler)
         self._dma, self._kernel = (
             {d: driver.create_stream(urgent=d is Direction.LOAD) for d in Direction}
             for _ in range(2)
