@@ -12,8 +12,9 @@ A GPU that is a clock (clock_daemon.py) is had on any machine with two cores to 
 tree's Python, its threads and sockets are compared, not what a GPU makes of it; and what gives the
 GIL away still keeps one of few cores.
 
-    us   of a tree's loads: median, 90th, 95th and 99th percentile, idle; the same behind stores
-    x    the 99th percentile by that of the idle ones; of ten rounds at a time least and most
+    us       of a tree's loads: median, 90th, 95th and 99th percentile, idle; the same behind stores
+    x        the 99th percentile by that of the idle ones; of ten rounds at a time least and most
+    submit   us, median of loads that were sent right behind a store; they are not among the others
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def compare(options: argparse.Namespace, page_bytes: int, mode: str) -> None:
                 for kind in ("idle", "behind") if number % 2 else ("behind", "idle"):
                     worker.turn(kind, options.trips)
     print(f"pages of {page_bytes >> 10} KiB, {mode}, {options.rounds} rounds of {options.trips}")
-    print(f"{'us':12}{'idle':>7}{'behind':>28}{'x':>30}{'least..most':>12}")
+    print(f"{'us':12}{'idle':>7}{'behind':>28}{'x':>30}{'least..most':>12}{'submit':>8}")
     for worker in workers:
         worker.show()
 
@@ -83,6 +84,7 @@ class Worker:
     ) -> None:
         self._name = name
         self._seen: dict[str, list[list[float]]] = {"idle": [], "behind": []}
+        self._after_submit: list[float] = []
         path = [str(tree.resolve() / part) for part in ("proto", "client", "daemon")]
         work = ("--device", options.device, "--gib", str(options.gib))
         self._process = subprocess.Popen(
@@ -105,7 +107,9 @@ class Worker:
     def turn(self, kind: str, trips: int) -> None:
         assert self._process.stdin is not None
         print(kind, trips, file=self._process.stdin, flush=True)
-        self._seen[kind].append(json.loads(self._answer()))
+        seconds, after_submit = json.loads(self._answer())
+        self._seen[kind].append(seconds)
+        self._after_submit += after_submit
 
     def show(self) -> None:
         idle, behind = ([np.array(turn) * 1e6 for turn in self._seen[k]] for k in self._seen)
@@ -115,6 +119,7 @@ class Worker:
         print(
             f"{self._name:12}" + "".join(cells),
             f"   {_times(idle, behind):5.2f}  {min(times):.2f}..{max(times):.2f}",
+            f"{1e6 * float(np.median(self._after_submit)):7.0f}",
         )
 
     def _answer(self) -> str:
@@ -152,9 +157,10 @@ def work(device: str, gib: float, page_bytes: int, mode: str) -> None:
             kind, trips = line.split()
             if kind == "behind":
                 loads.queue(stores)
-            seconds = loads.trips(int(trips))
-            if kind == "behind":
+                seconds = loads.trips_behind(int(trips))
                 loads.drain()
+            else:
+                seconds = loads.trips(int(trips)), []
             print(json.dumps(seconds), file=answers, flush=True)
 
 
