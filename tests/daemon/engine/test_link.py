@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -115,6 +116,19 @@ def test_any_fragments_in_a_row_of_those_made_ready_are_enqueued(
         assert begin // CHUNK == (begin + nbytes - 1) // CHUNK
 
 
+def test_while_the_driver_takes_many_stores_somebody_else_may_load() -> None:
+    aside, seen = threading.Lock(), list[bool]()
+    copies = Copies()
+    copies.on_batch = lambda: seen.append(aside.locked())
+    whole = Link(cast(Driver, copies), POOL, CHUNK, cast(Any, aside))
+    rows = [(GPU + 8 * n, POOL + 8 * n, 4) for n in range(FEW + 1)]
+    for direction in (Direction.STORE, Direction.LOAD):
+        whole.enqueue(direction, rows, STREAM)
+        whole.enqueue_listed(whole.listed(direction, Fragments.of(*np.array(rows).T)), STREAM)
+    assert seen == [True, True, False, False]
+    assert not aside.locked()
+
+
 @given(fragments(), st.sampled_from(Direction))
 def test_what_lies_in_one_chunk_each_need_not_be_cut(rows: Rows, direction: Direction) -> None:
     whole = Fragments.of(*np.array(rows, dtype=np.int64).T)
@@ -160,3 +174,16 @@ def test_what_stands_on_a_ruler_is_at_equal_distances(
             wanted = [*range(begin + at, begin + nbytes, apart)]
             stands = ruler.mark(begin + at, apart)
             assert [*(ctypes.c_int64 * len(wanted)).from_address(stands)] == wanted
+
+
+def test_what_had_to_make_room_on_a_ruler_stands_for_a_while() -> None:
+    """Another thread's driver call may be reading it."""
+    ruler, wanted = Ruler(0, 500), [*range(3, 500, 7)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(link, "KEPT", 3)
+        stands = ruler.mark(3, 7)
+        for apart in range(10, 15):
+            ruler.mark(0, apart)
+        assert (7, 3) not in ruler._marks
+        assert (7, 3) in ruler._before
+        assert [*(ctypes.c_int64 * len(wanted)).from_address(stands)] == wanted

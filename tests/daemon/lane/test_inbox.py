@@ -53,7 +53,7 @@ def test_who_sleeps_is_woken() -> None:
 
 def rested(inbox: Inbox[int]) -> None:
     """Wait until whoever takes from this has slept for long enough."""
-    until(lambda: not inbox._helm.locked() and inbox._rested())
+    until(lambda: inbox.helm.free and inbox._rested())
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_the_helm_is_given_back_whatever_happens(lane: Inbox[int]) -> None:
 
     with pytest.raises(ZeroDivisionError):
         lane.put(1, sink)
-    until(lambda: not lane._helm.locked())
+    until(lambda: lane.helm.free)
 
 
 def test_in_a_long_nap_others_begin_and_in_a_short_one_they_do_not() -> None:
@@ -100,7 +100,7 @@ def test_in_a_long_nap_others_begin_and_in_a_short_one_they_do_not() -> None:
         lane = threading.Thread(target=inbox.wait, args=[patience])
         lane.start()
         if patience > RESTED:
-            until(lambda: not inbox._helm.locked())
+            until(lambda: inbox.helm.free)
         inbox.put(number, begun.append)
         lane.join()
     assert (begun, inbox.take()) == ([1], 2)
@@ -109,9 +109,9 @@ def test_in_a_long_nap_others_begin_and_in_a_short_one_they_do_not() -> None:
 def test_while_the_lane_is_awake_or_has_orders_they_wait_for_it() -> None:
     inbox, begun = Inbox[int](), list[int]()
     inbox.put(1, begun.append)
-    inbox._helm.release()
+    inbox.helm.leave()
     inbox.put(2, begun.append)
-    inbox._helm.acquire()
+    inbox.helm.take()
     assert [inbox.take(), inbox.take(), begun] == [1, 2, []]
 
 

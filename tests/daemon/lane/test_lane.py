@@ -15,6 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import Any, cast
@@ -112,12 +113,15 @@ class StubEngine:
         self.refusals: list[KVFerryError | None] = []
         """What the next submissions say: an error, or None where they work; empty: they work."""
         self.on_submit: Callable[[], object] = lambda: None
+        self.meanwhile: Callable[[], object] = lambda: None
+        """What happens while the driver takes a store."""
         self.entered: list[int] = []
         self.submitters: list[int] = []
         """Threads that said they would submit, and those that did."""
         self._numbers = count()
 
-    def attach(self, pool_address: int) -> CopyStatus | None:
+    def attach(self, pool_address: int, aside: AbstractContextManager[None]) -> CopyStatus | None:
+        self._aside = aside
         return None
 
     def pin(self, address: int, nbytes: int) -> None: ...
@@ -161,6 +165,9 @@ class StubEngine:
         refusal = self.refusals.pop(0) if self.refusals else None
         if refusal is not None:
             raise refusal
+        if direction is STORE:
+            with self._aside:
+                self.meanwhile()
         piece = Piece(direction, mapping, run, next(self._numbers))
         self.in_flight.append(piece)
         self.submitters.append(threading.get_ident())
@@ -295,7 +302,7 @@ class Harbour:
     def asleep(self) -> None:
         """Wait until the lane has slept for long enough."""
         inbox = self.lane._inbox
-        until(lambda: not inbox._helm.locked() and inbox._rested())
+        until(lambda: inbox.helm.free and inbox._rested())
 
     def close(self) -> None:
         self.lane.close()
@@ -706,7 +713,7 @@ def test_an_engine_that_breaks_ends_the_lane_and_says_so(
 def test_a_device_that_does_not_come_up_is_told_at_the_start(
     stub: StubEngine, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def attach(_: int) -> CopyStatus | None:
+    def attach(*_: object) -> CopyStatus | None:
         raise error
 
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
@@ -1082,7 +1089,7 @@ def test_what_a_calibration_found_is_reported_first(
     stub: StubEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = CopyStatus("auto", CalibrationPoint(1, 1.0, 1.0), (), 1, 1)
-    monkeypatch.setattr(stub, "attach", lambda _: found)
+    monkeypatch.setattr(stub, "attach", lambda *_: found)
     harbour = Harbour(stub)
     assert harbour.settle() == [Calibrated(found)]
     harbour.close()
@@ -1157,6 +1164,63 @@ def test_what_the_engine_refuses_at_the_beginning_fails(manned: Harbour, stub: S
     manned.start(LOAD, [1])
     (end,) = [report for report in manned.settle() if isinstance(report, Ended)]
     assert (end.outcome, end.error) == (Outcome.FAILED, ERROR.info)
+
+
+@pytest.fixture
+def storing(manned: Harbour, stub: StubEngine) -> Iterator[threading.Event]:
+    """The lane has given the driver a store of block 1, which takes it until this is set."""
+    begun, over = threading.Event(), threading.Event()
+
+    def take_long() -> None:
+        stub.meanwhile = lambda: None
+        begun.set()
+        assert over.wait(PATIENCE)
+
+    stub.meanwhile = take_long
+    poster = threading.Thread(target=manned.start, args=[STORE, [1]])
+    poster.start()
+    poster.join()
+    assert begun.wait(PATIENCE)
+    yield over
+    over.set()
+
+
+def test_a_load_begins_while_the_driver_takes_a_store(
+    manned: Harbour, stub: StubEngine, storing: threading.Event
+) -> None:
+    manned.start(LOAD, [5])
+    assert (stub.submitters, stub.submitted.get().blocks) == ([ME], [5])
+    assert (LOAD, False) in stub.pushes
+    storing.set()
+    assert sorted(serials(run_out(manned, stub))) == [1, 2]
+
+
+def test_a_store_does_not_begin_while_the_driver_takes_another(
+    manned: Harbour, stub: StubEngine, storing: threading.Event
+) -> None:
+    manned.start(STORE, [2])
+    manned.start(STORE, [3])
+    assert stub.submitted.empty()
+    storing.set()
+    assert serials(run_out(manned, stub)) == [1, 2, 3]
+    assert ME not in stub.submitters
+
+
+def test_a_load_that_has_to_wait_for_that_store_waits(
+    manned: Harbour, stub: StubEngine, storing: threading.Event
+) -> None:
+    manned.start(LOAD, [5], [1])
+    assert stub.submitted.empty()
+    storing.set()
+    assert serials(run_out(manned, stub)) == [1, 2]
+
+
+def test_who_begins_a_store_does_not_lend_the_helm_on(manned: Harbour, stub: StubEngine) -> None:
+    helm, seen = manned.lane._inbox.helm, list[tuple[bool, bool]]()
+    stub.meanwhile = lambda: seen.append((helm.lent, helm.free))
+    manned.start(STORE, [1])
+    assert seen == [(False, False)]
+    assert stub.submitters == [ME]
 
 
 # Anything may happen

@@ -9,6 +9,7 @@ All calls but `pin` and `unpin` come from the lane's thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -71,10 +72,13 @@ NO_ROOM = Room(0)
 class CopyEngine(Protocol):
     info: DeviceInfo
 
-    def attach(self, pool_address: int) -> CopyStatus | None:
+    def attach(self, pool_address: int, aside: AbstractContextManager[None]) -> CopyStatus | None:
         """Called once, first, from the lane's thread: make the device usable there.
 
         Returns what a calibration found, where there is something to choose.
+
+        aside: to be in while the device is given many fragments of stores, which takes it long.
+            Whoever has `enter`ed may submit and push loads meanwhile.
         """
 
     def enter(self) -> None:

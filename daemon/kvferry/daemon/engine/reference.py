@@ -14,6 +14,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import count
 
@@ -78,7 +79,7 @@ class ReferenceEngine:
             for direction, pieces in self._queues.items()
         ]
 
-    def attach(self, pool_address: int) -> None:
+    def attach(self, pool_address: int, aside: AbstractContextManager[None]) -> None:
         self._pool = pool_address
         for thread in self._threads:
             thread.daemon = True

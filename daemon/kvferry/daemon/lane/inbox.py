@@ -5,7 +5,8 @@ the time is over before it looks twice (CPython 3.11 and 3.12; it takes a negati
 A lock that is let go for each order wakes as fast, and its timeout holds.
 
 To wake a thread takes as long as to do the first of an order, and what it runs has left its core's
-caches. So while the lane sleeps, who puts an order may take the helm and begin it instead.
+caches. So while the lane sleeps, who puts an order may take the helm (helm.py) and begin it
+instead.
 
 Who wants the GIL has it once it has waited for as long as the switch interval says. The lane goes
 first: what it has to do is short, and the device waits for it. So others wait longer for the lane
@@ -26,7 +27,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
+
+from kvferry.daemon.lane.helm import Helm
 
 T = TypeVar("T")
 
@@ -52,25 +56,22 @@ class Stop:
 
 
 class Inbox(Generic[T]):
-    """`put` from any thread, `wait` and `take` in one, which has the helm unless it waits."""
+    """`put` from any thread, `wait` and `take` in one, which has the helm unless it waits or lends
+    it."""
 
     def __init__(self) -> None:
         self._orders: deque[T] = deque()
-        self._bell, self._helm = threading.Lock(), threading.Lock()
+        self.helm = Helm()
+        self._bell = threading.Lock()
         self._bell.acquire()
-        self._helm.acquire()
         self._rested_at = 0.0
         self._sleeps = False
 
     def put(self, order: T, begin: Callable[[T], None] | None = None) -> None:
-        """`begin`: what to do with it here, at the helm, where the lane sleeps and nothing else
-        waits for it. The lane is woken after that, to go on."""
-        if begin is not None and self._rested() and self._helm.acquire(blocking=False):
-            try:
-                begin(order)
-            finally:
-                self._helm.release()
-        else:
+        """`begin`: what to do with it here, at the helm, where that is free and nothing else waits
+        for the lane. It is woken after that, to go on."""
+        visit = begin is not None and self._rested() and partial(begin, order)
+        if not (visit and self.helm.visit(visit)):
             self._orders.append(order)
         if self._sleeps:
             sys.setswitchinterval(CALLED)
@@ -98,10 +99,10 @@ class Inbox(Generic[T]):
             long = let_in or patience is None or patience > RESTED
             if long:
                 self._rested_at = time.perf_counter() + (RESTED if patience is None else 0)
-                self._helm.release()
+                self.helm.leave()
             self._bell.acquire(timeout=-1 if patience is None else patience)
             if long:
-                self._helm.acquire()
+                self.helm.take()
             self._sleeps = False
             sys.setswitchinterval(AWAKE)
         self._bell.acquire(blocking=False)  # or the next nap would end at once, for what is taken

@@ -12,8 +12,8 @@ begin, and only when nothing holds it:
 
 No wait is ever queued on the device, so nothing can hang a stream.
 
-Whoever has the helm (inbox.py) may touch what is here. That is the lane's thread; while that sleeps
-the loop takes it, to begin what it posts.
+Whoever has the helm (helm.py) may touch what is here. That is the lane's thread; while that sleeps,
+or the driver keeps it, the loop takes the helm, to begin what it posts.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Lane:
     def _run(self) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1)  # a nap of 20 us is not one of 70
         try:
-            copying = self._engine.attach(self._pool.address)
+            copying = self._engine.attach(self._pool.address, self._inbox.helm)
             if copying is not None:
                 self._reports.append(Calibrated(copying))
                 self._flush()
@@ -161,7 +161,8 @@ class Lane:
             self._start(plan := order.plan)
             stream, berth = self._stream_of[plan.direction], self._berths[plan.registration]
             track = berth.tracks[plan.direction]
-            if not (stream.flights or berth.holds(track.waiting[0].plan, self._pool.ready_bytes)):
+            busy = stream.flights or (self._inbox.helm.lent and stream is self._stores)
+            if not (busy or berth.holds(track.waiting[0].plan, self._pool.ready_bytes)):
                 self._submit(stream, berth, track)
                 if track.waiting:
                     self._urge(stream)

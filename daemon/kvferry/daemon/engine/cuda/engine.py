@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,11 +79,11 @@ class CudaEngine:
         self._staged_pieces = dict.fromkeys(Direction, 0)
         self._last: dict[Direction, Piece] = {}
 
-    def attach(self, pool_address: int) -> CopyStatus:
+    def attach(self, pool_address: int, aside: AbstractContextManager[None]) -> CopyStatus:
         driver = self._driver
         driver.call("cuCtxSetCurrent", self._context)
         self._pool = pool_address
-        link = Link(driver, pool_address, self._options.chunk_bytes)
+        link = Link(driver, pool_address, self._options.chunk_bytes, aside)
         self._staging = Staging(driver, self._options.staging_bytes)
         self._direct = DirectCopy(driver, link)
         ruler = Ruler(self._staging.address, self._options.staging_bytes)

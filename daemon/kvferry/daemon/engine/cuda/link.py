@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from ctypes import byref, c_size_t, c_void_p
 from dataclasses import dataclass
 from typing import Any
@@ -32,16 +33,25 @@ _ADDRESS, _ITEM = "Q", 8
 """As `array` calls an address, and its bytes. A ctypes array of as many would be a class of its
 own, which takes longer to make than what is in it."""
 _STREAM_ORDER = 1
+_NOWHERE = nullcontext()
 KEPT = 64
 """Distances on a ruler: a staging buffer has as many places to begin, for each size of a block."""
 
 
 class Link:
     """`chunk_bytes`: registered pieces of the pool, which begins at `pool`. No copy may cross from
-    one into the next, so who does is cut."""
+    one into the next, so who does is cut. `aside`: to be in while the driver takes a batch of
+    stores."""
 
-    def __init__(self, driver: Driver, pool: int, chunk_bytes: int) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        pool: int,
+        chunk_bytes: int,
+        aside: AbstractContextManager[None] = _NOWHERE,
+    ) -> None:
         self._driver = driver
+        self._aside = aside
         self.pool = pool
         self._chunk = chunk_bytes
         self._batches = {quick: _batch_function(driver, quick=quick) for quick in (True, False)}
@@ -109,8 +119,11 @@ class Link:
         self, direction: Direction, columns: tuple[int, int, int], count: int, stream: int
     ) -> None:
         """columns: where the destinations lie, the sources, and the sizes."""
-        batch = self._batches[direction is Direction.LOAD and count <= QUICK]
-        result = batch(*columns, count, stream)
+        if direction is Direction.STORE:
+            with self._aside:
+                result = self._batches[False](*columns, count, stream)
+        else:
+            result = self._batches[count <= QUICK](*columns, count, stream)
         if result:
             raise self._driver.error("cuMemcpyBatchAsync", result)
 
@@ -189,10 +202,13 @@ class Ruler:
         self._begin, self._end = begin, begin + nbytes
         self._marks: dict[tuple[int, int], tuple[int, int, Int64s]] = {}
         """By distance and remainder: the first address, where that stands, and all of them."""
+        self._before = self._marks
+        """Those that had to make room last: the driver may be reading them for another thread."""
 
     def mark(self, at: int, apart: int) -> int:
         """Where the address `at` stands; behind it those from there on, each `apart` bytes behind
-        the one before, to the buffer's end. They stand there until this is asked again."""
+        the one before, to the buffer's end. They stand there for a while: until this was asked
+        for KEPT other distances."""
         key = apart, at % apart
         if key not in self._marks:
             self._measure(*key)
@@ -201,7 +217,7 @@ class Ruler:
 
     def _measure(self, apart: int, rest: int) -> None:
         if len(self._marks) == KEPT:
-            self._marks.clear()
+            self._before, self._marks = self._marks, {}
         first = self._begin + (rest - self._begin) % apart
         marks = np.arange(first, self._end, apart)
         self._marks[apart, rest] = first, _address(marks), marks
