@@ -4,10 +4,16 @@ queued`.
     python tests/bench/queued_floor.py [--rounds 20] [--trips 100]
 
 A bare process in Python is woken by a byte, loads 2 MiB from pinned memory, polls until that is
-done, and answers. Meanwhile pieces of 32 MiB are stored, three under way: one contiguous copy each,
-or sixteen fragments of 2 MiB in one driver call, put together beforehand. Those who store look
-every 0.2 ms whether there is something to do. They are the thread that loads, a second thread, or a
-second process, which has a CUDA context of its own.
+done, and answers. Meanwhile pieces are stored:
+
+    contiguous      32 MiB each, one copy; three under way
+    batches of 16   32 MiB each, fragments of 2 MiB in one driver call, put together beforehand
+    batches of 62   124 MiB each, two under way
+    staged          as these, but in pages of 32 KiB, which a kernel gathers before; and so is the
+                    block that is loaded: a kernel scatters it behind its copy
+
+Those who store look every 0.2 ms whether there is something to do. They are the thread that loads,
+a second thread, or a second process, which has a CUDA context of its own.
 
 A daemon has more to do for each piece than to enqueue it. So at last a second thread computes for
 some microseconds in Python besides, and shows what that alone costs a load.
@@ -27,24 +33,29 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 
 import numpy as np
 
-from kvferry.daemon.core.geometry import Fragments
-from kvferry.daemon.engine.cuda.link import Link
+from kvferry.daemon.core.geometry import Fragments, Geometry, Int64s
+from kvferry.daemon.engine.cuda.link import Link, Listed, Ruler
+from kvferry.daemon.engine.cuda.staged import Kernels, StagedCopy
 from kvferry.proto.libcuda import Driver, Event, driver
-from kvferry.proto.specs import Direction
+from kvferry.proto.specs import Direction, KVLayout, TensorLayout, TensorRef
 
 BLOCK, PIECE, ROOM, GIB = 2 << 20, 32 << 20, 64 << 20, 1 << 30
-UNDER_WAY = 3
+PAGE, PAGES, BLOCKS = 32 << 10, 64, 512
+STAGING, LARGE = 256 << 20, 62
+"""Bytes of the staging buffer; blocks of a large piece."""
+ONE_BLOCK = np.array([BLOCKS - 1])
 LOOKS, APART, WARM_UPS = 2e-4, 3e-5, 10
 """Seconds between two looks at the stores, and between two loads; loads that do not count."""
 LOAD, STORE, REST, ANSWER = b"l", b"s", b"r", b"!"
 SAME, SECOND, PROCESS = "the same thread", "a second thread", "a second process"
-WHAT = ("contiguous", "batches of 16")
-CASES = [(what, who, 0) for what in WHAT for who in (SAME, SECOND, PROCESS)]
-CASES += [(WHAT[1], SECOND, microseconds) for microseconds in (25, 50, 100, 200)]
+STAGED = "staged"
+WHAT = {"contiguous": (1, 3), "batches of 16": (16, 3), f"batches of {LARGE}": (LARGE, 2)}
+"""Fragments of a piece, and how many pieces are under way."""
+CASES = [(what, who, 0) for what in (*WHAT, STAGED) for who in (SAME, SECOND, PROCESS)]
+CASES += [("batches of 16", SECOND, microseconds) for microseconds in (25, 50, 100, 200)]
 
 
 def main() -> None:
@@ -111,7 +122,8 @@ class Process:
 def serve(descriptor: int, what: str, who: str, computes: int) -> None:
     there, cuda = socket.socket(fileno=descriptor), driver()
     context = cuda.retain_context(0)
-    load, stores = loads(cuda), Stores(cuda, computes / 1e6, batched=what == WHAT[1])
+    desk = StagedDesk(cuda) if what == STAGED else Desk(cuda, *WHAT[what])
+    stores = Stores(cuda, desk, computes / 1e6)
     if second := who == SECOND:
         threading.Thread(target=stores.keep_going, args=(context,), daemon=True).start()
     while True:
@@ -124,57 +136,27 @@ def serve(descriptor: int, what: str, who: str, computes: int) -> None:
                 stores.going = False
                 return cuda.call("cuCtxSynchronize")
             case byte if byte == LOAD:
-                load()
+                end = desk.load()
+                while not cuda.reached(end):
+                    pass
             case byte:
                 stores.going = byte == STORE
         there.send(ANSWER)
 
 
-def loads(cuda: Driver) -> Callable[[], None]:
-    host, device = cuda.allocate_host(ROOM), cuda.allocate(ROOM)
-    stream = cuda.create_stream(urgent=True)
-    places = itertools.cycle(range(0, ROOM, BLOCK))
-
-    def load() -> None:
-        place = next(places)
-        cuda.call("cuMemcpyAsync", device + place, host + place, BLOCK, stream)
-        end = cuda.record(stream)
-        while not cuda.reached(end):
-            pass
-
-    return load
-
-
 class Stores:
-    """Pieces from one GiB of the device to one of pinned memory, round and round.
+    """Pieces of a desk, round and round. computes: seconds in Python for each, besides."""
 
-    computes: seconds in Python for each of them, besides.
-    """
-
-    def __init__(self, cuda: Driver, computes: float, *, batched: bool) -> None:
+    def __init__(self, cuda: Driver, desk: Desk, computes: float) -> None:
         self.going = False
-        self._computes = computes
-        self._cuda = cuda
-        self._stream = cuda.create_stream()
+        self._cuda, self._desk, self._computes = cuda, desk, computes
         self._ends: deque[Event] = deque()
-        host, device = cuda.allocate_host(GIB), cuda.allocate(GIB)
-        link, random = Link(cuda, host, 1 << 40), np.random.default_rng(0)
-        size, pieces = BLOCK if batched else PIECE, GIB // PIECE
-        places = [random.permutation(GIB // size).reshape(pieces, -1) * size for _ in range(2)]
-        sizes = np.full(PIECE // size, size)
-        self._pieces = deque(
-            link.listed(Direction.STORE, Fragments.of(device + gpu, host + place, sizes))
-            for gpu, place in zip(*places, strict=True)
-        )
-        self._link = link
 
     def go_on(self) -> None:
         while self._ends and self._cuda.reached(self._ends[0]):
             self._ends.popleft()
-        while len(self._ends) < UNDER_WAY:
-            self._link.enqueue_listed(self._pieces[0], self._stream)
-            self._pieces.rotate()
-            self._ends.append(self._cuda.record(self._stream))
+        while len(self._ends) < self._desk.under_way:
+            self._ends.append(self._desk.store())
             until = time.perf_counter() + self._computes
             while time.perf_counter() < until:
                 pass
@@ -185,6 +167,92 @@ class Stores:
             if self.going:
                 self.go_on()
             time.sleep(LOOKS)
+
+
+class Desk:
+    """One GiB of the device and one of pinned memory, and what goes between them: pieces of some
+    fragments to store, and blocks to load. All that Python can put together is ready."""
+
+    def __init__(self, cuda: Driver, fragments: int, under_way: int) -> None:
+        self.under_way = under_way
+        self._cuda = cuda
+        self._host, self._device = cuda.allocate_host(GIB), cuda.allocate(GIB)
+        self._link = Link(cuda, self._host, 1 << 40)
+        self._load, self._store = cuda.create_stream(urgent=True), cuda.create_stream()
+        size = PIECE if fragments == 1 else BLOCK
+        random, pieces = np.random.default_rng(0), GIB // size // fragments
+        gpu, host = (random.permutation(GIB // size)[: pieces * fragments] for _ in range(2))
+        self._gpu_blocks, self._host_blocks = (n.reshape(pieces, -1) for n in (gpu, host))
+        self._size = size
+        self._listed = deque(self._list())
+        self._places = itertools.cycle(range(0, ROOM, BLOCK))
+        self._from, self._to = cuda.allocate_host(ROOM), cuda.allocate(ROOM)
+
+    def store(self) -> Event:
+        """Enqueue the next piece; its end."""
+        self._link.enqueue_listed(self._listed[0], self._store)
+        self._listed.rotate(-1)
+        return self._cuda.record(self._store)
+
+    def load(self) -> Event:
+        place = next(self._places)
+        self._cuda.call("cuMemcpyAsync", self._to + place, self._from + place, BLOCK, self._load)
+        return self._cuda.record(self._load)
+
+    def _list(self) -> list[Listed]:
+        pairs = zip(self._gpu_blocks, self._host_blocks, strict=True)
+        return [self._piece(self._device + gpu * self._size, host) for gpu, host in pairs]
+
+    def _piece(self, sources: Int64s, host: Int64s) -> Listed:
+        sizes = np.full(host.size, self._size)
+        fragments = Fragments.of(sources, self._host + host * self._size, sizes)
+        return self._link.listed(Direction.STORE, fragments)
+
+
+class StagedDesk(Desk):
+    """As Desk, with a staging buffer: two large pieces fit in, and a block that is loaded."""
+
+    def __init__(self, cuda: Driver) -> None:
+        self._buffer = cuda.allocate(STAGING)
+        super().__init__(cuda, LARGE, 2)
+        layout = KVLayout(
+            (TensorLayout(BLOCKS, PAGE, PAGE),) * PAGES,
+            (tuple(TensorRef(tensor, PAGE) for tensor in range(PAGES)),),
+        )
+        bases = self._device + np.arange(PAGES) * BLOCKS * PAGE
+        copy = StagedCopy(cuda, self._link, Ruler(self._buffer, STAGING))
+        self._table = copy.table(Geometry(layout, 0, BLOCKS), 0, bases)
+        self._gathers, self._scatters = Kernels(cuda), Kernels(cuda)  # for a thread each
+        self._gather, self._scatter = cuda.create_stream(), cuda.create_stream(urgent=True)
+        self._pieces = deque(enumerate(self._gpu_blocks))
+        self._ends: deque[Event] = deque(maxlen=2)
+        """Of the last two pieces: before one is in the pool nothing is gathered into its place."""
+
+    def store(self) -> Event:
+        cuda, (number, blocks) = self._cuda, self._pieces[0]
+        self._pieces.rotate(-1)
+        if len(self._ends) == 2:
+            cuda.call("cuStreamWaitEvent", self._gather, self._ends[0].handle, 0)
+        place = self._buffer + number % 2 * LARGE * BLOCK
+        self._gathers.launch(Direction.STORE, self._table, place, blocks, self._gather)
+        gathered = cuda.record(self._gather)
+        cuda.call("cuStreamWaitEvent", self._store, gathered.handle, 0)
+        self._ends.append(super().store())
+        return self._ends[-1]
+
+    def load(self) -> Event:
+        cuda, place = self._cuda, self._buffer + 2 * LARGE * BLOCK
+        cuda.call("cuMemcpyAsync", place, self._from + next(self._places), BLOCK, self._load)
+        moved = cuda.record(self._load)
+        cuda.call("cuStreamWaitEvent", self._scatter, moved.handle, 0)
+        self._scatters.launch(Direction.LOAD, self._table, place, ONE_BLOCK, self._scatter)
+        return cuda.record(self._scatter)
+
+    def _list(self) -> list[Listed]:
+        """From the buffer, where piece by piece takes turns between its two halves."""
+        sources = self._buffer + np.arange(2 * LARGE).reshape(2, -1) * BLOCK
+        hosts = enumerate(self._host_blocks)
+        return [self._piece(sources[number % 2], host) for number, host in hosts]
 
 
 if __name__ == "__main__":
