@@ -25,7 +25,7 @@ from kvferry.client.cli.units import size
 from kvferry.client.conversation import timed_out
 
 PAGES = (HOST_BLOCK, 32 << 10)
-TRIPS, QUICK_TRIPS = 2000, 50
+TRIPS, QUICK_TRIPS = 5000, 50
 WARM_UPS = 20
 STEPS = len(PAGES)
 
