@@ -72,7 +72,8 @@ HIGH_WATER = 256
 """Messages that ZeroMQ itself keeps for a peer each way, of whatever size."""
 LINGER_MS = 1000
 LARGE = 32 << 20
-"""Bytes of a transfer that has several pieces, and often to wait for others."""
+"""Bytes of a transfer that has several pieces. What they need is made ready right behind its plan,
+while numpy is in the core's caches: later it takes several times as long, of some load's time."""
 
 
 class Server:
@@ -274,8 +275,8 @@ class Server:
                     self._bulletins.started(action, held=self._archive.started(action))
                     self._lane.post(action)
                     self._archive.posted(action)
-                    if plan.nbytes > LARGE:  # once what was said right behind it is heard
-                        self._loop.call_soon(self._lane.prepare, plan)
+                    if plan.nbytes > LARGE:
+                        self._lane.prepare(plan)
                 case Send(session, message):
                     peer = self._peers.by_session.get(session)
                     if peer is not None:
