@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
+
+import msgspec
 
 from kvferry.daemon.core.actions import Abandon, Action, Cargo, CopyPlan, Ended, Send, Start
 from kvferry.daemon.core.deeds import engine_owner
@@ -35,8 +37,7 @@ class Waiter:
     remaining: int
 
 
-@dataclass(slots=True, eq=False)
-class Job:
+class Job(msgspec.Struct, eq=False):
     """A transfer under way. `session` is None once nobody wants to hear of its end."""
 
     serial: int
@@ -47,7 +48,7 @@ class Job:
     nbytes: int
     mode: str
     lease: Lease | None = None
-    waiters: list[Waiter] = field(default_factory=list)
+    waiters: list[Waiter] = []
 
 
 class Transfers:

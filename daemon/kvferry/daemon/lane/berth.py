@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvferry.daemon.core.actions import CopyPlan, Ended
 from kvferry.daemon.core.geometry import Run
 from kvferry.daemon.engine.base import Mapping, Ticket
@@ -28,8 +30,7 @@ SHARE, SOONER = 0.25, 0.99
 done when it was looked at first, so that the next is looked at a little too soon before long."""
 
 
-@dataclass(slots=True, eq=False)
-class Crossing:
+class Crossing(msgspec.Struct, eq=False):
     """A plan under way, from its place in the track to its one end."""
 
     plan: CopyPlan
@@ -132,8 +133,7 @@ def oldest(berths: Iterable[Berth]) -> tuple[float | None, float | None]:
     return min(going, default=None), min(held, default=None)
 
 
-@dataclass(slots=True, eq=False)
-class Flight:
+class Flight(msgspec.Struct, eq=False):
     """A piece on a stream."""
 
     berth: Berth

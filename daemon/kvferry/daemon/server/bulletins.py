@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from dataclasses import dataclass
+
+import msgspec
 
 from kvferry.daemon.core.actions import Ended, Start
 from kvferry.proto.bulletin import Bulletin
 from kvferry.proto.messages import JobResult, Outcome
 
 
-@dataclass(slots=True, eq=False)
-class _Notice:
+class _Notice(msgspec.Struct, eq=False):
     bulletin: Bulletin
     start: Start
     held: bool
     """Whether the socket alone is to tell how it ended, as things are."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True, eq=False):
     """What is to be written on a bulletin."""
 
     bulletin: Bulletin

@@ -169,7 +169,7 @@ class CudaEngine:
                 return NO_ROOM
             return Room(FIRST_PIECE if idle else piece_bytes(direction, mapping, want.group))
         block_bytes = mapping.geometry.group_bytes[want.group]
-        ahead = self._staged.ahead(direction)
+        ahead = self._staged.ahead() if direction is Direction.STORE else 0
         piece = PIECE if idle else self._staged.piece_units(direction)
         nbytes = self._staging.room(direction, want, block_bytes, ahead, piece)
         if idle and direction is Direction.LOAD:  # the first of a store has a turn of its own

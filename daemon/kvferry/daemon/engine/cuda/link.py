@@ -13,9 +13,9 @@ from array import array
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from ctypes import byref, c_size_t, c_void_p
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from kvferry.daemon.core.geometry import Fragments, Geometry, Int64s, Rows, largest
@@ -223,8 +223,7 @@ class Ruler:
         self._marks[apart, rest] = first, _address(marks), marks
 
 
-@dataclass(frozen=True, slots=True)
-class Some:
+class Some(msgspec.Struct, frozen=True, eq=False):
     """Some of them, which lie one behind the other on the GPU, in the buffer of a ruler."""
 
     of: Scattered

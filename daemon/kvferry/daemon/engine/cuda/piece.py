@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
+import msgspec
+
 from kvferry.daemon.core.geometry import Fragments, Int64s, Rows
 from kvferry.daemon.engine.cuda.link import Some
 from kvferry.daemon.engine.cuda.staging import Slot
@@ -26,8 +28,7 @@ class PageTable:
     units_per_page: int
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
+class Stage(msgspec.Struct, frozen=True, eq=False):
     """The way of a staged piece: the blocks of a table, by a slot, and from or to the pool."""
 
     slot: Slot
@@ -36,8 +37,7 @@ class Stage:
     packed: Fragments | Rows | Some
 
 
-@dataclass(slots=True, eq=False)
-class Piece:
+class Piece(msgspec.Struct, eq=False):
     direction: Direction
     nbytes: int
     stage: Stage | None = None

@@ -127,9 +127,9 @@ class StagedCopy:
         units = -(-int(refs.pages.max()) // (vector * VECTORS_PER_UNIT))
         return PageTable(address, refs.pages.size, block_bytes, vector, units)
 
-    def ahead(self, direction: Direction) -> int:
-        """Units of the buffer in pieces whose turn has not come."""
-        return self._turns[direction].ahead
+    def ahead(self) -> int:
+        """Units of the buffer in pieces of stores whose turn has not come."""
+        return self._turns[Direction.STORE].ahead
 
     def piece_units(self, direction: Direction) -> int:
         """Units of the largest piece now."""
@@ -210,9 +210,10 @@ class StagedCopy:
 
 def _rows(direction: Direction, stages: list[Stage]) -> Iterator[tuple[Stage, Int64s]]:
     """What one launch each can do, as its first stage and all the blocks: stages of one table
-    that lie one behind the other. A block that is loaded twice is written in two launches."""
+    that lie one behind the other. A block that is loaded twice is written in two launches; one
+    stage has each block once."""
     row: list[Stage] = []
-    written_once = direction is Direction.STORE or _all_differ(stages)
+    written_once = direction is Direction.STORE or len(stages) == 1 or _all_differ(stages)
     for stage in stages:
         if row and not (_continues(row, stage) and (written_once or _all_differ([*row, stage]))):
             yield row[0], _blocks(row)

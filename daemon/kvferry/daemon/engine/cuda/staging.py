@@ -13,7 +13,7 @@ that.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from kvferry.daemon.engine.base import Want
 from kvferry.proto.libcuda import Driver
@@ -35,8 +35,7 @@ LAG = 3
 comes: 96 of 256 MiB are 1.9 ms."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(msgspec.Struct, frozen=True):
     """Some units in a row, at `address` in device memory."""
 
     start: int
@@ -66,8 +65,8 @@ class Staging:
     ) -> int:
         """Bytes for the next piece of a direction, of one block at least; 0 for none now.
 
-        ahead: units of the direction whose turn has not come; they are not on the link yet. piece:
-        units of it, at most.
+        ahead: units of stores whose turn has not come; they are not on the link yet.
+        piece: units of the next piece, at most.
         """
         mine, used = self._share(direction, want.contended), self._used[direction].bit_count()
         if direction is Direction.STORE and used - ahead > max(_low(mine), piece):

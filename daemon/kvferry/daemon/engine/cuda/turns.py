@@ -71,7 +71,9 @@ class Turns:
     @property
     def awaited(self) -> bool:
         """A turn was asked for, and has not come."""
-        return self._begun is not None and not self._reached(self._begun)
+        if self._begun is not None and self._reached(self._begun):
+            self._begun = None  # it came: the driver need not be asked again
+        return self._begun is not None
 
     @property
     def at_once(self) -> bool:
