@@ -6,7 +6,8 @@ its daemon brings the descriptor to the next one.
 
 A piece stands between two events; the lane asks for the second, and the distance of a job's first
 and last is the device time that clients see. Everything runs in the device's primary context, in
-the lane's thread or one that has `enter`ed, never at once; only `pin` and `unpin` come any time.
+the lane's thread or one that has `enter`ed, and never at once, but for two things: `pin` and
+`unpin` come any time, and loads while the driver takes a batch of stores; that is `aside`.
 """
 
 from __future__ import annotations
