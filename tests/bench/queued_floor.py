@@ -11,6 +11,7 @@ done, and answers. Meanwhile pieces are stored:
     batches of 62   124 MiB each, two under way
     staged          as these, but in pages of 32 KiB, which a kernel gathers before; and so is the
                     block that is loaded: a kernel scatters it behind its copy
+    staged by 264   so many blocks of threads gather, two a multiprocessor of an H200; or one
 
 Those who store look every 0.2 ms whether there is something to do. They are the thread that loads,
 a second thread, or a second process, which has a CUDA context of its own.
@@ -37,6 +38,7 @@ from collections import deque
 import numpy as np
 
 from kvferry.daemon.core.geometry import Fragments, Geometry, Int64s
+from kvferry.daemon.engine.cuda import staged
 from kvferry.daemon.engine.cuda.link import Link, Listed, Ruler
 from kvferry.daemon.engine.cuda.staged import Kernels, StagedCopy
 from kvferry.proto.libcuda import Driver, Event, driver
@@ -51,10 +53,11 @@ LOOKS, APART, WARM_UPS = 2e-4, 3e-5, 10
 """Seconds between two looks at the stores, and between two loads; loads that do not count."""
 LOAD, STORE, REST, ANSWER = b"l", b"s", b"r", b"!"
 SAME, SECOND, PROCESS = "the same thread", "a second thread", "a second process"
-STAGED = "staged"
+STAGED = {"staged": staged.MAX_GRID, "staged by 264": 264, "staged by 132": 132}
+"""Blocks of a kernel, at most."""
 WHAT = {"contiguous": (1, 3), "batches of 16": (16, 3), f"batches of {LARGE}": (LARGE, 2)}
 """Fragments of a piece, and how many pieces are under way."""
-CASES = [(what, who, 0) for what in (*WHAT, STAGED) for who in (SAME, SECOND, PROCESS)]
+CASES = [(what, who, 0) for what in (*WHAT, *STAGED) for who in (SAME, SECOND, PROCESS)]
 CASES += [("batches of 16", SECOND, microseconds) for microseconds in (25, 50, 100, 200)]
 
 
@@ -122,7 +125,11 @@ class Process:
 def serve(descriptor: int, what: str, who: str, computes: int) -> None:
     there, cuda = socket.socket(fileno=descriptor), driver()
     context = cuda.retain_context(0)
-    desk = StagedDesk(cuda) if what == STAGED else Desk(cuda, *WHAT[what])
+    if what in STAGED:
+        staged.MAX_GRID = STAGED[what]
+        desk: Desk = StagedDesk(cuda)
+    else:
+        desk = Desk(cuda, *WHAT[what])
     stores = Stores(cuda, desk, computes / 1e6)
     if second := who == SECOND:
         threading.Thread(target=stores.keep_going, args=(context,), daemon=True).start()
