@@ -143,6 +143,7 @@ async def test_stores_that_end_during_a_round_wait_for_the_next(
 ) -> None:
     """And what they stored over is not read first."""
     monkeypatch.setattr("kvferry.daemon.server.seals.SEAL_AFTER", 0)
+    monkeypatch.setattr("kvferry.daemon.server.seals.FOLD", most := 6)
     asked: list[tuple[list[int], Any]] = []
 
     def read(blocks: Blocks, *, urgent: bool, done: Any) -> None:
@@ -153,7 +154,7 @@ async def test_stores_that_end_during_a_round_wait_for_the_next(
     await asyncio.sleep(0.01)
     for number in range(10):
         desk.end(desk.start([2, 3], [10 + number, 30 + number]))
-        await asyncio.sleep(0.001)
+        assert len(desk.archive._seals._stores) <= most // 2
     assert [numbers for numbers, _ in asked] == [[1]]
     assert desk.archive.busy
     asked.pop()[1]()

@@ -3,7 +3,7 @@ a block still holds what was stored in it.
 
 They are read in rounds, many stores together, of each block only the last. What ends during a round
 waits for the next one. So a round never has more to read than the pool holds, however much faster
-stores come than they are read: what was stored over meanwhile is not read at all.
+stores come than they are read: what was stored over meanwhile is not read at all, and forgotten.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from kvferry.daemon.engine.ledger import Ledger, Sums, Versions
 SEAL_AFTER = 0.2
 """Seconds that stores wait for others to be sealed with them; who is killed loses as much, and what
 the round before left."""
+FOLD = 1 << 14
+"""Blocks that wait, at least, when those are forgotten that were stored over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class Seals:
         self._auditor = auditor
         self._stores: list[Store] = []
         """For the next round."""
+        self._waiting, self._most = 0, FOLD
+        """Blocks of these, and how many there may be before some are forgotten."""
         self._reading = 0
         """Batches of this one that are yet to be read."""
         self._round_is_due = False
@@ -58,6 +62,9 @@ class Seals:
     def stored(self, store: Store) -> None:
         """A store has ended."""
         self._stores.append(store)
+        self._waiting += store.cargo.blocks.size
+        if self._waiting > self._most:
+            self._fold()
         self._plan_round()
 
     def _plan_round(self) -> None:
@@ -67,13 +74,20 @@ class Seals:
 
     def _begin_round(self) -> None:
         self._round_is_due = False
-        stores, self._stores = self._stores, []
-        by_ledger: defaultdict[Ledger, list[Store]] = defaultdict(list)
+        self._fold()
+        stores, self._stores, self._waiting = self._stores, [], 0
         for store in stores:
-            by_ledger[store.ledger].append(store)
-        for ledger, mine in by_ledger.items():
-            if not ledger.closed:
-                self._read(_joined(ledger, mine))
+            self._read(store)
+
+    def _fold(self) -> None:
+        """Of each ledger make one store."""
+        by_ledger: defaultdict[Ledger, list[Store]] = defaultdict(list)
+        for store in self._stores:
+            if not store.ledger.closed:
+                by_ledger[store.ledger].append(store)
+        self._stores = [_joined(ledger, mine) for ledger, mine in by_ledger.items()]
+        self._waiting = sum([store.cargo.blocks.size for store in self._stores])
+        self._most = max(FOLD, 2 * self._waiting)
 
     def _read(self, store: Store) -> None:
         deed, cargo = store.ledger.deed, store.cargo
@@ -99,7 +113,8 @@ def _joined(ledger: Ledger, stores: list[Store]) -> Store:
     parts: dict[int, tuple[int, int]] = {}
     for store in stores:  # a whole store behind that of a part makes the block whole
         if parts:
-            parts = {b: p for b, p in parts.items() if b not in store.cargo.blocks}
+            for block in parts.keys() & set(store.cargo.blocks.tolist()):
+                del parts[block]
         parts |= store.cargo.parts
     last = ledger.current(blocks, versions)
     if not last.all():
