@@ -223,11 +223,12 @@ class Core:
         }
         kept = self._registrations.kept_bytes()
         roomless = dict.fromkeys(kept, (False, 0, 0))
+        under_way = self._transfers.by_engine()
         engines = [
             told.EngineStatus(
                 name,
                 *here,
-                self._transfers.of_engine(name),
+                under_way[name],
                 self._registrations.copying(name),
                 kept.get(name, 0),
             )

@@ -73,8 +73,9 @@ class Transfers:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def of_engine(self, engine: str) -> int:
-        return sum(name == engine for name, _ in self._by_id)
+    def by_engine(self) -> Counter[str]:
+        """How many are of each engine."""
+        return Counter(name for name, _ in self._by_id)
 
     def submit(self, session: str, engine: str, message: Submit, now: float) -> list[Action]:
         """Check a transfer whole and send it on its way. Raises Refused, and nothing happened."""
