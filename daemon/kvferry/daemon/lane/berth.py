@@ -7,7 +7,7 @@ Track.live        every plan that has not ended, oldest first
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -58,7 +58,7 @@ class Crossing(msgspec.Struct, eq=False):
 
     def done(self, track: Track) -> bool:
         """Over, and not at the head of its track any more."""
-        return self.over and not (track.waiting and track.waiting[0] is self)
+        return self.over and not (track.waiting and track.head is self)
 
     @property
     def ended(self) -> Ended:
@@ -71,10 +71,15 @@ class Track:
     """One registration's plans of one direction: all that have not ended, oldest first."""
 
     live: dict[int, Crossing] = field(default_factory=dict)
-    waiting: deque[Crossing] = field(default_factory=deque)
-    """Those with pieces still to submit."""
+    waiting: OrderedDict[int, Crossing] = field(default_factory=OrderedDict)
+    """Those with pieces still to submit, by serial: thousands may be given up in any order."""
     listed: bool = False
     """Whether its stream has it in turn."""
+
+    @property
+    def head(self) -> Crossing:
+        """The first of those that wait."""
+        return next(iter(self.waiting.values()))
 
     def ended_up_to(self, serial: int) -> bool:
         oldest = next(iter(self.live), None)

@@ -162,7 +162,7 @@ class Lane:
             stream, berth = self._stream_of[plan.direction], self._berths[plan.registration]
             track = berth.tracks[plan.direction]
             busy = stream.flights or (self._inbox.helm.lent and stream is self._stores)
-            if not (busy or berth.holds(track.waiting[0].plan, self._pool.ready_bytes)):
+            if not (busy or berth.holds(track.head.plan, self._pool.ready_bytes)):
                 self._submit(stream, berth, track)
                 if track.waiting:
                     self._urge(stream)
@@ -234,7 +234,7 @@ class Lane:
         berth = self._berths[plan.registration]
         track = berth.tracks[plan.direction]
         track.live[plan.serial] = crossing = Crossing(plan, plan.runs)
-        track.waiting.append(crossing)
+        track.waiting[plan.serial] = crossing
         stream = self._stream_of[plan.direction]
         stream.enlist(berth)
         stream.refused, self._held_nap = False, NAP_HELD
@@ -244,8 +244,7 @@ class Lane:
             crossing = track.live.get(serial)
             if crossing is not None:
                 crossing.spoil(Outcome.CANCELLED)
-                if crossing in track.waiting:
-                    track.waiting.remove(crossing)
+                track.waiting.pop(serial, None)
                 self._end_if_over(track, crossing)
 
     def _reap(self, stream: Stream) -> None:
@@ -301,7 +300,7 @@ class Lane:
                 track.listed = False
                 continue
             stream.turn.append(berth)
-            if berth.holds(track.waiting[0].plan, self._pool.ready_bytes):
+            if berth.holds(track.head.plan, self._pool.ready_bytes):
                 held += 1
             else:
                 more = not self._submit(stream, berth, track)
@@ -338,7 +337,7 @@ class Lane:
 
     def _submit(self, stream: Stream, berth: Berth, track: Track) -> bool:
         """Send the next piece of the track's head on its way; False where there is no room."""
-        crossing = track.waiting[0]
+        crossing = track.head
         if crossing.rest:
             geometry = berth.mapping.geometry
             nbytes, contended = geometry.nbytes(crossing.rest), self._contended(stream)
@@ -364,7 +363,7 @@ class Lane:
                 takes = geometry.nbytes((piece,)) / LINK
                 stream.flights.append(Flight(berth, crossing, ticket, takes))
         if not crossing.rest:
-            track.waiting.popleft()
+            track.waiting.popitem(last=False)
             self._end_if_over(track, crossing)
         return True
 
