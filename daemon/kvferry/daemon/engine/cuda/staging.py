@@ -97,17 +97,26 @@ class Staging:
     def _units(self, nbytes: int) -> int:
         return -(-nbytes // self.unit_bytes)
 
+    @property
+    def _free(self) -> int:
+        """A bit for each unit."""
+        return ~(self._used[Direction.STORE] | self._used[Direction.LOAD]) & ((1 << UNITS) - 1)
+
     def _gap(self, direction: Direction, most: int, least: int) -> int:
         """How many units in a row there are, `most` at most; 0 where not even `least`."""
-        for units in range(most, least - 1, -1):
-            if self._find(direction, units) is not None:
-                return units
-        return 0
+        if most < least:
+            return 0
+        if self._find(direction, most) is not None:
+            return most
+        starts, units = self._free, 0
+        while starts:  # those where a row of one more begins
+            starts &= starts >> 1
+            units += 1
+        return units if units >= least else 0
 
     def _find(self, direction: Direction, units: int) -> int | None:
         """Where the next so many free units in a row begin, from where the last piece ended."""
-        starts = ~(self._used[Direction.STORE] | self._used[Direction.LOAD]) & ((1 << UNITS) - 1)
-        have = 1
+        starts, have = self._free, 1
         while have < units:
             step = min(have, units - have)
             starts &= starts >> step
