@@ -27,7 +27,7 @@ from kvferry.daemon.core.core import Core, Identity
 from kvferry.daemon.core.regions import MAX_REGIONS
 from kvferry.daemon.engine.auditor import Auditor
 from kvferry.daemon.engine.base import CopyEngine
-from kvferry.daemon.engine.pool import HostPool, check_fits
+from kvferry.daemon.engine.pool import HostPool, check_fits, whole_pages
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
 from kvferry.daemon.lane.inbox import Listen
 from kvferry.daemon.lane.lane import Lane
@@ -201,7 +201,7 @@ def make_engine(config: Config) -> CopyEngine:
         return ReferenceEngine(Faults(config.reference.stall, config.reference.fail_every))
     from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
 
-    staging, chunk = parse_bytes(config.copy.staging), parse_bytes(config.pool.chunk)
+    staging, chunk = parse_bytes(config.copy.staging), whole_pages(parse_bytes(config.pool.chunk))
     return CudaEngine(config.device, CudaOptions(config.copy.mode, staging, chunk))
 
 

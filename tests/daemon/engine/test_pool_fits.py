@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
 
 import pytest
 
-from kvferry.daemon.engine.pool import available_bytes, check_fits
+from kvferry.daemon.__main__ import make_engine
+from kvferry.daemon.config import Config, PoolConfig, parse_bytes
+from kvferry.daemon.engine.pool import HostPool, available_bytes, check_fits
+from kvferry.daemon.engine.reference import ReferenceEngine
 from kvferry.proto.errors import Code, Refused
 
 LIMIT = 1 << 20
@@ -45,3 +50,17 @@ def test_what_does_not_fit_into_memory_is_refused() -> None:
     with pytest.raises(Refused, match=r"pool\.size smaller") as refused:
         check_fits(1 << 50, locked=False)
     assert refused.value.code == Code.POOL_TOO_LARGE
+
+
+@pytest.mark.parametrize("chunk", ["1000000", "2MiB"])
+def test_the_engine_cuts_copies_where_the_pool_has_its_chunks(
+    chunk: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of whole pages, whatever was asked for."""
+    made: list[Any] = []
+    engine = import_module("kvferry.daemon.engine.cuda.engine")
+    monkeypatch.setattr(engine, "CudaEngine", lambda _, options: made.append(options))
+    make_engine(Config(device="0", pool=PoolConfig(chunk=chunk)))
+    pool = HostPool(4 << 20, parse_bytes(chunk))
+    assert [options.chunk_bytes for options in made] == [pool.chunk_bytes]
+    pool.close(ReferenceEngine())

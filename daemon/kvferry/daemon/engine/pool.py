@@ -26,6 +26,11 @@ AHEAD = 2 * TOUCHERS
 """Chunks touched before they are registered, at most: what a stop has to wait for."""
 
 
+def whole_pages(nbytes: int) -> int:
+    """What a pool, or a chunk, of so many bytes has."""
+    return -(-nbytes // PAGE) * PAGE
+
+
 class HostPool:
     """Pinned host memory of one device. `address` is where this process has it mapped.
 
@@ -34,8 +39,7 @@ class HostPool:
     """
 
     def __init__(self, nbytes: int, chunk_bytes: int, kept: Sequence[int] | None = None) -> None:
-        self.nbytes = -(-nbytes // PAGE) * PAGE
-        self.chunk_bytes = -(-chunk_bytes // PAGE) * PAGE
+        self.nbytes, self.chunk_bytes = whole_pages(nbytes), whole_pages(chunk_bytes)
         self.ready_bytes = 0
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
