@@ -276,7 +276,6 @@ class Dock:
 
     def _start(self, plan: CopyPlan) -> None:
         self._lane.post(Start(plan, "bench", plan.serial, NO_CARGO))
-        self._lane.prepare(plan)
 
     def _ends(self) -> Iterator[Ended]:
         return (each for each in self._reports.get() if isinstance(each, Ended))

@@ -45,7 +45,7 @@ from kvferry.daemon.engine.memory import PAGE
 from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
 from kvferry.daemon.lane.courtesy import ENOUGH, MOMENT
-from kvferry.daemon.lane.lane import STEP, Lane
+from kvferry.daemon.lane.lane import PREPARED, STEP, Lane
 from kvferry.daemon.lane.naps import LINK
 from kvferry.daemon.lane.quay import MapOrder
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
@@ -1037,20 +1037,30 @@ def test_a_piece_and_the_push_that_it_wants_are_one_step(
     assert pushed[:2] == [[], [(STORE, True)]]
 
 
-def test_what_a_plan_needs_is_made_ready_while_it_waits(harbour: Harbour, stub: StubEngine) -> None:
-    """Not if it was begun, is over, or its registration is gone."""
-    stub.most = 1
-    harbour.map()
-    begun, waits = harbour.start(STORE, [1]), harbour.start(STORE, [2, 3])
-    harbour.settle()
-    for serial in (begun, waits):
-        harbour.lane.prepare(harbour.plans[serial])
-    assert stub.prepared == [(STORE, [2, 3])]
+@pytest.mark.parametrize("begins", [False, True])
+def test_what_a_large_plan_needs_is_ready_before_the_lane_has_it(
+    stub: StubEngine, begins: bool
+) -> None:
+    """Of every one, whatever the lane does meanwhile."""
+    harbour, seen = Harbour(stub, begins=begins), list[list[int]]()
+    stub.on_submit = lambda: seen.append([blocks[0] for _, blocks in stub.prepared])
+    harbour.map_large(page=PREPARED)
+    large = [harbour.start(STORE, [2 * number, 2 * number + 1]) for number in range(20)]
+    harbour.start(STORE, [60])  # which is not
+    assert [blocks for _, blocks in stub.prepared] == [[2 * n, 2 * n + 1] for n in range(20)]
+    assert len(run_out(harbour, stub)) == len(large) + 1
+    assert all(0 in blocks for blocks in seen)
+    harbour.close()
+
+
+def test_what_is_not_there_is_not_made_ready(harbour: Harbour, stub: StubEngine) -> None:
+    harbour.map_large(page=PREPARED)
+    harbour.start(STORE, [1, 2])
+    assert len(stub.prepared) == 1
     run_out(harbour, stub)
-    harbour.lane.prepare(harbour.plans[waits])
     harbour.lane.post(Unmap(1))
     harbour.settle()
-    harbour.lane.prepare(harbour.plans[waits])
+    harbour.lane._prepare(harbour.plans[1])
     assert len(stub.prepared) == 1
 
 

@@ -70,8 +70,8 @@ class Inbox(Generic[T]):
     def put(self, order: T, begin: Callable[[T], None] | None = None) -> None:
         """`begin`: what to do with it here, at the helm, where that is free and nothing else waits
         for the lane. It is woken after that, to go on."""
-        visit = begin is not None and self._rested() and partial(begin, order)
-        if not (visit and self.helm.visit(visit)):
+        begun = begin is not None and self._rested() and self.helm.visit(partial(begin, order))
+        if not begun:
             self._orders.append(order)
         if self._sleeps:
             sys.setswitchinterval(CALLED)

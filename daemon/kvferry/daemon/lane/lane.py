@@ -50,6 +50,9 @@ from kvferry.proto.specs import Direction
 STEP = 4
 """So many large pieces of stores are submitted one after the other, then the lane sleeps for a
 BREATH: of what comes by the socket it cannot know before the loop has done something for it."""
+PREPARED = 32 << 20
+"""Bytes of a transfer that has several pieces. What they need is made ready as it is posted, while
+numpy is in the core's caches: later it takes several times as long, of some load's time."""
 _PR_SET_TIMERSLACK = 29
 
 Order: TypeAlias = MapOrder | Drop | Unmap | Start | Abandon | Listen | Stop
@@ -109,14 +112,14 @@ class Lane:
 
     def post(self, order: Order) -> None:
         begins = isinstance(order, Start) and threading.get_ident() == self._begins
+        if isinstance(order, Start) and order.plan.nbytes > PREPARED:
+            self._prepare(order.plan)  # first: then the lane need not do it in a step
         self._inbox.put(order, self._begin if begins else None)
 
-    def prepare(self, plan: CopyPlan) -> None:
-        """Some time behind the post of its start, from any thread: if it has still to wait, make
-        ready what will be needed then."""
+    def _prepare(self, plan: CopyPlan) -> None:
+        """Make ready what its first pieces need, in any thread."""
         berth = self._berths.get(plan.registration)
-        crossing = None if berth is None else berth.tracks[plan.direction].live.get(plan.serial)
-        if berth is not None and crossing is not None and crossing.first is None:
+        if berth is not None:
             for run in plan.runs:
                 self._engine.prepare(plan.direction, berth.mapping, run)
 

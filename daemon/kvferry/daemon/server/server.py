@@ -71,9 +71,6 @@ from kvferry.proto.status import HealthStatus
 HIGH_WATER = 256
 """Messages that ZeroMQ itself keeps for a peer each way, of whatever size."""
 LINGER_MS = 1000
-LARGE = 32 << 20
-"""Bytes of a transfer that has several pieces. What they need is made ready right behind its plan,
-while numpy is in the core's caches: later it takes several times as long, of some load's time."""
 
 
 class Server:
@@ -271,12 +268,10 @@ class Server:
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
             match action:  # the usual ones first
-                case Start(plan=plan):
+                case Start():
                     self._bulletins.started(action, held=self._archive.started(action))
                     self._lane.post(action)
                     self._archive.posted(action)
-                    if plan.nbytes > LARGE:
-                        self._lane.prepare(plan)
                 case Send(session, message):
                     peer = self._peers.by_session.get(session)
                     if peer is not None:
