@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any, TypeAlias, TypeVar
 
@@ -95,6 +96,13 @@ NEWCOMER = "newcomer"
 MOST_SESSIONS = 6
 T = TypeVar("T")
 DEVICE = told.DeviceInfo("cpu", "cpu", "host memory")
+
+TAKEN = Code.POOL_FULL, Code.ALREADY_REGISTERED
+"""What is refused with these waits where somebody leaves."""
+Foreseen: TypeAlias = Code | Callable[[list[Any]], None]
+"""With what it is refused; or what to hold the answer against."""
+Foresee: TypeAlias = Callable[[], Foreseen]
+"""What follows from a request now, in the model, where it is done, too."""
 
 Content: TypeAlias = tuple[int, bytes, int]
 """What a store wrote: its serial, the key, and which sub-block of it."""
@@ -420,8 +428,8 @@ class World(RuleBasedStateMachine):
         self.engine_of: dict[str, str] = {}
         self.spaces: dict[told.Fingerprint, Space] = {}
         self.holders: dict[str, Claim] = {}
-        self.successors: dict[str, tuple[str, KVLayout]] = {}
-        """engine -> who waits to register it, and with which layout"""
+        self.waiting: dict[str, Foresee] = {}
+        """session -> what it asked for, where who leaves had it then"""
         self.jobs: dict[int, Job] = {}
         self.lost: list[Space] = []
         """Those that have just given their room away."""
@@ -541,7 +549,7 @@ class World(RuleBasedStateMachine):
         if claimed is None:
             return None
         back, gone = claimed
-        self.lost = [space for space in self.spaces.values() if space.name == gone]
+        self.lost += [space for space in self.spaces.values() if space.name == gone]
         self.spaces = {f: space for f, space in self.spaces.items() if space.name != gone}
         return back
 
@@ -596,26 +604,26 @@ class World(RuleBasedStateMachine):
     def open(
         self, session: str, fingerprint: told.Fingerprint, quota: int, policy: str, threshold: int
     ) -> None:
+        message = wire.OpenNamespace(next(self.numbers), fingerprint, quota, policy, threshold)
+        self.claim(session, message, partial(self.opens, session, message))
+
+    def opens(self, session: str, message: wire.OpenNamespace) -> Foreseen:
+        fingerprint = message.fingerprint
         engine, space = self.engine_of[session], self.spaces.get(fingerprint)
         others = [s for s in self.spaces.values() if s is not space]
-        elsewhere = any(engine in other.sessions.values() for other in others)
+        if any(engine in other.sessions.values() for other in others):
+            return Code.NAMESPACE_MISMATCH
         back: bool | None = True
-        if not elsewhere and (space is None or not space.used):
-            back = self.make_room(fingerprint.name) if quota == ROOM else None
-        number = next(self.numbers)
-        actions = self.ask(
-            session, wire.OpenNamespace(number, fingerprint, quota, policy, threshold)
-        )
-        if elsewhere:
-            return self.error(actions, session, Code.NAMESPACE_MISMATCH)
+        if space is None or not space.used:
+            back = self.make_room(fingerprint.name) if message.quota_bytes == ROOM else None
         if back is None:
-            return self.error(actions, session, Code.POOL_FULL)
+            return Code.POOL_FULL
         if not back:
-            start = self.core._namespaces._all[fingerprint.name].region.start
-            space = self.spaces[fingerprint] = Space(fingerprint, start, policy, threshold)
+            space = Space(fingerprint, 0, message.policy, message.store_threshold)
+            self.spaces[fingerprint] = space
         assert space is not None
         if not space.used:
-            space.configure(policy, threshold)
+            space.configure(message.policy, message.store_threshold)
         space.sessions[session] = engine
         space.pins.setdefault(session, {})
         unlike = tuple(
@@ -624,7 +632,7 @@ class World(RuleBasedStateMachine):
             if other is not space
         )
         opened = wire.Opened(
-            number,
+            message.request_id,
             space.name,
             space.capacity,
             fingerprint.host_block_bytes,
@@ -634,8 +642,44 @@ class World(RuleBasedStateMachine):
             unlike,
             space.generation,
         )
-        assert actions == [Send(session, opened)]
+        return partial(self.opened, space, Send(session, opened))
+
+    def opened(self, space: Space, expected: Send, actions: list[Any]) -> None:
+        assert actions == [expected]
+        space.start = self.core._namespaces._all[space.name].region.start
+
+    def claim(self, session: str, message: wire.ClientMessage, foresee: Foresee) -> None:
+        """Ask for what may still be theirs who leave."""
+        if session in self.waiting:
+            return self.error(self.ask(session, message), session, Code.BUSY)
+        foreseen = foresee()
+        actions = self.ask(session, message)
+        if foreseen in TAKEN and self.closing:
+            assert actions == []
+            self.waiting[session] = foresee
+        else:
+            self.comes_true(foreseen, actions, session)
         return None
+
+    def comes_true(self, foreseen: Foreseen, actions: list[Any], session: str) -> None:
+        if isinstance(foreseen, Code):
+            self.error(actions, session, foreseen)
+        else:
+            foreseen(actions)
+
+    def unmapped(self, number: int) -> None:
+        """The lane has let go: who waits asks again, in the order in which they came."""
+        waiting, self.waiting = self.waiting, {}
+        answered = dict[str, Foreseen]()
+        for session, foresee in waiting.items():
+            foreseen = foresee()
+            if foreseen in TAKEN and self.closing:
+                self.waiting[session] = foresee
+            else:
+                answered[session] = foreseen
+        actions = self.hear(self.core.report(Unmapped(number)))
+        for (session, foreseen), action in zip(answered.items(), actions, strict=True):
+            self.comes_true(foreseen, [action], session)
 
     @needs("engine_of")
     def leave(self) -> None:
@@ -666,8 +710,7 @@ class World(RuleBasedStateMachine):
         if claim is not None and claim.session == session and not claim.leaving:
             claim.leaving = True
             expected.append(Unmap(claim.number))
-        if self.successors.get(engine, ("",))[0] == session:
-            del self.successors[engine]
+        self.waiting.pop(session, None)
         if polite:
             assert self.ask(session, wire.Goodbye()) == expected
         else:
@@ -691,34 +734,31 @@ class World(RuleBasedStateMachine):
         return bool(space.claims) or self.free(space) < space.capacity
 
     def register(self, session: str, layout: KVLayout, mapped: bool) -> None:
-        engine = self.engine_of[session]
-        claim = self.holders.get(engine)
-        actions = self.ask(session, wire.AllocateKVCaches(next(self.numbers), layout))
-        if claim is None:
-            self.begins(actions, session, layout)
-            if mapped and engine in self.holders:
-                self.map(self.holders[engine], works=True)
-        elif not claim.leaving:
-            self.error(actions, session, Code.ALREADY_REGISTERED)
-        elif engine in self.successors:
-            self.error(actions, session, Code.BUSY)
-        else:
-            assert actions == []
-            self.successors[engine] = session, layout
+        message = wire.AllocateKVCaches(next(self.numbers), layout)
+        engine, before = self.engine_of[session], set(self.holders)
+        self.claim(session, message, partial(self.registers, session, layout))
+        if mapped and engine in self.holders.keys() - before:
+            self.map(self.holders[engine], works=True)
 
-    def begins(self, actions: list[Any], session: str, layout: KVLayout) -> None:
-        """A registration is on its way, where its blocks are made as those that are there."""
+    def registers(self, session: str, layout: KVLayout) -> Foreseen:
+        """It is on its way where its blocks are made as those that are there."""
         space, engine = self.space_of(session), self.engine_of[session]
         assert space is not None
+        if engine in self.holders:
+            return Code.ALREADY_REGISTERED
         unlike = self.bound(space) and space.layout not in (None, layout)
         if unlike or layout.host_block_bytes > space.fingerprint.host_block_bytes:
-            return self.error(actions, session, Code.NAMESPACE_MISMATCH)
-        (mapping,) = actions
-        assert isinstance(mapping, Map)
-        claim = Claim(mapping.registration, engine, session, space, layout)
+            return Code.NAMESPACE_MISMATCH
+        claim = Claim(0, engine, session, space, layout)
         self.holders[engine], space.layout = claim, layout
         space.claims.add(claim)
-        return None
+        return partial(self.begins, claim)
+
+    def begins(self, claim: Claim, actions: list[Any]) -> None:
+        (mapping,) = actions
+        assert isinstance(mapping, Map)
+        assert mapping.session == claim.session
+        claim.number = mapping.registration
 
     @needs("opening")
     def lane_maps(self) -> None:
@@ -754,11 +794,7 @@ class World(RuleBasedStateMachine):
         for job in [job for job in self.jobs.values() if job.claim is claim]:
             self.end(job, outcome)
         self.release(claim)
-        actions = self.hear(self.core.report(Unmapped(claim.number)))
-        if claim.engine in self.successors:
-            self.begins(actions, *self.successors.pop(claim.engine))
-        else:
-            assert actions == []
+        self.unmapped(claim.number)
 
     # Transfers
 
@@ -1006,14 +1042,17 @@ class World(RuleBasedStateMachine):
         """An engine of its own, that writes to all of its region as soon as it has one."""
         if NEWCOMER in self.core.sessions:
             self.core.leave(NEWCOMER)
-            self.hear(self.core.report(Unmapped(self.newcomer)))
             self.room.desert(NEWCOMER)
+            self.unmapped(self.newcomer)
             return
         self.core.welcome(NEWCOMER, wire.Hello(1, 1, "client", NEWCOMER))
         room = self.make_room(NEWCOMER)
         actions = self.ask(NEWCOMER, wire.AllocateKVCaches(1, PLAIN, ROOM))
         if room is None:
-            self.error(actions, NEWCOMER, Code.POOL_FULL)
+            if self.closing:
+                assert actions == []
+            else:
+                self.error(actions, NEWCOMER, Code.POOL_FULL)
             self.core.leave(NEWCOMER)
             return
         self.newcomer = actions[0].registration

@@ -268,8 +268,10 @@ def test_a_region_of_more_host_blocks_than_can_be_kept_in_mind_is_refused() -> N
 
 def test_an_engine_s_name_is_held_by_one_process() -> None:
     desk = Desk("a/worker", "a/scheduler", "b")
-    assert desk.error("a/scheduler", wire.AllocateKVCaches(1, LAYOUT)) == Code.ALREADY_REGISTERED
-    assert desk.error("a/worker", wire.AllocateKVCaches(1, LAYOUT)) == Code.ALREADY_REGISTERED
+    for session, whose in (("a/scheduler", "another process"), ("a/worker", "this client")):
+        (action,) = desk.ask(session, wire.AllocateKVCaches(1, LAYOUT))
+        assert action.message.error.code == Code.ALREADY_REGISTERED
+        assert whose in action.message.error.message
 
 
 def test_a_pool_that_is_full_refuses_and_counts_it() -> None:
@@ -292,12 +294,15 @@ def test_a_successor_waits_until_the_old_mapping_is_gone() -> None:
     plan = desk.start("a/old", 1, store(0))
     assert Unmap(1) in desk.core.leave("a/old")
     assert desk.ask("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096)) == []
-    assert desk.error("a/third", wire.AllocateKVCaches(6, LAYOUT, 4096)) == Code.BUSY
+    assert desk.ask("a/third", wire.AllocateKVCaches(6, LAYOUT, 4096)) == []
+    assert desk.error("a/new", wire.AllocateKVCaches(7, LAYOUT, 4096)) == Code.BUSY
     assert desk.refused("a/new", 1, store(0)) == Code.NOT_REGISTERED
     assert desk.report(Ended(plan.serial, Outcome.CANCELLED)) == []
-    (mapping,) = desk.report(Unmapped(1))
+    mapping, refusal = desk.report(Unmapped(1))
     assert isinstance(mapping, Map)
     assert (mapping.registration, mapping.session) == (2, "a/new")
+    assert (refusal.session, refusal.message.request_id) == ("a/third", 6)
+    assert refusal.message.error.code == Code.ALREADY_REGISTERED
     answer = wire.Allocated(5, memory.HostRegion(2, 2048, True), (), ())
     assert desk.report(Mapped(2, "a/new")) == [Send("a/new", answer)]
 
@@ -311,6 +316,41 @@ def test_a_successor_that_finds_no_room_is_told() -> None:
     assert isinstance(action.message, wire.Error)
     assert (action.session, action.message.request_id) == ("a/new", 5)
     assert action.message.error.code == Code.POOL_FULL
+
+
+def test_who_needs_the_room_of_one_that_leaves_waits_until_it_is_gone() -> None:
+    desk = Desk("a", "b", "c", registered=False)
+    desk.ask("a", wire.AllocateKVCaches(1, LAYOUT))
+    desk.report(Mapped(1, "a"))
+    assert desk.error("b", wire.AllocateKVCaches(1, LAYOUT, 4096)) == Code.POOL_FULL
+    desk.core.leave("a")
+    for session in "bc":
+        assert desk.ask(session, wire.AllocateKVCaches(2, LAYOUT, POOL)) == []
+    first, second = desk.report(Unmapped(1))
+    assert isinstance(first, Map)
+    assert first.session == "b"
+    assert (second.session, second.message.error.code) == ("c", Code.POOL_FULL)
+    assert desk.core.status(101.0).errors == {"pool_full": 2}
+
+
+def test_of_several_that_leave_the_last_may_make_the_room() -> None:
+    desk = Desk("a", "b")
+    desk.core.welcome("c", wire.Hello(1, 1, "c", "c"))
+    desk.core.leave("a")
+    desk.core.leave("b")
+    assert desk.ask("c", wire.AllocateKVCaches(2, LAYOUT, POOL)) == []
+    assert desk.report(Unmapped(2)) == []
+    (mapping,) = desk.report(Unmapped(1))
+    assert isinstance(mapping, Map)
+
+
+def test_a_daemon_that_stops_gives_nothing_to_those_who_wait() -> None:
+    desk = Desk("a/old", "a/new")
+    desk.core.leave("a/old")
+    assert desk.ask("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096)) == []
+    desk.core.stop()
+    (refusal,) = desk.report(Unmapped(1))
+    assert refusal.message.error.code == Code.SHUTTING_DOWN
 
 
 def test_a_successor_that_leaves_waits_no_more() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvferry.daemon.core.actions import (
     Action,
@@ -38,6 +39,9 @@ from kvferry.proto import status as told
 from kvferry.proto.errors import Code, ErrorInfo, Gone, KVFerryError, Refused
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction
+
+Claim: TypeAlias = wire.OpenNamespace | wire.RegisterKVCaches | wire.AllocateKVCaches
+_TAKEN = Code.POOL_FULL, Code.ALREADY_REGISTERED
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,8 @@ class Core:
         self._errors: Counter[str] = Counter()
         self._engines: dict[str, str] = {}
         """Sessions, and the engine that each belongs to."""
+        self._waiting: dict[str, Claim] = {}
+        """What sessions asked for that one on its way out still has."""
         self._regions = Regions(pool_bytes, own_bytes, max_regions)
         self._namespaces = Namespaces(self._regions)
         self._registrations = Registrations(self._regions, self._namespaces)
@@ -160,6 +166,7 @@ class Core:
     def leave(self, session: str) -> list[Action]:
         """A session said goodbye or died: give up its jobs and what it registered."""
         del self._engines[session]
+        self._waiting.pop(session, None)
         self._namespaces.leave(session)
         moved = self._transfers.moved.pop(session, 0)
         lost = self._transfers.leave(session)
@@ -268,19 +275,14 @@ class Core:
                 return self._transfers.cancel(engine, job_ids)
             case wire.Wait():
                 return self._transfers.wait(session, engine, message)
-            case wire.OpenNamespace():
-                self._check_running()
-                opened = self._namespaces.open(session, engine, message)
-                return self._registrations.drop_orphans() + opened
             case wire.Follow() | wire.Pin() | wire.Unpin() | wire.Touch() | wire.Reset():
                 return self._namespaces.handle(session, message)
             case wire.StatusRequest(request_id):
                 return [Send(session, wire.StatusReport(request_id, self.status(now)))]
             case wire.NamespacesRequest(request_id):
                 return [Send(session, wire.NamespacesReport(request_id, self.namespaces()))]
-            case wire.RegisterKVCaches() | wire.AllocateKVCaches():
-                self._check_running()
-                return self._registrations.register(session, engine, message)
+            case wire.OpenNamespace() | wire.RegisterKVCaches() | wire.AllocateKVCaches():
+                return self._claim(session, engine, message)
             case wire.ReleaseKVCaches():
                 return self._registrations.release(session, message)
             case wire.Goodbye():
@@ -292,16 +294,32 @@ class Core:
         if self.stopping:
             raise Gone(Code.SHUTTING_DOWN, "the daemon is stopping")
 
-    def _unmapped(self, number: int) -> list[Action]:
-        actions, successor = self._registrations.unmapped(number)
-        if successor is None:
-            return actions
-        session, request, engine = successor
+    def _claim(self, session: str, engine: str, message: Claim) -> list[Action]:
+        """Give what is asked for; or wait, if somebody who has it is on his way out."""
+        self._check_running()
+        if session in self._waiting:
+            raise Refused(Code.BUSY, "wait for the answer: what you asked for is not free yet")
         try:
-            self._check_running()
-            return actions + self._registrations.register(session, engine, request)
-        except KVFerryError as error:
-            return [*actions, Send(session, self.refusal(request, error))]
+            if not isinstance(message, wire.OpenNamespace):
+                return self._registrations.register(session, engine, message)
+            opened = self._namespaces.open(session, engine, message)
+            return self._registrations.drop_orphans() + opened
+        except Refused as refused:
+            if refused.code not in _TAKEN or not self._registrations.closing:
+                raise
+            self._waiting[session] = message
+            return []
+
+    def _unmapped(self, number: int) -> list[Action]:
+        """A registration is gone: those who waited ask again, in the order they came."""
+        actions = self._registrations.unmapped(number)
+        waiting, self._waiting = self._waiting, {}
+        for session, message in waiting.items():
+            try:
+                actions += self._claim(session, self._engines[session], message)
+            except KVFerryError as error:
+                actions.append(Send(session, self.refusal(message, error, session)))
+        return actions
 
 
 def _refused_job(message: wire.Submit, error: ErrorInfo) -> wire.JobResult:

@@ -5,9 +5,9 @@ A registration lives through three places, and stands in exactly one of them:
     opening  --Mapped-->  open  --its session left-->  closing  --Unmapped-->  gone
        \\_______________ its session left _______________/
 
-Only an open one takes transfers. While a closing one still holds an engine's name, a successor
-waits for it, so that no late copy of the old one meets the new one's. Tensors that are to outlast
-their registration become a holding (holdings.py) when it is gone, and may be the next one's.
+Only an open one takes transfers. A closing one still holds its engine's name and its host blocks,
+so that no late copy of it meets a newcomer's. Tensors that are to outlast their registration become
+a holding (holdings.py) when it is gone, and may be the next one's.
 """
 
 from __future__ import annotations
@@ -92,7 +92,6 @@ class Registrations:
         self._open: dict[int, Registration] = {}
         self._closing: dict[int, Registration] = {}
         self._holders: dict[str, Registration] = {}
-        self._successors: dict[str, tuple[str, Request]] = {}
         self._numbers = count(1)
 
     def __iter__(self) -> Iterator[Registration]:
@@ -102,6 +101,11 @@ class Registrations:
     def unsettled(self) -> bool:
         """Whether any memory is being mapped or let go."""
         return bool(self._opening or self._closing)
+
+    @property
+    def closing(self) -> bool:
+        """Whether a name or host blocks are about to be free."""
+        return bool(self._closing)
 
     def ready(self, engine: str) -> Registration:
         """The open registration of an engine; Refused where there is none."""
@@ -126,20 +130,17 @@ class Registrations:
         return registration.number in self._open
 
     def register(self, session: str, engine: str, request: Request) -> list[Action]:
-        """Begin to map an engine's tensors; the answer to the client follows with Mapped."""
+        """Begin to map an engine's tensors; the answer to the client follows with Mapped.
+
+        Raises Refused, and nothing changed.
+        """
         _check(request)
         holder = self._holders.get(engine)
-        if holder is not None and holder.number in self._closing:
-            if engine in self._successors:
-                raise Refused(Code.BUSY, "another process is registering this engine", engine)
-            self._successors[engine] = (session, request)
-            return []
         if holder is not None:
-            raise Refused(
-                Code.ALREADY_REGISTERED,
-                "a process that is alive holds this engine's name: give each engine its own",
-                engine,
-            )
+            message = "another process holds this engine's name: give each engine its own"
+            if holder.session == session:
+                message = "this client has registered its tensors already: once is all it may"
+            raise Refused(Code.ALREADY_REGISTERED, message, engine)
         registration = self._settle(session, engine, request)
         reuse, dropped = self._kept_for(registration)
         number, geometry = registration.number, registration.geometry
@@ -209,9 +210,6 @@ class Registrations:
 
     def leave(self, session: str) -> list[Action]:
         """A session went: let go of what it registered."""
-        waiting = [engine for engine, (who, _) in self._successors.items() if who == session]
-        for engine in waiting:
-            del self._successors[engine]
         actions: list[Action] = []
         for place in (self._opening, self._open):
             for registration in [r for r in place.values() if r.session == session]:
@@ -219,13 +217,11 @@ class Registrations:
                 actions.append(Unmap(registration.number))
         return actions
 
-    def unmapped(self, number: int) -> tuple[list[Action], tuple[str, Request, str] | None]:
-        """A registration is gone. Also returns who waits to register its engine anew, if any."""
+    def unmapped(self, number: int) -> list[Action]:
+        """A registration is gone: its engine's name is free, and its host blocks may be."""
         registration = self._closing.pop(number)
         self._release(registration)
-        actions = self._leave_behind(registration)
-        successor = self._successors.pop(registration.engine, None)
-        return actions, None if successor is None else (*successor, registration.engine)
+        return self._leave_behind(registration)
 
     def _kept_for(self, registration: Registration) -> tuple[int | None, list[Action]]:
         """Under which number the lane holds what an engine comes back for; else it goes."""
