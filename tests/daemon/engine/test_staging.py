@@ -56,6 +56,14 @@ def fill(staging: Staging, direction: Direction, contended: bool = False) -> lis
     return slots
 
 
+@pytest.mark.parametrize("nbytes", [256 << 20, 300_000_000, int(0.1 * 2**30)])
+def test_whatever_its_size_slots_lie_where_kernels_may_read_them(nbytes: int) -> None:
+    staging = Staging(cast(Any, Memory()), nbytes)
+    slots = fill(staging, LOAD)
+    assert {slot.address % 256 for slot in slots} == {0}
+    assert slots[-1].address + slots[-1].units * staging.unit_bytes <= staging.address + nbytes
+
+
 def test_loads_alone_have_all_of_it_one_piece_behind_the_other(staging: Staging) -> None:
     slots = fill(staging, LOAD)
     assert [slot.units for slot in slots] == [PIECE] * (UNITS // PIECE)

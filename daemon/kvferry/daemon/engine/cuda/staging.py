@@ -20,6 +20,9 @@ from kvferry.proto.libcuda import Driver
 from kvferry.proto.specs import Direction
 
 UNITS = 64
+ALIGNED = 256
+"""Bytes that a unit is a multiple of: kernels read and write 16 at once, at addresses that are
+multiples of that."""
 PIECE = 8
 """Units of the largest piece: a piece that is done makes room for another before the link has
 emptied the next one."""
@@ -49,7 +52,7 @@ class Slot(msgspec.Struct, frozen=True):
 
 class Staging:
     def __init__(self, driver: Driver, nbytes: int) -> None:
-        self.unit_bytes = nbytes // UNITS
+        self.unit_bytes = nbytes // UNITS // ALIGNED * ALIGNED
         self.piece_bytes = PIECE * self.unit_bytes
         self.address = driver.allocate(nbytes)
         self._used = dict.fromkeys(Direction, 0)
