@@ -18,7 +18,7 @@ from kvferry.daemon.engine.cuda.packing import Packing
 from kvferry.proto.libcuda import Driver
 
 SLOT, POOL = 1 << 32, 10_000
-RULER = Ruler(SLOT - 1000, 1 << 20)
+RULER = Ruler(SLOT - 1000, 1 << 14)
 BLOCKS = 60
 
 
@@ -102,3 +102,12 @@ def test_blocks_in_places_of_their_own_are_ready_but_for_the_slot() -> None:
         packed = Packing(Link(cast(Driver, Device()), POOL, chunk), RULER)
         run = Run(0, np.arange(40), np.arange(80, 0, -2) * 1024)
         assert isinstance(packed.fragments(run.cut(3, 9), 1024, SLOT), Some) == ready
+
+
+def test_blocks_of_which_a_buffer_holds_very_many_have_no_ruler() -> None:
+    """Or somebody's blocks of a byte would cost gigabytes of addresses."""
+    ruler = Ruler(SLOT, 256 << 20)
+    packed = Packing(Link(cast(Driver, Device()), POOL, 1 << 40), ruler)
+    for nbytes, ready in ((1, False), (8 << 10, False), (16 << 10, True)):
+        run = Run(0, np.arange(40), np.arange(80, 0, -2) * nbytes)
+        assert isinstance(packed.fragments(run.cut(3, 40), nbytes, SLOT), Some) == ready

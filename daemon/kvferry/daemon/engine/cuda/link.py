@@ -34,8 +34,9 @@ _ADDRESS, _ITEM = "Q", 8
 own, which takes longer to make than what is in it."""
 _STREAM_ORDER = 1
 _NOWHERE = nullcontext()
-KEPT = 64
-"""Distances on a ruler: a staging buffer has as many places to begin, for each size of a block."""
+KEPT, MARKS = 64, 1 << 15
+"""Distances on a ruler: a staging buffer has as many places to begin, for each size of a block. And
+addresses at one distance, at most: smaller blocks have no ruler."""
 
 
 class Link:
@@ -204,6 +205,10 @@ class Ruler:
         """By distance and remainder: the first address, where that stands, and all of them."""
         self._before = self._marks
         """Those that had to make room last: the driver may be reading them for another thread."""
+
+    def measures(self, apart: int) -> bool:
+        """Whether there is room for the addresses at this distance."""
+        return (self._end - self._begin) // apart < MARKS
 
     def mark(self, at: int, apart: int) -> int:
         """Where the address `at` stands; behind it those from there on, each `apart` bytes behind

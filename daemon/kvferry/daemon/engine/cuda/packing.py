@@ -55,7 +55,7 @@ class _Joints:
         self._ruler = ruler
         self._block_bytes = block_bytes
         self._scattered: Scattered | None = None
-        if not joined.any():
+        if ruler.measures(block_bytes) and not joined.any():
             self._scattered = link.scattered(offsets, block_bytes)
         if self._scattered is None:
             breaks = np.flatnonzero(~joined) + 1
