@@ -93,6 +93,17 @@ def test_each_piece_has_its_own_fragments_whatever_comes_between(
                     notes.copies.clear()
 
 
+def test_of_a_run_only_the_last_stretch_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where pieces lie across the ends of stretches: or other runs would find no room."""
+    monkeypatch.setattr(direct, "STRETCH", 16)
+    mapping, notes = mapped(1), Notes()
+    copy = notes.copy()
+    run = Run(0, np.arange(BLOCKS), np.arange(BLOCKS) * PAGE)
+    for begin in range(0, BLOCKS - 10, 10):
+        copy.enqueue(Direction.STORE, mapping, run.cut(begin, begin + 10), POOL)
+        assert len(copy._stretches._kept) <= 1
+
+
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize(("stretch", "made"), [(BLOCKS, 1), (BLOCKS // 2, 2), (1, 4)])
 def test_what_was_made_ready_serves_the_pieces_to_come(

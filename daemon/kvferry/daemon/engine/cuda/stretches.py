@@ -55,6 +55,7 @@ class Stretches(Generic[T]):
                     return stretch.made, begin - stretch.begin
         last = max(end, min(begin + blocks, run.gpu_blocks.size))
         made = make(run.cut(begin, last))
+        self._forget(run)  # a piece lay across its end: what follows is in this one
         if last > end:
             self._keep(_Stretch(ref(run), begin, last, made))
         return made, 0
@@ -71,6 +72,13 @@ class Stretches(Generic[T]):
                 alive = [stretch for stretch in self._kept if stretch.run() is not None]
                 self._kept = deque(alive, KEPT)
             return len(self._kept) < KEPT
+
+    def _forget(self, run: Run) -> None:
+        with self._lock:
+            for stretch in self._kept:
+                if stretch.run() is run:
+                    self._kept.remove(stretch)
+                    return
 
     def _keep(self, stretch: _Stretch[T]) -> None:
         with self._lock:
