@@ -53,6 +53,13 @@ def store(ledger: Ledger, numbers: list[int], keys: list[bytes], **parts: tuple[
     ledger.seal(blocks(*numbers), versions, sums, keys, {int(n[1:]): p for n, p in parts.items()})
 
 
+def test_a_new_one_takes_no_memory_for_blocks_that_were_never_stored() -> None:
+    many = 1 << 20
+    with opened(Deed("engine", 0, many * 4096, layout=LAYOUT)) as ledger:
+        store(ledger, [many - 1], [])
+        assert os.fstat(ledger.descriptor).st_blocks * 512 < 64 << 10
+
+
 def test_it_is_found_as_it_was_left() -> None:
     with opened() as ledger:
         store(ledger, [4, 0, 2], [b"bbbbb", b"aa\0\0\0", b"ccccc"], b0=(1, 2))

@@ -56,13 +56,13 @@ class Desk:
         plan = CopyPlan(self.serial, 1, Direction.STORE, (), 0, 0, 0, 0)
         names = tuple(key(number) for number in keys)
         theirs = {int(name[1:]): part for name, part in parts.items()}
-        cargo = Cargo(DEED.owner, np.array(numbers), names, theirs)
+        cargo = Cargo(DEED.owner, np.array(numbers, dtype=np.int64), names, theirs)
         assert not self.archive.started(Start(plan, "a", self.serial, cargo))
         return self.serial
 
     def end(self, serial: int, outcome: Outcome = Outcome.DONE) -> None:
         report = Ended(serial, outcome)
-        assert list(self.archive.ended(report)) == [report]
+        assert list(self.archive.reported(report)) == [report]
 
     async def found(self) -> tuple[Resident, ...]:
         """What another daemon finds, once all is sealed."""
@@ -169,6 +169,12 @@ async def test_stores_that_end_during_a_round_wait_for_the_next(
         Resident(2, key(19)),
         Resident(3, key(39)),
     }
+
+
+async def test_stores_of_no_blocks_are_not_kept(desk: Desk) -> None:
+    """All of their keys were there already, and there may be any number of them in a round."""
+    desk.end(desk.start([], []))
+    assert not desk.archive.busy
 
 
 async def test_an_heir_takes_up_what_it_may_and_gives_up_the_rest(desk: Desk) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.daemon.core.actions import Cargo, CopyPlan, Corrupted, Ended, Report, Start
+from kvferry.daemon.core.actions import Cargo, CopyPlan, Corrupted, Ended, Report, Start, Unmapped
 from kvferry.daemon.core.deeds import Deed
 from kvferry.daemon.engine.auditor import Auditor
 from kvferry.daemon.engine.ledger import Ledger
@@ -61,16 +61,19 @@ class Desk:
     def spoil(self, block: int) -> None:
         self.pool[block + 1, 100] ^= 1
 
-    def load(self, serial: int, *numbers: int, session: str = "a") -> bool:
-        blocks = np.array(numbers)
-        plan = CopyPlan(serial, 1, Direction.LOAD, (), 0, 0, 0, 0)
-        start = Start(plan, session, serial, Cargo(self.deed.owner, blocks))
+    def start(self, serial: int, *numbers: int, session: str = "a", of: int = 1) -> Start:
+        plan = CopyPlan(serial, of, Direction.LOAD, (), 0, 0, 0, 0)
+        return Start(plan, session, serial, Cargo(self.deed.owner, np.array(numbers)))
+
+    def load(self, serial: int, *numbers: int, session: str = "a", of: int = 1) -> bool:
+        start = self.start(serial, *numbers, session=session, of=of)
         held = self.audits.started(start, self.ledger)
         self.audits.posted(serial)
         return held
 
-    def ended(self, serial: int, session: str = "a") -> list[Any]:
-        return list(self.audits.ended(session, Ended(serial, Outcome.DONE, 0.5)))
+    def ended(self, serial: int, session: str = "a", of: int = 1) -> list[Any]:
+        start = self.start(serial, session=session, of=of)
+        return list(self.audits.ended(start, Ended(serial, Outcome.DONE, 0.5)))
 
     async def settled(self, count: int) -> list[Report]:
         async with asyncio.timeout(20):
@@ -171,6 +174,42 @@ async def test_what_was_stored_over_meanwhile_is_not_held_against_the_load(desk:
     desk.ledger.vacate(np.array([2]))  # a store of it begins before the thread's news are here
     desk.ended(1)
     assert await desk.settled(1) == [Ended(1, Outcome.DONE, 0.5)]
+
+
+async def test_a_registration_is_gone_when_all_its_loads_were_told(desk: Desk) -> None:
+    """Or its host blocks might be somebody else's by then."""
+    assert list(desk.audits.unmapped(Unmapped(1))) == [Unmapped(1)]
+    desk.load(1, *range(COUNT))
+    desk.load(2, 3, session="b")
+    desk.load(3, 4, session="c", of=2)
+    assert desk.ended(1) == []
+    assert desk.ended(2, "b") == []
+    assert desk.ended(3, "c", of=2) == []
+    assert list(desk.audits.unmapped(Unmapped(1))) == []
+    assert list(desk.audits.unmapped(Unmapped(3))) == [Unmapped(3)]
+    told = await desk.settled(4)
+    of_it = [report for report in told if report != Ended(3, Outcome.DONE, 0.5)]
+    assert of_it[-1] == Unmapped(1)
+    assert len(of_it) == 3
+
+
+async def test_what_nobody_had_vouched_for_is_not_loaded_if_it_was_stored_over() -> None:
+    """An earlier daemon stored it: whether it was good nobody can tell any more."""
+    desk = Desk(DEEDS[1], 0.0)
+    desk.ledger.suspect_all()
+    desk.load(1, 2, 3)
+    desk.ledger.vacate(np.array([2]))
+    assert desk.ended(1) == []
+    assert await desk.settled(1) == [Ended(1, Outcome.DONE, 0.5)]  # it was read before
+    desk.spoil(4)
+    desk.load(2, 4)
+    desk.ledger.vacate(np.array([4]))
+    assert desk.ended(2) == []
+    (_, ended) = await desk.settled(2)
+    assert isinstance(ended, Ended)
+    assert ended.error is not None
+    assert (ended.error.code, ended.error.value) == (Code.CORRUPT_BLOCK, "4")
+    desk.close()
 
 
 async def test_a_region_that_went_meanwhile_ends_its_loads_all_the_same(desk: Desk) -> None:

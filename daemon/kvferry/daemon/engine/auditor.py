@@ -179,10 +179,10 @@ class Auditor:
             return
         self._deaths, self._heard = 0, self._loop.time()
         (number,) = NUMBER.unpack_from(data)
-        for asked in self._asked.values():
-            if number in asked:
-                asked.pop(number).done(np.frombuffer(data, np.uint64, offset=NUMBER.size))
+        read = [asked.pop(number) for asked in self._asked.values() if number in asked]
         self._ask()
+        for reading in read:
+            reading.done(np.frombuffer(data, np.uint64, offset=NUMBER.size))
 
     def _look(self) -> None:
         """It may hang."""

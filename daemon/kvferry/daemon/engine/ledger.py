@@ -50,10 +50,11 @@ class Ledger:
     """The ledger behind a descriptor, which is its own from now on.
 
     Raises Refused (BAD_LAYOUT, NOT_SHAREABLE) where it is none, or one of another version, and the
-    descriptor is closed.
+    descriptor is closed. blank: it was made just now. Not to be read then: that would take memory
+    for what was never written.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, *, blank: bool = False) -> None:
         self.descriptor = descriptor
         try:
             check_sealed(descriptor)
@@ -72,7 +73,7 @@ class Ledger:
         self._sealed, self._versions = self._slots["sealed"], self._slots["version"]
         self._stamps = self._slots["stamp"]
         self.closed = False
-        self._stamp = int(self._stamps.max(initial=0))
+        self._stamp = 0 if blank else int(self._stamps.max(initial=0))
 
     @classmethod
     def create(cls, deed: Deed) -> Ledger:
@@ -82,12 +83,18 @@ class Ledger:
         descriptor = sealed_memfd("kvferry-ledger", nbytes)
         os.pwrite(descriptor, data, PAGE)
         os.pwrite(descriptor, _HEAD.pack(MAGIC, 0), 0)
-        return cls(descriptor)
+        return cls(descriptor, blank=True)
 
     def suspect_all(self) -> None:
         """An earlier daemon wrote this. Without keys somebody may ask for any block."""
         keys = self.deed.key_bytes
         self.suspect = self._sealed.copy() if keys else np.ones_like(self._sealed)
+
+    def suspected(self, blocks: Int64s) -> Bools:
+        if self.suspect is None:
+            return np.zeros(blocks.size, dtype=np.bool_)
+        suspect: Bools = self.suspect[blocks]
+        return suspect
 
     def trust(self, blocks: Int64s) -> None:
         """These were read, and are what they were."""

@@ -21,6 +21,7 @@ from kvferry.daemon.core.actions import (
     Report,
     Start,
     Strike,
+    Unmapped,
 )
 from kvferry.daemon.core.deeds import Deed, Found, Owner
 from kvferry.daemon.engine.auditor import Auditor
@@ -149,13 +150,22 @@ class Archive:
             entry[1].used(start.cargo.blocks)
             self._audits.posted(start.plan.serial)
 
-    def ended(self, report: Ended) -> Sequence[Report]:
-        """What the core is to hear now."""
+    def reported(self, report: Report) -> Sequence[Report]:
+        """What the core is to hear now of what the lane says."""
+        match report:
+            case Ended():
+                return self._ended(report)
+            case Unmapped():
+                return self._audits.unmapped(report)
+            case _:
+                return (report,)
+
+    def _ended(self, report: Ended) -> Sequence[Report]:
         start = self._under_way.pop(report.serial)
         store = self._stores.pop(report.serial, None)
         if store is not None and report.outcome is Outcome.DONE:
             self._seals.stored(Store(store[0], start.cargo, store[1]))
-        return self._audits.ended(start.session, report)
+        return self._audits.ended(start, report)
 
     def close(self) -> None:
         self._auditor.close()

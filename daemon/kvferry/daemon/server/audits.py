@@ -1,13 +1,14 @@
 """Loads whose host blocks are read again: nobody hears that one is done before its bytes are good.
 
 They are read while the blocks are copied, and the end of the load waits for both. The ends of a
-session's jobs are told in the order in which they ended, so those behind it wait too.
+session's jobs are told in the order in which they ended, so those behind it wait too. So does the
+end of the registration that they are of: until then their host blocks are not anybody else's.
 """
 
 from __future__ import annotations
 
 import random
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +16,8 @@ from functools import partial
 import numpy as np
 import structlog
 
-from kvferry.daemon.core.actions import Corrupted, Ended, Report, Start
-from kvferry.daemon.core.geometry import Int64s
+from kvferry.daemon.core.actions import Corrupted, Ended, Report, Start, Unmapped
+from kvferry.daemon.core.geometry import Bools, Int64s
 from kvferry.daemon.engine.auditor import Auditor, Blocks
 from kvferry.daemon.engine.ledger import Ledger, Sums, Versions
 from kvferry.proto.errors import Code, ErrorInfo, KVFerryError
@@ -29,8 +30,7 @@ log = structlog.get_logger()
 class _Held:
     """A job whose end is not told yet."""
 
-    serial: int
-    session: str
+    start: Start
     reading: int = 0
     """Batches of it that are yet to be read."""
     ended: Ended | None = None
@@ -39,6 +39,10 @@ class _Held:
     """What is to be read once the lane has the load."""
     blocks: tuple[Ledger, Int64s] | None = None
     """What is being read."""
+
+    @property
+    def registration(self) -> int:
+        return self.start.plan.registration
 
     @property
     def ready(self) -> bool:
@@ -55,6 +59,27 @@ class _Held:
         if self.error is None or self.ended.outcome is not Outcome.DONE:
             return self.ended
         return Ended(self.ended.serial, Outcome.FAILED, 0.0, self.error)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Reading:
+    """Blocks that are being read, for a load or for nobody, and what the ledger said of them."""
+
+    ledger: Ledger
+    held: _Held | None
+    blocks: Int64s
+    versions: Versions
+    sums: Sums
+    suspect: Bools
+
+    @classmethod
+    def of(cls, ledger: Ledger, held: _Held | None, blocks: Int64s) -> _Reading:
+        versions, sums = ledger.versions(blocks), ledger.sums(blocks)
+        return cls(ledger, held, blocks, versions, sums, ledger.suspected(blocks))
+
+    def cut(self, part: slice) -> _Reading:
+        versions, sums, suspect = self.versions[part], self.sums[part], self.suspect[part]
+        return _Reading(self.ledger, self.held, self.blocks[part], versions, sums, suspect)
 
 
 class Audits:
@@ -82,13 +107,17 @@ class Audits:
         self._being_read: set[_Held] = set()
         self._queues: defaultdict[str, deque[_Held]] = defaultdict(deque)
         """For each session what has ended, from the first on that is still being read."""
+        self._untold: Counter[int] = Counter()
+        """How many of these there are of each registration."""
+        self._unmapped: dict[int, Unmapped] = {}
+        """Of registrations that have some."""
 
     def started(self, start: Start, ledger: Ledger) -> bool:
         """Choose what is to be read of a load's blocks. Whether that is any."""
         blocks = self._chosen(start.cargo.blocks, ledger)
         if not blocks.size:
             return False
-        self._held[start.plan.serial] = held = _Held(start.plan.serial, start.session)
+        self._held[start.plan.serial] = held = _Held(start)
         sealed = ledger.sealed(blocks)
         if not sealed.all():
             held.error = _never_sealed(blocks[~sealed])
@@ -104,15 +133,23 @@ class Audits:
             if held.reading:
                 self._being_read.add(held)
 
-    def ended(self, session: str, report: Ended) -> Sequence[Report]:
+    def ended(self, start: Start, report: Ended) -> Sequence[Report]:
         """What may be told now that a job has ended."""
         held = self._held.pop(report.serial, None)
-        if held is None and session not in self._queues:
+        if held is None and start.session not in self._queues:
             return (report,)
-        held = held or _Held(report.serial, session)
+        held = held or _Held(start)
         held.ended = report
-        self._queues[session].append(held)
-        return self._release(session)
+        self._queues[start.session].append(held)
+        self._untold[held.registration] += 1
+        return self._release(start.session)
+
+    def unmapped(self, report: Unmapped) -> Sequence[Report]:
+        """What may be told now that a registration's memory was let go."""
+        if report.registration not in self._untold:
+            return (report,)
+        self._unmapped[report.registration] = report
+        return ()
 
     def verify(self, ledger: Ledger) -> None:
         """Read every block that an earlier daemon sealed."""
@@ -143,38 +180,33 @@ class Audits:
         return sampled
 
     def _read(self, ledger: Ledger, blocks: Int64s, held: _Held | None) -> None:
-        deed = ledger.deed
-        keys, versions = ledger.keys(blocks), ledger.versions(blocks)
-        whole = Blocks(deed.start, deed.block_bytes, blocks, keys)
-        for part in whole.batches(urgent=held is not None):
+        deed, urgent = ledger.deed, held is not None
+        reading = _Reading.of(ledger, held, blocks)
+        whole = Blocks(deed.start, deed.block_bytes, blocks, ledger.keys(blocks))
+        for part in whole.batches(urgent=urgent):
             if held is not None:
                 held.reading += 1
-            self._read_batch(ledger, whole.cut(part), versions[part], held)
+            done = partial(self._was_read, reading.cut(part))
+            self._auditor.read(whole.cut(part), urgent=urgent, done=done)
 
-    def _read_batch(
-        self, ledger: Ledger, blocks: Blocks, versions: Versions, held: _Held | None
-    ) -> None:
-        done = partial(self._was_read, ledger, blocks, versions, held)
-        self._auditor.read(blocks, urgent=held is not None, done=done)
-
-    def _was_read(
-        self, ledger: Ledger, blocks: Blocks, versions: Versions, held: _Held | None, sums: Sums
-    ) -> None:
-        reports: list[Report] = []
+    def _was_read(self, reading: _Reading, sums: Sums) -> None:
+        ledger, held, blocks = reading.ledger, reading.held, reading.blocks
+        good, reports = sums == reading.sums, list[Report]()
         if not ledger.closed:
-            numbers = blocks.numbers
-            same = ledger.current(numbers, versions)
-            good = sums == ledger.sums(numbers)
-            if (bad := numbers[same & ~good]).size:
+            same = ledger.current(blocks, reading.versions)
+            if (bad := blocks[same & ~good]).size:
                 reports += self._condemn(ledger, bad, held)
-            ledger.trust(numbers[same & good])
+            ledger.trust(blocks[same & good])
+            lost = blocks[~same & ~good & reading.suspect]
+            if held is not None and held.error is None and lost.size:
+                held.error = _stored_over(lost)
         if held is not None:
             held.reading -= 1
             if not held.reading:
                 self._being_read.discard(held)
             if not held.reading and held.error is None and held.ended is None:
-                self._vouch(held.serial)
-            reports += self._release(held.session)
+                self._vouch(held.start.plan.serial)
+            reports += self._release(held.start.session)
         if reports:
             self._tell(reports)
 
@@ -197,7 +229,13 @@ class Audits:
         """The ends of loads that nothing holds back any more."""
         queue, reports = self._queues.get(session, deque()), list[Report]()
         while queue and queue[0].ready:
-            reports.append(queue.popleft().report)
+            held = queue.popleft()
+            reports.append(held.report)
+            self._untold[held.registration] -= 1
+            if not self._untold[held.registration]:
+                del self._untold[held.registration]
+                if unmapped := self._unmapped.pop(held.registration, None):
+                    reports.append(unmapped)
         if not queue:
             self._queues.pop(session, None)
         return reports
@@ -206,6 +244,11 @@ class Audits:
 def _corrupt(block: object) -> ErrorInfo:
     message = "a host block does not hold what was stored in it any more: compute it again"
     return KVFerryError(Code.CORRUPT_BLOCK, message, block).info
+
+
+def _stored_over(blocks: Int64s) -> ErrorInfo:
+    message = "a host block was stored over before anybody could vouch for it: compute it again"
+    return KVFerryError(Code.CORRUPT_BLOCK, message, int(blocks[0])).info
 
 
 def _never_sealed(blocks: Int64s) -> ErrorInfo:

@@ -107,6 +107,8 @@ class Outboxes:
             self._loop.call_soon(self._go_on, session)
 
     def _put(self, peer: Peer, data: bytes) -> None:
+        if peer.sent_away:
+            return
         peer.outbox.append(data)
         peer.outbox_bytes += len(data)
         if len(peer.outbox) == 1:
@@ -118,12 +120,14 @@ class Outboxes:
         """What was kept for it goes; the flush that is under way sends the reason instead."""
         kept = len(peer.outbox)
         reason = f"{kept} messages were kept for you and you took none: poll more often"
+        peer.sent_away = True
         peer.outbox.clear()
         peer.results.clear()
         peer.missed = None
         peer.outbox.append(encode(Goodbye(reason)))
         peer.outbox_bytes = len(peer.outbox[0])
-        self._sent_away(peer, f"sent away: it took none of {kept} messages")
+        # Not now: what it said is being answered.
+        self._loop.call_soon(self._sent_away, peer, f"sent away: it took none of {kept} messages")
 
     def _flush(self, peer: Peer) -> None:
         """Send what a peer's outbox holds; try again soon where the socket is full.

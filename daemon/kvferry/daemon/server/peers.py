@@ -37,6 +37,8 @@ class Peer:
     engine: str
     leaving: str = "it said goodbye"
     """Why it goes, once it does."""
+    sent_away: bool = False
+    """It took nothing: the last it is told is a goodbye."""
     outbox: deque[bytes] = field(default_factory=deque)
     outbox_bytes: int = 0
     results: list[JobResult] = field(default_factory=list)

@@ -61,6 +61,8 @@ class Seals:
 
     def stored(self, store: Store) -> None:
         """A store has ended."""
+        if not store.cargo.blocks.size:  # all of its keys were there
+            return
         self._stores.append(store)
         self._waiting += store.cargo.blocks.size
         if self._waiting > self._most:

@@ -201,8 +201,9 @@ class Server:
 
     def part(self, peer: Peer, reason: str) -> None:
         """A peer is not there any more, or is not wanted."""
-        peer.leaving = reason
-        self._perform(self._core.leave(peer.session))
+        if peer.session in self._peers.by_session:
+            peer.leaving = reason
+            self._perform(self._core.leave(peer.session))
 
     def _handle(self, peer: Peer, message: ClientMessage) -> None:
         self._take_reports()
@@ -233,7 +234,7 @@ class Server:
                 report = self._with_tickets(report) if report.descriptors else report
             elif isinstance(report, Beat):
                 self._health.hear(report)
-            self.tell(self._archive.ended(report) if isinstance(report, Ended) else (report,))
+            self.tell(self._archive.reported(report))
 
     def vouch(self, serial: int) -> None:
         """The blocks of a load are as they were stored, and it has not ended yet."""
