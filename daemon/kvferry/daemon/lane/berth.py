@@ -70,9 +70,10 @@ class Crossing(msgspec.Struct, eq=False):
 class Track:
     """One registration's plans of one direction: all that have not ended, oldest first."""
 
-    live: dict[int, Crossing] = field(default_factory=dict)
+    live: OrderedDict[int, Crossing] = field(default_factory=OrderedDict)
     waiting: OrderedDict[int, Crossing] = field(default_factory=OrderedDict)
-    """Those with pieces still to submit, by serial: thousands may be given up in any order."""
+    """By serial; these have pieces still to submit. There may be thousands, and they may be given
+    up in any order: of a plain dict the first takes the longer to find the more have gone."""
     listed: bool = False
     """Whether its stream has it in turn."""
 
