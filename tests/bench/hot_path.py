@@ -33,7 +33,7 @@ from kvferry.daemon.lane.inbox import Listen
 from kvferry.daemon.lane.lane import Lane
 from kvferry.daemon.lane.quay import MapOrder
 from kvferry.proto.codec import decode_client_message
-from kvferry.proto.messages import PROTOCOL, AllocateKVCaches, Hello
+from kvferry.proto.messages import PROTOCOL, AllocateKVCaches, Hello, Submit
 from kvferry.proto.specs import (
     CPULoadStoreSpec,
     Direction,
@@ -110,6 +110,13 @@ class Dock:
         request = AllocateKVCaches(1, KVLayout((tensor,), ((ref,),)))
         (action,) = (a for a in self.core.handle(SESSION, request, 0.0) if isinstance(a, Map))
         self.lane.post(MapOrder(action, (), None))
+        self.core.report(self.report())
+        every = np.arange(num_blocks)  # what nobody stored is not loaded
+        (start,) = self.core.handle(
+            SESSION, Submit(0, GPULoadStoreSpec(every), CPULoadStoreSpec(every)), 0.0
+        )
+        assert isinstance(start, Start)
+        self.lane.post(start)
         self.core.report(self.report())
 
     def run(self, jobs: int, asleep: bool) -> list[tuple[float, float, float]]:

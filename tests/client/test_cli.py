@@ -352,6 +352,7 @@ def test_engine_time_lost_is_what_the_windows_say(daemon: LocalDaemon) -> None:
     slab = shared_empty((32 << 20,))
     busy: Any = FakeBusy()
     with engine(daemon.directory, Shape.of(256 << 10), slab) as bench_engine:
+        bench_engine.fill()
         movers: dict[str, Mover] = {"load": Transfers(bench_engine, "load", 2)}
         rows = list(Windows(busy, 2, lambda _: None).rows("kvferry", 256 << 10, movers))
         assert bench_engine.client.status().engines[0].jobs == 0

@@ -45,6 +45,7 @@ def test_full_credits_one_way_leave_the_other_alone(
 ) -> None:
     daemon = start_kvferryd(limits_max_stores=3, limits_max_loads=2)
     engine = start_engine(daemon)
+    engine.finish(engine.store(range(32), range(32)))
     limits = engine.client.daemon.limits
     assert (limits.max_jobs, limits.max_stores, limits.max_loads) == (5, 3, 2)
     ways = {"store": engine.store, "load": engine.load}
@@ -70,6 +71,7 @@ def test_the_daemon_counts_credits_itself(
     daemon = start_kvferryd(limits_max_stores=1, limits_max_loads=1)
     engine = start_engine(daemon)
     gpu, cpu = GPULoadStoreSpec([0]), CPULoadStoreSpec([0])
+    engine.finish(engine.store([5], [5]))
     with Raw(daemon.directory, engine.options.name) as raw:
         raw.send(Submit(1, gpu, cpu, NEVER))
         raw.send(Submit(2, gpu, cpu))

@@ -46,7 +46,7 @@ def own_status(engine: Engine) -> EngineStatus:
 def test_the_daemon_is_killed(start_engine: StartEngine, kvferryd: LocalDaemon) -> None:
     """Jobs under way end as lost, without a wait; everything later says that nobody is there."""
     engine = start_engine(kvferryd)
-    engine.finish(engine.store([9], [9]))
+    engine.finish(engine.store([8, 9], [8, 9]))
     jobs = [engine.store([i], [i], wait_for=NEVER) for i in range(4)]
     jobs.append(engine.load([8], [8], wait_for=NEVER))
     engine.client.status()
@@ -114,6 +114,7 @@ def test_a_connection_is_dropped(kvferryd: LocalDaemon) -> None:
 def test_a_worker_is_killed(start_engine: StartEngine, daemon: LocalDaemon) -> None:
     """Its engine is away, its jobs fail, its scheduler is refused; the others go on."""
     engine, other = start_engine(daemon), start_engine(daemon)
+    engine.finish(engine.store([1], [1]))
     held = [engine.store([0], [0], wait_for=NEVER), engine.load([1], [1], wait_for=NEVER)]
     assert own_status(engine).present
     engine.process.kill()

@@ -19,7 +19,7 @@ import msgspec
 import pytest
 import zmq
 
-from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.client import GPULoadStoreSpec, LocalDaemon, OffloadClient
 from kvferry.client.cli import main
 from kvferry.client.doctor import CHECKS, Case, Finding, Verdict, daemon, environment, examine
 from kvferry.proto import messages as wire
@@ -325,10 +325,10 @@ def test_a_full_pool_is_left_alone(start_kvferryd: StartKvferryd) -> None:
 def test_wrong_bytes_are_noticed(kvferryd: LocalDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     real = OffloadClient.transfer_async
 
-    def loads_only(client: OffloadClient, job_id: int, spec: Any, wait_for: int = 0) -> None:
-        real(client, job_id, tuple(reversed(spec)) if job_id == 1 else spec, wait_for)
+    def stores_another(client: OffloadClient, job_id: int, spec: Any, wait_for: int = 0) -> None:
+        real(client, job_id, (GPULoadStoreSpec([1]), spec[1]) if job_id == 1 else spec, wait_for)
 
-    monkeypatch.setattr(OffloadClient, "transfer_async", loads_only)
+    monkeypatch.setattr(OffloadClient, "transfer_async", stores_another)
     last = examine(kvferryd.directory)[-1]
     assert (last.check, last.verdict) == ("round trip", Verdict.FAIL)
     assert "other bytes" in last.found

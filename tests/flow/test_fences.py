@@ -136,6 +136,7 @@ def test_a_fence_of_one_engine_holds_nobody_else(
     start_engine: StartEngine, daemon: LocalDaemon
 ) -> None:
     one, other = start_engine(daemon), start_engine(daemon)
+    one.finish(one.store([1], [1]))
     held = [one.store([0], [0], wait_for=99), one.load([1], [1], wait_for=99)]
     value = other.worker.write(BLOCKS, 3)
     other.finish(other.store(BLOCKS, BLOCKS, wait_for=value), other.load(BLOCKS, COPIES))

@@ -139,6 +139,7 @@ def test_one_wait_for_jobs_of_both_directions(
 ) -> None:
     """`wait` ignores ids that are not there, leaves results, and hears of others' jobs."""
     engine = start_engine(daemon)
+    engine.finish(engine.store([1], [1]))
     value = engine.worker.signal()
     jobs = [engine.store([0], [0], wait_for=value + 1), engine.load([1], [1], wait_for=value + 2)]
     engine.client.wait([NEVER, NEVER + 1], timeout=5)

@@ -118,6 +118,11 @@ class Desk:
         assert isinstance(action, Start)
         return action.plan
 
+    def fill(self, session: str) -> None:
+        """Store something in every host block of an engine."""
+        plan = self.start(session, 1000, store(0, 1, 2, 3, hosts=(0, 1)))
+        self.report(Ended(plan.serial, Outcome.DONE))
+
     def refused(self, session: str, job_id: int, spec: TransferSpec, wait_for: int = 0) -> str:
         """The code with which a Submit is refused."""
         (action,) = self.submit(session, job_id, spec, wait_for)
@@ -375,6 +380,37 @@ def test_a_session_that_leaves_while_its_tensors_are_mapped_gets_no_answer() -> 
 # Jobs
 
 
+def test_a_host_block_that_the_engine_never_stored_is_not_loaded() -> None:
+    """What lies there is another engine's, perhaps."""
+    desk = Desk("a", "b")
+    desk.start("a", 1, store(0, 1, hosts=(0,)))
+    desk.start("a", 2, load(0, 1, hosts=(0,)))
+    (action,) = desk.submit("a", 3, load(0, 1, 2, 3, hosts=(0, 1)))
+    (result,) = action.message.results
+    assert (result.error.code, result.error.value) == (Code.STALE, "1")
+    assert desk.refused("b", 1, load(0, 1, hosts=(0,))) == Code.STALE
+
+
+def test_what_an_engine_stored_it_may_load_when_it_is_back() -> None:
+    desk = Desk("a/old", "a/new")
+    plan = desk.start("a/old", 1, store(0, 1, hosts=(0,)))
+    desk.report(Ended(plan.serial, Outcome.DONE))
+    desk.core.leave("a/old")
+    desk.report(Unmapped(1))
+    (mapping,) = desk.ask("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096))
+    desk.report(Mapped(mapping.registration, "a/new"))
+    desk.start("a/new", 1, load(0, 1, hosts=(0,)))
+    assert desk.refused("a/new", 2, load(0, 1, hosts=(1,))) == Code.STALE
+
+
+def test_tensors_that_no_device_could_hold_are_refused() -> None:
+    """Their size would not fit into the number that the driver takes."""
+    desk = Desk("a", registered=False)
+    layout = KVLayout((TensorLayout((1 << 17) + 1, 4096, 1 << 47),), ((TensorRef(0, 4096),),))
+    assert desk.error("a", wire.AllocateKVCaches(1, layout, POOL)) == Code.BAD_LAYOUT
+    assert not desk.core.busy
+
+
 def test_a_job_is_started_whole_and_ends_with_what_it_moved() -> None:
     desk = Desk("a", timeline=3)
     plan = desk.start("a", 7, store(1, 2, 3, hosts=(1, 0)), wait_for=12)
@@ -390,7 +426,7 @@ def test_a_job_is_started_whole_and_ends_with_what_it_moved() -> None:
 def test_a_job_without_success_moved_nothing() -> None:
     desk = Desk("a")
     for job, outcome in enumerate((Outcome.FAILED, Outcome.CANCELLED)):
-        plan = desk.start("a", job, load(1, 2))
+        plan = desk.start("a", job, store(1, 2))
         error = FAULT if outcome is Outcome.FAILED else None
         (action,) = desk.report(Ended(plan.serial, outcome, error=error))
         assert isinstance(action, Send)
@@ -444,6 +480,7 @@ def test_a_session_has_so_many_jobs_of_a_direction_under_way_and_no_more(
     spec: Callable[[int], TransferSpec], other: Callable[[int], TransferSpec]
 ) -> None:
     desk = Desk("a/worker", "a/scheduler")
+    desk.fill("a/worker")
     plans = [desk.start("a/worker", job, spec(job)) for job in range(MAX_JOBS)]
     assert desk.refused("a/worker", 9, spec(5)) == Code.BUSY
     desk.start("a/worker", 20, other(6))
@@ -792,7 +829,7 @@ class Shell(RuleBasedStateMachine):
             assert len(refusals) == 1
             assert faults.get(Code(refusals[0]))
         elif refusals:
-            assert set(refusals) <= _SPEC_FAULTS
+            assert set(refusals) <= _SPEC_FAULTS | ({Code.STALE} if make is load else set())
             assert len(refusals) == 1
         else:
             assert claim is not None
@@ -946,6 +983,7 @@ class Shell(RuleBasedStateMachine):
 
 _OFFSETS = st.sampled_from([0, 0, 4096, 8192])
 _SPEC_FAULTS = {Code.BLOCK_OUT_OF_RANGE, Code.SIZE_MISMATCH, Code.DUPLICATE_BLOCK}
+"""Of a load also STALE, where its host blocks were never stored to."""
 
 
 def test_anything_may_happen() -> None:

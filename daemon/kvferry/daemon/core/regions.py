@@ -10,10 +10,13 @@ book.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from kvferry.daemon.core.actions import Amend, Enter, Record, Strike
 from kvferry.daemon.core.deeds import Contents, Deed, Owner
+from kvferry.daemon.core.geometry import Bools, Int64s
 from kvferry.proto.errors import Code, Refused
 
 ALIGNMENT = 4096
@@ -24,11 +27,15 @@ MAX_REGIONS = 1024
 
 @dataclass(slots=True)
 class Region:
+    """stored: which host blocks the owner has stored something in, by number; None where others
+    know that: a namespace of its keys, the archive of what an earlier daemon had."""
+
     owner: Owner
     contents: Contents
     start: int
     nbytes: int
     present: bool = True
+    stored: Bools | None = field(default=None, compare=False)
 
     @property
     def end(self) -> int:
@@ -37,6 +44,19 @@ class Region:
     @property
     def num_blocks(self) -> int:
         return self.nbytes // self.contents.host_block_bytes
+
+    def note_stored(self, blocks: Int64s) -> None:
+        if self.stored is not None:
+            self.stored[blocks] = True
+
+    def check_stored(self, blocks: Int64s) -> None:
+        """Raises Refused (STALE) where one of them holds what somebody else left there."""
+        if self.stored is None:
+            return
+        stored = self.stored[blocks]
+        if not np.logical_and.reduce(stored):
+            missing = int(blocks[~stored][0])
+            raise Refused(Code.STALE, "this engine has stored nothing in this host block", missing)
 
 
 class Regions:

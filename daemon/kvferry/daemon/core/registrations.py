@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TypeAlias
 
+import numpy as np
+
 from kvferry.daemon.core.actions import Action, Drop, Map, Mapped, Send, Shelve, Unmap
 from kvferry.daemon.core.deeds import Deed, Tenancy, engine_owner
 from kvferry.daemon.core.geometry import Geometry, Run
@@ -38,7 +40,7 @@ from kvferry.proto.messages import (
     Released,
     ReleaseKVCaches,
 )
-from kvferry.proto.specs import Direction, KVLayout
+from kvferry.proto.specs import MAX_COUNT, Direction, KVLayout
 from kvferry.proto.status import GroupCopying
 
 Request: TypeAlias = RegisterKVCaches | AllocateKVCaches
@@ -283,6 +285,7 @@ class Registrations:
             return Region(owner, layout, 0, self._regions.own_bytes), False
         region, reattached = self._regions.claim(owner, layout, nbytes)
         if not reattached:
+            region.stored = np.zeros(region.num_blocks, dtype=np.bool_)
             self._regions.enter(Deed(engine, region.start, region.nbytes, layout))
         return region, reattached
 
@@ -317,6 +320,9 @@ def _check(request: Request) -> None:
     request.layout.check()
     slot_bases(request.layout)
     if isinstance(request, AllocateKVCaches):
+        nbytes = sum(tensor.span_bytes for tensor in request.layout.tensors)
+        if nbytes >= MAX_COUNT:
+            raise Refused(Code.BAD_LAYOUT, "no device has as much memory", nbytes)
         return
     if len(request.locations) != len(request.layout.tensors):
         raise Refused(

@@ -94,6 +94,8 @@ class Transfers:
                 Code.NO_TIMELINE, "register a timeline to wait for its values", message.wait_for
             )
         blocks, lease = _resolve(registration, direction, gpu, host)
+        if direction is Direction.STORE:
+            registration.region.note_stored(blocks.host_blocks)
         nbytes = registration.geometry.nbytes(blocks.runs)
         serial, mode = next(self._serials), registration.mode(direction, blocks.runs)
         job = Job(serial, message.job_id, session, registration, direction, nbytes, mode, lease)
@@ -217,4 +219,7 @@ def _resolve(
             "the engine registered in a namespace: its host blocks have keys, no ids",
             namespace.name,
         )
-    return geometry.resolve(direction, gpu, host.block_ids), None
+    blocks = geometry.resolve(direction, gpu, host.block_ids)
+    if direction is Direction.LOAD:
+        registration.region.check_stored(blocks.host_blocks)
+    return blocks, None

@@ -117,6 +117,7 @@ class Windows:
         self, how: str, rig: Rig, directory: Path, page_bytes: int, jobs: int
     ) -> Iterator[Beside]:
         with engine(directory, Shape.of(page_bytes), rig.slab) as registered:
+            registered.fill()
             movers: Movers = {way: Transfers(registered, way, jobs) for way in _WAYS}
             yield from self.rows(how, page_bytes, movers)
 

@@ -23,9 +23,17 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from kvferry.client import OffloadClient, Timeline, TransferResult, TransferSpec
+from kvferry.client import (
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    OffloadClient,
+    Timeline,
+    TransferResult,
+    TransferSpec,
+)
 from kvferry.client.conversation import timed_out
 
 HOST_BLOCK = 2 << 20
@@ -102,6 +110,16 @@ class Engine:
             way = result.transfer_type
             times[way] = times.get(way, 0.0) + result.transfer_time
         return Moved(sum(result.transfer_size for result in results), wall, max(times.values()))
+
+    def fill(self) -> None:
+        """Store something in every host block: no other is loaded."""
+        factor, most = self.shape.factor, self.num_blocks // self.shape.factor
+        specs = list[TransferSpec]()
+        for first in range(0, self.host_blocks, most):
+            hosts = np.arange(first, min(first + most, self.host_blocks))
+            gpu = GPULoadStoreSpec(np.arange(hosts.size * factor))
+            specs.append((gpu, CPULoadStoreSpec(hosts)))
+        self.run(specs, ahead=1)
 
     def submit(self, spec: TransferSpec, wait_for: int = 0) -> int:
         job_id = next(self._job_ids)

@@ -44,10 +44,12 @@ class Rig:
         """Of the GPU, -1 where there is none."""
         return (self.slab.device.index or 0) if self.slab.is_cuda else -1
 
-    def engine(
-        self, shape: Shape, host_bytes: int | None = None
-    ) -> contextlib.AbstractContextManager[Engine]:
-        return engine(self.directory, shape, self.slab, host_bytes)
+    @contextlib.contextmanager
+    def engine(self, shape: Shape, host_bytes: int | None = None) -> Iterator[Engine]:
+        """An engine with something in each of its host blocks."""
+        with engine(self.directory, shape, self.slab, host_bytes) as registered:
+            registered.fill()
+            yield registered
 
 
 @contextlib.contextmanager

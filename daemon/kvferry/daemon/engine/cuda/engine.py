@@ -128,7 +128,7 @@ class CudaEngine:
                 opened.append(self._open(allocation, waiting))
             bases = [opened[place.allocation].address + place.offset for place in locations]
             return self._mapping(geometry, np.array(bases, dtype=np.int64), opened)
-        except KVFerryError:
+        except BaseException:
             self._close(opened)
             raise
 
@@ -139,10 +139,10 @@ class CudaEngine:
             memory, descriptor = self._again(kept, size)
         else:
             memory, descriptor = self._memory.create(size)
-        bases = np.array(offsets, dtype=np.int64) + memory.address
         try:
+            bases = np.array(offsets, dtype=np.int64) + memory.address
             mapping = self._mapping(geometry, bases, [memory])
-        except KVFerryError:
+        except BaseException:
             memory.close()
             os.close(descriptor)
             raise
@@ -275,7 +275,7 @@ class CudaEngine:
         try:
             for group in range(len(geometry.layout.groups)):
                 tables.append(self._staged.table(geometry, group, bases))
-        except KVFerryError:
+        except BaseException:
             self._close(tables)
             raise
         return Mapping(geometry, bases, [*handles, *tables])
