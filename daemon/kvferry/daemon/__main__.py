@@ -114,10 +114,14 @@ async def run(
     core = Core(identity, pool.nbytes, time.monotonic(), HOST_BYTES, most_regions())
     events = config.events.publish or f"ipc://{endpoint.events}"
     with signals.heard(lambda: server.stop()):  # before there is a socket: who sees it may end us
+        auditor = Auditor(  # first: so its process never has a socket of ours
+            pool.descriptors,
+            pool.chunk_bytes,
+            config.integrity.threads,
+            lambda error: server.fail(error),
+        )
         server = Server(core, endpoint, events)
         lane = Lane(engine, pool, server.lane_reports, server.fail, server.said)
-        threads = config.integrity.threads
-        auditor = Auditor(pool.descriptors, pool.chunk_bytes, threads, server.fail)
         archive = Archive(
             auditor, kept.keeper, config.integrity.check_loads, server.tell, server.vouch
         )

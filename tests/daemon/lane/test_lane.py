@@ -44,6 +44,7 @@ from kvferry.daemon.engine.base import NO_ROOM, CopyEngine, Mapping, Room, Share
 from kvferry.daemon.engine.memory import PAGE
 from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
+from kvferry.daemon.lane import lane as lane_module
 from kvferry.daemon.lane.courtesy import ENOUGH, MOMENT
 from kvferry.daemon.lane.lane import PREPARED, STEP, Lane
 from kvferry.daemon.lane.naps import LINK
@@ -1146,7 +1147,10 @@ def test_both_directions_are_begun_so_and_a_job_of_one_piece_is_pushed(
     assert stub.submitters == [ME, ME]
 
 
-def test_what_is_behind_another_is_left_to_the_lane(manned: Harbour, stub: StubEngine) -> None:
+def test_what_is_behind_another_is_left_to_the_lane(
+    manned: Harbour, stub: StubEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane_module, "LINK", 64.0)  # the first takes a second: the lane sleeps long
     manned.start(STORE, [1])
     manned.asleep()
     manned.start(STORE, [2])
