@@ -32,7 +32,10 @@ R = TypeVar("R")
 
 
 class AsyncOffloadClient(NonBlocking):
-    """As OffloadClient, for one event loop; make one with `connect`."""
+    """As OffloadClient, for one event loop, which keeps it until it is closed, or the loop is.
+
+    Make one with `connect`.
+    """
 
     def __init__(
         self, directory: Path | str | None, engine: str, client: str, reconnect: bool = True
@@ -145,7 +148,8 @@ class AsyncOffloadClient(NonBlocking):
             return
         self._leave()
         try:
-            await self._perform(verbs.goodbye(self._conversation), timeout)
+            if not self._loop.is_closed():
+                await self._perform(verbs.goodbye(self._conversation), timeout)
         except KVFerryError:  # it need not hear us
             pass
         finally:
@@ -259,6 +263,8 @@ class AsyncOffloadClient(NonBlocking):
             self._loop.add_reader(int(socket.get(zmq.FD)), self._readable)
 
     def _detach(self) -> None:
+        if self._loop.is_closed():  # it knows no readers any more
+            return
         for socket in (self._connection.socket, self._connection.monitor):
             self._loop.remove_reader(int(socket.get(zmq.FD)))
 

@@ -3,12 +3,16 @@
 ZeroMQ reconnects by itself and says nothing of it; but a daemon that went took our session along,
 so the socket's monitor is watched for the disconnect. Who wants the next daemon opens a new socket:
 what was still queued in the old one was meant for the daemon that went.
+
+A context that is collected waits for its sockets, and where they are collected with it, forever. So
+the sockets of a connection that nobody closed are kept by its finalizer, and closed there first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import random
+import weakref
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -34,10 +38,15 @@ class Connection:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._context = zmq.Context(io_threads=1)
+        self._context.setsockopt(zmq.LINGER, 0)
+        self._ends: list[zmq.Socket[bytes]] = []
+        # Not at exit: a thread may still wait there, and the process takes all with it.
+        weakref.finalize(self, _let_go, self._context, self._ends).atexit = False
         self._open()
 
     def _open(self) -> None:
         self.socket = self._context.socket(zmq.DEALER)
+        self._ends.append(self.socket)
         self.socket.setsockopt(zmq.RECONNECT_IVL, random.randint(RECONNECT_MS, 2 * RECONNECT_MS))
         most = random.randint(RECONNECT_MAX_MS, 2 * RECONNECT_MAX_MS)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, most)
@@ -45,6 +54,7 @@ class Connection:
         self.socket.setsockopt(zmq.RCVHWM, 0)
         address = f"inproc://monitor-{next(_monitors)}"
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED, address)
+        self._ends.append(self.monitor)
         self.socket.connect(f"ipc://{self.directory / 'kvferry.sock'}")
         self._poller = zmq.Poller()
         self._poller.register(self.socket, zmq.POLLIN)
@@ -96,3 +106,11 @@ class Connection:
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close(linger_ms)
+        self._ends.clear()
+
+
+def _let_go(context: zmq.Context[zmq.Socket[bytes]], ends: list[zmq.Socket[bytes]]) -> None:
+    """What a connection held that was dropped; in a fork's child ZeroMQ leaves it as it is."""
+    for end in ends:
+        end.close(0)
+    context.term()

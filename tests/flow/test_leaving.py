@@ -1,0 +1,107 @@
+"""Clients that leave: what they held is let go of, also where nobody closes them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.testing.engine import until
+
+BEGIN = """
+import asyncio, atexit, gc, logging, os, signal, sys, threading, time
+from kvferry.client import AsyncOffloadClient, OffloadClient
+
+def connect():
+    client = OffloadClient(sys.argv[1], engine="dropped")
+    client.status()
+    return client
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+before = threads()
+"""
+END = """
+gc.collect()
+assert threads() == before, threads()  # ZeroMQ's are gone with its contexts
+"""
+
+DROPPED = {
+    "dropped": "connect()",
+    "its user's __init__ raised": """
+class User:
+    def __init__(self):
+        self.client = connect()
+        self.client.user = self
+        raise ValueError
+
+try:
+    User()
+except ValueError:
+    pass
+""",
+    "in another thread": """
+clients = [connect()]
+dropping = threading.Thread(target=lambda: (clients.clear(), gc.collect()))
+dropping.start()
+dropping.join()
+""",
+    "made in a thread that ended": """
+making = threading.Thread(target=connect)
+making.start()
+making.join()
+""",
+    "its loop was closed": """
+async def main():
+    await (await AsyncOffloadClient.connect(sys.argv[1])).status()
+
+asyncio.run(main())
+""",
+    "closed when its loop was": """
+client = asyncio.run(AsyncOffloadClient.connect(sys.argv[1]))
+asyncio.run(client.close())
+""",
+}
+AT_EXIT = {
+    "kept": "client = connect()",
+    "in a cycle": "client = connect(); client.itself = client; del client; gc.disable()",
+    "a thread waits": """
+client = connect()
+threading.Thread(target=client._connection.wait, args=(60,), daemon=True).start()
+time.sleep(0.1)
+""",
+    "dropped at exit, with something to say": """
+def drop():
+    clients.clear()
+    gc.collect()
+
+atexit.register(drop)
+logging.disable()
+clients = [connect()]
+os.kill(clients[0].daemon.pid, signal.SIGKILL)
+while not clients[0].connecting:
+    clients[0].get_finished()
+clients[0].get_finished()
+""",
+}
+
+
+def run(program: str, daemon: LocalDaemon) -> None:
+    command = [sys.executable, "-c", BEGIN + program, str(daemon.directory)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("how", DROPPED)
+def test_a_client_that_is_dropped(kvferryd: LocalDaemon, how: str) -> None:
+    run(DROPPED[how] + END, kvferryd)
+    with OffloadClient(kvferryd.directory) as client:
+        until(lambda: client.status().sessions == 1)
+
+
+@pytest.mark.parametrize("how", AT_EXIT)
+def test_a_client_that_is_there_at_the_end(kvferryd: LocalDaemon, how: str) -> None:
+    run(AT_EXIT[how], kvferryd)
