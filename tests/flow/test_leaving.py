@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 
 import pytest
 
-from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.client import (
+    AsyncOffloadClient,
+    CPULoadStoreSpec,
+    Gone,
+    GPULoadStoreSpec,
+    LocalDaemon,
+    OffloadClient,
+    TransferSpec,
+)
 from kvferry.testing.engine import until
 
 BEGIN = """
@@ -105,3 +118,49 @@ def test_a_client_that_is_dropped(kvferryd: LocalDaemon, how: str) -> None:
 @pytest.mark.parametrize("how", AT_EXIT)
 def test_a_client_that_is_there_at_the_end(kvferryd: LocalDaemon, how: str) -> None:
     run(AT_EXIT[how], kvferryd)
+
+
+# Closed
+
+
+SPEC: TransferSpec = GPULoadStoreSpec([1]), CPULoadStoreSpec([1])
+
+
+@pytest.mark.parametrize("state", ["here", "away"])
+def test_whatever_a_closed_client_is_asked_it_says_so(kvferryd: LocalDaemon, state: str) -> None:
+    client = OffloadClient(kvferryd.directory)
+    if state == "away":
+        kvferryd.kill()
+        until(lambda: not client.get_finished() and client.connecting)
+    client.close()
+    calls: list[Callable[[], object]] = [
+        client.status,
+        client.namespaces,
+        lambda: client.transfer_async(1, SPEC),
+        lambda: client.cancel([1]),
+        client.get_finished,
+    ]
+    for call in calls:
+        time.sleep(0.001)  # get_finished does not look twice in some microseconds
+        with pytest.raises(Gone, match="this client was closed") as gone:
+            call()
+        assert gone.value is client.gone
+
+
+async def test_who_waits_for_an_asyncio_client_that_is_closed_is_told(
+    kvferryd: LocalDaemon,
+) -> None:
+    """At once, also by a daemon that says nothing."""
+    client = await AsyncOffloadClient.connect(kvferryd.directory)
+    os.kill(kvferryd.pid, signal.SIGSTOP)
+    try:
+        waiting = asyncio.create_task(client.status())
+        await asyncio.sleep(0)
+        await client.close(timeout=0.1)
+        for asked in (waiting, client.status()):
+            with pytest.raises(Gone, match="this client was closed"):
+                await asyncio.wait_for(asked, 2)
+        with pytest.raises(Gone, match="this client was closed"):
+            client.transfer_async(1, SPEC)
+    finally:
+        os.kill(kvferryd.pid, signal.SIGCONT)

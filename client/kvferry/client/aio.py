@@ -269,5 +269,7 @@ class AsyncOffloadClient(NonBlocking):
             self._loop.remove_reader(int(socket.get(zmq.FD)))
 
     def _hang_up(self) -> None:
+        """Whoever waits is told."""
         self._detach()
-        self._connection.close(heard=self._conversation.gone is None)
+        super()._hang_up()
+        self._announce()

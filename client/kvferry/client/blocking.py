@@ -56,7 +56,7 @@ class OffloadClient(NonBlocking):
             self._perform(self._join(), timeout)
         except BaseException:
             self._leave()
-            self._connection.close()
+            self._hang_up()
             raise
 
     def open_namespace(
@@ -178,7 +178,7 @@ class OffloadClient(NonBlocking):
         except KVFerryError:  # it need not hear us
             pass
         finally:
-            self._connection.close(heard=self._conversation.gone is None)
+            self._hang_up()
 
     def __enter__(self) -> OffloadClient:
         return self

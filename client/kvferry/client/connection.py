@@ -37,6 +37,7 @@ class Connection:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.closed = False
         self._context = zmq.Context(io_threads=1)
         self._context.setsockopt(zmq.LINGER, 0)
         self._ends: list[zmq.Socket[bytes]] = []
@@ -74,8 +75,6 @@ class Connection:
 
     def drain(self, feed: Callable[[bytes], None]) -> bool:
         """Give `feed` every message that is here; whether there was any."""
-        if self.socket.closed:
-            raise Gone(Code.DAEMON_GONE, "this client was closed", str(self.directory))
         get, recv = self.socket.get, self.socket.recv
         news = False
         while cast(int, get(zmq.EVENTS)) & POLLIN:
@@ -93,12 +92,9 @@ class Connection:
         """Sleep until something is to be drained, the daemon is gone, or the time is over."""
         self._poller.poll(max(0, int(seconds * 1e3) + 1))
 
-    @property
-    def closed(self) -> bool:
-        return bool(self.socket.closed)
-
     def close(self, *, heard: bool = True) -> None:
         """`heard`: whether anybody is there to take what was sent last."""
+        self.closed = True
         self._hang_up(LINGER_MS if heard else 0)
         self._context.term()
 

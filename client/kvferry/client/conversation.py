@@ -22,7 +22,7 @@ from enum import Enum
 from itertools import count
 from typing import TypeAlias
 
-from kvferry.client.jobs import Jobs, checked_id, checked_ids
+from kvferry.client.jobs import Jobs, checked_id, checked_ids, direction_of
 from kvferry.client.namespace import Namespace
 from kvferry.client.outtray import OutTray
 from kvferry.client.standing import Registration, Standing
@@ -63,7 +63,6 @@ from kvferry.proto.messages import (
 )
 from kvferry.proto.specs import (
     CPULoadStoreSpec,
-    Direction,
     GPULoadStoreSpec,
     KeyLoadStoreSpec,
     TransferSpec,
@@ -306,6 +305,11 @@ class Conversation:
         if self.gone is not None:
             self.place = Place.OVER
 
+    def end(self, error: Gone) -> None:
+        """We went: from now on this is why nothing can be asked."""
+        self.lose(error)
+        self.place, self.gone = Place.OVER, error
+
     def _reason(self, error: Gone) -> Gone:
         if not self.lasting:
             return error
@@ -388,10 +392,6 @@ class Conversation:
             self.lose(Gone(Code.DAEMON_GONE, "the daemon was restarted, or has let us go"))
         else:
             raise error
-
-
-def direction_of(spec: TransferSpec) -> Direction:
-    return Direction.STORE if isinstance(spec[0], GPULoadStoreSpec) else Direction.LOAD
 
 
 def timed_out(what: str, value: object) -> Gone:

@@ -17,7 +17,7 @@ import msgspec
 from kvferry.proto.bulletin import Bulletin
 from kvferry.proto.errors import Code, Gone, KVFerryError, Refused, error_of
 from kvferry.proto.messages import MAX_JOB_IDS, JobResult, Outcome
-from kvferry.proto.specs import MAX_INT, Direction
+from kvferry.proto.specs import MAX_INT, Direction, GPULoadStoreSpec, TransferSpec
 
 
 class TransferResult(msgspec.Struct, frozen=True):
@@ -105,6 +105,10 @@ class Jobs:
         if direction is not None:
             self._counts[direction] -= 1
             self._ended.append(_result(result))
+
+
+def direction_of(spec: TransferSpec) -> Direction:
+    return Direction.STORE if isinstance(spec[0], GPULoadStoreSpec) else Direction.LOAD
 
 
 def checked_id(what: str, value: SupportsIndex) -> int:

@@ -15,7 +15,7 @@ from kvferry.client.endpoint import check_open, find_daemon
 from kvferry.client.jobs import TransferResult
 from kvferry.client.namespace import Namespace
 from kvferry.client.verbs import Verb
-from kvferry.proto.errors import Gone
+from kvferry.proto.errors import Code, Gone
 from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.memory import HostRegion
 from kvferry.proto.messages import ClientMessage, Pin, Touch, Unpin, Welcome
@@ -211,7 +211,9 @@ class NonBlocking:
         self._look()
 
     def _take_in(self) -> bool:
-        """Take in what has arrived; whether that was anything."""
+        """Take in what has arrived; whether that was anything. Raises Gone once we were closed."""
+        if self._connection.closed and self._conversation.gone is not None:
+            raise self._conversation.gone.with_traceback(None)
         news = self._connection.drain(self._conversation.feed)
         if news and (follow := self._conversation.astray()):
             self._send(follow)
@@ -256,3 +258,9 @@ class NonBlocking:
         """Have no daemon again."""
         self._conversation.leave()
         self._comeback.close()
+
+    def _hang_up(self) -> None:
+        heard = self._conversation.gone is None
+        self._connection.close(heard=heard)
+        message = "this client was closed"
+        self._conversation.end(Gone(Code.DAEMON_GONE, message, str(self.directory)))
