@@ -25,7 +25,7 @@ from kvferry.testing.engine import until
 
 BEGIN = """
 import asyncio, atexit, gc, logging, os, signal, sys, threading, time
-from kvferry.client import AsyncOffloadClient, OffloadClient
+from kvferry.client import AsyncOffloadClient, Gone, OffloadClient
 
 def connect():
     client = OffloadClient(sys.argv[1], engine="dropped")
@@ -102,6 +102,37 @@ clients[0].get_finished()
 }
 
 
+FORK = """
+client = connect()
+child = os.fork()
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+    assert client.status().sessions == 1
+    client.close()
+else:
+    signal.alarm(10)  # where a verb hangs it has no timeout
+"""
+IN_CHILD = {
+    "exits": "pass",
+    "drops": "del client; gc.collect()",
+    "closes": "client.close()",
+    "asks": """
+    for call in (client.status, client.get_finished, lambda: client.cancel([1])):
+        time.sleep(0.001)
+        try:
+            raise AssertionError(call())
+        except Gone as error:
+            assert "make one in the child" in str(error), error
+    assert not client.connected and not client.connecting
+    client.close()
+""",
+    "makes its own": """
+    with OffloadClient(sys.argv[1], engine="another") as own:
+        assert own.status().sessions == 2
+""",
+}
+
+
 def run(program: str, daemon: LocalDaemon) -> None:
     command = [sys.executable, "-c", BEGIN + program, str(daemon.directory)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20)
@@ -118,6 +149,12 @@ def test_a_client_that_is_dropped(kvferryd: LocalDaemon, how: str) -> None:
 @pytest.mark.parametrize("how", AT_EXIT)
 def test_a_client_that_is_there_at_the_end(kvferryd: LocalDaemon, how: str) -> None:
     run(AT_EXIT[how], kvferryd)
+
+
+@pytest.mark.parametrize("what", IN_CHILD)
+def test_the_child_of_a_fork(kvferryd: LocalDaemon, what: str) -> None:
+    """It has a client of its parent's; the parent does not notice."""
+    run(f"{FORK}    {IN_CHILD[what]}", kvferryd)
 
 
 # Closed

@@ -1,7 +1,8 @@
 """The client for schedulers and workers that do not run on asyncio.
 
 Submitting and polling never wait and need no thread; the verbs that do wait take a timeout and end
-by it. A client belongs to one thread at a time.
+by it. A client belongs to one thread at a time, and to the process that made it: a fork's child
+makes its own.
 """
 
 from __future__ import annotations

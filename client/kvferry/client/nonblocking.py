@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -56,6 +58,7 @@ class NonBlocking:
         self._passed_over = 0
         self._stale_at = 0.0
         self._ask_at = 0.0
+        _clients.add(self)
 
     @property
     def directory(self) -> Path:
@@ -262,5 +265,24 @@ class NonBlocking:
     def _hang_up(self) -> None:
         heard = self._conversation.gone is None
         self._connection.close(heard=heard)
-        message = "this client was closed"
-        self._conversation.end(Gone(Code.DAEMON_GONE, message, str(self.directory)))
+        self._end("this client was closed")
+
+    def _disown(self) -> None:
+        """In a fork's child: the session, the socket and the pages are those of our parent."""
+        self._connection.closed = True
+        self._conversation.jobs.bulletin = None
+        self._end("this client was made before a fork, by the parent: make one in the child")
+
+    def _end(self, why: str) -> None:
+        self._conversation.end(Gone(Code.DAEMON_GONE, why, str(self.directory)))
+
+
+_clients: weakref.WeakSet[NonBlocking] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for client in _clients:
+        client._disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
