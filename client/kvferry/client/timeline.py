@@ -14,17 +14,24 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import re
 from typing import Any
 
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.libcuda import driver
 from kvferry.proto.page import sealed_memfd
 
+_DEVICE = re.compile(r"cpu(:[0-9]+)?|cuda(:(?P<ordinal>[0-9]+))?")
+
 
 class Timeline:
-    """Make one with `Timeline.create(device)`; pass it to register_kv_caches."""
+    """Make one with `Timeline.create(device)`; pass it to register_kv_caches.
+
+    kind: "cpu" or "cuda", as of the KV tensors that it is registered with.
+    """
 
     def __init__(self, ordinal: int | None) -> None:
+        self.kind = "cpu" if ordinal is None else "cuda"
         self.descriptor = sealed_memfd("kvferry-timeline", mmap.PAGESIZE)
         self._page = mmap.mmap(self.descriptor, mmap.PAGESIZE)
         self._counter = ctypes.c_uint64.from_buffer(self._page)
@@ -39,9 +46,15 @@ class Timeline:
 
     @classmethod
     def create(cls, device: object = "cpu") -> Timeline:
-        """A timeline for a device: "cpu", "cuda" (the first), "cuda:1" or a torch.device."""
-        kind, _, ordinal = str(device).partition(":")
-        return cls(int(ordinal or 0) if kind == "cuda" else None)
+        """A timeline for a device: "cpu", "cuda" (the first), "cuda:1" or a torch.device.
+
+        Raises Refused (NO_DEVICE) for any other.
+        """
+        named = _DEVICE.fullmatch(str(device))
+        if named is None:
+            message = 'a timeline is of "cpu", "cuda", "cuda:1" or a torch.device of these'
+            raise Refused(Code.NO_DEVICE, message, device)
+        return cls(int(named["ordinal"] or 0) if named[0].startswith("cuda") else None)
 
     @property
     def reached(self) -> int:
@@ -53,8 +66,11 @@ class Timeline:
 
         stream: a torch.cuda.Stream or a raw handle; None is torch's current stream, which must be
         one of the timeline's device (torch.cuda.set_device). On the CPU
-        there is no stream: what was done before this call is done.
+        there is no stream, and one is refused: what was done before this call is done.
         """
+        if stream is not None and self.kind == "cpu":
+            message = "a timeline of a CPU has no stream: make it with Timeline.create(its device)"
+            raise Refused(Code.DEVICE_MISMATCH, message, stream)
         value = self.last + 1 if value is None else value
         if value <= self.last:
             raise Refused(Code.BAD_SPEC, f"a timeline only grows: it is at {self.last}", value)
@@ -65,6 +81,15 @@ class Timeline:
         else:
             self._counter.value = value
         return value
+
+    def check_follows(self, kind: str) -> None:
+        """Raise Refused (DEVICE_MISMATCH) where what is done on `kind` would not be waited for."""
+        if kind != self.kind:
+            message = (
+                f"a timeline of the {self.kind} says nothing of KV tensors on {kind}: make it with "
+                "Timeline.create(their device)"
+            )
+            raise Refused(Code.DEVICE_MISMATCH, message, self.kind)
 
     def close(self) -> None:
         """Let the page go; nothing signals it any more. Again is harmless."""

@@ -144,6 +144,8 @@ def register(
     talk.check_region(host_bytes)
     if not isinstance(kv_caches, CanonicalKVCaches):
         kv_caches = canonicalize(kv_caches, **canonical)
+    if timeline is not None:
+        timeline.check_follows(kv_caches.tensors[0].device.type)
     yield from present(talk)
     return (yield from _register(talk, Registration(kv_caches, host_bytes, timeline)))
 
@@ -160,14 +162,16 @@ def allocate(
 
     talk.check_region(host_bytes)
     yield from present(talk)
+    assert talk.welcome is not None
+    device = talk.welcome.device
+    if timeline is not None:
+        timeline.check_follows(device.kind)
     clock = yield from _leave_timeline(timeline)
     reply = yield Ask(AllocateKVCaches(talk.next_request_id(), layout, host_bytes, clock, keep))
     descriptors: list[int] = []
     for allocation in reply.allocations:
         if isinstance(allocation, FdAllocation):
             descriptors.append((yield Fetch(allocation.ticket)))
-    assert talk.welcome is not None
-    device = talk.welcome.device
     tensors = attach(layout, reply.allocations, reply.locations, descriptors, device)
     ours = CanonicalKVCaches(layout, tuple(tensors))  # to the next daemon they are our own
     talk.registered(Registration(ours, host_bytes, timeline), reply.region)

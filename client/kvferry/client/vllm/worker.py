@@ -53,7 +53,8 @@ class WorkerSide:
         self._place = place
         self._kv_caches = canonical(kv_caches, place.factor)
         self._device = self._kv_caches.tensors[0].device
-        self._timeline = Timeline.create(self._device)
+        # Of any other device the registration is refused, and vLLM goes on without.
+        self._timeline = Timeline.create(self._device if self._device.type == "cuda" else "cpu")
         self._ended: list[TransferResult] = []
         """To be told with the next get_finished."""
         self._arrivals = Arrivals()

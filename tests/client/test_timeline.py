@@ -1,0 +1,110 @@
+"""Timelines of a device, and of no other."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvferry.client import Code, LocalDaemon, OffloadClient, Refused, Timeline, shared_empty
+from kvferry.client import timeline as module
+from kvferry.client.tensors import CanonicalKVCaches
+from kvferry.client.vllm.worker import WorkerSide
+from kvferry.testing.halves import kv_caches, place_at
+from kvferry.testing.raw import one_tensor
+
+
+@pytest.fixture
+def ordinals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of the GPUs that timelines were made for, by a driver that does nothing."""
+    seen: list[int] = []
+    driver = SimpleNamespace(
+        retain_context=seen.append,
+        register_host=lambda *_, **__: None,
+        host_device_pointer=lambda address: address,
+        call=lambda *_: None,
+    )
+    monkeypatch.setattr(module, "driver", lambda: driver)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("device", "ordinal"),
+    [
+        ("cuda", 0),
+        ("cuda:0", 0),
+        ("cuda:11", 11),
+        (torch.device("cuda"), 0),
+        (torch.device("cuda", 1), 1),
+    ],
+)
+def test_a_timeline_of_a_gpu(ordinals: list[int], device: object, ordinal: int) -> None:
+    timeline = Timeline.create(device)
+    assert (timeline.kind, ordinals) == ("cuda", [ordinal])
+    timeline.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu")])
+def test_a_timeline_of_the_cpu(ordinals: list[int], device: object) -> None:
+    timeline = Timeline.create(device)
+    assert (timeline.kind, ordinals) == ("cpu", [])
+    timeline.close()
+
+
+@pytest.mark.parametrize(
+    "device",
+    ["CUDA", "gpu", "cuda0", "cuda:", "cuda:x", "cuda:-1", "GPU-1234", "", 0, None, "xpu"],
+)
+def test_a_device_that_has_no_timeline(device: object) -> None:
+    with pytest.raises(Refused, match="cuda:1") as refused:
+        Timeline.create(device)
+    assert (refused.value.code, refused.value.value) == (
+        Code.NO_DEVICE,
+        device if isinstance(device, str) else repr(device),
+    )
+
+
+def test_a_timeline_of_the_cpu_follows_no_stream() -> None:
+    timeline = Timeline.create()
+    with pytest.raises(Refused, match="no stream") as refused:
+        timeline.signal(SimpleNamespace(cuda_stream=7))
+    assert refused.value.code == Code.DEVICE_MISMATCH
+    assert (timeline.last, timeline.reached) == (0, 0)
+    assert timeline.signal() == 1
+    timeline.close()
+
+
+def test_tensors_and_their_timeline_are_of_one_device(
+    kvferryd: LocalDaemon, ordinals: list[int]
+) -> None:
+    """What is refused is not sent: the client may try again."""
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    of_cpu, of_gpu = Timeline.create(), Timeline.create("cuda:0")
+    shared = {"layer": shared_empty((8, 64))}
+    with OffloadClient(kvferryd.directory) as client:
+        for register in (
+            lambda: client.register_kv_caches(
+                CanonicalKVCaches(one_tensor(), (on_gpu,)), timeline=of_cpu
+            ),
+            lambda: client.register_kv_caches(shared, num_blocks=8, timeline=of_gpu),
+            lambda: client.allocate_kv_caches(one_tensor(), timeline=of_gpu),
+        ):
+            with pytest.raises(Refused, match="make it with") as refused:
+                register()
+            assert refused.value.code == Code.DEVICE_MISMATCH
+        assert client.status().errors == {}
+        client.register_kv_caches(shared, num_blocks=8, timeline=of_cpu)
+    of_cpu.close()
+    of_gpu.close()
+
+
+def test_vllm_goes_on_without_a_device_that_has_no_timeline(
+    kvferryd: LocalDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    caches = kv_caches()
+    caches.tensors[0].tensor = caches.tensors[0].tensor.to("meta")
+    worker = WorkerSide(place_at(kvferryd.directory), caches)
+    assert "going on without" in caplog.text
+    worker.shutdown()
