@@ -84,6 +84,8 @@ BAD_FLAGS: dict[str, dict[str, object]] = {
     "level": {"log_level": "loud"},
     "seconds": {"stop_drain_seconds": -1},
     "users": {"limits_allow_uids": "root"},
+    "a user that cannot be": {"limits_allow_uids": -5},
+    "a group that cannot be": {"limits_allow_groups": 99999999999},
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,7 +100,14 @@ def test_keys_that_need_a_restart_are_named_once(manager: ServiceManager, file: 
 
 @pytest.mark.parametrize(
     "text",
-    ["[limits\n", "[limits]\nmax_stores = 0\n", '[limits]\nallow_groups = ["no-such-group"]\n'],
+    [
+        "[limits\n",
+        "[limits]\nmax_stores = 0\n",
+        "[limits]\nallow_uids = [-5]\n",
+        "[limits]\nallow_groups = [-1]\n",
+        '[limits]\nallow_groups = ["99999999999"]\n',
+        '[limits]\nallow_groups = ["no-such-group"]\n',
+    ],
 )
 def test_a_broken_file_changes_nothing(
     manager: ServiceManager, file: Path, tmp_path: Path, text: str
@@ -111,6 +119,16 @@ def test_a_broken_file_changes_nothing(
     with OffloadClient(tmp_path / "cpu") as client:
         assert client.status().pid == manager.process.pid
     assert "client came" in manager.log()
+
+
+def test_a_reload_that_fails_ends_all_the_same(
+    manager: ServiceManager, file: Path, tmp_path: Path
+) -> None:
+    """Whatever it fails with: here somebody has taken the folder away."""
+    shutil.rmtree(tmp_path / "cpu")
+    said = reload(manager, file, '[log]\nlevel = "error"\n')
+    assert "not reloaded, all stays as it was" in said
+    assert "Traceback" not in said
 
 
 def test_a_reload_beside_a_client(manager: ServiceManager, file: Path, tmp_path: Path) -> None:

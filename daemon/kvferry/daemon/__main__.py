@@ -264,7 +264,7 @@ class Signals:
 
 
 def apply(endpoint: Endpoint, config: Config) -> None:
-    """Take over what can change while the daemon runs. Raises Refused and changes nothing."""
+    """Take over what can change while the daemon runs. Raises like `admit`, and changes nothing."""
     endpoint.admit(config.limits.allow_uids, config.limits.allow_groups)
     start_logging(config.log)
 

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from kvferry.daemon.server.admission import MAX_ID
 from kvferry.proto.errors import Code, Refused
 
 MAX_SIZE = 1 << 47
@@ -37,6 +38,8 @@ def parse_bytes(text: str) -> int:
 
 
 Size: TypeAlias = str
+Id: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_ID)]
+"""A user's number, or a group's."""
 
 
 class Section(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -95,11 +98,11 @@ class LimitsConfig(Section, frozen=True):
         Meta(ge=1, description="loads that one client may have under way, besides its stores"),
     ] = 8192
     allow_uids: Annotated[
-        tuple[int, ...],
+        tuple[Id, ...],
         Meta(description="users, besides the daemon's own and root, whose processes may connect"),
     ] = ()
     allow_groups: Annotated[
-        tuple[str | int, ...],
+        tuple[str | Id, ...],
         Meta(
             description="groups, by name or number, whose members' processes may connect; the "
             "sockets are given to the first"

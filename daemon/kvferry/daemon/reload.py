@@ -8,7 +8,6 @@ import structlog
 
 from kvferry.daemon import config as configuration
 from kvferry.daemon.config import Config
-from kvferry.proto.errors import KVFerryError
 
 LIVE = frozenset({"limits.allow_uids", "limits.allow_groups", "log.level", "log.format"})
 """The keys that `apply` heeds."""
@@ -19,7 +18,7 @@ log = structlog.get_logger()
 class Reload:
     """arguments: the command line, which overrides the file as at start. config: what runs.
 
-    apply: takes a configuration over whole, or raises KVFerryError and changes nothing.
+    apply: takes a configuration over whole, or raises and changes nothing.
     """
 
     def __init__(
@@ -33,7 +32,7 @@ class Reload:
         try:
             config = configuration.read(self._arguments)
             self._apply(config)
-        except KVFerryError as error:
+        except Exception as error:  # a folder that somebody removed, for instance
             log.error("not reloaded, all stays as it was", error=str(error))
             return
         waiting = frozenset(configuration.differing(self._running, config)) - LIVE

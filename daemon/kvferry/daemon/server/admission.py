@@ -19,6 +19,8 @@ from kvferry.proto.errors import Code, Refused
 REMEMBERED = 10.0
 """Seconds for which a user's groups are not asked for again."""
 MAX_REMEMBERED = 1024
+MAX_ID = (1 << 32) - 2
+"""Of users and groups. The next one, which is -1, has the kernel leave a file's as it is."""
 
 
 class Admission:
@@ -62,6 +64,9 @@ class Admission:
 def gid_of(group: str | int) -> int:
     """The number of a group. Raises Refused (BAD_CONFIG)."""
     if isinstance(group, int) or group.isdecimal():
+        if not 0 <= int(group) <= MAX_ID:
+            message = f"limits.allow_groups: the number of a group is 0 to {MAX_ID}"
+            raise Refused(Code.BAD_CONFIG, message, group)
         return int(group)
     try:
         return grp.getgrnam(group).gr_gid

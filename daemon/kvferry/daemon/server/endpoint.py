@@ -58,12 +58,12 @@ class Endpoint:
         fence(self.directory, 0o7, 0o5, self.admission)
 
     def admit(self, uids: Iterable[int], groups: Iterable[str | int]) -> None:
-        """Admit these from now on. Raises Refused (BAD_CONFIG) and leaves all as it was."""
+        """Admit these from now on, or leave all as it was. Raises Refused (BAD_CONFIG), OSError."""
         before = self.admission.uids, self.admission.groups
         self.admission.change(uids, groups)
         try:
             self.open()
-        except Refused:
+        except BaseException:
             self.admission.change(*before)
             self.open()
             raise
