@@ -25,7 +25,7 @@ import numpy as np
 sys.path.append(str(Path(__file__).parents[1]))
 
 from bench import link_time
-from kvferry.daemon import __main__ as kvferryd
+from kvferry.daemon import kvferryd
 from kvferry.daemon.config import Config, parse_bytes
 from kvferry.daemon.core.geometry import Geometry
 from kvferry.daemon.engine.auditor import Auditor, Blocks

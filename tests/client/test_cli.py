@@ -192,9 +192,9 @@ def test_no_daemon_anywhere(
 @pytest.mark.parametrize(
     ("package", "command", "says"),
     [
-        ("typer", ["status"], "pip install 'kvferry[cli]'"),
-        ("rich", ["status"], "pip install 'kvferry[cli]'"),
-        ("torch", ["bench"], "pip install 'kvferry[tensors]'"),
+        ("typer", ["status"], "pip install '.[cli]' in a checkout"),
+        ("rich", ["status"], "pip install '.[cli]' in a checkout"),
+        ("torch", ["bench"], "pip install '.[tensors]' in a checkout"),
         ("matplotlib", ["bench", "--plot", "x.png"], "pip install matplotlib"),
     ],
 )

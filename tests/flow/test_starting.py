@@ -32,6 +32,21 @@ def refused(tmp_path: Path) -> Callable[..., str]:
     return run
 
 
+@pytest.mark.parametrize("package", ["structlog", "uvloop", "prometheus_client", "xxhash"])
+def test_a_package_that_is_missing_is_named(package: str) -> None:
+    """As where the client alone was installed; by `python -m` and by the script."""
+    missing = f"import sys; sys.modules[{package!r}] = None; "
+    for run in (
+        "from runpy import run_module; run_module('kvferry.daemon', run_name='__main__')",
+        "from kvferry.daemon.__main__ import main; main()",
+    ):
+        command = [sys.executable, "-c", missing + run]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        install = "pip install '.[daemon]' in a checkout of kvferry"
+        said = f"kvferryd: {package} is not installed: {install}\n"
+        assert (done.returncode, done.stderr) == (2, said)
+
+
 def test_a_second_daemon(kvferryd: LocalDaemon) -> None:
     """The second says who holds the place; the first and its clients do not notice."""
     with OffloadClient(kvferryd.directory) as client:

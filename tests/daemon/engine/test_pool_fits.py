@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvferry.daemon.__main__ import make_engine
 from kvferry.daemon.config import Config, PoolConfig, parse_bytes
 from kvferry.daemon.engine.pool import HostPool, available_bytes, check_fits
 from kvferry.daemon.engine.reference import ReferenceEngine
+from kvferry.daemon.kvferryd import make_engine
 from kvferry.proto.errors import Code, Refused
 
 LIMIT = 1 << 20

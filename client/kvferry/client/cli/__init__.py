@@ -13,11 +13,12 @@ from typing import NoReturn
 from kvferry.proto.errors import KVFerryError
 
 _INSTALL = {
-    "typer": "'kvferry[cli]'",
-    "rich": "'kvferry[cli]'",
-    "torch": "'kvferry[tensors]'",
+    "typer": "'.[cli]' in a checkout of kvferry",
+    "rich": "'.[cli]' in a checkout of kvferry",
+    "torch": "'.[tensors]' in a checkout of kvferry",
     "matplotlib": "matplotlib",
 }
+"""What pip is asked for. kvferry is on no index: its extras come from a checkout."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

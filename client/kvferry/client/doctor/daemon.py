@@ -167,7 +167,7 @@ def version(case: Case) -> Iterator[Finding]:
         yield fail(
             "version",
             f"the daemon is {age}: it speaks protocol {theirs.protocol}, this client {PROTOCOL}",
-            f"pip install kvferry=={theirs.version} here, or upgrade the daemon",
+            f"pip install . here, in a checkout of kvferry {theirs.version}, or upgrade the daemon",
         )
         case.close()
         case.client = None

@@ -1,0 +1,306 @@
+"""kvferryd: the only place that reads configuration and picks an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import resource
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import NoReturn
+
+import structlog
+import uvloop
+
+from kvferry.daemon import config as configuration
+from kvferry.daemon.config import Config, HealthConfig, LogConfig, parse_bytes
+from kvferry.daemon.core.core import Core, Identity
+from kvferry.daemon.core.regions import MAX_REGIONS
+from kvferry.daemon.engine.auditor import Auditor
+from kvferry.daemon.engine.base import CopyEngine
+from kvferry.daemon.engine.pool import HostPool, check_fits, whole_pages
+from kvferry.daemon.engine.reference import Faults, ReferenceEngine
+from kvferry.daemon.lane.inbox import Listen
+from kvferry.daemon.lane.lane import Lane
+from kvferry.daemon.reload import Reload
+from kvferry.daemon.server.admission import Admission
+from kvferry.daemon.server.archive import Archive, Keeper, Nobody
+from kvferry.daemon.server.door import last_descriptor
+from kvferry.daemon.server.endpoint import Endpoint
+from kvferry.daemon.server.exporter import Exporter
+from kvferry.daemon.server.health import Health, Patience
+from kvferry.daemon.server.probe import HOST_BYTES, Probe
+from kvferry.daemon.server.server import Server
+from kvferry.daemon.server.shelf import Shelf
+from kvferry.daemon.supervisor import Supervisor
+from kvferry.proto.codec import MAX_MESSAGE_BYTES
+from kvferry.proto.errors import Code, KVFerryError, Refused
+from kvferry.proto.specs import MAX_BLOCK_IDS
+from kvferry.proto.status import Limits
+
+log = structlog.get_logger()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run until SIGTERM. Exit status: 0 stopped, 1 something failed, 2 refused to start."""
+    supervisor = Supervisor()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # clients and chunks take some each
+    try:
+        config = configuration.read(arguments)
+        start_logging(config.log)
+        supervisor.status(f"opening device {config.device}")
+        engine = make_engine(config)
+        admission = Admission(config.limits.allow_uids, config.limits.allow_groups)
+        endpoint = Endpoint(config.directory / engine.info.uuid, admission)
+    except KVFerryError as error:
+        give_up(supervisor, "refused to start", error, 2)
+    with contextlib.closing(endpoint):
+        try:
+            pool, kept = make_pool(config, supervisor, locked=engine.info.kind != "cpu")
+        except KVFerryError as error:
+            give_up(supervisor, "refused to start", error, 2)
+        try:
+            signals = Signals(supervisor, Reload(arguments, config, partial(apply, endpoint)))
+            uvloop.run(run(config, engine, pool, endpoint, kept, signals))
+        except KVFerryError as error:
+            give_up(supervisor, "failed", error, 1)
+
+
+def give_up(supervisor: Supervisor, what: str, error: KVFerryError, status: int) -> NoReturn:
+    supervisor.status(f"{what}: {error}")
+    print(f"kvferryd: {error}", file=sys.stderr)
+    sys.exit(status)
+
+
+CHUNK = "pool-"
+"""What the names of the pool's descriptors begin with, where they are kept."""
+
+
+GC_THRESHOLDS = 10_000, 50, 100_000
+"""Full collections next to never: one that walks a million keys takes 90 ms, and there is little
+garbage that only they find."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Who keeps descriptors for the next daemon, and the ledgers and tensors kept for this one."""
+
+    keeper: Keeper
+    ledgers: Mapping[str, int]
+
+
+async def run(
+    config: Config,
+    engine: CopyEngine,
+    pool: HostPool,
+    endpoint: Endpoint,
+    kept: Kept,
+    signals: Signals,
+) -> None:
+    exporter = make_exporter(config)
+    stores, loads = config.limits.max_stores, config.limits.max_loads
+    limits = Limits(MAX_MESSAGE_BYTES, MAX_BLOCK_IDS, stores + loads, stores, loads)
+    identity = Identity(installed_version(), secrets.token_hex(8), os.getpid(), engine.info, limits)
+    core = Core(identity, pool.nbytes, time.monotonic(), HOST_BYTES, most_regions())
+    events = config.events.publish or f"ipc://{endpoint.events}"
+    with signals.heard(lambda: server.stop()):  # before there is a socket: who sees it may end us
+        auditor = Auditor(  # first: so its process never has a socket of ours
+            pool.descriptors,
+            pool.chunk_bytes,
+            config.integrity.threads,
+            lambda error: server.fail(error),
+        )
+        server = Server(core, endpoint, events)
+        lane = Lane(engine, pool, server.lane_reports, server.fail, server.said)
+        archive = Archive(
+            auditor, kept.keeper, config.integrity.check_loads, server.tell, server.vouch
+        )
+        archive.take_up(kept.ledgers, core.restore)
+        shelf = Shelf(kept.keeper)
+        for number, memory in shelf.take_up(kept.ledgers, core.restore_tensors).items():
+            lane.hold(number, memory)
+        health = make_health(config.health, server, lane, pool.address, signals)
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
+        lane.start()
+        lane.enter()
+        pool.fill(engine, server.pool_grew, server.fail)
+        archive.verify()
+        log.info(
+            "serving",
+            device=engine.info.name,
+            directory=str(endpoint.directory),
+            pool=pool.nbytes - HOST_BYTES,
+            metrics=exporter.address if exporter else "off",
+        )
+        signals.serving(f"serving {engine.info.name} at {endpoint.directory}")
+        if exporter:
+            exporter.start(server)
+        await server.serve(lane, archive, shelf, health, config.stop.drain_seconds)
+        if exporter:
+            await asyncio.to_thread(exporter.close)
+        lane.close()
+        archive.close()
+        pool.close(engine)
+    log.info("stopped")
+
+
+def make_pool(config: Config, supervisor: Supervisor, *, locked: bool) -> tuple[HostPool, Kept]:
+    """The pool and the ledgers that an earlier daemon left, or a new pool and none."""
+    size, chunk = parse_bytes(config.pool.size), parse_bytes(config.pool.chunk)
+    keeper = supervisor if config.pool.keep and supervisor.keeps else Nobody()
+    kept = supervisor.kept
+    chunks = [kept[name] for name in sorted(kept) if name.startswith(CHUNK)]
+    if chunks and config.pool.keep:
+        try:
+            return HostPool(HOST_BYTES + size, chunk, chunks), Kept(keeper, kept)
+        except KVFerryError as error:
+            if error.code == Code.POOL_TOO_LARGE:  # it is as it should be, and cannot be had now
+                raise
+            log.warning("the pool that was kept is given up: it begins empty", reason=str(error))
+    for name, descriptor in kept.items():
+        supervisor.forget(name)
+        os.close(descriptor)
+    if config.pool.check_memory:
+        check_fits(size, locked=locked)
+    check_descriptors(size, chunk)
+    pool = HostPool(HOST_BYTES + size, chunk)
+    for number, descriptor in enumerate(pool.descriptors):
+        keeper.keep(f"{CHUNK}{number:05}", descriptor)
+    return pool, Kept(keeper, {})
+
+
+DESCRIPTORS = 128
+"""What a daemon opens that has no pool and no clients, and some for these."""
+
+
+def most_regions() -> int:
+    """As many as may have ledgers, which take two descriptors each, and leave some to clients."""
+    return min(MAX_REGIONS, last_descriptor() // 4)
+
+
+def check_descriptors(pool_bytes: int, chunk_bytes: int) -> None:
+    """Raise Refused where there are too few for the pool, with as many left for clients."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * (DESCRIPTORS + -(-pool_bytes // chunk_bytes))
+    if most < needed:
+        message = (
+            f"it takes {needed} descriptors at least: raise LimitNOFILE or ulimit -n, or pool.chunk"
+        )
+        raise Refused(Code.BAD_CONFIG, message, most)
+
+
+def make_engine(config: Config) -> CopyEngine:
+    if config.device == "cpu":
+        return ReferenceEngine(Faults(config.reference.stall, config.reference.fail_every))
+    from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
+
+    staging, chunk = parse_bytes(config.copy.staging), whole_pages(parse_bytes(config.pool.chunk))
+    return CudaEngine(config.device, CudaOptions(config.copy.mode, staging, chunk))
+
+
+class Signals:
+    """SIGTERM and SIGINT stop the server, SIGHUP reloads; the supervisor is told, of health too."""
+
+    def __init__(self, supervisor: Supervisor, reload: Callable[[], None]) -> None:
+        self._supervisor, self._reload = supervisor, reload
+        self._status = ""
+        self._ready = False
+
+    @property
+    def watchdog_seconds(self) -> float | None:
+        return self._supervisor.watchdog_seconds
+
+    def serving(self, status: str) -> None:
+        """What `systemctl status` shows from when the daemon is ready."""
+        self._status = status
+
+    def ready(self) -> None:
+        self._ready = True
+        self._supervisor.ready(self._status)
+
+    def alive(self) -> None:
+        self._supervisor.alive()
+
+    def unwell(self, why: str) -> None:
+        self._supervisor.status(f"unhealthy: {why}" if why else self._status)
+
+    @contextlib.contextmanager
+    def heard(self, stop: Callable[[], None]) -> Iterator[None]:
+        """Heed them from now on; what they ask for is done when the loop is free next."""
+        loop = asyncio.get_running_loop()
+        stop = partial(self._end, stop)
+        handlers: dict[signal.Signals, Callable[[], None]] = {
+            signal.SIGTERM: stop,
+            signal.SIGINT: stop,
+            signal.SIGHUP: self._hup,
+        }
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, handler)
+        yield
+        for number in handlers:
+            loop.remove_signal_handler(number)
+
+    def _end(self, stop: Callable[[], None]) -> None:
+        self._supervisor.stopping()
+        stop()
+
+    def _hup(self) -> None:
+        if self._ready:
+            self._supervisor.reloading()
+        self._reload()
+        if self._ready:
+            self._supervisor.ready(self._status)
+
+
+def apply(endpoint: Endpoint, config: Config) -> None:
+    """Take over what can change while the daemon runs. Raises like `admit`, and changes nothing."""
+    endpoint.admit(config.limits.allow_uids, config.limits.allow_groups)
+    start_logging(config.log)
+
+
+def make_exporter(config: Config) -> Exporter | None:
+    listen = config.metrics.listen
+    return None if listen == "off" else Exporter(listen, config.health.deadline_seconds)
+
+
+def make_health(
+    config: HealthConfig, server: Server, lane: Lane, address: int, signals: Signals
+) -> Health:
+    """address: of the front of the pool, where the probe's blocks are."""
+    patience = Patience(config.every_seconds, config.deadline_seconds, config.lane_seconds)
+    say = server.inside(lambda message: prober.hear(message))
+    prober = Probe(say, address)
+    return Health(patience, prober, lambda now: lane.post(Listen(now)), signals)
+
+
+def start_logging(config: LogConfig) -> None:
+    text = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.JSONRenderer() if config.format == "json" else text,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(
+            logging.getLevelNamesMapping()[config.level.upper()]
+        ),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+    )
+
+
+def installed_version() -> str:
+    try:
+        return version("kvferry")
+    except PackageNotFoundError:
+        return "0+source"
