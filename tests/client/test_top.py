@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -176,6 +177,23 @@ def test_once_without_a_daemon(tmp_path: Path, capsys: pytest.CaptureFixture[str
         main(["top", "--once", "-d", str(tmp_path)])
     assert ended.value.code == 1
     assert "no daemon runs here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_once_beside_a_daemon_that_does_not_answer(
+    daemon: LocalDaemon, capsys: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    """For how long it has not, nobody has seen."""
+    daemon.process.send_signal(number)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(["top", "--once", "-d", str(daemon.directory)])
+    finally:
+        daemon.process.send_signal(signal.SIGCONT)
+    assert ended.value.code == 1
+    output = capsys.readouterr().out
+    assert "no daemon answered in time" in output
+    assert "gone for" not in output
 
 
 class Terminal:

@@ -119,6 +119,53 @@ def test_nobody_else_without_a_word(start: Callable[..., LocalDaemon]) -> None:
     assert "forbidden" not in errors(daemon)
 
 
+COMMAND = """
+import os, sys
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
+from kvferry.client import cli, endpoint
+from kvferry.client.cli import top
+
+endpoint.runtime_directories = top.runtime_directories = lambda: [Path(sys.argv[1])]
+with suppress(SystemExit), open(os.devnull, "w") as null, redirect_stdout(null):
+    with redirect_stderr(null):
+        cli.main([*sys.argv[3:], "-d", "/nowhere"])  # modules may not be readable, later
+os.setgroups([])
+os.setgid(int(sys.argv[2]))
+os.setuid(int(sys.argv[2]))
+cli.main(sys.argv[3:])
+"""
+MAY_NOT = "the daemon's files do not let your user in"
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("status", f"[forbidden] {MAY_NOT}"),
+        ("status -d DIR", f"[forbidden] {MAY_NOT}"),
+        ("release somebody -d DIR", f"[forbidden] {MAY_NOT}"),
+        ("bench -d DIR", f"[forbidden] {MAY_NOT}"),
+        ("doctor -d DIR", "permission denied"),
+        ("top --once", MAY_NOT),
+        ("top --once -d DIR", MAY_NOT),
+    ],
+)
+def test_the_command_line_says_to_a_stranger_that_it_may_not(
+    start: Callable[..., LocalDaemon], command: str, says: str
+) -> None:
+    """Its folder may not even be read."""
+    daemon = start(limits_allow_groups=GROUP)
+    program = [sys.executable, "-c", COMMAND, str(daemon.runtime_dir), str(STRANGER)]
+    words = command.replace("DIR", str(daemon.directory)).split()
+    environ = os.environ | {"COLUMNS": "200"}
+    done = subprocess.run(
+        [*program, *words], capture_output=True, text=True, timeout=50, env=environ
+    )
+    assert done.returncode == 1, done.stderr
+    assert says in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_stranger_is_refused_at_both_sockets_and_counted(
     start: Callable[..., LocalDaemon],
 ) -> None:

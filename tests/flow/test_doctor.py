@@ -158,8 +158,8 @@ def test_another_user_is_told_that_there_may_be_a_daemon(kvferryd: LocalDaemon) 
     )
     command = [sys.executable, "-c", program, str(kvferryd.runtime_dir)]
     done = subprocess.run(command, capture_output=True, timeout=30, check=True, text=True)
-    assert done.stdout.startswith("Gone ")
-    assert f"{kvferryd.directory} may not be entered" in done.stdout
+    assert done.stdout.startswith("Refused [forbidden] the daemon's files do not let your user in")
+    assert str(kvferryd.directory) in done.stdout
 
 
 @as_root

@@ -48,18 +48,21 @@ def _folders_in(place: Path) -> list[Path]:
 def find_daemon(device: str | None = None) -> Path:
     """The folder of the daemon of a device ("cpu" or "GPU-..."), or of the only one there is.
 
-    Raises Gone (DAEMON_GONE), naming what was found instead.
+    Raises Refused (FORBIDDEN) where it may be in a folder that is closed to this user, else Gone
+    (DAEMON_GONE), naming what was found instead.
     """
-    found, closed = look_for(runtime_directories())
+    places = runtime_directories()
+    found, closed = look_for(places)
     found = [path for path in found if device in (None, path.name)]
     if len(found) == 1 or (found and device is not None):
         return found[0]
+    if not found:
+        for path in filter(os.path.exists, closed):  # what cannot even be seen says nothing
+            if device in (None, path.name) or path in places:
+                raise _forbidden(path)
     wanted = f"for device {device}" if device else "whose folder was not named"
-    seen = ", ".join(str(path) for path in found or runtime_directories())
+    seen = ", ".join(str(path) for path in found or places)
     message = "several daemons run: name one's folder" if found else "no daemon runs"
-    if closed and not found:
-        message = "no daemon is to be seen: kvferry doctor tells more"
-        seen += "".join(f"; {path} may not be entered" for path in closed)
     raise Gone(Code.DAEMON_GONE, f"{message} ({wanted}; looked at: {seen})", device or "")
 
 
@@ -75,9 +78,13 @@ def check_open(directory: Path) -> None:
     except PermissionError:
         closed = True
     if closed:
-        raise Refused(
-            Code.FORBIDDEN,
-            "the daemon's files do not let your user in: have it put into a group of its "
-            "limits.allow_groups, or into limits.allow_uids, and log in anew",
-            str(directory),
-        )
+        raise _forbidden(directory)
+
+
+def _forbidden(directory: Path) -> Refused:
+    return Refused(
+        Code.FORBIDDEN,
+        "the daemon's files do not let your user in: have it put into a group of its "
+        "limits.allow_groups, or into limits.allow_uids, and log in anew",
+        str(directory),
+    )

@@ -68,7 +68,13 @@ def _file(path: Path | None) -> Path | None:
 
 Directory = Annotated[
     Path | None,
-    typer.Option("--directory", "-d", help="Folder of the daemon's sockets.", metavar="DIR"),
+    typer.Option(
+        "--directory",
+        "-d",
+        help="Folder of the daemon's sockets.",
+        metavar="DIR",
+        readable=False,  # who is not admitted may not read it, and is told so further down
+    ),
 ]
 
 
@@ -166,6 +172,7 @@ def bench(
             help="Use the running daemon in this folder, whose pool needs 2 x GIB free, instead "
             "of one of the bench's own.",
             metavar="DIR",
+            readable=False,
         ),
     ] = None,
     what: Annotated[

@@ -54,12 +54,13 @@ def panel(seen: Seen, now: float, width: int) -> Panel:
 
 
 def _absent(seen: Seen, now: float) -> Panel:
-    if seen.why:
-        said = Text(f"gone for {brief(now - seen.since)}: {seen.why}", "red")
-        if seen.look is not None:
-            said.append(f"\nit was pid {seen.look.status.pid}; waiting for it", "dim")
-    else:
+    if not seen.why:
         said = Text("asking it", "dim")
+    elif seen.look is None:  # since when, nobody knows
+        said = Text(seen.why, "red")
+    else:
+        said = Text(f"gone for {brief(now - seen.since)}: {seen.why}", "red")
+        said.append(f"\nit was pid {seen.look.status.pid}; waiting for it", "dim")
     title = Text(str(seen.directory), "bold")
     return Panel(said, title=title, title_align="left", border_style="red", box=box.ROUNDED)
 

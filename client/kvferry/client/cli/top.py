@@ -34,7 +34,7 @@ class Top:
         self._watches: dict[Path, Watch] = {}
 
     def once(self, console: Console) -> bool:
-        """Show it one time; whether there was any daemon."""
+        """Show it one time; whether any daemon answered."""
         self._find()
         deadline = time.monotonic() + self._interval + FIRST_LOOK
         while not all(watch.looked for watch in self._watches.values()):
@@ -42,7 +42,7 @@ class Top:
                 break
             time.sleep(0.02)
         console.print(self._screen(console))
-        return bool(self._watches)
+        return any(watch.seen.look and not watch.seen.why for watch in self._watches.values())
 
     def live(self, console: Console) -> None:
         with keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as shown:
@@ -63,9 +63,9 @@ class Top:
         return all(watch.looked for watch in self._watches.values())
 
     def _find(self) -> None:
-        """Daemons come; those that go stay on the screen."""
-        found, _ = look_for(self._places or runtime_directories())
-        for directory in found:
+        """Daemons come; those that go stay on the screen. A folder that is closed may hold one."""
+        found, closed = look_for(self._places or runtime_directories())
+        for directory in (*found, *filter(os.path.exists, closed)):
             if directory not in self._watches:
                 self._watches[directory] = Watch(directory, self._interval)
 
@@ -76,7 +76,7 @@ class Top:
 
 
 def run(directory: Path | None, interval: float, *, once: bool) -> bool:
-    """Whether a daemon was there to be shown."""
+    """Whether a daemon answered, where it was shown one time."""
     console = Console(highlight=False)
     with ExitStack() as leaving, contextlib.suppress(KeyboardInterrupt):
         top = Top(directory, interval)

@@ -93,7 +93,7 @@ class Place:
         return replace(self, rank=rank)
 
     def daemon(self, uuid: str | None = None) -> Path:
-        """The folder of the daemon that serves the rank's GPU. Raises Gone where none is found.
+        """The folder of the daemon that serves the rank's GPU. Raises as find_daemon does.
 
         uuid: the GPU's, where it is known.
         """
