@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kvferry.daemon.core.actions import Amend, Enter, Record, Strike
 from kvferry.daemon.core.deeds import Contents, Deed, Owner
 from kvferry.daemon.core.geometry import Bools, Int64s
@@ -54,7 +52,7 @@ class Region:
         if self.stored is None:
             return
         stored = self.stored[blocks]
-        if not np.logical_and.reduce(stored):
+        if b"\0" in stored.tobytes():  # sooner found than by numpy
             missing = int(blocks[~stored][0])
             raise Refused(Code.STALE, "this engine has stored nothing in this host block", missing)
 
