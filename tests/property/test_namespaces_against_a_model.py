@@ -8,7 +8,7 @@ remember what was written to them last, so that a load proves that its bytes are
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -702,10 +702,12 @@ class World(RuleBasedStateMachine):
             self.settle(space)
         expected: list[Action] = [Send(session, wire.Goodbye())] if polite else []
         expected.append(Dismiss(session))
+        given_up: defaultdict[int, list[int]] = defaultdict(list)
         for job in self.jobs.values():
             if job.session == session:
                 job.session = None
-                expected.append(Abandon(job.claim.number, job.serial))
+                given_up[job.claim.number].append(job.serial)
+        expected += [Abandon(number, tuple(serials)) for number, serials in given_up.items()]
         claim = self.holders.get(engine)
         if claim is not None and claim.session == session and not claim.leaving:
             claim.leaving = True

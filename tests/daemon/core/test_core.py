@@ -26,6 +26,7 @@ from hypothesis.stateful import (
 from kvferry.daemon.core.actions import (
     Abandon,
     Action,
+    Again,
     CopyPlan,
     Corrupted,
     Dismiss,
@@ -176,7 +177,7 @@ def test_goodbye_is_answered_and_ends_the_session() -> None:
     assert desk.ask("a", wire.Goodbye("bye")) == [
         Send("a", wire.Goodbye()),
         Dismiss("a"),
-        Abandon(plan.registration, plan.serial),
+        Abandon(plan.registration, (plan.serial,)),
         Unmap(plan.registration),
     ]
     assert desk.core.sessions == ()
@@ -494,10 +495,16 @@ def test_cancelling_names_what_is_under_way_and_only_that() -> None:
     desk = Desk("a/worker", "a/scheduler", "b")
     plan = desk.start("a/worker", 1, store(0))
     desk.start("b", 2, store(0))
-    assert desk.ask("a/scheduler", wire.Cancel((1, 2, 3))) == [Abandon(1, plan.serial)]
+    assert desk.ask("a/scheduler", wire.Cancel((1, 2, 3))) == [Abandon(1, (plan.serial,))]
     actions = desk.report(Ended(plan.serial, Outcome.CANCELLED))
     assert finished(actions) == [("a/worker", 1, "cancelled", "cancelled")]
     assert desk.ask("a/worker", wire.Cancel((1,))) == []
+
+
+def test_what_the_lane_has_not_done_of_an_order_it_is_told_again() -> None:
+    """In its turn: others come between."""
+    rest = Abandon(1, (3, 4))
+    assert Desk("a").report(Again(rest)) == [rest]
 
 
 def test_a_cancel_that_came_too_late_changes_nothing() -> None:
@@ -551,7 +558,11 @@ def test_jobs_end_when_the_process_that_owns_the_tensors_goes() -> None:
     desk = Desk("a/worker", "a/scheduler")
     mine, theirs = desk.start("a/worker", 1, store(0)), desk.start("a/scheduler", 2, store(1))
     desk.ask("a/scheduler", wire.Wait(5, (1, 2)))
-    assert desk.core.leave("a/worker") == [Dismiss("a/worker"), Abandon(1, mine.serial), Unmap(1)]
+    assert desk.core.leave("a/worker") == [
+        Dismiss("a/worker"),
+        Abandon(1, (mine.serial,)),
+        Unmap(1),
+    ]
     assert desk.report(Ended(mine.serial, Outcome.CANCELLED)) == []
     actions = desk.report(Ended(theirs.serial, Outcome.CANCELLED))
     assert finished(actions) == [("a/scheduler", 2, "failed", "engine_gone")]
@@ -563,7 +574,7 @@ def test_the_tensors_stay_when_another_process_of_the_engine_goes() -> None:
     desk = Desk("a/worker", "a/scheduler")
     desk.start("a/worker", 1, store(0))
     plan = desk.start("a/scheduler", 2, store(1))
-    expected = [Dismiss("a/scheduler"), Abandon(1, plan.serial)]
+    expected = [Dismiss("a/scheduler"), Abandon(1, (plan.serial,))]
     assert desk.core.leave("a/scheduler") == expected
     desk.start("a/worker", 3, store(2))
 
@@ -584,7 +595,7 @@ def test_a_daemon_that_stops_takes_no_new_work_and_ends_the_old() -> None:
     assert isinstance(action.message, wire.Error)
     assert (action.message.error.code, "c" in desk.core.sessions) == (Code.SHUTTING_DOWN, False)
     assert desk.ask("a", wire.Wait(5, (1,))) == []
-    assert desk.core.abandon_all() == [Abandon(1, plan.serial)]
+    assert desk.core.abandon_all() == [Abandon(1, (plan.serial,))]
     assert desk.core.busy
     desk.report(Ended(plan.serial, Outcome.CANCELLED))
     assert not desk.core.busy
@@ -700,9 +711,9 @@ class Shell(RuleBasedStateMachine):
                     assert plan.serial not in self.jobs
                     assert plan.after < plan.serial
                     claim.plans[plan.serial] = plan
-                case Abandon(number, serial):
-                    assert serial in self.claims[number].plans
-                    self.abandoned.add(serial)
+                case Abandon(number, serials):
+                    assert self.claims[number].plans.keys() >= set(serials)
+                    self.abandoned |= set(serials)
 
     def told(self, session: str, message: wire.DaemonMessage) -> None:
         match message:

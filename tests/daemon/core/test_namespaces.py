@@ -1075,7 +1075,7 @@ def test_an_engine_that_dies_with_stores_under_way_takes_those_keys_with_it_and_
     desk.stored("b", b"b")
     mine, theirs = desk.start("a/worker", store(b"c")), desk.start("a/scheduler", store(b"d"))
     left = desk.core.leave("a/worker")
-    assert left == [Dismiss("a/worker"), Abandon(1, mine.serial), Unmap(1)]
+    assert left == [Dismiss("a/worker"), Abandon(1, (mine.serial,)), Unmap(1)]
     assert desk.usage("pending", "ready", "free") == (2, 2, 0)
     assert desk.refused("b", store(b"efg")) == Code.CACHE_FULL  # bytes may still arrive there
     assert heard(desk.end(mine, CANCELLED), Publish) == [("abandoned", b"c")]

@@ -404,7 +404,7 @@ def test_jobs_that_are_cancelled_on_their_way_harm_no_other(bench: Bench) -> Non
     for _ in range(JOBS // 4):
         orders = [engine.order(*job) for _ in range(2) for job in engine.both_ways(rng)]
         started += [order.plan.serial for order in orders]
-        given_up = Abandon(engine.number, int(rng.choice(started[-len(orders) :])))
+        given_up = Abandon(engine.number, (int(rng.choice(started[-len(orders) :])),))
         for order in orders:  # all at once, or they would be done before they are given up
             bench.lane.post(order)
         bench.lane.post(given_up)

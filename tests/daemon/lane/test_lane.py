@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 
 from kvferry.daemon.core.actions import (
     Abandon,
+    Again,
     Calibrated,
     CopyPlan,
     Ended,
@@ -46,7 +47,7 @@ from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
 from kvferry.daemon.lane import lane as lane_module
 from kvferry.daemon.lane.courtesy import ENOUGH, MOMENT
-from kvferry.daemon.lane.lane import PREPARED, STEP, Lane
+from kvferry.daemon.lane.lane import GIVEN_UP, PREPARED, STEP, Lane
 from kvferry.daemon.lane.naps import LINK
 from kvferry.daemon.lane.quay import MapOrder
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
@@ -220,11 +221,15 @@ class Harbour:
     """Whether who posts begins transfers."""
     said: int = 0
     """By clients, and not heard yet."""
+    told: int = 0
+    """Ends that were reported."""
+    between: Callable[[], object] = lambda: None
+    """What happens where an order is left to go on with."""
 
     def __post_init__(self) -> None:
         self.pool.ready_bytes = self.pool.nbytes
         self.batches: queue.SimpleQueue[list[Report]] = queue.SimpleQueue()
-        self.lane = Lane(self.engine, self.pool, self.batches.put, self.died, lambda: self.said)
+        self.lane = Lane(self.engine, self.pool, self.take, self.died, lambda: self.said)
         self.geometries: dict[int, Geometry] = {}
         self.orderings: dict[int, Ordering] = {}
         self.serial = 0
@@ -279,6 +284,15 @@ class Harbour:
         self.plans[plan.serial] = plan
         self.lane.post(Start(plan, "session", plan.serial, NO_CARGO))
         return self.serial
+
+    def take(self, batch: list[Report]) -> None:
+        """What is left of an order is posted again, as the core has it."""
+        self.told += len(serials(batch))
+        for report in batch:
+            if isinstance(report, Again):
+                self.between()
+                self.lane.post(report.order)
+        self.batches.put(batch)
 
     def died(self, error: KVFerryError) -> None:
         self.deaths.append(error)
@@ -506,7 +520,7 @@ def test_what_is_over_behind_a_cancelled_plan_is_told_behind_it(
     first, failing = harbour.start(STORE, [0]), harbour.start(STORE, [1])
     nothing = harbour.start(STORE, [])
     harbour.settle()
-    harbour.lane.post(Abandon(1, first))
+    harbour.lane.post(Abandon(1, (first,)))
     assert harbour.settle() == []
     ends = [cancelled(first), failed(failing), done(nothing, 0.0)]
     assert run_out(harbour, stub) == ends
@@ -561,7 +575,7 @@ def test_a_plan_that_waits_is_cancelled_at_once(
     held = harbour.start(STORE, [0], wait_for=1)
     behind, after_it = harbour.start(STORE, [1]), harbour.start(LOAD, [5], [0])
     harbour.settle()
-    harbour.lane.post(Abandon(1, held))
+    harbour.lane.post(Abandon(1, (held,)))
     assert harbour.settle() == [cancelled(held)]
     assert [piece.blocks for piece in taken(stub)] in ([[5], [1]], [[1], [5]])
     assert sorted(serials(run_out(harbour, stub))) == [behind, after_it]
@@ -573,7 +587,7 @@ def test_a_plan_that_runs_is_cancelled_within_a_piece(harbour: Harbour, stub: St
     running, behind = harbour.start(STORE, range(10)), harbour.start(STORE, [20])
     harbour.settle()
     one, two = taken(stub)
-    harbour.lane.post(Abandon(1, running))
+    harbour.lane.post(Abandon(1, (running,)))
     assert harbour.settle() == []  # its pieces are in flight, and there is no room
     assert finish(harbour, one) == []
     assert [piece.blocks for piece in taken(stub)] == [[20]]
@@ -588,7 +602,7 @@ def test_who_waits_for_a_cancelled_plan_waits_for_its_pieces(
     store = harbour.start(STORE, [0])
     load = harbour.start(LOAD, [1], [0])
     harbour.settle()
-    harbour.lane.post(Abandon(1, store))
+    harbour.lane.post(Abandon(1, (store,)))
     assert harbour.settle() == []
     (piece,) = taken(stub)
     assert piece.direction is STORE
@@ -596,7 +610,36 @@ def test_who_waits_for_a_cancelled_plan_waits_for_its_pieces(
     assert serials(run_out(harbour, stub)) == [load]
 
 
-@pytest.mark.parametrize("order", [Abandon(1, 1), Abandon(1, 77), Abandon(NOBODY, 1)])
+@pytest.mark.parametrize("dies", [False, True], ids=["cancels", "dies"])
+def test_who_gives_up_very_many_keeps_nobody_waiting(
+    harbour: Harbour, stub: StubEngine, dies: bool
+) -> None:
+    """Some at a time; and once its engine has died nothing more of it is submitted."""
+    harbour.map()
+    harbour.map(2)
+    stub.crowded = True
+    held = [harbour.start(STORE, [1]) for _ in range(5 * GIVEN_UP)]
+    harbour.settle()
+    stub.crowded = False
+    told: list[tuple[Direction, int]] = []
+    stub.on_submit = lambda: told.append((stub.in_flight[-1].direction, harbour.told))
+    loads: list[int] = []
+
+    def load() -> None:
+        if not loads:
+            loads.append(harbour.start(LOAD, [1], number=2))
+
+    harbour.between = load
+    harbour.lane.post(Unmap(1) if dies else Abandon(1, tuple(reversed(held))))
+    ended = serials(run_out(harbour, stub))
+    assert sorted(ended) == sorted([*held, *loads])
+    (before,) = [count for direction, count in told if direction is LOAD]
+    assert before <= 2 * GIVEN_UP
+    assert dies == (STORE not in dict(told))
+    assert len(stub.closed) == dies
+
+
+@pytest.mark.parametrize("order", [Abandon(1, (1,)), Abandon(1, (77,)), Abandon(NOBODY, (1,))])
 def test_a_cancel_that_comes_too_late_is_ignored(
     harbour: Harbour, stub: StubEngine, order: Abandon
 ) -> None:
@@ -614,7 +657,7 @@ def test_a_cancel_comes_once_however_often_it_is_asked_for(
     harbour.start(STORE, [0])
     harbour.settle()
     for _ in range(3):
-        harbour.lane.post(Abandon(1, 1))
+        harbour.lane.post(Abandon(1, (1,)))
     assert harbour.settle() == []
     assert finish(harbour, *taken(stub)) == [cancelled(1)]
 
@@ -674,7 +717,7 @@ def test_a_cancelled_plan_that_fails_is_cancelled(harbour: Harbour, stub: StubEn
     harbour.map()
     serial = harbour.start(STORE, [0])
     harbour.settle()
-    harbour.lane.post(Abandon(1, serial))
+    harbour.lane.post(Abandon(1, (serial,)))
     harbour.settle()
     stub.in_flight[0].error = ERROR
     assert harbour.settle() == [cancelled(serial)]
@@ -1274,7 +1317,7 @@ def test_whatever_happens_every_plan_ends_once_and_in_order(
             case ("refuse",):
                 stub.refusals.append(ERROR)
             case "abandon", number:
-                harbour.lane.post(Abandon(1, number + 1))
+                harbour.lane.post(Abandon(1, (number + 1,)))
             case verb, number if number < len(stub.in_flight):
                 piece = stub.in_flight[number]
                 piece.done, piece.error = verb == "finish", None if verb == "finish" else ERROR

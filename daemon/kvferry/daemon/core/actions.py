@@ -193,10 +193,10 @@ class Tend:
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """Cancel a transfer: at once where it waits, within a chunk where it runs."""
+    """Cancel transfers: at once where they wait, within a chunk where they run."""
 
     registration: int
-    serial: int
+    serials: tuple[int, ...]
 
 
 Action: TypeAlias = (
@@ -305,4 +305,13 @@ class Beat:
     held: float | None
 
 
-Report: TypeAlias = Mapped | Unmapped | Ended | Corrupted | Pinned | Calibrated | Checked | Beat
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Of an order something is left to do, in its turn."""
+
+    order: Abandon
+
+
+Report: TypeAlias = (
+    Mapped | Unmapped | Ended | Corrupted | Pinned | Calibrated | Checked | Beat | Again
+)

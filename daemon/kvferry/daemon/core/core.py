@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from kvferry.daemon.core.actions import (
     Action,
+    Again,
     Beat,
     Calibrated,
     Checked,
@@ -146,6 +147,8 @@ class Core:
                 return []
             case Beat():  # what it tells is the server's to judge
                 return []
+            case Again(order):
+                return [order]
         if error is not None:
             self._errors[error.code] += 1
         return [*self._regions.records(), *actions, *self._namespaces.news()]
@@ -169,10 +172,10 @@ class Core:
         self._waiting.pop(session, None)
         self._namespaces.leave(session)
         moved = self._transfers.moved.pop(session, 0)
-        lost = self._transfers.leave(session)
+        given_up, lost = self._transfers.leave(session)
         return [
-            Dismiss(session, len(lost), moved),
-            *lost,
+            Dismiss(session, lost, moved),
+            *given_up,
             *self._registrations.leave(session),
         ]
 

@@ -6,8 +6,8 @@ one end, whatever else happens to its session, its engine or its registration me
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 
@@ -115,8 +115,8 @@ class Transfers:
         return [Start(plan, session, message.job_id, _cargo(registration, blocks, lease))]
 
     def cancel(self, engine: str, job_ids: tuple[int, ...]) -> list[Action]:
-        jobs = [self._by_id.get((engine, job_id)) for job_id in job_ids]
-        return [Abandon(job.registration.number, job.serial) for job in jobs if job is not None]
+        found = (self._by_id.get((engine, job_id)) for job_id in job_ids)
+        return _abandon(job for job in found if job is not None)
 
     def wait(self, session: str, engine: str, message: Wait) -> list[Action]:
         """Answer Waited when all of the jobs have ended; ids that are not under way have."""
@@ -156,20 +156,18 @@ class Transfers:
                 actions.append(Send(waiter.session, Waited(waiter.request_id)))
         return actions, None if own else result.error
 
-    def leave(self, session: str) -> list[Action]:
-        """A session went: nobody wants to hear of its jobs, so give them up."""
+    def leave(self, session: str) -> tuple[list[Action], int]:
+        """A session went: nobody wants to hear of its jobs, so give them up. Also how many."""
         for direction in Direction:
             self._taken.pop((session, direction), None)
         self._waits.pop(session, None)
-        actions: list[Action] = []
-        for job in self._jobs.values():
-            if job.session == session:
-                job.session = None
-                actions.append(Abandon(job.registration.number, job.serial))
-        return actions
+        mine = [job for job in self._jobs.values() if job.session == session]
+        for job in mine:
+            job.session = None
+        return _abandon(mine), len(mine)
 
     def abandon_all(self) -> list[Action]:
-        return [Abandon(job.registration.number, job.serial) for job in self._jobs.values()]
+        return _abandon(self._jobs.values())
 
     def _result(self, job: Job, report: Ended) -> JobResult:
         outcome, error = report.outcome, report.error
@@ -189,6 +187,13 @@ class Transfers:
                 self.totals["stored_bytes" if store else "loaded_bytes"] += result.nbytes
             case outcome:
                 self.totals[outcome] += 1
+
+
+def _abandon(jobs: Iterable[Job]) -> list[Action]:
+    serials: defaultdict[int, list[int]] = defaultdict(list)
+    for job in jobs:
+        serials[job.registration.number].append(job.serial)
+    return [Abandon(number, tuple(mine)) for number, mine in serials.items()]
 
 
 def _cargo(registration: Registration, blocks: Resolved, lease: Lease | None) -> Cargo:

@@ -8,7 +8,7 @@ Track.live        every plan that has not ended, oldest first
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -102,8 +102,24 @@ class Berth:
     )
     leaving: bool = False
 
+    @property
+    def live(self) -> tuple[int, ...]:
+        """Plans that have not ended."""
+        return tuple(serial for track in self.tracks.values() for serial in track.live)
+
+    def spoil(self, serials: Iterable[int]) -> Iterator[tuple[Track, Crossing]]:
+        """Submit no more of these plans; those of them that have not ended."""
+        for serial in serials:
+            for track in self.tracks.values():
+                if crossing := track.live.get(serial):
+                    crossing.spoil(Outcome.CANCELLED)
+                    track.waiting.pop(serial, None)
+                    yield track, crossing
+
     def holds(self, plan: CopyPlan, pool_ready: int) -> bool:
         """Whether something keeps the plan at the head of its track from going on."""
+        if self.leaving:
+            return True
         if plan.wait_for and self._fenced(plan):
             return True
         return plan.host_end > pool_ready or (plan.after > 0 and self._behind(plan) is not None)

@@ -27,6 +27,7 @@ from typing import TypeAlias
 
 from kvferry.daemon.core.actions import (
     Abandon,
+    Again,
     Beat,
     Calibrated,
     CopyPlan,
@@ -53,6 +54,8 @@ BREATH: of what comes by the socket it cannot know before the loop has done some
 PREPARED = 32 << 20
 """Bytes of a transfer that has several pieces. What they need is made ready as it is posted, while
 numpy is in the core's caches: later it takes several times as long, of some load's time."""
+GIVEN_UP = 64
+"""Transfers in one go: there may be thousands, and each keeps the loop busy, too."""
 _PR_SET_TIMERSLACK = 29
 
 Order: TypeAlias = MapOrder | Drop | Unmap | Start | Abandon | Listen | Stop
@@ -210,10 +213,9 @@ class Lane:
                 self._start(plan)
             case MapOrder():
                 self._reports.append(self._quay.map(order))
-            case Abandon(number, serial):
+            case Abandon(number, serials):
                 self._all_may_try()
-                if number in self._berths:
-                    self._abandon(self._berths[number], serial)
+                self._give_up(number, serials)
             case Unmap(number):
                 self._all_may_try()
                 self._unmap(number)
@@ -223,15 +225,11 @@ class Lane:
                 self._reports.append(Beat(posted, *oldest(self._berths.values())))
 
     def _unmap(self, number: int) -> None:
-        berth = self._berths.get(number)
-        if berth is None:  # it was never mapped
+        if berth := self._berths.get(number):
+            berth.leaving = True
+            self._give_up(number, berth.live)
+        else:  # it was never mapped
             self._reports.append(Unmapped(number))
-            return
-        berth.leaving = True
-        for track in berth.tracks.values():
-            for serial in tuple(track.live):
-                self._abandon(berth, serial)
-        self._leave_if_empty(number, berth)
 
     def _start(self, plan: CopyPlan) -> None:
         berth = self._berths[plan.registration]
@@ -242,13 +240,15 @@ class Lane:
         stream.enlist(berth)
         stream.refused, self._held_nap = False, NAP_HELD
 
-    def _abandon(self, berth: Berth, serial: int) -> None:
-        for track in berth.tracks.values():
-            crossing = track.live.get(serial)
-            if crossing is not None:
-                crossing.spoil(Outcome.CANCELLED)
-                track.waiting.pop(serial, None)
-                self._end_if_over(track, crossing)
+    def _give_up(self, number: int, serials: tuple[int, ...]) -> None:
+        """Some transfers; the others once the loop has heard of these."""
+        if (berth := self._berths.get(number)) is None:
+            return
+        for track, crossing in berth.spoil(serials[:GIVEN_UP]):
+            self._end_if_over(track, crossing)
+        if rest := serials[GIVEN_UP:]:
+            self._reports.append(Again(Abandon(number, rest)))
+        self._leave_if_empty(number, berth)
 
     def _reap(self, stream: Stream) -> None:
         while stream.flights:
