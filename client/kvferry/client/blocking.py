@@ -115,7 +115,7 @@ class OffloadClient(NonBlocking):
             (num_blocks, groups, block_size_factor...).
         host_bytes: how much of the pool to take; None for all that is free, and in a namespace.
         timeline: what `wait_for` of this engine's transfers is compared with.
-        Raises Refused (BAD_LAYOUT, NOT_SHAREABLE, DEVICE_MISMATCH, POOL_FULL,
+        Raises Refused (BAD_MESSAGE, BAD_LAYOUT, NOT_SHAREABLE, DEVICE_MISMATCH, POOL_FULL,
         ALREADY_REGISTERED...) or Failed (MAP_FAILED, DRIVER); nothing stays registered.
         """
         talk = self._conversation

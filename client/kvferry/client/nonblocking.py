@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvferry.client import verbs
+from kvferry.client.bounds import check_fields
 from kvferry.client.comeback import Comeback
 from kvferry.client.connection import Connection
 from kvferry.client.conversation import Conversation, Place
@@ -20,7 +21,7 @@ from kvferry.client.verbs import Verb
 from kvferry.proto.errors import Code, Gone
 from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.memory import HostRegion
-from kvferry.proto.messages import ClientMessage, Pin, Touch, Unpin, Welcome
+from kvferry.proto.messages import ClientMessage, Hello, Pin, Touch, Unpin, Welcome
 from kvferry.proto.specs import TransferSpec
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class NonBlocking:
     def __init__(
         self, directory: Path | str | None, engine: str, client: str, reconnect: bool
     ) -> None:
+        check_fields(Hello, client=client, engine=engine)
         place = Path(directory) if directory else find_daemon()
         check_open(place)
         self._connection = Connection(place)

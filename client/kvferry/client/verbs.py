@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
+from kvferry.client.bounds import check_fields
 from kvferry.client.conversation import Conversation, Request, timed_out
 from kvferry.client.namespace import Namespace
 from kvferry.client.outtray import OutTray
@@ -146,6 +147,7 @@ def register(
         kv_caches = canonicalize(kv_caches, **canonical)
     if timeline is not None:
         timeline.check_follows(kv_caches.tensors[0].device.type)
+    check_fields(RegisterKVCaches, layout=kv_caches.layout, host_bytes=host_bytes)
     yield from present(talk)
     return (yield from _register(talk, Registration(kv_caches, host_bytes, timeline)))
 
@@ -161,6 +163,7 @@ def allocate(
     from kvferry.client.tensors.sharing import attach
 
     talk.check_region(host_bytes)
+    check_fields(AllocateKVCaches, layout=layout, host_bytes=host_bytes, keep=keep)
     yield from present(talk)
     assert talk.welcome is not None
     device = talk.welcome.device
@@ -179,6 +182,7 @@ def allocate(
 
 
 def release(talk: Conversation, engine: str) -> Verb[int]:
+    check_fields(ReleaseKVCaches, engine=engine)
     yield from present(talk)
     reply = yield Ask(ReleaseKVCaches(talk.next_request_id(), engine))
     nbytes: int = reply.nbytes
@@ -193,6 +197,13 @@ def open_namespace(
     store_threshold: int,
     mirror: bool,
 ) -> Verb[Opened]:
+    check_fields(
+        OpenNamespace,
+        fingerprint=fingerprint,
+        quota_bytes=cpu_bytes_to_use,
+        policy=eviction_policy,
+        store_threshold=store_threshold,
+    )
     opened = talk.entered(fingerprint)
     yield from present(talk)
     if opened is None:

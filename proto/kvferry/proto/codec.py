@@ -60,6 +60,15 @@ def encode(message: ClientMessage | DaemonMessage | DescriptorRequest | Descript
     return data
 
 
+def readable(value: object, kind: Any) -> bool:
+    """Whether a field of this type can carry a value to the other side."""
+    try:
+        msgspec.msgpack.decode(_encoder.encode(value), type=kind, ext_hook=_ext_hook)
+    except (ValueError, TypeError, OverflowError, NotImplementedError, RecursionError):
+        return False
+    return True
+
+
 class Decoder(Generic[T]):
     """Decodes one direction's union of messages."""
 

@@ -1,0 +1,71 @@
+"""What a caller gave, held against what a daemon can read, before anything is said to it.
+
+The bounds are those of the messages' own fields, and are written nowhere else. A daemon that gets a
+value beyond them can only tell which bytes made no sense; here it still has the name that the
+caller knows it by.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+from kvferry.proto.codec import readable
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.messages import Message
+
+_CALLED = {"quota_bytes": "cpu_bytes_to_use", "policy": "eviction_policy"}
+"""Names that callers know from vLLM, where the wire has others."""
+
+
+def check_fields(message: type[Message], **given: object) -> None:
+    """Raise Refused (BAD_MESSAGE) where no daemon could read these as fields of a message.
+
+    It names the field, within `given` where that is made of several, and what it may be.
+    """
+    for field in msgspec.structs.fields(message):
+        if field.name in given:
+            _check(_CALLED.get(field.name, field.name), given[field.name], field.type)
+
+
+def _check(name: str, value: Any, kind: Any) -> None:
+    if readable(value, kind):
+        return
+    for part in _parts(value):
+        for field in msgspec.structs.fields(part):
+            _check(field.name, getattr(part, field.name), field.type)
+    got = len(value) if isinstance(value, tuple | list) else value
+    raise Refused(Code.BAD_MESSAGE, f"{name} is {_allowed(inspect.type_info(kind))}", got)
+
+
+def _parts(value: Any) -> list[msgspec.Struct]:
+    """What has fields of its own, in a value."""
+    if isinstance(value, msgspec.Struct):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [part for one in value for part in _parts(one)]
+    return []
+
+
+def _allowed(kind: inspect.Type) -> str:
+    match kind:
+        case inspect.UnionType(types):
+            return " or ".join(_allowed(one) for one in types)
+        case inspect.IntType(gt, ge, lt, le):
+            low = gt + 1 if gt is not None else ge
+            high = lt - 1 if lt is not None else le
+            return f"a whole number from {low} to {high}"
+        case inspect.StrType(least, most):
+            return f"a text of {least or 0} to {most} characters"
+        case inspect.VarTupleType(item, least, most):
+            return f"{least or 0} to {most}, each {_allowed(item)}"
+        case inspect.TupleType(items):
+            return f"({', '.join(_allowed(one) for one in items)})"
+        case inspect.StructType(cls):
+            return f"a {cls.__name__}"
+        case inspect.BoolType():
+            return "True or False"
+        case _:
+            return type(kind).__name__.removesuffix("Type")

@@ -1,0 +1,88 @@
+"""What no daemon could read is refused here, by the name that the caller gave it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvferry.client import Code, Fingerprint, OffloadClient, Refused, shared_empty
+from kvferry.client.bounds import check_fields
+from kvferry.proto.messages import AllocateKVCaches, Hello
+from kvferry.testing.raw import one_tensor
+
+if TYPE_CHECKING:
+    from client.conftest import StandIn
+
+LAYOUT = one_tensor()
+HUGE = msgspec.structs.replace(LAYOUT, block_size_factor=5000)
+NO_GROUPS = msgspec.structs.replace(LAYOUT, groups=())
+FLAT = msgspec.structs.replace(
+    LAYOUT, tensors=(msgspec.structs.replace(LAYOUT.tensors[0], num_blocks=0),)
+)
+
+
+def register(**arguments: Any) -> Callable[[OffloadClient], object]:
+    caches = {"layer": shared_empty((8, 64))}
+    return lambda client: client.register_kv_caches(caches, num_blocks=8, **arguments)
+
+
+def allocate(layout: Any = LAYOUT, **arguments: Any) -> Callable[[OffloadClient], object]:
+    return lambda client: client.allocate_kv_caches(layout, **arguments)
+
+
+def enter(fingerprint: Any = None, **arguments: Any) -> Callable[[OffloadClient], object]:
+    fingerprint = fingerprint or Fingerprint("llama", 64)
+    return lambda client: client.open_namespace(fingerprint, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (register(host_bytes=0), "host_bytes is a whole number from 1 to .* or None .got 0."),
+        (register(host_bytes=-5), "host_bytes .*got -5"),
+        (register(host_bytes="64"), "host_bytes .*got 64"),
+        (register(host_bytes=1 << 70), "host_bytes .*got 1180591620717411303424"),
+        (register(block_size_factor=0), "block_size_factor is .* from 1 to 4096 .got 0."),
+        (register(block_size_factor=5000), "block_size_factor .*got 5000"),
+        (allocate(host_bytes=1.5), r"host_bytes .*got 1\.5"),
+        (allocate(HUGE), "block_size_factor .*got 5000"),
+        (allocate(NO_GROUPS), "groups is 1 to 256, each 1 to 4096, each a TensorRef .got 0."),
+        (allocate(FLAT), "num_blocks is .*got 0"),
+        (allocate("layout"), "layout is a KVLayout .got layout."),
+        (allocate(keep=3), "keep is True or False .got 3."),
+        (enter(store_threshold=0), "store_threshold is .*got 0"),
+        (enter(cpu_bytes_to_use=-1), "cpu_bytes_to_use is .* from 0 to .* or None .got -1."),
+        (enter(eviction_policy="x" * 300), "eviction_policy is a text of 0 to 256 .*xxx"),
+        (enter(Fingerprint("llama", 0)), "host_block_bytes is .*got 0"),
+        (enter(Fingerprint("llama", 64, key_bytes=65)), "key_bytes is .* from 1 to 64 .got 65."),
+        (enter("llama"), "fingerprint is a Fingerprint .got llama."),
+        (lambda client: client.release_kv_caches("x" * 300), "engine is a text of 1 to 256"),
+    ],
+)
+def test_nothing_is_sent_that_cannot_be_read(
+    stand_in: StandIn, client: OffloadClient, ask: Callable[[OffloadClient], object], said: str
+) -> None:
+    greeted = list(stand_in.said)
+    with pytest.raises(Refused, match=said) as refused:
+        ask(client)
+    assert refused.value.code == Code.BAD_MESSAGE
+    assert stand_in.said == greeted
+
+
+@pytest.mark.parametrize(
+    "named", [{"engine": ""}, {"engine": "x" * 300}, {"engine": None}, {"client": "x" * 300}]
+)
+def test_a_name_that_cannot_be_read(stand_in: StandIn, named: dict[str, Any]) -> None:
+    (name,) = named
+    with pytest.raises(Refused, match=f"{name} is a text of . to 256 characters"):
+        OffloadClient(stand_in.directory, **named)
+    assert stand_in.said == []
+
+
+def test_numbers_may_be_numpy_s() -> None:
+    check_fields(AllocateKVCaches, layout=LAYOUT, host_bytes=np.int64(64), keep=True)
+    check_fields(Hello, engine="llama", client="")
