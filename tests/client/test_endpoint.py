@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from kvferry.client import endpoint
-from kvferry.proto.errors import Gone, Refused
+from kvferry.client import Code, Gone, LocalDaemon, OffloadClient, Refused, endpoint
+from kvferry.testing.plugin import StartKvferryd
 
 
 @pytest.mark.parametrize("answers", [[True], [False, True], [False, False]])
@@ -49,3 +52,66 @@ def test_a_folder_that_is_closed_is_no_daemon_that_is_gone(
     monkeypatch.setattr(endpoint, "look_for", lambda places: ([], [tmp_path / closed]))
     with pytest.raises(error):
         endpoint.find_daemon(device)
+
+
+def daemon_in(folder: Path) -> Path:
+    """A folder with what a daemon leaves there."""
+    folder.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(folder / "kvferry.sock"))
+    return folder
+
+
+def test_a_folder_that_holds_only_a_daemon_s_stands_for_it(short_path: Path) -> None:
+    assert endpoint.named(short_path) == short_path  # one may still come
+    one = daemon_in(short_path / "cpu")
+    (short_path / "empty").mkdir()
+    assert endpoint.named(short_path) == one
+    assert endpoint.named(one) == one
+    daemon_in(short_path / "GPU-1")
+    assert endpoint.named(one) == one
+    with pytest.raises(Gone, match="several daemons run here") as several:
+        endpoint.named(short_path)
+    assert several.value.code == Code.DAEMON_GONE
+    daemon_in(one / "below")
+    assert endpoint.named(one) == one
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("file", "named by the folder of its sockets"),
+        ("d" * 120, "name a shorter folder"),
+        ("/".join(["d" * 200] * 30), "name a shorter folder"),
+    ],
+)
+def test_where_no_daemon_can_ever_be(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / "file").touch()
+    began = time.monotonic()
+    with pytest.raises(Refused, match=said) as refused:
+        OffloadClient(tmp_path / name)
+    assert refused.value.code == Code.BAD_CONFIG
+    assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("missing", "no such folder"), (".", r"no kvferry\.sock in this folder")]
+)
+def test_where_no_daemon_came_in_time(short_path: Path, name: str, said: str) -> None:
+    with pytest.raises(Gone, match=f"no daemon answered in time: there is {said}") as gone:
+        OffloadClient(short_path / name, timeout=0.2)
+    assert (gone.value.code, gone.value.value) == (Code.TIMEOUT, str(short_path / name))
+
+
+def test_a_daemon_that_comes_in_time(
+    short_path: Path, start_kvferryd: StartKvferryd, kvferryd: LocalDaemon
+) -> None:
+    """The folder is made by the daemon; and a client is content with the folder above one's."""
+    with ThreadPoolExecutor(1) as executor:
+        waiting = executor.submit(OffloadClient, short_path / "later" / "cpu", timeout=30)
+        later = start_kvferryd(runtime_dir=short_path / "later")
+        with waiting.result() as client:
+            assert client.daemon.pid == later.pid
+    with OffloadClient(str(kvferryd.runtime_dir)) as client:
+        assert client.directory == kvferryd.directory
+        assert client.daemon.pid == kvferryd.pid

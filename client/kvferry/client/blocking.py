@@ -32,6 +32,8 @@ R = TypeVar("R")
 class OffloadClient(NonBlocking):
     """A session with the daemon in `directory` (by default: the only daemon there is).
 
+    directory: the folder of the daemon's sockets, or one that holds only that. Where there is no
+        daemon yet, one may come as long as `timeout` lasts.
     engine: the name under which KV caches are registered; the processes of one engine give the
         same one. client: who speaks, for the daemon's log. timeout: seconds that a waiting verb
         takes at most, unless it is given its own.
@@ -39,7 +41,8 @@ class OffloadClient(NonBlocking):
         namespace, with the same tensors and pins. Whatever is called drives it on and none waits
         for it, but those that ask the daemon something: they have their timeout for it. False: it
         ends with its daemon.
-    Raises Gone (TIMEOUT, DAEMON_GONE) where no daemon answers, Refused where it will not have us.
+    Raises Gone (TIMEOUT, DAEMON_GONE) where no daemon answers, Refused (BAD_CONFIG) where none can,
+    and where it will not have us.
     """
 
     def __init__(

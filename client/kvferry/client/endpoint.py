@@ -7,6 +7,7 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
+from kvferry.proto.desk import MAX_SOCKET_PATH
 from kvferry.proto.errors import Code, Gone, Refused
 
 SYSTEM_DIRECTORY = Path("/run/kvferry")
@@ -64,6 +65,44 @@ def find_daemon(device: str | None = None) -> Path:
     seen = ", ".join(str(path) for path in found or places)
     message = "several daemons run: name one's folder" if found else "no daemon runs"
     raise Gone(Code.DAEMON_GONE, f"{message} ({wanted}; looked at: {seen})", device or "")
+
+
+def folder_in(directory: Path) -> Path | None:
+    """`directory` where a daemon has its sockets there, or the one folder in it where one has.
+
+    Raises Gone (DAEMON_GONE) where several have.
+    """
+    found, closed = look_for([directory])
+    folders = found + closed
+    if len(folders) > 1 and folders[0] != directory:
+        seen = ", ".join(map(str, folders))
+        raise Gone(Code.DAEMON_GONE, "several daemons run here: name one's folder", seen)
+    return folders[0] if folders else None
+
+
+def named(directory: Path) -> Path:
+    """The folder that a client means: where no daemon has its sockets yet, one may still come.
+
+    Raises Refused (BAD_CONFIG) where none can, and as `folder_in`.
+    """
+    folder = folder_in(directory) or directory
+    if len(os.fsencode(folder / "kvferry.sock")) > MAX_SOCKET_PATH:
+        message = f"a socket's path has at most {MAX_SOCKET_PATH} bytes: name a shorter folder"
+        raise Refused(Code.BAD_CONFIG, message, str(folder / "kvferry.sock"))
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        message = "a daemon is named by the folder of its sockets, and this is none"
+        raise Refused(Code.BAD_CONFIG, message, str(folder))
+    return folder
+
+
+def unanswered(directory: Path) -> Gone:
+    """No daemon answered in time, and what is to be seen of it."""
+    why = ""
+    if not os.path.isdir(directory):
+        why = ": there is no such folder"
+    elif not os.path.lexists(directory / "kvferry.sock"):
+        why = ": there is no kvferry.sock in this folder"
+    return Gone(Code.TIMEOUT, f"no daemon answered in time{why}", str(directory))
 
 
 def check_open(directory: Path) -> None:

@@ -14,7 +14,7 @@ from kvferry.client.bounds import check_fields
 from kvferry.client.comeback import Comeback
 from kvferry.client.connection import Connection
 from kvferry.client.conversation import Conversation, Place
-from kvferry.client.endpoint import check_open, find_daemon
+from kvferry.client.endpoint import check_open, find_daemon, named
 from kvferry.client.jobs import TransferResult
 from kvferry.client.namespace import Namespace
 from kvferry.client.verbs import Verb
@@ -49,7 +49,7 @@ class NonBlocking:
         self, directory: Path | str | None, engine: str, client: str, reconnect: bool
     ) -> None:
         check_fields(Hello, client=client, engine=engine)
-        place = Path(directory) if directory else find_daemon()
+        place = named(Path(directory)) if directory else find_daemon()
         check_open(place)
         self._connection = Connection(place)
         self._conversation = Conversation(engine, client, lasting=reconnect)

@@ -11,12 +11,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
 from kvferry.client.bounds import check_fields
-from kvferry.client.conversation import Conversation, Request, timed_out
+from kvferry.client.conversation import Conversation, Request
+from kvferry.client.endpoint import unanswered
 from kvferry.client.namespace import Namespace
 from kvferry.client.outtray import OutTray
 from kvferry.client.standing import Registration
@@ -106,7 +108,7 @@ def join(talk: Conversation, *, bulletin: bool = True, tray: bool = True) -> Ver
         yield Tell(talk.hello(), talk.greeted)
     except Gone as error:
         if error.code == Code.TIMEOUT:
-            raise timed_out("no daemon answered", error.value) from None
+            raise unanswered(Path(error.value)) from None
         raise
     if bulletin:
         yield from _post_results(talk)

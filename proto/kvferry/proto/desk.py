@@ -10,6 +10,9 @@ from typing import TypeAlias
 from kvferry.proto.messages import Error, Message, Token
 from kvferry.proto.specs import Id
 
+MAX_SOCKET_PATH = 107
+"""Bytes of the path of any socket here: what unix(7) has room for."""
+
 
 class Deposit(Message):
     """Sent along with file descriptors: keep them for my session."""

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from kvferry.client import DaemonStatus, OffloadClient, find_daemon
 from kvferry.client.cli.units import brief, size, span
-from kvferry.client.endpoint import look_for
+from kvferry.client.endpoint import folder_in
 from kvferry.proto.errors import Code, Gone
 from kvferry.proto.status import HealthStatus, NamespaceStatus, PoolStatus, Totals
 
@@ -36,14 +36,10 @@ def locate(directory: Path | None) -> Path:
     """
     if directory is None:
         return find_daemon()
-    found, closed = look_for([directory])
-    found += closed
-    if len(found) == 1:
-        return found[0]
-    if found:
-        seen = ", ".join(map(str, found))
-        raise Gone(Code.DAEMON_GONE, "several daemons run here: name one's folder", seen)
-    raise Gone(Code.DAEMON_GONE, "no daemon has its sockets here", str(directory))
+    folder = folder_in(directory)
+    if folder is None:
+        raise Gone(Code.DAEMON_GONE, "no daemon has its sockets here", str(directory))
+    return folder
 
 
 def ask(directory: Path | None, timeout: float = TIMEOUT) -> tuple[DaemonStatus, Namespaces]:

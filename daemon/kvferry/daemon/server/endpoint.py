@@ -20,9 +20,8 @@ from pathlib import Path
 from kvferry.daemon.server.admission import Admission
 from kvferry.daemon.server.door import shut
 from kvferry.daemon.server.fence import fence
+from kvferry.proto.desk import MAX_SOCKET_PATH
 from kvferry.proto.errors import Code, Refused
-
-MAX_SOCKET_PATH = 107
 
 
 class Endpoint:
