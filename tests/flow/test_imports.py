@@ -67,6 +67,38 @@ def test_what_an_import_brings_along(package: str, unwanted: set[str]) -> None:
     assert not imported & unwanted
 
 
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # as where it is not installed
+from kvferry.client import *
+import kvferry.client
+
+LAYOUT = KVLayout((TensorLayout(2, 64, 64),), ((TensorRef(0, 64),),))
+with OffloadClient(sys.argv[1]) as client:
+    for needs_torch in (
+        lambda: client.register_kv_caches({}, num_blocks=2),
+        lambda: client.allocate_kv_caches(LAYOUT),
+        lambda: kvferry.client.shared_empty,
+        lambda: kvferry.client.canonicalize,
+    ):
+        try:
+            raise AssertionError(needs_torch())
+        except ImportError as error:
+            assert "pip install '.[tensors]'" in str(error), error
+    assert client.status().errors == {}
+print(*sys.modules)
+"""
+
+
+def test_what_needs_torch_says_how_to_have_it(kvferryd: LocalDaemon) -> None:
+    modules(WITHOUT_TORCH, str(kvferryd.directory))
+
+
+def test_a_star_import_has_all_there_is() -> None:
+    program = "import sys; from kvferry.client import *; shared_empty; print(*sys.modules)"
+    assert "torch" in modules(program)
+
+
 def test_one_namespace_of_four_directories() -> None:
     for name in NAMESPACES:
         assert not (ROOT / name / "__init__.py").exists()

@@ -12,6 +12,8 @@ Nothing here imports torch until tensors are shared.
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from kvferry.client.aio import AsyncOffloadClient
@@ -88,3 +90,5 @@ __all__ = [
     "offload_key",
     "shared_empty",
 ]
+if sys.modules.get("torch") is None and find_spec("torch") is None:  # a star import asks for each
+    __all__[:] = [name for name in __all__ if name not in _WITH_TORCH]

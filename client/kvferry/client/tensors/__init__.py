@@ -1,6 +1,12 @@
 """Where tensors meet the daemon. Needs torch; submitting and polling do not come here."""
 
-from kvferry.client.tensors.canonical import CanonicalKVCaches, canonicalize
-from kvferry.client.tensors.sharing import shared_empty
+try:
+    from kvferry.client.tensors.canonical import CanonicalKVCaches, canonicalize
+    from kvferry.client.tensors.sharing import shared_empty
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    message = "KV tensors are shared with torch, which is not here: pip install '.[tensors]'"
+    raise ModuleNotFoundError(f"{message} from kvferry's checkout", name=error.name) from error
 
 __all__ = ["CanonicalKVCaches", "canonicalize", "shared_empty"]
