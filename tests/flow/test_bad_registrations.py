@@ -204,6 +204,21 @@ def test_a_second_registration(raw: Raw, beside: Engine) -> None:
     assert refusal(raw) == Code.ALREADY_REGISTERED
 
 
+def test_a_client_that_registers_twice(beside: Engine) -> None:
+    """Who holds its name is itself, and no process to look for."""
+    caches = {"layer": shared_empty((8, 64))}
+    with OffloadClient(beside.directory, engine="twice") as client:
+        client.register_kv_caches(caches, num_blocks=8, host_bytes=512)
+        for again in (
+            lambda: client.register_kv_caches(caches, num_blocks=8, host_bytes=512),
+            lambda: client.allocate_kv_caches(LAYOUT, host_bytes=512),
+        ):
+            with pytest.raises(Refused, match="this client has registered") as refused:
+                again()
+            assert (refused.value.code, refused.value.value) == (Code.ALREADY_REGISTERED, "twice")
+        assert Code.ALREADY_REGISTERED not in client.status().errors
+
+
 def test_memory_that_is_not_shared(beside: Engine) -> None:
     """The refusal says what to do instead, and that works."""
     with OffloadClient(beside.directory, engine="plain") as client:

@@ -145,6 +145,7 @@ def register(
     from kvferry.client.tensors.canonical import CanonicalKVCaches, canonicalize
 
     talk.check_region(host_bytes)
+    _check_first(talk)
     if not isinstance(kv_caches, CanonicalKVCaches):
         kv_caches = canonicalize(kv_caches, **canonical)
     if timeline is not None:
@@ -165,6 +166,7 @@ def allocate(
     from kvferry.client.tensors.sharing import attach
 
     talk.check_region(host_bytes)
+    _check_first(talk)
     check_fields(AllocateKVCaches, layout=layout, host_bytes=host_bytes, keep=keep)
     yield from present(talk)
     assert talk.welcome is not None
@@ -289,6 +291,16 @@ def _use_tray(talk: Conversation) -> Verb[None]:
     finally:
         if talk.tray is not tray:
             tray.close()
+
+
+def _check_first(talk: Conversation) -> None:
+    """Raise Refused (ALREADY_REGISTERED) where this client has registered KV caches before."""
+    if talk.standing.registration is not None:
+        message = (
+            "this client has registered KV caches: register all of an engine at once, and another "
+            "engine's by a client of its name"
+        )
+        raise Refused(Code.ALREADY_REGISTERED, message, talk.engine)
 
 
 def _register(talk: Conversation, wanted: Registration) -> Verb[HostRegion]:
