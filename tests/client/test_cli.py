@@ -222,14 +222,34 @@ def test_what_is_missing_is_named(
         ("--what", "latency,much"),
         ("--what", "all", "--directory", "/tmp"),
         ("--json", "/proc/nowhere/file.json"),
+        ("--json", "/proc/file.json"),
+        ("--plot", "/tmp"),
+        ("--plot", "/tmp/picture.foo"),
+        ("--plot", "/tmp/picture.png", "--what", "queued,latency"),
+        ("--plot", "/tmp/picture.png", "--what", "queued,beside", "--device", "cpu"),
+        ("--mps",),
         ("--directory", "/tmp", "--device", "cpu"),
         ("--directory", "/tmp", "--staging", "512MiB"),
         ("--staging", "64MiB,128MiB"),
         ("--staging", "much"),
     ],
 )
-def test_wrong_usage_is_said_before_anything_runs(options: tuple[str, ...]) -> None:
+def test_wrong_usage_is_said_before_anything_runs(
+    options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = import_module("kvferry.client.cli.bench")
+    monkeypatch.setattr(bench, "run", lambda *_: pytest.fail("it ran"))
     assert kvferry("bench", *options) == 2
+
+
+def test_where_figures_go_is_left_as_it_is(tmp_path: Path) -> None:
+    """It is tried before anything is measured; what is there stays there until something is."""
+    data, new = tmp_path / "bench.json", tmp_path / "new.json"
+    data.write_text("{}")
+    for path in (data, new):
+        assert kvferry("bench", "--json", path, "--mps") == 2
+    assert data.read_text() == "{}"
+    assert not new.exists()
 
 
 def test_bench_writes_all_it_measured(tmp_path: Path, capsys: Captured) -> None:
@@ -298,7 +318,9 @@ def test_bench_starts_its_daemons_with_as_much_staging_as_is_said(
 
     monkeypatch.setattr(import_module("kvferry.client.cli.bench"), "run", noted)
     assert kvferry("bench", "--device", "cpu", *options) == 1
-    assert "noted" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "noted" in said
+    assert ("--staging changes nothing" in said) == bool(options)
     with own_daemon(plans[0], pool_bytes=16 << 20) as daemon:
         assert ("--copy-staging" in daemon.command) == bool(options)
         assert (str(512 << 20) in daemon.command) == bool(options)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.client import Code, Gone, LocalDaemon, OffloadClient, Refused
 from kvferry.testing.engine import until
 
 
@@ -62,8 +62,17 @@ def test_a_second_daemon(kvferryd: LocalDaemon) -> None:
 
 def test_a_local_daemon_where_one_serves(kvferryd: LocalDaemon) -> None:
     """LocalDaemon tells, instead of taking the other's socket for its own."""
-    with pytest.raises(Exception, match="endpoint_in_use"):
+    with pytest.raises(Refused, match=f"did not start: .*{kvferryd.pid}") as refused:
         LocalDaemon(runtime_dir=kvferryd.runtime_dir, pool_bytes=1 << 20)
+    assert refused.value.code == Code.ENDPOINT_IN_USE
+
+
+def test_a_local_daemon_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refused nothing: what it said is all there is."""
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(Gone, match="kvferryd did not start") as gone:
+        LocalDaemon(pool_bytes=1 << 20)
+    assert gone.value.code == Code.DAEMON_GONE
 
 
 @pytest.mark.parametrize("device", ["7", "GPU-00000000-0000-0000-0000-000000000000", "banana"])

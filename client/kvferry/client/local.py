@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from kvferry.proto.errors import Code, Gone
+from kvferry.proto.errors import Code, ErrorInfo, Gone, KVFerryError, error_of
 
 _POLL = 0.01
 
@@ -26,8 +27,8 @@ class LocalDaemon:
 
     device: "cpu", a GPU's index or its UUID. pool_bytes: size of the host pool. options: more of
     kvferryd's flags, as keywords (stop_drain_seconds=1, reference_stall=0.5...).
-    `directory` is what OffloadClient wants. Raises Gone (DAEMON_GONE) with the daemon's own words
-    where it does not come up.
+    `directory` is what OffloadClient wants. Where it does not come up, raises what it refused to
+    start with (NO_DEVICE, BAD_CONFIG...), else Gone (DAEMON_GONE, TIMEOUT) with its own words.
     """
 
     def __init__(
@@ -108,8 +109,7 @@ class LocalDaemon:
         deadline = time.monotonic() + timeout
         while not self._is_up():
             if self.process.poll() is not None:
-                status = self.process.returncode
-                raise Gone(Code.DAEMON_GONE, f"kvferryd did not start: {self.log()}", status)
+                raise _refusal(self.log(), self.process.returncode)
             if time.monotonic() > deadline:
                 self.kill()
                 raise Gone(Code.TIMEOUT, f"kvferryd did not come up: {self.log()}", timeout)
@@ -129,3 +129,10 @@ class LocalDaemon:
     def _clean(self) -> None:
         if self._temporary:
             shutil.rmtree(self.runtime_dir, ignore_errors=True)
+
+
+def _refusal(log: str, status: int) -> KVFerryError:
+    """What a daemon that ended gave as its reason."""
+    if said := re.search(r"^kvferryd: \[(\w+)\] (.*)", log, re.MULTILINE | re.DOTALL):
+        return error_of(ErrorInfo(said[1], f"kvferryd did not start: {said[2].strip()}"))
+    return Gone(Code.DAEMON_GONE, f"kvferryd did not start: {log}", status)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -61,8 +60,14 @@ def _what(text: str) -> str:
 
 def _file(path: Path | None) -> Path | None:
     """Checked before anything is measured, not after."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise typer.BadParameter(f"{path} cannot be written")
+    if path is not None:
+        try:
+            there = path.exists()
+            path.open("ab").close()
+            if not there:
+                path.unlink()
+        except OSError as error:
+            raise typer.BadParameter(f"{path} cannot be written: {error.strerror}") from error
     return path
 
 
@@ -253,10 +258,11 @@ def bench(
     wanted = set(what.split(","))
     if directory is not None and (own := wanted & {*OWN_DAEMON, "all"}):
         raise typer.BadParameter(f"{own.pop()} starts daemons itself: leave --directory out")
-    from kvferry.client.cli.bench import Plan, report, run
+    wanted = set(WHAT) if "all" in wanted else wanted
+    if mps and "beside" not in wanted:
+        raise typer.BadParameter("--mps is of an engine beside the copies: give --what beside, too")
+    from kvferry.client.cli.bench import Plan, possible, report, run
 
-    if plot is not None:  # where it is missing, that is said before anything is measured
-        import_module("matplotlib")
     plan = Plan(
         device,
         directory,
@@ -264,16 +270,23 @@ def bench(
         None if sizes is None else _parsed(sizes),
         reps,
         quick,
-        frozenset(WHAT if "all" in wanted else wanted),
+        frozenset(wanted),
         None if pool_gib is None else int(pool_gib * GIB),
         mps,
         None if staging is None else units.parse_size(staging),
     )
-    results = run(plan, context.obj or [], Console(stderr=True))
+    console = Console(stderr=True)
+    plan = possible(plan, console)
+    if plot is not None:
+        from kvferry.client.cli.bench import plotting
+
+        try:
+            plotting.check(plot, plan.what)
+        except ValueError as error:
+            raise typer.BadParameter(f"--plot: {error}") from error
+    results = run(plan, context.obj or [], console)
     report.show(results, Console(highlight=False))
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=2))
     if plot is not None:
-        from kvferry.client.cli.bench.plotting import draw
-
-        draw(results, plot)
+        plotting.draw(results, plot)

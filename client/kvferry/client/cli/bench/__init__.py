@@ -36,13 +36,21 @@ from kvferry.proto.errors import Code, Refused
 Step = Callable[[str], None]
 
 
-def run(plan: Plan, arguments: Sequence[str], console: Console) -> Results:
-    """Measure what `plan` says. Raises KVFerryError, also where a copy brought wrong bytes."""
-    if "beside" in plan.what and device_of(plan) == "cpu":
+def possible(plan: Plan, console: Console) -> Plan:
+    """`plan` without what its device cannot do, which is said. Raises Refused where that is all."""
+    if device_of(plan) != "cpu":
+        return plan
+    if plan.staging_bytes is not None:
+        console.print("the CPU copies nothing through staging: --staging changes nothing")
+    if "beside" in plan.what:
         if len(plan.what) == 1:
             raise Refused(Code.NO_DEVICE, "a busy engine beside the copies needs a GPU", "cpu")
         console.print("a busy engine beside the copies needs a GPU: left out")
-        plan = replace(plan, what=plan.what - {"beside"})
+    return replace(plan, what=plan.what - {"beside"})
+
+
+def run(plan: Plan, arguments: Sequence[str], console: Console) -> Results:
+    """Measure what `plan` says. Raises KVFerryError, also where a copy brought wrong bytes."""
     started = datetime.now(UTC)
     with _progress(_steps(plan), console) as step:
         begun = start.measure(plan, step) if "start" in plan.what else None
@@ -103,4 +111,4 @@ def _progress(total: int, console: Console) -> Iterator[Step]:
         yield step
 
 
-__all__ = ["Plan", "run"]
+__all__ = ["Plan", "possible", "run"]

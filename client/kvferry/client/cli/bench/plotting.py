@@ -9,12 +9,13 @@ bandwidth on the left (with the alternatives of `beside`, alone), `beside` on th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import product
 from pathlib import Path
 
 import msgspec
 from matplotlib.axes import Axes
+from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
@@ -36,13 +37,22 @@ LEVELS = (-5, -2, -1, -0.5, 0, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
 GREY = "0.45"
 
 
+def check(path: Path, what: Collection[str]) -> None:
+    """Raise ValueError where a run that measures `what` cannot be drawn there."""
+    formats = sorted(FigureCanvasBase.get_supported_filetypes())
+    if _format(path) not in formats:
+        raise ValueError(f"{path} is no picture: name one of {', '.join(formats)}")
+    if not {"bandwidth", "beside"} & set(what):
+        raise ValueError("nothing to draw: measure bandwidth, or beside on a GPU")
+
+
 def draw(results: Results, path: Path) -> None:
     """A PNG of 1400 by 600 (the format follows the name). Raises Refused where nothing is there."""
     panels: list[Callable[[Axes, Results], None]] = []
     panels += [_rates] if results.bandwidth else []
     panels += [_lost] if results.beside else []
     if not panels:
-        raise Refused(Code.BAD_CONFIG, "nothing to draw: measure bandwidth or beside", path)
+        raise Refused(Code.BAD_CONFIG, "nothing to draw: measure bandwidth or beside", str(path))
     figure = Figure(figsize=(14, 6), dpi=100)
     figure.subplots_adjust(left=0.035, right=0.985, top=0.87, bottom=0.22, wspace=0.09)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
@@ -51,7 +61,11 @@ def draw(results: Results, path: Path) -> None:
     about = results.about
     title = f"kvferryd {about.daemon} on {about.device}, {about.started[:10]}"
     figure.suptitle(title, x=0.035, y=0.965, ha="left", fontsize=11, color=GREY)
-    figure.savefig(path, format=path.suffix[1:].lower() or "png")
+    figure.savefig(path, format=_format(path))
+
+
+def _format(path: Path) -> str:
+    return path.suffix[1:].lower() or "png"
 
 
 def _rates(axes: Axes, results: Results) -> None:
