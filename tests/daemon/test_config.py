@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.daemon.config import Config, description, options, parse_bytes, read
+from kvferry.daemon.engine.cuda.engine import MIN_STAGING
 from kvferry.proto.errors import Code, Refused
 
 
@@ -189,7 +190,31 @@ def test_a_pool_or_chunk_of_nothing_is_refused(flag: str) -> None:
 
 
 def test_a_flag_into_a_table_that_is_none_is_refused(write: Any) -> None:
-    refused(write("pool = 3"), "--pool-size=1GiB")
+    assert "pool is a table" in str(refused(write("pool = 3"), "--pool-size=1GiB"))
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("copy.mode", '"auto", "direct" or "staged"'),
+        ("log.level", '"debug", "info", "warning" or "error"'),
+        ("log.format", '"text" or "json"'),
+    ],
+)
+def test_a_word_that_is_none_is_answered_with_those_there_are(
+    write: Any, key: str, values: str
+) -> None:
+    section, name = key.split(".")
+    assert values in description({key: hint for key, hint, _ in options()}[key])
+    for wrong in (f"--{section}-{name}=foo", write(f"[{section}]\n{name} = 'foo'")):
+        said = str(refused(wrong))
+        assert key in said
+        assert values in said
+
+
+def test_what_a_gpu_needs_of_staging_is_said() -> None:
+    (said,) = (description(hint) for key, hint, _ in options() if key == "copy.staging")
+    assert f"{MIN_STAGING >> 20}MiB" in said
 
 
 def test_an_unknown_flag_ends_with_the_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -116,6 +117,18 @@ BAD_FLAGS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("name", BAD_FLAGS)
 def test_a_flag_that_is_not_right(refused: Callable[..., str], name: str) -> None:
     assert "bad_config" in refused(**BAD_FLAGS[name])
+
+
+@pytest.mark.parametrize("taken", [True, False])
+@pytest.mark.parametrize("key", ["metrics_listen", "events_publish"])
+def test_a_place_that_cannot_be_had(refused: Callable[..., str], key: str, taken: bool) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        place = f"127.0.0.1:{other.getsockname()[1]}" if taken else "nowhere"
+        said = refused(**{key: f"tcp://{place}" if key == "events_publish" else place})
+    assert "bad_config" in said
+    assert key.replace("_", ".") in said
 
 
 def test_a_flag_that_is_none(refused: Callable[..., str]) -> None:

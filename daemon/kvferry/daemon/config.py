@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -70,7 +70,11 @@ class CopyConfig(Section, frozen=True):
         Meta(description="how fragments are copied; auto: as a calibration at start finds best"),
     ] = "auto"
     staging: Annotated[
-        Size, Meta(description="device memory that small fragments are copied through")
+        Size,
+        Meta(
+            description="memory of a GPU that small fragments are copied through, 64MiB at least; "
+            "the more of it, the fewer turns of the GPU are taken from an engine that is busy"
+        ),
     ] = "256MiB"
 
 
@@ -224,7 +228,13 @@ def differing(one: Config, other: Config) -> Iterator[str]:
 
 
 def description(hint: Any) -> str:
-    return str(next(m.description for m in get_args(hint)[1:] if m.description))
+    """What a key is; where it takes one of some words, with these."""
+    kind, *metas = get_args(hint)
+    said = str(next(meta.description for meta in metas if meta.description))
+    if get_origin(kind) is Literal:
+        *words, last = (f'"{word}"' for word in get_args(kind))
+        said += f"; {', '.join(words)} or {last}"
+    return said
 
 
 def read(arguments: Sequence[str] | None = None) -> Config:
@@ -241,16 +251,25 @@ def read(arguments: Sequence[str] | None = None) -> Config:
                 target = tree
                 for section in sections:
                     target = target.setdefault(section, {})
+                    if not isinstance(target, dict):
+                        raise TypeError(f"{section} is a table: [{section}], and {name} in it")
                 target[name] = value.split(",") if name in LISTS else value
         config = msgspec.convert(tree, Config, strict=False)
     except (OSError, ValueError, TypeError, msgspec.MsgspecError) as error:
-        message = f"the configuration is not right: {error}"
+        message = f"the configuration is not right: {_explained(str(error))}"
         raise Refused(Code.BAD_CONFIG, message, path or "") from error
     for name, size in (("pool.size", config.pool.size), ("pool.chunk", config.pool.chunk)):
         if not parse_bytes(size):
             raise Refused(Code.BAD_CONFIG, f"{name} is at least one byte", size)
     parse_bytes(config.copy.staging)
     return config
+
+
+def _explained(error: str) -> str:
+    """With what the key is that it is about, if it is about one."""
+    key = re.search(r"`\$\.([a-z_.]+)", error)
+    hints = {name: hint for name, hint, _ in options()}
+    return f"{error}: {description(hints[key[1]])}" if key and key[1] in hints else error
 
 
 def _parser() -> argparse.ArgumentParser:

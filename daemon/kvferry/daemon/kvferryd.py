@@ -72,6 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             signals = Signals(supervisor, Reload(arguments, config, partial(apply, endpoint)))
             uvloop.run(run(config, engine, pool, endpoint, kept, signals))
+        except Refused as error:  # what is refused is refused before it serves
+            give_up(supervisor, "refused to start", error, 2)
         except KVFerryError as error:
             give_up(supervisor, "failed", error, 1)
 
@@ -192,7 +194,7 @@ def most_regions() -> int:
 def check_descriptors(pool_bytes: int, chunk_bytes: int) -> None:
     """Raise Refused where there are too few for the pool, with as many left for clients."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 2 * (DESCRIPTORS + -(-pool_bytes // chunk_bytes))
+    needed = 2 * (DESCRIPTORS + -(-pool_bytes // whole_pages(chunk_bytes)))
     if most < needed:
         message = (
             f"it takes {needed} descriptors at least: raise LimitNOFILE or ulimit -n, or pool.chunk"

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from kvferry.daemon.config import Config, PoolConfig, parse_bytes
+from kvferry.daemon.engine.memory import PAGE
 from kvferry.daemon.engine.pool import HostPool, available_bytes, check_fits
 from kvferry.daemon.engine.reference import ReferenceEngine
-from kvferry.daemon.kvferryd import make_engine
+from kvferry.daemon.kvferryd import DESCRIPTORS, check_descriptors, make_engine
 from kvferry.proto.errors import Code, Refused
 
 LIMIT = 1 << 20
@@ -64,3 +65,11 @@ def test_the_engine_cuts_copies_where_the_pool_has_its_chunks(
     pool = HostPool(4 << 20, parse_bytes(chunk))
     assert [options.chunk_bytes for options in made] == [pool.chunk_bytes]
     pool.close(ReferenceEngine())
+
+
+def test_descriptors_are_counted_for_chunks_of_whole_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 2 * (DESCRIPTORS + (32 << 20) // PAGE)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    check_descriptors(32 << 20, 2000)
+    with pytest.raises(Refused, match=r"pool\.chunk"):
+        check_descriptors((32 << 20) + 1, 2000)

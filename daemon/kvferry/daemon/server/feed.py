@@ -44,7 +44,7 @@ class Feed:
         except zmq.ZMQError as error:
             self._socket.close()
             raise Refused(
-                Code.BAD_CONFIG, f"KV events cannot be published there: {error}", address
+                Code.BAD_CONFIG, f"events.publish cannot be had: {error}", address
             ) from error
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED)
         self._loop = asyncio.get_running_loop()
