@@ -346,9 +346,12 @@ def test_bench_of_a_start_and_of_queued_stores(tmp_path: Path, capsys: Captured)
     assert all(word in output for word in ("first store", "pages of 32 KiB", "128 MiB queued"))
 
 
-def test_beside_an_engine_needs_a_gpu(capsys: Captured) -> None:
-    assert kvferry("bench", "--device", "cpu", "--what", "beside") == 1
-    assert capsys.readouterr().err.count("\n") == 1
+@pytest.mark.parametrize("cpu", ["cpu", "CPU"])
+def test_beside_an_engine_needs_a_gpu(cpu: str, capsys: Captured) -> None:
+    assert kvferry("bench", "--device", cpu, "--what", "beside") == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "needs a GPU" in error
 
 
 class FakeBusy:

@@ -130,7 +130,10 @@ def test_a_daemon_that_was_killed(kvferryd: LocalDaemon) -> None:
     failure = the_failure(examine(kvferryd.directory))
     assert failure.check == "sockets"
     assert "nobody listens" in failure.found
-    assert "kvferryd" in failure.change
+    assert failure.change == "kvferryd --device cpu"
+    gpu = kvferryd.directory.with_name("GPU-1")
+    kvferryd.directory.rename(gpu)
+    assert the_failure(examine(gpu)).change.startswith("kvferryd --device GPU-1 --pool-size")
 
 
 @as_root

@@ -13,6 +13,7 @@ import pytest
 
 from kvferry.client import Code, Gone, LocalDaemon, OffloadClient, Refused
 from kvferry.testing.engine import until
+from kvferry.testing.plugin import StartKvferryd
 
 
 @pytest.fixture
@@ -79,6 +80,16 @@ def test_a_local_daemon_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("device", ["7", "GPU-00000000-0000-0000-0000-000000000000", "banana"])
 def test_a_device_that_is_not_there(refused: Callable[..., str], device: str) -> None:
     assert "no_device" in refused(device=device)
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="here is a driver")
+def test_without_a_driver_there_is_a_way(refused: Callable[..., str]) -> None:
+    assert "--device cpu" in refused(device="0")
+
+
+def test_the_cpu_in_any_spelling(start_kvferryd: StartKvferryd) -> None:
+    with OffloadClient(start_kvferryd("CPU").directory) as client:
+        assert client.daemon.device.kind == "cpu"
 
 
 def test_a_pool_larger_than_memory(refused: Callable[..., str]) -> None:

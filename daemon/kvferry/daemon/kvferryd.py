@@ -203,7 +203,7 @@ def check_descriptors(pool_bytes: int, chunk_bytes: int) -> None:
 
 
 def make_engine(config: Config) -> CopyEngine:
-    if config.device == "cpu":
+    if config.device.lower() == "cpu":
         return ReferenceEngine(Faults(config.reference.stall, config.reference.fail_every))
     from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
 

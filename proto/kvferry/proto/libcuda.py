@@ -24,6 +24,7 @@ from kvferry.proto.errors import Code, Failed, Refused
 
 IPC_HANDLE_BYTES = 64
 MIN_DRIVER = 12080
+WITHOUT = "mend that, or do without a GPU (kvferryd --device cpu)"
 
 _NOT_READY = 600
 _POINTER_LEGACY_IPC_CAPABLE = 10
@@ -134,9 +135,8 @@ class Driver:
             self._library = ctypes.CDLL("libcuda.so.1")
             self._quick = ctypes.PyDLL("libcuda.so.1")
         except OSError as error:
-            raise Refused(
-                Code.NO_DEVICE, "the NVIDIA driver (libcuda.so.1) is not on this machine", error
-            ) from error
+            message = f"the NVIDIA driver (libcuda.so.1) is not on this machine: {WITHOUT}"
+            raise Refused(Code.NO_DEVICE, message, str(error)) from error
         self._functions: dict[str, Any] = {}
         for name, arguments in _PROTOTYPES.items():
             library = self._quick if name in _QUICK else self._library
@@ -152,7 +152,8 @@ class Driver:
         try:
             self.call("cuInit", 0)
         except Failed as error:
-            raise Refused(Code.NO_DEVICE, "the NVIDIA driver cannot start", error.value) from error
+            message = f"the NVIDIA driver cannot start: {WITHOUT}"
+            raise Refused(Code.NO_DEVICE, message, error.value) from error
 
     def call(self, name: str, *arguments: Any) -> None:
         result = self._functions[name](*arguments)

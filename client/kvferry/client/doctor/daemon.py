@@ -30,7 +30,6 @@ from kvferry.proto.specs import (
 
 ENGINE = "kvferry-doctor"
 PAGE = 4096
-START = "kvferryd --device 0 --pool-size 64GiB"
 SETTLED = 120.0
 """Seconds after which a daemon should have registered its pool."""
 
@@ -50,11 +49,19 @@ def folder(case: Case) -> Iterator[Finding]:
         change = f"kvferry doctor -d {found[0]}; OffloadClient({str(found[0])!r})"
         yield fail("folder", f"several daemons run: {which}", change)
     elif not closed:
-        change = f"{START}, or name its folder with --directory"
+        change = f"{_start(places[0])}, or name its folder with --directory"
         yield fail("folder", f"no daemon's sockets in {seen}", change)
     for path in closed:
         if not found:
             yield fail("folder", f"{path}: permission denied, {_owned(path)}", _entry(path))
+
+
+def _start(directory: Path) -> str:
+    """A daemon for the device that a folder is named by."""
+    if directory.name == "cpu":
+        return "kvferryd --device cpu"
+    device = directory.name if directory.name.startswith("GPU-") else "0"
+    return f"kvferryd --device {device} --pool-size 64GiB"
 
 
 def _owned(path: Path) -> str:
@@ -96,7 +103,8 @@ def listening(case: Case) -> Iterator[Finding]:
         except PermissionError:
             yield fail("sockets", f"{path}: permission denied, {_owned(path)}", _entry(path))
         except (ConnectionRefusedError, FileNotFoundError):
-            yield fail("sockets", f"nobody listens at {path}: its daemon is not running", START)
+            found = f"nobody listens at {path}: its daemon is not running"
+            yield fail("sockets", found, _start(case.directory))
         except OSError as error:  # too many wait already
             yield fail("sockets", f"{path}: {error}", _revive(_holder(case.directory)))
         else:
@@ -138,7 +146,7 @@ def _change(error: KVFerryError, directory: Path) -> str:
         case Code.FORBIDDEN:
             return "one PID namespace for both: docker run --pid=host"
         case Code.SHUTTING_DOWN:
-            return f"the daemon stops: start it again ({START})"
+            return f"the daemon stops: start it again ({_start(directory)})"
     return "see the daemon's log"
 
 

@@ -74,6 +74,8 @@ def own_daemon(plan: Plan, pool_bytes: int, **options: Any) -> LocalDaemon:
 
 def device_of(plan: Plan) -> str:
     """What a daemon of our own is told."""
+    if plan.device.lower() == "cpu":
+        return "cpu"
     if plan.device != "auto":
         return plan.device
     return "0" if torch.cuda.is_available() else "cpu"
