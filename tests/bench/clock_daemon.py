@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from bench import link_time
 from kvferry.daemon import kvferryd
-from kvferry.daemon.config import Config, parse_bytes
+from kvferry.daemon.config import Config
 from kvferry.daemon.core.geometry import Geometry
 from kvferry.daemon.engine.auditor import Auditor, Blocks
 from kvferry.daemon.engine.base import CopyEngine, Mapping
@@ -34,6 +34,7 @@ from kvferry.daemon.engine.cuda import engine as cuda_engine
 from kvferry.daemon.engine.ledger import Sums
 from kvferry.daemon.engine.reference import ReferenceEngine
 from kvferry.proto.memory import Allocation, Location
+from kvferry.proto.sizes import parse_bytes
 from kvferry.proto.status import CalibrationPoint, CopyStatus, DeviceInfo
 
 FRAGMENT = 0.4e-6

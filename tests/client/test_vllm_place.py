@@ -131,6 +131,29 @@ def test_options_are_spelled_as_vllms() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("said", "nbytes"),
+    [("64GiB", 64 << 30), ("1.5 GiB", 3 << 29), (float(1 << 36), 1 << 36), (0, 0), (None, None)],
+)
+def test_sizes_are_written_as_for_the_daemon(said: Any, nbytes: int | None) -> None:
+    assert place({"cpu_bytes_to_use": said}).options["cpu_bytes_to_use"] == nbytes
+
+
+@pytest.mark.parametrize("said", ["64 apples", "", -1, True, [1 << 30], float("nan"), 1e300])
+def test_what_is_no_size_is_refused_by_name(said: Any) -> None:
+    with pytest.raises(Refused, match=r"cpu_bytes_to_use.*64GiB") as refused:
+        place({"cpu_bytes_to_use": said})
+    assert refused.value.code == Code.BAD_CONFIG
+
+
+def test_a_key_of_ours_that_there_is_not_is_refused() -> None:
+    with pytest.raises(Refused, match="kvferry_dirs") as refused:
+        place({"kvferry_dir": "/run/kvferry/cpu"})
+    assert (refused.value.code, refused.value.value) == (Code.BAD_CONFIG, "kvferry_dir")
+    vllms = {"spec_name": "KVFerrySpec", "spec_module_path": "kvferry.client.vllm", "other": 1}
+    assert place(vllms).options == place().options
+
+
 # Daemons
 
 

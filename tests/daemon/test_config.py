@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.daemon.config import Config, description, options, parse_bytes, read
+from kvferry.daemon.config import Config, description, options, read
 from kvferry.daemon.engine.cuda.engine import MIN_STAGING
 from kvferry.proto.errors import Code, Refused
 
@@ -28,38 +28,6 @@ def write(tmp_path: Path) -> Any:
         return f"--config={path}"
 
     return file
-
-
-# Sizes
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [
-        ("0", 0),
-        ("1048576", 1 << 20),
-        ("17b", 17),
-        ("1k", 1 << 10),
-        ("512 MiB", 512 << 20),
-        ("512 mb", 512 << 20),
-        (" 64GiB ", 64 << 30),
-        ("64g", 64 << 30),
-        ("1.5T", 3 << 39),
-        ("0.5 KiB", 512),
-    ],
-)
-def test_sizes(text: str, nbytes: int) -> None:
-    assert parse_bytes(text) == nbytes
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "GiB", "-1", "1e9", "1 000", "1,5GiB", "64 GiBs", "64P", "0x10", "64 Gi B", "1.", "ten"],
-)
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(Refused, match="64GiB") as caught:
-        parse_bytes(text)
-    assert (caught.value.code, caught.value.value) == (Code.BAD_CONFIG, text)
 
 
 # What counts

@@ -22,7 +22,7 @@ import structlog
 import uvloop
 
 from kvferry.daemon import config as configuration
-from kvferry.daemon.config import Config, HealthConfig, LogConfig, parse_bytes
+from kvferry.daemon.config import Config, HealthConfig, LogConfig
 from kvferry.daemon.core.core import Core, Identity
 from kvferry.daemon.core.regions import MAX_REGIONS
 from kvferry.daemon.engine.auditor import Auditor
@@ -44,6 +44,7 @@ from kvferry.daemon.server.shelf import Shelf
 from kvferry.daemon.supervisor import Supervisor
 from kvferry.proto.codec import MAX_MESSAGE_BYTES
 from kvferry.proto.errors import Code, KVFerryError, Refused
+from kvferry.proto.sizes import parse_bytes
 from kvferry.proto.specs import MAX_BLOCK_IDS
 from kvferry.proto.status import Limits
 

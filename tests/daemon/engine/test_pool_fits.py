@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from kvferry.daemon.config import Config, PoolConfig, parse_bytes
+from kvferry.daemon.config import Config, PoolConfig
 from kvferry.daemon.engine.memory import PAGE
 from kvferry.daemon.engine.pool import HostPool, available_bytes, check_fits
 from kvferry.daemon.engine.reference import ReferenceEngine
 from kvferry.daemon.kvferryd import DESCRIPTORS, check_descriptors, make_engine
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.sizes import parse_bytes
 
 LIMIT = 1 << 20
 

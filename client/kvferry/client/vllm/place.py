@@ -25,12 +25,15 @@ from typing import Any
 
 from kvferry.client.endpoint import find_daemon
 from kvferry.proto.errors import Code, Gone, Refused
+from kvferry.proto.sizes import parse_bytes
 from kvferry.proto.status import Fingerprint
 
 log = logging.getLogger("kvferry")
 
 TIMEOUT = 5.0
 """Seconds that a daemon has to answer when an engine comes."""
+OURS = frozenset({"kvferry_dirs"})
+"""The keys of kv_connector_extra_config that are not vLLM's words."""
 CHUNK_TOKENS = 64
 CHUNK_BYTES = 8 << 20
 """The most that a chunk of our own choice has, unless one GPU block has more."""
@@ -112,9 +115,10 @@ class Place:
 
 
 def place_of(vllm_config: Any, kv_cache_config: Any, blocks: Blocks) -> Place:
-    """The place of this process in the engine of a configuration."""
+    """The place of this process in the engine of a configuration. Raises Refused (BAD_CONFIG)."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     extra = transfer.kv_connector_extra_config
+    _check_ours(extra)
     directories = extra.get("kvferry_dirs") or ()
     return Place(
         engine=f"vllm-{transfer.engine_id}",
@@ -166,10 +170,27 @@ def _options(extra: Mapping[str, Any], world_size: int) -> dict[str, Any]:
     """Spelled as for vLLM's own CPUOffloadingSpec; cpu_bytes_to_use: of all ranks, as there."""
     wanted = extra.get("cpu_bytes_to_use")
     return {
-        "cpu_bytes_to_use": None if wanted is None else int(wanted) // world_size,
+        "cpu_bytes_to_use": None if wanted is None else _nbytes(wanted) // world_size,
         "eviction_policy": str(extra.get("eviction_policy", "lru")),
         "store_threshold": max(1, int(extra.get("store_threshold", 1))),
     }
+
+
+def _nbytes(wanted: object) -> int:
+    """A number, or as the daemon's --pool-size takes it."""
+    try:
+        return parse_bytes(str(wanted))
+    except Refused as error:
+        message = f"cpu_bytes_to_use: {error.message}"
+        raise Refused(error.code, message, error.value) from error
+
+
+def _check_ours(extra: Mapping[str, Any]) -> None:
+    """Raise Refused (BAD_CONFIG) for a key that would be ours and is none; others are vLLM's."""
+    for key in extra.keys() - OURS:
+        if key.startswith("kvferry"):
+            message = f"kv_connector_extra_config: no such key; of ours is {', '.join(OURS)}"
+            raise Refused(Code.BAD_CONFIG, message, key)
 
 
 def _fingerprint(vllm_config: Any, kv_cache_config: Any, blocks: Blocks) -> Fingerprint:
