@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -9,15 +10,16 @@ from typing import TypeAlias
 
 import pytest
 
-from kvferry.client import Code, Failed, LocalDaemon
+from kvferry.client import Code, Failed, LocalDaemon, Lookup, OffloadClient
 from kvferry.client.timeline import Timeline
 from kvferry.client.vllm import worker as module
 from kvferry.client.vllm.scheduler import KeysSpec
 from kvferry.client.vllm.worker import WorkerSide
+from kvferry.testing.engine import until
 from kvferry.testing.halves import finished, gpu_blocks, kv_caches, place_at
 from kvferry.testing.plugin import StartKvferryd
 
-A, B = b"a" * 8, b"b" * 8
+A, B, C = b"a" * 8, b"b" * 8, b"c" * 8
 
 Start: TypeAlias = Callable[[LocalDaemon], WorkerSide]
 
@@ -129,6 +131,38 @@ def test_jobs_that_do_not_end_are_given_up(
     worker.store(2, gpu_blocks(2), KeysSpec((B,)))
     worker.wait({1, 2})
     assert ended(worker, 2) == {1: False, 2: False}
+    worker.shutdown()
+
+
+def test_a_daemon_that_stood_still_touches_no_blocks_that_were_given_away(
+    start_kvferryd: StartKvferryd, start_worker: Start
+) -> None:
+    """Nor does it keep what it may have stored from them; and it is of use again."""
+    daemon = start_kvferryd(reference_stall=0.2)
+    worker = start_worker(daemon)
+    (cache,) = worker._kv_caches.tensors
+    cache[1], cache[2], cache[3:5] = 1, 2, 9
+    worker.store(1, gpu_blocks(1), KeysSpec((A,)))
+    assert ended(worker, 1) == {1: True}
+    worker.load(2, KeysSpec((A,)), gpu_blocks(3))
+    worker.load(3, KeysSpec((A,)), gpu_blocks(4))
+    worker.store(4, gpu_blocks(1, 2), KeysSpec((B, C)))
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        worker.wait({2, 3, 4})
+        assert ended(worker, 3) == {2: False, 3: False, 4: False}
+        cache[1:5] = 7  # another request's
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    until(lambda: worker._connected() is not None)
+    with OffloadClient(daemon.directory, engine="reader") as reader:
+        reader.open_namespace(worker._place.fingerprint)
+        until(lambda: reader.lookup(A) is Lookup.HIT)
+        assert reader.lookup(B) is Lookup.MISS
+    assert int(cache[4, 0]) == 7  # of those under way one may have been halfway
+    worker.load(5, KeysSpec((A,)), gpu_blocks(2))
+    assert ended(worker, 1) == {5: True}
+    assert int(cache[2, 0]) == 1
     worker.shutdown()
 
 

@@ -7,6 +7,9 @@ for nothing; on the CPU it is a plain store. Values only grow.
 
 One process makes the timeline and signals it; any process of the engine may name its values, also
 those that are still to come.
+
+An engine that waits no longer for its jobs, but goes on to use their blocks, revokes the timeline:
+a daemon that stands still, and cannot be told, finds that when it goes on.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Any
 
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.libcuda import driver
-from kvferry.proto.page import sealed_memfd
+from kvferry.proto.page import TIMELINE_REVOKED_AT, TIMELINE_VALUE_AT, sealed_memfd
 
 _DEVICE = re.compile(r"cpu(:[0-9]+)?|cuda(:(?P<ordinal>[0-9]+))?")
 
@@ -34,7 +37,8 @@ class Timeline:
         self.kind = "cpu" if ordinal is None else "cuda"
         self.descriptor = sealed_memfd("kvferry-timeline", mmap.PAGESIZE)
         self._page = mmap.mmap(self.descriptor, mmap.PAGESIZE)
-        self._counter = ctypes.c_uint64.from_buffer(self._page)
+        self._counter = ctypes.c_uint64.from_buffer(self._page, TIMELINE_VALUE_AT)
+        self._revoked = ctypes.c_uint64.from_buffer(self._page, TIMELINE_REVOKED_AT)
         self._address = ctypes.addressof(self._counter)
         self._device_pointer = 0
         self.last = 0
@@ -81,6 +85,16 @@ class Timeline:
         else:
             self._counter.value = value
         return value
+
+    def revoke(self) -> None:
+        """Of the jobs of this timeline's engine no copy begins from here on, and none counts that
+        has not been told as done: what it brought may be somebody else's. They end when the worker
+        has left. Register with another timeline then."""
+        self._revoked.value = 1
+
+    @property
+    def revoked(self) -> bool:
+        return bool(self._revoked.value)
 
     def check_follows(self, kind: str) -> None:
         """Raise Refused (DEVICE_MISMATCH) where what is done on `kind` would not be waited for."""

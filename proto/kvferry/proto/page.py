@@ -13,6 +13,9 @@ import os
 
 from kvferry.proto.errors import Code, Refused
 
+TIMELINE_VALUE_AT, TIMELINE_REVOKED_AT = 0, 8
+"""Where an engine's timeline has its two numbers, of 64 bits each: the value that its stream has
+reached, and whether it has given up all of its jobs."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 

@@ -412,6 +412,9 @@ class Clock:
     def show(self, value: int) -> None:
         self.page[:8] = value.to_bytes(8, "little")
 
+    def revoke(self) -> None:
+        self.page[8:16] = bytes([1] * 8)
+
     @property
     def copy(self) -> int:
         """A descriptor for the lane to close."""
@@ -608,6 +611,23 @@ def test_who_waits_for_a_cancelled_plan_waits_for_its_pieces(
     assert piece.direction is STORE
     assert serials(finish(harbour, piece)) == [store]
     assert serials(run_out(harbour, stub)) == [load]
+
+
+def test_an_engine_that_revokes_its_timeline_has_given_up_all_its_jobs(
+    harbour: Harbour, stub: StubEngine, clock: Clock
+) -> None:
+    """No piece begins any more, and what one under way brings does not count."""
+    harbour.map(clock=clock.copy)
+    stub.most = 1
+    first, second = harbour.start(STORE, [1]), harbour.start(STORE, [2])
+    harbour.settle()
+    clock.revoke()
+    (ended,) = [r for r in finish(harbour, stub.in_flight[0]) if isinstance(r, Ended)]
+    assert (ended.serial, ended.outcome) == (first, Outcome.CANCELLED)
+    harbour.settle()
+    assert not stub.in_flight
+    harbour.lane.post(Unmap(1))
+    assert serials(harbour.settle()) == [second]
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["cancels", "dies"])

@@ -53,8 +53,9 @@ class WorkerSide:
         self._place = place
         self._kv_caches = canonical(kv_caches, place.factor)
         self._device = self._kv_caches.tensors[0].device
-        # Of any other device the registration is refused, and vLLM goes on without.
-        self._timeline = Timeline.create(self._device if self._device.type == "cuda" else "cpu")
+        self._timeline = self._new_timeline()
+        self._revoked: list[Timeline] = []
+        """Earlier ones; a stream may still write there."""
         self._ended: list[TransferResult] = []
         """To be told with the next get_finished."""
         self._arrivals = Arrivals()
@@ -101,7 +102,8 @@ class WorkerSide:
 
     def shutdown(self) -> None:
         self._lasting.close()
-        self._timeline.close()
+        for timeline in (self._timeline, *self._revoked):
+            timeline.close()
 
     def _submit(self, job_id: int, spec: TransferSpec, direction: Direction) -> None:
         client = self._connected()
@@ -146,18 +148,25 @@ class WorkerSide:
         if client is not self._client:
             lost, self._under_way = self._under_way, {}
             self._client = client
+            if client is None:  # told so they are: the daemon need not have gone
+                self._timeline.revoke()
             for job_id, direction in lost.items():
                 error = Gone(Code.DAEMON_GONE, "lost with its daemon", job_id)
                 self._fail(job_id, direction, error)
         return client
 
     def _give_up(self, error: KVFerryError) -> None:
+        """From here on no job touches our tensors, also not by a daemon that stands still now."""
+        self._timeline.revoke()
         log.warning("kvferry: jobs do not end, giving the connection up: %s", error)
         self._lasting.give_up()
 
     def _register(self) -> OffloadClient:
         place = self._place
         self._choose_device()
+        if self._timeline.revoked:
+            self._revoked.append(self._timeline)
+            self._timeline = self._new_timeline()
         client = OffloadClient(
             place.daemon(self._uuid()),
             engine=place.engine,
@@ -179,6 +188,10 @@ class WorkerSide:
         return sum(size * layout.group_bytes(group) for group, size in enumerate(sizes))
 
     # The device; on a CPU, as in tests, stores to the timeline are plain and streams there are none
+
+    def _new_timeline(self) -> Timeline:
+        """Of any other device the registration is refused, and vLLM goes on without."""
+        return Timeline.create(self._device if self._device.type == "cuda" else "cpu")
 
     def _stream(self) -> Any:
         cuda = self._device.type == "cuda"

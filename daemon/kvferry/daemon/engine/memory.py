@@ -18,7 +18,7 @@ import numpy as np
 
 from kvferry.daemon.core.geometry import Int64s
 from kvferry.proto.errors import Code, Failed, Refused
-from kvferry.proto.page import sealed_memfd
+from kvferry.proto.page import TIMELINE_REVOKED_AT, TIMELINE_VALUE_AT, sealed_memfd
 
 PAGE = mmap.PAGESIZE
 
@@ -174,17 +174,23 @@ def check_sealed(descriptor: int) -> None:
 
 
 class Timeline:
-    """The reading end of an engine's timeline: one uint64 in a shared page, only ever growing."""
+    """The reading end of an engine's timeline: in a shared page a number that only ever grows, and
+    whether the engine has given up all of its jobs."""
 
     def __init__(self, descriptor: int) -> None:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         if not seals & fcntl.F_SEAL_SHRINK:
             raise Refused(Code.NOT_SHAREABLE, "a timeline page is sealed against shrinking", seals)
         self._page = Mapped(descriptor, PAGE)
-        self._value = ctypes.c_uint64.from_address(self._page.address)
+        self._value = ctypes.c_uint64.from_address(self._page.address + TIMELINE_VALUE_AT)
+        self._revoked = ctypes.c_uint64.from_address(self._page.address + TIMELINE_REVOKED_AT)
 
     def reached(self, value: int) -> bool:
         return self._value.value >= value
+
+    @property
+    def revoked(self) -> bool:
+        return self._revoked.value != 0
 
     def close(self) -> None:
         self._page.close()

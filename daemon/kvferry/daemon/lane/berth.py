@@ -118,11 +118,16 @@ class Berth:
 
     def holds(self, plan: CopyPlan, pool_ready: int) -> bool:
         """Whether something keeps the plan at the head of its track from going on."""
-        if self.leaving:
+        if self.leaving or self.revoked:
             return True
         if plan.wait_for and self._fenced(plan):
             return True
         return plan.host_end > pool_ready or (plan.after > 0 and self._behind(plan) is not None)
+
+    @property
+    def revoked(self) -> bool:
+        """Whether its engine has given up all jobs, and their blocks may be somebody else's."""
+        return self.timeline is not None and self.timeline.revoked
 
     def held_by_engine(self, plan: CopyPlan) -> bool:
         """Whether the engine's timeline keeps back the plan, or one that it must not overtake."""
@@ -165,6 +170,12 @@ class Flight(msgspec.Struct, eq=False):
     """Seconds from when the one before it was done, at least."""
     looked: float = 0.0
     """When it was not done yet."""
+
+    def landed(self) -> None:
+        """It is done, or failed."""
+        self.crossing.in_flight -= 1
+        if self.berth.revoked:
+            self.crossing.spoil(Outcome.CANCELLED)
 
     @property
     def large(self) -> bool:

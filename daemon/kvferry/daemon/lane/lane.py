@@ -267,7 +267,7 @@ class Lane:
                 crossing.spoil(Outcome.FAILED, error.info)
             stream.landed(looked)
             self._made_room(stream, flight)
-            crossing.in_flight -= 1
+            flight.landed()
             if stream is self._loads and crossing.over and not flight.large:
                 self._courtesy.load_ended(flight, looked)
             self._end_if_over(flight.berth.tracks[stream.direction], crossing)
