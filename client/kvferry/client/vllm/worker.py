@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,23 @@ LOOK = 20e-6
 """Seconds between two looks at a load that is about to end."""
 
 
+@dataclass(frozen=True, eq=False)
+class Attached:
+    """A client that has registered the tensors, and the timeline of its jobs."""
+
+    client: OffloadClient
+    timeline: Timeline
+
+    @property
+    def gone(self) -> Gone | None:
+        return self.client.gone
+
+    def close(self) -> None:
+        """From here on none of its jobs touches the tensors, also where its daemon stands still."""
+        self.timeline.revoke()
+        self.client.close()
+
+
 class WorkerSide:
     """`kv_caches`: vLLM's canonical tensors."""
 
@@ -53,14 +71,13 @@ class WorkerSide:
         self._place = place
         self._kv_caches = canonical(kv_caches, place.factor)
         self._device = self._kv_caches.tensors[0].device
-        self._timeline = self._new_timeline()
-        self._revoked: list[Timeline] = []
-        """Earlier ones; a stream may still write there."""
+        self._timelines: list[Timeline] = []
+        """Of all clients: a stream may still write there."""
         self._ended: list[TransferResult] = []
         """To be told with the next get_finished."""
         self._arrivals = Arrivals()
         self._lasting = Lasting("the worker's connection", self._register)
-        self._client: OffloadClient | None = None
+        self._attached: Attached | None = None
         """The one that has the jobs under way."""
         self._under_way: dict[int, Direction] = {}
 
@@ -93,40 +110,41 @@ class WorkerSide:
 
     def wait(self, job_ids: Collection[int]) -> None:
         """Return when these jobs can touch their GPU blocks no more; bounded."""
-        client = self._connected()
-        if client is not None:
+        attached = self._connected()
+        if attached is not None:
             try:
-                client.wait(job_ids, timeout=FLUSH)
+                attached.client.wait(job_ids, timeout=FLUSH)
             except KVFerryError as error:
                 self._give_up(error)  # the daemon ends what is under way; here it is lost
 
     def shutdown(self) -> None:
         self._lasting.close()
-        for timeline in (self._timeline, *self._revoked):
+        for timeline in self._timelines:
             timeline.close()
 
     def _submit(self, job_id: int, spec: TransferSpec, direction: Direction) -> None:
-        client = self._connected()
+        attached = self._connected()
         try:
-            if client is None:
+            if attached is None:
                 raise Gone(Code.DAEMON_GONE, "there is no daemon now", job_id)
-            value = self._timeline.last + 1
-            client.transfer_async(job_id, spec, wait_for=value)
+            timeline = attached.timeline
+            value = timeline.last + 1
+            attached.client.transfer_async(job_id, spec, wait_for=value)
         except KVFerryError as error:
             self._fail(job_id, direction, error)
             return
         self._under_way[job_id] = direction
         try:  # last: the daemon reads the job meanwhile
-            self._timeline.signal(self._stream(), value)
+            timeline.signal(self._stream(), value)
         except KVFerryError as error:  # nothing else would ever let the job begin
             self._give_up(error)
 
     def _take_in(self) -> None:
-        client = self._connected()
-        if client is None:
+        attached = self._connected()
+        if attached is None:
             return
         try:
-            finished = client.get_finished()
+            finished = attached.client.get_finished()
         except KVFerryError as error:
             self._give_up(error)
             return
@@ -142,31 +160,27 @@ class WorkerSide:
         result = TransferResult(job_id, False, 0, 0.0, kind, Outcome.LOST, error)
         self._ended.append(result)
 
-    def _connected(self) -> OffloadClient | None:
-        """The client there is. Jobs of one that went before it told of them have failed."""
-        client = self._lasting.current
-        if client is not self._client:
+    def _connected(self) -> Attached | None:
+        """What there is. Jobs of a client that went before it told of them have failed."""
+        attached = self._lasting.current
+        if attached is not self._attached:
             lost, self._under_way = self._under_way, {}
-            self._client = client
-            if client is None:  # told so they are: the daemon need not have gone
-                self._timeline.revoke()
+            self._attached = attached
             for job_id, direction in lost.items():
                 error = Gone(Code.DAEMON_GONE, "lost with its daemon", job_id)
                 self._fail(job_id, direction, error)
-        return client
+        return attached
 
     def _give_up(self, error: KVFerryError) -> None:
-        """From here on no job touches our tensors, also not by a daemon that stands still now."""
-        self._timeline.revoke()
         log.warning("kvferry: jobs do not end, giving the connection up: %s", error)
         self._lasting.give_up()
 
-    def _register(self) -> OffloadClient:
+    def _register(self) -> Attached:
         place = self._place
         self._choose_device()
-        if self._timeline.revoked:
-            self._revoked.append(self._timeline)
-            self._timeline = self._new_timeline()
+        # Of any other device the registration is refused, and vLLM goes on without.
+        timeline = Timeline.create(self._device if self._device.type == "cuda" else "cpu")
+        self._timelines.append(timeline)
         client = OffloadClient(
             place.daemon(self._uuid()),
             engine=place.engine,
@@ -176,11 +190,11 @@ class WorkerSide:
         )
         try:
             client.open_namespace(place.fingerprint, mirror=False, **place.options)
-            client.register_kv_caches(self._kv_caches, timeline=self._timeline)
+            client.register_kv_caches(self._kv_caches, timeline=timeline)
         except BaseException:
             client.close()
             raise
-        return client
+        return Attached(client, timeline)
 
     def _nbytes(self, blocks: GPULoadStoreSpec) -> int:
         layout = self._kv_caches.layout
@@ -188,10 +202,6 @@ class WorkerSide:
         return sum(size * layout.group_bytes(group) for group, size in enumerate(sizes))
 
     # The device; on a CPU, as in tests, stores to the timeline are plain and streams there are none
-
-    def _new_timeline(self) -> Timeline:
-        """Of any other device the registration is refused, and vLLM goes on without."""
-        return Timeline.create(self._device if self._device.type == "cuda" else "cpu")
 
     def _stream(self) -> Any:
         cuda = self._device.type == "cuda"
