@@ -13,6 +13,7 @@ times over: median, least and most.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections import deque
@@ -119,4 +120,7 @@ def told(samples: list[float]) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()

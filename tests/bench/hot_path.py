@@ -14,8 +14,8 @@ client, core, and a lane over the reference engine are all in this process.
 
 from __future__ import annotations
 
+import argparse
 import queue
-import sys
 import time
 from itertools import count, cycle, islice
 from typing import Any
@@ -55,7 +55,7 @@ SESSION = "bench"
 clock = time.perf_counter
 
 
-def main(jobs: int = 300) -> None:
+def main(jobs: int) -> None:
     print(f"{'us':28}{'awake':>9}{'':9}{'asleep':>9}")
     print(f"{'':28}{'p50':>9}{'p99':>9}{'p50':>9}{'p99':>9}")
     for name, case in CASES.items():
@@ -160,4 +160,8 @@ def sleep() -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("jobs", type=int, nargs="?", default=300)
+    main(parser.parse_args().jobs)

@@ -15,9 +15,9 @@ staged copies do.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import statistics
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -36,9 +36,9 @@ LINK_PIECES, TURN, ROW, ROUNDS = 32, 6, 32 << 10, 15
 Copy = Callable[[], object]
 
 
-def beside_engines() -> None:
+def beside_engines(under_mps: bool) -> None:
     with contextlib.ExitStack() as stack:
-        if "--mps" in sys.argv[1:]:
+        if under_mps:
             stack.enter_context(mps())
         windows = Windows(stack.enter_context(Busy(0)), WINDOWS, lambda _: None)
         print(f"{'':30}{'engine':>8}{'GB/s':>8}{'step':>8}{'ms/GiB':>8}   min..max")
@@ -116,4 +116,11 @@ def copies(*pairs: tuple[torch.Tensor, torch.Tensor]) -> Copy:
 
 
 if __name__ == "__main__":
-    link() if "--link" in sys.argv[1:] else beside_engines()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--mps", action="store_true")
+    either.add_argument("--link", action="store_true")
+    chosen = parser.parse_args()
+    link() if chosen.link else beside_engines(chosen.mps)

@@ -8,7 +8,7 @@ one page a block, and for 64 tensors with 8 GPU blocks in a host block. p50, p99
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 
 import numpy as np
@@ -22,7 +22,7 @@ SHAPES = ((1, 1), (64, 8))
 """(tensors, GPU blocks in a host block)"""
 
 
-def main(blocks: int = 10_000) -> None:
+def main(blocks: int) -> None:
     print(f"Geometry.resolve of {blocks:,} GPU blocks, us")
     print(f"{'tensors':>8} {'factor':>7} {'':>6} {'p50':>8} {'p99':>8} {'max':>8}")
     for tensors, factor in SHAPES:
@@ -49,4 +49,8 @@ def measure(direction: Direction, blocks: int, tensors: int, factor: int) -> lis
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("blocks", type=int, nargs="?", default=10_000)
+    main(parser.parse_args().blocks)

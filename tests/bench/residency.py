@@ -13,7 +13,7 @@ p50, p99, max of the rounds given; a call that is timed alone has the timer's ow
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -44,7 +44,7 @@ LAYOUT = KVLayout((TensorLayout(8, PAGE, PAGE),), ((TensorRef(0, PAGE),),))
 FINGERPRINT = Fingerprint("bench", PAGE)
 
 
-def main(keys: int = 1_000_000) -> None:
+def main(keys: int) -> None:
     print(f"{keys:,} keys of {FINGERPRINT.key_bytes} bytes; microseconds")
     print(f"{'':<44} {'p50':>8} {'p99':>8} {'max':>9}")
     with ExitStack() as stack:
@@ -126,4 +126,8 @@ def _show(what: str, seconds: Sequence[float]) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("keys", type=int, nargs="?", default=1_000_000)
+    main(parser.parse_args().keys)

@@ -119,6 +119,7 @@ def test_where_the_sockets_go(
         ("[stop]\ndrain_seconds = -1", "drain_seconds"),
         ("[log]\nlevel = 'loud'", "level"),
         ("[reference]\nfail_every = -1", "fail_every"),
+        ("[reference]\nstall = inf", "stall"),
         ("pool = '1GiB'", "pool"),
         ("[pool\n", "configuration"),
         ("device = 1\ndevice = 2", "configuration"),

@@ -9,6 +9,7 @@ and ends with status 1 where one is not as it must be.
 
 from __future__ import annotations
 
+import argparse
 import json
 import mmap
 import os
@@ -239,13 +240,17 @@ OWN: dict[str, Callable[[], None]] = {"tampered": tampered, "tensor-parallel": t
 """With daemons of their own."""
 
 
-def main(arguments: list[str]) -> None:
-    record = None
-    if "--json" in arguments:
-        at = arguments.index("--json")
-        record = Path(arguments[at + 1])
-        del arguments[at : at + 2]
-    for name in arguments or [*SHARED, "tampered"]:
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("scenario", nargs="*")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    chosen = parser.parse_args()
+    names, record = chosen.scenario or [*SHARED, "tampered"], chosen.json
+    if unknown := set(names) - {*SHARED, *OWN}:
+        parser.error(f"no such scenario: {', '.join(unknown)}; one of {', '.join(SHARED | OWN)}")
+    for name in names:
         began = time.monotonic()
         print(f"-- {name}", flush=True)
         if name in SHARED:
@@ -260,4 +265,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,9 +1,9 @@
-"""kvferryd's door: where a package is missing, that is said in a line."""
+"""kvferryd's door: what is said where a package is missing, and nothing where ctrl-c came early."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 EXTRA = frozenset({"prometheus_client", "structlog", "uvloop", "xxhash"})
 """What the daemon needs beyond the client: the extra "daemon"."""
@@ -12,6 +12,13 @@ EXTRA = frozenset({"prometheus_client", "structlog", "uvloop", "xxhash"})
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run until SIGTERM. Exit status as kvferryd.py has it; 2 where a package is missing."""
     try:
+        _kvferryd()(arguments)
+    except KeyboardInterrupt:  # before its loop heeds it
+        sys.exit(130)
+
+
+def _kvferryd() -> Callable[[Sequence[str] | None], None]:
+    try:
         from kvferry.daemon import kvferryd
     except ModuleNotFoundError as error:
         if error.name not in EXTRA:
@@ -19,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         install = "pip install '.[daemon]' in a checkout of kvferry"
         print(f"kvferryd: {error.name} is not installed: {install}", file=sys.stderr)
         sys.exit(2)
-    kvferryd.main(arguments)
+    return kvferryd.main
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """One small configuration: a TOML file, overridden by the command line, read once.
 
 Every key is a field below; its description is the help of its flag and the comment of its line in
-the sample file, so the three cannot disagree (a test holds the sample against this).
+the sample file (a test holds that comment against this).
 """
 
 from __future__ import annotations
@@ -156,7 +156,9 @@ class LogConfig(Section, frozen=True):
 class ReferenceConfig(Section, frozen=True):
     stall: Annotated[
         float,
-        Meta(ge=0, description="for tests on the CPU: seconds before each piece is copied"),
+        Meta(
+            ge=0, le=3600, description="for tests on the CPU: seconds before each piece is copied"
+        ),
     ] = 0.0
     fail_every: Annotated[
         int, Meta(ge=0, description="for tests on the CPU: each n-th piece fails; 0 is none")

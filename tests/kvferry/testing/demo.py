@@ -263,7 +263,10 @@ def play(chosen: argparse.Namespace, console: Console) -> Report:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 if the tokens survive the round trip and a tampered block changes them, else 1."""
+    """0 if the tokens survive the round trip and a tampered block changes them, else 1.
+
+    130 where it was interrupted.
+    """
     chosen, console = options(argv), Console(highlight=False)
     try:
         report = play(chosen, console)
@@ -272,6 +275,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"[red]the blocks did not come through:[/] {escape(str(error))}", soft_wrap=True
         )
         return 1
+    except KeyboardInterrupt:
+        return 130
     show(report, console)
     return 0 if verdict(report, console) else 1
 

@@ -1,7 +1,8 @@
 """The command line: `kvferry status`, `top`, `release`, `doctor` and `bench`.
 
 Exit status: 0 done; 1 something failed, said in one line on stderr; 2 wrong usage, or a package is
-missing. What a command needs beyond the client is imported when it runs: status needs no torch.
+missing; 130 ctrl-c. What a command needs beyond the client is imported when it runs: status needs
+no torch.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if package not in _INSTALL:
             raise
         _give_up(f"{package} is not installed: pip install {_INSTALL[package]}", 2)
+    except KeyboardInterrupt:
+        sys.exit(130)
     except KVFerryError as error:
         _give_up(" ".join(str(error).split()), 1)
     sys.exit(0)

@@ -8,7 +8,7 @@ bandwidth on the left (with the alternatives of `beside`, alone), `beside` on th
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Callable, Collection, Iterable
 from itertools import product
 from pathlib import Path
@@ -156,6 +156,18 @@ def _tidy(axes: Axes) -> None:
         spine.set_color("0.7")
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("given", type=Path, metavar="bench.json")
+    parser.add_argument("drawn", type=Path, metavar="out.png")
+    chosen = parser.parse_args()
+    try:
+        draw(msgspec.json.decode(chosen.given.read_bytes(), type=Results), chosen.drawn)
+    except (OSError, ValueError, msgspec.MsgspecError, Refused) as error:
+        parser.error(str(error))
+
+
 if __name__ == "__main__":
-    given, drawn = map(Path, sys.argv[1:])
-    draw(msgspec.json.decode(given.read_bytes(), type=Results), drawn)
+    main()
