@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import struct
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.proto import codec
+from kvferry.proto import codec, specs
 from kvferry.proto import messages as wire
 from kvferry.proto.codec import Decoder, encode
 from kvferry.proto.errors import (
@@ -169,7 +170,7 @@ def test_what_is_no_client_message_is_refused(data: bytes) -> None:
 def test_an_extension_that_holds_no_block_ids_is_refused(
     kind: int, payload: bytes, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(codec, "MAX_BLOCK_IDS", 5)
+    monkeypatch.setattr(specs, "MAX_BLOCK_IDS", 5)
     data = pack("submit", 1, ["gpu", msgspec.msgpack.Ext(kind, payload)], CPU)
     with pytest.raises(Refused, match=said) as caught:
         codec.decode_client_message(data)
@@ -177,7 +178,7 @@ def test_an_extension_that_holds_no_block_ids_is_refused(
 
 
 def test_a_spec_names_as_many_blocks_as_the_limit_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "MAX_BLOCK_IDS", 2)
+    monkeypatch.setattr(specs, "MAX_BLOCK_IDS", 2)
     message = codec.decode_client_message(pack("submit", 1, GPU, CPU))
     assert isinstance(message, wire.Submit)
     assert isinstance(message.src, GPULoadStoreSpec)
@@ -185,6 +186,19 @@ def test_a_spec_names_as_many_blocks_as_the_limit_says(monkeypatch: pytest.Monke
 
 
 BLOCK_IDS_FOLLOW = b"\x94\xa6submit\x01\x92\xa3gpu"
+
+
+@pytest.mark.parametrize("what", [b"\x90", b"\x01", b"\xa1a", b"\xc0"])
+def test_what_stands_in_the_place_of_block_ids_is_not_built(what: bytes) -> None:
+    """Thirty MiB of empty arrays took gigabytes, and seconds, before they were no block ids."""
+    count = 1 << 16
+    data = BLOCK_IDS_FOLLOW + b"\xdd" + struct.pack(">I", count) + count * what
+    tracemalloc.start()
+    try:
+        assert refusal(codec.decode_client_message, data) == Code.BAD_MESSAGE
+        assert tracemalloc.get_traced_memory()[1] < count
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("level", [b"\x91", b"\x81\xc0", b"\x81\x91", b"\xdd\0\0\0\1", b"\x92\xc0"])

@@ -17,12 +17,9 @@ from msgspec.msgpack import Ext
 from kvferry.proto.desk import DescriptorReply, DescriptorRequest
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.messages import ClientMessage, DaemonMessage
-from kvferry.proto.specs import MAX_BLOCK_IDS
 
 MAX_MESSAGE_BYTES = 32 << 20
 """Two sides of MAX_BLOCK_IDS int64 ids each are half of it."""
-
-_WIDTHS: dict[int, np.dtype[Any]] = {4: np.dtype("<i4"), 8: np.dtype("<i8")}
 
 T = TypeVar("T")
 
@@ -33,16 +30,6 @@ def _enc_hook(value: Any) -> Ext | int:
     if isinstance(value, np.integer):
         return int(value)
     raise NotImplementedError(f"{type(value).__name__} is not part of the wire")
-
-
-def _ext_hook(code: int, data: memoryview) -> Any:
-    if code not in _WIDTHS:
-        raise ValueError(f"unknown extension type {code}: block ids are 4 or 8 bytes wide")
-    if len(data) > MAX_BLOCK_IDS * code:
-        raise ValueError(f"more than {MAX_BLOCK_IDS} block ids")
-    if len(data) % code:
-        raise ValueError(f"{len(data)} bytes are no whole number of {code}-byte block ids")
-    return np.frombuffer(bytes(data), _WIDTHS[code])  # a copy: numpy is slow where ids lie askew
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
@@ -63,7 +50,7 @@ def encode(message: ClientMessage | DaemonMessage | DescriptorRequest | Descript
 def readable(value: object, kind: Any) -> bool:
     """Whether a field of this type can carry a value to the other side."""
     try:
-        msgspec.msgpack.decode(_encoder.encode(value), type=kind, ext_hook=_ext_hook)
+        msgspec.msgpack.decode(_encoder.encode(value), type=kind)
     except (ValueError, TypeError, OverflowError, NotImplementedError, RecursionError):
         return False
     return True
@@ -73,7 +60,7 @@ class Decoder(Generic[T]):
     """Decodes one direction's union of messages."""
 
     def __init__(self, union: Any) -> None:
-        self._decoder = msgspec.msgpack.Decoder(union, ext_hook=_ext_hook)
+        self._decoder = msgspec.msgpack.Decoder(union)
 
     def __call__(self, data: bytes | memoryview) -> T:
         """The message in `data`; Refused (BAD_MESSAGE, MESSAGE_TOO_LARGE) for anything else."""

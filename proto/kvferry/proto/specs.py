@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import msgspec
 import numpy as np
 from msgspec import Meta
+from msgspec.msgpack import Ext
 
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import MAX_KEY_BYTES, OffloadKey
@@ -34,12 +35,13 @@ MAX_INT = (1 << 63) - 1
 MAX_COUNT = 1 << 48
 
 _ID_TYPES = np.dtype("<i8"), np.dtype("<i4")
+_WIDTHS: dict[int, np.dtype[Any]] = {dtype.itemsize: dtype for dtype in _ID_TYPES}
 
 BlockIds: TypeAlias = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 if TYPE_CHECKING:
     AnyIds: TypeAlias = Any  # callers may give any sequence of ints; what is kept is an array
 else:
-    AnyIds = np.ndarray
+    AnyIds = Ext  # the decoder builds nothing else: of numpy.ndarray it would build any value first
 Id: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_COUNT)]
 Positive: TypeAlias = Annotated[int, Meta(gt=0, lt=MAX_COUNT)]
@@ -159,6 +161,18 @@ def as_block_ids(ids: Sequence[int] | BlockIds) -> BlockIds:
     return np.ascontiguousarray(array)
 
 
+def _arrived(ids: Ext) -> BlockIds:
+    """Block ids as they travel, see codec.py. Raises ValueError where they are none."""
+    width, data = ids.code, bytes(ids.data)
+    if width not in _WIDTHS:
+        raise ValueError(f"unknown extension type {width}: block ids are 4 or 8 bytes wide")
+    if len(data) > MAX_BLOCK_IDS * width:
+        raise ValueError(f"more than {MAX_BLOCK_IDS} block ids")
+    if len(data) % width:
+        raise ValueError(f"{len(data)} bytes are no whole number of {width}-byte block ids")
+    return np.frombuffer(data, _WIDTHS[width])
+
+
 def _check_integers(array: np.ndarray[Any, Any]) -> None:
     if array.dtype.kind not in "iu":
         raise Refused(Code.BAD_SPEC, "block ids are integers of 64 bits", array.dtype.name)
@@ -170,7 +184,8 @@ class _Spec(msgspec.Struct, array_like=True, frozen=True, eq=False, forbid_unkno
     block_ids: AnyIds
 
     def __post_init__(self) -> None:
-        ids = as_block_ids(self.block_ids)
+        ids = self.block_ids
+        ids = _arrived(ids) if type(ids) is Ext else as_block_ids(ids)
         if ids is not self.block_ids:
             msgspec.structs.force_setattr(self, "block_ids", ids)
 
