@@ -72,12 +72,13 @@ HYBRID = KVLayout(
     ((TensorRef(0, 256),), (TensorRef(1, 128),)),
     3,
 )
+SHORT = KVLayout(HYBRID.tensors, HYBRID.groups, 2)
 LAYOUTS = {
     told.Fingerprint("m", layout.host_block_bytes, key_bytes=1): layout
     for layout in (PLAIN, HYBRID)
 }
 """The layout that fills the host blocks of each namespace."""
-FITTING = {PLAIN: [PLAIN, HYBRID], HYBRID: [HYBRID]}
+FITTING = {PLAIN: [PLAIN, HYBRID, SHORT], HYBRID: [HYBRID, SHORT]}
 """Layouts that may enter in its place: those whose host blocks fit into its."""
 LETTERS = [[bytes([letter]) for letter in letters] for letters in (b"abcdefghij", b"uvwxyz")]
 """The keys of each group."""
@@ -574,7 +575,7 @@ class World(RuleBasedStateMachine):
     def begin(self, data: st.DataObject) -> None:
         self.draw = data.draw
         plain, hybrid = LAYOUTS
-        layouts = {plain: self.one_of(FITTING[PLAIN]), hybrid: HYBRID}
+        layouts = {plain: self.one_of(FITTING[PLAIN]), hybrid: self.one_of(FITTING[HYBRID])}
         for engine, fingerprint in (("a", plain), ("b", plain), ("c", hybrid)):
             self.welcome(engine)
             (*_, session) = self.engine_of
@@ -728,7 +729,7 @@ class World(RuleBasedStateMachine):
         assert space is not None
         layouts = FITTING[LAYOUTS[space.fingerprint]]
         if self.bound(space) and space.layout:
-            layouts = [space.layout, space.layout, PLAIN, HYBRID]
+            layouts = [space.layout, space.layout, PLAIN, HYBRID, SHORT]
         self.register(session, self.one_of(layouts), self.draw(st.booleans()))
 
     def bound(self, space: Space) -> bool:

@@ -33,10 +33,11 @@ from kvferry.daemon.core.actions import (
     Unmapped,
 )
 from kvferry.daemon.core.core import Core, Identity
+from kvferry.daemon.core.deeds import Found
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto import status as told
-from kvferry.proto.errors import Code, ErrorInfo
+from kvferry.proto.errors import Code, ErrorInfo, Refused
 from kvferry.proto.keys import EventKind
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import (
@@ -531,6 +532,37 @@ def test_a_layout_that_splits_the_same_bytes_otherwise_is_refused() -> None:
     assert desk.error("b", wire.AllocateKVCaches(1, split))[0] == Code.NAMESPACE_MISMATCH
     padded = KVLayout((TensorLayout(99, PAGE, 4 * PAGE),), LAYOUT.groups)
     desk.register("b", padded)  # how its rows lie on the GPU is its own business
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_layout_whose_host_blocks_are_of_more_gpu_blocks_is_refused(restarted: bool) -> None:
+    """What is all of a host block to one is a part of it to the other."""
+    two = KVLayout((ROW,), ((TensorRef(0, PAGE),),), 2)
+    desk = Desk("a", fingerprint=OF_THREE, layout=two)
+    desk.stored("a", b"k", blocks([0, 1]))
+    if restarted:
+        books, desk = desk.books, Desk()
+        desk.books = books
+        desk.core.restore(*books.found())
+    desk.come("b")
+    desk.enter("b", OF_THREE)
+    (action,) = desk.ask("b", wire.AllocateKVCaches(1, WIDE))
+    error = action.message.error
+    assert error.code == Code.NAMESPACE_MISMATCH
+    assert "GPU blocks in a host block: 2 and 3" in error.message
+    assert isinstance(desk.ask("b", wire.AllocateKVCaches(1, two))[0], Map)
+
+
+def test_a_namespace_that_does_not_say_how_its_blocks_were_made_is_given_up() -> None:
+    """An earlier daemon did not write down of how many GPU blocks they are."""
+    desk = Desk("a")
+    desk.stored("a", b"a")
+    (found,) = desk.books.found()
+    deed, other = msgspec.structs.replace(found.deed, factor=0), Desk()
+    with pytest.raises(Refused) as caught:
+        other.core.restore(msgspec.structs.replace(found, deed=deed))
+    assert caught.value.code == Code.BAD_LAYOUT
+    other.core.restore(Found(deed))  # nothing is in it
 
 
 def test_a_layout_that_leaves_room_in_a_host_block_begins_each_where_it_begins() -> None:

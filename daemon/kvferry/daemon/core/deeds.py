@@ -37,7 +37,10 @@ Contents: TypeAlias = KVLayout | Fingerprint
 
 
 class Deed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A region: `nbytes` of the pool from `start` on, an engine's (layout) or a namespace's."""
+    """A region: `nbytes` of the pool from `start` on, an engine's (layout) or a namespace's.
+
+    pages, factor: how host blocks of a namespace are made, where somebody has entered it.
+    """
 
     name: str
     start: int
@@ -48,6 +51,7 @@ class Deed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threshold: int = 1
     generation: int = 1
     pages: tuple[tuple[int, ...], ...] | None = None
+    factor: int = 0
 
     @property
     def owner(self) -> Owner:

@@ -72,6 +72,8 @@ class Namespace:
         self.policy, self.threshold = policy, threshold
         self.cache = self._new_cache()
         self._pages: tuple[tuple[int, ...], ...] | None = None
+        self._factor = 0
+        """GPU blocks in a host block."""
         self._parts: dict[int, Part] = {}
         """Host blocks of which not every sub-block was stored, and which were."""
 
@@ -104,13 +106,16 @@ class Namespace:
                 layout.host_block_bytes,
             )
         pages = tuple(tuple(ref.page_size_bytes for ref in group) for group in layout.groups)
-        if self._pages not in (None, pages) and (self.registrations or self.cache.usage.used):
+        factor, here = layout.block_size_factor, (self._pages, self._factor)
+        unlike = self._pages is not None and here != (pages, factor)
+        if unlike and (self.registrations or self.cache.usage.used):
             raise Refused(
                 Code.NAMESPACE_MISMATCH,
                 f"pages of the groups: {self._pages} bytes in this namespace, and {pages} in this "
-                "layout, under one fingerprint: put what differs into it",
+                f"layout; GPU blocks in a host block: {self._factor} and {factor}, under one "
+                "fingerprint: put what differs into it",
             )
-        self._pages = pages
+        self._pages, self._factor = pages, factor
         self.registrations.add(registration)
 
     @property
@@ -124,11 +129,13 @@ class Namespace:
             threshold=self.threshold,
             generation=self.generation,
             pages=self._pages,
+            factor=self._factor,
         )
 
     def restore(self, found: Found) -> None:
         """Take up what an earlier daemon left, in a namespace that is new."""
-        self.generation, self._pages = found.deed.generation, found.deed.pages
+        deed = found.deed
+        self.generation, self._pages, self._factor = deed.generation, deed.pages, deed.factor
         self.cache.restore([(resident.key, resident.block) for resident in found.residents])
         self.cache.take_events()  # nobody has been told otherwise
         self._parts = {r.block: r.part for r in found.residents if r.part is not None}

@@ -85,6 +85,9 @@ class Namespaces:
         fingerprint, policy = deed.fingerprint, deed.policy
         if fingerprint is None or fingerprint.name != deed.name or policy not in POLICIES:
             raise Refused(Code.BAD_SPEC, "that is no namespace of ours", deed.name)
+        if found.residents and deed.factor < 1:
+            message = "it was not written down of how many GPU blocks its host blocks are"
+            raise Refused(Code.BAD_LAYOUT, message, deed.name)
         region = self._regions.restore(deed)
         try:
             namespace = Namespace(region, fingerprint, policy, deed.threshold, self._note)
