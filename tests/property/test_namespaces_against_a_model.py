@@ -214,13 +214,12 @@ class Claim:
 
 
 class Mirror:
-    """What somebody makes of the news. A listener hears again of what was kept."""
+    """What somebody makes of the news."""
 
     def __init__(self, stream: Iterator[Any] | None = None, generation: int = 1) -> None:
         self.stream = stream
         self.generation = generation
         """Of the snapshot."""
-        self.listens = stream is None
         self.sequence = self.parts = 0
         self.ready, self.pending = set[bytes](), set[bytes]()
         self.early: list[wire.News] = []
@@ -239,7 +238,7 @@ class Mirror:
     def apply(self, kind: EventKind, keys: set[bytes]) -> None:
         before = {
             EventKind.PENDING: set[bytes](),
-            EventKind.STORED: self.pending | self.ready if self.listens else self.pending,
+            EventKind.STORED: self.pending,
             EventKind.ABANDONED: self.pending,
             EventKind.REMOVED: self.ready,
             EventKind.CLEARED: set[bytes](),
@@ -309,12 +308,11 @@ class Space:
         return bool(self.sessions or self.claims)
 
     def configure(self, policy: str, threshold: int) -> None:
-        """Its keys stay; what was counted and offered does not."""
+        """Its keys and what was counted stay; what was offered does not."""
         if (policy, threshold) == (self.policy, self.threshold):
             return
         self.policy, self.threshold = policy, threshold
         self.offers.clear()
-        self.counts.clear()
 
     def all_pins(self) -> Iterator[tuple[bytes, int, Held]]:
         for held in self.pins.values():

@@ -58,7 +58,6 @@ class Namespace:
         threshold: int,
         changed: Callable[[Namespace], None],
     ) -> None:
-        self._changed = changed
         self.name = fingerprint.name
         self.region = region
         self.fingerprint = fingerprint
@@ -70,7 +69,9 @@ class Namespace:
         self.sequence = 0
         self.generation = 1
         self.policy, self.threshold = policy, threshold
-        self.cache = self._new_cache()
+        self.cache = Cache(region.num_blocks, policy, threshold)
+        self.cache.recording = True
+        self.cache.notice = partial(changed, self)
         self._pages: tuple[tuple[int, ...], ...] | None = None
         self._factor = 0
         """GPU blocks in a host block."""
@@ -85,10 +86,8 @@ class Namespace:
         """Change how it evicts and what it stores; its keys stay."""
         if (policy, threshold) == (self.policy, self.threshold):
             return
-        entries = self.cache.entries()
         self.policy, self.threshold = policy, threshold
-        self.cache = self._new_cache()
-        self.cache.restore(entries)
+        self.cache.configure(policy, threshold)
 
     def enter(self, registration: int, layout: KVLayout, host_bytes: int | None) -> None:
         """Take an engine's tensors in. Refused where their blocks are not made as those here."""
@@ -260,12 +259,6 @@ class Namespace:
         blocks = [taken.pop(key, -1) for key in keys]
         partial = {blocks[at]: part for at, part in parts.items() if blocks[at] >= 0}
         return blocks, Lease(self, reservation, partial)
-
-    def _new_cache(self) -> Cache:
-        cache = Cache(self.region.num_blocks, self.policy, self.threshold)
-        cache.recording = True
-        cache.notice = partial(self._changed, self)
-        return cache
 
 
 def _parts(geometry: Geometry, shares: Sequence[Share]) -> dict[int, Part]:

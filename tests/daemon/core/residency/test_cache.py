@@ -359,3 +359,27 @@ def test_books_that_disagree_are_noticed(
     spoil(cache)
     with pytest.raises(AssertionError, match=message):
         cache.check_integrity()
+
+
+@pytest.mark.parametrize("touched", ["b", "bda"])
+def test_another_policy_takes_over_every_key_in_its_order(touched: str) -> None:
+    cache = Cache(6, "arc")
+    store(cache, "abcd")
+    on_its_way = reserve(cache, "e")
+    cache.touch(keys(touched))
+    cache.prepare_load([b"c"])
+    before, order = cache.usage, cache.entries()
+    for name in ("lru", "arc", "lru"):
+        cache.configure(name, 1)
+        assert ready(cache) == "abcd"
+        assert (cache.usage, cache.entries()) == (before, order)
+    cache.complete_store(on_its_way, success=True)
+    assert ready(cache) == "abcde"
+
+
+def test_another_threshold_forgets_what_was_offered_and_nothing_else() -> None:
+    cache = Cache(4, "lru", 3)
+    assert reserve(cache, "a").keys == ()
+    cache.configure("lru", 2)
+    assert reserve(cache, "a").keys == ()
+    assert reserve(cache, "a").keys == (b"a",)

@@ -30,16 +30,26 @@ if TYPE_CHECKING:
 
 
 class ARC:
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, keys: Keys | None = None) -> None:
         self._capacity = capacity
         self._target = 0.0
-        self._recent: Keys = OrderedDict()
+        self._recent: Keys = OrderedDict() if keys is None else keys
         self._frequent: Keys = OrderedDict()
         self._recent_ghosts: Keys = OrderedDict()
         self._frequent_ghosts: Keys = OrderedDict()
 
     def __iter__(self) -> Iterator[bytes]:
         return chain(self._recent, self._frequent)
+
+    def give_up(self) -> Keys:
+        recent, frequent = self._recent, self._frequent
+        if len(recent) > len(frequent):
+            recent.update(frequent)
+            return recent
+        for key in reversed(recent):
+            frequent[key] = None
+            frequent.move_to_end(key, last=False)
+        return frequent
 
     def admit(self, keys: Sequence[bytes], room: int, may_go: Sieve) -> list[bytes]:
         returning, victims = self._choose(keys, room, may_go)

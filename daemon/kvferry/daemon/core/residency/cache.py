@@ -94,7 +94,7 @@ class Cache:
         self._capacity = capacity
         self._make_policy = POLICIES[policy]
         self._policy = self._make_policy(capacity)
-        self._offers = Offers(store_threshold, max(capacity, OFFERS_REMEMBERED))
+        self._offers = _offers(store_threshold, capacity)
         self._blocks = Blocks(capacity)
         self._pending: dict[bytes, int] = {}
         self._ready: dict[bytes, int] = {}
@@ -122,6 +122,14 @@ class Cache:
         self._recording = on
         if not on:
             self._events = []
+
+    def configure(self, policy: str, store_threshold: int) -> None:
+        """Evict and store otherwise from now on. Keys stay and counters go on; what the policy
+        has learnt and what was offered is forgotten."""
+        if POLICIES[policy] is not self._make_policy:
+            self._make_policy = POLICIES[policy]
+            self._policy = self._make_policy(self._capacity, self._policy.give_up())
+        self._offers = _offers(store_threshold, self._capacity)
 
     @property
     def usage(self) -> Usage:
@@ -370,6 +378,10 @@ class Cache:
         if self._recording and (keys or kind is EventKind.CLEARED):
             self._events.append(Event(kind, keys))
             self.notice()
+
+
+def _offers(threshold: int, capacity: int) -> Offers:
+    return Offers(threshold, max(capacity, OFFERS_REMEMBERED))
 
 
 def _nobody() -> None:

@@ -15,12 +15,15 @@ Keys: TypeAlias = "OrderedDict[bytes, None]"
 
 
 class LRU:
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, keys: Keys | None = None) -> None:
         self._capacity = capacity
-        self._keys: Keys = OrderedDict()
+        self._keys: Keys = OrderedDict() if keys is None else keys
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._keys)
+
+    def give_up(self) -> Keys:
+        return self._keys
 
     def admit(self, keys: Sequence[bytes], room: int, may_go: Sieve) -> list[bytes]:
         mine = self._keys

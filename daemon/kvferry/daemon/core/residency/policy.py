@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Protocol, TypeAlias
 
 from kvferry.daemon.core.residency.arc import ARC
-from kvferry.daemon.core.residency.lru import LRU
+from kvferry.daemon.core.residency.lru import LRU, Keys
 
 Sieve: TypeAlias = Callable[[Iterable[bytes]], Iterator[bytes]]
 """Lets through the keys that may go."""
@@ -23,6 +23,9 @@ Sieve: TypeAlias = Callable[[Iterable[bytes]], Iterator[bytes]]
 class Policy(Protocol):
     def __iter__(self) -> Iterator[bytes]:
         """All keys, least recent first as far as the policy knows."""
+
+    def give_up(self) -> Keys:
+        """All keys in that order, for another policy: this one is not asked any more."""
 
     def admit(self, keys: Sequence[bytes], room: int, may_go: Sieve) -> list[bytes]:
         """Take in new keys, all different, `room` of them for nothing. Returns who goes for the
@@ -38,8 +41,13 @@ class Policy(Protocol):
         """AssertionError where its books disagree."""
 
 
-POLICIES: dict[str, Callable[[int], Policy]] = {
+class Maker(Protocol):
+    def __call__(self, capacity: int, keys: Keys | None = None) -> Policy:
+        """A policy for a cache of so many blocks, which has these keys, and takes them over."""
+
+
+POLICIES: dict[str, Maker] = {
     "lru": LRU,
     "arc": ARC,
 }
-"""Policies by name: each makes an empty one for a cache of so many blocks."""
+"""Policies by name."""
