@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from kvferry.daemon.core import namespace as namespace_module
+from kvferry.daemon.core import pinned as pinned_module
 from kvferry.daemon.core.actions import (
     Abandon,
     Action,
@@ -1049,6 +1050,40 @@ def test_pinning_what_is_not_there_is_no_error_and_keeps_nothing() -> None:
     assert desk.ask("a", wire.Unpin(each(b"a"))) == []
     assert desk.error("a", wire.Unpin(each(b"b")))[0] == Code.NOT_PINNED
     assert desk.usage("pinned") == (0,)
+
+
+def test_a_session_pins_so_many_keys_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether they are there or not: the daemon keeps a line of each."""
+    monkeypatch.setattr(pinned_module, "LEAST_PINS", 3)
+    desk = Desk("a", "b")
+    desk.stored("a", b"abcd")
+    desk.ask("a", wire.Pin(each(b"aaaabbbbxxxyyy")))
+    assert desk.error("a", wire.Pin(each(b"cda"))) == (Code.BUSY, "3")
+    assert desk.usage("pinned") == (2,)
+    assert desk.ask("a", wire.Pin(each(b"cz"))) == []
+    assert desk.error("a", wire.Pin(each(b"d")))[0] == Code.BUSY
+    assert desk.ask("b", wire.Pin(each(b"d"))) == []
+    desk.ask("a", wire.Unpin(each(b"xz")))
+    assert desk.ask("a", wire.Pin(each(b"da"))) == []
+    desk.part("a", "b")
+    assert desk.usage("pinned") == (0,)
+
+
+def test_what_is_there_is_pinned_together_when_something_is_not() -> None:
+    desk = Desk("a")
+    desk.stored("a", b"abc")
+    (namespace,) = desk.core._namespaces
+    desk.ask("a", wire.Pin(each(b"axbbc")))
+    assert [pins.keys for pins in namespace.cache._loads] == [each(b"abbc")]
+    many = each(b"a" + bytes(range(97)))
+    assert calls(lambda: desk.ask("a", wire.Pin(many))) < 2 * len(many)
+
+
+def test_a_key_that_was_pinned_many_times_is_let_go_at_once() -> None:
+    desk = Desk("a", "b")
+    desk.stored("a", b"a")
+    desk.ask("b", wire.Pin(each(b"a" * 200)))
+    assert calls(lambda: desk.core.leave("b")) < 2 * 200
 
 
 @pytest.mark.parametrize("polite", [True, False])

@@ -12,6 +12,11 @@ from collections.abc import Sequence
 from kvferry.daemon.core.residency.cache import Cache, Pins
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import OffloadKey
+from kvferry.proto.specs import MAX_KEYS
+
+PINS_OF_A_BLOCK = 4
+LEAST_PINS = 4 * MAX_KEYS
+"""What a session may have pinned: so many keys for each block of its namespace, or these."""
 
 
 class Hold:
@@ -41,21 +46,30 @@ class Pinned:
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
+        self._most = max(LEAST_PINS, PINS_OF_A_BLOCK * cache.usage.capacity)
+        self._count = 0
+        """Keys, each as often as it is pinned, whether it was there or not."""
         self._first: dict[OffloadKey, Hold | None] = {}
         """The oldest hold of each key; None where it was not there any more."""
         self._more: defaultdict[OffloadKey, deque[Hold | None]] = defaultdict(deque)
         """Those behind it."""
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
-        """Keep those that are there; of one that went meanwhile its load will say so."""
+        """Keep those that are there; of one that went meanwhile its load will say so.
+
+        Raises Refused (BUSY) where they are too many with those before; then none is kept.
+        """
         if not keys:
             return
-        try:
-            holds: dict[OffloadKey, Hold | None] = dict.fromkeys(keys, Hold(self._cache, keys))
-        except Refused:
-            for key in keys:
-                self._note(key, self._one(key))
-            return
+        if self._count + len(keys) > self._most:
+            raise Refused(
+                Code.BUSY,
+                f"a session has pinned at most {self._most} keys, and this one has "
+                f"{self._count}: let some go",
+                len(keys),
+            )
+        holds = self._holds(keys)
+        self._count += len(keys)
         if len(holds) == len(keys) and self._first.keys().isdisjoint(holds):
             self._first |= holds
         else:
@@ -72,14 +86,17 @@ class Pinned:
 
     def close(self) -> None:
         """Let everything go."""
-        while self._first:
-            self._let_go(tuple(self._first))
+        behind = (key for key, others in self._more.items() for _ in others)
+        self._let_go((*self._first, *behind))
 
-    def _one(self, key: OffloadKey) -> Hold | None:
+    def _holds(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, Hold | None]:
         try:
-            return Hold(self._cache, (key,))
+            return dict.fromkeys(keys, Hold(self._cache, keys))
         except Refused:
-            return None
+            holds: dict[OffloadKey, Hold | None] = dict.fromkeys(keys)
+            if there := self._cache.ready_among(keys):
+                holds |= dict.fromkeys(there, Hold(self._cache, there))
+            return holds
 
     def _note(self, key: OffloadKey, hold: Hold | None) -> None:
         if key in self._first:
@@ -88,6 +105,7 @@ class Pinned:
             self._first[key] = hold
 
     def _let_go(self, keys: Sequence[OffloadKey]) -> None:
+        self._count -= len(keys)
         gone: defaultdict[Hold, list[OffloadKey]] = defaultdict(list)
         for key in keys:
             hold = self._first.pop(key)

@@ -306,6 +306,10 @@ class Cache:
     def ready_keys(self) -> list[bytes]:
         return list(self._ready)
 
+    def ready_among(self, keys: Iterable[bytes]) -> list[bytes]:
+        ready = self._ready
+        return [key for key in keys if key in ready]
+
     def pending_keys(self) -> list[bytes]:
         return list(self._pending)
 
