@@ -299,8 +299,9 @@ class Waited(Message):
 
 
 class Opened(Message):
-    """A namespace, as it is. `unlike`: others of the same model, and the fields that differ.
+    """A namespace, as it is.
 
+    unlike: some others of the same model, and the fields that differ, where they are many in part.
     reattached: it was there before, with its keys. name: what the fingerprint is called.
     generation: from 1 on, and one more with each reset.
     """

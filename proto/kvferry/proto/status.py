@@ -74,6 +74,11 @@ class Fingerprint(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
         """What the namespace of this fingerprint is called."""
         return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).hexdigest()
 
+    @property
+    def nbytes(self) -> int:
+        """Its bytes as it travels."""
+        return len(msgspec.msgpack.encode(self))
+
     def differences(self, other: Fingerprint) -> list[str]:
         """The fields that differ, each with both values: "kv_dtype: 'fp8' here, 'bf16' there"."""
         here, there = self._fields(), other._fields()

@@ -328,6 +328,35 @@ def test_what_is_unlike_is_told_of_the_same_model_only_and_of_what_is_extra_by_i
     assert unlike == f"{first.name}: rope: None here, 'yarn' there"
 
 
+def test_of_others_that_are_many_or_differ_in_much_some_are_told() -> None:
+    desk = Desk(pool_bytes=64 * ROOM)
+    names = [f"e{n}" for n in range(40)]
+    desk.come("a", *names)
+    for name in names:
+        extra = tuple((f"{field:02}", name * 20) for field in range(20))
+        desk.enter(name, msgspec.structs.replace(FINGERPRINT, extra=extra))
+    unlike = desk.enter("a").unlike
+    assert [len(text) for text in unlike] == [512] * 16
+    assert "00: None here, 'e0e0" in unlike[0]
+
+
+def test_a_fingerprint_that_is_long_is_refused() -> None:
+    """All of them are told in one message."""
+    desk = Desk()
+    desk.come("a")
+    for texts, fits in ((15, True), (16, False)):
+        extra = tuple((f"{n:02}", 253 * "x") for n in range(texts))
+        fingerprint = msgspec.structs.replace(FINGERPRINT, extra=extra)
+        assert (fingerprint.nbytes <= 4096) == fits
+        if fits:
+            desk.enter("a", fingerprint)
+            desk.part("a")
+            desk.come("a")
+        else:
+            error = desk.error("a", wire.OpenNamespace(5, fingerprint, ROOM))
+            assert error == (Code.BAD_SPEC, str(fingerprint.nbytes))
+
+
 @pytest.mark.parametrize("second", ["a/worker", "a/scheduler"])
 def test_the_sessions_of_an_engine_are_in_one_namespace(second: str) -> None:
     desk = Desk("a/worker")

@@ -12,8 +12,10 @@ import zmq
 from kvferry.daemon.server import outbox as outbox_module
 from kvferry.daemon.server.outbox import Outboxes
 from kvferry.daemon.server.peers import Peer
+from kvferry.proto import codec
 from kvferry.proto.codec import decode_daemon_message
-from kvferry.proto.messages import Done, Goodbye
+from kvferry.proto.errors import Code
+from kvferry.proto.messages import Done, Error, Goodbye, Opened
 
 
 class Full:
@@ -21,6 +23,20 @@ class Full:
 
     def send_multipart(self, frames: list[bytes], flags: int) -> None:
         raise zmq.Again
+
+
+async def test_who_asked_for_more_than_a_message_may_have_is_told_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", 200)
+    peer = Peer("s", b"id", 1, -1, 0, "client", "engine")
+    boxes = Outboxes(
+        cast(Any, Full()), cast(Any, None), lambda: None, lambda gone, reason: pytest.fail(reason)
+    )
+    boxes.send(peer, Opened(7, "x" * 300, 1, 1, False, "lru", 1))
+    (answer,) = map(decode_daemon_message, peer.outbox)
+    assert isinstance(answer, Error)
+    assert (answer.request_id, answer.error.code) == (7, Code.MESSAGE_TOO_LARGE)
 
 
 async def test_who_takes_nothing_is_sent_away_once_what_it_said_was_answered(

@@ -8,6 +8,7 @@ region of the host pool stays with its keys until somebody needs the room.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from kvferry.daemon.core.actions import Action, Broadcast, Corrupted, Publish, Send, Stream
 from kvferry.daemon.core.deeds import Found, namespace_owner
@@ -18,6 +19,11 @@ from kvferry.daemon.core.residency.policy import POLICIES
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.messages import Done, Follow, Opened, OpenNamespace, Pin, Reset, Touch, Unpin
 from kvferry.proto.status import NamespaceStatus
+
+MAX_FINGERPRINT_BYTES = 4096
+"""As it travels: all namespaces together are told in one message."""
+MOST_UNLIKE, UNLIKE_CHARACTERS = 16, 512
+"""How many others an engine is told of that opens a namespace, and how much of each."""
 
 
 class Namespaces:
@@ -44,6 +50,13 @@ class Namespaces:
         if message.policy not in POLICIES:
             raise Refused(
                 Code.BAD_SPEC, f"a policy is one of {', '.join(POLICIES)}", message.policy
+            )
+        if (nbytes := fingerprint.nbytes) > MAX_FINGERPRINT_BYTES:
+            raise Refused(
+                Code.BAD_SPEC,
+                f"a fingerprint has at most {MAX_FINGERPRINT_BYTES} bytes: put a hash of what is "
+                "long into `extra`",
+                nbytes,
             )
         self._check_agrees(session, engine, message)
         region, reattached = self._regions.claim(
@@ -197,11 +210,12 @@ class Namespaces:
 
     def _unlike(self, namespace: Namespace) -> tuple[str, ...]:
         mine = namespace.fingerprint
-        return tuple(
-            f"{other.name}: {'; '.join(mine.differences(other.fingerprint))}"
+        others = (
+            f"{other.name}: {'; '.join(mine.differences(other.fingerprint))}"[:UNLIKE_CHARACTERS]
             for other in self
             if other is not namespace and other.fingerprint.model == mine.model
         )
+        return tuple(islice(others, MOST_UNLIKE))
 
     def _desert_if_unused(self, namespace: Namespace) -> None:
         if not namespace.used:

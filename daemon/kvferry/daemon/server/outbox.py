@@ -16,7 +16,8 @@ import zmq
 
 from kvferry.daemon.server.peers import Peer, Peers
 from kvferry.proto.codec import encode
-from kvferry.proto.messages import DaemonMessage, Finished, Goodbye, JobResult, News
+from kvferry.proto.errors import ErrorInfo, Refused
+from kvferry.proto.messages import DaemonMessage, Error, Finished, Goodbye, JobResult, News
 
 MAX_MESSAGES = 100_000
 MAX_BYTES = 32 << 20
@@ -52,7 +53,12 @@ class Outboxes:
 
     def send(self, peer: Peer, message: DaemonMessage) -> None:
         self._send_results(peer)
-        self._put(peer, encode(message))
+        try:
+            data = encode(message)
+        except Refused as error:  # or whoever asked would wait for ever
+            info = ErrorInfo(error.code, "the answer is larger than a message may be", error.value)
+            data = encode(Error(getattr(message, "request_id", None), info))
+        self._put(peer, data)
 
     def send_later(self, peer: Peer, result: JobResult) -> None:
         """A result that the peer can see elsewhere: sent with those that follow soon, and before
