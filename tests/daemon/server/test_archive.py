@@ -18,6 +18,7 @@ from kvferry.daemon.engine.memory import MappedFiles
 from kvferry.daemon.server.archive import Archive
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.messages import Outcome
+from kvferry.proto.page import sealed_memfd
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import Fingerprint
 
@@ -182,6 +183,9 @@ async def test_an_heir_takes_up_what_it_may_and_gives_up_the_rest(desk: Desk) ->
     assert await desk.found()
     junk = os.memfd_create("junk")
     desk.shelf.kept["ledger-7"] = os.dup(junk)
+    longer = sealed_memfd("longer", os.fstat(desk.shelf.kept["ledger-1"]).st_size + 1)
+    os.pwrite(longer, os.pread(desk.shelf.kept["ledger-1"], 1 << 24, 0), 0)
+    desk.shelf.kept["ledger-8"] = longer
     kept = {name: os.dup(descriptor) for name, descriptor in desk.shelf.kept.items()}
     heir = Desk(desk.shelf)
     found: list[Found] = []

@@ -35,6 +35,8 @@ MAGIC = b"kvferry1"
 DEED_ROOM = 1 << 20
 """Bytes for a deed; memory that is never written takes no room."""
 SLOTS_AT = PAGE + 2 * DEED_ROOM
+MAX_STAMP = 1 << 62
+"""Beyond it a stamp is damaged: no daemon counts so far."""
 _HEAD = struct.Struct("<8sQ")
 """MAGIC, and which of the two deeds counts."""
 _DEED = struct.Struct("<II")
@@ -58,13 +60,14 @@ class Ledger:
         self.descriptor = descriptor
         try:
             check_sealed(descriptor)
-            if os.fstat(descriptor).st_size <= SLOTS_AT:
+            nbytes = os.fstat(descriptor).st_size
+            if nbytes <= SLOTS_AT:
                 raise Refused(Code.BAD_LAYOUT, "that is no ledger: too short")
             self._file = mmap.mmap(descriptor, 0)
             self.deed = self._read_deed()
+            if nbytes != _file_bytes(self.deed):
+                raise Refused(Code.BAD_LAYOUT, "the ledger is of other blocks", nbytes)
             self._slots = np.frombuffer(self._file, _slot(self.deed), -1, SLOTS_AT)
-            if self._slots.size != self.deed.num_blocks:
-                raise Refused(Code.BAD_LAYOUT, "the ledger is of other blocks", self._slots.size)
         except BaseException:
             os.close(descriptor)
             raise
@@ -74,13 +77,14 @@ class Ledger:
         self._stamps = self._slots["stamp"]
         self.closed = False
         self._stamp = 0 if blank else int(self._stamps.max(initial=0))
+        if self._stamp >= MAX_STAMP:
+            self._renumber()
 
     @classmethod
     def create(cls, deed: Deed) -> Ledger:
         """A new one, in which nothing is sealed. Raises Refused where the deed is too long."""
         data = _packed(deed)
-        nbytes = SLOTS_AT + _slot(deed).itemsize * deed.num_blocks
-        descriptor = sealed_memfd("kvferry-ledger", nbytes)
+        descriptor = sealed_memfd("kvferry-ledger", _file_bytes(deed))
         os.pwrite(descriptor, data, PAGE)
         os.pwrite(descriptor, _HEAD.pack(MAGIC, 0), 0)
         return cls(descriptor, blank=True)
@@ -208,6 +212,11 @@ class Ledger:
         self._file.close()
         os.close(self.descriptor)
 
+    def _renumber(self) -> None:
+        order = np.argsort(self._stamps, kind="stable")
+        self._stamps[order] = np.arange(order.size)
+        self._stamp = order.size
+
     def _read_deed(self) -> Deed:
         magic, current = _HEAD.unpack_from(self._file)
         if magic != MAGIC or current > 1:
@@ -230,6 +239,10 @@ def _packed(deed: Deed) -> bytes:
     if _DEED.size + len(data) > DEED_ROOM:
         raise Refused(Code.BAD_LAYOUT, f"a deed has at most {DEED_ROOM} bytes", len(data))
     return _DEED.pack(len(data), zlib.crc32(data)) + data
+
+
+def _file_bytes(deed: Deed) -> int:
+    return SLOTS_AT + _slot(deed).itemsize * deed.num_blocks
 
 
 def _slot(deed: Deed) -> np.dtype[np.void]:
