@@ -134,6 +134,18 @@ def test_less_than_one_host_block_is_refused_with_the_size_of_one() -> None:
     assert (caught.value.code, caught.value.value) == (Code.POOL_FULL, "4095")
 
 
+@pytest.mark.parametrize("block", [1, 64, 383])
+def test_small_blocks_are_as_many_as_their_ledger_may_know(block: int) -> None:
+    """It takes more memory than they do."""
+    regions = Regions(1 << 40)
+    with pytest.raises(Refused, match="larger block_size_factor") as caught:
+        regions.claim(engine_owner("a"), layout(block), block * ((1 << 20) + 1))
+    assert (caught.value.code, caught.value.value) == (Code.BAD_LAYOUT, str((1 << 20) + 1))
+    assert list(regions) == []
+    regions.claim(engine_owner("a"), layout(block), block << 20)
+    regions.claim(engine_owner("b"), layout(384), 384 << 24)
+
+
 # Anything may happen
 
 

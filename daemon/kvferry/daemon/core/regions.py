@@ -19,6 +19,9 @@ from kvferry.proto.errors import Code, Refused
 
 ALIGNMENT = 4096
 MAX_HOST_BLOCKS = 1 << 28
+MANY_BLOCKS, LEAST_OF_MANY = 1 << 20, 384
+"""Where a region has more host blocks, they have as many bytes or more: the ledger takes 32 for
+each, and its key, and is to be a small part of what it is about."""
 MAX_REGIONS = 1024
 """Each takes descriptors, for its ledger: a daemon that has few takes fewer regions."""
 
@@ -99,10 +102,11 @@ class Regions:
             old.present = True
             return old, True
         start, size = self._find(owner, block, nbytes)
-        if size // block > MAX_HOST_BLOCKS:
+        most = MAX_HOST_BLOCKS if block >= LEAST_OF_MANY else MANY_BLOCKS
+        if size // block > most:
             raise Refused(
                 Code.BAD_LAYOUT,
-                f"a region has at most {MAX_HOST_BLOCKS} host blocks, and one of these takes "
+                f"a region has at most {most} host blocks of this size, and one of them takes "
                 f"{block} bytes: take less, or a larger block_size_factor",
                 size // block,
             )
