@@ -154,6 +154,50 @@ def test_a_reset_lets_go_of_loads_that_nobody_completes(
     assert stand_in.heard(wire.Unpin) == [wire.Unpin((A,))]
 
 
+def come_back(stand_in: StandIn, side: SchedulerSide) -> None:
+    """Let the side lose its daemon, and find it again with all its keys."""
+    stand_in.dead = True
+    assert answers(side, A) == ["miss"]
+    side.on_schedule_end()
+    stand_in.dead = stand_in.closed = False
+    stand_in.said.clear()
+
+
+def test_a_reset_while_the_daemon_is_away_is_done_when_it_is_back(
+    stand_in: StandIn, side: SchedulerSide
+) -> None:
+    """What lies in its pool is of the weights before."""
+    stand_in.dead = True
+    assert answers(side, A) == ["miss"]
+    side.reset_cache()
+    come_back(stand_in, side)
+    until(lambda: "hit" in answers(side, A) or bool(stand_in.heard(wire.Reset)), side)
+    assert answers(side, A) == ["miss"]
+    until(lambda: not stand_in.ready, side)
+    stand_in.store(A)
+    until(lambda: answers(side, A) == ["hit"], side)
+    assert len(stand_in.heard(wire.Reset)) == 1
+
+
+def test_a_reset_that_a_daemon_died_with_is_done_by_the_next(
+    stand_in: StandIn, side: SchedulerSide
+) -> None:
+    stand_in.deaf = True
+    side.reset_cache()
+    stand_in.deaf = False
+    for _ in range(2):
+        stand_in.slow = True
+        come_back(stand_in, side)
+        until(lambda: "hit" in answers(side, A) or bool(stand_in.heard(wire.Reset)), side)
+        assert answers(side, A) == ["miss"]
+    stand_in.finish_resets()
+    come_back(stand_in, side)
+    stand_in.slow = False
+    stand_in.store(A)
+    until(lambda: answers(side, A) == ["hit"], side)
+    assert not stand_in.heard(wire.Reset)
+
+
 # Stores
 
 

@@ -272,6 +272,13 @@ class OffloadingManager:
                 client.reset_async()
 
     @property
+    def resetting(self) -> bool:
+        """Whether one of the daemons has not done a reset that it was sent, as far as is known."""
+        for client in self._clients:
+            client.poll()
+        return any(namespace.undone() for namespace in self._namespaces)
+
+    @property
     def gone(self) -> Gone | None:
         """Why one of the daemons is not there any more, once that is known."""
         return next((client.gone for client in self._clients if client.gone is not None), None)

@@ -118,6 +118,10 @@ class SchedulerSide:
             Lookup.RETRY: words.retry,
         }
         self._usable = True
+        self._owed = False
+        """Whether a reset was not done by every daemon."""
+        self._told: OffloadingManager | None = None
+        """Whom that reset was said to."""
         self._lasting = Lasting("the scheduler's connection", self._open)
         self._ready = UNSEEN
         self._hits = 0
@@ -195,12 +199,15 @@ class SchedulerSide:
 
     @harmless
     def reset_cache(self) -> None:
-        """vLLM forgets its loads, and completes none of them."""
+        """vLLM forgets its loads, and completes none of them.
+
+        What lies in a pool outlives its daemon: a reset is owed until it is done.
+        """
         self._ready = UNSEEN
         self._ended += self._loads.values()
         self._loads.clear()
-        if (manager := self._manager) is not None:
-            manager.reset_cache()
+        self._owed, self._told = True, None
+        self._settle(self._lasting.current)
 
     def shutdown(self) -> None:
         self._lasting.close()
@@ -228,7 +235,20 @@ class SchedulerSide:
 
     @property
     def _manager(self) -> OffloadingManager | None:
-        return self._lasting.current if self._usable else None
+        manager = self._lasting.current if self._usable else None
+        if not self._owed or manager is None:
+            return manager
+        return manager if self._settle(manager) else None
+
+    @harmless
+    def _settle(self, manager: OffloadingManager | None) -> bool:
+        """Have the reset that is owed done, before this manager answers anything."""
+        if self._told is not None and not self._told.resetting:
+            self._owed, self._told = False, None
+        elif manager is not None and manager is not self._told:
+            manager.reset_cache()
+            self._told = manager
+        return True
 
     @harmless
     def _look(self, key: OffloadKey) -> Lookup:
