@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import sys
 from dataclasses import replace
@@ -12,10 +13,12 @@ from typing import Any
 
 import pytest
 
-from kvferry.client import Code, Gone, Refused
+from kvferry.client import Code, Fingerprint, Gone, Refused
 from kvferry.client import vllm as package
+from kvferry.client.bounds import check_fields
 from kvferry.client.vllm import place as module
 from kvferry.client.vllm.place import Blocks, Place, chunk_of, place_of, told
+from kvferry.proto.messages import OpenNamespace
 from kvferry.testing.halves import place_at, vllm_config
 
 TWO_MIB = 2 << 20
@@ -146,6 +149,87 @@ def test_what_is_no_size_is_refused_by_name(said: Any) -> None:
     assert refused.value.code == Code.BAD_CONFIG
 
 
+# What a model computes with
+
+
+def other_place(path: str = "", value: Any = None, **extra: Any) -> Place:
+    """With another value at a path of vLLM's configuration."""
+    config = vllm_config("engine", extra)
+    config.instance_id = "start"
+    config.model_config.hf_config = SimpleNamespace(_commit_hash="aaaa")
+    config.model_config.hf_text_config = SimpleNamespace(rope_parameters={"rope_type": "longrope"})
+    config.model_config.max_model_len = 4096
+    config.speculative_config = SimpleNamespace(draft_model_config=SimpleNamespace(model="draft"))
+    if path:
+        *names, last = path.split(".")
+        target = config
+        for name in names:
+            target = getattr(target, name)
+        setattr(target, last, value)
+    return place_of(config, caches(), BLOCKS)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("model_config.hf_config._commit_hash", "bbbb"),
+        ("model_config.hf_overrides", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}),
+        ("model_config.hf_overrides", print),
+        ("model_config.hf_config_path", "another"),
+        ("model_config.max_model_len", 8192),
+        ("cache_config.calculate_kv_scales", True),
+        ("lora_config", SimpleNamespace()),
+        ("speculative_config", None),
+        ("speculative_config.draft_model_config.model", "another"),
+        ("speculative_config.draft_model_config.hf_overrides", {"num_hidden_layers": 2}),
+    ],
+)
+def test_what_a_model_computes_with_is_in_the_fingerprint(path: str, value: Any) -> None:
+    other = other_place(path, value).fingerprint
+    assert other.differences(other_place().fingerprint)
+    assert other == other_place(path, value).fingerprint  # workers read it as the scheduler does
+    check_fields(OpenNamespace, fingerprint=other)
+
+
+def test_files_of_a_local_model_that_are_written_anew_are_another_model(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"one")
+    (tmp_path / "README.md").write_text("one")
+    one = other_place("model_config.model", str(tmp_path)).fingerprint
+    (tmp_path / "README.md").write_text("another")
+    assert other_place("model_config.model", str(tmp_path)).fingerprint == one
+    os.utime(weights, ns=(1, 1))
+    assert other_place("model_config.model", str(tmp_path)).fingerprint != one
+    os.utime(weights, ns=(1, 2))
+    assert other_place("model_config.model", str(weights)).fingerprint.differences(one)
+
+
+@pytest.mark.parametrize("path", ["cache_config.calculate_kv_scales", "lora_config"])
+def test_what_another_start_may_not_have_the_same_is_of_this_start(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def started(when: str, **extra: Any) -> Fingerprint:
+        config = vllm_config("engine", extra)
+        config.instance_id = when
+        holder, _, name = path.rpartition(".")
+        setattr(getattr(config, holder) if holder else config, name, True)
+        return place_of(config, caches(), BLOCKS).fingerprint
+
+    assert started("one") != started("two")
+    assert "kvferry_salt" in caplog.text
+    caplog.clear()
+    assert started("one", kvferry_salt="mine") == started("two", kvferry_salt="mine")
+    assert started("one", kvferry_salt="mine") != started("one", kvferry_salt="yours")
+    assert "kvferry_salt" not in caplog.text
+
+
+def test_a_model_may_write_into_its_configuration_when_it_is_made() -> None:
+    """Workers' have; the scheduler's has not."""
+    made = SimpleNamespace(_commit_hash="aaaa", rope_parameters={"rope_theta": 10000})
+    worker = other_place("model_config.hf_config", made).fingerprint
+    assert worker == other_place().fingerprint
+
+
 def test_a_key_of_ours_that_there_is_not_is_refused() -> None:
     with pytest.raises(Refused, match="kvferry_dirs") as refused:
         place({"kvferry_dir": "/run/kvferry/cpu"})
@@ -206,7 +290,7 @@ def test_a_spec_needs_our_connector() -> None:
 
 def test_the_package_says_which_vllm_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvferry.client.vllm.connector", None)
-    monkeypatch.setattr(package, "version", lambda: "0.11.0")
+    monkeypatch.setattr(package, "version", lambda name: "0.11.0")
     with pytest.raises(Refused, match=package.SUPPORTED) as refused:
         _ = package.KVFerryConnector
     assert "0.11.0" in refused.value.value

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvferry.client.vllm.place import version
+from kvferry.client.vllm.model import version
 from kvferry.proto.errors import Code, Refused
 
 if TYPE_CHECKING:
@@ -29,7 +29,9 @@ def __getattr__(name: str) -> Any:
         return _connector() if name == "KVFerryConnector" else _spec()
     except ImportError as error:
         message = f"kvferry works inside vLLM {SUPPORTED}, and this one has other parts: {error}"
-        raise Refused(Code.BAD_CONFIG, message, f"vLLM {version() or 'is not here'}") from error
+        raise Refused(
+            Code.BAD_CONFIG, message, f"vLLM {version('vllm') or 'is not here'}"
+        ) from error
 
 
 def _connector() -> Any:

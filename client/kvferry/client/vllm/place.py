@@ -19,11 +19,11 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from kvferry.client.endpoint import find_daemon
+from kvferry.client.vllm.model import traits, version
 from kvferry.proto.errors import Code, Gone, Refused
 from kvferry.proto.sizes import parse_bytes
 from kvferry.proto.status import Fingerprint
@@ -32,7 +32,7 @@ log = logging.getLogger("kvferry")
 
 TIMEOUT = 5.0
 """Seconds that a daemon has to answer when an engine comes."""
-OURS = frozenset({"kvferry_dirs"})
+OURS = "kvferry_dirs", "kvferry_salt"
 """The keys of kv_connector_extra_config that are not vLLM's words."""
 CHUNK_TOKENS = 64
 CHUNK_BYTES = 8 << 20
@@ -187,9 +187,9 @@ def _nbytes(wanted: object) -> int:
 
 def _check_ours(extra: Mapping[str, Any]) -> None:
     """Raise Refused (BAD_CONFIG) for a key that would be ours and is none; others are vLLM's."""
-    for key in extra.keys() - OURS:
+    for key in extra.keys() - set(OURS):
         if key.startswith("kvferry"):
-            message = f"kv_connector_extra_config: no such key; of ours is {', '.join(OURS)}"
+            message = f"kv_connector_extra_config: no such key; ours are {', '.join(OURS)}"
             raise Refused(Code.BAD_CONFIG, message, key)
 
 
@@ -221,17 +221,10 @@ def _fingerprint(vllm_config: Any, kv_cache_config: Any, blocks: Blocks) -> Fing
             ("attention backend", _said(vllm_config, "attention_config.backend")),
             ("parallel", ranks),
             ("context parallel", f"{context[0]} {context[1]}"),
-            ("vllm", version()),
+            ("vllm", version("vllm")),
+            *traits(vllm_config),
         ),
     )
-
-
-def version() -> str:
-    """Of the vLLM that is installed; "" where none is."""
-    try:
-        return metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _uuid(device: int) -> str | None:

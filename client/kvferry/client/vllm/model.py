@@ -1,0 +1,94 @@
+"""What a model computes with, beyond its name: where it changes, the bytes of its KV do.
+
+It must be the same in all processes of an engine. vLLM's resolved hf_config is not: some models
+write into it when they are made, and the scheduler makes none. So what it is resolved from is
+named: the commit or the files, what is laid over them, and the package that reads them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("kvferry")
+
+FILES = frozenset({".bin", ".gguf", ".json", ".pt", ".pth", ".py", ".safetensors"})
+"""Those of a model's folder that can change its KV."""
+
+
+def traits(vllm_config: Any) -> tuple[tuple[str, str], ...]:
+    """By name, for a fingerprint."""
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    return (
+        ("weights and config", _digest(*_sources(vllm_config.model_config))),
+        ("draft model", "" if draft is None else _digest(str(draft.model), *_sources(draft))),
+        ("transformers", version("transformers")),
+        ("salt", _salt(vllm_config)),
+    )
+
+
+def version(package: str) -> str:
+    """Of what is installed; "" where it is not."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _sources(model: Any) -> Iterator[str]:
+    """What a model's weights and its configuration come from."""
+    yield str(getattr(getattr(model, "hf_config", None), "_commit_hash", None))
+    for name in ("model", "hf_config_path", "model_weights"):
+        yield from _files(str(getattr(model, name, None) or ""))
+    for name in ("hf_config_path", "config_format", "override_attention_dtype"):
+        yield str(getattr(model, name, None))
+    overrides = getattr(model, "hf_overrides", None) or {}
+    if not callable(overrides):
+        yield json.dumps(overrides, sort_keys=True, default=str)
+    rope = getattr(getattr(model, "hf_text_config", None), "rope_parameters", None)
+    if "longrope" in str(rope):  # its factors are those of the length that is served
+        yield str(model.max_model_len)
+
+
+def _files(path: str) -> Iterator[str]:
+    """A local model's, with what tells that one was written anew; nothing for another's name."""
+    here = Path(path)
+    if path and here.exists():
+        for file in sorted(here.iterdir()) if here.is_dir() else [here]:
+            if file.suffix in FILES and file.is_file():
+                stat = file.stat()
+                yield f"{file.name} {stat.st_size} {stat.st_mtime_ns}"
+
+
+def _salt(vllm_config: Any) -> str:
+    """A word of the user's; or of this start, where nothing tells what else it computes with."""
+    transfer = vllm_config.kv_transfer_config
+    said = transfer.kv_connector_extra_config.get("kvferry_salt")
+    if said is not None:
+        return str(said)
+    unknown = []
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        unknown.append("the scales of calculate_kv_scales")
+    if getattr(vllm_config, "lora_config", None) is not None:
+        unknown.append("the LoRA adapters, of which vLLM's block hashes have the names only")
+    if callable(getattr(vllm_config.model_config, "hf_overrides", None)):
+        unknown.append("an hf_overrides that is a function")
+    if not unknown:
+        return ""
+    log.warning(
+        "kvferry: nothing tells whether another start has %s the same: nothing is shared with "
+        "other engines, or found again after a restart. Where it has, say so: the same "
+        "kvferry_salt in kv_connector_extra_config, and another one for another",
+        " and ".join(unknown),
+    )
+    start = getattr(vllm_config, "instance_id", None)
+    return "of this start " + _digest(str(start), str(transfer.engine_id))
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.blake2b(json.dumps(texts).encode(), digest_size=16).hexdigest()
