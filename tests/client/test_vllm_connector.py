@@ -93,6 +93,31 @@ def test_chunks_are_as_large_as_the_user_says(
     assert matches(vllm, engine, 1, 10)[1] == tokens
 
 
+def test_layers_of_one_type_and_several_widths_have_the_same_chunk_on_both_sides(
+    vllm: Any,
+) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+
+    from kvferry.client.vllm import KVFerryConnector
+
+    workers = vllm.kv_cache_config_of_widths(8, (8, 16))
+    chunks = []
+    for role, caches in (
+        (KVConnectorRole.WORKER, workers),
+        (KVConnectorRole.SCHEDULER, generate_scheduler_kv_cache_config([workers])),
+    ):
+        config = vllm_config("engine", {"kvferry_dirs": "/nowhere"})
+        connector: Any = KVFerryConnector(config, role, caches)
+        if role is KVConnectorRole.WORKER:
+            place = connector.connector_worker.spec.place
+        else:
+            place = connector.connector_scheduler.manager._place
+        chunks.append((place.factor, place.fingerprint.host_block_bytes))
+        connector.shutdown()
+    assert chunks[0] == chunks[1] == (4, 4 * 3 * vllm.PAGE)
+
+
 @pytest.mark.parametrize(
     ("zeroed", "computes", "order"),
     [

@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    UniformTypeKVCacheSpecs,
 )
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -208,4 +209,24 @@ def kv_cache_config(blocks: int) -> KVCacheConfig:
         num_blocks=blocks,
         kv_cache_tensors=[KVCacheTensor(size=blocks * PAGE, shared_by=[n]) for n in LAYERS],
         kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)],
+    )
+
+
+def kv_cache_config_of_widths(blocks: int, widths: tuple[int, int]) -> KVCacheConfig:
+    """A worker's, of layers that are all full attention."""
+    layers = {
+        name: FullAttentionSpec(
+            block_size=TOKENS, num_kv_heads=HEADS, head_size=width, dtype=torch.bfloat16
+        )
+        for name, width in zip(LAYERS, widths, strict=True)
+    }
+    together = UniformTypeKVCacheSpecs.from_specs(layers)
+    assert together is not None
+    return KVCacheConfig(
+        num_blocks=blocks,
+        kv_cache_tensors=[
+            KVCacheTensor(size=blocks * spec.page_size_bytes, shared_by=[name])
+            for name, spec in layers.items()
+        ],
+        kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), together)],
     )

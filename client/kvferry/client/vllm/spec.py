@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 from vllm.v1.kv_offload import base
 
 from kvferry.client.vllm.place import Blocks, chunk_of, place_of, told
@@ -66,7 +66,14 @@ class Spec(base.OffloadingSpec):
         tokens, hashed, factor = (getattr(self, name) for name in names)
         said = Blocks(tuple(tokens), hashed, factor)
         kinds = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        full = all(isinstance(kind, FullAttentionSpec) for kind in kinds)
+        full = all(isinstance(one, FullAttentionSpec) for kind in kinds for one in _layers(kind))
         factor = chunk_of(vllm_config, kv_cache_config, said, full=full)
         setattr(self, names[2], factor)
         return Blocks(said.tokens, said.hashed, factor)
+
+
+def _layers(kind: Any) -> tuple[Any, ...]:
+    """Of layers of one type in several widths workers are given all; the scheduler any of them."""
+    if isinstance(kind, UniformTypeKVCacheSpecs):
+        return tuple(kind.kv_cache_specs.values())
+    return (kind,)
