@@ -34,6 +34,7 @@ def caches(nbytes: int = TWO_MIB, groups: int = 1, stride: int = 0) -> Any:
 
 def place(extra: dict[str, Any] | None = None, blocks: Blocks = BLOCKS, **parallel: Any) -> Place:
     config = vllm_config("engine", extra or {})
+    config.model_config.get_num_layers = lambda rank: 1
     vars(config.parallel_config).update(parallel)
     return place_of(config, caches(), blocks)
 
@@ -147,6 +148,23 @@ def test_what_is_no_size_is_refused_by_name(said: Any) -> None:
     with pytest.raises(Refused, match=r"cpu_bytes_to_use.*64GiB") as refused:
         place({"cpu_bytes_to_use": said})
     assert refused.value.code == Code.BAD_CONFIG
+
+
+@pytest.mark.parametrize(("layers", "said"), [((31, 30), "31, 30 layers"), ((30, 30), "")])
+def test_a_pipeline_of_uneven_ranks_is_told_once(
+    layers: tuple[int, int], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for rank in range(4):
+        config = vllm_config("engine", {})
+        split = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "world_size": 4}
+        vars(config.parallel_config).update(split, rank=rank)
+        config.model_config.get_num_layers = lambda parallel: layers[
+            parallel.rank // parallel.tensor_parallel_size % parallel.pipeline_parallel_size
+        ]
+        place_of(config, caches(), BLOCKS)
+    errors = [one.getMessage() for one in caplog.records if one.levelno == logging.ERROR]
+    assert len(errors) == bool(said)
+    assert said in "".join(errors)
 
 
 # What a model computes with

@@ -20,6 +20,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from kvferry.client.endpoint import find_daemon
@@ -119,6 +120,7 @@ def place_of(vllm_config: Any, kv_cache_config: Any, blocks: Blocks) -> Place:
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     extra = transfer.kv_connector_extra_config
     _check_ours(extra)
+    _check_split(vllm_config)
     directories = extra.get("kvferry_dirs") or ()
     return Place(
         engine=f"vllm-{transfer.engine_id}",
@@ -191,6 +193,24 @@ def _check_ours(extra: Mapping[str, Any]) -> None:
         if key.startswith("kvferry"):
             message = f"kv_connector_extra_config: no such key; ours are {', '.join(OURS)}"
             raise Refused(Code.BAD_CONFIG, message, key)
+
+
+def _check_split(vllm_config: Any) -> None:
+    """Log where ranks differ in their layers: the scheduler takes all for what rank 0 is."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    stages, wide = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
+    if stages == 1 or parallel.rank:
+        return
+    sizes = {"tensor_parallel_size": wide, "pipeline_parallel_size": stages}
+    ranks = (SimpleNamespace(rank=stage * wide, **sizes) for stage in range(stages))
+    layers = [int(model.get_num_layers(rank)) for rank in ranks]
+    if len(set(layers)) > 1:
+        log.error(
+            "kvferry: nothing will be found: the pipeline's ranks have %s layers, and kvferry "
+            "works only where all have as many. Choose a pipeline_parallel_size that divides the "
+            "layers, or even parts with VLLM_PP_LAYER_PARTITION",
+            ", ".join(map(str, layers)),
+        )
 
 
 def _fingerprint(vllm_config: Any, kv_cache_config: Any, blocks: Blocks) -> Fingerprint:
