@@ -17,10 +17,10 @@ import pytest
 
 from kvferry.client import Code
 from kvferry.client.vllm import scheduler as module
-from kvferry.client.vllm.scheduler import LOADS, KeysSpec, SchedulerSide, Words
+from kvferry.client.vllm.scheduler import LOADS, KeysSpec, SchedulerSide, StoreOutput, Words
 from kvferry.client.vllm.worker import WorkerSide
 from kvferry.proto import messages as wire
-from kvferry.proto.errors import ErrorInfo
+from kvferry.proto.errors import ErrorInfo, Refused
 from kvferry.proto.keys import EventKind
 from kvferry.testing.halves import finished, gpu_blocks, kv_caches, place_at, request
 from kvferry.testing.plugin import StartKvferryd
@@ -203,13 +203,24 @@ def test_a_reset_that_a_daemon_died_with_is_done_by_the_next(
 
 def test_stores_name_the_generation_of_each_rank(side: SchedulerSide) -> None:
     output = side.prepare_store([A, C, D], request())
-    assert output is not None
     assert output.keys_to_store == [C, D]
     assert output.store_spec == KeysSpec((C, D), (1,))
     assert output.store_spec.generation(0) == 1
     assert answers(side, C) == ["pending"]
     side.complete_store({C, D}, request())
     assert answers(side, C) == ["miss"]
+
+
+def test_what_cannot_be_stored_is_nothing_to_store(stand_in: StandIn, side: SchedulerSide) -> None:
+    """Of None vLLM makes a warning, and the same offer again in every step."""
+    nothing = StoreOutput([], KeysSpec(()), [])
+    assert side.prepare_store([bytes([n]) * 8 for n in range(9)], request()) == nothing
+    assert side.prepare_store([C], request()).keys_to_store == [C]
+    stand_in.dead = True
+    assert side.prepare_store([D], request()).keys_to_store == []
+    assert side.prepare_store([D], request()) == nothing
+    side.give_up(Refused(Code.BAD_KEY, "not as long"))
+    assert side.prepare_store([D], request()) == nothing
 
 
 # Ranks
@@ -228,7 +239,6 @@ def test_a_key_is_a_hit_where_every_rank_has_it(
     two.store(A)
     assert answers(side, A, B, A) == ["hit", "miss", "hit"]
     output = side.prepare_store([A, B], request())
-    assert output is not None
     assert output.keys_to_store == [B]
     assert [output.store_spec.generation(rank) for rank in (0, 1)] == [1, 2]
     side.prepare_load([A], request())
@@ -251,7 +261,7 @@ def test_keys_of_another_length_turn_offloading_off(
     assert len(caplog.records) == 1
     assert "offloading is off" in caplog.text
     assert answers(side, A) == ["miss"]
-    assert side.prepare_store([C], request()) is None
+    assert not side.prepare_store([C], request()).keys_to_store
     side.complete_load({A}, request())
     side.complete_store({A}, request())
     side.on_schedule_end()
@@ -282,7 +292,6 @@ def test_store_look_up_load_reset(start_kvferryd: StartKvferryd) -> None:
         WorkerSide(place_at(daemon.directory), kv_caches()),
     )
     output = side.prepare_store([A, B], request())
-    assert output is not None
     worker.store(1, gpu_blocks(1, 2), output.store_spec)
     assert finished(worker, 1)[1].success
     side.complete_store({A, B}, request())
@@ -292,7 +301,6 @@ def test_store_look_up_load_reset(start_kvferryd: StartKvferryd) -> None:
     assert finished(worker, 1)[2].success
     side.complete_load({A, B}, request())
     stale = side.prepare_store([C], request())
-    assert stale is not None
     side.reset_cache()
     assert answers(side, A, B) == ["miss", "miss"]
     until(lambda: refusal(worker, 3, stale.store_spec) == Code.STALE, side)
@@ -316,7 +324,7 @@ def test_a_daemon_killed_while_loads_are_pending(
     assert not finished(worker, 1)[2].success
     side.complete_load({A}, request())
     until(lambda: answers(side, A) == ["miss"], side)
-    assert side.prepare_store([B], request()) is None
+    assert not side.prepare_store([B], request()).keys_to_store
     side.on_schedule_end()
     start_kvferryd(runtime_dir=tmp_path / "run")
     until(lambda: store(side, worker, 3, A), side)
@@ -328,7 +336,7 @@ def test_a_daemon_killed_while_loads_are_pending(
 
 def store(side: SchedulerSide, worker: WorkerSide, job_id: int, key: bytes) -> bool:
     output = side.prepare_store([key], request())
-    if output is None or not output.keys_to_store:
+    if not output.keys_to_store:
         return False
     worker.store(job_id, gpu_blocks(1), output.store_spec)
     success = finished(worker, 1)[job_id].success

@@ -169,15 +169,9 @@ class SchedulerSide:
         if (manager := self._manager) is not None:
             manager.touch(keys)
 
-    @harmless
-    def prepare_store(self, keys: Collection[OffloadKey], req_context: Any) -> StoreOutput | None:
-        manager = self._manager
-        output = None if manager is None else manager.prepare_store(keys)
-        if output is None:
-            return None
-        generations = tuple(spec.generation for spec in output.store_specs)
-        spec = KeysSpec(output.keys_to_store, generations)
-        return StoreOutput(list(output.keys_to_store), spec, [])
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: Any) -> StoreOutput:
+        """Nothing to store, where nothing can be: of None vLLM would offer all again each step."""
+        return self._offer(keys) or StoreOutput([], KeysSpec(()), [])
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: Any, success: bool = True
@@ -261,6 +255,16 @@ class SchedulerSide:
         if found in WAITING and time.monotonic() - asker.since > PATIENCE:
             return Lookup.MISS
         return found
+
+    @harmless
+    def _offer(self, keys: Collection[OffloadKey]) -> StoreOutput | None:
+        manager = self._manager
+        output = None if manager is None else manager.prepare_store(keys)
+        if output is None:
+            return None
+        generations = tuple(spec.generation for spec in output.store_specs)
+        spec = KeysSpec(output.keys_to_store, generations)
+        return StoreOutput(list(output.keys_to_store), spec, [])
 
     @harmless
     def _keep(self, keys: tuple[OffloadKey, ...], request: str) -> None:
