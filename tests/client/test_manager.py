@@ -206,7 +206,18 @@ def test_many_touches_do_not_wait(stand_in: StandIn, manager: OffloadingManager)
     manager.touch(keys[TOUCHES:])
     manager.touch(keys)
     manager.touch([A])
-    assert [len(touch.keys) for touch in stand_in.heard(wire.Touch)] == [TOUCHES, 10, TOUCHES + 10]
+    assert [len(touch.keys) for touch in stand_in.heard(wire.Touch)] == [TOUCHES, TOUCHES + 10]
+
+
+def test_the_same_keys_touched_again_are_not_more(
+    stand_in: StandIn, manager: OffloadingManager
+) -> None:
+    keys = [n.to_bytes(4) for n in range(TOUCHES)]
+    for _ in range(3):
+        manager.touch(keys)
+    assert stand_in.said == []
+    manager.flush()
+    assert stand_in.said == [wire.Touch(tuple(keys))]
 
 
 def test_usage(manager: OffloadingManager) -> None:

@@ -97,6 +97,29 @@ def test_a_request_whose_loads_fail_computes_in_the_end(side: SchedulerSide) -> 
     assert answers(side, A, name="another") == ["hit"]
 
 
+def test_a_request_that_waits_touches_its_keys_once_in_a_while(
+    stand_in: StandIn, side: SchedulerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step() -> list[tuple[bytes, ...]]:
+        """What is touched in one, of two groups of keys."""
+        stand_in.said.clear()
+        answers(side, A)
+        side.touch([A, B], request())
+        side.touch([C], request())
+        side.on_schedule_end()
+        return [said.keys for said in stand_in.heard(wire.Touch) if said.keys]
+
+    assert step() == [(C, A, B)]
+    assert step() == []
+    side.touch([A, B, D], request())  # it grew
+    assert step() == [(A, B, D)]
+    side.looking_up("another")
+    side.touch([A, B], request("another"))
+    assert step() == [(A, B)]
+    monkeypatch.setattr(module, "TOUCHED", 0.0)
+    assert step() == [(C, A, B)]
+
+
 # Loads
 
 

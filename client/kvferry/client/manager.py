@@ -231,11 +231,11 @@ class OffloadingManager:
     def touch(self, keys: Iterable[OffloadKey]) -> None:
         """These are of use: the first becomes the most recent. Sent by `flush`, or when many."""
         keys = self._namespaces[0].checked(keys)
-        if len(self._touched) + len(keys) > TOUCHES:
-            self.flush()
         fresh, touched = dict.fromkeys(reversed(keys)), self._touched
         for key in touched.keys() & fresh.keys():
             del touched[key]
+        if len(touched) + len(fresh) > TOUCHES:
+            self.flush()
         touched.update(fresh)
 
     def flush(self) -> None:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence, Set
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -35,6 +35,8 @@ PATIENCE = 2.0
 """Seconds that a request waits for stores on their way, and for a mirror that is not whole."""
 LOADS = 8
 """A request that loaded so often computes: what it finds may be what cannot be loaded."""
+TOUCHED = 1.0
+"""Seconds that a touch of the same keys by the same request is good for."""
 WAITING = Lookup.HIT_PENDING, Lookup.RETRY
 UNSEEN: tuple[Set[OffloadKey], ...] = (frozenset(),)
 """Before a step's first lookup, and while there is no daemon."""
@@ -85,10 +87,23 @@ class Load:
 
 @dataclass(slots=True)
 class Asker:
-    """A request that looks keys up: since when, and how often it loaded."""
+    """A request that looks keys up: since when, and how often it loaded.
+
+    touched: lists of keys by the last and the number of them, and when.
+    """
 
     since: float
     loads: int = 0
+    touched: dict[tuple[OffloadKey, int], float] = field(default_factory=dict)
+
+    def touches(self, keys: Sequence[OffloadKey]) -> bool:
+        """Whether it is to be said; a key stands for all before it."""
+        now, what = time.monotonic(), (keys[-1], len(keys))
+        if now - self.touched.get(what, 0.0) < TOUCHED:
+            return False
+        self.touched = {old: at for old, at in self.touched.items() if now - at < TOUCHED}
+        self.touched[what] = now
+        return True
 
 
 def harmless(
@@ -165,8 +180,10 @@ class SchedulerSide:
             self._ended.append(load)
 
     @harmless
-    def touch(self, keys: Collection[OffloadKey], req_context: Any) -> None:
-        if (manager := self._manager) is not None:
+    def touch(self, keys: Sequence[OffloadKey], req_context: Any) -> None:
+        """A request that waits touches all its keys in every step."""
+        manager, asker = self._manager, self._askers.get(req_context.req_id)
+        if manager is not None and keys and (asker is None or asker.touches(keys)):
             manager.touch(keys)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: Any) -> StoreOutput:
