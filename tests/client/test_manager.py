@@ -23,6 +23,7 @@ from kvferry.client.manager import TOUCHES
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.keys import EventKind
+from kvferry.proto.specs import MAX_KEYS
 
 if TYPE_CHECKING:
     from client.conftest import StandIn
@@ -160,6 +161,28 @@ def test_keys_of_another_kind_are_refused(manager: OffloadingManager, verb: str)
         getattr(manager, verb)([A, b"aaaaa"])
     assert refused.value.code == Code.BAD_KEY
     assert manager.lookup(b"aaaaa") is MISS
+
+
+def test_more_keys_than_travel_at_once_go_in_pieces(start_stand_in: Start) -> None:
+    daemon = start_stand_in(num_blocks=1 << 17)
+    manager = open_manager(daemon)
+    keys = tuple(n.to_bytes(4) for n in range(MAX_KEYS + 10))
+    manager.touch(keys)
+    manager.lookup(A)
+    manager.flush()
+    first, rest = keys[:MAX_KEYS], keys[MAX_KEYS:]
+    assert daemon.said == [wire.Touch(first, 0, 1), wire.Touch(rest)]
+    assert offer(manager, *keys) == first  # a transfer has no more
+    assert offer(manager, *keys) == rest
+    daemon.store(*first)
+    daemon.store(*rest)
+    daemon.said.clear()
+    manager.prepare_load(keys)
+    manager.complete_load(keys)
+    pins = [wire.Pin(first), wire.Pin(rest), wire.Unpin(first), wire.Unpin(rest)]
+    assert daemon.said == pins
+    with pytest.raises(Refused, match="4 bytes"):
+        manager.touch([*keys, b"aaaaa"])
 
 
 # Touches and counts

@@ -17,7 +17,7 @@ then writes what is missing. RETRY where one of them does not know, and none say
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from kvferry.client.mirror import HIT, HIT_PENDING, MISS, RETRY, Mirror
 from kvferry.client.nonblocking import NonBlocking
 from kvferry.proto.errors import Code, Gone, Refused
 from kvferry.proto.keys import Lookup, OffloadKey
-from kvferry.proto.specs import KeyLoadStoreSpec
+from kvferry.proto.specs import MAX_KEYS, KeyLoadStoreSpec
 from kvferry.proto.status import Fingerprint
 
 TOUCHES = 4096
@@ -182,17 +182,17 @@ class OffloadingManager:
         """Which of these keys to store; those that are there or on their way are left out.
 
         Nothing to store is an empty answer, as is every one while a daemon is gone. None where
-        more keys are offered than there are blocks. Give what is to be stored to the worker, and
-        to complete_store when its transfer has ended. Raises Refused (BAD_KEY).
+        more keys are offered than there are blocks. Of more than one transfer takes (MAX_KEYS) it
+        is the first. Give what is to be stored to the worker, and to complete_store when its
+        transfer has ended. Raises Refused (BAD_KEY).
         """
-        keys = self._namespaces[0].checked(dict.fromkeys(keys))
+        keys = self._checked(dict.fromkeys(keys))
         if len(keys) > self.num_blocks:
             return None
         self.flush()
         found = (HIT, HIT_PENDING)
         wanted = tuple(key for key in keys if self._find(key) not in found)
-        if self.gone:
-            wanted = ()
+        wanted = () if self.gone else wanted[:MAX_KEYS]
         self._offered.update(wanted)
         return PrepareStoreOutput(
             wanted,
@@ -212,25 +212,27 @@ class OffloadingManager:
 
         Raises Refused (KEY_ABSENT) where one of them is no HIT, or BAD_KEY; nothing is kept then.
         """
-        keys = self._namespaces[0].checked(keys)
+        keys = self._checked(keys)
         for mirror in self._fresh_mirrors():
             if lacking := mirror.lacking(keys):
                 raise Refused(
                     Code.KEY_ABSENT, "only a HIT can be loaded: look it up first", lacking.pop()
                 )
         for client in self._clients:
-            client.pin(keys)
+            for some in _pieces(keys):
+                client.pin(some)
         return KeyLoadStoreSpec(keys)
 
     def complete_load(self, keys: Iterable[OffloadKey]) -> None:
         """Let keys go that prepare_load kept. Raises Refused (NOT_PINNED) where it did not."""
         keys = tuple(keys)
         for client in self._clients:
-            client.unpin(keys)
+            for some in _pieces(keys):
+                client.unpin(some)
 
     def touch(self, keys: Iterable[OffloadKey]) -> None:
         """These are of use: the first becomes the most recent. Sent by `flush`, or when many."""
-        keys = self._namespaces[0].checked(keys)
+        keys = self._checked(keys)
         fresh, touched = dict.fromkeys(reversed(keys)), self._touched
         for key in touched.keys() & fresh.keys():
             del touched[key]
@@ -251,7 +253,10 @@ class OffloadingManager:
             self._touched.clear()
             self._told = told
             for client in self._clients:
-                client.touch(keys, hits, misses)
+                first, *more = _pieces(keys)
+                client.touch(first, hits, misses)
+                for some in more:
+                    client.touch(some)
 
     def take_events(self) -> list[OffloadingEvent]:
         """What became a HIT and what ceased to be one since the last call, each in one event.
@@ -301,6 +306,13 @@ class OffloadingManager:
     ) -> None:
         self.close()
 
+    def _checked(self, keys: Iterable[OffloadKey]) -> tuple[OffloadKey, ...]:
+        """`keys`, however many; Refused (BAD_KEY) where they are none of this namespace's."""
+        keys, check = tuple(keys), self._namespaces[0].checked
+        for some in _pieces(keys):
+            check(some)
+        return keys
+
     def _find(self, key: OffloadKey) -> Lookup:
         found = HIT
         for client in self._clients:
@@ -337,6 +349,12 @@ class _Events:
         self._said.update(stored)
         events = OffloadingEvent(tuple(removed), True), OffloadingEvent(tuple(stored), False)
         return [event for event in events if event.keys]
+
+
+def _pieces(keys: tuple[OffloadKey, ...]) -> Iterator[tuple[OffloadKey, ...]]:
+    """As many as travel at once; one piece where there are none."""
+    for at in range(0, len(keys) or 1, MAX_KEYS):
+        yield keys[at : at + MAX_KEYS]
 
 
 def _of_rank(fingerprint: Fingerprint, rank: int, ranks: int) -> Fingerprint:
