@@ -271,6 +271,38 @@ def test_a_key_is_a_hit_where_every_rank_has_it(
     assert answers(side, A) == ["miss"]
 
 
+# Events
+
+
+def told(side: SchedulerSide) -> list[tuple[set[bytes], bool]]:
+    return [(set(event.keys), event.removed) for event in side.events() or ()]
+
+
+def test_whoever_notices_that_the_daemon_went_its_keys_are_removed(stand_in: StandIn) -> None:
+    stand_in.store(A, B)
+    side = open_side(stand_in, events=True)
+    assert told(side) == [({A, B}, False)]
+    stand_in.dead = True
+    assert answers(side, A) == ["miss"]
+    side.on_schedule_end()
+    assert answers(side, A) == ["miss"]
+    assert told(side) == [({A, B}, True)]
+    assert told(side) == []
+
+
+def test_events_of_the_next_manager_are_what_differs(stand_in: StandIn) -> None:
+    stand_in.store(A, B)
+    side = open_side(stand_in, events=True)
+    assert told(side) == [({A, B}, False)]
+    come_back(stand_in, side)
+    stand_in.evict(A)
+    stand_in.store(C)
+    until(lambda: answers(side, C) == ["hit"], side)
+    assert told(side) == [({A}, True), ({C}, False)]
+    stand_in.evict(B)
+    assert told(side) == [({B}, True)]
+
+
 # What must not reach vLLM
 
 

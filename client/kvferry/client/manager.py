@@ -82,17 +82,21 @@ class OffloadingManager:
     """The residency of one engine, over the clients of its ranks' daemons.
 
     clients: each with a namespace opened, mirror and all; or make both with `open`.
-    events: whether there are any to take.
+    events: whether there are any to take. said: what those of the manager before added up to.
     `hits` and `misses` count the lookups answered so.
     """
 
     def __init__(
-        self, clients: NonBlocking | Sequence[NonBlocking], *, events: bool = False
+        self,
+        clients: NonBlocking | Sequence[NonBlocking],
+        *,
+        events: bool = False,
+        said: set[OffloadKey] | None = None,
     ) -> None:
         self._clients = (clients,) if isinstance(clients, NonBlocking) else tuple(clients)
         self._namespaces = tuple(client.namespace for client in self._clients)
         mirrors = [namespace.mirror for namespace in self._namespaces]
-        self._events = _Events(mirrors) if events else None
+        self._events = _Events(mirrors, said) if events else None
         self._offered: set[OffloadKey] = set()
         self._touched: dict[OffloadKey, None] = {}
         """Least recent first."""
@@ -111,6 +115,7 @@ class OffloadingManager:
         eviction_policy: str = "lru",
         store_threshold: int = 1,
         events: bool = False,
+        said: set[OffloadKey] | None = None,
         timeout: float = 10.0,
         reconnect: bool = True,
     ) -> OffloadingManager:
@@ -138,7 +143,7 @@ class OffloadingManager:
                     eviction_policy=eviction_policy,
                     store_threshold=store_threshold,
                 )
-            manager = cls(clients, events=events)
+            manager = cls(clients, events=events, said=said)
             manager._opened = opened.pop_all()
         return manager
 
@@ -262,7 +267,8 @@ class OffloadingManager:
         """What became a HIT and what ceased to be one since the last call, each in one event.
 
         Added up, they are what is a HIT now: the first call names what was there before, and a
-        key that came and went in between is in none. None unless `events` were asked for.
+        key that came and went in between is in none. None unless `events` were asked for. With
+        `said` the first call tells what differs from that, and each keeps it.
         """
         self.flush()
         mirrors = self._fresh_mirrors()
@@ -332,13 +338,16 @@ class OffloadingManager:
 class _Events:
     """What was said to be a HIT, so that only what changed is said."""
 
-    def __init__(self, mirrors: Sequence[Mirror]) -> None:
-        self._said: set[OffloadKey] = set()
+    def __init__(self, mirrors: Sequence[Mirror], said: set[OffloadKey] | None) -> None:
+        self._said: set[OffloadKey] = set() if said is None else said
+        self._first = True
         for mirror in mirrors:
             mirror.watch()
 
     def take(self, mirrors: Sequence[Mirror]) -> list[OffloadingEvent]:
-        changed = dict.fromkeys(key for mirror in mirrors for key in mirror.take_changed())
+        changed = dict.fromkeys(self._said if self._first else ())
+        self._first = False
+        changed.update((key, None) for mirror in mirrors for key in mirror.take_changed())
         stored: list[OffloadKey] = []
         removed: list[OffloadKey] = []
         for key in changed:

@@ -137,6 +137,8 @@ class SchedulerSide:
         """Whether a reset was not done by every daemon."""
         self._told: OffloadingManager | None = None
         """Whom that reset was said to."""
+        self._said: set[OffloadKey] = set()
+        """What all events so far add up to, of whichever manager."""
         self._lasting = Lasting("the scheduler's connection", self._open)
         self._ready = UNSEEN
         self._hits = 0
@@ -226,8 +228,13 @@ class SchedulerSide:
     @harmless
     def events(self) -> list[OffloadingEvent]:
         """What became a HIT and what ceased to be one, where vLLM publishes events."""
-        manager = self._manager if self._events else None
-        return [] if manager is None else manager.take_events()
+        if not self._events:
+            return []
+        if (manager := self._manager) is not None:
+            return manager.take_events()
+        removed = tuple(self._said)
+        self._said.clear()
+        return [OffloadingEvent(removed, True)] if removed else []
 
     def give_up(self, error: KVFerryError) -> None:
         """The connection does not do. Keys that are not this namespace's will never do."""
@@ -313,6 +320,7 @@ class SchedulerSide:
             engine=place.engine,
             fingerprint=place.fingerprint,
             events=self._events,
+            said=self._said,
             timeout=TIMEOUT,
             reconnect=False,  # Lasting makes another
             **place.options,
