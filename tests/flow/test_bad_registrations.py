@@ -7,7 +7,9 @@ moves blocks before and after.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -144,14 +146,32 @@ def test_cuda_memory_at_a_cpu_daemon(raw: Raw) -> None:
     assert refusal(raw, allocations=cuda) == Code.DEVICE_MISMATCH
 
 
-@pytest.mark.parametrize("what", ["/dev/null", ".", "pipe"])
+@pytest.mark.parametrize("what", [".", "pipe", "pyproject.toml", "internet"])
+def test_descriptors_of_no_use(raw: Raw, what: str) -> None:
+    with ExitStack() as stack:
+        if what == "pipe":
+            ends: tuple[int, ...] = os.pipe()
+        elif what == "internet":
+            ends = (socket.socket().detach(),)
+        else:
+            ends = (os.open(what, os.O_RDONLY),)
+        for descriptor in ends:
+            stack.callback(os.close, descriptor)
+        with pytest.raises(Refused) as refused:
+            raw.deposit(ends[0])
+    assert refused.value.code == Code.NOT_SHAREABLE
+
+
+@pytest.mark.parametrize("what", ["/dev/null", "socket"])
 def test_descriptors_of_other_things(raw: Raw, what: str) -> None:
-    ends = os.pipe() if what == "pipe" else (os.open(what, os.O_RDONLY),)
-    tensor, timeline = raw.deposit(ends[0], ends[0])
+    if what == "socket":
+        descriptor = socket.socket(socket.AF_UNIX).detach()
+    else:
+        descriptor = os.open(what, os.O_RDONLY)
+    tensor, timeline = raw.deposit(descriptor, descriptor)
+    os.close(descriptor)
     as_tensor = refusal(raw, allocations=(FdAllocation(tensor, 512),))
     as_timeline = refusal(raw, timeline=timeline)
-    for descriptor in ends:
-        os.close(descriptor)
     assert as_tensor in (Code.BAD_LAYOUT, Code.MAP_FAILED, Code.NOT_SHAREABLE)
     assert as_timeline in (Code.NOT_SHAREABLE, Code.MAP_FAILED)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
+import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,9 +18,18 @@ import pytest
 from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.client.tensors import shared_empty
 from kvferry.proto.codec import encode
-from kvferry.proto.desk import Collect
-from kvferry.proto.memory import FdAllocation
-from kvferry.proto.messages import Allocated, AllocateKVCaches
+from kvferry.proto.desk import Collect, Deposit
+from kvferry.proto.errors import Code
+from kvferry.proto.memory import FdAllocation, Location
+from kvferry.proto.messages import (
+    Allocated,
+    AllocateKVCaches,
+    Done,
+    Error,
+    RegisterKVCaches,
+    UseTray,
+)
+from kvferry.proto.tray import new_tray
 from kvferry.testing.engine import StartEngine, until
 from kvferry.testing.plugin import StartKvferryd
 from kvferry.testing.raw import Raw, one_tensor
@@ -147,3 +159,70 @@ def test_connections_that_take_over_each_other_s_numbers(kvferryd: LocalDaemon) 
         for burner in burners:
             burner.kill()
             burner.wait()
+
+
+LINGERS = 5
+
+
+@contextlib.contextmanager
+def lingering() -> Iterator[socket.socket]:
+    """A socket whose last close takes seconds: its peer does not read what was sent."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        ours = socket.create_connection(listener.getsockname())
+        peer, _ = listener.accept()
+        with peer:
+            linger = struct.pack("ii", 1, LINGERS)
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            ours.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    ours.send(bytes(1 << 16))
+            yield ours
+
+
+@pytest.mark.parametrize("way", ["deposit", "second packet", "unused bell", "bell", "memory"])
+def test_no_close_of_a_client_s_descriptor_is_waited_for(kvferryd: LocalDaemon, way: str) -> None:
+    """The daemon has the last one of a socket that lingers, or of what such a one is in."""
+    with (
+        OffloadClient(kvferryd.directory, engine="honest") as honest,
+        Raw(kvferryd.directory, "rude") as rude,
+        lingering() as odd,
+        contextlib.ExitStack() as stack,
+    ):
+        here, there = socket.socketpair()
+        stack.enter_context(here)
+        stack.enter_context(there)
+        visitor = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        if way == "bell":
+            rude.ask(UseTray(1, *rude.deposit(new_tray(), there.fileno())), Done)
+        os.kill(kvferryd.pid, signal.SIGSTOP)
+        packet = encode(Deposit(rude.session))
+        match way:
+            case "deposit":
+                visitor.connect(str(kvferryd.directory / "fds.sock"))
+                socket.send_fds(visitor, [packet], [odd.fileno()])
+            case "second packet":
+                visitor.connect(str(kvferryd.directory / "fds.sock"))
+                visitor.send(packet)
+                socket.send_fds(visitor, [packet], [odd.fileno()])
+            case _:
+                socket.send_fds(here, [b"!"], [odd.fileno()])
+        odd.close()
+        os.kill(kvferryd.pid, signal.SIGCONT)
+        if way in ("unused bell", "memory"):
+            (ticket,) = rude.deposit(there.fileno())
+            there.close()
+            if way == "memory":
+                allocations = (FdAllocation(ticket, 512),)
+                message = RegisterKVCaches(1, one_tensor(), allocations, (Location(0, 0),), 512)
+                assert rude.ask(message, Error).error.code == Code.NOT_SHAREABLE
+        began = time.monotonic()
+        rude.close()
+        while time.monotonic() - began < 0.5:
+            honest.status()
+        tensors = {"layer": shared_empty((8, 64))}
+        honest.register_kv_caches(tensors, num_blocks=8, host_bytes=4096)
+        assert time.monotonic() - began < LINGERS - 2

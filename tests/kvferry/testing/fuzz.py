@@ -195,6 +195,10 @@ class Attacker:
 # The descriptor socket
 
 
+USELESS = {"directory", "path", "pipe, to read", "pipe, to write", "read only", "deleted"}
+"""Of the strange descriptors those that cannot even be deposited."""
+
+
 @contextmanager
 def strange_descriptors() -> Iterator[dict[str, int]]:
     """Descriptors that are no shared memory, or not such as one may trust, by name."""

@@ -2,9 +2,9 @@
 
 On CUDA a tensor is shared by the IPC handle of the allocation that it lies in, or, where a daemon
 allocated it, by the descriptor that it came by (device.py). On the CPU it must
-lie in memory that is shared already (a memfd, torch's share_memory_(), anything mapped MAP_SHARED
-from a descriptor that is still open): the kernel's own list of mappings tells which descriptor
-that is.
+lie in memory that is shared already (a memfd, torch's share_memory_(), a file of tmpfs mapped
+MAP_SHARED from a descriptor that is still open): the kernel's own list of mappings tells which
+descriptor that is.
 """
 
 from __future__ import annotations

@@ -6,12 +6,12 @@ whose bytes are still being read again is not shown as done: the socket tells, o
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 
 import msgspec
 
 from kvferry.daemon.core.actions import Ended, Start
+from kvferry.daemon.server.closing import close
 from kvferry.proto.bulletin import Bulletin
 from kvferry.proto.messages import JobResult, Outcome
 
@@ -42,7 +42,7 @@ class Bulletins:
         try:
             self._bulletins[session] = Bulletin(descriptor)
         finally:
-            os.close(descriptor)
+            close(descriptor)
 
     def close(self, session: str) -> None:
         self._bulletins.pop(session, None)

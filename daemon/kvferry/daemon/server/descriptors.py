@@ -1,19 +1,19 @@
 """File descriptors by socket: deposited by clients before they name them, collected after.
 
 One SOCK_SEQPACKET connection carries one request and one reply. A session's deposits are bounded,
-and closed with it.
+of kinds that are of use, and closed with it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Container
 from itertools import count
 
+from kvferry.daemon.server.closing import MAX_AT_ONCE, Kind, close, close_aside, kind_of
 from kvferry.daemon.server.door import NONE_LEFT, crowded
 from kvferry.daemon.server.endpoint import Endpoint
 from kvferry.proto.codec import decode_descriptor_request, encode
@@ -25,10 +25,9 @@ MAX_HELD = 4096
 """Descriptors that one session may have deposited and not yet used."""
 MAX_VISITORS = 64
 """Connections served at a time; more of them wait in the kernel."""
-MAX_AT_ONCE = 253
-"""Descriptors in one packet: the kernel's SCM_MAX_FD."""
 PATIENCE = 5.0
 """Seconds that a connection may take to say what it wants."""
+TO_MAP = frozenset({Kind.MEMORY, Kind.DEVICE})
 
 
 def credentials(visitor: socket.socket) -> tuple[int, int]:
@@ -64,24 +63,32 @@ class DescriptorDesk:
         """Hold a descriptor for a session, or close it where that is gone; returns its ticket."""
         ticket = next(self._tickets)
         if session not in self._sessions():
-            os.close(descriptor)
+            close(descriptor)
             return ticket
         self._held[session][ticket] = descriptor
         return ticket
 
-    def take(self, session: str, tickets: tuple[int, ...]) -> tuple[int, ...]:
-        """Hand descriptors over to the caller. Raises Refused (UNKNOWN_TICKET) and takes none."""
+    def take(
+        self, session: str, tickets: tuple[int, ...], kinds: Container[Kind] = TO_MAP
+    ) -> tuple[int, ...]:
+        """Hand descriptors over to the caller.
+
+        Raises Refused (UNKNOWN_TICKET, NOT_SHAREABLE) and takes none.
+        """
         held = self._held[session]
         for ticket in tickets:
             if ticket not in held:
                 raise Refused(Code.UNKNOWN_TICKET, "no descriptor was deposited for it", ticket)
         if len(set(tickets)) != len(tickets):
             raise Refused(Code.UNKNOWN_TICKET, "a ticket is used once", list(tickets))
+        for ticket in tickets:
+            if kind_of(held[ticket]) not in kinds:
+                raise Refused(Code.NOT_SHAREABLE, "a socket is no memory", ticket)
         return tuple(held.pop(ticket) for ticket in tickets)
 
     def forget(self, session: str) -> None:
         for descriptor in self._held.pop(session, {}).values():
-            os.close(descriptor)
+            close(descriptor)
 
     def close(self) -> None:
         for number in tuple(self._visitors):
@@ -118,7 +125,7 @@ class DescriptorDesk:
             pass
         finally:
             for descriptor in descriptors:
-                os.close(descriptor)
+                close(descriptor)
             self._dismiss(number)
 
     def _reply(self, visitor: socket.socket, packet: bytes, descriptors: list[int]) -> None:
@@ -130,6 +137,8 @@ class DescriptorDesk:
             match decode_descriptor_request(packet):
                 case Deposit(session):
                     self._check(session, len(descriptors))
+                    for place, descriptor in enumerate(descriptors):
+                        _check_kind(place, descriptor)
                     kept = tuple(self.keep(session, d) for d in descriptors)
                     descriptors.clear()
                     answer = Tickets(kept)
@@ -143,7 +152,7 @@ class DescriptorDesk:
             socket.send_fds(visitor, [encode(answer)], passing)
         finally:
             for descriptor in passing:
-                os.close(descriptor)
+                close(descriptor)
 
     def _check(self, session: str, more: int) -> None:
         if session not in self._sessions():
@@ -159,4 +168,14 @@ class DescriptorDesk:
         visitor, timer = self._visitors.pop(number)
         timer.cancel()
         self._loop.remove_reader(number)
-        visitor.close()
+        close_aside(visitor.detach())  # descriptors that nobody took may still be in it
+
+
+def _check_kind(place: int, descriptor: int) -> None:
+    if kind_of(descriptor) is None:
+        raise Refused(
+            Code.NOT_SHAREABLE,
+            "what is deposited is a memfd, a file of tmpfs, memory of a GPU or a Unix socket, "
+            "and this is none of them",
+            place,
+        )

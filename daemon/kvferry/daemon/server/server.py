@@ -41,6 +41,7 @@ from kvferry.daemon.lane.lane import Lane
 from kvferry.daemon.lane.quay import MapOrder
 from kvferry.daemon.server.archive import Archive
 from kvferry.daemon.server.bulletins import Bulletins
+from kvferry.daemon.server.closing import Kind
 from kvferry.daemon.server.descriptors import DescriptorDesk
 from kvferry.daemon.server.door import Door
 from kvferry.daemon.server.endpoint import Endpoint
@@ -341,7 +342,7 @@ class Server:
     def _tend(self, action: Tend) -> None:
         answer: DaemonMessage = Done(action.request_id)
         try:
-            taken = self._desk.take(action.session, (action.page, action.bell))
+            taken = self._desk.take(action.session, (action.page, action.bell), frozenset(Kind))
             self._intake.trays.open(action.session, *taken)
         except KVFerryError as error:
             answer = self._core.refused(error, action.request_id)

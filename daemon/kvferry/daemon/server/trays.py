@@ -9,12 +9,12 @@ between those that were laid before it and those behind: so `catch_up` is called
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvferry.daemon.server.closing import MAX_AT_ONCE, close, close_aside
 from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.tray import SLOTS, Tray
 
@@ -57,10 +57,10 @@ class Trays:
                 tray.close()
                 raise
         except KVFerryError:
-            os.close(bell)
+            close_aside(bell)
             raise
         finally:
-            os.close(page)
+            close(page)
         kept = self._kept[session] = _Kept(session, tray, rung)
         self._loop.add_reader(rung, self._rung, kept)
 
@@ -68,7 +68,7 @@ class Trays:
         kept = self._kept.pop(session, None)
         if kept is not None:
             self._loop.remove_reader(kept.bell)
-            kept.bell.close()
+            close_aside(kept.bell.detach())
             with self._looking:
                 kept.tray.close()
 
@@ -97,7 +97,7 @@ class Trays:
 
     def _rung(self, kept: _Kept) -> None:
         try:
-            gone = not kept.bell.recv(_BELL_BYTES, socket.MSG_DONTWAIT)
+            gone = not _listen(kept.bell)
         except BlockingIOError:
             return
         except OSError:
@@ -130,6 +130,14 @@ class Trays:
                 return number
             self._hear(kept.session, data)
         return most
+
+
+def _listen(bell: socket.socket) -> bytes:
+    """What was written to it. What came along the kernel would close here, in the loop."""
+    said, came_along, _, _ = socket.recv_fds(bell, _BELL_BYTES, MAX_AT_ONCE, socket.MSG_DONTWAIT)
+    for descriptor in came_along:
+        close_aside(descriptor)
+    return said
 
 
 def _bell(descriptor: int) -> socket.socket:
