@@ -115,3 +115,34 @@ def test_a_daemon_that_comes_in_time(
     with OffloadClient(str(kvferryd.runtime_dir)) as client:
         assert client.directory == kvferryd.directory
         assert client.daemon.pid == kvferryd.pid
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [
+        "link",
+        pytest.param(
+            "folder", marks=pytest.mark.skipif(os.geteuid() != 0, reason="gives folders away: root")
+        ),
+    ],
+)
+def test_a_folder_below_tmp_is_our_own(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch, taken: str
+) -> None:
+    """Anybody may make it there, and wait for our messages."""
+    monkeypatch.setattr(endpoint, "SYSTEM_DIRECTORY", short_path / "run")
+    monkeypatch.setattr(endpoint, "TEMPORARY", short_path)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    place = short_path / f"kvferry-{os.getuid()}"
+    theirs = daemon_in(short_path / "theirs" / "cpu")
+    if taken == "link":
+        place.symlink_to(theirs.parent)
+    else:
+        theirs.parent.rename(place)
+        assert endpoint.find_daemon() == place / "cpu"
+        os.chown(place, 61001, 61001)
+    with pytest.raises(Refused, match="is taken by user") as refused:
+        endpoint.find_daemon()
+    assert (refused.value.code, refused.value.value) == (Code.FORBIDDEN, str(place))
+    daemon_in(short_path / "run" / "cpu")
+    assert endpoint.find_daemon() == short_path / "run" / "cpu"

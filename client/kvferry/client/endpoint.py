@@ -11,14 +11,33 @@ from kvferry.proto.desk import MAX_SOCKET_PATH
 from kvferry.proto.errors import Code, Gone, Refused
 
 SYSTEM_DIRECTORY = Path("/run/kvferry")
+TEMPORARY = Path("/tmp")
 
 
 def runtime_directories() -> list[Path]:
-    """Where daemons put their folders, the system's first."""
+    """Where daemons put their folders, the system's first.
+
+    Below /tmp anybody makes any folder: one of another user is no place of ours.
+    """
     places = [SYSTEM_DIRECTORY]
     if user := os.environ.get("XDG_RUNTIME_DIR"):
         places.append(Path(user) / "kvferry")
-    return [*places, Path(f"/tmp/kvferry-{os.getuid()}")]
+    ours = _temporary()
+    return places if _taken_by(ours) is not None else [*places, ours]
+
+
+def _temporary() -> Path:
+    return TEMPORARY / f"kvferry-{os.getuid()}"
+
+
+def _taken_by(place: Path) -> int | None:
+    """Who else has it, or made a link of it."""
+    try:
+        about = place.lstat()
+    except OSError:
+        return None
+    ours = stat.S_ISDIR(about.st_mode) and about.st_uid in (0, os.getuid())
+    return None if ours else about.st_uid
 
 
 def look_for(places: Iterable[Path]) -> tuple[list[Path], list[Path]]:
@@ -49,8 +68,8 @@ def _folders_in(place: Path) -> list[Path]:
 def find_daemon(device: str | None = None) -> Path:
     """The folder of the daemon of a device ("cpu" or "GPU-..."), or of the only one there is.
 
-    Raises Refused (FORBIDDEN) where it may be in a folder that is closed to this user, else Gone
-    (DAEMON_GONE), naming what was found instead.
+    Raises Refused (FORBIDDEN) where it may be in a folder that is closed to this user, or where
+    another one has this user's, else Gone (DAEMON_GONE), naming what was found instead.
     """
     places = runtime_directories()
     found, closed = look_for(places)
@@ -61,6 +80,9 @@ def find_daemon(device: str | None = None) -> Path:
         for path in filter(os.path.exists, closed):  # what cannot even be seen says nothing
             if device in (None, path.name) or path in places:
                 raise _forbidden(path)
+        if (user := _taken_by(_temporary())) is not None:
+            message = f"the folder of your daemons is taken by user {user}: have it removed"
+            raise Refused(Code.FORBIDDEN, message, str(_temporary()))
     wanted = f"for device {device}" if device else "whose folder was not named"
     seen = ", ".join(str(path) for path in found or places)
     message = "several daemons run: name one's folder" if found else "no daemon runs"

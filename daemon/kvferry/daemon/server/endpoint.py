@@ -7,13 +7,15 @@
         events.sock    ZeroMQ PUB: what becomes resident, and what goes
 
 A second bind on a live ipc path would succeed and leave the first server deaf, so the lock comes
-first. Only those who are admitted can enter the folder, and none but them the sockets in it.
+first. The folder is the daemon's own, and the one above it is so, too, or root's. Only those who
+are admitted can enter the folder, and none but them the sockets in it.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -80,14 +82,12 @@ class Endpoint:
 def _locked(directory: Path) -> int:
     """Make the folder where it is not there, and hold it: the descriptor of its lock."""
     try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if directory.stat().st_uid != os.geteuid():
-            raise Refused(
-                Code.BAD_CONFIG,
-                "the folder is another user's: remove it, or set another runtime_dir",
-                str(directory),
-            )
-        lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        directory.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
+        _check_owner(directory.parent, 0, os.geteuid())
+        directory.mkdir(exist_ok=True, mode=0o700)
+        _check_owner(directory, os.geteuid())
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        lock = os.open(directory / "lock", flags, 0o600)
     except OSError as error:
         raise Refused(
             Code.BAD_CONFIG, f"runtime_dir cannot be used: {error.strerror}", str(directory)
@@ -104,3 +104,21 @@ def _locked(directory: Path) -> int:
         ) from error
     os.ftruncate(lock, 0)
     return lock
+
+
+def _check_owner(place: Path, *owners: int) -> None:
+    """Who else has it could have it lead anywhere: what lies there is opened, and removed."""
+    about = place.lstat()
+    if not stat.S_ISDIR(about.st_mode):
+        raise Refused(
+            Code.BAD_CONFIG,
+            f"the folder is a link, or none, made by user {about.st_uid}: remove it, or set "
+            "another runtime_dir",
+            str(place),
+        )
+    if about.st_uid not in owners:
+        raise Refused(
+            Code.BAD_CONFIG,
+            f"the folder is another user's, {about.st_uid}: remove it, or set another runtime_dir",
+            str(place),
+        )
