@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
+import socket
+import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
@@ -19,6 +23,7 @@ from kvferry.daemon.server.metrics import Snapshot, families
 from kvferry.proto import status as told
 from kvferry.proto.messages import JobResult, Outcome
 from kvferry.proto.specs import Direction
+from kvferry.testing.engine import until
 
 DEVICE = told.DeviceInfo("cpu", "cpu", "host memory")
 STATUS = told.DaemonStatus(
@@ -93,6 +98,66 @@ async def test_a_loop_that_stands_still_is_unhealthy_and_hangs_nobody(
     assert "kvferry_pool" not in text
     monkeypatch.undo()
     assert (await asyncio.to_thread(get, serving, "/health"))[0] == 200
+
+
+@contextmanager
+def visitor(exporter: Exporter) -> Iterator[socket.socket]:
+    host, _, port = exporter.address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        yield connection
+
+
+def hung_up(connection: socket.socket) -> bool:
+    """Whether the daemon closed it, now or within the time that a test takes."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+async def test_so_many_visitors_and_no_more(
+    serving: Exporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are in say nothing; when they go, there is room again."""
+
+    def visits() -> None:
+        with ExitStack() as inside:
+            for _ in range(exporter.MOST_VISITORS):
+                inside.enter_context(visitor(serving))
+            for _ in range(3):
+                with visitor(serving) as late:
+                    late.settimeout(5)
+                    assert hung_up(late)
+        until(lambda: reached(serving))
+        monkeypatch.setattr(exporter, "crowded", lambda: True)
+        with visitor(serving) as late:
+            late.settimeout(5)
+            assert hung_up(late)
+
+    await asyncio.to_thread(visits)
+
+
+def reached(serving: Exporter) -> bool:
+    try:
+        return get(serving, "/health")[0] == 200
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+async def test_a_visitor_that_drips_is_hung_up_on(
+    serving: Exporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporter, "REQUEST_SECONDS", 0.5)
+
+    def drip() -> float:
+        began = time.monotonic()
+        with visitor(serving) as slow, suppress(ConnectionError):
+            while time.monotonic() - began < 5:
+                slow.send(b"G")
+                time.sleep(0.1)
+        return time.monotonic() - began
+
+    assert 0.4 < await asyncio.to_thread(drip) < 4
 
 
 def test_a_histogram_counts_each_value_once_in_all_buckets_above_it() -> None:

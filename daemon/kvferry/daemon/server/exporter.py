@@ -8,6 +8,7 @@ and hangs no scrape.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator
@@ -20,6 +21,7 @@ from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 
+from kvferry.daemon.server.door import crowded
 from kvferry.daemon.server.metrics import Snapshot, families, wedged
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.status import HealthStatus
@@ -28,6 +30,8 @@ ANSWER_SECONDS = 2.0
 """How long the loop may take for a snapshot."""
 REQUEST_SECONDS = 10.0
 """How long a visitor may take to say what it wants."""
+MOST_VISITORS = 16
+"""At a time. Others are turned away: each takes a thread, and a descriptor that clients need."""
 
 T = TypeVar("T")
 
@@ -130,6 +134,7 @@ class _Server(ThreadingHTTPServer):
         self, host: str, port: int, answer: Callable[[str, str], tuple[int, str, bytes]]
     ) -> None:
         self.answer = answer
+        self._room = threading.Semaphore(MOST_VISITORS)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             super().__init__((host, port), _Handler)
@@ -141,6 +146,23 @@ class _Server(ThreadingHTTPServer):
                 f"{host}:{port}",
             ) from error
 
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Whether a visitor is let in; where not, it is hung up on."""
+        return not crowded() and self._room.acquire(blocking=False)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # there is no thread for it
+            self._room.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A visitor that went away is nobody's trouble."""
 
@@ -149,7 +171,22 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = REQUEST_SECONDS
     server: _Server
 
+    def setup(self) -> None:
+        super().setup()
+        self._patience = threading.Timer(REQUEST_SECONDS, self._hang_up)  # `timeout` is one read's
+        self._patience.daemon = True
+        self._patience.start()
+
+    def finish(self) -> None:
+        self._patience.cancel()
+        super().finish()
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
     def do_GET(self) -> None:
+        self._patience.cancel()
         status, kind, body = self.server.answer(self.path, self.headers.get("Accept", ""))
         self.send_response(status)
         self.send_header("Content-Type", kind)
