@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-from kvferry.proto.events import KVEventBatch, batch_of
+from kvferry.proto.events import (
+    MOST_IN_A_BATCH,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+    batch_of,
+    batches_of,
+)
 from kvferry.proto.keys import EventKind, offload_key
 from kvferry.proto.messages import KeyEvent, News
 
@@ -44,3 +51,21 @@ def test_groups_of_a_block_are_one_hash() -> None:
 def test_a_batch_reads_as_it_was_written() -> None:
     batch = batch_of(News(1, (KeyEvent(EventKind.STORED, KEYS),)), 16, 1.0)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch) == batch
+
+
+def test_what_is_much_goes_in_batches_of_some() -> None:
+    """All of it, in order, and no batch of more than so many hashes."""
+    hashes = [n.to_bytes(32, "big") for n in range(3 * MOST_IN_A_BATCH)]
+    keys = tuple(map(offload_key, hashes))
+    removed, stored = KeyEvent(EventKind.REMOVED, keys[:5]), KeyEvent(EventKind.STORED, keys)
+    cleared = KeyEvent(EventKind.CLEARED, ())
+    told = list(batches_of(News(1, (removed, stored, cleared), 1), 16, 12.5))
+    events = [event for batch in told for event in batch.events]
+    assert events[0] == BlockRemoved(hashes[:5], "CPU")
+    assert type(events[-1]).__name__ == "AllBlocksCleared"
+    stored_events = [event for event in events if isinstance(event, BlockStored)]
+    assert [h for event in stored_events for h in event.block_hashes] == hashes
+    assert all(event.block_size == 16 and event.medium == "CPU" for event in stored_events)
+    for batch in told:
+        assert sum(len(getattr(e, "block_hashes", ())) for e in batch.events) <= MOST_IN_A_BATCH
+    assert list(batches_of(News(1, (), 1), 16, 12.5)) == []

@@ -2,12 +2,14 @@
 
 On the daemon's PUB socket each message has three frames: the namespace's name (the topic to
 subscribe to), a number of 8 bytes, big-endian, that grows by one with each batch of that namespace,
-and a KVEventBatch in msgpack. Hashes are those of the offload keys, without the group.
+and a KVEventBatch in msgpack. A subscriber that does not keep up misses batches, which a gap in the
+numbers shows; it can only begin anew from what is published next. Hashes are those of the offload
+keys, without the group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -16,6 +18,8 @@ from kvferry.proto.keys import EventKind, block_hash_of
 from kvferry.proto.messages import KeyEvent, News
 
 MEDIUM = "CPU"
+MOST_IN_A_BATCH = 512
+"""Hashes, and events: queues count messages, so a message must not be of any size."""
 
 
 class _Event(msgspec.Struct, array_like=True, tag=True, omit_defaults=True):
@@ -57,6 +61,36 @@ def batch_of(news: News, block_size: int, now: float) -> KVEventBatch | None:
     """What outsiders are told of news: what can be loaded, and what cannot any more."""
     events = [event for told in news.events if (event := _event(told, block_size)) is not None]
     return KVEventBatch(now, events) if events else None
+
+
+def batches_of(news: News, block_size: int, now: float) -> Iterator[KVEventBatch]:
+    """The same as `batch_of`, in order, cut into batches that are not large."""
+    whole = batch_of(news, block_size, now)
+    some: list[KVEvent] = []
+    room = MOST_IN_A_BATCH
+    for event in [] if whole is None else whole.events:
+        for piece in _pieces(event):
+            size = _size(piece)
+            if size > room:
+                yield KVEventBatch(now, some)
+                some, room = [], MOST_IN_A_BATCH
+            some.append(piece)
+            room -= size
+    if some:
+        yield KVEventBatch(now, some)
+
+
+def _pieces(event: KVEvent) -> Iterator[KVEvent]:
+    if isinstance(event, AllBlocksCleared) or len(event.block_hashes) <= MOST_IN_A_BATCH:
+        yield event
+        return
+    for start in range(0, len(event.block_hashes), MOST_IN_A_BATCH):
+        some = event.block_hashes[start : start + MOST_IN_A_BATCH]
+        yield msgspec.structs.replace(event, block_hashes=some)
+
+
+def _size(event: KVEvent) -> int:
+    return 1 if isinstance(event, AllBlocksCleared) else max(1, len(event.block_hashes))
 
 
 def _event(told: KeyEvent, block_size: int) -> KVEvent | None:

@@ -1,4 +1,7 @@
-"""KV events out: a PUB socket for routers and indexers. Whoever listens too slowly misses some."""
+"""KV events out: a PUB socket for routers and indexers.
+
+Whoever listens too slowly misses some, and sees a gap in the numbers.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,10 @@ from zmq.utils.monitor import parse_monitor_message
 from kvferry.daemon.core.actions import Publish
 from kvferry.daemon.server.door import Door
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.events import batch_of
+from kvferry.proto.events import batches_of
 
-HIGH_WATER = 10_000
+HIGH_WATER = 1_000
+"""Messages kept for a subscriber that does not read: some 20 MiB, of hashes of 32 bytes."""
 POLLIN = int(zmq.POLLIN)
 
 
@@ -54,14 +58,13 @@ class Feed:
     def publish(self, action: Publish) -> None:
         if self._socket is None:
             return
-        batch = batch_of(action.news, action.block_size, time.time())
-        if batch is None:
-            return
-        number = self._sequences[action.namespace]
-        self._sequences[action.namespace] += 1
-        frames = [action.namespace.encode(), number.to_bytes(8, "big"), self._encoder.encode(batch)]
-        with contextlib.suppress(zmq.Again):
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        topic = action.namespace.encode()
+        for batch in batches_of(action.news, action.block_size, time.time()):
+            number = self._sequences[action.namespace]
+            self._sequences[action.namespace] += 1
+            frames = [topic, number.to_bytes(8, "big"), self._encoder.encode(batch)]
+            with contextlib.suppress(zmq.Again):
+                self._socket.send_multipart(frames, zmq.NOBLOCK)
 
     def close(self) -> None:
         if self._socket is not None:
