@@ -186,7 +186,9 @@ def test_the_longest_list_of_blocks(kvferryd: LocalDaemon) -> None:
     ids = np.random.default_rng(1).permutation(MAX_BLOCK_IDS)
     src, dst = GPULoadStoreSpec(ids), CPULoadStoreSpec(np.arange(MAX_BLOCK_IDS))
     with OffloadClient(kvferryd.directory) as client:
-        client.register_kv_caches({"layer": tensor}, num_blocks=MAX_BLOCK_IDS)
+        client.register_kv_caches(
+            {"layer": tensor}, num_blocks=MAX_BLOCK_IDS, host_bytes=MAX_BLOCK_IDS
+        )
         client.transfer_async(1, (src, dst))
         client.wait([1])
         tensor.zero_()

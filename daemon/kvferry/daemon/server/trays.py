@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from kvferry.proto.tray import SLOTS, Tray
 AT_ONCE = 16
 """Messages heard of one session before the others have their turn."""
 _BELL_BYTES = 4096
+_ROOM_ALONG = socket.CMSG_SPACE(4 * MAX_AT_ONCE)
 
 
 @dataclass(slots=True, eq=False)
@@ -134,9 +136,11 @@ class Trays:
 
 def _listen(bell: socket.socket) -> bytes:
     """What was written to it. What came along the kernel would close here, in the loop."""
-    said, came_along, _, _ = socket.recv_fds(bell, _BELL_BYTES, MAX_AT_ONCE, socket.MSG_DONTWAIT)
-    for descriptor in came_along:
-        close_aside(descriptor)
+    said, along, _, _ = bell.recvmsg(_BELL_BYTES, _ROOM_ALONG, socket.MSG_DONTWAIT)
+    for level, kind, data in along:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            for descriptor in array("i", data):
+                close_aside(descriptor)
     return said
 
 
