@@ -57,6 +57,7 @@ class Offering:
         self.client.register_kv_caches(
             {"layer": self._tensor}, num_blocks=BLOCKS, host_bytes=BLOCKS * PAGE
         )
+        self._store_all()
         self._every = every
         self._specs = [
             (GPULoadStoreSpec(np.array([at])), CPULoadStoreSpec(np.array([at])))
@@ -68,6 +69,15 @@ class Offering:
         self.under_way: dict[int, float] = {}
         self.number = 0
         self.due = 0.0
+
+    def _store_all(self) -> None:
+        """So that there is something to load in each host block."""
+        blocks = np.arange(BLOCKS)
+        self.client.transfer_async(0, (GPULoadStoreSpec(blocks), CPULoadStoreSpec(blocks)))
+        self.client.wait({0}, timeout=60)
+        (stored,) = self.client.get_finished()
+        if not stored.success:
+            raise stored.error or RuntimeError(f"{stored} for the first store")
 
     def offer(self, now: float, tally: Tally) -> None:
         """Submit everything that is due, as far as the daemon takes it."""

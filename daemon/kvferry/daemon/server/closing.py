@@ -11,16 +11,19 @@ import ctypes
 import enum
 import fcntl
 import os
-import queue
 import socket
 import stat
 import threading
+from collections import deque
 from contextlib import suppress
 
 MAX_AT_ONCE = 253
 """Descriptors in one packet: the kernel's SCM_MAX_FD."""
 MOST_THREADS = 16
 """That close at a time: one that hangs holds up no other."""
+PATIENCE = 2.0
+"""Seconds that a thread with nothing to close waits for more before it ends."""
+THREAD_NAME = "kvferry-closer"
 _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC, _STATX_TYPE = 0x1000, 0x4000, 0x1
 _STATX_BYTES, _MODE_AT = 256, 28
 _libc = ctypes.CDLL(None)
@@ -66,29 +69,43 @@ def _family(descriptor: int) -> int | None:
     return family
 
 
-class _Closer:
+class Closer:
     """Threads that are there when needed, and that no end of the process waits for."""
 
-    def __init__(self) -> None:
-        self._due: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._idle = threading.Semaphore(0)
-        self._threads = 0
+    def __init__(self, patience: float = PATIENCE) -> None:
+        self._patience = patience
+        self._changed = threading.Condition()
+        self._due: deque[int] = deque()
+        self._threads = self._idle = 0
 
     def put(self, descriptor: int) -> None:
-        self._due.put(descriptor)
-        if self._threads < MOST_THREADS and not self._idle.acquire(blocking=False):
+        with self._changed:
+            self._due.append(descriptor)
+            if len(self._due) <= self._idle or self._threads == MOST_THREADS:
+                self._changed.notify()
+                return
             with suppress(RuntimeError):  # no thread can be had: one that is there closes it later
-                threading.Thread(target=self._run, name="kvferry-closer", daemon=True).start()
+                threading.Thread(target=self._run, name=THREAD_NAME, daemon=True).start()
                 self._threads += 1
 
     def _run(self) -> None:
-        while True:
+        while (descriptor := self._take()) is not None:
             with suppress(OSError):
-                os.close(self._due.get())
-            self._idle.release()
+                os.close(descriptor)
+
+    def _take(self) -> int | None:
+        """The next one; None, when there was none for a while, to the thread that shall end."""
+        with self._changed:
+            self._idle += 1
+            self._changed.wait_for(lambda: self._due, self._patience)
+            self._idle -= 1
+            if self._due:
+                return self._due.popleft()
+            self._threads -= 1
+            return None
 
 
-_closer = _Closer()
+_closer = Closer()
 
 
 def close_aside(descriptor: int) -> None:
