@@ -158,6 +158,42 @@ def test_scattered_blocks_need_only_be_told_where_they_are_on_the_gpu(direction:
     assert whole.scattered(np.array([500, 60]), 50) is None  # lies in two chunks
 
 
+@given(fragments(), st.sampled_from(Direction), st.integers(1, 20))
+def test_in_parts_as_much_is_enqueued_as_in_one(
+    rows: Rows, direction: Direction, most: int
+) -> None:
+    whole, copies = Fragments.of(*np.array(rows, dtype=np.int64).T), Copies()
+    at_once, so_far = enqueued(direction, whole), list[int]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(link, "SMALL", SMALL)
+        ready = Link(cast(Driver, copies), POOL, CHUNK)
+        said = list[bool]()
+        for more in ready.in_parts(direction, whole, most, STREAM):
+            said.append(more)
+            so_far.append(len(copies.batched) + len(copies.single))
+    assert said == [True] * (len(said) - 1) + [False]
+    assert len(said) == -(-len(rows) // most)
+    assert so_far == sorted(set(so_far))
+    assert pairs(copies.batched + copies.single) == pairs(at_once.batched + at_once.single)
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_scattered_blocks_in_parts(direction: Direction) -> None:
+    copies = Copies()
+    whole = Link(cast(Driver, copies), POOL, CHUNK)
+    scattered = whole.scattered(np.array([500, 0, 300, 700, 200]), 50)
+    assert scattered is not None
+    some = Some(scattered, 1, 4, GPU + 50, Ruler(GPU, 300))
+    assert [(more, len(copies.batched)) for more in whole.in_parts(direction, some, 3, STREAM)] == [
+        (True, 3),
+        (False, 4),
+    ]
+    pairs = [(GPU + 50 * (1 + n), POOL + at) for n, at in enumerate([0, 300, 700, 200])]
+    if direction is Direction.STORE:
+        pairs = [(host, gpu) for gpu, host in pairs]
+    assert copies.batched == [(to, origin, 50) for to, origin in pairs]
+
+
 @given(
     st.integers(0, 500),
     st.lists(st.tuples(st.integers(0, 499), st.integers(1, 60)), min_size=1, max_size=20),

@@ -311,7 +311,6 @@ class Lane:
                 sent += not more
                 if more or stream is not self._stores:  # who had no room keeps its place
                     continue
-                self._urge(stream)  # to ask for its turn, too, is no step of its own
                 self._stepped(stream)
                 if sent >= STEP and stream.large:
                     stream.paused = True

@@ -10,7 +10,7 @@ batch that Python has put together before numpy has begun; with more no Python r
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from ctypes import byref, c_size_t, c_void_p
 from typing import Any
@@ -62,7 +62,7 @@ class Link:
     ) -> None:
         """Raises Failed (DRIVER) where the driver refuses."""
         if isinstance(fragments, Some):
-            return self._enqueue_some(direction, fragments, stream)
+            return self._enqueue_some(direction, fragments, stream, slice(0, fragments.count))
         if isinstance(fragments, Fragments):
             if fragments.size.size > FEW:
                 return self.enqueue_listed(self.listed(direction, fragments), stream)
@@ -70,6 +70,24 @@ class Link:
         few = len(fragments) <= FEW and sum([size for _, _, size in fragments]) <= SMALL
         enqueue = self._one_by_one if few or len(fragments) == 1 else self._batch_rows
         return enqueue(direction, self._cut(fragments), stream)
+
+    def in_parts(
+        self, direction: Direction, fragments: Fragments | Rows | Some, most: int, stream: int
+    ) -> Iterator[bool]:
+        """As `enqueue`, so many fragments with each step; whether there are more. Rows are few, and
+        one part."""
+        if isinstance(fragments, Some):
+            for part, more in _slices(fragments.count, most):
+                self._enqueue_some(direction, fragments, stream, part)
+                yield more
+        elif isinstance(fragments, Fragments) and fragments.size.size > most:
+            listed = self.listed(direction, fragments)
+            for part, more in _slices(listed.fragments, most):
+                self.enqueue_listed(listed, stream, part.start, part.stop - part.start)
+                yield more
+        else:
+            self.enqueue(direction, fragments, stream)
+            yield False
 
     def _one_by_one(self, direction: Direction, rows: Rows, stream: int) -> None:
         store = direction is Direction.STORE
@@ -110,11 +128,11 @@ class Link:
             return None
         return Scattered(offsets + self.pool, nbytes)
 
-    def _enqueue_some(self, direction: Direction, some: Some, stream: int) -> None:
-        hosts, sizes = some.of.addresses(some.first)
-        gpu, store = some.ruler.mark(some.gpu, some.of.nbytes), direction is Direction.STORE
-        columns = (hosts, gpu, sizes) if store else (gpu, hosts, sizes)
-        self._enqueue_batch(direction, columns, some.count, stream)
+    def _enqueue_some(self, direction: Direction, some: Some, stream: int, part: slice) -> None:
+        hosts, sizes = some.of.addresses(some.first + part.start)
+        gpu = some.ruler.mark(some.gpu + part.start * some.of.nbytes, some.of.nbytes)
+        columns = (hosts, gpu, sizes) if direction is Direction.STORE else (gpu, hosts, sizes)
+        self._enqueue_batch(direction, columns, part.stop - part.start, stream)
 
     def _enqueue_batch(
         self, direction: Direction, columns: tuple[int, int, int], count: int, stream: int
@@ -236,6 +254,13 @@ class Some(msgspec.Struct, frozen=True, eq=False):
     count: int
     gpu: int
     ruler: Ruler
+
+
+def _slices(count: int, most: int) -> Iterator[tuple[slice, bool]]:
+    """Of `count`, at most so many each; and whether there is another one."""
+    for begin in range(0, count, most):
+        end = min(begin + most, count)
+        yield slice(begin, end), end < count
 
 
 def _address(numbers: Int64s) -> int:
