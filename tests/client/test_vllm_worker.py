@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import TypeAlias
 
 import pytest
 
-from kvferry.client import Code, Failed, LocalDaemon, Lookup, OffloadClient
+from kvferry.client import Code, Failed, Gone, LocalDaemon, Lookup, OffloadClient
 from kvferry.client.timeline import Timeline
 from kvferry.client.vllm import worker as module
 from kvferry.client.vllm.scheduler import KeysSpec
@@ -181,4 +182,20 @@ def test_without_a_daemon_every_job_fails(tmp_path: Path) -> None:
     worker.load(1, KeysSpec((A,)), gpu_blocks(3))
     worker.wait({1})
     assert ended(worker, 1) == {1: False}
+    worker.shutdown()
+
+
+def test_attempts_that_fail_leave_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are many while a daemon is away."""
+    monkeypatch.setattr(module, "TIMEOUT", 0.01)
+    worker = WorkerSide(place_at(tmp_path / "nowhere"), kv_caches())
+    gc.collect()
+    before = os.listdir("/proc/self/fd")
+    for _ in range(3):
+        with pytest.raises(Gone):
+            worker._register()
+    gc.collect()
+    assert os.listdir("/proc/self/fd") == before
     worker.shutdown()

@@ -176,11 +176,19 @@ class WorkerSide:
         self._lasting.give_up()
 
     def _register(self) -> Attached:
-        place = self._place
         self._choose_device()
         # Of any other device the registration is refused, and vLLM goes on without.
         timeline = Timeline.create(self._device if self._device.type == "cuda" else "cpu")
+        try:
+            client = self._join(timeline)
+        except BaseException:
+            timeline.close()  # nothing was given a value of it
+            raise
         self._timelines.append(timeline)
+        return Attached(client, timeline)
+
+    def _join(self, timeline: Timeline) -> OffloadClient:
+        place = self._place
         client = OffloadClient(
             place.daemon(self._uuid()),
             engine=place.engine,
@@ -194,7 +202,7 @@ class WorkerSide:
         except BaseException:
             client.close()
             raise
-        return Attached(client, timeline)
+        return client
 
     def _nbytes(self, blocks: GPULoadStoreSpec) -> int:
         layout = self._kv_caches.layout
