@@ -24,6 +24,8 @@ from kvferry.proto.errors import Code, Failed, Refused
 
 IPC_HANDLE_BYTES = 64
 MIN_DRIVER = 12080
+"""As cuda.h numbers it: CUDA 12.8."""
+TOO_OLD = "the NVIDIA driver is too old: one of CUDA 12.8 or newer (570) is needed"
 WITHOUT = "mend that, or do without a GPU (kvferryd --device cpu)"
 
 _NOT_READY = 600

@@ -28,7 +28,7 @@ from kvferry.daemon.engine.cuda.piece import PageTable, Piece
 from kvferry.daemon.engine.cuda.staged import MAX_BLOCKS, StagedCopy
 from kvferry.daemon.engine.cuda.staging import PIECE, Staging
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
-from kvferry.proto.libcuda import MIN_DRIVER, Driver, driver
+from kvferry.proto.libcuda import MIN_DRIVER, TOO_OLD, Driver, driver
 from kvferry.proto.libcuda_vmm import DeviceMemory, VirtualMemory
 from kvferry.proto.memory import Allocation, CudaAllocation, FdAllocation, Location
 from kvferry.proto.specs import Direction
@@ -55,12 +55,10 @@ class CudaEngine:
 
     def __init__(self, device: str, options: CudaOptions) -> None:
         self._driver = driver()
-        if self._driver.version < MIN_DRIVER:
-            raise Refused(
-                Code.NO_DEVICE,
-                f"the NVIDIA driver is too old: CUDA {MIN_DRIVER / 1000:g} or newer is needed",
-                self._driver.version,
-            )
+        version = self._driver.version
+        if version < MIN_DRIVER:
+            has = f"CUDA {version // 1000}.{version % 1000 // 10}"
+            raise Refused(Code.NO_DEVICE, TOO_OLD, has)
         if options.staging_bytes < MIN_STAGING:
             raise Refused(
                 Code.BAD_CONFIG, f"copy.staging is at least {MIN_STAGING}", options.staging_bytes

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvferry.daemon.core.geometry import Fragments, Geometry, Int64s, Rows, largest
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.libcuda import MIN_DRIVER, CopyAttributes, Driver
+from kvferry.proto.libcuda import TOO_OLD, CopyAttributes, Driver
 from kvferry.proto.specs import Direction
 
 FEW = 8
@@ -292,8 +292,4 @@ def _batch_function(driver: Driver, *, quick: bool) -> Callable[[int, int, int, 
             return lambda dst, src, sizes, count, stream: int(
                 function(dst, src, sizes, count, *rest, stream)
             )
-    raise Refused(
-        Code.NO_DEVICE,
-        f"the NVIDIA driver is too old for batched copies: CUDA {MIN_DRIVER / 1000:g} is needed",
-        driver.version,
-    )
+    raise Refused(Code.NO_DEVICE, TOO_OLD, "no cuMemcpyBatchAsync")

@@ -1,0 +1,51 @@
+"""The CUDA driver where it is not as it should be: who asks for it is told what to change."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from kvferry.daemon.engine.cuda import engine
+from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.libcuda import Driver
+
+WORDS = b"no CUDA-capable device is detected"
+
+
+@dataclass
+class Library:
+    """A libcuda.so.1 whose functions do nothing."""
+
+    version: int = 13000
+    init: int = 0
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def function(*arguments: Any) -> int:
+            if name == "cuDriverGetVersion":
+                arguments[0]._obj.value = self.version
+            if name == "cuGetErrorString":
+                arguments[1]._obj.value = WORDS
+            return self.init if name == "cuInit" else 0
+
+        return function
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    one = Library()
+    for way in ("CDLL", "PyDLL"):
+        monkeypatch.setattr(ctypes, way, lambda name: one)
+    return one
+
+
+def test_a_driver_that_is_too_old(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    library.version = 12040
+    monkeypatch.setattr(engine, "driver", Driver)
+    with pytest.raises(Refused, match=r"CUDA 12\.8 or newer") as refused:
+        CudaEngine("0", CudaOptions("auto", 64 << 20, 1 << 20))
+    assert (refused.value.code, refused.value.value) == (Code.NO_DEVICE, "CUDA 12.4")
