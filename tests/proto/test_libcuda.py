@@ -23,8 +23,12 @@ class Library:
 
     version: int = 13000
     init: int = 0
+    missing: str = ""
 
     def __getattr__(self, name: str) -> Callable[..., int]:
+        if name == self.missing:
+            raise AttributeError(f"libcuda.so.1: undefined symbol: {name}")
+
         def function(*arguments: Any) -> int:
             if name == "cuDriverGetVersion":
                 arguments[0]._obj.value = self.version
@@ -49,3 +53,12 @@ def test_a_driver_that_is_too_old(library: Library, monkeypatch: pytest.MonkeyPa
     with pytest.raises(Refused, match=r"CUDA 12\.8 or newer") as refused:
         CudaEngine("0", CudaOptions("auto", 64 << 20, 1 << 20))
     assert (refused.value.code, refused.value.value) == (Code.NO_DEVICE, "CUDA 12.4")
+
+
+def test_a_driver_that_is_older_still(library: Library) -> None:
+    """It lacks calls that every driver of ours has."""
+    library.missing = "cuStreamWriteValue64_v2"
+    with pytest.raises(Refused, match=r"CUDA 12\.8 or newer") as refused:
+        Driver()
+    assert refused.value.code == Code.NO_DEVICE
+    assert library.missing in refused.value.value

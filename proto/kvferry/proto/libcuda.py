@@ -142,7 +142,10 @@ class Driver:
         self._functions: dict[str, Any] = {}
         for name, arguments in _PROTOTYPES.items():
             library = self._quick if name in _QUICK else self._library
-            function = getattr(library, name)
+            try:
+                function = getattr(library, name)
+            except AttributeError as error:
+                raise Refused(Code.NO_DEVICE, TOO_OLD, str(error)) from error
             function.argtypes = arguments
             function.restype = c_int
             self._functions[name] = function
