@@ -62,3 +62,10 @@ def test_a_driver_that_is_older_still(library: Library) -> None:
         Driver()
     assert refused.value.code == Code.NO_DEVICE
     assert library.missing in refused.value.value
+
+
+def test_a_driver_that_cannot_start(library: Library) -> None:
+    library.init = 100
+    with pytest.raises(Refused, match="cuInit: no CUDA-capable device is detected") as refused:
+        Driver()
+    assert (refused.value.code, refused.value.value) == (Code.NO_DEVICE, "100")

@@ -157,7 +157,7 @@ class Driver:
         try:
             self.call("cuInit", 0)
         except Failed as error:
-            message = f"the NVIDIA driver cannot start: {WITHOUT}"
+            message = f"the NVIDIA driver cannot start ({error.message}): {WITHOUT}"
             raise Refused(Code.NO_DEVICE, message, error.value) from error
 
     def call(self, name: str, *arguments: Any) -> None:
