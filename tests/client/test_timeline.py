@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from kvferry.client import Code, LocalDaemon, OffloadClient, Refused, Timeline, shared_empty
+from kvferry.client import Code, Failed, LocalDaemon, OffloadClient, Refused, Timeline, shared_empty
 from kvferry.client import timeline as module
 from kvferry.client.tensors import CanonicalKVCaches
 from kvferry.client.vllm.worker import WorkerSide
@@ -64,6 +67,42 @@ def test_a_device_that_has_no_timeline(device: object) -> None:
         Code.NO_DEVICE,
         device if isinstance(device, str) else repr(device),
     )
+
+
+@pytest.mark.parametrize("refused", ["retain_context", "register_host", "host_device_pointer"])
+def test_a_timeline_that_a_gpu_refuses_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    def refuse() -> None:
+        raise Failed(Code.DRIVER, f"{refused}: no")
+
+    driver, calls = Mock(), list[Any]()
+    driver.call.side_effect = lambda *call: calls.append(call)
+    getattr(driver, refused).side_effect = lambda *_, **__: refuse()
+    monkeypatch.setattr(module, "driver", lambda: driver)
+    gc.collect()
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(Failed, match=refused):
+        Timeline.create("cuda")
+    gc.collect()
+    assert os.listdir("/proc/self/fd") == before
+    registered = refused == "host_device_pointer"
+    assert [name for name, _ in calls] == ["cuMemHostUnregister"] * registered
+
+
+def test_a_timeline_whose_gpu_has_failed_is_closed_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Mock()
+    monkeypatch.setattr(module, "driver", lambda: driver)
+    timeline = Timeline.create("cuda")
+    page = timeline.descriptor
+    driver.call.side_effect = Failed(Code.DRIVER, "cuMemHostUnregister: no")
+    with pytest.raises(Failed):
+        timeline.close()
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(page)
+    timeline.close()
 
 
 def test_a_timeline_of_the_cpu_follows_no_stream() -> None:

@@ -44,9 +44,11 @@ class Timeline:
         self.last = 0
         """The newest value signalled; the stream may not have reached it yet."""
         if ordinal is not None:
-            driver().retain_context(ordinal)
-            driver().register_host(self._address, mmap.PAGESIZE, mapped=True)
-            self._device_pointer = driver().host_device_pointer(self._address)
+            try:
+                self._device_pointer = _reachable(ordinal, self._address)
+            except BaseException:
+                self.close()
+                raise
 
     @classmethod
     def create(cls, device: object = "cpu") -> Timeline:
@@ -109,10 +111,21 @@ class Timeline:
         """Let the page go; nothing signals it any more. Again is harmless."""
         if self.descriptor < 0:
             return
-        if self._device_pointer:
-            driver().call("cuMemHostUnregister", self._address)
         os.close(self.descriptor)
         self.descriptor = -1
+        if self._device_pointer:
+            driver().call("cuMemHostUnregister", self._address)
+
+
+def _reachable(ordinal: int, address: int) -> int:
+    """Where a GPU finds the page at `address`, which it may write from now on."""
+    driver().retain_context(ordinal)
+    driver().register_host(address, mmap.PAGESIZE, mapped=True)
+    try:
+        return driver().host_device_pointer(address)
+    except BaseException:
+        driver().call("cuMemHostUnregister", address)
+        raise
 
 
 def _handle(stream: Any) -> int:
