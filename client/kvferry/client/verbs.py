@@ -163,7 +163,7 @@ def allocate(
     keep: bool = False,
 ) -> Verb[AllocatedKVCaches]:
     from kvferry.client.tensors.canonical import CanonicalKVCaches
-    from kvferry.client.tensors.sharing import attach
+    from kvferry.client.tensors.sharing import attach, check_reachable
 
     talk.check_region(host_bytes)
     _check_first(talk)
@@ -171,6 +171,7 @@ def allocate(
     yield from present(talk)
     assert talk.welcome is not None
     device = talk.welcome.device
+    check_reachable(device)  # before there is anything
     if timeline is not None:
         timeline.check_follows(device.kind)
     clock = yield from _leave_timeline(timeline)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from kvferry.client.tensors.canonical import CanonicalKVCaches
-from kvferry.client.tensors.device import attach_device, attached_at
+from kvferry.client.tensors.device import attach_device, attached_at, ordinal_of
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.libcuda import driver
 from kvferry.proto.memory import Allocation, CudaAllocation, FdAllocation, Location
@@ -162,6 +162,12 @@ def _open_files() -> dict[tuple[int, int], int]:
 
 
 # The daemon's tensors
+
+
+def check_reachable(device: DeviceInfo) -> None:
+    """Raise Refused (NO_DEVICE, DEVICE_MISMATCH) where memory of that device cannot be had here."""
+    if device.kind == "cuda":
+        ordinal_of(device.uuid)
 
 
 def attach(
