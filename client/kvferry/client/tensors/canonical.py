@@ -119,6 +119,8 @@ def _views(
     """The canonical tensors that one KV tensor consists of."""
     if num_blocks < 1:
         raise _refusal(name, tensor, f"there is at least one GPU block, not {num_blocks}")
+    if not tensor.numel():
+        raise _refusal(name, tensor, "it has no elements: leave it out")
     dim = _block_dim(name, tensor, num_blocks) if block_dim is None else block_dim
     if not 0 <= dim < tensor.dim():
         raise _refusal(name, tensor, f"there is no dimension {dim}")
