@@ -115,6 +115,19 @@ def test_a_timeline_of_the_cpu_follows_no_stream() -> None:
     timeline.close()
 
 
+@pytest.mark.parametrize("value", [0, 1, -1, 1 << 63, (1 << 64) + 5, 2.0, 2.5, "2"])
+def test_a_value_that_no_job_could_wait_for(value: Any) -> None:
+    """It changes nothing, and the next one is as if it had not been."""
+    timeline = Timeline.create()
+    assert timeline.signal() == 1
+    with pytest.raises(Refused, match="from 2 to") as refused:
+        timeline.signal(value=value)
+    assert refused.value.code == Code.BAD_SPEC
+    assert (timeline.last, timeline.reached) == (1, 1)
+    assert timeline.signal() == timeline.reached == 2
+    timeline.close()
+
+
 def test_tensors_and_their_timeline_are_of_one_device(
     kvferryd: LocalDaemon, ordinals: list[int]
 ) -> None:

@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import operator
 import os
 import re
-from typing import Any
+from typing import Any, SupportsIndex
 
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.libcuda import driver
 from kvferry.proto.page import TIMELINE_REVOKED_AT, TIMELINE_VALUE_AT, sealed_memfd
+from kvferry.proto.specs import MAX_INT
 
 _DEVICE = re.compile(r"cpu(:[0-9]+)?|cuda(:(?P<ordinal>[0-9]+))?")
 
@@ -67,7 +69,7 @@ class Timeline:
         """The value that shows now."""
         return self._counter.value
 
-    def signal(self, stream: Any = None, value: int | None = None) -> int:
+    def signal(self, stream: Any = None, value: SupportsIndex | None = None) -> int:
         """Advance to `value` (by default the next) behind the work queued so far; returns it.
 
         stream: a torch.cuda.Stream or a raw handle; None is torch's current stream, which must be
@@ -77,10 +79,7 @@ class Timeline:
         if stream is not None and self.kind == "cpu":
             message = "a timeline of a CPU has no stream: make it with Timeline.create(its device)"
             raise Refused(Code.DEVICE_MISMATCH, message, stream)
-        value = self.last + 1 if value is None else value
-        if value <= self.last:
-            raise Refused(Code.BAD_SPEC, f"a timeline only grows: it is at {self.last}", value)
-        self.last = value
+        value = self.last = self._next(value)
         if self._device_pointer:
             write = "cuStreamWriteValue64_v2"
             driver().call(write, _handle(stream), self._device_pointer, value, 0)
@@ -115,6 +114,18 @@ class Timeline:
         self.descriptor = -1
         if self._device_pointer:
             driver().call("cuMemHostUnregister", self._address)
+
+    def _next(self, value: SupportsIndex | None) -> int:
+        if value is None:
+            return self.last + 1
+        try:
+            number = operator.index(value)
+        except TypeError:
+            number = -1
+        if not self.last < number <= MAX_INT:
+            message = f"a timeline only grows: its next value is from {self.last + 1} to {MAX_INT}"
+            raise Refused(Code.BAD_SPEC, message, value)
+        return number
 
 
 def _reachable(ordinal: int, address: int) -> int:
