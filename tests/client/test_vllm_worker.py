@@ -199,3 +199,22 @@ def test_attempts_that_fail_leave_nothing_open(
     gc.collect()
     assert os.listdir("/proc/self/fd") == before
     worker.shutdown()
+
+
+def test_a_worker_whose_gpu_has_failed_shuts_down_all_the_same(
+    start_kvferryd: StartKvferryd, start_worker: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = start_worker(start_kvferryd())
+    worker._timelines.append(Timeline.create())
+    closed: list[Timeline] = []
+
+    def close(timeline: Timeline) -> None:
+        closed.append(timeline)
+        raise Failed(Code.DRIVER, "cuMemHostUnregister: no")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Timeline, "close", close)
+        worker.shutdown()
+    assert closed == worker._timelines
+    for timeline in closed:
+        timeline.close()

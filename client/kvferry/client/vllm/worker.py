@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,7 +121,8 @@ class WorkerSide:
     def shutdown(self) -> None:
         self._lasting.close()
         for timeline in self._timelines:
-            timeline.close()
+            with suppress(KVFerryError):  # a GPU that has failed lets go of nothing
+                timeline.close()
 
     def _submit(self, job_id: int, spec: TransferSpec, direction: Direction) -> None:
         attached = self._connected()
