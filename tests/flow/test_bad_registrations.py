@@ -6,8 +6,10 @@ moves blocks before and after.
 
 from __future__ import annotations
 
+import mmap
 import os
 import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -249,6 +251,18 @@ def test_memory_that_is_not_shared(beside: Engine) -> None:
             assert way in refused.value.message
         tensor = shared_empty((8, 2, 4, 2, 8), torch.float32)
         assert client.register_kv_caches({"layer": tensor}, num_blocks=8).num_blocks > 0
+
+
+def test_shared_memory_that_is_open_for_reading_too(beside: Engine) -> None:
+    """The daemon is given the descriptor that it can write by, whichever was opened last."""
+    with tempfile.TemporaryFile(dir="/dev/shm") as file, ExitStack() as stack:
+        file.truncate(512)
+        memory = mmap.mmap(file.fileno(), 512)
+        for _ in range(4):  # one of them has the highest number
+            stack.enter_context(open(f"/proc/self/fd/{file.fileno()}", "rb"))
+        tensor = torch.frombuffer(memory, dtype=torch.int8).view(8, 64)
+        with OffloadClient(beside.directory, engine="read") as client:
+            client.register_kv_caches({"layer": tensor}, num_blocks=8, host_bytes=512)
 
 
 def test_tensors_of_no_canonical_form(beside: Engine) -> None:

@@ -9,6 +9,7 @@ descriptor that is.
 
 from __future__ import annotations
 
+import fcntl
 import math
 import mmap
 import os
@@ -150,14 +151,15 @@ def _shared_mappings() -> Iterable[_Mapping]:
 
 
 def _open_files() -> dict[tuple[int, int], int]:
-    """(device, inode) -> a descriptor of this process that has it open."""
+    """(device, inode) -> a descriptor of this process that has it open, to write as well."""
     found: dict[tuple[int, int], int] = {}
     for name in os.listdir("/proc/self/fd"):
         try:
-            status = os.fstat(int(name))
+            status, flags = os.fstat(int(name)), fcntl.fcntl(int(name), fcntl.F_GETFL)
         except OSError:  # the descriptor of the listing itself
             continue
-        found[status.st_dev, status.st_ino] = int(name)
+        if flags & os.O_ACCMODE == os.O_RDWR:
+            found[status.st_dev, status.st_ino] = int(name)
     return found
 
 
