@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +44,7 @@ def test_a_descriptor_is_the_caller_s_where_torch_does_not_take_the_memory(
     driver = SimpleNamespace(
         device_count=lambda: 1,
         device_uuid=lambda _: "GPU-0",
-        retain_context=lambda _: 0,
+        visiting=lambda _: nullcontext(0),
         drain=lambda _: None,
     )
     monkeypatch.setattr(module, "driver", lambda: driver)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -23,8 +24,13 @@ from kvferry.testing.raw import one_tensor
 def ordinals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of the GPUs that timelines were made for, by a driver that does nothing."""
     seen: list[int] = []
+
+    def visiting(ordinal: int) -> nullcontext[None]:
+        seen.append(ordinal)
+        return nullcontext()
+
     driver = SimpleNamespace(
-        retain_context=seen.append,
+        visiting=visiting,
         register_host=lambda *_, **__: None,
         host_device_pointer=lambda address: address,
         call=lambda *_: None,
@@ -47,6 +53,7 @@ def test_a_timeline_of_a_gpu(ordinals: list[int], device: object, ordinal: int) 
     timeline = Timeline.create(device)
     assert (timeline.kind, ordinals) == ("cuda", [ordinal])
     timeline.close()
+    assert ordinals == [ordinal] * 2
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu")])
@@ -69,16 +76,16 @@ def test_a_device_that_has_no_timeline(device: object) -> None:
     )
 
 
-@pytest.mark.parametrize("refused", ["retain_context", "register_host", "host_device_pointer"])
+@pytest.mark.parametrize("refused", ["visiting", "register_host", "host_device_pointer"])
 def test_a_timeline_that_a_gpu_refuses_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
     def refuse() -> None:
         raise Failed(Code.DRIVER, f"{refused}: no")
 
-    driver, calls = Mock(), list[Any]()
+    driver, calls = Mock(visiting=lambda _: nullcontext()), list[Any]()
     driver.call.side_effect = lambda *call: calls.append(call)
-    getattr(driver, refused).side_effect = lambda *_, **__: refuse()
+    setattr(driver, refused, lambda *_, **__: refuse())
     monkeypatch.setattr(module, "driver", lambda: driver)
     gc.collect()
     before = os.listdir("/proc/self/fd")
@@ -93,7 +100,7 @@ def test_a_timeline_that_a_gpu_refuses_leaves_nothing_behind(
 def test_a_timeline_whose_gpu_has_failed_is_closed_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    driver = Mock()
+    driver = Mock(visiting=lambda _: nullcontext())
     monkeypatch.setattr(module, "driver", lambda: driver)
     timeline = Timeline.create("cuda")
     page = timeline.descriptor

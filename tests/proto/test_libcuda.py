@@ -24,6 +24,8 @@ class Library:
     version: int = 13000
     init: int = 0
     missing: str = ""
+    current: int | None = None
+    """The thread's context; that of a device is 100 and its number."""
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         if name == self.missing:
@@ -32,6 +34,12 @@ class Library:
         def function(*arguments: Any) -> int:
             if name == "cuDriverGetVersion":
                 arguments[0]._obj.value = self.version
+            if name == "cuDevicePrimaryCtxRetain":
+                arguments[0]._obj.value = 100 + arguments[1]
+            if name == "cuCtxGetCurrent":
+                arguments[0]._obj.value = self.current
+            if name == "cuCtxSetCurrent":
+                self.current = arguments[0].value
             if name == "cuGetErrorString":
                 arguments[1]._obj.value = WORDS
             return self.init if name == "cuInit" else 0
@@ -69,3 +77,17 @@ def test_a_driver_that_cannot_start(library: Library) -> None:
     with pytest.raises(Refused, match="cuInit: no CUDA-capable device is detected") as refused:
         Driver()
     assert (refused.value.code, refused.value.value) == (Code.NO_DEVICE, "100")
+
+
+@pytest.mark.parametrize(("before", "behind"), [(100, 100), (7, 7), (None, 101)])
+def test_who_visits_a_gpu_comes_back(
+    library: Library, before: int | None, behind: int | None
+) -> None:
+    """A process with several GPUs has the same current device as before."""
+    library.current = before
+    with Driver().visiting(1) as context:
+        assert library.current == context == 101
+    assert library.current == behind
+    with pytest.raises(ZeroDivisionError), Driver().visiting(1):
+        raise ZeroDivisionError
+    assert library.current == behind

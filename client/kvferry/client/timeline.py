@@ -37,6 +37,7 @@ class Timeline:
 
     def __init__(self, ordinal: int | None) -> None:
         self.kind = "cpu" if ordinal is None else "cuda"
+        self._ordinal = ordinal
         self.descriptor = sealed_memfd("kvferry-timeline", mmap.PAGESIZE)
         self._page = mmap.mmap(self.descriptor, mmap.PAGESIZE)
         self._counter = ctypes.c_uint64.from_buffer(self._page, TIMELINE_VALUE_AT)
@@ -112,8 +113,9 @@ class Timeline:
             return
         os.close(self.descriptor)
         self.descriptor = -1
-        if self._device_pointer:
-            driver().call("cuMemHostUnregister", self._address)
+        if self._device_pointer and self._ordinal is not None:
+            with driver().visiting(self._ordinal):
+                driver().call("cuMemHostUnregister", self._address)
 
     def _next(self, value: SupportsIndex | None) -> int:
         if value is None:
@@ -130,13 +132,13 @@ class Timeline:
 
 def _reachable(ordinal: int, address: int) -> int:
     """Where a GPU finds the page at `address`, which it may write from now on."""
-    driver().retain_context(ordinal)
-    driver().register_host(address, mmap.PAGESIZE, mapped=True)
-    try:
-        return driver().host_device_pointer(address)
-    except BaseException:
-        driver().call("cuMemHostUnregister", address)
-        raise
+    with driver().visiting(ordinal):
+        driver().register_host(address, mmap.PAGESIZE, mapped=True)
+        try:
+            return driver().host_device_pointer(address)
+        except BaseException:
+            driver().call("cuMemHostUnregister", address)
+            raise
 
 
 def _handle(stream: Any) -> int:

@@ -13,6 +13,8 @@ once, here, to Failed(DRIVER) with the call's name and the driver's own words.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cache
 from typing import Any
@@ -57,6 +59,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuDeviceGetUuid_v2": (c_void_p, c_int),
     "cuDevicePrimaryCtxRetain": (c_void_p, c_int),
     "cuCtxSetCurrent": (c_void_p,),
+    "cuCtxGetCurrent": (c_void_p,),
     "cuCtxGetDevice": (c_void_p,),
     "cuCtxPushCurrent_v2": (c_void_p,),
     "cuCtxPopCurrent_v2": (c_void_p,),
@@ -208,6 +211,18 @@ class Driver:
         self.call("cuDevicePrimaryCtxRetain", byref(context), ordinal)
         self.call("cuCtxSetCurrent", context)
         return context.value or 0
+
+    @contextmanager
+    def visiting(self, ordinal: int) -> Iterator[int]:
+        """In a device's primary context. The thread's own is current again behind it, and with it
+        torch's current device; a thread that had none keeps this one."""
+        before = c_void_p()
+        self.call("cuCtxGetCurrent", byref(before))
+        try:
+            yield self.retain_context(ordinal)
+        finally:
+            if before:
+                self.call("cuCtxSetCurrent", before)
 
     def drain(self, context: int) -> None:
         """Wait for all work of a context; the thread's own context stays what it is."""

@@ -45,14 +45,14 @@ def attach_device(uuid: str, descriptor: int, nbytes: int) -> torch.Tensor:
     Raises Refused (DEVICE_MISMATCH) or Failed (MAP_FAILED), and the descriptor stays the caller's.
     """
     ordinal = ordinal_of(uuid)
-    context = driver().retain_context(ordinal)
-    memory = VirtualMemory(driver(), ordinal).open(descriptor, nbytes)
-    whole: Any = _DeviceBytes(memory.address, nbytes)
-    try:
-        tensor = torch.as_tensor(whole, device=torch.device("cuda", ordinal))
-    except BaseException:
-        memory.close()
-        raise
+    with driver().visiting(ordinal) as context:
+        memory = VirtualMemory(driver(), ordinal).open(descriptor, nbytes)
+        whole: Any = _DeviceBytes(memory.address, nbytes)
+        try:
+            tensor = torch.as_tensor(whole, device=torch.device("cuda", ordinal))
+        except BaseException:
+            memory.close()
+            raise
     _attached[memory.address] = Attached(memory, descriptor)
     # Not at exit: other things that end then may still use the tensors.
     weakref.finalize(whole, _let_go, context, memory.address).atexit = False

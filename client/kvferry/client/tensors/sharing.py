@@ -84,22 +84,26 @@ def _export_cuda(tensors: Iterable[torch.Tensor]) -> Exported:
                 descriptors.append(ours.descriptor)
             locations.append(Location(numbers[base], pointer - base))
             continue
-        driver().retain_context(tensor.device.index or 0)
-        if not driver().ipc_capable(pointer):
-            raise Refused(
-                Code.NOT_SHAREABLE,
-                "CUDA cannot share this tensor's memory with another process: allocate KV caches "
-                "without PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True and without a sleep "
-                "mode, or let the daemon allocate them (allocate_kv_caches)",
-                f"{tuple(tensor.shape)} on {tensor.device}",
-            )
-        base, size = driver().address_range(pointer)
-        if base not in numbers:
-            numbers[base] = len(allocations)
-            uuid = driver().device_uuid(driver().current_device())
-            allocations.append(CudaAllocation(uuid, driver().ipc_handle(base), size))
+        with driver().visiting(tensor.device.index or 0):
+            _check_ipc(tensor)
+            base, size = driver().address_range(pointer)
+            if base not in numbers:
+                numbers[base] = len(allocations)
+                uuid = driver().device_uuid(driver().current_device())
+                allocations.append(CudaAllocation(uuid, driver().ipc_handle(base), size))
         locations.append(Location(numbers[base], pointer - base))
     return Exported(tuple(allocations), tuple(locations), tuple(descriptors))
+
+
+def _check_ipc(tensor: torch.Tensor) -> None:
+    if not driver().ipc_capable(tensor.data_ptr()):
+        raise Refused(
+            Code.NOT_SHAREABLE,
+            "CUDA cannot share this tensor's memory with another process: allocate KV caches "
+            "without PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True and without a sleep "
+            "mode, or let the daemon allocate them (allocate_kv_caches)",
+            f"{tuple(tensor.shape)} on {tensor.device}",
+        )
 
 
 # Shared memory
