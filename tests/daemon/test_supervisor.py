@@ -7,13 +7,15 @@ import os
 import socket
 import sys
 import threading
+import time
 from ast import literal_eval
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from kvferry.daemon.supervisor import Supervisor
+from kvferry.daemon.supervisor import MOST_UNSENT, Supervisor
 from kvferry.testing.manager import ServiceManager
 
 PROGRAM = """
@@ -140,6 +142,103 @@ def test_nothing_is_settled_that_nobody_took_in(tmp_path: Path) -> None:
         listener.start()
         assert supervisor.settle(20)
         listener.join()
+
+
+@pytest.fixture
+def deaf(tmp_path: Path) -> Iterator[tuple[Supervisor, socket.socket]]:
+    """A supervisor, and the socket of a manager whose queue is full."""
+    path = str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear:
+        ear.bind(path)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as wire, suppress(BlockingIOError):
+            wire.connect(path)
+            wire.setblocking(False)
+            while True:
+                wire.send(b"OTHER=1")
+        ear.settimeout(20)
+        yield Supervisor({"NOTIFY_SOCKET": path}), ear
+
+
+def _heard(supervisor: Supervisor, ear: socket.socket) -> list[tuple[str, str]]:
+    """Up to STOPPING: what was said, and the bytes of its descriptor."""
+    delivery = threading.Thread(target=supervisor.deliver, args=(20,))
+    delivery.start()
+    heard = []
+    while ("STOPPING=1", "") not in heard:
+        data, descriptors, _, _ = socket.recv_fds(ear, 4096, 1)
+        held = "".join(os.pread(descriptor, 9, 0).decode() for descriptor in descriptors)
+        heard.append((data.decode(), held))
+        for descriptor in descriptors:
+            os.close(descriptor)
+    delivery.join()
+    return [said for said in heard if said[0] != "OTHER=1"]
+
+
+def _keep(supervisor: Supervisor, name: str) -> None:
+    """And close what was to be kept: it is the caller's."""
+    descriptor = os.memfd_create(name)
+    os.write(descriptor, name.encode())
+    supervisor.keep(name, descriptor)
+    os.close(descriptor)
+
+
+def test_a_manager_that_does_not_read_is_not_waited_for(
+    deaf: tuple[Supervisor, socket.socket],
+) -> None:
+    """All that counts comes in its order once it reads, but what a later word has made old."""
+    supervisor, ear = deaf
+    began = time.monotonic()
+    _keep(supervisor, "one")
+    supervisor.ready("up")
+    for number in range(100):
+        supervisor.alive()
+        supervisor.status(f"status {number}")
+    supervisor.reloading()
+    supervisor.ready("again")
+    _keep(supervisor, "two")
+    supervisor.forget("one")
+    supervisor.stopping()
+    assert time.monotonic() - began < 0.5
+    assert not supervisor.deliver(0.05)
+    heard = _heard(supervisor, ear)
+    reloading = heard[3][0]
+    assert reloading.startswith("RELOADING=1\n")
+    assert heard == [
+        ("READY=1\nSTATUS=up", ""),
+        ("WATCHDOG=1", ""),
+        ("STATUS=status 99", ""),
+        (reloading, ""),
+        ("READY=1\nSTATUS=again", ""),
+        ("FDSTORE=1\nFDNAME=two\nFDPOLL=0", "two"),
+        ("FDSTOREREMOVE=1\nFDNAME=one", ""),
+        ("STOPPING=1", ""),
+    ]
+    assert supervisor.deliver(0)
+
+
+def test_what_waits_goes_with_the_next_word(deaf: tuple[Supervisor, socket.socket]) -> None:
+    supervisor, ear = deaf
+    supervisor.ready("up")
+    assert ear.recv(99) == b"OTHER=1"
+    assert ear.recv(99) == b"OTHER=1"
+    supervisor.alive()
+    ear.setblocking(False)
+    with suppress(BlockingIOError):
+        while (said := ear.recv(99)) == b"OTHER=1":
+            pass
+    assert said == b"READY=1\nSTATUS=up"
+    assert ear.recv(99) == b"WATCHDOG=1"
+
+
+def test_what_waits_for_a_manager_is_bounded(deaf: tuple[Supervisor, socket.socket]) -> None:
+    supervisor, ear = deaf
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(MOST_UNSENT + 9):
+        supervisor.forget(f"part.{number}")
+    _keep(supervisor, "one too many")
+    supervisor.stopping()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(_heard(supervisor, ear)) == MOST_UNSENT + 1
 
 
 def _hear(ear: socket.socket, messages: int) -> None:

@@ -54,6 +54,13 @@ log = structlog.get_logger()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run until SIGTERM. Exit status: 0 stopped, 1 something failed, 2 refused to start."""
     supervisor = Supervisor()
+    try:
+        _main(supervisor, arguments)
+    finally:
+        supervisor.deliver()
+
+
+def _main(supervisor: Supervisor, arguments: Sequence[str] | None) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # clients and chunks take some each
     try:
@@ -180,6 +187,7 @@ def make_pool(config: Config, supervisor: Supervisor, *, locked: bool) -> tuple[
     pool = HostPool(HOST_BYTES + size, chunk)
     for number, descriptor in enumerate(pool.descriptors):
         keeper.keep(f"{CHUNK}{number:05}", descriptor)
+    supervisor.deliver()
     return pool, Kept(keeper, {})
 
 

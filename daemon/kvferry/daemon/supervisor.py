@@ -6,24 +6,32 @@ was kept comes back at the next start, under its name, whatever ended the proces
 store takes a second descriptor of a name beside the first and gives back both, the newest first
 (turned round when the manager itself was started anew). So who replaces what it kept keeps the new
 one under a new name, settles, and forgets the old name: at every moment one of them is there.
+
+Nothing said waits for a manager that does not read: what its queue does not take goes behind what
+it did not take before, in order, the next time that something is said, or in `deliver`.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
 import time
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import structlog
 
 FIRST = 3
 """The first descriptor that the manager passes on."""
 MAX_NAME = 255
-SEND_SECONDS = 2.0
-"""How long the manager may leave its queue full before a message is given up."""
+DELIVER_SECONDS = 2.0
+"""How long its queue may stay full where no loop runs: at start, and at the end."""
+MOST_UNSENT = 8192
+"""Messages about descriptors that wait for the manager; more are given up."""
 VARIABLES = (
     "NOTIFY_SOCKET",
     "FDSTORE",
@@ -38,8 +46,21 @@ VARIABLES = (
 log = structlog.get_logger()
 
 
+@dataclass(frozen=True, slots=True)
+class _Message:
+    lines: tuple[str, ...]
+    descriptor: int | None
+    """A duplicate, until it was sent."""
+
+    @property
+    def supersedes(self) -> bool:
+        """Whether one of its kind that still waits says nothing any more."""
+        return len(self.lines) == 1 and self.lines[0].startswith(("WATCHDOG=", "STATUS="))
+
+
 class Supervisor:
-    """Says nothing where nobody listens. No method raises for a message that did not arrive.
+    """Says nothing where nobody listens. No method raises for a message that did not arrive, and
+    none but `deliver` and `settle` waits.
 
     environ: where the variables are; they are taken out, so that no child takes them for its own.
     watchdog_seconds: `alive` must be called more often than this; None where nobody watches.
@@ -51,6 +72,7 @@ class Supervisor:
         self._address = said["NOTIFY_SOCKET"]
         self._stores = said["FDSTORE"] != "0"  # not set before systemd 254: nobody knows
         self._warned = False
+        self._unsent: deque[_Message] = deque()
         watched = _number(said["WATCHDOG_USEC"]) if _ours(said["WATCHDOG_PID"] or None) else 0
         self.watchdog_seconds = watched / 1e6 if watched else None
         self.kept: dict[str, int] = {}
@@ -85,36 +107,80 @@ class Supervisor:
 
     def forget(self, name: str) -> None:
         """No longer keep what is kept under a name. Raises ValueError for a bad name."""
-        self._say("FDSTOREREMOVE=1", f"FDNAME={_checked(name)}")
+        named = f"FDNAME={_checked(name)}"
+        self._discard(lambda message: message.descriptor is not None and named in message.lines)
+        self._say("FDSTOREREMOVE=1", named)
+
+    def deliver(self, seconds: float = DELIVER_SECONDS) -> bool:
+        """Wait until all that was said has gone off; False where the manager does not take it."""
+        deadline = time.monotonic() + seconds
+        while self._unsent and (left := deadline - time.monotonic()) > 0:
+            self._send(left)
+        return not self._unsent
 
     def settle(self, seconds: float) -> bool:
         """Wait until the manager has taken in all that was said; False where it does not."""
+        deadline = time.monotonic() + seconds
+        if not self._address or not self.deliver(seconds):
+            return False
         ours, theirs = os.pipe2(os.O_CLOEXEC)
         try:
-            said = self._say("BARRIER=1", descriptor=theirs)
+            said = self._sent(_Message(("BARRIER=1",), theirs), deadline - time.monotonic())
         finally:
             os.close(theirs)
         try:
             ear = select.poll()
             ear.register(ours, 0)  # POLLHUP comes unasked: the manager closed its end
-            return said and bool(ear.poll(seconds * 1000))
+            return bool(said) and bool(ear.poll(max(0.0, deadline - time.monotonic()) * 1000))
         finally:
             os.close(ours)
 
-    def _say(self, *lines: str, descriptor: int | None = None) -> bool:
-        """Send one message; whether it went off."""
+    def _say(self, *lines: str, descriptor: int | None = None) -> None:
+        """Send one message, behind all that waits; or have it wait, too."""
         if not self._address:
-            return False
-        passing = [] if descriptor is None else [descriptor]
+            return
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as wire:
-                wire.settimeout(SEND_SECONDS)
-                wire.connect(_path(self._address))
-                socket.send_fds(wire, ["\n".join(lines).encode()], passing)
+            message = _Message(lines, None if descriptor is None else os.dup(descriptor))
         except OSError as error:
             self._warn(lines[0], error)
+            return
+        if message.supersedes:
+            kind = lines[0].partition("=")[0]
+            self._discard(lambda old: old.supersedes and old.lines[0].startswith(f"{kind}="))
+        elif lines[0].startswith("FDSTORE") and len(self._unsent) >= MOST_UNSENT:
+            self._warn(lines[0], OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)))
+            _close(message)
+            return
+        self._unsent.append(message)
+        while self._unsent and self._send(0.0):
+            pass
+
+    def _send(self, seconds: float) -> bool:
+        """Have the first go off that waits, or give it up; False where it goes on waiting."""
+        if self._sent(self._unsent[0], seconds) is None:
+            return False
+        _close(self._unsent.popleft())
+        return True
+
+    def _sent(self, message: _Message, seconds: float) -> bool | None:
+        """Whether one message went off; None where the manager's queue stays full for so long."""
+        passing = [] if message.descriptor is None else [message.descriptor]
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as wire:
+                wire.settimeout(max(0.0, seconds))
+                wire.connect(_path(self._address))
+                socket.send_fds(wire, ["\n".join(message.lines).encode()], passing)
+        except (BlockingIOError, TimeoutError):
+            return None
+        except OSError as error:
+            self._warn(message.lines[0], error)
             return False
         return True
+
+    def _discard(self, says_nothing: Callable[[_Message], bool]) -> None:
+        for message in [message for message in self._unsent if says_nothing(message)]:
+            self._unsent.remove(message)
+            _close(message)
 
     def _warn(self, message: str, error: OSError) -> None:
         if not self._warned:
@@ -125,6 +191,11 @@ class Supervisor:
                 socket=self._address,
                 error=str(error),
             )
+
+
+def _close(message: _Message) -> None:
+    if message.descriptor is not None:
+        os.close(message.descriptor)
 
 
 def _path(address: str) -> str:
