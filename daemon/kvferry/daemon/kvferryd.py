@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import logging
 import os
 import resource
 import secrets
@@ -22,7 +21,7 @@ import structlog
 import uvloop
 
 from kvferry.daemon import config as configuration
-from kvferry.daemon.config import Config, HealthConfig, LogConfig
+from kvferry.daemon.config import Config, HealthConfig
 from kvferry.daemon.core.core import Core, Identity
 from kvferry.daemon.core.regions import MAX_REGIONS
 from kvferry.daemon.engine.auditor import Auditor
@@ -31,6 +30,7 @@ from kvferry.daemon.engine.pool import HostPool, check_fits, whole_pages
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
 from kvferry.daemon.lane.inbox import Listen
 from kvferry.daemon.lane.lane import Lane
+from kvferry.daemon.logs import start_logging
 from kvferry.daemon.reload import Reload
 from kvferry.daemon.server.admission import Admission
 from kvferry.daemon.server.archive import Archive, Keeper, Nobody
@@ -293,21 +293,6 @@ def make_health(
     say = server.inside(lambda message: prober.hear(message))
     prober = Probe(say, address)
     return Health(patience, prober, lambda now: lane.post(Listen(now)), signals)
-
-
-def start_logging(config: LogConfig) -> None:
-    text = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.JSONRenderer() if config.format == "json" else text,
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(
-            logging.getLevelNamesMapping()[config.level.upper()]
-        ),
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
-    )
 
 
 def installed_version() -> str:
