@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.daemon.server.journal import KINDS, Sparingly
 from kvferry.proto.messages import Error, StatusRequest
 from kvferry.testing.engine import StartEngine, until
+from kvferry.testing.manager import kvferryd_command
 from kvferry.testing.plugin import StartKvferryd
 from kvferry.testing.raw import Raw
 
@@ -63,6 +67,27 @@ def test_the_refused_are_a_number(daemon: LocalDaemon) -> None:
             stranger.recv(Error)
         assert client.status().errors["no_session"] == 200
     assert len(said(daemon, "refused", code="no_session")) == 1
+
+
+@pytest.mark.parametrize("where", ["a full disk", "a reader that ends"])
+def test_a_log_that_cannot_be_written(tmp_path: Path, where: str) -> None:
+    """Its lines are lost, and nothing else: clients come and go, and a stop is a clean one."""
+    reader, writer = os.pipe()
+    if where == "a full disk":
+        os.close(writer)
+        writer = os.open("/dev/full", os.O_WRONLY)
+    with subprocess.Popen(kvferryd_command(tmp_path), stderr=writer) as daemon:
+        os.close(writer)
+        try:
+            until(lambda: daemon.poll() is not None or (tmp_path / "cpu/kvferry.sock").exists())
+            os.close(reader)
+            for _ in range(3):
+                with OffloadClient(tmp_path / "cpu", timeout=5.0) as client:
+                    assert client.status().pid == daemon.pid
+            daemon.terminate()
+            assert daemon.wait(20) == 0
+        finally:
+            daemon.kill()
 
 
 def test_one_of_a_kind_in_a_while() -> None:

@@ -30,7 +30,7 @@ from kvferry.daemon.engine.pool import HostPool, check_fits, whole_pages
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
 from kvferry.daemon.lane.inbox import Listen
 from kvferry.daemon.lane.lane import Lane
-from kvferry.daemon.logs import start_logging
+from kvferry.daemon.logs import start_logging, unfailing
 from kvferry.daemon.reload import Reload
 from kvferry.daemon.server.admission import Admission
 from kvferry.daemon.server.archive import Archive, Keeper, Nobody
@@ -53,6 +53,7 @@ log = structlog.get_logger()
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run until SIGTERM. Exit status: 0 stopped, 1 something failed, 2 refused to start."""
+    sys.stderr = unfailing(sys.stderr)
     supervisor = Supervisor()
     try:
         _main(supervisor, arguments)

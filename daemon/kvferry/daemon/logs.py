@@ -1,10 +1,15 @@
-"""The log: lines to stderr, for people or for programs."""
+"""The log: lines to stderr, for people or for programs.
+
+Where they cannot be written (the disk is full, whoever read them has ended), they are lost, and the
+daemon goes on: a log that raises takes with it whatever was about to be done.
+"""
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 import structlog
 
@@ -27,6 +32,21 @@ def start_logging(config: LogConfig) -> None:
         ),
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
     )
+
+
+def unfailing(stream: TextIO) -> TextIO:
+    """Another stream to the same file, to which anything may be said."""
+    raw = io.BufferedWriter(_Lossy(stream.fileno(), "w", closefd=False))
+    return io.TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=True)
+
+
+class _Lossy(io.FileIO):
+    def write(self, data: Any, /) -> int:
+        try:
+            written = super().write(data)
+        except OSError:
+            written = None
+        return len(data) if written is None else written  # None: it would block
 
 
 class Escaped:
