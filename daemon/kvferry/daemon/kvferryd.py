@@ -26,7 +26,7 @@ from kvferry.daemon.core.core import Core, Identity
 from kvferry.daemon.core.regions import MAX_REGIONS
 from kvferry.daemon.engine.auditor import Auditor
 from kvferry.daemon.engine.base import CopyEngine
-from kvferry.daemon.engine.pool import HostPool, check_fits, whole_pages
+from kvferry.daemon.engine.pool import HostPool, check_fits, give_back, whole_pages
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
 from kvferry.daemon.lane.inbox import Listen
 from kvferry.daemon.lane.lane import Lane
@@ -179,6 +179,7 @@ def make_pool(config: Config, supervisor: Supervisor, *, locked: bool) -> tuple[
             if error.code == Code.POOL_TOO_LARGE:  # it is as it should be, and cannot be had now
                 raise
             log.warning("the pool that was kept is given up: it begins empty", reason=str(error))
+    give_back(chunks)  # or it would count as taken until the supervisor has forgotten it
     for name, descriptor in kept.items():
         supervisor.forget(name)
         os.close(descriptor)

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
+from kvferry.daemon import kvferryd
 from kvferry.daemon.config import Config, PoolConfig
 from kvferry.daemon.engine.memory import PAGE
 from kvferry.daemon.engine.pool import HostPool, available_bytes, check_fits
 from kvferry.daemon.engine.reference import ReferenceEngine
 from kvferry.daemon.kvferryd import DESCRIPTORS, check_descriptors, make_engine
+from kvferry.daemon.supervisor import Supervisor
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.page import sealed_memfd
 from kvferry.proto.sizes import parse_bytes
 
 LIMIT = 1 << 20
@@ -52,6 +55,31 @@ def test_what_does_not_fit_into_memory_is_refused() -> None:
     with pytest.raises(Refused, match=r"pool\.size smaller") as refused:
         check_fits(1 << 50, locked=False)
     assert refused.value.code == Code.POOL_TOO_LARGE
+
+
+@pytest.mark.parametrize(
+    "config", [PoolConfig("4MiB", "1MiB"), PoolConfig("2MiB", "1MiB", keep=False)]
+)
+def test_a_pool_that_is_given_up_makes_room_for_the_next(
+    config: PoolConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it is asked whether that fits, though whoever kept it does not let go of it yet."""
+    old = [sealed_memfd("pool", 1 << 20) for _ in range(2)]
+    for held in old:
+        os.pwrite(held, bytes(1 << 20), 0)
+    supervisor = Supervisor({})
+    supervisor.kept = {f"pool-{number:05}": os.dup(held) for number, held in enumerate(old)}
+    taken: list[int] = []
+
+    def check(nbytes: int, *, locked: bool) -> None:
+        taken.extend(os.fstat(held).st_blocks for held in old)
+
+    monkeypatch.setattr(kvferryd, "check_fits", check)
+    pool, _ = kvferryd.make_pool(Config(pool=config), supervisor, locked=False)
+    pool.close(ReferenceEngine())
+    for held in old:
+        os.close(held)
+    assert taken == [0, 0]
 
 
 @pytest.mark.parametrize("chunk", ["1000000", "2MiB"])

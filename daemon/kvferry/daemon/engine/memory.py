@@ -112,6 +112,15 @@ class MappedFiles:
             os.close(descriptor)
 
 
+def empty(descriptor: int) -> None:
+    """Give back the memory of a file that nobody uses any more, whoever else holds it. Raises
+    OSError."""
+    size = os.fstat(descriptor).st_size
+    _done(_libc.fallocate(descriptor, _FREE, 0, size))
+
+
+_FREE = 0x1 | 0x2
+"""FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE."""
 _MADV_POPULATE_WRITE = 23
 _NO_ACCESS = 0
 _PRIVATE, _FIXED, _ANONYMOUS, _NORESERVE = mmap.MAP_PRIVATE, 0x10, mmap.MAP_ANONYMOUS, 0x4000
@@ -134,6 +143,7 @@ _libc.process_vm_writev.argtypes = [
     ctypes.c_ulong,
     ctypes.c_ulong,
 ]
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
 

@@ -14,11 +14,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
 from kvferry.daemon.engine.base import CopyEngine
-from kvferry.daemon.engine.memory import PAGE, MappedFiles
+from kvferry.daemon.engine.memory import PAGE, MappedFiles, empty
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 
 TOUCHERS = min(16, os.cpu_count() or 1)
@@ -112,6 +113,21 @@ class HostPool:
 
     def _size(self, start: int) -> int:
         return min(self.chunk_bytes, self.nbytes - start)
+
+
+def give_back(chunks: Sequence[int]) -> None:
+    """Have the memory of an earlier pool at once: who else holds it lets go of it in its own time.
+
+    Pages are freed by all threads together; a file that cannot be emptied is freed when it is let
+    go of.
+    """
+
+    def give(descriptor: int) -> None:
+        with suppress(OSError):
+            empty(descriptor)
+
+    with ThreadPoolExecutor(TOUCHERS, "kvferry-free") as freers:
+        list(freers.map(give, chunks))
 
 
 def check_fits(nbytes: int, *, locked: bool) -> None:
