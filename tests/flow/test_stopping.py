@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import threading
 import time
@@ -92,6 +93,20 @@ def test_held_jobs_are_cancelled(
     assert [result.error.code for result in results if result.error] == [Code.CANCELLED] * 4
     assert ended(daemon) == 0
     assert 0.2 <= time.monotonic() - began < 3
+    check_told(engine)
+
+
+@pytest.mark.parametrize("instead", ["nothing", "a file"])
+def test_a_folder_that_is_not_ours_any_more(
+    start_engine: StartEngine, kvferryd: LocalDaemon, instead: str
+) -> None:
+    """Its files cannot be taken away, as where another user was given them: all else is done."""
+    engine = start_engine(kvferryd)
+    shutil.rmtree(kvferryd.directory)
+    if instead == "a file":
+        kvferryd.directory.write_text("")
+    assert kvferryd.stop() == 0
+    assert ended(kvferryd) == 0
     check_told(engine)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
@@ -47,6 +48,12 @@ def shut(path: Path) -> Path:
     return path.with_suffix(".full")
 
 
+def take_away(path: Path) -> None:
+    """Remove a socket's file as far as we may: at a stop, so nothing else depends on that."""
+    with suppress(OSError):
+        path.unlink()
+
+
 class Door:
     """Where clients find an ipc socket: `path`, once it was opened.
 
@@ -79,7 +86,7 @@ class Door:
         if self._timer is not None:
             self._timer.cancel()
         for place in (self._path, self._shut):
-            place.unlink(missing_ok=True)
+            take_away(place)
 
     def _look(self) -> None:
         if crowded():

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvferry.daemon.server.admission import Admission
-from kvferry.daemon.server.door import shut
+from kvferry.daemon.server.door import shut, take_away
 from kvferry.daemon.server.fence import fence
 from kvferry.proto.desk import MAX_SOCKET_PATH
 from kvferry.proto.errors import Code, Refused
@@ -71,7 +71,7 @@ class Endpoint:
 
     def close(self) -> None:
         for path in self._sockets:
-            path.unlink(missing_ok=True)
+            take_away(path)
         os.close(self._lock)
 
     @property
