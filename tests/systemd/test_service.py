@@ -260,6 +260,19 @@ def test_killed_it_comes_back(service: Service) -> None:
     assert service.engine("store")["right"]
 
 
+def test_an_engine_of_its_user_keeps_its_shared_memory(service: Service) -> None:
+    """Where CUDA MPS runs they are one user: what the engine has in /dev/shm is no affair of a
+    daemon that ends."""
+    service.configure("[Service]\nUser=engine\nGroup=engine\n")
+    service.systemctl("restart")
+    become = ["setpriv", "--reuid=engine", "--regid=engine", "--init-groups"]
+    service.machine.run(*become, "touch", "/dev/shm/engine")
+    pid = service.show("MainPID")
+    service.systemctl("kill", "--signal=KILL")
+    service.until_another(pid)
+    service.machine.run("rm", "/dev/shm/engine")
+
+
 @pytest.mark.parametrize("how", [("kill", "--signal=KILL"), ("restart",)])
 def test_its_blocks_come_back(service: Service, how: tuple[str, ...]) -> None:
     assert service.engine("store")["outcome"] == "done"
