@@ -89,6 +89,7 @@ def gpu_machine(commands: dict[str, str]) -> Iterator[Machine]:
 def install(machine: Machine, commands: str) -> None:
     """Do as the instructions say, and add users for it."""
     offline = f"export PIP_NO_INDEX=1 PIP_FIND_LINKS=/{WHEELS} PIP_NO_COMPILE=1\n"
+    offline += "umask 077\n"  # as root has it on a machine that was made safe
     machine.script(offline + commands, directory="/src")
     machine.write(f"/etc/systemd/system/{TEMPLATE}.service.d/test.conf", DROP_IN)
     machine.script("sed -i 's/^# size = .*/size = \"64MiB\"/' /etc/kvferry/kvferryd.toml")

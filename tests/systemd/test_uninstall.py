@@ -16,7 +16,7 @@ def test_an_upgrade_and_the_end(machine: Machine, commands: dict[str, str]) -> N
     unit = "kvferryd@cpu"
     machine.run("systemctl", "enable", "--now", unit)
     pid = machine.run("systemctl", "show", "--value", "--property=MainPID", unit)
-    offline = f"export PIP_NO_INDEX=1 PIP_FIND_LINKS=/{WHEELS}\n"
+    offline = f"export PIP_NO_INDEX=1 PIP_FIND_LINKS=/{WHEELS}\numask 077\n"
     machine.script(offline + commands["Upgrade"], directory="/src")
     assert machine.run("systemctl", "is-active", unit) == "active"
     assert machine.run("systemctl", "show", "--value", "--property=MainPID", unit) != pid
