@@ -23,6 +23,7 @@ from rich.console import Console
 from kvferry.client import Fingerprint, LocalDaemon, OffloadClient, shared_empty
 from kvferry.client.cli import main
 from kvferry.client.cli.panels import bar, screen, spark
+from kvferry.client.cli.status import show
 from kvferry.client.cli.watch import Look, Rates, Seen
 from kvferry.proto import status as told
 
@@ -148,6 +149,21 @@ def test_a_spark_shows_the_last_and_never_hides_a_little() -> None:
     assert spark([0, 1, 50, 100], 100, 10) == " ▁▄█"
     assert spark([0, 1, 50, 100], 100, 2) == "▄█"
     assert spark([1.0], 1.0, 0) == ""
+
+
+def test_names_move_no_cursor() -> None:
+    """Here and in kvferry status: a client calls itself and its model what it likes."""
+    name = "a\x1b[2J\x9bb"
+    whose = Fingerprint(name, 2 << 20)
+    space = msgspec.structs.replace(SPACE, fingerprint=whose, engines=(name,))
+    engine = told.EngineStatus(name, True, 1, 1, 1)
+    status = msgspec.structs.replace(STATUS, engines=(engine,))
+    seen, console = Seen(Path("/run/kvferry/cpu")), Console(width=160, record=True, file=StringIO())
+    seen.take(Look(status, (space,)), now=100.0)
+    show(status, (space,), console)
+    for text in (drawn(seen, width=160), console.export_text()):
+        assert all(line.isprintable() for line in text.splitlines())
+        assert text.count(repr(name)[1:-1]) >= 2
 
 
 # The real thing

@@ -16,7 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.client.cli.units import brief, size, span
+from kvferry.client.cli.units import brief, plain, size, span
 from kvferry.client.cli.watch import Look, Rates, Seen
 from kvferry.proto.status import DaemonStatus, HealthStatus, NamespaceStatus, PoolStatus
 
@@ -154,7 +154,7 @@ def _namespaces(look: Look, before: Look | None, wide: bool) -> Table:
 def _model(space: NamespaceStatus) -> Text:
     whose = space.fingerprint
     rank = f" {whose.rank + 1}/{whose.world_size}" if whose.world_size > 1 else ""
-    name = whose.model.rsplit("/", 1)[-1]
+    name = plain(whose.model.rsplit("/", 1)[-1])
     return Text(name + rank, "" if space.engines else "dim")
 
 
@@ -175,7 +175,7 @@ def _engines(status: DaemonStatus) -> Iterator[Text]:
         style = "green" if engine.present else "dim"
         away = "" if engine.present else " (away)"
         jobs = f" {engine.jobs:,} jobs" if engine.jobs else ""
-        said.append("  " if number else "").append(f"{engine.name}{away}{jobs}", style)
+        said.append("  " if number else "").append(f"{plain(engine.name)}{away}{jobs}", style)
     yield said
 
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.client import DaemonStatus, OffloadClient, find_daemon
-from kvferry.client.cli.units import brief, size, span
+from kvferry.client.cli.units import brief, plain, size, span
 from kvferry.client.endpoint import folder_in
 from kvferry.proto.errors import Code, Gone
 from kvferry.proto.status import HealthStatus, NamespaceStatus, PoolStatus, Totals
@@ -172,7 +172,7 @@ def _engines(status: DaemonStatus) -> Table:
         block, nbytes = engine.host_block_bytes, engine.host_blocks * engine.host_block_bytes
         cells = (f"{engine.host_blocks:,}", size(block), size(nbytes), str(engine.jobs))
         kept = size(engine.kept_bytes) if engine.kept_bytes else "-"
-        table.add_row(Text(engine.name), here, *cells, kept)
+        table.add_row(Text(plain(engine.name)), here, *cells, kept)
     return table
 
 
@@ -193,8 +193,11 @@ def _title(space: NamespaceStatus) -> Text:
     whose = space.fingerprint
     rank = f", rank {whose.rank} of {whose.world_size}" if whose.world_size > 1 else ""
     return Text.assemble(
-        f"{whose.model}\n{space.policy}{rank}\n",
-        (", ".join(space.engines) or "nobody here", "green" if space.engines else "yellow"),
+        f"{plain(whose.model)}\n{space.policy}{rank}\n",
+        (
+            ", ".join(map(plain, space.engines)) or "nobody here",
+            "green" if space.engines else "yellow",
+        ),
         (f"\n{space.name}", "dim"),
     )
 

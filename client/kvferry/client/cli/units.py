@@ -1,4 +1,7 @@
-"""Numbers as people write and read them. Sizes are in powers of 1024, rates in powers of 1000."""
+"""Numbers as people write and read them, and names as they can be shown.
+
+Sizes are in powers of 1024, rates in powers of 1000.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,11 @@ def parse_size(text: str) -> int:
     if match is None or not int(match[1]):
         raise ValueError(f"{text!r} is no size")
     return int(match[1]) << (10 * " kmg".index((match[2] or " ").lower()))
+
+
+def plain(name: str) -> str:
+    """A name that somebody else chose, without what a terminal would obey."""
+    return name if name.isprintable() else repr(name)[1:-1]
 
 
 def size(nbytes: float) -> str:
