@@ -40,6 +40,21 @@ def metrics() -> dict[str, set[str]]:
     return found
 
 
+def test_what_alerts_are_about_is_there_before_it_happens() -> None:
+    """The first sample of a series is no growth: a first failure would be told to nobody."""
+    device, pool = told.DeviceInfo("cpu", "cpu", "host"), told.PoolStatus(1, 1, 1)
+    health = told.HealthStatus(True)
+    status = told.DaemonStatus(
+        "0", "b", 1, 1.0, device, pool, 0, (), told.Totals(), {}, None, health
+    )
+    samples = [s for f in families(Snapshot(status, (), Tally())) for s in f.samples]
+    alerts = (DEPLOY / "alerts.yml").read_text()
+    asked = re.findall(r'(kvferry_\w+)\{(\w+)="(\w+)"\}', alerts)
+    assert len(asked) >= 4
+    for name, label, value in asked:
+        assert any((s.name, s.labels.get(label)) == (name, value) for s in samples), (name, value)
+
+
 def dashboard() -> dict[str, Any]:
     read: dict[str, Any] = json.loads((DEPLOY / "grafana.json").read_text())
     return read

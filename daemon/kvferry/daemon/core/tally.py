@@ -83,7 +83,8 @@ class Tally:
 
     @property
     def outcomes(self) -> dict[tuple[str, str], int]:
-        """How many, by direction and outcome."""
+        """How many, by direction and outcome: those that a daemon tells are there from the start,
+        or nobody would see the first one as a growth."""
         done = {
             (direction, str(Outcome.DONE)): sum(sum(m.device.counts) for m in way.done.values())
             for direction, way in self._ways
@@ -91,7 +92,7 @@ class Tally:
         others = {
             (direction, str(outcome)): number
             for direction, way in self._ways
-            for outcome, number in way.others.items()
+            for outcome, number in ({Outcome.FAILED: 0, Outcome.CANCELLED: 0} | way.others).items()
         }
         return done | others
 

@@ -18,6 +18,7 @@ from prometheus_client.core import (
 )
 
 from kvferry.daemon.core.tally import BOUNDS, Histogram, Movement, Tally
+from kvferry.proto.errors import Code
 from kvferry.proto.status import DaemonStatus, HealthStatus, NamespaceStatus, PoolStatus
 
 MOVED = ("direction", "mode")
@@ -52,6 +53,10 @@ def wedged() -> Iterator[Metric]:
 HEALTHY = "Whether the daemon does its work: 1, or 0; /health tells why not."
 
 
+EXPECTED = {str(Code.BUSY): 0, str(Code.CORRUPT_BLOCK): 0}
+"""Errors that are counted from the start: rate() sees nothing in the first sample of a series."""
+
+
 def _daemon(status: DaemonStatus) -> Iterator[Metric]:
     labels = ("version", "device", "device_name")
     about = GaugeMetricFamily("kvferry_build_info", "What runs where.", labels=labels)
@@ -77,7 +82,7 @@ def _daemon(status: DaemonStatus) -> Iterator[Metric]:
     errors = CounterMetricFamily(
         "kvferry_errors", "Errors that were answered, by their code.", labels=("code",)
     )
-    for code, number in status.errors.items():
+    for code, number in (EXPECTED | status.errors).items():
         errors.add_metric((code,), number)
     yield errors
 
