@@ -117,6 +117,8 @@ BAD_FLAGS: dict[str, dict[str, object]] = {
     "chunk of nothing": {"pool_chunk": 0},
     "max_stores": {"limits_max_stores": 0},
     "no number": {"limits_max_stores": "many"},
+    "more jobs than a message can tell": {"limits_max_stores": 10**20},
+    "a deadline that never comes": {"health_deadline_seconds": "inf"},
     "level": {"log_level": "loud"},
     "seconds": {"stop_drain_seconds": -1},
     "users": {"limits_allow_uids": "root"},

@@ -24,6 +24,8 @@ from kvferry.proto.sizes import parse_bytes
 LISTS = ("allow_uids", "allow_groups")
 """Keys whose flags take several values, with commas between them."""
 
+MOST_JOBS = 1 << 30
+
 Size: TypeAlias = str
 Id: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_ID)]
 """A user's number, or a group's."""
@@ -82,11 +84,15 @@ class IntegrityConfig(Section, frozen=True):
 
 class LimitsConfig(Section, frozen=True):
     max_stores: Annotated[
-        int, Meta(ge=1, description="stores that one client may have under way")
+        int, Meta(ge=1, le=MOST_JOBS, description="stores that one client may have under way")
     ] = 8192
     max_loads: Annotated[
         int,
-        Meta(ge=1, description="loads that one client may have under way, besides its stores"),
+        Meta(
+            ge=1,
+            le=MOST_JOBS,
+            description="loads that one client may have under way, besides its stores",
+        ),
     ] = 8192
     allow_uids: Annotated[
         tuple[Id, ...],
@@ -116,7 +122,8 @@ class HealthConfig(Section, frozen=True):
         float, Meta(gt=0, description="how often a small block is copied to the device and back")
     ] = 10.0
     deadline_seconds: Annotated[
-        float, Meta(gt=0, description="the daemon is unhealthy when that takes longer")
+        float,
+        Meta(gt=0, le=3600, description="the daemon is unhealthy when that takes longer"),
     ] = 5.0
     lane_seconds: Annotated[
         float,
