@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def test_the_refused_are_a_number(daemon: LocalDaemon) -> None:
     assert len(said(daemon, "refused", code="no_session")) == 1
 
 
-@pytest.mark.parametrize("where", ["a full disk", "a reader that ends"])
+@pytest.mark.parametrize("where", ["a full disk", "a reader that ends", "one that sleeps"])
 def test_a_log_that_cannot_be_written(tmp_path: Path, where: str) -> None:
     """Its lines are lost, and nothing else: clients come and go, and a stop is a clean one."""
     reader, writer = os.pipe()
@@ -77,10 +78,12 @@ def test_a_log_that_cannot_be_written(tmp_path: Path, where: str) -> None:
         os.close(writer)
         writer = os.open("/dev/full", os.O_WRONLY)
     with subprocess.Popen(kvferryd_command(tmp_path), stderr=writer) as daemon:
-        os.close(writer)
         try:
             until(lambda: daemon.poll() is not None or (tmp_path / "cpu/kvferry.sock").exists())
-            os.close(reader)
+            if where == "one that sleeps":
+                fill(writer)
+            else:
+                os.close(reader)
             for _ in range(3):
                 with OffloadClient(tmp_path / "cpu", timeout=5.0) as client:
                     assert client.status().pid == daemon.pid
@@ -88,6 +91,17 @@ def test_a_log_that_cannot_be_written(tmp_path: Path, where: str) -> None:
             assert daemon.wait(20) == 0
         finally:
             daemon.kill()
+            os.close(writer)
+            with suppress(OSError):
+                os.close(reader)
+
+
+def fill(pipe: int) -> None:
+    os.set_blocking(pipe, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(pipe, bytes(1 << 16))
+    os.set_blocking(pipe, True)
 
 
 def test_one_of_a_kind_in_a_while() -> None:

@@ -1,13 +1,15 @@
 """The log: lines to stderr, for people or for programs.
 
-Where they cannot be written (the disk is full, whoever read them has ended), they are lost, and the
-daemon goes on: a log that raises takes with it whatever was about to be done.
+Where they cannot be written (the disk is full, whoever read them has ended or does not read), they
+are lost, and the daemon goes on: a log that raises takes with it whatever was about to be done, and
+one that waits, all that the loop is there for.
 """
 
 from __future__ import annotations
 
 import io
 import logging
+import select
 import sys
 from typing import Any, TextIO
 
@@ -42,11 +44,13 @@ def unfailing(stream: TextIO) -> TextIO:
 
 class _Lossy(io.FileIO):
     def write(self, data: Any, /) -> int:
+        door = select.poll()
+        door.register(self, select.POLLOUT)  # of a pipe: there is room for 4 KiB
         try:
-            written = super().write(data)
+            written = super().write(data) if door.poll(0) else None
         except OSError:
             written = None
-        return len(data) if written is None else written  # None: it would block
+        return len(data) if written is None else written  # None: it would wait
 
 
 class Escaped:
