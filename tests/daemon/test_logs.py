@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 
 import pytest
 import structlog
 
 from kvferry.daemon.config import LogConfig
-from kvferry.daemon.logs import start_logging
+from kvferry.daemon.logs import start_logging, unfailing
 
 NAMES = ["a\x1b[2Jb", "a \x1b]0;title\x07", "\x9b31mred", "\x7f", "a\u202eb", "a\u2028b", "a\nb"]
 
@@ -39,3 +40,30 @@ def test_other_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -
     start_logging(LogConfig())
     structlog.get_logger().info("client came", engine="müller-70b")
     assert "engine=müller-70b" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_an_error_nobody_foresaw_has_its_place(
+    form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start_logging(LogConfig(format=form))  # type: ignore[arg-type]
+    try:
+        raise ZeroDivisionError("a mistake")
+    except ZeroDivisionError as error:
+        structlog.get_logger().error("failed", exc_info=error)
+    said = capsys.readouterr().err
+    shown = json.loads(said)["exception"] if form == "json" else said
+    assert "in test_an_error_nobody_foresaw_has_its_place" in shown
+    assert "ZeroDivisionError: a mistake" in shown
+    assert len(shown.splitlines()) < 10
+
+
+@pytest.mark.timeout(20)
+def test_a_line_longer_than_a_pipe_that_nobody_reads() -> None:
+    reader, writer = os.pipe()
+    with open(writer, "w") as pipe:
+        log = unfailing(pipe)
+        log.write("x" * (1 << 20) + "\n")
+        log.write("and another\n")
+    assert len(os.read(reader, 2 << 20)) <= 1 << 20
+    os.close(reader)

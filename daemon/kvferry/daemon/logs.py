@@ -20,9 +20,14 @@ from kvferry.daemon.config import LogConfig
 
 def start_logging(config: LogConfig) -> None:
     if config.format == "json":
-        form: tuple[structlog.typing.Processor, ...] = (structlog.processors.JSONRenderer(),)
+        form: tuple[structlog.typing.Processor, ...] = (
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        )
     else:
-        form = escape, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        plain = structlog.dev.plain_traceback
+        colors = sys.stderr.isatty()
+        form = escape, structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=plain)
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
@@ -45,9 +50,9 @@ def unfailing(stream: TextIO) -> TextIO:
 class _Lossy(io.FileIO):
     def write(self, data: Any, /) -> int:
         door = select.poll()
-        door.register(self, select.POLLOUT)  # of a pipe: there is room for 4 KiB
+        door.register(self, select.POLLOUT)  # of a pipe: there is room for so much
         try:
-            written = super().write(data) if door.poll(0) else None
+            written = super().write(data[: select.PIPE_BUF]) if door.poll(0) else None
         except OSError:
             written = None
         return len(data) if written is None else written  # None: it would wait

@@ -106,6 +106,13 @@ class Journal:
         """A job that was accepted failed."""
         self._warn("job failed", peer, error)
 
+    def broke(self, peer: Peer | None, error: Exception) -> None:
+        """Nobody foresaw this: whoever mends it needs to know where it was."""
+        untold = self._sparingly.passes(("broke", type(error).__name__), time.monotonic())
+        if untold is not None:
+            engine = peer.engine if peer else ""
+            log.error("the daemon failed on a message", engine=engine, more=untold, exc_info=error)
+
     def _warn(self, what: str, peer: Peer | None, error: ErrorInfo) -> None:
         untold = self._sparingly.passes((what, error.code), time.monotonic())
         if untold is not None:

@@ -193,12 +193,16 @@ class Server:
                 raise Refused(Code.NO_SESSION, "say Hello first: this daemon does not know you")
         except KVFerryError as error:
             self._refuse(identity, peer, error)
+        except Exception as error:
+            self._send_away(identity, peer, error)
 
     def hear(self, peer: Peer, data: bytes) -> None:
         try:
             self._handle(peer, decode_client_message(data))
         except KVFerryError as error:
             self._refuse(peer.identity, peer, error)
+        except Exception as error:
+            self._send_away(peer.identity, peer, error)
 
     def part(self, peer: Peer, reason: str) -> None:
         """A peer is not there any more, or is not wanted."""
@@ -215,6 +219,13 @@ class Server:
     def _refuse(self, identity: bytes, peer: Peer | None, error: KVFerryError) -> None:
         self._journal.refused(peer, error.info)
         self._outboxes.answer(identity, self._core.refusal(None, error))
+
+    def _send_away(self, identity: bytes, peer: Peer | None, error: Exception) -> None:
+        """A mistake of ours: whoever met it need not wait for an answer, and the others go on."""
+        self._journal.broke(peer, error)
+        self._outboxes.answer(identity, Goodbye("the daemon failed on what you said: see its log"))
+        if peer is not None:
+            self.part(peer, "the daemon failed on what it said")
 
     def _greet(self, identity: bytes, frame: zmq.Frame, hello: Hello) -> None:
         self._take_reports()
