@@ -122,6 +122,9 @@ class Driver:
     def device_uuid(self, ordinal: int) -> str:
         return "GPU-time"
 
+    def pci_address(self, ordinal: int) -> str:
+        return "0000:00:00.0"
+
     def device_name(self, ordinal: int) -> str:
         return "a clock"
 

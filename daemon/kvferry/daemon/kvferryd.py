@@ -152,6 +152,7 @@ async def run(
             device=engine.info.name,
             directory=str(endpoint.directory),
             pool=pool.nbytes - HOST_BYTES,
+            numa_node="-" if engine.numa_node is None else engine.numa_node,
             metrics=exporter.address if exporter else "off",
         )
         signals.serving(f"serving {engine.info.name} at {endpoint.directory}")

@@ -57,6 +57,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuDeviceGetCount": (c_void_p,),
     "cuDeviceGetName": (c_char_p, c_int, c_int),
     "cuDeviceGetUuid_v2": (c_void_p, c_int),
+    "cuDeviceGetPCIBusId": (c_char_p, c_int, c_int),
     "cuDevicePrimaryCtxRetain": (c_void_p, c_int),
     "cuCtxSetCurrent": (c_void_p,),
     "cuCtxGetCurrent": (c_void_p,),
@@ -200,6 +201,12 @@ class Driver:
     def device_name(self, ordinal: int) -> str:
         name = ctypes.create_string_buffer(_ATTRIBUTE_NAME)
         self.call("cuDeviceGetName", name, _ATTRIBUTE_NAME, ordinal)
+        return name.value.decode()
+
+    def pci_address(self, ordinal: int) -> str:
+        """As "0000:3B:00.0"."""
+        name = ctypes.create_string_buffer(_ATTRIBUTE_NAME)
+        self.call("cuDeviceGetPCIBusId", name, _ATTRIBUTE_NAME, ordinal)
         return name.value.decode()
 
     def current_device(self) -> int:

@@ -219,6 +219,9 @@ class PaperDriver:
     def device_uuid(self, ordinal: int) -> str:
         return "GPU-paper"
 
+    def pci_address(self, ordinal: int) -> str:
+        return "0000:00:00.0"
+
     def device_name(self, ordinal: int) -> str:
         return "paper"
 

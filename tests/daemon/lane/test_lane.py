@@ -95,6 +95,7 @@ class StubEngine:
     """Takes pieces, and says of each what the test says of it. Its clock counts submissions."""
 
     info = DeviceInfo("cpu", "cpu", "stub")
+    numa_node: int | None = None
 
     def __init__(self) -> None:
         self.piece = Room(1 << 40)

@@ -71,6 +71,8 @@ NO_ROOM = Room(0)
 
 class CopyEngine(Protocol):
     info: DeviceInfo
+    numa_node: int | None
+    """That the device is near to, where it is to any."""
 
     def attach(self, pool_address: int, aside: AbstractContextManager[None]) -> CopyStatus | None:
         """Called once, first, from the lane's thread: make the device usable there.

@@ -1,4 +1,5 @@
-"""The host pool: sealed memfds, one a chunk, touched and registered in turn in the background.
+"""The host pool: sealed memfds, one a chunk, touched and registered in turn in the background, and
+in memory that is near the device (numa.py).
 
 Registering memory takes seconds for tens of GiB, so nobody waits for all of it: `ready_bytes`
 grows chunk by chunk from the front, and a transfer waits only for the chunk that it touches. A
@@ -15,11 +16,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from kvferry.daemon.engine.base import CopyEngine
 from kvferry.daemon.engine.memory import PAGE, MappedFiles, empty
+from kvferry.daemon.engine.numa import stay_near
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 
 TOUCHERS = min(16, os.cpu_count() or 1)
@@ -82,7 +85,8 @@ class HostPool:
     ) -> None:
         starts = range(0, self.nbytes, self.chunk_bytes)
         try:
-            with ThreadPoolExecutor(TOUCHERS, "kvferry-touch") as touchers:
+            stay = partial(stay_near, engine.numa_node)
+            with ThreadPoolExecutor(TOUCHERS, "kvferry-touch", stay) as touchers:
                 touching = deque[list[Future[None]]]()
                 upcoming = iter(starts)
                 for start in starts:

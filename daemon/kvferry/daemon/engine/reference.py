@@ -62,6 +62,7 @@ class _Piece:
 
 class ReferenceEngine:
     info = DeviceInfo("cpu", "cpu", "host memory")
+    numa_node: int | None = None
 
     def __init__(self, faults: Faults | None = None) -> None:
         self.faults = faults or Faults()

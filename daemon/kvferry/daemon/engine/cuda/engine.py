@@ -27,6 +27,7 @@ from kvferry.daemon.engine.cuda.link import Link, Ruler
 from kvferry.daemon.engine.cuda.piece import PageTable, Piece
 from kvferry.daemon.engine.cuda.staged import MAX_BLOCKS, StagedCopy
 from kvferry.daemon.engine.cuda.staging import PIECE, Staging
+from kvferry.daemon.engine.numa import node_of
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.libcuda import MIN_DRIVER, TOO_OLD, Driver, driver
 from kvferry.proto.libcuda_vmm import DeviceMemory, VirtualMemory
@@ -72,6 +73,7 @@ class CudaEngine:
             self._driver.device_name(ordinal),
             options.staging_bytes,
         )
+        self.numa_node = node_of(self._driver.pci_address(ordinal))
         self._context = self._driver.retain_context(ordinal)
         self._in_flight = dict.fromkeys(Direction, 0)
         self._pieces = dict.fromkeys(Direction, 0)
