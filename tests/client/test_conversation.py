@@ -351,8 +351,8 @@ def test_kv_caches_are_registered_with_a_region_or_in_a_namespace(
     verb = verbs.allocate(talk, layout, None if inside else 4096, None)
     assert isinstance(next(verb), verbs.Until)
     step = verb.send(True)
-    assert isinstance(step, verbs.Ask)
-    assert step.request == wire.AllocateKVCaches(1, layout, None if inside else 4096)
+    assert isinstance(step, verbs.Tell)
+    assert step.message == wire.AllocateKVCaches(1, layout, None if inside else 4096)
 
 
 # The end

@@ -177,6 +177,8 @@ class AsyncOffloadClient(NonBlocking):
         except StopIteration as end:
             result: R = end.value
             return result
+        finally:
+            verb.close()
 
     async def _do(self, step: Step, deadline: float) -> Any:
         talk, left = self._conversation, max(0.0, deadline - self._loop.time())

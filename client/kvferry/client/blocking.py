@@ -120,6 +120,9 @@ class OffloadClient(NonBlocking):
         timeline: what `wait_for` of this engine's transfers is compared with.
         Raises Refused (BAD_MESSAGE, BAD_LAYOUT, NOT_SHAREABLE, DEVICE_MISMATCH, POOL_FULL,
         ALREADY_REGISTERED...) or Failed (MAP_FAILED, DRIVER); nothing stays registered.
+        Where nobody waits for the answer (Gone, TIMEOUT; a task cancelled; ctrl-c) they may be
+        registered, now or later: who calls again gets that where the arguments are the same, and
+        has it undone else, by a session of a new incarnation.
         """
         talk = self._conversation
         verb = verbs.register(talk, kv_caches, host_bytes, timeline, canonical)
@@ -210,6 +213,8 @@ class OffloadClient(NonBlocking):
         except StopIteration as end:
             result: R = end.value
             return result
+        finally:
+            verb.close()
 
     def _do(self, step: Step, deadline: float) -> Any:
         talk, left = self._conversation, max(0.0, deadline - time.monotonic())

@@ -16,12 +16,12 @@ waiting for an answer when the daemon went is told at once; jobs under way end a
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from enum import Enum
 from itertools import count
-from typing import TypeAlias
 
+from kvferry.client.answers import Answers, Reply, Request
 from kvferry.client.jobs import Jobs, checked_id, checked_ids, direction_of
 from kvferry.client.namespace import Namespace
 from kvferry.client.outtray import OutTray
@@ -32,8 +32,6 @@ from kvferry.proto.errors import Code, Gone, KVFerryError, Refused, error_of
 from kvferry.proto.memory import HostRegion
 from kvferry.proto.messages import (
     PROTOCOL,
-    Allocated,
-    AllocateKVCaches,
     Cancel,
     ClientMessage,
     Done,
@@ -42,23 +40,13 @@ from kvferry.proto.messages import (
     Follow,
     Goodbye,
     Hello,
-    NamespacesReport,
-    NamespacesRequest,
     News,
     Opened,
     OpenNamespace,
-    Registered,
-    RegisterKVCaches,
-    Released,
-    ReleaseKVCaches,
     Reset,
     Snapshot,
-    StatusReport,
-    StatusRequest,
     Submit,
-    UseTray,
     Wait,
-    Waited,
     Welcome,
 )
 from kvferry.proto.specs import (
@@ -68,21 +56,6 @@ from kvferry.proto.specs import (
     TransferSpec,
 )
 from kvferry.proto.status import Fingerprint
-
-Request: TypeAlias = (
-    RegisterKVCaches
-    | AllocateKVCaches
-    | ReleaseKVCaches
-    | UseTray
-    | Wait
-    | OpenNamespace
-    | Reset
-    | StatusRequest
-    | NamespacesRequest
-)
-Reply: TypeAlias = (
-    Registered | Allocated | Released | Waited | Opened | Done | StatusReport | NamespacesReport
-)
 
 _SIDES = frozenset({GPULoadStoreSpec, CPULoadStoreSpec, KeyLoadStoreSpec})
 
@@ -111,8 +84,7 @@ class Conversation:
         self.tray: OutTray | None = None
         """Where messages are laid that the daemon shall see at once."""
         self.jobs = Jobs()
-        self._replies: dict[int, Reply | KVFerryError] = {}
-        self._asked: set[int] = set()
+        self.answers = Answers()
         self._greeting: Welcome | KVFerryError | None = None
         self._request_ids = count(1)
         self._namespace: Namespace | None = None
@@ -131,15 +103,9 @@ class Conversation:
             raise self.gone.with_traceback(None)  # raised often: else it grows
         return encode(message)
 
-    @contextlib.contextmanager
-    def asking(self, message: Request) -> Iterator[None]:
+    def asking(self, message: Request) -> AbstractContextManager[None]:
         """The reply to a request is kept while this lasts, and dropped after."""
-        self._asked.add(message.request_id)
-        try:
-            yield
-        finally:
-            self._asked.discard(message.request_id)
-            self._replies.pop(message.request_id, None)
+        return self.answers.asking(message)
 
     def next_request_id(self) -> int:
         return next(self._request_ids)
@@ -279,8 +245,7 @@ class Conversation:
         self.gone = self.gone or self._reason(error)
         self.drop_tray()
         self.jobs.lose(error)
-        for request_id in self._asked:
-            self._replies.setdefault(request_id, error)
+        self.answers.lose(error)
         if self._namespace is not None:
             self._namespace.lose()
 
@@ -336,13 +301,14 @@ class Conversation:
             case Error(request_id, info, _):
                 self._take_error(request_id, error_of(info))
             case Goodbye(reason):
-                self.lose(Gone(Code.DAEMON_GONE, f"the daemon said goodbye: {reason}"))
+                why = f": {reason}" if reason else ""
+                self.lose(Gone(Code.DAEMON_GONE, f"the daemon said goodbye{why}"))
             case Done(request_id) as done:
                 if self._resetting(request_id):
                     self.namespace.done(request_id)
-                self._take_reply(request_id, done)
+                self.answers.hear(request_id, done)
             case reply:
-                self._take_reply(reply.request_id, reply)
+                self.answers.hear(reply.request_id, reply)
 
     def greeted(self) -> Welcome | None:
         """The daemon's Welcome, once it is here; raises what it said instead."""
@@ -352,10 +318,8 @@ class Conversation:
 
     def reply(self, request_id: int) -> Reply | None:
         """The reply to a request, once; None while there is none. Raises what it says."""
-        reply = self._replies.pop(request_id, None)
-        if isinstance(reply, KVFerryError):
-            raise reply
-        if reply is None and self.gone is not None and request_id not in self._asked:
+        reply = self.answers.take(request_id)
+        if reply is None and self.gone is not None and not self.answers.awaited(request_id):
             raise self.gone.with_traceback(None)
         return reply
 
@@ -374,17 +338,12 @@ class Conversation:
                 side.check()
         return spec
 
-    def _take_reply(self, request_id: int, reply: Reply | KVFerryError) -> None:
-        if request_id in self._asked:
-            self._replies[request_id] = reply
-
     def _resetting(self, request_id: int) -> bool:
         return self._namespace is not None and self._namespace.resetting(request_id)
 
     def _take_error(self, request_id: int | None, error: KVFerryError) -> None:
         if request_id is not None:
-            self._take_reply(request_id, error)
-            if request_id not in self._asked and self._resetting(request_id):
+            if not self.answers.hear(request_id, error) and self._resetting(request_id):
                 raise error
         elif self._greeting is None:
             self._greeting = error

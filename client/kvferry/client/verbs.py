@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
+from kvferry.client.answers import Claim, Request
 from kvferry.client.bounds import check_fields
-from kvferry.client.conversation import Conversation, Request
+from kvferry.client.conversation import Conversation
 from kvferry.client.endpoint import unanswered
 from kvferry.client.namespace import Namespace
 from kvferry.client.outtray import OutTray
@@ -27,6 +28,7 @@ from kvferry.proto.bulletin import Bulletin, new_bulletin
 from kvferry.proto.errors import Code, Gone, KVFerryError, Refused
 from kvferry.proto.memory import FdAllocation, HostRegion
 from kvferry.proto.messages import (
+    Allocated,
     AllocateKVCaches,
     Follow,
     Goodbye,
@@ -36,6 +38,7 @@ from kvferry.proto.messages import (
     OpenNamespace,
     Pin,
     PostResults,
+    Registered,
     RegisterKVCaches,
     ReleaseKVCaches,
     StatusRequest,
@@ -73,7 +76,7 @@ class Fetch:
 class Tell:
     """Send a message that is no request; the outcome is what `until` answers, if not None."""
 
-    message: Hello | Follow | Goodbye | Pin | PostResults
+    message: Hello | Follow | Goodbye | Pin | PostResults | RegisterKVCaches | AllocateKVCaches
     until: Callable[[], object]
 
 
@@ -174,15 +177,22 @@ def allocate(
     check_reachable(device)  # before there is anything
     if timeline is not None:
         timeline.check_follows(device.kind)
-    clock = yield from _leave_timeline(timeline)
-    reply = yield Ask(AllocateKVCaches(talk.next_request_id(), layout, host_bytes, clock, keep))
-    descriptors: list[int] = []
-    for allocation in reply.allocations:
-        if isinstance(allocation, FdAllocation):
-            descriptors.append((yield Fetch(allocation.ticket)))
-    tensors = attach(layout, reply.allocations, reply.locations, descriptors, device)
-    ours = CanonicalKVCaches(layout, tuple(tensors))  # to the next daemon they are our own
-    talk.registered(Registration(ours, host_bytes, timeline), reply.region)
+    what = (layout, host_bytes, timeline, keep, talk.standing.opening)
+    claim = yield from _left(talk, what)
+    if claim is None:
+        clock = yield from _leave_timeline(timeline)
+        request = AllocateKVCaches(talk.next_request_id(), layout, host_bytes, clock, keep)
+        claim = Claim(request, what, timeline)
+    with talk.answers.claiming(claim):
+        reply = yield from _answer(claim)
+        claim.what = ()  # each descriptor is given once
+        descriptors: list[int] = []
+        for allocation in reply.allocations:
+            if isinstance(allocation, FdAllocation):
+                descriptors.append((yield Fetch(allocation.ticket)))
+        tensors = attach(layout, reply.allocations, reply.locations, descriptors, device)
+        ours = CanonicalKVCaches(layout, tuple(tensors))  # to the next daemon they are our own
+        talk.registered(Registration(ours, host_bytes, timeline), reply.region)
     return AllocatedKVCaches(reply.region, tensors, reply.kept)
 
 
@@ -307,21 +317,55 @@ def _check_first(talk: Conversation) -> None:
 def _register(talk: Conversation, wanted: Registration) -> Verb[HostRegion]:
     from kvferry.client.tensors.sharing import export
 
-    shared = export(wanted.kv_caches)
-    tickets = yield Leave(shared.descriptors)
-    clock = yield from _leave_timeline(wanted.timeline)
-    message = RegisterKVCaches(
-        talk.next_request_id(),
-        wanted.kv_caches.layout,
-        shared.with_tickets(tickets),
-        shared.locations,
-        wanted.host_bytes,
-        clock,
-    )
-    reply = yield Ask(message)
-    region: HostRegion = reply.region
-    talk.registered(wanted, region)
+    caches = wanted.kv_caches
+    places = tuple(tensor.data_ptr() for tensor in caches.tensors)
+    what = (caches.layout, places, wanted.host_bytes, wanted.timeline, talk.standing.opening)
+    claim = yield from _left(talk, what)
+    if claim is None:
+        shared = export(caches)
+        tickets = yield Leave(shared.descriptors)
+        clock = yield from _leave_timeline(wanted.timeline)
+        message = RegisterKVCaches(
+            talk.next_request_id(),
+            caches.layout,
+            shared.with_tickets(tickets),
+            shared.locations,
+            wanted.host_bytes,
+            clock,
+        )
+        claim = Claim(message, what, wanted)
+    with talk.answers.claiming(claim):
+        reply = yield from _answer(claim)
+        region: HostRegion = reply.region
+        talk.registered(wanted, region)
     return region
+
+
+def _answer(claim: Claim) -> Verb[Any]:
+    """What the daemon gave, asked for it or long since."""
+    return claim.answered() or (yield Tell(claim.request, claim.answered))
+
+
+def _left(talk: Conversation, what: tuple[object, ...]) -> Verb[Claim | None]:
+    """The claim to the same that was left, and is to be taken up; any other is given back."""
+    while (claim := talk.answers.left()) is not None:
+        yield Until(claim.settled)
+        if claim.left and isinstance(claim.answer, Registered | Allocated):
+            if claim.what == what:
+                return claim
+            yield from _anew(talk)
+    return None
+
+
+def _anew(talk: Conversation) -> Verb[None]:
+    """End this session, in which KV caches are registered once, and begin another."""
+    before, lasting, talk.lasting = talk.incarnation, talk.lasting, True
+    try:
+        bye = Goodbye("client registers others")
+        yield Tell(bye, lambda: talk.gone or talk.incarnation > before or None)
+        yield from present(talk)
+    finally:
+        talk.lasting = lasting
 
 
 def _catch_up(talk: Conversation, namespace: Namespace) -> Verb[None]:

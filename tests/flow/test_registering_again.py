@@ -1,0 +1,226 @@
+"""Registering again, where nobody waited for the daemon's answer: it may have registered, or not.
+
+The daemon stands still from the moment on that it is asked, and goes on when nobody waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvferry.client import (
+    AsyncOffloadClient,
+    Code,
+    CPULoadStoreSpec,
+    Gone,
+    GPULoadStoreSpec,
+    LocalDaemon,
+    OffloadClient,
+    Refused,
+    Timeline,
+    shared_empty,
+)
+from kvferry.client.nonblocking import NonBlocking
+from kvferry.testing.plugin import StartKvferryd
+from kvferry.testing.raw import one_tensor
+
+LAYOUT = one_tensor()
+SPEC = GPULoadStoreSpec([3]), CPULoadStoreSpec([0])
+
+
+class Standing:
+    """Stops a daemon as soon as a client's next registration is on its way."""
+
+    def __init__(self, daemon: LocalDaemon) -> None:
+        self._process = daemon.process
+
+    def still(self, client: NonBlocking) -> None:
+        send = client._send
+
+        def stopping(data: bytes) -> None:
+            if b"kvcaches" in data:
+                self._process.send_signal(signal.SIGSTOP)
+                client._send = send  # type: ignore[method-assign]
+            send(data)
+
+        client._send = stopping  # type: ignore[method-assign]
+
+    def goes_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+
+@pytest.fixture
+def standing(kvferryd: LocalDaemon) -> Iterator[Standing]:
+    one = Standing(kvferryd)
+    yield one
+    one.goes_on()
+
+
+def register(client: Any, tensor: torch.Tensor, **options: Any) -> Any:
+    return client.register_kv_caches({"layer": tensor}, num_blocks=8, **options)
+
+
+def allocate(client: Any, _: torch.Tensor, **options: Any) -> Any:
+    return client.allocate_kv_caches(LAYOUT, **options)
+
+
+HOW = pytest.mark.parametrize("ask", [register, allocate])
+LASTING = pytest.mark.parametrize("lasting", [True, False])
+
+
+def timed_out(ask: Callable[[], Any]) -> None:
+    with pytest.raises(Gone) as gone:
+        ask()
+    assert gone.value.code == Code.TIMEOUT
+
+
+def stores(client: OffloadClient) -> bool:
+    """Whether what was registered can be used."""
+    client.transfer_async(1, SPEC)
+    client.wait([1])
+    return [result.success for result in client.get_finished()] == [True]
+
+
+@HOW
+def test_the_same_again_is_the_same(kvferryd: LocalDaemon, standing: Standing, ask: Any) -> None:
+    """It is not registered twice, and the client is as it was."""
+    tensor, timeline = shared_empty((8, 64)), Timeline.create()
+    with OffloadClient(kvferryd.directory, engine="late") as client:
+        standing.still(client)
+        timed_out(lambda: ask(client, tensor, host_bytes=512, timeline=timeline, timeout=0.2))
+        timed_out(lambda: ask(client, tensor, host_bytes=512, timeline=timeline, timeout=0.2))
+        standing.goes_on()
+        ask(client, tensor, host_bytes=512, timeline=timeline)
+        assert client.region is not None
+        assert client.region.num_blocks == 8
+        assert client.incarnation == 1
+        assert stores(client)
+        with pytest.raises(Refused, match="this client has registered") as refused:
+            ask(client, tensor, host_bytes=512, timeline=timeline)
+        assert refused.value.code == Code.ALREADY_REGISTERED
+        assert not client.status().errors
+    timeline.close()
+
+
+@HOW
+@LASTING
+def test_another_comes_in_its_place(
+    kvferryd: LocalDaemon, standing: Standing, ask: Any, lasting: bool
+) -> None:
+    with OffloadClient(kvferryd.directory, engine="late", reconnect=lasting) as client:
+        standing.still(client)
+        timed_out(lambda: ask(client, shared_empty((8, 64)), host_bytes=1024, timeout=0.2))
+        standing.goes_on()
+        ask(client, shared_empty((8, 64)), host_bytes=512)
+        assert client.region is not None
+        assert client.region.num_blocks == 8
+        assert stores(client)
+        (engine,) = client.status().engines
+        assert (engine.name, engine.host_blocks) == ("late", 8)
+        kvferryd.kill()
+        with pytest.raises(Gone):
+            client.status(timeout=0.2)
+        assert client.connecting is lasting
+
+
+@HOW
+def test_after_a_refusal_it_is_asked_anew(
+    kvferryd: LocalDaemon, standing: Standing, ask: Any
+) -> None:
+    with OffloadClient(kvferryd.directory, engine="late") as client:
+        standing.still(client)
+        timed_out(lambda: ask(client, shared_empty((8, 64)), host_bytes=1 << 40, timeout=0.2))
+        standing.goes_on()
+        ask(client, shared_empty((8, 64)), host_bytes=512)
+        assert stores(client)
+        assert client.incarnation == 1
+
+
+@HOW
+def test_an_interrupt(kvferryd: LocalDaemon, standing: Standing, ask: Any) -> None:
+    """Whoever keeps the exception does not keep the client from registering."""
+    tensor = shared_empty((8, 64))
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with OffloadClient(kvferryd.directory, engine="late") as client:
+            standing.still(client)
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            try:
+                ask(client, tensor, host_bytes=512)
+            except KeyboardInterrupt:
+                standing.goes_on()
+                ask(client, tensor, host_bytes=512)
+            assert stores(client)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@HOW
+def test_a_daemon_that_went_meanwhile_is_asked_anew(
+    start_kvferryd: StartKvferryd, short_path: Path, ask: Any
+) -> None:
+    tensor = shared_empty((8, 64))
+    daemon = start_kvferryd(runtime_dir=short_path)
+    with OffloadClient(daemon.directory, engine="late") as client:
+        Standing(daemon).still(client)
+        timed_out(lambda: ask(client, tensor, host_bytes=512, timeout=0.2))
+        daemon.kill()
+        start_kvferryd(runtime_dir=short_path)
+        ask(client, tensor, host_bytes=512)
+        assert stores(client)
+        assert client.incarnation == 2
+
+
+@HOW
+@pytest.mark.parametrize("same", [True, False])
+async def test_a_task_that_was_cancelled(
+    kvferryd: LocalDaemon, standing: Standing, ask: Any, same: bool
+) -> None:
+    tensor = shared_empty((8, 64))
+    async with await AsyncOffloadClient.connect(kvferryd.directory, engine="late") as client:
+        standing.still(client)
+        task = asyncio.create_task(ask(client, tensor, host_bytes=512))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(Gone) as gone:
+            await ask(client, tensor, host_bytes=512, timeout=0.2)
+        assert gone.value.code == Code.TIMEOUT
+        standing.goes_on()
+        await ask(client, tensor, host_bytes=512 if same else 256)
+        assert client.region is not None
+        assert client.region.num_blocks == (8 if same else 4)
+        client.transfer_async(1, SPEC)
+        await client.wait([1])
+        assert [result.success for result in client.get_finished()] == [True]
+        assert client.incarnation == (1 if same else 2)
+
+
+@HOW
+async def test_two_tasks_at_once(kvferryd: LocalDaemon, standing: Standing, ask: Any) -> None:
+    """One of them has it, and the other is told so, also where both take up what was left."""
+    tensor = shared_empty((8, 64))
+    async with await AsyncOffloadClient.connect(kvferryd.directory, engine="late") as client:
+        standing.still(client)
+        with pytest.raises(Gone):
+            await ask(client, tensor, host_bytes=512, timeout=0.2)
+        both = [asyncio.create_task(ask(client, tensor, host_bytes=512)) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        standing.goes_on()
+        outcomes = await asyncio.gather(*both, return_exceptions=True)
+        refused = [one for one in outcomes if isinstance(one, Refused)]
+        assert [one.code for one in refused] == [Code.ALREADY_REGISTERED]
+        client.transfer_async(1, SPEC)
+        await client.wait([1])
+        assert [result.success for result in client.get_finished()] == [True]
