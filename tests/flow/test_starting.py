@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,6 +78,27 @@ def test_a_local_daemon_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Gone, match="kvferryd did not start") as gone:
         LocalDaemon(pool_bytes=1 << 20)
     assert gone.value.code == Code.DAEMON_GONE
+
+
+def test_whoever_is_interrupted_leaves_no_daemon(
+    monkeypatch: pytest.MonkeyPatch, short_path: Path
+) -> None:
+    """By ctrl-c in a notebook, or a test's timeout: nobody else could stop it."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            LocalDaemon(pool_bytes=1 << 20)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert list(short_path.iterdir()) == []
+    until(lambda: not kvferryds(short_path))
 
 
 @pytest.mark.parametrize("device", ["7", "GPU-00000000-0000-0000-0000-000000000000", "banana"])
@@ -198,3 +222,13 @@ def test_after_a_daemon_that_was_killed(tmp_path: Path) -> None:
 def test_private_to_its_user(kvferryd: LocalDaemon) -> None:
     assert os.stat(kvferryd.directory).st_mode & 0o077 == 0
     until(lambda: "serving" in kvferryd.log())
+
+
+def kvferryds(place: Path) -> list[str]:
+    """The processes that were told of a folder there."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"{place}/" in (folder / "cmdline").read_text():
+                found.append(folder.name)
+    return found

@@ -106,12 +106,18 @@ class LocalDaemon:
             self.process = subprocess.Popen(
                 self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ
             )
+        try:
+            self._await(timeout)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _await(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         while not self._is_up():
             if self.process.poll() is not None:
                 raise _refusal(self.log(), self.process.returncode)
             if time.monotonic() > deadline:
-                self.kill()
                 raise Gone(Code.TIMEOUT, f"kvferryd did not come up: {self.log()}", timeout)
             time.sleep(_POLL)
 
