@@ -1,12 +1,13 @@
 """The command line: `kvferry status`, `top`, `release`, `doctor` and `bench`.
 
 Exit status: 0 done; 1 something failed, said in one line on stderr; 2 wrong usage, or a package is
-missing; 130 ctrl-c. What a command needs beyond the client is imported when it runs: status needs
-no torch.
+missing; 129, 130, 143 SIGHUP, ctrl-c, SIGTERM. What a command needs beyond the client is imported
+when it runs: status needs no torch.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -20,11 +21,15 @@ _INSTALL = {
     "matplotlib": "matplotlib",
 }
 """What pip is asked for. kvferry is on no index: its extras come from a checkout."""
+_ENDS = signal.SIGHUP, signal.SIGTERM
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command; `arguments` are the process's own unless given."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    for number in _ENDS:
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores one
+            signal.signal(number, _end)
     try:
         from kvferry.client.cli.app import app
 
@@ -39,6 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except KVFerryError as error:
         _give_up(" ".join(str(error).split()), 1)
     sys.exit(0)
+
+
+def _end(number: int, _: object) -> NoReturn:
+    """As ctrl-c does: the terminal is left as it was, and no daemon of a bench stays behind.
+
+    Shells say again what the terminal has said.
+    """
+    for again in _ENDS:
+        signal.signal(again, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def _give_up(why: str, status: int) -> NoReturn:

@@ -19,9 +19,12 @@ from kvferry.client.cli.bench.results import Latency
 NBYTES = 2 * 2048 * 8
 APART = 1e-3
 """Seconds between two, in which whoever is to be woken falls asleep."""
-ECHO = "import socket, sys; s = socket.socket(fileno=int(sys.argv[1])); " + (
-    "[s.send(b) for b in iter(lambda: s.recv(1), b'')]"
-)
+ECHO = """
+import signal, socket, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+s = socket.socket(fileno=int(sys.argv[1]))
+[s.send(b) for b in iter(lambda: s.recv(1), b"")]
+"""
 
 
 def below(times: int, ordinal: int, nbytes: int) -> list[Latency]:
@@ -41,17 +44,21 @@ def _sends(times: int) -> Latency:
         reader, writer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
         reader.bind(f"ipc://{directory}/socket")
         writer.connect(f"ipc://{directory}/socket")
-        eater = threading.Thread(target=_eat, args=(reader, times))
+        eater = threading.Thread(target=_eat, args=(reader,))
         eater.start()
-        seconds = _spaced(times, lambda: writer.send(data, zmq.NOBLOCK))
-        eater.join()
-        context.destroy(0)
+        try:
+            seconds = _spaced(times, lambda: writer.send(data, zmq.NOBLOCK))
+        finally:
+            writer.send(b"")
+            eater.join()
+            context.destroy(0)
     return Latency.of(f"ZeroMQ's send of {NBYTES >> 10} KiB", seconds)
 
 
-def _eat(reader: zmq.Socket[bytes], times: int) -> None:
-    for _ in range(times):
-        reader.recv_multipart(copy=False)
+def _eat(reader: zmq.Socket[bytes]) -> None:
+    """Until an empty message."""
+    while len(reader.recv_multipart(copy=False)[-1]):
+        pass
 
 
 def _wakes(times: int, what: str, script: list[str], *more: str) -> Latency:

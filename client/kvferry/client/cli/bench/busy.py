@@ -11,6 +11,7 @@ many seconds; its answer is the mean time of a step in it, in milliseconds.
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import time
 from collections import deque
 from collections.abc import Callable
@@ -77,6 +78,7 @@ class Busy:
 
 
 def _serve(pipe: Connection, ordinal: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ctrl-c is for the bench to speak of
     _cuda.set_device(ordinal)
     steps = {"matmul": _matmul(), "decode": _decode()}  # they hold what the graphs use
     graphs = {loop: _graph(step) for loop, step in steps.items()}

@@ -9,7 +9,13 @@ import sys
 import threading
 from collections.abc import Iterator
 
-_SPIN = "import os\nprint(flush=True)\nme = os.getppid()\nwhile os.getppid() == me: pass"
+_SPIN = """
+import os, signal
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+print(flush=True)
+me = os.getppid()
+while os.getppid() == me: pass
+"""
 
 
 @contextlib.contextmanager
@@ -37,12 +43,10 @@ def busy_cores() -> Iterator[None]:
     """As many spinning processes as this one may use cores."""
     with contextlib.ExitStack() as stack:
         command = [sys.executable, "-c", _SPIN]
-        spinners = [
-            stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
-            for _ in os.sched_getaffinity(0)
-        ]
-        for spinner in spinners:
-            stack.callback(spinner.kill)
+        spinners = []
+        for _ in os.sched_getaffinity(0):
+            spinners.append(stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE)))
+            stack.callback(spinners[-1].kill)
         for spinner in spinners:
             assert spinner.stdout is not None
             spinner.stdout.readline()
