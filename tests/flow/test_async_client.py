@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator
 
@@ -17,6 +18,7 @@ from kvferry.client import (
     Gone,
     GPULoadStoreSpec,
     LocalDaemon,
+    OffloadClient,
     Refused,
     Timeline,
     TransferResult,
@@ -244,3 +246,23 @@ async def test_nobody_there(kvferryd: LocalDaemon, start_kvferryd: StartKvferryd
         assert client.daemon.pid == another.pid
         await client.close()
         await client.close()
+
+
+@pytest.mark.parametrize("seconds", [math.inf, 1e12])
+async def test_waiting_for_as_long_as_it_takes(kvferryd: LocalDaemon, seconds: float) -> None:
+    """By either client, and in every step of a verb."""
+    async with await AsyncOffloadClient.connect(
+        kvferryd.directory, engine="async", timeout=seconds
+    ) as client:
+        _, timeline = await registered(client)
+        client.transfer_async(1, store(3, 0))
+        await client.wait([1])
+        assert [result.success for result in client.get_finished()] == [True]
+    with OffloadClient(kvferryd.directory, engine="other", timeout=seconds) as other:
+        other.register_kv_caches(
+            {"layer": shared_empty((8, 64))}, num_blocks=8, host_bytes=512, timeline=timeline
+        )
+        other.transfer_async(1, store(3, 0))
+        other.wait([1])
+        assert [result.success for result in other.get_finished()] == [True]
+    timeline.close()

@@ -17,7 +17,7 @@ import zmq
 
 from kvferry.client import verbs
 from kvferry.client.comeback import TICK
-from kvferry.client.conversation import timed_out
+from kvferry.client.conversation import LONGEST, timed_out
 from kvferry.client.descriptors import collect, deposit
 from kvferry.client.nonblocking import KVCaches, NonBlocking
 from kvferry.client.timeline import Timeline
@@ -164,7 +164,7 @@ class AsyncOffloadClient(NonBlocking):
     async def _perform(self, verb: Verb[R], timeout: float | None) -> R:
         """Do a verb's steps, all within one timeout."""
         seconds = self.timeout if timeout is None else timeout
-        deadline = self._loop.time() + seconds
+        deadline = self._loop.time() + min(LONGEST, seconds)
         try:
             step = next(verb)
             while True:

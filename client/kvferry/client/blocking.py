@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from kvferry.client import verbs
 from kvferry.client.comeback import TICK
-from kvferry.client.conversation import timed_out
+from kvferry.client.conversation import LONGEST, timed_out
 from kvferry.client.descriptors import collect, deposit
 from kvferry.client.nonblocking import KVCaches, NonBlocking
 from kvferry.client.timeline import Timeline
@@ -36,7 +36,7 @@ class OffloadClient(NonBlocking):
         daemon yet, one may come as long as `timeout` lasts.
     engine: the name under which KV caches are registered; the processes of one engine give the
         same one. client: who speaks, for the daemon's log. timeout: seconds that a waiting verb
-        takes at most, unless it is given its own.
+        takes at most, unless it is given its own; math.inf for as long as it takes.
     reconnect: when the daemon goes, come back by itself to the one that is there next, in the same
         namespace, with the same tensors and pins. Whatever is called drives it on and none waits
         for it, but those that ask the daemon something: they have their timeout for it. False: it
@@ -200,7 +200,8 @@ class OffloadClient(NonBlocking):
 
     def _perform(self, verb: Verb[R], timeout: float | None) -> R:
         """Do a verb's steps, all within one timeout."""
-        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        seconds = self.timeout if timeout is None else timeout
+        deadline = time.monotonic() + min(LONGEST, seconds)
         try:
             step = next(verb)
             while True:

@@ -57,6 +57,10 @@ from kvferry.proto.specs import (
 )
 from kvferry.proto.status import Fingerprint
 
+LONGEST = 1e6
+"""Seconds, 11 days, that anything is waited for at most: of three times as many ZeroMQ can make no
+number. Whoever wants to wait for as long as it takes may say so (math.inf)."""
+
 _SIDES = frozenset({GPULoadStoreSpec, CPULoadStoreSpec, KeyLoadStoreSpec})
 
 
