@@ -27,6 +27,8 @@ from kvferry.daemon.core.actions import (
     Abandon,
     Action,
     Again,
+    Calibrated,
+    Checked,
     CopyPlan,
     Corrupted,
     Dismiss,
@@ -554,6 +556,18 @@ def test_a_session_that_left_waits_no_more() -> None:
     assert len(actions) == 1
 
 
+def test_of_a_session_that_left_nothing_is_counted_any_more() -> None:
+    """They are named anew each time, and a daemon sees any number of them."""
+    desk = Desk("a/worker", "a/scheduler")
+    done, late = (desk.start("a/scheduler", n, store(n)) for n in (1, 2))
+    desk.ask("a/scheduler", wire.Wait(5, (2,)))
+    desk.report(Ended(done.serial, Outcome.DONE))
+    desk.core.leave("a/scheduler")
+    assert finished(desk.report(Ended(late.serial, Outcome.CANCELLED))) == []
+    transfers = desk.core._transfers
+    assert (transfers.moved, transfers._taken, transfers._waits) == ({}, {}, {})
+
+
 def test_jobs_end_when_the_process_that_owns_the_tensors_goes() -> None:
     desk = Desk("a/worker", "a/scheduler")
     mine, theirs = desk.start("a/worker", 1, store(0)), desk.start("a/scheduler", 2, store(1))
@@ -621,6 +635,10 @@ def test_status_tells_what_is_there() -> None:
     desk.core.leave("b")
     desk.report(Unmapped(2))
     desk.report(Pinned(8192))
+    copying = told.CopyStatus("auto", told.CalibrationPoint(1 << 20, 55.0, 54.0), (), 1, 1)
+    health = told.HealthStatus(True)
+    desk.report(Calibrated(copying))
+    desk.report(Checked(health))
     (action,) = desk.ask("a/worker", wire.StatusRequest(5))
     assert action == Send(
         "a/worker",
@@ -640,6 +658,8 @@ def test_status_tells_what_is_there() -> None:
                 ),
                 totals=told.Totals(),
                 errors={"block_out_of_range": 1},
+                copying=copying,
+                health=health,
             ),
         ),
     )

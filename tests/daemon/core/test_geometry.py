@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.daemon.core.geometry import Geometry, sides
+from kvferry.daemon.core.geometry import FEW, Geometry, sides
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.memory import Location
 from kvferry.proto.specs import (
@@ -222,6 +222,34 @@ def test_tensors_that_overlap_share_their_slots() -> None:
     elsewhere = Geometry(layout, 0, 9, [Location(0, 0), Location(1, 24), Location(0, 4096)])
     resolved = elsewhere.resolve(LOAD, gpu(3, 3, 3, sizes=(1, 1, 1), first=(0,) * 3), ids(0, 1, 2))
     assert len(set(resolved.gpu_slots.tolist())) == 3
+
+
+def test_tensors_within_another_share_memory_with_all_that_it_spans_and_the_next_does_not() -> None:
+    """Whichever comes first, and where the first ends before the last begins."""
+    whole, part = TensorLayout(5, 20, 40), TensorLayout(5, 8, 8)
+    layout = KVLayout((part, whole, part, part), tuple((TensorRef(n, 8),) for n in range(4)))
+    places = [Location(0, 100), Location(0, 0), Location(0, 0), Location(0, whole.span_bytes)]
+    resolved = Geometry(layout, 0, 9, places).resolve(
+        LOAD, gpu(3, 3, 3, 3, sizes=(1,) * 4, first=(0,) * 4), ids(0, 1, 2, 3)
+    )
+    inside, around, front, behind = resolved.gpu_slots.tolist()
+    assert inside == around == front != behind
+
+
+@pytest.mark.parametrize("bad", [-1, 99, -(1 << 62), 1 << 62])
+def test_of_many_ids_each_is_in_range(bad: int) -> None:
+    count = FEW + 2
+    layout = KVLayout((TensorLayout(99, 8, 8),), ((TensorRef(0, 8),),))
+    geometry, good = Geometry(layout, START, 99), np.arange(count)
+    assert geometry.resolve(STORE, GPULoadStoreSpec(good), good).gpu_slots.size == count
+    spoiled = good.copy()
+    spoiled[count // 2] = bad
+    for blocks, hosts in ((spoiled, good), (good, spoiled)):
+        for direction in Direction:
+            with pytest.raises(Refused) as refused:
+                geometry.resolve(direction, GPULoadStoreSpec(blocks), hosts)
+            error = refused.value
+            assert (error.code, error.value) == (Code.BLOCK_OUT_OF_RANGE, str(bad))
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,11 @@ from kvferry.daemon.core.actions import (
     Unmapped,
 )
 from kvferry.daemon.core.core import Core, Identity
+from kvferry.daemon.core.deeds import Deed, Found, Tenancy, engine_owner
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto import status as told
-from kvferry.proto.errors import Code, ErrorInfo
+from kvferry.proto.errors import Code, ErrorInfo, Refused
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 
 POOL = 16384
@@ -268,3 +269,19 @@ def test_nothing_is_released_of_an_engine_that_keeps_nothing(desk: Desk) -> None
     (refused,) = desk.ask("a/1", wire.ReleaseKVCaches(5, "a"))
     assert isinstance(refused, Send)
     assert isinstance(refused.message, wire.Error)
+
+
+def test_what_an_earlier_daemon_kept_is_its_engine_s_once_and_where_its_host_blocks_are(
+    desk: Desk,
+) -> None:
+    kept = Tenancy("a", layout(), SIZE, engine_owner("a"))
+    with pytest.raises(Refused) as refused:
+        desk.core.restore_tensors(kept)
+    assert (refused.value.code, refused.value.value) == (Code.NOT_REGISTERED, "a")
+    desk.core.restore(Found(Deed("a", 0, 4096, layout())))
+    assert desk.core.restore_tensors(kept) == 1
+    with pytest.raises(Refused):
+        desk.core.restore_tensors(kept)
+    assert desk.kept() == {"a": (False, SIZE)}
+    dropped, mapping, reply = desk.allocate("a/1")
+    assert (mapping.reuse, reply.kept, dropped) == (1, True, [Drop(1)])

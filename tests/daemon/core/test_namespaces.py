@@ -485,8 +485,11 @@ def test_opening_otherwise_with_nobody_in_it_changes_how_it_evicts_and_keeps_the
     desk.come("b")
     opened = desk.enter("b", policy="arc", threshold=2)
     assert (opened.reattached, opened.policy, opened.store_threshold) == (True, "arc", 2)
+    (found,) = desk.books.found()
+    assert (found.deed.policy, found.deed.threshold) == ("arc", 2)
     desk.register("b")
     assert offsets(desk.start("b", load(b"abcd"))) == offsets(plan)
+    assert desk.submit("b", store(b"e"))[0].plan.runs == ()
 
 
 def test_a_change_of_policy_keeps_the_order_in_which_keys_go() -> None:
@@ -608,6 +611,37 @@ def test_a_namespace_that_does_not_say_how_its_blocks_were_made_is_given_up() ->
         other.core.restore(msgspec.structs.replace(found, deed=deed))
     assert caught.value.code == Code.BAD_LAYOUT
     other.core.restore(Found(deed))  # nothing is in it
+
+
+def test_another_daemon_finds_what_was_stored_as_far_as_it_was_and_tells_nobody(
+    partly: Desk,
+) -> None:
+    partly.ask("a", wire.Reset(5))
+    partly.stored("a", b"x", blocks([0, 1, 2]))
+    partly.stored("a", b"y", blocks([0, 1]))
+    books, desk = partly.books, Desk()
+    desk.books = books
+    desk.core.restore(*books.found())
+    desk.come("b")
+    actions = desk.ask("b", wire.OpenNamespace(7, OF_THREE))
+    assert [type(action) for action in actions] == [Send]
+    assert actions[0].message.generation == 2
+    desk.register("b", WIDE)
+    whole = blocks([0, 1, 2])
+    desk.start("b", load(b"x", whole))
+    assert desk.refused("b", load(b"y", whole)) == Code.KEY_ABSENT
+    desk.start("b", load(b"y", blocks([0, 1])))
+
+
+def test_a_namespace_whose_keys_do_not_add_up_is_given_up_with_its_room() -> None:
+    desk = Desk("a", quota=POOL)
+    desk.stored("a", b"ab")
+    (found,) = desk.books.found()
+    other, twice = Desk(), msgspec.structs.replace(found, residents=found.residents[:1] * 2)
+    with pytest.raises(Refused) as caught:
+        other.core.restore(twice)
+    assert caught.value.code == Code.BAD_SPEC
+    assert (other.namespaces(), other.core.status(101.0).pool.reserved_bytes) == ((), 0)
 
 
 def test_a_layout_that_leaves_room_in_a_host_block_begins_each_where_it_begins() -> None:
@@ -1336,6 +1370,8 @@ def test_a_reset_makes_every_key_absent_at_once() -> None:
     assert done == Send("b", wire.Done(5))
     assert desk.loadable("a") == b""
     assert desk.snapshot("a") == (b"", b"")
+    (found,) = desk.books.found()
+    assert (found.residents, found.deed.generation) == ((), 2)
 
 
 @pytest.mark.parametrize("outcome", [DONE, FAILED, CANCELLED])

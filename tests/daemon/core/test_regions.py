@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.daemon.core.deeds import engine_owner
+from kvferry.daemon.core.actions import Strike
+from kvferry.daemon.core.deeds import Deed, engine_owner
 from kvferry.daemon.core.regions import ALIGNMENT, Region, Regions
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
@@ -134,6 +135,45 @@ def test_less_than_one_host_block_is_refused_with_the_size_of_one() -> None:
     assert (caught.value.code, caught.value.value) == (Code.POOL_FULL, "4095")
 
 
+def test_behind_the_daemon_s_own_blocks_the_first_begins_at_a_whole_page() -> None:
+    regions = Regions(4 * ALIGNMENT, own_bytes=1000)
+    assert claim(regions, "a", None) == 1
+    assert engines(regions) == {"a": (1, 3)}
+
+
+# What an earlier daemon left
+
+
+@pytest.mark.parametrize(
+    ("start", "nbytes", "code"),
+    [
+        (ALIGNMENT, 2 * ALIGNMENT, None),
+        (6 * ALIGNMENT, 2 * ALIGNMENT, None),
+        (0, 2 * ALIGNMENT, Code.POOL_FULL),
+        (7 * ALIGNMENT, 2 * ALIGNMENT, Code.POOL_FULL),
+        (ALIGNMENT + 1000, ALIGNMENT, Code.POOL_FULL),
+        (2 * ALIGNMENT, 2 * ALIGNMENT, Code.POOL_FULL),
+        (4 * ALIGNMENT, ALIGNMENT, Code.POOL_FULL),
+        (ALIGNMENT, 0, Code.POOL_FULL),
+        (ALIGNMENT, ALIGNMENT - 1, Code.BAD_LAYOUT),
+    ],
+    ids=["fits", "last", "own", "behind", "unaligned", "overlaps", "inside", "empty", "small"],
+)
+def test_a_region_is_taken_up_where_it_lies_in_the_pool_and_in_nobody_s_way(
+    start: int, nbytes: int, code: Code | None
+) -> None:
+    regions = Regions(8 * ALIGNMENT, own_bytes=1000)
+    regions.restore(Deed("there", 3 * ALIGNMENT, 3 * ALIGNMENT, PAGE))
+    deed = Deed("another", start, nbytes, PAGE)
+    if code is None:
+        assert (regions.restore(deed).start, len(engines(regions))) == (start, 2)
+        return
+    with pytest.raises(Refused) as refused:
+        regions.restore(deed)
+    assert refused.value.code == code
+    assert engines(regions) == {"there": (3, 3)}
+
+
 @pytest.mark.parametrize("block", [1, 64, 383])
 def test_small_blocks_are_as_many_as_their_ledger_may_know(block: int) -> None:
     """It takes more memory than they do."""
@@ -218,6 +258,7 @@ def test_the_pool_is_in_so_many_parts_at_most() -> None:
     regions.desert(a)
     regions.claim(c, PAGE, ALIGNMENT)
     assert {region.owner for region in regions} == {a, c}
+    assert (regions.records(), regions.removals) == ([Strike(b)], 1)
     regions.claim(a, PAGE, ALIGNMENT)  # it has one
     with pytest.raises(Refused):
         regions.claim(d, PAGE, ALIGNMENT)
