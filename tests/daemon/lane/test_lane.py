@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from kvferry.daemon.core.actions import (
     Abandon,
     Again,
+    Beat,
     Calibrated,
     CopyPlan,
     Ended,
@@ -47,6 +48,7 @@ from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
 from kvferry.daemon.lane import lane as lane_module
 from kvferry.daemon.lane.courtesy import ENOUGH, MOMENT
+from kvferry.daemon.lane.inbox import Listen
 from kvferry.daemon.lane.lane import GIVEN_UP, PREPARED, STEP, Lane
 from kvferry.daemon.lane.naps import LINK
 from kvferry.daemon.lane.quay import MapOrder
@@ -266,6 +268,7 @@ class Harbour:
         *,
         number: int = 1,
         wait_for: int = 0,
+        accepted: float = 0.0,
     ) -> int:
         """Start a plan as the core would have made it; hosts: as many as blocks, by default."""
         self.serial += 1
@@ -281,6 +284,7 @@ class Harbour:
             wait_for,
             self.orderings[number].admit(self.serial, direction, resolved),
             geometry.end(resolved.runs),
+            accepted,
         )
         self.plans[plan.serial] = plan
         self.lane.post(Start(plan, "session", plan.serial, NO_CARGO))
@@ -548,6 +552,39 @@ def test_a_plan_waits_for_the_timeline(harbour: Harbour, stub: StubEngine, clock
     assert finish(harbour, *pieces) == [done(held), done(behind)]
 
 
+def test_nothing_to_move_waits_for_the_timeline_too(
+    harbour: Harbour, stub: StubEngine, clock: Clock
+) -> None:
+    harbour.map(clock=clock.copy)
+    first, nothing = harbour.start(STORE, [0]), harbour.start(STORE, [], wait_for=1)
+    assert serials(run_out(harbour, stub)) == [first]
+    clock.show(1)
+    assert harbour.settle() == [done(nothing, 0.0)]
+
+
+def test_it_tells_since_when_the_oldest_go_and_since_when_engines_hold_theirs(
+    harbour: Harbour, stub: StubEngine, clock: Clock
+) -> None:
+    """Who waits for one that is held is held; what has begun goes, whatever the page says now."""
+    harbour.map(clock=clock.copy)
+    harbour.map(2, clock=clock.copy)
+    now = time.monotonic()
+    harbour.lane.post(Listen(1.0))
+    assert harbour.settle() == [Beat(1.0, None, None)]
+    clock.show(1)
+    begun = harbour.start(STORE, [1], number=2, wait_for=1, accepted=now - 60)
+    harbour.start(STORE, [2], number=2, accepted=now - 30)
+    harbour.settle()
+    clock.show(0)
+    harbour.start(STORE, [0], wait_for=1, accepted=now - 80)
+    harbour.start(LOAD, [5], [0], accepted=now - 90)
+    harbour.lane.post(Listen(2.0))
+    assert harbour.settle() == [Beat(2.0, now - 60, now - 90)]
+    (ended,) = finish(harbour, stub.in_flight[0])
+    assert isinstance(ended, Ended)
+    assert (ended.serial, ended.queued >= 60) == (begun, True)
+
+
 def test_a_fence_holds_its_own_registration_alone(
     harbour: Harbour, stub: StubEngine, clock: Clock
 ) -> None:
@@ -762,9 +799,14 @@ def test_an_engine_that_breaks_ends_the_lane_and_says_so(
     stub: StubEngine, begins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever had the helm."""
-    raised = threading.Event()
+    raised, submit = threading.Event(), stub.submit
+
+    def breaks(*_: object) -> Piece:
+        monkeypatch.setattr(stub, "submit", submit)  # once: what it left is in no order
+        return cast(Piece, [].pop())
+
     monkeypatch.setattr(threading, "excepthook", lambda _: raised.set())
-    monkeypatch.setattr(stub, "submit", lambda *_: [].pop())
+    monkeypatch.setattr(stub, "submit", breaks)
     harbour = Harbour(stub, begins=begins, expected=1)
     harbour.map()
     harbour.asleep()
@@ -785,6 +827,19 @@ def test_a_device_that_does_not_come_up_is_told_at_the_start(
     monkeypatch.setattr(stub, "attach", attach)
     with pytest.raises(type(error), match="no"):
         Harbour(stub)
+
+
+def test_at_its_end_it_lets_go_of_what_it_held_and_of_the_device(
+    stub: StubEngine, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there: list[bool] = []
+    held = clock.copy
+    where = f"/proc/self/fd/{held}"
+    monkeypatch.setattr(stub, "shutdown", lambda: there.append(os.path.lexists(where)))
+    harbour = Harbour(stub)
+    harbour.lane.hold(5, held)
+    harbour.close()
+    assert there == [False]
 
 
 # Unmapping
@@ -1058,6 +1113,47 @@ def test_no_more_is_submitted_than_the_engine_has_room_for(
         reports += finish(harbour, stub.in_flight[0])
     assert pieces == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [20], [21], [22], [23]]
     assert serials(reports) == [plan, *small]
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("large", [False, True])
+def test_room_that_one_direction_leaves_the_other_takes(
+    harbour: Harbour, stub: StubEngine, direction: Direction, large: bool
+) -> None:
+    """Nothing else happens meanwhile that could have it tried again."""
+    if large:
+        harbour.map_large()
+    else:
+        harbour.map()
+    for number, way in enumerate((direction, direction.other)):
+        if large or way is direction:
+            harbour.start(way, [number])
+    harbour.settle()
+    first, *_ = [piece for piece in taken(stub) if piece.direction is direction]
+    stub.crowded = True
+    refused = harbour.start(direction.other, [9])
+    harbour.settle()
+    stub.crowded = False
+    first.done = True
+    assert stub.submitted.get(timeout=PATIENCE).blocks == [9]
+    assert refused in serials(run_out(harbour, stub))
+
+
+@pytest.mark.parametrize("how", ["cancel", "start"])
+def test_what_found_no_room_is_tried_again_when_another_is_given_up_or_comes(
+    harbour: Harbour, stub: StubEngine, how: str
+) -> None:
+    harbour.map()
+    stub.crowded = True
+    first, second = harbour.start(STORE, [0]), harbour.start(STORE, [1])
+    harbour.settle()
+    stub.crowded = False
+    if how == "cancel":
+        harbour.lane.post(Abandon(1, (first,)))
+    else:
+        harbour.start(STORE, [2])
+    assert stub.submitted.get(timeout=PATIENCE).blocks == [int(how == "cancel")]
+    assert second in serials(run_out(harbour, stub))
 
 
 def test_the_engine_is_told_that_a_round_is_over_and_whether_more_waits_for_room(

@@ -1,0 +1,155 @@
+"""Memory that is mapped or allocated for registrations: what is closed, what is held, until when.
+
+Descriptors are of memfds with a name of their own, so that "closed" is a fact.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from kvferry.daemon.core.actions import Map, Mapped
+from kvferry.daemon.core.geometry import Geometry
+from kvferry.daemon.engine.base import Mapping, Shared
+from kvferry.daemon.engine.memory import PAGE
+from kvferry.daemon.lane.quay import MapOrder, Quay
+from kvferry.proto.errors import Code, Failed
+from kvferry.proto.memory import Location
+from kvferry.proto.page import sealed_memfd
+from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
+
+LAYOUT = KVLayout((TensorLayout(4, 64, 64),), ((TensorRef(0, 64),),))
+TENSORS, CLOCK = "kvferry-test-tensors", "kvferry-test-clock"
+
+
+def descriptors() -> int:
+    """How many this process has of the test's tensors."""
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return sum(TENSORS in os.readlink(link) for link in links if os.path.lexists(link))
+
+
+def pages() -> int:
+    """How many timelines are mapped."""
+    with open("/proc/self/maps") as maps:
+        return sum(CLOCK in line for line in maps)
+
+
+class Engine:
+    """Gives memory of one descriptor, and takes what is kept unless told otherwise."""
+
+    def __init__(self) -> None:
+        self.open_ones: list[Mapping] = []
+        self.kept: list[tuple[int, ...]] = []
+        """What it was given to map again."""
+        self.errors: list[Exception] = []
+        """What the next calls say."""
+
+    def open(self, geometry: Geometry, *_: object) -> Mapping:
+        return self._mapping(geometry)
+
+    def allocate(self, geometry: Geometry, kept: Sequence[int] = ()) -> Shared:
+        self.kept.append(tuple(kept))
+        return Shared(self._mapping(geometry), (), (), (os.memfd_create(TENSORS),))
+
+    def copying(self, mapping: Mapping) -> tuple[Any, ...]:
+        return ()
+
+    def close(self, mapping: Mapping) -> None:
+        self.open_ones.remove(mapping)
+
+    def _mapping(self, geometry: Geometry) -> Mapping:
+        if self.errors:
+            raise self.errors.pop(0)
+        mapping = Mapping(geometry, np.zeros(1, dtype=np.int64))
+        self.open_ones.append(mapping)
+        return mapping
+
+
+class Pier:
+    def __init__(self) -> None:
+        self.engine = Engine()
+        self.quay = Quay(cast(Any, self.engine))
+        self.geometry = Geometry(LAYOUT, 0, 4)
+
+    def map(self, number: int = 1, *, own: bool = False, clock: bool = False, **how: Any) -> Mapped:
+        """own: the engine's own tensors, behind a descriptor."""
+        where = (Location(0, 0),) if own else None
+        timeline = sealed_memfd(CLOCK, PAGE) if clock else None
+        wanted = Map(number, "session", self.geometry, (), where, timeline, **how)
+        given = (os.memfd_create(TENSORS),) if own else ()
+        report = self.quay.map(MapOrder(wanted, given, timeline))
+        for descriptor in report.descriptors:  # the server makes tickets of them
+            os.close(descriptor)
+        return report
+
+
+@pytest.fixture
+def pier() -> Iterator[Pier]:
+    pier = Pier()
+    yield pier
+    pier.quay.drop_all()
+    for number in tuple(pier.quay.berths):
+        pier.quay.close(number)
+    assert (pier.engine.open_ones, pages(), descriptors()) == ([], 0, 0)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_what_is_closed_is_let_go_with_its_timeline(pier: Pier, own: bool) -> None:
+    pier.map(own=own, clock=True)
+    assert (len(pier.engine.open_ones), pages(), descriptors()) == (1, 1, 0)
+    pier.quay.close(1)
+    assert (pier.engine.open_ones, pages(), pier.quay.berths) == ([], 0, {})
+
+
+@pytest.mark.parametrize(
+    "error", [Failed(Code.MAP_FAILED, "no"), OSError(12, "no"), ValueError("no"), OverflowError()]
+)
+@pytest.mark.parametrize("own", [True, False])
+def test_what_cannot_be_mapped_leaves_nothing_behind(
+    pier: Pier, own: bool, error: Exception
+) -> None:
+    pier.engine.errors.append(error)
+    report = pier.map(own=own, clock=True)
+    assert report.error is not None
+    assert report.error.code == Code.MAP_FAILED
+    assert (pier.quay.berths, pages(), descriptors()) == ({}, 0, 0)
+
+
+def test_what_is_kept_is_held_until_it_is_dropped(pier: Pier) -> None:
+    assert pier.map(1).held == ()
+    (held,) = pier.map(2, keep=True).held
+    pier.map(3, keep=True)
+    assert descriptors() == 2
+    pier.quay.close(2)
+    os.fstat(held)
+    pier.quay.drop(2)
+    pier.quay.drop(2)
+    pier.quay.drop(1)
+    assert descriptors() == 1
+
+
+def test_what_is_held_is_mapped_again_where_that_can_be(pier: Pier) -> None:
+    before = os.memfd_create(TENSORS)
+    pier.quay.hold(1, before)
+    assert pier.map(2, reuse=1).reused
+    assert pier.engine.kept == [(before,)]
+    pier.engine.errors.append(Failed(Code.MAP_FAILED, "not these"))
+    report = pier.map(3, reuse=1)
+    assert (report.error, report.reused) == (None, False)
+    assert not pier.map(4, reuse=77).reused
+    assert pier.engine.kept[1:] == [(before,), (), ()]
+    os.fstat(before)
+
+
+def test_what_cannot_be_held_is_not_given(pier: Pier, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(descriptor: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "dup", none_left)
+    report = pier.map(keep=True, clock=True)
+    assert report.error is not None
+    assert (pier.engine.open_ones, pages(), descriptors()) == ([], 0, 0)
