@@ -121,14 +121,36 @@ async def test_a_wipe_takes_what_is_not_sealed_yet_along(desk: Desk) -> None:
 async def test_a_region_that_is_struck_is_kept_no_more(desk: Desk) -> None:
     desk.end(desk.start([1], [1]))
     other = os.dup(desk.shelf.kept["ledger-1"])
+    (ledger,) = (ledger for _, ledger in desk.archive._ledgers.values())
     desk.archive.write(Strike(DEED.owner))
     assert desk.shelf.kept == {}
+    assert ledger.closed
     with pytest.raises(Refused):
         Ledger(other)  # a copy of the descriptor somewhere is no ledger any more either
     desk.archive.write(Strike(DEED.owner))
     desk.archive.write(Enter(DEED))
     assert list(desk.shelf.kept) == ["ledger-2"]
-    await asyncio.sleep(0.1)  # what was to be sealed is not there any more
+
+
+@pytest.mark.parametrize("read", [False, True], ids=["before it is read", "while it is read"])
+async def test_what_was_to_be_sealed_may_go(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, read: bool
+) -> None:
+    monkeypatch.setattr("kvferry.daemon.server.seals.SEAL_AFTER", 0)
+    asked: list[Any] = []
+    monkeypatch.setattr(desk.auditor, "read", lambda blocks, urgent, done: asked.append(done))
+    errors: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    desk.end(desk.start([1], [1]))
+    if read:
+        await asyncio.sleep(0.01)
+    desk.archive.write(Strike(DEED.owner))
+    await asyncio.sleep(0.01)
+    assert len(asked) == read
+    for done in asked:
+        done(np.zeros(1, "<u8"))
+    assert not errors
+    assert not desk.archive.busy
 
 
 async def test_more_blocks_than_one_thread_takes_at_once(desk: Desk, monkeypatch: Any) -> None:
@@ -203,6 +225,23 @@ async def test_an_heir_takes_up_what_it_may_and_gives_up_the_rest(desk: Desk) ->
     assert desk.shelf.kept == {}
     other.archive.close()
     os.close(junk)
+
+
+async def test_an_heir_takes_the_oldest_first_and_gives_no_name_twice() -> None:
+    shelf = Shelf()
+    names = {"ledger-10": "b", "ledger-9": "a"}
+    for name, model in names.items():
+        fingerprint = Fingerprint(model, BLOCK, key_bytes=8)
+        ledger = Ledger.create(Deed(model, 0, COUNT * BLOCK, fingerprint=fingerprint))
+        shelf.keep(name, ledger.descriptor)
+        ledger.close()
+    heir = Desk(shelf)
+    found: list[Found] = []
+    heir.archive.take_up({name: os.dup(shelf.kept[name]) for name in names}, found.append)
+    assert [each.deed.name for each in found] == ["a", "b"]
+    heir.archive.write(Enter(DEED))
+    assert list(shelf.kept) == [*names, "ledger-11"]
+    heir.archive.close()
 
 
 async def test_a_region_without_a_ledger_serves_all_the_same(

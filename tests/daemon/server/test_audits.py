@@ -128,6 +128,7 @@ async def test_what_is_good_before_its_end_is_vouched_for(desk: Desk) -> None:
     (failed,) = desk.ended(2)
     assert failed.outcome is Outcome.FAILED
     assert desk.vouched == [1]
+    assert Ended(3, Outcome.DONE, 0.5) in desk.told  # nobody reads of it what was spoiled
 
 
 async def test_a_load_that_ends_late_is_told_at_once(desk: Desk) -> None:
@@ -157,6 +158,14 @@ async def test_a_load_of_a_spoiled_block_fails_and_names_it(desk: Desk) -> None:
         assert ended.error.value == "4"
 
 
+async def test_a_load_of_a_spoiled_block_that_was_cancelled_is_cancelled(desk: Desk) -> None:
+    desk.spoil(4)
+    desk.load(1, 4)
+    cancelled = Ended(1, Outcome.CANCELLED)
+    assert list(desk.audits.ended(desk.start(1), cancelled)) == []
+    assert (await desk.settled(2))[-1] == cancelled
+
+
 async def test_ends_are_told_in_the_order_in_which_they_ended(desk: Desk) -> None:
     desk.load(1, *range(COUNT))
     assert desk.ended(9) == [Ended(9, Outcome.DONE, 0.5)]  # before it: at once
@@ -166,6 +175,40 @@ async def test_ends_are_told_in_the_order_in_which_they_ended(desk: Desk) -> Non
     told = await desk.settled(2)
     assert [report.serial for report in told if isinstance(report, Ended)] == [1, 8]
     assert desk.ended(10) == [Ended(10, Outcome.DONE, 0.5)]
+    assert not desk.audits._queues  # sessions come and go
+
+
+async def test_what_was_found_good_stays_so_whatever_is_found_later(desk: Desk) -> None:
+    desk.load(1, 3)
+    async with asyncio.timeout(20):
+        while desk.vouched != [1]:
+            await asyncio.sleep(0.001)
+    desk.spoil(3)
+    desk.load(2, 3)
+    await desk.settled(1)
+    assert desk.ended(1) == [Ended(1, Outcome.DONE, 0.5)]
+    (failed,) = desk.ended(2)
+    assert failed.outcome is Outcome.FAILED
+
+
+async def test_a_spoiled_block_without_a_key_is_read_with_every_load_until_it_is_stored_anew() -> (
+    None
+):
+    desk = Desk(DEEDS[1], 1.0)
+    desk.spoil(4)
+    desk.load(1, 4)
+    await desk.settled(1)
+    (failed,) = desk.ended(1)
+    assert failed.outcome is Outcome.FAILED
+    desk.audits._rate = 0.0
+    assert desk.load(2, 3, 4)
+    await desk.settled(2)
+    (failed,) = desk.ended(2)
+    assert failed.outcome is Outcome.FAILED
+    assert not desk.load(3, 3)
+    desk.store(4)
+    assert not desk.load(4, 4)
+    desk.close()
 
 
 async def test_what_was_stored_over_meanwhile_is_not_held_against_the_load(desk: Desk) -> None:
@@ -239,6 +282,18 @@ async def test_with_a_rate_of_none_only_what_an_earlier_daemon_left_is_read() ->
     assert desk.load(4, 2, 4)
     desk.ended(4)
     await desk.settled(2)
+    desk.close()
+
+
+async def test_beside_what_an_earlier_daemon_left_the_rate_holds_for_the_others() -> None:
+    desk = Desk(DEEDS[0], 1.0)
+    desk.ledger.suspect_all()
+    desk.store(2)
+    desk.ledger.vacate(np.array([3]))
+    assert desk.load(1, 2)
+    assert not desk.load(2, 3)  # stored by this one, and not sealed yet
+    desk.ended(1)
+    await desk.settled(1)
     desk.close()
 
 

@@ -15,7 +15,17 @@ from kvferry.daemon.server.peers import Peer
 from kvferry.proto import codec
 from kvferry.proto.codec import decode_daemon_message
 from kvferry.proto.errors import Code
-from kvferry.proto.messages import Done, Error, Goodbye, Opened
+from kvferry.proto.messages import (
+    Done,
+    Error,
+    Finished,
+    Goodbye,
+    JobResult,
+    News,
+    Opened,
+    Outcome,
+)
+from kvferry.proto.specs import Direction
 
 
 class Full:
@@ -23,6 +33,127 @@ class Full:
 
     def send_multipart(self, frames: list[bytes], flags: int) -> None:
         raise zmq.Again
+
+
+class Socket:
+    """A socket that takes what it has room for."""
+
+    def __init__(self, room: int = 100) -> None:
+        self.room = room
+        self.taken: list[Any] = []
+
+    def send_multipart(self, frames: list[bytes], flags: int) -> None:
+        if len(self.taken) >= self.room:
+            raise zmq.Again
+        self.taken.append(decode_daemon_message(frames[1]))
+
+
+def desk(socket: Socket) -> tuple[Outboxes, Peer]:
+    peer = Peer("s", b"id", 1, -1, 0, "client", "engine")
+    peers = SimpleNamespace(by_session={"s": peer})
+
+    def away(gone: Peer, reason: str) -> None:
+        del peers.by_session[gone.session]
+
+    return Outboxes(cast(Any, socket), cast(Any, peers), lambda: None, away), peer
+
+
+async def until(socket: Socket, count: int) -> None:
+    async with asyncio.timeout(10):
+        while len(socket.taken) < count:
+            await asyncio.sleep(0.001)
+
+
+def result(job_id: int) -> JobResult:
+    return JobResult(job_id, Direction.LOAD, Outcome.DONE)
+
+
+async def test_results_that_wait_go_before_anything_else_and_not_later_than_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outbox_module, "MAX_LATER", 3)
+    socket = Socket()
+    boxes, peer = desk(socket)
+    for job_id in (1, 2):
+        boxes.send_later(peer, result(job_id))
+    assert socket.taken == []
+    boxes.send(peer, Done(9))
+    expected: list[Any] = [Finished((result(1), result(2))), Done(9)]
+    assert socket.taken == expected
+    for job_id in range(3, 7):
+        boxes.send_later(peer, result(job_id))
+    expected.append(Finished((result(3), result(4), result(5))))
+    assert socket.taken == expected
+    await until(socket, 4)
+    assert socket.taken == [*expected, Finished((result(6),))]
+    assert peer.outbox_bytes == 0
+
+
+async def test_who_has_much_to_take_is_told_the_number_of_the_news_that_it_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outbox_module, "MAX_NEWS", 2)
+    socket = Socket(room=0)
+    boxes, peer = desk(socket)
+    news = [News(number, (), 3) for number in range(5)]
+    for each in news[:4]:
+        boxes.broadcast(["s", "another"], each)
+    boxes.send(peer, Done(9))
+    socket.room = 100
+    await until(socket, 4)
+    assert socket.taken == [*news[:2], Done(9), News(3, (), 3)]
+    assert (peer.outbox_bytes, peer.missed) == (0, None)
+    boxes.broadcast(["s"], news[4])
+    assert socket.taken[4:] == [news[4]]
+
+
+async def test_the_last_that_one_hears_who_was_sent_away_is_a_goodbye(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outbox_module, "MAX_NEWS", 1)
+    monkeypatch.setattr(outbox_module, "MAX_MESSAGES", 2)
+    socket = Socket(room=0)
+    boxes, peer = desk(socket)
+    for number in range(2):
+        boxes.broadcast(["s"], News(number, ()))
+    for number in range(4):
+        boxes.send(peer, Done(number))
+    socket.room = 100
+    await until(socket, 1)
+    await asyncio.sleep(0.01)
+    (goodbye,) = socket.taken
+    assert isinstance(goodbye, Goodbye)
+
+
+async def test_whoever_reads_the_socket_hears_of_every_time_that_it_is_written_to() -> None:
+    """Where it is full, too: it has looked for messages then, and taken the wake-up for them."""
+    sent: list[None] = []
+    peer = Peer("s", b"id", 1, -1, 0, "client", "engine")
+    boxes = Outboxes(
+        cast(Any, Full()),
+        cast(Any, None),
+        lambda: sent.append(None),
+        lambda gone, reason: pytest.fail(reason),
+    )
+    boxes.send(peer, Done(1))
+    assert len(sent) == 1
+    async with asyncio.timeout(10):
+        while len(sent) < 3:
+            await asyncio.sleep(0.001)
+
+
+async def test_a_stream_goes_on_when_all_before_is_taken_and_ends_the_one_before_it() -> None:
+    socket = Socket(room=2)
+    boxes, peer = desk(socket)
+    boxes.stream("s", map(Done, range(10)))
+    await asyncio.sleep(0.01)
+    assert len(peer.outbox) == 1
+    boxes.stream("s", map(Done, range(20, 24)))
+    socket.room = 100
+    await until(socket, 7)
+    await asyncio.sleep(0.01)
+    assert socket.taken == [Done(number) for number in (0, 1, 2, 20, 21, 22, 23)]
+    assert peer.stream is None
 
 
 async def test_who_asked_for_more_than_a_message_may_have_is_told_so(
