@@ -137,6 +137,37 @@ async def test_who_lays_without_end_does_not_keep_the_loop() -> None:
         assert turns[0] - before <= 2 * AT_ONCE
 
 
+async def test_who_laid_very_many_is_heard_when_it_lays_again() -> None:
+    with house() as there:
+        for _ in range(SLOTS):
+            assert there.say(b"again")
+        await until(lambda: len(there.heard) == SLOTS)
+        await settle()
+        assert there.say(b"more")
+        await until(lambda: there.heard[SLOTS:] == [b"more"])
+
+
+async def test_descriptors_that_come_along_with_the_bell_are_closed() -> None:
+    with house() as there:
+        here, theirs = socket.socketpair()
+        there.trays.open("another", new_tray(), theirs.detach())
+        given, other = os.pipe()
+        socket.send_fds(here, [b"!"], [other])
+        os.close(other)
+        os.set_blocking(given, False)
+
+        def closed() -> bool:
+            try:
+                return os.read(given, 1) == b""  # nobody has the other end
+            except BlockingIOError:
+                return False
+
+        await until(closed)
+        there.trays.close("another")
+        os.close(given)
+        here.close()
+
+
 async def test_a_session_that_leaves_is_heard_no_more() -> None:
     with house() as there:
         there.on_hearing = lambda _: there.trays.close(SESSION)
