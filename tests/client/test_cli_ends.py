@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pty
 import select
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.client import LocalDaemon
+from kvferry.client import LocalDaemon, OffloadClient, shared_empty
 from kvferry.client.cli.bench import below
 
 KVFERRY = [sys.executable, "-m", "kvferry.client.cli"]
@@ -150,3 +151,20 @@ def test_top_leaves_the_terminal_as_it_was(daemon: LocalDaemon, number: signal.S
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + number
     assert shown.rstrip().endswith(b"\x1b[?1049l")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_locale_without_the_letters(daemon: LocalDaemon, encoding: str) -> None:
+    """Bars are no bars then; for programs nothing is lost."""
+    environ = os.environ | {"PYTHONIOENCODING": encoding}
+
+    def said(*arguments: str) -> bytes:
+        command = [*KVFERRY, *arguments, "-d", str(daemon.directory)]
+        return subprocess.run(command, env=environ, capture_output=True, check=True).stdout
+
+    with OffloadClient(daemon.directory, engine="zürich-東京") as client:
+        client.register_kv_caches({"layer": shared_empty((8, 64))}, num_blocks=8, host_bytes=512)
+        assert b"z?rich-??" in said("status").replace(b"\xfc", b"?")
+        assert b"host memory" in said("top", "--once")
+        names = [engine["name"] for engine in json.loads(said("status", "--json"))["engines"]]
+    assert "zürich-東京" in names

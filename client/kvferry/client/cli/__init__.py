@@ -7,6 +7,7 @@ when it runs: status needs no torch.
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,9 @@ _ENDS = signal.SIGHUP, signal.SIGTERM
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command; `arguments` are the process's own unless given."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # what a locale has no letter for
     for number in _ENDS:
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores one
             signal.signal(number, _end)

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from kvferry.client.cli import units
-from kvferry.client.cli.status import TIMEOUT, as_json, ask, release, show, verdict
+from kvferry.client.cli.status import TIMEOUT, as_json, ask, json_text, release, show, verdict
 
 WHAT = ("bandwidth", "latency", "beside", "queued", "start")
 OWN_DAEMON = ("beside", "start")
@@ -105,7 +105,7 @@ def status(
         raise typer.Exit(0 if well else 1)
     if json:
         everything = as_json(report) | {"namespaces": as_json(namespaces)}
-        print(msgspec.json.format(msgspec.json.encode(everything), indent=2).decode())
+        print(json_text(everything))
     else:
         show(report, namespaces, Console(highlight=False))
 
@@ -138,7 +138,7 @@ def doctor(
 
     findings = examine(directory, timeout)
     if json:
-        print(msgspec.json.format(msgspec.json.encode(findings), indent=2).decode())
+        print(json_text(findings))
     else:
         findings_table.show(findings, Console(highlight=False))
     raise typer.Exit(int(findings_table.failed(findings)))

@@ -6,6 +6,7 @@ the device and free; not registered yet (a daemon fills its pool in the backgrou
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,6 +89,11 @@ def as_json(value: Any) -> Any:
         case tuple() | list():
             return [as_json(item) for item in value]
     return value
+
+
+def json_text(value: Any) -> str:
+    """For programs, in letters that every locale has."""
+    return json.dumps(json.loads(msgspec.json.encode(value)), indent=2)
 
 
 def show(status: DaemonStatus, namespaces: Namespaces, console: Console) -> None:
