@@ -108,6 +108,9 @@ async def test_tensors_of_the_daemon(client: AsyncOffloadClient) -> None:
     region, (tensor,), kept = await client.allocate_kv_caches(
         one_tensor(), host_bytes=512, keep=True
     )
+    with pytest.raises(Refused) as nobody:  # an empty name is not ours
+        await client.release_kv_caches("")
+    assert nobody.value.code == Code.BAD_MESSAGE
     assert not kept
     assert (region.num_blocks, tuple(tensor.shape), tensor.dtype) == (8, (8, 64), torch.int8)
     tensor.zero_()

@@ -127,7 +127,7 @@ class AsyncOffloadClient(NonBlocking):
         self, engine: str | None = None, timeout: float | None = None
     ) -> int:
         """As OffloadClient.release_kv_caches."""
-        verb = verbs.release(self._conversation, engine or self.engine)
+        verb = verbs.release(self._conversation, self.engine if engine is None else engine)
         return await self._perform(verb, timeout)
 
     async def wait(self, job_ids: Collection[int], timeout: float | None = None) -> None:

@@ -157,7 +157,8 @@ class OffloadClient(NonBlocking):
         Where the engine is away they are freed, where it is here that is when it goes. Raises
         Refused (NOT_REGISTERED) where none are kept for an engine of this name.
         """
-        return self._perform(verbs.release(self._conversation, engine or self.engine), timeout)
+        verb = verbs.release(self._conversation, self.engine if engine is None else engine)
+        return self._perform(verb, timeout)
 
     def wait(self, job_ids: Collection[int], timeout: float | None = None) -> None:
         """Return when all of these jobs have ended; their results stay for get_finished.
