@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -89,7 +90,7 @@ def test_a_daemon_and_nothing_wrong(
 
 
 def test_the_doctor_leaves_no_session(kvferryd: LocalDaemon) -> None:
-    examine(kvferryd.directory)
+    assert examine(kvferryd.directory, math.inf)[-1].verdict is Verdict.OK
     with OffloadClient(kvferryd.directory) as client:
         until(lambda: client.status().sessions == 1)
         until(lambda: not any(engine.present for engine in client.status().engines))

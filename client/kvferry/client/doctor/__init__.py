@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvferry.client.conversation import LONGEST
 from kvferry.client.doctor import daemon, environment
 from kvferry.client.doctor.case import Case, Check, Finding, Verdict
 from kvferry.proto.errors import KVFerryError
@@ -41,7 +42,7 @@ def examine(directory: Path | None = None, timeout: float = 5.0) -> list[Finding
     directory: the folder of a daemon's sockets, or where such folders are; by default where
         clients look. timeout: seconds that the daemon has for each answer.
     """
-    case = Case(directory, timeout)
+    case = Case(directory, min(LONGEST, timeout))
     try:
         return [finding for check in CHECKS for finding in _findings(check, case)]
     finally:
