@@ -16,6 +16,7 @@ import pytest
 from kvferry.client import Code, Fingerprint, Gone, Refused
 from kvferry.client import vllm as package
 from kvferry.client.bounds import check_fields
+from kvferry.client.vllm import model
 from kvferry.client.vllm import place as module
 from kvferry.client.vllm.place import Blocks, Place, chunk_of, place_of, told
 from kvferry.proto.messages import OpenNamespace
@@ -209,17 +210,36 @@ def test_what_a_model_computes_with_is_in_the_fingerprint(path: str, value: Any)
     check_fields(OpenNamespace, fingerprint=other)
 
 
-def test_files_of_a_local_model_that_are_written_anew_are_another_model(tmp_path: Path) -> None:
+def test_files_of_a_local_model_that_change_are_another_model(tmp_path: Path) -> None:
+    def now() -> Fingerprint:
+        return other_place("model_config.model", str(tmp_path)).fingerprint
+
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"one")
     (tmp_path / "README.md").write_text("one")
-    one = other_place("model_config.model", str(tmp_path)).fingerprint
+    one = now()
     (tmp_path / "README.md").write_text("another")
-    assert other_place("model_config.model", str(tmp_path)).fingerprint == one
-    os.utime(weights, ns=(1, 1))
-    assert other_place("model_config.model", str(tmp_path)).fingerprint != one
-    os.utime(weights, ns=(1, 2))
+    assert now() == one
+    weights.write_bytes(b"two")
+    assert now() != one
     assert other_place("model_config.model", str(weights)).fingerprint.differences(one)
+
+
+def test_a_configuration_that_is_written_anew_and_says_the_same_is_the_same(tmp_path: Path) -> None:
+    """As a start of an engine may do; of a large file only the time tells."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes(b"one")
+    os.truncate(tmp_path / "model.safetensors", model.READ + 1)
+    one = other_place("model_config.model", str(tmp_path)).fingerprint
+    os.utime(tmp_path / "config.json", ns=(1, 1))
+    assert other_place("model_config.model", str(tmp_path)).fingerprint == one
+    os.utime(tmp_path / "model.safetensors", ns=(1, 1))
+    assert other_place("model_config.model", str(tmp_path)).fingerprint != one
+
+
+def test_a_file_that_cannot_be_read_is_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "config.json").symlink_to("/proc/self/mem")  # nothing is at its beginning
+    other_place("model_config.model", str(tmp_path))
 
 
 @pytest.mark.parametrize("path", ["cache_config.calculate_kv_scales", "lora_config"])

@@ -80,7 +80,7 @@ class EngineEnded(Exception):
 
 
 class VLLM:
-    """A vLLM engine.
+    """A vLLM engine. What it logs goes to this process's stderr.
 
     connector: a name in CONNECTORS; extra: its kv_connector_extra_config. hears: with weights for
     which the KV cache matters (hearing.py), and answers that can be compared; without, dummies.
@@ -99,7 +99,18 @@ class VLLM:
         transfer = CONNECTORS[connector]
         if transfer is not None:
             transfer = transfer | {"kv_role": "kv_both", "kv_connector_extra_config": extra or {}}
-        chosen = {"model": model, "transfer": transfer, "options": options, "hears": hears}
+        folder = _folder(model)
+        if hears:
+            # Not in the engine's process, which forks: OpenMP's threads would be missing there,
+            # and whoever computes with them would wait forever.
+            write_weights(folder, model)
+            options = {"load_format": "safetensors"} | options
+        chosen = {
+            "model": str(folder),
+            "transfer": transfer,
+            "options": options,
+            "top": TOP if hears else None,
+        }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "kvferry.testing.vllm_process", json.dumps(chosen)],
             stdin=subprocess.PIPE,
@@ -125,6 +136,7 @@ class VLLM:
         for line in self._process.stdout:
             if line.startswith("ANSWER "):
                 return json.loads(line[7:])
+            sys.stderr.write(line)
         raise EngineEnded(f"with status {self._process.wait()}")
 
     def generate(self, prompts: Prompts, tokens: int = 16) -> list[dict[str, Any]]:
@@ -280,11 +292,7 @@ def serve(chosen: dict[str, Any]) -> None:
     }
     if chosen["transfer"] is not None:
         options["kv_transfer_config"] = KVTransferConfig(**chosen["transfer"])
-    folder = _folder(chosen["model"])
-    if chosen["hears"]:
-        write_weights(folder, chosen["model"])
-        options["load_format"] = "safetensors"
-    engine = Served(LLM(model=str(folder), **options), TOP if chosen["hears"] else None)
+    engine = Served(LLM(model=chosen["model"], **options), chosen["top"])
     engine.say(True)
     for line in sys.stdin:
         request = json.loads(line)
@@ -368,7 +376,9 @@ def _folder(model: dict[str, Any]) -> Path:
     name = "-".join(str(model[key]) for key in ("num_hidden_layers", "num_key_value_heads"))
     folder = Path(tempfile.gettempdir()) / f"kvferry-llama-{name}"
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(model))
+    unfinished = folder / f"{os.getpid()}.part"
+    unfinished.write_text(json.dumps(model))
+    unfinished.replace(folder / "config.json")  # several engines may come at once
     return folder
 
 

@@ -19,6 +19,9 @@ log = logging.getLogger("kvferry")
 
 FILES = frozenset({".bin", ".gguf", ".json", ".pt", ".pth", ".py", ".safetensors"})
 """Those of a model's folder that can change its KV."""
+READ = 32 << 20
+"""Bytes of a file that is read to know it: a configuration may be written anew at each start, and
+say the same. Of a larger one its size and its time tell."""
 
 
 def traits(vllm_config: Any) -> tuple[tuple[str, str], ...]:
@@ -56,13 +59,14 @@ def _sources(model: Any) -> Iterator[str]:
 
 
 def _files(path: str) -> Iterator[str]:
-    """A local model's, with what tells that one was written anew; nothing for another's name."""
+    """A local model's, with what tells that one is another; nothing for another's name."""
     here = Path(path)
     if path and here.exists():
         for file in sorted(here.iterdir()) if here.is_dir() else [here]:
             if file.suffix in FILES and file.is_file():
                 stat = file.stat()
-                yield f"{file.name} {stat.st_size} {stat.st_mtime_ns}"
+                small = stat.st_size <= READ
+                yield f"{file.name} {stat.st_size} {_sum(file) if small else stat.st_mtime_ns}"
 
 
 def _salt(vllm_config: Any) -> str:
@@ -88,6 +92,13 @@ def _salt(vllm_config: Any) -> str:
     )
     start = getattr(vllm_config, "instance_id", None)
     return "of this start " + _digest(str(start), str(transfer.engine_id))
+
+
+def _sum(file: Path) -> str:
+    try:
+        return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
+    except OSError:
+        return ""  # nor can vLLM read it
 
 
 def _digest(*texts: str) -> str:
