@@ -89,19 +89,22 @@ def share(daemon: Daemon) -> None:
 
 def daemon_killed(daemon: Daemon) -> None:
     asked = make_prompts(256, 3, TOKENS, shared=TOKENS // 2)
+    tokens = 64
     with over(daemon, max_num_seqs=16) as running:
-        before = running.generate(asked)
+        before = running.generate(asked, tokens)
         running.settle()
         running.forget()
-        running.send(do="generate", prompts=asked, tokens=16)
+        running.send(do="generate", prompts=asked, tokens=tokens)
         time.sleep(0.4)
         daemon.kill()
         began = time.monotonic()
         during = running.answer()["outputs"]
+        seconds = time.monotonic() - began
+        check("the daemon is killed under load", seconds > 0.5, seconds_left=round(seconds, 1))
         check(
-            "the daemon is killed under load: no request fails or hangs",
-            [len(one["tokens"]) for one in during] == [16] * len(asked),
-            seconds=round(time.monotonic() - began, 1),
+            "no request fails or hangs",
+            [len(one["tokens"]) for one in during] == [tokens] * len(asked),
+            found_before=f"{sum(map(bool, hits(during)))} of {len(asked)}",
         )
         check_same("outputs stay right", before, during)
         daemon.start()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import signal
 import socket
 import sys
 import threading
@@ -94,5 +93,4 @@ def copy_in_memory(nbytes: int) -> Callable[[], None]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ctrl-c is for the bench to speak of
     main(*sys.argv[1:])

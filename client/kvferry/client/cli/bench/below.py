@@ -20,8 +20,7 @@ NBYTES = 2 * 2048 * 8
 APART = 1e-3
 """Seconds between two, in which whoever is to be woken falls asleep."""
 ECHO = """
-import signal, socket, sys
-signal.signal(signal.SIGINT, signal.SIG_DFL)
+import socket, sys
 s = socket.socket(fileno=int(sys.argv[1]))
 [s.send(b) for b in iter(lambda: s.recv(1), b"")]
 """
@@ -65,25 +64,28 @@ def _wakes(times: int, what: str, script: list[str], *more: str) -> Latency:
     """The script gets the number of its end of a socket, and answers each byte with one."""
     here, there = socket.socketpair()
     command = [sys.executable, *script, str(there.fileno()), *more]
-    echo = subprocess.Popen(command, pass_fds=[there.fileno()])
-    there.close()
-    here.send(b"?")
-    here.recv(1)
-    here.setblocking(False)
-
-    def there_and_back() -> None:
+    # Ctrl-c is for the bench alone: whoever is still beginning would show where he was.
+    echo = subprocess.Popen(command, pass_fds=[there.fileno()], process_group=0)
+    try:
+        there.close()
         here.send(b"?")
-        while True:
-            try:
-                here.recv(1)
-                return
-            except BlockingIOError:
-                pass
+        here.recv(1)
+        here.setblocking(False)
 
-    seconds = _spaced(times, there_and_back)
-    here.close()
-    echo.wait()
-    return Latency.of(what, seconds)
+        def there_and_back() -> None:
+            here.send(b"?")
+            while True:
+                try:
+                    here.recv(1)
+                    return
+                except BlockingIOError:
+                    pass
+
+        return Latency.of(what, _spaced(times, there_and_back))
+    finally:
+        echo.kill()
+        echo.wait()
+        here.close()
 
 
 def _spaced(times: int, call: Callable[[], object]) -> list[float]:

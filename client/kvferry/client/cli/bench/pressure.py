@@ -9,13 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-_SPIN = """
-import os, signal
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-print(flush=True)
-me = os.getppid()
-while os.getppid() == me: pass
-"""
+_SPIN = "import os\nprint(flush=True)\nme = os.getppid()\nwhile os.getppid() == me: pass"
 
 
 @contextlib.contextmanager
@@ -45,8 +39,9 @@ def busy_cores() -> Iterator[None]:
         command = [sys.executable, "-c", _SPIN]
         spinners = []
         for _ in os.sched_getaffinity(0):
-            spinners.append(stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE)))
-            stack.callback(spinners[-1].kill)
+            spinner = subprocess.Popen(command, stdout=subprocess.PIPE, process_group=0)
+            spinners.append(stack.enter_context(spinner))
+            stack.callback(spinner.kill)
         for spinner in spinners:
             assert spinner.stdout is not None
             spinner.stdout.readline()

@@ -11,10 +11,11 @@ that the daemon declares; beside it a fresh process that has made a context and 
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -143,6 +144,15 @@ def _bare_seconds(mode: str, device: torch.device, nbytes: int) -> float:
     return float(said)
 
 
-def _bare(mode: str, device: torch.device, nbytes: int = 0) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def _bare(mode: str, device: torch.device, nbytes: int = 0) -> Iterator[subprocess.Popen[str]]:
+    """A process that hears of no ctrl-c, and goes when this one is interrupted."""
     command = [sys.executable, "-P", str(bare.__file__), mode, str(device.index or 0), str(nbytes)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
+    ) as process:
+        try:
+            yield process
+        except BaseException:
+            process.kill()
+            raise
