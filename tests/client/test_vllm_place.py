@@ -98,6 +98,40 @@ def test_what_makes_bytes_differ_is_in_the_fingerprint(other: dict[str, Any]) ->
     assert place(**other).fingerprint.name != place().fingerprint.name
 
 
+def kept_as(said: str, *specs: Any) -> Fingerprint:
+    """Of groups of these specs, where vLLM's cache_dtype says so in this process."""
+    config, kv_cache_config = vllm_config("engine", {}), caches(groups=len(specs))
+    config.cache_config.cache_dtype = said
+    for group, spec in zip(kv_cache_config.kv_cache_groups, specs, strict=True):
+        group.kv_cache_spec = spec
+    return place_of(config, kv_cache_config, BLOCKS).fingerprint
+
+
+FP8 = SimpleNamespace(dtype="torch.uint8")
+SPARSE = SimpleNamespace(dtype="torch.uint8", cache_dtype_str="fp8_ds_mla")
+BF16 = SimpleNamespace(dtype="torch.bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "worker", "spec"), [("auto", "fp8", FP8), ("fp8", "fp8_ds_mla", SPARSE)]
+)
+def test_what_layers_make_of_the_cache_dtype_is_the_same_on_both_sides(
+    scheduler: str, worker: str, spec: Any
+) -> None:
+    """vLLM's layers write it into the configuration of their process, a worker's."""
+    assert kept_as(scheduler, spec) == kept_as(worker, spec)
+    of_layers = SimpleNamespace(kv_cache_specs={"a": spec, "b": BF16})
+    assert kept_as(scheduler, spec) == kept_as(worker, of_layers)
+
+
+def test_what_kv_is_kept_as_is_in_the_fingerprint() -> None:
+    states = (SimpleNamespace(dtypes=(of, of)) for of in ("torch.float32", "torch.bfloat16"))
+    kinds = [kept_as("fp8_e5m2", BF16, one) for one in states]
+    kinds += [kept_as("auto", one) for one in (BF16, FP8, SPARSE)]
+    kinds += [kept_as(said, FP8) for said in ("fp8_e5m2", "nvfp4")]
+    assert len({fingerprint.name for fingerprint in kinds}) == len(kinds)
+
+
 def test_engines_of_another_id_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     one, other = (place_of(vllm_config(name, {}), caches(), BLOCKS) for name in ("one", "two"))

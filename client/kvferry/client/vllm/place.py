@@ -39,6 +39,9 @@ CHUNK_TOKENS = 64
 CHUNK_BYTES = 8 << 20
 """The most that a chunk of our own choice has, unless one GPU block has more."""
 
+CHOSEN_LATE = "auto", "fp8", "fp8_e4m3", "fp8_ds_mla"
+"""Where vLLM's cache_dtype is one of these, its layers make another of it, each in its worker."""
+
 _told: list[tuple[Any, Any]] = []
 
 
@@ -224,7 +227,7 @@ def _fingerprint(vllm_config: Any, kv_cache_config: Any, blocks: Blocks) -> Fing
         host_block_bytes=block_bytes(kv_cache_config) * blocks.factor,
         revision=_said(vllm_config, "model_config.revision"),
         dtype=_said(vllm_config, "model_config.dtype"),
-        kv_dtype=str(cache.cache_dtype).replace("torch.", ""),
+        kv_dtype=_kv_dtype(str(cache.cache_dtype), kv_cache_config),
         kv_layout=os.environ.get("VLLM_KV_CACHE_LAYOUT", ""),
         block_size=blocks.hashed,
         rank=parallel.rank,
@@ -245,6 +248,19 @@ def _fingerprint(vllm_config: Any, kv_cache_config: Any, blocks: Blocks) -> Fing
             *traits(vllm_config),
         ),
     )
+
+
+def _kv_dtype(said: str, kv_cache_config: Any) -> str:
+    """What KV is kept as. Of what layers chose both sides have the specs; the scheduler no more."""
+    kinds = []
+    for group in kv_cache_config.kv_cache_groups:
+        spec = getattr(group, "kv_cache_spec", None)
+        layers = getattr(spec, "kv_cache_specs", None)  # the scheduler has the first of them
+        spec = next(iter(layers.values())) if layers else spec
+        chosen = [str(getattr(spec, name, "")) for name in ("dtype", "cache_dtype_str")]
+        states = getattr(spec, "dtypes", "")  # Mamba's
+        kinds.append(str(states or (" ".join(chosen) if said in CHOSEN_LATE else said)))
+    return ", ".join(dict.fromkeys(kinds)).replace("torch.", "")
 
 
 def _uuid(device: int) -> str | None:
