@@ -92,10 +92,18 @@ def test_the_room_of_a_host_block() -> None:
         {"tensor_parallel_size": 2},
         {"pipeline_parallel_size": 2},
         {"decode_context_parallel_size": 2},
+        {"cp_kv_cache_interleave_size": 16},
+        {"dcp_kv_cache_interleave_size": 16},
     ],
 )
 def test_what_makes_bytes_differ_is_in_the_fingerprint(other: dict[str, Any]) -> None:
     assert place(**other).fingerprint.name != place().fingerprint.name
+
+
+def test_a_word_that_vllm_writes_late_over_another_changes_nothing() -> None:
+    before = place(dcp_kv_cache_interleave_size=16)
+    after = place(dcp_kv_cache_interleave_size=16, cp_kv_cache_interleave_size=16)
+    assert before.fingerprint == after.fingerprint
 
 
 def kept_as(said: str, *specs: Any) -> Fingerprint:
@@ -130,6 +138,15 @@ def test_what_kv_is_kept_as_is_in_the_fingerprint() -> None:
     kinds += [kept_as("auto", one) for one in (BF16, FP8, SPARSE)]
     kinds += [kept_as(said, FP8) for said in ("fp8_e5m2", "nvfp4")]
     assert len({fingerprint.name for fingerprint in kinds}) == len(kinds)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [("use_v2_model_runner", True), ("cache_config.kv_cache_dtype_skip_layers", ["0", "31"])],
+)
+def test_how_vllm_lays_blocks_out_is_in_the_fingerprint(path: str, value: Any) -> None:
+    """The first runner has all layers of a head together, the second all heads of a layer."""
+    assert other_place(path, value).fingerprint.differences(other_place().fingerprint)
 
 
 def test_engines_of_another_id_share(monkeypatch: pytest.MonkeyPatch) -> None:
