@@ -229,6 +229,7 @@ def other_place(path: str = "", value: Any = None, **extra: Any) -> Place:
     config.model_config.hf_config = SimpleNamespace(_commit_hash="aaaa")
     config.model_config.hf_text_config = SimpleNamespace(rope_parameters={"rope_type": "longrope"})
     config.model_config.max_model_len = 4096
+    config.model_config.multimodal_config = SimpleNamespace(mm_processor_kwargs=None)
     config.speculative_config = SimpleNamespace(draft_model_config=SimpleNamespace(model="draft"))
     if path:
         *names, last = path.split(".")
@@ -247,6 +248,11 @@ def other_place(path: str = "", value: Any = None, **extra: Any) -> Place:
         ("model_config.hf_overrides", print),
         ("model_config.hf_config_path", "another"),
         ("model_config.max_model_len", 8192),
+        ("model_config.quantization_config", {"linear": "fp8_per_token"}),
+        ("model_config.multimodal_config.mm_processor_kwargs", {"max_pixels": 50176}),
+        ("model_config.multimodal_config.video_pruning_rate", 0.5),
+        ("model_config.multimodal_config.mm_encoder_attn_dtype", "fp8"),
+        ("model_config.multimodal_config.mm_encoder_fp8_scale_path", __file__),
         ("cache_config.calculate_kv_scales", True),
         ("lora_config", SimpleNamespace()),
         ("speculative_config", None),

@@ -29,6 +29,7 @@ def traits(vllm_config: Any) -> tuple[tuple[str, str], ...]:
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
     return (
         ("weights and config", _digest(*_sources(vllm_config.model_config))),
+        ("media", _digest(*_media(vllm_config.model_config))),
         ("draft model", "" if draft is None else _digest(str(draft.model), *_sources(draft))),
         ("transformers", version("transformers")),
         ("salt", _salt(vllm_config)),
@@ -50,12 +51,21 @@ def _sources(model: Any) -> Iterator[str]:
         yield from _files(str(getattr(model, name, None) or ""))
     for name in ("hf_config_path", "config_format", "override_attention_dtype"):
         yield str(getattr(model, name, None))
+    yield str(getattr(model, "quantization_config", None))  # what is laid over the checkpoint's
     overrides = getattr(model, "hf_overrides", None) or {}
     if not callable(overrides):
         yield json.dumps(overrides, sort_keys=True, default=str)
     rope = getattr(getattr(model, "hf_text_config", None), "rope_parameters", None)
     if "longrope" in str(rope):  # its factors are those of the length that is served
         yield str(model.max_model_len)
+
+
+def _media(model: Any) -> Iterator[str]:
+    """How images, videos and sound become embeddings: vLLM's hashes name what they were before."""
+    media = getattr(model, "multimodal_config", None)
+    for name in ("mm_processor_kwargs", "video_pruning_rate", "mm_encoder_attn_dtype"):
+        yield json.dumps(getattr(media, name, None), sort_keys=True, default=str)
+    yield from _files(str(getattr(media, "mm_encoder_fp8_scale_path", None) or ""))
 
 
 def _files(path: str) -> Iterator[str]:
