@@ -69,7 +69,12 @@ def vllm_config(engine: str, extra: dict[str, Any]) -> Any:
             kv_load_failure_policy="recompute",
         ),
         kv_events_config=None,
-        model_config=SimpleNamespace(model="llama", revision=None, dtype="bfloat16"),
+        model_config=SimpleNamespace(
+            model="llama",
+            revision=None,
+            dtype="bfloat16",
+            hf_config=SimpleNamespace(_commit_hash="aaaa"),
+        ),
         cache_config=SimpleNamespace(
             block_size=16,
             cache_dtype="auto",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +23,10 @@ FILES = frozenset({".bin", ".gguf", ".json", ".pt", ".pth", ".py", ".safetensors
 READ = 32 << 20
 """Bytes of a file that is read to know it: a configuration may be written anew at each start, and
 say the same. Of a larger one its size and its time tell."""
+
+COMMIT = re.compile("[0-9a-f]{40}")
+TENSORS = "tensorizer"
+"""The load_format whose files are named elsewhere."""
 
 
 def traits(vllm_config: Any) -> tuple[tuple[str, str], ...]:
@@ -92,6 +97,10 @@ def _salt(vllm_config: Any) -> str:
         unknown.append("the LoRA adapters, of which vLLM's block hashes have the names only")
     if callable(getattr(vllm_config.model_config, "hf_overrides", None)):
         unknown.append("an hf_overrides that is a function")
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        unknown.append("the weights that are sent to it")
+    if not _versioned(vllm_config):
+        unknown.append("the weights, of which there is no commit and no file here")
     if not unknown:
         return ""
     log.warning(
@@ -102,6 +111,18 @@ def _salt(vllm_config: Any) -> str:
     )
     start = getattr(vllm_config, "instance_id", None)
     return "of this start " + _digest(str(start), str(transfer.engine_id))
+
+
+def _versioned(vllm_config: Any) -> bool:
+    """Whether other weights under the same name would be noticed."""
+    model = vllm_config.model_config
+    streamed = "://" in str(getattr(model, "model_weights", None) or "")
+    if streamed or getattr(getattr(vllm_config, "load_config", None), "load_format", "") == TENSORS:
+        return False
+    if Path(model.model).exists() or COMMIT.fullmatch(str(getattr(model, "revision", None))):
+        return True
+    elsewhere = getattr(model, "hf_config_path", None)  # the commit is that of the configuration
+    return not elsewhere and getattr(model.hf_config, "_commit_hash", None) is not None
 
 
 def _sum(file: Path) -> str:

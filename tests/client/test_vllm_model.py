@@ -1,0 +1,69 @@
+"""What tells the weights of an engine from others of the same name. No vLLM needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.client.vllm import model as module
+from kvferry.testing.halves import vllm_config
+
+
+def traits(start: str, changes: dict[str, Any], **extra: Any) -> dict[str, str]:
+    """Of an engine that was started so, with other values at paths of vLLM's configuration."""
+    config = vllm_config("engine", extra)
+    config.instance_id = start
+    config.load_config = SimpleNamespace(load_format="auto")
+    for path, value in changes.items():
+        *names, last = path.split(".")
+        target = config
+        for name in names:
+            target = getattr(target, name)
+        setattr(target, last, value)
+    return dict(module.traits(config))
+
+
+NO_COMMIT = {"model_config.hf_config": SimpleNamespace(_commit_hash=None)}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        NO_COMMIT,
+        {**NO_COMMIT, "model_config.revision": "v1.0"},
+        {"model_config.hf_config_path": "another"},
+        {"model_config.model": "HERE", "model_config.model_weights": "s3://bucket/model"},
+        {"model_config.model": "HERE", "load_config.load_format": "tensorizer"},
+        {"weight_transfer_config": SimpleNamespace(backend="nccl")},
+    ],
+)
+def test_weights_that_nothing_tells_from_others_are_of_this_start(
+    changes: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In object storage, without a commit, or sent to a running engine."""
+    changes = {path: tmp_path if one == "HERE" else one for path, one in changes.items()}
+    assert traits("one", changes) != traits("two", changes)
+    assert "kvferry_salt" in caplog.text
+    assert traits("one", changes) == traits("one", changes)  # workers', and the scheduler's
+    said = {"kvferry_salt": "mine"}
+    assert traits("one", changes, **said) == traits("two", changes, **said)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {**NO_COMMIT, "model_config.revision": "0123456789abcdef" * 2 + "01234567"},
+        {**NO_COMMIT, "model_config.model": "HERE"},
+        {"model_config.model_weights": "", "weight_transfer_config": None},
+    ],
+)
+def test_weights_of_a_commit_or_in_files_are_found_again(
+    changes: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    changes = {path: tmp_path if one == "HERE" else one for path, one in changes.items()}
+    assert traits("one", changes) == traits("two", changes)
+    assert not caplog.text
