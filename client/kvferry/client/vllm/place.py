@@ -15,6 +15,7 @@ may be stored in part, and what is stored in part cannot be loaded whole.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -95,6 +96,8 @@ class Place:
     """Of the daemons, one a rank, where the user names them."""
     first_device: int
     """Rank 0's, among those that the engine sees."""
+    assigned: tuple[int, ...] = ()
+    """The devices that the engine sees, as the driver counts them, where vLLM was told which."""
 
     def of(self, rank: int) -> Place:
         return replace(self, rank=rank)
@@ -109,7 +112,7 @@ class Place:
                 message = f"kvferry_dirs names no folder for rank {self.rank}"
                 raise Gone(Code.DAEMON_GONE, message, self.directories)
             return Path(self.directories[self.rank])
-        uuid = uuid or _uuid(self.first_device + self.rank)
+        uuid = uuid or _uuid(self.first_device + self.rank, *self.assigned)
         try:
             return find_daemon(uuid)
         except Gone:
@@ -134,6 +137,7 @@ def place_of(vllm_config: Any, kv_cache_config: Any, blocks: Blocks) -> Place:
         options=_options(extra, parallel.world_size),
         directories=(directories,) if isinstance(directories, str) else tuple(directories),
         first_device=_first_device(parallel),
+        assigned=tuple(getattr(parallel, "assigned_physical_gpu_ids", None) or ()),
     )
 
 
@@ -273,10 +277,14 @@ def _kv_dtype(said: str, kv_cache_config: Any) -> str:
     return ", ".join(dict.fromkeys(kinds)).replace("torch.", "")
 
 
-def _uuid(device: int) -> str | None:
+def _uuid(device: int, *assigned: int) -> str | None:
+    """vLLM's platform is told of what is assigned in workers only, and counts what is visible."""
     try:
         from vllm.platforms import current_platform
 
+        if assigned:
+            visible = map(current_platform.device_id_to_physical_device_id, itertools.count())
+            device = next(n for n, one in enumerate(visible) if one == assigned[device])
         return str(current_platform.get_device_uuid(device))
     except Exception:  # no NVML, no such device: the only daemon will do
         return None
