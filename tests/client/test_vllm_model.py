@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,3 +68,23 @@ def test_weights_of_a_commit_or_in_files_are_found_again(
     changes = {path: tmp_path if one == "HERE" else one for path, one in changes.items()}
     assert traits("one", changes) == traits("two", changes)
     assert not caplog.text
+
+
+def test_weights_in_the_hubs_cache_are_known_by_what_they_have(tmp_path: Path) -> None:
+    """With HF_HUB_OFFLINE vLLM's model is a folder of links, whose files a new machine has anew."""
+    (tmp_path / "blobs").mkdir()
+    link = tmp_path / "snapshots" / "aaaa" / "model.safetensors"
+    link.parent.mkdir(parents=True)
+
+    def now(blob: str, at: int) -> dict[str, str]:
+        file = tmp_path / "blobs" / blob
+        file.touch()
+        os.truncate(file, module.READ + 1)
+        os.utime(file, ns=(at, at))
+        link.unlink(missing_ok=True)
+        link.symlink_to(file)
+        return traits("start", {"model_config.model": link.parent})
+
+    assert now("a" * 64, 1) == now("a" * 64, 2)
+    assert now("a" * 64, 1) != now("b" * 64, 1)
+    assert now("mine", 1) != now("mine", 2)

@@ -22,9 +22,9 @@ FILES = frozenset({".bin", ".gguf", ".json", ".pt", ".pth", ".py", ".safetensors
 """Those of a model's folder that can change its KV."""
 READ = 32 << 20
 """Bytes of a file that is read to know it: a configuration may be written anew at each start, and
-say the same. Of a larger one its size and its time tell."""
+say the same. Of a larger one its size and its time tell, or the hub's word for what it has."""
 
-COMMIT = re.compile("[0-9a-f]{40}")
+BLOB, COMMIT = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{40}")
 TENSORS = "tensorizer"
 """The load_format whose files are named elsewhere."""
 
@@ -81,7 +81,7 @@ def _files(path: str) -> Iterator[str]:
             if file.suffix in FILES and file.is_file():
                 stat = file.stat()
                 small = stat.st_size <= READ
-                yield f"{file.name} {stat.st_size} {_sum(file) if small else stat.st_mtime_ns}"
+                yield f"{file.name} {stat.st_size} {_sum(file) if small else _version(file)}"
 
 
 def _salt(vllm_config: Any) -> str:
@@ -123,6 +123,13 @@ def _versioned(vllm_config: Any) -> bool:
         return True
     elsewhere = getattr(model, "hf_config_path", None)  # the commit is that of the configuration
     return not elsewhere and getattr(model.hf_config, "_commit_hash", None) is not None
+
+
+def _version(file: Path) -> str:
+    """The hub's cache calls its files by the sum of what they have; others only have a time."""
+    blob = file.resolve()
+    named = blob.parent.name == "blobs" and BLOB.fullmatch(blob.name)
+    return blob.name if named else str(file.stat().st_mtime_ns)
 
 
 def _sum(file: Path) -> str:
