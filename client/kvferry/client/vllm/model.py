@@ -32,7 +32,9 @@ TENSORS = "tensorizer"
 def traits(vllm_config: Any) -> tuple[tuple[str, str], ...]:
     """By name, for a fingerprint."""
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    unquantized = getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None) or ()
     return (
+        ("layers not quantized", _digest(*map(str, unquantized)) if unquantized else ""),
         ("weights and config", _digest(*_sources(vllm_config.model_config))),
         ("media", _digest(*_media(vllm_config.model_config))),
         ("draft model", "" if draft is None else _digest(str(draft.model), *_sources(draft))),

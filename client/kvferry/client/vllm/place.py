@@ -225,7 +225,6 @@ def _fingerprint(vllm_config: Any, kv_cache_config: Any, blocks: Blocks) -> Fing
     ranks = f"tp{parallel.tensor_parallel_size} pp{parallel.pipeline_parallel_size}"
     algorithm = _said(vllm_config, "cache_config.prefix_caching_hash_algo")
     context = (parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size)
-    skipped = getattr(cache, "kv_cache_dtype_skip_layers", None) or ()
     layers = sum(len(group.layer_names) for group in kv_cache_config.kv_cache_groups)
     return Fingerprint(
         model=str(vllm_config.model_config.model),
@@ -244,7 +243,6 @@ def _fingerprint(vllm_config: Any, kv_cache_config: Any, blocks: Blocks) -> Fing
             ("tokens per block", ",".join(map(str, blocks.tokens))),
             ("blocks per chunk", str(blocks.factor)),
             ("layers", str(layers)),
-            ("layers not quantized", " ".join(map(str, skipped))),
             ("model runner v2", _said(vllm_config, "use_v2_model_runner")),
             ("quantization", _said(vllm_config, "model_config.quantization")),
             ("load format", _said(vllm_config, "load_config.load_format")),
