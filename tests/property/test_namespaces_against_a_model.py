@@ -40,6 +40,7 @@ from kvferry.daemon.core.actions import (
     Send,
     Start,
     Stream,
+    Sweep,
     Unmap,
     Unmapped,
 )
@@ -463,7 +464,7 @@ class World(RuleBasedStateMachine):
                 for mirror in space.followers.values():
                     mirror.hear(copy.message)
         assert not broadcast
-        return [action for action in actions if type(action) not in (Publish, Broadcast)]
+        return [action for action in actions if type(action) not in (Publish, Broadcast, Sweep)]
 
     def error(self, actions: list[Any], session: str, code: Code) -> None:
         (action,) = actions

@@ -30,6 +30,7 @@ from kvferry.daemon.core.actions import (
     Send,
     Start,
     Stream,
+    Sweep,
     Unmap,
     Unmapped,
 )
@@ -1365,8 +1366,11 @@ def test_a_reset_makes_every_key_absent_at_once() -> None:
     desk.stored("a", b"abc")
     desk.start("a", store(b"d"))
     desk.ask("b", wire.Follow())
-    *news, done = desk.ask("b", wire.Reset(5))
+    *news, done, sweep = desk.ask("b", wire.Reset(5))
     assert heard(news, Publish) == heard(news) == [("cleared", b"")]
+    assert isinstance(sweep, Sweep)
+    assert len(sweep.rubble) == 2 * len(b"abcd")  # as the cache has them, and its policy
+    assert not sweep.rubble.clear_some()
     assert done == Send("b", wire.Done(5))
     assert desk.loadable("a") == b""
     assert desk.snapshot("a") == (b"", b"")

@@ -14,6 +14,7 @@ import msgspec
 
 from kvferry.daemon.core.deeds import Deed, Owner, Tenancy
 from kvferry.daemon.core.geometry import Geometry, Int64s, Run
+from kvferry.daemon.core.residency.rubble import Rubble
 from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.keys import OffloadKey
 from kvferry.proto.memory import Allocation, Location
@@ -83,6 +84,13 @@ class Dismiss:
     session: str
     unfinished: int = field(default=0, compare=False)
     nbytes: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Free what nobody has any more, some at a time, between what else there is to do."""
+
+    rubble: Rubble
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +213,7 @@ Action: TypeAlias = (
     | Broadcast
     | Publish
     | Dismiss
+    | Sweep
     | Post
     | Tend
     | Map

@@ -18,6 +18,7 @@ from kvferry.daemon.core.deeds import Deed, Found
 from kvferry.daemon.core.geometry import Geometry, Resolved, Share
 from kvferry.daemon.core.regions import Region
 from kvferry.daemon.core.residency.cache import Cache, Pins, Reservation
+from kvferry.daemon.core.residency.rubble import Rubble
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import OffloadKey
 from kvferry.proto.messages import KeyEvent, News, Snapshot
@@ -176,10 +177,11 @@ class Namespace:
             self._parts.update(parts)
         self.cache.complete_store(reservation, done)
 
-    def reset(self) -> None:
-        """Every key becomes absent, and stores that were decided on before are refused."""
-        self.cache.reset()
+    def reset(self) -> Rubble:
+        """Every key becomes absent, and stores that were decided on before are refused. Returns
+        what is to be freed."""
         self.generation += 1
+        return self.cache.reset()
 
     def news(self) -> News | None:
         """What happened since it was asked last."""
@@ -196,16 +198,8 @@ class Namespace:
 
     def snapshot(self) -> Iterator[Snapshot]:
         """All keys as of now, in parts that are made as they are asked for."""
-        cache, sequence, generation = self.cache, self.sequence, self.generation
-        pieces = [
-            (pending, keys[at : at + SNAPSHOT_KEYS])
-            for pending, keys in ((False, cache.ready_keys()), (True, cache.pending_keys()))
-            for at in range(0, len(keys), SNAPSHOT_KEYS)
-        ] or [(False, [])]
-        return (
-            Snapshot(sequence, part, pending, tuple(keys), part == len(pieces) - 1, generation)
-            for part, (pending, keys) in enumerate(pieces)
-        )
+        ready, pending = self.cache.ready_keys(), self.cache.pending_keys()
+        return _snapshots(self.sequence, self.generation, ready, pending)
 
     def status(self) -> NamespaceStatus:
         usage = self.cache.usage
@@ -259,6 +253,23 @@ class Namespace:
         blocks = [taken.pop(key, -1) for key in keys]
         partial = {blocks[at]: part for at, part in parts.items() if blocks[at] >= 0}
         return blocks, Lease(self, reservation, partial)
+
+
+def _snapshots(
+    sequence: int, generation: int, ready: list[bytes], pending: list[bytes]
+) -> Iterator[Snapshot]:
+    """What was told is let go, part by part: a million keys at once would take long."""
+    part, last = 0, False
+    ready.reverse()
+    pending.reverse()
+    while not last:
+        waits = bool(pending and not ready)
+        left = pending if waits else ready
+        keys = tuple(left[: -SNAPSHOT_KEYS - 1 : -1])
+        del left[-SNAPSHOT_KEYS:]
+        last = not ready and not pending
+        yield Snapshot(sequence, part, waits, keys, last, generation)
+        part += 1
 
 
 def _parts(geometry: Geometry, shares: Sequence[Share]) -> dict[int, Part]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from kvferry.daemon.core.actions import Action, Broadcast, Corrupted, Publish, Send, Stream
+from kvferry.daemon.core.actions import Action, Broadcast, Corrupted, Publish, Send, Stream, Sweep
 from kvferry.daemon.core.deeds import Found, namespace_owner
 from kvferry.daemon.core.namespace import Namespace
 from kvferry.daemon.core.pinned import Pinned
 from kvferry.daemon.core.regions import Regions
 from kvferry.daemon.core.residency.policy import POLICIES
+from kvferry.daemon.core.residency.rubble import Rubble
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.messages import Done, Follow, Opened, OpenNamespace, Pin, Reset, Touch, Unpin
 from kvferry.proto.status import NamespaceStatus
@@ -140,21 +141,19 @@ class Namespaces:
                 namespace.cache.touch(keys)
                 namespace.cache.count_lookups(hits, misses)
             case Reset(request_id):
-                namespace.reset()
+                rubble = namespace.reset()
                 self._regions.amend(namespace.deed, wipe=True)
-                return [*self.news(), Send(session, Done(request_id))]
+                return [*self.news(), Send(session, Done(request_id)), *_sweep(rubble)]
         return []
 
     def news(self) -> list[Action]:
         """Tell those who follow what happened since the last time."""
         self._look_for_lost()
         lost, self._lost = self._lost, []
-        for namespace in lost:
-            namespace.reset()
+        actions: list[Action] = [each for one in lost for each in _sweep(one.reset())]
         if not self._changed:
-            return []
+            return actions
         changed, self._changed = self._changed, {}
-        actions: list[Action] = []
         for namespace in dict.fromkeys((*lost, *changed)):
             news = namespace.news()
             if news is not None:
@@ -220,3 +219,7 @@ class Namespaces:
     def _desert_if_unused(self, namespace: Namespace) -> None:
         if not namespace.used:
             self._regions.desert(namespace.region.owner)
+
+
+def _sweep(rubble: Rubble) -> list[Action]:
+    return [Sweep(rubble)] if rubble else []

@@ -34,9 +34,11 @@ from kvferry.daemon.core.actions import (
     Start,
     Stream,
     Strike,
+    Sweep,
     Tend,
 )
 from kvferry.daemon.core.core import Core
+from kvferry.daemon.core.residency.rubble import Rubble
 from kvferry.daemon.lane.lane import Lane
 from kvferry.daemon.lane.quay import MapOrder
 from kvferry.daemon.server.archive import Archive
@@ -316,8 +318,14 @@ class Server:
                 case Drop(number):
                     self._shelf.remove(number)
                     self._lane.post(action)
+                case Sweep(rubble):
+                    self._sweep(rubble)
                 case order:
                     self._lane.post(order)
+
+    def _sweep(self, rubble: Rubble) -> None:
+        if rubble.clear_some():
+            self._loop.call_soon(self._sweep, rubble)
 
     def _send(self, peer: Peer, message: DaemonMessage) -> None:
         """What a peer has seen on its bulletin it is told by the socket with what comes next."""

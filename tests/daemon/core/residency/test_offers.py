@@ -49,7 +49,7 @@ def test_of_an_offer_that_is_too_long_the_head_is_remembered() -> None:
 def test_all_can_be_forgotten() -> None:
     offers = Offers(2, 3)
     wanted(offers, "ab")
-    offers.clear()
+    offers.give_up()
     assert (len(offers), wanted(offers, "ab")) == (0, "")
 
 

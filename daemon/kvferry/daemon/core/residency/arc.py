@@ -51,6 +51,9 @@ class ARC:
             frequent.move_to_end(key, last=False)
         return frequent
 
+    def heaps(self) -> tuple[Keys, ...]:
+        return self._recent, self._frequent, self._recent_ghosts, self._frequent_ghosts
+
     def admit(self, keys: Sequence[bytes], room: int, may_go: Sieve) -> list[bytes]:
         returning, victims = self._choose(keys, room, may_go)
         for key in victims:

@@ -25,6 +25,7 @@ from itertools import chain
 from kvferry.daemon.core.residency.blocks import Blocks
 from kvferry.daemon.core.residency.offers import Offers
 from kvferry.daemon.core.residency.policy import POLICIES, Sieve
+from kvferry.daemon.core.residency.rubble import Rubble
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import EventKind, Lookup
 
@@ -264,19 +265,22 @@ class Cache:
         events, self._events = self._events, []
         return events
 
-    def reset(self) -> None:
+    def reset(self) -> Rubble:
         """Everything becomes absent, and recency, ghosts and offers are forgotten; counters stay.
 
-        Blocks of jobs under way are free once those jobs have ended.
+        Blocks of jobs under way are free once those jobs have ended. Returns what is to be freed.
         """
         jobs: set[Reservation | Pins] = {*self._stores, *self._loads}
-        self._blocks.vacate(self._ready.values(), [job.blocks for job in jobs])
+        self._blocks.vacate([job.blocks for job in jobs])
         self._past |= jobs
         self._stores, self._loads = set(), set()
+        rubble = Rubble(
+            self._pending, self._ready, self._pins, *self._policy.heaps(), self._offers.give_up()
+        )
         self._pending, self._ready, self._pins, self._condemned = {}, {}, Counter(), {}
         self._policy = self._make_policy(self._capacity)
-        self._offers.clear()
         self._tell(EventKind.CLEARED, ())
+        return rubble
 
     def restore(self, entries: Sequence[tuple[bytes, int]]) -> None:
         """Make keys ready in the blocks where they are, least recent first, in an empty cache.

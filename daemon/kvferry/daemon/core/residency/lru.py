@@ -25,6 +25,9 @@ class LRU:
     def give_up(self) -> Keys:
         return self._keys
 
+    def heaps(self) -> tuple[Keys, ...]:
+        return (self._keys,)
+
     def admit(self, keys: Sequence[bytes], room: int, may_go: Sieve) -> list[bytes]:
         mine = self._keys
         victims = list(islice(may_go(mine), max(0, len(keys) - room)))

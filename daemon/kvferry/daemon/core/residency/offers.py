@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import TypeAlias
+
+Counts: TypeAlias = "OrderedDict[bytes, int]"
 
 
 class Offers:
@@ -16,7 +19,7 @@ class Offers:
             raise ValueError(f"store_threshold is 1 or more, not {threshold}")
         self._threshold = threshold
         self._bound = bound
-        self._counts: OrderedDict[bytes, int] = OrderedDict()
+        self._counts: Counts = OrderedDict()
         """Up to the threshold; longest ago first."""
 
     def __len__(self) -> int:
@@ -37,5 +40,7 @@ class Offers:
         wanted.reverse()
         return wanted
 
-    def clear(self) -> None:
-        self._counts.clear()
+    def give_up(self) -> Counts:
+        """What was counted, for whoever takes it apart; all begin anew."""
+        counts, self._counts = self._counts, OrderedDict()
+        return counts

@@ -27,6 +27,9 @@ class Policy(Protocol):
     def give_up(self) -> Keys:
         """All keys in that order, for another policy: this one is not asked any more."""
 
+    def heaps(self) -> tuple[Keys, ...]:
+        """All that it keeps keys in, for whoever takes it apart: it is not asked any more."""
+
     def admit(self, keys: Sequence[bytes], room: int, may_go: Sieve) -> list[bytes]:
         """Take in new keys, all different, `room` of them for nothing. Returns who goes for the
         rest: one each, let through by `may_go`, and of those there are enough."""
