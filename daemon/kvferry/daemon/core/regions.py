@@ -9,6 +9,7 @@ book.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -177,19 +178,21 @@ class Regions:
         ]
 
     def _find(self, owner: Owner, block: int, nbytes: int | None) -> tuple[int, int]:
-        """First room with the deserted regions kept, then with ever more of them given up."""
+        """First room with the deserted regions kept, then with as few given up as will do."""
         kept = [region for region in self._regions.values() if region.owner != owner]
-        deserted = [region for region in kept if not region.present]
-        while True:
-            gaps = self._gaps(kept)
-            start, size = max(gaps, key=lambda gap: gap[1])
-            if nbytes is None and size >= block:
-                return start, size
-            if nbytes is not None and size >= nbytes:
-                return next(at for at, room in gaps if room >= nbytes), nbytes
-            if not deserted:
-                break
-            kept.remove(deserted.pop(0))
+        deserted = [region.owner for region in kept if not region.present]
+        least = block if nbytes is None else nbytes
+
+        def room(given_up: int) -> list[tuple[int, int]]:
+            gone = set(deserted[:given_up])
+            gaps = self._gaps([region for region in kept if region.owner not in gone])
+            return [(start, size) for start, size in gaps if size >= least]
+
+        # With more given up there is never less room.
+        gaps = room(bisect_left(range(len(deserted)), True, key=lambda count: bool(room(count))))
+        if gaps:
+            return max(gaps, key=lambda gap: gap[1]) if nbytes is None else (gaps[0][0], nbytes)
+        size = max(size for _, size in self._gaps([region for region in kept if region.present]))
         raise Refused(
             Code.POOL_FULL,
             f"the host pool of {self.pool_bytes} bytes has {size} free in a row, and a host block "
