@@ -101,7 +101,7 @@ class Service:
         chosen = {"device": device.removeprefix("cuda:"), "pool_chunk": CHUNK, "log_format": "json"}
         self.folder, self.options = folder, {**chosen, **options}
         self.manager = ServiceManager(
-            self._command(), folder / "notify", log=folder / "kvferryd.log"
+            self.command(), folder / "notify", log=folder / "kvferryd.log"
         )
 
     @property
@@ -113,7 +113,22 @@ class Service:
 
     def restart(self, **options: object) -> None:
         self.manager.kill()
-        self.manager.command = self._command(**options)
+        self.manager.command = self.command(**options)
+        self.start()
+
+    def refused(self, **options: object) -> int:
+        """Start it so that it does not serve: its exit status."""
+        if hasattr(self.manager, "process"):
+            self.manager.kill()
+        self.manager.command = self.command(**options)
+        self.manager.start(ready=False)
+        status = self.manager.wait_dead()
+        until(lambda: any(s.startswith("refused to") for s in self.manager.values("STATUS")))
+        return status
+
+    def mended(self) -> None:
+        """Start it as it was, after that."""
+        self.manager.command = self.command()
         self.start()
 
     def engine(self, name: str = "one", *, namespace: bool = True) -> closing[Engine]:
@@ -124,7 +139,7 @@ class Service:
         with mmap.mmap(self.manager.kept(name), 0) as memory:
             memory[at : at + len(data)] = data
 
-    def _command(self, **options: object) -> list[str]:
+    def command(self, **options: object) -> list[str]:
         return kvferryd_command(self.folder / "run", **(self.options | options))  # type: ignore[arg-type]
 
 
@@ -299,6 +314,74 @@ def test_a_pool_of_another_shape_begins_empty_and_says_so(service: Service, opti
     service.restart(**{option: 8 << 20})
     with service.engine() as one:
         assert one.lookup(1) == [Lookup.HIT]
+
+
+MISTAKES: dict[str, dict[str, object]] = {
+    "a pool larger than memory": {"pool_bytes": 100 << 40, "pool_chunk": 1 << 40},
+    "more chunks than descriptors": {"pool_chunk": 4096, "pool_bytes": 1 << 36, "check": False},
+    "a pool that cannot be mapped": {"pool_bytes": 1 << 47, "pool_chunk": 1 << 46, "check": False},
+    "a place for metrics": {"metrics_listen": "nowhere"},
+    "a place for metrics, with another pool": {"metrics_listen": "nowhere", "pool_bytes": 8 << 20},
+    "a place for events, with no pool kept": {"events_publish": "tcp://nowhere", "pool_keep": 0},
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_who_refuses_to_start_leaves_all_that_was_kept(service: Service, mistake: str) -> None:
+    """The line is mended, and the cache is there."""
+    with service.engine() as one:
+        content = one.fill(range(2), seed=1)
+        assert one.store([0, 1], keys(1)).success
+        await_sealed(service.manager, 1)
+    names = service.manager.names
+    options = MISTAKES[mistake].copy()
+    if not options.pop("check", True):
+        options["pool_check_memory"] = 0
+    assert service.refused(**options) == 2, service.manager.log()
+    assert service.manager.names == names
+    service.mended()
+    with service.engine() as one:
+        assert one.opened.reattached
+        assert one.load(keys(1), [8, 9]).success
+        assert torch.equal(one.read([8, 9]), content)
+
+
+NO_ROOM_ON_THE_DEVICE = """
+from kvferry.daemon import kvferryd
+from kvferry.daemon.engine.reference import ReferenceEngine
+from kvferry.proto.errors import Code, Failed
+
+def attach(*_):
+    raise Failed(Code.COPY_FAILED, "no memory for copy.staging")
+
+ReferenceEngine.attach = attach
+kvferryd.main()
+"""
+
+
+def test_who_finds_no_room_on_the_device_leaves_it_too(service: Service) -> None:
+    """copy.staging is tried once all else is there; here with another pool, as in one edit."""
+    with service.engine() as one:
+        assert one.store([0, 1], keys(1)).success
+        await_sealed(service.manager, 1)
+    service.manager.kill()
+    names = service.manager.names
+    service.manager.command = service.command(pool_bytes=8 << 20)
+    service.manager.command[1:3] = ["-c", NO_ROOM_ON_THE_DEVICE]
+    service.manager.start(ready=False)
+    assert service.manager.wait_dead() == 1
+    until(lambda: any(s.startswith("failed: ") for s in service.manager.values("STATUS")))
+    assert service.manager.names == names
+    service.mended()
+    with service.engine() as one:
+        assert one.lookup(1) == [Lookup.HIT]
+
+
+def test_a_first_start_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    with service.manager:
+        assert service.refused(events_publish="tcp://nowhere") == 2, service.manager.log()
+        assert service.manager.names == []
 
 
 @pytest.mark.parametrize(("at", "data"), [(0, b"kvferry0"), (4096 + 12, b"\xff\xff\xff")])

@@ -26,7 +26,7 @@ from kvferry.daemon.core.core import Core, Identity
 from kvferry.daemon.core.regions import MAX_REGIONS
 from kvferry.daemon.engine.auditor import Auditor
 from kvferry.daemon.engine.base import CopyEngine
-from kvferry.daemon.engine.pool import HostPool, check_fits, give_back, whole_pages
+from kvferry.daemon.engine.pool import HostPool, check_fits, give_back, taken_bytes, whole_pages
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
 from kvferry.daemon.lane.inbox import Listen
 from kvferry.daemon.lane.lane import Lane
@@ -104,10 +104,36 @@ garbage that only they find."""
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Who keeps descriptors for the next daemon, and the ledgers and tensors kept for this one."""
+    """What an earlier daemon left, and who keeps descriptors for the next one.
 
+    ledgers: what is taken over, with the tensors. useless: what is not, still as it was left.
+    chunks: of a new pool, by name, that nobody keeps yet. why: there is no use for a pool that was.
+    """
+
+    supervisor: Supervisor
     keeper: Keeper
     ledgers: Mapping[str, int]
+    useless: Mapping[str, int]
+    chunks: Mapping[str, int]
+    why: str = ""
+
+    def settle(self) -> None:
+        """Nothing keeps this daemon from serving any more: let what is useless go, and have the new
+        pool kept. Before that pool has any memory: it may be that of the old one."""
+        if self.why:
+            log.warning("the pool that was kept is given up: it begins empty", reason=self.why)
+        give_back(chunks_of(self.useless))  # or it stays taken until the supervisor forgets it
+        for name, descriptor in self.useless.items():
+            self.supervisor.forget(name)
+            os.close(descriptor)
+        for name, descriptor in self.chunks.items():
+            self.keeper.keep(name, descriptor)
+        self.supervisor.deliver()
+
+
+def chunks_of(kept: Mapping[str, int]) -> list[int]:
+    """The descriptors of a pool, in order."""
+    return [kept[name] for name in sorted(kept) if name.startswith(CHUNK)]
 
 
 async def run(
@@ -145,6 +171,7 @@ async def run(
         gc.set_threshold(*GC_THRESHOLDS)
         lane.start()
         lane.enter()
+        kept.settle()
         pool.fill(engine, server.pool_grew, server.fail)
         archive.verify()
         log.info(
@@ -168,30 +195,26 @@ async def run(
 
 
 def make_pool(config: Config, supervisor: Supervisor, *, locked: bool) -> tuple[HostPool, Kept]:
-    """The pool and the ledgers that an earlier daemon left, or a new pool and none."""
+    """The pool and the ledgers that an earlier daemon left, or a new pool and none. Raises Refused;
+    what was kept stays so until `settle`, whoever else refuses."""
     size, chunk = parse_bytes(config.pool.size), parse_bytes(config.pool.chunk)
     keeper = supervisor if config.pool.keep and supervisor.keeps else Nobody()
     kept = supervisor.kept
-    chunks = [kept[name] for name in sorted(kept) if name.startswith(CHUNK)]
+    chunks, why = chunks_of(kept), ""
     if chunks and config.pool.keep:
         try:
-            return HostPool(HOST_BYTES + size, chunk, chunks), Kept(keeper, kept)
+            again = HostPool(HOST_BYTES + size, chunk, chunks)
+            return again, Kept(supervisor, keeper, kept, {}, {})
         except KVFerryError as error:
             if error.code == Code.POOL_TOO_LARGE:  # it is as it should be, and cannot be had now
                 raise
-            log.warning("the pool that was kept is given up: it begins empty", reason=str(error))
-    give_back(chunks)  # or it would count as taken until the supervisor has forgotten it
-    for name, descriptor in kept.items():
-        supervisor.forget(name)
-        os.close(descriptor)
+            why = str(error)
     if config.pool.check_memory:
-        check_fits(size, locked=locked)
+        check_fits(size, locked=locked, spare=sum(map(taken_bytes, chunks)))
     check_descriptors(size, chunk)
     pool = HostPool(HOST_BYTES + size, chunk)
-    for number, descriptor in enumerate(pool.descriptors):
-        keeper.keep(f"{CHUNK}{number:05}", descriptor)
-    supervisor.deliver()
-    return pool, Kept(keeper, {})
+    names = {f"{CHUNK}{number:05}": made for number, made in enumerate(pool.descriptors)}
+    return pool, Kept(supervisor, keeper, {}, kept, names, why)
 
 
 DESCRIPTORS = 128

@@ -6,12 +6,14 @@ import os
 import resource
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvferry.daemon import kvferryd
 from kvferry.daemon.config import Config, PoolConfig
+from kvferry.daemon.engine import pool as pool_module
 from kvferry.daemon.engine.memory import PAGE
 from kvferry.daemon.engine.pool import HostPool, available_bytes, check_fits
 from kvferry.daemon.engine.reference import ReferenceEngine
@@ -63,23 +65,47 @@ def test_what_does_not_fit_into_memory_is_refused() -> None:
 def test_a_pool_that_is_given_up_makes_room_for_the_next(
     config: PoolConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before it is asked whether that fits, though whoever kept it does not let go of it yet."""
+    """That is counted in where it is asked whether that fits; it is done once nothing refuses to
+    start any more, though whoever kept it does not let go of it yet."""
     old = [sealed_memfd("pool", 1 << 20) for _ in range(2)]
     for held in old:
         os.pwrite(held, bytes(1 << 20), 0)
     supervisor = Supervisor({})
     supervisor.kept = {f"pool-{number:05}": os.dup(held) for number, held in enumerate(old)}
-    taken: list[int] = []
+    counted: list[int] = []
 
-    def check(nbytes: int, *, locked: bool) -> None:
-        taken.extend(os.fstat(held).st_blocks for held in old)
+    def check(nbytes: int, *, locked: bool, spare: int) -> None:
+        counted.append(spare)
 
     monkeypatch.setattr(kvferryd, "check_fits", check)
-    pool, _ = kvferryd.make_pool(Config(pool=config), supervisor, locked=False)
+    pool, kept = kvferryd.make_pool(Config(pool=config), supervisor, locked=False)
+    assert counted == [2 << 20]
+    assert sum(os.fstat(held).st_blocks for held in old) == (2 << 20) // 512
+    kept.settle()
+    assert [os.fstat(held).st_blocks for held in old] == [0, 0]
+    assert not [made for made in pool.descriptors if os.fstat(made).st_blocks]
     pool.close(ReferenceEngine())
     for held in old:
         os.close(held)
-    assert taken == [0, 0]
+
+
+def test_what_will_be_given_back_can_be_had() -> None:
+    much = available_bytes()
+    check_fits(much + (1 << 29), locked=False, spare=1 << 30)
+    with pytest.raises(Refused, match=r"pool\.size smaller"):
+        check_fits(much + (3 << 30), locked=False, spare=1 << 30)
+
+
+@pytest.mark.parametrize(("used", "available"), [(6, 7), (1, 8)], ids=["here", "elsewhere"])
+def test_a_control_group_has_no_more_than_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: int, available: int
+) -> None:
+    """What will be given back may count as taken by another group."""
+    (tmp_path / "memory.max").write_text(f"{8 << 20}\n")
+    (tmp_path / "memory.current").write_text(f"{used << 20}\n")
+    monkeypatch.setattr(pool_module, "_control_groups", lambda: [tmp_path])
+    assert available_bytes() == (8 - used) << 20
+    assert available_bytes(5 << 20) == available << 20
 
 
 @pytest.mark.parametrize("chunk", ["1000000", "2MiB"])

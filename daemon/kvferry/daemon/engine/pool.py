@@ -134,12 +134,18 @@ def give_back(chunks: Sequence[int]) -> None:
         list(freers.map(give, chunks))
 
 
-def check_fits(nbytes: int, *, locked: bool) -> None:
+def taken_bytes(chunk: int) -> int:
+    """Memory that `give_back` frees."""
+    return os.fstat(chunk).st_blocks * 512
+
+
+def check_fits(nbytes: int, *, locked: bool, spare: int = 0) -> None:
     """Refuse a pool that the machine cannot hold; `locked`: nor lock into memory.
 
-    Memory is what is available now, in this control group; the lock limit does not bind root.
+    Memory is what is available now, in this control group, and `spare`, which is taken and will be
+    given back; the lock limit does not bind root.
     """
-    available = available_bytes()
+    available = available_bytes(spare)
     if nbytes > available:
         raise Refused(
             Code.POOL_TOO_LARGE,
@@ -157,15 +163,16 @@ def check_fits(nbytes: int, *, locked: bool) -> None:
         )
 
 
-def available_bytes() -> int:
-    """Memory that can be had now: the system's, or what the control group leaves of it."""
+def available_bytes(spare: int = 0) -> int:
+    """Memory that can be had now: the system's, or what the control group leaves of it; `spare` is
+    of what is taken, and not counted as that."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines)
-    available = int(fields["MemAvailable"].split()[0]) * 1024
+    available = int(fields["MemAvailable"].split()[0]) * 1024 + spare
     for group in _control_groups():
         limit, used = group / "memory.max", group / "memory.current"
         if limit.exists() and (text := limit.read_text().strip()) != "max":
-            available = min(available, int(text) - int(used.read_text()))
+            available = min(available, int(text) - max(0, int(used.read_text()) - spare))
     return available
 
 
