@@ -59,10 +59,16 @@ def fill(engine: Engine) -> None:
 
 def matches(vllm: Any, engine: Engine, number: int, blocks: int) -> Any:
     """A new request for the same prompt, and how many tokens of it are in host memory."""
-    request, deadline = vllm.prompt(number, blocks), time.monotonic() + 10
+    request = vllm.prompt(number, blocks)
+    return request, in_the_end(engine, request)
+
+
+def in_the_end(engine: Engine, request: Any) -> int | None:
+    """How many tokens are in host memory, asked until some are."""
+    deadline = time.monotonic() + 10
     while not (found := engine.matched(request)) and time.monotonic() < deadline:
         engine.step()
-    return request, found
+    return found
 
 
 def test_what_one_engine_computed_another_loads(
@@ -225,6 +231,72 @@ def test_a_preempted_request_waits_for_its_stores(
     engine.finish(request, range(20, 24))
     engine.settle()
     assert matches(vllm, engine, 1, 4)[1] == 4 * vllm.TOKENS
+
+
+def goes_on(vllm: Any, request: Any) -> Any:
+    """With four blocks that nobody has stored."""
+    request.block_hashes += vllm.prompt(99, 4).block_hashes
+    return request
+
+
+def test_a_request_that_is_aborted_while_it_waits(
+    vllm: Any, start: Start, start_kvferryd: StartKvferryd
+) -> None:
+    engine = start(start_kvferryd())
+    request = vllm.prompt(1, 8)
+    assert engine.matched(request) == 0
+    engine.end(request)
+    engine.settle()
+    assert engine.matched(vllm.prompt(1, 8)) == 0
+
+
+def test_a_request_that_is_aborted_while_it_loads(
+    vllm: Any, start: Start, start_kvferryd: StartKvferryd
+) -> None:
+    engine = start(start_kvferryd())
+    engine.compute(vllm.prompt(1, 4), range(1, 5))
+    request, tokens = matches(vllm, engine, 1, 4)
+    goes_on(vllm, request)
+    engine.load(request, range(20, 24), tokens)
+    request.num_computed_tokens = tokens
+    engine.end(request, range(20, 24))
+    assert engine.received_all(request)
+    engine.settle()
+    assert not engine.scheduler.has_pending_push_work()
+    assert matches(vllm, engine, 1, 4)[1] == 4 * vllm.TOKENS
+
+
+def test_a_request_that_is_aborted_when_it_was_preempted(
+    vllm: Any, start: Start, start_kvferryd: StartKvferryd
+) -> None:
+    """Its blocks are somebody else's."""
+    engine = start(start_kvferryd())
+    request = vllm.prompt(1, 4)
+    engine.scheduler.on_new_request(request)
+    engine.step(new=[(request, range(1, 9))])
+    goes_on(vllm, request)
+    engine.step(preempted=[request])
+    request.num_computed_tokens = 0
+    engine.end(request)
+    engine.settle()
+    request = goes_on(vllm, vllm.prompt(1, 4))
+    assert in_the_end(engine, request) == 4 * vllm.TOKENS
+
+
+def test_the_kv_of_the_last_token_is_in_no_block(
+    vllm: Any, start: Start, start_kvferryd: StartKvferryd
+) -> None:
+    """It was sampled, and nothing came after it."""
+    engine = start(start_kvferryd())
+    request = vllm.prompt(1, 4)
+    engine.scheduler.on_new_request(request)
+    engine.step(new=[(request, range(1, 9))])
+    goes_on(vllm, request)
+    request.num_computed_tokens = request.num_tokens - 1
+    engine.end(request, range(1, 9))
+    engine.settle()
+    request = goes_on(vllm, vllm.prompt(1, 4))
+    assert in_the_end(engine, request) == 4 * vllm.TOKENS
 
 
 def test_our_spec_is_not_for_vllms_own_connector(vllm: Any) -> None:

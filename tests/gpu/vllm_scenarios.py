@@ -2,9 +2,9 @@
 
     python tests/gpu/vllm_scenarios.py [scenario...] [--json FILE]
 
-restart, share, same-outputs, daemon-killed, resets, tampered: on one GPU, in this order where none
-is named; tensor-parallel needs two, and is run only where it is named. Prints a line a finding,
-and ends with status 1 where one is not as it must be.
+restart, share, same-outputs, daemon-killed, resets, aborted, tampered: on one GPU, in this order
+where none is named; tensor-parallel needs two, and is run only where it is named. Prints a line a
+finding, and ends with status 1 where one is not as it must be.
 """
 
 from __future__ import annotations
@@ -160,6 +160,39 @@ def reset_and_ask(running: VLLM, asked: list[list[int]]) -> list[dict[str, Any]]
     return running.generate(asked)
 
 
+def aborted(daemon: Daemon) -> None:
+    """Requests are aborted as they wait, load, prefill and decode; and end at a block's last token.
+
+    Of those 64 at most 16 run at a time.
+    """
+    asked = make_prompts(64, 10, TOKENS)
+    talks = make_prompts(16, 11, TOKENS - 16)
+    with over(daemon, max_num_seqs=16, num_gpu_blocks_override=3072) as running:
+        before = running.generate(asked)
+        running.settle()
+        for steps in (0, 1, 2, 3, 5, 8, 20):
+            running.forget()
+            running.ask(do="abort", prompts=asked, tokens=64, steps=steps)
+        running.settle()
+        running.forget()
+        after = running.generate(asked)
+        check_same("64 requests, aborted seven times", before, after, cached=sum(hits(after)))
+
+        said = running.generate(talks)
+        goes_on = [
+            [*ids, *one["tokens"], *more]
+            for ids, one, more in zip(talks, said, make_prompts(16, 12, 64), strict=True)
+        ]
+        running.settle()
+        running.forget()
+        found = running.generate(goes_on)
+        running.forget(connector=True)
+        computed = running.generate(goes_on)
+        cached = hits(found)
+        check("conversations go on", min(cached) > max(hits(computed)), cached=cached)
+        check_same("behind a last token at a block's end", computed, found)
+
+
 def tampered() -> None:
     """Host memory is changed behind the daemon's back: unchecked it is heard, checked it is not."""
     asked = make_prompts(8, 8, TOKENS)
@@ -237,6 +270,7 @@ SHARED: dict[str, Callable[[Daemon], None]] = {
     "same-outputs": same_outputs,
     "daemon-killed": daemon_killed,
     "resets": resets,
+    "aborted": aborted,
 }
 """Over one daemon."""
 OWN: dict[str, Callable[[], None]] = {"tampered": tampered, "tensor-parallel": tensor_parallel}

@@ -127,6 +127,10 @@ class Engine:
         """Compute what is left of it, in a step, and end it in another."""
         self.step(new=[(request, block_ids)])
         request.num_computed_tokens = request.num_tokens
+        self.end(request, block_ids)
+
+    def end(self, request: Request, block_ids: Sequence[int] = ()) -> None:
+        """It is aborted, or has its last token, whatever of it was computed."""
         request.finished = True
         self.scheduler.request_finished(request, list(block_ids))
         self.step(finished=[request])
@@ -174,13 +178,16 @@ class Engine:
 
     def _note_loads(self) -> None:
         offloading: Any = self.worker.connector_worker
-        submit = offloading.worker.submit_load
+        worker = offloading.worker
+        if hasattr(worker, "handlers"):  # vLLM 0.24
+            (worker,) = worker.handlers
+        load = worker.load
 
-        def submit_load(*job: Any) -> Any:
+        def noted(*job: Any) -> None:
             self.done.append("load")
-            return submit(*job)
+            load(*job)
 
-        offloading.worker.submit_load = submit_load
+        worker.load = noted
 
     def settle(self, seconds: float = 10.0) -> None:
         """Step until no transfer is under way."""

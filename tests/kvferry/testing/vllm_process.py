@@ -324,6 +324,15 @@ class Served:
         ]
         return {"seconds": seconds, "outputs": said}
 
+    def abort(self, prompts: Prompts, tokens: int, steps: int) -> bool:
+        """Every request of them after so many steps of the engine."""
+        engine = self._llm.llm_engine
+        names = [self._add(ids, tokens) for ids in prompts]
+        for _ in range(steps):
+            engine.step()
+        engine.abort_request(names)
+        return True
+
     def reset(self, connector: bool) -> bool:
         return self._llm.reset_prefix_cache(reset_connector=connector) is not False
 

@@ -1,7 +1,8 @@
 """vLLM's OffloadingConnector with the daemon behind it, and with answers where that one asserts.
 
 A failed or lost load is reported together with its finished_recving, so that vLLM computes the
-blocks again; a failed store is dropped. Nothing waits without a bound.
+blocks again; a failed store is dropped. A request that is aborted ends no engine. Nothing waits
+without a bound.
 """
 
 from __future__ import annotations
@@ -42,6 +43,14 @@ class KVFerryConnector(OffloadingConnector):
         scheduler: Any = self.connector_scheduler
         scheduler.manager.looking_up(request.request_id)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def request_finished(self, request: Any, block_ids: Any) -> Any:
+        store_no_more_than_computed(self.connector_scheduler, request)
+        return super().request_finished(request, block_ids)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        store_no_more_than_computed(self.connector_scheduler, request)
+        return super().request_finished_all_groups(request, block_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         metadata = super().build_connector_meta(scheduler_output)
@@ -111,6 +120,22 @@ class SurvivingWorker(OffloadingConnectorWorker):
     def take_load_errors(self) -> set[int]:
         errors, self._errors = self._errors, set()
         return errors
+
+
+def store_no_more_than_computed(scheduler: Any, request: Any) -> None:
+    """vLLM stores a request that ended up to its last token (since 0.26; earlier none that ended).
+
+    One aborted while it waits, or loads, has no blocks for that, and an assertion ends the engine;
+    nothing has computed the KV of the last token that was sampled.
+    """
+    status = scheduler._req_status.get(request.request_id)
+    if status is None or not hasattr(scheduler.config, "blocks_per_chunk"):
+        return
+    groups = zip(scheduler.config.kv_group_configs, status.group_states, strict=True)
+    within = [len(state.block_ids) * group.tokens_per_block for group, state in groups]
+    if status.max_offload_tokens is not None:
+        within.append(status.max_offload_tokens)
+    status.max_offload_tokens = min(request.num_computed_tokens, *within)
 
 
 def _destination(job: Any) -> Any:
