@@ -18,9 +18,9 @@ counting, and only then the policy is asked, which takes the new keys in and nam
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, filterfalse
 
 from kvferry.daemon.core.residency.blocks import Blocks
 from kvferry.daemon.core.residency.offers import Offers
@@ -171,10 +171,7 @@ class Cache:
         that found no room. Of keys offered together the first becomes the most recent.
         """
         offered = dict.fromkeys(keys)
-        ready, pending = self._ready, self._pending
-        absent = [key for key in offered if key not in ready and key not in pending]
-        if self._condemned:
-            absent = [key for key in absent if key not in self._condemned]
+        absent = list(_outside(offered, self._ready, self._pending, self._condemned))
         wanted = self._offers.count(absent)
         self._skipped += len(absent) - len(wanted)
         if not wanted:
@@ -343,13 +340,8 @@ class Cache:
         held = len(pins) - len(self._condemned)
         return len(ready) - held - sum(key in ready and key not in pins for key in besides)
 
-    def _sieve(self, offered: Container[bytes]) -> Sieve:
-        pending, pins = self._pending, self._pins
-
-        def may_go(keys: Iterable[bytes]) -> Iterator[bytes]:
-            return (k for k in keys if k not in pending and k not in pins and k not in offered)
-
-        return may_go
+    def _sieve(self, offered: Collection[bytes]) -> Sieve:
+        return lambda keys: _outside(keys, self._pending, self._pins, offered)
 
     def _reserve(self, keys: tuple[bytes, ...], room: int, may_go: Sieve) -> Reservation:
         evicted = tuple(self._policy.admit(keys, room, may_go))
@@ -390,6 +382,15 @@ class Cache:
 
 def _offers(threshold: int, capacity: int) -> Offers:
     return Offers(threshold, max(capacity, OFFERS_REMEMBERED))
+
+
+def _outside(keys: Iterable[bytes], *kinds: Collection[bytes]) -> Iterator[bytes]:
+    """Those keys that are none of these kinds, which do not change meanwhile; without any Python
+    for each of them."""
+    for kind in kinds:
+        if kind:
+            keys = filterfalse(kind.__contains__, keys)
+    return iter(keys)
 
 
 def _nobody() -> None:
