@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.daemon.core.deeds import Deed, Resident
-from kvferry.daemon.engine.ledger import DEED_ROOM, Ledger
+from kvferry.daemon.engine.ledger import DEED_ROOM, LINES, Ledger
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.page import sealed_memfd
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
@@ -220,3 +220,14 @@ def test_only_the_last_store_of_a_block_seals_it(steps: list[tuple[str, list[int
                 for number in reversed(numbers):
                     good[number] = good.pop(number)
         assert {r.block: r.key for r in found(ledger)} == good
+
+
+def test_a_wipe_is_of_all_blocks() -> None:
+    """However many lines are wiped at a time."""
+    numbers = [0, LINES - 1, LINES, 2 * LINES, 2 * LINES + 2]
+    with opened(Deed("engine", 0, (2 * LINES + 3) * 4096, layout=LAYOUT)) as ledger:
+        store(ledger, numbers, [])
+        late = ledger.versions(blocks(*numbers))
+        ledger.wipe()
+        assert ledger.sealed_blocks().size == 0
+        assert not ledger.current(blocks(*numbers), late).any()
