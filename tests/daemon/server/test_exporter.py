@@ -83,6 +83,24 @@ async def test_a_loop_that_answers(serving: Exporter) -> None:
     assert 'kvferry_pool_bytes{state="free"} 60.0' in text
 
 
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/"])
+async def test_head_is_answered_as_get_but_for_the_body(serving: Exporter, path: str) -> None:
+    def asked(method: str) -> tuple[int, dict[str, str], bytes]:
+        """With what came behind the head, if anything did: http.client would not look."""
+        with visitor(serving) as connection:
+            connection.send(f"{method} {path} HTTP/1.0\r\n\r\n".encode())
+            answer = b"".join(iter(lambda: connection.recv(65536), b""))
+        head, _, body = answer.partition(b"\r\n\r\n")
+        first, *lines = head.decode().split("\r\n")
+        return int(first.split()[1]), dict(line.split(": ", 1) for line in lines), body
+
+    status, fields, body = await asyncio.to_thread(asked, "GET")
+    assert int(fields["Content-Length"]) == len(body) > 0
+    again, heads, nothing = await asyncio.to_thread(asked, "HEAD")
+    assert (again, heads["Content-Type"], nothing) == (status, fields["Content-Type"], b"")
+    assert heads.keys() == fields.keys()
+
+
 async def test_a_loop_that_stands_still_is_unhealthy_and_hangs_nobody(
     serving: Exporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

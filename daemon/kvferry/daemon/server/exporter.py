@@ -186,13 +186,21 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def do_GET(self) -> None:
+        self.wfile.write(self._head())
+
+    def do_HEAD(self) -> None:
+        """What uptime probes and load balancers ask."""
+        self._head()
+
+    def _head(self) -> bytes:
+        """Send the answer but for its body, which is returned."""
         self._patience.cancel()
         status, kind, body = self.server.answer(self.path, self.headers.get("Accept", ""))
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        return body
 
     def log_message(self, *_: object) -> None:
         """Scrapes are not logged."""
