@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -138,3 +141,58 @@ def test_a_reload_beside_a_client(manager: ServiceManager, file: Path, tmp_path:
         reload(manager, file, "[limits]\nallow_uids = [61001]\n")
         reload(manager, file, "")
         assert client.status().boot_id == boot
+
+
+def test_a_reload_before_the_daemon_can_heed_it_waits(tmp_path: Path) -> None:
+    """It ended the process. The file is a pipe: each reading of it waits for us."""
+    pipe = tmp_path / "kvferryd.toml"
+    os.mkfifo(pipe)
+    command = kvferryd_command(tmp_path, config=pipe)
+    with ServiceManager(command, tmp_path / "notify", log=tmp_path / "log") as manager:
+
+        def read() -> int:
+            """Once the daemon opens the file."""
+            ends: list[int] = []
+
+            def opened() -> bool:
+                assert manager.process.poll() is None
+                with suppress(OSError):  # ENXIO: nobody reads
+                    ends.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+                return bool(ends)
+
+            until(opened)
+            return ends[0]
+
+        manager.start(ready=False)
+        first = read()
+        manager.process.send_signal(signal.SIGHUP)
+        os.close(first)  # it is empty
+        manager.wait_for("STATUS")  # it has been read
+        second = read()
+        os.write(second, b'[log]\nformat = "json"\n')
+        os.close(second)
+        manager.wait_for("READY")
+        until(lambda: '"event": "reloaded"' in manager.log())
+        assert manager.stop() == 0
+
+
+LATE = """
+import os, signal
+from kvferry.daemon.__main__ import main
+from kvferry.daemon.server.endpoint import Endpoint
+
+close = Endpoint.close
+def late(endpoint):
+    os.kill(os.getpid(), signal.SIGHUP)
+    close(endpoint)
+
+Endpoint.close = late
+main()
+"""
+
+
+def test_a_reload_that_comes_after_the_end_is_none(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LATE, *kvferryd_command(tmp_path)[3:]]
+    with ServiceManager(command, tmp_path / "notify", log=tmp_path / "log") as manager:
+        manager.start()
+        assert manager.stop() == 0

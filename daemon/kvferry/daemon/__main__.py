@@ -1,7 +1,9 @@
-"""kvferryd's door: what is said where a package is missing, and nothing where ctrl-c came early."""
+"""kvferryd's door: what is said where a package is missing, and nothing where ctrl-c came early. A
+reload that comes early waits."""
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -11,6 +13,7 @@ EXTRA = frozenset({"prometheus_client", "structlog", "uvloop", "xxhash"})
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run until SIGTERM. Exit status as kvferryd.py has it; 2 where a package is missing."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # `Signals` heeds it, or it kills
     try:
         _kvferryd()(arguments)
     except KeyboardInterrupt:  # before its loop heeds it

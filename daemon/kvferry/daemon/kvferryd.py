@@ -284,9 +284,11 @@ class Signals:
         }
         for number, handler in handlers.items():
             loop.add_signal_handler(number, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # one may have waited
         yield
         for number in handlers:
             loop.remove_signal_handler(number)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # there is nothing to reload any more
 
     def _end(self, stop: Callable[[], None]) -> None:
         self._supervisor.stopping()

@@ -207,11 +207,11 @@ async def test_who_can_have_no_reader_fails(desk: Desk) -> None:
 
 
 async def test_signals_for_the_daemon_are_none_of_its_business(desk: Desk) -> None:
-    """A terminal's interrupt, and a service manager's SIGTERM, go to all processes."""
+    """A terminal's interrupt and hangup, and a service manager's SIGTERM, go to all processes."""
     desk.read(some(1))
     await desk.summed()  # it has begun
     before = desk.process
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(before.pid, number)
     desk.read(some(2))
     await desk.summed()

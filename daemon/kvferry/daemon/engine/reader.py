@@ -93,7 +93,7 @@ def _mapped(descriptor: int) -> memoryview:
 
 
 def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # they are the daemon's to heed
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they are the daemon's to heed
         signal.signal(number, signal.SIG_IGN)
     descriptor, threads, chunk_bytes, *descriptors = map(int, arguments)
     pool, peer = Pool(descriptors, chunk_bytes), socket.socket(fileno=descriptor)
