@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.client import verbs
+from kvferry.client import steps, verbs
 from kvferry.client.conversation import Conversation, Place
 from kvferry.client.jobs import TransferResult
 from kvferry.proto import memory
@@ -349,9 +349,9 @@ def test_kv_caches_are_registered_with_a_region_or_in_a_namespace(
     if inside:
         enter(talk)
     verb = verbs.allocate(talk, layout, None if inside else 4096, None)
-    assert isinstance(next(verb), verbs.Until)
+    assert isinstance(next(verb), steps.Until)
     step = verb.send(True)
-    assert isinstance(step, verbs.Tell)
+    assert isinstance(step, steps.Tell)
     assert step.message == wire.AllocateKVCaches(1, layout, None if inside else 4096)
 
 
@@ -426,7 +426,7 @@ def lasting() -> Conversation:
 
 def answer(talk: Conversation, verb: Any, step: Any, message: Any) -> Any:
     """Feed what a daemon answers to a step, and go on to the next one."""
-    if isinstance(step, verbs.Ask):
+    if isinstance(step, steps.Ask):
         with talk.asking(step.request):
             talk.feed(encode(message))
             return verb.send(talk.reply(step.request.request_id))

@@ -20,8 +20,9 @@ from kvferry.client.comeback import TICK
 from kvferry.client.conversation import LONGEST, timed_out
 from kvferry.client.descriptors import collect, deposit
 from kvferry.client.nonblocking import KVCaches, NonBlocking
+from kvferry.client.steps import Ask, Fetch, Leave, Step, Tell, Until, Verb
 from kvferry.client.timeline import Timeline
-from kvferry.client.verbs import AllocatedKVCaches, Ask, Fetch, Leave, Step, Tell, Until, Verb
+from kvferry.client.verbs import AllocatedKVCaches
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.memory import HostRegion
 from kvferry.proto.messages import Opened
@@ -170,7 +171,7 @@ class AsyncOffloadClient(NonBlocking):
             while True:
                 try:
                     outcome = await self._do(step, deadline)
-                except KVFerryError as error:
+                except Exception as error:  # of ours or not: a verb may have to tidy up
                     step = verb.throw(error)
                 else:
                     step = verb.send(outcome)

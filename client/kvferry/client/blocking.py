@@ -18,8 +18,9 @@ from kvferry.client.comeback import TICK
 from kvferry.client.conversation import LONGEST, timed_out
 from kvferry.client.descriptors import collect, deposit
 from kvferry.client.nonblocking import KVCaches, NonBlocking
+from kvferry.client.steps import Ask, Fetch, Leave, Step, Tell, Until, Verb
 from kvferry.client.timeline import Timeline
-from kvferry.client.verbs import AllocatedKVCaches, Ask, Fetch, Leave, Step, Tell, Until, Verb
+from kvferry.client.verbs import AllocatedKVCaches
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.memory import HostRegion
 from kvferry.proto.messages import Opened
@@ -146,7 +147,8 @@ class OffloadClient(NonBlocking):
             again, its part of the pool goes to another, or release_kv_caches. They take the
             device's memory as long.
         The tensors live on when the daemon dies, and are registered with the next one as our own.
-        Raises as register_kv_caches does.
+        Raises as register_kv_caches does. Where they cannot be mapped here, the daemon has them
+        back, by a session of a new incarnation.
         """
         verb = verbs.allocate(self._conversation, layout, host_bytes, timeline, keep)
         return self._perform(verb, timeout)
@@ -208,7 +210,7 @@ class OffloadClient(NonBlocking):
             while True:
                 try:
                     outcome = self._do(step, deadline)
-                except KVFerryError as error:
+                except Exception as error:  # of ours or not: a verb may have to tidy up
                     step = verb.throw(error)
                 else:
                     step = verb.send(outcome)

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from kvferry.client.conversation import Conversation, Place, timed_out
 from kvferry.client.descriptors import AT_ONCE, Visit
-from kvferry.client.verbs import Ask, Fetch, Leave, Step, Tell, Until, Verb
+from kvferry.client.steps import Ask, Fetch, Leave, Step, Tell, Until, Verb
 from kvferry.proto.codec import encode
 from kvferry.proto.desk import Collect, Deposit
 from kvferry.proto.errors import Code, Failed, Gone, KVFerryError

@@ -17,7 +17,7 @@ from kvferry.client.conversation import Conversation, Place
 from kvferry.client.endpoint import check_open, find_daemon, named
 from kvferry.client.jobs import TransferResult
 from kvferry.client.namespace import Namespace
-from kvferry.client.verbs import Verb
+from kvferry.client.steps import Verb
 from kvferry.proto.errors import Code, Gone
 from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.memory import HostRegion

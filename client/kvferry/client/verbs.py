@@ -9,20 +9,21 @@ behind the caller's back, a bit at a time, when a daemon comes back (comeback.py
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from kvferry.client.answers import Claim, Request
+from kvferry.client.answers import Claim
 from kvferry.client.bounds import check_fields
 from kvferry.client.conversation import Conversation
 from kvferry.client.endpoint import unanswered
 from kvferry.client.namespace import Namespace
 from kvferry.client.outtray import OutTray
 from kvferry.client.standing import Registration
+from kvferry.client.steps import Ask, Fetch, Leave, Tell, Until, Verb
 from kvferry.client.timeline import Timeline
 from kvferry.proto.bulletin import Bulletin, new_bulletin
 from kvferry.proto.errors import Code, Gone, KVFerryError, Refused
@@ -32,7 +33,6 @@ from kvferry.proto.messages import (
     AllocateKVCaches,
     Follow,
     Goodbye,
-    Hello,
     NamespacesRequest,
     Opened,
     OpenNamespace,
@@ -49,47 +49,6 @@ from kvferry.proto.status import DaemonStatus, Fingerprint, NamespaceStatus
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """Send a request; the outcome is its reply, or its error is thrown in."""
-
-    request: Request
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """Deposit descriptors; the outcome is a tuple of tickets."""
-
-    descriptors: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """Collect a descriptor; the outcome is the descriptor."""
-
-    ticket: int
-
-
-@dataclass(frozen=True, slots=True)
-class Tell:
-    """Send a message that is no request; the outcome is what `until` answers, if not None."""
-
-    message: Hello | Follow | Goodbye | Pin | PostResults | RegisterKVCaches | AllocateKVCaches
-    until: Callable[[], object]
-
-
-@dataclass(frozen=True, slots=True)
-class Until:
-    """Nothing to say; the outcome is what `ready` answers, if not None."""
-
-    ready: Callable[[], object]
-
-
-Step: TypeAlias = Ask | Leave | Fetch | Tell | Until
-R = TypeVar("R")
-Verb: TypeAlias = Generator[Step, Any, R]
 
 
 class AllocatedKVCaches(NamedTuple):
@@ -186,11 +145,14 @@ def allocate(
     with talk.answers.claiming(claim):
         reply = yield from _answer(claim)
         claim.what = ()  # each descriptor is given once
-        descriptors: list[int] = []
-        for allocation in reply.allocations:
-            if isinstance(allocation, FdAllocation):
-                descriptors.append((yield Fetch(allocation.ticket)))
-        tensors = attach(layout, reply.allocations, reply.locations, descriptors, device)
+        try:
+            descriptors = yield from _fetch(reply)
+            tensors = attach(layout, reply.allocations, reply.locations, descriptors, device)
+        except Gone:  # nobody waits for them, or the daemon went
+            raise
+        except Exception:
+            yield from _give_back(talk, reply, keep)
+            raise
         ours = CanonicalKVCaches(layout, tuple(tensors))  # to the next daemon they are our own
         talk.registered(Registration(ours, host_bytes, timeline), reply.region)
     return AllocatedKVCaches(reply.region, tensors, reply.kept)
@@ -355,6 +317,28 @@ def _left(talk: Conversation, what: tuple[object, ...]) -> Verb[Claim | None]:
                 return claim
             yield from _anew(talk)
     return None
+
+
+def _fetch(allocated: Allocated) -> Verb[list[int]]:
+    descriptors: list[int] = []
+    try:
+        for allocation in allocated.allocations:
+            if isinstance(allocation, FdAllocation):
+                descriptors.append((yield Fetch(allocation.ticket)))
+    except BaseException:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+    return descriptors
+
+
+def _give_back(talk: Conversation, allocated: Allocated, keep: bool) -> Verb[None]:
+    """Have the daemon free what cannot be had here. Raises nothing: whoever asks it for KV caches
+    next has done what could not be now."""
+    with suppress(Exception):
+        if keep and not allocated.kept:  # what an earlier engine left in them stays
+            yield Ask(ReleaseKVCaches(talk.next_request_id(), talk.engine))
+        yield from _anew(talk)
 
 
 def _anew(talk: Conversation) -> Verb[None]:

@@ -210,5 +210,6 @@ def _attach_one(size: int, descriptor: int, device: DeviceInfo) -> torch.Tensor:
     if device.kind == "cuda":
         return attach_device(device.uuid, descriptor, size)
     shared = mmap.mmap(descriptor, size)  # keeps a descriptor of its own
+    tensor = torch.frombuffer(shared, dtype=torch.int8)
     os.close(descriptor)
-    return torch.frombuffer(shared, dtype=torch.int8)
+    return tensor
