@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.daemon.core.actions import Ended
 from kvferry.daemon.core.tally import Tally
-from kvferry.daemon.server.metrics import Snapshot, families
+from kvferry.daemon.server.metrics import EXPECTED, Snapshot, families
 from kvferry.proto import status as told
 from kvferry.proto.messages import JobResult, Outcome
 from kvferry.proto.specs import Direction
@@ -53,6 +53,13 @@ def test_what_alerts_are_about_is_there_before_it_happens() -> None:
     assert len(asked) >= 4
     for name, label, value in asked:
         assert any((s.name, s.labels.get(label)) == (name, value) for s in samples), (name, value)
+
+
+def test_errors_that_are_counted_from_the_start_have_an_alert() -> None:
+    """They are counted for it."""
+    alerts = (DEPLOY / "alerts.yml").read_text()
+    for code in EXPECTED:
+        assert f'kvferry_errors_total{{code="{code}"}}' in alerts
 
 
 def dashboard() -> dict[str, Any]:
