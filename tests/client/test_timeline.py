@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -110,6 +111,41 @@ def test_a_timeline_whose_gpu_has_failed_is_closed_all_the_same(
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(page)
     timeline.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_timeline_that_is_dropped_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, device: str, failed: bool
+) -> None:
+    """On a GPU its stream may write to it yet. One that has failed is no trouble of the dropper."""
+    calls: list[str] = []
+
+    def pages() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:kvferry-timeline")
+
+    def call(name: str, _: int) -> None:
+        assert pages() == mapped + 1
+        calls.append(name)
+
+    def drain(context: object) -> None:
+        calls.append("drain")
+        if failed:
+            raise Failed(Code.DRIVER, "cuCtxSynchronize: no")
+
+    driver = Mock(visiting=lambda _: nullcontext(), call=call, drain=drain)
+    monkeypatch.setattr(module, "driver", lambda: driver)
+    gc.collect()
+    before, mapped = os.listdir("/proc/self/fd"), pages()
+    timeline: Timeline | None = Timeline.create(device)
+    assert os.listdir("/proc/self/fd") != before
+    timeline = None
+    gc.collect()
+    assert timeline is None
+    assert os.listdir("/proc/self/fd") == before
+    assert pages() == mapped
+    done = ["drain"] if failed else ["drain", "cuMemHostUnregister"]
+    assert calls == (done if device == "cuda" else [])
 
 
 def test_a_timeline_of_the_cpu_follows_no_stream() -> None:

@@ -42,6 +42,7 @@ from kvferry.proto.messages import (Allocated, AllocateKVCaches, Welcome)
 from kvferry.testing.raw import Raw, one_tensor, store
 
 directory, name, does, ends = sys.argv[1:]
+timeline = Timeline.create()
 raw = Raw(Path(directory), name)
 if does == "register":
     raw.register()
@@ -49,11 +50,11 @@ if does == "register":
         raw.send(store(job, [job], [job]))
         raw.result(job)
 elif does == "allocate":
-    (clock,) = raw.deposit(Timeline.create().descriptor)
+    (clock,) = raw.deposit(timeline.descriptor)
     raw.ask(AllocateKVCaches(1, one_tensor(), 4096, clock), Allocated)
     raw.send(store(1, [1], [1], wait_for=1 << 40))
 elif does == "deposit":
-    raw.deposit(*[Timeline.create().descriptor] * 20)
+    raw.deposit(*[timeline.descriptor] * 20)
 if ends == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 elif ends == "goodbye":

@@ -19,9 +19,11 @@ import mmap
 import operator
 import os
 import re
+import weakref
+from contextlib import suppress
 from typing import Any, SupportsIndex
 
-from kvferry.proto.errors import Code, Refused
+from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.libcuda import driver
 from kvferry.proto.page import TIMELINE_REVOKED_AT, TIMELINE_VALUE_AT, sealed_memfd
 from kvferry.proto.specs import MAX_INT
@@ -33,6 +35,8 @@ class Timeline:
     """Make one with `Timeline.create(device)`; pass it to register_kv_caches.
 
     kind: "cpu" or "cuda", as of the KV tensors that it is registered with.
+    One that is dropped and was not closed goes once its GPU has done all that it was given, which
+    is waited for: its stream may write to the page until then.
     """
 
     def __init__(self, ordinal: int | None) -> None:
@@ -44,6 +48,10 @@ class Timeline:
         self._revoked = ctypes.c_uint64.from_buffer(self._page, TIMELINE_REVOKED_AT)
         self._address = ctypes.addressof(self._counter)
         self._device_pointer = 0
+        self._unclosed = weakref.finalize(
+            self, _let_go, self.descriptor, self._page, self._address, ordinal
+        )
+        self._unclosed.atexit = False  # a thread may still use the GPU then
         self.last = 0
         """The newest value signalled; the stream may not have reached it yet."""
         if ordinal is not None:
@@ -111,6 +119,7 @@ class Timeline:
         """Let the page go; nothing signals it any more. Again is harmless."""
         if self.descriptor < 0:
             return
+        self._unclosed.detach()
         os.close(self.descriptor)
         self.descriptor = -1
         if self._device_pointer and self._ordinal is not None:
@@ -139,6 +148,17 @@ def _reachable(ordinal: int, address: int) -> int:
         except BaseException:
             driver().call("cuMemHostUnregister", address)
             raise
+
+
+def _let_go(descriptor: int, page: mmap.mmap, address: int, ordinal: int | None) -> None:
+    """Of a timeline that nobody closed. The page stays mapped until the end: what comes to lie at
+    an address that is registered still, the driver takes for the page."""
+    os.close(descriptor)
+    if ordinal is None:
+        return
+    with suppress(KVFerryError), driver().visiting(ordinal) as context:
+        driver().drain(context)
+        driver().call("cuMemHostUnregister", address)
 
 
 def _handle(stream: Any) -> int:
