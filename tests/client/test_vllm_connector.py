@@ -299,6 +299,20 @@ def test_the_kv_of_the_last_token_is_in_no_block(
     assert in_the_end(engine, request) == 4 * vllm.TOKENS
 
 
+def test_under_multi_connector_its_statistics_are_read(
+    vllm: Any, start: Start, start_kvferryd: StartKvferryd
+) -> None:
+    """In another process than that which made them, by the name of their connector."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    engine = start(start_kvferryd())
+    engine.compute(vllm.prompt(1, 4), range(1, 5))
+    said = engine.scheduler.get_kv_connector_stats()
+    assert said is not None
+    sent = {"KVFerryConnector": {"data": said.data}}
+    assert MultiConnector.build_kv_connector_stats(sent).data["KVFerryConnector"].data == said.data
+
+
 def test_our_spec_is_not_for_vllms_own_connector(vllm: Any) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (

@@ -2,9 +2,9 @@
 
     python tests/gpu/vllm_scenarios.py [scenario...] [--json FILE]
 
-restart, share, same-outputs, daemon-killed, resets, aborted, tampered: on one GPU, in this order
-where none is named; tensor-parallel needs two, and is run only where it is named. Prints a line a
-finding, and ends with status 1 where one is not as it must be.
+restart, share, same-outputs, daemon-killed, resets, aborted, multi, tampered: on one GPU, in this
+order where none is named; tensor-parallel needs two, and is run only where it is named. Prints a
+line a finding, and ends with status 1 where one is not as it must be.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.testing.hearing import TIE, apart
-from kvferry.testing.vllm_process import VLLM, Daemon, make_prompts
+from kvferry.testing.vllm_process import CONNECTORS, VLLM, Daemon, make_prompts
 
 TOKENS = 2048
 POOL = 4 << 30
@@ -167,7 +167,8 @@ def aborted(daemon: Daemon) -> None:
     """
     asked = make_prompts(64, 10, TOKENS)
     talks = make_prompts(16, 11, TOKENS - 16)
-    with over(daemon, max_num_seqs=16, num_gpu_blocks_override=3072) as running:
+    tight: dict[str, Any] = {"max_num_seqs": 16, "num_gpu_blocks_override": 3072}
+    with over(daemon, extra={"offload_prompt_only": False}, **tight) as running:
         before = running.generate(asked)
         running.settle()
         for steps in (0, 1, 2, 3, 5, 8, 20):
@@ -191,6 +192,29 @@ def aborted(daemon: Daemon) -> None:
         cached = hits(found)
         check("conversations go on", min(cached) > max(hits(computed)), cached=cached)
         check_same("behind a last token at a block's end", computed, found)
+
+
+def multi(daemon: Daemon) -> None:
+    """Under vLLM's MultiConnector; the daemon is killed under load there, too."""
+    asked = make_prompts(64, 13, TOKENS)
+    extra = {"cpu_bytes_to_use": POOL, "kvferry_dirs": [daemon.directory]}
+    inner = dict(CONNECTORS["kvferry"] or {}, kv_role="kv_both", kv_connector_extra_config=extra)
+    with VLLM("multi", extra={"connectors": [inner]}, **ENGINE, max_num_seqs=16) as running:
+        before = running.generate(asked)
+        running.settle()
+        running.forget()
+        after = running.generate(asked)
+        found = sum(hits(after))
+        check_same("under MultiConnector host memory answers", before, after, cached=found)
+        running.forget()
+        running.send(do="generate", prompts=asked, tokens=16)
+        time.sleep(0.1)
+        daemon.kill()
+        during = running.answer()["outputs"]
+        check_same("and the daemon is killed", before, during, found_before=sum(hits(during)))
+        daemon.start()
+        cached = hits_come_back(running)
+        check("offloading is back with the daemon", min(cached) >= TOKENS - 64, cached=cached)
 
 
 def tampered() -> None:
@@ -271,6 +295,7 @@ SHARED: dict[str, Callable[[Daemon], None]] = {
     "daemon-killed": daemon_killed,
     "resets": resets,
     "aborted": aborted,
+    "multi": multi,
 }
 """Over one daemon."""
 OWN: dict[str, Callable[[], None]] = {"tampered": tampered, "tensor-parallel": tensor_parallel}

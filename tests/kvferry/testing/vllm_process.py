@@ -62,6 +62,7 @@ CONNECTORS: dict[str, dict[str, Any] | None] = {
         "kv_connector": "KVFerryConnector",
         "kv_connector_module_path": "kvferry.client.vllm",
     },
+    "multi": {"kv_connector": "MultiConnector", "kv_load_failure_policy": "recompute"},
     "pegaflow": {
         "kv_connector": "PegaKVConnector",
         "kv_connector_module_path": "pegaflow.connector",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
@@ -17,6 +18,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from kvferry.client.vllm.place import telling
 
 log = logging.getLogger("kvferry")
+
+NAME = "KVFerryConnector"
+if NAME not in KVConnectorFactory._registry:  # MultiConnector looks there for who made statistics
+    KVConnectorFactory.register_connector(NAME, "kvferry.client.vllm", NAME)
 
 
 class KVFerryConnector(OffloadingConnector):
