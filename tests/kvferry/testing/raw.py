@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -54,6 +55,8 @@ class Raw:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        # Of one that nobody drops: a context that is collected with its socket waits forever.
+        self._dropped = weakref.finalize(self, _drop, self._context, self._socket)
         self._socket.connect(f"ipc://{directory / 'kvferry.sock'}")
         if engine is not None:
             try:
@@ -120,14 +123,18 @@ class Raw:
 
     def drop(self) -> None:
         """Close the socket without a word."""
-        self._socket.close()
-        self._context.term()
+        self._dropped()
 
     def __enter__(self) -> Raw:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _drop(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> None:
+    socket.close()
+    context.term()
 
 
 def one_tensor(num_blocks: int = 8, page: int = 64, stride: int | None = None) -> KVLayout:

@@ -22,6 +22,8 @@ _INSTALL = {
     "matplotlib": "matplotlib",
 }
 """What pip is asked for. kvferry is on no index: its extras come from a checkout."""
+SOON = 0.01
+"""Seconds until a callback is over."""
 _ENDS = signal.SIGHUP, signal.SIGTERM
 
 
@@ -34,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     for number in _ENDS:
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores one
             signal.signal(number, _end)
+    sys.unraisablehook = _once_more
     try:
         from kvferry.client.cli.app import app
 
@@ -58,6 +61,20 @@ def _end(number: int, _: object) -> NoReturn:
     for again in _ENDS:
         signal.signal(again, signal.SIG_IGN)
     sys.exit(128 + number)
+
+
+def _once_more(ignored: sys.UnraisableHookArgs) -> None:
+    """What ends us came in a callback, of the collector's or a weak set's, which nothing leaves."""
+    end = ignored.exc_value
+    if not isinstance(end, (SystemExit, KeyboardInterrupt)):
+        sys.__unraisablehook__(ignored)
+        return
+
+    def leave(*_: object) -> NoReturn:
+        raise end.with_traceback(None)
+
+    signal.signal(signal.SIGALRM, leave)
+    signal.setitimer(signal.ITIMER_REAL, SOON)
 
 
 def _give_up(why: str, status: int) -> NoReturn:
