@@ -239,6 +239,14 @@ def goes_on(vllm: Any, request: Any) -> Any:
     return request
 
 
+def half_computed(vllm: Any, engine: Engine) -> Any:
+    """A request that runs: four blocks are computed, and four more have room."""
+    request = vllm.prompt(1, 4)
+    engine.scheduler.on_new_request(request)
+    engine.step(new=[(request, range(1, 9))])
+    return goes_on(vllm, request)
+
+
 def test_a_request_that_is_aborted_while_it_waits(
     vllm: Any, start: Start, start_kvferryd: StartKvferryd
 ) -> None:
@@ -271,10 +279,7 @@ def test_a_request_that_is_aborted_when_it_was_preempted(
 ) -> None:
     """Its blocks are somebody else's."""
     engine = start(start_kvferryd())
-    request = vllm.prompt(1, 4)
-    engine.scheduler.on_new_request(request)
-    engine.step(new=[(request, range(1, 9))])
-    goes_on(vllm, request)
+    request = half_computed(vllm, engine)
     engine.step(preempted=[request])
     request.num_computed_tokens = 0
     engine.end(request)
@@ -288,10 +293,7 @@ def test_the_kv_of_the_last_token_is_in_no_block(
 ) -> None:
     """It was sampled, and nothing came after it."""
     engine = start(start_kvferryd())
-    request = vllm.prompt(1, 4)
-    engine.scheduler.on_new_request(request)
-    engine.step(new=[(request, range(1, 9))])
-    goes_on(vllm, request)
+    request = half_computed(vllm, engine)
     request.num_computed_tokens = request.num_tokens - 1
     engine.end(request, range(1, 9))
     engine.settle()
