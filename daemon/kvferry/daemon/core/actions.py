@@ -39,6 +39,9 @@ class CopyPlan(msgspec.Struct, frozen=True):
     """Begin once the host pool is registered up to this byte."""
     accepted: float = 0.0
     """When it was accepted; 0 for the daemon's own."""
+    requires: tuple[int, ...] = ()
+    """Stores, by serial, whose blocks this load reads. If one of them does not complete, the load
+    fails (STALE) and copies nothing. `after` has it wait for their ends."""
 
 
 # Actions
@@ -181,6 +184,16 @@ class Strike:
     owner: Owner
 
 
+class Commit(msgspec.Struct, frozen=True):
+    """A store completed: record its blocks as good as soon as their checksums are computed.
+
+    cargo: its host blocks, and for each the key or the sub-blocks (from, to) that are loadable.
+    """
+
+    serial: int
+    cargo: Cargo
+
+
 @dataclass(frozen=True, slots=True)
 class Post:
     """Write a session's results, from now on, to the bulletin behind a ticket of its."""
@@ -221,6 +234,7 @@ Action: TypeAlias = (
     | Drop
     | Unmap
     | Start
+    | Commit
     | Abandon
     | Enter
     | Amend
@@ -269,15 +283,27 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Corrupted:
-    """Host blocks of a region do not hold any more what was stored in them under these keys.
+class Verified:
+    """Host blocks that an earlier daemon stored match their checksums.
 
-    unasked: how many of them nobody was loading, so that no job's end tells of them.
+    keys: in a namespace the key of each block; otherwise none.
     """
 
     owner: Owner
-    keys: tuple[OffloadKey, ...]
-    unasked: int = 0
+    blocks: Int64s
+    keys: tuple[OffloadKey, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Corrupted:
+    """Host blocks do not match their checksums: their bytes are lost.
+
+    keys: in a namespace the key of each block; otherwise none.
+    """
+
+    owner: Owner
+    blocks: Int64s
+    keys: tuple[OffloadKey, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,5 +348,14 @@ class Again:
 
 
 Report: TypeAlias = (
-    Mapped | Unmapped | Ended | Corrupted | Pinned | Calibrated | Checked | Beat | Again
+    Mapped
+    | Unmapped
+    | Ended
+    | Verified
+    | Corrupted
+    | Pinned
+    | Calibrated
+    | Checked
+    | Beat
+    | Again
 )
