@@ -348,14 +348,5 @@ class Again:
 
 
 Report: TypeAlias = (
-    Mapped
-    | Unmapped
-    | Ended
-    | Verified
-    | Corrupted
-    | Pinned
-    | Calibrated
-    | Checked
-    | Beat
-    | Again
+    Mapped | Unmapped | Ended | Verified | Corrupted | Pinned | Calibrated | Checked | Beat | Again
 )

@@ -27,6 +27,7 @@ from kvferry.daemon.core.actions import (
     Send,
     Tend,
     Unmapped,
+    Verified,
 )
 from kvferry.daemon.core.deeds import Found, Tenancy
 from kvferry.daemon.core.geometry import sides
@@ -131,10 +132,11 @@ class Core:
                 actions, error = self._registrations.mapped(report)
             case Unmapped(number):
                 actions, error = self._unmapped(number), None
+            case Verified():
+                self._verified(report)
+                actions, error = [], None
             case Corrupted():
-                self._namespaces.corrupted(report)
-                if report.unasked:
-                    self._errors[Code.CORRUPT_BLOCK] += report.unasked
+                self._corrupted(report)
                 actions, error = [], None
             case Pinned(nbytes):
                 self._pinned_bytes = nbytes
@@ -159,7 +161,7 @@ class Core:
         if found.deed.layout is None:
             self._namespaces.restore(found)
         else:
-            self._regions.restore(found.deed)
+            self._regions.restore(found)
 
     def restore_tensors(self, tenancy: Tenancy) -> int:
         """Take up tensors that an earlier daemon kept, once its regions are; returns the number
@@ -292,6 +294,27 @@ class Core:
                 return [Send(session, wire.Goodbye()), *self.leave(session)]
             case wire.Hello():
                 raise Refused(Code.BAD_MESSAGE, "a session begins with one Hello", engine)
+
+    def _verified(self, report: Verified) -> None:
+        region = self._regions.get(report.owner)
+        if region is None:
+            return
+        if region.states is not None:
+            region.states.verify(report.blocks)
+        else:
+            self._namespaces.verified(report)
+
+    def _corrupted(self, report: Corrupted) -> None:
+        """The bytes of these blocks are lost: nobody can load them, and loads in flight fail."""
+        self._errors[Code.CORRUPT_BLOCK] += report.blocks.size
+        region = self._regions.get(report.owner)
+        if region is None:
+            return
+        self._transfers.corrupted(report)
+        if region.states is not None:
+            region.states.discard(report.blocks)
+        else:
+            self._namespaces.corrupted(report)
 
     def _check_running(self) -> None:
         if self.stopping:
