@@ -60,10 +60,12 @@ def answers(manager: OffloadingManager, *keys: bytes) -> list[Lookup]:
 
 
 def offer(manager: OffloadingManager, *keys: bytes) -> tuple[bytes, ...]:
-    """Offer keys, and the keys to store."""
+    """Offer keys, and the keys to store. The others of the offer are to be kept."""
     output = manager.prepare_store(keys)
     assert output is not None
-    specs = (KeyLoadStoreSpec(output.keys_to_store, generation=1),) * len(output.store_specs)
+    wanted = output.keys_to_store
+    keep = tuple(key for key in dict.fromkeys(keys) if key not in wanted) if wanted else ()
+    specs = (KeyLoadStoreSpec(wanted, 1, keep),) * len(output.store_specs)
     assert output == PrepareStoreOutput(output.keys_to_store, specs)
     assert output.store_spec == specs[0]
     return output.keys_to_store
