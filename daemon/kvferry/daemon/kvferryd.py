@@ -31,6 +31,7 @@ from kvferry.daemon.engine.reference import Faults, ReferenceEngine
 from kvferry.daemon.lane.inbox import Listen
 from kvferry.daemon.lane.lane import Lane
 from kvferry.daemon.logs import start_logging, unfailing
+from kvferry.daemon.observability.kv_events import KVEventPublisher
 from kvferry.daemon.reload import Reload
 from kvferry.daemon.server.admission import Admission
 from kvferry.daemon.server.archive import Archive, Keeper, Nobody
@@ -149,7 +150,6 @@ async def run(
     limits = Limits(MAX_MESSAGE_BYTES, MAX_BLOCK_IDS, stores + loads, stores, loads)
     identity = Identity(installed_version(), secrets.token_hex(8), os.getpid(), engine.info, limits)
     core = Core(identity, pool.nbytes, time.monotonic(), HOST_BYTES, most_regions())
-    events = config.events.publish or f"ipc://{endpoint.events}"
     with signals.heard(lambda: server.stop()):  # before there is a socket: who sees it may end us
         auditor = Auditor(  # first: so its process never has a socket of ours
             pool.descriptors,
@@ -157,7 +157,8 @@ async def run(
             config.integrity.threads,
             lambda error: server.fail(error),
         )
-        server = Server(core, endpoint, events)
+        publisher = KVEventPublisher(config.events.publish or f"ipc://{endpoint.events}")
+        server = Server(core, endpoint, publisher.publish)
         lane = Lane(engine, pool, server.lane_reports, server.fail, server.said)
         archive = Archive(
             auditor, kept.keeper, config.integrity.check_loads, server.tell, server.vouch
@@ -186,6 +187,7 @@ async def run(
         if exporter:
             exporter.start(server)
         await server.serve(lane, archive, shelf, health, config.stop.drain_seconds)
+        await publisher.close()
         if exporter:
             await asyncio.to_thread(exporter.close)
         lane.close()

@@ -47,7 +47,6 @@ from kvferry.daemon.server.closing import Kind
 from kvferry.daemon.server.descriptors import DescriptorDesk
 from kvferry.daemon.server.door import Door
 from kvferry.daemon.server.endpoint import Endpoint
-from kvferry.daemon.server.feed import Feed
 from kvferry.daemon.server.health import Health
 from kvferry.daemon.server.intake import Frames, Intake
 from kvferry.daemon.server.journal import Journal
@@ -76,11 +75,17 @@ HIGH_WATER = 256
 LINGER_MS = 1000
 
 
+def ignore(_: Publish) -> None:
+    """Nobody listens to KV events."""
+
+
 class Server:
     """Serves one device at one endpoint until `stop`, or until `fail` says why it cannot."""
 
-    def __init__(self, core: Core, endpoint: Endpoint, events: str = "off") -> None:
-        self._core = core
+    def __init__(
+        self, core: Core, endpoint: Endpoint, publish: Callable[[Publish], None] = ignore
+    ) -> None:
+        self._core, self._publish = core, publish
         self._lane: Lane
         self._archive: Archive
         self._shelf: Shelf
@@ -95,7 +100,6 @@ class Server:
         self._journal = Journal()
         self._returns = Returns(self._loop, self._take_reports)
         self._context = zmq.Context(io_threads=1)
-        self._feed = Feed(self._context, events)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
@@ -298,7 +302,7 @@ class Server:
                 case Broadcast(sessions, news):
                     self._outboxes.broadcast(sessions, news)
                 case Publish():
-                    self._feed.publish(action)
+                    self._publish(action)
                 case Post(session, ticket):
                     self._post(session, ticket)
                 case Tend():
@@ -381,6 +385,5 @@ class Server:
         self._door.close()
         self._peers.close()
         self._desk.close()
-        self._feed.close()
         self._socket.close()
         await self._loop.run_in_executor(None, self._context.term)
