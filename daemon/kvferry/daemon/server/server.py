@@ -50,7 +50,6 @@ from kvferry.daemon.server.endpoint import Endpoint
 from kvferry.daemon.server.health import Health
 from kvferry.daemon.server.intake import Frames, Intake
 from kvferry.daemon.server.journal import Journal
-from kvferry.daemon.server.metrics import Snapshot
 from kvferry.daemon.server.outbox import Outboxes
 from kvferry.daemon.server.peers import Peer, Peers
 from kvferry.daemon.server.returns import Returns
@@ -68,7 +67,7 @@ from kvferry.proto.messages import (
     Outcome,
     StatusRequest,
 )
-from kvferry.proto.status import HealthStatus
+from kvferry.proto.status import DaemonStatus, HealthStatus, NamespaceStatus
 
 HIGH_WATER = 256
 """Messages that ZeroMQ itself keeps for a peer each way, of whatever size."""
@@ -146,10 +145,9 @@ class Server:
     async def check(self) -> HealthStatus:
         return await self._health.check()
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self) -> tuple[DaemonStatus, tuple[NamespaceStatus, ...]]:
         self._core.report(Checked(self._health.status()))
-        core = self._core
-        return Snapshot(core.status(time.monotonic()), core.namespaces(), core.tally.copy())
+        return self._core.status(time.monotonic()), self._core.namespaces()
 
     # Called from other threads
 
