@@ -1,6 +1,6 @@
 """What Prometheus reads, in a registry of this daemon's own.
 
-Jobs are counted where they end, on the event loop: 3 us a job. Everything else the core counts for
+Jobs are counted where they end, on the event loop: 6 us a job. Everything else the core counts for
 its status, too: `update` takes it over from a snapshot, on the metrics thread and before each
 scrape. Labels have few values, all of them known from what is registered or from the code.
 """
