@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.daemon.core.actions import Ended
-from kvferry.daemon.core.tally import Tally
-from kvferry.daemon.server.metrics import EXPECTED, Snapshot, families
+from kvferry.daemon.observability.metrics import EXPECTED, Metrics
 from kvferry.proto import status as told
 from kvferry.proto.messages import JobResult, Outcome
 from kvferry.proto.specs import Direction
@@ -29,11 +28,14 @@ def metrics() -> dict[str, set[str]]:
     status = told.DaemonStatus(
         "0", "b", 1, 1.0, device, pool, 1, (engine,), told.Totals(), {"busy": 1}, None, health
     )
-    tally = Tally()
+    shown = Metrics()
     result = JobResult(1, Direction.STORE, Outcome.DONE, 1, 1.0)
-    tally.add("cpu", result, Ended(1, Outcome.DONE, 1.0))
+    shown.jobs.ended("cpu", result, Ended(1, Outcome.DONE, 1.0))
+    shown.update(status, (space,))
     found: dict[str, set[str]] = {}
-    for family in families(Snapshot(status, (space,), tally)):
+    for family in shown.registry.collect():
+        if not family.name.startswith("kvferry_"):
+            continue
         assert family.documentation.endswith(".")
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
@@ -47,7 +49,9 @@ def test_what_alerts_are_about_is_there_before_it_happens() -> None:
     status = told.DaemonStatus(
         "0", "b", 1, 1.0, device, pool, 0, (), told.Totals(), {}, None, health
     )
-    samples = [s for f in families(Snapshot(status, (), Tally())) for s in f.samples]
+    shown = Metrics()
+    shown.update(status, ())
+    samples = [s for family in shown.registry.collect() for s in family.samples]
     alerts = (DEPLOY / "alerts.yml").read_text()
     asked = re.findall(r'(kvferry_\w+)\{(\w+)="(\w+)"\}', alerts)
     assert len(asked) >= 4
@@ -93,7 +97,7 @@ def test_everything_is_shown() -> None:
     """What a daemon counts is on the dashboard, but what other panels are made of."""
     shown = set(re.findall(r"\bkvferry_\w+", " ".join(expressions())))
     shown |= {re.sub(r"_bucket$", end, name) for name in shown for end in ("_count", "_sum")}
-    left = {name for name in metrics() if not name.endswith("_created")} - shown
+    left = metrics().keys() - shown
     assert left == {"kvferry_uptime_seconds", "kvferry_probe_age_seconds"}
 
 

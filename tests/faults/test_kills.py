@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.client import LocalDaemon, OffloadClient
-from kvferry.daemon.server import closing
+from kvferry.daemon.engine import fd_closer
 from kvferry.testing.accounts import check_all_gone, faults_in_books
 from kvferry.testing.crew import Crew, mixed_engines
 from kvferry.testing.daemons import Daemons
@@ -156,7 +156,7 @@ def at_rest(
     total = crew.dismiss()
     assert not total.complaints, "\n".join(total.complaints)
     check_all_gone(daemon.directory)
-    time.sleep(1.5 * closing.PATIENCE)
+    time.sleep(1.5 * fd_closer.PATIENCE)
     return Vitals.of(daemon.pid)
 
 

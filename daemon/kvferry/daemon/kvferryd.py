@@ -31,12 +31,14 @@ from kvferry.daemon.engine.reference import Faults, ReferenceEngine
 from kvferry.daemon.lane.inbox import Listen
 from kvferry.daemon.lane.lane import Lane
 from kvferry.daemon.logs import start_logging, unfailing
+from kvferry.daemon.observability.http import MetricsServer
+from kvferry.daemon.observability.kv_events import KVEventPublisher
+from kvferry.daemon.observability.metrics import Metrics
 from kvferry.daemon.reload import Reload
 from kvferry.daemon.server.admission import Admission
 from kvferry.daemon.server.archive import Archive, Keeper, Nobody
 from kvferry.daemon.server.door import last_descriptor
 from kvferry.daemon.server.endpoint import Endpoint
-from kvferry.daemon.server.exporter import Exporter
 from kvferry.daemon.server.health import Health, Patience
 from kvferry.daemon.server.probe import HOST_BYTES, Probe
 from kvferry.daemon.server.server import Server
@@ -144,12 +146,14 @@ async def run(
     kept: Kept,
     signals: Signals,
 ) -> None:
-    exporter = make_exporter(config)
+    metrics = Metrics()
+    metrics_server = make_metrics_server(config, metrics)
     stores, loads = config.limits.max_stores, config.limits.max_loads
     limits = Limits(MAX_MESSAGE_BYTES, MAX_BLOCK_IDS, stores + loads, stores, loads)
     identity = Identity(installed_version(), secrets.token_hex(8), os.getpid(), engine.info, limits)
-    core = Core(identity, pool.nbytes, time.monotonic(), HOST_BYTES, most_regions())
-    events = config.events.publish or f"ipc://{endpoint.events}"
+    core = Core(
+        identity, pool.nbytes, time.monotonic(), HOST_BYTES, most_regions(), metrics.jobs.ended
+    )
     with signals.heard(lambda: server.stop()):  # before there is a socket: who sees it may end us
         auditor = Auditor(  # first: so its process never has a socket of ours
             pool.descriptors,
@@ -157,7 +161,8 @@ async def run(
             config.integrity.threads,
             lambda error: server.fail(error),
         )
-        server = Server(core, endpoint, events)
+        publisher = KVEventPublisher(config.events.publish or f"ipc://{endpoint.events}")
+        server = Server(core, endpoint, publisher.publish)
         lane = Lane(engine, pool, server.lane_reports, server.fail, server.said)
         archive = Archive(
             auditor, kept.keeper, config.integrity.check_loads, server.tell, server.vouch
@@ -180,14 +185,15 @@ async def run(
             directory=str(endpoint.directory),
             pool=pool.nbytes - HOST_BYTES,
             numa_node="-" if engine.numa_node is None else engine.numa_node,
-            metrics=exporter.address if exporter else "off",
+            metrics=metrics_server.address if metrics_server else "off",
         )
         signals.serving(f"serving {engine.info.name} at {endpoint.directory}")
-        if exporter:
-            exporter.start(server)
+        if metrics_server:
+            metrics_server.start(server)
         await server.serve(lane, archive, shelf, health, config.stop.drain_seconds)
-        if exporter:
-            await asyncio.to_thread(exporter.close)
+        await publisher.close()
+        if metrics_server:
+            await asyncio.to_thread(metrics_server.close)
         lane.close()
         archive.close()
         pool.close(engine)
@@ -308,9 +314,11 @@ def apply(endpoint: Endpoint, config: Config) -> None:
     start_logging(config.log)
 
 
-def make_exporter(config: Config) -> Exporter | None:
+def make_metrics_server(config: Config, metrics: Metrics) -> MetricsServer | None:
     listen = config.metrics.listen
-    return None if listen == "off" else Exporter(listen, config.health.deadline_seconds)
+    if listen == "off":
+        return None
+    return MetricsServer(listen, metrics, config.health.deadline_seconds)
 
 
 def make_health(

@@ -34,6 +34,7 @@ from kvferry.daemon.core.actions import (
     Unmapped,
 )
 from kvferry.daemon.core.geometry import Geometry
+from kvferry.daemon.engine import fd_closer
 from kvferry.daemon.engine.base import CopyEngine, Mapping
 from kvferry.daemon.engine.cuda import direct, drain, link, packing, staged, turns
 from kvferry.daemon.engine.cuda import engine as cuda_engine
@@ -288,6 +289,12 @@ class Open:
             (Direction.STORE, *transfer(self.geometry.layout, half, rng, range(20))),
             (Direction.LOAD, *transfer(self.geometry.layout, half, rng, range(20, 40), half)),
         )
+
+
+@pytest.fixture(autouse=True)
+def closing_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread closes, so that what is open now is a fact."""
+    monkeypatch.setattr(fd_closer.Closer, "put", lambda _, close: close())
 
 
 @pytest.fixture(params=ENGINES)

@@ -14,6 +14,7 @@ import pytest
 
 from kvferry.daemon.core.actions import Map, Mapped
 from kvferry.daemon.core.geometry import Geometry
+from kvferry.daemon.engine import fd_closer
 from kvferry.daemon.engine.base import Mapping, Shared
 from kvferry.daemon.engine.memory import PAGE
 from kvferry.daemon.lane.quay import MapOrder, Quay
@@ -85,6 +86,12 @@ class Pier:
         for descriptor in report.descriptors:  # the server makes tickets of them
             os.close(descriptor)
         return report
+
+
+@pytest.fixture(autouse=True)
+def closing_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread closes, so that what is open now is a fact."""
+    monkeypatch.setattr(fd_closer.Closer, "put", lambda _, close: close())
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Threads that close come when one hangs, and go when there is no more to do."""
+"""Of what a client sent, the loop closes only memfds with little memory."""
 
 from __future__ import annotations
 
@@ -8,88 +8,39 @@ from collections.abc import Callable
 
 import pytest
 
-from kvferry.daemon.server.closing import MOST_THREADS, THREAD_NAME, Closer
+from kvferry.daemon.engine.fd_closer import SMALL_BYTES, THREAD_NAME
+from kvferry.daemon.server.closing import close
 from kvferry.testing.engine import until
 
 
-class Crowd:
-    """The threads that came since."""
-
-    def __init__(self) -> None:
-        self._before = set(threading.enumerate())
-
-    def __len__(self) -> int:
-        return len(set(threading.enumerate()) - self._before)
+def pipe() -> int:
+    reading, writing = os.pipe()
+    os.close(writing)
+    return reading
 
 
-@pytest.fixture
-def hanging(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Closing takes until this is called, as that of a file of a dead FUSE server."""
-    let_go, close = threading.Event(), os.close
-
-    def slow(descriptor: int) -> None:
-        if threading.current_thread().name == THREAD_NAME:
-            let_go.wait(10)
-        close(descriptor)
-
-    monkeypatch.setattr("kvferry.daemon.server.closing.os.close", slow)
-    return let_go.set
+def large_memory() -> int:
+    descriptor = os.memfd_create("some")
+    os.posix_fallocate(descriptor, 0, SMALL_BYTES)
+    return descriptor
 
 
-def is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
+@pytest.mark.parametrize(
+    ("make", "by_a_thread"),
+    [(lambda: os.memfd_create("some"), False), (large_memory, True), (pipe, True)],
+)
+def test_who_closes(
+    make: Callable[[], int], by_a_thread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    descriptor, close_it = make(), os.close
+    closed_by: list[str] = []
 
+    def note(number: int) -> None:
+        if number == descriptor:
+            closed_by.append(threading.current_thread().name)
+        close_it(number)
 
-def test_threads_end_when_there_is_nothing_to_close(hanging: Callable[[], None]) -> None:
-    closer, crowd = Closer(patience=0.05), Crowd()
-    descriptors = [os.memfd_create("some") for _ in range(5)]
-    for descriptor in descriptors:
-        closer.put(descriptor)
-    assert len(crowd) == 5
-    hanging()
-    until(lambda: not crowd, 10)
-    assert not any(map(is_open, descriptors))
-
-
-def test_one_that_hangs_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    let_go, close = threading.Event(), os.close
-    slow, quick = os.memfd_create("slow"), os.memfd_create("quick")
-
-    def closing(descriptor: int) -> None:
-        if descriptor == slow:
-            let_go.wait(10)
-        close(descriptor)
-
-    monkeypatch.setattr("kvferry.daemon.server.closing.os.close", closing)
-    closer = Closer(patience=0.05)
-    closer.put(slow)
-    closer.put(quick)
-    until(lambda: not is_open(quick), 10)
-    assert is_open(slow)
-    let_go.set()
-    until(lambda: not is_open(slow), 10)
-
-
-def test_more_than_there_may_be_threads(hanging: Callable[[], None]) -> None:
-    closer, crowd = Closer(patience=0.05), Crowd()
-    descriptors = [os.memfd_create("some") for _ in range(3 * MOST_THREADS)]
-    for descriptor in descriptors:
-        closer.put(descriptor)
-    assert len(crowd) == MOST_THREADS
-    hanging()
-    until(lambda: not any(map(is_open, descriptors)), 10)
-    until(lambda: not crowd, 10)
-
-
-def test_after_all_threads_have_gone(hanging: Callable[[], None]) -> None:
-    hanging()
-    closer, crowd = Closer(patience=0.05), Crowd()
-    for _ in range(3):
-        descriptor = os.memfd_create("some")
-        closer.put(descriptor)
-        until(lambda: not crowd, 10)
-        assert not is_open(descriptor)
+    monkeypatch.setattr(os, "close", note)
+    close(descriptor)
+    until(lambda: bool(closed_by), 10)
+    assert (closed_by == [THREAD_NAME]) is by_a_thread

@@ -34,8 +34,7 @@ from kvferry.daemon.core.geometry import sides
 from kvferry.daemon.core.namespaces import Namespaces
 from kvferry.daemon.core.regions import MAX_REGIONS, Regions
 from kvferry.daemon.core.registrations import OWN, Registrations
-from kvferry.daemon.core.tally import Tally
-from kvferry.daemon.core.transfers import Transfers
+from kvferry.daemon.core.transfers import JobObserver, Transfers
 from kvferry.proto import messages as wire
 from kvferry.proto import status as told
 from kvferry.proto.errors import Code, ErrorInfo, Gone, KVFerryError, Refused
@@ -67,6 +66,7 @@ class Core:
         started: float,
         own_bytes: int = 0,
         max_regions: int = MAX_REGIONS,
+        observe_job: JobObserver = lambda *_: None,
     ) -> None:
         self.identity = identity
         self.stopping = False
@@ -82,7 +82,7 @@ class Core:
         self._regions = Regions(pool_bytes, own_bytes, max_regions)
         self._namespaces = Namespaces(self._regions)
         self._registrations = Registrations(self._regions, self._namespaces)
-        self._transfers = Transfers(self._registrations, identity.limits.most)
+        self._transfers = Transfers(self._registrations, identity.limits.most, observe_job)
 
     @property
     def sessions(self) -> tuple[str, ...]:
@@ -212,10 +212,6 @@ class Core:
     @property
     def pool_bytes(self) -> int:
         return self._regions.pool_bytes
-
-    @property
-    def tally(self) -> Tally:
-        return self._transfers.tally
 
     def namespaces(self) -> tuple[told.NamespaceStatus, ...]:
         return self._namespaces.status()

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -30,7 +31,6 @@ from kvferry.daemon.core.geometry import Resolved, sides
 from kvferry.daemon.core.namespace import Lease
 from kvferry.daemon.core.registrations import OWN, Registration, Registrations
 from kvferry.daemon.core.residency.cache import Reservation
-from kvferry.daemon.core.tally import Tally
 from kvferry.proto.errors import Code, ErrorInfo, Failed, Refused
 from kvferry.proto.messages import Finished, JobResult, Outcome, Submit, Wait, Waited
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, HostSpec, KeyLoadStoreSpec
@@ -65,15 +65,25 @@ class Job(msgspec.Struct, eq=False):
     waiters: list[Waiter] = []
 
 
+# Called with each job that ended, but for the daemon's own, and how its group is copied: "direct",
+# "staged" or "cpu".
+JobObserver: TypeAlias = Callable[[str, JobResult, Ended], None]
+
+
 class Transfers:
     """All jobs under way, found by serial, and by engine and job id.
 
-    most: how many jobs of a direction a session may have under way.
+    most: how many jobs of a direction a session may have under way. observe: see JobObserver.
     """
 
-    def __init__(self, registrations: Registrations, most: Callable[[Direction], int]) -> None:
+    def __init__(
+        self,
+        registrations: Registrations,
+        most: Callable[[Direction], int],
+        observe: JobObserver,
+    ) -> None:
         self.totals: Counter[str] = Counter()
-        self.tally = Tally()
+        self._observe = observe
         self.moved: Counter[str] = Counter()
         """Bytes, of each session."""
         self._registrations = registrations
@@ -162,7 +172,7 @@ class Transfers:
         own = job.registration.engine == OWN
         if not own:
             self._count(result)
-            self.tally.add(job.mode, result, report)
+            self._observe(job.mode, result, report)
         actions: list[Action] = []
         if job.session is not None:
             self._taken[job.session, job.direction] -= 1

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvferry.daemon.core.geometry import Int64s
+from kvferry.daemon.engine.fd_closer import close_later
 from kvferry.proto.errors import Code, Failed, Refused
 from kvferry.proto.page import TIMELINE_REVOKED_AT, TIMELINE_VALUE_AT, sealed_memfd
 
@@ -66,8 +67,9 @@ class Mapped:
         self.nbytes = nbytes
 
     def close(self) -> None:
+        """Nothing reads it any more. Another thread unmaps it: that may free GiBs."""
         del self._anchor
-        self._map.close()
+        close_later(self._map.close)
 
 
 class MappedFiles:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from kvferry.daemon.core.actions import Map, Mapped
 from kvferry.daemon.engine.base import CopyEngine, Mapping, Shared
+from kvferry.daemon.engine.fd_closer import close_descriptor_later
 from kvferry.daemon.engine.memory import Timeline
 from kvferry.daemon.lane.berth import Berth
 from kvferry.proto.errors import Code, Failed, KVFerryError
@@ -54,7 +55,7 @@ class Quay:
         finally:
             for descriptor in (*order.descriptors, order.timeline):
                 if descriptor is not None:
-                    os.close(descriptor)
+                    close_descriptor_later(descriptor)
         self.berths[number] = Berth(mapping, timeline)
         return report
 
@@ -97,17 +98,20 @@ class Quay:
         except OSError:
             self._engine.close(shared.mapping)
             for descriptor in (*held, *shared.descriptors):
-                os.close(descriptor)
+                close_descriptor_later(descriptor)
             raise
         self._held[number] = tuple(held)
 
     def drop(self, number: int) -> None:
         for descriptor in self._held.pop(number, ()):
-            os.close(descriptor)
+            close_descriptor_later(descriptor)
 
     def drop_all(self) -> None:
-        for number in tuple(self._held):
-            self.drop(number)
+        """At the end, when nobody waits for the lane any more."""
+        for descriptors in self._held.values():
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self._held.clear()
 
     def close(self, number: int) -> None:
         """Let the memory of a registration go; nothing of it is in flight."""

@@ -47,11 +47,9 @@ from kvferry.daemon.server.closing import Kind
 from kvferry.daemon.server.descriptors import DescriptorDesk
 from kvferry.daemon.server.door import Door
 from kvferry.daemon.server.endpoint import Endpoint
-from kvferry.daemon.server.feed import Feed
 from kvferry.daemon.server.health import Health
 from kvferry.daemon.server.intake import Frames, Intake
 from kvferry.daemon.server.journal import Journal
-from kvferry.daemon.server.metrics import Snapshot
 from kvferry.daemon.server.outbox import Outboxes
 from kvferry.daemon.server.peers import Peer, Peers
 from kvferry.daemon.server.returns import Returns
@@ -69,18 +67,24 @@ from kvferry.proto.messages import (
     Outcome,
     StatusRequest,
 )
-from kvferry.proto.status import HealthStatus
+from kvferry.proto.status import DaemonStatus, HealthStatus, NamespaceStatus
 
 HIGH_WATER = 256
 """Messages that ZeroMQ itself keeps for a peer each way, of whatever size."""
 LINGER_MS = 1000
 
 
+def ignore(_: Publish) -> None:
+    """Nobody listens to KV events."""
+
+
 class Server:
     """Serves one device at one endpoint until `stop`, or until `fail` says why it cannot."""
 
-    def __init__(self, core: Core, endpoint: Endpoint, events: str = "off") -> None:
-        self._core = core
+    def __init__(
+        self, core: Core, endpoint: Endpoint, publish: Callable[[Publish], None] = ignore
+    ) -> None:
+        self._core, self._publish = core, publish
         self._lane: Lane
         self._archive: Archive
         self._shelf: Shelf
@@ -95,7 +99,6 @@ class Server:
         self._journal = Journal()
         self._returns = Returns(self._loop, self._take_reports)
         self._context = zmq.Context(io_threads=1)
-        self._feed = Feed(self._context, events)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
@@ -142,10 +145,9 @@ class Server:
     async def check(self) -> HealthStatus:
         return await self._health.check()
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self) -> tuple[DaemonStatus, tuple[NamespaceStatus, ...]]:
         self._core.report(Checked(self._health.status()))
-        core = self._core
-        return Snapshot(core.status(time.monotonic()), core.namespaces(), core.tally.copy())
+        return self._core.status(time.monotonic()), self._core.namespaces()
 
     # Called from other threads
 
@@ -298,7 +300,7 @@ class Server:
                 case Broadcast(sessions, news):
                     self._outboxes.broadcast(sessions, news)
                 case Publish():
-                    self._feed.publish(action)
+                    self._publish(action)
                 case Post(session, ticket):
                     self._post(session, ticket)
                 case Tend():
@@ -381,6 +383,5 @@ class Server:
         self._door.close()
         self._peers.close()
         self._desk.close()
-        self._feed.close()
         self._socket.close()
         await self._loop.run_in_executor(None, self._context.term)

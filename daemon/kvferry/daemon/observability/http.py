@@ -1,0 +1,220 @@
+"""HTTP for operators: /metrics for Prometheus, /health for whoever routes or restarts.
+
+One thread serves one request after the other and touches nothing of the daemon's: it asks the loop
+for a snapshot, and if the loop does not answer in time, that is the answer. So a wedged daemon is
+seen to be one, and hangs no scrape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from wsgiref.types import StartResponse, WSGIEnvironment
+
+import msgspec
+from prometheus_client import make_wsgi_app
+
+from kvferry.daemon.observability.metrics import Metrics
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.status import DaemonStatus, HealthStatus, NamespaceStatus
+
+# How long the loop may take for a snapshot.
+ANSWER_SECONDS = 2.0
+# From accepting a connection until its request is read, and then until the answer is sent: nobody
+# else is served meanwhile.
+REQUEST_SECONDS = 1.0
+# Connections that wait in the kernel.
+BACKLOG = 16
+
+T = TypeVar("T")
+
+
+class View(Protocol):
+    """What is asked of the daemon, in its loop."""
+
+    async def snapshot(self) -> tuple[DaemonStatus, Sequence[NamespaceStatus]]: ...
+
+    async def check(self) -> HealthStatus:
+        """Within the probe's deadline."""
+
+
+class MetricsServer:
+    """Listens at `listen`, "host:port", from when it is made. Raises Refused (BAD_CONFIG).
+
+    check_seconds: how long `View.check` may take.
+    """
+
+    def __init__(self, listen: str, metrics: Metrics, check_seconds: float) -> None:
+        self._metrics, self._check_seconds = metrics, check_seconds
+        self._server = _listening(*_parsed(listen))
+        self._server.set_app(self._answer)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._view: View
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="kvferry-http", daemon=True
+        )
+
+    @property
+    def address(self) -> str:
+        """Where it listens: the port too, where any was asked for."""
+        host, port = self._server.server_address[:2]
+        return f"[{host!s}]:{port}" if ":" in str(host) else f"{host!s}:{port}"
+
+    def start(self, view: View) -> None:
+        """Answer from now on. Called in the loop."""
+        self._view, self._loop = view, asyncio.get_running_loop()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Not to be called in the loop, which a request may be waiting for."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
+
+    def _answer(self, environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        pages = {"/metrics": self._show_metrics, "/health": self._show_health}
+        if path not in pages:
+            return _plain(start, "404 Not Found", "here are /metrics and /health", method)
+        if method not in ("GET", "HEAD"):
+            return _plain(start, "405 Method Not Allowed", "GET or HEAD", method, Allow="GET, HEAD")
+        body = b"".join(pages[path]({**environ, "REQUEST_METHOD": "GET"}, start))
+        return [] if method == "HEAD" else [body]
+
+    def _show_metrics(self, environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        snapshot = self._ask(lambda: self._view.snapshot(), ANSWER_SECONDS)
+        registry = self._metrics.wedged
+        if snapshot is not None:
+            self._metrics.update(*snapshot)
+            registry = self._metrics.registry
+        found: list[tuple[str, list[tuple[str, str]]]] = []
+        (body,) = make_wsgi_app(registry)(environ, lambda *answer: found.append(answer))
+        ((status, headers),) = found
+        start(status, [*headers, ("Content-Length", str(len(body)))])
+        return [body]
+
+    def _show_health(self, _: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        patience = ANSWER_SECONDS + self._check_seconds
+        health = self._ask(lambda: self._view.check(), patience)
+        if health is None:
+            reason = f"the loop has not answered for {patience:g} s"
+            health = HealthStatus(False, (reason,))
+        fields = {name: getattr(health, name) for name in health.__struct_fields__}
+        body = msgspec.json.encode(fields) + b"\n"
+        status = "200 OK" if health.healthy else "503 Service Unavailable"
+        headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
+        start(status, headers)
+        return [body]
+
+    def _ask(self, what: Callable[[], Coroutine[Any, Any, T]], seconds: float) -> T | None:
+        """Have the loop do something; None where it does not, in time."""
+        assert self._loop is not None
+        if self._loop.is_closed():
+            return None
+        future = asyncio.run_coroutine_threadsafe(what(), self._loop)
+        try:
+            return future.result(seconds)
+        except TimeoutError:
+            future.cancel()
+            return None
+
+
+def _plain(
+    start: StartResponse, status: str, text: str, method: str, **headers: str
+) -> Iterable[bytes]:
+    body = text.encode() + b"\n"
+    about = {"Content-Type": "text/plain", "Content-Length": str(len(body)), **headers}
+    start(status, list(about.items()))
+    return [] if method == "HEAD" else [body]
+
+
+class _Connection(io.RawIOBase):
+    """Reads until one deadline, and writes until another: a socket's own timeout is that of one
+    read, which a client that sends byte after byte would never exceed."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._deadline = time.monotonic() + REQUEST_SECONDS
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the request did not come in time")
+        self._connection.settimeout(left)
+        return self._connection.recv_into(buffer)
+
+    def write(self, data: Any) -> int:
+        self._connection.settimeout(REQUEST_SECONDS)
+        try:
+            self._connection.sendall(data)
+        except TimeoutError as error:  # wsgiref would print a traceback
+            raise BrokenPipeError("nobody reads the answer") from error
+        return len(data)
+
+
+class _Handler(WSGIRequestHandler):
+    def setup(self) -> None:
+        self.connection = self.request
+        connection = _Connection(self.connection)
+        self.rfile = io.BufferedReader(connection)
+        self.wfile = connection  # type: ignore[assignment]  # it is written to, and no more
+
+    def log_message(self, *_: object) -> None:
+        """Scrapes are not logged."""
+
+
+class _Server(WSGIServer):
+    allow_reuse_address = True
+    request_queue_size = BACKLOG
+
+    def server_bind(self) -> None:
+        """As it is, without asking a name server what this host is called."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # The kernel keeps connections to itself until they send something.
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        host, port = self.server_address[:2]
+        self.server_name, self.server_port = str(host), int(port)
+        self.setup_environ()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A visitor that went away, or was too slow, is nobody's trouble."""
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+def _listening(host: str, port: int) -> _Server:
+    server = _Server6 if ":" in host else _Server
+    try:
+        return server((host, port), _Handler)
+    except OSError as error:
+        raise Refused(
+            Code.BAD_CONFIG,
+            f"metrics.listen cannot be had ({error.strerror}): give each daemon a port of its "
+            'own, port 0 for any, or "off"',
+            f"{host}:{port}",
+        ) from error
+
+
+def _parsed(listen: str) -> tuple[str, int]:
+    host, colon, port = listen.rpartition(":")
+    if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        message = 'metrics.listen is "host:port", "127.0.0.1:9464" or "[::1]:0", or "off"'
+        raise Refused(Code.BAD_CONFIG, message, listen)
+    return host.strip("[]") or "0.0.0.0", int(port)

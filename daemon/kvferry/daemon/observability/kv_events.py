@@ -1,0 +1,217 @@
+"""KV events for routers and indexers, published by a process of their own (kv_events_process.py).
+
+The daemon owns the listening socket. The process is started when the first subscriber connects, and
+started again if it ends: subscribers reconnect, and see a gap in the sequence numbers. Events are
+handed over only while somebody subscribes, through a channel with a bound: what it does not take is
+dropped, which is a gap as well. Used by the event loop alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from kvferry.daemon.core.actions import Publish
+from kvferry.daemon.observability.kv_events_process import MEMORY_BUDGET, SIZE, HandedOver
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.keys import EventKind
+
+# Bytes handed over that the process has not read yet, besides what the kernel takes.
+MAX_QUEUED_BYTES = 4 << 20
+BACKLOG = 64
+# Before the process is started again: one that ends at once must not cost a core.
+RESTART_SECONDS = 1.0
+# Each process numbers from a multiple of this, so that its numbers are above all earlier ones.
+NUMBERS_PER_PROCESS = 1 << 32
+PROCESS = "kvferry.daemon.observability.kv_events_process"
+
+log = structlog.get_logger()
+
+
+class KVEventPublisher(asyncio.Protocol):
+    """Publishes at `address`: ipc://path, ipc://@name, tcp://host:port, or "off". Raises Refused
+    (BAD_CONFIG). As a protocol it is the daemon's end of the channel."""
+
+    def __init__(self, address: str) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._channel: asyncio.WriteTransport | None = None
+        self._subscribed = False
+        self._missed = False
+        self._file: tuple[Path, int] | None = None
+        self._task: asyncio.Task[None] | None = None
+        if address == "off":
+            return
+        try:
+            self._listener = _listen(address)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise Refused(
+                Code.BAD_CONFIG,
+                f"events.publish cannot be used ({reason}): set ipc://path, tcp://host:port or "
+                '"off"',
+                address,
+            ) from error
+        path = _path(address)
+        if path is not None:
+            self._file = path, path.lstat().st_ino
+        self._task = self._loop.create_task(self._serve())
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anybody subscribes, or is about to."""
+        return self._subscribed
+
+    @property
+    def queued_bytes(self) -> int:
+        """Handed over, and taken by nobody yet."""
+        return 0 if self._channel is None else self._channel.get_write_buffer_size()
+
+    def publish(self, action: Publish) -> None:
+        channel = self._channel
+        if not self._subscribed or channel is None:
+            self._missed = True
+            return
+        if not any(event.kind in PUBLISHED for event in action.news.events):
+            return
+        if self.queued_bytes > MAX_QUEUED_BYTES:
+            self._missed = True
+            return
+        data = self._encoder.encode(
+            HandedOver(self._missed, action.namespace, action.block_size, time.time(), action.news)
+        )
+        self._missed = False
+        channel.write(SIZE.pack(len(data)) + data)
+
+    async def close(self) -> None:
+        if self._task is None:
+            return
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+        self._listener.close()
+        if self._file is not None:
+            path, inode = self._file
+            with suppress(OSError):  # at a stop nothing depends on it
+                if path.lstat().st_ino == inode:
+                    path.unlink()
+
+    # The channel
+
+    def data_received(self, data: bytes) -> None:
+        self._subscribed = data[-1] != 0
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._subscribed = False
+
+    # The process
+
+    async def _serve(self) -> None:
+        first = 0
+        while True:
+            await self._until_somebody_connects()
+            status = await self._run_process(first)
+            log.warning(
+                "KV event publisher ended; it starts again for the next subscriber",
+                exit_status=status,
+                memory_budget=MEMORY_BUDGET,
+            )
+            first += NUMBERS_PER_PROCESS
+            await asyncio.sleep(RESTART_SECONDS)
+
+    async def _until_somebody_connects(self) -> None:
+        connecting = asyncio.Event()
+        self._loop.add_reader(self._listener, connecting.set)
+        try:
+            await connecting.wait()
+        finally:
+            self._loop.remove_reader(self._listener)
+
+    async def _run_process(self, first: int) -> int | str:
+        """Run one process to its end: its exit status, or why it could not be started."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self._channel, _ = await self._loop.create_unix_connection(lambda: self, sock=ours)
+                # Whoever connected is about to subscribe: what happens from now on is for it.
+                self._subscribed = True
+                process = await self._start(theirs, first)
+            try:
+                return await process.wait()
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+        except OSError as error:
+            return str(error)
+        finally:
+            self._subscribed = False
+            self._missed = True
+            if self._channel is not None:
+                self._channel.abort()
+                self._channel = None
+
+    async def _start(self, channel: socket.socket, first: int) -> asyncio.subprocess.Process:
+        # libzmq takes the listening socket over, and of the address only the kind.
+        ipc = self._listener.family == socket.AF_UNIX
+        address = "ipc://kvferry-events" if ipc else "tcp://127.0.0.1:1"
+        passed = channel.fileno(), self._listener.fileno()
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",
+            "-m",
+            PROCESS,
+            *map(str, passed),
+            address,
+            str(first),
+            stdin=asyncio.subprocess.DEVNULL,
+            pass_fds=passed,
+        )
+
+
+# What subscribers are told: a store that begins, or fails, is nothing to them.
+PUBLISHED = EventKind.STORED, EventKind.REMOVED, EventKind.CLEARED
+
+
+def _path(address: str) -> Path | None:
+    """The file of an ipc endpoint. Names in the abstract namespace begin with @."""
+    place = address.removeprefix("ipc://")
+    return None if place == address or place.startswith("@") else Path(place)
+
+
+def _listen(address: str) -> socket.socket:
+    """Raises OSError and ValueError."""
+    if address.startswith("ipc://"):
+        listener = _listen_at_path(address)
+    elif address.startswith("tcp://"):
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        host = "" if host == "*" else host.strip("[]")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, int(port)), family=family, backlog=BACKLOG)
+    else:
+        raise ValueError("neither ipc:// nor tcp://")
+    listener.setblocking(False)
+    return listener
+
+
+def _listen_at_path(address: str) -> socket.socket:
+    path = _path(address)
+    if path is not None and path.exists() and stat.S_ISSOCK(path.lstat().st_mode):
+        path.unlink()  # of a daemon that was killed
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(os.fsencode(path) if path else b"\0" + address[7:].encode())
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,180 @@
+"""The process that publishes KV events on a ZeroMQ XPUB socket.
+
+    python -m kvferry.daemon.observability.kv_events_process CHANNEL LISTENER ADDRESS FIRST_NUMBER
+
+libzmq stores the topics of all subscribers in a tree that costs about 50 bytes for each byte of a
+topic, and reads everything that a connection sends before it returns to its caller. No option
+bounds that tree, and no caller can interrupt it, so the bound is that of a process: RLIMIT_DATA.
+Beyond it libzmq aborts, and the daemon starts another process (kv_events.py).
+
+CHANNEL is a stream socket to the daemon. It brings HandedOver messages, each behind its size. It
+returns one byte whenever that changes: whether anybody subscribes. The process ends with it.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import zmq
+
+from kvferry.proto.events import batches_of
+from kvferry.proto.messages import News
+
+# Above what the process has when it starts: 20 MiB for a subscriber that does not read (1,000
+# messages of 512 hashes), and the topics of some thousands.
+MEMORY_BUDGET = 48 << 20
+# Messages kept for a subscriber that does not read.
+SEND_HIGH_WATER = 1_000
+# A subscription is one message. The name of a namespace has 16 bytes.
+MAX_SUBSCRIPTION_BYTES = 256
+# Subscriptions read before the channel is read again.
+SUBSCRIPTIONS_PER_TURN = 1_000
+# The first subscriber connects before this process runs: its subscription must be here before the
+# first event is published. If it sends none, the events are dropped.
+FIRST_SUBSCRIPTION_MS = 1_000
+CHANNEL_READ_BYTES = 256 << 10
+SIZE = struct.Struct("!I")
+
+
+class HandedOver(msgspec.Struct, frozen=True, array_like=True):
+    """What happened in a namespace. gap: something before it was not handed over."""
+
+    gap: bool
+    namespace: str
+    block_size: int
+    time: float
+    news: News
+
+
+class Subscriptions:
+    """How many topics are subscribed to, as XPUB reports it."""
+
+    def __init__(self, xpub: zmq.Socket[bytes]) -> None:
+        self._xpub = xpub
+        self._topics = 0
+
+    def __bool__(self) -> bool:
+        return self._topics > 0
+
+    def read(self) -> None:
+        """Read what subscribers sent, up to a bound."""
+        for _ in range(SUBSCRIPTIONS_PER_TURN):
+            try:
+                message = self._xpub.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if message[:1] == b"\1":
+                self._topics += 1
+            elif message[:1] == b"\0":
+                self._topics -= 1
+
+
+class Numbers:
+    """The number of the next message of each namespace. `first`: above those of all processes
+    before this one."""
+
+    def __init__(self, first: int) -> None:
+        self._next: defaultdict[str, int] = defaultdict(lambda: first)
+
+    def skip(self) -> None:
+        """Leave a number out in all namespaces: events of one of them were dropped."""
+        for namespace in self._next:
+            self._next[namespace] += 1
+
+    def take(self, namespace: str) -> bytes:
+        number = self._next[namespace]
+        self._next[namespace] += 1
+        return number.to_bytes(8, "big")
+
+
+def messages_in(data: bytearray) -> Iterator[bytes]:
+    """Take complete messages out of what was read from the channel."""
+    start = 0
+    while len(data) - start >= SIZE.size:
+        (size,) = SIZE.unpack_from(data, start)
+        end = start + SIZE.size + size
+        if len(data) < end:
+            break
+        yield bytes(data[start + SIZE.size : end])
+        start = end
+    del data[:start]
+
+
+class Publisher:
+    def __init__(self, xpub: zmq.Socket[bytes], channel: socket.socket, first: int) -> None:
+        self._xpub, self._channel = xpub, channel
+        self._subscriptions = Subscriptions(xpub)
+        self._numbers = Numbers(first)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(HandedOver)
+
+    def run(self) -> None:
+        """Publish until the daemon closes the channel."""
+        if self._xpub.poll(FIRST_SUBSCRIPTION_MS):
+            self._subscriptions.read()
+        subscribed = self._report()
+        poller = zmq.Poller()
+        poller.register(self._xpub, zmq.POLLIN)
+        poller.register(self._channel, zmq.POLLIN)
+        data = bytearray()
+        while True:
+            ready = dict(poller.poll())
+            if self._xpub in ready:
+                self._subscriptions.read()
+                if bool(self._subscriptions) is not subscribed:
+                    subscribed = self._report()
+            if self._channel.fileno() in ready:
+                read = self._channel.recv(CHANNEL_READ_BYTES)
+                if not read:
+                    return
+                data += read
+                for message in messages_in(data):
+                    self._publish(self._decoder.decode(message))
+
+    def _report(self) -> bool:
+        subscribed = bool(self._subscriptions)
+        self._channel.send(bytes([subscribed]))
+        return subscribed
+
+    def _publish(self, handed: HandedOver) -> None:
+        if handed.gap:
+            self._numbers.skip()
+        topic = handed.namespace.encode()
+        for batch in batches_of(handed.news, handed.block_size, handed.time):
+            number = self._numbers.take(handed.namespace)
+            self._xpub.send_multipart([topic, number, self._encoder.encode(batch)])
+
+
+def limit_memory(budget: int) -> None:
+    """End this process when it allocates so much more than it has now."""
+    with open("/proc/self/status") as status:
+        used = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + budget, used + budget))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the daemon ends this process
+        signal.signal(number, signal.SIG_IGN)
+    channel, listener, address, first = arguments
+    xpub = zmq.Context().socket(zmq.XPUB)
+    xpub.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER)
+    xpub.setsockopt(zmq.LINGER, 0)
+    xpub.setsockopt(zmq.MAXMSGSIZE, MAX_SUBSCRIPTION_BYTES)
+    xpub.setsockopt(zmq.USE_FD, int(listener))
+    limit_memory(MEMORY_BUDGET)
+    xpub.bind(address)
+    Publisher(xpub, socket.socket(fileno=int(channel)), int(first)).run()
+    os._exit(0)  # no subscriber is worth waiting for
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""KV events reach whoever subscribes, in bounded memory; what was lost shows in the numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from kvferry.daemon.core.actions import Publish
+from kvferry.daemon.observability import kv_events
+from kvferry.daemon.observability.kv_events import NUMBERS_PER_PROCESS, KVEventPublisher
+from kvferry.daemon.observability.kv_events_process import SEND_HIGH_WATER, SIZE, messages_in
+from kvferry.proto.errors import Refused
+from kvferry.proto.events import MOST_IN_A_BATCH
+from kvferry.proto.keys import EventKind, offload_key
+from kvferry.proto.messages import KeyEvent, News
+
+KEYS = tuple(offload_key(n.to_bytes(32, "big")) for n in range(5 * MOST_IN_A_BATCH))
+LAST = KeyEvent(EventKind.CLEARED, ())
+
+
+def stored(*keys: bytes, namespace: str = "some") -> Publish:
+    return Publish(namespace, 16, News(1, (KeyEvent(EventKind.STORED, keys),), 1))
+
+
+@pytest.fixture
+def address(short_path: Path) -> str:
+    return f"ipc://{short_path}/events.sock"
+
+
+@pytest.fixture
+async def publisher(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[KVEventPublisher]:
+    monkeypatch.setattr(kv_events, "RESTART_SECONDS", 0.05)
+    publisher = KVEventPublisher(address)
+    yield publisher
+    await publisher.close()
+
+
+class Listener:
+    """A subscriber that reads in a thread, so that the loop goes on."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.socket = socket
+
+    async def hear(self) -> tuple[str, int, list[object]]:
+        """(namespace, number, events)."""
+        topic, number, payload = await asyncio.to_thread(self.socket.recv_multipart)
+        return topic.decode(), int.from_bytes(number, "big"), msgspec.msgpack.decode(payload)[1]
+
+    async def number(self) -> int:
+        return (await self.hear())[1]
+
+
+@pytest.fixture
+def listener(address: str) -> Iterator[Listener]:
+    """It has a subscription, and connects when the test says so."""
+    with zmq.Context() as context, context.socket(zmq.SUB) as listening:
+        listening.setsockopt(zmq.RCVTIMEO, 20_000)
+        listening.setsockopt(zmq.LINGER, 0)
+        listening.setsockopt(zmq.SUBSCRIBE, b"")
+        yield Listener(listening)
+
+
+async def until(condition: object, seconds: float = 20) -> None:
+    assert callable(condition)
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def children() -> set[int]:
+    task = Path(f"/proc/self/task/{os.getpid()}/children")
+    named = set()
+    for thread in Path("/proc/self/task").iterdir():
+        named |= set(map(int, (thread / task.name).read_text().split()))
+    return {
+        pid for pid in named if b"kv_events_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    }
+
+
+async def started(publisher: KVEventPublisher) -> int:
+    """The process of the publisher, once there is one."""
+    await until(lambda: len(children()) == 1)
+    (pid,) = children()
+    return pid
+
+
+async def test_what_happens_once_a_subscriber_has_connected_reaches_it(
+    publisher: KVEventPublisher, listener: Listener, address: str
+) -> None:
+    """Though the process that publishes it is only being started then."""
+    listener.socket.connect(address)
+    await until(lambda: publisher.wanted)
+    for number in range(3):
+        publisher.publish(stored(KEYS[number]))
+    for number in range(3):
+        hashes = [KEYS[number][:-4]]
+        event = ["BlockStored", hashes, None, [], 16, None, "CPU"]
+        assert await listener.hear() == ("some", number, [event])
+
+
+async def test_without_a_subscriber_there_is_no_process_and_nothing_is_handed_over(
+    publisher: KVEventPublisher, listener: Listener, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And who comes back sees a gap for what happened meanwhile."""
+    publisher.publish(stored(KEYS[0]))
+    await asyncio.sleep(0.1)
+    assert not children()
+    assert not publisher.wanted
+    listener.socket.connect(address)
+    await until(lambda: publisher.wanted)
+    publisher.publish(stored(KEYS[1]))
+    before = await listener.number()
+    listener.socket.disconnect(address)
+    # libzmq ends the connection when the socket is used next.
+    await until(lambda: listener.socket.poll(0) == 0 and not publisher.wanted)
+    assert children()
+    publisher.publish(stored(KEYS[2]))
+    listener.socket.connect(address)
+    await until(lambda: publisher.wanted)
+    publisher.publish(stored(KEYS[3]))
+    publisher.publish(stored(KEYS[4]))
+    number = await listener.number()
+    assert number > before + 1
+    assert await listener.number() == number + 1
+
+
+async def test_who_connects_and_does_not_subscribe_costs_nothing(
+    publisher: KVEventPublisher, address: str
+) -> None:
+    with zmq.Context() as context, context.socket(zmq.SUB) as silent:
+        silent.connect(address)
+        await until(lambda: publisher.wanted)
+        await until(lambda: not publisher.wanted)
+
+
+async def test_a_process_that_ended_is_replaced_and_the_numbers_show_a_gap(
+    publisher: KVEventPublisher, listener: Listener, address: str
+) -> None:
+    listener.socket.connect(address)
+    pid = await started(publisher)
+    publisher.publish(stored(KEYS[0]))
+    assert await listener.number() == 0
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: not publisher.wanted)
+    publisher.publish(stored(KEYS[1]))
+    await until(lambda: publisher.wanted)
+    publisher.publish(stored(KEYS[2]))
+    _, number, events = await listener.hear()
+    assert number == NUMBERS_PER_PROCESS
+    assert events == [["BlockStored", [KEYS[2][:-4]], None, [], 16, None, "CPU"]]
+
+
+async def test_a_process_that_stands_still_costs_a_bounded_number_of_bytes(
+    publisher: KVEventPublisher, listener: Listener, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest is dropped, and a gap shows it."""
+    bound = 256 << 10
+    monkeypatch.setattr(kv_events, "MAX_QUEUED_BYTES", bound)
+    listener.socket.connect(address)
+    pid = await started(publisher)
+    publisher.publish(stored(KEYS[0]))
+    assert await listener.number() == 0
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for _ in range(100):
+            publisher.publish(stored(*KEYS))
+            await asyncio.sleep(0)
+        assert bound < publisher.queued_bytes < bound + 50 * len(KEYS)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    await until(lambda: publisher.queued_bytes == 0)
+    publisher.publish(Publish("some", 16, News(1, (LAST,), 1)))
+    numbers, events = [0], list[object]()
+    while events != [["AllBlocksCleared"]]:
+        _, number, events = await listener.hear()
+        numbers.append(number)
+    steps = [after - before for before, after in itertools.pairwise(numbers)]
+    assert set(steps[:-1]) == {1}
+    assert steps[-1] == 2
+    assert len(numbers) < 100 * 5
+
+
+async def test_a_subscriber_that_does_not_read_costs_a_bounded_number_of_messages(
+    publisher: KVEventPublisher, listener: Listener, address: str
+) -> None:
+    """It finds what was kept for it, and a gap behind that."""
+    listener.socket.setsockopt(zmq.RCVHWM, 1)
+    listener.socket.connect(address)
+    await until(lambda: publisher.wanted)
+    published = SEND_HIGH_WATER
+    for _ in range(published):
+        publisher.publish(stored(*KEYS))
+        await until(lambda: publisher.queued_bytes < 1 << 20)
+    await until(lambda: publisher.queued_bytes == 0)
+    listener.socket.setsockopt(zmq.RCVTIMEO, 2_000)
+    numbers, largest = [], 0
+    try:
+        while True:
+            _, number, payload = await asyncio.to_thread(listener.socket.recv_multipart)
+            numbers.append(int.from_bytes(number, "big"))
+            largest = max(largest, len(payload))
+    except zmq.Again:
+        pass
+    assert largest < 50 * MOST_IN_A_BATCH
+    assert numbers[0] == 0
+    assert numbers == sorted(set(numbers))
+    assert len(numbers) < 2 * SEND_HIGH_WATER
+    publisher.publish(Publish("some", 16, News(1, (LAST,), 1)))
+    assert await listener.hear() == ("some", 5 * published, [["AllBlocksCleared"]])
+
+
+async def test_it_publishes_over_tcp(listener: Listener) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(Refused, match="in use"):
+            KVEventPublisher(address)
+    publisher = KVEventPublisher(address)
+    listener.socket.connect(address)
+    await until(lambda: publisher.wanted)
+    publisher.publish(stored(KEYS[0]))
+    assert await listener.number() == 0
+    await publisher.close()
+    assert not children()
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://nowhere", "tcp://127.0.0.1:http", "inproc://here", "ipc:///no/such/folder"]
+)
+async def test_an_address_that_cannot_be_used(address: str) -> None:
+    with pytest.raises(Refused, match=r"events\.publish"):
+        KVEventPublisher(address)
+
+
+async def test_the_file_of_another_daemon_is_left_alone(short_path: Path, address: str) -> None:
+    path = short_path / "events.sock"
+    first = KVEventPublisher(address)
+    second = KVEventPublisher(address)
+    await first.close()
+    assert path.is_socket()
+    await second.close()
+    assert not path.exists()
+
+
+def test_messages_of_the_channel_come_in_pieces() -> None:
+    whole = b"".join(SIZE.pack(len(one)) + one for one in (b"a", b"", b"bcd"))
+    for cut in range(len(whole) + 1):
+        data = bytearray(whole[:cut])
+        found = list(messages_in(data))
+        data += whole[cut:]
+        assert [*found, *messages_in(data)] == [b"a", b"", b"bcd"]
+        assert not data

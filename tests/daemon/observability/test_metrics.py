@@ -1,0 +1,87 @@
+"""Samples say what was counted: each job once, and totals of the core as they grow."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvferry.daemon.core.actions import Ended
+from kvferry.daemon.observability.metrics import BUCKETS, FollowedCounter, Metrics
+from kvferry.proto import status as told
+from kvferry.proto.messages import JobResult, Outcome
+from kvferry.proto.specs import Direction
+
+DEVICE, POOL = told.DeviceInfo("cpu", "cpu", "host"), told.PoolStatus(100, 60, 40)
+
+
+def status(*engines: told.EngineStatus, **errors: int) -> told.DaemonStatus:
+    health = told.HealthStatus(True)
+    return told.DaemonStatus(
+        "0", "b", 1, 1.0, DEVICE, POOL, 0, engines, told.Totals(), errors, None, health
+    )
+
+
+def space(name: str, stored: int) -> told.NamespaceStatus:
+    counts = [*[1] * 9, stored, 1, 1]
+    return told.NamespaceStatus(name, told.Fingerprint("model", 4096), "lru", (), *counts)
+
+
+def test_a_histogram_counts_each_value_once_in_all_buckets_above_it() -> None:
+    metrics, values = Metrics(), (0.0, BUCKETS[0], 3e-5, 0.2, 1e6)
+    for number, seconds in enumerate(values):
+        result = JobResult(number, Direction.LOAD, Outcome.DONE, 100, seconds)
+        metrics.jobs.ended("staged", result, Ended(number, Outcome.DONE, seconds))
+    labels = {"direction": "load", "mode": "staged"}
+
+    def sample(name: str, **more: str) -> float | None:
+        return metrics.registry.get_sample_value(name, {**labels, **more})
+
+    for bound in (*BUCKETS, float("inf")):
+        le = "+Inf" if bound == float("inf") else str(float(bound))
+        found = sample("kvferry_job_device_seconds_bucket", le=le)
+        assert found == sum(value <= bound for value in values), bound
+    assert sample("kvferry_job_device_seconds_sum") == pytest.approx(sum(values))
+    assert sample("kvferry_moved_bytes_total") == 500
+
+
+def test_a_job_that_was_not_done_moved_nothing() -> None:
+    metrics = Metrics()
+    result = JobResult(1, Direction.STORE, Outcome.CANCELLED, 0, 0.0)
+    metrics.jobs.ended("cpu", result, Ended(1, Outcome.CANCELLED))
+    value = metrics.registry.get_sample_value
+    assert value("kvferry_jobs_total", {"direction": "store", "outcome": "cancelled"}) == 1
+    assert value("kvferry_jobs_total", {"direction": "store", "outcome": "done"}) == 0
+    assert value("kvferry_moved_bytes_total", {"direction": "store", "mode": "cpu"}) is None
+
+
+def test_totals_of_elsewhere_are_followed() -> None:
+    """They grow; one that fell is another's, and one that went is not shown."""
+    registry = CollectorRegistry()
+    counter = FollowedCounter("some", "Some.", ("name",), registry)
+
+    def shown() -> tuple[float | None, float | None]:
+        a, b = (registry.get_sample_value("some_total", {"name": name}) for name in "ab")
+        return a, b
+
+    counter.follow({("a",): 5, ("b",): 0})
+    assert shown() == (5, 0)
+    counter.follow({("a",): 7, ("b",): 2})
+    assert shown() == (7, 2)
+    counter.follow({("a",): 3})
+    assert shown() == (3, None)
+    counter.follow({("a",): 3, ("b",): 1})
+    assert shown() == (3, 1)
+
+
+def test_who_went_is_not_shown() -> None:
+    metrics = Metrics()
+    metrics.update(status(told.EngineStatus("e", True, 1, 1, 1), busy=2), [space("n", 4)])
+    value = metrics.registry.get_sample_value
+    whose = {"namespace": "n", "model": "model"}
+    assert value("kvferry_engine_present", {"engine": "e"}) == 1
+    assert value("kvferry_namespace_stored_total", whose) == 4
+    assert value("kvferry_errors_total", {"code": "busy"}) == 2
+    metrics.update(status(busy=3), [])
+    assert value("kvferry_engine_present", {"engine": "e"}) is None
+    assert value("kvferry_namespace_stored_total", whose) is None
+    assert value("kvferry_errors_total", {"code": "busy"}) == 3

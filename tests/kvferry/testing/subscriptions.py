@@ -1,0 +1,97 @@
+"""Hostile subscribers of KV events, in a process of their own.
+
+    python -m kvferry.testing.subscriptions SOCKET KIND CONNECTIONS MESSAGES
+
+KIND: "topics", one subscription of 100 random bytes a message; "frames", messages of 1 MiB;
+"silent", connections that subscribe to nothing. Every connection that is cut is made once more for
+what is left. A libzmq subscriber would keep all topics in its own memory: this one speaks ZMTP.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x03SUB"
+TOPIC_BYTES = 100
+FRAME_BYTES = 1 << 20
+PATIENCE = 20.0
+
+
+def connect(path: str) -> socket.socket:
+    """A connection that may subscribe. Raises OSError where it is cut or nobody answers."""
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(PATIENCE)
+        connection.connect(path)
+        connection.sendall(GREETING + bytes([4, len(READY)]) + READY)
+        answer = b""
+        while b"READY" not in answer:
+            read = connection.recv(4096)
+            if not read:
+                raise ConnectionResetError("cut in the handshake")
+            answer += read
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def message(kind: str) -> bytes:
+    if kind == "frames":
+        return b"\x02" + FRAME_BYTES.to_bytes(8, "big") + b"\x01" + os.urandom(FRAME_BYTES - 1)
+    return bytes([0, TOPIC_BYTES + 1, 1]) + os.urandom(TOPIC_BYTES)
+
+
+def send_all(path: str, kind: str, messages: int) -> int:
+    """Send so many on one connection after the other; how many connections were cut."""
+    sent = cut = 0
+    while sent < messages:
+        try:
+            with connect(path) as connection:
+                while sent < messages:
+                    sent += 1
+                    connection.sendall(message(kind))
+        except OSError:
+            cut += 1
+            time.sleep(0.02)
+    return cut
+
+
+def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
+    path, kind, connections, messages = arguments
+    if kind == "silent":
+        with ExitStack() as opened:
+            for _ in range(int(connections)):
+                try:
+                    opened.enter_context(connect(path))
+                except OSError:
+                    time.sleep(0.02)
+            time.sleep(1)
+        return
+    for _ in range(int(connections)):
+        print(send_all(path, kind, int(messages)), flush=True)
+
+
+def publishers_of(pid: int) -> list[int]:
+    """The processes that publish KV events for a daemon."""
+    found = []
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        for child in (thread / "children").read_text().split():
+            try:
+                command = Path(f"/proc/{child}/cmdline").read_bytes()
+            except FileNotFoundError:  # it has just ended
+                continue
+            if b"kv_events_process" in command:
+                found.append(int(child))
+    return found
+
+
+if __name__ == "__main__":
+    main()
