@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -41,6 +42,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"seed: {config.option.seed}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def default_signals_for_children() -> Iterator[None]:
+    """Have the processes that tests start heed SIGINT and SIGHUP, also if pytest ignores them.
+
+    A script's background job ignores SIGINT, what runs under nohup SIGHUP, and so would everything
+    they start. A handler that does nothing keeps this process as it was and is not inherited.
+    """
+    ignored = [n for n in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, lambda *_: None)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

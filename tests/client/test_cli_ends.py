@@ -24,14 +24,6 @@ KVFERRY = [sys.executable, "-m", "kvferry.client.cli"]
 PATIENCE = 30.0
 
 
-@pytest.fixture(autouse=True)
-def not_under_nohup() -> Iterator[None]:
-    """What ignores SIGHUP has its children ignore it, too."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[LocalDaemon]:
     with LocalDaemon(pool_bytes=16 << 20) as daemon:

@@ -16,11 +16,20 @@ import zmq
 
 from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.proto.errors import Code, Gone, Refused
-from kvferry.proto.messages import Opened, OpenNamespace
+from kvferry.proto.memory import FdAllocation, Location
+from kvferry.proto.messages import (
+    Allocated,
+    AllocateKVCaches,
+    Error,
+    Message,
+    Opened,
+    OpenNamespace,
+    RegisterKVCaches,
+)
 from kvferry.proto.status import Fingerprint
 from kvferry.testing.engine import until
 from kvferry.testing.fuzz import memfd
-from kvferry.testing.raw import Raw, store
+from kvferry.testing.raw import Raw, one_tensor, store
 from kvferry.testing.vitals import Vitals
 
 pytestmark = pytest.mark.timeout(120)
@@ -33,9 +42,20 @@ class PoorDaemon(LocalDaemon):
 
     descriptors = DESCRIPTORS
 
+    @property
+    def limit(self) -> str:
+        """What ulimit is given."""
+        return f"-n {self.descriptors}"
+
     def _start(self, timeout: float) -> None:
-        self.command = ["sh", "-c", f'ulimit -n {self.descriptors}; exec "$@"', "sh", *self.command]
+        self.command = ["sh", "-c", f'ulimit {self.limit}; exec "$@"', "sh", *self.command]
         super()._start(timeout)
+
+
+class NarrowDaemon(PoorDaemon):
+    """A daemon that has some 2 GiB of addresses for tensors, beside what it needs itself."""
+
+    limit = f"-v {4 << 20}"
 
 
 @pytest.fixture
@@ -134,6 +154,51 @@ def test_more_visitors_than_descriptors(poor: LocalDaemon) -> None:
             except BlockingIOError:  # as many as the kernel lets wait
                 break
         until(lambda: is_served(poor.directory), 60)
+
+
+def allocate(raw: Raw, nbytes: int) -> Allocated | Error:
+    """Have the daemon allocate one tensor, of which nothing is ever touched."""
+    raw.send(AllocateKVCaches(1, one_tensor(64, 64, nbytes // 64), 64 * 64))
+    answer = raw.recv(Message)
+    assert isinstance(answer, Allocated | Error)
+    return answer
+
+
+def test_sparse_tensors_larger_than_memory(kvferryd: LocalDaemon) -> None:
+    """Registered or allocated: twelve of 10 TiB left no address to anybody else."""
+    size = 10 << 40
+    with Raw(kvferryd.directory, "allocates") as raw:
+        answer = allocate(raw, size)
+        assert isinstance(answer, Error)
+        assert answer.error.code == Code.BAD_LAYOUT
+        assert "this machine's memory" in answer.error.message
+    with Raw(kvferryd.directory, "registers") as raw:
+        descriptor = memfd(size)
+        (ticket,) = raw.deposit(descriptor)
+        os.close(descriptor)
+        shared = (FdAllocation(ticket, size),), (Location(0, 0),)
+        raw.send(RegisterKVCaches(1, one_tensor(), *shared, host_bytes=512))
+        assert raw.recv(Error).error.code == Code.BAD_LAYOUT
+    assert is_served(kvferryd.directory)
+
+
+def test_more_tensors_than_addresses() -> None:
+    """The last is refused while others have all they need, and fits when one has left."""
+    with NarrowDaemon(pool_bytes=16 << 20) as daemon, ExitStack() as hogs:
+        first = hogs.enter_context(Raw(daemon.directory, "hog"))
+        assert isinstance(allocate(first, 1 << 30), Allocated)
+        answer: Allocated | Error | None = None
+        for number in range(8):
+            hog = hogs.enter_context(Raw(daemon.directory, f"hog-{number}"))
+            if isinstance(answer := allocate(hog, 1 << 30), Error):
+                break
+        assert isinstance(answer, Error)
+        assert answer.error.code == Code.MAP_FAILED
+        assert "LimitAS" in answer.error.message
+        assert is_served(daemon.directory)
+        first.close()
+        until(lambda: isinstance(allocate(hog, 1 << 30), Allocated), 30)
+        assert daemon.process.poll() is None
 
 
 def test_a_second_daemon_beside_one_that_stands_still(kvferryd: LocalDaemon) -> None:

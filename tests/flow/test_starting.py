@@ -192,8 +192,165 @@ def test_a_file_that_is_not_right(refused: Callable[..., str], tmp_path: Path, n
     assert str(path) in said
 
 
+def fifo(place: Path) -> Path:
+    """Nobody ever writes to it."""
+    os.mkfifo(place / "fifo")
+    return place / "fifo"
+
+
+def large(place: Path) -> Path:
+    (place / "large").write_text("# more\n" * 200_000)
+    return place / "large"
+
+
+def nested(place: Path) -> Path:
+    (place / "nested").write_text("device = " + "[" * 100_000)
+    return place / "nested"
+
+
+def bound(place: Path) -> Path:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(place / "sock"))
+    return place / "sock"
+
+
+NO_FILES: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "a folder": (lambda place: place, "Is a directory"),
+    "a FIFO": (fifo, "not a regular file"),
+    "a socket": (bound, "No such device or address"),
+    "a device": (lambda _: Path("/dev/zero"), "not a regular file"),
+    "too large": (large, "more than 1048576 bytes"),
+    "nested": (nested, "nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("name", NO_FILES)
+def test_a_configuration_that_is_no_file(
+    refused: Callable[..., str], short_path: Path, name: str
+) -> None:
+    make, why = NO_FILES[name]
+    path = make(short_path)
+    said = refused(config=path)
+    assert "bad_config" in said
+    assert why in said
+    assert str(path) in said
+
+
+def test_a_name_with_a_nul(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "nul.toml").write_text('[metrics]\nlisten = "a\\u0000b"')
+    assert "metrics.listen contains a NUL" in refused(config=tmp_path / "nul.toml")
+
+
 def test_a_file_that_is_not_there(refused: Callable[..., str], tmp_path: Path) -> None:
     assert "bad_config" in refused(config=tmp_path / "none.toml")
+
+
+@pytest.fixture
+def start(short_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run kvferryd behind some shell commands until it ends by itself."""
+
+    def run(before: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+        kvferryd = [sys.executable, "-m", "kvferry.daemon", "--pool-size", "1MiB"]
+        command = ["sh", "-c", f'{before} exec "$@"', "sh", *kvferryd, *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=50)
+
+    return run
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+@pytest.mark.parametrize("inodes", [3, 4, 5])  # room for the lock, then for one socket more each
+def test_a_file_system_that_is_full(
+    start: Callable[..., subprocess.CompletedProcess[str]], short_path: Path, inodes: int
+) -> None:
+    check_full(start, short_path, f"nr_inodes={inodes}")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_a_file_system_without_a_page_left(
+    start: Callable[..., subprocess.CompletedProcess[str]], short_path: Path
+) -> None:
+    """There is a lock file, and its holder cannot write its pid."""
+    check_full(start, short_path, "size=4k", "head -c 4096 /dev/zero > {place}/filled;")
+
+
+def check_full(
+    start: Callable[..., subprocess.CompletedProcess[str]],
+    place: Path,
+    options: str,
+    fill: str = "",
+) -> None:
+    """In a mount namespace of its own, which ends with the daemon."""
+    mount = f"mount -t tmpfs -o {options} none {place} &&"
+    command = f'{mount} {fill.format(place=place)} "$@"; status=$?; find {place}; exit $status'
+    done = start(f"unshare -m sh -c '{command}' sh \"$@\"; exit;", "--runtime-dir", place)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("kvferryd: [bad_config] ")
+    assert "No space left on device" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert ".sock" not in done.stdout
+
+
+@pytest.mark.parametrize("mib", [40, 200, 600, 1100])
+def test_little_address_space(
+    start: Callable[..., subprocess.CompletedProcess[str]], short_path: Path, mib: int
+) -> None:
+    """Below some of these OpenBLAS and libzmq would end the process, in words of their own."""
+    done = start(f"ulimit -v {mib << 10};", "--runtime-dir", short_path)
+    assert done.returncode == 2, done.stderr
+    assert "bytes of address space" in done.stderr
+    assert "ulimit -v" in done.stderr
+    assert str(mib << 20) in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert list(short_path.rglob("*.sock")) == []
+
+
+NO_THREADS = """
+import sys, threading
+from kvferry.daemon.__main__ import main
+
+start = threading.Thread.start
+def fail(thread):
+    if thread.name == sys.argv[1]:
+        raise RuntimeError("can't start new thread")
+    start(thread)
+
+threading.Thread.start = fail
+main(["--pool-size", "1MiB", "--runtime-dir", sys.argv[2]])
+"""
+
+
+def test_no_threads_are_left(short_path: Path) -> None:
+    command = [sys.executable, "-c", NO_THREADS, "kvferry-pool", str(short_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 2
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith("kvferryd: [bad_config] no memory, or no threads, left")
+    assert "Traceback" not in done.stderr
+    assert list(short_path.rglob("*.sock")) == []
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
+def test_standard_streams_that_are_closed(short_path: Path, closed: str) -> None:
+    """It serves, and nothing else gets the number that messages are written to."""
+    command = [sys.executable, "-m", "kvferry.daemon", "--pool-size", "1MiB"]
+    shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *command, "--runtime-dir", str(short_path)]
+    process = subprocess.Popen(shell)
+    try:
+        until((short_path / "cpu" / "kvferry.sock").exists, 30)
+        with OffloadClient(short_path / "cpu") as client:
+            assert client.status().pid == process.pid
+        assert os.readlink(f"/proc/{process.pid}/fd/2") == os.devnull
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_refusal_that_nobody_reads(
+    start: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    assert start("exec 2>&-;", "--device", "banana").returncode == 2
 
 
 def test_flags_win_over_the_file(tmp_path: Path) -> None:

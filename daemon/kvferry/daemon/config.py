@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import stat
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -25,6 +26,9 @@ LISTS = ("allow_uids", "allow_groups")
 """Keys whose flags take several values, with commas between them."""
 
 MOST_JOBS = 1 << 30
+
+# Longer than any configuration is, and quickly read.
+MAX_FILE_BYTES = 1 << 20
 
 Size: TypeAlias = str
 Id: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_ID)]
@@ -240,7 +244,7 @@ def read(arguments: Sequence[str] | None = None) -> Config:
     tree: dict[str, Any] = {}
     try:
         if path is not None:
-            tree = msgspec.toml.decode(Path(path).read_bytes())
+            tree = msgspec.toml.decode(_contents(path))
         for key, value in given.items():
             if value is not None:
                 *sections, name = key.split(".")
@@ -251,14 +255,41 @@ def read(arguments: Sequence[str] | None = None) -> Config:
                         raise TypeError(f"{section} is a table: [{section}], and {name} in it")
                 target[name] = value.split(",") if name in LISTS else value
         config = msgspec.convert(tree, Config, strict=False)
-    except (OSError, ValueError, TypeError, msgspec.MsgspecError) as error:
+    except OSError as error:
+        message = f"the configuration file cannot be read: {error.strerror}"
+        raise Refused(Code.BAD_CONFIG, message, path or "") from error
+    except RecursionError as error:
+        message = "the configuration file is nested too deeply: write a table for each section"
+        raise Refused(Code.BAD_CONFIG, message, path or "") from error
+    except (ValueError, TypeError, msgspec.MsgspecError) as error:
         message = f"the configuration is not right: {_explained(str(error))}"
         raise Refused(Code.BAD_CONFIG, message, path or "") from error
+    for key, _, _ in options():
+        value = attrgetter(key)(config)
+        if isinstance(value, str) and "\0" in value:
+            raise Refused(Code.BAD_CONFIG, f"{key} contains a NUL character: remove it", value)
     for name, size in (("pool.size", config.pool.size), ("pool.chunk", config.pool.chunk)):
         if not parse_bytes(size):
             raise Refused(Code.BAD_CONFIG, f"{name} is at least one byte", size)
     parse_bytes(config.copy.staging)
     return config
+
+
+def _at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)  # a FIFO would wait for a writer
+
+
+def _contents(path: str) -> bytes:
+    """What a regular file holds. Raises OSError, Refused (BAD_CONFIG); never waits for a writer."""
+    with open(path, "rb", opener=_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            message = "the configuration is not a regular file: name a TOML file"
+            raise Refused(Code.BAD_CONFIG, message, path)
+        data = file.read(MAX_FILE_BYTES + 1) or b""
+    if len(data) > MAX_FILE_BYTES:
+        message = f"the configuration file has more than {MAX_FILE_BYTES} bytes: name a TOML file"
+        raise Refused(Code.BAD_CONFIG, message, path)
+    return data
 
 
 def _explained(error: str) -> str:

@@ -1,9 +1,14 @@
-"""kvferryd: the only place that reads configuration and picks an engine."""
+"""kvferryd: the only place that reads configuration and picks an engine.
+
+Called by __main__ on the main thread. What the operating system refuses while the daemon starts (a
+full file system, no memory, no threads) becomes a line with the setting to change.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import os
 import resource
@@ -15,10 +20,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import NoReturn
 
 import structlog
 import uvloop
+import zmq
 
 from kvferry.daemon import config as configuration
 from kvferry.daemon.config import Config, HealthConfig
@@ -72,12 +79,14 @@ def _main(supervisor: Supervisor, arguments: Sequence[str] | None) -> None:
         supervisor.status(f"opening device {config.device}")
         engine = make_engine(config)
         admission = Admission(config.limits.allow_uids, config.limits.allow_groups)
-        endpoint = Endpoint(config.directory / engine.info.uuid, admission)
+        with starting(config.directory):
+            endpoint = Endpoint(config.directory / engine.info.uuid, admission)
     except KVFerryError as error:
         give_up(supervisor, "refused to start", error, 2)
     with contextlib.closing(endpoint):
         try:
-            pool, kept = make_pool(config, supervisor, locked=engine.info.kind != "cpu")
+            with starting(config.directory):
+                pool, kept = make_pool(config, supervisor, locked=engine.info.kind != "cpu")
         except KVFerryError as error:
             give_up(supervisor, "refused to start", error, 2)
         try:
@@ -87,6 +96,39 @@ def _main(supervisor: Supervisor, arguments: Sequence[str] | None) -> None:
             give_up(supervisor, "refused to start", error, 2)
         except KVFerryError as error:
             give_up(supervisor, "failed", error, 1)
+
+
+# Errors of a file system that takes no new file, and of a kernel that has no memory left.
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
+NO_MEMORY = frozenset({errno.ENOMEM, errno.EAGAIN})
+
+
+@contextlib.contextmanager
+def starting(directory: Path) -> Iterator[None]:
+    """Turn what the operating system refuses at start into Refused (BAD_CONFIG).
+
+    directory: the runtime directory, the only place where the daemon makes files.
+    """
+    try:
+        yield
+    except (OSError, zmq.ZMQError) as error:
+        if error.errno in NO_ROOM:
+            message = f"no room for sockets in runtime_dir ({os.strerror(error.errno)}): free some"
+            message += ", or set a runtime_dir on another file system"
+            raise Refused(Code.BAD_CONFIG, message, str(directory)) from error
+        if error.errno in NO_MEMORY:
+            raise _no_memory(error) from error
+        raise
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "start new thread" not in str(error):
+            raise
+        raise _no_memory(error) from error
+
+
+def _no_memory(error: Exception) -> Refused:
+    message = "no memory, or no threads, left to start with: raise LimitAS, LimitNPROC and the "
+    message += "memory and tasks of the control group, or make pool.size smaller"
+    return Refused(Code.BAD_CONFIG, message, str(error) or type(error).__name__)
 
 
 def give_up(supervisor: Supervisor, what: str, error: KVFerryError, status: int) -> NoReturn:
@@ -155,41 +197,42 @@ async def run(
         identity, pool.nbytes, time.monotonic(), HOST_BYTES, most_regions(), metrics.jobs.ended
     )
     with signals.heard(lambda: server.stop()):  # before there is a socket: who sees it may end us
-        auditor = Auditor(  # first: so its process never has a socket of ours
-            pool.descriptors,
-            pool.chunk_bytes,
-            config.integrity.threads,
-            lambda error: server.fail(error),
-        )
-        publisher = KVEventPublisher(config.events.publish or f"ipc://{endpoint.events}")
-        server = Server(core, endpoint, publisher.publish)
-        lane = Lane(engine, pool, server.lane_reports, server.fail, server.said)
-        archive = Archive(
-            auditor, kept.keeper, config.integrity.check_loads, server.tell, server.vouch
-        )
-        archive.take_up(kept.ledgers, core.restore)
-        shelf = Shelf(kept.keeper)
-        for number, memory in shelf.take_up(kept.ledgers, core.restore_tensors).items():
-            lane.hold(number, memory)
-        health = make_health(config.health, server, lane, pool.address, signals)
-        gc.freeze()
-        gc.set_threshold(*GC_THRESHOLDS)
-        lane.start()
-        lane.enter()
-        kept.settle()
-        pool.fill(engine, server.pool_grew, server.fail)
-        archive.verify()
-        log.info(
-            "serving",
-            device=engine.info.name,
-            directory=str(endpoint.directory),
-            pool=pool.nbytes - HOST_BYTES,
-            numa_node="-" if engine.numa_node is None else engine.numa_node,
-            metrics=metrics_server.address if metrics_server else "off",
-        )
-        signals.serving(f"serving {engine.info.name} at {endpoint.directory}")
-        if metrics_server:
-            metrics_server.start(server)
+        with starting(config.directory):
+            auditor = Auditor(  # first: so its process never has a socket of ours
+                pool.descriptors,
+                pool.chunk_bytes,
+                config.integrity.threads,
+                lambda error: server.fail(error),
+            )
+            publisher = KVEventPublisher(config.events.publish or f"ipc://{endpoint.events}")
+            server = Server(core, endpoint, publisher.publish)
+            lane = Lane(engine, pool, server.lane_reports, server.fail, server.said)
+            archive = Archive(
+                auditor, kept.keeper, config.integrity.check_loads, server.tell, server.vouch
+            )
+            archive.take_up(kept.ledgers, core.restore)
+            shelf = Shelf(kept.keeper)
+            for number, memory in shelf.take_up(kept.ledgers, core.restore_tensors).items():
+                lane.hold(number, memory)
+            health = make_health(config.health, server, lane, pool.address, signals)
+            gc.freeze()
+            gc.set_threshold(*GC_THRESHOLDS)
+            lane.start()
+            lane.enter()
+            kept.settle()
+            pool.fill(engine, server.pool_grew, server.fail)
+            archive.verify()
+            log.info(
+                "serving",
+                device=engine.info.name,
+                directory=str(endpoint.directory),
+                pool=pool.nbytes - HOST_BYTES,
+                numa_node="-" if engine.numa_node is None else engine.numa_node,
+                metrics=metrics_server.address if metrics_server else "off",
+            )
+            signals.serving(f"serving {engine.info.name} at {endpoint.directory}")
+            if metrics_server:
+                metrics_server.start(server)
         await server.serve(lane, archive, shelf, health, config.stop.drain_seconds)
         await publisher.close()
         if metrics_server:
@@ -253,7 +296,10 @@ def make_engine(config: Config) -> CopyEngine:
 
 
 class Signals:
-    """SIGTERM and SIGINT stop the server, SIGHUP reloads; the supervisor is told, of health too."""
+    """SIGTERM and SIGINT stop the server, SIGHUP reloads; the supervisor is told, of health too.
+
+    SIGINT stays ignored if it was ignored when the daemon started.
+    """
 
     def __init__(self, supervisor: Supervisor, reload: Callable[[], None]) -> None:
         self._supervisor, self._reload = supervisor, reload
@@ -285,9 +331,11 @@ class Signals:
         stop = partial(self._end, stop)
         handlers: dict[signal.Signals, Callable[[], None]] = {
             signal.SIGTERM: stop,
-            signal.SIGINT: stop,
             signal.SIGHUP: self._hup,
         }
+        # A shell has its background jobs ignore SIGINT: ctrl-c is meant for the job in front.
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            handlers[signal.SIGINT] = stop
         for number, handler in handlers.items():
             loop.add_signal_handler(number, handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # one may have waited

@@ -24,6 +24,7 @@ from kvferry.daemon.engine.base import CopyEngine
 from kvferry.daemon.engine.memory import PAGE, MappedFiles, empty
 from kvferry.daemon.engine.numa import stay_near
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
+from kvferry.proto.process import SPARE_ADDRESS_SPACE, check_address_space
 
 TOUCHERS = min(16, os.cpu_count() or 1)
 AHEAD = 2 * TOUCHERS
@@ -47,6 +48,7 @@ class HostPool:
         self.ready_bytes = 0
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
+        check_address_space(self.nbytes + SPARE_ADDRESS_SPACE, "the pool", Code.POOL_TOO_LARGE)
         try:
             self._memory = MappedFiles("kvferry-pool", self.nbytes, self.chunk_bytes, kept)
         except OSError as error:

@@ -22,10 +22,11 @@ import numpy as np
 
 from kvferry.daemon.core.geometry import Geometry, Int64s, Run
 from kvferry.daemon.engine.base import NO_ROOM, Mapping, Room, Shared, Want, packed_locations
-from kvferry.daemon.engine.memory import IOV_MAX, Mapped, move
+from kvferry.daemon.engine.memory import IOV_MAX, PAGE, Mapped, move
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.memory import Allocation, FdAllocation, Location
 from kvferry.proto.page import sealed_memfd
+from kvferry.proto.process import SPARE_ADDRESS_SPACE, address_space_left
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import DeviceInfo, GroupCopying
 
@@ -105,6 +106,7 @@ class ReferenceEngine:
         mapped: list[Mapped] = []
         try:
             files = [_as_file(allocation) for allocation in allocations]
+            _check_fit(sum(file.size for file in files))
             for file, descriptor in zip(files, descriptors, strict=True):
                 mapped.append(Mapped(descriptor, file.size))
         except KVFerryError:
@@ -223,6 +225,22 @@ def _as_file(allocation: Allocation) -> FdAllocation:
         "this daemon serves tensors in host memory (device = cpu)",
         allocation.device_uuid,
     )
+
+
+def _check_fit(nbytes: int) -> None:
+    """Raise Refused (BAD_LAYOUT) or Failed (MAP_FAILED) for tensors that may not be mapped.
+
+    A memfd may be sparse and of any size, so an engine without any memory could take all addresses.
+    """
+    most = os.sysconf("SC_PHYS_PAGES") * PAGE
+    if nbytes > most:
+        message = f"the tensors take {nbytes} bytes, more than the {most} of this machine's memory"
+        raise Refused(Code.BAD_LAYOUT, f"{message}: register fewer blocks", nbytes)
+    left = address_space_left() - SPARE_ADDRESS_SPACE
+    if nbytes > left:
+        message = f"the tensors take {nbytes} bytes, and the daemon has {max(0, left)} bytes of "
+        message += "address space left for tensors: raise its LimitAS, or have other engines leave"
+        raise Failed(Code.MAP_FAILED, message, nbytes)
 
 
 def _copy(piece: _Piece) -> None:

@@ -1,0 +1,57 @@
+"""What a command finds out about its own process: standard streams and address space.
+
+Called by kvferryd and kvferry before they import libraries that abort instead of raising (OpenBLAS
+and libzmq do so when they cannot start a thread), and by the daemon before it maps memory. Imports
+the standard library and the errors only.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+
+from kvferry.proto.errors import Code, Refused
+
+# Bytes that mappings leave to everything else: stacks, the allocator's arenas, sockets, libraries.
+SPARE_ADDRESS_SPACE = 1 << 30
+# What x86-64 gives a process without five-level paging.
+_MAX_ADDRESS_SPACE = 1 << 47
+
+
+def open_standard_streams() -> None:
+    """Open closed standard descriptors as /dev/null.
+
+    Otherwise the next file that is opened gets their number, and what a library writes to stderr
+    goes into it.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+
+
+def check_address_space(needed: int, what: str, code: Code = Code.BAD_CONFIG) -> None:
+    """Raise Refused if this process cannot map `needed` more bytes.
+
+    The soft limit is raised as far as the hard one allows. what: what needs them, for the message.
+    """
+    _, limit = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    left = address_space_left()
+    if needed > left:
+        raise Refused(
+            code,
+            f"{what} needs {needed} bytes of address space, and {max(0, left)} are left: "
+            "raise LimitAS in the unit, or ulimit -v",
+            limit,
+        )
+
+
+def address_space_left() -> int:
+    """Bytes that this process can still map. Negative if its limit was lowered below its size."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    most = _MAX_ADDRESS_SPACE if limit == resource.RLIM_INFINITY else limit
+    with open("/proc/self/statm", "rb") as statm:
+        return min(most, _MAX_ADDRESS_SPACE) - int(statm.read().split()[0]) * resource.getpagesize()
