@@ -43,6 +43,7 @@ from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
 from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.lane.berth import Berth
 from kvferry.daemon.lane.lane import Lane
+from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.libcuda import Event
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import CalibrationPoint, CopyStatus
@@ -245,7 +246,7 @@ class Dock:
             (tuple(TensorRef(number, page) for number in range(tensors)),),
             self._factor,
         )
-        self._geometry = Geometry(layout, 0, HOST_BLOCKS)
+        self._geometry = Geometry(LayoutArrays.from_layout(layout), 0, HOST_BLOCKS)
         self._reports: queue.SimpleQueue[list[Report]] = queue.SimpleQueue()
         pool = cast(HostPool, SimpleNamespace(address=POOL, ready_bytes=1 << 60))
         self._lane = Lane(engine, pool, self._reports.put, lambda error: os._exit(1))

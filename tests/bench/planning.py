@@ -14,6 +14,7 @@ import time
 import numpy as np
 
 from kvferry.daemon.core.geometry import Geometry
+from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
 
 ROUNDS, WARM_UPS = 500, 20
@@ -37,7 +38,7 @@ def measure(direction: Direction, blocks: int, tensors: int, factor: int) -> lis
     random, hosts = np.random.default_rng(0), -(-blocks // factor)
     pages = tuple(TensorLayout(2 * blocks, PAGE, PAGE) for _ in range(tensors))
     refs = tuple(TensorRef(tensor, PAGE) for tensor in range(tensors))
-    geometry = Geometry(KVLayout(pages, (refs,), factor), 0, 2 * hosts)
+    geometry = Geometry(LayoutArrays.from_layout(KVLayout(pages, (refs,), factor)), 0, 2 * hosts)
     seconds: list[float] = []
     for _ in range(WARM_UPS + ROUNDS):
         gpu = GPULoadStoreSpec(random.permutation(2 * blocks)[:blocks])

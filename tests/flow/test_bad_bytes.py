@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from kvferry.client import Code, OffloadClient, Refused
-from kvferry.proto.codec import MAX_MESSAGE_BYTES, encode
+from kvferry.proto.codec import MAX_MESSAGE_BYTES, MAX_OTHER_BYTES, encode
 from kvferry.proto.messages import (
     PROTOCOL,
     Error,
@@ -113,12 +113,16 @@ def test_random_bytes(beside: Engine) -> None:
 
 def test_a_message_too_large(beside: Engine) -> None:
     with Raw(beside.directory, "other") as raw:
-        assert refusal(raw, bytes(MAX_MESSAGE_BYTES + 1)) == Code.MESSAGE_TOO_LARGE
-        assert beside.client.status().errors == {Code.MESSAGE_TOO_LARGE: 1}
-        assert refusal(raw, bytes(MAX_MESSAGE_BYTES)) == Code.BAD_MESSAGE
+        touch = b"\x92\xa5touch"  # of a kind that may be large
+        most = touch + bytes(MAX_MESSAGE_BYTES - len(touch))
+        assert refusal(raw, most + b"\0") == Code.MESSAGE_TOO_LARGE
+        assert refusal(raw, bytes(MAX_OTHER_BYTES + 1)) == Code.MESSAGE_TOO_LARGE
+        assert beside.client.status().errors == {Code.MESSAGE_TOO_LARGE: 2}
+        assert refusal(raw, most) == Code.BAD_MESSAGE
+        assert refusal(raw, bytes(MAX_OTHER_BYTES)) == Code.BAD_MESSAGE
     with Raw(beside.directory) as raw:
         raw.send(bytes(3 * MAX_MESSAGE_BYTES))
-    assert beside.client.status().errors[Code.MESSAGE_TOO_LARGE] == 1
+    assert beside.client.status().errors[Code.MESSAGE_TOO_LARGE] == 2
 
 
 @pytest.mark.parametrize("versions", [(PROTOCOL + 1, PROTOCOL + 5), (0, PROTOCOL - 1), (9, 0)])

@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -106,7 +107,8 @@ class World:
                 self.held.pop(number, None)
 
     def map(self, wanted: Map) -> Mapped:
-        number, layout = wanted.registration, wanted.geometry.layout
+        number = wanted.registration
+        layout = msgspec.convert(wanted.geometry.layout.to_lists(), KVLayout)
         if self.failing:
             return Mapped(number, wanted.session, ErrorInfo(Code.DRIVER, "out of memory"))
         memory, reused = Memory(layout, wanted.session[0]), False

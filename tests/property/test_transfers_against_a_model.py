@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from kvferry.daemon.core.geometry import Geometry, Run
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
 
 PROFILE = settings(max_examples=250)
@@ -36,7 +37,7 @@ class World:
 
     @property
     def geometry(self) -> Geometry:
-        return Geometry(self.layout, self.region_start, self.host_blocks)
+        return Geometry(LayoutArrays.from_layout(self.layout), self.region_start, self.host_blocks)
 
     @property
     def pool_bytes(self) -> int:
@@ -152,7 +153,7 @@ def worlds(draw: st.DrawFn) -> World:
         for group in uses
     )
     layout = KVLayout(tuple(tensors), groups, draw(st.integers(1, 8)))
-    layout.check()
+    LayoutArrays.from_layout(layout)  # checks it
     start, blocks = draw(st.integers(GUARD, 40)), draw(st.integers(1, 20))
     return World(layout, tuple(offsets), end + GUARD, start, blocks)
 

@@ -30,8 +30,11 @@ from kvferry.proto.errors import (
     Refused,
     error_of,
 )
+from kvferry.proto.memory import CudaAllocation, Location
 from kvferry.proto.specs import (
     MAX_BLOCK_IDS,
+    MAX_REFS,
+    MAX_TENSORS,
     CPULoadStoreSpec,
     Direction,
     GPULoadStoreSpec,
@@ -304,6 +307,43 @@ def test_a_message_has_a_largest_size_both_ways(monkeypatch: pytest.MonkeyPatch)
     assert (caught.value.code, caught.value.value) == (Code.MESSAGE_TOO_LARGE, str(len(data)))
 
 
+@pytest.mark.parametrize("name", [name for name in GOLDEN if name.startswith("client/")])
+def test_a_message_without_many_ids_or_keys_has_a_smaller_largest_size(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that nothing large is decoded where nothing large can be meant."""
+    data = GOLDEN[name]
+    monkeypatch.setattr(codec, "MAX_OTHER_BYTES", len(data) - 1)
+    if data[2 : 2 + (data[1] & 31)] in codec.MANY:
+        assert codec.decode_client_message(data)
+    else:
+        assert refusal(codec.decode_client_message, data) == Code.MESSAGE_TOO_LARGE
+    monkeypatch.setattr(codec, "MAX_OTHER_BYTES", len(data))
+    assert codec.decode_client_message(data)
+
+
+def test_a_tag_of_another_form_makes_no_message_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tag that is not the short string of our encoder is of no kind that may be large."""
+    data = b"\x92\xd9\x06cancel\x91\x01"
+    assert codec.decode_client_message(data) == wire.Cancel((1,))
+    monkeypatch.setattr(codec, "MAX_OTHER_BYTES", len(data) - 1)
+    assert refusal(codec.decode_client_message, data) == Code.MESSAGE_TOO_LARGE
+
+
+def test_the_largest_layout_fits_into_a_message() -> None:
+    """Each tensor in an allocation of its own, shared by CUDA IPC, all numbers long."""
+    size, groups = 1 << 40, MAX_REFS // 64
+    uuid = "GPU-" + "0" * 36
+    refs = [TensorRef(MAX_TENSORS - 1, size)] * 64
+    most = wire.RegisterKVCaches(
+        1,
+        KVLayout((TensorLayout(size, size, size),) * MAX_TENSORS, (tuple(refs),) * groups),
+        (CudaAllocation(uuid, bytes(64), size),) * MAX_TENSORS,
+        (Location(MAX_TENSORS - 1, size),) * MAX_TENSORS,
+    )
+    assert codec.decode_client_message(encode(most)) == most
+
+
 def test_what_is_too_large_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", 3)
     assert refusal(codec.decode_client_message, b"\xc1\xc1\xc1\xc1") == Code.MESSAGE_TOO_LARGE
@@ -419,35 +459,6 @@ def test_specs_are_equal_by_value_and_kind() -> None:
     assert spec != GPULoadStoreSpec([1, 2], (2,), (1,))
     assert spec != GPULoadStoreSpec([1, 2])
     assert GPULoadStoreSpec([1]) != CPULoadStoreSpec([1])
-
-
-TENSORS = (TensorLayout(4, 100, 128), TensorLayout(8, 50, 50))
-
-
-@pytest.mark.parametrize(
-    ("layout", "code", "said"),
-    [
-        (KVLayout((TensorLayout(2, 9, 8),), ((TensorRef(0, 1),),)), Code.BAD_LAYOUT, "tensor 0"),
-        (KVLayout(TENSORS, ((TensorRef(2, 1),),)), Code.UNKNOWN_TENSOR, "group 0"),
-        (KVLayout(TENSORS, ((TensorRef(0, 1),), (TensorRef(1, 51),))), Code.BAD_LAYOUT, "group 1"),
-        (KVLayout(TENSORS, ((TensorRef(0, 1), TensorRef(0, 2)),)), Code.BAD_LAYOUT, "twice"),
-    ],
-)
-def test_a_layout_whose_parts_do_not_fit_is_refused(
-    layout: KVLayout, code: Code, said: str
-) -> None:
-    with pytest.raises(Refused, match=said) as caught:
-        layout.check()
-    assert caught.value.code == code
-
-
-def test_sizes_of_a_layout() -> None:
-    groups = ((TensorRef(0, 90), TensorRef(1, 50)), (TensorRef(0, 100),))
-    layout = KVLayout(TENSORS, groups, 3)
-    layout.check()
-    assert [layout.group_bytes(group) for group in (0, 1)] == [140, 100]
-    assert layout.host_block_bytes == 3 * 140
-    assert [tensor.span_bytes for tensor in TENSORS] == [3 * 128 + 100, 400]
 
 
 def test_directions() -> None:

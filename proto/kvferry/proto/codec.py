@@ -19,7 +19,14 @@ from kvferry.proto.errors import Code, Refused
 from kvferry.proto.messages import ClientMessage, DaemonMessage
 
 MAX_MESSAGE_BYTES = 32 << 20
-"""Two sides of MAX_BLOCK_IDS int64 ids each are half of it."""
+"""Of messages that carry block ids, keys or job ids: two sides of MAX_BLOCK_IDS int64 ids each are
+an eighth of it, and a broadcast of what a store of MAX_KEYS keys evicted a quarter."""
+MAX_OTHER_BYTES = 1 << 20
+"""Of what else clients send. The largest is a layout of MAX_TENSORS tensors, each in a CUDA
+allocation of its own: 0.7 MiB. To decode a MiB of small objects takes 30 ms."""
+MANY = frozenset({b"submit", b"cancel", b"wait", b"pin", b"unpin", b"touch"})
+"""Client messages that may have MAX_MESSAGE_BYTES."""
+_FIXSTR, _FIXSTR_BYTES = 0xA0, 0x1F
 
 T = TypeVar("T")
 
@@ -57,17 +64,24 @@ def readable(value: object, kind: Any) -> bool:
 
 
 class Decoder(Generic[T]):
-    """Decodes one direction's union of messages."""
+    """Decodes one direction's union of messages.
 
-    def __init__(self, union: Any) -> None:
+    many: tags of those that may have MAX_MESSAGE_BYTES; the others have MAX_OTHER_BYTES. None: all.
+    """
+
+    def __init__(self, union: Any, many: frozenset[bytes] | None = None) -> None:
         self._decoder = msgspec.msgpack.Decoder(union)
+        self._many = many
 
     def __call__(self, data: bytes | memoryview) -> T:
         """The message in `data`; Refused (BAD_MESSAGE, MESSAGE_TOO_LARGE) for anything else."""
-        if len(data) > MAX_MESSAGE_BYTES:
+        most = MAX_MESSAGE_BYTES
+        if len(data) > MAX_OTHER_BYTES and self._many is not None and _tag(data) not in self._many:
+            most = MAX_OTHER_BYTES
+        if len(data) > most:
             raise Refused(
                 Code.MESSAGE_TOO_LARGE,
-                f"a message has at most {MAX_MESSAGE_BYTES} bytes",
+                f"the message has {len(data)} bytes, and one of its kind has at most {most}",
                 len(data),
             )
         try:
@@ -79,7 +93,14 @@ class Decoder(Generic[T]):
         return message
 
 
-decode_client_message: Decoder[ClientMessage] = Decoder(ClientMessage)
+def _tag(data: bytes | memoryview) -> bytes:
+    """The tag of a message as clients encode it: a short string that begins at byte 1."""
+    head = data[1]
+    nbytes = head & _FIXSTR_BYTES if head & ~_FIXSTR_BYTES == _FIXSTR else 0
+    return bytes(data[2 : 2 + nbytes])
+
+
+decode_client_message: Decoder[ClientMessage] = Decoder(ClientMessage, MANY)
 decode_daemon_message: Decoder[DaemonMessage] = Decoder(DaemonMessage)
 decode_descriptor_request: Decoder[DescriptorRequest] = Decoder(DescriptorRequest)
 decode_descriptor_reply: Decoder[DescriptorReply] = Decoder(DescriptorReply)

@@ -7,6 +7,7 @@ import pytest
 
 from kvferry.daemon.core.geometry import FEW, Geometry, sides
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.memory import Location
 from kvferry.proto.specs import (
     CPULoadStoreSpec,
@@ -39,7 +40,7 @@ LAYOUT = KVLayout(TENSORS, GROUPS, 3)
 
 @pytest.fixture
 def geometry() -> Geometry:
-    return Geometry(LAYOUT, START, 20)
+    return Geometry(LayoutArrays.from_layout(LAYOUT), START, 20)
 
 
 def test_pages_of_a_block_lie_behind_one_another_in_the_host_block(geometry: Geometry) -> None:
@@ -69,7 +70,8 @@ def test_without_sizes_a_transfer_is_one_group_from_its_start() -> None:
     layout = KVLayout(TENSORS[:1], ((TensorRef(0, 10),),), 2)
     plain, said = GPULoadStoreSpec([3, 1, 5]), gpu(3, 1, 5, sizes=(3,), first=(0,))
     runs = [
-        Geometry(layout, START, 9).resolve(LOAD, spec, ids(8, 0)).runs[0] for spec in (plain, said)
+        Geometry(LayoutArrays.from_layout(layout), START, 9).resolve(LOAD, spec, ids(8, 0)).runs[0]
+        for spec in (plain, said)
     ]
     assert runs[0].gpu_blocks.tolist() == runs[1].gpu_blocks.tolist() == [3, 1, 5]
     offsets = [START + 8 * 20, START + 8 * 20 + 10, START]
@@ -152,7 +154,7 @@ def test_a_source_may_come_twice(geometry: Geometry) -> None:
 
 def test_groups_that_share_a_tensor_share_its_slots() -> None:
     groups = ((TensorRef(0, 10),), (TensorRef(0, 8), TensorRef(1, 8)), (TensorRef(2, 5),))
-    geometry = Geometry(KVLayout(TENSORS, groups), 0, 9)
+    geometry = Geometry(LayoutArrays.from_layout(KVLayout(TENSORS, groups)), 0, 9)
     resolved = geometry.resolve(STORE, gpu(1, 1, 1, sizes=(1, 1, 1), first=(0,) * 3), ids(0, 1, 2))
     one, other, apart = resolved.gpu_slots.tolist()
     assert one == other != apart
@@ -165,9 +167,23 @@ def test_groups_that_share_a_tensor_share_its_slots() -> None:
 def test_groups_that_share_no_tensor_may_load_the_same_block_id() -> None:
     """Group 1 shares a tensor with either of the others, which share none with each other."""
     groups = ((TensorRef(0, 10),), (TensorRef(0, 10), TensorRef(1, 8)), (TensorRef(1, 8),))
-    geometry = Geometry(KVLayout(TENSORS[:2], groups), 0, 9)
+    geometry = Geometry(LayoutArrays.from_layout(KVLayout(TENSORS[:2], groups)), 0, 9)
     resolved = geometry.resolve(LOAD, gpu(3, 3, sizes=(1, 0, 1), first=(0,) * 3), ids(0, 1))
     assert geometry.nbytes(resolved.runs) == 18
+
+
+@pytest.mark.parametrize("again", [None, 5])
+def test_a_block_that_comes_twice_among_very_many_is_found(again: int | None) -> None:
+    """Where a table of all blocks would take more memory than the ids."""
+    layout = KVLayout((TensorLayout(1 << 27, 1, 1),), ((TensorRef(0, 1),),))
+    geometry, blocks = Geometry(LayoutArrays.from_layout(layout), 0, 1000), np.arange(1000) << 17
+    if again is not None:
+        blocks[again + 600] = blocks[again]
+        with pytest.raises(Refused) as refused:
+            geometry.resolve(LOAD, GPULoadStoreSpec(blocks), np.arange(1000))
+        assert (refused.value.code, refused.value.value) == (Code.DUPLICATE_BLOCK, str(5 << 17))
+    else:
+        assert geometry.resolve(LOAD, GPULoadStoreSpec(blocks), np.arange(1000)).runs
 
 
 @pytest.mark.parametrize(
@@ -215,11 +231,13 @@ def test_tensors_that_overlap_share_their_slots() -> None:
         ((TensorRef(0, 20),), (TensorRef(1, 12),), (TensorRef(2, 8),)),
     )
     places = [Location(0, 0), Location(0, 24), Location(0, 4096)]
-    geometry = Geometry(layout, 0, 9, places)
+    geometry = Geometry(LayoutArrays.from_layout(layout), 0, 9, places)
     resolved = geometry.resolve(LOAD, gpu(3, 3, 3, sizes=(1, 1, 1), first=(0,) * 3), ids(0, 1, 2))
     packed, other, apart = resolved.gpu_slots.tolist()
     assert packed == other != apart
-    elsewhere = Geometry(layout, 0, 9, [Location(0, 0), Location(1, 24), Location(0, 4096)])
+    elsewhere = Geometry(
+        LayoutArrays.from_layout(layout), 0, 9, [Location(0, 0), Location(1, 24), Location(0, 4096)]
+    )
     resolved = elsewhere.resolve(LOAD, gpu(3, 3, 3, sizes=(1, 1, 1), first=(0,) * 3), ids(0, 1, 2))
     assert len(set(resolved.gpu_slots.tolist())) == 3
 
@@ -229,7 +247,7 @@ def test_tensors_within_another_share_memory_with_all_that_it_spans_and_the_next
     whole, part = TensorLayout(5, 20, 40), TensorLayout(5, 8, 8)
     layout = KVLayout((part, whole, part, part), tuple((TensorRef(n, 8),) for n in range(4)))
     places = [Location(0, 100), Location(0, 0), Location(0, 0), Location(0, whole.span_bytes)]
-    resolved = Geometry(layout, 0, 9, places).resolve(
+    resolved = Geometry(LayoutArrays.from_layout(layout), 0, 9, places).resolve(
         LOAD, gpu(3, 3, 3, 3, sizes=(1,) * 4, first=(0,) * 4), ids(0, 1, 2, 3)
     )
     inside, around, front, behind = resolved.gpu_slots.tolist()
@@ -240,7 +258,7 @@ def test_tensors_within_another_share_memory_with_all_that_it_spans_and_the_next
 def test_of_many_ids_each_is_in_range(bad: int) -> None:
     count = FEW + 2
     layout = KVLayout((TensorLayout(99, 8, 8),), ((TensorRef(0, 8),),))
-    geometry, good = Geometry(layout, START, 99), np.arange(count)
+    geometry, good = Geometry(LayoutArrays.from_layout(layout), START, 99), np.arange(count)
     assert geometry.resolve(STORE, GPULoadStoreSpec(good), good).gpu_slots.size == count
     spoiled = good.copy()
     spoiled[count // 2] = bad
@@ -259,4 +277,4 @@ def test_whether_a_host_block_may_lie_across_two_chunks(
     start: int, chunk: int, whole: bool
 ) -> None:
     """A host block has 48 bytes."""
-    assert Geometry(LAYOUT, start, 20).whole(chunk) is whole
+    assert Geometry(LayoutArrays.from_layout(LAYOUT), start, 20).whole(chunk) is whole

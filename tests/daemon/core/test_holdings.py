@@ -25,6 +25,7 @@ from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto import status as told
 from kvferry.proto.errors import Code, ErrorInfo, Refused
+from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 
 POOL = 16384
@@ -274,11 +275,11 @@ def test_nothing_is_released_of_an_engine_that_keeps_nothing(desk: Desk) -> None
 def test_what_an_earlier_daemon_kept_is_its_engine_s_once_and_where_its_host_blocks_are(
     desk: Desk,
 ) -> None:
-    kept = Tenancy("a", layout(), SIZE, engine_owner("a"))
+    kept = Tenancy("a", LayoutArrays.from_layout(layout()), SIZE, engine_owner("a"))
     with pytest.raises(Refused) as refused:
         desk.core.restore_tensors(kept)
     assert (refused.value.code, refused.value.value) == (Code.NOT_REGISTERED, "a")
-    desk.core.restore(Found(Deed("a", 0, 4096, layout())))
+    desk.core.restore(Found(Deed("a", 0, 4096, LayoutArrays.from_layout(layout()))))
     assert desk.core.restore_tensors(kept) == 1
     with pytest.raises(Refused):
         desk.core.restore_tensors(kept)

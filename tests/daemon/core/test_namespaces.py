@@ -598,7 +598,7 @@ def test_a_layout_whose_host_blocks_are_of_more_gpu_blocks_is_refused(restarted:
     (action,) = desk.ask("b", wire.AllocateKVCaches(1, WIDE))
     error = action.message.error
     assert error.code == Code.NAMESPACE_MISMATCH
-    assert "GPU blocks in a host block: 2 and 3" in error.message
+    assert "have 2 GPU blocks of pages [1024], and of this layout 3 GPU blocks" in error.message
     assert isinstance(desk.ask("b", wire.AllocateKVCaches(1, two))[0], Map)
 
 

@@ -13,13 +13,15 @@ from kvferry.daemon.core.actions import Strike
 from kvferry.daemon.core.deeds import Deed, Found, engine_owner
 from kvferry.daemon.core.regions import ALIGNMENT, Region, Regions
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 
 PROFILE = settings(max_examples=300)
 
 
-def layout(block_bytes: int) -> KVLayout:
-    return KVLayout((TensorLayout(4, block_bytes, block_bytes),), ((TensorRef(0, block_bytes),),))
+def layout(block_bytes: int) -> LayoutArrays:
+    tensor, ref = TensorLayout(4, block_bytes, block_bytes), TensorRef(0, block_bytes)
+    return LayoutArrays.from_layout(KVLayout((tensor,), ((ref,),)))
 
 
 PAGE, SMALL = layout(ALIGNMENT), layout(1000)
@@ -83,7 +85,7 @@ def test_an_engine_that_comes_back_gets_its_region_back() -> None:
 
 
 @pytest.mark.parametrize(("shape", "pages"), [(SMALL, 3), (PAGE, 2), (PAGE, 4)])
-def test_another_layout_or_size_is_another_region(shape: KVLayout, pages: int) -> None:
+def test_another_layout_or_size_is_another_region(shape: LayoutArrays, pages: int) -> None:
     regions = divided(10, a=2, b=3)
     regions.desert(engine_owner("b"))
     region, reattached = regions.claim(engine_owner("b"), shape, pages * ALIGNMENT)
@@ -209,7 +211,7 @@ def largest_gap(pool: int, held: list[Region]) -> int:
 @settings(PROFILE)
 @given(st.integers(4, 12), st.lists(claims, max_size=25))
 def test_whatever_happens_regions_never_overlap_and_the_present_stay(
-    pages: int, history: list[tuple[str, KVLayout, int | None]]
+    pages: int, history: list[tuple[str, LayoutArrays, int | None]]
 ) -> None:
     pool = pages * ALIGNMENT
     regions = Regions(pool)
@@ -268,7 +270,7 @@ def test_who_is_refused_makes_nobody_give_way() -> None:
     regions = Regions(1 << 30, most=1)
     regions.claim(engine_owner("a"), PAGE, ALIGNMENT)
     regions.desert(engine_owner("a"))
-    tiny = KVLayout((TensorLayout(1, 1, 1),), ((TensorRef(0, 1),),))
+    tiny = layout(1)
     with pytest.raises(Refused) as refused:
         regions.claim(engine_owner("b"), tiny, None)
     assert refused.value.code == Code.BAD_LAYOUT

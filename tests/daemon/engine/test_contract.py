@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, TypeAlias, cast
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -45,6 +46,7 @@ from kvferry.daemon.engine.reference import Faults, ReferenceEngine
 from kvferry.daemon.lane.lane import Lane
 from kvferry.daemon.lane.quay import MapOrder
 from kvferry.proto.errors import Code, KVFerryError
+from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.libcuda import driver
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
@@ -160,7 +162,9 @@ class Bench:
         own: tuple[Mapped, tuple[int, ...]] | None = None,
     ) -> tuple[int, Mapped]:
         """Have the lane allocate tensors; or open those that `own` says, by its descriptors."""
-        geometry = Geometry(shape, CHUNK // 2, (POOL - CHUNK) // shape.host_block_bytes)
+        geometry = Geometry(
+            LayoutArrays.from_layout(shape), CHUNK // 2, (POOL - CHUNK) // shape.host_block_bytes
+        )
         number = next(self.serials)
         order = Map(number, "s", geometry, (), None, None, keep, reuse)
         if own is not None:
@@ -194,8 +198,8 @@ class Open:
 
     def fill(self) -> None:
         rng = np.random.default_rng(7)
-        for index, tensor in enumerate(self.geometry.layout.tensors):
-            self.rows.append(rng.integers(0, 256, tensor.span_bytes, dtype=np.uint8))
+        for index, span in enumerate(self.geometry.layout.span_bytes):
+            self.rows.append(rng.integers(0, 256, span, dtype=np.uint8))
             self.write(index, self.rows[index])
         self.fill_host()
 
@@ -214,7 +218,7 @@ class Open:
             ctypes.memmove(address, content.ctypes.data, content.nbytes)
 
     def read(self, tensor: int) -> Bytes:
-        content = np.empty(self.geometry.layout.tensors[tensor].span_bytes, dtype=np.uint8)
+        content = np.empty(self.geometry.layout.span_bytes[tensor], dtype=np.uint8)
         address = int(self.mapping.bases[tensor])
         if isinstance(self.bench.engine, CudaEngine):
             device = self.bench.engine._driver
@@ -244,7 +248,7 @@ class Open:
         return Start(plan, "session", plan.serial, NO_CARGO)
 
     def model(self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int]) -> None:
-        shape, left, ids = self.geometry.layout, list(hosts), spec.block_ids.tolist()
+        shape, left, ids = self.shape, list(hosts), spec.block_ids.tolist()
         for group, (size, first) in enumerate(
             zip(spec.group_sizes or (), spec.block_indices or (), strict=True)
         ):
@@ -279,15 +283,19 @@ class Open:
         assert not bad.size, f"{bad.size} bytes of host blocks {sorted({*blocks.tolist()})}: {bad}"
 
     @property
+    def shape(self) -> KVLayout:
+        return msgspec.convert(self.geometry.layout.to_lists(), KVLayout)
+
+    @property
     def pool(self) -> Bytes:
         return np.ctypeslib.as_array((ctypes.c_uint8 * POOL).from_address(self.bench.pool.address))
 
     def both_ways(self, rng: np.random.Generator) -> tuple[Job, Job]:
         """A store and a load that have nothing in common with one another's kind."""
-        half = self.geometry.host_blocks // 2
+        half, layout = self.geometry.host_blocks // 2, self.shape
         return (
-            (Direction.STORE, *transfer(self.geometry.layout, half, rng, range(20))),
-            (Direction.LOAD, *transfer(self.geometry.layout, half, rng, range(20, 40), half)),
+            (Direction.STORE, *transfer(layout, half, rng, range(20))),
+            (Direction.LOAD, *transfer(layout, half, rng, range(20, 40), half)),
         )
 
 

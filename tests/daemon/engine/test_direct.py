@@ -15,6 +15,7 @@ from kvferry.daemon.engine.cuda import direct
 from kvferry.daemon.engine.cuda.direct import DirectCopy
 from kvferry.daemon.engine.cuda.link import Link
 from kvferry.daemon.engine.cuda.stretches import KEPT
+from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.libcuda import Driver
 from kvferry.proto.specs import Direction, KVLayout, TensorLayout, TensorRef
 
@@ -57,7 +58,9 @@ def mapped(tensors: int) -> Mapping:
         (TensorLayout(BLOCKS, PAGE, PAGE),) * tensors,
         (tuple(TensorRef(number, PAGE) for number in range(tensors)),),
     )
-    return Mapping(Geometry(layout, 0, BLOCKS), np.arange(1, tensors + 1) << 32)
+    return Mapping(
+        Geometry(LayoutArrays.from_layout(layout), 0, BLOCKS), np.arange(1, tensors + 1) << 32
+    )
 
 
 @st.composite

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvferry.daemon.core.deeds import Deed, Resident
 from kvferry.daemon.engine.ledger import DEED_ROOM, LINES, Ledger
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.page import sealed_memfd
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import Fingerprint
@@ -24,7 +25,8 @@ BLOCKS = 6
 NAMESPACE = Fingerprint("llama", 4096, key_bytes=KEY)
 LAYOUT = KVLayout((TensorLayout(4, 4096, 4096),), ((TensorRef(0, 4096),),))
 OF_KEYS = Deed(NAMESPACE.name, 8192, BLOCKS * 4096 + 100, fingerprint=NAMESPACE)
-OF_NUMBERS = Deed("engine", 0, BLOCKS * 4096, layout=LAYOUT)
+ARRAYS = LayoutArrays.from_layout(LAYOUT)
+OF_NUMBERS = Deed("engine", 0, BLOCKS * 4096, layout=ARRAYS)
 
 
 @contextmanager
@@ -55,7 +57,7 @@ def store(ledger: Ledger, numbers: list[int], keys: list[bytes], **parts: tuple[
 
 def test_a_new_one_takes_no_memory_for_blocks_that_were_never_stored() -> None:
     many = 1 << 20
-    with opened(Deed("engine", 0, many * 4096, layout=LAYOUT)) as ledger:
+    with opened(Deed("engine", 0, many * 4096, layout=ARRAYS)) as ledger:
         store(ledger, [many - 1], [])
         assert os.fstat(ledger.descriptor).st_blocks * 512 < 64 << 10
 
@@ -105,7 +107,13 @@ def test_deeds_follow_each_other() -> None:
 
 
 def test_a_deed_that_is_too_long_is_refused_and_the_old_one_counts() -> None:
-    long = Deed("engine", 0, 4096, layout=LAYOUT, pages=((1 << 60,) * (DEED_ROOM // 8),))
+    long = Deed(
+        "engine",
+        0,
+        4096,
+        layout=ARRAYS,
+        pages=((1 << 60,) * (DEED_ROOM // 8),),
+    )
     with opened() as ledger:
         with pytest.raises(Refused) as refused:
             ledger.amend(long)
@@ -225,7 +233,7 @@ def test_only_the_last_store_of_a_block_seals_it(steps: list[tuple[str, list[int
 def test_a_wipe_is_of_all_blocks() -> None:
     """However many lines are wiped at a time."""
     numbers = [0, LINES - 1, LINES, 2 * LINES, 2 * LINES + 2]
-    with opened(Deed("engine", 0, (2 * LINES + 3) * 4096, layout=LAYOUT)) as ledger:
+    with opened(Deed("engine", 0, (2 * LINES + 3) * 4096, layout=ARRAYS)) as ledger:
         store(ledger, numbers, [])
         late = ledger.versions(blocks(*numbers))
         ledger.wipe()

@@ -53,6 +53,7 @@ from kvferry.daemon.lane.lane import GIVEN_UP, PREPARED, STEP, Lane
 from kvferry.daemon.lane.naps import LINK
 from kvferry.daemon.lane.quay import MapOrder
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
+from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.memory import Allocation, CudaAllocation, FdAllocation, Location
 from kvferry.proto.messages import Outcome
 from kvferry.proto.page import sealed_memfd
@@ -245,7 +246,7 @@ class Harbour:
         self, number: int = 1, shape: KVLayout = SMALL, *, clock: int | None = None, **where: Any
     ) -> Mapped:
         """Map a registration; its own tensors unless locations=None says: allocate."""
-        geometry = self.geometries[number] = Geometry(shape, 0, 64)
+        geometry = self.geometries[number] = Geometry(LayoutArrays.from_layout(shape), 0, 64)
         self.orderings[number] = Ordering(geometry.gpu_slots, 64)
         locations = where.get("locations", (Location(0, 0),) * len(shape.tensors))
         allocations = where.get("allocations", ())

@@ -19,6 +19,7 @@ from kvferry.daemon.engine.base import Mapping, Shared
 from kvferry.daemon.engine.memory import PAGE
 from kvferry.daemon.lane.quay import MapOrder, Quay
 from kvferry.proto.errors import Code, Failed
+from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.memory import Location
 from kvferry.proto.page import sealed_memfd
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
@@ -74,7 +75,7 @@ class Pier:
     def __init__(self) -> None:
         self.engine = Engine()
         self.quay = Quay(cast(Any, self.engine))
-        self.geometry = Geometry(LAYOUT, 0, 4)
+        self.geometry = Geometry(LayoutArrays.from_layout(LAYOUT), 0, 4)
 
     def map(self, number: int = 1, *, own: bool = False, clock: bool = False, **how: Any) -> Mapped:
         """own: the engine's own tensors, behind a descriptor."""

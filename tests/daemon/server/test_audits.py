@@ -17,6 +17,7 @@ from kvferry.daemon.engine.memory import MappedFiles
 from kvferry.daemon.engine.reader import Pool, Request
 from kvferry.daemon.server.audits import Audits
 from kvferry.proto.errors import Code
+from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import Fingerprint
@@ -26,7 +27,7 @@ FINGERPRINT = Fingerprint("llama", BLOCK, key_bytes=8)
 LAYOUT = KVLayout((TensorLayout(4, BLOCK, BLOCK),), ((TensorRef(0, BLOCK),),))
 DEEDS = [
     Deed(FINGERPRINT.name, BLOCK, COUNT * BLOCK, fingerprint=FINGERPRINT),
-    Deed("engine", BLOCK, COUNT * BLOCK, layout=LAYOUT),
+    Deed("engine", BLOCK, COUNT * BLOCK, layout=LayoutArrays.from_layout(LAYOUT)),
 ]
 
 

@@ -11,6 +11,7 @@ from kvferry.daemon.core.actions import Shelve
 from kvferry.daemon.core.deeds import Tenancy, engine_owner
 from kvferry.daemon.server.shelf import Shelf
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 
 LAYOUT = KVLayout((TensorLayout(8, 4096, 4096),), ((TensorRef(0, 4096),),), 2)
@@ -46,7 +47,7 @@ def manager() -> Iterator[Manager]:
 
 
 def tenancy(engine: str) -> Tenancy:
-    return Tenancy(engine, LAYOUT, 32768, engine_owner(engine))
+    return Tenancy(engine, LayoutArrays.from_layout(LAYOUT), 32768, engine_owner(engine))
 
 
 def put(shelf: Shelf, number: int, engine: str) -> None:

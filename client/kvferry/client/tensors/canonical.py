@@ -26,6 +26,7 @@ from itertools import product
 import torch
 
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 
 
@@ -96,7 +97,7 @@ def canonicalize(
         tuple(_group(names, refs) for names in groups or [list(kv_caches)]),
         block_size_factor,
     )
-    layout.check()
+    LayoutArrays.from_layout(layout)  # checks it
     return CanonicalKVCaches(layout, tuple(view.tensor() for view in views))
 
 

@@ -7,12 +7,13 @@ stands in the ledger beside it. Both outlive the daemon that wrote them, see ser
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import OffloadKey
+from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout
 from kvferry.proto.status import Fingerprint
 
@@ -33,7 +34,7 @@ def namespace_owner(name: str) -> Owner:
     return Owner("namespace", name)
 
 
-Contents: TypeAlias = KVLayout | Fingerprint
+Contents: TypeAlias = LayoutArrays | Fingerprint
 
 
 class Deed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,7 +46,7 @@ class Deed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     start: int
     nbytes: int
-    layout: KVLayout | None = None
+    layout: LayoutArrays | None = None
     fingerprint: Fingerprint | None = None
     policy: str = "lru"
     threshold: int = 1
@@ -97,6 +98,33 @@ class Tenancy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """KV tensors kept for an engine: what they are, and whose host blocks they go with."""
 
     engine: str
-    layout: KVLayout
+    layout: LayoutArrays
     nbytes: int
     owner: Owner
+
+
+T = TypeVar("T")
+
+
+def encode_record(record: Deed | Tenancy) -> bytes:
+    """As it is written down; a layout as it travels."""
+    return _encoder.encode(record)
+
+
+def decode_record(data: bytes, kind: type[T]) -> T:
+    """Raises msgspec.MsgspecError or Refused where that is no such record."""
+    return msgspec.msgpack.decode(data, type=kind, dec_hook=_from_layout)
+
+
+def _to_lists(value: object) -> list[Any]:
+    if isinstance(value, LayoutArrays):
+        return value.to_lists()
+    raise NotImplementedError(f"{type(value).__name__} is not part of a record")
+
+
+def _from_layout(kind: type, value: Any) -> LayoutArrays:
+    assert kind is LayoutArrays
+    return LayoutArrays.from_layout(msgspec.convert(value, KVLayout))
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_lists)

@@ -25,6 +25,8 @@ import numpy as np
 
 from kvferry.daemon.core.slots import sharers_of, slot_bases
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.layout import Int64s as Int64s  # the core's name for it
+from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.memory import Location
 from kvferry.proto.specs import (
     BlockIds,
@@ -33,14 +35,15 @@ from kvferry.proto.specs import (
     GPULoadStoreSpec,
     HostSpec,
     KeyLoadStoreSpec,
-    KVLayout,
     LoadStoreSpec,
 )
 
 FEW = 64
 """Up to so many numbers Python is done with before numpy has begun."""
 
-Int64s: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+SPARSE = 16
+"""Among so many times as many ids two of the same are found sooner by sorting."""
+
 Bools: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 Rows: TypeAlias = list[tuple[int, int, int]]
 """Contiguous pieces of memory, few of them: (address on the GPU, in host memory, bytes) each."""
@@ -145,7 +148,7 @@ class Geometry:
 
     def __init__(
         self,
-        layout: KVLayout,
+        layout: LayoutArrays,
         region_start: int,
         host_blocks: int,
         locations: Sequence[Location] | None = None,
@@ -155,19 +158,16 @@ class Geometry:
         self.region_start = region_start
         self.host_blocks = host_blocks
         self.factor = layout.block_size_factor
-        self.group_bytes = [layout.group_bytes(g) for g in range(len(layout.groups))]
+        self.group_bytes = layout.group_bytes
         self.host_block_bytes = host_block_bytes or layout.host_block_bytes
-        self.refs = [GroupRefs(layout, g) for g in range(len(layout.groups))]
+        self.refs = _group_refs(layout)
         self._host_block = np.array([self.host_block_bytes])  # numpy takes longer over an int
         self._sub_blocks = [
             np.arange(self.factor) * nbytes + region_start for nbytes in self.group_bytes
         ]
         """For each group where the sub-blocks of host block 0 begin in the pool."""
-        self._ranges = [
-            (min(layout.tensors[ref.tensor].num_blocks for ref in refs), f"GPU block of group {g}")
-            for g, refs in enumerate(layout.groups)
-        ]
-        """For each group how many blocks it has, and what they are called."""
+        self._blocks: list[int] = layout.blocks_of_groups(np.minimum).tolist()
+        """For each group how many blocks it has."""
         distinct = sorted(set(self.group_bytes))
         self.sizes = len(distinct)
         self._size_of_group = [distinct.index(nbytes) for nbytes in self.group_bytes]
@@ -195,7 +195,7 @@ class Geometry:
             if not count:
                 continue
             ids = gpu_ids[taken : taken + count]
-            _check_range(ids, *self._ranges[group])
+            _check_range(ids, self._blocks[group], "GPU block of group", group)
             taken += count
             skip = first % self.factor
             begin, used = used, used - (-(count + skip) // self.factor)
@@ -261,7 +261,7 @@ class Geometry:
 
     def rows(self, run: Run, bases: Int64s, pool: int) -> Rows:
         """As `fragments`, and sooner where they are few."""
-        pages, tensors = self.refs[run.group].rows, bases.tolist()
+        pages, tensors = self.refs[run.group].rows(), bases.tolist()
         blocks = zip(run.gpu_blocks.tolist(), run.host_offsets.tolist(), strict=True)
         return [
             (tensors[tensor] + block * stride, start + offset + pool, size)
@@ -320,7 +320,7 @@ class Geometry:
         return Run(share.group, share.gpu_blocks[these], offsets[these])
 
     def _sizes(self, gpu: GPULoadStoreSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        groups = len(self.layout.groups)
+        groups = self.layout.num_groups
         sizes = (gpu.block_ids.size,) if gpu.group_sizes is None else gpu.group_sizes
         indices = (0,) * len(sizes) if gpu.block_indices is None else gpu.block_indices
         if len(sizes) != groups:
@@ -341,21 +341,31 @@ class Geometry:
 
 
 class GroupRefs:
-    """A group's references as arrays: (refs,) each."""
+    """A group's references as arrays: (refs,) each. They are parts of `layout`'s, not copies."""
 
-    def __init__(self, layout: KVLayout, group: int) -> None:
-        refs = layout.groups[group]
-        self.tensors = np.array([ref.tensor for ref in refs], dtype=np.int64)
-        self.pages = np.array([ref.page_size_bytes for ref in refs], dtype=np.int64)
-        self.smallest_page = min(ref.page_size_bytes for ref in refs)
-        self.strides = np.array(
-            [layout.tensors[ref.tensor].row_stride_bytes for ref in refs], dtype=np.int64
-        )
-        self.offsets = np.cumsum(self.pages) - self.pages
+    __slots__ = ("offsets", "pages", "smallest_page", "strides", "tensors")
+
+    def __init__(self, layout: LayoutArrays, group: int, strides: Int64s, offsets: Int64s) -> None:
+        mine = slice(*layout.starts[group : group + 2].tolist())
+        self.tensors, self.pages = layout.refs[:, mine]
+        self.strides = strides[mine]
+        self.offsets = offsets[mine]
         """Where each page lies inside one GPU block's bytes in host memory."""
+        self.smallest_page = int(np.minimum.reduce(self.pages))
+
+    def rows(self) -> list[tuple[int, int, int, int]]:
+        """(tensor, row stride, offset, page size) of each page."""
         columns = self.tensors, self.strides, self.offsets, self.pages
-        self.rows = list(zip(*(column.tolist() for column in columns), strict=True))
-        """All four of each page."""
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def _group_refs(layout: LayoutArrays) -> list[GroupRefs]:
+    pages = layout.refs[1]
+    ends = np.cumsum(pages)
+    offsets = ends - pages
+    offsets -= offsets[layout.starts[:-1]][layout.group_of_ref]
+    strides = layout.tensors[2][layout.refs[0]]
+    return [GroupRefs(layout, group, strides, offsets) for group in range(layout.num_groups)]
 
 
 def largest(numbers: np.ndarray[Any, Any]) -> int:
@@ -366,9 +376,13 @@ def largest(numbers: np.ndarray[Any, Any]) -> int:
 
 
 def first_again(ids: Int64s, limit: int) -> int | None:
-    """The first of some ids, 0 to `limit` - 1, that comes again behind; None where none does."""
+    """One of some ids, 0 to `limit` - 1, that comes again behind; None where none does."""
     if ids.size <= FEW and len(set(ids.tolist())) == ids.size:
         return None
+    if limit > SPARSE * ids.size:  # a table of so many ids is memory to fault in, page by page
+        ordered = np.sort(ids)
+        same = ordered[1:][ordered[1:] == ordered[:-1]]
+        return int(same[0]) if same.size else None
     last = np.empty(limit, dtype=np.int64)
     order = np.arange(ids.size)
     last[ids] = order
@@ -391,9 +405,10 @@ def _in_range(ids: Int64s, limit: int) -> bool:
     return largest(ids.view(_UINT64)) < limit  # a negative id is a huge one
 
 
-def _check_range(ids: Int64s, limit: int, what: str) -> None:
+def _check_range(ids: Int64s, limit: int, what: str, group: int | None = None) -> None:
     if ids.size and not _in_range(ids, limit):
         bad = ids[(ids < 0) | (ids >= limit)][0]
+        what = what if group is None else f"{what} {group}"
         raise Refused(Code.BLOCK_OUT_OF_RANGE, f"{what} ids are 0 to {limit - 1}", int(bad))
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvferry.daemon.core.regions import Region, Regions
-from kvferry.proto.specs import KVLayout
+from kvferry.proto.layout import LayoutArrays
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class Holding:
     """Memory that the lane holds under a registration's number."""
 
     number: int
-    layout: KVLayout
+    layout: LayoutArrays
     nbytes: int
     region: Region
 

@@ -21,8 +21,9 @@ from kvferry.daemon.core.residency.resident_keys import Part
 from kvferry.daemon.core.residency.rubble import Rubble
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import OffloadKey
+from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.messages import KeyEvent, News, Snapshot
-from kvferry.proto.specs import MAX_KEYS, Direction, GPULoadStoreSpec, KeyLoadStoreSpec, KVLayout
+from kvferry.proto.specs import MAX_KEYS, Direction, GPULoadStoreSpec, KeyLoadStoreSpec
 from kvferry.proto.status import Fingerprint, NamespaceStatus
 
 SNAPSHOT_KEYS = 1 << 13
@@ -83,7 +84,7 @@ class Namespace:
         self.policy, self.threshold = policy, threshold
         self.cache.configure(policy, threshold)
 
-    def enter(self, registration: int, layout: KVLayout, host_bytes: int | None) -> None:
+    def enter(self, registration: int, layout: LayoutArrays, host_bytes: int | None) -> None:
         """Take an engine's tensors in. Refused where their blocks are not made as those here."""
         if host_bytes is not None:
             raise Refused(
@@ -98,15 +99,17 @@ class Namespace:
                 f"a host block of this layout has at most the {most} bytes of the fingerprint",
                 layout.host_block_bytes,
             )
-        pages = tuple(tuple(ref.page_size_bytes for ref in group) for group in layout.groups)
+        pages = tuple(
+            tuple(group.tolist()) for group in np.split(layout.refs[1], layout.starts[1:-1])
+        )
         factor, here = layout.block_size_factor, (self._pages, self._factor)
         unlike = self._pages is not None and here != (pages, factor)
         if unlike and (self.registrations or self.cache.usage.used):
             raise Refused(
                 Code.NAMESPACE_MISMATCH,
-                f"pages of the groups: {self._pages} bytes in this namespace, and {pages} in this "
-                f"layout; GPU blocks in a host block: {self._factor} and {factor}, under one "
-                "fingerprint: put what differs into it",
+                f"host blocks of this namespace have {_made(self._pages, self._factor)}, and of "
+                f"this layout {_made(pages, factor)}, under one fingerprint: put what differs "
+                "into it",
             )
         self._pages, self._factor = pages, factor
         self.registrations.add(registration)
@@ -248,6 +251,13 @@ class Namespace:
             )
         taken = dict(zip(reservation.keys, reservation.blocks, strict=True))
         return [taken.pop(key, -1) for key in keys], Lease(self, reservation)
+
+
+def _made(pages: tuple[tuple[int, ...], ...] | None, factor: int) -> str:
+    """How host blocks are made, in some words: a layout may have thousands of pages."""
+    groups = [f"{list(group[:4])}{'...' if len(group) > 4 else ''}" for group in (pages or ())[:4]]
+    more = ", ..." if pages and len(pages) > 4 else ""
+    return f"{factor} GPU blocks of pages {', '.join(groups)}{more}"
 
 
 def _snapshots(

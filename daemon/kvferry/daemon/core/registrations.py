@@ -25,8 +25,9 @@ from kvferry.daemon.core.namespace import Namespace
 from kvferry.daemon.core.namespaces import Namespaces
 from kvferry.daemon.core.order import Ordering
 from kvferry.daemon.core.regions import Region, Regions
-from kvferry.daemon.core.slots import slot_bases
+from kvferry.daemon.core.slots import sharers_of, slot_bases
 from kvferry.proto.errors import Code, ErrorInfo, Refused
+from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.memory import FdAllocation, HostRegion
 from kvferry.proto.messages import (
     Allocated,
@@ -38,7 +39,7 @@ from kvferry.proto.messages import (
     Released,
     ReleaseKVCaches,
 )
-from kvferry.proto.specs import MAX_COUNT, Direction, KVLayout
+from kvferry.proto.specs import MAX_COUNT, Direction
 from kvferry.proto.status import GroupCopying
 
 Request: TypeAlias = RegisterKVCaches | AllocateKVCaches
@@ -47,12 +48,25 @@ OWN = ""
 """The name of the daemon's own engine, whose region is the front of the pool. No client has it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What is kept of a request: its handles and its layout's tree are large.
+
+    allocated: by the daemon. keep: the tensors were asked to outlast the registration.
+    """
+
+    request_id: int
+    allocated: bool
+    keep: bool
+    has_timeline: bool
+
+
 @dataclass(slots=True, eq=False)
 class Registration:
     number: int
     engine: str
     session: str
-    request: Request
+    terms: Terms
     geometry: Geometry
     host: HostRegion
     region: Region
@@ -64,13 +78,8 @@ class Registration:
     """Of tensors that are to outlast it."""
 
     @property
-    def keep(self) -> bool:
-        """Whether its tensors were asked to outlast it."""
-        return isinstance(self.request, AllocateKVCaches) and self.request.keep
-
-    @property
     def has_timeline(self) -> bool:
-        return self.request.timeline is not None
+        return self.terms.has_timeline
 
     def mode(self, direction: Direction, runs: tuple[Run, ...]) -> str:
         """How a transfer is copied: as its first group is."""
@@ -134,15 +143,15 @@ class Registrations:
 
         Raises Refused, and nothing changed.
         """
-        _check(request)
+        layout = _checked(request)
         holder = self._holders.get(engine)
         if holder is not None:
             message = "another process holds this engine's name: give each engine its own"
             if holder.session == session:
                 message = "this client has registered its tensors already: once is all it may"
             raise Refused(Code.ALREADY_REGISTERED, message, engine)
-        registration = self._settle(session, engine, request)
-        reuse, dropped = self._kept_for(registration)
+        registration = self._settle(session, engine, layout, request)
+        reuse, dropped = self._kept_for(registration, request)
         number, geometry = registration.number, registration.geometry
         if isinstance(request, AllocateKVCaches):
             clock, keep = request.timeline, request.keep
@@ -157,7 +166,7 @@ class Registrations:
         registration = self._opening.pop(report.registration, None)
         if registration is None:  # its session left meanwhile; Unmapped follows
             return [], None
-        request_id = registration.request.request_id
+        request_id = registration.terms.request_id
         if report.error is not None:
             self._release(registration)
             told = None if registration.engine == OWN else report.error
@@ -167,7 +176,7 @@ class Registrations:
         self._open[registration.number] = registration
         reply: DaemonMessage = Registered(request_id, registration.host)
         dropped: list[Action] = []
-        if isinstance(registration.request, AllocateKVCaches):
+        if registration.terms.allocated:
             dropped = self._passed_on(registration, report)
             where = report.allocations, report.locations
             reply = Allocated(request_id, registration.host, *where, report.reused)
@@ -223,13 +232,15 @@ class Registrations:
         self._release(registration)
         return self._leave_behind(registration)
 
-    def _kept_for(self, registration: Registration) -> tuple[int | None, list[Action]]:
+    def _kept_for(
+        self, registration: Registration, request: Request
+    ) -> tuple[int | None, list[Action]]:
         """Under which number the lane holds what an engine comes back for; else it goes."""
         holding = self._holdings.get(registration.engine)
         if holding is None:
             return None, []
         if holding.region.owner == registration.region.owner and _may_be(
-            holding, registration.request
+            holding, registration.geometry.layout, request
         ):
             holding.region = registration.region
             return holding.number, []
@@ -238,25 +249,27 @@ class Registrations:
     def _passed_on(self, registration: Registration, report: Mapped) -> list[Action]:
         """An engine has its tensors: what was held for it is theirs, or of no use."""
         dropped = _drops(self._holdings.pop(registration.engine))
-        if not registration.keep:
+        if not registration.terms.keep:
             return dropped
         nbytes = registration.kept_bytes = sum(place.size for place in report.allocations)
-        engine, layout = registration.engine, registration.request.layout
+        engine, layout = registration.engine, registration.geometry.layout
         tenancy = Tenancy(engine, layout, nbytes, registration.region.owner)
         return [Shelve(registration.number, tenancy, report.held), *dropped]
 
     def _leave_behind(self, registration: Registration) -> list[Action]:
         """Hold the tensors of a registration that is gone, or let them go."""
-        number, layout = registration.number, registration.request.layout
+        number, layout = registration.number, registration.geometry.layout
         if registration.kept_bytes:
             holding = Holding(number, layout, registration.kept_bytes, registration.region)
             self._holdings.put(registration.engine, holding)
-        elif registration.keep:
+        elif registration.terms.keep:
             return [Drop(number)]
         return []
 
-    def _settle(self, session: str, engine: str, request: Request) -> Registration:
-        number, layout = next(self._numbers), request.layout
+    def _settle(
+        self, session: str, engine: str, layout: LayoutArrays, request: Request
+    ) -> Registration:
+        number = next(self._numbers)
         namespace, reattached = self._namespaces.of(session), False
         if namespace is not None:
             namespace.enter(number, layout, request.host_bytes)
@@ -269,14 +282,17 @@ class Registrations:
         geometry = Geometry(layout, region.start, region.num_blocks, locations, block_bytes)
         host = HostRegion(region.num_blocks, block_bytes, reattached)
         ordering = Ordering(geometry.gpu_slots, region.num_blocks)
+        allocated = isinstance(request, AllocateKVCaches)
+        keep, has_timeline = getattr(request, "keep", False), request.timeline is not None
+        terms = Terms(request.request_id, allocated, keep, has_timeline)
         registration = Registration(
-            number, engine, session, request, geometry, host, region, ordering, namespace
+            number, engine, session, terms, geometry, host, region, ordering, namespace
         )
         self._opening[registration.number] = registration
         self._holders[engine] = registration
         return registration
 
-    def _claim(self, engine: str, layout: KVLayout, nbytes: int | None) -> tuple[Region, bool]:
+    def _claim(self, engine: str, layout: LayoutArrays, nbytes: int | None) -> tuple[Region, bool]:
         """A region, and whether it is the one that the engine had before. Raises Refused."""
         owner = engine_owner(engine)
         if engine == OWN:
@@ -299,9 +315,9 @@ class Registrations:
             self._regions.free(engine_owner(registration.engine))
 
 
-def _may_be(holding: Holding, request: Request) -> bool:
+def _may_be(holding: Holding, layout: LayoutArrays, request: Request) -> bool:
     """Whether a request is for the tensors held, or brings what may be the very same."""
-    if request.layout != holding.layout:
+    if layout != holding.layout:
         return False
     if isinstance(request, AllocateKVCaches):
         return True
@@ -312,34 +328,37 @@ def _drops(*holdings: Holding | None) -> list[Action]:
     return [Drop(holding.number) for holding in holdings if holding is not None]
 
 
-def _check(request: Request) -> None:
-    """The layout holds together, and every tensor lies inside the allocation that it names."""
-    request.layout.check()
-    slot_bases(request.layout)
+def _checked(request: Request) -> LayoutArrays:
+    """Its layout, which holds together, and has every tensor inside the allocation that it names.
+    Raises Refused."""
+    layout = LayoutArrays.from_layout(request.layout)
+    slot_bases(layout)
+    sharers_of(layout)
     if isinstance(request, AllocateKVCaches):
-        nbytes = sum(tensor.span_bytes for tensor in request.layout.tensors)
+        nbytes = sum(layout.span_bytes)
         if nbytes >= MAX_COUNT:
             raise Refused(Code.BAD_LAYOUT, "no device has as much memory", nbytes)
-        return
-    if len(request.locations) != len(request.layout.tensors):
+        return layout
+    tensors, allocations = layout.num_tensors, request.allocations
+    if len(request.locations) != tensors:
         raise Refused(
             Code.BAD_LAYOUT,
-            f"one location for each of the {len(request.layout.tensors)} tensors",
+            f"{len(request.locations)} locations were given for {tensors} tensors",
             len(request.locations),
         )
-    for index, (tensor, place) in enumerate(
-        zip(request.layout.tensors, request.locations, strict=True)
-    ):
-        if place.allocation >= len(request.allocations):
+    for index, (span, place) in enumerate(zip(layout.span_bytes, request.locations, strict=True)):
+        if place.allocation >= len(allocations):
             raise Refused(
                 Code.BAD_LAYOUT,
-                f"tensor {index} lies in one of the {len(request.allocations)} allocations given",
+                f"tensor {index} lies in allocation {place.allocation}, but {len(allocations)} "
+                "were given",
                 place.allocation,
             )
-        size = request.allocations[place.allocation].size
-        if place.offset + tensor.span_bytes > size:
+        end, size = place.offset + span, allocations[place.allocation].size
+        if end > size:
             raise Refused(
                 Code.BAD_LAYOUT,
-                f"tensor {index} ends inside its allocation of {size} bytes",
-                place.offset + tensor.span_bytes,
+                f"tensor {index} ends at byte {end}, beyond its {size}-byte allocation",
+                end,
             )
+    return layout

@@ -6,67 +6,105 @@ one over the other. A block of such memory is one block, whatever group it is as
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
 
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.layout import Int64s, LayoutArrays
 from kvferry.proto.memory import Location
-from kvferry.proto.specs import KVLayout
 
 MAX_GPU_BLOCKS = 1 << 28
+# Models share each tensor between all groups, or between those that have a layer left for it: that
+# is one set of groups, and some part of it. A load is checked once for each set.
+MAX_SHARING_SETS = 64
+MAX_SETS_OF_A_GROUP = 4
 
 
 def slot_bases(
-    layout: KVLayout, locations: Sequence[Location] | None = None
+    layout: LayoutArrays, locations: Sequence[Location] | None = None
 ) -> tuple[list[int], int]:
     """Number the GPU blocks of all groups; groups that share memory get the same numbers.
 
     Returns each group's first number, and how many there are. Raises Refused (BAD_LAYOUT) where
     they are more than any GPU has.
     """
-    memory = _memories(layout, locations)
-    parent = list(range(len(layout.groups)))
+    root = _roots(layout, locations)
+    widths: dict[int, int] = {}
+    for group, blocks in enumerate(layout.blocks_of_groups(np.maximum).tolist()):
+        widths[root[group]] = max(widths.get(root[group], 0), blocks)
+    starts, total = {}, 0
+    for group, width in widths.items():
+        starts[group], total = total, total + width
+    if total > MAX_GPU_BLOCKS:
+        raise Refused(Code.BAD_LAYOUT, f"at most {MAX_GPU_BLOCKS} GPU blocks altogether", total)
+    return [starts[group] for group in root], total
+
+
+def sharers_of(layout: LayoutArrays) -> list[tuple[int, ...]]:
+    """The sets of groups that write to one tensor, none of them part of another.
+
+    Raises Refused (BAD_LAYOUT) where they are more than models have.
+    """
+    tensors, groups = layout.refs[0], layout.group_of_ref
+    shared = np.bincount(tensors)[tensors] > 1
+    uses = np.zeros((layout.num_tensors, layout.num_groups), dtype=np.bool_)
+    uses[tensors[shared], groups[shared]] = True
+    bits = np.packbits(uses, axis=1)
+    sets = set(bits.view(f"V{bits.shape[1]}").ravel().tolist()) - {bytes(bits.shape[1])}
+    _check_sharing(len(sets), MAX_SHARING_SETS)
+    several = [
+        frozenset(np.flatnonzero(np.unpackbits(np.frombuffer(one, dtype=np.uint8))).tolist())
+        for one in sets
+    ]
+    largest = [one for one in several if not any(one < other for other in several)]
+    sets_of = Counter(group for one in largest for group in one)
+    _check_sharing(max(sets_of.values(), default=0), MAX_SETS_OF_A_GROUP)
+    alone = set(range(layout.num_groups)) - sets_of.keys()
+    return [*(tuple(sorted(one)) for one in largest), *((group,) for group in sorted(alone))]
+
+
+def _check_sharing(sets: int, most: int) -> None:
+    if sets > most:
+        raise Refused(
+            Code.BAD_LAYOUT,
+            f"the groups share tensors in {sets} different sets, and at most {most} are possible: "
+            "let the same groups share each tensor",
+            sets,
+        )
+
+
+def _roots(layout: LayoutArrays, locations: Sequence[Location] | None) -> list[int]:
+    """For each group one of those that it shares memory with, directly or by others: the same for
+    all of them."""
+    parent = list(range(layout.num_groups))
 
     def root(group: int) -> int:
         while parent[group] != group:
             group = parent[group]
         return group
 
-    owner: dict[int, int] = {}
-    for group, refs in enumerate(layout.groups):
-        for ref in refs:
-            parent[root(group)] = root(owner.setdefault(memory[ref.tensor], group))
-    widths: dict[int, int] = {}
-    for group, refs in enumerate(layout.groups):
-        blocks = max(layout.tensors[ref.tensor].num_blocks for ref in refs)
-        widths[root(group)] = max(widths.get(root(group), 0), blocks)
-    starts, total = {}, 0
-    for group, width in widths.items():
-        starts[group], total = total, total + width
-    if total > MAX_GPU_BLOCKS:
-        raise Refused(Code.BAD_LAYOUT, f"at most {MAX_GPU_BLOCKS} GPU blocks altogether", total)
-    return [starts[root(group)] for group in range(len(layout.groups))], total
+    memory = _memories(layout, locations)[layout.refs[0]]
+    owner = np.full(layout.num_tensors, -1)
+    starts = layout.starts.tolist()
+    for group, (start, end) in enumerate(pairwise(starts)):
+        mine = memory[start:end]
+        for other in set(owner[mine].tolist()) - {-1}:
+            parent[root(group)] = root(other)
+        owner[mine] = group
+    return [root(group) for group in parent]
 
 
-def sharers_of(layout: KVLayout) -> list[tuple[int, ...]]:
-    """The sets of groups that write to one tensor, none of them part of another."""
-    users: dict[int, set[int]] = {}
-    for group, refs in enumerate(layout.groups):
-        for ref in refs:
-            users.setdefault(ref.tensor, set()).add(group)
-    sets = {frozenset(groups) for groups in users.values()}
-    return [tuple(sorted(one)) for one in sets if not any(one < other for other in sets)]
-
-
-def _memories(layout: KVLayout, locations: Sequence[Location] | None) -> list[int]:
+def _memories(layout: LayoutArrays, locations: Sequence[Location] | None) -> Int64s:
     """For each tensor a number of the memory that it lies in: the same where spans overlap."""
-    numbers = list(range(len(layout.tensors)))
     if locations is None:
-        return numbers
-    places = [(place.allocation, place.offset, i) for i, place in enumerate(locations)]
-    within, end = -1, (-1, 0)
-    for allocation, offset, index in sorted(places):
-        if (allocation, offset) >= end:
-            within, end = index, (allocation, offset)
-        end = max(end, (allocation, offset + layout.tensors[index].span_bytes))
-        numbers[index] = within
-    return numbers
+        return np.arange(layout.num_tensors)
+    # An allocation has fewer than 2**48 bytes, and there are 2**12 at most.
+    begin = np.array([(place.allocation << 49) + place.offset for place in locations])
+    order = np.argsort(begin, kind="stable")
+    end = np.maximum.accumulate((begin + np.array(layout.span_bytes))[order])
+    memories = np.zeros(layout.num_tensors, dtype=np.int64)
+    memories[order[1:]] = np.cumsum(begin[order[1:]] >= end[:-1])
+    return memories

@@ -16,8 +16,9 @@ from typing import Protocol, TypeAlias
 import msgspec
 
 from kvferry.daemon.core.geometry import Geometry, Int64s, Run
+from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.memory import Allocation, Location
-from kvferry.proto.specs import Direction, KVLayout
+from kvferry.proto.specs import Direction
 from kvferry.proto.status import CopyStatus, DeviceInfo, GroupCopying
 
 Ticket: TypeAlias = object
@@ -156,10 +157,10 @@ class CopyEngine(Protocol):
         """Stop; nothing is in flight."""
 
 
-def packed_locations(layout: KVLayout, alignment: int = 256) -> tuple[list[int], int]:
+def packed_locations(layout: LayoutArrays, alignment: int = 256) -> tuple[list[int], int]:
     """Where tensors of a layout lie in one allocation, one after another; and its size."""
     offsets, at = [], 0
-    for tensor in layout.tensors:
+    for span in layout.span_bytes:
         offsets.append(at)
-        at = -(-(at + tensor.span_bytes) // alignment) * alignment
+        at = -(-(at + span) // alignment) * alignment
     return offsets, at

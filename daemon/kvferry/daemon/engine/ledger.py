@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from kvferry.daemon.core.deeds import Deed, Resident
+from kvferry.daemon.core.deeds import Deed, Resident, decode_record, encode_record
 from kvferry.daemon.core.geometry import Bools, Int64s
 from kvferry.daemon.engine.memory import PAGE, check_sealed
 from kvferry.proto.errors import Code, KVFerryError, Refused
@@ -229,7 +229,7 @@ class Ledger:
         if zlib.crc32(data) != crc:
             raise Refused(Code.BAD_LAYOUT, "the ledger's deed is damaged", length)
         try:
-            deed = msgspec.msgpack.decode(data, type=Deed)
+            deed = decode_record(data, Deed)
             _slot(deed)
         except (msgspec.MsgspecError, KVFerryError, ValueError) as error:
             raise Refused(Code.BAD_LAYOUT, f"the ledger's deed cannot be read: {error}") from error
@@ -237,7 +237,7 @@ class Ledger:
 
 
 def _packed(deed: Deed) -> bytes:
-    data = msgspec.msgpack.encode(deed)
+    data = encode_record(deed)
     if _DEED.size + len(data) > DEED_ROOM:
         raise Refused(Code.BAD_LAYOUT, f"a deed has at most {DEED_ROOM} bytes", len(data))
     return _DEED.pack(len(data), zlib.crc32(data)) + data

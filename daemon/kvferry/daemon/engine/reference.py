@@ -181,7 +181,7 @@ class ReferenceEngine:
         return last.ended - first.began
 
     def copying(self, mapping: Mapping) -> tuple[GroupCopying, ...]:
-        return tuple(GroupCopying("cpu", "cpu") for _ in mapping.geometry.layout.groups)
+        return tuple(GroupCopying("cpu", "cpu") for _ in mapping.geometry.refs)
 
     def shutdown(self) -> None:
         for pieces in self._queues.values():
@@ -258,7 +258,7 @@ def _copy(piece: _Piece) -> None:
 def _vectors(mapping: Mapping, run: Run, pool: int) -> tuple[Int64s, Int64s]:
     """Where the fragments of a run lie, and how long they are: on either side (n, 2)."""
     geometry, bases = mapping.geometry, mapping.bases
-    if run.gpu_blocks.size * len(geometry.refs[run.group].rows) <= FEW:
+    if run.gpu_blocks.size * geometry.refs[run.group].pages.size <= FEW:
         rows = geometry.rows(run, bases, pool)
         gpu, host = [(at, size) for at, _, size in rows], [(at, size) for _, at, size in rows]
         return np.array(gpu, dtype=np.int64), np.array(host, dtype=np.int64)

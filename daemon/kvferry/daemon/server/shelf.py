@@ -16,7 +16,7 @@ import msgspec
 import structlog
 
 from kvferry.daemon.core.actions import Shelve
-from kvferry.daemon.core.deeds import Tenancy
+from kvferry.daemon.core.deeds import Tenancy, decode_record, encode_record
 from kvferry.daemon.server.archive import Keeper, number_of
 from kvferry.proto.errors import Code, KVFerryError, Refused
 
@@ -67,7 +67,7 @@ class Shelf:
         place = self._places[shelve.registration] = f"{TENSORS}{next(self._numbers)}"
         label = os.memfd_create("kvferry-label", os.MFD_CLOEXEC)
         try:
-            os.write(label, msgspec.msgpack.encode(shelve.tenancy))
+            os.write(label, encode_record(shelve.tenancy))
             self._keeper.keep(place + LABEL, label)
             self._keeper.keep(place + MEMORY, memory)
         finally:
@@ -88,6 +88,6 @@ def _read(label: int | None) -> Tenancy:
     if label is None:
         raise Refused(Code.BAD_LAYOUT, "the label was not kept")
     try:
-        return msgspec.msgpack.decode(os.pread(label, os.fstat(label).st_size, 0), type=Tenancy)
+        return decode_record(os.pread(label, os.fstat(label).st_size, 0), Tenancy)
     except (msgspec.DecodeError, OSError) as error:
         raise Refused(Code.BAD_LAYOUT, f"the label cannot be read: {error}") from error

@@ -18,6 +18,7 @@ from kvferry.daemon.engine.base import Mapping
 from kvferry.daemon.engine.cuda.direct import DirectCopy
 from kvferry.daemon.engine.cuda.link import Link
 from kvferry.daemon.engine.memory import MappedFiles
+from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.libcuda import Driver
 from kvferry.proto.specs import Direction, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import CalibrationPoint, CopyStatus, GroupCopying
@@ -90,7 +91,10 @@ def _measure(
     """The speed each way with fragments of one size, of batches in a row behind the first one:
     that waits for the CPU, the others only where the CPU is slower than the link."""
     layout = KVLayout((TensorLayout(blocks, size, size),), ((TensorRef(0, size),),))
-    mapping = Mapping(Geometry(layout, 0, HOST_BYTES // size), np.array([device], dtype=np.int64))
+    mapping = Mapping(
+        Geometry(LayoutArrays.from_layout(layout), 0, HOST_BYTES // size),
+        np.array([device], dtype=np.int64),
+    )
     random, count = np.random.default_rng(size), min(BATCH_BYTES // size, MAX_FRAGMENTS)
 
     def batch() -> Run:

@@ -73,5 +73,5 @@ def piece_bytes(direction: Direction, mapping: Mapping, group: int) -> int:
     if direction is Direction.LOAD:
         return PIECE
     geometry = mapping.geometry
-    fragment = geometry.group_bytes[group] // geometry.refs[group].pages.size
+    fragment = geometry.group_bytes[group] // int(geometry.refs[group].pages.size)
     return max(PIECE, min(LARGE_PIECE, LARGE_FRAGMENTS * fragment))

@@ -223,7 +223,7 @@ class CudaEngine:
         return max(0.0, seconds)
 
     def copying(self, mapping: Mapping) -> tuple[GroupCopying, ...]:
-        groups = range(len(mapping.geometry.layout.groups))
+        groups = range(mapping.geometry.layout.num_groups)
         return tuple(self._choice.of_group(mapping.geometry, group) for group in groups)
 
     def shutdown(self) -> None:
@@ -273,7 +273,7 @@ class CudaEngine:
         """A mapping with the page tables of its groups behind what it holds."""
         tables: list[PageTable] = []
         try:
-            for group in range(len(geometry.layout.groups)):
+            for group in range(geometry.layout.num_groups):
                 tables.append(self._staged.table(geometry, group, bases))
         except BaseException:
             self._close(tables)
@@ -339,7 +339,7 @@ class _Opened:
 
 
 def _table(mapping: Mapping, group: int) -> PageTable:
-    table = mapping.handles[group - len(mapping.geometry.layout.groups)]
+    table = mapping.handles[group - mapping.geometry.layout.num_groups]
     assert isinstance(table, PageTable)
     return table
 

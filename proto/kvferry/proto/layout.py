@@ -1,0 +1,157 @@
+"""A KV layout as arrays: what the daemon checks, computes with and keeps.
+
+A layout on the wire is a tree of small objects, some 130 bytes for each reference. The daemon turns
+it into arrays once, when an engine registers, checks it on the way, and keeps only the arrays: 16
+bytes for each reference. The client makes the same check before it sends a layout.
+"""
+
+from __future__ import annotations
+
+from itertools import chain, pairwise
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.specs import MAX_GROUPS, MAX_REFS, MAX_TENSORS, KVLayout
+
+Int64s: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class LayoutArrays:
+    """tensors: (3, tensors) number of blocks, page size and row stride of each tensor.
+    refs: (2, refs) tensor and page size of each reference, one group after another.
+    starts: (groups + 1,) where the references of each group begin. Equal layouts are equal.
+    """
+
+    __slots__ = (
+        "block_size_factor",
+        "group_bytes",
+        "group_of_ref",
+        "host_block_bytes",
+        "refs",
+        "starts",
+        "tensors",
+    )
+
+    def __init__(self, tensors: Int64s, refs: Int64s, starts: Int64s, factor: int) -> None:
+        self.tensors, self.refs, self.starts = tensors, refs, starts
+        self.block_size_factor = factor
+        self.group_of_ref: Int64s = np.repeat(np.arange(starts.size - 1), np.diff(starts))
+        self.group_bytes: list[int] = np.add.reduceat(refs[1], starts[:-1]).tolist()
+        """Bytes of one GPU block of each group: what a transfer of it moves."""
+        self.host_block_bytes: int = max(self.group_bytes) * factor
+        """Of one host block. All groups share one id space, so the widest group decides."""
+
+    @classmethod
+    def from_layout(cls, layout: KVLayout) -> LayoutArrays:
+        """Raises Refused if the parts do not fit together, before it builds anything if they are
+        too many."""
+        starts = _starts(layout)
+        tensors = (
+            [tensor.num_blocks for tensor in layout.tensors],
+            [tensor.page_size_bytes for tensor in layout.tensors],
+            [tensor.row_stride_bytes for tensor in layout.tensors],
+        )
+        refs = list(chain.from_iterable(layout.groups))
+        pairs = [ref.tensor for ref in refs], [ref.page_size_bytes for ref in refs]
+        arrays = cls(
+            np.array(tensors, dtype=np.int64),
+            np.array(pairs, dtype=np.int64),
+            np.array(starts, dtype=np.int64),
+            layout.block_size_factor,
+        )
+        arrays._check()
+        return arrays
+
+    def to_lists(self) -> list[Any]:
+        """The lists that a KVLayout is on the wire: [tensors, groups, block_size_factor]."""
+        refs = self.refs.T.tolist()
+        groups = [refs[start:end] for start, end in pairwise(self.starts.tolist())]
+        return [self.tensors.T.tolist(), groups, self.block_size_factor]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LayoutArrays):
+            return NotImplemented
+        return (
+            self.block_size_factor == other.block_size_factor
+            and np.array_equal(self.starts, other.starts)
+            and np.array_equal(self.refs, other.refs)
+            and np.array_equal(self.tensors, other.tensors)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def num_groups(self) -> int:
+        return self.starts.size - 1
+
+    @property
+    def num_tensors(self) -> int:
+        return int(self.tensors.shape[1])
+
+    @property
+    def span_bytes(self) -> list[int]:
+        """For each tensor the bytes from its first row's first to its last row's last byte."""
+        # In Python: what a hostile layout says may be more than an int64 holds.
+        return [
+            (blocks - 1) * stride + page
+            for blocks, page, stride in zip(*self.tensors.tolist(), strict=True)
+        ]
+
+    def blocks_of_groups(self, reduce: np.ufunc) -> Int64s:
+        """np.minimum or np.maximum of the blocks of each group's tensors."""
+        blocks: Int64s = reduce.reduceat(self.tensors[0][self.refs[0]], self.starts[:-1])
+        return blocks
+
+    def _check(self) -> None:
+        _, pages, strides = self.tensors
+        for index in np.flatnonzero(strides < pages)[:1].tolist():
+            raise Refused(
+                Code.BAD_LAYOUT,
+                f"tensor {index} has a row stride of {strides[index]} bytes, smaller than its "
+                f"page of {pages[index]}",
+                int(strides[index]),
+            )
+        named, sizes = self.refs
+        for ref in np.flatnonzero(named >= self.num_tensors)[:1].tolist():
+            raise Refused(
+                Code.UNKNOWN_TENSOR,
+                f"group {self.group_of_ref[ref]} refers to tensor {named[ref]}, but there are "
+                f"{self.num_tensors} tensors",
+                int(named[ref]),
+            )
+        for ref in np.flatnonzero(sizes > pages[named])[:1].tolist():
+            raise Refused(
+                Code.BAD_LAYOUT,
+                f"group {self.group_of_ref[ref]} copies {sizes[ref]} bytes of tensor "
+                f"{named[ref]}, whose page has {pages[named[ref]]}",
+                int(sizes[ref]),
+            )
+        uses = np.sort(self.group_of_ref * self.num_tensors + named)
+        for again in uses[1:][uses[1:] == uses[:-1]][:1].tolist():
+            group, tensor = divmod(again, self.num_tensors)
+            raise Refused(Code.BAD_LAYOUT, f"group {group} refers to tensor {tensor} twice", tensor)
+
+
+def _starts(layout: KVLayout) -> list[int]:
+    """Where each group's references begin. Checks the sizes: nothing was built yet."""
+    for what, most, count in (
+        ("tensors", MAX_TENSORS, len(layout.tensors)),
+        ("groups", MAX_GROUPS, len(layout.groups)),
+    ):
+        if not 0 < count <= most:
+            raise Refused(Code.BAD_LAYOUT, f"{count} {what}: a layout has 1 to {most}", count)
+    starts = [0]
+    for group, refs in enumerate(layout.groups):
+        if not refs:
+            raise Refused(Code.BAD_LAYOUT, f"group {group} refers to no tensor", group)
+        starts.append(starts[-1] + len(refs))
+    if starts[-1] > MAX_REFS:
+        raise Refused(
+            Code.BAD_LAYOUT,
+            f"the groups have {starts[-1]} references to tensors, and a layout has at most "
+            f"{MAX_REFS}",
+            starts[-1],
+        )
+    return starts

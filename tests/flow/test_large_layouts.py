@@ -1,0 +1,67 @@
+"""The largest layouts, and larger ones: they cost others no time, and the daemon little memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from kvferry.client import Code, KVLayout, LocalDaemon, TensorLayout, TensorRef
+from kvferry.proto.messages import Allocated, AllocateKVCaches, Error
+from kvferry.proto.specs import MAX_REFS, MAX_TENSORS
+from kvferry.testing.engine import StartEngine
+from kvferry.testing.plugin import StartKvferryd
+from kvferry.testing.raw import Raw
+
+ENGINES = 8
+PAGE = 64
+TENSORS = (TensorLayout(1, PAGE, PAGE),) * MAX_TENSORS
+REFS = tuple(TensorRef(tensor, PAGE) for tensor in range(MAX_TENSORS))
+LARGEST = KVLayout(TENSORS, (REFS,) * (MAX_REFS // MAX_TENSORS))
+TOO_LARGE = KVLayout(TENSORS, (*LARGEST.groups, REFS[:1]))
+
+
+def resident_bytes(daemon: LocalDaemon) -> int:
+    lines = Path(f"/proc/{daemon.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+
+def test_a_client_that_sends_large_layouts_does_not_keep_the_others_waiting(
+    start_engine: StartEngine, start_kvferryd: StartKvferryd
+) -> None:
+    """One sends a layout of a million references (7 MB, refused unread), one of one too many, and
+    one that is legal but finds no room, over and over; an honest engine stores and loads."""
+    honest = start_engine(start_kvferryd())
+    million = msgspec.msgpack.encode(
+        ["allocatekvcaches", 1, [TENSORS, [REFS] * 256, 1], None, None, False]
+    )
+    with Raw(honest.directory, "rude") as rude:
+        for _ in range(20):
+            rude.send(million)
+            rude.send(AllocateKVCaches(2, TOO_LARGE))
+            rude.send(AllocateKVCaches(3, LARGEST, (1 << 48) - 1))
+            honest.finish(honest.store(range(8), range(8)))
+            honest.finish(honest.load(range(8), range(8)))
+            errors = [rude.recv(Error).error for _ in range(3)]
+            assert [error.code for error in errors] == [
+                Code.MESSAGE_TOO_LARGE,
+                Code.BAD_LAYOUT,
+                Code.POOL_FULL,
+            ]
+            assert errors[1].value == str(MAX_REFS + 1)
+
+
+def test_the_largest_layouts_take_little_memory(start_kvferryd: StartKvferryd) -> None:
+    """Of a daemon that has granted them, each some 2 MB: the arrays, and a map of each tensor."""
+    daemon = start_kvferryd(pool_bytes=64 << 20)
+    sessions = [Raw(daemon.directory, f"engine-{n}") for n in range(ENGINES + 1)]
+    try:
+        for n, session in enumerate(sessions):
+            session.send(AllocateKVCaches(n, LARGEST, 1 << 20))
+            assert session.recv(Allocated).request_id == n
+            if n == 0:  # what is loaded and allocated once
+                before = resident_bytes(daemon)
+        assert resident_bytes(daemon) - before < ENGINES * (2 << 20)
+    finally:
+        for session in sessions:
+            session.close()
