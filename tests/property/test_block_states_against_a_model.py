@@ -27,6 +27,7 @@ from hypothesis.stateful import (
 from kvferry.daemon.core.block_states import BlockStates
 from kvferry.daemon.core.geometry import Geometry, Resolved
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
 
 HOSTS = 4
@@ -83,7 +84,7 @@ class Machine(RuleBasedStateMachine):
         pages = PAGES[self.sizes]
         tensors = tuple(TensorLayout(64, page, page) for page in pages)
         groups = tuple((TensorRef(number, page),) for number, page in enumerate(pages))
-        self.layout = KVLayout(tensors, groups, FACTOR)
+        self.layout = LayoutArrays.from_layout(KVLayout(tensors, groups, FACTOR))
         self.geometry = Geometry(self.layout, 0, HOSTS)
         self.states = BlockStates.of_layout(self.layout, HOSTS)
         self.cells = Cells()

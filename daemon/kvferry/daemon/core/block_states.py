@@ -23,7 +23,7 @@ import numpy as np
 
 from kvferry.daemon.core.geometry import Bools, Int64s, Resolved
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.specs import KVLayout
+from kvferry.proto.layout import LayoutArrays
 
 # Eight bytes of state for each, allocated by the kernel when first written.
 MAX_SUB_BLOCKS = 1 << 28
@@ -52,9 +52,8 @@ class BlockStates:
         self._unverified = 0
 
     @classmethod
-    def of_layout(cls, layout: KVLayout, num_blocks: int) -> BlockStates:
-        sizes = {layout.group_bytes(group) for group in range(len(layout.groups))}
-        return cls(num_blocks, layout.block_size_factor, len(sizes))
+    def of_layout(cls, layout: LayoutArrays, num_blocks: int) -> BlockStates:
+        return cls(num_blocks, layout.block_size_factor, len(set(layout.group_bytes)))
 
     def submit_store(self, serial: int, blocks: Resolved) -> None:
         """A store of these sub-blocks was submitted. Their old bytes are undefined from now on."""

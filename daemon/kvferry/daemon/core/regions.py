@@ -17,7 +17,7 @@ from kvferry.daemon.core.actions import Amend, Enter, Record, Strike
 from kvferry.daemon.core.block_states import BlockStates
 from kvferry.daemon.core.deeds import Contents, Deed, Found, Owner
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.specs import KVLayout
+from kvferry.proto.layout import LayoutArrays
 
 ALIGNMENT = 4096
 MAX_HOST_BLOCKS = 1 << 28
@@ -99,7 +99,7 @@ class Regions:
                 size // block,
             )
         region = Region(owner, contents, start, size)
-        if isinstance(contents, KVLayout):
+        if isinstance(contents, LayoutArrays):
             region.states = BlockStates.of_layout(contents, region.num_blocks)
         if owner not in self._regions:
             self._check_count()
