@@ -158,10 +158,8 @@ async def run(
             lambda error: server.fail(error),
         )
         server = Server(core, endpoint, events)
-        lane = Lane(engine, pool, server.lane_reports, server.fail, server.said)
-        archive = Archive(
-            auditor, kept.keeper, config.integrity.check_loads, server.tell, server.vouch
-        )
+        lane = Lane(engine, pool, server.lane_reports, server.fail)
+        archive = Archive(auditor, kept.keeper, config.integrity.check_loads, server.tell)
         archive.take_up(kept.ledgers, core.restore)
         shelf = Shelf(kept.keeper)
         for number, memory in shelf.take_up(kept.ledgers, core.restore_tensors).items():
