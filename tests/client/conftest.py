@@ -163,7 +163,6 @@ def start_stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StandIn]:
 
     monkeypatch.setattr("kvferry.client.nonblocking.Connection", running.__getitem__)
     monkeypatch.setattr("kvferry.client.nonblocking.FRESH", 0.0)
-    monkeypatch.setattr("kvferry.client.nonblocking.ASKED", 0.0)
     monkeypatch.setattr("kvferry.client.nonblocking.ALIVE_EVERY", 0.0)
     return start
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import traceback
 from typing import Any, cast
 
@@ -16,7 +15,6 @@ from kvferry.client.jobs import TransferResult
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto import status as told
-from kvferry.proto.bulletin import Bulletin, new_bulletin
 from kvferry.proto.codec import decode_client_message, encode
 from kvferry.proto.errors import Code, ErrorInfo, Failed, Gone, KVFerryError, Refused
 from kvferry.proto.keys import EventKind, Lookup
@@ -439,7 +437,7 @@ def answer(talk: Conversation, verb: Any, step: Any, message: Any) -> Any:
 def come_back(talk: Conversation, welcome: wire.Welcome = LATER) -> None:
     """With nothing to be had again."""
     talk.begin()
-    verb = verbs.join(talk, bulletin=False, tray=False)
+    verb = verbs.join(talk)
     with pytest.raises(StopIteration):
         answer(talk, verb, next(verb), welcome)
 
@@ -471,7 +469,7 @@ def test_all_is_had_again_in_order(lasting: Conversation) -> None:
     lasting.namespace.pin([b"aaaa", b"bbbb", b"aaaa"])
     lasting.lose(KILLED)
     lasting.begin()
-    verb = verbs.join(lasting, bulletin=False, tray=False)
+    verb = verbs.join(lasting)
     step: Any = next(verb)
     assert step.message == wire.Hello(1, 1, "client", "engine")
     step = answer(lasting, verb, step, LATER)
@@ -496,7 +494,7 @@ def test_resets_that_were_not_done_are_done_before_anything_shows(lasting: Conve
     lasting.lose(KILLED)
     lasting.reset()
     lasting.begin()
-    verb = verbs.join(lasting, bulletin=False, tray=False)
+    verb = verbs.join(lasting)
     step = answer(lasting, verb, next(verb), WELCOME)
     opened = msgspec.structs.replace(OPENED, request_id=step.request.request_id)
     step = answer(lasting, verb, step, opened)
@@ -542,19 +540,3 @@ def test_why_the_daemon_is_gone_does_not_grow(lasting: Conversation) -> None:
         with pytest.raises(Gone) as caught:
             lasting.submit(1, STORE, 0)
     assert len(traceback.extract_tb(caught.value.__traceback__)) < 10
-
-
-def test_results_of_two_daemons_are_counted_apart(lasting: Conversation) -> None:
-    """A bulletin that is read no more does not hold back what the next daemon tells."""
-    page = new_bulletin()
-    writer, lasting.jobs.bulletin = Bulletin(page), Bulletin(page)
-    os.close(page)
-    for job_id in (1, 2):
-        submit(lasting, job_id)
-        writer.write(wire.JobResult(job_id, Direction.STORE, Outcome.DONE))
-    lasting.jobs.read_bulletin()
-    lasting.lose(KILLED)
-    come_back(lasting)
-    submit(lasting, 3)
-    finish(lasting, 3)
-    assert outcomes(lasting) == [(1, "done"), (2, "done"), (3, "done")]

@@ -184,20 +184,6 @@ def test_lookups_look_at_what_arrived_now_and_then(
     assert stand_in.drains == drains + 2
 
 
-def test_polling_asks_the_socket_now_and_then(
-    stand_in: StandIn, inside: OffloadClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [100.0]
-    monkeypatch.setattr("kvferry.client.nonblocking.ASKED", 1.0)
-    monkeypatch.setattr("kvferry.client.nonblocking.time.monotonic", lambda: now[0])
-    inside._ask_at = 0.0
-    drains = stand_in.drains
-    for more in (1, 2):
-        assert [inside.get_finished() for _ in range(1000)] == [[]] * 1000
-        assert stand_in.drains == drains + more
-        now[0] += 1.5
-
-
 def test_results_bring_the_news_along(stand_in: StandIn, inside: OffloadClient) -> None:
     stand_in.store(C)
     assert inside.get_finished() == []

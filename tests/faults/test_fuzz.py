@@ -7,7 +7,6 @@ under attack, is printed, and recorded in the long form.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from kvferry.client import LocalDaemon, OffloadClient
-from kvferry.client.outtray import OutTray
 from kvferry.proto.codec import encode
 from kvferry.proto.desk import Collect, Deposit
 from kvferry.proto.errors import Code, Refused
@@ -26,25 +24,21 @@ from kvferry.proto.messages import (
     AllocateKVCaches,
     Cancel,
     ClientMessage,
-    Done,
     Error,
     Follow,
     Hello,
     OpenNamespace,
     Pin,
-    PostResults,
     Registered,
     RegisterKVCaches,
     Reset,
     Submit,
     Touch,
     Unpin,
-    UseTray,
     Wait,
 )
 from kvferry.proto.specs import GPULoadStoreSpec, KeyLoadStoreSpec
 from kvferry.proto.status import Fingerprint
-from kvferry.proto.tray import new_tray
 from kvferry.testing.accounts import check_all_gone
 from kvferry.testing.crew import Crew
 from kvferry.testing.engine import until
@@ -72,7 +66,6 @@ SMALL: list[ClientMessage] = [
     Unpin(KEYS[:2]),
     Touch(KEYS),
     Reset(7),
-    PostResults(1),
     Submit(8, GPULoadStoreSpec([0, 1, 2, 3]), KeyLoadStoreSpec(KEYS)),
     Submit(9, KeyLoadStoreSpec(KEYS[:2]), GPULoadStoreSpec([4, 5])),
 ]
@@ -152,37 +145,6 @@ def test_identities(beside: LocalDaemon, seed: int, long: bool) -> None:
     assert more.descriptors - (ledgers_of(beside) - ledgers) < 20
 
 
-def test_trays(beside: LocalDaemon, seed: int, long: bool) -> None:
-    """Sessions that lay hostile messages on a tray, and scribble over it."""
-    forge = Forge(seed, HONEST)
-    lay_junk(beside.directory, forge, 20)
-    ledgers, before = ledgers_of(beside), Vitals.of(beside.pid)
-    lay_junk(beside.directory, forge, 1_000 if long else 100)
-    more = Vitals.of(beside.pid).since(before)
-    print(more)
-    assert more.private < MAX_GROWTH
-    assert more.descriptors - (ledgers_of(beside) - ledgers) < 20
-
-
-def lay_junk(directory: Path, forge: Forge, sessions: int) -> None:
-    random = forge.random
-    for number in range(sessions):
-        with OutTray() as tray, Raw(directory, f"fuzz-{number % 7}", timeout=60) as raw:
-            page = os.dup(tray.descriptors[0])
-            tickets = raw.deposit(*tray.descriptors)
-            raw.ask(UseTray(1, *tickets), Done)
-            for _ in range(random.randrange(200)):
-                tray.lay(forge.frame())
-                if random.random() < 0.02:
-                    at = random.choice((0, 64, 128, random.randrange(500_000)))
-                    os.pwrite(page, random.randbytes(8), at)
-                if random.random() < 0.1:
-                    raw.send(*forge.frames())
-                    tray.passed_by()
-            os.close(page)
-            raw.session = ""  # if it is still there, it ends with the socket
-
-
 def ledgers_of(daemon: LocalDaemon) -> int:
     """Descriptors of ledgers: two for each region, as long as there is one."""
     with OffloadClient(daemon.directory, engine="onlooker") as onlooker:
@@ -203,8 +165,7 @@ def test_descriptor_socket(beside: LocalDaemon, seed: int, long: bool) -> None:
 
 
 def test_strange_descriptors_in_use(beside: LocalDaemon) -> None:
-    """What was deposited is named as a tensor, timeline, bulletin, tray: refused, each time."""
-    page = new_tray()
+    """What was deposited is named as a tensor or timeline: refused, each time."""
     with strange_descriptors() as strange:
         for name, descriptor in strange.items():
             with Raw(beside.directory, "fuzz") as raw:
@@ -213,14 +174,6 @@ def test_strange_descriptors_in_use(beside: LocalDaemon) -> None:
                         raw.deposit(descriptor)
                     assert refused.value.code == Code.NOT_SHAREABLE, name
                     continue
-                for _ in range(2):
-                    (ticket,) = raw.deposit(descriptor)
-                    raw.send(PostResults(ticket))
-                    error = raw.recv(Error).error
-                    assert error.code == Code.NOT_SHAREABLE, name
-                    for pair in ((descriptor, descriptor), (page, descriptor)):
-                        error = raw.ask(UseTray(1, *raw.deposit(*pair)), Error).error
-                        assert error.code == Code.NOT_SHAREABLE, name
                 (memory, clock) = raw.deposit(descriptor, descriptor)
                 allocations = (FdAllocation(memory, 512),)
                 where = (Location(0, 0),)
@@ -232,4 +185,3 @@ def test_strange_descriptors_in_use(beside: LocalDaemon) -> None:
                     assert isinstance(answer, Registered if good else Error), (name, answer)
                     (memory,) = raw.deposit(descriptor)
                     allocations = (FdAllocation(memory, 512),)
-    os.close(page)

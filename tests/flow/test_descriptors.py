@@ -19,17 +19,11 @@ from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.client.tensors import shared_empty
 from kvferry.proto.codec import encode
 from kvferry.proto.desk import Collect, Deposit
-from kvferry.proto.errors import Code
-from kvferry.proto.memory import FdAllocation, Location
+from kvferry.proto.memory import FdAllocation
 from kvferry.proto.messages import (
     Allocated,
     AllocateKVCaches,
-    Done,
-    Error,
-    RegisterKVCaches,
-    UseTray,
 )
-from kvferry.proto.tray import new_tray
 from kvferry.testing.engine import StartEngine, until
 from kvferry.testing.plugin import StartKvferryd
 from kvferry.testing.raw import Raw, one_tensor
@@ -184,7 +178,7 @@ def lingering() -> Iterator[socket.socket]:
             yield ours
 
 
-@pytest.mark.parametrize("way", ["deposit", "second packet", "unused bell", "bell", "memory"])
+@pytest.mark.parametrize("way", ["deposit", "second packet"])
 def test_no_close_of_a_client_s_descriptor_is_waited_for(kvferryd: LocalDaemon, way: str) -> None:
     """The daemon has the last one of a socket that lingers, or of what such a one is in."""
     with (
@@ -193,12 +187,7 @@ def test_no_close_of_a_client_s_descriptor_is_waited_for(kvferryd: LocalDaemon, 
         lingering() as odd,
         contextlib.ExitStack() as stack,
     ):
-        here, there = socket.socketpair()
-        stack.enter_context(here)
-        stack.enter_context(there)
         visitor = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        if way == "bell":
-            rude.ask(UseTray(1, *rude.deposit(new_tray(), there.fileno())), Done)
         os.kill(kvferryd.pid, signal.SIGSTOP)
         packet = encode(Deposit(rude.session))
         match way:
@@ -209,17 +198,8 @@ def test_no_close_of_a_client_s_descriptor_is_waited_for(kvferryd: LocalDaemon, 
                 visitor.connect(str(kvferryd.directory / "fds.sock"))
                 visitor.send(packet)
                 socket.send_fds(visitor, [packet], [odd.fileno()])
-            case _:
-                socket.send_fds(here, [b"!"], [odd.fileno()])
         odd.close()
         os.kill(kvferryd.pid, signal.SIGCONT)
-        if way in ("unused bell", "memory"):
-            (ticket,) = rude.deposit(there.fileno())
-            there.close()
-            if way == "memory":
-                allocations = (FdAllocation(ticket, 512),)
-                message = RegisterKVCaches(1, one_tensor(), allocations, (Location(0, 0),), 512)
-                assert rude.ask(message, Error).error.code == Code.NOT_SHAREABLE
         began = time.monotonic()
         rude.close()
         while time.monotonic() - began < 0.5:

@@ -41,12 +41,9 @@ def daemon() -> Iterator[LocalDaemon]:
         yield one
 
 
-@pytest.mark.parametrize("laid", [True, False], ids=["tray", "socket"])
 def test_who_meets_it_is_sent_away_and_the_others_go_on(
-    daemon: LocalDaemon, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, laid: bool
+    daemon: LocalDaemon, start_engine: StartEngine
 ) -> None:
-    if not laid:
-        monkeypatch.setattr("kvferry.proto.tray.Tray.lay", lambda *_: False)
     unlucky, other = (start_engine(daemon, name=name) for name in ("unlucky", "other"))
     (first,) = unlucky.finish(unlucky.store([0], [0]))
     assert first.outcome is Outcome.DONE

@@ -168,8 +168,6 @@ MESSAGES: dict[str, Any] = {
         18, GPULoadStoreSpec(INT64), KeyLoadStoreSpec((KEY, OTHER), 3), 5
     ),
     "client/submit-load-keys": wire.Submit(19, KeyLoadStoreSpec((KEY,)), GPULoadStoreSpec(INT32)),
-    "client/post-results": wire.PostResults(7),
-    "client/use-tray": wire.UseTray(12, 8, 9),
     "client/open": wire.OpenNamespace(7, FINGERPRINT, 1 << 30, "arc", 2),
     "client/open-small": wire.OpenNamespace(8, told.Fingerprint("model-b", 4096)),
     "client/follow": wire.Follow(),

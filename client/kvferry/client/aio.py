@@ -65,7 +65,7 @@ class AsyncOffloadClient(NonBlocking):
         self = cls(directory, engine, client, reconnect)
         self.timeout = timeout
         try:
-            await self._perform(self._join(), timeout)
+            await self._perform(verbs.join(self._conversation), timeout)
         except BaseException:
             self._leave()
             self._hang_up()
@@ -226,9 +226,6 @@ class AsyncOffloadClient(NonBlocking):
         if linked and not self._conversation.linked:
             self._announce()
             self._come_back()
-
-    def _join(self) -> Verb[None]:
-        return verbs.join(self._conversation, bulletin=False)
 
     def _come_back(self) -> None:
         """As far as it goes now, and on with the loop's next ticks."""

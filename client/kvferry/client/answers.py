@@ -29,13 +29,12 @@ from kvferry.proto.messages import (
     Reset,
     StatusReport,
     StatusRequest,
-    UseTray,
     Wait,
     Waited,
 )
 
 Request: TypeAlias = (
-    ReleaseKVCaches | UseTray | Wait | OpenNamespace | Reset | StatusRequest | NamespacesRequest
+    ReleaseKVCaches | Wait | OpenNamespace | Reset | StatusRequest | NamespacesRequest
 )
 Reply: TypeAlias = (
     Registered | Allocated | Released | Waited | Opened | Done | StatusReport | NamespacesReport

@@ -58,7 +58,7 @@ class OffloadClient(NonBlocking):
         super().__init__(directory, engine, client, reconnect)
         self.timeout = timeout
         try:
-            self._perform(self._join(), timeout)
+            self._perform(verbs.join(self._conversation), timeout)
         except BaseException:
             self._leave()
             self._hang_up()

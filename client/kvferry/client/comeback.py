@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from kvferry.client.conversation import Conversation, Place, timed_out
 from kvferry.client.descriptors import AT_ONCE, Visit
 from kvferry.client.steps import Ask, Fetch, Leave, Step, Tell, Until, Verb
+from kvferry.client.verbs import join
 from kvferry.proto.codec import encode
 from kvferry.proto.desk import Collect, Deposit
 from kvferry.proto.errors import Code, Failed, Gone, KVFerryError
@@ -41,12 +42,11 @@ class Comeback:
         self,
         talk: Conversation,
         directory: Path,
-        join: Callable[[], Verb[None]],
         reopen: Callable[[], None],
         send: Callable[[bytes], None],
     ) -> None:
         self._talk, self._directory = talk, directory
-        self._join, self._reopen, self._send = join, reopen, send
+        self._reopen, self._send = reopen, send
         self._attempt: Pushed | None = None
         self._next = self._until = 0.0
         self._pause = FIRST_PAUSE
@@ -83,7 +83,7 @@ class Comeback:
         self._reopen()
         self._talk.begin()
         self._until = now + PATIENCE
-        return self._perform(self._join())
+        return self._perform(join(self._talk))
 
     def _give_up(self, now: float, error: KVFerryError) -> None:
         """Until the next attempt the daemon has no session of ours."""

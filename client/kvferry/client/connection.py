@@ -11,7 +11,9 @@ the sockets of a connection that nobody closed are kept by its finalizer, and cl
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import random
+import select
 import weakref
 from collections.abc import Callable
 from itertools import count
@@ -30,6 +32,18 @@ RECONNECT_MS, RECONNECT_MAX_MS = 10, 300
 takes up to twice as long, as chance has it, so that they do not all come at once."""
 
 _monitors = count()
+_libc = ctypes.CDLL(None)
+
+
+class _PollFd(ctypes.Structure):
+    """ppoll, called through ctypes: Python's own poll and epoll wait for whole milliseconds, and
+    its select knows no descriptor above 1,023."""
+
+    _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
 class Connection:
@@ -41,6 +55,7 @@ class Connection:
         self._context = zmq.Context(io_threads=1)
         self._context.setsockopt(zmq.LINGER, 0)
         self._ends: list[zmq.Socket[bytes]] = []
+        self._polled = (_PollFd * 2)()
         # Not at exit: a thread may still wait there, and the process takes all with it.
         weakref.finalize(self, _let_go, self._context, self._ends).atexit = False
         self._open()
@@ -57,9 +72,8 @@ class Connection:
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED, address)
         self._ends.append(self.monitor)
         self.socket.connect(f"ipc://{self.directory / 'kvferry.sock'}")
-        self._poller = zmq.Poller()
-        self._poller.register(self.socket, zmq.POLLIN)
-        self._poller.register(self.monitor, zmq.POLLIN)
+        for place, end in enumerate((self.socket, self.monitor)):
+            self._polled[place] = _PollFd(cast(int, end.get(zmq.FD)), select.POLLIN)
 
     def reopen(self) -> None:
         """Forget the daemon that went, and what was sent to it; connect to whoever is there."""
@@ -89,8 +103,15 @@ class Connection:
             raise Gone(Code.DAEMON_GONE, "the daemon went away", str(self.directory))
 
     def wait(self, seconds: float) -> None:
-        """Sleep until something is to be drained, the daemon is gone, or the time is over."""
-        self._poller.poll(max(0, int(seconds * 1e3) + 1))
+        """Sleep until something may be to be drained, or the daemon gone, or the time is over.
+
+        Sockets' descriptors are edge-triggered, so each is asked first. A signal ends the wait.
+        """
+        if any(cast(int, end.get(zmq.EVENTS)) & POLLIN for end in (self.socket, self.monitor)):
+            return
+        whole = int(seconds)
+        time = _TimeSpec(whole, int((seconds - whole) * 1e9))
+        _libc.ppoll(self._polled, len(self._polled), ctypes.byref(time), None)
 
     def close(self, *, heard: bool = True) -> None:
         """`heard`: whether anybody is there to take what was sent last."""

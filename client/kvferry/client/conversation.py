@@ -24,7 +24,6 @@ from itertools import count
 from kvferry.client.answers import Answers, Reply, Request
 from kvferry.client.jobs import Jobs, checked_id, checked_ids, direction_of
 from kvferry.client.namespace import Namespace
-from kvferry.client.outtray import OutTray
 from kvferry.client.standing import Registration, Standing
 from kvferry.proto.codec import decode_daemon_message, encode
 from kvferry.proto.errors import Code, Gone, KVFerryError, Refused, error_of
@@ -56,9 +55,9 @@ from kvferry.proto.specs import (
 )
 from kvferry.proto.status import Fingerprint
 
+# Seconds, 11 days, that anything is waited for at most: a timer takes no math.inf, which a caller
+# may give to wait for as long as it takes.
 LONGEST = 1e6
-"""Seconds, 11 days, that anything is waited for at most: of three times as many ZeroMQ can make no
-number. Whoever wants to wait for as long as it takes may say so (math.inf)."""
 
 _SIDES = frozenset({GPULoadStoreSpec, CPULoadStoreSpec, KeyLoadStoreSpec})
 
@@ -84,8 +83,6 @@ class Conversation:
         self.incarnation = 0
         """How many sessions there were: one more whenever all was had again."""
         self.standing = Standing()
-        self.tray: OutTray | None = None
-        """Where messages are laid that the daemon shall see at once."""
         self.jobs = Jobs()
         self.answers = Answers()
         self._greeting: Welcome | KVFerryError | None = None
@@ -236,17 +233,10 @@ class Conversation:
             return
         self.place = Place.AWAY if self.lasting else Place.OVER
         self.gone = self.gone or self._reason(error)
-        self.drop_tray()
         self.jobs.lose(error)
         self.answers.lose(error)
         if self._namespace is not None:
             self._namespace.lose()
-
-    def drop_tray(self) -> None:
-        """What is said from now on goes by the socket."""
-        if self.tray is not None:
-            self.tray.close()
-            self.tray = None
 
     def turned_away(self, error: KVFerryError) -> None:
         """The daemon that is there does not take us back."""
@@ -259,7 +249,6 @@ class Conversation:
     def leave(self) -> None:
         """We go: nothing comes after this daemon, and the tensors are not ours to keep alive."""
         self.lasting, self.standing.registration = False, None
-        self.drop_tray()
         if self.gone is not None:
             self.place = Place.OVER
 

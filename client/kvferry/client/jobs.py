@@ -1,9 +1,4 @@
-"""Jobs under way, and how those that ended did.
-
-The result of a job that ran comes by the socket, and where there is a bulletin it is there first,
-as a rule: in the same order, so that a count tells which of them were had already. A refused job
-never ran, and its result comes by the socket only.
-"""
+"""Jobs under way, and how those that ended did."""
 
 from __future__ import annotations
 
@@ -14,7 +9,6 @@ from typing import SupportsIndex
 
 import msgspec
 
-from kvferry.proto.bulletin import Bulletin
 from kvferry.proto.errors import Code, Gone, KVFerryError, Refused, error_of
 from kvferry.proto.messages import MAX_JOB_IDS, JobResult, Outcome
 from kvferry.proto.specs import MAX_INT, Direction, GPULoadStoreSpec, TransferSpec
@@ -38,14 +32,10 @@ class TransferResult(msgspec.Struct, frozen=True):
 
 class Jobs:
     def __init__(self) -> None:
-        self.bulletin: Bulletin | None = None
         self.under_way: dict[int, Direction] = {}
         """Which way each goes."""
         self._counts = dict.fromkeys(Direction, 0)
         self._ended: deque[TransferResult] = deque()
-        self._had = 0
-        """Results of jobs that ran, by either way."""
-        self._from_socket = 0
 
     def __len__(self) -> int:
         return len(self.under_way)
@@ -62,31 +52,14 @@ class Jobs:
         return self._counts[direction]
 
     def take(self, result: JobResult) -> None:
-        """A result came by the socket."""
-        if result.outcome is not Outcome.REFUSED:
-            self._from_socket += 1
-            if self._from_socket <= self._had:
-                return
-            self._had = self._from_socket
-        self._end(result)
-
-    def read_bulletin(self) -> bool:
-        """Take in what is to be read there; whether that was anything."""
-        before = self._had
-        if self.bulletin is None or not self.bulletin.shows_more_than(before):
-            return False
-        for result in self.bulletin.read(before):
-            self._had += 1
-            self._end(result)
-        if self._had == before:
-            return False
-        self.bulletin.keep_from(self._had)
-        return True
+        """A result arrived. One of a job that is not under way is ignored."""
+        direction = self.under_way.pop(result.job_id, None)
+        if direction is not None:
+            self._counts[direction] -= 1
+            self._ended.append(_result(result))
 
     def lose(self, error: Gone) -> None:
-        """The daemon is gone: what is under way ends as lost, and its bulletin is read no more."""
-        self.read_bulletin()
-        self.bulletin, self._had, self._from_socket = None, 0, 0
+        """The daemon is gone: what is under way ends as lost."""
         for job_id, direction in self.under_way.items():
             lost = JobResult(job_id, direction, Outcome.LOST, error=error.info)
             self._ended.append(_result(lost))
@@ -99,12 +72,6 @@ class Jobs:
         if results:
             self._ended.clear()
         return results
-
-    def _end(self, result: JobResult) -> None:
-        direction = self.under_way.pop(result.job_id, None)
-        if direction is not None:
-            self._counts[direction] -= 1
-            self._ended.append(_result(result))
 
 
 def direction_of(spec: TransferSpec) -> Direction:

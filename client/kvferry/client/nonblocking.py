@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from kvferry.client import verbs
 from kvferry.client.bounds import check_fields
 from kvferry.client.comeback import Comeback
 from kvferry.client.connection import Connection
@@ -17,7 +16,6 @@ from kvferry.client.conversation import Conversation, Place
 from kvferry.client.endpoint import check_open, find_daemon, named
 from kvferry.client.jobs import TransferResult
 from kvferry.client.namespace import Namespace
-from kvferry.client.steps import Verb
 from kvferry.proto.errors import Code, Gone
 from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.memory import HostRegion
@@ -35,13 +33,8 @@ KVCaches: TypeAlias = (
 
 ALIVE_EVERY = 0.02
 """Seconds between looks, while polling, at whether the daemon is still there."""
-MAX_PASSED_OVER = 16
-"""How often in a row the socket is left alone while polling, as the bulletin has news."""
 FRESH = 200e-6
 """Seconds that a lookup does without a look at what has arrived."""
-ASKED = 10e-6
-"""Seconds that polling does without asking the socket again: to ask takes longer than all else, and
-most results are on the bulletin first."""
 
 
 class NonBlocking:
@@ -53,13 +46,9 @@ class NonBlocking:
         check_open(place)
         self._connection = Connection(place)
         self._conversation = Conversation(engine, client, lasting=reconnect)
-        self._comeback = Comeback(
-            self._conversation, self.directory, self._join, self._reopen, self._send
-        )
+        self._comeback = Comeback(self._conversation, self.directory, self._reopen, self._send)
         self._next_look = 0.0
-        self._passed_over = 0
         self._stale_at = 0.0
-        self._ask_at = 0.0
         _clients.add(self)
 
     @property
@@ -130,14 +119,9 @@ class NonBlocking:
 
     def get_finished(self) -> list[TransferResult]:
         """Results that are here and were not fetched yet: each once, in order per direction."""
-        jobs = self._conversation.jobs
-        if jobs.read_bulletin() and self._passed_over < MAX_PASSED_OVER:
-            self._passed_over += 1  # what the socket says of these comes later, and is nothing new
-        elif (now := time.monotonic()) > self._ask_at:
-            self._passed_over, self._ask_at = 0, now + ASKED
-            self._take_in()
-            self._look_now_and_then(now)
-        return jobs.results()
+        self._take_in()
+        self._look_now_and_then(time.monotonic())
+        return self._conversation.jobs.results()
 
     def cancel(self, job_ids: Collection[int]) -> None:
         """Give jobs up; each still ends once, as cancelled, or done where it was too late."""
@@ -204,12 +188,7 @@ class NonBlocking:
             self._send(self._conversation.request(message))
 
     def _send(self, data: bytes) -> None:
-        tray = self._conversation.tray
-        if tray is not None and tray.lay(data):
-            return
         self._connection.send(data)
-        if tray is not None:
-            tray.passed_by()
 
     def _drain(self) -> None:
         self._take_in()
@@ -248,9 +227,6 @@ class NonBlocking:
 
     # Coming back
 
-    def _join(self) -> Verb[None]:
-        return verbs.join(self._conversation)
-
     def _come_back(self) -> None:
         """Do what can be done at once to have a daemon that is away again."""
         if not self._conversation.for_good:
@@ -270,9 +246,8 @@ class NonBlocking:
         self._end("this client was closed")
 
     def _disown(self) -> None:
-        """In a fork's child: the session, the socket and the pages are those of our parent."""
+        """In a fork's child: the session and the socket are those of our parent."""
         self._connection.closed = True
-        self._conversation.jobs.bulletin = None
         self._end("this client was made before a fork, by the parent: make one in the child")
 
     def _end(self, why: str) -> None:

@@ -13,7 +13,6 @@ from kvferry.proto.messages import (
     Goodbye,
     Hello,
     Pin,
-    PostResults,
     RegisterKVCaches,
 )
 
@@ -43,7 +42,7 @@ class Fetch:
 class Tell:
     """Send a message that is no request; the outcome is what `until` answers, if not None."""
 
-    message: Hello | Follow | Goodbye | Pin | PostResults | RegisterKVCaches | AllocateKVCaches
+    message: Hello | Follow | Goodbye | Pin | RegisterKVCaches | AllocateKVCaches
     until: Callable[[], object]
 
 

@@ -21,12 +21,10 @@ from kvferry.client.bounds import check_fields
 from kvferry.client.conversation import Conversation
 from kvferry.client.endpoint import unanswered
 from kvferry.client.namespace import Namespace
-from kvferry.client.outtray import OutTray
 from kvferry.client.standing import Registration
 from kvferry.client.steps import Ask, Fetch, Leave, Tell, Until, Verb
 from kvferry.client.timeline import Timeline
-from kvferry.proto.bulletin import Bulletin, new_bulletin
-from kvferry.proto.errors import Code, Gone, KVFerryError, Refused
+from kvferry.proto.errors import Code, Gone, Refused
 from kvferry.proto.memory import FdAllocation, HostRegion
 from kvferry.proto.messages import (
     Allocated,
@@ -37,12 +35,10 @@ from kvferry.proto.messages import (
     Opened,
     OpenNamespace,
     Pin,
-    PostResults,
     Registered,
     RegisterKVCaches,
     ReleaseKVCaches,
     StatusRequest,
-    UseTray,
 )
 from kvferry.proto.specs import KVLayout
 from kvferry.proto.status import DaemonStatus, Fingerprint, NamespaceStatus
@@ -60,10 +56,9 @@ class AllocatedKVCaches(NamedTuple):
     kept: bool
 
 
-def join(talk: Conversation, *, bulletin: bool = True, tray: bool = True) -> Verb[None]:
+def join(talk: Conversation) -> Verb[None]:
     """Be greeted, and have all again that was had of the daemon before.
 
-    bulletin, tray: which pages to share with it.
     Raises what the daemon says against it, or Gone (TIMEOUT).
     """
     try:
@@ -72,10 +67,6 @@ def join(talk: Conversation, *, bulletin: bool = True, tray: bool = True) -> Ver
         if error.code == Code.TIMEOUT:
             raise unanswered(Path(error.value)) from None
         raise
-    if bulletin:
-        yield from _post_results(talk)
-    if tray:
-        yield from _use_tray(talk)
     standing = talk.standing
     if standing.opening is not None:
         again = msgspec.structs.replace(standing.opening, request_id=talk.next_request_id())
@@ -233,37 +224,6 @@ def namespaces(talk: Conversation) -> Verb[tuple[NamespaceStatus, ...]]:
 def goodbye(talk: Conversation) -> Verb[None]:
     if talk.gone is None:
         yield Tell(Goodbye("client closes"), lambda: talk.gone)
-
-
-def _post_results(talk: Conversation) -> Verb[None]:
-    """Have results posted in a shared page, too; where that cannot be, the socket tells them."""
-    page = new_bulletin()
-    try:
-        (ticket,) = yield Leave((page,))
-        yield Tell(PostResults(ticket), lambda: True)
-        talk.jobs.bulletin = Bulletin(page)
-    except KVFerryError:
-        pass
-    finally:
-        os.close(page)
-
-
-def _use_tray(talk: Conversation) -> Verb[None]:
-    """Have messages heard from a shared page, too; where that cannot be, all go by the socket."""
-    try:
-        tray = OutTray()
-    except OSError:
-        return
-    try:
-        page, bell = yield Leave(tray.descriptors)
-        yield Ask(UseTray(talk.next_request_id(), page, bell))
-        talk.tray = tray
-        tray.handed()
-    except KVFerryError:
-        pass
-    finally:
-        if talk.tray is not tray:
-            tray.close()
 
 
 def _check_first(talk: Conversation) -> None:

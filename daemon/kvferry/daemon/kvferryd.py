@@ -206,10 +206,8 @@ async def run(
             )
             publisher = KVEventPublisher(config.events.publish or f"ipc://{endpoint.events}")
             server = Server(core, endpoint, publisher.publish)
-            lane = Lane(engine, pool, server.lane_reports, server.fail, server.said)
-            archive = Archive(
-                auditor, kept.keeper, config.integrity.check_loads, server.tell, server.vouch
-            )
+            lane = Lane(engine, pool, server.lane_reports, server.fail)
+            archive = Archive(auditor, kept.keeper, config.integrity.check_loads, server.tell)
             archive.take_up(kept.ledgers, core.restore)
             shelf = Shelf(kept.keeper)
             for number, memory in shelf.take_up(kept.ledgers, core.restore_tensors).items():

@@ -9,12 +9,10 @@
                                 <-             Allocated | Error
       ReleaseKVCaches           ->
                                 <-             Released | Error
-      PostResults               ->               (no reply; before the first Submit)
-      UseTray                   ->
-                                <-             Done | Error
       Submit                    ->               (no reply of its own: the outcome is the reply)
       Cancel                    ->               (likewise)
-                                <-             Finished, with one JobResult for each Submit
+                                <-             Finished, with one JobResult for each Submit,
+                                               those that ended together in one message
       Wait                      ->
                                 <-             Waited, behind the Finished of all those jobs
       OpenNamespace             ->
@@ -156,23 +154,6 @@ class ReleaseKVCaches(Message):
 
     request_id: Id
     engine: Annotated[str, Meta(min_length=1, max_length=256)]
-
-
-class PostResults(Message):
-    """Write results also to the bulletin (bulletin.py) behind this ticket, from now on."""
-
-    ticket: Id
-
-
-class UseTray(Message):
-    """Once this is done, hear also what lies on the tray (tray.py) behind the ticket `page`.
-
-    bell: ticket of a Unix stream socket that is written to when something was laid there.
-    """
-
-    request_id: Id
-    page: Id
-    bell: Id
 
 
 class Submit(Message):
@@ -369,8 +350,6 @@ ClientMessage: TypeAlias = (
     | RegisterKVCaches
     | AllocateKVCaches
     | ReleaseKVCaches
-    | PostResults
-    | UseTray
     | Submit
     | Cancel
     | Wait

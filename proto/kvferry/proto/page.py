@@ -1,9 +1,5 @@
 """Pages of shared memory that two processes map: of one size for good, so that neither can have the
-other die of a missing one.
-
-Who writes to one puts the bytes there first and the number that counts them last, in plain stores:
-others see them in that order on x86-64, for which this is made.
-"""
+other die of a missing one."""
 
 from __future__ import annotations
 

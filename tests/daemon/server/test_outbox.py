@@ -18,14 +18,10 @@ from kvferry.proto.errors import Code
 from kvferry.proto.messages import (
     Done,
     Error,
-    Finished,
     Goodbye,
-    JobResult,
     News,
     Opened,
-    Outcome,
 )
-from kvferry.proto.specs import Direction
 
 
 class Full:
@@ -62,31 +58,6 @@ async def until(socket: Socket, count: int) -> None:
     async with asyncio.timeout(10):
         while len(socket.taken) < count:
             await asyncio.sleep(0.001)
-
-
-def result(job_id: int) -> JobResult:
-    return JobResult(job_id, Direction.LOAD, Outcome.DONE)
-
-
-async def test_results_that_wait_go_before_anything_else_and_not_later_than_said(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(outbox_module, "MAX_LATER", 3)
-    socket = Socket()
-    boxes, peer = desk(socket)
-    for job_id in (1, 2):
-        boxes.send_later(peer, result(job_id))
-    assert socket.taken == []
-    boxes.send(peer, Done(9))
-    expected: list[Any] = [Finished((result(1), result(2))), Done(9)]
-    assert socket.taken == expected
-    for job_id in range(3, 7):
-        boxes.send_later(peer, result(job_id))
-    expected.append(Finished((result(3), result(4), result(5))))
-    assert socket.taken == expected
-    await until(socket, 4)
-    assert socket.taken == [*expected, Finished((result(6),))]
-    assert peer.outbox_bytes == 0
 
 
 async def test_who_has_much_to_take_is_told_the_number_of_the_news_that_it_missed(

@@ -25,7 +25,6 @@ def test_all_arrive_in_order_from_another_thread() -> None:
         def lane() -> None:
             for number in range(0, 3000, 3):
                 returns.put([Pinned(number), Pinned(number + 1), Pinned(number + 2)])
-                returns.ring()
                 if number % 50 == 0:
                     time.sleep(0)
 
@@ -50,17 +49,14 @@ def test_the_loop_is_woken_once_for_all_that_is_there() -> None:
             for report in returns.take():
                 if report == Pinned(1):  # while they are taken in, more come
                     returns.put([Pinned(3)])
-                    returns.ring()
                 taken.append(report)
 
         returns = Returns(asyncio.get_running_loop(), take_in)
         for number in range(3):
             returns.put([Pinned(number)])
-            returns.ring()
         await asyncio.sleep(0.01)
         assert rings == 2, "once for three, and once for the one that came meanwhile"
         returns.put([Pinned(4)])
-        returns.ring()
         await asyncio.sleep(0.01)
 
     asyncio.run(serve())

@@ -195,7 +195,7 @@ class Attacker:
 # The descriptor socket
 
 
-USELESS = {"directory", "path", "pipe, to read", "pipe, to write", "read only", "deleted"}
+USELESS = {"directory", "path", "pipe, to read", "pipe, to write", "read only", "deleted", "socket"}
 """Of the strange descriptors those that cannot even be deposited."""
 
 

@@ -83,6 +83,10 @@ class Raw:
             if isinstance(message, kind):
                 return message
 
+    def waits(self) -> bool:
+        """Whether a message is here."""
+        return bool(self._socket.poll(0))
+
     def ask(self, message: bytes | ClientMessage, kind: type[M]) -> M:
         self.send(message)
         return self.recv(kind)

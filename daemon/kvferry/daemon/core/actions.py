@@ -195,24 +195,6 @@ class Commit(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
-    """Write a session's results, from now on, to the bulletin behind a ticket of its."""
-
-    session: str
-    ticket: int
-
-
-@dataclass(frozen=True, slots=True)
-class Tend:
-    """Hear what a session lays on the tray behind the ticket `page`, and say that it is so."""
-
-    session: str
-    request_id: int
-    page: int
-    bell: int
-
-
-@dataclass(frozen=True, slots=True)
 class Abandon:
     """Cancel transfers: at once where they wait, within a chunk where they run."""
 
@@ -227,8 +209,6 @@ Action: TypeAlias = (
     | Publish
     | Dismiss
     | Sweep
-    | Post
-    | Tend
     | Map
     | Shelve
     | Drop

@@ -22,10 +22,8 @@ from kvferry.daemon.core.actions import (
     Ended,
     Mapped,
     Pinned,
-    Post,
     Report,
     Send,
-    Tend,
     Unmapped,
     Verified,
 )
@@ -268,10 +266,6 @@ class Core:
             case wire.Submit():
                 self._check_running()
                 return self._transfers.submit(session, engine, message, now)
-            case wire.PostResults(ticket):
-                return [Post(session, ticket)]
-            case wire.UseTray(request_id, page, bell):
-                return [Tend(session, request_id, page, bell)]
             case wire.Cancel(job_ids):
                 return self._transfers.cancel(engine, job_ids)
             case wire.Wait():

@@ -57,8 +57,7 @@ class Nobody:
 
 
 class Archive:
-    """Called by the loop alone. `tell` takes reports that come when something was read, `vouch` the
-    serials of loads that need not be held any more.
+    """Called by the loop alone. `tell` takes reports that come when something was read.
 
     check_loads: which part of the blocks that are loaded is read again, from 0 to 1.
     """
@@ -69,11 +68,10 @@ class Archive:
         keeper: Keeper,
         check_loads: float,
         tell: Callable[[list[Report]], None],
-        vouch: Callable[[int], None],
     ) -> None:
         self._auditor = auditor
         self._keeper = keeper
-        self._audits = Audits(auditor, check_loads, tell, vouch)
+        self._audits = Audits(auditor, check_loads, tell)
         self._ledgers: dict[Owner, tuple[str, Ledger]] = {}
         self._under_way: dict[int, Start] = {}
         self._stores: dict[int, tuple[Ledger, Versions]] = {}
@@ -130,18 +128,18 @@ class Archive:
                 if owner in self._ledgers:
                     self._drop(*self._ledgers.pop(owner))
 
-    def started(self, start: Start) -> bool:
-        """Called before the lane hears of it. Whether its end will be held back."""
+    def started(self, start: Start) -> None:
+        """Called before the lane hears of it."""
         cargo, serial = start.cargo, start.plan.serial
         self._under_way[serial] = start
         entry = self._ledgers.get(cargo.owner)
         if entry is None:
-            return False
+            return
         _, ledger = entry
         if start.plan.direction is Direction.LOAD:
-            return self._audits.started(start, ledger)
-        self._stores[serial] = ledger, ledger.vacate(cargo.blocks)
-        return False
+            self._audits.started(start, ledger)
+        else:
+            self._stores[serial] = ledger, ledger.vacate(cargo.blocks)
 
     def posted(self, start: Start) -> None:
         """Called once the lane has it: what a load need not wait for."""

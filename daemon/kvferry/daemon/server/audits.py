@@ -83,23 +83,12 @@ class _Reading:
 
 
 class Audits:
-    """Called by the loop alone.
+    """Called by the loop alone. rate: which part of loaded blocks is read, from 0 to 1."""
 
-    rate: which part of loaded blocks is read, from 0 to 1. vouch: called with the serial of a load
-    whose blocks turned out to be good before its end came.
-    """
-
-    def __init__(
-        self,
-        auditor: Auditor,
-        rate: float,
-        tell: Callable[[list[Report]], None],
-        vouch: Callable[[int], None],
-    ) -> None:
+    def __init__(self, auditor: Auditor, rate: float, tell: Callable[[list[Report]], None]) -> None:
         self._auditor = auditor
         self._rate = rate
         self._tell = tell
-        self._vouch = vouch
         self._before_next = 0.0
         """Blocks that pass unread before the next one is read."""
         self._held: dict[int, _Held] = {}
@@ -204,8 +193,6 @@ class Audits:
             held.reading -= 1
             if not held.reading:
                 self._being_read.discard(held)
-            if not held.reading and held.error is None and held.ended is None:
-                self._vouch(held.start.plan.serial)
             reports += self._release(held.start.session)
         if reports:
             self._tell(reports)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import enum
 import fcntl
-import socket
 import stat
 from contextlib import suppress
 
@@ -27,8 +26,6 @@ class Kind(enum.Enum):
     """A memfd, or a file of tmpfs."""
     DEVICE = "device"
     """A device's file, or one of no type: what a driver exports."""
-    BELL = "bell"
-    """A Unix socket."""
 
 
 def kind_of(descriptor: int) -> Kind | None:
@@ -37,8 +34,6 @@ def kind_of(descriptor: int) -> Kind | None:
         fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         return Kind.MEMORY
     kind = _type_of(descriptor)
-    if kind == stat.S_IFSOCK:
-        return Kind.BELL if _family(descriptor) == socket.AF_UNIX else None
     return Kind.DEVICE if kind in (0, stat.S_IFCHR) else None
 
 
@@ -50,16 +45,6 @@ def _type_of(descriptor: int) -> int | None:
         return None
     mode = int.from_bytes(about.raw[_MODE_AT : _MODE_AT + 2], "little")
     return stat.S_IFMT(mode)
-
-
-def _family(descriptor: int) -> int | None:
-    try:
-        asked = socket.socket(fileno=descriptor)
-    except OSError:
-        return None
-    family = asked.family
-    asked.detach()
-    return family
 
 
 def close_aside(descriptor: int) -> None:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container
 from itertools import count
 
-from kvferry.daemon.server.closing import MAX_AT_ONCE, Kind, close, close_aside, kind_of
+from kvferry.daemon.server.closing import MAX_AT_ONCE, close, close_aside, kind_of
 from kvferry.daemon.server.door import NONE_LEFT, crowded
 from kvferry.daemon.server.endpoint import Endpoint
 from kvferry.proto.codec import decode_descriptor_request, encode
@@ -27,7 +27,6 @@ MAX_VISITORS = 64
 """Connections served at a time; more of them wait in the kernel."""
 PATIENCE = 5.0
 """Seconds that a connection may take to say what it wants."""
-TO_MAP = frozenset({Kind.MEMORY, Kind.DEVICE})
 
 
 def credentials(visitor: socket.socket) -> tuple[int, int]:
@@ -68,22 +67,14 @@ class DescriptorDesk:
         self._held[session][ticket] = descriptor
         return ticket
 
-    def take(
-        self, session: str, tickets: tuple[int, ...], kinds: Container[Kind] = TO_MAP
-    ) -> tuple[int, ...]:
-        """Hand descriptors over to the caller.
-
-        Raises Refused (UNKNOWN_TICKET, NOT_SHAREABLE) and takes none.
-        """
+    def take(self, session: str, tickets: tuple[int, ...]) -> tuple[int, ...]:
+        """Hand descriptors over to the caller. Raises Refused (UNKNOWN_TICKET) and takes none."""
         held = self._held[session]
         for ticket in tickets:
             if ticket not in held:
                 raise Refused(Code.UNKNOWN_TICKET, "no descriptor was deposited for it", ticket)
         if len(set(tickets)) != len(tickets):
             raise Refused(Code.UNKNOWN_TICKET, "a ticket is used once", list(tickets))
-        for ticket in tickets:
-            if kind_of(held[ticket]) not in kinds:
-                raise Refused(Code.NOT_SHAREABLE, "a socket is no memory", ticket)
         return tuple(held.pop(ticket) for ticket in tickets)
 
     def forget(self, session: str) -> None:
@@ -175,7 +166,7 @@ def _check_kind(place: int, descriptor: int) -> None:
     if kind_of(descriptor) is None:
         raise Refused(
             Code.NOT_SHAREABLE,
-            "what is deposited is a memfd, a file of tmpfs, memory of a GPU or a Unix socket, "
-            "and this is none of them",
+            "what is deposited is a memfd, a file of tmpfs or memory of a GPU, and this is none "
+            "of them",
             place,
         )

@@ -1,14 +1,25 @@
-"""What is said to the daemon, in its order: by sockets, and on trays; and who came and went.
+"""Reads the ROUTER and its monitor; serves waiting sessions in turns that are bounded in time.
 
-ZeroMQ's descriptor is edge-triggered: it wakes the loop when something changed, not while there is
-something to read. So it is drained until EVENTS shows nothing, after each wake and after each
-send; a turn at a time, or who sends without end would have the loop for itself.
+A message may take microseconds or, where it names a million blocks, a large part of a second. So
+messages are read cheaply into a queue per connection, and the connection that has used the least
+time is served next. One that used 0.3 s waits until every other one that has something to say has
+used as much; with nobody else there it goes on at once. Without this, ROUTER serves connections a
+message each, and each cheap message of one client waits for an expensive one of another.
+
+What waits here is bounded in total; beyond that nothing is read, and ZeroMQ holds the clients up.
+Called by the event loop only. ZeroMQ's descriptor is edge-triggered: it tells that something
+changed, not that there is something to read. So it is read until EVENTS shows nothing, after each
+wake-up and after each send.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import time
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, cast
 
 import zmq
@@ -16,16 +27,18 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvferry.daemon.server.door import Door
 from kvferry.daemon.server.peers import Peer, Peers
-from kvferry.daemon.server.trays import Trays
-from kvferry.proto.errors import KVFerryError
 
-TURN = 32
-"""Messages taken in before the loop looks after everything else, the trays among it: who floods
-the socket has one turn of two."""
-BEFORE = 1280
-"""Messages taken in before connections that closed are."""
+# Seconds of messages served before the loop looks after everything else: reports of the device,
+# timers, other sockets. One message may take longer, and then it was the only one.
+TURN = 1e-3
+# Messages read in a turn, at most.
+READ = 64
+# Messages read before a closed connection is handled: what came through it counts first.
+READ_BEFORE_CLOSE = 1280
+# Messages that wait here in total, and their bytes, beyond which no more are read.
+MAX_WAITING, MAX_WAITING_BYTES = 4096, 64 << 20
+# A plain int: arithmetic on zmq's flags costs more than asking the socket.
 POLLIN = int(zmq.POLLIN)
-"""A plain int: arithmetic on zmq's flags costs more than asking the socket."""
 
 Frames: TypeAlias = "list[bytes | zmq.Frame]"
 
@@ -34,28 +47,56 @@ class Listener(Protocol):
     """Who is told what was said."""
 
     def receive(self, identity: bytes, peer: Peer | None, frames: Frames) -> None:
-        """A message came by the socket, from a peer or from a stranger."""
-
-    def hear(self, peer: Peer, data: bytes) -> None:
-        """A peer has laid this on its tray."""
+        """A message arrived, from a peer or from a stranger."""
 
     def part(self, peer: Peer, reason: str) -> None:
         """A peer is of no use any more."""
 
 
+@dataclass(slots=True, eq=False)
+class IncomingQueue:
+    """Messages of one connection that were read and not served.
+
+    used: seconds of the loop, on the scale of Intake._served.
+    """
+
+    identity: bytes
+    used: float
+    messages: deque[Frames] = field(default_factory=deque)
+    closed: bool = False
+    """The connection is closed: when the messages are served, its peer leaves."""
+
+    def __lt__(self, other: IncomingQueue) -> bool:
+        return self.used < other.used
+
+
 class Intake:
-    """Reads a ROUTER, its monitor and the trays of peers."""
+    """Reads a ROUTER and its monitor. clock: seconds, monotonic."""
 
     def __init__(
-        self, socket: zmq.Socket[bytes], peers: Peers, door: Door, listener: Listener
+        self,
+        socket: zmq.Socket[bytes],
+        peers: Peers,
+        door: Door,
+        listener: Listener,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._socket, self._peers, self._door, self._listener = socket, peers, door, listener
+        self._clock = clock
         self._monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._loop = asyncio.get_running_loop()
-        self.trays = Trays(self._laid, self._senseless)
         self._drain_is_due = False
         self._changes: deque[tuple[int, bool]] = deque()
-        """Connections, by number, that came (or else closed), and that nobody was told of."""
+        """Connections, by number, that were accepted (or else closed), not handled yet."""
+        self._queues: dict[bytes, IncomingQueue] = {}
+        """Of every peer that said something, and of strangers while something of theirs waits."""
+        self._waiting: list[IncomingQueue] = []
+        """A heap of those with messages: the first has used the least time."""
+        self._served = 0.0
+        """What the connection served last had used before. Nobody begins with less: idle time is
+        not saved up."""
+        self._count = self._nbytes = 0
+        """Messages that wait, and their bytes."""
 
     def start(self) -> None:
         self._loop.add_reader(self._socket.fileno(), self._drain)
@@ -65,79 +106,131 @@ class Intake:
     def close(self) -> None:
         self._loop.remove_reader(self._socket.fileno())
         self._loop.remove_reader(self._monitor.fileno())
-        self.trays.close_all()
         self._socket.disable_monitor()
         self._monitor.close(0)
 
     def drain_soon(self) -> None:
-        """The socket was written to, which may have swallowed its descriptor's edge."""
+        """The socket was written to, which may have consumed its descriptor's edge."""
         if not self._drain_is_due:
             self._drain_is_due = True
             self._loop.call_soon(self._drain)
 
-    def hear_of_connections(self) -> None:
-        self._look_at_connections()
-        while self._changes:
-            number, came = self._changes.popleft()
-            if came:
-                self._peers.connected(number)
-            else:
-                self._peers.disconnected(number)
+    def forget(self, peer: Peer) -> None:
+        """Drop what waits of a peer that left, and what time it used."""
+        queue = self._queues.pop(peer.identity, None)
+        if queue is not None:
+            self._drop(queue)
 
-    def _drain(self, most: int = TURN) -> None:
+    def handle_connections(self) -> None:
+        """Pass on which connections were accepted, and which closed."""
+        self._read_monitor()
+        while self._changes:
+            number, accepted = self._changes.popleft()
+            if accepted:
+                self._peers.connected(number)
+            elif (peer := self._peers.disconnected(number)) is not None:
+                queue = self._queues.get(peer.identity)
+                if queue is not None and queue.messages:
+                    queue.closed = True
+                else:
+                    self._part(peer)
+
+    # Reading
+
+    def _drain(self) -> None:
+        """One turn."""
         self._drain_is_due = False
-        while most > 0:
-            if self._socket.closed or not cast(int, self._socket.get(zmq.EVENTS)) & POLLIN:
-                return
+        if self._socket.closed:
+            return
+        more = self._read(READ)
+        self._serve()
+        if more or self._waiting:
+            self.drain_soon()
+
+    def _read(self, most: int) -> bool:
+        """Read messages into queues; whether more may be there."""
+        for _ in range(most):
+            if self._count >= MAX_WAITING or self._nbytes >= MAX_WAITING_BYTES:
+                return True
+            if not cast(int, self._socket.get(zmq.EVENTS)) & POLLIN:
+                return False
             try:
                 identity = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return
-            most -= 1 + self._receive(identity)
-        self.drain_soon()
+                return False
+            self._enqueue(identity)
+        return True
 
-    def _receive(self, identity: bytes) -> int:
-        """Pass on what came by the socket; returns how many messages from a tray came before."""
-        peer = self._peers.by_identity.get(identity)
-        frames = self._frames(copy=peer is not None)
-        before = 0
-        if peer is not None:
-            before = self.trays.catch_up(peer.session)
-            peer = self._peers.by_identity.get(identity)  # it may have left with what lay there
-        self._listener.receive(identity, peer, frames)
-        if peer is not None:
-            self.trays.heard(peer.session)
-        return before
-
-    def _frames(self, *, copy: bool) -> Frames:
-        """The rest of a message. A copy costs less than a Frame, which a stranger's must be: it
-        tells where it came from."""
+    def _enqueue(self, identity: bytes) -> None:
+        """The rest of a message. A copy costs less than a Frame; only a Frame tells where it came
+        from, which is asked of a Hello: of strangers, and of peers whose Goodbye may wait here."""
+        queue = self._queues.get(identity)
+        if queue is None:
+            queue = self._queues[identity] = IncomingQueue(identity, self._served)
         frames: Frames = []
+        copy = not queue.messages and identity in self._peers.by_identity
         while self._socket.get(zmq.RCVMORE):
             frames.append(self._socket.recv(zmq.NOBLOCK, copy=copy))
-        return frames
+        if not queue.messages:
+            queue.used = max(queue.used, self._served)
+            heapq.heappush(self._waiting, queue)
+        queue.messages.append(frames)
+        self._count += 1
+        self._nbytes += _nbytes(frames)
 
-    def _laid(self, session: str, data: bytes) -> None:
-        peer = self._peers.by_session.get(session)
-        if peer is not None:
-            self._listener.hear(peer, data)
+    # Serving
 
-    def _senseless(self, session: str, error: KVFerryError) -> None:
-        peer = self._peers.by_session.get(session)
-        if peer is not None:
-            self._listener.part(peer, error.message)
+    def _serve(self) -> None:
+        now = self._clock()
+        end = now + TURN
+        while self._waiting and now < end and not self._socket.closed:
+            queue = heapq.heappop(self._waiting)
+            if not queue.messages:  # its peer left
+                continue
+            self._served = queue.used
+            self._serve_one(queue)
+            before, now = now, self._clock()
+            queue.used += now - before
+            if queue.messages:
+                heapq.heappush(self._waiting, queue)
+            elif queue.identity not in self._peers.by_identity:
+                self._queues.pop(queue.identity, None)
+
+    def _serve_one(self, queue: IncomingQueue) -> None:
+        frames = queue.messages.popleft()
+        self._count -= 1
+        self._nbytes -= _nbytes(frames)
+        self._listener.receive(queue.identity, self._peers.by_identity.get(queue.identity), frames)
+        peer = self._peers.by_identity.get(queue.identity)
+        if queue.closed and not queue.messages and peer is not None:
+            self._part(peer)
+
+    def _drop(self, queue: IncomingQueue) -> None:
+        self._count -= len(queue.messages)
+        self._nbytes -= sum(map(_nbytes, queue.messages))
+        queue.messages.clear()
+
+    def _part(self, peer: Peer) -> None:
+        self._listener.part(peer, "its connection closed")
+
+    # Connections
 
     def _watch(self) -> None:
-        """Connections came or closed; what came through those before is heard first."""
-        self._look_at_connections()
-        self._drain(BEFORE)
-        self.hear_of_connections()
+        """Connections were accepted or closed; what came through those before counts first."""
+        self._read_monitor()
+        if self._read(READ_BEFORE_CLOSE) or self._waiting:
+            self.drain_soon()
+        self.handle_connections()
 
-    def _look_at_connections(self) -> None:
-        """The door has to know at once who came; the others are heard in order."""
+    def _read_monitor(self) -> None:
+        """The door must know at once who was accepted; the rest is handled in order."""
         while not self._monitor.closed and cast(int, self._monitor.get(zmq.EVENTS)) & POLLIN:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
-            number, came = int(event["value"]), event["event"] == zmq.EVENT_ACCEPTED
-            if came:
+            number, accepted = int(event["value"]), event["event"] == zmq.EVENT_ACCEPTED
+            if accepted:
                 self._door.came(number)
-            self._changes.append((number, came))
+            self._changes.append((number, accepted))
+
+
+def _nbytes(frames: Frames) -> int:
+    return sum(map(len, frames))

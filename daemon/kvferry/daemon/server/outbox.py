@@ -17,7 +17,7 @@ import zmq
 from kvferry.daemon.server.peers import Peer, Peers
 from kvferry.proto.codec import encode
 from kvferry.proto.errors import ErrorInfo, Refused
-from kvferry.proto.messages import DaemonMessage, Error, Finished, Goodbye, JobResult, News
+from kvferry.proto.messages import DaemonMessage, Error, Goodbye, News
 
 MAX_MESSAGES = 100_000
 MAX_BYTES = 32 << 20
@@ -25,10 +25,6 @@ MAX_BYTES = 32 << 20
 MAX_NEWS = 1000
 """Messages kept for a peer beyond which it misses news."""
 RETRY = 0.002
-LATER = 0.02
-"""Seconds that results wait for others to be sent with them, where their peer knows them."""
-MAX_LATER = 256
-"""Results that wait, at most: a bulletin has room for more."""
 
 
 class Outboxes:
@@ -52,27 +48,12 @@ class Outboxes:
         self._loop = asyncio.get_running_loop()
 
     def send(self, peer: Peer, message: DaemonMessage) -> None:
-        self._send_results(peer)
         try:
             data = encode(message)
         except Refused as error:  # or whoever asked would wait for ever
             info = ErrorInfo(error.code, "the answer is larger than a message may be", error.value)
             data = encode(Error(getattr(message, "request_id", None), info))
         self._put(peer, data)
-
-    def send_later(self, peer: Peer, result: JobResult) -> None:
-        """A result that the peer can see elsewhere: sent with those that follow soon, and before
-        anything else."""
-        if not peer.results:
-            self._loop.call_later(LATER, self._send_results, peer)
-        peer.results.append(result)
-        if len(peer.results) >= MAX_LATER:
-            self._send_results(peer)
-
-    def _send_results(self, peer: Peer) -> None:
-        if peer.results:
-            results, peer.results = tuple(peer.results), []
-            self._put(peer, encode(Finished(results)))
 
     def answer(self, identity: bytes, message: DaemonMessage) -> None:
         """Send to one that has no session, if it is still there and has room."""
@@ -128,7 +109,6 @@ class Outboxes:
         reason = f"{kept} messages were kept for you and you took none: poll more often"
         peer.sent_away = True
         peer.outbox.clear()
-        peer.results.clear()
         peer.missed = None
         peer.outbox.append(encode(Goodbye(reason)))
         peer.outbox_bytes = len(peer.outbox[0])

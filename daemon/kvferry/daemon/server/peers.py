@@ -20,7 +20,7 @@ import zmq
 from kvferry.daemon.server.admission import Admission
 from kvferry.daemon.server.door import NONE_LEFT
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.messages import DaemonMessage, Hello, JobResult, News
+from kvferry.proto.messages import DaemonMessage, Hello, News
 
 
 @dataclass(slots=True, eq=False)
@@ -41,8 +41,6 @@ class Peer:
     """It took nothing: the last it is told is a goodbye."""
     outbox: deque[bytes] = field(default_factory=deque)
     outbox_bytes: int = 0
-    results: list[JobResult] = field(default_factory=list)
-    """What it has seen on its bulletin, and is to be told by the socket as well."""
     stream: Iterator[DaemonMessage] | None = None
     """What is being sent to it, a message at a time."""
     missed: News | None = None
@@ -105,12 +103,10 @@ class Peers:
     def connected(self, connection: int) -> None:
         self._closed.discard(connection)
 
-    def disconnected(self, connection: int) -> None:
-        """A connection closed; without a goodbye its peer is as good as dead."""
+    def disconnected(self, connection: int) -> Peer | None:
+        """A connection closed; returns its peer, which is as good as dead without a goodbye."""
         self._closed.add(connection)
-        peer = self._by_connection.get(connection)
-        if peer is not None:
-            self._died(peer, "its connection closed")
+        return self._by_connection.get(connection)
 
     def close(self) -> None:
         for session in tuple(self.by_session):

@@ -10,7 +10,7 @@ from kvferry.daemon.core.actions import Report
 
 
 class Returns:
-    """`put` and `ring` in the lane's thread, `take` in the loop's, which `take_in` makes do so."""
+    """`put` in the lane's thread, `take` in the loop's, which `take_in` makes do so."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, take_in: Callable[[], None]) -> None:
         self._loop = loop
@@ -20,9 +20,6 @@ class Returns:
 
     def put(self, reports: list[Report]) -> None:
         self._reports.extend(reports)
-
-    def ring(self) -> None:
-        """Have everything taken in that was put by now."""
         if not self._rung:
             self._rung = True
             self._loop.call_soon_threadsafe(self._take_in)

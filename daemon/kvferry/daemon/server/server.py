@@ -1,6 +1,8 @@
 """The loop: messages in, the core's answers out. Nothing here blocks or touches the device.
 
-What is said comes from the intake (intake.py); what the ROUTER does not take is kept (outbox.py).
+Messages come from the intake (intake.py); what the ROUTER does not take is kept (outbox.py). What
+the device reported by one wake-up is handled at once, and each session gets all results of it in
+one message.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -26,7 +29,6 @@ from kvferry.daemon.core.actions import (
     Map,
     Mapped,
     Pinned,
-    Post,
     Publish,
     Report,
     Send,
@@ -35,15 +37,12 @@ from kvferry.daemon.core.actions import (
     Stream,
     Strike,
     Sweep,
-    Tend,
 )
 from kvferry.daemon.core.core import Core
 from kvferry.daemon.core.residency.rubble import Rubble
 from kvferry.daemon.lane.lane import Lane
 from kvferry.daemon.lane.quay import MapOrder
 from kvferry.daemon.server.archive import Archive
-from kvferry.daemon.server.bulletins import Bulletins
-from kvferry.daemon.server.closing import Kind
 from kvferry.daemon.server.descriptors import DescriptorDesk
 from kvferry.daemon.server.door import Door
 from kvferry.daemon.server.endpoint import Endpoint
@@ -60,11 +59,10 @@ from kvferry.proto.memory import FdAllocation
 from kvferry.proto.messages import (
     ClientMessage,
     DaemonMessage,
-    Done,
     Finished,
     Goodbye,
     Hello,
-    Outcome,
+    JobResult,
     StatusRequest,
 )
 from kvferry.proto.status import DaemonStatus, HealthStatus, NamespaceStatus
@@ -72,6 +70,10 @@ from kvferry.proto.status import DaemonStatus, HealthStatus, NamespaceStatus
 HIGH_WATER = 256
 """Messages that ZeroMQ itself keeps for a peer each way, of whatever size."""
 LINGER_MS = 1000
+# Of a connection without a session nothing larger is decoded: to do so may take 0.3 s, and a new
+# connection has used no time yet (intake.py).
+MAX_HELLO_BYTES = 8192
+NO_SESSION = "say Hello first: this daemon does not know you"
 
 
 def ignore(_: Publish) -> None:
@@ -95,7 +97,6 @@ class Server:
         self._trouble: KVFerryError | None = None
         self._peers = Peers(endpoint.admission, self.part)
         self._desk = DescriptorDesk(endpoint, lambda: core.sessions, core.refused)
-        self._bulletins = Bulletins()
         self._journal = Journal()
         self._returns = Returns(self._loop, self._take_reports)
         self._context = zmq.Context(io_threads=1)
@@ -152,17 +153,7 @@ class Server:
     # Called from other threads
 
     def lane_reports(self, reports: list[Report]) -> None:
-        """Who sees a result on a bulletin may act on it at once: so first it is here to be taken,
-        before any message."""
-        ends = [self._bulletins.ended(report) for report in reports if isinstance(report, Ended)]
         self._returns.put(reports)
-        for entry in filter(None, ends):
-            self._bulletins.post(entry)
-        self._returns.ring()
-
-    def said(self) -> int:
-        """Something else than before if more lies on trays that was not heard; 0: nothing does."""
-        return self._intake.trays.said()
 
     def pool_grew(self, nbytes: int) -> None:
         self._loop.call_soon_threadsafe(self._grew, nbytes)
@@ -188,30 +179,25 @@ class Server:
             if len(frames) != 1:
                 raise Refused(Code.BAD_MESSAGE, "a message is one frame", len(frames))
             frame = frames[0]
+            if peer is None and len(frame) > MAX_HELLO_BYTES:
+                raise Refused(Code.NO_SESSION, NO_SESSION, len(frame))
             message = decode_client_message(frame if isinstance(frame, bytes) else frame.buffer)
             if peer is not None:
                 self._handle(peer, message)
             elif isinstance(message, Hello) and isinstance(frame, zmq.Frame):
                 self._greet(identity, frame, message)
             else:
-                raise Refused(Code.NO_SESSION, "say Hello first: this daemon does not know you")
+                raise Refused(Code.NO_SESSION, NO_SESSION)
         except KVFerryError as error:
             self._refuse(identity, peer, error)
         except Exception as error:
             self._send_away(identity, peer, error)
 
-    def hear(self, peer: Peer, data: bytes) -> None:
-        try:
-            self._handle(peer, decode_client_message(data))
-        except KVFerryError as error:
-            self._refuse(peer.identity, peer, error)
-        except Exception as error:
-            self._send_away(peer.identity, peer, error)
-
     def part(self, peer: Peer, reason: str) -> None:
         """A peer is not there any more, or is not wanted."""
         if peer.session in self._peers.by_session:
             peer.leaving = reason
+            self._intake.forget(peer)
             self._perform(self._core.leave(peer.session))
 
     def _handle(self, peer: Peer, message: ClientMessage) -> None:
@@ -233,7 +219,7 @@ class Server:
 
     def _greet(self, identity: bytes, frame: zmq.Frame, hello: Hello) -> None:
         self._take_reports()
-        self._intake.hear_of_connections()  # or its number's last owner's end would seem its own
+        self._intake.handle_connections()  # or its number's last owner's end would seem its own
         session = secrets.token_hex(16)
         peer = self._peers.admit(session, identity, frame, hello)
         self._perform(self._core.welcome(session, hello))
@@ -244,25 +230,25 @@ class Server:
             self._peers.dismiss(session)
 
     def _take_reports(self) -> None:
+        reports = list[Report]()
         for report in self._returns.take():
             if isinstance(report, Mapped):
                 self._journal.mapped(report)
                 report = self._with_tickets(report) if report.descriptors else report
             elif isinstance(report, Beat):
                 self._health.hear(report)
-            self.tell(self._archive.reported(report))
-
-    def vouch(self, serial: int) -> None:
-        """The blocks of a load are as they were stored, and it has not ended yet."""
-        self._bulletins.vouch(serial)
+            reports += self._archive.reported(report)
+        self.tell(reports)
 
     def tell(self, reports: Iterable[Report]) -> None:
         """The core hears of what happened, and what follows from it is done."""
+        actions = list[Action]()
         for report in reports:
-            actions = self._core.report(report)
+            follows = self._core.report(report)
             if isinstance(report, Ended) and report.error is not None:
-                self._tell_failed(report.error, actions)
-            self._perform(actions)
+                self._tell_failed(report.error, follows)
+            actions += follows
+        self._perform(merge_results(actions))
 
     def _tell_failed(self, error: ErrorInfo, actions: list[Action]) -> None:
         """Of the daemon's own jobs its health tells."""
@@ -286,13 +272,13 @@ class Server:
         for action in actions:
             match action:  # the usual ones first
                 case Start():
-                    self._bulletins.started(action, held=self._archive.started(action))
+                    self._archive.started(action)
                     self._lane.post(action)
                     self._archive.posted(action)
                 case Send(session, message):
                     peer = self._peers.by_session.get(session)
                     if peer is not None:
-                        self._send(peer, message)
+                        self._outboxes.send(peer, message)
                     elif hear := self._inside.get(session):
                         hear(message)
                 case Stream(session, messages):
@@ -301,17 +287,11 @@ class Server:
                     self._outboxes.broadcast(sessions, news)
                 case Publish():
                     self._publish(action)
-                case Post(session, ticket):
-                    self._post(session, ticket)
-                case Tend():
-                    self._tend(action)
                 case Map():
                     self._map(action)
                 case Dismiss(session):
                     self._journal.went(self._peers.by_session[session], action)
                     self._desk.forget(session)
-                    self._bulletins.close(session)
-                    self._intake.trays.close(session)
                     self._peers.dismiss(session)
                 case Enter() | Amend() | Strike():
                     self._archive.write(action)
@@ -329,16 +309,6 @@ class Server:
         if rubble.clear_some():
             self._loop.call_soon(self._sweep, rubble)
 
-    def _send(self, peer: Peer, message: DaemonMessage) -> None:
-        """What a peer has seen on its bulletin it is told by the socket with what comes next."""
-        if isinstance(message, Finished):
-            (result,) = message.results
-            seen = self._bulletins.shows(peer.session, result.job_id)
-            if seen and result.outcome is Outcome.DONE:
-                self._outboxes.send_later(peer, result)
-                return
-        self._outboxes.send(peer, message)
-
     def _map(self, action: Map) -> None:
         tickets = [a.ticket for a in action.allocations if isinstance(a, FdAllocation)]
         clock = () if action.timeline is None else (action.timeline,)
@@ -352,22 +322,6 @@ class Server:
         timeline = taken[-1] if clock else None
         self._journal.mapping(self._peers.by_session.get(action.session), action)
         self._lane.post(MapOrder(action, taken[: len(tickets)], timeline))
-
-    def _post(self, session: str, ticket: int) -> None:
-        try:
-            (descriptor,) = self._desk.take(session, (ticket,))
-            self._bulletins.open(session, descriptor)
-        except KVFerryError as error:
-            self._perform([Send(session, self._core.refusal(None, error))])
-
-    def _tend(self, action: Tend) -> None:
-        answer: DaemonMessage = Done(action.request_id)
-        try:
-            taken = self._desk.take(action.session, (action.page, action.bell), frozenset(Kind))
-            self._intake.trays.open(action.session, *taken)
-        except KVFerryError as error:
-            answer = self._core.refused(error, action.request_id)
-        self._perform([Send(action.session, answer)])
 
     # The end
 
@@ -385,3 +339,24 @@ class Server:
         self._desk.close()
         self._socket.close()
         await self._loop.run_in_executor(None, self._context.term)
+
+
+def merge_results(actions: list[Action]) -> list[Action]:
+    """The actions with all results of a session in one message, where its first one stood.
+
+    A message costs the client and the daemon more than a result does. A result may pass others of
+    its session's messages on the way forward, but no other result: so Waited stays behind the
+    results of its jobs.
+    """
+    results: defaultdict[str, list[JobResult]] = defaultdict(list)
+    for action in actions:
+        if isinstance(action, Send) and isinstance(action.message, Finished):
+            results[action.session] += action.message.results
+    merged = list[Action]()
+    for action in actions:
+        if isinstance(action, Send) and isinstance(action.message, Finished):
+            if (together := results.pop(action.session, None)) is not None:
+                merged.append(Send(action.session, Finished(tuple(together))))
+        else:
+            merged.append(action)
+    return merged
