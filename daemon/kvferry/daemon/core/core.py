@@ -27,6 +27,7 @@ from kvferry.daemon.core.actions import (
     Send,
     Tend,
     Unmapped,
+    Verified,
 )
 from kvferry.daemon.core.deeds import Found, Tenancy
 from kvferry.daemon.core.geometry import sides
@@ -73,6 +74,7 @@ class Core:
         self._pinned_bytes = 0
         self._copying: told.CopyStatus | None = None
         self._health: told.HealthStatus | None = None
+        self._verification: told.VerificationStatus | None = None
         self._errors: Counter[str] = Counter()
         self._engines: dict[str, str] = {}
         """Sessions, and the engine that each belongs to."""
@@ -131,10 +133,14 @@ class Core:
                 actions, error = self._registrations.mapped(report)
             case Unmapped(number):
                 actions, error = self._unmapped(number), None
-            case Corrupted():
+            case Verified(owner, blocks):
+                self._regions.note_verified(owner, blocks)
+                actions, error = [], None
+            case Corrupted(owner, blocks):
                 self._namespaces.corrupted(report)
-                if report.unasked:
-                    self._errors[Code.CORRUPT_BLOCK] += report.unasked
+                self._regions.note_corrupt(owner, blocks)
+                self._transfers.corrupted(owner, blocks)
+                self._errors[Code.CORRUPT_BLOCK] += blocks.size
                 actions, error = [], None
             case Pinned(nbytes):
                 self._pinned_bytes = nbytes
@@ -142,8 +148,8 @@ class Core:
             case Calibrated(copying):
                 self._copying = copying
                 return []
-            case Checked(health):
-                self._health = health
+            case Checked(health, verification):
+                self._health, self._verification = health, verification
                 return []
             case Beat():  # what it tells is the server's to judge
                 return []
@@ -261,6 +267,7 @@ class Core:
             errors=dict(self._errors),
             copying=self._copying,
             health=self._health,
+            verification=self._verification,
         )
 
     def _answer(

@@ -13,6 +13,8 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvferry.daemon.core.actions import Amend, Enter, Record, Strike
 from kvferry.daemon.core.deeds import Contents, Deed, Owner
 from kvferry.daemon.core.geometry import Bools, Int64s
@@ -118,6 +120,15 @@ class Regions:
         self._regions[owner] = Region(owner, contents, start, size)
         return self._regions[owner], False
 
+    def note_verified(self, owner: Owner, blocks: Int64s) -> None:
+        if (region := self._regions.get(owner)) is not None:
+            region.note_stored(blocks)
+
+    def note_corrupt(self, owner: Owner, blocks: Int64s) -> None:
+        region = self._regions.get(owner)
+        if region is not None and region.stored is not None:
+            region.stored[blocks] = False
+
     def desert(self, owner: Owner) -> None:
         """The owner went; its region stays until somebody needs the room."""
         region = self._regions.pop(owner)
@@ -157,6 +168,8 @@ class Regions:
             raise Refused(Code.BAD_LAYOUT, "a region holds host blocks", region.num_blocks)
         if self._in_the_way(region.owner, region.start, region.end):
             raise Refused(Code.POOL_FULL, "another region is there already", region.start)
+        if deed.layout is not None:  # nothing is loadable until it was verified
+            region.stored = np.zeros(region.num_blocks, dtype=np.bool_)
         self._regions[region.owner] = region
         return region
 

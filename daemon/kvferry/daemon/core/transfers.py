@@ -12,10 +12,20 @@ from dataclasses import dataclass
 from itertools import count
 
 import msgspec
+import numpy as np
 
-from kvferry.daemon.core.actions import Abandon, Action, Cargo, CopyPlan, Ended, Send, Start
-from kvferry.daemon.core.deeds import engine_owner
-from kvferry.daemon.core.geometry import Resolved, sides
+from kvferry.daemon.core.actions import (
+    Abandon,
+    Action,
+    Cargo,
+    Commit,
+    CopyPlan,
+    Ended,
+    Send,
+    Start,
+)
+from kvferry.daemon.core.deeds import Owner, engine_owner
+from kvferry.daemon.core.geometry import Int64s, Resolved, sides
 from kvferry.daemon.core.namespace import Lease
 from kvferry.daemon.core.registrations import OWN, Registration, Registrations
 from kvferry.daemon.core.residency.cache import Reservation
@@ -49,6 +59,8 @@ class Job(msgspec.Struct, eq=False):
     mode: str
     lease: Lease | None = None
     waiters: list[Waiter] = []
+    cargo: Cargo | None = None
+    corrupt: bool = False
 
 
 class Transfers:
@@ -112,7 +124,8 @@ class Transfers:
             registration.geometry.end(blocks.runs),
             0.0 if engine == OWN else now,
         )
-        return [Start(plan, session, message.job_id, _cargo(registration, blocks, lease))]
+        job.cargo = _cargo(registration, blocks, lease)
+        return [Start(plan, session, message.job_id, job.cargo)]
 
     def cancel(self, engine: str, job_ids: tuple[int, ...]) -> list[Action]:
         found = (self._by_id.get((engine, job_id)) for job_id in job_ids)
@@ -145,6 +158,9 @@ class Transfers:
             self._count(result)
             self.tally.add(job.mode, result, report)
         actions: list[Action] = []
+        if not own and job.direction is Direction.STORE and result.outcome is Outcome.DONE:
+            assert job.cargo is not None
+            actions.append(Commit(report.serial, job.cargo))
         if job.session is not None:
             self._taken[job.session, job.direction] -= 1
             self.moved[job.session] += result.nbytes
@@ -169,8 +185,19 @@ class Transfers:
     def abandon_all(self) -> list[Action]:
         return _abandon(self._jobs.values())
 
+    def corrupted(self, owner: Owner, blocks: Int64s) -> None:
+        """Loads in flight that read one of these host blocks fail."""
+        for job in self._jobs.values():
+            mine = job.cargo
+            if mine is None or job.direction is Direction.STORE or mine.owner != owner:
+                continue
+            job.corrupt |= bool(np.isin(mine.blocks, blocks).any())
+
     def _result(self, job: Job, report: Ended) -> JobResult:
         outcome, error = report.outcome, report.error
+        if outcome is Outcome.DONE and job.corrupt:
+            outcome = Outcome.FAILED
+            error = ErrorInfo(Code.CORRUPT_BLOCK, "a host block lost its bytes: compute it again")
         if outcome is Outcome.CANCELLED:
             error = ErrorInfo(Code.CANCELLED, "the job was given up")
             if not self._registrations.is_open(job.registration):

@@ -19,6 +19,7 @@ from kvferry.daemon.core.actions import (
     Beat,
     Broadcast,
     Checked,
+    Commit,
     Dismiss,
     Drop,
     Ended,
@@ -41,7 +42,7 @@ from kvferry.daemon.core.core import Core
 from kvferry.daemon.core.residency.rubble import Rubble
 from kvferry.daemon.lane.lane import Lane
 from kvferry.daemon.lane.quay import MapOrder
-from kvferry.daemon.server.archive import Archive
+from kvferry.daemon.persistence.region_store import RegionStore
 from kvferry.daemon.server.bulletins import Bulletins
 from kvferry.daemon.server.closing import Kind
 from kvferry.daemon.server.descriptors import DescriptorDesk
@@ -82,7 +83,7 @@ class Server:
     def __init__(self, core: Core, endpoint: Endpoint, events: str = "off") -> None:
         self._core = core
         self._lane: Lane
-        self._archive: Archive
+        self._region_store: RegionStore
         self._shelf: Shelf
         self._health: Health
         self._inside: dict[str, Callable[[DaemonMessage], None]] = {}
@@ -117,10 +118,16 @@ class Server:
         return lambda said: self._perform(self._core.handle(session, said, time.monotonic()))
 
     async def serve(
-        self, lane: Lane, archive: Archive, shelf: Shelf, health: Health, drain_seconds: float
+        self,
+        lane: Lane,
+        region_store: RegionStore,
+        shelf: Shelf,
+        health: Health,
+        drain_seconds: float,
     ) -> None:
         """Serve until stopped; then let what was accepted end, and say goodbye."""
-        self._lane, self._archive, self._shelf, self._health = lane, archive, shelf, health
+        self._lane, self._region_store = lane, region_store
+        self._shelf, self._health = shelf, health
         health.start()
         self._intake.start()
         await self._stop.wait()
@@ -143,8 +150,8 @@ class Server:
         return await self._health.check()
 
     async def snapshot(self) -> Snapshot:
-        self._core.report(Checked(self._health.status()))
         core = self._core
+        core.report(self._checked())
         return Snapshot(core.status(time.monotonic()), core.namespaces(), core.tally.copy())
 
     # Called from other threads
@@ -215,7 +222,7 @@ class Server:
     def _handle(self, peer: Peer, message: ClientMessage) -> None:
         self._take_reports()
         if isinstance(message, StatusRequest):
-            self._core.report(Checked(self._health.status()))
+            self._core.report(self._checked())
         self._perform(self._core.handle(peer.session, message, time.monotonic()))
 
     def _refuse(self, identity: bytes, peer: Peer | None, error: KVFerryError) -> None:
@@ -248,11 +255,12 @@ class Server:
                 report = self._with_tickets(report) if report.descriptors else report
             elif isinstance(report, Beat):
                 self._health.hear(report)
-            self.tell(self._archive.reported(report))
+            self.tell((report,))
+            if isinstance(report, Ended):
+                self._region_store.ended(report.serial)
 
-    def vouch(self, serial: int) -> None:
-        """The blocks of a load are as they were stored, and it has not ended yet."""
-        self._bulletins.vouch(serial)
+    def _checked(self) -> Checked:
+        return Checked(self._health.status(), self._region_store.verification)
 
     def tell(self, reports: Iterable[Report]) -> None:
         """The core hears of what happened, and what follows from it is done."""
@@ -284,9 +292,12 @@ class Server:
         for action in actions:
             match action:  # the usual ones first
                 case Start():
-                    self._bulletins.started(action, held=self._archive.started(action))
+                    self._region_store.invalidate(action)
+                    self._bulletins.started(action)
                     self._lane.post(action)
-                    self._archive.posted(action)
+                    self._region_store.touch(action)
+                case Commit():
+                    self._region_store.commit(action)
                 case Send(session, message):
                     peer = self._peers.by_session.get(session)
                     if peer is not None:
@@ -312,7 +323,7 @@ class Server:
                     self._intake.trays.close(session)
                     self._peers.dismiss(session)
                 case Enter() | Amend() | Strike():
-                    self._archive.write(action)
+                    self._region_store.write(action)
                 case Shelve():
                     self._shelf.put(action)
                 case Drop(number):
@@ -331,7 +342,7 @@ class Server:
         """What a peer has seen on its bulletin it is told by the socket with what comes next."""
         if isinstance(message, Finished):
             (result,) = message.results
-            seen = self._bulletins.shows(peer.session, result.job_id)
+            seen = self._bulletins.shows(peer.session)
             if seen and result.outcome is Outcome.DONE:
                 self._outboxes.send_later(peer, result)
                 return
@@ -371,7 +382,7 @@ class Server:
 
     async def _until_idle(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while (self._core.busy or self._archive.busy) and time.monotonic() < deadline:
+        while (self._core.busy or self._region_store.busy) and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
 
     async def _close(self) -> None:

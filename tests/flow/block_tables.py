@@ -5,23 +5,23 @@ from __future__ import annotations
 import os
 from contextlib import closing
 
-from kvferry.daemon.engine.ledger import Ledger
+from kvferry.daemon.persistence.block_table import BlockTable
 from kvferry.testing.engine import until
 from kvferry.testing.manager import ServiceManager
 
 
-def await_sealed(manager: ServiceManager, count: int) -> None:
-    """Return once so many blocks are sealed, over all ledgers. Which there are is asked each time:
+def await_committed(manager: ServiceManager, count: int) -> None:
+    """Return once so many blocks are committed, over all tables. Which there are is asked each time:
     the manager may yet have to hear of one."""
-    until(lambda: sum(_sealed(manager, name) for name in manager.names) == count)
+    until(lambda: sum(_committed(manager, name) for name in manager.names) == count)
 
 
-def _sealed(manager: ServiceManager, name: str) -> int:
+def _committed(manager: ServiceManager, name: str) -> int:
     if not name.startswith("ledger-"):
         return 0
     try:
         descriptor = os.dup(manager.kept(name))
     except (StopIteration, OSError):  # it has just gone
         return 0
-    with closing(Ledger(descriptor)) as ledger:
-        return ledger.sealed_blocks().size
+    with closing(BlockTable(descriptor)) as table:
+        return table.committed_blocks().size
