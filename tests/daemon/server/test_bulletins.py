@@ -22,10 +22,10 @@ class Desk:
         self.page = new_bulletin()
         self.bulletins.open("a", os.dup(self.page))
 
-    def start(self, serial: int, *, held: bool = False, session: str = "a") -> None:
+    def start(self, serial: int, *, session: str = "a") -> None:
         plan = CopyPlan(serial, 1, Direction.LOAD, (), 64, 0, 0, 0)
         cargo = Cargo(engine_owner(session), np.array([0]))
-        self.bulletins.started(Start(plan, session, 100 + serial, cargo), held=held)
+        self.bulletins.started(Start(plan, session, 100 + serial, cargo))
 
     def end(self, serial: int, outcome: Outcome = Outcome.DONE) -> None:
         entry = self.bulletins.ended(Ended(serial, outcome, 0.5))
@@ -48,43 +48,13 @@ def test_what_was_done_is_shown(desk: Desk) -> None:
     desk.start(1)
     desk.end(1)
     assert desk.seen() == [101]
-    assert desk.bulletins.shows("a", 101)
+    assert desk.bulletins.shows("a")
 
 
 def test_a_session_without_a_page_is_told_by_the_socket(desk: Desk) -> None:
     desk.start(1, session="b")
     desk.end(1)
-    assert not desk.bulletins.shows("b", 101)
-
-
-def test_what_is_held_hides_itself_and_what_comes_behind(desk: Desk) -> None:
-    desk.start(1, held=True)
-    desk.start(2)
-    desk.end(1)
-    desk.end(2)
-    assert desk.seen() == []
-    assert not desk.bulletins.shows("a", 101)
-    assert desk.bulletins.shows("a", 102)
-    assert desk.seen(first=1) == [102]
-
-
-def test_what_was_vouched_for_in_time_is_shown(desk: Desk) -> None:
-    desk.start(1, held=True)
-    desk.bulletins.vouch(1)
-    desk.end(1)
-    assert desk.seen() == [101]
-    assert desk.bulletins.shows("a", 101)
-
-
-def test_what_ended_is_settled(desk: Desk) -> None:
-    """Whoever vouches for it later changes nothing: the entry may be written already, or not."""
-    desk.start(1, held=True)
-    entry = desk.bulletins.ended(Ended(1, Outcome.DONE, 0.5))
-    desk.bulletins.vouch(1)
-    assert entry is not None
-    desk.bulletins.post(entry)
-    assert desk.seen() == []
-    assert not desk.bulletins.shows("a", 101)
+    assert not desk.bulletins.shows("b")
 
 
 def test_a_page_that_is_full_shows_nothing_more(desk: Desk) -> None:
@@ -92,14 +62,13 @@ def test_a_page_that_is_full_shows_nothing_more(desk: Desk) -> None:
         desk.start(serial)
         desk.end(serial)
     assert len(desk.seen()) == CAPACITY
-    assert not desk.bulletins.shows("a", 100 + CAPACITY)
+    assert not desk.bulletins.shows("a")
 
 
 def test_a_session_that_left_shows_nothing(desk: Desk) -> None:
-    desk.start(1, held=True)
+    desk.start(1)
     desk.start(2)
     desk.bulletins.close("a")
     desk.end(1)
     desk.end(2)
-    assert not desk.bulletins.shows("a", 101)
-    assert not desk.bulletins.shows("a", 102)
+    assert not desk.bulletins.shows("a")

@@ -20,7 +20,6 @@ import struct
 import sys
 import zlib
 from collections.abc import Sequence
-from itertools import repeat
 from typing import Any, TypeAlias
 
 import msgspec
@@ -93,6 +92,7 @@ class BlockTable:
             raise
         # Blocks that an earlier daemon committed and nobody compared with their checksums yet.
         self.unverified: Bools | None = None
+        self._undecided = 0
         self._committed, self._versions = self._lines["committed"], self._lines["version"]
         self._stamps = self._lines["stamp"]
         self.closed = False
@@ -117,32 +117,24 @@ class BlockTable:
 
     @property
     def unverified_bytes(self) -> int:
-        if self.closed or self.unverified is None:
-            return 0
-        return int(np.count_nonzero(self.unverified)) * self.record.block_bytes
+        return 0 if self.closed else self._undecided * self.record.block_bytes
 
     def mark_unverified(self, blocks: Int64s) -> None:
         """An earlier daemon wrote this table, and these are its residents; others are dropped."""
-        self.unverified = np.zeros(self.num_blocks, np.bool_)
-        self.unverified[blocks] = True
-        self._committed &= self.unverified
+        unverified = np.zeros(self.num_blocks, np.bool_)
+        unverified[blocks] = True
+        self._committed &= unverified
+        self.unverified, self._undecided = unverified if blocks.size else None, blocks.size
 
     def mark_verified(self, blocks: Int64s) -> Int64s:
         """These match their checksums. Returns those of them that were unverified."""
-        if self.unverified is None:
-            return blocks[:0]
-        verified = blocks[self.unverified[blocks]]
-        self.unverified[verified] = False
-        if not self.unverified.any():
-            self.unverified = None
-        return verified
+        return self._decide(blocks)
 
     def mark_corrupt(self, blocks: Int64s) -> None:
         """These lost their bytes: they are not committed until they are stored again."""
         self._committed[blocks] = False
         self._versions[blocks] += _ONE
-        if self.unverified is not None:
-            self.unverified[blocks] = False
+        self._decide(blocks)
 
     def update(self, record: Deed) -> None:
         """Replace the record by another one, for the same blocks and keys."""
@@ -160,7 +152,7 @@ class BlockTable:
 
     def wipe(self) -> None:
         """No block is committed."""
-        self.unverified = None
+        self.unverified, self._undecided = None, 0
         for at in range(0, self._lines.size, WIPED_LINES):
             self._committed[at : at + WIPED_LINES] = False
             self._versions[at : at + WIPED_LINES] += _ONE
@@ -230,18 +222,29 @@ class BlockTable:
         """Committed blocks, least recent first; of two with one key only the more recent."""
         blocks = self.committed_blocks()
         blocks = blocks[np.argsort(self._stamps[blocks], kind="stable")]
-        keys = self.keys(blocks)
+        keys = self.keys(blocks) or (b"",) * blocks.size
         parts = [tuple(part) if part[1] else None for part in self._lines["part"][blocks].tolist()]
-        if not keys:
-            return tuple(map(Resident, blocks.tolist(), repeat(b""), parts))
-        last = dict(zip(keys, zip(blocks.tolist(), parts, strict=True), strict=True))
-        return tuple(Resident(block, key, part) for key, (block, part) in last.items())
+        residents = tuple(map(Resident, blocks.tolist(), keys, parts))
+        if not self.record.key_bytes or len(set(keys)) == len(keys):
+            return residents
+        last = {resident.key: resident for resident in residents}
+        return tuple(resident for resident in residents if last[resident.key] is resident)
 
     def close(self) -> None:
         self.closed = True
         del self._lines, self._committed, self._versions, self._stamps
         self._file.close()
         os.close(self.descriptor)
+
+    def _decide(self, blocks: Int64s) -> Int64s:
+        if self.unverified is None:
+            return blocks[:0]
+        decided = blocks[self.unverified[blocks]]
+        self.unverified[decided] = False
+        self._undecided -= decided.size
+        if not self._undecided:
+            self.unverified = None
+        return decided
 
     def _take_over_stamps(self) -> None:
         most = int(self._stamps.max(initial=0))

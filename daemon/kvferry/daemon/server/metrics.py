@@ -66,6 +66,12 @@ def _daemon(status: DaemonStatus) -> Iterator[Metric]:
         "kvferry_uptime_seconds", "Since the daemon was started.", status.uptime_seconds
     )
     yield GaugeMetricFamily("kvferry_sessions", "Connected clients.", status.sessions)
+    left = status.verification
+    yield GaugeMetricFamily(
+        "kvferry_unverified_bytes",
+        "Host blocks that an earlier daemon left and that are not verified yet.",
+        0 if left is None else left.total_bytes - left.decided_bytes,
+    )
     engines = GaugeMetricFamily(
         "kvferry_engine_present",
         "Engines that have host memory of their own: 1 here, 0 away.",
