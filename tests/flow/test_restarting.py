@@ -169,22 +169,22 @@ def test_what_was_stored_is_there_again(anywhere: Service) -> None:
     anywhere.restart()
     with anywhere.engine("two") as two:
         assert two.opened.reattached
-        assert two.lookup(1, 2, 3, 4, 5, 6) == [Lookup.HIT] * 5 + [Lookup.MISS]
+        until(lambda: two.lookup(1, 2, 3, 4) == [Lookup.HIT] * 4, 20)
+        assert two.lookup(6) == [Lookup.MISS]
         assert two.load(keys(3, 1), [20, 21, 22, 23]).success
         assert torch.equal(two.read(range(20, 24)), content[[4, 5, 0, 1]])
         half = two.load(keys(5), [24, 25])
         assert half.error is not None
         assert half.error.code == Code.KEY_ABSENT
-        (namespace,) = two.client.namespaces()
-        assert (namespace.ready, namespace.pending, namespace.doomed) == (5, 0, 0)
-    assert "a region is back" in anywhere.manager.log()
+        until(lambda: (v := two.client.status().verification) and v.decided_bytes == v.total_bytes)
+    assert "region restored" in anywhere.manager.log()
 
 
 def test_it_is_there_after_any_number_of_restarts_with_what_came_since(service: Service) -> None:
     contents: dict[int, torch.Tensor] = {}
     for round_ in range(3):
         with service.engine() as engine:
-            assert engine.lookup(*range(round_)) == [Lookup.HIT] * round_
+            until(lambda: engine.lookup(*range(round_)) == [Lookup.HIT] * round_, 20)  # noqa: B023
             for number in range(round_):
                 assert engine.load(keys(number), [0, 1]).success
                 assert torch.equal(engine.read(range(2)), contents[number])
@@ -263,23 +263,19 @@ def test_bytes_that_changed_meanwhile_are_never_loaded(anywhere: Service) -> Non
         assert torch.equal(one.read(range(8, 10)), content)
 
 
-def test_every_load_is_checked_where_that_is_wanted(tmp_path: Path) -> None:
+def test_a_block_that_changes_while_the_daemon_runs_is_found_by_the_scrub(tmp_path: Path) -> None:
     service = Service(tmp_path, integrity_scrub_rate="1GiB")
     with service.manager:
         service.start()
         with service.engine() as one:
             assert one.store(range(4), keys(1, 2)).success
             await_committed(service.manager, 2)
-            assert one.load(keys(1, 2), range(4)).success
             service.change("pool-00000", OWN + 5, b"tampered")
-            result = one.load(keys(1, 2), range(4))
-            assert result.error is not None
-            assert result.error.code == Code.CORRUPT_BLOCK
-            assert result.error.value == repr(key(1).hex()) or key(1).hex() in result.error.value
             until(lambda: one.lookup(1, 2) == [Lookup.MISS, Lookup.HIT])
-            assert one.client.status().errors == {Code.CORRUPT_BLOCK: 1}
-            (namespace,) = one.client.namespaces()
-            assert (namespace.ready, namespace.pinned, namespace.doomed) == (1, 0, 0)
+            assert not one.load(keys(1), range(2)).success
+            assert one.load(keys(2), range(2)).success
+            assert one.client.status().errors[Code.CORRUPT_BLOCK] == 1
+        assert "host blocks are corrupt" in service.manager.log()
 
 
 def test_an_engines_own_blocks_come_back_by_their_numbers(anywhere: Service) -> None:
@@ -290,11 +286,12 @@ def test_an_engines_own_blocks_come_back_by_their_numbers(anywhere: Service) -> 
     anywhere.restart()
     with anywhere.engine(namespace=False) as one:
         assert one.region.reattached
-        assert one.run((CPULoadStoreSpec([9, 7]), GPULoadStoreSpec(range(10, 14)))).success
+        back = CPULoadStoreSpec([9, 7]), GPULoadStoreSpec(range(10, 14))
+        until(lambda: one.run(back).success, 20)
         assert torch.equal(one.read(range(10, 14)), content[[2, 3, 0, 1]])
         never = one.run((CPULoadStoreSpec([7, 8]), GPULoadStoreSpec(range(10, 14))))
         assert never.error is not None
-        assert never.error.code == Code.CORRUPT_BLOCK
+        assert never.error.code == Code.STALE
         assert one.run((GPULoadStoreSpec(range(2)), CPULoadStoreSpec([8]))).success
         assert one.run((CPULoadStoreSpec([7, 8]), GPULoadStoreSpec(range(10, 14)))).success
 
@@ -313,7 +310,7 @@ def test_a_pool_of_another_shape_begins_empty_and_says_so(service: Service, opti
         await_committed(service.manager, 1)
     service.restart(**{option: 8 << 20})
     with service.engine() as one:
-        assert one.lookup(1) == [Lookup.HIT]
+        until(lambda: one.lookup(1) == [Lookup.HIT], 20)
 
 
 MISTAKES: dict[str, dict[str, object]] = {
@@ -374,7 +371,7 @@ def test_who_finds_no_room_on_the_device_leaves_it_too(service: Service) -> None
     assert service.manager.names == names
     service.mended()
     with service.engine() as one:
-        assert one.lookup(1) == [Lookup.HIT]
+        until(lambda: one.lookup(1) == [Lookup.HIT], 20)
 
 
 def test_a_first_start_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
@@ -396,7 +393,7 @@ def test_a_ledger_of_another_version_or_a_damaged_one_is_given_up(
     for offset in (at, at + (1 << 20) if at else at):  # the deed has two places
         service.change(name, offset, data)
     service.start()
-    assert "a ledger is given up" in service.manager.log()
+    assert "block table is dropped" in service.manager.log()
     until(lambda: name not in service.manager.names)
     with service.engine() as one:
         assert not one.opened.reattached

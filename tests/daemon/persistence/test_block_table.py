@@ -47,10 +47,14 @@ def blocks(*numbers: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.array(numbers, dtype=np.int64)
 
 
-def store(table: BlockTable, numbers: list[int], keys: list[bytes], **parts: tuple[int, int]) -> None:
+def store(
+    table: BlockTable, numbers: list[int], keys: list[bytes], **parts: tuple[int, int]
+) -> None:
     versions = table.invalidate(blocks(*numbers))
     checksums = np.array([7 * n for n in numbers], dtype=np.uint64)
-    table.commit(blocks(*numbers), versions, checksums, keys, {int(n[1:]): p for n, p in parts.items()})
+    table.commit(
+        blocks(*numbers), versions, checksums, keys, {int(n[1:]): p for n, p in parts.items()}
+    )
 
 
 def test_a_new_one_takes_no_memory_for_blocks_that_were_never_stored() -> None:
@@ -217,7 +221,9 @@ def test_uses_are_counted_over_all_tables_also_after_a_restart() -> None:
 NUMBERS = st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=3, unique=True)
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["invalidate", "commit", "commit", "wipe", "touch"]), NUMBERS, st.integers(0, 3)
+        st.sampled_from(["invalidate", "commit", "commit", "wipe", "touch"]),
+        NUMBERS,
+        st.integers(0, 3),
     ),
     max_size=40,
 )

@@ -118,9 +118,7 @@ def many(count: int) -> Asked:
     return Asked(numbers, [bytes(56) + n.to_bytes(8, "big") for n in range(count)])
 
 
-@pytest.mark.parametrize(
-    ("block_bytes", "blocks"), [(2 << 20, 128), (4096, 1024), (1 << 30, 1)]
-)
+@pytest.mark.parametrize(("block_bytes", "blocks"), [(2 << 20, 128), (4096, 1024), (1 << 30, 1)])
 def test_a_batch_is_bounded_in_bytes_and_in_blocks(block_bytes: int, blocks: int) -> None:
     sizes = [part.stop - part.start for part in batches(block_bytes, 3 * blocks + 1)]
     assert sizes == [blocks] * 4
