@@ -11,8 +11,8 @@ from kvferry.testing.manager import ServiceManager
 
 
 def await_committed(manager: ServiceManager, count: int) -> None:
-    """Return once so many blocks are committed, over all tables. Which there are is asked each time:
-    the manager may yet have to hear of one."""
+    """Return once so many blocks are committed, over all tables. Which tables there are is asked
+    each time: the manager may yet have to receive one."""
     until(lambda: sum(_committed(manager, name) for name in manager.names) == count)
 
 

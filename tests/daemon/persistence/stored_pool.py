@@ -1,4 +1,4 @@
-"""A pool of random bytes, the checksum process over it, and block tables whose blocks are committed."""
+"""A pool of random bytes, the checksum process over it, and block tables with committed blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What matches its checksum is verified, what does not is corrupt, what was stored over is neither."""
+"""What matches its checksum is verified, what does not is corrupt; stored over it is neither."""
 
 from __future__ import annotations
 
@@ -45,12 +45,11 @@ async def check(pool: StoredPool, table: BlockTable, *blocks: int) -> list[Any]:
 
 @pytest.mark.parametrize("record", [KEYED, RAW], ids=["by key", "by number"])
 async def test_each_block_is_reported_once_as_what_it_is(pool: StoredPool, record: Deed) -> None:
-    table = table_of(pool, record)
+    table, keyed = table_of(pool, record), record is KEYED
     pool.damage(table, 5)
-    names = (lambda *blocks: tuple(map(key, blocks))) if record is KEYED else lambda *_: ()
     assert await check(pool, table, 4, 5, 6) == [
-        (Verified, record.owner, [4, 6], names(4, 6)),
-        (Corrupted, record.owner, [5], names(5)),
+        (Verified, record.owner, [4, 6], (key(4), key(6)) if keyed else ()),
+        (Corrupted, record.owner, [5], (key(5),) if keyed else ()),
     ]
     assert table.unverified is not None
     assert not table.unverified[[4, 5, 6]].any()

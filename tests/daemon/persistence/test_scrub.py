@@ -65,7 +65,7 @@ async def test_a_block_that_changed_is_found_once_and_those_that_did_not_are_not
 async def test_every_committed_block_has_its_turn(
     pool: StoredPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also those that are committed or go while it is under way; unverified ones are not its own."""
+    """Also those that are committed or go meanwhile; unverified ones are not its own."""
     monkeypatch.setattr(module, "SEARCHED", 3)
     checks, tables = RecordedCheck(), [pool.table(KEYED), pool.table(RAW)]
     pool.commit(tables[0], 0, 1, 2, 8)
