@@ -125,6 +125,7 @@ BUSY = NamespaceStatus(
     free=1000,
     pending=4,
     ready=261140,
+    unverified=0,
     doomed=0,
     pinned=12,
     hits=93,

@@ -509,46 +509,6 @@ def test_resets_that_were_not_done_are_done_before_anything_shows(lasting: Conve
     assert lasting.namespace.undone() == ()
 
 
-@pytest.mark.parametrize("welcome", [WELCOME, LATER])
-def test_blocks_of_another_daemon_are_not_loaded(
-    lasting: Conversation, welcome: wire.Welcome
-) -> None:
-    submit(lasting, 1, STORE)
-    lasting.lose(KILLED)
-    come_back(lasting, welcome)
-    assert [(r.job_id, r.outcome) for r in lasting.jobs.results()] == [(1, "lost")]
-    if welcome is LATER:
-        with pytest.raises(Refused) as caught:
-            lasting.submit(2, LOAD, 0)
-        assert (caught.value.code, caught.value.value) == (Code.STALE, "3")
-        submit(lasting, 3, STORE)
-    submit(lasting, 2, LOAD)
-
-
-def test_a_region_tells_whether_its_blocks_are_there(lasting: Conversation) -> None:
-    for reattached in (True, False):
-        region = msgspec.structs.replace(REGION, reattached=reattached)
-        lasting.registered(cast(Any, None), region)
-        lasting.standing.registration = None
-        lasting.lose(KILLED)
-        come_back(lasting, LATER if reattached else WELCOME)
-        if reattached:
-            lasting.submit(2, LOAD, 0)
-    with pytest.raises(Refused):
-        lasting.submit(2, LOAD, 0)
-
-
-@pytest.mark.parametrize("ids", [[-1], [1 << 40], [5, -1]])
-def test_blocks_that_no_region_has(lasting: Conversation, ids: list[int]) -> None:
-    lasting.lose(KILLED)
-    come_back(lasting)
-    spec = CPULoadStoreSpec(ids), GPULoadStoreSpec(range(len(ids)))
-    submit(lasting, 1, (spec[1], spec[0]))
-    with pytest.raises(Refused) as caught:
-        lasting.submit(2, spec, 0)
-    assert caught.value.code == Code.STALE
-
-
 def test_who_waits_is_told_once_that_the_daemon_went(lasting: Conversation) -> None:
     with lasting.asking(wire.StatusRequest(5)):
         lasting.lose(KILLED)

@@ -30,7 +30,23 @@ from kvferry.proto import status as told
 GIB = 1 << 30
 WHOSE = Fingerprint("meta-llama/Llama-3.1-70B-Instruct", 2 << 20, rank=1, world_size=4)
 SPACE = told.NamespaceStatus(
-    WHOSE.name, WHOSE, "arc", ("llama-0",), 32768, 2 << 20, 900, 4, 31860, 0, 12, 93, 7, 1, 2, 38861
+    WHOSE.name,
+    WHOSE,
+    "arc",
+    ("llama-0",),
+    32768,
+    2 << 20,
+    900,
+    4,
+    31860,
+    0,
+    0,
+    12,
+    93,
+    7,
+    1,
+    2,
+    38861,
 )
 STATUS = told.DaemonStatus(
     version="0.1.0",

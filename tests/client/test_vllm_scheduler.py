@@ -227,7 +227,7 @@ def test_a_reset_that_a_daemon_died_with_is_done_by_the_next(
 def test_stores_name_the_generation_of_each_rank(side: SchedulerSide) -> None:
     output = side.prepare_store([A, C, D], request())
     assert output.keys_to_store == [C, D]
-    assert output.store_spec == KeysSpec((C, D), (1,))
+    assert output.store_spec == KeysSpec((C, D), (1,), (A,))
     assert output.store_spec.generation(0) == 1
     assert answers(side, C) == ["pending"]
     side.complete_store({C, D}, request())

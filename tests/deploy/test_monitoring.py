@@ -22,7 +22,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 def metrics() -> dict[str, set[str]]:
     """The labels of every sample that a daemon which does everything shows."""
     whose = told.Fingerprint("model", 4096)
-    space = told.NamespaceStatus("name", whose, "lru", ("e",), *[1] * 12)
+    space = told.NamespaceStatus("name", whose, "lru", ("e",), *[1] * 13)
     engine = told.EngineStatus("e", True, 1, 1, 1)
     health = told.HealthStatus(False, ("why",), 0.1, 0.1, 0.1, 0.1, 0.1, 0.1)
     device, pool = told.DeviceInfo("cpu", "cpu", "host"), told.PoolStatus(1, 1, 1)

@@ -86,6 +86,10 @@ class Engine:
     def load(self, names: Sequence[bytes], blocks: Sequence[int]) -> TransferResult:
         return self.run((KeyLoadStoreSpec(tuple(names)), GPULoadStoreSpec(blocks)))
 
+    def await_verified(self) -> None:
+        """Return once every block that an earlier daemon left is verified."""
+        until(lambda: verified(self.client), 20)
+
     def lookup(self, *numbers: int) -> list[Lookup]:
         self.client.poll()
         return [self.client.lookup(key(number)) for number in numbers]
@@ -213,6 +217,7 @@ def test_a_store_that_was_in_flight_is_not_resident(tmp_path: Path) -> None:
             until(lambda: one.client.namespaces()[0].pending == 8)
             service.restart()
         with service.engine() as one:
+            one.await_verified()
             assert one.lookup(*range(1, 10)) == [Lookup.HIT] + [Lookup.MISS] * 8
 
 
@@ -224,6 +229,7 @@ def test_keys_that_were_evicted_or_reset_stay_away(service: Service) -> None:
         await_committed(service.manager, blocks)
     service.restart()
     with service.engine() as one:
+        one.await_verified()
         assert one.lookup(0, 15, 16, blocks + 15) == [Lookup.MISS] * 2 + [Lookup.HIT] * 2
         one.client.reset()
     service.restart()
@@ -242,6 +248,7 @@ def test_the_least_recent_goes_first_also_after_a_restart(service: Service) -> N
         assert one.load(keys(3), [0, 1]).success
     service.restart()
     with service.engine() as one:
+        one.await_verified()
         assert one.store(range(32), keys(*range(9000, 9016))).success
         assert one.lookup(3, 16) == [Lookup.HIT] * 2
         assert one.lookup(0, 15) == [Lookup.MISS] * 2
@@ -345,6 +352,7 @@ def test_who_refuses_to_start_leaves_all_that_was_kept(service: Service, mistake
     service.mended()
     with service.engine() as one:
         assert one.opened.reattached
+        one.await_verified()
         assert one.load(keys(1), [8, 9]).success
         assert torch.equal(one.read([8, 9]), content)
 

@@ -15,6 +15,7 @@ from functools import partial
 from itertools import count
 from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -43,6 +44,7 @@ from kvferry.daemon.core.actions import (
     Sweep,
     Unmap,
     Unmapped,
+    Verified,
 )
 from kvferry.daemon.core.core import Core, Identity
 from kvferry.proto import memory
@@ -320,9 +322,18 @@ class Space:
             for key, pins in held.items():
                 yield from ((key, *pin) for pin in pins if pin is not None)
 
-    def wanted(self, keys: Sequence[bytes]) -> list[bytes]:
+    @property
+    def factor(self) -> int:
+        return 1 if self.layout is None else self.layout.block_size_factor
+
+    def hits(self) -> set[bytes]:
+        """Keys that are stored whole."""
+        return {key for key, held in self.ready.items() if len(held.subs) == self.factor}
+
+    def wanted(self, keys: Sequence[bytes], replaced: set[bytes]) -> list[bytes]:
         """Who is to be stored. It is an offer of those that are absent, and counts."""
-        absent = [k for k in dict.fromkeys(keys) if k not in self.ready and k not in self.pending]
+        present = {*self.ready, *self.pending} - replaced
+        absent = [k for k in dict.fromkeys(keys) if k not in present]
         self.offers.update(absent)
         wanted = [key for key in absent if self.offers[key] >= self.threshold]
         self.counts["stores_skipped"] += len(absent) - len(wanted)
@@ -340,6 +351,7 @@ class Space:
             free=blocks - used,
             pending=len(self.pending),
             ready=len(self.ready),
+            unverified=0,
             doomed=doomed,
             pinned=pinned,
             **{name: self.counts[name] for name in COUNTS},
@@ -807,17 +819,23 @@ class World(RuleBasedStateMachine):
     def store_some(self, session: str, at_once: Outcome | None) -> None:
         claim = self.holders[self.engine_of[session]]
         space, request = claim.space, self.draw(requests(claim.layout, LETTERS))
-        wanted = space.wanted(request.keys)
-        movable = space.ready.keys() - self.pinned(space) - set(request.keys)
-        missing, doomed = max(0, len(wanted) - self.free(space)), self.doomed(space)
-        heard_before = set(space.listener.ready)
+        replaced = self.replaced(space, request)
+        wanted = space.wanted(request.keys, replaced)
+        replaced &= set(wanted)
+        keep = tuple(self.draw(st.lists(st.sampled_from([b"a", b"b", b"u"]), max_size=2)))
+        movable = space.ready.keys() - self.pinned(space) - {*request.keys, *keep}
+        room, doomed = self.free(space) + len(replaced), self.doomed(space)
+        missing = max(0, len(wanted) - room)
         generation = self.draw(st.sampled_from([0, space.generation]))
-        spec = KeyLoadStoreSpec(request.keys, generation)
+        spec = KeyLoadStoreSpec(request.keys, generation, keep)
         actions = self.ask(session, wire.Submit(next(self.numbers), request.gpu, spec))
         if missing > len(movable):
             space.counts["stores_skipped"] += len(wanted)
             return self.error(actions, session, Code.CACHE_FULL)
-        gone = heard_before - space.listener.ready
+        for key in replaced:
+            del space.ready[key]
+        entries = dict(self.core._namespaces._all[space.name].cache.entries())
+        gone = space.ready.keys() - entries.keys()
         assert (len(gone), gone <= movable) == (missing, True)
         space.counts["evictions"] += len(gone)
         for key in gone:
@@ -836,6 +854,16 @@ class World(RuleBasedStateMachine):
         if at_once:
             self.end(job, at_once)
         return None
+
+    def replaced(self, space: Space, request: Request) -> set[bytes]:
+        """Keys stored in part of which this request has all that is there, and more."""
+        found = set()
+        for key in space.ready.keys() & set(request.keys) - self.pinned(space):
+            first = request.keys.index(key)
+            subs = {place.sub for place in request.places if place.position == first}
+            if subs > set(space.ready[key].subs):
+                found.add(key)
+        return found
 
     @needs("able")
     def load(self) -> None:
@@ -939,7 +967,6 @@ class World(RuleBasedStateMachine):
                 space.counts["stored"] += len(job.held)
         error = FAULT if outcome is Outcome.FAILED else None
         ended = Ended(job.serial, outcome, 0.0, error)
-        self.books.ended(ended)
         actions = self.hear(self.core.report(ended))
         if job.session is None:
             assert actions == []
@@ -1061,7 +1088,6 @@ class World(RuleBasedStateMachine):
         self.hear(self.core.report(Mapped(self.newcomer, NEWCOMER)))
         spec = GPULoadStoreSpec(range(4)), CPULoadStoreSpec(range(4))
         (start,) = self.ask(NEWCOMER, wire.Submit(1, *spec))
-        self.books.ended(Ended(start.plan.serial, Outcome.DONE))
         self.hear(self.core.report(Ended(start.plan.serial, Outcome.DONE)))
         for _, _, offset in copies(start.plan):
             self.write(offset, 1024, (start.plan.serial, b"", 0))
@@ -1093,6 +1119,7 @@ class World(RuleBasedStateMachine):
             blocks = {key: (held.at - space.start) // size for key, held in space.ready.items()}
             assert dict(cache.entries()) == blocks
             assert set(cache.pending_keys()) == set(space.pending)
+            assert set(cache.ready_keys()) == space.hits()
 
     @invariant()
     def another_daemon_would_find_all_that_is_ready(self) -> None:
@@ -1106,11 +1133,16 @@ class World(RuleBasedStateMachine):
         for space in self.spaces.values():
             ours, theirs = self.core._namespaces._all[space.name], caches[space.name]
             theirs.cache.check_integrity()
-            assert dict(theirs.cache.entries()) == dict(ours.cache.entries())
+            entries = dict(theirs.cache.entries())
+            assert entries == dict(ours.cache.entries())
             assert theirs.deed == ours.deed
-            blocks = set(dict(ours.cache.entries()).values())
-            assert theirs._parts == {b: p for b, p in ours._parts.items() if b in blocks}
+            assert theirs.cache.parts == ours.cache.parts
             assert theirs.news() is None
+            assert theirs.cache.ready_keys() == []
+            assert set(theirs.cache.pending_keys()) == space.hits()
+            blocks = np.array(list(entries.values()), dtype=np.int64)
+            heir.report(Verified(theirs.region.owner, blocks, tuple(entries)))
+            assert set(theirs.cache.ready_keys()) == space.hits()
         regions = {region.owner: (region.start, region.nbytes) for region in heir._regions}
         mine = {region.owner: (region.start, region.nbytes) for region in self.core._regions}
         assert regions == mine
@@ -1120,7 +1152,7 @@ class World(RuleBasedStateMachine):
         for space in self.spaces.values():
             for mirror in (space.listener, *space.followers.values()):
                 if mirror.stream is None:
-                    assert mirror.ready == set(space.ready)
+                    assert mirror.ready == space.hits()
                     assert mirror.pending == set(space.pending)
 
     @invariant()

@@ -126,6 +126,10 @@ class World:
         self.policy = PLAIN[self.policy_name](self.capacity)
         self.state: dict[bytes, str] = {}
         self.where: dict[bytes, int] = {}
+        self.parts: dict[bytes, tuple[int, int]] = {}
+        """Of ready keys that are stored in part."""
+        self.unverified: set[bytes] = set()
+        """Ready keys that a daemon before this one stored."""
         self.condemned: dict[bytes, int] = {}
         """Keys that were discarded while pinned, and their blocks."""
         self.jobs: list[Job] = []
@@ -138,6 +142,25 @@ class World:
 
     def keys_that_are(self, state: str) -> set[bytes]:
         return {key for key, s in self.state.items() if s == state}
+
+    def hits(self) -> set[bytes]:
+        return self.keys_that_are(READY) - self.parts.keys() - self.unverified
+
+    def told_pending(self) -> set[bytes]:
+        return self.keys_that_are(PENDING) | (self.unverified - self.parts.keys())
+
+    def forget(self, key: bytes) -> None:
+        """A key is absent."""
+        del self.state[key], self.where[key]
+        self.parts.pop(key, None)
+        self.unverified.discard(key)
+
+    def stored_again(self, key: bytes, parts: dict[bytes, tuple[int, int]]) -> bool:
+        if self.state.get(key) != READY or key in self.pinned():
+            return False
+        whole = (0, 4)
+        new, old = (set(range(*p.get(key, whole))) for p in (parts, self.parts))
+        return key in self.unverified or new > old
 
     def pinned(self) -> set[bytes]:
         loads = [j for j in self.jobs if j.epoch == self.epoch and isinstance(j.handle, Pins)]
@@ -152,28 +175,37 @@ class World:
 
     # Steps
 
-    def offer(self, keys: list[bytes]) -> None:
-        known = {*self.state, *self.condemned}
+    def offer(
+        self, keys: list[bytes], parts: dict[bytes, tuple[int, int]], keep: list[bytes]
+    ) -> None:
+        replaced = {key for key in keys if self.stored_again(key, parts)}
+        known = {*self.state, *self.condemned} - replaced
         absent = [key for key in dict.fromkeys(keys) if key not in known]
         self.offers.update(absent)
         wanted = [key for key in absent if self.offers[key] >= self.threshold]
+        replaced &= set(wanted)
         self.counts["stores_skipped"] += len(absent) - len(wanted)
-        movable = self.keys_that_are(READY) - self.pinned() - set(keys)
-        free, taken = self.free(), {*self.where.values(), *self.doomed()}
-        answer = self.cache.prepare_store(keys)
+        movable = self.keys_that_are(READY) - self.pinned() - {*keys, *keep}
+        free, taken = self.free() + len(replaced), {*self.where.values(), *self.doomed()}
+        answer = self.cache.prepare_store(keys, parts, keep)
         if len(wanted) > free + len(movable) and wanted:
             assert answer is None
             self.counts["stores_skipped"] += len(wanted)
             return
         assert answer is not None
         assert list(answer.keys) == wanted
+        assert answer.parts == {key: parts[key] for key in wanted if key in parts}
+        taken -= {self.where[key] for key in replaced}
+        for key in replaced:
+            self.policy.forget(key)
+            self.forget(key)
         expected = self.policy.admit(wanted, free, lambda key: key in movable) if wanted else []
         assert list(answer.evicted) == expected
         assert len(set(answer.blocks)) == len(wanted)
         assert set(answer.blocks) <= set(range(self.capacity))
         assert not set(answer.blocks) & (taken - {self.where[key] for key in expected})
         for key in expected:
-            del self.state[key], self.where[key]
+            self.forget(key)
         self.counts["evictions"] += len(expected)
         self.state.update(dict.fromkeys(wanted, PENDING))
         self.where.update(zip(answer.keys, answer.blocks, strict=True))
@@ -198,14 +230,16 @@ class World:
             return
         if success:
             self.state.update(dict.fromkeys(job.handle.keys, READY))
+            self.parts.update(job.handle.parts)
             self.counts["stored"] += len(job.handle.keys)
         else:
             for key in job.handle.keys:
                 self.policy.forget(key)
-                del self.state[key], self.where[key]
+                self.forget(key)
 
     def pin(self, keys: list[bytes]) -> None:
         missing = [key for key in keys if self.state.get(key) != READY]
+        missing = missing or [key for key in keys if key in self.unverified]
         if missing:
             with pytest.raises(Refused) as caught:
                 self.cache.prepare_load(keys)
@@ -223,15 +257,21 @@ class World:
             self.condemned = {k: b for k, b in self.condemned.items() if k in pinned}
 
     def discard(self, keys: list[bytes]) -> None:
-        """Bytes were lost."""
-        self.cache.discard(keys)
+        """Bytes were lost, also of keys that are in other blocks by now."""
+        self.cache.discard([(key, self.where.get(key, 0)) for key in keys])
+        self.cache.discard([(key, self.where.get(key, 0) + 1) for key in keys])
         pinned = self.pinned()
         for key in set(keys) & self.keys_that_are(READY):
             self.policy.forget(key)
-            del self.state[key]
-            block = self.where.pop(key)
             if key in pinned:
-                self.condemned[key] = block
+                self.condemned[key] = self.where[key]
+            self.forget(key)
+
+    def verify(self, keys: list[bytes]) -> None:
+        """Checksums agree, also of keys that are in other blocks by now."""
+        self.cache.verify([(key, self.where.get(key, 0) + 1) for key in keys])
+        self.cache.verify([(key, self.where.get(key, 0)) for key in keys])
+        self.unverified -= set(keys)
 
     def end_again(self, which: int, success: bool) -> None:
         if not self.ended:
@@ -245,9 +285,9 @@ class World:
                 assert caught.value.code == Code.NOT_PINNED
 
     def lookup(self, keys: list[bytes]) -> None:
-        answers = {PENDING: Lookup.HIT_PENDING, READY: Lookup.HIT, None: Lookup.MISS}
         for key in keys:
-            expected = answers[self.state.get(key)]
+            expected = Lookup.HIT if key in self.hits() else Lookup.MISS
+            expected = Lookup.HIT_PENDING if key in self.told_pending() else expected
             assert self.cache.lookup(key) is expected
             self.counts[{Lookup.HIT: "hits", Lookup.MISS: "misses"}.get(expected, "")] += 1
 
@@ -260,16 +300,19 @@ class World:
         self.epoch += 1
         self.policy = PLAIN[self.policy_name](self.capacity)
         self.state, self.where, self.condemned = {}, {}, {}
+        self.parts, self.unverified = {}, set()
         self.offers.clear()
 
     def restart(self) -> None:
         """What was ready is found by the next daemon; who had work under way is away."""
-        entries = self.cache.entries()
+        entries, parts = self.cache.entries(), self.parts
         self.start()
-        self.cache.restore(entries)
+        self.cache.restore(entries, parts)
         self.policy.admit([key for key, _ in reversed(entries)], self.capacity, lambda key: False)
         self.state = {key: READY for key, _ in entries}
         self.where = dict(entries)
+        self.parts, self.unverified = parts, set(self.where)
+        self.mirror = dict.fromkeys(self.told_pending(), PENDING)
 
     # Checks
 
@@ -281,7 +324,7 @@ class World:
                     assert set(gone) == {None}
                     self.mirror.update(dict.fromkeys(event.keys, PENDING))
                 case EventKind.STORED:
-                    assert READY not in gone
+                    assert set(gone) == {PENDING}
                     self.mirror.update(dict.fromkeys(event.keys, READY))
                 case EventKind.REMOVED:
                     assert set(gone) == {READY}
@@ -294,17 +337,23 @@ class World:
     def drain(self) -> None:
         self.replay(self.cache.take_events())
         assert self.cache.take_events() == []
-        assert self.mirror == self.state
+        told = dict.fromkeys(self.hits(), READY) | dict.fromkeys(self.told_pending(), PENDING)
+        assert self.mirror == told
 
     def check(self) -> None:
         self.cache.check_integrity()
         ready, pending = self.keys_that_are(READY), self.keys_that_are(PENDING)
-        assert sorted(self.cache.ready_keys()) == sorted(ready)
-        assert sorted(self.cache.pending_keys()) == sorted(pending)
+        assert sorted(self.cache.ready_keys()) == sorted(self.hits())
+        assert sorted(self.cache.pending_keys()) == sorted(self.told_pending())
+        assert self.cache.parts == self.parts
         order = [key for key in self.policy.order() if key in ready]
         assert self.cache.entries() == [(key, self.where[key]) for key in order]
         usage = self.cache.usage
-        assert (usage.free, usage.pending, usage.ready) == (self.free(), len(pending), len(ready))
+        assert (usage.free, usage.pending) == (self.free(), len(pending))
+        assert (usage.ready, usage.unverified) == (
+            len(ready - self.unverified),
+            len(self.unverified),
+        )
         pinned = self.pinned() - self.condemned.keys()
         assert (usage.pinned, usage.doomed) == (len(pinned), len(self.doomed()))
         for name in ("hits", "misses", "stores_skipped", "stored", "evictions"):
@@ -315,8 +364,10 @@ class World:
 
 KEYS = st.sampled_from([bytes([letter]) for letter in b"abcdefghij"])
 OFTEN = ["offer", "store", "store", "store", "store", "store", "touch", "touch", "pin", "unpin"]
-Step: TypeAlias = tuple[str, list[bytes], int, bool]
+PARTS = st.dictionaries(KEYS, st.sampled_from([(0, 2), (0, 3), (1, 4)]), max_size=3)
+Step: TypeAlias = tuple[str, list[bytes], int, bool, dict[bytes, tuple[int, int]]]
 RARELY = ["end_store", "end_store", "end_again", "lookup", "drain", "reset", "restart", "discard"]
+RARELY += ["verify", "verify"]
 NAMES = OFTEN * 2 + RARELY
 STEPS = st.lists(
     st.tuples(
@@ -324,19 +375,29 @@ STEPS = st.lists(
         st.lists(KEYS, min_size=1, max_size=4),
         st.integers(0, 5),
         st.sampled_from([True, True, False]),
+        PARTS,
     ),
     min_size=20,
     max_size=80,
 )
 
 
-def take(world: World, name: str, keys: list[bytes], which: int, success: bool) -> None:
+def take(
+    world: World,
+    name: str,
+    keys: list[bytes],
+    which: int,
+    success: bool,
+    parts: dict[bytes, tuple[int, int]],
+) -> None:
     """One step. `which`: of the jobs under way, or of the ready keys."""
     match name:
-        case "offer" | "touch" | "lookup" | "discard":
+        case "touch" | "lookup" | "discard" | "verify":
             getattr(world, name)(keys)
+        case "offer":
+            world.offer(keys, parts, keep=list(parts))
         case "store":
-            world.offer(keys)
+            world.offer(keys, {k: p for k, p in parts.items() if success}, keep=[])
             world.end_store(-1, success=True)
         case "pin":
             ready = sorted(world.keys_that_are(READY))

@@ -26,7 +26,6 @@ from kvferry.client.jobs import Jobs, checked_id, checked_ids, direction_of
 from kvferry.client.namespace import Namespace
 from kvferry.client.outtray import OutTray
 from kvferry.client.standing import Registration, Standing
-from kvferry.client.written import Written
 from kvferry.proto.codec import decode_daemon_message, encode
 from kvferry.proto.errors import Code, Gone, KVFerryError, Refused, error_of
 from kvferry.proto.memory import HostRegion
@@ -93,8 +92,6 @@ class Conversation:
         self._request_ids = count(1)
         self._namespace: Namespace | None = None
         self._astray = False
-        self._boot_id = ""
-        self._written: Written | None = None
 
     # Messages to send
 
@@ -117,7 +114,7 @@ class Conversation:
     def submit(self, job_id: int, spec: TransferSpec, wait_for: int) -> bytes:
         """The message that starts a job; `submitted` says that it went out.
 
-        Raises Refused (DUPLICATE_JOB, BUSY, STALE, MESSAGE_TOO_LARGE) or Gone, and nothing changed.
+        Raises Refused (DUPLICATE_JOB, BUSY, MESSAGE_TOO_LARGE) or Gone, and nothing changed.
         """
         job_id, wait_for = checked_id("a job id", job_id), checked_id("wait_for", wait_for)
         src, dst = self._checked_sides(spec)
@@ -127,14 +124,9 @@ class Conversation:
         of_it = self.jobs.count(direction)
         if self.welcome is not None and of_it >= self.welcome.limits.most(direction):
             raise Refused(Code.BUSY, f"too many {direction}s are under way: poll first", of_it)
-        data = self.request(Submit(job_id, src, dst, wait_for))
-        if self._written is not None:
-            self._written.check(spec)
-        return data
+        return self.request(Submit(job_id, src, dst, wait_for))
 
     def submitted(self, job_id: int, spec: TransferSpec) -> None:
-        if self._written is not None:
-            self._written.note(spec)
         self.jobs.add(job_id, direction_of(spec))
 
     def cancel(self, job_ids: Iterable[int]) -> bytes:
@@ -232,9 +224,6 @@ class Conversation:
         assert self.welcome is not None
         self.place, self.gone, self.refused = Place.HERE, None, None
         self.incarnation += 1
-        if self.incarnation > 1 and self._bytes_are_gone(self.welcome.boot_id):
-            self._written = Written()
-        self._boot_id = self.welcome.boot_id
         if self._namespace is not None:
             self._namespace.show()
 
@@ -283,11 +272,6 @@ class Conversation:
         if not self.lasting:
             return error
         return Gone(error.code, f"{error.message}; connecting again", error.value)
-
-    def _bytes_are_gone(self, boot_id: str) -> bool:
-        """Whether host blocks lost what was stored to them."""
-        region = self.standing.region
-        return boot_id != self._boot_id if region is None else not region.reattached
 
     # What arrived
 

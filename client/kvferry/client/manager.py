@@ -196,12 +196,14 @@ class OffloadingManager:
             return None
         self.flush()
         found = (HIT, HIT_PENDING)
-        wanted = tuple(key for key in keys if self._find(key) not in found)
-        wanted = () if self.gone else wanted[:MAX_KEYS]
+        absent = tuple(key for key in keys if self._find(key) not in found)
+        wanted = () if self.gone else absent[:MAX_KEYS]
+        lacking = set(absent)
+        keep = tuple([key for key in keys if key not in lacking])[:MAX_KEYS] if wanted else ()
         self._offered.update(wanted)
         return PrepareStoreOutput(
             wanted,
-            tuple(KeyLoadStoreSpec(wanted, one.generation) for one in self._namespaces),
+            tuple(KeyLoadStoreSpec(wanted, one.generation, keep) for one in self._namespaces),
         )
 
     def complete_store(self, keys: Iterable[OffloadKey], success: bool = True) -> None:

@@ -255,18 +255,23 @@ class KeyLoadStoreSpec(
 
     generation: of the namespace, when whoever decided on a store knew it. A store from before a
         reset is refused (STALE), however late it comes. 0: not to be compared.
+    keep: of a store, keys of the same offer that are resident already. They are not evicted for it.
     """
 
     keys: AnyKeys
     generation: Count = 0
+    keep: AnyKeys = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.keys, tuple):
-            msgspec.structs.force_setattr(self, "keys", tuple(self.keys))
+        for name in ("keys", "keep"):
+            value = getattr(self, name)
+            if not isinstance(value, tuple):
+                msgspec.structs.force_setattr(self, name, tuple(value))
 
     def check(self) -> None:
         """Raise Refused where no daemon could read this."""
         check_keys(self.keys)
+        check_keys(self.keep)
 
 
 def check_keys(keys: Sequence[OffloadKey]) -> None:

@@ -120,8 +120,9 @@ class EngineStatus(Part):
 
 
 class NamespaceStatus(Part):
-    """A namespace and its blocks: each of `blocks` is free, pending, ready or doomed.
+    """A namespace and its blocks: each of `blocks` is free, pending, ready, unverified or doomed.
 
+    unverified: stored for an earlier daemon, and not compared with its checksum yet.
     doomed: from before a reset, in use by a job that has not ended or pinned by a session that has
     not let go. pinned: of those ready.
     """
@@ -135,6 +136,7 @@ class NamespaceStatus(Part):
     free: int
     pending: int
     ready: int
+    unverified: int
     doomed: int
     pinned: int
     hits: int

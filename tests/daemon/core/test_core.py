@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -29,6 +30,7 @@ from kvferry.daemon.core.actions import (
     Again,
     Calibrated,
     Checked,
+    Commit,
     CopyPlan,
     Corrupted,
     Dismiss,
@@ -41,6 +43,7 @@ from kvferry.daemon.core.actions import (
     Start,
     Unmap,
     Unmapped,
+    Verified,
 )
 from kvferry.daemon.core.core import Core, Identity
 from kvferry.daemon.core.deeds import engine_owner
@@ -109,8 +112,6 @@ class Desk:
         return self.books.hear(self.core.handle(session, message, now=101.0))
 
     def report(self, report: Report) -> list[Any]:
-        if isinstance(report, Ended):
-            self.books.ended(report)
         return self.books.hear(self.core.report(report))
 
     def submit(self, session: str, job_id: int, spec: TransferSpec, wait_for: int = 0) -> list[Any]:
@@ -289,14 +290,6 @@ def test_a_pool_that_is_full_refuses_and_counts_it() -> None:
     assert desk.core.status(101.0).errors == {"pool_full": 1}
 
 
-def test_corrupt_blocks_that_no_job_tells_of_are_counted() -> None:
-    desk = Desk("a", registered=False)
-    owner = engine_owner("a")
-    assert desk.core.report(Corrupted(owner, (), unasked=3)) == []
-    assert desk.core.report(Corrupted(owner, ())) == []  # its load's end tells
-    assert desk.core.status(101.0).errors == {"corrupt_block": 3}
-
-
 def test_a_successor_waits_until_the_old_mapping_is_gone() -> None:
     desk = Desk("a/old", "a/new", "a/third")
     plan = desk.start("a/old", 1, store(0))
@@ -404,6 +397,103 @@ def test_what_an_engine_stored_it_may_load_when_it_is_back() -> None:
     desk.report(Mapped(mapping.registration, "a/new"))
     desk.start("a/new", 1, load(0, 1, hosts=(0,)))
     assert desk.refused("a/new", 2, load(0, 1, hosts=(1,))) == Code.STALE
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CANCELLED])
+def test_a_host_block_whose_last_store_did_not_complete_is_stale(outcome: Outcome) -> None:
+    desk = Desk("a")
+    desk.fill("a")
+    plan = desk.start("a", 1, store(0, 1, hosts=(0,)))
+    desk.report(Ended(plan.serial, outcome))
+    assert desk.refused("a", 2, load(0, 1, hosts=(0,))) == Code.STALE
+    desk.start("a", 3, load(0, 1, hosts=(1,)))
+
+
+def test_nobody_loads_what_the_owner_before_left_by_way_of_a_store_that_never_ran() -> None:
+    desk = Desk("a", "b", registered=False, pool_bytes=4096)
+    for session in ("a", "b"):
+        (*_, mapping) = desk.ask(session, wire.AllocateKVCaches(1, LAYOUT, 4096, timeline=3))
+        desk.report(Mapped(mapping.registration, session))
+        if session == "a":
+            desk.fill("a")
+            desk.core.leave("a")
+            desk.report(Unmapped(mapping.registration))
+    plan = desk.start("b", 1, store(0, 1, hosts=(0,)), wait_for=1 << 40)
+    desk.ask("b", wire.Cancel((1,)))
+    desk.report(Ended(plan.serial, Outcome.CANCELLED))
+    assert desk.refused("b", 2, load(0, 1, hosts=(0,))) == Code.STALE
+
+
+def test_a_load_requires_the_stores_of_its_blocks_that_have_not_ended() -> None:
+    desk = Desk("a")
+    desk.fill("a")
+    first = desk.start("a", 1, store(0, hosts=(0,)))
+    second = desk.start("a", 2, store(2, 3, hosts=(1,)))
+    assert desk.start("a", 3, load(4, 5, 6, 7, hosts=(0, 1))).requires == (
+        first.serial,
+        second.serial,
+    )
+    third = desk.start("a", 4, store(0, hosts=(0,)))
+    assert desk.start("a", 5, load(4, hosts=(0,))).requires == (third.serial,)
+    desk.report(Ended(first.serial, Outcome.FAILED))
+    desk.report(Ended(third.serial, Outcome.DONE))
+    desk.report(Ended(second.serial, Outcome.DONE))
+    assert desk.start("a", 6, load(4, hosts=(0,))).requires == ()
+
+
+def test_what_was_not_stored_of_a_host_block_is_stale() -> None:
+    desk = Desk("a")
+    plan = desk.start("a", 1, store(0, hosts=(0,)))
+    desk.report(Ended(plan.serial, Outcome.DONE))
+    assert desk.refused("a", 2, load(0, 1, hosts=(0,))) == Code.STALE
+    desk.start("a", 3, load(0, hosts=(0,)))
+
+
+def test_a_completed_store_is_committed_with_the_parts_that_are_loadable() -> None:
+    desk = Desk("a")
+    plans = [desk.start("a", 1, store(0, hosts=(1,))), desk.start("a", 2, store(1, 2, hosts=(0,)))]
+    for plan, parts in zip(plans, ({1: (0, 1)}, {}), strict=True):
+        _, commit = desk.core.report(Ended(plan.serial, Outcome.DONE))
+        assert isinstance(commit, Commit)
+        assert (commit.serial, commit.cargo.parts) == (plan.serial, parts)
+        assert commit.cargo.owner == engine_owner("a")
+    rest = GPULoadStoreSpec([3], (1,), (1,)), CPULoadStoreSpec([1])
+    _, commit = desk.core.report(Ended(desk.start("a", 3, rest).serial, Outcome.DONE))
+    assert commit.cargo.parts == {}  # both halves of it are there now
+
+
+def test_loads_in_flight_of_a_corrupt_block_fail_and_it_is_stale_then() -> None:
+    desk = Desk("a")
+    desk.fill("a")
+    plans = [desk.start("a", job, load(0, 1, hosts=(job,))) for job in (0, 1)]
+    assert desk.report(Corrupted(engine_owner("a"), np.array([1]))) == []
+    for plan, outcome in zip(plans, (Outcome.DONE, Outcome.FAILED), strict=True):
+        (action,) = desk.report(Ended(plan.serial, Outcome.DONE))
+        (result,) = action.message.results
+        assert result.outcome == outcome
+    assert (result.error.code, result.error.value, result.nbytes) == (Code.CORRUPT_BLOCK, "1", 0)
+    assert desk.refused("a", 3, load(0, 1, hosts=(1,))) == Code.STALE
+    desk.start("a", 4, load(0, 1, hosts=(0,)))
+    assert desk.core.status(101.0).errors[Code.CORRUPT_BLOCK] == 2
+
+
+def test_blocks_of_an_earlier_daemon_are_stale_until_they_are_verified() -> None:
+    old, desk = Desk("a"), Desk(registered=False)
+    plans = [old.start("a", 1, store(0, hosts=(0,))), old.start("a", 2, store(2, 3, hosts=(1,)))]
+    for plan in plans:
+        old.report(Ended(plan.serial, Outcome.DONE))
+    desk.books = old.books
+    desk.core.restore(*old.books.found())
+    desk.core.welcome("a", wire.Hello(1, 1, "client", "a"))
+    (mapping,) = desk.ask("a", wire.AllocateKVCaches(1, LAYOUT, 4096))
+    (answer,) = desk.report(Mapped(mapping.registration, "a"))
+    assert answer.message.region.reattached
+    assert desk.refused("a", 1, load(0, hosts=(0,))) == Code.STALE
+    desk.report(Verified(engine_owner("a"), np.array([0])))
+    desk.start("a", 2, load(0, hosts=(0,)))
+    assert desk.refused("a", 3, load(0, 1, hosts=(0,))) == Code.STALE
+    assert desk.refused("a", 4, load(0, 1, hosts=(1,))) == Code.STALE
+    assert desk.report(Verified(engine_owner("nobody"), np.array([0]))) == []
 
 
 def test_tensors_that_no_device_could_hold_are_refused() -> None:
@@ -960,7 +1050,6 @@ class Shell(RuleBasedStateMachine):
             serials.discard(serial)
         error = FAULT if outcome is Outcome.FAILED else None
         ended = Ended(serial, outcome, 0.0, error)
-        self.books.ended(ended)
         actions = self.core.report(ended)
         if heard:
             assert finished(actions[:1])  # Finished first, then Waited

@@ -12,6 +12,7 @@ from itertools import count
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from kvferry.daemon.core import namespace as namespace_module
@@ -33,6 +34,7 @@ from kvferry.daemon.core.actions import (
     Sweep,
     Unmap,
     Unmapped,
+    Verified,
 )
 from kvferry.daemon.core.core import Core, Identity
 from kvferry.daemon.core.deeds import Found
@@ -129,8 +131,6 @@ class Desk:
         return self.books.hear(self.core.handle(session, message, now=101.0))
 
     def report(self, report: Report) -> list[Any]:
-        if isinstance(report, Ended):
-            self.books.ended(report)
         return self.books.hear(self.core.report(report))
 
     def error(self, session: str, message: wire.ClientMessage) -> tuple[str, str]:
@@ -629,6 +629,11 @@ def test_another_daemon_finds_what_was_stored_as_far_as_it_was_and_tells_nobody(
     assert actions[0].message.generation == 2
     desk.register("b", WIDE)
     whole = blocks([0, 1, 2])
+    assert (desk.snapshot("b"), desk.loadable("b", b"x")) == ((b"", b"x"), b"")
+    region, keys = desk.books.found()[0].deed.owner, each(b"xy")
+    held = {one.key: one.block for one in desk.books.found()[0].residents}
+    actions = desk.report(Verified(region, np.array([held[key] for key in keys]), keys))
+    assert heard(actions, Publish) == [("stored", b"x")]
     desk.start("b", load(b"x", whole))
     assert desk.refused("b", load(b"y", whole)) == Code.KEY_ABSENT
     desk.start("b", load(b"y", blocks([0, 1])))
@@ -835,11 +840,11 @@ def test_every_group_has_keys_of_its_own() -> None:
     ]
     assert plan.nbytes == 4 * PAGE + 5 * half
     desk.end(plan, CANCELLED)
-    desk.stored("a", b"bc", blocks([1, 2], (1, 0), (1, 0)))
+    desk.stored("a", b"bc", blocks([1, 2, 3, 4, 5, 6], (3, 0), (3, 0)))
     plan = desk.start("a", spec)
     assert [(group, block) for group, block, _ in copies(plan)] == [(0, 1), (1, 7), (1, 8), (1, 9)]
     desk.end(plan, CANCELLED)
-    desk.stored("a", b"a", blocks([1], (1, 0), (0, 0)))
+    desk.stored("a", b"a", blocks([1, 2, 3], (3, 0), (0, 0)))
     plan = desk.start("a", spec)
     assert [group for group, _, _ in copies(plan)] == [1, 1, 1]
 
@@ -1004,15 +1009,53 @@ def test_a_block_stored_in_part_loads_as_far_as_it_was_stored(
         assert partly.usage("pinned") == (0,)
 
 
-def test_a_block_stored_in_part_stays_so_until_it_is_evicted_and_stored_anew(partly: Desk) -> None:
+def test_a_key_stored_in_part_is_a_miss_to_mirrors_until_a_store_covers_more(partly: Desk) -> None:
     whole = blocks([0, 1, 2])
-    assert partly.stored("a", b"a", whole).runs == ()
-    assert partly.refused("a", load(b"a", whole)) == Code.KEY_ABSENT
-    for letter in each(b"efgh"):
-        partly.stored("a", letter, whole)
-    for letter in each(b"ea"):
-        partly.stored("a", letter, whole)
-        partly.start("a", load(letter, whole))
+    assert partly.snapshot("a") == (b"b", b"")
+    assert partly.stored("a", b"a", blocks([0], (1, 2))).runs == ()  # no more than is there
+    plan = partly.start("a", store(b"a", whole))
+    assert gpu_blocks(plan) == [0, 1, 2]
+    assert partly.refused("a", load(b"a", blocks([0], (1, 2)))) == Code.KEY_ABSENT
+    assert partly.snapshot("a") == (b"b", b"a")
+    partly.end(plan)
+    assert partly.snapshot("a") == (b"ab", b"")
+    partly.start("a", load(b"a", whole))
+
+
+def test_a_key_stored_in_part_is_not_replaced_while_it_is_loaded(partly: Desk) -> None:
+    part = partly.start("a", load(b"a", blocks([0], (1, 2))))
+    assert partly.stored("a", b"a", blocks([0, 1, 2])).runs == ()
+    partly.end(part)
+    assert gpu_blocks(partly.stored("a", b"a", blocks([0, 1, 2]))) == [0, 1, 2]
+
+
+def test_who_follows_is_told_of_a_part_that_nothing_came_of_its_store() -> None:
+    desk = Desk("a", fingerprint=OF_THREE, layout=WIDE, quota=12 * PAGE)
+    plan = desk.start("a", store(b"ab", blocks([0, 1, 2, 3])))
+    assert heard(desk.end(plan), Publish) == [("stored", b"a"), ("abandoned", b"b")]
+    for letter in each(b"cdef"):
+        desk.stored("a", letter, blocks([0, 1, 2]))
+    assert desk.usage("evictions") == (2,)
+    assert desk.snapshot("a") == (b"cdef", b"")
+
+
+def test_resident_keys_of_an_offer_are_no_victims_of_it() -> None:
+    """Of an offer of b, c, d and e the client names c, d and e, and says that b is there."""
+    desk = Desk("a")
+    desk.stored("a", b"a")
+    desk.stored("a", b"b")
+    desk.ask("a", wire.Touch(each(b"a")))
+    spec = blocks([0, 1, 2]), KeyLoadStoreSpec(each(b"cde"), 0, each(b"b"))
+    desk.end(desk.start("a", spec))
+    assert desk.loadable("a") == b"bcde"
+    spec = blocks([0]), KeyLoadStoreSpec(each(b"f"), 0, each(b"bcde"))
+    assert desk.refused("a", spec) == Code.CACHE_FULL
+
+
+def test_keys_to_keep_are_checked_like_those_to_store() -> None:
+    desk = Desk("a")
+    spec = blocks([0]), KeyLoadStoreSpec(each(b"a"), 0, (b"long",))
+    assert desk.refused("a", spec) == Code.BAD_KEY
 
 
 @NOT_DONE
@@ -1619,6 +1662,7 @@ def test_the_status_of_namespaces_says_what_is_there() -> None:
             free=0,
             pending=1,
             ready=3,
+            unverified=0,
             doomed=0,
             pinned=2,
             hits=5,
@@ -1627,5 +1671,5 @@ def test_the_status_of_namespaces_says_what_is_there() -> None:
             stores_skipped=6,
             evictions=1,
         ),
-        told.NamespaceStatus(OTHER.name, OTHER, "lru", (), 2, PAGE, 2, *(0,) * 9),
+        told.NamespaceStatus(OTHER.name, OTHER, "lru", (), 2, PAGE, 2, *(0,) * 10),
     )

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.daemon.core.actions import Strike
-from kvferry.daemon.core.deeds import Deed, engine_owner
+from kvferry.daemon.core.deeds import Deed, Found, engine_owner
 from kvferry.daemon.core.regions import ALIGNMENT, Region, Regions
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
@@ -163,13 +163,13 @@ def test_a_region_is_taken_up_where_it_lies_in_the_pool_and_in_nobody_s_way(
     start: int, nbytes: int, code: Code | None
 ) -> None:
     regions = Regions(8 * ALIGNMENT, own_bytes=1000)
-    regions.restore(Deed("there", 3 * ALIGNMENT, 3 * ALIGNMENT, PAGE))
-    deed = Deed("another", start, nbytes, PAGE)
+    regions.restore(Found(Deed("there", 3 * ALIGNMENT, 3 * ALIGNMENT, PAGE)))
+    found = Found(Deed("another", start, nbytes, PAGE))
     if code is None:
-        assert (regions.restore(deed).start, len(engines(regions))) == (start, 2)
+        assert (regions.restore(found).start, len(engines(regions))) == (start, 2)
         return
     with pytest.raises(Refused) as refused:
-        regions.restore(deed)
+        regions.restore(found)
     assert refused.value.code == code
     assert engines(regions) == {"there": (3, 3)}
 

@@ -15,7 +15,8 @@ def faults_in_books(observer: OffloadClient) -> list[str]:
     if pool.reserved_bytes > pool.size_bytes:
         faults.append(f"of {pool.size_bytes} bytes {pool.reserved_bytes} are given out")
     for space in observer.namespaces():
-        if space.free + space.pending + space.ready + space.doomed != space.blocks:
+        kinds = space.free, space.pending, space.ready, space.unverified, space.doomed
+        if sum(kinds) != space.blocks:
             faults.append(f"a block in two places, or in none: {space}")
         if space.pinned > space.ready:
             faults.append(f"more pinned than there are: {space}")

@@ -1,7 +1,7 @@
 """The books of the host pool in their plainest words: what a ledger would say of every block.
 
-Fed with the core's actions and the lane's reports it knows what another daemon would find, and
-gives back the actions that are not for the books.
+Fed with the core's actions it knows what another daemon would find, and gives back the actions that
+are not for the books.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.daemon.core.actions import Action, Amend, Cargo, Ended, Enter, Start, Strike
+from kvferry.daemon.core.actions import Action, Amend, Cargo, Commit, Enter, Start, Strike
 from kvferry.daemon.core.deeds import Deed, Found, Resident, engine_owner
-from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction
 
 NO_CARGO = Cargo(engine_owner("nobody"), np.empty(0, dtype=np.int64))
@@ -32,7 +31,6 @@ class Page:
 class Books:
     def __init__(self) -> None:
         self.pages: dict[Any, Page] = {}
-        self.stores: dict[int, tuple[Page, Cargo]] = {}
 
     def hear(self, actions: Iterable[Action]) -> list[Any]:
         """Write down what is for the books; the rest."""
@@ -50,6 +48,8 @@ class Books:
                         page.residents, page.last = {}, {}
                 case Strike(owner):
                     self.pages.pop(owner, None)
+                case Commit():
+                    self.committed(action)
                 case _:
                     if isinstance(action, Start):
                         self.started(action)
@@ -61,19 +61,16 @@ class Books:
         blocks = start.cargo.blocks.tolist()
         if start.plan.direction is Direction.STORE:
             assert len(start.cargo.keys) in (0, len(blocks))
-            self.stores[start.plan.serial] = page, start.cargo
             for block in blocks:
                 page.residents.pop(block, None)
                 page.last[block] = start.plan.serial
 
-    def ended(self, report: Ended) -> None:
+    def committed(self, commit: Commit) -> None:
         """A store was done: what nobody stored over since, and nobody wiped, is good."""
-        page, cargo = self.stores.pop(report.serial, (None, None))
-        if page is None or cargo is None or report.outcome is not Outcome.DONE:
-            return
+        cargo, page = commit.cargo, self.pages.get(commit.cargo.owner)
         keys = cargo.keys or [b""] * cargo.blocks.size
         for block, key in zip(cargo.blocks.tolist(), keys, strict=True):
-            if page.last.get(block) == report.serial:
+            if page is not None and page.last.get(block) == commit.serial:
                 page.residents[block] = Resident(block, key, cargo.parts.get(block))
 
     def found(self) -> list[Found]:

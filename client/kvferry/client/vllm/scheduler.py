@@ -54,10 +54,14 @@ class Words:
 
 @dataclass(slots=True)
 class KeysSpec:
-    """Host blocks by key, on their way to the workers. generations: one a rank; none for a load."""
+    """Host blocks by key, on their way to the workers.
+
+    Of a store only: generations, one a rank, and keys to keep (KeyLoadStoreSpec).
+    """
 
     keys: tuple[OffloadKey, ...]
     generations: tuple[int, ...] = ()
+    keep: tuple[OffloadKey, ...] = ()
 
     def generation(self, rank: int) -> int:
         return self.generations[rank] if self.generations else 0
@@ -287,7 +291,7 @@ class SchedulerSide:
         if output is None:
             return None
         generations = tuple(spec.generation for spec in output.store_specs)
-        spec = KeysSpec(output.keys_to_store, generations)
+        spec = KeysSpec(output.keys_to_store, generations, output.store_spec.keep)
         return StoreOutput(list(output.keys_to_store), spec, [])
 
     @harmless

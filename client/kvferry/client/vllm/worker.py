@@ -84,7 +84,7 @@ class WorkerSide:
 
     def store(self, job_id: int, blocks: Any, keys: KeysSpec) -> None:
         """blocks: vLLM's GPULoadStoreSpec."""
-        there = KeyLoadStoreSpec(keys.keys, keys.generation(self._place.rank))
+        there = KeyLoadStoreSpec(keys.keys, keys.generation(self._place.rank), keys.keep)
         self._submit(job_id, (gpu_side(blocks), there), Direction.STORE)
 
     def load(self, job_id: int, keys: KeysSpec, blocks: Any) -> None:

@@ -133,14 +133,11 @@ class Core:
                 actions, error = self._registrations.mapped(report)
             case Unmapped(number):
                 actions, error = self._unmapped(number), None
-            case Verified(owner, blocks):
-                self._regions.note_verified(owner, blocks)
+            case Verified():
+                self._verified(report)
                 actions, error = [], None
-            case Corrupted(owner, blocks):
-                self._namespaces.corrupted(report)
-                self._regions.note_corrupt(owner, blocks)
-                self._transfers.corrupted(owner, blocks)
-                self._errors[Code.CORRUPT_BLOCK] += blocks.size
+            case Corrupted():
+                self._corrupted(report)
                 actions, error = [], None
             case Pinned(nbytes):
                 self._pinned_bytes = nbytes
@@ -165,7 +162,7 @@ class Core:
         if found.deed.layout is None:
             self._namespaces.restore(found)
         else:
-            self._regions.restore(found.deed)
+            self._regions.restore(found)
 
     def restore_tensors(self, tenancy: Tenancy) -> int:
         """Take up tensors that an earlier daemon kept, once its regions are; returns the number
@@ -299,6 +296,27 @@ class Core:
                 return [Send(session, wire.Goodbye()), *self.leave(session)]
             case wire.Hello():
                 raise Refused(Code.BAD_MESSAGE, "a session begins with one Hello", engine)
+
+    def _verified(self, report: Verified) -> None:
+        region = self._regions.get(report.owner)
+        if region is None:
+            return
+        if region.states is not None:
+            region.states.verify(report.blocks)
+        else:
+            self._namespaces.verified(report)
+
+    def _corrupted(self, report: Corrupted) -> None:
+        """The bytes of these blocks are lost: nobody can load them, and loads in flight fail."""
+        self._errors[Code.CORRUPT_BLOCK] += report.blocks.size
+        region = self._regions.get(report.owner)
+        if region is None:
+            return
+        self._transfers.corrupted(report)
+        if region.states is not None:
+            region.states.discard(report.blocks)
+        else:
+            self._namespaces.corrupted(report)
 
     def _check_running(self) -> None:
         if self.stopping:

@@ -99,11 +99,17 @@ class Fragments(msgspec.Struct, frozen=True):
 
 
 class Resolved(msgspec.Struct, frozen=True):
-    """A transfer, checked: its runs, and the blocks it touches, for ordering."""
+    """A transfer, checked: its runs, and the blocks it touches, for ordering.
+
+    sub_blocks, sizes: of host blocks named by number, for block_states.py. Sub-block j of host
+    block h is h * factor + j; `sizes` numbers the GPU-block size of each host block's group.
+    """
 
     runs: tuple[Run, ...]
     gpu_slots: Int64s
     host_blocks: Int64s
+    sub_blocks: Int64s = _NONE
+    sizes: Int64s = _NONE
 
 
 def sides(src: LoadStoreSpec, dst: LoadStoreSpec) -> tuple[Direction, GPULoadStoreSpec, HostSpec]:
@@ -162,6 +168,9 @@ class Geometry:
             for g, refs in enumerate(layout.groups)
         ]
         """For each group how many blocks it has, and what they are called."""
+        distinct = sorted(set(self.group_bytes))
+        self.sizes = len(distinct)
+        self._size_of_group = [distinct.index(nbytes) for nbytes in self.group_bytes]
         self._slot_base, self.gpu_slots = slot_bases(layout, locations)
         self._sharers = sharers_of(layout)
 
@@ -172,7 +181,9 @@ class Geometry:
         _check_range(hosts, self.host_blocks, "host block")
         if direction is Direction.STORE:
             _check_unique(hosts, self.host_blocks, "host block")
-        return self._placed(shares, hosts, None)
+        placed = self._placed(shares, hosts, None)
+        sub_blocks, sizes = self._sub_blocks_of(shares, hosts), self._sizes_of(shares)
+        return msgspec.structs.replace(placed, sub_blocks=sub_blocks, sizes=sizes)
 
     def shares(self, direction: Direction, gpu: GPULoadStoreSpec, hosts: int) -> tuple[Share, ...]:
         """Check the GPU side, and that it takes as many host blocks. Raises Refused."""
@@ -269,6 +280,24 @@ class Geometry:
                 runs.append(run)
                 slots.append(run.gpu_blocks + base if base else run.gpu_blocks)
         return Resolved(tuple(runs), _joined(slots), hosts if kept is None else hosts[kept])
+
+    def _sub_blocks_of(self, shares: tuple[Share, ...], hosts: Int64s) -> Int64s:
+        if self.factor == 1:
+            return hosts
+        every = (hosts * self.factor)[:, None] + np.arange(self.factor)
+        parts = []
+        for share in shares:
+            used = slice(share.skip, share.skip + share.gpu_blocks.size)
+            parts.append(every[share.begin : share.end].ravel()[used])
+        return _joined(parts)
+
+    def _sizes_of(self, shares: tuple[Share, ...]) -> Int64s:
+        if self.sizes == 1:
+            return _NONE
+        return np.repeat(
+            np.array([self._size_of_group[share.group] for share in shares], dtype=np.int64),
+            np.array([share.end - share.begin for share in shares], dtype=np.int64),
+        )
 
     def _check_written_once(self, shares: list[Share]) -> None:
         """No GPU block is written twice: in a group, or in groups that share a tensor."""

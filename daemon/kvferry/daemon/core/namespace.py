@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -18,6 +17,7 @@ from kvferry.daemon.core.deeds import Deed, Found
 from kvferry.daemon.core.geometry import Geometry, Resolved, Share
 from kvferry.daemon.core.regions import Region
 from kvferry.daemon.core.residency.cache import Cache, Pins, Reservation
+from kvferry.daemon.core.residency.resident_keys import Part
 from kvferry.daemon.core.residency.rubble import Rubble
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import OffloadKey
@@ -28,24 +28,19 @@ from kvferry.proto.status import Fingerprint, NamespaceStatus
 SNAPSHOT_KEYS = 1 << 13
 """Keys in one part of a snapshot: what is made between two other messages."""
 
-Part: TypeAlias = tuple[int, int]
-"""Some sub-blocks of a host block: (from, to)."""
-
 
 class Lease(msgspec.Struct, frozen=True):
     """What a keyed transfer holds of its namespace."""
 
     namespace: Namespace
     held: Reservation | Pins
-    parts: dict[int, Part] = {}
-    """Host blocks that a store writes only in part."""
 
     def end(self, *, done: bool) -> None:
         """Give it back; the keys of a store that was done can be loaded from now on."""
         if isinstance(self.held, Pins):
             self.namespace.cache.complete_load(self.held)
         else:
-            self.namespace.stored(self.held, self.parts, done=done)
+            self.namespace.cache.complete_store(self.held, done)
 
 
 class Namespace:
@@ -76,8 +71,6 @@ class Namespace:
         self._pages: tuple[tuple[int, ...], ...] | None = None
         self._factor = 0
         """GPU blocks in a host block."""
-        self._parts: dict[int, Part] = {}
-        """Host blocks of which not every sub-block was stored, and which were."""
 
     @property
     def used(self) -> bool:
@@ -136,9 +129,10 @@ class Namespace:
         """Take up what an earlier daemon left, in a namespace that is new."""
         deed = found.deed
         self.generation, self._pages, self._factor = deed.generation, deed.pages, deed.factor
-        self.cache.restore([(resident.key, resident.block) for resident in found.residents])
-        self.cache.take_events()  # nobody has been told otherwise
-        self._parts = {r.block: r.part for r in found.residents if r.part is not None}
+        self.cache.restore(
+            [(resident.key, resident.block) for resident in found.residents],
+            {resident.key: resident.part for resident in found.residents if resident.part},
+        )
 
     def check_keys(self, keys: Sequence[OffloadKey]) -> None:
         wanted = self.fingerprint.key_bytes
@@ -165,17 +159,11 @@ class Namespace:
         shares = geometry.shares(direction, gpu, len(keys))
         parts = _parts(geometry, shares)
         if direction is Direction.STORE:
-            blocks, lease = self._store(keys, parts)
+            self.check_keys(host.keep)
+            blocks, lease = self._store(keys, parts, host.keep)
         else:
             blocks, lease = self._load(keys, parts, (0, geometry.factor))
         return geometry.place(shares, np.array(blocks, dtype=np.int64)), lease
-
-    def stored(self, reservation: Reservation, parts: dict[int, Part], *, done: bool) -> None:
-        if done:
-            for block in reservation.blocks:
-                self._parts.pop(block, None)
-            self._parts.update(parts)
-        self.cache.complete_store(reservation, done)
 
     def reset(self) -> Rubble:
         """Every key becomes absent, and stores that were decided on before are refused. Returns
@@ -213,6 +201,7 @@ class Namespace:
             free=usage.free,
             pending=usage.pending,
             ready=usage.ready,
+            unverified=usage.unverified,
             doomed=usage.doomed,
             pinned=usage.pinned,
             hits=usage.hits,
@@ -226,22 +215,30 @@ class Namespace:
         self, keys: Sequence[OffloadKey], parts: dict[int, Part], whole: Part
     ) -> tuple[Sequence[int], Lease]:
         pins = self.cache.prepare_load(keys)
-        for position, block in enumerate(pins.blocks) if self._parts else ():
-            stored, wanted = self._parts.get(block, whole), parts.get(position, whole)
-            if not stored[0] <= wanted[0] < wanted[1] <= stored[1]:
-                self.cache.complete_load(pins)
-                raise Refused(
-                    Code.KEY_ABSENT,
-                    f"of this key only sub-blocks {stored[0]} to {stored[1] - 1} were stored",
-                    keys[position].hex(),
-                )
+        try:
+            for position, key in enumerate(keys) if self.cache.parts else ():
+                self._check_part(key, parts.get(position, whole))
+        except Refused:
+            self.cache.complete_load(pins)
+            raise
         return pins.blocks, Lease(self, pins)
 
+    def _check_part(self, key: OffloadKey, wanted: Part) -> None:
+        stored = self.cache.parts.get(key)
+        if stored is not None and not stored[0] <= wanted[0] < wanted[1] <= stored[1]:
+            raise Refused(
+                Code.KEY_ABSENT,
+                f"of this key only sub-blocks {stored[0]} to {stored[1] - 1} are stored, and "
+                f"{wanted[0]} to {wanted[1] - 1} were asked for: compute it again",
+                key.hex(),
+            )
+
     def _store(
-        self, keys: Sequence[OffloadKey], parts: dict[int, Part]
+        self, keys: Sequence[OffloadKey], parts: dict[int, Part], keep: Sequence[OffloadKey]
     ) -> tuple[Sequence[int], Lease]:
         """The block of each key, -1 for those that are not to be stored."""
-        reservation = self.cache.prepare_store(keys)
+        named = {keys[at]: part for at, part in parts.items() if keys.index(keys[at]) == at}
+        reservation = self.cache.prepare_store(keys, named, keep)
         if reservation is None:
             raise Refused(
                 Code.CACHE_FULL,
@@ -250,9 +247,7 @@ class Namespace:
                 len(keys),
             )
         taken = dict(zip(reservation.keys, reservation.blocks, strict=True))
-        blocks = [taken.pop(key, -1) for key in keys]
-        partial = {blocks[at]: part for at, part in parts.items() if blocks[at] >= 0}
-        return blocks, Lease(self, reservation, partial)
+        return [taken.pop(key, -1) for key in keys], Lease(self, reservation)
 
 
 def _snapshots(

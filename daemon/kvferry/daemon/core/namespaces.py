@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from kvferry.daemon.core.actions import Action, Broadcast, Corrupted, Publish, Send, Stream, Sweep
+from kvferry.daemon.core.actions import (
+    Action,
+    Broadcast,
+    Corrupted,
+    Publish,
+    Send,
+    Stream,
+    Sweep,
+    Verified,
+)
 from kvferry.daemon.core.deeds import Found, namespace_owner
 from kvferry.daemon.core.namespace import Namespace
 from kvferry.daemon.core.pinned import Pinned
@@ -102,7 +111,7 @@ class Namespaces:
         if found.residents and deed.factor < 1:
             message = "it was not written down of how many GPU blocks its host blocks are"
             raise Refused(Code.BAD_LAYOUT, message, deed.name)
-        region = self._regions.restore(deed)
+        region = self._regions.restore(found)
         try:
             namespace = Namespace(region, fingerprint, policy, deed.threshold, self._note)
             namespace.restore(found)
@@ -111,11 +120,22 @@ class Namespaces:
             raise Refused(Code.BAD_SPEC, f"its keys do not add up: {error}", deed.name) from error
         self._all[namespace.name] = namespace
 
+    def verified(self, report: Verified) -> None:
+        """These keys match their checksums: they can be loaded from now on."""
+        namespace = self._owner_of(report)
+        if namespace is not None:
+            namespace.cache.verify(zip(report.keys, report.blocks.tolist(), strict=True))
+
     def corrupted(self, report: Corrupted) -> None:
-        """What was stored under these keys is not there any more: nobody is to find them."""
+        """The bytes of these keys are lost: they are absent from now on."""
+        namespace = self._owner_of(report)
+        if namespace is not None:
+            namespace.cache.discard(zip(report.keys, report.blocks.tolist(), strict=True))
+
+    def _owner_of(self, report: Verified | Corrupted) -> Namespace | None:
         namespace = self._all.get(report.owner.name)
-        if namespace is not None and namespace.region.owner == report.owner:
-            namespace.cache.discard(report.keys)
+        owns = namespace is not None and namespace.region.owner == report.owner
+        return namespace if owns else None
 
     def exit(self, namespace: Namespace, registration: int) -> None:
         namespace.registrations.remove(registration)

@@ -13,12 +13,11 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kvferry.daemon.core.actions import Amend, Enter, Record, Strike
-from kvferry.daemon.core.deeds import Contents, Deed, Owner
-from kvferry.daemon.core.geometry import Bools, Int64s
+from kvferry.daemon.core.block_states import BlockStates
+from kvferry.daemon.core.deeds import Contents, Deed, Found, Owner
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.specs import KVLayout
 
 ALIGNMENT = 4096
 MAX_HOST_BLOCKS = 1 << 28
@@ -31,15 +30,14 @@ MAX_REGIONS = 1024
 
 @dataclass(slots=True)
 class Region:
-    """stored: which host blocks the owner has stored something in, by number; None where others
-    know that: a namespace of its keys, the archive of what an earlier daemon had."""
+    """states: what can be loaded by number; None in a region whose host blocks have keys."""
 
     owner: Owner
     contents: Contents
     start: int
     nbytes: int
     present: bool = True
-    stored: Bools | None = field(default=None, compare=False)
+    states: BlockStates | None = field(default=None, compare=False)
 
     @property
     def end(self) -> int:
@@ -48,19 +46,6 @@ class Region:
     @property
     def num_blocks(self) -> int:
         return self.nbytes // self.contents.host_block_bytes
-
-    def note_stored(self, blocks: Int64s) -> None:
-        if self.stored is not None:
-            self.stored[blocks] = True
-
-    def check_stored(self, blocks: Int64s) -> None:
-        """Raises Refused (STALE) where one of them holds what somebody else left there."""
-        if self.stored is None:
-            return
-        stored = self.stored[blocks]
-        if b"\0" in stored.tobytes():  # sooner found than by numpy
-            missing = int(blocks[~stored][0])
-            raise Refused(Code.STALE, "this engine has stored nothing in this host block", missing)
 
 
 class Regions:
@@ -113,21 +98,15 @@ class Regions:
                 f"{block} bytes: take less, or a larger block_size_factor",
                 size // block,
             )
+        region = Region(owner, contents, start, size)
+        if isinstance(contents, KVLayout):
+            region.states = BlockStates.of_layout(contents, region.num_blocks)
         if owner not in self._regions:
             self._check_count()
         for other in self._in_the_way(owner, start, start + size):
             self.free(other.owner)
-        self._regions[owner] = Region(owner, contents, start, size)
+        self._regions[owner] = region
         return self._regions[owner], False
-
-    def note_verified(self, owner: Owner, blocks: Int64s) -> None:
-        if (region := self._regions.get(owner)) is not None:
-            region.note_stored(blocks)
-
-    def note_corrupt(self, owner: Owner, blocks: Int64s) -> None:
-        region = self._regions.get(owner)
-        if region is not None and region.stored is not None:
-            region.stored[blocks] = False
 
     def desert(self, owner: Owner) -> None:
         """The owner went; its region stays until somebody needs the room."""
@@ -155,8 +134,12 @@ class Regions:
         records, self._records = self._records, []
         return records
 
-    def restore(self, deed: Deed) -> Region:
-        """Take up the region that an earlier daemon left. Raises Refused where it does not fit."""
+    def restore(self, found: Found) -> Region:
+        """Restore a region that an earlier daemon left. Raises Refused if it does not fit.
+
+        Host blocks that have numbers are unverified then; of keys the namespace knows.
+        """
+        deed = found.deed
         region = Region(deed.owner, deed.contents, deed.start, deed.nbytes, present=False)
         if (
             not self.own_bytes <= region.start < region.end <= self.pool_bytes
@@ -168,8 +151,12 @@ class Regions:
             raise Refused(Code.BAD_LAYOUT, "a region holds host blocks", region.num_blocks)
         if self._in_the_way(region.owner, region.start, region.end):
             raise Refused(Code.POOL_FULL, "another region is there already", region.start)
-        if deed.layout is not None:  # nothing is loadable until it was verified
-            region.stored = np.zeros(region.num_blocks, dtype=np.bool_)
+        if deed.layout is not None:
+            region.states = BlockStates.of_layout(deed.layout, region.num_blocks)
+            try:
+                region.states.restore((one.block, one.part) for one in found.residents)
+            except ValueError as error:
+                raise Refused(Code.BAD_LAYOUT, f"its blocks do not fit: {error}") from error
         self._regions[region.owner] = region
         return region
 

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TypeAlias
 
-import numpy as np
-
 from kvferry.daemon.core.actions import Action, Drop, Map, Mapped, Send, Shelve, Unmap
 from kvferry.daemon.core.deeds import Deed, Tenancy, engine_owner
 from kvferry.daemon.core.geometry import Geometry, Run
@@ -285,7 +283,6 @@ class Registrations:
             return Region(owner, layout, 0, self._regions.own_bytes), False
         region, reattached = self._regions.claim(owner, layout, nbytes)
         if not reattached:
-            region.stored = np.zeros(region.num_blocks, dtype=np.bool_)
             self._regions.enter(Deed(engine, region.start, region.nbytes, layout))
         return region, reattached
 

@@ -20,17 +20,18 @@ from kvferry.daemon.core.actions import (
     Cargo,
     Commit,
     CopyPlan,
+    Corrupted,
     Ended,
     Send,
     Start,
 )
-from kvferry.daemon.core.deeds import Owner, engine_owner
-from kvferry.daemon.core.geometry import Int64s, Resolved, sides
+from kvferry.daemon.core.deeds import engine_owner
+from kvferry.daemon.core.geometry import Resolved, sides
 from kvferry.daemon.core.namespace import Lease
 from kvferry.daemon.core.registrations import OWN, Registration, Registrations
 from kvferry.daemon.core.residency.cache import Reservation
 from kvferry.daemon.core.tally import Tally
-from kvferry.proto.errors import Code, ErrorInfo, Refused
+from kvferry.proto.errors import Code, ErrorInfo, Failed, Refused
 from kvferry.proto.messages import Finished, JobResult, Outcome, Submit, Wait, Waited
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, HostSpec, KeyLoadStoreSpec
 
@@ -57,10 +58,11 @@ class Job(msgspec.Struct, eq=False):
     direction: Direction
     nbytes: int
     mode: str
+    blocks: Resolved
     lease: Lease | None = None
+    error: ErrorInfo | None = None
+    """Why it cannot be done, although it may have been copied: a block of it is corrupt."""
     waiters: list[Waiter] = []
-    cargo: Cargo | None = None
-    corrupt: bool = False
 
 
 class Transfers:
@@ -106,11 +108,16 @@ class Transfers:
                 Code.NO_TIMELINE, "register a timeline to wait for its values", message.wait_for
             )
         blocks, lease = _resolve(registration, direction, gpu, host)
-        if direction is Direction.STORE:
-            registration.region.note_stored(blocks.host_blocks)
+        states, requires = registration.region.states, tuple[int, ...]()
+        if states is not None and direction is Direction.LOAD:
+            requires = states.required_stores(blocks)
         nbytes = registration.geometry.nbytes(blocks.runs)
         serial, mode = next(self._serials), registration.mode(direction, blocks.runs)
-        job = Job(serial, message.job_id, session, registration, direction, nbytes, mode, lease)
+        if states is not None and direction is Direction.STORE:
+            states.submit_store(serial, blocks)
+        job = Job(
+            serial, message.job_id, session, registration, direction, nbytes, mode, blocks, lease
+        )
         self._jobs[serial] = self._by_id[key] = job
         self._taken[session, direction] += 1
         plan = CopyPlan(
@@ -123,9 +130,9 @@ class Transfers:
             registration.ordering.admit(serial, direction, blocks),
             registration.geometry.end(blocks.runs),
             0.0 if engine == OWN else now,
+            requires,
         )
-        job.cargo = _cargo(registration, blocks, lease)
-        return [Start(plan, session, message.job_id, job.cargo)]
+        return [Start(plan, session, message.job_id, _cargo(registration, blocks, lease))]
 
     def cancel(self, engine: str, job_ids: tuple[int, ...]) -> list[Action]:
         found = (self._by_id.get((engine, job_id)) for job_id in job_ids)
@@ -151,16 +158,12 @@ class Transfers:
         del self._by_id[job.registration.engine, job.job_id]
         job.registration.ordering.ended(job.direction)
         result = self._result(job, report)
-        if job.lease is not None:
-            job.lease.end(done=result.outcome is Outcome.DONE)
+        commits = self._end_blocks(job, done=result.outcome is Outcome.DONE)
         own = job.registration.engine == OWN
         if not own:
             self._count(result)
             self.tally.add(job.mode, result, report)
         actions: list[Action] = []
-        if not own and job.direction is Direction.STORE and result.outcome is Outcome.DONE:
-            assert job.cargo is not None
-            actions.append(Commit(report.serial, job.cargo))
         if job.session is not None:
             self._taken[job.session, job.direction] -= 1
             self.moved[job.session] += result.nbytes
@@ -170,7 +173,33 @@ class Transfers:
             if not waiter.remaining and waiter.session in self._waits:
                 self._waits[waiter.session] -= 1
                 actions.append(Send(waiter.session, Waited(waiter.request_id)))
-        return actions, None if own else result.error
+        return [*actions, *commits], None if own else result.error
+
+    def corrupted(self, report: Corrupted) -> None:
+        """Loads in flight of these host blocks fail: their bytes are not those that were stored."""
+        for job in self._jobs.values():
+            if job.direction is Direction.LOAD and job.registration.region.owner == report.owner:
+                hit = job.blocks.host_blocks[np.isin(job.blocks.host_blocks, report.blocks)]
+                if hit.size:
+                    message = "a host block no longer matches its checksum: compute it again"
+                    job.error = Failed(Code.CORRUPT_BLOCK, message, int(hit[0])).info
+
+    def _end_blocks(self, job: Job, *, done: bool) -> list[Action]:
+        """The host blocks of a job that ended: what a store completed is loadable from now on."""
+        states = job.registration.region.states
+        if job.lease is not None:
+            job.lease.end(done=done)
+        if job.direction is Direction.LOAD:
+            return []
+        if states is not None:
+            states.end_store(job.serial, job.blocks, done=done)
+        if not done or job.registration.engine == OWN or not job.blocks.host_blocks.size:
+            return []
+        cargo = _cargo(job.registration, job.blocks, job.lease)
+        if states is not None:
+            parts = states.parts(job.blocks.host_blocks)
+            cargo = msgspec.structs.replace(cargo, parts=parts)
+        return [Commit(job.serial, cargo)]
 
     def leave(self, session: str) -> tuple[list[Action], int]:
         """A session went: nobody wants to hear of its jobs, so give them up. Also how many."""
@@ -185,19 +214,10 @@ class Transfers:
     def abandon_all(self) -> list[Action]:
         return _abandon(self._jobs.values())
 
-    def corrupted(self, owner: Owner, blocks: Int64s) -> None:
-        """Loads in flight that read one of these host blocks fail."""
-        for job in self._jobs.values():
-            mine = job.cargo
-            if mine is None or job.direction is Direction.STORE or mine.owner != owner:
-                continue
-            job.corrupt |= bool(np.isin(mine.blocks, blocks).any())
-
     def _result(self, job: Job, report: Ended) -> JobResult:
         outcome, error = report.outcome, report.error
-        if outcome is Outcome.DONE and job.corrupt:
-            outcome = Outcome.FAILED
-            error = ErrorInfo(Code.CORRUPT_BLOCK, "a host block lost its bytes: compute it again")
+        if outcome is Outcome.DONE and job.error is not None:
+            outcome, error = Outcome.FAILED, job.error
         if outcome is Outcome.CANCELLED:
             error = ErrorInfo(Code.CANCELLED, "the job was given up")
             if not self._registrations.is_open(job.registration):
@@ -227,9 +247,12 @@ def _cargo(registration: Registration, blocks: Resolved, lease: Lease | None) ->
     """A store's keys are in the order of its blocks; a load needs none."""
     if lease is None:
         return Cargo(engine_owner(registration.engine), blocks.host_blocks)
-    owner = lease.namespace.region.owner
-    keys = lease.held.keys if isinstance(lease.held, Reservation) else ()
-    return Cargo(owner, blocks.host_blocks, keys, lease.parts)
+    owner, held = lease.namespace.region.owner, lease.held
+    if not isinstance(held, Reservation):
+        return Cargo(owner, blocks.host_blocks)
+    taken = dict(zip(held.keys, held.blocks, strict=True)) if held.parts else {}
+    parts = {taken[key]: part for key, part in held.parts.items()}
+    return Cargo(owner, blocks.host_blocks, held.keys, parts)
 
 
 def _resolve(
@@ -251,7 +274,4 @@ def _resolve(
             "the engine registered in a namespace: its host blocks have keys, no ids",
             namespace.name,
         )
-    blocks = geometry.resolve(direction, gpu, host.block_ids)
-    if direction is Direction.LOAD:
-        registration.region.check_stored(blocks.host_blocks)
-    return blocks, None
+    return geometry.resolve(direction, gpu, host.block_ids), None

@@ -211,7 +211,7 @@ def _namespaces(namespaces: tuple[NamespaceStatus, ...]) -> Iterator[Metric]:
     }
     for space in namespaces:
         whose = space.name, space.fingerprint.model
-        for state in ("free", "pending", "ready", "doomed"):
+        for state in ("free", "pending", "ready", "unverified", "doomed"):
             blocks.add_metric((*whose, state), getattr(space, state))
         pinned.add_metric(whose, space.pinned)
         lookups.add_metric((*whose, "hit"), space.hits)

@@ -183,7 +183,7 @@ def test_a_block_stays_until_its_last_load_has_ended(cache: Cache) -> None:
     assert reserve(cache, "z").evicted[0] in (b"a", b"d")
 
 
-@pytest.mark.parametrize(("letter", "hint"), [("x", "look"), ("p", "on its way")])
+@pytest.mark.parametrize(("letter", "hint"), [("x", "look"), ("p", "not completed")])
 def test_what_cannot_be_loaded_is_refused_and_nothing_is_pinned(
     cache: Cache, letter: str, hint: str
 ) -> None:
@@ -334,8 +334,8 @@ def test_a_cache_that_makes_no_sense_is_not_made(
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda c: c._ready.update({b"z": 5}), "other keys"),
-        (lambda c: c._ready.update({b"a": 2}), "two places"),
+        (lambda c: c._ready.blocks.update({b"z": 5}), "other keys"),
+        (lambda c: c._ready.blocks.update({b"a": 2}), "two places"),
         (lambda c: c._pending.clear(), "two stores"),
         (lambda c: c._pending.update({b"p": 4}), "that stores reserve"),
         (lambda c: c._pins.update({b"b": 1}), "pins are not"),

@@ -8,10 +8,10 @@ import pytest
 
 from kvferry.daemon.core.residency.cache import Cache, Event, Reservation
 from kvferry.daemon.core.residency.policy import POLICIES
-from kvferry.proto.errors import Refused
+from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import EventKind, Lookup
 
-MISS, HIT_PENDING = Lookup.MISS, Lookup.HIT_PENDING
+HIT, MISS, HIT_PENDING = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING
 
 
 def keys(letters: str) -> list[bytes]:
@@ -140,7 +140,7 @@ def test_a_cache_that_was_restored_is_the_one_it_was(policy: str) -> None:
     new.recording = True
     new.restore(old.entries())
     assert new.entries() == old.entries()
-    assert new.take_events() == [Event(EventKind.STORED, tuple(key for key, _ in old.entries()))]
+    assert new.take_events() == []
     taken = {block for _, block in old.entries()}
     assert set(reserve(new, "z").blocks) == set(range(6)) - taken
     new.check_integrity()
@@ -150,8 +150,39 @@ def test_a_cache_that_was_restored_is_the_one_it_was(policy: str) -> None:
 
 def test_restored_keys_are_where_they_were(cache: Cache) -> None:
     cache.restore([(b"a", 3), (b"b", 1)])
+    cache.verify([(b"a", 3), (b"b", 1)])
     assert cache.prepare_load(keys("ab")).blocks == (3, 1)
     assert set(reserve(cache, "cd").blocks) == {0, 2}
+    cache.check_integrity()
+
+
+def test_a_restored_key_is_pending_until_it_is_verified(cache: Cache) -> None:
+    cache.recording = True
+    cache.restore([(b"a", 0), (b"b", 1), (b"c", 2)], {b"c": (0, 1)})
+    assert (cache.ready_keys(), cache.pending_keys()) == ([], [b"a", b"b"])
+    assert [cache.lookup(key) for key in keys("abc")] == [HIT_PENDING, HIT_PENDING, MISS]
+    with pytest.raises(Refused, match="not verified") as caught:
+        cache.prepare_load(keys("a"))
+    assert (caught.value.code, caught.value.value) == (Code.KEY_ABSENT, b"a".hex())
+    cache.verify([(b"a", 0), (b"b", 3), (b"c", 2)])
+    assert cache.take_events() == [Event(EventKind.STORED, (b"a",))]
+    assert [cache.lookup(key) for key in keys("abc")] == [HIT, HIT_PENDING, MISS]
+    cache.check_integrity()
+
+
+def test_a_store_replaces_a_key_that_is_not_verified(cache: Cache) -> None:
+    cache.recording = True
+    cache.restore([(b"a", 0), (b"b", 1)])
+    reservation = reserve(cache, "a")
+    assert cache.take_events() == [
+        Event(EventKind.ABANDONED, (b"a",)),
+        Event(EventKind.PENDING, (b"a",)),
+    ]
+    cache.verify([(b"a", 0)])
+    assert cache.lookup(b"a") is HIT_PENDING
+    cache.complete_store(reservation, success=True)
+    assert (cache.lookup(b"a"), cache.usage.unverified) == (HIT, 1)
+    assert reserve(cache, "cdef").evicted == (b"b", b"a")
     cache.check_integrity()
 
 

@@ -1,9 +1,11 @@
 """The cache of one namespace: which keys are in which host blocks.
 
-A key is pending (a store of it is on its way), ready (it can be loaded), or absent:
+A key is pending (a store of it is on its way), ready (its bytes are in its block), or absent:
 
     absent --prepare_store--> pending --complete_store--> ready --evicted--> absent
                                  \\_______ it failed ______> absent
+
+Not every ready key is a HIT: it may be stored in part, or unverified (resident_keys.py).
 
 A block holds one pending or ready key, or it is free, or it is *doomed*. Doomed is what makes a
 reset safe: at once every key is absent, yet jobs from before still write and read their blocks. So
@@ -18,13 +20,14 @@ counting, and only then the policy is asked, which takes the new keys in and nam
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, filterfalse
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 
 from kvferry.daemon.core.residency.blocks import Blocks
 from kvferry.daemon.core.residency.offers import Offers
 from kvferry.daemon.core.residency.policy import POLICIES, Sieve
+from kvferry.daemon.core.residency.resident_keys import NO_PARTS, Parts, ResidentKeys, outside
 from kvferry.daemon.core.residency.rubble import Rubble
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import EventKind, Lookup
@@ -32,16 +35,18 @@ from kvferry.proto.keys import EventKind, Lookup
 OFFERS_REMEMBERED = 1 << 16
 """Keys whose offers are remembered, or as many as there are blocks, if that is more."""
 
-HIT, MISS, HIT_PENDING = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reservation:
-    """A store to be done: keys in the order offered, the block of each, and who went for it."""
+    """A store to be done: keys in the order offered, the block of each, and who went for it.
+
+    parts: of keys that are stored in part, the sub-blocks.
+    """
 
     keys: tuple[bytes, ...]
     blocks: tuple[int, ...]
     evicted: tuple[bytes, ...]
+    parts: Parts = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,12 +65,16 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Blocks now (capacity = free + pending + ready + doomed), and keys counted since the start."""
+    """Blocks now, and keys counted since the start.
+
+    capacity = free + pending + ready + unverified + doomed. ready counts keys stored in part, too.
+    """
 
     capacity: int
     free: int
     pending: int
     ready: int
+    unverified: int
     pinned: int
     doomed: int
     hits: int
@@ -98,7 +107,7 @@ class Cache:
         self._offers = _offers(store_threshold, capacity)
         self._blocks = Blocks(capacity)
         self._pending: dict[bytes, int] = {}
-        self._ready: dict[bytes, int] = {}
+        self._ready = ResidentKeys()
         self._pins: Counter[bytes] = Counter()
         """How often each ready key is pinned, where it is."""
         self._condemned: dict[bytes, int] = {}
@@ -138,7 +147,8 @@ class Cache:
             capacity=self._capacity,
             free=self._blocks.free,
             pending=len(self._pending),
-            ready=len(self._ready),
+            ready=len(self._ready) - len(self._ready.unverified),
+            unverified=len(self._ready.unverified),
             pinned=len(self._pins) - len(self._condemned),
             doomed=self._blocks.doomed + len(self._condemned),
             hits=self._hits,
@@ -150,38 +160,54 @@ class Cache:
 
     def lookup(self, key: bytes) -> Lookup:
         """HIT, MISS or HIT_PENDING, which counts as neither. Changes nothing else."""
-        if key in self._ready:
-            self._hits += 1
-            return HIT
-        if key in self._pending:
-            return HIT_PENDING
-        self._misses += 1
-        return MISS
+        found = Lookup.HIT_PENDING if key in self._pending else self._ready.lookup(key)
+        self._hits += found is Lookup.HIT
+        self._misses += found is Lookup.MISS
+        return found
+
+    @property
+    def parts(self) -> Parts:
+        """Of ready keys that are stored in part, the sub-blocks."""
+        return self._ready.parts
 
     def count_lookups(self, hits: int, misses: int) -> None:
         """Lookups that were answered elsewhere."""
         self._hits += hits
         self._misses += misses
 
-    def prepare_store(self, keys: Sequence[bytes]) -> Reservation | None:
+    def prepare_store(
+        self, keys: Sequence[bytes], parts: Parts = NO_PARTS, keep: Iterable[bytes] = ()
+    ) -> Reservation | None:
         """Reserve blocks for those of `keys` that are absent and were offered often enough.
+
+        parts: the sub-blocks of keys that are to be stored in part. Ready keys that are not pinned
+        are stored again if they are unverified, or if more of them is stored now.
+        keep: further keys of the same offer. No key of the offer is evicted for another.
 
         None where not enough keys may go, and nothing changed, except that it was an offer and
         counts for the threshold. Stores skipped are keys below the threshold, and all of those
         that found no room. Of keys offered together the first becomes the most recent.
         """
-        offered = dict.fromkeys(keys)
-        absent = list(_outside(offered, self._ready, self._pending, self._condemned))
+        offered, ready = dict.fromkeys(keys), self._ready
+        replaced = ready.replaceable(offered, parts, self._pins)
+        absent = list(outside(offered, ready.blocks, self._pending, self._condemned))
+        if replaced:
+            stored_again = replaced.union(absent)
+            absent = [key for key in offered if key in stored_again]
         wanted = self._offers.count(absent)
         self._skipped += len(absent) - len(wanted)
         if not wanted:
             return Reservation((), (), ())
-        room = self._blocks.free
-        known = offered if len(absent) < len(offered) else ()
+        replaced.intersection_update(wanted)
+        room = self._blocks.free + len(replaced)
+        kept = dict.fromkeys(keep)
+        known = {**offered, **kept} if kept or len(absent) < len(offered) or replaced else ()
         if len(wanted) - room > self._evictable(known):
             self._skipped += len(wanted)
             return None
-        return self._reserve(tuple(wanted), room, self._sieve(offered))
+        self._remove(list(replaced))
+        reserved = {key: parts[key] for key in wanted if key in parts} if parts else {}
+        return self._reserve(tuple(wanted), reserved, room, self._sieve({**offered, **kept}))
 
     def complete_store(self, reservation: Reservation, success: bool) -> None:
         """A store ended: its keys can be loaded, or are absent. A second time is harmless."""
@@ -200,15 +226,18 @@ class Cache:
     def prepare_load(self, keys: Sequence[bytes]) -> Pins:
         """Pin ready keys, each as often as it is named. Raises Refused (KEY_ABSENT) for the first
         that is absent or pending, and nothing changed."""
-        ready = self._ready
+        ready = self._ready.blocks
         try:
             pins = Pins(tuple(keys), tuple([ready[key] for key in keys]))
         except KeyError as missing:
             (key,) = missing.args
-            message = "only keys in the cache can be loaded: look them up first"
+            message = "this key is not in the cache: look it up before loading it"
             if key in self._pending:
-                message = "a store of this key is on its way: load it when it is there"
+                message = "a store of this key has not completed yet: load it when it is a HIT"
             raise Refused(Code.KEY_ABSENT, message, key.hex()) from None
+        if (unverified := self._ready.first_unverified(keys)) is not None:
+            message = "this key is not verified since the restart: load it when it is a HIT"
+            raise Refused(Code.KEY_ABSENT, message, unverified.hex())
         self._pins.update(keys)
         self._loads.add(pins)
         return pins
@@ -242,20 +271,16 @@ class Cache:
         """Keys were asked for: the first ends up most recent. Absent ones are ignored."""
         self._policy.touch(keys, self._pending)
 
-    def discard(self, keys: Iterable[bytes]) -> None:
-        """These keys cannot be loaded any more: they are absent. Those not ready are ignored.
+    def verify(self, entries: Iterable[tuple[bytes, int]]) -> None:
+        """These keys, in these blocks, match their checksums. Those not unverified are ignored."""
+        self._tell(EventKind.STORED, tuple(self._ready.verify(entries)))
+
+    def discard(self, entries: Iterable[tuple[bytes, int]]) -> None:
+        """The bytes of these keys, in these blocks, are lost: they are absent. Others are ignored.
 
         The block of a key that is pinned is doomed until the last pin has gone.
         """
-        gone = tuple(key for key in dict.fromkeys(keys) if key in self._ready)
-        self._policy.forget(gone)
-        for key in gone:
-            block = self._ready.pop(key)
-            if key in self._pins:
-                self._condemned[key] = block
-            else:
-                self._blocks.give_back([block])
-        self._tell(EventKind.REMOVED, gone)
+        self._remove(self._ready.in_place(entries))
 
     def take_events(self) -> list[Event]:
         """What happened since the last call, in order."""
@@ -272,15 +297,22 @@ class Cache:
         self._past |= jobs
         self._stores, self._loads = set(), set()
         rubble = Rubble(
-            self._pending, self._ready, self._pins, *self._policy.heaps(), self._offers.give_up()
+            self._pending,
+            self._ready.blocks,
+            self._ready.unverified,
+            self._pins,
+            *self._policy.heaps(),
+            self._offers.give_up(),
         )
-        self._pending, self._ready, self._pins, self._condemned = {}, {}, Counter(), {}
+        self._pending, self._ready = {}, ResidentKeys()
+        self._pins, self._condemned = Counter(), {}
         self._policy = self._make_policy(self._capacity)
         self._tell(EventKind.CLEARED, ())
         return rubble
 
-    def restore(self, entries: Sequence[tuple[bytes, int]]) -> None:
-        """Make keys ready in the blocks where they are, least recent first, in an empty cache.
+    def restore(self, entries: Sequence[tuple[bytes, int]], parts: Parts = NO_PARTS) -> None:
+        """Take keys that an earlier daemon stored into an empty cache, least recent first, in the
+        blocks where they are. They are unverified.
 
         Raises ValueError, and nothing changed, where a block is in use or out of range, or a key
         or a block comes twice.
@@ -294,29 +326,30 @@ class Cache:
         if blocks and not 0 <= min(blocks) <= max(blocks) < self._capacity:
             raise ValueError(f"blocks are 0 to {self._capacity - 1}: {min(blocks)}, {max(blocks)}")
         self._blocks.occupy(blocks)
-        self._ready = ready
+        self._ready.restore(ready, parts)
         self._policy = self._make_policy(self._capacity)
         self._policy.admit(list(ready)[::-1], len(ready), iter)
-        self._tell(EventKind.STORED, tuple(ready))
 
     def entries(self) -> list[tuple[bytes, int]]:
         """Ready keys and their blocks, least recent first as far as the policy knows."""
-        ready = self._ready
+        ready = self._ready.blocks
         return [(key, ready[key]) for key in self._policy if key in ready]
 
     def ready_keys(self) -> list[bytes]:
-        return list(self._ready)
+        """Keys that are a HIT."""
+        return list(self._ready.hits())
 
     def ready_among(self, keys: Iterable[bytes]) -> list[bytes]:
-        ready = self._ready
-        return [key for key in keys if key in ready]
+        """Those of some keys that can be loaded, in whole or in part."""
+        return self._ready.loadable_among(keys)
 
     def pending_keys(self) -> list[bytes]:
-        return list(self._pending)
+        """Keys that are a HIT_PENDING."""
+        return [*self._pending, *self._ready.pending()]
 
     def check_integrity(self) -> None:
         """AssertionError where the books disagree. Takes long: for tests."""
-        pending, ready = self._pending, self._ready
+        pending, ready = self._pending, self._ready.blocks
         stores = [pair for s in self._stores for pair in zip(s.keys, s.blocks, strict=True)]
         pins = Counter(chain.from_iterable(load.keys for load in self._loads))
         assert len(stores) == len(pending), "two stores reserve one key, or none does"
@@ -327,6 +360,8 @@ class Cache:
         assert condemned.keys() <= pins.keys(), "a condemned key is not pinned any more"
         assert condemned.keys().isdisjoint({*ready, *pending}), "a condemned key is there"
         assert pending.keys().isdisjoint(ready), "a key is both pending and ready"
+        assert pins.keys().isdisjoint(self._ready.unverified), "an unverified key is pinned"
+        self._ready.check_integrity()
         order = list(self._policy)
         assert len(order) == len(set(order)), "the policy has a key twice"
         assert set(order) == {*pending, *ready}, "the policy has other keys than the cache"
@@ -341,23 +376,43 @@ class Cache:
         return len(ready) - held - sum(key in ready and key not in pins for key in besides)
 
     def _sieve(self, offered: Collection[bytes]) -> Sieve:
-        return lambda keys: _outside(keys, self._pending, self._pins, offered)
+        return lambda keys: outside(keys, self._pending, self._pins, offered)
 
-    def _reserve(self, keys: tuple[bytes, ...], room: int, may_go: Sieve) -> Reservation:
+    def _remove(self, keys: Sequence[bytes]) -> None:
+        """These ready keys are absent from now on, other than by eviction."""
+        self._policy.forget(keys)
+        blocks = self._take_out(keys)
+        for key, block in zip(keys, blocks, strict=True):
+            if key in self._pins:
+                self._condemned[key] = block
+            else:
+                self._blocks.give_back([block])
+
+    def _take_out(self, keys: Sequence[bytes]) -> list[int]:
+        """The blocks of ready keys that are absent from now on. Each key is told to be gone as
+        what it was told to be."""
+        blocks, hits, pending = self._ready.remove(keys)
+        self._tell(EventKind.REMOVED, tuple(hits))
+        self._tell(EventKind.ABANDONED, tuple(pending))
+        return blocks
+
+    def _reserve(
+        self, keys: tuple[bytes, ...], parts: Parts, room: int, may_go: Sieve
+    ) -> Reservation:
         evicted = tuple(self._policy.admit(keys, room, may_go))
-        self._blocks.give_back([self._ready.pop(key) for key in evicted])
-        reservation = Reservation(keys, self._blocks.take(len(keys)), evicted)
+        self._blocks.give_back(self._take_out(evicted))
+        reservation = Reservation(keys, self._blocks.take(len(keys)), evicted, parts)
         self._pending.update(zip(keys, reservation.blocks, strict=True))
         self._stores.add(reservation)
         self._evictions += len(evicted)
-        self._tell(EventKind.REMOVED, evicted)
         self._tell(EventKind.PENDING, keys)
         return reservation
 
     def _settle(self, reservation: Reservation) -> None:
-        self._ready.update(zip(reservation.keys, reservation.blocks, strict=True))
+        self._ready.add(reservation.keys, reservation.blocks, reservation.parts)
         self._stored += len(reservation.keys)
-        self._tell(EventKind.STORED, reservation.keys)
+        self._tell(EventKind.STORED, tuple(outside(reservation.keys, reservation.parts)))
+        self._tell(EventKind.ABANDONED, tuple(reservation.parts))
 
     def _abandon(self, reservation: Reservation) -> None:
         self._policy.forget(reservation.keys)
@@ -382,15 +437,6 @@ class Cache:
 
 def _offers(threshold: int, capacity: int) -> Offers:
     return Offers(threshold, max(capacity, OFFERS_REMEMBERED))
-
-
-def _outside(keys: Iterable[bytes], *kinds: Collection[bytes]) -> Iterator[bytes]:
-    """Those keys that are none of these kinds, which do not change meanwhile; without any Python
-    for each of them."""
-    for kind in kinds:
-        if kind:
-            keys = filterfalse(kind.__contains__, keys)
-    return iter(keys)
 
 
 def _nobody() -> None:

@@ -1,0 +1,157 @@
+"""Which sub-blocks of a region can be loaded by number.
+
+A sub-block (one GPU block's place in a host block) is always in one of four states:
+
+    undefined    not stored since the region has its owner, or its last store did not complete
+    pending      a store of it was submitted and has not ended; the state is that store's serial
+    loadable     its last store completed
+    unverified   stored for an earlier daemon, and not compared with its checksum yet
+
+    submit_store:  any -> pending          end_store:  pending -> loadable, or else undefined
+    restore:       undefined -> unverified     verify: unverified -> loadable
+    discard:       any but pending -> undefined
+
+Groups whose GPU blocks differ in size divide a host block differently. A host block belongs to the
+size that was stored last; for the others it is undefined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from kvferry.daemon.core.geometry import Bools, Int64s, Resolved
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.specs import KVLayout
+
+# Eight bytes of state for each, allocated by the kernel when first written.
+MAX_SUB_BLOCKS = 1 << 28
+
+_UNDEFINED, _LOADABLE, _UNVERIFIED = 0, -1, -2
+
+
+class BlockStates:
+    """factor: sub-blocks of a host block. sizes: how many different sizes sub-blocks have.
+
+    Raises Refused (BAD_LAYOUT) if there are more sub-blocks than a region may have.
+    """
+
+    def __init__(self, num_blocks: int, factor: int, sizes: int = 1) -> None:
+        if num_blocks * factor > MAX_SUB_BLOCKS:
+            raise Refused(
+                Code.BAD_LAYOUT,
+                f"{num_blocks} host blocks of {factor} GPU blocks are more than {MAX_SUB_BLOCKS} "
+                "GPU blocks in one region: ask for less host memory, or use larger pages",
+                num_blocks * factor,
+            )
+        self._factor = factor
+        self._states = np.zeros(num_blocks * factor, dtype=np.int64)
+        self._by_block = self._states.reshape(num_blocks, factor)
+        self._sizes = np.zeros(num_blocks, dtype=np.int16) if sizes > 1 else None
+        self._unverified = 0
+
+    @classmethod
+    def of_layout(cls, layout: KVLayout, num_blocks: int) -> BlockStates:
+        sizes = {layout.group_bytes(group) for group in range(len(layout.groups))}
+        return cls(num_blocks, layout.block_size_factor, len(sizes))
+
+    def submit_store(self, serial: int, blocks: Resolved) -> None:
+        """A store of these sub-blocks was submitted. Their old bytes are undefined from now on."""
+        hosts = blocks.host_blocks
+        if self._sizes is not None:
+            changed = hosts[self._sizes[hosts] != blocks.sizes]
+            self._by_block[changed] = _UNDEFINED
+            self._sizes[hosts] = blocks.sizes
+        if self._unverified:
+            # The checksum is of a whole host block, and is void once a part of it is stored.
+            self._drop_unverified(hosts)
+        self._states[blocks.sub_blocks] = serial
+
+    def end_store(self, serial: int, blocks: Resolved, *, done: bool) -> None:
+        """A store ended. Sub-blocks that a newer store was submitted for are not its own."""
+        own = blocks.sub_blocks[self._states[blocks.sub_blocks] == serial]
+        self._states[own] = _LOADABLE if done else _UNDEFINED
+
+    def required_stores(self, blocks: Resolved) -> tuple[int, ...]:
+        """The serials of stores that must complete before these sub-blocks can be loaded.
+
+        Raises Refused (STALE) with the first host block that has an undefined or unverified one.
+        """
+        states = self._states[blocks.sub_blocks]
+        if self._sizes is not None:
+            hosts = blocks.host_blocks
+            self._check(hosts, self._sizes[hosts] == blocks.sizes)
+        if not np.count_nonzero(states != _LOADABLE):
+            return ()
+        if (states == _UNVERIFIED).any():
+            first = int(blocks.sub_blocks[states == _UNVERIFIED][0]) // self._factor
+            message = "this host block is not verified since the daemon's restart: try later"
+            raise Refused(Code.STALE, message, first)
+        self._check(blocks.sub_blocks // self._factor, states != _UNDEFINED)
+        return tuple(np.unique(states[states > 0]).tolist())
+
+    def parts(self, hosts: Int64s) -> dict[int, tuple[int, int]]:
+        """Of host blocks that are loadable in part, the sub-blocks (from, to) that are.
+
+        If they have gaps, the longest run counts. A block with no loadable sub-block has (0, 0).
+        """
+        if self._factor == 1:
+            return {}
+        loadable: Bools = self._by_block[hosts] == _LOADABLE
+        partial = ~loadable.all(axis=1)
+        return {
+            int(block): _longest_run(row)
+            for block, row in zip(hosts[partial], loadable[partial], strict=True)
+        }
+
+    def restore(self, residents: Iterable[tuple[int, tuple[int, int] | None]]) -> None:
+        """Host blocks, in part or whole, that an earlier daemon stored: unverified from now on.
+
+        Raises ValueError if one of them is out of range.
+        """
+        if self._sizes is not None:
+            return  # which size was stored last is not recorded
+        for block, part in residents:
+            first, last = part or (0, self._factor)
+            if not 0 <= block < len(self._by_block) or not 0 <= first < last <= self._factor:
+                raise ValueError(f"host block {block}, sub-blocks {first} to {last - 1}")
+            self._by_block[block, first:last] = _UNVERIFIED
+            self._unverified += last - first
+
+    def verify(self, hosts: Int64s) -> None:
+        """These host blocks match their checksums. Those stored over meanwhile are not changed."""
+        rows = self._by_block[hosts]
+        self._unverified -= int(np.count_nonzero(rows == _UNVERIFIED))
+        rows[rows == _UNVERIFIED] = _LOADABLE
+        self._by_block[hosts] = rows
+
+    def discard(self, hosts: Int64s) -> None:
+        """These host blocks lost their bytes."""
+        rows = self._by_block[hosts]
+        self._unverified -= int(np.count_nonzero(rows == _UNVERIFIED))
+        rows[rows <= _UNDEFINED] = _UNDEFINED
+        self._by_block[hosts] = rows
+
+    def _drop_unverified(self, hosts: Int64s) -> None:
+        rows = self._by_block[hosts]
+        unverified = rows == _UNVERIFIED
+        self._unverified -= int(np.count_nonzero(unverified))
+        rows[unverified] = _UNDEFINED
+        self._by_block[hosts] = rows
+
+    @staticmethod
+    def _check(hosts: Int64s, loadable: Bools) -> None:
+        if not loadable.all():
+            missing = int(hosts[~loadable][0])
+            message = "no store of this host block has completed for this engine: store it first"
+            raise Refused(Code.STALE, message, missing)
+
+
+def _longest_run(loadable: Bools) -> tuple[int, int]:
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], loadable.view(np.int8), [0]))))
+    if not edges.size:
+        return 0, 0
+    starts, ends = edges[::2], edges[1::2]
+    longest = int(np.argmax(ends - starts))
+    return int(starts[longest]), int(ends[longest])

@@ -1,0 +1,126 @@
+"""Keys whose bytes are in a block of the cache, and what each of them is good for.
+
+    whole         every sub-block is stored, and can be loaded: lookup is a HIT
+    in part       only some sub-blocks are stored; just these can be loaded: lookup is a MISS
+    unverified    an earlier daemon stored it, and its checksum was not compared yet. Nothing of it
+                  can be loaded: lookup is a HIT_PENDING, or a MISS if it was stored in part
+
+A store that covers more replaces a key in part, and every store replaces an unverified one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from itertools import filterfalse
+from typing import TypeAlias
+
+from kvferry.proto.keys import Lookup
+
+Part: TypeAlias = tuple[int, int]
+"""Some sub-blocks of a host block: (from, to)."""
+Parts: TypeAlias = Mapping[bytes, Part]
+NO_PARTS: Parts = {}
+
+
+class ResidentKeys:
+    """blocks: the block of each key. parts: the sub-blocks of each that is stored in part.
+
+    Only the methods change them.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, int] = {}
+        self.parts: dict[bytes, Part] = {}
+        self.unverified: dict[bytes, None] = {}
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.blocks
+
+    def lookup(self, key: bytes) -> Lookup:
+        if key not in self.blocks or key in self.parts:
+            return Lookup.MISS
+        return Lookup.HIT_PENDING if key in self.unverified else Lookup.HIT
+
+    def hits(self) -> Iterator[bytes]:
+        """Keys that are a HIT."""
+        return outside(self.blocks, self.unverified, self.parts)
+
+    def pending(self) -> Iterator[bytes]:
+        """Keys that are a HIT_PENDING."""
+        return outside(self.unverified, self.parts)
+
+    def loadable_among(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those of some keys that can be loaded, whole or in part."""
+        return [key for key in keys if key in self.blocks and key not in self.unverified]
+
+    def first_unverified(self, keys: Iterable[bytes]) -> bytes | None:
+        return next(filter(self.unverified.__contains__, keys), None) if self.unverified else None
+
+    def replaceable(
+        self, offered: Iterable[bytes], parts: Parts, pinned: Container[bytes]
+    ) -> set[bytes]:
+        """Keys of an offer that are to be stored again, although they are here.
+
+        parts: the sub-blocks of keys that are offered in part.
+        """
+        if not (self.unverified or self.parts):
+            return set()
+        return {
+            key
+            for key in offered
+            if (key in self.unverified or self._covers_more(key, parts)) and key not in pinned
+        }
+
+    def add(self, keys: Sequence[bytes], blocks: Sequence[int], parts: Parts) -> None:
+        self.blocks.update(zip(keys, blocks, strict=True))
+        self.parts.update(parts)
+
+    def restore(self, blocks: dict[bytes, int], parts: Parts) -> None:
+        """Keys of an earlier daemon, if there are none yet."""
+        self.blocks, self.parts = blocks, dict(parts)
+        self.unverified = dict.fromkeys(blocks)
+
+    def verify(self, entries: Iterable[tuple[bytes, int]]) -> list[bytes]:
+        """Unverified keys that match their checksums. Returns those that are a HIT now."""
+        good = [key for key in self.in_place(entries) if key in self.unverified]
+        for key in good:
+            del self.unverified[key]
+        return list(outside(good, self.parts))
+
+    def in_place(self, entries: Iterable[tuple[bytes, int]]) -> list[bytes]:
+        """Those of some keys that are here, and in these blocks."""
+        return [key for key, block in dict(entries).items() if self.blocks.get(key) == block]
+
+    def remove(self, keys: Sequence[bytes]) -> tuple[list[int], list[bytes], list[bytes]]:
+        """Returns the blocks of these keys, and which of them were a HIT and a HIT_PENDING."""
+        blocks = [self.blocks.pop(key) for key in keys]
+        if not (self.unverified or self.parts):
+            return blocks, list(keys), []
+        pending = [key for key in keys if key in self.unverified and key not in self.parts]
+        hits = list(outside(keys, self.unverified, self.parts))
+        for key in keys:
+            self.unverified.pop(key, None)
+            self.parts.pop(key, None)
+        return blocks, hits, pending
+
+    def check_integrity(self) -> None:
+        assert self.unverified.keys() <= self.blocks.keys(), "an unverified key has no block"
+        assert self.parts.keys() <= self.blocks.keys(), "a key in part has no block"
+
+    def _covers_more(self, key: bytes, parts: Parts) -> bool:
+        stored, part = self.parts.get(key), parts.get(key)
+        if stored is None:
+            return False
+        return part is None or (part[0] <= stored[0] and stored[1] <= part[1] and part != stored)
+
+
+def outside(keys: Iterable[bytes], *kinds: Collection[bytes]) -> Iterator[bytes]:
+    """Those keys that are none of these kinds, which do not change meanwhile; without any Python
+    for each of them."""
+    for kind in kinds:
+        if kind:
+            keys = filterfalse(kind.__contains__, keys)
+    return iter(keys)

@@ -1,0 +1,185 @@
+"""Host blocks named by number against a dictionary of bytes: what loads is what a store completed.
+
+The model keeps for every sub-block which store wrote it last, in the order of submission. A load is
+accepted if a store of each of its sub-blocks completed or may still complete, and the latter are
+those that it requires.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvferry.daemon.core.block_states import BlockStates
+from kvferry.daemon.core.geometry import Geometry, Resolved
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
+
+HOSTS = 4
+FACTOR = 3
+PAGES = {1: (64,), 2: (64, 32)}
+"""Page sizes of the groups, by how many sizes there are."""
+
+SHAPES: dict[str, Any] = {
+    "group": st.integers(0, 1),
+    "hosts": st.lists(st.integers(0, HOSTS - 1), min_size=1, max_size=3, unique=True),
+    "skip": st.integers(0, FACTOR - 1),
+    "cut": st.integers(0, FACTOR - 1),
+}
+
+Cell: TypeAlias = tuple[int, int]
+"""(host block, sub-block)"""
+
+
+@dataclass
+class Job:
+    serial: int
+    direction: Direction
+    group: int
+    blocks: Resolved
+    cells: list[Cell]
+    requires: tuple[int, ...] = ()
+
+
+@dataclass
+class Cells:
+    """What each sub-block holds: a store's serial, noise (None), or nothing."""
+
+    content: dict[Cell, int | None] = field(default_factory=dict)
+    unverified: set[Cell] = field(default_factory=set)
+    group: dict[int, int] = field(default_factory=dict)
+
+    def clear(self, hosts: list[int]) -> None:
+        for cell in [cell for cell in self.content if cell[0] in hosts]:
+            del self.content[cell]
+            self.unverified.discard(cell)
+
+
+class Machine(RuleBasedStateMachine):
+    sizes = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.serials = count(1)
+        self.queue: list[Job] = []
+        self.done: set[int] = set()
+
+    @initialize()
+    def begin(self) -> None:
+        pages = PAGES[self.sizes]
+        tensors = tuple(TensorLayout(64, page, page) for page in pages)
+        groups = tuple((TensorRef(number, page),) for number, page in enumerate(pages))
+        self.layout = KVLayout(tensors, groups, FACTOR)
+        self.geometry = Geometry(self.layout, 0, HOSTS)
+        self.states = BlockStates.of_layout(self.layout, HOSTS)
+        self.cells = Cells()
+        """At the end of everything that is in the queue."""
+
+    def resolve(
+        self, direction: Direction, group: int, hosts: list[int], skip: int, cut: int
+    ) -> Job:
+        number = max(0, len(hosts) * FACTOR - skip - cut)
+        cells = [(host, sub) for host in hosts for sub in range(FACTOR)][skip : skip + number]
+        sizes = tuple(number * (g == group) for g in range(self.sizes))
+        gpu = GPULoadStoreSpec(range(number), sizes, (skip,) * self.sizes)
+        blocks = self.geometry.resolve(direction, gpu, np.array(hosts, dtype=np.int64))
+        return Job(next(self.serials), direction, group, blocks, cells)
+
+    @rule(**SHAPES)
+    def store(self, group: int, hosts: list[int], skip: int, cut: int) -> None:
+        if len(hosts) == 1 and skip + cut >= FACTOR:
+            return
+        group %= self.sizes
+        job = self.resolve(Direction.STORE, group, hosts, skip, cut)
+        self.states.submit_store(job.serial, job.blocks)
+        self.cells.clear([host for host in hosts if self.cells.group.get(host, group) != group])
+        self.cells.group.update(dict.fromkeys(hosts, group))
+        for cell in list(self.cells.unverified):
+            if cell[0] in hosts:
+                self.cells.clear([cell[0]])
+        self.cells.content.update(dict.fromkeys(job.cells, job.serial))
+        self.queue.append(job)
+
+    @rule(**SHAPES)
+    def load(self, group: int, hosts: list[int], skip: int, cut: int) -> None:
+        if len(hosts) == 1 and skip + cut >= FACTOR:
+            return
+        group %= self.sizes
+        job = self.resolve(Direction.LOAD, group, hosts, skip, cut)
+        cells = self.cells
+        found = [cells.content.get(cell) for cell in job.cells]
+        stale = None in found or any(cell in cells.unverified for cell in job.cells)
+        if stale or any(cells.group[host] != group for host in hosts):
+            with pytest.raises(Refused) as caught:
+                self.states.required_stores(job.blocks)
+            assert caught.value.code == Code.STALE
+            return
+        job.requires = self.states.required_stores(job.blocks)
+        assert set(job.requires) == {serial for serial in found if serial not in self.done}
+        self.queue.append(job)
+
+    @precondition(lambda self: self.queue)
+    @rule(done=st.sampled_from([True, True, False]))
+    def end(self, done: bool) -> None:
+        """The oldest job. A load is done if the stores that it requires completed."""
+        job = self.queue.pop(0)
+        if job.direction is Direction.LOAD:
+            return
+        self.states.end_store(job.serial, job.blocks, done=done)
+        if done:
+            self.done.add(job.serial)
+            return
+        for cell, serial in list(self.cells.content.items()):
+            if serial == job.serial:
+                del self.cells.content[cell]
+
+    @precondition(lambda self: not self.queue)
+    @rule(good=st.sets(st.integers(0, HOSTS - 1)), bad=st.sets(st.integers(0, HOSTS - 1)))
+    def restart(self, good: set[int], bad: set[int]) -> None:
+        """Another daemon finds what was committed; some of it is verified or corrupt."""
+        hosts = np.arange(HOSTS)
+        parts = self.states.parts(hosts)
+        whole = [int(host) for host in hosts if int(host) not in parts]
+        committed = {**dict.fromkeys(whole, (0, FACTOR)), **parts}
+        committed = {host: part for host, part in committed.items() if part[1]}
+        self.states = BlockStates.of_layout(self.layout, HOSTS)
+        self.states.restore(committed.items())
+        kept = {(h, sub) for h, part in committed.items() for sub in range(*part)}
+        if self.sizes > 1:
+            kept = set()
+        assert kept <= self.cells.content.keys()
+        self.cells.content = {cell: self.cells.content[cell] for cell in kept}
+        self.cells.unverified = set(kept)
+        self.states.verify(np.array(sorted(good), dtype=np.int64))
+        self.states.discard(np.array(sorted(bad), dtype=np.int64))
+        self.cells.unverified -= {cell for cell in kept if cell[0] in good}
+        self.cells.clear(list(bad))
+
+    @invariant()
+    def what_is_committed_is_loadable(self) -> None:
+        if not hasattr(self, "states"):
+            return
+        for host, part in self.states.parts(np.arange(HOSTS)).items():
+            for sub in range(*part):
+                assert self.cells.content[host, sub] in self.done
+                assert (host, sub) not in self.cells.unverified
+
+
+@pytest.mark.parametrize("sizes", PAGES)
+def test_what_loads_by_number_is_what_a_store_completed(sizes: int) -> None:
+    machine = type("Machine", (Machine,), {"sizes": sizes})
+    run_state_machine_as_test(machine, settings=settings(max_examples=150, stateful_step_count=40))
