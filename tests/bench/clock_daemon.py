@@ -27,12 +27,12 @@ sys.path.append(str(Path(__file__).parents[1]))
 from bench import link_time
 from kvferry.daemon import kvferryd
 from kvferry.daemon.config import Config
-from kvferry.daemon.core.geometry import Geometry
-from kvferry.daemon.engine.auditor import Auditor, Blocks
+from kvferry.daemon.core.geometry import Geometry, Int64s
 from kvferry.daemon.engine.base import CopyEngine, Mapping
 from kvferry.daemon.engine.cuda import engine as cuda_engine
-from kvferry.daemon.engine.ledger import Sums
 from kvferry.daemon.engine.reference import ReferenceEngine
+from kvferry.daemon.persistence.block_table import BlockTable, Checksums
+from kvferry.daemon.persistence.checksum_client import ChecksumClient, Purpose
 from kvferry.proto.memory import Allocation, Location
 from kvferry.proto.sizes import parse_bytes
 from kvferry.proto.status import CalibrationPoint, CopyStatus, DeviceInfo
@@ -132,12 +132,17 @@ def make_engine(config: Config) -> CopyEngine:
 
 
 def pretend_to_read(
-    auditor: Auditor, blocks: Blocks, *, urgent: bool, done: Callable[[Sums], None]
+    client: ChecksumClient,
+    table: BlockTable,
+    blocks: Int64s,
+    keys: Sequence[bytes],
+    purpose: Purpose,
+    done: Callable[[Checksums], None],
 ) -> None:
-    asyncio.get_running_loop().call_soon(done, np.zeros(blocks.numbers.size, np.uint64))
+    asyncio.get_running_loop().call_soon(done, np.zeros(blocks.size, np.uint64))
 
 
 if __name__ == "__main__":
     cast(Any, kvferryd).make_engine = make_engine
-    cast(Any, Auditor).read = pretend_to_read
+    cast(Any, ChecksumClient).read = pretend_to_read
     kvferryd.main(sys.argv[1:])

@@ -184,7 +184,7 @@ def _daemon(device: str, pool_bytes: int, mode: str) -> Any:
             super()._start(timeout)
 
     # It stores no bytes, so there are none to be checked
-    unchecked: dict[str, Any] = {"health_every_seconds": 3600, "integrity_check_loads": 0}
+    unchecked: dict[str, Any] = {"health_every_seconds": 3600, "integrity_scrub_rate": "0"}
     return ClockDaemon("cpu", pool_bytes=pool_bytes, copy_mode=mode, **unchecked)
 
 

@@ -455,6 +455,68 @@ def test_what_was_opened_is_closed_where_another_cannot_be(ranks: tuple[StandIn,
     assert [daemon.closed for daemon in ranks] == [True, True]
 
 
+# Patience
+
+
+def test_a_key_that_stays_pending_is_a_miss_in_the_end_and_may_be_offered(
+    stand_in: StandIn, client: OffloadClient
+) -> None:
+    now = 100.0
+    client.open_namespace(FINGERPRINT)
+    manager = OffloadingManager(client, patience=5.0, clock=lambda: now)
+    stand_in.reserve(B)
+    assert offer(manager, C) == (C,)
+    assert answers(manager, B, C) == [PENDING, PENDING]
+    now += 5.0
+    assert manager.lookup(B) is PENDING
+    assert offer(manager, B) == ()
+    now += 0.1
+    assert answers(manager, B, C) == [MISS, PENDING]  # what was offered here is waited for
+    assert offer(manager, B, C) == (B,)
+    assert manager.lookup(B) is PENDING
+    manager.complete_store([B])
+    assert manager.lookup(B) is PENDING  # and its patience begins anew
+    now += 5.1
+    assert manager.lookup(B) is MISS
+
+
+@pytest.mark.parametrize("how", ["ready", "absent", "reset"])
+def test_patience_begins_anew_for_a_key_that_was_not_pending_in_between(
+    stand_in: StandIn, client: OffloadClient, how: str
+) -> None:
+    now = 0.0
+    client.open_namespace(FINGERPRINT)
+    manager = OffloadingManager(client, patience=5.0, clock=lambda: now)
+    stand_in.reserve(B)
+    assert manager.lookup(B) is PENDING
+    if how == "ready":
+        stand_in.store(B)
+    elif how == "absent":
+        stand_in.happen((EventKind.ABANDONED, B))
+    else:
+        manager.reset_cache()
+        stand_in.happen((EventKind.CLEARED,))
+    assert manager.lookup(B) is (HIT if how == "ready" else MISS)
+    stand_in.happen((EventKind.REMOVED, B), (EventKind.PENDING, B))
+    now += 5.1
+    assert manager.lookup(B) is PENDING
+
+
+def test_only_so_many_first_lookups_are_remembered(
+    stand_in: StandIn, client: OffloadClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.client.manager.PENDING_REMEMBERED", 2)
+    now = 0.0
+    client.open_namespace(FINGERPRINT)
+    manager = OffloadingManager(client, patience=5.0, clock=lambda: now)
+    stand_in.reserve(A, B, C)
+    assert answers(manager, A, B, C) == [PENDING] * 3
+    assert len(manager._pending_since) == 2
+    now += 5.1
+    assert answers(manager, B, C) == [MISS, MISS]
+    assert manager.lookup(A) is PENDING
+
+
 # The end
 
 

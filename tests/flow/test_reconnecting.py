@@ -36,7 +36,7 @@ from kvferry.client import (
 from kvferry.testing.engine import until
 from kvferry.testing.manager import ServiceManager, kvferryd_command
 
-from .ledgers import await_sealed
+from .block_tables import await_committed
 
 BLOCKS, PAGE = 16, 4096
 POOL = 1 << 20
@@ -507,7 +507,7 @@ def test_keys_and_pins_outlive_a_daemon_that_keeps_its_pool(
         keep(rig, 3, A)
         keep(rig, 4, B)
         client.pin([A])
-        await_sealed(kept, 2)
+        await_committed(kept, 2)
         kept.kill()
         kept.start(ready=False)
         back(client)
@@ -526,7 +526,7 @@ def test_blocks_by_number_outlive_a_daemon_that_keeps_its_pool(
         rig = Rig(client)
         client.register_kv_caches({"layer": rig.tensor}, host_bytes=8 * PAGE, **rig.arguments)
         rig.round_trip(3, 0, 9)
-        await_sealed(kept, 1)
+        await_committed(kept, 1)
         kept.kill()
         kept.start(ready=False)
         back(client)

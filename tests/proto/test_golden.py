@@ -221,6 +221,10 @@ MESSAGES: dict[str, Any] = {
     "daemon/status-healthy": wire.StatusReport(
         6, msgspec.structs.replace(NEW_STATUS, health=told.HealthStatus(True))
     ),
+    "daemon/status-verification": wire.StatusReport(
+        6,
+        msgspec.structs.replace(NEW_STATUS, verification=told.VerificationStatus(1 << 36, 1 << 35)),
+    ),
     "daemon/opened": wire.Opened(
         7, "0123456789abcdef", 1000, 32768, True, "arc", 2, ("fedc: kv_dtype: 'fp8' here",), 3
     ),
@@ -245,6 +249,8 @@ EARLIER = {
     "daemon/allocated-cuda",
     "daemon/allocated-fd",
     "daemon/status",
+    "daemon/status-health",
+    "daemon/status-healthy",
     "daemon/status-kept",
     "daemon/status-new",
     "daemon/welcome",

@@ -6,7 +6,8 @@ mirrors, which are a moment old, and nothing that it says reserves anything:
     store   prepare_store says which keys are worth a transfer. The transfer itself, submitted by
             the worker with these keys, has the daemon reserve room, evict, and skip what is there;
             it may also be refused (CACHE_FULL). What was offered and not completed is a
-            HIT_PENDING meanwhile, and is not offered again.
+            HIT_PENDING meanwhile, and is not offered again. What is pending for longer than
+            `patience` and was not offered here is a MISS, and may be offered.
     load    prepare_load pins, by a message that may come too late: then the worker's transfer is
             refused (KEY_ABSENT). A failed load is a miss, and never wrong bytes.
 
@@ -17,7 +18,8 @@ then writes what is missing. RETRY where one of them does not know, and none say
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +37,11 @@ from kvferry.proto.status import Fingerprint
 
 TOUCHES = 4096
 """Touched keys that are kept to be sent together."""
+# Seconds for which a key may be pending. A daemon verifies 64 GiB in about that time after a
+# restart; to compute a prefix takes less than to wait longer for it.
+PATIENCE = 5.0
+# Pending keys whose first lookup is remembered; of more the earliest are forgotten.
+PENDING_REMEMBERED = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,8 @@ class OffloadingManager:
 
     clients: each with a namespace opened, mirror and all; or make both with `open`.
     events: whether there are any to take. said: what those of the manager before added up to.
+    patience: seconds after which a key that is still pending, and was not offered here, is a MISS:
+    its verification is not done, or another engine's store is stuck. clock: for tests.
     `hits` and `misses` count the lookups answered so.
     """
 
@@ -92,7 +101,11 @@ class OffloadingManager:
         *,
         events: bool = False,
         said: set[OffloadKey] | None = None,
+        patience: float = PATIENCE,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._patience, self._clock = patience, clock
+        self._pending_since: dict[OffloadKey, float] = {}
         self._clients = (clients,) if isinstance(clients, NonBlocking) else tuple(clients)
         self._namespaces = tuple(client.namespace for client in self._clients)
         mirrors = [namespace.mirror for namespace in self._namespaces]
@@ -116,6 +129,7 @@ class OffloadingManager:
         store_threshold: int = 1,
         events: bool = False,
         said: set[OffloadKey] | None = None,
+        patience: float = PATIENCE,
         timeout: float = 10.0,
         reconnect: bool = True,
     ) -> OffloadingManager:
@@ -143,7 +157,7 @@ class OffloadingManager:
                     eviction_policy=eviction_policy,
                     store_threshold=store_threshold,
                 )
-            manager = cls(clients, events=events, said=said)
+            manager = cls(clients, events=events, said=said, patience=patience)
             manager._opened = opened.pop_all()
         return manager
 
@@ -201,6 +215,8 @@ class OffloadingManager:
         lacking = set(absent)
         keep = tuple([key for key in keys if key not in lacking])[:MAX_KEYS] if wanted else ()
         self._offered.update(wanted)
+        for key in self._pending_since.keys() & set(wanted):
+            del self._pending_since[key]
         return PrepareStoreOutput(
             wanted,
             tuple(KeyLoadStoreSpec(wanted, one.generation, keep) for one in self._namespaces),
@@ -279,6 +295,7 @@ class OffloadingManager:
     def reset_cache(self) -> None:
         """Make every key absent: here at once, there soon. Until then all lookups say MISS."""
         self._offered.clear()
+        self._pending_since.clear()
         self._touched.clear()
         for client in self._clients:
             if client.gone is None or client.connecting:
@@ -326,10 +343,22 @@ class OffloadingManager:
         for client in self._clients:
             here = client.lookup(key)
             if here is MISS:
+                self._pending_since.pop(key, None)
                 return HIT_PENDING if key in self._offered and not self.gone else MISS
             if here is not HIT and found is not RETRY:
                 found = here
+        if found is HIT_PENDING and key not in self._offered:
+            return HIT_PENDING if self._is_patient(key) else MISS
+        if self._pending_since:
+            self._pending_since.pop(key, None)
         return found
+
+    def _is_patient(self, key: OffloadKey) -> bool:
+        """Whether a pending key was not pending for too long."""
+        now, pending = self._clock(), self._pending_since
+        if key not in pending and len(pending) >= PENDING_REMEMBERED:
+            del pending[next(iter(pending))]
+        return now - pending.setdefault(key, now) <= self._patience
 
     def _fresh_mirrors(self) -> list[Mirror]:
         for client in self._clients:

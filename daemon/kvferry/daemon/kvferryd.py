@@ -31,7 +31,6 @@ from kvferry.daemon import config as configuration
 from kvferry.daemon.config import Config, HealthConfig
 from kvferry.daemon.core.core import Core, Identity
 from kvferry.daemon.core.regions import MAX_REGIONS
-from kvferry.daemon.engine.auditor import Auditor
 from kvferry.daemon.engine.base import CopyEngine
 from kvferry.daemon.engine.pool import HostPool, check_fits, give_back, taken_bytes, whole_pages
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
@@ -41,9 +40,10 @@ from kvferry.daemon.logs import start_logging, unfailing
 from kvferry.daemon.observability.http import MetricsServer
 from kvferry.daemon.observability.kv_events import KVEventPublisher
 from kvferry.daemon.observability.metrics import Metrics
+from kvferry.daemon.persistence.checksum_client import ChecksumClient
+from kvferry.daemon.persistence.region_store import FdStore, NullFdStore, RegionStore
 from kvferry.daemon.reload import Reload
 from kvferry.daemon.server.admission import Admission
-from kvferry.daemon.server.archive import Archive, Keeper, Nobody
 from kvferry.daemon.server.door import last_descriptor
 from kvferry.daemon.server.endpoint import Endpoint
 from kvferry.daemon.server.health import Health, Patience
@@ -155,7 +155,7 @@ class Kept:
     """
 
     supervisor: Supervisor
-    keeper: Keeper
+    keeper: FdStore
     ledgers: Mapping[str, int]
     useless: Mapping[str, int]
     chunks: Mapping[str, int]
@@ -198,7 +198,7 @@ async def run(
     )
     with signals.heard(lambda: server.stop()):  # before there is a socket: who sees it may end us
         with starting(config.directory):
-            auditor = Auditor(  # first: so its process never has a socket of ours
+            checksums = ChecksumClient(  # first: so its process never has a socket of ours
                 pool.descriptors,
                 pool.chunk_bytes,
                 config.integrity.threads,
@@ -207,8 +207,9 @@ async def run(
             publisher = KVEventPublisher(config.events.publish or f"ipc://{endpoint.events}")
             server = Server(core, endpoint, publisher.publish)
             lane = Lane(engine, pool, server.lane_reports, server.fail)
-            archive = Archive(auditor, kept.keeper, config.integrity.check_loads, server.tell)
-            archive.take_up(kept.ledgers, core.restore)
+            scrub_rate = parse_bytes(config.integrity.scrub_rate)
+            region_store = RegionStore(checksums, kept.keeper, server.tell, scrub_rate)
+            region_store.restore(kept.ledgers, core.restore)
             shelf = Shelf(kept.keeper)
             for number, memory in shelf.take_up(kept.ledgers, core.restore_tensors).items():
                 lane.hold(number, memory)
@@ -219,7 +220,7 @@ async def run(
             lane.enter()
             kept.settle()
             pool.fill(engine, server.pool_grew, server.fail)
-            archive.verify()
+            region_store.start()
             log.info(
                 "serving",
                 device=engine.info.name,
@@ -231,12 +232,12 @@ async def run(
             signals.serving(f"serving {engine.info.name} at {endpoint.directory}")
             if metrics_server:
                 metrics_server.start(server)
-        await server.serve(lane, archive, shelf, health, config.stop.drain_seconds)
+        await server.serve(lane, region_store, shelf, health, config.stop.drain_seconds)
         await publisher.close()
         if metrics_server:
             await asyncio.to_thread(metrics_server.close)
         lane.close()
-        archive.close()
+        region_store.close()
         pool.close(engine)
     log.info("stopped")
 
@@ -245,7 +246,7 @@ def make_pool(config: Config, supervisor: Supervisor, *, locked: bool) -> tuple[
     """The pool and the ledgers that an earlier daemon left, or a new pool and none. Raises Refused;
     what was kept stays so until `settle`, whoever else refuses."""
     size, chunk = parse_bytes(config.pool.size), parse_bytes(config.pool.chunk)
-    keeper = supervisor if config.pool.keep and supervisor.keeps else Nobody()
+    keeper = supervisor if config.pool.keep and supervisor.keeps else NullFdStore()
     kept = supervisor.kept
     chunks, why = chunks_of(kept), ""
     if chunks and config.pool.keep:

@@ -196,6 +196,16 @@ class HealthStatus(Part):
     lane_lag: float = 0.0
 
 
+class VerificationStatus(Part):
+    """Verification of host blocks that an earlier daemon left, in the background after a restart.
+
+    decided_bytes: of `total_bytes`, what was compared with its checksum or stored over since.
+    """
+
+    total_bytes: int
+    decided_bytes: int
+
+
 class DaemonStatus(Part):
     version: str
     boot_id: str
@@ -211,3 +221,5 @@ class DaemonStatus(Part):
     copying: CopyStatus | None = None
     """What the calibration found; None before it has run, and on the CPU."""
     health: HealthStatus | None = None
+    verification: VerificationStatus | None = None
+    """None if there was nothing to verify."""

@@ -459,6 +459,7 @@ def test_a_completed_store_is_committed_with_the_parts_that_are_loadable() -> No
         assert commit.cargo.owner == engine_owner("a")
     rest = GPULoadStoreSpec([3], (1,), (1,)), CPULoadStoreSpec([1])
     _, commit = desk.core.report(Ended(desk.start("a", 3, rest).serial, Outcome.DONE))
+    assert isinstance(commit, Commit)
     assert commit.cargo.parts == {}  # both halves of it are there now
 
 

@@ -16,6 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from kvferry.client.cli.status import verified
 from kvferry.client.cli.units import brief, plain, size, span
 from kvferry.client.cli.watch import Look, Rates, Seen
 from kvferry.proto.status import DaemonStatus, HealthStatus, NamespaceStatus, PoolStatus
@@ -88,6 +89,9 @@ def _rows(seen: Seen, look: Look, width: int) -> Iterator[RenderableType]:
     yield _link(seen, status, width, wide)
     yield _queue(status, seen.rates)
     yield _pool(status.pool, width)
+    left = status.verification
+    if left is not None and left.decided_bytes < left.total_bytes:
+        yield Text.assemble(("verified ", "dim"), verified(left))
     if look.namespaces:
         yield _namespaces(look, seen.before, wide)
     yield from _engines(status)

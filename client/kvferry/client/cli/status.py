@@ -22,7 +22,13 @@ from kvferry.client import DaemonStatus, OffloadClient, find_daemon
 from kvferry.client.cli.units import brief, plain, size, span
 from kvferry.client.endpoint import folder_in
 from kvferry.proto.errors import Code, Gone
-from kvferry.proto.status import HealthStatus, NamespaceStatus, PoolStatus, Totals
+from kvferry.proto.status import (
+    HealthStatus,
+    NamespaceStatus,
+    PoolStatus,
+    Totals,
+    VerificationStatus,
+)
 
 Namespaces: TypeAlias = tuple[NamespaceStatus, ...]
 
@@ -112,6 +118,8 @@ def _lines(status: DaemonStatus) -> Iterator[Text]:
     yield Text(f"pid {status.pid}, up {span(status.uptime_seconds)}, boot {status.boot_id}")
     yield from _health(status.health)
     yield _pool(status.pool)
+    if status.verification is not None:
+        yield Text(f"verified {verified(status.verification)}")
     yield _totals(status.totals)
     if status.errors:
         counts = (f"{code} x{n}" for code, n in sorted(status.errors.items()))
@@ -143,6 +151,12 @@ def verdict(health: HealthStatus | None) -> tuple[bool, str]:
     if health is None:
         return True, "it answers; it is too old to say more"
     return health.healthy, "; ".join(health.reasons) or "healthy"
+
+
+def verified(status: VerificationStatus) -> str:
+    """How much of what an earlier daemon left is verified or stored over."""
+    part = status.decided_bytes / status.total_bytes
+    return f"{int(100 * part)}% of {size(status.total_bytes)} from before the restart"
 
 
 def _pool(pool: PoolStatus) -> Text:

@@ -20,7 +20,7 @@ from kvferry.proto.keys import OffloadKey
 from kvferry.proto.memory import Allocation, Location
 from kvferry.proto.messages import DaemonMessage, News, Outcome
 from kvferry.proto.specs import Direction
-from kvferry.proto.status import CopyStatus, GroupCopying, HealthStatus
+from kvferry.proto.status import CopyStatus, GroupCopying, HealthStatus, VerificationStatus
 
 
 class CopyPlan(msgspec.Struct, frozen=True):
@@ -302,9 +302,10 @@ class Calibrated:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """How the daemon is, found out just now."""
+    """How the daemon is, and how far the verification of its blocks, found out just now."""
 
     health: HealthStatus
+    verification: VerificationStatus | None = None
 
 
 @dataclass(frozen=True, slots=True)

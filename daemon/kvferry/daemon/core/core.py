@@ -72,6 +72,7 @@ class Core:
         self._pinned_bytes = 0
         self._copying: told.CopyStatus | None = None
         self._health: told.HealthStatus | None = None
+        self._verification: told.VerificationStatus | None = None
         self._errors: Counter[str] = Counter()
         self._engines: dict[str, str] = {}
         """Sessions, and the engine that each belongs to."""
@@ -142,8 +143,8 @@ class Core:
             case Calibrated(copying):
                 self._copying = copying
                 return []
-            case Checked(health):
-                self._health = health
+            case Checked(health, verification):
+                self._health, self._verification = health, verification
                 return []
             case Beat():  # what it tells is the server's to judge
                 return []
@@ -257,6 +258,7 @@ class Core:
             errors=dict(self._errors),
             copying=self._copying,
             health=self._health,
+            verification=self._verification,
         )
 
     def _answer(

@@ -1,7 +1,8 @@
 """What a region of the host pool is, written down so that another daemon can take it up again.
 
 A deed says who owns which bytes and what is in them; which blocks are good, and under which key,
-stands in the ledger beside it. Both outlive the daemon that wrote them, see server/archive.py.
+stands in the block table beside it. Both outlive the daemon that wrote them, see
+persistence/region_store.py.
 """
 
 from __future__ import annotations

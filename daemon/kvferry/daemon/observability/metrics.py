@@ -154,6 +154,10 @@ class DaemonMetrics:
         self._build = gauge("build_info", "What runs where.", "version", "device", "device_name")
         self._uptime = gauge("uptime_seconds", "Since the daemon was started.")
         self._sessions = gauge("sessions", "Connected clients.")
+        self._unverified = gauge(
+            "unverified_bytes",
+            "Host blocks that an earlier daemon left and that are not verified yet.",
+        )
         self._present = gauge(
             "engine_present",
             "Engines that have host memory of their own: 1 here, 0 away.",
@@ -177,6 +181,8 @@ class DaemonMetrics:
         self._build.labels(status.version, device.uuid, device.name).set(1)
         self._uptime.set(status.uptime_seconds)
         self._sessions.set(status.sessions)
+        left = status.verification
+        self._unverified.set(0 if left is None else left.total_bytes - left.decided_bytes)
         self._engines(status.engines)
         self._pool.labels("reserved").set(pool.reserved_bytes)
         self._pool.labels("free").set(pool.size_bytes - pool.reserved_bytes)

@@ -22,6 +22,7 @@ from kvferry.daemon.core.actions import (
     Beat,
     Broadcast,
     Checked,
+    Commit,
     Dismiss,
     Drop,
     Ended,
@@ -42,7 +43,7 @@ from kvferry.daemon.core.core import Core
 from kvferry.daemon.core.residency.rubble import Rubble
 from kvferry.daemon.lane.lane import Lane
 from kvferry.daemon.lane.quay import MapOrder
-from kvferry.daemon.server.archive import Archive
+from kvferry.daemon.persistence.region_store import RegionStore
 from kvferry.daemon.server.descriptors import DescriptorDesk
 from kvferry.daemon.server.door import Door
 from kvferry.daemon.server.endpoint import Endpoint
@@ -88,7 +89,7 @@ class Server:
     ) -> None:
         self._core, self._publish = core, publish
         self._lane: Lane
-        self._archive: Archive
+        self._region_store: RegionStore
         self._shelf: Shelf
         self._health: Health
         self._inside: dict[str, Callable[[DaemonMessage], None]] = {}
@@ -121,10 +122,16 @@ class Server:
         return lambda said: self._perform(self._core.handle(session, said, time.monotonic()))
 
     async def serve(
-        self, lane: Lane, archive: Archive, shelf: Shelf, health: Health, drain_seconds: float
+        self,
+        lane: Lane,
+        region_store: RegionStore,
+        shelf: Shelf,
+        health: Health,
+        drain_seconds: float,
     ) -> None:
         """Serve until stopped; then let what was accepted end, and say goodbye."""
-        self._lane, self._archive, self._shelf, self._health = lane, archive, shelf, health
+        self._lane, self._region_store = lane, region_store
+        self._shelf, self._health = shelf, health
         health.start()
         self._intake.start()
         await self._stop.wait()
@@ -147,7 +154,7 @@ class Server:
         return await self._health.check()
 
     async def snapshot(self) -> tuple[DaemonStatus, tuple[NamespaceStatus, ...]]:
-        self._core.report(Checked(self._health.status()))
+        self._core.report(self._checked())
         return self._core.status(time.monotonic()), self._core.namespaces()
 
     # Called from other threads
@@ -203,7 +210,7 @@ class Server:
     def _handle(self, peer: Peer, message: ClientMessage) -> None:
         self._take_reports()
         if isinstance(message, StatusRequest):
-            self._core.report(Checked(self._health.status()))
+            self._core.report(self._checked())
         self._perform(self._core.handle(peer.session, message, time.monotonic()))
 
     def _refuse(self, identity: bytes, peer: Peer | None, error: KVFerryError) -> None:
@@ -237,8 +244,14 @@ class Server:
                 report = self._with_tickets(report) if report.descriptors else report
             elif isinstance(report, Beat):
                 self._health.hear(report)
-            reports += self._archive.reported(report)
+            reports.append(report)
         self.tell(reports)
+        for report in reports:
+            if isinstance(report, Ended):
+                self._region_store.ended(report.serial)
+
+    def _checked(self) -> Checked:
+        return Checked(self._health.status(), self._region_store.verification)
 
     def tell(self, reports: Iterable[Report]) -> None:
         """The core hears of what happened, and what follows from it is done."""
@@ -272,9 +285,11 @@ class Server:
         for action in actions:
             match action:  # the usual ones first
                 case Start():
-                    self._archive.started(action)
+                    self._region_store.invalidate(action)
                     self._lane.post(action)
-                    self._archive.posted(action)
+                    self._region_store.touch(action)
+                case Commit():
+                    self._region_store.commit(action)
                 case Send(session, message):
                     peer = self._peers.by_session.get(session)
                     if peer is not None:
@@ -294,7 +309,7 @@ class Server:
                     self._desk.forget(session)
                     self._peers.dismiss(session)
                 case Enter() | Amend() | Strike():
-                    self._archive.write(action)
+                    self._region_store.write(action)
                 case Shelve():
                     self._shelf.put(action)
                 case Drop(number):
@@ -327,7 +342,7 @@ class Server:
 
     async def _until_idle(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while (self._core.busy or self._archive.busy) and time.monotonic() < deadline:
+        while (self._core.busy or self._region_store.busy) and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
 
     async def _close(self) -> None:

@@ -17,7 +17,7 @@ import structlog
 
 from kvferry.daemon.core.actions import Shelve
 from kvferry.daemon.core.deeds import Tenancy, decode_record, encode_record
-from kvferry.daemon.server.archive import Keeper, number_of
+from kvferry.daemon.persistence.region_store import FdStore, number_of
 from kvferry.proto.errors import Code, KVFerryError, Refused
 
 TENSORS = "tensors-"
@@ -30,7 +30,7 @@ log = structlog.get_logger()
 class Shelf:
     """Called by the loop alone."""
 
-    def __init__(self, keeper: Keeper) -> None:
+    def __init__(self, keeper: FdStore) -> None:
         self._keeper = keeper
         self._places: dict[int, str] = {}
         """By the number of the registration that the tensors were allocated for."""

@@ -1,0 +1,1 @@
+"""What survives a restart: block tables, checksums, and the verification of both."""

@@ -1,0 +1,296 @@
+"""The block table of a region: for each host block whether it is committed, its key and checksum.
+
+It is a memfd, so whoever holds its descriptor has the table, also if the daemon was killed between
+any two instructions. The order of writes makes that safe:
+
+    invalidate   before a store may touch a block: it is not committed and its version changes
+    commit       after the store, once its checksum is computed: key, part and checksum first, the
+                 flag `committed` last
+
+A committed block therefore holds exactly what its checksum is of. A block that was stored and not
+committed is lost with the daemon: that is a miss. The record at the head of the file has two places
+and a number that says which one is valid. Event loop only.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import sys
+import zlib
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+
+from kvferry.daemon.core.deeds import Deed, Resident, decode_record, encode_record
+from kvferry.daemon.core.geometry import Bools, Int64s
+from kvferry.daemon.engine.memory import PAGE, check_sealed
+from kvferry.proto.errors import Code, KVFerryError, Refused
+from kvferry.proto.keys import OffloadKey
+from kvferry.proto.page import sealed_memfd
+
+# Its last character is the version of the format. 2: the loadable part of raw blocks is recorded.
+MAGIC = b"kvferry2"
+# Bytes for a record; memory that is never written takes no room.
+RECORD_ROOM = 1 << 20
+LINES_AT = PAGE + 2 * RECORD_ROOM
+# Beyond it a stamp is damaged: no daemon counts so far.
+MAX_STAMP = 1 << 62
+# Lines that are wiped at a time, while a CPU's cache has them.
+WIPED_LINES = 4096
+# MAGIC, and which of the two records is valid.
+_HEAD = struct.Struct("<8sQ")
+# Length and CRC-32 of the record that follows.
+_RECORD = struct.Struct("<II")
+
+_ONE = np.uint32(1)
+
+Versions: TypeAlias = np.ndarray[Any, np.dtype[np.uint32]]
+Checksums: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
+
+
+class UseClock:
+    """Counts uses of blocks over all tables, so that their recency can be compared."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def advance(self, uses: int) -> int:
+        self.now += uses
+        return self.now
+
+
+class BlockTable:
+    """The table behind a descriptor, which it owns from now on.
+
+    blank: it was made just now, and its lines must not be read: that would take memory for what was
+    never written. Raises Refused (BAD_LAYOUT, NOT_SHAREABLE) if the descriptor is no table, or one
+    of another version; the descriptor is closed then.
+    """
+
+    def __init__(
+        self, descriptor: int, clock: UseClock | None = None, *, blank: bool = False
+    ) -> None:
+        self.descriptor = descriptor
+        self._clock = clock or UseClock()
+        try:
+            check_sealed(descriptor)
+            nbytes = os.fstat(descriptor).st_size
+            if nbytes <= LINES_AT:
+                raise Refused(Code.BAD_LAYOUT, "a block table is longer", nbytes)
+            self._file = mmap.mmap(descriptor, 0)
+            self.record = self._read_record()
+            if nbytes != (expected := _file_bytes(self.record)):
+                message = f"the block table of this region has {expected} bytes"
+                raise Refused(Code.BAD_LAYOUT, message, nbytes)
+            self._lines = np.frombuffer(self._file, _line(self.record), -1, LINES_AT)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        # Blocks that an earlier daemon committed and nobody compared with their checksums yet.
+        self.unverified: Bools | None = None
+        self._undecided = 0
+        self._committed, self._versions = self._lines["committed"], self._lines["version"]
+        self._stamps = self._lines["stamp"]
+        self.closed = False
+        # No line from here on is committed; a blank table's are not to be read.
+        self._end = 0
+        if not blank:
+            self._end = self.num_blocks
+            self._take_over_stamps()
+
+    @classmethod
+    def create(cls, record: Deed, clock: UseClock | None = None) -> BlockTable:
+        """A new table without committed blocks. Raises Refused if the record is too long."""
+        data = _packed(record)
+        descriptor = sealed_memfd("kvferry-ledger", _file_bytes(record))
+        os.pwrite(descriptor, data, PAGE)
+        os.pwrite(descriptor, _HEAD.pack(MAGIC, 0), 0)
+        return cls(descriptor, clock, blank=True)
+
+    @property
+    def num_blocks(self) -> int:
+        return self._lines.size
+
+    @property
+    def unverified_bytes(self) -> int:
+        return 0 if self.closed else self._undecided * self.record.block_bytes
+
+    def mark_unverified(self, blocks: Int64s) -> None:
+        """An earlier daemon wrote this table, and these are its residents; others are dropped."""
+        unverified = np.zeros(self.num_blocks, np.bool_)
+        unverified[blocks] = True
+        self._committed &= unverified
+        self.unverified, self._undecided = unverified if blocks.size else None, blocks.size
+
+    def mark_verified(self, blocks: Int64s) -> Int64s:
+        """These match their checksums. Returns those of them that were unverified."""
+        return self._decide(blocks)
+
+    def mark_corrupt(self, blocks: Int64s) -> None:
+        """These lost their bytes: they are not committed until they are stored again."""
+        self._committed[blocks] = False
+        self._versions[blocks] += _ONE
+        self._decide(blocks)
+
+    def update(self, record: Deed) -> None:
+        """Replace the record by another one, for the same blocks and keys."""
+        data = _packed(record)
+        _, current = _HEAD.unpack_from(self._file)
+        other = 1 - current
+        at = PAGE + other * RECORD_ROOM
+        self._file[at : at + len(data)] = data
+        _HEAD.pack_into(self._file, 0, MAGIC, other)
+        self.record = record
+
+    def void(self) -> None:
+        """This is no table from now on, whoever holds its descriptor."""
+        _HEAD.pack_into(self._file, 0, bytes(8), 0)
+
+    def wipe(self) -> None:
+        """No block is committed."""
+        self.unverified, self._undecided = None, 0
+        for at in range(0, self._lines.size, WIPED_LINES):
+            self._committed[at : at + WIPED_LINES] = False
+            self._versions[at : at + WIPED_LINES] += _ONE
+
+    def invalidate(self, blocks: Int64s) -> Versions:
+        """These are about to be written. Returns their versions, which `commit` compares."""
+        self.mark_corrupt(blocks)
+        self.touch(blocks)
+        return self.versions(blocks)
+
+    def commit(
+        self,
+        blocks: Int64s,
+        versions: Versions,
+        checksums: Checksums,
+        keys: Sequence[OffloadKey],
+        parts: dict[int, tuple[int, int]],
+    ) -> None:
+        """These hold what was stored in them, except those that were invalidated since."""
+        lines = self._lines
+        same = self.current(blocks, versions)
+        if keys:
+            names = np.frombuffer(b"".join(keys), lines.dtype["key"])
+            lines["key"][blocks[same]] = names[same]
+        blocks = blocks[same]
+        places = [parts.get(block, (0, 0)) for block in blocks.tolist()] if parts else []
+        lines["part"][blocks] = places or (0, 0)
+        lines["checksum"][blocks] = checksums[same]
+        lines["committed"][blocks] = True
+        self._end = max(self._end, int(blocks.max(initial=-1)) + 1)
+
+    def touch(self, blocks: Int64s) -> None:
+        """These were used: the first became the most recent."""
+        now = self._clock.advance(blocks.size)
+        if blocks.size == 1:
+            self._stamps[blocks] = now
+        else:
+            self._stamps[blocks] = now - np.arange(blocks.size)
+
+    def current(self, blocks: Int64s, versions: Versions) -> Bools:
+        same: Bools = self._versions[blocks] == versions
+        return same
+
+    def committed_blocks(self, begin: int = 0, end: int = sys.maxsize) -> Int64s:
+        return np.flatnonzero(self._committed[begin : min(end, self._end)]) + begin
+
+    def stamps(self, blocks: Int64s) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        """When each was last used: the larger, the more recent."""
+        stamps: np.ndarray[Any, np.dtype[np.uint64]] = self._stamps[blocks]
+        return stamps
+
+    def versions(self, blocks: Int64s) -> Versions:
+        versions: Versions = self._versions[blocks]
+        return versions
+
+    def checksums(self, blocks: Int64s) -> Checksums:
+        checksums: Checksums = self._lines["checksum"][blocks]
+        return checksums
+
+    def keys(self, blocks: Int64s) -> tuple[OffloadKey, ...]:
+        """The keys of committed blocks; none if blocks of this region have none."""
+        if not self.record.key_bytes:
+            return ()
+        return tuple(self._lines["key"][blocks].tolist())
+
+    def residents(self) -> tuple[Resident, ...]:
+        """Committed blocks, least recent first; of two with one key only the more recent."""
+        blocks = self.committed_blocks()
+        blocks = blocks[np.argsort(self._stamps[blocks], kind="stable")]
+        keys = self.keys(blocks) or (b"",) * blocks.size
+        parts = [tuple(part) if part[1] else None for part in self._lines["part"][blocks].tolist()]
+        residents = tuple(map(Resident, blocks.tolist(), keys, parts))
+        if not self.record.key_bytes or len(set(keys)) == len(keys):
+            return residents
+        last = {resident.key: resident for resident in residents}
+        return tuple(resident for resident in residents if last[resident.key] is resident)
+
+    def close(self) -> None:
+        self.closed = True
+        del self._lines, self._committed, self._versions, self._stamps
+        self._file.close()
+        os.close(self.descriptor)
+
+    def _decide(self, blocks: Int64s) -> Int64s:
+        if self.unverified is None:
+            return blocks[:0]
+        decided = blocks[self.unverified[blocks]]
+        self.unverified[decided] = False
+        self._undecided -= decided.size
+        if not self._undecided:
+            self.unverified = None
+        return decided
+
+    def _take_over_stamps(self) -> None:
+        most = int(self._stamps.max(initial=0))
+        if most >= MAX_STAMP:
+            order = np.argsort(self._stamps, kind="stable")
+            self._stamps[order] = np.arange(most := order.size)
+        self._clock.now = max(self._clock.now, most)
+
+    def _read_record(self) -> Deed:
+        magic, current = _HEAD.unpack_from(self._file)
+        if magic != MAGIC or current > 1:
+            raise Refused(Code.BAD_LAYOUT, "not a block table of this version", magic.hex())
+        at = PAGE + current * RECORD_ROOM
+        length, crc = _RECORD.unpack_from(self._file, at)
+        data = self._file[at + _RECORD.size : at + _RECORD.size + min(length, RECORD_ROOM)]
+        if zlib.crc32(data) != crc:
+            raise Refused(Code.BAD_LAYOUT, "the record of the block table is damaged", length)
+        try:
+            record = decode_record(data, Deed)
+            _line(record)
+        except (msgspec.MsgspecError, KVFerryError, ValueError) as error:
+            message = f"the record of the block table cannot be decoded: {error}"
+            raise Refused(Code.BAD_LAYOUT, message) from error
+        return record
+
+
+def _packed(record: Deed) -> bytes:
+    data = encode_record(record)
+    if _RECORD.size + len(data) > RECORD_ROOM:
+        message = f"the record of a region has at most {RECORD_ROOM} bytes"
+        raise Refused(Code.BAD_LAYOUT, message, len(data))
+    return _RECORD.pack(len(data), zlib.crc32(data)) + data
+
+
+def _file_bytes(record: Deed) -> int:
+    return LINES_AT + _line(record).itemsize * record.num_blocks
+
+
+def _line(record: Deed) -> np.dtype[np.void]:
+    """A block's line: its version counts its stores, its stamp orders uses."""
+    fields = [
+        ("stamp", "<u8"),
+        ("checksum", "<u8"),
+        ("part", "<u4", (2,)),
+        ("version", "<u4"),
+        ("committed", "?"),
+        ("key", f"V{max(1, record.key_bytes)}"),
+    ]
+    return np.dtype(fields, align=True)

@@ -1,0 +1,219 @@
+"""Requests checksums of host blocks from the checksum process (checksum_worker.py).
+
+If that process dies or does not answer, it is replaced and gets the same requests again. If it
+cannot be replaced, no block can be told from a corrupt one: the daemon ends. Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import count
+
+import msgspec
+import numpy as np
+import structlog
+
+from kvferry.daemon.core.geometry import Int64s
+from kvferry.daemon.persistence.block_table import BlockTable, Checksums
+from kvferry.daemon.persistence.checksum_worker import MAX_BYTES, NUMBER, Request
+from kvferry.proto.errors import Code, Failed, KVFerryError
+
+# Bytes and host blocks of one request, at most. Each answer takes time of the event loop, and the
+# core handles its keys in one turn.
+BATCH_BYTES = 256 << 20
+BATCH_BLOCKS = 1024
+# Requests sent ahead for each thread of the process, so that none waits for the event loop.
+AHEAD = 2
+# Seconds for an answer. A batch is read in tens of milliseconds.
+PATIENCE = 10.0
+# Seconds until another attempt to start a process.
+RETRY = 0.5
+# Processes that die one after the other without an answer.
+MAX_DEATHS = 3
+
+log = structlog.get_logger()
+
+
+class Purpose(Enum):
+    """Why blocks are read. COMMIT and VERIFY take turns; SCRUB is sent when neither waits."""
+
+    COMMIT = 0
+    VERIFY = 1
+    SCRUB = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    request: Request
+    done: Callable[[Checksums], None]
+
+
+class ChecksumClient:
+    """Event loop only; callbacks run there, too.
+
+    descriptors: of the chunks of the pool, all but the last of `chunk_bytes`. threads: of the
+    process. failed: called once no process can be had any more. Raises Failed (COPY_FAILED) if none
+    can be had from the start.
+    """
+
+    def __init__(
+        self,
+        descriptors: Sequence[int],
+        chunk_bytes: int,
+        threads: int,
+        failed: Callable[[KVFerryError], None],
+    ) -> None:
+        self._descriptors = descriptors
+        self._arguments = [str(number) for number in (threads, chunk_bytes, *descriptors)]
+        # Requests that keep the process busy.
+        self.window = AHEAD * threads
+        self._failed = failed
+        self._loop = asyncio.get_running_loop()
+        self._numbers = count()
+        self._waiting: dict[Purpose, deque[_Reading]] = {each: deque() for each in Purpose}
+        self._sent: dict[int, tuple[Purpose, _Reading]] = {}
+        self._last = Purpose.VERIFY
+        self._deaths = 0
+        # When it answered last, or was asked while it had nothing to do.
+        self._heard = 0.0
+        self._watch: asyncio.TimerHandle | None = None
+        try:
+            self._start()
+        except OSError as error:
+            raise self._gone(str(error)) from error
+
+    def read(
+        self,
+        table: BlockTable,
+        blocks: Int64s,
+        keys: Sequence[bytes],
+        purpose: Purpose,
+        done: Callable[[Checksums], None],
+    ) -> None:
+        """Request the checksums of one batch of a table's blocks under these keys."""
+        record = table.record
+        request = Request(
+            next(self._numbers),
+            record.start,
+            record.block_bytes,
+            blocks.astype(np.int64).tobytes(),
+            keys,
+        )
+        self._waiting[purpose].append(_Reading(request, done))
+        self._send()
+
+    def close(self) -> None:
+        """End the process. Outstanding requests are never answered."""
+        self._end()
+        self._sent.clear()
+        for waiting in self._waiting.values():
+            waiting.clear()
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        number, module = str(theirs.fileno()), "kvferry.daemon.persistence.checksum_worker"
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", module, number, *self._arguments],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(), *self._descriptors),
+                )
+            except OSError:
+                ours.close()
+                raise
+        ours.setblocking(False)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_BYTES)
+        self._socket = ours
+        self._loop.add_reader(ours.fileno(), self._receive)
+
+    def _end(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        if self._socket.fileno() < 0:
+            return
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _next(self) -> Purpose | None:
+        commit, verify = Purpose.COMMIT, Purpose.VERIFY
+        first, second = (verify, commit) if self._last is commit else (commit, verify)
+        return next((each for each in (first, second, Purpose.SCRUB) if self._waiting[each]), None)
+
+    def _send(self) -> None:
+        if not self._sent:
+            self._heard = self._loop.time()
+        while len(self._sent) < self.window and (purpose := self._next()) is not None:
+            reading = self._waiting[purpose][0]
+            try:
+                self._socket.send(msgspec.msgpack.encode(reading.request))
+            except OSError:  # no room until it answers; or it died, and `_receive` is called
+                break
+            self._sent[reading.request.number] = purpose, self._waiting[purpose].popleft()
+            self._last = purpose
+        if self._watch is None and self._sent:
+            self._watch = self._loop.call_later(PATIENCE, self._check)
+
+    def _receive(self) -> None:
+        try:
+            data = self._socket.recv(MAX_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._replace("it ended")
+            return
+        self._deaths, self._heard = 0, self._loop.time()
+        (number,) = NUMBER.unpack_from(data)
+        _, reading = self._sent.pop(number)
+        self._send()
+        reading.done(np.frombuffer(data, np.uint64, offset=NUMBER.size))
+
+    def _check(self) -> None:
+        """It may hang."""
+        self._watch = None
+        if not self._sent:
+            return
+        left = self._heard + PATIENCE - self._loop.time()
+        if left > 0:
+            self._watch = self._loop.call_later(left, self._check)
+        else:
+            self._replace("it does not answer")
+
+    def _replace(self, why: str) -> None:
+        self._end()
+        self._deaths += 1
+        log.warning("checksum process is replaced", reason=why)
+        for purpose, reading in reversed(self._sent.values()):
+            self._waiting[purpose].appendleft(reading)
+        self._sent.clear()
+        if self._deaths > MAX_DEATHS:
+            self._failed(self._gone(f"{self._deaths} times, the last time {why}"))
+            return
+        try:
+            self._start()
+        except OSError as error:
+            self._watch = self._loop.call_later(RETRY, self._replace, f"it cannot start: {error}")
+            return
+        self._send()
+
+    def _gone(self, why: str) -> Failed:
+        message = f"no checksum process: {why}"
+        return Failed(Code.COPY_FAILED, message, " ".join(self._arguments[:2]))
+
+
+def batches(block_bytes: int, blocks: int) -> Iterator[slice]:
+    """Which of so many blocks go into one request."""
+    step = max(1, min(BATCH_BLOCKS, BATCH_BYTES // block_bytes))
+    return (slice(at, at + step) for at in range(0, blocks, step))

@@ -1,0 +1,125 @@
+"""Computes the checksums of completed stores and commits their blocks to the block tables.
+
+Stores are read in rounds, many together, and of each block only the last store. What completes
+during a round waits for the next one. So a round never reads more than the pool holds, however much
+faster stores complete than they are read. Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from kvferry.daemon.core.actions import Cargo
+from kvferry.daemon.persistence.block_table import BlockTable, Checksums, Versions
+from kvferry.daemon.persistence.checksum_client import ChecksumClient, Purpose, batches
+
+# Seconds that stores wait for others of their round. A killed daemon loses as much, and what the
+# round before left.
+COMMIT_AFTER = 0.2
+# Blocks that wait, at least, when those are dropped that were stored over.
+FOLD = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedStore:
+    """A store, and the versions that its blocks have until they are stored over."""
+
+    table: BlockTable
+    cargo: Cargo
+    versions: Versions
+
+    def cut(self, part: slice) -> CompletedStore:
+        cargo = self.cargo
+        smaller = Cargo(cargo.owner, cargo.blocks[part], cargo.keys[part], cargo.parts)
+        return replace(self, cargo=smaller, versions=self.versions[part])
+
+
+class ChecksumWriter:
+    def __init__(self, checksums: ChecksumClient) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._checksums = checksums
+        # For the next round.
+        self._stores: list[CompletedStore] = []
+        # Blocks of these, and how many there may be before some are dropped.
+        self._waiting, self._most = 0, FOLD
+        # Batches of this round that were not read yet.
+        self._reading = 0
+        self._round_is_due = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether a completed store is not committed yet."""
+        return self._reading > 0 or bool(self._stores)
+
+    def add(self, store: CompletedStore) -> None:
+        if not store.cargo.blocks.size:  # all of its keys were present
+            return
+        self._stores.append(store)
+        self._waiting += store.cargo.blocks.size
+        if self._waiting > self._most:
+            self._fold()
+        self._plan_round()
+
+    def _plan_round(self) -> None:
+        if self._stores and not (self._reading or self._round_is_due):
+            self._round_is_due = True
+            self._loop.call_later(COMMIT_AFTER, self._begin_round)
+
+    def _begin_round(self) -> None:
+        self._round_is_due = False
+        self._fold()
+        stores, self._stores, self._waiting = self._stores, [], 0
+        for store in stores:
+            self._read(store)
+
+    def _fold(self) -> None:
+        """Join the stores of each table."""
+        by_table: defaultdict[BlockTable, list[CompletedStore]] = defaultdict(list)
+        for store in self._stores:
+            if not store.table.closed:
+                by_table[store.table].append(store)
+        self._stores = [_joined(table, mine) for table, mine in by_table.items()]
+        self._waiting = sum([store.cargo.blocks.size for store in self._stores])
+        self._most = max(FOLD, 2 * self._waiting)
+
+    def _read(self, store: CompletedStore) -> None:
+        for part in batches(store.table.record.block_bytes, store.cargo.blocks.size):
+            some = store.cut(part)
+            self._reading += 1
+            self._checksums.read(
+                store.table,
+                some.cargo.blocks,
+                some.cargo.keys,
+                Purpose.COMMIT,
+                partial(self._commit, some),
+            )
+
+    def _commit(self, store: CompletedStore, checksums: Checksums) -> None:
+        self._reading -= 1
+        self._plan_round()
+        cargo = store.cargo
+        if not store.table.closed:
+            store.table.commit(cargo.blocks, store.versions, checksums, cargo.keys, cargo.parts)
+
+
+def _joined(table: BlockTable, stores: list[CompletedStore]) -> CompletedStore:
+    """Stores of one table as one, without blocks that were stored over."""
+    blocks = np.concatenate([store.cargo.blocks for store in stores])
+    versions = np.concatenate([store.versions for store in stores])
+    keys = [key for store in stores for key in store.cargo.keys]
+    parts: dict[int, tuple[int, int]] = {}
+    for store in stores:  # a whole store after one of a part makes the block whole
+        if parts:
+            for block in parts.keys() & set(store.cargo.blocks.tolist()):
+                del parts[block]
+        parts |= store.cargo.parts
+    last = table.current(blocks, versions)
+    if not last.all():
+        keys = [key for key, same in zip(keys, last.tolist(), strict=False) if same]
+        blocks, versions = blocks[last], versions[last]
+    return CompletedStore(table, Cargo(table.record.owner, blocks, tuple(keys), parts), versions)

@@ -1,0 +1,209 @@
+"""Keeps a block table of each region of the host pool, so that a restart loses no committed block.
+
+The server passes on what the core decides: regions that begin, change and end; stores that start,
+commit and end. The descriptors of the tables are kept by whoever keeps descriptors while no daemon
+runs (systemd). No result of a transfer waits for anything here. Event loop only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Protocol
+
+import numpy as np
+import structlog
+
+from kvferry.daemon.core.actions import Amend, Commit, Enter, Record, Report, Start, Strike
+from kvferry.daemon.core.deeds import Deed, Found, Owner
+from kvferry.daemon.core.geometry import Int64s
+from kvferry.daemon.persistence.block_check import BlockCheck
+from kvferry.daemon.persistence.block_table import BlockTable, UseClock, Versions
+from kvferry.daemon.persistence.checksum_client import ChecksumClient
+from kvferry.daemon.persistence.checksum_writer import ChecksumWriter, CompletedStore
+from kvferry.daemon.persistence.scrub import Scrub
+from kvferry.daemon.persistence.verifier import Verifier
+from kvferry.proto.errors import KVFerryError
+from kvferry.proto.specs import Direction
+from kvferry.proto.status import VerificationStatus
+
+# What the names of the tables' descriptors begin with.
+TABLE = "ledger-"
+
+log = structlog.get_logger()
+
+
+class FdStore(Protocol):
+    """Keeps descriptors while no daemon runs."""
+
+    def keep(self, name: str, descriptor: int) -> None: ...
+
+    def forget(self, name: str) -> None: ...
+
+
+class NullFdStore:
+    """Keeps nothing: the cache is lost with the daemon."""
+
+    def keep(self, name: str, descriptor: int) -> None:
+        """It is closed with the process."""
+
+    def forget(self, name: str) -> None:
+        """It was not kept."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _InflightStore:
+    """The blocks of a store, and the versions that they have until they are stored over."""
+
+    table: BlockTable
+    blocks: Int64s
+    versions: Versions
+
+
+class RegionStore:
+    """report: takes the core's reports. scrub_rate: bytes per second, 0 for no scrub."""
+
+    def __init__(
+        self,
+        checksums: ChecksumClient,
+        fd_store: FdStore,
+        report: Callable[[list[Report]], None],
+        scrub_rate: int,
+    ) -> None:
+        self._checksums = checksums
+        self._fd_store = fd_store
+        self._clock = UseClock()
+        self._tables: dict[Owner, tuple[str, BlockTable]] = {}
+        self._stores: dict[int, _InflightStore] = {}
+        self._writer = ChecksumWriter(checksums)
+        check = BlockCheck(checksums, report)
+        self._verifier = Verifier(check, checksums.window)
+        self._scrub = Scrub(check, scrub_rate, self._all_tables)
+        self._names = count(1)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a completed store is not committed yet."""
+        return self._writer.busy
+
+    @property
+    def verification(self) -> VerificationStatus | None:
+        """How far it is; None if there was nothing to verify."""
+        return self._verifier.status
+
+    def restore(self, kept: Mapping[str, int], restore: Callable[[Found], None]) -> None:
+        """Open the tables of an earlier daemon, the oldest first. `restore` raises Refused if a
+        region cannot be had any more. What is of no use is dropped, and logged."""
+        names = sorted((name for name in kept if name.startswith(TABLE)), key=number_of)
+        for name in names:
+            try:
+                table = BlockTable(kept[name], self._clock)
+            except KVFerryError as error:
+                log.warning("block table is dropped", name=name, reason=str(error))
+                self._fd_store.forget(name)
+                continue
+            found = Found(table.record, table.residents())
+            try:
+                restore(found)
+            except KVFerryError as error:
+                log.warning("region is dropped", region=table.record.name, reason=str(error))
+                self._drop(name, table)
+                continue
+            table.mark_unverified(np.array([each.block for each in found.residents], np.int64))
+            self._tables[table.record.owner] = name, table
+            log.info(
+                "region restored",
+                region=table.record.name,
+                committed=len(found.residents),
+                blocks=table.num_blocks,
+            )
+        self._names = count(1 + max(map(number_of, names), default=0))
+
+    def start(self) -> None:
+        """Verify what was restored, and begin to scrub."""
+        self._verifier.start(self._all_tables())
+        self._scrub.start()
+
+    def write(self, record: Record) -> None:
+        match record:
+            case Enter(deed):
+                self._create(deed)
+            case Amend(deed, wipe):
+                if deed.owner in self._tables:
+                    self._update(deed, wipe=wipe)
+            case Strike(owner):
+                if owner in self._tables:
+                    self._drop(*self._tables.pop(owner))
+
+    def invalidate(self, start: Start) -> None:
+        """A transfer is about to start: a store's blocks are not committed from now on. Must be
+        called before the device hears of it."""
+        entry = self._tables.get(start.cargo.owner)
+        if entry is not None and start.plan.direction is Direction.STORE:
+            blocks = start.cargo.blocks
+            versions = entry[1].invalidate(blocks)
+            self._stores[start.plan.serial] = _InflightStore(entry[1], blocks, versions)
+
+    def touch(self, start: Start) -> None:
+        """A transfer was started: a load's blocks were used. Nothing waits for this."""
+        entry = self._tables.get(start.cargo.owner)
+        if entry is not None and start.plan.direction is Direction.LOAD:
+            entry[1].touch(start.cargo.blocks)
+
+    def commit(self, commit: Commit) -> None:
+        """A store completed. Its blocks are committed once their checksums are computed."""
+        store, cargo = self._stores.pop(commit.serial, None), commit.cargo
+        if store is None or store.table.closed:
+            return
+        versions = store.versions
+        if not np.array_equal(cargo.blocks, store.blocks):  # some of them, or in another order
+            order = np.argsort(store.blocks)
+            versions = versions[order[np.searchsorted(store.blocks[order], cargo.blocks)]]
+        self._writer.add(CompletedStore(store.table, cargo, versions))
+
+    def ended(self, serial: int) -> None:
+        """A transfer ended and was reported to the core. Blocks of a store that was not committed
+        stay invalid."""
+        self._stores.pop(serial, None)
+
+    def close(self) -> None:
+        self._scrub.stop()
+        self._checksums.close()
+        for _, table in self._tables.values():
+            table.close()
+
+    def _all_tables(self) -> list[BlockTable]:
+        return [table for _, table in self._tables.values()]
+
+    def _create(self, record: Deed) -> None:
+        """A region without a table serves as well; but it is lost with the daemon."""
+        try:
+            table = BlockTable.create(record, self._clock)
+        except (KVFerryError, OSError) as error:
+            log.warning("region is not kept over a restart", region=record.name, reason=str(error))
+            return
+        name = f"{TABLE}{next(self._names)}"
+        self._tables[record.owner] = name, table
+        self._fd_store.keep(name, table.descriptor)
+
+    def _update(self, record: Deed, *, wipe: bool) -> None:
+        name, table = self._tables[record.owner]
+        if wipe:
+            table.wipe()
+        try:
+            table.update(record)
+        except KVFerryError as error:
+            log.warning("region is no longer kept", region=record.name, reason=str(error))
+            del self._tables[record.owner]
+            self._drop(name, table)
+
+    def _drop(self, name: str, table: BlockTable) -> None:
+        table.void()
+        self._fd_store.forget(name)
+        table.close()
+
+
+def number_of(name: str) -> int:
+    """The number in a descriptor's name, 0 if there is none."""
+    return int("0" + "".join(filter(str.isdecimal, name)))

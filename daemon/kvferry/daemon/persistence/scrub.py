@@ -1,0 +1,75 @@
+"""Re-reads committed blocks round and round, at a bounded rate, to find memory that changed.
+
+One batch is read at a time, when neither stores nor the verification want checksums; then the scrub
+pauses for as long as the batch takes at the configured rate. Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+
+from kvferry.daemon.core.geometry import Int64s
+from kvferry.daemon.persistence.block_check import BlockCheck
+from kvferry.daemon.persistence.block_table import BlockTable
+from kvferry.daemon.persistence.checksum_client import BATCH_BLOCKS, Purpose
+
+# Lines of a block table that are searched for committed blocks in one turn of the loop.
+SEARCHED = 1 << 16
+# Seconds of the configured rate that one batch covers, unless one block is larger.
+BATCH_SECONDS = 0.25
+# Seconds between two rounds if the first found nothing to read.
+IDLE = 1.0
+
+
+class Scrub:
+    """rate: bytes per second, 0 for none. tables: returns those that exist now."""
+
+    def __init__(
+        self, check: BlockCheck, rate: int, tables: Callable[[], Sequence[BlockTable]]
+    ) -> None:
+        self._check = check
+        self._rate = rate
+        self._tables = tables
+        self._loop = asyncio.get_running_loop()
+        self._steps = self._rounds()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        if self._rate:
+            self._step()
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _step(self) -> None:
+        """Read the next batch, or search on soon."""
+        step = next(self._steps)
+        if isinstance(step, float):
+            self._timer = self._loop.call_later(step, self._step)
+            return
+        table, blocks = step
+        pause = blocks.size * table.record.block_bytes / self._rate
+        self._check.check(table, blocks, Purpose.SCRUB, lambda: self._pause(pause))
+
+    def _pause(self, seconds: float) -> None:
+        self._timer = self._loop.call_later(seconds, self._step)
+
+    def _rounds(self) -> Iterator[tuple[BlockTable, Int64s] | float]:
+        """Committed and verified blocks, region by region; or seconds until the search goes on."""
+        while True:
+            found = False
+            for table in self._tables():
+                at = 0
+                while not table.closed and at < table.num_blocks:
+                    end = min(at + SEARCHED, table.num_blocks)
+                    blocks = table.committed_blocks(at, end)
+                    if table.unverified is not None:
+                        blocks = blocks[~table.unverified[blocks]]
+                    most = int(self._rate * BATCH_SECONDS) // table.record.block_bytes
+                    some = blocks[: max(1, min(most, BATCH_BLOCKS))]
+                    at = int(some[-1]) + 1 if some.size else end
+                    found |= bool(some.size)
+                    yield (table, some) if some.size else 0.0
+            yield 0.0 if found else IDLE

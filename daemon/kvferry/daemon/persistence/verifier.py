@@ -1,0 +1,91 @@
+"""Verifies after a restart what an earlier daemon committed, the most recently used blocks first.
+
+The order is over all regions. Batches are requested a few at a time, so that a block that is stored
+over meanwhile is not read, and so that checksums of new stores are not held up. Event loop only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import structlog
+
+from kvferry.daemon.core.geometry import Int64s
+from kvferry.daemon.persistence.block_check import BlockCheck
+from kvferry.daemon.persistence.block_table import BlockTable
+from kvferry.daemon.persistence.checksum_client import BATCH_BLOCKS, Purpose, batches
+from kvferry.proto.status import VerificationStatus
+
+# Blocks, in order of use, of which those of one region are read together.
+STRETCH = 4 * BATCH_BLOCKS
+
+log = structlog.get_logger()
+
+
+class Verifier:
+    """window: batches requested and not yet compared."""
+
+    def __init__(self, check: BlockCheck, window: int) -> None:
+        self._check = check
+        self._window = window
+        self._tables: Sequence[BlockTable] = ()
+        self._batches: Iterator[tuple[BlockTable, Int64s]] = iter(())
+        self._reading = 0
+        self._started = 0.0
+        self._total_bytes = 0
+
+    @property
+    def status(self) -> VerificationStatus | None:
+        """None if there was nothing to verify."""
+        if not self._total_bytes:
+            return None
+        left = sum(table.unverified_bytes for table in self._tables)
+        return VerificationStatus(self._total_bytes, self._total_bytes - left)
+
+    def start(self, tables: Sequence[BlockTable]) -> None:
+        """Verify every unverified block of these tables."""
+        self._tables = tables
+        self._total_bytes = sum(table.unverified_bytes for table in tables)
+        if self._total_bytes:
+            self._started = time.monotonic()
+            self._batches = _most_recent_first(tables)
+            self._read()
+
+    def _read(self) -> None:
+        while self._reading < self._window:
+            batch = next(self._batches, None)
+            if batch is None:
+                break
+            self._reading += 1
+            self._check.check(*batch, Purpose.VERIFY, self._compared)
+        if not self._reading:
+            seconds = round(time.monotonic() - self._started, 3)
+            log.info("verification is complete", bytes=self._total_bytes, seconds=seconds)
+
+    def _compared(self) -> None:
+        self._reading -= 1
+        self._read()
+
+
+def _most_recent_first(tables: Sequence[BlockTable]) -> Iterator[tuple[BlockTable, Int64s]]:
+    """Batches of blocks that are unverified when they are asked for."""
+    mine = [
+        np.zeros(0, np.int64) if table.unverified is None else np.flatnonzero(table.unverified)
+        for table in tables
+    ]
+    blocks = np.concatenate(mine)
+    owners = np.repeat(np.arange(len(tables)), [some.size for some in mine])
+    stamps = np.concatenate([table.stamps(some) for table, some in zip(tables, mine, strict=True)])
+    order = np.argsort(stamps, kind="stable")[::-1]
+    for at in range(0, order.size, STRETCH):
+        stretch = order[at : at + STRETCH]
+        for owner in np.unique(owners[stretch]).tolist():
+            table, some = tables[owner], blocks[stretch[owners[stretch] == owner]]
+            for part in batches(table.record.block_bytes, some.size):
+                if table.closed or table.unverified is None:
+                    break
+                unverified = some[part][table.unverified[some[part]]]
+                if unverified.size:
+                    yield table, unverified

@@ -1,0 +1,83 @@
+"""A pool of random bytes, the checksum process over it, and block tables with committed blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from kvferry.daemon.core.actions import Report
+from kvferry.daemon.core.deeds import Deed
+from kvferry.daemon.engine.memory import MappedFiles
+from kvferry.daemon.persistence.block_table import BlockTable, UseClock
+from kvferry.daemon.persistence.checksum_client import ChecksumClient
+from kvferry.proto.errors import KVFerryError
+from kvferry.proto.layout import LayoutArrays
+from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
+from kvferry.proto.status import Fingerprint
+
+BLOCK, COUNT = 4096, 16
+FINGERPRINT = Fingerprint("llama", BLOCK, key_bytes=8)
+LAYOUT = LayoutArrays.from_layout(
+    KVLayout((TensorLayout(4, BLOCK, BLOCK),), ((TensorRef(0, BLOCK),),))
+)
+KEYED = Deed(FINGERPRINT.name, 0, COUNT * BLOCK, fingerprint=FINGERPRINT)
+RAW = Deed("engine", COUNT * BLOCK, COUNT * BLOCK, layout=LAYOUT)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(8, "big")
+
+
+def numbers(*blocks: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.array(blocks, dtype=np.int64)
+
+
+class StoredPool:
+    """Two regions of COUNT blocks, one block a chunk."""
+
+    def __init__(self) -> None:
+        self.memory = MappedFiles("kvferry-test", 2 * COUNT * BLOCK, BLOCK)
+        whole = (ctypes.c_ubyte * self.memory.nbytes).from_address(self.memory.address)
+        self.bytes = np.ctypeslib.as_array(whole)
+        self.bytes[:] = np.random.default_rng(1).integers(0, 255, self.bytes.shape)
+        self.failures: list[KVFerryError] = []
+        self.checksums = ChecksumClient(self.memory.descriptors, BLOCK, 2, self.failures.append)
+        self.clock = UseClock()
+        self.tables: list[BlockTable] = []
+        self.reports: list[Report] = []
+
+    def table(self, record: Deed) -> BlockTable:
+        self.tables.append(table := BlockTable.create(record, self.clock))
+        return table
+
+    def commit(self, table: BlockTable, *blocks: int, keys: Sequence[bytes] = ()) -> None:
+        some, record = numbers(*blocks), table.record
+        names = keys or (tuple(map(key, blocks)) if record.key_bytes else ())
+        seeds = [xxhash.xxh3_64_intdigest(name) for name in names] or blocks
+        starts = [record.start + block * BLOCK for block in blocks]
+        checksums = [
+            xxhash.xxh3_64_intdigest(self.bytes[at : at + BLOCK].tobytes(), seed)
+            for at, seed in zip(starts, seeds, strict=True)
+        ]
+        table.commit(some, table.invalidate(some), np.array(checksums, np.uint64), names, {})
+
+    def damage(self, table: BlockTable, block: int) -> None:
+        self.bytes[table.record.start + block * BLOCK + 100] ^= 1
+
+    def close(self) -> None:
+        self.checksums.close()
+        for table in self.tables:
+            if not table.closed:
+                table.close()
+        self.memory.close()
+
+
+async def eventually(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.001)

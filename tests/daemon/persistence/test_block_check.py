@@ -1,0 +1,87 @@
+"""What matches its checksum is verified, what does not is corrupt; stored over it is neither."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from kvferry.daemon.core.actions import Corrupted, Verified
+from kvferry.daemon.core.deeds import Deed
+from kvferry.daemon.persistence.block_check import BlockCheck
+from kvferry.daemon.persistence.block_table import BlockTable
+from kvferry.daemon.persistence.checksum_client import Purpose
+
+from .stored_pool import COUNT, KEYED, RAW, StoredPool, eventually, key, numbers
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[StoredPool]:
+    pool = StoredPool()
+    yield pool
+    pool.close()
+
+
+def table_of(pool: StoredPool, record: Deed) -> BlockTable:
+    table = pool.table(record)
+    pool.commit(table, *range(COUNT))
+    table.mark_unverified(numbers(*range(COUNT)))
+    return table
+
+
+async def check(pool: StoredPool, table: BlockTable, *blocks: int) -> list[Any]:
+    """What the core is told: (type, owner, blocks, keys) of each report."""
+    done: list[bool] = []
+    checks = BlockCheck(pool.checksums, pool.reports.extend)
+    checks.check(table, numbers(*blocks), Purpose.VERIFY, lambda: done.append(True))
+    await eventually(lambda: done)
+    return [
+        (type(report), report.owner, report.blocks.tolist(), report.keys)
+        for report in pool.reports
+        if isinstance(report, Verified | Corrupted)
+    ]
+
+
+@pytest.mark.parametrize("record", [KEYED, RAW], ids=["by key", "by number"])
+async def test_each_block_is_reported_once_as_what_it_is(pool: StoredPool, record: Deed) -> None:
+    table, keyed = table_of(pool, record), record is KEYED
+    pool.damage(table, 5)
+    assert await check(pool, table, 4, 5, 6) == [
+        (Verified, record.owner, [4, 6], (key(4), key(6)) if keyed else ()),
+        (Corrupted, record.owner, [5], (key(5),) if keyed else ()),
+    ]
+    assert table.unverified is not None
+    assert not table.unverified[[4, 5, 6]].any()
+    assert table.committed_blocks().tolist() == [n for n in range(COUNT) if n != 5]
+    pool.reports.clear()
+    assert await check(pool, table, 4, 6) == []
+
+
+async def test_a_block_in_the_wrong_place_is_corrupt(pool: StoredPool) -> None:
+    table = table_of(pool, RAW)
+    start = RAW.start
+    pool.bytes[start : start + 4096] = pool.bytes[start + 4096 : start + 8192]
+    assert [kind for kind, *_ in await check(pool, table, 0)] == [Corrupted]
+
+
+async def test_what_is_stored_over_while_it_is_read_is_not_reported(pool: StoredPool) -> None:
+    table = table_of(pool, KEYED)
+    pool.damage(table, 3)
+    done: list[bool] = []
+    checks = BlockCheck(pool.checksums, pool.reports.extend)
+    checks.check(table, numbers(2, 3), Purpose.SCRUB, lambda: done.append(True))
+    versions = table.invalidate(numbers(2, 3))
+    await eventually(lambda: done)
+    assert pool.reports == []
+    assert table.current(numbers(2, 3), versions).all()
+
+
+async def test_a_region_may_end_while_its_blocks_are_read(pool: StoredPool) -> None:
+    table = table_of(pool, KEYED)
+    done: list[bool] = []
+    checks = BlockCheck(pool.checksums, pool.reports.extend)
+    checks.check(table, numbers(2), Purpose.SCRUB, lambda: done.append(True))
+    table.close()
+    await eventually(lambda: done)
+    assert pool.reports == []

@@ -1,0 +1,277 @@
+"""A block table says what is committed, also to whoever opens its descriptor later."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.daemon.core.deeds import Deed, Resident
+from kvferry.daemon.persistence.block_table import RECORD_ROOM, WIPED_LINES, BlockTable, UseClock
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.layout import LayoutArrays
+from kvferry.proto.page import sealed_memfd
+from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
+from kvferry.proto.status import Fingerprint
+
+KEY = 5
+BLOCKS = 6
+NAMESPACE = Fingerprint("llama", 4096, key_bytes=KEY)
+LAYOUT = LayoutArrays.from_layout(
+    KVLayout((TensorLayout(4, 4096, 4096),), ((TensorRef(0, 4096),),))
+)
+OF_KEYS = Deed(NAMESPACE.name, 8192, BLOCKS * 4096 + 100, fingerprint=NAMESPACE)
+OF_NUMBERS = Deed("engine", 0, BLOCKS * 4096, layout=LAYOUT)
+
+
+@contextmanager
+def opened(deed: Deed = OF_KEYS) -> Iterator[BlockTable]:
+    table = BlockTable.create(deed)
+    yield table
+    table.close()
+
+
+def found(table: BlockTable) -> tuple[Resident, ...]:
+    """What another daemon finds."""
+    other = BlockTable(os.dup(table.descriptor))
+    assert other.record == table.record
+    residents = other.residents()
+    other.close()
+    return residents
+
+
+def blocks(*numbers: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.array(numbers, dtype=np.int64)
+
+
+def store(
+    table: BlockTable, numbers: list[int], keys: list[bytes], **parts: tuple[int, int]
+) -> None:
+    versions = table.invalidate(blocks(*numbers))
+    checksums = np.array([7 * n for n in numbers], dtype=np.uint64)
+    table.commit(
+        blocks(*numbers), versions, checksums, keys, {int(n[1:]): p for n, p in parts.items()}
+    )
+
+
+def test_a_new_one_takes_no_memory_for_blocks_that_were_never_stored() -> None:
+    many = 1 << 20
+    with opened(Deed("engine", 0, many * 4096, layout=LAYOUT)) as table:
+        store(table, [many - 1], [])
+        assert os.fstat(table.descriptor).st_blocks * 512 < 64 << 10
+
+
+def test_it_is_found_as_it_was_left() -> None:
+    with opened() as table:
+        store(table, [4, 0, 2], [b"bbbbb", b"aa\0\0\0", b"ccccc"], b0=(1, 2))
+        assert found(table) == (
+            Resident(2, b"ccccc"),
+            Resident(0, b"aa\0\0\0", (1, 2)),
+            Resident(4, b"bbbbb"),
+        )
+        assert table.checksums(blocks(0, 2, 4)).tolist() == [0, 14, 28]
+        table.touch(blocks(2))
+        assert [resident.block for resident in found(table)] == [0, 4, 2]
+
+
+def test_a_part_is_forgotten_with_the_next_store() -> None:
+    with opened() as table:
+        store(table, [0, 1], [b"aaaaa", b"bbbbb"], b0=(1, 2), b1=(0, 1))
+        store(table, [0], [b"aaaaa"])
+        assert found(table) == (Resident(1, b"bbbbb", (0, 1)), Resident(0, b"aaaaa"))
+
+
+def test_an_engines_blocks_have_no_keys() -> None:
+    with opened(OF_NUMBERS) as table:
+        store(table, [1, 3], [])
+        store(table, [4], [], b4=(0, 1))
+        assert table.keys(blocks(3, 1)) == ()
+        assert table.committed_blocks().tolist() == [1, 3, 4]
+        assert table.committed_blocks(2, 4).tolist() == [3]
+        assert found(table) == (Resident(3, b""), Resident(1, b""), Resident(4, b"", (0, 1)))
+
+
+def test_deeds_follow_each_other() -> None:
+    with opened() as table:
+        for generation in range(2, 6):
+            deed = Deed(
+                OF_KEYS.name,
+                OF_KEYS.start,
+                OF_KEYS.nbytes,
+                fingerprint=NAMESPACE,
+                generation=generation,
+                pages=((4096,),) * generation,
+            )
+            table.update(deed)
+            assert found(table) == ()
+            assert table.record == deed
+
+
+def test_a_deed_that_is_too_long_is_refused_and_the_old_one_counts() -> None:
+    long = Deed("engine", 0, 4096, layout=LAYOUT, pages=((1 << 60,) * (RECORD_ROOM // 8),))
+    with opened() as table:
+        with pytest.raises(Refused) as refused:
+            table.update(long)
+        assert refused.value.code == Code.BAD_LAYOUT
+        assert table.record == OF_KEYS
+        assert found(table) == ()
+
+
+def test_void_it_is_none() -> None:
+    with opened() as table:
+        store(table, [1], [b"aaaaa"])
+        table.void()
+        with pytest.raises(Refused):
+            found(table)
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, (4 << 20) + 1])
+def test_other_memory_is_refused_and_closed(nbytes: int) -> None:
+    descriptor = sealed_memfd("other", nbytes)
+    with pytest.raises(Refused) as refused:
+        BlockTable(descriptor)
+    assert refused.value.code == Code.BAD_LAYOUT
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_memory_that_can_shrink_is_refused(tmp_path: Any) -> None:
+    for descriptor in (os.memfd_create("open"), os.open(tmp_path, os.O_RDONLY), os.pipe()[0]):
+        with pytest.raises(Refused) as refused:
+            BlockTable(descriptor)
+        assert refused.value.code == Code.NOT_SHAREABLE
+
+
+@pytest.mark.parametrize("less", [8, 48, -1])
+def test_a_table_with_other_slots_than_its_deed_says_is_refused(less: int) -> None:
+    with opened() as table:
+        data = os.pread(table.descriptor, 1 << 24, 0)
+    other = sealed_memfd("other", len(data) - less)
+    os.pwrite(other, data[: len(data) - less], 0)
+    with pytest.raises(Refused) as refused:
+        BlockTable(other)
+    assert refused.value.code == Code.BAD_LAYOUT
+
+
+@pytest.mark.parametrize("stamp", [1 << 62, 1 << 63, (1 << 64) - 1])
+def test_a_stamp_that_is_damaged_changes_only_the_order_of_its_block(stamp: int) -> None:
+    with opened() as table:
+        store(table, [4, 0, 2], [b"aaaaa", b"bbbbb", b"ccccc"])
+        table._stamps[2] = stamp
+        other = BlockTable(os.dup(table.descriptor))
+        assert [resident.block for resident in other.residents()] == [0, 4, 2]
+        other.touch(blocks(0, 4))
+        assert [resident.block for resident in other.residents()] == [2, 4, 0]
+        other.close()
+
+
+def test_what_an_earlier_daemon_left_is_unverified_until_compared_or_stored_over() -> None:
+    with opened() as table:
+        store(table, [0, 1, 2, 3], [b"aaaaa", b"bbbbb", b"ccccc", b"ddddd"])
+        assert table.unverified_bytes == 0
+        table.mark_unverified(blocks(0, 1, 2))
+        assert table.committed_blocks().tolist() == [0, 1, 2]  # what is no resident is dropped
+        assert table.unverified_bytes == 3 * 4096
+        assert table.mark_verified(blocks(2, 1, 4)).tolist() == [2, 1]
+        assert table.mark_verified(blocks(2)).tolist() == []
+        assert table.unverified_bytes == 4096
+        table.invalidate(blocks(0))
+        assert table.unverified_bytes == 0
+        table.mark_unverified(blocks(1, 2))
+        table.mark_corrupt(blocks(1))
+        table.mark_verified(blocks(2))
+        assert table.unverified is None
+        assert table.committed_blocks().tolist() == [2]
+
+
+def test_a_store_of_what_turned_out_corrupt_meanwhile_is_not_committed() -> None:
+    with opened() as table:
+        versions = table.invalidate(blocks(1, 2))
+        table.mark_corrupt(blocks(1))
+        table.commit(blocks(1, 2), versions, np.zeros(2, "<u8"), [b"aaaaa", b"bbbbb"], {})
+        assert found(table) == (Resident(2, b"bbbbb"),)
+
+
+def test_of_two_blocks_with_one_key_the_more_recent_is_found() -> None:
+    with opened() as table:
+        store(table, [0, 1], [b"aaaaa", b"bbbbb"])
+        store(table, [2], [b"aaaaa"])
+        assert found(table) == (Resident(1, b"bbbbb"), Resident(2, b"aaaaa"))
+
+
+def test_uses_are_counted_over_all_tables_also_after_a_restart() -> None:
+    clock = UseClock()
+    one, other = BlockTable.create(OF_KEYS, clock), BlockTable.create(OF_NUMBERS, clock)
+    store(one, [0], [b"aaaaa"])
+    store(other, [0, 1], [])
+    store(one, [1], [b"bbbbb"])
+    assert one.stamps(blocks(0, 1)).tolist() == [1, 4]
+    assert other.stamps(blocks(0, 1)).tolist() == [3, 2]
+    later = UseClock()
+    again = [BlockTable(os.dup(table.descriptor), later) for table in (one, other)]
+    again[1].touch(blocks(1))
+    assert again[1].stamps(blocks(0, 1)).tolist() == [3, 5]
+    for table in (one, other, *again):
+        table.close()
+
+
+NUMBERS = st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=3, unique=True)
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["invalidate", "commit", "commit", "wipe", "touch"]),
+        NUMBERS,
+        st.integers(0, 3),
+    ),
+    max_size=40,
+)
+
+
+@given(STEPS)
+def test_only_the_last_store_of_a_block_commits_it(steps: list[tuple[str, list[int], int]]) -> None:
+    """Against a dictionary: stores that end late, or after a wipe, commit nothing of theirs."""
+    keys = (number.to_bytes(KEY, "big") for number in range(1, 1000))
+    with opened() as table:
+        under_way: list[tuple[list[int], Any]] = []
+        last: dict[int, object] = {}
+        good: dict[int, bytes] = {}
+        for what, numbers, which in steps:
+            if what == "invalidate":
+                versions = table.invalidate(blocks(*numbers))
+                under_way.append((numbers, versions))
+                for number in numbers:
+                    last[number] = versions
+                    good.pop(number, None)
+            elif what == "commit" and under_way:
+                stored, versions = under_way.pop(which % len(under_way))
+                names = [next(keys) for _ in stored]
+                checksums = np.zeros(len(stored), dtype=np.uint64)
+                table.commit(blocks(*stored), versions, checksums, names, {})
+                mine = [n for n in stored if last.get(n) is versions]
+                for number in mine:
+                    good.pop(number, None)
+                good.update({n: name for n, name in zip(stored, names, strict=True) if n in mine})
+            elif what == "wipe":
+                table.wipe()
+                last, good = {}, {}
+            elif what == "touch" and set(numbers) <= good.keys():
+                table.touch(blocks(*numbers))
+                for number in reversed(numbers):
+                    good[number] = good.pop(number)
+        assert {r.block: r.key for r in found(table)} == good
+
+
+def test_a_wipe_is_of_all_blocks() -> None:
+    """However many lines are wiped at a time."""
+    numbers = [0, WIPED_LINES - 1, WIPED_LINES, 2 * WIPED_LINES, 2 * WIPED_LINES + 2]
+    with opened(Deed("engine", 0, (2 * WIPED_LINES + 3) * 4096, layout=LAYOUT)) as table:
+        store(table, numbers, [])
+        late = table.versions(blocks(*numbers))
+        table.wipe()
+        assert table.committed_blocks().size == 0
+        assert not table.current(blocks(*numbers), late).any()

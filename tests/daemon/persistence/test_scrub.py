@@ -1,0 +1,131 @@
+"""Committed blocks are read round and round, not faster than configured."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from kvferry.daemon.core.actions import Corrupted
+from kvferry.daemon.persistence import scrub as module
+from kvferry.daemon.persistence.block_check import BlockCheck
+from kvferry.daemon.persistence.checksum_client import Purpose
+from kvferry.daemon.persistence.scrub import Scrub
+
+from .stored_pool import BLOCK, KEYED, RAW, StoredPool, eventually, numbers
+
+FAST = 1 << 30
+
+
+@pytest.fixture
+async def pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StoredPool]:
+    monkeypatch.setattr(module, "IDLE", 0.01)
+    pool = StoredPool()
+    yield pool
+    pool.close()
+
+
+class RecordedCheck:
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+        self.done: Callable[[], None] | None = None
+
+    def check(self, table: Any, blocks: Any, purpose: Purpose, done: Callable[[], None]) -> None:
+        assert purpose is Purpose.SCRUB
+        assert self.done is None, "one batch is read at a time"
+        self.asked.append(blocks.tolist())
+        self.done = done
+
+    def answer(self) -> None:
+        done, self.done = self.done, None
+        assert done is not None
+        done()
+
+
+async def test_a_block_that_changed_is_found_once_and_those_that_did_not_are_not(
+    pool: StoredPool,
+) -> None:
+    keyed, raw = pool.table(KEYED), pool.table(RAW)
+    pool.commit(keyed, 3, 9)
+    pool.commit(raw, 2, 4)
+    scrub = Scrub(BlockCheck(pool.checksums, pool.reports.extend), FAST, lambda: [keyed, raw])
+    scrub.start()
+    pool.damage(raw, 4)
+    await eventually(lambda: pool.reports)
+    pool.damage(keyed, 9)
+    await eventually(lambda: len(pool.reports) == 2)
+    scrub.stop()
+    found = [(r.owner, r.blocks.tolist()) for r in pool.reports if isinstance(r, Corrupted)]
+    assert found == [(RAW.owner, [4]), (KEYED.owner, [9])]
+    assert keyed.committed_blocks().tolist() == [3]
+
+
+async def test_every_committed_block_has_its_turn(
+    pool: StoredPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that are committed or go meanwhile; unverified ones are not its own."""
+    monkeypatch.setattr(module, "SEARCHED", 3)
+    checks, tables = RecordedCheck(), [pool.table(KEYED), pool.table(RAW)]
+    pool.commit(tables[0], 0, 1, 2, 8)
+    pool.commit(tables[1], 5)
+    scrub = Scrub(checks, int(2 * BLOCK / module.BATCH_SECONDS), lambda: tables)  # type: ignore[arg-type]
+    monkeypatch.setattr(scrub, "_pause", lambda seconds: scrub._step())
+    scrub.start()
+
+    async def asked() -> list[int]:
+        await eventually(lambda: checks.done)
+        return checks.asked[-1]
+
+    assert await asked() == [0, 1]
+    checks.answer()
+    assert await asked() == [2]
+    pool.commit(tables[0], 7)
+    tables[0].mark_corrupt(numbers(8))
+    checks.answer()
+    assert await asked() == [7]
+    checks.answer()
+    assert await asked() == [5]
+    tables[0].mark_unverified(numbers(1, 7))
+    tables[0].mark_verified(numbers(7))
+    checks.answer()
+    assert await asked() == [7]
+    tables[1].close()
+    checks.answer()
+    assert await asked() == [7]
+    scrub.stop()
+
+
+@pytest.mark.parametrize(("rate", "blocks", "pause"), [(BLOCK, 1, 1.0), (16 * BLOCK, 4, 0.25)])
+async def test_it_pauses_for_as_long_as_the_batch_takes_at_its_rate(
+    pool: StoredPool, rate: int, blocks: int, pause: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, checks, pauses = pool.table(RAW), RecordedCheck(), list[float]()
+    pool.commit(table, *range(8))
+    scrub = Scrub(checks, rate, lambda: [table])  # type: ignore[arg-type]
+    monkeypatch.setattr(scrub, "_pause", pauses.append)
+    scrub.start()
+    assert checks.asked == [list(range(blocks))]
+    checks.answer()
+    assert pauses == [pause]
+
+
+async def test_a_rate_of_none_reads_nothing(pool: StoredPool) -> None:
+    table, checks = pool.table(RAW), RecordedCheck()
+    pool.commit(table, 1)
+    Scrub(checks, 0, lambda: [table]).start()  # type: ignore[arg-type]
+    await asyncio.sleep(0.05)
+    assert checks.asked == []
+
+
+async def test_it_waits_for_the_first_region(pool: StoredPool) -> None:
+    checks, tables = RecordedCheck(), list[Any]()
+    scrub = Scrub(checks, FAST, lambda: tables)  # type: ignore[arg-type]
+    scrub.start()
+    await asyncio.sleep(0.03)
+    tables.append(pool.table(RAW))
+    pool.commit(tables[0], 6)
+    await eventually(lambda: checks.asked)
+    assert checks.asked == [[6]]
+    scrub.stop()

@@ -1,0 +1,111 @@
+"""After a restart every unverified block is read, the most recently used first over all regions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from kvferry.daemon.core.actions import Corrupted, Verified
+from kvferry.daemon.persistence import verifier as module
+from kvferry.daemon.persistence.block_check import BlockCheck
+from kvferry.daemon.persistence.checksum_client import Purpose
+from kvferry.daemon.persistence.verifier import Verifier
+from kvferry.proto.status import VerificationStatus
+
+from .stored_pool import BLOCK, COUNT, KEYED, RAW, StoredPool, eventually, numbers
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[StoredPool]:
+    pool = StoredPool()
+    yield pool
+    pool.close()
+
+
+class RecordedCheck:
+    """Records what is asked for, and answers when told to."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, list[int]]] = []
+        self.waiting: list[Callable[[], None]] = []
+
+    def check(self, table: Any, blocks: Any, purpose: Purpose, done: Callable[[], None]) -> None:
+        assert purpose is Purpose.VERIFY
+        self.asked.append((table.record.owner.kind, blocks.tolist()))
+        self.waiting.append(done)
+        table.mark_verified(blocks)
+
+
+async def test_all_that_was_left_is_verified_and_what_was_damaged_is_not(pool: StoredPool) -> None:
+    keyed, raw = pool.table(KEYED), pool.table(RAW)
+    for table in (keyed, raw):
+        pool.commit(table, *range(COUNT))
+        table.mark_unverified(numbers(*range(COUNT)))
+    pool.damage(raw, 7)
+    verifier = Verifier(BlockCheck(pool.checksums, pool.reports.extend), 2)
+    assert verifier.status is None
+    verifier.start([keyed, raw])
+    assert verifier.status == VerificationStatus(2 * COUNT * BLOCK, 0)
+    await eventually(lambda: keyed.unverified is None and raw.unverified is None)
+    assert verifier.status == VerificationStatus(2 * COUNT * BLOCK, 2 * COUNT * BLOCK)
+    verified = sum(r.blocks.size for r in pool.reports if isinstance(r, Verified))
+    (corrupted,) = (r for r in pool.reports if isinstance(r, Corrupted))
+    assert verified == 2 * COUNT - 1
+    assert (corrupted.owner, corrupted.blocks.tolist()) == (RAW.owner, [7])
+
+
+async def test_the_most_recently_used_come_first_whichever_region_they_are_of(
+    pool: StoredPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STRETCH", 2)
+    keyed, raw = pool.table(KEYED), pool.table(RAW)
+    for table, block in ((keyed, 1), (raw, 1), (raw, 5), (keyed, 9), (keyed, 3), (raw, 4)):
+        pool.commit(table, block)
+    keyed.touch(numbers(1))
+    for table in (keyed, raw):
+        table.mark_unverified(table.committed_blocks())
+    checks = RecordedCheck()
+    verifier = Verifier(checks, 100)  # type: ignore[arg-type]
+    verifier.start([keyed, raw])
+    assert checks.asked == [
+        ("namespace", [1]),
+        ("engine", [4]),
+        ("namespace", [3, 9]),
+        ("engine", [5, 1]),
+    ]
+
+
+async def test_few_are_asked_for_at_a_time_and_none_that_was_stored_over(
+    pool: StoredPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.daemon.persistence.checksum_client.BATCH_BLOCKS", 2)
+    table = pool.table(KEYED)
+    pool.commit(table, *reversed(range(8)))
+    table.mark_unverified(table.committed_blocks())
+    checks = RecordedCheck()
+    verifier = Verifier(checks, 2)  # type: ignore[arg-type]
+    verifier.start([table])
+    expected = [7, 6], [5, 4]
+    assert [blocks for _, blocks in checks.asked] == [[7, 6], [5, 4]], expected
+    table.invalidate(numbers(3, 1, 0))
+    checks.waiting.pop(0)()
+    assert checks.asked[2:] == [("namespace", [2])]
+    assert verifier.status == VerificationStatus(8 * BLOCK, 8 * BLOCK)
+    for done in tuple(checks.waiting):
+        done()
+    assert len(checks.asked) == 3
+
+
+async def test_a_region_may_end_before_it_was_verified(pool: StoredPool) -> None:
+    keyed, raw = pool.table(KEYED), pool.table(RAW)
+    for table in (keyed, raw):
+        pool.commit(table, *range(COUNT))
+        table.mark_unverified(numbers(*range(COUNT)))
+    verifier = Verifier(BlockCheck(pool.checksums, pool.reports.extend), 1)
+    verifier.start([keyed, raw])
+    raw.close()
+    await eventually(lambda: keyed.unverified is None)
+    assert verifier.status == VerificationStatus(2 * COUNT * BLOCK, 2 * COUNT * BLOCK)
+    assert {r.owner for r in pool.reports if isinstance(r, Verified)} == {KEYED.owner}
