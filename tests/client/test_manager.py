@@ -60,11 +60,12 @@ def answers(manager: OffloadingManager, *keys: bytes) -> list[Lookup]:
 
 
 def offer(manager: OffloadingManager, *keys: bytes) -> tuple[bytes, ...]:
-    """Offer keys, and the keys to store. The others of the offer are to be kept."""
+    """Offer keys, and the keys to store. Those that are there, or on their way, are to be kept."""
+    absent = {key for key in keys if manager._find(key) in (Lookup.MISS, Lookup.RETRY)}
     output = manager.prepare_store(keys)
     assert output is not None
     wanted = output.keys_to_store
-    keep = tuple(key for key in dict.fromkeys(keys) if key not in wanted) if wanted else ()
+    keep = tuple(key for key in dict.fromkeys(keys) if key not in absent) if wanted else ()
     specs = (KeyLoadStoreSpec(wanted, 1, keep),) * len(output.store_specs)
     assert output == PrepareStoreOutput(output.keys_to_store, specs)
     assert output.store_spec == specs[0]

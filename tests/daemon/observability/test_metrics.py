@@ -22,7 +22,7 @@ def status(*engines: told.EngineStatus, **errors: int) -> told.DaemonStatus:
 
 
 def space(name: str, stored: int) -> told.NamespaceStatus:
-    counts = [*[1] * 9, stored, 1, 1]
+    counts = [*[1] * 10, stored, 1, 1]
     return told.NamespaceStatus(name, told.Fingerprint("model", 4096), "lru", (), *counts)
 
 
