@@ -259,6 +259,11 @@ class Conversation:
             self.tray.close()
             self.tray = None
 
+    def not_admitted(self, error: Refused) -> None:
+        """The daemon does not let this user connect."""
+        if self._greeting is None:
+            self._greeting = error
+
     def turned_away(self, error: KVFerryError) -> None:
         """The daemon that is there does not take us back."""
         self.lose(Gone(Code.DAEMON_GONE, "the daemon did not take us back"))

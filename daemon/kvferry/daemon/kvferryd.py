@@ -21,6 +21,8 @@ import structlog
 import uvloop
 
 from kvferry.daemon import config as configuration
+from kvferry.daemon.access.admission import Admission
+from kvferry.daemon.access.endpoint import Endpoint
 from kvferry.daemon.config import Config, HealthConfig
 from kvferry.daemon.core.core import Core, Identity
 from kvferry.daemon.core.regions import MAX_REGIONS
@@ -32,10 +34,8 @@ from kvferry.daemon.lane.inbox import Listen
 from kvferry.daemon.lane.lane import Lane
 from kvferry.daemon.logs import start_logging, unfailing
 from kvferry.daemon.reload import Reload
-from kvferry.daemon.server.admission import Admission
 from kvferry.daemon.server.archive import Archive, Keeper, Nobody
 from kvferry.daemon.server.door import last_descriptor
-from kvferry.daemon.server.endpoint import Endpoint
 from kvferry.daemon.server.exporter import Exporter
 from kvferry.daemon.server.health import Health, Patience
 from kvferry.daemon.server.probe import HOST_BYTES, Probe
@@ -69,7 +69,7 @@ def _main(supervisor: Supervisor, arguments: Sequence[str] | None) -> None:
         start_logging(config.log)
         supervisor.status(f"opening device {config.device}")
         engine = make_engine(config)
-        admission = Admission(config.limits.allow_uids, config.limits.allow_groups)
+        admission = Admission(config.access.group)
         endpoint = Endpoint(config.directory / engine.info.uuid, admission)
     except KVFerryError as error:
         give_up(supervisor, "refused to start", error, 2)
@@ -304,7 +304,7 @@ class Signals:
 
 def apply(endpoint: Endpoint, config: Config) -> None:
     """Take over what can change while the daemon runs. Raises like `admit`, and changes nothing."""
-    endpoint.admit(config.limits.allow_uids, config.limits.allow_groups)
+    endpoint.admit(config.access.group)
     start_logging(config.log)
 
 

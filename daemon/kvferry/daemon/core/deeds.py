@@ -40,6 +40,7 @@ class Deed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A region: `nbytes` of the pool from `start` on, an engine's (layout) or a namespace's.
 
     pages, factor: how host blocks of a namespace are made, where somebody has entered it.
+    uid: the user that an engine's region belongs to.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Deed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     generation: int = 1
     pages: tuple[tuple[int, ...], ...] | None = None
     factor: int = 0
+    uid: int | None = None
 
     @property
     def owner(self) -> Owner:
@@ -100,3 +102,4 @@ class Tenancy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: KVLayout
     nbytes: int
     owner: Owner
+    uid: int | None = None

@@ -30,13 +30,15 @@ MAX_REGIONS = 1024
 @dataclass(slots=True)
 class Region:
     """stored: which host blocks the owner has stored something in, by number; None where others
-    know that: a namespace of its keys, the archive of what an earlier daemon had."""
+    know that: a namespace of its keys, the archive of what an earlier daemon had.
+    uid: the user that an engine's region belongs to; None for a namespace's."""
 
     owner: Owner
     contents: Contents
     start: int
     nbytes: int
     present: bool = True
+    uid: int | None = None
     stored: Bools | None = field(default=None, compare=False)
 
     @property
@@ -87,10 +89,13 @@ class Regions:
         """Whether a region is still its owner's."""
         return self._regions.get(region.owner) is region
 
-    def claim(self, owner: Owner, contents: Contents, nbytes: int | None) -> tuple[Region, bool]:
+    def claim(
+        self, owner: Owner, contents: Contents, nbytes: int | None, uid: int | None = None
+    ) -> tuple[Region, bool]:
         """A region for `owner`, and whether it is the one it had before.
 
-        nbytes: how much; None for what is free (all that is contiguous). Raises Refused
+        nbytes: how much; None for what is free (all that is contiguous). A region that another
+        user left under the same name is not given back. Raises Refused
         (POOL_FULL) and changes nothing where there is no room.
         """
         block = contents.host_block_bytes
@@ -99,7 +104,8 @@ class Regions:
                 Code.POOL_FULL, f"it must hold one host block: at least {block} bytes", nbytes
             )
         old = self._regions.get(owner)
-        if old is not None and old.contents == contents and nbytes in (None, old.nbytes):
+        same = old is not None and old.contents == contents and old.uid == uid
+        if old is not None and same and nbytes in (None, old.nbytes):
             old.present = True
             return old, True
         start, size = self._find(owner, block, nbytes)
@@ -115,7 +121,7 @@ class Regions:
             self._check_count()
         for other in self._in_the_way(owner, start, start + size):
             self.free(other.owner)
-        self._regions[owner] = Region(owner, contents, start, size)
+        self._regions[owner] = Region(owner, contents, start, size, uid=uid)
         return self._regions[owner], False
 
     def desert(self, owner: Owner) -> None:
@@ -146,7 +152,7 @@ class Regions:
 
     def restore(self, deed: Deed) -> Region:
         """Take up the region that an earlier daemon left. Raises Refused where it does not fit."""
-        region = Region(deed.owner, deed.contents, deed.start, deed.nbytes, present=False)
+        region = Region(deed.owner, deed.contents, deed.start, deed.nbytes, False, deed.uid)
         if (
             not self.own_bytes <= region.start < region.end <= self.pool_bytes
             or region.start % ALIGNMENT

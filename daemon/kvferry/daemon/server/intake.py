@@ -14,6 +14,7 @@ from typing import Protocol, TypeAlias, cast
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from kvferry.daemon.access.connections import Connections
 from kvferry.daemon.server.door import Door
 from kvferry.daemon.server.peers import Peer, Peers
 from kvferry.daemon.server.trays import Trays
@@ -47,13 +48,19 @@ class Intake:
     """Reads a ROUTER, its monitor and the trays of peers."""
 
     def __init__(
-        self, socket: zmq.Socket[bytes], peers: Peers, door: Door, listener: Listener
+        self,
+        socket: zmq.Socket[bytes],
+        peers: Peers,
+        door: Door,
+        connections: Connections,
+        listener: Listener,
     ) -> None:
-        self._socket, self._peers, self._door, self._listener = socket, peers, door, listener
+        self._socket, self._peers, self._listener = socket, peers, listener
+        self._door, self._connections = door, connections
         self._monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._loop = asyncio.get_running_loop()
         self.trays = Trays(self._laid, self._senseless)
-        self._drain_is_due = False
+        self._drain_is_due = self._watch_is_due = False
         self._changes: deque[tuple[int, bool]] = deque()
         """Connections, by number, that came (or else closed), and that nobody was told of."""
 
@@ -74,6 +81,13 @@ class Intake:
         if not self._drain_is_due:
             self._drain_is_due = True
             self._loop.call_soon(self._drain)
+
+    def count_connections(self) -> None:
+        """Bring the count of connections up to date; what else they mean is heard in order."""
+        self._look_at_connections()
+        if self._changes and not self._watch_is_due:  # the monitor's edge is gone
+            self._watch_is_due = True
+            self._loop.call_soon(self._watch)
 
     def hear_of_connections(self) -> None:
         self._look_at_connections()
@@ -129,6 +143,9 @@ class Intake:
 
     def _watch(self) -> None:
         """Connections came or closed; what came through those before is heard first."""
+        self._watch_is_due = False
+        if self._socket.closed:
+            return
         self._look_at_connections()
         self._drain(BEFORE)
         self.hear_of_connections()
@@ -140,4 +157,7 @@ class Intake:
             number, came = int(event["value"]), event["event"] == zmq.EVENT_ACCEPTED
             if came:
                 self._door.came(number)
+                self._connections.opened(number)
+            else:
+                self._connections.closed(number)
             self._changes.append((number, came))

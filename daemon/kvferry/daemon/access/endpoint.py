@@ -1,14 +1,14 @@
-"""The daemon's place in the file system: a private folder, held by one daemon at a time.
+"""The runtime directory of one device: its files, its permissions, and the lock on it.
 
     <runtime directory>/<device UUID or "cpu">/
         lock           held with flock for the daemon's life; holds its pid
         kvferry.sock   ZeroMQ ROUTER
         fds.sock       file descriptors, which ZeroMQ cannot carry
-        events.sock    ZeroMQ PUB: what becomes resident, and what goes
+        events.sock    ZeroMQ PUB: KV events
 
 A second bind on a live ipc path would succeed and leave the first server deaf, so the lock comes
-first. The folder is the daemon's own, and the one above it is so, too, or root's. Only those who
-are admitted can enter the folder, and none but them the sockets in it.
+first. The folder belongs to the daemon's user, the one above it to the same user or root. With an
+access group the folder is 0750 and the sockets 0660 of that group; without one, 0700 and 0600.
 """
 
 from __future__ import annotations
@@ -16,14 +16,31 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
-from kvferry.daemon.server.admission import Admission
-from kvferry.daemon.server.door import shut, take_away
-from kvferry.daemon.server.fence import fence
+from kvferry.daemon.access.admission import Admission
 from kvferry.proto.desk import MAX_SOCKET_PATH
 from kvferry.proto.errors import Code, Refused
+
+
+def shut(path: Path) -> Path:
+    """Where the socket of `path` is while no more clients are accepted."""
+    return path.with_suffix(".full")
+
+
+def file_of(path: Path) -> tuple[int, int]:
+    """Which file a path leads to, by device and inode. Raises OSError."""
+    about = path.lstat()
+    return about.st_dev, about.st_ino
+
+
+def remove_own(path: Path, file: tuple[int, int]) -> None:
+    """Remove a socket if it is still this file: another daemon may have put its own there."""
+    for place in (path, shut(path)):
+        with suppress(OSError):
+            if file_of(place) == file:
+                place.unlink()
 
 
 class Endpoint:
@@ -41,8 +58,10 @@ class Endpoint:
                 str(self.messages),
             )
         self._lock = _locked(directory)
+        self._bound: dict[Path, tuple[int, int]] = {}
         for path in self._sockets:
-            path.unlink(missing_ok=True)
+            for place in (path, shut(path)):
+                place.unlink(missing_ok=True)
         try:
             self.open()
         except BaseException:
@@ -51,32 +70,79 @@ class Endpoint:
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
     def open(self) -> None:
-        """Let the admitted through to the sockets that are there. Raises Refused (BAD_CONFIG)."""
+        """Give the access group the folder and the sockets in it. Raises Refused (BAD_CONFIG).
+
+        Called again when a socket was bound, which `close` then removes.
+        """
         for path in self._sockets:
             for place in (path, shut(path)):
                 if place.exists():
-                    fence(place, 0o6, 0o6, self.admission)
-        fence(self.directory, 0o7, 0o5, self.admission)
+                    _give(place, 0o600, 0o060, self.admission.gid)
+                    self._bound[path] = file_of(place)
+        _give(self.directory, 0o700, 0o050, self.admission.gid)
 
-    def admit(self, uids: Iterable[int], groups: Iterable[str | int]) -> None:
-        """Admit these from now on, or leave all as it was. Raises Refused (BAD_CONFIG), OSError."""
-        before = self.admission.uids, self.admission.groups
-        self.admission.change(uids, groups)
+    def admit(self, group: str) -> None:
+        """Admit this group from now on, or change nothing. Raises Refused (BAD_CONFIG), OSError."""
+        before = self.admission.group
+        self.admission.change(group)
         try:
             self.open()
         except BaseException:
-            self.admission.change(*before)
+            self.admission.change(before)
             self.open()
             raise
 
+    def lost(self) -> str | None:
+        """Why clients cannot find the daemon any more: what is missing or replaced in the folder.
+
+        None if all is in place. A few system calls on a tmpfs; called once a second.
+        """
+        try:
+            ours = os.fstat(self._lock)
+            if file_of(self.directory / "lock") != (ours.st_dev, ours.st_ino):
+                return f"runtime directory {self.directory} was replaced: restart the daemon"
+        except OSError as error:
+            return (
+                f"runtime directory {self.directory} is gone ({error.strerror}): restart the daemon"
+            )
+        for path, file in self._bound.items():
+            if not self._is_ours(path, file):
+                return f"socket {path} was removed or replaced: restart the daemon"
+        return None
+
     def close(self) -> None:
-        for path in self._sockets:
-            take_away(path)
+        """Remove the sockets that this daemon bound, and nobody else's."""
+        for path, file in self._bound.items():
+            remove_own(path, file)
         os.close(self._lock)
+
+    def _is_ours(self, path: Path, file: tuple[int, int]) -> bool:
+        for place in (path, shut(path)):
+            with suppress(OSError):
+                if file_of(place) == file:
+                    return True
+        return False
 
     @property
     def _sockets(self) -> tuple[Path, ...]:
         return self.messages, self.descriptors, self.events
+
+
+def _give(path: Path, owner: int, members: int, gid: int | None) -> None:
+    """Set the mode, with `members` bits for a group; owner only while the group changes."""
+    os.chmod(path, owner)
+    if gid is None:
+        return
+    try:
+        os.chown(path, -1, gid)
+    except OSError as error:
+        raise Refused(
+            Code.BAD_CONFIG,
+            f"access.group: cannot give {path} to group {gid} ({error.strerror}): make the "
+            "daemon's user a member of it",
+            gid,
+        ) from error
+    os.chmod(path, owner | members)
 
 
 def _locked(directory: Path) -> int:
