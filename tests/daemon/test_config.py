@@ -42,13 +42,13 @@ def test_a_file_is_read(write: Any) -> None:
         [
             write(
                 'device = "0"\n[pool]\nsize = "64GiB"\ncheck_memory = false\n'
-                "[limits]\nmax_stores = 7\nallow_uids = [1000, 1001]\n"
+                '[limits]\nmax_stores = 7\n[access]\ngroup = "kv"\n'
                 '[stop]\ndrain_seconds = 1\n[log]\nlevel = "debug"\n'
             )
         ]
     )
     assert (config.device, config.pool.size, config.pool.check_memory) == ("0", "64GiB", False)
-    assert (config.limits.max_stores, config.limits.allow_uids) == (7, (1000, 1001))
+    assert (config.limits.max_stores, config.access.group) == (7, "kv")
     assert (config.stop.drain_seconds, config.log.level) == (1.0, "debug")
     assert config.pool.chunk == Config().pool.chunk
 
@@ -60,13 +60,13 @@ def test_flags_are_read() -> None:
             "--pool-size=1GiB",
             "--pool-check-memory=false",
             "--limits-max-stores=9",
-            "--limits-allow-uids=1000,1001",
+            "--access-group=kv",
             "--stop-drain-seconds=0.5",
             "--log-format=json",
         ]
     )
     assert (config.pool.size, config.pool.check_memory) == ("1GiB", False)
-    assert (config.limits.max_stores, config.limits.allow_uids) == (9, (1000, 1001))
+    assert (config.limits.max_stores, config.access.group) == (9, "kv")
     assert (config.stop.drain_seconds, config.log.format) == (0.5, "json")
 
 
@@ -142,8 +142,6 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         "--pool-chunk=",
         "--limits-max-stores=0",
         "--limits-max-stores=many",
-        "--limits-allow-uids=me",
-        "--limits-allow-uids=",
         "--stop-drain-seconds=-1",
         "--log-level=loud",
         "--pool-check-memory=perhaps",

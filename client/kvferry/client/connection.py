@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import random
 import select
 import weakref
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import cast
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from kvferry.proto.errors import Code, Gone, Refused
 
@@ -31,6 +33,7 @@ RECONNECT_MS, RECONNECT_MAX_MS = 10, 300
 """Between two attempts to reach a daemon that is not there: at first, and at last. Each client
 takes up to twice as long, as chance has it, so that they do not all come at once."""
 
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
 _monitors = count()
 _libc = ctypes.CDLL(None)
 
@@ -69,7 +72,8 @@ class Connection:
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         address = f"inproc://monitor-{next(_monitors)}"
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED, address)
+        self._connected = self._lost = self._forbidden = False
+        self.monitor = self.socket.get_monitor_socket(_EVENTS, address)
         self._ends.append(self.monitor)
         self.socket.connect(f"ipc://{self.directory / 'kvferry.sock'}")
         for place, end in enumerate((self.socket, self.monitor)):
@@ -98,8 +102,24 @@ class Connection:
         return news
 
     def check_alive(self) -> None:
-        """Raise Gone (DAEMON_GONE) once the daemon's end of the socket was closed."""
-        if cast(int, self.monitor.get(zmq.EVENTS)) & POLLIN:
+        """Raise Gone (DAEMON_GONE) once the daemon closed a connection, Refused (FORBIDDEN) if it
+        never lets this user connect.
+
+        A connection that is closed before its handshake ended is one too many at the moment, or
+        its daemon is starting: ZeroMQ connects again.
+        """
+        while cast(int, self.monitor.get(zmq.EVENTS)) & POLLIN:
+            event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            self._connected |= event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self._forbidden |= event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            self._lost |= event == zmq.EVENT_DISCONNECTED and self._connected
+        if self._forbidden:
+            message = (
+                "the daemon does not let your user connect: run as the daemon's user, or in the "
+                "group that its access.group names"
+            )
+            raise Refused(Code.FORBIDDEN, message, os.geteuid())
+        if self._lost:
             raise Gone(Code.DAEMON_GONE, "the daemon went away", str(self.directory))
 
     def wait(self, seconds: float) -> None:

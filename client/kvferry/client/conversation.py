@@ -238,6 +238,11 @@ class Conversation:
         if self._namespace is not None:
             self._namespace.lose()
 
+    def not_admitted(self, error: Refused) -> None:
+        """The daemon does not let this user connect."""
+        if self._greeting is None:
+            self._greeting = error
+
     def turned_away(self, error: KVFerryError) -> None:
         """The daemon that is there does not take us back."""
         self.lose(Gone(Code.DAEMON_GONE, "the daemon did not take us back"))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,6 +18,14 @@ from kvferry.proto.messages import Error
 
 AT_ONCE = 250
 """Descriptors in one packet."""
+
+
+# Seconds, at most, between two attempts at a socket that has no room at the moment.
+RETRY = 0.1
+
+
+class Busy(Gone):
+    """The daemon's descriptor socket has no room at the moment, or its daemon is restarting."""
 
 
 class Visit:
@@ -50,7 +60,7 @@ class Visit:
             except BlockingIOError:
                 return None
             if not packet:
-                raise ConnectionResetError("it hung up")
+                raise ConnectionResetError("it closed the connection")
         for descriptor in received:
             os.set_inheritable(descriptor, False)
         reply = decode_descriptor_reply(packet)
@@ -74,6 +84,9 @@ class Visit:
             yield
         except TimeoutError as error:
             raise timed_out("no descriptors passed", str(self._directory)) from error
+        except (ConnectionError, BlockingIOError) as error:
+            message = f"the daemon's descriptor socket does not answer: {error}"
+            raise Busy(Code.DAEMON_GONE, message, str(self._directory)) from error
         except OSError as error:
             message = f"the daemon takes no descriptors: {error}"
             raise Gone(Code.DAEMON_GONE, message, str(self._directory)) from error
@@ -99,8 +112,17 @@ def collect(directory: Path, session: str, ticket: int, timeout: float) -> int:
 def _ask(
     directory: Path, request: DescriptorRequest, descriptors: Sequence[int], timeout: float
 ) -> tuple[tuple[int, ...], list[int]]:
-    with Visit(directory, request, descriptors, timeout) as visit:
-        answer = visit.answer()
-    if answer is None:
-        raise timed_out("no descriptors passed", str(directory))
-    return answer
+    deadline = time.monotonic() + timeout
+    while True:
+        left = max(0.0, deadline - time.monotonic())
+        try:
+            with Visit(directory, request, descriptors, left) as visit:
+                answer = visit.answer()
+        except Busy:  # nothing was handed over
+            if left <= 0:
+                raise
+            time.sleep(min(left, random.uniform(RETRY / 2, RETRY)))
+            continue
+        if answer is None:
+            raise timed_out("no descriptors passed", str(directory))
+        return answer

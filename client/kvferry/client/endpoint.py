@@ -145,7 +145,7 @@ def check_open(directory: Path) -> None:
 def _forbidden(directory: Path) -> Refused:
     return Refused(
         Code.FORBIDDEN,
-        "the daemon's files do not let your user in: have it put into a group of its "
-        "limits.allow_groups, or into limits.allow_uids, and log in anew",
+        "the daemon's files do not let your user in: add it to the group of its access.group, "
+        "and log in again",
         str(directory),
     )

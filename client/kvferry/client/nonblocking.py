@@ -16,7 +16,7 @@ from kvferry.client.conversation import Conversation, Place
 from kvferry.client.endpoint import check_open, find_daemon, named
 from kvferry.client.jobs import TransferResult
 from kvferry.client.namespace import Namespace
-from kvferry.proto.errors import Code, Gone
+from kvferry.proto.errors import Code, Gone, Refused
 from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.memory import HostRegion
 from kvferry.proto.messages import ClientMessage, Hello, Pin, Touch, Unpin, Welcome
@@ -224,6 +224,8 @@ class NonBlocking:
             if self._conversation.linked:
                 self._connection.drain(self._conversation.feed)
                 self._conversation.lose(error)
+        except Refused as error:  # whoever waits to be greeted is told
+            self._conversation.not_admitted(error)
 
     # Coming back
 

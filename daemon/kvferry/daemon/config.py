@@ -18,12 +18,8 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get
 import msgspec
 from msgspec import Meta
 
-from kvferry.daemon.server.admission import MAX_ID
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.sizes import parse_bytes
-
-LISTS = ("allow_uids", "allow_groups")
-"""Keys whose flags take several values, with commas between them."""
 
 MOST_JOBS = 1 << 30
 
@@ -31,8 +27,6 @@ MOST_JOBS = 1 << 30
 MAX_FILE_BYTES = 1 << 20
 
 Size: TypeAlias = str
-Id: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_ID)]
-"""A user's number, or a group's."""
 
 
 class Section(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -99,17 +93,16 @@ class LimitsConfig(Section, frozen=True):
             description="loads that one client may have under way, besides its stores",
         ),
     ] = 8192
-    allow_uids: Annotated[
-        tuple[Id, ...],
-        Meta(description="users, besides the daemon's own and root, whose processes may connect"),
-    ] = ()
-    allow_groups: Annotated[
-        tuple[str | Id, ...],
+
+
+class AccessConfig(Section, frozen=True):
+    group: Annotated[
+        str,
         Meta(
-            description="groups, by name or number, whose members' processes may connect; the "
-            "sockets are given to the first"
+            description="group, by name or number in quotes, whose members' processes may connect "
+            "and which owns the sockets; without one only root and the daemon's own user may"
         ),
-    ] = ()
+    ] = ""
 
 
 class EventsConfig(Section, frozen=True):
@@ -191,6 +184,7 @@ class Config(Section, frozen=True):
     pool: PoolConfig = PoolConfig()
     copy: CopyConfig = CopyConfig()
     integrity: IntegrityConfig = IntegrityConfig()
+    access: AccessConfig = AccessConfig()
     limits: LimitsConfig = LimitsConfig()
     events: EventsConfig = EventsConfig()
     health: HealthConfig = HealthConfig()
@@ -254,7 +248,7 @@ def read(arguments: Sequence[str] | None = None) -> Config:
                     target = target.setdefault(section, {})
                     if not isinstance(target, dict):
                         raise TypeError(f"{section} is a table: [{section}], and {name} in it")
-                target[name] = value.split(",") if name in LISTS else value
+                target[name] = value
         config = msgspec.convert(tree, Config, strict=False)
     except OSError as error:
         message = f"the configuration file cannot be read: {error.strerror}"

@@ -28,6 +28,8 @@ import uvloop
 import zmq
 
 from kvferry.daemon import config as configuration
+from kvferry.daemon.access.admission import Admission
+from kvferry.daemon.access.endpoint import Endpoint
 from kvferry.daemon.config import Config, HealthConfig
 from kvferry.daemon.core.core import Core, Identity
 from kvferry.daemon.core.regions import MAX_REGIONS
@@ -43,9 +45,7 @@ from kvferry.daemon.observability.metrics import Metrics
 from kvferry.daemon.persistence.checksum_client import ChecksumClient
 from kvferry.daemon.persistence.region_store import FdStore, NullFdStore, RegionStore
 from kvferry.daemon.reload import Reload
-from kvferry.daemon.server.admission import Admission
 from kvferry.daemon.server.door import last_descriptor
-from kvferry.daemon.server.endpoint import Endpoint
 from kvferry.daemon.server.health import Health, Patience
 from kvferry.daemon.server.probe import HOST_BYTES, Probe
 from kvferry.daemon.server.server import Server
@@ -78,7 +78,7 @@ def _main(supervisor: Supervisor, arguments: Sequence[str] | None) -> None:
         start_logging(config.log)
         supervisor.status(f"opening device {config.device}")
         engine = make_engine(config)
-        admission = Admission(config.limits.allow_uids, config.limits.allow_groups)
+        admission = Admission(config.access.group)
         with starting(config.directory):
             endpoint = Endpoint(config.directory / engine.info.uuid, admission)
     except KVFerryError as error:
@@ -357,7 +357,7 @@ class Signals:
 
 def apply(endpoint: Endpoint, config: Config) -> None:
     """Take over what can change while the daemon runs. Raises like `admit`, and changes nothing."""
-    endpoint.admit(config.limits.allow_uids, config.limits.allow_groups)
+    endpoint.admit(config.access.group)
     start_logging(config.log)
 
 

@@ -9,7 +9,7 @@ import structlog
 from kvferry.daemon import config as configuration
 from kvferry.daemon.config import Config
 
-LIVE = frozenset({"limits.allow_uids", "limits.allow_groups", "log.level", "log.format"})
+LIVE = frozenset({"access.group", "log.level", "log.format"})
 """The keys that `apply` heeds."""
 
 log = structlog.get_logger()

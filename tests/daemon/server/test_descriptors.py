@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 
+from kvferry.daemon.access.admission import credentials_of
 from kvferry.daemon.server import descriptors as descriptors_module
 from kvferry.daemon.server.descriptors import DescriptorDesk
 from kvferry.proto.codec import encode
@@ -31,7 +32,7 @@ class House:
     def __init__(self, folder: Path) -> None:
         self.sessions = {"a", "b"}
         self.refused: list[str] = []
-        admission = SimpleNamespace(check=lambda uid, gid: None)
+        admission = SimpleNamespace(check=lambda process: None)
         endpoint = SimpleNamespace(admission=admission, descriptors=folder / "fds.sock")
         self.desk = DescriptorDesk(cast(Any, endpoint), lambda: self.sessions, self.refusal)
 
@@ -94,7 +95,7 @@ async def test_a_session_deposits_so_many_and_no_more(
     given: list[int] = []
     for _ in range(3):
         given.append(memory())
-        house.desk._reply(theirs, encode(Deposit("a")), given)
+        house.desk._reply(theirs, credentials_of(here), encode(Deposit("a")), given)
     assert house.refused == [Code.BUSY] * (3 if crowded else 1)
     assert len(given) == len(house.refused)  # the caller's to close
     for descriptor in given:

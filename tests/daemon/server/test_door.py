@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvferry.daemon.server.door import Door, last_descriptor, shut
+from kvferry.daemon.access.endpoint import shut
+from kvferry.daemon.server.door import Door, last_descriptor
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import zmq
 
+from kvferry.daemon.access.admission import Admission
+from kvferry.daemon.access.connections import Connections
 from kvferry.daemon.server import intake as intake_module
-from kvferry.daemon.server.admission import Admission
 from kvferry.daemon.server.intake import READ, TURN, Frames, Intake
 from kvferry.daemon.server.peers import Peer, Peers
 from kvferry.proto.messages import PROTOCOL, Hello
@@ -45,9 +46,11 @@ class House:
         self.costs: dict[bytes, float] = {}
         self.now = 0.0
         self.on_hearing: Callable[[bytes], None] = lambda _: None
-        self.peers = Peers(Admission(), self.part)
+        self.peers = Peers(self.part)
         door: Any = SimpleNamespace(came=self.came.append)
-        self.intake = Intake(self.router, self.peers, door, self, clock=lambda: self.now)
+        self.intake = Intake(
+            self.router, self.peers, door, Connections(Admission()), self, lambda: self.now
+        )
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         one = self.context.socket(kind)
@@ -67,7 +70,7 @@ class House:
             self.peers.admit(session, identity, frame, HELLO)
             return one
         pidfd = os.pidfd_open(os.getpid())
-        peer = Peer(session, identity, os.getpid(), pidfd, -1, HELLO.client, HELLO.engine)
+        peer = Peer(session, identity, 0, os.getpid(), pidfd, -1, HELLO.client, HELLO.engine)
         self.peers.by_session[session] = self.peers.by_identity[identity] = peer
         return one
 

@@ -45,7 +45,7 @@ class Socket:
 
 
 def desk(socket: Socket) -> tuple[Outboxes, Peer]:
-    peer = Peer("s", b"id", 1, -1, 0, "client", "engine")
+    peer = Peer("s", b"id", 0, 1, -1, 0, "client", "engine")
     peers = SimpleNamespace(by_session={"s": peer})
 
     def away(gone: Peer, reason: str) -> None:
@@ -99,7 +99,7 @@ async def test_the_last_that_one_hears_who_was_sent_away_is_a_goodbye(
 async def test_whoever_reads_the_socket_hears_of_every_time_that_it_is_written_to() -> None:
     """Where it is full, too: it has looked for messages then, and taken the wake-up for them."""
     sent: list[None] = []
-    peer = Peer("s", b"id", 1, -1, 0, "client", "engine")
+    peer = Peer("s", b"id", 0, 1, -1, 0, "client", "engine")
     boxes = Outboxes(
         cast(Any, Full()),
         cast(Any, None),
@@ -131,7 +131,7 @@ async def test_who_asked_for_more_than_a_message_may_have_is_told_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", 200)
-    peer = Peer("s", b"id", 1, -1, 0, "client", "engine")
+    peer = Peer("s", b"id", 0, 1, -1, 0, "client", "engine")
     boxes = Outboxes(
         cast(Any, Full()), cast(Any, None), lambda: None, lambda gone, reason: pytest.fail(reason)
     )
@@ -147,7 +147,7 @@ async def test_who_takes_nothing_is_sent_away_once_what_it_said_was_answered(
     """It may be in the middle of that: who is forgotten meanwhile has no session to answer."""
     monkeypatch.setattr(outbox_module, "MAX_MESSAGES", 3)
     away: list[str] = []
-    peer = Peer("s", b"id", 1, -1, 0, "client", "engine")
+    peer = Peer("s", b"id", 0, 1, -1, 0, "client", "engine")
     peers = SimpleNamespace(by_session={"s": peer})
     boxes = Outboxes(
         cast(Any, Full()),

@@ -141,8 +141,8 @@ def _change(error: KVFerryError, directory: Path) -> str:
             return _revive(_holder(directory))
         case Code.PROTOCOL_VERSION | Code.BAD_MESSAGE:
             return "install the same version of kvferry on both sides, and restart both"
-        case Code.FORBIDDEN if error.message.startswith("user"):
-            return f"limits.allow_uids = [{os.geteuid()}] in the daemon's configuration"
+        case Code.FORBIDDEN if "access.group" in error.message:
+            return "name a group of this user as access.group in the daemon's configuration"
         case Code.FORBIDDEN:
             return "one PID namespace for both: docker run --pid=host"
         case Code.SHUTTING_DOWN:

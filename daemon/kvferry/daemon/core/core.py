@@ -28,6 +28,7 @@ from kvferry.daemon.core.actions import (
     Verified,
 )
 from kvferry.daemon.core.deeds import Found, Tenancy
+from kvferry.daemon.core.engine_owners import EngineOwners
 from kvferry.daemon.core.geometry import sides
 from kvferry.daemon.core.namespaces import Namespaces
 from kvferry.daemon.core.regions import MAX_REGIONS, Regions
@@ -76,11 +77,12 @@ class Core:
         self._errors: Counter[str] = Counter()
         self._engines: dict[str, str] = {}
         """Sessions, and the engine that each belongs to."""
+        self._owners = EngineOwners()
         self._waiting: dict[str, Claim] = {}
         """What sessions asked for that one on its way out still has."""
         self._regions = Regions(pool_bytes, own_bytes, max_regions)
         self._namespaces = Namespaces(self._regions)
-        self._registrations = Registrations(self._regions, self._namespaces)
+        self._registrations = Registrations(self._regions, self._namespaces, self._owners)
         self._transfers = Transfers(self._registrations, identity.limits.most, observe_job)
 
     @property
@@ -93,8 +95,8 @@ class Core:
         """Whether a job has not ended, or memory is being mapped or let go."""
         return len(self._transfers) > 0 or self._registrations.unsettled
 
-    def welcome(self, session: str, hello: wire.Hello) -> list[Action]:
-        """Open a session, or say why not."""
+    def welcome(self, session: str, hello: wire.Hello, uid: int | None = None) -> list[Action]:
+        """Open a session of a user's process, or say why not."""
         if not hello.protocol_min <= wire.PROTOCOL <= hello.protocol_max:
             message = f"this daemon speaks protocol {wire.PROTOCOL}: install a client that does"
             spoken = f"{hello.protocol_min} to {hello.protocol_max}"
@@ -103,6 +105,10 @@ class Core:
         if self.stopping:
             error = Gone(Code.SHUTTING_DOWN, "the daemon is stopping")
             return [Send(session, self.refusal(None, error))]
+        try:
+            self._owners.enter(hello.engine, uid)
+        except Refused as refused:
+            return [Send(session, self.refusal(None, refused))]
         self._engines[session] = hello.engine
         me = self.identity
         reply = wire.Welcome(
@@ -169,7 +175,7 @@ class Core:
 
     def leave(self, session: str) -> list[Action]:
         """A session said goodbye or died: give up its jobs and what it registered."""
-        del self._engines[session]
+        self._owners.leave(self._engines.pop(session))
         self._waiting.pop(session, None)
         self._namespaces.leave(session)
         moved = self._transfers.moved.pop(session, 0)

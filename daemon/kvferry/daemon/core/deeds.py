@@ -42,6 +42,7 @@ class Deed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A region: `nbytes` of the pool from `start` on, an engine's (layout) or a namespace's.
 
     pages, factor: how host blocks of a namespace are made, where somebody has entered it.
+    uid: the user that an engine's region belongs to.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Deed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     generation: int = 1
     pages: tuple[tuple[int, ...], ...] | None = None
     factor: int = 0
+    uid: int | None = None
 
     @property
     def owner(self) -> Owner:
@@ -102,6 +104,7 @@ class Tenancy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: LayoutArrays
     nbytes: int
     owner: Owner
+    uid: int | None = None
 
 
 T = TypeVar("T")

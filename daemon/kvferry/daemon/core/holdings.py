@@ -28,6 +28,7 @@ class Holding:
     layout: LayoutArrays
     nbytes: int
     region: Region
+    uid: int | None = None
 
 
 class Holdings:

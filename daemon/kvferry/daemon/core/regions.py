@@ -30,13 +30,15 @@ MAX_REGIONS = 1024
 
 @dataclass(slots=True)
 class Region:
-    """states: what can be loaded by number; None in a region whose host blocks have keys."""
+    """states: what can be loaded by number; None in a region whose host blocks have keys.
+    uid: the user that an engine's region belongs to; None for a namespace's."""
 
     owner: Owner
     contents: Contents
     start: int
     nbytes: int
     present: bool = True
+    uid: int | None = None
     states: BlockStates | None = field(default=None, compare=False)
 
     @property
@@ -74,10 +76,13 @@ class Regions:
         """Whether a region is still its owner's."""
         return self._regions.get(region.owner) is region
 
-    def claim(self, owner: Owner, contents: Contents, nbytes: int | None) -> tuple[Region, bool]:
+    def claim(
+        self, owner: Owner, contents: Contents, nbytes: int | None, uid: int | None = None
+    ) -> tuple[Region, bool]:
         """A region for `owner`, and whether it is the one it had before.
 
-        nbytes: how much; None for what is free (all that is contiguous). Raises Refused
+        nbytes: how much; None for what is free (all that is contiguous). A region that another
+        user left under the same name is not given back. Raises Refused
         (POOL_FULL) and changes nothing where there is no room.
         """
         block = contents.host_block_bytes
@@ -86,7 +91,8 @@ class Regions:
                 Code.POOL_FULL, f"it must hold one host block: at least {block} bytes", nbytes
             )
         old = self._regions.get(owner)
-        if old is not None and old.contents == contents and nbytes in (None, old.nbytes):
+        same = old is not None and old.contents == contents and old.uid == uid
+        if old is not None and same and nbytes in (None, old.nbytes):
             old.present = True
             return old, True
         start, size = self._find(owner, block, nbytes)
@@ -98,7 +104,7 @@ class Regions:
                 f"{block} bytes: take less, or a larger block_size_factor",
                 size // block,
             )
-        region = Region(owner, contents, start, size)
+        region = Region(owner, contents, start, size, uid=uid)
         if isinstance(contents, LayoutArrays):
             region.states = BlockStates.of_layout(contents, region.num_blocks)
         if owner not in self._regions:
@@ -140,7 +146,7 @@ class Regions:
         Host blocks that have numbers are unverified then; of keys the namespace knows.
         """
         deed = found.deed
-        region = Region(deed.owner, deed.contents, deed.start, deed.nbytes, present=False)
+        region = Region(deed.owner, deed.contents, deed.start, deed.nbytes, False, deed.uid)
         if (
             not self.own_bytes <= region.start < region.end <= self.pool_bytes
             or region.start % ALIGNMENT

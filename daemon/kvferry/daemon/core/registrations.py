@@ -19,6 +19,7 @@ from typing import TypeAlias
 
 from kvferry.daemon.core.actions import Action, Drop, Map, Mapped, Send, Shelve, Unmap
 from kvferry.daemon.core.deeds import Deed, Tenancy, engine_owner
+from kvferry.daemon.core.engine_owners import EngineOwners
 from kvferry.daemon.core.geometry import Geometry, Run
 from kvferry.daemon.core.holdings import Holding, Holdings
 from kvferry.daemon.core.namespace import Namespace
@@ -74,6 +75,8 @@ class Registration:
     namespace: Namespace | None = None
     was_open: bool = False
     copying: tuple[GroupCopying, ...] = ()
+    uid: int | None = None
+    """The user that it belongs to."""
     kept_bytes: int = 0
     """Of tensors that are to outlast it."""
 
@@ -93,8 +96,11 @@ class Registration:
 class Registrations:
     """All registrations, each in the place where it stands."""
 
-    def __init__(self, regions: Regions, namespaces: Namespaces) -> None:
+    def __init__(
+        self, regions: Regions, namespaces: Namespaces, owners: EngineOwners | None = None
+    ) -> None:
         self._regions = regions
+        self._owners = owners or EngineOwners()
         self._namespaces = namespaces
         self._holdings = Holdings(regions)
         self._opening: dict[int, Registration] = {}
@@ -193,7 +199,7 @@ class Registrations:
                 Code.NOT_REGISTERED, "their engine's host blocks are gone", tenancy.engine
             )
         number = next(self._numbers)
-        holding = Holding(number, tenancy.layout, tenancy.nbytes, region)
+        holding = Holding(number, tenancy.layout, tenancy.nbytes, region, tenancy.uid)
         self._holdings.put(tenancy.engine, holding)
         return number
 
@@ -239,9 +245,8 @@ class Registrations:
         holding = self._holdings.get(registration.engine)
         if holding is None:
             return None, []
-        if holding.region.owner == registration.region.owner and _may_be(
-            holding, registration.geometry.layout, request
-        ):
+        same = (holding.region.owner, holding.uid) == (registration.region.owner, registration.uid)
+        if same and _may_be(holding, registration.geometry.layout, request):
             holding.region = registration.region
             return holding.number, []
         return None, _drops(self._holdings.pop(registration.engine))
@@ -253,14 +258,16 @@ class Registrations:
             return dropped
         nbytes = registration.kept_bytes = sum(place.size for place in report.allocations)
         engine, layout = registration.engine, registration.geometry.layout
-        tenancy = Tenancy(engine, layout, nbytes, registration.region.owner)
+        tenancy = Tenancy(engine, layout, nbytes, registration.region.owner, registration.uid)
         return [Shelve(registration.number, tenancy, report.held), *dropped]
 
     def _leave_behind(self, registration: Registration) -> list[Action]:
         """Hold the tensors of a registration that is gone, or let them go."""
         number, layout = registration.number, registration.geometry.layout
         if registration.kept_bytes:
-            holding = Holding(number, layout, registration.kept_bytes, registration.region)
+            holding = Holding(
+                number, layout, registration.kept_bytes, registration.region, registration.uid
+            )
             self._holdings.put(registration.engine, holding)
         elif registration.terms.keep:
             return [Drop(number)]
@@ -288,6 +295,7 @@ class Registrations:
         registration = Registration(
             number, engine, session, terms, geometry, host, region, ordering, namespace
         )
+        registration.uid = self._owners.uid(engine)
         self._opening[registration.number] = registration
         self._holders[engine] = registration
         return registration
@@ -297,9 +305,10 @@ class Registrations:
         owner = engine_owner(engine)
         if engine == OWN:
             return Region(owner, layout, 0, self._regions.own_bytes), False
-        region, reattached = self._regions.claim(owner, layout, nbytes)
+        uid = self._owners.uid(engine)
+        region, reattached = self._regions.claim(owner, layout, nbytes, uid)
         if not reattached:
-            self._regions.enter(Deed(engine, region.start, region.nbytes, layout))
+            self._regions.enter(Deed(engine, region.start, region.nbytes, layout, uid=uid))
         return region, reattached
 
     def _release(self, registration: Registration) -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import struct
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container
 from itertools import count
 
+from kvferry.daemon.access.admission import Credentials, credentials_of
+from kvferry.daemon.access.endpoint import Endpoint
 from kvferry.daemon.server.closing import MAX_AT_ONCE, close, close_aside, kind_of
 from kvferry.daemon.server.door import NONE_LEFT, crowded
-from kvferry.daemon.server.endpoint import Endpoint
 from kvferry.proto.codec import decode_descriptor_request, encode
 from kvferry.proto.desk import Collect, Deposit, DescriptorReply, Tickets
 from kvferry.proto.errors import Code, KVFerryError, Refused
@@ -23,16 +23,13 @@ from kvferry.proto.messages import Error
 
 MAX_HELD = 4096
 """Descriptors that one session may have deposited and not yet used."""
-MAX_VISITORS = 64
-"""Connections served at a time; more of them wait in the kernel."""
-PATIENCE = 5.0
-"""Seconds that a connection may take to say what it wants."""
-
-
-def credentials(visitor: socket.socket) -> tuple[int, int]:
-    """(uid, gid) of the process that connected, as the kernel says."""
-    _, uid, gid = struct.unpack("3i", visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return uid, gid
+# Connections of one user served at a time: 64 engines that start together have one each. One too
+# many is closed at once, and its client tries again.
+MAX_VISITORS_PER_USER = 64
+# Of all users; more of them wait in the kernel.
+MAX_VISITORS = 256
+# Seconds until the first byte. A client sends its request right after it connected.
+PATIENCE = 1.0
 
 
 class DescriptorDesk:
@@ -51,7 +48,8 @@ class DescriptorDesk:
         self._held: defaultdict[str, dict[int, int]] = defaultdict(dict)
         self._tickets = count(1)
         self._loop = asyncio.get_running_loop()
-        self._visitors: dict[int, tuple[socket.socket, asyncio.TimerHandle]] = {}
+        self._visitors: dict[int, tuple[socket.socket, Credentials, asyncio.TimerHandle]] = {}
+        self._of_user = Counter[int]()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(endpoint.descriptors))
         self._listener.listen(64)
@@ -98,20 +96,29 @@ class DescriptorDesk:
         except OSError:  # gone again
             return
         visitor.setblocking(False)
+        try:
+            process = credentials_of(visitor)
+        except OSError:
+            close_aside(visitor.detach())
+            return
+        if self._of_user[process.uid] >= MAX_VISITORS_PER_USER:
+            close_aside(visitor.detach())  # what it sent may still be in it
+            return
+        self._of_user[process.uid] += 1
         number = visitor.fileno()
         timer = self._loop.call_later(PATIENCE, self._dismiss, number)
-        self._visitors[number] = (visitor, timer)
+        self._visitors[number] = (visitor, process, timer)
         self._loop.add_reader(number, self._serve, number)
         if len(self._visitors) == MAX_VISITORS:
             self._loop.remove_reader(self._listener)
 
     def _serve(self, number: int) -> None:
-        visitor, _ = self._visitors[number]
+        visitor, process, _ = self._visitors[number]
         descriptors: list[int] = []
         try:
             packet, descriptors, _, _ = socket.recv_fds(visitor, 4096, MAX_AT_ONCE)
             if packet:
-                self._reply(visitor, packet, descriptors)
+                self._reply(visitor, process, packet, descriptors)
         except OSError:  # the visitor went; what it sent is closed below
             pass
         finally:
@@ -119,12 +126,18 @@ class DescriptorDesk:
                 close(descriptor)
             self._dismiss(number)
 
-    def _reply(self, visitor: socket.socket, packet: bytes, descriptors: list[int]) -> None:
+    def _reply(
+        self,
+        visitor: socket.socket,
+        process: Credentials,
+        packet: bytes,
+        descriptors: list[int],
+    ) -> None:
         """Answer one request; takes descriptors that it keeps out of the list."""
         answer: DescriptorReply
         passing: list[int] = []
         try:
-            self._admission.check(*credentials(visitor))
+            self._admission.check(process)
             match decode_descriptor_request(packet):
                 case Deposit(session):
                     self._check(session, len(descriptors))
@@ -156,7 +169,10 @@ class DescriptorDesk:
     def _dismiss(self, number: int) -> None:
         if len(self._visitors) == MAX_VISITORS:
             self._listen()
-        visitor, timer = self._visitors.pop(number)
+        visitor, process, timer = self._visitors.pop(number)
+        self._of_user[process.uid] -= 1
+        if not self._of_user[process.uid]:
+            del self._of_user[process.uid]
         timer.cancel()
         self._loop.remove_reader(number)
         close_aside(visitor.detach())  # descriptors that nobody took may still be in it

@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
-from contextlib import suppress
 from pathlib import Path
 
 import structlog
 import zmq
+
+from kvferry.daemon.access.endpoint import file_of, remove_own, shut
 
 BACKLOG = 64
 """Connections that the kernel has taken and libzmq has not: they still come in at a shut door."""
@@ -43,17 +44,6 @@ def crowded() -> bool:
     return number > last_descriptor()
 
 
-def shut(path: Path) -> Path:
-    """Where the socket of `path` is while nobody comes in."""
-    return path.with_suffix(".full")
-
-
-def take_away(path: Path) -> None:
-    """Remove a socket's file as far as we may: at a stop, so nothing else depends on that."""
-    with suppress(OSError):
-        path.unlink()
-
-
 class Door:
     """Where clients find an ipc socket: `path`, once it was opened.
 
@@ -62,6 +52,7 @@ class Door:
 
     def __init__(self, path: Path) -> None:
         self._path, self._shut = path, shut(path)
+        self._file: tuple[int, int] | None = None
         self._last = last_descriptor()
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -70,6 +61,7 @@ class Door:
         """Listen, behind the door. Raises zmq.ZMQError."""
         socket.setsockopt(zmq.BACKLOG, BACKLOG)
         socket.bind(f"ipc://{self._shut}")
+        self._file = file_of(self._shut)
 
     def open(self) -> None:
         self._shut.rename(self._path)
@@ -82,11 +74,11 @@ class Door:
             self._timer = self._loop.call_later(LOOK_EVERY, self._look)
 
     def close(self) -> None:
-        """Take it away: libzmq leaves the file."""
+        """Remove the file, which libzmq leaves, if it is still ours."""
         if self._timer is not None:
             self._timer.cancel()
-        for place in (self._path, self._shut):
-            take_away(place)
+        if self._file is not None:
+            remove_own(self._path, self._file)
 
     def _look(self) -> None:
         if crowded():

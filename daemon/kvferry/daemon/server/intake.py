@@ -25,6 +25,7 @@ from typing import Protocol, TypeAlias, cast
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from kvferry.daemon.access.connections import Connections
 from kvferry.daemon.server.door import Door
 from kvferry.daemon.server.peers import Peer, Peers
 
@@ -78,14 +79,15 @@ class Intake:
         socket: zmq.Socket[bytes],
         peers: Peers,
         door: Door,
+        connections: Connections,
         listener: Listener,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._socket, self._peers, self._door, self._listener = socket, peers, door, listener
-        self._clock = clock
+        self._socket, self._peers, self._listener = socket, peers, listener
+        self._door, self._connections, self._clock = door, connections, clock
         self._monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._loop = asyncio.get_running_loop()
-        self._drain_is_due = False
+        self._drain_is_due = self._watch_is_due = False
         self._changes: deque[tuple[int, bool]] = deque()
         """Connections, by number, that were accepted (or else closed), not handled yet."""
         self._queues: dict[bytes, IncomingQueue] = {}
@@ -120,6 +122,13 @@ class Intake:
         queue = self._queues.pop(peer.identity, None)
         if queue is not None:
             self._drop(queue)
+
+    def count_connections(self) -> None:
+        """Bring the count of connections up to date; what else they mean is heard in order."""
+        self._read_monitor()
+        if self._changes and not self._watch_is_due:  # the monitor's edge is gone
+            self._watch_is_due = True
+            self._loop.call_soon(self._watch)
 
     def handle_connections(self) -> None:
         """Pass on which connections were accepted, and which closed."""
@@ -217,6 +226,9 @@ class Intake:
 
     def _watch(self) -> None:
         """Connections were accepted or closed; what came through those before counts first."""
+        self._watch_is_due = False
+        if self._socket.closed:
+            return
         self._read_monitor()
         if self._read(READ_BEFORE_CLOSE) or self._waiting:
             self.drain_soon()
@@ -229,6 +241,9 @@ class Intake:
             number, accepted = int(event["value"]), event["event"] == zmq.EVENT_ACCEPTED
             if accepted:
                 self._door.came(number)
+                self._connections.opened(number)
+            else:
+                self._connections.closed(number)
             self._changes.append((number, accepted))
 
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from kvferry.daemon.server.admission import Admission
 from kvferry.daemon.server.door import NONE_LEFT
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.messages import DaemonMessage, Hello, News
@@ -29,6 +28,7 @@ class Peer:
 
     session: str
     identity: bytes
+    uid: int
     pid: int
     pidfd: int
     connection: int
@@ -47,11 +47,11 @@ class Peer:
     """The newest News that its full outbox did not take."""
 
 
-def credentials(frame: zmq.Frame) -> tuple[int, int, int]:
-    """(uid, gid, pid) of who sent a frame. Raises Refused where the kernel says none."""
+def credentials(frame: zmq.Frame) -> tuple[int, int]:
+    """(uid, pid) of who sent a frame. Raises Refused where the kernel says none."""
     try:
-        _, uid, gid, pid = str(frame.get("Peer-Address")).split(":")
-        return int(uid), int(gid), int(pid)
+        _, uid, _, pid = str(frame.get("Peer-Address")).split(":")
+        return int(uid), int(pid)
     except (zmq.ZMQError, ValueError) as error:
         raise Refused(
             Code.FORBIDDEN, "the socket does not tell which process is at its other end"
@@ -61,8 +61,8 @@ def credentials(frame: zmq.Frame) -> tuple[int, int, int]:
 class Peers:
     """All connected processes, by session and by address."""
 
-    def __init__(self, admission: Admission, died: Callable[[Peer, str], None]) -> None:
-        self._admission, self._died = admission, died
+    def __init__(self, died: Callable[[Peer, str], None]) -> None:
+        self._died = died
         self._loop = asyncio.get_running_loop()
         self.by_session: dict[str, Peer] = {}
         self.by_identity: dict[bytes, Peer] = {}
@@ -71,11 +71,13 @@ class Peers:
         """Numbers of connections that closed, and that no newer one has."""
 
     def admit(self, session: str, identity: bytes, frame: zmq.Frame, hello: Hello) -> Peer:
-        """Take a process in. Raises Refused (FORBIDDEN, BUSY; NO_SESSION where it went already)."""
+        """Take in a process that ZAP admitted (zap.py).
+
+        Raises Refused (FORBIDDEN, BUSY; NO_SESSION where it went already).
+        """
         connection = int(frame.get(zmq.SRCFD))
         self._check_there(identity, connection)
-        uid, gid, pid = credentials(frame)
-        self._admission.check(uid, gid)
+        uid, pid = credentials(frame)
         try:
             pidfd = os.pidfd_open(pid)
         except OSError as error:
@@ -86,7 +88,7 @@ class Peers:
                 "the daemon cannot see your process: let both share one PID namespace",
                 pid,
             ) from error
-        peer = Peer(session, identity, pid, pidfd, connection, hello.client, hello.engine)
+        peer = Peer(session, identity, uid, pid, pidfd, connection, hello.client, hello.engine)
         self.by_session[session] = self.by_identity[identity] = peer
         self._by_connection[connection] = peer
         self._loop.add_reader(pidfd, self._died, peer, "its process died")

@@ -16,6 +16,8 @@ from dataclasses import replace
 
 import zmq
 
+from kvferry.daemon.access.connections import Connections
+from kvferry.daemon.access.endpoint import Endpoint
 from kvferry.daemon.core.actions import (
     Action,
     Amend,
@@ -46,7 +48,6 @@ from kvferry.daemon.lane.quay import MapOrder
 from kvferry.daemon.persistence.region_store import RegionStore
 from kvferry.daemon.server.descriptors import DescriptorDesk
 from kvferry.daemon.server.door import Door
-from kvferry.daemon.server.endpoint import Endpoint
 from kvferry.daemon.server.health import Health
 from kvferry.daemon.server.intake import Frames, Intake
 from kvferry.daemon.server.journal import Journal
@@ -54,6 +55,7 @@ from kvferry.daemon.server.outbox import Outboxes
 from kvferry.daemon.server.peers import Peer, Peers
 from kvferry.daemon.server.returns import Returns
 from kvferry.daemon.server.shelf import Shelf
+from kvferry.daemon.server.zap import ZapHandler, protect
 from kvferry.proto.codec import MAX_MESSAGE_BYTES, decode_client_message
 from kvferry.proto.errors import Code, ErrorInfo, KVFerryError, Refused
 from kvferry.proto.memory import FdAllocation
@@ -96,7 +98,7 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         self._trouble: KVFerryError | None = None
-        self._peers = Peers(endpoint.admission, self.part)
+        self._peers = Peers(self.part)
         self._desk = DescriptorDesk(endpoint, lambda: core.sessions, core.refused)
         self._journal = Journal()
         self._returns = Returns(self._loop, self._take_reports)
@@ -108,7 +110,12 @@ class Server:
         self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._door = Door(endpoint.messages)
-        self._intake = Intake(self._socket, self._peers, self._door, self)
+        connections = Connections(endpoint.admission)
+        self._intake = Intake(self._socket, self._peers, self._door, connections, self)
+        self._zap = ZapHandler(
+            self._context, connections, self._intake.count_connections, core.refused
+        )
+        protect(self._socket)
         self._door.bind(self._socket)
         endpoint.open()
         self._door.open()
@@ -229,7 +236,7 @@ class Server:
         self._intake.handle_connections()  # or its number's last owner's end would seem its own
         session = secrets.token_hex(16)
         peer = self._peers.admit(session, identity, frame, hello)
-        self._perform(self._core.welcome(session, hello))
+        self._perform(self._core.welcome(session, hello, peer.uid))
         if session in self._core.sessions:
             self._journal.came(peer)
         else:
@@ -353,6 +360,7 @@ class Server:
         self._peers.close()
         self._desk.close()
         self._socket.close()
+        self._zap.close()
         await self._loop.run_in_executor(None, self._context.term)
 
 

@@ -1,0 +1,149 @@
+"""How many connections a user may have and open, so that no user can end the daemon with them.
+
+libzmq ends the whole process if the routing id that ROUTER generates for a new connection equals
+one that a connected peer has chosen. Generated ids are a zero byte and a counter of 32 bits, with a
+random start and one more for each connection, and peers may choose ids of that form. An attacker
+with L live connections spreads their ids evenly and opens R more a second; the counter meets one
+after 2**32 / (2 * L * R) seconds on average. libzmq does not show a chosen id before it has taken
+it, but it asks (ZAP, server/zap.py) before a connection gets an id at all: so L and R are bounded,
+for each user and for all users together. Called by the event loop.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+
+from kvferry.daemon.access.admission import Admission, Credentials, credentials_of
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """live: connections at a time. per_second: new ones on average, after the first `burst`."""
+
+    live: int
+    per_second: float
+    burst: int
+
+    @property
+    def days_to_collision(self) -> float:
+        """How long an attacker with all of it needs on average."""
+        return float(2**32 / (2 * self.live * self.per_second) / 86_400)
+
+
+# One user, root and the daemon's own included: root in a container is often the attacker. 97 days.
+# Room for 64 engines with their schedulers, workers and tools, all of which reconnect at once when
+# the daemon restarts, and for a status command every second.
+PER_USER = Quota(live=256, per_second=1.0, burst=4096)
+# All users together: an attacker may have many user ids. 24 days.
+ALL_USERS = Quota(live=512, per_second=2.0, burst=8192)
+# Users whose buckets are remembered; the full ones are forgotten first.
+_MAX_BUCKETS = 1024
+
+
+class Decision(Enum):
+    """What to answer a connection that wants to begin."""
+
+    ADMIT = "admit"
+    # The client's libzmq connects again by itself.
+    LATER = "later"
+
+
+class TokenBucket:
+    """A token for each new connection; one comes back every 1 / per_second seconds."""
+
+    def __init__(self, quota: Quota, now: float) -> None:
+        self._quota, self._tokens, self._at = quota, float(quota.burst), now
+
+    def refill(self, now: float) -> float:
+        """The tokens there are now."""
+        grown = self._tokens + (now - self._at) * self._quota.per_second
+        self._tokens, self._at = min(grown, float(self._quota.burst)), now
+        return self._tokens
+
+    def take(self) -> None:
+        self._tokens -= 1
+
+
+class Connections:
+    """All connections of a listening socket, by descriptor, and what is left of each quota."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        per_user: Quota = PER_USER,
+        all_users: Quota = ALL_USERS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._admission, self._clock = admission, clock
+        self._per_user, self._all_users = per_user, all_users
+        self._by_descriptor: dict[int, Credentials] = {}
+        self._live = Counter[int]()
+        self._buckets: dict[int, TokenBucket] = {}
+        self._bucket = TokenBucket(all_users, clock())
+        self.refused = 0
+
+    def opened(self, descriptor: int) -> None:
+        """A connection was accepted. One too many is shut down at once, or those that stay silent
+        would hold descriptors until libzmq's handshake timeout.
+
+        The number may have been closed and be another connection's by now: then its own events
+        follow, and the count is right again after them.
+        """
+        self.closed(descriptor)
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as peer:
+            if peer.family != socket.AF_UNIX or peer.type != socket.SOCK_STREAM:
+                return
+            process = self._by_descriptor[descriptor] = credentials_of(peer)
+            self._live[process.uid] += 1
+            if self._over(process.uid):
+                peer.shutdown(socket.SHUT_RDWR)
+
+    def closed(self, descriptor: int) -> None:
+        process = self._by_descriptor.pop(descriptor, None)
+        if process is not None:
+            self._live[process.uid] -= 1
+            if not self._live[process.uid]:
+                del self._live[process.uid]
+
+    def decide(self, uid: int, gid: int, pid: int) -> Decision:
+        """Whether a connection of this process may begin. Raises Refused (FORBIDDEN)."""
+        groups = self._groups(uid, gid, pid)
+        self._admission.check(Credentials(uid, gid, pid, groups))
+        now = self._clock()
+        bucket = self._bucket_of(uid, now)
+        enough = bucket.refill(now) >= 1 and self._bucket.refill(now) >= 1
+        if self._over(uid) or not enough:
+            self.refused += 1
+            return Decision.LATER
+        bucket.take()
+        self._bucket.take()
+        return Decision.ADMIT
+
+    def _over(self, uid: int) -> bool:
+        return (
+            self._live[uid] > self._per_user.live or len(self._by_descriptor) > self._all_users.live
+        )
+
+    def _groups(self, uid: int, gid: int, pid: int) -> frozenset[int]:
+        """Of the accepted connection that libzmq asks about; it does not tell which."""
+        for process in self._by_descriptor.values():
+            if (process.uid, process.gid, process.pid) == (uid, gid, pid):
+                return process.groups
+        return frozenset()
+
+    def _bucket_of(self, uid: int, now: float) -> TokenBucket:
+        bucket = self._buckets.get(uid)
+        if bucket is None:
+            if len(self._buckets) >= _MAX_BUCKETS:
+                full = self._per_user.burst
+                kept = {u: b for u, b in self._buckets.items() if b.refill(now) < full}
+                self._buckets = kept
+            bucket = self._buckets[uid] = TokenBucket(self._per_user, now)
+        return bucket

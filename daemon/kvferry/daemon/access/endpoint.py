@@ -1,0 +1,197 @@
+"""The runtime directory of one device: its files, its permissions, and the lock on it.
+
+    <runtime directory>/<device UUID or "cpu">/
+        lock           held with flock for the daemon's life; holds its pid
+        kvferry.sock   ZeroMQ ROUTER
+        fds.sock       file descriptors, which ZeroMQ cannot carry
+        events.sock    ZeroMQ PUB: KV events
+
+A second bind on a live ipc path would succeed and leave the first server deaf, so the lock comes
+first. The folder belongs to the daemon's user, the one above it to the same user or root. With an
+access group the folder is 0750 and the sockets 0660 of that group; without one, 0700 and 0600.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from kvferry.daemon.access.admission import Admission
+from kvferry.proto.desk import MAX_SOCKET_PATH
+from kvferry.proto.errors import Code, Refused
+
+
+def shut(path: Path) -> Path:
+    """Where the socket of `path` is while no more clients are accepted."""
+    return path.with_suffix(".full")
+
+
+def file_of(path: Path) -> tuple[int, int]:
+    """Which file a path leads to, by device and inode. Raises OSError."""
+    about = path.lstat()
+    return about.st_dev, about.st_ino
+
+
+def remove_own(path: Path, file: tuple[int, int]) -> None:
+    """Remove a socket if it is still this file: another daemon may have put its own there."""
+    for place in (path, shut(path)):
+        with suppress(OSError):
+            if file_of(place) == file:
+                place.unlink()
+
+
+class Endpoint:
+    """Holds the folder until `close`. Raises Refused (ENDPOINT_IN_USE, BAD_CONFIG)."""
+
+    def __init__(self, directory: Path, admission: Admission) -> None:
+        self.directory, self.admission = directory, admission
+        self.messages = directory / "kvferry.sock"
+        self.descriptors = directory / "fds.sock"
+        self.events = directory / "events.sock"
+        if len(os.fsencode(self.messages)) > MAX_SOCKET_PATH:
+            raise Refused(
+                Code.BAD_CONFIG,
+                f"a socket's path has at most {MAX_SOCKET_PATH} bytes: set a shorter runtime_dir",
+                str(self.messages),
+            )
+        self._lock = _locked(directory)
+        self._bound: dict[Path, tuple[int, int]] = {}
+        for path in self._sockets:
+            for place in (path, shut(path)):
+                place.unlink(missing_ok=True)
+        try:
+            self.open()
+        except BaseException:
+            os.close(self._lock)
+            raise
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    def open(self) -> None:
+        """Give the access group the folder and the sockets in it. Raises Refused (BAD_CONFIG).
+
+        Called again when a socket was bound, which `close` then removes.
+        """
+        for path in self._sockets:
+            for place in (path, shut(path)):
+                if place.exists():
+                    _give(place, 0o600, 0o060, self.admission.gid)
+                    self._bound[path] = file_of(place)
+        _give(self.directory, 0o700, 0o050, self.admission.gid)
+
+    def admit(self, group: str) -> None:
+        """Admit this group from now on, or change nothing. Raises Refused (BAD_CONFIG), OSError."""
+        before = self.admission.group
+        self.admission.change(group)
+        try:
+            self.open()
+        except BaseException:
+            self.admission.change(before)
+            self.open()
+            raise
+
+    def lost(self) -> str | None:
+        """Why clients cannot find the daemon any more: what is missing or replaced in the folder.
+
+        None if all is in place. A few system calls on a tmpfs; called once a second.
+        """
+        if not self.directory.exists():
+            return f"runtime directory {self.directory} is gone: restart the daemon"
+        if not self._lock_is_here():
+            return f"runtime directory {self.directory} was replaced: restart the daemon"
+        for path, file in self._bound.items():
+            if not self._is_ours(path, file):
+                return f"socket {path} was removed or replaced: restart the daemon"
+        return None
+
+    def close(self) -> None:
+        """Remove the sockets that this daemon bound, and nobody else's.
+
+        Only a daemon that holds the lock has sockets here. Its inode is not used again while it is
+        open, that of a socket may be.
+        """
+        if self._lock_is_here():
+            for path, file in self._bound.items():
+                remove_own(path, file)
+        os.close(self._lock)
+
+    def _lock_is_here(self) -> bool:
+        ours = os.fstat(self._lock)
+        with suppress(OSError):
+            return file_of(self.directory / "lock") == (ours.st_dev, ours.st_ino)
+        return False
+
+    def _is_ours(self, path: Path, file: tuple[int, int]) -> bool:
+        for place in (path, shut(path)):
+            with suppress(OSError):
+                if file_of(place) == file:
+                    return True
+        return False
+
+    @property
+    def _sockets(self) -> tuple[Path, ...]:
+        return self.messages, self.descriptors, self.events
+
+
+def _give(path: Path, owner: int, members: int, gid: int | None) -> None:
+    """Set the mode, with `members` bits for a group; owner only while the group changes."""
+    os.chmod(path, owner)
+    if gid is None:
+        return
+    try:
+        os.chown(path, -1, gid)
+    except OSError as error:
+        raise Refused(
+            Code.BAD_CONFIG,
+            f"access.group: cannot give {path} to group {gid} ({error.strerror}): make the "
+            "daemon's user a member of it",
+            gid,
+        ) from error
+    os.chmod(path, owner | members)
+
+
+def _locked(directory: Path) -> int:
+    """Make the folder where it is not there, and hold it: the descriptor of its lock."""
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
+        _check_owner(directory.parent, 0, os.geteuid())
+        directory.mkdir(exist_ok=True, mode=0o700)
+        _check_owner(directory, os.geteuid())
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        lock = os.open(directory / "lock", flags, 0o600)
+    except OSError as error:
+        raise Refused(
+            Code.BAD_CONFIG, f"runtime_dir cannot be used: {error.strerror}", str(directory)
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(lock, 32, 0).decode(errors="replace").strip()
+        os.close(lock)
+        raise Refused(
+            Code.ENDPOINT_IN_USE,
+            f"another daemon (pid {holder}) serves this device here: stop it first",
+            str(directory),
+        ) from error
+    os.ftruncate(lock, 0)
+    return lock
+
+
+def _check_owner(place: Path, *owners: int) -> None:
+    """Who else has it could have it lead anywhere: what lies there is opened, and removed."""
+    about = place.lstat()
+    if not stat.S_ISDIR(about.st_mode):
+        raise Refused(
+            Code.BAD_CONFIG,
+            f"the folder is a link, or none, made by user {about.st_uid}: remove it, or set "
+            "another runtime_dir",
+            str(place),
+        )
+    if about.st_uid not in owners:
+        raise Refused(
+            Code.BAD_CONFIG,
+            f"the folder is another user's, {about.st_uid}: remove it, or set another runtime_dir",
+            str(place),
+        )

@@ -1,0 +1,40 @@
+"""Which user acts as which engine.
+
+An engine's name belongs to the user of its first live session until its last one ends. Users are
+told apart by the uid that the kernel names; a process that runs as the same user may join. There is
+no exception for root or the daemon's user: both can become any user.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvferry.proto.errors import Code, Refused
+
+
+class EngineOwners:
+    """Live sessions and user of each engine. The uid is None for the daemon's own engine."""
+
+    def __init__(self) -> None:
+        self._uids: dict[str, int | None] = {}
+        self._sessions = Counter[str]()
+
+    def enter(self, engine: str, uid: int | None) -> None:
+        """A session begins. Raises Refused (FORBIDDEN) if the name is another user's."""
+        owner = self._uids.setdefault(engine, uid)
+        if owner != uid:
+            message = (
+                f"engine name {engine!r} is in use by user {owner}, and you are user {uid}: give "
+                "your engine another name, or run both as one user"
+            )
+            raise Refused(Code.FORBIDDEN, message, engine)
+        self._sessions[engine] += 1
+
+    def leave(self, engine: str) -> None:
+        self._sessions[engine] -= 1
+        if self._sessions[engine] <= 0:
+            del self._sessions[engine]
+            self._uids.pop(engine, None)
+
+    def uid(self, engine: str) -> int | None:
+        return self._uids.get(engine)

@@ -1,0 +1,96 @@
+"""Answers libzmq's question whether a connection may begin (ZAP, ZeroMQ RFC 27).
+
+A socket with ZMQ_ZAP_DOMAIN sends a request for each connection before it attaches it to ROUTER,
+with the peer's user, group and process from SO_PEERCRED. Nothing of a connection that is refused
+reaches ROUTER. libzmq also rejects ZMTP 1.0 and 2.0 peers on such a socket, because these versions
+have no handshake to hold back. Served by the event loop, without waiting.
+
+    200   the connection begins
+    300   closed without a word: the client's libzmq connects again, until the client's timeout
+    400   the client is told, and raises FORBIDDEN
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import cast
+
+import structlog
+import zmq
+
+from kvferry.daemon.access.connections import Connections, Decision
+from kvferry.proto.errors import KVFerryError
+
+ADDRESS = "inproc://zeromq.zap.01"
+DOMAIN = b"kvferry"
+# Requests answered before the event loop does something else.
+TURN = 64
+# Seconds between two log lines about connections that have to wait.
+LOG_EVERY = 60.0
+POLLIN = int(zmq.POLLIN)
+_OK, _LATER, _FORBIDDEN, _MALFORMED = b"200", b"300", b"400", b"500"
+
+log = structlog.get_logger()
+
+
+class ZapHandler:
+    """Binds the handler's address in `context`; `protect` a socket before it is bound.
+
+    hear_of_connections: brings `connections` up to date. refused: counts an error.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        connections: Connections,
+        hear_of_connections: Callable[[], None],
+        refused: Callable[[KVFerryError], object],
+    ) -> None:
+        self._connections = connections
+        self._hear_of_connections, self._refused = hear_of_connections, refused
+        self._loop = asyncio.get_running_loop()
+        self._log_at = 0.0
+        self._socket = context.socket(zmq.REP)
+        self._socket.bind(ADDRESS)
+        self._loop.add_reader(self._socket.fileno(), self._serve)
+        self._loop.call_soon(self._serve)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close(0)
+
+    def _serve(self) -> None:
+        """Its descriptor is edge-triggered: read until nothing is left, some at a time."""
+        for _ in range(TURN):
+            if self._socket.closed or not cast(int, self._socket.get(zmq.EVENTS)) & POLLIN:
+                return
+            request = self._socket.recv_multipart(zmq.NOBLOCK)
+            self._hear_of_connections()
+            version, number, _, address, *_ = request
+            reply = [version, number, self._status(address), b"", b"", b""]
+            self._socket.send_multipart(reply, zmq.NOBLOCK)
+        self._loop.call_soon(self._serve)
+
+    def _status(self, address: bytes) -> bytes:
+        try:
+            _, uid, gid, pid = address.split(b":")
+            decision = self._connections.decide(int(uid), int(gid), int(pid))
+        except KVFerryError as error:
+            self._refused(error)
+            return _FORBIDDEN
+        except ValueError:  # the kernel named nobody
+            return _MALFORMED
+        if decision is Decision.ADMIT:
+            return _OK
+        if (now := self._loop.time()) > self._log_at:
+            self._log_at = now + LOG_EVERY
+            log.warning("too many connections: new ones have to wait", uid=int(uid))
+        return _LATER
+
+
+def protect(socket: zmq.Socket[bytes]) -> None:
+    """Have libzmq ask the handler about each connection, and refuse all if there is none."""
+    socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+    # ZMQ_ZAP_ENFORCE_DOMAIN: without it a missing handler admits everybody.
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)

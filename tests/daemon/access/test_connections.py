@@ -1,0 +1,91 @@
+"""Connections are bounded, live ones and new ones, for each user and for all together."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from kvferry.daemon.access.admission import Admission
+from kvferry.daemon.access.connections import ALL_USERS, PER_USER, Connections, Decision, Quota
+from kvferry.proto.errors import Code, Refused
+
+ME = os.geteuid(), os.getegid(), os.getpid()
+FEW = Quota(live=3, per_second=0.5, burst=2)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def sockets() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def connect(sockets: ExitStack) -> tuple[socket.socket, int]:
+    """A connection of this process: the client's end, and the daemon's descriptor."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    sockets.enter_context(ours)
+    sockets.enter_context(theirs)
+    return theirs, ours.fileno()
+
+
+def test_a_collision_of_routing_ids_takes_weeks() -> None:
+    assert PER_USER.days_to_collision > 90
+    assert ALL_USERS.days_to_collision > 21
+
+
+def test_new_connections_wait_once_the_burst_is_used_up() -> None:
+    clock = Clock()
+    connections = Connections(Admission(), FEW, Quota(9, 9.0, 9), clock)
+    decisions = [connections.decide(*ME) for _ in range(3)]
+    assert decisions == [Decision.ADMIT, Decision.ADMIT, Decision.LATER]
+    assert connections.refused == 1
+    clock.now = 1.9
+    assert connections.decide(*ME) is Decision.LATER
+    clock.now = 2.1
+    assert connections.decide(*ME) is Decision.ADMIT
+
+
+def test_one_user_s_burst_leaves_others_theirs_and_all_together_are_bounded() -> None:
+    connections = Connections(Admission(str(os.getegid())), FEW, Quota(9, 1.0, 3), Clock())
+    gid = os.getegid()
+    answers = [connections.decide(uid, gid, 1) for uid in (501, 501, 501, 502, 502)]
+    admit, later = Decision.ADMIT, Decision.LATER
+    assert answers == [admit, admit, later, admit, later]
+
+
+def test_one_live_connection_too_many_is_shut_down_and_asks_in_vain(sockets: ExitStack) -> None:
+    connections = Connections(Admission(), Quota(2, 9.0, 9), Quota(9, 9.0, 9), Clock())
+    ends = [connect(sockets) for _ in range(3)]
+    for _, descriptor in ends:
+        connections.opened(descriptor)
+    assert ends[2][0].recv(1) == b""
+    assert connections.decide(*ME) is Decision.LATER
+    connections.closed(ends[2][1])
+    assert connections.decide(*ME) is Decision.ADMIT
+
+
+def test_a_number_that_is_opened_again_counts_once(sockets: ExitStack) -> None:
+    connections = Connections(Admission(), Quota(1, 9.0, 9), Quota(9, 9.0, 9), Clock())
+    _, descriptor = connect(sockets)
+    for _ in range(3):
+        connections.opened(descriptor)
+    assert connections.decide(*ME) is Decision.ADMIT
+
+
+def test_a_stranger_is_forbidden_and_costs_nobody_a_connection() -> None:
+    connections = Connections(Admission(), FEW, FEW, Clock())
+    for _ in range(5):
+        with pytest.raises(Refused) as caught:
+            connections.decide(4711, 4711, 1)
+        assert (caught.value.code, caught.value.value) == (Code.FORBIDDEN, "4711")
+    assert connections.decide(*ME) is Decision.ADMIT
