@@ -101,6 +101,14 @@ def drawn(*daemons: Seen, width: int = 100, now: float = 140.0) -> str:
     return text
 
 
+def test_a_verification_is_shown_until_it_is_complete() -> None:
+    for decided, shown in ((32 * GIB, True), (64 * GIB, False)):
+        seen = Seen(Path("/run/kvferry/GPU-6f1b"))
+        verification = told.VerificationStatus(64 * GIB, decided)
+        seen.take(Look(msgspec.structs.replace(STATUS, verification=verification), ()), now=100.0)
+        assert ("verified 50% of 64 GiB from before" in drawn(seen, now=101.0)) == shown
+
+
 @pytest.mark.parametrize("width", [60, 80, 100, 160])
 def test_everything_is_on_it(seen: Seen, width: int) -> None:
     text = drawn(seen, width=width)

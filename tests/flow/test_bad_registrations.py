@@ -148,13 +148,14 @@ def test_cuda_memory_at_a_cpu_daemon(raw: Raw) -> None:
     assert refusal(raw, allocations=cuda) == Code.DEVICE_MISMATCH
 
 
-@pytest.mark.parametrize("what", [".", "pipe", "pyproject.toml", "internet"])
+@pytest.mark.parametrize("what", [".", "pipe", "pyproject.toml", "internet", "unix"])
 def test_descriptors_of_no_use(raw: Raw, what: str) -> None:
     with ExitStack() as stack:
         if what == "pipe":
             ends: tuple[int, ...] = os.pipe()
-        elif what == "internet":
-            ends = (socket.socket().detach(),)
+        elif what in ("internet", "unix"):
+            family = socket.AF_INET if what == "internet" else socket.AF_UNIX
+            ends = (socket.socket(family).detach(),)
         else:
             ends = (os.open(what, os.O_RDONLY),)
         for descriptor in ends:
@@ -164,12 +165,8 @@ def test_descriptors_of_no_use(raw: Raw, what: str) -> None:
     assert refused.value.code == Code.NOT_SHAREABLE
 
 
-@pytest.mark.parametrize("what", ["/dev/null", "socket"])
-def test_descriptors_of_other_things(raw: Raw, what: str) -> None:
-    if what == "socket":
-        descriptor = socket.socket(socket.AF_UNIX).detach()
-    else:
-        descriptor = os.open(what, os.O_RDONLY)
+def test_descriptors_of_another_device(raw: Raw) -> None:
+    descriptor = os.open("/dev/null", os.O_RDONLY)
     tensor, timeline = raw.deposit(descriptor, descriptor)
     os.close(descriptor)
     as_tensor = refusal(raw, allocations=(FdAllocation(tensor, 512),))

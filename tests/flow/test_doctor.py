@@ -176,7 +176,7 @@ def test_another_user_may_not_connect(kvferryd: LocalDaemon) -> None:
         (kvferryd.directory / name).chmod(0o777)
     failure = the_failure(examine_as_nobody(kvferryd.directory))
     assert failure.check == "greeting"
-    assert failure.change.startswith(f"limits.allow_uids = [{NOBODY}]")
+    assert failure.change.startswith("name a group of this user as access.group")
 
 
 # Whether it takes us

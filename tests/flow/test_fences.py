@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.client import Gone, LocalDaemon, TransferResult
+from kvferry.client import Code, Gone, LocalDaemon, TransferResult
 from kvferry.testing.content import Bytes
 from kvferry.testing.engine import Engine, StartEngine
 
@@ -160,6 +160,8 @@ def test_a_cancelled_job_moves_nothing_and_makes_room(
     outcome, done = engine.finish(held, behind)
     assert (outcome.outcome, outcome.transfer_size, done.success) == ("cancelled", 0, True)
     engine.worker.signal()
-    engine.finish(engine.load([0, 1], [2, 3]))
-    wanted = [engine.expected([0], 1)[0], engine.expected([1], 2)[0]]
-    assert np.array_equal(engine.worker.read([2, 3]), wanted)
+    engine.finish(engine.load([1], [3]))
+    assert np.array_equal(engine.worker.read([3]), engine.expected([1], 2))
+    (stale,) = engine.finish(engine.load([0], [2]))  # what the cancelled store left undefined
+    assert stale.error is not None
+    assert stale.error.code == Code.STALE

@@ -145,9 +145,7 @@ BAD_FLAGS: dict[str, dict[str, object]] = {
     "a deadline that never comes": {"health_deadline_seconds": "inf"},
     "level": {"log_level": "loud"},
     "seconds": {"stop_drain_seconds": -1},
-    "users": {"limits_allow_uids": "root"},
-    "a user that cannot be": {"limits_allow_uids": -5},
-    "a group that cannot be": {"limits_allow_groups": 99999999999},
+    "a group that cannot be": {"access_group": 99999999999},
 }
 
 

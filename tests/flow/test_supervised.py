@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -106,10 +104,8 @@ def test_keys_that_need_a_restart_are_named_once(manager: ServiceManager, file: 
     [
         "[limits\n",
         "[limits]\nmax_stores = 0\n",
-        "[limits]\nallow_uids = [-5]\n",
-        "[limits]\nallow_groups = [-1]\n",
-        '[limits]\nallow_groups = ["99999999999"]\n',
-        '[limits]\nallow_groups = ["no-such-group"]\n',
+        '[access]\ngroup = "99999999999"\n',
+        '[access]\ngroup = "no-such-group"\n',
     ],
 )
 def test_a_broken_file_changes_nothing(
@@ -138,40 +134,37 @@ def test_a_reload_beside_a_client(manager: ServiceManager, file: Path, tmp_path:
     """Who is in stays in."""
     with OffloadClient(tmp_path / "cpu") as client:
         boot = client.status().boot_id
-        reload(manager, file, "[limits]\nallow_uids = [61001]\n")
+        reload(manager, file, '[access]\ngroup = "61001"\n')
         reload(manager, file, "")
         assert client.status().boot_id == boot
 
 
-def test_a_reload_before_the_daemon_can_heed_it_waits(tmp_path: Path) -> None:
-    """It ended the process. The file is a pipe: each reading of it waits for us."""
-    pipe = tmp_path / "kvferryd.toml"
-    os.mkfifo(pipe)
-    command = kvferryd_command(tmp_path, config=pipe)
-    with ServiceManager(command, tmp_path / "notify", log=tmp_path / "log") as manager:
+EARLY = """
+import os, signal, sys
+from pathlib import Path
+from kvferry.daemon import config
+from kvferry.daemon.__main__ import main
 
-        def read() -> int:
-            """Once the daemon opens the file."""
-            ends: list[int] = []
+read = config.read
+def early(*arguments):
+    found = read(*arguments)
+    Path(os.environ["FILE"]).write_text('[log]\\nformat = "json"\\n')
+    os.kill(os.getpid(), signal.SIGHUP)
+    config.read = read
+    return found
 
-            def opened() -> bool:
-                assert manager.process.poll() is None
-                with suppress(OSError):  # ENXIO: nobody reads
-                    ends.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
-                return bool(ends)
+config.read = early
+main()
+"""
+"""The file changes, and a reload is asked for, right after the daemon has read it at its start."""
 
-            until(opened)
-            return ends[0]
 
-        manager.start(ready=False)
-        first = read()
-        manager.process.send_signal(signal.SIGHUP)
-        os.close(first)  # it is empty
-        manager.wait_for("STATUS")  # it has been read
-        second = read()
-        os.write(second, b'[log]\nformat = "json"\n')
-        os.close(second)
-        manager.wait_for("READY")
+def test_a_reload_before_the_daemon_can_heed_it_waits(file: Path, tmp_path: Path) -> None:
+    file.write_text("")
+    command = [sys.executable, "-c", EARLY, *kvferryd_command(tmp_path, config=file)[3:]]
+    notify, environ = tmp_path / "notify", {"FILE": str(file)}
+    with ServiceManager(command, notify, environ=environ, log=tmp_path / "log") as manager:
+        manager.start()
         until(lambda: '"event": "reloaded"' in manager.log())
         assert manager.stop() == 0
 
@@ -179,7 +172,7 @@ def test_a_reload_before_the_daemon_can_heed_it_waits(tmp_path: Path) -> None:
 LATE = """
 import os, signal
 from kvferry.daemon.__main__ import main
-from kvferry.daemon.server.endpoint import Endpoint
+from kvferry.daemon.access.endpoint import Endpoint
 
 close = Endpoint.close
 def late(endpoint):

@@ -9,6 +9,7 @@ as in OffloadClient.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from kvferry.client import verbs
 from kvferry.client.comeback import TICK
 from kvferry.client.conversation import LONGEST, timed_out
 from kvferry.client.descriptors import collect, deposit
+from kvferry.client.endpoint import LOOK_EVERY, has_daemon
 from kvferry.client.nonblocking import KVCaches, NonBlocking
 from kvferry.client.steps import Ask, Fetch, Leave, Step, Tell, Until, Verb
 from kvferry.client.timeline import Timeline
@@ -62,10 +64,14 @@ class AsyncOffloadClient(NonBlocking):
 
         When the daemon goes, the loop drives the client back: nothing need be called.
         """
+        deadline = time.monotonic() + timeout
+        while not has_daemon(directory) and time.monotonic() < deadline:
+            await asyncio.sleep(LOOK_EVERY)
         self = cls(directory, engine, client, reconnect)
         self.timeout = timeout
         try:
-            await self._perform(verbs.join(self._conversation), timeout)
+            left = max(0.0, deadline - time.monotonic())
+            await self._perform(verbs.join(self._conversation), left)
         except BaseException:
             self._leave()
             self._hang_up()

@@ -17,6 +17,7 @@ from kvferry.client import verbs
 from kvferry.client.comeback import TICK
 from kvferry.client.conversation import LONGEST, timed_out
 from kvferry.client.descriptors import collect, deposit
+from kvferry.client.endpoint import LOOK_EVERY, has_daemon
 from kvferry.client.nonblocking import KVCaches, NonBlocking
 from kvferry.client.steps import Ask, Fetch, Leave, Step, Tell, Until, Verb
 from kvferry.client.timeline import Timeline
@@ -55,10 +56,14 @@ class OffloadClient(NonBlocking):
         timeout: float = 10.0,
         reconnect: bool = True,
     ) -> None:
+        deadline = time.monotonic() + timeout
+        while not has_daemon(directory) and time.monotonic() < deadline:
+            time.sleep(LOOK_EVERY)
         super().__init__(directory, engine, client, reconnect)
         self.timeout = timeout
         try:
-            self._perform(verbs.join(self._conversation), timeout)
+            left = max(0.0, deadline - time.monotonic())
+            self._perform(verbs.join(self._conversation), left)
         except BaseException:
             self._leave()
             self._hang_up()

@@ -102,6 +102,22 @@ def folder_in(directory: Path) -> Path | None:
     return folders[0] if folders else None
 
 
+# Seconds between two looks for a daemon that has not started yet.
+LOOK_EVERY = 0.02
+
+
+def has_daemon(directory: Path | str | None) -> bool:
+    """Whether a daemon has its sockets in a named folder, or in the one folder below it.
+
+    Which of the two it will be is not known before a daemon starts, so a client that is to wait for
+    one looks again before it connects. Raises as `named` and `check_open`.
+    """
+    if directory is None:
+        return True
+    check_open(named(Path(directory)))
+    return folder_in(Path(directory)) is not None
+
+
 def named(directory: Path) -> Path:
     """The folder that a client means: where no daemon has its sockets yet, one may still come.
 

@@ -213,7 +213,7 @@ async def run(
             shelf = Shelf(kept.keeper)
             for number, memory in shelf.take_up(kept.ledgers, core.restore_tensors).items():
                 lane.hold(number, memory)
-            health = make_health(config.health, server, lane, pool.address, signals)
+            health = make_health(config.health, server, lane, pool.address, signals, endpoint.lost)
             gc.freeze()
             gc.set_threshold(*GC_THRESHOLDS)
             lane.start()
@@ -369,13 +369,18 @@ def make_metrics_server(config: Config, metrics: Metrics) -> MetricsServer | Non
 
 
 def make_health(
-    config: HealthConfig, server: Server, lane: Lane, address: int, signals: Signals
+    config: HealthConfig,
+    server: Server,
+    lane: Lane,
+    address: int,
+    signals: Signals,
+    lost: Callable[[], str | None],
 ) -> Health:
     """address: of the front of the pool, where the probe's blocks are."""
     patience = Patience(config.every_seconds, config.deadline_seconds, config.lane_seconds)
     say = server.inside(lambda message: prober.hear(message))
     prober = Probe(say, address)
-    return Health(patience, prober, lambda now: lane.post(Listen(now)), signals)
+    return Health(patience, prober, lambda now: lane.post(Listen(now)), signals, lost)
 
 
 def installed_version() -> str:

@@ -63,7 +63,10 @@ class Patience:
 
 
 class Health:
-    """`start` once the server serves. listen: asks the lane for a Beat, posted at this time."""
+    """`start` once the server serves. listen: asks the lane for a Beat, posted at this time.
+
+    lost: why clients cannot find the daemon any more; None if they can.
+    """
 
     def __init__(
         self,
@@ -71,11 +74,13 @@ class Health:
         probe: Probe,
         listen: Callable[[float], None],
         supervisor: Supervised,
+        lost: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._patience = patience
         self._probe = probe
         self._listen = listen
         self._supervisor = supervisor
+        self._lost = lost
         self._rounds = Rounds(patience)
         self._listening: float | None = None
         """Since when the lane owes a Beat."""
@@ -182,6 +187,8 @@ class Health:
             reasons.append(f"the lane has not moved for {self._owed(now):.1f} s")
         if (lag := max(self._loop_lags)) > self._patience.deadline:
             reasons.append(f"the loop was {lag:.1f} s late")
+        if (lost := self._lost()) is not None:
+            reasons.append(lost)
         return reasons
 
     def _owed(self, now: float) -> float:
