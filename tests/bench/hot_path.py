@@ -23,14 +23,13 @@ from typing import Any
 import numpy as np
 
 from kvferry.client.conversation import Conversation
-from kvferry.daemon.core.actions import Abandon, Drop, Map, Report, Start, Unmap
+from kvferry.daemon.core.actions import Map, Report, Start
 from kvferry.daemon.core.core import Core, Identity
 from kvferry.daemon.core.geometry import Run
 from kvferry.daemon.engine.base import Mapping
 from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.engine.reference import ReferenceEngine
-from kvferry.daemon.lane.inbox import Listen
-from kvferry.daemon.lane.lane import Lane
+from kvferry.daemon.lane.lane import Lane, Order
 from kvferry.daemon.lane.quay import MapOrder
 from kvferry.proto.codec import decode_client_message
 from kvferry.proto.messages import PROTOCOL, AllocateKVCaches, Hello, Submit
@@ -82,7 +81,7 @@ class StampedLane(Lane):
     asleep = False
     taken = 0.0
 
-    def _obey(self, order: MapOrder | Drop | Unmap | Start | Abandon | Listen) -> None:
+    def _obey(self, order: Order) -> None:
         if self.asleep:
             sleep()
         self.taken = clock()

@@ -13,6 +13,7 @@ import pytest
 from kvferry.client import Code, Gone, LocalDaemon, TransferResult
 from kvferry.testing.content import Bytes
 from kvferry.testing.engine import Engine, StartEngine
+from kvferry.testing.plugin import StartKvferryd
 
 SLOW = 0.03
 BLOCKS = list(range(16))
@@ -165,3 +166,39 @@ def test_a_cancelled_job_moves_nothing_and_makes_room(
     (stale,) = engine.finish(engine.load([0], [2]))  # what the cancelled store left undefined
     assert stale.error is not None
     assert stale.error.code == Code.STALE
+
+
+def test_a_load_behind_a_store_that_is_cancelled_loads_nothing(
+    start_engine: StartEngine, daemon: LocalDaemon
+) -> None:
+    """It was accepted while the store could still complete."""
+    engine = start_engine(daemon)
+    value = engine.worker.write([0, 5], 1)
+    held = engine.store([0], [0], wait_for=value + 1)
+    behind = engine.load([0], [5])
+    assert still_held(engine, behind)
+    engine.client.cancel([held])
+    cancelled, stale = engine.finish(held, behind)
+    assert (cancelled.outcome, stale.outcome) == ("cancelled", "failed")
+    assert stale.error is not None
+    assert stale.error.code == Code.STALE
+    assert np.array_equal(engine.worker.read([5]), engine.expected([5], 1))
+
+
+def test_nobody_reads_what_the_owner_before_left(
+    start_engine: StartEngine, start_kvferryd: StartKvferryd
+) -> None:
+    """A pool of one region: a store that never runs makes none of its blocks loadable."""
+    daemon = start_kvferryd(pool_bytes=1 << 20)
+    first = start_engine(daemon, name="first", host_bytes=1 << 20)
+    first.finish(first.store([0], [0], wait_for=first.worker.write([0], 7)))
+    first.close()
+    second = start_engine(daemon, name="second", host_bytes=1 << 20)
+    second.worker.write([3], 1)
+    held = second.store([0], [0], wait_for=1 << 40)
+    second.client.cancel([held])
+    second.finish(held)
+    (stale,) = second.finish(second.load([0], [3]))
+    assert stale.error is not None
+    assert stale.error.code == Code.STALE
+    assert np.array_equal(second.worker.read([3]), second.expected([3], 1))

@@ -32,6 +32,7 @@ from kvferry.daemon.core.actions import (
     Calibrated,
     CopyPlan,
     Ended,
+    ForgetStores,
     Map,
     Mapped,
     Report,
@@ -270,6 +271,7 @@ class Harbour:
         number: int = 1,
         wait_for: int = 0,
         accepted: float = 0.0,
+        requires: tuple[int, ...] = (),
     ) -> int:
         """Start a plan as the core would have made it; hosts: as many as blocks, by default."""
         self.serial += 1
@@ -286,6 +288,7 @@ class Harbour:
             self.orderings[number].admit(self.serial, direction, resolved),
             geometry.end(resolved.runs),
             accepted,
+            requires,
         )
         self.plans[plan.serial] = plan
         self.lane.post(Start(plan, "session", plan.serial, NO_CARGO))
@@ -296,9 +299,10 @@ class Harbour:
         self.told += len(serials(batch))
         for report in batch:
             if isinstance(report, Again):
-                self.between()
+                if isinstance(report.order, Abandon):
+                    self.between()
                 self.lane.post(report.order)
-        self.batches.put(batch)
+        self.batches.put([report for report in batch if not _is_forget(report)])
 
     def died(self, error: KVFerryError) -> None:
         self.deaths.append(error)
@@ -329,6 +333,11 @@ class Harbour:
         self.lane.close()
         self.pool.close(self.engine)
         assert len(self.deaths) == self.expected
+
+
+def _is_forget(report: Report) -> bool:
+    """Such an order is between the lane and the core, and no test waits for it."""
+    return isinstance(report, Again) and isinstance(report.order, ForgetStores)
 
 
 @pytest.fixture
@@ -722,6 +731,58 @@ def test_a_cancel_comes_once_however_often_it_is_asked_for(
 
 
 # Failures
+
+
+@pytest.mark.parametrize("how", ["fails", "is cancelled"])
+def test_a_load_is_not_copied_if_a_store_that_it_requires(
+    harbour: Harbour, stub: StubEngine, how: str
+) -> None:
+    """A store of block 0 completes, the next of block 1 does not; loads of both wait for them."""
+    harbour.map()
+    good, bad = (harbour.start(STORE, [block]) for block in (0, 1))
+    loads = [
+        harbour.start(LOAD, [block], [block - 4], requires=(store,))
+        for block, store in ((4, good), (5, bad))
+    ]
+    first, second = stub.submitted.get(), stub.submitted.get()
+    first.done = True
+    if how == "fails":
+        second.error = Failed(Code.COPY_FAILED, "broken")
+    else:
+        harbour.lane.post(Abandon(1, (bad,)))
+        second.done = True
+    copied = stub.submitted.get(timeout=PATIENCE)
+    assert (copied.direction, copied.blocks) == (LOAD, [4])
+    copied.done = True
+    ends = {one.serial: one for one in harbour.settle() if isinstance(one, Ended)}
+    assert ends[loads[0]].outcome is Outcome.DONE
+    refused = ends[loads[1]]
+    assert refused.outcome is Outcome.FAILED
+    assert refused.error is not None
+    assert refused.error.code == Code.STALE
+    assert stub.submitted.empty()
+
+
+def test_a_load_that_comes_right_after_the_end_of_its_store_is_not_copied(
+    harbour: Harbour, stub: StubEngine
+) -> None:
+    """The core planned it before it heard of that end."""
+    harbour.map()
+    late: list[int] = []
+
+    def plan_a_load(batch: list[Report]) -> None:
+        if not late and any(isinstance(one, Ended) for one in batch):
+            late.append(harbour.start(LOAD, [4], [0], requires=(1,)))
+
+    take = harbour.take
+    harbour.lane._report = lambda batch: (plan_a_load(batch), take(batch))  # type: ignore[assignment, func-returns-value]
+    harbour.start(STORE, [0])
+    stub.submitted.get().error = Failed(Code.COPY_FAILED, "broken")
+    ends = {one.serial: one for one in harbour.settle() if isinstance(one, Ended)}
+    assert ends[late[0]].error is not None
+    assert stub.submitted.empty()
+    berth = harbour.lane._berths[1]
+    assert not berth.failed_stores
 
 
 def test_a_piece_that_cannot_be_submitted_fails_its_plan_alone(

@@ -195,6 +195,14 @@ class Commit(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
+class ForgetStores:
+    """No load that is started from now on requires these stores, which did not complete."""
+
+    registration: int
+    serials: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Abandon:
     """Cancel transfers: at once where they wait, within a chunk where they run."""
 
@@ -216,6 +224,7 @@ Action: TypeAlias = (
     | Start
     | Commit
     | Abandon
+    | ForgetStores
     | Enter
     | Amend
     | Strike
@@ -325,7 +334,7 @@ class Beat:
 class Again:
     """Of an order something is left to do, in its turn."""
 
-    order: Abandon
+    order: Abandon | ForgetStores
 
 
 Report: TypeAlias = (

@@ -45,6 +45,8 @@ class Crossing(msgspec.Struct, eq=False):
     """Seconds from when it was accepted until its first piece was submitted."""
     outcome: Outcome = Outcome.DONE
     error: ErrorInfo | None = None
+    failed_store: int | None = None
+    """A store that it requires and that did not complete."""
 
     def spoil(self, outcome: Outcome, error: ErrorInfo | None = None) -> None:
         """Submit no more of it; what it ends as is decided, the first reason counts."""
@@ -101,6 +103,24 @@ class Berth:
         default_factory=lambda: {direction: Track() for direction in Direction}
     )
     leaving: bool = False
+    failed_stores: set[int] = field(default_factory=set)
+    """Stores that did not complete, as long as the core may plan a load that requires them."""
+
+    def add(self, plan: CopyPlan) -> Crossing:
+        """A plan comes into its track."""
+        crossing, track = Crossing(plan, plan.runs), self.tracks[plan.direction]
+        track.live[plan.serial] = track.waiting[plan.serial] = crossing
+        if self.failed_stores:
+            failed = self.failed_stores.intersection(plan.requires)
+            crossing.failed_store = min(failed, default=None)
+        return crossing
+
+    def store_failed(self, serial: int) -> None:
+        """A store did not complete: loads that require it must not copy anything."""
+        self.failed_stores.add(serial)
+        for load in self.tracks[Direction.LOAD].waiting.values():
+            if serial in load.plan.requires:
+                load.failed_store = serial
 
     @property
     def live(self) -> tuple[int, ...]:

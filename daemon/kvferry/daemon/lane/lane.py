@@ -32,6 +32,7 @@ from kvferry.daemon.core.actions import (
     Calibrated,
     CopyPlan,
     Drop,
+    ForgetStores,
     Report,
     Start,
     Unmap,
@@ -58,7 +59,7 @@ GIVEN_UP = 64
 """Transfers in one go: there may be thousands, and each keeps the loop busy, too."""
 _PR_SET_TIMERSLACK = 29
 
-Order: TypeAlias = MapOrder | Drop | Unmap | Start | Abandon | Listen | Stop
+Order: TypeAlias = MapOrder | Drop | Unmap | Start | Abandon | ForgetStores | Listen | Stop
 
 
 class Lane:
@@ -207,7 +208,7 @@ class Lane:
         pause = self._courtesy.pause if stream is self._stores else 0.0
         return pause or until_due(stream, now)
 
-    def _obey(self, order: MapOrder | Drop | Unmap | Start | Abandon | Listen) -> None:
+    def _obey(self, order: Order) -> None:
         match order:
             case Start(plan=plan):
                 self._start(plan)
@@ -221,6 +222,9 @@ class Lane:
                 self._unmap(number)
             case Drop(number):
                 self._quay.drop(number)
+            case ForgetStores(number, serials):
+                if berth := self._berths.get(number):
+                    berth.failed_stores.difference_update(serials)
             case Listen(posted):
                 self._reports.append(Beat(posted, *oldest(self._berths.values())))
 
@@ -233,9 +237,7 @@ class Lane:
 
     def _start(self, plan: CopyPlan) -> None:
         berth = self._berths[plan.registration]
-        track = berth.tracks[plan.direction]
-        track.live[plan.serial] = crossing = Crossing(plan, plan.runs)
-        track.waiting[plan.serial] = crossing
+        berth.add(plan)
         stream = self._stream_of[plan.direction]
         stream.enlist(berth)
         stream.refused, self._held_nap = False, NAP_HELD
@@ -340,6 +342,10 @@ class Lane:
     def _submit(self, stream: Stream, berth: Berth, track: Track) -> bool:
         """Send the next piece of the track's head on its way; False where there is no room."""
         crossing = track.head
+        if crossing.failed_store is not None:
+            message = "a store that this load waited for did not complete: store its blocks again"
+            stale = Failed(Code.STALE, message, f"transfer {crossing.failed_store}")
+            crossing.spoil(Outcome.FAILED, stale.info)
         if crossing.rest:
             geometry = berth.mapping.geometry
             nbytes, contended = geometry.nbytes(crossing.rest), self._contended(stream)
@@ -379,11 +385,18 @@ class Lane:
         if not crossing.over:
             return
         if crossing.outcome is Outcome.CANCELLED and crossing.plan.serial in track.live:
-            del track.live[crossing.plan.serial]
-            self._reports.append(crossing.ended)
+            self._end(track, crossing)
         while (first := track.oldest) and first.done(track):
-            del track.live[first.plan.serial]
-            self._reports.append(first.ended)
+            self._end(track, first)
+
+    def _end(self, track: Track, crossing: Crossing) -> None:
+        plan = crossing.plan
+        del track.live[plan.serial]
+        self._reports.append(crossing.ended)
+        if plan.direction is Direction.STORE and crossing.outcome is not Outcome.DONE:
+            self._berths[plan.registration].store_failed(plan.serial)
+            # The core may plan loads that require it until it has heard of its end.
+            self._reports.append(Again(ForgetStores(plan.registration, (plan.serial,))))
 
     def _leave_if_empty(self, number: int, berth: Berth) -> None:
         if not (berth.leaving and berth.empty):
