@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import random
-import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvferry.testing.marks import Label
 from kvferry.testing.tally import TrafficOptions
 
-SEALED_IN = 3.0
-"""Seconds within which a daemon has made sure that the next one finds what was stored."""
+UNKNOWN, UNDEFINED = 0, -1
+"""In place of a label: an engine of this name stored it before this one; and no store of it
+completed, so that no load of it may be done."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A transfer under way. labels: what its GPU blocks must hold in the end, 0 where nobody knows.
+    """A transfer under way. labels: what its GPU blocks must hold in the end.
 
     writers: of a load, the stores that wrote these labels. places: of a store, where it writes.
-    unvouched: a load from a host block that a daemon before this one may not have finished with.
+    settled: of a load, whether all stores of its blocks completed, with the daemon that is here.
     """
 
     job_id: int
@@ -32,43 +31,35 @@ class Job:
     places: list[int] = field(default_factory=list)
     keys: tuple[bytes, ...] = ()
     cancelled: bool = False
-    unvouched: bool = False
+    settled: bool = False
 
 
 class Shelf:
-    """What an engine's own host blocks hold, sub-block by sub-block, as far as it can know."""
+    """What an engine's own host blocks hold, sub-block by sub-block.
+
+    A sub-block holds what the last store of it wrote, if that completed. If nobody heard how it
+    ended, because the daemon or the session did, it holds that or cannot be loaded.
+    """
 
     def __init__(self, options: TrafficOptions, dice: random.Random) -> None:
         self._options, self._dice = options, dice
         self._labels: dict[int, int] = {}
         self._writers: dict[int, int] = {}
-        self._touched: dict[int, float] = {}
-        self._unvouched: set[int] = set()
+        self._settled: set[int] = set()
+        self._inherited = False
+        """Whether an engine of this name had these host blocks before."""
         self._versions = dice.randrange(1 << 22)  # whoever had the name before used others
 
     def forget(self) -> None:
         """The host blocks are new ones."""
         self._labels.clear()
-        self._unvouched.clear()
+        self._settled.clear()
+        self._inherited = False
 
-    def paused(self, seconds: float) -> None:
-        """Time went by in which nobody here saw what happened."""
-        self._touched = {host: at + seconds for host, at in self._touched.items()}
-
-    def survived(self, lost_at: float) -> None:
-        """The host blocks are those of the daemon that went then. It must have vouched for those
-        that it had all of, in peace, for some time."""
-        factor, long_ago = self._options.factor, lost_at - SEALED_IN
-        self._unvouched = {
-            host
-            for host in range(self._options.host_blocks)
-            if self._touched.get(host, 0.0) > long_ago
-            or host in self._unvouched
-            or not all(host * factor + sub in self._labels for sub in range(factor))
-        }
-
-    def vouched(self, places: Sequence[int]) -> bool:
-        return self._unvouched.isdisjoint(place // self._options.factor for place in places)
+    def survived(self) -> None:
+        """The host blocks are those of an earlier session, or of a daemon that went."""
+        self._inherited |= not self._labels
+        self._settled.clear()
 
     def transfer(self, count: int) -> tuple[list[int], int, list[int]]:
         """Random host blocks for `count` GPU blocks: ids, the first's skip, and all sub-blocks."""
@@ -81,15 +72,15 @@ class Shelf:
     def store(self, job: Job) -> None:
         """A store was submitted: from now on, loads find its labels."""
         self._versions += 1
+        self._settled.difference_update(job.places)
         for place, label in zip(job.places, job.labels, strict=True):
             self._labels[place], self._writers[place] = label, job.job_id
-        self.touched(job)
 
-    def touched(self, job: Job) -> None:
-        """A store begins, or ends."""
-        hosts = Counter(place // self._options.factor for place in job.places)
-        self._touched.update(dict.fromkeys(hosts, time.monotonic()))
-        self._unvouched -= {host for host, subs in hosts.items() if subs == self._options.factor}
+    def completed(self, job: Job) -> None:
+        self._settled.update(self._own(job))
+
+    def settled(self, places: Sequence[int]) -> bool:
+        return self._settled.issuperset(places)
 
     def label(self, place: int, version: int) -> int:
         return Label(self._options.owner, place, version).number
@@ -99,14 +90,15 @@ class Shelf:
 
     def expected(self, places: Sequence[int]) -> tuple[list[int], list[int]]:
         """What these sub-blocks hold, and which store wrote each."""
+        other = UNKNOWN if self._inherited else UNDEFINED
         return (
-            [self._labels.get(place, 0) for place in places],
+            [self._labels.get(place, other) for place in places],
             [self._writers.get(place, 0) for place in places],
         )
 
-    def spoiled(self, job: Job) -> None:
-        """A store did not end well: where nothing was stored since, nobody knows what is there."""
-        for place in job.places:
-            if self._writers.get(place) == job.job_id:
-                self._labels.pop(place, None)
-                self._unvouched.add(place // self._options.factor)
+    def failed(self, job: Job) -> None:
+        """A store did not complete: what nobody stored over since is undefined."""
+        self._labels.update(dict.fromkeys(self._own(job), UNDEFINED))
+
+    def _own(self, job: Job) -> list[int]:
+        return [place for place in job.places if self._writers.get(place) == job.job_id]

@@ -34,9 +34,10 @@ from kvferry.client import (
     offload_key,
 )
 from kvferry.proto.errors import Code, Gone, Refused
+from kvferry.proto.messages import Outcome
 from kvferry.testing.ground import Ground
 from kvferry.testing.marks import Label
-from kvferry.testing.shelf import Job, Shelf
+from kvferry.testing.shelf import UNDEFINED, Job, Shelf
 from kvferry.testing.tally import Tally, TrafficOptions
 
 JUNK = Label(0xFFFF, 0, 0).number
@@ -59,12 +60,12 @@ class Traffic:
         self._shelf = Shelf(options, self._dice)
         self._free = list(range(options.gpu_blocks))
         self._jobs: dict[int, Job] = {}
-        self._spoiled: set[int] = set()
+        self._failed: set[int] = set()
+        """Stores that did not complete, while loads behind them are under way."""
         self._last_id = 0
         self._client: OffloadClient | None = None
         self._manager: OffloadingManager | None = None
         self._incarnation = 0
-        self._seen_at = 0.0
         self._stepped = time.monotonic()
 
     def step(self, submit: bool = True) -> None:
@@ -132,7 +133,7 @@ class Traffic:
 
     def _opened(self, region: HostRegion) -> None:
         if region.reattached:
-            self._shelf.survived(self._seen_at)
+            self._shelf.survived()
         else:
             self._shelf.forget()
         self.tally.counts["opened"] += 1
@@ -149,7 +150,6 @@ class Traffic:
                 self.tally.complain(f"{len(self._jobs)} jobs outlived their daemon")
             assert client.region is not None
             self._opened(client.region)
-        self._seen_at = time.monotonic()
         return True
 
     def _enter(self, client: OffloadClient, model: str) -> None:
@@ -208,7 +208,7 @@ class Traffic:
         hosts, skip, places = self._shelf.transfer(count)
         labels, writers = self._shelf.expected(places)
         job = self._new_job(False, count, labels)
-        job.writers, job.unvouched = writers, not self._shelf.vouched(places)
+        job.writers, job.settled = writers, self._shelf.settled(places)
         gpu = GPULoadStoreSpec(np.array(job.gpu), (count,), (skip,))
         self._submit(job, (CPULoadStoreSpec(np.array(hosts)), gpu), [JUNK] * count)
 
@@ -328,14 +328,14 @@ class Traffic:
                 self.tally.counts["bytes"] += result.transfer_size
             case "cancelled" if job.cancelled:
                 pass
-            case "refused" if code in EXPECTED and (job.keys or code == Code.STALE):
+            case "refused" if code in EXPECTED and job.keys:
                 self.tally.counts[f"refused: {code}"] += 1
+            case "refused" | "failed" if code == Code.STALE and not job.store and not job.settled:
+                self.tally.counts[f"{result.outcome}: {code}"] += 1
             case "lost" if code == Code.DAEMON_GONE:
                 pass
             case "failed" if code == Code.COPY_FAILED and self.options.may_fail:
                 pass
-            case "failed" if code == Code.CORRUPT_BLOCK and job.unvouched:
-                self.tally.counts["not vouched for"] += 1
             case _:
                 self.tally.complain(f"job {job.job_id} ended as {result}")
 
@@ -343,11 +343,9 @@ class Traffic:
         """The blocks that a load brought, as far as anybody knows what they must be."""
         if not job.keys and any(writer in self._jobs for writer in job.writers):
             self.tally.complain(f"load {job.job_id} overtook a store that it comes behind")
-        known = [
-            at
-            for at, label in enumerate(job.labels)
-            if label and not (job.writers and job.writers[at] in self._spoiled)
-        ]
+        if UNDEFINED in job.labels or self._failed.intersection(job.writers):
+            self.tally.complain(f"load {job.job_id} is done, and a store of its blocks is not")
+        known = [at for at, label in enumerate(job.labels) if label > 0]
         blocks = self._ground.read([job.gpu[at] for at in known])
         for fault in self._ground.marker.wrong(blocks, [job.labels[at] for at in known]):
             self.tally.complain(f"load {job.job_id} brought wrong bytes: {fault}")
@@ -357,13 +355,13 @@ class Traffic:
     def _end(self, job: Job, result: TransferResult | None) -> None:
         del self._jobs[job.job_id]
         self._free += job.gpu
-        if job.store and job.places:
-            self._shelf.touched(job)
-        if job.store and job.places and (result is None or not result.success):
-            self._spoiled.add(job.job_id)
-            self._shelf.spoiled(job)
+        if job.places and result is not None and result.success:
+            self._shelf.completed(job)
+        elif job.places and result is not None and result.outcome is not Outcome.LOST:
+            self._failed.add(job.job_id)
+            self._shelf.failed(job)
         if not self._jobs:
-            self._spoiled.clear()
+            self._failed.clear()
         if self._manager is not None and job.keys:
             if job.store:
                 self._manager.complete_store(job.keys, result is not None and result.success)
@@ -383,7 +381,6 @@ class Traffic:
         """Time in which this process did not run is nobody's fault."""
         now = time.monotonic()
         if now - self._stepped > NOTICED:
-            self._shelf.paused(now - self._stepped)
             for job in self._jobs.values():
                 job.submitted += now - self._stepped
         self._stepped = now
