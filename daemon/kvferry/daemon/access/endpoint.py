@@ -113,8 +113,12 @@ class Endpoint:
         open, that of a socket may be.
         """
         if self._lock_is_here():
-            for path, file in self._bound.items():
-                remove_own(path, file)
+            for path in self._sockets:
+                for place in (path, shut(path)):
+                    with suppress(OSError):
+                        # One that `open` has not seen was bound by a start that failed.
+                        if self._bound.get(path) in (None, file_of(place)):
+                            place.unlink()
         os.close(self._lock)
 
     def _lock_is_here(self) -> bool:
