@@ -507,6 +507,26 @@ def test_resets_that_were_not_done_are_done_before_anything_shows(lasting: Conve
     assert lasting.namespace.undone() == ()
 
 
+def test_a_host_block_whose_store_was_lost_is_not_loaded_until_it_is_stored_again(
+    lasting: Conversation,
+) -> None:
+    """A daemon that has the blocks of the one before may have what was there before that store."""
+    submit(lasting, 1, STORE)
+    lasting.lose(KILLED)
+    come_back(lasting)
+    with pytest.raises(Refused) as caught:
+        lasting.submit(2, LOAD, 0)
+    assert (caught.value.code, caught.value.value) == (Code.STALE, "3")
+    submit(lasting, 3, STORE)
+    failed = wire.JobResult(3, Direction.STORE, Outcome.FAILED)
+    lasting.feed(encode(wire.Finished((failed,))))
+    with pytest.raises(Refused):
+        lasting.submit(2, LOAD, 0)
+    submit(lasting, 4, STORE)
+    lasting.feed(encode(wire.Finished((wire.JobResult(4, Direction.STORE, Outcome.DONE),))))
+    lasting.submit(2, LOAD, 0)
+
+
 def test_who_waits_is_told_once_that_the_daemon_went(lasting: Conversation) -> None:
     with lasting.asking(wire.StatusRequest(5)):
         lasting.lose(KILLED)

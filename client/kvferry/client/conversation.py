@@ -23,6 +23,7 @@ from itertools import count
 
 from kvferry.client.answers import Answers, Reply, Request
 from kvferry.client.jobs import Jobs, checked_id, checked_ids, direction_of
+from kvferry.client.lost_stores import LostStores
 from kvferry.client.namespace import Namespace
 from kvferry.client.standing import Registration, Standing
 from kvferry.proto.codec import decode_daemon_message, encode
@@ -41,6 +42,7 @@ from kvferry.proto.messages import (
     News,
     Opened,
     OpenNamespace,
+    Outcome,
     Reset,
     Snapshot,
     Submit,
@@ -84,6 +86,7 @@ class Conversation:
         """How many sessions there were: one more whenever all was had again."""
         self.standing = Standing()
         self.jobs = Jobs()
+        self._lost_stores = LostStores()
         self.answers = Answers()
         self._greeting: Welcome | KVFerryError | None = None
         self._request_ids = count(1)
@@ -111,7 +114,7 @@ class Conversation:
     def submit(self, job_id: int, spec: TransferSpec, wait_for: int) -> bytes:
         """The message that starts a job; `submitted` says that it went out.
 
-        Raises Refused (DUPLICATE_JOB, BUSY, MESSAGE_TOO_LARGE) or Gone, and nothing changed.
+        Raises Refused (DUPLICATE_JOB, BUSY, STALE, MESSAGE_TOO_LARGE) or Gone, and nothing changed.
         """
         job_id, wait_for = checked_id("a job id", job_id), checked_id("wait_for", wait_for)
         src, dst = self._checked_sides(spec)
@@ -121,10 +124,12 @@ class Conversation:
         of_it = self.jobs.count(direction)
         if self.welcome is not None and of_it >= self.welcome.limits.most(direction):
             raise Refused(Code.BUSY, f"too many {direction}s are under way: poll first", of_it)
+        self._lost_stores.check(spec)
         return self.request(Submit(job_id, src, dst, wait_for))
 
     def submitted(self, job_id: int, spec: TransferSpec) -> None:
         self.jobs.add(job_id, direction_of(spec))
+        self._lost_stores.submitted(job_id, spec)
 
     def cancel(self, job_ids: Iterable[int]) -> bytes:
         return self.request(Cancel(checked_ids(job_ids)))
@@ -234,6 +239,7 @@ class Conversation:
         self.place = Place.AWAY if self.lasting else Place.OVER
         self.gone = self.gone or self._reason(error)
         self.jobs.lose(error)
+        self._lost_stores.lose()
         self.answers.lose(error)
         if self._namespace is not None:
             self._namespace.lose()
@@ -275,6 +281,8 @@ class Conversation:
             case Finished(results):
                 for result in results:
                     self.jobs.take(result)
+                    done = result.outcome is Outcome.DONE
+                    self._lost_stores.ended(result.job_id, done=done)
             case Snapshot() | News() as told:
                 if self._namespace is not None and self._namespace.feed(told):
                     self._astray = True

@@ -23,6 +23,7 @@ import pytest
 
 from kvferry.daemon.core.actions import (
     Abandon,
+    Again,
     Calibrated,
     CopyPlan,
     Drop,
@@ -184,7 +185,7 @@ class Bench:
 
     def report(self, kind: type[Any]) -> Any:
         while not isinstance(report := self.reports.get(timeout=PATIENCE), kind):
-            assert isinstance(report, Calibrated)
+            assert isinstance(report, Calibrated | Again)
         return report
 
 

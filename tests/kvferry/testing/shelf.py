@@ -10,8 +10,8 @@ from kvferry.testing.marks import Label
 from kvferry.testing.tally import TrafficOptions
 
 UNKNOWN, UNDEFINED = 0, -1
-"""In place of a label: an engine of this name stored it before this one; and no store of it
-completed, so that no load of it may be done."""
+"""In place of a label: nobody here knows what it holds (an engine of this name had it before, or
+its store was lost); and its last store did not complete, so that no load of it may be done."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,8 +37,8 @@ class Job:
 class Shelf:
     """What an engine's own host blocks hold, sub-block by sub-block.
 
-    A sub-block holds what the last store of it wrote, if that completed. If nobody heard how it
-    ended, because the daemon or the session did, it holds that or cannot be loaded.
+    A sub-block holds what the last store of it wrote, if that completed, and is undefined if it did
+    not. If nobody heard how it ended, because the daemon or the session did, it is unknown.
     """
 
     def __init__(self, options: TrafficOptions, dice: random.Random) -> None:
@@ -95,6 +95,10 @@ class Shelf:
             [self._labels.get(place, other) for place in places],
             [self._writers.get(place, 0) for place in places],
         )
+
+    def lost(self, job: Job) -> None:
+        """Nobody heard how a store ended: the block holds that, or what was stored before."""
+        self._labels.update(dict.fromkeys(self._own(job), UNKNOWN))
 
     def failed(self, job: Job) -> None:
         """A store did not complete: what nobody stored over since is undefined."""

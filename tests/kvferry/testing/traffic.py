@@ -360,6 +360,8 @@ class Traffic:
         elif job.places and result is not None and result.outcome is not Outcome.LOST:
             self._failed.add(job.job_id)
             self._shelf.failed(job)
+        elif job.places:
+            self._shelf.lost(job)
         if not self._jobs:
             self._failed.clear()
         if self._manager is not None and job.keys:
