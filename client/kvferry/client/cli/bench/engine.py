@@ -35,6 +35,7 @@ from kvferry.client import (
     TransferSpec,
 )
 from kvferry.client.conversation import timed_out
+from kvferry.proto.specs import MAX_BLOCK_IDS
 
 HOST_BLOCK = 2 << 20
 MAX_TENSORS = 64
@@ -113,7 +114,8 @@ class Engine:
 
     def fill(self) -> None:
         """Store something in every host block: no other is loaded."""
-        factor, most = self.shape.factor, self.num_blocks // self.shape.factor
+        factor = self.shape.factor
+        most = min(self.num_blocks, MAX_BLOCK_IDS) // factor
         specs = list[TransferSpec]()
         for first in range(0, self.host_blocks, most):
             hosts = np.arange(first, min(first + most, self.host_blocks))

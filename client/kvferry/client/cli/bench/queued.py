@@ -23,6 +23,7 @@ from kvferry.client.cli.bench.results import Latency, Queued
 from kvferry.client.cli.bench.rig import Rig
 from kvferry.client.cli.units import size
 from kvferry.client.conversation import timed_out
+from kvferry.proto.specs import MAX_BLOCK_IDS
 
 PAGES = (HOST_BLOCK, 32 << 10)
 TRIPS, QUICK_TRIPS = 5000, 50
@@ -113,7 +114,7 @@ class _Loads:
 def _stores(engine: Engine) -> list[TransferSpec]:
     """All blocks of the slab's first half, in another order each, to the first host blocks."""
     random, factor = np.random.default_rng(5), engine.shape.factor
-    each = engine.host_blocks // (QUEUED_JOBS + 1)
+    each = min(engine.host_blocks // (QUEUED_JOBS + 1), MAX_BLOCK_IDS // factor)
     hosts = random.permutation(each * QUEUED_JOBS).reshape(QUEUED_JOBS, each)
     blocks = [random.permutation(engine.num_blocks // 2)[: each * factor] for _ in hosts]
     return [(GPULoadStoreSpec(b), CPULoadStoreSpec(h)) for b, h in zip(blocks, hosts, strict=True)]
