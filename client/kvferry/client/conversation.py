@@ -233,7 +233,7 @@ class Conversation:
         self.standing.registration, self.standing.region = registration, region
 
     def lose(self, error: Gone) -> None:
-        """The daemon went: every job under way ends as lost, who waits is told."""
+        """The daemon is gone: all jobs in flight end as lost, and waiting requests fail."""
         if not self.linked:
             return
         self.place = Place.AWAY if self.lasting else Place.OVER

@@ -1,8 +1,8 @@
 """Host blocks whose last store was lost with its daemon.
 
-A daemon knows which stores completed, but not of a store that was still on its way when it ended.
-If the next daemon has the host blocks of the one before, such a block may hold what was stored
-before that. So this client does not load it by number until a store of it completes.
+A daemon does not know of a store that it had not received when it ended. If the next daemon has the
+same host blocks, such a block may hold the bytes of an older store. So this client refuses to load
+it by number until a store of it completes.
 """
 
 from __future__ import annotations

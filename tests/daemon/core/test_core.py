@@ -497,6 +497,33 @@ def test_blocks_of_an_earlier_daemon_are_stale_until_they_are_verified() -> None
     assert desk.report(Verified(engine_owner("nobody"), np.array([0]))) == []
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_another_user_never_gets_the_host_blocks_of_an_engine_s_name(restarted: bool) -> None:
+    """Its owner does, also after a restart of the daemon."""
+    hello = wire.Hello(1, 1, "client", "a")
+    for uid, back in ((1000, True), (1001, False)):
+        desk = Desk(registered=False)
+        desk.core.welcome("old", hello, 1000)
+        (mapping,) = desk.ask("old", wire.AllocateKVCaches(1, LAYOUT, 4096))
+        desk.report(Mapped(mapping.registration, "old"))
+        desk.fill("old")
+        desk.core.leave("old")
+        desk.report(Unmapped(mapping.registration))
+        if restarted:
+            books, desk = desk.books, Desk(registered=False)
+            desk.books = books
+            desk.core.restore(*books.found())
+        desk.core.welcome("new", hello, uid)
+        (mapping,) = desk.ask("new", wire.AllocateKVCaches(1, LAYOUT, 4096))
+        (answer,) = desk.report(Mapped(mapping.registration, "new"))
+        assert answer.message.region.reattached is back
+        desk.report(Verified(engine_owner("a"), np.array([0, 1])))
+        if back:
+            desk.start("new", 1, load(0, 1, hosts=(0,)))
+        else:
+            assert desk.refused("new", 1, load(0, 1, hosts=(0,))) == Code.STALE
+
+
 def test_tensors_that_no_device_could_hold_are_refused() -> None:
     """Their size would not fit into the number that the driver takes."""
     desk = Desk("a", registered=False)

@@ -72,7 +72,7 @@ class TokenBucket:
 
 
 class Connections:
-    """All connections of a listening socket, by descriptor, and what is left of each quota."""
+    """All connections of a listening socket, by descriptor, and the unused part of each quota."""
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ from kvferry.proto.errors import Code, Refused
 
 
 def shut(path: Path) -> Path:
-    """Where the socket of `path` is while no more clients are accepted."""
+    """The path of the socket while new clients are not accepted."""
     return path.with_suffix(".full")
 
 
