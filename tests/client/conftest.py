@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import count
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -148,23 +150,28 @@ class StandIn:
 
 
 @pytest.fixture
-def start_stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StandIn]:
+def start_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., StandIn]]:
     """start_stand_in(num_blocks) -> a daemon; who connects to its directory talks to it.
+
+    The directory has a real socket file, because clients wait until a daemon has bound one.
 
     Clients look at what has arrived at each lookup and each poll.
     """
     running: dict[Path, StandIn] = {}
-    numbers = count()
+    held = ExitStack()
 
     def start(num_blocks: int = 8) -> StandIn:
-        directory = Path(f"/stand-in/{next(numbers)}")
+        directory = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="stand-in-")))
+        bound = held.enter_context(socket.socket(socket.AF_UNIX))
+        bound.bind(str(directory / "kvferry.sock"))
         running[directory] = StandIn(directory, num_blocks)
         return running[directory]
 
     monkeypatch.setattr("kvferry.client.nonblocking.Connection", running.__getitem__)
     monkeypatch.setattr("kvferry.client.nonblocking.FRESH", 0.0)
     monkeypatch.setattr("kvferry.client.nonblocking.ALIVE_EVERY", 0.0)
-    return start
+    with held:
+        yield start
 
 
 @pytest.fixture

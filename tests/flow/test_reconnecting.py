@@ -533,7 +533,7 @@ def test_blocks_by_number_outlive_a_daemon_that_keeps_its_pool(
         back(client)
         assert client.region is not None
         assert client.region.reattached
-        assert rig.result(rig.submit(load(0, 10))).success
+        until(lambda: rig.result(rig.submit(load(0, 10))).success, PATIENCE)  # once it is verified
         assert bool((rig.tensor[10] == 3).all())
         rig.timeline.close()
 

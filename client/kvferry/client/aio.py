@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import zmq
 
 from kvferry.client import verbs
+from kvferry.client.bounds import check_fields
 from kvferry.client.comeback import TICK
 from kvferry.client.conversation import LONGEST, timed_out
 from kvferry.client.descriptors import collect, deposit
@@ -27,7 +28,7 @@ from kvferry.client.timeline import Timeline
 from kvferry.client.verbs import AllocatedKVCaches
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.memory import HostRegion
-from kvferry.proto.messages import Opened
+from kvferry.proto.messages import Hello, Opened
 from kvferry.proto.specs import KVLayout
 from kvferry.proto.status import DaemonStatus, Fingerprint, NamespaceStatus
 
@@ -64,6 +65,7 @@ class AsyncOffloadClient(NonBlocking):
 
         When the daemon goes, the loop drives the client back: nothing need be called.
         """
+        check_fields(Hello, client=client, engine=engine)
         deadline = time.monotonic() + timeout
         while not has_daemon(directory) and time.monotonic() < deadline:
             await asyncio.sleep(LOOK_EVERY)

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from kvferry.client import verbs
+from kvferry.client.bounds import check_fields
 from kvferry.client.comeback import TICK
 from kvferry.client.conversation import LONGEST, timed_out
 from kvferry.client.descriptors import collect, deposit
@@ -24,7 +25,7 @@ from kvferry.client.timeline import Timeline
 from kvferry.client.verbs import AllocatedKVCaches
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.memory import HostRegion
-from kvferry.proto.messages import Opened
+from kvferry.proto.messages import Hello, Opened
 from kvferry.proto.specs import KVLayout
 from kvferry.proto.status import DaemonStatus, Fingerprint, NamespaceStatus
 
@@ -56,6 +57,7 @@ class OffloadClient(NonBlocking):
         timeout: float = 10.0,
         reconnect: bool = True,
     ) -> None:
+        check_fields(Hello, client=client, engine=engine)
         deadline = time.monotonic() + timeout
         while not has_daemon(directory) and time.monotonic() < deadline:
             time.sleep(LOOK_EVERY)

@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from kvferry.client.bounds import check_fields
 from kvferry.client.comeback import Comeback
 from kvferry.client.connection import Connection
 from kvferry.client.conversation import Conversation, Place
@@ -19,7 +18,7 @@ from kvferry.client.namespace import Namespace
 from kvferry.proto.errors import Code, Gone, Refused
 from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.memory import HostRegion
-from kvferry.proto.messages import ClientMessage, Hello, Pin, Touch, Unpin, Welcome
+from kvferry.proto.messages import ClientMessage, Pin, Touch, Unpin, Welcome
 from kvferry.proto.specs import TransferSpec
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ class NonBlocking:
     def __init__(
         self, directory: Path | str | None, engine: str, client: str, reconnect: bool
     ) -> None:
-        check_fields(Hello, client=client, engine=engine)
         place = named(Path(directory)) if directory else find_daemon()
         check_open(place)
         self._connection = Connection(place)
