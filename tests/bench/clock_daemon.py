@@ -25,9 +25,9 @@ import numpy as np
 sys.path.append(str(Path(__file__).parents[1]))
 
 from bench import link_time
-from kvferry.daemon import kvferryd
+from kvferry.daemon import app
 from kvferry.daemon.config import Config
-from kvferry.daemon.core.geometry import Geometry, Int64s
+from kvferry.daemon.core.layout import BlockLayout, Int64s
 from kvferry.daemon.engine.base import CopyEngine, Mapping
 from kvferry.daemon.engine.cuda import engine as cuda_engine
 from kvferry.daemon.engine.reference import ReferenceEngine
@@ -108,7 +108,7 @@ class Engine(cuda_engine.CudaEngine):
 
     def open(
         self,
-        geometry: Geometry,
+        geometry: BlockLayout,
         allocations: Sequence[Allocation],
         locations: Sequence[Location],
         descriptors: Sequence[int],
@@ -143,6 +143,6 @@ def pretend_to_read(
 
 
 if __name__ == "__main__":
-    cast(Any, kvferryd).make_engine = make_engine
+    cast(Any, app).make_engine = make_engine
     cast(Any, ChecksumClient).read = pretend_to_read
-    kvferryd.main(sys.argv[1:])
+    app.main(sys.argv[1:])

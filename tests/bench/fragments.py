@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.daemon.core.geometry import Fragments
+from kvferry.daemon.core.layout import Fragments
 from kvferry.daemon.engine.cuda.link import Link
 from kvferry.daemon.engine.memory import MappedFiles
 from kvferry.proto.libcuda import Driver, Event, driver

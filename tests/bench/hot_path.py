@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from kvferry.client.conversation import Conversation
-from kvferry.daemon.core.actions import Map, Report, Start
-from kvferry.daemon.core.core import Core, Identity
-from kvferry.daemon.core.geometry import Run
+from kvferry.daemon.core.actions import MapTensors, Report, StartTransfer
+from kvferry.daemon.core.core import Core, DaemonIdentity
+from kvferry.daemon.core.layout import Extent
 from kvferry.daemon.engine.base import Mapping
 from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.engine.reference import ReferenceEngine
@@ -70,7 +70,7 @@ class Engine(ReferenceEngine):
 
     given = 0.0
 
-    def submit(self, direction: Direction, mapping: Mapping, run: Run) -> Any:
+    def submit(self, direction: Direction, mapping: Mapping, run: Extent) -> Any:
         self.given = clock()
         return super().submit(direction, mapping, run)
 
@@ -102,19 +102,21 @@ class Dock:
         self.lane.start()
         self.client = Conversation(SESSION, SESSION)
         limits = Limits(1 << 25, 1 << 20, 64)
-        identity = Identity("", "", 0, self.engine.info, limits)
+        identity = DaemonIdentity("", "", 0, self.engine.info, limits)
         self.core = Core(identity, self.pool.nbytes, 0.0)
         self.core.welcome(SESSION, Hello(PROTOCOL, PROTOCOL, SESSION, SESSION))
         tensor, ref = TensorLayout(num_blocks, block_bytes, block_bytes), TensorRef(0, block_bytes)
         request = AllocateKVCaches(1, KVLayout((tensor,), ((ref,),)))
-        (action,) = (a for a in self.core.handle(SESSION, request, 0.0) if isinstance(a, Map))
+        (action,) = (
+            a for a in self.core.handle(SESSION, request, 0.0) if isinstance(a, MapTensors)
+        )
         self.lane.post(MapOrder(action, (), None))
         self.core.report(self.report())
         every = np.arange(num_blocks)  # what nobody stored is not loaded
         (start,) = self.core.handle(
             SESSION, Submit(0, GPULoadStoreSpec(every), CPULoadStoreSpec(every)), 0.0
         )
-        assert isinstance(start, Start)
+        assert isinstance(start, StartTransfer)
         self.lane.post(start)
         self.core.report(self.report())
 
@@ -139,7 +141,7 @@ class Dock:
         began = clock()
         (start,) = self.core.handle(SESSION, decode_client_message(data), began)
         plan = clock() - began
-        assert isinstance(start, Start)
+        assert isinstance(start, StartTransfer)
         self.lane.post(start)
         self.core.report(self.report())
         return submit, plan, self.engine.given - self.lane.taken

@@ -35,8 +35,8 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from kvferry.daemon.core.actions import CopyPlan, Ended, Report, Start
-from kvferry.daemon.core.geometry import Geometry
+from kvferry.daemon.core.actions import CopyPlan, Report, StartTransfer, TransferCompleted
+from kvferry.daemon.core.layout import BlockLayout
 from kvferry.daemon.engine.cuda import engine as cuda_engine
 from kvferry.daemon.engine.cuda.drain import Drain
 from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
@@ -246,7 +246,7 @@ class Dock:
             (tuple(TensorRef(number, page) for number in range(tensors)),),
             self._factor,
         )
-        self._geometry = Geometry(LayoutArrays.from_layout(layout), 0, HOST_BLOCKS)
+        self._geometry = BlockLayout(LayoutArrays.from_layout(layout), 0, HOST_BLOCKS)
         self._reports: queue.SimpleQueue[list[Report]] = queue.SimpleQueue()
         pool = cast(HostPool, SimpleNamespace(address=POOL, ready_bytes=1 << 60))
         self._lane = Lane(engine, pool, self._reports.put, lambda error: os._exit(1))
@@ -279,10 +279,10 @@ class Dock:
         return clock() - begin
 
     def _start(self, plan: CopyPlan) -> None:
-        self._lane.post(Start(plan, "bench", plan.serial, NO_CARGO))
+        self._lane.post(StartTransfer(plan, "bench", plan.serial, NO_CARGO))
 
-    def _ends(self) -> Iterator[Ended]:
-        return (each for each in self._reports.get() if isinstance(each, Ended))
+    def _ends(self) -> Iterator[TransferCompleted]:
+        return (each for each in self._reports.get() if isinstance(each, TransferCompleted))
 
     def _plan(self, direction: Direction) -> CopyPlan:
         geometry, random = self._geometry, self._random

@@ -1,4 +1,4 @@
-"""What planning a transfer costs the daemon: Geometry.resolve, in microseconds.
+"""What planning a transfer costs the daemon: BlockLayout.resolve, in microseconds.
 
     python tests/bench/planning.py [GPU blocks, default 10000]
 
@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 
-from kvferry.daemon.core.geometry import Geometry
+from kvferry.daemon.core.layout import BlockLayout
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
 
@@ -24,7 +24,7 @@ SHAPES = ((1, 1), (64, 8))
 
 
 def main(blocks: int) -> None:
-    print(f"Geometry.resolve of {blocks:,} GPU blocks, us")
+    print(f"BlockLayout.resolve of {blocks:,} GPU blocks, us")
     print(f"{'tensors':>8} {'factor':>7} {'':>6} {'p50':>8} {'p99':>8} {'max':>8}")
     for tensors, factor in SHAPES:
         for direction in Direction:
@@ -38,7 +38,7 @@ def measure(direction: Direction, blocks: int, tensors: int, factor: int) -> lis
     random, hosts = np.random.default_rng(0), -(-blocks // factor)
     pages = tuple(TensorLayout(2 * blocks, PAGE, PAGE) for _ in range(tensors))
     refs = tuple(TensorRef(tensor, PAGE) for tensor in range(tensors))
-    geometry = Geometry(LayoutArrays.from_layout(KVLayout(pages, (refs,), factor)), 0, 2 * hosts)
+    geometry = BlockLayout(LayoutArrays.from_layout(KVLayout(pages, (refs,), factor)), 0, 2 * hosts)
     seconds: list[float] = []
     for _ in range(WARM_UPS + ROUNDS):
         gpu = GPULoadStoreSpec(random.permutation(2 * blocks)[:blocks])

@@ -37,7 +37,7 @@ from collections import deque
 
 import numpy as np
 
-from kvferry.daemon.core.geometry import Fragments, Geometry, Int64s
+from kvferry.daemon.core.layout import BlockLayout, Fragments, Int64s
 from kvferry.daemon.engine.cuda import staged
 from kvferry.daemon.engine.cuda.link import Link, Listed, Ruler
 from kvferry.daemon.engine.cuda.staged import Kernels, StagedCopy
@@ -229,7 +229,7 @@ class StagedDesk(Desk):
         )
         bases = self._device + np.arange(PAGES) * BLOCKS * PAGE
         copy = StagedCopy(cuda, self._link, Ruler(self._buffer, STAGING))
-        self._table = copy.table(Geometry(LayoutArrays.from_layout(layout), 0, BLOCKS), 0, bases)
+        self._table = copy.table(BlockLayout(LayoutArrays.from_layout(layout), 0, BLOCKS), 0, bases)
         self._gathers, self._scatters = Kernels(cuda), Kernels(cuda)  # for a thread each
         self._gather, self._scatter = cuda.create_stream(), cuda.create_stream(urgent=True)
         self._pieces = deque(enumerate(self._gpu_blocks))

@@ -33,9 +33,9 @@ from kvferry.client import (
     TensorRef,
     offload_key,
 )
-from kvferry.daemon.core.residency.cache import Cache
+from kvferry.daemon.core.cache.cache import Cache
 from kvferry.proto.keys import EventKind
-from kvferry.proto.messages import KeyEvent, News
+from kvferry.proto.messages import KeyEvent, KeyEvents
 
 PAGE, BATCH = 64, 256
 LOOKUPS, OFFERS, EVENTS, WARM_UPS = 20_000, 500, 300, 20
@@ -83,7 +83,7 @@ def _lookups(client: OffloadClient, keys: int) -> None:
     every = [_key(number) for number in range(keys)]
     for at in range(0, keys, 1 << 16):
         event = KeyEvent(EventKind.STORED, tuple(every[at : at + (1 << 16)]))
-        mirror.feed(News(mirror.sequence + 1, (event,)))
+        mirror.feed(KeyEvents(mirror.sequence + 1, (event,)))
     random = np.random.default_rng(0)
     there = [every[i] for i in random.integers(keys, size=LOOKUPS)]
     absent = [_key(keys + int(i)) for i in random.integers(keys, size=LOOKUPS)]

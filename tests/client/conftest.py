@@ -18,7 +18,7 @@ from kvferry.proto import messages as wire
 from kvferry.proto.codec import decode_client_message, encode
 from kvferry.proto.errors import Code, ErrorInfo, Gone
 from kvferry.proto.keys import EventKind, OffloadKey
-from kvferry.proto.messages import KeyEvent, News
+from kvferry.proto.messages import KeyEvent, KeyEvents
 from kvferry.proto.status import DeviceInfo, Limits
 
 M = TypeVar("M")
@@ -29,7 +29,7 @@ class StandIn:
     """A daemon with one namespace, in the place of a client's Connection.
 
     It keeps what it was said, and answers at once; `slow` keeps the answers to resets back,
-    `deaf` keeps all back, `lossy` drops the News, and `refusal` is the answer to every request.
+    `deaf` keeps all back, `lossy` drops KeyEvents, and `refusal` is the answer to every request.
     """
 
     def __init__(self, directory: Path, num_blocks: int) -> None:
@@ -63,7 +63,7 @@ class StandIn:
             self.generation += kind is EventKind.CLEARED
         if not self.lossy:
             parts = tuple(KeyEvent(kind, tuple(keys)) for kind, *keys in events)
-            self.send_back(News(self.sequence, parts, self.generation))
+            self.send_back(KeyEvents(self.sequence, parts, self.generation))
 
     def finish_resets(self) -> None:
         for request_id in self._resets:
@@ -123,7 +123,7 @@ class StandIn:
                 self.send_back(
                     wire.Opened(number, name, self.num_blocks, nbytes, False, policy, threshold)
                 )
-            case wire.Follow():
+            case wire.Subscribe():
                 for part in self._snapshot():
                     self.send_back(part)
             case wire.Reset(number):

@@ -280,7 +280,7 @@ def test_bytes_that_are_no_daemon_s_message_are_refused(talk: Conversation, data
 
 
 FINGERPRINT = told.Fingerprint("llama", 4096, key_bytes=4)
-NEWS = wire.News(1, (wire.KeyEvent(EventKind.STORED, (b"aaaa",)),))
+NEWS = wire.KeyEvents(1, (wire.KeyEvent(EventKind.STORED, (b"aaaa",)),))
 
 
 def enter(talk: Conversation) -> Conversation:
@@ -303,18 +303,18 @@ def test_what_is_told_of_a_namespace_needs_a_mirror(talk: Conversation, message:
 def test_a_mirror_that_is_astray_is_followed_up_once(talk: Conversation) -> None:
     enter(talk).namespace.follow()
     talk.feed(encode(wire.Snapshot(0, 0, False, (), True)))
-    talk.feed(encode(wire.News(2, NEWS.events)))
-    talk.feed(encode(wire.News(4, NEWS.events)))
+    talk.feed(encode(wire.KeyEvents(2, NEWS.events)))
+    talk.feed(encode(wire.KeyEvents(4, NEWS.events)))
     follow = talk.astray()
     assert follow is not None
-    assert decode_client_message(follow) == wire.Follow()
+    assert decode_client_message(follow) == wire.Subscribe()
     assert talk.astray() is None
 
 
 def test_a_mirror_is_not_followed_up_at_a_daemon_that_is_gone(talk: Conversation) -> None:
     enter(talk).namespace.follow()
     talk.feed(encode(wire.Snapshot(0, 0, False, (), True)))
-    talk.feed(encode(wire.News(2, NEWS.events)))
+    talk.feed(encode(wire.KeyEvents(2, NEWS.events)))
     talk.lose(Gone(Code.DAEMON_GONE, "killed"))
     assert talk.astray() is None
     with pytest.raises(Gone):
@@ -476,7 +476,7 @@ def test_all_is_had_again_in_order(lasting: Conversation) -> None:
     again = step.request
     assert msgspec.structs.replace(again, request_id=1) == opening
     step = answer(lasting, verb, step, msgspec.structs.replace(OPENED, request_id=again.request_id))
-    assert step.message == wire.Follow()
+    assert step.message == wire.Subscribe()
     assert step.until() is None
     lasting.feed(encode(wire.Snapshot(1, 0, False, (b"bbbb",), True)))
     assert mirror.lookup(b"bbbb") is Lookup.MISS

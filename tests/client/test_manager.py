@@ -408,7 +408,7 @@ def test_a_rank_that_does_not_know_says_retry(start_stand_in: Start, turn: int) 
     two.deaf = True
     two.reserve(D)
     assert answers(manager, A, B, C) == [RETRY, RETRY, MISS]
-    assert two.said == [wire.Follow()]
+    assert two.said == [wire.Subscribe()]
     assert offer(manager, A, B, C) == (A, B, C)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvferry.client.mirror import Mirror
 from kvferry.proto.keys import EventKind, Lookup, OffloadKey
-from kvferry.proto.messages import KeyEvent, News, Snapshot
+from kvferry.proto.messages import KeyEvent, KeyEvents, Snapshot
 
 PROFILE = settings(max_examples=400)
 KEYS = tuple(bytes([n]) * 4 for n in range(6))
@@ -22,15 +22,15 @@ HIT, MISS, PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING, Lookup.
 State: TypeAlias = dict[OffloadKey, Lookup]
 
 
-def news(sequence: int, kind: EventKind, *keys: OffloadKey) -> News:
-    return News(sequence, (KeyEvent(kind, keys),))
+def news(sequence: int, kind: EventKind, *keys: OffloadKey) -> KeyEvents:
+    return KeyEvents(sequence, (KeyEvent(kind, keys),))
 
 
-def stored(sequence: int, *keys: OffloadKey) -> News:
+def stored(sequence: int, *keys: OffloadKey) -> KeyEvents:
     return news(sequence, EventKind.STORED, *keys)
 
 
-def removed(sequence: int, *keys: OffloadKey) -> News:
+def removed(sequence: int, *keys: OffloadKey) -> KeyEvents:
     return news(sequence, EventKind.REMOVED, *keys)
 
 
@@ -51,7 +51,7 @@ def mirror() -> Mirror:
     return mirror
 
 
-# News
+# KeyEvents
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,9 @@ def test_news_say_what_keys_are(mirror: Mirror, kind: EventKind, known: list[Loo
 def test_the_events_of_one_message_are_in_order(mirror: Mirror) -> None:
     kinds = (EventKind.CLEARED, EventKind.PENDING, EventKind.STORED, EventKind.REMOVED)
     events = [KeyEvent(kind, (C,) if kind is not EventKind.CLEARED else ()) for kind in kinds]
-    mirror.feed(News(11, tuple(events[:3])))
+    mirror.feed(KeyEvents(11, tuple(events[:3])))
     assert answers(mirror, A, B, C) == [MISS, MISS, HIT]
-    mirror.feed(News(12, tuple(events[3:])))
+    mirror.feed(KeyEvents(12, tuple(events[3:])))
     assert answers(mirror, A, B, C) == [MISS, MISS, MISS]
 
 
@@ -287,7 +287,7 @@ class World:
     def __init__(self) -> None:
         self.states: list[State] = [{}]
         """What was resident as of each number."""
-        self.wire: deque[News | Snapshot] = deque()
+        self.wire: deque[KeyEvents | Snapshot] = deque()
         self.streams: list[Iterator[Snapshot]] = [self.snapshot()]
         self.asked = 0
         self.mirror = Mirror()
@@ -303,7 +303,7 @@ class World:
             if kind in (EventKind.STORED, EventKind.PENDING):
                 state[key] = HIT if kind is EventKind.STORED else PENDING
         self.states.append(state)
-        self.wire.append(News(len(self.states) - 1, (KeyEvent(kind, keys),)))
+        self.wire.append(KeyEvents(len(self.states) - 1, (KeyEvent(kind, keys),)))
 
     def snapshot(self) -> Iterator[Snapshot]:
         """Parts of at most two keys; what is resident is taken down now."""

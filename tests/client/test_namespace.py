@@ -60,14 +60,14 @@ def test_opening_says_what_is_wanted_and_waits_for_the_mirror(
     assert stand_in.heard(wire.OpenNamespace) == [
         wire.OpenNamespace(1, FINGERPRINT, 1 << 30, "arc", 2)
     ]
-    assert len(stand_in.heard(wire.Follow)) == 1
+    assert len(stand_in.heard(wire.Subscribe)) == 1
     assert client.namespace.mirror.whole
     assert answers(client, A, C) == [HIT, MISS]
 
 
 def test_a_worker_needs_no_mirror(stand_in: StandIn, client: OffloadClient) -> None:
     opened = client.open_namespace(FINGERPRINT, mirror=False)
-    assert stand_in.heard(wire.Follow) == []
+    assert stand_in.heard(wire.Subscribe) == []
     with pytest.raises(Refused, match="mirror=True") as refused:
         client.lookup(A)
     assert refused.value.code == Code.UNKNOWN_NAMESPACE
@@ -159,11 +159,11 @@ def test_a_gap_is_mended_by_one_more_follow(stand_in: StandIn, inside: OffloadCl
     assert answers(inside, A, C) == [HIT, MISS]
     stand_in.reserve(C)
     inside.poll()
-    assert stand_in.said == [wire.Follow()]
+    assert stand_in.said == [wire.Subscribe()]
     assert not inside.namespace.mirror.whole
     assert answers(inside, A, B, C) == [MISS, PENDING, PENDING]
     assert inside.namespace.mirror.whole
-    assert stand_in.said == [wire.Follow()]
+    assert stand_in.said == [wire.Subscribe()]
 
 
 def test_lookups_look_at_what_arrived_now_and_then(

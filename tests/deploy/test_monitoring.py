@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.daemon.core.actions import Ended
+from kvferry.daemon.core.actions import TransferCompleted
 from kvferry.daemon.observability.metrics import EXPECTED, Metrics
 from kvferry.proto import status as told
 from kvferry.proto.messages import JobResult, Outcome
@@ -30,7 +30,7 @@ def metrics() -> dict[str, set[str]]:
     )
     shown = Metrics()
     result = JobResult(1, Direction.STORE, Outcome.DONE, 1, 1.0)
-    shown.jobs.ended("cpu", result, Ended(1, Outcome.DONE, 1.0))
+    shown.jobs.ended("cpu", result, TransferCompleted(1, Outcome.DONE, 1.0))
     shown.update(status, (space,))
     found: dict[str, set[str]] = {}
     for family in shown.registry.collect():

@@ -16,8 +16,8 @@ import pytest
 
 from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.proto.codec import encode
-from kvferry.proto.desk import Collect, Deposit
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.fd_passing import FetchFd, SendFds
 from kvferry.proto.memory import FdAllocation, Location
 from kvferry.proto.messages import (
     PROTOCOL,
@@ -25,7 +25,6 @@ from kvferry.proto.messages import (
     Cancel,
     ClientMessage,
     Error,
-    Follow,
     Hello,
     OpenNamespace,
     Pin,
@@ -33,6 +32,7 @@ from kvferry.proto.messages import (
     RegisterKVCaches,
     Reset,
     Submit,
+    Subscribe,
     Touch,
     Unpin,
     Wait,
@@ -61,7 +61,7 @@ SMALL: list[ClientMessage] = [
     Wait(4, (1, 2, 3)),
     AllocateKVCaches(5, one_tensor(), 4096),
     OpenNamespace(6, Fingerprint("fuzz", 512), 1 << 16),
-    Follow(),
+    Subscribe(),
     Pin(KEYS),
     Unpin(KEYS[:2]),
     Touch(KEYS),
@@ -155,7 +155,7 @@ def test_descriptor_socket(beside: LocalDaemon, seed: int, long: bool) -> None:
     """Junk in packets, descriptors of every wrong kind, as a stranger and in an open session."""
     forge = Forge(seed, HONEST)
     with Raw(beside.directory, "fuzz") as raw:
-        packets = [encode(Deposit(raw.session)), encode(Collect(raw.session, 1))]
+        packets = [encode(SendFds(raw.session)), encode(FetchFd(raw.session, 1))]
         bother_desk(beside.directory, forge, packets, 200)
         before = Vitals.of(beside.pid)
         bother_desk(beside.directory, forge, packets, 10_000 if long else 1_000)

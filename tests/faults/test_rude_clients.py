@@ -14,11 +14,11 @@ from kvferry.proto.messages import (
     Allocated,
     AllocateKVCaches,
     ClientMessage,
-    Follow,
     Opened,
     OpenNamespace,
     StatusRequest,
     Submit,
+    Subscribe,
     Wait,
 )
 from kvferry.proto.specs import GPULoadStoreSpec, KeyLoadStoreSpec
@@ -108,7 +108,7 @@ def fill_namespace(raw: Raw) -> None:
     assert raw.result(1).outcome == "done"
 
 
-@pytest.mark.parametrize("request_", [Follow(), StatusRequest(1), Wait(1, ())], ids=repr)
+@pytest.mark.parametrize("request_", [Subscribe(), StatusRequest(1), Wait(1, ())], ids=repr)
 def test_a_client_that_does_not_listen(
     start_daemon: Callable[..., LocalDaemon], request_: ClientMessage
 ) -> None:
@@ -120,7 +120,7 @@ def test_a_client_that_does_not_listen(
         with closing(Deaf(daemon.directory, "deaf")) as deaf:
             deaf.ask(SPACE, Opened)
             for batch in range(5):
-                for _ in range(1000 if isinstance(request_, Follow) else 40_000):
+                for _ in range(1000 if isinstance(request_, Subscribe) else 40_000):
                     deaf.send(request_)
                 serve_somebody(daemon, f"somebody-{batch}")
                 assert Vitals.of(daemon.pid).since(before).private < MAX_GROWTH

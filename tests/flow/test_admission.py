@@ -30,7 +30,7 @@ import json, os, socket, sys, time
 from pathlib import Path
 from kvferry.client import OffloadClient
 from kvferry.proto.codec import decode_descriptor_reply, encode
-from kvferry.proto.desk import Deposit
+from kvferry.proto.fd_passing import SendFds
 from kvferry.proto.errors import KVFerryError
 from kvferry.testing.raw import Raw
 from kvferry.proto.messages import Hello, Welcome, Error
@@ -49,7 +49,7 @@ except KVFerryError as error:
 try:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as desk:
         desk.connect(str(directory / "fds.sock"))
-        desk.send(encode(Deposit("nobody")))
+        desk.send(encode(SendFds("nobody")))
         told["desk"] = decode_descriptor_reply(desk.recv(9999)).error.code
 except PermissionError:
     told["desk"] = "closed"

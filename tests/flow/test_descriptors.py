@@ -18,7 +18,7 @@ import pytest
 from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.client.tensors import shared_empty
 from kvferry.proto.codec import encode
-from kvferry.proto.desk import Collect, Deposit
+from kvferry.proto.fd_passing import FetchFd, SendFds
 from kvferry.proto.memory import FdAllocation
 from kvferry.proto.messages import (
     Allocated,
@@ -118,7 +118,7 @@ def test_engines_with_torch(counted: LocalDaemon, start_engine: StartEngine) -> 
 def test_visitors_of_the_descriptor_socket(counted: LocalDaemon) -> None:
     """They say nothing, or nonsense, or leave before the answer."""
     path = str(counted.directory / "fds.sock")
-    for words in (b"", b"nonsense", bytes(8000), encode(Collect("nobody", 1))):
+    for words in (b"", b"nonsense", bytes(8000), encode(FetchFd("nobody", 1))):
         for _ in range(5):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
                 visitor.connect(path)
@@ -135,7 +135,7 @@ def test_somebody_who_does_not_take_what_it_asked_for(counted: LocalDaemon) -> N
             assert isinstance(allocation, FdAllocation)
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
                 visitor.connect(path)
-                visitor.send(encode(Collect(raw.session, allocation.ticket)))
+                visitor.send(encode(FetchFd(raw.session, allocation.ticket)))
 
 
 def test_connections_that_take_over_each_other_s_numbers(kvferryd: LocalDaemon) -> None:
@@ -189,7 +189,7 @@ def test_no_close_of_a_client_s_descriptor_is_waited_for(kvferryd: LocalDaemon, 
     ):
         visitor = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         os.kill(kvferryd.pid, signal.SIGSTOP)
-        packet = encode(Deposit(rude.session))
+        packet = encode(SendFds(rude.session))
         match way:
             case "deposit":
                 visitor.connect(str(kvferryd.directory / "fds.sock"))

@@ -54,7 +54,7 @@ def test_a_scheduler_needs_no_torch(start_engine: StartEngine, kvferryd: LocalDa
     [
         ("kvferry.proto.messages", {"torch", "zmq", "asyncio"}),
         ("kvferry.client", {"torch", "kvferry.daemon"}),
-        ("kvferry.daemon.kvferryd", {"torch", "kvferry.client", "kvferry.testing"}),
+        ("kvferry.daemon.app", {"torch", "kvferry.client", "kvferry.testing"}),
         ("kvferry.daemon.core.core", {"torch", "zmq", "asyncio"}),
         ("kvferry.testing.plugin", {"torch", "kvferry.daemon"}),
         ("kvferry.testing.engine", {"torch", "kvferry.daemon"}),

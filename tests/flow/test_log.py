@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvferry.client import LocalDaemon, OffloadClient
-from kvferry.daemon.server.journal import KINDS, Sparingly
+from kvferry.daemon.observability.event_log import KINDS, RateLimiter
 from kvferry.proto.messages import Error, StatusRequest
 from kvferry.testing.engine import StartEngine, until
 from kvferry.testing.manager import kvferryd_command
@@ -105,7 +105,7 @@ def fill(pipe: int) -> None:
 
 
 def test_one_of_a_kind_in_a_while() -> None:
-    sparingly = Sparingly(10.0)
+    sparingly = RateLimiter(10.0)
     assert sparingly.passes(("a",), 0.0) == 0
     assert [sparingly.passes(("a",), 0.1 * n) for n in range(1, 6)] == [None] * 5
     assert sparingly.passes(("b",), 1.0) == 0
@@ -114,7 +114,7 @@ def test_one_of_a_kind_in_a_while() -> None:
 
 
 def test_kinds_are_bounded() -> None:
-    sparingly = Sparingly(10.0)
+    sparingly = RateLimiter(10.0)
     for number in range(3 * KINDS):
         assert sparingly.passes((str(number),), 0.0) == 0
     assert len(sparingly._kinds) == KINDS

@@ -11,7 +11,7 @@ from kvferry.client import Gone, LocalDaemon, OffloadClient, Outcome
 from kvferry.testing.engine import StartEngine, until
 
 CLUMSY = """
-from kvferry.daemon import kvferryd
+from kvferry.daemon import app
 from kvferry.daemon.core.core import Core
 from kvferry.proto.messages import StatusRequest, Submit
 
@@ -23,7 +23,7 @@ def clumsy(method):
     return handle
 
 Core.handle = clumsy(Core.handle)
-kvferryd.main()
+app.main()
 """
 
 

@@ -110,9 +110,7 @@ class Service:
     def __init__(self, folder: Path, device: str = "cpu", **options: object) -> None:
         chosen = {"device": device.removeprefix("cuda:"), "pool_chunk": CHUNK, "log_format": "json"}
         self.folder, self.options = folder, {**chosen, **options}
-        self.manager = ServiceManager(
-            self.command(), folder / "notify", log=folder / "kvferryd.log"
-        )
+        self.manager = ServiceManager(self.command(), folder / "notify", log=folder / "app.log")
 
     @property
     def directory(self) -> Path:
@@ -358,7 +356,7 @@ def test_who_refuses_to_start_leaves_all_that_was_kept(service: Service, mistake
 
 
 NO_ROOM_ON_THE_DEVICE = """
-from kvferry.daemon import kvferryd
+from kvferry.daemon import app
 from kvferry.daemon.engine.reference import ReferenceEngine
 from kvferry.proto.errors import Code, Failed
 
@@ -366,7 +364,7 @@ def attach(*_):
     raise Failed(Code.COPY_FAILED, "no memory for copy.staging")
 
 ReferenceEngine.attach = attach
-kvferryd.main()
+app.main()
 """
 
 

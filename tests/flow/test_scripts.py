@@ -64,7 +64,7 @@ main([])
     ("module", "name"),
     [
         ("kvferry.daemon.__main__", "uvloop"),
-        ("kvferry.daemon.__main__", "kvferry.daemon.server.server"),
+        ("kvferry.daemon.__main__", "kvferry.daemon.transport.server"),
         ("kvferry.client.cli", "typer"),
         ("kvferry.client.cli", "kvferry.client.cli.status"),
     ],
@@ -76,15 +76,15 @@ def test_ctrl_c_while_modules_are_imported(module: str, name: str) -> None:
 
 BEFORE_THE_LOOP = """
 import os, signal, sys
-from kvferry.daemon import kvferryd
+from kvferry.daemon import app
 from kvferry.daemon.__main__ import main
 
-make_pool = kvferryd.make_pool
+make_pool = app.make_pool
 def interrupted(*arguments, **options):
     os.kill(os.getpid(), signal.SIGINT)
     return make_pool(*arguments, **options)
 
-kvferryd.make_pool = interrupted
+app.make_pool = interrupted
 main(["--pool-size", "1MiB", "--runtime-dir", sys.argv[1]])
 """
 

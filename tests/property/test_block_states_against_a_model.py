@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 
 from kvferry.daemon.core.block_states import BlockStates
-from kvferry.daemon.core.geometry import Geometry, Resolved
+from kvferry.daemon.core.layout import BlockLayout, ResolvedBlocks
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
@@ -51,7 +51,7 @@ class Job:
     serial: int
     direction: Direction
     group: int
-    blocks: Resolved
+    blocks: ResolvedBlocks
     cells: list[Cell]
     requires: tuple[int, ...] = ()
 
@@ -85,7 +85,7 @@ class Machine(RuleBasedStateMachine):
         tensors = tuple(TensorLayout(64, page, page) for page in pages)
         groups = tuple((TensorRef(number, page),) for number, page in enumerate(pages))
         self.layout = LayoutArrays.from_layout(KVLayout(tensors, groups, FACTOR))
-        self.geometry = Geometry(self.layout, 0, HOSTS)
+        self.geometry = BlockLayout(self.layout, 0, HOSTS)
         self.states = BlockStates.of_layout(self.layout, HOSTS)
         self.cells = Cells()
         """At the end of everything that is in the queue."""

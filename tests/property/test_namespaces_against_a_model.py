@@ -29,24 +29,24 @@ from hypothesis.stateful import (
 
 from kvferry.daemon.core import namespace as namespace_module
 from kvferry.daemon.core.actions import (
-    Abandon,
     Action,
+    BlocksVerified,
     Broadcast,
+    CancelTransfers,
+    CloseSession,
     CopyPlan,
-    Dismiss,
-    Ended,
-    Map,
-    Mapped,
-    Publish,
+    FreeDeferred,
+    MapTensors,
+    PublishKVEvents,
     Send,
-    Start,
-    Stream,
-    Sweep,
-    Unmap,
-    Unmapped,
-    Verified,
+    SendStream,
+    StartTransfer,
+    TensorsMapped,
+    TensorsUnmapped,
+    TransferCompleted,
+    UnmapTensors,
 )
-from kvferry.daemon.core.core import Core, Identity
+from kvferry.daemon.core.core import Core, DaemonIdentity
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto import status as told
@@ -93,7 +93,7 @@ def group_of(key: bytes) -> int:
 
 ENDS = st.sampled_from([Outcome.DONE, Outcome.DONE, Outcome.FAILED, Outcome.CANCELLED])
 WORDS = st.sampled_from(
-    [wire.Pin((b"a",)), wire.Unpin(()), wire.Touch(()), wire.Reset(1), wire.Follow()]
+    [wire.Pin((b"a",)), wire.Unpin(()), wire.Touch(()), wire.Reset(1), wire.Subscribe()]
 )
 FAULT = ErrorInfo(Code.COPY_FAILED, "the copy failed")
 NEWCOMER = "newcomer"
@@ -225,9 +225,9 @@ class Mirror:
         """Of the snapshot."""
         self.sequence = self.parts = 0
         self.ready, self.pending = set[bytes](), set[bytes]()
-        self.early: list[wire.News] = []
+        self.early: list[wire.KeyEvents] = []
 
-    def hear(self, news: wire.News) -> None:
+    def hear(self, news: wire.KeyEvents) -> None:
         if self.stream is not None:
             self.early.append(news)
             return
@@ -430,7 +430,7 @@ class World(RuleBasedStateMachine):
         super().__init__()
         self.draw: Any = None
         limits = told.Limits(1 << 20, 1 << 10, 1000)
-        self.core = Core(Identity("0.1", "boot", 4711, DEVICE, limits), POOL, started=100.0)
+        self.core = Core(DaemonIdentity("0.1", "boot", 4711, DEVICE, limits), POOL, started=100.0)
         self.books = Books()
         self.pool: list[Content | None] = [None] * (POOL // CELL)
         self.room = Room()
@@ -456,13 +456,13 @@ class World(RuleBasedStateMachine):
     def hear(self, actions: list[Action]) -> list[Any]:
         """Take the news in. Returns what else the core wants."""
         actions = self.books.hear(actions)
-        published = [action for action in actions if isinstance(action, Publish)]
+        published = [action for action in actions if isinstance(action, PublishKVEvents)]
         broadcast = [action for action in actions if isinstance(action, Broadcast)]
         named = {space.name: space for space in self.spaces.values()}
         for space in self.lost:
             cleared = (wire.KeyEvent(EventKind.CLEARED, ()),)
-            news = wire.News(space.listener.sequence + 1, cleared, space.generation + 1)
-            assert published.pop(0) == Publish(space.name, 0, news)
+            news = wire.KeyEvents(space.listener.sequence + 1, cleared, space.generation + 1)
+            assert published.pop(0) == PublishKVEvents(space.name, 0, news)
         self.lost = []
         for action in published:
             space = named.pop(action.namespace)  # one News of each at once
@@ -476,7 +476,11 @@ class World(RuleBasedStateMachine):
                 for mirror in space.followers.values():
                     mirror.hear(copy.message)
         assert not broadcast
-        return [action for action in actions if type(action) not in (Publish, Broadcast, Sweep)]
+        return [
+            action
+            for action in actions
+            if type(action) not in (PublishKVEvents, Broadcast, FreeDeferred)
+        ]
 
     def error(self, actions: list[Any], session: str, code: Code) -> None:
         (action,) = actions
@@ -689,7 +693,7 @@ class World(RuleBasedStateMachine):
                 self.waiting[session] = foresee
             else:
                 answered[session] = foreseen
-        actions = self.hear(self.core.report(Unmapped(number)))
+        actions = self.hear(self.core.report(TensorsUnmapped(number)))
         for (session, foreseen), action in zip(answered.items(), actions, strict=True):
             self.comes_true(foreseen, [action], session)
 
@@ -713,17 +717,19 @@ class World(RuleBasedStateMachine):
             space.followers.pop(session, None)
             self.settle(space)
         expected: list[Action] = [Send(session, wire.Goodbye())] if polite else []
-        expected.append(Dismiss(session))
+        expected.append(CloseSession(session))
         given_up: defaultdict[int, list[int]] = defaultdict(list)
         for job in self.jobs.values():
             if job.session == session:
                 job.session = None
                 given_up[job.claim.number].append(job.serial)
-        expected += [Abandon(number, tuple(serials)) for number, serials in given_up.items()]
+        expected += [
+            CancelTransfers(number, tuple(serials)) for number, serials in given_up.items()
+        ]
         claim = self.holders.get(engine)
         if claim is not None and claim.session == session and not claim.leaving:
             claim.leaving = True
-            expected.append(Unmap(claim.number))
+            expected.append(UnmapTensors(claim.number))
         self.waiting.pop(session, None)
         if polite:
             assert self.ask(session, wire.Goodbye()) == expected
@@ -770,7 +776,7 @@ class World(RuleBasedStateMachine):
 
     def begins(self, claim: Claim, actions: list[Any]) -> None:
         (mapping,) = actions
-        assert isinstance(mapping, Map)
+        assert isinstance(mapping, MapTensors)
         assert mapping.session == claim.session
         claim.number = mapping.registration
 
@@ -781,7 +787,7 @@ class World(RuleBasedStateMachine):
     def map(self, claim: Claim, works: bool) -> None:
         claim.mapped = True
         error = None if works else ErrorInfo(Code.MAP_FAILED, "no memory")
-        actions = self.hear(self.core.report(Mapped(claim.number, claim.session, error)))
+        actions = self.hear(self.core.report(TensorsMapped(claim.number, claim.session, error)))
         if claim.leaving:
             assert actions == []
         elif works:
@@ -894,7 +900,7 @@ class World(RuleBasedStateMachine):
     ) -> Job:
         """A plan copies these places and no others, inside the region, each key in one block."""
         (start,) = actions
-        assert isinstance(start, Start)
+        assert isinstance(start, StartTransfer)
         plan, space = start.plan, claim.space
         assert (start.session, plan.registration, plan.direction) == (
             session,
@@ -966,7 +972,7 @@ class World(RuleBasedStateMachine):
                 space.ready.update(job.held)
                 space.counts["stored"] += len(job.held)
         error = FAULT if outcome is Outcome.FAILED else None
-        ended = Ended(job.serial, outcome, 0.0, error)
+        ended = TransferCompleted(job.serial, outcome, 0.0, error)
         actions = self.hear(self.core.report(ended))
         if job.session is None:
             assert actions == []
@@ -1054,8 +1060,8 @@ class World(RuleBasedStateMachine):
     def follow_from(self, session: str, at_once: bool) -> None:
         space = self.space_of(session)
         assert space is not None
-        (stream,) = self.ask(session, wire.Follow())
-        assert isinstance(stream, Stream)
+        (stream,) = self.ask(session, wire.Subscribe())
+        assert isinstance(stream, SendStream)
         assert stream.session == session
         mirror = space.followers[session] = Mirror(stream.messages, space.generation)
         while at_once and mirror.stream is not None:
@@ -1085,10 +1091,10 @@ class World(RuleBasedStateMachine):
             self.core.leave(NEWCOMER)
             return
         self.newcomer = actions[0].registration
-        self.hear(self.core.report(Mapped(self.newcomer, NEWCOMER)))
+        self.hear(self.core.report(TensorsMapped(self.newcomer, NEWCOMER)))
         spec = GPULoadStoreSpec(range(4)), CPULoadStoreSpec(range(4))
         (start,) = self.ask(NEWCOMER, wire.Submit(1, *spec))
-        self.hear(self.core.report(Ended(start.plan.serial, Outcome.DONE)))
+        self.hear(self.core.report(TransferCompleted(start.plan.serial, Outcome.DONE)))
         for _, _, offset in copies(start.plan):
             self.write(offset, 1024, (start.plan.serial, b"", 0))
 
@@ -1125,7 +1131,7 @@ class World(RuleBasedStateMachine):
     def another_daemon_would_find_all_that_is_ready(self) -> None:
         """And nothing else: of a block that a store may be writing, or wrote in part, it knows."""
         limits = told.Limits(1 << 20, 1 << 10, 1000)
-        heir = Core(Identity("0.1", "next", 4712, DEVICE, limits), POOL, started=200.0)
+        heir = Core(DaemonIdentity("0.1", "next", 4712, DEVICE, limits), POOL, started=200.0)
         for found in self.books.found():
             heir.restore(found)
         caches = {one.name: one for one in heir._namespaces}
@@ -1141,7 +1147,7 @@ class World(RuleBasedStateMachine):
             assert theirs.cache.ready_keys() == []
             assert set(theirs.cache.pending_keys()) == space.hits()
             blocks = np.array(list(entries.values()), dtype=np.int64)
-            heir.report(Verified(theirs.region.owner, blocks, tuple(entries)))
+            heir.report(BlocksVerified(theirs.region.owner, blocks, tuple(entries)))
             assert set(theirs.cache.ready_keys()) == space.hits()
         regions = {region.owner: (region.start, region.nbytes) for region in heir._regions}
         mine = {region.owner: (region.start, region.nbytes) for region in self.core._regions}

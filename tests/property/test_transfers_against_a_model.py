@@ -1,4 +1,4 @@
-"""Geometry against semantics.md in its plainest words: loops over groups, blocks, pages and bytes.
+"""BlockLayout against semantics.md in its plainest words: loops over groups, blocks, pages and bytes.
 
 A world is a layout with its memory: an arena that stands for the device, a pool for the host. The
 model says which byte goes where, or what is wrong; real copies are done on real memory.
@@ -15,7 +15,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.daemon.core.geometry import Geometry, Run
+from kvferry.daemon.core.layout import BlockLayout, Extent
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
@@ -36,8 +36,10 @@ class World:
     host_blocks: int
 
     @property
-    def geometry(self) -> Geometry:
-        return Geometry(LayoutArrays.from_layout(self.layout), self.region_start, self.host_blocks)
+    def geometry(self) -> BlockLayout:
+        return BlockLayout(
+            LayoutArrays.from_layout(self.layout), self.region_start, self.host_blocks
+        )
 
     @property
     def pool_bytes(self) -> int:
@@ -210,7 +212,7 @@ def spoiled_transfers(draw: st.DrawFn, world: World) -> Transfer:
     return transfer
 
 
-def pairs_of(world: World, runs: tuple[Run, ...]) -> list[tuple[int, int]]:
+def pairs_of(world: World, runs: tuple[Extent, ...]) -> list[tuple[int, int]]:
     """(byte of the arena, byte of the pool) of all fragments of `runs`, in order."""
     parts = [world.geometry.fragments(run, bases(world), 0) for run in runs]
     rows = [row for f in parts for row in zip(f.gpu, f.host, f.size, strict=True)]
@@ -218,8 +220,8 @@ def pairs_of(world: World, runs: tuple[Run, ...]) -> list[tuple[int, int]]:
 
 
 def pieces_of(
-    geometry: Geometry, runs: tuple[Run, ...], max_bytes: int, max_blocks: int
-) -> list[Run]:
+    geometry: BlockLayout, runs: tuple[Extent, ...], max_bytes: int, max_blocks: int
+) -> list[Extent]:
     pieces = []
     while runs:
         piece, runs = geometry.split(runs, max_bytes, max_blocks)
@@ -307,7 +309,7 @@ class Memory:
         self.arena: Bytes = random.integers(0, 256, world.arena_bytes, dtype=np.uint8)
         self.pool: Bytes = random.integers(0, 256, world.pool_bytes, dtype=np.uint8)
 
-    def copy(self, direction: Direction, runs: tuple[Run, ...]) -> None:
+    def copy(self, direction: Direction, runs: tuple[Extent, ...]) -> None:
         for piece in pieces_of(self.world.geometry, runs, 64, 5):
             where = bases(self.world) + self.arena.ctypes.data
             fragments = self.world.geometry.fragments(piece, where, self.pool.ctypes.data)

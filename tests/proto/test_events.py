@@ -13,14 +13,14 @@ from kvferry.proto.events import (
     batches_of,
 )
 from kvferry.proto.keys import EventKind, offload_key
-from kvferry.proto.messages import KeyEvent, News
+from kvferry.proto.messages import KeyEvent, KeyEvents
 
 HASHES = [bytes([n]) * 32 for n in range(3)]
 KEYS = tuple(offload_key(one) for one in HASHES)
 
 
 def told(*events: KeyEvent) -> list[object] | None:
-    batch = batch_of(News(1, events), 16, 12.5)
+    batch = batch_of(KeyEvents(1, events), 16, 12.5)
     if batch is None:
         return None
     said = msgspec.msgpack.decode(msgspec.msgpack.encode(batch))
@@ -49,7 +49,7 @@ def test_groups_of_a_block_are_one_hash() -> None:
 
 
 def test_a_batch_reads_as_it_was_written() -> None:
-    batch = batch_of(News(1, (KeyEvent(EventKind.STORED, KEYS),)), 16, 1.0)
+    batch = batch_of(KeyEvents(1, (KeyEvent(EventKind.STORED, KEYS),)), 16, 1.0)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch) == batch
 
 
@@ -59,7 +59,7 @@ def test_what_is_much_goes_in_batches_of_some() -> None:
     keys = tuple(map(offload_key, hashes))
     removed, stored = KeyEvent(EventKind.REMOVED, keys[:5]), KeyEvent(EventKind.STORED, keys)
     cleared = KeyEvent(EventKind.CLEARED, ())
-    told = list(batches_of(News(1, (removed, stored, cleared), 1), 16, 12.5))
+    told = list(batches_of(KeyEvents(1, (removed, stored, cleared), 1), 16, 12.5))
     events = [event for batch in told for event in batch.events]
     assert events[0] == BlockRemoved(hashes[:5], "CPU")
     assert type(events[-1]).__name__ == "AllBlocksCleared"
@@ -68,4 +68,4 @@ def test_what_is_much_goes_in_batches_of_some() -> None:
     assert all(event.block_size == 16 and event.medium == "CPU" for event in stored_events)
     for batch in told:
         assert sum(len(getattr(e, "block_hashes", ())) for e in batch.events) <= MOST_IN_A_BATCH
-    assert list(batches_of(News(1, (), 1), 16, 12.5)) == []
+    assert list(batches_of(KeyEvents(1, (), 1), 16, 12.5)) == []

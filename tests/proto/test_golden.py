@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.proto import codec, desk, memory
+from kvferry.proto import codec, fd_passing, memory
 from kvferry.proto import messages as wire
 from kvferry.proto import status as told
 from kvferry.proto.codec import encode
@@ -41,8 +41,8 @@ PATH = Path(__file__).with_name("golden.json")
 UNIONS: dict[str, tuple[Any, codec.Decoder[Any]]] = {
     "client": (wire.ClientMessage, codec.decode_client_message),
     "daemon": (wire.DaemonMessage, codec.decode_daemon_message),
-    "request": (desk.DescriptorRequest, codec.decode_descriptor_request),
-    "reply": (desk.DescriptorReply, codec.decode_descriptor_reply),
+    "request": (fd_passing.FdRequest, codec.decode_descriptor_request),
+    "reply": (fd_passing.FdReply, codec.decode_descriptor_reply),
 }
 
 INT32 = np.array([5, 0, 2_147_483_647], dtype=np.int32)
@@ -135,7 +135,7 @@ NAMESPACE = told.NamespaceStatus(
     stores_skipped=9,
     evictions=10,
 )
-NEWS = wire.News(
+NEWS = wire.KeyEvents(
     7,
     (
         wire.KeyEvent(EventKind.REMOVED, (OTHER,)),
@@ -170,7 +170,7 @@ MESSAGES: dict[str, Any] = {
     "client/submit-load-keys": wire.Submit(19, KeyLoadStoreSpec((KEY,)), GPULoadStoreSpec(INT32)),
     "client/open": wire.OpenNamespace(7, FINGERPRINT, 1 << 30, "arc", 2),
     "client/open-small": wire.OpenNamespace(8, told.Fingerprint("model-b", 4096)),
-    "client/follow": wire.Follow(),
+    "client/subscribe": wire.Subscribe(),
     "client/pin": wire.Pin((KEY, OTHER)),
     "client/unpin": wire.Unpin((KEY,)),
     "client/touch": wire.Touch((KEY,), 3, 4),
@@ -231,14 +231,14 @@ MESSAGES: dict[str, Any] = {
     "daemon/done": wire.Done(9),
     "daemon/snapshot": wire.Snapshot(6, 0, False, (KEY, OTHER)),
     "daemon/snapshot-last": wire.Snapshot(6, 1, True, (), True, 2),
-    "daemon/news": NEWS,
+    "daemon/key_events": NEWS,
     "daemon/namespaces": wire.NamespacesReport(10, (NAMESPACE,)),
     "daemon/error": wire.Error(5, FAILURE, "0123456789abcdef"),
     "daemon/error-to-nothing": wire.Error(None, ErrorInfo("code_of_tomorrow", "what it means")),
     "daemon/goodbye": wire.Goodbye(),
-    "request/deposit": desk.Deposit("s1"),
-    "request/collect": desk.Collect("s1", 7),
-    "reply/tickets": desk.Tickets((7, 8, 1 << 62)),
+    "request/send_fds": fd_passing.SendFds("s1"),
+    "request/fetch_fd": fd_passing.FetchFd("s1", 7),
+    "reply/fd_handles": fd_passing.FdHandles((7, 8, 1 << 62)),
     "reply/error": wire.Error(None, ErrorInfo(Code.UNKNOWN_TICKET, "no such ticket", "9")),
 }
 

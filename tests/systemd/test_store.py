@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.systemd, pytest.mark.timeout(900)]
 
 PROGRAM = """
 import os, time
-from kvferry.daemon.supervisor import Supervisor
+from kvferry.daemon.systemd import Supervisor
 
 supervisor = Supervisor()
 kept = {name: os.pread(d, 99, 0).decode() for name, d in supervisor.kept.items()}

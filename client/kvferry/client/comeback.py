@@ -19,8 +19,8 @@ from kvferry.client.descriptors import AT_ONCE, Visit
 from kvferry.client.steps import Ask, Fetch, Leave, Step, Tell, Until, Verb
 from kvferry.client.verbs import join
 from kvferry.proto.codec import encode
-from kvferry.proto.desk import Collect, Deposit
 from kvferry.proto.errors import Code, Failed, Gone, KVFerryError
+from kvferry.proto.fd_passing import FetchFd, SendFds
 
 log = logging.getLogger("kvferry")
 
@@ -129,14 +129,14 @@ class Comeback:
             case Until(ready):
                 return (yield from _until(ready))
             case Fetch(ticket):
-                with Visit(self._directory, Collect(self._talk.session, ticket)) as visit:
+                with Visit(self._directory, FetchFd(self._talk.session, ticket)) as visit:
                     return (yield from _until(visit.answer))[1][0]
 
     def _deposit(self, descriptors: Sequence[int]) -> Pushed:
         tickets: tuple[int, ...] = ()
         for start in range(0, len(descriptors), AT_ONCE):
             some = descriptors[start : start + AT_ONCE]
-            with Visit(self._directory, Deposit(self._talk.session), some) as visit:
+            with Visit(self._directory, SendFds(self._talk.session), some) as visit:
                 tickets += (yield from _until(visit.answer))[0]
         return tickets
 

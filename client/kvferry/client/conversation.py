@@ -36,16 +36,16 @@ from kvferry.proto.messages import (
     Done,
     Error,
     Finished,
-    Follow,
     Goodbye,
     Hello,
-    News,
+    KeyEvents,
     Opened,
     OpenNamespace,
     Outcome,
     Reset,
     Snapshot,
     Submit,
+    Subscribe,
     Wait,
     Welcome,
 )
@@ -150,7 +150,7 @@ class Conversation:
     def astray(self) -> bytes | None:
         """What to send where the mirror was found astray, once."""
         astray, self._astray = self._astray, False
-        return encode(Follow()) if astray and self.linked else None
+        return encode(Subscribe()) if astray and self.linked else None
 
     # The namespace
 
@@ -283,7 +283,7 @@ class Conversation:
                     self.jobs.take(result)
                     done = result.outcome is Outcome.DONE
                     self._lost_stores.ended(result.job_id, done=done)
-            case Snapshot() | News() as told:
+            case Snapshot() | KeyEvents() as told:
                 if self._namespace is not None and self._namespace.feed(told):
                     self._astray = True
             case Welcome() as welcome:

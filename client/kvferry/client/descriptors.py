@@ -12,8 +12,8 @@ from pathlib import Path
 
 from kvferry.client.conversation import timed_out
 from kvferry.proto.codec import decode_descriptor_reply, encode
-from kvferry.proto.desk import Collect, Deposit, DescriptorRequest
 from kvferry.proto.errors import Code, Gone, error_of
+from kvferry.proto.fd_passing import FdRequest, FetchFd, SendFds
 from kvferry.proto.messages import Error
 
 AT_ONCE = 250
@@ -37,7 +37,7 @@ class Visit:
     def __init__(
         self,
         directory: Path,
-        request: DescriptorRequest,
+        request: FdRequest,
         descriptors: Sequence[int] = (),
         timeout: float = 0.0,
     ) -> None:
@@ -99,18 +99,18 @@ def deposit(
     tickets: tuple[int, ...] = ()
     for start in range(0, len(descriptors), AT_ONCE):
         some = descriptors[start : start + AT_ONCE]
-        tickets += _ask(directory, Deposit(session), some, timeout)[0]
+        tickets += _ask(directory, SendFds(session), some, timeout)[0]
     return tickets
 
 
 def collect(directory: Path, session: str, ticket: int, timeout: float) -> int:
     """A new descriptor of what the daemon holds under a ticket."""
-    _, (descriptor,) = _ask(directory, Collect(session, ticket), (), timeout)
+    _, (descriptor,) = _ask(directory, FetchFd(session, ticket), (), timeout)
     return descriptor
 
 
 def _ask(
-    directory: Path, request: DescriptorRequest, descriptors: Sequence[int], timeout: float
+    directory: Path, request: FdRequest, descriptors: Sequence[int], timeout: float
 ) -> tuple[tuple[int, ...], list[int]]:
     deadline = time.monotonic() + timeout
     while True:

@@ -7,8 +7,8 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvferry.proto.desk import MAX_SOCKET_PATH
 from kvferry.proto.errors import Code, Gone, Refused
+from kvferry.proto.fd_passing import MAX_SOCKET_PATH
 
 SYSTEM_DIRECTORY = Path("/run/kvferry")
 TEMPORARY = Path("/tmp")

@@ -1,21 +1,21 @@
 """The local copy of a namespace: what is resident, as the daemon tells it.
 
-A Snapshot in parts says what is there as of a number, numbered News what happened from then on.
+A Snapshot in parts says what is resident as of a number; numbered KeyEvents say what happened next.
 What makes the copy robust is that an event says what its keys are *now*, not what changed: it
 holds whatever was heard before. So:
 
-- Where a number is missing, the mirror is astray, and wants a new snapshot. News that come
+- Where a number is missing, the mirror is astray, and wants a new snapshot. KeyEvents that come
   meanwhile still count. Keys that it knows are answered as it knows them: a HIT that is no more
   costs one failed load, which is a miss, while a RETRY would hold back every request for as long
   as a snapshot takes. Only of the others it cannot tell, and says RETRY.
-- News that come while a snapshot is on its way are held too; the snapshot, once it is all there,
-  gets those above its number, and takes the place of what was known.
+- KeyEvents that arrive during a snapshot are kept. When the snapshot is complete, those above its
+  number are applied to it, and it replaces what was known.
 - A snapshot that begins is begun anew. What is left of one that was given up is passed over.
 
-- A daemon that is busy drops News for those who do not poll, never a part of a snapshot.
+- A daemon that is busy drops KeyEvents for those who do not poll, never a part of a snapshot.
 
 Between a reset that was sent and the daemon's answer the mirror is hidden: whatever is told,
-everything is a MISS. The News of the reset comes before its answer, so what shows then is new;
+everything is a MISS. The KeyEvents of the reset comes before its answer, so what shows then is new;
 where it was dropped, the mirror forgets by itself.
 """
 
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvferry.proto.keys import EventKind, Lookup, OffloadKey
-from kvferry.proto.messages import KeyEvent, News, Snapshot
+from kvferry.proto.messages import KeyEvent, KeyEvents, Snapshot
 
 Keys: TypeAlias = set[OffloadKey]
 
@@ -79,12 +79,12 @@ class Mirror:
         self.whole = False
         """Whether it knows everything: before the first snapshot, and astray, it does not."""
         self.sequence = 0
-        """The number of the newest News it has heard of."""
+        """The number of the newest KeyEvents it has heard of."""
         self.generation = 0
         """Of the namespace: one more with each reset."""
         self._known = Resident()
         self._gathering: _Gathering | None = None
-        self._held: list[News] = []
+        self._held: list[KeyEvents] = []
         self._void = -1
         """The newest snapshot that was given up, by its number."""
         self._hidden = self._cleared = False
@@ -118,10 +118,10 @@ class Mirror:
         """How many keys are being stored."""
         return len(self._pending)
 
-    def feed(self, message: Snapshot | News) -> bool:
-        """Take in what the daemon said. True where something is missing now: say Follow, once."""
+    def feed(self, message: Snapshot | KeyEvents) -> bool:
+        """Take in what the daemon said. True where something is missing now: send Subscribe, once."""
         self.generation = max(self.generation, message.generation)
-        return self._hear(message) if isinstance(message, News) else self._gather(message)
+        return self._hear(message) if isinstance(message, KeyEvents) else self._gather(message)
 
     def hide(self) -> None:
         """A reset was sent: everything is absent, whatever is told, until `reveal`."""
@@ -129,7 +129,7 @@ class Mirror:
         self._show()
 
     def forget(self) -> None:
-        """A reset is done: where its News did not come, what is known is from before it."""
+        """A reset is done: where its KeyEvents did not come, what is known is from before it."""
         if not self._cleared:
             self._known.apply([KeyEvent(EventKind.CLEARED, ())])
         self._cleared = False
@@ -157,7 +157,7 @@ class Mirror:
         self._changed = {}
         return changed
 
-    def _hear(self, news: News) -> bool:
+    def _hear(self, news: KeyEvents) -> bool:
         if news.sequence <= self.sequence:
             return False
         missing = self.whole and news.sequence != self.sequence + 1
@@ -189,7 +189,7 @@ class Mirror:
         return True
 
     def _finish(self, gathered: _Gathering) -> bool:
-        """The snapshot is all there: it holds, with the News above it, if none is missing."""
+        """The snapshot is all there: it holds, with the KeyEvents above it, if none is missing."""
         self._gathering, sequence = None, gathered.sequence
         for news in self._held:
             if news.sequence == sequence + 1:

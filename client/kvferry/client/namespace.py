@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from kvferry.client.mirror import Mirror
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import OffloadKey
-from kvferry.proto.messages import News, Opened, Snapshot
+from kvferry.proto.messages import KeyEvents, Opened, Snapshot
 from kvferry.proto.specs import MAX_KEYS, check_keys
 from kvferry.proto.status import Fingerprint
 
@@ -72,7 +72,7 @@ class Namespace:
                 self._mirror.hide()
         return self._mirror
 
-    def feed(self, message: Snapshot | News) -> bool:
+    def feed(self, message: Snapshot | KeyEvents) -> bool:
         """Tell the mirror, if any; whether it is astray now."""
         return self._mirror is not None and self._mirror.feed(message)
 

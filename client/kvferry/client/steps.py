@@ -9,11 +9,11 @@ from typing import Any, TypeAlias, TypeVar
 from kvferry.client.answers import Request
 from kvferry.proto.messages import (
     AllocateKVCaches,
-    Follow,
     Goodbye,
     Hello,
     Pin,
     RegisterKVCaches,
+    Subscribe,
 )
 
 
@@ -42,7 +42,7 @@ class Fetch:
 class Tell:
     """Send a message that is no request; the outcome is what `until` answers, if not None."""
 
-    message: Hello | Follow | Goodbye | Pin | RegisterKVCaches | AllocateKVCaches
+    message: Hello | Subscribe | Goodbye | Pin | RegisterKVCaches | AllocateKVCaches
     until: Callable[[], object]
 
 

@@ -29,7 +29,6 @@ from kvferry.proto.memory import FdAllocation, HostRegion
 from kvferry.proto.messages import (
     Allocated,
     AllocateKVCaches,
-    Follow,
     Goodbye,
     NamespacesRequest,
     Opened,
@@ -39,6 +38,7 @@ from kvferry.proto.messages import (
     RegisterKVCaches,
     ReleaseKVCaches,
     StatusRequest,
+    Subscribe,
 )
 from kvferry.proto.specs import KVLayout
 from kvferry.proto.status import DaemonStatus, Fingerprint, NamespaceStatus
@@ -181,7 +181,7 @@ def open_namespace(
         opened = yield Ask(opening)
         talk.enter(opening, opened)
     if mirror and not talk.namespace.follow().whole:
-        yield Tell(Follow(), lambda: talk.mirrored() or None)
+        yield Tell(Subscribe(), lambda: talk.mirrored() or None)
     return opened
 
 
@@ -315,7 +315,7 @@ def _anew(talk: Conversation) -> Verb[None]:
 def _catch_up(talk: Conversation, namespace: Namespace) -> Verb[None]:
     """Follow the namespace again; do the resets that were not done; keep what was kept."""
     if namespace.followed:
-        yield Tell(Follow(), lambda: namespace.mirror.whole or None)
+        yield Tell(Subscribe(), lambda: namespace.mirror.whole or None)
     while undone := namespace.undone():
         yield Ask(talk.reset())
         for request_id in undone:

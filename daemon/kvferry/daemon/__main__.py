@@ -19,7 +19,7 @@ EXTRA = frozenset({"prometheus_client", "structlog", "uvloop", "xxhash"})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run until SIGTERM. Exit status as in kvferryd.py; 2 if a package or address space lacks."""
+    """Run until SIGTERM. Exit status as in app.py; 2 if a package or address space lacks."""
     open_standard_streams()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # `Signals` heeds it, or it kills
     # The daemon does no linear algebra: numpy's library would start a thread per core for nothing.
@@ -36,14 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _kvferryd() -> Callable[[Sequence[str] | None], None]:
     try:
-        from kvferry.daemon import kvferryd
+        from kvferry.daemon import app
     except ModuleNotFoundError as error:
         if error.name not in EXTRA:
             raise
         install = "pip install '.[daemon]' in a checkout of kvferry"
         print(f"kvferryd: {error.name} is not installed: {install}", file=sys.stderr)
         sys.exit(2)
-    return kvferryd.main
+    return app.main
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 from msgspec.msgpack import Ext
 
-from kvferry.proto.desk import DescriptorReply, DescriptorRequest
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.fd_passing import FdReply, FdRequest
 from kvferry.proto.messages import ClientMessage, DaemonMessage
 
 MAX_MESSAGE_BYTES = 32 << 20
@@ -42,7 +42,7 @@ def _enc_hook(value: Any) -> Ext | int:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
 
 
-def encode(message: ClientMessage | DaemonMessage | DescriptorRequest | DescriptorReply) -> bytes:
+def encode(message: ClientMessage | DaemonMessage | FdRequest | FdReply) -> bytes:
     """The bytes of a message; Refused where they would be more than a daemon accepts."""
     data = _encoder.encode(message)
     if len(data) > MAX_MESSAGE_BYTES:
@@ -102,5 +102,5 @@ def _tag(data: bytes | memoryview) -> bytes:
 
 decode_client_message: Decoder[ClientMessage] = Decoder(ClientMessage, MANY)
 decode_daemon_message: Decoder[DaemonMessage] = Decoder(DaemonMessage)
-decode_descriptor_request: Decoder[DescriptorRequest] = Decoder(DescriptorRequest)
-decode_descriptor_reply: Decoder[DescriptorReply] = Decoder(DescriptorReply)
+decode_descriptor_request: Decoder[FdRequest] = Decoder(FdRequest)
+decode_descriptor_reply: Decoder[FdReply] = Decoder(FdReply)

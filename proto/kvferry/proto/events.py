@@ -15,7 +15,7 @@ from typing import TypeAlias
 import msgspec
 
 from kvferry.proto.keys import EventKind, block_hash_of
-from kvferry.proto.messages import KeyEvent, News
+from kvferry.proto.messages import KeyEvent, KeyEvents
 
 MEDIUM = "CPU"
 MOST_IN_A_BATCH = 512
@@ -57,13 +57,13 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
     data_parallel_rank: int | None = None
 
 
-def batch_of(news: News, block_size: int, now: float) -> KVEventBatch | None:
+def batch_of(news: KeyEvents, block_size: int, now: float) -> KVEventBatch | None:
     """What outsiders are told of news: what can be loaded, and what cannot any more."""
     events = [event for told in news.events if (event := _event(told, block_size)) is not None]
     return KVEventBatch(now, events) if events else None
 
 
-def batches_of(news: News, block_size: int, now: float) -> Iterator[KVEventBatch]:
+def batches_of(news: KeyEvents, block_size: int, now: float) -> Iterator[KVEventBatch]:
     """The same as `batch_of`, in order, cut into batches that are not large."""
     whole = batch_of(news, block_size, now)
     some: list[KVEvent] = []

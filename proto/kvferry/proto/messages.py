@@ -20,8 +20,8 @@
       Pin, Unpin, Touch         ->               (no reply)
       Reset                     ->
                                 <-             Done | Error
-      Follow                    ->
-                                <-             Snapshot, in parts; then News, each numbered
+      Subscribe                 ->
+                                <-             Snapshot, in parts; then KeyEvents, each numbered
       StatusRequest             ->
                                 <-             StatusReport
       NamespacesRequest         ->
@@ -31,7 +31,7 @@
 
 Requests carry a request_id that their reply repeats. File descriptors (memory shared on a machine
 without a GPU, timeline pages) cannot travel over ZeroMQ: they go through a socket beside it, see
-desk.py.
+fd_passing.py.
 """
 
 from __future__ import annotations
@@ -192,10 +192,10 @@ class OpenNamespace(Message):
     store_threshold: Positive = 1
 
 
-class Follow(Message):
+class Subscribe(Message):
     """Send what is resident in my namespace, and from then on what changes.
 
-    Said again when a number is missing among the News.
+    Said again when a number is missing among the KeyEvents.
     """
 
 
@@ -218,7 +218,7 @@ class Touch(Message):
 
 
 class Reset(Message):
-    """Make every key of my namespace absent. The News of it come before its Done."""
+    """Make every key of my namespace absent. The KeyEvents of it come before its Done."""
 
     request_id: Id
 
@@ -303,9 +303,9 @@ class Done(Message):
 
 
 class Snapshot(Message):
-    """A part of what is resident as of News number `sequence`: ready keys, or pending ones.
+    """A part of what is resident as of KeyEvents number `sequence`: ready keys, or pending ones.
 
-    part: 0 begins anew. last: that was all; News from `sequence` + 1 on apply.
+    part: 0 begins anew. last: that was all; KeyEvents from `sequence` + 1 on apply.
     """
 
     sequence: Count
@@ -316,7 +316,7 @@ class Snapshot(Message):
     generation: Count = 1
 
 
-class News(Message):
+class KeyEvents(Message):
     """What happened to keys of the namespace, in order. Numbered without gaps.
 
     With no events: the number of the newest, for one who may have missed it.
@@ -354,7 +354,7 @@ ClientMessage: TypeAlias = (
     | Cancel
     | Wait
     | OpenNamespace
-    | Follow
+    | Subscribe
     | Pin
     | Unpin
     | Touch
@@ -373,7 +373,7 @@ DaemonMessage: TypeAlias = (
     | Opened
     | Done
     | Snapshot
-    | News
+    | KeyEvents
     | StatusReport
     | NamespacesReport
     | Error

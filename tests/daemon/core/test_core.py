@@ -25,28 +25,28 @@ from hypothesis.stateful import (
 )
 
 from kvferry.daemon.core.actions import (
-    Abandon,
     Action,
-    Again,
-    Calibrated,
-    Checked,
-    Commit,
+    BlocksCorrupted,
+    BlocksVerified,
+    CancelTransfers,
+    CloseSession,
+    CommitBlocks,
+    Continue,
+    CopyCalibrated,
     CopyPlan,
-    Corrupted,
-    Dismiss,
-    Ended,
-    Map,
-    Mapped,
-    Pinned,
+    HealthChecked,
+    MapTensors,
+    PoolRegistered,
     Report,
     Send,
-    Start,
-    Unmap,
-    Unmapped,
-    Verified,
+    StartTransfer,
+    TensorsMapped,
+    TensorsUnmapped,
+    TransferCompleted,
+    UnmapTensors,
 )
-from kvferry.daemon.core.core import Core, Identity
-from kvferry.daemon.core.deeds import engine_owner
+from kvferry.daemon.core.core import Core, DaemonIdentity
+from kvferry.daemon.core.records import engine_owner
 from kvferry.daemon.core.transfers import MAX_WAITS
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
@@ -74,7 +74,7 @@ FAULT = ErrorInfo(Code.COPY_FAILED, "the copy failed")
 
 
 def new_core(pool_bytes: int = POOL) -> Core:
-    return Core(Identity("0.1", "boot", 4711, DEVICE, LIMITS), pool_bytes, started=100.0)
+    return Core(DaemonIdentity("0.1", "boot", 4711, DEVICE, LIMITS), pool_bytes, started=100.0)
 
 
 def store(*blocks: int, hosts: tuple[int, ...] = (0,)) -> TransferSpec:
@@ -104,8 +104,10 @@ class Desk:
             self.core.welcome(session, wire.Hello(1, 1, session, engine))
             if registered and engine not in seen:
                 (mapping,) = self.ask(session, wire.AllocateKVCaches(1, LAYOUT, 4096, timeline))
-                assert mapping == Map(len(seen) + 1, session, mapping.geometry, (), None, timeline)
-                self.report(Mapped(mapping.registration, session))
+                assert mapping == MapTensors(
+                    len(seen) + 1, session, mapping.geometry, (), None, timeline
+                )
+                self.report(TensorsMapped(mapping.registration, session))
             seen.add(engine)
 
     def ask(self, session: str, message: wire.ClientMessage) -> list[Any]:
@@ -119,13 +121,13 @@ class Desk:
 
     def start(self, session: str, job_id: int, spec: TransferSpec, wait_for: int = 0) -> CopyPlan:
         (action,) = self.submit(session, job_id, spec, wait_for)
-        assert isinstance(action, Start)
+        assert isinstance(action, StartTransfer)
         return action.plan
 
     def fill(self, session: str) -> None:
         """Store something in every host block of an engine."""
         plan = self.start(session, 1000, store(0, 1, 2, 3, hosts=(0, 1)))
-        self.report(Ended(plan.serial, Outcome.DONE))
+        self.report(TransferCompleted(plan.serial, Outcome.DONE))
 
     def refused(self, session: str, job_id: int, spec: TransferSpec, wait_for: int = 0) -> str:
         """The code with which a Submit is refused."""
@@ -179,9 +181,9 @@ def test_goodbye_is_answered_and_ends_the_session() -> None:
     plan = desk.start("a", 7, store(0))
     assert desk.ask("a", wire.Goodbye("bye")) == [
         Send("a", wire.Goodbye()),
-        Dismiss("a"),
-        Abandon(plan.registration, (plan.serial,)),
-        Unmap(plan.registration),
+        CloseSession("a"),
+        CancelTransfers(plan.registration, (plan.serial,)),
+        UnmapTensors(plan.registration),
     ]
     assert desk.core.sessions == ()
 
@@ -193,10 +195,10 @@ def test_registering_maps_first_and_answers_then() -> None:
     desk = Desk("a", registered=False)
     where = ((memory.FdAllocation(5, 8192),), (memory.Location(0, 0),))
     (mapping,) = desk.ask("a", wire.RegisterKVCaches(9, LAYOUT, *where, 8192, 6))
-    assert mapping == Map(1, "a", mapping.geometry, *where, 6)
+    assert mapping == MapTensors(1, "a", mapping.geometry, *where, 6)
     assert desk.refused("a", 1, store(0)) == Code.NOT_REGISTERED
     answer = Send("a", wire.Registered(9, memory.HostRegion(4, 2048, False)))
-    assert desk.report(Mapped(1, "a")) == [answer]
+    assert desk.report(TensorsMapped(1, "a")) == [answer]
     desk.start("a", 1, store(0))
 
 
@@ -204,7 +206,7 @@ def test_allocating_answers_with_where_the_tensors_are() -> None:
     desk = Desk("a", registered=False)
     desk.ask("a", wire.AllocateKVCaches(9, LAYOUT))
     where = ((memory.FdAllocation(5, 8192),), (memory.Location(0, 0),))
-    (action,) = desk.report(Mapped(1, "a", allocations=where[0], locations=where[1]))
+    (action,) = desk.report(TensorsMapped(1, "a", allocations=where[0], locations=where[1]))
     whole_pool = memory.HostRegion(POOL // 2048, 2048, False)
     assert action == Send("a", wire.Allocated(9, whole_pool, *where))
 
@@ -239,18 +241,18 @@ def test_what_cannot_be_mapped_is_told_and_the_name_is_free_again() -> None:
     desk = Desk("a", registered=False)
     desk.ask("a", wire.AllocateKVCaches(1, LAYOUT))
     error = ErrorInfo(Code.MAP_FAILED, "no memory")
-    assert desk.report(Mapped(1, "a", error)) == [Send("a", wire.Error(1, error))]
+    assert desk.report(TensorsMapped(1, "a", error)) == [Send("a", wire.Error(1, error))]
     assert not desk.core.busy
-    assert isinstance(desk.ask("a", wire.AllocateKVCaches(2, LAYOUT))[0], Map)
+    assert isinstance(desk.ask("a", wire.AllocateKVCaches(2, LAYOUT))[0], MapTensors)
 
 
 def test_what_was_never_mapped_is_no_region_to_come_back_to() -> None:
     """Its bytes are somebody else's, or nobody's."""
     desk = Desk("a", registered=False)
     desk.ask("a", wire.AllocateKVCaches(1, LAYOUT))
-    desk.report(Mapped(1, "a", ErrorInfo(Code.MAP_FAILED, "no memory")))
+    desk.report(TensorsMapped(1, "a", ErrorInfo(Code.MAP_FAILED, "no memory")))
     desk.ask("a", wire.AllocateKVCaches(2, LAYOUT))
-    (action,) = desk.report(Mapped(2, "a"))
+    (action,) = desk.report(TensorsMapped(2, "a"))
     assert isinstance(action, Send)
     assert isinstance(action.message, wire.Allocated)
     assert not action.message.region.reattached
@@ -293,26 +295,26 @@ def test_a_pool_that_is_full_refuses_and_counts_it() -> None:
 def test_a_successor_waits_until_the_old_mapping_is_gone() -> None:
     desk = Desk("a/old", "a/new", "a/third")
     plan = desk.start("a/old", 1, store(0))
-    assert Unmap(1) in desk.core.leave("a/old")
+    assert UnmapTensors(1) in desk.core.leave("a/old")
     assert desk.ask("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096)) == []
     assert desk.ask("a/third", wire.AllocateKVCaches(6, LAYOUT, 4096)) == []
     assert desk.error("a/new", wire.AllocateKVCaches(7, LAYOUT, 4096)) == Code.BUSY
     assert desk.refused("a/new", 1, store(0)) == Code.NOT_REGISTERED
-    assert desk.report(Ended(plan.serial, Outcome.CANCELLED)) == []
-    mapping, refusal = desk.report(Unmapped(1))
-    assert isinstance(mapping, Map)
+    assert desk.report(TransferCompleted(plan.serial, Outcome.CANCELLED)) == []
+    mapping, refusal = desk.report(TensorsUnmapped(1))
+    assert isinstance(mapping, MapTensors)
     assert (mapping.registration, mapping.session) == (2, "a/new")
     assert (refusal.session, refusal.message.request_id) == ("a/third", 6)
     assert refusal.message.error.code == Code.ALREADY_REGISTERED
     answer = wire.Allocated(5, memory.HostRegion(2, 2048, True), (), ())
-    assert desk.report(Mapped(2, "a/new")) == [Send("a/new", answer)]
+    assert desk.report(TensorsMapped(2, "a/new")) == [Send("a/new", answer)]
 
 
 def test_a_successor_that_finds_no_room_is_told() -> None:
     desk = Desk("a/old", "b", "a/new")
     desk.core.leave("a/old")
     assert desk.ask("a/new", wire.AllocateKVCaches(5, LAYOUT, 2 * POOL)) == []
-    (action,) = desk.report(Unmapped(1))
+    (action,) = desk.report(TensorsUnmapped(1))
     assert isinstance(action, Send)
     assert isinstance(action.message, wire.Error)
     assert (action.session, action.message.request_id) == ("a/new", 5)
@@ -322,13 +324,13 @@ def test_a_successor_that_finds_no_room_is_told() -> None:
 def test_who_needs_the_room_of_one_that_leaves_waits_until_it_is_gone() -> None:
     desk = Desk("a", "b", "c", registered=False)
     desk.ask("a", wire.AllocateKVCaches(1, LAYOUT))
-    desk.report(Mapped(1, "a"))
+    desk.report(TensorsMapped(1, "a"))
     assert desk.error("b", wire.AllocateKVCaches(1, LAYOUT, 4096)) == Code.POOL_FULL
     desk.core.leave("a")
     for session in "bc":
         assert desk.ask(session, wire.AllocateKVCaches(2, LAYOUT, POOL)) == []
-    first, second = desk.report(Unmapped(1))
-    assert isinstance(first, Map)
+    first, second = desk.report(TensorsUnmapped(1))
+    assert isinstance(first, MapTensors)
     assert first.session == "b"
     assert (second.session, second.message.error.code) == ("c", Code.POOL_FULL)
     assert desk.core.status(101.0).errors == {"pool_full": 2}
@@ -340,9 +342,9 @@ def test_of_several_that_leave_the_last_may_make_the_room() -> None:
     desk.core.leave("a")
     desk.core.leave("b")
     assert desk.ask("c", wire.AllocateKVCaches(2, LAYOUT, POOL)) == []
-    assert desk.report(Unmapped(2)) == []
-    (mapping,) = desk.report(Unmapped(1))
-    assert isinstance(mapping, Map)
+    assert desk.report(TensorsUnmapped(2)) == []
+    (mapping,) = desk.report(TensorsUnmapped(1))
+    assert isinstance(mapping, MapTensors)
 
 
 def test_a_daemon_that_stops_gives_nothing_to_those_who_wait() -> None:
@@ -350,7 +352,7 @@ def test_a_daemon_that_stops_gives_nothing_to_those_who_wait() -> None:
     desk.core.leave("a/old")
     assert desk.ask("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096)) == []
     desk.core.stop()
-    (refusal,) = desk.report(Unmapped(1))
+    (refusal,) = desk.report(TensorsUnmapped(1))
     assert refusal.message.error.code == Code.SHUTTING_DOWN
 
 
@@ -358,18 +360,18 @@ def test_a_successor_that_leaves_waits_no_more() -> None:
     desk = Desk("a/old", "a/new")
     desk.core.leave("a/old")
     desk.ask("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096))
-    assert desk.core.leave("a/new") == [Dismiss("a/new")]
-    assert desk.report(Unmapped(1)) == []
+    assert desk.core.leave("a/new") == [CloseSession("a/new")]
+    assert desk.report(TensorsUnmapped(1)) == []
     assert not desk.core.busy
 
 
 def test_a_session_that_leaves_while_its_tensors_are_mapped_gets_no_answer() -> None:
     desk = Desk("a", registered=False)
     desk.ask("a", wire.AllocateKVCaches(1, LAYOUT))
-    assert desk.core.leave("a") == [Dismiss("a"), Unmap(1)]
-    assert desk.report(Mapped(1, "a")) == []
+    assert desk.core.leave("a") == [CloseSession("a"), UnmapTensors(1)]
+    assert desk.report(TensorsMapped(1, "a")) == []
     assert desk.core.busy
-    assert desk.report(Unmapped(1)) == []
+    assert desk.report(TensorsUnmapped(1)) == []
     assert not desk.core.busy
 
 
@@ -390,11 +392,11 @@ def test_a_host_block_that_the_engine_never_stored_is_not_loaded() -> None:
 def test_what_an_engine_stored_it_may_load_when_it_is_back() -> None:
     desk = Desk("a/old", "a/new")
     plan = desk.start("a/old", 1, store(0, 1, hosts=(0,)))
-    desk.report(Ended(plan.serial, Outcome.DONE))
+    desk.report(TransferCompleted(plan.serial, Outcome.DONE))
     desk.core.leave("a/old")
-    desk.report(Unmapped(1))
+    desk.report(TensorsUnmapped(1))
     (mapping,) = desk.ask("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096))
-    desk.report(Mapped(mapping.registration, "a/new"))
+    desk.report(TensorsMapped(mapping.registration, "a/new"))
     desk.start("a/new", 1, load(0, 1, hosts=(0,)))
     assert desk.refused("a/new", 2, load(0, 1, hosts=(1,))) == Code.STALE
 
@@ -404,7 +406,7 @@ def test_a_host_block_whose_last_store_did_not_complete_is_stale(outcome: Outcom
     desk = Desk("a")
     desk.fill("a")
     plan = desk.start("a", 1, store(0, 1, hosts=(0,)))
-    desk.report(Ended(plan.serial, outcome))
+    desk.report(TransferCompleted(plan.serial, outcome))
     assert desk.refused("a", 2, load(0, 1, hosts=(0,))) == Code.STALE
     desk.start("a", 3, load(0, 1, hosts=(1,)))
 
@@ -413,14 +415,14 @@ def test_nobody_loads_what_the_owner_before_left_by_way_of_a_store_that_never_ra
     desk = Desk("a", "b", registered=False, pool_bytes=4096)
     for session in ("a", "b"):
         (*_, mapping) = desk.ask(session, wire.AllocateKVCaches(1, LAYOUT, 4096, timeline=3))
-        desk.report(Mapped(mapping.registration, session))
+        desk.report(TensorsMapped(mapping.registration, session))
         if session == "a":
             desk.fill("a")
             desk.core.leave("a")
-            desk.report(Unmapped(mapping.registration))
+            desk.report(TensorsUnmapped(mapping.registration))
     plan = desk.start("b", 1, store(0, 1, hosts=(0,)), wait_for=1 << 40)
     desk.ask("b", wire.Cancel((1,)))
-    desk.report(Ended(plan.serial, Outcome.CANCELLED))
+    desk.report(TransferCompleted(plan.serial, Outcome.CANCELLED))
     assert desk.refused("b", 2, load(0, 1, hosts=(0,))) == Code.STALE
 
 
@@ -435,16 +437,16 @@ def test_a_load_requires_the_stores_of_its_blocks_that_have_not_ended() -> None:
     )
     third = desk.start("a", 4, store(0, hosts=(0,)))
     assert desk.start("a", 5, load(4, hosts=(0,))).requires == (third.serial,)
-    desk.report(Ended(first.serial, Outcome.FAILED))
-    desk.report(Ended(third.serial, Outcome.DONE))
-    desk.report(Ended(second.serial, Outcome.DONE))
+    desk.report(TransferCompleted(first.serial, Outcome.FAILED))
+    desk.report(TransferCompleted(third.serial, Outcome.DONE))
+    desk.report(TransferCompleted(second.serial, Outcome.DONE))
     assert desk.start("a", 6, load(4, hosts=(0,))).requires == ()
 
 
 def test_what_was_not_stored_of_a_host_block_is_stale() -> None:
     desk = Desk("a")
     plan = desk.start("a", 1, store(0, hosts=(0,)))
-    desk.report(Ended(plan.serial, Outcome.DONE))
+    desk.report(TransferCompleted(plan.serial, Outcome.DONE))
     assert desk.refused("a", 2, load(0, 1, hosts=(0,))) == Code.STALE
     desk.start("a", 3, load(0, hosts=(0,)))
 
@@ -453,13 +455,13 @@ def test_a_completed_store_is_committed_with_the_parts_that_are_loadable() -> No
     desk = Desk("a")
     plans = [desk.start("a", 1, store(0, hosts=(1,))), desk.start("a", 2, store(1, 2, hosts=(0,)))]
     for plan, parts in zip(plans, ({1: (0, 1)}, {}), strict=True):
-        _, commit = desk.core.report(Ended(plan.serial, Outcome.DONE))
-        assert isinstance(commit, Commit)
+        _, commit = desk.core.report(TransferCompleted(plan.serial, Outcome.DONE))
+        assert isinstance(commit, CommitBlocks)
         assert (commit.serial, commit.cargo.parts) == (plan.serial, parts)
         assert commit.cargo.owner == engine_owner("a")
     rest = GPULoadStoreSpec([3], (1,), (1,)), CPULoadStoreSpec([1])
-    _, commit = desk.core.report(Ended(desk.start("a", 3, rest).serial, Outcome.DONE))
-    assert isinstance(commit, Commit)
+    _, commit = desk.core.report(TransferCompleted(desk.start("a", 3, rest).serial, Outcome.DONE))
+    assert isinstance(commit, CommitBlocks)
     assert commit.cargo.parts == {}  # both halves of it are there now
 
 
@@ -467,9 +469,9 @@ def test_loads_in_flight_of_a_corrupt_block_fail_and_it_is_stale_then() -> None:
     desk = Desk("a")
     desk.fill("a")
     plans = [desk.start("a", job, load(0, 1, hosts=(job,))) for job in (0, 1)]
-    assert desk.report(Corrupted(engine_owner("a"), np.array([1]))) == []
+    assert desk.report(BlocksCorrupted(engine_owner("a"), np.array([1]))) == []
     for plan, outcome in zip(plans, (Outcome.DONE, Outcome.FAILED), strict=True):
-        (action,) = desk.report(Ended(plan.serial, Outcome.DONE))
+        (action,) = desk.report(TransferCompleted(plan.serial, Outcome.DONE))
         (result,) = action.message.results
         assert result.outcome == outcome
     assert (result.error.code, result.error.value, result.nbytes) == (Code.CORRUPT_BLOCK, "1", 0)
@@ -482,19 +484,19 @@ def test_blocks_of_an_earlier_daemon_are_stale_until_they_are_verified() -> None
     old, desk = Desk("a"), Desk(registered=False)
     plans = [old.start("a", 1, store(0, hosts=(0,))), old.start("a", 2, store(2, 3, hosts=(1,)))]
     for plan in plans:
-        old.report(Ended(plan.serial, Outcome.DONE))
+        old.report(TransferCompleted(plan.serial, Outcome.DONE))
     desk.books = old.books
     desk.core.restore(*old.books.found())
     desk.core.welcome("a", wire.Hello(1, 1, "client", "a"))
     (mapping,) = desk.ask("a", wire.AllocateKVCaches(1, LAYOUT, 4096))
-    (answer,) = desk.report(Mapped(mapping.registration, "a"))
+    (answer,) = desk.report(TensorsMapped(mapping.registration, "a"))
     assert answer.message.region.reattached
     assert desk.refused("a", 1, load(0, hosts=(0,))) == Code.STALE
-    desk.report(Verified(engine_owner("a"), np.array([0])))
+    desk.report(BlocksVerified(engine_owner("a"), np.array([0])))
     desk.start("a", 2, load(0, hosts=(0,)))
     assert desk.refused("a", 3, load(0, 1, hosts=(0,))) == Code.STALE
     assert desk.refused("a", 4, load(0, 1, hosts=(1,))) == Code.STALE
-    assert desk.report(Verified(engine_owner("nobody"), np.array([0]))) == []
+    assert desk.report(BlocksVerified(engine_owner("nobody"), np.array([0]))) == []
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -505,19 +507,19 @@ def test_another_user_never_gets_the_host_blocks_of_an_engine_s_name(restarted: 
         desk = Desk(registered=False)
         desk.core.welcome("old", hello, 1000)
         (mapping,) = desk.ask("old", wire.AllocateKVCaches(1, LAYOUT, 4096))
-        desk.report(Mapped(mapping.registration, "old"))
+        desk.report(TensorsMapped(mapping.registration, "old"))
         desk.fill("old")
         desk.core.leave("old")
-        desk.report(Unmapped(mapping.registration))
+        desk.report(TensorsUnmapped(mapping.registration))
         if restarted:
             books, desk = desk.books, Desk(registered=False)
             desk.books = books
             desk.core.restore(*books.found())
         desk.core.welcome("new", hello, uid)
         (mapping,) = desk.ask("new", wire.AllocateKVCaches(1, LAYOUT, 4096))
-        (answer,) = desk.report(Mapped(mapping.registration, "new"))
+        (answer,) = desk.report(TensorsMapped(mapping.registration, "new"))
         assert answer.message.region.reattached is back
-        desk.report(Verified(engine_owner("a"), np.array([0, 1])))
+        desk.report(BlocksVerified(engine_owner("a"), np.array([0, 1])))
         if back:
             desk.start("new", 1, load(0, 1, hosts=(0,)))
         else:
@@ -538,7 +540,7 @@ def test_a_job_is_started_whole_and_ends_with_what_it_moved() -> None:
     assert (plan.registration, plan.direction, plan.nbytes) == (1, Direction.STORE, 3 * 1024)
     assert (plan.wait_for, plan.after, plan.host_end) == (12, 0, 4096)
     assert desk.start("a", 8, load(4, 5, hosts=(1,))).after == plan.serial
-    (action,) = desk.report(Ended(plan.serial, Outcome.DONE, 0.25))
+    (action,) = desk.report(TransferCompleted(plan.serial, Outcome.DONE, 0.25))
     result = wire.JobResult(7, Direction.STORE, Outcome.DONE, 3072, 0.25)
     assert action == Send("a", wire.Finished((result,)))
     assert desk.core.status(101.0).totals == told.Totals(stores=1, stored_bytes=3072)
@@ -549,7 +551,7 @@ def test_a_job_without_success_moved_nothing() -> None:
     for job, outcome in enumerate((Outcome.FAILED, Outcome.CANCELLED)):
         plan = desk.start("a", job, store(1, 2))
         error = FAULT if outcome is Outcome.FAILED else None
-        (action,) = desk.report(Ended(plan.serial, outcome, error=error))
+        (action,) = desk.report(TransferCompleted(plan.serial, outcome, error=error))
         assert isinstance(action, Send)
         assert isinstance(action.message, wire.Finished)
         (result,) = action.message.results
@@ -592,7 +594,7 @@ def test_an_engine_s_unfinished_jobs_have_different_ids() -> None:
     assert desk.refused("a/worker", 1, load(1)) == Code.DUPLICATE_JOB
     assert desk.refused("a/scheduler", 1, store(1)) == Code.DUPLICATE_JOB
     desk.start("b", 1, store(0))
-    desk.report(Ended(plan.serial, Outcome.DONE))
+    desk.report(TransferCompleted(plan.serial, Outcome.DONE))
     desk.start("a/scheduler", 1, store(1))
 
 
@@ -606,7 +608,7 @@ def test_a_session_has_so_many_jobs_of_a_direction_under_way_and_no_more(
     assert desk.refused("a/worker", 9, spec(5)) == Code.BUSY
     desk.start("a/worker", 20, other(6))
     desk.start("a/scheduler", 10, spec(5))
-    desk.report(Ended(plans[1].serial, Outcome.FAILED, error=FAULT))
+    desk.report(TransferCompleted(plans[1].serial, Outcome.FAILED, error=FAULT))
     desk.start("a/worker", 9, spec(5))
     assert desk.refused("a/worker", 11, spec(6)) == Code.BUSY
 
@@ -615,23 +617,25 @@ def test_cancelling_names_what_is_under_way_and_only_that() -> None:
     desk = Desk("a/worker", "a/scheduler", "b")
     plan = desk.start("a/worker", 1, store(0))
     desk.start("b", 2, store(0))
-    assert desk.ask("a/scheduler", wire.Cancel((1, 2, 3))) == [Abandon(1, (plan.serial,))]
-    actions = desk.report(Ended(plan.serial, Outcome.CANCELLED))
+    assert desk.ask("a/scheduler", wire.Cancel((1, 2, 3))) == [CancelTransfers(1, (plan.serial,))]
+    actions = desk.report(TransferCompleted(plan.serial, Outcome.CANCELLED))
     assert finished(actions) == [("a/worker", 1, "cancelled", "cancelled")]
     assert desk.ask("a/worker", wire.Cancel((1,))) == []
 
 
 def test_what_the_lane_has_not_done_of_an_order_it_is_told_again() -> None:
     """In its turn: others come between."""
-    rest = Abandon(1, (3, 4))
-    assert Desk("a").report(Again(rest)) == [rest]
+    rest = CancelTransfers(1, (3, 4))
+    assert Desk("a").report(Continue(rest)) == [rest]
 
 
 def test_a_cancel_that_came_too_late_changes_nothing() -> None:
     desk = Desk("a")
     plan = desk.start("a", 1, store(0))
     desk.ask("a", wire.Cancel((1,)))
-    assert finished(desk.report(Ended(plan.serial, Outcome.DONE))) == [("a", 1, "done", None)]
+    assert finished(desk.report(TransferCompleted(plan.serial, Outcome.DONE))) == [
+        ("a", 1, "done", None)
+    ]
 
 
 def test_waiting_ends_behind_the_last_of_the_jobs() -> None:
@@ -639,8 +643,8 @@ def test_waiting_ends_behind_the_last_of_the_jobs() -> None:
     plans = [desk.start("a/worker", job, store(job)) for job in range(3)]
     assert desk.ask("a/worker", wire.Wait(5, (0, 2, 2, 77))) == []
     assert desk.ask("a/scheduler", wire.Wait(6, (2,))) == []
-    assert len(desk.report(Ended(plans[0].serial, Outcome.DONE))) == 1
-    actions = desk.report(Ended(plans[2].serial, Outcome.FAILED, error=FAULT))
+    assert len(desk.report(TransferCompleted(plans[0].serial, Outcome.DONE))) == 1
+    actions = desk.report(TransferCompleted(plans[2].serial, Outcome.FAILED, error=FAULT))
     assert finished(actions) == [("a/worker", 2, "failed", "copy_failed")]
     assert actions[1:] == [Send("a/worker", wire.Waited(5)), Send("a/scheduler", wire.Waited(6))]
 
@@ -649,7 +653,7 @@ def test_waiting_ends_behind_the_last_of_the_jobs() -> None:
 def test_waiting_for_what_has_ended_ends_at_once(job_ids: tuple[int, ...]) -> None:
     desk = Desk("a")
     plan = desk.start("a", 1, store(0))
-    desk.report(Ended(plan.serial, Outcome.DONE))
+    desk.report(TransferCompleted(plan.serial, Outcome.DONE))
     assert desk.ask("a", wire.Wait(5, job_ids)) == [Send("a", wire.Waited(5))]
 
 
@@ -659,7 +663,7 @@ def test_waits_are_bounded_and_come_free_again() -> None:
     for number in range(MAX_WAITS):
         assert desk.ask("a", wire.Wait(number, (1,))) == []
     assert desk.error("a", wire.Wait(999, (1,))) == Code.BUSY
-    assert len(desk.report(Ended(plan.serial, Outcome.DONE))) == 1 + MAX_WAITS
+    assert len(desk.report(TransferCompleted(plan.serial, Outcome.DONE))) == 1 + MAX_WAITS
     desk.start("a", 1, store(0))
     assert desk.ask("a", wire.Wait(999, (1,))) == []
 
@@ -669,7 +673,7 @@ def test_a_session_that_left_waits_no_more() -> None:
     plan = desk.start("a/worker", 1, store(0))
     desk.ask("a/scheduler", wire.Wait(5, (1,)))
     desk.core.leave("a/scheduler")
-    actions = desk.report(Ended(plan.serial, Outcome.DONE))
+    actions = desk.report(TransferCompleted(plan.serial, Outcome.DONE))
     assert finished(actions) == [("a/worker", 1, "done", None)]
     assert len(actions) == 1
 
@@ -679,9 +683,9 @@ def test_of_a_session_that_left_nothing_is_counted_any_more() -> None:
     desk = Desk("a/worker", "a/scheduler")
     done, late = (desk.start("a/scheduler", n, store(n)) for n in (1, 2))
     desk.ask("a/scheduler", wire.Wait(5, (2,)))
-    desk.report(Ended(done.serial, Outcome.DONE))
+    desk.report(TransferCompleted(done.serial, Outcome.DONE))
     desk.core.leave("a/scheduler")
-    assert finished(desk.report(Ended(late.serial, Outcome.CANCELLED))) == []
+    assert finished(desk.report(TransferCompleted(late.serial, Outcome.CANCELLED))) == []
     transfers = desk.core._transfers
     assert (transfers.moved, transfers._taken, transfers._waits) == ({}, {}, {})
 
@@ -691,12 +695,12 @@ def test_jobs_end_when_the_process_that_owns_the_tensors_goes() -> None:
     mine, theirs = desk.start("a/worker", 1, store(0)), desk.start("a/scheduler", 2, store(1))
     desk.ask("a/scheduler", wire.Wait(5, (1, 2)))
     assert desk.core.leave("a/worker") == [
-        Dismiss("a/worker"),
-        Abandon(1, (mine.serial,)),
-        Unmap(1),
+        CloseSession("a/worker"),
+        CancelTransfers(1, (mine.serial,)),
+        UnmapTensors(1),
     ]
-    assert desk.report(Ended(mine.serial, Outcome.CANCELLED)) == []
-    actions = desk.report(Ended(theirs.serial, Outcome.CANCELLED))
+    assert desk.report(TransferCompleted(mine.serial, Outcome.CANCELLED)) == []
+    actions = desk.report(TransferCompleted(theirs.serial, Outcome.CANCELLED))
     assert finished(actions) == [("a/scheduler", 2, "failed", "engine_gone")]
     assert actions[1:] == [Send("a/scheduler", wire.Waited(5))]
     assert desk.refused("a/scheduler", 3, store(1)) == Code.NOT_REGISTERED
@@ -706,7 +710,7 @@ def test_the_tensors_stay_when_another_process_of_the_engine_goes() -> None:
     desk = Desk("a/worker", "a/scheduler")
     desk.start("a/worker", 1, store(0))
     plan = desk.start("a/scheduler", 2, store(1))
-    expected = [Dismiss("a/scheduler"), Abandon(1, (plan.serial,))]
+    expected = [CloseSession("a/scheduler"), CancelTransfers(1, (plan.serial,))]
     assert desk.core.leave("a/scheduler") == expected
     desk.start("a/worker", 3, store(2))
 
@@ -717,7 +721,7 @@ def test_the_tensors_stay_when_another_process_of_the_engine_goes() -> None:
 def test_a_daemon_that_stops_takes_no_new_work_and_ends_the_old() -> None:
     desk = Desk("a", "b", registered=False)
     desk.ask("a", wire.AllocateKVCaches(1, LAYOUT, 4096))
-    desk.report(Mapped(1, "a"))
+    desk.report(TensorsMapped(1, "a"))
     plan = desk.start("a", 1, store(0))
     desk.core.stop()
     assert desk.refused("a", 2, store(1)) == Code.SHUTTING_DOWN
@@ -727,9 +731,9 @@ def test_a_daemon_that_stops_takes_no_new_work_and_ends_the_old() -> None:
     assert isinstance(action.message, wire.Error)
     assert (action.message.error.code, "c" in desk.core.sessions) == (Code.SHUTTING_DOWN, False)
     assert desk.ask("a", wire.Wait(5, (1,))) == []
-    assert desk.core.abandon_all() == [Abandon(1, (plan.serial,))]
+    assert desk.core.abandon_all() == [CancelTransfers(1, (plan.serial,))]
     assert desk.core.busy
-    desk.report(Ended(plan.serial, Outcome.CANCELLED))
+    desk.report(TransferCompleted(plan.serial, Outcome.CANCELLED))
     assert not desk.core.busy
 
 
@@ -738,7 +742,7 @@ def test_a_daemon_that_stops_turns_a_successor_away() -> None:
     desk.core.leave("a/old")
     desk.ask("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096))
     desk.core.stop()
-    (action,) = desk.report(Unmapped(1))
+    (action,) = desk.report(TensorsUnmapped(1))
     assert isinstance(action, Send)
     assert isinstance(action.message, wire.Error)
     assert (action.session, action.message.request_id) == ("a/new", 5)
@@ -751,12 +755,12 @@ def test_status_tells_what_is_there() -> None:
     desk.start("a/scheduler", 1, store(0))
     desk.refused("a/worker", 2, store(99))
     desk.core.leave("b")
-    desk.report(Unmapped(2))
-    desk.report(Pinned(8192))
+    desk.report(TensorsUnmapped(2))
+    desk.report(PoolRegistered(8192))
     copying = told.CopyStatus("auto", told.CalibrationPoint(1 << 20, 55.0, 54.0), (), 1, 1)
     health = told.HealthStatus(True)
-    desk.report(Calibrated(copying))
-    desk.report(Checked(health))
+    desk.report(CopyCalibrated(copying))
+    desk.report(HealthChecked(health))
     (action,) = desk.ask("a/worker", wire.StatusRequest(5))
     assert action == Send(
         "a/worker",
@@ -831,25 +835,25 @@ class Shell(RuleBasedStateMachine):
                 case Send(session, message):
                     assert session in self.engine_of
                     self.told(session, message)
-                case Dismiss(session):
+                case CloseSession(session):
                     self.forget(session)
-                case Map(number, session):
+                case MapTensors(number, session):
                     assert number not in self.claims
                     engine = self.engine_of[session]
                     assert engine not in {claim.engine for claim in self.claims.values()}
                     timeline = action.timeline is not None
                     self.claims[number] = Claim(number, engine, session, timeline=timeline)
-                case Unmap(number):
+                case UnmapTensors(number):
                     assert not self.claims[number].leaving
                     self.claims[number].leaving = True
-                case Start(plan=plan):
+                case StartTransfer(plan=plan):
                     claim = self.claims[plan.registration]
                     assert claim.mapped
                     assert not claim.leaving
                     assert plan.serial not in self.jobs
                     assert plan.after < plan.serial
                     claim.plans[plan.serial] = plan
-                case Abandon(number, serials):
+                case CancelTransfers(number, serials):
                     assert self.claims[number].plans.keys() >= set(serials)
                     self.abandoned |= set(serials)
 
@@ -865,7 +869,13 @@ class Shell(RuleBasedStateMachine):
                 assert self.owner.pop(serial) == session  # only once, and to whom it belongs
                 assert (result.job_id, result.outcome) == (self.jobs[serial][1], outcome)
                 assert (result.error and result.error.code) == code
-            case wire.Finished() | wire.Welcome() | wire.Goodbye() | wire.Snapshot() | wire.News():
+            case (
+                wire.Finished()
+                | wire.Welcome()
+                | wire.Goodbye()
+                | wire.Snapshot()
+                | wire.KeyEvents()
+            ):
                 raise AssertionError(message)
             case reply:
                 assert reply.request_id is not None  # an Error to nothing
@@ -1043,7 +1053,7 @@ class Shell(RuleBasedStateMachine):
         claim = data.draw(st.sampled_from([c for c in self.claims.values() if not c.mapped]))
         claim.mapped, claim.failed = True, not works
         error = None if works else ErrorInfo(Code.MAP_FAILED, "no memory")
-        self.perform(self.core.report(Mapped(claim.number, claim.session, error)))
+        self.perform(self.core.report(TensorsMapped(claim.number, claim.session, error)))
         if claim.failed and not claim.leaving:
             del self.claims[claim.number]
 
@@ -1077,7 +1087,7 @@ class Shell(RuleBasedStateMachine):
         for serials in self.waits.values():
             serials.discard(serial)
         error = FAULT if outcome is Outcome.FAILED else None
-        ended = Ended(serial, outcome, 0.0, error)
+        ended = TransferCompleted(serial, outcome, 0.0, error)
         actions = self.core.report(ended)
         if heard:
             assert finished(actions[:1])  # Finished first, then Waited
@@ -1093,7 +1103,7 @@ class Shell(RuleBasedStateMachine):
         for serial in tuple(claim.plans):
             self.end(serial, Outcome.CANCELLED)
         del self.claims[claim.number]
-        self.perform(self.core.report(Unmapped(claim.number)))
+        self.perform(self.core.report(TensorsUnmapped(claim.number)))
 
     # Always
 
@@ -1118,7 +1128,7 @@ class Shell(RuleBasedStateMachine):
             for claim in tuple(self.claims.values()):
                 if not claim.mapped:
                     claim.mapped = True
-                    self.perform(self.core.report(Mapped(claim.number, claim.session)))
+                    self.perform(self.core.report(TensorsMapped(claim.number, claim.session)))
                 elif claim.leaving:
                     self.unmap(claim)
                 else:

@@ -16,28 +16,28 @@ import numpy as np
 import pytest
 
 from kvferry.daemon.core import namespace as namespace_module
-from kvferry.daemon.core import pinned as pinned_module
+from kvferry.daemon.core import session_pins as pinned_module
 from kvferry.daemon.core.actions import (
-    Abandon,
     Action,
+    BlocksVerified,
     Broadcast,
+    CancelTransfers,
+    CloseSession,
     CopyPlan,
-    Dismiss,
-    Ended,
-    Map,
-    Mapped,
-    Publish,
+    FreeDeferred,
+    MapTensors,
+    PublishKVEvents,
     Report,
     Send,
-    Start,
-    Stream,
-    Sweep,
-    Unmap,
-    Unmapped,
-    Verified,
+    SendStream,
+    StartTransfer,
+    TensorsMapped,
+    TensorsUnmapped,
+    TransferCompleted,
+    UnmapTensors,
 )
-from kvferry.daemon.core.core import Core, Identity
-from kvferry.daemon.core.deeds import Found
+from kvferry.daemon.core.core import Core, DaemonIdentity
+from kvferry.daemon.core.records import RecoveredRegion
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto import status as told
@@ -112,7 +112,9 @@ class Desk:
         pool_bytes: int = POOL,
     ) -> None:
         limits = told.Limits(1 << 20, 1 << 10, 64)
-        self.core = Core(Identity("0.1", "boot", 4711, DEVICE, limits), pool_bytes, started=100.0)
+        self.core = Core(
+            DaemonIdentity("0.1", "boot", 4711, DEVICE, limits), pool_bytes, started=100.0
+        )
         self.books = Books()
         self.job_ids = count(1)
         self.registrations: dict[str, int] = {}
@@ -159,9 +161,9 @@ class Desk:
 
     def register(self, session: str, layout: KVLayout = LAYOUT) -> memory.HostRegion:
         (mapping,) = self.ask(session, wire.AllocateKVCaches(8, layout))
-        assert isinstance(mapping, Map)
+        assert isinstance(mapping, MapTensors)
         self.registrations[session.partition("/")[0]] = mapping.registration
-        (action,) = self.report(Mapped(mapping.registration, session))
+        (action,) = self.report(TensorsMapped(mapping.registration, session))
         assert isinstance(action, Send)
         assert isinstance(action.message, wire.Allocated)
         return action.message.region
@@ -170,8 +172,8 @@ class Desk:
         """Sessions leave, and the lane lets go of what they registered."""
         for session in sessions:
             for action in self.core.leave(session):
-                if isinstance(action, Unmap):
-                    self.report(Unmapped(action.registration))
+                if isinstance(action, UnmapTensors):
+                    self.report(TensorsUnmapped(action.registration))
 
     def namespaces(self) -> tuple[told.NamespaceStatus, ...]:
         self.come("onlooker")
@@ -187,8 +189,8 @@ class Desk:
 
     def snapshot(self, session: str) -> tuple[bytes, bytes]:
         """The letters that are ready, and those pending, as a follower is told them."""
-        stream = self.ask(session, wire.Follow())[-1]
-        assert isinstance(stream, Stream)
+        stream = self.ask(session, wire.Subscribe())[-1]
+        assert isinstance(stream, SendStream)
         letters = {False: b"", True: b""}
         for part in stream.messages:
             assert isinstance(part, wire.Snapshot)
@@ -202,7 +204,7 @@ class Desk:
 
     def start(self, session: str, spec: TransferSpec) -> CopyPlan:
         action, *_ = self.submit(session, spec)
-        assert isinstance(action, Start)
+        assert isinstance(action, StartTransfer)
         return action.plan
 
     def refused(self, session: str, spec: TransferSpec) -> str:
@@ -213,7 +215,9 @@ class Desk:
         return str(result.error.code)
 
     def end(self, plan: CopyPlan, outcome: Outcome = DONE) -> list[Action]:
-        return self.report(Ended(plan.serial, outcome, error=FAULT if outcome == FAILED else None))
+        return self.report(
+            TransferCompleted(plan.serial, outcome, error=FAULT if outcome == FAILED else None)
+        )
 
     def stored(self, session: str, letters: bytes, gpu: GPULoadStoreSpec | None = None) -> CopyPlan:
         plan = self.start(session, store(letters, gpu))
@@ -225,7 +229,7 @@ class Desk:
         found = b""
         for letter in each(letters):
             action, *_ = self.submit(session, load(letter))
-            if isinstance(action, Start):
+            if isinstance(action, StartTransfer):
                 found += letter
                 self.end(action.plan, CANCELLED)
             else:
@@ -250,8 +254,10 @@ def offsets(plan: CopyPlan) -> list[int]:
     return [offset for _, _, offset in copies(plan)]
 
 
-def heard(actions: Sequence[Action], kind: type[Broadcast] | type[Publish] = Broadcast) -> Any:
-    """[(what happened, the letters)] of the only News among actions; None where there is none."""
+def heard(
+    actions: Sequence[Action], kind: type[Broadcast] | type[PublishKVEvents] = Broadcast
+) -> Any:
+    """[(what happened, the letters)] of the only KeyEvents among actions; None where there is none."""
     news = [a.message if isinstance(a, Broadcast) else a.news for a in actions if type(a) is kind]
     if not news:
         return None
@@ -474,7 +480,7 @@ def test_opening_while_an_engine_is_being_let_go_keeps_what_holds() -> None:
     desk.come("b")
     assert desk.enter("b", quota=2 * ROOM, policy="arc").policy == "lru"
     desk.end(plan)
-    desk.report(Unmapped(1))
+    desk.report(TensorsUnmapped(1))
     desk.register("b")
     assert desk.loadable("b") == b"a"
 
@@ -503,7 +509,7 @@ def test_a_change_of_policy_keeps_the_order_in_which_keys_go() -> None:
     desk.register("b")
     gone = []
     for letter in each(b"efgh"):
-        gone.append(heard(desk.submit("b", store(letter)), Publish)[0])
+        gone.append(heard(desk.submit("b", store(letter)), PublishKVEvents)[0])
     assert gone == [("removed", letter) for letter in each(b"cadb")]
 
 
@@ -599,7 +605,7 @@ def test_a_layout_whose_host_blocks_are_of_more_gpu_blocks_is_refused(restarted:
     error = action.message.error
     assert error.code == Code.NAMESPACE_MISMATCH
     assert "have 2 GPU blocks of pages [1024], and of this layout 3 GPU blocks" in error.message
-    assert isinstance(desk.ask("b", wire.AllocateKVCaches(1, two))[0], Map)
+    assert isinstance(desk.ask("b", wire.AllocateKVCaches(1, two))[0], MapTensors)
 
 
 def test_a_namespace_that_does_not_say_how_its_blocks_were_made_is_given_up() -> None:
@@ -611,7 +617,7 @@ def test_a_namespace_that_does_not_say_how_its_blocks_were_made_is_given_up() ->
     with pytest.raises(Refused) as caught:
         other.core.restore(msgspec.structs.replace(found, deed=deed))
     assert caught.value.code == Code.BAD_LAYOUT
-    other.core.restore(Found(deed))  # nothing is in it
+    other.core.restore(RecoveredRegion(deed))  # nothing is in it
 
 
 def test_another_daemon_finds_what_was_stored_as_far_as_it_was_and_tells_nobody(
@@ -632,8 +638,8 @@ def test_another_daemon_finds_what_was_stored_as_far_as_it_was_and_tells_nobody(
     assert (desk.snapshot("b"), desk.loadable("b", b"x")) == ((b"", b"x"), b"")
     region, keys = desk.books.found()[0].deed.owner, each(b"xy")
     held = {one.key: one.block for one in desk.books.found()[0].residents}
-    actions = desk.report(Verified(region, np.array([held[key] for key in keys]), keys))
-    assert heard(actions, Publish) == [("stored", b"x")]
+    actions = desk.report(BlocksVerified(region, np.array([held[key] for key in keys]), keys))
+    assert heard(actions, PublishKVEvents) == [("stored", b"x")]
     desk.start("b", load(b"x", whole))
     assert desk.refused("b", load(b"y", whole)) == Code.KEY_ABSENT
     desk.start("b", load(b"y", blocks([0, 1])))
@@ -682,7 +688,7 @@ def test_an_engine_in_a_namespace_names_no_host_blocks() -> None:
         wire.Pin(each(b"a")),
         wire.Unpin(each(b"a")),
         wire.Touch(each(b"a")),
-        wire.Follow(),
+        wire.Subscribe(),
         wire.Reset(5),
     ],
 )
@@ -697,7 +703,7 @@ def test_a_registration_that_failed_leaves_the_namespace_to_others() -> None:
     desk.come("a")
     desk.enter("a")
     desk.ask("a", wire.AllocateKVCaches(1, LAYOUT))
-    desk.report(Mapped(1, "a", ErrorInfo(Code.MAP_FAILED, "no memory")))
+    desk.report(TensorsMapped(1, "a", ErrorInfo(Code.MAP_FAILED, "no memory")))
     desk.register("a")
     desk.stored("a", b"a")
     desk.part("a")
@@ -711,7 +717,7 @@ def test_a_layout_of_which_nothing_is_stored_is_forgotten() -> None:
     desk.register("a", KVLayout((ROW, ROW), ((TensorRef(0, PAGE // 2), TensorRef(1, PAGE // 2)),)))
     desk.part("a")
     desk.enter("b")
-    assert isinstance(desk.ask("b", wire.AllocateKVCaches(1, LAYOUT))[0], Map)
+    assert isinstance(desk.ask("b", wire.AllocateKVCaches(1, LAYOUT))[0], MapTensors)
 
 
 def test_a_layout_of_which_something_is_stored_holds_until_a_reset() -> None:
@@ -865,7 +871,7 @@ def test_who_goes_is_the_policy_s_choice(policy: str, goes: bytes) -> None:
     desk.stored("a", b"ab")
     desk.ask("a", wire.Touch(each(b"ab")))
     desk.stored("a", b"cd")
-    assert heard(desk.submit("a", store(b"e")), Publish)[0] == ("removed", goes)
+    assert heard(desk.submit("a", store(b"e")), PublishKVEvents)[0] == ("removed", goes)
 
 
 @pytest.mark.parametrize("letters", [b"efghi", b"abcde"])
@@ -1032,7 +1038,7 @@ def test_a_key_stored_in_part_is_not_replaced_while_it_is_loaded(partly: Desk) -
 def test_who_follows_is_told_of_a_part_that_nothing_came_of_its_store() -> None:
     desk = Desk("a", fingerprint=OF_THREE, layout=WIDE, quota=12 * PAGE)
     plan = desk.start("a", store(b"ab", blocks([0, 1, 2, 3])))
-    assert heard(desk.end(plan), Publish) == [("stored", b"a"), ("abandoned", b"b")]
+    assert heard(desk.end(plan), PublishKVEvents) == [("stored", b"a"), ("abandoned", b"b")]
     for letter in each(b"cdef"):
         desk.stored("a", letter, blocks([0, 1, 2]))
     assert desk.usage("evictions") == (2,)
@@ -1202,7 +1208,7 @@ def test_a_session_that_leaves_lets_its_pins_go_and_no_others(polite: bool) -> N
     if polite:
         assert desk.ask("a/scheduler", wire.Goodbye())[0] == Send("a/scheduler", wire.Goodbye())
     else:
-        assert desk.core.leave("a/scheduler") == [Dismiss("a/scheduler")]
+        assert desk.core.leave("a/scheduler") == [CloseSession("a/scheduler")]
     assert desk.usage("pinned", "engines") == (2, ("a", "b"))
     desk.stored("b", b"ef")
     assert desk.loadable("b") == b"bcef"
@@ -1264,18 +1270,18 @@ def test_an_engine_that_dies_with_stores_under_way_takes_those_keys_with_it_and_
     desk.stored("b", b"b")
     mine, theirs = desk.start("a/worker", store(b"c")), desk.start("a/scheduler", store(b"d"))
     left = desk.core.leave("a/worker")
-    assert left == [Dismiss("a/worker"), Abandon(1, (mine.serial,)), Unmap(1)]
+    assert left == [CloseSession("a/worker"), CancelTransfers(1, (mine.serial,)), UnmapTensors(1)]
     assert desk.usage("pending", "ready", "free") == (2, 2, 0)
     assert desk.refused("b", store(b"efg")) == Code.CACHE_FULL  # bytes may still arrive there
-    assert heard(desk.end(mine, CANCELLED), Publish) == [("abandoned", b"c")]
+    assert heard(desk.end(mine, CANCELLED), PublishKVEvents) == [("abandoned", b"c")]
     finished, published = desk.end(theirs, CANCELLED)
     assert isinstance(finished, Send)
     assert isinstance(finished.message, wire.Finished)
     assert finished.message.results[0].error == ErrorInfo(
         Code.ENGINE_GONE, "the process that owns the KV tensors went"
     )
-    assert heard([published], Publish) == [("abandoned", b"d")]
-    assert desk.report(Unmapped(1)) == []
+    assert heard([published], PublishKVEvents) == [("abandoned", b"d")]
+    assert desk.report(TensorsUnmapped(1)) == []
     assert desk.usage("pending", "ready", "free") == (0, 2, 2)
     assert desk.loadable("b") == b"ab"
     desk.stored("b", b"cd")
@@ -1287,7 +1293,7 @@ def test_what_was_stored_by_the_time_an_engine_died_is_stored() -> None:
     plan = desk.start("a", store(b"a"))
     desk.core.leave("a")
     desk.end(plan, DONE)
-    desk.report(Unmapped(1))
+    desk.report(TensorsUnmapped(1))
     assert desk.loadable("b") == b"a"
 
 
@@ -1298,8 +1304,8 @@ def test_a_namespace_outlives_its_engines() -> None:
     for session in ("a/worker", "a/scheduler", "b"):
         desk.core.leave(session)
     desk.end(loading, CANCELLED)
-    desk.report(Unmapped(1))
-    desk.report(Unmapped(2))
+    desk.report(TensorsUnmapped(1))
+    desk.report(TensorsUnmapped(2))
     assert desk.usage("engines", "ready", "pinned") == ((), 3, 0)
     desk.come("c")
     assert desk.enter("c").reattached
@@ -1319,8 +1325,8 @@ def test_a_newcomer_that_needs_the_room_of_a_deserted_namespace_gets_it(as_names
     assert desk.error("n", request)[0] == Code.POOL_FULL
     desk.core.leave("a")
     assert desk.ask("n", request) == []  # its bytes may still be on their way
-    answered = [type(action) for action in desk.report(Unmapped(1))]
-    assert answered.count(Send if as_namespace else Map) == 1
+    answered = [type(action) for action in desk.report(TensorsUnmapped(1))]
+    assert answered.count(Send if as_namespace else MapTensors) == 1
     assert [n.name for n in desk.namespaces()] == ([OTHER.name] if as_namespace else [])
     assert desk.error("b", wire.OpenNamespace(1, FINGERPRINT, ROOM))[0] == Code.POOL_FULL
     desk.part("n")
@@ -1339,8 +1345,11 @@ def test_listeners_are_told_when_a_namespace_gave_its_room_away(
     desk.part("a")
     desk.come("n")
     actions = desk.ask("n", wire.OpenNamespace(1, fingerprint, 2 * ROOM))
-    (publish,) = (action for action in actions if isinstance(action, Publish))
-    assert (publish.namespace, heard([publish], Publish)) == (FINGERPRINT.name, [("cleared", b"")])
+    (publish,) = (action for action in actions if isinstance(action, PublishKVEvents))
+    assert (publish.namespace, heard([publish], PublishKVEvents)) == (
+        FINGERPRINT.name,
+        [("cleared", b"")],
+    )
 
 
 def test_a_namespace_that_was_deserted_and_is_used_again_keeps_its_room() -> None:
@@ -1381,7 +1390,7 @@ def test_the_tensors_of_a_successor_enter_when_those_before_have_left() -> None:
     desk.enter("a/new")
     desk.core.leave("a/old")
     assert desk.ask("a/new", wire.AllocateKVCaches(1, WIDE)) == []
-    (action,) = desk.report(Unmapped(1))
+    (action,) = desk.report(TensorsUnmapped(1))
     assert isinstance(action, Send)
     assert isinstance(action.message, wire.Error)
     assert action.message.error.code == Code.NAMESPACE_MISMATCH
@@ -1408,10 +1417,10 @@ def test_a_reset_makes_every_key_absent_at_once() -> None:
     desk = Desk("a", "b")
     desk.stored("a", b"abc")
     desk.start("a", store(b"d"))
-    desk.ask("b", wire.Follow())
+    desk.ask("b", wire.Subscribe())
     *news, done, sweep = desk.ask("b", wire.Reset(5))
-    assert heard(news, Publish) == heard(news) == [("cleared", b"")]
-    assert isinstance(sweep, Sweep)
+    assert heard(news, PublishKVEvents) == heard(news) == [("cleared", b"")]
+    assert isinstance(sweep, FreeDeferred)
     assert len(sweep.rubble) == 2 * len(b"abcd")  # as the cache has them, and its policy
     assert not sweep.rubble.clear_some()
     assert done == Send("b", wire.Done(5))
@@ -1432,7 +1441,7 @@ def test_jobs_from_before_a_reset_keep_their_blocks_and_change_nothing(outcome: 
     assert desk.refused("a", store(b"abc")) == Code.CACHE_FULL
     anew = desk.start("a", store(b"ac"))
     assert not set(offsets(anew)) & {*offsets(loading[0]), *offsets(storing)}
-    assert heard(desk.end(storing, outcome), Publish) is None
+    assert heard(desk.end(storing, outcome), PublishKVEvents) is None
     assert desk.loadable("a") == b""
     desk.end(anew)
     assert desk.loadable("a") == b"ac"
@@ -1459,9 +1468,9 @@ def test_a_pin_from_before_a_reset_pins_nothing_after_it() -> None:
 def test_a_store_decided_on_before_a_reset_is_refused_however_late_it_comes() -> None:
     desk = Desk("a", "b")
     desk.stored("a", b"a")
-    desk.ask("b", wire.Follow())
+    desk.ask("b", wire.Subscribe())
     published, *_ = desk.ask("b", wire.Reset(5))
-    assert published.news == wire.News(3, (wire.KeyEvent(EventKind("cleared"), ()),), 2)
+    assert published.news == wire.KeyEvents(3, (wire.KeyEvent(EventKind("cleared"), ()),), 2)
     before = desk.namespaces()
     gpu = blocks([0])
     for generation in (1, 3):
@@ -1479,7 +1488,7 @@ def test_the_generation_of_a_namespace_is_told_to_who_comes_and_who_follows() ->
     desk.ask("a", wire.Reset(5))
     desk.ask("a", wire.Reset(6))
     assert desk.enter("a").generation == 3
-    (stream,) = desk.ask("a", wire.Follow())
+    (stream,) = desk.ask("a", wire.Subscribe())
     assert list(stream.messages) == [wire.Snapshot(2, 0, False, (), True, 3)]
     desk.part("a")
     desk.come("b")
@@ -1509,8 +1518,8 @@ def test_who_follows_is_told_all_that_happens_in_order() -> None:
     """The sets that a follower keeps are, at every step, the keys that are ready and pending."""
     desk = Desk("a", "b", "c")
     ready, pending, sequence = set[bytes](), set[bytes](), 0
-    (stream,) = desk.ask("b", wire.Follow())
-    assert isinstance(stream, Stream)
+    (stream,) = desk.ask("b", wire.Subscribe())
+    assert isinstance(stream, SendStream)
     assert list(stream.messages) == [wire.Snapshot(0, 0, False, (), True)]
     plans: list[CopyPlan] = []
 
@@ -1569,13 +1578,13 @@ def test_listeners_are_told_whether_anybody_follows_or_not() -> None:
         wire.KeyEvent(EventKind("removed"), (b"d",)),
         wire.KeyEvent(EventKind("pending"), (b"e",)),
     )
-    assert published == Publish(FINGERPRINT.name, 16, wire.News(3, events))
+    assert published == PublishKVEvents(FINGERPRINT.name, 16, wire.KeyEvents(3, events))
 
 
 def test_followers_are_told_the_same_once_each_and_behind_the_answer() -> None:
     desk = Desk("a", "b", "c")
     for session in ("a", "b", "b"):
-        desk.ask(session, wire.Follow())
+        desk.ask(session, wire.Subscribe())
     start, published, broadcast = desk.submit("c", store(b"a"))
     assert sorted(broadcast.sessions) == ["a", "b"]
     assert broadcast.message == published.news
@@ -1589,10 +1598,10 @@ def test_who_left_or_is_elsewhere_is_told_nothing() -> None:
     desk.come("n")
     desk.enter("n", OTHER)
     for session in ("b", "n"):
-        desk.ask(session, wire.Follow())
+        desk.ask(session, wire.Subscribe())
     desk.part("b")
     assert heard(desk.submit("a", store(b"a"))) is None
-    desk.ask("a", wire.Follow())
+    desk.ask("a", wire.Subscribe())
     desk.register("n")
     (action,) = (a for a in desk.submit("n", store(b"a")) if isinstance(a, Broadcast))
     assert action.sessions == ("n",)
@@ -1604,7 +1613,7 @@ def test_a_snapshot_is_told_in_parts_and_is_of_one_moment(monkeypatch: pytest.Mo
     desk = Desk("a", "b", quota=2 * ROOM)
     desk.stored("a", b"abc")
     plan = desk.start("a", store(b"de"))
-    (stream,) = desk.ask("b", wire.Follow())
+    (stream,) = desk.ask("b", wire.Subscribe())
     desk.end(plan)
     desk.ask("a", wire.Reset(1))
     assert list(stream.messages) == [
@@ -1617,7 +1626,7 @@ def test_a_snapshot_is_told_in_parts_and_is_of_one_moment(monkeypatch: pytest.Mo
 def test_a_snapshot_of_what_is_on_its_way_alone_is_one_part() -> None:
     desk = Desk("a")
     desk.start("a", store(b"ab"))
-    (stream,) = desk.ask("a", wire.Follow())
+    (stream,) = desk.ask("a", wire.Subscribe())
     assert list(stream.messages) == [wire.Snapshot(1, 0, True, (b"a", b"b"), True)]
 
 
@@ -1626,7 +1635,7 @@ def test_more_keys_than_an_event_may_name_are_several_events(
 ) -> None:
     monkeypatch.setattr(namespace_module, "MAX_KEYS", 2)
     desk = Desk("a")
-    assert heard(desk.submit("a", store(b"abc")), Publish) == [
+    assert heard(desk.submit("a", store(b"abc")), PublishKVEvents) == [
         ("pending", b"ab"),
         ("pending", b"c"),
     ]

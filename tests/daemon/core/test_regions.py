@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.daemon.core.actions import Strike
-from kvferry.daemon.core.deeds import Deed, Found, engine_owner
+from kvferry.daemon.core.actions import RegionFreed
+from kvferry.daemon.core.records import RecoveredRegion, RegionRecord, engine_owner
 from kvferry.daemon.core.regions import ALIGNMENT, Region, Regions
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.layout import LayoutArrays
@@ -165,8 +165,8 @@ def test_a_region_is_taken_up_where_it_lies_in_the_pool_and_in_nobody_s_way(
     start: int, nbytes: int, code: Code | None
 ) -> None:
     regions = Regions(8 * ALIGNMENT, own_bytes=1000)
-    regions.restore(Found(Deed("there", 3 * ALIGNMENT, 3 * ALIGNMENT, PAGE)))
-    found = Found(Deed("another", start, nbytes, PAGE))
+    regions.restore(RecoveredRegion(RegionRecord("there", 3 * ALIGNMENT, 3 * ALIGNMENT, PAGE)))
+    found = RecoveredRegion(RegionRecord("another", start, nbytes, PAGE))
     if code is None:
         assert (regions.restore(found).start, len(engines(regions))) == (start, 2)
         return
@@ -260,7 +260,7 @@ def test_the_pool_is_in_so_many_parts_at_most() -> None:
     regions.desert(a)
     regions.claim(c, PAGE, ALIGNMENT)
     assert {region.owner for region in regions} == {a, c}
-    assert (regions.records(), regions.removals) == ([Strike(b)], 1)
+    assert (regions.records(), regions.removals) == ([RegionFreed(b)], 1)
     regions.claim(a, PAGE, ALIGNMENT)  # it has one
     with pytest.raises(Refused):
         regions.claim(d, PAGE, ALIGNMENT)

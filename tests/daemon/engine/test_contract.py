@@ -22,20 +22,20 @@ import numpy as np
 import pytest
 
 from kvferry.daemon.core.actions import (
-    Abandon,
-    Again,
-    Calibrated,
+    CancelTransfers,
+    Continue,
+    CopyCalibrated,
     CopyPlan,
-    Drop,
-    Ended,
-    Map,
-    Mapped,
+    MapTensors,
+    ReleaseTensors,
     Report,
-    Start,
-    Unmap,
-    Unmapped,
+    StartTransfer,
+    TensorsMapped,
+    TensorsUnmapped,
+    TransferCompleted,
+    UnmapTensors,
 )
-from kvferry.daemon.core.geometry import Geometry
+from kvferry.daemon.core.layout import BlockLayout
 from kvferry.daemon.engine import fd_closer
 from kvferry.daemon.engine.base import CopyEngine, Mapping
 from kvferry.daemon.engine.cuda import direct, drain, link, packing, staged, turns
@@ -160,18 +160,18 @@ class Bench:
         *,
         keep: bool = False,
         reuse: int | None = None,
-        own: tuple[Mapped, tuple[int, ...]] | None = None,
-    ) -> tuple[int, Mapped]:
+        own: tuple[TensorsMapped, tuple[int, ...]] | None = None,
+    ) -> tuple[int, TensorsMapped]:
         """Have the lane allocate tensors; or open those that `own` says, by its descriptors."""
-        geometry = Geometry(
+        geometry = BlockLayout(
             LayoutArrays.from_layout(shape), CHUNK // 2, (POOL - CHUNK) // shape.host_block_bytes
         )
         number = next(self.serials)
-        order = Map(number, "s", geometry, (), None, None, keep, reuse)
+        order = MapTensors(number, "s", geometry, (), None, None, keep, reuse)
         if own is not None:
             order = replace(order, allocations=own[0].allocations, locations=own[0].locations)
         self.lane.post(MapOrder(order, own[1] if own else (), None))
-        report = self.report(Mapped)
+        report = self.report(TensorsMapped)
         assert report.error is None, report.error
         return number, report
 
@@ -180,12 +180,12 @@ class Bench:
         return Open(self, number, mapping.geometry, mapping)
 
     def unmap(self, opened: Open) -> None:
-        self.lane.post(Unmap(opened.number))
-        assert self.report(Unmapped).registration == opened.number
+        self.lane.post(UnmapTensors(opened.number))
+        assert self.report(TensorsUnmapped).registration == opened.number
 
     def report(self, kind: type[Any]) -> Any:
         while not isinstance(report := self.reports.get(timeout=PATIENCE), kind):
-            assert isinstance(report, Calibrated | Again)
+            assert isinstance(report, CopyCalibrated | Continue)
         return report
 
 
@@ -193,7 +193,7 @@ class Bench:
 class Open:
     bench: Bench
     number: int
-    geometry: Geometry
+    geometry: BlockLayout
     mapping: Mapping
     rows: list[Bytes] = field(default_factory=list)
 
@@ -239,14 +239,16 @@ class Open:
             self.model(direction, spec, hosts)
         return order.plan.serial
 
-    def order(self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int]) -> Start:
+    def order(
+        self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int]
+    ) -> StartTransfer:
         blocks = self.geometry.resolve(direction, spec, np.array(hosts, dtype=np.int64))
         serial, runs = next(self.bench.serials), blocks.runs
         plan = CopyPlan(
             serial, self.number, direction, runs, self.geometry.nbytes(runs), 0, 0,
             self.geometry.end(runs),
         )  # fmt: skip
-        return Start(plan, "session", plan.serial, NO_CARGO)
+        return StartTransfer(plan, "session", plan.serial, NO_CARGO)
 
     def model(self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int]) -> None:
         shape, left, ids = self.shape, list(hosts), spec.block_ids.tolist()
@@ -361,7 +363,7 @@ def test_every_byte_is_where_the_model_says(bench: Bench, name: str) -> None:
         for direction in (Direction.STORE, Direction.LOAD):
             spec, hosts = transfer(LAYOUTS[name], engine.geometry.host_blocks, rng)
             serial = engine.start(direction, spec, hosts)
-            ended = bench.report(Ended)
+            ended = bench.report(TransferCompleted)
             assert (ended.serial, ended.outcome, ended.error) == (serial, Outcome.DONE, None)
             assert ended.seconds >= 0
         engine.check()
@@ -374,7 +376,7 @@ def test_transfers_of_one_direction_are_done_in_order(bench: Bench) -> None:
     for _ in range(40):
         spec, hosts = transfer(LAYOUTS["two groups"], 12, rng)
         serials.append(engine.start(Direction.STORE, spec, hosts))
-    assert [bench.report(Ended).serial for _ in serials] == serials
+    assert [bench.report(TransferCompleted).serial for _ in serials] == serials
     engine.check()
 
 
@@ -382,7 +384,7 @@ def test_memory_goes_with_its_registration(bench: Bench) -> None:
     first, second = bench.open(LAYOUTS["layers"]), bench.open(LAYOUTS["layers"])
     bench.unmap(first)
     second.start(Direction.STORE, GPULoadStoreSpec([1, 2, 3], (3,), (0,)), [4])
-    assert bench.report(Ended).outcome is Outcome.DONE
+    assert bench.report(TransferCompleted).outcome is Outcome.DONE
     second.check()
 
 
@@ -391,7 +393,7 @@ def test_many_jobs_both_ways_at_once(bench: Bench, name: str) -> None:
     engine = bench.open(CROWD[name])
     rng = np.random.default_rng(5)
     started = [engine.start(*job) for _ in range(JOBS) for job in engine.both_ways(rng)]
-    ended = [bench.report(Ended) for _ in started]
+    ended = [bench.report(TransferCompleted) for _ in started]
     assert sorted(one.serial for one in ended) == started
     assert {one.outcome for one in ended} == {Outcome.DONE}
     engine.check()
@@ -404,7 +406,7 @@ def test_many_jobs_of_one_direction(bench: Bench, name: str) -> None:
     for direction in (*Direction, *Direction):
         jobs = [transfer(CROWD[name], engine.geometry.host_blocks, rng) for _ in range(JOBS // 2)]
         started = [engine.start(direction, *job) for job in jobs]
-        ended = [bench.report(Ended) for _ in started]
+        ended = [bench.report(TransferCompleted) for _ in started]
         assert [(one.serial, one.outcome) for one in ended] == [(s, Outcome.DONE) for s in started]
         assert all(one.seconds >= 0 for one in ended)
         engine.check()
@@ -420,11 +422,11 @@ def test_jobs_that_are_cancelled_on_their_way_harm_no_other(bench: Bench) -> Non
     for _ in range(JOBS // 4):
         orders = [engine.order(*job) for _ in range(2) for job in engine.both_ways(rng)]
         started += [order.plan.serial for order in orders]
-        given_up = Abandon(engine.number, (int(rng.choice(started[-len(orders) :])),))
+        given_up = CancelTransfers(engine.number, (int(rng.choice(started[-len(orders) :])),))
         for order in orders:  # all at once, or they would be done before they are given up
             bench.lane.post(order)
         bench.lane.post(given_up)
-    ended = [bench.report(Ended) for _ in started]
+    ended = [bench.report(TransferCompleted) for _ in started]
     assert {one.outcome for one in ended} == {Outcome.DONE, Outcome.CANCELLED}
     half = rows[0].size // 2
     for index, before in enumerate(rows):  # stores have only read, loads kept to their half
@@ -432,7 +434,7 @@ def test_jobs_that_are_cancelled_on_their_way_harm_no_other(bench: Bench) -> Non
         engine.rows[index] = engine.read(index)
     engine.host = engine.pool.copy()
     again = [engine.start(*job) for _ in range(JOBS // 4) for job in engine.both_ways(rng)]
-    assert {bench.report(Ended).outcome for _ in again} == {Outcome.DONE}
+    assert {bench.report(TransferCompleted).outcome for _ in again} == {Outcome.DONE}
     engine.check()
 
 
@@ -458,13 +460,13 @@ def test_what_the_device_refuses_fails_and_the_next_is_fine(
     started = [
         engine.start(*job, model=False) for _ in range(JOBS // 4) for job in engine.both_ways(sure)
     ]
-    ended = [bench.report(Ended) for _ in started]
+    ended = [bench.report(TransferCompleted) for _ in started]
     assert {one.outcome for one in ended} == {Outcome.DONE, Outcome.FAILED}
     device.refuse = lambda name: False
     engine.rows = [engine.read(index) for index in range(len(engine.rows))]
     engine.host = engine.pool.copy()
     again = [engine.start(*job) for _ in range(JOBS // 4) for job in engine.both_ways(sure)]
-    assert {bench.report(Ended).outcome for _ in again} == {Outcome.DONE}
+    assert {bench.report(TransferCompleted).outcome for _ in again} == {Outcome.DONE}
     engine.check()
 
 
@@ -481,7 +483,7 @@ def test_in_whatever_order_the_device_does_things(
     for name, rounds in (("staged and direct", JOBS // 4), ("odd blocks", JOBS // 4)):
         engine, rng = bench.open(CROWD[name]), np.random.default_rng(11)
         started = [engine.start(*job) for _ in range(rounds) for job in engine.both_ways(rng)]
-        assert {bench.report(Ended).outcome for _ in started} == {Outcome.DONE}
+        assert {bench.report(TransferCompleted).outcome for _ in started} == {Outcome.DONE}
         engine.check()
 
 
@@ -495,7 +497,7 @@ def test_however_little_of_a_turn_is_on_its_way_at_once(
     for name in ("staged and direct", "odd blocks"):
         engine, rng = bench.open(CROWD[name]), np.random.default_rng(12)
         started = [engine.start(*job) for _ in range(JOBS // 4) for job in engine.both_ways(rng)]
-        assert {bench.report(Ended).outcome for _ in started} == {Outcome.DONE}
+        assert {bench.report(TransferCompleted).outcome for _ in started} == {Outcome.DONE}
         engine.check()
 
 
@@ -506,7 +508,7 @@ def test_jobs_that_share_a_turn_have_times_of_their_own(bench: Bench) -> None:
         specs = [GPULoadStoreSpec([n, n + 20], (2,), (0,)) for n in range(20)]
         for n, spec in enumerate(specs):
             engine.start(direction, spec, [2 * n, 2 * n + 1])
-        assert all(bench.report(Ended).seconds > 0 for _ in specs)
+        assert all(bench.report(TransferCompleted).seconds > 0 for _ in specs)
 
 
 @pytest.mark.parametrize("bench", [on_paper("staged")], indirect=True)
@@ -516,7 +518,7 @@ def test_pieces_that_lie_one_behind_the_other_are_one_launch(bench: Bench) -> No
     assert isinstance(bench.engine, CudaEngine)
     for direction in Direction:
         engine.start(direction, GPULoadStoreSpec(range(16), (16,), (0,)), [*range(16)])
-        assert bench.report(Ended).outcome is Outcome.DONE
+        assert bench.report(TransferCompleted).outcome is Outcome.DONE
     device = cast(PaperDriver, bench.engine._driver)
     assert device.launches == [(Direction.STORE, 4), (Direction.STORE, 12), (Direction.LOAD, 16)]
     engine.check()
@@ -546,7 +548,7 @@ def test_pieces_of_stores_are_large_where_turns_come_at_once(
     monkeypatch.setattr(staged.StagedCopy, "enqueue", note)
     engine = bench.open(CROWD["staged"])
     engine.start(Direction.STORE, GPULoadStoreSpec(range(28), (28,), (0,)), [*range(28)])
-    assert bench.report(Ended).outcome is Outcome.DONE
+    assert bench.report(TransferCompleted).outcome is Outcome.DONE
     assert noted[: len(sizes)] == sizes
     assert isinstance(bench.engine, CudaEngine)
     device = cast(PaperDriver, bench.engine._driver)
@@ -577,14 +579,14 @@ def test_pieces_of_stores_are_large_where_their_fragments_are(
     for direction in Direction:
         blocks = GPULoadStoreSpec(range(40), (40,), (0,))
         engine.start(direction, blocks, [*range(40)])
-        assert bench.report(Ended).outcome is Outcome.DONE
+        assert bench.report(TransferCompleted).outcome is Outcome.DONE
     assert noted[Direction.STORE][:2] == [2, 16]
     assert noted[Direction.LOAD][:2] == [2, 8]
     engine.check()
 
 
 def test_memory_that_is_held_outlasts_its_registration(bench: Bench) -> None:
-    """Mapped again it has its bytes, and takes part in transfers."""
+    """TensorsMapped again it has its bytes, and takes part in transfers."""
     first = bench.open(LAYOUTS["layers"], keep=True)
     bench.unmap(first)
     number, report = bench.map(LAYOUTS["layers"], reuse=first.number)
@@ -597,7 +599,7 @@ def test_memory_that_is_held_outlasts_its_registration(bench: Bench) -> None:
     for direction in Direction:
         spec, hosts = transfer(LAYOUTS["layers"], again.geometry.host_blocks, rng)
         again.start(direction, spec, hosts)
-        assert bench.report(Ended).error is None
+        assert bench.report(TransferCompleted).error is None
     again.check()
     for descriptor in report.descriptors:
         os.close(descriptor)
@@ -623,7 +625,7 @@ def test_memory_goes_when_nobody_holds_it(bench: Bench) -> None:
     assert descriptors() == before + 1
     second, report = bench.map(LAYOUTS["layers"], keep=True, reuse=first.number)
     for number in (first.number, second):
-        bench.lane.post(Drop(number))
+        bench.lane.post(ReleaseTensors(number))
     bench.unmap(bench.opened(second))
     for descriptor in report.descriptors:
         os.close(descriptor)
@@ -657,14 +659,14 @@ def test_descriptors_of_something_else_are_refused(bench: Bench, what: str) -> N
     for descriptor in made.descriptors:
         os.close(descriptor)
     before = descriptors()
-    order = Map(99, "s", other.geometry, made.allocations, made.locations, None)
+    order = MapTensors(99, "s", other.geometry, made.allocations, made.locations, None)
     bench.lane.post(MapOrder(order, (something_else(what),), None))
-    error = bench.report(Mapped).error
+    error = bench.report(TensorsMapped).error
     assert error is not None
     assert error.code in {Code.NOT_SHAREABLE, Code.MAP_FAILED, Code.BAD_LAYOUT}, error
     assert descriptors() == before
     other.start(Direction.STORE, GPULoadStoreSpec([1, 2, 3], (3,), (0,)), [4, 5, 6])
-    assert bench.report(Ended).outcome is Outcome.DONE
+    assert bench.report(TransferCompleted).outcome is Outcome.DONE
     other.check()
 
 

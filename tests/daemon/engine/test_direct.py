@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.daemon.core.geometry import Fragments, Geometry, Run
+from kvferry.daemon.core.layout import BlockLayout, Extent, Fragments
 from kvferry.daemon.engine.base import Mapping
 from kvferry.daemon.engine.cuda import direct
 from kvferry.daemon.engine.cuda.direct import DirectCopy
@@ -39,7 +39,7 @@ class Notes:
     def enqueue(self, direction: Direction, rows: list[tuple[int, int, int]], stream: int) -> None:
         self.copies += rows
 
-    def whole(self, geometry: Geometry) -> bool:
+    def whole(self, geometry: BlockLayout) -> bool:
         return geometry.whole(CHUNK)
 
     def listed(self, direction: Direction, fragments: Fragments, *, whole: bool) -> Fragments:
@@ -59,18 +59,18 @@ def mapped(tensors: int) -> Mapping:
         (tuple(TensorRef(number, PAGE) for number in range(tensors)),),
     )
     return Mapping(
-        Geometry(LayoutArrays.from_layout(layout), 0, BLOCKS), np.arange(1, tensors + 1) << 32
+        BlockLayout(LayoutArrays.from_layout(layout), 0, BLOCKS), np.arange(1, tensors + 1) << 32
     )
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[Run, list[int]]:
+def runs(draw: st.DrawFn) -> tuple[Extent, list[int]]:
     """A run, and where it is cut into pieces."""
     size = draw(st.integers(1, BLOCKS))
     blocks, hosts = (draw(st.permutations(range(BLOCKS)))[:size] for _ in range(2))
     cuts = draw(st.sets(st.integers(1, BLOCKS - 1)))
     return (
-        Run(0, np.array(blocks), np.array(hosts) * PAGE),
+        Extent(0, np.array(blocks), np.array(hosts) * PAGE),
         [0, *sorted(cut for cut in cuts if cut < size), size],
     )
 
@@ -81,7 +81,7 @@ def runs(draw: st.DrawFn) -> tuple[Run, list[int]]:
     st.sampled_from([1, 16, 64]),
 )
 def test_each_piece_has_its_own_fragments_whatever_comes_between(
-    cut: list[tuple[Run, list[int]]], tensors: int, stretch: int
+    cut: list[tuple[Extent, list[int]]], tensors: int, stretch: int
 ) -> None:
     mapping, notes = mapped(tensors), Notes()
     copy = notes.copy()
@@ -101,7 +101,7 @@ def test_of_a_run_only_the_last_stretch_is_kept(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(direct, "STRETCH", 16)
     mapping, notes = mapped(1), Notes()
     copy = notes.copy()
-    run = Run(0, np.arange(BLOCKS), np.arange(BLOCKS) * PAGE)
+    run = Extent(0, np.arange(BLOCKS), np.arange(BLOCKS) * PAGE)
     for begin in range(0, BLOCKS - 10, 10):
         copy.enqueue(Direction.STORE, mapping, run.cut(begin, begin + 10), POOL)
         assert len(copy._stretches._kept) <= 1
@@ -115,7 +115,7 @@ def test_what_was_made_ready_serves_the_pieces_to_come(
     monkeypatch.setattr(direct, "STRETCH", stretch)
     mapping, notes = mapped(1), Notes()
     copy = notes.copy()
-    run = Run(0, np.arange(BLOCKS), np.arange(BLOCKS) * PAGE)
+    run = Extent(0, np.arange(BLOCKS), np.arange(BLOCKS) * PAGE)
     rest, pieces = run, 4
     if prepared:
         copy.prepare(Direction.LOAD, mapping, run, POOL)
@@ -132,8 +132,8 @@ def test_what_was_made_ready_for_runs_that_were_given_up_keeps_no_room() -> None
     mapping, notes = mapped(1), Notes()
     copy = notes.copy()
 
-    def run() -> Run:
-        return Run(0, np.arange(BLOCKS), np.arange(BLOCKS) * PAGE)
+    def run() -> Extent:
+        return Extent(0, np.arange(BLOCKS), np.arange(BLOCKS) * PAGE)
 
     waiting = [run() for _ in range(KEPT)]
     for each in waiting:

@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kvferry.daemon.core.geometry import Fragments
+from kvferry.daemon.core.layout import Fragments
 from kvferry.daemon.engine.cuda import drain
 from kvferry.daemon.engine.cuda.drain import Drain
 from kvferry.daemon.engine.cuda.link import Link

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.daemon.core.geometry import Fragments, Rows
+from kvferry.daemon.core.layout import Fragments, Rows
 from kvferry.daemon.engine.cuda import link
 from kvferry.daemon.engine.cuda.link import FEW, Link, Ruler, Some
 from kvferry.proto.libcuda import Driver

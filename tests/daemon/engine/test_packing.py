@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.daemon.core.geometry import Fragments, Rows, Run
+from kvferry.daemon.core.layout import Extent, Fragments, Rows
 from kvferry.daemon.engine.cuda import packing
 from kvferry.daemon.engine.cuda.link import Link, Ruler, Some
 from kvferry.daemon.engine.cuda.packing import Packing
@@ -78,7 +78,7 @@ def test_a_piece_has_as_few_fragments_as_its_places_allow(
     prepared: bool,
 ) -> None:
     packed = Packing(Link(cast(Driver, Device()), POOL, chunk), RULER)
-    run = Run(0, np.arange(len(places)), np.array(places) * nbytes)
+    run = Extent(0, np.arange(len(places)), np.array(places) * nbytes)
     ends = [*sorted(cut for cut in cuts if cut < len(places)), len(places)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "FEW", few)
@@ -100,7 +100,7 @@ def test_blocks_in_places_of_their_own_are_ready_but_for_the_slot() -> None:
     """And those that lie across two chunks are not."""
     for chunk, ready in ((1 << 20, True), (3000, False)):
         packed = Packing(Link(cast(Driver, Device()), POOL, chunk), RULER)
-        run = Run(0, np.arange(40), np.arange(80, 0, -2) * 1024)
+        run = Extent(0, np.arange(40), np.arange(80, 0, -2) * 1024)
         assert isinstance(packed.fragments(run.cut(3, 9), 1024, SLOT), Some) == ready
 
 
@@ -109,5 +109,5 @@ def test_blocks_of_which_a_buffer_holds_very_many_have_no_ruler() -> None:
     ruler = Ruler(SLOT, 256 << 20)
     packed = Packing(Link(cast(Driver, Device()), POOL, 1 << 40), ruler)
     for nbytes, ready in ((1, False), (8 << 10, False), (16 << 10, True)):
-        run = Run(0, np.arange(40), np.arange(80, 0, -2) * nbytes)
+        run = Extent(0, np.arange(40), np.arange(80, 0, -2) * nbytes)
         assert isinstance(packed.fragments(run.cut(3, 40), nbytes, SLOT), Some) == ready

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from kvferry.daemon import kvferryd
+from kvferry.daemon import app
+from kvferry.daemon.app import DESCRIPTORS, check_descriptors, make_engine
 from kvferry.daemon.config import Config, PoolConfig
 from kvferry.daemon.engine import pool as pool_module
 from kvferry.daemon.engine.memory import PAGE
 from kvferry.daemon.engine.pool import HostPool, available_bytes, check_fits
 from kvferry.daemon.engine.reference import ReferenceEngine
-from kvferry.daemon.kvferryd import DESCRIPTORS, check_descriptors, make_engine
-from kvferry.daemon.supervisor import Supervisor
+from kvferry.daemon.systemd import Supervisor
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.page import sealed_memfd
 from kvferry.proto.sizes import parse_bytes
@@ -77,8 +77,8 @@ def test_a_pool_that_is_given_up_makes_room_for_the_next(
     def check(nbytes: int, *, locked: bool, spare: int) -> None:
         counted.append(spare)
 
-    monkeypatch.setattr(kvferryd, "check_fits", check)
-    pool, kept = kvferryd.make_pool(Config(pool=config), supervisor, locked=False)
+    monkeypatch.setattr(app, "check_fits", check)
+    pool, kept = app.make_pool(Config(pool=config), supervisor, locked=False)
     assert counted == [2 << 20]
     assert sum(os.fstat(held).st_blocks for held in old) == (2 << 20) // 512
     kept.settle()

@@ -26,22 +26,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.daemon.core.actions import (
-    Abandon,
-    Again,
-    Beat,
-    Calibrated,
+    CancelTransfers,
+    Continue,
+    CopyCalibrated,
     CopyPlan,
-    Ended,
     ForgetStores,
-    Map,
-    Mapped,
+    MapTensors,
+    Pong,
     Report,
-    Start,
-    Unmap,
-    Unmapped,
+    StartTransfer,
+    TensorsMapped,
+    TensorsUnmapped,
+    TransferCompleted,
+    UnmapTensors,
 )
-from kvferry.daemon.core.geometry import Geometry, Run
-from kvferry.daemon.core.order import Ordering
+from kvferry.daemon.core.hazards import HazardTracker
+from kvferry.daemon.core.layout import BlockLayout, Extent
 from kvferry.daemon.engine import reference
 from kvferry.daemon.engine.base import NO_ROOM, CopyEngine, Mapping, Room, Shared, Want
 from kvferry.daemon.engine.memory import PAGE
@@ -84,7 +84,7 @@ SOME = 1 + math.ceil(ENOUGH * LINK / BIG)
 class Piece:
     direction: Direction
     mapping: Mapping
-    run: Run
+    run: Extent
     number: int
     """Its place in the order submitted, from 0, over both directions."""
     done: bool = False
@@ -137,14 +137,14 @@ class StubEngine:
 
     def open(
         self,
-        geometry: Geometry,
+        geometry: BlockLayout,
         allocations: Sequence[Allocation],
         locations: Sequence[Location],
         descriptors: Sequence[int],
     ) -> Mapping:
         return Mapping(geometry, np.zeros(len(locations), dtype=np.int64))
 
-    def allocate(self, geometry: Geometry, kept: Sequence[int] = ()) -> Shared:
+    def allocate(self, geometry: BlockLayout, kept: Sequence[int] = ()) -> Shared:
         raise Failed(Code.MAP_FAILED, "no memory")
 
     def enter(self) -> None:
@@ -155,7 +155,7 @@ class StubEngine:
         assert mapping not in self.closed
         self.closed.append(mapping)
 
-    def prepare(self, direction: Direction, mapping: Mapping, run: Run) -> None:
+    def prepare(self, direction: Direction, mapping: Mapping, run: Extent) -> None:
         self.prepared.append((direction, run.gpu_blocks.tolist()))
 
     def full(self, direction: Direction) -> bool:
@@ -166,7 +166,7 @@ class StubEngine:
         flying = [piece for piece in self.in_flight if piece.direction is direction]
         return self.piece if len(flying) < self.most else NO_ROOM
 
-    def submit(self, direction: Direction, mapping: Mapping, run: Run) -> Piece:
+    def submit(self, direction: Direction, mapping: Mapping, run: Extent) -> Piece:
         assert 1 <= run.gpu_blocks.size <= self.piece.blocks
         assert run.gpu_blocks.size == 1 or mapping.geometry.nbytes((run,)) <= self.piece.nbytes
         refusal = self.refusals.pop(0) if self.refusals else None
@@ -235,8 +235,8 @@ class Harbour:
         self.pool.ready_bytes = self.pool.nbytes
         self.batches: queue.SimpleQueue[list[Report]] = queue.SimpleQueue()
         self.lane = Lane(self.engine, self.pool, self.take, self.died, lambda: self.said)
-        self.geometries: dict[int, Geometry] = {}
-        self.orderings: dict[int, Ordering] = {}
+        self.geometries: dict[int, BlockLayout] = {}
+        self.orderings: dict[int, HazardTracker] = {}
         self.serial = 0
         self.plans: dict[int, CopyPlan] = {}
         self.lane.start()
@@ -245,16 +245,16 @@ class Harbour:
 
     def map(
         self, number: int = 1, shape: KVLayout = SMALL, *, clock: int | None = None, **where: Any
-    ) -> Mapped:
+    ) -> TensorsMapped:
         """Map a registration; its own tensors unless locations=None says: allocate."""
-        geometry = self.geometries[number] = Geometry(LayoutArrays.from_layout(shape), 0, 64)
-        self.orderings[number] = Ordering(geometry.gpu_slots, 64)
+        geometry = self.geometries[number] = BlockLayout(LayoutArrays.from_layout(shape), 0, 64)
+        self.orderings[number] = HazardTracker(geometry.gpu_slots, 64)
         locations = where.get("locations", (Location(0, 0),) * len(shape.tensors))
         allocations = where.get("allocations", ())
-        order = Map(number, "session", geometry, allocations, locations, clock)
+        order = MapTensors(number, "session", geometry, allocations, locations, clock)
         self.lane.post(MapOrder(order, where.get("descriptors", ()), clock))
         (report,) = self.settle()
-        assert isinstance(report, Mapped)
+        assert isinstance(report, TensorsMapped)
         return report
 
     def map_large(self, number: int = 1, page: int = BIG) -> None:
@@ -291,15 +291,15 @@ class Harbour:
             requires,
         )
         self.plans[plan.serial] = plan
-        self.lane.post(Start(plan, "session", plan.serial, NO_CARGO))
+        self.lane.post(StartTransfer(plan, "session", plan.serial, NO_CARGO))
         return self.serial
 
     def take(self, batch: list[Report]) -> None:
         """What is left of an order is posted again, as the core has it."""
         self.told += len(serials(batch))
         for report in batch:
-            if isinstance(report, Again):
-                if isinstance(report.order, Abandon):
+            if isinstance(report, Continue):
+                if isinstance(report.order, CancelTransfers):
                     self.between()
                 self.lane.post(report.order)
         self.batches.put([report for report in batch if not _is_forget(report)])
@@ -318,10 +318,10 @@ class Harbour:
         """Let the lane do all that it can; what it reported meanwhile."""
         seen: list[Report] = []
         for _ in range(3):  # what one stream does may set the other free
-            self.lane.post(Unmap(NOBODY))
-            while Unmapped(NOBODY) not in seen:
+            self.lane.post(UnmapTensors(NOBODY))
+            while TensorsUnmapped(NOBODY) not in seen:
                 seen += self.reports()
-            seen.remove(Unmapped(NOBODY))
+            seen.remove(TensorsUnmapped(NOBODY))
         return seen
 
     def asleep(self) -> None:
@@ -337,7 +337,7 @@ class Harbour:
 
 def _is_forget(report: Report) -> bool:
     """Such an order is between the lane and the core, and no test waits for it."""
-    return isinstance(report, Again) and isinstance(report.order, ForgetStores)
+    return isinstance(report, Continue) and isinstance(report.order, ForgetStores)
 
 
 @pytest.fixture
@@ -397,16 +397,16 @@ def run_out(harbour: Harbour, stub: StubEngine) -> list[Report]:
     return reports
 
 
-def done(serial: int, seconds: float = 1.0) -> Ended:
-    return Ended(serial, Outcome.DONE, seconds)
+def done(serial: int, seconds: float = 1.0) -> TransferCompleted:
+    return TransferCompleted(serial, Outcome.DONE, seconds)
 
 
-def cancelled(serial: int) -> Ended:
-    return Ended(serial, Outcome.CANCELLED)
+def cancelled(serial: int) -> TransferCompleted:
+    return TransferCompleted(serial, Outcome.CANCELLED)
 
 
 def serials(reports: Sequence[Report]) -> list[int]:
-    return [report.serial for report in reports if isinstance(report, Ended)]
+    return [report.serial for report in reports if isinstance(report, TransferCompleted)]
 
 
 @pytest.fixture
@@ -439,8 +439,8 @@ class Clock:
 ERROR = Failed(Code.DRIVER, "the device says no", 700)
 
 
-def failed(serial: int) -> Ended:
-    return Ended(serial, Outcome.FAILED, error=ERROR.info)
+def failed(serial: int) -> TransferCompleted:
+    return TransferCompleted(serial, Outcome.FAILED, error=ERROR.info)
 
 
 # Order
@@ -538,7 +538,7 @@ def test_what_is_over_behind_a_cancelled_plan_is_told_behind_it(
     first, failing = harbour.start(STORE, [0]), harbour.start(STORE, [1])
     nothing = harbour.start(STORE, [])
     harbour.settle()
-    harbour.lane.post(Abandon(1, (first,)))
+    harbour.lane.post(CancelTransfers(1, (first,)))
     assert harbour.settle() == []
     ends = [cancelled(first), failed(failing), done(nothing, 0.0)]
     assert run_out(harbour, stub) == ends
@@ -580,7 +580,7 @@ def test_it_tells_since_when_the_oldest_go_and_since_when_engines_hold_theirs(
     harbour.map(2, clock=clock.copy)
     now = time.monotonic()
     harbour.lane.post(Listen(1.0))
-    assert harbour.settle() == [Beat(1.0, None, None)]
+    assert harbour.settle() == [Pong(1.0, None, None)]
     clock.show(1)
     begun = harbour.start(STORE, [1], number=2, wait_for=1, accepted=now - 60)
     harbour.start(STORE, [2], number=2, accepted=now - 30)
@@ -589,9 +589,9 @@ def test_it_tells_since_when_the_oldest_go_and_since_when_engines_hold_theirs(
     harbour.start(STORE, [0], wait_for=1, accepted=now - 80)
     harbour.start(LOAD, [5], [0], accepted=now - 90)
     harbour.lane.post(Listen(2.0))
-    assert harbour.settle() == [Beat(2.0, now - 60, now - 90)]
+    assert harbour.settle() == [Pong(2.0, now - 60, now - 90)]
     (ended,) = finish(harbour, stub.in_flight[0])
-    assert isinstance(ended, Ended)
+    assert isinstance(ended, TransferCompleted)
     assert (ended.serial, ended.queued >= 60) == (begun, True)
 
 
@@ -626,7 +626,7 @@ def test_a_plan_that_waits_is_cancelled_at_once(
     held = harbour.start(STORE, [0], wait_for=1)
     behind, after_it = harbour.start(STORE, [1]), harbour.start(LOAD, [5], [0])
     harbour.settle()
-    harbour.lane.post(Abandon(1, (held,)))
+    harbour.lane.post(CancelTransfers(1, (held,)))
     assert harbour.settle() == [cancelled(held)]
     assert [piece.blocks for piece in taken(stub)] in ([[5], [1]], [[1], [5]])
     assert sorted(serials(run_out(harbour, stub))) == [behind, after_it]
@@ -638,7 +638,7 @@ def test_a_plan_that_runs_is_cancelled_within_a_piece(harbour: Harbour, stub: St
     running, behind = harbour.start(STORE, range(10)), harbour.start(STORE, [20])
     harbour.settle()
     one, two = taken(stub)
-    harbour.lane.post(Abandon(1, (running,)))
+    harbour.lane.post(CancelTransfers(1, (running,)))
     assert harbour.settle() == []  # its pieces are in flight, and there is no room
     assert finish(harbour, one) == []
     assert [piece.blocks for piece in taken(stub)] == [[20]]
@@ -653,7 +653,7 @@ def test_who_waits_for_a_cancelled_plan_waits_for_its_pieces(
     store = harbour.start(STORE, [0])
     load = harbour.start(LOAD, [1], [0])
     harbour.settle()
-    harbour.lane.post(Abandon(1, (store,)))
+    harbour.lane.post(CancelTransfers(1, (store,)))
     assert harbour.settle() == []
     (piece,) = taken(stub)
     assert piece.direction is STORE
@@ -670,11 +670,11 @@ def test_an_engine_that_revokes_its_timeline_has_given_up_all_its_jobs(
     first, second = harbour.start(STORE, [1]), harbour.start(STORE, [2])
     harbour.settle()
     clock.revoke()
-    (ended,) = [r for r in finish(harbour, stub.in_flight[0]) if isinstance(r, Ended)]
+    (ended,) = [r for r in finish(harbour, stub.in_flight[0]) if isinstance(r, TransferCompleted)]
     assert (ended.serial, ended.outcome) == (first, Outcome.CANCELLED)
     harbour.settle()
     assert not stub.in_flight
-    harbour.lane.post(Unmap(1))
+    harbour.lane.post(UnmapTensors(1))
     assert serials(harbour.settle()) == [second]
 
 
@@ -698,7 +698,7 @@ def test_who_gives_up_very_many_keeps_nobody_waiting(
             loads.append(harbour.start(LOAD, [1], number=2))
 
     harbour.between = load
-    harbour.lane.post(Unmap(1) if dies else Abandon(1, tuple(reversed(held))))
+    harbour.lane.post(UnmapTensors(1) if dies else CancelTransfers(1, tuple(reversed(held))))
     ended = serials(run_out(harbour, stub))
     assert sorted(ended) == sorted([*held, *loads])
     (before,) = [count for direction, count in told if direction is LOAD]
@@ -707,9 +707,11 @@ def test_who_gives_up_very_many_keeps_nobody_waiting(
     assert len(stub.closed) == dies
 
 
-@pytest.mark.parametrize("order", [Abandon(1, (1,)), Abandon(1, (77,)), Abandon(NOBODY, (1,))])
+@pytest.mark.parametrize(
+    "order", [CancelTransfers(1, (1,)), CancelTransfers(1, (77,)), CancelTransfers(NOBODY, (1,))]
+)
 def test_a_cancel_that_comes_too_late_is_ignored(
-    harbour: Harbour, stub: StubEngine, order: Abandon
+    harbour: Harbour, stub: StubEngine, order: CancelTransfers
 ) -> None:
     harbour.map()
     harbour.start(STORE, [0])
@@ -725,7 +727,7 @@ def test_a_cancel_comes_once_however_often_it_is_asked_for(
     harbour.start(STORE, [0])
     harbour.settle()
     for _ in range(3):
-        harbour.lane.post(Abandon(1, (1,)))
+        harbour.lane.post(CancelTransfers(1, (1,)))
     assert harbour.settle() == []
     assert finish(harbour, *taken(stub)) == [cancelled(1)]
 
@@ -749,12 +751,12 @@ def test_a_load_is_not_copied_if_a_store_that_it_requires(
     if how == "fails":
         second.error = Failed(Code.COPY_FAILED, "broken")
     else:
-        harbour.lane.post(Abandon(1, (bad,)))
+        harbour.lane.post(CancelTransfers(1, (bad,)))
         second.done = True
     copied = stub.submitted.get(timeout=PATIENCE)
     assert (copied.direction, copied.blocks) == (LOAD, [4])
     copied.done = True
-    ends = {one.serial: one for one in harbour.settle() if isinstance(one, Ended)}
+    ends = {one.serial: one for one in harbour.settle() if isinstance(one, TransferCompleted)}
     assert ends[loads[0]].outcome is Outcome.DONE
     refused = ends[loads[1]]
     assert refused.outcome is Outcome.FAILED
@@ -771,14 +773,14 @@ def test_a_load_that_comes_right_after_the_end_of_its_store_is_not_copied(
     late: list[int] = []
 
     def plan_a_load(batch: list[Report]) -> None:
-        if not late and any(isinstance(one, Ended) for one in batch):
+        if not late and any(isinstance(one, TransferCompleted) for one in batch):
             late.append(harbour.start(LOAD, [4], [0], requires=(1,)))
 
     take = harbour.take
     harbour.lane._report = lambda batch: (plan_a_load(batch), take(batch))  # type: ignore[assignment, func-returns-value]
     harbour.start(STORE, [0])
     stub.submitted.get().error = Failed(Code.COPY_FAILED, "broken")
-    ends = {one.serial: one for one in harbour.settle() if isinstance(one, Ended)}
+    ends = {one.serial: one for one in harbour.settle() if isinstance(one, TransferCompleted)}
     assert ends[late[0]].error is not None
     assert stub.submitted.empty()
     berth = harbour.lane._berths[1]
@@ -837,7 +839,7 @@ def test_a_cancelled_plan_that_fails_is_cancelled(harbour: Harbour, stub: StubEn
     harbour.map()
     serial = harbour.start(STORE, [0])
     harbour.settle()
-    harbour.lane.post(Abandon(1, (serial,)))
+    harbour.lane.post(CancelTransfers(1, (serial,)))
     harbour.settle()
     stub.in_flight[0].error = ERROR
     assert harbour.settle() == [cancelled(serial)]
@@ -922,17 +924,17 @@ def test_unmapping_ends_everything_once_and_closes_behind_the_last_piece(
     pieces = taken(stub)
     assert len(pieces) == 3
     other = harbour.start(STORE, [0], number=2)
-    harbour.lane.post(Unmap(1))
+    harbour.lane.post(UnmapTensors(1))
     reports = harbour.settle()
     assert set(serials(reports)) == waiting
     assert stub.closed == []
     reports += finish(harbour, *pieces[:2])
     assert stub.closed == []
-    assert Unmapped(1) not in reports
+    assert TensorsUnmapped(1) not in reports
     reports += finish(harbour, pieces[2])
     assert stub.closed == [pieces[0].mapping]
-    assert reports[-1] == Unmapped(1)
-    ended = [report for report in reports if isinstance(report, Ended)]
+    assert reports[-1] == TensorsUnmapped(1)
+    ended = [report for report in reports if isinstance(report, TransferCompleted)]
     assert sorted(serials(ended)) == sorted(running | waiting)
     assert {report.outcome for report in ended} == {Outcome.CANCELLED}
     assert serials(run_out(harbour, stub)) == [other]
@@ -943,17 +945,17 @@ def test_a_number_that_was_unmapped_can_come_again(harbour: Harbour, stub: StubE
         harbour.map(1)
         serial = harbour.start(STORE, [0])
         assert serials(run_out(harbour, stub)) == [serial]
-        harbour.lane.post(Unmap(1))
-        assert harbour.settle() == [Unmapped(1)]
+        harbour.lane.post(UnmapTensors(1))
+        assert harbour.settle() == [TensorsUnmapped(1)]
     assert len(stub.closed) == 2
 
 
 def test_what_cannot_be_mapped_is_told_and_can_be_unmapped(harbour: Harbour) -> None:
-    assert harbour.map(locations=None) == Mapped(
+    assert harbour.map(locations=None) == TensorsMapped(
         1, "session", Failed(Code.MAP_FAILED, "no memory").info
     )
-    harbour.lane.post(Unmap(1))
-    assert harbour.settle() == [Unmapped(1)]
+    harbour.lane.post(UnmapTensors(1))
+    assert harbour.settle() == [TensorsUnmapped(1)]
 
 
 @pytest.mark.parametrize("works", [True, False])
@@ -1120,7 +1122,7 @@ def test_stores_that_have_enough_to_do_wait_for_what_was_said(
 
     def let_in(more: int) -> None:
         stub.most += more
-        harbour.lane.post(Unmap(NOBODY))
+        harbour.lane.post(UnmapTensors(NOBODY))
         until(lambda: len(stub.in_flight) == stub.most, PATIENCE)
 
     inbox.wait = note
@@ -1152,7 +1154,7 @@ def test_stores_go_on_though_orders_never_end(harbour: Harbour, stub: StubEngine
     """A piece of theirs for each time that the lane goes round."""
     stub.piece, stub.most = Room(64), 100
     harbour.map()
-    stub.on_submit = lambda: harbour.lane.post(Unmap(NOBODY))
+    stub.on_submit = lambda: harbour.lane.post(UnmapTensors(NOBODY))
     store = harbour.start(STORE, range(8))
     until(lambda: len(stub.in_flight) == 8, PATIENCE)
     stub.on_submit = lambda: None
@@ -1211,7 +1213,7 @@ def test_what_found_no_room_is_tried_again_when_another_is_given_up_or_comes(
     harbour.settle()
     stub.crowded = False
     if how == "cancel":
-        harbour.lane.post(Abandon(1, (first,)))
+        harbour.lane.post(CancelTransfers(1, (first,)))
     else:
         harbour.start(STORE, [2])
     assert stub.submitted.get(timeout=PATIENCE).blocks == [int(how == "cancel")]
@@ -1281,7 +1283,7 @@ def test_what_is_not_there_is_not_made_ready(harbour: Harbour, stub: StubEngine)
     harbour.start(STORE, [1, 2])
     assert len(stub.prepared) == 1
     run_out(harbour, stub)
-    harbour.lane.post(Unmap(1))
+    harbour.lane.post(UnmapTensors(1))
     harbour.settle()
     harbour.lane._prepare(harbour.plans[1])
     assert len(stub.prepared) == 1
@@ -1324,7 +1326,7 @@ def test_what_a_calibration_found_is_reported_first(
     found = CopyStatus("auto", CalibrationPoint(1, 1.0, 1.0), (), 1, 1)
     monkeypatch.setattr(stub, "attach", lambda *_: found)
     harbour = Harbour(stub)
-    assert harbour.settle() == [Calibrated(found)]
+    assert harbour.settle() == [CopyCalibrated(found)]
     harbour.close()
 
 
@@ -1398,7 +1400,7 @@ def test_what_a_fence_holds_is_left_to_the_lane(
 def test_what_the_engine_refuses_at_the_beginning_fails(manned: Harbour, stub: StubEngine) -> None:
     stub.refusals.append(ERROR)
     manned.start(LOAD, [1])
-    (end,) = [report for report in manned.settle() if isinstance(report, Ended)]
+    (end,) = [report for report in manned.settle() if isinstance(report, TransferCompleted)]
     assert (end.outcome, end.error) == (Outcome.FAILED, ERROR.info)
 
 
@@ -1487,7 +1489,7 @@ def test_whatever_happens_every_plan_ends_once_and_in_order(
     harbour = Harbour(stub, begins=begins)
     harbour.map()
     plans: dict[int, tuple[Direction, list[int]]] = {}
-    ended: list[Ended] = []
+    ended: list[TransferCompleted] = []
     for event in history:
         match event:
             case "start", direction, blocks, hosts:
@@ -1496,16 +1498,16 @@ def test_whatever_happens_every_plan_ends_once_and_in_order(
             case ("refuse",):
                 stub.refusals.append(ERROR)
             case "abandon", number:
-                harbour.lane.post(Abandon(1, (number + 1,)))
+                harbour.lane.post(CancelTransfers(1, (number + 1,)))
             case verb, number if number < len(stub.in_flight):
                 piece = stub.in_flight[number]
                 piece.done, piece.error = verb == "finish", None if verb == "finish" else ERROR
-        ended += [report for report in harbour.settle() if isinstance(report, Ended)]
+        ended += [report for report in harbour.settle() if isinstance(report, TransferCompleted)]
         check_apart(stub.in_flight)
     stub.refusals.clear()
     if unmapped:
-        harbour.lane.post(Unmap(1))
-    ended += [report for report in run_out(harbour, stub) if isinstance(report, Ended)]
+        harbour.lane.post(UnmapTensors(1))
+    ended += [report for report in run_out(harbour, stub) if isinstance(report, TransferCompleted)]
     harbour.close()
     pieces = taken(stub)
     assert sorted(serials(ended)) == sorted(plans)
@@ -1563,11 +1565,11 @@ def pier(faults: Faults) -> Iterator[Pier]:
     harbour.close()
 
 
-def wait_for(harbour: Harbour, *wanted: int) -> dict[int, Ended]:
+def wait_for(harbour: Harbour, *wanted: int) -> dict[int, TransferCompleted]:
     """Until all of these have ended."""
-    ended: dict[int, Ended] = {}
+    ended: dict[int, TransferCompleted] = {}
     while not ended.keys() >= set(wanted):
-        ended |= {r.serial: r for r in harbour.reports() if isinstance(r, Ended)}
+        ended |= {r.serial: r for r in harbour.reports() if isinstance(r, TransferCompleted)}
     return ended
 
 
@@ -1649,9 +1651,9 @@ def test_the_reference_engine_takes_few_pieces_at_once(
 
 def test_unmapping_lets_real_memory_go(pier: Pier) -> None:
     plans = [pier.harbour.start(STORE, [block]) for block in range(20)]
-    pier.harbour.lane.post(Unmap(1))
+    pier.harbour.lane.post(UnmapTensors(1))
     reports: list[Report] = []
-    while Unmapped(1) not in reports:
+    while TensorsUnmapped(1) not in reports:
         reports += pier.harbour.reports()
     assert sorted(serials(reports)) == plans
     assert pier.harbour.settle() == []

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kvferry.daemon.core.geometry import Run
+from kvferry.daemon.core.layout import Extent
 from kvferry.daemon.lane.berth import SOONER, Crossing, Flight, Stream
 from kvferry.daemon.lane.naps import (
     MAX_NAP_LONG,
@@ -22,10 +22,10 @@ from kvferry.daemon.lane.naps import (
 from kvferry.proto.specs import Direction
 
 LONG, START = 600e-6, 100.0
-REST = (Run(0, np.arange(1), np.arange(1)),)
+REST = (Extent(0, np.arange(1), np.arange(1)),)
 
 
-def stream(*takes: float, rest: tuple[Run, ...] = REST) -> Stream:
+def stream(*takes: float, rest: tuple[Extent, ...] = REST) -> Stream:
     """Pieces of one plan, of which `rest` is still to be submitted; the first came at START."""
     crossing = Crossing(cast(Any, SimpleNamespace()), rest, len(takes))
     flights = [Flight(cast(Any, None), crossing, None, each) for each in takes]

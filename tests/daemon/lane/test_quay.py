@@ -12,8 +12,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kvferry.daemon.core.actions import Map, Mapped
-from kvferry.daemon.core.geometry import Geometry
+from kvferry.daemon.core.actions import MapTensors, TensorsMapped
+from kvferry.daemon.core.layout import BlockLayout
 from kvferry.daemon.engine import fd_closer
 from kvferry.daemon.engine.base import Mapping, Shared
 from kvferry.daemon.engine.memory import PAGE
@@ -50,10 +50,10 @@ class Engine:
         self.errors: list[Exception] = []
         """What the next calls say."""
 
-    def open(self, geometry: Geometry, *_: object) -> Mapping:
+    def open(self, geometry: BlockLayout, *_: object) -> Mapping:
         return self._mapping(geometry)
 
-    def allocate(self, geometry: Geometry, kept: Sequence[int] = ()) -> Shared:
+    def allocate(self, geometry: BlockLayout, kept: Sequence[int] = ()) -> Shared:
         self.kept.append(tuple(kept))
         return Shared(self._mapping(geometry), (), (), (os.memfd_create(TENSORS),))
 
@@ -63,7 +63,7 @@ class Engine:
     def close(self, mapping: Mapping) -> None:
         self.open_ones.remove(mapping)
 
-    def _mapping(self, geometry: Geometry) -> Mapping:
+    def _mapping(self, geometry: BlockLayout) -> Mapping:
         if self.errors:
             raise self.errors.pop(0)
         mapping = Mapping(geometry, np.zeros(1, dtype=np.int64))
@@ -75,13 +75,15 @@ class Pier:
     def __init__(self) -> None:
         self.engine = Engine()
         self.quay = Quay(cast(Any, self.engine))
-        self.geometry = Geometry(LayoutArrays.from_layout(LAYOUT), 0, 4)
+        self.geometry = BlockLayout(LayoutArrays.from_layout(LAYOUT), 0, 4)
 
-    def map(self, number: int = 1, *, own: bool = False, clock: bool = False, **how: Any) -> Mapped:
+    def map(
+        self, number: int = 1, *, own: bool = False, clock: bool = False, **how: Any
+    ) -> TensorsMapped:
         """own: the engine's own tensors, behind a descriptor."""
         where = (Location(0, 0),) if own else None
         timeline = sealed_memfd(CLOCK, PAGE) if clock else None
-        wanted = Map(number, "session", self.geometry, (), where, timeline, **how)
+        wanted = MapTensors(number, "session", self.geometry, (), where, timeline, **how)
         given = (os.memfd_create(TENSORS),) if own else ()
         report = self.quay.map(MapOrder(wanted, given, timeline))
         for descriptor in report.descriptors:  # the server makes tickets of them

@@ -14,21 +14,21 @@ import msgspec
 import pytest
 import zmq
 
-from kvferry.daemon.core.actions import Publish
+from kvferry.daemon.core.actions import PublishKVEvents
 from kvferry.daemon.observability import kv_events
 from kvferry.daemon.observability.kv_events import NUMBERS_PER_PROCESS, KVEventPublisher
 from kvferry.daemon.observability.kv_events_process import SEND_HIGH_WATER, SIZE, messages_in
 from kvferry.proto.errors import Refused
 from kvferry.proto.events import MOST_IN_A_BATCH
 from kvferry.proto.keys import EventKind, offload_key
-from kvferry.proto.messages import KeyEvent, News
+from kvferry.proto.messages import KeyEvent, KeyEvents
 
 KEYS = tuple(offload_key(n.to_bytes(32, "big")) for n in range(5 * MOST_IN_A_BATCH))
 LAST = KeyEvent(EventKind.CLEARED, ())
 
 
-def stored(*keys: bytes, namespace: str = "some") -> Publish:
-    return Publish(namespace, 16, News(1, (KeyEvent(EventKind.STORED, keys),), 1))
+def stored(*keys: bytes, namespace: str = "some") -> PublishKVEvents:
+    return PublishKVEvents(namespace, 16, KeyEvents(1, (KeyEvent(EventKind.STORED, keys),), 1))
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ async def test_a_process_that_stands_still_costs_a_bounded_number_of_bytes(
     finally:
         os.kill(pid, signal.SIGCONT)
     await until(lambda: publisher.queued_bytes == 0)
-    publisher.publish(Publish("some", 16, News(1, (LAST,), 1)))
+    publisher.publish(PublishKVEvents("some", 16, KeyEvents(1, (LAST,), 1)))
     numbers, events = [0], list[object]()
     while events != [["AllBlocksCleared"]]:
         _, number, events = await listener.hear()
@@ -216,7 +216,7 @@ async def test_a_subscriber_that_does_not_read_costs_a_bounded_number_of_message
     assert numbers[0] == 0
     assert numbers == sorted(set(numbers))
     assert len(numbers) < 2 * SEND_HIGH_WATER
-    publisher.publish(Publish("some", 16, News(1, (LAST,), 1)))
+    publisher.publish(PublishKVEvents("some", 16, KeyEvents(1, (LAST,), 1)))
     assert await listener.hear() == ("some", 5 * published, [["AllBlocksCleared"]])
 
 

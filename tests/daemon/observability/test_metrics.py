@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvferry.daemon.core.actions import Ended
+from kvferry.daemon.core.actions import TransferCompleted
 from kvferry.daemon.observability.metrics import BUCKETS, FollowedCounter, Metrics
 from kvferry.proto import status as told
 from kvferry.proto.messages import JobResult, Outcome
@@ -30,7 +30,7 @@ def test_a_histogram_counts_each_value_once_in_all_buckets_above_it() -> None:
     metrics, values = Metrics(), (0.0, BUCKETS[0], 3e-5, 0.2, 1e6)
     for number, seconds in enumerate(values):
         result = JobResult(number, Direction.LOAD, Outcome.DONE, 100, seconds)
-        metrics.jobs.ended("staged", result, Ended(number, Outcome.DONE, seconds))
+        metrics.jobs.ended("staged", result, TransferCompleted(number, Outcome.DONE, seconds))
     labels = {"direction": "load", "mode": "staged"}
 
     def sample(name: str, **more: str) -> float | None:
@@ -47,7 +47,7 @@ def test_a_histogram_counts_each_value_once_in_all_buckets_above_it() -> None:
 def test_a_job_that_was_not_done_moved_nothing() -> None:
     metrics = Metrics()
     result = JobResult(1, Direction.STORE, Outcome.CANCELLED, 0, 0.0)
-    metrics.jobs.ended("cpu", result, Ended(1, Outcome.CANCELLED))
+    metrics.jobs.ended("cpu", result, TransferCompleted(1, Outcome.CANCELLED))
     value = metrics.registry.get_sample_value
     assert value("kvferry_jobs_total", {"direction": "store", "outcome": "cancelled"}) == 1
     assert value("kvferry_jobs_total", {"direction": "store", "outcome": "done"}) == 0

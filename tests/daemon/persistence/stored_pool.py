@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from kvferry.daemon.core.actions import Report
-from kvferry.daemon.core.deeds import Deed
+from kvferry.daemon.core.records import RegionRecord
 from kvferry.daemon.engine.memory import MappedFiles
 from kvferry.daemon.persistence.block_table import BlockTable, UseClock
 from kvferry.daemon.persistence.checksum_client import ChecksumClient
@@ -25,8 +25,8 @@ FINGERPRINT = Fingerprint("llama", BLOCK, key_bytes=8)
 LAYOUT = LayoutArrays.from_layout(
     KVLayout((TensorLayout(4, BLOCK, BLOCK),), ((TensorRef(0, BLOCK),),))
 )
-KEYED = Deed(FINGERPRINT.name, 0, COUNT * BLOCK, fingerprint=FINGERPRINT)
-RAW = Deed("engine", COUNT * BLOCK, COUNT * BLOCK, layout=LAYOUT)
+KEYED = RegionRecord(FINGERPRINT.name, 0, COUNT * BLOCK, fingerprint=FINGERPRINT)
+RAW = RegionRecord("engine", COUNT * BLOCK, COUNT * BLOCK, layout=LAYOUT)
 
 
 def key(number: int) -> bytes:
@@ -51,7 +51,7 @@ class StoredPool:
         self.tables: list[BlockTable] = []
         self.reports: list[Report] = []
 
-    def table(self, record: Deed) -> BlockTable:
+    def table(self, record: RegionRecord) -> BlockTable:
         self.tables.append(table := BlockTable.create(record, self.clock))
         return table
 

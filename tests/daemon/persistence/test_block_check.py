@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.daemon.core.actions import Corrupted, Verified
-from kvferry.daemon.core.deeds import Deed
+from kvferry.daemon.core.actions import BlocksCorrupted, BlocksVerified
+from kvferry.daemon.core.records import RegionRecord
 from kvferry.daemon.persistence.block_check import BlockCheck
 from kvferry.daemon.persistence.block_table import BlockTable
 from kvferry.daemon.persistence.checksum_client import Purpose
@@ -23,7 +23,7 @@ async def pool() -> AsyncIterator[StoredPool]:
     pool.close()
 
 
-def table_of(pool: StoredPool, record: Deed) -> BlockTable:
+def table_of(pool: StoredPool, record: RegionRecord) -> BlockTable:
     table = pool.table(record)
     pool.commit(table, *range(COUNT))
     table.mark_unverified(numbers(*range(COUNT)))
@@ -39,17 +39,19 @@ async def check(pool: StoredPool, table: BlockTable, *blocks: int) -> list[Any]:
     return [
         (type(report), report.owner, report.blocks.tolist(), report.keys)
         for report in pool.reports
-        if isinstance(report, Verified | Corrupted)
+        if isinstance(report, BlocksVerified | BlocksCorrupted)
     ]
 
 
 @pytest.mark.parametrize("record", [KEYED, RAW], ids=["by key", "by number"])
-async def test_each_block_is_reported_once_as_what_it_is(pool: StoredPool, record: Deed) -> None:
+async def test_each_block_is_reported_once_as_what_it_is(
+    pool: StoredPool, record: RegionRecord
+) -> None:
     table, keyed = table_of(pool, record), record is KEYED
     pool.damage(table, 5)
     assert await check(pool, table, 4, 5, 6) == [
-        (Verified, record.owner, [4, 6], (key(4), key(6)) if keyed else ()),
-        (Corrupted, record.owner, [5], (key(5),) if keyed else ()),
+        (BlocksVerified, record.owner, [4, 6], (key(4), key(6)) if keyed else ()),
+        (BlocksCorrupted, record.owner, [5], (key(5),) if keyed else ()),
     ]
     assert table.unverified is not None
     assert not table.unverified[[4, 5, 6]].any()
@@ -62,7 +64,7 @@ async def test_a_block_in_the_wrong_place_is_corrupt(pool: StoredPool) -> None:
     table = table_of(pool, RAW)
     start = RAW.start
     pool.bytes[start : start + 4096] = pool.bytes[start + 4096 : start + 8192]
-    assert [kind for kind, *_ in await check(pool, table, 0)] == [Corrupted]
+    assert [kind for kind, *_ in await check(pool, table, 0)] == [BlocksCorrupted]
 
 
 async def test_what_is_stored_over_while_it_is_read_is_not_reported(pool: StoredPool) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.daemon.core.deeds import Deed, Resident
+from kvferry.daemon.core.records import RegionRecord, ResidentBlock
 from kvferry.daemon.persistence.block_table import RECORD_ROOM, WIPED_LINES, BlockTable, UseClock
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.layout import LayoutArrays
@@ -26,18 +26,18 @@ NAMESPACE = Fingerprint("llama", 4096, key_bytes=KEY)
 LAYOUT = LayoutArrays.from_layout(
     KVLayout((TensorLayout(4, 4096, 4096),), ((TensorRef(0, 4096),),))
 )
-OF_KEYS = Deed(NAMESPACE.name, 8192, BLOCKS * 4096 + 100, fingerprint=NAMESPACE)
-OF_NUMBERS = Deed("engine", 0, BLOCKS * 4096, layout=LAYOUT)
+OF_KEYS = RegionRecord(NAMESPACE.name, 8192, BLOCKS * 4096 + 100, fingerprint=NAMESPACE)
+OF_NUMBERS = RegionRecord("engine", 0, BLOCKS * 4096, layout=LAYOUT)
 
 
 @contextmanager
-def opened(deed: Deed = OF_KEYS) -> Iterator[BlockTable]:
+def opened(deed: RegionRecord = OF_KEYS) -> Iterator[BlockTable]:
     table = BlockTable.create(deed)
     yield table
     table.close()
 
 
-def found(table: BlockTable) -> tuple[Resident, ...]:
+def found(table: BlockTable) -> tuple[ResidentBlock, ...]:
     """What another daemon finds."""
     other = BlockTable(os.dup(table.descriptor))
     assert other.record == table.record
@@ -62,7 +62,7 @@ def store(
 
 def test_a_new_one_takes_no_memory_for_blocks_that_were_never_stored() -> None:
     many = 1 << 20
-    with opened(Deed("engine", 0, many * 4096, layout=LAYOUT)) as table:
+    with opened(RegionRecord("engine", 0, many * 4096, layout=LAYOUT)) as table:
         store(table, [many - 1], [])
         assert os.fstat(table.descriptor).st_blocks * 512 < 64 << 10
 
@@ -71,9 +71,9 @@ def test_it_is_found_as_it_was_left() -> None:
     with opened() as table:
         store(table, [4, 0, 2], [b"bbbbb", b"aa\0\0\0", b"ccccc"], b0=(1, 2))
         assert found(table) == (
-            Resident(2, b"ccccc"),
-            Resident(0, b"aa\0\0\0", (1, 2)),
-            Resident(4, b"bbbbb"),
+            ResidentBlock(2, b"ccccc"),
+            ResidentBlock(0, b"aa\0\0\0", (1, 2)),
+            ResidentBlock(4, b"bbbbb"),
         )
         assert table.checksums(blocks(0, 2, 4)).tolist() == [0, 14, 28]
         table.touch(blocks(2))
@@ -84,7 +84,7 @@ def test_a_part_is_forgotten_with_the_next_store() -> None:
     with opened() as table:
         store(table, [0, 1], [b"aaaaa", b"bbbbb"], b0=(1, 2), b1=(0, 1))
         store(table, [0], [b"aaaaa"])
-        assert found(table) == (Resident(1, b"bbbbb", (0, 1)), Resident(0, b"aaaaa"))
+        assert found(table) == (ResidentBlock(1, b"bbbbb", (0, 1)), ResidentBlock(0, b"aaaaa"))
 
 
 def test_an_engines_blocks_have_no_keys() -> None:
@@ -94,13 +94,17 @@ def test_an_engines_blocks_have_no_keys() -> None:
         assert table.keys(blocks(3, 1)) == ()
         assert table.committed_blocks().tolist() == [1, 3, 4]
         assert table.committed_blocks(2, 4).tolist() == [3]
-        assert found(table) == (Resident(3, b""), Resident(1, b""), Resident(4, b"", (0, 1)))
+        assert found(table) == (
+            ResidentBlock(3, b""),
+            ResidentBlock(1, b""),
+            ResidentBlock(4, b"", (0, 1)),
+        )
 
 
 def test_deeds_follow_each_other() -> None:
     with opened() as table:
         for generation in range(2, 6):
-            deed = Deed(
+            deed = RegionRecord(
                 OF_KEYS.name,
                 OF_KEYS.start,
                 OF_KEYS.nbytes,
@@ -114,7 +118,7 @@ def test_deeds_follow_each_other() -> None:
 
 
 def test_a_deed_that_is_too_long_is_refused_and_the_old_one_counts() -> None:
-    long = Deed("engine", 0, 4096, layout=LAYOUT, pages=((1 << 60,) * (RECORD_ROOM // 8),))
+    long = RegionRecord("engine", 0, 4096, layout=LAYOUT, pages=((1 << 60,) * (RECORD_ROOM // 8),))
     with opened() as table:
         with pytest.raises(Refused) as refused:
             table.update(long)
@@ -195,14 +199,14 @@ def test_a_store_of_what_turned_out_corrupt_meanwhile_is_not_committed() -> None
         versions = table.invalidate(blocks(1, 2))
         table.mark_corrupt(blocks(1))
         table.commit(blocks(1, 2), versions, np.zeros(2, "<u8"), [b"aaaaa", b"bbbbb"], {})
-        assert found(table) == (Resident(2, b"bbbbb"),)
+        assert found(table) == (ResidentBlock(2, b"bbbbb"),)
 
 
 def test_of_two_blocks_with_one_key_the_more_recent_is_found() -> None:
     with opened() as table:
         store(table, [0, 1], [b"aaaaa", b"bbbbb"])
         store(table, [2], [b"aaaaa"])
-        assert found(table) == (Resident(1, b"bbbbb"), Resident(2, b"aaaaa"))
+        assert found(table) == (ResidentBlock(1, b"bbbbb"), ResidentBlock(2, b"aaaaa"))
 
 
 def test_uses_are_counted_over_all_tables_also_after_a_restart() -> None:
@@ -269,7 +273,7 @@ def test_only_the_last_store_of_a_block_commits_it(steps: list[tuple[str, list[i
 def test_a_wipe_is_of_all_blocks() -> None:
     """However many lines are wiped at a time."""
     numbers = [0, WIPED_LINES - 1, WIPED_LINES, 2 * WIPED_LINES, 2 * WIPED_LINES + 2]
-    with opened(Deed("engine", 0, (2 * WIPED_LINES + 3) * 4096, layout=LAYOUT)) as table:
+    with opened(RegionRecord("engine", 0, (2 * WIPED_LINES + 3) * 4096, layout=LAYOUT)) as table:
         store(table, numbers, [])
         late = table.versions(blocks(*numbers))
         table.wipe()

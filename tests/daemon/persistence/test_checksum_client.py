@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvferry.daemon.core.deeds import Deed
+from kvferry.daemon.core.records import RegionRecord
 from kvferry.daemon.engine.memory import PAGE, MappedFiles
 from kvferry.daemon.persistence import checksum_client as module
 from kvferry.daemon.persistence.block_table import BlockTable
@@ -97,7 +97,7 @@ class ClientFixture:
                 (TensorLayout(4, block_bytes, block_bytes),), ((TensorRef(0, block_bytes),),)
             )
             self.tables[block_bytes] = BlockTable.create(
-                Deed("one", START, 8 * LARGE, LayoutArrays.from_layout(layout))
+                RegionRecord("one", START, 8 * LARGE, LayoutArrays.from_layout(layout))
             )
         return self.tables[block_bytes]
 

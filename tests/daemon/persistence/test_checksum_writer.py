@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.daemon.core.actions import Cargo
-from kvferry.daemon.core.deeds import Resident
+from kvferry.daemon.core.actions import BlockSet
+from kvferry.daemon.core.records import ResidentBlock
 from kvferry.daemon.persistence import checksum_writer as module
 from kvferry.daemon.persistence.block_table import BlockTable
 from kvferry.daemon.persistence.checksum_client import Purpose
@@ -52,7 +52,7 @@ class WriterFixture:
 
     def add(self, blocks: list[int], keys: list[int], **parts: tuple[int, int]) -> None:
         theirs = {int(name[1:]): part for name, part in parts.items()}
-        cargo = Cargo(KEYED.owner, numbers(*blocks), tuple(map(key, keys)), theirs)
+        cargo = BlockSet(KEYED.owner, numbers(*blocks), tuple(map(key, keys)), theirs)
         versions = self.table.invalidate(cargo.blocks)
         self.writer.add(CompletedStore(self.table, cargo, versions))
 
@@ -81,7 +81,7 @@ async def test_of_stores_of_one_round_the_last_of_a_block_counts(desk: WriterFix
     await desk.round()
     assert not desk.writer.busy
     assert desk.reads.asked == [[2, 1]]
-    assert desk.table.residents() == (Resident(2, key(9)), Resident(1, key(8), (2, 3)))
+    assert desk.table.residents() == (ResidentBlock(2, key(9)), ResidentBlock(1, key(8), (2, 3)))
 
 
 async def test_more_blocks_than_one_request_takes(
@@ -92,7 +92,7 @@ async def test_more_blocks_than_one_request_takes(
     await desk.round()
     assert desk.reads.asked == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
     found = {resident.block: resident for resident in desk.table.residents()}
-    expected = {n: Resident(n, key(100 + n), (1, 2) if n == 4 else None) for n in range(10)}
+    expected = {n: ResidentBlock(n, key(100 + n), (1, 2) if n == 4 else None) for n in range(10)}
     assert found == expected
 
 
@@ -118,9 +118,9 @@ async def test_stores_that_complete_during_a_round_wait_for_the_next(
     await asyncio.sleep(0.01)
     assert not desk.reads.waiting
     assert set(desk.table.residents()) == {
-        Resident(1, key(1)),
-        Resident(2, key(19)),
-        Resident(3, key(39)),
+        ResidentBlock(1, key(1)),
+        ResidentBlock(2, key(19)),
+        ResidentBlock(3, key(39)),
     }
 
 

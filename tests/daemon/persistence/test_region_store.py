@@ -10,8 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.daemon.core.actions import Amend, Cargo, Commit, CopyPlan, Enter, Start, Strike
-from kvferry.daemon.core.deeds import Deed, Found, Owner, Resident
+from kvferry.daemon.core.actions import (
+    BlockSet,
+    CommitBlocks,
+    CopyPlan,
+    RegionCreated,
+    RegionFreed,
+    RegionUpdated,
+    StartTransfer,
+)
+from kvferry.daemon.core.records import RecoveredRegion, RegionOwner, RegionRecord, ResidentBlock
 from kvferry.daemon.persistence.block_table import BlockTable
 from kvferry.daemon.persistence.region_store import RegionStore
 from kvferry.proto.errors import Code, Refused
@@ -46,26 +54,26 @@ class StoreFixture:
         blocks: list[int],
         keys: list[int] | None = None,
         *,
-        owner: Owner = KEYED.owner,
+        owner: RegionOwner = KEYED.owner,
         direction: Direction = Direction.STORE,
-    ) -> Start:
+    ) -> StartTransfer:
         self.serial += 1
         plan = CopyPlan(self.serial, 1, direction, (), 0, 0, 0, 0)
         names = tuple(map(key, keys or ()))
-        start = Start(plan, "a", self.serial, Cargo(owner, numbers(*blocks), names))
+        start = StartTransfer(plan, "a", self.serial, BlockSet(owner, numbers(*blocks), names))
         self.store.invalidate(start)
         self.store.touch(start)
         return start
 
-    def end(self, start: Start, *, done: bool = True, **parts: tuple[int, int]) -> None:
+    def end(self, start: StartTransfer, *, done: bool = True, **parts: tuple[int, int]) -> None:
         cargo = start.cargo
         theirs = {int(name[1:]): part for name, part in parts.items()}
         if done:
-            whole = Cargo(cargo.owner, cargo.blocks, cargo.keys, theirs)
-            self.store.commit(Commit(start.plan.serial, whole))
+            whole = BlockSet(cargo.owner, cargo.blocks, cargo.keys, theirs)
+            self.store.commit(CommitBlocks(start.plan.serial, whole))
         self.store.ended(start.plan.serial)
 
-    async def found(self, name: str = "ledger-1") -> tuple[Resident, ...]:
+    async def found(self, name: str = "ledger-1") -> tuple[ResidentBlock, ...]:
         """What another daemon finds, once all is committed."""
         await eventually(lambda: not self.store.busy)
         table = BlockTable(os.dup(self.fds.kept[name]))
@@ -84,7 +92,7 @@ async def pool() -> AsyncIterator[StoredPool]:
 @pytest.fixture
 async def desk(pool: StoredPool) -> AsyncIterator[StoreFixture]:
     desk = StoreFixture(pool, KeptFds())
-    desk.store.write(Enter(KEYED))
+    desk.store.write(RegionCreated(KEYED))
     yield desk
     desk.store.close()
 
@@ -95,18 +103,18 @@ async def test_stores_are_found_in_the_order_in_which_they_began(desk: StoreFixt
     desk.end(first)
     load = desk.start([4], direction=Direction.LOAD)
     desk.end(load)
-    expected = (Resident(3, key(1)), Resident(7, key(3)), Resident(4, key(2)))
+    expected = (ResidentBlock(3, key(1)), ResidentBlock(7, key(3)), ResidentBlock(4, key(2)))
     assert await desk.found() == expected
 
 
 async def test_blocks_by_number_are_found_with_the_part_that_is_loadable(
     desk: StoreFixture,
 ) -> None:
-    desk.store.write(Enter(RAW))
+    desk.store.write(RegionCreated(RAW))
     desk.end(desk.start([5, 2], owner=RAW.owner), b5=(0, 3))
-    assert await desk.found("ledger-2") == (Resident(2, b""), Resident(5, b"", (0, 3)))
+    assert await desk.found("ledger-2") == (ResidentBlock(2, b""), ResidentBlock(5, b"", (0, 3)))
     desk.end(desk.start([5], owner=RAW.owner))
-    assert await desk.found("ledger-2") == (Resident(2, b""), Resident(5, b""))
+    assert await desk.found("ledger-2") == (ResidentBlock(2, b""), ResidentBlock(5, b""))
 
 
 async def test_a_commit_may_name_fewer_blocks_than_the_store_and_in_another_order(
@@ -114,31 +122,31 @@ async def test_a_commit_may_name_fewer_blocks_than_the_store_and_in_another_orde
 ) -> None:
     start = desk.start([9, 3, 6], [9, 3, 6])
     over = desk.start([3], [3])
-    cargo = Cargo(KEYED.owner, numbers(3, 9), (key(3), key(9)))
-    desk.store.commit(Commit(start.plan.serial, cargo))
+    cargo = BlockSet(KEYED.owner, numbers(3, 9), (key(3), key(9)))
+    desk.store.commit(CommitBlocks(start.plan.serial, cargo))
     desk.store.ended(start.plan.serial)
     desk.end(over, done=False)
-    assert await desk.found() == (Resident(9, key(9)),)
+    assert await desk.found() == (ResidentBlock(9, key(9)),)
 
 
 async def test_a_store_that_was_not_committed_is_not_found(desk: StoreFixture) -> None:
     desk.end(desk.start([1, 2], [1, 2]))
     over = desk.start([2], [3])
-    assert await desk.found() == (Resident(1, key(1)),)
+    assert await desk.found() == (ResidentBlock(1, key(1)),)
     desk.end(over, done=False)
-    desk.store.commit(Commit(over.plan.serial, over.cargo))
-    assert await desk.found() == (Resident(1, key(1)),)
+    desk.store.commit(CommitBlocks(over.plan.serial, over.cargo))
+    assert await desk.found() == (ResidentBlock(1, key(1)),)
     assert not desk.store._stores
 
 
 async def test_a_wipe_takes_what_is_not_committed_yet_along(desk: StoreFixture) -> None:
     desk.end(desk.start([1], [1]))
     late = desk.start([2], [2])
-    desk.store.write(Amend(KEYED, wipe=True))
+    desk.store.write(RegionUpdated(KEYED, wipe=True))
     desk.end(late)
     assert await desk.found() == ()
     desk.end(desk.start([1], [3]))
-    assert await desk.found() == (Resident(1, key(3)),)
+    assert await desk.found() == (ResidentBlock(1, key(3)),)
 
 
 async def test_a_region_that_ends_is_kept_no_longer(desk: StoreFixture) -> None:
@@ -146,14 +154,14 @@ async def test_a_region_that_ends_is_kept_no_longer(desk: StoreFixture) -> None:
     late = desk.start([2], [2])
     other = os.dup(desk.fds.kept["ledger-1"])
     (table,) = desk.store._all_tables()
-    desk.store.write(Strike(KEYED.owner))
+    desk.store.write(RegionFreed(KEYED.owner))
     desk.end(late)
     assert desk.fds.kept == {}
     assert table.closed
     with pytest.raises(Refused):
         BlockTable(other)  # a copy of the descriptor somewhere is no table any more either
-    desk.store.write(Strike(KEYED.owner))
-    desk.store.write(Enter(KEYED))
+    desk.store.write(RegionFreed(KEYED.owner))
+    desk.store.write(RegionCreated(KEYED))
     assert list(desk.fds.kept) == ["ledger-2"]
 
 
@@ -161,7 +169,7 @@ async def test_an_heir_verifies_what_it_finds_and_drops_the_rest(
     desk: StoreFixture, pool: StoredPool
 ) -> None:
     desk.end(desk.start([1], [1]))
-    desk.store.write(Enter(RAW))
+    desk.store.write(RegionCreated(RAW))
     desk.end(desk.start([4], owner=RAW.owner))
     assert await desk.found()
     junk = os.memfd_create("junk")
@@ -171,11 +179,11 @@ async def test_an_heir_verifies_what_it_finds_and_drops_the_rest(
     desk.fds.kept["ledger-8"] = longer
     kept = {name: os.dup(descriptor) for name, descriptor in desk.fds.kept.items()}
     heir = StoreFixture(pool, desk.fds)
-    found: list[Found] = []
+    found: list[RecoveredRegion] = []
     heir.store.restore(kept, found.append)
     assert found == [
-        Found(KEYED, (Resident(1, key(1)),)),
-        Found(RAW, (Resident(4, b""),)),
+        RecoveredRegion(KEYED, (ResidentBlock(1, key(1)),)),
+        RecoveredRegion(RAW, (ResidentBlock(4, b""),)),
     ]
     assert list(desk.fds.kept) == ["ledger-1", "ledger-2"]
     assert heir.store.verification is None
@@ -183,7 +191,7 @@ async def test_an_heir_verifies_what_it_finds_and_drops_the_rest(
     await eventually(lambda: len(pool.reports) == 2)
     assert heir.store.verification == VerificationStatus(2 * BLOCK, 2 * BLOCK)
 
-    def refuse(found: Found) -> None:
+    def refuse(found: RecoveredRegion) -> None:
         raise Refused(Code.POOL_FULL, "no room", found.deed.name)
 
     kept = {name: os.dup(descriptor) for name, descriptor in desk.fds.kept.items()}
@@ -200,14 +208,14 @@ async def test_an_heir_takes_the_oldest_first_and_gives_no_name_twice(pool: Stor
     names = {"ledger-10": "b", "ledger-9": "a"}
     for name, model in names.items():
         fingerprint = Fingerprint(model, BLOCK, key_bytes=8)
-        table = BlockTable.create(Deed(model, 0, COUNT * BLOCK, fingerprint=fingerprint))
+        table = BlockTable.create(RegionRecord(model, 0, COUNT * BLOCK, fingerprint=fingerprint))
         fds.keep(name, table.descriptor)
         table.close()
     heir = StoreFixture(pool, fds)
-    found: list[Found] = []
+    found: list[RecoveredRegion] = []
     heir.store.restore({name: os.dup(fds.kept[name]) for name in names}, found.append)
     assert [each.deed.name for each in found] == ["a", "b"]
-    heir.store.write(Enter(KEYED))
+    heir.store.write(RegionCreated(KEYED))
     assert list(fds.kept) == [*names, "ledger-11"]
     heir.store.close()
 
@@ -219,18 +227,18 @@ async def test_a_region_without_a_table_serves_all_the_same(
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(BlockTable, "create", none_left)
-    desk.store.write(Enter(RAW))
-    desk.store.write(Amend(RAW, wipe=True))
+    desk.store.write(RegionCreated(RAW))
+    desk.store.write(RegionUpdated(RAW, wipe=True))
     desk.end(desk.start([1], owner=RAW.owner))
-    desk.store.write(Strike(RAW.owner))
+    desk.store.write(RegionFreed(RAW.owner))
     assert not desk.store.busy
     assert list(desk.fds.kept) == ["ledger-1"]
 
 
 async def test_a_record_that_outgrows_its_table_ends_the_keeping(desk: StoreFixture) -> None:
     pages = ((1 << 60,) * (1 << 18),)
-    longer = Deed(KEYED.name, 0, KEYED.nbytes, fingerprint=FINGERPRINT, pages=pages)
-    desk.store.write(Amend(longer))
+    longer = RegionRecord(KEYED.name, 0, KEYED.nbytes, fingerprint=FINGERPRINT, pages=pages)
+    desk.store.write(RegionUpdated(longer))
     assert desk.fds.kept == {}
     desk.end(desk.start([1], [1]))
     assert not desk.store.busy
@@ -238,13 +246,13 @@ async def test_a_record_that_outgrows_its_table_ends_the_keeping(desk: StoreFixt
 
 async def test_the_scrub_reads_what_is_committed(pool: StoredPool) -> None:
     store = RegionStore(pool.checksums, KeptFds(), pool.reports.extend, 1 << 30)
-    store.write(Enter(KEYED))
+    store.write(RegionCreated(KEYED))
     store.start()
     blocks = numbers(3)
     plan = CopyPlan(1, 1, Direction.STORE, (), 0, 0, 0, 0)
-    cargo = Cargo(KEYED.owner, blocks, (key(3),))
-    store.invalidate(Start(plan, "a", 1, cargo))
-    store.commit(Commit(1, cargo))
+    cargo = BlockSet(KEYED.owner, blocks, (key(3),))
+    store.invalidate(StartTransfer(plan, "a", 1, cargo))
+    store.commit(CommitBlocks(1, cargo))
     await eventually(lambda: not store.busy)
     assert pool.reports == []
     pool.damage(store._all_tables()[0], 3)

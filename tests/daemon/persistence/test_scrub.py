@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.daemon.core.actions import Corrupted
+from kvferry.daemon.core.actions import BlocksCorrupted
 from kvferry.daemon.persistence import scrub as module
 from kvferry.daemon.persistence.block_check import BlockCheck
 from kvferry.daemon.persistence.checksum_client import Purpose
@@ -57,7 +57,7 @@ async def test_a_block_that_changed_is_found_once_and_those_that_did_not_are_not
     pool.damage(keyed, 9)
     await eventually(lambda: len(pool.reports) == 2)
     scrub.stop()
-    found = [(r.owner, r.blocks.tolist()) for r in pool.reports if isinstance(r, Corrupted)]
+    found = [(r.owner, r.blocks.tolist()) for r in pool.reports if isinstance(r, BlocksCorrupted)]
     assert found == [(RAW.owner, [4]), (KEYED.owner, [9])]
     assert keyed.committed_blocks().tolist() == [3]
 

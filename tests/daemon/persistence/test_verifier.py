@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.daemon.core.actions import Corrupted, Verified
+from kvferry.daemon.core.actions import BlocksCorrupted, BlocksVerified
 from kvferry.daemon.persistence import verifier as module
 from kvferry.daemon.persistence.block_check import BlockCheck
 from kvferry.daemon.persistence.checksum_client import Purpose
@@ -50,8 +50,8 @@ async def test_all_that_was_left_is_verified_and_what_was_damaged_is_not(pool: S
     assert verifier.status == VerificationStatus(2 * COUNT * BLOCK, 0)
     await eventually(lambda: keyed.unverified is None and raw.unverified is None)
     assert verifier.status == VerificationStatus(2 * COUNT * BLOCK, 2 * COUNT * BLOCK)
-    verified = sum(r.blocks.size for r in pool.reports if isinstance(r, Verified))
-    (corrupted,) = (r for r in pool.reports if isinstance(r, Corrupted))
+    verified = sum(r.blocks.size for r in pool.reports if isinstance(r, BlocksVerified))
+    (corrupted,) = (r for r in pool.reports if isinstance(r, BlocksCorrupted))
     assert verified == 2 * COUNT - 1
     assert (corrupted.owner, corrupted.blocks.tolist()) == (RAW.owner, [7])
 
@@ -108,4 +108,4 @@ async def test_a_region_may_end_before_it_was_verified(pool: StoredPool) -> None
     raw.close()
     await eventually(lambda: keyed.unverified is None)
     assert verifier.status == VerificationStatus(2 * COUNT * BLOCK, 2 * COUNT * BLOCK)
-    assert {r.owner for r in pool.reports if isinstance(r, Verified)} == {KEYED.owner}
+    assert {r.owner for r in pool.reports if isinstance(r, BlocksVerified)} == {KEYED.owner}

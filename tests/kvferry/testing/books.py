@@ -12,19 +12,27 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.daemon.core.actions import Action, Amend, Cargo, Commit, Enter, Start, Strike
-from kvferry.daemon.core.deeds import Deed, Found, Resident, engine_owner
+from kvferry.daemon.core.actions import (
+    Action,
+    BlockSet,
+    CommitBlocks,
+    RegionCreated,
+    RegionFreed,
+    RegionUpdated,
+    StartTransfer,
+)
+from kvferry.daemon.core.records import RecoveredRegion, RegionRecord, ResidentBlock, engine_owner
 from kvferry.proto.specs import Direction
 
-NO_CARGO = Cargo(engine_owner("nobody"), np.empty(0, dtype=np.int64))
+NO_CARGO = BlockSet(engine_owner("nobody"), np.empty(0, dtype=np.int64))
 
 
 @dataclass
 class Page:
     """A region: its deed, its residents by block in the order of use, the last store of each."""
 
-    deed: Deed
-    residents: dict[int, Resident] = field(default_factory=dict)
+    deed: RegionRecord
+    residents: dict[int, ResidentBlock] = field(default_factory=dict)
     last: dict[int, int] = field(default_factory=dict)
 
 
@@ -37,26 +45,26 @@ class Books:
         rest = []
         for action in actions:
             match action:
-                case Enter(deed):
+                case RegionCreated(deed):
                     assert deed.owner not in self.pages, "a region is entered twice"
                     self.pages[deed.owner] = Page(deed)
-                case Amend(deed, wipe):
+                case RegionUpdated(deed, wipe):
                     page = self.pages[deed.owner]
                     assert (page.deed.start, page.deed.nbytes) == (deed.start, deed.nbytes)
                     page.deed = deed
                     if wipe:
                         page.residents, page.last = {}, {}
-                case Strike(owner):
+                case RegionFreed(owner):
                     self.pages.pop(owner, None)
-                case Commit():
+                case CommitBlocks():
                     self.committed(action)
                 case _:
-                    if isinstance(action, Start):
+                    if isinstance(action, StartTransfer):
                         self.started(action)
                     rest.append(action)
         return rest
 
-    def started(self, start: Start) -> None:
+    def started(self, start: StartTransfer) -> None:
         page = self.pages[start.cargo.owner]
         blocks = start.cargo.blocks.tolist()
         if start.plan.direction is Direction.STORE:
@@ -65,14 +73,17 @@ class Books:
                 page.residents.pop(block, None)
                 page.last[block] = start.plan.serial
 
-    def committed(self, commit: Commit) -> None:
+    def committed(self, commit: CommitBlocks) -> None:
         """A store was done: what nobody stored over since, and nobody wiped, is good."""
         cargo, page = commit.cargo, self.pages.get(commit.cargo.owner)
         keys = cargo.keys or [b""] * cargo.blocks.size
         for block, key in zip(cargo.blocks.tolist(), keys, strict=True):
             if page is not None and page.last.get(block) == commit.serial:
-                page.residents[block] = Resident(block, key, cargo.parts.get(block))
+                page.residents[block] = ResidentBlock(block, key, cargo.parts.get(block))
 
-    def found(self) -> list[Found]:
+    def found(self) -> list[RecoveredRegion]:
         """What another daemon finds."""
-        return [Found(page.deed, tuple(page.residents.values())) for page in self.pages.values()]
+        return [
+            RecoveredRegion(page.deed, tuple(page.residents.values()))
+            for page in self.pages.values()
+        ]

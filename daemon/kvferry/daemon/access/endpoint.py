@@ -20,8 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvferry.daemon.access.admission import Admission
-from kvferry.proto.desk import MAX_SOCKET_PATH
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.fd_passing import MAX_SOCKET_PATH
 
 
 def shut(path: Path) -> Path:

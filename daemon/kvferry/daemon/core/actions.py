@@ -12,13 +12,13 @@ from typing import TypeAlias
 
 import msgspec
 
-from kvferry.daemon.core.deeds import Deed, Owner, Tenancy
-from kvferry.daemon.core.geometry import Geometry, Int64s, Run
-from kvferry.daemon.core.residency.rubble import Rubble
+from kvferry.daemon.core.cache.deferred_free import DeferredFree
+from kvferry.daemon.core.layout import BlockLayout, Extent, Int64s
+from kvferry.daemon.core.records import KeptTensorsRecord, RegionOwner, RegionRecord
 from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.keys import OffloadKey
 from kvferry.proto.memory import Allocation, Location
-from kvferry.proto.messages import DaemonMessage, News, Outcome
+from kvferry.proto.messages import DaemonMessage, KeyEvents, Outcome
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import CopyStatus, GroupCopying, HealthStatus, VerificationStatus
 
@@ -29,7 +29,7 @@ class CopyPlan(msgspec.Struct, frozen=True):
     serial: int
     registration: int
     direction: Direction
-    runs: tuple[Run, ...]
+    runs: tuple[Extent, ...]
     nbytes: int
     wait_for: int
     """Begin once the engine's timeline has reached this value."""
@@ -53,7 +53,7 @@ class Send(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class SendStream:
     """Messages made one at a time, each between what else there is to do."""
 
     session: str
@@ -65,20 +65,20 @@ class Broadcast:
     """The same to many; one that does not take its messages misses it, and will notice."""
 
     sessions: tuple[str, ...]
-    message: News
+    message: KeyEvents
 
 
 @dataclass(frozen=True, slots=True)
-class Publish:
+class PublishKVEvents:
     """What happened in a namespace, for anybody who listens. block_size: tokens in a block."""
 
     namespace: str
     block_size: int
-    news: News
+    news: KeyEvents
 
 
 @dataclass(frozen=True, slots=True)
-class Dismiss:
+class CloseSession:
     """Forget a session: no more messages come from it or go to it.
 
     unfinished: jobs of it that were under way; nbytes: what its other jobs moved. For the log.
@@ -90,15 +90,15 @@ class Dismiss:
 
 
 @dataclass(frozen=True, slots=True)
-class Sweep:
+class FreeDeferred:
     """Free what nobody has any more, some at a time, between what else there is to do."""
 
-    rubble: Rubble
+    rubble: DeferredFree
 
 
 @dataclass(frozen=True, slots=True)
-class Map:
-    """Make an engine's tensors reachable; the lane reports Mapped.
+class MapTensors:
+    """Make an engine's tensors reachable; the lane reports TensorsMapped.
 
     locations: where each tensor lies in `allocations`; None: allocate the tensors here.
     keep: hold what is allocated, until Drop. reuse: the registration whose memory is held, to be
@@ -107,7 +107,7 @@ class Map:
 
     registration: int
     session: str
-    geometry: Geometry
+    geometry: BlockLayout
     allocations: tuple[Allocation, ...]
     locations: tuple[Location, ...] | None
     timeline: int | None
@@ -116,82 +116,82 @@ class Map:
 
 
 @dataclass(frozen=True, slots=True)
-class Shelve:
+class KeepTensors:
     """Hold the memory allocated for a registration for another daemon too, until Drop.
 
     descriptors: those that the lane holds until then.
     """
 
     registration: int
-    tenancy: Tenancy
+    tenancy: KeptTensorsRecord
     descriptors: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class ReleaseTensors:
     """Hold the memory allocated for a registration no longer; what is mapped stays mapped."""
 
     registration: int
 
 
 @dataclass(frozen=True, slots=True)
-class Unmap:
-    """End every transfer of a registration and let its memory go; the lane reports Unmapped."""
+class UnmapTensors:
+    """End all transfers of a registration, unmap its tensors, and report TensorsUnmapped."""
 
     registration: int
 
 
-class Cargo(msgspec.Struct, frozen=True):
+class BlockSet(msgspec.Struct, frozen=True):
     """The host blocks of a transfer, and in a namespace the key that a store gives each.
 
     parts: of blocks that are not stored whole, the sub-blocks (from, to).
     """
 
-    owner: Owner
+    owner: RegionOwner
     blocks: Int64s
     keys: tuple[OffloadKey, ...] = ()
     parts: dict[int, tuple[int, int]] = {}
 
 
-class Start(msgspec.Struct, frozen=True):
+class StartTransfer(msgspec.Struct, frozen=True):
     """Set a plan on its way. session, job_id: whose it is, and what they call it."""
 
     plan: CopyPlan
     session: str
     job_id: int
-    cargo: Cargo
+    cargo: BlockSet
 
 
 @dataclass(frozen=True, slots=True)
-class Enter:
+class RegionCreated:
     """Keep books of a region from now on; nothing in it is resident."""
 
-    deed: Deed
+    deed: RegionRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Amend:
+class RegionUpdated:
     """A region is what this deed says from now on. wipe: and nothing in it is resident."""
 
-    deed: Deed
+    deed: RegionRecord
     wipe: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Strike:
+class RegionFreed:
     """A region is no more: nothing in it is anybody's."""
 
-    owner: Owner
+    owner: RegionOwner
 
 
-class Commit(msgspec.Struct, frozen=True):
+class CommitBlocks(msgspec.Struct, frozen=True):
     """A store completed: record its blocks as good as soon as their checksums are computed.
 
     cargo: its host blocks, and for each the key or the sub-blocks (from, to) that are loadable.
     """
 
     serial: int
-    cargo: Cargo
+    cargo: BlockSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ class ForgetStores:
 
 
 @dataclass(frozen=True, slots=True)
-class Abandon:
+class CancelTransfers:
     """Cancel transfers: at once where they wait, within a chunk where they run."""
 
     registration: int
@@ -212,31 +212,31 @@ class Abandon:
 
 Action: TypeAlias = (
     Send
-    | Stream
+    | SendStream
     | Broadcast
-    | Publish
-    | Dismiss
-    | Sweep
-    | Map
-    | Shelve
-    | Drop
-    | Unmap
-    | Start
-    | Commit
-    | Abandon
+    | PublishKVEvents
+    | CloseSession
+    | FreeDeferred
+    | MapTensors
+    | KeepTensors
+    | ReleaseTensors
+    | UnmapTensors
+    | StartTransfer
+    | CommitBlocks
+    | CancelTransfers
     | ForgetStores
-    | Enter
-    | Amend
-    | Strike
+    | RegionCreated
+    | RegionUpdated
+    | RegionFreed
 )
-Record: TypeAlias = Enter | Amend | Strike
+RegionChange: TypeAlias = RegionCreated | RegionUpdated | RegionFreed
 
 
 # Reports
 
 
 @dataclass(frozen=True, slots=True)
-class Mapped:
+class TensorsMapped:
     """The tensors are reachable, or why not; where they were allocated here, how to share them.
 
     reused: they are those of the registration that Map named.
@@ -256,11 +256,11 @@ class Mapped:
 
 
 @dataclass(frozen=True, slots=True)
-class Unmapped:
+class TensorsUnmapped:
     registration: int
 
 
-class Ended(msgspec.Struct, frozen=True):
+class TransferCompleted(msgspec.Struct, frozen=True):
     """The one end of a plan that was started."""
 
     serial: int
@@ -272,45 +272,45 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class BlocksVerified:
     """Host blocks that an earlier daemon stored match their checksums.
 
     keys: in a namespace the key of each block; otherwise none.
     """
 
-    owner: Owner
+    owner: RegionOwner
     blocks: Int64s
     keys: tuple[OffloadKey, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Corrupted:
+class BlocksCorrupted:
     """Host blocks do not match their checksums: their bytes are lost.
 
     keys: in a namespace the key of each block; otherwise none.
     """
 
-    owner: Owner
+    owner: RegionOwner
     blocks: Int64s
     keys: tuple[OffloadKey, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Pinned:
+class PoolRegistered:
     """The host pool is registered up to this byte."""
 
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Calibrated:
+class CopyCalibrated:
     """The device was measured; this is how it copies."""
 
     copying: CopyStatus
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class HealthChecked:
     """How the daemon is, and how far the verification of its blocks, found out just now."""
 
     health: HealthStatus
@@ -318,7 +318,7 @@ class Checked:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Pong:
     """The lane went round. posted: when it was asked to.
 
     oldest: when the oldest job was accepted that has not ended and is not held by its engine's
@@ -331,12 +331,21 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class Continue:
     """Of an order something is left to do, in its turn."""
 
-    order: Abandon | ForgetStores
+    order: CancelTransfers | ForgetStores
 
 
 Report: TypeAlias = (
-    Mapped | Unmapped | Ended | Verified | Corrupted | Pinned | Calibrated | Checked | Beat | Again
+    TensorsMapped
+    | TensorsUnmapped
+    | TransferCompleted
+    | BlocksVerified
+    | BlocksCorrupted
+    | PoolRegistered
+    | CopyCalibrated
+    | HealthChecked
+    | Pong
+    | Continue
 )

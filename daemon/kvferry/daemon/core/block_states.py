@@ -21,7 +21,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from kvferry.daemon.core.geometry import Bools, Int64s, Resolved
+from kvferry.daemon.core.layout import Bools, Int64s, ResolvedBlocks
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.layout import LayoutArrays
 
@@ -55,7 +55,7 @@ class BlockStates:
     def of_layout(cls, layout: LayoutArrays, num_blocks: int) -> BlockStates:
         return cls(num_blocks, layout.block_size_factor, len(set(layout.group_bytes)))
 
-    def submit_store(self, serial: int, blocks: Resolved) -> None:
+    def submit_store(self, serial: int, blocks: ResolvedBlocks) -> None:
         """A store of these sub-blocks was submitted. Their old bytes are undefined from now on."""
         hosts = blocks.host_blocks
         if self._sizes is not None:
@@ -67,12 +67,12 @@ class BlockStates:
             self._drop_unverified(hosts)
         self._states[blocks.sub_blocks] = serial
 
-    def end_store(self, serial: int, blocks: Resolved, *, done: bool) -> None:
+    def end_store(self, serial: int, blocks: ResolvedBlocks, *, done: bool) -> None:
         """A store ended. Sub-blocks that a newer store was submitted for are not its own."""
         own = blocks.sub_blocks[self._states[blocks.sub_blocks] == serial]
         self._states[own] = _LOADABLE if done else _UNDEFINED
 
-    def required_stores(self, blocks: Resolved) -> tuple[int, ...]:
+    def required_stores(self, blocks: ResolvedBlocks) -> tuple[int, ...]:
         """The serials of stores that must complete before these sub-blocks can be loaded.
 
         Raises Refused (STALE) with the first host block that has an undefined or unverified one.

@@ -13,24 +13,24 @@ from typing import TypeAlias
 
 from kvferry.daemon.core.actions import (
     Action,
-    Again,
-    Beat,
-    Calibrated,
-    Checked,
-    Corrupted,
-    Dismiss,
-    Ended,
-    Mapped,
-    Pinned,
+    BlocksCorrupted,
+    BlocksVerified,
+    CloseSession,
+    Continue,
+    CopyCalibrated,
+    HealthChecked,
+    Pong,
+    PoolRegistered,
     Report,
     Send,
-    Unmapped,
-    Verified,
+    TensorsMapped,
+    TensorsUnmapped,
+    TransferCompleted,
 )
-from kvferry.daemon.core.deeds import Found, Tenancy
 from kvferry.daemon.core.engine_owners import EngineOwners
-from kvferry.daemon.core.geometry import sides
+from kvferry.daemon.core.layout import split_spec
 from kvferry.daemon.core.namespaces import Namespaces
+from kvferry.daemon.core.records import KeptTensorsRecord, RecoveredRegion
 from kvferry.daemon.core.regions import MAX_REGIONS, Regions
 from kvferry.daemon.core.registrations import OWN, Registrations
 from kvferry.daemon.core.transfers import JobObserver, Transfers
@@ -40,12 +40,12 @@ from kvferry.proto.errors import Code, ErrorInfo, Gone, KVFerryError, Refused
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction
 
-Claim: TypeAlias = wire.OpenNamespace | wire.RegisterKVCaches | wire.AllocateKVCaches
+RegionRequest: TypeAlias = wire.OpenNamespace | wire.RegisterKVCaches | wire.AllocateKVCaches
 _TAKEN = Code.POOL_FULL, Code.ALREADY_REGISTERED
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class DaemonIdentity:
     """Who this daemon is, as every Welcome and the status say it."""
 
     version: str
@@ -60,7 +60,7 @@ class Core:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: DaemonIdentity,
         pool_bytes: int,
         started: float,
         own_bytes: int = 0,
@@ -78,7 +78,7 @@ class Core:
         self._engines: dict[str, str] = {}
         """Sessions, and the engine that each belongs to."""
         self._owners = EngineOwners()
-        self._waiting: dict[str, Claim] = {}
+        self._waiting: dict[str, RegionRequest] = {}
         """What sessions asked for that one on its way out still has."""
         self._regions = Regions(pool_bytes, own_bytes, max_regions)
         self._namespaces = Namespaces(self._regions)
@@ -131,36 +131,36 @@ class Core:
     def report(self, report: Report) -> list[Action]:
         """What follows from something that the lane did."""
         match report:
-            case Ended():
+            case TransferCompleted():
                 actions, error = self._transfers.ended(report)
-            case Mapped():
+            case TensorsMapped():
                 actions, error = self._registrations.mapped(report)
-            case Unmapped(number):
+            case TensorsUnmapped(number):
                 actions, error = self._unmapped(number), None
-            case Verified():
+            case BlocksVerified():
                 self._verified(report)
                 actions, error = [], None
-            case Corrupted():
+            case BlocksCorrupted():
                 self._corrupted(report)
                 actions, error = [], None
-            case Pinned(nbytes):
+            case PoolRegistered(nbytes):
                 self._pinned_bytes = nbytes
                 return []
-            case Calibrated(copying):
+            case CopyCalibrated(copying):
                 self._copying = copying
                 return []
-            case Checked(health, verification):
+            case HealthChecked(health, verification):
                 self._health, self._verification = health, verification
                 return []
-            case Beat():  # what it tells is the server's to judge
+            case Pong():  # what it tells is the server's to judge
                 return []
-            case Again(order):
+            case Continue(order):
                 return [order]
         if error is not None:
             self._errors[error.code] += 1
         return [*self._regions.records(), *actions, *self._namespaces.news()]
 
-    def restore(self, found: Found) -> None:
+    def restore(self, found: RecoveredRegion) -> None:
         """Take up a region that an earlier daemon left, before anybody is welcome. Raises Refused,
         and nothing changed."""
         if found.deed.layout is None:
@@ -168,7 +168,7 @@ class Core:
         else:
             self._regions.restore(found)
 
-    def restore_tensors(self, tenancy: Tenancy) -> int:
+    def restore_tensors(self, tenancy: KeptTensorsRecord) -> int:
         """Take up tensors that an earlier daemon kept, once its regions are; returns the number
         under which the lane is to hold them. Raises Refused, and nothing changed."""
         return self._registrations.restore(tenancy)
@@ -181,7 +181,7 @@ class Core:
         moved = self._transfers.moved.pop(session, 0)
         given_up, lost = self._transfers.leave(session)
         return [
-            Dismiss(session, lost, moved),
+            CloseSession(session, lost, moved),
             *given_up,
             *self._registrations.leave(session),
         ]
@@ -278,7 +278,7 @@ class Core:
                 return self._transfers.cancel(engine, job_ids)
             case wire.Wait():
                 return self._transfers.wait(session, engine, message)
-            case wire.Follow() | wire.Pin() | wire.Unpin() | wire.Touch() | wire.Reset():
+            case wire.Subscribe() | wire.Pin() | wire.Unpin() | wire.Touch() | wire.Reset():
                 return self._namespaces.handle(session, message)
             case wire.StatusRequest(request_id):
                 return [Send(session, wire.StatusReport(request_id, self.status(now)))]
@@ -293,7 +293,7 @@ class Core:
             case wire.Hello():
                 raise Refused(Code.BAD_MESSAGE, "a session begins with one Hello", engine)
 
-    def _verified(self, report: Verified) -> None:
+    def _verified(self, report: BlocksVerified) -> None:
         region = self._regions.get(report.owner)
         if region is None:
             return
@@ -302,7 +302,7 @@ class Core:
         else:
             self._namespaces.verified(report)
 
-    def _corrupted(self, report: Corrupted) -> None:
+    def _corrupted(self, report: BlocksCorrupted) -> None:
         """The bytes of these blocks are lost: nobody can load them, and loads in flight fail."""
         self._errors[Code.CORRUPT_BLOCK] += report.blocks.size
         region = self._regions.get(report.owner)
@@ -318,7 +318,7 @@ class Core:
         if self.stopping:
             raise Gone(Code.SHUTTING_DOWN, "the daemon is stopping")
 
-    def _claim(self, session: str, engine: str, message: Claim) -> list[Action]:
+    def _claim(self, session: str, engine: str, message: RegionRequest) -> list[Action]:
         """Give what is asked for; or wait, if somebody who has it is on his way out."""
         self._check_running()
         if session in self._waiting:
@@ -348,7 +348,7 @@ class Core:
 
 def _refused_job(message: wire.Submit, error: ErrorInfo) -> wire.JobResult:
     try:
-        direction = sides(message.src, message.dst)[0]
+        direction = split_spec(message.src, message.dst)[0]
     except Refused:
         direction = Direction.STORE
     return wire.JobResult(message.job_id, direction, Outcome.REFUSED, error=error)

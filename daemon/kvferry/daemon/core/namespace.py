@@ -13,16 +13,16 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from kvferry.daemon.core.deeds import Deed, Found
-from kvferry.daemon.core.geometry import Geometry, Resolved, Share
+from kvferry.daemon.core.cache.cache import Cache, Pins, Reservation
+from kvferry.daemon.core.cache.deferred_free import DeferredFree
+from kvferry.daemon.core.cache.resident_keys import Part
+from kvferry.daemon.core.layout import BlockLayout, GroupExtent, ResolvedBlocks
+from kvferry.daemon.core.records import RecoveredRegion, RegionRecord
 from kvferry.daemon.core.regions import Region
-from kvferry.daemon.core.residency.cache import Cache, Pins, Reservation
-from kvferry.daemon.core.residency.resident_keys import Part
-from kvferry.daemon.core.residency.rubble import Rubble
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import OffloadKey
 from kvferry.proto.layout import LayoutArrays
-from kvferry.proto.messages import KeyEvent, News, Snapshot
+from kvferry.proto.messages import KeyEvent, KeyEvents, Snapshot
 from kvferry.proto.specs import MAX_KEYS, Direction, GPULoadStoreSpec, KeyLoadStoreSpec
 from kvferry.proto.status import Fingerprint, NamespaceStatus
 
@@ -115,8 +115,8 @@ class Namespace:
         self.registrations.add(registration)
 
     @property
-    def deed(self) -> Deed:
-        return Deed(
+    def deed(self) -> RegionRecord:
+        return RegionRecord(
             self.name,
             self.region.start,
             self.region.nbytes,
@@ -128,7 +128,7 @@ class Namespace:
             factor=self._factor,
         )
 
-    def restore(self, found: Found) -> None:
+    def restore(self, found: RecoveredRegion) -> None:
         """Take up what an earlier daemon left, in a namespace that is new."""
         deed = found.deed
         self.generation, self._pages, self._factor = deed.generation, deed.pages, deed.factor
@@ -145,11 +145,11 @@ class Namespace:
 
     def resolve(
         self,
-        geometry: Geometry,
+        geometry: BlockLayout,
         direction: Direction,
         gpu: GPULoadStoreSpec,
         host: KeyLoadStoreSpec,
-    ) -> tuple[Resolved, Lease]:
+    ) -> tuple[ResolvedBlocks, Lease]:
         """The blocks of a keyed transfer, held. Raises Refused, and nothing changed."""
         keys = host.keys
         if direction is Direction.STORE and host.generation not in (0, self.generation):
@@ -168,13 +168,13 @@ class Namespace:
             blocks, lease = self._load(keys, parts, (0, geometry.factor))
         return geometry.place(shares, np.array(blocks, dtype=np.int64)), lease
 
-    def reset(self) -> Rubble:
+    def reset(self) -> DeferredFree:
         """Every key becomes absent, and stores that were decided on before are refused. Returns
         what is to be freed."""
         self.generation += 1
         return self.cache.reset()
 
-    def news(self) -> News | None:
+    def news(self) -> KeyEvents | None:
         """What happened since it was asked last."""
         events = self.cache.take_events()
         if not events:
@@ -185,7 +185,7 @@ class Namespace:
             for event in events
             for at in range(0, max(1, len(event.keys)), MAX_KEYS)
         )
-        return News(self.sequence, tuple(parts), self.generation)
+        return KeyEvents(self.sequence, tuple(parts), self.generation)
 
     def snapshot(self) -> Iterator[Snapshot]:
         """All keys as of now, in parts that are made as they are asked for."""
@@ -277,7 +277,7 @@ def _snapshots(
         part += 1
 
 
-def _parts(geometry: Geometry, shares: Sequence[Share]) -> dict[int, Part]:
+def _parts(geometry: BlockLayout, shares: Sequence[GroupExtent]) -> dict[int, Part]:
     """Positions of host blocks that a transfer takes only in part, and which part."""
     whole = (0, geometry.factor)
     parts: dict[int, Part] = {}

@@ -12,22 +12,22 @@ from itertools import islice
 
 from kvferry.daemon.core.actions import (
     Action,
+    BlocksCorrupted,
+    BlocksVerified,
     Broadcast,
-    Corrupted,
-    Publish,
+    FreeDeferred,
+    PublishKVEvents,
     Send,
-    Stream,
-    Sweep,
-    Verified,
+    SendStream,
 )
-from kvferry.daemon.core.deeds import Found, namespace_owner
+from kvferry.daemon.core.cache.deferred_free import DeferredFree
+from kvferry.daemon.core.cache.policy import POLICIES
 from kvferry.daemon.core.namespace import Namespace
-from kvferry.daemon.core.pinned import Pinned
+from kvferry.daemon.core.records import RecoveredRegion, namespace_owner
 from kvferry.daemon.core.regions import Regions
-from kvferry.daemon.core.residency.policy import POLICIES
-from kvferry.daemon.core.residency.rubble import Rubble
+from kvferry.daemon.core.session_pins import SessionPins
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.messages import Done, Follow, Opened, OpenNamespace, Pin, Reset, Touch, Unpin
+from kvferry.proto.messages import Done, Opened, OpenNamespace, Pin, Reset, Subscribe, Touch, Unpin
 from kvferry.proto.status import NamespaceStatus
 
 MAX_FINGERPRINT_BYTES = 4096
@@ -46,7 +46,7 @@ class Namespaces:
         self._regions_seen = 0
         self._changed: dict[Namespace, None] = {}
         """Those that have news, in the order in which that began."""
-        self._pinned: dict[str, Pinned] = {}
+        self._pinned: dict[str, SessionPins] = {}
         """Of each session."""
 
     def __iter__(self) -> Iterator[Namespace]:
@@ -84,7 +84,7 @@ class Namespaces:
             self._regions.amend(namespace.deed)
         namespace.sessions[session] = engine
         self._of_session[session] = namespace
-        self._pinned.setdefault(session, Pinned(namespace.cache))
+        self._pinned.setdefault(session, SessionPins(namespace.cache))
         reply = Opened(
             message.request_id,
             namespace.name,
@@ -102,7 +102,7 @@ class Namespaces:
         """The namespace that a session is in."""
         return self._of_session.get(session)
 
-    def restore(self, found: Found) -> None:
+    def restore(self, found: RecoveredRegion) -> None:
         """Take up a namespace that an earlier daemon left. Raises Refused where that is not one."""
         deed = found.deed
         fingerprint, policy = deed.fingerprint, deed.policy
@@ -120,19 +120,19 @@ class Namespaces:
             raise Refused(Code.BAD_SPEC, f"its keys do not add up: {error}", deed.name) from error
         self._all[namespace.name] = namespace
 
-    def verified(self, report: Verified) -> None:
+    def verified(self, report: BlocksVerified) -> None:
         """These keys match their checksums: they can be loaded from now on."""
         namespace = self._owner_of(report)
         if namespace is not None:
             namespace.cache.verify(zip(report.keys, report.blocks.tolist(), strict=True))
 
-    def corrupted(self, report: Corrupted) -> None:
+    def corrupted(self, report: BlocksCorrupted) -> None:
         """The bytes of these keys are lost: they are absent from now on."""
         namespace = self._owner_of(report)
         if namespace is not None:
             namespace.cache.discard(zip(report.keys, report.blocks.tolist(), strict=True))
 
-    def _owner_of(self, report: Verified | Corrupted) -> Namespace | None:
+    def _owner_of(self, report: BlocksVerified | BlocksCorrupted) -> Namespace | None:
         namespace = self._all.get(report.owner.name)
         owns = namespace is not None and namespace.region.owner == report.owner
         return namespace if owns else None
@@ -141,16 +141,18 @@ class Namespaces:
         namespace.registrations.remove(registration)
         self._desert_if_unused(namespace)
 
-    def handle(self, session: str, message: Follow | Pin | Unpin | Touch | Reset) -> list[Action]:
+    def handle(
+        self, session: str, message: Subscribe | Pin | Unpin | Touch | Reset
+    ) -> list[Action]:
         """What a session says of the keys of its namespace. Raises Refused."""
         namespace = self._of_session.get(session)
         if namespace is None:
             raise Refused(Code.UNKNOWN_NAMESPACE, "open a namespace first")
         match message:
-            case Follow():
+            case Subscribe():
                 actions = self.news()
                 namespace.followers.add(session)
-                return [*actions, Stream(session, namespace.snapshot())]
+                return [*actions, SendStream(session, namespace.snapshot())]
             case Pin(keys):
                 namespace.check_keys(keys)
                 self._pinned[session].pin(keys)
@@ -177,7 +179,9 @@ class Namespaces:
         for namespace in dict.fromkeys((*lost, *changed)):
             news = namespace.news()
             if news is not None:
-                actions.append(Publish(namespace.name, namespace.fingerprint.block_size, news))
+                actions.append(
+                    PublishKVEvents(namespace.name, namespace.fingerprint.block_size, news)
+                )
                 if namespace.followers:
                     actions.append(Broadcast(tuple(namespace.followers), news))
         return actions
@@ -241,5 +245,5 @@ class Namespaces:
             self._regions.desert(namespace.region.owner)
 
 
-def _sweep(rubble: Rubble) -> list[Action]:
-    return [Sweep(rubble)] if rubble else []
+def _sweep(rubble: DeferredFree) -> list[Action]:
+    return [FreeDeferred(rubble)] if rubble else []

@@ -13,9 +13,9 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvferry.daemon.core.actions import Amend, Enter, Record, Strike
+from kvferry.daemon.core.actions import RegionChange, RegionCreated, RegionFreed, RegionUpdated
 from kvferry.daemon.core.block_states import BlockStates
-from kvferry.daemon.core.deeds import Contents, Deed, Found, Owner
+from kvferry.daemon.core.records import Contents, RecoveredRegion, RegionOwner, RegionRecord
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.layout import LayoutArrays
 
@@ -33,7 +33,7 @@ class Region:
     """states: what can be loaded by number; None in a region whose host blocks have keys.
     uid: the user that an engine's region belongs to; None for a namespace's."""
 
-    owner: Owner
+    owner: RegionOwner
     contents: Contents
     start: int
     nbytes: int
@@ -57,10 +57,10 @@ class Regions:
         self.pool_bytes = pool_bytes
         self.own_bytes = own_bytes
         self._most = most
-        self._regions: dict[Owner, Region] = {}
+        self._regions: dict[RegionOwner, Region] = {}
         self.removals = 0
         """How many regions there were that are not there any more."""
-        self._records: list[Record] = []
+        self._records: list[RegionChange] = []
 
     def __iter__(self) -> Iterator[Region]:
         return iter(self._regions.values())
@@ -69,7 +69,7 @@ class Regions:
     def reserved_bytes(self) -> int:
         return sum(region.nbytes for region in self._regions.values())
 
-    def get(self, owner: Owner) -> Region | None:
+    def get(self, owner: RegionOwner) -> Region | None:
         return self._regions.get(owner)
 
     def holds(self, region: Region) -> bool:
@@ -77,7 +77,7 @@ class Regions:
         return self._regions.get(region.owner) is region
 
     def claim(
-        self, owner: Owner, contents: Contents, nbytes: int | None, uid: int | None = None
+        self, owner: RegionOwner, contents: Contents, nbytes: int | None, uid: int | None = None
     ) -> tuple[Region, bool]:
         """A region for `owner`, and whether it is the one it had before.
 
@@ -114,33 +114,33 @@ class Regions:
         self._regions[owner] = region
         return self._regions[owner], False
 
-    def desert(self, owner: Owner) -> None:
+    def desert(self, owner: RegionOwner) -> None:
         """The owner went; its region stays until somebody needs the room."""
         region = self._regions.pop(owner)
         region.present = False
         self._regions[owner] = region
 
-    def free(self, owner: Owner) -> None:
+    def free(self, owner: RegionOwner) -> None:
         """Nothing in the owner's region is worth keeping."""
         del self._regions[owner]
         self.removals += 1
-        self._records.append(Strike(owner))
+        self._records.append(RegionFreed(owner))
 
-    def enter(self, deed: Deed) -> None:
+    def enter(self, deed: RegionRecord) -> None:
         """A region was claimed: have it written down."""
-        self._records.append(Enter(deed))
+        self._records.append(RegionCreated(deed))
 
-    def amend(self, deed: Deed, *, wipe: bool = False) -> None:
-        self._records.append(Amend(deed, wipe))
+    def amend(self, deed: RegionRecord, *, wipe: bool = False) -> None:
+        self._records.append(RegionUpdated(deed, wipe))
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[RegionChange]:
         """What is to be written down since this was asked last, in order."""
         if not self._records:
             return []
         records, self._records = self._records, []
         return records
 
-    def restore(self, found: Found) -> Region:
+    def restore(self, found: RecoveredRegion) -> Region:
         """Restore a region that an earlier daemon left. Raises Refused if it does not fit.
 
         Host blocks that have numbers are unverified then; of keys the namespace knows.
@@ -176,14 +176,14 @@ class Regions:
             raise Refused(Code.POOL_FULL, message, len(self._regions))
         self.free(deserted.owner)
 
-    def _in_the_way(self, owner: Owner, start: int, end: int) -> list[Region]:
+    def _in_the_way(self, owner: RegionOwner, start: int, end: int) -> list[Region]:
         return [
             region
             for region in self._regions.values()
             if region.owner == owner or (region.start < end and start < region.end)
         ]
 
-    def _find(self, owner: Owner, block: int, nbytes: int | None) -> tuple[int, int]:
+    def _find(self, owner: RegionOwner, block: int, nbytes: int | None) -> tuple[int, int]:
         """First room with the deserted regions kept, then with as few given up as will do."""
         kept = [region for region in self._regions.values() if region.owner != owner]
         deserted = [region.owner for region in kept if not region.present]

@@ -2,12 +2,12 @@
 
 A registration lives through three places, and stands in exactly one of them:
 
-    opening  --Mapped-->  open  --its session left-->  closing  --Unmapped-->  gone
+    opening  --TensorsMapped-->  open  --its session left-->  closing  --Unmapped-->  gone
        \\_______________ its session left _______________/
 
 Only an open one takes transfers. A closing one still holds its engine's name and its host blocks,
 so that no late copy of it meets a newcomer's. Tensors that are to outlast their registration become
-a holding (holdings.py) when it is gone, and may be the next one's.
+a holding (kept_tensors.py) when it is gone, and may be the next one's.
 """
 
 from __future__ import annotations
@@ -17,16 +17,24 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TypeAlias
 
-from kvferry.daemon.core.actions import Action, Drop, Map, Mapped, Send, Shelve, Unmap
-from kvferry.daemon.core.deeds import Deed, Tenancy, engine_owner
+from kvferry.daemon.core.actions import (
+    Action,
+    KeepTensors,
+    MapTensors,
+    ReleaseTensors,
+    Send,
+    TensorsMapped,
+    UnmapTensors,
+)
+from kvferry.daemon.core.aliasing import sharers_of, slot_bases
 from kvferry.daemon.core.engine_owners import EngineOwners
-from kvferry.daemon.core.geometry import Geometry, Run
-from kvferry.daemon.core.holdings import Holding, Holdings
+from kvferry.daemon.core.hazards import HazardTracker
+from kvferry.daemon.core.kept_tensors import KeptTensors, KeptTensorsTable
+from kvferry.daemon.core.layout import BlockLayout, Extent
 from kvferry.daemon.core.namespace import Namespace
 from kvferry.daemon.core.namespaces import Namespaces
-from kvferry.daemon.core.order import Ordering
+from kvferry.daemon.core.records import KeptTensorsRecord, RegionRecord, engine_owner
 from kvferry.daemon.core.regions import Region, Regions
-from kvferry.daemon.core.slots import sharers_of, slot_bases
 from kvferry.proto.errors import Code, ErrorInfo, Refused
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.memory import FdAllocation, HostRegion
@@ -43,14 +51,14 @@ from kvferry.proto.messages import (
 from kvferry.proto.specs import MAX_COUNT, Direction
 from kvferry.proto.status import GroupCopying
 
-Request: TypeAlias = RegisterKVCaches | AllocateKVCaches
+RegistrationRequest: TypeAlias = RegisterKVCaches | AllocateKVCaches
 
 OWN = ""
 """The name of the daemon's own engine, whose region is the front of the pool. No client has it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class RegistrationTerms:
     """What is kept of a request: its handles and its layout's tree are large.
 
     allocated: by the daemon. keep: the tensors were asked to outlast the registration.
@@ -67,11 +75,11 @@ class Registration:
     number: int
     engine: str
     session: str
-    terms: Terms
-    geometry: Geometry
+    terms: RegistrationTerms
+    geometry: BlockLayout
     host: HostRegion
     region: Region
-    ordering: Ordering
+    ordering: HazardTracker
     namespace: Namespace | None = None
     was_open: bool = False
     copying: tuple[GroupCopying, ...] = ()
@@ -84,7 +92,7 @@ class Registration:
     def has_timeline(self) -> bool:
         return self.terms.has_timeline
 
-    def mode(self, direction: Direction, runs: tuple[Run, ...]) -> str:
+    def mode(self, direction: Direction, runs: tuple[Extent, ...]) -> str:
         """How a transfer is copied: as its first group is."""
         group = runs[0].group if runs else 0
         if group >= len(self.copying):
@@ -102,7 +110,7 @@ class Registrations:
         self._regions = regions
         self._owners = owners or EngineOwners()
         self._namespaces = namespaces
-        self._holdings = Holdings(regions)
+        self._holdings = KeptTensorsTable(regions)
         self._opening: dict[int, Registration] = {}
         self._open: dict[int, Registration] = {}
         self._closing: dict[int, Registration] = {}
@@ -144,8 +152,8 @@ class Registrations:
     def is_open(self, registration: Registration) -> bool:
         return registration.number in self._open
 
-    def register(self, session: str, engine: str, request: Request) -> list[Action]:
-        """Begin to map an engine's tensors; the answer to the client follows with Mapped.
+    def register(self, session: str, engine: str, request: RegistrationRequest) -> list[Action]:
+        """Begin to map an engine's tensors; the answer to the client follows with TensorsMapped.
 
         Raises Refused, and nothing changed.
         """
@@ -161,13 +169,13 @@ class Registrations:
         number, geometry = registration.number, registration.geometry
         if isinstance(request, AllocateKVCaches):
             clock, keep = request.timeline, request.keep
-            wanted = Map(number, session, geometry, (), None, clock, keep, reuse)
+            wanted = MapTensors(number, session, geometry, (), None, clock, keep, reuse)
         else:
             where = request.allocations, request.locations
-            wanted = Map(number, session, geometry, *where, request.timeline)
+            wanted = MapTensors(number, session, geometry, *where, request.timeline)
         return [*dropped, *self.drop_orphans(), wanted]
 
-    def mapped(self, report: Mapped) -> tuple[list[Action], ErrorInfo | None]:
+    def mapped(self, report: TensorsMapped) -> tuple[list[Action], ErrorInfo | None]:
         """Answer the client whose tensors are reachable now, or are not."""
         registration = self._opening.pop(report.registration, None)
         if registration is None:  # its session left meanwhile; Unmapped follows
@@ -188,7 +196,7 @@ class Registrations:
             reply = Allocated(request_id, registration.host, *where, report.reused)
         return [*dropped, Send(registration.session, reply)], None
 
-    def restore(self, tenancy: Tenancy) -> int:
+    def restore(self, tenancy: KeptTensorsRecord) -> int:
         """Hold tensors that an earlier daemon kept; returns the number to hold them under.
 
         Raises Refused where the host blocks that they go with are not there any more.
@@ -199,7 +207,7 @@ class Registrations:
                 Code.NOT_REGISTERED, "their engine's host blocks are gone", tenancy.engine
             )
         number = next(self._numbers)
-        holding = Holding(number, tenancy.layout, tenancy.nbytes, region, tenancy.uid)
+        holding = KeptTensors(number, tenancy.layout, tenancy.nbytes, region, tenancy.uid)
         self._holdings.put(tenancy.engine, holding)
         return number
 
@@ -209,7 +217,7 @@ class Registrations:
         actions = _drops(holding)
         nbytes = 0 if holding is None else holding.nbytes
         if holder is not None and holder.kept_bytes:
-            actions.append(Drop(holder.number))
+            actions.append(ReleaseTensors(holder.number))
             nbytes, holder.kept_bytes = nbytes + holder.kept_bytes, 0
         if not actions:
             raise Refused(
@@ -229,7 +237,7 @@ class Registrations:
         for place in (self._opening, self._open):
             for registration in [r for r in place.values() if r.session == session]:
                 self._closing[registration.number] = place.pop(registration.number)
-                actions.append(Unmap(registration.number))
+                actions.append(UnmapTensors(registration.number))
         return actions
 
     def unmapped(self, number: int) -> list[Action]:
@@ -239,7 +247,7 @@ class Registrations:
         return self._leave_behind(registration)
 
     def _kept_for(
-        self, registration: Registration, request: Request
+        self, registration: Registration, request: RegistrationRequest
     ) -> tuple[int | None, list[Action]]:
         """Under which number the lane holds what an engine comes back for; else it goes."""
         holding = self._holdings.get(registration.engine)
@@ -251,30 +259,32 @@ class Registrations:
             return holding.number, []
         return None, _drops(self._holdings.pop(registration.engine))
 
-    def _passed_on(self, registration: Registration, report: Mapped) -> list[Action]:
+    def _passed_on(self, registration: Registration, report: TensorsMapped) -> list[Action]:
         """An engine has its tensors: what was held for it is theirs, or of no use."""
         dropped = _drops(self._holdings.pop(registration.engine))
         if not registration.terms.keep:
             return dropped
         nbytes = registration.kept_bytes = sum(place.size for place in report.allocations)
         engine, layout = registration.engine, registration.geometry.layout
-        tenancy = Tenancy(engine, layout, nbytes, registration.region.owner, registration.uid)
-        return [Shelve(registration.number, tenancy, report.held), *dropped]
+        tenancy = KeptTensorsRecord(
+            engine, layout, nbytes, registration.region.owner, registration.uid
+        )
+        return [KeepTensors(registration.number, tenancy, report.held), *dropped]
 
     def _leave_behind(self, registration: Registration) -> list[Action]:
         """Hold the tensors of a registration that is gone, or let them go."""
         number, layout = registration.number, registration.geometry.layout
         if registration.kept_bytes:
-            holding = Holding(
+            holding = KeptTensors(
                 number, layout, registration.kept_bytes, registration.region, registration.uid
             )
             self._holdings.put(registration.engine, holding)
         elif registration.terms.keep:
-            return [Drop(number)]
+            return [ReleaseTensors(number)]
         return []
 
     def _settle(
-        self, session: str, engine: str, layout: LayoutArrays, request: Request
+        self, session: str, engine: str, layout: LayoutArrays, request: RegistrationRequest
     ) -> Registration:
         number = next(self._numbers)
         namespace, reattached = self._namespaces.of(session), False
@@ -286,12 +296,12 @@ class Registrations:
             region, reattached = self._claim(engine, layout, request.host_bytes)
         locations = request.locations if isinstance(request, RegisterKVCaches) else None
         block_bytes = region.contents.host_block_bytes
-        geometry = Geometry(layout, region.start, region.num_blocks, locations, block_bytes)
+        geometry = BlockLayout(layout, region.start, region.num_blocks, locations, block_bytes)
         host = HostRegion(region.num_blocks, block_bytes, reattached)
-        ordering = Ordering(geometry.gpu_slots, region.num_blocks)
+        ordering = HazardTracker(geometry.gpu_slots, region.num_blocks)
         allocated = isinstance(request, AllocateKVCaches)
         keep, has_timeline = getattr(request, "keep", False), request.timeline is not None
-        terms = Terms(request.request_id, allocated, keep, has_timeline)
+        terms = RegistrationTerms(request.request_id, allocated, keep, has_timeline)
         registration = Registration(
             number, engine, session, terms, geometry, host, region, ordering, namespace
         )
@@ -308,7 +318,7 @@ class Registrations:
         uid = self._owners.uid(engine)
         region, reattached = self._regions.claim(owner, layout, nbytes, uid)
         if not reattached:
-            self._regions.enter(Deed(engine, region.start, region.nbytes, layout, uid=uid))
+            self._regions.enter(RegionRecord(engine, region.start, region.nbytes, layout, uid=uid))
         return region, reattached
 
     def _release(self, registration: Registration) -> None:
@@ -324,7 +334,7 @@ class Registrations:
             self._regions.free(engine_owner(registration.engine))
 
 
-def _may_be(holding: Holding, layout: LayoutArrays, request: Request) -> bool:
+def _may_be(holding: KeptTensors, layout: LayoutArrays, request: RegistrationRequest) -> bool:
     """Whether a request is for the tensors held, or brings what may be the very same."""
     if layout != holding.layout:
         return False
@@ -333,11 +343,11 @@ def _may_be(holding: Holding, layout: LayoutArrays, request: Request) -> bool:
     return all(isinstance(allocation, FdAllocation) for allocation in request.allocations)
 
 
-def _drops(*holdings: Holding | None) -> list[Action]:
-    return [Drop(holding.number) for holding in holdings if holding is not None]
+def _drops(*holdings: KeptTensors | None) -> list[Action]:
+    return [ReleaseTensors(holding.number) for holding in holdings if holding is not None]
 
 
-def _checked(request: Request) -> LayoutArrays:
+def _checked(request: RegistrationRequest) -> LayoutArrays:
     """Its layout, which holds together, and has every tensor inside the allocation that it names.
     Raises Refused."""
     layout = LayoutArrays.from_layout(request.layout)

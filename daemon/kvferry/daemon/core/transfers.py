@@ -16,21 +16,21 @@ import msgspec
 import numpy as np
 
 from kvferry.daemon.core.actions import (
-    Abandon,
     Action,
-    Cargo,
-    Commit,
+    BlocksCorrupted,
+    BlockSet,
+    CancelTransfers,
+    CommitBlocks,
     CopyPlan,
-    Corrupted,
-    Ended,
     Send,
-    Start,
+    StartTransfer,
+    TransferCompleted,
 )
-from kvferry.daemon.core.deeds import engine_owner
-from kvferry.daemon.core.geometry import Resolved, sides
+from kvferry.daemon.core.cache.cache import Reservation
+from kvferry.daemon.core.layout import ResolvedBlocks, split_spec
 from kvferry.daemon.core.namespace import Lease
+from kvferry.daemon.core.records import engine_owner
 from kvferry.daemon.core.registrations import OWN, Registration, Registrations
-from kvferry.daemon.core.residency.cache import Reservation
 from kvferry.proto.errors import Code, ErrorInfo, Failed, Refused
 from kvferry.proto.messages import Finished, JobResult, Outcome, Submit, Wait, Waited
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, HostSpec, KeyLoadStoreSpec
@@ -40,7 +40,7 @@ MAX_WAITS = 256
 
 
 @dataclass(slots=True, eq=False)
-class Waiter:
+class PendingWait:
     """A session that asked to be told when some jobs have ended."""
 
     session: str
@@ -48,7 +48,7 @@ class Waiter:
     remaining: int
 
 
-class Job(msgspec.Struct, eq=False):
+class Transfer(msgspec.Struct, eq=False):
     """A transfer under way. `session` is None once nobody wants to hear of its end."""
 
     serial: int
@@ -58,16 +58,16 @@ class Job(msgspec.Struct, eq=False):
     direction: Direction
     nbytes: int
     mode: str
-    blocks: Resolved
+    blocks: ResolvedBlocks
     lease: Lease | None = None
     error: ErrorInfo | None = None
     """Why it cannot be done, although it may have been copied: a block of it is corrupt."""
-    waiters: list[Waiter] = []
+    waiters: list[PendingWait] = []
 
 
 # Called with each job that ended, but for the daemon's own, and how its group is copied: "direct",
 # "staged" or "cpu".
-JobObserver: TypeAlias = Callable[[str, JobResult, Ended], None]
+JobObserver: TypeAlias = Callable[[str, JobResult, TransferCompleted], None]
 
 
 class Transfers:
@@ -89,8 +89,8 @@ class Transfers:
         self._registrations = registrations
         self._credits = {direction: most(direction) for direction in Direction}
         self._serials = count(1)
-        self._jobs: dict[int, Job] = {}
-        self._by_id: dict[tuple[str, int], Job] = {}
+        self._jobs: dict[int, Transfer] = {}
+        self._by_id: dict[tuple[str, int], Transfer] = {}
         self._taken: Counter[tuple[str, Direction]] = Counter()
         self._waits: Counter[str] = Counter()
 
@@ -109,7 +109,7 @@ class Transfers:
             raise Refused(
                 Code.DUPLICATE_JOB, "a job of this engine with this id is under way", message.job_id
             )
-        direction, gpu, host = sides(message.src, message.dst)
+        direction, gpu, host = split_spec(message.src, message.dst)
         most = self._credits[direction]
         if self._taken[session, direction] >= most:
             raise Refused(Code.BUSY, f"{most} {direction}s are under way: poll, then try again")
@@ -125,7 +125,7 @@ class Transfers:
         serial, mode = next(self._serials), registration.mode(direction, blocks.runs)
         if states is not None and direction is Direction.STORE:
             states.submit_store(serial, blocks)
-        job = Job(
+        job = Transfer(
             serial, message.job_id, session, registration, direction, nbytes, mode, blocks, lease
         )
         self._jobs[serial] = self._by_id[key] = job
@@ -142,7 +142,7 @@ class Transfers:
             0.0 if engine == OWN else now,
             requires,
         )
-        return [Start(plan, session, message.job_id, _cargo(registration, blocks, lease))]
+        return [StartTransfer(plan, session, message.job_id, _cargo(registration, blocks, lease))]
 
     def cancel(self, engine: str, job_ids: tuple[int, ...]) -> list[Action]:
         found = (self._by_id.get((engine, job_id)) for job_id in job_ids)
@@ -156,13 +156,13 @@ class Transfers:
         if self._waits[session] >= MAX_WAITS:
             raise Refused(Code.BUSY, f"{MAX_WAITS} waits are under way")
         self._waits[session] += 1
-        waiter = Waiter(session, message.request_id, len(jobs))
+        waiter = PendingWait(session, message.request_id, len(jobs))
         for job in jobs:
             assert job is not None
             job.waiters.append(waiter)
         return []
 
-    def ended(self, report: Ended) -> tuple[list[Action], ErrorInfo | None]:
+    def ended(self, report: TransferCompleted) -> tuple[list[Action], ErrorInfo | None]:
         """The one end of a job: tell its session, then those who waited for it."""
         job = self._jobs.pop(report.serial)
         del self._by_id[job.registration.engine, job.job_id]
@@ -185,7 +185,7 @@ class Transfers:
                 actions.append(Send(waiter.session, Waited(waiter.request_id)))
         return [*actions, *commits], None if own else result.error
 
-    def corrupted(self, report: Corrupted) -> None:
+    def corrupted(self, report: BlocksCorrupted) -> None:
         """Loads in flight of these host blocks fail: their bytes are not those that were stored."""
         for job in self._jobs.values():
             if job.direction is Direction.LOAD and job.registration.region.owner == report.owner:
@@ -194,7 +194,7 @@ class Transfers:
                     message = "a host block no longer matches its checksum: compute it again"
                     job.error = Failed(Code.CORRUPT_BLOCK, message, int(hit[0])).info
 
-    def _end_blocks(self, job: Job, *, done: bool) -> list[Action]:
+    def _end_blocks(self, job: Transfer, *, done: bool) -> list[Action]:
         """The host blocks of a job that ended: what a store completed is loadable from now on."""
         states = job.registration.region.states
         if job.lease is not None:
@@ -209,7 +209,7 @@ class Transfers:
         if states is not None:
             parts = states.parts(job.blocks.host_blocks)
             cargo = msgspec.structs.replace(cargo, parts=parts)
-        return [Commit(job.serial, cargo)]
+        return [CommitBlocks(job.serial, cargo)]
 
     def leave(self, session: str) -> tuple[list[Action], int]:
         """A session went: nobody wants to hear of its jobs, so give them up. Also how many."""
@@ -224,7 +224,7 @@ class Transfers:
     def abandon_all(self) -> list[Action]:
         return _abandon(self._jobs.values())
 
-    def _result(self, job: Job, report: Ended) -> JobResult:
+    def _result(self, job: Transfer, report: TransferCompleted) -> JobResult:
         outcome, error = report.outcome, report.error
         if outcome is Outcome.DONE and job.error is not None:
             outcome, error = Outcome.FAILED, job.error
@@ -246,28 +246,28 @@ class Transfers:
                 self.totals[outcome] += 1
 
 
-def _abandon(jobs: Iterable[Job]) -> list[Action]:
+def _abandon(jobs: Iterable[Transfer]) -> list[Action]:
     serials: defaultdict[int, list[int]] = defaultdict(list)
     for job in jobs:
         serials[job.registration.number].append(job.serial)
-    return [Abandon(number, tuple(mine)) for number, mine in serials.items()]
+    return [CancelTransfers(number, tuple(mine)) for number, mine in serials.items()]
 
 
-def _cargo(registration: Registration, blocks: Resolved, lease: Lease | None) -> Cargo:
+def _cargo(registration: Registration, blocks: ResolvedBlocks, lease: Lease | None) -> BlockSet:
     """A store's keys are in the order of its blocks; a load needs none."""
     if lease is None:
-        return Cargo(engine_owner(registration.engine), blocks.host_blocks)
+        return BlockSet(engine_owner(registration.engine), blocks.host_blocks)
     owner, held = lease.namespace.region.owner, lease.held
     if not isinstance(held, Reservation):
-        return Cargo(owner, blocks.host_blocks)
+        return BlockSet(owner, blocks.host_blocks)
     taken = dict(zip(held.keys, held.blocks, strict=True)) if held.parts else {}
     parts = {taken[key]: part for key, part in held.parts.items()}
-    return Cargo(owner, blocks.host_blocks, held.keys, parts)
+    return BlockSet(owner, blocks.host_blocks, held.keys, parts)
 
 
 def _resolve(
     registration: Registration, direction: Direction, gpu: GPULoadStoreSpec, host: HostSpec
-) -> tuple[Resolved, Lease | None]:
+) -> tuple[ResolvedBlocks, Lease | None]:
     """The blocks of a transfer, by id in a region of the engine's own, by key in a namespace."""
     geometry, namespace = registration.geometry, registration.namespace
     if isinstance(host, KeyLoadStoreSpec):

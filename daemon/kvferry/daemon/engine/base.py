@@ -15,7 +15,7 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
-from kvferry.daemon.core.geometry import Geometry, Int64s, Run
+from kvferry.daemon.core.layout import BlockLayout, Extent, Int64s
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.memory import Allocation, Location
 from kvferry.proto.specs import Direction
@@ -29,7 +29,7 @@ Ticket: TypeAlias = object
 class Mapping:
     """One registration's tensors, reachable from this process."""
 
-    geometry: Geometry
+    geometry: BlockLayout
     bases: Int64s
     """(tensors,) address of each canonical tensor's first byte."""
     handles: list[object] = field(default_factory=list)
@@ -95,14 +95,14 @@ class CopyEngine(Protocol):
 
     def open(
         self,
-        geometry: Geometry,
+        geometry: BlockLayout,
         allocations: Sequence[Allocation],
         locations: Sequence[Location],
         descriptors: Sequence[int],
     ) -> Mapping:
         """Map an engine's own tensors. Raises KVFerryError, and nothing stays mapped."""
 
-    def allocate(self, geometry: Geometry, kept: Sequence[int] = ()) -> Shared:
+    def allocate(self, geometry: BlockLayout, kept: Sequence[int] = ()) -> Shared:
         """Allocate tensors of a layout here. Raises KVFerryError, and nothing stays allocated.
 
         kept: the descriptors of tensors of the same layout that were allocated before, by whatever
@@ -113,7 +113,7 @@ class CopyEngine(Protocol):
     def close(self, mapping: Mapping) -> None:
         """Let a mapping's memory go; no piece of it is in flight any more."""
 
-    def prepare(self, direction: Direction, mapping: Mapping, run: Run) -> None:
+    def prepare(self, direction: Direction, mapping: Mapping, run: Extent) -> None:
         """Make ready what the pieces of a run will need when it is their turn. From any thread."""
 
     def full(self, direction: Direction) -> bool:
@@ -122,7 +122,7 @@ class CopyEngine(Protocol):
     def room(self, direction: Direction, mapping: Mapping, want: Want) -> Room:
         """How much of this to submit next; no bytes where it has to wait until a piece is done."""
 
-    def submit(self, direction: Direction, mapping: Mapping, run: Run) -> Ticket:
+    def submit(self, direction: Direction, mapping: Mapping, run: Extent) -> Ticket:
         """Enqueue a piece within `room`. Raises KVFerryError where the device refuses it."""
 
     def wants_push(self, direction: Direction) -> bool:

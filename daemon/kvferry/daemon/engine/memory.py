@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvferry.daemon.core.geometry import Int64s
+from kvferry.daemon.core.layout import Int64s
 from kvferry.daemon.engine.fd_closer import close_later
 from kvferry.proto.errors import Code, Failed, Refused
 from kvferry.proto.page import TIMELINE_REVOKED_AT, TIMELINE_VALUE_AT, sealed_memfd

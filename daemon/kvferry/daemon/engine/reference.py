@@ -20,7 +20,7 @@ from itertools import count
 
 import numpy as np
 
-from kvferry.daemon.core.geometry import Geometry, Int64s, Run
+from kvferry.daemon.core.layout import BlockLayout, Extent, Int64s
 from kvferry.daemon.engine.base import NO_ROOM, Mapping, Room, Shared, Want, packed_locations
 from kvferry.daemon.engine.memory import IOV_MAX, PAGE, Mapped, move
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
@@ -98,7 +98,7 @@ class ReferenceEngine:
 
     def open(
         self,
-        geometry: Geometry,
+        geometry: BlockLayout,
         allocations: Sequence[Allocation],
         locations: Sequence[Location],
         descriptors: Sequence[int],
@@ -116,7 +116,7 @@ class ReferenceEngine:
         bases = [mapped[place.allocation].address + place.offset for place in locations]
         return Mapping(geometry, np.array(bases, dtype=np.int64), list(mapped))
 
-    def allocate(self, geometry: Geometry, kept: Sequence[int] = ()) -> Shared:
+    def allocate(self, geometry: BlockLayout, kept: Sequence[int] = ()) -> Shared:
         offsets, size = packed_locations(geometry.layout)
         descriptor = _again(kept, size) if kept else sealed_memfd("kvferry-kv", size)
         allocation = FdAllocation(0, size)
@@ -134,7 +134,7 @@ class ReferenceEngine:
             assert isinstance(memory, Mapped)
             memory.close()
 
-    def prepare(self, direction: Direction, mapping: Mapping, run: Run) -> None:
+    def prepare(self, direction: Direction, mapping: Mapping, run: Extent) -> None:
         """There is nothing to do but the copying."""
 
     def full(self, direction: Direction) -> bool:
@@ -144,7 +144,7 @@ class ReferenceEngine:
     def room(self, direction: Direction, mapping: Mapping, want: Want) -> Room:
         return NO_ROOM if self.full(direction) else Room(PIECE_BYTES)
 
-    def submit(self, direction: Direction, mapping: Mapping, run: Run) -> _Piece:
+    def submit(self, direction: Direction, mapping: Mapping, run: Extent) -> _Piece:
         gpu, host = _vectors(mapping, run, self._pool)
         number, every = next(self._pieces[id(mapping)]), self.faults.fail_every
         piece = _Piece(direction, gpu, host, bool(every) and number % every == 0)
@@ -255,7 +255,7 @@ def _copy(piece: _Piece) -> None:
         piece.error = Failed(Code.COPY_FAILED, message)
 
 
-def _vectors(mapping: Mapping, run: Run, pool: int) -> tuple[Int64s, Int64s]:
+def _vectors(mapping: Mapping, run: Extent, pool: int) -> tuple[Int64s, Int64s]:
     """Where the fragments of a run lie, and how long they are: on either side (n, 2)."""
     geometry, bases = mapping.geometry, mapping.bases
     if run.gpu_blocks.size * geometry.refs[run.group].pages.size <= FEW:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvferry.daemon.core.actions import CopyPlan, Ended
-from kvferry.daemon.core.geometry import Run
+from kvferry.daemon.core.actions import CopyPlan, TransferCompleted
+from kvferry.daemon.core.layout import Extent
 from kvferry.daemon.engine.base import Mapping, Ticket
 from kvferry.daemon.engine.memory import Timeline
 from kvferry.proto.errors import ErrorInfo
@@ -34,7 +34,7 @@ class Crossing(msgspec.Struct, eq=False):
     """A plan under way, from its place in the track to its one end."""
 
     plan: CopyPlan
-    rest: tuple[Run, ...]
+    rest: tuple[Extent, ...]
     """What is still to submit."""
     in_flight: int = 0
     first: Ticket | None = None
@@ -63,9 +63,9 @@ class Crossing(msgspec.Struct, eq=False):
         return self.over and not (track.waiting and track.head is self)
 
     @property
-    def ended(self) -> Ended:
+    def ended(self) -> TransferCompleted:
         seconds = self.seconds if self.outcome is Outcome.DONE else 0.0
-        return Ended(self.plan.serial, self.outcome, seconds, self.error, self.queued)
+        return TransferCompleted(self.plan.serial, self.outcome, seconds, self.error, self.queued)
 
 
 @dataclass(slots=True, eq=False)

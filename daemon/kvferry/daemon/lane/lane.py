@@ -26,17 +26,17 @@ from functools import partial
 from typing import TypeAlias
 
 from kvferry.daemon.core.actions import (
-    Abandon,
-    Again,
-    Beat,
-    Calibrated,
+    CancelTransfers,
+    Continue,
+    CopyCalibrated,
     CopyPlan,
-    Drop,
     ForgetStores,
+    Pong,
+    ReleaseTensors,
     Report,
-    Start,
-    Unmap,
-    Unmapped,
+    StartTransfer,
+    TensorsUnmapped,
+    UnmapTensors,
 )
 from kvferry.daemon.engine.base import CopyEngine, Want
 from kvferry.daemon.engine.pool import HostPool
@@ -59,7 +59,16 @@ GIVEN_UP = 64
 """Transfers in one go: there may be thousands, and each keeps the loop busy, too."""
 _PR_SET_TIMERSLACK = 29
 
-Order: TypeAlias = MapOrder | Drop | Unmap | Start | Abandon | ForgetStores | Listen | Stop
+Order: TypeAlias = (
+    MapOrder
+    | ReleaseTensors
+    | UnmapTensors
+    | StartTransfer
+    | CancelTransfers
+    | ForgetStores
+    | Listen
+    | Stop
+)
 
 
 class Lane:
@@ -115,8 +124,8 @@ class Lane:
         self._begins = threading.get_ident()
 
     def post(self, order: Order) -> None:
-        begins = isinstance(order, Start) and threading.get_ident() == self._begins
-        if isinstance(order, Start) and order.plan.nbytes > PREPARED:
+        begins = isinstance(order, StartTransfer) and threading.get_ident() == self._begins
+        if isinstance(order, StartTransfer) and order.plan.nbytes > PREPARED:
             self._prepare(order.plan)  # first: then the lane need not do it in a step
         self._inbox.put(order, self._begin if begins else None)
 
@@ -137,7 +146,7 @@ class Lane:
         try:
             copying = self._engine.attach(self._pool.address, self._inbox.helm)
             if copying is not None:
-                self._reports.append(Calibrated(copying))
+                self._reports.append(CopyCalibrated(copying))
                 self._flush()
         except Exception as error:
             self._trouble = error
@@ -164,7 +173,7 @@ class Lane:
         """At the helm in a thread that posts: submit the first piece of a transfer, if nothing
         holds it and nothing of its direction is under way."""
         try:
-            assert isinstance(order, Start)
+            assert isinstance(order, StartTransfer)
             self._start(plan := order.plan)
             stream, berth = self._stream_of[plan.direction], self._berths[plan.registration]
             track = berth.tracks[plan.direction]
@@ -210,30 +219,30 @@ class Lane:
 
     def _obey(self, order: Order) -> None:
         match order:
-            case Start(plan=plan):
+            case StartTransfer(plan=plan):
                 self._start(plan)
             case MapOrder():
                 self._reports.append(self._quay.map(order))
-            case Abandon(number, serials):
+            case CancelTransfers(number, serials):
                 self._all_may_try()
                 self._give_up(number, serials)
-            case Unmap(number):
+            case UnmapTensors(number):
                 self._all_may_try()
                 self._unmap(number)
-            case Drop(number):
+            case ReleaseTensors(number):
                 self._quay.drop(number)
             case ForgetStores(number, serials):
                 if berth := self._berths.get(number):
                     berth.failed_stores.difference_update(serials)
             case Listen(posted):
-                self._reports.append(Beat(posted, *oldest(self._berths.values())))
+                self._reports.append(Pong(posted, *oldest(self._berths.values())))
 
     def _unmap(self, number: int) -> None:
         if berth := self._berths.get(number):
             berth.leaving = True
             self._give_up(number, berth.live)
         else:  # it was never mapped
-            self._reports.append(Unmapped(number))
+            self._reports.append(TensorsUnmapped(number))
 
     def _start(self, plan: CopyPlan) -> None:
         berth = self._berths[plan.registration]
@@ -249,7 +258,7 @@ class Lane:
         for track, crossing in berth.spoil(serials[:GIVEN_UP]):
             self._end_if_over(track, crossing)
         if rest := serials[GIVEN_UP:]:
-            self._reports.append(Again(Abandon(number, rest)))
+            self._reports.append(Continue(CancelTransfers(number, rest)))
         self._leave_if_empty(number, berth)
 
     def _reap(self, stream: Stream) -> None:
@@ -396,7 +405,7 @@ class Lane:
         if plan.direction is Direction.STORE and crossing.outcome is not Outcome.DONE:
             self._berths[plan.registration].store_failed(plan.serial)
             # The core may plan loads that require it until it has heard of its end.
-            self._reports.append(Again(ForgetStores(plan.registration, (plan.serial,))))
+            self._reports.append(Continue(ForgetStores(plan.registration, (plan.serial,))))
 
     def _leave_if_empty(self, number: int, berth: Berth) -> None:
         if not (berth.leaving and berth.empty):
@@ -404,7 +413,7 @@ class Lane:
         for stream in self._streams:
             stream.strike(berth)
         self._quay.close(number)
-        self._reports.append(Unmapped(number))
+        self._reports.append(TensorsUnmapped(number))
 
     def _flush(self) -> None:
         if self._reports:

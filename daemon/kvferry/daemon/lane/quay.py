@@ -10,7 +10,7 @@ import contextlib
 import os
 from dataclasses import dataclass, replace
 
-from kvferry.daemon.core.actions import Map, Mapped
+from kvferry.daemon.core.actions import MapTensors, TensorsMapped
 from kvferry.daemon.engine.base import CopyEngine, Mapping, Shared
 from kvferry.daemon.engine.fd_closer import close_descriptor_later
 from kvferry.daemon.engine.memory import Timeline
@@ -22,7 +22,7 @@ from kvferry.proto.errors import Code, Failed, KVFerryError
 class MapOrder:
     """A Map, with the descriptors behind its tickets; the lane closes them."""
 
-    map: Map
+    map: MapTensors
     descriptors: tuple[int, ...]
     timeline: int | None
 
@@ -40,7 +40,7 @@ class Quay:
         """Take memory over that an earlier daemon held."""
         self._held[number] = descriptors
 
-    def map(self, order: MapOrder) -> Mapped:
+    def map(self, order: MapOrder) -> TensorsMapped:
         """Reach the memory of a registration, or tell why not. Closes the order's descriptors."""
         number, session = order.map.registration, order.map.session
         timeline: Timeline | None = None
@@ -51,7 +51,7 @@ class Quay:
         except (KVFerryError, OSError, ValueError, OverflowError) as error:
             if timeline is not None:
                 timeline.close()
-            return Mapped(number, session, _told(error).info)
+            return TensorsMapped(number, session, _told(error).info)
         finally:
             for descriptor in (*order.descriptors, order.timeline):
                 if descriptor is not None:
@@ -59,10 +59,10 @@ class Quay:
         self.berths[number] = Berth(mapping, timeline)
         return report
 
-    def _reach(self, order: MapOrder) -> tuple[Mapping, Mapped]:
+    def _reach(self, order: MapOrder) -> tuple[Mapping, TensorsMapped]:
         """Map an engine's own tensors, or allocate them here."""
         wanted = order.map
-        report = Mapped(wanted.registration, wanted.session)
+        report = TensorsMapped(wanted.registration, wanted.session)
         if wanted.locations is not None:
             return (
                 self._engine.open(
@@ -82,7 +82,7 @@ class Quay:
             held=self._held.get(wanted.registration, ()),
         )
 
-    def _allocate(self, wanted: Map) -> tuple[Shared, bool]:
+    def _allocate(self, wanted: MapTensors) -> tuple[Shared, bool]:
         """Tensors in the memory that is held for them, or in new memory; and whether in that."""
         held = () if wanted.reuse is None else self._held.get(wanted.reuse, ())
         if held:

@@ -35,7 +35,7 @@ BACKLOG = 16
 T = TypeVar("T")
 
 
-class View(Protocol):
+class StatusSource(Protocol):
     """What is asked of the daemon, in its loop."""
 
     async def snapshot(self) -> tuple[DaemonStatus, Sequence[NamespaceStatus]]: ...
@@ -55,7 +55,7 @@ class MetricsServer:
         self._server = _listening(*_parsed(listen))
         self._server.set_app(self._answer)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._view: View
+        self._view: StatusSource
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="kvferry-http", daemon=True
         )
@@ -66,7 +66,7 @@ class MetricsServer:
         host, port = self._server.server_address[:2]
         return f"[{host!s}]:{port}" if ":" in str(host) else f"{host!s}:{port}"
 
-    def start(self, view: View) -> None:
+    def start(self, view: StatusSource) -> None:
         """Answer from now on. Called in the loop."""
         self._view, self._loop = view, asyncio.get_running_loop()
         self._thread.start()

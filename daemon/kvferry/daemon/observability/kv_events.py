@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from kvferry.daemon.core.actions import Publish
+from kvferry.daemon.core.actions import PublishKVEvents
 from kvferry.daemon.observability.kv_events_process import MEMORY_BUDGET, SIZE, HandedOver
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import EventKind
@@ -76,7 +76,7 @@ class KVEventPublisher(asyncio.Protocol):
         """Handed over, and taken by nobody yet."""
         return 0 if self._channel is None else self._channel.get_write_buffer_size()
 
-    def publish(self, action: Publish) -> None:
+    def publish(self, action: PublishKVEvents) -> None:
         channel = self._channel
         if not self._subscribed or channel is None:
             self._missed = True

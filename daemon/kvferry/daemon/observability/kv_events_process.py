@@ -26,7 +26,7 @@ import msgspec
 import zmq
 
 from kvferry.proto.events import batches_of
-from kvferry.proto.messages import News
+from kvferry.proto.messages import KeyEvents
 
 # Above what the process has when it starts: 20 MiB for a subscriber that does not read (1,000
 # messages of 512 hashes), and the topics of some thousands.
@@ -51,7 +51,7 @@ class HandedOver(msgspec.Struct, frozen=True, array_like=True):
     namespace: str
     block_size: int
     time: float
-    news: News
+    news: KeyEvents
 
 
 class Subscriptions:

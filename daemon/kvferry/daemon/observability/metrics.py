@@ -19,7 +19,7 @@ from prometheus_client import (
     disable_created_metrics,
 )
 
-from kvferry.daemon.core.actions import Ended
+from kvferry.daemon.core.actions import TransferCompleted
 from kvferry.proto.errors import Code
 from kvferry.proto.messages import JobResult, Outcome
 from kvferry.proto.specs import Direction
@@ -80,7 +80,7 @@ class JobMetrics:
             for outcome in (Outcome.DONE, Outcome.FAILED, Outcome.CANCELLED):
                 self._jobs.labels(direction, outcome)
 
-    def ended(self, mode: str, result: JobResult, report: Ended) -> None:
+    def ended(self, mode: str, result: JobResult, report: TransferCompleted) -> None:
         """Count a job. Called by the core."""
         if result.outcome is not Outcome.DONE:
             self._jobs.labels(result.direction, result.outcome).inc()

@@ -12,8 +12,8 @@ from functools import partial
 
 import structlog
 
-from kvferry.daemon.core.actions import Corrupted, Report, Verified
-from kvferry.daemon.core.geometry import Int64s
+from kvferry.daemon.core.actions import BlocksCorrupted, BlocksVerified, Report
+from kvferry.daemon.core.layout import Int64s
 from kvferry.daemon.persistence.block_table import BlockTable, Checksums, Versions
 from kvferry.daemon.persistence.checksum_client import ChecksumClient, Purpose
 
@@ -53,9 +53,9 @@ class BlockCheck:
         if not table.closed:
             same, good = table.current(blocks, batch.versions), checksums == batch.expected
             if (verified := table.mark_verified(blocks[same & good])).size:
-                reports.append(Verified(owner, verified, table.keys(verified)))
+                reports.append(BlocksVerified(owner, verified, table.keys(verified)))
             if (bad := blocks[same & ~good]).size:
-                reports.append(Corrupted(owner, bad, table.keys(bad)))
+                reports.append(BlocksCorrupted(owner, bad, table.keys(bad)))
                 table.mark_corrupt(bad)
                 log.error(
                     "host blocks are corrupt",

@@ -25,8 +25,8 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from kvferry.daemon.core.deeds import Deed, Resident, decode_record, encode_record
-from kvferry.daemon.core.geometry import Bools, Int64s
+from kvferry.daemon.core.layout import Bools, Int64s
+from kvferry.daemon.core.records import RegionRecord, ResidentBlock, decode_record, encode_record
 from kvferry.daemon.engine.memory import PAGE, check_sealed
 from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.keys import OffloadKey
@@ -103,7 +103,7 @@ class BlockTable:
             self._take_over_stamps()
 
     @classmethod
-    def create(cls, record: Deed, clock: UseClock | None = None) -> BlockTable:
+    def create(cls, record: RegionRecord, clock: UseClock | None = None) -> BlockTable:
         """A new table without committed blocks. Raises Refused if the record is too long."""
         data = _packed(record)
         descriptor = sealed_memfd("kvferry-ledger", _file_bytes(record))
@@ -136,7 +136,7 @@ class BlockTable:
         self._versions[blocks] += _ONE
         self._decide(blocks)
 
-    def update(self, record: Deed) -> None:
+    def update(self, record: RegionRecord) -> None:
         """Replace the record by another one, for the same blocks and keys."""
         data = _packed(record)
         _, current = _HEAD.unpack_from(self._file)
@@ -218,13 +218,13 @@ class BlockTable:
             return ()
         return tuple(self._lines["key"][blocks].tolist())
 
-    def residents(self) -> tuple[Resident, ...]:
+    def residents(self) -> tuple[ResidentBlock, ...]:
         """Committed blocks, least recent first; of two with one key only the more recent."""
         blocks = self.committed_blocks()
         blocks = blocks[np.argsort(self._stamps[blocks], kind="stable")]
         keys = self.keys(blocks) or (b"",) * blocks.size
         parts = [tuple(part) if part[1] else None for part in self._lines["part"][blocks].tolist()]
-        residents = tuple(map(Resident, blocks.tolist(), keys, parts))
+        residents = tuple(map(ResidentBlock, blocks.tolist(), keys, parts))
         if not self.record.key_bytes or len(set(keys)) == len(keys):
             return residents
         last = {resident.key: resident for resident in residents}
@@ -253,7 +253,7 @@ class BlockTable:
             self._stamps[order] = np.arange(most := order.size)
         self._clock.now = max(self._clock.now, most)
 
-    def _read_record(self) -> Deed:
+    def _read_record(self) -> RegionRecord:
         magic, current = _HEAD.unpack_from(self._file)
         if magic != MAGIC or current > 1:
             raise Refused(Code.BAD_LAYOUT, "not a block table of this version", magic.hex())
@@ -263,7 +263,7 @@ class BlockTable:
         if zlib.crc32(data) != crc:
             raise Refused(Code.BAD_LAYOUT, "the record of the block table is damaged", length)
         try:
-            record = decode_record(data, Deed)
+            record = decode_record(data, RegionRecord)
             _line(record)
         except (msgspec.MsgspecError, KVFerryError, ValueError) as error:
             message = f"the record of the block table cannot be decoded: {error}"
@@ -271,7 +271,7 @@ class BlockTable:
         return record
 
 
-def _packed(record: Deed) -> bytes:
+def _packed(record: RegionRecord) -> bytes:
     data = encode_record(record)
     if _RECORD.size + len(data) > RECORD_ROOM:
         message = f"the record of a region has at most {RECORD_ROOM} bytes"
@@ -279,11 +279,11 @@ def _packed(record: Deed) -> bytes:
     return _RECORD.pack(len(data), zlib.crc32(data)) + data
 
 
-def _file_bytes(record: Deed) -> int:
+def _file_bytes(record: RegionRecord) -> int:
     return LINES_AT + _line(record).itemsize * record.num_blocks
 
 
-def _line(record: Deed) -> np.dtype[np.void]:
+def _line(record: RegionRecord) -> np.dtype[np.void]:
     """A block's line: its version counts its stores, its stamp orders uses."""
     fields = [
         ("stamp", "<u8"),

@@ -20,9 +20,9 @@ import msgspec
 import numpy as np
 import structlog
 
-from kvferry.daemon.core.geometry import Int64s
+from kvferry.daemon.core.layout import Int64s
 from kvferry.daemon.persistence.block_table import BlockTable, Checksums
-from kvferry.daemon.persistence.checksum_worker import MAX_BYTES, NUMBER, Request
+from kvferry.daemon.persistence.checksum_worker import MAX_BYTES, NUMBER, ChecksumRequest
 from kvferry.proto.errors import Code, Failed, KVFerryError
 
 # Bytes and host blocks of one request, at most. Each answer takes time of the event loop, and the
@@ -51,7 +51,7 @@ class Purpose(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    request: Request
+    request: ChecksumRequest
     done: Callable[[Checksums], None]
 
 
@@ -99,7 +99,7 @@ class ChecksumClient:
     ) -> None:
         """Request the checksums of one batch of a table's blocks under these keys."""
         record = table.record
-        request = Request(
+        request = ChecksumRequest(
             next(self._numbers),
             record.start,
             record.block_bytes,

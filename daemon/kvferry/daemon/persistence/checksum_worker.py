@@ -35,7 +35,7 @@ NICER = 10
 ONE_CALL_BYTES = 64 << 10
 
 
-class Request(msgspec.Struct, frozen=True, array_like=True):
+class ChecksumRequest(msgspec.Struct, frozen=True, array_like=True):
     """Host blocks to read: int64 numbers in a region that begins at byte `start` of the pool.
 
     keys: one for each block, or none. A checksum is seeded with the key of its block, or with its
@@ -56,7 +56,7 @@ class PoolReader:
         self._chunk_bytes = chunk_bytes
         self._chunks = [_mapped(descriptor) for descriptor in descriptors]
 
-    def checksums(self, request: Request) -> array[int]:
+    def checksums(self, request: ChecksumRequest) -> array[int]:
         blocks, nbytes = array("q", request.blocks), request.block_bytes
         seeds = [xxhash.xxh3_64_intdigest(key) for key in request.keys] or blocks
         return array(
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
     for each in descriptors:
         os.close(each)
 
-    def answer(request: Request) -> None:
+    def answer(request: ChecksumRequest) -> None:
         try:
             peer.send(NUMBER.pack(request.number) + pool.checksums(request).tobytes())
         except BaseException:
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
             os._exit(1)
 
     executor = ThreadPoolExecutor(threads)
-    decoder = msgspec.msgpack.Decoder(Request)
+    decoder = msgspec.msgpack.Decoder(ChecksumRequest)
     while data := peer.recv(MAX_BYTES):
         executor.submit(answer, decoder.decode(data))
     os._exit(0)  # the threads' unfinished work is of no use

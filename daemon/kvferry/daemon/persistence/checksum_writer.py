@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from kvferry.daemon.core.actions import Cargo
+from kvferry.daemon.core.actions import BlockSet
 from kvferry.daemon.persistence.block_table import BlockTable, Checksums, Versions
 from kvferry.daemon.persistence.checksum_client import ChecksumClient, Purpose, batches
 
@@ -30,12 +30,12 @@ class CompletedStore:
     """A store, and the versions that its blocks have until they are stored over."""
 
     table: BlockTable
-    cargo: Cargo
+    cargo: BlockSet
     versions: Versions
 
     def cut(self, part: slice) -> CompletedStore:
         cargo = self.cargo
-        smaller = Cargo(cargo.owner, cargo.blocks[part], cargo.keys[part], cargo.parts)
+        smaller = BlockSet(cargo.owner, cargo.blocks[part], cargo.keys[part], cargo.parts)
         return replace(self, cargo=smaller, versions=self.versions[part])
 
 
@@ -122,4 +122,4 @@ def _joined(table: BlockTable, stores: list[CompletedStore]) -> CompletedStore:
     if not last.all():
         keys = [key for key, same in zip(keys, last.tolist(), strict=False) if same]
         blocks, versions = blocks[last], versions[last]
-    return CompletedStore(table, Cargo(table.record.owner, blocks, tuple(keys), parts), versions)
+    return CompletedStore(table, BlockSet(table.record.owner, blocks, tuple(keys), parts), versions)

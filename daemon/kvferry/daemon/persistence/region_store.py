@@ -15,9 +15,17 @@ from typing import Protocol
 import numpy as np
 import structlog
 
-from kvferry.daemon.core.actions import Amend, Commit, Enter, Record, Report, Start, Strike
-from kvferry.daemon.core.deeds import Deed, Found, Owner
-from kvferry.daemon.core.geometry import Int64s
+from kvferry.daemon.core.actions import (
+    CommitBlocks,
+    RegionChange,
+    RegionCreated,
+    RegionFreed,
+    RegionUpdated,
+    Report,
+    StartTransfer,
+)
+from kvferry.daemon.core.layout import Int64s
+from kvferry.daemon.core.records import RecoveredRegion, RegionOwner, RegionRecord
 from kvferry.daemon.persistence.block_check import BlockCheck
 from kvferry.daemon.persistence.block_table import BlockTable, UseClock, Versions
 from kvferry.daemon.persistence.checksum_client import ChecksumClient
@@ -74,7 +82,7 @@ class RegionStore:
         self._checksums = checksums
         self._fd_store = fd_store
         self._clock = UseClock()
-        self._tables: dict[Owner, tuple[str, BlockTable]] = {}
+        self._tables: dict[RegionOwner, tuple[str, BlockTable]] = {}
         self._stores: dict[int, _InflightStore] = {}
         self._writer = ChecksumWriter(checksums)
         check = BlockCheck(checksums, report)
@@ -92,7 +100,7 @@ class RegionStore:
         """How far it is; None if there was nothing to verify."""
         return self._verifier.status
 
-    def restore(self, kept: Mapping[str, int], restore: Callable[[Found], None]) -> None:
+    def restore(self, kept: Mapping[str, int], restore: Callable[[RecoveredRegion], None]) -> None:
         """Open the tables of an earlier daemon, the oldest first. `restore` raises Refused if a
         region cannot be had any more. What is of no use is dropped, and logged."""
         names = sorted((name for name in kept if name.startswith(TABLE)), key=number_of)
@@ -103,7 +111,7 @@ class RegionStore:
                 log.warning("block table is dropped", name=name, reason=str(error))
                 self._fd_store.forget(name)
                 continue
-            found = Found(table.record, table.residents())
+            found = RecoveredRegion(table.record, table.residents())
             try:
                 restore(found)
             except KVFerryError as error:
@@ -125,18 +133,18 @@ class RegionStore:
         self._verifier.start(self._all_tables())
         self._scrub.start()
 
-    def write(self, record: Record) -> None:
+    def write(self, record: RegionChange) -> None:
         match record:
-            case Enter(deed):
+            case RegionCreated(deed):
                 self._create(deed)
-            case Amend(deed, wipe):
+            case RegionUpdated(deed, wipe):
                 if deed.owner in self._tables:
                     self._update(deed, wipe=wipe)
-            case Strike(owner):
+            case RegionFreed(owner):
                 if owner in self._tables:
                     self._drop(*self._tables.pop(owner))
 
-    def invalidate(self, start: Start) -> None:
+    def invalidate(self, start: StartTransfer) -> None:
         """A transfer is about to start: a store's blocks are not committed from now on. Must be
         called before the device hears of it."""
         entry = self._tables.get(start.cargo.owner)
@@ -145,13 +153,13 @@ class RegionStore:
             versions = entry[1].invalidate(blocks)
             self._stores[start.plan.serial] = _InflightStore(entry[1], blocks, versions)
 
-    def touch(self, start: Start) -> None:
+    def touch(self, start: StartTransfer) -> None:
         """A transfer was started: a load's blocks were used. Nothing waits for this."""
         entry = self._tables.get(start.cargo.owner)
         if entry is not None and start.plan.direction is Direction.LOAD:
             entry[1].touch(start.cargo.blocks)
 
-    def commit(self, commit: Commit) -> None:
+    def commit(self, commit: CommitBlocks) -> None:
         """A store completed. Its blocks are committed once their checksums are computed."""
         store, cargo = self._stores.pop(commit.serial, None), commit.cargo
         if store is None or store.table.closed:
@@ -176,7 +184,7 @@ class RegionStore:
     def _all_tables(self) -> list[BlockTable]:
         return [table for _, table in self._tables.values()]
 
-    def _create(self, record: Deed) -> None:
+    def _create(self, record: RegionRecord) -> None:
         """A region without a table serves as well; but it is lost with the daemon."""
         try:
             table = BlockTable.create(record, self._clock)
@@ -187,7 +195,7 @@ class RegionStore:
         self._tables[record.owner] = name, table
         self._fd_store.keep(name, table.descriptor)
 
-    def _update(self, record: Deed, *, wipe: bool) -> None:
+    def _update(self, record: RegionRecord, *, wipe: bool) -> None:
         name, table = self._tables[record.owner]
         if wipe:
             table.wipe()

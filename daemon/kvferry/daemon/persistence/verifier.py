@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import structlog
 
-from kvferry.daemon.core.geometry import Int64s
+from kvferry.daemon.core.layout import Int64s
 from kvferry.daemon.persistence.block_check import BlockCheck
 from kvferry.daemon.persistence.block_table import BlockTable
 from kvferry.daemon.persistence.checksum_client import BATCH_BLOCKS, Purpose, batches

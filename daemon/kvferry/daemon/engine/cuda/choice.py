@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.daemon.core.geometry import Geometry, Run
+from kvferry.daemon.core.layout import BlockLayout, Extent
 from kvferry.daemon.engine.base import Mapping
 from kvferry.daemon.engine.cuda.direct import DirectCopy
 from kvferry.daemon.engine.cuda.link import Link
@@ -45,13 +45,13 @@ class Choice:
     direct_from: dict[Direction, int]
     largest_block: int
 
-    def direct(self, direction: Direction, geometry: Geometry, group: int) -> bool:
+    def direct(self, direction: Direction, geometry: BlockLayout, group: int) -> bool:
         return (
             geometry.refs[group].smallest_page >= self.direct_from[direction]
             or geometry.group_bytes[group] > self.largest_block
         )
 
-    def of_group(self, geometry: Geometry, group: int) -> GroupCopying:
+    def of_group(self, geometry: BlockLayout, group: int) -> GroupCopying:
         ways = {
             direction: "direct" if self.direct(direction, geometry, group) else "staged"
             for direction in Direction
@@ -92,14 +92,14 @@ def _measure(
     that waits for the CPU, the others only where the CPU is slower than the link."""
     layout = KVLayout((TensorLayout(blocks, size, size),), ((TensorRef(0, size),),))
     mapping = Mapping(
-        Geometry(LayoutArrays.from_layout(layout), 0, HOST_BYTES // size),
+        BlockLayout(LayoutArrays.from_layout(layout), 0, HOST_BYTES // size),
         np.array([device], dtype=np.int64),
     )
     random, count = np.random.default_rng(size), min(BATCH_BYTES // size, MAX_FRAGMENTS)
 
-    def batch() -> Run:
+    def batch() -> Extent:
         gpu, places = (random.permutation(n)[:count] for n in (blocks, HOST_BYTES // size))
-        return Run(0, gpu, places * size)
+        return Extent(0, gpu, places * size)
 
     def speed(direction: Direction) -> float:
         seconds = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvferry.daemon.core.geometry import Run
+from kvferry.daemon.core.layout import Extent
 from kvferry.daemon.engine.base import Mapping
 from kvferry.daemon.engine.cuda.link import FEW, Link, Listed
 from kvferry.daemon.engine.cuda.stretches import Stretches
@@ -40,7 +40,7 @@ class DirectCopy:
         }
 
     def enqueue(
-        self, direction: Direction, mapping: Mapping, run: Run, pool: int
+        self, direction: Direction, mapping: Mapping, run: Extent, pool: int
     ) -> tuple[Event | None, Event]:
         """Enqueue a piece; returns the events before it, if it is a run's first, and behind it."""
         geometry, stream = mapping.geometry, self.streams[direction]
@@ -55,14 +55,14 @@ class DirectCopy:
             self._link.enqueue_listed(listed, stream, first * pages, count)
         return begun, self._driver.record(stream)
 
-    def prepare(self, direction: Direction, mapping: Mapping, run: Run, pool: int) -> None:
+    def prepare(self, direction: Direction, mapping: Mapping, run: Extent, pool: int) -> None:
         """A run comes, and its pieces will."""
         pages = mapping.geometry.refs[run.group].pages.size
         if run.gpu_blocks.size * pages > FEW:
             make = partial(self._listed, direction, mapping, pool)
             self._stretches.prepare(run, STRETCH // pages, make)
 
-    def _listed(self, direction: Direction, mapping: Mapping, pool: int, run: Run) -> Listed:
+    def _listed(self, direction: Direction, mapping: Mapping, pool: int, run: Extent) -> Listed:
         geometry = mapping.geometry
         fragments = geometry.fragments(run, mapping.bases, pool)
         return self._link.listed(direction, fragments, whole=self._link.whole(geometry))

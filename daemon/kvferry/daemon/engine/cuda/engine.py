@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.daemon.core.geometry import Geometry, Int64s, Run
+from kvferry.daemon.core.layout import BlockLayout, Extent, Int64s
 from kvferry.daemon.engine.base import NO_ROOM, Mapping, Room, Shared, Want, packed_locations
 from kvferry.daemon.engine.cuda.choice import calibrate, choice_of, forced
 from kvferry.daemon.engine.cuda.direct import FLIGHT, DirectCopy, piece_bytes
@@ -116,7 +116,7 @@ class CudaEngine:
 
     def open(
         self,
-        geometry: Geometry,
+        geometry: BlockLayout,
         allocations: Sequence[Allocation],
         locations: Sequence[Location],
         descriptors: Sequence[int],
@@ -132,7 +132,7 @@ class CudaEngine:
             self._close(opened)
             raise
 
-    def allocate(self, geometry: Geometry, kept: Sequence[int] = ()) -> Shared:
+    def allocate(self, geometry: BlockLayout, kept: Sequence[int] = ()) -> Shared:
         offsets, size = packed_locations(geometry.layout)
         size = self._memory.whole_granules(size)
         if kept:
@@ -152,7 +152,7 @@ class CudaEngine:
     def close(self, mapping: Mapping) -> None:
         self._close(mapping.handles)
 
-    def prepare(self, direction: Direction, mapping: Mapping, run: Run) -> None:
+    def prepare(self, direction: Direction, mapping: Mapping, run: Extent) -> None:
         if self._choice.direct(direction, mapping.geometry, run.group):
             self._direct.prepare(direction, mapping, run, self._pool)
         else:
@@ -177,7 +177,7 @@ class CudaEngine:
             nbytes = min(nbytes, FIRST_PIECE)
         return Room(nbytes, MAX_BLOCKS)
 
-    def submit(self, direction: Direction, mapping: Mapping, run: Run) -> Piece:
+    def submit(self, direction: Direction, mapping: Mapping, run: Extent) -> Piece:
         if self._choice.direct(direction, mapping.geometry, run.group):
             piece = self._submit_direct(direction, mapping, run)
         else:
@@ -229,7 +229,7 @@ class CudaEngine:
     def shutdown(self) -> None:
         self._driver.call("cuCtxSynchronize")
 
-    def _submit_direct(self, direction: Direction, mapping: Mapping, run: Run) -> Piece:
+    def _submit_direct(self, direction: Direction, mapping: Mapping, run: Extent) -> Piece:
         nbytes = run.gpu_blocks.size * mapping.geometry.group_bytes[run.group]
         if self._staged_pieces[direction]:
             self._staged.finish(direction)
@@ -241,7 +241,7 @@ class CudaEngine:
             raise
         return Piece(direction, nbytes, begun=begun, moved=done, done=done)
 
-    def _submit_staged(self, direction: Direction, mapping: Mapping, run: Run) -> Piece:
+    def _submit_staged(self, direction: Direction, mapping: Mapping, run: Extent) -> Piece:
         table = _table(mapping, run.group)
         slot = self._staging.take(direction, run.gpu_blocks.size * table.block_bytes)
         try:
@@ -269,7 +269,7 @@ class CudaEngine:
             self._staged_pieces[piece.direction] -= 1
             self._staging.give_back(piece.stage.slot)
 
-    def _mapping(self, geometry: Geometry, bases: Int64s, handles: Sequence[object]) -> Mapping:
+    def _mapping(self, geometry: BlockLayout, bases: Int64s, handles: Sequence[object]) -> Mapping:
         """A mapping with the page tables of its groups behind what it holds."""
         tables: list[PageTable] = []
         try:

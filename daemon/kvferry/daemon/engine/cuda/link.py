@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvferry.daemon.core.geometry import Fragments, Geometry, Int64s, Rows, largest
+from kvferry.daemon.core.layout import BlockLayout, Fragments, Int64s, Rows, largest
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.libcuda import TOO_OLD, CopyAttributes, Driver
 from kvferry.proto.specs import Direction
@@ -102,7 +102,7 @@ class Link:
         (at, _), row_bytes = table.buffer_info(), _ITEM * len(rows)
         self._enqueue_batch(direction, (at, at + row_bytes, at + 2 * row_bytes), len(rows), stream)
 
-    def whole(self, geometry: Geometry) -> bool:
+    def whole(self, geometry: BlockLayout) -> bool:
         """Whether none of its fragments lies across two chunks."""
         return geometry.whole(self._chunk)
 

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from kvferry.daemon.core.geometry import Fragments, Int64s, Rows, Run
+from kvferry.daemon.core.layout import Extent, Fragments, Int64s, Rows
 from kvferry.daemon.engine.cuda.link import Link, Ruler, Scattered, Some
 from kvferry.daemon.engine.cuda.stretches import Stretches
 
@@ -30,7 +30,7 @@ class Packing:
         self._ruler = ruler
         self._stretches = Stretches[_Joints]()
 
-    def fragments(self, run: Run, block_bytes: int, slot: int) -> Fragments | Rows | Some:
+    def fragments(self, run: Extent, block_bytes: int, slot: int) -> Fragments | Rows | Some:
         """A piece: as few fragments as the host blocks' places allow."""
         if _few(run.of or run):
             return _rows(run.host_offsets.tolist(), block_bytes, slot, self._link.pool)
@@ -38,12 +38,12 @@ class Packing:
         joints, first = self._stretches.find(run, STRETCH, make)
         return joints.fragments(first, run.gpu_blocks.size, slot)
 
-    def prepare(self, run: Run, block_bytes: int) -> None:
+    def prepare(self, run: Extent, block_bytes: int) -> None:
         """A run comes, and its pieces will."""
         if not _few(run):
             self._stretches.prepare(run, STRETCH, partial(self._joints, block_bytes))
 
-    def _joints(self, block_bytes: int, run: Run) -> _Joints:
+    def _joints(self, block_bytes: int, run: Extent) -> _Joints:
         return _Joints(self._link, self._ruler, run.host_offsets, block_bytes)
 
 
@@ -90,7 +90,7 @@ class _Joints:
         return Fragments.of((starts - first) * nbytes + slot, hosts, (stops - starts) * nbytes)
 
 
-def _few(run: Run) -> bool:
+def _few(run: Extent) -> bool:
     return run.host_offsets.size <= FEW
 
 

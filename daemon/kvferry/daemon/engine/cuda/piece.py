@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvferry.daemon.core.geometry import Fragments, Int64s, Rows
+from kvferry.daemon.core.layout import Fragments, Int64s, Rows
 from kvferry.daemon.engine.cuda.link import Some
 from kvferry.daemon.engine.cuda.staging import Slot
 from kvferry.proto.errors import KVFerryError

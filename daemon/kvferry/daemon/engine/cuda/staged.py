@@ -23,7 +23,7 @@ from importlib.resources import files
 
 import numpy as np
 
-from kvferry.daemon.core.geometry import Geometry, Int64s, Run, first_again, largest
+from kvferry.daemon.core.layout import BlockLayout, Extent, Int64s, first_again, largest
 from kvferry.daemon.engine.cuda.drain import Drain
 from kvferry.daemon.engine.cuda.link import Link, Ruler
 from kvferry.daemon.engine.cuda.packing import Packing
@@ -114,7 +114,7 @@ class StagedCopy:
         dma, kernel = self._dma[direction], self._kernel[direction]
         return (dma, kernel) if direction is Direction.LOAD else (kernel, dma)
 
-    def table(self, geometry: Geometry, group: int, bases: Int64s) -> PageTable:
+    def table(self, geometry: BlockLayout, group: int, bases: Int64s) -> PageTable:
         """Put a group's page table into device memory; whoever asks frees it."""
         refs = geometry.refs[group]
         table = np.empty((refs.pages.size, 4), dtype=np.int64)
@@ -148,11 +148,11 @@ class StagedCopy:
         """Pieces of stores whose DMA was not enqueued yet."""
         return self._turns[Direction.STORE].waiting + self._drain.waiting
 
-    def prepare(self, table: PageTable, run: Run) -> None:
+    def prepare(self, table: PageTable, run: Extent) -> None:
         """A run comes, and its pieces will."""
         self._packing.prepare(run, table.block_bytes)
 
-    def enqueue(self, direction: Direction, table: PageTable, slot: Slot, run: Run) -> Piece:
+    def enqueue(self, direction: Direction, table: PageTable, slot: Slot, run: Extent) -> Piece:
         packed = self._packing.fragments(run, table.block_bytes, slot.address)
         stage = Stage(slot, table, run.gpu_blocks, packed)
         piece = Piece(direction, run.gpu_blocks.size * table.block_bytes, stage)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 from weakref import ReferenceType, ref
 
-from kvferry.daemon.core.geometry import Run
+from kvferry.daemon.core.layout import Extent
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ KEPT = 32
 class _Stretch(Generic[T]):
     """Blocks `begin` to `end` of a run."""
 
-    run: ReferenceType[Run]
+    run: ReferenceType[Extent]
     """Nobody else may hold it any more: it was given up."""
     begin: int
     end: int
@@ -43,7 +43,7 @@ class Stretches(Generic[T]):
         self._kept: deque[_Stretch[T]] = deque(maxlen=KEPT)
         self._lock = threading.Lock()
 
-    def find(self, piece: Run, blocks: int, make: Callable[[Run], T]) -> tuple[T, int]:
+    def find(self, piece: Extent, blocks: int, make: Callable[[Extent], T]) -> tuple[T, int]:
         """What was made for a stretch that has this piece, or is now for one that begins with it
         and has as many `blocks`, or as there are; and where in it the piece begins."""
         run, begin, end = piece.of or piece, piece.at, piece.at + piece.gpu_blocks.size
@@ -60,7 +60,7 @@ class Stretches(Generic[T]):
             self._keep(_Stretch(ref(run), begin, last, made))
         return made, 0
 
-    def prepare(self, run: Run, blocks: int, make: Callable[[Run], T]) -> None:
+    def prepare(self, run: Extent, blocks: int, make: Callable[[Extent], T]) -> None:
         """Make the first stretch of a run, unless as many wait as are kept."""
         if blocks and self._has_room():
             last = min(blocks, run.gpu_blocks.size)
@@ -73,7 +73,7 @@ class Stretches(Generic[T]):
                 self._kept = deque(alive, KEPT)
             return len(self._kept) < KEPT
 
-    def _forget(self, run: Run) -> None:
+    def _forget(self, run: Extent) -> None:
         with self._lock:
             for stretch in self._kept:
                 if stretch.run() is run:

@@ -1,0 +1,396 @@
+"""kvferryd: the only place that reads configuration and picks an engine.
+
+Called by __main__ on the main thread. What the operating system refuses while the daemon starts (a
+full file system, no memory, no threads) becomes a line with the setting to change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import gc
+import os
+import resource
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NoReturn
+
+import structlog
+import uvloop
+import zmq
+
+from kvferry.daemon import config as configuration
+from kvferry.daemon.access.admission import Admission
+from kvferry.daemon.access.endpoint import Endpoint
+from kvferry.daemon.config import Config, HealthConfig
+from kvferry.daemon.core.core import Core, DaemonIdentity
+from kvferry.daemon.core.regions import MAX_REGIONS
+from kvferry.daemon.engine.base import CopyEngine
+from kvferry.daemon.engine.pool import HostPool, check_fits, give_back, taken_bytes, whole_pages
+from kvferry.daemon.engine.reference import Faults, ReferenceEngine
+from kvferry.daemon.lane.inbox import Listen
+from kvferry.daemon.lane.lane import Lane
+from kvferry.daemon.logs import start_logging, unfailing
+from kvferry.daemon.observability.health import Health, HealthTimeouts
+from kvferry.daemon.observability.http import MetricsServer
+from kvferry.daemon.observability.kv_events import KVEventPublisher
+from kvferry.daemon.observability.metrics import Metrics
+from kvferry.daemon.observability.probe import HOST_BYTES, Probe
+from kvferry.daemon.persistence.checksum_client import ChecksumClient
+from kvferry.daemon.persistence.kept_tensor_store import KeptTensorStore
+from kvferry.daemon.persistence.region_store import FdStore, NullFdStore, RegionStore
+from kvferry.daemon.reload import Reload
+from kvferry.daemon.systemd import Supervisor
+from kvferry.daemon.transport.accept_gate import last_descriptor
+from kvferry.daemon.transport.server import Server
+from kvferry.proto.codec import MAX_MESSAGE_BYTES
+from kvferry.proto.errors import Code, KVFerryError, Refused
+from kvferry.proto.sizes import parse_bytes
+from kvferry.proto.specs import MAX_BLOCK_IDS
+from kvferry.proto.status import Limits
+
+log = structlog.get_logger()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run until SIGTERM. Exit status: 0 stopped, 1 something failed, 2 refused to start."""
+    sys.stderr = unfailing(sys.stderr)
+    supervisor = Supervisor()
+    try:
+        _main(supervisor, arguments)
+    finally:
+        supervisor.deliver()
+
+
+def _main(supervisor: Supervisor, arguments: Sequence[str] | None) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # clients and chunks take some each
+    try:
+        config = configuration.read(arguments)
+        start_logging(config.log)
+        supervisor.status(f"opening device {config.device}")
+        engine = make_engine(config)
+        admission = Admission(config.access.group)
+        with starting(config.directory):
+            endpoint = Endpoint(config.directory / engine.info.uuid, admission)
+    except KVFerryError as error:
+        give_up(supervisor, "refused to start", error, 2)
+    with contextlib.closing(endpoint):
+        try:
+            with starting(config.directory):
+                pool, kept = make_pool(config, supervisor, locked=engine.info.kind != "cpu")
+        except KVFerryError as error:
+            give_up(supervisor, "refused to start", error, 2)
+        try:
+            signals = SignalHandlers(
+                supervisor, Reload(arguments, config, partial(apply, endpoint))
+            )
+            uvloop.run(run(config, engine, pool, endpoint, kept, signals))
+        except Refused as error:  # what is refused is refused before it serves
+            give_up(supervisor, "refused to start", error, 2)
+        except KVFerryError as error:
+            give_up(supervisor, "failed", error, 1)
+
+
+# Errors of a file system that takes no new file, and of a kernel that has no memory left.
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
+NO_MEMORY = frozenset({errno.ENOMEM, errno.EAGAIN})
+
+
+@contextlib.contextmanager
+def starting(directory: Path) -> Iterator[None]:
+    """Turn what the operating system refuses at start into Refused (BAD_CONFIG).
+
+    directory: the runtime directory, the only place where the daemon makes files.
+    """
+    try:
+        yield
+    except (OSError, zmq.ZMQError) as error:
+        if error.errno in NO_ROOM:
+            message = f"no room for sockets in runtime_dir ({os.strerror(error.errno)}): free some"
+            message += ", or set a runtime_dir on another file system"
+            raise Refused(Code.BAD_CONFIG, message, str(directory)) from error
+        if error.errno in NO_MEMORY:
+            raise _no_memory(error) from error
+        raise
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "start new thread" not in str(error):
+            raise
+        raise _no_memory(error) from error
+
+
+def _no_memory(error: Exception) -> Refused:
+    message = "no memory, or no threads, left to start with: raise LimitAS, LimitNPROC and the "
+    message += "memory and tasks of the control group, or make pool.size smaller"
+    return Refused(Code.BAD_CONFIG, message, str(error) or type(error).__name__)
+
+
+def give_up(supervisor: Supervisor, what: str, error: KVFerryError, status: int) -> NoReturn:
+    supervisor.status(f"{what}: {error}")
+    print(f"kvferryd: {error}", file=sys.stderr)
+    sys.exit(status)
+
+
+CHUNK = "pool-"
+"""What the names of the pool's descriptors begin with, where they are kept."""
+
+
+GC_THRESHOLDS = 10_000, 50, 100_000
+"""Full collections next to never: one that walks a million keys takes 90 ms, and there is little
+garbage that only they find."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveredState:
+    """What an earlier daemon left, and who keeps descriptors for the next one.
+
+    ledgers: what is taken over, with the tensors. useless: what is not, still as it was left.
+    chunks: of a new pool, by name, that nobody keeps yet. why: there is no use for a pool that was.
+    """
+
+    supervisor: Supervisor
+    keeper: FdStore
+    ledgers: Mapping[str, int]
+    useless: Mapping[str, int]
+    chunks: Mapping[str, int]
+    why: str = ""
+
+    def settle(self) -> None:
+        """Nothing keeps this daemon from serving any more: let what is useless go, and have the new
+        pool kept. Before that pool has any memory: it may be that of the old one."""
+        if self.why:
+            log.warning("the pool that was kept is given up: it begins empty", reason=self.why)
+        give_back(chunks_of(self.useless))  # or it stays taken until the supervisor forgets it
+        for name, descriptor in self.useless.items():
+            self.supervisor.forget(name)
+            os.close(descriptor)
+        for name, descriptor in self.chunks.items():
+            self.keeper.keep(name, descriptor)
+        self.supervisor.deliver()
+
+
+def chunks_of(kept: Mapping[str, int]) -> list[int]:
+    """The descriptors of a pool, in order."""
+    return [kept[name] for name in sorted(kept) if name.startswith(CHUNK)]
+
+
+async def run(
+    config: Config,
+    engine: CopyEngine,
+    pool: HostPool,
+    endpoint: Endpoint,
+    kept: RecoveredState,
+    signals: SignalHandlers,
+) -> None:
+    metrics = Metrics()
+    metrics_server = make_metrics_server(config, metrics)
+    stores, loads = config.limits.max_stores, config.limits.max_loads
+    limits = Limits(MAX_MESSAGE_BYTES, MAX_BLOCK_IDS, stores + loads, stores, loads)
+    identity = DaemonIdentity(
+        installed_version(), secrets.token_hex(8), os.getpid(), engine.info, limits
+    )
+    core = Core(
+        identity, pool.nbytes, time.monotonic(), HOST_BYTES, most_regions(), metrics.jobs.ended
+    )
+    with signals.heard(lambda: server.stop()):  # before there is a socket: who sees it may end us
+        with starting(config.directory):
+            checksums = ChecksumClient(  # first: so its process never has a socket of ours
+                pool.descriptors,
+                pool.chunk_bytes,
+                config.integrity.threads,
+                lambda error: server.fail(error),
+            )
+            publisher = KVEventPublisher(config.events.publish or f"ipc://{endpoint.events}")
+            server = Server(core, endpoint, publisher.publish)
+            lane = Lane(engine, pool, server.lane_reports, server.fail)
+            scrub_rate = parse_bytes(config.integrity.scrub_rate)
+            region_store = RegionStore(checksums, kept.keeper, server.tell, scrub_rate)
+            region_store.restore(kept.ledgers, core.restore)
+            shelf = KeptTensorStore(kept.keeper)
+            for number, memory in shelf.take_up(kept.ledgers, core.restore_tensors).items():
+                lane.hold(number, memory)
+            health = make_health(config.health, server, lane, pool.address, signals, endpoint.lost)
+            gc.freeze()
+            gc.set_threshold(*GC_THRESHOLDS)
+            lane.start()
+            lane.enter()
+            kept.settle()
+            pool.fill(engine, server.pool_grew, server.fail)
+            region_store.start()
+            log.info(
+                "serving",
+                device=engine.info.name,
+                directory=str(endpoint.directory),
+                pool=pool.nbytes - HOST_BYTES,
+                numa_node="-" if engine.numa_node is None else engine.numa_node,
+                metrics=metrics_server.address if metrics_server else "off",
+            )
+            signals.serving(f"serving {engine.info.name} at {endpoint.directory}")
+            if metrics_server:
+                metrics_server.start(server)
+        await server.serve(lane, region_store, shelf, health, config.stop.drain_seconds)
+        await publisher.close()
+        if metrics_server:
+            await asyncio.to_thread(metrics_server.close)
+        lane.close()
+        region_store.close()
+        pool.close(engine)
+    log.info("stopped")
+
+
+def make_pool(
+    config: Config, supervisor: Supervisor, *, locked: bool
+) -> tuple[HostPool, RecoveredState]:
+    """The pool and the ledgers that an earlier daemon left, or a new pool and none. Raises Refused;
+    what was kept stays so until `settle`, whoever else refuses."""
+    size, chunk = parse_bytes(config.pool.size), parse_bytes(config.pool.chunk)
+    keeper = supervisor if config.pool.keep and supervisor.keeps else NullFdStore()
+    kept = supervisor.kept
+    chunks, why = chunks_of(kept), ""
+    if chunks and config.pool.keep:
+        try:
+            again = HostPool(HOST_BYTES + size, chunk, chunks)
+            return again, RecoveredState(supervisor, keeper, kept, {}, {})
+        except KVFerryError as error:
+            if error.code == Code.POOL_TOO_LARGE:  # it is as it should be, and cannot be had now
+                raise
+            why = str(error)
+    if config.pool.check_memory:
+        check_fits(size, locked=locked, spare=sum(map(taken_bytes, chunks)))
+    check_descriptors(size, chunk)
+    pool = HostPool(HOST_BYTES + size, chunk)
+    names = {f"{CHUNK}{number:05}": made for number, made in enumerate(pool.descriptors)}
+    return pool, RecoveredState(supervisor, keeper, {}, kept, names, why)
+
+
+DESCRIPTORS = 128
+"""What a daemon opens that has no pool and no clients, and some for these."""
+
+
+def most_regions() -> int:
+    """As many as may have ledgers, which take two descriptors each, and leave some to clients."""
+    return min(MAX_REGIONS, last_descriptor() // 4)
+
+
+def check_descriptors(pool_bytes: int, chunk_bytes: int) -> None:
+    """Raise Refused where there are too few for the pool, with as many left for clients."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * (DESCRIPTORS + -(-pool_bytes // whole_pages(chunk_bytes)))
+    if most < needed:
+        message = (
+            f"it takes {needed} descriptors at least: raise LimitNOFILE or ulimit -n, or pool.chunk"
+        )
+        raise Refused(Code.BAD_CONFIG, message, most)
+
+
+def make_engine(config: Config) -> CopyEngine:
+    if config.device.lower() == "cpu":
+        return ReferenceEngine(Faults(config.reference.stall, config.reference.fail_every))
+    from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
+
+    staging, chunk = parse_bytes(config.copy.staging), whole_pages(parse_bytes(config.pool.chunk))
+    return CudaEngine(config.device, CudaOptions(config.copy.mode, staging, chunk))
+
+
+class SignalHandlers:
+    """SIGTERM and SIGINT stop the server, SIGHUP reloads; the supervisor is told, of health too.
+
+    SIGINT stays ignored if it was ignored when the daemon started.
+    """
+
+    def __init__(self, supervisor: Supervisor, reload: Callable[[], None]) -> None:
+        self._supervisor, self._reload = supervisor, reload
+        self._status = ""
+        self._ready = False
+
+    @property
+    def watchdog_seconds(self) -> float | None:
+        return self._supervisor.watchdog_seconds
+
+    def serving(self, status: str) -> None:
+        """What `systemctl status` shows from when the daemon is ready."""
+        self._status = status
+
+    def ready(self) -> None:
+        self._ready = True
+        self._supervisor.ready(self._status)
+
+    def alive(self) -> None:
+        self._supervisor.alive()
+
+    def unwell(self, why: str) -> None:
+        self._supervisor.status(f"unhealthy: {why}" if why else self._status)
+
+    @contextlib.contextmanager
+    def heard(self, stop: Callable[[], None]) -> Iterator[None]:
+        """Heed them from now on; what they ask for is done when the loop is free next."""
+        loop = asyncio.get_running_loop()
+        stop = partial(self._end, stop)
+        handlers: dict[signal.Signals, Callable[[], None]] = {
+            signal.SIGTERM: stop,
+            signal.SIGHUP: self._hup,
+        }
+        # A shell has its background jobs ignore SIGINT: ctrl-c is meant for the job in front.
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            handlers[signal.SIGINT] = stop
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # one may have waited
+        yield
+        for number in handlers:
+            loop.remove_signal_handler(number)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # there is nothing to reload any more
+
+    def _end(self, stop: Callable[[], None]) -> None:
+        self._supervisor.stopping()
+        stop()
+
+    def _hup(self) -> None:
+        if self._ready:
+            self._supervisor.reloading()
+        self._reload()
+        if self._ready:
+            self._supervisor.ready(self._status)
+
+
+def apply(endpoint: Endpoint, config: Config) -> None:
+    """Take over what can change while the daemon runs. Raises like `admit`, and changes nothing."""
+    endpoint.admit(config.access.group)
+    start_logging(config.log)
+
+
+def make_metrics_server(config: Config, metrics: Metrics) -> MetricsServer | None:
+    listen = config.metrics.listen
+    if listen == "off":
+        return None
+    return MetricsServer(listen, metrics, config.health.deadline_seconds)
+
+
+def make_health(
+    config: HealthConfig,
+    server: Server,
+    lane: Lane,
+    address: int,
+    signals: SignalHandlers,
+    lost: Callable[[], str | None],
+) -> Health:
+    """address: of the front of the pool, where the probe's blocks are."""
+    patience = HealthTimeouts(config.every_seconds, config.deadline_seconds, config.lane_seconds)
+    say = server.inside(lambda message: prober.hear(message))
+    prober = Probe(say, address)
+    return Health(patience, prober, lambda now: lane.post(Listen(now)), signals, lost)
+
+
+def installed_version() -> str:
+    try:
+        return version("kvferry")
+    except PackageNotFoundError:
+        return "0+source"

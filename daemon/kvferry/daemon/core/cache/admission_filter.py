@@ -1,0 +1,46 @@
+"""How often a key was offered: one that is wanted once may never be wanted again.
+
+With a threshold n a key is stored from its n-th offer on. Offers are remembered for a bounded
+number of keys; who was offered longest ago is forgotten, and begins anew.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TypeAlias
+
+Counts: TypeAlias = "OrderedDict[bytes, int]"
+
+
+class AdmissionFilter:
+    def __init__(self, threshold: int, bound: int) -> None:
+        if threshold < 1:
+            raise ValueError(f"store_threshold is 1 or more, not {threshold}")
+        self._threshold = threshold
+        self._bound = bound
+        self._counts: Counts = OrderedDict()
+        """Up to the threshold; longest ago first."""
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def count(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Count an offer of each of these keys. Returns those that were offered often enough."""
+        if self._threshold == 1:
+            return list(keys)
+        counts, threshold, wanted = self._counts, self._threshold, []
+        for key in reversed(keys):
+            count = counts.pop(key, 0) + 1
+            counts[key] = min(count, threshold)
+            if count >= threshold:
+                wanted.append(key)
+        while len(counts) > self._bound:
+            counts.popitem(last=False)
+        wanted.reverse()
+        return wanted
+
+    def give_up(self) -> Counts:
+        """What was counted, for whoever takes it apart; all begin anew."""
+        counts, self._counts = self._counts, OrderedDict()
+        return counts

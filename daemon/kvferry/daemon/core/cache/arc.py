@@ -1,0 +1,136 @@
+"""ARC: recency and frequency share the cache, and the misses say how.
+
+Keys asked for once are in the recent list, keys asked for again in the frequent one; the `target`
+is how many keys should be recent. Who is evicted leaves a ghost, for a while, in the ghost list of
+its side. A key that comes back while its ghost is there was evicted too early: the target moves in
+favour of its side, and the key begins among the frequent. N. Megiddo and D. S. Modha, "ARC: A
+Self-Tuning, Low Overhead Replacement Cache", FAST 2003, figure 4.
+
+The paper has requests of one key, no keys that must stay, and no ghosts before the cache is full.
+An offer of one key to a full cache that may evict any is answered as there. Beyond that:
+- The keys of an offer are taken in one by one, the last first; none of them goes for another.
+- The list that should give skips what must stay; where all of it must, the other gives.
+- At the end of an offer the recent list and its ghosts are at most as many as the cache has blocks,
+  and so are all ghosts together; the oldest ghosts go.
+- A touch of a key that is still being stored does not make it frequent: it is the same request.
+- A store that fails leaves no ghost: nobody would have found the key.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from kvferry.daemon.core.cache.lru import Keys
+
+if TYPE_CHECKING:
+    from kvferry.daemon.core.cache.policy import EvictableFilter
+
+
+class ARC:
+    def __init__(self, capacity: int, keys: Keys | None = None) -> None:
+        self._capacity = capacity
+        self._target = 0.0
+        self._recent: Keys = OrderedDict() if keys is None else keys
+        self._frequent: Keys = OrderedDict()
+        self._recent_ghosts: Keys = OrderedDict()
+        self._frequent_ghosts: Keys = OrderedDict()
+
+    def __iter__(self) -> Iterator[bytes]:
+        return chain(self._recent, self._frequent)
+
+    def give_up(self) -> Keys:
+        recent, frequent = self._recent, self._frequent
+        if len(recent) > len(frequent):
+            recent.update(frequent)
+            return recent
+        for key in reversed(recent):
+            frequent[key] = None
+            frequent.move_to_end(key, last=False)
+        return frequent
+
+    def heaps(self) -> tuple[Keys, ...]:
+        return self._recent, self._frequent, self._recent_ghosts, self._frequent_ghosts
+
+    def admit(self, keys: Sequence[bytes], room: int, may_go: EvictableFilter) -> list[bytes]:
+        returning, victims = self._choose(keys, room, may_go)
+        for key in victims:
+            del (self._recent if key in self._recent else self._frequent)[key]
+        for key in reversed(keys):
+            (self._frequent if key in returning else self._recent)[key] = None
+        self._trim_ghosts()
+        return victims
+
+    def touch(self, keys: Sequence[bytes], pending: Container[bytes]) -> None:
+        recent, frequent = self._recent, self._frequent
+        for key in reversed(keys):
+            if key in frequent:
+                frequent.move_to_end(key)
+            elif key in recent:
+                if key in pending:
+                    recent.move_to_end(key)
+                else:
+                    del recent[key]
+                    frequent[key] = None
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            del (self._recent if key in self._recent else self._frequent)[key]
+
+    def check_integrity(self) -> None:
+        recent, frequent = len(self._recent), len(self._frequent)
+        ghosts, frequent_ghosts = len(self._recent_ghosts), len(self._frequent_ghosts)
+        assert recent + frequent <= self._capacity, "ARC has more keys than the cache has blocks"
+        assert recent + ghosts <= self._capacity, "ARC remembers too many that were recent"
+        assert ghosts + frequent_ghosts <= self._capacity, "ARC remembers too many ghosts"
+        assert 0 <= self._target <= self._capacity, "ARC's target is no size of a list"
+        lists = (self._recent, self._frequent, self._recent_ghosts, self._frequent_ghosts)
+        assert len(set().union(*lists)) == sum(map(len, lists)), "a key is in two lists of ARC"
+
+    def _choose(
+        self, keys: Sequence[bytes], room: int, may_go: EvictableFilter
+    ) -> tuple[set[bytes], list[bytes]]:
+        """Who of the keys returns, and who goes: one for each key after the first `room`.
+
+        Learns, and leaves the ghosts; the keys themselves stay in their lists while these are read.
+        """
+        recent, frequent = may_go(self._recent), may_go(self._frequent)
+        recent_first, frequent_first = chain(recent, frequent), chain(frequent, recent)
+        size, returning, victims = len(self._recent), set[bytes](), list[bytes]()
+        for number, key in enumerate(reversed(keys)):
+            was_frequent = key in self._frequent_ghosts
+            if was_frequent or key in self._recent_ghosts:
+                self._learn(key, was_frequent)
+                returning.add(key)
+            if number >= room:
+                recent_gives = size > self._target or (was_frequent and size == self._target)
+                victim = next(recent_first if recent_gives else frequent_first)
+                victims.append(victim)
+                size -= self._bury(victim)
+            size += key not in returning
+        return returning, victims
+
+    def _learn(self, key: bytes, was_frequent: bool) -> None:
+        """Move the target for a key that returns, and forget its ghost."""
+        recent, frequent = len(self._recent_ghosts), len(self._frequent_ghosts)
+        if was_frequent:
+            self._target = max(0.0, self._target - max(1.0, recent / frequent))
+            del self._frequent_ghosts[key]
+        else:
+            self._target = min(self._capacity, self._target + max(1.0, frequent / recent))
+            del self._recent_ghosts[key]
+
+    def _bury(self, key: bytes) -> bool:
+        """Leave a ghost of a key. Returns whether it is a recent one."""
+        was_recent = key in self._recent
+        (self._recent_ghosts if was_recent else self._frequent_ghosts)[key] = None
+        return was_recent
+
+    def _trim_ghosts(self) -> None:
+        recent, frequent = self._recent_ghosts, self._frequent_ghosts
+        for _ in range(len(self._recent) + len(recent) - self._capacity):
+            recent.popitem(last=False)
+        for _ in range(len(recent) + len(frequent) - self._capacity):
+            frequent.popitem(last=False)

@@ -1,0 +1,444 @@
+"""The cache of one namespace: which keys are in which host blocks.
+
+A key is pending (a store of it is on its way), ready (its bytes are in its block), or absent:
+
+    absent --prepare_store--> pending --complete_store--> ready --evicted--> absent
+                                 \\_______ it failed ______> absent
+
+Not every ready key is a HIT: it may be stored in part, or unverified (resident_keys.py).
+
+A block holds one pending or ready key, or it is free, or it is *doomed*. Doomed is what makes a
+reset safe: at once every key is absent, yet jobs from before still write and read their blocks. So
+those blocks belong to nobody until the last of these jobs has ended. A job is the object that was
+handed out for it, a Reservation or Pins, and nothing else: what comes back is looked for among the
+jobs of the present and among those of the past, so that a late end can name no key of today.
+
+An offer is all or nothing without undoing anything: whether enough keys may go is a matter of
+counting, and only then the policy is asked, which takes the new keys in and names those that go.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from kvferry.daemon.core.cache.admission_filter import AdmissionFilter
+from kvferry.daemon.core.cache.block_allocator import BlockAllocator
+from kvferry.daemon.core.cache.deferred_free import DeferredFree
+from kvferry.daemon.core.cache.policy import POLICIES, EvictableFilter
+from kvferry.daemon.core.cache.resident_keys import NO_PARTS, Parts, ResidentKeys, outside
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.keys import EventKind, Lookup
+
+OFFERS_REMEMBERED = 1 << 16
+"""Keys whose offers are remembered, or as many as there are blocks, if that is more."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reservation:
+    """A store to be done: keys in the order offered, the block of each, and who went for it.
+
+    parts: of keys that are stored in part, the sub-blocks.
+    """
+
+    keys: tuple[bytes, ...]
+    blocks: tuple[int, ...]
+    evicted: tuple[bytes, ...]
+    parts: Parts = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pins:
+    """A load to be done: the block of each key, which stays until complete_load."""
+
+    keys: tuple[bytes, ...]
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvent:
+    kind: EventKind
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUsage:
+    """Blocks now, and keys counted since the start.
+
+    capacity = free + pending + ready + unverified + doomed. ready counts keys stored in part, too.
+    """
+
+    capacity: int
+    free: int
+    pending: int
+    ready: int
+    unverified: int
+    pinned: int
+    doomed: int
+    hits: int
+    misses: int
+    stores_skipped: int
+    stored: int
+    evictions: int
+
+    @property
+    def used(self) -> int:
+        """Blocks that are not free."""
+        return self.capacity - self.free
+
+
+class Cache:
+    """Keys in `capacity` host blocks.
+
+    policy: a name in POLICIES. store_threshold: the offer from which on a key is stored. Raises
+    ValueError where one of the three makes no sense.
+    """
+
+    def __init__(self, capacity: int, policy: str = "lru", store_threshold: int = 1) -> None:
+        if capacity < 1:
+            raise ValueError(f"a cache has one block or more, not {capacity}")
+        if policy not in POLICIES:
+            raise ValueError(f"policy is one of {', '.join(POLICIES)}, not {policy!r}")
+        self._capacity = capacity
+        self._make_policy = POLICIES[policy]
+        self._policy = self._make_policy(capacity)
+        self._offers = _offers(store_threshold, capacity)
+        self._blocks = BlockAllocator(capacity)
+        self._pending: dict[bytes, int] = {}
+        self._ready = ResidentKeys()
+        self._pins: Counter[bytes] = Counter()
+        """How often each ready key is pinned, where it is."""
+        self._condemned: dict[bytes, int] = {}
+        """The blocks of keys that were discarded while pinned; such a key is not stored anew."""
+        self._stores: set[Reservation] = set()
+        self._loads: set[Pins] = set()
+        self._past: set[Reservation | Pins] = set()
+        """Jobs from before a reset."""
+        self._recording = False
+        self._events: list[CacheEvent] = []
+        self.notice: Callable[[], None] = _nobody
+        """Called whenever there is an event to take."""
+        self._hits = self._misses = self._skipped = self._stored = self._evictions = 0
+
+    @property
+    def recording(self) -> bool:
+        """Whether events are kept for take_events. Off, none are, nor those kept so far."""
+        return self._recording
+
+    @recording.setter
+    def recording(self, on: bool) -> None:
+        self._recording = on
+        if not on:
+            self._events = []
+
+    def configure(self, policy: str, store_threshold: int) -> None:
+        """Evict and store otherwise from now on. Keys stay and counters go on; what the policy
+        has learnt and what was offered is forgotten."""
+        if POLICIES[policy] is not self._make_policy:
+            self._make_policy = POLICIES[policy]
+            self._policy = self._make_policy(self._capacity, self._policy.give_up())
+        self._offers = _offers(store_threshold, self._capacity)
+
+    @property
+    def usage(self) -> CacheUsage:
+        return CacheUsage(
+            capacity=self._capacity,
+            free=self._blocks.free,
+            pending=len(self._pending),
+            ready=len(self._ready) - len(self._ready.unverified),
+            unverified=len(self._ready.unverified),
+            pinned=len(self._pins) - len(self._condemned),
+            doomed=self._blocks.doomed + len(self._condemned),
+            hits=self._hits,
+            misses=self._misses,
+            stores_skipped=self._skipped,
+            stored=self._stored,
+            evictions=self._evictions,
+        )
+
+    def lookup(self, key: bytes) -> Lookup:
+        """HIT, MISS or HIT_PENDING, which counts as neither. Changes nothing else."""
+        found = Lookup.HIT_PENDING if key in self._pending else self._ready.lookup(key)
+        self._hits += found is Lookup.HIT
+        self._misses += found is Lookup.MISS
+        return found
+
+    @property
+    def parts(self) -> Parts:
+        """Of ready keys that are stored in part, the sub-blocks."""
+        return self._ready.parts
+
+    def count_lookups(self, hits: int, misses: int) -> None:
+        """Lookups that were answered elsewhere."""
+        self._hits += hits
+        self._misses += misses
+
+    def prepare_store(
+        self, keys: Sequence[bytes], parts: Parts = NO_PARTS, keep: Iterable[bytes] = ()
+    ) -> Reservation | None:
+        """Reserve blocks for those of `keys` that are absent and were offered often enough.
+
+        parts: the sub-blocks of keys that are to be stored in part. Ready keys that are not pinned
+        are stored again if they are unverified, or if more of them is stored now.
+        keep: further keys of the same offer. No key of the offer is evicted for another.
+
+        None where not enough keys may go, and nothing changed, except that it was an offer and
+        counts for the threshold. Stores skipped are keys below the threshold, and all of those
+        that found no room. Of keys offered together the first becomes the most recent.
+        """
+        offered, ready = dict.fromkeys(keys), self._ready
+        replaced = ready.replaceable(offered, parts, self._pins)
+        absent = list(outside(offered, ready.blocks, self._pending, self._condemned))
+        all_absent = len(absent) == len(offered)
+        if replaced:
+            stored_again = replaced.union(absent)
+            absent = [key for key in offered if key in stored_again]
+        wanted = self._offers.count(absent)
+        self._skipped += len(absent) - len(wanted)
+        if not wanted:
+            return Reservation((), (), ())
+        replaced.intersection_update(wanted)
+        room = self._blocks.free + len(replaced)
+        kept = dict.fromkeys(keep)
+        known = () if all_absent and not kept else {**offered, **kept}
+        if len(wanted) - room > self._evictable(known):
+            self._skipped += len(wanted)
+            return None
+        self._remove(list(replaced))
+        reserved = {key: parts[key] for key in wanted if key in parts} if parts else {}
+        return self._reserve(tuple(wanted), reserved, room, self._sieve({**offered, **kept}))
+
+    def complete_store(self, reservation: Reservation, success: bool) -> None:
+        """A store ended: its keys can be loaded, or are absent. A second time is harmless."""
+        if reservation in self._past:
+            self._past.remove(reservation)
+            self._blocks.redeem(reservation.blocks)
+        elif reservation in self._stores:
+            self._stores.remove(reservation)
+            for key in reservation.keys:
+                del self._pending[key]
+            if success:
+                self._settle(reservation)
+            else:
+                self._abandon(reservation)
+
+    def prepare_load(self, keys: Sequence[bytes]) -> Pins:
+        """Pin ready keys, each as often as it is named. Raises Refused (KEY_ABSENT) for the first
+        that is absent or pending, and nothing changed."""
+        ready = self._ready.blocks
+        try:
+            pins = Pins(tuple(keys), tuple([ready[key] for key in keys]))
+        except KeyError as missing:
+            (key,) = missing.args
+            message = "this key is not in the cache: look it up before loading it"
+            if key in self._pending:
+                message = "a store of this key has not completed yet: load it when it is a HIT"
+            raise Refused(Code.KEY_ABSENT, message, key.hex()) from None
+        if (unverified := self._ready.first_unverified(keys)) is not None:
+            message = "this key is not verified since the restart: load it when it is a HIT"
+            raise Refused(Code.KEY_ABSENT, message, unverified.hex())
+        self._pins.update(keys)
+        self._loads.add(pins)
+        return pins
+
+    def complete_load(self, pins: Pins) -> None:
+        """A load ended. Raises Refused (NOT_PINNED) where these pins were released already."""
+        if pins in self._past:
+            self._past.remove(pins)
+            self._blocks.redeem(pins.blocks)
+        elif pins in self._loads:
+            self._loads.remove(pins)
+            self._unpin(pins.keys)
+        else:
+            message = "these pins were released: a load ends once"
+            raise Refused(Code.NOT_PINNED, message, b"".join(pins.keys[:1]).hex())
+
+    def take_apart(self, pins: Pins) -> list[Pins]:
+        """Instead of pins that were not released, as many of one key each."""
+        singles = [
+            Pins((key,), (block,)) for key, block in zip(pins.keys, pins.blocks, strict=True)
+        ]
+        if pins in self._past:
+            self._past.remove(pins)
+            self._past.update(singles)
+        else:
+            self._loads.remove(pins)
+            self._loads.update(singles)
+        return singles
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Keys were asked for: the first ends up most recent. Absent ones are ignored."""
+        self._policy.touch(keys, self._pending)
+
+    def verify(self, entries: Iterable[tuple[bytes, int]]) -> None:
+        """These keys, in these blocks, match their checksums. Those not unverified are ignored."""
+        self._tell(EventKind.STORED, tuple(self._ready.verify(entries)))
+
+    def discard(self, entries: Iterable[tuple[bytes, int]]) -> None:
+        """The bytes of these keys, in these blocks, are lost: they are absent. Others are ignored.
+
+        The block of a key that is pinned is doomed until the last pin has gone.
+        """
+        self._remove(self._ready.in_place(entries))
+
+    def take_events(self) -> list[CacheEvent]:
+        """What happened since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def reset(self) -> DeferredFree:
+        """Everything becomes absent, and recency, ghosts and offers are forgotten; counters stay.
+
+        Blocks of jobs under way are free once those jobs have ended. Returns what is to be freed.
+        """
+        jobs: set[Reservation | Pins] = {*self._stores, *self._loads}
+        self._blocks.vacate([job.blocks for job in jobs])
+        self._past |= jobs
+        self._stores, self._loads = set(), set()
+        rubble = DeferredFree(
+            self._pending,
+            self._ready.blocks,
+            self._ready.unverified,
+            self._pins,
+            *self._policy.heaps(),
+            self._offers.give_up(),
+        )
+        self._pending, self._ready = {}, ResidentKeys()
+        self._pins, self._condemned = Counter(), {}
+        self._policy = self._make_policy(self._capacity)
+        self._tell(EventKind.CLEARED, ())
+        return rubble
+
+    def restore(self, entries: Sequence[tuple[bytes, int]], parts: Parts = NO_PARTS) -> None:
+        """Take keys that an earlier daemon stored into an empty cache, least recent first, in the
+        blocks where they are. They are unverified.
+
+        Raises ValueError, and nothing changed, where a block is in use or out of range, or a key
+        or a block comes twice.
+        """
+        ready = dict(entries)
+        blocks = set(ready.values())
+        if self._blocks.free < self._capacity:
+            raise ValueError("only an empty cache can be restored")
+        if not len(entries) == len(ready) == len(blocks):
+            raise ValueError("a key or a block comes twice")
+        if blocks and not 0 <= min(blocks) <= max(blocks) < self._capacity:
+            raise ValueError(f"blocks are 0 to {self._capacity - 1}: {min(blocks)}, {max(blocks)}")
+        self._blocks.occupy(blocks)
+        self._ready.restore(ready, parts)
+        self._policy = self._make_policy(self._capacity)
+        self._policy.admit(list(ready)[::-1], len(ready), iter)
+
+    def entries(self) -> list[tuple[bytes, int]]:
+        """Ready keys and their blocks, least recent first as far as the policy knows."""
+        ready = self._ready.blocks
+        return [(key, ready[key]) for key in self._policy if key in ready]
+
+    def ready_keys(self) -> list[bytes]:
+        """Keys that are a HIT."""
+        return list(self._ready.hits())
+
+    def ready_among(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those of some keys that can be loaded, in whole or in part."""
+        return self._ready.loadable_among(keys)
+
+    def pending_keys(self) -> list[bytes]:
+        """Keys that are a HIT_PENDING."""
+        return [*self._pending, *self._ready.pending()]
+
+    def check_integrity(self) -> None:
+        """AssertionError where the books disagree. Takes long: for tests."""
+        pending, ready = self._pending, self._ready.blocks
+        stores = [pair for s in self._stores for pair in zip(s.keys, s.blocks, strict=True)]
+        pins = Counter(chain.from_iterable(load.keys for load in self._loads))
+        assert len(stores) == len(pending), "two stores reserve one key, or none does"
+        assert dict(stores) == pending, "pending keys are not those that stores reserve"
+        assert pins == self._pins, "pins are not those of the loads"
+        condemned = self._condemned
+        assert pins.keys() <= {*ready, *condemned}, "a key is pinned that is not ready"
+        assert condemned.keys() <= pins.keys(), "a condemned key is not pinned any more"
+        assert condemned.keys().isdisjoint({*ready, *pending}), "a condemned key is there"
+        assert pending.keys().isdisjoint(ready), "a key is both pending and ready"
+        assert pins.keys().isdisjoint(self._ready.unverified), "an unverified key is pinned"
+        self._ready.check_integrity()
+        order = list(self._policy)
+        assert len(order) == len(set(order)), "the policy has a key twice"
+        assert set(order) == {*pending, *ready}, "the policy has other keys than the cache"
+        self._policy.check_integrity()
+        held = [*pending.values(), *ready.values(), *condemned.values()]
+        self._blocks.check_integrity(held, [job.blocks for job in self._past])
+
+    def _evictable(self, besides: Iterable[bytes]) -> int:
+        """How many keys may go, `besides` these."""
+        ready, pins = self._ready, self._pins
+        held = len(pins) - len(self._condemned)
+        return len(ready) - held - sum(key in ready and key not in pins for key in besides)
+
+    def _sieve(self, offered: Collection[bytes]) -> EvictableFilter:
+        return lambda keys: outside(keys, self._pending, self._pins, offered)
+
+    def _remove(self, keys: Sequence[bytes]) -> None:
+        """These ready keys are absent from now on, other than by eviction."""
+        self._policy.forget(keys)
+        blocks = self._take_out(keys)
+        for key, block in zip(keys, blocks, strict=True):
+            if key in self._pins:
+                self._condemned[key] = block
+            else:
+                self._blocks.give_back([block])
+
+    def _take_out(self, keys: Sequence[bytes]) -> list[int]:
+        """The blocks of ready keys that are absent from now on. Each key is told to be gone as
+        what it was told to be."""
+        blocks, hits, pending = self._ready.remove(keys)
+        self._tell(EventKind.REMOVED, tuple(hits))
+        self._tell(EventKind.ABANDONED, tuple(pending))
+        return blocks
+
+    def _reserve(
+        self, keys: tuple[bytes, ...], parts: Parts, room: int, may_go: EvictableFilter
+    ) -> Reservation:
+        evicted = tuple(self._policy.admit(keys, room, may_go))
+        self._blocks.give_back(self._take_out(evicted))
+        reservation = Reservation(keys, self._blocks.take(len(keys)), evicted, parts)
+        self._pending.update(zip(keys, reservation.blocks, strict=True))
+        self._stores.add(reservation)
+        self._evictions += len(evicted)
+        self._tell(EventKind.PENDING, keys)
+        return reservation
+
+    def _settle(self, reservation: Reservation) -> None:
+        self._ready.add(reservation.keys, reservation.blocks, reservation.parts)
+        self._stored += len(reservation.keys)
+        self._tell(EventKind.STORED, tuple(outside(reservation.keys, reservation.parts)))
+        self._tell(EventKind.ABANDONED, tuple(reservation.parts))
+
+    def _abandon(self, reservation: Reservation) -> None:
+        self._policy.forget(reservation.keys)
+        self._blocks.give_back(reservation.blocks)
+        self._tell(EventKind.ABANDONED, reservation.keys)
+
+    def _unpin(self, keys: Iterable[bytes]) -> None:
+        pins, condemned = self._pins, self._condemned
+        for key in keys:
+            if pins[key] > 1:
+                pins[key] -= 1
+            else:
+                pins.pop(key)  # not del, which a Counter does in Python
+                if key in condemned:
+                    self._blocks.give_back([condemned.pop(key)])
+
+    def _tell(self, kind: EventKind, keys: tuple[bytes, ...]) -> None:
+        if self._recording and (keys or kind is EventKind.CLEARED):
+            self._events.append(CacheEvent(kind, keys))
+            self.notice()
+
+
+def _offers(threshold: int, capacity: int) -> AdmissionFilter:
+    return AdmissionFilter(threshold, max(capacity, OFFERS_REMEMBERED))
+
+
+def _nobody() -> None:
+    """Nobody wants to know."""

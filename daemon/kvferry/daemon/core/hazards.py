@@ -1,0 +1,43 @@
+"""Which transfers must wait for which.
+
+Transfers of one direction run in the order of submission; the two directions overlap. A load of a
+host block that an unfinished store is writing must not: nor may a store that overwrites a host
+block still being loaded, or either of them where they meet in a GPU block. Because each direction
+is a queue, the rule needs no graph: a transfer waits until the other direction has ended every
+transfer up to one serial number, the newest that touched one of its blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from kvferry.daemon.core.layout import ResolvedBlocks, largest
+from kvferry.proto.specs import Direction
+
+
+class HazardTracker:
+    """For every block the newest transfer, each way, that touched it. Serials grow from 1."""
+
+    def __init__(self, gpu_slots: int, host_blocks: int) -> None:
+        self._gpu = {d: np.zeros(gpu_slots, dtype=np.int64) for d in Direction}
+        self._host = {d: np.zeros(host_blocks, dtype=np.int64) for d in Direction}
+        self._under_way: Counter[Direction] = Counter()
+
+    def admit(self, serial: int, direction: Direction, blocks: ResolvedBlocks) -> int:
+        """Note a new transfer. Returns the serial up to which the other way must have ended."""
+        other, after = direction.other, 0
+        if self._under_way[other]:
+            after = max(
+                largest(self._gpu[other][blocks.gpu_slots]),
+                largest(self._host[other][blocks.host_blocks]),
+            )
+        self._gpu[direction][blocks.gpu_slots] = serial
+        self._host[direction][blocks.host_blocks] = serial
+        self._under_way[direction] += 1
+        return after
+
+    def ended(self, direction: Direction) -> None:
+        """One of those that were admitted has ended."""
+        self._under_way[direction] -= 1

@@ -1,0 +1,427 @@
+"""Block maths: from the two sides of a TransferSpec to the bytes that move.
+
+A GPU block of a group is its references' pages, one from each canonical tensor. In host memory the
+same block is those pages one after another, and a host block is `block_size_factor` such GPU
+blocks in a row:
+
+    host block h of a group with pages a, b and factor 3     | a0 b0 | a1 b1 | a2 b2 |
+                                                             ^ region start + h * host_block_bytes
+
+so that a whole host block, or any run of sub-blocks in it, is one contiguous piece. A request that
+begins at logical block i uses its first host block from sub-block `i mod factor` on, and the last
+one as far as it reaches; nothing outside the range is read or written.
+
+All of it is array arithmetic over block ids; nothing here loops over layers, or over more than a
+few blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+
+from kvferry.daemon.core.aliasing import sharers_of, slot_bases
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.layout import Int64s as Int64s  # the core's name for it
+from kvferry.proto.layout import LayoutArrays
+from kvferry.proto.memory import Location
+from kvferry.proto.specs import (
+    BlockIds,
+    CPULoadStoreSpec,
+    Direction,
+    GPULoadStoreSpec,
+    HostSpec,
+    KeyLoadStoreSpec,
+    LoadStoreSpec,
+)
+
+FEW = 64
+"""Up to so many numbers Python is done with before numpy has begun."""
+
+SPARSE = 16
+"""Among so many times as many ids two of the same are found sooner by sorting."""
+
+Bools: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
+Rows: TypeAlias = list[tuple[int, int, int]]
+"""Contiguous pieces of memory, few of them: (address on the GPU, in host memory, bytes) each."""
+_INT64, _UINT64 = np.dtype(np.int64), np.dtype(np.uint64)
+_NONE = np.empty(0, dtype=np.int64)
+
+
+class Extent(msgspec.Struct, frozen=True, weakref=True):
+    """Some GPU blocks of one group, and where each one's pages lie in the host pool."""
+
+    group: int
+    gpu_blocks: Int64s
+    """(n,) block ids, in range."""
+    host_offsets: Int64s
+    """(n,) bytes from the start of the pool."""
+    of: Extent | None = None
+    """The whole run that this is a part of; None if it is one."""
+    at: int = 0
+    """Its first block's place there."""
+
+    def cut(self, start: int, stop: int) -> Extent:
+        blocks, offsets = self.gpu_blocks[start:stop], self.host_offsets[start:stop]
+        return Extent(self.group, blocks, offsets, self.of or self, self.at + start)
+
+
+class Fragments(msgspec.Struct, frozen=True):
+    """Contiguous pieces of memory.
+
+    table: (3, n) int64, row by row: addresses on the GPU, addresses in host memory, sizes.
+    """
+
+    table: Int64s
+
+    @classmethod
+    def of(cls, gpu: Int64s, host: Int64s, size: Int64s) -> Fragments:
+        return cls(np.stack((gpu, host, size)))
+
+    @property
+    def gpu(self) -> Int64s:
+        gpu: Int64s = self.table[0]
+        return gpu
+
+    @property
+    def host(self) -> Int64s:
+        host: Int64s = self.table[1]
+        return host
+
+    @property
+    def size(self) -> Int64s:
+        size: Int64s = self.table[2]
+        return size
+
+    def rows(self) -> Rows:
+        columns = self.gpu.tolist(), self.host.tolist(), self.size.tolist()
+        return list(zip(*columns, strict=True))
+
+
+class ResolvedBlocks(msgspec.Struct, frozen=True):
+    """A transfer, checked: its runs, and the blocks it touches, for ordering.
+
+    sub_blocks, sizes: of host blocks named by number, for block_states.py. Sub-block j of host
+    block h is h * factor + j; `sizes` numbers the GPU-block size of each host block's group.
+    """
+
+    runs: tuple[Extent, ...]
+    gpu_slots: Int64s
+    host_blocks: Int64s
+    sub_blocks: Int64s = _NONE
+    sizes: Int64s = _NONE
+
+
+def split_spec(
+    src: LoadStoreSpec, dst: LoadStoreSpec
+) -> tuple[Direction, GPULoadStoreSpec, HostSpec]:
+    """Which way a TransferSpec goes, its GPU side, and its host side."""
+    match src, dst:
+        case GPULoadStoreSpec(), CPULoadStoreSpec() | KeyLoadStoreSpec():
+            return Direction.STORE, src, dst
+        case CPULoadStoreSpec() | KeyLoadStoreSpec(), GPULoadStoreSpec():
+            return Direction.LOAD, dst, src
+    raise Refused(
+        Code.BAD_SPEC,
+        "one side of a transfer is GPU, the other host memory",
+        f"{type(src).__name__} -> {type(dst).__name__}",
+    )
+
+
+class GroupExtent(msgspec.Struct, frozen=True):
+    """A group's part of a transfer: GPU blocks, and the host blocks that they take.
+
+    skip: sub-blocks of the first host block that come before. begin, end: which of the transfer's
+    host blocks are the group's.
+    """
+
+    group: int
+    gpu_blocks: Int64s
+    skip: int
+    begin: int
+    end: int
+
+
+class BlockLayout:
+    """The shape of one registration, ready for arithmetic. Immutable."""
+
+    def __init__(
+        self,
+        layout: LayoutArrays,
+        region_start: int,
+        host_blocks: int,
+        locations: Sequence[Location] | None = None,
+        host_block_bytes: int | None = None,
+    ) -> None:
+        self.layout = layout
+        self.region_start = region_start
+        self.host_blocks = host_blocks
+        self.factor = layout.block_size_factor
+        self.group_bytes = layout.group_bytes
+        self.host_block_bytes = host_block_bytes or layout.host_block_bytes
+        self.refs = _group_refs(layout)
+        self._host_block = np.array([self.host_block_bytes])  # numpy takes longer over an int
+        self._sub_blocks = [
+            np.arange(self.factor) * nbytes + region_start for nbytes in self.group_bytes
+        ]
+        """For each group where the sub-blocks of host block 0 begin in the pool."""
+        self._blocks: list[int] = layout.blocks_of_groups(np.minimum).tolist()
+        """For each group how many blocks it has."""
+        distinct = sorted(set(self.group_bytes))
+        self.sizes = len(distinct)
+        self._size_of_group = [distinct.index(nbytes) for nbytes in self.group_bytes]
+        self._slot_base, self.gpu_slots = slot_bases(layout, locations)
+        self._sharers = sharers_of(layout)
+
+    def resolve(
+        self, direction: Direction, gpu: GPULoadStoreSpec, host_ids: BlockIds
+    ) -> ResolvedBlocks:
+        """Check a transfer against this registration. Raises Refused; nothing is half done."""
+        hosts = _int64s(host_ids)
+        shares = self.shares(direction, gpu, hosts.size)
+        _check_range(hosts, self.host_blocks, "host block")
+        if direction is Direction.STORE:
+            _check_unique(hosts, self.host_blocks, "host block")
+        placed = self._placed(shares, hosts, None)
+        sub_blocks, sizes = self._sub_blocks_of(shares, hosts), self._sizes_of(shares)
+        return msgspec.structs.replace(placed, sub_blocks=sub_blocks, sizes=sizes)
+
+    def shares(
+        self, direction: Direction, gpu: GPULoadStoreSpec, hosts: int
+    ) -> tuple[GroupExtent, ...]:
+        """Check the GPU side, and that it takes as many host blocks. Raises Refused."""
+        sizes, indices = self._sizes(gpu)
+        gpu_ids = _int64s(gpu.block_ids)
+        shares: list[GroupExtent] = []
+        taken = used = 0
+        for group, (count, first) in enumerate(zip(sizes, indices, strict=True)):
+            if not count:
+                continue
+            ids = gpu_ids[taken : taken + count]
+            _check_range(ids, self._blocks[group], "GPU block of group", group)
+            taken += count
+            skip = first % self.factor
+            begin, used = used, used - (-(count + skip) // self.factor)
+            shares.append(GroupExtent(group, ids, skip, begin, used))
+        if used != hosts:
+            raise Refused(
+                Code.SIZE_MISMATCH,
+                f"{gpu_ids.size} GPU blocks, in groups of {list(sizes)} that begin at "
+                f"{list(indices)}, take {used} host blocks at {self.factor} a host block",
+                hosts,
+            )
+        if direction is Direction.LOAD and gpu_ids.size > 1:
+            self._check_written_once(shares)
+        return tuple(shares)
+
+    def place(self, shares: tuple[GroupExtent, ...], hosts: Int64s) -> ResolvedBlocks:
+        """Where checked shares go. GPU blocks whose host block is -1 are left out."""
+        kept = None if _in_range(hosts, self.host_blocks) else hosts >= 0
+        return self._placed(shares, hosts, kept)
+
+    def parts(self, share: GroupExtent) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Which sub-blocks, (from, to), of its first and of its last host block a share takes."""
+        end = share.skip + share.gpu_blocks.size
+        first = (share.skip, min(self.factor, end))
+        return first, first if share.end - share.begin == 1 else (0, (end - 1) % self.factor + 1)
+
+    def nbytes(self, runs: tuple[Extent, ...]) -> int:
+        total = 0
+        for run in runs:  # often one: a sum over a list takes twice as long
+            total += run.gpu_blocks.size * self.group_bytes[run.group]
+        return total
+
+    def end(self, runs: tuple[Extent, ...]) -> int:
+        """The first byte of the pool behind everything that `runs` touch."""
+        ends = [largest(run.host_offsets) + self.group_bytes[run.group] for run in runs]
+        return max(ends, default=0)
+
+    def whole(self, chunk_bytes: int) -> bool:
+        """Whether each host block lies in one chunk of the pool, which has chunks of that size."""
+        nbytes = self.host_block_bytes
+        return chunk_bytes % nbytes == 0 == self.region_start % nbytes
+
+    def split(
+        self, runs: tuple[Extent, ...], max_bytes: int, max_blocks: int
+    ) -> tuple[Extent, tuple[Extent, ...]]:
+        """The first piece of `runs`, of one group and at least one GPU block, and the rest."""
+        first, others = runs[0], runs[1:]
+        blocks = max(1, min(max_blocks, max_bytes // self.group_bytes[first.group]))
+        if first.gpu_blocks.size <= blocks:
+            return first, others
+        return first.cut(0, blocks), (first.cut(blocks, first.gpu_blocks.size), *others)
+
+    def fragments(self, run: Extent, bases: Int64s, pool: int) -> Fragments:
+        """Every page of `run` as addresses: `bases` of the tensors, `pool` of the host pool."""
+        refs = self.refs[run.group]
+        table = np.empty((3, run.gpu_blocks.size, refs.pages.size), dtype=np.int64)
+        gpu, host, size = table
+        np.multiply(run.gpu_blocks[:, None], refs.strides, gpu)
+        np.add(gpu, bases[refs.tensors], gpu)
+        np.add(run.host_offsets[:, None], refs.offsets + pool, host)
+        size[:] = refs.pages
+        return Fragments(table.reshape(3, -1))
+
+    def rows(self, run: Extent, bases: Int64s, pool: int) -> Rows:
+        """As `fragments`, and sooner where they are few."""
+        pages, tensors = self.refs[run.group].rows(), bases.tolist()
+        blocks = zip(run.gpu_blocks.tolist(), run.host_offsets.tolist(), strict=True)
+        return [
+            (tensors[tensor] + block * stride, start + offset + pool, size)
+            for block, start in blocks
+            for tensor, stride, offset, size in pages
+        ]
+
+    def _placed(
+        self, shares: tuple[GroupExtent, ...], hosts: Int64s, kept: Bools | None
+    ) -> ResolvedBlocks:
+        """The GPU slots of the answer number memory, not groups: groups that share a tensor share
+        its slots."""
+        runs, slots = [], []
+        for share in shares:
+            run = self._run(share, hosts, kept)
+            if run.gpu_blocks.size:
+                base = self._slot_base[run.group]
+                runs.append(run)
+                slots.append(run.gpu_blocks + base if base else run.gpu_blocks)
+        return ResolvedBlocks(tuple(runs), _joined(slots), hosts if kept is None else hosts[kept])
+
+    def _sub_blocks_of(self, shares: tuple[GroupExtent, ...], hosts: Int64s) -> Int64s:
+        if self.factor == 1:
+            return hosts
+        every = (hosts * self.factor)[:, None] + np.arange(self.factor)
+        parts = []
+        for share in shares:
+            used = slice(share.skip, share.skip + share.gpu_blocks.size)
+            parts.append(every[share.begin : share.end].ravel()[used])
+        return _joined(parts)
+
+    def _sizes_of(self, shares: tuple[GroupExtent, ...]) -> Int64s:
+        if self.sizes == 1:
+            return _NONE
+        return np.repeat(
+            np.array([self._size_of_group[share.group] for share in shares], dtype=np.int64),
+            np.array([share.end - share.begin for share in shares], dtype=np.int64),
+        )
+
+    def _check_written_once(self, shares: list[GroupExtent]) -> None:
+        """No GPU block is written twice: in a group, or in groups that share a tensor."""
+        blocks = {share.group: share.gpu_blocks for share in shares}
+        for sharers in self._sharers:
+            written = [blocks[group] for group in sharers if group in blocks]
+            _check_unique(_joined(written), self.gpu_slots, "GPU block")
+
+    def _run(self, share: GroupExtent, hosts: Int64s, kept: Bools | None) -> Extent:
+        """Of all sub-blocks of a share's host blocks those that it takes, and that are `kept`."""
+        own = slice(share.begin, share.end)
+        used = slice(share.skip, share.skip + share.gpu_blocks.size)
+        starts = hosts[own] * self._host_block
+        if self.factor > 1:
+            starts = starts[:, None]
+        offsets = (starts + self._sub_blocks[share.group]).ravel()[used]
+        if kept is None:
+            return Extent(share.group, share.gpu_blocks, offsets)
+        these = np.repeat(kept[own], self.factor)[used]
+        return Extent(share.group, share.gpu_blocks[these], offsets[these])
+
+    def _sizes(self, gpu: GPULoadStoreSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        groups = self.layout.num_groups
+        sizes = (gpu.block_ids.size,) if gpu.group_sizes is None else gpu.group_sizes
+        indices = (0,) * len(sizes) if gpu.block_indices is None else gpu.block_indices
+        if len(sizes) != groups:
+            raise Refused(
+                Code.UNKNOWN_GROUP, f"one size for each of the {groups} groups", list(sizes)
+            )
+        if len(indices) != groups:
+            raise Refused(
+                Code.UNKNOWN_GROUP, f"one index for each of the {groups} groups", list(indices)
+            )
+        if sum(sizes) != gpu.block_ids.size:
+            raise Refused(
+                Code.SIZE_MISMATCH,
+                f"group sizes add up to the {gpu.block_ids.size} GPU block ids given",
+                list(sizes),
+            )
+        return sizes, indices
+
+
+class GroupRefs:
+    """A group's references as arrays: (refs,) each. They are parts of `layout`'s, not copies."""
+
+    __slots__ = ("offsets", "pages", "smallest_page", "strides", "tensors")
+
+    def __init__(self, layout: LayoutArrays, group: int, strides: Int64s, offsets: Int64s) -> None:
+        mine = slice(*layout.starts[group : group + 2].tolist())
+        self.tensors, self.pages = layout.refs[:, mine]
+        self.strides = strides[mine]
+        self.offsets = offsets[mine]
+        """Where each page lies inside one GPU block's bytes in host memory."""
+        self.smallest_page = int(np.minimum.reduce(self.pages))
+
+    def rows(self) -> list[tuple[int, int, int, int]]:
+        """(tensor, row stride, offset, page size) of each page."""
+        columns = self.tensors, self.strides, self.offsets, self.pages
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def _group_refs(layout: LayoutArrays) -> list[GroupRefs]:
+    pages = layout.refs[1]
+    ends = np.cumsum(pages)
+    offsets = ends - pages
+    offsets -= offsets[layout.starts[:-1]][layout.group_of_ref]
+    strides = layout.tensors[2][layout.refs[0]]
+    return [GroupRefs(layout, group, strides, offsets) for group in range(layout.num_groups)]
+
+
+def largest(numbers: np.ndarray[Any, Any]) -> int:
+    """As numbers.max(), and 0 of none."""
+    if numbers.size <= FEW:
+        return max(numbers.tolist(), default=0)
+    return int(np.maximum.reduce(numbers))
+
+
+def first_again(ids: Int64s, limit: int) -> int | None:
+    """One of some ids, 0 to `limit` - 1, that comes again behind; None where none does."""
+    if ids.size <= FEW and len(set(ids.tolist())) == ids.size:
+        return None
+    if limit > SPARSE * ids.size:  # a table of so many ids is memory to fault in, page by page
+        ordered = np.sort(ids)
+        same = ordered[1:][ordered[1:] == ordered[:-1]]
+        return int(same[0]) if same.size else None
+    last = np.empty(limit, dtype=np.int64)
+    order = np.arange(ids.size)
+    last[ids] = order
+    again = last[ids] != order
+    return int(ids[again][0]) if np.count_nonzero(again) else None
+
+
+def _int64s(ids: BlockIds) -> Int64s:
+    return ids if ids.dtype is _INT64 else ids.astype(_INT64)
+
+
+def _joined(parts: list[Int64s]) -> Int64s:
+    return parts[0] if len(parts) == 1 else np.concatenate([*parts, _NONE])
+
+
+def _in_range(ids: Int64s, limit: int) -> bool:
+    if ids.size <= FEW:
+        numbers = ids.tolist()
+        return not numbers or 0 <= min(numbers) <= max(numbers) < limit
+    return largest(ids.view(_UINT64)) < limit  # a negative id is a huge one
+
+
+def _check_range(ids: Int64s, limit: int, what: str, group: int | None = None) -> None:
+    if ids.size and not _in_range(ids, limit):
+        bad = ids[(ids < 0) | (ids >= limit)][0]
+        what = what if group is None else f"{what} {group}"
+        raise Refused(Code.BLOCK_OUT_OF_RANGE, f"{what} ids are 0 to {limit - 1}", int(bad))
+
+
+def _check_unique(ids: Int64s, limit: int, what: str) -> None:
+    """Raise where an id comes twice: two writes to one place have no defined result."""
+    again = first_again(ids, limit)
+    if again is not None:
+        raise Refused(Code.DUPLICATE_BLOCK, f"a {what} is written once in a transfer", again)

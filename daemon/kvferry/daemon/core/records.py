@@ -1,0 +1,134 @@
+"""What a region of the host pool is, written down so that another daemon can take it up again.
+
+A deed says who owns which bytes and what is in them; which blocks are good, and under which key,
+stands in the block table beside it. Both outlive the daemon that wrote them, see
+persistence/region_store.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import msgspec
+
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.keys import OffloadKey
+from kvferry.proto.layout import LayoutArrays
+from kvferry.proto.specs import KVLayout
+from kvferry.proto.status import Fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class RegionOwner:
+    """Whose bytes: an engine's by its name, or those of a namespace."""
+
+    kind: str
+    name: str
+
+
+def engine_owner(name: str) -> RegionOwner:
+    return RegionOwner("engine", name)
+
+
+def namespace_owner(name: str) -> RegionOwner:
+    return RegionOwner("namespace", name)
+
+
+Contents: TypeAlias = LayoutArrays | Fingerprint
+
+
+class RegionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A region: `nbytes` of the pool from `start` on, an engine's (layout) or a namespace's.
+
+    pages, factor: how host blocks of a namespace are made, where somebody has entered it.
+    uid: the user that an engine's region belongs to.
+    """
+
+    name: str
+    start: int
+    nbytes: int
+    layout: LayoutArrays | None = None
+    fingerprint: Fingerprint | None = None
+    policy: str = "lru"
+    threshold: int = 1
+    generation: int = 1
+    pages: tuple[tuple[int, ...], ...] | None = None
+    factor: int = 0
+    uid: int | None = None
+
+    @property
+    def owner(self) -> RegionOwner:
+        return (namespace_owner if self.layout is None else engine_owner)(self.name)
+
+    @property
+    def contents(self) -> Contents:
+        contents = self.fingerprint or self.layout
+        if contents is None or (self.fingerprint and self.layout):
+            raise Refused(Code.BAD_LAYOUT, "a deed is of an engine or of a namespace", self.name)
+        return contents
+
+    @property
+    def block_bytes(self) -> int:
+        return self.contents.host_block_bytes
+
+    @property
+    def num_blocks(self) -> int:
+        return self.nbytes // self.block_bytes
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of a key; 0 where host blocks have none."""
+        return 0 if self.fingerprint is None else self.fingerprint.key_bytes
+
+
+class ResidentBlock(msgspec.Struct, frozen=True):
+    """A block that is good: its key, and the sub-blocks that were stored where not all were."""
+
+    block: int
+    key: OffloadKey
+    part: tuple[int, int] | None = None
+
+
+class RecoveredRegion(msgspec.Struct, frozen=True):
+    """A region that an earlier daemon left, and its residents, least recent first."""
+
+    deed: RegionRecord
+    residents: tuple[ResidentBlock, ...] = ()
+
+
+class KeptTensorsRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """KV tensors kept for an engine: what they are, and whose host blocks they go with."""
+
+    engine: str
+    layout: LayoutArrays
+    nbytes: int
+    owner: RegionOwner
+    uid: int | None = None
+
+
+T = TypeVar("T")
+
+
+def encode_record(record: RegionRecord | KeptTensorsRecord) -> bytes:
+    """As it is written down; a layout as it travels."""
+    return _encoder.encode(record)
+
+
+def decode_record(data: bytes, kind: type[T]) -> T:
+    """Raises msgspec.MsgspecError or Refused where that is no such record."""
+    return msgspec.msgpack.decode(data, type=kind, dec_hook=_from_layout)
+
+
+def _to_lists(value: object) -> list[Any]:
+    if isinstance(value, LayoutArrays):
+        return value.to_lists()
+    raise NotImplementedError(f"{type(value).__name__} is not part of a record")
+
+
+def _from_layout(kind: type, value: Any) -> LayoutArrays:
+    assert kind is LayoutArrays
+    return LayoutArrays.from_layout(msgspec.convert(value, KVLayout))
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_lists)

@@ -1,0 +1,120 @@
+"""What one session pinned: which keys, how often, and what of the cache keeps them.
+
+Keys that are pinned together are kept together, by one of the cache's Pins, and as a rule they are
+let go together. Who lets some of them go has them taken apart, once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+
+from kvferry.daemon.core.cache.cache import Cache, Pins
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.keys import OffloadKey
+from kvferry.proto.specs import MAX_KEYS
+
+PINS_OF_A_BLOCK = 4
+LEAST_PINS = 4 * MAX_KEYS
+"""What a session may have pinned: so many keys for each block of its namespace, or these."""
+
+
+class PinGroup:
+    """Keys that one message pinned, until the last of them is let go."""
+
+    def __init__(self, cache: Cache, keys: Sequence[OffloadKey]) -> None:
+        """Raises Refused (KEY_ABSENT) where one of them is not there any more."""
+        self._cache = cache
+        self._whole: Pins | None = cache.prepare_load(keys)
+        self._apart: defaultdict[OffloadKey, list[Pins]] = defaultdict(list)
+
+    def let_go(self, keys: Sequence[OffloadKey]) -> None:
+        """Some of those that are left, each as often as it is named."""
+        if self._whole is not None:
+            whole, self._whole = self._whole, None
+            if len(keys) == len(whole.keys):
+                self._cache.complete_load(whole)
+                return
+            for pins in self._cache.take_apart(whole):
+                self._apart[pins.keys[0]].append(pins)
+        for key in keys:
+            self._cache.complete_load(self._apart[key].pop())
+
+
+class SessionPins:
+    """Of a key that was pinned more than once, the pin that is oldest goes first."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._most = max(LEAST_PINS, PINS_OF_A_BLOCK * cache.usage.capacity)
+        self._count = 0
+        """Keys, each as often as it is pinned, whether it was there or not."""
+        self._first: dict[OffloadKey, PinGroup | None] = {}
+        """The oldest hold of each key; None where it was not there any more."""
+        self._more: defaultdict[OffloadKey, deque[PinGroup | None]] = defaultdict(deque)
+        """Those behind it."""
+
+    def pin(self, keys: Sequence[OffloadKey]) -> None:
+        """Keep those that are there; of one that went meanwhile its load will say so.
+
+        Raises Refused (BUSY) where they are too many with those before; then none is kept.
+        """
+        if not keys:
+            return
+        if self._count + len(keys) > self._most:
+            raise Refused(
+                Code.BUSY,
+                f"a session has pinned at most {self._most} keys, and this one has "
+                f"{self._count}: let some go",
+                len(keys),
+            )
+        holds = self._holds(keys)
+        self._count += len(keys)
+        if len(holds) == len(keys) and self._first.keys().isdisjoint(holds):
+            self._first |= holds
+        else:
+            for key in keys:
+                self._note(key, holds[key])
+
+    def unpin(self, keys: Sequence[OffloadKey]) -> None:
+        """Raises Refused (NOT_PINNED) where one was not pinned as often; then none is let go."""
+        for key, times in Counter(keys).items():
+            pinned = (key in self._first) + len(self._more.get(key, ()))
+            if pinned < times:
+                raise Refused(Code.NOT_PINNED, "this session has not pinned it", key.hex())
+        self._let_go(keys)
+
+    def close(self) -> None:
+        """Let everything go."""
+        behind = (key for key, others in self._more.items() for _ in others)
+        self._let_go((*self._first, *behind))
+
+    def _holds(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, PinGroup | None]:
+        try:
+            return dict.fromkeys(keys, PinGroup(self._cache, keys))
+        except Refused:
+            holds: dict[OffloadKey, PinGroup | None] = dict.fromkeys(keys)
+            if there := self._cache.ready_among(keys):
+                holds |= dict.fromkeys(there, PinGroup(self._cache, there))
+            return holds
+
+    def _note(self, key: OffloadKey, hold: PinGroup | None) -> None:
+        if key in self._first:
+            self._more[key].append(hold)
+        else:
+            self._first[key] = hold
+
+    def _let_go(self, keys: Sequence[OffloadKey]) -> None:
+        self._count -= len(keys)
+        gone: defaultdict[PinGroup, list[OffloadKey]] = defaultdict(list)
+        for key in keys:
+            hold = self._first.pop(key)
+            if key in self._more:
+                behind = self._more[key]
+                self._first[key] = behind.popleft()
+                if not behind:
+                    del self._more[key]
+            if hold is not None:
+                gone[hold].append(key)
+        for hold, these in gone.items():
+            hold.let_go(these)

@@ -1,0 +1,135 @@
+"""What the log says of clients, engines and trouble: each thing once, and a flood as a number.
+
+An operator reads who came and went and why, what an engine registered and how it is copied, and
+that copies fail; of a client that tries again every millisecond one line in ten seconds is enough.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import structlog
+
+from kvferry.daemon.core.actions import CloseSession, MapTensors, TensorsMapped
+from kvferry.proto.errors import ErrorInfo
+
+EVERY = 10.0
+"""Seconds between two lines of one kind of trouble."""
+KINDS = 256
+"""Kinds of trouble that are told apart; codes are few, names of clients may be many."""
+
+log = structlog.get_logger()
+
+
+class RateLimiter:
+    """Lets one in `seconds` through, of each kind, and counts the others."""
+
+    def __init__(self, seconds: float = EVERY) -> None:
+        self._seconds = seconds
+        self._kinds: dict[tuple[str, ...], tuple[float, int]] = {}
+
+    def passes(self, kind: tuple[str, ...], now: float) -> int | None:
+        """None: say nothing now. Else how many of the kind were not said since the last."""
+        last, untold = self._kinds.get(kind, (float("-inf"), 0))
+        if now - last < self._seconds:
+            self._kinds[kind] = last, untold + 1
+            return None
+        self._kinds.pop(kind, None)
+        if len(self._kinds) >= KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        self._kinds[kind] = now, 0
+        return untold
+
+
+class LoggedClient(Protocol):
+    """What is logged of a client: its name, its engine's, its process, why it disconnected."""
+
+    client: str
+    engine: str
+    pid: int
+    leaving: str
+
+
+class EventLog:
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._sparingly = RateLimiter()
+        self._maps: dict[int, tuple[LoggedClient, MapTensors, float]] = {}
+
+    def came(self, peer: LoggedClient) -> None:
+        log.info("client came", client=peer.client, engine=peer.engine, pid=peer.pid)
+
+    def went(self, peer: LoggedClient, action: CloseSession) -> None:
+        log.info(
+            "client went",
+            client=peer.client,
+            engine=peer.engine,
+            pid=peer.pid,
+            reason=peer.leaving,
+            jobs_lost=action.unfinished,
+            bytes_moved=action.nbytes,
+        )
+
+    def mapping(self, peer: LoggedClient | None, action: MapTensors) -> None:
+        """An engine's tensors are being mapped; the daemon's own are nobody's news."""
+        if peer is not None:
+            self._maps[action.registration] = peer, action, time.monotonic()
+
+    def mapped(self, report: TensorsMapped) -> None:
+        if report.registration not in self._maps:
+            return
+        peer, action, began = self._maps.pop(report.registration)
+        if report.error is not None:
+            self._warn("engine not registered", peer, report.error)
+            return
+        layout = action.geometry.layout
+        log.info(
+            "engine registered",
+            engine=peer.engine,
+            pid=peer.pid,
+            tensors=layout.num_tensors,
+            groups=layout.num_groups,
+            gpu_blocks=int(layout.tensors[0].max()),
+            host_blocks=action.geometry.host_blocks,
+            host_block_bytes=action.geometry.host_block_bytes,
+            copied=[f"store {way.store}, load {way.load}" for way in report.copying],
+            seconds=round(time.monotonic() - began, 3),
+        )
+
+    def pool_registered(self, nbytes: int) -> None:
+        seconds = round(time.monotonic() - self._began, 2)
+        log.info("pool registered", bytes=nbytes, seconds=seconds)
+
+    def refused(self, peer: LoggedClient | None, error: ErrorInfo) -> None:
+        """What was no message, or came from one that has no session."""
+        self._warn("refused", peer, error)
+
+    def not_welcome(self, peer: LoggedClient) -> None:
+        """It said hello, and was told why not."""
+        untold = self._sparingly.passes(("not welcome", peer.client), time.monotonic())
+        if untold is not None:
+            log.warning("client refused", client=peer.client, pid=peer.pid, more=untold)
+
+    def failed(self, peer: LoggedClient | None, error: ErrorInfo) -> None:
+        """A job that was accepted failed."""
+        self._warn("job failed", peer, error)
+
+    def broke(self, peer: LoggedClient | None, error: Exception) -> None:
+        """Nobody foresaw this: whoever mends it needs to know where it was."""
+        untold = self._sparingly.passes(("broke", type(error).__name__), time.monotonic())
+        if untold is not None:
+            engine = peer.engine if peer else ""
+            log.error("the daemon failed on a message", engine=engine, more=untold, exc_info=error)
+
+    def _warn(self, what: str, peer: LoggedClient | None, error: ErrorInfo) -> None:
+        untold = self._sparingly.passes((what, error.code), time.monotonic())
+        if untold is not None:
+            log.warning(
+                what,
+                engine=peer.engine if peer else "",
+                code=error.code,
+                why=error.message,
+                value=error.value,
+                more=untold,
+            )

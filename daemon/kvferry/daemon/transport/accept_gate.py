@@ -1,0 +1,88 @@
+"""The front door of a socket: shut while there are no descriptors for who comes in.
+
+libzmq aborts the whole process where accept finds no descriptor left. The kernel hands out the
+lowest number that is free, so the number of a connection tells how many are taken: when one comes
+too near to the limit, the socket's file gets another name. Who is in stays in, who knocks tries
+again by itself, and is let in once low numbers are free again. (To unbind would not do: it ends
+the connections that came in by that door.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+from pathlib import Path
+
+import structlog
+import zmq
+
+from kvferry.daemon.access.endpoint import file_of, remove_own, shut
+
+BACKLOG = 64
+"""Connections that the kernel has taken and libzmq has not: they still come in at a shut door."""
+MOST_KEPT_FREE = 1024
+LOOK_EVERY = 1.0
+NONE_LEFT = "the daemon has no descriptors left: raise its LimitNOFILE, or try later"
+
+log = structlog.get_logger()
+
+
+def last_descriptor() -> int:
+    """The highest number that may be given to a client: the rest is for what the daemon opens."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return limit - min(MOST_KEPT_FREE, 2 * limit // 3)
+
+
+def crowded() -> bool:
+    """Whether the next descriptor would be one that no client gets."""
+    try:
+        number = os.dup(0)
+    except OSError:
+        return True
+    os.close(number)
+    return number > last_descriptor()
+
+
+class AcceptGate:
+    """Where clients find an ipc socket: `path`, once it was opened.
+
+    It is bound beside it: a file that is there before the socket listens turns away who sees it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._shut = path, shut(path)
+        self._file: tuple[int, int] | None = None
+        self._last = last_descriptor()
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def bind(self, socket: zmq.Socket[bytes]) -> None:
+        """Listen, behind the door. Raises zmq.ZMQError."""
+        socket.setsockopt(zmq.BACKLOG, BACKLOG)
+        socket.bind(f"ipc://{self._shut}")
+        self._file = file_of(self._shut)
+
+    def open(self) -> None:
+        self._shut.rename(self._path)
+
+    def came(self, descriptor: int) -> None:
+        """A connection was accepted."""
+        if descriptor > self._last and self._timer is None:
+            log.warning("no more clients are let in: descriptors run out", used=descriptor)
+            self._path.rename(self._shut)
+            self._timer = self._loop.call_later(LOOK_EVERY, self._look)
+
+    def close(self) -> None:
+        """Remove the file, which libzmq leaves, if it is still ours."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._file is not None:
+            remove_own(self._path, self._file)
+
+    def _look(self) -> None:
+        if crowded():
+            self._timer = self._loop.call_later(LOOK_EVERY, self._look)
+        else:
+            self._timer = None
+            self.open()

@@ -1,0 +1,251 @@
+"""Reads the ROUTER and its monitor; serves waiting sessions in turns that are bounded in time.
+
+A message may take microseconds or, where it names a million blocks, a large part of a second. So
+messages are read cheaply into a queue per connection, and the connection that has used the least
+time is served next. One that used 0.3 s waits until every other one that has something to say has
+used as much; with nobody else there it goes on at once. Without this, ROUTER serves connections a
+message each, and each cheap message of one client waits for an expensive one of another.
+
+What waits here is bounded in total; beyond that nothing is read, and ZeroMQ holds the clients up.
+Called by the event loop only. ZeroMQ's descriptor is edge-triggered: it tells that something
+changed, not that there is something to read. So it is read until EVENTS shows nothing, after each
+wake-up and after each send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias, cast
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvferry.daemon.access.connections import Connections
+from kvferry.daemon.transport.accept_gate import AcceptGate
+from kvferry.daemon.transport.peers import Peer, Peers
+
+# Seconds of messages served before the loop looks after everything else: reports of the device,
+# timers, other sockets. One message may take longer, and then it was the only one.
+TURN = 1e-3
+# Messages read in a turn, at most.
+READ = 64
+# Messages read before a closed connection is handled: what came through it counts first.
+READ_BEFORE_CLOSE = 1280
+# Messages that wait here in total, and their bytes, beyond which no more are read.
+MAX_WAITING, MAX_WAITING_BYTES = 4096, 64 << 20
+# A plain int: arithmetic on zmq's flags costs more than asking the socket.
+POLLIN = int(zmq.POLLIN)
+
+Frames: TypeAlias = "list[bytes | zmq.Frame]"
+
+
+class MessageHandler(Protocol):
+    """Who is told what was said."""
+
+    def receive(self, identity: bytes, peer: Peer | None, frames: Frames) -> None:
+        """A message arrived, from a peer or from a stranger."""
+
+    def part(self, peer: Peer, reason: str) -> None:
+        """A peer is of no use any more."""
+
+
+@dataclass(slots=True, eq=False)
+class IncomingQueue:
+    """Messages of one connection that were read and not served.
+
+    used: seconds of the loop, on the scale of Intake._served.
+    """
+
+    identity: bytes
+    used: float
+    messages: deque[Frames] = field(default_factory=deque)
+    closed: bool = False
+    """The connection is closed: when the messages are served, its peer leaves."""
+
+    def __lt__(self, other: IncomingQueue) -> bool:
+        return self.used < other.used
+
+
+class Ingress:
+    """Reads a ROUTER and its monitor. clock: seconds, monotonic."""
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        peers: Peers,
+        door: AcceptGate,
+        connections: Connections,
+        listener: MessageHandler,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._socket, self._peers, self._listener = socket, peers, listener
+        self._door, self._connections, self._clock = door, connections, clock
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._loop = asyncio.get_running_loop()
+        self._drain_is_due = self._watch_is_due = False
+        self._changes: deque[tuple[int, bool]] = deque()
+        """Connections, by number, that were accepted (or else closed), not handled yet."""
+        self._queues: dict[bytes, IncomingQueue] = {}
+        """Of every peer that said something, and of strangers while something of theirs waits."""
+        self._waiting: list[IncomingQueue] = []
+        """A heap of those with messages: the first has used the least time."""
+        self._served = 0.0
+        """What the connection served last had used before. Nobody begins with less: idle time is
+        not saved up."""
+        self._count = self._nbytes = 0
+        """Messages that wait, and their bytes."""
+
+    def start(self) -> None:
+        self._loop.add_reader(self._socket.fileno(), self._drain)
+        self._loop.add_reader(self._monitor.fileno(), self._watch)
+        self._watch()
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._socket.fileno())
+        self._loop.remove_reader(self._monitor.fileno())
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+
+    def drain_soon(self) -> None:
+        """The socket was written to, which may have consumed its descriptor's edge."""
+        if not self._drain_is_due:
+            self._drain_is_due = True
+            self._loop.call_soon(self._drain)
+
+    def forget(self, peer: Peer) -> None:
+        """Drop what waits of a peer that left, and what time it used."""
+        queue = self._queues.pop(peer.identity, None)
+        if queue is not None:
+            self._drop(queue)
+
+    def count_connections(self) -> None:
+        """Bring the count of connections up to date; what else they mean is heard in order."""
+        self._read_monitor()
+        if self._changes and not self._watch_is_due:  # the monitor's edge is gone
+            self._watch_is_due = True
+            self._loop.call_soon(self._watch)
+
+    def handle_connections(self) -> None:
+        """Pass on which connections were accepted, and which closed."""
+        self._read_monitor()
+        while self._changes:
+            number, accepted = self._changes.popleft()
+            if accepted:
+                self._peers.connected(number)
+            elif (peer := self._peers.disconnected(number)) is not None:
+                queue = self._queues.get(peer.identity)
+                if queue is not None and queue.messages:
+                    queue.closed = True
+                else:
+                    self._part(peer)
+
+    # Reading
+
+    def _drain(self) -> None:
+        """One turn."""
+        self._drain_is_due = False
+        if self._socket.closed:
+            return
+        more = self._read(READ)
+        self._serve()
+        if more or self._waiting:
+            self.drain_soon()
+
+    def _read(self, most: int) -> bool:
+        """Read messages into queues; whether more may be there."""
+        for _ in range(most):
+            if self._count >= MAX_WAITING or self._nbytes >= MAX_WAITING_BYTES:
+                return True
+            if not cast(int, self._socket.get(zmq.EVENTS)) & POLLIN:
+                return False
+            try:
+                identity = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            self._enqueue(identity)
+        return True
+
+    def _enqueue(self, identity: bytes) -> None:
+        """The rest of a message. A copy costs less than a Frame; only a Frame tells where it came
+        from, which is asked of a Hello: of strangers, and of peers whose Goodbye may wait here."""
+        queue = self._queues.get(identity)
+        if queue is None:
+            queue = self._queues[identity] = IncomingQueue(identity, self._served)
+        frames: Frames = []
+        copy = not queue.messages and identity in self._peers.by_identity
+        while self._socket.get(zmq.RCVMORE):
+            frames.append(self._socket.recv(zmq.NOBLOCK, copy=copy))
+        if not queue.messages:
+            queue.used = max(queue.used, self._served)
+            heapq.heappush(self._waiting, queue)
+        queue.messages.append(frames)
+        self._count += 1
+        self._nbytes += _nbytes(frames)
+
+    # Serving
+
+    def _serve(self) -> None:
+        now = self._clock()
+        end = now + TURN
+        while self._waiting and now < end and not self._socket.closed:
+            queue = heapq.heappop(self._waiting)
+            if not queue.messages:  # its peer left
+                continue
+            self._served = queue.used
+            self._serve_one(queue)
+            before, now = now, self._clock()
+            queue.used += now - before
+            if queue.messages:
+                heapq.heappush(self._waiting, queue)
+            elif queue.identity not in self._peers.by_identity:
+                self._queues.pop(queue.identity, None)
+
+    def _serve_one(self, queue: IncomingQueue) -> None:
+        frames = queue.messages.popleft()
+        self._count -= 1
+        self._nbytes -= _nbytes(frames)
+        self._listener.receive(queue.identity, self._peers.by_identity.get(queue.identity), frames)
+        peer = self._peers.by_identity.get(queue.identity)
+        if queue.closed and not queue.messages and peer is not None:
+            self._part(peer)
+
+    def _drop(self, queue: IncomingQueue) -> None:
+        self._count -= len(queue.messages)
+        self._nbytes -= sum(map(_nbytes, queue.messages))
+        queue.messages.clear()
+
+    def _part(self, peer: Peer) -> None:
+        self._listener.part(peer, "its connection closed")
+
+    # Connections
+
+    def _watch(self) -> None:
+        """Connections were accepted or closed; what came through those before counts first."""
+        self._watch_is_due = False
+        if self._socket.closed:
+            return
+        self._read_monitor()
+        if self._read(READ_BEFORE_CLOSE) or self._waiting:
+            self.drain_soon()
+        self.handle_connections()
+
+    def _read_monitor(self) -> None:
+        """The door must know at once who was accepted; the rest is handled in order."""
+        while not self._monitor.closed and cast(int, self._monitor.get(zmq.EVENTS)) & POLLIN:
+            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            number, accepted = int(event["value"]), event["event"] == zmq.EVENT_ACCEPTED
+            if accepted:
+                self._door.came(number)
+                self._connections.opened(number)
+            else:
+                self._connections.closed(number)
+            self._changes.append((number, accepted))
+
+
+def _nbytes(frames: Frames) -> int:
+    return sum(map(len, frames))

@@ -1,0 +1,138 @@
+"""What peers are sent, and what is kept for those that do not take it.
+
+Nothing is dropped in silence: a message that the socket does not take now waits in its peer's
+outbox, in order. An outbox is bounded. KeyEvents are left out when it is long, and the peer is told
+that it missed some, and asks for all anew; a stream of many goes on when all before is taken. A
+peer whose outbox is full anyhow is sent away, and the last that it finds, whenever it looks, is a
+Goodbye that says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+
+import zmq
+
+from kvferry.daemon.transport.peers import Peer, Peers
+from kvferry.proto.codec import encode
+from kvferry.proto.errors import ErrorInfo, Refused
+from kvferry.proto.messages import DaemonMessage, Error, Goodbye, KeyEvents
+
+MAX_MESSAGES = 100_000
+MAX_BYTES = 32 << 20
+"""Kept for one peer, before it is sent away: of messages, and of their bytes."""
+MAX_NEWS = 1000
+"""Messages kept for a peer beyond which it misses news."""
+RETRY = 0.002
+
+
+class Outboxes:
+    """Of all peers behind one ROUTER.
+
+    sent: called when the socket is written to. sent_away: a peer takes nothing, and is to be
+        forgotten for this reason.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        peers: Peers,
+        sent: Callable[[], None],
+        sent_away: Callable[[Peer, str], None],
+    ) -> None:
+        self._socket = socket
+        self._peers = peers
+        self._sent = sent
+        self._sent_away = sent_away
+        self._loop = asyncio.get_running_loop()
+
+    def send(self, peer: Peer, message: DaemonMessage) -> None:
+        try:
+            data = encode(message)
+        except Refused as error:  # or whoever asked would wait for ever
+            info = ErrorInfo(error.code, "the answer is larger than a message may be", error.value)
+            data = encode(Error(getattr(message, "request_id", None), info))
+        self._put(peer, data)
+
+    def answer(self, identity: bytes, message: DaemonMessage) -> None:
+        """Send to one that has no session, if it is still there and has room."""
+        try:
+            self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return
+
+    def broadcast(self, sessions: Sequence[str], news: KeyEvents) -> None:
+        data = encode(news)
+        for session in sessions:
+            peer = self._peers.by_session.get(session)
+            if peer is None:
+                continue
+            if len(peer.outbox) < MAX_NEWS:
+                self._put(peer, data)
+            else:
+                peer.missed = news
+
+    def stream(self, session: str, messages: Iterator[DaemonMessage]) -> None:
+        """Send many messages, one at a time; a stream to a peer ends the one before it."""
+        peer = self._peers.by_session[session]
+        flows, peer.stream = peer.stream is not None, messages
+        if not flows:
+            self._go_on(session)
+
+    def _go_on(self, session: str) -> None:
+        """Send the next of many messages, and the others after what else is to be done."""
+        peer = self._peers.by_session.get(session)
+        if peer is None or peer.stream is None:
+            return
+        if peer.outbox:
+            self._loop.call_later(RETRY, self._go_on, session)
+        elif (message := next(peer.stream, None)) is None:
+            peer.stream = None
+        else:
+            self.send(peer, message)
+            self._loop.call_soon(self._go_on, session)
+
+    def _put(self, peer: Peer, data: bytes) -> None:
+        if peer.sent_away:
+            return
+        peer.outbox.append(data)
+        peer.outbox_bytes += len(data)
+        if len(peer.outbox) == 1:
+            self._flush(peer)
+        elif len(peer.outbox) > MAX_MESSAGES or peer.outbox_bytes > MAX_BYTES:
+            self._send_away(peer)
+
+    def _send_away(self, peer: Peer) -> None:
+        """What was kept for it goes; the flush that is under way sends the reason instead."""
+        kept = len(peer.outbox)
+        reason = f"{kept} messages were kept for you and you took none: poll more often"
+        peer.sent_away = True
+        peer.outbox.clear()
+        peer.missed = None
+        peer.outbox.append(encode(Goodbye(reason)))
+        peer.outbox_bytes = len(peer.outbox[0])
+        # Not now: what it said is being answered.
+        self._loop.call_soon(self._sent_away, peer, f"sent away: it took none of {kept} messages")
+
+    def _flush(self, peer: Peer) -> None:
+        """Send what a peer's outbox holds; try again soon where the socket is full.
+
+        A send that fails has looked for messages, too, and taken the wake-up for them.
+        """
+        self._sent()
+        while peer.outbox:
+            try:
+                self._socket.send_multipart([peer.identity, peer.outbox[0]], zmq.NOBLOCK)
+            except zmq.Again:
+                self._loop.call_later(RETRY, self._flush, peer)
+                return
+            except zmq.ZMQError:  # the peer is not connected any more; its pidfd tells the rest
+                peer.outbox.clear()
+                peer.outbox_bytes = 0
+                return
+            peer.outbox_bytes -= len(peer.outbox.popleft())
+            if peer.missed is not None and not peer.outbox:
+                missed, peer.missed = peer.missed, None
+                peer.outbox.append(encode(KeyEvents(missed.sequence, (), missed.generation)))
+                peer.outbox_bytes += len(peer.outbox[0])

@@ -1,0 +1,127 @@
+"""Who is at the other end: processes, known by the kernel's word for them.
+
+The peer's uid and pid come from the socket (SO_PEERCRED, which ZeroMQ passes on as Peer-Address
+"localhost:uid:gid:pid"), not from what the peer says. Two things tell that it went: a pidfd that
+its process died, the ROUTER's monitor that its connection closed, so that nothing of an engine
+that is gone stays mapped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import zmq
+
+from kvferry.daemon.transport.accept_gate import NONE_LEFT
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.messages import DaemonMessage, Hello, KeyEvents
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """A connected process: its address on the ROUTER, its pidfd, what it has not yet taken."""
+
+    session: str
+    identity: bytes
+    uid: int
+    pid: int
+    pidfd: int
+    connection: int
+    """The descriptor of its connection, as ZeroMQ numbers it in messages and in the monitor."""
+    client: str
+    engine: str
+    leaving: str = "it said goodbye"
+    """Why it goes, once it does."""
+    sent_away: bool = False
+    """It took nothing: the last it is told is a goodbye."""
+    outbox: deque[bytes] = field(default_factory=deque)
+    outbox_bytes: int = 0
+    stream: Iterator[DaemonMessage] | None = None
+    """What is being sent to it, a message at a time."""
+    missed: KeyEvents | None = None
+    """The newest KeyEvents that its full outbox did not take."""
+
+
+def credentials(frame: zmq.Frame) -> tuple[int, int]:
+    """(uid, pid) of who sent a frame. Raises Refused where the kernel says none."""
+    try:
+        _, uid, _, pid = str(frame.get("Peer-Address")).split(":")
+        return int(uid), int(pid)
+    except (zmq.ZMQError, ValueError) as error:
+        raise Refused(
+            Code.FORBIDDEN, "the socket does not tell which process is at its other end"
+        ) from error
+
+
+class Peers:
+    """All connected processes, by session and by address."""
+
+    def __init__(self, died: Callable[[Peer, str], None]) -> None:
+        self._died = died
+        self._loop = asyncio.get_running_loop()
+        self.by_session: dict[str, Peer] = {}
+        self.by_identity: dict[bytes, Peer] = {}
+        self._by_connection: dict[int, Peer] = {}
+        self._closed: set[int] = set()
+        """Numbers of connections that closed, and that no newer one has."""
+
+    def admit(self, session: str, identity: bytes, frame: zmq.Frame, hello: Hello) -> Peer:
+        """Take in a process that ZAP admitted (zap.py).
+
+        Raises Refused (FORBIDDEN, BUSY; NO_SESSION where it went already).
+        """
+        connection = int(frame.get(zmq.SRCFD))
+        self._check_there(identity, connection)
+        uid, pid = credentials(frame)
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                raise Refused(Code.BUSY, NONE_LEFT, error.strerror) from error
+            raise Refused(
+                Code.FORBIDDEN,
+                "the daemon cannot see your process: let both share one PID namespace",
+                pid,
+            ) from error
+        peer = Peer(session, identity, uid, pid, pidfd, connection, hello.client, hello.engine)
+        self.by_session[session] = self.by_identity[identity] = peer
+        self._by_connection[connection] = peer
+        self._loop.add_reader(pidfd, self._died, peer, "its process died")
+        return peer
+
+    def dismiss(self, session: str) -> None:
+        peer = self.by_session.pop(session)
+        del self.by_identity[peer.identity]
+        if self._by_connection.get(peer.connection) is peer:
+            del self._by_connection[peer.connection]
+        self._loop.remove_reader(peer.pidfd)
+        os.close(peer.pidfd)
+
+    def connected(self, connection: int) -> None:
+        self._closed.discard(connection)
+
+    def disconnected(self, connection: int) -> Peer | None:
+        """A connection closed; returns its peer, which is as good as dead without a goodbye."""
+        self._closed.add(connection)
+        return self._by_connection.get(connection)
+
+    def close(self) -> None:
+        for session in tuple(self.by_session):
+            self.dismiss(session)
+
+    def _check_there(self, identity: bytes, connection: int) -> None:
+        """Messages outlive their connection: find out which of two peers has its number now.
+
+        ROUTER numbers those that have no name of their own, the newer the higher.
+        """
+        other = self._by_connection.get(connection)
+        late = other is not None and identity[:1] == b"\0" and identity < other.identity
+        if late or connection in self._closed:
+            raise Refused(Code.NO_SESSION, "this connection is closed", connection)
+        if other is not None:
+            self._died(other, "its connection closed")

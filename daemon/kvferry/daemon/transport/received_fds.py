@@ -1,0 +1,60 @@
+"""Descriptors that came from clients: of what they are, and closed where nobody waits for it.
+
+The loop closes none but memfds with little memory (engine/fd_closer.py), and nothing is asked of a
+descriptor that its file system would have to answer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import fcntl
+import stat
+from contextlib import suppress
+
+from kvferry.daemon.engine.fd_closer import close_descriptor_later, close_memory
+
+MAX_AT_ONCE = 253
+"""Descriptors in one packet: the kernel's SCM_MAX_FD."""
+_AT_EMPTY_PATH, _AT_STATX_DONT_SYNC, _STATX_TYPE = 0x1000, 0x4000, 0x1
+_STATX_BYTES, _MODE_AT = 256, 28
+_libc = ctypes.CDLL(None)
+
+
+class FdKind(enum.Enum):
+    MEMORY = "memory"
+    """A memfd, or a file of tmpfs."""
+    DEVICE = "device"
+    """A device's file, or one of no type: what a driver exports."""
+
+
+def kind_of(descriptor: int) -> FdKind | None:
+    """None where it is nothing that a daemon has any use for."""
+    with suppress(OSError):
+        fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        return FdKind.MEMORY
+    kind = _type_of(descriptor)
+    return FdKind.DEVICE if kind in (0, stat.S_IFCHR) else None
+
+
+def _type_of(descriptor: int) -> int | None:
+    """As in st_mode, as far as the kernel itself knows: fstat would ask a file system."""
+    about = ctypes.create_string_buffer(_STATX_BYTES)
+    flags = _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC
+    if _libc.statx(descriptor, b"", flags, _STATX_TYPE, about):
+        return None
+    mode = int.from_bytes(about.raw[_MODE_AT : _MODE_AT + 2], "little")
+    return stat.S_IFMT(mode)
+
+
+def close_aside(descriptor: int) -> None:
+    """Have it closed in another thread."""
+    close_descriptor_later(descriptor)
+
+
+def close(descriptor: int) -> None:
+    """Close what a client sent. Called by the loop, which waits for nothing."""
+    if kind_of(descriptor) is FdKind.MEMORY:
+        close_memory(descriptor)
+    else:
+        close_descriptor_later(descriptor)

@@ -1,0 +1,385 @@
+"""The cache by example, whatever its policy; tests/property holds it against a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvferry.daemon.core.cache.cache import Cache, CacheEvent, Reservation
+from kvferry.daemon.core.cache.policy import POLICIES
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.keys import EventKind, Lookup
+
+HIT, MISS, HIT_PENDING = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING
+PENDING, STORED, REMOVED = EventKind.PENDING, EventKind.STORED, EventKind.REMOVED
+
+
+def keys(letters: str) -> list[bytes]:
+    return [letter.encode() for letter in letters]
+
+
+def reserve(cache: Cache, letters: str) -> Reservation:
+    reservation = cache.prepare_store(keys(letters))
+    assert reservation is not None
+    return reservation
+
+
+def store(cache: Cache, letters: str) -> Reservation:
+    reservation = reserve(cache, letters)
+    cache.complete_store(reservation, success=True)
+    return reservation
+
+
+def ready(cache: Cache) -> str:
+    cache.check_integrity()
+    assert sorted(cache.ready_keys()) == sorted(key for key, _ in cache.entries())
+    return b"".join(sorted(cache.ready_keys())).decode()
+
+
+@pytest.fixture(params=POLICIES)
+def policy(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def cache(policy: str) -> Cache:
+    """Of four blocks, empty."""
+    return Cache(4, policy)
+
+
+def test_a_key_is_absent_then_pending_then_ready(cache: Cache) -> None:
+    assert cache.lookup(b"a") is MISS
+    reservation = reserve(cache, "a")
+    assert cache.lookup(b"a") is HIT_PENDING
+    assert (cache.pending_keys(), cache.ready_keys()) == ([b"a"], [])
+    cache.complete_store(reservation, success=True)
+    assert cache.lookup(b"a") is HIT
+    assert (cache.pending_keys(), cache.ready_keys()) == ([], [b"a"])
+
+
+def test_keys_to_store_come_in_the_order_offered_with_a_block_each(cache: Cache) -> None:
+    reservation = reserve(cache, "cab")
+    assert reservation.keys == (b"c", b"a", b"b")
+    assert len(set(reservation.blocks)) == 3
+    assert set(reservation.blocks) <= set(range(4))
+    assert reservation.evicted == ()
+
+
+def test_what_is_there_or_on_its_way_or_named_twice_is_not_stored_again(cache: Cache) -> None:
+    store(cache, "a")
+    reserve(cache, "b")
+    assert reserve(cache, "cabcc").keys == (b"c",)
+    assert cache.usage.free == 1
+
+
+def test_nothing_to_store_is_an_empty_answer(cache: Cache) -> None:
+    store(cache, "abcd")
+    for letters in ("", "abcd"):
+        reservation = reserve(cache, letters)
+        assert (reservation.keys, reservation.blocks, reservation.evicted) == ((), (), ())
+        cache.complete_store(reservation, success=False)
+    assert ready(cache) == "abcd"
+
+
+def test_evicted_keys_give_their_blocks_to_the_new_ones(cache: Cache) -> None:
+    first = store(cache, "abcd")
+    second = store(cache, "xy")
+    where = dict(zip(first.keys, first.blocks, strict=True))
+    assert {where[key] for key in second.evicted} == set(second.blocks)
+    assert all(cache.lookup(key) is MISS for key in second.evicted)
+    assert len(second.evicted) == 2
+
+
+def test_who_is_pinned_or_pending_or_offered_too_stays(cache: Cache) -> None:
+    reserve(cache, "d")
+    store(cache, "abc")
+    pins = cache.prepare_load([b"b"])
+    reservation = reserve(cache, "cx")  # only a may go
+    assert (reservation.keys, reservation.evicted) == ((b"x",), (b"a",))
+    cache.complete_load(pins)
+    assert reserve(cache, "y").evicted in ((b"b",), (b"c",))
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        pytest.param(lambda c: c.prepare_load(keys("abc")), id="pinned"),
+        pytest.param(lambda c: c.prepare_store(keys("efg")), id="pending"),
+    ],
+)
+def test_without_enough_room_nothing_is_reserved_and_nothing_changes(
+    cache: Cache, prepare: Callable[[Cache], object]
+) -> None:
+    store(cache, "abcd")
+    prepare(cache)
+    cache.recording = True
+    before, order = cache.usage, cache.entries()
+    assert cache.prepare_store(keys("xy")) is None
+    assert cache.entries() == order
+    assert cache.take_events() == []
+    after = cache.usage
+    assert (after.free, after.evictions) == (before.free, before.evictions)
+    assert after.stores_skipped - before.stores_skipped == 2
+    assert len(reserve(cache, "x").evicted) == 1
+
+
+def test_more_keys_than_blocks_are_never_reserved(cache: Cache) -> None:
+    assert cache.prepare_store(keys("abcde")) is None
+    store(cache, "abc")
+    assert cache.prepare_store(keys("abcde")) is None  # a, b and c may not go for d and e
+    assert ready(cache) == "abc"
+
+
+def test_a_failed_store_frees_its_blocks_and_its_victims_stay_evicted(cache: Cache) -> None:
+    store(cache, "abcd")
+    failed = reserve(cache, "xy")
+    cache.complete_store(failed, success=False)
+    assert cache.lookup(b"x") is MISS
+    assert (cache.usage.free, cache.usage.pending, cache.usage.ready) == (2, 0, 2)
+    assert set(ready(cache)) == set("abcd") - {key.decode() for key in failed.evicted}
+    assert reserve(cache, "xy").evicted == ()
+
+
+@pytest.mark.parametrize("success", [True, False])
+@pytest.mark.parametrize("again", [True, False])
+def test_a_store_ends_once(cache: Cache, success: bool, again: bool) -> None:
+    reservation = reserve(cache, "ab")
+    cache.complete_store(reservation, success)
+    usage = cache.usage
+    cache.complete_store(reservation, again)
+    assert cache.usage == usage
+    assert ready(cache) == ("ab" if success else "")
+
+
+def test_the_end_of_a_failed_store_does_not_meet_its_successor(cache: Cache) -> None:
+    failed = reserve(cache, "a")
+    cache.complete_store(failed, success=False)
+    reserve(cache, "a")
+    cache.complete_store(failed, success=True)
+    assert cache.lookup(b"a") is HIT_PENDING
+    cache.check_integrity()
+
+
+def test_loads_get_blocks_in_the_order_of_their_keys(cache: Cache) -> None:
+    reservation = store(cache, "abc")
+    where = dict(zip(reservation.keys, reservation.blocks, strict=True))
+    pins = cache.prepare_load(keys("cac"))
+    assert pins.blocks == (where[b"c"], where[b"a"], where[b"c"])
+    assert cache.usage.pinned == 2
+    cache.complete_load(pins)
+    assert cache.usage.pinned == 0
+    cache.complete_load(cache.prepare_load([]))
+
+
+def test_a_block_stays_until_its_last_load_has_ended(cache: Cache) -> None:
+    store(cache, "abcd")
+    first, second = cache.prepare_load(keys("abcd")), cache.prepare_load(keys("ad"))
+    cache.complete_load(first)
+    assert set(reserve(cache, "xy").evicted) == {b"b", b"c"}
+    assert cache.prepare_store([b"z"]) is None
+    cache.complete_load(second)
+    assert reserve(cache, "z").evicted[0] in (b"a", b"d")
+
+
+@pytest.mark.parametrize(("letter", "hint"), [("x", "look"), ("p", "not completed")])
+def test_what_cannot_be_loaded_is_refused_and_nothing_is_pinned(
+    cache: Cache, letter: str, hint: str
+) -> None:
+    store(cache, "ab")
+    reserve(cache, "p")
+    with pytest.raises(Refused, match=hint) as caught:
+        cache.prepare_load(keys("a" + letter + "b"))
+    assert (caught.value.code, caught.value.value) == (Code.KEY_ABSENT, letter.encode().hex())
+    assert cache.usage.pinned == 0
+    cache.check_integrity()
+
+
+def test_pins_are_released_once(cache: Cache) -> None:
+    store(cache, "a")
+    pins = cache.prepare_load([b"a"])
+    other = cache.prepare_load([b"a"])
+    cache.complete_load(pins)
+    with pytest.raises(Refused) as caught:
+        cache.complete_load(pins)
+    assert (caught.value.code, caught.value.value) == (Code.NOT_PINNED, b"a".hex())
+    assert cache.usage.pinned == 1
+    cache.complete_load(other)
+
+
+def test_pins_that_are_taken_apart_hold_the_same(cache: Cache) -> None:
+    store(cache, "abcd")
+    pins = cache.prepare_load(keys("aba"))
+    apart = cache.take_apart(pins)
+    assert [one.keys for one in apart] == [(b"a",), (b"b",), (b"a",)]
+    assert sum((one.blocks for one in apart), ()) == pins.blocks
+    cache.check_integrity()
+    with pytest.raises(Refused):
+        cache.complete_load(pins)
+    cache.complete_load(apart[0])
+    assert cache.usage.pinned == 2
+    cache.complete_load(apart[1])
+    cache.complete_load(apart[2])
+    assert cache.usage.pinned == 0
+    cache.check_integrity()
+
+
+# Counting
+
+
+def test_a_key_is_stored_from_its_nth_offer_on(policy: str) -> None:
+    cache = Cache(2, policy, store_threshold=3)
+    offers = [reserve(cache, "ab").keys, reserve(cache, "aac").keys, reserve(cache, "abc").keys]
+    assert offers == [(), (), (b"a",)]
+    assert cache.usage.stores_skipped == 2 + 2 + 2
+    assert reserve(cache, "bd").keys == (b"b",)
+
+
+def test_an_offer_that_found_no_room_was_an_offer(policy: str) -> None:
+    cache = Cache(1, policy, store_threshold=2)
+    cache.prepare_store(keys("ab"))
+    assert cache.prepare_store(keys("ab")) is None
+    assert cache.usage.stores_skipped == 4
+    assert reserve(cache, "a").keys == (b"a",)
+
+
+def test_reset_forgets_offers(policy: str) -> None:
+    cache = Cache(2, policy, store_threshold=2)
+    cache.prepare_store([b"a"])
+    cache.reset()
+    assert reserve(cache, "a").keys == ()
+
+
+def test_hits_and_misses_are_counted_here_and_elsewhere(cache: Cache) -> None:
+    store(cache, "a")
+    reserve(cache, "p")
+    for letter in "aaxp":
+        cache.lookup(letter.encode())
+    cache.count_lookups(hits=10, misses=100)
+    assert (cache.usage.hits, cache.usage.misses) == (12, 101)
+
+
+def test_usage_tells_where_all_blocks_are(policy: str) -> None:
+    cache = Cache(9, policy)
+    reserve(cache, "vw")
+    cache.reset()
+    store(cache, "abc")
+    reserve(cache, "p")
+    cache.prepare_load(keys("aab"))
+    usage = cache.usage
+    assert (usage.capacity, usage.free, usage.pending, usage.ready) == (9, 3, 1, 3)
+    assert (usage.pinned, usage.doomed, usage.stored, usage.evictions) == (2, 2, 3, 0)
+    reserve(cache, "efgh")
+    assert cache.usage.evictions == 1
+
+
+# Events
+
+
+def test_events_tell_what_happened_once_and_in_order(cache: Cache) -> None:
+    cache.recording = True
+    store(cache, "abcd")
+    failed = reserve(cache, "xy")
+    cache.complete_store(failed, success=False)
+    cache.prepare_store(keys("abcdefgh"))
+    cache.reset()
+    assert cache.take_events() == [
+        CacheEvent(PENDING, tuple(keys("abcd"))),
+        CacheEvent(STORED, tuple(keys("abcd"))),
+        CacheEvent(REMOVED, failed.evicted),
+        CacheEvent(PENDING, tuple(keys("xy"))),
+        CacheEvent(EventKind.ABANDONED, tuple(keys("xy"))),
+        CacheEvent(EventKind.CLEARED, ()),
+    ]
+    assert cache.take_events() == []
+
+
+def test_what_is_of_the_past_tells_nothing(cache: Cache) -> None:
+    past = reserve(cache, "a")
+    cache.reset()
+    cache.recording = True
+    cache.complete_store(past, success=True)
+    cache.prepare_store([])
+    assert cache.take_events() == []
+
+
+def test_events_are_kept_only_while_somebody_wants_them(cache: Cache) -> None:
+    store(cache, "a")
+    assert cache.take_events() == []
+    cache.recording = True
+    store(cache, "b")
+    cache.recording = False
+    assert cache.take_events() == []
+
+
+# What is wrong is said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"capacity": 0}, "one block or more"),
+        ({"policy": "mru"}, "lru, arc, not 'mru'"),
+        ({"store_threshold": 0}, "store_threshold is 1 or more"),
+    ],
+)
+def test_a_cache_that_makes_no_sense_is_not_made(
+    arguments: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Cache(**{"capacity": 4, **arguments})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda c: c._ready.blocks.update({b"z": 5}), "other keys"),
+        (lambda c: c._ready.blocks.update({b"a": 2}), "two places"),
+        (lambda c: c._pending.clear(), "two stores"),
+        (lambda c: c._pending.update({b"p": 4}), "that stores reserve"),
+        (lambda c: c._pins.update({b"b": 1}), "pins are not"),
+        (lambda c: c._loads.clear(), "pins are not"),
+        (lambda c: c._policy.forget([b"a"]), "other keys"),
+        (lambda c: c._blocks.give_back([0]), "two places"),
+        (lambda c: c._blocks.take(1), "in none"),
+        (lambda c: c._past.clear(), "before a reset"),
+    ],
+)
+def test_books_that_disagree_are_noticed(
+    policy: str, spoil: Callable[[Cache], object], message: str
+) -> None:
+    cache = Cache(6, policy)
+    reserve(cache, "p")
+    cache.reset()
+    store(cache, "ab")
+    reserve(cache, "p")
+    cache.prepare_load(keys("a"))
+    cache.check_integrity()
+    spoil(cache)
+    with pytest.raises(AssertionError, match=message):
+        cache.check_integrity()
+
+
+@pytest.mark.parametrize("touched", ["b", "bda"])
+def test_another_policy_takes_over_every_key_in_its_order(touched: str) -> None:
+    cache = Cache(6, "arc")
+    store(cache, "abcd")
+    on_its_way = reserve(cache, "e")
+    cache.touch(keys(touched))
+    cache.prepare_load([b"c"])
+    before, order = cache.usage, cache.entries()
+    for name in ("lru", "arc", "lru"):
+        cache.configure(name, 1)
+        assert ready(cache) == "abcd"
+        assert (cache.usage, cache.entries()) == (before, order)
+    cache.complete_store(on_its_way, success=True)
+    assert ready(cache) == "abcde"
+
+
+def test_another_threshold_forgets_what_was_offered_and_nothing_else() -> None:
+    cache = Cache(4, "lru", 3)
+    assert reserve(cache, "a").keys == ()
+    cache.configure("lru", 2)
+    assert reserve(cache, "a").keys == ()
+    assert reserve(cache, "a").keys == (b"a",)

@@ -1,0 +1,232 @@
+"""What outlives the present: jobs from before a reset, and keys over a daemon's restart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvferry.daemon.core.cache.cache import Cache, CacheEvent, Reservation
+from kvferry.daemon.core.cache.policy import POLICIES
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.keys import EventKind, Lookup
+
+HIT, MISS, HIT_PENDING = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING
+
+
+def keys(letters: str) -> list[bytes]:
+    return [letter.encode() for letter in letters]
+
+
+def reserve(cache: Cache, letters: str) -> Reservation:
+    reservation = cache.prepare_store(keys(letters))
+    assert reservation is not None
+    return reservation
+
+
+def store(cache: Cache, letters: str) -> Reservation:
+    reservation = reserve(cache, letters)
+    cache.complete_store(reservation, success=True)
+    return reservation
+
+
+def ready(cache: Cache) -> str:
+    cache.check_integrity()
+    assert sorted(cache.ready_keys()) == sorted(key for key, _ in cache.entries())
+    return b"".join(sorted(cache.ready_keys())).decode()
+
+
+@pytest.fixture(params=POLICIES)
+def policy(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def cache(policy: str) -> Cache:
+    """Of four blocks, empty."""
+    return Cache(4, policy)
+
+
+# Reset
+
+
+def test_reset_makes_everything_absent_and_keeps_the_counters(cache: Cache) -> None:
+    store(cache, "abcd")
+    cache.lookup(b"a")
+    before = cache.usage
+    cache.reset()
+    assert (ready(cache), cache.usage.free, cache.usage.doomed) == ("", 4, 0)
+    assert (cache.usage.hits, cache.usage.stored) == (before.hits, before.stored)
+    assert len(reserve(cache, "abcd").keys) == 4
+
+
+def test_pins_from_before_a_reset_can_be_taken_apart(cache: Cache) -> None:
+    store(cache, "abcd")
+    pins = cache.prepare_load(keys("ab"))
+    cache.reset()
+    first, second = cache.take_apart(pins)
+    assert (cache.usage.free, cache.usage.doomed) == (2, 2)
+    cache.complete_load(first)
+    assert (cache.usage.free, cache.usage.doomed) == (3, 1)
+    cache.complete_load(second)
+    assert (cache.usage.free, cache.usage.doomed) == (4, 0)
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("success", [True, False])
+def test_a_store_from_before_a_reset_frees_its_blocks_and_nothing_else(
+    cache: Cache, success: bool
+) -> None:
+    past = reserve(cache, "ab")
+    cache.reset()
+    present = reserve(cache, "ax")
+    assert set(present.blocks).isdisjoint(past.blocks)
+    assert cache.usage.doomed == 2
+    assert cache.prepare_store([b"y"]) is None
+    cache.complete_store(past, success)
+    cache.complete_store(past, success)
+    assert (cache.usage.doomed, cache.usage.free) == (0, 2)
+    assert (cache.lookup(b"a"), cache.lookup(b"b")) == (HIT_PENDING, MISS)
+    assert set(reserve(cache, "yz").blocks) == set(past.blocks)
+
+
+def test_a_block_pinned_before_a_reset_is_free_with_its_last_load(cache: Cache) -> None:
+    store(cache, "ab")
+    first, second = cache.prepare_load(keys("aa")), cache.prepare_load(keys("ab"))
+    cache.reset()
+    assert (cache.usage.doomed, cache.usage.pinned, cache.usage.free) == (2, 0, 2)
+    cache.complete_load(second)
+    assert (cache.usage.doomed, cache.usage.free) == (1, 3)
+    cache.complete_load(first)
+    assert (cache.usage.doomed, cache.usage.free) == (0, 4)
+    with pytest.raises(Refused):
+        cache.complete_load(first)
+    cache.check_integrity()
+
+
+def test_a_load_from_before_a_reset_unpins_nothing_of_today(cache: Cache) -> None:
+    store(cache, "a")
+    past = cache.prepare_load([b"a"])
+    cache.reset()
+    store(cache, "a")
+    present = cache.prepare_load([b"a"])
+    cache.complete_load(past)
+    assert cache.usage.pinned == 1
+    cache.complete_load(present)
+
+
+def test_jobs_from_before_two_resets_end_too(cache: Cache) -> None:
+    oldest = reserve(cache, "ab")
+    cache.reset()
+    older = reserve(cache, "ab")
+    cache.reset()
+    assert (cache.usage.doomed, cache.prepare_store([b"a"])) == (4, None)
+    cache.complete_store(older, success=True)
+    cache.check_integrity()
+    cache.complete_store(oldest, success=True)
+    assert (cache.usage.free, ready(cache)) == (4, "")
+
+
+# A daemon's restart
+
+
+def test_a_cache_that_was_restored_is_the_one_it_was(policy: str) -> None:
+    old, new = Cache(6, policy), Cache(6, policy)
+    store(old, "abcdef")
+    old.touch(keys("ca"))
+    failed = reserve(old, "x")
+    old.complete_store(failed, success=False)
+    reserve(old, "y")
+    new.recording = True
+    new.restore(old.entries())
+    assert new.entries() == old.entries()
+    assert new.take_events() == []
+    taken = {block for _, block in old.entries()}
+    assert set(reserve(new, "z").blocks) == set(range(6)) - taken
+    new.check_integrity()
+    for letter in "123":
+        assert reserve(new, letter).evicted == reserve(old, letter).evicted
+
+
+def test_restored_keys_are_where_they_were(cache: Cache) -> None:
+    cache.restore([(b"a", 3), (b"b", 1)])
+    cache.verify([(b"a", 3), (b"b", 1)])
+    assert cache.prepare_load(keys("ab")).blocks == (3, 1)
+    assert set(reserve(cache, "cd").blocks) == {0, 2}
+    cache.check_integrity()
+
+
+def test_a_restored_key_is_pending_until_it_is_verified(cache: Cache) -> None:
+    cache.recording = True
+    cache.restore([(b"a", 0), (b"b", 1), (b"c", 2)], {b"c": (0, 1)})
+    assert (cache.ready_keys(), cache.pending_keys()) == ([], [b"a", b"b"])
+    assert [cache.lookup(key) for key in keys("abc")] == [HIT_PENDING, HIT_PENDING, MISS]
+    with pytest.raises(Refused, match="not verified") as caught:
+        cache.prepare_load(keys("a"))
+    assert (caught.value.code, caught.value.value) == (Code.KEY_ABSENT, b"a".hex())
+    cache.verify([(b"a", 0), (b"b", 3), (b"c", 2)])
+    assert cache.take_events() == [CacheEvent(EventKind.STORED, (b"a",))]
+    assert [cache.lookup(key) for key in keys("abc")] == [HIT, HIT_PENDING, MISS]
+    cache.check_integrity()
+
+
+def test_a_store_replaces_a_key_that_is_not_verified(cache: Cache) -> None:
+    cache.recording = True
+    cache.restore([(b"a", 0), (b"b", 1)])
+    reservation = reserve(cache, "a")
+    assert cache.take_events() == [
+        CacheEvent(EventKind.ABANDONED, (b"a",)),
+        CacheEvent(EventKind.PENDING, (b"a",)),
+    ]
+    cache.verify([(b"a", 0)])
+    assert cache.lookup(b"a") is HIT_PENDING
+    cache.complete_store(reservation, success=True)
+    assert (cache.lookup(b"a"), cache.usage.unverified) == (HIT, 1)
+    assert reserve(cache, "cdef").evicted == (b"b", b"a")
+    cache.check_integrity()
+
+
+def test_an_unverified_key_of_an_offer_that_is_not_stored_again_is_not_evicted(policy: str) -> None:
+    """It was offered less often than the threshold asks for, and is still a key of the offer."""
+    cache = Cache(2, policy, store_threshold=2)
+    cache.restore([(b"h", 0), (b"j", 1)])
+    assert cache.prepare_store([b"a", b"g"]) is not None  # of no key yet
+    assert cache.prepare_store([b"a", b"h", b"g"]) is None
+    assert cache.lookup(b"h") is Lookup.HIT_PENDING
+
+
+def test_an_empty_cache_is_restored_from_nothing(cache: Cache) -> None:
+    cache.restore([])
+    assert len(reserve(cache, "abcd").keys) == 4
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([(b"a", 0), (b"b", 4)], "0 to 3"),
+        ([(b"a", -1)], "0 to 3"),
+        ([(b"a", 1), (b"b", 1)], "twice"),
+        ([(b"a", 1), (b"a", 2)], "twice"),
+    ],
+)
+def test_entries_that_cannot_be_restored_change_nothing(
+    cache: Cache, entries: list[tuple[bytes, int]], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        cache.restore(entries)
+    assert (ready(cache), cache.usage.free) == ("", 4)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param(lambda c: store(c, "a"), id="ready"),
+        pytest.param(lambda c: reserve(c, "a"), id="pending"),
+        pytest.param(lambda c: (reserve(c, "a"), c.reset()), id="doomed"),
+    ],
+)
+def test_a_cache_in_use_is_not_restored(cache: Cache, use: Callable[[Cache], object]) -> None:
+    use(cache)
+    with pytest.raises(ValueError, match="empty"):
+        cache.restore([(b"z", 3)])
+    assert cache.lookup(b"z") is MISS

@@ -1,0 +1,299 @@
+"""Tensors that outlast the engine they were allocated for: when they are held, when they go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvferry.daemon.core.actions import (
+    Action,
+    KeepTensors,
+    MapTensors,
+    RegionCreated,
+    RegionFreed,
+    RegionUpdated,
+    ReleaseTensors,
+    Send,
+    TensorsMapped,
+    TensorsUnmapped,
+    UnmapTensors,
+)
+from kvferry.daemon.core.core import Core, DaemonIdentity
+from kvferry.daemon.core.records import (
+    KeptTensorsRecord,
+    RecoveredRegion,
+    RegionRecord,
+    engine_owner,
+)
+from kvferry.proto import memory
+from kvferry.proto import messages as wire
+from kvferry.proto import status as told
+from kvferry.proto.errors import Code, ErrorInfo, Refused
+from kvferry.proto.layout import LayoutArrays
+from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
+
+POOL = 16384
+SIZE = 1 << 20
+
+
+def layout(blocks: int = 8) -> KVLayout:
+    return KVLayout((TensorLayout(blocks, 1024, 1024),), ((TensorRef(0, 1024),),), 2)
+
+
+def unrecorded(actions: list[Action]) -> list[Action]:
+    """Without what is said to the books of the host pool, and to the shelf."""
+    return [
+        a
+        for a in actions
+        if not isinstance(a, RegionCreated | RegionUpdated | RegionFreed | KeepTensors)
+    ]
+
+
+class Desk:
+    """A core, and what its sessions say. Sessions are named engine/process."""
+
+    def __init__(self) -> None:
+        device = told.DeviceInfo("cpu", "cpu", "host memory")
+        self.core = Core(
+            DaemonIdentity("0.1", "boot", 1, device, told.Limits(1 << 20, 1 << 10, 8)), POOL, 0.0
+        )
+
+    def come(self, session: str) -> None:
+        self.core.welcome(session, wire.Hello(1, 1, session, session.partition("/")[0]))
+
+    def ask(self, session: str, message: wire.ClientMessage) -> list[Action]:
+        return unrecorded(self.core.handle(session, message, now=1.0))
+
+    def wish(self, session: str, keep: bool, shape: KVLayout, **more: Any) -> list[Action]:
+        self.come(session)
+        return self.ask(session, wire.AllocateKVCaches(1, shape, keep=keep, **more))
+
+    def allocate(self, session: str, *, keep: bool = True, shape: KVLayout | None = None) -> Any:
+        """Allocate, with 4096 bytes of the pool; the lane does as it is told. Returns
+        (what was dropped, the Map, the reply)."""
+        *before, mapping = self.wish(session, keep, shape or layout(), host_bytes=4096)
+        assert isinstance(mapping, MapTensors)
+        *after, reply = self.mapped(mapping)
+        assert isinstance(reply, Send)
+        assert isinstance(reply.message, wire.Allocated)
+        return [*before, *after], mapping, reply.message
+
+    def mapped(self, mapping: MapTensors, error: ErrorInfo | None = None) -> list[Action]:
+        where = () if error else (memory.FdAllocation(1, SIZE),)
+        reused = mapping.reuse is not None
+        report = TensorsMapped(mapping.registration, mapping.session, error, where, reused=reused)
+        return unrecorded(self.core.report(report))
+
+    def leave(self, session: str) -> list[Action]:
+        """A session goes, and the lane unmaps what it had; what follows from that."""
+        unmaps = [a for a in self.core.leave(session) if isinstance(a, UnmapTensors)]
+        reports = [self.core.report(TensorsUnmapped(unmap.registration)) for unmap in unmaps]
+        return unrecorded([action for actions in reports for action in actions])
+
+    def kept(self) -> dict[str, tuple[bool, int]]:
+        """Engine -> (is it here, bytes kept), of those with any."""
+        engines = self.core.status(1.0).engines
+        return {e.name: (e.present, e.kept_bytes) for e in engines if e.kept_bytes}
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def test_an_engine_that_comes_back_gets_its_tensors(desk: Desk) -> None:
+    dropped, mapping, reply = desk.allocate("a/1")
+    assert (dropped, mapping.keep, mapping.reuse, reply.kept) == ([], True, None, False)
+    assert desk.kept() == {"a": (True, SIZE)}
+    assert desk.leave("a/1") == []
+    assert desk.kept() == {"a": (False, SIZE)}
+    dropped, mapping, reply = desk.allocate("a/2")
+    assert (mapping.reuse, reply.kept) == (1, True)
+    assert dropped == [ReleaseTensors(1)]
+    assert desk.kept() == {"a": (True, SIZE)}
+
+
+def test_another_part_of_the_pool_changes_nothing(desk: Desk) -> None:
+    """The engine's host blocks are gone, as it wants more of them; its tensors are not."""
+    desk.allocate("a/1")
+    desk.leave("a/1")
+    (mapping,) = desk.wish("a/2", True, layout(), host_bytes=8192)
+    assert isinstance(mapping, MapTensors)
+    assert mapping.reuse == 1
+
+
+def test_without_keep_nothing_is_held(desk: Desk) -> None:
+    _, mapping, _ = desk.allocate("a/1", keep=False)
+    assert not mapping.keep
+    assert desk.kept() == {}
+    assert desk.leave("a/1") == []
+    assert desk.kept() == {}
+    assert desk.allocate("a/2")[1].reuse is None
+
+
+def test_what_comes_back_without_keep_is_held_no_more(desk: Desk) -> None:
+    desk.allocate("a/1")
+    desk.leave("a/1")
+    dropped, mapping, reply = desk.allocate("a/2", keep=False)
+    assert (dropped, mapping.reuse, reply.kept) == ([ReleaseTensors(1)], 1, True)
+    assert desk.leave("a/2") == []
+    assert desk.kept() == {}
+
+
+def test_another_layout_frees_them_before_it_is_mapped(desk: Desk) -> None:
+    desk.allocate("a/1")
+    desk.leave("a/1")
+    actions = desk.wish("a/2", True, layout(4), host_bytes=4096)
+    assert actions[0] == ReleaseTensors(1)
+    assert isinstance(actions[1], MapTensors)
+    assert actions[1].reuse is None
+    assert desk.kept() == {}
+
+
+def test_an_engine_that_waits_for_the_old_mapping_gets_its_tensors(desk: Desk) -> None:
+    desk.allocate("a/1")
+    desk.core.leave("a/1")
+    assert desk.wish("a/2", True, layout(), host_bytes=4096) == []
+    (mapping,) = desk.core.report(TensorsUnmapped(1))
+    assert isinstance(mapping, MapTensors)
+    assert mapping.reuse == 1
+
+
+def test_they_are_held_still_where_they_could_not_be_mapped(desk: Desk) -> None:
+    desk.allocate("a/1")
+    desk.leave("a/1")
+    (mapping,) = desk.wish("a/2", True, layout(), host_bytes=4096)
+    assert isinstance(mapping, MapTensors)
+    (reply,) = desk.mapped(mapping, ErrorInfo(Code.NOT_SHAREABLE, "the page is not sealed"))
+    assert isinstance(reply, Send)
+    assert isinstance(reply.message, wire.Error)
+    assert desk.kept() == {"a": (False, SIZE)}
+    desk.leave("a/2")
+    assert desk.allocate("a/3")[1].reuse == 1
+
+
+def test_an_engine_that_goes_before_it_has_them_leaves_them(desk: Desk) -> None:
+    """What the lane may have made of them under the new number goes."""
+    desk.allocate("a/1")
+    desk.leave("a/1")
+    (mapping,) = desk.wish("a/2", True, layout(), host_bytes=4096)
+    assert isinstance(mapping, MapTensors)
+    assert UnmapTensors(2) in desk.core.leave("a/2")
+    assert desk.mapped(mapping) == []
+    assert desk.core.report(TensorsUnmapped(2)) == [ReleaseTensors(2)]
+    assert desk.kept() == {"a": (False, SIZE)}
+    assert desk.allocate("a/3")[1].reuse == 1
+
+
+def test_they_go_with_the_host_blocks_of_their_engine(desk: Desk) -> None:
+    """A newcomer takes the room, by its registration or by its namespace."""
+    for number, session in enumerate(("b/1", "c/1"), 1):
+        desk.allocate(f"a/{number}")
+        desk.leave(f"a/{number}")
+        assert desk.kept() == {"a": (False, SIZE)}
+        if session == "b/1":
+            actions = desk.wish(session, False, layout(), host_bytes=POOL)
+            assert ReleaseTensors(1) in actions
+        else:
+            desk.come(session)
+            fingerprint = told.Fingerprint("model", 2048)
+            actions = desk.ask(session, wire.OpenNamespace(1, fingerprint, POOL))
+            assert any(isinstance(action, ReleaseTensors) for action in actions)
+        assert desk.kept() == {}
+        desk.leave(session)
+
+
+def test_engines_of_a_namespace_keep_theirs_as_long_as_it_is_there(desk: Desk) -> None:
+    fingerprint = told.Fingerprint("model", 2048)
+    for session in ("a/1", "a/2"):
+        desk.come(session)
+        desk.ask(session, wire.OpenNamespace(1, fingerprint, 8192))
+        (*_, mapping) = desk.ask(session, wire.AllocateKVCaches(2, layout(), keep=True))
+        assert isinstance(mapping, MapTensors)
+        assert mapping.reuse == (1 if session == "a/2" else None)
+        desk.mapped(mapping)
+        desk.leave(session)
+    assert desk.kept() == {"a": (False, SIZE)}
+
+
+def test_tensors_of_one_namespace_are_not_those_of_another(desk: Desk) -> None:
+    """The same shape, another model's bytes."""
+    for session, model in (("a/1", "model"), ("a/2", "another")):
+        desk.come(session)
+        desk.ask(session, wire.OpenNamespace(1, told.Fingerprint(model, 2048), 8192))
+        actions = desk.ask(session, wire.AllocateKVCaches(2, layout(), keep=True))
+        assert isinstance(actions[-1], MapTensors)
+        assert actions[-1].reuse is None
+        desk.mapped(actions[-1])
+        desk.leave(session)
+    assert ReleaseTensors(1) in actions
+
+
+def test_an_engine_with_tensors_of_its_own_needs_none(desk: Desk) -> None:
+    """Unless they may be the very same: behind descriptors, in the same layout."""
+    brought: tuple[memory.Allocation, ...] = (
+        memory.FdAllocation(1, SIZE),
+        memory.CudaAllocation("GPU-1", bytes(64), SIZE),
+    )
+    for number, allocation in enumerate(brought):
+        desk.allocate(f"a/{number}")
+        desk.leave(f"a/{number}")
+        desk.come(f"a/own-{number}")
+        where = (allocation,), (memory.Location(0, 0),)
+        actions = desk.ask(
+            f"a/own-{number}", wire.RegisterKVCaches(1, layout(), *where, host_bytes=4096)
+        )
+        assert isinstance(actions[-1], MapTensors)
+        dropped = any(isinstance(action, ReleaseTensors) for action in actions)
+        assert dropped == isinstance(allocation, memory.CudaAllocation)
+        desk.core.report(TensorsMapped(actions[-1].registration, f"a/own-{number}"))
+        desk.leave(f"a/own-{number}")
+        assert ("a" in desk.kept()) != dropped
+
+
+def test_they_are_released_by_name(desk: Desk) -> None:
+    desk.allocate("a/1")
+    desk.leave("a/1")
+    desk.come("b/1")
+    reply = Send("b/1", wire.Released(5, SIZE))
+    assert desk.ask("b/1", wire.ReleaseKVCaches(5, "a")) == [ReleaseTensors(1), reply]
+    assert desk.kept() == {}
+    (refused,) = desk.ask("b/1", wire.ReleaseKVCaches(6, "a"))
+    assert isinstance(refused, Send)
+    assert isinstance(refused.message, wire.Error)
+    assert (refused.message.error.code, refused.message.error.value) == (Code.NOT_REGISTERED, "a")
+
+
+def test_an_engine_that_is_here_keeps_its_tensors_until_it_goes(desk: Desk) -> None:
+    desk.allocate("a/1")
+    reply = Send("a/1", wire.Released(5, SIZE))
+    assert desk.ask("a/1", wire.ReleaseKVCaches(5, "a")) == [ReleaseTensors(1), reply]
+    assert desk.kept() == {}
+    assert desk.leave("a/1") == [ReleaseTensors(1)]
+    assert desk.allocate("a/2")[1].reuse is None
+
+
+def test_nothing_is_released_of_an_engine_that_keeps_nothing(desk: Desk) -> None:
+    desk.allocate("a/1", keep=False)
+    (refused,) = desk.ask("a/1", wire.ReleaseKVCaches(5, "a"))
+    assert isinstance(refused, Send)
+    assert isinstance(refused.message, wire.Error)
+
+
+def test_what_an_earlier_daemon_kept_is_its_engine_s_once_and_where_its_host_blocks_are(
+    desk: Desk,
+) -> None:
+    kept = KeptTensorsRecord("a", LayoutArrays.from_layout(layout()), SIZE, engine_owner("a"))
+    with pytest.raises(Refused) as refused:
+        desk.core.restore_tensors(kept)
+    assert (refused.value.code, refused.value.value) == (Code.NOT_REGISTERED, "a")
+    desk.core.restore(
+        RecoveredRegion(RegionRecord("a", 0, 4096, LayoutArrays.from_layout(layout())))
+    )
+    assert desk.core.restore_tensors(kept) == 1
+    with pytest.raises(Refused):
+        desk.core.restore_tensors(kept)
+    assert desk.kept() == {"a": (False, SIZE)}
+    dropped, mapping, reply = desk.allocate("a/1")
+    assert (mapping.reuse, reply.kept, dropped) == (1, True, [ReleaseTensors(1)])

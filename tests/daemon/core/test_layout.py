@@ -1,0 +1,282 @@
+"""Block maths by example; tests/property holds it against a model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvferry.daemon.core.layout import FEW, BlockLayout, split_spec
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.layout import LayoutArrays
+from kvferry.proto.memory import Location
+from kvferry.proto.specs import (
+    CPULoadStoreSpec,
+    Direction,
+    GPULoadStoreSpec,
+    KVLayout,
+    TensorLayout,
+    TensorRef,
+)
+
+STORE, LOAD = Direction.STORE, Direction.LOAD
+START = 1000
+"""Where the region begins in the pool."""
+
+
+def ids(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.array(values, dtype=np.int64)
+
+
+def gpu(*blocks: int, sizes: tuple[int, ...], first: tuple[int, ...]) -> GPULoadStoreSpec:
+    return GPULoadStoreSpec(blocks, sizes, first)
+
+
+# Two tensors with padded rows; group 0 has a page of both (10 and 6 bytes), group 1 one of 5 bytes
+# in a tensor of its own. A host block: 3 GPU blocks of the wider group, 48 bytes.
+TENSORS = (TensorLayout(8, 10, 16), TensorLayout(9, 8, 8), TensorLayout(4, 5, 7))
+GROUPS = ((TensorRef(0, 10), TensorRef(1, 6)), (TensorRef(2, 5),))
+LAYOUT = KVLayout(TENSORS, GROUPS, 3)
+
+
+@pytest.fixture
+def geometry() -> BlockLayout:
+    return BlockLayout(LayoutArrays.from_layout(LAYOUT), START, 20)
+
+
+def test_pages_of_a_block_lie_behind_one_another_in_the_host_block(geometry: BlockLayout) -> None:
+    spec = gpu(7, 2, 1, 3, sizes=(2, 2), first=(5, 1))
+    resolved = geometry.resolve(STORE, spec, ids(4, 11, 6))
+    bases = ids(100_000, 200_000, 300_000)
+    parts = [geometry.fragments(run, bases, 1_000_000) for run in resolved.runs]
+    got = [row for f in parts for row in zip(f.gpu, f.host, f.size, strict=True)]
+    assert got == [row for f in parts for row in f.rows()]
+    assert got == [row for run in resolved.runs for row in geometry.rows(run, bases, 1_000_000)]
+    # Group 0 begins at logical block 5: sub-block 2 of host block 4, then sub-block 0 of 11.
+    # Group 1 begins at logical block 1: sub-blocks 1 and 2 of host block 6, 5 bytes each.
+    pool = 1_000_000 + START
+    assert got == [
+        (100_000 + 7 * 16, pool + 4 * 48 + 2 * 16, 10),
+        (200_000 + 7 * 8, pool + 4 * 48 + 2 * 16 + 10, 6),
+        (100_000 + 2 * 16, pool + 11 * 48, 10),
+        (200_000 + 2 * 8, pool + 11 * 48 + 10, 6),
+        (300_000 + 1 * 7, pool + 6 * 48 + 1 * 5, 5),
+        (300_000 + 3 * 7, pool + 6 * 48 + 2 * 5, 5),
+    ]
+    assert geometry.nbytes(resolved.runs) == 2 * 16 + 2 * 5
+    assert geometry.end(resolved.runs) == START + 11 * 48 + 16
+
+
+def test_without_sizes_a_transfer_is_one_group_from_its_start() -> None:
+    layout = KVLayout(TENSORS[:1], ((TensorRef(0, 10),),), 2)
+    plain, said = GPULoadStoreSpec([3, 1, 5]), gpu(3, 1, 5, sizes=(3,), first=(0,))
+    runs = [
+        BlockLayout(LayoutArrays.from_layout(layout), START, 9)
+        .resolve(LOAD, spec, ids(8, 0))
+        .runs[0]
+        for spec in (plain, said)
+    ]
+    assert runs[0].gpu_blocks.tolist() == runs[1].gpu_blocks.tolist() == [3, 1, 5]
+    offsets = [START + 8 * 20, START + 8 * 20 + 10, START]
+    assert runs[0].host_offsets.tolist() == runs[1].host_offsets.tolist() == offsets
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_nothing_to_move_is_a_transfer(geometry: BlockLayout, direction: Direction) -> None:
+    resolved = geometry.resolve(direction, gpu(sizes=(0, 0), first=(2, 0)), ids())
+    assert resolved.runs == ()
+    assert (geometry.nbytes(resolved.runs), geometry.end(resolved.runs)) == (0, 0)
+
+
+GOOD = gpu(0, 1, 2, 3, sizes=(3, 1), first=(2, 0))
+GOOD_HOSTS = ids(0, 19, 5)
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_the_transfer_that_the_next_test_spoils_is_good(
+    geometry: BlockLayout, direction: Direction
+) -> None:
+    assert geometry.nbytes(geometry.resolve(direction, GOOD, GOOD_HOSTS).runs) == 3 * 16 + 5
+
+
+@pytest.mark.parametrize(
+    ("direction", "spec", "hosts", "code", "value"),
+    [
+        (STORE, GOOD, ids(0, 20, 5), Code.BLOCK_OUT_OF_RANGE, "20"),
+        (LOAD, GOOD, ids(0, -1, 5), Code.BLOCK_OUT_OF_RANGE, "-1"),
+        (LOAD, GOOD, ids(0, 1 << 62, 5), Code.BLOCK_OUT_OF_RANGE, str(1 << 62)),
+        # group 0 ends with its shorter tensor, at 8
+        (STORE, gpu(0, 8, 2, 3, sizes=(3, 1), first=(2, 0)), GOOD_HOSTS, "block_out_of_range", "8"),
+        (
+            LOAD,
+            gpu(0, -3, 2, 3, sizes=(3, 1), first=(2, 0)),
+            GOOD_HOSTS,
+            "block_out_of_range",
+            "-3",
+        ),
+        (STORE, gpu(0, 1, 2, 4, sizes=(3, 1), first=(2, 0)), GOOD_HOSTS, "block_out_of_range", "4"),
+        (STORE, GOOD, ids(0, 19), Code.SIZE_MISMATCH, "2"),
+        (STORE, GOOD, ids(0, 19, 5, 6), Code.SIZE_MISMATCH, "4"),
+        (STORE, GOOD, ids(), Code.SIZE_MISMATCH, "0"),
+        (LOAD, gpu(0, 1, 2, 3, sizes=(3, 1), first=(1, 0)), GOOD_HOSTS[:1], "size_mismatch", "1"),
+        (STORE, gpu(0, 1, 2, 3, sizes=(3, 2), first=(2, 0)), GOOD_HOSTS, "size_mismatch", "[3, 2]"),
+        (STORE, gpu(0, 1, 2, 3, sizes=(2, 1), first=(2, 0)), GOOD_HOSTS, "size_mismatch", "[2, 1]"),
+        (STORE, gpu(0, 1, 2, 3, sizes=(4,), first=(2,)), GOOD_HOSTS, Code.UNKNOWN_GROUP, "[4]"),
+        (
+            STORE,
+            gpu(0, 1, sizes=(1, 1, 0), first=(0,) * 3),
+            ids(1, 2),
+            "unknown_group",
+            "[1, 1, 0]",
+        ),
+        (STORE, gpu(0, 1, 2, 3, sizes=(3, 1), first=(2,)), GOOD_HOSTS, "unknown_group", "[2]"),
+        (STORE, GPULoadStoreSpec([1]), ids(0), Code.UNKNOWN_GROUP, "[1]"),
+        (STORE, GOOD, ids(0, 5, 5), Code.DUPLICATE_BLOCK, "5"),
+        (LOAD, gpu(0, 2, 2, 3, sizes=(3, 1), first=(2, 0)), GOOD_HOSTS, "duplicate_block", "2"),
+    ],
+)
+def test_what_is_wrong_is_refused_with_its_code_and_value(
+    geometry: BlockLayout,
+    direction: Direction,
+    spec: GPULoadStoreSpec,
+    hosts: np.ndarray[tuple[int], np.dtype[np.int64]],
+    code: str,
+    value: str,
+) -> None:
+    with pytest.raises(Refused) as caught:
+        geometry.resolve(direction, spec, hosts)
+    assert (caught.value.code, caught.value.value) == (code, value)
+
+
+def test_a_source_may_come_twice(geometry: BlockLayout) -> None:
+    store = geometry.resolve(STORE, gpu(2, 2, 2, 1, sizes=(3, 1), first=(2, 0)), GOOD_HOSTS)
+    assert store.runs[0].gpu_blocks.tolist() == [2, 2, 2]
+    load = geometry.resolve(LOAD, GOOD, ids(4, 4, 4))
+    assert load.host_blocks.tolist() == [4, 4, 4]
+
+
+def test_groups_that_share_a_tensor_share_its_slots() -> None:
+    groups = ((TensorRef(0, 10),), (TensorRef(0, 8), TensorRef(1, 8)), (TensorRef(2, 5),))
+    geometry = BlockLayout(LayoutArrays.from_layout(KVLayout(TENSORS, groups)), 0, 9)
+    resolved = geometry.resolve(STORE, gpu(1, 1, 1, sizes=(1, 1, 1), first=(0,) * 3), ids(0, 1, 2))
+    one, other, apart = resolved.gpu_slots.tolist()
+    assert one == other != apart
+    assert max(resolved.gpu_slots) < geometry.gpu_slots == 9 + 4
+    with pytest.raises(Refused) as caught:
+        geometry.resolve(LOAD, gpu(1, 1, 1, sizes=(1, 1, 1), first=(0,) * 3), ids(0, 1, 2))
+    assert caught.value.code == Code.DUPLICATE_BLOCK
+
+
+def test_groups_that_share_no_tensor_may_load_the_same_block_id() -> None:
+    """Group 1 shares a tensor with either of the others, which share none with each other."""
+    groups = ((TensorRef(0, 10),), (TensorRef(0, 10), TensorRef(1, 8)), (TensorRef(1, 8),))
+    geometry = BlockLayout(LayoutArrays.from_layout(KVLayout(TENSORS[:2], groups)), 0, 9)
+    resolved = geometry.resolve(LOAD, gpu(3, 3, sizes=(1, 0, 1), first=(0,) * 3), ids(0, 1))
+    assert geometry.nbytes(resolved.runs) == 18
+
+
+@pytest.mark.parametrize("again", [None, 5])
+def test_a_block_that_comes_twice_among_very_many_is_found(again: int | None) -> None:
+    """Where a table of all blocks would take more memory than the ids."""
+    layout = KVLayout((TensorLayout(1 << 27, 1, 1),), ((TensorRef(0, 1),),))
+    geometry, blocks = BlockLayout(LayoutArrays.from_layout(layout), 0, 1000), np.arange(1000) << 17
+    if again is not None:
+        blocks[again + 600] = blocks[again]
+        with pytest.raises(Refused) as refused:
+            geometry.resolve(LOAD, GPULoadStoreSpec(blocks), np.arange(1000))
+        assert (refused.value.code, refused.value.value) == (Code.DUPLICATE_BLOCK, str(5 << 17))
+    else:
+        assert geometry.resolve(LOAD, GPULoadStoreSpec(blocks), np.arange(1000)).runs
+
+
+@pytest.mark.parametrize(
+    ("max_bytes", "max_blocks", "counts"),
+    [
+        (1, 9, [(0, 1), (0, 1), (0, 1), (0, 1), (1, 1), (1, 1)]),
+        (31, 9, [(0, 1), (0, 1), (0, 1), (0, 1), (1, 2)]),
+        (32, 9, [(0, 2), (0, 2), (1, 2)]),
+        (50, 9, [(0, 3), (0, 1), (1, 2)]),
+        (1 << 20, 9, [(0, 4), (1, 2)]),
+        (1 << 20, 3, [(0, 3), (0, 1), (1, 2)]),
+        (1 << 20, 1, [(0, 1), (0, 1), (0, 1), (0, 1), (1, 1), (1, 1)]),
+    ],
+)
+def test_a_piece_is_of_one_group_and_holds_what_fits_or_one_block(
+    geometry: BlockLayout, max_bytes: int, max_blocks: int, counts: list[tuple[int, int]]
+) -> None:
+    spec = gpu(0, 1, 2, 3, 0, 1, sizes=(4, 2), first=(0, 0))
+    rest = geometry.resolve(STORE, spec, ids(0, 1, 2)).runs
+    pieces = []
+    while rest:
+        piece, rest = geometry.split(rest, max_bytes, max_blocks)
+        pieces.append((piece.group, piece.gpu_blocks.size))
+    assert pieces == counts
+
+
+def test_directions_follow_from_the_kinds_of_the_sides() -> None:
+    device, host = GPULoadStoreSpec([1]), CPULoadStoreSpec([2])
+    assert split_spec(device, host)[:2] == (STORE, device)
+    assert split_spec(host, device)[:2] == (LOAD, device)
+    assert split_spec(device, host)[2] is split_spec(host, device)[2] is host
+
+
+@pytest.mark.parametrize("spec", [GPULoadStoreSpec([1]), CPULoadStoreSpec([1])])
+def test_two_sides_of_one_kind_are_refused(spec: GPULoadStoreSpec | CPULoadStoreSpec) -> None:
+    with pytest.raises(Refused) as caught:
+        split_spec(spec, spec)
+    assert caught.value.code == Code.BAD_SPEC
+
+
+def test_tensors_that_overlap_share_their_slots() -> None:
+    """Rows of attention and state, packed: the same block of either group is the same memory."""
+    layout = KVLayout(
+        (TensorLayout(5, 20, 40), TensorLayout(5, 12, 40), TensorLayout(5, 8, 8)),
+        ((TensorRef(0, 20),), (TensorRef(1, 12),), (TensorRef(2, 8),)),
+    )
+    places = [Location(0, 0), Location(0, 24), Location(0, 4096)]
+    geometry = BlockLayout(LayoutArrays.from_layout(layout), 0, 9, places)
+    resolved = geometry.resolve(LOAD, gpu(3, 3, 3, sizes=(1, 1, 1), first=(0,) * 3), ids(0, 1, 2))
+    packed, other, apart = resolved.gpu_slots.tolist()
+    assert packed == other != apart
+    elsewhere = BlockLayout(
+        LayoutArrays.from_layout(layout), 0, 9, [Location(0, 0), Location(1, 24), Location(0, 4096)]
+    )
+    resolved = elsewhere.resolve(LOAD, gpu(3, 3, 3, sizes=(1, 1, 1), first=(0,) * 3), ids(0, 1, 2))
+    assert len(set(resolved.gpu_slots.tolist())) == 3
+
+
+def test_tensors_within_another_share_memory_with_all_that_it_spans_and_the_next_does_not() -> None:
+    """Whichever comes first, and where the first ends before the last begins."""
+    whole, part = TensorLayout(5, 20, 40), TensorLayout(5, 8, 8)
+    layout = KVLayout((part, whole, part, part), tuple((TensorRef(n, 8),) for n in range(4)))
+    places = [Location(0, 100), Location(0, 0), Location(0, 0), Location(0, whole.span_bytes)]
+    resolved = BlockLayout(LayoutArrays.from_layout(layout), 0, 9, places).resolve(
+        LOAD, gpu(3, 3, 3, 3, sizes=(1,) * 4, first=(0,) * 4), ids(0, 1, 2, 3)
+    )
+    inside, around, front, behind = resolved.gpu_slots.tolist()
+    assert inside == around == front != behind
+
+
+@pytest.mark.parametrize("bad", [-1, 99, -(1 << 62), 1 << 62])
+def test_of_many_ids_each_is_in_range(bad: int) -> None:
+    count = FEW + 2
+    layout = KVLayout((TensorLayout(99, 8, 8),), ((TensorRef(0, 8),),))
+    geometry, good = BlockLayout(LayoutArrays.from_layout(layout), START, 99), np.arange(count)
+    assert geometry.resolve(STORE, GPULoadStoreSpec(good), good).gpu_slots.size == count
+    spoiled = good.copy()
+    spoiled[count // 2] = bad
+    for blocks, hosts in ((spoiled, good), (good, spoiled)):
+        for direction in Direction:
+            with pytest.raises(Refused) as refused:
+                geometry.resolve(direction, GPULoadStoreSpec(blocks), hosts)
+            error = refused.value
+            assert (error.code, error.value) == (Code.BLOCK_OUT_OF_RANGE, str(bad))
+
+
+@pytest.mark.parametrize(
+    ("start", "chunk", "whole"), [(96, 480, True), (96, 481, False), (100, 480, False)]
+)
+def test_whether_a_host_block_may_lie_across_two_chunks(
+    start: int, chunk: int, whole: bool
+) -> None:
+    """A host block has 48 bytes."""
+    assert BlockLayout(LayoutArrays.from_layout(LAYOUT), start, 20).whole(chunk) is whole

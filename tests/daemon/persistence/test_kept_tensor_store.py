@@ -1,0 +1,105 @@
+"""Labels and memory of kept tensors: what one shelf puts away another takes up, or gives up."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from kvferry.daemon.core.actions import KeepTensors
+from kvferry.daemon.core.records import KeptTensorsRecord, engine_owner
+from kvferry.daemon.persistence.kept_tensor_store import KeptTensorStore
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.layout import LayoutArrays
+from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
+
+LAYOUT = KVLayout((TensorLayout(8, 4096, 4096),), ((TensorRef(0, 4096),),), 2)
+
+
+class Manager:
+    """Keeps descriptors, as a service manager would."""
+
+    def __init__(self) -> None:
+        self.store: dict[str, int] = {}
+
+    def keep(self, name: str, descriptor: int) -> None:
+        assert name not in self.store
+        self.store[name] = os.dup(descriptor)
+
+    def forget(self, name: str) -> None:
+        if name in self.store:
+            os.close(self.store.pop(name))
+
+    def kept(self) -> dict[str, int]:
+        """As the next daemon gets them."""
+        return {name: os.dup(descriptor) for name, descriptor in self.store.items()}
+
+
+@pytest.fixture
+def manager() -> Iterator[Manager]:
+    before = len(os.listdir("/proc/self/fd"))
+    manager = Manager()
+    yield manager
+    for name in tuple(manager.store):
+        manager.forget(name)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def tenancy(engine: str) -> KeptTensorsRecord:
+    return KeptTensorsRecord(engine, LayoutArrays.from_layout(LAYOUT), 32768, engine_owner(engine))
+
+
+def put(shelf: KeptTensorStore, number: int, engine: str) -> None:
+    memory = os.memfd_create("tensors")
+    os.write(memory, engine.encode())
+    shelf.put(KeepTensors(number, tenancy(engine), (memory,)))
+    os.close(memory)
+
+
+def take_up(manager: Manager) -> tuple[KeptTensorStore, dict[str, bytes]]:
+    """A new shelf, and what it found: engine -> the memory's content."""
+    shelf, restored = KeptTensorStore(manager), list[KeptTensorsRecord]()
+
+    def restore(one: KeptTensorsRecord) -> int:
+        if one.engine == "unwelcome":
+            raise Refused(Code.NOT_REGISTERED, "their engine's host blocks are gone", one.engine)
+        restored.append(one)
+        return 100 + len(restored)
+
+    kept = manager.kept()
+    found = shelf.take_up(kept, restore)
+    for name in kept:
+        if name.startswith("ledger-"):  # somebody else's to close
+            os.close(kept[name])
+    content = {}
+    for number, memory in found.items():
+        content[restored[number - 101].engine] = os.pread(memory, 99, 0)
+        os.close(memory)
+    assert restored == [tenancy(engine) for engine in content]
+    return shelf, content
+
+
+def test_what_was_put_away_is_found(manager: Manager) -> None:
+    first = KeptTensorStore(manager)
+    for number, engine in enumerate(("a", "b", "c"), 7):
+        put(first, number, engine)
+    first.remove(8)
+    first.remove(99)
+    second, found = take_up(manager)
+    assert found == {"a": b"a", "c": b"c"}
+    second.remove(101)  # the first that it found
+    put(second, 1, "d")
+    assert take_up(manager)[1] == {"c": b"c", "d": b"d"}
+
+
+def test_what_is_no_use_is_given_up(manager: Manager) -> None:
+    first = KeptTensorStore(manager)
+    for number, engine in enumerate(("a", "unwelcome", "no label", "no memory", "bad label")):
+        put(first, number, engine)
+    manager.forget("tensors-3.label")
+    manager.forget("tensors-4.memory")
+    os.pwrite(manager.store["tensors-5.label"], b"\xff\xff", 0)
+    manager.keep("ledger-1", 0)
+    assert take_up(manager)[1] == {"a": b"a"}
+    assert sorted(manager.store) == ["ledger-1", "tensors-1.label", "tensors-1.memory"]

@@ -1,0 +1,341 @@
+"""The Supervisor in a process of its own, under a manager that speaks systemd's protocol."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import sys
+import threading
+import time
+from ast import literal_eval
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from kvferry.daemon.systemd import MOST_UNSENT, Supervisor
+from kvferry.testing.manager import ServiceManager
+
+PROGRAM = """
+import os, sys, time
+from kvferry.daemon.systemd import Supervisor
+
+supervisor = Supervisor()
+def memory(text):
+    descriptor = os.memfd_create("test")
+    os.write(descriptor, text.encode())
+    return descriptor
+def kept():
+    return {name: os.pread(d, 99, 0).decode() for name, d in supervisor.kept.items()}
+def say(what):
+    supervisor.status(repr(what))
+"""
+
+Run = Callable[..., ServiceManager]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    """run(lines, **options) -> a manager whose program did these lines, and then sleeps."""
+    managers: list[ServiceManager] = []
+
+    def start(lines: str, notify: Path | str | None = None, **options: object) -> ServiceManager:
+        path = tmp_path / f"notify-{len(managers)}" if notify is None else notify
+        program = f"{PROGRAM}\n{lines}\nsupervisor.ready('up')\ntime.sleep(60)"
+        manager = ServiceManager([sys.executable, "-c", program], path, **options)  # type: ignore[arg-type]
+        managers.append(manager)
+        manager.start()
+        return manager
+
+    yield start
+    for manager in managers:
+        manager.close()
+
+
+def test_what_it_says(run: Run) -> None:
+    manager = run(
+        "supervisor.status('one\\ntwo'); supervisor.alive(); supervisor.reloading();"
+        "supervisor.stopping()"
+    )
+    first, second, third, fourth, last = manager.said
+    assert first == {"STATUS": "one two"}
+    assert second == {"WATCHDOG": "1"}
+    assert third.keys() == {"RELOADING", "MONOTONIC_USEC"}
+    assert fourth == {"STOPPING": "1"}
+    assert last == {"READY": "1", "STATUS": "up"}
+    assert not manager.ignored
+
+
+def test_a_socket_in_no_file_system(run: Run) -> None:
+    manager = run("", notify=f"@kvferry-test-{os.getpid()}")
+    assert manager.values("READY") == ["1"]
+
+
+def test_what_is_kept_comes_back_under_its_name(run: Run) -> None:
+    """Also twice in a row, and in whatever order it was given."""
+    manager = run(
+        "say(kept())\n"
+        "if not supervisor.kept:\n"
+        "    for name in ('one', 'two', 'three'): supervisor.keep(name, memory(name))\n"
+    )
+    assert manager.values("STATUS") == ["{}", "up"]
+    for _ in range(2):
+        manager.kill()
+        manager.start()
+        assert manager.values("STATUS")[0] == repr({"three": "three", "two": "two", "one": "one"})
+
+
+def test_what_is_forgotten_does_not_come_back(run: Run) -> None:
+    manager = run(
+        "say(kept())\n"
+        "if not supervisor.kept:\n"
+        "    supervisor.keep('one', memory('1')); supervisor.keep('two', memory('2'))\n"
+        "    supervisor.forget('one')\n"
+    )
+    manager.kill()
+    manager.start()
+    assert manager.values("STATUS")[0] == "{'two': '2'}"
+    assert manager.names == ["two"]
+
+
+def test_of_two_of_one_name_the_newer_stays(run: Run) -> None:
+    manager = run(
+        "say((kept(), len(os.listdir('/proc/self/fd'))))\n"
+        "if not supervisor.kept:\n"
+        "    supervisor.keep('one', memory('old')); supervisor.keep('one', memory('new'))\n"
+    )
+    before = literal_eval(manager.values("STATUS")[0])
+    manager.kill()
+    manager.start()
+    assert manager.names == ["one", "one"]
+    assert literal_eval(manager.values("STATUS")[0]) == ({"one": "new"}, before[1] + 1)
+
+
+def test_a_pipe_is_kept_though_nobody_holds_its_other_end(run: Run) -> None:
+    """FDPOLL=0: a manager would drop it otherwise."""
+    manager = run(
+        "say([*supervisor.kept])\nif not supervisor.kept: supervisor.keep('pipe', os.pipe()[0])"
+    )
+    manager.kill()
+    manager.start()
+    assert manager.values("STATUS")[0] == "['pipe']"
+
+
+def test_settled_means_taken_in(run: Run) -> None:
+    manager = run(
+        "for number in range(500): supervisor.keep(f'part.{number}', memory('x'))\n"
+        "say(supervisor.settle(20))"
+    )
+    assert manager.values("STATUS")[0] == "True"
+    assert len(manager.names) == 500
+
+
+def test_nothing_is_settled_that_nobody_took_in(tmp_path: Path) -> None:
+    """The manager lives, and reads nothing; then it does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear:
+        ear.bind(str(tmp_path / "notify"))
+        supervisor = Supervisor({"NOTIFY_SOCKET": str(tmp_path / "notify")})
+        assert not supervisor.settle(0.1)
+        listener = threading.Thread(target=_hear, args=(ear, 2))
+        listener.start()
+        assert supervisor.settle(20)
+        listener.join()
+
+
+@pytest.fixture
+def deaf(tmp_path: Path) -> Iterator[tuple[Supervisor, socket.socket]]:
+    """A supervisor, and the socket of a manager whose queue is full."""
+    path = str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear:
+        ear.bind(path)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as wire, suppress(BlockingIOError):
+            wire.connect(path)
+            wire.setblocking(False)
+            while True:
+                wire.send(b"OTHER=1")
+        ear.settimeout(20)
+        yield Supervisor({"NOTIFY_SOCKET": path}), ear
+
+
+def _heard(supervisor: Supervisor, ear: socket.socket) -> list[tuple[str, str]]:
+    """Up to STOPPING: what was said, and the bytes of its descriptor."""
+    delivery = threading.Thread(target=supervisor.deliver, args=(20,))
+    delivery.start()
+    heard = []
+    while ("STOPPING=1", "") not in heard:
+        data, descriptors, _, _ = socket.recv_fds(ear, 4096, 1)
+        held = "".join(os.pread(descriptor, 9, 0).decode() for descriptor in descriptors)
+        heard.append((data.decode(), held))
+        for descriptor in descriptors:
+            os.close(descriptor)
+    delivery.join()
+    return [said for said in heard if said[0] != "OTHER=1"]
+
+
+def _keep(supervisor: Supervisor, name: str) -> None:
+    """And close what was to be kept: it is the caller's."""
+    descriptor = os.memfd_create(name)
+    os.write(descriptor, name.encode())
+    supervisor.keep(name, descriptor)
+    os.close(descriptor)
+
+
+def test_a_manager_that_does_not_read_is_not_waited_for(
+    deaf: tuple[Supervisor, socket.socket],
+) -> None:
+    """All that counts comes in its order once it reads, but what a later word has made old."""
+    supervisor, ear = deaf
+    began = time.monotonic()
+    _keep(supervisor, "one")
+    supervisor.ready("up")
+    for number in range(100):
+        supervisor.alive()
+        supervisor.status(f"status {number}")
+    supervisor.reloading()
+    supervisor.ready("again")
+    _keep(supervisor, "two")
+    supervisor.forget("one")
+    supervisor.stopping()
+    assert time.monotonic() - began < 0.5
+    assert not supervisor.deliver(0.05)
+    heard = _heard(supervisor, ear)
+    reloading = heard[3][0]
+    assert reloading.startswith("RELOADING=1\n")
+    assert heard == [
+        ("READY=1\nSTATUS=up", ""),
+        ("WATCHDOG=1", ""),
+        ("STATUS=status 99", ""),
+        (reloading, ""),
+        ("READY=1\nSTATUS=again", ""),
+        ("FDSTORE=1\nFDNAME=two\nFDPOLL=0", "two"),
+        ("FDSTOREREMOVE=1\nFDNAME=one", ""),
+        ("STOPPING=1", ""),
+    ]
+    assert supervisor.deliver(0)
+
+
+def test_what_waits_goes_with_the_next_word(deaf: tuple[Supervisor, socket.socket]) -> None:
+    supervisor, ear = deaf
+    supervisor.ready("up")
+    assert ear.recv(99) == b"OTHER=1"
+    assert ear.recv(99) == b"OTHER=1"
+    supervisor.alive()
+    ear.setblocking(False)
+    with suppress(BlockingIOError):
+        while (said := ear.recv(99)) == b"OTHER=1":
+            pass
+    assert said == b"READY=1\nSTATUS=up"
+    assert ear.recv(99) == b"WATCHDOG=1"
+
+
+def test_what_waits_for_a_manager_is_bounded(deaf: tuple[Supervisor, socket.socket]) -> None:
+    supervisor, ear = deaf
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(MOST_UNSENT + 9):
+        supervisor.forget(f"part.{number}")
+    _keep(supervisor, "one too many")
+    supervisor.stopping()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(_heard(supervisor, ear)) == MOST_UNSENT + 1
+
+
+def _hear(ear: socket.socket, messages: int) -> None:
+    for _ in range(messages):
+        text, (descriptor,), _, _ = socket.recv_fds(ear, 4096, 1)
+        assert text == b"BARRIER=1"
+        os.close(descriptor)
+
+
+def test_children_inherit_nothing(run: Run) -> None:
+    """Neither the variables nor the descriptors."""
+    manager = run(
+        "import subprocess\n"
+        "if not supervisor.kept: supervisor.keep('one', memory('1'))\n"
+        'code = \'import os; print([n for n in os.environ if n.startswith("LISTEN") '
+        'or n.startswith("WATCHDOG") or n in ("NOTIFY_SOCKET", "FDSTORE")], '
+        'sorted(os.listdir("/proc/self/fd"))[:-1])\'\n'
+        "output = subprocess.run([sys.executable, '-c', code], stdout=-1, close_fds=False).stdout\n"
+        "say(output.decode().strip())",
+        watchdog=60.0,
+    )
+    manager.kill()
+    manager.start()
+    assert manager.names == ["one"]
+    assert "[] ['0', '1', '2']" in manager.values("STATUS")[0]
+
+
+def test_the_watchdog_s_time(run: Run) -> None:
+    assert run("say(supervisor.watchdog_seconds)", watchdog=2.5).values("STATUS")[0] == "2.5"
+    assert run("say(supervisor.watchdog_seconds)").values("STATUS")[0] == "None"
+
+
+def test_who_does_not_say_that_it_lives_is_killed(run: Run) -> None:
+    manager = run("", watchdog=0.5)
+    assert manager.wait_dead() == -9
+    assert manager.starved == 1
+
+
+def test_who_says_that_it_lives_is_let_live(run: Run) -> None:
+    manager = run(
+        "supervisor.ready('up')\n"
+        "for _ in range(40): supervisor.alive(); time.sleep(0.05)\n"
+        "supervisor.status('over')\n"
+        "while True: supervisor.alive(); time.sleep(0.05)",
+        watchdog=1.0,
+    )
+    manager.wait_for("STATUS", "over")
+    assert manager.process.poll() is None
+    assert not manager.starved
+
+
+def test_what_is_meant_for_another_process_is_left_alone() -> None:
+    ours, theirs = os.pipe()
+    try:
+        environ = {"LISTEN_PID": "1", "LISTEN_FDS": str(theirs), "LISTEN_FDNAMES": "a:b"}
+        supervisor = Supervisor({**environ, "WATCHDOG_PID": "1", "WATCHDOG_USEC": "1000000"})
+        assert supervisor.kept == {}
+        assert supervisor.watchdog_seconds is None
+        assert fcntl.fcntl(ours, fcntl.F_GETFD) == fcntl.FD_CLOEXEC
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+def test_where_there_is_no_manager_nothing_is_said() -> None:
+    environ = {"PATH": "/bin"}
+    supervisor = Supervisor(environ)
+    assert environ == {"PATH": "/bin"}
+    assert not supervisor.keeps
+    supervisor.ready("up")
+    supervisor.keep("one", 0)
+    assert not supervisor.settle(0.1)
+
+
+def test_a_manager_that_went_is_said_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    supervisor = Supervisor({"NOTIFY_SOCKET": str(tmp_path / "nobody")})
+    for _ in range(3):
+        supervisor.alive()
+        assert not supervisor.settle(1.0)
+    output = "".join(capfd.readouterr())
+    assert output.count("the service manager cannot be told") == 1
+    assert str(tmp_path / "nobody") in output
+
+
+@pytest.mark.parametrize("name", ["", "a:b", "x" * 256, "a\nREADY=1", "schlüssel"])
+def test_names_that_a_store_would_not_take(name: str) -> None:
+    supervisor = Supervisor({})
+    with pytest.raises(ValueError, match="name of a descriptor"):
+        supervisor.keep(name, 0)
+    with pytest.raises(ValueError, match="name of a descriptor"):
+        supervisor.forget(name)
+
+
+def test_a_store_is_hoped_for_where_nobody_says() -> None:
+    assert Supervisor({"NOTIFY_SOCKET": "/nowhere"}).keeps
+    assert Supervisor({"NOTIFY_SOCKET": "/nowhere", "FDSTORE": "9"}).keeps
+    assert not Supervisor({"NOTIFY_SOCKET": "/nowhere", "FDSTORE": "0"}).keeps
+    assert not Supervisor({"FDSTORE": "9"}).keeps

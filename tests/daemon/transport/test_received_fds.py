@@ -1,0 +1,46 @@
+"""Of what a client sent, the loop closes only memfds with little memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from kvferry.daemon.engine.fd_closer import SMALL_BYTES, THREAD_NAME
+from kvferry.daemon.transport.received_fds import close
+from kvferry.testing.engine import until
+
+
+def pipe() -> int:
+    reading, writing = os.pipe()
+    os.close(writing)
+    return reading
+
+
+def large_memory() -> int:
+    descriptor = os.memfd_create("some")
+    os.posix_fallocate(descriptor, 0, SMALL_BYTES)
+    return descriptor
+
+
+@pytest.mark.parametrize(
+    ("make", "by_a_thread"),
+    [(lambda: os.memfd_create("some"), False), (large_memory, True), (pipe, True)],
+)
+def test_who_closes(
+    make: Callable[[], int], by_a_thread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    descriptor, close_it = make(), os.close
+    closed_by: list[str] = []
+
+    def note(number: int) -> None:
+        if number == descriptor:
+            closed_by.append(threading.current_thread().name)
+        close_it(number)
+
+    monkeypatch.setattr(os, "close", note)
+    close(descriptor)
+    until(lambda: bool(closed_by), 10)
+    assert (closed_by == [THREAD_NAME]) is by_a_thread

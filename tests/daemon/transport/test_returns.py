@@ -1,0 +1,66 @@
+"""Reports on their way from the lane's thread to the loop: none is lost, and the loop is woken once
+for many."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+from kvferry.daemon.core.actions import PoolRegistered, Report
+from kvferry.daemon.transport.returns import Returns
+
+
+def test_all_arrive_in_order_from_another_thread() -> None:
+    taken: list[Report] = []
+
+    async def serve() -> None:
+        done = asyncio.Event()
+
+        def take_in() -> None:
+            taken.extend(returns.take())
+            if len(taken) == 3000:
+                done.set()
+
+        def lane() -> None:
+            for number in range(0, 3000, 3):
+                returns.put(
+                    [PoolRegistered(number), PoolRegistered(number + 1), PoolRegistered(number + 2)]
+                )
+                if number % 50 == 0:
+                    time.sleep(0)
+
+        returns = Returns(asyncio.get_running_loop(), take_in)
+        thread = threading.Thread(target=lane)
+        thread.start()
+        await asyncio.wait_for(done.wait(), 30)
+        thread.join()
+
+    asyncio.run(serve())
+    assert taken == [PoolRegistered(number) for number in range(3000)]
+
+
+def test_the_loop_is_woken_once_for_all_that_is_there() -> None:
+    rings = 0
+    taken: list[Report] = []
+
+    async def serve() -> None:
+        def take_in() -> None:
+            nonlocal rings
+            rings += 1
+            for report in returns.take():
+                if report == PoolRegistered(1):  # while they are taken in, more come
+                    returns.put([PoolRegistered(3)])
+                taken.append(report)
+
+        returns = Returns(asyncio.get_running_loop(), take_in)
+        for number in range(3):
+            returns.put([PoolRegistered(number)])
+        await asyncio.sleep(0.01)
+        assert rings == 2, "once for three, and once for the one that came meanwhile"
+        returns.put([PoolRegistered(4)])
+        await asyncio.sleep(0.01)
+
+    asyncio.run(serve())
+    assert rings == 3
+    assert taken == [PoolRegistered(number) for number in range(5)]

@@ -1,0 +1,477 @@
+"""The cache against semantics.md in its plainest words: lists, loops, and one key at a time.
+
+A world is a cache and the model of it, which predicts every answer: who is stored, who goes, what
+is counted, which blocks may be handed out. Its policies are lists, searched from the cold end. ARC
+is held against the paper's own figure, too, for what the paper knows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeAlias
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.daemon.core.cache.cache import Cache, CacheEvent, Pins, Reservation
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.keys import EventKind, Lookup
+
+PROFILE = settings(max_examples=300)
+PENDING, READY = "pending", "ready"
+
+
+# The model
+
+
+class PlainLRU:
+    def __init__(self, capacity: int) -> None:
+        self.keys: list[bytes] = []
+        """Least recent first."""
+
+    def order(self) -> list[bytes]:
+        return self.keys
+
+    def admit(self, keys: list[bytes], room: int, may_go: Callable[[bytes], bool]) -> list[bytes]:
+        victims = [key for key in self.keys if may_go(key)][: max(0, len(keys) - room)]
+        self.keys = [key for key in self.keys if key not in victims] + keys[::-1]
+        return victims
+
+    def touch(self, keys: list[bytes], pending: set[bytes]) -> None:
+        for key in reversed(keys):
+            if key in self.keys:
+                self.keys.remove(key)
+                self.keys.append(key)
+
+    def forget(self, key: bytes) -> None:
+        self.keys.remove(key)
+
+
+class PlainARC:
+    """Names as in the paper: T1 and T2 are in the cache, B1 and B2 are ghosts."""
+
+    def __init__(self, capacity: int) -> None:
+        self.c, self.p = capacity, 0.0
+        self.t1, self.t2, self.b1, self.b2 = (list[bytes]() for _ in range(4))
+
+    def order(self) -> list[bytes]:
+        return self.t1 + self.t2
+
+    def admit(self, keys: list[bytes], room: int, may_go: Callable[[bytes], bool]) -> list[bytes]:
+        victims = []
+        for number, key in enumerate(reversed(keys)):
+            in_b1, in_b2 = key in self.b1, key in self.b2
+            self.learn(key)
+            if number >= room:
+                victims.append(self.replace(in_b2, lambda k: may_go(k) and k not in keys))
+            (self.t2 if in_b1 or in_b2 else self.t1).append(key)
+        while len(self.t1) + len(self.b1) > self.c:
+            self.b1.pop(0)
+        while len(self.b1) + len(self.b2) > self.c:
+            self.b2.pop(0)
+        return victims
+
+    def learn(self, key: bytes) -> None:
+        if key in self.b1:
+            self.p = min(self.c, self.p + max(len(self.b2) / len(self.b1), 1))
+            self.b1.remove(key)
+        if key in self.b2:
+            self.p = max(0, self.p - max(len(self.b1) / len(self.b2), 1))
+            self.b2.remove(key)
+
+    def replace(self, in_b2: bool, may_go: Callable[[bytes], bool] = lambda key: True) -> bytes:
+        first, other = (self.t1, self.b1), (self.t2, self.b2)
+        if not (self.t1 and (len(self.t1) > self.p or (in_b2 and len(self.t1) == self.p))):
+            first, other = other, first
+        for keys, ghosts in (first, other):
+            for key in keys:
+                if may_go(key):
+                    keys.remove(key)
+                    ghosts.append(key)
+                    return key
+        raise AssertionError("nobody may go")
+
+    def touch(self, keys: list[bytes], pending: set[bytes]) -> None:
+        for key in reversed(keys):
+            home = self.t1 if key in self.t1 else self.t2
+            if key in home:
+                home.remove(key)
+                (self.t1 if home is self.t1 and key in pending else self.t2).append(key)
+
+    def forget(self, key: bytes) -> None:
+        (self.t1 if key in self.t1 else self.t2).remove(key)
+
+
+PLAIN: dict[str, Callable[[int], PlainLRU | PlainARC]] = {"lru": PlainLRU, "arc": PlainARC}
+
+
+class Job(NamedTuple):
+    handle: Reservation | Pins
+    epoch: int
+    """How many resets there were before it."""
+
+
+class World:
+    def __init__(self, policy: str, capacity: int, threshold: int) -> None:
+        self.policy_name, self.capacity, self.threshold = policy, capacity, threshold
+        self.epoch = 0
+        self.start()
+
+    def start(self) -> None:
+        """A daemon starts."""
+        self.cache = Cache(self.capacity, self.policy_name, self.threshold)
+        self.cache.recording = True
+        self.policy = PLAIN[self.policy_name](self.capacity)
+        self.state: dict[bytes, str] = {}
+        self.where: dict[bytes, int] = {}
+        self.parts: dict[bytes, tuple[int, int]] = {}
+        """Of ready keys that are stored in part."""
+        self.unverified: set[bytes] = set()
+        """Ready keys that a daemon before this one stored."""
+        self.condemned: dict[bytes, int] = {}
+        """Keys that were discarded while pinned, and their blocks."""
+        self.jobs: list[Job] = []
+        self.ended: list[Job] = []
+        self.offers: Counter[bytes] = Counter()
+        self.counts: Counter[str] = Counter()
+        self.mirror: dict[bytes, str] = {}
+
+    # What the model knows
+
+    def keys_that_are(self, state: str) -> set[bytes]:
+        return {key for key, s in self.state.items() if s == state}
+
+    def hits(self) -> set[bytes]:
+        return self.keys_that_are(READY) - self.parts.keys() - self.unverified
+
+    def told_pending(self) -> set[bytes]:
+        return self.keys_that_are(PENDING) | (self.unverified - self.parts.keys())
+
+    def forget(self, key: bytes) -> None:
+        """A key is absent."""
+        del self.state[key], self.where[key]
+        self.parts.pop(key, None)
+        self.unverified.discard(key)
+
+    def stored_again(self, key: bytes, parts: dict[bytes, tuple[int, int]]) -> bool:
+        if self.state.get(key) != READY or key in self.pinned():
+            return False
+        whole = (0, 4)
+        new, old = (set(range(*p.get(key, whole))) for p in (parts, self.parts))
+        return key in self.unverified or new > old
+
+    def pinned(self) -> set[bytes]:
+        loads = [j for j in self.jobs if j.epoch == self.epoch and isinstance(j.handle, Pins)]
+        return {key for job in loads for key in job.handle.keys}
+
+    def doomed(self) -> set[int]:
+        past = {block for j in self.jobs if j.epoch < self.epoch for block in j.handle.blocks}
+        return past | set(self.condemned.values())
+
+    def free(self) -> int:
+        return self.capacity - len(self.where) - len(self.doomed())
+
+    # Steps
+
+    def offer(
+        self, keys: list[bytes], parts: dict[bytes, tuple[int, int]], keep: list[bytes]
+    ) -> None:
+        replaced = {key for key in keys if self.stored_again(key, parts)}
+        known = {*self.state, *self.condemned} - replaced
+        absent = [key for key in dict.fromkeys(keys) if key not in known]
+        self.offers.update(absent)
+        wanted = [key for key in absent if self.offers[key] >= self.threshold]
+        replaced &= set(wanted)
+        self.counts["stores_skipped"] += len(absent) - len(wanted)
+        movable = self.keys_that_are(READY) - self.pinned() - {*keys, *keep}
+        free, taken = self.free() + len(replaced), {*self.where.values(), *self.doomed()}
+        answer = self.cache.prepare_store(keys, parts, keep)
+        if len(wanted) > free + len(movable) and wanted:
+            assert answer is None
+            self.counts["stores_skipped"] += len(wanted)
+            return
+        assert answer is not None
+        assert list(answer.keys) == wanted
+        assert answer.parts == {key: parts[key] for key in wanted if key in parts}
+        taken -= {self.where[key] for key in replaced}
+        for key in replaced:
+            self.policy.forget(key)
+            self.forget(key)
+        expected = self.policy.admit(wanted, free, lambda key: key in movable) if wanted else []
+        assert list(answer.evicted) == expected
+        assert len(set(answer.blocks)) == len(wanted)
+        assert set(answer.blocks) <= set(range(self.capacity))
+        assert not set(answer.blocks) & (taken - {self.where[key] for key in expected})
+        for key in expected:
+            self.forget(key)
+        self.counts["evictions"] += len(expected)
+        self.state.update(dict.fromkeys(wanted, PENDING))
+        self.where.update(zip(answer.keys, answer.blocks, strict=True))
+        self.jobs.append(Job(answer, self.epoch))
+
+    def ending(self, kind: type, which: int) -> Any:
+        """A job of this kind, off the books; None where there is none."""
+        jobs = [job for job in self.jobs if isinstance(job.handle, kind)]
+        if not jobs:
+            return None
+        job = jobs[which % len(jobs)]
+        self.jobs.remove(job)
+        self.ended.append(job)
+        return job
+
+    def end_store(self, which: int, success: bool) -> None:
+        job = self.ending(Reservation, which)
+        if job is None:
+            return
+        self.cache.complete_store(job.handle, success)
+        if job.epoch < self.epoch:
+            return
+        if success:
+            self.state.update(dict.fromkeys(job.handle.keys, READY))
+            self.parts.update(job.handle.parts)
+            self.counts["stored"] += len(job.handle.keys)
+        else:
+            for key in job.handle.keys:
+                self.policy.forget(key)
+                self.forget(key)
+
+    def pin(self, keys: list[bytes]) -> None:
+        missing = [key for key in keys if self.state.get(key) != READY]
+        missing = missing or [key for key in keys if key in self.unverified]
+        if missing:
+            with pytest.raises(Refused) as caught:
+                self.cache.prepare_load(keys)
+            assert caught.value.code == Code.KEY_ABSENT
+            assert caught.value.value == missing[0].hex()
+            return
+        pins = self.cache.prepare_load(keys)
+        assert list(pins.blocks) == [self.where[key] for key in keys]
+        self.jobs.append(Job(pins, self.epoch))
+
+    def unpin(self, which: int) -> None:
+        if job := self.ending(Pins, which):
+            self.cache.complete_load(job.handle)
+            pinned = self.pinned()
+            self.condemned = {k: b for k, b in self.condemned.items() if k in pinned}
+
+    def discard(self, keys: list[bytes]) -> None:
+        """Bytes were lost, also of keys that are in other blocks by now."""
+        self.cache.discard([(key, self.where.get(key, 0)) for key in keys])
+        self.cache.discard([(key, self.where.get(key, 0) + 1) for key in keys])
+        pinned = self.pinned()
+        for key in set(keys) & self.keys_that_are(READY):
+            self.policy.forget(key)
+            if key in pinned:
+                self.condemned[key] = self.where[key]
+            self.forget(key)
+
+    def verify(self, keys: list[bytes]) -> None:
+        """Checksums agree, also of keys that are in other blocks by now."""
+        self.cache.verify([(key, self.where.get(key, 0) + 1) for key in keys])
+        self.cache.verify([(key, self.where.get(key, 0)) for key in keys])
+        self.unverified -= set(keys)
+
+    def end_again(self, which: int, success: bool) -> None:
+        if not self.ended:
+            return
+        match self.ended[which % len(self.ended)].handle:
+            case Reservation() as reservation:
+                self.cache.complete_store(reservation, success)
+            case pins:
+                with pytest.raises(Refused) as caught:
+                    self.cache.complete_load(pins)
+                assert caught.value.code == Code.NOT_PINNED
+
+    def lookup(self, keys: list[bytes]) -> None:
+        for key in keys:
+            expected = Lookup.HIT if key in self.hits() else Lookup.MISS
+            expected = Lookup.HIT_PENDING if key in self.told_pending() else expected
+            assert self.cache.lookup(key) is expected
+            self.counts[{Lookup.HIT: "hits", Lookup.MISS: "misses"}.get(expected, "")] += 1
+
+    def touch(self, keys: list[bytes]) -> None:
+        self.cache.touch(keys)
+        self.policy.touch(keys, self.keys_that_are(PENDING))
+
+    def reset(self) -> None:
+        self.cache.reset()
+        self.epoch += 1
+        self.policy = PLAIN[self.policy_name](self.capacity)
+        self.state, self.where, self.condemned = {}, {}, {}
+        self.parts, self.unverified = {}, set()
+        self.offers.clear()
+
+    def restart(self) -> None:
+        """What was ready is found by the next daemon; who had work under way is away."""
+        entries, parts = self.cache.entries(), self.parts
+        self.start()
+        self.cache.restore(entries, parts)
+        self.policy.admit([key for key, _ in reversed(entries)], self.capacity, lambda key: False)
+        self.state = {key: READY for key, _ in entries}
+        self.where = dict(entries)
+        self.parts, self.unverified = parts, set(self.where)
+        self.mirror = dict.fromkeys(self.told_pending(), PENDING)
+
+    # Checks
+
+    def replay(self, events: Iterable[CacheEvent]) -> None:
+        for event in events:
+            gone = [self.mirror.pop(key, None) for key in event.keys]
+            match event.kind:
+                case EventKind.PENDING:
+                    assert set(gone) == {None}
+                    self.mirror.update(dict.fromkeys(event.keys, PENDING))
+                case EventKind.STORED:
+                    assert set(gone) == {PENDING}
+                    self.mirror.update(dict.fromkeys(event.keys, READY))
+                case EventKind.REMOVED:
+                    assert set(gone) == {READY}
+                case EventKind.ABANDONED:
+                    assert set(gone) == {PENDING}
+                case EventKind.CLEARED:
+                    assert event.keys == ()
+                    self.mirror.clear()
+
+    def drain(self) -> None:
+        self.replay(self.cache.take_events())
+        assert self.cache.take_events() == []
+        told = dict.fromkeys(self.hits(), READY) | dict.fromkeys(self.told_pending(), PENDING)
+        assert self.mirror == told
+
+    def check(self) -> None:
+        self.cache.check_integrity()
+        ready, pending = self.keys_that_are(READY), self.keys_that_are(PENDING)
+        assert sorted(self.cache.ready_keys()) == sorted(self.hits())
+        assert sorted(self.cache.pending_keys()) == sorted(self.told_pending())
+        assert self.cache.parts == self.parts
+        order = [key for key in self.policy.order() if key in ready]
+        assert self.cache.entries() == [(key, self.where[key]) for key in order]
+        usage = self.cache.usage
+        assert (usage.free, usage.pending) == (self.free(), len(pending))
+        assert (usage.ready, usage.unverified) == (
+            len(ready - self.unverified),
+            len(self.unverified),
+        )
+        pinned = self.pinned() - self.condemned.keys()
+        assert (usage.pinned, usage.doomed) == (len(pinned), len(self.doomed()))
+        for name in ("hits", "misses", "stores_skipped", "stored", "evictions"):
+            assert getattr(usage, name) == self.counts[name], name
+
+
+# What may happen
+
+KEYS = st.sampled_from([bytes([letter]) for letter in b"abcdefghij"])
+OFTEN = ["offer", "store", "store", "store", "store", "store", "touch", "touch", "pin", "unpin"]
+PARTS = st.dictionaries(KEYS, st.sampled_from([(0, 2), (0, 3), (1, 4)]), max_size=3)
+Step: TypeAlias = tuple[str, list[bytes], int, bool, dict[bytes, tuple[int, int]]]
+RARELY = ["end_store", "end_store", "end_again", "lookup", "drain", "reset", "restart", "discard"]
+RARELY += ["verify", "verify"]
+NAMES = OFTEN * 2 + RARELY
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(NAMES),
+        st.lists(KEYS, min_size=1, max_size=4),
+        st.integers(0, 5),
+        st.sampled_from([True, True, False]),
+        PARTS,
+    ),
+    min_size=20,
+    max_size=80,
+)
+
+
+def take(
+    world: World,
+    name: str,
+    keys: list[bytes],
+    which: int,
+    success: bool,
+    parts: dict[bytes, tuple[int, int]],
+) -> None:
+    """One step. `which`: of the jobs under way, or of the ready keys."""
+    match name:
+        case "touch" | "lookup" | "discard" | "verify":
+            getattr(world, name)(keys)
+        case "offer":
+            world.offer(keys, parts, keep=list(parts))
+        case "store":
+            world.offer(keys, {k: p for k, p in parts.items() if success}, keep=[])
+            world.end_store(-1, success=True)
+        case "pin":
+            ready = sorted(world.keys_that_are(READY))
+            world.pin(ready[which : which + 2] + ready[which : which + 1] if success else keys)
+        case "end_store" | "end_again":
+            getattr(world, name)(which, success)
+        case "unpin":
+            world.unpin(which)
+        case _:
+            getattr(world, name)()
+
+
+@pytest.mark.parametrize("policy", PLAIN)
+@settings(PROFILE, max_examples=300)
+@given(st.integers(1, 6), st.sampled_from([1, 1, 1, 2]), st.booleans(), STEPS)
+def test_every_answer_is_what_the_model_says(
+    policy: str, capacity: int, threshold: int, patient: bool, steps: list[Step]
+) -> None:
+    world = World(policy, capacity, threshold)
+    for step in steps:
+        take(world, *step)
+        world.check()
+        if not patient:
+            world.drain()
+    world.drain()
+
+
+# ARC, by the book
+
+
+class Textbook(PlainARC):
+    """Figure 4 of the paper, case by case, for requests of one key; nothing else is under way."""
+
+    def request(self, key: bytes) -> list[bytes]:
+        """Returns who was evicted."""
+        t1, t2, b1, b2, c = self.t1, self.t2, self.b1, self.b2, self.c
+        if key in t1 or key in t2:  # case I
+            (t1 if key in t1 else t2).remove(key)
+            t2.append(key)
+            return []
+        if key in b1 or key in b2:  # cases II and III
+            in_b2 = key in b2
+            self.learn(key)
+            victim = self.replace(in_b2)
+            t2.append(key)
+            return [victim]
+        evicted = []  # case IV
+        if len(t1) + len(b1) == c:
+            if len(t1) < c:
+                b1.pop(0)
+                evicted.append(self.replace(False))
+            else:
+                evicted.append(t1.pop(0))
+        elif len(t1) + len(t2) + len(b1) + len(b2) >= c:
+            if len(t1) + len(t2) + len(b1) + len(b2) == 2 * c:
+                b2.pop(0)
+            evicted.append(self.replace(False))
+        t1.append(key)
+        return evicted
+
+
+@settings(PROFILE)
+@given(st.integers(1, 8), st.lists(KEYS, min_size=50, max_size=200))
+def test_arc_is_the_papers(capacity: int, requests: list[bytes]) -> None:
+    cache, book = Cache(capacity, "arc"), Textbook(capacity)
+    for key in requests:
+        expected = book.request(key)
+        if cache.lookup(key) is Lookup.HIT:
+            cache.touch([key])
+            assert expected == []
+        else:
+            reservation = cache.prepare_store([key])
+            assert reservation is not None
+            assert list(reservation.evicted) == expected
+            cache.complete_store(reservation, success=True)
+        assert [key for key, _ in cache.entries()] == book.t1 + book.t2
+        cache.check_integrity()

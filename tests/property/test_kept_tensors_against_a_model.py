@@ -1,0 +1,163 @@
+"""Tensors that are kept, against a lane that forgets nothing it is not told to drop.
+
+Engines come, allocate, go and are released in any order, while the lane lags behind as it may. What
+the lane holds when it has caught up is what the status shows, neither more nor less: memory that
+nobody can name is memory lost, and memory that is named twice is used twice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import count
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.daemon.core.actions import (
+    Action,
+    MapTensors,
+    ReleaseTensors,
+    Send,
+    TensorsMapped,
+    TensorsUnmapped,
+    UnmapTensors,
+)
+from kvferry.daemon.core.core import Core, DaemonIdentity
+from kvferry.proto import messages as wire
+from kvferry.proto import status as told
+from kvferry.proto.errors import Code, ErrorInfo
+from kvferry.proto.memory import FdAllocation, Location
+from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
+
+ENGINES = "abc"
+LAYOUTS = tuple(KVLayout((TensorLayout(n, 1024, 1024),), ((TensorRef(0, 1024),),)) for n in (2, 3))
+POOL = 16 << 10
+PROFILE = settings(max_examples=400)
+
+Step = tuple[str, str, int, int]
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["allocate", "keep", "keep", "own", "leave", "leave", "release", "lag"]),
+        st.sampled_from(ENGINES),
+        st.integers(0, 1),
+        st.integers(1, 12),
+    ),
+    max_size=40,
+)
+
+
+@dataclass(eq=False)
+class Memory:
+    """What one Map allocated, and for whom."""
+
+    layout: KVLayout
+    engine: str
+
+
+@dataclass
+class World:
+    core: Core
+    orders: deque[Action] = field(default_factory=deque)
+    held: dict[int, Memory] = field(default_factory=dict)
+    """What the lane holds, by registration."""
+    mapped: dict[int, Memory] = field(default_factory=dict)
+    sessions: dict[str, str] = field(default_factory=dict)
+    """The session of each engine that is here."""
+    numbers: count[int] = field(default_factory=lambda: count(1))
+    failing: bool = False
+
+    def session(self, engine: str) -> str:
+        if engine not in self.sessions:
+            session = self.sessions[engine] = f"{engine}/{next(self.numbers)}"
+            self.core.welcome(session, wire.Hello(1, 1, session, engine))
+        return self.sessions[engine]
+
+    def take(self, step: Step) -> None:
+        verb, engine, choice, size = step
+        layout, room, number = LAYOUTS[choice], size << 10, next(self.numbers)
+        match verb:
+            case "allocate" | "keep":
+                keep = verb == "keep"
+                self.ask(engine, wire.AllocateKVCaches(number, layout, room, None, keep))
+            case "own":
+                where = (FdAllocation(1, 1 << 20),), (Location(0, 0),)
+                self.ask(engine, wire.RegisterKVCaches(number, layout, *where, room))
+            case "leave" if engine in self.sessions:
+                self.obey(self.core.leave(self.sessions.pop(engine)))
+            case "release":
+                self.ask(engine, wire.ReleaseKVCaches(number, ENGINES[choice]))
+            case "lag":
+                self.failing = size > 9
+                for _ in range(min(size, len(self.orders))):
+                    self.work()
+                self.failing = False
+
+    def ask(self, engine: str, message: wire.ClientMessage) -> None:
+        self.obey(self.core.handle(self.session(engine), message, 1.0))
+
+    def obey(self, actions: list[Action]) -> None:
+        self.orders.extend(
+            a for a in actions if isinstance(a, MapTensors | UnmapTensors | ReleaseTensors)
+        )
+        for action in actions:
+            if isinstance(action, Send) and isinstance(action.message, wire.Released):
+                assert action.message.nbytes > 0
+
+    def work(self) -> None:
+        """The lane does its oldest order."""
+        match self.orders.popleft():
+            case MapTensors() as wanted:
+                self.obey(self.core.report(self.map(wanted)))
+            case UnmapTensors(number):
+                self.mapped.pop(number, None)
+                self.obey(self.core.report(TensorsUnmapped(number)))
+            case ReleaseTensors(number):
+                self.held.pop(number, None)
+
+    def map(self, wanted: MapTensors) -> TensorsMapped:
+        number = wanted.registration
+        layout = msgspec.convert(wanted.geometry.layout.to_lists(), KVLayout)
+        if self.failing:
+            return TensorsMapped(number, wanted.session, ErrorInfo(Code.DRIVER, "out of memory"))
+        memory, reused = Memory(layout, wanted.session[0]), False
+        if wanted.reuse is not None and wanted.reuse in self.held:
+            memory, reused = self.held[wanted.reuse], True
+            assert (memory.layout, memory.engine) == (layout, wanted.session[0])
+        if wanted.locations is None:
+            assert memory not in self.mapped.values()  # the very same: nobody else writes to it
+        self.mapped[number] = memory
+        if wanted.keep:
+            self.held[number] = memory
+        where = (FdAllocation(1, 1 << 20),) if wanted.locations is None else ()
+        return TensorsMapped(number, wanted.session, None, where, reused=reused)
+
+    def check(self) -> None:
+        """With a lane that has caught up."""
+        while self.orders:
+            self.work()
+        status = {engine.name: engine for engine in self.core.status(1.0).engines}
+        kept = {name: e.kept_bytes for name, e in status.items() if e.kept_bytes}
+        held = dict.fromkeys({memory.engine for memory in self.held.values()}, 0)
+        for memory in self.held.values():
+            held[memory.engine] += 1 << 20
+        assert kept == held
+
+
+@PROFILE
+@given(steps)
+def test_the_lane_holds_what_the_status_shows(script: list[Step]) -> None:
+    device = told.DeviceInfo("cpu", "cpu", "host memory")
+    limits = told.Limits(1 << 20, 1 << 10, 8)
+    world = World(Core(DaemonIdentity("0.1", "boot", 1, device, limits), POOL, 0.0))
+    for step in script:
+        world.take(step)
+    world.check()
+    for engine in tuple(world.sessions):
+        world.take(("leave", engine, 0, 0))
+    world.check()
+    for engine in "ab":
+        world.take(("release", "c", ENGINES.index(engine), 0))
+    world.check()
+    assert not [memory for memory in world.held.values() if memory.engine != "c"]
