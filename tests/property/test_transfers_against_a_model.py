@@ -1,4 +1,4 @@
-"""BlockLayout against semantics.md in its plainest words: loops over groups, blocks, pages and bytes.
+"""BlockLayout against semantics.md as plain loops over groups, blocks, pages and bytes.
 
 A world is a layout with its memory: an arena that stands for the device, a pool for the host. The
 model says which byte goes where, or what is wrong; real copies are done on real memory.

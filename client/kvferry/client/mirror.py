@@ -119,7 +119,7 @@ class Mirror:
         return len(self._pending)
 
     def feed(self, message: Snapshot | KeyEvents) -> bool:
-        """Take in what the daemon said. True where something is missing now: send Subscribe, once."""
+        """Apply a message of the daemon. True if something is missing: send Subscribe, once."""
         self.generation = max(self.generation, message.generation)
         return self._hear(message) if isinstance(message, KeyEvents) else self._gather(message)
 

@@ -257,7 +257,7 @@ def offsets(plan: CopyPlan) -> list[int]:
 def heard(
     actions: Sequence[Action], kind: type[Broadcast] | type[PublishKVEvents] = Broadcast
 ) -> Any:
-    """[(what happened, the letters)] of the only KeyEvents among actions; None where there is none."""
+    """[(kind, letters)] of the only KeyEvents among actions; None if there is none."""
     news = [a.message if isinstance(a, Broadcast) else a.news for a in actions if type(a) is kind]
     if not news:
         return None
