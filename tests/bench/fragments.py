@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
+from kvferry.cuda.driver import Driver, Event, driver
 from kvferry.daemon.core.layout import Fragments
 from kvferry.daemon.engine.cuda.link import Link
 from kvferry.daemon.engine.memory import MappedFiles
-from kvferry.proto.libcuda import Driver, Event, driver
 from kvferry.proto.specs import Direction
 
 MEMORY, CHUNK, MOVED, PIECE = 4 << 30, 1 << 30, 2 << 30, 32 << 20

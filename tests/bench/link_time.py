@@ -35,6 +35,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from kvferry.cuda.driver import Event
 from kvferry.daemon.core.actions import CopyPlan, Report, StartTransfer, TransferCompleted
 from kvferry.daemon.core.layout import BlockLayout
 from kvferry.daemon.engine.cuda import engine as cuda_engine
@@ -44,7 +45,6 @@ from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.lane.berth import Berth
 from kvferry.daemon.lane.lane import Lane
 from kvferry.proto.layout import LayoutArrays
-from kvferry.proto.libcuda import Event
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import CalibrationPoint, CopyStatus
 from kvferry.testing.books import NO_CARGO

@@ -37,12 +37,12 @@ from collections import deque
 
 import numpy as np
 
+from kvferry.cuda.driver import Driver, Event, driver
 from kvferry.daemon.core.layout import BlockLayout, Fragments, Int64s
 from kvferry.daemon.engine.cuda import staged
 from kvferry.daemon.engine.cuda.link import Link, Listed, Ruler
 from kvferry.daemon.engine.cuda.staged import Kernels, StagedCopy
 from kvferry.proto.layout import LayoutArrays
-from kvferry.proto.libcuda import Driver, Event, driver
 from kvferry.proto.specs import Direction, KVLayout, TensorLayout, TensorRef
 
 BLOCK, PIECE, ROOM, GIB = 2 << 20, 32 << 20, 64 << 20, 1 << 30

@@ -52,7 +52,7 @@ def enter(fingerprint: Any = None, **arguments: Any) -> Callable[[OffloadClient]
         (allocate(HUGE), "block_size_factor .*got 5000"),
         (allocate(NO_GROUPS), "groups is 1 to 256, each 1 to 4096, each a TensorRef .got 0."),
         (allocate(FLAT), "num_blocks is .*got 0"),
-        (allocate("layout"), "layout is a KVLayout .got layout."),
+        (allocate("wrong"), "layout is a KVLayout .got wrong."),
         (allocate(keep=3), "keep is True or False .got 3."),
         (enter(store_threshold=0), "store_threshold is .*got 0"),
         (enter(cpu_bytes_to_use=-1), "cpu_bytes_to_use is .* from 0 to .* or None .got -1."),

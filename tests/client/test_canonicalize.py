@@ -262,10 +262,10 @@ def refused(
 @pytest.mark.parametrize(
     ("view", "num_blocks", "why"),
     [
-        (fresh(2, 2, SIZE), 2, "both dimensions"),
-        (fresh(2, 4, SIZE), 2, "both dimensions"),
-        (fresh(2, 6, SIZE), 1, "both dimensions"),
-        (fresh(3, N, SIZE), N, f"no dimension counts {N} blocks"),
+        (fresh(2, 2, SIZE), 2, "dimensions 0 and 1 could both"),
+        (fresh(2, 4, SIZE), 2, "dimensions 0 and 1 could both"),
+        (fresh(2, 6, SIZE), 1, "dimensions 0 and 1 could both"),
+        (fresh(3, N, SIZE), N, f"no dimension has {N} blocks"),
         (fresh(SIZE, HEADS, N), N, "no dimension"),
         (fresh(N - 1, SIZE), N, "no dimension"),
         (fresh(2, N + 1, SIZE), N, "no dimension"),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.client import Code, Gone, LocalDaemon, OffloadClient, Refused, endpoint
+from kvferry.proto import runtime_directory
 from kvferry.testing.plugin import StartKvferryd
 
 
@@ -130,8 +131,8 @@ def test_a_folder_below_tmp_is_our_own(
     short_path: Path, monkeypatch: pytest.MonkeyPatch, taken: str
 ) -> None:
     """Anybody may make it there, and wait for our messages."""
-    monkeypatch.setattr(endpoint, "SYSTEM_DIRECTORY", short_path / "run")
-    monkeypatch.setattr(endpoint, "TEMPORARY", short_path)
+    monkeypatch.setattr(runtime_directory, "SYSTEM_DIRECTORY", short_path / "run")
+    monkeypatch.setattr(runtime_directory, "TEMPORARY", short_path)
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     place = short_path / f"kvferry-{os.getuid()}"
     theirs = daemon_in(short_path / "theirs" / "cpu")

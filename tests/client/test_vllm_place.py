@@ -347,7 +347,7 @@ def test_folders_that_are_named_are_taken_one_a_rank() -> None:
 def test_else_it_is_the_daemon_of_the_ranks_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.client.endpoint.SYSTEM_DIRECTORY", tmp_path)
+    monkeypatch.setattr("kvferry.proto.runtime_directory.SYSTEM_DIRECTORY", tmp_path)
     monkeypatch.setattr(module, "_uuid", "GPU-{}".format)
     for device in (2, 3):
         listen(tmp_path / f"GPU-{device}")
@@ -359,7 +359,7 @@ def test_else_it_is_the_daemon_of_the_ranks_device(
 
 
 def test_one_rank_takes_the_only_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.client.endpoint.SYSTEM_DIRECTORY", tmp_path)
+    monkeypatch.setattr("kvferry.proto.runtime_directory.SYSTEM_DIRECTORY", tmp_path)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
     monkeypatch.setattr("os.getuid", lambda: 1 << 30)
     monkeypatch.setattr(module, "_uuid", lambda device: None)
@@ -378,7 +378,7 @@ def test_a_spec_needs_our_connector() -> None:
 
 def test_the_package_says_which_vllm_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvferry.client.vllm.connector", None)
-    monkeypatch.setattr(package, "version", lambda name: "0.11.0")
+    monkeypatch.setattr(package, "installed_version", lambda name: "0.11.0")
     with pytest.raises(Refused, match=package.SUPPORTED) as refused:
         _ = package.KVFerryConnector
     assert "0.11.0" in refused.value.value

@@ -153,7 +153,7 @@ def test_a_pool_or_chunk_of_nothing_is_refused(flag: str) -> None:
 
 
 def test_a_flag_into_a_table_that_is_none_is_refused(write: Any) -> None:
-    assert "pool is a table" in str(refused(write("pool = 3"), "--pool-size=1GiB"))
+    assert "is not a table [pool]" in str(refused(write("pool = 3"), "--pool-size=1GiB"))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def configured() -> Iterator[None]:
 def test_a_name_moves_no_cursor(form: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Whoever shows the log to a terminal sees what a client calls itself, and nothing else."""
     start_logging(LogConfig(format=form))  # type: ignore[arg-type]
-    structlog.get_logger().info("client came", engine=name, client="scheduler")
+    structlog.get_logger().info("client connected", engine=name, client="scheduler")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.isprintable()
     if form == "json":
@@ -38,7 +38,7 @@ def test_a_name_moves_no_cursor(form: str, name: str, capsys: pytest.CaptureFixt
 
 def test_other_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     start_logging(LogConfig())
-    structlog.get_logger().info("client came", engine="müller-70b")
+    structlog.get_logger().info("client connected", engine="müller-70b")
     assert "engine=müller-70b" in capsys.readouterr().err
 
 

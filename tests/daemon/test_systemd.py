@@ -321,16 +321,16 @@ def test_a_manager_that_went_is_said_once(
         supervisor.alive()
         assert not supervisor.settle(1.0)
     output = "".join(capfd.readouterr())
-    assert output.count("the service manager cannot be told") == 1
+    assert output.count("cannot notify the service manager") == 1
     assert str(tmp_path / "nobody") in output
 
 
 @pytest.mark.parametrize("name", ["", "a:b", "x" * 256, "a\nREADY=1", "schlüssel"])
 def test_names_that_a_store_would_not_take(name: str) -> None:
     supervisor = Supervisor({})
-    with pytest.raises(ValueError, match="name of a descriptor"):
+    with pytest.raises(ValueError, match="descriptor name"):
         supervisor.keep(name, 0)
-    with pytest.raises(ValueError, match="name of a descriptor"):
+    with pytest.raises(ValueError, match="descriptor name"):
         supervisor.forget(name)
 
 

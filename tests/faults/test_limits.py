@@ -94,7 +94,7 @@ def test_more_clients_than_descriptors(poor: LocalDaemon) -> None:
                 knocking = context.socket(zmq.DEALER)
                 crowd.callback(knocking.close, 0)
                 knocking.connect(f"ipc://{poor.directory / 'kvferry.sock'}")
-            until(lambda: "no more clients" in poor.log(), 30)
+            until(lambda: "not accepting clients" in poor.log(), 30)
             early.send(store(1, [0], [0]))
             assert early.result(1).outcome == "done"
             assert Vitals.of(poor.pid).descriptors < DESCRIPTORS - 20

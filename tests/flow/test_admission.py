@@ -225,11 +225,11 @@ def test_a_reload_changes_who_may_come(start: Callable[..., LocalDaemon], tmp_pa
     assert visit(daemon, STRANGER, GROUP) == FENCED
     file.write_text(f'[access]\ngroup = "{GROUP}"\n')
     daemon.process.send_signal(signal.SIGHUP)
-    until(lambda: "reloaded" in daemon.log())
+    until(lambda: "configuration reloaded" in daemon.log())
     assert visit(daemon, STRANGER, GROUP) == IN
     file.write_text("")
     daemon.process.send_signal(signal.SIGHUP)
-    until(lambda: daemon.log().count("reloaded") == 2)
+    until(lambda: daemon.log().count("configuration reloaded") == 2)
     assert visit(daemon, STRANGER, GROUP) == FENCED
     throw_open(daemon)
     assert visit(daemon, STRANGER, GROUP) == REFUSED
@@ -246,7 +246,7 @@ def test_a_reload_reaches_the_door_that_is_shut(
     assert not shut.stat().st_mode & stat.S_IRWXG
     file.write_text(f'[access]\ngroup = "{GROUP}"\n')
     daemon.process.send_signal(signal.SIGHUP)
-    until(lambda: "reloaded" in daemon.log())
+    until(lambda: "configuration reloaded" in daemon.log())
     assert shut.stat().st_mode & stat.S_IRWXG
     assert shut.stat().st_gid == GROUP
 

@@ -39,14 +39,14 @@ def test_the_life_of_an_engine(daemon: LocalDaemon, start_engine: StartEngine) -
     engine.store([0], [0], wait_for=NEVER)
     engine.client.status()
     engine.client.close()
-    until(lambda: bool(said(daemon, "client went")))
+    until(lambda: bool(said(daemon, "client disconnected")))
     (registered,) = said(daemon, "engine registered")
     assert (registered["engine"], registered["host_blocks"]) == ("llama", engine.region.num_blocks)
     assert registered["copied"] == ["store cpu, load cpu"]
-    (went,) = said(daemon, "client went", client="scheduler")
-    assert went["reason"] == "it said goodbye"
+    (went,) = said(daemon, "client disconnected", client="scheduler")
+    assert went["reason"] == "goodbye"
     assert (went["jobs_lost"], went["bytes_moved"]) == (1, moved)
-    assert len(said(daemon, "client came", engine="llama")) == 2
+    assert len(said(daemon, "client connected", engine="llama")) == 2
     (failed,) = said(daemon, "job failed")  # of three, within ten seconds
     assert (failed["engine"], failed["code"]) == ("llama", "copy_failed")
     (pool,) = said(daemon, "pool registered")
@@ -56,9 +56,9 @@ def test_the_life_of_an_engine(daemon: LocalDaemon, start_engine: StartEngine) -
 def test_a_process_that_died(daemon: LocalDaemon, start_engine: StartEngine) -> None:
     engine = start_engine(daemon)
     engine.process.kill()
-    until(lambda: bool(said(daemon, "client went")))
-    (went,) = said(daemon, "client went")
-    assert went["reason"] in ("its process died", "its connection closed")
+    until(lambda: bool(said(daemon, "client disconnected")))
+    (went,) = said(daemon, "client disconnected")
+    assert went["reason"] in ("process exited", "connection closed")
 
 
 def test_the_refused_are_a_number(daemon: LocalDaemon) -> None:
@@ -67,7 +67,7 @@ def test_the_refused_are_a_number(daemon: LocalDaemon) -> None:
             stranger.send(StatusRequest(number))
             stranger.recv(Error)
         assert client.status().errors["no_session"] == 200
-    assert len(said(daemon, "refused", code="no_session")) == 1
+    assert len(said(daemon, "message refused", code="no_session")) == 1
 
 
 @pytest.mark.parametrize("where", ["a full disk", "a reader that ends", "one that sleeps"])

@@ -147,7 +147,7 @@ def test_a_port_that_is_taken_and_what_is_no_address(start_kvferryd: StartKvferr
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(Exception, match=r"bad_config.*a port of its own"):
+        with pytest.raises(Exception, match=r"bad_config.*another port per daemon"):
             start_kvferryd(metrics_listen=f"127.0.0.1:{port}")
     for listen in ("9464", "localhost:http", "127.0.0.1:70000"):
         with pytest.raises(Exception, match="bad_config"):

@@ -55,9 +55,9 @@ def test_who_meets_it_is_sent_away_and_the_others_go_on(
         assert {engine.name for engine in observer.status().engines} == {"unlucky", "other"}
     (done,) = other.finish(other.store([2], [2]))
     assert done.outcome is Outcome.DONE
-    until(lambda: "the daemon failed on a message" in daemon.log())
+    until(lambda: "internal error" in daemon.log())
     records = [json.loads(line) for line in daemon.log().splitlines()]
-    (told,) = [one for one in records if one["event"] == "the daemon failed on a message"]
+    (told,) = [one for one in records if one["event"] == "internal error"]
     assert told["engine"] == "unlucky"
     assert "ZeroDivisionError: a mistake of ours" in told["exception"]
     assert "in handle" in told["exception"]

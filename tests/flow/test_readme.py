@@ -28,4 +28,4 @@ def test_each_piece_runs_on_its_own(
             assert "True" in said
             assert "False" not in said
             assert ("(2, True)" in said) == (block is BLOCKS[1]), "what was stored is loaded"
-        until(lambda: daemon.log().count("client went") == 4)
+        until(lambda: daemon.log().count("client disconnected") == 4)

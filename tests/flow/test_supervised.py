@@ -63,7 +63,7 @@ def test_one_that_cannot_start_says_why(tmp_path: Path) -> None:
 
 def test_a_reload_is_announced_and_ends(manager: ServiceManager, file: Path) -> None:
     said = reload(manager, file, '[log]\nlevel = "info"\n')
-    assert "reloaded" in said
+    assert "configuration reloaded" in said
     kinds = [name for message in manager.said for name in message]
     phases = [name for name in kinds if name in ("READY", "RELOADING", "MONOTONIC_USEC")]
     assert phases == ["READY", "RELOADING", "MONOTONIC_USEC", "READY"]
@@ -79,18 +79,20 @@ def test_the_log_s_level_changes_at_once(
             client.status()
         return manager.log()[before:]
 
-    assert "client came" in visit()
-    until(lambda: "client went" in manager.log())
+    assert "client connected" in visit()
+    until(lambda: "client disconnected" in manager.log())
     assert reload(manager, file, '[log]\nlevel = "warning"\n') == ""
     assert visit() == ""
-    assert "reloaded" in reload(manager, file, '[log]\nlevel = "info"\nformat = "json"\n')
-    assert '"event": "client came"' in visit()
+    assert "configuration reloaded" in reload(
+        manager, file, '[log]\nlevel = "info"\nformat = "json"\n'
+    )
+    assert '"event": "client connected"' in visit()
 
 
 def test_keys_that_need_a_restart_are_named_once(manager: ServiceManager, file: Path) -> None:
     text = "[limits]\nmax_stores = 7\n"
     said = reload(manager, file, text)
-    assert "these keys need a restart" in said
+    assert "changed keys need a restart" in said
     assert "limits.max_stores" in said
     assert "limits.allow" not in said
     assert "need a restart" not in reload(manager, file, text)
@@ -113,11 +115,11 @@ def test_a_broken_file_changes_nothing(
 ) -> None:
     """Not even what is right in it."""
     said = reload(manager, file, text + '[log]\nlevel = "error"\n')
-    assert "not reloaded" in said
+    assert "reload failed" in said
     assert "bad_config" in said
     with OffloadClient(tmp_path / "cpu") as client:
         assert client.status().pid == manager.process.pid
-    assert "client came" in manager.log()
+    assert "client connected" in manager.log()
 
 
 def test_a_reload_that_fails_ends_all_the_same(
@@ -126,7 +128,7 @@ def test_a_reload_that_fails_ends_all_the_same(
     """Whatever it fails with: here somebody has taken the folder away."""
     shutil.rmtree(tmp_path / "cpu")
     said = reload(manager, file, '[log]\nlevel = "error"\n')
-    assert "not reloaded, all stays as it was" in said
+    assert "reload failed" in said
     assert "Traceback" not in said
 
 
@@ -165,7 +167,7 @@ def test_a_reload_before_the_daemon_can_heed_it_waits(file: Path, tmp_path: Path
     notify, environ = tmp_path / "notify", {"FILE": str(file)}
     with ServiceManager(command, notify, environ=environ, log=tmp_path / "log") as manager:
         manager.start()
-        until(lambda: '"event": "reloaded"' in manager.log())
+        until(lambda: '"event": "configuration reloaded"' in manager.log())
         assert manager.stop() == 0
 
 

@@ -12,7 +12,7 @@ from ctypes import byref, c_void_p
 import pytest
 
 from kvferry.client import LocalDaemon, OffloadClient, Timeline, shared_empty
-from kvferry.proto.libcuda import driver
+from kvferry.cuda.driver import driver
 from kvferry.testing.raw import one_tensor
 
 pytestmark = pytest.mark.gpu

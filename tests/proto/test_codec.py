@@ -160,12 +160,12 @@ def test_what_is_no_client_message_is_refused(data: bytes) -> None:
 @pytest.mark.parametrize(
     ("kind", "payload", "said"),
     [
-        (5, b"12345", "unknown extension type 5"),
+        (5, b"12345", "extension type 5 is unknown"),
         (-1, b"\0\0\0\0", "block_ids|\\$\\[2\\]|Expected"),  # msgpack's own timestamp
-        (127, b"", "unknown extension type 127"),
-        (8, bytes(7), "no whole number"),
-        (8, bytes(9), "no whole number"),
-        (4, bytes(2), "no whole number"),
+        (127, b"", "extension type 127 is unknown"),
+        (8, bytes(7), "not a multiple"),
+        (8, bytes(9), "not a multiple"),
+        (4, bytes(2), "not a multiple"),
         (4, bytes(24), "more than 5"),
         (8, bytes(48), "more than 5"),
     ],

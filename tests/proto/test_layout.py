@@ -45,7 +45,7 @@ def layout(tensors: int, groups: list[int]) -> KVLayout:
         (
             KVLayout(TENSORS, ((TensorRef(0, 1),), (TensorRef(1, 51),))),
             Code.BAD_LAYOUT,
-            "group 1 copies 51 bytes of tensor 1, whose page has 50",
+            "group 1 copies 51 bytes per page of tensor 1, whose pages have 50",
             "51",
         ),
         (
@@ -71,7 +71,7 @@ def layout(tensors: int, groups: list[int]) -> KVLayout:
         (
             layout(MAX_TENSORS, [4096, 4096, 4096, 4095, 2]),
             Code.BAD_LAYOUT,
-            f"have {MAX_REFS + 1} references to tensors, and a layout has at most {MAX_REFS}",
+            f"have {MAX_REFS + 1} references to tensors, more than {MAX_REFS}",
             str(MAX_REFS + 1),
         ),
     ],

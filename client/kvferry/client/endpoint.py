@@ -9,9 +9,7 @@ from pathlib import Path
 
 from kvferry.proto.errors import Code, Gone, Refused
 from kvferry.proto.fd_passing import MAX_SOCKET_PATH
-
-SYSTEM_DIRECTORY = Path("/run/kvferry")
-TEMPORARY = Path("/tmp")
+from kvferry.proto.runtime_directory import search_directories, temporary_directory
 
 
 def runtime_directories() -> list[Path]:
@@ -19,15 +17,8 @@ def runtime_directories() -> list[Path]:
 
     Below /tmp anybody makes any folder: one of another user is no place of ours.
     """
-    places = [SYSTEM_DIRECTORY]
-    if user := os.environ.get("XDG_RUNTIME_DIR"):
-        places.append(Path(user) / "kvferry")
-    ours = _temporary()
-    return places if _taken_by(ours) is not None else [*places, ours]
-
-
-def _temporary() -> Path:
-    return TEMPORARY / f"kvferry-{os.getuid()}"
+    places, ours = search_directories(), temporary_directory()
+    return [path for path in places if path != ours or _taken_by(ours) is None]
 
 
 def _taken_by(place: Path) -> int | None:
@@ -80,9 +71,9 @@ def find_daemon(device: str | None = None) -> Path:
         for path in filter(os.path.exists, closed):  # what cannot even be seen says nothing
             if device in (None, path.name) or path in places:
                 raise _forbidden(path)
-        if (user := _taken_by(_temporary())) is not None:
+        if (user := _taken_by(temporary_directory())) is not None:
             message = f"the folder of your daemons is taken by user {user}: have it removed"
-            raise Refused(Code.FORBIDDEN, message, str(_temporary()))
+            raise Refused(Code.FORBIDDEN, message, str(temporary_directory()))
     wanted = f"for device {device}" if device else "whose folder was not named"
     seen = ", ".join(str(path) for path in found or places)
     message = "several daemons run: name one's folder" if found else "no daemon runs"

@@ -23,10 +23,11 @@ import weakref
 from contextlib import suppress
 from typing import Any, SupportsIndex
 
+from kvferry.cuda.driver import driver
 from kvferry.proto.errors import Code, KVFerryError, Refused
-from kvferry.proto.libcuda import driver
-from kvferry.proto.page import TIMELINE_REVOKED_AT, TIMELINE_VALUE_AT, sealed_memfd
 from kvferry.proto.specs import MAX_INT
+from kvferry.shm.memfd import sealed_memfd
+from kvferry.shm.timeline_page import TIMELINE_REVOKED_AT, TIMELINE_VALUE_AT
 
 _DEVICE = re.compile(r"cpu(:[0-9]+)?|cuda(:(?P<ordinal>[0-9]+))?")
 

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
 
@@ -56,6 +55,7 @@ from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.sizes import parse_bytes
 from kvferry.proto.specs import MAX_BLOCK_IDS
 from kvferry.proto.status import Limits
+from kvferry.proto.version import kvferry_version
 
 log = structlog.get_logger()
 
@@ -115,8 +115,10 @@ def starting(directory: Path) -> Iterator[None]:
         yield
     except (OSError, zmq.ZMQError) as error:
         if error.errno in NO_ROOM:
-            message = f"no room for sockets in runtime_dir ({os.strerror(error.errno)}): free some"
-            message += ", or set a runtime_dir on another file system"
+            message = (
+                f"cannot create sockets in runtime_dir {directory} ({os.strerror(error.errno)}); "
+                "free some space, or set a runtime_dir on another file system"
+            )
             raise Refused(Code.BAD_CONFIG, message, str(directory)) from error
         if error.errno in NO_MEMORY:
             raise _no_memory(error) from error
@@ -128,9 +130,12 @@ def starting(directory: Path) -> Iterator[None]:
 
 
 def _no_memory(error: Exception) -> Refused:
-    message = "no memory, or no threads, left to start with: raise LimitAS, LimitNPROC and the "
-    message += "memory and tasks of the control group, or make pool.size smaller"
-    return Refused(Code.BAD_CONFIG, message, str(error) or type(error).__name__)
+    reason = str(error) or type(error).__name__
+    message = (
+        f"no memory or threads left at start ({reason}); raise LimitAS, LimitNPROC, and the memory "
+        "and tasks of the control group, or reduce pool.size"
+    )
+    return Refused(Code.BAD_CONFIG, message, reason)
 
 
 def give_up(supervisor: Supervisor, what: str, error: KVFerryError, status: int) -> NoReturn:
@@ -139,13 +144,13 @@ def give_up(supervisor: Supervisor, what: str, error: KVFerryError, status: int)
     sys.exit(status)
 
 
+# What the names of the pool's descriptors begin with, where they are kept.
 CHUNK = "pool-"
-"""What the names of the pool's descriptors begin with, where they are kept."""
 
 
+# Full collections next to never: one that walks a million keys takes 90 ms, and there is little
+# garbage that only they find.
 GC_THRESHOLDS = 10_000, 50, 100_000
-"""Full collections next to never: one that walks a million keys takes 90 ms, and there is little
-garbage that only they find."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +172,7 @@ class RecoveredState:
         """Nothing keeps this daemon from serving any more: let what is useless go, and have the new
         pool kept. Before that pool has any memory: it may be that of the old one."""
         if self.why:
-            log.warning("the pool that was kept is given up: it begins empty", reason=self.why)
+            log.warning("kept pool dropped; the new pool is empty", reason=self.why)
         give_back(chunks_of(self.useless))  # or it stays taken until the supervisor forgets it
         for name, descriptor in self.useless.items():
             self.supervisor.forget(name)
@@ -195,7 +200,7 @@ async def run(
     stores, loads = config.limits.max_stores, config.limits.max_loads
     limits = Limits(MAX_MESSAGE_BYTES, MAX_BLOCK_IDS, stores + loads, stores, loads)
     identity = DaemonIdentity(
-        installed_version(), secrets.token_hex(8), os.getpid(), engine.info, limits
+        kvferry_version(), secrets.token_hex(8), os.getpid(), engine.info, limits
     )
     core = Core(
         identity, pool.nbytes, time.monotonic(), HOST_BYTES, most_regions(), metrics.jobs.ended
@@ -271,8 +276,8 @@ def make_pool(
     return pool, RecoveredState(supervisor, keeper, {}, kept, names, why)
 
 
+# What a daemon opens that has no pool and no clients, and some for these.
 DESCRIPTORS = 128
-"""What a daemon opens that has no pool and no clients, and some for these."""
 
 
 def most_regions() -> int:
@@ -286,7 +291,8 @@ def check_descriptors(pool_bytes: int, chunk_bytes: int) -> None:
     needed = 2 * (DESCRIPTORS + -(-pool_bytes // whole_pages(chunk_bytes)))
     if most < needed:
         message = (
-            f"it takes {needed} descriptors at least: raise LimitNOFILE or ulimit -n, or pool.chunk"
+            f"the limit of {most} file descriptors is below the {needed} needed; raise LimitNOFILE "
+            "or ulimit -n, or set a larger pool.chunk"
         )
         raise Refused(Code.BAD_CONFIG, message, most)
 
@@ -387,10 +393,3 @@ def make_health(
     say = server.inside(lambda message: prober.hear(message))
     prober = Probe(say, address)
     return Health(patience, prober, lambda now: lane.post(Listen(now)), signals, lost)
-
-
-def installed_version() -> str:
-    try:
-        return version("kvferry")
-    except PackageNotFoundError:
-        return "0+source"

@@ -1,7 +1,7 @@
-"""One small configuration: a TOML file, overridden by the command line, read once.
+"""The daemon's configuration: a TOML file, overridden by flags.
 
-Every key is a field below; its description is the help of its flag and the comment of its line in
-the sample file (a test holds that comment against this).
+Every key is a field below. Its description is the help of its flag and the comment above its line
+in the sample file; a test compares the two. Read at start and on SIGHUP, on the main thread.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.runtime_directory import default_directory
 from kvferry.proto.sizes import parse_bytes
 
 MOST_JOBS = 1 << 30
 
-# Longer than any configuration is, and quickly read.
+# More than any configuration needs.
 MAX_FILE_BYTES = 1 << 20
 
 Size: TypeAlias = str
@@ -34,33 +35,33 @@ class Section(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class PoolConfig(Section, frozen=True):
-    size: Annotated[Size, Meta(description="host memory to keep KV blocks in")] = "4GiB"
+    size: Annotated[Size, Meta(description="host memory for KV blocks")] = "4GiB"
     chunk: Annotated[
-        Size, Meta(description="host memory is registered with the device in chunks of this size")
+        Size, Meta(description="size of the chunks in which the pool is registered with the device")
     ] = "1GiB"
     keep: Annotated[
         bool,
         Meta(
-            description="have the service manager keep the pool and what is in it while the "
-            "daemon is restarted; where there is none that can, the pool goes with the daemon"
+            description="keep the pool and its blocks over a restart of the daemon, in the "
+            "descriptor store of systemd; without one the pool is lost with the daemon"
         ),
     ] = True
     check_memory: Annotated[
         bool,
-        Meta(description="refuse a pool larger than the memory that is available at start"),
+        Meta(description="refuse to start if the pool is larger than the available memory"),
     ] = True
 
 
 class CopyConfig(Section, frozen=True):
     mode: Annotated[
         Literal["auto", "direct", "staged"],
-        Meta(description="how fragments are copied; auto: as a calibration at start finds best"),
+        Meta(description="how fragments are copied; auto: chosen by a calibration at start"),
     ] = "auto"
     staging: Annotated[
         Size,
         Meta(
-            description="memory of a GPU that small fragments are copied through, 64MiB at least; "
-            "the more of it, the fewer turns of the GPU are taken from an engine that is busy"
+            description="GPU memory through which small fragments are copied, at least 64MiB; "
+            "more of it means fewer interruptions of a busy engine"
         ),
     ] = "256MiB"
 
@@ -70,8 +71,8 @@ class IntegrityConfig(Section, frozen=True):
     scrub_rate: Annotated[
         Size,
         Meta(
-            description="bytes per second of stored host blocks that are read again in the "
-            "background, round and round, and compared with their checksums; 0: none"
+            description="bytes per second of stored host blocks that the background scrub reads "
+            "and compares with their checksums; 0: no scrub"
         ),
     ] = "64MiB"
     # One thread reads 9 GB/s or more: two verify 64 GiB in about 5 s.
@@ -83,14 +84,14 @@ class IntegrityConfig(Section, frozen=True):
 
 class LimitsConfig(Section, frozen=True):
     max_stores: Annotated[
-        int, Meta(ge=1, le=MOST_JOBS, description="stores that one client may have under way")
+        int, Meta(ge=1, le=MOST_JOBS, description="stores that one client may have in flight")
     ] = 8192
     max_loads: Annotated[
         int,
         Meta(
             ge=1,
             le=MOST_JOBS,
-            description="loads that one client may have under way, besides its stores",
+            description="loads that one client may have in flight, besides its stores",
         ),
     ] = 8192
 
@@ -99,8 +100,8 @@ class AccessConfig(Section, frozen=True):
     group: Annotated[
         str,
         Meta(
-            description="group, by name or number in quotes, whose members' processes may connect "
-            "and which owns the sockets; without one only root and the daemon's own user may"
+            description="group whose members may connect, by name or by number in quotes; the "
+            "sockets belong to it; default: only root and the daemon's user may connect"
         ),
     ] = ""
 
@@ -109,26 +110,30 @@ class EventsConfig(Section, frozen=True):
     publish: Annotated[
         str,
         Meta(
-            description="ZeroMQ endpoint where KV events are published, in vLLM's form, or "
-            '"off"; default: ipc, events.sock beside the other sockets'
+            description="ZeroMQ endpoint at which KV events are published in vLLM's format, or "
+            '"off"; default: events.sock in the directory of the other sockets'
         ),
     ] = ""
 
 
 class HealthConfig(Section, frozen=True):
     every_seconds: Annotated[
-        float, Meta(gt=0, description="how often a small block is copied to the device and back")
+        float,
+        Meta(
+            gt=0,
+            description="seconds between two probes, which copy a block to the device and back",
+        ),
     ] = 10.0
     deadline_seconds: Annotated[
         float,
-        Meta(gt=0, le=3600, description="the daemon is unhealthy when that takes longer"),
+        Meta(gt=0, le=3600, description="the daemon is unhealthy if the probe takes longer"),
     ] = 5.0
     lane_seconds: Annotated[
         float,
         Meta(
             gt=0,
-            description="the daemon is unhealthy, and tells the service manager no more that it "
-            "is alive, when the device's thread does not answer for so long",
+            description="if the device worker does not respond for so long, the daemon is "
+            "unhealthy and stops sending keep-alives to the service manager",
         ),
     ] = 30.0
 
@@ -137,24 +142,25 @@ class MetricsConfig(Section, frozen=True):
     listen: Annotated[
         str,
         Meta(
-            description='"host:port" where /metrics and /health are served by HTTP, or "off"; each '
-            "daemon of a machine has a port of its own, port 0 takes any and logs it"
+            description='"host:port" at which /metrics and /health are served over HTTP, or "off"; '
+            "use another port per daemon; port 0 takes a free one and logs it"
         ),
     ] = "off"
 
 
 class StopConfig(Section, frozen=True):
     drain_seconds: Annotated[
-        float, Meta(ge=0, description="on SIGTERM, jobs under way have so long to end")
+        float, Meta(ge=0, description="after SIGTERM, jobs in flight have this long to complete")
     ] = 5.0
 
 
 class LogConfig(Section, frozen=True):
     level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="what is logged, to stderr")
+        Literal["debug", "info", "warning", "error"],
+        Meta(description="least severe level that is logged, to stderr"),
     ] = "info"
     format: Annotated[
-        Literal["text", "json"], Meta(description="one line a record, for people or programs")
+        Literal["text", "json"], Meta(description="log format, one line per event")
     ] = "text"
 
 
@@ -162,11 +168,13 @@ class ReferenceConfig(Section, frozen=True):
     stall: Annotated[
         float,
         Meta(
-            ge=0, le=3600, description="for tests on the CPU: seconds before each piece is copied"
+            ge=0,
+            le=3600,
+            description="for tests on the CPU: delay in seconds before each chunk is copied",
         ),
     ] = 0.0
     fail_every: Annotated[
-        int, Meta(ge=0, description="for tests on the CPU: each n-th piece fails; 0 is none")
+        int, Meta(ge=0, description="for tests on the CPU: every n-th chunk fails; 0: none")
     ] = 0
 
 
@@ -177,7 +185,7 @@ class Config(Section, frozen=True):
     runtime_dir: Annotated[
         str,
         Meta(
-            description="directory for the sockets, one folder a device in it; "
+            description="parent of the directories with the sockets, one per device; "
             "default: $RUNTIME_DIRECTORY, else $XDG_RUNTIME_DIR/kvferry, else /tmp/kvferry-UID"
         ),
     ] = ""
@@ -195,14 +203,10 @@ class Config(Section, frozen=True):
 
     @property
     def directory(self) -> Path:
-        """Where the folder of this device's sockets goes."""
+        """The runtime directory, which contains one directory per device."""
         if self.runtime_dir:
             return Path(self.runtime_dir)
-        if own := os.environ.get("RUNTIME_DIRECTORY"):
-            return Path(own.split(":")[0])
-        if user := os.environ.get("XDG_RUNTIME_DIR"):
-            return Path(user) / "kvferry"
-        return Path(f"/tmp/kvferry-{os.getuid()}")
+        return default_directory()
 
 
 def options(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -223,7 +227,7 @@ def differing(one: Config, other: Config) -> Iterator[str]:
 
 
 def description(hint: Any) -> str:
-    """What a key is; where it takes one of some words, with these."""
+    """The description of a key, with its allowed words if it has some."""
     kind, *metas = get_args(hint)
     said = str(next(meta.description for meta in metas if meta.description))
     if get_origin(kind) is Literal:
@@ -233,7 +237,7 @@ def description(hint: Any) -> str:
 
 
 def read(arguments: Sequence[str] | None = None) -> Config:
-    """The configuration that a command line asks for. Raises Refused (BAD_CONFIG)."""
+    """The configuration of a command line. Raises Refused (BAD_CONFIG)."""
     given = vars(_parser().parse_args(arguments))
     path = given.pop("config")
     tree: dict[str, Any] = {}
@@ -247,27 +251,30 @@ def read(arguments: Sequence[str] | None = None) -> Config:
                 for section in sections:
                     target = target.setdefault(section, {})
                     if not isinstance(target, dict):
-                        raise TypeError(f"{section} is a table: [{section}], and {name} in it")
+                        raise TypeError(
+                            f"{section} = {tree[section]!r} is not a table [{section}] with {name}"
+                        )
                 target[name] = value
         config = msgspec.convert(tree, Config, strict=False)
     except OSError as error:
-        message = f"the configuration file cannot be read: {error.strerror}"
+        message = f"cannot read {path} ({error.strerror}); name a readable TOML file"
         raise Refused(Code.BAD_CONFIG, message, path or "") from error
     except RecursionError as error:
-        message = "the configuration file is nested too deeply: write a table for each section"
+        message = f"{path} is nested too deeply; write one table per section"
         raise Refused(Code.BAD_CONFIG, message, path or "") from error
     except (ValueError, TypeError, msgspec.MsgspecError) as error:
-        message = f"the configuration is not right: {_explained(str(error))}"
-        raise Refused(Code.BAD_CONFIG, message, path or "") from error
+        source = path or "command line"
+        message = f"invalid configuration ({source}): {_explained(str(error))}; correct it"
+        raise Refused(Code.BAD_CONFIG, message, source) from error
     for key, _, _ in options():
         value = attrgetter(key)(config)
         if isinstance(value, str) and "\0" in value:
-            raise Refused(Code.BAD_CONFIG, f"{key} contains a NUL character: remove it", value)
-    for name, size in (("pool.size", config.pool.size), ("pool.chunk", config.pool.chunk)):
-        if not parse_bytes(size):
-            raise Refused(Code.BAD_CONFIG, f"{name} is at least one byte", size)
-    parse_bytes(config.copy.staging)
-    parse_bytes(config.integrity.scrub_rate)
+            message = f"{key} = {value!r} contains a NUL character; remove it"
+            raise Refused(Code.BAD_CONFIG, message, value)
+    for key in ("pool.size", "pool.chunk", "copy.staging", "integrity.scrub_rate"):
+        size = attrgetter(key)(config)
+        if not parse_bytes(size, key) and key.startswith("pool."):
+            raise Refused(Code.BAD_CONFIG, f"{key} = {size!r} is zero; set at least 1 byte", size)
     return config
 
 
@@ -276,32 +283,32 @@ def _at_once(path: str, flags: int) -> int:
 
 
 def _contents(path: str) -> bytes:
-    """What a regular file holds. Raises OSError, Refused (BAD_CONFIG); never waits for a writer."""
+    """The contents of a regular file. Raises OSError and Refused (BAD_CONFIG); never blocks."""
     with open(path, "rb", opener=_at_once) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            message = "the configuration is not a regular file: name a TOML file"
+            message = f"{path} is not a regular file; name a TOML file"
             raise Refused(Code.BAD_CONFIG, message, path)
         data = file.read(MAX_FILE_BYTES + 1) or b""
     if len(data) > MAX_FILE_BYTES:
-        message = f"the configuration file has more than {MAX_FILE_BYTES} bytes: name a TOML file"
+        message = f"{path} has more than {MAX_FILE_BYTES} bytes; name a TOML file"
         raise Refused(Code.BAD_CONFIG, message, path)
     return data
 
 
 def _explained(error: str) -> str:
-    """With what the key is that it is about, if it is about one."""
+    """Add the description of the key that msgspec's error is about."""
     key = re.search(r"`\$\.([a-z_.]+)", error)
     hints = {name: hint for name, hint, _ in options()}
-    return f"{error}: {description(hints[key[1]])}" if key and key[1] in hints else error
+    return f"{error} ({description(hints[key[1]])})" if key and key[1] in hints else error
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvferryd",
         description="Moves KV-cache blocks between one device and host memory for LLM engines.",
-        epilog="Every flag is a key of the TOML file: --pool-size is size in [pool].",
+        epilog="Each flag is a key of the TOML file: --pool-size is size in [pool].",
     )
-    parser.add_argument("--config", metavar="FILE", help="TOML file to read; flags override it")
+    parser.add_argument("--config", metavar="FILE", help="TOML file; flags override it")
     for key, hint, default in options():
         flag = "--" + key.replace(".", "-").replace("_", "-")
         shown = f" (default: {default})" if default not in ("", ()) else ""

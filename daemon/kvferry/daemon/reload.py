@@ -9,8 +9,8 @@ import structlog
 from kvferry.daemon import config as configuration
 from kvferry.daemon.config import Config
 
+# The keys that `apply` heeds.
 LIVE = frozenset({"access.group", "log.level", "log.format"})
-"""The keys that `apply` heeds."""
 
 log = structlog.get_logger()
 
@@ -33,10 +33,10 @@ class Reload:
             config = configuration.read(self._arguments)
             self._apply(config)
         except Exception as error:  # a folder that somebody removed, for instance
-            log.error("not reloaded, all stays as it was", error=str(error))
+            log.error("reload failed; the old configuration stays in effect", reason=str(error))
             return
         waiting = frozenset(configuration.differing(self._running, config)) - LIVE
         if waiting - self._waiting:
-            log.warning("these keys need a restart", keys=sorted(waiting))
+            log.warning("changed keys need a restart", keys=sorted(waiting))
         self._waiting = waiting
-        log.info("reloaded")
+        log.info("configuration reloaded")

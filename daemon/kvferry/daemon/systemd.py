@@ -25,13 +25,13 @@ from dataclasses import dataclass
 
 import structlog
 
+# The first descriptor that the manager passes on.
 FIRST = 3
-"""The first descriptor that the manager passes on."""
 MAX_NAME = 255
+# How long its queue may stay full where no loop runs: at start, and at the end.
 DELIVER_SECONDS = 2.0
-"""How long its queue may stay full where no loop runs: at start, and at the end."""
+# Messages about descriptors that wait for the manager; more are given up.
 MOST_UNSENT = 8192
-"""Messages about descriptors that wait for the manager; more are given up."""
 VARIABLES = (
     "NOTIFY_SOCKET",
     "FDSTORE",
@@ -49,8 +49,8 @@ log = structlog.get_logger()
 @dataclass(frozen=True, slots=True)
 class _Message:
     lines: tuple[str, ...]
+    # A duplicate, until it was sent.
     descriptor: int | None
-    """A duplicate, until it was sent."""
 
     @property
     def supersedes(self) -> bool:
@@ -186,8 +186,8 @@ class Supervisor:
         if not self._warned:
             self._warned = True
             log.warning(
-                "the service manager cannot be told; further messages fail in silence",
-                said=message,
+                "cannot notify the service manager; further failures are not logged",
+                message=message,
                 socket=self._address,
                 error=str(error),
             )
@@ -219,9 +219,12 @@ def _ours(pid: str | None) -> bool:
 def _checked(name: str) -> str:
     """The name, where a store would take it."""
     if not name or len(name) > MAX_NAME or ":" in name or not name.isprintable():
-        raise ValueError(f"a name of a descriptor is 1 to {MAX_NAME} characters, no ':': {name!r}")
+        raise ValueError(
+            f"descriptor name {name!r} is empty, longer than {MAX_NAME} characters, or contains "
+            "':' or unprintable characters"
+        )
     if not name.isascii():
-        raise ValueError(f"a name of a descriptor is ASCII: {name!r}")
+        raise ValueError(f"descriptor name {name!r} contains characters other than ASCII")
     return name
 
 

@@ -18,14 +18,14 @@ from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fd_passing import FdReply, FdRequest
 from kvferry.proto.messages import ClientMessage, DaemonMessage
 
+# Of messages that carry block ids, keys or job ids: two sides of MAX_BLOCK_IDS int64 ids each are
+# an eighth of it, and a broadcast of what a store of MAX_KEYS keys evicted a quarter.
 MAX_MESSAGE_BYTES = 32 << 20
-"""Of messages that carry block ids, keys or job ids: two sides of MAX_BLOCK_IDS int64 ids each are
-an eighth of it, and a broadcast of what a store of MAX_KEYS keys evicted a quarter."""
+# Of what else clients send. The largest is a layout of MAX_TENSORS tensors, each in a CUDA
+# allocation of its own: 0.7 MiB. To decode a MiB of small objects takes 30 ms.
 MAX_OTHER_BYTES = 1 << 20
-"""Of what else clients send. The largest is a layout of MAX_TENSORS tensors, each in a CUDA
-allocation of its own: 0.7 MiB. To decode a MiB of small objects takes 30 ms."""
+# Client messages that may have MAX_MESSAGE_BYTES.
 MANY = frozenset({b"submit", b"cancel", b"wait", b"pin", b"unpin", b"touch"})
-"""Client messages that may have MAX_MESSAGE_BYTES."""
 _FIXSTR, _FIXSTR_BYTES = 0xA0, 0x1F
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ def _enc_hook(value: Any) -> Ext | int:
         return Ext(value.itemsize, value.data)
     if isinstance(value, np.integer):
         return int(value)
-    raise NotImplementedError(f"{type(value).__name__} is not part of the wire")
+    raise NotImplementedError(f"a message cannot contain a {type(value).__name__}")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
@@ -48,7 +48,7 @@ def encode(message: ClientMessage | DaemonMessage | FdRequest | FdReply) -> byte
     if len(data) > MAX_MESSAGE_BYTES:
         raise Refused(
             Code.MESSAGE_TOO_LARGE,
-            f"a message has at most {MAX_MESSAGE_BYTES} bytes: split the transfer",
+            f"the message has {len(data)} bytes, more than {MAX_MESSAGE_BYTES}; split the transfer",
             len(data),
         )
     return data
@@ -81,7 +81,7 @@ class Decoder(Generic[T]):
         if len(data) > most:
             raise Refused(
                 Code.MESSAGE_TOO_LARGE,
-                f"the message has {len(data)} bytes, and one of its kind has at most {most}",
+                f"the message has {len(data)} bytes, more than the {most} of its kind; split it",
                 len(data),
             )
         try:
@@ -89,7 +89,9 @@ class Decoder(Generic[T]):
         except Refused:
             raise
         except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
-            raise Refused(Code.BAD_MESSAGE, f"not a message: {error}", bytes(data[:32])) from error
+            head = bytes(data[:32])
+            text = f"not a message ({error}): {head!r}; install the same kvferry on both sides"
+            raise Refused(Code.BAD_MESSAGE, text, head) from error
         return message
 
 

@@ -9,6 +9,7 @@ that the other side is not there any more (reconnect).
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import Any
 
@@ -87,7 +88,10 @@ class KVFerryError(Exception):
         self.value = value if isinstance(value, str) else repr(value)
 
     def __str__(self) -> str:
-        return f"[{self.code}] {self.message}" + (f" (got {self.value})" if self.value else "")
+        """The message, and the value if the message does not state it."""
+        value = self.value
+        stated = not value or re.search(rf"(?<!\w){re.escape(value)}(?!\w)", self.message)
+        return f"[{self.code}] {self.message}" + ("" if stated else f" (got {value})")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.code, self.message, self.value)

@@ -18,8 +18,8 @@ from kvferry.proto.keys import EventKind, block_hash_of
 from kvferry.proto.messages import KeyEvent, KeyEvents
 
 MEDIUM = "CPU"
+# Hashes, and events: queues count messages, so a message must not be of any size.
 MOST_IN_A_BATCH = 512
-"""Hashes, and events: queues count messages, so a message must not be of any size."""
 
 
 class _Event(msgspec.Struct, array_like=True, tag=True, omit_defaults=True):

@@ -10,8 +10,8 @@ from typing import TypeAlias
 from kvferry.proto.messages import Error, Message, Token
 from kvferry.proto.specs import Id
 
+# Bytes of the path of any socket here: what unix(7) has room for.
 MAX_SOCKET_PATH = 107
-"""Bytes of the path of any socket here: what unix(7) has room for."""
 
 
 class SendFds(Message):

@@ -20,25 +20,25 @@ class Lookup(StrEnum):
 
     HIT = "hit"
     MISS = "miss"
+    # A store of it is on its way.
     HIT_PENDING = "hit_pending"
-    """A store of it is on its way."""
+    # Not known yet: ask again later.
     RETRY = "retry"
-    """Not known yet: ask again later."""
 
 
 class EventKind(StrEnum):
     """What happened to keys of a namespace."""
 
+    # A store of them is on its way.
     PENDING = "pending"
-    """A store of them is on its way."""
+    # They can be loaded.
     STORED = "stored"
-    """They can be loaded."""
+    # They went to make room.
     REMOVED = "removed"
-    """They went to make room."""
+    # Their store failed.
     ABANDONED = "abandoned"
-    """Their store failed."""
+    # All keys went; names none.
     CLEARED = "cleared"
-    """All keys went; names none."""
 
 
 def offload_key(block_hash: bytes, group: int = 0) -> OffloadKey:

@@ -38,10 +38,10 @@ class LayoutArrays:
         self.tensors, self.refs, self.starts = tensors, refs, starts
         self.block_size_factor = factor
         self.group_of_ref: Int64s = np.repeat(np.arange(starts.size - 1), np.diff(starts))
+        # Bytes of one GPU block of each group: what a transfer of it moves.
         self.group_bytes: list[int] = np.add.reduceat(refs[1], starts[:-1]).tolist()
-        """Bytes of one GPU block of each group: what a transfer of it moves."""
+        # Of one host block. All groups share one id space, so the widest group decides.
         self.host_block_bytes: int = max(self.group_bytes) * factor
-        """Of one host block. All groups share one id space, so the widest group decides."""
 
     @classmethod
     def from_layout(cls, layout: KVLayout) -> LayoutArrays:
@@ -110,7 +110,7 @@ class LayoutArrays:
             raise Refused(
                 Code.BAD_LAYOUT,
                 f"tensor {index} has a row stride of {strides[index]} bytes, smaller than its "
-                f"page of {pages[index]}",
+                f"page of {pages[index]} bytes; correct row_stride_bytes",
                 int(strides[index]),
             )
         named, sizes = self.refs
@@ -118,20 +118,21 @@ class LayoutArrays:
             raise Refused(
                 Code.UNKNOWN_TENSOR,
                 f"group {self.group_of_ref[ref]} refers to tensor {named[ref]}, but there are "
-                f"{self.num_tensors} tensors",
+                f"{self.num_tensors} tensors; use indices from 0",
                 int(named[ref]),
             )
         for ref in np.flatnonzero(sizes > pages[named])[:1].tolist():
             raise Refused(
                 Code.BAD_LAYOUT,
-                f"group {self.group_of_ref[ref]} copies {sizes[ref]} bytes of tensor "
-                f"{named[ref]}, whose page has {pages[named[ref]]}",
+                f"group {self.group_of_ref[ref]} copies {sizes[ref]} bytes per page of tensor "
+                f"{named[ref]}, whose pages have {pages[named[ref]]}; correct page_size_bytes",
                 int(sizes[ref]),
             )
         uses = np.sort(self.group_of_ref * self.num_tensors + named)
         for again in uses[1:][uses[1:] == uses[:-1]][:1].tolist():
             group, tensor = divmod(again, self.num_tensors)
-            raise Refused(Code.BAD_LAYOUT, f"group {group} refers to tensor {tensor} twice", tensor)
+            message = f"group {group} refers to tensor {tensor} twice; name each tensor once"
+            raise Refused(Code.BAD_LAYOUT, message, tensor)
 
 
 def _starts(layout: KVLayout) -> list[int]:
@@ -141,17 +142,19 @@ def _starts(layout: KVLayout) -> list[int]:
         ("groups", MAX_GROUPS, len(layout.groups)),
     ):
         if not 0 < count <= most:
-            raise Refused(Code.BAD_LAYOUT, f"{count} {what}: a layout has 1 to {most}", count)
+            message = f"the layout has {count} {what}; give 1 to {most}"
+            raise Refused(Code.BAD_LAYOUT, message, count)
     starts = [0]
     for group, refs in enumerate(layout.groups):
         if not refs:
-            raise Refused(Code.BAD_LAYOUT, f"group {group} refers to no tensor", group)
+            message = f"group {group} refers to no tensor; leave it out, or name its tensors"
+            raise Refused(Code.BAD_LAYOUT, message, group)
         starts.append(starts[-1] + len(refs))
     if starts[-1] > MAX_REFS:
         raise Refused(
             Code.BAD_LAYOUT,
-            f"the groups have {starts[-1]} references to tensors, and a layout has at most "
-            f"{MAX_REFS}",
+            f"the groups have {starts[-1]} references to tensors, more than {MAX_REFS}; merge "
+            "tensors that one allocation holds",
             starts[-1],
         )
     return starts

@@ -58,8 +58,8 @@ from kvferry.proto.specs import (
 )
 from kvferry.proto.status import DaemonStatus, DeviceInfo, Fingerprint, Limits, NamespaceStatus
 
+# The protocol version that this source speaks. Hello and Welcome never change their shape.
 PROTOCOL = 1
-"""The protocol version that this source speaks. Hello and Welcome never change their shape."""
 
 Token: TypeAlias = Annotated[str, Meta(min_length=1, max_length=64)]
 MAX_JOB_IDS = 65536
@@ -78,8 +78,8 @@ class Outcome(StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     REFUSED = "refused"
+    # Only clients say this one: the daemon went away before it told.
     LOST = "lost"
-    """Only clients say this one: the daemon went away before it told."""
 
     __hash__ = str.__hash__
 
@@ -260,8 +260,8 @@ class Allocated(Message):
     region: HostRegion
     allocations: Allocations
     locations: Locations
+    # The tensors are those that were kept for the engine, with their bytes.
     kept: bool = False
-    """The tensors are those that were kept for the engine, with their bytes."""
 
 
 class Released(Message):

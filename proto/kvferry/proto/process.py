@@ -43,9 +43,9 @@ def check_address_space(needed: int, what: str, code: Code = Code.BAD_CONFIG) ->
     if needed > left:
         raise Refused(
             code,
-            f"{what} needs {needed} bytes of address space, and {max(0, left)} are left: "
-            "raise LimitAS in the unit, or ulimit -v",
-            limit,
+            f"{what} needs {needed} bytes of address space, but {max(0, left)} are left; "
+            "raise LimitAS of the unit, or ulimit -v",
+            needed,
         )
 
 

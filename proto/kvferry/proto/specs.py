@@ -60,8 +60,8 @@ class Direction(StrEnum):
     STORE = "store"
     LOAD = "load"
 
+    # An enumeration's own is written in Python, and jobs look up a dozen tables by direction.
     __hash__ = str.__hash__
-    """An enumeration's own is written in Python, and jobs look up a dozen tables by direction."""
 
     @property
     def transfer_type(self) -> tuple[str, str]:
@@ -121,16 +121,20 @@ def as_block_ids(ids: Sequence[int] | BlockIds) -> BlockIds:
     try:
         array = np.asarray(ids)
     except ValueError:
-        raise Refused(Code.BAD_SPEC, "block ids form one flat list", ids) from None
+        text = "block_ids are a ragged nested list; pass one flat list of integers"
+        raise Refused(Code.BAD_SPEC, text, ids) from None
     if array.ndim != 1:
-        raise Refused(Code.BAD_SPEC, "block ids form one flat list", array.shape)
+        text = f"block_ids have the shape {array.shape}; pass one flat list of integers"
+        raise Refused(Code.BAD_SPEC, text, array.shape)
     if array.dtype not in _ID_TYPES:
         if isinstance(ids, np.ndarray) or array.size:
             _check_integers(array)
         array = array.astype(_ID_TYPES[0])
     if array.size > MAX_BLOCK_IDS:
         raise Refused(
-            Code.BAD_SPEC, f"a spec names at most {MAX_BLOCK_IDS} blocks: split it", array.size
+            Code.BAD_SPEC,
+            f"the spec names {array.size} blocks, more than {MAX_BLOCK_IDS}; split the transfer",
+            array.size,
         )
     return np.ascontiguousarray(array)
 
@@ -139,19 +143,21 @@ def _arrived(ids: Ext) -> BlockIds:
     """Block ids as they travel, see codec.py. Raises ValueError where they are none."""
     width, data = ids.code, bytes(ids.data)
     if width not in _WIDTHS:
-        raise ValueError(f"unknown extension type {width}: block ids are 4 or 8 bytes wide")
+        raise ValueError(f"extension type {width} is unknown, not the 4 or 8 bytes of a block id")
     if len(data) > MAX_BLOCK_IDS * width:
-        raise ValueError(f"more than {MAX_BLOCK_IDS} block ids")
+        raise ValueError(f"{len(data) // width} block ids are more than {MAX_BLOCK_IDS}")
     if len(data) % width:
-        raise ValueError(f"{len(data)} bytes are no whole number of {width}-byte block ids")
+        raise ValueError(f"{len(data)} bytes are not a multiple of {width}-byte block ids")
     return np.frombuffer(data, _WIDTHS[width])
 
 
 def _check_integers(array: np.ndarray[Any, Any]) -> None:
     if array.dtype.kind not in "iu":
-        raise Refused(Code.BAD_SPEC, "block ids are integers of 64 bits", array.dtype.name)
+        text = f"block_ids have the type {array.dtype.name}; pass int32 or int64"
+        raise Refused(Code.BAD_SPEC, text, array.dtype.name)
     if array.dtype == np.uint64 and array.size and int(array.max()) > MAX_INT:
-        raise Refused(Code.BAD_SPEC, "block ids are integers of 64 bits", int(array.max()))
+        text = f"block id {array.max()} exceeds an int64; pass ids of registered blocks"
+        raise Refused(Code.BAD_SPEC, text, int(array.max()))
 
 
 class _Spec(msgspec.Struct, array_like=True, frozen=True, eq=False, forbid_unknown_fields=True):
@@ -199,9 +205,11 @@ class GPULoadStoreSpec(_Spec, tag="gpu", frozen=True, eq=False):
             values = getattr(self, name) or ()
             fit = all(isinstance(value, int) and 0 <= value < MAX_COUNT for value in values)
             if len(values) > MAX_GROUPS or not fit:
-                raise Refused(
-                    Code.BAD_SPEC, f"{name} are at most {MAX_GROUPS} numbers from 0 on", values
+                text = (
+                    f"{name} = {values!r} is not a list of counts; pass at most {MAX_GROUPS} "
+                    "integers of 0 or more"
                 )
+                raise Refused(Code.BAD_SPEC, text, values)
 
 
 class CPULoadStoreSpec(_Spec, tag="cpu", frozen=True, eq=False):
@@ -251,10 +259,12 @@ class KeyLoadStoreSpec(
 def check_keys(keys: Sequence[OffloadKey]) -> None:
     """Raise Refused (BAD_KEY) where these are no keys, or too many at once."""
     if len(keys) > MAX_KEYS:
-        raise Refused(Code.BAD_KEY, f"at most {MAX_KEYS} keys at once: split them", len(keys))
+        text = f"{len(keys)} keys were given, more than {MAX_KEYS}; split the request"
+        raise Refused(Code.BAD_KEY, text, len(keys))
     for key in keys:
         if type(key) is not bytes or not 0 < len(key) <= MAX_KEY_BYTES:
-            raise Refused(Code.BAD_KEY, f"a key is 1 to {MAX_KEY_BYTES} bytes", key)
+            text = f"{key!r} is not a key; pass bytes of length 1 to {MAX_KEY_BYTES}"
+            raise Refused(Code.BAD_KEY, text, key)
 
 
 HostSpec: TypeAlias = CPULoadStoreSpec | KeyLoadStoreSpec

@@ -30,10 +30,10 @@ class Limits(Part):
 
     max_message_bytes: int
     max_block_ids: int
+    # Jobs submitted and not yet ended, in both directions together.
     max_jobs: int
-    """Jobs submitted and not yet ended, in both directions together."""
+    # Of them stores; 0: as many as jobs, as with daemons that know no other bound.
     max_stores: int = 0
-    """Of them stores; 0: as many as jobs, as with daemons that know no other bound."""
     max_loads: int = 0
 
     def most(self, direction: Direction) -> int:
@@ -49,22 +49,22 @@ class Fingerprint(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     """
 
     model: Name
+    # Room for a host block: a GPU block of the widest group, times block_size_factor, fits in.
     host_block_bytes: Positive
-    """Room for a host block: a GPU block of the widest group, times block_size_factor, fits in."""
     revision: Name = ""
     dtype: Name = ""
     kv_dtype: Name = ""
     kv_layout: Name = ""
+    # Tokens in a host block.
     block_size: Count = 0
-    """Tokens in a host block."""
     rank: Count = 0
+    # Tensor and pipeline parallel ranks: each holds its own part of every block.
     world_size: Positive = 1
-    """Tensor and pipeline parallel ranks: each holds its own part of every block."""
     hash_algorithm: Name = ""
     hash_seed: Name = ""
     key_bytes: Annotated[int, Meta(ge=1, le=MAX_KEY_BYTES)] = 36
+    # Anything else that must agree, by name.
     extra: Annotated[tuple[tuple[Name, Name], ...], Meta(max_length=64)] = ()
-    """Anything else that must agree, by name."""
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "extra", tuple(sorted(self.extra)))
@@ -96,8 +96,8 @@ class Fingerprint(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 class PoolStatus(Part):
     size_bytes: int
     pinned_bytes: int
+    # Held by regions, whether their engine is here or away.
     reserved_bytes: int
-    """Held by regions, whether their engine is here or away."""
 
 
 class GroupCopying(Part):
@@ -216,10 +216,10 @@ class DaemonStatus(Part):
     sessions: int
     engines: tuple[EngineStatus, ...]
     totals: Totals
+    # How often each error code was answered since the start.
     errors: dict[str, int]
-    """How often each error code was answered since the start."""
+    # What the calibration found; None before it has run, and on the CPU.
     copying: CopyStatus | None = None
-    """What the calibration found; None before it has run, and on the CPU."""
     health: HealthStatus | None = None
+    # None if there was nothing to verify.
     verification: VerificationStatus | None = None
-    """None if there was nothing to verify."""

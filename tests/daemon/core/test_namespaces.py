@@ -372,7 +372,7 @@ def test_the_sessions_of_an_engine_are_in_one_namespace(second: str) -> None:
     before = desk.namespaces()
     assert desk.error(second, wire.OpenNamespace(5, wrong, ROOM)) == (
         Code.NAMESPACE_MISMATCH,
-        "kv_dtype: 'fp8' here, '' there; rank: 3 here, 0 there",
+        "kv_dtype: 'fp8' here, '' there, rank: 3 here, 0 there",
     )
     assert desk.namespaces() == before
     assert desk.enter(second).reattached
@@ -604,7 +604,7 @@ def test_a_layout_whose_host_blocks_are_of_more_gpu_blocks_is_refused(restarted:
     (action,) = desk.ask("b", wire.AllocateKVCaches(1, WIDE))
     error = action.message.error
     assert error.code == Code.NAMESPACE_MISMATCH
-    assert "have 2 GPU blocks of pages [1024], and of this layout 3 GPU blocks" in error.message
+    assert "has 3 GPU blocks of pages [1024], but in namespace" in error.message
     assert isinstance(desk.ask("b", wire.AllocateKVCaches(1, two))[0], MapTensors)
 
 
@@ -1277,9 +1277,9 @@ def test_an_engine_that_dies_with_stores_under_way_takes_those_keys_with_it_and_
     finished, published = desk.end(theirs, CANCELLED)
     assert isinstance(finished, Send)
     assert isinstance(finished.message, wire.Finished)
-    assert finished.message.results[0].error == ErrorInfo(
-        Code.ENGINE_GONE, "the process that owns the KV tensors went"
-    )
+    error = finished.message.results[0].error
+    assert error is not None
+    assert error.code == Code.ENGINE_GONE
     assert heard([published], PublishKVEvents) == [("abandoned", b"d")]
     assert desk.report(TensorsUnmapped(1)) == []
     assert desk.usage("pending", "ready", "free") == (0, 2, 2)

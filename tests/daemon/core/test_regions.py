@@ -125,7 +125,7 @@ def test_a_pool_that_is_full_says_so_and_nothing_changes(pages: int | None) -> N
     regions.desert(engine_owner("a"))
     before = deepcopy(list(regions))
     shape = layout(2 * ALIGNMENT)
-    with pytest.raises(Refused, match=f"takes {2 * ALIGNMENT}") as caught:
+    with pytest.raises(Refused, match=f"one host block: {2 * ALIGNMENT}") as caught:
         regions.claim(engine_owner("d"), shape, None if pages is None else pages * ALIGNMENT)
     assert caught.value.code == Code.POOL_FULL
     assert list(regions) == before

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from kvferry.cuda.driver import Event, Parameters
 from kvferry.proto.errors import Code, Failed
-from kvferry.proto.libcuda import Event, Parameters
 from kvferry.proto.specs import Direction
 
 from .paper_memory import Refusal, VirtualMemoryOnPaper

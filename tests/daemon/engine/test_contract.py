@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvferry.cuda.driver import driver
 from kvferry.daemon.core.actions import (
     CancelTransfers,
     Continue,
@@ -48,7 +49,6 @@ from kvferry.daemon.lane.lane import Lane
 from kvferry.daemon.lane.quay import MapOrder
 from kvferry.proto.errors import Code, KVFerryError
 from kvferry.proto.layout import LayoutArrays
-from kvferry.proto.libcuda import driver
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import CalibrationPoint, CopyStatus

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.cuda.driver import Driver
 from kvferry.daemon.core.layout import BlockLayout, Extent, Fragments
 from kvferry.daemon.engine.base import Mapping
 from kvferry.daemon.engine.cuda import direct
@@ -16,7 +17,6 @@ from kvferry.daemon.engine.cuda.direct import DirectCopy
 from kvferry.daemon.engine.cuda.link import Link
 from kvferry.daemon.engine.cuda.stretches import KEPT
 from kvferry.proto.layout import LayoutArrays
-from kvferry.proto.libcuda import Driver
 from kvferry.proto.specs import Direction, KVLayout, TensorLayout, TensorRef
 
 PAGE, BLOCKS, POOL, STREAM = 512, 40, 1 << 20, 3

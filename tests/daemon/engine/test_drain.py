@@ -7,12 +7,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from kvferry.cuda.driver import Driver
 from kvferry.daemon.core.layout import Fragments
 from kvferry.daemon.engine.cuda import drain
 from kvferry.daemon.engine.cuda.drain import Drain
 from kvferry.daemon.engine.cuda.link import Link
 from kvferry.daemon.engine.cuda.piece import PageTable, Piece, Stage
-from kvferry.proto.libcuda import Driver
 from kvferry.proto.specs import Direction
 
 from .paper import PaperDriver

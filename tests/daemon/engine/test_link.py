@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.cuda.driver import Driver
 from kvferry.daemon.core.layout import Fragments, Rows
 from kvferry.daemon.engine.cuda import link
 from kvferry.daemon.engine.cuda.link import FEW, Link, Ruler, Some
-from kvferry.proto.libcuda import Driver
 from kvferry.proto.specs import Direction
 
 POOL, CHUNK, STREAM = 10_000, 100, 7

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.cuda.driver import Driver
 from kvferry.daemon.core.layout import Extent, Fragments, Rows
 from kvferry.daemon.engine.cuda import packing
 from kvferry.daemon.engine.cuda.link import Link, Ruler, Some
 from kvferry.daemon.engine.cuda.packing import Packing
-from kvferry.proto.libcuda import Driver
 
 SLOT, POOL = 1 << 32, 10_000
 RULER = Ruler(SLOT - 1000, 1 << 14)

@@ -20,8 +20,8 @@ from kvferry.daemon.engine.pool import HostPool, available_bytes, check_fits
 from kvferry.daemon.engine.reference import ReferenceEngine
 from kvferry.daemon.systemd import Supervisor
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.page import sealed_memfd
 from kvferry.proto.sizes import parse_bytes
+from kvferry.shm.memfd import sealed_memfd
 
 LIMIT = 1 << 20
 

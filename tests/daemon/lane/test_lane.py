@@ -57,9 +57,9 @@ from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.memory import Allocation, CudaAllocation, FdAllocation, Location
 from kvferry.proto.messages import Outcome
-from kvferry.proto.page import sealed_memfd
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import CalibrationPoint, CopyStatus, DeviceInfo, GroupCopying
+from kvferry.shm.memfd import sealed_memfd
 from kvferry.testing.books import NO_CARGO
 from kvferry.testing.engine import until
 

@@ -21,8 +21,8 @@ from kvferry.daemon.lane.quay import MapOrder, Quay
 from kvferry.proto.errors import Code, Failed
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.memory import Location
-from kvferry.proto.page import sealed_memfd
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
+from kvferry.shm.memfd import sealed_memfd
 
 LAYOUT = KVLayout((TensorLayout(4, 64, 64),), ((TensorRef(0, 64),),))
 TENSORS, CLOCK = "kvferry-test-tensors", "kvferry-test-clock"

@@ -162,7 +162,7 @@ async def test_the_manager_hears_of_the_first_probe_that_passed(ferry: Ferry) ->
     patient = Patient(ferry, HealthTimeouts(every=0.01), manager)
     patient.health.start()
     await asyncio.sleep(0.05)
-    assert "starting" in patient.reasons()
+    assert "no probe" in patient.reasons()
     patient.health.pool_grew()
     await until(lambda: "failed" in patient.reasons())
     assert manager.readies == 0
@@ -186,9 +186,9 @@ async def test_a_first_probe_under_way_is_no_trouble(ferry: Ferry) -> None:
     patient = Patient(ferry, HealthTimeouts(deadline=0.3), manager)
     patient.health.start()
     patient.health.pool_grew()
-    await until(lambda: "starting" in patient.reasons() and len(manager.beats) >= 5)
+    await until(lambda: "no probe" in patient.reasons() and len(manager.beats) >= 5)
     await until(lambda: manager.troubles)
-    assert "under way" in manager.troubles[0]
+    assert "running for" in manager.troubles[0]
     patient.health.stop()
 
 
@@ -201,7 +201,7 @@ async def test_the_manager_hears_nothing_of_a_lane_that_stands(ferry: Ferry) -> 
     gaps = [b - a for a, b in zip(manager.beats, manager.beats[1:], strict=False)]
     assert min(gaps) < 0.15
     patient.moving = False
-    await until(lambda: "the lane has not moved" in patient.reasons())
+    await until(lambda: "the device worker has not responded" in patient.reasons())
     told = len(manager.beats)
     await asyncio.sleep(0.3)
     assert len(manager.beats) == told
@@ -231,7 +231,7 @@ async def test_a_loop_that_was_late_is_told(ferry: Ferry) -> None:
     patient.health.pool_grew()
     await until(lambda: patient.health.status().healthy)
     time.sleep(0.3)
-    await until(lambda: "the loop was" in patient.reasons())
+    await until(lambda: "the event loop was" in patient.reasons())
     assert patient.health.status().loop_lag > 0.1
     await until(lambda: patient.health.status().healthy)
     patient.health.stop()
@@ -248,7 +248,7 @@ async def test_who_asks_gets_a_fresh_probe(ferry: Ferry, monkeypatch: pytest.Mon
     assert len(ferry.said) == before + 2
     ferry.silent = True
     assert not (await patient.health.check()).healthy
-    await until(lambda: "under way" in patient.reasons())
+    await until(lambda: "running for" in patient.reasons())
     patient.health.stop()
 
 
@@ -258,4 +258,4 @@ async def test_a_probe_is_late_from_when_it_was_asked_for() -> None:
     rounds.want()
     time.sleep(0.03)
     rounds.want()
-    assert "under way" in rounds.reasons(time.monotonic())[0]
+    assert "running for" in rounds.reasons(time.monotonic())[0]

@@ -16,9 +16,9 @@ from kvferry.daemon.core.records import RegionRecord, ResidentBlock
 from kvferry.daemon.persistence.block_table import RECORD_ROOM, WIPED_LINES, BlockTable, UseClock
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.layout import LayoutArrays
-from kvferry.proto.page import sealed_memfd
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import Fingerprint
+from kvferry.shm.memfd import sealed_memfd
 
 KEY = 5
 BLOCKS = 6

@@ -235,7 +235,7 @@ async def test_it_is_tried_again_where_no_process_can_be_had(
         while not desk.failures:
             await asyncio.sleep(0.001)
     assert "none" in str(desk.failures[0])
-    with pytest.raises(Failed, match="no checksum process: none"):
+    with pytest.raises(Failed, match="checksum process failed: none"):
         ChecksumClient(desk.pool.descriptors, CHUNK, 2, desk.failures.append)
 
 

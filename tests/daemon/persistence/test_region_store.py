@@ -23,9 +23,9 @@ from kvferry.daemon.core.records import RecoveredRegion, RegionOwner, RegionReco
 from kvferry.daemon.persistence.block_table import BlockTable
 from kvferry.daemon.persistence.region_store import RegionStore
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.page import sealed_memfd
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import Fingerprint, VerificationStatus
+from kvferry.shm.memfd import sealed_memfd
 
 from .stored_pool import BLOCK, COUNT, FINGERPRINT, KEYED, RAW, StoredPool, eventually, key, numbers
 

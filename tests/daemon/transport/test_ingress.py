@@ -24,7 +24,7 @@ HELLO = Hello(PROTOCOL, PROTOCOL, "a client", "an engine")
 NEAR = "inproc://near"
 """What was sent there has arrived; but connections have no numbers, and nobody knows who it is."""
 TURNED = b"the others had their turn"
-CLOSED = b"its connection closed"
+CLOSED = b"connection closed"
 
 
 class House:

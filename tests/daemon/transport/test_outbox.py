@@ -159,7 +159,7 @@ async def test_who_takes_nothing_is_sent_away_once_what_it_said_was_answered(
         boxes.send(peer, Done(number))
     assert away == []
     await asyncio.sleep(0)
-    assert away == ["s: sent away: it took none of 4 messages"]
+    assert away == ["s: received none of 4 messages"]
     (last,) = peer.outbox
     assert isinstance(decode_daemon_message(last), Goodbye)
     assert peer.outbox_bytes == len(last)

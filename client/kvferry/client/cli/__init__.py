@@ -15,15 +15,15 @@ from typing import NoReturn
 
 from kvferry.proto.errors import KVFerryError
 
+# What pip is asked for. kvferry is on no index: its extras come from a checkout.
 _INSTALL = {
     "typer": "'.[cli]' in a checkout of kvferry",
     "rich": "'.[cli]' in a checkout of kvferry",
     "torch": "'.[tensors]' in a checkout of kvferry",
     "matplotlib": "matplotlib",
 }
-"""What pip is asked for. kvferry is on no index: its extras come from a checkout."""
+# Seconds until a callback is over.
 SOON = 0.01
-"""Seconds until a callback is over."""
 _ENDS = signal.SIGHUP, signal.SIGTERM
 
 

@@ -11,6 +11,8 @@ from rich.console import Console
 
 from kvferry.client.cli import units
 from kvferry.client.cli.status import TIMEOUT, as_json, ask, json_text, release, show, verdict
+from kvferry.proto.errors import Refused
+from kvferry.proto.sizes import parse_bytes
 
 WHAT = ("bandwidth", "latency", "beside", "queued", "start")
 OWN_DAEMON = ("beside", "start")
@@ -32,29 +34,35 @@ app = typer.Typer(
 
 def _sizes(text: str | None) -> str | None:
     if text is not None:
-        try:
-            _parsed(text)
-        except ValueError as error:
-            raise typer.BadParameter(f"{error}: write them like 4KiB,64KiB,2MiB") from error
+        _parsed(text)
     return text
 
 
 def _parsed(text: str) -> tuple[int, ...]:
-    return tuple(sorted({units.parse_size(part) for part in text.split(",")}))
+    return tuple(sorted({_bytes(part) for part in text.split(",")}))
+
+
+def _bytes(text: str) -> int:
+    try:
+        nbytes = parse_bytes(text)
+    except Refused as error:
+        raise typer.BadParameter(error.message) from error
+    if not nbytes:
+        raise typer.BadParameter(f"size = {text!r} is zero; give at least one byte")
+    return nbytes
 
 
 def _size(text: str | None) -> str | None:
     if text is not None:
-        try:
-            units.parse_size(text)
-        except ValueError as error:
-            raise typer.BadParameter(f"{error}: write it like 512MiB") from error
+        _bytes(text)
     return text
 
 
 def _what(text: str) -> str:
     if unknown := set(text.split(",")) - {*WHAT, "all"}:
-        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: one of {', '.join(WHAT)}, all")
+        raise typer.BadParameter(
+            f"unknown: {', '.join(sorted(unknown))}; use {', '.join(WHAT)} or all"
+        )
     return text
 
 
@@ -67,7 +75,7 @@ def _file(path: Path | None) -> Path | None:
             if not there:
                 path.unlink()
         except OSError as error:
-            raise typer.BadParameter(f"{path} cannot be written: {error.strerror}") from error
+            raise typer.BadParameter(f"cannot write {path}: {error.strerror}") from error
     return path
 
 
@@ -252,15 +260,15 @@ def bench(
     in between and after. A sample of the bytes is compared after each copy of bandwidth.
     """
     if directory is not None and device != "auto":
-        raise typer.BadParameter("the daemon in --directory has a device: leave --device out")
+        raise typer.BadParameter("--device and --directory exclude each other; leave one out")
     if directory is not None and staging is not None:
-        raise typer.BadParameter("the daemon in --directory has its staging: leave --staging out")
+        raise typer.BadParameter("--staging and --directory exclude each other; leave one out")
     wanted = set(what.split(","))
     if directory is not None and (own := wanted & {*OWN_DAEMON, "all"}):
-        raise typer.BadParameter(f"{own.pop()} starts daemons itself: leave --directory out")
+        raise typer.BadParameter(f"{own.pop()} starts its own daemons; leave --directory out")
     wanted = set(WHAT) if "all" in wanted else wanted
     if mps and "beside" not in wanted:
-        raise typer.BadParameter("--mps is of an engine beside the copies: give --what beside, too")
+        raise typer.BadParameter("--mps needs beside; add --what beside")
     from kvferry.client.cli.bench import Plan, possible, report, run
 
     plan = Plan(
@@ -273,7 +281,7 @@ def bench(
         frozenset(wanted),
         None if pool_gib is None else int(pool_gib * GIB),
         mps,
-        None if staging is None else units.parse_size(staging),
+        None if staging is None else _bytes(staging),
     )
     console = Console(stderr=True)
     plan = possible(plan, console)

@@ -21,11 +21,11 @@ from kvferry.client.cli.units import brief, plain, size, span
 from kvferry.client.cli.watch import Look, Rates, Seen
 from kvferry.proto.status import DaemonStatus, HealthStatus, NamespaceStatus, PoolStatus
 
+# Columns below which the history and the less needed columns are left out.
 NARROW = 76
-"""Columns below which the history and the less needed columns are left out."""
 STEPS = " ▁▂▃▄▅▆▇█"
+# Seconds for which it is said that a daemon is back.
 RECENT = 30.0
-"""Seconds for which it is said that a daemon is back."""
 
 
 def screen(daemons: Sequence[Seen], now: float, width: int, looked: str = "") -> RenderableType:

@@ -45,7 +45,9 @@ def locate(directory: Path | None) -> Path:
         return find_daemon()
     folder = folder_in(directory)
     if folder is None:
-        raise Gone(Code.DAEMON_GONE, "no daemon has its sockets here", str(directory))
+        message = f"no kvferry.sock in {directory} or a directory in it; start kvferryd, or name "
+        message += "another directory"
+        raise Gone(Code.DAEMON_GONE, message, str(directory))
     return folder
 
 
@@ -61,9 +63,13 @@ def ask(directory: Path | None, timeout: float = TIMEOUT) -> tuple[DaemonStatus,
         if gone.code != Code.TIMEOUT:
             raise
         pid = holder(where)
-        running = f"its process {pid} is there, and wedged or stopped" if pid else "nobody is there"
-        message = f"no answer from {where} within {timeout:g} s: {running}"
-        raise Gone(Code.TIMEOUT, message) from gone
+        advice = (
+            f"see the log of process {pid}"
+            if pid
+            else "start kvferryd (no process has this directory)"
+        )
+        message = f"no reply from {where} within {timeout:g} s; {advice}"
+        raise Gone(Code.TIMEOUT, message, str(where)) from gone
 
 
 def holder(directory: Path) -> int | None:

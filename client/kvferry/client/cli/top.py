@@ -21,8 +21,8 @@ from kvferry.client.cli.panels import screen
 from kvferry.client.cli.watch import Watch
 from kvferry.client.endpoint import look_for, runtime_directories
 
+# Seconds that `once` waits for all daemons to have something to show.
 FIRST_LOOK = 5.0
-"""Seconds that `once` waits for all daemons to have something to show."""
 
 
 class Top:

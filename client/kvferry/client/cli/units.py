@@ -1,22 +1,12 @@
-"""Numbers as people write and read them, and names as they can be shown.
+"""Numbers and names as commands print them.
 
 Sizes are in powers of 1024, rates in powers of 1000.
 """
 
 from __future__ import annotations
 
-import re
-
 _SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
 _SPANS = (("d", 86400), ("h", 3600), ("min", 60))
-
-
-def parse_size(text: str) -> int:
-    """ "4KiB", "2 MiB", "4096" -> bytes. Raises ValueError."""
-    match = re.fullmatch(r"\s*(\d+)\s*(?:([kmg])(?:i?b)?|b)?\s*", text, re.IGNORECASE)
-    if match is None or not int(match[1]):
-        raise ValueError(f"{text!r} is no size")
-    return int(match[1]) << (10 * " kmg".index((match[2] or " ").lower()))
 
 
 def plain(name: str) -> str:

@@ -17,8 +17,8 @@ from kvferry.proto.errors import KVFerryError
 from kvferry.proto.status import DaemonStatus, NamespaceStatus
 
 HISTORY = 120
+# Seconds that a daemon may take to answer.
 PATIENCE = 2.0
-"""Seconds that a daemon may take to answer."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Seen:
     before: Look | None = None
     why: str = ""
     since: float = 0.0
+    # When it was back, if it had gone.
     returned: float | None = None
-    """When it was back, if it had gone."""
     history: deque[Rates] = field(default_factory=lambda: deque(maxlen=HISTORY))
 
     @property

@@ -15,10 +15,9 @@ from pathlib import Path
 
 from kvferry.client.blocking import OffloadClient
 from kvferry.client.doctor.case import Case, Finding, fail, ok, warn
-from kvferry.client.doctor.environment import installed_version
 from kvferry.client.endpoint import look_for, runtime_directories
+from kvferry.cuda.driver import driver
 from kvferry.proto.errors import Code, KVFerryError, Refused
-from kvferry.proto.libcuda import driver
 from kvferry.proto.messages import PROTOCOL
 from kvferry.proto.specs import (
     CPULoadStoreSpec,
@@ -27,11 +26,12 @@ from kvferry.proto.specs import (
     TensorLayout,
     TensorRef,
 )
+from kvferry.proto.version import installed_version
 
 ENGINE = "kvferry-doctor"
 PAGE = 4096
+# Seconds after which a daemon should have registered its pool.
 SETTLED = 120.0
-"""Seconds after which a daemon should have registered its pool."""
 
 
 # Where it is
@@ -74,7 +74,7 @@ def _entry(path: Path) -> str:
     about = path.stat()
     owner, me = _user(about.st_uid), _user(os.geteuid())
     if about.st_mode & stat.S_IXGRP:
-        return f"join its group: usermod -aG {_group(about.st_gid)} {me}, and log in anew"
+        return f"join its group: usermod -aG {_group(about.st_gid)} {me}, and log in again"
     return f"run the engine as {owner}, or the daemon as {me}"
 
 
@@ -103,7 +103,7 @@ def listening(case: Case) -> Iterator[Finding]:
         except PermissionError:
             yield fail("sockets", f"{path}: permission denied, {_owned(path)}", _entry(path))
         except (ConnectionRefusedError, FileNotFoundError):
-            found = f"nobody listens at {path}: its daemon is not running"
+            found = f"no process listens at {path}"
             yield fail("sockets", found, _start(case.directory))
         except OSError as error:  # too many wait already
             yield fail("sockets", f"{path}: {error}", _revive(_holder(case.directory)))
@@ -111,7 +111,7 @@ def listening(case: Case) -> Iterator[Finding]:
             continue
         case.directory = None
         return
-    yield ok("sockets", "both are listened at")
+    yield ok("sockets", "both accept connections")
 
 
 # Whether it takes us
@@ -132,7 +132,7 @@ def greeting(case: Case) -> Iterator[Finding]:
         yield fail("greeting", str(error), _change(error, case.directory))
     else:
         daemon = case.client.daemon
-        yield ok("greeting", f"kvferryd {daemon.version}, pid {daemon.pid}, admits us")
+        yield ok("greeting", f"kvferryd {daemon.version} (pid {daemon.pid}) accepts this user")
 
 
 def _change(error: KVFerryError, directory: Path) -> str:
@@ -146,7 +146,7 @@ def _change(error: KVFerryError, directory: Path) -> str:
         case Code.FORBIDDEN:
             return "one PID namespace for both: docker run --pid=host"
         case Code.SHUTTING_DOWN:
-            return f"the daemon stops: start it again ({_start(directory)})"
+            return f"start the daemon again: {_start(directory)}"
     return "see the daemon's log"
 
 
@@ -162,7 +162,7 @@ def _revive(pid: int | None) -> str:
     with suppress(OSError, AttributeError):
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         if state == "T":
-            return f"it is stopped by a signal: kill -CONT {pid}"
+            return f"continue the stopped process: kill -CONT {pid}"
     return f"see its log (pid {pid}) and restart it"
 
 
@@ -174,7 +174,7 @@ def version(case: Case) -> Iterator[Finding]:
         age = "newer" if theirs.protocol > PROTOCOL else "older"
         yield fail(
             "version",
-            f"the daemon is {age}: it speaks protocol {theirs.protocol}, this client {PROTOCOL}",
+            f"the daemon is {age}: protocol {theirs.protocol}, this client {PROTOCOL}",
             f"pip install . here, in a checkout of kvferry {theirs.version}, or upgrade the daemon",
         )
         case.close()
@@ -211,12 +211,12 @@ def processes(case: Case) -> Iterator[Finding]:
     inside = next((p for p in ("/.dockerenv", "/run/.containerenv") if Path(p).exists()), None)
     if _holder(case.client.directory) == pid and Path(f"/proc/{pid}").exists():
         where = f"; this is a container ({inside})" if inside else ""
-        yield ok("processes", f"the daemon sees us, and we see it (pid {pid}){where}")
+        yield ok("processes", f"this process and the daemon (pid {pid}) see each other{where}")
     else:
         yield warn(
             "processes",
-            f"the daemon sees us, but its pid {pid} is not to be seen here",
-            "where sharing tensors fails: --pid=host --ipc=host for the engine's container",
+            f"the daemon sees this process, but its pid {pid} is not visible here",
+            "if sharing tensors fails: --pid=host --ipc=host for the engine's container",
         )
 
 
@@ -225,7 +225,7 @@ def device(case: Case) -> Iterator[Finding]:
         return
     theirs = case.client.daemon.device
     if theirs.kind == "cpu":
-        yield ok("device", "the daemon works on shared memory, without a GPU: for trials")
+        yield ok("device", "the daemon uses shared memory, no GPU (for trials)")
         return
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
     setting = "CUDA_VISIBLE_DEVICES is not set" if mask is None else f"CUDA_VISIBLE_DEVICES={mask}"
@@ -236,11 +236,13 @@ def device(case: Case) -> Iterator[Finding]:
         yield fail("device", f"{error}; {setting}", change)
         return
     if theirs.uuid in visible:
-        yield ok("device", f"{theirs.name} ({theirs.uuid}) is visible here too")
+        yield ok("device", f"{theirs.name} ({theirs.uuid}) is visible here")
     else:
         here = ", ".join(visible) or "none"
-        change = f"CUDA_VISIBLE_DEVICES={theirs.uuid}, or name the daemon of a GPU of ours"
-        yield fail("device", f"it has {theirs.uuid}; visible here: {here}; {setting}", change)
+        change = f"CUDA_VISIBLE_DEVICES={theirs.uuid}, or connect to the daemon of a visible GPU"
+        yield fail(
+            "device", f"the daemon uses {theirs.uuid}; visible here: {here}; {setting}", change
+        )
 
 
 def pool(case: Case) -> Iterator[Finding]:
@@ -274,13 +276,13 @@ def round_trip(case: Case) -> Iterator[Finding]:
     if case.client is None or case.status is None:
         return
     if case.status.pool.size_bytes - case.status.pool.reserved_bytes < PAGE:
-        found = "not tried: the pool is full, and what is in it is somebody's"
-        yield warn("round trip", found, "try again with room in the pool")
+        found = "skipped: the pool is full"
+        yield warn("round trip", found, "run it again when the pool has room")
         return
     try:
         import torch
     except ModuleNotFoundError:
-        yield warn("round trip", "not tried: torch is not installed", "pip install torch")
+        yield warn("round trip", "skipped: torch is not installed", "pip install torch")
         return
     layout = KVLayout((TensorLayout(2, PAGE, PAGE),), ((TensorRef(0, PAGE),),))
     try:
@@ -299,7 +301,9 @@ def round_trip(case: Case) -> Iterator[Finding]:
     if failed := [result for result in results if not result.success]:
         yield fail("round trip", str(failed[0].error), "see the daemon's log")
     elif not torch.equal(tensor[1].cpu(), sent):
-        yield fail("round trip", "other bytes came back than went", "report this as a bug")
+        yield fail("round trip", "the bytes that came back differ", "report this as a bug")
     else:
         spent = sum(result.transfer_time for result in results)
-        yield ok("round trip", f"{PAGE} bytes there and back, {spent * 1e6:.0f} us on the device")
+        yield ok(
+            "round trip", f"{PAGE} bytes stored and loaded, {spent * 1e6:.0f} us on the device"
+        )

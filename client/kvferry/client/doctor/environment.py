@@ -6,15 +6,15 @@ import os
 import platform
 import re
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 
 from kvferry.client.doctor.case import Case, Finding, fail, ok, warn
+from kvferry.proto.version import installed_version
 
 NEEDED = {"msgspec": "0.18.6", "numpy": "1.26", "pyzmq": "26"}
+# torch only where tensors are shared: a scheduler does without.
 OPTIONAL = {"torch": "2.9"}
-"""torch only where tensors are shared: a scheduler does without."""
+# The connector is written against, and tested with, these.
 VLLM = "0.24", "0.25", "0.26"
-"""The connector is written against, and tested with, these."""
 SMALL_SHM = 1 << 30
 
 
@@ -40,7 +40,7 @@ def shared_memory(case: Case) -> Iterator[Finding]:
         yield warn("shared memory", f"/dev/shm: {error.strerror}", change)
         return
     size, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
-    found = f"/dev/shm has {size >> 20} MiB, {free >> 20} MiB of it free; memfds can be made"
+    found = f"/dev/shm has {size >> 20} MiB, {free >> 20} MiB free; memfds work"
     if free < SMALL_SHM:
         change = "docker run --shm-size=8g (kvferry needs none of it; torch and NCCL do)"
         yield warn("shared memory", found, change)
@@ -58,11 +58,11 @@ def allocator(case: Case) -> Iterator[Finding]:
             yield warn(
                 "allocator",
                 f"{name}={setting}: torch's tensors may not be shareable by CUDA IPC",
-                f"unset {name} where KV caches are refused (not_shareable), or have the daemon "
-                "allocate them: allocate_kv_caches. The same goes for vLLM's sleep mode",
+                f"if KV caches are refused (not_shareable), unset {name}, or use "
+                "allocate_kv_caches. The same applies to vLLM's sleep mode",
             )
             return
-    yield ok("allocator", "torch allocates as it does by default")
+    yield ok("allocator", "torch uses its default allocator")
 
 
 def vllm(case: Case) -> Iterator[Finding]:
@@ -84,13 +84,6 @@ def vllm(case: Case) -> Iterator[Finding]:
             "is shared with other engines, or found again after a restart",
             "PYTHONHASHSEED=0 vllm serve ...",
         )
-
-
-def installed_version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def numbers(version: str) -> tuple[int, ...]:

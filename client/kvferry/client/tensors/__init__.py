@@ -6,7 +6,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
-    message = "KV tensors are shared with torch, which is not here: pip install '.[tensors]'"
-    raise ModuleNotFoundError(f"{message} from kvferry's checkout", name=error.name) from error
+    message = "torch is not installed; pip install '.[tensors]' in a checkout of kvferry"
+    raise ModuleNotFoundError(message, name=error.name) from error
 
 __all__ = ["CanonicalKVCaches", "canonicalize", "shared_empty"]

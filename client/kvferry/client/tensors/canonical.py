@@ -105,7 +105,8 @@ def _group(names: Sequence[str], refs: Mapping[str, list[TensorRef]]) -> tuple[T
     """The references of a group's layers, each tensor once, as much of it as any of them uses."""
     unknown = [name for name in names if name not in refs]
     if unknown:
-        raise Refused(Code.UNKNOWN_TENSOR, "a group names a layer that has no KV cache", unknown[0])
+        message = f"a group names layer {unknown[0]!r}, which has no KV cache; correct `groups`"
+        raise Refused(Code.UNKNOWN_TENSOR, message, unknown[0])
     widest: dict[int, TensorRef] = {}
     for ref in (ref for name in names for ref in refs[name]):
         known = widest.setdefault(ref.tensor, ref)
@@ -119,12 +120,14 @@ def _views(
 ) -> Iterator[_View]:
     """The canonical tensors that one KV tensor consists of."""
     if num_blocks < 1:
-        raise _refusal(name, tensor, f"there is at least one GPU block, not {num_blocks}")
+        raise _refusal(name, tensor, f"num_blocks is {num_blocks}; give at least 1")
     if not tensor.numel():
-        raise _refusal(name, tensor, "it has no elements: leave it out")
+        raise _refusal(name, tensor, "it has no elements; leave it out")
     dim = _block_dim(name, tensor, num_blocks) if block_dim is None else block_dim
     if not 0 <= dim < tensor.dim():
-        raise _refusal(name, tensor, f"there is no dimension {dim}")
+        raise _refusal(
+            name, tensor, f"block_dim is {dim}; give one of its {tensor.dim()} dimensions"
+        )
     item = tensor.element_size()
     stride = tensor.stride(dim) * item
     others = [
@@ -137,24 +140,34 @@ def _views(
     dense = item
     for size, step in inner:
         if step != dense:
-            raise _refusal(name, tensor, "the bytes of one block are not contiguous")
+            raise _refusal(
+                name, tensor, "one block is not contiguous; allocate each block as one run of bytes"
+            )
         dense *= size
     span = (tensor.size(dim) - 1) * stride + dense
     for size, step in sorted(outer, key=lambda o: o[1]):
         if step < span:
-            raise _refusal(name, tensor, "blocks overlap")
+            raise _refusal(name, tensor, "blocks overlap; allocate each block in its own memory")
         span += (size - 1) * step
     if dense > stride and tensor.size(dim) > 1:
-        raise _refusal(name, tensor, "blocks overlap")
+        raise _refusal(name, tensor, "blocks overlap; allocate each block in its own memory")
     kernel_blocks = tensor.size(dim) // num_blocks
     if kernel_blocks * num_blocks != tensor.size(dim):
-        raise _refusal(name, tensor, f"dimension {dim} is no multiple of {num_blocks} blocks")
+        raise _refusal(
+            name,
+            tensor,
+            f"dimension {dim} is not a multiple of {num_blocks} blocks; correct num_blocks",
+        )
     if kernel_blocks > 1 and stride != dense:
         outer.append((kernel_blocks, stride))
     else:
         dense *= kernel_blocks
     if page is not None and not 0 < page <= dense:
-        raise _refusal(name, tensor, f"a page of {page} bytes does not fit a block of {dense}")
+        raise _refusal(
+            name,
+            tensor,
+            f"a page of {page} bytes exceeds its block of {dense}; correct page_size_bytes",
+        )
     layout = TensorLayout(num_blocks, page or dense, stride * kernel_blocks)
     start = int(tensor.storage_offset()) * item
     for steps in product(*(range(0, size * step, step) for size, step in outer)):
@@ -166,13 +179,19 @@ def _block_dim(name: str, tensor: torch.Tensor, num_blocks: int) -> int:
     fits = [size % num_blocks == 0 for size in tensor.shape[:2]]
     if tensor.dim() > 2 and tensor.size(0) == 2 and fits[1]:
         if fits[0]:
-            raise _refusal(name, tensor, "both dimensions could count blocks: give block_dim")
+            raise _refusal(
+                name, tensor, "dimensions 0 and 1 could both count blocks; give block_dim"
+            )
         return 1
     if not fits or not fits[0]:
-        raise _refusal(name, tensor, f"no dimension counts {num_blocks} blocks")
+        raise _refusal(
+            name,
+            tensor,
+            f"no dimension has {num_blocks} blocks; correct num_blocks, or give block_dim",
+        )
     return 0
 
 
 def _refusal(name: str, tensor: torch.Tensor, why: str) -> Refused:
     form = f"{name}: shape {tuple(tensor.shape)}, stride {tensor.stride()}"
-    return Refused(Code.BAD_LAYOUT, f"no canonical form: {why}", form)
+    return Refused(Code.BAD_LAYOUT, f"layer {form}: {why}", form)

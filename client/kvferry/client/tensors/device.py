@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from kvferry.cuda.driver import driver
+from kvferry.cuda.virtual_memory import DeviceMemory, VirtualMemory
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.libcuda import driver
-from kvferry.proto.libcuda_vmm import DeviceMemory, VirtualMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class Attached:
         return 0 <= pointer - self.memory.address < self.memory.nbytes
 
 
+# What is mapped in this process, by address.
 _attached: dict[int, Attached] = {}
-"""What is mapped in this process, by address."""
 
 
 def attached_at(pointer: int) -> Attached | None:
@@ -65,7 +65,7 @@ def ordinal_of(uuid: str) -> int:
             return ordinal
     raise Refused(
         Code.DEVICE_MISMATCH,
-        "the daemon's GPU is not visible here: set CUDA_VISIBLE_DEVICES to include it",
+        f"the daemon's GPU {uuid} is not visible here; set CUDA_VISIBLE_DEVICES to include it",
         uuid,
     )
 

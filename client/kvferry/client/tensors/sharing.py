@@ -21,8 +21,8 @@ import torch
 
 from kvferry.client.tensors.canonical import CanonicalKVCaches
 from kvferry.client.tensors.device import attach_device, attached_at, ordinal_of
+from kvferry.cuda.driver import driver
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.libcuda import driver
 from kvferry.proto.memory import Allocation, CudaAllocation, FdAllocation, Location
 from kvferry.proto.specs import KVLayout
 from kvferry.proto.status import DeviceInfo
@@ -99,11 +99,15 @@ def _check_ipc(tensor: torch.Tensor) -> None:
     if not driver().ipc_capable(tensor.data_ptr()):
         raise Refused(
             Code.NOT_SHAREABLE,
-            "CUDA cannot share this tensor's memory with another process: allocate KV caches "
-            "without PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True and without a sleep "
-            "mode, or let the daemon allocate them (allocate_kv_caches)",
-            f"{tuple(tensor.shape)} on {tensor.device}",
+            f"CUDA IPC cannot share a tensor of shape {_where(tensor)}; allocate KV caches without "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True and without a sleep mode, or with "
+            "allocate_kv_caches",
+            _where(tensor),
         )
+
+
+def _where(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} on {tensor.device}"
 
 
 # Shared memory
@@ -114,8 +118,8 @@ class _Mapping:
     start: int
     end: int
     offset: int
+    # (device, inode)
     file: tuple[int, int]
-    """(device, inode)"""
 
 
 def _export_shared_memory(tensors: Iterable[torch.Tensor]) -> Exported:
@@ -131,9 +135,9 @@ def _export_shared_memory(tensors: Iterable[torch.Tensor]) -> Exported:
         if where is None or where.file not in open_files:
             raise Refused(
                 Code.NOT_SHAREABLE,
-                "this CPU tensor is not in shared memory: make it with kvferry's shared_empty, "
-                "call share_memory_() on it, or let the daemon allocate it (allocate_kv_caches)",
-                f"{tuple(tensor.shape)} on {tensor.device}",
+                f"a tensor of shape {_where(tensor)} is not in shared memory; create it with "
+                "kvferry's shared_empty or allocate_kv_caches, or call share_memory_() on it",
+                _where(tensor),
             )
         if where.file not in numbers:
             numbers[where.file] = len(allocations)

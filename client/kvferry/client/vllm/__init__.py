@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvferry.client.vllm.model import version
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.version import installed_version
 
 if TYPE_CHECKING:
     from kvferry.client.vllm.connector import KVFerryConnector
@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
     except ImportError as error:
         message = f"kvferry works inside vLLM {SUPPORTED}, and this one has other parts: {error}"
         raise Refused(
-            Code.BAD_CONFIG, message, f"vLLM {version('vllm') or 'is not here'}"
+            Code.BAD_CONFIG, message, f"vLLM {installed_version('vllm') or 'is not here'}"
         ) from error
 
 

@@ -12,9 +12,10 @@ import json
 import logging
 import re
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from kvferry.proto.version import installed_version
 
 log = logging.getLogger("kvferry")
 
@@ -38,17 +39,9 @@ def traits(vllm_config: Any) -> tuple[tuple[str, str], ...]:
         ("weights and config", _digest(*_sources(vllm_config.model_config))),
         ("media", _digest(*_media(vllm_config.model_config))),
         ("draft model", "" if draft is None else _digest(str(draft.model), *_sources(draft))),
-        ("transformers", version("transformers")),
+        ("transformers", installed_version("transformers") or ""),
         ("salt", _salt(vllm_config)),
     )
-
-
-def version(package: str) -> str:
-    """Of what is installed; "" where it is not."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _sources(model: Any) -> Iterator[str]:

@@ -25,10 +25,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvferry.client.endpoint import find_daemon
-from kvferry.client.vllm.model import traits, version
+from kvferry.client.vllm.model import traits
 from kvferry.proto.errors import Code, Gone, Refused
 from kvferry.proto.sizes import parse_bytes
 from kvferry.proto.status import Fingerprint
+from kvferry.proto.version import installed_version
 
 log = logging.getLogger("kvferry")
 
@@ -187,11 +188,7 @@ def _options(extra: Mapping[str, Any], world_size: int) -> dict[str, Any]:
 
 def _nbytes(wanted: object) -> int:
     """A number, or as the daemon's --pool-size takes it."""
-    try:
-        return parse_bytes(str(wanted))
-    except Refused as error:
-        message = f"cpu_bytes_to_use: {error.message}"
-        raise Refused(error.code, message, error.value) from error
+    return parse_bytes(str(wanted), "cpu_bytes_to_use")
 
 
 def _check_ours(extra: Mapping[str, Any]) -> None:
@@ -249,7 +246,7 @@ def _fingerprint(vllm_config: Any, kv_cache_config: Any, blocks: Blocks) -> Fing
             ("attention backend", _said(vllm_config, "attention_config.backend")),
             ("parallel", ranks),
             ("context parallel", f"{context[0]} {context[1]} {_interleaved(parallel)}"),
-            ("vllm", version("vllm")),
+            ("vllm", installed_version("vllm") or ""),
             *traits(vllm_config),
         ),
     )

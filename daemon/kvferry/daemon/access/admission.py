@@ -71,8 +71,8 @@ class Admission:
         if self.gid is None or self.gid not in {process.gid} | process.groups:
             raise Refused(
                 Code.FORBIDDEN,
-                f"user {process.uid} may not connect: run the engine as the daemon's user, or in "
-                "the group that access.group names",
+                f"user {process.uid} may not connect; run the engine as the daemon's user, or in "
+                "the group of access.group",
                 process.uid,
             )
 
@@ -81,11 +81,11 @@ def gid_of(group: str) -> int:
     """The number of a group. Raises Refused (BAD_CONFIG)."""
     if group.isdecimal():
         if int(group) > MAX_ID:
-            message = f"access.group {group} is above {MAX_ID}, the highest number of a group"
+            message = f"group {group} in access.group is above {MAX_ID}; use an existing group"
             raise Refused(Code.BAD_CONFIG, message, group)
         return int(group)
     try:
         return grp.getgrnam(group).gr_gid
     except (KeyError, ValueError) as error:
-        message = f"unknown group {group!r} in access.group: create it, or name another one"
+        message = f"unknown group {group!r} in access.group; create it, or name another one"
         raise Refused(Code.BAD_CONFIG, message, group) from error

@@ -54,7 +54,8 @@ class Endpoint:
         if len(os.fsencode(self.messages)) > MAX_SOCKET_PATH:
             raise Refused(
                 Code.BAD_CONFIG,
-                f"a socket's path has at most {MAX_SOCKET_PATH} bytes: set a shorter runtime_dir",
+                f"socket path {self.messages} has {len(os.fsencode(self.messages))} bytes, more "
+                f"than {MAX_SOCKET_PATH}; set a shorter runtime_dir",
                 str(self.messages),
             )
         self._lock = _locked(directory)
@@ -98,12 +99,12 @@ class Endpoint:
         None if all is in place. A few system calls on a tmpfs; called once a second.
         """
         if not self.directory.exists():
-            return f"runtime directory {self.directory} is gone: restart the daemon"
+            return f"runtime directory {self.directory} is gone; restart the daemon"
         if not self._lock_is_here():
-            return f"runtime directory {self.directory} was replaced: restart the daemon"
+            return f"runtime directory {self.directory} was replaced; restart the daemon"
         for path, file in self._bound.items():
             if not self._is_ours(path, file):
-                return f"socket {path} was removed or replaced: restart the daemon"
+                return f"socket {path} was removed or replaced; restart the daemon"
         return None
 
     def close(self) -> None:
@@ -149,8 +150,8 @@ def _give(path: Path, owner: int, members: int, gid: int | None) -> None:
     except OSError as error:
         raise Refused(
             Code.BAD_CONFIG,
-            f"access.group: cannot give {path} to group {gid} ({error.strerror}): make the "
-            "daemon's user a member of it",
+            f"cannot give {path} to group {gid} of access.group ({error.strerror}); add the "
+            "daemon's user to it",
             gid,
         ) from error
     os.chmod(path, owner | members)
@@ -166,9 +167,8 @@ def _locked(directory: Path) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         lock = os.open(directory / "lock", flags, 0o600)
     except OSError as error:
-        raise Refused(
-            Code.BAD_CONFIG, f"runtime_dir cannot be used: {error.strerror}", str(directory)
-        ) from error
+        message = f"cannot create {directory} ({error.strerror}); set another runtime_dir"
+        raise Refused(Code.BAD_CONFIG, message, str(directory)) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -176,7 +176,7 @@ def _locked(directory: Path) -> int:
         os.close(lock)
         raise Refused(
             Code.ENDPOINT_IN_USE,
-            f"another daemon (pid {holder}) serves this device here: stop it first",
+            f"another daemon (pid {holder}) serves this device in {directory}; stop it first",
             str(directory),
         ) from error
     os.ftruncate(lock, 0)
@@ -189,13 +189,13 @@ def _check_owner(place: Path, *owners: int) -> None:
     if not stat.S_ISDIR(about.st_mode):
         raise Refused(
             Code.BAD_CONFIG,
-            f"the folder is a link, or none, made by user {about.st_uid}: remove it, or set "
+            f"{place} is a link or a file (created by user {about.st_uid}); remove it, or set "
             "another runtime_dir",
             str(place),
         )
     if about.st_uid not in owners:
         raise Refused(
             Code.BAD_CONFIG,
-            f"the folder is another user's, {about.st_uid}: remove it, or set another runtime_dir",
+            f"{place} belongs to user {about.st_uid}; remove it, or set another runtime_dir",
             str(place),
         )

@@ -31,17 +31,17 @@ class CopyPlan(msgspec.Struct, frozen=True):
     direction: Direction
     runs: tuple[Extent, ...]
     nbytes: int
+    # Begin once the engine's timeline has reached this value.
     wait_for: int
-    """Begin once the engine's timeline has reached this value."""
+    # Begin once the other direction has ended every transfer up to this serial.
     after: int
-    """Begin once the other direction has ended every transfer up to this serial."""
+    # Begin once the host pool is registered up to this byte.
     host_end: int
-    """Begin once the host pool is registered up to this byte."""
+    # When it was accepted; 0 for the daemon's own.
     accepted: float = 0.0
-    """When it was accepted; 0 for the daemon's own."""
+    # Stores, by serial, whose blocks this load reads. If one of them does not complete, the load
+    # fails (STALE) and copies nothing. `after` has it wait for their ends.
     requires: tuple[int, ...] = ()
-    """Stores, by serial, whose blocks this load reads. If one of them does not complete, the load
-    fails (STALE) and copies nothing. `after` has it wait for their ends."""
 
 
 # Actions
@@ -248,11 +248,11 @@ class TensorsMapped:
     allocations: tuple[Allocation, ...] = ()
     locations: tuple[Location, ...] = ()
     copying: tuple[GroupCopying, ...] = ()
+    # What FdAllocations refer to by position, until the server has made tickets of them.
     descriptors: tuple[int, ...] = ()
-    """What FdAllocations refer to by position, until the server has made tickets of them."""
     reused: bool = False
+    # Descriptors that the lane holds from now on, where that was asked.
     held: tuple[int, ...] = ()
-    """Descriptors that the lane holds from now on, where that was asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +267,8 @@ class TransferCompleted(msgspec.Struct, frozen=True):
     outcome: Outcome
     seconds: float = 0.0
     error: ErrorInfo | None = None
+    # Seconds from when it was accepted until its first piece was submitted.
     queued: float = 0.0
-    """Seconds from when it was accepted until its first piece was submitted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,11 @@ def slot_bases(
     for group, width in widths.items():
         starts[group], total = total, total + width
     if total > MAX_GPU_BLOCKS:
-        raise Refused(Code.BAD_LAYOUT, f"at most {MAX_GPU_BLOCKS} GPU blocks altogether", total)
+        message = (
+            f"the groups have {total} GPU blocks in total, more than {MAX_GPU_BLOCKS}; "
+            "register fewer blocks"
+        )
+        raise Refused(Code.BAD_LAYOUT, message, total)
     return [starts[group] for group in root], total
 
 
@@ -70,7 +74,7 @@ def _check_sharing(sets: int, most: int) -> None:
     if sets > most:
         raise Refused(
             Code.BAD_LAYOUT,
-            f"the groups share tensors in {sets} different sets, and at most {most} are possible: "
+            f"one group shares tensors with {sets} different sets of groups, more than {most}; "
             "let the same groups share each tensor",
             sets,
         )

@@ -41,8 +41,9 @@ class BlockStates:
         if num_blocks * factor > MAX_SUB_BLOCKS:
             raise Refused(
                 Code.BAD_LAYOUT,
-                f"{num_blocks} host blocks of {factor} GPU blocks are more than {MAX_SUB_BLOCKS} "
-                "GPU blocks in one region: ask for less host memory, or use larger pages",
+                f"{num_blocks} host blocks of {factor} GPU blocks are {num_blocks * factor} GPU "
+                f"blocks, more than the {MAX_SUB_BLOCKS} of one region; request less host memory, "
+                "or use larger pages",
                 num_blocks * factor,
             )
         self._factor = factor
@@ -85,7 +86,7 @@ class BlockStates:
             return ()
         if (states == _UNVERIFIED).any():
             first = int(blocks.sub_blocks[states == _UNVERIFIED][0]) // self._factor
-            message = "this host block is not verified since the daemon's restart: try later"
+            message = f"host block {first} is unverified since the daemon's restart; try later"
             raise Refused(Code.STALE, message, first)
         self._check(blocks.sub_blocks // self._factor, states != _UNDEFINED)
         return tuple(np.unique(states[states > 0]).tolist())
@@ -114,7 +115,8 @@ class BlockStates:
         for block, part in residents:
             first, last = part or (0, self._factor)
             if not 0 <= block < len(self._by_block) or not 0 <= first < last <= self._factor:
-                raise ValueError(f"host block {block}, sub-blocks {first} to {last - 1}")
+                where = f"sub-blocks {first} to {last - 1} of host block {block}"
+                raise ValueError(f"{where} do not exist")
             self._by_block[block, first:last] = _UNVERIFIED
             self._unverified += last - first
 
@@ -143,7 +145,7 @@ class BlockStates:
     def _check(hosts: Int64s, loadable: Bools) -> None:
         if not loadable.all():
             missing = int(hosts[~loadable][0])
-            message = "no store of this host block has completed for this engine: store it first"
+            message = f"host block {missing} has no completed store of this engine; store it first"
             raise Refused(Code.STALE, message, missing)
 
 

@@ -75,11 +75,11 @@ class Core:
         self._health: told.HealthStatus | None = None
         self._verification: told.VerificationStatus | None = None
         self._errors: Counter[str] = Counter()
+        # Sessions, and the engine that each belongs to.
         self._engines: dict[str, str] = {}
-        """Sessions, and the engine that each belongs to."""
         self._owners = EngineOwners()
+        # What sessions asked for that one on its way out still has.
         self._waiting: dict[str, RegionRequest] = {}
-        """What sessions asked for that one on its way out still has."""
         self._regions = Regions(pool_bytes, own_bytes, max_regions)
         self._namespaces = Namespaces(self._regions)
         self._registrations = Registrations(self._regions, self._namespaces, self._owners)
@@ -98,13 +98,15 @@ class Core:
     def welcome(self, session: str, hello: wire.Hello, uid: int | None = None) -> list[Action]:
         """Open a session of a user's process, or say why not."""
         if not hello.protocol_min <= wire.PROTOCOL <= hello.protocol_max:
-            message = f"this daemon speaks protocol {wire.PROTOCOL}: install a client that does"
             spoken = f"{hello.protocol_min} to {hello.protocol_max}"
+            message = (
+                f"the client speaks protocols {spoken}, this daemon {wire.PROTOCOL}; install the "
+                "same version of kvferry on both sides"
+            )
             error: KVFerryError = Refused(Code.PROTOCOL_VERSION, message, spoken)
             return [Send(session, self.refusal(None, error))]
         if self.stopping:
-            error = Gone(Code.SHUTTING_DOWN, "the daemon is stopping")
-            return [Send(session, self.refusal(None, error))]
+            return [Send(session, self.refusal(None, self._shutting_down()))]
         try:
             self._owners.enter(hello.engine, uid)
         except Refused as refused:
@@ -291,7 +293,8 @@ class Core:
             case wire.Goodbye():
                 return [Send(session, wire.Goodbye()), *self.leave(session)]
             case wire.Hello():
-                raise Refused(Code.BAD_MESSAGE, "a session begins with one Hello", engine)
+                text = f"engine {engine!r} sent a second Hello; send one Hello per connection"
+                raise Refused(Code.BAD_MESSAGE, text, engine)
 
     def _verified(self, report: BlocksVerified) -> None:
         region = self._regions.get(report.owner)
@@ -316,13 +319,20 @@ class Core:
 
     def _check_running(self) -> None:
         if self.stopping:
-            raise Gone(Code.SHUTTING_DOWN, "the daemon is stopping")
+            raise self._shutting_down()
+
+    def _shutting_down(self) -> Gone:
+        daemon = f"pid {self.identity.pid}"
+        message = f"the daemon ({daemon}) is stopping; connect again once it is restarted"
+        return Gone(Code.SHUTTING_DOWN, message, daemon)
 
     def _claim(self, session: str, engine: str, message: RegionRequest) -> list[Action]:
         """Give what is asked for; or wait, if somebody who has it is on his way out."""
         self._check_running()
         if session in self._waiting:
-            raise Refused(Code.BUSY, "wait for the answer: what you asked for is not free yet")
+            waiting = type(self._waiting[session]).__name__
+            error = f"{waiting} of engine {engine!r} has no reply yet; wait for it, then try again"
+            raise Refused(Code.BUSY, error, waiting)
         try:
             if not isinstance(message, wire.OpenNamespace):
                 return self._registrations.register(session, engine, message)

@@ -24,7 +24,7 @@ class EngineOwners:
         owner = self._uids.setdefault(engine, uid)
         if owner != uid:
             message = (
-                f"engine name {engine!r} is in use by user {owner}, and you are user {uid}: give "
+                f"engine name {engine!r} is in use by user {owner}, and you are user {uid}; give "
                 "your engine another name, or run both as one user"
             )
             raise Refused(Code.FORBIDDEN, message, engine)

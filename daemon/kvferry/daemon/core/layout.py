@@ -38,15 +38,15 @@ from kvferry.proto.specs import (
     LoadStoreSpec,
 )
 
+# Up to so many numbers Python is done with before numpy has begun.
 FEW = 64
-"""Up to so many numbers Python is done with before numpy has begun."""
 
+# Among so many times as many ids two of the same are found sooner by sorting.
 SPARSE = 16
-"""Among so many times as many ids two of the same are found sooner by sorting."""
 
 Bools: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
+# Contiguous pieces of memory, few of them: (address on the GPU, in host memory, bytes) each.
 Rows: TypeAlias = list[tuple[int, int, int]]
-"""Contiguous pieces of memory, few of them: (address on the GPU, in host memory, bytes) each."""
 _INT64, _UINT64 = np.dtype(np.int64), np.dtype(np.uint64)
 _NONE = np.empty(0, dtype=np.int64)
 
@@ -55,14 +55,14 @@ class Extent(msgspec.Struct, frozen=True, weakref=True):
     """Some GPU blocks of one group, and where each one's pages lie in the host pool."""
 
     group: int
+    # (n,) block ids, in range.
     gpu_blocks: Int64s
-    """(n,) block ids, in range."""
+    # (n,) bytes from the start of the pool.
     host_offsets: Int64s
-    """(n,) bytes from the start of the pool."""
+    # The whole run that this is a part of; None if it is one.
     of: Extent | None = None
-    """The whole run that this is a part of; None if it is one."""
+    # Its first block's place there.
     at: int = 0
-    """Its first block's place there."""
 
     def cut(self, start: int, stop: int) -> Extent:
         blocks, offsets = self.gpu_blocks[start:stop], self.host_offsets[start:stop]
@@ -124,11 +124,9 @@ def split_spec(
             return Direction.STORE, src, dst
         case CPULoadStoreSpec() | KeyLoadStoreSpec(), GPULoadStoreSpec():
             return Direction.LOAD, dst, src
-    raise Refused(
-        Code.BAD_SPEC,
-        "one side of a transfer is GPU, the other host memory",
-        f"{type(src).__name__} -> {type(dst).__name__}",
-    )
+    given = f"{type(src).__name__} -> {type(dst).__name__}"
+    message = f"a transfer {given} is neither a store nor a load; give one GPU and one host spec"
+    raise Refused(Code.BAD_SPEC, message, given)
 
 
 class GroupExtent(msgspec.Struct, frozen=True):
@@ -164,12 +162,12 @@ class BlockLayout:
         self.host_block_bytes = host_block_bytes or layout.host_block_bytes
         self.refs = _group_refs(layout)
         self._host_block = np.array([self.host_block_bytes])  # numpy takes longer over an int
+        # For each group where the sub-blocks of host block 0 begin in the pool.
         self._sub_blocks = [
             np.arange(self.factor) * nbytes + region_start for nbytes in self.group_bytes
         ]
-        """For each group where the sub-blocks of host block 0 begin in the pool."""
+        # For each group how many blocks it has.
         self._blocks: list[int] = layout.blocks_of_groups(np.minimum).tolist()
-        """For each group how many blocks it has."""
         distinct = sorted(set(self.group_bytes))
         self.sizes = len(distinct)
         self._size_of_group = [distinct.index(nbytes) for nbytes in self.group_bytes]
@@ -201,7 +199,7 @@ class BlockLayout:
             if not count:
                 continue
             ids = gpu_ids[taken : taken + count]
-            _check_range(ids, self._blocks[group], "GPU block of group", group)
+            _check_range(ids, self._blocks[group], "GPU block", group)
             taken += count
             skip = first % self.factor
             begin, used = used, used - (-(count + skip) // self.factor)
@@ -209,8 +207,9 @@ class BlockLayout:
         if used != hosts:
             raise Refused(
                 Code.SIZE_MISMATCH,
-                f"{gpu_ids.size} GPU blocks, in groups of {list(sizes)} that begin at "
-                f"{list(indices)}, take {used} host blocks at {self.factor} a host block",
+                f"{hosts} host blocks were given, but the {gpu_ids.size} GPU blocks (group_sizes "
+                f"{list(sizes)}, block_indices {list(indices)}, {self.factor} GPU blocks per host "
+                f"block) take {used}; name {used} host blocks",
                 hosts,
             )
         if direction is Direction.LOAD and gpu_ids.size > 1:
@@ -333,17 +332,18 @@ class BlockLayout:
         indices = (0,) * len(sizes) if gpu.block_indices is None else gpu.block_indices
         if len(sizes) != groups:
             raise Refused(
-                Code.UNKNOWN_GROUP, f"one size for each of the {groups} groups", list(sizes)
+                Code.UNKNOWN_GROUP, _wrong_count("group_sizes", sizes, groups), list(sizes)
             )
         if len(indices) != groups:
             raise Refused(
-                Code.UNKNOWN_GROUP, f"one index for each of the {groups} groups", list(indices)
+                Code.UNKNOWN_GROUP, _wrong_count("block_indices", indices, groups), list(indices)
             )
         if sum(sizes) != gpu.block_ids.size:
             raise Refused(
                 Code.SIZE_MISMATCH,
-                f"group sizes add up to the {gpu.block_ids.size} GPU block ids given",
-                list(sizes),
+                f"sum(group_sizes) is {sum(sizes)}, but {gpu.block_ids.size} GPU block ids were "
+                "given; make them equal",
+                sum(sizes),
             )
         return sizes, indices
 
@@ -357,8 +357,8 @@ class GroupRefs:
         mine = slice(*layout.starts[group : group + 2].tolist())
         self.tensors, self.pages = layout.refs[:, mine]
         self.strides = strides[mine]
+        # Where each page lies inside one GPU block's bytes in host memory.
         self.offsets = offsets[mine]
-        """Where each page lies inside one GPU block's bytes in host memory."""
         self.smallest_page = int(np.minimum.reduce(self.pages))
 
     def rows(self) -> list[tuple[int, int, int, int]]:
@@ -413,15 +413,25 @@ def _in_range(ids: Int64s, limit: int) -> bool:
     return largest(ids.view(_UINT64)) < limit  # a negative id is a huge one
 
 
+def _wrong_count(name: str, values: Sequence[int], groups: int) -> str:
+    """Message for group_sizes or block_indices that do not match the registered groups."""
+    return (
+        f"{name} {list(values)} has {len(values)} entries, but {groups} groups are registered; "
+        "give one entry per group"
+    )
+
+
 def _check_range(ids: Int64s, limit: int, what: str, group: int | None = None) -> None:
     if ids.size and not _in_range(ids, limit):
         bad = ids[(ids < 0) | (ids >= limit)][0]
-        what = what if group is None else f"{what} {group}"
-        raise Refused(Code.BLOCK_OUT_OF_RANGE, f"{what} ids are 0 to {limit - 1}", int(bad))
+        owner = "" if group is None else f" of group {group}"
+        message = f"{what} {bad}{owner} does not exist; use ids from 0 to {limit - 1}"
+        raise Refused(Code.BLOCK_OUT_OF_RANGE, message, int(bad))
 
 
 def _check_unique(ids: Int64s, limit: int, what: str) -> None:
     """Raise where an id comes twice: two writes to one place have no defined result."""
     again = first_again(ids, limit)
     if again is not None:
-        raise Refused(Code.DUPLICATE_BLOCK, f"a {what} is written once in a transfer", again)
+        message = f"{what} {again} appears twice as a destination; write each block once"
+        raise Refused(Code.DUPLICATE_BLOCK, message, again)

@@ -26,8 +26,8 @@ from kvferry.proto.messages import KeyEvent, KeyEvents, Snapshot
 from kvferry.proto.specs import MAX_KEYS, Direction, GPULoadStoreSpec, KeyLoadStoreSpec
 from kvferry.proto.status import Fingerprint, NamespaceStatus
 
+# Keys in one part of a snapshot: what is made between two other messages.
 SNAPSHOT_KEYS = 1 << 13
-"""Keys in one part of a snapshot: what is made between two other messages."""
 
 
 class Lease(msgspec.Struct, frozen=True):
@@ -58,10 +58,10 @@ class Namespace:
         self.name = fingerprint.name
         self.region = region
         self.fingerprint = fingerprint
+        # Sessions in it, and the engine of each.
         self.sessions: dict[str, str] = {}
-        """Sessions in it, and the engine of each."""
+        # Those whose tensors its blocks go to and come from.
         self.registrations: set[int] = set()
-        """Those whose tensors its blocks go to and come from."""
         self.followers: set[str] = set()
         self.sequence = 0
         self.generation = 1
@@ -70,8 +70,8 @@ class Namespace:
         self.cache.recording = True
         self.cache.notice = partial(changed, self)
         self._pages: tuple[tuple[int, ...], ...] | None = None
+        # GPU blocks in a host block.
         self._factor = 0
-        """GPU blocks in a host block."""
 
     @property
     def used(self) -> bool:
@@ -89,14 +89,16 @@ class Namespace:
         if host_bytes is not None:
             raise Refused(
                 Code.BAD_LAYOUT,
-                "an engine in a namespace has no host memory of its own: leave host_bytes out",
+                f"host_bytes = {host_bytes} was given, but an engine in namespace {self.name} uses "
+                "the namespace's host memory; leave host_bytes out",
                 host_bytes,
             )
         most = self.fingerprint.host_block_bytes
         if layout.host_block_bytes > most:
             raise Refused(
                 Code.NAMESPACE_MISMATCH,
-                f"a host block of this layout has at most the {most} bytes of the fingerprint",
+                f"a host block of this layout has {layout.host_block_bytes} bytes, more than the "
+                f"{most} of the namespace's fingerprint; correct host_block_bytes in it",
                 layout.host_block_bytes,
             )
         pages = tuple(
@@ -105,11 +107,12 @@ class Namespace:
         factor, here = layout.block_size_factor, (self._pages, self._factor)
         unlike = self._pages is not None and here != (pages, factor)
         if unlike and (self.registrations or self.cache.usage.used):
+            made = _made(pages, factor)
             raise Refused(
                 Code.NAMESPACE_MISMATCH,
-                f"host blocks of this namespace have {_made(self._pages, self._factor)}, and of "
-                f"this layout {_made(pages, factor)}, under one fingerprint: put what differs "
-                "into it",
+                f"a host block of this layout has {made}, but in namespace {self.name} "
+                f"{_made(self._pages, self._factor)}; put what differs into the fingerprint",
+                made,
             )
         self._pages, self._factor = pages, factor
         self.registrations.add(registration)
@@ -141,7 +144,11 @@ class Namespace:
         wanted = self.fingerprint.key_bytes
         if not {wanted}.issuperset(map(len, keys)):
             wrong = next(key for key in keys if len(key) != wanted)
-            raise Refused(Code.BAD_KEY, f"keys of this namespace have {wanted} bytes", wrong.hex())
+            message = (
+                f"key {wrong.hex()} has {len(wrong)} bytes, but keys of namespace {self.name} have "
+                f"{wanted}; use the hash function of its fingerprint"
+            )
+            raise Refused(Code.BAD_KEY, message, wrong.hex())
 
     def resolve(
         self,
@@ -155,7 +162,8 @@ class Namespace:
         if direction is Direction.STORE and host.generation not in (0, self.generation):
             raise Refused(
                 Code.STALE,
-                f"the namespace was reset meanwhile: this is generation {self.generation}",
+                f"the store is of generation {host.generation}, but the namespace was reset and "
+                f"has generation {self.generation}; look the keys up again",
                 host.generation,
             )
         self.check_keys(keys)
@@ -231,8 +239,8 @@ class Namespace:
         if stored is not None and not stored[0] <= wanted[0] < wanted[1] <= stored[1]:
             raise Refused(
                 Code.KEY_ABSENT,
-                f"of this key only sub-blocks {stored[0]} to {stored[1] - 1} are stored, and "
-                f"{wanted[0]} to {wanted[1] - 1} were asked for: compute it again",
+                f"key {key.hex()} has sub-blocks {stored[0]} to {stored[1] - 1} stored, but "
+                f"{wanted[0]} to {wanted[1] - 1} were requested; treat it as a miss",
                 key.hex(),
             )
 
@@ -245,8 +253,8 @@ class Namespace:
         if reservation is None:
             raise Refused(
                 Code.CACHE_FULL,
-                f"of the {self.region.num_blocks} blocks of this namespace too many are pinned or "
-                "being stored: the cache cannot take as many keys now",
+                f"no room for {len(keys)} keys: too many of the {self.region.num_blocks} host "
+                "blocks of the namespace are pinned or being stored; try again later",
                 len(keys),
             )
         taken = dict(zip(reservation.keys, reservation.blocks, strict=True))

@@ -30,10 +30,10 @@ from kvferry.proto.errors import Code, Refused
 from kvferry.proto.messages import Done, Opened, OpenNamespace, Pin, Reset, Subscribe, Touch, Unpin
 from kvferry.proto.status import NamespaceStatus
 
+# As it travels: all namespaces together are told in one message.
 MAX_FINGERPRINT_BYTES = 4096
-"""As it travels: all namespaces together are told in one message."""
+# How many others an engine is told of that opens a namespace, and how much of each.
 MOST_UNLIKE, UNLIKE_CHARACTERS = 16, 512
-"""How many others an engine is told of that opens a namespace, and how much of each."""
 
 
 class Namespaces:
@@ -41,13 +41,13 @@ class Namespaces:
         self._regions = regions
         self._all: dict[str, Namespace] = {}
         self._of_session: dict[str, Namespace] = {}
+        # Those that are not there any more, and nobody was told.
         self._lost: list[Namespace] = []
-        """Those that are not there any more, and nobody was told."""
         self._regions_seen = 0
+        # Those that have news, in the order in which that began.
         self._changed: dict[Namespace, None] = {}
-        """Those that have news, in the order in which that began."""
+        # Of each session.
         self._pinned: dict[str, SessionPins] = {}
-        """Of each session."""
 
     def __iter__(self) -> Iterator[Namespace]:
         """Those that are still there: a deserted one may have given its room to somebody."""
@@ -58,14 +58,14 @@ class Namespaces:
         """Enter a namespace, made where there is none. Raises Refused, and nothing changed."""
         fingerprint = message.fingerprint
         if message.policy not in POLICIES:
-            raise Refused(
-                Code.BAD_SPEC, f"a policy is one of {', '.join(POLICIES)}", message.policy
-            )
+            known = " or ".join(POLICIES)
+            wrong = f"unknown eviction policy {message.policy!r}; use {known}"
+            raise Refused(Code.BAD_SPEC, wrong, message.policy)
         if (nbytes := fingerprint.nbytes) > MAX_FINGERPRINT_BYTES:
             raise Refused(
                 Code.BAD_SPEC,
-                f"a fingerprint has at most {MAX_FINGERPRINT_BYTES} bytes: put a hash of what is "
-                "long into `extra`",
+                f"the fingerprint has {nbytes} bytes, more than {MAX_FINGERPRINT_BYTES}; put a "
+                "hash of long values into `extra`",
                 nbytes,
             )
         self._check_agrees(session, engine, message)
@@ -107,9 +107,10 @@ class Namespaces:
         deed = found.deed
         fingerprint, policy = deed.fingerprint, deed.policy
         if fingerprint is None or fingerprint.name != deed.name or policy not in POLICIES:
-            raise Refused(Code.BAD_SPEC, "that is no namespace of ours", deed.name)
+            message = f"the record of namespace {deed.name!r} has a wrong fingerprint or policy"
+            raise Refused(Code.BAD_SPEC, message, deed.name)
         if found.residents and deed.factor < 1:
-            message = "it was not written down of how many GPU blocks its host blocks are"
+            message = f"the record of namespace {deed.name!r} has no block_size_factor"
             raise Refused(Code.BAD_LAYOUT, message, deed.name)
         region = self._regions.restore(found)
         try:
@@ -117,7 +118,8 @@ class Namespaces:
             namespace.restore(found)
         except ValueError as error:
             self._regions.free(region.owner)
-            raise Refused(Code.BAD_SPEC, f"its keys do not add up: {error}", deed.name) from error
+            message = f"the block table of namespace {deed.name!r} is wrong: {error}"
+            raise Refused(Code.BAD_SPEC, message, deed.name) from error
         self._all[namespace.name] = namespace
 
     def verified(self, report: BlocksVerified) -> None:
@@ -147,7 +149,12 @@ class Namespaces:
         """What a session says of the keys of its namespace. Raises Refused."""
         namespace = self._of_session.get(session)
         if namespace is None:
-            raise Refused(Code.UNKNOWN_NAMESPACE, "open a namespace first")
+            kind = type(message).__name__
+            raise Refused(
+                Code.UNKNOWN_NAMESPACE,
+                f"{kind} needs a namespace, but this session is in none; open a namespace first",
+                kind,
+            )
         match message:
             case Subscribe():
                 actions = self.news()
@@ -217,11 +224,12 @@ class Namespaces:
         for namespace in self._all.values():
             inside = engine in namespace.sessions.values() or session in namespace.sessions
             if inside and message.fingerprint != namespace.fingerprint:
+                differences = ", ".join(message.fingerprint.differences(namespace.fingerprint))
                 raise Refused(
                     Code.NAMESPACE_MISMATCH,
-                    "another process of this engine, or this one, is in a namespace whose "
-                    "fingerprint differs",
-                    "; ".join(message.fingerprint.differences(namespace.fingerprint)),
+                    f"engine {engine!r} is in namespace {namespace.name} with another fingerprint "
+                    f"({differences}); give engines that differ different names",
+                    differences,
                 )
 
     def _quota(self, message: OpenNamespace) -> int | None:

@@ -65,7 +65,9 @@ class RegionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def contents(self) -> Contents:
         contents = self.fingerprint or self.layout
         if contents is None or (self.fingerprint and self.layout):
-            raise Refused(Code.BAD_LAYOUT, "a deed is of an engine or of a namespace", self.name)
+            both = "both a layout and a fingerprint" if contents else "no layout and no fingerprint"
+            message = f"the record of region {self.name!r} has {both}"
+            raise Refused(Code.BAD_LAYOUT, message, self.name)
         return contents
 
     @property
@@ -123,7 +125,7 @@ def decode_record(data: bytes, kind: type[T]) -> T:
 def _to_lists(value: object) -> list[Any]:
     if isinstance(value, LayoutArrays):
         return value.to_lists()
-    raise NotImplementedError(f"{type(value).__name__} is not part of a record")
+    raise NotImplementedError(f"a record cannot contain a {type(value).__name__}")
 
 
 def _from_layout(kind: type, value: Any) -> LayoutArrays:

@@ -21,11 +21,11 @@ from kvferry.proto.layout import LayoutArrays
 
 ALIGNMENT = 4096
 MAX_HOST_BLOCKS = 1 << 28
+# Where a region has more host blocks, they have as many bytes or more: the ledger takes 32 for
+# each, and its key, and is to be a small part of what it is about.
 MANY_BLOCKS, LEAST_OF_MANY = 1 << 20, 384
-"""Where a region has more host blocks, they have as many bytes or more: the ledger takes 32 for
-each, and its key, and is to be a small part of what it is about."""
+# Each takes descriptors, for its ledger: a daemon that has few takes fewer regions.
 MAX_REGIONS = 1024
-"""Each takes descriptors, for its ledger: a daemon that has few takes fewer regions."""
 
 
 @dataclass(slots=True)
@@ -58,8 +58,8 @@ class Regions:
         self.own_bytes = own_bytes
         self._most = most
         self._regions: dict[RegionOwner, Region] = {}
+        # How many regions there were that are not there any more.
         self.removals = 0
-        """How many regions there were that are not there any more."""
         self._records: list[RegionChange] = []
 
     def __iter__(self) -> Iterator[Region]:
@@ -87,9 +87,11 @@ class Regions:
         """
         block = contents.host_block_bytes
         if nbytes is not None and nbytes < block:
-            raise Refused(
-                Code.POOL_FULL, f"it must hold one host block: at least {block} bytes", nbytes
+            message = (
+                f"{nbytes} bytes of host memory hold no host block of {block} bytes; "
+                f"request at least {block} bytes"
             )
+            raise Refused(Code.POOL_FULL, message, nbytes)
         old = self._regions.get(owner)
         same = old is not None and old.contents == contents and old.uid == uid
         if old is not None and same and nbytes in (None, old.nbytes):
@@ -100,8 +102,8 @@ class Regions:
         if size // block > most:
             raise Refused(
                 Code.BAD_LAYOUT,
-                f"a region has at most {most} host blocks of this size, and one of them takes "
-                f"{block} bytes: take less, or a larger block_size_factor",
+                f"{size} bytes are {size // block} host blocks of {block} bytes, more than the "
+                f"{most} of one region; request less host memory or a larger block_size_factor",
                 size // block,
             )
         region = Region(owner, contents, start, size, uid=uid)
@@ -151,18 +153,29 @@ class Regions:
             not self.own_bytes <= region.start < region.end <= self.pool_bytes
             or region.start % ALIGNMENT
         ):
-            message = f"the region does not lie between {self.own_bytes} and {self.pool_bytes}"
-            raise Refused(Code.POOL_FULL, message, f"{region.start} to {region.end}")
+            where = f"{region.start} to {region.end}"
+            message = (
+                f"the kept region at bytes {where} is misaligned or outside of bytes "
+                f"{self.own_bytes} to {self.pool_bytes} of the pool"
+            )
+            raise Refused(Code.POOL_FULL, message, where)
         if not 0 < region.num_blocks <= MAX_HOST_BLOCKS:
-            raise Refused(Code.BAD_LAYOUT, "a region holds host blocks", region.num_blocks)
+            message = (
+                f"the kept region has {region.num_blocks} host blocks, not 1 to {MAX_HOST_BLOCKS}"
+            )
+            raise Refused(Code.BAD_LAYOUT, message, region.num_blocks)
         if self._in_the_way(region.owner, region.start, region.end):
-            raise Refused(Code.POOL_FULL, "another region is there already", region.start)
+            message = (
+                f"the kept region at byte {region.start} overlaps another region or its owner's"
+            )
+            raise Refused(Code.POOL_FULL, message, region.start)
         if deed.layout is not None:
             region.states = BlockStates.of_layout(deed.layout, region.num_blocks)
             try:
                 region.states.restore((one.block, one.part) for one in found.residents)
             except ValueError as error:
-                raise Refused(Code.BAD_LAYOUT, f"its blocks do not fit: {error}") from error
+                message = f"the block table of the kept region is wrong: {error}"
+                raise Refused(Code.BAD_LAYOUT, message, region.num_blocks) from error
         self._regions[region.owner] = region
         return region
 
@@ -172,8 +185,11 @@ class Regions:
             return
         deserted = next((region for region in self._regions.values() if not region.present), None)
         if deserted is None:
-            message = f"the host pool is in {self._most} parts already, all of them in use"
-            raise Refused(Code.POOL_FULL, message, len(self._regions))
+            message = (
+                f"all {self._most} regions of the host pool are in use; stop an engine, or raise "
+                "LimitNOFILE of the daemon"
+            )
+            raise Refused(Code.POOL_FULL, message, self._most)
         self.free(deserted.owner)
 
     def _in_the_way(self, owner: RegionOwner, start: int, end: int) -> list[Region]:
@@ -201,9 +217,10 @@ class Regions:
         size = max(size for _, size in self._gaps([region for region in kept if region.present]))
         raise Refused(
             Code.POOL_FULL,
-            f"the host pool of {self.pool_bytes} bytes has {size} free in a row, and a host block "
-            f"takes {block}: take less, or give the daemon a larger pool",
-            nbytes if nbytes is not None else block,
+            f"no {least} contiguous bytes are free in the host pool of {self.pool_bytes} bytes "
+            f"(largest free part: {size}, one host block: {block}); request less host memory, or "
+            "raise pool.size of the daemon",
+            least,
         )
 
     def _gaps(self, kept: list[Region]) -> list[tuple[int, int]]:

@@ -53,8 +53,8 @@ from kvferry.proto.status import GroupCopying
 
 RegistrationRequest: TypeAlias = RegisterKVCaches | AllocateKVCaches
 
+# The name of the daemon's own engine, whose region is the front of the pool. No client has it.
 OWN = ""
-"""The name of the daemon's own engine, whose region is the front of the pool. No client has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +83,10 @@ class Registration:
     namespace: Namespace | None = None
     was_open: bool = False
     copying: tuple[GroupCopying, ...] = ()
+    # The user that it belongs to.
     uid: int | None = None
-    """The user that it belongs to."""
+    # Of tensors that are to outlast it.
     kept_bytes: int = 0
-    """Of tensors that are to outlast it."""
 
     @property
     def has_timeline(self) -> bool:
@@ -134,7 +134,8 @@ class Registrations:
         """The open registration of an engine; Refused where there is none."""
         registration = self._holders.get(engine)
         if registration is None or registration.number not in self._open:
-            raise Refused(Code.NOT_REGISTERED, "the engine has registered no KV caches", engine)
+            message = f"engine {engine!r} has no KV caches registered; register them first"
+            raise Refused(Code.NOT_REGISTERED, message, engine)
         return registration
 
     def copying(self, engine: str) -> tuple[GroupCopying, ...]:
@@ -160,9 +161,15 @@ class Registrations:
         layout = _checked(request)
         holder = self._holders.get(engine)
         if holder is not None:
-            message = "another process holds this engine's name: give each engine its own"
+            message = (
+                f"another process has registered KV caches as engine {engine!r}; give each engine "
+                "its own name"
+            )
             if holder.session == session:
-                message = "this client has registered its tensors already: once is all it may"
+                message = (
+                    f"this client has already registered KV caches as engine {engine!r}; connect "
+                    "a new client to register others"
+                )
             raise Refused(Code.ALREADY_REGISTERED, message, engine)
         registration = self._settle(session, engine, layout, request)
         reuse, dropped = self._kept_for(registration, request)
@@ -203,9 +210,8 @@ class Registrations:
         """
         region = self._regions.get(tenancy.owner)
         if region is None or self._holdings.get(tenancy.engine) is not None:
-            raise Refused(
-                Code.NOT_REGISTERED, "their engine's host blocks are gone", tenancy.engine
-            )
+            message = f"the host blocks of engine {tenancy.engine!r} were not restored"
+            raise Refused(Code.NOT_REGISTERED, message, tenancy.engine)
         number = next(self._numbers)
         holding = KeptTensors(number, tenancy.layout, tenancy.nbytes, region, tenancy.uid)
         self._holdings.put(tenancy.engine, holding)
@@ -222,7 +228,8 @@ class Registrations:
         if not actions:
             raise Refused(
                 Code.NOT_REGISTERED,
-                "no tensors are kept for an engine of this name: the status lists those that are",
+                f"no tensors are kept for engine {message.engine!r}; see kvferry status for the "
+                "engines that have some",
                 message.engine,
             )
         return [*actions, Send(session, Released(message.request_id, nbytes))]
@@ -356,13 +363,17 @@ def _checked(request: RegistrationRequest) -> LayoutArrays:
     if isinstance(request, AllocateKVCaches):
         nbytes = sum(layout.span_bytes)
         if nbytes >= MAX_COUNT:
-            raise Refused(Code.BAD_LAYOUT, "no device has as much memory", nbytes)
+            message = (
+                f"the tensors take {nbytes} bytes, more than any device; allocate fewer blocks"
+            )
+            raise Refused(Code.BAD_LAYOUT, message, nbytes)
         return layout
     tensors, allocations = layout.num_tensors, request.allocations
     if len(request.locations) != tensors:
         raise Refused(
             Code.BAD_LAYOUT,
-            f"{len(request.locations)} locations were given for {tensors} tensors",
+            f"{len(request.locations)} locations were given for {tensors} tensors; give one "
+            "location per tensor",
             len(request.locations),
         )
     for index, (span, place) in enumerate(zip(layout.span_bytes, request.locations, strict=True)):
@@ -370,14 +381,15 @@ def _checked(request: RegistrationRequest) -> LayoutArrays:
             raise Refused(
                 Code.BAD_LAYOUT,
                 f"tensor {index} lies in allocation {place.allocation}, but {len(allocations)} "
-                "were given",
+                "allocations were given; use indices from 0",
                 place.allocation,
             )
         end, size = place.offset + span, allocations[place.allocation].size
         if end > size:
             raise Refused(
                 Code.BAD_LAYOUT,
-                f"tensor {index} ends at byte {end}, beyond its {size}-byte allocation",
+                f"tensor {index} ends at byte {end}, beyond its {size}-byte allocation; correct "
+                "its offset or its layout",
                 end,
             )
     return layout

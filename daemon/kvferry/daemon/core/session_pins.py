@@ -15,8 +15,8 @@ from kvferry.proto.keys import OffloadKey
 from kvferry.proto.specs import MAX_KEYS
 
 PINS_OF_A_BLOCK = 4
+# What a session may have pinned: so many keys for each block of its namespace, or these.
 LEAST_PINS = 4 * MAX_KEYS
-"""What a session may have pinned: so many keys for each block of its namespace, or these."""
 
 
 class PinGroup:
@@ -47,12 +47,12 @@ class SessionPins:
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._most = max(LEAST_PINS, PINS_OF_A_BLOCK * cache.usage.capacity)
+        # Keys, each as often as it is pinned, whether it was there or not.
         self._count = 0
-        """Keys, each as often as it is pinned, whether it was there or not."""
+        # The oldest hold of each key; None where it was not there any more.
         self._first: dict[OffloadKey, PinGroup | None] = {}
-        """The oldest hold of each key; None where it was not there any more."""
+        # Those behind it.
         self._more: defaultdict[OffloadKey, deque[PinGroup | None]] = defaultdict(deque)
-        """Those behind it."""
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
         """Keep those that are there; of one that went meanwhile its load will say so.
@@ -64,8 +64,8 @@ class SessionPins:
         if self._count + len(keys) > self._most:
             raise Refused(
                 Code.BUSY,
-                f"a session has pinned at most {self._most} keys, and this one has "
-                f"{self._count}: let some go",
+                f"pinning {len(keys)} more keys exceeds the {self._most} of a session, which has "
+                f"pinned {self._count}; unpin some first",
                 len(keys),
             )
         holds = self._holds(keys)
@@ -81,7 +81,11 @@ class SessionPins:
         for key, times in Counter(keys).items():
             pinned = (key in self._first) + len(self._more.get(key, ()))
             if pinned < times:
-                raise Refused(Code.NOT_PINNED, "this session has not pinned it", key.hex())
+                message = (
+                    f"key {key.hex()} is unpinned {times} times, but this session has pinned it "
+                    f"{pinned} times; unpin a key as often as it was pinned"
+                )
+                raise Refused(Code.NOT_PINNED, message, key.hex())
         self._let_go(keys)
 
     def close(self) -> None:

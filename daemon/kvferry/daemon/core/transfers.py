@@ -35,8 +35,8 @@ from kvferry.proto.errors import Code, ErrorInfo, Failed, Refused
 from kvferry.proto.messages import Finished, JobResult, Outcome, Submit, Wait, Waited
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, HostSpec, KeyLoadStoreSpec
 
+# Waits under way in one session.
 MAX_WAITS = 256
-"""Waits under way in one session."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,8 +60,8 @@ class Transfer(msgspec.Struct, eq=False):
     mode: str
     blocks: ResolvedBlocks
     lease: Lease | None = None
+    # Why it cannot be done, although it may have been copied: a block of it is corrupt.
     error: ErrorInfo | None = None
-    """Why it cannot be done, although it may have been copied: a block of it is corrupt."""
     waiters: list[PendingWait] = []
 
 
@@ -84,8 +84,8 @@ class Transfers:
     ) -> None:
         self.totals: Counter[str] = Counter()
         self._observe = observe
+        # Bytes, of each session.
         self.moved: Counter[str] = Counter()
-        """Bytes, of each session."""
         self._registrations = registrations
         self._credits = {direction: most(direction) for direction in Direction}
         self._serials = count(1)
@@ -106,17 +106,21 @@ class Transfers:
         registration = self._registrations.ready(engine)
         key = engine, message.job_id
         if key in self._by_id:
-            raise Refused(
-                Code.DUPLICATE_JOB, "a job of this engine with this id is under way", message.job_id
+            duplicate = (
+                f"job {message.job_id} of engine {engine!r} is still in flight; use a new job id"
             )
+            raise Refused(Code.DUPLICATE_JOB, duplicate, message.job_id)
         direction, gpu, host = split_spec(message.src, message.dst)
         most = self._credits[direction]
         if self._taken[session, direction] >= most:
-            raise Refused(Code.BUSY, f"{most} {direction}s are under way: poll, then try again")
+            busy = f"{most} {direction}s of this session are in flight; poll, then try again"
+            raise Refused(Code.BUSY, busy, most)
         if message.wait_for and not registration.has_timeline:
-            raise Refused(
-                Code.NO_TIMELINE, "register a timeline to wait for its values", message.wait_for
+            missing = (
+                f"wait_for = {message.wait_for}, but engine {engine!r} has no timeline; register "
+                "its KV caches with one"
             )
+            raise Refused(Code.NO_TIMELINE, missing, message.wait_for)
         blocks, lease = _resolve(registration, direction, gpu, host)
         states, requires = registration.region.states, tuple[int, ...]()
         if states is not None and direction is Direction.LOAD:
@@ -154,7 +158,8 @@ class Transfers:
         if not jobs:
             return [Send(session, Waited(message.request_id))]
         if self._waits[session] >= MAX_WAITS:
-            raise Refused(Code.BUSY, f"{MAX_WAITS} waits are under way")
+            busy = f"{MAX_WAITS} waits of this session are pending; wait for them first"
+            raise Refused(Code.BUSY, busy, MAX_WAITS)
         self._waits[session] += 1
         waiter = PendingWait(session, message.request_id, len(jobs))
         for job in jobs:
@@ -191,8 +196,9 @@ class Transfers:
             if job.direction is Direction.LOAD and job.registration.region.owner == report.owner:
                 hit = job.blocks.host_blocks[np.isin(job.blocks.host_blocks, report.blocks)]
                 if hit.size:
-                    message = "a host block no longer matches its checksum: compute it again"
-                    job.error = Failed(Code.CORRUPT_BLOCK, message, int(hit[0])).info
+                    block = int(hit[0])
+                    message = f"host block {block} does not match its checksum; treat it as a miss"
+                    job.error = Failed(Code.CORRUPT_BLOCK, message, block).info
 
     def _end_blocks(self, job: Transfer, *, done: bool) -> list[Action]:
         """The host blocks of a job that ended: what a store completed is loadable from now on."""
@@ -229,10 +235,15 @@ class Transfers:
         if outcome is Outcome.DONE and job.error is not None:
             outcome, error = Outcome.FAILED, job.error
         if outcome is Outcome.CANCELLED:
-            error = ErrorInfo(Code.CANCELLED, "the job was given up")
+            message = f"job {job.job_id} was cancelled; submit it again if it is still needed"
+            error = ErrorInfo(Code.CANCELLED, message, str(job.job_id))
             if not self._registrations.is_open(job.registration):
-                outcome = Outcome.FAILED
-                error = ErrorInfo(Code.ENGINE_GONE, "the process that owns the KV tensors went")
+                outcome, owner = Outcome.FAILED, job.registration.engine
+                message = (
+                    f"the process that registered the KV caches of engine {owner!r} disconnected; "
+                    "register them again"
+                )
+                error = ErrorInfo(Code.ENGINE_GONE, message, owner)
         moved = job.nbytes if outcome is Outcome.DONE else 0
         return JobResult(job.job_id, job.direction, outcome, moved, report.seconds, error)
 
@@ -274,14 +285,16 @@ def _resolve(
         if namespace is None:
             raise Refused(
                 Code.UNKNOWN_NAMESPACE,
-                "the engine registered outside of any namespace: its host blocks have ids, no keys",
+                f"engine {registration.engine!r} registered outside of any namespace, so its host "
+                "blocks have no keys; name them by id, or open a namespace before registering",
                 registration.engine,
             )
         return namespace.resolve(geometry, direction, gpu, host)
     if namespace is not None:
         raise Refused(
             Code.BAD_SPEC,
-            "the engine registered in a namespace: its host blocks have keys, no ids",
+            f"engine {registration.engine!r} registered in namespace {namespace.name}, so its host "
+            "blocks have no ids; name them by key",
             namespace.name,
         )
     return geometry.resolve(direction, gpu, host.block_ids), None

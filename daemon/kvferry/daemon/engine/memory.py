@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
 from collections.abc import Sequence
@@ -19,7 +18,8 @@ import numpy as np
 from kvferry.daemon.core.layout import Int64s
 from kvferry.daemon.engine.fd_closer import close_later
 from kvferry.proto.errors import Code, Failed, Refused
-from kvferry.proto.page import TIMELINE_REVOKED_AT, TIMELINE_VALUE_AT, sealed_memfd
+from kvferry.shm.memfd import check_sealed, sealed_memfd
+from kvferry.shm.timeline_page import TIMELINE_REVOKED_AT, TIMELINE_VALUE_AT
 
 PAGE = mmap.PAGESIZE
 
@@ -172,17 +172,7 @@ def _check_kept(kept: Sequence[int], sizes: Sequence[int]) -> None:
             f"{len(found)} of {max(found, default=0)}",
         )
     for descriptor in kept:
-        check_sealed(descriptor)
-
-
-def check_sealed(descriptor: int) -> None:
-    """Refused (NOT_SHAREABLE) where somebody could shrink the memory under our feet."""
-    try:
-        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-    except OSError:
-        seals = 0
-    if not seals & fcntl.F_SEAL_SHRINK:
-        raise Refused(Code.NOT_SHAREABLE, "this memory is not sealed against shrinking", seals)
+        check_sealed(descriptor, "kept pool memory")
 
 
 class Timeline:
@@ -190,9 +180,7 @@ class Timeline:
     whether the engine has given up all of its jobs."""
 
     def __init__(self, descriptor: int) -> None:
-        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-        if not seals & fcntl.F_SEAL_SHRINK:
-            raise Refused(Code.NOT_SHAREABLE, "a timeline page is sealed against shrinking", seals)
+        check_sealed(descriptor, "the timeline page")
         self._page = Mapped(descriptor, PAGE)
         self._value = ctypes.c_uint64.from_address(self._page.address + TIMELINE_VALUE_AT)
         self._revoked = ctypes.c_uint64.from_address(self._page.address + TIMELINE_REVOKED_AT)

@@ -25,10 +25,10 @@ from kvferry.daemon.engine.base import NO_ROOM, Mapping, Room, Shared, Want, pac
 from kvferry.daemon.engine.memory import IOV_MAX, PAGE, Mapped, move
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.memory import Allocation, FdAllocation, Location
-from kvferry.proto.page import sealed_memfd
 from kvferry.proto.process import SPARE_ADDRESS_SPACE, address_space_left
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import DeviceInfo, GroupCopying
+from kvferry.shm.memfd import sealed_memfd
 
 PIECE_BYTES = 8 << 20
 MAX_PIECES = 32

@@ -14,10 +14,10 @@ import structlog
 from kvferry.daemon.core.actions import CloseSession, MapTensors, TensorsMapped
 from kvferry.proto.errors import ErrorInfo
 
+# Seconds between two lines of one kind of trouble.
 EVERY = 10.0
-"""Seconds between two lines of one kind of trouble."""
+# Kinds of trouble that are told apart; codes are few, names of clients may be many.
 KINDS = 256
-"""Kinds of trouble that are told apart; codes are few, names of clients may be many."""
 
 log = structlog.get_logger()
 
@@ -58,11 +58,11 @@ class EventLog:
         self._maps: dict[int, tuple[LoggedClient, MapTensors, float]] = {}
 
     def came(self, peer: LoggedClient) -> None:
-        log.info("client came", client=peer.client, engine=peer.engine, pid=peer.pid)
+        log.info("client connected", client=peer.client, engine=peer.engine, pid=peer.pid)
 
     def went(self, peer: LoggedClient, action: CloseSession) -> None:
         log.info(
-            "client went",
+            "client disconnected",
             client=peer.client,
             engine=peer.engine,
             pid=peer.pid,
@@ -81,7 +81,7 @@ class EventLog:
             return
         peer, action, began = self._maps.pop(report.registration)
         if report.error is not None:
-            self._warn("engine not registered", peer, report.error)
+            self._warn("engine registration failed", peer, report.error)
             return
         layout = action.geometry.layout
         log.info(
@@ -103,13 +103,13 @@ class EventLog:
 
     def refused(self, peer: LoggedClient | None, error: ErrorInfo) -> None:
         """What was no message, or came from one that has no session."""
-        self._warn("refused", peer, error)
+        self._warn("message refused", peer, error)
 
     def not_welcome(self, peer: LoggedClient) -> None:
         """It said hello, and was told why not."""
         untold = self._sparingly.passes(("not welcome", peer.client), time.monotonic())
         if untold is not None:
-            log.warning("client refused", client=peer.client, pid=peer.pid, more=untold)
+            log.warning("connection refused", client=peer.client, pid=peer.pid, suppressed=untold)
 
     def failed(self, peer: LoggedClient | None, error: ErrorInfo) -> None:
         """A job that was accepted failed."""
@@ -120,7 +120,7 @@ class EventLog:
         untold = self._sparingly.passes(("broke", type(error).__name__), time.monotonic())
         if untold is not None:
             engine = peer.engine if peer else ""
-            log.error("the daemon failed on a message", engine=engine, more=untold, exc_info=error)
+            log.error("internal error", engine=engine, suppressed=untold, exc_info=error)
 
     def _warn(self, what: str, peer: LoggedClient | None, error: ErrorInfo) -> None:
         untold = self._sparingly.passes((what, error.code), time.monotonic())
@@ -129,7 +129,7 @@ class EventLog:
                 what,
                 engine=peer.engine if peer else "",
                 code=error.code,
-                why=error.message,
+                reason=error.message,
                 value=error.value,
-                more=untold,
+                suppressed=untold,
             )

@@ -29,12 +29,12 @@ from kvferry.proto.errors import KVFerryError
 from kvferry.proto.status import HealthStatus
 
 PULSE = 1.0
+# Pulses over which the worst lag is told.
 LATELY = 10
-"""Pulses over which the worst lag is told."""
+# A probe that is no older is new enough for who asks.
 FRESH = 1.0
-"""A probe that is no older is new enough for who asks."""
+# Seconds by which a timer may go off early.
 TIMERS = 0.01
-"""Seconds by which a timer may go off early."""
 
 log = structlog.get_logger()
 
@@ -82,8 +82,8 @@ class Health:
         self._supervisor = supervisor
         self._lost = lost
         self._rounds = ProbeHistory(patience)
+        # Since when the lane owes a Beat.
         self._listening: float | None = None
-        """Since when the lane owes a Beat."""
         self._beat = Pong(0.0, None, None)
         self._lane_lags = deque([0.0], LATELY)
         self._loop_lags = deque([0.0], LATELY)
@@ -184,9 +184,9 @@ class Health:
     def _late(self, now: float) -> list[str]:
         reasons = []
         if self._owed(now) > self._patience.lane:
-            reasons.append(f"the lane has not moved for {self._owed(now):.1f} s")
+            reasons.append(f"the device worker has not responded for {self._owed(now):.1f} s")
         if (lag := max(self._loop_lags)) > self._patience.deadline:
-            reasons.append(f"the loop was {lag:.1f} s late")
+            reasons.append(f"the event loop was {lag:.1f} s late")
         if (lost := self._lost()) is not None:
             reasons.append(lost)
         return reasons
@@ -233,13 +233,13 @@ class ProbeHistory:
     def reasons(self, now: float) -> list[str]:
         """What is wrong, in words."""
         if (running := self._running(now)) > self._patience.deadline:
-            return [f"a probe of two small copies has been under way for {running:.1f} s"]
+            return [f"the probe has been running for {running:.1f} s"]
         if self.ended is None:  # and if there is one under way, it may yet be in time
-            return ["no probe has passed yet: the daemon is starting"]
+            return ["no probe has completed yet"]
         if self._trouble is not None:
             return [f"the last probe failed: {self._trouble}"]
         if self.seconds is not None and self.seconds > self._patience.deadline:
-            return [f"the last probe of two small copies took {self.seconds:.1f} s"]
+            return [f"the last probe took {self.seconds:.1f} s"]
         if now - self.ended > 2 * self._patience.every + self._patience.deadline:
             return [f"the last probe was {now - self.ended:.1f} s ago"]
         return []

@@ -152,7 +152,7 @@ class _Connection(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         left = self._deadline - time.monotonic()
         if left <= 0:
-            raise TimeoutError("the request did not come in time")
+            raise TimeoutError(f"no complete request within {REQUEST_SECONDS} s")
         self._connection.settimeout(left)
         return self._connection.recv_into(buffer)
 
@@ -161,7 +161,7 @@ class _Connection(io.RawIOBase):
         try:
             self._connection.sendall(data)
         except TimeoutError as error:  # wsgiref would print a traceback
-            raise BrokenPipeError("nobody reads the answer") from error
+            raise BrokenPipeError(f"response not read within {REQUEST_SECONDS} s") from error
         return len(data)
 
 
@@ -206,8 +206,8 @@ def _listening(host: str, port: int) -> _Server:
     except OSError as error:
         raise Refused(
             Code.BAD_CONFIG,
-            f"metrics.listen cannot be had ({error.strerror}): give each daemon a port of its "
-            'own, port 0 for any, or "off"',
+            f"cannot listen on {host}:{port} of metrics.listen ({error.strerror}); set another "
+            'port per daemon, port 0 for any, or "off"',
             f"{host}:{port}",
         ) from error
 
@@ -215,6 +215,9 @@ def _listening(host: str, port: int) -> _Server:
 def _parsed(listen: str) -> tuple[str, int]:
     host, colon, port = listen.rpartition(":")
     if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        message = 'metrics.listen is "host:port", "127.0.0.1:9464" or "[::1]:0", or "off"'
+        message = (
+            f'metrics.listen = {listen!r} is not "host:port"; set for instance "127.0.0.1:9464", '
+            '"[::1]:0" or "off"'
+        )
         raise Refused(Code.BAD_CONFIG, message, listen)
     return host.strip("[]") or "0.0.0.0", int(port)

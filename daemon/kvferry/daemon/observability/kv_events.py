@@ -57,8 +57,8 @@ class KVEventPublisher(asyncio.Protocol):
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise Refused(
                 Code.BAD_CONFIG,
-                f"events.publish cannot be used ({reason}): set ipc://path, tcp://host:port or "
-                '"off"',
+                f"cannot publish at events.publish = {address!r} ({reason}); set ipc://path, "
+                'tcp://host:port or "off"',
                 address,
             ) from error
         path = _path(address)
@@ -121,7 +121,7 @@ class KVEventPublisher(asyncio.Protocol):
             await self._until_somebody_connects()
             status = await self._run_process(first)
             log.warning(
-                "KV event publisher ended; it starts again for the next subscriber",
+                "KV event publisher exited; it restarts for the next subscriber",
                 exit_status=status,
                 memory_budget=MEMORY_BUDGET,
             )
@@ -198,7 +198,7 @@ def _listen(address: str) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, int(port)), family=family, backlog=BACKLOG)
     else:
-        raise ValueError("neither ipc:// nor tcp://")
+        raise ValueError("unknown transport")
     listener.setblocking(False)
     return listener
 

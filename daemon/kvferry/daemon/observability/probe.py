@@ -35,9 +35,8 @@ from kvferry.proto.specs import (
 
 PAGE = 4096
 LAYOUT = KVLayout((TensorLayout(2, PAGE, PAGE),), ((TensorRef(0, PAGE),),))
+# What it takes at the front of the pool, besides what engines get.
 HOST_BYTES = 2 * PAGE
-"""What it takes at the front of the pool, besides what engines get."""
-CHANGED = "the block that was loaded and stored again came back with other bytes"
 
 
 class Probe:
@@ -74,7 +73,10 @@ class Probe:
         await self._move(0, (CPULoadStoreSpec([0]), block))
         await self._move(1, (block, CPULoadStoreSpec([1])))
         if ctypes.string_at(self._address + PAGE, PAGE) != pattern:
-            raise Failed(Code.COPY_FAILED, CHANGED, self._rounds)
+            message = (
+                f"probe {self._rounds} read back other bytes; check the GPU and the kernel log"
+            )
+            raise Failed(Code.COPY_FAILED, message, self._rounds)
         return time.monotonic() - began
 
     async def _have_memory(self) -> None:

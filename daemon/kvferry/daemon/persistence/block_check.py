@@ -58,7 +58,7 @@ class BlockCheck:
                 reports.append(BlocksCorrupted(owner, bad, table.keys(bad)))
                 table.mark_corrupt(bad)
                 log.error(
-                    "host blocks are corrupt",
+                    "host blocks corrupt",
                     owner=owner.name,
                     blocks=bad.size,
                     first=int(bad[0]),

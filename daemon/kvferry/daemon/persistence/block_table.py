@@ -27,10 +27,10 @@ import numpy as np
 
 from kvferry.daemon.core.layout import Bools, Int64s
 from kvferry.daemon.core.records import RegionRecord, ResidentBlock, decode_record, encode_record
-from kvferry.daemon.engine.memory import PAGE, check_sealed
+from kvferry.daemon.engine.memory import PAGE
 from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.keys import OffloadKey
-from kvferry.proto.page import sealed_memfd
+from kvferry.shm.memfd import check_sealed, sealed_memfd
 
 # Its last character is the version of the format. 2: the loadable part of raw blocks is recorded.
 MAGIC = b"kvferry2"
@@ -77,14 +77,15 @@ class BlockTable:
         self.descriptor = descriptor
         self._clock = clock or UseClock()
         try:
-            check_sealed(descriptor)
+            check_sealed(descriptor, "a kept block table")
             nbytes = os.fstat(descriptor).st_size
             if nbytes <= LINES_AT:
-                raise Refused(Code.BAD_LAYOUT, "a block table is longer", nbytes)
+                message = f"the block table has {nbytes} bytes, not more than {LINES_AT}"
+                raise Refused(Code.BAD_LAYOUT, message, nbytes)
             self._file = mmap.mmap(descriptor, 0)
             self.record = self._read_record()
             if nbytes != (expected := _file_bytes(self.record)):
-                message = f"the block table of this region has {expected} bytes"
+                message = f"the block table has {nbytes} bytes, but its record needs {expected}"
                 raise Refused(Code.BAD_LAYOUT, message, nbytes)
             self._lines = np.frombuffer(self._file, _line(self.record), -1, LINES_AT)
         except BaseException:
@@ -256,12 +257,14 @@ class BlockTable:
     def _read_record(self) -> RegionRecord:
         magic, current = _HEAD.unpack_from(self._file)
         if magic != MAGIC or current > 1:
-            raise Refused(Code.BAD_LAYOUT, "not a block table of this version", magic.hex())
+            message = f"the file begins with {magic.hex()}: no block table of this version"
+            raise Refused(Code.BAD_LAYOUT, message, magic.hex())
         at = PAGE + current * RECORD_ROOM
         length, crc = _RECORD.unpack_from(self._file, at)
         data = self._file[at + _RECORD.size : at + _RECORD.size + min(length, RECORD_ROOM)]
         if zlib.crc32(data) != crc:
-            raise Refused(Code.BAD_LAYOUT, "the record of the block table is damaged", length)
+            message = f"the record of {length} bytes in the block table has a wrong CRC"
+            raise Refused(Code.BAD_LAYOUT, message, length)
         try:
             record = decode_record(data, RegionRecord)
             _line(record)
@@ -274,7 +277,9 @@ class BlockTable:
 def _packed(record: RegionRecord) -> bytes:
     data = encode_record(record)
     if _RECORD.size + len(data) > RECORD_ROOM:
-        message = f"the record of a region has at most {RECORD_ROOM} bytes"
+        message = (
+            f"the record of region {record.name!r} has {len(data)} bytes, more than {RECORD_ROOM}"
+        )
         raise Refused(Code.BAD_LAYOUT, message, len(data))
     return _RECORD.pack(len(data), zlib.crc32(data)) + data
 

@@ -172,7 +172,7 @@ class ChecksumClient:
         except OSError:
             data = b""
         if not data:
-            self._replace("it ended")
+            self._replace("exited")
             return
         self._deaths, self._heard = 0, self._loop.time()
         (number,) = NUMBER.unpack_from(data)
@@ -189,28 +189,28 @@ class ChecksumClient:
         if left > 0:
             self._watch = self._loop.call_later(left, self._check)
         else:
-            self._replace("it does not answer")
+            self._replace(f"no reply within {PATIENCE} s")
 
     def _replace(self, why: str) -> None:
         self._end()
         self._deaths += 1
-        log.warning("checksum process is replaced", reason=why)
+        log.warning("checksum process restarted", reason=why)
         for purpose, reading in reversed(self._sent.values()):
             self._waiting[purpose].appendleft(reading)
         self._sent.clear()
         if self._deaths > MAX_DEATHS:
-            self._failed(self._gone(f"{self._deaths} times, the last time {why}"))
+            self._failed(self._gone(f"{self._deaths} times in a row, the last time: {why}"))
             return
         try:
             self._start()
         except OSError as error:
-            self._watch = self._loop.call_later(RETRY, self._replace, f"it cannot start: {error}")
+            self._watch = self._loop.call_later(RETRY, self._replace, f"cannot start: {error}")
             return
         self._send()
 
     def _gone(self, why: str) -> Failed:
-        message = f"no checksum process: {why}"
-        return Failed(Code.COPY_FAILED, message, " ".join(self._arguments[:2]))
+        message = f"the checksum process failed: {why}; see the log"
+        return Failed(Code.COPY_FAILED, message, why)
 
 
 def batches(block_bytes: int, blocks: int) -> Iterator[slice]:

@@ -20,8 +20,8 @@ from kvferry.daemon.core.records import KeptTensorsRecord, decode_record, encode
 from kvferry.daemon.persistence.region_store import FdStore, number_of
 from kvferry.proto.errors import Code, KVFerryError, Refused
 
+# What the names of tensors' descriptors begin with.
 TENSORS = "tensors-"
-"""What the names of tensors' descriptors begin with."""
 MEMORY, LABEL = ".memory", ".label"
 
 log = structlog.get_logger()
@@ -32,8 +32,8 @@ class KeptTensorStore:
 
     def __init__(self, keeper: FdStore) -> None:
         self._keeper = keeper
+        # By the number of the registration that the tensors were allocated for.
         self._places: dict[int, str] = {}
-        """By the number of the registration that the tensors were allocated for."""
         self._numbers = count(1)
 
     def take_up(
@@ -49,10 +49,11 @@ class KeptTensorStore:
             memory, label = kept.get(place + MEMORY), kept.get(place + LABEL)
             try:
                 if memory is None:
-                    raise Refused(Code.BAD_LAYOUT, "the memory was not kept", place)
+                    message = f"descriptor {place}{MEMORY} is missing"
+                    raise Refused(Code.BAD_LAYOUT, message, place)
                 number = restore(_read(label))
             except KVFerryError as error:
-                log.warning("kept tensors are given up", name=place, reason=str(error))
+                log.warning("kept tensors dropped", name=place, reason=str(error))
                 self._forget(place)
                 if memory is not None:
                     os.close(memory)
@@ -88,8 +89,9 @@ class KeptTensorStore:
 
 def _read(label: int | None) -> KeptTensorsRecord:
     if label is None:
-        raise Refused(Code.BAD_LAYOUT, "the label was not kept")
+        raise Refused(Code.BAD_LAYOUT, "the descriptor of the tensors' record is missing")
     try:
         return decode_record(os.pread(label, os.fstat(label).st_size, 0), KeptTensorsRecord)
     except (msgspec.DecodeError, OSError) as error:
-        raise Refused(Code.BAD_LAYOUT, f"the label cannot be read: {error}") from error
+        message = f"the tensors' record cannot be read: {error}"
+        raise Refused(Code.BAD_LAYOUT, message) from error

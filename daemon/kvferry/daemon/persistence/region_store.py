@@ -108,14 +108,14 @@ class RegionStore:
             try:
                 table = BlockTable(kept[name], self._clock)
             except KVFerryError as error:
-                log.warning("block table is dropped", name=name, reason=str(error))
+                log.warning("block table dropped", name=name, reason=str(error))
                 self._fd_store.forget(name)
                 continue
             found = RecoveredRegion(table.record, table.residents())
             try:
                 restore(found)
             except KVFerryError as error:
-                log.warning("region is dropped", region=table.record.name, reason=str(error))
+                log.warning("region dropped", region=table.record.name, reason=str(error))
                 self._drop(name, table)
                 continue
             table.mark_unverified(np.array([each.block for each in found.residents], np.int64))
@@ -189,7 +189,7 @@ class RegionStore:
         try:
             table = BlockTable.create(record, self._clock)
         except (KVFerryError, OSError) as error:
-            log.warning("region is not kept over a restart", region=record.name, reason=str(error))
+            log.warning("region not kept over a restart", region=record.name, reason=str(error))
             return
         name = f"{TABLE}{next(self._names)}"
         self._tables[record.owner] = name, table
@@ -202,7 +202,9 @@ class RegionStore:
         try:
             table.update(record)
         except KVFerryError as error:
-            log.warning("region is no longer kept", region=record.name, reason=str(error))
+            log.warning(
+                "region no longer kept over a restart", region=record.name, reason=str(error)
+            )
             del self._tables[record.owner]
             self._drop(name, table)
 

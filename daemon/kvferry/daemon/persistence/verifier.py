@@ -62,7 +62,7 @@ class Verifier:
             self._check.check(*batch, Purpose.VERIFY, self._compared)
         if not self._reading:
             seconds = round(time.monotonic() - self._started, 3)
-            log.info("verification is complete", bytes=self._total_bytes, seconds=seconds)
+            log.info("verification complete", bytes=self._total_bytes, seconds=seconds)
 
     def _compared(self) -> None:
         self._reading -= 1

@@ -19,11 +19,11 @@ import zmq
 
 from kvferry.daemon.access.endpoint import file_of, remove_own, shut
 
+# Connections that the kernel has taken and libzmq has not: they still come in at a shut door.
 BACKLOG = 64
-"""Connections that the kernel has taken and libzmq has not: they still come in at a shut door."""
 MOST_KEPT_FREE = 1024
 LOOK_EVERY = 1.0
-NONE_LEFT = "the daemon has no descriptors left: raise its LimitNOFILE, or try later"
+NONE_LEFT = "the daemon has no file descriptors left; raise its LimitNOFILE, or try later"
 
 log = structlog.get_logger()
 
@@ -69,7 +69,7 @@ class AcceptGate:
     def came(self, descriptor: int) -> None:
         """A connection was accepted."""
         if descriptor > self._last and self._timer is None:
-            log.warning("no more clients are let in: descriptors run out", used=descriptor)
+            log.warning("not accepting clients: out of file descriptors", descriptor=descriptor)
             self._path.rename(self._shut)
             self._timer = self._loop.call_later(LOOK_EVERY, self._look)
 

@@ -21,8 +21,8 @@ from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.fd_passing import FdHandles, FdReply, FetchFd, SendFds
 from kvferry.proto.messages import Error
 
+# Descriptors that one session may have deposited and not yet used.
 MAX_HELD = 4096
-"""Descriptors that one session may have deposited and not yet used."""
 # Connections of one user served at a time: 64 engines that start together have one each. One too
 # many is closed at once, and its client tries again.
 MAX_VISITORS_PER_USER = 64
@@ -70,9 +70,11 @@ class FdServer:
         held = self._held[session]
         for ticket in tickets:
             if ticket not in held:
-                raise Refused(Code.UNKNOWN_TICKET, "no descriptor was deposited for it", ticket)
+                message = f"unknown ticket {ticket}; send its descriptor first, and use it once"
+                raise Refused(Code.UNKNOWN_TICKET, message, ticket)
         if len(set(tickets)) != len(tickets):
-            raise Refused(Code.UNKNOWN_TICKET, "a ticket is used once", list(tickets))
+            message = f"tickets {list(tickets)} contain one twice; use each ticket once"
+            raise Refused(Code.UNKNOWN_TICKET, message, list(tickets))
         return tuple(held.pop(ticket) for ticket in tickets)
 
     def forget(self, session: str) -> None:
@@ -160,9 +162,14 @@ class FdServer:
 
     def _check(self, session: str, more: int) -> None:
         if session not in self._sessions():
-            raise Refused(Code.NO_SESSION, "no session of this id is open", session)
-        if len(self._held[session]) + more > MAX_HELD:
-            raise Refused(Code.BUSY, f"a session deposits at most {MAX_HELD} descriptors", more)
+            message = f"session {session!r} is not open; connect to the daemon first"
+            raise Refused(Code.NO_SESSION, message, session)
+        if (held := len(self._held[session])) + more > MAX_HELD:
+            message = (
+                f"{more} descriptors were sent while {held} are held, more than {MAX_HELD} in all; "
+                "register those first"
+            )
+            raise Refused(Code.BUSY, message, more)
         if more and crowded():
             raise Refused(Code.BUSY, NONE_LEFT, more)
 
@@ -182,7 +189,7 @@ def _check_kind(place: int, descriptor: int) -> None:
     if kind_of(descriptor) is None:
         raise Refused(
             Code.NOT_SHAREABLE,
-            "what is deposited is a memfd, a file of tmpfs or memory of a GPU, and this is none "
-            "of them",
+            f"descriptor {place} of the packet is no memfd, no tmpfs file and no GPU memory; send "
+            "shared memory",
             place,
         )

@@ -64,8 +64,8 @@ class IncomingQueue:
     identity: bytes
     used: float
     messages: deque[Frames] = field(default_factory=deque)
+    # The connection is closed: when the messages are served, its peer leaves.
     closed: bool = False
-    """The connection is closed: when the messages are served, its peer leaves."""
 
     def __lt__(self, other: IncomingQueue) -> bool:
         return self.used < other.used
@@ -88,17 +88,17 @@ class Ingress:
         self._monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._loop = asyncio.get_running_loop()
         self._drain_is_due = self._watch_is_due = False
+        # Connections, by number, that were accepted (or else closed), not handled yet.
         self._changes: deque[tuple[int, bool]] = deque()
-        """Connections, by number, that were accepted (or else closed), not handled yet."""
+        # Of every peer that said something, and of strangers while something of theirs waits.
         self._queues: dict[bytes, IncomingQueue] = {}
-        """Of every peer that said something, and of strangers while something of theirs waits."""
+        # A heap of those with messages: the first has used the least time.
         self._waiting: list[IncomingQueue] = []
-        """A heap of those with messages: the first has used the least time."""
+        # What the connection served last had used before. Nobody begins with less: idle time is not
+        # saved up.
         self._served = 0.0
-        """What the connection served last had used before. Nobody begins with less: idle time is
-        not saved up."""
+        # Messages that wait, and their bytes.
         self._count = self._nbytes = 0
-        """Messages that wait, and their bytes."""
 
     def start(self) -> None:
         self._loop.add_reader(self._socket.fileno(), self._drain)
@@ -220,7 +220,7 @@ class Ingress:
         queue.messages.clear()
 
     def _part(self, peer: Peer) -> None:
-        self._listener.part(peer, "its connection closed")
+        self._listener.part(peer, "connection closed")
 
     # Connections
 

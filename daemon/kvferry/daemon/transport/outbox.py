@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 import zmq
 
 from kvferry.daemon.transport.peers import Peer, Peers
-from kvferry.proto.codec import encode
+from kvferry.proto.codec import MAX_MESSAGE_BYTES, encode
 from kvferry.proto.errors import ErrorInfo, Refused
 from kvferry.proto.messages import DaemonMessage, Error, Goodbye, KeyEvents
 
 MAX_MESSAGES = 100_000
+# Kept for one peer, before it is sent away: of messages, and of their bytes.
 MAX_BYTES = 32 << 20
-"""Kept for one peer, before it is sent away: of messages, and of their bytes."""
+# Messages kept for a peer beyond which it misses news.
 MAX_NEWS = 1000
-"""Messages kept for a peer beyond which it misses news."""
 RETRY = 0.002
 
 
@@ -51,7 +51,8 @@ class Outboxes:
         try:
             data = encode(message)
         except Refused as error:  # or whoever asked would wait for ever
-            info = ErrorInfo(error.code, "the answer is larger than a message may be", error.value)
+            text = f"the reply has {error.value} bytes, more than {MAX_MESSAGE_BYTES}; request less"
+            info = ErrorInfo(error.code, text, error.value)
             data = encode(Error(getattr(message, "request_id", None), info))
         self._put(peer, data)
 
@@ -106,14 +107,14 @@ class Outboxes:
     def _send_away(self, peer: Peer) -> None:
         """What was kept for it goes; the flush that is under way sends the reason instead."""
         kept = len(peer.outbox)
-        reason = f"{kept} messages were kept for you and you took none: poll more often"
+        reason = f"{kept} messages were queued and none was received; poll more often"
         peer.sent_away = True
         peer.outbox.clear()
         peer.missed = None
         peer.outbox.append(encode(Goodbye(reason)))
         peer.outbox_bytes = len(peer.outbox[0])
         # Not now: what it said is being answered.
-        self._loop.call_soon(self._sent_away, peer, f"sent away: it took none of {kept} messages")
+        self._loop.call_soon(self._sent_away, peer, f"received none of {kept} messages")
 
     def _flush(self, peer: Peer) -> None:
         """Send what a peer's outbox holds; try again soon where the socket is full.

@@ -31,20 +31,20 @@ class Peer:
     uid: int
     pid: int
     pidfd: int
+    # The descriptor of its connection, as ZeroMQ numbers it in messages and in the monitor.
     connection: int
-    """The descriptor of its connection, as ZeroMQ numbers it in messages and in the monitor."""
     client: str
     engine: str
-    leaving: str = "it said goodbye"
-    """Why it goes, once it does."""
+    # Why it goes, once it does.
+    leaving: str = "goodbye"
+    # It took nothing: the last it is told is a goodbye.
     sent_away: bool = False
-    """It took nothing: the last it is told is a goodbye."""
     outbox: deque[bytes] = field(default_factory=deque)
     outbox_bytes: int = 0
+    # What is being sent to it, a message at a time.
     stream: Iterator[DaemonMessage] | None = None
-    """What is being sent to it, a message at a time."""
+    # The newest KeyEvents that its full outbox did not take.
     missed: KeyEvents | None = None
-    """The newest KeyEvents that its full outbox did not take."""
 
 
 def credentials(frame: zmq.Frame) -> tuple[int, int]:
@@ -53,9 +53,8 @@ def credentials(frame: zmq.Frame) -> tuple[int, int]:
         _, uid, _, pid = str(frame.get("Peer-Address")).split(":")
         return int(uid), int(pid)
     except (zmq.ZMQError, ValueError) as error:
-        raise Refused(
-            Code.FORBIDDEN, "the socket does not tell which process is at its other end"
-        ) from error
+        message = "the kernel reports no credentials of the client; connect through the ipc socket"
+        raise Refused(Code.FORBIDDEN, message) from error
 
 
 class Peers:
@@ -67,8 +66,8 @@ class Peers:
         self.by_session: dict[str, Peer] = {}
         self.by_identity: dict[bytes, Peer] = {}
         self._by_connection: dict[int, Peer] = {}
+        # Numbers of connections that closed, and that no newer one has.
         self._closed: set[int] = set()
-        """Numbers of connections that closed, and that no newer one has."""
 
     def admit(self, session: str, identity: bytes, frame: zmq.Frame, hello: Hello) -> Peer:
         """Take in a process that ZAP admitted (zap.py).
@@ -85,13 +84,14 @@ class Peers:
                 raise Refused(Code.BUSY, NONE_LEFT, error.strerror) from error
             raise Refused(
                 Code.FORBIDDEN,
-                "the daemon cannot see your process: let both share one PID namespace",
+                f"the daemon does not see process {pid} ({error.strerror}); run both in one PID "
+                "namespace",
                 pid,
             ) from error
         peer = Peer(session, identity, uid, pid, pidfd, connection, hello.client, hello.engine)
         self.by_session[session] = self.by_identity[identity] = peer
         self._by_connection[connection] = peer
-        self._loop.add_reader(pidfd, self._died, peer, "its process died")
+        self._loop.add_reader(pidfd, self._died, peer, "process exited")
         return peer
 
     def dismiss(self, session: str) -> None:
@@ -122,6 +122,7 @@ class Peers:
         other = self._by_connection.get(connection)
         late = other is not None and identity[:1] == b"\0" and identity < other.identity
         if late or connection in self._closed:
-            raise Refused(Code.NO_SESSION, "this connection is closed", connection)
+            message = f"connection {connection} is closed; connect again"
+            raise Refused(Code.NO_SESSION, message, connection)
         if other is not None:
-            self._died(other, "its connection closed")
+            self._died(other, "connection closed")

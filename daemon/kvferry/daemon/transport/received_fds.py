@@ -8,30 +8,28 @@ from __future__ import annotations
 
 import ctypes
 import enum
-import fcntl
 import stat
-from contextlib import suppress
 
 from kvferry.daemon.engine.fd_closer import close_descriptor_later, close_memory
+from kvferry.shm.memfd import read_seals
 
+# Descriptors in one packet: the kernel's SCM_MAX_FD.
 MAX_AT_ONCE = 253
-"""Descriptors in one packet: the kernel's SCM_MAX_FD."""
 _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC, _STATX_TYPE = 0x1000, 0x4000, 0x1
 _STATX_BYTES, _MODE_AT = 256, 28
 _libc = ctypes.CDLL(None)
 
 
 class FdKind(enum.Enum):
+    # A memfd, or a file of tmpfs.
     MEMORY = "memory"
-    """A memfd, or a file of tmpfs."""
+    # A device's file, or one of no type: what a driver exports.
     DEVICE = "device"
-    """A device's file, or one of no type: what a driver exports."""
 
 
 def kind_of(descriptor: int) -> FdKind | None:
     """None where it is nothing that a daemon has any use for."""
-    with suppress(OSError):
-        fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    if read_seals(descriptor) is not None:
         return FdKind.MEMORY
     kind = _type_of(descriptor)
     return FdKind.DEVICE if kind in (0, stat.S_IFCHR) else None

@@ -70,13 +70,12 @@ from kvferry.proto.messages import (
 )
 from kvferry.proto.status import DaemonStatus, HealthStatus, NamespaceStatus
 
+# Messages that ZeroMQ itself keeps for a peer each way, of whatever size.
 HIGH_WATER = 256
-"""Messages that ZeroMQ itself keeps for a peer each way, of whatever size."""
 LINGER_MS = 1000
 # Of a connection without a session nothing larger is decoded: to do so may take 0.3 s, and a new
 # connection has used no time yet (intake.py).
 MAX_HELLO_BYTES = 8192
-NO_SESSION = "say Hello first: this daemon does not know you"
 
 
 def ignore(_: PublishKVEvents) -> None:
@@ -191,17 +190,23 @@ class Server:
     def receive(self, identity: bytes, peer: Peer | None, frames: Frames) -> None:
         try:
             if len(frames) != 1:
-                raise Refused(Code.BAD_MESSAGE, "a message is one frame", len(frames))
+                text = f"a message of {len(frames)} frames was received; send one frame"
+                raise Refused(Code.BAD_MESSAGE, text, len(frames))
             frame = frames[0]
             if peer is None and len(frame) > MAX_HELLO_BYTES:
-                raise Refused(Code.NO_SESSION, NO_SESSION, len(frame))
+                text = (
+                    f"a message of {len(frame)} bytes was received before Hello; send Hello first"
+                )
+                raise Refused(Code.NO_SESSION, text, len(frame))
             message = decode_client_message(frame if isinstance(frame, bytes) else frame.buffer)
             if peer is not None:
                 self._handle(peer, message)
             elif isinstance(message, Hello) and isinstance(frame, zmq.Frame):
                 self._greet(identity, frame, message)
             else:
-                raise Refused(Code.NO_SESSION, NO_SESSION)
+                kind = type(message).__name__
+                text = f"{kind} was received before Hello; send Hello first"
+                raise Refused(Code.NO_SESSION, text, kind)
         except KVFerryError as error:
             self._refuse(identity, peer, error)
         except Exception as error:
@@ -227,9 +232,9 @@ class Server:
     def _send_away(self, identity: bytes, peer: Peer | None, error: Exception) -> None:
         """A mistake of ours: whoever met it need not wait for an answer, and the others go on."""
         self._journal.broke(peer, error)
-        self._outboxes.answer(identity, Goodbye("the daemon failed on what you said: see its log"))
+        self._outboxes.answer(identity, Goodbye("internal error of the daemon; see its log"))
         if peer is not None:
-            self.part(peer, "the daemon failed on what it said")
+            self.part(peer, "internal error")
 
     def _greet(self, identity: bytes, frame: zmq.Frame, hello: Hello) -> None:
         self._take_reports()
@@ -354,7 +359,7 @@ class Server:
 
     async def _close(self) -> None:
         for peer in tuple(self._peers.by_session.values()):
-            self._outboxes.send(peer, Goodbye("the daemon stops"))
+            self._outboxes.send(peer, Goodbye("the daemon is stopping"))
         self._intake.close()
         self._door.close()
         self._peers.close()

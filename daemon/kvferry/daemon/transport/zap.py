@@ -85,7 +85,7 @@ class ZapHandler:
             return _OK
         if (now := self._loop.time()) > self._log_at:
             self._log_at = now + LOG_EVERY
-            log.warning("too many connections: new ones have to wait", uid=int(uid))
+            log.warning("connection deferred: too many connections", uid=int(uid))
         return _LATER
 
 

@@ -55,5 +55,5 @@ def test_all_can_be_forgotten() -> None:
 
 @pytest.mark.parametrize("threshold", [0, -1])
 def test_a_threshold_is_one_or_more(threshold: int) -> None:
-    with pytest.raises(ValueError, match="1 or more"):
+    with pytest.raises(ValueError, match=f"store_threshold is {threshold}"):
         AdmissionFilter(threshold, 3)

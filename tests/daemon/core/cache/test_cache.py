@@ -183,7 +183,9 @@ def test_a_block_stays_until_its_last_load_has_ended(cache: Cache) -> None:
     assert reserve(cache, "z").evicted[0] in (b"a", b"d")
 
 
-@pytest.mark.parametrize(("letter", "hint"), [("x", "look"), ("p", "not completed")])
+@pytest.mark.parametrize(
+    ("letter", "hint"), [("x", "not in the cache"), ("p", "still being stored")]
+)
 def test_what_cannot_be_loaded_is_refused_and_nothing_is_pinned(
     cache: Cache, letter: str, hint: str
 ) -> None:
@@ -319,9 +321,9 @@ def test_events_are_kept_only_while_somebody_wants_them(cache: Cache) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"capacity": 0}, "one block or more"),
-        ({"policy": "mru"}, "lru, arc, not 'mru'"),
-        ({"store_threshold": 0}, "store_threshold is 1 or more"),
+        ({"capacity": 0}, "capacity is 0"),
+        ({"policy": "mru"}, "unknown eviction policy 'mru'; use lru or arc"),
+        ({"store_threshold": 0}, "store_threshold is 0"),
     ],
 )
 def test_a_cache_that_makes_no_sense_is_not_made(

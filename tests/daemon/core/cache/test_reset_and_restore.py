@@ -161,7 +161,7 @@ def test_a_restored_key_is_pending_until_it_is_verified(cache: Cache) -> None:
     cache.restore([(b"a", 0), (b"b", 1), (b"c", 2)], {b"c": (0, 1)})
     assert (cache.ready_keys(), cache.pending_keys()) == ([], [b"a", b"b"])
     assert [cache.lookup(key) for key in keys("abc")] == [HIT_PENDING, HIT_PENDING, MISS]
-    with pytest.raises(Refused, match="not verified") as caught:
+    with pytest.raises(Refused, match="unverified") as caught:
         cache.prepare_load(keys("a"))
     assert (caught.value.code, caught.value.value) == (Code.KEY_ABSENT, b"a".hex())
     cache.verify([(b"a", 0), (b"b", 3), (b"c", 2)])
@@ -203,10 +203,10 @@ def test_an_empty_cache_is_restored_from_nothing(cache: Cache) -> None:
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ([(b"a", 0), (b"b", 4)], "0 to 3"),
-        ([(b"a", -1)], "0 to 3"),
-        ([(b"a", 1), (b"b", 1)], "twice"),
-        ([(b"a", 1), (b"a", 2)], "twice"),
+        ([(b"a", 0), (b"b", 4)], "exceed the capacity of 4"),
+        ([(b"a", -1)], "exceed the capacity of 4"),
+        ([(b"a", 1), (b"b", 1)], "2 different keys in 1 different blocks"),
+        ([(b"a", 1), (b"a", 2)], "1 different keys in 1 different blocks"),
     ],
 )
 def test_entries_that_cannot_be_restored_change_nothing(

@@ -41,11 +41,11 @@ def possible(plan: Plan, console: Console) -> Plan:
     if device_of(plan) != "cpu":
         return plan
     if plan.staging_bytes is not None:
-        console.print("the CPU copies nothing through staging: --staging changes nothing")
+        console.print("--staging has no effect on the CPU")
     if "beside" in plan.what:
         if len(plan.what) == 1:
-            raise Refused(Code.NO_DEVICE, "a busy engine beside the copies needs a GPU", "cpu")
-        console.print("a busy engine beside the copies needs a GPU: left out")
+            raise Refused(Code.NO_DEVICE, "beside needs a GPU, not cpu; give another --what", "cpu")
+        console.print("beside skipped: it needs a GPU")
     return replace(plan, what=plan.what - {"beside"})
 
 

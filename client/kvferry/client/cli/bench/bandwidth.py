@@ -43,8 +43,8 @@ QUICK_SIZES = (4 << 10, 64 << 10, 2 << 20)
 JOB_BYTES = 1 << 30
 SAMPLE_BYTES = 16 << 20
 SAMPLE_BLOCKS = 32
+# Jobs under way one way, in a row.
 AHEAD = 2
-"""Jobs under way one way, in a row."""
 
 
 def steps(plan: Plan) -> int:
@@ -125,7 +125,7 @@ class Trip:
         if not torch.equal(pages[:, self._a], pages[:, self._b]):
             raise Failed(
                 Code.COPY_FAILED,
-                "blocks came back with other bytes than they were stored with",
+                f"fragments of {size(pages.shape[2])} came back with other bytes; report a bug",
                 f"fragments of {size(pages.shape[2])}",
             )
 

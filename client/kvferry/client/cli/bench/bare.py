@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from kvferry.proto.libcuda import driver
+from kvferry.cuda.driver import driver
 
 POPULATE_WRITE = 23
 

@@ -17,8 +17,8 @@ from kvferry.client.cli.bench import bare
 from kvferry.client.cli.bench.results import Latency
 
 NBYTES = 2 * 2048 * 8
+# Seconds between two, in which whoever is to be woken falls asleep.
 APART = 1e-3
-"""Seconds between two, in which whoever is to be woken falls asleep."""
 ECHO = """
 import socket, sys
 s = socket.socket(fileno=int(sys.argv[1]))

@@ -55,8 +55,9 @@ class Busy:
         try:
             return float(self._here.recv())
         except EOFError:
-            message = "the busy engine ended by itself: what it said is above"
-            raise Failed(Code.COPY_FAILED, message, self._process.exitcode) from None
+            status = self._process.exitcode
+            message = f"the busy engine exited with status {status}; see its output above"
+            raise Failed(Code.COPY_FAILED, message, status) from None
 
     def step_ms(self, loop: str, seconds: float) -> float:
         self.begin(loop, seconds)

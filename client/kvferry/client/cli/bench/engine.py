@@ -41,8 +41,8 @@ HOST_BLOCK = 2 << 20
 MAX_TENSORS = 64
 NAME = "kvferry-bench"
 TIMEOUT = 120.0
+# Between looks at many jobs: none, unless that took the daemon's core.
 NAP = 0.0 if len(os.sched_getaffinity(0)) > 2 else 20e-6
-"""Between looks at many jobs: none, unless that took the daemon's core."""
 
 
 @dataclass(frozen=True, slots=True)

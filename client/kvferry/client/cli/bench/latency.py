@@ -36,8 +36,8 @@ from kvferry.proto.specs import BlockIds
 BLOCKS = 2048
 SUBMIT_SHAPE = Shape(4096, 1, 1)
 AHEAD = 4
+# Different ones, so few that their ids stay in the caches: who submits has just made them.
 SPECS = 16
-"""Different ones, so few that their ids stay in the caches: who submits has just made them."""
 SUBMITS, POLLS, TRIPS = 500, 5000, 500
 QUICK = 10
 WARM_UPS = 10

@@ -23,8 +23,8 @@ _cuda: Any = torch.cuda
 
 
 class Mover(Protocol):
+    # Of one job.
     nbytes: int
-    """Of one job."""
 
     def submit(self) -> None: ...
 

@@ -22,7 +22,9 @@ PLACES = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
 def mps() -> Iterator[None]:
     """Raises Refused (NO_DEVICE) where MPS is not installed or does not start."""
     if shutil.which(CONTROL) is None:
-        raise Refused(Code.NO_DEVICE, f"{CONTROL} is not on this machine", CONTROL)
+        raise Refused(
+            Code.NO_DEVICE, f"{CONTROL} is not installed; leave --mps out, or install it", CONTROL
+        )
     before = {name: os.environ.get(name) for name in PLACES}
     with tempfile.TemporaryDirectory(prefix="kvferry-mps-") as directory:
         os.environ.update(dict.fromkeys(PLACES, directory))
@@ -51,4 +53,5 @@ def _control(*arguments: str, says: str = "") -> None:
             timeout=30,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise Refused(Code.NO_DEVICE, f"CUDA MPS does not answer: {error}", CONTROL) from error
+        message = f"{CONTROL} failed ({error}); leave --mps out, or start it by hand to see why"
+        raise Refused(Code.NO_DEVICE, message, CONTROL) from error

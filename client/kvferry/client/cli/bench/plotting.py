@@ -23,8 +23,8 @@ from kvferry.client.cli.bench.results import WAYS, Beside, Results
 from kvferry.client.cli.units import size
 from kvferry.proto.errors import Code, Refused
 
+# Okabe and Ito's, which colour-blind readers tell apart.
 COLOURS = dict(zip(WAYS, ("#0072b2", "#d55e00", "#009e73"), strict=True))
-"""Okabe and Ito's, which colour-blind readers tell apart."""
 NAMES = dict(zip(WAYS, ("store", "load", "both at once, sum"), strict=True))
 HOWS = {
     "kvferry": ("#0072b2", "o", "kvferry"),
@@ -41,9 +41,11 @@ def check(path: Path, what: Collection[str]) -> None:
     """Raise ValueError where a run that measures `what` cannot be drawn there."""
     formats = sorted(FigureCanvasBase.get_supported_filetypes())
     if _format(path) not in formats:
-        raise ValueError(f"{path} is no picture: name one of {', '.join(formats)}")
+        raise ValueError(
+            f"{path} has no known format; name a file with one of {', '.join(formats)}"
+        )
     if not {"bandwidth", "beside"} & set(what):
-        raise ValueError("nothing to draw: measure bandwidth, or beside on a GPU")
+        raise ValueError("nothing to plot; measure bandwidth, or beside on a GPU")
 
 
 def draw(results: Results, path: Path) -> None:
@@ -52,7 +54,9 @@ def draw(results: Results, path: Path) -> None:
     panels += [_rates] if results.bandwidth else []
     panels += [_lost] if results.beside else []
     if not panels:
-        raise Refused(Code.BAD_CONFIG, "nothing to draw: measure bandwidth or beside", str(path))
+        raise Refused(
+            Code.BAD_CONFIG, f"nothing to plot in {path}; measure bandwidth or beside", str(path)
+        )
     figure = Figure(figsize=(14, 6), dpi=100)
     figure.subplots_adjust(left=0.035, right=0.985, top=0.87, bottom=0.22, wspace=0.09)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):

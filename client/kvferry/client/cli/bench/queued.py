@@ -64,8 +64,8 @@ class _Loads:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._random = engine, np.random.default_rng(4)
         self._stores: dict[int, TransferSpec] = {}
+        # Whether stores were submitted since the last load.
         self._submitted = False
-        """Whether stores were submitted since the last load."""
 
     def queue(self, stores: list[TransferSpec]) -> None:
         for spec in stores:

@@ -19,8 +19,8 @@ import torch
 from kvferry.client.cli.bench.results import WAYS, Rate
 from kvferry.client.tensors import shared_empty
 
+# (destination, source)
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""(destination, source)"""
 WARM_UPS = 2
 _cuda: Any = torch.cuda  # streams and events have no types
 

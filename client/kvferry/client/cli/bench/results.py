@@ -13,7 +13,6 @@ import shlex
 import statistics
 from collections.abc import Sequence
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +22,7 @@ import torch
 
 from kvferry.client.cli.units import size
 from kvferry.proto.status import CopyStatus
+from kvferry.proto.version import kvferry_version
 
 if TYPE_CHECKING:
     from kvferry.client import DaemonStatus
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 WAYS: tuple[str, ...] = ("store", "load", "both")
 GIB = 1 << 30
 REPS, QUICK_REPS = 5, 2
+# How many times over.
 IN_A_ROW = 4
-"""How many times over."""
 
 
 class About(msgspec.Struct):
@@ -48,11 +48,11 @@ class About(msgspec.Struct):
     daemon: str
     cpu: str
     cpus: int
+    # Moved each way in one go.
     nbytes: int
-    """Moved each way in one go."""
     reps: int
+    # By way the smallest fragment that the daemon copies directly, where it has a choice.
     direct_from: dict[str, int] = {}
-    """By way the smallest fragment that the daemon copies directly, where it has a choice."""
 
 
 class Rate(msgspec.Struct):
@@ -210,7 +210,7 @@ def about(daemon: DaemonStatus, plan: Plan, arguments: Sequence[str], started: d
         str(torch.version.cuda or ""),
         str(torch.__version__),
         platform.python_version(),
-        _installed(),
+        kvferry_version(),
         daemon.version,
         _cpu(),
         os.cpu_count() or 0,
@@ -222,13 +222,6 @@ def about(daemon: DaemonStatus, plan: Plan, arguments: Sequence[str], started: d
 
 def _direct_from(found: CopyStatus | None) -> dict[str, int]:
     return {"store": found.direct_from_store, "load": found.direct_from_load} if found else {}
-
-
-def _installed() -> str:
-    try:
-        return version("kvferry")
-    except PackageNotFoundError:
-        return "0+source"
 
 
 def _cpu() -> str:

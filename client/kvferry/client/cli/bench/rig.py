@@ -22,8 +22,8 @@ from kvferry.client.cli.status import locate
 from kvferry.client.cli.units import size
 from kvferry.client.conversation import timed_out
 from kvferry.client.tensors import shared_empty
+from kvferry.cuda.driver import driver
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.libcuda import driver
 from kvferry.proto.status import DeviceInfo
 
 POOL_TIMEOUT = 300.0
@@ -90,8 +90,8 @@ def torch_device(info: DeviceInfo) -> torch.device:
             return torch.device("cuda", ordinal)
     raise Refused(
         Code.DEVICE_MISMATCH,
-        "torch does not see the daemon's GPU: set CUDA_VISIBLE_DEVICES to include it, and install "
-        "a torch built with CUDA",
+        f"torch does not see the daemon's GPU {info.uuid}; set CUDA_VISIBLE_DEVICES to include it, "
+        "and install a torch built with CUDA",
         info.uuid,
     )
 
@@ -114,7 +114,7 @@ def _check_room(status: DaemonStatus, nbytes: int) -> None:
     if free < nbytes:
         raise Refused(
             Code.POOL_FULL,
-            f"the bench needs {size(nbytes)} of the daemon's pool, and {size(free)} are free: "
-            "give a smaller --gib, or leave --directory out to measure a daemon of its own",
-            str(status.pool.size_bytes),
+            f"the bench needs {size(nbytes)} of the daemon's pool, but {size(free)} are free; "
+            "give a smaller --gib, or leave --directory out to start a daemon",
+            size(nbytes),
         )

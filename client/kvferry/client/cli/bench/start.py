@@ -132,7 +132,11 @@ def _context_bytes(device: torch.device) -> int:
         taken = free - _free_bytes(device)
         process.communicate("")
     if up.strip() != "up":
-        raise Failed(Code.DRIVER, "a bare context could not be made", process.returncode)
+        raise Failed(
+            Code.DRIVER,
+            "cannot create a bare CUDA context; see the output above",
+            process.returncode,
+        )
     return taken
 
 
@@ -140,7 +144,11 @@ def _bare_seconds(mode: str, device: torch.device, nbytes: int) -> float:
     with _bare(mode, device, nbytes) as process:
         said, _ = process.communicate("", TIMEOUT)
     if process.returncode:
-        raise Failed(Code.DRIVER, "as much memory could not be allocated", nbytes)
+        raise Failed(
+            Code.DRIVER,
+            f"cannot allocate {nbytes} bytes of pinned memory; give a smaller --pool-gib",
+            nbytes,
+        )
     return float(said)
 
 

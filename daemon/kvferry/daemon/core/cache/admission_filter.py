@@ -16,11 +16,11 @@ Counts: TypeAlias = "OrderedDict[bytes, int]"
 class AdmissionFilter:
     def __init__(self, threshold: int, bound: int) -> None:
         if threshold < 1:
-            raise ValueError(f"store_threshold is 1 or more, not {threshold}")
+            raise ValueError(f"store_threshold is {threshold}; give at least 1")
         self._threshold = threshold
         self._bound = bound
+        # Up to the threshold; longest ago first.
         self._counts: Counts = OrderedDict()
-        """Up to the threshold; longest ago first."""
 
     def __len__(self) -> int:
         return len(self._counts)

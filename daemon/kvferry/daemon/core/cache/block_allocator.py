@@ -13,10 +13,10 @@ class BlockAllocator:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._given_back: list[int] = []
+        # Where the blocks begin that never held a key, or none since all went.
         self._unused = 0
-        """Where the blocks begin that never held a key, or none since all went."""
+        # Those among them that were doomed then: they come back by themselves.
         self._skipped: set[int] = set()
-        """Those among them that were doomed then: they come back by themselves."""
         self._doomed: Counter[int] = Counter()
 
     @property

@@ -32,8 +32,8 @@ from kvferry.daemon.core.cache.resident_keys import NO_PARTS, Parts, ResidentKey
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import EventKind, Lookup
 
+# Keys whose offers are remembered, or as many as there are blocks, if that is more.
 OFFERS_REMEMBERED = 1 << 16
-"""Keys whose offers are remembered, or as many as there are blocks, if that is more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,9 +98,9 @@ class Cache:
 
     def __init__(self, capacity: int, policy: str = "lru", store_threshold: int = 1) -> None:
         if capacity < 1:
-            raise ValueError(f"a cache has one block or more, not {capacity}")
+            raise ValueError(f"capacity is {capacity} blocks; give at least 1")
         if policy not in POLICIES:
-            raise ValueError(f"policy is one of {', '.join(POLICIES)}, not {policy!r}")
+            raise ValueError(f"unknown eviction policy {policy!r}; use {' or '.join(POLICIES)}")
         self._capacity = capacity
         self._make_policy = POLICIES[policy]
         self._policy = self._make_policy(capacity)
@@ -108,18 +108,18 @@ class Cache:
         self._blocks = BlockAllocator(capacity)
         self._pending: dict[bytes, int] = {}
         self._ready = ResidentKeys()
+        # How often each ready key is pinned, where it is.
         self._pins: Counter[bytes] = Counter()
-        """How often each ready key is pinned, where it is."""
+        # The blocks of keys that were discarded while pinned; such a key is not stored anew.
         self._condemned: dict[bytes, int] = {}
-        """The blocks of keys that were discarded while pinned; such a key is not stored anew."""
         self._stores: set[Reservation] = set()
         self._loads: set[Pins] = set()
+        # Jobs from before a reset.
         self._past: set[Reservation | Pins] = set()
-        """Jobs from before a reset."""
         self._recording = False
         self._events: list[CacheEvent] = []
+        # Called whenever there is an event to take.
         self.notice: Callable[[], None] = _nobody
-        """Called whenever there is an event to take."""
         self._hits = self._misses = self._skipped = self._stored = self._evictions = 0
 
     @property
@@ -232,12 +232,15 @@ class Cache:
             pins = Pins(tuple(keys), tuple([ready[key] for key in keys]))
         except KeyError as missing:
             (key,) = missing.args
-            message = "this key is not in the cache: look it up before loading it"
+            message = f"key {key.hex()} is not in the cache; treat it as a miss"
             if key in self._pending:
-                message = "a store of this key has not completed yet: load it when it is a HIT"
+                message = f"key {key.hex()} is still being stored; load it when lookup says HIT"
             raise Refused(Code.KEY_ABSENT, message, key.hex()) from None
         if (unverified := self._ready.first_unverified(keys)) is not None:
-            message = "this key is not verified since the restart: load it when it is a HIT"
+            message = (
+                f"key {unverified.hex()} is unverified since the daemon's restart; load it when "
+                "lookup says HIT"
+            )
             raise Refused(Code.KEY_ABSENT, message, unverified.hex())
         self._pins.update(keys)
         self._loads.add(pins)
@@ -252,8 +255,9 @@ class Cache:
             self._loads.remove(pins)
             self._unpin(pins.keys)
         else:
-            message = "these pins were released: a load ends once"
-            raise Refused(Code.NOT_PINNED, message, b"".join(pins.keys[:1]).hex())
+            first = b"".join(pins.keys[:1]).hex()
+            message = f"the pins of key {first} were already released; complete each load once"
+            raise Refused(Code.NOT_PINNED, message, first)
 
     def take_apart(self, pins: Pins) -> list[Pins]:
         """Instead of pins that were not released, as many of one key each."""
@@ -321,11 +325,17 @@ class Cache:
         ready = dict(entries)
         blocks = set(ready.values())
         if self._blocks.free < self._capacity:
-            raise ValueError("only an empty cache can be restored")
+            used = self._capacity - self._blocks.free
+            raise ValueError(f"{used} blocks are in use; restore into an empty cache")
         if not len(entries) == len(ready) == len(blocks):
-            raise ValueError("a key or a block comes twice")
+            raise ValueError(
+                f"{len(entries)} entries have {len(ready)} different keys in {len(blocks)} "
+                "different blocks"
+            )
         if blocks and not 0 <= min(blocks) <= max(blocks) < self._capacity:
-            raise ValueError(f"blocks are 0 to {self._capacity - 1}: {min(blocks)}, {max(blocks)}")
+            raise ValueError(
+                f"blocks {min(blocks)} to {max(blocks)} exceed the capacity of {self._capacity}"
+            )
         self._blocks.occupy(blocks)
         self._ready.restore(ready, parts)
         self._policy = self._make_policy(self._capacity)

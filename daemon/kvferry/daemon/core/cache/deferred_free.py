@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from typing import Any, TypeAlias
 
+# Entries that are freed at a time: a millisecond.
 SOME = 2048
-"""Entries that are freed at a time: a millisecond."""
 
 KeyTable: TypeAlias = MutableMapping[bytes, Any]
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from kvferry.daemon.core.cache.policy import EvictableFilter
 
+# Least recent first.
 Keys: TypeAlias = "OrderedDict[bytes, None]"
-"""Least recent first."""
 
 
 class LRU:

@@ -16,8 +16,8 @@ from typing import Protocol, TypeAlias
 from kvferry.daemon.core.cache.arc import ARC
 from kvferry.daemon.core.cache.lru import LRU, Keys
 
+# Lets through the keys that may go.
 EvictableFilter: TypeAlias = Callable[[Iterable[bytes]], Iterator[bytes]]
-"""Lets through the keys that may go."""
 
 
 class Policy(Protocol):
@@ -49,8 +49,8 @@ class PolicyFactory(Protocol):
         """A policy for a cache of so many blocks, which has these keys, and takes them over."""
 
 
+# Policies by name.
 POLICIES: dict[str, PolicyFactory] = {
     "lru": LRU,
     "arc": ARC,
 }
-"""Policies by name."""

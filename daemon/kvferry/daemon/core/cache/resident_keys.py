@@ -16,8 +16,8 @@ from typing import TypeAlias
 
 from kvferry.proto.keys import Lookup
 
+# Some sub-blocks of a host block: (from, to).
 Part: TypeAlias = tuple[int, int]
-"""Some sub-blocks of a host block: (from, to)."""
 Parts: TypeAlias = Mapping[bytes, Part]
 NO_PARTS: Parts = {}
 

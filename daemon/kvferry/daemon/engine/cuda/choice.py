@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvferry.cuda.driver import Driver
 from kvferry.daemon.core.layout import BlockLayout, Extent
 from kvferry.daemon.engine.base import Mapping
 from kvferry.daemon.engine.cuda.direct import DirectCopy
 from kvferry.daemon.engine.cuda.link import Link
 from kvferry.daemon.engine.memory import MappedFiles
 from kvferry.proto.layout import LayoutArrays
-from kvferry.proto.libcuda import Driver
 from kvferry.proto.specs import Direction, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import CalibrationPoint, CopyStatus, GroupCopying
 

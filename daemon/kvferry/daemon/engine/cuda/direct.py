@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from functools import partial
 
+from kvferry.cuda.driver import Driver, Event
 from kvferry.daemon.core.layout import Extent
 from kvferry.daemon.engine.base import Mapping
 from kvferry.daemon.engine.cuda.link import FEW, Link, Listed
 from kvferry.daemon.engine.cuda.stretches import Stretches
-from kvferry.proto.libcuda import Driver, Event
 from kvferry.proto.specs import Direction
 
 PIECE = 32 << 20

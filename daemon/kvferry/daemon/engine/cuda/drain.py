@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
+from kvferry.cuda.driver import Driver, Event
 from kvferry.daemon.engine.cuda.link import Link
 from kvferry.daemon.engine.cuda.piece import Piece, fail, over
 from kvferry.proto.errors import KVFerryError
-from kvferry.proto.libcuda import Driver, Event
 from kvferry.proto.specs import Direction
 
 AHEAD = 140 << 20

@@ -1,8 +1,8 @@
 """The CUDA engine: streams for each direction, memory of two kinds, completion by event query.
 
 An engine's own tensors are reached by CUDA IPC. Tensors that a daemon allocates are device memory
-behind a file descriptor (libcuda_vmm.py), which outlives whoever made it; an engine that outlived
-its daemon brings the descriptor to the next one.
+behind a file descriptor (cuda/virtual_memory.py), which outlives whoever made it; an engine that
+outlived its daemon brings the descriptor to the next one.
 
 A piece stands between two events; the lane asks for the second, and the distance of a job's first
 and last is the device time that clients see. Everything runs in the device's primary context, in
@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvferry.cuda.driver import MIN_DRIVER, TOO_OLD, Driver, driver
+from kvferry.cuda.virtual_memory import DeviceMemory, VirtualMemory
 from kvferry.daemon.core.layout import BlockLayout, Extent, Int64s
 from kvferry.daemon.engine.base import NO_ROOM, Mapping, Room, Shared, Want, packed_locations
 from kvferry.daemon.engine.cuda.choice import calibrate, choice_of, forced
@@ -29,8 +31,6 @@ from kvferry.daemon.engine.cuda.staged import MAX_BLOCKS, StagedCopy
 from kvferry.daemon.engine.cuda.staging import PIECE, Staging
 from kvferry.daemon.engine.numa import node_of
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
-from kvferry.proto.libcuda import MIN_DRIVER, TOO_OLD, Driver, driver
-from kvferry.proto.libcuda_vmm import DeviceMemory, VirtualMemory
 from kvferry.proto.memory import Allocation, CudaAllocation, FdAllocation, Location
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import CopyStatus, DeviceInfo, GroupCopying
@@ -105,7 +105,7 @@ class CudaEngine:
         except Failed as error:
             raise Failed(
                 Code.POOL_TOO_LARGE,
-                f"{nbytes} bytes of the host pool cannot be pinned ({error.message}): make "
+                f"{nbytes} bytes of the host pool cannot be pinned ({error.value}): make "
                 "pool.size smaller, or raise the memlock limit",
                 nbytes,
             ) from error
@@ -308,7 +308,7 @@ class CudaEngine:
         except Failed as error:
             raise Failed(
                 Code.MAP_FAILED,
-                f"the GPU memory cannot be mapped ({error.message}): is it the exporter that "
+                f"the GPU memory cannot be mapped ({error.value}): is it the exporter that "
                 "registers, and is it still alive?",
                 error.value,
             ) from error

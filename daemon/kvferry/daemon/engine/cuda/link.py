@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvferry.cuda.driver import TOO_OLD, CopyAttributes, Driver
 from kvferry.daemon.core.layout import BlockLayout, Fragments, Int64s, Rows, largest
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.libcuda import TOO_OLD, CopyAttributes, Driver
 from kvferry.proto.specs import Direction
 
 FEW = 8

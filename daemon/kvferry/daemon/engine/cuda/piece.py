@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvferry.cuda.driver import Driver, Event
 from kvferry.daemon.core.layout import Fragments, Int64s, Rows
 from kvferry.daemon.engine.cuda.link import Some
 from kvferry.daemon.engine.cuda.staging import Slot
 from kvferry.proto.errors import KVFerryError
-from kvferry.proto.libcuda import Driver, Event
 from kvferry.proto.specs import Direction
 
 

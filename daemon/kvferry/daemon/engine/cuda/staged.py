@@ -23,6 +23,7 @@ from importlib.resources import files
 
 import numpy as np
 
+from kvferry.cuda.driver import Driver, Parameters
 from kvferry.daemon.core.layout import BlockLayout, Extent, Int64s, first_again, largest
 from kvferry.daemon.engine.cuda.drain import Drain
 from kvferry.daemon.engine.cuda.link import Link, Ruler
@@ -31,7 +32,6 @@ from kvferry.daemon.engine.cuda.piece import PageTable, Piece, Stage, fail, over
 from kvferry.daemon.engine.cuda.staging import LARGE_PIECE, PIECE, Slot
 from kvferry.daemon.engine.cuda.turns import Turns
 from kvferry.proto.errors import KVFerryError
-from kvferry.proto.libcuda import Driver, Parameters
 from kvferry.proto.specs import Direction
 
 THREADS = 256

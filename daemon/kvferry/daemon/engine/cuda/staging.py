@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import msgspec
 
+from kvferry.cuda.driver import Driver
 from kvferry.daemon.engine.base import Want
-from kvferry.proto.libcuda import Driver
 from kvferry.proto.specs import Direction
 
 UNITS = 64

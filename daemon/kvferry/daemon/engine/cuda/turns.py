@@ -26,9 +26,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from kvferry.cuda.driver import Event
 from kvferry.daemon.engine.cuda.piece import Piece
 from kvferry.daemon.engine.cuda.staging import LAG
-from kvferry.proto.libcuda import Event
 from kvferry.proto.specs import Direction
 
 SLOW = 150e-6

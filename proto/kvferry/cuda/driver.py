@@ -1,13 +1,17 @@
-"""The CUDA driver, as far as both sides of the wire need it: a few typed calls through ctypes.
+"""The calls of the CUDA driver (libcuda.so.1) that the client and the daemon use, through ctypes.
 
-IPC handles are part of the wire, so the client that makes them and the daemon that opens them
-share this file. A call releases the GIL, but for those that only put something into a queue or look
-at an event (`_QUICK`): they are over sooner than the GIL would be had again. Nothing here needs
-torch; a call acts on the context that is current in its thread, which `retain_context` takes from
-the device: its primary one, the same that torch uses.
+The client calls it to export KV tensors and to signal a timeline, the daemon from its device worker
+and its pinning threads. A call acts on the context that is current in the calling thread;
+`retain_context` takes the primary context of a device, the one that torch uses. Names and types are
+those of cuda.h (CUDA 12.8 and later). A call releases the GIL, except those in `_QUICK`, which only
+enqueue work or query an event. A driver error becomes Failed(DRIVER) with the name of the call and
+the driver's error text.
 
-Names and types are those of cuda.h (CUDA 12.8 and later). Errors of the driver are translated
-once, here, to Failed(DRIVER) with the call's name and the driver's own words.
+Why ctypes and not NVIDIA's cuda-bindings: the client runs in the environment of an engine, which
+belongs to somebody else, and must stay light. cuda-bindings would add a compiled dependency whose
+major version must match the CUDA generation there (12.x and 13.x are separate wheels). And a
+batched copy takes arrays of addresses and sizes, which the daemon already has as numpy arrays:
+ctypes passes their pointers and builds no Python lists.
 """
 
 from __future__ import annotations
@@ -25,10 +29,10 @@ import numpy as np
 from kvferry.proto.errors import Code, Failed, Refused
 
 IPC_HANDLE_BYTES = 64
+# As cuda.h numbers it: CUDA 12.8.
 MIN_DRIVER = 12080
-"""As cuda.h numbers it: CUDA 12.8."""
-TOO_OLD = "the NVIDIA driver is too old: one of CUDA 12.8 or newer (570) is needed"
-WITHOUT = "mend that, or do without a GPU (kvferryd --device cpu)"
+TOO_OLD = "the NVIDIA driver is too old; install 570 or newer (CUDA 12.8)"
+WITHOUT = "use kvferryd --device cpu, or repair the driver"
 
 _NOT_READY = 600
 _POINTER_LEGACY_IPC_CAPABLE = 10
@@ -141,7 +145,7 @@ class Driver:
             self._library = ctypes.CDLL("libcuda.so.1")
             self._quick = ctypes.PyDLL("libcuda.so.1")
         except OSError as error:
-            message = f"the NVIDIA driver (libcuda.so.1) is not on this machine: {WITHOUT}"
+            message = f"no NVIDIA driver ({error}); {WITHOUT}"
             raise Refused(Code.NO_DEVICE, message, str(error)) from error
         self._functions: dict[str, Any] = {}
         for name, arguments in _PROTOTYPES.items():
@@ -149,7 +153,7 @@ class Driver:
             try:
                 function = getattr(library, name)
             except AttributeError as error:
-                raise Refused(Code.NO_DEVICE, TOO_OLD, str(error)) from error
+                raise Refused(Code.NO_DEVICE, f"{error}: {TOO_OLD}", str(error)) from error
             function.argtypes = arguments
             function.restype = c_int
             self._functions[name] = function
@@ -161,7 +165,7 @@ class Driver:
         try:
             self.call("cuInit", 0)
         except Failed as error:
-            message = f"the NVIDIA driver cannot start ({error.message}): {WITHOUT}"
+            message = f"the NVIDIA driver cannot start ({error.value}); {WITHOUT}"
             raise Refused(Code.NO_DEVICE, message, error.value) from error
 
     def call(self, name: str, *arguments: Any) -> None:
@@ -173,7 +177,8 @@ class Driver:
         text = c_char_p()
         self._library.cuGetErrorString(c_int(result), byref(text))
         said = (text.value or b"unknown error").decode()
-        return Failed(Code.DRIVER, f"{name}: {said}", result)
+        failure = f"{name} returned {result}: {said}"
+        return Failed(Code.DRIVER, f"{failure}; check nvidia-smi and the kernel log", failure)
 
     def optional(self, name: str, *, quick: bool = False) -> Any:
         """A function that not every driver has, with untyped arguments; None where it is not.

@@ -1,13 +1,12 @@
-"""Device memory that is shared by file descriptor: the driver's virtual memory calls.
+"""Device memory that is shared by file descriptor: the driver's virtual memory (VMM) calls.
 
-Physical memory is made without an address (cuMemCreate) and exported as a file descriptor; whoever
-has the descriptor imports the memory, reserves addresses for it, maps it there, and says which
-device may access it. The memory lives as long as anybody holds a descriptor or has it mapped: a
-process that was killed takes none of it along, and a process without CUDA can keep it by doing
-nothing. Unlike the handle of CUDA IPC, a descriptor works after its maker's death.
+The daemon's device worker allocates physical memory (cuMemCreate) and exports it as a file
+descriptor. A process that has the descriptor imports the memory, reserves addresses, maps it there
+and sets the device's access. The memory lives as long as a process holds a descriptor of it or has
+it mapped, so it outlives a killed process, and a process without CUDA can keep it. Unlike a CUDA
+IPC handle, a descriptor works after the exporting process has died.
 
-The handle that stands for physical memory in one process is let go as soon as it is mapped: from
-then on the mapping holds the memory.
+The handle of physical memory is released as soon as it is mapped: the mapping holds the memory.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import os
 from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint64, c_ushort, c_void_p
 from dataclasses import dataclass
 
+from kvferry.cuda.driver import Driver, Location
 from kvferry.proto.errors import Code, Failed, Refused
-from kvferry.proto.libcuda import Driver, Location
 
 _PINNED, _DEVICE, _POSIX_DESCRIPTOR, _READ_WRITE = 1, 1, 1, 3
 
@@ -105,7 +104,8 @@ class VirtualMemory:
         except Failed as error:
             raise Failed(
                 Code.MAP_FAILED,
-                f"{nbytes} bytes of the device memory cannot be mapped ({error.message})",
+                f"cannot map {nbytes} bytes of device memory ({error.value}); "
+                "export at least as many",
                 error.value,
             ) from error
         finally:
@@ -126,8 +126,8 @@ class VirtualMemory:
         except Failed as error:
             raise Refused(
                 Code.NOT_SHAREABLE,
-                f"what is registered is no memory of a GPU ({error.message}): this daemon serves "
-                f"tensors on {self._driver.device_uuid(self._ordinal)}",
+                f"the registered memory is not GPU memory ({error.value}); register tensors on "
+                f"{self._driver.device_uuid(self._ordinal)}",
                 error.value,
             ) from error
         return handle
@@ -137,10 +137,12 @@ class VirtualMemory:
         self._driver.call(name, byref(properties), handle)
         where = properties.location
         if (where.type, where.id) != (_DEVICE, self._ordinal):
+            found = f"location {where.id} of type {where.type}"
             raise Refused(
                 Code.DEVICE_MISMATCH,
-                f"the memory is not that of {self._driver.device_uuid(self._ordinal)}",
-                f"location {where.id} of type {where.type}",
+                f"the registered memory is on another device ({found}); register tensors on "
+                f"{self._driver.device_uuid(self._ordinal)}",
+                found,
             )
 
     def _map(self, handle: c_uint64, nbytes: int) -> DeviceMemory:

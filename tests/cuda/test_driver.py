@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from kvferry.cuda.driver import Driver
 from kvferry.daemon.engine.cuda import engine
 from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.libcuda import Driver
 
 WORDS = b"no CUDA-capable device is detected"
 
@@ -58,7 +58,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 def test_a_driver_that_is_too_old(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     library.version = 12040
     monkeypatch.setattr(engine, "driver", Driver)
-    with pytest.raises(Refused, match=r"CUDA 12\.8 or newer") as refused:
+    with pytest.raises(Refused, match=r"install 570 or newer") as refused:
         CudaEngine("0", CudaOptions("auto", 64 << 20, 1 << 20))
     assert (refused.value.code, refused.value.value) == (Code.NO_DEVICE, "CUDA 12.4")
 
@@ -66,7 +66,7 @@ def test_a_driver_that_is_too_old(library: Library, monkeypatch: pytest.MonkeyPa
 def test_a_driver_that_is_older_still(library: Library) -> None:
     """It lacks calls that every driver of ours has."""
     library.missing = "cuStreamWriteValue64_v2"
-    with pytest.raises(Refused, match=r"CUDA 12\.8 or newer") as refused:
+    with pytest.raises(Refused, match=r"install 570 or newer") as refused:
         Driver()
     assert refused.value.code == Code.NO_DEVICE
     assert library.missing in refused.value.value
@@ -74,9 +74,10 @@ def test_a_driver_that_is_older_still(library: Library) -> None:
 
 def test_a_driver_that_cannot_start(library: Library) -> None:
     library.init = 100
-    with pytest.raises(Refused, match="cuInit: no CUDA-capable device is detected") as refused:
+    failure = "cuInit returned 100: no CUDA-capable device is detected"
+    with pytest.raises(Refused, match=failure) as refused:
         Driver()
-    assert (refused.value.code, refused.value.value) == (Code.NO_DEVICE, "100")
+    assert (refused.value.code, refused.value.value) == (Code.NO_DEVICE, failure)
 
 
 @pytest.mark.parametrize(("before", "behind"), [(100, 100), (7, 7), (None, 101)])

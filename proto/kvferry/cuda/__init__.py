@@ -1,0 +1,1 @@
+"""Calls of the CUDA driver that the client and the daemon share. Imports numpy and ctypes only."""

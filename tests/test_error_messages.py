@@ -1,0 +1,420 @@
+"""Every error code, provoked once: its message states the value and ends with what to change."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import re
+import socket
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.client.cli import status as cli_status
+from kvferry.client.tensors import device
+from kvferry.cuda.driver import Driver
+from kvferry.cuda.virtual_memory import VirtualMemory
+from kvferry.daemon import config
+from kvferry.daemon.access.admission import Admission, Credentials
+from kvferry.daemon.access.endpoint import Endpoint
+from kvferry.daemon.core.actions import (
+    BlocksCorrupted,
+    Send,
+    StartTransfer,
+    TensorsMapped,
+    TransferCompleted,
+)
+from kvferry.daemon.core.core import Core, DaemonIdentity
+from kvferry.daemon.core.records import engine_owner
+from kvferry.daemon.engine.pool import HostPool
+from kvferry.daemon.observability.probe import Probe
+from kvferry.proto import messages as wire
+from kvferry.proto.codec import MAX_OTHER_BYTES, decode_client_message
+from kvferry.proto.errors import Code, ErrorInfo, KVFerryError, error_of
+from kvferry.proto.memory import FdAllocation, HostRegion, Location
+from kvferry.proto.messages import Outcome
+from kvferry.proto.specs import (
+    CPULoadStoreSpec,
+    Direction,
+    GPULoadStoreSpec,
+    KeyLoadStoreSpec,
+    KVLayout,
+    TensorLayout,
+    TensorRef,
+)
+from kvferry.proto.status import DeviceInfo, Fingerprint, Limits
+from kvferry.shm.memfd import check_sealed
+from kvferry.testing.raw import Raw
+
+PAGE = 1024
+LAYOUT = KVLayout((TensorLayout(8, PAGE, PAGE),), ((TensorRef(0, PAGE),),))
+FINGERPRINT = Fingerprint("llama", PAGE, key_bytes=1)
+MAX_JOBS = 2
+# The last clause of a message: what to do, in the imperative.
+ADVICE = re.compile(
+    r"; (add|check|complete|connect|correct|create|export|give|install|load|look|make|name|open|"
+    r"pass|poll|raise|register|remove|request|run|seal|see|send|set|split|start|stop|store|submit|"
+    r"treat|try|unpin|use|wait|write)\b[^;]+$"
+)
+
+
+class CoreFixture:
+    """A core with a session "s" of engine "engine"; its KV caches have 8 GPU and 4 host blocks."""
+
+    def __init__(self, *, registered: bool = True, namespace: bool = False) -> None:
+        limits = Limits(1 << 20, 1 << 10, MAX_JOBS)
+        identity = DaemonIdentity("0.1", "boot", 4711, DeviceInfo("cpu", "cpu", "memory"), limits)
+        self.core = Core(identity, 64 * PAGE, started=100.0)
+        self.core.welcome("s", wire.Hello(wire.PROTOCOL, wire.PROTOCOL, "test", "engine"))
+        if namespace:
+            self.ask(wire.OpenNamespace(1, FINGERPRINT, 4 * PAGE))
+        if registered:
+            host_bytes = None if namespace else 4 * PAGE
+            self.ask(wire.AllocateKVCaches(1, LAYOUT, host_bytes))
+            self.core.report(TensorsMapped(1, "s"))
+
+    def ask(self, message: wire.ClientMessage, session: str = "s") -> list[Any]:
+        return self.core.handle(session, message, now=101.0)
+
+    def submit(self, src: Any, dst: Any, job_id: int = 7, wait_for: int = 0) -> list[Any]:
+        return self.ask(wire.Submit(job_id, src, dst, wait_for))
+
+    def store(self, gpu: list[int], host: list[int], job_id: int = 7, wait_for: int = 0) -> Any:
+        return self.submit(GPULoadStoreSpec(gpu), CPULoadStoreSpec(host), job_id, wait_for)
+
+    def load(self, host: list[int], gpu: list[int], job_id: int = 8) -> list[Any]:
+        return self.submit(CPULoadStoreSpec(host), GPULoadStoreSpec(gpu), job_id)
+
+    def end(self, started: list[Any], outcome: Outcome = Outcome.DONE) -> list[Any]:
+        (serial,) = [action.plan.serial for action in started if isinstance(action, StartTransfer)]
+        return self.core.report(TransferCompleted(serial, outcome))
+
+
+def sent_error(actions: list[Any]) -> ErrorInfo:
+    """The only error that these actions send to a client."""
+    found: list[ErrorInfo] = []
+    for message in [action.message for action in actions if isinstance(action, Send)]:
+        if isinstance(message, wire.Error):
+            found.append(message.error)
+        if isinstance(message, wire.Finished):
+            found += [result.error for result in message.results if result.error is not None]
+    (error,) = found
+    return error
+
+
+def bad_message(_: pytest.FixtureRequest) -> ErrorInfo:
+    return raised(lambda: decode_client_message(b"\xc1\x00"))
+
+
+def message_too_large(_: pytest.FixtureRequest) -> ErrorInfo:
+    return raised(lambda: decode_client_message(bytes(MAX_OTHER_BYTES + 1)))
+
+
+def protocol_version(_: pytest.FixtureRequest) -> ErrorInfo:
+    hello = wire.Hello(77, 99, "test", "engine")
+    return sent_error(CoreFixture().core.welcome("t", hello))
+
+
+def no_session(request: pytest.FixtureRequest) -> ErrorInfo:
+    with Raw(request.getfixturevalue("kvferryd").directory) as raw:
+        return raw.ask(wire.StatusRequest(1), wire.Error).error
+
+
+def unknown_ticket(request: pytest.FixtureRequest) -> ErrorInfo:
+    with Raw(request.getfixturevalue("kvferryd").directory, "engine") as raw:
+        memory = (FdAllocation(17, 8 * PAGE),), (Location(0, 0),)
+        return raw.ask(wire.RegisterKVCaches(1, LAYOUT, *memory, PAGE), wire.Error).error
+
+
+def not_registered(_: pytest.FixtureRequest) -> ErrorInfo:
+    return sent_error(CoreFixture(registered=False).store([0], [0]))
+
+
+def already_registered(_: pytest.FixtureRequest) -> ErrorInfo:
+    return sent_error(CoreFixture().ask(wire.AllocateKVCaches(2, LAYOUT, PAGE)))
+
+
+def bad_layout(_: pytest.FixtureRequest) -> ErrorInfo:
+    memory = (FdAllocation(1, 4096),), (Location(0, 0),)
+    message = wire.RegisterKVCaches(1, LAYOUT, *memory, PAGE)
+    return sent_error(CoreFixture(registered=False).ask(message))
+
+
+def unknown_tensor(_: pytest.FixtureRequest) -> ErrorInfo:
+    layout = KVLayout(LAYOUT.tensors, ((TensorRef(5, PAGE),),))
+    message = wire.AllocateKVCaches(1, layout, PAGE)
+    return sent_error(CoreFixture(registered=False).ask(message))
+
+
+def unknown_group(_: pytest.FixtureRequest) -> ErrorInfo:
+    gpu = GPULoadStoreSpec([0, 1], (1, 1), (0, 0))
+    return sent_error(CoreFixture().submit(gpu, CPULoadStoreSpec([0, 1])))
+
+
+def bad_spec(_: pytest.FixtureRequest) -> ErrorInfo:
+    return sent_error(CoreFixture().submit(GPULoadStoreSpec([0]), GPULoadStoreSpec([1])))
+
+
+def size_mismatch(_: pytest.FixtureRequest) -> ErrorInfo:
+    gpu = GPULoadStoreSpec([0, 1, 2], (2,), (0,))
+    return sent_error(CoreFixture().submit(gpu, CPULoadStoreSpec([0, 1])))
+
+
+def block_out_of_range(_: pytest.FixtureRequest) -> ErrorInfo:
+    return sent_error(CoreFixture().store([0], [99]))
+
+
+def duplicate_block(_: pytest.FixtureRequest) -> ErrorInfo:
+    return sent_error(CoreFixture().store([0, 1], [3, 3]))
+
+
+def duplicate_job(_: pytest.FixtureRequest) -> ErrorInfo:
+    fixture = CoreFixture()
+    fixture.store([0], [0])
+    return sent_error(fixture.store([1], [1]))
+
+
+def no_timeline(_: pytest.FixtureRequest) -> ErrorInfo:
+    return sent_error(CoreFixture().store([0], [0], wait_for=12))
+
+
+def not_shareable(_: pytest.FixtureRequest) -> ErrorInfo:
+    descriptor = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    try:
+        return raised(lambda: check_sealed(descriptor, "the timeline page"))
+    finally:
+        os.close(descriptor)
+
+
+def device_mismatch(request: pytest.FixtureRequest) -> ErrorInfo:
+    driver = SimpleNamespace(device_count=lambda: 1, device_uuid=lambda _: "GPU-here")
+    request.getfixturevalue("monkeypatch").setattr(device, "driver", lambda: driver)
+    return raised(lambda: device.ordinal_of("GPU-there"))
+
+
+def pool_full(_: pytest.FixtureRequest) -> ErrorInfo:
+    return sent_error(CoreFixture(registered=False).ask(wire.AllocateKVCaches(1, LAYOUT, 1 << 20)))
+
+
+def unknown_namespace(_: pytest.FixtureRequest) -> ErrorInfo:
+    return sent_error(CoreFixture().ask(wire.Touch((b"a",))))
+
+
+def namespace_mismatch(_: pytest.FixtureRequest) -> ErrorInfo:
+    other = Fingerprint("qwen", PAGE, key_bytes=1)
+    return sent_error(CoreFixture(namespace=True).ask(wire.OpenNamespace(2, other, PAGE)))
+
+
+def bad_key(_: pytest.FixtureRequest) -> ErrorInfo:
+    host = KeyLoadStoreSpec((b"long",))
+    return sent_error(CoreFixture(namespace=True).submit(GPULoadStoreSpec([0]), host))
+
+
+def key_absent(_: pytest.FixtureRequest) -> ErrorInfo:
+    host = KeyLoadStoreSpec((b"a",))
+    return sent_error(CoreFixture(namespace=True).submit(host, GPULoadStoreSpec([0])))
+
+
+def not_pinned(_: pytest.FixtureRequest) -> ErrorInfo:
+    return sent_error(CoreFixture(namespace=True).ask(wire.Unpin((b"a",))))
+
+
+def cache_full(_: pytest.FixtureRequest) -> ErrorInfo:
+    host = KeyLoadStoreSpec((b"a", b"b", b"c", b"d", b"e"))
+    return sent_error(CoreFixture(namespace=True).submit(GPULoadStoreSpec(range(5)), host))
+
+
+def stale(_: pytest.FixtureRequest) -> ErrorInfo:
+    return sent_error(CoreFixture().load([2], [0]))
+
+
+def busy(_: pytest.FixtureRequest) -> ErrorInfo:
+    fixture = CoreFixture()
+    for job_id in range(MAX_JOBS):
+        fixture.store([job_id], [job_id], job_id)
+    return sent_error(fixture.store([3], [3], MAX_JOBS))
+
+
+def forbidden(_: pytest.FixtureRequest) -> ErrorInfo:
+    return raised(lambda: Admission("").check(Credentials(61001, 61001, 4711)))
+
+
+def bad_config(_: pytest.FixtureRequest) -> ErrorInfo:
+    return raised(lambda: config.read(["--copy-staging", "much"]))
+
+
+def no_device(request: pytest.FixtureRequest) -> ErrorInfo:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    request.getfixturevalue("monkeypatch").setattr(ctypes, "CDLL", missing)
+    return raised(Driver)
+
+
+def endpoint_in_use(request: pytest.FixtureRequest) -> ErrorInfo:
+    directory: Path = request.getfixturevalue("short_path") / "cpu"
+    with closing(Endpoint(directory, Admission())):
+        return raised(lambda: Endpoint(directory, Admission()))
+
+
+def pool_too_large(_: pytest.FixtureRequest) -> ErrorInfo:
+    return raised(lambda: HostPool(1 << 50, 1 << 30))
+
+
+def copy_failed(_: pytest.FixtureRequest) -> ErrorInfo:
+    """A device that reports completed copies and copies nothing."""
+    memory = ctypes.create_string_buffer(8192)
+
+    def reply(message: wire.ClientMessage) -> None:
+        match message:
+            case wire.AllocateKVCaches():
+                probe.hear(wire.Allocated(0, HostRegion(2, 4096, False), (), ()))
+            case wire.Submit(job_id):
+                result = wire.JobResult(job_id, Direction.LOAD, Outcome.DONE, 4096)
+                probe.hear(wire.Finished((result,)))
+
+    async def round_trip() -> None:
+        await probe.round()
+
+    probe = Probe(reply, ctypes.addressof(memory))
+    return raised(lambda: asyncio.run(round_trip()))
+
+
+def failing_driver(request: pytest.FixtureRequest, failing: str) -> Driver:
+    """A driver of which one function returns 2, and the others succeed."""
+
+    class Library:
+        def __getattr__(self, name: str) -> Callable[..., int]:
+            def function(*arguments: Any) -> int:
+                if name == "cuGetErrorString":
+                    arguments[1]._obj.value = b"out of memory"
+                if name == "cuMemGetAllocationPropertiesFromHandle":
+                    arguments[0]._obj.location.type = 1
+                return 2 if name == failing else 0
+
+            return function
+
+    for loader in ("CDLL", "PyDLL"):
+        request.getfixturevalue("monkeypatch").setattr(ctypes, loader, lambda _: Library())
+    return Driver()
+
+
+def map_failed(request: pytest.FixtureRequest) -> ErrorInfo:
+    memory = VirtualMemory(failing_driver(request, "cuMemMap"), 0)
+    return raised(lambda: memory.open(0, 1 << 21))
+
+
+def driver_(request: pytest.FixtureRequest) -> ErrorInfo:
+    driver = failing_driver(request, "cuMemAlloc_v2")
+    return raised(lambda: driver.allocate(4096))
+
+
+def corrupt_block(_: pytest.FixtureRequest) -> ErrorInfo:
+    fixture = CoreFixture()
+    fixture.end(fixture.store([0], [3]))
+    started = fixture.load([3], [1])
+    fixture.core.report(BlocksCorrupted(engine_owner("engine"), np.array([3]), ()))
+    return sent_error(fixture.end(started))
+
+
+def cancelled(_: pytest.FixtureRequest) -> ErrorInfo:
+    fixture = CoreFixture()
+    return sent_error(fixture.end(fixture.store([0], [0], job_id=41), Outcome.CANCELLED))
+
+
+def timeout(request: pytest.FixtureRequest) -> ErrorInfo:
+    """A process that listens and never replies."""
+    directory: Path = request.getfixturevalue("short_path")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(directory / "kvferry.sock"))
+        listening.listen()
+        return raised(lambda: cli_status.ask(directory, timeout=0.1))
+
+
+def engine_gone(_: pytest.FixtureRequest) -> ErrorInfo:
+    """The scheduler's job, when the worker that registered the tensors disconnects."""
+    fixture = CoreFixture()
+    fixture.core.welcome("t", wire.Hello(wire.PROTOCOL, wire.PROTOCOL, "test", "engine"))
+    spec = GPULoadStoreSpec([0]), CPULoadStoreSpec([0])
+    started = fixture.ask(wire.Submit(1, *spec), "t")
+    fixture.core.leave("s")
+    return sent_error(fixture.end(started, Outcome.CANCELLED))
+
+
+def daemon_gone(request: pytest.FixtureRequest) -> ErrorInfo:
+    return raised(lambda: cli_status.locate(request.getfixturevalue("tmp_path")))
+
+
+def shutting_down(_: pytest.FixtureRequest) -> ErrorInfo:
+    fixture = CoreFixture()
+    fixture.core.stop()
+    return sent_error(fixture.store([0], [0]))
+
+
+def raised(provoke: Callable[[], object]) -> ErrorInfo:
+    with pytest.raises(KVFerryError) as caught:
+        provoke()
+    return caught.value.info
+
+
+CASES = {
+    Code.BAD_MESSAGE: bad_message,
+    Code.MESSAGE_TOO_LARGE: message_too_large,
+    Code.PROTOCOL_VERSION: protocol_version,
+    Code.NO_SESSION: no_session,
+    Code.NOT_REGISTERED: not_registered,
+    Code.ALREADY_REGISTERED: already_registered,
+    Code.BAD_LAYOUT: bad_layout,
+    Code.UNKNOWN_TENSOR: unknown_tensor,
+    Code.UNKNOWN_GROUP: unknown_group,
+    Code.UNKNOWN_TICKET: unknown_ticket,
+    Code.BAD_SPEC: bad_spec,
+    Code.SIZE_MISMATCH: size_mismatch,
+    Code.BLOCK_OUT_OF_RANGE: block_out_of_range,
+    Code.DUPLICATE_BLOCK: duplicate_block,
+    Code.DUPLICATE_JOB: duplicate_job,
+    Code.NO_TIMELINE: no_timeline,
+    Code.NOT_SHAREABLE: not_shareable,
+    Code.DEVICE_MISMATCH: device_mismatch,
+    Code.POOL_FULL: pool_full,
+    Code.UNKNOWN_NAMESPACE: unknown_namespace,
+    Code.NAMESPACE_MISMATCH: namespace_mismatch,
+    Code.BAD_KEY: bad_key,
+    Code.KEY_ABSENT: key_absent,
+    Code.NOT_PINNED: not_pinned,
+    Code.CACHE_FULL: cache_full,
+    Code.STALE: stale,
+    Code.BUSY: busy,
+    Code.FORBIDDEN: forbidden,
+    Code.BAD_CONFIG: bad_config,
+    Code.NO_DEVICE: no_device,
+    Code.ENDPOINT_IN_USE: endpoint_in_use,
+    Code.POOL_TOO_LARGE: pool_too_large,
+    Code.COPY_FAILED: copy_failed,
+    Code.MAP_FAILED: map_failed,
+    Code.DRIVER: driver_,
+    Code.CORRUPT_BLOCK: corrupt_block,
+    Code.CANCELLED: cancelled,
+    Code.TIMEOUT: timeout,
+    Code.ENGINE_GONE: engine_gone,
+    Code.DAEMON_GONE: daemon_gone,
+    Code.SHUTTING_DOWN: shutting_down,
+}
+
+
+@pytest.mark.parametrize("code", Code)
+def test_an_error_states_its_value_and_ends_with_advice(
+    code: Code, request: pytest.FixtureRequest
+) -> None:
+    error = CASES[code](request)
+    assert error.code == code
+    assert error.value, error.message
+    assert error.value in error.message
+    assert ADVICE.search(error.message), error.message
+    assert str(error_of(error)) == f"[{code}] {error.message}"
