@@ -4,12 +4,12 @@
 
 submit   in the client: Conversation.submit
 plan     in the daemon's loop: decode_client_message and Core.handle
-start    in the lane's thread: from an order taken to CopyEngine.submit called
+start    in the device worker: from a command taken to CopyEngine.submit called
 
 Stores and loads in turn, of one block of 2 MiB and of 2,048 of 4 KiB, ids at random. *awake*: one
 phase after the other. *asleep*: before each its thread sleeps for 1 ms and other memory passes
 through the caches; this is what a job meets that comes alone. Sockets and wake-ups are not in it:
-client, core, and a lane over the reference engine are all in this process.
+client, core, and a device worker over the reference engine are all in this process.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from kvferry.client.conversation import Conversation
 from kvferry.daemon.core.actions import MapTensors, Report, StartTransfer
 from kvferry.daemon.core.core import Core, DaemonIdentity
 from kvferry.daemon.core.layout import Extent
+from kvferry.daemon.device.mappings import MapCommand
+from kvferry.daemon.device.worker import Command, DeviceWorker
 from kvferry.daemon.engine.base import Mapping
 from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.engine.reference import ReferenceEngine
-from kvferry.daemon.lane.lane import Lane, Order
-from kvferry.daemon.lane.quay import MapOrder
 from kvferry.proto.codec import decode_client_message
 from kvferry.proto.messages import PROTOCOL, AllocateKVCaches, Hello, Submit
 from kvferry.proto.specs import (
@@ -66,7 +66,7 @@ def main(jobs: int) -> None:
 
 
 class Engine(ReferenceEngine):
-    """Notes when it was given a piece."""
+    """Notes when it was given a chunk."""
 
     given = 0.0
 
@@ -75,21 +75,21 @@ class Engine(ReferenceEngine):
         return super().submit(direction, mapping, run)
 
 
-class StampedLane(Lane):
-    """Notes when it took an order."""
+class StampedWorker(DeviceWorker):
+    """Notes when it took a command."""
 
     asleep = False
     taken = 0.0
 
-    def _obey(self, order: Order) -> None:
+    def _handle(self, command: Command) -> None:
         if self.asleep:
             sleep()
         self.taken = clock()
-        super()._obey(order)
+        super()._handle(command)
 
 
 class Dock:
-    """A client, a core and a lane, and one registration of one tensor."""
+    """A client, a core and a device worker, and one registration of one tensor."""
 
     def __init__(self, blocks: int, block_bytes: int, num_blocks: int) -> None:
         self.blocks, self.num_blocks = blocks, num_blocks
@@ -98,8 +98,8 @@ class Dock:
         self.engine = Engine()
         self.pool = HostPool(num_blocks * block_bytes, num_blocks * block_bytes)
         self.pool.ready_bytes = self.pool.nbytes
-        self.lane = StampedLane(self.engine, self.pool, self.reports.put, print)
-        self.lane.start()
+        self.worker = StampedWorker(self.engine, self.pool, self.reports.put, print)
+        self.worker.start()
         self.client = Conversation(SESSION, SESSION)
         limits = Limits(1 << 25, 1 << 20, 64)
         identity = DaemonIdentity("", "", 0, self.engine.info, limits)
@@ -110,19 +110,19 @@ class Dock:
         (action,) = (
             a for a in self.core.handle(SESSION, request, 0.0) if isinstance(a, MapTensors)
         )
-        self.lane.post(MapOrder(action, (), None))
+        self.worker.post(MapCommand(action, (), None))
         self.core.report(self.report())
         every = np.arange(num_blocks)  # what nobody stored is not loaded
         (start,) = self.core.handle(
             SESSION, Submit(0, GPULoadStoreSpec(every), CPULoadStoreSpec(every)), 0.0
         )
         assert isinstance(start, StartTransfer)
-        self.lane.post(start)
+        self.worker.post(start)
         self.core.report(self.report())
 
     def run(self, jobs: int, asleep: bool) -> list[tuple[float, float, float]]:
         """Seconds of each phase, job by job."""
-        self.lane.asleep = asleep
+        self.worker.asleep = asleep
         directions = islice(cycle(Direction), WARM_UPS + jobs)
         return [self.job(direction, asleep) for direction in directions][WARM_UPS:]
 
@@ -142,16 +142,16 @@ class Dock:
         (start,) = self.core.handle(SESSION, decode_client_message(data), began)
         plan = clock() - began
         assert isinstance(start, StartTransfer)
-        self.lane.post(start)
+        self.worker.post(start)
         self.core.report(self.report())
-        return submit, plan, self.engine.given - self.lane.taken
+        return submit, plan, self.engine.given - self.worker.taken
 
     def report(self) -> Report:
         (report,) = self.reports.get()
         return report
 
     def close(self) -> None:
-        self.lane.close()
+        self.worker.close()
         self.pool.close(self.engine)
 
 

@@ -1,10 +1,10 @@
-"""What the lane loses of the link, on any machine: the CUDA engine over a driver that keeps time.
+"""What the device worker loses of the link: the CUDA engine over a driver that keeps time.
 
     python tests/bench/link_time.py [--slow 2]
 
 The driver copies nothing: a fragment takes its time on a link of 56.1 GB/s, a kernel 0.13 ms, one
 after the other on their streams, and an event is reached when its time has come. What a job takes
-more than the link does is the lane's and the engine's own: naps, Python, room that comes late.
+more than the link does is the worker's and the engine's own: sleeps, Python, room that comes late.
 Client, sockets and loop are not in it, nor what a GPU takes between two fragments.
 
 Beside another process that always has kernels to run, those of staged copies come when that one's
@@ -15,7 +15,7 @@ waits for another slice.
     once     of one job behind 20 ms of nothing, median
     beside   as row, beside such a process; and how many turns of the GPU each job took
 
---slow: what the lane does for a piece takes so many times as long, as on a slow CPU.
+--slow: what the worker does for a chunk takes so many times as long, as on a slow CPU.
 """
 
 from __future__ import annotations
@@ -38,12 +38,11 @@ import numpy as np
 from kvferry.cuda.driver import Event
 from kvferry.daemon.core.actions import CopyPlan, Report, StartTransfer, TransferCompleted
 from kvferry.daemon.core.layout import BlockLayout
+from kvferry.daemon.device.transfer_queues import RegistrationQueues
+from kvferry.daemon.device.worker import DeviceWorker
 from kvferry.daemon.engine.cuda import engine as cuda_engine
-from kvferry.daemon.engine.cuda.drain import Drain
 from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
 from kvferry.daemon.engine.pool import HostPool
-from kvferry.daemon.lane.berth import Berth
-from kvferry.daemon.lane.lane import Lane
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import CalibrationPoint, CopyStatus
@@ -71,7 +70,7 @@ def main() -> None:
     )
     parser.add_argument("--slow", type=float, default=1.0, help="times as long (default: 1)")
     times = parser.parse_args().slow
-    for owner, name in ((Lane, "_submit"), (Lane, "_reap"), (Drain, "_enqueue")):
+    for owner, name in ((DeviceWorker, "_submit_head"), (DeviceWorker, "_poll")):
         setattr(owner, name, slowed(getattr(owner, name), times))
     print(f"{'':24}{'link':>6}{'row':>7}{'least..most':>14}{'once':>7}", end="")
     print(f"{'beside':>8}{'least..most':>14}{'turns':>6}")
@@ -228,7 +227,7 @@ class Round(NamedTuple):
 
 
 class Dock:
-    """A lane over such an engine, and plans of jobs for it."""
+    """A device worker over such an engine, and plans of jobs for it."""
 
     def __init__(self, mode: str, page: int, driver: Callable[[], Driver]) -> None:
         always = 0 if mode == "direct" else 1 << 40
@@ -249,11 +248,12 @@ class Dock:
         self._geometry = BlockLayout(LayoutArrays.from_layout(layout), 0, HOST_BLOCKS)
         self._reports: queue.SimpleQueue[list[Report]] = queue.SimpleQueue()
         pool = cast(HostPool, SimpleNamespace(address=POOL, ready_bytes=1 << 60))
-        self._lane = Lane(engine, pool, self._reports.put, lambda error: os._exit(1))
-        self._lane.start()
-        self._lane.enter()
+        self._worker = DeviceWorker(engine, pool, self._reports.put, lambda error: os._exit(1))
+        self._worker.start()
         bases = (np.arange(tensors, dtype=np.int64) << 34) + TENSOR
-        self._lane._berths[1] = Berth(engine._mapping(self._geometry, bases, []), None)
+        self._worker._registrations[1] = RegistrationQueues(
+            engine._mapping(self._geometry, bases, []), None
+        )
         self._serials, self._random = count(1), np.random.default_rng(0)
 
     def round(self, direction: Direction) -> Round:
@@ -279,7 +279,7 @@ class Dock:
         return clock() - begin
 
     def _start(self, plan: CopyPlan) -> None:
-        self._lane.post(StartTransfer(plan, "bench", plan.serial, NO_CARGO))
+        self._worker.post(StartTransfer(plan, "bench", plan.serial, NO_CARGO))
 
     def _ends(self) -> Iterator[TransferCompleted]:
         return (each for each in self._reports.get() if isinstance(each, TransferCompleted))
@@ -301,4 +301,4 @@ def spend(seconds: float) -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # lanes end with the process
+    os._exit(0)  # workers end with the process

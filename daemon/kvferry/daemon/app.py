@@ -32,11 +32,11 @@ from kvferry.daemon.access.endpoint import Endpoint
 from kvferry.daemon.config import Config, HealthConfig
 from kvferry.daemon.core.core import Core, DaemonIdentity
 from kvferry.daemon.core.regions import MAX_REGIONS
+from kvferry.daemon.device.command_queue import Ping
+from kvferry.daemon.device.worker import DeviceWorker
 from kvferry.daemon.engine.base import CopyEngine
 from kvferry.daemon.engine.pool import HostPool, check_fits, give_back, taken_bytes, whole_pages
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
-from kvferry.daemon.lane.inbox import Listen
-from kvferry.daemon.lane.lane import Lane
 from kvferry.daemon.logs import start_logging, unfailing
 from kvferry.daemon.observability.health import Health, HealthTimeouts
 from kvferry.daemon.observability.http import MetricsServer
@@ -153,6 +153,11 @@ CHUNK = "pool-"
 GC_THRESHOLDS = 10_000, 50, 100_000
 
 
+# Seconds for which the event loop and the device worker may keep the GIL from each other. Python's
+# default is 5 ms: as long as the link takes for 280 MB.
+SWITCH_INTERVAL = 5e-4
+
+
 @dataclass(frozen=True, slots=True)
 class RecoveredState:
     """What an earlier daemon left, and who keeps descriptors for the next one.
@@ -215,18 +220,20 @@ async def run(
             )
             publisher = KVEventPublisher(config.events.publish or f"ipc://{endpoint.events}")
             server = Server(core, endpoint, publisher.publish)
-            lane = Lane(engine, pool, server.lane_reports, server.fail)
+            worker = DeviceWorker(engine, pool, server.device_reports, server.fail)
             scrub_rate = parse_bytes(config.integrity.scrub_rate)
             region_store = RegionStore(checksums, kept.keeper, server.tell, scrub_rate)
             region_store.restore(kept.ledgers, core.restore)
             shelf = KeptTensorStore(kept.keeper)
             for number, memory in shelf.take_up(kept.ledgers, core.restore_tensors).items():
-                lane.hold(number, memory)
-            health = make_health(config.health, server, lane, pool.address, signals, endpoint.lost)
+                worker.hold(number, memory)
+            health = make_health(
+                config.health, server, worker, pool.address, signals, endpoint.lost
+            )
             gc.freeze()
             gc.set_threshold(*GC_THRESHOLDS)
-            lane.start()
-            lane.enter()
+            sys.setswitchinterval(SWITCH_INTERVAL)
+            worker.start()
             kept.settle()
             pool.fill(engine, server.pool_grew, server.fail)
             region_store.start()
@@ -241,11 +248,11 @@ async def run(
             signals.serving(f"serving {engine.info.name} at {endpoint.directory}")
             if metrics_server:
                 metrics_server.start(server)
-        await server.serve(lane, region_store, shelf, health, config.stop.drain_seconds)
+        await server.serve(worker, region_store, shelf, health, config.stop.drain_seconds)
         await publisher.close()
         if metrics_server:
             await asyncio.to_thread(metrics_server.close)
-        lane.close()
+        worker.close()
         region_store.close()
         pool.close(engine)
     log.info("stopped")
@@ -383,7 +390,7 @@ def make_metrics_server(config: Config, metrics: Metrics) -> MetricsServer | Non
 def make_health(
     config: HealthConfig,
     server: Server,
-    lane: Lane,
+    worker: DeviceWorker,
     address: int,
     signals: SignalHandlers,
     lost: Callable[[], str | None],
@@ -392,4 +399,4 @@ def make_health(
     patience = HealthTimeouts(config.every_seconds, config.deadline_seconds, config.lane_seconds)
     say = server.inside(lambda message: prober.hear(message))
     prober = Probe(say, address)
-    return Health(patience, prober, lambda now: lane.post(Listen(now)), signals, lost)
+    return Health(patience, prober, lambda now: worker.post(Ping(now)), signals, lost)

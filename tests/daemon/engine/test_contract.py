@@ -2,8 +2,8 @@
 copying directly, staged, and as its calibration finds best; the CUDA engine also on paper, where
 the device does things in any order that streams and events allow (paper.py).
 
-Each test drives the real lane over a real pool and compares every byte of the tensors and of the
-pool with a plain model: loops over blocks and pages, as semantics say it.
+Each test drives a real device worker over a real pool and compares every byte of the tensors and
+of the pool with a plain model: loops over blocks and pages, as semantics say it.
 """
 
 from __future__ import annotations
@@ -37,16 +37,15 @@ from kvferry.daemon.core.actions import (
     UnmapTensors,
 )
 from kvferry.daemon.core.layout import BlockLayout
+from kvferry.daemon.device.mappings import MapCommand
+from kvferry.daemon.device.worker import DeviceWorker
 from kvferry.daemon.engine import fd_closer
-from kvferry.daemon.engine.base import CopyEngine, Mapping
-from kvferry.daemon.engine.cuda import direct, drain, link, packing, staged, turns
+from kvferry.daemon.engine.base import ChunkRequest, CopyEngine, Mapping
+from kvferry.daemon.engine.cuda import direct, link, packing, staged
 from kvferry.daemon.engine.cuda import engine as cuda_engine
 from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
-from kvferry.daemon.engine.cuda.piece import Piece
 from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
-from kvferry.daemon.lane.lane import Lane
-from kvferry.daemon.lane.quay import MapOrder
 from kvferry.proto.errors import Code, KVFerryError
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.messages import Outcome
@@ -137,11 +136,11 @@ CROWD = {
 
 @dataclass
 class Bench:
-    """An engine in its lane with one registration, and the model beside it."""
+    """An engine, its device worker with one registration, and the model beside it."""
 
     engine: CopyEngine
     pool: HostPool
-    lane: Lane
+    worker: DeviceWorker
     reports: queue.SimpleQueue[Any]
     serials: Iterator[int] = field(default_factory=lambda: count(1))
 
@@ -162,7 +161,7 @@ class Bench:
         reuse: int | None = None,
         own: tuple[TensorsMapped, tuple[int, ...]] | None = None,
     ) -> tuple[int, TensorsMapped]:
-        """Have the lane allocate tensors; or open those that `own` says, by its descriptors."""
+        """Have the worker allocate tensors; or open those that `own` says, by its descriptors."""
         geometry = BlockLayout(
             LayoutArrays.from_layout(shape), CHUNK // 2, (POOL - CHUNK) // shape.host_block_bytes
         )
@@ -170,17 +169,17 @@ class Bench:
         order = MapTensors(number, "s", geometry, (), None, None, keep, reuse)
         if own is not None:
             order = replace(order, allocations=own[0].allocations, locations=own[0].locations)
-        self.lane.post(MapOrder(order, own[1] if own else (), None))
+        self.worker.post(MapCommand(order, own[1] if own else (), None))
         report = self.report(TensorsMapped)
         assert report.error is None, report.error
         return number, report
 
     def opened(self, number: int) -> Open:
-        mapping = self.lane._berths[number].mapping
+        mapping = self.worker._registrations[number].mapping
         return Open(self, number, mapping.geometry, mapping)
 
     def unmap(self, opened: Open) -> None:
-        self.lane.post(UnmapTensors(opened.number))
+        self.worker.post(UnmapTensors(opened.number))
         assert self.report(TensorsUnmapped).registration == opened.number
 
     def report(self, kind: type[Any]) -> Any:
@@ -234,7 +233,7 @@ class Open:
     ) -> int:
         """Send a transfer on its way, and do it in the model."""
         order = self.order(direction, spec, hosts)
-        self.bench.lane.post(order)
+        self.bench.worker.post(order)
         if model:
             self.model(direction, spec, hosts)
         return order.plan.serial
@@ -321,12 +320,11 @@ def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         for report in some:
             reports.put(report)
 
-    lane = Lane(engine, pool, take, troubles.append)
-    lane.start()
-    lane.enter()
+    worker = DeviceWorker(engine, pool, take, troubles.append)
+    worker.start()
     pool.fill(engine, lambda nbytes: None, troubles.append)
-    yield Bench(engine, pool, lane, reports)
-    lane.close()
+    yield Bench(engine, pool, worker, reports)
+    worker.close()
     pool.close(engine)
     assert not troubles
 
@@ -424,8 +422,8 @@ def test_jobs_that_are_cancelled_on_their_way_harm_no_other(bench: Bench) -> Non
         started += [order.plan.serial for order in orders]
         given_up = CancelTransfers(engine.number, (int(rng.choice(started[-len(orders) :])),))
         for order in orders:  # all at once, or they would be done before they are given up
-            bench.lane.post(order)
-        bench.lane.post(given_up)
+            bench.worker.post(order)
+        bench.worker.post(given_up)
     ended = [bench.report(TransferCompleted) for _ in started]
     assert {one.outcome for one in ended} == {Outcome.DONE, Outcome.CANCELLED}
     half = rows[0].size // 2
@@ -493,12 +491,35 @@ def test_in_whatever_order_the_device_does_things(
 def test_however_little_of_a_turn_is_on_its_way_at_once(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drain, "AHEAD", 1)
+    monkeypatch.setattr(staged, "WRITE_BACK", 1)
     for name in ("staged and direct", "odd blocks"):
         engine, rng = bench.open(CROWD[name]), np.random.default_rng(12)
         started = [engine.start(*job) for _ in range(JOBS // 4) for job in engine.both_ways(rng)]
         assert {bench.report(TransferCompleted).outcome for _ in started} == {Outcome.DONE}
         engine.check()
+
+
+def test_only_the_worker_s_thread_calls_an_engine(bench: Bench) -> None:
+    """But `pin` and `unpin`: the pool calls those in threads of its own."""
+    engine, opened = bench.engine, bench.open(LAYOUTS["one page"])
+    run = opened.order(*opened.both_ways(np.random.default_rng(1))[0]).plan.runs[0]
+    mapping, geometry, store = opened.mapping, opened.geometry, Direction.STORE
+    calls: list[Callable[[], object]] = [
+        lambda: engine.attach(bench.pool.address),
+        lambda: engine.open(geometry, (), (), ()),
+        lambda: engine.allocate(geometry),
+        lambda: engine.close(mapping),
+        lambda: engine.room(store, mapping, ChunkRequest(0, 1, False)),
+        lambda: engine.submit(store, mapping, run),
+        lambda: engine.flush(store, more=False),
+        lambda: engine.poll(None),
+        lambda: engine.elapsed(None, None, None),
+        lambda: engine.copying(mapping),
+        lambda: engine.shutdown(),
+    ]
+    for call in calls:
+        with pytest.raises(AssertionError, match="attached"):
+            call()
 
 
 @pytest.mark.parametrize("bench", [on_paper("staged")], indirect=True)
@@ -521,67 +542,6 @@ def test_pieces_that_lie_one_behind_the_other_are_one_launch(bench: Bench) -> No
         assert bench.report(TransferCompleted).outcome is Outcome.DONE
     device = cast(PaperDriver, bench.engine._driver)
     assert device.launches == [(Direction.STORE, 4), (Direction.STORE, 12), (Direction.LOAD, 16)]
-    engine.check()
-
-
-@pytest.mark.parametrize("bench", [on_paper("staged")], indirect=True)
-@pytest.mark.parametrize(
-    ("at_once", "sizes", "launched"),
-    [(True, [4, 15], [4, 15]), (False, [4, 4, 4, 4, 4, 4, 4], [4, 24])],
-    ids=["alone", "beside others"],
-)
-def test_pieces_of_stores_are_large_where_turns_come_at_once(
-    bench: Bench,
-    monkeypatch: pytest.MonkeyPatch,
-    at_once: bool,
-    sizes: list[int],
-    launched: list[int],
-) -> None:
-    """But the first, for which the link waits. Elsewhere all that is ready then shares a turn."""
-    monkeypatch.setattr(turns.Turns, "at_once", at_once)
-    noted, enqueue = list[int](), staged.StagedCopy.enqueue
-
-    def note(copy: staged.StagedCopy, *arguments: Any) -> Piece:
-        noted.append(arguments[-1].gpu_blocks.size)
-        return enqueue(copy, *arguments)
-
-    monkeypatch.setattr(staged.StagedCopy, "enqueue", note)
-    engine = bench.open(CROWD["staged"])
-    engine.start(Direction.STORE, GPULoadStoreSpec(range(28), (28,), (0,)), [*range(28)])
-    assert bench.report(TransferCompleted).outcome is Outcome.DONE
-    assert noted[: len(sizes)] == sizes
-    assert isinstance(bench.engine, CudaEngine)
-    device = cast(PaperDriver, bench.engine._driver)
-    assert [blocks for _, blocks in device.launches][:2] == launched
-    engine.check()
-
-
-@pytest.mark.parametrize(
-    "bench", [on_paper("direct"), *(on_paper("direct", seed) for seed in (1, 2))], indirect=True
-)
-def test_pieces_of_stores_are_large_where_their_fragments_are(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of loads are not: a small one waits for those before it."""
-    monkeypatch.setattr(cuda_engine, "FIRST_PIECE", 2 << 12)
-    monkeypatch.setattr(direct, "PIECE", 8 << 12)
-    monkeypatch.setattr(direct, "LARGE_PIECE", 32 << 12)
-    monkeypatch.setattr(direct, "LARGE_FRAGMENTS", 16)
-    noted: dict[Direction, list[int]] = {direction: [] for direction in Direction}
-    submit = CudaEngine._submit_direct
-
-    def note(engine: CudaEngine, direction: Direction, *arguments: Any) -> Piece:
-        noted[direction].append(arguments[-1].gpu_blocks.size)
-        return submit(engine, direction, *arguments)
-
-    monkeypatch.setattr(CudaEngine, "_submit_direct", note)
-    engine = bench.open(LAYOUTS["one page"])
-    for direction in Direction:
-        blocks = GPULoadStoreSpec(range(40), (40,), (0,))
-        engine.start(direction, blocks, [*range(40)])
-        assert bench.report(TransferCompleted).outcome is Outcome.DONE
-    assert noted[Direction.STORE][:2] == [2, 16]
-    assert noted[Direction.LOAD][:2] == [2, 8]
     engine.check()
 
 
@@ -625,7 +585,7 @@ def test_memory_goes_when_nobody_holds_it(bench: Bench) -> None:
     assert descriptors() == before + 1
     second, report = bench.map(LAYOUTS["layers"], keep=True, reuse=first.number)
     for number in (first.number, second):
-        bench.lane.post(ReleaseTensors(number))
+        bench.worker.post(ReleaseTensors(number))
     bench.unmap(bench.opened(second))
     for descriptor in report.descriptors:
         os.close(descriptor)
@@ -639,7 +599,7 @@ def test_memory_goes_when_nobody_holds_it(bench: Bench) -> None:
 def test_tensors_come_back_by_descriptor(bench: Bench) -> None:
     """Their engine outlived the daemon that made them, and registers them with the next one."""
     first = bench.open(LAYOUTS["padded and interleaved"], keep=True)
-    (held,) = bench.lane._quay._held[first.number]
+    (held,) = bench.worker._mappings._held[first.number]
     bench.unmap(first)
     _, made = bench.map(LAYOUTS["padded and interleaved"])
     number, _ = bench.map(LAYOUTS["padded and interleaved"], own=(made, (os.dup(held),)))
@@ -660,7 +620,7 @@ def test_descriptors_of_something_else_are_refused(bench: Bench, what: str) -> N
         os.close(descriptor)
     before = descriptors()
     order = MapTensors(99, "s", other.geometry, made.allocations, made.locations, None)
-    bench.lane.post(MapOrder(order, (something_else(what),), None))
+    bench.worker.post(MapCommand(order, (something_else(what),), None))
     error = bench.report(TensorsMapped).error
     assert error is not None
     assert error.code in {Code.NOT_SHAREABLE, Code.MAP_FAILED, Code.BAD_LAYOUT}, error

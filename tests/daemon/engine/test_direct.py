@@ -107,42 +107,18 @@ def test_of_a_run_only_the_last_stretch_is_kept(monkeypatch: pytest.MonkeyPatch)
         assert len(copy._stretches._kept) <= 1
 
 
-@pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize(("stretch", "made"), [(BLOCKS, 1), (BLOCKS // 2, 2), (1, 4)])
 def test_what_was_made_ready_serves_the_pieces_to_come(
-    stretch: int, made: int, prepared: bool, monkeypatch: pytest.MonkeyPatch
+    stretch: int, made: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(direct, "STRETCH", stretch)
     mapping, notes = mapped(1), Notes()
     copy = notes.copy()
     run = Extent(0, np.arange(BLOCKS), np.arange(BLOCKS) * PAGE)
     rest, pieces = run, 4
-    if prepared:
-        copy.prepare(Direction.LOAD, mapping, run, POOL)
-        assert notes.made == 1
     for _ in range(pieces):
         (piece, others) = mapping.geometry.split((rest,), BLOCKS // pieces * PAGE, BLOCKS)
         rest = others[0] if others else rest
         copy.enqueue(Direction.LOAD, mapping, piece, POOL)
     assert notes.copies == mapping.geometry.rows(run, mapping.bases, POOL)
-    assert notes.made == made + (prepared and stretch == 1)  # which no piece fits in
-
-
-def test_what_was_made_ready_for_runs_that_were_given_up_keeps_no_room() -> None:
-    mapping, notes = mapped(1), Notes()
-    copy = notes.copy()
-
-    def run() -> Extent:
-        return Extent(0, np.arange(BLOCKS), np.arange(BLOCKS) * PAGE)
-
-    waiting = [run() for _ in range(KEPT)]
-    for each in waiting:
-        copy.prepare(Direction.STORE, mapping, each, POOL)
-    late = run()
-    copy.prepare(Direction.STORE, mapping, late, POOL)
-    assert notes.made == KEPT  # as many wait as are kept
-    del waiting[3:]
-    copy.prepare(Direction.STORE, mapping, late, POOL)
-    copy.enqueue(Direction.STORE, mapping, waiting[0], POOL)
-    copy.enqueue(Direction.STORE, mapping, late, POOL)
-    assert notes.made == KEPT + 1
+    assert notes.made == made

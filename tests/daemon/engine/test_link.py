@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -29,13 +27,12 @@ class Copies:
     def __init__(self) -> None:
         self.single: list[tuple[int, int, int]] = []
         self.batched: list[tuple[int, int, int]] = []
-        self.on_batch: Callable[[], object] = lambda: None
 
     def call(self, name: str, to: int, origin: int, nbytes: int, stream: int) -> None:
         assert (name, stream) == ("cuMemcpyAsync", STREAM)
         self.single.append((to, origin, nbytes))
 
-    def optional(self, name: str, *, quick: bool) -> Any:
+    def optional(self, name: str) -> Any:
         return _Function(self)
 
 
@@ -46,7 +43,6 @@ class _Function:
         self._copies = copies
 
     def __call__(self, *arguments: Any) -> int:
-        self._copies.on_batch()
         *columns, count = arguments[:4]
         assert arguments[-1] == STREAM
         rows = [(ctypes.c_int64 * count).from_address(at) for at in columns]
@@ -116,19 +112,6 @@ def test_any_fragments_in_a_row_of_those_made_ready_are_enqueued(
         assert begin // CHUNK == (begin + nbytes - 1) // CHUNK
 
 
-def test_while_the_driver_takes_many_stores_somebody_else_may_load() -> None:
-    aside, seen = threading.Lock(), list[bool]()
-    copies = Copies()
-    copies.on_batch = lambda: seen.append(aside.locked())
-    whole = Link(cast(Driver, copies), POOL, CHUNK, cast(Any, aside))
-    rows = [(GPU + 8 * n, POOL + 8 * n, 4) for n in range(FEW + 1)]
-    for direction in (Direction.STORE, Direction.LOAD):
-        whole.enqueue(direction, rows, STREAM)
-        whole.enqueue_listed(whole.listed(direction, Fragments.of(*np.array(rows).T)), STREAM)
-    assert seen == [True, True, False, False]
-    assert not aside.locked()
-
-
 @given(fragments(), st.sampled_from(Direction))
 def test_what_lies_in_one_chunk_each_need_not_be_cut(rows: Rows, direction: Direction) -> None:
     whole = Fragments.of(*np.array(rows, dtype=np.int64).T)
@@ -158,42 +141,6 @@ def test_scattered_blocks_need_only_be_told_where_they_are_on_the_gpu(direction:
     assert whole.scattered(np.array([500, 60]), 50) is None  # lies in two chunks
 
 
-@given(fragments(), st.sampled_from(Direction), st.integers(1, 20))
-def test_in_parts_as_much_is_enqueued_as_in_one(
-    rows: Rows, direction: Direction, most: int
-) -> None:
-    whole, copies = Fragments.of(*np.array(rows, dtype=np.int64).T), Copies()
-    at_once, so_far = enqueued(direction, whole), list[int]()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(link, "SMALL", SMALL)
-        ready = Link(cast(Driver, copies), POOL, CHUNK)
-        said = list[bool]()
-        for more in ready.in_parts(direction, whole, most, STREAM):
-            said.append(more)
-            so_far.append(len(copies.batched) + len(copies.single))
-    assert said == [True] * (len(said) - 1) + [False]
-    assert len(said) == -(-len(rows) // most)
-    assert so_far == sorted(set(so_far))
-    assert pairs(copies.batched + copies.single) == pairs(at_once.batched + at_once.single)
-
-
-@pytest.mark.parametrize("direction", Direction)
-def test_scattered_blocks_in_parts(direction: Direction) -> None:
-    copies = Copies()
-    whole = Link(cast(Driver, copies), POOL, CHUNK)
-    scattered = whole.scattered(np.array([500, 0, 300, 700, 200]), 50)
-    assert scattered is not None
-    some = Some(scattered, 1, 4, GPU + 50, Ruler(GPU, 300))
-    assert [(more, len(copies.batched)) for more in whole.in_parts(direction, some, 3, STREAM)] == [
-        (True, 3),
-        (False, 4),
-    ]
-    pairs = [(GPU + 50 * (1 + n), POOL + at) for n, at in enumerate([0, 300, 700, 200])]
-    if direction is Direction.STORE:
-        pairs = [(host, gpu) for gpu, host in pairs]
-    assert copies.batched == [(to, origin, 50) for to, origin in pairs]
-
-
 @given(
     st.integers(0, 500),
     st.lists(st.tuples(st.integers(0, 499), st.integers(1, 60)), min_size=1, max_size=20),
@@ -202,7 +149,6 @@ def test_scattered_blocks_in_parts(direction: Direction) -> None:
 def test_what_stands_on_a_ruler_is_at_equal_distances(
     begin: int, asked: list[tuple[int, int]], kept: int
 ) -> None:
-    """Also what was asked before, and had to make room since."""
     ruler, nbytes = Ruler(begin, 500), 500
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(link, "KEPT", kept)
@@ -210,16 +156,3 @@ def test_what_stands_on_a_ruler_is_at_equal_distances(
             wanted = [*range(begin + at, begin + nbytes, apart)]
             stands = ruler.mark(begin + at, apart)
             assert [*(ctypes.c_int64 * len(wanted)).from_address(stands)] == wanted
-
-
-def test_what_had_to_make_room_on_a_ruler_stands_for_a_while() -> None:
-    """Another thread's driver call may be reading it."""
-    ruler, wanted = Ruler(0, 500), [*range(3, 500, 7)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(link, "KEPT", 3)
-        stands = ruler.mark(3, 7)
-        for apart in range(10, 15):
-            ruler.mark(0, apart)
-        assert (7, 3) not in ruler._marks
-        assert (7, 3) in ruler._before
-        assert [*(ctypes.c_int64 * len(wanted)).from_address(stands)] == wanted

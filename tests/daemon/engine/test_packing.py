@@ -44,7 +44,7 @@ def wanted(places: list[int], nbytes: int) -> Rows:
 class Device:
     """Stands in for the driver, of which Link wants a function."""
 
-    def optional(self, name: str, *, quick: bool) -> Any:
+    def optional(self, name: str) -> Any:
         return SimpleNamespace()
 
 
@@ -66,7 +66,6 @@ def rows_of(packed: Fragments | Rows | Some) -> Rows:
     st.sampled_from([0, 3, 32]),
     st.sampled_from([1, 7, BLOCKS]),
     st.sampled_from([11, 1 << 40]),
-    st.booleans(),
 )
 def test_a_piece_has_as_few_fragments_as_its_places_allow(
     places: list[int],
@@ -75,7 +74,6 @@ def test_a_piece_has_as_few_fragments_as_its_places_allow(
     few: int,
     stretch: int,
     chunk: int,
-    prepared: bool,
 ) -> None:
     packed = Packing(Link(cast(Driver, Device()), POOL, chunk), RULER)
     run = Extent(0, np.arange(len(places)), np.array(places) * nbytes)
@@ -83,8 +81,6 @@ def test_a_piece_has_as_few_fragments_as_its_places_allow(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "FEW", few)
         patch.setattr(packing, "STRETCH", stretch)
-        if prepared:
-            packed.prepare(run, nbytes)
         for start, end in zip([0, *ends], ends, strict=False):
             got = packed.fragments(run.cut(start, end), nbytes, SLOT)
             rows = wanted(places[start:end], nbytes)

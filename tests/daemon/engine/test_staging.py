@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.daemon.engine.base import Want
+from kvferry.daemon.engine.base import ChunkRequest
 from kvferry.daemon.engine.cuda.staging import (
     FOR_LOADS,
-    LARGE_PIECE,
     LEAST,
     PIECE,
     UNITS,
@@ -45,7 +44,7 @@ def room(
     ahead: int = 0,
     block: int = 1,
 ) -> int:
-    return staging.room(direction, Want(0, nbytes, contended), block, ahead)
+    return staging.room(direction, ChunkRequest(0, nbytes, contended), block, ahead)
 
 
 def fill(staging: Staging, direction: Direction, contended: bool = False) -> list[Slot]:
@@ -95,24 +94,6 @@ def test_stores_wait_until_a_third_is_left_to_drain_and_then_get_all_that_is_fre
     while nbytes := room(staging, STORE, ahead=taken):
         taken += staging.take(STORE, nbytes).units
     assert taken == free > UNITS // 2
-
-
-def test_large_pieces_of_stores_follow_each_other_without_a_pause(staging: Staging) -> None:
-    """There is room for one as soon as only one is left to drain."""
-    want, slots = Want(0, MUCH, False), list[Slot]()
-
-    def more() -> bool:
-        ahead = sum(slot.units for slot in slots[-1:])
-        nbytes = staging.room(STORE, want, 1, ahead, LARGE_PIECE)
-        if nbytes:
-            slots.append(staging.take(STORE, nbytes))
-        return nbytes > 0
-
-    for _ in range(20):
-        while more():
-            pass
-        assert sum(slot.units for slot in slots) == UNITS - FOR_LOADS
-        staging.give_back(slots.pop(0))
 
 
 def test_stores_go_on_while_the_turn_of_what_they_have_is_awaited(staging: Staging) -> None:

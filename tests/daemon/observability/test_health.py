@@ -141,16 +141,16 @@ async def test_a_copy_that_fails_fails_the_round(ferry: Ferry) -> None:
 
 
 class Patient:
-    """A daemon's health over a ferry, and a lane that answers as long as it is told to."""
+    """A daemon's health over a ferry; its device worker responds as long as it is told to."""
 
     def __init__(self, ferry: Ferry, patience: HealthTimeouts, manager: Manager) -> None:
         self.moving = True
-        self.health = Health(patience, ferry.probe, self.listen, manager)
+        self.health = Health(patience, ferry.probe, self.ping, manager)
 
-    def listen(self, now: float) -> None:
+    def ping(self, now: float) -> None:
         if self.moving:
             loop = asyncio.get_running_loop()
-            loop.call_soon(self.health.hear, Pong(now, None, None))
+            loop.call_soon(self.health.handle_pong, Pong(now, None, None))
 
     def reasons(self) -> str:
         return "; ".join(self.health.status().reasons)
@@ -192,7 +192,9 @@ async def test_a_first_probe_under_way_is_no_trouble(ferry: Ferry) -> None:
     patient.health.stop()
 
 
-async def test_the_manager_hears_nothing_of_a_lane_that_stands(ferry: Ferry) -> None:
+async def test_the_manager_hears_nothing_while_the_device_worker_does_not_respond(
+    ferry: Ferry,
+) -> None:
     manager = Manager(watchdog_seconds=0.15)
     patient = Patient(ferry, HealthTimeouts(lane=0.2), manager)
     patient.health.start()
@@ -206,7 +208,7 @@ async def test_the_manager_hears_nothing_of_a_lane_that_stands(ferry: Ferry) -> 
     await asyncio.sleep(0.3)
     assert len(manager.beats) == told
     assert patient.health.status().lane_lag >= 0.2
-    patient.health.hear(Pong(time.monotonic(), None, None))
+    patient.health.handle_pong(Pong(time.monotonic(), None, None))
     patient.moving = True
     await until(lambda: len(manager.beats) > told)
     assert patient.health.status().healthy

@@ -1,7 +1,7 @@
 """What the core asks for, and what it is told: the whole vocabulary between bookkeeping and bytes.
 
 The core answers every message with actions and calls nobody. Sends go to the server's socket, the
-rest to the lane; the lane's reports come back and are answered with actions again.
+rest to the device worker; its reports come back and are answered with actions again.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class FreeDeferred:
 
 @dataclass(frozen=True, slots=True)
 class MapTensors:
-    """Make an engine's tensors reachable; the lane reports TensorsMapped.
+    """Make an engine's tensors reachable; the device worker reports TensorsMapped.
 
     locations: where each tensor lies in `allocations`; None: allocate the tensors here.
     keep: hold what is allocated, until Drop. reuse: the registration whose memory is held, to be
@@ -119,7 +119,7 @@ class MapTensors:
 class KeepTensors:
     """Hold the memory allocated for a registration for another daemon too, until Drop.
 
-    descriptors: those that the lane holds until then.
+    descriptors: those that the device worker holds until then.
     """
 
     registration: int
@@ -136,7 +136,7 @@ class ReleaseTensors:
 
 @dataclass(frozen=True, slots=True)
 class UnmapTensors:
-    """End all transfers of a registration, unmap its tensors, and report TensorsUnmapped."""
+    """End all transfers of a registration and unmap it; reported as TensorsUnmapped."""
 
     registration: int
 
@@ -251,7 +251,7 @@ class TensorsMapped:
     # What FdAllocations refer to by position, until the server has made tickets of them.
     descriptors: tuple[int, ...] = ()
     reused: bool = False
-    # Descriptors that the lane holds from now on, where that was asked.
+    # Descriptors that the device worker holds from now on, if that was asked.
     held: tuple[int, ...] = ()
 
 
@@ -267,7 +267,7 @@ class TransferCompleted(msgspec.Struct, frozen=True):
     outcome: Outcome
     seconds: float = 0.0
     error: ErrorInfo | None = None
-    # Seconds from when it was accepted until its first piece was submitted.
+    # Seconds from when it was accepted until its first chunk was submitted.
     queued: float = 0.0
 
 
@@ -319,7 +319,7 @@ class HealthChecked:
 
 @dataclass(frozen=True, slots=True)
 class Pong:
-    """The lane went round. posted: when it was asked to.
+    """The device worker responds to a Ping. posted: when that was sent.
 
     oldest: when the oldest job was accepted that has not ended and is not held by its engine's
         timeline; held: the same of those that are. None: there is none.
@@ -332,9 +332,9 @@ class Pong:
 
 @dataclass(frozen=True, slots=True)
 class Continue:
-    """Of an order something is left to do, in its turn."""
+    """A command has more to do: post this one, behind what was posted meanwhile."""
 
-    order: CancelTransfers | ForgetStores
+    command: CancelTransfers | ForgetStores
 
 
 Report: TypeAlias = (

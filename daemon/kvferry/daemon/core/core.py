@@ -1,8 +1,9 @@
 """The daemon's mind: what may be asked, and what follows.
 
-`handle` takes a message and answers with actions, `report` takes what the lane did and answers
-with actions; nothing is called, nothing blocks, nothing fails half way. A request is checked whole
-before anything changes, and a Refused raised on the way becomes its answer here, and is counted.
+`handle` takes a message and answers with actions, `report` takes what the device worker did and
+answers with actions; nothing is called, nothing blocks, nothing fails half way. A request is
+checked whole before anything changes, and a Refused raised on the way becomes its answer here, and
+is counted.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ class Core:
         return [*self._regions.records(), *actions, *self._namespaces.news()]
 
     def report(self, report: Report) -> list[Action]:
-        """What follows from something that the lane did."""
+        """What follows from something that the device worker did."""
         match report:
             case TransferCompleted():
                 actions, error = self._transfers.ended(report)
@@ -154,10 +155,10 @@ class Core:
             case HealthChecked(health, verification):
                 self._health, self._verification = health, verification
                 return []
-            case Pong():  # what it tells is the server's to judge
+            case Pong():  # for the server
                 return []
-            case Continue(order):
-                return [order]
+            case Continue(command):
+                return [command]
         if error is not None:
             self._errors[error.code] += 1
         return [*self._regions.records(), *actions, *self._namespaces.news()]
@@ -171,8 +172,11 @@ class Core:
             self._regions.restore(found)
 
     def restore_tensors(self, tenancy: KeptTensorsRecord) -> int:
-        """Take up tensors that an earlier daemon kept, once its regions are; returns the number
-        under which the lane is to hold them. Raises Refused, and nothing changed."""
+        """Take up tensors that an earlier daemon kept, once its regions are.
+
+        Returns the number under which the device worker must hold them. Raises Refused, and nothing
+        changed.
+        """
         return self._registrations.restore(tenancy)
 
     def leave(self, session: str) -> list[Action]:

@@ -23,7 +23,7 @@ from kvferry.proto.layout import LayoutArrays
 
 @dataclass(slots=True)
 class KeptTensors:
-    """Memory that the lane holds under a registration's number."""
+    """Memory that the device worker holds under a registration's number."""
 
     number: int
     layout: LayoutArrays

@@ -256,7 +256,7 @@ class Registrations:
     def _kept_for(
         self, registration: Registration, request: RegistrationRequest
     ) -> tuple[int | None, list[Action]]:
-        """Under which number the lane holds what an engine comes back for; else it goes."""
+        """Under which number an engine's kept tensors are held; drop them if they do not fit."""
         holding = self._holdings.get(registration.engine)
         if holding is None:
             return None, []

@@ -1,7 +1,7 @@
 """Jobs: accepted once, ended once.
 
-A job is accepted whole or refused whole; from then on it is under way until the lane reports its
-one end, whatever else happens to its session, its engine or its registration meanwhile.
+A job is accepted whole or refused whole; from then on it is under way until the device worker
+reports its one end, whatever else happens to its session, its engine or its registration meanwhile.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""What the lane knows of a device: it maps memory, and moves pieces of it on ordered streams.
+"""What the device worker needs of a device: map memory, and copy chunks on ordered streams.
 
-A piece is some GPU blocks of one group. `submit` takes one and returns at once; pieces of one
-direction are done in the order submitted, the two directions overlap. `push` follows every round of
-submits: an engine may start some of them together, or later. `poll` tells whether a piece is done.
-All calls but `pin` and `unpin` come from the lane's thread.
+A chunk is some GPU blocks of one group. `submit` enqueues one and returns at once. Chunks of one
+direction are done in the order submitted; the two directions overlap. `poll` says whether a chunk
+is done.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -21,77 +20,97 @@ from kvferry.proto.memory import Allocation, Location
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import CopyStatus, DeviceInfo, GroupCopying
 
+# One submitted chunk, as its engine knows it.
 Ticket: TypeAlias = object
-"""One submitted piece, as its engine knows it."""
 
 
 @dataclass(slots=True, eq=False)
 class Mapping:
-    """One registration's tensors, reachable from this process."""
+    """One registration's tensors, reachable from this process.
+
+    bases: (tensors,) address of each canonical tensor's first byte. handles: what the engine needs
+    to unmap them.
+    """
 
     geometry: BlockLayout
     bases: Int64s
-    """(tensors,) address of each canonical tensor's first byte."""
     handles: list[object] = field(default_factory=list)
-    """What the engine needs to let the memory go."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
     """Tensors that were allocated here, and how others reach them.
 
-    The descriptors are the caller's. They are all that the memory needs to live: kept open, they
-    outlast the mapping, this process and its engine.
+    descriptors: file descriptors that FdAllocations refer to by position. They are the caller's,
+    and all that the memory needs to live: kept open, they outlast the mapping and this process.
     """
 
     mapping: Mapping
     allocations: tuple[Allocation, ...]
     locations: tuple[Location, ...]
     descriptors: tuple[int, ...]
-    """File descriptors that FdAllocations refer to by position."""
 
 
-class Want(msgspec.Struct, frozen=True):
-    """What the lane has to move next: of which group, how many bytes, and whether alone."""
+class ChunkRequest(msgspec.Struct, frozen=True):
+    """What is to be copied next: bytes of a group; contended: the other direction has work too."""
 
     group: int
     nbytes: int
     contended: bool
-    """The other direction has work too."""
 
 
-class Room(msgspec.Struct, frozen=True):
-    """A piece that the engine takes now, at most."""
+class ChunkBudget(msgspec.Struct, frozen=True):
+    """The largest chunk that the engine takes now, in bytes and in GPU blocks."""
 
     nbytes: int
     blocks: int = 1 << 20
 
 
-NO_ROOM = Room(0)
+NO_ROOM = ChunkBudget(0)
+
+
+class OwnerThread:
+    """The one thread that may call an object. Checked unless Python runs with -O."""
+
+    def __init__(self) -> None:
+        self._ident: int | None = None
+
+    def bind(self) -> None:
+        """The calling thread is the owner from now on."""
+        assert self._ident is None, "the engine is attached already"
+        self._ident = threading.get_ident()
+
+    def assert_owner(self) -> None:
+        assert threading.get_ident() == self._ident, (
+            f"called in thread {threading.current_thread().name!r}; only the one that attached may"
+        )
 
 
 class CopyEngine(Protocol):
+    """A device.
+
+    Threads: `attach` is the first call, and binds the engine to the calling thread, the device
+    worker's. All other methods must be called in that thread, and assert it (OwnerThread); only
+    `pin` and `unpin` may be called from any thread at any time.
+
+    numa_node: the NUMA node that the device is near; None if there is none.
+    """
+
     info: DeviceInfo
     numa_node: int | None
-    """That the device is near to, where it is to any."""
 
-    def attach(self, pool_address: int, aside: AbstractContextManager[None]) -> CopyStatus | None:
-        """Called once, first, from the lane's thread: make the device usable there.
+    def attach(self, pool_address: int) -> CopyStatus | None:
+        """Make the device usable in this thread. Raises KVFerryError.
 
-        Returns what a calibration found, where there is something to choose.
-
-        aside: to be in while the device is given many fragments of stores, which takes it long.
-            Whoever has `enter`ed may submit and push loads meanwhile.
+        pool_address: of the host pool's first byte. Returns the result of the calibration, if the
+        engine has one.
         """
 
-    def enter(self) -> None:
-        """The calling thread will submit pieces, too, in turns with the lane's."""
-
     def pin(self, address: int, nbytes: int) -> None:
-        """Make a chunk of the host pool fit for copies. From any thread; raises KVFerryError."""
+        """Register a chunk of the host pool with the device. From any thread; raises Failed."""
 
     def unpin(self, address: int) -> None:
-        """Take back what `pin` did to the chunk at `address`. From any thread."""
+        """Undo `pin` of the chunk at `address`. From any thread."""
 
     def open(
         self,
@@ -105,49 +124,41 @@ class CopyEngine(Protocol):
     def allocate(self, geometry: BlockLayout, kept: Sequence[int] = ()) -> Shared:
         """Allocate tensors of a layout here. Raises KVFerryError, and nothing stays allocated.
 
-        kept: the descriptors of tensors of the same layout that were allocated before, by whatever
-            daemon: they are mapped again, bytes and all. They stay the caller's. Raises Failed
-            (MAP_FAILED) where they are not of such tensors.
+        kept: the descriptors of tensors of the same layout that a daemon allocated before. They are
+            mapped again with their bytes, and stay the caller's. Raises Failed (MAP_FAILED) if they
+            are not of such tensors.
         """
 
     def close(self, mapping: Mapping) -> None:
-        """Let a mapping's memory go; no piece of it is in flight any more."""
+        """Unmap a mapping's memory; no chunk of it is in flight."""
 
-    def prepare(self, direction: Direction, mapping: Mapping, run: Extent) -> None:
-        """Make ready what the pieces of a run will need when it is their turn. From any thread."""
+    def room(self, direction: Direction, mapping: Mapping, request: ChunkRequest) -> ChunkBudget:
+        """The largest chunk to submit now; NO_ROOM until a chunk in flight is done.
 
-    def full(self, direction: Direction) -> bool:
-        """Whether enough is in flight for now, whatever is wanted next."""
-
-    def room(self, direction: Direction, mapping: Mapping, want: Want) -> Room:
-        """How much of this to submit next; no bytes where it has to wait until a piece is done."""
-
-    def submit(self, direction: Direction, mapping: Mapping, run: Extent) -> Ticket:
-        """Enqueue a piece within `room`. Raises KVFerryError where the device refuses it."""
-
-    def wants_push(self, direction: Direction) -> bool:
-        """Whether to `push` before more is submitted, so that the device has something to do
-        meanwhile."""
-
-    def push(self, direction: Direction, more: bool) -> bool:
-        """Called after each round of submits, also an empty one, while any is in flight or waits,
-        and again until it returns False: there was nothing left to do. It does a little each time,
-        so that something else may come between.
-
-        more: the round ended because there was no room. What was submitted gets done in any case,
-        as long as this is called again whenever a piece of the direction is done.
+        An engine bounds the bytes and chunks in flight here. It has room if nothing is in flight.
         """
 
-    def unsent(self, direction: Direction) -> int:
-        """How many pieces, the last ones submitted, the link was not given yet."""
+    def submit(self, direction: Direction, mapping: Mapping, run: Extent) -> Ticket:
+        """Enqueue a chunk within `room`. Raises KVFerryError if the device refuses it."""
+
+    def flush(self, direction: Direction, more: bool) -> None:
+        """Start what was submitted and is held back to be started together.
+
+        Called whenever nothing more of a direction can be submitted at the moment, and again after
+        each poll while chunks are in flight. more: other chunks wait for room. All chunks get done
+        if this is called again whenever one is done.
+        """
 
     def poll(self, ticket: Ticket) -> bool:
-        """Whether a piece is done. Once True or raised, it is not asked for again."""
+        """Whether a chunk is done. Raises KVFerryError if it failed.
 
-    def elapsed(self, first: Ticket, last: Ticket, after: Ticket | None) -> float:
-        """Seconds on the device from the begin of one piece to the end of another, both done.
+        After True or an error the ticket is not polled again.
+        """
 
-        Time in which the piece `after`, submitted before them, still ran is not theirs.
+    def elapsed(self, first: Ticket, last: Ticket, before: Ticket | None) -> float:
+        """Seconds on the device from the start of one chunk to the end of another, both done.
+
+        before: a chunk submitted before `first`; the time in which it still ran does not count.
         """
 
     def copying(self, mapping: Mapping) -> tuple[GroupCopying, ...]:

@@ -2,7 +2,7 @@
 
 It is the plain model of what an engine does (one thread a direction stands for a stream, one
 memmove a fragment for the copy engine; a few pages with nothing before them are copied at once) and
-it can be told to misbehave: `Faults.stall` holds every piece back, `Faults.fail_every` fails each
+it can be told to misbehave: `Faults.stall` holds every chunk back, `Faults.fail_every` fails each
 n-th of a registration.
 """
 
@@ -14,14 +14,21 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
 
 from kvferry.daemon.core.layout import BlockLayout, Extent, Int64s
-from kvferry.daemon.engine.base import NO_ROOM, Mapping, Room, Shared, Want, packed_locations
+from kvferry.daemon.engine.base import (
+    NO_ROOM,
+    ChunkBudget,
+    ChunkRequest,
+    Mapping,
+    OwnerThread,
+    Shared,
+    packed_locations,
+)
 from kvferry.daemon.engine.memory import IOV_MAX, PAGE, Mapped, move
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.memory import Allocation, FdAllocation, Location
@@ -30,26 +37,25 @@ from kvferry.proto.specs import Direction
 from kvferry.proto.status import DeviceInfo, GroupCopying
 from kvferry.shm.memfd import sealed_memfd
 
-PIECE_BYTES = 8 << 20
-MAX_PIECES = 32
-MAX_WAITING = 7
-"""Those that stand in line behind the one that is being copied."""
+CHUNK_BYTES = 8 << 20
+# Chunks in flight in one direction: the one that is being copied, and those behind it.
+MAX_CHUNKS = 8
+# A copy of so few bytes takes less time than passing it to another thread.
 AT_ONCE = 64 << 10
-"""A copy of so few bytes takes less than to hand it over to another thread."""
 FEW = 8
 _NONE = np.empty((0, 2), dtype=np.int64)
 
 
 @dataclass(slots=True)
 class Faults:
-    """How the engine misbehaves. stall: seconds before each piece; fail_every: 0 is never."""
+    """How the engine misbehaves. stall: seconds before each chunk; fail_every: 0 is never."""
 
     stall: float = 0.0
     fail_every: int = 0
 
 
 @dataclass(slots=True, eq=False)
-class _Piece:
+class _Chunk:
     direction: Direction
     gpu: Int64s
     host: Int64s
@@ -67,28 +73,27 @@ class ReferenceEngine:
 
     def __init__(self, faults: Faults | None = None) -> None:
         self.faults = faults or Faults()
+        self._owner = OwnerThread()
         self._pool = 0
-        self._pieces: defaultdict[int, Iterator[int]] = defaultdict(lambda: count(1))
-        """Numbers for the pieces of each mapping."""
+        self._chunks: defaultdict[int, Iterator[int]] = defaultdict(lambda: count(1))
+        """Numbers for the chunks of each mapping."""
         self._in_flight = dict.fromkeys(Direction, 0)
-        self._last = {d: _Piece(d, _NONE, _NONE, False, True) for d in Direction}
-        """The newest piece each way."""
-        self._queues: dict[Direction, queue.SimpleQueue[_Piece | None]] = {
+        self._last = {d: _Chunk(d, _NONE, _NONE, False, True) for d in Direction}
+        """The newest chunk each way."""
+        self._queues: dict[Direction, queue.SimpleQueue[_Chunk | None]] = {
             direction: queue.SimpleQueue() for direction in Direction
         }
         self._threads = [
-            threading.Thread(target=self._stream, args=(pieces,), name=f"kvferry-{direction}")
-            for direction, pieces in self._queues.items()
+            threading.Thread(target=self._run_stream, args=(chunks,), name=f"kvferry-{direction}")
+            for direction, chunks in self._queues.items()
         ]
 
-    def attach(self, pool_address: int, aside: AbstractContextManager[None]) -> None:
+    def attach(self, pool_address: int) -> None:
+        self._owner.bind()
         self._pool = pool_address
         for thread in self._threads:
             thread.daemon = True
             thread.start()
-
-    def enter(self) -> None:
-        """Nothing to do: any thread can copy."""
 
     def pin(self, address: int, nbytes: int) -> None:
         """Nothing to do: the CPU copies from pages that may move."""
@@ -103,6 +108,7 @@ class ReferenceEngine:
         locations: Sequence[Location],
         descriptors: Sequence[int],
     ) -> Mapping:
+        self._owner.assert_owner()
         mapped: list[Mapped] = []
         try:
             files = [_as_file(allocation) for allocation in allocations]
@@ -117,6 +123,7 @@ class ReferenceEngine:
         return Mapping(geometry, np.array(bases, dtype=np.int64), list(mapped))
 
     def allocate(self, geometry: BlockLayout, kept: Sequence[int] = ()) -> Shared:
+        self._owner.assert_owner()
         offsets, size = packed_locations(geometry.layout)
         descriptor = _again(kept, size) if kept else sealed_memfd("kvferry-kv", size)
         allocation = FdAllocation(0, size)
@@ -129,45 +136,37 @@ class ReferenceEngine:
         return Shared(mapping, (allocation,), locations, (descriptor,))
 
     def close(self, mapping: Mapping) -> None:
-        self._pieces.pop(id(mapping), None)
+        self._owner.assert_owner()
+        self._chunks.pop(id(mapping), None)
         for memory in mapping.handles:
             assert isinstance(memory, Mapped)
             memory.close()
 
-    def prepare(self, direction: Direction, mapping: Mapping, run: Extent) -> None:
-        """There is nothing to do but the copying."""
+    def room(self, direction: Direction, mapping: Mapping, request: ChunkRequest) -> ChunkBudget:
+        self._owner.assert_owner()
+        full = self._in_flight[direction] >= MAX_CHUNKS
+        return NO_ROOM if full else ChunkBudget(CHUNK_BYTES)
 
-    def full(self, direction: Direction) -> bool:
-        waiting = self._queues[direction].qsize()
-        return waiting >= MAX_WAITING or self._in_flight[direction] >= MAX_PIECES
-
-    def room(self, direction: Direction, mapping: Mapping, want: Want) -> Room:
-        return NO_ROOM if self.full(direction) else Room(PIECE_BYTES)
-
-    def submit(self, direction: Direction, mapping: Mapping, run: Extent) -> _Piece:
+    def submit(self, direction: Direction, mapping: Mapping, run: Extent) -> _Chunk:
+        self._owner.assert_owner()
         gpu, host = _vectors(mapping, run, self._pool)
-        number, every = next(self._pieces[id(mapping)]), self.faults.fail_every
-        piece = _Piece(direction, gpu, host, bool(every) and number % every == 0)
+        number, every = next(self._chunks[id(mapping)]), self.faults.fail_every
+        chunk = _Chunk(direction, gpu, host, bool(every) and number % every == 0)
         self._in_flight[direction] += 1
-        before, self._last[direction] = self._last[direction], piece
+        before, self._last[direction] = self._last[direction], chunk
         if before.done and not self.faults.stall and mapping.geometry.nbytes((run,)) <= AT_ONCE:
-            self._do(piece)
+            self._do(chunk)
         else:
-            self._queues[direction].put(piece)
-        return piece
+            self._queues[direction].put(chunk)
+        return chunk
 
-    def wants_push(self, direction: Direction) -> bool:
-        return False
-
-    def push(self, direction: Direction, more: bool) -> bool:
-        """Nothing to do: a piece is under way since it was submitted."""
-        return False
-
-    def unsent(self, direction: Direction) -> int:
-        return 0
+    def flush(self, direction: Direction, more: bool) -> None:
+        """Nothing to do: a chunk is started when it is submitted."""
+        self._owner.assert_owner()
 
     def poll(self, ticket: object) -> bool:
-        assert isinstance(ticket, _Piece)
+        self._owner.assert_owner()
+        assert isinstance(ticket, _Chunk)
         if not ticket.done:
             return False
         self._in_flight[ticket.direction] -= 1
@@ -175,34 +174,37 @@ class ReferenceEngine:
             raise ticket.error
         return True
 
-    def elapsed(self, first: object, last: object, after: object | None) -> float:
-        assert isinstance(first, _Piece)
-        assert isinstance(last, _Piece)
+    def elapsed(self, first: object, last: object, before: object | None) -> float:
+        self._owner.assert_owner()
+        assert isinstance(first, _Chunk)
+        assert isinstance(last, _Chunk)
         return last.ended - first.began
 
     def copying(self, mapping: Mapping) -> tuple[GroupCopying, ...]:
+        self._owner.assert_owner()
         return tuple(GroupCopying("cpu", "cpu") for _ in mapping.geometry.refs)
 
     def shutdown(self) -> None:
-        for pieces in self._queues.values():
-            pieces.put(None)
+        self._owner.assert_owner()
+        for chunks in self._queues.values():
+            chunks.put(None)
         for thread in self._threads:
             thread.join()
 
-    def _stream(self, pieces: queue.SimpleQueue[_Piece | None]) -> None:
-        while (piece := pieces.get()) is not None:
-            self._do(piece)
+    def _run_stream(self, chunks: queue.SimpleQueue[_Chunk | None]) -> None:
+        while (chunk := chunks.get()) is not None:
+            self._do(chunk)
 
-    def _do(self, piece: _Piece) -> None:
-        piece.began = time.perf_counter()
+    def _do(self, chunk: _Chunk) -> None:
+        chunk.began = time.perf_counter()
         if self.faults.stall:
             time.sleep(self.faults.stall)
-        if piece.fails:
-            piece.error = Failed(Code.COPY_FAILED, "the reference engine was told to fail")
+        if chunk.fails:
+            chunk.error = Failed(Code.COPY_FAILED, "the reference engine was told to fail")
         else:
-            _copy(piece)
-        piece.ended = time.perf_counter()
-        piece.done = True
+            _copy(chunk)
+        chunk.ended = time.perf_counter()
+        chunk.done = True
 
 
 def _again(kept: Sequence[int], size: int) -> int:
@@ -243,16 +245,16 @@ def _check_fit(nbytes: int) -> None:
         raise Failed(Code.MAP_FAILED, message, nbytes)
 
 
-def _copy(piece: _Piece) -> None:
-    """Move a piece's fragments, or as many as there is memory for: then the piece has failed."""
-    gpu, host = piece.gpu, piece.host
-    dst, src = (host, gpu) if piece.direction is Direction.STORE else (gpu, host)
+def _copy(chunk: _Chunk) -> None:
+    """Move a chunk's fragments, or as many as there is memory for: then the chunk has failed."""
+    gpu, host = chunk.gpu, chunk.host
+    dst, src = (host, gpu) if chunk.direction is Direction.STORE else (gpu, host)
     try:
         for start in range(0, len(dst), IOV_MAX):
             move(src[start : start + IOV_MAX], dst[start : start + IOV_MAX])
     except OSError as error:
         message = f"memory of the engine is not there any more: {error}"
-        piece.error = Failed(Code.COPY_FAILED, message)
+        chunk.error = Failed(Code.COPY_FAILED, message)
 
 
 def _vectors(mapping: Mapping, run: Extent, pool: int) -> tuple[Int64s, Int64s]:

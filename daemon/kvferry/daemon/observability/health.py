@@ -1,14 +1,14 @@
 """Whether the daemon does its work: found out by doing some, and by counting what is late.
 
-    probe   a small block to the device and back, now and then and when somebody asks (probe.py)
-    lane    asked every second to say that it went round; overdue when it has not for so long that
-            no driver call explains it (mapping an engine's memory takes a while)
-    loop    a timer every second; how much later it went off is what everything else waited, too
+    probe    a small block to the device and back, now and then and when somebody asks (probe.py)
+    worker   the device worker gets a Ping every second and answers with a Pong; overdue if that
+             takes so long that no driver call explains it (to map an engine's memory takes a while)
+    loop     a timer every second; how much later it went off is what everything else waited, too
 
 A job that waits for its engine's timeline is the engine's affair, and makes nobody unhealthy. The
 service manager hears that the daemon is ready after the first probe that passed, and that it is
-alive for as long as loop and lane advance: a device that fails makes the daemon unhealthy, which
-operators see, but a restart does not mend it.
+alive for as long as loop and device worker advance: a device that fails makes the daemon unhealthy,
+which operators see, but a restart does not mend it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Supervised(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HealthTimeouts:
-    """Seconds: how often to probe, how long a probe may take, how long the lane may."""
+    """Seconds: how often to probe, how long a probe may take, how long a Pong may take."""
 
     every: float = 10.0
     deadline: float = 5.0
@@ -63,7 +63,7 @@ class HealthTimeouts:
 
 
 class Health:
-    """`start` once the server serves. listen: asks the lane for a Beat, posted at this time.
+    """`start` once the server serves. ping: sends the device worker a Ping, posted at this time.
 
     lost: why clients cannot find the daemon any more; None if they can.
     """
@@ -72,20 +72,20 @@ class Health:
         self,
         patience: HealthTimeouts,
         probe: Probe,
-        listen: Callable[[float], None],
+        ping: Callable[[float], None],
         supervisor: Supervised,
         lost: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._patience = patience
         self._probe = probe
-        self._listen = listen
+        self._ping = ping
         self._supervisor = supervisor
         self._lost = lost
         self._rounds = ProbeHistory(patience)
-        # Since when the lane owes a Beat.
-        self._listening: float | None = None
-        self._beat = Pong(0.0, None, None)
-        self._lane_lags = deque([0.0], LATELY)
+        # Since when the device worker owes a Pong.
+        self._pinged: float | None = None
+        self._last_pong = Pong(0.0, None, None)
+        self._worker_lags = deque([0.0], LATELY)
         self._loop_lags = deque([0.0], LATELY)
         self._was_well: bool | None = None
         self._ready = False
@@ -110,11 +110,11 @@ class Health:
         """There is host memory now that the device can reach."""
         self._pool_ready.set()
 
-    def hear(self, beat: Pong) -> None:
-        """The lane went round."""
-        self._listening = None
-        self._beat = beat
-        self._lane_lags.append(time.monotonic() - beat.posted)
+    def handle_pong(self, pong: Pong) -> None:
+        """The device worker responds."""
+        self._pinged = None
+        self._last_pong = pong
+        self._worker_lags.append(time.monotonic() - pong.posted)
 
     def status(self) -> HealthStatus:
         """As it is now."""
@@ -125,10 +125,10 @@ class Health:
             reasons=reasons,
             probe_seconds=rounds.seconds,
             probe_age=_age(rounds.ended, now),
-            oldest_job=_age(self._beat.oldest, now),
-            held_job=_age(self._beat.held, now),
+            oldest_job=_age(self._last_pong.oldest, now),
+            held_job=_age(self._last_pong.held, now),
             loop_lag=max(self._loop_lags),
-            lane_lag=max(*self._lane_lags, self._owed(now)),
+            lane_lag=max(*self._worker_lags, self._owed(now)),
         )
 
     async def check(self) -> HealthStatus:
@@ -155,9 +155,9 @@ class Health:
     def _pulse(self) -> None:
         now = time.monotonic()
         self._loop_lags.append(max(0.0, now - self._due))
-        if self._listening is None:
-            self._listening = now
-            self._listen(now)
+        if self._pinged is None:
+            self._pinged = now
+            self._ping(now)
         if self._owed(now) <= self._patience.lane:
             self._supervisor.alive()
         self._tell()
@@ -192,8 +192,8 @@ class Health:
         return reasons
 
     def _owed(self, now: float) -> float:
-        """Seconds that the lane has owed a Beat for."""
-        return 0.0 if self._listening is None else now - self._listening
+        """Seconds that the device worker has owed a Pong for."""
+        return 0.0 if self._pinged is None else now - self._pinged
 
 
 class ProbeHistory:

@@ -3,7 +3,8 @@
 The probe is a client that lives in the daemon: a session of the core's own, two blocks of tensor
 on the device, two host blocks at the front of the pool. Each round writes a fresh random pattern
 into one host block, loads it, stores it into the other, and compares; so what it finds to work is
-the core, the lane, the queue, both streams and the memory, and not a socket that still answers.
+the core, the device worker, the queue, both streams and the memory, and not a socket that still
+answers.
 """
 
 from __future__ import annotations

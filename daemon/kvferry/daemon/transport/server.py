@@ -43,8 +43,9 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.cache.deferred_free import DeferredFree
 from kvferry.daemon.core.core import Core
-from kvferry.daemon.lane.lane import Lane
-from kvferry.daemon.lane.quay import MapOrder
+from kvferry.daemon.device.mappings import MapCommand
+from kvferry.daemon.device.report_queue import ReportQueue
+from kvferry.daemon.device.worker import DeviceWorker
 from kvferry.daemon.observability.event_log import EventLog
 from kvferry.daemon.observability.health import Health
 from kvferry.daemon.persistence.kept_tensor_store import KeptTensorStore
@@ -54,7 +55,6 @@ from kvferry.daemon.transport.fd_passing import FdServer
 from kvferry.daemon.transport.ingress import Frames, Ingress
 from kvferry.daemon.transport.outbox import Outboxes
 from kvferry.daemon.transport.peers import Peer, Peers
-from kvferry.daemon.transport.returns import Returns
 from kvferry.daemon.transport.zap import ZapHandler, protect
 from kvferry.proto.codec import MAX_MESSAGE_BYTES, decode_client_message
 from kvferry.proto.errors import Code, ErrorInfo, KVFerryError, Refused
@@ -89,7 +89,7 @@ class Server:
         self, core: Core, endpoint: Endpoint, publish: Callable[[PublishKVEvents], None] = ignore
     ) -> None:
         self._core, self._publish = core, publish
-        self._lane: Lane
+        self._worker: DeviceWorker
         self._region_store: RegionStore
         self._shelf: KeptTensorStore
         self._health: Health
@@ -100,7 +100,7 @@ class Server:
         self._peers = Peers(self.part)
         self._desk = FdServer(endpoint, lambda: core.sessions, core.refused)
         self._journal = EventLog()
-        self._returns = Returns(self._loop, self._take_reports)
+        self._report_queue = ReportQueue(self._loop, self._take_reports)
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -129,14 +129,14 @@ class Server:
 
     async def serve(
         self,
-        lane: Lane,
+        worker: DeviceWorker,
         region_store: RegionStore,
         shelf: KeptTensorStore,
         health: Health,
         drain_seconds: float,
     ) -> None:
         """Serve until stopped; then let what was accepted end, and say goodbye."""
-        self._lane, self._region_store = lane, region_store
+        self._worker, self._region_store = worker, region_store
         self._shelf, self._health = shelf, health
         health.start()
         self._intake.start()
@@ -165,8 +165,8 @@ class Server:
 
     # Called from other threads
 
-    def lane_reports(self, reports: list[Report]) -> None:
-        self._returns.put(reports)
+    def device_reports(self, reports: list[Report]) -> None:
+        self._report_queue.put(reports)
 
     def pool_grew(self, nbytes: int) -> None:
         self._loop.call_soon_threadsafe(self._grew, nbytes)
@@ -250,12 +250,12 @@ class Server:
 
     def _take_reports(self) -> None:
         reports = list[Report]()
-        for report in self._returns.take():
+        for report in self._report_queue.take():
             if isinstance(report, TensorsMapped):
                 self._journal.mapped(report)
                 report = self._with_tickets(report) if report.descriptors else report
             elif isinstance(report, Pong):
-                self._health.hear(report)
+                self._health.handle_pong(report)
             reports.append(report)
         self.tell(reports)
         for report in reports:
@@ -298,7 +298,7 @@ class Server:
             match action:  # the usual ones first
                 case StartTransfer():
                     self._region_store.invalidate(action)
-                    self._lane.post(action)
+                    self._worker.post(action)
                     self._region_store.touch(action)
                 case CommitBlocks():
                     self._region_store.commit(action)
@@ -326,11 +326,11 @@ class Server:
                     self._shelf.put(action)
                 case ReleaseTensors(number):
                     self._shelf.remove(number)
-                    self._lane.post(action)
+                    self._worker.post(action)
                 case FreeDeferred(rubble):
                     self._sweep(rubble)
-                case order:
-                    self._lane.post(order)
+                case command:
+                    self._worker.post(command)
 
     def _sweep(self, rubble: DeferredFree) -> None:
         if rubble.clear_some():
@@ -348,7 +348,7 @@ class Server:
             return
         timeline = taken[-1] if clock else None
         self._journal.mapping(self._peers.by_session.get(action.session), action)
-        self._lane.post(MapOrder(action, taken[: len(tickets)], timeline))
+        self._worker.post(MapCommand(action, taken[: len(tickets)], timeline))
 
     # The end
 

@@ -15,13 +15,10 @@ from kvferry.daemon.engine.cuda.link import FEW, Link, Listed
 from kvferry.daemon.engine.cuda.stretches import Stretches
 from kvferry.proto.specs import Direction
 
-PIECE = 32 << 20
-"""Bytes."""
-FLIGHT = {Direction.LOAD: 3 * PIECE, Direction.STORE: 8 * PIECE}
-"""Bytes on their way: enough to keep the link busy while the lane turns."""
-LARGE_PIECE, LARGE_FRAGMENTS = 4 * PIECE, 64
-"""A piece of stores has as many bytes, if they are no more fragments. A load waits for the loads in
-front of it, and not for stores, but whenever a piece of theirs is enqueued: so rather fewer."""
+# Bytes of a chunk.
+CHUNK = 32 << 20
+# Bytes in flight in one direction: 1.7 ms of the link, while the device worker looks every 0.1 ms.
+MAX_IN_FLIGHT = 3 * CHUNK
 STRETCH = 1024
 """Fragments that are made ready at once."""
 
@@ -55,23 +52,7 @@ class DirectCopy:
             self._link.enqueue_listed(listed, stream, first * pages, count)
         return begun, self._driver.record(stream)
 
-    def prepare(self, direction: Direction, mapping: Mapping, run: Extent, pool: int) -> None:
-        """A run comes, and its pieces will."""
-        pages = mapping.geometry.refs[run.group].pages.size
-        if run.gpu_blocks.size * pages > FEW:
-            make = partial(self._listed, direction, mapping, pool)
-            self._stretches.prepare(run, STRETCH // pages, make)
-
     def _listed(self, direction: Direction, mapping: Mapping, pool: int, run: Extent) -> Listed:
         geometry = mapping.geometry
         fragments = geometry.fragments(run, mapping.bases, pool)
         return self._link.listed(direction, fragments, whole=self._link.whole(geometry))
-
-
-def piece_bytes(direction: Direction, mapping: Mapping, group: int) -> int:
-    """Of a piece of a group, where others are on their way."""
-    if direction is Direction.LOAD:
-        return PIECE
-    geometry = mapping.geometry
-    fragment = geometry.group_bytes[group] // int(geometry.refs[group].pages.size)
-    return max(PIECE, min(LARGE_PIECE, LARGE_FRAGMENTS * fragment))

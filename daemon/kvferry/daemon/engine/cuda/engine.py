@@ -4,17 +4,15 @@ An engine's own tensors are reached by CUDA IPC. Tensors that a daemon allocates
 behind a file descriptor (cuda/virtual_memory.py), which outlives whoever made it; an engine that
 outlived its daemon brings the descriptor to the next one.
 
-A piece stands between two events; the lane asks for the second, and the distance of a job's first
-and last is the device time that clients see. Everything runs in the device's primary context, in
-the lane's thread or one that has `enter`ed, and never at once, but for two things: `pin` and
-`unpin` come any time, and loads while the driver takes a batch of stores; that is `aside`.
+A chunk stands between two events; `poll` queries the second, and the distance between the first of
+a job's first chunk and the second of its last is the device time that clients see. Everything runs
+in the device's primary context. Threads: as base.CopyEngine says.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,23 +20,31 @@ import numpy as np
 from kvferry.cuda.driver import MIN_DRIVER, TOO_OLD, Driver, driver
 from kvferry.cuda.virtual_memory import DeviceMemory, VirtualMemory
 from kvferry.daemon.core.layout import BlockLayout, Extent, Int64s
-from kvferry.daemon.engine.base import NO_ROOM, Mapping, Room, Shared, Want, packed_locations
+from kvferry.daemon.engine.base import (
+    NO_ROOM,
+    ChunkBudget,
+    ChunkRequest,
+    Mapping,
+    OwnerThread,
+    Shared,
+    packed_locations,
+)
 from kvferry.daemon.engine.cuda.choice import calibrate, choice_of, forced
-from kvferry.daemon.engine.cuda.direct import FLIGHT, DirectCopy, piece_bytes
+from kvferry.daemon.engine.cuda.direct import CHUNK, MAX_IN_FLIGHT, DirectCopy
 from kvferry.daemon.engine.cuda.link import Link, Ruler
 from kvferry.daemon.engine.cuda.piece import PageTable, Piece
 from kvferry.daemon.engine.cuda.staged import MAX_BLOCKS, StagedCopy
-from kvferry.daemon.engine.cuda.staging import PIECE, Staging
+from kvferry.daemon.engine.cuda.staging import Staging
 from kvferry.daemon.engine.numa import node_of
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.memory import Allocation, CudaAllocation, FdAllocation, Location
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import CopyStatus, DeviceInfo, GroupCopying
 
-FIRST_PIECE = 8 << 20
-"""Where nothing is in flight the link waits for the first piece, so that is small: it takes as long
-as it takes to enqueue the next."""
-MAX_PIECES = 32
+# If nothing is in flight the link waits for the first chunk. So that is small: it takes as long as
+# it takes to submit the next one.
+FIRST_CHUNK = 8 << 20
+MAX_CHUNKS = 32
 MIN_STAGING = 64 << 20
 
 
@@ -75,16 +81,18 @@ class CudaEngine:
         )
         self.numa_node = node_of(self._driver.pci_address(ordinal))
         self._context = self._driver.retain_context(ordinal)
+        self._owner = OwnerThread()
         self._in_flight = dict.fromkeys(Direction, 0)
         self._pieces = dict.fromkeys(Direction, 0)
         self._staged_pieces = dict.fromkeys(Direction, 0)
         self._last: dict[Direction, Piece] = {}
 
-    def attach(self, pool_address: int, aside: AbstractContextManager[None]) -> CopyStatus:
+    def attach(self, pool_address: int) -> CopyStatus:
+        self._owner.bind()
         driver = self._driver
         driver.call("cuCtxSetCurrent", self._context)
         self._pool = pool_address
-        link = Link(driver, pool_address, self._options.chunk_bytes, aside)
+        link = Link(driver, pool_address, self._options.chunk_bytes)
         self._staging = Staging(driver, self._options.staging_bytes)
         self._direct = DirectCopy(driver, link)
         ruler = Ruler(self._staging.address, self._options.staging_bytes)
@@ -94,9 +102,6 @@ class CudaEngine:
             status = forced(self._options.mode, status)
         self._choice = choice_of(status, self._staging.piece_bytes)
         return status
-
-    def enter(self) -> None:
-        self._driver.call("cuCtxSetCurrent", self._context)
 
     def pin(self, address: int, nbytes: int) -> None:
         self._driver.call("cuCtxSetCurrent", self._context)
@@ -121,6 +126,7 @@ class CudaEngine:
         locations: Sequence[Location],
         descriptors: Sequence[int],
     ) -> Mapping:
+        self._owner.assert_owner()
         opened: list[DeviceMemory | _Opened] = []
         waiting = iter(descriptors)
         try:
@@ -133,6 +139,7 @@ class CudaEngine:
             raise
 
     def allocate(self, geometry: BlockLayout, kept: Sequence[int] = ()) -> Shared:
+        self._owner.assert_owner()
         offsets, size = packed_locations(geometry.layout)
         size = self._memory.whole_granules(size)
         if kept:
@@ -150,34 +157,27 @@ class CudaEngine:
         return Shared(mapping, (FdAllocation(0, size),), locations, (descriptor,))
 
     def close(self, mapping: Mapping) -> None:
+        self._owner.assert_owner()
         self._close(mapping.handles)
 
-    def prepare(self, direction: Direction, mapping: Mapping, run: Extent) -> None:
-        if self._choice.direct(direction, mapping.geometry, run.group):
-            self._direct.prepare(direction, mapping, run, self._pool)
-        else:
-            self._staged.prepare(_table(mapping, run.group), run)
-
-    def full(self, direction: Direction) -> bool:
-        return self._pieces[direction] >= MAX_PIECES
-
-    def room(self, direction: Direction, mapping: Mapping, want: Want) -> Room:
-        if self.full(direction):
+    def room(self, direction: Direction, mapping: Mapping, request: ChunkRequest) -> ChunkBudget:
+        self._owner.assert_owner()
+        if self._pieces[direction] >= MAX_CHUNKS:
             return NO_ROOM
         idle = not self._pieces[direction]
-        if self._choice.direct(direction, mapping.geometry, want.group):
-            if self._in_flight[direction] >= FLIGHT[direction]:
+        if self._choice.direct(direction, mapping.geometry, request.group):
+            if self._in_flight[direction] >= MAX_IN_FLIGHT:
                 return NO_ROOM
-            return Room(FIRST_PIECE if idle else piece_bytes(direction, mapping, want.group))
-        block_bytes = mapping.geometry.group_bytes[want.group]
+            return ChunkBudget(FIRST_CHUNK if idle else CHUNK)
+        block_bytes = mapping.geometry.group_bytes[request.group]
         ahead = self._staged.ahead() if direction is Direction.STORE else 0
-        piece = PIECE if idle else self._staged.piece_units(direction)
-        nbytes = self._staging.room(direction, want, block_bytes, ahead, piece)
-        if idle and direction is Direction.LOAD:  # the first of a store has a turn of its own
-            nbytes = min(nbytes, FIRST_PIECE)
-        return Room(nbytes, MAX_BLOCKS)
+        nbytes = self._staging.room(direction, request, block_bytes, ahead)
+        if idle and direction is Direction.LOAD:  # the first of a store is a batch of its own
+            nbytes = min(nbytes, FIRST_CHUNK)
+        return ChunkBudget(nbytes, MAX_BLOCKS)
 
     def submit(self, direction: Direction, mapping: Mapping, run: Extent) -> Piece:
+        self._owner.assert_owner()
         if self._choice.direct(direction, mapping.geometry, run.group):
             piece = self._submit_direct(direction, mapping, run)
         else:
@@ -187,17 +187,13 @@ class CudaEngine:
         self._pieces[direction] += 1
         return piece
 
-    def wants_push(self, direction: Direction) -> bool:
-        staged = direction is Direction.STORE and self._staged_pieces[direction] > 0
-        return staged and self._staged.wants_push(self._pieces[direction])
-
-    def push(self, direction: Direction, more: bool) -> bool:
-        return self._staged_pieces[direction] > 0 and self._staged.push(direction, more)
-
-    def unsent(self, direction: Direction) -> int:
-        return self._staged.unsent() if direction is Direction.STORE else 0
+    def flush(self, direction: Direction, more: bool) -> None:
+        self._owner.assert_owner()
+        if self._staged_pieces[direction]:
+            self._staged.flush(direction, more)
 
     def poll(self, ticket: object) -> bool:
+        self._owner.assert_owner()
         assert isinstance(ticket, Piece)
         try:
             if ticket.error is not None:
@@ -210,23 +206,26 @@ class CudaEngine:
             self._forget(ticket)
         return done
 
-    def elapsed(self, first: object, last: object, after: object | None) -> float:
-        """Up to the end on the link where more follows: the link has gone on to that."""
+    def elapsed(self, first: object, last: object, before: object | None) -> float:
+        """Up to the end on the link if more chunks follow: the link has gone on to those."""
+        self._owner.assert_owner()
         assert isinstance(first, Piece)
         assert isinstance(last, Piece)
         end = last.done if self._last[last.direction] is last else last.moved
         if first.begun is None or end is None:
             return 0.0
         seconds = self._driver.elapsed_seconds(first.begun, end)
-        if isinstance(after, Piece) and after.moved is not None:  # since all of it was moved
-            seconds = min(seconds, self._driver.elapsed_seconds(after.moved, end))
+        if isinstance(before, Piece) and before.moved is not None:
+            seconds = min(seconds, self._driver.elapsed_seconds(before.moved, end))
         return max(0.0, seconds)
 
     def copying(self, mapping: Mapping) -> tuple[GroupCopying, ...]:
+        self._owner.assert_owner()
         groups = range(mapping.geometry.layout.num_groups)
         return tuple(self._choice.of_group(mapping.geometry, group) for group in groups)
 
     def shutdown(self) -> None:
+        self._owner.assert_owner()
         self._driver.call("cuCtxSynchronize")
 
     def _submit_direct(self, direction: Direction, mapping: Mapping, run: Extent) -> Piece:
@@ -243,6 +242,7 @@ class CudaEngine:
 
     def _submit_staged(self, direction: Direction, mapping: Mapping, run: Extent) -> Piece:
         table = _table(mapping, run.group)
+        idle = not self._pieces[direction]
         slot = self._staging.take(direction, run.gpu_blocks.size * table.block_bytes)
         try:
             self._keep_order(direction, self._staged.streams(direction), staged=True)
@@ -252,6 +252,8 @@ class CudaEngine:
             self._staging.give_back(slot)
             raise
         self._staged_pieces[direction] += 1
+        if idle and direction is Direction.STORE:  # the link waits for it
+            self._staged.flush(direction, more=True)
         return piece
 
     def _keep_order(self, direction: Direction, streams: Sequence[int], staged: bool) -> None:

@@ -10,8 +10,7 @@ batch that Python has put together before numpy has begun; with more no Python r
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from ctypes import byref, c_size_t, c_void_p
 from typing import Any
 
@@ -26,14 +25,10 @@ from kvferry.proto.specs import Direction
 FEW = 8
 SMALL = 8 << 20
 """Bytes: the pauses between so few copies of 2 MiB take 10 us in all."""
-QUICK = 512
-"""Fragments in a batch of a load that is enqueued without giving the GIL away: in 0.2 ms. A store
-does: a load may be about to come."""
 _ADDRESS, _ITEM = "Q", 8
 """As `array` calls an address, and its bytes. A ctypes array of as many would be a class of its
 own, which takes longer to make than what is in it."""
 _STREAM_ORDER = 1
-_NOWHERE = nullcontext()
 KEPT, MARKS = 64, 1 << 15
 """Distances on a ruler: a staging buffer has as many places to begin, for each size of a block. And
 addresses at one distance, at most: smaller blocks have no ruler."""
@@ -41,28 +36,20 @@ addresses at one distance, at most: smaller blocks have no ruler."""
 
 class Link:
     """`chunk_bytes`: registered pieces of the pool, which begins at `pool`. No copy may cross from
-    one into the next, so who does is cut. `aside`: to be in while the driver takes a batch of
-    stores."""
+    one into the next, so who does is cut."""
 
-    def __init__(
-        self,
-        driver: Driver,
-        pool: int,
-        chunk_bytes: int,
-        aside: AbstractContextManager[None] = _NOWHERE,
-    ) -> None:
+    def __init__(self, driver: Driver, pool: int, chunk_bytes: int) -> None:
         self._driver = driver
-        self._aside = aside
         self.pool = pool
         self._chunk = chunk_bytes
-        self._batches = {quick: _batch_function(driver, quick=quick) for quick in (True, False)}
+        self._batch = _batch_function(driver)
 
     def enqueue(
         self, direction: Direction, fragments: Fragments | Rows | Some, stream: int
     ) -> None:
         """Raises Failed (DRIVER) where the driver refuses."""
         if isinstance(fragments, Some):
-            return self._enqueue_some(direction, fragments, stream, slice(0, fragments.count))
+            return self._enqueue_some(direction, fragments, stream)
         if isinstance(fragments, Fragments):
             if fragments.size.size > FEW:
                 return self.enqueue_listed(self.listed(direction, fragments), stream)
@@ -70,24 +57,6 @@ class Link:
         few = len(fragments) <= FEW and sum([size for _, _, size in fragments]) <= SMALL
         enqueue = self._one_by_one if few or len(fragments) == 1 else self._batch_rows
         return enqueue(direction, self._cut(fragments), stream)
-
-    def in_parts(
-        self, direction: Direction, fragments: Fragments | Rows | Some, most: int, stream: int
-    ) -> Iterator[bool]:
-        """As `enqueue`, so many fragments with each step; whether there are more. Rows are few, and
-        one part."""
-        if isinstance(fragments, Some):
-            for part, more in _slices(fragments.count, most):
-                self._enqueue_some(direction, fragments, stream, part)
-                yield more
-        elif isinstance(fragments, Fragments) and fragments.size.size > most:
-            listed = self.listed(direction, fragments)
-            for part, more in _slices(listed.fragments, most):
-                self.enqueue_listed(listed, stream, part.start, part.stop - part.start)
-                yield more
-        else:
-            self.enqueue(direction, fragments, stream)
-            yield False
 
     def _one_by_one(self, direction: Direction, rows: Rows, stream: int) -> None:
         store = direction is Direction.STORE
@@ -100,7 +69,7 @@ class Link:
         dst, src = (host, gpu) if direction is Direction.STORE else (gpu, host)
         table = array(_ADDRESS, (*dst, *src, *size))
         (at, _), row_bytes = table.buffer_info(), _ITEM * len(rows)
-        self._enqueue_batch(direction, (at, at + row_bytes, at + 2 * row_bytes), len(rows), stream)
+        self._enqueue_batch((at, at + row_bytes, at + 2 * row_bytes), len(rows), stream)
 
     def whole(self, geometry: BlockLayout) -> bool:
         """Whether none of its fragments lies across two chunks."""
@@ -120,7 +89,7 @@ class Link:
         host, sizes = gpu + listed.row_bytes, gpu + 2 * listed.row_bytes
         store = listed.direction is Direction.STORE
         columns = (host, gpu, sizes) if store else (gpu, host, sizes)
-        self._enqueue_batch(listed.direction, columns, entries, stream)
+        self._enqueue_batch(columns, entries, stream)
 
     def scattered(self, offsets: Int64s, nbytes: int) -> Scattered | None:
         """Blocks of one size in the pool made ready; None where one lies across two chunks."""
@@ -128,21 +97,15 @@ class Link:
             return None
         return Scattered(offsets + self.pool, nbytes)
 
-    def _enqueue_some(self, direction: Direction, some: Some, stream: int, part: slice) -> None:
-        hosts, sizes = some.of.addresses(some.first + part.start)
-        gpu = some.ruler.mark(some.gpu + part.start * some.of.nbytes, some.of.nbytes)
+    def _enqueue_some(self, direction: Direction, some: Some, stream: int) -> None:
+        hosts, sizes = some.of.addresses(some.first)
+        gpu = some.ruler.mark(some.gpu, some.of.nbytes)
         columns = (hosts, gpu, sizes) if direction is Direction.STORE else (gpu, hosts, sizes)
-        self._enqueue_batch(direction, columns, part.stop - part.start, stream)
+        self._enqueue_batch(columns, some.count, stream)
 
-    def _enqueue_batch(
-        self, direction: Direction, columns: tuple[int, int, int], count: int, stream: int
-    ) -> None:
+    def _enqueue_batch(self, columns: tuple[int, int, int], count: int, stream: int) -> None:
         """columns: where the destinations lie, the sources, and the sizes."""
-        if direction is Direction.STORE:
-            with self._aside:
-                result = self._batches[False](*columns, count, stream)
-        else:
-            result = self._batches[count <= QUICK](*columns, count, stream)
+        result = self._batch(*columns, count, stream)
         if result:
             raise self._driver.error("cuMemcpyBatchAsync", result)
 
@@ -221,8 +184,6 @@ class Ruler:
         self._begin, self._end = begin, begin + nbytes
         self._marks: dict[tuple[int, int], tuple[int, int, Int64s]] = {}
         """By distance and remainder: the first address, where that stands, and all of them."""
-        self._before = self._marks
-        """Those that had to make room last: the driver may be reading them for another thread."""
 
     def measures(self, apart: int) -> bool:
         """Whether there is room for the addresses at this distance."""
@@ -240,7 +201,7 @@ class Ruler:
 
     def _measure(self, apart: int, rest: int) -> None:
         if len(self._marks) == KEPT:
-            self._before, self._marks = self._marks, {}
+            self._marks = {}
         first = self._begin + (rest - self._begin) % apart
         marks = np.arange(first, self._end, apart)
         self._marks[apart, rest] = first, _address(marks), marks
@@ -256,28 +217,21 @@ class Some(msgspec.Struct, frozen=True, eq=False):
     ruler: Ruler
 
 
-def _slices(count: int, most: int) -> Iterator[tuple[slice, bool]]:
-    """Of `count`, at most so many each; and whether there is another one."""
-    for begin in range(0, count, most):
-        end = min(begin + most, count)
-        yield slice(begin, end), end < count
-
-
 def _address(numbers: Int64s) -> int:
     address: int = numbers.__array_interface__["data"][0]
     return address
 
 
-def _batch_function(driver: Driver, *, quick: bool) -> Callable[[int, int, int, int, int], int]:
+def _batch_function(driver: Driver) -> Callable[[int, int, int, int, int], int]:
     """cuMemcpyBatchAsync in the newest shape that the driver has: (destinations, sources, sizes,
-    count, stream). quick: one that keeps the GIL."""
+    count, stream)."""
     attributes, first, fail_index = CopyAttributes(order=_STREAM_ORDER), c_size_t(0), c_size_t(0)
     shapes: tuple[tuple[str, tuple[Any, ...]], ...] = (
         ("cuMemcpyBatchAsync_v2", ()),
         ("cuMemcpyBatchAsync", (byref(fail_index),)),
     )
     for symbol, tail in shapes:
-        function = driver.optional(symbol, quick=quick)
+        function = driver.optional(symbol)
         if function is not None:
             rest = byref(attributes), byref(first), 1, *tail
             pointers, ends = (c_void_p,) * 3, (c_void_p,) * len(tail)

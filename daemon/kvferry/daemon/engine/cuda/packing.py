@@ -38,11 +38,6 @@ class Packing:
         joints, first = self._stretches.find(run, STRETCH, make)
         return joints.fragments(first, run.gpu_blocks.size, slot)
 
-    def prepare(self, run: Extent, block_bytes: int) -> None:
-        """A run comes, and its pieces will."""
-        if not _few(run):
-            self._stretches.prepare(run, STRETCH, partial(self._joints, block_bytes))
-
     def _joints(self, block_bytes: int, run: Extent) -> _Joints:
         return _Joints(self._link, self._ruler, run.host_offsets, block_bytes)
 

@@ -5,10 +5,10 @@ when it is done. Each direction goes round the buffer, so pieces that follow eac
 behind the other. Alone, a direction may have all of it; where both have work, half each. Stores
 always leave a little for loads, which somebody waits for: a small load never waits for stores.
 
-Kernels run in turns (turns.py), and a store's turn is worth the more the more room there is to
-gather into. So stores get room only when no more than a third of theirs is left to drain, about as
-much as the link moves until the turn has come; then all that is free, and what becomes free until
-that.
+Kernels run in turns (kernel_batching.py), and a store's turn is worth the more the more room there
+is to gather into. So stores get room only when no more than a third of theirs is left to drain,
+about as much as the link moves until the turn has come; then all that is free, and what becomes
+free until that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import msgspec
 
 from kvferry.cuda.driver import Driver
-from kvferry.daemon.engine.base import Want
+from kvferry.daemon.engine.base import ChunkRequest
 from kvferry.proto.specs import Direction
 
 UNITS = 64
@@ -26,9 +26,6 @@ multiples of that."""
 PIECE = 8
 """Units of the largest piece: a piece that is done makes room for another before the link has
 emptied the next one."""
-LARGE_PIECE = 31
-"""Units of a store's where turns of the GPU come at once: small ones would gain nothing there, and
-each costs the lane as much. While one is on the link the next is gathered."""
 LEAST = 2
 """A piece that could be larger takes no fewer units."""
 FOR_LOADS = 2
@@ -61,20 +58,18 @@ class Staging:
     def room(
         self,
         direction: Direction,
-        want: Want,
+        request: ChunkRequest,
         block_bytes: int,
         ahead: int,
-        piece: int = PIECE,
     ) -> int:
         """Bytes for the next piece of a direction, of one block at least; 0 for none now.
 
         ahead: units of stores whose turn has not come; they are not on the link yet.
-        piece: units of the next piece, at most.
         """
-        mine, used = self._share(direction, want.contended), self._used[direction].bit_count()
-        if direction is Direction.STORE and used - ahead > max(_low(mine), piece):
+        mine, used = self._share(direction, request.contended), self._used[direction].bit_count()
+        if direction is Direction.STORE and used - ahead > _low(mine):
             return 0
-        most = min(piece, self._units(want.nbytes))
+        most = min(PIECE, self._units(request.nbytes))
         least = max(min(most, LEAST), self._units(block_bytes))
         return self._gap(direction, min(most, mine - used), least) * self.unit_bytes
 

@@ -1,15 +1,11 @@
-"""What pieces of a run need, made for many of them at once.
+"""What the chunks of a run need, made for many of them at once.
 
-A piece is a few dozen blocks, and to find out where they lie takes numpy hardly less long than for
-a thousand. While the lane does it no load comes, and a turn of the GPU that is due is asked for
-late. So it is done for a stretch of the run when the first piece of it comes; and of the first
-stretch before: who plans has numpy in its core's caches, and takes much less time than a lane which
-has slept.
+A chunk is a few dozen blocks, and finding out where they lie takes numpy hardly less time than for
+a thousand. So it is done for a stretch of the run when the first chunk of it is submitted.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,66 +16,42 @@ from kvferry.daemon.core.layout import Extent
 
 T = TypeVar("T")
 
+# Stretches: of as many runs whose chunks take turns.
 KEPT = 32
-"""Stretches: of so many runs that wait, or whose pieces take turns."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stretch(Generic[T]):
-    """Blocks `begin` to `end` of a run."""
+    """Blocks `begin` to `end` of a run, which may be gone: its transfer was cancelled."""
 
     run: ReferenceType[Extent]
-    """Nobody else may hold it any more: it was given up."""
     begin: int
     end: int
     made: T
 
 
 class Stretches(Generic[T]):
-    """blocks: of a stretch, at most. make: of a stretch, what its pieces need; in the thread that
-    asks, which may be any."""
+    """The newest stretches; of one run at most one."""
 
     def __init__(self) -> None:
         self._kept: deque[_Stretch[T]] = deque(maxlen=KEPT)
-        self._lock = threading.Lock()
 
-    def find(self, piece: Extent, blocks: int, make: Callable[[Extent], T]) -> tuple[T, int]:
-        """What was made for a stretch that has this piece, or is now for one that begins with it
-        and has as many `blocks`, or as there are; and where in it the piece begins."""
-        run, begin, end = piece.of or piece, piece.at, piece.at + piece.gpu_blocks.size
-        with self._lock:
-            for stretch in self._kept:
-                if stretch.run() is run and stretch.begin <= begin and end <= stretch.end:
+    def find(self, chunk: Extent, blocks: int, make: Callable[[Extent], T]) -> tuple[T, int]:
+        """What was made for a stretch that contains this chunk, and the chunk's first block there.
+
+        If there is none, it is made for a stretch of at most `blocks` that begins with the chunk.
+        """
+        run, begin, end = chunk.of or chunk, chunk.at, chunk.at + chunk.gpu_blocks.size
+        for stretch in self._kept:
+            if stretch.run() is run:
+                if stretch.begin <= begin and end <= stretch.end:
                     if end == stretch.end:
                         self._kept.remove(stretch)
                     return stretch.made, begin - stretch.begin
+                self._kept.remove(stretch)  # the chunk crosses its end
+                break
         last = max(end, min(begin + blocks, run.gpu_blocks.size))
         made = make(run.cut(begin, last))
-        self._forget(run)  # a piece lay across its end: what follows is in this one
         if last > end:
-            self._keep(_Stretch(ref(run), begin, last, made))
+            self._kept.append(_Stretch(ref(run), begin, last, made))
         return made, 0
-
-    def prepare(self, run: Extent, blocks: int, make: Callable[[Extent], T]) -> None:
-        """Make the first stretch of a run, unless as many wait as are kept."""
-        if blocks and self._has_room():
-            last = min(blocks, run.gpu_blocks.size)
-            self._keep(_Stretch(ref(run), 0, last, make(run.cut(0, last))))
-
-    def _has_room(self) -> bool:
-        with self._lock:
-            if len(self._kept) == KEPT:
-                alive = [stretch for stretch in self._kept if stretch.run() is not None]
-                self._kept = deque(alive, KEPT)
-            return len(self._kept) < KEPT
-
-    def _forget(self, run: Extent) -> None:
-        with self._lock:
-            for stretch in self._kept:
-                if stretch.run() is run:
-                    self._kept.remove(stretch)
-                    return
-
-    def _keep(self, stretch: _Stretch[T]) -> None:
-        with self._lock:
-            self._kept.append(stretch)

@@ -1,7 +1,7 @@
-"""The quay: the memory of registrations, mapped or allocated, and what is held of it.
+"""Memory of registrations: mapped or allocated, and kept beyond the registration by descriptor.
 
-A berth is made here when a registration's memory was reached, and closed here when it left. Memory
-that was allocated for one may be held beyond that, by its descriptors.
+A registration's queues are created here when its memory is mapped, and removed when it is unmapped.
+Only the device worker's thread calls this, except `hold` before that thread starts.
 """
 
 from __future__ import annotations
@@ -11,62 +11,65 @@ import os
 from dataclasses import dataclass, replace
 
 from kvferry.daemon.core.actions import MapTensors, TensorsMapped
+from kvferry.daemon.device.transfer_queues import RegistrationQueues
 from kvferry.daemon.engine.base import CopyEngine, Mapping, Shared
 from kvferry.daemon.engine.fd_closer import close_descriptor_later
 from kvferry.daemon.engine.memory import Timeline
-from kvferry.daemon.lane.berth import Berth
 from kvferry.proto.errors import Code, Failed, KVFerryError
 
 
 @dataclass(frozen=True, slots=True)
-class MapOrder:
-    """A Map, with the descriptors behind its tickets; the lane closes them."""
+class MapCommand:
+    """A Map, with the descriptors behind its tickets; the device worker closes them."""
 
     map: MapTensors
     descriptors: tuple[int, ...]
     timeline: int | None
 
 
-class Quay:
-    """Used by whoever has the lane's helm."""
+class Mappings:
+    """queues: of each registration that is mapped, by its number."""
 
     def __init__(self, engine: CopyEngine) -> None:
         self._engine = engine
-        self.berths: dict[int, Berth] = {}
+        self.queues: dict[int, RegistrationQueues] = {}
+        # Descriptors of memory that was allocated for a registration and must outlast it.
         self._held: dict[int, tuple[int, ...]] = {}
-        """Descriptors of memory allocated for a registration that is to outlast it."""
 
     def hold(self, number: int, *descriptors: int) -> None:
-        """Take memory over that an earlier daemon held."""
+        """Take over memory that an earlier daemon held."""
         self._held[number] = descriptors
 
-    def map(self, order: MapOrder) -> TensorsMapped:
-        """Reach the memory of a registration, or tell why not. Closes the order's descriptors."""
-        number, session = order.map.registration, order.map.session
+    def map(self, command: MapCommand) -> TensorsMapped:
+        """Map or allocate the memory of a registration; the report says why if it cannot be.
+
+        Closes the command's descriptors.
+        """
+        number, session = command.map.registration, command.map.session
         timeline: Timeline | None = None
         try:
-            timeline = None if order.timeline is None else Timeline(order.timeline)
-            mapping, report = self._reach(order)
+            timeline = None if command.timeline is None else Timeline(command.timeline)
+            mapping, report = self._map(command)
             report = replace(report, copying=self._engine.copying(mapping))
         except (KVFerryError, OSError, ValueError, OverflowError) as error:
             if timeline is not None:
                 timeline.close()
-            return TensorsMapped(number, session, _told(error).info)
+            return TensorsMapped(number, session, _as_kvferry_error(error).info)
         finally:
-            for descriptor in (*order.descriptors, order.timeline):
+            for descriptor in (*command.descriptors, command.timeline):
                 if descriptor is not None:
                     close_descriptor_later(descriptor)
-        self.berths[number] = Berth(mapping, timeline)
+        self.queues[number] = RegistrationQueues(mapping, timeline)
         return report
 
-    def _reach(self, order: MapOrder) -> tuple[Mapping, TensorsMapped]:
+    def _map(self, command: MapCommand) -> tuple[Mapping, TensorsMapped]:
         """Map an engine's own tensors, or allocate them here."""
-        wanted = order.map
+        wanted = command.map
         report = TensorsMapped(wanted.registration, wanted.session)
         if wanted.locations is not None:
             return (
                 self._engine.open(
-                    wanted.geometry, wanted.allocations, wanted.locations, order.descriptors
+                    wanted.geometry, wanted.allocations, wanted.locations, command.descriptors
                 ),
                 report,
             )
@@ -107,22 +110,21 @@ class Quay:
             close_descriptor_later(descriptor)
 
     def drop_all(self) -> None:
-        """At the end, when nobody waits for the lane any more."""
+        """Close all kept descriptors, when the worker ends."""
         for descriptors in self._held.values():
             for descriptor in descriptors:
                 os.close(descriptor)
         self._held.clear()
 
     def close(self, number: int) -> None:
-        """Let the memory of a registration go; nothing of it is in flight."""
-        berth = self.berths.pop(number)
-        self._engine.close(berth.mapping)
-        if berth.timeline is not None:
-            berth.timeline.close()
+        """Unmap the memory of a registration; no chunk of it is in flight."""
+        registration = self.queues.pop(number)
+        self._engine.close(registration.mapping)
+        if registration.timeline is not None:
+            registration.timeline.close()
 
 
-def _told(error: Exception) -> KVFerryError:
-    """What a client is told of memory that the kernel would not map."""
+def _as_kvferry_error(error: Exception) -> KVFerryError:
     if isinstance(error, KVFerryError):
         return error
     return Failed(Code.MAP_FAILED, f"the memory cannot be mapped: {error}")

@@ -1,5 +1,4 @@
-"""Reports on their way from the lane's thread to the loop: none is lost, and the loop is woken once
-for many."""
+"""Reports on their way to the event loop: none is lost, and the loop is woken once for many."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import threading
 import time
 
 from kvferry.daemon.core.actions import PoolRegistered, Report
-from kvferry.daemon.transport.returns import Returns
+from kvferry.daemon.device.report_queue import ReportQueue
 
 
 def test_all_arrive_in_order_from_another_thread() -> None:
@@ -18,20 +17,20 @@ def test_all_arrive_in_order_from_another_thread() -> None:
         done = asyncio.Event()
 
         def take_in() -> None:
-            taken.extend(returns.take())
+            taken.extend(reports.take())
             if len(taken) == 3000:
                 done.set()
 
-        def lane() -> None:
+        def put() -> None:
             for number in range(0, 3000, 3):
-                returns.put(
+                reports.put(
                     [PoolRegistered(number), PoolRegistered(number + 1), PoolRegistered(number + 2)]
                 )
                 if number % 50 == 0:
                     time.sleep(0)
 
-        returns = Returns(asyncio.get_running_loop(), take_in)
-        thread = threading.Thread(target=lane)
+        reports = ReportQueue(asyncio.get_running_loop(), take_in)
+        thread = threading.Thread(target=put)
         thread.start()
         await asyncio.wait_for(done.wait(), 30)
         thread.join()
@@ -48,17 +47,17 @@ def test_the_loop_is_woken_once_for_all_that_is_there() -> None:
         def take_in() -> None:
             nonlocal rings
             rings += 1
-            for report in returns.take():
+            for report in reports.take():
                 if report == PoolRegistered(1):  # while they are taken in, more come
-                    returns.put([PoolRegistered(3)])
+                    reports.put([PoolRegistered(3)])
                 taken.append(report)
 
-        returns = Returns(asyncio.get_running_loop(), take_in)
+        reports = ReportQueue(asyncio.get_running_loop(), take_in)
         for number in range(3):
-            returns.put([PoolRegistered(number)])
+            reports.put([PoolRegistered(number)])
         await asyncio.sleep(0.01)
         assert rings == 2, "once for three, and once for the one that came meanwhile"
-        returns.put([PoolRegistered(4)])
+        reports.put([PoolRegistered(4)])
         await asyncio.sleep(0.01)
 
     asyncio.run(serve())

@@ -14,10 +14,10 @@ import pytest
 
 from kvferry.daemon.core.actions import MapTensors, TensorsMapped
 from kvferry.daemon.core.layout import BlockLayout
+from kvferry.daemon.device.mappings import MapCommand, Mappings
 from kvferry.daemon.engine import fd_closer
 from kvferry.daemon.engine.base import Mapping, Shared
 from kvferry.daemon.engine.memory import PAGE
-from kvferry.daemon.lane.quay import MapOrder, Quay
 from kvferry.proto.errors import Code, Failed
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.memory import Location
@@ -71,10 +71,10 @@ class Engine:
         return mapping
 
 
-class Pier:
+class MappingsFixture:
     def __init__(self) -> None:
         self.engine = Engine()
-        self.quay = Quay(cast(Any, self.engine))
+        self.mappings = Mappings(cast(Any, self.engine))
         self.geometry = BlockLayout(LayoutArrays.from_layout(LAYOUT), 0, 4)
 
     def map(
@@ -85,7 +85,7 @@ class Pier:
         timeline = sealed_memfd(CLOCK, PAGE) if clock else None
         wanted = MapTensors(number, "session", self.geometry, (), where, timeline, **how)
         given = (os.memfd_create(TENSORS),) if own else ()
-        report = self.quay.map(MapOrder(wanted, given, timeline))
+        report = self.mappings.map(MapCommand(wanted, given, timeline))
         for descriptor in report.descriptors:  # the server makes tickets of them
             os.close(descriptor)
         return report
@@ -98,21 +98,21 @@ def closing_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def pier() -> Iterator[Pier]:
-    pier = Pier()
-    yield pier
-    pier.quay.drop_all()
-    for number in tuple(pier.quay.berths):
-        pier.quay.close(number)
-    assert (pier.engine.open_ones, pages(), descriptors()) == ([], 0, 0)
+def fixture() -> Iterator[MappingsFixture]:
+    fixture = MappingsFixture()
+    yield fixture
+    fixture.mappings.drop_all()
+    for number in tuple(fixture.mappings.queues):
+        fixture.mappings.close(number)
+    assert (fixture.engine.open_ones, pages(), descriptors()) == ([], 0, 0)
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_what_is_closed_is_let_go_with_its_timeline(pier: Pier, own: bool) -> None:
-    pier.map(own=own, clock=True)
-    assert (len(pier.engine.open_ones), pages(), descriptors()) == (1, 1, 0)
-    pier.quay.close(1)
-    assert (pier.engine.open_ones, pages(), pier.quay.berths) == ([], 0, {})
+def test_what_is_closed_is_let_go_with_its_timeline(fixture: MappingsFixture, own: bool) -> None:
+    fixture.map(own=own, clock=True)
+    assert (len(fixture.engine.open_ones), pages(), descriptors()) == (1, 1, 0)
+    fixture.mappings.close(1)
+    assert (fixture.engine.open_ones, pages(), fixture.mappings.queues) == ([], 0, {})
 
 
 @pytest.mark.parametrize(
@@ -120,46 +120,48 @@ def test_what_is_closed_is_let_go_with_its_timeline(pier: Pier, own: bool) -> No
 )
 @pytest.mark.parametrize("own", [True, False])
 def test_what_cannot_be_mapped_leaves_nothing_behind(
-    pier: Pier, own: bool, error: Exception
+    fixture: MappingsFixture, own: bool, error: Exception
 ) -> None:
-    pier.engine.errors.append(error)
-    report = pier.map(own=own, clock=True)
+    fixture.engine.errors.append(error)
+    report = fixture.map(own=own, clock=True)
     assert report.error is not None
     assert report.error.code == Code.MAP_FAILED
-    assert (pier.quay.berths, pages(), descriptors()) == ({}, 0, 0)
+    assert (fixture.mappings.queues, pages(), descriptors()) == ({}, 0, 0)
 
 
-def test_what_is_kept_is_held_until_it_is_dropped(pier: Pier) -> None:
-    assert pier.map(1).held == ()
-    (held,) = pier.map(2, keep=True).held
-    pier.map(3, keep=True)
+def test_what_is_kept_is_held_until_it_is_dropped(fixture: MappingsFixture) -> None:
+    assert fixture.map(1).held == ()
+    (held,) = fixture.map(2, keep=True).held
+    fixture.map(3, keep=True)
     assert descriptors() == 2
-    pier.quay.close(2)
+    fixture.mappings.close(2)
     os.fstat(held)
-    pier.quay.drop(2)
-    pier.quay.drop(2)
-    pier.quay.drop(1)
+    fixture.mappings.drop(2)
+    fixture.mappings.drop(2)
+    fixture.mappings.drop(1)
     assert descriptors() == 1
 
 
-def test_what_is_held_is_mapped_again_where_that_can_be(pier: Pier) -> None:
+def test_what_is_held_is_mapped_again_where_that_can_be(fixture: MappingsFixture) -> None:
     before = os.memfd_create(TENSORS)
-    pier.quay.hold(1, before)
-    assert pier.map(2, reuse=1).reused
-    assert pier.engine.kept == [(before,)]
-    pier.engine.errors.append(Failed(Code.MAP_FAILED, "not these"))
-    report = pier.map(3, reuse=1)
+    fixture.mappings.hold(1, before)
+    assert fixture.map(2, reuse=1).reused
+    assert fixture.engine.kept == [(before,)]
+    fixture.engine.errors.append(Failed(Code.MAP_FAILED, "not these"))
+    report = fixture.map(3, reuse=1)
     assert (report.error, report.reused) == (None, False)
-    assert not pier.map(4, reuse=77).reused
-    assert pier.engine.kept[1:] == [(before,), (), ()]
+    assert not fixture.map(4, reuse=77).reused
+    assert fixture.engine.kept[1:] == [(before,), (), ()]
     os.fstat(before)
 
 
-def test_what_cannot_be_held_is_not_given(pier: Pier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_held_is_not_given(
+    fixture: MappingsFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def none_left(descriptor: int) -> int:
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(os, "dup", none_left)
-    report = pier.map(keep=True, clock=True)
+    report = fixture.map(keep=True, clock=True)
     assert report.error is not None
-    assert (pier.engine.open_ones, pages(), descriptors()) == ([], 0, 0)
+    assert (fixture.engine.open_ones, pages(), descriptors()) == ([], 0, 0)

@@ -1,0 +1,1 @@
+"""The device worker: the one thread that owns the device, and its queues."""

@@ -1,0 +1,55 @@
+"""Commands on their way to the device worker, which sleeps here until there are some.
+
+It is not a queue.SimpleQueue, because `get` with a timeout of some microseconds can block for ever
+there (CPython 3.11 and 3.12: a negative remainder of the timeout counts as none). A lock that each
+`put` releases wakes a thread as fast, and its timeout holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Heartbeat: the worker reports a Pong. posted: time.monotonic() at the request."""
+
+    posted: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the device worker's thread."""
+
+
+class CommandQueue(Generic[T]):
+    """FIFO. `put` from any thread; `wait` and `take` only from the device worker's thread."""
+
+    def __init__(self) -> None:
+        self._commands: deque[T] = deque()
+        self._wakeup = threading.Lock()
+        self._wakeup.acquire()
+
+    def put(self, command: T) -> None:
+        self._commands.append(command)
+        with contextlib.suppress(RuntimeError):  # a wake-up is pending already
+            self._wakeup.release()
+
+    def take(self) -> T | None:
+        """The oldest command; None if there is none."""
+        return self._commands.popleft() if self._commands else None
+
+    def wait(self, timeout: float | None) -> None:
+        """Sleep until there is a command, for at most `timeout` seconds; None: without limit.
+
+        It may return early.
+        """
+        if not self._commands:
+            self._wakeup.acquire(timeout=-1 if timeout is None else timeout)
+        self._wakeup.acquire(blocking=False)  # or the next wait would end for what is taken now

@@ -1,0 +1,349 @@
+"""The device worker: the one thread that owns the device.
+
+It takes commands from a queue and repeats three things: it polls the chunks in flight, submits the
+next ones, and sleeps. There is no scheduler. The rules:
+
+    loads before stores     whenever the worker decides what to submit next, it tries a load first
+    one chunk, then look    after each chunk it handles commands and polls again; so a load that
+                            arrives while stores are submitted waits for one chunk to be submitted,
+                            and a cancel acts within one chunk
+    few in flight           the engine bounds the bytes in flight (CopyEngine.room); that bounds how
+                            long anything waits for the device
+    back-off                it sleeps on its command queue: without limit while nothing waits, else
+                            for as long as poll_backoff.py says
+
+Loads and stores use different copy engines and directions of the link. So stores keep their few
+chunks in flight beside a load: one chunk at most beside a load makes a load 35 us faster, and costs
+stores 20 to 60 % of their speed.
+
+Each registration has a FIFO of transfers per direction, and registrations take turns chunk by
+chunk. Only the head of a FIFO submits, and only when RegistrationQueues.must_wait allows it: fences
+are read by this thread, and nothing ever waits on a stream, so nothing can hang one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeAlias
+
+from kvferry.daemon.core.actions import (
+    CancelTransfers,
+    Continue,
+    CopyCalibrated,
+    ForgetStores,
+    Pong,
+    ReleaseTensors,
+    Report,
+    StartTransfer,
+    TensorsUnmapped,
+    UnmapTensors,
+)
+from kvferry.daemon.device.command_queue import CommandQueue, Ping, Stop
+from kvferry.daemon.device.mappings import MapCommand, Mappings
+from kvferry.daemon.device.poll_backoff import MAX_FENCE_POLL, MAX_POLL, PollBackoff
+from kvferry.daemon.device.transfer_queues import (
+    ActiveTransfer,
+    DirectionQueue,
+    InflightChunk,
+    RegistrationQueues,
+    TransferQueue,
+    oldest_accepted,
+)
+from kvferry.daemon.engine.base import ChunkRequest, CopyEngine
+from kvferry.daemon.engine.pool import HostPool
+from kvferry.proto.errors import Code, Failed, KVFerryError
+from kvferry.proto.messages import Outcome
+from kvferry.proto.specs import Direction
+
+# Transfers cancelled at once. There may be thousands, and the event loop has to handle each end.
+MAX_CANCELS = 64
+# Without it Linux rounds a sleep of 20 us up to 70.
+_PR_SET_TIMERSLACK = 29
+
+Command: TypeAlias = (
+    MapCommand
+    | ReleaseTensors
+    | UnmapTensors
+    | StartTransfer
+    | CancelTransfers
+    | ForgetStores
+    | Ping
+    | Stop
+)
+
+
+class DeviceWorker:
+    """Owns `engine`: after `start` only this thread calls it, except pin and unpin (pool.py).
+
+    `post` may be called from any thread; `hold`, `start` and `close` from the thread that created
+    the worker, `hold` only before `start`. report: called in the worker's thread with what
+    happened, in the order in which it happened. died: called there once, if the worker fails.
+    """
+
+    def __init__(
+        self,
+        engine: CopyEngine,
+        pool: HostPool,
+        report: Callable[[list[Report]], None],
+        died: Callable[[KVFerryError], None],
+    ) -> None:
+        self._engine = engine
+        self._pool = pool
+        self._report = report
+        self._died = died
+        self._commands: CommandQueue[Command] = CommandQueue()
+        self._mappings = Mappings(engine)
+        self._registrations = self._mappings.queues
+        self._loads, self._stores = DirectionQueue(Direction.LOAD), DirectionQueue(Direction.STORE)
+        self._directions = {queue.direction: queue for queue in (self._loads, self._stores)}
+        self._backoff = PollBackoff()
+        self._reports: list[Report] = []
+        self._stopping = False
+        self._started = threading.Event()
+        self._start_error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="kvferry-device", daemon=True)
+
+    def hold(self, number: int, *descriptors: int) -> None:
+        """Take over memory that an earlier daemon held for a registration."""
+        assert self._thread.ident is None, "hold() after start()"
+        self._mappings.hold(number, *descriptors)
+
+    def start(self) -> None:
+        """Attach the engine in the worker's thread. Raises what CopyEngine.attach raises."""
+        self._thread.start()
+        self._started.wait()
+        if self._start_error is not None:
+            raise self._start_error
+
+    def post(self, command: Command) -> None:
+        self._commands.put(command)
+
+    def close(self) -> None:
+        """Stop the thread and wait for it. All transfers have ended, or are given up."""
+        self.post(Stop())
+        self._thread.join()
+
+    def _run(self) -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1)
+        try:
+            copying = self._engine.attach(self._pool.address)
+            if copying is not None:
+                self._reports.append(CopyCalibrated(copying))
+                self._send_reports()
+        except Exception as error:
+            self._start_error = error
+            return
+        finally:
+            self._started.set()
+        try:
+            while not self._stopping:
+                self._commands.wait(self._sleep_seconds())
+                while self._step():
+                    pass
+            self._mappings.drop_all()
+            self._engine.shutdown()
+        except Exception as error:
+            self._died(Failed(Code.COPY_FAILED, f"the device worker failed: {error!r}"))
+            raise
+
+    def _sleep_seconds(self) -> float | None:
+        """How long to sleep unless a command arrives; None: until one does."""
+        if self._loads.inflight or self._stores.inflight:
+            return self._backoff.next(MAX_POLL)
+        if self._loads.waiting or self._stores.waiting:
+            return self._backoff.next(MAX_FENCE_POLL)
+        return None
+
+    def _step(self) -> bool:
+        """Handle commands, poll, report, and submit one chunk. Whether to do it again at once."""
+        while not self._stopping and (command := self._commands.take()) is not None:
+            self._handle(command)
+        if self._stopping:
+            return False
+        for queue in self._directions.values():
+            self._poll(queue)
+        self._send_reports()  # first: to submit takes longer than to report
+        again = self._submit_next()
+        self._send_reports()
+        return again
+
+    def _handle(self, command: Command) -> None:
+        self._backoff.reset()
+        match command:
+            case StartTransfer(plan=plan):
+                registration = self._registrations[plan.registration]
+                registration.add(plan)
+                self._directions[plan.direction].enlist(registration)
+            case MapCommand():
+                self._reports.append(self._mappings.map(command))
+            case CancelTransfers(number, serials):
+                self._cancel(number, serials)
+            case UnmapTensors(number):
+                self._unmap(number)
+            case ReleaseTensors(number):
+                self._mappings.drop(number)
+            case ForgetStores(number, serials):
+                if forgetful := self._registrations.get(number):
+                    forgetful.failed_stores.difference_update(serials)
+            case Ping(posted):
+                self._reports.append(Pong(posted, *oldest_accepted(self._registrations.values())))
+            case Stop():
+                self._stopping = True
+        self._mark_room()  # what is wanted next may be something else now
+
+    def _mark_room(self) -> None:
+        """Something happened that may let the engine take what it had no room for."""
+        for queue in self._directions.values():
+            queue.full = False
+
+    def _unmap(self, number: int) -> None:
+        if registration := self._registrations.get(number):
+            registration.unmapping = True
+            self._cancel(number, registration.serials)
+        else:  # mapping it failed
+            self._reports.append(TensorsUnmapped(number))
+
+    def _cancel(self, number: int, serials: tuple[int, ...]) -> None:
+        """Cancel some transfers. The others follow when the event loop has handled these."""
+        if (registration := self._registrations.get(number)) is None:
+            return
+        for queue, transfer in registration.cancel(serials[:MAX_CANCELS]):
+            self._report_if_over(queue, transfer)
+        if rest := serials[MAX_CANCELS:]:
+            self._reports.append(Continue(CancelTransfers(number, rest)))
+        self._close_if_unmapped(number, registration)
+
+    # Chunks that are done
+
+    def _poll(self, queue: DirectionQueue) -> None:
+        """Take the chunks that are done, in the order submitted."""
+        while queue.inflight:
+            chunk = queue.inflight[0]
+            transfer = chunk.transfer
+            try:
+                if not self._engine.poll(chunk.ticket):
+                    return
+                if transfer.in_flight == 1 and not transfer.rest:
+                    transfer.seconds = self._engine.elapsed(
+                        transfer.first, chunk.ticket, transfer.before
+                    )
+            except KVFerryError as error:
+                transfer.abort(Outcome.FAILED, error.info)
+            queue.inflight.popleft()
+            chunk.done()
+            self._backoff.reset()
+            self._mark_room()
+            self._report_if_over(chunk.registration.transfers[queue.direction], transfer)
+            self._close_if_unmapped(transfer.plan.registration, chunk.registration)
+
+    def _report_if_over(self, queue: TransferQueue, transfer: ActiveTransfer) -> None:
+        """Report the end of a transfer, in its turn; of a cancelled one at once."""
+        if not transfer.over:
+            return
+        if transfer.outcome is Outcome.CANCELLED and transfer.plan.serial in queue.live:
+            self._report_end(queue, transfer)
+        while (first := queue.oldest) and queue.finished(first):
+            self._report_end(queue, first)
+
+    def _report_end(self, queue: TransferQueue, transfer: ActiveTransfer) -> None:
+        plan = transfer.plan
+        del queue.live[plan.serial]
+        self._reports.append(transfer.ended)
+        if plan.direction is Direction.STORE and transfer.outcome is not Outcome.DONE:
+            self._registrations[plan.registration].store_failed(plan.serial)
+            # The core may plan loads that require it until it has handled its end.
+            self._reports.append(Continue(ForgetStores(plan.registration, (plan.serial,))))
+
+    def _close_if_unmapped(self, number: int, registration: RegistrationQueues) -> None:
+        if not (registration.unmapping and registration.empty):
+            return
+        for queue in self._directions.values():
+            queue.remove(registration)
+        self._mappings.close(number)
+        self._reports.append(TensorsUnmapped(number))
+
+    def _send_reports(self) -> None:
+        if self._reports:
+            reports, self._reports = self._reports, []
+            self._report(reports)
+
+    # Chunks to submit
+
+    def _submit_next(self) -> bool:
+        """Submit a chunk of a load; if there is none, of a store. Whether one was submitted."""
+        for queue in (self._loads, self._stores):
+            if self._submit_in_turn(queue):
+                self._backoff.reset()
+                return True
+            if queue.inflight or queue.turns:
+                self._engine.flush(queue.direction, more=queue.full)
+        return False
+
+    def _submit_in_turn(self, queue: DirectionQueue) -> bool:
+        """Submit a chunk of the next registration that has one and need not wait."""
+        if queue.full:
+            return False
+        for _ in range(len(queue.turns)):
+            registration = queue.turns[0]
+            transfers = registration.transfers[queue.direction]
+            if not transfers.waiting:
+                transfers.listed = False
+                queue.turns.popleft()
+            elif registration.must_wait(transfers.head.plan, self._pool.ready_bytes):
+                queue.turns.rotate(-1)
+            elif self._submit_head(queue, registration, transfers):
+                queue.turns.rotate(-1)
+                return True
+            else:  # it keeps its turn, and is the first to get room
+                queue.full = True
+                return False
+        return False
+
+    def _submit_head(
+        self, queue: DirectionQueue, registration: RegistrationQueues, transfers: TransferQueue
+    ) -> bool:
+        """Submit the next chunk of the first transfer; False if the engine has no room for it."""
+        transfer = transfers.head
+        if transfer.failed_store is not None:
+            message = "a store that this load waited for did not complete: store its blocks again"
+            stale = Failed(Code.STALE, message, f"transfer {transfer.failed_store}")
+            transfer.abort(Outcome.FAILED, stale.info)
+        if transfer.rest and not self._submit_chunk(queue, registration, transfer):
+            return False
+        if not transfer.rest:
+            transfers.waiting.popitem(last=False)
+            self._report_if_over(transfers, transfer)
+        return True
+
+    def _submit_chunk(
+        self, queue: DirectionQueue, registration: RegistrationQueues, transfer: ActiveTransfer
+    ) -> bool:
+        mapping, direction = registration.mapping, queue.direction
+        geometry = mapping.geometry
+        request = ChunkRequest(
+            transfer.rest[0].group,
+            geometry.nbytes(transfer.rest),
+            self._directions[direction.other].contends,
+        )
+        budget = self._engine.room(direction, mapping, request)
+        if not budget.nbytes:
+            return False
+        run, rest = geometry.split(transfer.rest, budget.nbytes, budget.blocks)
+        try:
+            ticket = self._engine.submit(direction, mapping, run)
+        except KVFerryError as error:
+            transfer.abort(Outcome.FAILED, error.info)
+            return True
+        transfer.rest = rest
+        transfer.in_flight += 1
+        if transfer.first is None:
+            transfer.first = ticket
+            transfer.before = queue.inflight[-1].ticket if queue.inflight else None
+            if accepted := transfer.plan.accepted:
+                transfer.queued = time.monotonic() - accepted
+        nbytes = geometry.nbytes((run,))
+        queue.inflight.append(InflightChunk(registration, transfer, ticket, nbytes))
+        return True

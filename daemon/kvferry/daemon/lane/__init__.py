@@ -1,1 +1,0 @@
-"""The one thread that owns a device: enqueues, polls, reports."""
