@@ -1,20 +1,24 @@
 """What kvferry costs and gives inside vLLM, beside vLLM's own connector and none.
 
-    python tests/gpu/vllm_figures.py ttft | small | cold | throughput | itl [--json FILE] ...
+    python tests/gpu/vllm_figures.py ttft,cold,chat [--connectors none,vllm,kvferry] [--json FILE]
 
 ttft        time to first token of 16,384 tokens in host memory, Llama-3.1-8B's shape
 small       the same of 65,536 tokens in small pages: one KV head
 cold        time to first token of 16,384 tokens that are nowhere, stored meanwhile
 throughput  64 requests at once whose prompts are in host memory, alone and with a shared half
+chat        conversations that together exceed the GPU's cache: later rounds load what earlier
+            rounds stored, while they store themselves
 itl         milliseconds between tokens of streams that decode, beside requests whose prompts are
             stored, and beside requests whose prompts are loaded
 
 Engines of all connectors stand side by side and take turns, so that what changes with the hour
-changes for all; --apart starts them one after the other, for a GPU of 80 GB. Where PegaFlow is
-installed beside vLLM, `--connectors none,vllm,pegaflow,kvferry` measures it, too; `ideal` copies
-nothing and takes the link's time for it (kvferry.testing.vllm_ideal). The floor of a host hit is
-the GPU-hit time of the same engine plus the bytes over the link, both of the same run: of_floor
-over GPU hits in a row, of_rested over those that are asked for after a rest, as host hits are.
+changes for all; figures of one model share the engines. --apart starts them one after the other,
+for a GPU of 80 GB. A connector `kvferry@DIR` is the kvferry of another source tree, client and
+daemon, which compares two versions in one run. Where PegaFlow is installed beside vLLM,
+`--connectors none,vllm,pegaflow,kvferry` measures it, too; `ideal` copies nothing and takes the
+link's time for it (kvferry.testing.vllm_ideal). The floor of a host hit is the GPU-hit time of the
+same engine plus the bytes over the link, both of the same run: of_floor over GPU hits in a row,
+of_rested over those that are asked for after a rest, as host hits are.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -55,16 +60,31 @@ print(statistics.median(rates[2:]))
 """
 Record: TypeAlias = dict[str, Any]
 
+# GPU hits of one prompt. They vary more than all else here, and the floor is their median.
 GPU_HITS = 5
-"""Of one prompt: their times vary more than all else here, and the floor stands on their median."""
+# Seconds that an engine is idle before a host hit. GPU hits right after another find the CPU awake
+# and its caches warm, so they are measured after such a rest, too.
 REST = 0.3
-"""Seconds that an engine has done nothing before a host hit is asked for. GPU hits one right behind
-the other find the CPU awake and its caches warm, so they are asked for after such a rest, too."""
+SMALL_PAGES = LARGE | {"num_key_value_heads": 1}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """prepare(options, record) returns what measures one round: (connector, engine, round) -> row.
+
+    columns: of a row, those that are summed up. tokens: of a prompt.
+    """
+
+    prepare: Callable[[Any, Record], Callable[[str, VLLM, int], Record]]
+    columns: tuple[str, ...]
+    model: Record
+    tokens: int
+    most_reps: int = 99
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=[*FIGURES])
+    parser.add_argument("what", help=f"figures, comma-separated: {', '.join(FIGURES)}")
     parser.add_argument("--connectors", default="none,vllm,kvferry")
     parser.add_argument("--reps", type=int, default=7)
     parser.add_argument("--tokens", type=int, help="of a prompt")
@@ -74,13 +94,55 @@ def main() -> None:
     parser.add_argument("--extra", type=json.loads, default={}, help="kvferry's extra_config")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
+    what = chosen.what.split(",")
+    if unknown := set(what) - FIGURES.keys():
+        parser.error(f"unknown figures: {', '.join(sorted(unknown))}; choose from {[*FIGURES]}")
     record: Record = {"what": chosen.what, "link_gbs": link(), "began": time.time()}
     say("link", gbs=record["link_gbs"])
     chosen.link_gbs = record["link_gbs"]
-    record |= FIGURES[chosen.what](chosen, record)
-    out = chosen.json or Path(f"vllm-figures-{chosen.what}.json")
-    out.write_text(json.dumps(record, indent=1))
+    out = chosen.json or Path("vllm-figures.json")
+    for wanted in by_model(what):
+        measure(chosen, record, wanted)
+        out.write_text(json.dumps(record, indent=1))
     print(f"JSON {out}", flush=True)
+
+
+def by_model(names: list[str]) -> Iterator[list[str]]:
+    """Figures that share their engines, in the order asked for."""
+    left = names
+    while left:
+        model = FIGURES[left[0]].model
+        yield [name for name in left if FIGURES[name].model == model]
+        left = [name for name in left if FIGURES[name].model != model]
+
+
+def measure(chosen: Any, record: Record, wanted: list[str]) -> None:
+    """Measure figures of one model; their rows and summaries go into `record`.
+
+    Two rounds before are not recorded: every path is compiled and taken once.
+    """
+    connectors = chosen.connectors.split(",")
+    figures = {name: FIGURES[name] for name in wanted}
+    rows: dict[str, list[Record]] = {name: [] for name in wanted}
+    longest = max(chosen.tokens or figure.tokens for figure in figures.values())
+    options = {"max_model_len": longest + 1024, "max_num_seqs": 64}
+    model = figures[wanted[0]].model
+    for some in [[name] for name in connectors] if chosen.apart else [connectors]:
+        with engines(chosen, some, model, **options) as started:
+            for name, figure in figures.items():
+                one = figure.prepare(chosen, record)
+                for number in range(-2, min(chosen.reps, figure.most_reps)):
+                    for connector, engine in started.items():
+                        row = one(connector, engine, number)
+                        say(f"{name} {connector}", round=number, **row)
+                        if number >= 0:
+                            rows[name].append({"connector": connector, **row})
+    for name, figure in figures.items():
+        record[name] = {
+            "tokens": chosen.tokens or figure.tokens,
+            "rows": rows[name],
+            "figures": summary(name, rows[name], *figure.columns),
+        }
 
 
 def say(what: str, **figures: Any) -> None:
@@ -110,9 +172,8 @@ def engines(chosen: Any, names: list[str], model: Record, **options: Any) -> Ite
     """Engines of these connectors, all started, over a daemon where one of them is kvferry's."""
     share = chosen.utilization or (0.6 if len(names) == 1 else 0.9 / len(names))
     host = chosen.host_gib << 30
-    with Daemon(pool=f"{chosen.host_gib}GiB") as daemon:
+    with ExitStack() as running:
         extras: dict[str, Record] = {
-            "kvferry": {"kvferry_dirs": daemon.directory, "cpu_bytes_to_use": host} | chosen.extra,
             "vllm": {"cpu_bytes_to_use": host},
             "ideal": {
                 "spec_name": "IdealSpec",
@@ -120,57 +181,46 @@ def engines(chosen: Any, names: list[str], model: Record, **options: Any) -> Ite
                 "link_gbs": chosen.link_gbs,
             },
         }
-        with ExitStack() as running:
-            if "pegaflow" in names:
+        for name in names:
+            connector, _, tree = name.partition("@")
+            if connector == "kvferry":
+                daemon = running.enter_context(Daemon(pool=f"{chosen.host_gib}GiB", tree=tree))
+                extras[name] = {"kvferry_dirs": daemon.directory, "cpu_bytes_to_use": host}
+                extras[name] |= chosen.extra
+            if connector == "pegaflow":
                 server = running.enter_context(PegaFlow(pool=f"{chosen.host_gib}gb"))
-                extras["pegaflow"] = {"pegaflow.port": server.port}
-            started = {}
-            for name in names:  # one by one: vLLM measures what memory is free
-                made = VLLM(
-                    name,
-                    model=model,
-                    extra=extras.get(name),
-                    gpu_memory_utilization=share,
-                    **options,
-                )
-                started[name] = running.enter_context(made)
-                say("started", engine=name)
-            yield started
+                extras[name] = {"pegaflow.port": server.port}
+        started = {}
+        for name in names:  # one by one: vLLM measures what memory is free
+            connector, _, tree = name.partition("@")
+            made = VLLM(
+                connector,
+                model=model,
+                extra=extras.get(name),
+                tree=tree,
+                gpu_memory_utilization=share,
+                **options,
+            )
+            started[name] = running.enter_context(made)
+            say("started", engine=name)
+        yield started
 
 
-def rounds(chosen: Any, model: Record, one: Callable[..., Record], **options: Any) -> list[Record]:
-    """`one(name, engine, round)` of each connector in turn, for as many rounds as are wanted.
-
-    Two rounds before are not recorded: every path is compiled and taken once.
-    """
-    names, rows = chosen.connectors.split(","), []
-    for some in [[name] for name in names] if chosen.apart else [names]:
-        with engines(chosen, some, model, **options) as started:
-            for number in range(-2, chosen.reps):
-                for name, engine in started.items():
-                    row = one(name, engine, number)
-                    say(name, round=number, **row)
-                    if number >= 0:
-                        rows.append({"connector": name, **row})
-    return rows
-
-
-def summary(rows: list[Record], *columns: str) -> Record:
+def summary(what: str, rows: list[Record], *columns: str) -> Record:
     """Median and spread of each column, by connector; printed."""
     found: Record = {}
     for name in dict.fromkeys(row["connector"] for row in rows):
         mine = [row for row in rows if row["connector"] == name]
         found[name] = {column: spread([row[column] for row in mine]) for column in columns}
-        say(f"= {name}", **{column: found[name][column]["median"] for column in columns})
+        say(f"= {what} {name}", **{column: found[name][column]["median"] for column in columns})
     return found
 
 
 # Time to first token
 
 
-def host_hits(chosen: Any, record: Record, model: Record, tokens: int) -> Record:
+def host_hits(chosen: Any, record: Record, model: Record, tokens: int) -> Any:
     """Cold, from host memory, and from the GPU's own cache; each prompt is new."""
-    tokens = chosen.tokens or tokens
     moved = kv_bytes(model, tokens) / record["link_gbs"] / 1e6
 
     def one(name: str, engine: VLLM, number: int) -> Record:
@@ -189,10 +239,7 @@ def host_hits(chosen: Any, record: Record, model: Record, tokens: int) -> Record
             "reset": done,
         }
 
-    rows = rounds(chosen, model, one, max_model_len=tokens + 1024, max_num_seqs=8)
-    columns = "cold_ms", "host_ms", "gpu_ms", "rested_ms", "of_floor", "of_rested", "cached"
-    figures = summary(rows, *columns)
-    return {"tokens": tokens, "bytes": kv_bytes(model, tokens), "rows": rows, "figures": figures}
+    return one
 
 
 def gpu_hit(engine: VLLM, prompt: Prompts, rest: float = 0.0) -> float:
@@ -204,33 +251,31 @@ def gpu_hit(engine: VLLM, prompt: Prompts, rest: float = 0.0) -> float:
     return statistics.median(seconds)
 
 
-def ttft(chosen: Any, record: Record) -> Record:
-    return host_hits(chosen, record, LARGE, 16384)
+def ttft(chosen: Any, record: Record) -> Any:
+    return host_hits(chosen, record, LARGE, chosen.tokens or 16384)
 
 
-def small(chosen: Any, record: Record) -> Record:
-    chosen.reps = min(chosen.reps, 3)
-    return host_hits(chosen, record, LARGE | {"num_key_value_heads": 1}, 65536)
+def small(chosen: Any, record: Record) -> Any:
+    return host_hits(chosen, record, SMALL_PAGES, chosen.tokens or 65536)
 
 
-def cold(chosen: Any, record: Record) -> Record:
+def cold(chosen: Any, _: Record) -> Any:
     """Prompts one behind the other: the stores of each run beside the next one's prefill."""
     tokens = chosen.tokens or 16384
 
-    def one(name: str, engine: VLLM, number: int) -> Record:
+    def one(_: str, engine: VLLM, number: int) -> Record:
         prompts = make_prompts(3, 300 + number, tokens)
         times = [1e3 * engine.timed([prompt])[0] for prompt in prompts]
         engine.settle()
         return {"cold_ms": statistics.median(times[1:]), "first_ms": times[0]}
 
-    rows = rounds(chosen, LARGE, one, max_model_len=tokens + 1024, max_num_seqs=8)
-    return {"tokens": tokens, "rows": rows, "figures": summary(rows, "cold_ms", "first_ms")}
+    return one
 
 
 # Many at once
 
 
-def throughput(chosen: Any, record: Record) -> Record:
+def throughput(chosen: Any, _: Record) -> Any:
     """64 requests at once, 64 tokens said each, prompts in host memory (computed where there is no
     host tier). Tokens a second count prompts and what is said."""
     tokens, said, count = chosen.tokens or 2048, 64, 64
@@ -239,7 +284,7 @@ def throughput(chosen: Any, record: Record) -> Record:
         "shared": make_prompts(count, 501, tokens, shared=tokens // 2),
     }
 
-    def one(name: str, engine: VLLM, number: int) -> Record:
+    def one(_: str, engine: VLLM, number: int) -> Record:
         row: Record = {}
         for kind, prompts in sets.items():
             if number == -2:
@@ -251,19 +296,37 @@ def throughput(chosen: Any, record: Record) -> Record:
             row[f"{kind}_cached"] = cached / (count * tokens)
         return row
 
-    rows = rounds(chosen, LARGE, one, max_num_seqs=count)
-    columns = [f"{kind}_{figure}" for kind in sets for figure in ("tokens_s", "cached")]
-    return {"tokens": tokens, "rows": rows, "figures": summary(rows, *columns)}
+    return one
+
+
+def chat(chosen: Any, _: Record) -> Any:
+    """Conversations of four rounds, asked all at once each round. Before every round the GPU's
+    cache is emptied by what a larger crowd would do: its blocks are reused by other prompts."""
+    step, conversations, rounds, said = chosen.tokens or 2048, 16, 4, 32
+
+    def one(_: str, engine: VLLM, number: int) -> Record:
+        whole = make_prompts(conversations, 1500 + number, rounds * step)
+        seconds: list[float] = []
+        cached = 0
+        for turn in range(1, rounds + 1):
+            took, found = engine.timed([ids[: turn * step] for ids in whole], said)
+            seconds.append(took)
+            cached += found
+            engine.forget()
+        engine.settle()
+        later = conversations * step * sum(range(1, rounds))
+        return {"first_s": seconds[0], "later_s": sum(seconds[1:]), "cached": cached / later}
+
+    return one
 
 
 # Between tokens
 
 
-def itl(chosen: Any, record: Record) -> Record:
+def itl(chosen: Any, _: Record) -> Any:
     """16 streams of 400 tokens. Beside them, one each 12 steps, 24 prompts that are new (stored
     where there is a host tier), and then 24 that are in a cache: the host's, or the GPU's own."""
     tokens, streams, count, every = chosen.tokens or 2048, 16, 24, 12
-    chosen.reps = min(chosen.reps, 3)
     known = make_prompts(count, 700, tokens)
 
     def one(name: str, engine: VLLM, number: int) -> Record:
@@ -282,9 +345,7 @@ def itl(chosen: Any, record: Record) -> Record:
             row |= {f"{kind}_{name}": value for name, value in quantiles(gaps["gaps"]).items()}
         return row
 
-    rows = rounds(chosen, LARGE, one, max_num_seqs=64)
-    columns = [f"{k}_{q}" for k in ("quiet", "storing", "loading") for q in ("p50", "p99", "mean")]
-    return {"tokens": tokens, "rows": rows, "figures": summary(rows, *columns, "cached")}
+    return one
 
 
 def decode(engine: VLLM, asked: Prompts, others: Prompts, every: int) -> Any:
@@ -296,12 +357,16 @@ def quantiles(gaps: list[float]) -> Record:
     return {"p50": cuts[49], "p99": cuts[98], "mean": statistics.fmean(gaps)}
 
 
-FIGURES: dict[str, Callable[[Any, Record], Record]] = {
-    "ttft": ttft,
-    "small": small,
-    "cold": cold,
-    "throughput": throughput,
-    "itl": itl,
+HITS = "cold_ms", "host_ms", "gpu_ms", "rested_ms", "of_floor", "of_rested", "cached"
+GAPS = [f"{k}_{q}" for k in ("quiet", "storing", "loading") for q in ("p50", "p99", "mean")]
+AT_ONCE = [f"{kind}_{figure}" for kind in ("alone", "shared") for figure in ("tokens_s", "cached")]
+FIGURES: dict[str, Figure] = {
+    "ttft": Figure(ttft, HITS, LARGE, 16384),
+    "small": Figure(small, HITS, SMALL_PAGES, 65536, most_reps=5),
+    "cold": Figure(cold, ("cold_ms", "first_ms"), LARGE, 16384),
+    "throughput": Figure(throughput, tuple(AT_ONCE), LARGE, 2048),
+    "chat": Figure(chat, ("first_s", "later_s", "cached"), LARGE, 4 * 2048),
+    "itl": Figure(itl, (*GAPS, "cached"), LARGE, 2048, most_reps=5),
 }
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ class VLLM:
 
     connector: a name in CONNECTORS; extra: its kv_connector_extra_config. hears: with weights for
     which the KV cache matters (hearing.py), and answers that can be compared; without, dummies.
-    options: vLLM's own.
+    tree: another source tree of kvferry, whose client the engine uses. options: vLLM's own.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class VLLM:
         model: dict[str, Any] = SMALL,
         extra: dict[str, Any] | None = None,
         hears: bool = False,
+        tree: str = "",
         **options: Any,
     ) -> None:
         transfer = CONNECTORS[connector]
@@ -119,7 +120,7 @@ class VLLM:
             stderr=sys.stderr,
             text=True,
             start_new_session=True,
-            env={**os.environ, "PYTHONHASHSEED": "0"},
+            env={**os.environ, "PYTHONHASHSEED": "0"} | _python_path(tree),
         )
         self.answer()
 
@@ -195,10 +196,10 @@ def make_prompts(count: int, seed: int, tokens: int, shared: int = 0) -> Prompts
 
 
 class Daemon:
-    """kvferryd for one GPU, in a folder of its own."""
+    """kvferryd for one GPU, in a folder of its own. tree: another source tree of kvferry."""
 
-    def __init__(self, device: int = 0, pool: str = "8GiB", **options: Any) -> None:
-        self._device, self._pool, self._options = device, pool, options
+    def __init__(self, device: int = 0, pool: str = "8GiB", tree: str = "", **options: Any) -> None:
+        self._device, self._pool, self._tree, self._options = device, pool, tree, options
         self.runtime_dir = Path(tempfile.mkdtemp(prefix="kvferry-"))
         self.start()
 
@@ -212,14 +213,14 @@ class Daemon:
         return str(next(self.runtime_dir.glob("*/kvferry.sock")).parent)
 
     def start(self, timeout: float = 60.0) -> None:
-        path = os.environ.get("KVFERRYD_PYTHONPATH", os.environ.get("PYTHONPATH", ""))
         command = [sys.executable, "-m", "kvferry.daemon", "--device", str(self._device)]
         command += ["--pool-size", self._pool, "--runtime-dir", str(self.runtime_dir)]
         for name, value in self._options.items():
             command += [f"--{name.replace('_', '-')}", str(value)]
         for stale in self.runtime_dir.glob("*/kvferry.sock"):
             stale.unlink()
-        self._process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path})
+        environment = os.environ | _python_path(self._tree, "KVFERRYD_PYTHONPATH")
+        self._process = subprocess.Popen(command, env=environment)
         deadline = time.monotonic() + timeout
         while not list(self.runtime_dir.glob("*/kvferry.sock")):
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -259,6 +260,13 @@ class PegaFlow:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+def _python_path(tree: str, variable: str = "PYTHONPATH") -> dict[str, str]:
+    """What a process of that source tree needs; the variable as it is if there is none."""
+    path = os.environ.get(variable, os.environ.get("PYTHONPATH", ""))
+    mine = [str(Path(tree) / part) for part in ("proto", "client", "daemon", "tests")]
+    return {"PYTHONPATH": ":".join([*mine, path] if tree else [path])}
 
 
 def _free_port() -> int:
