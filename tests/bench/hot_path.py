@@ -2,7 +2,7 @@
 
     python tests/bench/hot_path.py [jobs, default 300]
 
-submit   in the client: Conversation.submit
+submit   in the client: ClientSession.submit
 plan     in the daemon's loop: decode_client_message and Core.handle
 start    in the device worker: from a command taken to CopyEngine.submit called
 
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.client.conversation import Conversation
+from kvferry.client.session import ClientSession
 from kvferry.daemon.core.actions import MapTensors, Report, StartTransfer
 from kvferry.daemon.core.core import Core, DaemonIdentity
 from kvferry.daemon.core.layout import Extent
@@ -100,7 +100,7 @@ class Dock:
         self.pool.ready_bytes = self.pool.nbytes
         self.worker = StampedWorker(self.engine, self.pool, self.reports.put, print)
         self.worker.start()
-        self.client = Conversation(SESSION, SESSION)
+        self.client = ClientSession(SESSION, SESSION)
         limits = Limits(1 << 25, 1 << 20, 64)
         identity = DaemonIdentity("", "", 0, self.engine.info, limits)
         self.core = Core(identity, self.pool.nbytes, 0.0)

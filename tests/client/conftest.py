@@ -168,8 +168,6 @@ def start_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., St
         return running[directory]
 
     monkeypatch.setattr("kvferry.client.nonblocking.Connection", running.__getitem__)
-    # A client waits for the sockets of a daemon that starts; these have none.
-    monkeypatch.setattr("kvferry.client.blocking.has_daemon", lambda _: True)
     monkeypatch.setattr("kvferry.client.nonblocking.FRESH", 0.0)
     monkeypatch.setattr("kvferry.client.nonblocking.ALIVE_EVERY", 0.0)
     with held:

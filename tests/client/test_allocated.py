@@ -24,9 +24,8 @@ from kvferry.client import (
     Refused,
     TensorLayout,
     TensorRef,
-    aio,
-    blocking,
-    verbs,
+    effects,
+    operations,
 )
 from kvferry.client.tensors import device as module
 from kvferry.client.tensors import shared_empty
@@ -41,10 +40,10 @@ from kvferry.testing.raw import one_tensor
 def test_nothing_is_allocated_where_the_daemon_s_gpu_is_not(kvferryd: LocalDaemon) -> None:
     """Of tensors that were, the client would know nothing, and could not register others."""
     with OffloadClient(kvferryd.directory) as client:
-        talk = client._conversation
-        assert talk.welcome is not None
+        session = client._session
+        assert session.welcome is not None
         elsewhere = DeviceInfo("cuda", "GPU-elsewhere", "a GPU of another machine")
-        talk.welcome = msgspec.structs.replace(talk.welcome, device=elsewhere)
+        session.welcome = msgspec.structs.replace(session.welcome, device=elsewhere)
         with pytest.raises(Refused) as refused:
             client.allocate_kv_caches(one_tensor(), host_bytes=512)
         assert refused.value.code in (Code.NO_DEVICE, Code.DEVICE_MISMATCH)
@@ -67,8 +66,7 @@ def fail(where: str, error: Exception, patch: pytest.MonkeyPatch) -> None:
     if where == MAPPING:
         patch.setattr(where, failing)
     else:
-        patch.setattr(blocking, "collect", failing)
-        patch.setattr(aio, "collect", failing)
+        patch.setattr(effects, "exchange_fds", failing)
 
 
 @pytest.fixture(params=[MAPPING, FETCHING])
@@ -134,7 +132,7 @@ def test_what_an_earlier_engine_left_stays_where_it_cannot_be_had(
 
 def test_descriptors_are_let_go_where_the_next_cannot_be_had() -> None:
     allocations = FdAllocation(1, 64), FdAllocation(2, 64)
-    verb = verbs._fetch(Allocated(1, HostRegion(1, 64, False), allocations, ()))
+    verb = operations._fetch(Allocated(1, HostRegion(1, 64, False), allocations, ()))
     next(verb)
     first = os.memfd_create("first")
     verb.send(first)

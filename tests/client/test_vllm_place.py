@@ -15,7 +15,7 @@ import pytest
 
 from kvferry.client import Code, Fingerprint, Gone, Refused
 from kvferry.client import vllm as package
-from kvferry.client.bounds import check_fields
+from kvferry.client.validation import check_fields
 from kvferry.client.vllm import model
 from kvferry.client.vllm import place as module
 from kvferry.client.vllm.place import Blocks, Place, chunk_of, place_of, told

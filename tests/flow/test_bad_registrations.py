@@ -19,13 +19,12 @@ import pytest
 import torch
 
 from kvferry.client import Code, Gone, LocalDaemon, OffloadClient, Refused, shared_empty
-from kvferry.client.descriptors import collect
 from kvferry.proto.memory import CudaAllocation, FdAllocation, Location
 from kvferry.proto.messages import AllocateKVCaches, Error, Registered, RegisterKVCaches
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 from kvferry.testing.engine import Engine, StartEngine
 from kvferry.testing.plugin import StartKvferryd
-from kvferry.testing.raw import Raw, one_tensor, store
+from kvferry.testing.raw import Raw, collect, one_tensor, store
 
 LAYOUT = one_tensor(8, 64)
 HERE = (Location(0, 0),)

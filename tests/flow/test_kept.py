@@ -410,7 +410,7 @@ def test_hostile_descriptors(start_engine: StartEngine, daemon: LocalDaemon, wha
 def _descriptor(daemon: LocalDaemon, what: str, stack: ExitStack) -> int:
     """Closed with the stack."""
     if what == "too few bytes":
-        from kvferry.client.descriptors import collect
+        from kvferry.testing.raw import collect
 
         lender = stack.enter_context(Raw(daemon.directory, "lender"))
         answer = lender.ask(AllocateKVCaches(1, one_tensor(), 4096), Allocated)

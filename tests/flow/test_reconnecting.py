@@ -257,7 +257,7 @@ def test_a_daemon_that_comes_back_and_hangs_blocks_nobody(service: Service, rig:
 def test_a_daemon_that_is_away_for_longer_than_an_attempt_takes(
     service: Service, rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.client.comeback.PATIENCE", 0.1)
+    monkeypatch.setattr("kvferry.client.reconnect.ATTEMPT_TIMEOUT", 0.1)
     service.daemon.kill()
     then = time.monotonic() + 1
     while time.monotonic() < then:
@@ -533,7 +533,8 @@ def test_blocks_by_number_outlive_a_daemon_that_keeps_its_pool(
         back(client)
         assert client.region is not None
         assert client.region.reattached
-        until(lambda: rig.result(rig.submit(load(0, 10))).success, PATIENCE)  # once it is verified
+        # Loads are refused until the block is verified.
+        until(lambda: rig.result(rig.submit(load(0, 10))).success, PATIENCE)
         assert bool((rig.tensor[10] == 3).all())
         rig.timeline.close()
 

@@ -22,8 +22,8 @@ from kvferry.client.endpoint import find_daemon
 from kvferry.client.jobs import TransferResult
 from kvferry.client.local import LocalDaemon
 from kvferry.client.manager import OffloadingEvent, OffloadingManager, PrepareStoreOutput
+from kvferry.client.operations import AllocatedKVCaches
 from kvferry.client.timeline import Timeline
-from kvferry.client.verbs import AllocatedKVCaches
 from kvferry.proto.errors import Code, Failed, Gone, KVFerryError, Refused
 from kvferry.proto.keys import Lookup, OffloadKey, block_hash_of, group_of, offload_key
 from kvferry.proto.memory import HostRegion

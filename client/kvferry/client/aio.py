@@ -1,4 +1,4 @@
-"""The client for asyncio: the same verbs; those that wait are awaited.
+"""The client for asyncio: the same calls; those that wait are awaited.
 
     client = await AsyncOffloadClient.connect(directory, engine="my-engine")
 
@@ -9,23 +9,20 @@ as in OffloadClient.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
-import zmq
-
-from kvferry.client import verbs
-from kvferry.client.bounds import check_fields
-from kvferry.client.comeback import TICK
-from kvferry.client.conversation import LONGEST, timed_out
-from kvferry.client.descriptors import collect, deposit
+from kvferry.client import operations
+from kvferry.client.effects import Operation
 from kvferry.client.endpoint import LOOK_EVERY, has_daemon
 from kvferry.client.nonblocking import KVCaches, NonBlocking
-from kvferry.client.steps import Ask, Fetch, Leave, Step, Tell, Until, Verb
+from kvferry.client.operations import AllocatedKVCaches
+from kvferry.client.reconnect import TICK
 from kvferry.client.timeline import Timeline
-from kvferry.client.verbs import AllocatedKVCaches
+from kvferry.client.validation import check_fields
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.memory import HostRegion
 from kvferry.proto.messages import Hello, Opened
@@ -73,9 +70,9 @@ class AsyncOffloadClient(NonBlocking):
         self.timeout = timeout
         try:
             left = max(0.0, deadline - time.monotonic())
-            await self._perform(verbs.join(self._conversation), left)
+            await self._perform(operations.connect(self._session), left)
         except BaseException:
-            self._leave()
+            self._stop_reconnecting()
             self._hang_up()
             raise
         return self
@@ -91,19 +88,19 @@ class AsyncOffloadClient(NonBlocking):
         timeout: float | None = None,
     ) -> Opened:
         """As OffloadClient.open_namespace."""
-        verb = verbs.open_namespace(
-            self._conversation,
+        operation = operations.open_namespace(
+            self._session,
             fingerprint,
             cpu_bytes_to_use,
             eviction_policy,
             store_threshold,
             mirror,
         )
-        return await self._perform(verb, timeout)
+        return await self._perform(operation, timeout)
 
     async def reset(self, timeout: float | None = None) -> None:
         """As OffloadClient.reset."""
-        await self._perform(verbs.reset(self._conversation), timeout)
+        await self._perform(operations.reset(self._session), timeout)
 
     async def register_kv_caches(
         self,
@@ -115,9 +112,9 @@ class AsyncOffloadClient(NonBlocking):
         **canonical: Any,
     ) -> HostRegion:
         """As OffloadClient.register_kv_caches."""
-        talk = self._conversation
-        verb = verbs.register(talk, kv_caches, host_bytes, timeline, canonical)
-        return await self._perform(verb, timeout)
+        session = self._session
+        operation = operations.register(session, kv_caches, host_bytes, timeline, canonical)
+        return await self._perform(operation, timeout)
 
     async def allocate_kv_caches(
         self,
@@ -129,36 +126,36 @@ class AsyncOffloadClient(NonBlocking):
         timeout: float | None = None,
     ) -> AllocatedKVCaches:
         """As OffloadClient.allocate_kv_caches."""
-        verb = verbs.allocate(self._conversation, layout, host_bytes, timeline, keep)
-        return await self._perform(verb, timeout)
+        operation = operations.allocate(self._session, layout, host_bytes, timeline, keep)
+        return await self._perform(operation, timeout)
 
     async def release_kv_caches(
         self, engine: str | None = None, timeout: float | None = None
     ) -> int:
         """As OffloadClient.release_kv_caches."""
-        verb = verbs.release(self._conversation, self.engine if engine is None else engine)
-        return await self._perform(verb, timeout)
+        operation = operations.release(self._session, self.engine if engine is None else engine)
+        return await self._perform(operation, timeout)
 
     async def wait(self, job_ids: Collection[int], timeout: float | None = None) -> None:
         """As OffloadClient.wait."""
-        await self._perform(verbs.wait(self._conversation, job_ids), timeout)
+        await self._perform(operations.wait(self._session, job_ids), timeout)
 
     async def status(self, timeout: float | None = None) -> DaemonStatus:
         """What the daemon says of itself."""
-        return await self._perform(verbs.status(self._conversation), timeout)
+        return await self._perform(operations.status(self._session), timeout)
 
     async def namespaces(self, timeout: float | None = None) -> tuple[NamespaceStatus, ...]:
         """The namespaces of the daemon, each with its counters."""
-        return await self._perform(verbs.namespaces(self._conversation), timeout)
+        return await self._perform(operations.namespaces(self._session), timeout)
 
     async def close(self, timeout: float = 1.0) -> None:
         """Say goodbye; jobs under way are given up. The client is of no use afterwards."""
         if self._connection.closed:
             return
-        self._leave()
+        self._stop_reconnecting()
         try:
             if not self._loop.is_closed():
-                await self._perform(verbs.goodbye(self._conversation), timeout)
+                await self._perform(operations.goodbye(self._session), timeout)
         except KVFerryError:  # it need not hear us
             pass
         finally:
@@ -170,55 +167,19 @@ class AsyncOffloadClient(NonBlocking):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _perform(self, verb: Verb[R], timeout: float | None) -> R:
-        """Do a verb's steps, all within one timeout."""
-        seconds = self.timeout if timeout is None else timeout
-        deadline = self._loop.time() + min(LONGEST, seconds)
+    async def _perform(self, operation: Operation[R], timeout: float | None) -> R:
+        driver = self._drive(operation, self.timeout if timeout is None else timeout)
         try:
-            step = next(verb)
             while True:
-                try:
-                    outcome = await self._do(step, deadline)
-                except Exception as error:  # of ours or not: a verb may have to tidy up
-                    step = verb.throw(error)
-                else:
-                    step = verb.send(outcome)
+                seconds = next(driver)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(seconds):
+                        await self._changed.wait()
         except StopIteration as end:
             result: R = end.value
             return result
         finally:
-            verb.close()
-
-    async def _do(self, step: Step, deadline: float) -> Any:
-        talk, left = self._conversation, max(0.0, deadline - self._loop.time())
-        where, session = self.directory, talk.session
-        try:
-            async with asyncio.timeout_at(deadline):
-                match step:
-                    case Ask(request):
-                        with talk.asking(request):
-                            self._send(talk.request(request))
-                            return await self._until(lambda: talk.reply(request.request_id))
-                    case Leave(descriptors):
-                        return await asyncio.to_thread(deposit, where, session, descriptors, left)
-                    case Fetch(ticket):
-                        return await asyncio.to_thread(collect, where, session, ticket, left)
-                    case Tell(message, until):
-                        self._send(talk.request(message))
-                        return await self._until(until)
-                    case Until(ready):
-                        return await self._until(ready)
-        except TimeoutError:
-            raise timed_out("no answer", str(self.directory)) from None
-
-    async def _until(self, ready: Callable[[], R | None]) -> R:
-        while True:
-            changed = self._changed
-            self._drain()
-            answer = ready()
-            if answer is not None:
-                return answer
-            await changed.wait()
+            driver.close()
 
     def _take_in(self) -> bool:
         """Whoever takes messages in wakes everybody who waits: they may be anybody's."""
@@ -229,18 +190,18 @@ class AsyncOffloadClient(NonBlocking):
 
     def _look(self) -> None:
         """Whoever finds the daemon gone tells everybody who waits."""
-        linked = self._conversation.linked
+        linked = self._session.linked
         super()._look()
-        if linked and not self._conversation.linked:
+        if linked and not self._session.linked:
             self._announce()
-            self._come_back()
+            self._advance()
 
-    def _come_back(self) -> None:
+    def _advance(self) -> None:
         """As far as it goes now, and on with the loop's next ticks."""
-        super()._come_back()
-        if self._conversation.gone is None:
+        super()._advance()
+        if self._session.gone is None:
             self._announce()
-        elif not self._ticking and not self._conversation.for_good:
+        elif not self._ticking and not self._session.closed:
             self._ticking = True
             self._loop.call_later(TICK, self._tick)
 
@@ -261,20 +222,25 @@ class AsyncOffloadClient(NonBlocking):
         super()._send(data)
         self._loop.call_soon(self._readable)  # a send may swallow the descriptor's edge
 
-    def _reopen(self) -> None:
+    def _reopen(self, directory: Path) -> None:
         self._detach()
-        super()._reopen()
+        super()._reopen(directory)
         self._attach()
 
+    def abandon(self) -> None:
+        super().abandon()
+        self._announce()
+        self._advance()
+
     def _attach(self) -> None:
-        for socket in (self._connection.socket, self._connection.monitor):
-            self._loop.add_reader(int(socket.get(zmq.FD)), self._readable)
+        for descriptor in self._connection.filenos():
+            self._loop.add_reader(descriptor, self._readable)
 
     def _detach(self) -> None:
-        if self._loop.is_closed():  # it knows no readers any more
+        if self._loop.is_closed():  # it has no readers then
             return
-        for socket in (self._connection.socket, self._connection.monitor):
-            self._loop.remove_reader(int(socket.get(zmq.FD)))
+        for descriptor in self._connection.filenos():
+            self._loop.remove_reader(descriptor)
 
     def _hang_up(self) -> None:
         """Whoever waits is told."""

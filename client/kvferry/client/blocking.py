@@ -1,6 +1,6 @@
 """The client for schedulers and workers that do not run on asyncio.
 
-Submitting and polling never wait and need no thread; the verbs that do wait take a timeout and end
+Submitting and polling never wait and need no thread; the calls that do wait take a timeout and end
 by it. A client belongs to one thread at a time, and to the process that made it: a fork's child
 makes its own.
 """
@@ -8,21 +8,19 @@ makes its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
-from pathlib import Path
+from collections.abc import Collection
 from types import TracebackType
 from typing import Any, TypeVar
 
-from kvferry.client import verbs
-from kvferry.client.bounds import check_fields
-from kvferry.client.comeback import TICK
-from kvferry.client.conversation import LONGEST, timed_out
-from kvferry.client.descriptors import collect, deposit
+from kvferry.client import operations
+from kvferry.client.effects import Operation
 from kvferry.client.endpoint import LOOK_EVERY, has_daemon
-from kvferry.client.nonblocking import KVCaches, NonBlocking
-from kvferry.client.steps import Ask, Fetch, Leave, Step, Tell, Until, Verb
+from kvferry.client.nonblocking import KVCaches, Locate, NonBlocking
+from kvferry.client.operations import AllocatedKVCaches
+from kvferry.client.reconnect import TICK
+from kvferry.client.session_state import SessionState
 from kvferry.client.timeline import Timeline
-from kvferry.client.verbs import AllocatedKVCaches
+from kvferry.client.validation import check_fields
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.memory import HostRegion
 from kvferry.proto.messages import Hello, Opened
@@ -35,39 +33,46 @@ R = TypeVar("R")
 class OffloadClient(NonBlocking):
     """A session with the daemon in `directory` (by default: the only daemon there is).
 
-    directory: the folder of the daemon's sockets, or one that holds only that. Where there is no
-        daemon yet, one may come as long as `timeout` lasts.
+    directory: the folder of the daemon's sockets, or one that holds only that; with `state`, also a
+        function that returns it, called at each attempt to connect.
     engine: the name under which KV caches are registered; the processes of one engine give the
-        same one. client: who speaks, for the daemon's log. timeout: seconds that a waiting verb
-        takes at most, unless it is given its own; math.inf for as long as it takes.
-    reconnect: when the daemon goes, come back by itself to the one that is there next, in the same
-        namespace, with the same tensors and pins. Whatever is called drives it on and none waits
-        for it, but those that ask the daemon something: they have their timeout for it. False: it
-        ends with its daemon.
-    Raises Gone (TIMEOUT, DAEMON_GONE) where no daemon answers, Refused (BAD_CONFIG) where none can,
-    and where it will not have us.
+        same one. client: a name for the daemon's log. timeout: seconds that a waiting call takes
+        at most, unless it is given its own; math.inf for as long as it takes. As long, this
+        constructor waits for a daemon.
+    reconnect: when the connection is lost, reconnect to the daemon that is there next, with the
+        same namespace, tensors and pins. Every call advances that, and none waits for it, but
+        those that ask the daemon something, within their timeout. False: the client ends with its
+        daemon.
+    state: what to have of the daemon once it is connected. The constructor returns at once then,
+        polling connects, and `gone` says why not yet. For engines that must not wait.
+    Raises Gone (TIMEOUT, DAEMON_GONE) if no daemon answers, Refused (BAD_CONFIG) if none can, and
+    what the daemon refuses.
     """
 
     def __init__(
         self,
-        directory: Path | str | None = None,
+        directory: Locate = None,
         *,
         engine: str = "default",
         client: str = "OffloadClient",
         timeout: float = 10.0,
         reconnect: bool = True,
+        state: SessionState | None = None,
     ) -> None:
         check_fields(Hello, client=client, engine=engine)
         deadline = time.monotonic() + timeout
-        while not has_daemon(directory) and time.monotonic() < deadline:
-            time.sleep(LOOK_EVERY)
-        super().__init__(directory, engine, client, reconnect)
+        if not callable(directory) and state is None:
+            while not has_daemon(directory) and time.monotonic() < deadline:
+                time.sleep(LOOK_EVERY)
+        super().__init__(directory, engine, client, reconnect, state)
         self.timeout = timeout
+        if state is not None:
+            return
         try:
             left = max(0.0, deadline - time.monotonic())
-            self._perform(verbs.join(self._conversation), left)
+            self._perform(operations.connect(self._session), left)
         except BaseException:
-            self._leave()
+            self._stop_reconnecting()
             self._hang_up()
             raise
 
@@ -93,15 +98,15 @@ class OffloadClient(NonBlocking):
         Raises Refused (NAMESPACE_MISMATCH) where this client has opened another one; opened again,
         it is as it was. Else Refused (POOL_FULL, BAD_MESSAGE...), or Gone.
         """
-        verb = verbs.open_namespace(
-            self._conversation,
+        operation = operations.open_namespace(
+            self._session,
             fingerprint,
             cpu_bytes_to_use,
             eviction_policy,
             store_threshold,
             mirror,
         )
-        return self._perform(verb, timeout)
+        return self._perform(operation, timeout)
 
     def reset(self, timeout: float | None = None) -> None:
         """Make every key of the namespace absent; here it is so at once, and returns when done.
@@ -109,7 +114,7 @@ class OffloadClient(NonBlocking):
         Where it is not done in time, everything stays absent here until it is.
         Raises Refused (UNKNOWN_NAMESPACE) or Gone.
         """
-        self._perform(verbs.reset(self._conversation), timeout)
+        self._perform(operations.reset(self._session), timeout)
 
     def register_kv_caches(
         self,
@@ -132,9 +137,9 @@ class OffloadClient(NonBlocking):
         registered, now or later: who calls again gets that where the arguments are the same, and
         has it undone else, by a session of a new incarnation.
         """
-        talk = self._conversation
-        verb = verbs.register(talk, kv_caches, host_bytes, timeline, canonical)
-        return self._perform(verb, timeout)
+        session = self._session
+        operation = operations.register(session, kv_caches, host_bytes, timeline, canonical)
+        return self._perform(operation, timeout)
 
     def allocate_kv_caches(
         self,
@@ -157,8 +162,8 @@ class OffloadClient(NonBlocking):
         Raises as register_kv_caches does. Where they cannot be mapped here, the daemon has them
         back, by a session of a new incarnation.
         """
-        verb = verbs.allocate(self._conversation, layout, host_bytes, timeline, keep)
-        return self._perform(verb, timeout)
+        operation = operations.allocate(self._session, layout, host_bytes, timeline, keep)
+        return self._perform(operation, timeout)
 
     def release_kv_caches(self, engine: str | None = None, timeout: float | None = None) -> int:
         """Have an engine's tensors, by default ours, kept no longer; returns their bytes.
@@ -166,8 +171,8 @@ class OffloadClient(NonBlocking):
         Where the engine is away they are freed, where it is here that is when it goes. Raises
         Refused (NOT_REGISTERED) where none are kept for an engine of this name.
         """
-        verb = verbs.release(self._conversation, self.engine if engine is None else engine)
-        return self._perform(verb, timeout)
+        operation = operations.release(self._session, self.engine if engine is None else engine)
+        return self._perform(operation, timeout)
 
     def wait(self, job_ids: Collection[int], timeout: float | None = None) -> None:
         """Return when all of these jobs have ended; their results stay for get_finished.
@@ -175,23 +180,23 @@ class OffloadClient(NonBlocking):
         Ids that are not under way count as ended; jobs that another process of the engine
         submitted are waited for too. Raises Gone (TIMEOUT) with our ids that are still under way.
         """
-        self._perform(verbs.wait(self._conversation, job_ids), timeout)
+        self._perform(operations.wait(self._session, job_ids), timeout)
 
     def status(self, timeout: float | None = None) -> DaemonStatus:
         """What the daemon says of itself."""
-        return self._perform(verbs.status(self._conversation), timeout)
+        return self._perform(operations.status(self._session), timeout)
 
     def namespaces(self, timeout: float | None = None) -> tuple[NamespaceStatus, ...]:
         """The namespaces of the daemon, each with its counters."""
-        return self._perform(verbs.namespaces(self._conversation), timeout)
+        return self._perform(operations.namespaces(self._session), timeout)
 
     def close(self, timeout: float = 1.0) -> None:
         """Say goodbye; jobs under way are given up. The client is of no use afterwards."""
         if self._connection.closed:
             return
-        self._leave()
+        self._stop_reconnecting()
         try:
-            self._perform(verbs.goodbye(self._conversation), timeout)
+            self._perform(operations.goodbye(self._session), timeout)
         except KVFerryError:  # it need not hear us
             pass
         finally:
@@ -208,50 +213,14 @@ class OffloadClient(NonBlocking):
     ) -> None:
         self.close()
 
-    def _perform(self, verb: Verb[R], timeout: float | None) -> R:
-        """Do a verb's steps, all within one timeout."""
-        seconds = self.timeout if timeout is None else timeout
-        deadline = time.monotonic() + min(LONGEST, seconds)
+    def _perform(self, operation: Operation[R], timeout: float | None) -> R:
+        driver = self._drive(operation, self.timeout if timeout is None else timeout)
         try:
-            step = next(verb)
             while True:
-                try:
-                    outcome = self._do(step, deadline)
-                except Exception as error:  # of ours or not: a verb may have to tidy up
-                    step = verb.throw(error)
-                else:
-                    step = verb.send(outcome)
+                seconds = next(driver)
+                self._connection.wait(min(seconds, TICK) if self.connecting else seconds)
         except StopIteration as end:
             result: R = end.value
             return result
         finally:
-            verb.close()
-
-    def _do(self, step: Step, deadline: float) -> Any:
-        talk, left = self._conversation, max(0.0, deadline - time.monotonic())
-        match step:
-            case Ask(request):
-                with talk.asking(request):
-                    self._send(talk.request(request))
-                    return self._until(lambda: talk.reply(request.request_id), deadline)
-            case Leave(descriptors):
-                return deposit(self.directory, talk.session, descriptors, left)
-            case Fetch(ticket):
-                return collect(self.directory, talk.session, ticket, left)
-            case Tell(message, until):
-                self._send(talk.request(message))
-                return self._until(until, deadline)
-            case Until(ready):
-                return self._until(ready, deadline)
-
-    def _until(self, ready: Callable[[], R | None], deadline: float) -> R:
-        """Take messages in until `ready` answers; Gone (TIMEOUT) where it does not in time."""
-        while True:
-            self._drain()
-            answer = ready()
-            if answer is not None:
-                return answer
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise timed_out("no answer", str(self.directory))
-            self._connection.wait(min(left, TICK) if self.connecting else left)
+            driver.close()

@@ -15,6 +15,7 @@ import ctypes
 import os
 import random
 import select
+import time
 import weakref
 from collections.abc import Callable
 from itertools import count
@@ -130,8 +131,12 @@ class Connection:
         if any(cast(int, end.get(zmq.EVENTS)) & POLLIN for end in (self.socket, self.monitor)):
             return
         whole = int(seconds)
-        time = _TimeSpec(whole, int((seconds - whole) * 1e9))
-        _libc.ppoll(self._polled, len(self._polled), ctypes.byref(time), None)
+        timeout = _TimeSpec(whole, int((seconds - whole) * 1e9))
+        _libc.ppoll(self._polled, len(self._polled), ctypes.byref(timeout), None)
+
+    def filenos(self) -> tuple[int, ...]:
+        """Descriptors that become readable when there may be something to drain or to notice."""
+        return tuple(cast(int, end.get(zmq.FD)) for end in (self.socket, self.monitor))
 
     def close(self, *, heard: bool = True) -> None:
         """`heard`: whether anybody is there to take what was sent last."""
@@ -144,6 +149,33 @@ class Connection:
         self.monitor.close(0)
         self.socket.close(linger_ms)
         self._ends.clear()
+
+
+class NoConnection:
+    """In the place of a Connection while no daemon was found yet."""
+
+    directory = Path()
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def send(self, data: bytes) -> None:
+        raise Gone(Code.DAEMON_GONE, "no daemon was found yet")
+
+    def drain(self, feed: Callable[[bytes], None]) -> bool:
+        return False
+
+    def check_alive(self) -> None:
+        """Nothing to notice."""
+
+    def wait(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def filenos(self) -> tuple[int, ...]:
+        return ()
+
+    def close(self, *, heard: bool = True) -> None:
+        self.closed = True
 
 
 def _let_go(context: zmq.Context[zmq.Socket[bytes]], ends: list[zmq.Socket[bytes]]) -> None:

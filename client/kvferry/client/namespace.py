@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from kvferry.client.mirror import Mirror
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import OffloadKey
-from kvferry.proto.messages import KeyEvents, Opened, Snapshot
+from kvferry.proto.messages import KeyEvents, Opened, OpenNamespace, Snapshot
 from kvferry.proto.specs import MAX_KEYS, check_keys
 from kvferry.proto.status import Fingerprint
 
@@ -21,10 +21,13 @@ _AWAY = -1
 
 
 class Namespace:
-    def __init__(self, fingerprint: Fingerprint, opened: Opened) -> None:
-        self.fingerprint = fingerprint
-        self.opened = opened
-        self._mirror: Mirror | None = None
+    """opened: as the daemon answered last; before the first answer, a namespace of no blocks."""
+
+    def __init__(self, opening: OpenNamespace, *, mirror: bool = False) -> None:
+        self.fingerprint = opening.fingerprint
+        about = opening.fingerprint.name, 0, opening.fingerprint.host_block_bytes, False
+        self.opened = Opened(0, *about, opening.policy, opening.store_threshold)
+        self._mirror: Mirror | None = Mirror() if mirror else None
         self._pins: Counter[OffloadKey] = Counter()
         self._resets: set[int] = set()
 
@@ -131,7 +134,7 @@ class Namespace:
         """The daemon is away: as after a reset that is not done."""
         self.reset(_AWAY)
 
-    def reenter(self, opened: Opened) -> None:
+    def opened_again(self, opened: Opened) -> None:
         """Another session is in the namespace; it shows nothing until `show`."""
         self.opened = opened
         if self._mirror is not None:

@@ -1,20 +1,22 @@
-"""The verbs that never wait, shared by both clients."""
+"""The calls that never wait, shared by both clients; any of them advances a reconnect."""
 
 from __future__ import annotations
 
 import os
 import time
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from kvferry.client.comeback import Comeback
-from kvferry.client.connection import Connection
-from kvferry.client.conversation import Conversation, Place
+from kvferry.client.connection import Connection, NoConnection
+from kvferry.client.effects import Operation, drive, interpret
 from kvferry.client.endpoint import check_open, find_daemon, named
 from kvferry.client.jobs import TransferResult
 from kvferry.client.namespace import Namespace
+from kvferry.client.reconnect import Reconnect
+from kvferry.client.session import LONGEST, ClientSession, ConnectionState, timed_out
+from kvferry.client.session_state import SessionState
 from kvferry.proto.errors import Code, Gone, Refused
 from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.memory import HostRegion
@@ -29,24 +31,44 @@ if TYPE_CHECKING:
 KVCaches: TypeAlias = (
     "CanonicalKVCaches | Mapping[str, torch.Tensor] | Mapping[str, Sequence[torch.Tensor]]"
 )
+R = TypeVar("R")
+Locate: TypeAlias = Path | str | Callable[[], Path] | None
 
+# Seconds between two looks, while polling, at whether the daemon is still there.
 ALIVE_EVERY = 0.02
-"""Seconds between looks, while polling, at whether the daemon is still there."""
+# Seconds that a lookup does without a look at what has arrived.
 FRESH = 200e-6
-"""Seconds that a lookup does without a look at what has arrived."""
 
 
 class NonBlocking:
+    """locate: where the daemon is, or a function that finds it at each attempt to connect.
+    state: see OffloadClient."""
+
     def __init__(
-        self, directory: Path | str | None, engine: str, client: str, reconnect: bool
+        self,
+        locate: Locate,
+        engine: str,
+        client: str,
+        reconnect: bool,
+        state: SessionState | None = None,
     ) -> None:
-        place = named(Path(directory)) if directory else find_daemon()
-        check_open(place)
-        self._connection = Connection(place)
-        self._conversation = Conversation(engine, client, lasting=reconnect)
-        self._comeback = Comeback(self._conversation, self.directory, self._reopen, self._send)
+        if state is not None:
+            state.check()
+        self._connection: Connection | NoConnection = NoConnection()
+        if callable(locate):
+            self._locate = locate
+        else:
+            place = named(Path(locate)) if locate else find_daemon()
+            check_open(place)
+            self._locate = lambda: place
+        self._session = ClientSession(
+            engine, client, reconnects=reconnect or state is not None, restore=state
+        )
+        self._reconnect = Reconnect(self._session, self._locate, self._reopen, self._send)
         self._next_look = 0.0
         self._stale_at = 0.0
+        if state is None:
+            self._connection = Connection(self._locate())
         _clients.add(self)
 
     @property
@@ -55,23 +77,23 @@ class NonBlocking:
 
     @property
     def engine(self) -> str:
-        return self._conversation.engine
+        return self._session.engine
 
     @property
     def daemon(self) -> Welcome:
         """Who the daemon is, and what it allows."""
-        assert self._conversation.welcome is not None
-        return self._conversation.welcome
+        assert self._session.welcome is not None
+        return self._session.welcome
 
     @property
     def connected(self) -> bool:
-        """Whether the daemon is there, as far as is known, and all is had of it that was asked."""
-        return self._conversation.place is Place.HERE
+        """Whether the daemon is there, as far as is known, and the session is restored."""
+        return self._session.state is ConnectionState.CONNECTED
 
     @property
     def connecting(self) -> bool:
-        """Whether the daemon is away, and it is tried to come back to it."""
-        return self.gone is not None and not self._conversation.for_good
+        """Whether the daemon is away, and polling this client reconnects it."""
+        return self.gone is not None and not self._session.closed
 
     @property
     def gone(self) -> Gone | None:
@@ -79,7 +101,7 @@ class NonBlocking:
 
         Where one is there that does not take us back, its own error is the `__cause__`.
         """
-        return self._conversation.gone
+        return self._session.gone
 
     @property
     def incarnation(self) -> int:
@@ -89,17 +111,17 @@ class NonBlocking:
         and for who registered nothing where it is another daemon. Loads from those that were not
         stored to since are refused (STALE).
         """
-        return self._conversation.incarnation
+        return self._session.incarnation
 
     @property
     def region(self) -> HostRegion | None:
         """The engine's part of the host pool, as told last; None where this client has none."""
-        return self._conversation.standing.region
+        return self._session.restore.region
 
     @property
     def namespace(self) -> Namespace:
         """The namespace that was opened; Refused (UNKNOWN_NAMESPACE) where none was."""
-        return self._conversation.namespace
+        return self._session.namespace
 
     def transfer_async(self, job_id: int, spec: TransferSpec, wait_for: int = 0) -> None:
         """Submit a transfer and return at once; how it ended comes from get_finished.
@@ -109,21 +131,21 @@ class NonBlocking:
         accepted (BAD_SPEC, BAD_KEY, DUPLICATE_JOB, BUSY, STALE, MESSAGE_TOO_LARGE) and Gone while
         the daemon is known to be away; the daemon's own refusal comes as the job's result.
         """
-        if self._conversation.gone is not None:
-            self._come_back()
-        data = self._conversation.submit(job_id, spec, wait_for)
+        if self._session.gone is not None:
+            self._advance()
+        data = self._session.submit(job_id, spec, wait_for)
         self._send(data)
-        self._conversation.submitted(job_id, spec)
+        self._session.submitted(job_id, spec)
 
     def get_finished(self) -> list[TransferResult]:
         """Results that are here and were not fetched yet: each once, in order per direction."""
         self._take_in()
         self._look_now_and_then(time.monotonic())
-        return self._conversation.jobs.results()
+        return self._session.jobs.results()
 
     def cancel(self, job_ids: Collection[int]) -> None:
         """Give jobs up; each still ends once, as cancelled, or done where it was too late."""
-        self._send(self._conversation.cancel(job_ids))
+        self._send(self._session.cancel(job_ids))
 
     def lookup(self, key: OffloadKey) -> Lookup:
         """What the mirror knows of a key, from what arrived no more than 0.2 ms ago.
@@ -136,7 +158,7 @@ class NonBlocking:
         now = time.monotonic()
         if now > self._stale_at:
             self._freshen(now)
-        return self._conversation.namespace.mirror.lookup(key)
+        return self._session.namespace.mirror.lookup(key)
 
     def poll(self) -> None:
         """Take in what has arrived; get_finished and lookup do it too."""
@@ -149,14 +171,14 @@ class NonBlocking:
         Raises Refused (BAD_KEY, UNKNOWN_NAMESPACE); so do unpin and touch. None of the three needs
         the daemon to be there.
         """
-        namespace = self._conversation.namespace
+        namespace = self._session.namespace
         keys = namespace.checked(keys)
         self._tell(Pin(keys))
         namespace.pin(keys)
 
     def unpin(self, keys: Iterable[OffloadKey]) -> None:
         """Let keys go again. Refused (NOT_PINNED) where one is not pinned: then none is let go."""
-        namespace = self._conversation.namespace
+        namespace = self._session.namespace
         keys = namespace.checked(keys)
         namespace.check_pinned(keys)
         self._tell(Unpin(keys))
@@ -167,7 +189,7 @@ class NonBlocking:
 
         hits, misses: lookups since this was last said, for the daemon's statistics.
         """
-        self._tell(Touch(self._conversation.namespace.checked(keys), hits, misses))
+        self._tell(Touch(self._session.namespace.checked(keys), hits, misses))
 
     def reset_async(self) -> None:
         """As `reset`, without waiting: everything is absent here at once, there soon.
@@ -176,14 +198,14 @@ class NonBlocking:
         stays absent here, and the next call that takes messages in raises why. Raises Gone where
         none will come back.
         """
-        request = self._conversation.reset()
+        request = self._session.reset()
         if not self.connecting:
-            self._send(self._conversation.request(request))
+            self._send(self._session.request(request))
 
     def _tell(self, message: ClientMessage) -> None:
         """Send what needs no answer, where anybody is there to hear it."""
-        if self._conversation.gone is None:
-            self._send(self._conversation.request(message))
+        if self._session.gone is None:
+            self._send(self._session.request(message))
 
     def _send(self, data: bytes) -> None:
         self._connection.send(data)
@@ -194,18 +216,18 @@ class NonBlocking:
 
     def _take_in(self) -> bool:
         """Take in what has arrived; whether that was anything. Raises Gone once we were closed."""
-        if self._connection.closed and self._conversation.gone is not None:
-            raise self._conversation.gone.with_traceback(None)
-        news = self._connection.drain(self._conversation.feed)
-        if news and (follow := self._conversation.astray()):
+        if self._connection.closed and self._session.gone is not None:
+            raise self._session.gone.with_traceback(None)
+        news = self._connection.drain(self._session.feed)
+        if news and (follow := self._session.snapshot_request()):
             self._send(follow)
-        if self._conversation.gone is not None:
-            self._come_back()
+        if self._session.gone is not None:
+            self._advance()
         return news
 
     def _freshen(self, now: float) -> None:
         self._stale_at = now + FRESH
-        if not self._conversation.for_good:
+        if not self._session.closed:
             self._take_in()
             self._look_now_and_then(now)
 
@@ -219,29 +241,61 @@ class NonBlocking:
         try:
             self._connection.check_alive()
         except Gone as error:
-            if self._conversation.linked:
-                self._connection.drain(self._conversation.feed)
-                self._conversation.lose(error)
+            if self._session.linked:
+                self._connection.drain(self._session.feed)
+                self._session.lose(error)
         except Refused as error:  # whoever waits to be greeted is told
-            self._conversation.not_admitted(error)
+            self._session.not_admitted(error)
 
-    # Coming back
+    def abandon(self) -> None:
+        """Give up all jobs and the connection at once, also while the daemon stands still.
 
-    def _come_back(self) -> None:
-        """Do what can be done at once to have a daemon that is away again."""
-        if not self._conversation.for_good:
-            self._comeback.go_on(time.monotonic())
+        The timeline is revoked, every job in flight ends as lost (get_finished returns it once),
+        and polling reconnects with a new session, registration and timeline page. From the return
+        of this call on:
 
-    def _reopen(self) -> None:
-        self._connection.reopen()
+        - The daemon submits no chunk of these jobs any more: it reads the page before each.
+        - A chunk for which it had read the page before may still be copied: by a GPU at once, by
+          a daemon that was stopped (SIGSTOP) when it goes on. No more than the chunks in flight,
+          and none of a job that the daemon had not received, or whose `wait_for` was not reached.
+        - Once `connected` is true again, none is in flight: a daemon accepts a registration of
+          this engine only when the abandoned one is unmapped.
 
-    def _leave(self) -> None:
-        """Have no daemon again."""
-        self._conversation.leave()
-        self._comeback.close()
+        So an engine that must be certain keeps the blocks of jobs that may have begun until
+        `connected`. Without a timeline only the last of the three holds.
+
+        Values of the timeline go on, but the new page shows only those signalled after
+        `connected`: signal again, then wait for that value. With reconnect=False the client ends.
+        """
+        if self._session.closed:
+            return
+        self._reconnect.restart()
+        self._session.abandon()
+        if not isinstance(self._connection, NoConnection):
+            self._reopen(self.directory)
+
+    # Reconnecting
+
+    def _advance(self) -> None:
+        """Do what can be done at once to reconnect."""
+        if not self._session.closed:
+            self._reconnect.advance(time.monotonic())
+
+    def _reopen(self, directory: Path) -> None:
+        """Replace the socket by a new one: what was sent over the old one and not read is lost."""
+        old = self._connection
+        if not isinstance(old, NoConnection) and old.directory == directory:
+            old.reopen()
+        else:
+            self._connection = Connection(directory)
+            old.close(heard=False)
+
+    def _stop_reconnecting(self) -> None:
+        self._session.stop_reconnecting()
+        self._reconnect.close()
 
     def _hang_up(self) -> None:
-        heard = self._conversation.gone is None
+        heard = self._session.gone is None
         self._connection.close(heard=heard)
         self._end("this client was closed")
 
@@ -250,8 +304,21 @@ class NonBlocking:
         self._connection.closed = True
         self._end("this client was made before a fork, by the parent: make one in the child")
 
+    def _drive(self, operation: Operation[R], timeout: float) -> Generator[float, None, R]:
+        """Run an operation within a timeout; yields for how many seconds to wait at most."""
+        deadline = time.monotonic() + min(LONGEST, timeout)
+        return drive(
+            interpret(operation, self._session, lambda: self.directory, self._request),
+            self._drain,
+            lambda: deadline - time.monotonic(),
+            lambda: timed_out("no answer", str(self.directory)),
+        )
+
+    def _request(self, message: ClientMessage) -> None:
+        self._send(self._session.request(message))
+
     def _end(self, why: str) -> None:
-        self._conversation.end(Gone(Code.DAEMON_GONE, why, str(self.directory)))
+        self._session.close(Gone(Code.DAEMON_GONE, why, str(self.directory)))
 
 
 _clients: weakref.WeakSet[NonBlocking] = weakref.WeakSet()

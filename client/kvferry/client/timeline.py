@@ -8,8 +8,9 @@ for nothing; on the CPU it is a plain store. Values only grow.
 One process makes the timeline and signals it; any process of the engine may name its values, also
 those that are still to come.
 
-An engine that waits no longer for its jobs, but goes on to use their blocks, revokes the timeline:
-a daemon that stands still, and cannot be told, finds that when it goes on.
+An engine that does not wait for its jobs any longer, but reuses their blocks, revokes the page: a
+daemon that is stopped, and cannot be told, finds that when it goes on. Its timeline then goes on in
+a new page.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import operator
 import os
 import re
 import weakref
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, SupportsIndex
 
 from kvferry.cuda.driver import driver
@@ -42,25 +43,12 @@ class Timeline:
 
     def __init__(self, ordinal: int | None) -> None:
         self.kind = "cpu" if ordinal is None else "cuda"
-        self._ordinal = ordinal
-        self.descriptor = sealed_memfd("kvferry-timeline", mmap.PAGESIZE)
-        self._page = mmap.mmap(self.descriptor, mmap.PAGESIZE)
-        self._counter = ctypes.c_uint64.from_buffer(self._page, TIMELINE_VALUE_AT)
-        self._revoked = ctypes.c_uint64.from_buffer(self._page, TIMELINE_REVOKED_AT)
-        self._address = ctypes.addressof(self._counter)
-        self._device_pointer = 0
-        self._unclosed = weakref.finalize(
-            self, _let_go, self.descriptor, self._page, self._address, ordinal
-        )
-        self._unclosed.atexit = False  # a thread may still use the GPU then
+        # The newest value signalled; the stream may not have reached it yet.
         self.last = 0
-        """The newest value signalled; the stream may not have reached it yet."""
-        if ordinal is not None:
-            try:
-                self._device_pointer = _reachable(ordinal, self._address)
-            except BaseException:
-                self.close()
-                raise
+        self._ordinal = ordinal
+        self._page = _TimelinePage(ordinal)
+        # A stream may still write to a page that was revoked, so each stays until `close`.
+        self._revoked_pages: list[_TimelinePage] = []
 
     @classmethod
     def create(cls, device: object = "cpu") -> Timeline:
@@ -77,7 +65,12 @@ class Timeline:
     @property
     def reached(self) -> int:
         """The value that shows now."""
-        return self._counter.value
+        return self._page.counter.value
+
+    @property
+    def descriptor(self) -> int:
+        """Of the current page; -1 once closed."""
+        return self._page.descriptor
 
     def signal(self, stream: Any = None, value: SupportsIndex | None = None) -> int:
         """Advance to `value` (by default the next) behind the work queued so far; returns it.
@@ -90,22 +83,32 @@ class Timeline:
             message = "a timeline of a CPU has no stream: make it with Timeline.create(its device)"
             raise Refused(Code.DEVICE_MISMATCH, message, stream)
         value = self.last = self._next(value)
-        if self._device_pointer:
+        if self._page.device_pointer:
             write = "cuStreamWriteValue64_v2"
-            driver().call(write, _handle(stream), self._device_pointer, value, 0)
+            driver().call(write, _handle(stream), self._page.device_pointer, value, 0)
         else:
-            self._counter.value = value
+            self._page.counter.value = value
         return value
 
     def revoke(self) -> None:
-        """Of the jobs of this timeline's engine no copy begins from here on, and none counts that
-        has not been told as done: what it brought may be somebody else's. They end when the worker
-        has left. Register with another timeline then."""
-        self._revoked.value = 1
+        """Let no chunk of this timeline's jobs be submitted any more (OffloadClient.abandon).
+
+        Jobs that the daemon has not reported as done by then do not count as done.
+        """
+        self._page.revoked.value = 1
 
     @property
     def revoked(self) -> bool:
-        return bool(self._revoked.value)
+        return bool(self._page.revoked.value)
+
+    def renew(self) -> None:
+        """Go on in a new page; the client does it when it registers again.
+
+        The new page shows 0 until the next signal. Raises Failed (DRIVER), and nothing changed.
+        """
+        page = _TimelinePage(self._ordinal)
+        self._revoked_pages.append(self._page)
+        self._page = page
 
     def check_follows(self, kind: str) -> None:
         """Raise Refused (DEVICE_MISMATCH) where what is done on `kind` would not be waited for."""
@@ -117,15 +120,10 @@ class Timeline:
             raise Refused(Code.DEVICE_MISMATCH, message, self.kind)
 
     def close(self) -> None:
-        """Let the page go; nothing signals it any more. Again is harmless."""
-        if self.descriptor < 0:
-            return
-        self._unclosed.detach()
-        os.close(self.descriptor)
-        self.descriptor = -1
-        if self._device_pointer and self._ordinal is not None:
-            with driver().visiting(self._ordinal):
-                driver().call("cuMemHostUnregister", self._address)
+        """Let all pages go; nothing may signal them any more. Again is harmless."""
+        with ExitStack() as closing:
+            for page in (self._page, *self._revoked_pages):
+                closing.callback(page.close)
 
     def _next(self, value: SupportsIndex | None) -> int:
         if value is None:
@@ -138,6 +136,39 @@ class Timeline:
             message = f"a timeline only grows: its next value is from {self.last + 1} to {MAX_INT}"
             raise Refused(Code.BAD_SPEC, message, value)
         return number
+
+
+class _TimelinePage:
+    """A sealed memfd, mapped here and, on CUDA, by the GPU."""
+
+    def __init__(self, ordinal: int | None) -> None:
+        self._ordinal = ordinal
+        self.descriptor = sealed_memfd("kvferry-timeline", mmap.PAGESIZE)
+        page = mmap.mmap(self.descriptor, mmap.PAGESIZE)
+        self.counter = ctypes.c_uint64.from_buffer(page, TIMELINE_VALUE_AT)
+        self.revoked = ctypes.c_uint64.from_buffer(page, TIMELINE_REVOKED_AT)
+        self.device_pointer = 0
+        self._address = ctypes.addressof(self.counter)
+        self._unclosed = weakref.finalize(
+            self, _let_go, self.descriptor, page, self._address, ordinal
+        )
+        self._unclosed.atexit = False  # a thread may still use the GPU then
+        if ordinal is not None:
+            try:
+                self.device_pointer = _reachable(ordinal, self._address)
+            except BaseException:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        if self.descriptor < 0:
+            return
+        self._unclosed.detach()
+        os.close(self.descriptor)
+        self.descriptor = -1
+        if self.device_pointer and self._ordinal is not None:
+            with driver().visiting(self._ordinal):
+                driver().call("cuMemHostUnregister", self._address)
 
 
 def _reachable(ordinal: int, address: int) -> int:

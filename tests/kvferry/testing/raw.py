@@ -16,8 +16,10 @@ from typing import TypeVar
 import numpy as np
 import zmq
 
-from kvferry.client.descriptors import deposit
+from kvferry.client.effects import exchange_fds
+from kvferry.client.session import timed_out
 from kvferry.proto.codec import decode_daemon_message, encode
+from kvferry.proto.fd_passing import FdRequest, FetchFd, SendFds
 from kvferry.proto.memory import FdAllocation, Location
 from kvferry.proto.messages import (
     PROTOCOL,
@@ -99,7 +101,7 @@ class Raw:
                     return result
 
     def deposit(self, *descriptors: int) -> tuple[int, ...]:
-        return deposit(self.directory, self.session, descriptors, self.timeout)
+        return pass_fds(self.directory, SendFds(self.session), descriptors, self.timeout)[0]
 
     def register(self, num_blocks: int = 8, page: int = 64) -> Registered | Allocated:
         """Register one tensor in shared memory of our own, without torch; on a GPU the daemon's."""
@@ -157,3 +159,24 @@ def load(job_id: int, host: Sequence[int], gpu: Sequence[int], wait_for: int = 0
     """The message that loads blocks of the only group."""
     back = store(job_id, gpu, host)
     return Submit(job_id, back.dst, back.src, wait_for)
+
+
+def collect(directory: Path, session: str, ticket: int, timeout: float) -> int:
+    """A descriptor that the daemon holds under a ticket."""
+    _, (descriptor,) = pass_fds(directory, FetchFd(session, ticket), (), timeout)
+    return descriptor
+
+
+def pass_fds(
+    directory: Path, request: FdRequest, descriptors: Sequence[int], timeout: float
+) -> tuple[tuple[int, ...], list[int]]:
+    """One exchange on the descriptor socket; raises Gone (TIMEOUT) and what the daemon replies."""
+    exchange, deadline = exchange_fds(directory, request, descriptors), time.monotonic() + timeout
+    try:
+        while True:
+            time.sleep(next(exchange).seconds)
+            if time.monotonic() > deadline:
+                exchange.throw(timed_out("no answer", str(directory)))
+    except StopIteration as end:
+        outcome: tuple[tuple[int, ...], list[int]] = end.value
+        return outcome

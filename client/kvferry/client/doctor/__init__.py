@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvferry.client.conversation import LONGEST
 from kvferry.client.doctor import daemon, environment
 from kvferry.client.doctor.case import Case, Check, Finding, Verdict
+from kvferry.client.session import LONGEST
 from kvferry.proto.errors import KVFerryError
 
 CHECKS: tuple[Check, ...] = (

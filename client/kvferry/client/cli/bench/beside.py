@@ -30,7 +30,7 @@ from kvferry.client.cli.bench.plan import Plan
 from kvferry.client.cli.bench.results import GIB, Beside, Spread
 from kvferry.client.cli.bench.rig import Rig, own_daemon, ready
 from kvferry.client.cli.units import size
-from kvferry.client.conversation import timed_out
+from kvferry.client.session import timed_out
 from kvferry.proto.errors import KVFerryError
 
 KIB = 1 << 10

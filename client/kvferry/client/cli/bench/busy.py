@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from kvferry.client.conversation import timed_out
+from kvferry.client.session import timed_out
 from kvferry.proto.errors import Code, Failed
 
 LOOPS = ("matmul", "decode")

@@ -34,7 +34,7 @@ from kvferry.client import (
     TransferResult,
     TransferSpec,
 )
-from kvferry.client.conversation import timed_out
+from kvferry.client.session import timed_out
 from kvferry.proto.specs import MAX_BLOCK_IDS
 
 HOST_BLOCK = 2 << 20

@@ -22,7 +22,7 @@ from kvferry.client.cli.bench.plan import QUEUED_JOBS, Plan
 from kvferry.client.cli.bench.results import Latency, Queued
 from kvferry.client.cli.bench.rig import Rig
 from kvferry.client.cli.units import size
-from kvferry.client.conversation import timed_out
+from kvferry.client.session import timed_out
 from kvferry.proto.specs import MAX_BLOCK_IDS
 
 PAGES = (HOST_BLOCK, 32 << 10)

@@ -20,7 +20,7 @@ from kvferry.client.cli.bench.plan import Plan
 from kvferry.client.cli.bench.raw import RawCopy
 from kvferry.client.cli.status import locate
 from kvferry.client.cli.units import size
-from kvferry.client.conversation import timed_out
+from kvferry.client.session import timed_out
 from kvferry.client.tensors import shared_empty
 from kvferry.cuda.driver import driver
 from kvferry.proto.errors import Code, Refused

@@ -1,17 +1,20 @@
-"""What a client knows, without a socket: the same for the blocking and the asyncio client.
+"""What a client knows, without a socket and without a clock: the same for all clients.
 
-`Conversation` makes the messages to send and is fed those that arrive. It keeps the jobs under
-way, their results until they are fetched, replies until they are asked for, and what it knows of
-the namespace that it opened. It never waits, and knows no clock.
+`ClientSession` makes the messages to send and is fed those that arrive. It keeps the jobs in
+flight, their results until they are fetched, pending requests, and the namespace that it opened.
+Called only in the client's thread.
 
-A conversation outlives the daemon that it began with. It stands in one of four places:
+A session outlives the daemon that it began with:
 
-    COMING  --joined-->  HERE  --lose-->  AWAY  --begin-->  COMING ...
-       \\______________________lose________/         leave: OVER, from wherever the daemon is not
+    CONNECTING  --restored-->  CONNECTED  --lose-->  DISCONNECTED  --connect-->  CONNECTING ...
+         \\__________________________lose__________________/
 
-COMING it says Hello and asks for all again that was had before, as verbs.join has it. `gone` says
-why nothing can be asked; it is None HERE, and while it is COMING for the first time. Whoever was
-waiting for an answer when the daemon went is told at once; jobs under way end as lost, once.
+    CLOSED: after close, or after lose without `reconnects`
+
+While CONNECTING it sends Hello and asks again for everything in its SessionState
+(operations.connect). `gone` says why no request can be sent; it is None if CONNECTED, and during
+the first CONNECTING. When the daemon is lost, pending requests fail at once and jobs in flight end
+as lost, once.
 """
 
 from __future__ import annotations
@@ -21,11 +24,11 @@ from contextlib import AbstractContextManager
 from enum import Enum
 from itertools import count
 
-from kvferry.client.answers import Answers, Reply, Request
 from kvferry.client.jobs import Jobs, checked_id, checked_ids, direction_of
 from kvferry.client.lost_stores import LostStores
 from kvferry.client.namespace import Namespace
-from kvferry.client.standing import Registration, Standing
+from kvferry.client.pending_requests import PendingRequests, Reply, RequestMessage
+from kvferry.client.session_state import Registration, SessionState
 from kvferry.proto.codec import decode_daemon_message, encode
 from kvferry.proto.errors import Code, Gone, KVFerryError, Refused, error_of
 from kvferry.proto.memory import HostRegion
@@ -64,34 +67,48 @@ LONGEST = 1e6
 _SIDES = frozenset({GPULoadStoreSpec, CPULoadStoreSpec, KeyLoadStoreSpec})
 
 
-class Place(Enum):
-    COMING = "coming"
-    HERE = "here"
-    AWAY = "away"
-    OVER = "over"
+class ConnectionState(Enum):
+    CONNECTING = "connecting"
+    CONNECTED = "connected"
+    DISCONNECTED = "disconnected"
+    CLOSED = "closed"
 
 
-class Conversation:
-    def __init__(self, engine: str, client: str, *, lasting: bool = False) -> None:
+class ClientSession:
+    """reconnects: go on with the next daemon, or the same one, when the connection is lost.
+    restore: what to have of the daemon as soon as it is connected; the session begins
+    DISCONNECTED then, and nobody waits for it."""
+
+    def __init__(
+        self,
+        engine: str,
+        client: str,
+        *,
+        reconnects: bool = False,
+        restore: SessionState | None = None,
+    ) -> None:
         self.engine = engine
         self.client = client
-        self.lasting = lasting
-        """Whether it goes on with the daemon that comes after one that went."""
-        self.place = Place.COMING
+        self.reconnects = reconnects
+        self.state = ConnectionState.CONNECTING
         self.welcome: Welcome | None = None
         self.gone: Gone | None = None
+        # Why the daemon does not restore the session.
         self.refused: KVFerryError | None = None
-        """Why the daemon that is there does not take us back."""
+        # How many times the session was connected and restored.
         self.incarnation = 0
-        """How many sessions there were: one more whenever all was had again."""
-        self.standing = Standing()
+        self.restore = SessionState() if restore is None else restore
         self.jobs = Jobs()
+        self.pending = PendingRequests()
         self._lost_stores = LostStores()
-        self.answers = Answers()
         self._greeting: Welcome | KVFerryError | None = None
         self._request_ids = count(1)
         self._namespace: Namespace | None = None
-        self._astray = False
+        self._snapshot_needed = False
+        if restore is not None:
+            if restore.opening is not None:
+                self._namespace = Namespace(restore.opening, mirror=restore.mirror)
+            self.lose(Gone(Code.DAEMON_GONE, "no daemon has answered yet"))
 
     # Messages to send
 
@@ -104,9 +121,9 @@ class Conversation:
             raise self.gone.with_traceback(None)  # raised often: else it grows
         return encode(message)
 
-    def asking(self, message: Request) -> AbstractContextManager[None]:
-        """The reply to a request is kept while this lasts, and dropped after."""
-        return self.answers.asking(message)
+    def requesting(self, message: RequestMessage) -> AbstractContextManager[None]:
+        """Keep the reply to a request while this lasts."""
+        return self.pending.requesting(message)
 
     def next_request_id(self) -> int:
         return next(self._request_ids)
@@ -147,10 +164,10 @@ class Conversation:
         self.namespace.reset(message.request_id)
         return message
 
-    def astray(self) -> bytes | None:
-        """What to send where the mirror was found astray, once."""
-        astray, self._astray = self._astray, False
-        return encode(Subscribe()) if astray and self.linked else None
+    def snapshot_request(self) -> bytes | None:
+        """The message to send, once, if the mirror has missed an event."""
+        needed, self._snapshot_needed = self._snapshot_needed, False
+        return encode(Subscribe()) if needed and self.linked else None
 
     # The namespace
 
@@ -162,20 +179,21 @@ class Conversation:
             raise Refused(Code.UNKNOWN_NAMESPACE, message, self.client)
         return self._namespace
 
-    def entered(self, fingerprint: Fingerprint) -> Opened | None:
-        """What was opened before; Refused (NAMESPACE_MISMATCH) where it was of another."""
+    def opened_before(self, fingerprint: Fingerprint) -> Opened | None:
+        """What this client opened; Refused (NAMESPACE_MISMATCH) if it was another namespace."""
         if self._namespace is None:
             return None
         self._namespace.check_is(fingerprint)
         return self._namespace.opened
 
-    def enter(self, opening: OpenNamespace, opened: Opened) -> None:
-        """A namespace was opened as asked; again, where it is opened again."""
+    def namespace_opened(self, opening: OpenNamespace, opened: Opened) -> None:
+        """A namespace was opened, or opened again after reconnecting."""
         if self._namespace is None:
-            self._namespace = Namespace(opening.fingerprint, opened)
-            self.standing.opening = opening
+            self._namespace = Namespace(opening)
+            self._namespace.opened = opened
+            self.restore.opening = opening
         else:
-            self._namespace.reenter(opened)
+            self._namespace.opened_again(opened)
 
     def mirrored(self) -> bool:
         """Whether the mirror is whole; raises why the daemon is gone, if it is."""
@@ -192,84 +210,91 @@ class Conversation:
             )
             raise Refused(Code.BAD_LAYOUT, message, host_bytes)
 
-    # Coming, going, coming back
+    # Connecting and disconnecting
 
     @property
-    def session(self) -> str:
-        """What the daemon calls this session."""
+    def session_id(self) -> str:
+        """The daemon's name of this session."""
         return "" if self.welcome is None else self.welcome.session_id
 
     @property
     def linked(self) -> bool:
-        """Whether the daemon's end of the socket is there, as far as is known."""
-        return self.place in (Place.COMING, Place.HERE)
+        """Whether a socket is in use."""
+        return self.state in (ConnectionState.CONNECTING, ConnectionState.CONNECTED)
 
     @property
-    def for_good(self) -> bool:
-        """Whether nothing will come of it any more."""
-        return self.place is Place.OVER
+    def closed(self) -> bool:
+        """Whether it never connects again."""
+        return self.state is ConnectionState.CLOSED
 
     def present(self) -> bool | None:
-        """Whether the daemon is there; None while it may come yet. Raises why it will not do."""
+        """True if connected; None while a daemon may still come. Raises `gone` if none will do."""
         if self.gone is None:
             return True
-        if self.for_good or self.refused is not None:
+        if self.closed or self.refused is not None:
             raise self.gone.with_traceback(None)
         return None
 
-    def begin(self) -> None:
-        """A socket was opened anew: who is there?"""
-        self.place, self._greeting, self._astray = Place.COMING, None, False
+    def connect(self) -> None:
+        """A new socket was opened."""
+        self.state, self._greeting, self._snapshot_needed = ConnectionState.CONNECTING, None, False
 
-    def joined(self) -> None:
-        """Greeted, and all is had again."""
+    def restored(self) -> None:
+        """The daemon has greeted us, and everything of the SessionState is restored."""
         assert self.welcome is not None
-        self.place, self.gone, self.refused = Place.HERE, None, None
+        self.state, self.gone, self.refused = ConnectionState.CONNECTED, None, None
         self.incarnation += 1
         if self._namespace is not None:
             self._namespace.show()
 
     def registered(self, registration: Registration, region: HostRegion) -> None:
-        self.standing.registration, self.standing.region = registration, region
+        self.restore.registration, self.restore.region = registration, region
 
     def lose(self, error: Gone) -> None:
         """The daemon is gone: all jobs in flight end as lost, and waiting requests fail."""
         if not self.linked:
             return
-        self.place = Place.AWAY if self.lasting else Place.OVER
+        self.state = ConnectionState.DISCONNECTED if self.reconnects else ConnectionState.CLOSED
         self.gone = self.gone or self._reason(error)
         self.jobs.lose(error)
         self._lost_stores.lose()
-        self.answers.lose(error)
+        self.pending.lose(error)
         if self._namespace is not None:
             self._namespace.lose()
 
+    def abandon(self) -> None:
+        """Revoke the timeline, then lose the daemon: see OffloadClient.abandon."""
+        registration = self.restore.registration
+        if registration is not None and registration.timeline is not None:
+            registration.timeline.revoke()
+        self.lose(Gone(Code.DAEMON_GONE, "the engine abandoned the session"))
+
     def not_admitted(self, error: Refused) -> None:
-        """The daemon does not let this user connect."""
+        """The daemon does not let this user connect: an attempt to connect fails."""
         if self._greeting is None:
             self._greeting = error
 
-    def turned_away(self, error: KVFerryError) -> None:
-        """The daemon that is there does not take us back."""
-        self.lose(Gone(Code.DAEMON_GONE, "the daemon did not take us back"))
+    def attempt_failed(self, error: KVFerryError) -> None:
+        """The session could not be restored; `refused` tells if the daemon refused it."""
+        self.lose(Gone(Code.DAEMON_GONE, "the session could not be restored"))
         if not isinstance(error, Gone) and error.code != Code.NO_SESSION:
-            message = f"the daemon that came back does not take us back: {error}"
+            message = f"the daemon refuses to restore this session: {error}"
             self.refused, self.gone = error, Gone(Code.DAEMON_GONE, message)
             self.gone.__cause__ = error
 
-    def leave(self) -> None:
-        """We go: nothing comes after this daemon, and the tensors are not ours to keep alive."""
-        self.lasting, self.standing.registration = False, None
+    def stop_reconnecting(self) -> None:
+        """The client is about to close; the tensors need not be kept alive any longer."""
+        self.reconnects, self.restore.registration = False, None
         if self.gone is not None:
-            self.place = Place.OVER
+            self.state = ConnectionState.CLOSED
 
-    def end(self, error: Gone) -> None:
-        """We went: from now on this is why nothing can be asked."""
+    def close(self, error: Gone) -> None:
+        """The client was closed; `gone` is this error from now on."""
         self.lose(error)
-        self.place, self.gone = Place.OVER, error
+        self.state, self.gone = ConnectionState.CLOSED, error
 
     def _reason(self, error: Gone) -> Gone:
-        if not self.lasting:
+        if not self.reconnects:
             return error
         return Gone(error.code, f"{error.message}; connecting again", error.value)
 
@@ -285,7 +310,7 @@ class Conversation:
                     self._lost_stores.ended(result.job_id, done=done)
             case Snapshot() | KeyEvents() as told:
                 if self._namespace is not None and self._namespace.feed(told):
-                    self._astray = True
+                    self._snapshot_needed = True
             case Welcome() as welcome:
                 self.welcome = self._greeting = welcome
             case Error(request_id, info, _):
@@ -296,9 +321,9 @@ class Conversation:
             case Done(request_id) as done:
                 if self._resetting(request_id):
                     self.namespace.done(request_id)
-                self.answers.hear(request_id, done)
+                self.pending.resolve(request_id, done)
             case reply:
-                self.answers.hear(reply.request_id, reply)
+                self.pending.resolve(reply.request_id, reply)
 
     def greeted(self) -> Welcome | None:
         """The daemon's Welcome, once it is here; raises what it said instead."""
@@ -308,8 +333,8 @@ class Conversation:
 
     def reply(self, request_id: int) -> Reply | None:
         """The reply to a request, once; None while there is none. Raises what it says."""
-        reply = self.answers.take(request_id)
-        if reply is None and self.gone is not None and not self.answers.awaited(request_id):
+        reply = self.pending.take(request_id)
+        if reply is None and self.gone is not None and not self.pending.is_pending(request_id):
             raise self.gone.with_traceback(None)
         return reply
 
@@ -333,7 +358,7 @@ class Conversation:
 
     def _take_error(self, request_id: int | None, error: KVFerryError) -> None:
         if request_id is not None:
-            if not self.answers.hear(request_id, error) and self._resetting(request_id):
+            if not self.pending.resolve(request_id, error) and self._resetting(request_id):
                 raise error
         elif self._greeting is None:
             self._greeting = error

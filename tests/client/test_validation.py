@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvferry.client import Code, Fingerprint, OffloadClient, Refused, shared_empty
-from kvferry.client.bounds import check_fields
+from kvferry.client.validation import check_fields
 from kvferry.proto.messages import AllocateKVCaches, Hello
 from kvferry.testing.raw import one_tensor
 

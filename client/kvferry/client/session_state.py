@@ -1,0 +1,42 @@
+"""What a client has of its daemon, so that reconnecting can restore it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvferry.client.validation import check_fields
+from kvferry.proto.memory import HostRegion
+from kvferry.proto.messages import OpenNamespace
+
+if TYPE_CHECKING:
+    from kvferry.client.tensors.canonical import CanonicalKVCaches
+    from kvferry.client.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """The engine's tensors, which this keeps alive, and how they are registered."""
+
+    kv_caches: CanonicalKVCaches
+    host_bytes: int | None
+    timeline: Timeline | None
+
+
+@dataclass(slots=True)
+class SessionState:
+    """opening: the namespace to open. mirror: keep a copy of what is resident in it.
+    region: the engine's part of the host pool, as the daemon last reported it."""
+
+    opening: OpenNamespace | None = None
+    registration: Registration | None = None
+    mirror: bool = False
+    region: HostRegion | None = None
+
+    def check(self) -> None:
+        """Raise Refused if no daemon could restore this."""
+        if (opening := self.opening) is not None:
+            fields = "fingerprint", "quota_bytes", "policy", "store_threshold"
+            check_fields(OpenNamespace, **{name: getattr(opening, name) for name in fields})
+        if (wanted := self.registration) is not None and wanted.timeline is not None:
+            wanted.timeline.check_follows(wanted.kv_caches.tensors[0].device.type)

@@ -1,0 +1,585 @@
+"""What a client knows, fed with bytes: no socket, no clock."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvferry.client import effects, operations
+from kvferry.client.jobs import TransferResult
+from kvferry.client.session import ClientSession, ConnectionState
+from kvferry.proto import memory
+from kvferry.proto import messages as wire
+from kvferry.proto import status as told
+from kvferry.proto.codec import decode_client_message, encode
+from kvferry.proto.errors import Code, ErrorInfo, Failed, Gone, KVFerryError, Refused
+from kvferry.proto.keys import EventKind, Lookup
+from kvferry.proto.messages import Outcome
+from kvferry.proto.specs import (
+    CPULoadStoreSpec,
+    Direction,
+    GPULoadStoreSpec,
+    KeyLoadStoreSpec,
+    KVLayout,
+    TensorLayout,
+    TensorRef,
+)
+
+STORE = GPULoadStoreSpec([1, 2]), CPULoadStoreSpec([3])
+LOAD = CPULoadStoreSpec([3]), GPULoadStoreSpec([1, 2])
+KEYED_STORE = GPULoadStoreSpec([1, 2]), KeyLoadStoreSpec((b"a", b"b"))
+KEYED_LOAD = KEYED_STORE[1], KEYED_STORE[0]
+MAX_JOBS = 3
+WELCOME = wire.Welcome(
+    1, "boot", "s1", "0.1", 1, told.DeviceInfo("cpu", "cpu", "host"), told.Limits(9, 9, MAX_JOBS)
+)
+BUSY = ErrorInfo(Code.BUSY, "later", "3")
+
+
+@pytest.fixture
+def session() -> ClientSession:
+    session = ClientSession("engine", "client")
+    session.feed(encode(WELCOME))
+    return session
+
+
+def submit(session: ClientSession, job_id: int, spec: Any = STORE) -> None:
+    session.submit(job_id, spec, 0)
+    session.submitted(job_id, spec)
+
+
+def finish(session: ClientSession, *job_ids: int, **result: Any) -> None:
+    fields = {"direction": Direction.STORE, "outcome": Outcome.DONE} | result
+    session.feed(
+        encode(wire.Finished(tuple(wire.JobResult(job_id, **fields) for job_id in job_ids)))
+    )
+
+
+def outcomes(session: ClientSession) -> list[tuple[int, str]]:
+    return [(result.job_id, result.outcome) for result in session.jobs.results()]
+
+
+# Greeting
+
+
+def test_the_first_message_says_who_speaks() -> None:
+    assert ClientSession("engine", "client").hello() == wire.Hello(1, 1, "client", "engine")
+
+
+def test_a_client_is_greeted_once_the_welcome_is_there() -> None:
+    session = ClientSession("engine", "client")
+    assert session.greeted() is None
+    session.feed(encode(WELCOME))
+    assert session.greeted() == WELCOME
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"), [(Code.PROTOCOL_VERSION, Refused), (Code.SHUTTING_DOWN, Gone)]
+)
+def test_a_client_that_is_turned_away_learns_why(code: Code, kind: type[KVFerryError]) -> None:
+    session = ClientSession("engine", "client")
+    session.feed(encode(wire.Error(None, ErrorInfo(code, "no"))))
+    with pytest.raises(kind) as caught:
+        session.greeted()
+    assert caught.value.code == code
+
+
+# Jobs
+
+
+@pytest.mark.parametrize("spec", [STORE, LOAD, KEYED_STORE, KEYED_LOAD])
+def test_a_job_is_sent_as_it_was_given(session: ClientSession, spec: Any) -> None:
+    src, dst = spec
+    assert decode_client_message(session.submit(7, spec, 12)) == wire.Submit(7, src, dst, 12)
+
+
+def test_a_result_comes_once(session: ClientSession) -> None:
+    submit(session, 7)
+    finish(session, 7, nbytes=4096, seconds=0.5)
+    done = TransferResult(7, True, 4096, 0.5, ("GPU", "CPU"), Outcome.DONE)
+    assert session.jobs.results() == [done]
+    assert (session.jobs.results(), len(session.jobs)) == ([], 0)
+
+
+def test_results_keep_the_order_in_which_they_came(session: ClientSession) -> None:
+    for job_id in (1, 2, 3):
+        submit(session, job_id)
+    finish(session, 2, 3)
+    finish(session, 1)
+    assert outcomes(session) == [(2, "done"), (3, "done"), (1, "done")]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "kind"),
+    [
+        (Outcome.FAILED, Code.COPY_FAILED, Failed),
+        (Outcome.FAILED, Code.ENGINE_GONE, Gone),
+        (Outcome.CANCELLED, Code.CANCELLED, Gone),
+        (Outcome.REFUSED, Code.BUSY, Refused),
+    ],
+)
+def test_a_job_without_success_says_why(
+    session: ClientSession, outcome: Outcome, code: Code, kind: type[KVFerryError]
+) -> None:
+    submit(session, 7, LOAD)
+    finish(
+        session, 7, direction=Direction.LOAD, outcome=outcome, error=ErrorInfo(code, "why", "17")
+    )
+    (result,) = session.jobs.results()
+    assert (result.success, result.outcome, result.transfer_size) == (False, outcome, 0)
+    assert result.transfer_type == ("CPU", "GPU")
+    assert type(result.error) is kind
+    assert result.error.info == ErrorInfo(code, "why", "17")
+    assert not session.jobs
+
+
+def test_results_that_nobody_waits_for_are_ignored(session: ClientSession) -> None:
+    submit(session, 1)
+    finish(session, 9)
+    finish(session, 1, 1)
+    finish(session, 1, outcome=Outcome.FAILED)
+    assert outcomes(session) == [(1, "done")]
+
+
+def test_a_job_id_is_used_once_at_a_time(session: ClientSession) -> None:
+    submit(session, 7)
+    with pytest.raises(Refused) as caught:
+        session.submit(7, LOAD, 0)
+    assert (caught.value.code, caught.value.value) == (Code.DUPLICATE_JOB, "7")
+    finish(session, 7)
+    submit(session, 7)
+    assert session.under_way([6, 7, 8]) == [7]
+
+
+def test_credits_are_spent_and_come_back(session: ClientSession) -> None:
+    for job_id in range(MAX_JOBS):
+        submit(session, job_id)
+    with pytest.raises(Refused) as caught:
+        session.submit(9, STORE, 0)
+    assert (caught.value.code, session.under_way([9])) == (Code.BUSY, [])
+    finish(session, 1)
+    submit(session, 9)
+    assert session.under_way(range(10)) == [0, 2, 9]
+
+
+def test_a_message_that_was_not_sent_is_no_job(session: ClientSession) -> None:
+    session.submit(7, STORE, 0)
+    assert not session.jobs
+    submit(session, 7)
+    assert session.jobs
+
+
+@pytest.mark.parametrize(
+    ("job_id", "spec", "wait_for"),
+    [
+        (-1, STORE, 0),
+        (1 << 63, STORE, 0),
+        (1, STORE, -1),
+        (1, (GPULoadStoreSpec([1, 2], (3, -1), (0, 0)), STORE[1]), 0),
+        (1, (GPULoadStoreSpec([1, 2], (2,), (-1,)), STORE[1]), 0),
+        (1, (GPULoadStoreSpec([1, 2], (2,), (1 << 48,)), STORE[1]), 0),
+        (1, (GPULoadStoreSpec([1, 2], cast(Any, (2.0,)), (0,)), STORE[1]), 0),
+        (1, (GPULoadStoreSpec([1, 2], (0,) * 256 + (2,), (0,) * 257), STORE[1]), 0),
+        (1, (STORE[0], KeyLoadStoreSpec((b"",))), 0),
+        (1, (STORE[0], KeyLoadStoreSpec((b"k" * 65,))), 0),
+        (1, (KeyLoadStoreSpec(cast(Any, ("key",))), STORE[0]), 0),
+        (1, (STORE[0], [b"key"]), 0),
+    ],
+)
+def test_a_job_that_no_daemon_can_read_is_refused_here(
+    session: ClientSession, job_id: int, spec: Any, wait_for: int
+) -> None:
+    """The daemon could not say whose fault it is: to it these bytes are no message of a job."""
+    with pytest.raises(Refused):
+        session.submit(job_id, spec, wait_for)
+
+
+@pytest.mark.parametrize("sizes", [[2], [1, 1]])
+def test_group_sizes_may_be_arrays_or_are_refused(session: ClientSession, sizes: list[int]) -> None:
+    array = cast(Any, np.array(sizes))
+    try:
+        data = session.submit(1, (GPULoadStoreSpec([1, 2], array, array), STORE[1]), 0)
+    except Refused:
+        return
+    message = decode_client_message(data)
+    assert isinstance(message, wire.Submit)
+    assert message.src == GPULoadStoreSpec([1, 2], tuple(sizes), tuple(sizes))
+
+
+@pytest.mark.parametrize("make", ["cancel", "wait"])
+@pytest.mark.parametrize("job_ids", [[-1], range(65537)])
+def test_job_ids_that_no_daemon_can_read_are_refused_here(
+    session: ClientSession, make: str, job_ids: Any
+) -> None:
+    with pytest.raises(Refused):
+        session.cancel(job_ids) if make == "cancel" else session.wait(job_ids)
+
+
+# Requests
+
+
+def test_requests_have_numbers_of_their_own(session: ClientSession) -> None:
+    requests = [session.wait([7, 8]) for _ in range(3)]
+    assert len({request.request_id for request in requests}) == 3
+    data = session.request(requests[0])
+    assert decode_client_message(data) == wire.Wait(requests[0].request_id, (7, 8))
+    assert decode_client_message(session.cancel(iter([7]))) == wire.Cancel((7,))
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        wire.Waited(5),
+        wire.Registered(5, memory.HostRegion(1, 1, False)),
+        wire.Allocated(5, memory.HostRegion(1, 1, True), (), ()),
+        wire.Opened(5, "name", 1, 1, False, "lru", 1),
+        wire.Done(5),
+        wire.NamespacesReport(5, ()),
+    ],
+)
+def test_a_reply_is_there_once_and_for_its_request(session: ClientSession, reply: Any) -> None:
+    with session.requesting(wire.StatusRequest(5)), session.requesting(wire.StatusRequest(4)):
+        assert session.reply(5) is None
+        session.feed(encode(reply))
+        assert session.reply(4) is None
+        assert session.reply(5) == reply
+        assert session.reply(5) is None
+
+
+def test_a_reply_that_nobody_waits_for_is_not_kept(session: ClientSession) -> None:
+    with session.requesting(wire.StatusRequest(5)):
+        pass
+    session.feed(encode(wire.Waited(5)))
+    session.feed(encode(wire.Error(5, BUSY)))
+    assert session.reply(5) is None
+
+
+def test_an_error_is_raised_at_its_request_once(session: ClientSession) -> None:
+    with session.requesting(wire.StatusRequest(5)), session.requesting(wire.StatusRequest(4)):
+        session.feed(encode(wire.Error(5, BUSY)))
+        assert session.reply(4) is None
+        with pytest.raises(Refused, match="later") as caught:
+            session.reply(5)
+        assert caught.value.info == BUSY
+        assert session.reply(5) is None
+
+
+def test_an_error_that_belongs_to_nothing_is_raised_where_it_arrives(
+    session: ClientSession,
+) -> None:
+    with pytest.raises(Refused, match="later"):
+        session.feed(encode(wire.Error(None, BUSY)))
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", encode(wire.StatusRequest(1))])
+def test_bytes_that_are_no_daemon_s_message_are_refused(
+    session: ClientSession, data: bytes
+) -> None:
+    with pytest.raises(Refused) as caught:
+        session.feed(data)
+    assert caught.value.code == Code.BAD_MESSAGE
+
+
+# A namespace
+
+
+FINGERPRINT = told.Fingerprint("llama", 4096, key_bytes=4)
+NEWS = wire.KeyEvents(1, (wire.KeyEvent(EventKind.STORED, (b"aaaa",)),))
+
+
+def enter(session: ClientSession) -> ClientSession:
+    opening = wire.OpenNamespace(1, FINGERPRINT)
+    session.namespace_opened(opening, wire.Opened(1, FINGERPRINT.name, 8, 4096, False, "lru", 1))
+    return session
+
+
+@pytest.mark.parametrize("message", [NEWS, wire.Snapshot(1, 0, False, (b"aaaa",), True)])
+def test_what_is_told_of_a_namespace_needs_a_mirror(session: ClientSession, message: Any) -> None:
+    session.feed(encode(message))
+    enter(session).feed(encode(message))
+    assert session.snapshot_request() is None
+    session.namespace.follow()
+    session.feed(encode(message))
+    assert session.snapshot_request() is None
+    assert session.mirrored() == isinstance(message, wire.Snapshot)
+
+
+def test_a_mirror_that_is_astray_is_followed_up_once(session: ClientSession) -> None:
+    enter(session).namespace.follow()
+    session.feed(encode(wire.Snapshot(0, 0, False, (), True)))
+    session.feed(encode(wire.KeyEvents(2, NEWS.events)))
+    session.feed(encode(wire.KeyEvents(4, NEWS.events)))
+    follow = session.snapshot_request()
+    assert follow is not None
+    assert decode_client_message(follow) == wire.Subscribe()
+    assert session.snapshot_request() is None
+
+
+def test_a_mirror_is_not_followed_up_at_a_daemon_that_is_gone(session: ClientSession) -> None:
+    enter(session).namespace.follow()
+    session.feed(encode(wire.Snapshot(0, 0, False, (), True)))
+    session.feed(encode(wire.KeyEvents(2, NEWS.events)))
+    session.lose(Gone(Code.DAEMON_GONE, "killed"))
+    assert session.snapshot_request() is None
+    with pytest.raises(Gone):
+        session.mirrored()
+
+
+def test_a_reset_that_nobody_asked_for_changes_nothing(session: ClientSession) -> None:
+    mirror = enter(session).namespace.follow()
+    session.feed(encode(wire.Snapshot(0, 0, False, (b"aaaa",), True)))
+    session.feed(encode(wire.Done(5)))
+    assert mirror.lookup(b"aaaa") is Lookup.HIT
+
+
+def test_a_reset_that_is_waited_for_is_refused_to_who_waits(session: ClientSession) -> None:
+    enter(session)
+    reset, unheard = session.reset(), session.reset()
+    with session.requesting(reset):
+        session.feed(encode(wire.Error(reset.request_id, BUSY)))
+        with pytest.raises(Refused, match="later"):
+            session.reply(reset.request_id)
+    with pytest.raises(Refused, match="later"):
+        session.feed(encode(wire.Error(unheard.request_id, BUSY)))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_kv_caches_are_registered_with_a_region_or_in_a_namespace(
+    session: ClientSession, inside: bool
+) -> None:
+    layout = KVLayout((TensorLayout(8, 64, 64),), ((TensorRef(0, 64),),))
+    if inside:
+        enter(session)
+    operation = operations.allocate(session, layout, None if inside else 4096, None)
+    assert isinstance(next(operation), effects.WaitFor)
+    effect = operation.send(True)
+    assert isinstance(effect, effects.Send)
+    assert effect.message == wire.AllocateKVCaches(1, layout, None if inside else 4096)
+
+
+# The end
+
+
+ENDS = {
+    "goodbye": encode(wire.Goodbye("stopping")),
+    "restarted": encode(wire.Error(None, ErrorInfo(Code.NO_SESSION, "who are you?"))),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_jobs_under_way_are_lost_with_the_daemon(session: ClientSession, end: str) -> None:
+    for job_id, spec in ((1, STORE), (2, LOAD), (3, STORE)):
+        submit(session, job_id, spec)
+    finish(session, 1)
+    session.feed(ENDS[end])
+    one, two, three = session.jobs.results()
+    assert [one.outcome, two.outcome, three.outcome] == ["done", "lost", "lost"]
+    assert (two.transfer_type, three.transfer_type) == (("CPU", "GPU"), ("GPU", "CPU"))
+    assert not two.success
+    assert isinstance(two.error, Gone)
+    assert two.error.code == Code.DAEMON_GONE
+    assert not session.jobs
+    finish(session, 2)
+    session.feed(ENDS[end])
+    assert session.jobs.results() == []
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_nothing_can_be_asked_of_a_daemon_that_is_gone(session: ClientSession, end: str) -> None:
+    with session.requesting(wire.StatusRequest(5)):
+        session.feed(encode(wire.Waited(5)))
+        session.feed(ENDS[end])
+        for ask in (
+            lambda: session.submit(1, STORE, 0),
+            lambda: session.cancel([1]),
+            lambda: session.request(session.wait([1])),
+            lambda: session.request(wire.StatusRequest(7)),
+            lambda: session.reply(6),
+        ):
+            with pytest.raises(Gone) as caught:
+                ask()
+            assert caught.value.code == Code.DAEMON_GONE
+        assert session.reply(5) == wire.Waited(5)  # it came before the end
+
+
+def test_the_first_reason_for_the_end_stands(session: ClientSession) -> None:
+    first = Gone(Code.TIMEOUT, "no answer")
+    session.lose(first)
+    session.lose(Gone(Code.DAEMON_GONE, "later"))
+    assert session.gone is first
+
+
+# And another daemon after it
+
+OPENED = wire.Opened(1, FINGERPRINT.name, 8, 4096, False, "lru", 1)
+REGION = memory.HostRegion(8, 64, False)
+LATER = msgspec.structs.replace(WELCOME, boot_id="later", session_id="s2")
+KILLED = Gone(Code.DAEMON_GONE, "killed")
+
+
+@pytest.fixture
+def reconnecting() -> ClientSession:
+    """CONNECTED, with a daemon that may be followed by another."""
+    session = ClientSession("engine", "client", reconnects=True)
+    session.feed(encode(WELCOME))
+    session.restored()
+    return session
+
+
+def answer(session: ClientSession, operation: Any, effect: Any, message: Any) -> Any:
+    """Feed what a daemon answers to an effect, and go on to the next one."""
+    if isinstance(effect, effects.Request):
+        with session.requesting(effect.message):
+            session.feed(encode(message))
+            return operation.send(session.reply(effect.message.request_id))
+    if message is not None:
+        session.feed(encode(message))
+    assert effect.until() is not None
+    return operation.send(effect.until())
+
+
+def come_back(session: ClientSession, welcome: wire.Welcome = LATER) -> None:
+    """With nothing to be had again."""
+    session.connect()
+    operation = operations.connect(session)
+    with pytest.raises(StopIteration):
+        answer(session, operation, next(operation), welcome)
+
+
+def test_where_a_conversation_stands(reconnecting: ClientSession) -> None:
+    assert (reconnecting.state, reconnecting.gone, reconnecting.incarnation) == (
+        ConnectionState.CONNECTED,
+        None,
+        1,
+    )
+    reconnecting.lose(KILLED)
+    assert (reconnecting.state, reconnecting.present()) == (ConnectionState.DISCONNECTED, None)
+    assert "connecting again" in str(reconnecting.gone)
+    reconnecting.connect()
+    assert (reconnecting.state, reconnecting.present()) == (ConnectionState.CONNECTING, None)
+    with pytest.raises(Gone, match="connecting again"):
+        reconnecting.submit(1, STORE, 0)
+    reconnecting.lose(KILLED)
+    come_back(reconnecting)
+    assert (reconnecting.state, reconnecting.present(), reconnecting.incarnation) == (
+        ConnectionState.CONNECTED,
+        True,
+        2,
+    )
+    reconnecting.lose(KILLED)
+    reconnecting.stop_reconnecting()
+    assert reconnecting.closed
+    with pytest.raises(Gone):
+        reconnecting.present()
+
+
+def test_all_is_had_again_in_order(reconnecting: ClientSession) -> None:
+    opening = wire.OpenNamespace(1, FINGERPRINT, 1 << 20, "arc", 2)
+    reconnecting.namespace_opened(opening, OPENED)
+    mirror = reconnecting.namespace.follow()
+    reconnecting.feed(encode(wire.Snapshot(3, 0, False, (b"aaaa",), True)))
+    reconnecting.namespace.pin([b"aaaa", b"bbbb", b"aaaa"])
+    reconnecting.lose(KILLED)
+    reconnecting.connect()
+    operation = operations.connect(reconnecting)
+    effect: Any = next(operation)
+    assert effect.message == wire.Hello(1, 1, "client", "engine")
+    effect = answer(reconnecting, operation, effect, LATER)
+    again = effect.message
+    assert msgspec.structs.replace(again, request_id=1) == opening
+    effect = answer(
+        reconnecting,
+        operation,
+        effect,
+        msgspec.structs.replace(OPENED, request_id=again.request_id),
+    )
+    assert effect.message == wire.Subscribe()
+    assert effect.until() is None
+    reconnecting.feed(encode(wire.Snapshot(1, 0, False, (b"bbbb",), True)))
+    assert mirror.lookup(b"bbbb") is Lookup.MISS
+    effect = answer(reconnecting, operation, effect, None)
+    assert effect.message == wire.Pin((b"aaaa", b"aaaa", b"bbbb"))
+    with pytest.raises(StopIteration):
+        answer(reconnecting, operation, effect, None)
+    assert [mirror.lookup(key) for key in (b"aaaa", b"bbbb")] == [Lookup.MISS, Lookup.HIT]
+
+
+def test_resets_that_were_not_done_are_done_before_anything_shows(
+    reconnecting: ClientSession,
+) -> None:
+    reconnecting.namespace_opened(wire.OpenNamespace(1, FINGERPRINT), OPENED)
+    reconnecting.namespace.follow()
+    reconnecting.reset()
+    reconnecting.lose(KILLED)
+    reconnecting.reset()
+    reconnecting.connect()
+    operation = operations.connect(reconnecting)
+    effect = answer(reconnecting, operation, next(operation), WELCOME)
+    opened = msgspec.structs.replace(OPENED, request_id=effect.message.request_id)
+    effect = answer(reconnecting, operation, effect, opened)
+    reconnecting.feed(encode(wire.Snapshot(1, 0, False, (b"aaaa",), True)))
+    effect = answer(reconnecting, operation, effect, None)
+    assert isinstance(effect.message, wire.Reset)
+    with pytest.raises(StopIteration):
+        answer(reconnecting, operation, effect, wire.Done(effect.message.request_id))
+    assert reconnecting.namespace.mirror.lookup(b"aaaa") is Lookup.MISS
+    assert reconnecting.namespace.undone() == ()
+
+
+def test_a_host_block_whose_store_was_lost_is_not_loaded_until_it_is_stored_again(
+    reconnecting: ClientSession,
+) -> None:
+    """A daemon that has the blocks of the one before may have what was there before that store."""
+    submit(reconnecting, 1, STORE)
+    reconnecting.lose(KILLED)
+    come_back(reconnecting)
+    with pytest.raises(Refused) as caught:
+        reconnecting.submit(2, LOAD, 0)
+    assert (caught.value.code, caught.value.value) == (Code.STALE, "3")
+    submit(reconnecting, 3, STORE)
+    failed = wire.JobResult(3, Direction.STORE, Outcome.FAILED)
+    reconnecting.feed(encode(wire.Finished((failed,))))
+    with pytest.raises(Refused):
+        reconnecting.submit(2, LOAD, 0)
+    submit(reconnecting, 4, STORE)
+    reconnecting.feed(encode(wire.Finished((wire.JobResult(4, Direction.STORE, Outcome.DONE),))))
+    reconnecting.submit(2, LOAD, 0)
+
+
+def test_who_waits_is_told_once_that_the_daemon_went(reconnecting: ClientSession) -> None:
+    with reconnecting.requesting(wire.StatusRequest(5)):
+        reconnecting.lose(KILLED)
+        reconnecting.connect()
+        with pytest.raises(Gone, match="killed"):
+            reconnecting.reply(5)
+    with reconnecting.requesting(wire.StatusRequest(6)):
+        assert reconnecting.reply(6) is None
+
+
+def test_a_daemon_that_does_not_take_us_back(reconnecting: ClientSession) -> None:
+    full = Refused(Code.POOL_FULL, "no room", 5)
+    reconnecting.lose(KILLED)
+    reconnecting.connect()
+    reconnecting.attempt_failed(full)
+    assert (reconnecting.state, reconnecting.refused) == (ConnectionState.DISCONNECTED, full)
+    with pytest.raises(Gone, match="no room") as caught:
+        reconnecting.present()
+    assert caught.value.__cause__ is full
+    reconnecting.connect()
+    reconnecting.attempt_failed(Gone(Code.SHUTTING_DOWN, "stopping"))
+    assert reconnecting.refused is full
+    come_back(reconnecting)
+    assert reconnecting.gone is None
+
+
+def test_why_the_daemon_is_gone_does_not_grow(reconnecting: ClientSession) -> None:
+    """An engine may ask at every effect, for hours."""
+    reconnecting.lose(KILLED)
+    for _ in range(100):
+        with pytest.raises(Gone) as caught:
+            reconnecting.submit(1, STORE, 0)
+    assert len(traceback.extract_tb(caught.value.__traceback__)) < 10

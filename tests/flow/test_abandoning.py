@@ -1,0 +1,182 @@
+"""An engine that abandons a daemon which stands still, and reuses the GPU blocks of its jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvferry.client import (
+    AsyncOffloadClient,
+    Code,
+    CPULoadStoreSpec,
+    Gone,
+    GPULoadStoreSpec,
+    LocalDaemon,
+    OffloadClient,
+    Outcome,
+    Timeline,
+    TransferResult,
+    TransferSpec,
+    shared_empty,
+)
+from kvferry.testing.engine import until
+
+BLOCKS, PAGE = 16, 4096
+PATIENCE = 30.0
+PATTERN = 77
+
+
+def store(gpu: int, host: int) -> TransferSpec:
+    return GPULoadStoreSpec([gpu]), CPULoadStoreSpec([host])
+
+
+def load(host: int, gpu: int) -> TransferSpec:
+    return CPULoadStoreSpec([host]), GPULoadStoreSpec([gpu])
+
+
+@pytest.fixture
+def timeline() -> Iterator[Timeline]:
+    timeline = Timeline.create()
+    yield timeline
+    timeline.close()
+
+
+@pytest.fixture
+def tensor() -> torch.Tensor:
+    """Each block has its number in it."""
+    tensor = shared_empty((BLOCKS, PAGE))
+    for block in range(BLOCKS):
+        tensor[block] = block
+    return tensor
+
+
+@pytest.fixture
+def stopped(kvferryd: LocalDaemon) -> Iterator[LocalDaemon]:
+    yield kvferryd
+    os.kill(kvferryd.pid, signal.SIGCONT)
+
+
+def ended(client: OffloadClient, count: int) -> list[TransferResult]:
+    results: list[TransferResult] = []
+
+    def all_ended() -> bool:
+        results.extend(client.get_finished())
+        return len(results) >= count
+
+    until(all_ended, PATIENCE)
+    return results
+
+
+def test_blocks_that_are_reused_stay_as_they_are(
+    stopped: LocalDaemon, tensor: torch.Tensor, timeline: Timeline
+) -> None:
+    """Job 10 is held by a fence; the daemon has not read the others, which nothing holds."""
+    with OffloadClient(stopped.directory, engine="abandons", timeout=PATIENCE) as client:
+        client.register_kv_caches(
+            {"layer": tensor}, num_blocks=BLOCKS, host_bytes=8 * PAGE, timeline=timeline
+        )
+        client.transfer_async(1, store(1, 0))
+        assert [result.success for result in ended(client, 1)] == [True]
+        fence = timeline.signal() + 1
+        client.transfer_async(10, load(0, 2), wait_for=fence)
+        assert client.status().pid == stopped.pid  # it has received the job
+        os.kill(stopped.pid, signal.SIGSTOP)
+        for job_id, block in ((11, 3), (12, 4)):
+            client.transfer_async(job_id, load(0, block))
+        client.transfer_async(13, store(5, 3))
+
+        before = time.monotonic()
+        client.abandon()
+        assert time.monotonic() - before < 1
+        lost = client.get_finished()
+        assert {result.job_id: result.outcome for result in lost} == dict.fromkeys(
+            (10, 11, 12, 13), Outcome.LOST
+        )
+        assert client.get_finished() == []
+        assert (client.connected, client.connecting) == (False, True)
+        with pytest.raises(Gone) as gone:
+            client.transfer_async(14, store(6, 4))
+        assert gone.value.code == Code.DAEMON_GONE
+        tensor[2:6] = PATTERN  # other requests' blocks
+        timeline.signal(value=fence)
+
+        os.kill(stopped.pid, signal.SIGCONT)
+
+        def back() -> bool:
+            assert bool((tensor[2:6] == PATTERN).all())
+            assert client.get_finished() == []
+            return client.connected
+
+        until(back, PATIENCE)
+        assert client.incarnation == 2
+        assert bool((tensor[2:6] == PATTERN).all())
+        client.transfer_async(20, store(7, 1), wait_for=timeline.last + 1)
+        timeline.signal()
+        client.transfer_async(21, load(1, 8), wait_for=timeline.last)
+        assert [result.success for result in ended(client, 2)] == [True, True]
+        assert bool((tensor[8] == 7).all())
+        assert bool((tensor[2:6] == PATTERN).all())
+
+
+def test_no_poll_waits_while_the_daemon_stands_still(
+    stopped: LocalDaemon, tensor: torch.Tensor, timeline: Timeline
+) -> None:
+    """Neither do calls with a timeout wait for longer than that."""
+    with OffloadClient(stopped.directory, engine="polls", timeout=PATIENCE) as client:
+        client.register_kv_caches({"layer": tensor}, num_blocks=BLOCKS, timeline=timeline)
+        os.kill(stopped.pid, signal.SIGSTOP)
+        client.abandon()
+        slowest, end = 0.0, time.monotonic() + 1
+        while time.monotonic() < end:
+            before = time.thread_time()
+            client.get_finished()
+            slowest = max(slowest, time.thread_time() - before)
+        assert slowest < 0.1  # seconds of work; other processes may have had the cores
+        before = time.monotonic()
+        with pytest.raises(Gone):
+            client.status(timeout=0.2)
+        assert time.monotonic() - before < 5
+        client.abandon()  # again, in the middle of an attempt
+        os.kill(stopped.pid, signal.SIGCONT)
+        until(lambda: client.get_finished() == [] and client.connected, PATIENCE)
+        assert client.incarnation == 2
+
+
+def test_a_client_that_does_not_reconnect_ends(stopped: LocalDaemon) -> None:
+    with OffloadClient(stopped.directory, reconnect=False) as client:
+        client.abandon()
+        client.abandon()
+        assert (client.connected, client.connecting) == (False, False)
+        with pytest.raises(Gone, match="abandoned"):
+            client.status()
+
+
+async def test_an_asyncio_client_abandons(
+    stopped: LocalDaemon, tensor: torch.Tensor, timeline: Timeline
+) -> None:
+    """Whoever waits for a job is told at once, and the loop reconnects by itself."""
+    client = await AsyncOffloadClient.connect(stopped.directory, engine="async", timeout=PATIENCE)
+    async with client:
+        await client.register_kv_caches({"layer": tensor}, num_blocks=BLOCKS, timeline=timeline)
+        client.transfer_async(1, store(1, 0), wait_for=1)
+        await client.status()
+        os.kill(stopped.pid, signal.SIGSTOP)
+        waiting = asyncio.create_task(client.wait([1]))
+        await asyncio.sleep(0)
+        client.abandon()
+        await asyncio.wait_for(waiting, PATIENCE)
+        assert [result.outcome for result in client.get_finished()] == [Outcome.LOST]
+        os.kill(stopped.pid, signal.SIGCONT)
+        async with asyncio.timeout(PATIENCE):
+            while not client.connected:
+                await asyncio.sleep(0.01)
+        client.transfer_async(2, store(1, 0), wait_for=timeline.last + 1)
+        timeline.signal()
+        await client.wait([2])
+        assert [result.success for result in client.get_finished()] == [True]
