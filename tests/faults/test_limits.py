@@ -110,7 +110,7 @@ def test_more_subscribers_than_descriptors(poor: LocalDaemon) -> None:
             listening = context.socket(zmq.SUB)
             crowd.callback(listening.close, 0)
             listening.connect(f"ipc://{poor.directory / 'events.sock'}")
-        until(lambda: "KV event publisher ended" in poor.log(), 30)
+        until(lambda: "KV event publisher exited" in poor.log(), 30)
         assert Vitals.of(poor.pid).descriptors < DESCRIPTORS // 2
         assert is_served(poor.directory)
 

@@ -129,7 +129,7 @@ def test_hostile_subscribers(daemon: LocalDaemon, honest: Honest, attack: str, l
             attacker.wait()
     grew = Vitals.of(daemon.pid).since(before).private
     beside = percentile(honest.seconds, 0.99)
-    restarts = daemon.log().count("KV event publisher ended")
+    restarts = daemon.log().count("KV event publisher exited")
     print(
         f"{attack}: p99 {1e3 * alone:.1f} ms alone, {1e3 * beside:.1f} ms beside it "
         f"({len(honest.seconds)} jobs); daemon +{grew / 1e6:.1f} MB, publisher at most "

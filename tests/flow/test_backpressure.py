@@ -125,8 +125,8 @@ def test_one_that_takes_nothing_for_too_long_is_sent_away_and_finds_out_why(
         spec = GPULoadStoreSpec([1]), CPULoadStoreSpec([1])
         for job_id in range(TOO_MANY):
             deaf.send(Submit(job_id, *spec))
-        until(lambda: "sent away" in daemon.log(), 120)
+        until(lambda: "received none" in daemon.log(), 120)
         until(lambda: other.status().sessions == 1)
         told = deaf.recv(Goodbye)
-        assert "you took none" in told.reason
-        assert daemon.log().count("sent away") == 1
+        assert "none was received" in told.reason
+        assert daemon.log().count("received none") == 1

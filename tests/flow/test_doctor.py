@@ -130,7 +130,7 @@ def test_a_daemon_that_was_killed(kvferryd: LocalDaemon) -> None:
     kvferryd.kill()
     failure = the_failure(examine(kvferryd.directory))
     assert failure.check == "sockets"
-    assert "nobody listens" in failure.found
+    assert "no process listens" in failure.found
     assert failure.change == "kvferryd --device cpu"
     gpu = kvferryd.directory.with_name("GPU-1")
     kvferryd.directory.rename(gpu)
@@ -280,7 +280,7 @@ def test_a_daemon_of_another_protocol(impostor: Impostor, protocol: int, age: st
     impostor.answers = [encode(welcome(protocol, "7.0"))]
     failure = the_failure(examine(impostor.directory, 1.0))
     assert failure.check == "version"
-    assert f"{age}: it speaks protocol {protocol}" in failure.found
+    assert f"{age}: protocol {protocol}" in failure.found
     assert "kvferry 7.0" in failure.change
 
 
@@ -335,7 +335,7 @@ def test_wrong_bytes_are_noticed(kvferryd: LocalDaemon, monkeypatch: pytest.Monk
     monkeypatch.setattr(OffloadClient, "transfer_async", stores_another)
     last = examine(kvferryd.directory)[-1]
     assert (last.check, last.verdict) == ("round trip", Verdict.FAIL)
-    assert "other bytes" in last.found
+    assert "differ" in last.found
 
 
 @pytest.mark.parametrize(("uptime", "verdict"), [(10.0, Verdict.OK), (1e4, Verdict.WARN)])

@@ -71,7 +71,7 @@ def test_a_device_that_stands_still(
         reference_stall=1.5, health_deadline_seconds=0.3, health_every_seconds=0.1
     )
     engine = start_engine(daemon)
-    until(lambda: "under way" in " ".join(health(engine.client).reasons))
+    until(lambda: "running for" in " ".join(health(engine.client).reasons))
     assert not health(engine.client).healthy
     job = engine.store([0], [0])
     until(lambda: health(engine.client).oldest_job is not None, 5)

@@ -236,7 +236,9 @@ def test_a_configuration_that_is_no_file(
 
 def test_a_name_with_a_nul(refused: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "nul.toml").write_text('[metrics]\nlisten = "a\\u0000b"')
-    assert "metrics.listen contains a NUL" in refused(config=tmp_path / "nul.toml")
+    said = refused(config=tmp_path / "nul.toml")
+    assert "metrics.listen = " in said
+    assert "contains a NUL" in said
 
 
 def test_a_file_that_is_not_there(refused: Callable[..., str], tmp_path: Path) -> None:
@@ -322,7 +324,7 @@ def test_no_threads_are_left(short_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=50)
     assert done.returncode == 2
     said = done.stderr.splitlines()[-1]
-    assert said.startswith("kvferryd: [bad_config] no memory, or no threads, left")
+    assert said.startswith("kvferryd: [bad_config] no memory or threads left")
     assert "Traceback" not in done.stderr
     assert list(short_path.rglob("*.sock")) == []
 

@@ -107,7 +107,7 @@ NO_MEMORY = frozenset({errno.ENOMEM, errno.EAGAIN})
 
 @contextlib.contextmanager
 def starting(directory: Path) -> Iterator[None]:
-    """Turn what the operating system refuses at start into Refused (BAD_CONFIG).
+    """Turn errors of the operating system at start into Refused (BAD_CONFIG).
 
     directory: the runtime directory, the only place where the daemon makes files.
     """
@@ -144,12 +144,11 @@ def give_up(supervisor: Supervisor, what: str, error: KVFerryError, status: int)
     sys.exit(status)
 
 
-# What the names of the pool's descriptors begin with, where they are kept.
+# Prefix of the names of the pool's descriptors in the descriptor store.
 CHUNK = "pool-"
 
 
-# Full collections next to never: one that walks a million keys takes 90 ms, and there is little
-# garbage that only they find.
+# Almost no full collections: one that walks a million keys takes 90 ms and finds little garbage.
 GC_THRESHOLDS = 10_000, 50, 100_000
 
 
@@ -283,17 +282,17 @@ def make_pool(
     return pool, RecoveredState(supervisor, keeper, {}, kept, names, why)
 
 
-# What a daemon opens that has no pool and no clients, and some for these.
+# Descriptors of a daemon without pool and clients, plus a few for clients.
 DESCRIPTORS = 128
 
 
 def most_regions() -> int:
-    """As many as may have ledgers, which take two descriptors each, and leave some to clients."""
+    """Regions whose block tables, of two descriptors each, leave some to clients."""
     return min(MAX_REGIONS, last_descriptor() // 4)
 
 
 def check_descriptors(pool_bytes: int, chunk_bytes: int) -> None:
-    """Raise Refused where there are too few for the pool, with as many left for clients."""
+    """Raise Refused if the descriptor limit is too low for the pool and as many for clients."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 2 * (DESCRIPTORS + -(-pool_bytes // whole_pages(chunk_bytes)))
     if most < needed:
@@ -329,7 +328,7 @@ class SignalHandlers:
         return self._supervisor.watchdog_seconds
 
     def serving(self, status: str) -> None:
-        """What `systemctl status` shows from when the daemon is ready."""
+        """Set the text that `systemctl status` shows once the daemon is ready."""
         self._status = status
 
     def ready(self) -> None:
@@ -344,7 +343,7 @@ class SignalHandlers:
 
     @contextlib.contextmanager
     def heard(self, stop: Callable[[], None]) -> Iterator[None]:
-        """Heed them from now on; what they ask for is done when the loop is free next."""
+        """Handle signals while the context is open; their actions run on the event loop."""
         loop = asyncio.get_running_loop()
         stop = partial(self._end, stop)
         handlers: dict[signal.Signals, Callable[[], None]] = {
@@ -375,7 +374,7 @@ class SignalHandlers:
 
 
 def apply(endpoint: Endpoint, config: Config) -> None:
-    """Take over what can change while the daemon runs. Raises like `admit`, and changes nothing."""
+    """Apply the keys that can change at run time. If it raises (as `admit`), nothing changed."""
     endpoint.admit(config.access.group)
     start_logging(config.log)
 
@@ -395,7 +394,7 @@ def make_health(
     signals: SignalHandlers,
     lost: Callable[[], str | None],
 ) -> Health:
-    """address: of the front of the pool, where the probe's blocks are."""
+    """address: of the front of the pool, which contains the probe's blocks."""
     patience = HealthTimeouts(config.every_seconds, config.deadline_seconds, config.lane_seconds)
     say = server.inside(lambda message: prober.hear(message))
     prober = Probe(say, address)

@@ -1,8 +1,7 @@
-"""The log: lines to stderr, for people or for programs.
+"""The log: one line per event on stderr, as text or JSON.
 
-Where they cannot be written (the disk is full, whoever read them has ended or does not read), they
-are lost, and the daemon goes on: a log that raises takes with it whatever was about to be done, and
-one that waits, all that the loop is there for.
+If stderr cannot be written (full disk, or a reader that has exited or does not read), lines are
+lost and the daemon continues. A log call must neither raise nor block. Any thread.
 """
 
 from __future__ import annotations

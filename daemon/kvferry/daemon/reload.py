@@ -1,4 +1,7 @@
-"""SIGHUP: the configuration is read again, and what can change in a running daemon does."""
+"""SIGHUP: reads the configuration again and applies the keys that can change at run time.
+
+Called by the signal handler, on the event loop.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import structlog
 from kvferry.daemon import config as configuration
 from kvferry.daemon.config import Config
 
-# The keys that `apply` heeds.
+# The keys that change without a restart.
 LIVE = frozenset({"access.group", "log.level", "log.format"})
 
 log = structlog.get_logger()

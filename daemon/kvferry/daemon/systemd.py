@@ -1,14 +1,14 @@
-"""systemd, or whoever speaks its protocol: what the daemon tells it, and what it keeps for it.
+"""The service manager's protocol (sd_notify): state, keep-alives and the descriptor store.
 
-The protocol is datagrams of lines NAME=value to the socket that $NOTIFY_SOCKET names, and
-descriptors behind the standard three at start. Its store is how memory outlives the daemon: what
-was kept comes back at the next start, under its name, whatever ended the process before. The
-store takes a second descriptor of a name beside the first and gives back both, the newest first
-(turned round when the manager itself was started anew). So who replaces what it kept keeps the new
-one under a new name, settles, and forgets the old name: at every moment one of them is there.
+Messages are datagrams of NAME=value lines to $NOTIFY_SOCKET; stored descriptors are passed to the
+next daemon at its start, behind the standard three. The store holds memory beyond the end of the
+daemon, whatever ended it. It accepts a second descriptor of a name and then returns both, the newer
+first (the older first if the manager itself was restarted). So to replace a stored descriptor,
+store the new one under a new name, call `settle`, and remove the old name: one of them is always
+stored.
 
-Nothing said waits for a manager that does not read: what its queue does not take goes behind what
-it did not take before, in order, the next time that something is said, or in `deliver`.
+Sending never blocks: messages that the manager's socket does not take are queued in order and sent
+with the next message or by `deliver`. Main thread.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from dataclasses import dataclass
 
 import structlog
 
-# The first descriptor that the manager passes on.
+# Number of the first passed descriptor (SD_LISTEN_FDS_START).
 FIRST = 3
 MAX_NAME = 255
-# How long its queue may stay full where no loop runs: at start, and at the end.
+# Seconds that `deliver` waits for a full queue, at start and at the end.
 DELIVER_SECONDS = 2.0
-# Messages about descriptors that wait for the manager; more are given up.
+# Queued messages about descriptors; further ones are dropped.
 MOST_UNSENT = 8192
 VARIABLES = (
     "NOTIFY_SOCKET",
@@ -49,12 +49,12 @@ log = structlog.get_logger()
 @dataclass(frozen=True, slots=True)
 class _Message:
     lines: tuple[str, ...]
-    # A duplicate, until it was sent.
+    # A duplicate that is closed once it was sent.
     descriptor: int | None
 
     @property
     def supersedes(self) -> bool:
-        """Whether one of its kind that still waits says nothing any more."""
+        """Whether it makes a queued message of its kind obsolete."""
         return len(self.lines) == 1 and self.lines[0].startswith(("WATCHDOG=", "STATUS="))
 
 
@@ -92,7 +92,7 @@ class Supervisor:
         self._say(f"STATUS={_line(text)}")
 
     def reloading(self) -> None:
-        """The configuration is read again; `ready` ends it."""
+        """The configuration is being reloaded; `ready` ends this."""
         self._say("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self) -> None:
@@ -102,24 +102,24 @@ class Supervisor:
         self._say("WATCHDOG=1")
 
     def keep(self, name: str, descriptor: int) -> None:
-        """Have a descriptor kept beyond this process's end. Raises ValueError for a bad name."""
+        """Store a descriptor beyond the end of this process. Raises ValueError for a bad name."""
         self._say("FDSTORE=1", f"FDNAME={_checked(name)}", "FDPOLL=0", descriptor=descriptor)
 
     def forget(self, name: str) -> None:
-        """No longer keep what is kept under a name. Raises ValueError for a bad name."""
+        """Remove stored descriptors of this name. Raises ValueError for a bad name."""
         named = f"FDNAME={_checked(name)}"
         self._discard(lambda message: message.descriptor is not None and named in message.lines)
         self._say("FDSTOREREMOVE=1", named)
 
     def deliver(self, seconds: float = DELIVER_SECONDS) -> bool:
-        """Wait until all that was said has gone off; False where the manager does not take it."""
+        """Wait until all queued messages are sent. Return False on timeout."""
         deadline = time.monotonic() + seconds
         while self._unsent and (left := deadline - time.monotonic()) > 0:
             self._send(left)
         return not self._unsent
 
     def settle(self, seconds: float) -> bool:
-        """Wait until the manager has taken in all that was said; False where it does not."""
+        """Wait until the manager has processed all messages. Return False on timeout."""
         deadline = time.monotonic() + seconds
         if not self._address or not self.deliver(seconds):
             return False
@@ -136,7 +136,7 @@ class Supervisor:
             os.close(ours)
 
     def _say(self, *lines: str, descriptor: int | None = None) -> None:
-        """Send one message, behind all that waits; or have it wait, too."""
+        """Send a message behind the queued ones, or queue it."""
         if not self._address:
             return
         try:
@@ -156,14 +156,14 @@ class Supervisor:
             pass
 
     def _send(self, seconds: float) -> bool:
-        """Have the first go off that waits, or give it up; False where it goes on waiting."""
+        """Send or drop the first queued message. Return False if it stays queued."""
         if self._sent(self._unsent[0], seconds) is None:
             return False
         _close(self._unsent.popleft())
         return True
 
     def _sent(self, message: _Message, seconds: float) -> bool | None:
-        """Whether one message went off; None where the manager's queue stays full for so long."""
+        """Whether the message was sent; None if the manager's queue stays full."""
         passing = [] if message.descriptor is None else [message.descriptor]
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as wire:
@@ -199,7 +199,7 @@ def _close(message: _Message) -> None:
 
 
 def _path(address: str) -> str:
-    """What to connect to: "@name" is a name in no file system."""
+    """The address to connect to; "@name" is an abstract socket."""
     return "\0" + address[1:] if address.startswith("@") else address
 
 
@@ -212,12 +212,12 @@ def _number(text: str) -> int:
 
 
 def _ours(pid: str | None) -> bool:
-    """Whether what the manager said is meant for this process; None is for anybody."""
+    """Whether the manager's variables are meant for this process; None: for any."""
     return pid is None or pid == str(os.getpid())
 
 
 def _checked(name: str) -> str:
-    """The name, where a store would take it."""
+    """The name if a descriptor store accepts it. Raises ValueError."""
     if not name or len(name) > MAX_NAME or ":" in name or not name.isprintable():
         raise ValueError(
             f"descriptor name {name!r} is empty, longer than {MAX_NAME} characters, or contains "
@@ -229,7 +229,7 @@ def _checked(name: str) -> str:
 
 
 def _adopt(descriptors: Sequence[int], names: Sequence[str]) -> dict[str, int]:
-    """Descriptors by name. Of two of one name the first stays: it is the newer."""
+    """Descriptors by name. Of two with one name the first is kept: it is the newer."""
     kept: dict[str, int] = {}
     for descriptor, name in _named(descriptors, names):
         if name in kept:
@@ -240,7 +240,7 @@ def _adopt(descriptors: Sequence[int], names: Sequence[str]) -> dict[str, int]:
 
 
 def _named(descriptors: Sequence[int], names: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """Those that are open, not for children; without a name they are "stored", as for systemd."""
+    """Open descriptors, made not inheritable; without a name it is "stored", as in systemd."""
     for number, descriptor in enumerate(descriptors):
         with suppress(OSError):
             os.set_inheritable(descriptor, False)

@@ -29,7 +29,7 @@ import numpy as np
 from kvferry.proto.errors import Code, Failed, Refused
 
 IPC_HANDLE_BYTES = 64
-# As cuda.h numbers it: CUDA 12.8.
+# CUDA 12.8, as cuDriverGetVersion reports it.
 MIN_DRIVER = 12080
 TOO_OLD = "the NVIDIA driver is too old; install 570 or newer (CUDA 12.8)"
 WITHOUT = "use kvferryd --device cpu, or repair the driver"

@@ -1,9 +1,9 @@
-"""Bytes to messages and back: msgpack, one typed decoder for each direction, built once.
+"""Encodes and decodes messages: msgpack, with one typed decoder per direction.
 
-An array of block ids travels as a msgpack extension: its type is the width of an id in bytes (4 or
-8), its payload the ids, little-endian. What arrives is hostile until it has come through `decode`:
-the size is checked before anything is parsed, types, counts and lengths by the decoder, and
-unknown fields and trailing bytes are errors. Nothing decoded is nested deeper than the types are.
+An array of block ids is a msgpack extension: its type is the width of an id in bytes (4 or 8), its
+payload the little-endian ids. Received bytes are hostile until they are decoded: their size is
+checked before they are parsed, and the decoder checks types, counts and lengths and refuses unknown
+fields and trailing bytes. Nothing decoded is nested deeper than the types are. Any thread.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fd_passing import FdReply, FdRequest
 from kvferry.proto.messages import ClientMessage, DaemonMessage
 
-# Of messages that carry block ids, keys or job ids: two sides of MAX_BLOCK_IDS int64 ids each are
-# an eighth of it, and a broadcast of what a store of MAX_KEYS keys evicted a quarter.
+# Limit for messages with block ids, keys or job ids. Two sides of MAX_BLOCK_IDS int64 ids take an
+# eighth of it, the News of a store of MAX_KEYS keys and its evictions a quarter.
 MAX_MESSAGE_BYTES = 32 << 20
-# Of what else clients send. The largest is a layout of MAX_TENSORS tensors, each in a CUDA
-# allocation of its own: 0.7 MiB. To decode a MiB of small objects takes 30 ms.
+# Limit for other client messages. The largest, a layout of MAX_TENSORS tensors in as many CUDA
+# allocations, has 0.7 MiB. Decoding one MiB of small objects takes 30 ms.
 MAX_OTHER_BYTES = 1 << 20
-# Client messages that may have MAX_MESSAGE_BYTES.
+# Tags of the client messages that may have MAX_MESSAGE_BYTES.
 MANY = frozenset({b"submit", b"cancel", b"wait", b"pin", b"unpin", b"touch"})
 _FIXSTR, _FIXSTR_BYTES = 0xA0, 0x1F
 

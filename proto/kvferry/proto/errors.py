@@ -1,10 +1,9 @@
-"""Errors, told apart by whose fault they are.
+"""Error codes and the exceptions that carry them.
 
-A code is stable and meant for programs; the message is meant for the person who has to change
-something and says what; the value is the offending value as text. The three classes of exception
-are the three answers to "what now?": a Refused request is wrong or untimely (mend it, or try
-later), a Failed one met trouble on our side (for a load: treat it as a cache miss), and Gone means
-that the other side is not there any more (reconnect).
+Programs read the code. The message is for people: it states what is wrong, the value, and what to
+change. The value is also given by itself, as text. The class tells what to do: Refused means that
+the request is wrong or untimely (correct it, or try again later), Failed that the daemon could not
+do it (a failed load is a cache miss), Gone that the job or the other side has ended (reconnect).
 """
 
 from __future__ import annotations
@@ -89,9 +88,9 @@ class KVFerryError(Exception):
 
     def __str__(self) -> str:
         """The message, and the value if the message does not state it."""
-        value = self.value
-        stated = not value or re.search(rf"(?<!\w){re.escape(value)}(?!\w)", self.message)
-        return f"[{self.code}] {self.message}" + ("" if stated else f" (got {value})")
+        stated = rf"(?<!\w){re.escape(self.value)}(?!\w)"
+        known = not self.value or re.search(stated, self.message)
+        return f"[{self.code}] {self.message}" + ("" if known else f" (got {self.value})")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.code, self.message, self.value)

@@ -18,7 +18,7 @@ from kvferry.proto.keys import EventKind, block_hash_of
 from kvferry.proto.messages import KeyEvent, KeyEvents
 
 MEDIUM = "CPU"
-# Hashes, and events: queues count messages, so a message must not be of any size.
+# Hashes, and events, in one batch: queues count messages, so messages must be bounded.
 MOST_IN_A_BATCH = 512
 
 

@@ -1,6 +1,6 @@
-"""Messages of the descriptor socket, where memory is handed over that ZeroMQ cannot carry.
+"""Messages of the descriptor socket, which passes the file descriptors that ZeroMQ cannot carry.
 
-It is a SOCK_SEQPACKET, one packet a message: one request, one reply, closed.
+A SOCK_SEQPACKET connection carries one request and one reply, one packet each, and is closed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TypeAlias
 from kvferry.proto.messages import Error, Message, Token
 from kvferry.proto.specs import Id
 
-# Bytes of the path of any socket here: what unix(7) has room for.
+# Bytes of a socket's path that fit into sockaddr_un, see unix(7).
 MAX_SOCKET_PATH = 107
 
 

@@ -1,8 +1,8 @@
-"""Names for host blocks: what an engine's scheduler looks up, stores and loads by.
+"""Keys of host blocks, by which an engine's scheduler looks up, stores and loads.
 
-An OffloadKey is the hash of a block's tokens (and of all before it) followed by the index of its
-KV cache group, four bytes, big-endian: opaque bytes to the daemon, all of one length in a
-namespace.
+An OffloadKey is the hash of a block's tokens and of all tokens before it, followed by the index of
+its KV cache group in four bytes, big-endian. For the daemon it is opaque; all keys of a namespace
+have one length.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ class Lookup(StrEnum):
 
     HIT = "hit"
     MISS = "miss"
-    # A store of it is on its way.
+    # A store of it is pending.
     HIT_PENDING = "hit_pending"
-    # Not known yet: ask again later.
+    # Unknown at present: ask again later.
     RETRY = "retry"
 
 
 class EventKind(StrEnum):
     """What happened to keys of a namespace."""
 
-    # A store of them is on its way.
+    # A store of them is pending.
     PENDING = "pending"
-    # They can be loaded.
+    # Their store completed: they can be loaded.
     STORED = "stored"
-    # They went to make room.
+    # They were evicted.
     REMOVED = "removed"
     # Their store failed.
     ABANDONED = "abandoned"
-    # All keys went; names none.
+    # All keys were removed; the event names none.
     CLEARED = "cleared"
 
 

@@ -38,9 +38,9 @@ class LayoutArrays:
         self.tensors, self.refs, self.starts = tensors, refs, starts
         self.block_size_factor = factor
         self.group_of_ref: Int64s = np.repeat(np.arange(starts.size - 1), np.diff(starts))
-        # Bytes of one GPU block of each group: what a transfer of it moves.
+        # Bytes of one GPU block of each group, as copied by a transfer.
         self.group_bytes: list[int] = np.add.reduceat(refs[1], starts[:-1]).tolist()
-        # Of one host block. All groups share one id space, so the widest group decides.
+        # Bytes of one host block: that of the widest group, because all groups share one id space.
         self.host_block_bytes: int = max(self.group_bytes) * factor
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Memory that two processes share: where tensors lie, and which part of the host pool is whose."""
+"""Shared memory in messages: where tensors lie, and an engine's part of the host pool."""
 
 from __future__ import annotations
 

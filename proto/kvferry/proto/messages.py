@@ -78,7 +78,7 @@ class Outcome(StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     REFUSED = "refused"
-    # Only clients say this one: the daemon went away before it told.
+    # Set by clients only: the daemon was lost before it reported the result.
     LOST = "lost"
 
     __hash__ = str.__hash__
@@ -150,14 +150,14 @@ class AllocateKVCaches(Message):
 
 
 class ReleaseKVCaches(Message):
-    """Keep an engine's tensors no longer: free them, or where it is here, when it goes."""
+    """Stop keeping an engine's tensors: free them now, or when the engine disconnects."""
 
     request_id: Id
     engine: Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class Submit(Message):
-    """Move blocks. The copy begins once the engine's timeline has reached `wait_for`."""
+    """Copy blocks. The copy starts once the engine's timeline has reached `wait_for`."""
 
     job_id: Id
     src: LoadStoreSpec
@@ -166,13 +166,13 @@ class Submit(Message):
 
 
 class Cancel(Message):
-    """Give jobs up. One that has not begun moves no byte; a running one stops within a chunk."""
+    """Cancel jobs. One that has not started copies nothing; a running one stops within a chunk."""
 
     job_ids: JobIds
 
 
 class Wait(Message):
-    """Ask to be told when these jobs have ended. Unknown ids count as ended."""
+    """Request a reply when these jobs have ended. Unknown ids count as ended."""
 
     request_id: Id
     job_ids: JobIds
@@ -210,7 +210,7 @@ class Unpin(Message):
 
 
 class Touch(Message):
-    """These were of use: the first becomes the most recent. hits, misses: lookups since then."""
+    """Mark keys as used, the first as the most recent. hits, misses: lookups since the last."""
 
     keys: Keys
     hits: Count = 0
@@ -232,7 +232,7 @@ class NamespacesRequest(Message):
 
 
 class Goodbye(Message):
-    """The sender goes. From a client: its unfinished jobs are given up."""
+    """The sender disconnects. A client's unfinished jobs are cancelled."""
 
     reason: Name = ""
 
@@ -260,12 +260,12 @@ class Allocated(Message):
     region: HostRegion
     allocations: Allocations
     locations: Locations
-    # The tensors are those that were kept for the engine, with their bytes.
+    # Whether these are the tensors that were kept for the engine, with their bytes.
     kept: bool = False
 
 
 class Released(Message):
-    """nbytes: of tensors that are not kept any more."""
+    """nbytes: bytes of the tensors that are no longer kept."""
 
     request_id: Id
     nbytes: Count
@@ -338,7 +338,7 @@ class NamespacesReport(Message):
 
 
 class Error(Message):
-    """The answer to a request that was refused (request_id), or to bytes that were no message."""
+    """The reply to a refused request (request_id), or to bytes that are not a message."""
 
     request_id: Id | None
     error: ErrorInfo

@@ -43,15 +43,18 @@ def check_address_space(needed: int, what: str, code: Code = Code.BAD_CONFIG) ->
     if needed > left:
         raise Refused(
             code,
-            f"{what} needs {needed} bytes of address space, but {max(0, left)} are left; "
-            "raise LimitAS of the unit, or ulimit -v",
+            f"{what} needs {needed} bytes of address space, but {max(0, left)} of "
+            f"{_limit()} are left; raise LimitAS of the unit, or ulimit -v",
             needed,
         )
 
 
 def address_space_left() -> int:
     """Bytes that this process can still map. Negative if its limit was lowered below its size."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    most = _MAX_ADDRESS_SPACE if limit == resource.RLIM_INFINITY else limit
     with open("/proc/self/statm", "rb") as statm:
-        return min(most, _MAX_ADDRESS_SPACE) - int(statm.read().split()[0]) * resource.getpagesize()
+        return _limit() - int(statm.read().split()[0]) * resource.getpagesize()
+
+
+def _limit() -> int:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return _MAX_ADDRESS_SPACE if limit == resource.RLIM_INFINITY else min(limit, _MAX_ADDRESS_SPACE)

@@ -60,12 +60,12 @@ class Direction(StrEnum):
     STORE = "store"
     LOAD = "load"
 
-    # An enumeration's own is written in Python, and jobs look up a dozen tables by direction.
+    # Enum's own __hash__ is written in Python, and each job is looked up in a dozen tables.
     __hash__ = str.__hash__
 
     @property
     def transfer_type(self) -> tuple[str, str]:
-        """(source medium, destination medium), the way vLLM's kv_offload names it."""
+        """(source medium, destination medium), as in vLLM's kv_offload."""
         return ("GPU", "CPU") if self is Direction.STORE else ("CPU", "GPU")
 
     @property
@@ -140,7 +140,7 @@ def as_block_ids(ids: Sequence[int] | BlockIds) -> BlockIds:
 
 
 def _arrived(ids: Ext) -> BlockIds:
-    """Block ids as they travel, see codec.py. Raises ValueError where they are none."""
+    """Decode block ids (codec.py). Raises ValueError if they are invalid."""
     width, data = ids.code, bytes(ids.data)
     if width not in _WIDTHS:
         raise ValueError(f"extension type {width} is unknown, not the 4 or 8 bytes of a block id")
@@ -198,7 +198,7 @@ class GPULoadStoreSpec(_Spec, tag="gpu", frozen=True, eq=False):
                 msgspec.structs.force_setattr(self, name, tuple(np.asarray(value).tolist()))
 
     def check(self) -> None:
-        """Raise Refused where no daemon could read this."""
+        """Raise Refused if no daemon could decode this."""
         if self.group_sizes is None and self.block_indices is None:
             return
         for name in ("group_sizes", "block_indices"):
@@ -216,7 +216,7 @@ class CPULoadStoreSpec(_Spec, tag="cpu", frozen=True, eq=False):
     """Host blocks by id, for the groups in order, inside the region that the engine registered."""
 
     def check(self) -> None:
-        """Every daemon can read this."""
+        """Nothing to check: every daemon can decode this."""
 
 
 Key: TypeAlias = Annotated[bytes, Meta(min_length=1, max_length=MAX_KEY_BYTES)]
@@ -251,13 +251,13 @@ class KeyLoadStoreSpec(
                 msgspec.structs.force_setattr(self, name, tuple(value))
 
     def check(self) -> None:
-        """Raise Refused where no daemon could read this."""
+        """Raise Refused if no daemon could decode this."""
         check_keys(self.keys)
         check_keys(self.keep)
 
 
 def check_keys(keys: Sequence[OffloadKey]) -> None:
-    """Raise Refused (BAD_KEY) where these are no keys, or too many at once."""
+    """Raise Refused (BAD_KEY) if these are not keys, or too many."""
     if len(keys) > MAX_KEYS:
         text = f"{len(keys)} keys were given, more than {MAX_KEYS}; split the request"
         raise Refused(Code.BAD_KEY, text, len(keys))

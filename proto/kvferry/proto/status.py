@@ -1,4 +1,4 @@
-"""What a daemon says of itself: the parts of DaemonStatus, and what its peers are told of it."""
+"""The parts of DaemonStatus, and of what the daemon reports to its clients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Limits(Part):
     max_block_ids: int
     # Jobs submitted and not yet ended, in both directions together.
     max_jobs: int
-    # Of them stores; 0: as many as jobs, as with daemons that know no other bound.
+    # Of these, stores; 0: as many as max_jobs.
     max_stores: int = 0
     max_loads: int = 0
 
@@ -49,7 +49,7 @@ class Fingerprint(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     """
 
     model: Name
-    # Room for a host block: a GPU block of the widest group, times block_size_factor, fits in.
+    # Bytes of a host block: at least block_size_factor GPU blocks of the widest group.
     host_block_bytes: Positive
     revision: Name = ""
     dtype: Name = ""
@@ -96,7 +96,7 @@ class Fingerprint(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 class PoolStatus(Part):
     size_bytes: int
     pinned_bytes: int
-    # Held by regions, whether their engine is here or away.
+    # Bytes of all regions, deserted ones included.
     reserved_bytes: int
 
 
@@ -216,9 +216,9 @@ class DaemonStatus(Part):
     sessions: int
     engines: tuple[EngineStatus, ...]
     totals: Totals
-    # How often each error code was answered since the start.
+    # Number of errors per code since the start.
     errors: dict[str, int]
-    # What the calibration found; None before it has run, and on the CPU.
+    # Result of the calibration; None before it ran, and on the CPU.
     copying: CopyStatus | None = None
     health: HealthStatus | None = None
     # None if there was nothing to verify.

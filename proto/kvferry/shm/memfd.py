@@ -1,9 +1,9 @@
-"""Sealed memfds: shared memory whose size its maker cannot change.
+"""Sealed memfds: shared memory whose size its owner cannot change.
 
-A process that maps a memfd dies of SIGBUS when another one shrinks the file. So kvferry seals every
-memfd that it creates, and checks the seals of each one that it gets before it maps it. Used by the
-client (timeline), the daemon (host pool, tensors on the CPU, block tables) and its descriptor
-socket, on any thread.
+A process dies of SIGBUS when it reads a mapped page of a file that another process has shrunk. So
+memory that is read with plain loads is sealed when it is created, and its seals are checked when it
+is received: the host pool, block tables, timeline pages. (Tensors that engines share on the CPU are
+copied by a system call, which fails instead.) Used by the client and the daemon, on any thread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The command line: `kvferry status`, `top`, `release`, `doctor` and `bench`.
 
-Exit status: 0 done; 1 something failed, said in one line on stderr; 2 wrong usage, or a package is
-missing; 129, 130, 143 SIGHUP, ctrl-c, SIGTERM. What a command needs beyond the client is imported
-when it runs: status needs no torch.
+Exit status: 0 done; 1 failed, with one line on stderr; 2 wrong usage, or a package is missing; 129,
+130, 143 after SIGHUP, ctrl-c, SIGTERM. Packages that only some commands need are imported when
+those run: status needs no torch. Runs on the main thread.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import NoReturn
 
 from kvferry.proto.errors import KVFerryError
 
-# What pip is asked for. kvferry is on no index: its extras come from a checkout.
+# Arguments of pip install. kvferry is on no index: its extras come from a checkout.
 _INSTALL = {
     "typer": "'.[cli]' in a checkout of kvferry",
     "rich": "'.[cli]' in a checkout of kvferry",
     "torch": "'.[tensors]' in a checkout of kvferry",
     "matplotlib": "matplotlib",
 }
-# Seconds until a callback is over.
+# Seconds by which a callback has returned.
 SOON = 0.01
 _ENDS = signal.SIGHUP, signal.SIGTERM
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run a command; `arguments` are the process's own unless given."""
+    """Run a command and exit. arguments: default: those of the process."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

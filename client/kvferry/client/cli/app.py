@@ -1,4 +1,4 @@
-"""What can be typed, and what it means; the work is done elsewhere."""
+"""The commands and their options. Each command calls the module that does the work."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ OWN_DAEMON = ("beside", "start")
 GIB = 1 << 30
 
 app = typer.Typer(
-    help="Look at a kvferry daemon, find what is wrong, or measure one.",
-    epilog="A daemon is found in /run/kvferry, $XDG_RUNTIME_DIR/kvferry or /tmp/kvferry-UID, "
-    "unless --directory names the folder of its sockets. Exit status: 0 done, 1 failed (one line "
-    "on stderr), 2 wrong usage. Start a daemon with kvferryd.",
+    help="Show the state of a kvferry daemon, diagnose problems, or benchmark it.",
+    epilog="Daemons are searched in /run/kvferry, $XDG_RUNTIME_DIR/kvferry and /tmp/kvferry-UID; "
+    "--directory names another directory. Exit status: 0 done, 1 failed (one line on stderr), "
+    "2 wrong usage. Start a daemon with kvferryd.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     add_completion=False,
@@ -84,9 +84,9 @@ Directory = Annotated[
     typer.Option(
         "--directory",
         "-d",
-        help="Folder of the daemon's sockets.",
+        help="Directory of the daemon's sockets.",
         metavar="DIR",
-        readable=False,  # who is not admitted may not read it, and is told so further down
+        readable=False,  # a user without access gets a better message from the client
     ),
 ]
 
@@ -94,18 +94,16 @@ Directory = Annotated[
 @app.command()
 def status(
     directory: Directory = None,
-    json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     check: Annotated[
         bool,
-        typer.Option(
-            "--check", help="Only say in one line whether it is healthy; exit 1 where it is not."
-        ),
+        typer.Option("--check", help="Print one line: healthy or not. Exit status 1 if not."),
     ] = False,
     timeout: Annotated[
-        float, typer.Option(help="Seconds to wait for its answer.", min=0.1, metavar="SECONDS")
+        float, typer.Option(help="Seconds to wait for the reply.", min=0.1, metavar="SECONDS")
     ] = TIMEOUT,
 ) -> None:
-    """Show what a daemon holds, for whom, and what it has done so far; and whether it is well."""
+    """Show a daemon's health, pool, engines, namespaces and totals."""
     report, namespaces = ask(directory, timeout)
     if check:
         well, line = verdict(report.health)
@@ -123,23 +121,21 @@ def release_(
     engine: Annotated[str, typer.Argument(help="The engine's name.", metavar="ENGINE")],
     directory: Directory = None,
 ) -> None:
-    """Keep an engine's KV tensors no longer: free them, or where it is here, when it goes."""
+    """Stop keeping an engine's KV tensors: free them now, or when the engine disconnects."""
     print(f"released {units.size(release(directory, engine))} kept for {engine}")
 
 
 @app.command()
 def doctor(
     directory: Directory = None,
-    json: Annotated[bool, typer.Option("--json", help="The findings, for programs.")] = False,
-    timeout: Annotated[
-        float, typer.Option(help="Seconds that the daemon has for an answer.", min=0.1)
-    ] = 5.0,
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for each reply.", min=0.1)] = 5.0,
 ) -> None:
-    """Look for what keeps an engine from its daemon, and say what to change.
+    """Check what an engine needs from its daemon, and print what to change.
 
-    Run it as the engine's user, in its container, with its environment. It stores and loads a page
-    of memory of the daemon's; that page of the pool stays the doctor's until somebody needs it.
-    Exit status 1: something failed.
+    Run it as the engine's user, in its container, with its environment. It stores and loads one
+    page; that page of the pool stays reserved until the memory is needed. Exit status 1: a check
+    failed.
     """
     from kvferry.client.cli import doctor as findings_table
     from kvferry.client.doctor import examine
@@ -156,13 +152,13 @@ def doctor(
 def top(
     directory: Directory = None,
     interval: Annotated[
-        float, typer.Option("--interval", "-n", help="Seconds between looks.", min=0.1)
+        float, typer.Option("--interval", "-n", help="Seconds between two updates.", min=0.1)
     ] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Show it one time, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
 ) -> None:
-    """Watch all daemons of this machine: the link, queue, pool, namespaces, engines, health.
+    """Watch all daemons of this machine: link, queue, pool, namespaces, engines, health.
 
-    q or ctrl-c ends it. Where the output is no terminal, it is shown one time.
+    Press q or ctrl-c to exit. If the output is not a terminal, it is printed once.
     """
     from kvferry.client.cli.top import run
 
@@ -182,8 +178,8 @@ def bench(
         typer.Option(
             "--directory",
             "-d",
-            help="Use the running daemon in this folder, whose pool needs 2 x GIB free, instead "
-            "of one of the bench's own.",
+            help="Use the running daemon in this directory instead of starting one; its pool "
+            "needs 2 x GIB free.",
             metavar="DIR",
             readable=False,
         ),
@@ -196,7 +192,7 @@ def bench(
     ] = "bandwidth,latency",
     gib: Annotated[
         float | None,
-        typer.Option(help="GiB to move each way in one go (default: 1; quick: 1/16).", min=1e-3),
+        typer.Option(help="GiB per direction and copy (default: 1; quick: 1/16).", min=1e-3),
     ] = None,
     sizes: Annotated[
         str | None,
@@ -209,55 +205,55 @@ def bench(
     reps: Annotated[
         int | None,
         typer.Option(
-            help="How often (default: 5 copies of a size, besides one to warm up; 3 starts, 3 "
-            "windows beside an engine; quick: 2, 1, 1).",
+            help="Repetitions (default: 5 copies per size after a warm-up, 3 starts, 3 windows "
+            "beside an engine; quick: 2, 1, 1).",
             min=1,
         ),
     ] = None,
     pool_gib: Annotated[
         float | None,
         typer.Option(
-            help="Host pool of the daemon whose start is measured (default: 64 on a GPU, or what "
-            "fits into 0.7 of the free memory; 1 on the CPU).",
+            help="GiB of host pool of the daemon whose start is measured (default: 64 on a GPU, "
+            "at most 0.7 of the free memory; 1 on the CPU).",
             min=1 / 64,
         ),
     ] = None,
     staging: Annotated[
         str | None,
         typer.Option(
-            help="Staging buffer of the bench's own daemons, 64MiB or more (default: theirs).",
+            help="copy.staging of the daemons that the bench starts, at least 64MiB.",
             callback=_size,
             metavar="SIZE",
         ),
     ] = None,
-    mps: Annotated[
-        bool, typer.Option("--mps", help="Beside an engine: once more under CUDA MPS.")
-    ] = False,
+    mps: Annotated[bool, typer.Option("--mps", help="Repeat beside under CUDA MPS.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, bytes and repetitions.")] = (
         False
     ),
     json: Annotated[
         Path | None,
-        typer.Option(help="Write everything here, samples too.", callback=_file, metavar="FILE"),
+        typer.Option(
+            help="Write all results and samples to this file.", callback=_file, metavar="FILE"
+        ),
     ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(
-            help="Draw the figures over fragment size.", callback=_file, metavar="FILE.png"
+            help="Plot the figures over fragment size.", callback=_file, metavar="FILE.png"
         ),
     ] = None,
 ) -> None:
-    """Measure a daemon from an engine's side, beside a plain contiguous copy on the same machine.
+    """Benchmark a daemon as an engine sees it, against a plain contiguous pinned copy.
 
-    bandwidth: GB/s by fragment size, storing, loading and both at once. latency: what the calls
-    and single blocks cost, also with the GIL or all cores taken. beside: what copies and a busy
-    engine in a process of its own cost each other, for other ways to copy too (GPU only). queued:
-    a block loaded while 8 x GIB of stores wait. start: a daemon's start against one allocation of
-    as much pinned memory, and its device memory.
+    bandwidth: GB/s by fragment size for stores, loads and both at once. latency: cost of calls and
+    of single blocks, also with the GIL or all cores busy. beside: how much copies and a busy engine
+    slow each other down, also for other ways to copy (GPU only). queued: a block loaded while
+    8 x GIB of stores wait. start: start-up time against one allocation of as much pinned memory,
+    and device memory used.
 
     A fragment is one page of one KV tensor; up to 64 tensors share a block table, and pages are
     gathered into host blocks of 2 MiB. Ratios are to the contiguous pinned copy, measured before,
-    in between and after. A sample of the bytes is compared after each copy of bandwidth.
+    in between and after. After each copy of bandwidth, a sample of the bytes is compared.
     """
     if directory is not None and device != "auto":
         raise typer.BadParameter("--device and --directory exclude each other; leave one out")

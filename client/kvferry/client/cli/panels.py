@@ -24,7 +24,7 @@ from kvferry.proto.status import DaemonStatus, HealthStatus, NamespaceStatus, Po
 # Columns below which the history and the less needed columns are left out.
 NARROW = 76
 STEPS = " ▁▂▃▄▅▆▇█"
-# Seconds for which it is said that a daemon is back.
+# Seconds for which a daemon is shown as reconnected.
 RECENT = 30.0
 
 

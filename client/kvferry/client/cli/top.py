@@ -21,7 +21,7 @@ from kvferry.client.cli.panels import screen
 from kvferry.client.cli.watch import Watch
 from kvferry.client.endpoint import look_for, runtime_directories
 
-# Seconds that `once` waits for all daemons to have something to show.
+# Seconds that --once waits for the first status of all daemons.
 FIRST_LOOK = 5.0
 
 

@@ -10,7 +10,7 @@ _SPANS = (("d", 86400), ("h", 3600), ("min", 60))
 
 
 def plain(name: str) -> str:
-    """A name that somebody else chose, without what a terminal would obey."""
+    """A foreign name without control characters that a terminal would interpret."""
     return name if name.isprintable() else repr(name)[1:-1]
 
 

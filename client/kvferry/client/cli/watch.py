@@ -17,7 +17,7 @@ from kvferry.proto.errors import KVFerryError
 from kvferry.proto.status import DaemonStatus, NamespaceStatus
 
 HISTORY = 120
-# Seconds that a daemon may take to answer.
+# Seconds to wait for a daemon's reply.
 PATIENCE = 2.0
 
 
@@ -52,7 +52,7 @@ class Seen:
     before: Look | None = None
     why: str = ""
     since: float = 0.0
-    # When it was back, if it had gone.
+    # When it was connected again, if the connection was lost.
     returned: float | None = None
     history: deque[Rates] = field(default_factory=lambda: deque(maxlen=HISTORY))
 

@@ -1,12 +1,12 @@
-"""What goes wrong between an engine and its daemon, looked for one thing at a time.
+"""Checks of what an engine needs from its daemon, one after another.
 
     for finding in examine():
         print(finding.verdict, finding.check, finding.found, finding.change)
 
-A check is a function from what is known so far to its findings. The daemon is looked for first,
-spoken to next, and asked last; what depends on something that failed says nothing, so that the
-first failure is the one to mend. Run it where the engine runs: as its user, in its container, with
-its environment.
+A check is a function from what is known so far (a Case) to its findings. First the daemon is
+located, then connected to, then asked. A check that depends on a failed one yields nothing, so the
+first failure is the one to fix. Run it as the engine's user, in its container, with its
+environment.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ CHECKS: tuple[Check, ...] = (
 def examine(directory: Path | None = None, timeout: float = 5.0) -> list[Finding]:
     """All findings, in the order of the checks.
 
-    directory: the folder of a daemon's sockets, or where such folders are; by default where
-        clients look. timeout: seconds that the daemon has for each answer.
+    directory: that of a daemon's sockets, or a parent of such directories; default: where clients
+        search. timeout: seconds to wait for each reply.
     """
     case = Case(directory, min(LONGEST, timeout))
     try:

@@ -1,4 +1,4 @@
-"""What the checks know and find."""
+"""State that the checks share, and their findings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Verdict(StrEnum):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What a check found. change: what to do about it; empty where nothing is to be done."""
+    """The result of a check. change: what to do; empty if nothing."""
 
     check: str
     verdict: Verdict
@@ -31,7 +31,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Case:
-    """Each of the last three is None as long as it was not found, and then stays so."""
+    """What is known so far. The last three fields are None until a check has set them."""
 
     asked: Path | None
     timeout: float

@@ -1,4 +1,4 @@
-"""Checks of the daemon: where it is, whether it takes us, what it can do for us."""
+"""Checks of the daemon: where it is, whether it accepts this user, what it offers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kvferry.proto.version import installed_version
 
 ENGINE = "kvferry-doctor"
 PAGE = 4096
-# Seconds after which a daemon should have registered its pool.
+# Seconds after its start by which a daemon should have registered its pool.
 SETTLED = 120.0
 
 
@@ -114,7 +114,7 @@ def listening(case: Case) -> Iterator[Finding]:
     yield ok("sockets", "both accept connections")
 
 
-# Whether it takes us
+# Access
 
 
 def greeting(case: Case) -> Iterator[Finding]:
@@ -200,7 +200,7 @@ def answering(case: Case) -> Iterator[Finding]:
         yield ok("answers", f"status in {took:.1f} ms; errors so far: {errors or 'none'}")
 
 
-# What it can do for us
+# What it offers
 
 
 def processes(case: Case) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Checks of the process that the engine would be: packages, memory, settings."""
+"""Checks of the engine's environment: packages, memory, settings."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvferry.client.doctor.case import Case, Finding, fail, ok, warn
 from kvferry.proto.version import installed_version
 
 NEEDED = {"msgspec": "0.18.6", "numpy": "1.26", "pyzmq": "26"}
-# torch only where tensors are shared: a scheduler does without.
+# torch is needed only to share tensors, not by a scheduler.
 OPTIONAL = {"torch": "2.9"}
-# The connector is written against, and tested with, these.
+# Versions that the connector is tested with.
 VLLM = "0.24", "0.25", "0.26"
 SMALL_SHM = 1 << 30
 

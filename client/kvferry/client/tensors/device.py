@@ -30,7 +30,7 @@ class Attached:
         return 0 <= pointer - self.memory.address < self.memory.nbytes
 
 
-# What is mapped in this process, by address.
+# Mappings of this process, by address.
 _attached: dict[int, Attached] = {}
 
 

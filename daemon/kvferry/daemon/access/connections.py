@@ -33,7 +33,7 @@ class Quota:
 
     @property
     def days_to_collision(self) -> float:
-        """How long an attacker with all of it needs on average."""
+        """Seconds that an attacker who uses the whole quota needs on average."""
         return float(2**32 / (2 * self.live * self.per_second) / 86_400)
 
 
@@ -48,7 +48,7 @@ _MAX_BUCKETS = 1024
 
 
 class Decision(Enum):
-    """What to answer a connection that wants to begin."""
+    """The reply to ZAP about a new connection."""
 
     ADMIT = "admit"
     # The client's libzmq connects again by itself.
@@ -62,7 +62,7 @@ class TokenBucket:
         self._quota, self._tokens, self._at = quota, float(quota.burst), now
 
     def refill(self, now: float) -> float:
-        """The tokens there are now."""
+        """The tokens available now."""
         grown = self._tokens + (now - self._at) * self._quota.per_second
         self._tokens, self._at = min(grown, float(self._quota.burst)), now
         return self._tokens

@@ -30,13 +30,13 @@ def shut(path: Path) -> Path:
 
 
 def file_of(path: Path) -> tuple[int, int]:
-    """Which file a path leads to, by device and inode. Raises OSError."""
+    """Device and inode of a path. Raises OSError."""
     about = path.lstat()
     return about.st_dev, about.st_ino
 
 
 def remove_own(path: Path, file: tuple[int, int]) -> None:
-    """Remove a socket if it is still this file: another daemon may have put its own there."""
+    """Remove a socket if it is still this file: another daemon may have bound its own there."""
     for place in (path, shut(path)):
         with suppress(OSError):
             if file_of(place) == file:
@@ -44,7 +44,7 @@ def remove_own(path: Path, file: tuple[int, int]) -> None:
 
 
 class Endpoint:
-    """Holds the folder until `close`. Raises Refused (ENDPOINT_IN_USE, BAD_CONFIG)."""
+    """Locks the directory until `close`. Raises Refused (ENDPOINT_IN_USE, BAD_CONFIG)."""
 
     def __init__(self, directory: Path, admission: Admission) -> None:
         self.directory, self.admission = directory, admission
@@ -158,7 +158,7 @@ def _give(path: Path, owner: int, members: int, gid: int | None) -> None:
 
 
 def _locked(directory: Path) -> int:
-    """Make the folder where it is not there, and hold it: the descriptor of its lock."""
+    """Create the directory if needed and lock it. Return the lock's descriptor."""
     try:
         directory.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
         _check_owner(directory.parent, 0, os.geteuid())
@@ -184,7 +184,7 @@ def _locked(directory: Path) -> int:
 
 
 def _check_owner(place: Path, *owners: int) -> None:
-    """Who else has it could have it lead anywhere: what lies there is opened, and removed."""
+    """Raise Refused unless one of these users owns the directory: another could redirect it."""
     about = place.lstat()
     if not stat.S_ISDIR(about.st_mode):
         raise Refused(

@@ -1,1 +1,1 @@
-"""Pure bookkeeping. No clock, no socket, no thread, no device: time and events are arguments."""
+"""Bookkeeping without clock, socket, thread or device: time and events are arguments."""

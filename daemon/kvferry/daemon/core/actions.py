@@ -1,7 +1,8 @@
-"""What the core asks for, and what it is told: the whole vocabulary between bookkeeping and bytes.
+"""The core's output (actions) and input (reports).
 
-The core answers every message with actions and calls nobody. Sends go to the server's socket, the
-rest to the device worker; its reports come back and are answered with actions again.
+The core answers each message and each report with a list of actions and calls nobody. The server
+performs the actions: it sends messages, and passes the rest to the device worker and to
+persistence. Reports of the device worker and of persistence come back through the event loop.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ from kvferry.proto.status import CopyStatus, GroupCopying, HealthStatus, Verific
 
 
 class CopyPlan(msgspec.Struct, frozen=True):
-    """One transfer, resolved. The one data type between the planner and the engines."""
+    """A resolved transfer: what the device worker and the copy engines get from the core."""
 
     serial: int
     registration: int
     direction: Direction
     runs: tuple[Extent, ...]
     nbytes: int
-    # Begin once the engine's timeline has reached this value.
+    # Start once the engine's timeline has reached this value.
     wait_for: int
-    # Begin once the other direction has ended every transfer up to this serial.
+    # Start once all transfers of the other direction up to this serial have ended.
     after: int
-    # Begin once the host pool is registered up to this byte.
+    # Start once the host pool is registered up to this byte.
     host_end: int
-    # When it was accepted; 0 for the daemon's own.
+    # Time of acceptance in seconds (monotonic); 0 for the daemon's own transfers.
     accepted: float = 0.0
-    # Stores, by serial, whose blocks this load reads. If one of them does not complete, the load
-    # fails (STALE) and copies nothing. `after` has it wait for their ends.
+    # Serials of the stores whose blocks this load reads. If one of them does not complete, the load
+    # fails (STALE) and copies nothing. `after` makes it wait for their ends.
     requires: tuple[int, ...] = ()
 
 
@@ -54,7 +55,7 @@ class Send(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SendStream:
-    """Messages made one at a time, each between what else there is to do."""
+    """A long reply: its messages are created one at a time, between other work."""
 
     session: str
     messages: Iterator[DaemonMessage]
@@ -62,7 +63,7 @@ class SendStream:
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """The same to many; one that does not take its messages misses it, and will notice."""
+    """One message to several sessions. A session with a full outbox misses it, and notices."""
 
     sessions: tuple[str, ...]
     message: KeyEvents
@@ -70,7 +71,7 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True)
 class PublishKVEvents:
-    """What happened in a namespace, for anybody who listens. block_size: tokens in a block."""
+    """KV events of a namespace for external subscribers. block_size: tokens in a block."""
 
     namespace: str
     block_size: int
@@ -91,7 +92,7 @@ class CloseSession:
 
 @dataclass(frozen=True, slots=True)
 class FreeDeferred:
-    """Free what nobody has any more, some at a time, between what else there is to do."""
+    """Free unreachable data in steps, between other work."""
 
     rubble: DeferredFree
 
@@ -129,14 +130,14 @@ class KeepTensors:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseTensors:
-    """Hold the memory allocated for a registration no longer; what is mapped stays mapped."""
+    """Release the held memory of a registration; what is mapped stays mapped."""
 
     registration: int
 
 
 @dataclass(frozen=True, slots=True)
 class UnmapTensors:
-    """End all transfers of a registration and unmap it; reported as TensorsUnmapped."""
+    """End all transfers of a registration and unmap its memory; the reply is TensorsUnmapped."""
 
     registration: int
 
@@ -154,7 +155,7 @@ class BlockSet(msgspec.Struct, frozen=True):
 
 
 class StartTransfer(msgspec.Struct, frozen=True):
-    """Set a plan on its way. session, job_id: whose it is, and what they call it."""
+    """Start a transfer. session, job_id: its session, and its id there."""
 
     plan: CopyPlan
     session: str
@@ -164,14 +165,14 @@ class StartTransfer(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RegionCreated:
-    """Keep books of a region from now on; nothing in it is resident."""
+    """A region was created; none of its blocks is committed."""
 
     deed: RegionRecord
 
 
 @dataclass(frozen=True, slots=True)
 class RegionUpdated:
-    """A region is what this deed says from now on. wipe: and nothing in it is resident."""
+    """The record of a region changed. wipe: none of its blocks is committed any longer."""
 
     deed: RegionRecord
     wipe: bool = False
@@ -179,7 +180,7 @@ class RegionUpdated:
 
 @dataclass(frozen=True, slots=True)
 class RegionFreed:
-    """A region is no more: nothing in it is anybody's."""
+    """A region was freed."""
 
     owner: RegionOwner
 
@@ -196,7 +197,7 @@ class CommitBlocks(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ForgetStores:
-    """No load that is started from now on requires these stores, which did not complete."""
+    """These stores did not complete; no load started from now on requires them."""
 
     registration: int
     serials: tuple[int, ...]
@@ -248,10 +249,10 @@ class TensorsMapped:
     allocations: tuple[Allocation, ...] = ()
     locations: tuple[Location, ...] = ()
     copying: tuple[GroupCopying, ...] = ()
-    # What FdAllocations refer to by position, until the server has made tickets of them.
+    # FdAllocations refer to these by position, until the server replaces them by tickets.
     descriptors: tuple[int, ...] = ()
     reused: bool = False
-    # Descriptors that the device worker holds from now on, if that was asked.
+    # Descriptors that the device worker holds from now on, if tensors are to be kept.
     held: tuple[int, ...] = ()
 
 
@@ -261,13 +262,13 @@ class TensorsUnmapped:
 
 
 class TransferCompleted(msgspec.Struct, frozen=True):
-    """The one end of a plan that was started."""
+    """A started transfer has ended. Reported exactly once per transfer."""
 
     serial: int
     outcome: Outcome
     seconds: float = 0.0
     error: ErrorInfo | None = None
-    # Seconds from when it was accepted until its first chunk was submitted.
+    # Seconds from acceptance until the first chunk was submitted.
     queued: float = 0.0
 
 

@@ -1,7 +1,8 @@
-"""Which groups share memory, and numbers for the GPU blocks of all of them.
+"""Aliasing: groups that share tensors or memory, and one number per distinct GPU block.
 
-Hybrid models have groups that are views of one tensor, and an engine may place tensors of its own
-one over the other. A block of such memory is one block, whatever group it is asked for by.
+Groups of hybrid models are views of one tensor, and an engine may place tensors on top of each
+other. A block of such memory is one block for the order of transfers, whichever group names it.
+Computed when KV caches are registered, on the event loop.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The daemon's mind: what may be asked, and what follows.
+"""The core: decides what a message of a client or a report of the device worker leads to.
 
-`handle` takes a message and answers with actions, `report` takes what the device worker did and
-answers with actions; nothing is called, nothing blocks, nothing fails half way. A request is
-checked whole before anything changes, and a Refused raised on the way becomes its answer here, and
-is counted.
+`handle` takes a message, `report` a report; both return actions (actions.py) and neither blocks. A
+request is checked completely before any state changes. If a check raises Refused, the reply is an
+Error, which is counted. Called by the server, on the event loop only.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _TAKEN = Code.POOL_FULL, Code.ALREADY_REGISTERED
 
 @dataclass(frozen=True, slots=True)
 class DaemonIdentity:
-    """Who this daemon is, as every Welcome and the status say it."""
+    """This daemon, as Welcome messages and the status report it."""
 
     version: str
     boot_id: str
@@ -57,7 +56,10 @@ class DaemonIdentity:
 
 
 class Core:
-    """own_bytes: the front of the pool, for the daemon's own blocks."""
+    """own_bytes: bytes at the front of the pool for the daemon's own blocks.
+
+    Every method is called on the event loop and returns without blocking.
+    """
 
     def __init__(
         self,
@@ -76,10 +78,10 @@ class Core:
         self._health: told.HealthStatus | None = None
         self._verification: told.VerificationStatus | None = None
         self._errors: Counter[str] = Counter()
-        # Sessions, and the engine that each belongs to.
+        # The engine of each session.
         self._engines: dict[str, str] = {}
         self._owners = EngineOwners()
-        # What sessions asked for that one on its way out still has.
+        # Requests, by session, that wait until a closing registration has freed what they ask for.
         self._waiting: dict[str, RegionRequest] = {}
         self._regions = Regions(pool_bytes, own_bytes, max_regions)
         self._namespaces = Namespaces(self._regions)
@@ -88,16 +90,16 @@ class Core:
 
     @property
     def sessions(self) -> tuple[str, ...]:
-        """Those of clients."""
+        """Sessions of clients, without the daemon's own."""
         return tuple(name for name, engine in self._engines.items() if engine != OWN)
 
     @property
     def busy(self) -> bool:
-        """Whether a job has not ended, or memory is being mapped or let go."""
+        """Whether a job is in flight, or memory is being mapped or unmapped."""
         return len(self._transfers) > 0 or self._registrations.unsettled
 
     def welcome(self, session: str, hello: wire.Hello, uid: int | None = None) -> list[Action]:
-        """Open a session of a user's process, or say why not."""
+        """Open the session of a client process of user `uid`, or reply why not."""
         if not hello.protocol_min <= wire.PROTOCOL <= hello.protocol_max:
             spoken = f"{hello.protocol_min} to {hello.protocol_max}"
             message = (
@@ -120,11 +122,11 @@ class Core:
         return [Send(session, reply)]
 
     def enter(self, session: str) -> None:
-        """Open a session of the daemon's own. It asks as clients do, and does not show."""
+        """Open a session inside the daemon. It sends as a client does, and is not reported."""
         self._engines[session] = OWN
 
     def handle(self, session: str, message: wire.ClientMessage, now: float) -> list[Action]:
-        """The answer to one message of an open session."""
+        """Handle one message of an open session. now: time.monotonic() in seconds."""
         try:
             actions = self._answer(session, self._engines[session], message, now)
         except KVFerryError as error:
@@ -132,7 +134,7 @@ class Core:
         return [*self._regions.records(), *actions, *self._namespaces.news()]
 
     def report(self, report: Report) -> list[Action]:
-        """What follows from something that the device worker did."""
+        """Handle a report of the device worker or of persistence."""
         match report:
             case TransferCompleted():
                 actions, error = self._transfers.ended(report)
@@ -164,23 +166,25 @@ class Core:
         return [*self._regions.records(), *actions, *self._namespaces.news()]
 
     def restore(self, found: RecoveredRegion) -> None:
-        """Take up a region that an earlier daemon left, before anybody is welcome. Raises Refused,
-        and nothing changed."""
+        """Restore a region of an earlier daemon, before the first session.
+
+        If it raises Refused, nothing has changed.
+        """
         if found.deed.layout is None:
             self._namespaces.restore(found)
         else:
             self._regions.restore(found)
 
     def restore_tensors(self, tenancy: KeptTensorsRecord) -> int:
-        """Take up tensors that an earlier daemon kept, once its regions are.
+        """Restore kept tensors of an earlier daemon, after its regions.
 
-        Returns the number under which the device worker must hold them. Raises Refused, and nothing
-        changed.
+        Return the number under which the device worker must hold them. If it raises Refused,
+        nothing has changed.
         """
         return self._registrations.restore(tenancy)
 
     def leave(self, session: str) -> list[Action]:
-        """A session said goodbye or died: give up its jobs and what it registered."""
+        """Close a session: cancel its jobs and unmap what it registered."""
         self._owners.leave(self._engines.pop(session))
         self._waiting.pop(session, None)
         self._namespaces.leave(session)
@@ -193,17 +197,17 @@ class Core:
         ]
 
     def stop(self) -> None:
-        """Accept no new work from now on; what was accepted still ends."""
+        """Refuse new requests from now on; accepted jobs still end."""
         self.stopping = True
 
     def abandon_all(self) -> list[Action]:
-        """Give up every job that has not ended."""
+        """Cancel all jobs in flight."""
         return self._transfers.abandon_all()
 
     def refusal(
         self, message: wire.ClientMessage | None, error: KVFerryError, session: str = ""
     ) -> wire.DaemonMessage:
-        """The typed answer to what cannot be done, counted."""
+        """The reply to a refused message; counts the error."""
         if isinstance(message, wire.Submit):
             self._count(error, session)
             return wire.Finished((_refused_job(message, error.info),))
@@ -212,7 +216,7 @@ class Core:
     def refused(
         self, error: KVFerryError, request_id: int | None = None, session: str = ""
     ) -> wire.Error:
-        """The answer to what is no job, counted."""
+        """The reply to a refused request that is not a job; counts the error."""
         self._count(error, session)
         return wire.Error(request_id, error.info, self.identity.boot_id)
 
@@ -310,7 +314,7 @@ class Core:
             self._namespaces.verified(report)
 
     def _corrupted(self, report: BlocksCorrupted) -> None:
-        """The bytes of these blocks are lost: nobody can load them, and loads in flight fail."""
+        """These blocks lost their bytes: they are no longer loadable, and loads in flight fail."""
         self._errors[Code.CORRUPT_BLOCK] += report.blocks.size
         region = self._regions.get(report.owner)
         if region is None:
@@ -331,7 +335,7 @@ class Core:
         return Gone(Code.SHUTTING_DOWN, message, daemon)
 
     def _claim(self, session: str, engine: str, message: RegionRequest) -> list[Action]:
-        """Give what is asked for; or wait, if somebody who has it is on his way out."""
+        """Grant a request, or keep it waiting if a closing registration will free what it needs."""
         self._check_running()
         if session in self._waiting:
             waiting = type(self._waiting[session]).__name__
@@ -349,7 +353,7 @@ class Core:
             return []
 
     def _unmapped(self, number: int) -> list[Action]:
-        """A registration is gone: those who waited ask again, in the order they came."""
+        """A registration was unmapped: try the waiting requests again, in order."""
         actions = self._registrations.unmapped(number)
         waiting, self._waiting = self._waiting, {}
         for session, message in waiting.items():

@@ -1,8 +1,8 @@
-"""Which user acts as which engine.
+"""Which user owns which engine name.
 
-An engine's name belongs to the user of its first live session until its last one ends. Users are
-told apart by the uid that the kernel names; a process that runs as the same user may join. There is
-no exception for root or the daemon's user: both can become any user.
+An engine's name belongs to the user (uid, as the kernel reports it) of its first live session until
+its last session ends. Other processes of that user may use the name. Root and the daemon's user
+have no exception: both can become any user. Called by the core, on the event loop.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Which transfers must wait for which.
+"""Hazards between stores and loads of one registration.
 
-Transfers of one direction run in the order of submission; the two directions overlap. A load of a
-host block that an unfinished store is writing must not: nor may a store that overwrites a host
-block still being loaded, or either of them where they meet in a GPU block. Because each direction
-is a queue, the rule needs no graph: a transfer waits until the other direction has ended every
-transfer up to one serial number, the newest that touched one of its blocks.
+Transfers of one direction run in submission order, and the two directions overlap. They must not
+overlap if they meet in a block: a load of a host block that a store writes (RAW), a store to a host
+block that a load reads (WAR), and the same on the GPU's side. Each direction is a queue, so a
+transfer waits for one serial number: the newest transfer of the other direction that touches one of
+its blocks. Called by the core, on the event loop.
 """
 
 from __future__ import annotations

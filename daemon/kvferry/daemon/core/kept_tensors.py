@@ -1,15 +1,14 @@
-"""KV tensors allocated here that nobody uses: kept for the engine that asked for it, and went.
+"""KV tensors that the daemon allocated and keeps although no engine uses them.
 
-Device memory held for nobody is memory that somebody misses, so it is held only where the engine
-asked for it, is shown in the status, and goes for any of these reasons:
+Such tensors hold device memory that others miss. So they are kept only if the engine asked for it,
+the status shows them, and they are freed when
 
-    the engine allocates again           the same layout gets the memory, another one frees it
-    the engine brings tensors of its own
-    the region of its host blocks went to somebody else
-    somebody asks (ReleaseKVCaches)
+    the engine allocates again with another layout (with the same layout it gets them back)
+    the engine registers tensors of its own
+    the region of its host blocks is given to another owner
+    a client requests it (ReleaseKVCaches)
 
-A daemon whose service manager stores descriptors leaves them to the next daemon
-(persistence/kept_tensor_store.py).
+With a descriptor store they outlive the daemon (persistence/kept_tensor_store.py).
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ class KeptTensors:
 
 
 class KeptTensorsTable:
-    """At most one holding for each engine's name."""
+    """At most one holding per engine name."""
 
     def __init__(self, regions: Regions) -> None:
         self._regions = regions
         self._of: dict[str, KeptTensors] = {}
 
     def __iter__(self) -> Iterator[tuple[str, int]]:
-        """(engine, bytes) of each."""
+        """(engine, bytes) of each holding."""
         return ((engine, holding.nbytes) for engine, holding in self._of.items())
 
     def get(self, engine: str) -> KeptTensors | None:
@@ -53,6 +52,6 @@ class KeptTensorsTable:
         return self._of.pop(engine, None)
 
     def pop_orphans(self) -> list[KeptTensors]:
-        """Take out those whose host blocks are gone."""
+        """Remove and return those whose region was freed."""
         gone = [e for e, holding in self._of.items() if not self._regions.holds(holding.region)]
         return [self._of.pop(engine) for engine in gone]

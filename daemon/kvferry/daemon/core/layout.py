@@ -38,30 +38,30 @@ from kvferry.proto.specs import (
     LoadStoreSpec,
 )
 
-# Up to so many numbers Python is done with before numpy has begun.
+# Up to this many numbers, a Python loop is faster than numpy.
 FEW = 64
 
-# Among so many times as many ids two of the same are found sooner by sorting.
+# If the range of ids is this many times their number, sorting finds duplicates faster.
 SPARSE = 16
 
 Bools: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
-# Contiguous pieces of memory, few of them: (address on the GPU, in host memory, bytes) each.
+# A few contiguous extents: (GPU address, host address, bytes) of each.
 Rows: TypeAlias = list[tuple[int, int, int]]
 _INT64, _UINT64 = np.dtype(np.int64), np.dtype(np.uint64)
 _NONE = np.empty(0, dtype=np.int64)
 
 
 class Extent(msgspec.Struct, frozen=True, weakref=True):
-    """Some GPU blocks of one group, and where each one's pages lie in the host pool."""
+    """GPU blocks of one group, and the place of each one's pages in the host pool."""
 
     group: int
     # (n,) block ids, in range.
     gpu_blocks: Int64s
-    # (n,) bytes from the start of the pool.
+    # (n,) byte offsets from the start of the pool.
     host_offsets: Int64s
-    # The whole run that this is a part of; None if it is one.
+    # The run that this one is a part of; None for a whole run.
     of: Extent | None = None
-    # Its first block's place there.
+    # Index in `of` of its first block.
     at: int = 0
 
     def cut(self, start: int, stop: int) -> Extent:
@@ -118,7 +118,7 @@ class ResolvedBlocks(msgspec.Struct, frozen=True):
 def split_spec(
     src: LoadStoreSpec, dst: LoadStoreSpec
 ) -> tuple[Direction, GPULoadStoreSpec, HostSpec]:
-    """Which way a TransferSpec goes, its GPU side, and its host side."""
+    """Direction, GPU side and host side of a TransferSpec. Raises Refused (BAD_SPEC)."""
     match src, dst:
         case GPULoadStoreSpec(), CPULoadStoreSpec() | KeyLoadStoreSpec():
             return Direction.STORE, src, dst
@@ -162,11 +162,11 @@ class BlockLayout:
         self.host_block_bytes = host_block_bytes or layout.host_block_bytes
         self.refs = _group_refs(layout)
         self._host_block = np.array([self.host_block_bytes])  # numpy takes longer over an int
-        # For each group where the sub-blocks of host block 0 begin in the pool.
+        # Per group, the byte offsets in the pool of the sub-blocks of host block 0.
         self._sub_blocks = [
             np.arange(self.factor) * nbytes + region_start for nbytes in self.group_bytes
         ]
-        # For each group how many blocks it has.
+        # Per group, its number of GPU blocks.
         self._blocks: list[int] = layout.blocks_of_groups(np.minimum).tolist()
         distinct = sorted(set(self.group_bytes))
         self.sizes = len(distinct)
@@ -177,7 +177,7 @@ class BlockLayout:
     def resolve(
         self, direction: Direction, gpu: GPULoadStoreSpec, host_ids: BlockIds
     ) -> ResolvedBlocks:
-        """Check a transfer against this registration. Raises Refused; nothing is half done."""
+        """Check a transfer against this registration and resolve it. Raises Refused."""
         hosts = _int64s(host_ids)
         shares = self.shares(direction, gpu, hosts.size)
         _check_range(hosts, self.host_blocks, "host block")
@@ -190,7 +190,7 @@ class BlockLayout:
     def shares(
         self, direction: Direction, gpu: GPULoadStoreSpec, hosts: int
     ) -> tuple[GroupExtent, ...]:
-        """Check the GPU side, and that it takes as many host blocks. Raises Refused."""
+        """Check the GPU side, and that it takes `hosts` host blocks. Raises Refused."""
         sizes, indices = self._sizes(gpu)
         gpu_ids = _int64s(gpu.block_ids)
         shares: list[GroupExtent] = []
@@ -217,7 +217,7 @@ class BlockLayout:
         return tuple(shares)
 
     def place(self, shares: tuple[GroupExtent, ...], hosts: Int64s) -> ResolvedBlocks:
-        """Where checked shares go. GPU blocks whose host block is -1 are left out."""
+        """Resolve checked shares. GPU blocks whose host block is -1 are left out."""
         kept = None if _in_range(hosts, self.host_blocks) else hosts >= 0
         return self._placed(shares, hosts, kept)
 
@@ -234,7 +234,7 @@ class BlockLayout:
         return total
 
     def end(self, runs: tuple[Extent, ...]) -> int:
-        """The first byte of the pool behind everything that `runs` touch."""
+        """End, in bytes from the start of the pool, of everything that `runs` touch."""
         ends = [largest(run.host_offsets) + self.group_bytes[run.group] for run in runs]
         return max(ends, default=0)
 
@@ -265,7 +265,7 @@ class BlockLayout:
         return Fragments(table.reshape(3, -1))
 
     def rows(self, run: Extent, bases: Int64s, pool: int) -> Rows:
-        """As `fragments`, and sooner where they are few."""
+        """Like `fragments`, but faster for a few."""
         pages, tensors = self.refs[run.group].rows(), bases.tolist()
         blocks = zip(run.gpu_blocks.tolist(), run.host_offsets.tolist(), strict=True)
         return [
@@ -307,7 +307,7 @@ class BlockLayout:
         )
 
     def _check_written_once(self, shares: list[GroupExtent]) -> None:
-        """No GPU block is written twice: in a group, or in groups that share a tensor."""
+        """Check that no GPU block is written twice, in a group or in groups that share a tensor."""
         blocks = {share.group: share.gpu_blocks for share in shares}
         for sharers in self._sharers:
             written = [blocks[group] for group in sharers if group in blocks]
@@ -357,7 +357,7 @@ class GroupRefs:
         mine = slice(*layout.starts[group : group + 2].tolist())
         self.tensors, self.pages = layout.refs[:, mine]
         self.strides = strides[mine]
-        # Where each page lies inside one GPU block's bytes in host memory.
+        # Byte offset of each page within a GPU block in host memory.
         self.offsets = offsets[mine]
         self.smallest_page = int(np.minimum.reduce(self.pages))
 
@@ -377,14 +377,14 @@ def _group_refs(layout: LayoutArrays) -> list[GroupRefs]:
 
 
 def largest(numbers: np.ndarray[Any, Any]) -> int:
-    """As numbers.max(), and 0 of none."""
+    """numbers.max(), or 0 if there are none."""
     if numbers.size <= FEW:
         return max(numbers.tolist(), default=0)
     return int(np.maximum.reduce(numbers))
 
 
 def first_again(ids: Int64s, limit: int) -> int | None:
-    """One of some ids, 0 to `limit` - 1, that comes again behind; None where none does."""
+    """An id that occurs twice among ids of 0 to `limit` - 1; None if there is none."""
     if ids.size <= FEW and len(set(ids.tolist())) == ids.size:
         return None
     if limit > SPARSE * ids.size:  # a table of so many ids is memory to fault in, page by page
@@ -430,7 +430,7 @@ def _check_range(ids: Int64s, limit: int, what: str, group: int | None = None) -
 
 
 def _check_unique(ids: Int64s, limit: int, what: str) -> None:
-    """Raise where an id comes twice: two writes to one place have no defined result."""
+    """Raise Refused if an id occurs twice: the result of two writes is undefined."""
     again = first_again(ids, limit)
     if again is not None:
         message = f"{what} {again} appears twice as a destination; write each block once"

@@ -1,8 +1,8 @@
-"""One namespace: a cache over a region of the host pool, and what those who use it are told.
+"""One namespace: a cache in a region of the host pool, and the sessions that use it.
 
-A keyed transfer names keys, and this is where they become host blocks. A store reserves room for
-those keys that are not there yet, and leaves the others out together with their GPU blocks; a load
-pins all of its keys or is refused. Either way the transfer holds a Lease until its one end.
+Resolves the keys of a transfer to host blocks. A store reserves blocks for the keys that are absent
+and leaves out the others together with their GPU blocks. A load pins all of its keys or is refused.
+The transfer holds a Lease on them until it ends. Called by the core, on the event loop.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvferry.proto.messages import KeyEvent, KeyEvents, Snapshot
 from kvferry.proto.specs import MAX_KEYS, Direction, GPULoadStoreSpec, KeyLoadStoreSpec
 from kvferry.proto.status import Fingerprint, NamespaceStatus
 
-# Keys in one part of a snapshot: what is made between two other messages.
+# Keys in one part of a snapshot, the unit that is encoded between two other messages.
 SNAPSHOT_KEYS = 1 << 13
 
 
@@ -58,9 +58,9 @@ class Namespace:
         self.name = fingerprint.name
         self.region = region
         self.fingerprint = fingerprint
-        # Sessions in it, and the engine of each.
+        # The engine of each session in it.
         self.sessions: dict[str, str] = {}
-        # Those whose tensors its blocks go to and come from.
+        # Numbers of the registrations that use it.
         self.registrations: set[int] = set()
         self.followers: set[str] = set()
         self.sequence = 0
@@ -78,14 +78,14 @@ class Namespace:
         return bool(self.sessions or self.registrations)
 
     def configure(self, policy: str, threshold: int) -> None:
-        """Change how it evicts and what it stores; its keys stay."""
+        """Change the eviction policy and the store threshold; keys stay."""
         if (policy, threshold) == (self.policy, self.threshold):
             return
         self.policy, self.threshold = policy, threshold
         self.cache.configure(policy, threshold)
 
     def enter(self, registration: int, layout: LayoutArrays, host_bytes: int | None) -> None:
-        """Take an engine's tensors in. Refused where their blocks are not made as those here."""
+        """Add an engine's registration. Raises Refused if its host blocks differ."""
         if host_bytes is not None:
             raise Refused(
                 Code.BAD_LAYOUT,
@@ -132,7 +132,7 @@ class Namespace:
         )
 
     def restore(self, found: RecoveredRegion) -> None:
-        """Take up what an earlier daemon left, in a namespace that is new."""
+        """Restore the keys of an earlier daemon into a new namespace."""
         deed = found.deed
         self.generation, self._pages, self._factor = deed.generation, deed.pages, deed.factor
         self.cache.restore(
@@ -157,7 +157,7 @@ class Namespace:
         gpu: GPULoadStoreSpec,
         host: KeyLoadStoreSpec,
     ) -> tuple[ResolvedBlocks, Lease]:
-        """The blocks of a keyed transfer, held. Raises Refused, and nothing changed."""
+        """Resolve a keyed transfer to held blocks. If it raises Refused, nothing has changed."""
         keys = host.keys
         if direction is Direction.STORE and host.generation not in (0, self.generation):
             raise Refused(
@@ -247,7 +247,7 @@ class Namespace:
     def _store(
         self, keys: Sequence[OffloadKey], parts: dict[int, Part], keep: Sequence[OffloadKey]
     ) -> tuple[Sequence[int], Lease]:
-        """The block of each key, -1 for those that are not to be stored."""
+        """The host block of each key; -1 for keys that are not stored."""
         named = {keys[at]: part for at, part in parts.items() if keys.index(keys[at]) == at}
         reservation = self.cache.prepare_store(keys, named, keep)
         if reservation is None:
@@ -262,7 +262,7 @@ class Namespace:
 
 
 def _made(pages: tuple[tuple[int, ...], ...] | None, factor: int) -> str:
-    """How host blocks are made, in some words: a layout may have thousands of pages."""
+    """Short text of how host blocks are composed: a layout may have thousands of pages."""
     groups = [f"{list(group[:4])}{'...' if len(group) > 4 else ''}" for group in (pages or ())[:4]]
     more = ", ..." if pages and len(pages) > 4 else ""
     return f"{factor} GPU blocks of pages {', '.join(groups)}{more}"
@@ -271,7 +271,7 @@ def _made(pages: tuple[tuple[int, ...], ...] | None, factor: int) -> str:
 def _snapshots(
     sequence: int, generation: int, ready: list[bytes], pending: list[bytes]
 ) -> Iterator[Snapshot]:
-    """What was told is let go, part by part: a million keys at once would take long."""
+    """Snapshot messages; keys are freed part by part, because a million at once takes long."""
     part, last = 0, False
     ready.reverse()
     pending.reverse()
@@ -286,7 +286,7 @@ def _snapshots(
 
 
 def _parts(geometry: BlockLayout, shares: Sequence[GroupExtent]) -> dict[int, Part]:
-    """Positions of host blocks that a transfer takes only in part, and which part."""
+    """Positions of host blocks that a transfer uses in part, and the part."""
     whole = (0, geometry.factor)
     parts: dict[int, Part] = {}
     for share in shares:

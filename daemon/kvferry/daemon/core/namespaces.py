@@ -1,8 +1,8 @@
-"""Who is in which namespace, what they pinned, and what they are told.
+"""All namespaces: sessions in them, their pinned keys, and key events to mirrors.
 
-A namespace is its fingerprint: engines whose bytes are exchangeable meet in it, and it outlives
-them. Sessions enter it, engines register their tensors in it, and when all of them have gone its
-region of the host pool stays with its keys until somebody needs the room.
+A namespace is identified by its fingerprint: engines whose bytes are exchangeable share it, and it
+outlives them. When its last session has ended, its region and its keys stay until another owner
+needs the memory. Called by the core, on the event loop.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from kvferry.proto.errors import Code, Refused
 from kvferry.proto.messages import Done, Opened, OpenNamespace, Pin, Reset, Subscribe, Touch, Unpin
 from kvferry.proto.status import NamespaceStatus
 
-# As it travels: all namespaces together are told in one message.
+# Encoded. The status of all namespaces must fit into one message.
 MAX_FINGERPRINT_BYTES = 4096
-# How many others an engine is told of that opens a namespace, and how much of each.
+# How many similar namespaces an Opened reply lists, and how many characters of each.
 MOST_UNLIKE, UNLIKE_CHARACTERS = 16, 512
 
 
@@ -41,21 +41,21 @@ class Namespaces:
         self._regions = regions
         self._all: dict[str, Namespace] = {}
         self._of_session: dict[str, Namespace] = {}
-        # Those that are not there any more, and nobody was told.
+        # Namespaces whose region was freed; their followers are not notified yet.
         self._lost: list[Namespace] = []
         self._regions_seen = 0
-        # Those that have news, in the order in which that began.
+        # Namespaces with unsent key events, oldest first.
         self._changed: dict[Namespace, None] = {}
-        # Of each session.
+        # Pinned keys of each session.
         self._pinned: dict[str, SessionPins] = {}
 
     def __iter__(self) -> Iterator[Namespace]:
-        """Those that are still there: a deserted one may have given its room to somebody."""
+        """Namespaces that still have their region."""
         self._look_for_lost()
         return iter(self._all.values())
 
     def open(self, session: str, engine: str, message: OpenNamespace) -> list[Action]:
-        """Enter a namespace, made where there is none. Raises Refused, and nothing changed."""
+        """Enter a namespace, creating it if needed. If it raises Refused, nothing has changed."""
         fingerprint = message.fingerprint
         if message.policy not in POLICIES:
             known = " or ".join(POLICIES)
@@ -99,11 +99,11 @@ class Namespaces:
         return [Send(session, reply)]
 
     def of(self, session: str) -> Namespace | None:
-        """The namespace that a session is in."""
+        """The namespace of a session, if any."""
         return self._of_session.get(session)
 
     def restore(self, found: RecoveredRegion) -> None:
-        """Take up a namespace that an earlier daemon left. Raises Refused where that is not one."""
+        """Restore a namespace of an earlier daemon. Raises Refused if its record is wrong."""
         deed = found.deed
         fingerprint, policy = deed.fingerprint, deed.policy
         if fingerprint is None or fingerprint.name != deed.name or policy not in POLICIES:
@@ -123,7 +123,7 @@ class Namespaces:
         self._all[namespace.name] = namespace
 
     def verified(self, report: BlocksVerified) -> None:
-        """These keys match their checksums: they can be loaded from now on."""
+        """These keys match their checksums and are loadable from now on."""
         namespace = self._owner_of(report)
         if namespace is not None:
             namespace.cache.verify(zip(report.keys, report.blocks.tolist(), strict=True))
@@ -146,7 +146,7 @@ class Namespaces:
     def handle(
         self, session: str, message: Subscribe | Pin | Unpin | Touch | Reset
     ) -> list[Action]:
-        """What a session says of the keys of its namespace. Raises Refused."""
+        """Handle a message about the keys of the session's namespace. Raises Refused."""
         namespace = self._of_session.get(session)
         if namespace is None:
             kind = type(message).__name__
@@ -220,7 +220,7 @@ class Namespaces:
         return tuple(namespace.status() for namespace in self)
 
     def _check_agrees(self, session: str, engine: str, message: OpenNamespace) -> None:
-        """A session, and all sessions of an engine, are in one namespace."""
+        """Check that a session and all sessions of its engine are in one namespace."""
         for namespace in self._all.values():
             inside = engine in namespace.sessions.values() or session in namespace.sessions
             if inside and message.fingerprint != namespace.fingerprint:
@@ -233,7 +233,7 @@ class Namespaces:
                 )
 
     def _quota(self, message: OpenNamespace) -> int | None:
-        """What is asked for, or what it has where that cannot be changed now."""
+        """The requested quota; the current one if the namespace is in use."""
         namespace = self._all.get(message.fingerprint.name)
         if namespace is not None and namespace.used:
             return namespace.region.nbytes

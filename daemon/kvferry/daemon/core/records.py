@@ -1,8 +1,8 @@
-"""What a region of the host pool is, written down so that another daemon can take it up again.
+"""Records of regions and kept tensors, as they are stored for the next daemon.
 
-A deed says who owns which bytes and what is in them; which blocks are good, and under which key,
-stands in the block table beside it. Both outlive the daemon that wrote them, see
-persistence/region_store.py.
+A record states the owner of a region, its bytes of the host pool and its layout or fingerprint. Its
+block table states which blocks are committed and under which key. Both outlive the daemon that
+wrote them (persistence/region_store.py, persistence/kept_tensor_store.py). Event loop only.
 """
 
 from __future__ import annotations

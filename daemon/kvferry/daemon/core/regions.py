@@ -1,10 +1,10 @@
-"""Who owns which bytes of the host pool.
+"""Regions: which owner has which bytes of the host pool.
 
-A region belongs to an engine's name or to a namespace, not to a process: when its engines go, the
-region stays with its bytes, and whoever comes under the same name with the same contents (a layout,
-a fingerprint) gets it back. A region whose owner is away gives its room to a newcomer that finds
-no other, the longest deserted first. The front of the pool may be the daemon's own, and is in no
-book.
+A region belongs to the name of an engine or to a namespace, not to a process. When all of its
+sessions have ended it is deserted and keeps its bytes; an owner with the same name, contents
+(layout or fingerprint) and user gets it back. If the pool has no room for a new region, deserted
+ones are freed, the longest deserted first. The daemon's own blocks at the front of the pool are
+in no region. Called by the core, on the event loop.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from kvferry.proto.layout import LayoutArrays
 
 ALIGNMENT = 4096
 MAX_HOST_BLOCKS = 1 << 28
-# Where a region has more host blocks, they have as many bytes or more: the ledger takes 32 for
-# each, and its key, and is to be a small part of what it is about.
+# A region with more host blocks than MANY_BLOCKS must have blocks of at least LEAST_OF_MANY bytes:
+# its block table takes 32 bytes and a key per block, which must be a small part of the region.
 MANY_BLOCKS, LEAST_OF_MANY = 1 << 20, 384
-# Each takes descriptors, for its ledger: a daemon that has few takes fewer regions.
+# Each region's block table takes descriptors: a daemon with few of them allows fewer regions.
 MAX_REGIONS = 1024
 
 
@@ -58,7 +58,7 @@ class Regions:
         self.own_bytes = own_bytes
         self._most = most
         self._regions: dict[RegionOwner, Region] = {}
-        # How many regions there were that are not there any more.
+        # Number of regions freed so far.
         self.removals = 0
         self._records: list[RegionChange] = []
 
@@ -73,17 +73,17 @@ class Regions:
         return self._regions.get(owner)
 
     def holds(self, region: Region) -> bool:
-        """Whether a region is still its owner's."""
+        """Whether a region still belongs to its owner."""
         return self._regions.get(region.owner) is region
 
     def claim(
         self, owner: RegionOwner, contents: Contents, nbytes: int | None, uid: int | None = None
     ) -> tuple[Region, bool]:
-        """A region for `owner`, and whether it is the one it had before.
+        """Give `owner` a region; return it, and whether it is the one that the owner had before.
 
-        nbytes: how much; None for what is free (all that is contiguous). A region that another
-        user left under the same name is not given back. Raises Refused
-        (POOL_FULL) and changes nothing where there is no room.
+        nbytes: its size; None for the largest free part of the pool. A region that another user
+        left under the same name is not given back. Raises Refused (POOL_FULL, BAD_LAYOUT); then
+        nothing has changed.
         """
         block = contents.host_block_bytes
         if nbytes is not None and nbytes < block:
@@ -180,7 +180,7 @@ class Regions:
         return region
 
     def _check_count(self) -> None:
-        """Make room for one more, at the expense of the longest deserted. Raises Refused."""
+        """Free the longest deserted region if there are too many. Raises Refused (POOL_FULL)."""
         if len(self._regions) < self._most:
             return
         deserted = next((region for region in self._regions.values() if not region.present), None)
@@ -200,7 +200,7 @@ class Regions:
         ]
 
     def _find(self, owner: RegionOwner, block: int, nbytes: int | None) -> tuple[int, int]:
-        """First room with the deserted regions kept, then with as few given up as will do."""
+        """(start, size) of free memory, freeing as few deserted regions as possible."""
         kept = [region for region in self._regions.values() if region.owner != owner]
         deserted = [region.owner for region in kept if not region.present]
         least = block if nbytes is None else nbytes

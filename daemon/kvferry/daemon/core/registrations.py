@@ -1,13 +1,13 @@
-"""What engines registered: tensors mapped here, a region of the host pool, an order of transfers.
+"""Registrations: an engine's mapped tensors, its region of the host pool, its order of transfers.
 
-A registration lives through three places, and stands in exactly one of them:
+A registration is in exactly one of three states:
 
     opening  --TensorsMapped-->  open  --its session left-->  closing  --Unmapped-->  gone
        \\_______________ its session left _______________/
 
-Only an open one takes transfers. A closing one still holds its engine's name and its host blocks,
-so that no late copy of it meets a newcomer's. Tensors that are to outlast their registration become
-a holding (kept_tensors.py) when it is gone, and may be the next one's.
+Only an open one accepts transfers. A closing one still holds its engine's name and host blocks, so
+that no late copy of it writes into blocks of the next owner. Tensors that must outlive their
+registration become a holding (kept_tensors.py) when it is unmapped. Called by the core.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class Registration:
     namespace: Namespace | None = None
     was_open: bool = False
     copying: tuple[GroupCopying, ...] = ()
-    # The user that it belongs to.
+    # Owner's uid.
     uid: int | None = None
-    # Of tensors that are to outlast it.
+    # Bytes of its tensors that are kept when it ends.
     kept_bytes: int = 0
 
     @property
@@ -127,11 +127,11 @@ class Registrations:
 
     @property
     def closing(self) -> bool:
-        """Whether a name or host blocks are about to be free."""
+        """Whether a closing registration will free a name or host blocks."""
         return bool(self._closing)
 
     def ready(self, engine: str) -> Registration:
-        """The open registration of an engine; Refused where there is none."""
+        """The open registration of an engine. Raises Refused (NOT_REGISTERED)."""
         registration = self._holders.get(engine)
         if registration is None or registration.number not in self._open:
             message = f"engine {engine!r} has no KV caches registered; register them first"
@@ -143,7 +143,7 @@ class Registrations:
         return () if holder is None else holder.copying
 
     def kept_bytes(self) -> dict[str, int]:
-        """Bytes of tensors that are kept, or will be, for each engine that has any."""
+        """Bytes of kept tensors per engine, including those that will be kept."""
         kept = dict(self._holdings)
         for registration in self:
             if registration.kept_bytes:
@@ -154,9 +154,9 @@ class Registrations:
         return registration.number in self._open
 
     def register(self, session: str, engine: str, request: RegistrationRequest) -> list[Action]:
-        """Begin to map an engine's tensors; the answer to the client follows with TensorsMapped.
+        """Start mapping an engine's tensors; the client gets its reply on TensorsMapped.
 
-        Raises Refused, and nothing changed.
+        If it raises Refused, nothing has changed.
         """
         layout = _checked(request)
         holder = self._holders.get(engine)
@@ -204,9 +204,9 @@ class Registrations:
         return [*dropped, Send(registration.session, reply)], None
 
     def restore(self, tenancy: KeptTensorsRecord) -> int:
-        """Hold tensors that an earlier daemon kept; returns the number to hold them under.
+        """Hold tensors that an earlier daemon kept; return the number to hold them under.
 
-        Raises Refused where the host blocks that they go with are not there any more.
+        Raises Refused (NOT_REGISTERED) if their engine's host blocks were not restored.
         """
         region = self._regions.get(tenancy.owner)
         if region is None or self._holdings.get(tenancy.engine) is not None:
@@ -218,7 +218,7 @@ class Registrations:
         return number
 
     def release(self, session: str, message: ReleaseKVCaches) -> list[Action]:
-        """Keep an engine's tensors no longer. Refused (NOT_REGISTERED) where none are kept."""
+        """Stop keeping an engine's tensors. Raises Refused (NOT_REGISTERED) if none are kept."""
         holder, holding = self._holders.get(message.engine), self._holdings.pop(message.engine)
         actions = _drops(holding)
         nbytes = 0 if holding is None else holding.nbytes
@@ -342,7 +342,7 @@ class Registrations:
 
 
 def _may_be(holding: KeptTensors, layout: LayoutArrays, request: RegistrationRequest) -> bool:
-    """Whether a request is for the tensors held, or brings what may be the very same."""
+    """Whether a request asks for the held tensors, or registers what may be the same memory."""
     if layout != holding.layout:
         return False
     if isinstance(request, AllocateKVCaches):
@@ -355,8 +355,7 @@ def _drops(*holdings: KeptTensors | None) -> list[Action]:
 
 
 def _checked(request: RegistrationRequest) -> LayoutArrays:
-    """Its layout, which holds together, and has every tensor inside the allocation that it names.
-    Raises Refused."""
+    """The layout of a request, checked; every tensor lies in its allocation. Raises Refused."""
     layout = LayoutArrays.from_layout(request.layout)
     slot_bases(layout)
     sharers_of(layout)

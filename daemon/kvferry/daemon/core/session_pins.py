@@ -1,7 +1,7 @@
-"""What one session pinned: which keys, how often, and what of the cache keeps them.
+"""The keys that one session has pinned, and how often each.
 
-Keys that are pinned together are kept together, by one of the cache's Pins, and as a rule they are
-let go together. Who lets some of them go has them taken apart, once.
+Keys that were pinned together share one Pins object of the cache, and are usually unpinned
+together. If only some of them are unpinned, the object is split once. Called by namespaces.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvferry.proto.keys import OffloadKey
 from kvferry.proto.specs import MAX_KEYS
 
 PINS_OF_A_BLOCK = 4
-# What a session may have pinned: so many keys for each block of its namespace, or these.
+# A session may pin PINS_OF_A_BLOCK keys per block of its namespace, or this many.
 LEAST_PINS = 4 * MAX_KEYS
 
 
@@ -47,11 +47,11 @@ class SessionPins:
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._most = max(LEAST_PINS, PINS_OF_A_BLOCK * cache.usage.capacity)
-        # Keys, each as often as it is pinned, whether it was there or not.
+        # Number of pins, including those of keys that were absent.
         self._count = 0
-        # The oldest hold of each key; None where it was not there any more.
+        # The oldest hold of each key; None if the key was absent.
         self._first: dict[OffloadKey, PinGroup | None] = {}
-        # Those behind it.
+        # Further holds of a key, in order.
         self._more: defaultdict[OffloadKey, deque[PinGroup | None]] = defaultdict(deque)
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:

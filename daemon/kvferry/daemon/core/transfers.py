@@ -1,7 +1,8 @@
-"""Jobs: accepted once, ended once.
+"""Jobs in flight, from submission to their result.
 
-A job is accepted whole or refused whole; from then on it is under way until the device worker
-reports its one end, whatever else happens to its session, its engine or its registration meanwhile.
+A job is accepted whole or refused whole. An accepted job ends exactly once, with the device
+worker's report, also if its session, engine or registration has ended meanwhile. Called by the
+core, on the event loop.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from kvferry.proto.errors import Code, ErrorInfo, Failed, Refused
 from kvferry.proto.messages import Finished, JobResult, Outcome, Submit, Wait, Waited
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, HostSpec, KeyLoadStoreSpec
 
-# Waits under way in one session.
+# Pending waits of one session.
 MAX_WAITS = 256
 
 
@@ -60,7 +61,7 @@ class Transfer(msgspec.Struct, eq=False):
     mode: str
     blocks: ResolvedBlocks
     lease: Lease | None = None
-    # Why it cannot be done, although it may have been copied: a block of it is corrupt.
+    # Set if a block of the job is corrupt: it fails even if the copy completes.
     error: ErrorInfo | None = None
     waiters: list[PendingWait] = []
 
@@ -84,7 +85,7 @@ class Transfers:
     ) -> None:
         self.totals: Counter[str] = Counter()
         self._observe = observe
-        # Bytes, of each session.
+        # Bytes moved, per session.
         self.moved: Counter[str] = Counter()
         self._registrations = registrations
         self._credits = {direction: most(direction) for direction in Direction}
@@ -98,11 +99,11 @@ class Transfers:
         return len(self._jobs)
 
     def by_engine(self) -> Counter[str]:
-        """How many are of each engine."""
+        """Number of jobs in flight per engine."""
         return Counter(name for name, _ in self._by_id)
 
     def submit(self, session: str, engine: str, message: Submit, now: float) -> list[Action]:
-        """Check a transfer whole and send it on its way. Raises Refused, and nothing happened."""
+        """Check a transfer and start it. If it raises Refused, nothing has changed."""
         registration = self._registrations.ready(engine)
         key = engine, message.job_id
         if key in self._by_id:
@@ -153,7 +154,7 @@ class Transfers:
         return _abandon(job for job in found if job is not None)
 
     def wait(self, session: str, engine: str, message: Wait) -> list[Action]:
-        """Answer Waited when all of the jobs have ended; ids that are not under way have."""
+        """Reply Waited when all these jobs have ended. Unknown ids count as ended."""
         jobs = {self._by_id.get((engine, job_id)) for job_id in message.job_ids} - {None}
         if not jobs:
             return [Send(session, Waited(message.request_id))]
@@ -191,7 +192,7 @@ class Transfers:
         return [*actions, *commits], None if own else result.error
 
     def corrupted(self, report: BlocksCorrupted) -> None:
-        """Loads in flight of these host blocks fail: their bytes are not those that were stored."""
+        """Let loads in flight of these host blocks fail: the blocks are corrupt."""
         for job in self._jobs.values():
             if job.direction is Direction.LOAD and job.registration.region.owner == report.owner:
                 hit = job.blocks.host_blocks[np.isin(job.blocks.host_blocks, report.blocks)]
@@ -201,7 +202,7 @@ class Transfers:
                     job.error = Failed(Code.CORRUPT_BLOCK, message, block).info
 
     def _end_blocks(self, job: Transfer, *, done: bool) -> list[Action]:
-        """The host blocks of a job that ended: what a store completed is loadable from now on."""
+        """Update the host blocks of an ended job. Those of a completed store become loadable."""
         states = job.registration.region.states
         if job.lease is not None:
             job.lease.end(done=done)
@@ -218,7 +219,7 @@ class Transfers:
         return [CommitBlocks(job.serial, cargo)]
 
     def leave(self, session: str) -> tuple[list[Action], int]:
-        """A session went: nobody wants to hear of its jobs, so give them up. Also how many."""
+        """Cancel all jobs of a closed session. Return the actions and the number of jobs."""
         for direction in Direction:
             self._taken.pop((session, direction), None)
         self._waits.pop(session, None)
@@ -265,7 +266,7 @@ def _abandon(jobs: Iterable[Transfer]) -> list[Action]:
 
 
 def _cargo(registration: Registration, blocks: ResolvedBlocks, lease: Lease | None) -> BlockSet:
-    """A store's keys are in the order of its blocks; a load needs none."""
+    """The blocks of a job, and the keys of a store in the order of its blocks."""
     if lease is None:
         return BlockSet(engine_owner(registration.engine), blocks.host_blocks)
     owner, held = lease.namespace.region.owner, lease.held
@@ -279,7 +280,7 @@ def _cargo(registration: Registration, blocks: ResolvedBlocks, lease: Lease | No
 def _resolve(
     registration: Registration, direction: Direction, gpu: GPULoadStoreSpec, host: HostSpec
 ) -> tuple[ResolvedBlocks, Lease | None]:
-    """The blocks of a transfer, by id in a region of the engine's own, by key in a namespace."""
+    """Resolve the host blocks of a transfer, by id or by key. Raises Refused."""
     geometry, namespace = registration.geometry, registration.namespace
     if isinstance(host, KeyLoadStoreSpec):
         if namespace is None:

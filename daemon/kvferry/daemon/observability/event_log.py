@@ -1,7 +1,7 @@
-"""What the log says of clients, engines and trouble: each thing once, and a flood as a number.
+"""Log events of clients, engines and failures, with a rate limit.
 
-An operator reads who came and went and why, what an engine registered and how it is copied, and
-that copies fail; of a client that tries again every millisecond one line in ten seconds is enough.
+Of each kind of event, one line per ten seconds is logged, with the number of suppressed ones, so
+that a client that retries every millisecond does not flood the log. Event loop only.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import structlog
 from kvferry.daemon.core.actions import CloseSession, MapTensors, TensorsMapped
 from kvferry.proto.errors import ErrorInfo
 
-# Seconds between two lines of one kind of trouble.
+# Seconds between two lines of one kind.
 EVERY = 10.0
-# Kinds of trouble that are told apart; codes are few, names of clients may be many.
+# Kinds that are tracked. There are few codes, but there may be many client names.
 KINDS = 256
 
 log = structlog.get_logger()

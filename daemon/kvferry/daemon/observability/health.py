@@ -1,14 +1,13 @@
-"""Whether the daemon does its work: found out by doing some, and by counting what is late.
+"""Health of the daemon: a periodic probe, and how late the device worker and the event loop are.
 
-    probe    a small block to the device and back, now and then and when somebody asks (probe.py)
-    worker   the device worker gets a Ping every second and answers with a Pong; overdue if that
-             takes so long that no driver call explains it (to map an engine's memory takes a while)
-    loop     a timer every second; how much later it went off is what everything else waited, too
+    probe          a small block copied to the device and back, periodically and on request
+    device worker  asked every second to respond; overdue after a time that no driver call explains
+                   (mapping an engine's memory takes a while)
+    event loop     a timer every second; it is late by as much as everything else on the loop
 
-A job that waits for its engine's timeline is the engine's affair, and makes nobody unhealthy. The
-service manager hears that the daemon is ready after the first probe that passed, and that it is
-alive for as long as loop and device worker advance: a device that fails makes the daemon unhealthy,
-which operators see, but a restart does not mend it.
+A job that waits for its engine's timeline does not make the daemon unhealthy. The service manager
+gets READY after the first probe that passed, and keep-alives while both threads respond: a failing
+device makes the daemon unhealthy, but a restart would not help. Event loop only.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from kvferry.proto.errors import KVFerryError
 from kvferry.proto.status import HealthStatus
 
 PULSE = 1.0
-# Pulses over which the worst lag is told.
+# Number of pulses over which the maximum lag is reported.
 LATELY = 10
-# A probe that is no older is new enough for who asks.
+# Seconds for which a probe counts as fresh.
 FRESH = 1.0
-# Seconds by which a timer may go off early.
+# Seconds by which a timer may fire early.
 TIMERS = 0.01
 
 log = structlog.get_logger()
 
 
 class Supervised(Protocol):
-    """What the service manager is told."""
+    """The service manager."""
 
     @property
     def watchdog_seconds(self) -> float | None: ...
@@ -50,12 +49,12 @@ class Supervised(Protocol):
     def alive(self) -> None: ...
 
     def unwell(self, why: str) -> None:
-        """Empty: it is well again."""
+        """why: empty if the daemon is healthy again."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealthTimeouts:
-    """Seconds: how often to probe, how long a probe may take, how long a Pong may take."""
+    """Seconds: interval of probes, deadline of a probe, deadline of the device worker."""
 
     every: float = 10.0
     deadline: float = 5.0
@@ -63,7 +62,7 @@ class HealthTimeouts:
 
 
 class Health:
-    """`start` once the server serves. ping: sends the device worker a Ping, posted at this time.
+    """Call `start` once the server serves. listen: asks the device worker for a Pong.
 
     lost: why clients cannot find the daemon any more; None if they can.
     """
@@ -107,7 +106,7 @@ class Health:
         self._timer.cancel()
 
     def pool_grew(self) -> None:
-        """There is host memory now that the device can reach."""
+        """Host memory was registered with the device: the probe can start."""
         self._pool_ready.set()
 
     def handle_pong(self, pong: Pong) -> None:
@@ -117,7 +116,7 @@ class Health:
         self._worker_lags.append(time.monotonic() - pong.posted)
 
     def status(self) -> HealthStatus:
-        """As it is now."""
+        """The health as it is now."""
         now, rounds = time.monotonic(), self._rounds
         reasons = (*rounds.reasons(now), *self._late(now))
         return HealthStatus(
@@ -132,7 +131,7 @@ class Health:
         )
 
     async def check(self) -> HealthStatus:
-        """As it is now, after a probe where the last one is not fresh."""
+        """The health after a probe, unless the last one is fresh."""
         ended = self._rounds.ended
         if self._pool_ready.is_set() and (ended is None or time.monotonic() - ended > FRESH):
             self._ended.clear()
@@ -165,7 +164,7 @@ class Health:
         self._timer = self._loop.call_later(self._pulse_every, self._pulse)
 
     def _tell(self) -> None:
-        """Say once what changed."""
+        """Report changes of health to the log and the service manager, once each."""
         status = self.status()
         if status.healthy and not self._ready:
             self._ready = True
@@ -197,7 +196,7 @@ class Health:
 
 
 class ProbeHistory:
-    """What became of the probes. Times are those of time.monotonic."""
+    """Outcomes of probes. Times are time.monotonic() in seconds."""
 
     def __init__(self, patience: HealthTimeouts) -> None:
         self._patience = patience
@@ -207,7 +206,7 @@ class ProbeHistory:
         self.ended: float | None = None
 
     def want(self) -> None:
-        """One is to begin now, if none is under way: from now on it may be late."""
+        """Request a probe if none is running: its deadline counts from now on."""
         if self._began is None:
             self._began = time.monotonic()
 
@@ -222,16 +221,16 @@ class ProbeHistory:
 
     @property
     def tried(self) -> bool:
-        """Whether one has ended, or is late: the first may take as long as any other."""
+        """Whether a probe has ended or is late."""
         late = self._running(time.monotonic()) > self._patience.deadline
         return late or self.ended is not None
 
     def _running(self, now: float) -> float:
-        """How long one has been under way."""
+        """Seconds that a probe has been running; 0 if none is."""
         return 0.0 if self._began is None else now - self._began
 
     def reasons(self, now: float) -> list[str]:
-        """What is wrong, in words."""
+        """Why the probe makes the daemon unhealthy; empty if it does not."""
         if (running := self._running(now)) > self._patience.deadline:
             return [f"the probe has been running for {running:.1f} s"]
         if self.ended is None:  # and if there is one under way, it may yet be in time

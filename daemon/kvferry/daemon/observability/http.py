@@ -1,8 +1,8 @@
-"""HTTP for operators: /metrics for Prometheus, /health for whoever routes or restarts.
+"""HTTP endpoints: /metrics for Prometheus, /health for load balancers and supervisors.
 
-One thread serves one request after the other and touches nothing of the daemon's: it asks the loop
-for a snapshot, and if the loop does not answer in time, that is the answer. So a wedged daemon is
-seen to be one, and hangs no scrape.
+One thread serves one request at a time. It touches no state of the daemon: it asks the event loop
+for a snapshot, and if the loop does not respond in time it reports that. So a hung daemon is
+visible and does not block the scraper.
 """
 
 from __future__ import annotations

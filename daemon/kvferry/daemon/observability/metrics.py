@@ -1,8 +1,8 @@
-"""What Prometheus reads, in a registry of this daemon's own.
+"""Prometheus metrics, in a registry of their own.
 
-Jobs are counted where they end, on the event loop: 6 us a job. Everything else the core counts for
-its status, too: `update` takes it over from a snapshot, on the metrics thread and before each
-scrape. Labels have few values, all of them known from what is registered or from the code.
+Jobs are counted when they end, on the event loop (6 us per job). All other values are copied from a
+status snapshot by `update`, on the metrics thread, before each scrape. Labels have few values, all
+known from registrations or from the code.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""A small block that goes to the device and back the way every other one does.
+"""The health probe: copies a small block to the device and back, as a client would.
 
-The probe is a client that lives in the daemon: a session of the core's own, two blocks of tensor
-on the device, two host blocks at the front of the pool. Each round writes a fresh random pattern
-into one host block, loads it, stores it into the other, and compares; so what it finds to work is
-the core, the device worker, the queue, both streams and the memory, and not a socket that still
-answers.
+It is a session inside the daemon, with two blocks of device memory and two host blocks at the front
+of the pool. A round writes a random pattern into one host block, loads it, stores it into the other
+and compares. So it checks the core, the device worker, the queues, both directions and the memory.
+Event loop only.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from kvferry.proto.specs import (
 
 PAGE = 4096
 LAYOUT = KVLayout((TensorLayout(2, PAGE, PAGE),), ((TensorRef(0, PAGE),),))
-# What it takes at the front of the pool, besides what engines get.
+# Bytes at the front of the pool, in addition to what engines get.
 HOST_BYTES = 2 * PAGE
 
 

@@ -1,9 +1,9 @@
-"""Kept tensors beyond the daemon's end: their memory and a label, with whoever keeps descriptors.
+"""Kept tensors in the descriptor store, so that they outlive the daemon.
 
-    tensors-3.memory    what the tensors lie in
-    tensors-3.label     for which engine, and in which layout (a KeptTensorsRecord)
+    tensors-3.memory    the memory of the tensors
+    tensors-3.label     the record of their engine and layout
 
-The keeper may lose one of them; then the other is of no use.
+If the store lost one of the two, the other is dropped. Event loop only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvferry.daemon.core.records import KeptTensorsRecord, decode_record, encode
 from kvferry.daemon.persistence.region_store import FdStore, number_of
 from kvferry.proto.errors import Code, KVFerryError, Refused
 
-# What the names of tensors' descriptors begin with.
+# Prefix of the names of tensors' descriptors in the descriptor store.
 TENSORS = "tensors-"
 MEMORY, LABEL = ".memory", ".label"
 
@@ -32,7 +32,7 @@ class KeptTensorStore:
 
     def __init__(self, keeper: FdStore) -> None:
         self._keeper = keeper
-        # By the number of the registration that the tensors were allocated for.
+        # Names by number of the registration that the tensors were allocated for.
         self._places: dict[int, str] = {}
         self._numbers = count(1)
 

@@ -1,1 +1,1 @@
-"""The asyncio loop: sockets, sessions, deadlines. Asks the core, performs what it answers."""
+"""The event loop: sockets, sessions and timers. Asks the core and performs its actions."""

@@ -1,10 +1,9 @@
-"""The front door of a socket: shut while there are no descriptors for who comes in.
+"""Stops accepting clients while file descriptors run out.
 
-libzmq aborts the whole process where accept finds no descriptor left. The kernel hands out the
-lowest number that is free, so the number of a connection tells how many are taken: when one comes
-too near to the limit, the socket's file gets another name. Who is in stays in, who knocks tries
-again by itself, and is let in once low numbers are free again. (To unbind would not do: it ends
-the connections that came in by that door.)
+libzmq aborts the process if accept() finds no free descriptor. The kernel assigns the lowest free
+number, so the number of a new connection shows how many are used. If it is close to the limit, the
+socket's file is renamed: connected clients stay, new ones retry by themselves and connect once low
+numbers are free again. Unbinding the socket instead would end its connections. Event loop only.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import zmq
 
 from kvferry.daemon.access.endpoint import file_of, remove_own, shut
 
-# Connections that the kernel has taken and libzmq has not: they still come in at a shut door.
+# Connections that the kernel queues for accept(): these connect although the door is shut.
 BACKLOG = 64
 MOST_KEPT_FREE = 1024
 LOOK_EVERY = 1.0

@@ -1,7 +1,7 @@
-"""File descriptors by socket: deposited by clients before they name them, collected after.
+"""The descriptor socket: clients send file descriptors before they name them, and fetch others.
 
-One SOCK_SEQPACKET connection carries one request and one reply. A session's deposits are bounded,
-of kinds that are of use, and closed with it.
+A SOCK_SEQPACKET connection carries one request and one reply. The descriptors of a session are
+bounded in number and kind, and closed when it ends. Event loop only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.fd_passing import FdHandles, FdReply, FetchFd, SendFds
 from kvferry.proto.messages import Error
 
-# Descriptors that one session may have deposited and not yet used.
+# Descriptors that one session may have sent and not yet used.
 MAX_HELD = 4096
 # Connections of one user served at a time: 64 engines that start together have one each. One too
 # many is closed at once, and its client tries again.
@@ -33,7 +33,7 @@ PATIENCE = 1.0
 
 
 class FdServer:
-    """Keeps descriptors by session and ticket.
+    """Holds descriptors by session and ticket.
 
     refusal: makes, and counts, the answer to what cannot be done.
     """
@@ -57,7 +57,7 @@ class FdServer:
         self._listen()
 
     def keep(self, session: str, descriptor: int) -> int:
-        """Hold a descriptor for a session, or close it where that is gone; returns its ticket."""
+        """Hold a descriptor for a session and return its ticket; close it if the session ended."""
         ticket = next(self._tickets)
         if session not in self._sessions():
             close(descriptor)
@@ -66,7 +66,7 @@ class FdServer:
         return ticket
 
     def take(self, session: str, tickets: tuple[int, ...]) -> tuple[int, ...]:
-        """Hand descriptors over to the caller. Raises Refused (UNKNOWN_TICKET) and takes none."""
+        """Pass descriptors to the caller. Raises Refused (UNKNOWN_TICKET) and passes none."""
         held = self._held[session]
         for ticket in tickets:
             if ticket not in held:
@@ -135,7 +135,7 @@ class FdServer:
         packet: bytes,
         descriptors: list[int],
     ) -> None:
-        """Answer one request; takes descriptors that it keeps out of the list."""
+        """Handle one request; descriptors that are held are removed from the list."""
         answer: FdReply
         passing: list[int] = []
         try:

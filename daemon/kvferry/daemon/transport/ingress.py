@@ -45,13 +45,13 @@ Frames: TypeAlias = "list[bytes | zmq.Frame]"
 
 
 class MessageHandler(Protocol):
-    """Who is told what was said."""
+    """Receives what the intake reads."""
 
     def receive(self, identity: bytes, peer: Peer | None, frames: Frames) -> None:
-        """A message arrived, from a peer or from a stranger."""
+        """A message arrived. peer: None if the connection has no session."""
 
     def part(self, peer: Peer, reason: str) -> None:
-        """A peer is of no use any more."""
+        """A client disconnected."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +64,7 @@ class IncomingQueue:
     identity: bytes
     used: float
     messages: deque[Frames] = field(default_factory=deque)
-    # The connection is closed: when the messages are served, its peer leaves.
+    # The connection is closed: the session ends once these messages are handled.
     closed: bool = False
 
     def __lt__(self, other: IncomingQueue) -> bool:
@@ -88,16 +88,16 @@ class Ingress:
         self._monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._loop = asyncio.get_running_loop()
         self._drain_is_due = self._watch_is_due = False
-        # Connections, by number, that were accepted (or else closed), not handled yet.
+        # Unhandled changes: (number of a connection, accepted or closed).
         self._changes: deque[tuple[int, bool]] = deque()
-        # Of every peer that said something, and of strangers while something of theirs waits.
+        # Queues of peers that sent a message, and of connections without a session while one waits.
         self._queues: dict[bytes, IncomingQueue] = {}
-        # A heap of those with messages: the first has used the least time.
+        # Heap of the queues with messages, by time used.
         self._waiting: list[IncomingQueue] = []
-        # What the connection served last had used before. Nobody begins with less: idle time is not
-        # saved up.
+        # Time used by the connection that was served last. Others start with at least that: idle
+        # time is not saved up.
         self._served = 0.0
-        # Messages that wait, and their bytes.
+        # Waiting messages, and their bytes.
         self._count = self._nbytes = 0
 
     def start(self) -> None:
@@ -112,26 +112,26 @@ class Ingress:
         self._monitor.close(0)
 
     def drain_soon(self) -> None:
-        """The socket was written to, which may have consumed its descriptor's edge."""
+        """The socket was written to, which may have consumed the edge of its descriptor."""
         if not self._drain_is_due:
             self._drain_is_due = True
             self._loop.call_soon(self._drain)
 
     def forget(self, peer: Peer) -> None:
-        """Drop what waits of a peer that left, and what time it used."""
+        """Drop the waiting messages of a client that disconnected, and its used time."""
         queue = self._queues.pop(peer.identity, None)
         if queue is not None:
             self._drop(queue)
 
     def count_connections(self) -> None:
-        """Bring the count of connections up to date; what else they mean is heard in order."""
+        """Update the count of connections now; their other effects follow in order."""
         self._read_monitor()
         if self._changes and not self._watch_is_due:  # the monitor's edge is gone
             self._watch_is_due = True
             self._loop.call_soon(self._watch)
 
     def handle_connections(self) -> None:
-        """Pass on which connections were accepted, and which closed."""
+        """Handle accepted and closed connections."""
         self._read_monitor()
         while self._changes:
             number, accepted = self._changes.popleft()
@@ -147,7 +147,7 @@ class Ingress:
     # Reading
 
     def _drain(self) -> None:
-        """One turn."""
+        """Serve waiting connections for one turn."""
         self._drain_is_due = False
         if self._socket.closed:
             return
@@ -157,7 +157,7 @@ class Ingress:
             self.drain_soon()
 
     def _read(self, most: int) -> bool:
-        """Read messages into queues; whether more may be there."""
+        """Read messages into queues. Return whether more may be there."""
         for _ in range(most):
             if self._count >= MAX_WAITING or self._nbytes >= MAX_WAITING_BYTES:
                 return True
@@ -225,7 +225,7 @@ class Ingress:
     # Connections
 
     def _watch(self) -> None:
-        """Connections were accepted or closed; what came through those before counts first."""
+        """Connections were accepted or closed; earlier messages on them are handled first."""
         self._watch_is_due = False
         if self._socket.closed:
             return
@@ -235,7 +235,7 @@ class Ingress:
         self.handle_connections()
 
     def _read_monitor(self) -> None:
-        """The door must know at once who was accepted; the rest is handled in order."""
+        """Tell the door at once about accepted connections; the rest is handled in order."""
         while not self._monitor.closed and cast(int, self._monitor.get(zmq.EVENTS)) & POLLIN:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             number, accepted = int(event["value"]), event["event"] == zmq.EVENT_ACCEPTED

@@ -1,10 +1,9 @@
-"""What peers are sent, and what is kept for those that do not take it.
+"""Outboxes: messages for clients that do not receive them fast enough.
 
-Nothing is dropped in silence: a message that the socket does not take now waits in its peer's
-outbox, in order. An outbox is bounded. KeyEvents are left out when it is long, and the peer is told
-that it missed some, and asks for all anew; a stream of many goes on when all before is taken. A
-peer whose outbox is full anyhow is sent away, and the last that it finds, whenever it looks, is a
-Goodbye that says so.
+A message that the socket does not take is queued in the client's outbox, in order. An outbox is
+bounded. While it is long, key events are left out; the client sees the gap and asks for a snapshot.
+A long reply continues when the messages before it were received. A client whose outbox is full is
+disconnected, and the last message it finds is a Goodbye with the reason. Event loop only.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from kvferry.proto.errors import ErrorInfo, Refused
 from kvferry.proto.messages import DaemonMessage, Error, Goodbye, KeyEvents
 
 MAX_MESSAGES = 100_000
-# Kept for one peer, before it is sent away: of messages, and of their bytes.
+# Limits of one outbox; a peer that exceeds one is disconnected.
 MAX_BYTES = 32 << 20
-# Messages kept for a peer beyond which it misses news.
+# Queued messages above which key events are left out.
 MAX_NEWS = 1000
 RETRY = 0.002
 
@@ -57,7 +56,7 @@ class Outboxes:
         self._put(peer, data)
 
     def answer(self, identity: bytes, message: DaemonMessage) -> None:
-        """Send to one that has no session, if it is still there and has room."""
+        """Send to a connection without a session, if it still exists and has room."""
         try:
             self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError:
@@ -75,14 +74,14 @@ class Outboxes:
                 peer.missed = news
 
     def stream(self, session: str, messages: Iterator[DaemonMessage]) -> None:
-        """Send many messages, one at a time; a stream to a peer ends the one before it."""
+        """Send a long reply, message by message. A new one replaces an unfinished one."""
         peer = self._peers.by_session[session]
         flows, peer.stream = peer.stream is not None, messages
         if not flows:
             self._go_on(session)
 
     def _go_on(self, session: str) -> None:
-        """Send the next of many messages, and the others after what else is to be done."""
+        """Send the next message of a long reply, and schedule the others."""
         peer = self._peers.by_session.get(session)
         if peer is None or peer.stream is None:
             return
@@ -105,7 +104,7 @@ class Outboxes:
             self._send_away(peer)
 
     def _send_away(self, peer: Peer) -> None:
-        """What was kept for it goes; the flush that is under way sends the reason instead."""
+        """Replace its outbox by a Goodbye with the reason, which the pending flush sends."""
         kept = len(peer.outbox)
         reason = f"{kept} messages were queued and none was received; poll more often"
         peer.sent_away = True
@@ -117,7 +116,7 @@ class Outboxes:
         self._loop.call_soon(self._sent_away, peer, f"received none of {kept} messages")
 
     def _flush(self, peer: Peer) -> None:
-        """Send what a peer's outbox holds; try again soon where the socket is full.
+        """Send what a client's outbox contains; retry soon if the socket is full.
 
         A send that fails has looked for messages, too, and taken the wake-up for them.
         """

@@ -1,9 +1,9 @@
-"""Who is at the other end: processes, known by the kernel's word for them.
+"""Connected clients: their processes, as the kernel reports them.
 
-The peer's uid and pid come from the socket (SO_PEERCRED, which ZeroMQ passes on as Peer-Address
-"localhost:uid:gid:pid"), not from what the peer says. Two things tell that it went: a pidfd that
-its process died, the ROUTER's monitor that its connection closed, so that nothing of an engine
-that is gone stays mapped.
+The uid and pid of a client come from the socket (SO_PEERCRED, which ZeroMQ passes on as
+Peer-Address "localhost:uid:gid:pid"), not from its messages. The end of a client is noticed by a
+pidfd, when its process exits, and by the ROUTER's monitor, when its connection closes. Event loop
+only.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from kvferry.proto.messages import DaemonMessage, Hello, KeyEvents
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """A connected process: its address on the ROUTER, its pidfd, what it has not yet taken."""
+    """A connected process: its address on the ROUTER, its pidfd, its outbox."""
 
     session: str
     identity: bytes
     uid: int
     pid: int
     pidfd: int
-    # The descriptor of its connection, as ZeroMQ numbers it in messages and in the monitor.
+    # File descriptor number of the connection, as in ZeroMQ's SRCFD and monitor events.
     connection: int
     client: str
     engine: str
-    # Why it goes, once it does.
+    # Reason that is logged when the session ends.
     leaving: str = "goodbye"
-    # It took nothing: the last it is told is a goodbye.
+    # Its outbox overflowed: the last message that it gets is a Goodbye.
     sent_away: bool = False
     outbox: deque[bytes] = field(default_factory=deque)
     outbox_bytes: int = 0
-    # What is being sent to it, a message at a time.
+    # A long reply that is sent message by message.
     stream: Iterator[DaemonMessage] | None = None
-    # The newest KeyEvents that its full outbox did not take.
+    # The newest KeyEvents that was left out.
     missed: KeyEvents | None = None
 
 
 def credentials(frame: zmq.Frame) -> tuple[int, int]:
-    """(uid, pid) of who sent a frame. Raises Refused where the kernel says none."""
+    """(uid, pid) of a frame's sender. Raises Refused (FORBIDDEN) if the kernel names none."""
     try:
         _, uid, _, pid = str(frame.get("Peer-Address")).split(":")
         return int(uid), int(pid)
@@ -66,13 +66,13 @@ class Peers:
         self.by_session: dict[str, Peer] = {}
         self.by_identity: dict[bytes, Peer] = {}
         self._by_connection: dict[int, Peer] = {}
-        # Numbers of connections that closed, and that no newer one has.
+        # Numbers of closed connections that no newer connection has.
         self._closed: set[int] = set()
 
     def admit(self, session: str, identity: bytes, frame: zmq.Frame, hello: Hello) -> Peer:
-        """Take in a process that ZAP admitted (zap.py).
+        """Add a process that ZAP admitted (zap.py).
 
-        Raises Refused (FORBIDDEN, BUSY; NO_SESSION where it went already).
+        Raises Refused (FORBIDDEN, BUSY; NO_SESSION if it has disconnected).
         """
         connection = int(frame.get(zmq.SRCFD))
         self._check_there(identity, connection)
@@ -106,7 +106,7 @@ class Peers:
         self._closed.discard(connection)
 
     def disconnected(self, connection: int) -> Peer | None:
-        """A connection closed; returns its peer, which is as good as dead without a goodbye."""
+        """A connection closed. Return its peer, if it had a session."""
         self._closed.add(connection)
         return self._by_connection.get(connection)
 

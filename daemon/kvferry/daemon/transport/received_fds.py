@@ -1,7 +1,7 @@
-"""Descriptors that came from clients: of what they are, and closed where nobody waits for it.
+"""Received file descriptors: what kind of file each is, and how it is closed without blocking.
 
-The loop closes none but memfds with little memory (engine/fd_closer.py), and nothing is asked of a
-descriptor that its file system would have to answer.
+The event loop closes only memfds with little memory itself (engine/fd_closer.py). Nothing here asks
+a file system that might not respond.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _libc = ctypes.CDLL(None)
 class FdKind(enum.Enum):
     # A memfd, or a file of tmpfs.
     MEMORY = "memory"
-    # A device's file, or one of no type: what a driver exports.
+    # A device file or a file without a type: what a driver exports.
     DEVICE = "device"
 
 

@@ -1,8 +1,9 @@
-"""The loop: messages in, the core's answers out. Nothing here blocks or touches the device.
+"""The server: passes messages to the core and performs its actions.
 
-Messages come from the intake (intake.py); what the ROUTER does not take is kept (outbox.py). What
-the device reported by one wake-up is handled at once, and each session gets all results of it in
-one message.
+It never blocks and never touches the device. Messages come from the intake (intake.py) and are sent
+through outboxes (outbox.py). All reports of one wake-up are handled together, and a session gets
+their results in one message. Event loop only, except `lane_reports`,
+`pool_grew` and `fail`.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ from kvferry.proto.messages import (
 )
 from kvferry.proto.status import DaemonStatus, HealthStatus, NamespaceStatus
 
-# Messages that ZeroMQ itself keeps for a peer each way, of whatever size.
+# Messages of any size that ZeroMQ itself queues per peer and direction.
 HIGH_WATER = 256
 LINGER_MS = 1000
 # Of a connection without a session nothing larger is decoded: to do so may take 0.3 s, and a new
@@ -79,11 +80,11 @@ MAX_HELLO_BYTES = 8192
 
 
 def ignore(_: PublishKVEvents) -> None:
-    """Nobody listens to KV events."""
+    """Drop KV events."""
 
 
 class Server:
-    """Serves one device at one endpoint until `stop`, or until `fail` says why it cannot."""
+    """Serves one device at one endpoint until `stop` or `fail`."""
 
     def __init__(
         self, core: Core, endpoint: Endpoint, publish: Callable[[PublishKVEvents], None] = ignore
@@ -121,7 +122,7 @@ class Server:
         self._outboxes = Outboxes(self._socket, self._peers, self._intake.drain_soon, self.part)
 
     def inside(self, hear: Callable[[DaemonMessage], None]) -> Callable[[ClientMessage], None]:
-        """A session of the daemon's own: what to say things with, `hear` gets the answers."""
+        """Open a session inside the daemon; return its send function. `hear` gets the replies."""
         session = secrets.token_hex(16)
         self._core.enter(session)
         self._inside[session] = hear
@@ -135,7 +136,7 @@ class Server:
         health: Health,
         drain_seconds: float,
     ) -> None:
-        """Serve until stopped; then let what was accepted end, and say goodbye."""
+        """Serve until stopped, then let accepted jobs end and send Goodbye to all clients."""
         self._worker, self._region_store = worker, region_store
         self._shelf, self._health = shelf, health
         health.start()
@@ -172,7 +173,7 @@ class Server:
         self._loop.call_soon_threadsafe(self._grew, nbytes)
 
     def fail(self, error: KVFerryError) -> None:
-        """The daemon cannot go on: end with this error."""
+        """End the daemon with this error. Any thread."""
         self._loop.call_soon_threadsafe(self._fail, error)
 
     def _grew(self, nbytes: int) -> None:
@@ -213,7 +214,7 @@ class Server:
             self._send_away(identity, peer, error)
 
     def part(self, peer: Peer, reason: str) -> None:
-        """A peer is not there any more, or is not wanted."""
+        """Close the session of a client that disconnected or is disconnected."""
         if peer.session in self._peers.by_session:
             peer.leaving = reason
             self._intake.forget(peer)
@@ -230,7 +231,7 @@ class Server:
         self._outboxes.answer(identity, self._core.refusal(None, error))
 
     def _send_away(self, identity: bytes, peer: Peer | None, error: Exception) -> None:
-        """A mistake of ours: whoever met it need not wait for an answer, and the others go on."""
+        """Disconnect a client whose message caused an internal error; the others continue."""
         self._journal.broke(peer, error)
         self._outboxes.answer(identity, Goodbye("internal error of the daemon; see its log"))
         if peer is not None:
@@ -266,7 +267,7 @@ class Server:
         return HealthChecked(self._health.status(), self._region_store.verification)
 
     def tell(self, reports: Iterable[Report]) -> None:
-        """The core hears of what happened, and what follows from it is done."""
+        """Pass reports to the core and perform its actions."""
         actions = list[Action]()
         for report in reports:
             follows = self._core.report(report)
@@ -276,14 +277,14 @@ class Server:
         self._perform(merge_results(actions))
 
     def _tell_failed(self, error: ErrorInfo, actions: list[Action]) -> None:
-        """Of the daemon's own jobs its health tells."""
+        """Log a failed job, unless it is the probe's."""
         sessions = [action.session for action in actions if isinstance(action, Send)]
         if not self._inside.keys() & set(sessions):
             peers = [peer for name in sessions if (peer := self._peers.by_session.get(name))]
             self._journal.failed(peers[0] if peers else None, error)
 
     def _with_tickets(self, report: TensorsMapped) -> TensorsMapped:
-        """Memory allocated here: put its descriptors where the client can collect them."""
+        """Register the descriptors of allocated memory, so that the client can fetch them."""
         tickets = [self._desk.keep(report.session, d) for d in report.descriptors]
         allocations = tuple(
             FdAllocation(tickets[a.ticket], a.size) if isinstance(a, FdAllocation) else a

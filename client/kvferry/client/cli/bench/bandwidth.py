@@ -43,7 +43,7 @@ QUICK_SIZES = (4 << 10, 64 << 10, 2 << 20)
 JOB_BYTES = 1 << 30
 SAMPLE_BYTES = 16 << 20
 SAMPLE_BLOCKS = 32
-# Jobs under way one way, in a row.
+# Jobs in flight per direction.
 AHEAD = 2
 
 

@@ -17,7 +17,7 @@ from kvferry.client.cli.bench import bare
 from kvferry.client.cli.bench.results import Latency
 
 NBYTES = 2 * 2048 * 8
-# Seconds between two, in which whoever is to be woken falls asleep.
+# Seconds between two messages, so that the receiver is asleep.
 APART = 1e-3
 ECHO = """
 import socket, sys

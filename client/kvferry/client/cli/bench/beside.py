@@ -40,11 +40,11 @@ QUICK = (4 * KIB, 256 * KIB)
 WINDOW, ALONE = 0.2, 0.2
 WINDOWS, QUICK_WINDOWS = 3, 1
 IN_FLIGHT = 2
-# The alternatives' jobs are so many times smaller, or slow ones would not end in a window.
+# Divisor of the alternatives' job size, so that slow ones complete within a window.
 SMALL_JOBS = 16
 KVFERRY, MPS, DIRECT = "kvferry", "kvferry, MPS", "batched DMA"
 KERNEL, CONTIGUOUS, TURNS = "pinned kernel", "contiguous", "turns of the GPU"
-# The most that one turn of staged copies can move, with 256 MiB of staging.
+# Most bytes that one kernel batch of staged copies moves, with 256 MiB of staging.
 PIECE = 256 << 20
 _WAYS = ("store", "load")
 Movers = dict[str, Mover]

@@ -41,7 +41,7 @@ HOST_BLOCK = 2 << 20
 MAX_TENSORS = 64
 NAME = "kvferry-bench"
 TIMEOUT = 120.0
-# Between looks at many jobs: none, unless that took the daemon's core.
+# Seconds between polls: 0, unless polling would take the daemon's core.
 NAP = 0.0 if len(os.sched_getaffinity(0)) > 2 else 20e-6
 
 

@@ -36,7 +36,7 @@ from kvferry.proto.specs import BlockIds
 BLOCKS = 2048
 SUBMIT_SHAPE = Shape(4096, 1, 1)
 AHEAD = 4
-# Different ones, so few that their ids stay in the caches: who submits has just made them.
+# Different specs, few enough that their ids stay in the CPU caches, as those of a scheduler.
 SPECS = 16
 SUBMITS, POLLS, TRIPS = 500, 5000, 500
 QUICK = 10

@@ -23,7 +23,7 @@ _cuda: Any = torch.cuda
 
 
 class Mover(Protocol):
-    # Of one job.
+    # Bytes of one job.
     nbytes: int
 
     def submit(self) -> None: ...

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 WAYS: tuple[str, ...] = ("store", "load", "both")
 GIB = 1 << 30
 REPS, QUICK_REPS = 5, 2
-# How many times over.
+# How many copies are timed together.
 IN_A_ROW = 4
 
 
@@ -48,10 +48,10 @@ class About(msgspec.Struct):
     daemon: str
     cpu: str
     cpus: int
-    # Moved each way in one go.
+    # Bytes moved per direction in one copy.
     nbytes: int
     reps: int
-    # By way the smallest fragment that the daemon copies directly, where it has a choice.
+    # Per direction, the smallest fragment in bytes that the daemon copies directly.
     direct_from: dict[str, int] = {}
 
 

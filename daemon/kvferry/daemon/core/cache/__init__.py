@@ -1,1 +1,1 @@
-"""Who is in which host block, who has to go: the cache of one namespace, and its policies."""
+"""Residency: the cache of one namespace and its eviction policies."""

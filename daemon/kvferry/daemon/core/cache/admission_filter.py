@@ -1,7 +1,7 @@
-"""How often a key was offered: one that is wanted once may never be wanted again.
+"""Admission filter: a key is stored from its n-th offer on (store_threshold n).
 
-With a threshold n a key is stored from its n-th offer on. Offers are remembered for a bounded
-number of keys; who was offered longest ago is forgotten, and begins anew.
+A key that is offered once may never be requested again. Counts are kept for a bounded number of
+keys; the one whose last offer is the oldest is forgotten.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class AdmissionFilter:
             raise ValueError(f"store_threshold is {threshold}; give at least 1")
         self._threshold = threshold
         self._bound = bound
-        # Up to the threshold; longest ago first.
+        # Number of offers of each key, up to the threshold; the oldest offer first.
         self._counts: Counts = OrderedDict()
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""The blocks of a cache that hold no key."""
+"""Blocks of a cache that hold no key: free, or still used by jobs from before a reset."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from itertools import chain
 
 
 class BlockAllocator:
-    """Free ones, and doomed ones with how many jobs still use each."""
+    """Free blocks, and doomed ones with the number of jobs that use each."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._given_back: list[int] = []
-        # Where the blocks begin that never held a key, or none since all went.
+        # From this block on, none has held a key since the last reset.
         self._unused = 0
-        # Those among them that were doomed then: they come back by themselves.
+        # Blocks above `_unused` that are doomed; they are returned when their jobs end.
         self._skipped: set[int] = set()
         self._doomed: Counter[int] = Counter()
 
@@ -28,7 +28,7 @@ class BlockAllocator:
         return len(self._doomed)
 
     def take(self, count: int) -> tuple[int, ...]:
-        """`count` free blocks; there must be as many."""
+        """Take `count` free blocks; there must be that many."""
         blocks = self._given_back[-count:]
         del self._given_back[-count:]
         while self._skipped and len(blocks) < count:
@@ -59,7 +59,7 @@ class BlockAllocator:
         self._unused, self._skipped = 0, set(self._doomed)
 
     def redeem(self, blocks: Iterable[int]) -> None:
-        """A job of the past that used these blocks has ended."""
+        """A job from before a reset that used these blocks has ended."""
         for block in blocks:
             self._doomed[block] -= 1
             if not self._doomed[block]:

@@ -32,7 +32,7 @@ from kvferry.daemon.core.cache.resident_keys import NO_PARTS, Parts, ResidentKey
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import EventKind, Lookup
 
-# Keys whose offers are remembered, or as many as there are blocks, if that is more.
+# Keys whose offers are counted; the capacity if that is more.
 OFFERS_REMEMBERED = 1 << 16
 
 
@@ -51,7 +51,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pins:
-    """A load to be done: the block of each key, which stays until complete_load."""
+    """A load: the block of each key, which stays until complete_load."""
 
     keys: tuple[bytes, ...]
     blocks: tuple[int, ...]
@@ -108,23 +108,23 @@ class Cache:
         self._blocks = BlockAllocator(capacity)
         self._pending: dict[bytes, int] = {}
         self._ready = ResidentKeys()
-        # How often each ready key is pinned, where it is.
+        # Pin count of each pinned key.
         self._pins: Counter[bytes] = Counter()
-        # The blocks of keys that were discarded while pinned; such a key is not stored anew.
+        # Blocks of keys that were discarded while pinned; such a key cannot be stored again yet.
         self._condemned: dict[bytes, int] = {}
         self._stores: set[Reservation] = set()
         self._loads: set[Pins] = set()
-        # Jobs from before a reset.
+        # Jobs in flight from before a reset.
         self._past: set[Reservation | Pins] = set()
         self._recording = False
         self._events: list[CacheEvent] = []
-        # Called whenever there is an event to take.
+        # Called when there is an event to take.
         self.notice: Callable[[], None] = _nobody
         self._hits = self._misses = self._skipped = self._stored = self._evictions = 0
 
     @property
     def recording(self) -> bool:
-        """Whether events are kept for take_events. Off, none are, nor those kept so far."""
+        """Whether events are kept for take_events. Turning it off drops those kept so far."""
         return self._recording
 
     @recording.setter
@@ -167,11 +167,11 @@ class Cache:
 
     @property
     def parts(self) -> Parts:
-        """Of ready keys that are stored in part, the sub-blocks."""
+        """The stored sub-blocks of ready keys that are stored in part."""
         return self._ready.parts
 
     def count_lookups(self, hits: int, misses: int) -> None:
-        """Lookups that were answered elsewhere."""
+        """Count lookups that a client's mirror answered."""
         self._hits += hits
         self._misses += misses
 
@@ -211,7 +211,7 @@ class Cache:
         return self._reserve(tuple(wanted), reserved, room, self._sieve({**offered, **kept}))
 
     def complete_store(self, reservation: Reservation, success: bool) -> None:
-        """A store ended: its keys can be loaded, or are absent. A second time is harmless."""
+        """End a store: its keys become loadable, or absent. A second call has no effect."""
         if reservation in self._past:
             self._past.remove(reservation)
             self._blocks.redeem(reservation.blocks)
@@ -247,7 +247,7 @@ class Cache:
         return pins
 
     def complete_load(self, pins: Pins) -> None:
-        """A load ended. Raises Refused (NOT_PINNED) where these pins were released already."""
+        """End a load. Raises Refused (NOT_PINNED) if these pins were already released."""
         if pins in self._past:
             self._past.remove(pins)
             self._blocks.redeem(pins.blocks)
@@ -260,7 +260,7 @@ class Cache:
             raise Refused(Code.NOT_PINNED, message, first)
 
     def take_apart(self, pins: Pins) -> list[Pins]:
-        """Instead of pins that were not released, as many of one key each."""
+        """Split pins into pins of one key each."""
         singles = [
             Pins((key,), (block,)) for key, block in zip(pins.keys, pins.blocks, strict=True)
         ]
@@ -273,7 +273,7 @@ class Cache:
         return singles
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Keys were asked for: the first ends up most recent. Absent ones are ignored."""
+        """Mark keys as used; the first ends up most recent. Absent ones are ignored."""
         self._policy.touch(keys, self._pending)
 
     def verify(self, entries: Iterable[tuple[bytes, int]]) -> None:
@@ -288,7 +288,7 @@ class Cache:
         self._remove(self._ready.in_place(entries))
 
     def take_events(self) -> list[CacheEvent]:
-        """What happened since the last call, in order."""
+        """The events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
@@ -351,7 +351,7 @@ class Cache:
         return list(self._ready.hits())
 
     def ready_among(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Those of some keys that can be loaded, in whole or in part."""
+        """Those of these keys that are loadable, in whole or in part."""
         return self._ready.loadable_among(keys)
 
     def pending_keys(self) -> list[bytes]:
@@ -359,7 +359,7 @@ class Cache:
         return [*self._pending, *self._ready.pending()]
 
     def check_integrity(self) -> None:
-        """AssertionError where the books disagree. Takes long: for tests."""
+        """Raise AssertionError if the state is inconsistent. Slow, for tests."""
         pending, ready = self._pending, self._ready.blocks
         stores = [pair for s in self._stores for pair in zip(s.keys, s.blocks, strict=True)]
         pins = Counter(chain.from_iterable(load.keys for load in self._loads))
@@ -381,7 +381,7 @@ class Cache:
         self._blocks.check_integrity(held, [job.blocks for job in self._past])
 
     def _evictable(self, besides: Iterable[bytes]) -> int:
-        """How many keys may go, `besides` these."""
+        """Number of keys that may be evicted, not counting `besides`."""
         ready, pins = self._ready, self._pins
         held = len(pins) - len(self._condemned)
         return len(ready) - held - sum(key in ready and key not in pins for key in besides)
@@ -390,7 +390,7 @@ class Cache:
         return lambda keys: outside(keys, self._pending, self._pins, offered)
 
     def _remove(self, keys: Sequence[bytes]) -> None:
-        """These ready keys are absent from now on, other than by eviction."""
+        """Remove ready keys, other than by eviction."""
         self._policy.forget(keys)
         blocks = self._take_out(keys)
         for key, block in zip(keys, blocks, strict=True):
@@ -451,4 +451,4 @@ def _offers(threshold: int, capacity: int) -> AdmissionFilter:
 
 
 def _nobody() -> None:
-    """Nobody wants to know."""
+    """Ignore the notice."""

@@ -1,4 +1,4 @@
-"""The least recently used goes. Insertion and touch are uses; the end of a transfer is none."""
+"""LRU: evicts the least recently used key. Insertion and touch are uses; a completed job is not."""
 
 from __future__ import annotations
 

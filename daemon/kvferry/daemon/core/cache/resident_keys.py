@@ -53,7 +53,7 @@ class ResidentKeys:
         return outside(self.unverified, self.parts)
 
     def loadable_among(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Those of some keys that can be loaded, whole or in part."""
+        """Those of these keys that are loadable, in whole or in part."""
         return [key for key in keys if key in self.blocks and key not in self.unverified]
 
     def first_unverified(self, keys: Iterable[bytes]) -> bytes | None:
@@ -79,23 +79,23 @@ class ResidentKeys:
         self.parts.update(parts)
 
     def restore(self, blocks: dict[bytes, int], parts: Parts) -> None:
-        """Keys of an earlier daemon, if there are none yet."""
+        """Restore the keys of an earlier daemon; there must be none yet."""
         self.blocks, self.parts = blocks, dict(parts)
         self.unverified = dict.fromkeys(blocks)
 
     def verify(self, entries: Iterable[tuple[bytes, int]]) -> list[bytes]:
-        """Unverified keys that match their checksums. Returns those that are a HIT now."""
+        """Mark keys as verified. Return those that are a HIT now."""
         good = [key for key in self.in_place(entries) if key in self.unverified]
         for key in good:
             del self.unverified[key]
         return list(outside(good, self.parts))
 
     def in_place(self, entries: Iterable[tuple[bytes, int]]) -> list[bytes]:
-        """Those of some keys that are here, and in these blocks."""
+        """Those of these keys that are in these blocks."""
         return [key for key, block in dict(entries).items() if self.blocks.get(key) == block]
 
     def remove(self, keys: Sequence[bytes]) -> tuple[list[int], list[bytes], list[bytes]]:
-        """Returns the blocks of these keys, and which of them were a HIT and a HIT_PENDING."""
+        """Remove keys. Return their blocks, and which of them were HIT and HIT_PENDING."""
         blocks = [self.blocks.pop(key) for key in keys]
         if not (self.unverified or self.parts):
             return blocks, list(keys), []
