@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from kvferry.cuda.driver import Driver, Event, driver
-from kvferry.daemon.core.layout import Fragments
-from kvferry.daemon.engine.cuda.link import Link
+from kvferry.daemon.core.layout import CopyBatch
+from kvferry.daemon.engine.cuda.dma import Dma
 from kvferry.daemon.engine.memory import MappedFiles
 from kvferry.proto.specs import Direction
 
@@ -32,7 +32,7 @@ MEMORY, CHUNK, MOVED, PIECE = 4 << 30, 1 << 30, 2 << 30, 32 << 20
 SIZES = tuple(1 << power for power in range(15, 23))
 IN_FLIGHT, ROUNDS = 4, 5
 
-Enqueue = Callable[[Direction, Fragments], list[Event]]
+Enqueue = Callable[[Direction, CopyBatch], list[Event]]
 
 
 class Dock:
@@ -48,19 +48,19 @@ class Dock:
             cuda.register_host(self.host.address + start, CHUNK)
         self.device = cuda.allocate(MEMORY)
         self.streams = [cuda.create_stream() for _ in range(2)]
-        self.link = Link(cuda, self.host.address, CHUNK)
+        self.dma = Dma(cuda, self.host.address, CHUNK)
 
-    def batch(self, direction: Direction, piece: Fragments) -> list[Event]:
+    def batch(self, direction: Direction, piece: CopyBatch) -> list[Event]:
         return [self._on(self.streams[0], direction, piece)]
 
-    def two_streams(self, direction: Direction, piece: Fragments) -> list[Event]:
+    def two_streams(self, direction: Direction, piece: CopyBatch) -> list[Event]:
         halves = [slice(start, None, 2) for start in range(min(2, piece.size.size))]
         return [
-            self._on(stream, direction, Fragments.of(*(column[half] for column in _columns(piece))))
+            self._on(stream, direction, CopyBatch.of(*(column[half] for column in _columns(piece))))
             for stream, half in zip(self.streams, halves, strict=False)
         ]
 
-    def singly(self, direction: Direction, piece: Fragments) -> list[Event]:
+    def singly(self, direction: Direction, piece: CopyBatch) -> list[Event]:
         stream, store = self.streams[0], direction is Direction.STORE
         for gpu, host, size in piece.rows():
             dst, src = (host, gpu) if store else (gpu, host)
@@ -75,15 +75,15 @@ class Dock:
         began, step = time.perf_counter(), PIECE // size
         for start in range(0, gpu.size, step):
             part = slice(start, start + step)
-            flying.append(enqueue(direction, Fragments.of(gpu[part], host[part], sizes[part])))
+            flying.append(enqueue(direction, CopyBatch.of(gpu[part], host[part], sizes[part])))
             if len(flying) == IN_FLIGHT:
                 self._await(flying.popleft())
         for ends in flying:
             self._await(ends)
         return MOVED / (time.perf_counter() - began)
 
-    def _on(self, stream: int, direction: Direction, piece: Fragments) -> Event:
-        self.link.enqueue(direction, piece, stream)
+    def _on(self, stream: int, direction: Direction, piece: CopyBatch) -> Event:
+        self.dma.enqueue(direction, piece, stream)
         return self.cuda.record(stream)
 
     def _await(self, ends: list[Event]) -> None:
@@ -91,7 +91,7 @@ class Dock:
             pass
 
 
-def _columns(piece: Fragments) -> tuple[Any, Any, Any]:
+def _columns(piece: CopyBatch) -> tuple[Any, Any, Any]:
     return piece.gpu, piece.host, piece.size
 
 

@@ -38,9 +38,9 @@ from collections import deque
 import numpy as np
 
 from kvferry.cuda.driver import Driver, Event, driver
-from kvferry.daemon.core.layout import BlockLayout, Fragments, Int64s
+from kvferry.daemon.core.layout import BlockLayout, CopyBatch, Int64s
 from kvferry.daemon.engine.cuda import staged
-from kvferry.daemon.engine.cuda.link import Link, Listed, Ruler
+from kvferry.daemon.engine.cuda.dma import Dma
 from kvferry.daemon.engine.cuda.staged import Kernels, StagedCopy
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import Direction, KVLayout, TensorLayout, TensorRef
@@ -185,21 +185,21 @@ class Desk:
         self.under_way = under_way
         self._cuda = cuda
         self._host, self._device = cuda.allocate_host(GIB), cuda.allocate(GIB)
-        self._link = Link(cuda, self._host, 1 << 40)
+        self._dma = Dma(cuda, self._host, 1 << 40)
         self._load, self._store = cuda.create_stream(urgent=True), cuda.create_stream()
         size = PIECE if fragments == 1 else BLOCK
         random, pieces = np.random.default_rng(0), GIB // size // fragments
         gpu, host = (random.permutation(GIB // size)[: pieces * fragments] for _ in range(2))
         self._gpu_blocks, self._host_blocks = (n.reshape(pieces, -1) for n in (gpu, host))
         self._size = size
-        self._listed = deque(self._list())
+        self._batches = deque(self._make_batches())
         self._places = itertools.cycle(range(0, ROOM, BLOCK))
         self._from, self._to = cuda.allocate_host(ROOM), cuda.allocate(ROOM)
 
     def store(self) -> Event:
         """Enqueue the next piece; its end."""
-        self._link.enqueue_listed(self._listed[0], self._store)
-        self._listed.rotate(-1)
+        self._dma.enqueue(Direction.STORE, self._batches[0], self._store)
+        self._batches.rotate(-1)
         return self._cuda.record(self._store)
 
     def load(self) -> Event:
@@ -207,14 +207,13 @@ class Desk:
         self._cuda.call("cuMemcpyAsync", self._to + place, self._from + place, BLOCK, self._load)
         return self._cuda.record(self._load)
 
-    def _list(self) -> list[Listed]:
+    def _make_batches(self) -> list[CopyBatch]:
         pairs = zip(self._gpu_blocks, self._host_blocks, strict=True)
         return [self._piece(self._device + gpu * self._size, host) for gpu, host in pairs]
 
-    def _piece(self, sources: Int64s, host: Int64s) -> Listed:
+    def _piece(self, sources: Int64s, host: Int64s) -> CopyBatch:
         sizes = np.full(host.size, self._size)
-        fragments = Fragments.of(sources, self._host + host * self._size, sizes)
-        return self._link.listed(Direction.STORE, fragments)
+        return CopyBatch.of(sources, self._host + host * self._size, sizes)
 
 
 class StagedDesk(Desk):
@@ -228,7 +227,7 @@ class StagedDesk(Desk):
             (tuple(TensorRef(tensor, PAGE) for tensor in range(PAGES)),),
         )
         bases = self._device + np.arange(PAGES) * BLOCKS * PAGE
-        copy = StagedCopy(cuda, self._link, Ruler(self._buffer, STAGING))
+        copy = StagedCopy(cuda, self._dma)
         self._table = copy.table(BlockLayout(LayoutArrays.from_layout(layout), 0, BLOCKS), 0, bases)
         self._gathers, self._scatters = Kernels(cuda), Kernels(cuda)  # for a thread each
         self._gather, self._scatter = cuda.create_stream(), cuda.create_stream(urgent=True)
@@ -256,7 +255,7 @@ class StagedDesk(Desk):
         self._scatters.launch(Direction.LOAD, self._table, place, ONE_BLOCK, self._scatter)
         return cuda.record(self._scatter)
 
-    def _list(self) -> list[Listed]:
+    def _make_batches(self) -> list[CopyBatch]:
         """From the buffer, where piece by piece takes turns between its two halves."""
         sources = self._buffer + np.arange(2 * LARGE).reshape(2, -1) * BLOCK
         hosts = enumerate(self._host_blocks)

@@ -214,7 +214,7 @@ def spoiled_transfers(draw: st.DrawFn, world: World) -> Transfer:
 
 def pairs_of(world: World, runs: tuple[Extent, ...]) -> list[tuple[int, int]]:
     """(byte of the arena, byte of the pool) of all fragments of `runs`, in order."""
-    parts = [world.geometry.fragments(run, bases(world), 0) for run in runs]
+    parts = [world.geometry.copy_batch(run, bases(world), 0) for run in runs]
     rows = [row for f in parts for row in zip(f.gpu, f.host, f.size, strict=True)]
     return [(int(gpu) + n, int(host) + n) for gpu, host, size in rows for n in range(int(size))]
 
@@ -312,7 +312,7 @@ class Memory:
     def copy(self, direction: Direction, runs: tuple[Extent, ...]) -> None:
         for piece in pieces_of(self.world.geometry, runs, 64, 5):
             where = bases(self.world) + self.arena.ctypes.data
-            fragments = self.world.geometry.fragments(piece, where, self.pool.ctypes.data)
+            fragments = self.world.geometry.copy_batch(piece, where, self.pool.ctypes.data)
             for gpu, host, size in zip(fragments.gpu, fragments.host, fragments.size, strict=True):
                 to, origin = (host, gpu) if direction is Direction.STORE else (gpu, host)
                 ctypes.memmove(int(to), int(origin), int(size))

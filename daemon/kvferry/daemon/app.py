@@ -395,7 +395,7 @@ def make_health(
     lost: Callable[[], str | None],
 ) -> Health:
     """address: of the front of the pool, which contains the probe's blocks."""
-    patience = HealthTimeouts(config.every_seconds, config.deadline_seconds, config.lane_seconds)
+    patience = HealthTimeouts(config.every_seconds, config.deadline_seconds, config.worker_seconds)
     say = server.inside(lambda message: prober.hear(message))
     prober = Probe(say, address)
     return Health(patience, prober, lambda now: worker.post(Ping(now)), signals, lost)

@@ -128,7 +128,7 @@ class HealthConfig(Section, frozen=True):
         float,
         Meta(gt=0, le=3600, description="the daemon is unhealthy if the probe takes longer"),
     ] = 5.0
-    lane_seconds: Annotated[
+    worker_seconds: Annotated[
         float,
         Meta(
             gt=0,

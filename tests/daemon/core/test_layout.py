@@ -47,10 +47,9 @@ def test_pages_of_a_block_lie_behind_one_another_in_the_host_block(geometry: Blo
     spec = gpu(7, 2, 1, 3, sizes=(2, 2), first=(5, 1))
     resolved = geometry.resolve(STORE, spec, ids(4, 11, 6))
     bases = ids(100_000, 200_000, 300_000)
-    parts = [geometry.fragments(run, bases, 1_000_000) for run in resolved.runs]
+    parts = [geometry.copy_batch(run, bases, 1_000_000) for run in resolved.runs]
     got = [row for f in parts for row in zip(f.gpu, f.host, f.size, strict=True)]
     assert got == [row for f in parts for row in f.rows()]
-    assert got == [row for run in resolved.runs for row in geometry.rows(run, bases, 1_000_000)]
     # Group 0 begins at logical block 5: sub-block 2 of host block 4, then sub-block 0 of 11.
     # Group 1 begins at logical block 1: sub-blocks 1 and 2 of host block 6, 5 bytes each.
     pool = 1_000_000 + START
@@ -200,16 +199,16 @@ def test_a_block_that_comes_twice_among_very_many_is_found(again: int | None) ->
         (1 << 20, 1, [(0, 1), (0, 1), (0, 1), (0, 1), (1, 1), (1, 1)]),
     ],
 )
-def test_a_piece_is_of_one_group_and_holds_what_fits_or_one_block(
+def test_a_chunk_is_of_one_group_and_holds_what_fits_or_one_block(
     geometry: BlockLayout, max_bytes: int, max_blocks: int, counts: list[tuple[int, int]]
 ) -> None:
     spec = gpu(0, 1, 2, 3, 0, 1, sizes=(4, 2), first=(0, 0))
     rest = geometry.resolve(STORE, spec, ids(0, 1, 2)).runs
-    pieces = []
+    chunks = []
     while rest:
-        piece, rest = geometry.split(rest, max_bytes, max_blocks)
-        pieces.append((piece.group, piece.gpu_blocks.size))
-    assert pieces == counts
+        chunk, rest = geometry.split(rest, max_bytes, max_blocks)
+        chunks.append((chunk.group, chunk.gpu_blocks.size))
+    assert chunks == counts
 
 
 def test_directions_follow_from_the_kinds_of_the_sides() -> None:

@@ -41,7 +41,7 @@ from kvferry.daemon.device.mappings import MapCommand
 from kvferry.daemon.device.worker import DeviceWorker
 from kvferry.daemon.engine import fd_closer
 from kvferry.daemon.engine.base import ChunkRequest, CopyEngine, Mapping
-from kvferry.daemon.engine.cuda import direct, link, packing, staged
+from kvferry.daemon.engine.cuda import dma, staged
 from kvferry.daemon.engine.cuda import engine as cuda_engine
 from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
 from kvferry.daemon.engine.pool import HostPool
@@ -438,9 +438,7 @@ def test_jobs_that_are_cancelled_on_their_way_harm_no_other(bench: Bench) -> Non
 
 def take_few_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs here are small; what is done for many fragments is to be done for theirs, too."""
-    monkeypatch.setattr(link, "FEW", 0)
-    monkeypatch.setattr(direct, "FEW", 0)
-    monkeypatch.setattr(packing, "FEW", 0)
+    monkeypatch.setattr(dma, "FEW", 0)
 
 
 @pytest.mark.parametrize("bench", [on_paper("staged"), on_paper("auto")], indirect=True)
@@ -533,7 +531,7 @@ def test_jobs_that_share_a_turn_have_times_of_their_own(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("bench", [on_paper("staged")], indirect=True)
-def test_pieces_that_lie_one_behind_the_other_are_one_launch(bench: Bench) -> None:
+def test_chunks_that_lie_one_behind_the_other_are_one_launch(bench: Bench) -> None:
     """But for the first of a store: the link has something to do while others are made ready."""
     engine = bench.open(CROWD["staged"])
     assert isinstance(bench.engine, CudaEngine)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from kvferry.daemon.engine.base import ChunkRequest
 from kvferry.daemon.engine.cuda.staging import (
+    CHUNK_UNITS,
     FOR_LOADS,
     LEAST,
-    PIECE,
     UNITS,
     Slot,
     Staging,
@@ -63,11 +63,11 @@ def test_whatever_its_size_slots_lie_where_kernels_may_read_them(nbytes: int) ->
     assert slots[-1].address + slots[-1].units * staging.unit_bytes <= staging.address + nbytes
 
 
-def test_loads_alone_have_all_of_it_one_piece_behind_the_other(staging: Staging) -> None:
+def test_loads_alone_have_all_of_it_one_chunk_behind_the_other(staging: Staging) -> None:
     slots = fill(staging, LOAD)
-    assert [slot.units for slot in slots] == [PIECE] * (UNITS // PIECE)
+    assert [slot.units for slot in slots] == [CHUNK_UNITS] * (UNITS // CHUNK_UNITS)
     starts = [slot.start for slot in slots]
-    assert starts == [(starts[0] + number * PIECE) % UNITS for number in range(len(slots))]
+    assert starts == [(starts[0] + number * CHUNK_UNITS) % UNITS for number in range(len(slots))]
 
 
 def test_stores_leave_room_for_a_small_load(staging: Staging) -> None:
@@ -86,7 +86,7 @@ def test_stores_wait_until_a_third_is_left_to_drain_and_then_get_all_that_is_fre
 ) -> None:
     slots = fill(staging, STORE)
     assert room(staging, STORE) == 0
-    while sum(slot.units for slot in slots) > 3 * PIECE:  # in whole pieces
+    while sum(slot.units for slot in slots) > 3 * CHUNK_UNITS:  # in whole chunks
         assert room(staging, STORE) == 0
         staging.give_back(slots.pop(0))
     free = UNITS - FOR_LOADS - sum(slot.units for slot in slots)
@@ -100,16 +100,16 @@ def test_stores_go_on_while_the_turn_of_what_they_have_is_awaited(staging: Stagi
     used = sum(slot.units for slot in fill(staging, STORE)[:-1])
     assert room(staging, STORE, ahead=used) == 0  # all is taken
     staging = Staging(cast(Any, Memory()), UNITS * UNIT)
-    staging.take(STORE, PIECE * UNIT)
-    assert room(staging, STORE, ahead=PIECE) == PIECE * UNIT
+    staging.take(STORE, CHUNK_UNITS * UNIT)
+    assert room(staging, STORE, ahead=CHUNK_UNITS) == CHUNK_UNITS * UNIT
 
 
-def test_a_piece_ends_where_the_buffer_does_and_the_next_begins_at_its_start(
+def test_a_chunk_ends_where_the_buffer_does_and_the_next_begins_at_its_start(
     staging: Staging,
 ) -> None:
-    for slot in (staging.take(STORE, PIECE * UNIT) for _ in range(UNITS // PIECE - 1)):
+    for slot in (staging.take(STORE, CHUNK_UNITS * UNIT) for _ in range(UNITS // CHUNK_UNITS - 1)):
         staging.give_back(slot)
-    staging.give_back(staging.take(STORE, (PIECE - 3) * UNIT))
+    staging.give_back(staging.take(STORE, (CHUNK_UNITS - 3) * UNIT))
     ends = staging.take(STORE, room(staging, STORE, 3 * UNIT))
     assert ends.start + ends.units == UNITS
     assert staging.take(STORE, room(staging, STORE)).start == 0
@@ -141,7 +141,7 @@ def test_no_unit_is_ever_in_two_slots(steps: list[tuple[bool, bool, int, int]]) 
         nbytes = max(nbytes, block * UNIT)
         granted = room(staging, direction, nbytes, contended, ahead, block * UNIT)
         if granted:
-            assert block * UNIT <= granted <= max(PIECE * UNIT, nbytes)
+            assert block * UNIT <= granted <= max(CHUNK_UNITS * UNIT, nbytes)
             mine.append(staging.take(direction, min(granted, nbytes)))
         elif mine:
             staging.give_back(mine.pop(0))

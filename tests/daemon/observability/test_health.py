@@ -196,7 +196,7 @@ async def test_the_manager_hears_nothing_while_the_device_worker_does_not_respon
     ferry: Ferry,
 ) -> None:
     manager = Manager(watchdog_seconds=0.15)
-    patient = Patient(ferry, HealthTimeouts(lane=0.2), manager)
+    patient = Patient(ferry, HealthTimeouts(worker=0.2), manager)
     patient.health.start()
     patient.health.pool_grew()
     await until(lambda: len(manager.beats) >= 5)

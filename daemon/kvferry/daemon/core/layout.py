@@ -45,13 +45,11 @@ FEW = 64
 SPARSE = 16
 
 Bools: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
-# A few contiguous extents: (GPU address, host address, bytes) of each.
-Rows: TypeAlias = list[tuple[int, int, int]]
 _INT64, _UINT64 = np.dtype(np.int64), np.dtype(np.uint64)
 _NONE = np.empty(0, dtype=np.int64)
 
 
-class Extent(msgspec.Struct, frozen=True, weakref=True):
+class Extent(msgspec.Struct, frozen=True):
     """GPU blocks of one group, and the place of each one's pages in the host pool."""
 
     group: int
@@ -59,27 +57,30 @@ class Extent(msgspec.Struct, frozen=True, weakref=True):
     gpu_blocks: Int64s
     # (n,) byte offsets from the start of the pool.
     host_offsets: Int64s
-    # The run that this one is a part of; None for a whole run.
-    of: Extent | None = None
-    # Index in `of` of its first block.
+    # Of an extent that was cut from another: index there of its first block.
     at: int = 0
 
     def cut(self, start: int, stop: int) -> Extent:
         blocks, offsets = self.gpu_blocks[start:stop], self.host_offsets[start:stop]
-        return Extent(self.group, blocks, offsets, self.of or self, self.at + start)
+        return Extent(self.group, blocks, offsets, self.at + start)
 
 
-class Fragments(msgspec.Struct, frozen=True):
-    """Contiguous pieces of memory.
+class CopyBatch(msgspec.Struct, frozen=True):
+    """Copies between contiguous pieces of GPU and host memory, each in any direction.
 
-    table: (3, n) int64, row by row: addresses on the GPU, addresses in host memory, sizes.
+    table: (3, n) int64 whose rows are contiguous: addresses on the GPU, addresses in host memory,
+    sizes in bytes.
     """
 
     table: Int64s
 
     @classmethod
-    def of(cls, gpu: Int64s, host: Int64s, size: Int64s) -> Fragments:
+    def of(cls, gpu: Int64s, host: Int64s, size: Int64s) -> CopyBatch:
         return cls(np.stack((gpu, host, size)))
+
+    @property
+    def count(self) -> int:
+        return int(self.table.shape[1])
 
     @property
     def gpu(self) -> Int64s:
@@ -96,9 +97,10 @@ class Fragments(msgspec.Struct, frozen=True):
         size: Int64s = self.table[2]
         return size
 
-    def rows(self) -> Rows:
-        columns = self.gpu.tolist(), self.host.tolist(), self.size.tolist()
-        return list(zip(*columns, strict=True))
+    def rows(self) -> list[tuple[int, int, int]]:
+        """(address on the GPU, in host memory, bytes) of each copy."""
+        gpu, host, size = self.table.tolist()
+        return list(zip(gpu, host, size, strict=True))
 
 
 class ResolvedBlocks(msgspec.Struct, frozen=True):
@@ -246,15 +248,15 @@ class BlockLayout:
     def split(
         self, runs: tuple[Extent, ...], max_bytes: int, max_blocks: int
     ) -> tuple[Extent, tuple[Extent, ...]]:
-        """The first piece of `runs`, of one group and at least one GPU block, and the rest."""
+        """The first chunk of `runs`, of one group and at least one GPU block, and the rest."""
         first, others = runs[0], runs[1:]
         blocks = max(1, min(max_blocks, max_bytes // self.group_bytes[first.group]))
         if first.gpu_blocks.size <= blocks:
             return first, others
         return first.cut(0, blocks), (first.cut(blocks, first.gpu_blocks.size), *others)
 
-    def fragments(self, run: Extent, bases: Int64s, pool: int) -> Fragments:
-        """Every page of `run` as addresses: `bases` of the tensors, `pool` of the host pool."""
+    def copy_batch(self, run: Extent, bases: Int64s, pool: int) -> CopyBatch:
+        """A copy for each page of `run`. bases: the tensors' addresses; pool: the host pool's."""
         refs = self.refs[run.group]
         table = np.empty((3, run.gpu_blocks.size, refs.pages.size), dtype=np.int64)
         gpu, host, size = table
@@ -262,17 +264,7 @@ class BlockLayout:
         np.add(gpu, bases[refs.tensors], gpu)
         np.add(run.host_offsets[:, None], refs.offsets + pool, host)
         size[:] = refs.pages
-        return Fragments(table.reshape(3, -1))
-
-    def rows(self, run: Extent, bases: Int64s, pool: int) -> Rows:
-        """Like `fragments`, but faster for a few."""
-        pages, tensors = self.refs[run.group].rows(), bases.tolist()
-        blocks = zip(run.gpu_blocks.tolist(), run.host_offsets.tolist(), strict=True)
-        return [
-            (tensors[tensor] + block * stride, start + offset + pool, size)
-            for block, start in blocks
-            for tensor, stride, offset, size in pages
-        ]
+        return CopyBatch(table.reshape(3, -1))
 
     def _placed(
         self, shares: tuple[GroupExtent, ...], hosts: Int64s, kept: Bools | None
@@ -360,11 +352,6 @@ class GroupRefs:
         # Byte offset of each page within a GPU block in host memory.
         self.offsets = offsets[mine]
         self.smallest_page = int(np.minimum.reduce(self.pages))
-
-    def rows(self) -> list[tuple[int, int, int, int]]:
-        """(tensor, row stride, offset, page size) of each page."""
-        columns = self.tensors, self.strides, self.offsets, self.pages
-        return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def _group_refs(layout: LayoutArrays) -> list[GroupRefs]:

@@ -42,7 +42,6 @@ CHUNK_BYTES = 8 << 20
 MAX_CHUNKS = 8
 # A copy of so few bytes takes less time than passing it to another thread.
 AT_ONCE = 64 << 10
-FEW = 8
 _NONE = np.empty((0, 2), dtype=np.int64)
 
 
@@ -258,14 +257,6 @@ def _copy(chunk: _Chunk) -> None:
 
 
 def _vectors(mapping: Mapping, run: Extent, pool: int) -> tuple[Int64s, Int64s]:
-    """Where the fragments of a run lie, and how long they are: on either side (n, 2)."""
-    geometry, bases = mapping.geometry, mapping.bases
-    if run.gpu_blocks.size * geometry.refs[run.group].pages.size <= FEW:
-        rows = geometry.rows(run, bases, pool)
-        gpu, host = [(at, size) for at, _, size in rows], [(at, size) for _, at, size in rows]
-        return np.array(gpu, dtype=np.int64), np.array(host, dtype=np.int64)
-    fragments = geometry.fragments(run, bases, pool)
-    return (
-        np.stack((fragments.gpu, fragments.size), axis=1),
-        np.stack((fragments.host, fragments.size), axis=1),
-    )
+    """(n, 2) both: where the fragments of a run lie on either side, and how long they are."""
+    batch = mapping.geometry.copy_batch(run, mapping.bases, pool)
+    return np.stack((batch.gpu, batch.size), axis=1), np.stack((batch.host, batch.size), axis=1)

@@ -58,7 +58,7 @@ class HealthTimeouts:
 
     every: float = 10.0
     deadline: float = 5.0
-    lane: float = 30.0
+    worker: float = 30.0
 
 
 class Health:
@@ -157,7 +157,7 @@ class Health:
         if self._pinged is None:
             self._pinged = now
             self._ping(now)
-        if self._owed(now) <= self._patience.lane:
+        if self._owed(now) <= self._patience.worker:
             self._supervisor.alive()
         self._tell()
         self._due = now + self._pulse_every
@@ -182,7 +182,7 @@ class Health:
 
     def _late(self, now: float) -> list[str]:
         reasons = []
-        if self._owed(now) > self._patience.lane:
+        if self._owed(now) > self._patience.worker:
             reasons.append(f"the device worker has not responded for {self._owed(now):.1f} s")
         if (lag := max(self._loop_lags)) > self._patience.deadline:
             reasons.append(f"the event loop was {lag:.1f} s late")

@@ -67,8 +67,8 @@ class JobMetrics:
         )
         self._queue = Histogram(
             "kvferry_job_queue_seconds",
-            "From when a job was accepted until its first piece went to the device; the wait for "
-            "the engine's own timeline is part of it.",
+            "From when a job was accepted until its first chunk was submitted to the device; the "
+            "wait for the engine's own timeline is part of it.",
             MOVED,
             buckets=BUCKETS,
             registry=registry,
@@ -207,9 +207,9 @@ class HealthMetrics:
         self._loop_lag = gauge(
             "loop_lag_seconds", "How late the daemon's loop was, the worst of the last 10 s."
         )
-        self._lane_lag = gauge(
-            "lane_lag_seconds",
-            "How long the device's thread took to answer, the worst of the last 10 s.",
+        self._worker_lag = gauge(
+            "worker_lag_seconds",
+            "How long the device worker took to respond, the worst of the last 10 s.",
         )
         self._probe = gauge(
             "probe_seconds",
@@ -227,7 +227,7 @@ class HealthMetrics:
     def update(self, health: HealthStatus) -> None:
         self._healthy.set(health.healthy)
         self._loop_lag.set(health.loop_lag)
-        self._lane_lag.set(health.lane_lag)
+        self._worker_lag.set(health.lane_lag)
         self._probe.set(_or_nan(health.probe_seconds))
         self._probe_age.set(_or_nan(health.probe_age))
         self._oldest.labels("no").set(health.oldest_job or 0)

@@ -29,10 +29,10 @@ from kvferry.daemon.engine.base import (
     Shared,
     packed_locations,
 )
-from kvferry.daemon.engine.cuda.choice import calibrate, choice_of, forced
+from kvferry.daemon.engine.cuda.calibration import calibrate, choice_of, forced
+from kvferry.daemon.engine.cuda.chunk import Chunk, PageTable
 from kvferry.daemon.engine.cuda.direct import CHUNK, MAX_IN_FLIGHT, DirectCopy
-from kvferry.daemon.engine.cuda.link import Link, Ruler
-from kvferry.daemon.engine.cuda.piece import PageTable, Piece
+from kvferry.daemon.engine.cuda.dma import Dma
 from kvferry.daemon.engine.cuda.staged import MAX_BLOCKS, StagedCopy
 from kvferry.daemon.engine.cuda.staging import Staging
 from kvferry.daemon.engine.numa import node_of
@@ -83,24 +83,22 @@ class CudaEngine:
         self._context = self._driver.retain_context(ordinal)
         self._owner = OwnerThread()
         self._in_flight = dict.fromkeys(Direction, 0)
-        self._pieces = dict.fromkeys(Direction, 0)
-        self._staged_pieces = dict.fromkeys(Direction, 0)
-        self._last: dict[Direction, Piece] = {}
+        self._chunks = dict.fromkeys(Direction, 0)
+        self._staged_chunks = dict.fromkeys(Direction, 0)
+        self._last: dict[Direction, Chunk] = {}
 
     def attach(self, pool_address: int) -> CopyStatus:
         self._owner.bind()
         driver = self._driver
         driver.call("cuCtxSetCurrent", self._context)
-        self._pool = pool_address
-        link = Link(driver, pool_address, self._options.chunk_bytes)
+        dma = Dma(driver, pool_address, self._options.chunk_bytes)
         self._staging = Staging(driver, self._options.staging_bytes)
-        self._direct = DirectCopy(driver, link)
-        ruler = Ruler(self._staging.address, self._options.staging_bytes)
-        self._staged = StagedCopy(driver, link, ruler)
+        self._direct = DirectCopy(driver, dma)
+        self._staged = StagedCopy(driver, dma)
         status = calibrate(driver, self._staging.address, self._options.staging_bytes)
         if self._options.mode != "auto":
             status = forced(self._options.mode, status)
-        self._choice = choice_of(status, self._staging.piece_bytes)
+        self._choice = choice_of(status, self._staging.chunk_bytes)
         return status
 
     def pin(self, address: int, nbytes: int) -> None:
@@ -162,9 +160,9 @@ class CudaEngine:
 
     def room(self, direction: Direction, mapping: Mapping, request: ChunkRequest) -> ChunkBudget:
         self._owner.assert_owner()
-        if self._pieces[direction] >= MAX_CHUNKS:
+        if self._chunks[direction] >= MAX_CHUNKS:
             return NO_ROOM
-        idle = not self._pieces[direction]
+        idle = not self._chunks[direction]
         if self._choice.direct(direction, mapping.geometry, request.group):
             if self._in_flight[direction] >= MAX_IN_FLIGHT:
                 return NO_ROOM
@@ -176,25 +174,25 @@ class CudaEngine:
             nbytes = min(nbytes, FIRST_CHUNK)
         return ChunkBudget(nbytes, MAX_BLOCKS)
 
-    def submit(self, direction: Direction, mapping: Mapping, run: Extent) -> Piece:
+    def submit(self, direction: Direction, mapping: Mapping, run: Extent) -> Chunk:
         self._owner.assert_owner()
         if self._choice.direct(direction, mapping.geometry, run.group):
-            piece = self._submit_direct(direction, mapping, run)
+            chunk = self._submit_direct(direction, mapping, run)
         else:
-            piece = self._submit_staged(direction, mapping, run)
-        self._last[direction] = piece
-        self._in_flight[direction] += piece.nbytes
-        self._pieces[direction] += 1
-        return piece
+            chunk = self._submit_staged(direction, mapping, run)
+        self._last[direction] = chunk
+        self._in_flight[direction] += chunk.nbytes
+        self._chunks[direction] += 1
+        return chunk
 
     def flush(self, direction: Direction, more: bool) -> None:
         self._owner.assert_owner()
-        if self._staged_pieces[direction]:
+        if self._staged_chunks[direction]:
             self._staged.flush(direction, more)
 
     def poll(self, ticket: object) -> bool:
         self._owner.assert_owner()
-        assert isinstance(ticket, Piece)
+        assert isinstance(ticket, Chunk)
         try:
             if ticket.error is not None:
                 raise ticket.error
@@ -209,13 +207,13 @@ class CudaEngine:
     def elapsed(self, first: object, last: object, before: object | None) -> float:
         """Up to the end on the link if more chunks follow: the link has gone on to those."""
         self._owner.assert_owner()
-        assert isinstance(first, Piece)
-        assert isinstance(last, Piece)
+        assert isinstance(first, Chunk)
+        assert isinstance(last, Chunk)
         end = last.done if self._last[last.direction] is last else last.moved
         if first.begun is None or end is None:
             return 0.0
         seconds = self._driver.elapsed_seconds(first.begun, end)
-        if isinstance(before, Piece) and before.moved is not None:
+        if isinstance(before, Chunk) and before.moved is not None:
             seconds = min(seconds, self._driver.elapsed_seconds(before.moved, end))
         return max(0.0, seconds)
 
@@ -228,48 +226,48 @@ class CudaEngine:
         self._owner.assert_owner()
         self._driver.call("cuCtxSynchronize")
 
-    def _submit_direct(self, direction: Direction, mapping: Mapping, run: Extent) -> Piece:
+    def _submit_direct(self, direction: Direction, mapping: Mapping, run: Extent) -> Chunk:
         nbytes = run.gpu_blocks.size * mapping.geometry.group_bytes[run.group]
-        if self._staged_pieces[direction]:
+        if self._staged_chunks[direction]:
             self._staged.finish(direction)
         try:
             self._keep_order(direction, [self._direct.streams[direction]], staged=False)
-            begun, done = self._direct.enqueue(direction, mapping, run, self._pool)
+            begun, done = self._direct.enqueue(direction, mapping, run)
         except KVFerryError:
             self._driver.call("cuCtxSynchronize")
             raise
-        return Piece(direction, nbytes, begun=begun, moved=done, done=done)
+        return Chunk(direction, nbytes, begun=begun, moved=done, done=done)
 
-    def _submit_staged(self, direction: Direction, mapping: Mapping, run: Extent) -> Piece:
+    def _submit_staged(self, direction: Direction, mapping: Mapping, run: Extent) -> Chunk:
         table = _table(mapping, run.group)
-        idle = not self._pieces[direction]
+        idle = not self._chunks[direction]
         slot = self._staging.take(direction, run.gpu_blocks.size * table.block_bytes)
         try:
             self._keep_order(direction, self._staged.streams(direction), staged=True)
-            piece = self._staged.enqueue(direction, table, slot, run)
+            chunk = self._staged.enqueue(direction, table, slot, run)
         except KVFerryError:
             self._driver.call("cuCtxSynchronize")
             self._staging.give_back(slot)
             raise
-        self._staged_pieces[direction] += 1
+        self._staged_chunks[direction] += 1
         if idle and direction is Direction.STORE:  # the link waits for it
             self._staged.flush(direction, more=True)
-        return piece
+        return chunk
 
     def _keep_order(self, direction: Direction, streams: Sequence[int], staged: bool) -> None:
-        """Where direct and staged pieces follow each other, the streams do not order them."""
+        """Where direct and staged chunks follow each other, the streams do not order them."""
         last = self._last.get(direction)
         if last is None or (last.stage is not None) == staged or last.done is None:
             return
         for stream in streams:
             self._driver.call("cuStreamWaitEvent", stream, last.done.handle, 0)
 
-    def _forget(self, piece: Piece) -> None:
-        self._in_flight[piece.direction] -= piece.nbytes
-        self._pieces[piece.direction] -= 1
-        if piece.stage is not None:
-            self._staged_pieces[piece.direction] -= 1
-            self._staging.give_back(piece.stage.slot)
+    def _forget(self, chunk: Chunk) -> None:
+        self._in_flight[chunk.direction] -= chunk.nbytes
+        self._chunks[chunk.direction] -= 1
+        if chunk.stage is not None:
+            self._staged_chunks[chunk.direction] -= 1
+            self._staging.give_back(chunk.stage.slot)
 
     def _mapping(self, geometry: BlockLayout, bases: Int64s, handles: Sequence[object]) -> Mapping:
         """A mapping with the page tables of its groups behind what it holds."""

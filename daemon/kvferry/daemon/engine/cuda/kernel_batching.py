@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvferry.cuda.driver import Event
-from kvferry.daemon.engine.cuda.piece import Piece
+from kvferry.daemon.engine.cuda.chunk import Chunk
 from kvferry.daemon.engine.cuda.staging import LAG
 from kvferry.proto.specs import Direction
 
@@ -35,18 +35,18 @@ class KernelBatching:
     def __init__(self, direction: Direction, reached: Callable[[Event], bool]) -> None:
         self._direction = direction
         self._reached = reached
-        self._waiting: deque[Piece] = deque()
+        self._waiting: deque[Chunk] = deque()
         # Events before and behind the kernels launched last. No event before them: their turn came.
         self._begun: Event | None = None
         self._done: Event | None = None
         self._launched_units = 0
 
-    def add(self, piece: Piece) -> None:
-        self._waiting.append(piece)
+    def add(self, chunk: Chunk) -> None:
+        self._waiting.append(chunk)
 
     @property
     def waiting_units(self) -> int:
-        return sum([piece.units for piece in self._waiting])
+        return sum([chunk.units for chunk in self._waiting])
 
     @property
     def awaited(self) -> bool:
@@ -60,13 +60,13 @@ class KernelBatching:
         """Units of chunks whose turn has not come."""
         return self.waiting_units + self.awaited * self._launched_units
 
-    def due(self, more: bool) -> list[Piece]:
+    def due(self, more: bool) -> list[Chunk]:
         """Remove and return the chunks to launch now. more: others wait for the room of these."""
         return [self._waiting.popleft() for _ in range(self._due(more))]
 
-    def launched(self, pieces: list[Piece], begun: Event | None, done: Event) -> None:
+    def launched(self, chunks: list[Chunk], begun: Event | None, done: Event) -> None:
         """These were launched between two events; begun is None if they join an awaited turn."""
-        units = sum([piece.units for piece in pieces])
+        units = sum([chunk.units for chunk in chunks])
         self._launched_units = units if begun else self._launched_units + units
         self._begun, self._done = begun or self._begun, done
 
@@ -82,15 +82,15 @@ class KernelBatching:
     def _all_but_the_lag(self) -> int:
         """How many chunks have all but one part in LAG of the units that wait."""
         left = (LAG - 1) * self.waiting_units
-        for count, piece in enumerate(self._waiting, 1):
-            left -= LAG * piece.units
+        for count, chunk in enumerate(self._waiting, 1):
+            left -= LAG * chunk.units
             if left <= 0:
                 return count
         return len(self._waiting)
 
     def _arrived(self) -> int:
         """How many chunks the link has brought."""
-        for count, piece in enumerate(self._waiting):
-            if piece.moved is None or not self._reached(piece.moved):
+        for count, chunk in enumerate(self._waiting):
+            if chunk.moved is None or not self._reached(chunk.moved):
                 return count
         return len(self._waiting)

@@ -26,35 +26,35 @@ import numpy as np
 
 from kvferry.cuda.driver import Driver, Event, Parameters
 from kvferry.daemon.core.layout import BlockLayout, Extent, Int64s, first_again, largest
+from kvferry.daemon.engine.cuda.chunk import Chunk, PageTable, Stage, fail, over
+from kvferry.daemon.engine.cuda.coalescing import coalesce
+from kvferry.daemon.engine.cuda.dma import Dma
 from kvferry.daemon.engine.cuda.kernel_batching import KernelBatching
-from kvferry.daemon.engine.cuda.link import Link, Ruler
-from kvferry.daemon.engine.cuda.packing import Packing
-from kvferry.daemon.engine.cuda.piece import PageTable, Piece, Stage, fail, over
 from kvferry.daemon.engine.cuda.staging import Slot
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.specs import Direction
 
 THREADS = 256
 WARPS = THREADS // 32
+# Thread blocks of a kernel, at most. Each ends soon, so that those of a load, which has priority,
+# do not wait for a store's.
 MAX_GRID = 8448
-"""Blocks of a kernel that moves a whole turn: each is over soon, so that those of a load, which is
-urgent, need not wait for a store's to end."""
+# As in kernels.cu: 8 accesses of each of 32 threads.
 VECTORS_PER_UNIT = 256
-"""As in kernels.cu: 8 loads of each of 32 lanes."""
+# How many block ids the variants of a kernel take.
 IDS = (128, 1000, 8000)
-"""How many block ids the variants of a kernel take."""
 MAX_BLOCKS = IDS[-1]
 VECTORS = (16, 4, 1)
 # Bytes of gathered stores whose DMA is enqueued in one flush. The driver takes 1.5 to 3 us for a
 # fragment, and a load that arrives meanwhile waits for it. The link takes 0.6 ms for as much, and
 # flush is called every 0.1 ms.
 WRITE_BACK = 32 << 20
-_PIECE = struct.Struct("QQQIII4x")
-"""struct Piece of kernels.cu."""
+# struct Piece of kernels.cu.
+_KERNEL_ARGUMENT = struct.Struct("QQQIII4x")
 
 
 class Kernels:
-    """The gather and scatter kernels, loaded from PTX: the driver compiles it, no compiler does."""
+    """The gather and scatter kernels, loaded from PTX, which the driver compiles."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -66,9 +66,9 @@ class Kernels:
             for vector in VECTORS
             for ids in IDS
         }
-        self._piece = bytearray(_PIECE.size)
-        piece = np.frombuffer(self._piece, dtype=np.uint8)
-        self._parameters = [(ids, Parameters(piece, np.empty(ids, np.int32))) for ids in IDS]
+        self._argument = bytearray(_KERNEL_ARGUMENT.size)
+        argument = np.frombuffer(self._argument, dtype=np.uint8)
+        self._parameters = [(ids, Parameters(argument, np.empty(ids, np.int32))) for ids in IDS]
 
     def launch(
         self, direction: Direction, table: PageTable, stage: int, blocks: Int64s, stream: int
@@ -77,8 +77,8 @@ class Kernels:
         units = blocks.size * table.pages * table.units_per_page
         room, parameters = next(each for each in self._parameters if blocks.size <= each[0])
         parameters.arrays[1][: blocks.size] = blocks
-        _PIECE.pack_into(
-            self._piece,
+        _KERNEL_ARGUMENT.pack_into(
+            self._argument,
             0,
             stage,
             table.address,
@@ -97,28 +97,27 @@ class Kernels:
 
 
 class StagedCopy:
-    """Enqueues pieces through staging slots; one dma and one kernel stream a direction."""
+    """Enqueues chunks through staging slots; a DMA and a kernel stream per direction."""
 
-    def __init__(self, driver: Driver, link: Link, ruler: Ruler) -> None:
+    def __init__(self, driver: Driver, dma: Dma) -> None:
         self._driver = driver
-        self._link = link
+        self._dma = dma
         self._kernels = Kernels(driver)
-        self._packing = Packing(link, ruler)
-        self._dma, self._kernel = (
+        self._dma_streams, self._kernel_streams = (
             {d: driver.create_stream(urgent=d is Direction.LOAD) for d in Direction}
             for _ in range(2)
         )
         self._batching = {d: KernelBatching(d, partial(over, driver)) for d in Direction}
         # Store chunks whose kernel was launched and whose DMA was not enqueued, with its end each.
-        self._gathered: deque[tuple[Piece, Event]] = deque()
+        self._gathered: deque[tuple[Chunk, Event]] = deque()
 
     def streams(self, direction: Direction) -> tuple[int, int]:
-        """Both streams of a direction, the one that a piece begins on first."""
-        dma, kernel = self._dma[direction], self._kernel[direction]
+        """Both streams of a direction, the one that a chunk begins on first."""
+        dma, kernel = self._dma_streams[direction], self._kernel_streams[direction]
         return (dma, kernel) if direction is Direction.LOAD else (kernel, dma)
 
     def table(self, geometry: BlockLayout, group: int, bases: Int64s) -> PageTable:
-        """Put a group's page table into device memory; whoever asks frees it."""
+        """Put a group's page table into device memory; the caller frees it. Raises Failed."""
         refs = geometry.refs[group]
         table = np.empty((refs.pages.size, 4), dtype=np.int64)
         table.T[:] = bases[refs.tensors], refs.strides, refs.pages, refs.offsets
@@ -131,29 +130,33 @@ class StagedCopy:
         return PageTable(address, refs.pages.size, block_bytes, vector, units)
 
     def ahead(self) -> int:
-        """Units of the buffer in pieces of stores whose turn has not come."""
+        """Units of the buffer in store chunks whose kernels have not run."""
         return self._batching[Direction.STORE].ahead
 
-    def enqueue(self, direction: Direction, table: PageTable, slot: Slot, run: Extent) -> Piece:
-        packed = self._packing.fragments(run, table.block_bytes, slot.address)
-        stage = Stage(slot, table, run.gpu_blocks, packed)
-        piece = Piece(direction, run.gpu_blocks.size * table.block_bytes, stage)
+    def enqueue(self, direction: Direction, table: PageTable, slot: Slot, run: Extent) -> Chunk:
+        """Take a chunk whose blocks fit in `slot`, and start a load's DMA. Raises Failed."""
+        batch = coalesce(run.host_offsets, table.block_bytes, slot.address, self._dma.pool)
+        chunk = Chunk(
+            direction,
+            run.gpu_blocks.size * table.block_bytes,
+            Stage(slot, table, run.gpu_blocks, batch),
+        )
         if direction is Direction.LOAD:
-            dma = self._dma[direction]
-            piece.begun = None if run.at else self._driver.record(dma)
-            self._link.enqueue(direction, packed, dma)
-            piece.moved = self._driver.record(dma)
-        self._batching[direction].add(piece)
-        return piece
+            stream = self._dma_streams[direction]
+            chunk.begun = None if run.at else self._driver.record(stream)
+            self._dma.enqueue(direction, batch, stream)
+            chunk.moved = self._driver.record(stream)
+        self._batching[direction].add(chunk)
+        return chunk
 
     def flush(self, direction: Direction, more: bool) -> None:
-        """Launch the kernels that are due, and write back what was gathered, WRITE_BACK bytes at a
-        time. A chunk that the device refuses gets an `error`."""
-        if pieces := self._batching[direction].due(more):
+        """Launch the kernels that are due, and write back at most WRITE_BACK bytes of what was
+        gathered. A chunk that the device refuses gets an `error`."""
+        if chunks := self._batching[direction].due(more):
             try:
-                self._launch(direction, pieces)
+                self._launch(direction, chunks)
             except KVFerryError as error:
-                fail(self._driver, pieces, error)
+                fail(self._driver, chunks, error)
         if direction is Direction.STORE:
             self._write_back(WRITE_BACK)
 
@@ -164,48 +167,49 @@ class StagedCopy:
             while self._gathered:
                 self._write_back(WRITE_BACK)
 
-    def _launch(self, direction: Direction, pieces: list[Piece]) -> None:
+    def _launch(self, direction: Direction, chunks: list[Chunk]) -> None:
         driver, batching = self._driver, self._batching[direction]
-        kernel, store = self._kernel[direction], direction is Direction.STORE
+        kernel, store = self._kernel_streams[direction], direction is Direction.STORE
         if not store:
-            moved = pieces[-1].moved
+            moved = chunks[-1].moved
             assert moved is not None
             driver.call("cuStreamWaitEvent", kernel, moved.handle, 0)
         joins = batching.awaited
         begun = driver.record(kernel) if store or not joins else None
-        for stage, blocks in _rows(direction, [p.stage for p in pieces if p.stage]):
+        for stage, blocks in _rows(direction, [p.stage for p in chunks if p.stage]):
             self._kernels.launch(direction, stage.table, stage.slot.address, blocks, kernel)
         done = driver.record(kernel)
-        batching.launched(pieces, None if joins else begun, done)
-        for piece in pieces:
+        batching.launched(chunks, None if joins else begun, done)
+        for chunk in chunks:
             if begun is not None and store:
-                piece.begun = begun
-                self._gathered.append((piece, done))
+                chunk.begun = begun
+                self._gathered.append((chunk, done))
             else:
-                piece.done = done
+                chunk.done = done
 
     def _write_back(self, nbytes: int) -> None:
         """Enqueue the DMA of gathered store chunks to the pool, one at least if there is one."""
-        stream = self._dma[Direction.STORE]
+        stream = self._dma_streams[Direction.STORE]
         while self._gathered and nbytes > 0:
-            piece, gathered = self._gathered[0]
-            assert piece.stage is not None
+            chunk, gathered = self._gathered[0]
+            assert chunk.stage is not None
             try:
                 self._driver.call("cuStreamWaitEvent", stream, gathered.handle, 0)
-                self._link.enqueue(Direction.STORE, piece.stage.packed, stream)
-                piece.done = piece.moved = self._driver.record(stream)
+                self._dma.enqueue(Direction.STORE, chunk.stage.batch, stream)
+                chunk.done = chunk.moved = self._driver.record(stream)
             except KVFerryError as error:
-                fail(self._driver, [piece for piece, _ in self._gathered], error)
+                fail(self._driver, [chunk for chunk, _ in self._gathered], error)
                 self._gathered.clear()
                 return
             self._gathered.popleft()
-            nbytes -= piece.nbytes
+            nbytes -= chunk.nbytes
 
 
 def _rows(direction: Direction, stages: list[Stage]) -> Iterator[tuple[Stage, Int64s]]:
-    """What one launch each can do, as its first stage and all the blocks: stages of one table
-    that lie one behind the other. A block that is loaded twice is written in two launches; one
-    stage has each block once."""
+    """Stages for one launch each, as the first stage and all block ids: adjacent, of one table.
+
+    A block that is loaded twice is written in two launches; one stage has each block once.
+    """
     row: list[Stage] = []
     written_once = direction is Direction.STORE or len(stages) == 1 or _all_differ(stages)
     for stage in stages:
@@ -227,8 +231,7 @@ def _continues(row: list[Stage], stage: Stage) -> bool:
 
 
 def _all_differ(stages: list[Stage]) -> bool:
-    """Whether no block comes twice; they may be of different tables, which have blocks of their own
-    under the same numbers."""
+    """Whether no block id occurs twice. Ids of different tables are taken as the same block."""
     blocks = _blocks(stages)
     return first_again(blocks, largest(blocks) + 1) is None
 

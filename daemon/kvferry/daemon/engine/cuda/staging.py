@@ -1,14 +1,14 @@
 """The staging buffer: device memory that small fragments are copied through, in units.
 
-A piece takes some units in a row, so that its blocks are contiguous there, and gives them back
-when it is done. Each direction goes round the buffer, so pieces that follow each other lie one
-behind the other. Alone, a direction may have all of it; where both have work, half each. Stores
-always leave a little for loads, which somebody waits for: a small load never waits for stores.
+A chunk reserves contiguous units, and releases them when it is done. Each direction goes round the
+buffer, so chunks that follow each other are adjacent, and one kernel can serve them. A direction
+may use the whole buffer if the other has no work, and half of it otherwise. Stores always leave
+FOR_LOADS units free: a small load never waits for stores.
 
-Kernels run in turns (kernel_batching.py), and a store's turn is worth the more the more room there
-is to gather into. So stores get room only when no more than a third of theirs is left to drain,
-about as much as the link moves until the turn has come; then all that is free, and what becomes
-free until that.
+Kernels run in turns (kernel_batching.py), and a store's turn should gather as much as possible. So
+stores get room only when at most a third of theirs is left to write back, which is about as much as
+the link moves until the next turn; then they get all that is free, and all that becomes free before
+that turn.
 """
 
 from __future__ import annotations
@@ -20,23 +20,21 @@ from kvferry.daemon.engine.base import ChunkRequest
 from kvferry.proto.specs import Direction
 
 UNITS = 64
+# A unit is a multiple of so many bytes: kernels access 16 bytes at once, at aligned addresses.
 ALIGNED = 256
-"""Bytes that a unit is a multiple of: kernels read and write 16 at once, at addresses that are
-multiples of that."""
-PIECE = 8
-"""Units of the largest piece: a piece that is done makes room for another before the link has
-emptied the next one."""
+# Units of the largest chunk. A chunk that is done makes room for another while the link is busy
+# with the next one.
+CHUNK_UNITS = 8
+# A chunk that could be larger has at least so many units.
 LEAST = 2
-"""A piece that could be larger takes no fewer units."""
+# Units that stores leave free.
 FOR_LOADS = 2
-"""Units that stores do not take."""
+# A turn is asked for when one part in LAG of the buffer is left to move: 96 of 256 MiB take 1.9 ms.
 LAG = 3
-"""A turn is asked for when one part in so many of the buffer is left for the link to move until it
-comes: 96 of 256 MiB are 1.9 ms."""
 
 
 class Slot(msgspec.Struct, frozen=True):
-    """Some units in a row, at `address` in device memory."""
+    """Contiguous units, at `address` in device memory."""
 
     start: int
     units: int
@@ -48,9 +46,11 @@ class Slot(msgspec.Struct, frozen=True):
 
 
 class Staging:
+    """Which units of the buffer are in use, and by which direction."""
+
     def __init__(self, driver: Driver, nbytes: int) -> None:
         self.unit_bytes = nbytes // UNITS // ALIGNED * ALIGNED
-        self.piece_bytes = PIECE * self.unit_bytes
+        self.chunk_bytes = CHUNK_UNITS * self.unit_bytes
         self.address = driver.allocate(nbytes)
         self._used = dict.fromkeys(Direction, 0)
         self._next = {Direction.STORE: 0, Direction.LOAD: UNITS // 2}
@@ -62,19 +62,19 @@ class Staging:
         block_bytes: int,
         ahead: int,
     ) -> int:
-        """Bytes for the next piece of a direction, of one block at least; 0 for none now.
+        """Bytes that the next chunk of a direction may have, at least one block; 0: no room.
 
         ahead: units of stores whose turn has not come; they are not on the link yet.
         """
         mine, used = self._share(direction, request.contended), self._used[direction].bit_count()
         if direction is Direction.STORE and used - ahead > _low(mine):
             return 0
-        most = min(PIECE, self._units(request.nbytes))
+        most = min(CHUNK_UNITS, self._units(request.nbytes))
         least = max(min(most, LEAST), self._units(block_bytes))
         return self._gap(direction, min(most, mine - used), least) * self.unit_bytes
 
     def take(self, direction: Direction, nbytes: int) -> Slot:
-        """A slot for a piece that `room` allowed."""
+        """A slot for a chunk that `room` allowed."""
         units = self._units(nbytes)
         start = self._find(direction, units)
         assert start is not None
@@ -113,7 +113,7 @@ class Staging:
         return units if units >= least else 0
 
     def _find(self, direction: Direction, units: int) -> int | None:
-        """Where the next so many free units in a row begin, from where the last piece ended."""
+        """Where the next so many free units in a row begin, from where the last chunk ended."""
         starts, have = self._free, 1
         while have < units:
             step = min(have, units - have)
@@ -125,5 +125,5 @@ class Staging:
 
 
 def _low(share: int) -> int:
-    """The part that a turn is asked for ahead, in whole pieces."""
-    return -(-share // (LAG * PIECE)) * PIECE
+    """The part that a turn is asked for ahead, in whole chunks."""
+    return -(-share // (LAG * CHUNK_UNITS)) * CHUNK_UNITS

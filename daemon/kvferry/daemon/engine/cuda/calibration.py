@@ -17,7 +17,7 @@ from kvferry.cuda.driver import Driver
 from kvferry.daemon.core.layout import BlockLayout, Extent
 from kvferry.daemon.engine.base import Mapping
 from kvferry.daemon.engine.cuda.direct import DirectCopy
-from kvferry.daemon.engine.cuda.link import Link
+from kvferry.daemon.engine.cuda.dma import Dma
 from kvferry.daemon.engine.memory import MappedFiles
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import Direction, KVLayout, TensorLayout, TensorRef
@@ -39,7 +39,7 @@ FAR = 0.2e-6
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """From which fragment size on each direction copies directly; and blocks that no piece of the
+    """From which fragment size on each direction copies directly; and blocks that no chunk of the
     staging buffer can hold always are."""
 
     direct_from: dict[Direction, int]
@@ -67,9 +67,9 @@ def calibrate(driver: Driver, device: int, device_bytes: int) -> CopyStatus:
         host.populate(0, HOST_BYTES)
         driver.register_host(host.address, HOST_BYTES)
         try:
-            direct = DirectCopy(driver, Link(driver, host.address, HOST_BYTES))
+            direct = DirectCopy(driver, Dma(driver, host.address, HOST_BYTES))
             whole, *points = (
-                _measure(driver, direct, device, device_bytes // size, host.address, size)
+                _measure(driver, direct, device, device_bytes // size, size)
                 for size in (BATCH_BYTES, *SIZES)
             )
         finally:
@@ -86,7 +86,7 @@ def calibrate(driver: Driver, device: int, device_bytes: int) -> CopyStatus:
 
 
 def _measure(
-    driver: Driver, direct: DirectCopy, device: int, blocks: int, host: int, size: int
+    driver: Driver, direct: DirectCopy, device: int, blocks: int, size: int
 ) -> CalibrationPoint:
     """The speed each way with fragments of one size, of batches in a row behind the first one:
     that waits for the CPU, the others only where the CPU is slower than the link."""
@@ -105,7 +105,7 @@ def _measure(
         seconds = []
         for _ in range(ROUNDS):
             runs = [batch() for _ in range(BATCHES)]
-            ends = [direct.enqueue(direction, mapping, run, host)[1] for run in runs]
+            ends = [direct.enqueue(direction, mapping, run)[1] for run in runs]
             driver.call("cuCtxSynchronize")
             seconds.append(driver.elapsed_seconds(ends[0], ends[-1]))
         return (BATCHES - 1) * count * size / min(seconds)

@@ -1,4 +1,4 @@
-"""A piece as the CUDA engine knows it."""
+"""A chunk as the CUDA engine knows it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvferry.cuda.driver import Driver, Event
-from kvferry.daemon.core.layout import Fragments, Int64s, Rows
-from kvferry.daemon.engine.cuda.link import Some
+from kvferry.daemon.core.layout import CopyBatch, Int64s
 from kvferry.daemon.engine.cuda.staging import Slot
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.specs import Direction
@@ -18,35 +17,41 @@ from kvferry.proto.specs import Direction
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
-    """A group's pages as the kernel reads them, in device memory."""
+    """A group's pages as the kernel reads them, in device memory.
+
+    vector: bytes of one access of the kernel: 16, 4 or 1, as the alignment of all addresses allows.
+    """
 
     address: int
     pages: int
     block_bytes: int
     vector: int
-    """Bytes that one access may have: 16, 4 or 1, as all addresses allow."""
     units_per_page: int
 
 
 class Stage(msgspec.Struct, frozen=True, eq=False):
-    """The way of a staged piece: the blocks of a table, by a slot, and from or to the pool."""
+    """The two steps of a staged chunk: the kernel has blocks of a table, DMA has a batch."""
 
     slot: Slot
     table: PageTable
     blocks: Int64s
-    packed: Fragments | Rows | Some
+    batch: CopyBatch
 
 
-class Piece(msgspec.Struct, eq=False):
+class Chunk(msgspec.Struct, eq=False):
+    """One submitted chunk.
+
+    begun: before its first copy; None if no transfer starts with it. moved: behind its copies on
+    the link. done: behind everything; None until its kernel is launched. error: the device refused
+    it.
+    """
+
     direction: Direction
     nbytes: int
     stage: Stage | None = None
     begun: Event | None = None
-    """Some have none that a job never begins with."""
     moved: Event | None = None
-    """It is off the link."""
     done: Event | None = None
-    """None while it waits for a turn of the GPU."""
     error: KVFerryError | None = None
 
     @property
@@ -56,17 +61,16 @@ class Piece(msgspec.Struct, eq=False):
 
 
 def over(driver: Driver, event: Event) -> bool:
-    """Whether the device has come to an event. One that failed is over too: whoever polls its piece
-    is told."""
+    """Whether the device has reached an event, or failed: then `poll` of its chunk raises."""
     try:
         return driver.reached(event)
     except KVFerryError:
         return True
 
 
-def fail(driver: Driver, pieces: Iterable[Piece], error: KVFerryError) -> None:
-    """The device refused something: nothing of these pieces happens any more."""
-    with suppress(KVFerryError):  # it is what the pieces are told already
+def fail(driver: Driver, chunks: Iterable[Chunk], error: KVFerryError) -> None:
+    """The device refused something: end these chunks with this error, when it has stopped."""
+    with suppress(KVFerryError):  # the first error counts
         driver.call("cuCtxSynchronize")
-    for piece in pieces:
-        piece.error = error
+    for chunk in chunks:
+        chunk.error = error

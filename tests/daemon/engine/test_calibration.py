@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.daemon.engine.cuda.choice import SIZES, _threshold
+from kvferry.daemon.engine.cuda.calibration import SIZES, _threshold
 
 WHOLE = 55e9
 KIB = 1 << 10

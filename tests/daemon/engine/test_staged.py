@@ -1,0 +1,79 @@
+"""How much of what was gathered is written back in one flush."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+import pytest
+
+from kvferry.cuda.driver import Driver
+from kvferry.daemon.core.layout import BlockLayout, Extent
+from kvferry.daemon.engine.cuda import staged
+from kvferry.daemon.engine.cuda.chunk import Chunk
+from kvferry.daemon.engine.cuda.dma import Dma
+from kvferry.daemon.engine.cuda.staged import StagedCopy
+from kvferry.daemon.engine.cuda.staging import UNITS, Staging
+from kvferry.proto.layout import LayoutArrays
+from kvferry.proto.specs import Direction, KVLayout, TensorLayout, TensorRef
+
+from .paper import PaperDriver
+
+PAGE, BLOCKS = 256, 6
+LAYOUT = KVLayout((TensorLayout(BLOCKS, PAGE, PAGE),), ((TensorRef(0, PAGE),),))
+
+
+class Stores:
+    """A staged copy, and a store chunk of each block; what they move is in `tensor` and `pool`."""
+
+    def __init__(self) -> None:
+        self.paper = PaperDriver()
+        device = cast(Driver, self.paper)
+        self.tensor = np.arange(BLOCKS * PAGE, dtype=np.uint8).reshape(BLOCKS, PAGE)
+        self.pool = np.zeros_like(self.tensor)
+        self.copy = StagedCopy(device, Dma(device, self.pool.ctypes.data, self.pool.nbytes))
+        staging = Staging(device, UNITS * PAGE)
+        geometry = BlockLayout(LayoutArrays.from_layout(LAYOUT), 0, BLOCKS)
+        table = self.copy.table(geometry, 0, np.array([self.tensor.ctypes.data]))
+        self.chunks: list[Chunk] = []
+        for block in range(BLOCKS):
+            run = Extent(0, np.array([block]), np.array([block * PAGE]))
+            slot = staging.take(Direction.STORE, PAGE)
+            self.chunks.append(self.copy.enqueue(Direction.STORE, table, slot, run))
+
+    @property
+    def written_back(self) -> int:
+        return sum(chunk.done is not None for chunk in self.chunks)
+
+
+def test_a_flush_writes_back_a_bounded_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged, "WRITE_BACK", 2 * PAGE)
+    stores, seen = Stores(), list[int]()
+    for _ in range(4):
+        stores.copy.flush(Direction.STORE, more=False)
+        seen.append(stores.written_back)
+    assert seen == [2, 4, 6, 6]
+    assert stores.paper.launches == [(Direction.STORE, BLOCKS)]
+    stores.paper.settle()
+    assert np.array_equal(stores.pool, stores.tensor)
+
+
+def test_before_chunks_that_are_not_staged_everything_is_written_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(staged, "WRITE_BACK", PAGE)
+    stores = Stores()
+    stores.copy.finish(Direction.STORE)
+    assert stores.written_back == BLOCKS
+
+
+def test_a_write_back_that_the_device_refuses_fails_the_chunks_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(staged, "WRITE_BACK", 2 * PAGE)
+    stores = Stores()
+    stores.copy.flush(Direction.STORE, more=False)
+    stores.paper.refuse = lambda name: name == "cuMemcpyAsync"
+    stores.copy.flush(Direction.STORE, more=False)
+    assert [chunk.error is not None for chunk in stores.chunks] == [False] * 2 + [True] * 4
+    assert stores.written_back == 2
