@@ -12,6 +12,8 @@ import pytest
 from kvferry.client import effects, operations
 from kvferry.client.jobs import TransferResult
 from kvferry.client.session import ClientSession, ConnectionState
+from kvferry.client.session_state import Registration, SessionState
+from kvferry.client.timeline import Timeline
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto import status as told
@@ -583,3 +585,55 @@ def test_why_the_daemon_is_gone_does_not_grow(reconnecting: ClientSession) -> No
         with pytest.raises(Gone) as caught:
             reconnecting.submit(1, STORE, 0)
     assert len(traceback.extract_tb(caught.value.__traceback__)) < 10
+
+
+def test_a_session_that_is_abandoned_revokes_its_timeline_and_loses_its_jobs_once(
+    reconnecting: ClientSession,
+) -> None:
+    timeline = Timeline.create()
+    caches: Any = None
+    reconnecting.registered(Registration(caches, None, timeline), REGION)
+    submit(reconnecting, 7)
+    reconnecting.abandon()
+    assert timeline.revoked
+    assert outcomes(reconnecting) == [(7, "lost")]
+    reconnecting.abandon()
+    assert outcomes(reconnecting) == []
+    assert (reconnecting.state, reconnecting.present()) == (ConnectionState.DISCONNECTED, None)
+    revoked = timeline.descriptor
+    sending = operations._send_timeline(timeline)  # as registering again does
+    assert next(sending) == effects.PassFds((timeline.descriptor,))
+    assert timeline.descriptor != revoked
+    assert not timeline.revoked
+    sending.close()
+    timeline.close()
+
+
+def test_a_session_with_a_state_to_restore_begins_disconnected() -> None:
+    state = SessionState.of_namespace(FINGERPRINT, eviction_policy="arc")
+    session = ClientSession("engine", "client", reconnects=True, restore=state)
+    assert (session.state, session.present()) == (ConnectionState.DISCONNECTED, None)
+    assert session.namespace.mirror.lookup(b"aaaa") is Lookup.MISS
+    with pytest.raises(Gone, match="no daemon"):
+        submit(session, 1)
+    session.connect()
+    connecting = operations.connect(session)
+    effect = answer(session, connecting, next(connecting), WELCOME)
+    assert isinstance(effect, effects.Request)
+    opening = effect.message
+    assert isinstance(opening, wire.OpenNamespace)
+    assert (opening.fingerprint, opening.policy) == (FINGERPRINT, "arc")
+    opened = msgspec.structs.replace(OPENED, request_id=opening.request_id)
+    effect = answer(session, connecting, effect, opened)
+    assert isinstance(effect, effects.Send)
+    session.feed(encode(wire.Snapshot(0, 0, False, (b"aaaa",), True)))
+    with pytest.raises(StopIteration):
+        connecting.send(effect.until())
+    assert session.namespace.mirror.lookup(b"aaaa") is Lookup.HIT
+    assert session.namespace.opened.num_blocks == 8
+
+
+@pytest.mark.parametrize("wrong", [{"cpu_bytes_to_use": -1}, {"store_threshold": 0}])
+def test_a_state_that_no_daemon_could_restore_is_refused(wrong: Any) -> None:
+    with pytest.raises(Refused):
+        SessionState.of_namespace(FINGERPRINT, **wrong).check()

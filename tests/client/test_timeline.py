@@ -17,7 +17,7 @@ from kvferry.client import Code, Failed, LocalDaemon, OffloadClient, Refused, Ti
 from kvferry.client import timeline as module
 from kvferry.client.tensors import CanonicalKVCaches
 from kvferry.client.vllm.worker import WorkerSide
-from kvferry.testing.halves import kv_caches, place_at
+from kvferry.testing.halves import engine_config_at, kv_caches
 from kvferry.testing.raw import one_tensor
 
 
@@ -200,6 +200,6 @@ def test_vllm_goes_on_without_a_device_that_has_no_timeline(
 ) -> None:
     caches = kv_caches()
     caches.tensors[0].tensor = caches.tensors[0].tensor.to("meta")
-    worker = WorkerSide(place_at(kvferryd.directory), caches)
-    assert "going on without" in caplog.text
+    worker = WorkerSide(engine_config_at(kvferryd.directory), caches)
+    assert "goes on without offloading" in caplog.text
     worker.shutdown()

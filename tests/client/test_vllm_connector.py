@@ -116,9 +116,9 @@ def test_layers_of_one_type_and_several_widths_have_the_same_chunk_on_both_sides
         config = vllm_config("engine", {"kvferry_dirs": "/nowhere"})
         connector: Any = KVFerryConnector(config, role, caches)
         if role is KVConnectorRole.WORKER:
-            place = connector.connector_worker.spec.place
+            place = connector.connector_worker.spec.engine_config
         else:
-            place = connector.connector_scheduler.manager._place
+            place = connector.connector_scheduler.manager._config
         chunks.append((place.factor, place.fingerprint.host_block_bytes))
         connector.shutdown()
     assert chunks[0] == chunks[1] == (4, 4 * 3 * vllm.PAGE)
@@ -163,7 +163,7 @@ def test_a_load_that_fails_is_reported_with_its_blocks(
     engine.compute(vllm.prompt(1, 4), range(1, 5))
     request, tokens = matches(vllm, engine, 1, 4)
     with OffloadClient(daemon.directory, engine="other") as other:  # resets behind its back
-        place = engine.scheduler.connector_scheduler.manager._place
+        place = engine.scheduler.connector_scheduler.manager._config
         other.open_namespace(place.fingerprint)
         other.reset()
     engine.load(request, range(20, 24), tokens)

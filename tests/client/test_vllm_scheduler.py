@@ -17,25 +17,25 @@ import pytest
 
 from kvferry.client import Code
 from kvferry.client.vllm import scheduler as module
-from kvferry.client.vllm.scheduler import LOADS, KeysSpec, SchedulerSide, StoreOutput, Words
+from kvferry.client.vllm.scheduler import LOADS, KeysSpec, LookupCodes, SchedulerSide, StoreOutput
 from kvferry.client.vllm.worker import WorkerSide
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import ErrorInfo, Refused
 from kvferry.proto.keys import EventKind
-from kvferry.testing.halves import finished, gpu_blocks, kv_caches, place_at, request
+from kvferry.testing.halves import engine_config_at, finished, gpu_blocks, kv_caches, request
 from kvferry.testing.plugin import StartKvferryd
 
 if TYPE_CHECKING:
     from client.conftest import StandIn
 
 A, B, C, D = b"a" * 8, b"b" * 8, b"c" * 8, b"d" * 8
-WORDS = Words("hit", "miss", "pending", "retry")
+LOOKUP_CODES = LookupCodes("hit", "miss", "pending", "retry")
 Open: TypeAlias = Callable[..., SchedulerSide]
 
 
 def open_side(daemon: Any, **options: Any) -> SchedulerSide:
     events = options.pop("events", False)
-    return SchedulerSide(place_at(daemon.directory, **options), WORDS, events=events)
+    return SchedulerSide(engine_config_at(daemon.directory, **options), LOOKUP_CODES, events=events)
 
 
 @pytest.fixture
@@ -254,8 +254,8 @@ def test_a_key_is_a_hit_where_every_rank_has_it(
 ) -> None:
     one, two = start_stand_in(), start_stand_in()
     folders = str(one.directory), str(two.directory)
-    place = replace(place_at(one.directory), world_size=2, directories=folders)
-    side = SchedulerSide(place, WORDS, events=False)
+    place = replace(engine_config_at(one.directory), world_size=2, directories=folders)
+    side = SchedulerSide(place, LOOKUP_CODES, events=False)
     one.store(A, B)
     two.store(B)
     two.happen((EventKind.CLEARED,))
@@ -344,7 +344,7 @@ def test_store_look_up_load_reset(start_kvferryd: StartKvferryd) -> None:
     daemon = start_kvferryd()
     side, worker = (
         open_side(daemon, events=True),
-        WorkerSide(place_at(daemon.directory), kv_caches()),
+        WorkerSide(engine_config_at(daemon.directory), kv_caches()),
     )
     output = side.prepare_store([A, B], request())
     worker.store(1, gpu_blocks(1, 2), output.store_spec)
@@ -369,7 +369,7 @@ def test_a_daemon_killed_while_loads_are_pending(
     start_kvferryd: StartKvferryd, tmp_path: Path
 ) -> None:
     daemon = start_kvferryd(runtime_dir=tmp_path / "run")
-    side, worker = open_side(daemon), WorkerSide(place_at(daemon.directory), kv_caches())
+    side, worker = open_side(daemon), WorkerSide(engine_config_at(daemon.directory), kv_caches())
     store(side, worker, 1, A)
     until(lambda: answers(side, A) == ["hit"], side)
     daemon.process.send_signal(signal.SIGSTOP)  # what is submitted stays under way
@@ -419,7 +419,7 @@ def test_a_block_that_the_scrub_found_corrupt_is_a_miss_and_can_be_stored_anew(
     daemon = start_kvferryd(integrity_scrub_rate="1GiB")
     caches = kv_caches()
     (tensor,) = (one.tensor for one in caches.tensors)
-    side, worker = open_side(daemon), WorkerSide(place_at(daemon.directory), caches)
+    side, worker = open_side(daemon), WorkerSide(engine_config_at(daemon.directory), caches)
     tensor[1] = 7
     assert store(side, worker, 1, A)
     until(lambda: answers(side, A) == ["hit"], side)

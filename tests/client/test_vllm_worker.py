@@ -11,13 +11,14 @@ from typing import TypeAlias
 
 import pytest
 
-from kvferry.client import Code, Failed, Gone, LocalDaemon, Lookup, OffloadClient
+from kvferry.client import Code, Failed, Gone, LocalDaemon, Lookup, OffloadClient, reconnect
 from kvferry.client.timeline import Timeline
 from kvferry.client.vllm import worker as module
+from kvferry.client.vllm.engine_config import EngineConfig
 from kvferry.client.vllm.scheduler import KeysSpec
 from kvferry.client.vllm.worker import WorkerSide
 from kvferry.testing.engine import until
-from kvferry.testing.halves import finished, gpu_blocks, kv_caches, place_at
+from kvferry.testing.halves import engine_config_at, finished, gpu_blocks, kv_caches
 from kvferry.testing.plugin import StartKvferryd
 
 A, B, C = b"a" * 8, b"b" * 8, b"c" * 8
@@ -28,7 +29,13 @@ Start: TypeAlias = Callable[[LocalDaemon], WorkerSide]
 @pytest.fixture
 def start_worker(monkeypatch: pytest.MonkeyPatch) -> Start:
     monkeypatch.setattr(module, "FLUSH", 0.5)
-    return lambda daemon: WorkerSide(place_at(daemon.directory), kv_caches())
+    return lambda daemon: WorkerSide(engine_config_at(daemon.directory), kv_caches())
+
+
+def is_connected(worker: WorkerSide) -> bool:
+    """After a poll."""
+    worker._poll()
+    return worker._client is not None and worker._client.connected
 
 
 def ended(worker: WorkerSide, count: int) -> dict[int, bool]:
@@ -38,7 +45,7 @@ def ended(worker: WorkerSide, count: int) -> dict[int, bool]:
 def test_what_was_stored_is_loaded(start_kvferryd: StartKvferryd) -> None:
     caches = kv_caches()
     tensor = caches.tensors[0].tensor
-    worker = WorkerSide(place_at(start_kvferryd().directory), caches)
+    worker = WorkerSide(engine_config_at(start_kvferryd().directory), caches)
     tensor[1], tensor[2] = 1, 2
     worker.store(1, gpu_blocks(1, 2), KeysSpec((A, B)))
     assert ended(worker, 1) == {1: True}
@@ -153,9 +160,9 @@ def test_a_daemon_that_stood_still_keeps_nothing_of_blocks_that_were_given_away(
         cache[1:3] = 7  # another request's
     finally:
         os.kill(daemon.pid, signal.SIGCONT)
-    until(lambda: worker._connected() is not None)
+    until(lambda: is_connected(worker))
     with OffloadClient(daemon.directory, engine="reader") as reader:
-        reader.open_namespace(worker._place.fingerprint)
+        reader.open_namespace(worker._config.fingerprint)
         until(lambda: reader.lookup(A) is Lookup.HIT)
         assert reader.lookup(B) is Lookup.MISS
     worker.load(3, KeysSpec((A,)), gpu_blocks(2))
@@ -178,7 +185,7 @@ def test_jobs_of_a_daemon_that_was_killed_have_failed(
 
 
 def test_without_a_daemon_every_job_fails(tmp_path: Path) -> None:
-    worker = WorkerSide(place_at(tmp_path / "nowhere"), kv_caches())
+    worker = WorkerSide(engine_config_at(tmp_path / "nowhere"), kv_caches())
     worker.load(1, KeysSpec((A,)), gpu_blocks(3))
     worker.wait({1})
     assert ended(worker, 1) == {1: False}
@@ -190,14 +197,37 @@ def test_attempts_that_fail_leave_nothing_open(
 ) -> None:
     """There are many while a daemon is away."""
     monkeypatch.setattr(module, "TIMEOUT", 0.01)
-    worker = WorkerSide(place_at(tmp_path / "nowhere"), kv_caches())
+    monkeypatch.setattr(reconnect, "ATTEMPT_TIMEOUT", 0.0)
+    worker = WorkerSide(engine_config_at(tmp_path / "nowhere"), kv_caches())
+    worker.get_finished()
     gc.collect()
-    before = os.listdir("/proc/self/fd")
-    for _ in range(3):
-        with pytest.raises(Gone):
-            worker._register()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        worker.get_finished()
     gc.collect()
-    assert os.listdir("/proc/self/fd") == before
+    assert len(os.listdir("/proc/self/fd")) == before
+    worker.shutdown()
+
+
+def test_a_daemon_that_comes_later_is_found(
+    start_kvferryd: StartKvferryd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder is looked for at each attempt."""
+    folders: list[Path] = []
+
+    def find(*_: object) -> Path:
+        if not folders:
+            raise Gone(Code.DAEMON_GONE, "no daemon")
+        return folders[0]
+
+    monkeypatch.setattr(EngineConfig, "daemon", find)
+    worker = WorkerSide(engine_config_at("unused"), kv_caches())
+    worker.store(1, gpu_blocks(1), KeysSpec((A,)))
+    assert ended(worker, 1) == {1: False}
+    folders.append(start_kvferryd().directory)
+    until(lambda: is_connected(worker), 20)
+    worker.store(2, gpu_blocks(1), KeysSpec((A,)))
+    assert ended(worker, 1) == {2: True}
     worker.shutdown()
 
 
@@ -205,7 +235,6 @@ def test_a_worker_whose_gpu_has_failed_shuts_down_all_the_same(
     start_kvferryd: StartKvferryd, start_worker: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = start_worker(start_kvferryd())
-    worker._timelines.append(Timeline.create())
     closed: list[Timeline] = []
 
     def close(timeline: Timeline) -> None:
@@ -215,6 +244,6 @@ def test_a_worker_whose_gpu_has_failed_shuts_down_all_the_same(
     with monkeypatch.context() as broken:
         broken.setattr(Timeline, "close", close)
         worker.shutdown()
-    assert closed == worker._timelines
+    assert closed == [worker._timeline]
     for timeline in closed:
         timeline.close()

@@ -28,9 +28,12 @@ from kvferry.client import (
     OffloadClient,
     OffloadingManager,
     Refused,
+    Registration,
+    SessionState,
     Timeline,
     TransferResult,
     TransferSpec,
+    canonicalize,
     shared_empty,
 )
 from kvferry.testing.engine import until
@@ -267,6 +270,38 @@ def test_a_daemon_that_is_away_for_longer_than_an_attempt_takes(
     service.start()
     back(rig.client)
     rig.round_trip(3, 0, 9)
+
+
+def test_a_client_that_starts_without_a_daemon(service: Service) -> None:
+    """With a state to restore, the constructor does not wait; polling connects."""
+    directory = service.directory
+    service.daemon.stop()
+    tensor, timeline = shared_empty((BLOCKS, PAGE)), Timeline.create()
+    caches = canonicalize({"layer": tensor}, num_blocks=BLOCKS)
+    state = SessionState.of_namespace(
+        FINGERPRINT,
+        cpu_bytes_to_use=8 * PAGE,
+        registration=Registration(caches, None, timeline),
+    )
+    began = time.monotonic()
+    client = OffloadClient(lambda: directory, engine="early", state=state)
+    with client:
+        assert client.lookup(A) is Lookup.MISS
+        assert client.get_finished() == []
+        with pytest.raises(Gone, match="no daemon"):
+            client.transfer_async(1, (GPULoadStoreSpec([3]), KeyLoadStoreSpec((A,))))
+        assert time.monotonic() - began < 5  # nothing waited for the timeout of 10 s
+        with pytest.raises(Gone):
+            client.wait_connected(timeout=0.1)
+        service.start()
+        client.wait_connected(PATIENCE)
+        assert client.incarnation == 1
+        assert client.namespace.opened.num_blocks == 8
+        client.transfer_async(1, (GPULoadStoreSpec([3]), KeyLoadStoreSpec((A,))))
+        client.wait([1])
+        assert [result.success for result in client.get_finished()] == [True]
+        until(lambda: client.lookup(A) is Lookup.HIT, PATIENCE)
+    timeline.close()
 
 
 # What cannot come back

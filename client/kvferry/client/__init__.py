@@ -21,8 +21,10 @@ from kvferry.client.blocking import OffloadClient
 from kvferry.client.endpoint import find_daemon
 from kvferry.client.jobs import TransferResult
 from kvferry.client.local import LocalDaemon
-from kvferry.client.manager import OffloadingEvent, OffloadingManager, PrepareStoreOutput
+from kvferry.client.manager import OffloadingManager, PrepareStoreOutput
 from kvferry.client.operations import AllocatedKVCaches
+from kvferry.client.residency_events import OffloadingEvent
+from kvferry.client.session_state import Registration, SessionState
 from kvferry.client.timeline import Timeline
 from kvferry.proto.errors import Code, Failed, Gone, KVFerryError, Refused
 from kvferry.proto.keys import Lookup, OffloadKey, block_hash_of, group_of, offload_key
@@ -78,6 +80,8 @@ __all__ = [
     "Outcome",
     "PrepareStoreOutput",
     "Refused",
+    "Registration",
+    "SessionState",
     "TensorLayout",
     "TensorRef",
     "Timeline",

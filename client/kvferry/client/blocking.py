@@ -76,6 +76,11 @@ class OffloadClient(NonBlocking):
             self._hang_up()
             raise
 
+    def wait_connected(self, timeout: float | None = None) -> None:
+        """Return once the daemon is there and the session is restored; raises Gone if not in time,
+        or if the daemon refuses to restore it (`__cause__` is its error)."""
+        self._perform(operations.present(self._session), timeout)
+
     def open_namespace(
         self,
         fingerprint: Fingerprint,

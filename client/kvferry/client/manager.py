@@ -22,14 +22,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import msgspec
 
 from kvferry.client.blocking import OffloadClient
 from kvferry.client.mirror import HIT, HIT_PENDING, MISS, RETRY, Mirror
-from kvferry.client.nonblocking import NonBlocking
+from kvferry.client.nonblocking import Locate, NonBlocking
+from kvferry.client.residency_events import OffloadingEvent, ResidencyEvents
+from kvferry.client.session_state import SessionState
 from kvferry.proto.errors import Code, Gone, Refused
 from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.specs import MAX_KEYS, KeyLoadStoreSpec
@@ -63,15 +65,6 @@ class PrepareStoreOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadingEvent:
-    """Keys that became a HIT, or with `removed` ceased to be one."""
-
-    keys: tuple[OffloadKey, ...]
-    removed: bool
-    medium: str = "CPU"
-
-
-@dataclass(frozen=True, slots=True)
 class Usage:
     """Host blocks of all ranks together, as the mirrors know them; pinned: by this manager."""
 
@@ -89,7 +82,7 @@ class OffloadingManager:
     """The residency of one engine, over the clients of its ranks' daemons.
 
     clients: each with a namespace opened, mirror and all; or make both with `open`.
-    events: whether there are any to take. said: what those of the manager before added up to.
+    events: whether there are any to take.
     patience: seconds after which a key that is still pending, and was not offered here, is a MISS:
     its verification is not done, or another engine's store is stuck. clock: for tests.
     `hits` and `misses` count the lookups answered so.
@@ -100,7 +93,6 @@ class OffloadingManager:
         clients: NonBlocking | Sequence[NonBlocking],
         *,
         events: bool = False,
-        said: set[OffloadKey] | None = None,
         patience: float = PATIENCE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -109,7 +101,7 @@ class OffloadingManager:
         self._clients = (clients,) if isinstance(clients, NonBlocking) else tuple(clients)
         self._namespaces = tuple(client.namespace for client in self._clients)
         mirrors = [namespace.mirror for namespace in self._namespaces]
-        self._events = _Events(mirrors, said) if events else None
+        self._events = ResidencyEvents(mirrors) if events else None
         self._offered: set[OffloadKey] = set()
         self._touched: dict[OffloadKey, None] = {}
         """Least recent first."""
@@ -120,7 +112,7 @@ class OffloadingManager:
     @classmethod
     def open(
         cls,
-        directories: Sequence[Path | str],
+        directories: Sequence[Locate],
         *,
         engine: str,
         fingerprint: Fingerprint,
@@ -128,38 +120,57 @@ class OffloadingManager:
         eviction_policy: str = "lru",
         store_threshold: int = 1,
         events: bool = False,
-        said: set[OffloadKey] | None = None,
         patience: float = PATIENCE,
         timeout: float = 10.0,
-        reconnect: bool = True,
+        wait: bool = True,
     ) -> OffloadingManager:
         """Clients of the daemons in `directories`, in the order of ranks, and a manager over them.
 
         fingerprint: that of the engine. With several daemons rank and world_size are put in, as
             the workers have to: msgspec.structs.replace(fingerprint, rank=r, world_size=n).
-        cpu_bytes_to_use: of each daemon's pool. The others, and errors: as OffloadClient and its
-        open_namespace. `shutdown` closes the clients.
+        cpu_bytes_to_use: of each daemon's pool. wait: for the daemons, at most `timeout` seconds
+            each; else polling connects, and all keys are a MISS until then (OffloadClient, state).
+        The others, and errors: as OffloadClient and its open_namespace. `shutdown` closes the
+        clients.
         """
+        options: dict[str, Any] = {
+            "cpu_bytes_to_use": cpu_bytes_to_use,
+            "eviction_policy": eviction_policy,
+            "store_threshold": store_threshold,
+        }
+        about: dict[str, Any] = {
+            "engine": engine,
+            "client": "OffloadingManager",
+            "timeout": timeout,
+        }
         with ExitStack() as opened:
             clients = []
             for rank, directory in enumerate(directories):
-                client = OffloadClient(
-                    directory,
-                    engine=engine,
-                    client="OffloadingManager",
-                    timeout=timeout,
-                    reconnect=reconnect,
-                )
+                of_rank = _of_rank(fingerprint, rank, len(directories))
+                state = None if wait else SessionState.of_namespace(of_rank, **options)
+                client = OffloadClient(directory, state=state, **about)
                 clients.append(opened.enter_context(client))
-                client.open_namespace(
-                    _of_rank(fingerprint, rank, len(directories)),
-                    cpu_bytes_to_use=cpu_bytes_to_use,
-                    eviction_policy=eviction_policy,
-                    store_threshold=store_threshold,
-                )
-            manager = cls(clients, events=events, said=said, patience=patience)
+                if wait:
+                    client.open_namespace(of_rank, **options)
+            manager = cls(clients, events=events, patience=patience)
             manager._opened = opened.pop_all()
         return manager
+
+    def wait_connected(self, timeout: float | None = None) -> None:
+        """Return once all daemons are connected; as OffloadClient.wait_connected."""
+        for client in self._clients:
+            assert isinstance(client, OffloadClient)
+            client.wait_connected(timeout)
+
+    def poll(self) -> None:
+        """Take in what has arrived, and advance a reconnect; lookup and take_events do it too."""
+        for client in self._clients:
+            client.poll()
+
+    def abandon(self) -> None:
+        """Give the sessions up and begin new ones; pins and resets are restored."""
+        for client in self._clients:
+            client.abandon()
 
     @property
     def num_blocks(self) -> int:
@@ -285,8 +296,7 @@ class OffloadingManager:
         """What became a HIT and what ceased to be one since the last call, each in one event.
 
         Added up, they are what is a HIT now: the first call names what was there before, and a
-        key that came and went in between is in none. None unless `events` were asked for. With
-        `said` the first call tells what differs from that, and each keeps it.
+        key that came and went in between is in none. None unless `events` were asked for.
         """
         self.flush()
         mirrors = self._fresh_mirrors()
@@ -304,8 +314,7 @@ class OffloadingManager:
     @property
     def resetting(self) -> bool:
         """Whether one of the daemons has not done a reset that it was sent, as far as is known."""
-        for client in self._clients:
-            client.poll()
+        self.poll()
         return any(namespace.undone() for namespace in self._namespaces)
 
     @property
@@ -361,34 +370,8 @@ class OffloadingManager:
         return now - pending.setdefault(key, now) <= self._patience
 
     def _fresh_mirrors(self) -> list[Mirror]:
-        for client in self._clients:
-            client.poll()
+        self.poll()
         return [namespace.mirror for namespace in self._namespaces]
-
-
-class _Events:
-    """What was said to be a HIT, so that only what changed is said."""
-
-    def __init__(self, mirrors: Sequence[Mirror], said: set[OffloadKey] | None) -> None:
-        self._said: set[OffloadKey] = set() if said is None else said
-        self._first = True
-        for mirror in mirrors:
-            mirror.watch()
-
-    def take(self, mirrors: Sequence[Mirror]) -> list[OffloadingEvent]:
-        changed = dict.fromkeys(self._said if self._first else ())
-        self._first = False
-        changed.update((key, None) for mirror in mirrors for key in mirror.take_changed())
-        stored: list[OffloadKey] = []
-        removed: list[OffloadKey] = []
-        for key in changed:
-            hit = all(mirror.lookup(key) is HIT for mirror in mirrors)
-            if hit != (key in self._said):
-                (stored if hit else removed).append(key)
-        self._said.difference_update(removed)
-        self._said.update(stored)
-        events = OffloadingEvent(tuple(removed), True), OffloadingEvent(tuple(stored), False)
-        return [event for event in events if event.keys]
 
 
 def _pieces(keys: tuple[OffloadKey, ...]) -> Iterator[tuple[OffloadKey, ...]]:

@@ -47,7 +47,7 @@ class Reconnect:
         self._attempt: Interpreted[None] | None = None
         self._next = self._deadline = 0.0
         self._pause = FIRST_PAUSE
-        self._logged: object = None
+        self._logged: object = session.gone
 
     def advance(self, now: float) -> None:
         """Do what can be done at once. now: seconds of the monotonic clock."""
@@ -107,4 +107,4 @@ class Reconnect:
         if gone is not self._logged:
             self._logged = gone
             who = f"{self._session.client} of engine {self._session.engine}"
-            log.warning("kvferry: %s: %s", who, gone or "connected to the daemon again")
+            log.warning("kvferry: %s: %s", who, gone or "connected")

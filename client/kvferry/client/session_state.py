@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvferry.client.validation import check_fields
 from kvferry.proto.memory import HostRegion
 from kvferry.proto.messages import OpenNamespace
+from kvferry.proto.status import Fingerprint
 
 if TYPE_CHECKING:
     from kvferry.client.tensors.canonical import CanonicalKVCaches
@@ -32,6 +33,21 @@ class SessionState:
     registration: Registration | None = None
     mirror: bool = False
     region: HostRegion | None = None
+
+    @classmethod
+    def of_namespace(
+        cls,
+        fingerprint: Fingerprint,
+        *,
+        cpu_bytes_to_use: int | None = None,
+        eviction_policy: str = "lru",
+        store_threshold: int = 1,
+        mirror: bool = True,
+        registration: Registration | None = None,
+    ) -> SessionState:
+        """To open a namespace, with the arguments of OffloadClient.open_namespace."""
+        opening = OpenNamespace(0, fingerprint, cpu_bytes_to_use, eviction_policy, store_threshold)
+        return cls(opening, registration, mirror)
 
     def check(self) -> None:
         """Raise Refused if no daemon could restore this."""

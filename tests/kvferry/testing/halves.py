@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kvferry.client import Fingerprint, TransferResult, shared_empty
-from kvferry.client.vllm.place import Place
+from kvferry.client.vllm.engine_config import EngineConfig
 from kvferry.client.vllm.worker import WorkerSide
 
 PAGE = 4096
@@ -18,9 +18,9 @@ BLOCKS = 16
 KEY_BYTES = 8
 
 
-def place_at(directory: Path | str, **options: Any) -> Place:
+def engine_config_at(directory: Path | str, **options: Any) -> EngineConfig:
     """An engine of one rank, whose host blocks are one page."""
-    return Place(
+    return EngineConfig(
         engine="engine",
         fingerprint=Fingerprint("model", PAGE, key_bytes=KEY_BYTES),
         rank=0,

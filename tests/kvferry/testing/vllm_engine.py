@@ -1,7 +1,7 @@
 """vLLM's own offloading connector, both halves of it, without a model, and a scheduler in a few
 lines: what is between a request and a daemon, on a machine without a GPU.
 
-Importing this needs vLLM (0.24 to 0.26), or as much of its Python as the connector imports.
+Importing this needs vLLM 0.26, or as much of its Python as the connector imports.
 """
 
 from __future__ import annotations
@@ -179,8 +179,6 @@ class Engine:
     def _note_loads(self) -> None:
         offloading: Any = self.worker.connector_worker
         worker = offloading.worker
-        if hasattr(worker, "handlers"):  # vLLM 0.24
-            (worker,) = worker.handlers
         load = worker.load
 
         def noted(*job: Any) -> None:

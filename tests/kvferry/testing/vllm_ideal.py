@@ -3,7 +3,7 @@
 Nothing is copied. A load ends when its bytes would have crossed the link, to the microsecond, and a
 step that runs nothing waits where it looks for one that is about to end, as kvferry's does. What
 the first token takes with it besides the GPU hit and the link is vLLM's own way of being told.
-Answers are wrong, of course. Needs vLLM 0.25 or newer.
+Answers are wrong, of course. Needs vLLM 0.26.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from kvferry.client.vllm.arrivals import LEAD
+from kvferry.client.vllm.load_eta import LEAD
 
 
 class IdealSpec(OffloadingSpec):

@@ -14,7 +14,7 @@ NEEDED = {"msgspec": "0.18.6", "numpy": "1.26", "pyzmq": "26"}
 # torch is needed only to share tensors, not by a scheduler.
 OPTIONAL = {"torch": "2.9"}
 # Versions that the connector is tested with.
-VLLM = "0.24", "0.25", "0.26"
+VLLM = ("0.26",)
 SMALL_SHM = 1 << 30
 
 

@@ -16,9 +16,9 @@ from kvferry.proto.version import installed_version
 
 if TYPE_CHECKING:
     from kvferry.client.vllm.connector import KVFerryConnector
-    from kvferry.client.vllm.workers import KVFerrySpec
+    from kvferry.client.vllm.spec import KVFerrySpec
 
-SUPPORTED = "0.24, 0.25 and 0.26"
+SUPPORTED = "0.26"
 __all__ = ["KVFerryConnector", "KVFerrySpec", "SUPPORTED"]
 
 
@@ -26,28 +26,15 @@ def __getattr__(name: str) -> Any:
     if name not in ("KVFerryConnector", "KVFerrySpec"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return _connector() if name == "KVFerryConnector" else _spec()
-    except ImportError as error:
-        message = f"kvferry works inside vLLM {SUPPORTED}, and this one has other parts: {error}"
-        raise Refused(
-            Code.BAD_CONFIG, message, f"vLLM {installed_version('vllm') or 'is not here'}"
-        ) from error
+        if name == "KVFerryConnector":
+            from kvferry.client.vllm.connector import KVFerryConnector
 
-
-def _connector() -> Any:
-    from kvferry.client.vllm.connector import KVFerryConnector
-
-    return KVFerryConnector
-
-
-def _spec() -> Any:
-    """The spec of the generation that is installed."""
-    from vllm.v1.kv_offload import base
-
-    if hasattr(base, "OffloadingWorker"):
-        from kvferry.client.vllm.workers import KVFerrySpec
+            return KVFerryConnector
+        from kvferry.client.vllm.spec import KVFerrySpec
 
         return KVFerrySpec
-    from kvferry.client.vllm import handlers
-
-    return handlers.KVFerrySpec
+    except ImportError as error:
+        message = f"kvferry supports vLLM {SUPPORTED}, and the installed one differs: {error}"
+        raise Refused(
+            Code.BAD_CONFIG, message, f"vLLM {installed_version('vllm') or 'is not installed'}"
+        ) from error

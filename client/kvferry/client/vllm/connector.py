@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from kvferry.client.vllm.place import telling
+from kvferry.client.vllm.engine_config import telling
 
 log = logging.getLogger("kvferry")
 
@@ -37,12 +37,11 @@ class KVFerryConnector(OffloadingConnector):
             transfer.kv_load_failure_policy = "recompute"
         with telling(vllm_config, kv_cache_config):
             super().__init__(vllm_config, role, kv_cache_config)
-        self._surviving: SurvivingWorker | None = None
+        self._fault_tolerant: FaultTolerantWorker | None = None
         if role is KVConnectorRole.WORKER:
             made: Any = getattr(self, "connector_worker")  # noqa: B009 - of a type unknown here
-            parts = (kv_cache_config,) if hasattr(made, "kv_cache_config") else ()  # since 0.26
-            self._surviving = SurvivingWorker(made.spec, *parts)
-            self.connector_worker = self._surviving
+            self._fault_tolerant = FaultTolerantWorker(made.spec, kv_cache_config)
+            self.connector_worker = self._fault_tolerant
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         scheduler: Any = self.connector_scheduler
@@ -64,22 +63,15 @@ class KVFerryConnector(OffloadingConnector):
         metadata.loads_at_once = metadata.runs_nothing and not zeroes
         return metadata
 
-    def reset_cache(self) -> bool | None:
-        done = super().reset_cache()
-        scheduler: Any = self.connector_scheduler
-        for status in scheduler._req_status.values():
-            status.transfer_jobs.clear()  # vLLM 0.24 leaves jobs here that it forgot
-        return bool(done)
-
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return set() if self._surviving is None else self._surviving.take_load_errors()
+        return set() if self._fault_tolerant is None else self._fault_tolerant.take_load_errors()
 
 
-class SurvivingWorker(OffloadingConnectorWorker):
-    """The worker's half, that takes failed jobs for what they are."""
+class FaultTolerantWorker(OffloadingConnectorWorker):
+    """The worker's half, which reports failed jobs where vLLM's own asserts."""
 
-    def __init__(self, spec: Any, *kv_cache_config: Any) -> None:
-        super().__init__(spec, *kv_cache_config)
+    def __init__(self, spec: Any, kv_cache_config: Any) -> None:
+        super().__init__(spec, kv_cache_config)
         self._targets: dict[int, set[int]] = {}
         """GPU blocks that each load writes to."""
         self._errors: set[int] = set()
@@ -99,14 +91,14 @@ class SurvivingWorker(OffloadingConnectorWorker):
             return
         self._started = metadata
         for job_id, entry in metadata.load_jobs.items():
-            self._targets[job_id] = set(_destination(entry).block_ids.tolist())
+            self._targets[job_id] = set(entry.dst_spec.block_ids.tolist())
         self._runs_nothing = metadata.runs_nothing
         super().start_kv_transfers(metadata)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         assert self.worker is not None
         received: set[str] = set()
-        if self._runs_nothing and hasattr(self.worker, "await_load"):  # since 0.25
+        if self._runs_nothing:
             self.worker.await_load()
         meta = self._connector_worker_meta
         for result in self.worker.get_finished():
@@ -128,21 +120,16 @@ class SurvivingWorker(OffloadingConnectorWorker):
 
 
 def store_no_more_than_computed(scheduler: Any, request: Any) -> None:
-    """vLLM stores a request that ended up to its last token (since 0.26; earlier none that ended).
+    """vLLM stores a request that ended up to its last token.
 
     One aborted while it waits, or loads, has no blocks for that, and an assertion ends the engine;
     nothing has computed the KV of the last token that was sampled.
     """
     status = scheduler._req_status.get(request.request_id)
-    if status is None or not hasattr(scheduler.config, "blocks_per_chunk"):
+    if status is None:
         return
     groups = zip(scheduler.config.kv_group_configs, status.group_states, strict=True)
     within = [len(state.block_ids) * group.tokens_per_block for group, state in groups]
     if status.max_offload_tokens is not None:
         within.append(status.max_offload_tokens)
     status.max_offload_tokens = min(request.num_computed_tokens, *within)
-
-
-def _destination(job: Any) -> Any:
-    """Where a job of vLLM's goes; up to 0.24 it has both sides in one."""
-    return job.transfer_spec[1] if hasattr(job, "transfer_spec") else job.dst_spec

@@ -1,14 +1,14 @@
-"""The scheduler's side: the verbs of vLLM's OffloadingManager, over ours. Nothing waits or raises.
+"""The scheduler's side: the methods of vLLM's OffloadingManager, over ours. None waits or raises.
 
-No vLLM is needed here: what it must be given in its own words comes as `Words`, and a class of a
-few lines makes this one of its managers.
+Called in the scheduler's thread. No vLLM is needed here: its lookup codes come as `LookupCodes`,
+and a class of a few lines makes this one of its managers (spec.py).
 
-While a daemon is away everything is a miss and nothing is stored. What was pinned or offered by
-then is completed by vLLM later all the same, and means nothing to the manager that came after.
+While a daemon is away everything is a miss and nothing is stored, and polling reconnects (the
+clients of the manager do it: kvferry.client.reconnect). Pins and resets are restored then.
 
-A request waits for what is done here, key by key. So a lookup is a look into the sets that the
-mirrors keep (a step's first lookup takes in what has arrived), and what nobody waits for, which
-keys were touched or can be let go, is said when the request is on its way.
+A request waits for what is done here, key by key. So a lookup only looks into the sets that the
+mirrors keep; a step's first lookup takes in what has arrived. What nobody waits for (touches,
+unpins) is sent at the end of the step.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import time
 from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
-from kvferry.client.manager import OffloadingEvent, OffloadingManager
-from kvferry.client.vllm.lasting import Lasting
-from kvferry.client.vllm.place import TIMEOUT, Place
+from kvferry.client.manager import OffloadingManager
+from kvferry.client.residency_events import OffloadingEvent
+from kvferry.client.vllm.engine_config import TIMEOUT, EngineConfig
 from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.keys import Lookup, OffloadKey
 
@@ -38,13 +38,15 @@ LOADS = 8
 TOUCHED = 1.0
 """Seconds that a touch of the same keys by the same request is good for."""
 WAITING = Lookup.HIT_PENDING, Lookup.RETRY
+Keys: TypeAlias = tuple[OffloadKey, ...]
+
 UNSEEN: tuple[Set[OffloadKey], ...] = (frozenset(),)
 """Before a step's first lookup, and while there is no daemon."""
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
-    """What the installed vLLM calls the answers to a lookup."""
+class LookupCodes:
+    """vLLM's constants for the answers to a lookup."""
 
     hit: Any
     miss: Any
@@ -66,11 +68,6 @@ class KeysSpec:
     def generation(self, rank: int) -> int:
         return self.generations[rank] if self.generations else 0
 
-    @staticmethod
-    def medium() -> str:
-        """Asked for by vLLM up to 0.25."""
-        return "CPU"
-
 
 @dataclass(frozen=True, slots=True)
 class StoreOutput:
@@ -81,16 +78,8 @@ class StoreOutput:
     evicted_keys: list[OffloadKey]
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Keys that a request loads, and the manager that keeps them."""
-
-    manager: OffloadingManager
-    keys: tuple[OffloadKey, ...]
-
-
 @dataclass(slots=True)
-class Asker:
+class RequestState:
     """A request that looks keys up: since when, and how often it loaded.
 
     touched: lists of keys by the last and the number of them, and when.
@@ -111,14 +100,14 @@ class Asker:
 
 
 def harmless(
-    verb: Callable[Concatenate[SchedulerSide, P], R],
+    method: Callable[Concatenate[SchedulerSide, P], R],
 ) -> Callable[Concatenate[SchedulerSide, P], R | None]:
-    """A verb that ends the connection where it cannot do what it should, and not the engine."""
+    """A method whose errors end the session, and not the engine."""
 
-    @wraps(verb)
+    @wraps(method)
     def attempt(self: SchedulerSide, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
         try:
-            return verb(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
         except KVFerryError as error:
             self.give_up(error)
             return None
@@ -127,49 +116,44 @@ def harmless(
 
 
 class SchedulerSide:
-    def __init__(self, place: Place, words: Words, *, events: bool) -> None:
-        self._place, self._events = place, events
-        self._hit = words.hit
-        self._words = {
-            Lookup.HIT: words.hit,
-            Lookup.MISS: words.miss,
-            Lookup.HIT_PENDING: words.pending,
-            Lookup.RETRY: words.retry,
+    def __init__(self, config: EngineConfig, codes: LookupCodes, *, events: bool) -> None:
+        self._config, self._events = config, events
+        self._hit = codes.hit
+        self._codes = {
+            Lookup.HIT: codes.hit,
+            Lookup.MISS: codes.miss,
+            Lookup.HIT_PENDING: codes.pending,
+            Lookup.RETRY: codes.retry,
         }
+        # False once vLLM's keys turned out to be none of this namespace.
         self._usable = True
-        self._owed = False
-        """Whether a reset was not done by every daemon."""
-        self._told: OffloadingManager | None = None
-        """Whom that reset was said to."""
-        self._said: set[OffloadKey] = set()
-        """What all events so far add up to, of whichever manager."""
-        self._lasting = Lasting("the scheduler's connection", self._open)
+        self._manager = self._open()
         self._ready = UNSEEN
         self._hits = 0
-        self._askers: dict[str, Asker] = {}
-        self._asker = Asker(0.0)
+        self._requests: dict[str, RequestState] = {}
+        self._request = RequestState(0.0)
         """Whose lookups these are."""
         self._hurry = False
         """Whether a load of this step is still to be submitted."""
-        self._loads: dict[str, Load] = {}
-        """By request, which has one at a time."""
-        self._ended: list[Load] = []
-        self._due: list[Load] = []
-        """Of the step before: to be let go."""
+        # The pinned keys of a request's load; it has one at a time.
+        self._loads: dict[str, Keys] = {}
+        # Keys of loads that ended in this step, and in the step before: these are unpinned next.
+        self._ended: list[Keys] = []
+        self._due: list[Keys] = []
 
     def looking_up(self, request: str) -> None:
         """The lookups that follow are of this request."""
-        self._asker = self._askers.setdefault(request, Asker(time.monotonic()))
-        if self._asker.loads >= LOADS:
+        self._request = self._requests.setdefault(request, RequestState(time.monotonic()))
+        if self._request.loads >= LOADS:
             self._ready = UNSEEN
 
     def on_request_finished(self, req_context: Any) -> None:
-        self._askers.pop(req_context.req_id, None)
+        self._requests.pop(req_context.req_id, None)
 
     def lookup(self, key: OffloadKey, req_context: Any) -> Any:
         for ready in self._ready:
             if key not in ready:
-                return self._words[self._look(key) or Lookup.MISS]
+                return self._codes[self._look(key) or Lookup.MISS]
         self._hits += 1
         return self._hit
 
@@ -177,20 +161,20 @@ class SchedulerSide:
         """A key that went since it was looked up makes the load fail, which is a miss."""
         keys = tuple(keys)
         self._keep(keys, req_context.req_id)
-        self._asker.loads += 1
+        self._request.loads += 1
         self._hurry = True
         return KeysSpec(keys)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: Any) -> None:
-        if (load := self._loads.pop(req_context.req_id, None)) is not None:
-            self._ended.append(load)
+        if (pinned := self._loads.pop(req_context.req_id, None)) is not None:
+            self._ended.append(pinned)
 
     @harmless
     def touch(self, keys: Sequence[OffloadKey], req_context: Any) -> None:
         """A request that waits touches all its keys in every step."""
-        manager, asker = self._manager, self._askers.get(req_context.req_id)
-        if manager is not None and keys and (asker is None or asker.touches(keys)):
-            manager.touch(keys)
+        state = self._requests.get(req_context.req_id)
+        if self._usable and keys and (state is None or state.touches(keys)):
+            self._manager.touch(keys)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: Any) -> StoreOutput:
         """Nothing to store, where nothing can be: of None vLLM would offer all again each step."""
@@ -199,14 +183,13 @@ class SchedulerSide:
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: Any, success: bool = True
     ) -> None:
-        if (manager := self._manager) is not None:
-            manager.complete_store(keys, success)
+        self._manager.complete_store(keys, success)
 
     def on_schedule_end(self, context: Any = None) -> None:
         self._ready = UNSEEN
         hurry, self._hurry = self._hurry, False
         if self._due or not hurry:
-            self._say_what_is_left()
+            self._flush()
         self._due += self._ended
         self._ended.clear()
 
@@ -218,77 +201,54 @@ class SchedulerSide:
     def reset_cache(self) -> None:
         """vLLM forgets its loads, and completes none of them.
 
-        What lies in a pool outlives its daemon: a reset is owed until it is done.
+        A daemon that is away does the reset before it answers anything again.
         """
         self._ready = UNSEEN
         self._ended += self._loads.values()
         self._loads.clear()
-        self._owed, self._told = True, None
-        self._settle(self._lasting.current)
+        self._manager.reset_cache()
 
     def shutdown(self) -> None:
-        self._lasting.close()
+        self._manager.close()
 
     @harmless
     def events(self) -> list[OffloadingEvent]:
         """What became a HIT and what ceased to be one, where vLLM publishes events."""
-        if not self._events:
-            return []
-        if (manager := self._manager) is not None:
-            return manager.take_events()
-        removed = tuple(self._said)
-        self._said.clear()
-        return [OffloadingEvent(removed, True)] if removed else []
+        return self._manager.take_events() if self._events else []
 
     def give_up(self, error: KVFerryError) -> None:
-        """The connection does not do. Keys that are not this namespace's will never do."""
+        """Begin new sessions. If keys are not this namespace's, they never will be: turn off."""
         self._ready = UNSEEN
-        self._lasting.give_up()
         if error.code == Code.BAD_KEY:
+            if self._usable:
+                log.error(
+                    "kvferry: offloading is off: vLLM's block hashes are not as long as those of "
+                    "its algorithm, %s: %s",
+                    self._config.fingerprint.hash_algorithm,
+                    error,
+                )
             self._usable = False
-            log.error(
-                "kvferry: offloading is off: vLLM's block hashes are not as long as those of its "
-                "algorithm, %s: %s",
-                self._place.fingerprint.hash_algorithm,
-                error,
-            )
-        else:
-            log.warning("kvferry: the scheduler's connection is made anew: %s", error)
-
-    @property
-    def _manager(self) -> OffloadingManager | None:
-        manager = self._lasting.current if self._usable else None
-        if not self._owed or manager is None:
-            return manager
-        return manager if self._settle(manager) else None
-
-    @harmless
-    def _settle(self, manager: OffloadingManager | None) -> bool:
-        """Have the reset that is owed done, before this manager answers anything."""
-        if self._told is not None and not self._told.resetting:
-            self._owed, self._told = False, None
-        elif manager is not None and manager is not self._told:
-            manager.reset_cache()
-            self._told = manager
-        return True
+            self._manager.close()
+        elif self._usable:
+            log.warning("kvferry: the scheduler's sessions are begun anew: %s", error)
+            self._manager.abandon()
 
     @harmless
     def _look(self, key: OffloadKey) -> Lookup:
         """What the manager says; the sets are as fresh as that from now on."""
-        asker, manager = self._asker, self._manager
-        if manager is None or asker.loads >= LOADS:
+        state, manager = self._request, self._manager
+        if not self._usable or state.loads >= LOADS:
             return Lookup.MISS
         found = manager.lookup(key)
         self._ready = manager.ready_keys
-        if found in WAITING and time.monotonic() - asker.since > PATIENCE:
+        if found in WAITING and time.monotonic() - state.since > PATIENCE:
             return Lookup.MISS
         return found
 
     @harmless
     def _offer(self, keys: Collection[OffloadKey]) -> StoreOutput | None:
-        manager = self._manager
-        output = None if manager is None else manager.prepare_store(keys)
-        if output is None:
+        output = self._manager.prepare_store(keys) if self._usable else None
+        if output is None or not output.keys_to_store:
             return None
         generations = tuple(spec.generation for spec in output.store_specs)
         spec = KeysSpec(output.keys_to_store, generations, output.store_spec.keep)
@@ -296,36 +256,48 @@ class SchedulerSide:
 
     @harmless
     def _keep(self, keys: tuple[OffloadKey, ...], request: str) -> None:
-        if (manager := self._manager) is None:
+        if not self._usable:
             return
         try:
-            manager.prepare_load(keys)
+            self._manager.prepare_load(keys)
         except Refused as error:
             if error.code != Code.KEY_ABSENT:
                 raise
         else:
-            self._loads[request] = Load(manager, keys)
+            self._loads[request] = keys
 
     @harmless
-    def _say_what_is_left(self) -> None:
+    def _flush(self) -> None:
+        """Send what nobody waits for; while a daemon is away, reconnect."""
         due, self._due = self._due, []
-        if (manager := self._manager) is not None:
-            manager.count(self._hits)
-            self._hits = 0
-            manager.flush()
-            for load in due:
-                if load.manager is manager:
-                    manager.complete_load(load.keys)
+        if not self._usable:
+            return
+        manager = self._manager
+        if manager.gone is not None:
+            manager.poll()
+        manager.count(self._hits)
+        self._hits = 0
+        manager.flush()
+        for keys in due:
+            manager.complete_load(keys)
 
     def _open(self) -> OffloadingManager:
-        place = self._place
-        return OffloadingManager.open(
-            [place.of(rank).daemon() for rank in range(place.world_size)],
-            engine=place.engine,
-            fingerprint=place.fingerprint,
+        """A manager that waits for daemons which are there now, and for no others."""
+        config = self._config
+        ranks = [config.of(rank) for rank in range(config.world_size)]
+        manager = OffloadingManager.open(
+            [rank.daemon for rank in ranks],
+            engine=config.engine,
+            fingerprint=config.fingerprint,
             events=self._events,
-            said=self._said,
             timeout=TIMEOUT,
-            reconnect=False,  # Lasting makes another
-            **place.options,
+            wait=False,
+            **config.options,
         )
+        try:
+            for rank in ranks:
+                rank.daemon()
+            manager.wait_connected(TIMEOUT)
+        except KVFerryError as error:
+            log.warning("kvferry: the scheduler goes on without its daemon for now: %s", error)
+        return manager

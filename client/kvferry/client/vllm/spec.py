@@ -1,10 +1,4 @@
-"""vLLM's OffloadingSpec and OffloadingManager, as far as they are the same in every generation.
-
-    0.24         lookup answers True, False or None; a spec gives handlers (handlers.py)
-    0.25, 0.26   lookup answers a LookupResult; a spec gives a worker (workers.py)
-
-What the installed vLLM has decides, not its version.
-"""
+"""The subclasses of vLLM's OffloadingSpec, OffloadingManager and OffloadingWorker."""
 
 from __future__ import annotations
 
@@ -14,16 +8,14 @@ from typing import Any
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 from vllm.v1.kv_offload import base
 
-from kvferry.client.vllm.place import Blocks, chunk_of, place_of, told
-from kvferry.client.vllm.scheduler import SchedulerSide, Words
+from kvferry.client.vllm.engine_config import Blocks, chunk_of, read_engine_config, told
+from kvferry.client.vllm.scheduler import KeysSpec, LookupCodes, SchedulerSide
+from kvferry.client.vllm.worker import WorkerSide
 
 log = logging.getLogger("kvferry")
 
-if hasattr(base, "LookupResult"):
-    _results = base.LookupResult
-    WORDS = Words(_results.HIT, _results.MISS, _results.HIT_PENDING, _results.RETRY)
-else:
-    WORDS = Words(True, False, None, None)
+_results = base.LookupResult
+LOOKUP_CODES = LookupCodes(_results.HIT, _results.MISS, _results.HIT_PENDING, _results.RETRY)
 
 
 class Manager(SchedulerSide, base.OffloadingManager):
@@ -36,14 +28,26 @@ class Manager(SchedulerSide, base.OffloadingManager):
         ]
 
 
-class Spec(base.OffloadingSpec):
-    """Without the worker's half. `config`: whatever vLLM gives its specs."""
+class Worker(WorkerSide, base.OffloadingWorker):
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: KeysSpec) -> bool:
+        self.store(job_id, src_spec, dst_spec)
+        return True
 
-    def __init__(self, *config: Any) -> None:
-        super().__init__(*config)
+    def submit_load(self, job_id: int, src_spec: KeysSpec, dst_spec: Any) -> bool:
+        self.load(job_id, src_spec, dst_spec)
+        return True
+
+
+class KVFerrySpec(base.OffloadingSpec):
+    """For kv_connector_extra_config: spec_name, with spec_module_path "kvferry.client.vllm"."""
+
+    blocks_per_chunk: int
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
         vllm_config, kv_cache_config = told()
         blocks = self._cut(vllm_config, kv_cache_config)
-        self.place = place_of(vllm_config, kv_cache_config, blocks)
+        self.engine_config = read_engine_config(vllm_config, kv_cache_config, blocks)
         self._manager: Manager | None = None
         if len(kv_cache_config.kv_cache_groups) > 1:
             log.warning(
@@ -55,20 +59,19 @@ class Spec(base.OffloadingSpec):
     def get_manager(self) -> Manager:
         if self._manager is None:
             events = self.kv_events_config.enable_kv_cache_events
-            self._manager = Manager(self.place, WORDS, events=events)
+            self._manager = Manager(self.engine_config, LOOKUP_CODES, events=events)
         return self._manager
 
+    def get_worker(self, kv_caches: Any) -> Worker:
+        return Worker(self.engine_config, kv_caches)
+
     def _cut(self, vllm_config: Any, kv_cache_config: Any) -> Blocks:
-        """How KV caches are cut up, the chunk of our choice, which the scheduler reads off here."""
-        names = ("tokens_per_block", "tokens_per_hash", "blocks_per_chunk")
-        if not hasattr(self, names[0]):
-            names = ("gpu_block_size", "hash_block_size", "block_size_factor")
-        tokens, hashed, factor = (getattr(self, name) for name in names)
-        said = Blocks(tuple(tokens), hashed, factor)
+        """How KV caches are cut up. The chunk is our choice; vLLM's scheduler reads it here."""
+        said = Blocks(tuple(self.tokens_per_block), self.tokens_per_hash, self.blocks_per_chunk)
         kinds = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         full = all(isinstance(one, FullAttentionSpec) for kind in kinds for one in _layers(kind))
         factor = chunk_of(vllm_config, kv_cache_config, said, full=full)
-        setattr(self, names[2], factor)
+        self.blocks_per_chunk = factor
         return Blocks(said.tokens, said.hashed, factor)
 
 

@@ -4,8 +4,10 @@ Tensors are registered once a storage, before any graph is captured, with a time
 of it is written into the compute stream when the job is submitted: behind the kernels launched so
 far, those that wrote what is stored, and those that may still read what is loaded over.
 
-A job that the daemon cannot do any more ends as failed, here, at once. As on the scheduler's side,
-no vLLM is needed here, and nothing raises.
+The client reconnects by itself while it is polled; no step of it waits, so there is no thread. If
+the daemon is lost, or jobs do not end in time, the client abandons the session: its jobs end as
+failed at once, and vLLM may reuse their blocks (OffloadClient.abandon says what is guaranteed). As
+on the scheduler's side, no vLLM is needed here, and nothing raises.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import logging
 import time
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,11 +24,11 @@ import torch
 
 from kvferry.client.blocking import OffloadClient
 from kvferry.client.jobs import TransferResult
+from kvferry.client.session_state import Registration, SessionState
 from kvferry.client.tensors.canonical import CanonicalKVCaches
 from kvferry.client.timeline import Timeline
-from kvferry.client.vllm.arrivals import Arrivals
-from kvferry.client.vllm.lasting import Lasting
-from kvferry.client.vllm.place import TIMEOUT, Place
+from kvferry.client.vllm.engine_config import TIMEOUT, EngineConfig
+from kvferry.client.vllm.load_eta import LoadEta
 from kvferry.client.vllm.scheduler import KeysSpec
 from kvferry.proto.errors import Code, Gone, KVFerryError
 from kvferry.proto.messages import Outcome
@@ -42,116 +44,106 @@ from kvferry.proto.specs import (
 
 log = logging.getLogger("kvferry")
 
+# Seconds that jobs have to end before their GPU blocks are reused.
 FLUSH = 10.0
-"""Seconds that jobs have to end before their GPU blocks go to somebody else."""
+# Seconds between two polls for a load that is about to end.
 LOOK = 20e-6
-"""Seconds between two looks at a load that is about to end."""
-
-
-@dataclass(frozen=True, eq=False)
-class Attached:
-    """A client that has registered the tensors, and the timeline of its jobs."""
-
-    client: OffloadClient
-    timeline: Timeline
-
-    @property
-    def gone(self) -> Gone | None:
-        return self.client.gone
-
-    def close(self) -> None:
-        """From here on none of its jobs touches the tensors, also where its daemon stands still."""
-        self.timeline.revoke()
-        self.client.close()
 
 
 class WorkerSide:
     """`kv_caches`: vLLM's canonical tensors."""
 
-    def __init__(self, place: Place, kv_caches: Any) -> None:
-        self._place = place
-        self._kv_caches = canonical(kv_caches, place.factor)
+    def __init__(self, config: EngineConfig, kv_caches: Any) -> None:
+        self._config = config
+        self._kv_caches = canonical(kv_caches, config.factor)
         self._device = self._kv_caches.tensors[0].device
-        self._timelines: list[Timeline] = []
-        """Of all clients: a stream may still write there."""
+        # Results of the next get_finished.
         self._ended: list[TransferResult] = []
-        """To be told with the next get_finished."""
-        self._arrivals = Arrivals()
-        self._lasting = Lasting("the worker's connection", self._register)
-        self._attached: Attached | None = None
-        """The one that has the jobs under way."""
-        self._under_way: dict[int, Direction] = {}
+        self._load_eta = LoadEta()
+        self._timeline: Timeline | None = None
+        self._client: OffloadClient | None = None
+        # The incarnation of the session that was abandoned last; the first one is 1.
+        self._abandoned = 0
+        try:
+            self._timeline = Timeline.create(self._device if self._device.type == "cuda" else "cpu")
+            self._client = self._open(self._timeline)
+        except KVFerryError as error:  # this device cannot be served
+            log.warning("kvferry: the worker goes on without offloading: %s", error)
 
     def store(self, job_id: int, blocks: Any, keys: KeysSpec) -> None:
         """blocks: vLLM's GPULoadStoreSpec."""
-        there = KeyLoadStoreSpec(keys.keys, keys.generation(self._place.rank), keys.keep)
+        there = KeyLoadStoreSpec(keys.keys, keys.generation(self._config.rank), keys.keep)
         self._submit(job_id, (gpu_side(blocks), there), Direction.STORE)
 
     def load(self, job_id: int, keys: KeysSpec, blocks: Any) -> None:
         there = gpu_side(blocks)
         self._submit(job_id, (KeyLoadStoreSpec(keys.keys), there), Direction.LOAD)
-        self._arrivals.submitted(job_id, self._nbytes(there), time.monotonic())
+        self._load_eta.submitted(job_id, self._nbytes(there), time.monotonic())
 
     def get_finished(self) -> list[TransferResult]:
         """Also of jobs that failed, or were lost with their daemon: success is False then."""
-        self._take_in()
+        self._poll()
         results, self._ended = self._ended, []
         now = time.monotonic()
         for result in results:
-            self._arrivals.ended(result.job_id, result.transfer_size, result.transfer_time, now)
+            self._load_eta.ended(result.job_id, result.transfer_size, result.transfer_time, now)
         return results
 
     def await_load(self) -> None:
         """For a step that runs nothing: where a load is about to end, wait until it has."""
         now = time.monotonic()
-        deadline = now + self._arrivals.patience(now)
+        deadline = now + self._load_eta.patience(now)
         while not self._ended and time.monotonic() < deadline:
-            self._take_in()
+            self._poll()
             time.sleep(LOOK)
 
     def wait(self, job_ids: Collection[int]) -> None:
-        """Return when these jobs can touch their GPU blocks no more; bounded."""
-        attached = self._connected()
-        if attached is not None:
+        """Return when these jobs cannot touch their GPU blocks any more; bounded by FLUSH.
+
+        After FLUSH seconds they are abandoned; what is guaranteed then: OffloadClient.abandon.
+        """
+        if (client := self._client) is not None:
             try:
-                attached.client.wait(job_ids, timeout=FLUSH)
+                client.wait(job_ids, timeout=FLUSH)
             except KVFerryError as error:
-                self._give_up(error)  # the daemon ends what is under way; here it is lost
+                self._abandon(error)
+            self._abandon_if_lost()
 
     def shutdown(self) -> None:
-        self._lasting.close()
-        for timeline in self._timelines:
-            with suppress(KVFerryError):  # a GPU that has failed lets go of nothing
-                timeline.close()
+        if self._timeline is not None:
+            self._timeline.revoke()
+        if self._client is not None:
+            self._client.close()
+        if self._timeline is not None:
+            with suppress(KVFerryError):  # a GPU that has failed releases nothing
+                self._timeline.close()
 
     def _submit(self, job_id: int, spec: TransferSpec, direction: Direction) -> None:
-        attached = self._connected()
+        client, timeline = self._client, self._timeline
+        if client is None or timeline is None:
+            self._fail(job_id, direction, Gone(Code.DAEMON_GONE, "there is no daemon", job_id))
+            return
+        value = timeline.last + 1
         try:
-            if attached is None:
-                raise Gone(Code.DAEMON_GONE, "there is no daemon now", job_id)
-            timeline = attached.timeline
-            value = timeline.last + 1
-            attached.client.transfer_async(job_id, spec, wait_for=value)
+            client.transfer_async(job_id, spec, wait_for=value)
         except KVFerryError as error:
             self._fail(job_id, direction, error)
             return
-        self._under_way[job_id] = direction
         try:  # last: the daemon reads the job meanwhile
             timeline.signal(self._stream(), value)
         except KVFerryError as error:  # nothing else would ever let the job begin
-            self._give_up(error)
+            self._abandon(error)
 
-    def _take_in(self) -> None:
-        attached = self._connected()
-        if attached is None:
+    def _poll(self) -> None:
+        if (client := self._client) is None:
             return
         try:
-            finished = attached.client.get_finished()
+            finished = client.get_finished()
         except KVFerryError as error:
-            self._give_up(error)
+            self._abandon(error)
             return
+        self._abandon_if_lost()
         for result in finished:
-            self._under_way.pop(result.job_id, None)
             if result.error is not None:
                 log.info("kvferry: job %d: %s", result.job_id, result.error)
         self._ended += finished
@@ -162,48 +154,41 @@ class WorkerSide:
         result = TransferResult(job_id, False, 0, 0.0, kind, Outcome.LOST, error)
         self._ended.append(result)
 
-    def _connected(self) -> Attached | None:
-        """What there is. Jobs of a client that went before it told of them have failed."""
-        attached = self._lasting.current
-        if attached is not self._attached:
-            lost, self._under_way = self._under_way, {}
-            self._attached = attached
-            for job_id, direction in lost.items():
-                error = Gone(Code.DAEMON_GONE, "lost with its daemon", job_id)
-                self._fail(job_id, direction, error)
-        return attached
+    def _abandon_if_lost(self) -> None:
+        """The blocks of lost jobs are reused, and their daemon may not have ended: revoke."""
+        client = self._client
+        if client is None or client.gone is None or client.incarnation == self._abandoned:
+            return
+        self._abandoned = client.incarnation
+        client.abandon()
 
-    def _give_up(self, error: KVFerryError) -> None:
-        log.warning("kvferry: jobs do not end, giving the connection up: %s", error)
-        self._lasting.give_up()
+    def _abandon(self, error: KVFerryError) -> None:
+        assert self._client is not None
+        log.warning("kvferry: the worker abandons its session: %s", error)
+        self._abandoned = self._client.incarnation
+        self._client.abandon()
 
-    def _register(self) -> Attached:
-        self._choose_device()
-        # Of any other device the registration is refused, and vLLM goes on without.
-        timeline = Timeline.create(self._device if self._device.type == "cuda" else "cpu")
-        try:
-            client = self._join(timeline)
-        except BaseException:
-            timeline.close()  # nothing was given a value of it
-            raise
-        self._timelines.append(timeline)
-        return Attached(client, timeline)
-
-    def _join(self, timeline: Timeline) -> OffloadClient:
-        place = self._place
+    def _open(self, timeline: Timeline) -> OffloadClient:
+        """A client that is connected if a daemon is there now: tensors are shared before any graph
+        is captured then. Raises Refused if no daemon can serve this device."""
+        config, uuid = self._config, self._uuid()
         client = OffloadClient(
-            place.daemon(self._uuid()),
-            engine=place.engine,
-            client=f"vLLM worker {place.rank}",
+            partial(config.daemon, uuid),
+            engine=config.engine,
+            client=f"vLLM worker {config.rank}",
             timeout=TIMEOUT,
-            reconnect=False,  # Lasting makes another
+            state=SessionState.of_namespace(
+                config.fingerprint,
+                mirror=False,
+                registration=Registration(self._kv_caches, None, timeline),
+                **config.options,
+            ),
         )
         try:
-            client.open_namespace(place.fingerprint, mirror=False, **place.options)
-            client.register_kv_caches(self._kv_caches, timeline=timeline)
-        except BaseException:
-            client.close()
-            raise
+            config.daemon(uuid)
+            client.wait_connected()
+        except KVFerryError as error:
+            log.warning("kvferry: the worker goes on without its daemon for now: %s", error)
         return client
 
     def _nbytes(self, blocks: GPULoadStoreSpec) -> int:
@@ -217,10 +202,6 @@ class WorkerSide:
         cuda = self._device.type == "cuda"
         return torch.cuda.current_stream(self._device) if cuda else None
 
-    def _choose_device(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-
     def _uuid(self) -> str | None:
         if self._device.type != "cuda":
             return None
@@ -228,7 +209,7 @@ class WorkerSide:
 
 
 def canonical(kv_caches: Any, factor: int) -> CanonicalKVCaches:
-    """vLLM's canonical tensors in our words; the bytes are where they were."""
+    """vLLM's canonical tensors as kvferry's; no bytes are copied."""
     tensors = tuple(one.tensor for one in kv_caches.tensors)
     layouts = tuple(
         TensorLayout(tensor.shape[0], one.page_size_bytes, tensor.stride(0) * tensor.element_size())

@@ -16,11 +16,17 @@ import pytest
 from kvferry.client import Code, Fingerprint, Gone, Refused
 from kvferry.client import vllm as package
 from kvferry.client.validation import check_fields
+from kvferry.client.vllm import engine_config as module
 from kvferry.client.vllm import model
-from kvferry.client.vllm import place as module
-from kvferry.client.vllm.place import Blocks, Place, chunk_of, place_of, told
+from kvferry.client.vllm.engine_config import (
+    Blocks,
+    EngineConfig,
+    chunk_of,
+    read_engine_config,
+    told,
+)
 from kvferry.proto.messages import OpenNamespace
-from kvferry.testing.halves import place_at, vllm_config
+from kvferry.testing.halves import engine_config_at, vllm_config
 
 TWO_MIB = 2 << 20
 BLOCKS = Blocks((16,), 16, 1)
@@ -33,11 +39,13 @@ def caches(nbytes: int = TWO_MIB, groups: int = 1, stride: int = 0) -> Any:
     return SimpleNamespace(num_blocks=10, kv_cache_tensors=tensors, kv_cache_groups=names)
 
 
-def place(extra: dict[str, Any] | None = None, blocks: Blocks = BLOCKS, **parallel: Any) -> Place:
+def place(
+    extra: dict[str, Any] | None = None, blocks: Blocks = BLOCKS, **parallel: Any
+) -> EngineConfig:
     config = vllm_config("engine", extra or {})
     config.model_config.get_num_layers = lambda rank: 1
     vars(config.parallel_config).update(parallel)
-    return place_of(config, caches(), blocks)
+    return read_engine_config(config, caches(), blocks)
 
 
 # Chunks
@@ -79,7 +87,7 @@ def test_windows_and_groups_keep_vllms_chunk() -> None:
 
 def test_the_room_of_a_host_block() -> None:
     assert place(blocks=replace(BLOCKS, factor=4)).fingerprint.host_block_bytes == 4 * TWO_MIB
-    packed = place_of(vllm_config("engine", {}), caches(stride=1), BLOCKS)
+    packed = read_engine_config(vllm_config("engine", {}), caches(stride=1), BLOCKS)
     assert packed.fingerprint.host_block_bytes == TWO_MIB // 2
 
 
@@ -112,7 +120,7 @@ def kept_as(said: str, *specs: Any) -> Fingerprint:
     config.cache_config.cache_dtype = said
     for group, spec in zip(kv_cache_config.kv_cache_groups, specs, strict=True):
         group.kv_cache_spec = spec
-    return place_of(config, kv_cache_config, BLOCKS).fingerprint
+    return read_engine_config(config, kv_cache_config, BLOCKS).fingerprint
 
 
 FP8 = SimpleNamespace(dtype="torch.uint8")
@@ -142,7 +150,9 @@ def test_what_kv_is_kept_as_is_in_the_fingerprint() -> None:
 
 def test_engines_of_another_id_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    one, other = (place_of(vllm_config(name, {}), caches(), BLOCKS) for name in ("one", "two"))
+    one, other = (
+        read_engine_config(vllm_config(name, {}), caches(), BLOCKS) for name in ("one", "two")
+    )
     assert one.fingerprint == other.fingerprint
     assert one.engine != other.engine
 
@@ -151,7 +161,9 @@ def test_without_a_seed_they_do_not_and_are_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    one, other = (place_of(vllm_config(name, {}), caches(), BLOCKS) for name in ("one", "two"))
+    one, other = (
+        read_engine_config(vllm_config(name, {}), caches(), BLOCKS) for name in ("one", "two")
+    )
     assert one.fingerprint != other.fingerprint
     assert "PYTHONHASHSEED=0" in caplog.text
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
@@ -161,7 +173,7 @@ def test_without_a_seed_they_do_not_and_are_told(
 def test_keys_are_as_long_as_the_hash_and_a_group(algorithm: str, size: int) -> None:
     config = vllm_config("engine", {})
     config.cache_config.prefix_caching_hash_algo = algorithm
-    assert place_of(config, caches(), BLOCKS).fingerprint.key_bytes == size
+    assert read_engine_config(config, caches(), BLOCKS).fingerprint.key_bytes == size
 
 
 def test_options_are_spelled_as_vllms() -> None:
@@ -204,7 +216,7 @@ def test_a_pipeline_of_uneven_ranks_is_told_once(
         config.model_config.get_num_layers = lambda parallel: layers[
             parallel.rank // parallel.tensor_parallel_size % parallel.pipeline_parallel_size
         ]
-        place_of(config, caches(), BLOCKS)
+        read_engine_config(config, caches(), BLOCKS)
     errors = [one.getMessage() for one in caplog.records if one.levelno == logging.ERROR]
     assert len(errors) == bool(said)
     assert said in "".join(errors)
@@ -213,7 +225,7 @@ def test_a_pipeline_of_uneven_ranks_is_told_once(
 # What a model computes with
 
 
-def other_place(path: str = "", value: Any = None, **extra: Any) -> Place:
+def other_place(path: str = "", value: Any = None, **extra: Any) -> EngineConfig:
     """With another value at a path of vLLM's configuration."""
     config = vllm_config("engine", extra)
     config.instance_id = "start"
@@ -228,7 +240,7 @@ def other_place(path: str = "", value: Any = None, **extra: Any) -> Place:
         for name in names:
             target = getattr(target, name)
         setattr(target, last, value)
-    return place_of(config, caches(), BLOCKS)
+    return read_engine_config(config, caches(), BLOCKS)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +313,7 @@ def test_what_another_start_may_not_have_the_same_is_of_this_start(
         config.instance_id = when
         holder, _, name = path.rpartition(".")
         setattr(getattr(config, holder) if holder else config, name, True)
-        return place_of(config, caches(), BLOCKS).fingerprint
+        return read_engine_config(config, caches(), BLOCKS).fingerprint
 
     assert started("one") != started("two")
     assert "kvferry_salt" in caplog.text
@@ -387,4 +399,4 @@ def test_the_package_says_which_vllm_it_wants(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_place_of_another_rank_is_the_same_engine() -> None:
-    assert place_at("/one").of(1).engine == place_at("/one").engine
+    assert engine_config_at("/one").of(1).engine == engine_config_at("/one").engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.client.vllm.arrivals import LATELY, LEAD, PATIENCE, RATE, TELLS, Arrivals
+from kvferry.client.vllm.load_eta import LATELY, LEAD, PATIENCE, RATE, TELLS, LoadEta
 
 GIB = 1 << 30
 EARLY, LATE = -1.1 * LEAD, -0.9 * LEAD
@@ -12,21 +12,21 @@ EARLY, LATE = -1.1 * LEAD, -0.9 * LEAD
 
 
 @pytest.fixture
-def arrivals() -> Arrivals:
-    return Arrivals()
+def arrivals() -> LoadEta:
+    return LoadEta()
 
 
-def loaded(arrivals: Arrivals, job_id: int, began: float, delay: float, seconds: float) -> None:
+def loaded(arrivals: LoadEta, job_id: int, began: float, delay: float, seconds: float) -> None:
     """A load of a GiB, with none before it."""
     arrivals.submitted(job_id, GIB, began)
     arrivals.ended(job_id, GIB, seconds, began + delay + seconds)
 
 
-def test_nothing_is_awaited_where_nothing_is_loaded(arrivals: Arrivals) -> None:
+def test_nothing_is_awaited_where_nothing_is_loaded(arrivals: LoadEta) -> None:
     assert arrivals.patience(0.0) == 0
 
 
-def test_a_load_is_awaited_when_its_bytes_can_be_there(arrivals: Arrivals) -> None:
+def test_a_load_is_awaited_when_its_bytes_can_be_there(arrivals: LoadEta) -> None:
     arrivals.submitted(1, GIB, 10.0)
     due = 10.0 + GIB / RATE
     assert arrivals.patience(due + EARLY) == 0
@@ -35,7 +35,7 @@ def test_a_load_is_awaited_when_its_bytes_can_be_there(arrivals: Arrivals) -> No
     assert arrivals.patience(due + 1) == PATIENCE  # it is late
 
 
-def test_loads_come_one_behind_the_other(arrivals: Arrivals) -> None:
+def test_loads_come_one_behind_the_other(arrivals: LoadEta) -> None:
     arrivals.submitted(1, GIB, 10.0)
     arrivals.submitted(2, GIB, 10.0)
     arrivals.ended(1, GIB, GIB / RATE, 10.0 + GIB / RATE)
@@ -45,7 +45,7 @@ def test_loads_come_one_behind_the_other(arrivals: Arrivals) -> None:
     assert arrivals.patience(20.0) == 0
 
 
-def test_a_later_load_may_end_first(arrivals: Arrivals) -> None:
+def test_a_later_load_may_end_first(arrivals: LoadEta) -> None:
     """It was refused, or failed."""
     arrivals.submitted(1, GIB, 10.0)
     arrivals.submitted(2, GIB, 10.0)
@@ -55,7 +55,7 @@ def test_a_later_load_may_end_first(arrivals: Arrivals) -> None:
     assert arrivals.patience(20.0) == 0
 
 
-def test_the_link_is_as_fast_as_it_was_at_its_best(arrivals: Arrivals) -> None:
+def test_the_link_is_as_fast_as_it_was_at_its_best(arrivals: LoadEta) -> None:
     for number, seconds in enumerate((0.1, 0.09, 0.12)):
         loaded(arrivals, number, 10.0 * number, 0.0, seconds)
     arrivals.ended(70, GIB, 0.01, 30.1)  # a store
@@ -67,7 +67,7 @@ def test_the_link_is_as_fast_as_it_was_at_its_best(arrivals: Arrivals) -> None:
     assert arrivals.patience(50.09 + LATE) > 0
 
 
-def test_a_load_is_on_its_way_for_a_while_first(arrivals: Arrivals) -> None:
+def test_a_load_is_on_its_way_for_a_while_first(arrivals: LoadEta) -> None:
     """As the least of the last ones was, that waited for no other."""
     for number, delay in enumerate((0.004, 0.002, 0.003)):
         loaded(arrivals, number, 10.0 * number, delay, 0.1)
@@ -83,7 +83,7 @@ def test_a_load_is_on_its_way_for_a_while_first(arrivals: Arrivals) -> None:
     assert arrivals.patience(60.102 + LATE) > 0
 
 
-def test_what_was_long_ago_is_forgotten(arrivals: Arrivals) -> None:
+def test_what_was_long_ago_is_forgotten(arrivals: LoadEta) -> None:
     loaded(arrivals, 1, 10.0, 0.0, 0.05)
     for number in range(LATELY):
         loaded(arrivals, 10 + number, 20.0 + 10 * number, 0.005, 0.1)

@@ -1,15 +1,15 @@
-"""Where in a model an engine stands, and what its blocks are: from vLLM's configuration.
+"""What an engine's halves need to know of vLLM's configuration: names, fingerprint, block sizes.
 
-A namespace must name everything that makes bytes differ, so a Place is read from all of vLLM's
-configuration, whatever part of it an OffloadingSpec of the installed vLLM is given: the connector
-says it here before it makes one (`telling`).
+A namespace must name everything that makes bytes differ, so an EngineConfig is read from all of
+vLLM's configuration. An OffloadingSpec of the installed vLLM is given only a part of it, so the
+connector passes the whole here before it makes one (`telling`).
 
-A host block is a *chunk* of GPU blocks. vLLM's scheduler, our manager, the worker and the daemon do
-something in Python for each, while what a chunk costs a prompt is its tail: the tokens after its
-last whole chunk are not offloaded, and prefilled again. So where the user says nothing a chunk is
-up to CHUNK_TOKENS tokens, which prefill in less than a step, and a fourth of vLLM's own number of
-keys. Groups of several kinds, and sliding windows, keep vLLM's chunk of one block: there a chunk
-may be stored in part, and what is stored in part cannot be loaded whole.
+A host block is a *chunk* of GPU blocks. vLLM's scheduler, our manager, the worker and the daemon
+each do some Python for every chunk. What a chunk costs a prompt is its tail: the tokens after its
+last whole chunk are not offloaded, but prefilled again. So if the user does not say otherwise, a
+chunk has up to CHUNK_TOKENS tokens, which prefill in less than a step. Groups of several kinds, and
+sliding windows, keep vLLM's chunk of one block: there a chunk may be stored in part, and what is
+stored in part cannot be loaded whole.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from kvferry.proto.version import installed_version
 
 log = logging.getLogger("kvferry")
 
+# Seconds that a daemon has to answer when an engine starts.
 TIMEOUT = 5.0
-"""Seconds that a daemon has to answer when an engine comes."""
+# The keys of kv_connector_extra_config that are kvferry's and not vLLM's.
 OURS = "kvferry_dirs", "kvferry_salt"
-"""The keys of kv_connector_extra_config that are not vLLM's words."""
 CHUNK_TOKENS = 64
 CHUNK_BYTES = 8 << 20
 """The most that a chunk of our own choice has, unless one GPU block has more."""
@@ -83,8 +83,8 @@ class Blocks:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """What an engine's halves need to know; rank 0's in the scheduler."""
+class EngineConfig:
+    """Of one rank; of rank 0 in the scheduler."""
 
     engine: str
     fingerprint: Fingerprint
@@ -100,7 +100,7 @@ class Place:
     assigned: tuple[int, ...] = ()
     """The devices that the engine sees, as the driver counts them, where vLLM was told which."""
 
-    def of(self, rank: int) -> Place:
+    def of(self, rank: int) -> EngineConfig:
         return replace(self, rank=rank)
 
     def daemon(self, uuid: str | None = None) -> Path:
@@ -122,14 +122,14 @@ class Place:
             return find_daemon()  # it says by itself where its GPU is another one
 
 
-def place_of(vllm_config: Any, kv_cache_config: Any, blocks: Blocks) -> Place:
-    """The place of this process in the engine of a configuration. Raises Refused (BAD_CONFIG)."""
+def read_engine_config(vllm_config: Any, kv_cache_config: Any, blocks: Blocks) -> EngineConfig:
+    """The EngineConfig of this process. Raises Refused (BAD_CONFIG)."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     extra = transfer.kv_connector_extra_config
     _check_ours(extra)
     _check_split(vllm_config)
     directories = extra.get("kvferry_dirs") or ()
-    return Place(
+    return EngineConfig(
         engine=f"vllm-{transfer.engine_id}",
         fingerprint=_fingerprint(vllm_config, kv_cache_config, blocks),
         rank=parallel.rank,

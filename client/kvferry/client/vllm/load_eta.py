@@ -1,12 +1,11 @@
-"""When the next load will have ended: so that an engine that runs nothing waits for it.
+"""The estimated time at which the next load ends, so that an idle engine can wait for it.
 
-vLLM looks for loads that ended once a step, and after a step that ran nothing it sleeps for a
-millisecond: so half of one goes by, on average, before it sees that a prompt is there. A step that
-runs nothing may as well wait where it looks, when a load is about to end before the next one does.
-Who waits too late finds it ended; who waits too early waits in vain, and sleeps through the end
-after all. So when that will be is learnt from loads that ended: they end in the order of
-submission, each takes as long for its bytes as the fastest did lately, and one that waits for no
-other is on its way for a while before its first byte.
+vLLM polls for loads once a step, and after a step that ran nothing it sleeps for a millisecond: on
+average half of one passes before it sees that a prompt is there. A step that runs nothing may as
+well wait where it polls, if a load is about to end before the next poll. Waiting too late finds it
+ended; waiting too early sleeps through the end after all. So the time is learnt from loads that
+ended: they end in the order of submission, each takes as long for its bytes as the fastest of the
+last ones did, and one that waits for no other has some latency before its first byte.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+# Seconds before its end from which on a load is waited for: a step that runs nothing, and the
+# sleep behind it, take 1.4 ms.
 LEAD = 1.6e-3
-"""Seconds before its end from which on a load is waited for: a step that runs nothing, and the
-sleep behind it, take 1.4 ms."""
+# Seconds that a load is waited for after its estimated end. A request that arrives while a step
+# waits, waits as well: for LEAD + PATIENCE at most.
 PATIENCE = 1e-3
-"""Seconds that a load is waited for when it should have ended. A request that comes while a step
-waits, waits as well: for as long as both at most."""
+# Bytes per second, until a load has ended that was large enough to measure.
 RATE = 50e9
-"""Bytes a second, until a load has ended that tells."""
+# Bytes below which a load's time is latency rather than bandwidth.
 TELLS = 32 << 20
-"""What has fewer bytes tells of latency, not of the link."""
+# The best of so many loads is expected of the next: a load that shared the link was slower, and one
+# that was polled late seems slower.
 LATELY = 8
-"""Loads whose best is expected of the next: one that met others on the link was slower, and one
-seen late seems to have been on its way for longer."""
 
 
 class Expected(NamedTuple):
@@ -37,7 +36,7 @@ class Expected(NamedTuple):
     """No other was before it."""
 
 
-class Arrivals:
+class LoadEta:
     def __init__(self) -> None:
         self._rates: deque[float] = deque(maxlen=LATELY)
         self._delays: deque[float] = deque(maxlen=LATELY)

@@ -1,0 +1,43 @@
+"""Which keys became a HIT and which ceased to be one, in the form of vLLM's OffloadingEvent.
+
+Used by OffloadingManager, in its thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.client.mirror import HIT, Mirror
+from kvferry.proto.keys import OffloadKey
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadingEvent:
+    """Keys that became a HIT, or with `removed` ceased to be one."""
+
+    keys: tuple[OffloadKey, ...]
+    removed: bool
+    medium: str = "CPU"
+
+
+class ResidencyEvents:
+    """The keys that the events so far add up to, so that only what changed is an event."""
+
+    def __init__(self, mirrors: Sequence[Mirror]) -> None:
+        self._reported: set[OffloadKey] = set()
+        for mirror in mirrors:
+            mirror.watch()
+
+    def take(self, mirrors: Sequence[Mirror]) -> list[OffloadingEvent]:
+        changed = dict.fromkeys(key for mirror in mirrors for key in mirror.take_changed())
+        stored: list[OffloadKey] = []
+        removed: list[OffloadKey] = []
+        for key in changed:
+            hit = all(mirror.lookup(key) is HIT for mirror in mirrors)
+            if hit != (key in self._reported):
+                (stored if hit else removed).append(key)
+        self._reported.difference_update(removed)
+        self._reported.update(stored)
+        events = OffloadingEvent(tuple(removed), True), OffloadingEvent(tuple(stored), False)
+        return [event for event in events if event.keys]
