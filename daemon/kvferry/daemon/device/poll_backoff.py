@@ -1,11 +1,14 @@
-"""How long the device worker sleeps between two looks at the device or at a timeline.
+"""How long the device worker sleeps between two polls of the device or reads of a timeline.
 
-something happened   MIN_POLL
-nothing happened     twice as long as before, up to MAX_POLL while chunks are in flight, or up
-                     to MAX_FENCE_POLL while transfers only wait for a timeline or the pool
+It sleeps for an eighth of the time since something happened, so that whatever it waits for is
+noticed at most an eighth later: at least MIN_POLL, at most MAX_POLL while chunks are in flight, or
+MAX_FENCE_POLL while transfers only wait for a timeline or the pool.
 """
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable
 
 # Seconds. A copy of 2 MiB takes 40 us, and waking the thread about 10.
 MIN_POLL = 20e-6
@@ -13,20 +16,20 @@ MIN_POLL = 20e-6
 MAX_POLL = 100e-6
 # Memory cannot wake a thread, so a timeline has to be read.
 MAX_FENCE_POLL = 1e-3
+SHARE = 1 / 8
 
 
 class PollBackoff:
-    """Called only by the device worker."""
+    """Called only by the device worker. clock: seconds."""
 
-    def __init__(self) -> None:
-        self._next = MIN_POLL
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._since = 0.0
 
     def reset(self) -> None:
-        """Something happened: look again soon."""
-        self._next = MIN_POLL
+        """Something happened: poll again soon."""
+        self._since = self._clock()
 
     def next(self, longest: float) -> float:
         """Seconds to sleep now, at most `longest`."""
-        seconds = min(self._next, longest)
-        self._next = 2 * seconds
-        return seconds
+        return min(max(MIN_POLL, SHARE * (self._clock() - self._since)), longest)
