@@ -154,7 +154,7 @@ GC_THRESHOLDS = 10_000, 50, 100_000
 
 # Seconds for which the event loop and the device worker may keep the GIL from each other. Python's
 # default is 5 ms: as long as the link takes for 280 MB.
-SWITCH_INTERVAL = 5e-4
+SWITCH_INTERVAL = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
