@@ -1,7 +1,8 @@
 """The core's answers: by example, and as a machine to which anything legal may happen.
 
-The machine stands for the server and the lane: it keeps the orders that the core gave, reports
-what a lane could report in any order a lane could, and holds every answer against what was asked.
+The machine stands for the server and the device worker: it keeps the commands that the core gave,
+reports what a worker could report in any order it could, and holds every answer against what was
+asked.
 """
 
 from __future__ import annotations
@@ -792,7 +793,7 @@ def test_status_tells_what_is_there() -> None:
 
 @dataclass
 class Claim:
-    """A registration as the lane sees it: to be mapped, mapped, to be let go."""
+    """A registration as the device worker sees it: to be mapped, mapped, to be let go."""
 
     number: int
     engine: str
@@ -805,7 +806,7 @@ class Claim:
 
 
 class Shell(RuleBasedStateMachine):
-    """The server and the lane. `owed` is what every living session has still to be told."""
+    """Server and device worker. `owed` is what every living session has still to be told."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1045,7 +1046,7 @@ class Shell(RuleBasedStateMachine):
         if not sure:
             self.core.stop()
 
-    # The lane
+    # The device worker
 
     @precondition(lambda self: any(not c.mapped for c in self.claims.values()))
     @rule(data=st.data(), works=st.sampled_from([True, True, False]))
@@ -1123,7 +1124,7 @@ class Shell(RuleBasedStateMachine):
         assert status.pool.reserved_bytes <= POOL
 
     def teardown(self) -> None:
-        """Let the lane do all that it was asked for: then nobody is owed anything."""
+        """Let the device worker do all that it was asked for: then nobody is owed anything."""
         while any(not c.mapped or c.leaving for c in self.claims.values()) or self.jobs:
             for claim in tuple(self.claims.values()):
                 if not claim.mapped:

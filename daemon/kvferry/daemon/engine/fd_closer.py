@@ -1,4 +1,4 @@
-"""Threads that close descriptors and mappings, so that neither the loop nor the lane does.
+"""Threads that close descriptors and mappings, so that no event loop or device worker waits for it.
 
 The last close or unmap of a memfd frees its memory: 100 to 200 ms a GiB. The last close of another
 file takes as long as its owner likes: a TCP socket lingers, FUSE asks its server, a Unix socket
