@@ -452,7 +452,7 @@ def come_back(session: ClientSession, welcome: wire.Welcome = LATER) -> None:
         answer(session, operation, next(operation), welcome)
 
 
-def test_where_a_conversation_stands(reconnecting: ClientSession) -> None:
+def test_the_states_of_a_session(reconnecting: ClientSession) -> None:
     assert (reconnecting.state, reconnecting.gone, reconnecting.incarnation) == (
         ConnectionState.CONNECTED,
         None,

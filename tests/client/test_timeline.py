@@ -148,6 +148,44 @@ def test_a_timeline_that_is_dropped_leaves_nothing_behind(
     assert calls == (done if device == "cuda" else [])
 
 
+def test_a_timeline_goes_on_in_a_new_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream may still write to the revoked one, which is released with the timeline."""
+    calls: list[Any] = []
+    driver = Mock(
+        visiting=lambda _: nullcontext(),
+        host_device_pointer=lambda address: address,
+        call=lambda *call: calls.append(call),
+    )
+    monkeypatch.setattr(module, "driver", lambda: driver)
+    timeline = Timeline.create("cuda")
+    timeline.signal(7)
+    timeline.revoke()
+    timeline.renew()
+    timeline.signal(7)
+    (_, _, first, *_), (_, _, second, value, _) = calls
+    assert first != second
+    assert value == timeline.last == 2
+    assert not timeline.revoked
+    assert [name for name, *_ in calls] == ["cuStreamWriteValue64_v2"] * 2
+    calls.clear()
+    timeline.close()
+    unregistered = [("cuMemHostUnregister", address) for address in (first, second)]
+    assert sorted(calls) == sorted(unregistered)
+
+
+def test_a_page_that_a_gpu_refuses_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Mock(visiting=lambda _: nullcontext(), host_device_pointer=lambda address: address)
+    monkeypatch.setattr(module, "driver", lambda: driver)
+    timeline = Timeline.create("cuda")
+    timeline.revoke()
+    page = timeline.descriptor
+    driver.register_host.side_effect = Failed(Code.DRIVER, "no")
+    with pytest.raises(Failed):
+        timeline.renew()
+    assert (timeline.descriptor, timeline.revoked) == (page, True)
+    timeline.close()
+
+
 def test_a_timeline_of_the_cpu_follows_no_stream() -> None:
     timeline = Timeline.create()
     with pytest.raises(Refused, match="no stream") as refused:

@@ -26,6 +26,7 @@ from kvferry.client import (
     shared_empty,
 )
 from kvferry.testing.engine import until
+from kvferry.testing.plugin import StartKvferryd
 
 BLOCKS, PAGE = 16, 4096
 PATIENCE = 30.0
@@ -121,6 +122,32 @@ def test_blocks_that_are_reused_stay_as_they_are(
         client.transfer_async(21, load(1, 8), wait_for=timeline.last)
         assert [result.success for result in ended(client, 2)] == [True, True]
         assert bool((tensor[8] == 7).all())
+        assert bool((tensor[2:6] == PATTERN).all())
+
+
+def test_once_connected_again_no_chunk_is_in_flight(
+    start_kvferryd: StartKvferryd, tensor: torch.Tensor, timeline: Timeline
+) -> None:
+    """The daemon is stopped in the middle of chunks, which it copies when it goes on."""
+    daemon = start_kvferryd(reference_stall=0.3)
+    with OffloadClient(daemon.directory, engine="abandons", timeout=PATIENCE) as client:
+        client.register_kv_caches(
+            {"layer": tensor}, num_blocks=BLOCKS, host_bytes=8 * PAGE, timeline=timeline
+        )
+        client.transfer_async(1, store(1, 0))
+        assert [result.success for result in ended(client, 1)] == [True]
+        for job_id in range(2, 6):
+            client.transfer_async(job_id, load(0, job_id))
+        assert client.status().pid == daemon.pid  # it has received them
+        os.kill(daemon.pid, signal.SIGSTOP)
+        client.abandon()
+        assert len(client.get_finished()) == 4
+        os.kill(daemon.pid, signal.SIGCONT)
+        until(lambda: client.get_finished() == [] and client.connected, PATIENCE)
+        tensor[2:6] = PATTERN
+        client.transfer_async(7, store(7, 1))
+        client.transfer_async(8, load(1, 9))  # behind any chunk of a load that was left
+        assert [result.success for result in ended(client, 2)] == [True, True]
         assert bool((tensor[2:6] == PATTERN).all())
 
 

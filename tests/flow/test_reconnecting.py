@@ -19,6 +19,7 @@ from kvferry.client import (
     AsyncOffloadClient,
     Code,
     CPULoadStoreSpec,
+    Failed,
     Fingerprint,
     Gone,
     GPULoadStoreSpec,
@@ -325,6 +326,27 @@ def test_a_smaller_pool_does_not_take_us_back(service: Service, rig: Rig) -> Non
     rig.round_trip(3, 0, 9)
 
 
+def test_tensors_that_cannot_be_shared_again_raise_nothing_in_a_poll(
+    service: Service, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reason is in `gone`, and the next attempts may succeed."""
+
+    def fail(*_: object) -> None:
+        raise OSError("too many open files")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("kvferry.client.tensors.sharing.export", fail)
+        service.restart()
+        until(lambda: bool(rig.poll()) or _refused(rig.client), PATIENCE)
+        assert rig.client.gone is not None
+        cause = rig.client.gone.__cause__
+        assert isinstance(cause, Failed)
+        assert cause.code == Code.MAP_FAILED
+        assert "too many open files" in str(cause)
+    back(rig.client)
+    rig.round_trip(3, 0, 9)
+
+
 def _refused(client: OffloadClient) -> bool:
     return client.gone is not None and client.gone.__cause__ is not None
 
@@ -546,6 +568,9 @@ def test_keys_and_pins_outlive_a_daemon_that_keeps_its_pool(
         await_committed(kept, 2)
         kept.kill()
         kept.start(ready=False)
+        with OffloadClient(tmp_path / "run" / "cpu", engine="observer") as observer:
+            # A pin of a key whose block is not verified yet keeps nothing.
+            until(lambda: observer.namespaces()[0].unverified == 0, PATIENCE)
         back(client)
         assert client.namespace.opened.reattached
         assert [client.lookup(key) for key in (A, B, C)] == [Lookup.HIT, Lookup.HIT, Lookup.MISS]

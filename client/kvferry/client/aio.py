@@ -60,7 +60,7 @@ class AsyncOffloadClient(NonBlocking):
     ) -> AsyncOffloadClient:
         """A session with a daemon; parameters and errors as OffloadClient's.
 
-        When the daemon goes, the loop drives the client back: nothing need be called.
+        When the connection is lost, the event loop reconnects: no call is needed.
         """
         check_fields(Hello, client=client, engine=engine)
         deadline = time.monotonic() + timeout
@@ -141,7 +141,7 @@ class AsyncOffloadClient(NonBlocking):
         await self._perform(operations.wait(self._session, job_ids), timeout)
 
     async def status(self, timeout: float | None = None) -> DaemonStatus:
-        """What the daemon says of itself."""
+        """The status of the daemon."""
         return await self._perform(operations.status(self._session), timeout)
 
     async def namespaces(self, timeout: float | None = None) -> tuple[NamespaceStatus, ...]:
@@ -149,14 +149,14 @@ class AsyncOffloadClient(NonBlocking):
         return await self._perform(operations.namespaces(self._session), timeout)
 
     async def close(self, timeout: float = 1.0) -> None:
-        """Say goodbye; jobs under way are given up. The client is of no use afterwards."""
+        """Say goodbye and close; jobs in flight are cancelled. No call is allowed afterwards."""
         if self._connection.closed:
             return
         self._stop_reconnecting()
         try:
             if not self._loop.is_closed():
                 await self._perform(operations.goodbye(self._session), timeout)
-        except KVFerryError:  # it need not hear us
+        except KVFerryError:  # the daemon may be gone
             pass
         finally:
             self._hang_up()
@@ -182,14 +182,14 @@ class AsyncOffloadClient(NonBlocking):
             driver.close()
 
     def _take_in(self) -> bool:
-        """Whoever takes messages in wakes everybody who waits: they may be anybody's."""
+        """Wake all waiting tasks: the messages may be for any of them."""
         news = super()._take_in()
         if news:
             self._announce()
         return news
 
     def _look(self) -> None:
-        """Whoever finds the daemon gone tells everybody who waits."""
+        """If the connection is lost, wake all waiting tasks."""
         linked = self._session.linked
         super()._look()
         if linked and not self._session.linked:
@@ -197,7 +197,7 @@ class AsyncOffloadClient(NonBlocking):
             self._advance()
 
     def _advance(self) -> None:
-        """As far as it goes now, and on with the loop's next ticks."""
+        """Reconnect as far as it goes now, and go on in the next ticks of the loop."""
         super()._advance()
         if self._session.gone is None:
             self._announce()
@@ -214,7 +214,7 @@ class AsyncOffloadClient(NonBlocking):
         self._changed = asyncio.Event()
 
     def _readable(self) -> None:
-        """Something may have arrived, or the daemon may have gone."""
+        """Something may have arrived, or the connection may be lost."""
         if not self._connection.closed:
             self._drain()
 
@@ -243,7 +243,7 @@ class AsyncOffloadClient(NonBlocking):
             self._loop.remove_reader(descriptor)
 
     def _hang_up(self) -> None:
-        """Whoever waits is told."""
+        """Wake all waiting tasks: the client is closed."""
         self._detach()
         super()._hang_up()
         self._announce()

@@ -91,17 +91,17 @@ class OffloadClient(NonBlocking):
         mirror: bool = True,
         timeout: float | None = None,
     ) -> Opened:
-        """Enter the namespace of a fingerprint, before KV caches are registered.
+        """Open the namespace of a fingerprint, before KV caches are registered.
 
         From then on host blocks are named by key (KeyLoadStoreSpec), and the daemon decides where
         they lie. Every process of the engine that registers, looks keys up or pins them opens it.
-        cpu_bytes_to_use: how much of the pool it takes; None for all that is free.
-        eviction_policy: "lru" or "arc". store_threshold: a key is stored from so many offers on.
-            The three count where the namespace is made, or nobody else is in it; what holds is
-            in the answer.
-        mirror: keep a copy of what is resident, for `lookup`; this returns once it is whole.
-        Raises Refused (NAMESPACE_MISMATCH) where this client has opened another one; opened again,
-        it is as it was. Else Refused (POOL_FULL, BAD_MESSAGE...), or Gone.
+        cpu_bytes_to_use: its quota of the pool in bytes; None for all that is free.
+        eviction_policy: "lru" or "arc". store_threshold: a key is stored from its n-th offer on.
+            The three apply if this creates the namespace, or no other engine has it open; the
+            result tells what applies.
+        mirror: keep a copy of what is resident, for `lookup`; this returns once it is complete.
+        Raises Refused (NAMESPACE_MISMATCH) if this client has opened another one, else Refused
+        (POOL_FULL, BAD_MESSAGE...), or Gone.
         """
         operation = operations.open_namespace(
             self._session,
@@ -114,9 +114,9 @@ class OffloadClient(NonBlocking):
         return self._perform(operation, timeout)
 
     def reset(self, timeout: float | None = None) -> None:
-        """Make every key of the namespace absent; here it is so at once, and returns when done.
+        """Make every key of the namespace absent: here at once; returns when the daemon did it.
 
-        Where it is not done in time, everything stays absent here until it is.
+        If it is not done in time, every key stays a MISS here until it is.
         Raises Refused (UNKNOWN_NAMESPACE) or Gone.
         """
         self._perform(operations.reset(self._session), timeout)
@@ -138,9 +138,9 @@ class OffloadClient(NonBlocking):
         timeline: what `wait_for` of this engine's transfers is compared with.
         Raises Refused (BAD_MESSAGE, BAD_LAYOUT, NOT_SHAREABLE, DEVICE_MISMATCH, POOL_FULL,
         ALREADY_REGISTERED...) or Failed (MAP_FAILED, DRIVER); nothing stays registered.
-        Where nobody waits for the answer (Gone, TIMEOUT; a task cancelled; ctrl-c) they may be
-        registered, now or later: who calls again gets that where the arguments are the same, and
-        has it undone else, by a session of a new incarnation.
+        If the call ends before the reply (Gone, TIMEOUT; a task cancelled; ctrl-c), they may be
+        registered, now or later. Calling again with the same arguments takes that registration;
+        with others it is undone first, by a new session.
         """
         session = self._session
         operation = operations.register(session, kv_caches, host_bytes, timeline, canonical)
@@ -160,21 +160,21 @@ class OffloadClient(NonBlocking):
         Returns (region, tensors, kept): the engine's part of the host pool; int8 tensors of
         (num_blocks, page_size_bytes) in the layout's order; whether they are those that were kept
         for an engine of this name and layout, with their bytes.
-        keep: have the daemon keep them when this engine goes, until one of its name registers
+        keep: have the daemon keep them after this engine ends, until one of its name registers
             again, its part of the pool goes to another, or release_kv_caches. They take the
             device's memory as long.
-        The tensors live on when the daemon dies, and are registered with the next one as our own.
-        Raises as register_kv_caches does. Where they cannot be mapped here, the daemon has them
-        back, by a session of a new incarnation.
+        The tensors outlive the daemon, and are registered with the next one as the engine's own.
+        Raises as register_kv_caches does. If they cannot be mapped here, they are given back, by
+        a new session.
         """
         operation = operations.allocate(self._session, layout, host_bytes, timeline, keep)
         return self._perform(operation, timeout)
 
     def release_kv_caches(self, engine: str | None = None, timeout: float | None = None) -> int:
-        """Have an engine's tensors, by default ours, kept no longer; returns their bytes.
+        """Let the daemon not keep an engine's tensors any longer; returns their size in bytes.
 
-        Where the engine is away they are freed, where it is here that is when it goes. Raises
-        Refused (NOT_REGISTERED) where none are kept for an engine of this name.
+        engine: None for this one. If it is connected, they are freed when it ends. Raises Refused
+        (NOT_REGISTERED) if none are kept for an engine of this name.
         """
         operation = operations.release(self._session, self.engine if engine is None else engine)
         return self._perform(operation, timeout)
@@ -182,13 +182,13 @@ class OffloadClient(NonBlocking):
     def wait(self, job_ids: Collection[int], timeout: float | None = None) -> None:
         """Return when all of these jobs have ended; their results stay for get_finished.
 
-        Ids that are not under way count as ended; jobs that another process of the engine
-        submitted are waited for too. Raises Gone (TIMEOUT) with our ids that are still under way.
+        Ids that are not in flight count as ended; jobs that another process of the engine
+        submitted are waited for, too. Raises Gone (TIMEOUT) with our ids that are still in flight.
         """
         self._perform(operations.wait(self._session, job_ids), timeout)
 
     def status(self, timeout: float | None = None) -> DaemonStatus:
-        """What the daemon says of itself."""
+        """The status of the daemon."""
         return self._perform(operations.status(self._session), timeout)
 
     def namespaces(self, timeout: float | None = None) -> tuple[NamespaceStatus, ...]:
@@ -196,13 +196,13 @@ class OffloadClient(NonBlocking):
         return self._perform(operations.namespaces(self._session), timeout)
 
     def close(self, timeout: float = 1.0) -> None:
-        """Say goodbye; jobs under way are given up. The client is of no use afterwards."""
+        """Say goodbye and close; jobs in flight are cancelled. No call is allowed afterwards."""
         if self._connection.closed:
             return
         self._stop_reconnecting()
         try:
             self._perform(operations.goodbye(self._session), timeout)
-        except KVFerryError:  # it need not hear us
+        except KVFerryError:  # the daemon may be gone
             pass
         finally:
             self._hang_up()

@@ -1,11 +1,11 @@
-"""A client's socket: sends without waiting, drains without waiting, notices that the peer is gone.
+"""A client's ZeroMQ socket: it sends and drains without waiting, and notices a disconnect.
 
-ZeroMQ reconnects by itself and says nothing of it; but a daemon that went took our session along,
-so the socket's monitor is watched for the disconnect. Who wants the next daemon opens a new socket:
-what was still queued in the old one was meant for the daemon that went.
+ZeroMQ reconnects silently, but a session ends with its connection, so the socket's monitor is
+watched for the disconnect. Reconnecting opens a new socket: what was still queued in the old one
+was meant for the old session.
 
-A context that is collected waits for its sockets, and where they are collected with it, forever. So
-the sockets of a connection that nobody closed are kept by its finalizer, and closed there first.
+A context that is garbage collected waits for its sockets; if they are collected with it, forever.
+So the finalizer of a connection keeps its sockets, and closes them first.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from kvferry.proto.errors import Code, Gone, Refused
 POLLIN = int(zmq.POLLIN)
 """A plain int: arithmetic on zmq's flags costs more than asking the socket."""
 LINGER_MS = 200
+# Between two attempts of ZeroMQ to reach a daemon: the first and the longest. Each client takes a
+# random time up to twice as long, so that they do not all connect at once.
 RECONNECT_MS, RECONNECT_MAX_MS = 10, 300
-"""Between two attempts to reach a daemon that is not there: at first, and at last. Each client
-takes up to twice as long, as chance has it, so that they do not all come at once."""
 
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
 _monitors = count()
@@ -81,7 +81,7 @@ class Connection:
             self._polled[place] = _PollFd(cast(int, end.get(zmq.FD)), select.POLLIN)
 
     def reopen(self) -> None:
-        """Forget the daemon that went, and what was sent to it; connect to whoever is there."""
+        """Replace the socket by a new one; messages that were not sent yet are dropped."""
         self._hang_up(0)
         self._open()
 
@@ -93,7 +93,7 @@ class Connection:
             raise Refused(Code.BUSY, "the daemon takes no messages: try again later") from None
 
     def drain(self, feed: Callable[[bytes], None]) -> bool:
-        """Give `feed` every message that is here; whether there was any."""
+        """Give `feed` every message that has arrived; returns whether there was any."""
         get, recv = self.socket.get, self.socket.recv
         news = False
         while cast(int, get(zmq.EVENTS)) & POLLIN:
@@ -128,7 +128,9 @@ class Connection:
 
         Sockets' descriptors are edge-triggered, so each is asked first. A signal ends the wait.
         """
-        if any(cast(int, end.get(zmq.EVENTS)) & POLLIN for end in (self.socket, self.monitor)):
+        if self.closed or any(
+            cast(int, end.get(zmq.EVENTS)) & POLLIN for end in (self.socket, self.monitor)
+        ):
             return
         whole = int(seconds)
         timeout = _TimeSpec(whole, int((seconds - whole) * 1e9))
@@ -139,7 +141,7 @@ class Connection:
         return tuple(cast(int, end.get(zmq.FD)) for end in (self.socket, self.monitor))
 
     def close(self, *, heard: bool = True) -> None:
-        """`heard`: whether anybody is there to take what was sent last."""
+        """heard: whether a daemon is there to receive what was sent last."""
         self.closed = True
         self._hang_up(LINGER_MS if heard else 0)
         self._context.term()

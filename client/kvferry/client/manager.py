@@ -1,4 +1,4 @@
-"""What a scheduler asks and says: the verbs of vLLM's OffloadingManager, none of which waits.
+"""The methods of vLLM's OffloadingManager for a scheduler; none of them waits.
 
 The daemon decides what is resident, and a scheduler cannot wait for it. So a manager answers from
 mirrors, which are a moment old, and nothing that it says reserves anything:
@@ -200,7 +200,7 @@ class OffloadingManager:
     def ready_keys(self) -> tuple[Set[OffloadKey], ...]:
         """Of each rank, the keys that are a HIT there: lookups for who has many, and counts them.
 
-        As fresh as the last call of any verb, and good until the next. Not to be changed.
+        As fresh as the last call of any method, and valid until the next. Not to be changed.
         """
         return tuple([namespace.mirror.ready_keys for namespace in self._namespaces])
 

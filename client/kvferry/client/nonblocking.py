@@ -97,39 +97,39 @@ class NonBlocking:
 
     @property
     def gone(self) -> Gone | None:
-        """Why the daemon is not there, once that is known; None again when it is back.
+        """Why the client is not connected, once that is known; None while it is.
 
-        Where one is there that does not take us back, its own error is the `__cause__`.
+        If a daemon refuses to restore the session, its error is the `__cause__`.
         """
         return self._session.gone
 
     @property
     def incarnation(self) -> int:
-        """1, and one more each time that a daemon came back and all was had of it again.
+        """How many sessions this client had: 1 at first, one more after each reconnect.
 
-        Host blocks by number may have lost their bytes then: where `region.reattached` is false,
-        and for who registered nothing where it is another daemon. Loads from those that were not
-        stored to since are refused (STALE).
+        Host blocks by number may have lost their bytes then: if `region.reattached` is false, or,
+        for a client that registered nothing, if it is another daemon. Loads from blocks that were
+        not stored again are refused (STALE).
         """
         return self._session.incarnation
 
     @property
     def region(self) -> HostRegion | None:
-        """The engine's part of the host pool, as told last; None where this client has none."""
+        """The engine's part of the host pool, as last reported; None without a registration."""
         return self._session.restore.region
 
     @property
     def namespace(self) -> Namespace:
-        """The namespace that was opened; Refused (UNKNOWN_NAMESPACE) where none was."""
+        """The namespace that was opened; raises Refused (UNKNOWN_NAMESPACE) without one."""
         return self._session.namespace
 
     def transfer_async(self, job_id: int, spec: TransferSpec, wait_for: int = 0) -> None:
-        """Submit a transfer and return at once; how it ended comes from get_finished.
+        """Submit a transfer and return at once; get_finished returns its result.
 
         spec: (source, destination). wait_for: the value of the engine's timeline that must be
-        reached first; 0 for none. Raises Refused where this side can tell that the job cannot be
-        accepted (BAD_SPEC, BAD_KEY, DUPLICATE_JOB, BUSY, STALE, MESSAGE_TOO_LARGE) and Gone while
-        the daemon is known to be away; the daemon's own refusal comes as the job's result.
+        reached first; 0 for none. Raises Refused if the client can tell that the job is not
+        acceptable (BAD_SPEC, BAD_KEY, DUPLICATE_JOB, BUSY, STALE, MESSAGE_TOO_LARGE), and Gone
+        while it is not connected. A refusal of the daemon is the job's result.
         """
         if self._session.gone is not None:
             self._advance()
@@ -138,22 +138,25 @@ class NonBlocking:
         self._session.submitted(job_id, spec)
 
     def get_finished(self) -> list[TransferResult]:
-        """Results that are here and were not fetched yet: each once, in order per direction."""
+        """Results that arrived and were not fetched yet: each once, in order per direction.
+
+        Never waits, also while the daemon is away or stopped.
+        """
         self._take_in()
         self._look_now_and_then(time.monotonic())
         return self._session.jobs.results()
 
     def cancel(self, job_ids: Collection[int]) -> None:
-        """Give jobs up; each still ends once, as cancelled, or done where it was too late."""
+        """Cancel jobs; each still ends once, as cancelled, or as done if it was too late."""
         self._send(self._session.cancel(job_ids))
 
     def lookup(self, key: OffloadKey) -> Lookup:
         """What the mirror knows of a key, from what arrived no more than 0.2 ms ago.
 
-        HIT: it can be loaded; it may still go before it is, unless it is pinned: the load fails
-        then, and is a miss. RETRY while the mirror is not whole. MISS for everything while the
-        daemon is away, and from a reset on until it is done. Raises Refused (UNKNOWN_NAMESPACE)
-        where no namespace with a mirror was opened.
+        HIT: it can be loaded. Unless it is pinned it may be evicted before: the load fails then,
+        and is a miss. RETRY while the mirror is incomplete. MISS for everything while the client
+        is not connected, and from a reset until it is done. Raises Refused (UNKNOWN_NAMESPACE)
+        if no namespace with a mirror was opened.
         """
         now = time.monotonic()
         if now > self._stale_at:
@@ -161,49 +164,48 @@ class NonBlocking:
         return self._session.namespace.mirror.lookup(key)
 
     def poll(self) -> None:
-        """Take in what has arrived; get_finished and lookup do it too."""
+        """Take in what has arrived, and advance a reconnect; get_finished and lookup do it too."""
         self._freshen(time.monotonic())
 
     def pin(self, keys: Iterable[OffloadKey]) -> None:
-        """Keep keys that are there until `unpin`, as many times as pinned, or until we are gone.
+        """Keep resident keys from eviction until `unpin`, as many times as pinned, or `close`.
 
-        A daemon that comes back is told of all pins, and keeps again those keys that it has.
-        Raises Refused (BAD_KEY, UNKNOWN_NAMESPACE); so do unpin and touch. None of the three needs
-        the daemon to be there.
+        Reconnecting restores all pins of keys that the daemon has. Raises Refused (BAD_KEY,
+        UNKNOWN_NAMESPACE); so do unpin and touch. None of the three needs a connection.
         """
         namespace = self._session.namespace
         keys = namespace.checked(keys)
-        self._tell(Pin(keys))
+        self._send_if_connected(Pin(keys))
         namespace.pin(keys)
 
     def unpin(self, keys: Iterable[OffloadKey]) -> None:
-        """Let keys go again. Refused (NOT_PINNED) where one is not pinned: then none is let go."""
+        """Unpin keys. Raises Refused (NOT_PINNED) if one is not pinned; then none is unpinned."""
         namespace = self._session.namespace
         keys = namespace.checked(keys)
         namespace.check_pinned(keys)
-        self._tell(Unpin(keys))
+        self._send_if_connected(Unpin(keys))
         namespace.unpin(keys)
 
     def touch(self, keys: Iterable[OffloadKey], hits: int = 0, misses: int = 0) -> None:
-        """These were of use: the first becomes the most recent.
+        """Mark keys as recently used: the first becomes the most recent.
 
-        hits, misses: lookups since this was last said, for the daemon's statistics.
+        hits, misses: lookups since the last call, for the daemon's statistics.
         """
-        self._tell(Touch(self._session.namespace.checked(keys), hits, misses))
+        self._send_if_connected(Touch(self._session.namespace.checked(keys), hits, misses))
 
     def reset_async(self) -> None:
-        """As `reset`, without waiting: everything is absent here at once, there soon.
+        """As `reset`, without waiting: every key is a MISS here at once, and absent there soon.
 
-        A daemon that is away does it when it comes back. Where the daemon refuses it, everything
-        stays absent here, and the next call that takes messages in raises why. Raises Gone where
-        none will come back.
+        While the client is not connected, reconnecting does the reset. If the daemon refuses it,
+        every key stays a MISS here, and the next call that polls raises the error. Raises Gone if
+        the client does not reconnect.
         """
         request = self._session.reset()
         if not self.connecting:
             self._send(self._session.request(request))
 
-    def _tell(self, message: ClientMessage) -> None:
-        """Send what needs no answer, where anybody is there to hear it."""
+    def _send_if_connected(self, message: ClientMessage) -> None:
+        """Send a message that needs no reply, if connected."""
         if self._session.gone is None:
             self._send(self._session.request(message))
 
@@ -215,7 +217,7 @@ class NonBlocking:
         self._look()
 
     def _take_in(self) -> bool:
-        """Take in what has arrived; whether that was anything. Raises Gone once we were closed."""
+        """Take in what has arrived; returns whether that was anything. Raises Gone once closed."""
         if self._connection.closed and self._session.gone is not None:
             raise self._session.gone.with_traceback(None)
         news = self._connection.drain(self._session.feed)
@@ -237,14 +239,14 @@ class NonBlocking:
             self._look()
 
     def _look(self) -> None:
-        """Notice that the daemon went; what it said before counts."""
+        """Notice that the connection is lost; messages sent before that count."""
         try:
             self._connection.check_alive()
         except Gone as error:
             if self._session.linked:
                 self._connection.drain(self._session.feed)
                 self._session.lose(error)
-        except Refused as error:  # whoever waits to be greeted is told
+        except Refused as error:  # the attempt to connect fails
             self._session.not_admitted(error)
 
     def abandon(self) -> None:
@@ -300,7 +302,7 @@ class NonBlocking:
         self._end("this client was closed")
 
     def _disown(self) -> None:
-        """In a fork's child: the session and the socket are those of our parent."""
+        """In a fork's child: the session and the socket are the parent's."""
         self._connection.closed = True
         self._end("this client was made before a fork, by the parent: make one in the child")
 

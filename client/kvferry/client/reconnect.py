@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from kvferry.client.effects import Interpreted, interpret
+from kvferry.client.effects import PAUSE, Interpreted, interpret
 from kvferry.client.operations import connect
 from kvferry.client.session import ClientSession, ConnectionState, timed_out
 from kvferry.proto.codec import encode
@@ -53,8 +53,8 @@ class Reconnect:
         """Do what can be done at once. now: seconds of the monotonic clock."""
         if self._attempt is None:
             self._log(self._session.gone)
-            if now < self._next:
-                return
+        if now < self._next:
+            return
         try:
             if self._attempt is None:
                 self._attempt = self._begin(now)
@@ -62,15 +62,16 @@ class Reconnect:
                 raise Gone(Code.DAEMON_GONE, "the daemon disconnected again")
             if now > self._deadline:
                 raise timed_out("the session was not restored", str(self._directory))
-            next(self._attempt)
+            pause = next(self._attempt)
+            self._next = 0.0 if pause is PAUSE else now + pause.seconds
         except StopIteration:
             self._attempt, self._next, self._pause = None, 0.0, FIRST_PAUSE
             self._log(None)
         except KVFerryError as error:
             self._fail(now, error)
-        except Exception as error:
-            self._fail(now, Failed(Code.MAP_FAILED, f"tensors cannot be shared again: {error}"))
-            raise
+        except Exception as error:  # of torch or the system: a poll is no place to raise it
+            log.exception("kvferry: the session was not restored")
+            self._fail(now, Failed(Code.MAP_FAILED, f"the session was not restored: {error!r}"))
 
     def restart(self) -> None:
         """Give the current attempt up; the next one begins at once."""

@@ -1,8 +1,7 @@
-"""What a caller gave, held against what a daemon can read, before anything is said to it.
+"""Checks of a caller's arguments against what a daemon can read, before anything is sent.
 
 The bounds are those of the messages' own fields, and are written nowhere else. A daemon that gets a
-value beyond them can only tell which bytes made no sense; here it still has the name that the
-caller knows it by.
+value beyond them can only report bytes that make no sense; here the error names the argument.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from kvferry.proto.codec import readable
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.messages import Message
 
+# The names that callers know from vLLM, if the wire has others.
 _CALLED = {"quota_bytes": "cpu_bytes_to_use", "policy": "eviction_policy"}
-"""Names that callers know from vLLM, where the wire has others."""
 
 
 def check_fields(message: type[Message], **given: object) -> None:
-    """Raise Refused (BAD_MESSAGE) where no daemon could read these as fields of a message.
+    """Raise Refused (BAD_MESSAGE) if no daemon could read these as fields of a message.
 
-    It names the field, within `given` where that is made of several, and what it may be.
+    The error names the field, also one within a struct of `given`, and its bounds.
     """
     for field in msgspec.structs.fields(message):
         if field.name in given:

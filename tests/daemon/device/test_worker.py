@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvferry.proto.page import sealed_memfd
 
 from kvferry.daemon.core.actions import (
     CancelTransfers,
@@ -61,7 +62,6 @@ from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.memory import Allocation, CudaAllocation, FdAllocation, Location
 from kvferry.proto.messages import Outcome
-from kvferry.proto.page import sealed_memfd
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import CalibrationPoint, CopyStatus, DeviceInfo, GroupCopying
 from kvferry.testing.books import NO_CARGO
