@@ -22,7 +22,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvferry.proto.page import sealed_memfd
 
 from kvferry.daemon.core.actions import (
     CancelTransfers,
@@ -64,6 +63,7 @@ from kvferry.proto.memory import Allocation, CudaAllocation, FdAllocation, Locat
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import CalibrationPoint, CopyStatus, DeviceInfo, GroupCopying
+from kvferry.shm.memfd import sealed_memfd
 from kvferry.testing.books import NO_CARGO
 from kvferry.testing.engine import until
 
