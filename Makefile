@@ -14,7 +14,7 @@ demo: $(READY)  ## a model's KV cache leaves for another process and comes back
 	$(BIN)/python -m kvferry.testing.demo
 
 test: $(READY)  ## the tests, without those that need a GPU, break things or boot a system
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal -m "not gpu and not systemd" --ignore tests/faults
+	$(BIN)/python -m pytest -q -n 4 --dist worksteal -m "not gpu and not systemd" --ignore tests/faults
 
 trials: $(READY)  ## faults, hostile frames, soak and load in their short form; the unit under a systemd
 	$(BIN)/python -m pytest -q -m "not gpu" tests/faults
