@@ -128,7 +128,7 @@ def test_blocks_that_are_reused_stay_as_they_are(
 def test_once_connected_again_no_chunk_is_in_flight(
     start_kvferryd: StartKvferryd, tensor: torch.Tensor, timeline: Timeline
 ) -> None:
-    """The daemon is stopped in the middle of chunks, which it copies when it goes on."""
+    """The daemon is stopped in the middle of chunks. When it continues it copies none of them."""
     daemon = start_kvferryd(reference_stall=0.3)
     with OffloadClient(daemon.directory, engine="abandons", timeout=PATIENCE) as client:
         client.register_kv_caches(
@@ -142,9 +142,9 @@ def test_once_connected_again_no_chunk_is_in_flight(
         os.kill(daemon.pid, signal.SIGSTOP)
         client.abandon()
         assert len(client.get_finished()) == 4
+        tensor[2:6] = PATTERN
         os.kill(daemon.pid, signal.SIGCONT)
         until(lambda: client.get_finished() == [] and client.connected, PATIENCE)
-        tensor[2:6] = PATTERN
         client.transfer_async(7, store(7, 1))
         client.transfer_async(8, load(1, 9))  # behind any chunk of a load that was left
         assert [result.success for result in ended(client, 2)] == [True, True]

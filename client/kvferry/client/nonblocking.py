@@ -256,10 +256,10 @@ class NonBlocking:
         and polling reconnects with a new session, registration and timeline page. From the return
         of this call on:
 
-        - The daemon submits no chunk of these jobs any more: it reads the page before each.
-        - A chunk for which it had read the page before may still be copied: by a GPU at once, by
-          a daemon that was stopped (SIGSTOP) when it goes on. No more than the chunks in flight,
-          and none of a job that the daemon had not received, or whose `wait_for` was not reached.
+        - The daemon copies nothing of these jobs: it reads the page right before each chunk is
+          copied or its kernel is launched, also when it continues after SIGSTOP.
+        - Only what the GPU was given before may still be copied, which the GPU does at once: at
+          most the chunks in flight, and none of a job whose `wait_for` was not reached.
         - Once `connected` is true again, none is in flight: a daemon accepts a registration of
           this engine only when the abandoned one is unmapped.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -14,6 +15,7 @@ from kvferry.daemon.engine.cuda.chunk import Chunk
 from kvferry.daemon.engine.cuda.dma import Dma
 from kvferry.daemon.engine.cuda.staged import StagedCopy
 from kvferry.daemon.engine.cuda.staging import UNITS, Staging
+from kvferry.proto.errors import Code
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import Direction, KVLayout, TensorLayout, TensorRef
 
@@ -23,10 +25,17 @@ PAGE, BLOCKS = 256, 6
 LAYOUT = KVLayout((TensorLayout(BLOCKS, PAGE, PAGE),), ((TensorRef(0, PAGE),),))
 
 
-class Stores:
-    """A staged copy, and a store chunk of each block; what they move is in `tensor` and `pool`."""
+def is_one(block: int, blocks: tuple[int, ...]) -> bool:
+    return block in blocks
 
-    def __init__(self) -> None:
+
+class Stores:
+    """A staged copy, and a store chunk of each block; what they move is in `tensor` and `pool`.
+
+    revoked: blocks of an engine that has given up its transfers.
+    """
+
+    def __init__(self, *revoked: int) -> None:
         self.paper = PaperDriver()
         device = cast(Driver, self.paper)
         self.tensor = np.arange(BLOCKS * PAGE, dtype=np.uint8).reshape(BLOCKS, PAGE)
@@ -39,7 +48,11 @@ class Stores:
         for block in range(BLOCKS):
             run = Extent(0, np.array([block]), np.array([block * PAGE]))
             slot = staging.take(Direction.STORE, PAGE)
-            self.chunks.append(self.copy.enqueue(Direction.STORE, table, slot, run))
+            self.chunks.append(
+                self.copy.enqueue(
+                    Direction.STORE, table, slot, run, partial(is_one, block, revoked)
+                )
+            )
 
     @property
     def written_back(self) -> int:
@@ -77,3 +90,15 @@ def test_a_write_back_that_the_device_refuses_fails_the_chunks_behind_it(
     stores.copy.flush(Direction.STORE, more=False)
     assert [chunk.error is not None for chunk in stores.chunks] == [False] * 2 + [True] * 4
     assert stores.written_back == 2
+
+
+def test_no_kernel_is_launched_for_an_engine_that_gave_up_its_transfers() -> None:
+    stores = Stores(1, 4)
+    stores.copy.finish(Direction.STORE)
+    stores.paper.settle()
+    errors = {block: chunk.error for block, chunk in enumerate(stores.chunks) if chunk.error}
+    assert {block: error.code for block, error in errors.items()} == dict.fromkeys(
+        (1, 4), Code.CANCELLED
+    )
+    copied = stores.pool.any(axis=1)
+    assert copied.tolist() == [True, False, True, True, False, True]

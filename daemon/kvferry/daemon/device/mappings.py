@@ -51,6 +51,8 @@ class Mappings:
             timeline = None if command.timeline is None else Timeline(command.timeline)
             mapping, report = self._map(command)
             report = replace(report, copying=self._engine.copying(mapping))
+            if timeline is not None:
+                mapping.revoked = timeline.is_revoked
         except (KVFerryError, OSError, ValueError, OverflowError) as error:
             if timeline is not None:
                 timeline.close()

@@ -137,21 +137,23 @@ class RegistrationQueues:
     def must_wait(self, plan: CopyPlan, pool_ready: int) -> bool:
         """Whether the plan at the head of its queue must not be submitted yet.
 
-        unmapping | revoked     its engine has cancelled everything
-        wait_for                the engine's timeline has not reached this value
-        host_end                the pool is not registered up to this byte
-        after                   the other direction has a transfer up to this serial (RAW, WAR)
+        unmapping     the registration is being unmapped
+        host_end      the pool is not registered up to this byte
+        wait_for      the engine's timeline has not reached this value
+        after         the other direction has a transfer up to this serial (RAW, WAR)
+        revoked       the engine has given up all transfers. Read last: the stream may still write
+                      the value that a fence waits for after the engine has revoked the page.
         """
-        if self.unmapping or self.revoked:
+        if self.unmapping or plan.host_end > pool_ready:
             return True
         if plan.wait_for and self._fenced(plan):
             return True
-        return plan.host_end > pool_ready or (plan.after > 0 and self._behind(plan) is not None)
+        return (plan.after > 0 and self._behind(plan) is not None) or self.revoked
 
     @property
     def revoked(self) -> bool:
         """Whether the engine has cancelled all jobs: their blocks may have another owner."""
-        return self.timeline is not None and self.timeline.revoked
+        return self.timeline is not None and self.timeline.is_revoked()
 
     def held_by_engine(self, plan: CopyPlan) -> bool:
         """Whether the timeline holds the plan, or one that it must not overtake."""
@@ -201,6 +203,11 @@ class InflightChunk(msgspec.Struct, eq=False):
     transfer: ActiveTransfer
     ticket: Ticket
     nbytes: int
+
+    def fail(self, error: ErrorInfo) -> None:
+        """It failed; if its engine has revoked the timeline, it was cancelled."""
+        if not self.registration.revoked:
+            self.transfer.abort(Outcome.FAILED, error)
 
     def done(self) -> None:
         """It is done, or failed."""

@@ -231,7 +231,7 @@ class DeviceWorker:
                         transfer.first, chunk.ticket, transfer.before
                     )
             except KVFerryError as error:
-                transfer.abort(Outcome.FAILED, error.info)
+                chunk.fail(error.info)
             queue.inflight.popleft()
             chunk.done()
             self._backoff.reset()

@@ -8,13 +8,14 @@ is done.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 import msgspec
 
 from kvferry.daemon.core.layout import BlockLayout, Extent, Int64s
+from kvferry.proto.errors import Code, Failed, KVFerryError
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.memory import Allocation, Location
 from kvferry.proto.specs import Direction
@@ -24,17 +25,24 @@ from kvferry.proto.status import CopyStatus, DeviceInfo, GroupCopying
 Ticket: TypeAlias = object
 
 
+def _never() -> bool:
+    return False
+
+
 @dataclass(slots=True, eq=False)
 class Mapping:
     """One registration's tensors, reachable from this process.
 
     bases: (tensors,) address of each canonical tensor's first byte. handles: what the engine needs
-    to unmap them.
+    to unmap them. revoked: whether the engine that owns the tensors has given up all transfers. It
+    is called right before a chunk is copied, or its kernel launched, from any thread; such a chunk
+    fails instead (CANCELLED), because its GPU blocks may have another owner.
     """
 
     geometry: BlockLayout
     bases: Int64s
     handles: list[object] = field(default_factory=list)
+    revoked: Callable[[], bool] = _never
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,11 @@ class Shared:
     allocations: tuple[Allocation, ...]
     locations: tuple[Location, ...]
     descriptors: tuple[int, ...]
+
+
+def revoked_error() -> KVFerryError:
+    """The error of a chunk whose engine has given up all transfers."""
+    return Failed(Code.CANCELLED, "the engine has abandoned its transfers: submit them again")
 
 
 class ChunkRequest(msgspec.Struct, frozen=True):

@@ -176,8 +176,8 @@ def _check_kept(kept: Sequence[int], sizes: Sequence[int]) -> None:
 
 
 class Timeline:
-    """The reading end of an engine's timeline: in a shared page a number that only ever grows, and
-    whether the engine has given up all of its jobs."""
+    """The reading end of an engine's timeline: a shared page with a number that only grows, and
+    whether the engine has given up all of its jobs. Read from any thread."""
 
     def __init__(self, descriptor: int) -> None:
         check_sealed(descriptor, "the timeline page")
@@ -188,8 +188,7 @@ class Timeline:
     def reached(self, value: int) -> bool:
         return self._value.value >= value
 
-    @property
-    def revoked(self) -> bool:
+    def is_revoked(self) -> bool:
         return self._revoked.value != 0
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -28,6 +28,7 @@ from kvferry.daemon.engine.base import (
     OwnerThread,
     Shared,
     packed_locations,
+    revoked_error,
 )
 from kvferry.daemon.engine.memory import IOV_MAX, PAGE, Mapped, move
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
@@ -60,6 +61,7 @@ class _Chunk:
     host: Int64s
     """(n, 2) both: where the fragments lie there, and how long they are."""
     fails: bool
+    revoked: Callable[[], bool] = lambda: False
     done: bool = False
     began: float = 0.0
     ended: float = 0.0
@@ -77,7 +79,7 @@ class ReferenceEngine:
         self._chunks: defaultdict[int, Iterator[int]] = defaultdict(lambda: count(1))
         """Numbers for the chunks of each mapping."""
         self._in_flight = dict.fromkeys(Direction, 0)
-        self._last = {d: _Chunk(d, _NONE, _NONE, False, True) for d in Direction}
+        self._last = {d: _Chunk(d, _NONE, _NONE, False, done=True) for d in Direction}
         """The newest chunk each way."""
         self._queues: dict[Direction, queue.SimpleQueue[_Chunk | None]] = {
             direction: queue.SimpleQueue() for direction in Direction
@@ -150,7 +152,8 @@ class ReferenceEngine:
         self._owner.assert_owner()
         gpu, host = _vectors(mapping, run, self._pool)
         number, every = next(self._chunks[id(mapping)]), self.faults.fail_every
-        chunk = _Chunk(direction, gpu, host, bool(every) and number % every == 0)
+        fails = bool(every) and number % every == 0
+        chunk = _Chunk(direction, gpu, host, fails, mapping.revoked)
         self._in_flight[direction] += 1
         before, self._last[direction] = self._last[direction], chunk
         if before.done and not self.faults.stall and mapping.geometry.nbytes((run,)) <= AT_ONCE:
@@ -198,7 +201,9 @@ class ReferenceEngine:
         chunk.began = time.perf_counter()
         if self.faults.stall:
             time.sleep(self.faults.stall)
-        if chunk.fails:
+        if chunk.revoked():
+            chunk.error = revoked_error()
+        elif chunk.fails:
             chunk.error = Failed(Code.COPY_FAILED, "the reference engine was told to fail")
         else:
             _copy(chunk)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -38,12 +38,16 @@ class Stage(msgspec.Struct, frozen=True, eq=False):
     batch: CopyBatch
 
 
+def _never() -> bool:
+    return False
+
+
 class Chunk(msgspec.Struct, eq=False):
     """One submitted chunk.
 
     begun: before its first copy; None if no transfer starts with it. moved: behind its copies on
     the link. done: behind everything; None until its kernel is launched. error: the device refused
-    it.
+    it. revoked: see Mapping.
     """
 
     direction: Direction
@@ -53,6 +57,7 @@ class Chunk(msgspec.Struct, eq=False):
     moved: Event | None = None
     done: Event | None = None
     error: KVFerryError | None = None
+    revoked: Callable[[], bool] = _never
 
     @property
     def units(self) -> int:

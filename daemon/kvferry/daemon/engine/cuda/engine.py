@@ -244,7 +244,7 @@ class CudaEngine:
         slot = self._staging.take(direction, run.gpu_blocks.size * table.block_bytes)
         try:
             self._keep_order(direction, self._staged.streams(direction), staged=True)
-            chunk = self._staged.enqueue(direction, table, slot, run)
+            chunk = self._staged.enqueue(direction, table, slot, run, mapping.revoked)
         except KVFerryError:
             self._driver.call("cuCtxSynchronize")
             self._staging.give_back(slot)

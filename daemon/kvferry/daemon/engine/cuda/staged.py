@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.resources import files
 
@@ -26,6 +26,7 @@ import numpy as np
 
 from kvferry.cuda.driver import Driver, Event, Parameters
 from kvferry.daemon.core.layout import BlockLayout, Extent, Int64s, first_again, largest
+from kvferry.daemon.engine.base import revoked_error
 from kvferry.daemon.engine.cuda.chunk import Chunk, PageTable, Stage, fail, over
 from kvferry.daemon.engine.cuda.coalescing import coalesce
 from kvferry.daemon.engine.cuda.dma import Dma
@@ -133,13 +134,21 @@ class StagedCopy:
         """Units of the buffer in store chunks whose kernels have not run."""
         return self._batching[Direction.STORE].ahead
 
-    def enqueue(self, direction: Direction, table: PageTable, slot: Slot, run: Extent) -> Chunk:
+    def enqueue(
+        self,
+        direction: Direction,
+        table: PageTable,
+        slot: Slot,
+        run: Extent,
+        revoked: Callable[[], bool],
+    ) -> Chunk:
         """Take a chunk whose blocks fit in `slot`, and start a load's DMA. Raises Failed."""
         batch = coalesce(run.host_offsets, table.block_bytes, slot.address, self._dma.pool)
         chunk = Chunk(
             direction,
             run.gpu_blocks.size * table.block_bytes,
             Stage(slot, table, run.gpu_blocks, batch),
+            revoked=revoked,
         )
         if direction is Direction.LOAD:
             stream = self._dma_streams[direction]
@@ -152,7 +161,11 @@ class StagedCopy:
     def flush(self, direction: Direction, more: bool) -> None:
         """Launch the kernels that are due, and write back at most WRITE_BACK bytes of what was
         gathered. A chunk that the device refuses gets an `error`."""
-        if chunks := self._batching[direction].due(more):
+        chunks = self._batching[direction].due(more)
+        if revoked := [chunk for chunk in chunks if chunk.revoked()]:
+            fail(self._driver, revoked, revoked_error())
+            chunks = [chunk for chunk in chunks if chunk.error is None]
+        if chunks:
             try:
                 self._launch(direction, chunks)
             except KVFerryError as error:
