@@ -31,8 +31,8 @@ check: $(READY)  ## everything that must hold besides: format, lint, types, impo
 gpu: $(READY)  ## the tests on a machine with a GPU
 	$(BIN)/python -m pytest -q
 
-faults: $(READY)  ## kills of daemons and engines, rude clients, small limits: in full, 9 minutes
-	$(BIN)/python -m pytest -v -rP -m "not gpu" --long tests/faults/test_kills.py tests/faults/test_limits.py tests/faults/test_rude_clients.py
+faults: $(READY)  ## kills of daemons and engines, rude clients, attackers, small limits: in full, 15 minutes
+	$(BIN)/python -m pytest -v -rP -m "not gpu" --long tests/faults/test_kills.py tests/faults/test_limits.py tests/faults/test_rude_clients.py tests/faults/test_attackers.py tests/faults/test_subscribers.py
 
 fuzz: $(READY)  ## a million hostile frames
 	$(BIN)/python -m pytest -v -rP -m "not gpu" --long tests/faults/test_fuzz.py

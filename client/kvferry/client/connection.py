@@ -33,6 +33,9 @@ LINGER_MS = 200
 # Between two attempts of ZeroMQ to reach a daemon: the first and the longest. Each client takes a
 # random time up to twice as long, so that they do not all connect at once.
 RECONNECT_MS, RECONNECT_MAX_MS = 10, 300
+# A daemon does not answer the handshake of a connection beyond its user's quota. ZeroMQ connects
+# again after this time; its default is 30 s.
+HANDSHAKE_MS = 2000
 
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
 _monitors = count()
@@ -70,6 +73,7 @@ class Connection:
         self.socket.setsockopt(zmq.RECONNECT_IVL, random.randint(RECONNECT_MS, 2 * RECONNECT_MS))
         most = random.randint(RECONNECT_MAX_MS, 2 * RECONNECT_MAX_MS)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, most)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         address = f"inproc://monitor-{next(_monitors)}"

@@ -1,0 +1,67 @@
+"""Attackers of the event loop and of the sockets: an honest client beside them is served."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+
+from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.testing.attackers import KINDS
+from kvferry.testing.raw import Raw, store
+from kvferry.testing.tally import percentile
+from kvferry.testing.vitals import Vitals
+
+pytestmark = pytest.mark.timeout(300)
+
+BLOCKS = 8
+# What a daemon's process may grow by while it is attacked.
+GROWTH = 100 << 20
+
+
+def serve_one(raw: Raw, number: int) -> float:
+    """Seconds of one store of one block."""
+    began = time.perf_counter()
+    raw.send(store(number, [number % BLOCKS], [number % BLOCKS]))
+    assert raw.result(number).outcome == "done"
+    seconds = time.perf_counter() - began
+    time.sleep(0.001)
+    return seconds
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_honest_client_beside_attackers(
+    start_daemon: Callable[..., LocalDaemon], kind: str, long: bool
+) -> None:
+    daemon = start_daemon(log_level="warning")
+    seconds, attackers = (30, 4) if long else (4, 2)
+    with ExitStack() as stack:
+        raw = stack.enter_context(Raw(daemon.directory, "honest", timeout=60))
+        raw.register(BLOCKS)
+        alone = percentile([serve_one(raw, number) for number in range(300)], 0.99)
+        before, beside, number = Vitals.of(daemon.pid), [serve_one(raw, 300)], 300
+        command = [sys.executable, "-m", "kvferry.testing.attackers", str(daemon.directory)]
+        running = [
+            subprocess.Popen([*command, kind, str(seconds)], stdout=subprocess.PIPE, text=True)
+            for _ in range(attackers)
+        ]
+        for attacker in running:
+            stack.callback(attacker.kill)
+        while any(attacker.poll() is None for attacker in running):
+            number += 1
+            beside.append(serve_one(raw, number))
+            grown = Vitals.of(daemon.pid).since(before).private
+            assert grown < GROWTH
+        sent = sum(int(attacker.communicate()[0] or 0) for attacker in running)
+        assert sent > 0
+        print(
+            f"{kind}: {sent} times; honest p99 {1e3 * alone:.1f} ms alone, "
+            f"{1e3 * percentile(beside, 0.99):.1f} ms beside it, longest {1e3 * max(beside):.0f} ms"
+            f" ({len(beside)} jobs); daemon +{grown / 1e6:.1f} MB"
+        )
+    with OffloadClient(daemon.directory, timeout=30) as client:
+        assert client.status().pid == daemon.pid

@@ -1,0 +1,106 @@
+"""Rude clients in a process of their own, for as long as they are told.
+
+    python -m kvferry.testing.attackers DIRECTORY KIND SECONDS
+
+KIND: "layouts", layouts of a million references, of one reference too many, and legal ones that
+find no room; "ids", connections with chosen routing ids in the form of automatic ones, opened and
+closed without end; "silent", connections to the descriptor socket that send nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from kvferry.proto.errors import KVFerryError
+from kvferry.proto.messages import AllocateKVCaches, Error
+from kvferry.proto.specs import MAX_REFS, MAX_TENSORS, KVLayout, TensorLayout, TensorRef
+from kvferry.testing.raw import Raw
+
+OPEN = 200
+
+
+def send_layouts(directory: Path, seconds: float) -> int:
+    tensors = (TensorLayout(1, 64, 64),) * MAX_TENSORS
+    refs = tuple(TensorRef(tensor, 64) for tensor in range(MAX_TENSORS))
+    largest = KVLayout(tensors, (refs,) * (MAX_REFS // MAX_TENSORS))
+    too_large = KVLayout(tensors, (*largest.groups, refs[:1]))
+    million = msgspec.msgpack.encode(
+        ["allocatekvcaches", 1, [tensors, [refs] * 256, 1], None, None, False]
+    )
+    end, sent = time.monotonic() + seconds, 0
+    with Raw(directory, "rude", timeout=60) as raw:
+        while time.monotonic() < end:
+            raw.send(million)
+            raw.send(AllocateKVCaches(2, too_large))
+            raw.send(AllocateKVCaches(3, largest, (1 << 48) - 1))
+            for _ in range(3):
+                raw.recv(Error)
+                sent += 1
+    return sent
+
+
+def plant_ids(directory: Path, seconds: float) -> int:
+    end, opened = time.monotonic() + seconds, deque[zmq.Socket[bytes]]()
+    with zmq.Context() as context:
+        context.set(zmq.MAX_SOCKETS, 2 * OPEN)
+        for number in itertools.count():
+            if time.monotonic() > end:
+                break
+            one = context.socket(zmq.DEALER)
+            one.setsockopt(zmq.LINGER, 0)
+            one.setsockopt(zmq.ROUTING_ID, b"\0" + (number << 12 & 0xFFFFFFFF).to_bytes(4, "big"))
+            one.connect(f"ipc://{directory / 'kvferry.sock'}")
+            one.send(b"no message")
+            opened.append(one)
+            if len(opened) > OPEN:
+                opened.popleft().close()
+            time.sleep(0.001)
+        while opened:
+            opened.popleft().close()
+    return number
+
+
+def connect_silently(directory: Path, seconds: float) -> int:
+    end, opened, made = time.monotonic() + seconds, deque[socket.socket](), 0
+    while time.monotonic() < end:
+        one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        one.setblocking(False)
+        with suppress(BlockingIOError):  # the kernel's queue is full
+            one.connect(str(directory / "fds.sock"))
+            made += 1
+        opened.append(one)
+        if len(opened) > OPEN:
+            opened.popleft().close()
+        time.sleep(0.001)
+    for one in opened:
+        one.close()
+    return made
+
+
+KINDS: dict[str, Callable[[Path, float], int]] = {
+    "layouts": send_layouts,
+    "ids": plant_ids,
+    "silent": connect_silently,
+}
+
+
+def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
+    directory, kind, seconds = arguments
+    try:
+        print(KINDS[kind](Path(directory), float(seconds)), flush=True)
+    except (KVFerryError, TimeoutError) as error:
+        sys.exit(f"{kind}: {error}")
+
+
+if __name__ == "__main__":
+    main()
