@@ -5,7 +5,7 @@ PYTHON ?= python3
 READY := $(VENV)/.ready
 CUDA := daemon/kvferry/daemon/engine/cuda
 
-.PHONY: help demo test trials check format faults fuzz soak load bench gpu kernels clean
+.PHONY: help demo test trials check coverage format faults fuzz soak load bench gpu kernels clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -27,6 +27,12 @@ check: $(READY)  ## everything that must hold besides: format, lint, types, impo
 	$(BIN)/lint-imports
 	$(MAKE) test
 	$(MAKE) trials
+
+coverage: $(READY)  ## the tests, and which branches of the product they took
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -q -n 4 --dist worksteal -m "not gpu and not systemd" --ignore tests/faults
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --sort=cover
 
 gpu: $(READY)  ## the tests on a machine with a GPU
 	$(BIN)/python -m pytest -q

@@ -118,7 +118,7 @@ def named(directory: Path) -> Path:
     if len(os.fsencode(folder / "kvferry.sock")) > MAX_SOCKET_PATH:
         message = f"a socket's path has at most {MAX_SOCKET_PATH} bytes: name a shorter folder"
         raise Refused(Code.BAD_CONFIG, message, str(folder / "kvferry.sock"))
-    if os.path.exists(folder) and not os.path.isdir(folder):
+    if folder.exists() and not folder.is_dir():
         message = "a daemon is named by the folder of its sockets, and this is none"
         raise Refused(Code.BAD_CONFIG, message, str(folder))
     return folder
@@ -127,7 +127,7 @@ def named(directory: Path) -> Path:
 def unanswered(directory: Path) -> Gone:
     """No daemon answered in time, and what is to be seen of it."""
     why = ""
-    if not os.path.isdir(directory):
+    if not directory.is_dir():
         why = ": there is no such folder"
     elif not os.path.lexists(directory / "kvferry.sock"):
         why = ": there is no kvferry.sock in this folder"

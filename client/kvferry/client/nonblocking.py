@@ -328,7 +328,7 @@ _clients: weakref.WeakSet[NonBlocking] = weakref.WeakSet()
 
 def _disown_all() -> None:
     for client in _clients:
-        client._disown()
+        client._disown()  # noqa: SLF001 - of this module's class
 
 
 os.register_at_fork(after_in_child=_disown_all)

@@ -182,7 +182,7 @@ def _reachable(ordinal: int, address: int) -> int:
             raise
 
 
-def _let_go(descriptor: int, page: mmap.mmap, address: int, ordinal: int | None) -> None:
+def _let_go(descriptor: int, _page: mmap.mmap, address: int, ordinal: int | None) -> None:
     """Of a timeline that nobody closed. The page stays mapped until the end: what comes to lie at
     an address that is registered still, the driver takes for the page."""
     os.close(descriptor)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from pathlib import Path
 
 from kvferry.proto.errors import Code, Refused
 
@@ -51,8 +52,8 @@ def check_address_space(needed: int, what: str, code: Code = Code.BAD_CONFIG) ->
 
 def address_space_left() -> int:
     """Bytes that this process can still map. Negative if its limit was lowered below its size."""
-    with open("/proc/self/statm", "rb") as statm:
-        return _limit() - int(statm.read().split()[0]) * resource.getpagesize()
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return _limit() - pages * resource.getpagesize()
 
 
 def _limit() -> int:

@@ -122,7 +122,7 @@ def interrupts() -> Iterator[int]:
     """
     here, there = os.pipe()
 
-    def note(number: int, frame: object) -> None:
+    def note(number: int, _: object) -> None:
         signal.signal(number, signal.default_int_handler)
         os.write(there, b"\x03")
 

@@ -18,7 +18,7 @@ VLLM = ("0.26",)
 SMALL_SHM = 1 << 30
 
 
-def packages(case: Case) -> Iterator[Finding]:
+def packages(_: Case) -> Iterator[Finding]:
     installed = {name: installed_version(name) for name in (*NEEDED, *OPTIONAL)}
     for name, least in (NEEDED | OPTIONAL).items():
         has = installed[name]
@@ -31,7 +31,7 @@ def packages(case: Case) -> Iterator[Finding]:
     yield ok("packages", ", ".join([f"Python {platform.python_version()}", *said]))
 
 
-def shared_memory(case: Case) -> Iterator[Finding]:
+def shared_memory(_: Case) -> Iterator[Finding]:
     os.close(os.memfd_create("kvferry-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     try:
         room = os.statvfs("/dev/shm")
@@ -65,7 +65,7 @@ def allocator(case: Case) -> Iterator[Finding]:
     yield ok("allocator", "torch uses its default allocator")
 
 
-def vllm(case: Case) -> Iterator[Finding]:
+def vllm(_: Case) -> Iterator[Finding]:
     """Says nothing where vLLM is not installed."""
     has = installed_version("vllm")
     if has is None:

@@ -161,7 +161,7 @@ def _shared_mappings() -> Iterable[_Mapping]:
 def _open_files() -> dict[tuple[int, int], int]:
     """(device, inode) -> a descriptor of this process that has it open, to write as well."""
     found: dict[tuple[int, int], int] = {}
-    for name in os.listdir("/proc/self/fd"):
+    for name in [entry.name for entry in Path("/proc/self/fd").iterdir()]:
         try:
             status, flags = os.fstat(int(name)), fcntl.fcntl(int(name), fcntl.F_GETFL)
         except OSError:  # the descriptor of the listing itself

@@ -20,7 +20,7 @@ from kvferry.client.vllm.engine_config import telling
 log = logging.getLogger("kvferry")
 
 NAME = "KVFerryConnector"
-if NAME not in KVConnectorFactory._registry:  # MultiConnector looks there for who made statistics
+if NAME not in KVConnectorFactory._registry:  # noqa: SLF001 - MultiConnector looks there
     KVConnectorFactory.register_connector(NAME, "kvferry.client.vllm", NAME)
 
 
@@ -125,7 +125,7 @@ def store_no_more_than_computed(scheduler: Any, request: Any) -> None:
     One aborted while it waits, or loads, has no blocks for that, and an assertion ends the engine;
     nothing has computed the KV of the last token that was sampled.
     """
-    status = scheduler._req_status.get(request.request_id)
+    status = scheduler._req_status.get(request.request_id)  # noqa: SLF001 - vLLM has no call
     if status is None:
         return
     groups = zip(scheduler.config.kv_group_configs, status.group_states, strict=True)

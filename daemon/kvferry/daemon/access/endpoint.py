@@ -142,7 +142,7 @@ class Endpoint:
 
 def _give(path: Path, owner: int, members: int, gid: int | None) -> None:
     """Set the mode, with `members` bits for a group; owner only while the group changes."""
-    os.chmod(path, owner)
+    path.chmod(owner)
     if gid is None:
         return
     try:
@@ -154,7 +154,7 @@ def _give(path: Path, owner: int, members: int, gid: int | None) -> None:
             "daemon's user to it",
             gid,
         ) from error
-    os.chmod(path, owner | members)
+    path.chmod(owner | members)
 
 
 def _locked(directory: Path) -> int:

@@ -288,9 +288,9 @@ def _snapshots(
 def _parts(geometry: BlockLayout, shares: Sequence[GroupExtent]) -> dict[int, Part]:
     """Positions of host blocks that a transfer uses in part, and the part."""
     whole = (0, geometry.factor)
-    parts: dict[int, Part] = {}
-    for share in shares:
-        for position, part in zip((share.begin, share.end - 1), geometry.parts(share), strict=True):
-            if part != whole:
-                parts[position] = part
-    return parts
+    return {
+        position: part
+        for share in shares
+        for position, part in zip((share.begin, share.end - 1), geometry.parts(share), strict=True)
+        if part != whole
+    }

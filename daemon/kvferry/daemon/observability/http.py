@@ -220,4 +220,4 @@ def _parsed(listen: str) -> tuple[str, int]:
             '"[::1]:0" or "off"'
         )
         raise Refused(Code.BAD_CONFIG, message, listen)
-    return host.strip("[]") or "0.0.0.0", int(port)
+    return host.strip("[]") or "0.0.0.0", int(port)  # noqa: S104 - as configured

@@ -21,6 +21,7 @@ import struct
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -155,7 +156,7 @@ class Publisher:
 
 def limit_memory(budget: int) -> None:
     """End this process when it allocates so much more than it has now."""
-    with open("/proc/self/status") as status:
+    with Path("/proc/self/status").open() as status:
         used = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
     resource.setrlimit(resource.RLIMIT_DATA, (used + budget, used + budget))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
