@@ -45,10 +45,10 @@ fuzz: $(READY)  ## a million hostile frames
 
 MINUTES ?= 60
 soak: $(READY)  ## full speed with faults, for MINUTES=60
-	$(BIN)/python -m kvferry.testing.soak --minutes $(MINUTES) --faults --json soak.json
+	$(BIN)/python -m support.soak --minutes $(MINUTES) --faults --json soak.json
 
 load: $(READY)  ## 64 clients, 10,000 small jobs a second
-	$(BIN)/python -m kvferry.testing.load --json load.json
+	$(BIN)/python -m support.load --json load.json
 
 bench: $(READY)  ## GB/s and microseconds on this machine's device
 	$(BIN)/kvferry bench

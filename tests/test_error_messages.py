@@ -50,7 +50,7 @@ from kvferry.proto.specs import (
 )
 from kvferry.proto.status import DeviceInfo, Fingerprint, Limits
 from kvferry.shm.memfd import check_sealed
-from kvferry.testing.raw import Raw
+from support.raw_client import RawClient
 
 PAGE = 1024
 LAYOUT = KVLayout((TensorLayout(8, PAGE, PAGE),), ((TensorRef(0, PAGE),),))
@@ -122,12 +122,12 @@ def protocol_version(_: pytest.FixtureRequest) -> ErrorInfo:
 
 
 def no_session(request: pytest.FixtureRequest) -> ErrorInfo:
-    with Raw(request.getfixturevalue("kvferryd").directory) as raw:
+    with RawClient(request.getfixturevalue("kvferryd").directory) as raw:
         return raw.ask(wire.StatusRequest(1), wire.Error).error
 
 
 def unknown_ticket(request: pytest.FixtureRequest) -> ErrorInfo:
-    with Raw(request.getfixturevalue("kvferryd").directory, "engine") as raw:
+    with RawClient(request.getfixturevalue("kvferryd").directory, "engine") as raw:
         memory = (FdAllocation(17, 8 * PAGE),), (Location(0, 0),)
         return raw.ask(wire.RegisterKVCaches(1, LAYOUT, *memory, PAGE), wire.Error).error
 

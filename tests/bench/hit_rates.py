@@ -2,7 +2,7 @@
 
     python tests/bench/hit_rates.py TRACE [--clients 4] [--requests N] [--json FILE] [--plot FILE]
 
-TRACE is JSON lines with hash_ids (see kvferry.testing.replay). Each policy is replayed at each
+TRACE is JSON lines with hash_ids (see support.trace_replay). Each policy is replayed at each
 capacity; every loaded block is compared with what was stored. Beside it
 
     prefix LRU   a dictionary in use order, whose hits end at a request's first miss
@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvferry.testing.replay import Outcome, read_trace, replay
+from support.trace_replay import ReplayOutcome, read_trace, replay
 
 CAPACITIES = (1_000, 3_000, 10_000, 30_000, 60_000, 100_000)
 POLICIES = ("lru", "arc")
@@ -115,7 +115,9 @@ def main(arguments: argparse.Namespace) -> None:
         sys.exit("a loaded block was not what was stored")
 
 
-def _row(capacity: int, outcomes: dict[str, Outcome], lru: float, best: float) -> dict[str, Any]:
+def _row(
+    capacity: int, outcomes: dict[str, ReplayOutcome], lru: float, best: float
+) -> dict[str, Any]:
     row: dict[str, Any] = {"capacity": capacity, "prefix LRU": lru, "MIN": best, "wrong": 0}
     for policy, outcome in outcomes.items():
         row[policy], row[f"{policy}_hits"] = outcome.hit_rate, outcome.hits

@@ -46,7 +46,7 @@ from kvferry.daemon.engine.pool import HostPool
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import CalibrationPoint, CopyStatus
-from kvferry.testing.books import NO_CARGO
+from support.region_records_model import NO_CARGO
 
 LINK = 56.1e9
 BEGIN, KERNEL = 6e-6, 130e-6

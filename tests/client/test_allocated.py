@@ -34,7 +34,7 @@ from kvferry.proto.memory import FdAllocation, HostRegion
 from kvferry.proto.messages import Allocated
 from kvferry.proto.status import DeviceInfo
 from kvferry.testing.engine import until
-from kvferry.testing.raw import one_tensor
+from support.raw_client import one_tensor
 
 
 def test_nothing_is_allocated_where_the_daemon_s_gpu_is_not(kvferryd: LocalDaemon) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.testing.hearing import TIE, apart, shapes, write_weights
+from support.sensitive_weights import TIE, apart, shapes, write_weights
 
 MODEL = {
     "hidden_size": 64,

@@ -17,8 +17,8 @@ from kvferry.client import Code, Failed, LocalDaemon, OffloadClient, Refused, Ti
 from kvferry.client import timeline as module
 from kvferry.client.tensors import CanonicalKVCaches
 from kvferry.client.vllm.worker import WorkerSide
-from kvferry.testing.halves import engine_config_at, kv_caches
-from kvferry.testing.raw import one_tensor
+from support.raw_client import one_tensor
+from support.vllm_stand_ins import engine_config_at, kv_caches
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from kvferry.client import Code, Fingerprint, OffloadClient, Refused, shared_empty
 from kvferry.client.validation import check_fields
 from kvferry.proto.messages import AllocateKVCaches, Hello
-from kvferry.testing.raw import one_tensor
+from support.raw_client import one_tensor
 
 if TYPE_CHECKING:
     from client.conftest import StandIn

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pytest
 
 from kvferry.client import OffloadClient
-from kvferry.testing.halves import vllm_config
 from kvferry.testing.plugin import StartKvferryd
+from support.vllm_stand_ins import vllm_config
 
 if TYPE_CHECKING:
-    from kvferry.testing.vllm_engine import Engine
+    from support.vllm_engine import Engine
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
@@ -29,7 +29,7 @@ Start: TypeAlias = "Callable[..., Engine]"
 @pytest.fixture(scope="module")
 def vllm() -> Any:
     try:
-        from kvferry.testing import vllm_engine
+        from support import vllm_engine
     except ImportError as error:
         pytest.skip(f"vLLM cannot be imported here: {error}")
     return vllm_engine

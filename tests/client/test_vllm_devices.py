@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.client.vllm import engine_config as module
 from kvferry.client.vllm.engine_config import Blocks, read_engine_config
-from kvferry.testing.halves import vllm_config
+from support.vllm_stand_ins import vllm_config
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from kvferry.client.vllm.engine_config import (
     told,
 )
 from kvferry.proto.messages import OpenNamespace
-from kvferry.testing.halves import engine_config_at, vllm_config
+from support.vllm_stand_ins import engine_config_at, vllm_config
 
 TWO_MIB = 2 << 20
 BLOCKS = Blocks((16,), 16, 1)

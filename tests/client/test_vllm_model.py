@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.client.vllm import model as module
-from kvferry.testing.halves import vllm_config
+from support.vllm_stand_ins import vllm_config
 
 
 def traits(start: str, changes: dict[str, Any], **extra: Any) -> dict[str, str]:

@@ -22,8 +22,8 @@ from kvferry.client.vllm.worker import WorkerSide
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import ErrorInfo, Refused
 from kvferry.proto.keys import EventKind
-from kvferry.testing.halves import engine_config_at, finished, gpu_blocks, kv_caches, request
 from kvferry.testing.plugin import StartKvferryd
+from support.vllm_stand_ins import engine_config_at, finished, gpu_blocks, kv_caches, request
 
 if TYPE_CHECKING:
     from client.conftest import StandIn

@@ -18,8 +18,8 @@ from kvferry.client.vllm.engine_config import EngineConfig
 from kvferry.client.vllm.scheduler import KeysSpec
 from kvferry.client.vllm.worker import WorkerSide
 from kvferry.testing.engine import until
-from kvferry.testing.halves import engine_config_at, finished, gpu_blocks, kv_caches
 from kvferry.testing.plugin import StartKvferryd
+from support.vllm_stand_ins import engine_config_at, finished, gpu_blocks, kv_caches
 
 A, B, C = b"a" * 8, b"b" * 8, b"c" * 8
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.daemon.systemd import MOST_UNSENT, Supervisor
-from kvferry.testing.manager import ServiceManager
+from support.service_manager import ServiceManager
 
 PROGRAM = """
 import os, sys, time

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvferry.client import LocalDaemon
-from kvferry.testing.crew import Crew
+from support.traffic_processes import TrafficProcesses
 
 POOL_BYTES = 32 << 20
 
@@ -52,6 +52,6 @@ def start_daemon(device: str, short_path: Path) -> Iterator[Callable[..., LocalD
 
 
 @pytest.fixture
-def start_crew() -> Iterator[Callable[[Path], Crew]]:
+def start_crew() -> Iterator[Callable[[Path], TrafficProcesses]]:
     with ExitStack() as running:
-        yield lambda directory: running.enter_context(Crew(directory))
+        yield lambda directory: running.enter_context(TrafficProcesses(directory))

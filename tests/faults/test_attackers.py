@@ -11,10 +11,10 @@ from contextlib import ExitStack
 import pytest
 
 from kvferry.client import LocalDaemon, OffloadClient
-from kvferry.testing.attackers import KINDS
-from kvferry.testing.raw import Raw, store
-from kvferry.testing.tally import percentile
-from kvferry.testing.vitals import Vitals
+from support.attackers import KINDS
+from support.process_usage import ProcessUsage
+from support.raw_client import RawClient, store
+from support.traffic_statistics import percentile
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -23,7 +23,7 @@ BLOCKS = 8
 GROWTH = 100 << 20
 
 
-def serve_one(raw: Raw, number: int) -> float:
+def serve_one(raw: RawClient, number: int) -> float:
     """Seconds of one store of one block."""
     began = time.perf_counter()
     raw.send(store(number, [number % BLOCKS], [number % BLOCKS]))
@@ -40,11 +40,11 @@ def test_an_honest_client_beside_attackers(
     daemon = start_daemon(log_level="warning")
     seconds, attackers = (30, 4) if long else (4, 2)
     with ExitStack() as stack:
-        raw = stack.enter_context(Raw(daemon.directory, "honest", timeout=60))
+        raw = stack.enter_context(RawClient(daemon.directory, "honest", timeout=60))
         raw.register(BLOCKS)
         alone = percentile([serve_one(raw, number) for number in range(300)], 0.99)
-        before, beside, number = Vitals.of(daemon.pid), [serve_one(raw, 300)], 300
-        command = [sys.executable, "-m", "kvferry.testing.attackers", str(daemon.directory)]
+        before, beside, number = ProcessUsage.of(daemon.pid), [serve_one(raw, 300)], 300
+        command = [sys.executable, "-m", "support.attackers", str(daemon.directory)]
         running = [
             subprocess.Popen([*command, kind, str(seconds)], stdout=subprocess.PIPE, text=True)
             for _ in range(attackers)
@@ -54,7 +54,7 @@ def test_an_honest_client_beside_attackers(
         while any(attacker.poll() is None for attacker in running):
             number += 1
             beside.append(serve_one(raw, number))
-            grown = Vitals.of(daemon.pid).since(before).private
+            grown = ProcessUsage.of(daemon.pid).since(before).private
             assert grown < GROWTH
         sent = sum(int(attacker.communicate()[0] or 0) for attacker in running)
         assert sent > 0

@@ -39,13 +39,13 @@ from kvferry.proto.messages import (
 )
 from kvferry.proto.specs import GPULoadStoreSpec, KeyLoadStoreSpec
 from kvferry.proto.status import Fingerprint
-from kvferry.testing.accounts import check_all_gone
-from kvferry.testing.crew import Crew
 from kvferry.testing.engine import until
-from kvferry.testing.fuzz import USELESS, Attacker, Forge, bother_desk, strange_descriptors
-from kvferry.testing.raw import Raw, load, one_tensor, store
-from kvferry.testing.tally import Tally, TrafficOptions, percentile
-from kvferry.testing.vitals import Vitals
+from support.daemon_invariants import check_all_gone
+from support.fuzz import USELESS, Attacker, Forge, bother_desk, strange_descriptors
+from support.process_usage import ProcessUsage
+from support.raw_client import RawClient, load, one_tensor, store
+from support.traffic_processes import TrafficProcesses
+from support.traffic_statistics import TrafficOptions, TrafficStatistics, percentile
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -74,7 +74,7 @@ HONEST = [bytes.fromhex(GOLDEN[name]) for name in GOLDEN if name.startswith("cli
 HONEST += [encode(message) for message in SMALL] * 2
 
 
-def told_of(tally: Tally) -> dict[float, float]:
+def told_of(tally: TrafficStatistics) -> dict[float, float]:
     """Seconds that jobs took: half of them, 99 of 100, the longest of a sample."""
     return {share: percentile(tally.seconds, share) for share in (0.5, 0.99, 1.0)}
 
@@ -94,7 +94,7 @@ def attack(directory: Path, forge: Forge, messages: int, each: int) -> Counter[s
 @pytest.fixture
 def beside(
     start_daemon: Callable[..., LocalDaemon],
-    start_crew: Callable[[Path], Crew],
+    start_crew: Callable[[Path], TrafficProcesses],
     device: str,
     long: bool,
 ) -> Iterator[LocalDaemon]:
@@ -124,9 +124,9 @@ def beside(
 def test_frames(beside: LocalDaemon, seed: int, long: bool) -> None:
     forge = Forge(seed, HONEST)
     attack(beside.directory, forge, 5_000, 500)
-    before = Vitals.of(beside.pid)
+    before = ProcessUsage.of(beside.pid)
     told = attack(beside.directory, forge, 1_000_000 if long else 50_000, 1000)
-    more = Vitals.of(beside.pid).since(before)
+    more = ProcessUsage.of(beside.pid).since(before)
     print(dict(told), more)
     assert more.private < MAX_GROWTH
     assert more.shared < MAX_GROWTH
@@ -137,9 +137,9 @@ def test_identities(beside: LocalDaemon, seed: int, long: bool) -> None:
     """Connections without end, each of which says a word or two."""
     forge = Forge(seed, HONEST)
     attack(beside.directory, forge, 200, 2)
-    ledgers, before = ledgers_of(beside), Vitals.of(beside.pid)
+    ledgers, before = ledgers_of(beside), ProcessUsage.of(beside.pid)
     attack(beside.directory, forge, 20_000 if long else 2_000, 2)
-    more = Vitals.of(beside.pid).since(before)
+    more = ProcessUsage.of(beside.pid).since(before)
     print(more)
     assert more.private < MAX_GROWTH
     assert more.descriptors - (ledgers_of(beside) - ledgers) < 20
@@ -154,12 +154,12 @@ def ledgers_of(daemon: LocalDaemon) -> int:
 def test_descriptor_socket(beside: LocalDaemon, seed: int, long: bool) -> None:
     """Junk in packets, descriptors of every wrong kind, as a stranger and in an open session."""
     forge = Forge(seed, HONEST)
-    with Raw(beside.directory, "fuzz") as raw:
+    with RawClient(beside.directory, "fuzz") as raw:
         packets = [encode(SendFds(raw.session)), encode(FetchFd(raw.session, 1))]
         bother_desk(beside.directory, forge, packets, 200)
-        before = Vitals.of(beside.pid)
+        before = ProcessUsage.of(beside.pid)
         bother_desk(beside.directory, forge, packets, 10_000 if long else 1_000)
-    more = Vitals.of(beside.pid).since(before)
+    more = ProcessUsage.of(beside.pid).since(before)
     print(more)
     assert more.private < MAX_GROWTH
 
@@ -168,7 +168,7 @@ def test_strange_descriptors_in_use(beside: LocalDaemon) -> None:
     """What was deposited is named as a tensor or timeline: refused, each time."""
     with strange_descriptors() as strange:
         for name, descriptor in strange.items():
-            with Raw(beside.directory, "fuzz") as raw:
+            with RawClient(beside.directory, "fuzz") as raw:
                 if name in USELESS:
                     with pytest.raises(Refused) as refused:
                         raw.deposit(descriptor)

@@ -1,6 +1,6 @@
 """kill -9 at random moments, of daemons and of engines, while all of them have their hands full.
 
-The engines (kvferry.testing.traffic) keep account themselves: each job has one outcome in time,
+The engines (support.traffic) keep account themselves: each job has one outcome in time,
 and what is loaded is what was stored. Here the daemon's books are looked into, and what it holds.
 """
 
@@ -16,12 +16,12 @@ import pytest
 
 from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.daemon.engine import fd_closer
-from kvferry.testing.accounts import check_all_gone, faults_in_books
-from kvferry.testing.crew import Crew, mixed_engines
-from kvferry.testing.daemons import Daemons
 from kvferry.testing.engine import until
-from kvferry.testing.tally import TrafficOptions, summary
-from kvferry.testing.vitals import Vitals, device_bytes
+from support.daemon_invariants import broken_invariants, check_all_gone
+from support.process_usage import ProcessUsage, device_bytes
+from support.restarting_daemons import RestartingDaemons
+from support.traffic_processes import TrafficProcesses, mixed_engines
+from support.traffic_statistics import TrafficOptions, summary
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -37,17 +37,17 @@ def moment(dice: random.Random) -> float:
     return dice.choice((0.0, 0.02, 0.1, 0.5, 1.0)) * dice.random()
 
 
-def opened(crew: Crew) -> dict[str, int]:
+def opened(crew: TrafficProcesses) -> dict[str, int]:
     return {name: member.report().counts["opened"] for name, member in crew.members.items()}
 
 
-def all_come_back(crew: Crew, before: dict[str, int]) -> None:
+def all_come_back(crew: TrafficProcesses, before: dict[str, int]) -> None:
     until(lambda: all(now > before[name] for name, now in opened(crew).items()), 30)
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["empty", "kept"])
 def test_daemons(
-    start_crew: Callable[[Path], Crew],
+    start_crew: Callable[[Path], TrafficProcesses],
     short_path: Path,
     device: str,
     dice: random.Random,
@@ -58,7 +58,9 @@ def test_daemons(
 
     Engines lose their jobs and come back; some of them leave that to their client.
     """
-    with Daemons(device, short_path, kept=kept, pool_bytes=POOL_BYTES, **STALLS) as daemons:
+    with RestartingDaemons(
+        device, short_path, kept=kept, pool_bytes=POOL_BYTES, **STALLS
+    ) as daemons:
         crew = start_crew(daemons.directory)
         crew.start(*mixed_engines(device, dice, patience=PATIENCE))
         until(lambda: all(opened(crew).values()), 60)
@@ -82,7 +84,7 @@ def test_daemons(
 
 def test_engines(
     start_daemon: Callable[..., LocalDaemon],
-    start_crew: Callable[[Path], Crew],
+    start_crew: Callable[[Path], TrafficProcesses],
     device: str,
     dice: random.Random,
     long: bool,
@@ -99,7 +101,7 @@ def test_engines(
         for _ in range(200 if long else 15):
             time.sleep(moment(dice))
             done += kill_one(crew, dice)
-            assert not faults_in_books(observer)
+            assert not broken_invariants(observer)
         print(f"{done} jobs done by those who were killed")
         assert done > 0
     total = crew.dismiss()
@@ -113,7 +115,7 @@ def test_engines(
 
 def test_an_engine_that_stands_still(
     start_daemon: Callable[..., LocalDaemon],
-    start_crew: Callable[[Path], Crew],
+    start_crew: Callable[[Path], TrafficProcesses],
     device: str,
     dice: random.Random,
 ) -> None:
@@ -146,8 +148,8 @@ def test_an_engine_that_stands_still(
 
 
 def at_rest(
-    daemon: LocalDaemon, crew: Crew, engines: list[TrafficOptions], dice: random.Random
-) -> Vitals:
+    daemon: LocalDaemon, crew: TrafficProcesses, engines: list[TrafficOptions], dice: random.Random
+) -> ProcessUsage:
     """What a daemon holds that has seen these engines, when they have gone again."""
     crew.start(*engines)
     until(lambda: all(opened(crew).values()), 60)
@@ -157,27 +159,27 @@ def at_rest(
     assert not total.complaints, "\n".join(total.complaints)
     check_all_gone(daemon.directory)
     time.sleep(1.5 * fd_closer.PATIENCE)
-    return Vitals.of(daemon.pid)
+    return ProcessUsage.of(daemon.pid)
 
 
-def check_flat(daemon: LocalDaemon, before: Vitals) -> None:
+def check_flat(daemon: LocalDaemon, before: ProcessUsage) -> None:
     """Raise AssertionError where the daemon holds more than it did.
 
     It may still be letting go of the session that asked it last.
     """
-    until(lambda: _holds_no_more(Vitals.of(daemon.pid).since(before)), 10)
-    more = Vitals.of(daemon.pid).since(before)
+    until(lambda: _holds_no_more(ProcessUsage.of(daemon.pid).since(before)), 10)
+    more = ProcessUsage.of(daemon.pid).since(before)
     print(more)
     assert more.mappings <= 30
     assert more.private <= MAX_GROWTH
     assert more.shared <= MAX_GROWTH
 
 
-def _holds_no_more(more: Vitals) -> bool:
+def _holds_no_more(more: ProcessUsage) -> bool:
     return more.descriptors <= 0 and more.threads <= 0
 
 
-def kill_one(crew: Crew, dice: random.Random) -> int:
+def kill_one(crew: TrafficProcesses, dice: random.Random) -> int:
     """Most are killed at work, some while they begin; returns how many jobs it had done."""
     name = dice.choice(list(crew.members))
     member, done = crew.members[name], 0

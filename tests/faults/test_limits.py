@@ -28,9 +28,9 @@ from kvferry.proto.messages import (
 )
 from kvferry.proto.status import Fingerprint
 from kvferry.testing.engine import until
-from kvferry.testing.fuzz import memfd
-from kvferry.testing.raw import Raw, one_tensor, store
-from kvferry.testing.vitals import Vitals
+from support.fuzz import memfd
+from support.process_usage import ProcessUsage
+from support.raw_client import RawClient, one_tensor, store
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -75,7 +75,7 @@ def test_too_few_descriptors_to_start() -> None:
 
 def is_served(directory: Path) -> bool:
     try:
-        with Raw(directory, "later", timeout=2) as raw:
+        with RawClient(directory, "later", timeout=2) as raw:
             raw.register()
             raw.send(store(1, [0], [0]))
             return str(raw.result(1).outcome) == "done"
@@ -85,7 +85,7 @@ def is_served(directory: Path) -> bool:
 
 def test_more_clients_than_descriptors(poor: LocalDaemon) -> None:
     """Those who are in are served; the others wait outside, and get in when somebody leaves."""
-    with Raw(poor.directory, "early") as early:
+    with RawClient(poor.directory, "early") as early:
         early.register()
         with ExitStack() as crowd:
             context = zmq.Context()
@@ -97,7 +97,7 @@ def test_more_clients_than_descriptors(poor: LocalDaemon) -> None:
             until(lambda: "not accepting clients" in poor.log(), 30)
             early.send(store(1, [0], [0]))
             assert early.result(1).outcome == "done"
-            assert Vitals.of(poor.pid).descriptors < DESCRIPTORS - 20
+            assert ProcessUsage.of(poor.pid).descriptors < DESCRIPTORS - 20
         until(lambda: is_served(poor.directory), 30)
 
 
@@ -111,18 +111,18 @@ def test_more_subscribers_than_descriptors(poor: LocalDaemon) -> None:
             crowd.callback(listening.close, 0)
             listening.connect(f"ipc://{poor.directory / 'events.sock'}")
         until(lambda: "KV event publisher exited" in poor.log(), 30)
-        assert Vitals.of(poor.pid).descriptors < DESCRIPTORS // 2
+        assert ProcessUsage.of(poor.pid).descriptors < DESCRIPTORS // 2
         assert is_served(poor.directory)
 
 
-def hoard(raw: Raw, descriptor: int) -> None:
+def hoard(raw: RawClient, descriptor: int) -> None:
     for _ in range(20):
         raw.deposit(*[descriptor] * 20)
 
 
 def test_more_deposits_than_descriptors(poor: LocalDaemon) -> None:
     """What would be the last of them is refused, and not kept."""
-    with Raw(poor.directory, "hoarder") as raw:
+    with RawClient(poor.directory, "hoarder") as raw:
         descriptor = memfd(4096)
         with pytest.raises(Refused) as refused:
             hoard(raw, descriptor)
@@ -135,7 +135,7 @@ def test_more_deposits_than_descriptors(poor: LocalDaemon) -> None:
 def test_more_namespaces_than_descriptors(poor: LocalDaemon) -> None:
     """Each takes some, also when nobody is in it: the longest deserted give way."""
     for number in range(2 * DESCRIPTORS):
-        with Raw(poor.directory, f"engine-{number}") as raw:
+        with RawClient(poor.directory, f"engine-{number}") as raw:
             raw.ask(OpenNamespace(1, Fingerprint(f"model-{number}", 4096), 4096), Opened)
     assert is_served(poor.directory)
     assert "not kept" not in poor.log()
@@ -143,7 +143,7 @@ def test_more_namespaces_than_descriptors(poor: LocalDaemon) -> None:
 
 def test_more_visitors_than_descriptors(poor: LocalDaemon) -> None:
     """They say nothing, and are shown out; the daemon neither ends nor spins."""
-    with Raw(poor.directory, "early"), ExitStack() as visits:
+    with RawClient(poor.directory, "early"), ExitStack() as visits:
         for _ in range(2 * DESCRIPTORS):
             visitor = visits.enter_context(
                 closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -156,7 +156,7 @@ def test_more_visitors_than_descriptors(poor: LocalDaemon) -> None:
         until(lambda: is_served(poor.directory), 60)
 
 
-def allocate(raw: Raw, nbytes: int) -> Allocated | Error:
+def allocate(raw: RawClient, nbytes: int) -> Allocated | Error:
     """Have the daemon allocate one tensor, of which nothing is ever touched."""
     raw.send(AllocateKVCaches(1, one_tensor(64, 64, nbytes // 64), 64 * 64))
     answer = raw.recv(Message)
@@ -167,12 +167,12 @@ def allocate(raw: Raw, nbytes: int) -> Allocated | Error:
 def test_sparse_tensors_larger_than_memory(kvferryd: LocalDaemon) -> None:
     """Registered or allocated: twelve of 10 TiB left no address to anybody else."""
     size = 10 << 40
-    with Raw(kvferryd.directory, "allocates") as raw:
+    with RawClient(kvferryd.directory, "allocates") as raw:
         answer = allocate(raw, size)
         assert isinstance(answer, Error)
         assert answer.error.code == Code.BAD_LAYOUT
         assert "this machine's memory" in answer.error.message
-    with Raw(kvferryd.directory, "registers") as raw:
+    with RawClient(kvferryd.directory, "registers") as raw:
         descriptor = memfd(size)
         (ticket,) = raw.deposit(descriptor)
         os.close(descriptor)
@@ -185,11 +185,11 @@ def test_sparse_tensors_larger_than_memory(kvferryd: LocalDaemon) -> None:
 def test_more_tensors_than_addresses() -> None:
     """The last is refused while others have all they need, and fits when one has left."""
     with NarrowDaemon(pool_bytes=16 << 20) as daemon, ExitStack() as hogs:
-        first = hogs.enter_context(Raw(daemon.directory, "hog"))
+        first = hogs.enter_context(RawClient(daemon.directory, "hog"))
         assert isinstance(allocate(first, 1 << 30), Allocated)
         answer: Allocated | Error | None = None
         for number in range(8):
-            hog = hogs.enter_context(Raw(daemon.directory, f"hog-{number}"))
+            hog = hogs.enter_context(RawClient(daemon.directory, f"hog-{number}"))
             if isinstance(answer := allocate(hog, 1 << 30), Error):
                 break
         assert isinstance(answer, Error)

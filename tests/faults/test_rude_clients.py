@@ -23,10 +23,10 @@ from kvferry.proto.messages import (
 )
 from kvferry.proto.specs import GPULoadStoreSpec, KeyLoadStoreSpec
 from kvferry.proto.status import Fingerprint
-from kvferry.testing.accounts import check_all_gone
 from kvferry.testing.engine import until
-from kvferry.testing.raw import Raw, one_tensor, store
-from kvferry.testing.vitals import Vitals
+from support.daemon_invariants import check_all_gone
+from support.process_usage import ProcessUsage
+from support.raw_client import RawClient, one_tensor, store
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -35,9 +35,9 @@ import sys
 from pathlib import Path
 from kvferry.proto.codec import encode
 from kvferry.proto.messages import Cancel
-from kvferry.testing.raw import Raw
+from support.raw_client import RawClient
 
-raw = Raw(Path(sys.argv[1]), sys.argv[2])
+raw = RawClient(Path(sys.argv[1]), sys.argv[2])
 words = {"junk": b"junk", "cancels": encode(Cancel(tuple(range(10_000))))}[sys.argv[3]]
 print("welcome", flush=True)
 while True:
@@ -65,7 +65,7 @@ def flood(daemon: LocalDaemon, words: str) -> Iterator[None]:
 
 def serve_somebody(daemon: LocalDaemon, name: str) -> None:
     """A client is welcomed, registers, and its transfers are done."""
-    with Raw(daemon.directory, name, timeout=30) as raw:
+    with RawClient(daemon.directory, name, timeout=30) as raw:
         raw.register()
         for job in range(3):
             raw.send(store(job, [job], [job]))
@@ -81,7 +81,7 @@ def test_a_flood(start_daemon: Callable[..., LocalDaemon], words: str) -> None:
             serve_somebody(daemon, f"new-{number}")
         with OffloadClient(daemon.directory, engine="observer", timeout=30) as observer:
             before = observer.status().sessions
-            raw = Raw(daemon.directory, "dropped")
+            raw = RawClient(daemon.directory, "dropped")
             assert observer.status().sessions == before + 1
             raw.drop()
             until(lambda: observer.status().sessions == before, 30)
@@ -93,14 +93,14 @@ KEYS = [number.to_bytes(64, "big") for number in range(1 << 15)]
 SPACE = OpenNamespace(1, Fingerprint("deaf", 64, key_bytes=64), len(KEYS) * 64)
 
 
-class Deaf(Raw):
+class Deaf(RawClient):
     """Goes without a word: it would not hear the answer."""
 
     def close(self) -> None:
         self.drop()
 
 
-def fill_namespace(raw: Raw) -> None:
+def fill_namespace(raw: RawClient) -> None:
     """Store 32,768 keys of 64 bytes: a snapshot of two megabytes."""
     raw.ask(SPACE, Opened)
     raw.ask(AllocateKVCaches(1, one_tensor(len(KEYS))), Allocated)
@@ -114,14 +114,14 @@ def test_a_client_that_does_not_listen(
 ) -> None:
     """It asks and asks: what is kept for it is bounded, then it is sent away; others are served."""
     daemon = start_daemon()
-    with Raw(daemon.directory, "storing") as storing:
+    with RawClient(daemon.directory, "storing") as storing:
         fill_namespace(storing)
-        before = Vitals.of(daemon.pid)
+        before = ProcessUsage.of(daemon.pid)
         with closing(Deaf(daemon.directory, "deaf")) as deaf:
             deaf.ask(SPACE, Opened)
             for batch in range(5):
                 for _ in range(1000 if isinstance(request_, Subscribe) else 40_000):
                     deaf.send(request_)
                 serve_somebody(daemon, f"somebody-{batch}")
-                assert Vitals.of(daemon.pid).since(before).private < MAX_GROWTH
+                assert ProcessUsage.of(daemon.pid).since(before).private < MAX_GROWTH
     check_all_gone(daemon.directory)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from kvferry.client import LocalDaemon
-from kvferry.testing import load
-from kvferry.testing.soak import SoakOptions, soak
+from support import load
+from support.soak import SoakOptions, soak
 
 pytestmark = pytest.mark.timeout(300)
 

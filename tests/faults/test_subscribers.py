@@ -18,10 +18,10 @@ from kvferry.proto.messages import Allocated, AllocateKVCaches, Opened, OpenName
 from kvferry.proto.specs import GPULoadStoreSpec, KeyLoadStoreSpec
 from kvferry.proto.status import Fingerprint
 from kvferry.testing.engine import until
-from kvferry.testing.raw import Raw, one_tensor
-from kvferry.testing.subscriptions import publishers_of
-from kvferry.testing.tally import percentile
-from kvferry.testing.vitals import Vitals
+from support.hostile_subscribers import publishers_of
+from support.process_usage import ProcessUsage
+from support.raw_client import RawClient, one_tensor
+from support.traffic_statistics import percentile
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -35,7 +35,7 @@ DAEMON_GROWTH = 30 << 20
 class Honest:
     """A subscriber, and an engine that stores key after key, each of which is an event."""
 
-    def __init__(self, raw: Raw, subscriber: zmq.Socket[bytes]) -> None:
+    def __init__(self, raw: RawClient, subscriber: zmq.Socket[bytes]) -> None:
         self._raw, self._subscriber = raw, subscriber
         self._numbers = itertools.count(1)
         self.seconds: list[float] = []
@@ -73,7 +73,7 @@ def daemon(start_daemon: Callable[..., LocalDaemon]) -> LocalDaemon:
 @pytest.fixture
 def honest(daemon: LocalDaemon) -> Iterator[Honest]:
     with (
-        Raw(daemon.directory, "honest", timeout=60) as raw,
+        RawClient(daemon.directory, "honest", timeout=60) as raw,
         zmq.Context() as context,
         context.socket(zmq.SUB) as subscriber,
     ):
@@ -87,7 +87,7 @@ def publisher_bytes(daemon: LocalDaemon) -> int:
     total = 0
     for pid in publishers_of(daemon.pid):
         try:
-            total += Vitals.of(pid).private
+            total += ProcessUsage.of(pid).private
         except (FileNotFoundError, KeyError):  # it has just ended
             continue
     return total
@@ -106,11 +106,11 @@ def test_hostile_subscribers(daemon: LocalDaemon, honest: Honest, attack: str, l
     for _ in range(300):
         honest.store()
     alone, honest.seconds = percentile(honest.seconds, 0.99), []
-    before = Vitals.of(daemon.pid)
+    before = ProcessUsage.of(daemon.pid)
     kind, connections, messages = ATTACKS[attack]
     path = str(Path(daemon.directory) / "events.sock")
     counts = (str(connections), str(messages * (10 if long else 1)))
-    command = [sys.executable, "-m", "kvferry.testing.subscriptions", path, kind, *counts]
+    command = [sys.executable, "-m", "support.hostile_subscribers", path, kind, *counts]
     attackers = [
         subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(4 if long else 2)
     ]
@@ -121,13 +121,13 @@ def test_hostile_subscribers(daemon: LocalDaemon, honest: Honest, attack: str, l
             honest.hear()
             most = max(most, publisher_bytes(daemon))
             assert most < PROCESS_BYTES + MEMORY_BUDGET
-            assert Vitals.of(daemon.pid).since(before).private < DAEMON_GROWTH
+            assert ProcessUsage.of(daemon.pid).since(before).private < DAEMON_GROWTH
         assert all(attacker.returncode == 0 for attacker in attackers)
     finally:
         for attacker in attackers:
             attacker.kill()
             attacker.wait()
-    grew = Vitals.of(daemon.pid).since(before).private
+    grew = ProcessUsage.of(daemon.pid).since(before).private
     beside = percentile(honest.seconds, 0.99)
     restarts = daemon.log().count("KV event publisher exited")
     print(

@@ -7,7 +7,7 @@ from contextlib import closing
 
 from kvferry.daemon.persistence.block_table import BlockTable
 from kvferry.testing.engine import until
-from kvferry.testing.manager import ServiceManager
+from support.service_manager import ServiceManager
 
 
 def await_committed(manager: ServiceManager, count: int) -> None:

@@ -32,7 +32,7 @@ from kvferry.client import OffloadClient
 from kvferry.proto.codec import decode_descriptor_reply, encode
 from kvferry.proto.fd_passing import SendFds
 from kvferry.proto.errors import KVFerryError
-from kvferry.testing.raw import Raw
+from support.raw_client import RawClient
 from kvferry.proto.messages import Hello, Welcome, Error
 
 directory, uid, gid = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])

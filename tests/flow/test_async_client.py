@@ -27,7 +27,7 @@ from kvferry.client import (
 )
 from kvferry.testing.engine import Engine, StartEngine
 from kvferry.testing.plugin import StartKvferryd
-from kvferry.testing.raw import one_tensor
+from support.raw_client import one_tensor
 
 NEVER = 1 << 40
 

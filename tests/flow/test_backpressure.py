@@ -22,7 +22,7 @@ from kvferry.client import (
 from kvferry.proto.messages import Finished, Goodbye, Outcome, Submit
 from kvferry.testing.engine import StartEngine, until
 from kvferry.testing.plugin import StartKvferryd
-from kvferry.testing.raw import Raw
+from support.raw_client import RawClient
 
 MANY = 50_000
 TOO_MANY = 140_000
@@ -72,7 +72,7 @@ def test_the_daemon_counts_credits_itself(
     engine = start_engine(daemon)
     gpu, cpu = GPULoadStoreSpec([0]), CPULoadStoreSpec([0])
     engine.finish(engine.store([5], [5]))
-    with Raw(daemon.directory, engine.options.name) as raw:
+    with RawClient(daemon.directory, engine.options.name) as raw:
         raw.send(Submit(1, gpu, cpu, NEVER))
         raw.send(Submit(2, gpu, cpu))
         error = raw.result(2).error
@@ -91,7 +91,7 @@ def test_a_client_that_never_polls_gets_every_result_when_it_does(
     with (
         OffloadClient(daemon.directory, engine="deaf") as owner,
         OffloadClient(daemon.directory, engine="other") as other,
-        Raw(daemon.directory, "deaf", timeout=60) as deaf,
+        RawClient(daemon.directory, "deaf", timeout=60) as deaf,
     ):
         for client in (owner, other):
             client.allocate_kv_caches(LAYOUT, host_bytes=1 << 20)
@@ -119,7 +119,7 @@ def test_one_that_takes_nothing_for_too_long_is_sent_away_and_finds_out_why(
 ) -> None:
     daemon = start_kvferryd()
     with (
-        Raw(daemon.directory, "deaf", timeout=60) as deaf,
+        RawClient(daemon.directory, "deaf", timeout=60) as deaf,
         OffloadClient(daemon.directory, engine="other") as other,
     ):
         spec = GPULoadStoreSpec([1]), CPULoadStoreSpec([1])

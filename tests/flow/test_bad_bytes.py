@@ -25,7 +25,7 @@ from kvferry.proto.messages import (
 )
 from kvferry.testing.engine import Engine, StartEngine
 from kvferry.testing.plugin import StartKvferryd
-from kvferry.testing.raw import Raw, load
+from support.raw_client import RawClient, load
 
 pack = msgspec.msgpack.encode
 VALID = encode(load(1000, [3, 4, 5], [6, 7, 8]))
@@ -70,7 +70,7 @@ def beside(start_engine: StartEngine, start_kvferryd: StartKvferryd) -> Iterator
         assert newcomer.status().sessions == 3
 
 
-def refusal(raw: Raw, *frames: bytes) -> str:
+def refusal(raw: RawClient, *frames: bytes) -> str:
     raw.send(*frames)
     error = raw.recv(Error)
     assert error.error.message
@@ -79,7 +79,7 @@ def refusal(raw: Raw, *frames: bytes) -> str:
 
 def test_garbage(beside: Engine) -> None:
     """Each in an open session, and from one that has not said Hello; both can go on after it."""
-    with Raw(beside.directory, "other") as known, Raw(beside.directory) as stranger:
+    with RawClient(beside.directory, "other") as known, RawClient(beside.directory) as stranger:
         for name, frames in GARBAGE.items():
             assert refusal(known, *frames) == Code.BAD_MESSAGE, name
             assert refusal(stranger, *frames) == Code.BAD_MESSAGE, name
@@ -89,7 +89,7 @@ def test_garbage(beside: Engine) -> None:
 
 
 def test_every_truncation(beside: Engine) -> None:
-    with Raw(beside.directory, beside.options.name) as raw:
+    with RawClient(beside.directory, beside.options.name) as raw:
         codes = {refusal(raw, VALID[:size]) for size in range(len(VALID))}
         assert codes == {Code.BAD_MESSAGE}
         raw.send(VALID)
@@ -99,7 +99,7 @@ def test_every_truncation(beside: Engine) -> None:
 def test_random_bytes(beside: Engine) -> None:
     """Noise, and messages with one byte changed: whatever comes back, the daemon goes on."""
     noise = random.Random(3)
-    with Raw(beside.directory, "other") as raw:
+    with RawClient(beside.directory, "other") as raw:
         for _ in range(300):
             raw.send(noise.randbytes(noise.randrange(1, 400)))
             mutant = bytearray(VALID)
@@ -112,7 +112,7 @@ def test_random_bytes(beside: Engine) -> None:
 
 
 def test_a_message_too_large(beside: Engine) -> None:
-    with Raw(beside.directory, "other") as raw:
+    with RawClient(beside.directory, "other") as raw:
         touch = b"\x92\xa5touch"  # of a kind that may be large
         most = touch + bytes(MAX_MESSAGE_BYTES - len(touch))
         assert refusal(raw, most + b"\0") == Code.MESSAGE_TOO_LARGE
@@ -120,19 +120,19 @@ def test_a_message_too_large(beside: Engine) -> None:
         assert beside.client.status().errors == {Code.MESSAGE_TOO_LARGE: 2}
         assert refusal(raw, most) == Code.BAD_MESSAGE
         assert refusal(raw, bytes(MAX_OTHER_BYTES)) == Code.BAD_MESSAGE
-    with Raw(beside.directory) as raw:
+    with RawClient(beside.directory) as raw:
         raw.send(bytes(3 * MAX_MESSAGE_BYTES))
     assert beside.client.status().errors[Code.MESSAGE_TOO_LARGE] == 2
 
 
 def test_nothing_large_is_decoded_before_a_hello(beside: Engine) -> None:
-    with Raw(beside.directory) as raw:
+    with RawClient(beside.directory) as raw:
         assert refusal(raw, bytes(1 << 20)) == Code.NO_SESSION
 
 
 @pytest.mark.parametrize("versions", [(PROTOCOL + 1, PROTOCOL + 5), (0, PROTOCOL - 1), (9, 0)])
 def test_another_protocol(beside: Engine, versions: tuple[int, int]) -> None:
-    with Raw(beside.directory) as raw:
+    with RawClient(beside.directory) as raw:
         answer = raw.ask(Hello(*versions, "newer", "other"), Error)
         assert answer.error.code == Code.PROTOCOL_VERSION
         assert str(PROTOCOL) in answer.error.message
@@ -143,10 +143,10 @@ def test_another_protocol(beside: Engine, versions: tuple[int, int]) -> None:
 
 def test_messages_out_of_place(beside: Engine) -> None:
     """Anything before Hello; a second Hello; anything after Goodbye."""
-    with Raw(beside.directory) as raw:
+    with RawClient(beside.directory) as raw:
         assert refusal(raw, VALID) == Code.NO_SESSION
         assert refusal(raw, encode(StatusRequest(1))) == Code.NO_SESSION
-    with Raw(beside.directory, "other") as raw:
+    with RawClient(beside.directory, "other") as raw:
         assert refusal(raw, encode(Hello(PROTOCOL, PROTOCOL, "raw", "other"))) == Code.BAD_MESSAGE
         assert raw.ask(StatusRequest(2), StatusReport).status.sessions == 3
         raw.ask(Goodbye(), Goodbye)
@@ -164,7 +164,7 @@ def test_names_too_long(beside: Engine) -> None:
 
 def test_a_peer_that_takes_no_answers(beside: Engine) -> None:
     """It asks and never reads: the daemon keeps serving the others."""
-    with Raw(beside.directory, "deaf") as raw:
+    with RawClient(beside.directory, "deaf") as raw:
         for number in range(30_000):
             raw.send(StatusRequest(number))
         assert beside.client.status().sessions == 3

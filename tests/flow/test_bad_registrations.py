@@ -24,7 +24,7 @@ from kvferry.proto.messages import AllocateKVCaches, Error, Registered, Register
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 from kvferry.testing.engine import Engine, StartEngine
 from kvferry.testing.plugin import StartKvferryd
-from kvferry.testing.raw import Raw, collect, one_tensor, store
+from support.raw_client import RawClient, collect, one_tensor, store
 
 LAYOUT = one_tensor(8, 64)
 HERE = (Location(0, 0),)
@@ -51,13 +51,13 @@ def beside(start_engine: StartEngine, start_kvferryd: StartKvferryd) -> Iterator
 
 
 @pytest.fixture
-def raw(beside: Engine) -> Iterator[Raw]:
+def raw(beside: Engine) -> Iterator[RawClient]:
     """A session of another engine."""
-    with Raw(beside.directory, "other", timeout=20) as session:
+    with RawClient(beside.directory, "other", timeout=20) as session:
         yield session
 
 
-def refusal(raw: Raw, **fields: Any) -> str:
+def refusal(raw: RawClient, **fields: Any) -> str:
     """The code that answers a registration; by default it is right but for `fields`."""
     if "allocations" not in fields:
         descriptor = memfd()
@@ -102,7 +102,7 @@ BAD_LAYOUTS: dict[str, tuple[dict[str, Any], Code]] = {
 
 
 @pytest.mark.parametrize("name", BAD_LAYOUTS)
-def test_a_bad_registration(beside: Engine, raw: Raw, name: str) -> None:
+def test_a_bad_registration(beside: Engine, raw: RawClient, name: str) -> None:
     fields, code = BAD_LAYOUTS[name]
     assert refusal(raw, **fields) == code
     assert beside.client.status().errors == {code: 1}
@@ -111,7 +111,7 @@ def test_a_bad_registration(beside: Engine, raw: Raw, name: str) -> None:
     assert raw.result(1).outcome == "done"
 
 
-def test_memory_smaller_than_said(raw: Raw) -> None:
+def test_memory_smaller_than_said(raw: RawClient) -> None:
     descriptor = memfd(448)
     (ticket,) = raw.deposit(descriptor)
     os.close(descriptor)
@@ -119,7 +119,7 @@ def test_memory_smaller_than_said(raw: Raw) -> None:
     assert refusal(raw, allocations=(FdAllocation(ticket, 512),)) == Code.UNKNOWN_TICKET
 
 
-def test_one_ticket_for_two(raw: Raw) -> None:
+def test_one_ticket_for_two(raw: RawClient) -> None:
     descriptor = memfd()
     (ticket,) = raw.deposit(descriptor)
     os.close(descriptor)
@@ -128,8 +128,8 @@ def test_one_ticket_for_two(raw: Raw) -> None:
     assert refusal(raw, allocations=twice[:1], timeline=ticket) == Code.UNKNOWN_TICKET
 
 
-def test_tickets_of_another_session(raw: Raw, beside: Engine) -> None:
-    with Raw(beside.directory, "thief") as thief:
+def test_tickets_of_another_session(raw: RawClient, beside: Engine) -> None:
+    with RawClient(beside.directory, "thief") as thief:
         descriptor = memfd()
         (ticket,) = raw.deposit(descriptor)
         os.close(descriptor)
@@ -142,13 +142,13 @@ def test_tickets_of_another_session(raw: Raw, beside: Engine) -> None:
             collect(beside.directory, "nobody", ticket, 5)
 
 
-def test_cuda_memory_at_a_cpu_daemon(raw: Raw) -> None:
+def test_cuda_memory_at_a_cpu_daemon(raw: RawClient) -> None:
     cuda = (CudaAllocation("GPU-0", bytes(64), 512),)
     assert refusal(raw, allocations=cuda) == Code.DEVICE_MISMATCH
 
 
 @pytest.mark.parametrize("what", [".", "pipe", "pyproject.toml", "internet", "unix"])
-def test_descriptors_of_no_use(raw: Raw, what: str) -> None:
+def test_descriptors_of_no_use(raw: RawClient, what: str) -> None:
     with ExitStack() as stack:
         if what == "pipe":
             ends: tuple[int, ...] = os.pipe()
@@ -164,7 +164,7 @@ def test_descriptors_of_no_use(raw: Raw, what: str) -> None:
     assert refused.value.code == Code.NOT_SHAREABLE
 
 
-def test_descriptors_of_another_device(raw: Raw) -> None:
+def test_descriptors_of_another_device(raw: RawClient) -> None:
     descriptor = os.open("/dev/null", os.O_RDONLY)
     tensor, timeline = raw.deposit(descriptor, descriptor)
     os.close(descriptor)
@@ -174,7 +174,7 @@ def test_descriptors_of_another_device(raw: Raw) -> None:
     assert as_timeline in (Code.NOT_SHAREABLE, Code.MAP_FAILED)
 
 
-def test_a_timeline_that_could_shrink(raw: Raw) -> None:
+def test_a_timeline_that_could_shrink(raw: RawClient) -> None:
     descriptor = memfd(4096, os.MFD_ALLOW_SEALING)
     (ticket,) = raw.deposit(descriptor)
     os.close(descriptor)
@@ -195,7 +195,7 @@ BEYOND = {
 
 
 @pytest.mark.parametrize("what", BEYOND)
-def test_tensors_beyond_all_memory(raw: Raw, what: str) -> None:
+def test_tensors_beyond_all_memory(raw: RawClient, what: str) -> None:
     """Too much of anything is refused, whoever would allocate it."""
     layout = BEYOND[what]
     raw.send(AllocateKVCaches(3, layout, 4096))
@@ -208,15 +208,15 @@ def test_tensors_beyond_all_memory(raw: Raw, what: str) -> None:
     assert raw.register().region.num_blocks == 8
 
 
-def test_a_failed_registration_leaves_nothing_behind(raw: Raw) -> None:
+def test_a_failed_registration_leaves_nothing_behind(raw: RawClient) -> None:
     """The region of a registration that failed has no bytes to come back to."""
     refusal(raw, allocations=(FdAllocation(999, 512),), host_bytes=512)
     assert not raw.register().region.reattached
 
 
-def test_a_second_registration(raw: Raw, beside: Engine) -> None:
+def test_a_second_registration(raw: RawClient, beside: Engine) -> None:
     """One engine's name is one registration, from whatever session."""
-    with Raw(beside.directory, beside.options.name) as twin:
+    with RawClient(beside.directory, beside.options.name) as twin:
         assert refusal(twin) == Code.ALREADY_REGISTERED
     raw.register()
     assert refusal(raw) == Code.ALREADY_REGISTERED
@@ -279,7 +279,7 @@ def test_tensors_of_no_canonical_form(beside: Engine) -> None:
 def test_memory_that_shrinks_later(kvferryd: LocalDaemon) -> None:
     """The owner cuts its tensor's memory off: the transfer fails, the daemon does not."""
     descriptor = memfd()
-    with Raw(kvferryd.directory, "careless", timeout=20) as raw:
+    with RawClient(kvferryd.directory, "careless", timeout=20) as raw:
         allocations = (FdAllocation(raw.deposit(descriptor)[0], 512),)
         raw.ask(RegisterKVCaches(1, LAYOUT, allocations, HERE, 512), Registered)
         os.ftruncate(descriptor, 0)

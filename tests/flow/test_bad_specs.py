@@ -20,7 +20,7 @@ from kvferry.client import (
 )
 from kvferry.testing.engine import Engine, GroupOptions, StartEngine
 from kvferry.testing.plugin import StartKvferryd
-from kvferry.testing.raw import Raw, store
+from support.raw_client import RawClient, store
 
 ALL = range(32)
 TWO_GROUPS = (GroupOptions(2, (4, 2, 8)), GroupOptions(3, (2, 1, 8)))
@@ -189,7 +189,7 @@ def test_a_job_id_twice(engine: Engine, daemon: LocalDaemon) -> None:
         engine.client.transfer_async(job, (gpu([2, 3]), cpu(1)))
     assert refused.value.code == Code.DUPLICATE_JOB
     counted = errors(engine, Code.DUPLICATE_JOB)
-    with Raw(daemon.directory, engine.options.name) as second:
+    with RawClient(daemon.directory, engine.options.name) as second:
         second.send(store(job, [2, 3], [1]))
         result = second.result(job)
     assert result.error is not None
@@ -211,7 +211,7 @@ def test_too_many_jobs(start_engine: StartEngine, start_kvferryd: StartKvferryd)
     with pytest.raises(Refused) as refused:
         engine.store([3], [3])
     assert refused.value.code == Code.BUSY
-    with Raw(daemon.directory, engine.options.name) as raw:
+    with RawClient(daemon.directory, engine.options.name) as raw:
         for job_id in range(100, 105):
             raw.send(store(job_id, [4], [4], wait_for=fence))
         busy = [raw.result(job_id).error for job_id in (103, 104)]

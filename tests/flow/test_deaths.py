@@ -15,7 +15,7 @@ import pytest
 from kvferry.client import Code, Gone, LocalDaemon, OffloadClient
 from kvferry.proto.status import EngineStatus
 from kvferry.testing.engine import Engine, StartEngine, WorkerProcess, until
-from kvferry.testing.raw import Raw
+from support.raw_client import RawClient
 
 NEVER = 1 << 40
 PROMPTLY = 2.0
@@ -102,7 +102,7 @@ def test_a_daemon_restarts_under_an_idle_client(tmp_path: Path) -> None:
 def test_a_connection_is_dropped(kvferryd: LocalDaemon) -> None:
     """The process lives and forgot to say goodbye; its session ends all the same."""
     with OffloadClient(kvferryd.directory, engine="observer") as observer:
-        raw = Raw(kvferryd.directory, "dropped")
+        raw = RawClient(kvferryd.directory, "dropped")
         raw.register()
         raw.drop()
         until(lambda: observer.status().sessions == 1, PROMPTLY)

@@ -26,18 +26,18 @@ from kvferry.proto.messages import (
 )
 from kvferry.testing.engine import StartEngine, until
 from kvferry.testing.plugin import StartKvferryd
-from kvferry.testing.raw import Raw, one_tensor
+from support.raw_client import RawClient, one_tensor
 
 ENGINE = """
 import os, signal, sys
 from pathlib import Path
 from kvferry.client import Timeline
 from kvferry.proto.messages import (Allocated, AllocateKVCaches, Welcome)
-from kvferry.testing.raw import Raw, one_tensor, store
+from support.raw_client import RawClient, one_tensor, store
 
 directory, name, does, ends = sys.argv[1:]
 timeline = Timeline.create()
-raw = Raw(Path(directory), name)
+raw = RawClient(Path(directory), name)
 if does == "register":
     raw.register()
     for job in range(4):
@@ -129,7 +129,7 @@ def test_visitors_of_the_descriptor_socket(counted: LocalDaemon) -> None:
 def test_somebody_who_does_not_take_what_it_asked_for(counted: LocalDaemon) -> None:
     path = str(counted.directory / "fds.sock")
     for number in range(10):
-        with Raw(counted.directory, f"engine-{number}") as raw:
+        with RawClient(counted.directory, f"engine-{number}") as raw:
             answer = raw.ask(AllocateKVCaches(1, one_tensor(), 4096), Allocated)
             (allocation,) = answer.allocations
             assert isinstance(allocation, FdAllocation)
@@ -183,7 +183,7 @@ def test_no_close_of_a_client_s_descriptor_is_waited_for(kvferryd: LocalDaemon, 
     """The daemon has the last one of a socket that lingers, or of what such a one is in."""
     with (
         OffloadClient(kvferryd.directory, engine="honest") as honest,
-        Raw(kvferryd.directory, "rude") as rude,
+        RawClient(kvferryd.directory, "rude") as rude,
         lingering() as odd,
         contextlib.ExitStack() as stack,
     ):

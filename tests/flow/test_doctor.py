@@ -29,7 +29,7 @@ from kvferry.proto.codec import decode_client_message, encode
 from kvferry.proto.errors import Code, ErrorInfo
 from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
-from kvferry.testing.raw import Raw
+from support.raw_client import RawClient
 
 NOBODY = 65534
 AS_NOBODY = """
@@ -319,7 +319,7 @@ def test_a_gpu_that_is_not_to_be_seen_here(
 
 def test_a_full_pool_is_left_alone(start_kvferryd: StartKvferryd) -> None:
     running = start_kvferryd(pool_bytes=8 * 4096)
-    with Raw(running.directory, "full") as raw:
+    with RawClient(running.directory, "full") as raw:
         raw.register(num_blocks=8, page=4096)
         (last,) = examine(running.directory)[-1:]
         assert (last.check, last.verdict) == ("round trip", Verdict.WARN)

@@ -16,8 +16,8 @@ import pytest
 from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.proto.status import HealthStatus
 from kvferry.testing.engine import StartEngine, until
-from kvferry.testing.manager import ServiceManager, kvferryd_command
 from kvferry.testing.plugin import StartKvferryd
+from support.service_manager import ServiceManager, kvferryd_command
 
 NEVER = 1 << 40
 

@@ -35,8 +35,8 @@ from kvferry.proto.memory import Allocation, FdAllocation, Location
 from kvferry.proto.messages import Allocated, AllocateKVCaches, Error, RegisterKVCaches
 from kvferry.proto.status import EngineStatus
 from kvferry.testing.engine import Engine, GroupOptions, StartEngine, WorkerProcess, until
-from kvferry.testing.manager import ServiceManager, kvferryd_command
-from kvferry.testing.raw import Raw, one_tensor
+from support.raw_client import RawClient, one_tensor
+from support.service_manager import ServiceManager, kvferryd_command
 
 PROMPTLY = 2.0
 """The daemon has a second; a busy machine gets another."""
@@ -392,7 +392,7 @@ def test_hostile_descriptors(start_engine: StartEngine, daemon: LocalDaemon, wha
     """They are refused with a code, and the daemon goes on for others."""
     beside = start_engine(daemon)
     with ExitStack() as stack:
-        raw = stack.enter_context(Raw(daemon.directory, f"hostile {what}"))
+        raw = stack.enter_context(RawClient(daemon.directory, f"hostile {what}"))
         descriptor = _descriptor(daemon, what, stack)
         (ticket,) = raw.deposit(descriptor)
         size = 64 * GRANULE if what == "too few bytes" else GRANULE
@@ -410,9 +410,9 @@ def test_hostile_descriptors(start_engine: StartEngine, daemon: LocalDaemon, wha
 def _descriptor(daemon: LocalDaemon, what: str, stack: ExitStack) -> int:
     """Closed with the stack."""
     if what == "too few bytes":
-        from kvferry.testing.raw import collect
+        from support.raw_client import collect
 
-        lender = stack.enter_context(Raw(daemon.directory, "lender"))
+        lender = stack.enter_context(RawClient(daemon.directory, "lender"))
         answer = lender.ask(AllocateKVCaches(1, one_tensor(), 4096), Allocated)
         (allocation,) = answer.allocations
         assert isinstance(allocation, FdAllocation)

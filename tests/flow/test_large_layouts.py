@@ -11,7 +11,7 @@ from kvferry.proto.messages import Allocated, AllocateKVCaches, Error
 from kvferry.proto.specs import MAX_REFS, MAX_TENSORS
 from kvferry.testing.engine import StartEngine
 from kvferry.testing.plugin import StartKvferryd
-from kvferry.testing.raw import Raw
+from support.raw_client import RawClient
 
 ENGINES = 8
 PAGE = 64
@@ -35,7 +35,7 @@ def test_a_client_that_sends_large_layouts_does_not_keep_the_others_waiting(
     million = msgspec.msgpack.encode(
         ["allocatekvcaches", 1, [TENSORS, [REFS] * 256, 1], None, None, False]
     )
-    with Raw(honest.directory, "rude") as rude:
+    with RawClient(honest.directory, "rude") as rude:
         for _ in range(20):
             rude.send(million)
             rude.send(AllocateKVCaches(2, TOO_LARGE))
@@ -54,7 +54,7 @@ def test_a_client_that_sends_large_layouts_does_not_keep_the_others_waiting(
 def test_the_largest_layouts_take_little_memory(start_kvferryd: StartKvferryd) -> None:
     """Of a daemon that has granted them, each some 2 MB: the arrays, and a map of each tensor."""
     daemon = start_kvferryd(pool_bytes=64 << 20)
-    sessions = [Raw(daemon.directory, f"engine-{n}") for n in range(ENGINES + 1)]
+    sessions = [RawClient(daemon.directory, f"engine-{n}") for n in range(ENGINES + 1)]
     try:
         for n, session in enumerate(sessions):
             session.send(AllocateKVCaches(n, LARGEST, 1 << 20))

@@ -15,9 +15,9 @@ from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.daemon.observability.event_log import KINDS, RateLimiter
 from kvferry.proto.messages import Error, StatusRequest
 from kvferry.testing.engine import StartEngine, until
-from kvferry.testing.manager import kvferryd_command
 from kvferry.testing.plugin import StartKvferryd
-from kvferry.testing.raw import Raw
+from support.raw_client import RawClient
+from support.service_manager import kvferryd_command
 
 NEVER = 1 << 40
 
@@ -62,7 +62,7 @@ def test_a_process_that_died(daemon: LocalDaemon, start_engine: StartEngine) -> 
 
 
 def test_the_refused_are_a_number(daemon: LocalDaemon) -> None:
-    with Raw(daemon.directory) as stranger, OffloadClient(daemon.directory) as client:
+    with RawClient(daemon.directory) as stranger, OffloadClient(daemon.directory) as client:
         for number in range(200):
             stranger.send(StatusRequest(number))
             stranger.recv(Error)

@@ -36,8 +36,8 @@ from kvferry.client import (
 from kvferry.proto.messages import Outcome
 from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
-from kvferry.testing.replay import Outcome as Replayed
-from kvferry.testing.replay import replay
+from support.trace_replay import ReplayOutcome as Replayed
+from support.trace_replay import replay
 
 PAGE, BLOCKS, TENSORS = 1024, 64, 2
 FINGERPRINT = Fingerprint(

@@ -38,7 +38,7 @@ from kvferry.client import (
     shared_empty,
 )
 from kvferry.testing.engine import until
-from kvferry.testing.manager import ServiceManager, kvferryd_command
+from support.service_manager import ServiceManager, kvferryd_command
 
 from .block_tables import await_committed
 
@@ -363,7 +363,7 @@ def test_without_reconnect_a_client_ends_with_its_daemon(service: Service) -> No
 def test_tensors_of_a_daemon_are_the_engine_s_own_for_the_next_one(
     service: Service, rig: Rig
 ) -> None:
-    from kvferry.testing.raw import one_tensor
+    from support.raw_client import one_tensor
 
     with OffloadClient(service.directory, engine="other") as client:
         (tensor,) = client.allocate_kv_caches(one_tensor(), host_bytes=512).tensors

@@ -28,7 +28,7 @@ from kvferry.client import (
 )
 from kvferry.client.nonblocking import NonBlocking
 from kvferry.testing.plugin import StartKvferryd
-from kvferry.testing.raw import one_tensor
+from support.raw_client import one_tensor
 
 LAYOUT = one_tensor()
 SPEC = GPULoadStoreSpec([3]), CPULoadStoreSpec([0])

@@ -27,7 +27,7 @@ from kvferry.client import (
     offload_key,
 )
 from kvferry.testing.engine import until
-from kvferry.testing.manager import ServiceManager, kvferryd_command
+from support.service_manager import ServiceManager, kvferryd_command
 
 from .block_tables import await_committed
 

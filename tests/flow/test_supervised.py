@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.client import OffloadClient
 from kvferry.testing.engine import until
-from kvferry.testing.manager import ServiceManager, kvferryd_command
+from support.service_manager import ServiceManager, kvferryd_command
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from kvferry.proto.messages import (
     Waited,
 )
 from kvferry.testing.plugin import StartKvferryd
-from kvferry.testing.raw import Raw, store
+from support.raw_client import RawClient, store
 
 ASKED = 600
 JOBS = 50
@@ -24,7 +24,10 @@ def test_cheap_requests_do_not_wait_for_as_many_expensive_ones(
     """Both clients ask all at once; ROUTER serves them one message each."""
     daemon = start_kvferryd()
     expensive = (1,) * 65536  # each takes milliseconds to look up
-    with Raw(daemon.directory, "greedy") as greedy, Raw(daemon.directory, "honest") as honest:
+    with (
+        RawClient(daemon.directory, "greedy") as greedy,
+        RawClient(daemon.directory, "honest") as honest,
+    ):
         for number in range(ASKED):
             greedy.send(Wait(number, expensive))
         greedy.recv(Waited)
@@ -44,7 +47,7 @@ def test_cheap_requests_do_not_wait_for_as_many_expensive_ones(
 
 def test_results_that_end_together_come_together(start_kvferryd: StartKvferryd) -> None:
     """Each once, in order, and before the reply of whoever waited for them."""
-    with Raw(start_kvferryd(reference_stall=0.2).directory, "engine") as raw:
+    with RawClient(start_kvferryd(reference_stall=0.2).directory, "engine") as raw:
         raw.register()
         for job in range(JOBS):
             raw.send(store(job, [job % 8], [job % 8]))

@@ -13,7 +13,7 @@ import pytest
 
 from kvferry.client import LocalDaemon, OffloadClient, Timeline, shared_empty
 from kvferry.cuda.driver import driver
-from kvferry.testing.raw import one_tensor
+from support.raw_client import one_tensor
 
 pytestmark = pytest.mark.gpu
 

@@ -16,7 +16,7 @@ changes for all; figures of one model share the engines. --apart starts them one
 for a GPU of 80 GB. A connector `kvferry@DIR` is the kvferry of another source tree, client and
 daemon, which compares two versions in one run. Where PegaFlow is installed beside vLLM,
 `--connectors none,vllm,pegaflow,kvferry` measures it, too; `ideal` copies nothing and takes the
-link's time for it (kvferry.testing.vllm_ideal). The floor of a host hit is the GPU-hit time of the
+link's time for it (support.vllm_ideal). The floor of a host hit is the GPU-hit time of the
 same engine plus the bytes over the link, both of the same run: of_floor over GPU hits in a row,
 of_rested over those that are asked for after a rest, as host hits are.
 """
@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from kvferry.testing.vllm_process import (
+from support.vllm_process import (
     LARGE,
     VLLM,
     Daemon,
@@ -177,7 +177,7 @@ def engines(chosen: Any, names: list[str], model: Record, **options: Any) -> Ite
             "vllm": {"cpu_bytes_to_use": host},
             "ideal": {
                 "spec_name": "IdealSpec",
-                "spec_module_path": "kvferry.testing.vllm_ideal",
+                "spec_module_path": "support.vllm_ideal",
                 "link_gbs": chosen.link_gbs,
             },
         }

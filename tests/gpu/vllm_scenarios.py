@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvferry.testing.hearing import TIE, apart
-from kvferry.testing.vllm_process import CONNECTORS, VLLM, Daemon, make_prompts
+from support.sensitive_weights import TIE, apart
+from support.vllm_process import CONNECTORS, VLLM, Daemon, make_prompts
 
 TOKENS = 2048
 POOL = 4 << 30

@@ -62,7 +62,7 @@ from kvferry.proto.specs import (
     TensorLayout,
     TensorRef,
 )
-from kvferry.testing.books import Books
+from support.region_records_model import RegionRecordsModel
 
 CELL = 128
 ROOM = 4096
@@ -431,7 +431,7 @@ class World(RuleBasedStateMachine):
         self.draw: Any = None
         limits = told.Limits(1 << 20, 1 << 10, 1000)
         self.core = Core(DaemonIdentity("0.1", "boot", 4711, DEVICE, limits), POOL, started=100.0)
-        self.books = Books()
+        self.books = RegionRecordsModel()
         self.pool: list[Content | None] = [None] * (POOL // CELL)
         self.room = Room()
         self.names = (f"s{n}" for n in count())

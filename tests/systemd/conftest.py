@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.testing.machine import WHEELS, Foundation, Machine, missing
+from support.systemd_container import WHEELS, Foundation, SystemdContainer, missing
 
 CHECKOUT = Path(__file__).parents[2]
 SHIPPED = ("client", "daemon", "deploy", "proto", "tests/kvferry")
@@ -40,7 +40,7 @@ def commands() -> dict[str, str]:
 
 
 @contextmanager
-def fresh(*, gpu: bool = False) -> Iterator[Machine]:
+def fresh(*, gpu: bool = False) -> Iterator[SystemdContainer]:
     """A machine where nothing is installed, with a checkout in /src."""
     if reason := missing(cache()):
         pytest.skip(reason)
@@ -57,7 +57,7 @@ def fresh(*, gpu: bool = False) -> Iterator[Machine]:
     for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"):
         shutil.copy(CHECKOUT / name, root / "src" / name)
     try:
-        machine = Machine(root, gpu=gpu)
+        machine = SystemdContainer(root, gpu=gpu)
     except RuntimeError as error:
         pytest.skip(f"no container boots here: {error}")
     with machine:
@@ -65,28 +65,28 @@ def fresh(*, gpu: bool = False) -> Iterator[Machine]:
 
 
 @pytest.fixture(scope="session")
-def bare() -> Iterator[Machine]:
+def bare() -> Iterator[SystemdContainer]:
     """A machine where nothing is installed."""
     with fresh() as machine:
         yield machine
 
 
 @pytest.fixture(scope="session")
-def machine(bare: Machine, commands: dict[str, str]) -> Machine:
+def machine(bare: SystemdContainer, commands: dict[str, str]) -> SystemdContainer:
     """A machine with the unit installed."""
     install(bare, commands["Install"])
     return bare
 
 
 @pytest.fixture(scope="session")
-def gpu_machine(commands: dict[str, str]) -> Iterator[Machine]:
+def gpu_machine(commands: dict[str, str]) -> Iterator[SystemdContainer]:
     """The same with the GPUs of this one."""
     with fresh(gpu=True) as machine:
         install(machine, commands["Install"])
         yield machine
 
 
-def install(machine: Machine, commands: str) -> None:
+def install(machine: SystemdContainer, commands: str) -> None:
     """Do as the instructions say, and add users for it."""
     offline = f"export PIP_NO_INDEX=1 PIP_FIND_LINKS=/{WHEELS} PIP_NO_COMPILE=1\n"
     offline += "umask 077\n"  # as root has it on a machine that was made safe

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.testing.machine import HOST, Machine
+from support.systemd_container import HOST, SystemdContainer
 
 pytestmark = [pytest.mark.systemd, pytest.mark.timeout(900)]
 
@@ -34,7 +34,7 @@ from kvferry.client import (
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.memory import FdAllocation, Location
 from kvferry.proto.messages import (OpenNamespace, Opened, RegisterKVCaches, Registered)
-from kvferry.testing.raw import Raw, one_tensor
+from support.raw_client import RawClient, one_tensor
 
 BLOCKS, PAGE = 8, 4096
 fingerprint = Fingerprint("model", PAGE, key_bytes=12)
@@ -49,7 +49,7 @@ class HostTensor:
         memory = os.memfd_create("kv")
         os.ftruncate(memory, BLOCKS * PAGE)
         self._bytes = mmap.mmap(memory, BLOCKS * PAGE)
-        self._worker = worker = Raw(directory, "engine").__enter__()
+        self._worker = worker = RawClient(directory, "engine").__enter__()
         worker.ask(OpenNamespace(1, fingerprint), Opened)
         (ticket,) = worker.deposit(memory)
         places = (FdAllocation(ticket, BLOCKS * PAGE),), (Location(0, 0),)
@@ -116,7 +116,7 @@ except KVFerryError as error:
 class Service:
     """The unit for a device on its machine. device: "cpu", or a GPU's index."""
 
-    def __init__(self, machine: Machine, device: str) -> None:
+    def __init__(self, machine: SystemdContainer, device: str) -> None:
         self.machine, self.device, self.unit = machine, device, f"kvferryd@{device}"
 
     @property

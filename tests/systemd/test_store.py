@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.testing.machine import Machine
+from support.systemd_container import SystemdContainer
 
 pytestmark = [pytest.mark.systemd, pytest.mark.timeout(900)]
 
@@ -50,17 +50,17 @@ WantedBy=multi-user.target
 """
 
 
-def show(machine: Machine, name: str) -> str:
+def show(machine: SystemdContainer, name: str) -> str:
     return machine.run("systemctl", "show", "--value", f"--property={name}", "keeper")
 
 
-def told(machine: Machine) -> Any:
+def told(machine: SystemdContainer) -> Any:
     """(what came back, whether it settled, keeps, watchdog_seconds), as its program says."""
     return literal_eval(show(machine, "StatusText"))
 
 
 @pytest.fixture
-def keeper(machine: Machine) -> Iterator[Machine]:
+def keeper(machine: SystemdContainer) -> Iterator[SystemdContainer]:
     """A machine where a program runs that keeps some memory, and forgets one."""
     machine.write("/srv/keeper.py", PROGRAM)
     machine.write("/etc/systemd/system/keeper.service", UNIT)
@@ -72,39 +72,39 @@ def keeper(machine: Machine) -> Iterator[Machine]:
 BACK = {"one": "one", "three": "three", "twice": "new"}
 
 
-def kill(machine: Machine) -> None:
+def kill(machine: SystemdContainer) -> None:
     pid = show(machine, "MainPID")
     machine.run("systemctl", "kill", "--signal=KILL", "keeper")
     while show(machine, "MainPID") in (pid, "0") or show(machine, "SubState") != "running":
         time.sleep(0.05)
 
 
-def test_it_comes_back_after_a_kill_and_after_another(keeper: Machine) -> None:
+def test_it_comes_back_after_a_kill_and_after_another(keeper: SystemdContainer) -> None:
     assert told(keeper) == ({}, True, True, 5.0)
     for _ in range(2):
         kill(keeper)
         assert told(keeper) == (BACK, True, True, 5.0)
 
 
-def test_it_comes_back_after_a_stop(keeper: Machine) -> None:
+def test_it_comes_back_after_a_stop(keeper: SystemdContainer) -> None:
     keeper.script("systemctl stop keeper; systemctl start keeper")
     assert told(keeper)[0] == BACK
 
 
-def test_it_is_gone_after_a_stop_where_the_unit_is_not_enabled(keeper: Machine) -> None:
+def test_it_is_gone_after_a_stop_where_the_unit_is_not_enabled(keeper: SystemdContainer) -> None:
     """systemd does not remember a unit that is stopped and that nothing refers to."""
     keeper.script("systemctl disable keeper; systemctl stop keeper; systemctl start keeper")
     assert told(keeper)[0] == {}
 
 
-def test_it_is_gone_when_it_is_cleaned(keeper: Machine) -> None:
+def test_it_is_gone_when_it_is_cleaned(keeper: SystemdContainer) -> None:
     """What deploy/README.md says to do for the memory."""
     keeper.script("systemctl stop keeper; systemctl clean --what=fdstore keeper")
     keeper.run("systemctl", "start", "keeper")
     assert told(keeper)[0] == {}
 
 
-def test_systemd_itself_is_started_anew(keeper: Machine) -> None:
+def test_systemd_itself_is_started_anew(keeper: SystemdContainer) -> None:
     """The names stay; of two of one name nobody knows any more which is the newer."""
     keeper.run("systemctl", "daemon-reexec")
     kill(keeper)
@@ -113,7 +113,7 @@ def test_systemd_itself_is_started_anew(keeper: Machine) -> None:
     assert back == {"one": "one", "three": "three"}
 
 
-def test_it_lives_while_it_says_so(keeper: Machine) -> None:
+def test_it_lives_while_it_says_so(keeper: SystemdContainer) -> None:
     pid = show(keeper, "MainPID")
     time.sleep(7)
     assert show(keeper, "MainPID") == pid

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.testing.machine import WHEELS, Machine
+from support.systemd_container import WHEELS, SystemdContainer
 
 pytestmark = [pytest.mark.systemd, pytest.mark.timeout(900)]
 
 
-def test_an_upgrade_and_the_end(machine: Machine, commands: dict[str, str]) -> None:
+def test_an_upgrade_and_the_end(machine: SystemdContainer, commands: dict[str, str]) -> None:
     unit = "kvferryd@cpu"
     machine.run("systemctl", "enable", "--now", unit)
     pid = machine.run("systemctl", "show", "--value", "--property=MainPID", unit)

@@ -63,7 +63,7 @@ from kvferry.proto.specs import (
     TensorRef,
     TransferSpec,
 )
-from kvferry.testing.books import Books
+from support.region_records_model import RegionRecordsModel
 
 MAX_JOBS = 3
 POOL = 16 * 4096
@@ -98,7 +98,7 @@ class Desk:
     ) -> None:
         """Sessions are named engine/process; the first of an engine registers it."""
         self.core = new_core(pool_bytes)
-        self.books = Books()
+        self.books = RegionRecordsModel()
         seen: set[str] = set()
         for session in sessions:
             engine = session.partition("/")[0]
@@ -811,7 +811,7 @@ class Shell(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.core = new_core()
-        self.books = Books()
+        self.books = RegionRecordsModel()
         self.names = (f"s{n}" for n in count())
         self.request_ids = count(1)
         self.engine_of: dict[str, str] = {}

@@ -53,7 +53,7 @@ from kvferry.proto.specs import (
     TensorRef,
     TransferSpec,
 )
-from kvferry.testing.books import Books
+from support.region_records_model import RegionRecordsModel
 
 PAGE = 1024
 ROOM = 4 * PAGE
@@ -115,7 +115,7 @@ class Desk:
         self.core = Core(
             DaemonIdentity("0.1", "boot", 4711, DEVICE, limits), pool_bytes, started=100.0
         )
-        self.books = Books()
+        self.books = RegionRecordsModel()
         self.job_ids = count(1)
         self.registrations: dict[str, int] = {}
         for session in sessions:

@@ -13,7 +13,7 @@ from kvferry.daemon.engine.base import Mapping
 from kvferry.daemon.engine.memory import Timeline
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import Direction
-from kvferry.testing.raw import one_tensor
+from support.raw_client import one_tensor
 
 
 class RevokedWhileRead:

@@ -64,8 +64,8 @@ from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import CalibrationPoint, CopyStatus, DeviceInfo, GroupCopying
 from kvferry.shm.memfd import sealed_memfd
-from kvferry.testing.books import NO_CARGO
 from kvferry.testing.engine import until
+from support.region_records_model import NO_CARGO
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 PATIENCE = 20.0

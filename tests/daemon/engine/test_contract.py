@@ -51,9 +51,9 @@ from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import CalibrationPoint, CopyStatus
-from kvferry.testing.books import NO_CARGO
+from support.region_records_model import NO_CARGO
 
-from .paper import PaperDriver
+from .simulated_driver import SimulatedDriver
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 POOL = 24 << 20
@@ -81,7 +81,7 @@ def on_paper(mode: str, seed: int = 0) -> Make:
 
     def make(patch: pytest.MonkeyPatch) -> CopyEngine:
         measured = CopyStatus("auto", CalibrationPoint(0, 1.0, 1.0), (), 4096, 4096)
-        patch.setattr(cuda_engine, "driver", lambda: PaperDriver(seed))
+        patch.setattr(cuda_engine, "driver", lambda: SimulatedDriver(seed))
         patch.setattr(cuda_engine, "calibrate", lambda *_: measured)
         patch.setattr(cuda_engine, "MIN_STAGING", PAPER_STAGING)
         return CudaEngine("0", CudaOptions(mode, PAPER_STAGING, CHUNK))
@@ -450,7 +450,7 @@ def test_what_the_device_refuses_fails_and_the_next_is_fine(
         take_few_for_many(monkeypatch)
     engine, rng = bench.open(CROWD["staged and direct"]), np.random.default_rng(8)
     assert isinstance(bench.engine, CudaEngine)
-    device = cast(PaperDriver, bench.engine._driver)
+    device = cast(SimulatedDriver, bench.engine._driver)
     device.refuse = lambda name: name == call and bool(rng.random() < 0.1)
     sure = np.random.default_rng(9)
     started = [
@@ -538,7 +538,7 @@ def test_chunks_that_lie_one_behind_the_other_are_one_launch(bench: Bench) -> No
     for direction in Direction:
         engine.start(direction, GPULoadStoreSpec(range(16), (16,), (0,)), [*range(16)])
         assert bench.report(TransferCompleted).outcome is Outcome.DONE
-    device = cast(PaperDriver, bench.engine._driver)
+    device = cast(SimulatedDriver, bench.engine._driver)
     assert device.launches == [(Direction.STORE, 4), (Direction.STORE, 12), (Direction.LOAD, 16)]
     engine.check()
 

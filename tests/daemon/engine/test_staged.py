@@ -19,7 +19,7 @@ from kvferry.proto.errors import Code
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import Direction, KVLayout, TensorLayout, TensorRef
 
-from .paper import PaperDriver
+from .simulated_driver import SimulatedDriver
 
 PAGE, BLOCKS = 256, 6
 LAYOUT = KVLayout((TensorLayout(BLOCKS, PAGE, PAGE),), ((TensorRef(0, PAGE),),))
@@ -36,7 +36,7 @@ class Stores:
     """
 
     def __init__(self, *revoked: int) -> None:
-        self.paper = PaperDriver()
+        self.paper = SimulatedDriver()
         device = cast(Driver, self.paper)
         self.tensor = np.arange(BLOCKS * PAGE, dtype=np.uint8).reshape(BLOCKS, PAGE)
         self.pool = np.zeros_like(self.tensor)

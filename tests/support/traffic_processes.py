@@ -21,18 +21,18 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from kvferry.testing.tally import Tally, TrafficOptions, together
+from support.traffic_statistics import TrafficOptions, TrafficStatistics, together
 
 PATIENCE = 60.0
 
 
-class Member:
+class TrafficProcess:
     """An engine's process."""
 
     def __init__(self, directory: Path, options: TrafficOptions) -> None:
         self.options = options
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["kvferry.testing.traffic"])
+        context.set_forkserver_preload(["support.traffic"])
         self._pipe, theirs = context.Pipe()
         self._process: BaseProcess = context.Process(
             target=_work, args=(theirs, directory, options), name=options.name, daemon=True
@@ -49,11 +49,11 @@ class Member:
     def alive(self) -> bool:
         return self._process.is_alive()
 
-    def report(self) -> Tally:
+    def report(self) -> TrafficStatistics:
         """What it has seen so far. Raises EOFError where it died."""
         return self._ask("report")
 
-    def dismiss(self) -> Tally:
+    def dismiss(self) -> TrafficStatistics:
         """Have it end what it does and go; what it saw."""
         tally = self._ask("stop")
         self._process.join(PATIENCE)
@@ -72,41 +72,41 @@ class Member:
         self._process.join()
         self._pipe.close()
 
-    def _ask(self, command: str) -> Tally:
+    def _ask(self, command: str) -> TrafficStatistics:
         try:
             self._pipe.send(command)
             if not self._pipe.poll(PATIENCE):
                 raise TimeoutError(f"{self.options.name} does not answer")
-            tally: Tally = self._pipe.recv()
+            tally: TrafficStatistics = self._pipe.recv()
         except (BrokenPipeError, EOFError) as error:
             raise EOFError(f"{self.options.name} is dead, and nobody killed it") from error
         return tally
 
 
-class Crew:
+class TrafficProcesses:
     """Members, by name."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, TrafficProcess] = {}
 
     def start(self, *several: TrafficOptions) -> None:
         for options in several:
-            self.members[options.name] = Member(self.directory, options)
+            self.members[options.name] = TrafficProcess(self.directory, options)
 
     def kill(self, name: str) -> None:
         self.members.pop(name).kill()
 
-    def report(self) -> Tally:
+    def report(self) -> TrafficStatistics:
         return together(member.report() for member in self.members.values())
 
-    def dismiss(self) -> Tally:
+    def dismiss(self) -> TrafficStatistics:
         """All go; what they saw together."""
         tallies = [member.dismiss() for member in self.members.values()]
         self.members.clear()
         return together(tallies)
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> TrafficProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -142,6 +142,6 @@ def mixed_engines(device: str, dice: random.Random, **common: Any) -> list[Traff
 
 
 def _work(pipe: Connection, directory: Path, options: TrafficOptions) -> None:
-    from kvferry.testing.traffic import serve
+    from support.traffic import serve
 
     serve(pipe, directory, options)

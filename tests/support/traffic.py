@@ -35,10 +35,10 @@ from kvferry.client import (
 )
 from kvferry.proto.errors import Code, Gone, Refused
 from kvferry.proto.messages import Outcome
-from kvferry.testing.ground import Ground
-from kvferry.testing.marks import Label
-from kvferry.testing.shelf import UNDEFINED, Job, Shelf
-from kvferry.testing.tally import Tally, TrafficOptions
+from support.block_marks import Label
+from support.host_blocks_model import UNDEFINED, HostBlocksJob, HostBlocksModel
+from support.marked_tensors import MarkedTensors
+from support.traffic_statistics import TrafficOptions, TrafficStatistics
 
 JUNK = Label(0xFFFF, 0, 0).number
 SHARED = 0xFFFE
@@ -54,12 +54,12 @@ class Traffic:
 
     def __init__(self, directory: Path, options: TrafficOptions) -> None:
         self.options, self._directory = options, directory
-        self.tally = Tally(options.name)
+        self.tally = TrafficStatistics(options.name)
         self._dice = random.Random(options.seed)
-        self._ground = Ground(options)
-        self._shelf = Shelf(options, self._dice)
+        self._ground = MarkedTensors(options)
+        self._shelf = HostBlocksModel(options, self._dice)
         self._free = list(range(options.gpu_blocks))
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, HostBlocksJob] = {}
         self._failed: set[int] = set()
         """Stores that did not complete, while loads behind them are under way."""
         self._last_id = 0
@@ -86,7 +86,7 @@ class Traffic:
             self._lost()
         self._complain_of_late()
 
-    def finish(self) -> Tally:
+    def finish(self) -> TrafficStatistics:
         """Let what is under way end, and say goodbye."""
         deadline = time.monotonic() + 2 * self.options.patience
         while self._jobs and time.monotonic() < deadline:
@@ -248,15 +248,15 @@ class Traffic:
             for sub in range(self.options.factor)
         ]
 
-    def _new_job(self, store: bool, count: int, labels: list[int]) -> Job:
+    def _new_job(self, store: bool, count: int, labels: list[int]) -> HostBlocksJob:
         self._last_id += 1
         self._dice.shuffle(self._free)
         gpu, self._free = self._free[:count], self._free[count:]
-        job = Job(self._last_id, store, gpu, labels, time.monotonic())
+        job = HostBlocksJob(self._last_id, store, gpu, labels, time.monotonic())
         self._jobs[job.job_id] = job
         return job
 
-    def _submit(self, job: Job, spec: TransferSpec, labels: Sequence[int]) -> bool:
+    def _submit(self, job: HostBlocksJob, spec: TransferSpec, labels: Sequence[int]) -> bool:
         """Write the job's GPU blocks and submit it, the one or the other first."""
         client, timeline = self._client, self._ground.timeline
         assert client is not None
@@ -317,7 +317,7 @@ class Traffic:
                 self._check(job, result)
                 self._end(job, result)
 
-    def _check(self, job: Job, result: TransferResult) -> None:
+    def _check(self, job: HostBlocksJob, result: TransferResult) -> None:
         code = None if result.error is None else result.error.code
         self.tally.counts[str(result.outcome)] += 1
         self.tally.took(time.monotonic() - job.submitted)
@@ -339,7 +339,7 @@ class Traffic:
             case _:
                 self.tally.complain(f"job {job.job_id} ended as {result}")
 
-    def _compare(self, job: Job) -> None:
+    def _compare(self, job: HostBlocksJob) -> None:
         """The blocks that a load brought, as far as anybody knows what they must be."""
         if not job.keys and any(writer in self._jobs for writer in job.writers):
             self.tally.complain(f"load {job.job_id} overtook a store that it comes behind")
@@ -352,7 +352,7 @@ class Traffic:
         self.tally.counts["compared"] += len(known)
         self.tally.counts["bytes"] += len(job.gpu) * self.options.block_bytes
 
-    def _end(self, job: Job, result: TransferResult | None) -> None:
+    def _end(self, job: HostBlocksJob, result: TransferResult | None) -> None:
         del self._jobs[job.job_id]
         self._free += job.gpu
         if job.places and result is not None and result.success:

@@ -1,6 +1,6 @@
 """Hostile subscribers of KV events, in a process of their own.
 
-    python -m kvferry.testing.subscriptions SOCKET KIND CONNECTIONS MESSAGES
+    python -m support.hostile_subscribers SOCKET KIND CONNECTIONS MESSAGES
 
 KIND: "topics", one subscription of 100 random bytes a message; "frames", messages of 1 MiB;
 "silent", connections that subscribe to nothing. Every connection that is cut is made once more for

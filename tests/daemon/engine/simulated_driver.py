@@ -23,7 +23,7 @@ from kvferry.cuda.driver import Event, Parameters
 from kvferry.proto.errors import Code, Failed
 from kvferry.proto.specs import Direction
 
-from .paper_memory import Refusal, VirtualMemoryOnPaper
+from .simulated_memory import Refusal, SimulatedMemory
 
 POISON = 0xEE
 PARTS = 3
@@ -48,7 +48,7 @@ class Mark:
 
 
 @dataclass
-class PaperDriver:
+class SimulatedDriver:
     seed: int = 0
     version: int = 13000
     launches: list[tuple[Direction, int]] = field(default_factory=list)
@@ -58,7 +58,7 @@ class PaperDriver:
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
-        self._virtual = VirtualMemoryOnPaper()
+        self._virtual = SimulatedMemory()
         self._memory: dict[int, np.ndarray[Any, np.dtype[np.uint8]]] = {}
         self._streams: dict[int, Stream] = {}
         self._marks: dict[int, Mark] = {}
@@ -234,7 +234,7 @@ class PaperDriver:
 
 @dataclass
 class _Batch:
-    driver: PaperDriver
+    driver: SimulatedDriver
     argtypes: Any = None
 
     def __call__(self, dst: int, src: int, sizes: int, fragments: int, *rest: Any) -> int:

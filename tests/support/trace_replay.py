@@ -56,7 +56,7 @@ def read_trace(path: Path, requests: int | None = None) -> list[list[int]]:
 
 
 @dataclass
-class Outcome:
+class ReplayOutcome:
     """blocks: of all requests. hits: of them loaded. lost: loads refused, as a key had gone."""
 
     policy: str
@@ -83,9 +83,9 @@ def replay(
     policy: str = "lru",
     clients: int = 4,
     step: Callable[[], None] = lambda: None,
-) -> Outcome:
+) -> ReplayOutcome:
     """Replay a trace in a namespace of `capacity` blocks; `step` is called after each request."""
-    outcome = Outcome(policy, capacity, clients)
+    outcome = ReplayOutcome(policy, capacity, clients)
     begin = time.perf_counter()
     with LocalDaemon("cpu", pool_bytes=capacity * PAGE + (1 << 20)) as daemon, ExitStack() as stack:
         longest = max(map(len, trace))
@@ -114,7 +114,7 @@ def replay(
 class _Engine:
     """One client, its tensors, and the request that it is at."""
 
-    def __init__(self, name: str, directory: Path, blocks: int, outcome: Outcome) -> None:
+    def __init__(self, name: str, directory: Path, blocks: int, outcome: ReplayOutcome) -> None:
         self._outcome = outcome
         self._client = OffloadClient(directory, engine=name, client=name)
         fingerprint = Fingerprint(model="replay", host_block_bytes=PAGE, key_bytes=12)

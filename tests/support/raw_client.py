@@ -47,7 +47,7 @@ from kvferry.proto.specs import (
 M = TypeVar("M")
 
 
-class Raw:
+class RawClient:
     """A DEALER to a daemon; with `engine`, one that has been welcomed."""
 
     def __init__(self, directory: Path, engine: str | None = None, timeout: float = 10.0) -> None:
@@ -131,7 +131,7 @@ class Raw:
         """Close the socket without a word."""
         self._dropped()
 
-    def __enter__(self) -> Raw:
+    def __enter__(self) -> RawClient:
         return self
 
     def __exit__(self, *_: object) -> None:

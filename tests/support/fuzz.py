@@ -24,7 +24,7 @@ import msgspec
 from msgspec.msgpack import Ext
 
 from kvferry.proto.messages import Error, Hello, StatusReport, StatusRequest
-from kvferry.testing.raw import Raw
+from support.raw_client import RawClient
 
 INTEGERS = (-1, 0, 1, 2, 7, 255, 256, 1 << 16, (1 << 31) - 1, 1 << 32, 1 << 48, 1 << 62, 1 << 63)
 """Where somebody may have miscounted."""
@@ -159,7 +159,7 @@ class Attacker:
     def __init__(self, directory: Path, forge: Forge, name: str | None) -> None:
         self._directory, self._forge, self._name = directory, forge, name
         self.told: Counter[str] = Counter()
-        self._raw = Raw(directory, name, timeout=60)
+        self._raw = RawClient(directory, name, timeout=60)
         if name is not None and forge.random.random() < 0.5:
             self._raw.register()
 

@@ -1,6 +1,6 @@
 """Hours at full speed, with faults: does it still hold?
 
-    python -m kvferry.testing.soak --minutes 60 --faults
+    python -m support.soak --minutes 60 --faults
 
 Engines (traffic.py) work a daemon and compare what they load; with `--faults` they are killed,
 stopped for a while and replaced, daemons are killed and started anew, strangers send junk. In the
@@ -26,12 +26,12 @@ from typing import Any
 from rich.console import Console
 
 from kvferry.client import OffloadClient
-from kvferry.testing.accounts import check_all_gone, faults_in_books
-from kvferry.testing.crew import Crew, mixed_engines
-from kvferry.testing.daemons import Daemons
-from kvferry.testing.raw import Raw
-from kvferry.testing.tally import Tally, percentile, together
-from kvferry.testing.vitals import Vitals
+from support.daemon_invariants import broken_invariants, check_all_gone
+from support.process_usage import ProcessUsage
+from support.raw_client import RawClient
+from support.restarting_daemons import RestartingDaemons
+from support.traffic_processes import TrafficProcesses, mixed_engines
+from support.traffic_statistics import TrafficStatistics, percentile, together
 
 POOL_BYTES = 64 << 20
 TELL_EVERY = 5.0
@@ -60,7 +60,7 @@ class SoakOptions:
 class Verdict:
     """What was seen. growth: the most that one daemon grew by, once warm."""
 
-    tally: Tally
+    tally: TrafficStatistics
     faults: Counter[str]
     complaints: list[str]
     seconds: float
@@ -94,18 +94,18 @@ class Soak:
         self._dice = random.Random(options.seed)
         self._faults: Counter[str] = Counter()
         self._complaints: list[str] = []
-        self._tallies: list[Tally] = []
+        self._tallies: list[TrafficStatistics] = []
         self._growth: dict[str, int] = {}
         self._running = ExitStack()
         self._thaw: list[tuple[float, str]] = []
-        self._young: Vitals | None = None
+        self._young: ProcessUsage | None = None
 
     def run(self) -> Verdict:
         began = time.monotonic()
         with self._running:
             self._daemons = self._running.enter_context(self._start_daemons())
             self._born = time.monotonic()
-            self._crew = self._running.enter_context(Crew(self._daemons.directory))
+            self._crew = self._running.enter_context(TrafficProcesses(self._daemons.directory))
             self._crew.start(*self._engines())
             try:
                 self._work(began + self.options.seconds)
@@ -118,9 +118,11 @@ class Soak:
             took = time.monotonic() - began
         return Verdict(tally, self._faults, complaints, took, self._growth)
 
-    def _start_daemons(self) -> Daemons:
+    def _start_daemons(self) -> RestartingDaemons:
         kept, device = self.options.kept, self.options.device
-        return Daemons(device, self._place, kept=kept, pool_bytes=POOL_BYTES, log_level="warning")
+        return RestartingDaemons(
+            device, self._place, kept=kept, pool_bytes=POOL_BYTES, log_level="warning"
+        )
 
     def _engines(self) -> list[Any]:
         o = self.options
@@ -150,7 +152,7 @@ class Soak:
             f"{wrong} wrong"
         )
 
-    def _reports(self) -> list[Tally]:
+    def _reports(self) -> list[TrafficStatistics]:
         """Of those engines that can answer now."""
         frozen = {name for _, name in self._thaw}
         return [m.report() for name, m in self._crew.members.items() if name not in frozen]
@@ -189,7 +191,7 @@ class Soak:
         self._thaw = [(at, name) for at, name in self._thaw if at > now]
 
     def _send_junk(self) -> None:
-        raw = Raw(self._daemons.directory)
+        raw = RawClient(self._daemons.directory)
         for _ in range(500):
             raw.send(self._dice.randbytes(self._dice.randrange(200)))
         raw.drop()
@@ -207,14 +209,14 @@ class Soak:
             raise AssertionError("the daemon ended")
         age, whole = time.monotonic() - self._born, end - self._born
         if self._young is None and age > max(2.0, min(60.0, YOUNG * whole)):
-            self._young = Vitals.of(self._daemons.pid)
+            self._young = ProcessUsage.of(self._daemons.pid)
             with OffloadClient(self._daemons.directory, engine="observer") as observer:
-                self._complaints += faults_in_books(observer)
+                self._complaints += broken_invariants(observer)
 
     def _measure(self) -> None:
         if self._young is None:
             return
-        more = Vitals.of(self._daemons.pid).since(self._young)
+        more = ProcessUsage.of(self._daemons.pid).since(self._young)
         for name, value in (("private", more.private), ("descriptors", more.descriptors)):
             self._growth[name] = max(self._growth.get(name, value), value)
         if more.private > MAX_GROWTH or more.descriptors > MAX_DESCRIPTORS:
@@ -238,7 +240,7 @@ def soak(options: SoakOptions, tell: Callable[[str], None] = lambda line: None) 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m kvferry.testing.soak", description="Work a daemon hard, and break things."
+        prog="python -m support.soak", description="Work a daemon hard, and break things."
     )
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--faults", action="store_true", help="kill, stop and disturb")

@@ -57,7 +57,7 @@ class TrafficOptions:
 
 
 @dataclass
-class Tally:
+class TrafficStatistics:
     """counts: of whatever happened, by name. complaints: what must not have. seconds: a sample of
     how long jobs took, from submitted until seen."""
 
@@ -80,9 +80,9 @@ class Tally:
             self.seconds[at] = seconds
 
 
-def together(tallies: Iterable[Tally], name: str = "all") -> Tally:
+def together(tallies: Iterable[TrafficStatistics], name: str = "all") -> TrafficStatistics:
     """What several have seen, as one."""
-    total = Tally(name)
+    total = TrafficStatistics(name)
     for tally in tallies:
         total.counts += tally.counts
         total.complaints += tally.complaints
@@ -96,7 +96,7 @@ def percentile(seconds: Iterable[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-def summary(tally: Tally) -> str:
+def summary(tally: TrafficStatistics) -> str:
     """One line of JSON."""
     took = {f"p{share * 100:g}": percentile(tally.seconds, share) for share in (0.5, 0.99, 1.0)}
     return json.dumps({"counts": tally.counts, "seconds": took, "complaints": tally.complaints})

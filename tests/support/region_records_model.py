@@ -28,7 +28,7 @@ NO_CARGO = BlockSet(engine_owner("nobody"), np.empty(0, dtype=np.int64))
 
 
 @dataclass
-class Page:
+class ModelRegion:
     """A region: its deed, its residents by block in the order of use, the last store of each."""
 
     deed: RegionRecord
@@ -36,9 +36,9 @@ class Page:
     last: dict[int, int] = field(default_factory=dict)
 
 
-class Books:
+class RegionRecordsModel:
     def __init__(self) -> None:
-        self.pages: dict[Any, Page] = {}
+        self.pages: dict[Any, ModelRegion] = {}
 
     def hear(self, actions: Iterable[Action]) -> list[Any]:
         """Write down what is for the books; the rest."""
@@ -47,7 +47,7 @@ class Books:
             match action:
                 case RegionCreated(deed):
                     assert deed.owner not in self.pages, "a region is entered twice"
-                    self.pages[deed.owner] = Page(deed)
+                    self.pages[deed.owner] = ModelRegion(deed)
                 case RegionUpdated(deed, wipe):
                     page = self.pages[deed.owner]
                     assert (page.deed.start, page.deed.nbytes) == (deed.start, deed.nbytes)

@@ -21,7 +21,7 @@ class Refusal(Exception):
     """The call answers that its arguments are not right."""
 
 
-class VirtualMemoryOnPaper:
+class SimulatedMemory:
     def __init__(self) -> None:
         self._physical: dict[int, int] = {}
         """Handles, and the descriptor of the file that stands for the memory of each."""

@@ -1,6 +1,6 @@
 """Rude clients in a process of their own, for as long as they are told.
 
-    python -m kvferry.testing.attackers DIRECTORY KIND SECONDS
+    python -m support.attackers DIRECTORY KIND SECONDS
 
 KIND: "layouts", layouts of a million references, of one reference too many, and legal ones that
 find no room; "ids", connections with chosen routing ids in the form of automatic ones, opened and
@@ -24,7 +24,7 @@ import zmq
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.messages import AllocateKVCaches, Error
 from kvferry.proto.specs import MAX_REFS, MAX_TENSORS, KVLayout, TensorLayout, TensorRef
-from kvferry.testing.raw import Raw
+from support.raw_client import RawClient
 
 OPEN = 200
 
@@ -38,7 +38,7 @@ def send_layouts(directory: Path, seconds: float) -> int:
         ["allocatekvcaches", 1, [tensors, [refs] * 256, 1], None, None, False]
     )
     end, sent = time.monotonic() + seconds, 0
-    with Raw(directory, "rude", timeout=60) as raw:
+    with RawClient(directory, "rude", timeout=60) as raw:
         while time.monotonic() < end:
             raw.send(million)
             raw.send(AllocateKVCaches(2, too_large))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Vitals:
+class ProcessUsage:
     """descriptors, threads, mappings: how many. private, shared: resident bytes of either kind."""
 
     descriptors: int
@@ -18,7 +18,7 @@ class Vitals:
     shared: int
 
     @classmethod
-    def of(cls, pid: int) -> Vitals:
+    def of(cls, pid: int) -> ProcessUsage:
         """Raises OSError (FileNotFoundError) where there is no such process any more."""
         proc = Path(f"/proc/{pid}")
         lines = (proc / "status").read_text().splitlines()
@@ -35,9 +35,9 @@ class Vitals:
             shared=nbytes("RssShmem"),
         )
 
-    def since(self, before: Vitals) -> Vitals:
+    def since(self, before: ProcessUsage) -> ProcessUsage:
         """How much of each is there more than before."""
-        return Vitals(
+        return ProcessUsage(
             self.descriptors - before.descriptors,
             self.threads - before.threads,
             self.mappings - before.mappings,

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from kvferry.testing.hearing import TOP, write_weights
+from support.sensitive_weights import TOP, write_weights
 
 Prompts: TypeAlias = list[list[int]]
 
@@ -114,7 +114,7 @@ class VLLM:
             "top": TOP if hears else None,
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvferry.testing.vllm_process", json.dumps(chosen)],
+            [sys.executable, "-m", "support.vllm_process", json.dumps(chosen)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=sys.stderr,

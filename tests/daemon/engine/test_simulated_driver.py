@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from .paper import PaperDriver
+from .simulated_driver import SimulatedDriver
 
 
 def test_who_waits_for_an_event_still_does_when_it_is_recorded_again() -> None:
     """As its handle is when nobody holds the event any more."""
     for seed in range(20):
-        device = PaperDriver(seed)
+        device = SimulatedDriver(seed)
         first, second, other = (device.create_stream() for _ in range(3))
         memory = np.array([[7] * 64, [1] * 64, [0] * 64], dtype=np.uint8)
         one, two, three = (row.ctypes.data for row in memory)

@@ -9,11 +9,11 @@ import torch
 
 from kvferry.client import Timeline
 from kvferry.client.tensors import shared_empty
-from kvferry.testing.marks import Marker, Words
-from kvferry.testing.tally import TrafficOptions
+from support.block_marks import Marker, Words
+from support.traffic_statistics import TrafficOptions
 
 
-class Ground:
+class MarkedTensors:
     """The KV tensors: two, of one page a GPU block each; and a timeline behind what is written."""
 
     def __init__(self, options: TrafficOptions) -> None:

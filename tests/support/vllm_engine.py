@@ -26,7 +26,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.client import shared_empty
 from kvferry.client.vllm import KVFerryConnector
-from kvferry.testing.halves import vllm_config
+from support.vllm_stand_ins import vllm_config
 
 LAYERS = "layer.0", "layer.1"
 TOKENS, HEADS, WIDTH = 16, 1, 8

@@ -55,7 +55,7 @@ def kvferryd_command(
     return command
 
 
-class Kept(NamedTuple):
+class StoredFds(NamedTuple):
     name: str
     descriptor: int
     polled: bool
@@ -88,7 +88,7 @@ class ServiceManager:
         self.starved = 0
         """How often the watchdog had to kill."""
         self.process: subprocess.Popen[bytes]
-        self._store: list[Kept] = []
+        self._store: list[StoredFds] = []
         self._heard = threading.Condition()
         self._fed = time.monotonic()
         self._running = self._closing = False
@@ -232,7 +232,7 @@ class ServiceManager:
         name = message.get("FDNAME", "stored")
         if message.get("FDSTORE") == "1":
             polled = message.get("FDPOLL") != "0"
-            self._store[:0] = [Kept(name, d, polled) for d in descriptors]
+            self._store[:0] = [StoredFds(name, d, polled) for d in descriptors]
             descriptors.clear()
         if message.get("FDSTOREREMOVE") == "1":
             self._drop(lambda kept: kept.name == name)
@@ -246,7 +246,7 @@ class ServiceManager:
             self._fed = time.monotonic()
             self.process.kill()
 
-    def _drop(self, goes: Callable[[Kept], bool]) -> None:
+    def _drop(self, goes: Callable[[StoredFds], bool]) -> None:
         for kept in [kept for kept in self._store if goes(kept)]:
             self._store.remove(kept)
             os.close(kept.descriptor)

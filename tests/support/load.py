@@ -1,6 +1,6 @@
 """Many small clients at once: how many jobs a second, and how long one takes.
 
-    python -m kvferry.testing.load --clients 64 --rate 10000 --seconds 20
+    python -m support.load --clients 64 --rate 10000 --seconds 20
 
 Each client is an engine with a region of its own and offers its part of the rate, one block a job,
 whether or not the ones before are done (an open loop). Clients share processes, as many as there
@@ -26,8 +26,8 @@ import numpy as np
 
 from kvferry.client import CPULoadStoreSpec, GPULoadStoreSpec, LocalDaemon, OffloadClient
 from kvferry.client.tensors import shared_empty
-from kvferry.testing.echo import Echo, echoing
-from kvferry.testing.tally import Tally, percentile, together
+from support.traffic_statistics import TrafficStatistics, percentile, together
+from support.zeromq_echo import ZeroMQEcho, echoing
 
 BLOCKS = 64
 PAGE = 4096
@@ -79,7 +79,7 @@ class Offering:
         if not stored.success:
             raise stored.error or RuntimeError(f"{stored} for the first store")
 
-    def offer(self, now: float, tally: Tally) -> None:
+    def offer(self, now: float, tally: TrafficStatistics) -> None:
         """Submit everything that is due, as far as the daemon takes it."""
         while self.due <= now and len(self.under_way) < self._most:
             spec = self._specs[self.number % BLOCKS]
@@ -89,7 +89,7 @@ class Offering:
             tally.counts["offered"] += 1
             self.due += self._every
 
-    def take(self, tally: Tally) -> None:
+    def take(self, tally: TrafficStatistics) -> None:
         """Take in outcomes; each has its job. Whoever waits for none does not look."""
         if not self.under_way:
             return
@@ -108,8 +108,8 @@ class Offering:
 def serve(pipe: Connection, directory: Path, options: LoadOptions, first: int, count: int) -> None:
     """Offer for some seconds from when told to, and send the tally."""
     every = options.clients / options.rate
-    offerings: Sequence[Offering | Echo] = (
-        [Echo(directory, every) for _ in range(count)]
+    offerings: Sequence[Offering | ZeroMQEcho] = (
+        [ZeroMQEcho(directory, every) for _ in range(count)]
         if options.echo
         else [
             Offering(directory, f"load-{number}", options.device, every)
@@ -118,7 +118,7 @@ def serve(pipe: Connection, directory: Path, options: LoadOptions, first: int, c
     )
     pipe.send("ready")
     pipe.recv()
-    tally, began = Tally(f"from {first}"), time.perf_counter()
+    tally, began = TrafficStatistics(f"from {first}"), time.perf_counter()
     for at, offering in enumerate(offerings):
         offering.due = began + every * at / len(offerings)
     end = began + options.seconds
@@ -140,7 +140,7 @@ def serve(pipe: Connection, directory: Path, options: LoadOptions, first: int, c
     pipe.send(tally)
 
 
-def run(directory: Path, options: LoadOptions) -> Tally:
+def run(directory: Path, options: LoadOptions) -> TrafficStatistics:
     """All clients at once; what they saw together."""
     context = multiprocessing.get_context("spawn")
     pipes: list[Connection] = []
@@ -156,7 +156,7 @@ def run(directory: Path, options: LoadOptions) -> Tally:
         pipe.recv()
     for pipe in pipes:
         pipe.send("go")
-    tallies: list[Tally] = [pipe.recv() for pipe in pipes]
+    tallies: list[TrafficStatistics] = [pipe.recv() for pipe in pipes]
     for process, pipe in zip(processes, pipes, strict=True):
         process.join()
         pipe.close()
@@ -165,7 +165,7 @@ def run(directory: Path, options: LoadOptions) -> Tally:
     return total
 
 
-def record(options: LoadOptions, total: Tally) -> dict[str, Any]:
+def record(options: LoadOptions, total: TrafficStatistics) -> dict[str, Any]:
     """What is printed, and written down."""
     return {
         "device": "echo" if options.echo else options.device,
@@ -183,7 +183,7 @@ def record(options: LoadOptions, total: Tally) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m kvferry.testing.load",
+        prog="python -m support.load",
         description="Many small clients at once: how many jobs a second, and how long one takes.",
     )
     parser.add_argument("--clients", type=int, default=64)

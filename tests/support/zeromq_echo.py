@@ -16,7 +16,7 @@ from typing import cast
 
 import zmq
 
-from kvferry.testing.tally import Tally
+from support.traffic_statistics import TrafficStatistics
 
 POLLIN = int(zmq.POLLIN)
 ASKED, ANSWERED = bytes(60), bytes(40)
@@ -24,7 +24,7 @@ MOST = 512
 """Under way, as the credits of a session."""
 
 
-class Echo:
+class ZeroMQEcho:
     """One DEALER, with a context of its own as every process has."""
 
     def __init__(self, directory: Path, every: float) -> None:
@@ -36,7 +36,7 @@ class Echo:
         self.due = 0.0
         self._sent = self._heard = 0
 
-    def offer(self, now: float, tally: Tally) -> None:
+    def offer(self, now: float, tally: TrafficStatistics) -> None:
         while self.due <= now and len(self.under_way) < MOST:
             self._sent += 1
             self.under_way[self._sent] = self.due
@@ -44,7 +44,7 @@ class Echo:
             tally.counts["offered"] += 1
             self.due += self._every
 
-    def take(self, tally: Tally) -> None:
+    def take(self, tally: TrafficStatistics) -> None:
         while self.under_way and cast(int, self._socket.get(zmq.EVENTS)) & POLLIN:
             self._socket.recv()
             self._heard += 1

@@ -93,7 +93,7 @@ class Foundation:
         _do(*command, *requirements)
 
 
-class Machine:
+class SystemdContainer:
     """Boots `root`, which goes when it does. Raises RuntimeError with its log where it does not.
 
     gpu: with the GPUs of this machine and their driver, and its file system at HOST.
@@ -157,7 +157,7 @@ class Machine:
         self._log.close()
         shutil.rmtree(self.root, ignore_errors=True)
 
-    def __enter__(self) -> Machine:
+    def __enter__(self) -> SystemdContainer:
         return self
 
     def __exit__(

@@ -8,7 +8,7 @@ from kvferry.client import OffloadClient
 from kvferry.testing.engine import until
 
 
-def faults_in_books(observer: OffloadClient) -> list[str]:
+def broken_invariants(observer: OffloadClient) -> list[str]:
     """What does not add up now, while anything may be under way."""
     faults: list[str] = []
     pool = observer.status().pool
@@ -39,4 +39,4 @@ def check_all_gone(directory: Path, timeout: float = 10.0) -> None:
             until(lambda: not left_behind(observer), timeout)
         except TimeoutError:
             raise AssertionError(f"left behind: {left_behind(observer)}") from None
-        assert not faults_in_books(observer), faults_in_books(observer)
+        assert not broken_invariants(observer), broken_invariants(observer)

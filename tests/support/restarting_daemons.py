@@ -11,10 +11,10 @@ from typing import Any
 
 from kvferry.client import LocalDaemon
 from kvferry.testing.engine import until
-from kvferry.testing.manager import ServiceManager, kvferryd_command
+from support.service_manager import ServiceManager, kvferryd_command
 
 
-class Daemons:
+class RestartingDaemons:
     """The daemon there is now. device: torch's name of where the tensors are."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Daemons:
             if one is not None:
                 one.close()
 
-    def __enter__(self) -> Daemons:
+    def __enter__(self) -> RestartingDaemons:
         return self
 
     def __exit__(self, *_: object) -> None:

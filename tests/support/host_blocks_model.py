@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvferry.testing.marks import Label
-from kvferry.testing.tally import TrafficOptions
+from support.block_marks import Label
+from support.traffic_statistics import TrafficOptions
 
 UNKNOWN, UNDEFINED = 0, -1
 """In place of a label: nobody here knows what it holds (an engine of this name had it before, or
@@ -15,7 +15,7 @@ its store was lost); and its last store did not complete, so that no load of it 
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class HostBlocksJob:
     """A transfer under way. labels: what its GPU blocks must hold in the end.
 
     writers: of a load, the stores that wrote these labels. places: of a store, where it writes.
@@ -34,7 +34,7 @@ class Job:
     settled: bool = False
 
 
-class Shelf:
+class HostBlocksModel:
     """What an engine's own host blocks hold, sub-block by sub-block.
 
     A sub-block holds what the last store of it wrote, if that completed, and is undefined if it did
@@ -69,14 +69,14 @@ class Shelf:
         places = [hosts[at // factor] * factor + at % factor for at in range(skip, skip + count)]
         return hosts, skip, places
 
-    def store(self, job: Job) -> None:
+    def store(self, job: HostBlocksJob) -> None:
         """A store was submitted: from now on, loads find its labels."""
         self._versions += 1
         self._settled.difference_update(job.places)
         for place, label in zip(job.places, job.labels, strict=True):
             self._labels[place], self._writers[place] = label, job.job_id
 
-    def completed(self, job: Job) -> None:
+    def completed(self, job: HostBlocksJob) -> None:
         self._settled.update(self._own(job))
 
     def settled(self, places: Sequence[int]) -> bool:
@@ -96,13 +96,13 @@ class Shelf:
             [self._writers.get(place, 0) for place in places],
         )
 
-    def lost(self, job: Job) -> None:
+    def lost(self, job: HostBlocksJob) -> None:
         """Nobody heard how a store ended: the block holds that, or what was stored before."""
         self._labels.update(dict.fromkeys(self._own(job), UNKNOWN))
 
-    def failed(self, job: Job) -> None:
+    def failed(self, job: HostBlocksJob) -> None:
         """A store did not complete: what nobody stored over since is undefined."""
         self._labels.update(dict.fromkeys(self._own(job), UNDEFINED))
 
-    def _own(self, job: Job) -> list[int]:
+    def _own(self, job: HostBlocksJob) -> list[int]:
         return [place for place in job.places if self._writers.get(place) == job.job_id]
