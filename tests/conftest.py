@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvferry.client import LocalDaemon
-from kvferry.testing.engine import Engine, EngineOptions, StartEngine, WorkerProcess
+from kvferry.testing.engine import EngineOptions, SmallEngine, StartSmallEngine, WorkerProcess
 
 if TYPE_CHECKING:
     from kvferry.testing.plugin import StartKvferryd
@@ -133,18 +133,18 @@ _numbers = count(1)
 @pytest.fixture
 def start_engine(
     start_kvferryd: StartKvferryd, worker_process: Callable[[], WorkerProcess]
-) -> Iterator[StartEngine]:
+) -> Iterator[StartSmallEngine]:
     """start_engine(daemon or its directory, **EngineOptions) -> Engine, of a name of its own.
 
     Engines are closed before the daemons of the test are.
     """
     with ExitStack() as running:
 
-        def start(where: LocalDaemon | Path, **options: Any) -> Engine:
+        def start(where: LocalDaemon | Path, **options: Any) -> SmallEngine:
             directory = where.directory if isinstance(where, LocalDaemon) else where
             kind = "cpu" if directory.name == "cpu" else "cuda:0"
             named = {"name": f"engine-{next(_numbers)}", "device": kind, "host_bytes": 1 << 20}
             chosen = EngineOptions(**{**named, **options})
-            return running.enter_context(Engine(directory, worker_process(), chosen))
+            return running.enter_context(SmallEngine(directory, worker_process(), chosen))
 
         yield start

@@ -25,7 +25,7 @@ from kvferry.daemon.access.admission import Admission, Credentials
 from kvferry.daemon.access.endpoint import Endpoint
 from kvferry.daemon.core.actions import (
     BlocksCorrupted,
-    Send,
+    SendMessage,
     StartTransfer,
     TensorsMapped,
     TransferCompleted,
@@ -64,7 +64,7 @@ ADVICE = re.compile(
 )
 
 
-class CoreFixture:
+class SingleCore:
     """A core with a session "s" of engine "engine"; its KV caches have 8 GPU and 4 host blocks."""
 
     def __init__(self, *, registered: bool = True, namespace: bool = False) -> None:
@@ -99,7 +99,7 @@ class CoreFixture:
 def sent_error(actions: list[Any]) -> ErrorInfo:
     """The only error that these actions send to a client."""
     found: list[ErrorInfo] = []
-    for message in [action.message for action in actions if isinstance(action, Send)]:
+    for message in [action.message for action in actions if isinstance(action, SendMessage)]:
         if isinstance(message, wire.Error):
             found.append(message.error)
         if isinstance(message, wire.Finished):
@@ -118,7 +118,7 @@ def message_too_large(_: pytest.FixtureRequest) -> ErrorInfo:
 
 def protocol_version(_: pytest.FixtureRequest) -> ErrorInfo:
     hello = wire.Hello(77, 99, "test", "engine")
-    return sent_error(CoreFixture().core.welcome("t", hello))
+    return sent_error(SingleCore().core.welcome("t", hello))
 
 
 def no_session(request: pytest.FixtureRequest) -> ErrorInfo:
@@ -133,55 +133,55 @@ def unknown_ticket(request: pytest.FixtureRequest) -> ErrorInfo:
 
 
 def not_registered(_: pytest.FixtureRequest) -> ErrorInfo:
-    return sent_error(CoreFixture(registered=False).store([0], [0]))
+    return sent_error(SingleCore(registered=False).store([0], [0]))
 
 
 def already_registered(_: pytest.FixtureRequest) -> ErrorInfo:
-    return sent_error(CoreFixture().ask(wire.AllocateKVCaches(2, LAYOUT, PAGE)))
+    return sent_error(SingleCore().ask(wire.AllocateKVCaches(2, LAYOUT, PAGE)))
 
 
 def bad_layout(_: pytest.FixtureRequest) -> ErrorInfo:
     memory = (FdAllocation(1, 4096),), (Location(0, 0),)
     message = wire.RegisterKVCaches(1, LAYOUT, *memory, PAGE)
-    return sent_error(CoreFixture(registered=False).ask(message))
+    return sent_error(SingleCore(registered=False).ask(message))
 
 
 def unknown_tensor(_: pytest.FixtureRequest) -> ErrorInfo:
     layout = KVLayout(LAYOUT.tensors, ((TensorRef(5, PAGE),),))
     message = wire.AllocateKVCaches(1, layout, PAGE)
-    return sent_error(CoreFixture(registered=False).ask(message))
+    return sent_error(SingleCore(registered=False).ask(message))
 
 
 def unknown_group(_: pytest.FixtureRequest) -> ErrorInfo:
     gpu = GPULoadStoreSpec([0, 1], (1, 1), (0, 0))
-    return sent_error(CoreFixture().submit(gpu, CPULoadStoreSpec([0, 1])))
+    return sent_error(SingleCore().submit(gpu, CPULoadStoreSpec([0, 1])))
 
 
 def bad_spec(_: pytest.FixtureRequest) -> ErrorInfo:
-    return sent_error(CoreFixture().submit(GPULoadStoreSpec([0]), GPULoadStoreSpec([1])))
+    return sent_error(SingleCore().submit(GPULoadStoreSpec([0]), GPULoadStoreSpec([1])))
 
 
 def size_mismatch(_: pytest.FixtureRequest) -> ErrorInfo:
     gpu = GPULoadStoreSpec([0, 1, 2], (2,), (0,))
-    return sent_error(CoreFixture().submit(gpu, CPULoadStoreSpec([0, 1])))
+    return sent_error(SingleCore().submit(gpu, CPULoadStoreSpec([0, 1])))
 
 
 def block_out_of_range(_: pytest.FixtureRequest) -> ErrorInfo:
-    return sent_error(CoreFixture().store([0], [99]))
+    return sent_error(SingleCore().store([0], [99]))
 
 
 def duplicate_block(_: pytest.FixtureRequest) -> ErrorInfo:
-    return sent_error(CoreFixture().store([0, 1], [3, 3]))
+    return sent_error(SingleCore().store([0, 1], [3, 3]))
 
 
 def duplicate_job(_: pytest.FixtureRequest) -> ErrorInfo:
-    fixture = CoreFixture()
+    fixture = SingleCore()
     fixture.store([0], [0])
     return sent_error(fixture.store([1], [1]))
 
 
 def no_timeline(_: pytest.FixtureRequest) -> ErrorInfo:
-    return sent_error(CoreFixture().store([0], [0], wait_for=12))
+    return sent_error(SingleCore().store([0], [0], wait_for=12))
 
 
 def not_shareable(_: pytest.FixtureRequest) -> ErrorInfo:
@@ -199,43 +199,43 @@ def device_mismatch(request: pytest.FixtureRequest) -> ErrorInfo:
 
 
 def pool_full(_: pytest.FixtureRequest) -> ErrorInfo:
-    return sent_error(CoreFixture(registered=False).ask(wire.AllocateKVCaches(1, LAYOUT, 1 << 20)))
+    return sent_error(SingleCore(registered=False).ask(wire.AllocateKVCaches(1, LAYOUT, 1 << 20)))
 
 
 def unknown_namespace(_: pytest.FixtureRequest) -> ErrorInfo:
-    return sent_error(CoreFixture().ask(wire.Touch((b"a",))))
+    return sent_error(SingleCore().ask(wire.Touch((b"a",))))
 
 
 def namespace_mismatch(_: pytest.FixtureRequest) -> ErrorInfo:
     other = Fingerprint("qwen", PAGE, key_bytes=1)
-    return sent_error(CoreFixture(namespace=True).ask(wire.OpenNamespace(2, other, PAGE)))
+    return sent_error(SingleCore(namespace=True).ask(wire.OpenNamespace(2, other, PAGE)))
 
 
 def bad_key(_: pytest.FixtureRequest) -> ErrorInfo:
     host = KeyLoadStoreSpec((b"long",))
-    return sent_error(CoreFixture(namespace=True).submit(GPULoadStoreSpec([0]), host))
+    return sent_error(SingleCore(namespace=True).submit(GPULoadStoreSpec([0]), host))
 
 
 def key_absent(_: pytest.FixtureRequest) -> ErrorInfo:
     host = KeyLoadStoreSpec((b"a",))
-    return sent_error(CoreFixture(namespace=True).submit(host, GPULoadStoreSpec([0])))
+    return sent_error(SingleCore(namespace=True).submit(host, GPULoadStoreSpec([0])))
 
 
 def not_pinned(_: pytest.FixtureRequest) -> ErrorInfo:
-    return sent_error(CoreFixture(namespace=True).ask(wire.Unpin((b"a",))))
+    return sent_error(SingleCore(namespace=True).ask(wire.Unpin((b"a",))))
 
 
 def cache_full(_: pytest.FixtureRequest) -> ErrorInfo:
     host = KeyLoadStoreSpec((b"a", b"b", b"c", b"d", b"e"))
-    return sent_error(CoreFixture(namespace=True).submit(GPULoadStoreSpec(range(5)), host))
+    return sent_error(SingleCore(namespace=True).submit(GPULoadStoreSpec(range(5)), host))
 
 
 def stale(_: pytest.FixtureRequest) -> ErrorInfo:
-    return sent_error(CoreFixture().load([2], [0]))
+    return sent_error(SingleCore().load([2], [0]))
 
 
 def busy(_: pytest.FixtureRequest) -> ErrorInfo:
-    fixture = CoreFixture()
+    fixture = SingleCore()
     for job_id in range(MAX_JOBS):
         fixture.store([job_id], [job_id], job_id)
     return sent_error(fixture.store([3], [3], MAX_JOBS))
@@ -316,7 +316,7 @@ def driver_(request: pytest.FixtureRequest) -> ErrorInfo:
 
 
 def corrupt_block(_: pytest.FixtureRequest) -> ErrorInfo:
-    fixture = CoreFixture()
+    fixture = SingleCore()
     fixture.end(fixture.store([0], [3]))
     started = fixture.load([3], [1])
     fixture.core.report(BlocksCorrupted(engine_owner("engine"), np.array([3]), ()))
@@ -324,7 +324,7 @@ def corrupt_block(_: pytest.FixtureRequest) -> ErrorInfo:
 
 
 def cancelled(_: pytest.FixtureRequest) -> ErrorInfo:
-    fixture = CoreFixture()
+    fixture = SingleCore()
     return sent_error(fixture.end(fixture.store([0], [0], job_id=41), Outcome.CANCELLED))
 
 
@@ -339,7 +339,7 @@ def timeout(request: pytest.FixtureRequest) -> ErrorInfo:
 
 def engine_gone(_: pytest.FixtureRequest) -> ErrorInfo:
     """The scheduler's job, when the worker that registered the tensors disconnects."""
-    fixture = CoreFixture()
+    fixture = SingleCore()
     fixture.core.welcome("t", wire.Hello(wire.PROTOCOL, wire.PROTOCOL, "test", "engine"))
     spec = GPULoadStoreSpec([0]), CPULoadStoreSpec([0])
     started = fixture.ask(wire.Submit(1, *spec), "t")
@@ -352,7 +352,7 @@ def daemon_gone(request: pytest.FixtureRequest) -> ErrorInfo:
 
 
 def shutting_down(_: pytest.FixtureRequest) -> ErrorInfo:
-    fixture = CoreFixture()
+    fixture = SingleCore()
     fixture.core.stop()
     return sent_error(fixture.store([0], [0]))
 

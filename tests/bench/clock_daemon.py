@@ -5,8 +5,7 @@
 Everything is real but what the driver does: it copies nothing, and says when it would be done. Its
 calls take as long as on an H200, and those that give the GIL away there do here. What was stored is
 said to be read back at once, for there is nothing to read. Engines find a device "cpu", whose
-tensors they share. For `queued_in_turns.py --device clock`, which needs two cores that have nothing
-else to do.
+tensors they share. For `queued_alternating.py --device clock`, which needs two idle cores.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class Unlocked:
         return time.perf_counter() - begin
 
 
-class Driver(link_time.Driver):
+class ClockDriver(link_time.TimedDriver):
     """As that of link_time.py. Kernels take as long as they have to move; a batch is of one size,
     and those of stores leave the GIL to others."""
 
@@ -103,7 +102,7 @@ class Driver(link_time.Driver):
         self._streams[stream] = self._link[store] = begin + nbytes / link_time.LINK
 
 
-class Engine(cuda_engine.CudaEngine):
+class ClockEngine(cuda_engine.CudaEngine):
     """Tensors that engines share are not looked at; those of its own are host memory."""
 
     def open(
@@ -122,11 +121,11 @@ class Engine(cuda_engine.CudaEngine):
 def make_engine(config: Config) -> CopyEngine:
     always = 0 if config.copy.mode == "direct" else 1 << 40
     measured = CopyStatus("auto", CalibrationPoint(0, 1.0, 1.0), (), always, always)
-    patched, driver = cast(Any, cuda_engine), Driver()
+    patched, driver = cast(Any, cuda_engine), ClockDriver()
     patched.driver, patched.calibrate = lambda: driver, lambda *_: measured
     patched.VirtualMemory = lambda *_: None
     staging, chunk = parse_bytes(config.copy.staging), parse_bytes(config.pool.chunk)
-    engine = Engine("0", cuda_engine.CudaOptions("auto", staging, chunk))
+    engine = ClockEngine("0", cuda_engine.CudaOptions("auto", staging, chunk))
     engine.info = DeviceInfo("cpu", "cpu", "a clock", staging)
     return engine
 

@@ -35,7 +35,7 @@ IN_FLIGHT, ROUNDS = 4, 5
 Enqueue = Callable[[Direction, CopyBatch], list[Event]]
 
 
-class Dock:
+class FragmentsFixture:
     """Memory on both sides, and two streams."""
 
     def __init__(self, cuda: Driver) -> None:
@@ -96,7 +96,7 @@ def _columns(piece: CopyBatch) -> tuple[Any, Any, Any]:
 
 
 def main() -> None:
-    dock = Dock(driver())
+    dock = FragmentsFixture(driver())
     ways: dict[str, Enqueue] = {
         "batch": dock.batch,
         "2 streams": dock.two_streams,
@@ -111,7 +111,7 @@ def main() -> None:
             print(f"{size >> 10:>8} KiB  {name:10}" + "".join(cells), flush=True)
 
 
-def rates(dock: Dock, way: Direction, size: int, enqueue: Enqueue) -> list[float]:
+def rates(dock: FragmentsFixture, way: Direction, size: int, enqueue: Enqueue) -> list[float]:
     return sorted(dock.speed(way, size, enqueue) / 1e9 for _ in range(ROUNDS))
 
 

@@ -58,14 +58,14 @@ def main(jobs: int) -> None:
     print(f"{'us':28}{'awake':>9}{'':9}{'asleep':>9}")
     print(f"{'':28}{'p50':>9}{'p99':>9}{'p50':>9}{'p99':>9}")
     for name, case in CASES.items():
-        dock = Dock(*case)
+        dock = HotPathFixture(*case)
         columns = [np.quantile(dock.run(jobs, asleep), (0.5, 0.99), 0) for asleep in (False, True)]
         dock.close()
         for phase, figures in zip(PHASES, np.concatenate(columns).T * 1e6, strict=True):
             print(f"{name:20}{phase:8}" + "".join(f"{figure:9.1f}" for figure in figures))
 
 
-class Engine(ReferenceEngine):
+class NoCopyEngine(ReferenceEngine):
     """Notes when it was given a chunk."""
 
     given = 0.0
@@ -88,14 +88,14 @@ class StampedWorker(DeviceWorker):
         super()._handle(command)
 
 
-class Dock:
+class HotPathFixture:
     """A client, a core and a device worker, and one registration of one tensor."""
 
     def __init__(self, blocks: int, block_bytes: int, num_blocks: int) -> None:
         self.blocks, self.num_blocks = blocks, num_blocks
         self.random, self.job_ids = np.random.default_rng(0), count(1)
         self.reports: queue.SimpleQueue[list[Report]] = queue.SimpleQueue()
-        self.engine = Engine()
+        self.engine = NoCopyEngine()
         self.pool = HostPool(num_blocks * block_bytes, num_blocks * block_bytes)
         self.pool.ready_bytes = self.pool.nbytes
         self.worker = StampedWorker(self.engine, self.pool, self.reports.put, print)

@@ -75,7 +75,10 @@ def main() -> None:
     print(f"{'':24}{'link':>6}{'row':>7}{'least..most':>14}{'once':>7}", end="")
     print(f"{'beside':>8}{'least..most':>14}{'turns':>6}")
     for mode, kib in CASES:
-        docks = Dock(mode, kib << 10, Driver), Dock(mode, kib << 10, SharedDriver)
+        docks = (
+            LinkTimeFixture(mode, kib << 10, TimedDriver),
+            LinkTimeFixture(mode, kib << 10, SharedDriver),
+        )
         for direction in Direction:
             alone, beside = ([dock.round(direction) for _ in range(ROUNDS)] for dock in docks)
             link = 1e3 * JOB_BLOCKS * HOST_BLOCK / LINK
@@ -102,7 +105,7 @@ def slowed(function: Callable[..., Any], times: float) -> Callable[..., Any]:
     return slow if times > 1 else function
 
 
-class Driver:
+class TimedDriver:
     """Streams, and the link each way, are free from some time on."""
 
     version = 13000
@@ -187,7 +190,7 @@ class Driver:
         self._streams[stream] = self._link[store] = begin + nbytes / LINK
 
 
-class SharedDriver(Driver):
+class SharedDriver(TimedDriver):
     """As Driver, and another process has a SLICE of the GPU's time between any two turns of ours.
     What is given to a stream of kernels until a turn is over belongs to it."""
 
@@ -226,10 +229,10 @@ class Round(NamedTuple):
     turns: float
 
 
-class Dock:
+class LinkTimeFixture:
     """A device worker over such an engine, and plans of jobs for it."""
 
-    def __init__(self, mode: str, page: int, driver: Callable[[], Driver]) -> None:
+    def __init__(self, mode: str, page: int, driver: Callable[[], TimedDriver]) -> None:
         always = 0 if mode == "direct" else 1 << 40
         measured = CopyStatus("auto", CalibrationPoint(0, 1.0, 1.0), (), always, always)
         patched = cast(Any, cuda_engine)

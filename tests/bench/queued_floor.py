@@ -128,10 +128,10 @@ def serve(descriptor: int, what: str, who: str, computes: int) -> None:
     context = cuda.retain_context(0)
     if what in STAGED:
         staged.MAX_GRID = STAGED[what]
-        desk: Desk = StagedDesk(cuda)
+        desk: DirectLoop = StagedLoop(cuda)
     else:
-        desk = Desk(cuda, *WHAT[what])
-    stores = Stores(cuda, desk, computes / 1e6)
+        desk = DirectLoop(cuda, *WHAT[what])
+    stores = QueuedStores(cuda, desk, computes / 1e6)
     if second := who == SECOND:
         threading.Thread(target=stores.keep_going, args=(context,), daemon=True).start()
     while True:
@@ -152,10 +152,10 @@ def serve(descriptor: int, what: str, who: str, computes: int) -> None:
         there.send(ANSWER)
 
 
-class Stores:
+class QueuedStores:
     """Pieces of a desk, round and round. computes: seconds in Python for each, besides."""
 
-    def __init__(self, cuda: Driver, desk: Desk, computes: float) -> None:
+    def __init__(self, cuda: Driver, desk: DirectLoop, computes: float) -> None:
         self.going = False
         self._cuda, self._desk, self._computes = cuda, desk, computes
         self._ends: deque[Event] = deque()
@@ -177,7 +177,7 @@ class Stores:
             time.sleep(LOOKS)
 
 
-class Desk:
+class DirectLoop:
     """One GiB of the device and one of pinned memory, and what goes between them: pieces of some
     fragments to store, and blocks to load. All that Python can put together is ready."""
 
@@ -216,7 +216,7 @@ class Desk:
         return CopyBatch.of(sources, self._host + host * self._size, sizes)
 
 
-class StagedDesk(Desk):
+class StagedLoop(DirectLoop):
     """As Desk, with a staging buffer: two large pieces fit in, and a block that is loaded."""
 
     def __init__(self, cuda: Driver) -> None:

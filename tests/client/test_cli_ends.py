@@ -30,7 +30,7 @@ def daemon() -> Iterator[LocalDaemon]:
         yield daemon
 
 
-class Bench:
+class InterruptedBench:
     """kvferry bench in a group of its own, whose daemons have their folders in `place`."""
 
     def __init__(self, what: str, place: Path, before: tuple[str, ...] = ()) -> None:
@@ -85,7 +85,7 @@ def test_a_bench_that_is_ended_takes_its_daemon_along(
     short_path: Path, number: signal.Signals, seconds: float
 ) -> None:
     """Wherever it is. A terminal that is closed says so to all that run in it."""
-    bench = Bench("queued", short_path)
+    bench = InterruptedBench("queued", short_path)
     try:
         time.sleep(seconds)
         status, said = bench.end(number, group=number == signal.SIGHUP)
@@ -131,7 +131,7 @@ def test_a_command_that_is_ended_in_a_callback_ends(number: int, status: int) ->
 
 
 def test_who_wants_no_hangup_has_none(short_path: Path) -> None:
-    bench = Bench("latency", short_path, before=("nohup",))
+    bench = InterruptedBench("latency", short_path, before=("nohup",))
     try:
         os.kill(bench.process.pid, signal.SIGHUP)
         with pytest.raises(subprocess.TimeoutExpired):
@@ -144,7 +144,7 @@ def test_who_wants_no_hangup_has_none(short_path: Path) -> None:
 @pytest.mark.parametrize("seconds", [0, 0.5])
 def test_a_bench_that_is_interrupted_says_nothing(short_path: Path, seconds: float) -> None:
     """Ctrl-c goes to all in its group, and is no failure of those that help it, or begin to."""
-    bench = Bench("latency", short_path)
+    bench = InterruptedBench("latency", short_path)
     try:
         bench.await_process("bare.py")
         time.sleep(seconds)

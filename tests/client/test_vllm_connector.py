@@ -19,11 +19,11 @@ from kvferry.testing.plugin import StartKvferryd
 from support.vllm_stand_ins import vllm_config
 
 if TYPE_CHECKING:
-    from support.vllm_engine import Engine
+    from support.vllm_engine import VLLMConnectorEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
-Start: TypeAlias = "Callable[..., Engine]"
+Start: TypeAlias = "Callable[..., VLLMConnectorEngine]"
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +39,9 @@ def vllm() -> Any:
 def start(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """start(daemon, **Engine's options) -> Engine; all are closed after the test."""
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    running: list[Engine] = []
+    running: list[VLLMConnectorEngine] = []
 
-    def start_engine(daemon: Any, **options: Any) -> Engine:
+    def start_engine(daemon: Any, **options: Any) -> VLLMConnectorEngine:
         running.append(vllm.Engine(daemon.directory, **options))
         return running[-1]
 
@@ -50,20 +50,20 @@ def start(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         engine.close()
 
 
-def fill(engine: Engine) -> None:
+def fill(engine: VLLMConnectorEngine) -> None:
     """Every block its own number, in every layer."""
     for layer in engine.kv.values():
         for block in range(layer.shape[0]):
             layer[block] = block
 
 
-def matches(vllm: Any, engine: Engine, number: int, blocks: int) -> Any:
+def matches(vllm: Any, engine: VLLMConnectorEngine, number: int, blocks: int) -> Any:
     """A new request for the same prompt, and how many tokens of it are in host memory."""
     request = vllm.prompt(number, blocks)
     return request, in_the_end(engine, request)
 
 
-def in_the_end(engine: Engine, request: Any) -> int | None:
+def in_the_end(engine: VLLMConnectorEngine, request: Any) -> int | None:
     """How many tokens are in host memory, asked until some are."""
     deadline = time.monotonic() + 10
     while not (found := engine.matched(request)) and time.monotonic() < deadline:
@@ -239,7 +239,7 @@ def goes_on(vllm: Any, request: Any) -> Any:
     return request
 
 
-def half_computed(vllm: Any, engine: Engine) -> Any:
+def half_computed(vllm: Any, engine: VLLMConnectorEngine) -> Any:
     """A request that runs: four blocks are computed, and four more have room."""
     request = vllm.prompt(1, 4)
     engine.scheduler.on_new_request(request)

@@ -25,7 +25,7 @@ from kvferry.client import (
     TransferSpec,
     shared_empty,
 )
-from kvferry.testing.engine import Engine, StartEngine
+from kvferry.testing.engine import SmallEngine, StartSmallEngine
 from kvferry.testing.plugin import StartKvferryd
 from support.raw_client import one_tensor
 
@@ -72,9 +72,9 @@ async def fetch(client: AsyncOffloadClient, count: int) -> list[TransferResult]:
     return results
 
 
-async def test_a_scheduler_on_asyncio(start_engine: StartEngine, daemon: LocalDaemon) -> None:
+async def test_a_scheduler_on_asyncio(start_engine: StartSmallEngine, daemon: LocalDaemon) -> None:
     """Behind a slow kernel of a worker on the device."""
-    engine: Engine = start_engine(daemon)
+    engine: SmallEngine = start_engine(daemon)
     async with await AsyncOffloadClient.connect(
         daemon.directory, engine=engine.options.name
     ) as client:

@@ -20,7 +20,7 @@ from kvferry.client import (
     TensorRef,
 )
 from kvferry.proto.messages import Finished, Goodbye, Outcome, Submit
-from kvferry.testing.engine import StartEngine, until
+from kvferry.testing.engine import StartSmallEngine, until
 from kvferry.testing.plugin import StartKvferryd
 from support.raw_client import RawClient
 
@@ -41,7 +41,7 @@ def stored(client: OffloadClient, jobs: int) -> bool:
 
 @pytest.mark.parametrize("full", ["store", "load"])
 def test_full_credits_one_way_leave_the_other_alone(
-    start_engine: StartEngine, start_kvferryd: StartKvferryd, full: str
+    start_engine: StartSmallEngine, start_kvferryd: StartKvferryd, full: str
 ) -> None:
     daemon = start_kvferryd(limits_max_stores=3, limits_max_loads=2)
     engine = start_engine(daemon)
@@ -65,7 +65,7 @@ def test_full_credits_one_way_leave_the_other_alone(
 
 
 def test_the_daemon_counts_credits_itself(
-    start_engine: StartEngine, start_kvferryd: StartKvferryd
+    start_engine: StartSmallEngine, start_kvferryd: StartKvferryd
 ) -> None:
     """Of a client that does not."""
     daemon = start_kvferryd(limits_max_stores=1, limits_max_loads=1)

@@ -23,7 +23,7 @@ from kvferry.proto.messages import (
     StatusRequest,
     Welcome,
 )
-from kvferry.testing.engine import Engine, StartEngine
+from kvferry.testing.engine import SmallEngine, StartSmallEngine
 from kvferry.testing.plugin import StartKvferryd
 from support.raw_client import RawClient, load
 
@@ -56,7 +56,7 @@ GARBAGE: dict[str, list[bytes]] = {
 
 
 @pytest.fixture
-def beside(start_engine: StartEngine, start_kvferryd: StartKvferryd) -> Iterator[Engine]:
+def beside(start_engine: StartSmallEngine, start_kvferryd: StartKvferryd) -> Iterator[SmallEngine]:
     """An engine with a job held by a fence, which ends well in the end."""
     engine = start_engine(start_kvferryd())
     engine.finish(engine.store(range(16), range(16)))
@@ -77,7 +77,7 @@ def refusal(raw: RawClient, *frames: bytes) -> str:
     return error.error.code
 
 
-def test_garbage(beside: Engine) -> None:
+def test_garbage(beside: SmallEngine) -> None:
     """Each in an open session, and from one that has not said Hello; both can go on after it."""
     with RawClient(beside.directory, "other") as known, RawClient(beside.directory) as stranger:
         for name, frames in GARBAGE.items():
@@ -88,7 +88,7 @@ def test_garbage(beside: Engine) -> None:
         assert report.status.errors == {Code.BAD_MESSAGE: 2 * len(GARBAGE)}
 
 
-def test_every_truncation(beside: Engine) -> None:
+def test_every_truncation(beside: SmallEngine) -> None:
     with RawClient(beside.directory, beside.options.name) as raw:
         codes = {refusal(raw, VALID[:size]) for size in range(len(VALID))}
         assert codes == {Code.BAD_MESSAGE}
@@ -96,7 +96,7 @@ def test_every_truncation(beside: Engine) -> None:
         assert raw.result(1000).outcome == "done"
 
 
-def test_random_bytes(beside: Engine) -> None:
+def test_random_bytes(beside: SmallEngine) -> None:
     """Noise, and messages with one byte changed: whatever comes back, the daemon goes on."""
     noise = random.Random(3)
     with RawClient(beside.directory, "other") as raw:
@@ -111,7 +111,7 @@ def test_random_bytes(beside: Engine) -> None:
         assert sum(status.errors.values()) == 600
 
 
-def test_a_message_too_large(beside: Engine) -> None:
+def test_a_message_too_large(beside: SmallEngine) -> None:
     with RawClient(beside.directory, "other") as raw:
         touch = b"\x92\xa5touch"  # of a kind that may be large
         most = touch + bytes(MAX_MESSAGE_BYTES - len(touch))
@@ -125,13 +125,13 @@ def test_a_message_too_large(beside: Engine) -> None:
     assert beside.client.status().errors[Code.MESSAGE_TOO_LARGE] == 2
 
 
-def test_nothing_large_is_decoded_before_a_hello(beside: Engine) -> None:
+def test_nothing_large_is_decoded_before_a_hello(beside: SmallEngine) -> None:
     with RawClient(beside.directory) as raw:
         assert refusal(raw, bytes(1 << 20)) == Code.NO_SESSION
 
 
 @pytest.mark.parametrize("versions", [(PROTOCOL + 1, PROTOCOL + 5), (0, PROTOCOL - 1), (9, 0)])
-def test_another_protocol(beside: Engine, versions: tuple[int, int]) -> None:
+def test_another_protocol(beside: SmallEngine, versions: tuple[int, int]) -> None:
     with RawClient(beside.directory) as raw:
         answer = raw.ask(Hello(*versions, "newer", "other"), Error)
         assert answer.error.code == Code.PROTOCOL_VERSION
@@ -141,7 +141,7 @@ def test_another_protocol(beside: Engine, versions: tuple[int, int]) -> None:
         assert beside.client.status().errors == {Code.PROTOCOL_VERSION: 1}
 
 
-def test_messages_out_of_place(beside: Engine) -> None:
+def test_messages_out_of_place(beside: SmallEngine) -> None:
     """Anything before Hello; a second Hello; anything after Goodbye."""
     with RawClient(beside.directory) as raw:
         assert refusal(raw, VALID) == Code.NO_SESSION
@@ -154,7 +154,7 @@ def test_messages_out_of_place(beside: Engine) -> None:
         assert beside.client.status().sessions == 2
 
 
-def test_names_too_long(beside: Engine) -> None:
+def test_names_too_long(beside: SmallEngine) -> None:
     with pytest.raises(Refused) as refused:
         OffloadClient(beside.directory, engine="e" * 257)
     assert refused.value.code == Code.BAD_MESSAGE
@@ -162,7 +162,7 @@ def test_names_too_long(beside: Engine) -> None:
         OffloadClient(beside.directory, engine="")
 
 
-def test_a_peer_that_takes_no_answers(beside: Engine) -> None:
+def test_a_peer_that_takes_no_answers(beside: SmallEngine) -> None:
     """It asks and never reads: the daemon keeps serving the others."""
     with RawClient(beside.directory, "deaf") as raw:
         for number in range(30_000):
@@ -170,7 +170,7 @@ def test_a_peer_that_takes_no_answers(beside: Engine) -> None:
         assert beside.client.status().sessions == 3
 
 
-def test_sockets_that_come_and_go(beside: Engine) -> None:
+def test_sockets_that_come_and_go(beside: SmallEngine) -> None:
     context = zmq.Context()
     for _ in range(100):
         visitor = context.socket(zmq.DEALER)

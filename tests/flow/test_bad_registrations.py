@@ -22,7 +22,7 @@ from kvferry.client import Code, Gone, LocalDaemon, OffloadClient, Refused, shar
 from kvferry.proto.memory import CudaAllocation, FdAllocation, Location
 from kvferry.proto.messages import AllocateKVCaches, Error, Registered, RegisterKVCaches
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
-from kvferry.testing.engine import Engine, StartEngine
+from kvferry.testing.engine import SmallEngine, StartSmallEngine
 from kvferry.testing.plugin import StartKvferryd
 from support.raw_client import RawClient, collect, one_tensor, store
 
@@ -37,7 +37,7 @@ def memfd(nbytes: int = 512, flags: int = 0) -> int:
 
 
 @pytest.fixture
-def beside(start_engine: StartEngine, start_kvferryd: StartKvferryd) -> Iterator[Engine]:
+def beside(start_engine: StartSmallEngine, start_kvferryd: StartKvferryd) -> Iterator[SmallEngine]:
     daemon = start_kvferryd()
     engine = start_engine(daemon)
     fence = engine.worker.write(range(16), 1)
@@ -51,7 +51,7 @@ def beside(start_engine: StartEngine, start_kvferryd: StartKvferryd) -> Iterator
 
 
 @pytest.fixture
-def raw(beside: Engine) -> Iterator[RawClient]:
+def raw(beside: SmallEngine) -> Iterator[RawClient]:
     """A session of another engine."""
     with RawClient(beside.directory, "other", timeout=20) as session:
         yield session
@@ -102,7 +102,7 @@ BAD_LAYOUTS: dict[str, tuple[dict[str, Any], Code]] = {
 
 
 @pytest.mark.parametrize("name", BAD_LAYOUTS)
-def test_a_bad_registration(beside: Engine, raw: RawClient, name: str) -> None:
+def test_a_bad_registration(beside: SmallEngine, raw: RawClient, name: str) -> None:
     fields, code = BAD_LAYOUTS[name]
     assert refusal(raw, **fields) == code
     assert beside.client.status().errors == {code: 1}
@@ -128,7 +128,7 @@ def test_one_ticket_for_two(raw: RawClient) -> None:
     assert refusal(raw, allocations=twice[:1], timeline=ticket) == Code.UNKNOWN_TICKET
 
 
-def test_tickets_of_another_session(raw: RawClient, beside: Engine) -> None:
+def test_tickets_of_another_session(raw: RawClient, beside: SmallEngine) -> None:
     with RawClient(beside.directory, "thief") as thief:
         descriptor = memfd()
         (ticket,) = raw.deposit(descriptor)
@@ -214,7 +214,7 @@ def test_a_failed_registration_leaves_nothing_behind(raw: RawClient) -> None:
     assert not raw.register().region.reattached
 
 
-def test_a_second_registration(raw: RawClient, beside: Engine) -> None:
+def test_a_second_registration(raw: RawClient, beside: SmallEngine) -> None:
     """One engine's name is one registration, from whatever session."""
     with RawClient(beside.directory, beside.options.name) as twin:
         assert refusal(twin) == Code.ALREADY_REGISTERED
@@ -222,7 +222,7 @@ def test_a_second_registration(raw: RawClient, beside: Engine) -> None:
     assert refusal(raw) == Code.ALREADY_REGISTERED
 
 
-def test_a_client_that_registers_twice(beside: Engine) -> None:
+def test_a_client_that_registers_twice(beside: SmallEngine) -> None:
     """Who holds its name is itself, and no process to look for."""
     caches = {"layer": shared_empty((8, 64))}
     with OffloadClient(beside.directory, engine="twice") as client:
@@ -237,7 +237,7 @@ def test_a_client_that_registers_twice(beside: Engine) -> None:
         assert Code.ALREADY_REGISTERED not in client.status().errors
 
 
-def test_memory_that_is_not_shared(beside: Engine) -> None:
+def test_memory_that_is_not_shared(beside: SmallEngine) -> None:
     """The refusal says what to do instead, and that works."""
     with OffloadClient(beside.directory, engine="plain") as client:
         with pytest.raises(Refused) as refused:
@@ -249,7 +249,7 @@ def test_memory_that_is_not_shared(beside: Engine) -> None:
         assert client.register_kv_caches({"layer": tensor}, num_blocks=8).num_blocks > 0
 
 
-def test_shared_memory_that_is_open_for_reading_too(beside: Engine) -> None:
+def test_shared_memory_that_is_open_for_reading_too(beside: SmallEngine) -> None:
     """The daemon is given the descriptor that it can write by, whichever was opened last."""
     with tempfile.TemporaryFile(dir="/dev/shm") as file, ExitStack() as stack:
         file.truncate(512)
@@ -261,7 +261,7 @@ def test_shared_memory_that_is_open_for_reading_too(beside: Engine) -> None:
             client.register_kv_caches({"layer": tensor}, num_blocks=8, host_bytes=512)
 
 
-def test_tensors_of_no_canonical_form(beside: Engine) -> None:
+def test_tensors_of_no_canonical_form(beside: SmallEngine) -> None:
     with OffloadClient(beside.directory, engine="odd") as client:
         for tensor in (shared_empty((7, 64)), shared_empty((8, 4, 4)).transpose(1, 2)[:, 1:]):
             with pytest.raises(Refused) as refused:

@@ -18,7 +18,7 @@ from kvferry.client import (
     Refused,
     TransferSpec,
 )
-from kvferry.testing.engine import Engine, GroupOptions, StartEngine
+from kvferry.testing.engine import GroupOptions, SmallEngine, StartSmallEngine
 from kvferry.testing.plugin import StartKvferryd
 from support.raw_client import RawClient, store
 
@@ -61,12 +61,12 @@ BAD: dict[str, tuple[TransferSpec, Code]] = {
 }
 
 
-def errors(engine: Engine, code: Code) -> int:
+def errors(engine: SmallEngine, code: Code) -> int:
     return engine.client.status().errors.get(code, 0)
 
 
 @pytest.fixture
-def engine(start_engine: StartEngine, daemon: LocalDaemon) -> Engine:
+def engine(start_engine: StartSmallEngine, daemon: LocalDaemon) -> SmallEngine:
     """Two groups, factor 2, 16 host blocks, all of them stored."""
     opened = start_engine(daemon, groups=TWO_GROUPS, block_size_factor=2, host_bytes=16 * 2 * 512)
     assert opened.region.num_blocks == 16
@@ -76,7 +76,7 @@ def engine(start_engine: StartEngine, daemon: LocalDaemon) -> Engine:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_spec(engine: Engine, name: str) -> None:
+def test_a_bad_spec(engine: SmallEngine, name: str) -> None:
     spec, code = BAD[name]
     fence = engine.worker.write(ALL, 2)
     before, counted = engine.worker.snapshot(), errors(engine, code)
@@ -99,7 +99,7 @@ def test_a_bad_spec(engine: Engine, name: str) -> None:
     assert np.array_equal(engine.worker.read(ALL), wanted)
 
 
-def test_the_refusal_names_the_offending_value(engine: Engine) -> None:
+def test_the_refusal_names_the_offending_value(engine: SmallEngine) -> None:
     results = engine.finish(
         engine.submit((gpu([0, 77]), cpu(0))), engine.submit((cpu(-3), gpu([0, 1])))
     )
@@ -140,7 +140,7 @@ UNSPEAKABLE: dict[str, tuple[Any, Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", UNSPEAKABLE)
-def test_what_cannot_be_said(engine: Engine, name: str) -> None:
+def test_what_cannot_be_said(engine: SmallEngine, name: str) -> None:
     """Refused at once, or with a result of its own; never a job that does not end."""
     job_id, spec, fence = UNSPEAKABLE[name]
     client = engine.client
@@ -155,12 +155,12 @@ def test_what_cannot_be_said(engine: Engine, name: str) -> None:
     assert engine.finish(engine.submit((cpu(0), gpu([0, 1]))))[0].success
 
 
-def test_a_transfer_of_nothing_is_done(engine: Engine) -> None:
+def test_a_transfer_of_nothing_is_done(engine: SmallEngine) -> None:
     nothing = engine.submit((gpu([]), cpu())), engine.submit((cpu(), gpu([])))
     assert [(r.success, r.transfer_size) for r in engine.finish(*nothing)] == [(True, 0)] * 2
 
 
-def test_a_fence_without_a_timeline(start_engine: StartEngine, daemon: LocalDaemon) -> None:
+def test_a_fence_without_a_timeline(start_engine: StartSmallEngine, daemon: LocalDaemon) -> None:
     engine = start_engine(daemon, timeline=False)
     counted = errors(engine, Code.NO_TIMELINE)
     bad, good = engine.store([0], [0], wait_for=1), engine.store([1], [1])
@@ -181,7 +181,7 @@ def test_a_spec_before_any_registration(kvferryd: LocalDaemon) -> None:
         assert client.status().errors == {Code.NOT_REGISTERED: 1}
 
 
-def test_a_job_id_twice(engine: Engine, daemon: LocalDaemon) -> None:
+def test_a_job_id_twice(engine: SmallEngine, daemon: LocalDaemon) -> None:
     """Refused by the client; by the daemon where another process of the engine uses it."""
     fence = engine.worker.signal() + 1
     job = engine.store([0, 1], [0], sizes=(2, 0), wait_for=fence)
@@ -202,7 +202,7 @@ def test_a_job_id_twice(engine: Engine, daemon: LocalDaemon) -> None:
     assert engine.client.get_finished()[0].success
 
 
-def test_too_many_jobs(start_engine: StartEngine, start_kvferryd: StartKvferryd) -> None:
+def test_too_many_jobs(start_engine: StartSmallEngine, start_kvferryd: StartKvferryd) -> None:
     """BUSY beyond limits.max_stores, from the client and from the daemon; others are not."""
     daemon = start_kvferryd(limits_max_stores=3)
     engine = start_engine(daemon)

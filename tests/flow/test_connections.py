@@ -17,7 +17,7 @@ import zmq
 
 from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.daemon.access.connections import PER_USER
-from kvferry.testing.engine import Engine, StartEngine, until
+from kvferry.testing.engine import SmallEngine, StartSmallEngine, until
 
 GREETINGS = {
     "ZMTP 1.0": b"\x01\x00",
@@ -26,7 +26,7 @@ GREETINGS = {
 
 
 @pytest.fixture
-def engine(start_engine: StartEngine, kvferryd: LocalDaemon) -> Engine:
+def engine(start_engine: StartSmallEngine, kvferryd: LocalDaemon) -> SmallEngine:
     return start_engine(kvferryd)
 
 
@@ -36,7 +36,7 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def works(engine: Engine, block: int) -> bool:
+def works(engine: SmallEngine, block: int) -> bool:
     value = engine.worker.write([block], 1)
     (stored,) = engine.finish(engine.store([block], [block], wait_for=value))
     return stored.success
@@ -51,7 +51,7 @@ def connect(path: Path, kind: int = socket.SOCK_STREAM) -> socket.socket:
 
 @pytest.mark.parametrize("version", GREETINGS)
 def test_a_peer_of_an_old_protocol_is_turned_away(
-    engine: Engine, kvferryd: LocalDaemon, version: str
+    engine: SmallEngine, kvferryd: LocalDaemon, version: str
 ) -> None:
     """Such a peer would name its routing id before anybody asked who it is."""
     with connect(kvferryd.directory / "kvferry.sock") as old:
@@ -63,7 +63,7 @@ def test_a_peer_of_an_old_protocol_is_turned_away(
 
 
 def test_ids_in_the_form_of_automatic_ones_are_bounded(
-    engine: Engine, kvferryd: LocalDaemon, stack: ExitStack
+    engine: SmallEngine, kvferryd: LocalDaemon, stack: ExitStack
 ) -> None:
     """libzmq would abort once its counter of new connections meets a chosen id. A user has so few
     connections at a time that this takes months."""
@@ -93,7 +93,7 @@ def test_ids_in_the_form_of_automatic_ones_are_bounded(
 
 
 def test_silent_connections_to_the_descriptor_socket_hold_up_nobody(
-    kvferryd: LocalDaemon, start_engine: StartEngine, stack: ExitStack
+    kvferryd: LocalDaemon, start_engine: StartSmallEngine, stack: ExitStack
 ) -> None:
     """An engine that starts hands descriptors over, and has ten seconds for it."""
     for _ in range(300):
@@ -125,7 +125,7 @@ def test_a_client_waits_in_the_folder_above_for_a_daemon_that_starts_later(tmp_p
 
 
 def test_a_runtime_directory_that_is_gone_is_told_by_health(
-    engine: Engine, kvferryd: LocalDaemon
+    engine: SmallEngine, kvferryd: LocalDaemon
 ) -> None:
     client = engine.client
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvferry.client import Code, Gone, LocalDaemon, OffloadClient
 from kvferry.proto.status import EngineStatus
-from kvferry.testing.engine import Engine, StartEngine, WorkerProcess, until
+from kvferry.testing.engine import SmallEngine, StartSmallEngine, WorkerProcess, until
 from support.raw_client import RawClient
 
 NEVER = 1 << 40
@@ -35,7 +35,7 @@ time.sleep(600)
 """
 
 
-def own_status(engine: Engine) -> EngineStatus:
+def own_status(engine: SmallEngine) -> EngineStatus:
     named = {status.name: status for status in engine.client.status().engines}
     return named[engine.options.name]
 
@@ -43,7 +43,7 @@ def own_status(engine: Engine) -> EngineStatus:
 # The daemon
 
 
-def test_the_daemon_is_killed(start_engine: StartEngine, kvferryd: LocalDaemon) -> None:
+def test_the_daemon_is_killed(start_engine: StartSmallEngine, kvferryd: LocalDaemon) -> None:
     """Jobs under way end as lost, without a wait; everything later says that nobody is there."""
     engine = start_engine(kvferryd)
     engine.finish(engine.store([8, 9], [8, 9]))
@@ -70,7 +70,7 @@ def test_the_daemon_is_killed(start_engine: StartEngine, kvferryd: LocalDaemon) 
 
 
 def test_the_daemon_is_killed_while_somebody_waits(
-    start_engine: StartEngine, kvferryd: LocalDaemon
+    start_engine: StartSmallEngine, kvferryd: LocalDaemon
 ) -> None:
     engine = start_engine(kvferryd)
     job = engine.store([0], [0], wait_for=NEVER)
@@ -111,7 +111,7 @@ def test_a_connection_is_dropped(kvferryd: LocalDaemon) -> None:
 # The worker
 
 
-def test_a_worker_is_killed(start_engine: StartEngine, daemon: LocalDaemon) -> None:
+def test_a_worker_is_killed(start_engine: StartSmallEngine, daemon: LocalDaemon) -> None:
     """Its engine is away, its jobs fail, its scheduler is refused; the others go on."""
     engine, other = start_engine(daemon), start_engine(daemon)
     engine.finish(engine.store([1], [1]))
@@ -130,7 +130,7 @@ def test_a_worker_is_killed(start_engine: StartEngine, daemon: LocalDaemon) -> N
 
 @pytest.mark.parametrize("daemon_owned", [False, True], ids=["engine-owned", "daemon-owned"])
 def test_a_new_worker_loads_what_the_dead_one_stored(
-    start_engine: StartEngine,
+    start_engine: StartSmallEngine,
     daemon: LocalDaemon,
     worker_process: Callable[[], WorkerProcess],
     daemon_owned: bool,
@@ -153,7 +153,7 @@ def test_a_new_worker_loads_what_the_dead_one_stored(
 
 
 def test_a_worker_that_closes_leaves_its_bytes_too(
-    start_engine: StartEngine, daemon: LocalDaemon
+    start_engine: StartSmallEngine, daemon: LocalDaemon
 ) -> None:
     engine = start_engine(daemon)
     engine.finish(engine.store([3], [0], wait_for=engine.worker.write([3], 5)))
@@ -166,7 +166,7 @@ def test_a_worker_that_closes_leaves_its_bytes_too(
 
 
 def test_another_layout_does_not_get_the_bytes(
-    start_engine: StartEngine, daemon: LocalDaemon
+    start_engine: StartSmallEngine, daemon: LocalDaemon
 ) -> None:
     engine = start_engine(daemon, name="two-layouts")
     engine.close()
@@ -175,7 +175,7 @@ def test_another_layout_does_not_get_the_bytes(
 
 
 def test_a_worker_is_killed_while_it_copies(
-    start_engine: StartEngine, daemon: LocalDaemon, worker_process: Callable[[], WorkerProcess]
+    start_engine: StartSmallEngine, daemon: LocalDaemon, worker_process: Callable[[], WorkerProcess]
 ) -> None:
     """Jobs may end either way, but all end; the one that comes after finds its region in order."""
     engine = start_engine(daemon, num_blocks=512)
@@ -193,7 +193,9 @@ def test_a_worker_is_killed_while_it_copies(
 
 
 @pytest.fixture
-def doomed(start_engine: StartEngine, daemon: LocalDaemon) -> Iterator[tuple[Engine, int]]:
+def doomed(
+    start_engine: StartSmallEngine, daemon: LocalDaemon
+) -> Iterator[tuple[SmallEngine, int]]:
     """An engine, and the pid of a second scheduler of it, with eight stores held by a fence."""
     engine = start_engine(daemon)
     command = [sys.executable, "-c", SCHEDULER, str(daemon.directory), engine.options.name]
@@ -204,7 +206,7 @@ def doomed(start_engine: StartEngine, daemon: LocalDaemon) -> Iterator[tuple[Eng
         process.kill()
 
 
-def test_a_scheduler_is_killed(doomed: tuple[Engine, int]) -> None:
+def test_a_scheduler_is_killed(doomed: tuple[SmallEngine, int]) -> None:
     """Its jobs end; those behind them, of another scheduler of the engine, go on."""
     engine, pid = doomed
     sessions = engine.client.status().sessions

@@ -24,7 +24,7 @@ from kvferry.proto.messages import (
     Allocated,
     AllocateKVCaches,
 )
-from kvferry.testing.engine import StartEngine, until
+from kvferry.testing.engine import StartSmallEngine, until
 from kvferry.testing.plugin import StartKvferryd
 from support.raw_client import RawClient, one_tensor
 
@@ -107,7 +107,7 @@ def test_twenty_engines(counted: LocalDaemon) -> None:
         assert statuses == ({-9} if ends[round_] == "killed" else {0})
 
 
-def test_engines_with_torch(counted: LocalDaemon, start_engine: StartEngine) -> None:
+def test_engines_with_torch(counted: LocalDaemon, start_engine: StartSmallEngine) -> None:
     with start_engine(counted, daemon_owned=True) as one, start_engine(counted) as other:
         for engine in (one, other):
             engine.finish(engine.store([0], [0]), engine.load([1], [1]))

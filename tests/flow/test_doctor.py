@@ -227,7 +227,7 @@ class Impostor:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(f"ipc://{directory / 'kvferry.sock'}")
-        self._desk = DeafDesk(directory / "fds.sock")
+        self._desk = DeafFdServer(directory / "fds.sock")
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
@@ -248,7 +248,7 @@ class Impostor:
         self._context.term()
 
 
-class DeafDesk:
+class DeafFdServer:
     """A descriptor socket that takes nothing."""
 
     def __init__(self, path: Path) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from kvferry.client import Code, Failed
-from kvferry.testing.engine import GroupOptions, StartEngine
+from kvferry.testing.engine import GroupOptions, StartSmallEngine
 from kvferry.testing.plugin import StartKvferryd
 
 BLOCK_OF_ONE_MIB = GroupOptions(2, (128, 8, 128))
 
 
-def test_every_third_copy_fails(start_engine: StartEngine, start_kvferryd: StartKvferryd) -> None:
+def test_every_third_copy_fails(
+    start_engine: StartSmallEngine, start_kvferryd: StartKvferryd
+) -> None:
     engine = start_engine(start_kvferryd(reference_fail_every=3))
     jobs = [engine.store([i], [i]) for i in range(9)]
     results = engine.finish(*jobs)
@@ -25,7 +27,7 @@ def test_every_third_copy_fails(start_engine: StartEngine, start_kvferryd: Start
 
 
 def test_a_failed_piece_fails_its_job(
-    start_engine: StartEngine, start_kvferryd: StartKvferryd
+    start_engine: StartSmallEngine, start_kvferryd: StartKvferryd
 ) -> None:
     """A job of several pieces, every other of which fails, has one result; then one goes well."""
     daemon = start_kvferryd(pool_bytes=64 << 20, reference_fail_every=2)
@@ -39,7 +41,7 @@ def test_a_failed_piece_fails_its_job(
 
 
 def test_a_cancelled_job_stops_within_a_piece(
-    start_engine: StartEngine, start_kvferryd: StartKvferryd
+    start_engine: StartSmallEngine, start_kvferryd: StartKvferryd
 ) -> None:
     daemon = start_kvferryd(pool_bytes=96 << 20, reference_stall=0.1)
     layout = {"num_blocks": 90, "host_bytes": 90 << 20, "daemon_owned": True}

@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.client import Code, Gone, LocalDaemon, TransferResult
 from kvferry.testing.content import Bytes
-from kvferry.testing.engine import Engine, StartEngine
+from kvferry.testing.engine import SmallEngine, StartSmallEngine
 from kvferry.testing.plugin import StartKvferryd
 
 SLOW = 0.03
@@ -24,7 +24,7 @@ def rounds(device: str) -> int:
     return 100 if device.startswith("cuda") else 12
 
 
-def store_while_written(engine: Engine, seed: int, *, fenced: bool) -> Bytes:
+def store_while_written(engine: SmallEngine, seed: int, *, fenced: bool) -> Bytes:
     """What arrives in host memory of blocks that a slow kernel is about to write."""
     value = engine.worker.write(BLOCKS, seed, slow=SLOW)
     store = engine.store(BLOCKS, BLOCKS, wait_for=value if fenced else 0)
@@ -35,7 +35,7 @@ def store_while_written(engine: Engine, seed: int, *, fenced: bool) -> Bytes:
     return engine.worker.read(COPIES)
 
 
-def load_while_read(engine: Engine, seed: int, *, fenced: bool) -> tuple[Bytes, Bytes]:
+def load_while_read(engine: SmallEngine, seed: int, *, fenced: bool) -> tuple[Bytes, Bytes]:
     """What a slow kernel reads from blocks that are about to be loaded, and what is loaded."""
     value = engine.worker.write(BLOCKS, seed)
     engine.finish(engine.store(BLOCKS, BLOCKS, wait_for=value))
@@ -48,7 +48,7 @@ def load_while_read(engine: Engine, seed: int, *, fenced: bool) -> tuple[Bytes, 
 
 @pytest.mark.parametrize("daemon_owned", [False, True], ids=["engine-owned", "daemon-owned"])
 def test_stores_behind_slow_kernels(
-    start_engine: StartEngine, daemon: LocalDaemon, device: str, daemon_owned: bool
+    start_engine: StartSmallEngine, daemon: LocalDaemon, device: str, daemon_owned: bool
 ) -> None:
     engine = start_engine(daemon, daemon_owned=daemon_owned)
     for seed in range(rounds(device)):
@@ -57,7 +57,7 @@ def test_stores_behind_slow_kernels(
 
 
 def test_stores_without_a_fence_come_too_early(
-    start_engine: StartEngine, daemon: LocalDaemon, device: str
+    start_engine: StartSmallEngine, daemon: LocalDaemon, device: str
 ) -> None:
     engine = start_engine(daemon)
     wrong = 0
@@ -69,7 +69,7 @@ def test_stores_without_a_fence_come_too_early(
 
 
 def test_loads_behind_kernels_that_still_read(
-    start_engine: StartEngine, daemon: LocalDaemon, device: str
+    start_engine: StartSmallEngine, daemon: LocalDaemon, device: str
 ) -> None:
     engine = start_engine(daemon)
     for seed in range(0, 2 * rounds(device), 2):
@@ -79,7 +79,7 @@ def test_loads_behind_kernels_that_still_read(
 
 
 def test_loads_without_a_fence_come_too_early(
-    start_engine: StartEngine, daemon: LocalDaemon, device: str
+    start_engine: StartSmallEngine, daemon: LocalDaemon, device: str
 ) -> None:
     engine = start_engine(daemon)
     wrong = 0
@@ -90,7 +90,7 @@ def test_loads_without_a_fence_come_too_early(
     assert wrong > rounds(device) / 2
 
 
-def still_held(engine: Engine, job: int) -> bool:
+def still_held(engine: SmallEngine, job: int) -> bool:
     """Whether a job has not ended, though the daemon had time for it."""
     with pytest.raises(Gone) as late:
         engine.client.wait([job], timeout=0.05)
@@ -103,7 +103,7 @@ def ended(results: list[TransferResult]) -> list[int]:
 
 
 def test_a_scheduler_may_submit_before_the_worker_launches(
-    start_engine: StartEngine, daemon: LocalDaemon
+    start_engine: StartSmallEngine, daemon: LocalDaemon
 ) -> None:
     engine = start_engine(daemon)
     value = engine.worker.write(BLOCKS, 1)
@@ -117,7 +117,7 @@ def test_a_scheduler_may_submit_before_the_worker_launches(
 
 
 def test_jobs_wait_for_later_and_later_values(
-    start_engine: StartEngine, daemon: LocalDaemon
+    start_engine: StartSmallEngine, daemon: LocalDaemon
 ) -> None:
     """Loads and stores in one go, each for its own value; each begins when its own is reached."""
     engine = start_engine(daemon)
@@ -134,7 +134,7 @@ def test_jobs_wait_for_later_and_later_values(
 
 
 def test_a_fence_of_one_engine_holds_nobody_else(
-    start_engine: StartEngine, daemon: LocalDaemon
+    start_engine: StartSmallEngine, daemon: LocalDaemon
 ) -> None:
     one, other = start_engine(daemon), start_engine(daemon)
     one.finish(one.store([1], [1]))
@@ -148,7 +148,7 @@ def test_a_fence_of_one_engine_holds_nobody_else(
 
 
 def test_a_cancelled_job_moves_nothing_and_makes_room(
-    start_engine: StartEngine, daemon: LocalDaemon
+    start_engine: StartSmallEngine, daemon: LocalDaemon
 ) -> None:
     engine = start_engine(daemon)
     value = engine.worker.write([0], 1)
@@ -169,7 +169,7 @@ def test_a_cancelled_job_moves_nothing_and_makes_room(
 
 
 def test_a_load_behind_a_store_that_is_cancelled_loads_nothing(
-    start_engine: StartEngine, daemon: LocalDaemon
+    start_engine: StartSmallEngine, daemon: LocalDaemon
 ) -> None:
     """It was accepted while the store could still complete."""
     engine = start_engine(daemon)
@@ -186,7 +186,7 @@ def test_a_load_behind_a_store_that_is_cancelled_loads_nothing(
 
 
 def test_nobody_reads_what_the_owner_before_left(
-    start_engine: StartEngine, start_kvferryd: StartKvferryd
+    start_engine: StartSmallEngine, start_kvferryd: StartKvferryd
 ) -> None:
     """A pool of one region: a store that never runs makes none of its blocks loadable."""
     daemon = start_kvferryd(pool_bytes=1 << 20)

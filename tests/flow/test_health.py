@@ -15,7 +15,7 @@ import pytest
 
 from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.proto.status import HealthStatus
-from kvferry.testing.engine import StartEngine, until
+from kvferry.testing.engine import StartSmallEngine, until
 from kvferry.testing.plugin import StartKvferryd
 from support.service_manager import ServiceManager, kvferryd_command
 
@@ -49,7 +49,9 @@ def test_a_daemon_is_healthy_and_its_probe_does_not_show(
     assert kvferryd.log().count("healthy") == 1
 
 
-def test_the_whole_pool_is_for_engines(start_engine: StartEngine, kvferryd: LocalDaemon) -> None:
+def test_the_whole_pool_is_for_engines(
+    start_engine: StartSmallEngine, kvferryd: LocalDaemon
+) -> None:
     engine = start_engine(kvferryd, host_bytes=16 << 20)
     assert engine.region.num_blocks * engine.region.block_bytes > (16 << 20) - (1 << 14)
 
@@ -63,7 +65,7 @@ def test_probes_go_on(start_kvferryd: StartKvferryd) -> None:
 
 
 def test_a_device_that_stands_still(
-    start_kvferryd: StartKvferryd, start_engine: StartEngine
+    start_kvferryd: StartKvferryd, start_engine: StartSmallEngine
 ) -> None:
     """Unhealthy while a probe is under way too long; the job behind it is old, and nobody's
     engine holds it back."""
@@ -95,7 +97,7 @@ def test_a_device_that_fails(start_kvferryd: StartKvferryd) -> None:
 
 
 def test_a_job_that_its_engine_holds_back_is_no_fault(
-    start_engine: StartEngine, kvferryd: LocalDaemon
+    start_engine: StartSmallEngine, kvferryd: LocalDaemon
 ) -> None:
     engine = start_engine(kvferryd)
     until(lambda: health(engine.client).healthy)

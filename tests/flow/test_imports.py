@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvferry.client import LocalDaemon
-from kvferry.testing.engine import StartEngine
+from kvferry.testing.engine import StartSmallEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMESPACES = ["proto", "client", "daemon", "tests"]
@@ -39,7 +39,7 @@ def modules(code: str, *arguments: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_a_scheduler_needs_no_torch(start_engine: StartEngine, kvferryd: LocalDaemon) -> None:
+def test_a_scheduler_needs_no_torch(start_engine: StartSmallEngine, kvferryd: LocalDaemon) -> None:
     engine = start_engine(kvferryd)
     engine.worker.write([3], 1)
     engine.worker.snapshot()

@@ -34,7 +34,7 @@ from kvferry.client.cli import main
 from kvferry.proto.memory import Allocation, FdAllocation, Location
 from kvferry.proto.messages import Allocated, AllocateKVCaches, Error, RegisterKVCaches
 from kvferry.proto.status import EngineStatus
-from kvferry.testing.engine import Engine, GroupOptions, StartEngine, WorkerProcess, until
+from kvferry.testing.engine import GroupOptions, SmallEngine, StartSmallEngine, WorkerProcess, until
 from support.raw_client import RawClient, one_tensor
 from support.service_manager import ServiceManager, kvferryd_command
 
@@ -102,7 +102,7 @@ def memory_before(daemon: LocalDaemon, device: str) -> int:
     return seen[-1]
 
 
-def killed(engine: Engine, daemon: LocalDaemon) -> None:
+def killed(engine: SmallEngine, daemon: LocalDaemon) -> None:
     """SIGKILL for its worker, and back when the daemon has noticed."""
     engine.process.kill()
     until(lambda: away(daemon, engine.options.name), PROMPTLY)
@@ -112,7 +112,7 @@ def killed(engine: Engine, daemon: LocalDaemon) -> None:
 
 
 def test_an_engine_that_was_killed_finds_its_tensors(
-    start_engine: StartEngine, daemon: LocalDaemon, worker_process: Callable[[], WorkerProcess]
+    start_engine: StartSmallEngine, daemon: LocalDaemon, worker_process: Callable[[], WorkerProcess]
 ) -> None:
     engine = start_engine(daemon, daemon_owned=True, keep=True, row_padding=96)
     assert not engine.kept
@@ -135,7 +135,7 @@ def test_an_engine_that_was_killed_finds_its_tensors(
 
 
 def test_tensors_that_nobody_asked_to_keep_are_freed(
-    start_engine: StartEngine,
+    start_engine: StartSmallEngine,
     daemon: LocalDaemon,
     device: str,
     worker_process: Callable[[], WorkerProcess],
@@ -153,7 +153,7 @@ def test_tensors_that_nobody_asked_to_keep_are_freed(
 
 
 def test_kept_tensors_are_freed_when_somebody_says_so(
-    start_engine: StartEngine, daemon: LocalDaemon, device: str
+    start_engine: StartSmallEngine, daemon: LocalDaemon, device: str
 ) -> None:
     before = memory_before(daemon, device)
     engine = start_engine(daemon, **large(device), keep=True)
@@ -171,7 +171,7 @@ def test_kept_tensors_are_freed_when_somebody_says_so(
 
 
 def test_they_are_released_while_their_engine_is_there(
-    start_engine: StartEngine, daemon: LocalDaemon, device: str
+    start_engine: StartSmallEngine, daemon: LocalDaemon, device: str
 ) -> None:
     """It notices nothing; they are freed when it goes."""
     before = memory_before(daemon, device)
@@ -185,7 +185,7 @@ def test_they_are_released_while_their_engine_is_there(
 
 
 def test_another_layout_gets_new_tensors(
-    start_engine: StartEngine, daemon: LocalDaemon, device: str
+    start_engine: StartSmallEngine, daemon: LocalDaemon, device: str
 ) -> None:
     before = memory_before(daemon, device)
     engine = start_engine(daemon, **large(device), keep=True)
@@ -388,7 +388,9 @@ def test_the_last_tensor_takes_the_memory_along(daemon: LocalDaemon, device: str
 
 
 @pytest.mark.parametrize("what", ["memfd", "/dev/null", "too few bytes"])
-def test_hostile_descriptors(start_engine: StartEngine, daemon: LocalDaemon, what: str) -> None:
+def test_hostile_descriptors(
+    start_engine: StartSmallEngine, daemon: LocalDaemon, what: str
+) -> None:
     """They are refused with a code, and the daemon goes on for others."""
     beside = start_engine(daemon)
     with ExitStack() as stack:

@@ -9,7 +9,7 @@ import msgspec
 from kvferry.client import Code, KVLayout, LocalDaemon, TensorLayout, TensorRef
 from kvferry.proto.messages import Allocated, AllocateKVCaches, Error
 from kvferry.proto.specs import MAX_REFS, MAX_TENSORS
-from kvferry.testing.engine import StartEngine
+from kvferry.testing.engine import StartSmallEngine
 from kvferry.testing.plugin import StartKvferryd
 from support.raw_client import RawClient
 
@@ -27,7 +27,7 @@ def resident_bytes(daemon: LocalDaemon) -> int:
 
 
 def test_a_client_that_sends_large_layouts_does_not_keep_the_others_waiting(
-    start_engine: StartEngine, start_kvferryd: StartKvferryd
+    start_engine: StartSmallEngine, start_kvferryd: StartKvferryd
 ) -> None:
     """One sends a layout of a million references (7 MB, refused unread), one of one too many, and
     one that is legal but finds no room, over and over; an honest engine stores and loads."""

@@ -14,7 +14,7 @@ import pytest
 from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.daemon.observability.event_log import KINDS, RateLimiter
 from kvferry.proto.messages import Error, StatusRequest
-from kvferry.testing.engine import StartEngine, until
+from kvferry.testing.engine import StartSmallEngine, until
 from kvferry.testing.plugin import StartKvferryd
 from support.raw_client import RawClient
 from support.service_manager import kvferryd_command
@@ -32,7 +32,7 @@ def said(daemon: LocalDaemon, event: str, **of: object) -> list[dict[str, Any]]:
     return [r for r in records if r["event"] == event and of.items() <= r.items()]
 
 
-def test_the_life_of_an_engine(daemon: LocalDaemon, start_engine: StartEngine) -> None:
+def test_the_life_of_an_engine(daemon: LocalDaemon, start_engine: StartSmallEngine) -> None:
     engine = start_engine(daemon, name="llama")
     results = engine.finish(*[engine.store([i], [i]) for i in range(9)])
     moved = sum(result.transfer_size for result in results)
@@ -53,7 +53,7 @@ def test_the_life_of_an_engine(daemon: LocalDaemon, start_engine: StartEngine) -
     assert pool["bytes"] >= 16 << 20
 
 
-def test_a_process_that_died(daemon: LocalDaemon, start_engine: StartEngine) -> None:
+def test_a_process_that_died(daemon: LocalDaemon, start_engine: StartSmallEngine) -> None:
     engine = start_engine(daemon)
     engine.process.kill()
     until(lambda: bool(said(daemon, "client disconnected")))

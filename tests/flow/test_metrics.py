@@ -17,7 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from kvferry.client import LocalDaemon
-from kvferry.testing.engine import Engine, StartEngine, until
+from kvferry.testing.engine import SmallEngine, StartSmallEngine, until
 from kvferry.testing.plugin import StartKvferryd
 
 
@@ -62,11 +62,11 @@ def labels(**of: str) -> tuple[tuple[str, str], ...]:
 
 
 @pytest.fixture
-def engine(start_engine: StartEngine, daemon: LocalDaemon) -> Engine:
+def engine(start_engine: StartSmallEngine, daemon: LocalDaemon) -> SmallEngine:
     return start_engine(daemon, name="llama")
 
 
-def test_samples_say_what_was_done(daemon: LocalDaemon, engine: Engine) -> None:
+def test_samples_say_what_was_done(daemon: LocalDaemon, engine: SmallEngine) -> None:
     until(lambda: samples(daemon)["kvferry_healthy", ()] == 1)
     results = engine.finish(*[engine.store([i], [i]) for i in range(4)])
     results += engine.finish(engine.load([0], [1]))  # or it might be the fourth, which fails
@@ -97,7 +97,7 @@ def test_samples_say_what_was_done(daemon: LocalDaemon, engine: Engine) -> None:
 
 
 def test_the_wait_for_the_engine_is_part_of_the_queue_time(
-    daemon: LocalDaemon, engine: Engine
+    daemon: LocalDaemon, engine: SmallEngine
 ) -> None:
     job = engine.store([0], [0], wait_for=engine.worker.signal() + 1)
     until(lambda: samples(daemon)["kvferry_oldest_job_seconds", labels(waiting="yes")] > 0)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.client import Gone, LocalDaemon, OffloadClient, Outcome
-from kvferry.testing.engine import StartEngine, until
+from kvferry.testing.engine import StartSmallEngine, until
 
 CLUMSY = """
 from kvferry.daemon import app
@@ -42,7 +42,7 @@ def daemon() -> Iterator[LocalDaemon]:
 
 
 def test_who_meets_it_is_sent_away_and_the_others_go_on(
-    daemon: LocalDaemon, start_engine: StartEngine
+    daemon: LocalDaemon, start_engine: StartSmallEngine
 ) -> None:
     unlucky, other = (start_engine(daemon, name=name) for name in ("unlucky", "other"))
     (first,) = unlucky.finish(unlucky.store([0], [0]))
@@ -63,7 +63,7 @@ def test_who_meets_it_is_sent_away_and_the_others_go_on(
     assert "in handle" in told["exception"]
 
 
-def test_who_is_sent_away_hears_why(daemon: LocalDaemon, start_engine: StartEngine) -> None:
+def test_who_is_sent_away_hears_why(daemon: LocalDaemon, start_engine: StartSmallEngine) -> None:
     engine = start_engine(daemon)
     engine.store([0], [0])
     job = engine.store([1], [1])

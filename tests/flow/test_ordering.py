@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from kvferry.client import Gone, LocalDaemon
-from kvferry.testing.engine import Engine, StartEngine
+from kvferry.testing.engine import SmallEngine, StartSmallEngine
 
 MANY = 400
 NEVER = 1 << 40
 
 
-def held(engine: Engine, *jobs: int) -> bool:
+def held(engine: SmallEngine, *jobs: int) -> bool:
     """Whether none of the jobs has ended, though the daemon had time for them."""
     with pytest.raises(Gone) as late:
         engine.client.wait(jobs, timeout=0.05)
@@ -24,7 +24,7 @@ def held(engine: Engine, *jobs: int) -> bool:
 
 
 def test_results_come_in_the_order_of_submission(
-    start_engine: StartEngine, daemon: LocalDaemon
+    start_engine: StartSmallEngine, daemon: LocalDaemon
 ) -> None:
     """Jobs of one to thirty blocks, both ways, some of them refused by the daemon."""
     engine = start_engine(daemon, num_blocks=64)
@@ -43,7 +43,7 @@ def test_results_come_in_the_order_of_submission(
     assert engine.client.get_finished() == []
 
 
-def test_order_holds_behind_a_fence(start_engine: StartEngine, daemon: LocalDaemon) -> None:
+def test_order_holds_behind_a_fence(start_engine: StartSmallEngine, daemon: LocalDaemon) -> None:
     """One held job holds those behind it, though they wait for nothing."""
     engine = start_engine(daemon)
     value = engine.worker.signal() + 1
@@ -55,7 +55,7 @@ def test_order_holds_behind_a_fence(start_engine: StartEngine, daemon: LocalDaem
 
 
 def test_the_last_of_many_stores_to_one_block_stays(
-    start_engine: StartEngine, daemon: LocalDaemon
+    start_engine: StartSmallEngine, daemon: LocalDaemon
 ) -> None:
     engine = start_engine(daemon)
     fence = engine.worker.write(range(16), 1)
@@ -65,7 +65,7 @@ def test_the_last_of_many_stores_to_one_block_stays(
     assert np.array_equal(engine.worker.read([31]), engine.expected([15], 1))
 
 
-def test_directions_overlap(start_engine: StartEngine, daemon: LocalDaemon) -> None:
+def test_directions_overlap(start_engine: StartSmallEngine, daemon: LocalDaemon) -> None:
     """A load of other blocks ends while a store waits for its fence; and the reverse."""
     engine = start_engine(daemon)
     value = engine.worker.write([0, 1], 1)
@@ -84,7 +84,7 @@ def test_directions_overlap(start_engine: StartEngine, daemon: LocalDaemon) -> N
 
 
 def test_a_load_waits_for_the_store_of_its_host_block(
-    start_engine: StartEngine, daemon: LocalDaemon
+    start_engine: StartSmallEngine, daemon: LocalDaemon
 ) -> None:
     engine = start_engine(daemon, block_size_factor=2)
     value = engine.worker.write(range(4), 1)
@@ -102,7 +102,7 @@ def test_a_load_waits_for_the_store_of_its_host_block(
 
 
 def test_a_store_waits_for_the_load_of_its_host_block(
-    start_engine: StartEngine, daemon: LocalDaemon
+    start_engine: StartSmallEngine, daemon: LocalDaemon
 ) -> None:
     engine = start_engine(daemon)
     value = engine.worker.write([0, 1], 1)
@@ -118,7 +118,7 @@ def test_a_store_waits_for_the_load_of_its_host_block(
 
 
 def test_directions_that_meet_in_a_gpu_block(
-    start_engine: StartEngine, daemon: LocalDaemon
+    start_engine: StartSmallEngine, daemon: LocalDaemon
 ) -> None:
     """A block is stored, loaded over, stored: each sees what the one before left."""
     engine = start_engine(daemon)
@@ -135,7 +135,7 @@ def test_directions_that_meet_in_a_gpu_block(
 
 
 def test_one_wait_for_jobs_of_both_directions(
-    start_engine: StartEngine, daemon: LocalDaemon
+    start_engine: StartSmallEngine, daemon: LocalDaemon
 ) -> None:
     """`wait` ignores ids that are not there, leaves results, and hears of others' jobs."""
     engine = start_engine(daemon)

@@ -58,7 +58,7 @@ def load(host: int, gpu: int) -> TransferSpec:
     return CPULoadStoreSpec([host]), GPULoadStoreSpec([gpu])
 
 
-class Service:
+class DaemonService:
     """A daemon that is killed and started again in the same folder."""
 
     def __init__(self, runtime_dir: Path) -> None:
@@ -82,13 +82,13 @@ class Service:
 
 
 @pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
-    service = Service(tmp_path)
+def service(tmp_path: Path) -> Iterator[DaemonService]:
+    service = DaemonService(tmp_path)
     yield service
     service.close()
 
 
-class Rig:
+class ReconnectingFixture:
     """An engine in this process: numbered blocks, jobs, and a record of how they ended."""
 
     def __init__(self, client: Any) -> None:
@@ -131,10 +131,10 @@ class Rig:
 
 
 @pytest.fixture
-def rig(service: Service) -> Iterator[Rig]:
+def rig(service: DaemonService) -> Iterator[ReconnectingFixture]:
     """Registered, with a region of the pool."""
     with OffloadClient(service.directory, engine="engine", timeout=PATIENCE) as client:
-        rig = Rig(client)
+        rig = ReconnectingFixture(client)
         client.register_kv_caches({"layer": rig.tensor}, host_bytes=8 * PAGE, **rig.arguments)
         yield rig
     rig.timeline.close()
@@ -154,7 +154,7 @@ def back(client: OffloadClient | AsyncOffloadClient, incarnation: int = 2) -> No
 
 
 def test_a_daemon_is_killed_and_restarted_under_a_client_that_submits(
-    service: Service, rig: Rig
+    service: DaemonService, rig: ReconnectingFixture
 ) -> None:
     """The loop below is all that the caller does."""
     began, restarted, said = time.monotonic(), False, set()
@@ -177,7 +177,7 @@ def test_a_daemon_is_killed_and_restarted_under_a_client_that_submits(
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
-def test_a_daemon_that_is_away(service: Service, rig: Rig, how: str) -> None:
+def test_a_daemon_that_is_away(service: DaemonService, rig: ReconnectingFixture, how: str) -> None:
     """Nothing waits meanwhile, and what is held ends as lost."""
     held = rig.submit(store(1, 1), wait_for=NEVER)
     rig.client.status()
@@ -205,7 +205,9 @@ def test_a_daemon_that_is_away(service: Service, rig: Rig, how: str) -> None:
     rig.round_trip(4, 2, 9)
 
 
-def test_the_bytes_of_a_daemon_that_was_killed_are_not_loaded(service: Service, rig: Rig) -> None:
+def test_the_bytes_of_a_daemon_that_was_killed_are_not_loaded(
+    service: DaemonService, rig: ReconnectingFixture
+) -> None:
     rig.round_trip(3, 0, 9)
     service.restart()
     back(rig.client)
@@ -220,7 +222,9 @@ def test_the_bytes_of_a_daemon_that_was_killed_are_not_loaded(service: Service, 
     assert (both.error.code, both.error.value) == (Code.STALE, "1")
 
 
-def test_an_idle_client_comes_back_while_it_polls(service: Service, rig: Rig) -> None:
+def test_an_idle_client_comes_back_while_it_polls(
+    service: DaemonService, rig: ReconnectingFixture
+) -> None:
     service.restart()
     back(rig.client)
     rig.round_trip(3, 0, 9)
@@ -230,7 +234,7 @@ def test_an_idle_client_comes_back_while_it_polls(service: Service, rig: Rig) ->
 
 
 def test_a_daemon_that_is_stopped_by_a_signal_and_goes_on_is_not_gone(
-    service: Service, rig: Rig
+    service: DaemonService, rig: ReconnectingFixture
 ) -> None:
     os.kill(service.daemon.pid, signal.SIGSTOP)
     job = rig.submit(store(3, 0))
@@ -242,7 +246,9 @@ def test_a_daemon_that_is_stopped_by_a_signal_and_goes_on_is_not_gone(
     assert (rig.client.incarnation, rig.client.gone) == (1, None)
 
 
-def test_a_daemon_that_comes_back_and_hangs_blocks_nobody(service: Service, rig: Rig) -> None:
+def test_a_daemon_that_comes_back_and_hangs_blocks_nobody(
+    service: DaemonService, rig: ReconnectingFixture
+) -> None:
     service.restart()
     os.kill(service.daemon.pid, signal.SIGSTOP)
     try:
@@ -259,7 +265,7 @@ def test_a_daemon_that_comes_back_and_hangs_blocks_nobody(service: Service, rig:
 
 
 def test_a_daemon_that_is_away_for_longer_than_an_attempt_takes(
-    service: Service, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    service: DaemonService, rig: ReconnectingFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvferry.client.reconnect.ATTEMPT_TIMEOUT", 0.1)
     service.daemon.kill()
@@ -273,7 +279,7 @@ def test_a_daemon_that_is_away_for_longer_than_an_attempt_takes(
     rig.round_trip(3, 0, 9)
 
 
-def test_a_client_that_starts_without_a_daemon(service: Service) -> None:
+def test_a_client_that_starts_without_a_daemon(service: DaemonService) -> None:
     """With a state to restore, the constructor does not wait; polling connects."""
     directory = service.directory
     service.daemon.stop()
@@ -308,7 +314,9 @@ def test_a_client_that_starts_without_a_daemon(service: Service) -> None:
 # What cannot come back
 
 
-def test_a_smaller_pool_does_not_take_us_back(service: Service, rig: Rig) -> None:
+def test_a_smaller_pool_does_not_take_us_back(
+    service: DaemonService, rig: ReconnectingFixture
+) -> None:
     """The reason is to be seen, and a daemon that has room is taken again."""
     service.restart(pool_bytes=4 * PAGE)
     until(lambda: bool(rig.client.get_finished()) or _refused(rig.client), PATIENCE)
@@ -327,7 +335,7 @@ def test_a_smaller_pool_does_not_take_us_back(service: Service, rig: Rig) -> Non
 
 
 def test_tensors_that_cannot_be_shared_again_raise_nothing_in_a_poll(
-    service: Service, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    service: DaemonService, rig: ReconnectingFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reason is in `gone`, and the next attempts may succeed."""
 
@@ -351,7 +359,7 @@ def _refused(client: OffloadClient) -> bool:
     return client.gone is not None and client.gone.__cause__ is not None
 
 
-def test_without_reconnect_a_client_ends_with_its_daemon(service: Service) -> None:
+def test_without_reconnect_a_client_ends_with_its_daemon(service: DaemonService) -> None:
     with OffloadClient(service.directory, reconnect=False) as client:
         service.restart()
         with pytest.raises(Gone, match="went away"):
@@ -361,7 +369,7 @@ def test_without_reconnect_a_client_ends_with_its_daemon(service: Service) -> No
 
 
 def test_tensors_of_a_daemon_are_the_engine_s_own_for_the_next_one(
-    service: Service, rig: Rig
+    service: DaemonService, rig: ReconnectingFixture
 ) -> None:
     from support.raw_client import one_tensor
 
@@ -382,7 +390,9 @@ def test_tensors_of_a_daemon_are_the_engine_s_own_for_the_next_one(
         assert client.incarnation == 3
 
 
-def test_a_timeline_that_was_closed_is_said(service: Service, rig: Rig) -> None:
+def test_a_timeline_that_was_closed_is_said(
+    service: DaemonService, rig: ReconnectingFixture
+) -> None:
     rig.timeline.close()
     service.restart()
     until(lambda: bool(rig.client.get_finished()) or _refused(rig.client), PATIENCE)
@@ -390,7 +400,7 @@ def test_a_timeline_that_was_closed_is_said(service: Service, rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("state", ["away", "coming"])
-def test_closing_while_the_daemon_is_away(service: Service, state: str) -> None:
+def test_closing_while_the_daemon_is_away(service: DaemonService, state: str) -> None:
     client = OffloadClient(service.directory)
     service.daemon.kill()
     until(lambda: bool(client.get_finished()) or not client.connected)
@@ -407,10 +417,10 @@ def test_closing_while_the_daemon_is_away(service: Service, state: str) -> None:
 # Two clients of an engine
 
 
-def test_a_scheduler_and_a_worker(service: Service, rig: Rig) -> None:
+def test_a_scheduler_and_a_worker(service: DaemonService, rig: ReconnectingFixture) -> None:
     """Only one registers; the other submits, and finds its jobs done again."""
     with OffloadClient(service.directory, engine="engine") as scheduler:
-        schedule = Rig(scheduler)
+        schedule = ReconnectingFixture(scheduler)
         schedule.tensor = rig.tensor
         schedule.round_trip(3, 0, 9)
         service.restart()
@@ -431,26 +441,28 @@ def test_a_scheduler_and_a_worker(service: Service, rig: Rig) -> None:
 
 
 @pytest.fixture
-def inside(service: Service) -> Iterator[Rig]:
+def inside(service: DaemonService) -> Iterator[ReconnectingFixture]:
     with OffloadClient(service.directory, engine="engine", timeout=PATIENCE) as client:
         client.open_namespace(FINGERPRINT, eviction_policy="arc", cpu_bytes_to_use=8 * PAGE)
-        rig = Rig(client)
+        rig = ReconnectingFixture(client)
         client.register_kv_caches({"layer": rig.tensor}, **rig.arguments)
         yield rig
     rig.timeline.close()
 
 
-def keep(rig: Rig, gpu: int, key: bytes) -> None:
+def keep(rig: ReconnectingFixture, gpu: int, key: bytes) -> None:
     """Store a block under a key, and see it there."""
     assert rig.result(rig.submit((GPULoadStoreSpec([gpu]), KeyLoadStoreSpec((key,))))).success
     until(lambda: rig.client.lookup(key) is Lookup.HIT, PATIENCE)
 
 
-def fetch(rig: Rig, key: bytes, gpu: int) -> TransferResult:
+def fetch(rig: ReconnectingFixture, key: bytes, gpu: int) -> TransferResult:
     return rig.result(rig.submit((KeyLoadStoreSpec((key,)), GPULoadStoreSpec([gpu]))))
 
 
-def test_lookups_are_misses_and_then_right_again(service: Service, inside: Rig) -> None:
+def test_lookups_are_misses_and_then_right_again(
+    service: DaemonService, inside: ReconnectingFixture
+) -> None:
     keep(inside, 3, A)
     client = inside.client
     service.daemon.kill()
@@ -473,7 +485,7 @@ def test_lookups_are_misses_and_then_right_again(service: Service, inside: Rig) 
 
 
 def test_what_others_stored_meanwhile_is_there_and_pins_hold_again(
-    service: Service, inside: Rig
+    service: DaemonService, inside: ReconnectingFixture
 ) -> None:
     """The other client is back first, and stores a key that this one has pinned."""
     client = inside.client
@@ -482,7 +494,7 @@ def test_what_others_stored_meanwhile_is_there_and_pins_hold_again(
     service.restart()
     with OffloadClient(service.directory, engine="other") as other:
         other.open_namespace(FINGERPRINT, cpu_bytes_to_use=8 * PAGE)
-        rig = Rig(other)
+        rig = ReconnectingFixture(other)
         other.register_kv_caches({"layer": rig.tensor}, **rig.arguments)
         keep(rig, 5, A)
         back(client)
@@ -498,7 +510,7 @@ def test_what_others_stored_meanwhile_is_there_and_pins_hold_again(
 
 
 def test_a_reset_while_the_daemon_is_away_is_done_when_it_is_back(
-    service: Service, inside: Rig
+    service: DaemonService, inside: ReconnectingFixture
 ) -> None:
     client = inside.client
     service.daemon.kill()
@@ -507,7 +519,7 @@ def test_a_reset_while_the_daemon_is_away_is_done_when_it_is_back(
     service.start()
     with OffloadClient(service.directory, engine="other") as other:
         other.open_namespace(FINGERPRINT, cpu_bytes_to_use=8 * PAGE)
-        rig = Rig(other)
+        rig = ReconnectingFixture(other)
         other.register_kv_caches({"layer": rig.tensor}, **rig.arguments)
         keep(rig, 5, A)
         back(client)
@@ -518,7 +530,7 @@ def test_a_reset_while_the_daemon_is_away_is_done_when_it_is_back(
         rig.timeline.close()
 
 
-def test_a_manager_goes_on(service: Service, inside: Rig) -> None:
+def test_a_manager_goes_on(service: DaemonService, inside: ReconnectingFixture) -> None:
     with OffloadingManager.open(
         [service.directory], engine="engine", fingerprint=FINGERPRINT, events=True
     ) as manager:
@@ -560,7 +572,7 @@ def test_keys_and_pins_outlive_a_daemon_that_keeps_its_pool(
 ) -> None:
     with OffloadClient(tmp_path / "run" / "cpu", engine="engine", timeout=PATIENCE) as client:
         client.open_namespace(FINGERPRINT, cpu_bytes_to_use=8 * PAGE)
-        rig = Rig(client)
+        rig = ReconnectingFixture(client)
         client.register_kv_caches({"layer": rig.tensor}, **rig.arguments)
         keep(rig, 3, A)
         keep(rig, 4, B)
@@ -584,7 +596,7 @@ def test_blocks_by_number_outlive_a_daemon_that_keeps_its_pool(
     kept: ServiceManager, tmp_path: Path
 ) -> None:
     with OffloadClient(tmp_path / "run" / "cpu", engine="engine", timeout=PATIENCE) as client:
-        rig = Rig(client)
+        rig = ReconnectingFixture(client)
         client.register_kv_caches({"layer": rig.tensor}, host_bytes=8 * PAGE, **rig.arguments)
         rig.round_trip(3, 0, 9)
         await_committed(kept, 1)
@@ -608,14 +620,14 @@ async def eventually(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def registered(service: Service) -> tuple[AsyncOffloadClient, Rig]:
+async def registered(service: DaemonService) -> tuple[AsyncOffloadClient, ReconnectingFixture]:
     client = await AsyncOffloadClient.connect(service.directory, engine="async", timeout=PATIENCE)
-    rig = Rig(client)
+    rig = ReconnectingFixture(client)
     await client.register_kv_caches({"layer": rig.tensor}, host_bytes=8 * PAGE, **rig.arguments)
     return client, rig
 
 
-async def test_an_asyncio_client_comes_back_by_itself(service: Service) -> None:
+async def test_an_asyncio_client_comes_back_by_itself(service: DaemonService) -> None:
     """Nothing is called meanwhile."""
     client, rig = await registered(service)
     held = rig.submit(store(1, 1), wait_for=NEVER)
@@ -637,7 +649,7 @@ async def test_an_asyncio_client_comes_back_by_itself(service: Service) -> None:
     rig.timeline.close()
 
 
-async def test_an_asyncio_client_that_submits_all_the_while(service: Service) -> None:
+async def test_an_asyncio_client_that_submits_all_the_while(service: DaemonService) -> None:
     client, rig = await registered(service)
     restarting, said = None, set()
     for number in range(100_000):
@@ -661,7 +673,7 @@ async def test_an_asyncio_client_that_submits_all_the_while(service: Service) ->
     rig.timeline.close()
 
 
-async def test_an_asyncio_verb_waits_for_the_daemon(service: Service) -> None:
+async def test_an_asyncio_verb_waits_for_the_daemon(service: DaemonService) -> None:
     client, rig = await registered(service)
     service.daemon.kill()
     await eventually(lambda: client.connecting)
@@ -675,7 +687,7 @@ async def test_an_asyncio_verb_waits_for_the_daemon(service: Service) -> None:
     rig.timeline.close()
 
 
-async def test_closing_an_asyncio_client_while_the_daemon_is_away(service: Service) -> None:
+async def test_closing_an_asyncio_client_while_the_daemon_is_away(service: DaemonService) -> None:
     client, rig = await registered(service)
     service.daemon.kill()
     await eventually(lambda: client.connecting)

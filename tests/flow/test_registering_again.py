@@ -34,7 +34,7 @@ LAYOUT = one_tensor()
 SPEC = GPULoadStoreSpec([3]), CPULoadStoreSpec([0])
 
 
-class Standing:
+class RegisteredEngine:
     """Stops a daemon as soon as a client's next registration is on its way."""
 
     def __init__(self, daemon: LocalDaemon) -> None:
@@ -56,8 +56,8 @@ class Standing:
 
 
 @pytest.fixture
-def standing(kvferryd: LocalDaemon) -> Iterator[Standing]:
-    one = Standing(kvferryd)
+def standing(kvferryd: LocalDaemon) -> Iterator[RegisteredEngine]:
+    one = RegisteredEngine(kvferryd)
     yield one
     one.goes_on()
 
@@ -88,7 +88,9 @@ def stores(client: OffloadClient) -> bool:
 
 
 @HOW
-def test_the_same_again_is_the_same(kvferryd: LocalDaemon, standing: Standing, ask: Any) -> None:
+def test_the_same_again_is_the_same(
+    kvferryd: LocalDaemon, standing: RegisteredEngine, ask: Any
+) -> None:
     """It is not registered twice, and the client is as it was."""
     tensor, timeline = shared_empty((8, 64)), Timeline.create()
     with OffloadClient(kvferryd.directory, engine="late") as client:
@@ -111,7 +113,7 @@ def test_the_same_again_is_the_same(kvferryd: LocalDaemon, standing: Standing, a
 @HOW
 @LASTING
 def test_another_comes_in_its_place(
-    kvferryd: LocalDaemon, standing: Standing, ask: Any, lasting: bool
+    kvferryd: LocalDaemon, standing: RegisteredEngine, ask: Any, lasting: bool
 ) -> None:
     with OffloadClient(kvferryd.directory, engine="late", reconnect=lasting) as client:
         standing.still(client)
@@ -131,7 +133,7 @@ def test_another_comes_in_its_place(
 
 @HOW
 def test_after_a_refusal_it_is_asked_anew(
-    kvferryd: LocalDaemon, standing: Standing, ask: Any
+    kvferryd: LocalDaemon, standing: RegisteredEngine, ask: Any
 ) -> None:
     with OffloadClient(kvferryd.directory, engine="late") as client:
         standing.still(client)
@@ -143,7 +145,7 @@ def test_after_a_refusal_it_is_asked_anew(
 
 
 @HOW
-def test_an_interrupt(kvferryd: LocalDaemon, standing: Standing, ask: Any) -> None:
+def test_an_interrupt(kvferryd: LocalDaemon, standing: RegisteredEngine, ask: Any) -> None:
     """Whoever keeps the exception does not keep the client from registering."""
     tensor = shared_empty((8, 64))
 
@@ -172,7 +174,7 @@ def test_a_daemon_that_went_meanwhile_is_asked_anew(
     tensor = shared_empty((8, 64))
     daemon = start_kvferryd(runtime_dir=short_path)
     with OffloadClient(daemon.directory, engine="late") as client:
-        Standing(daemon).still(client)
+        RegisteredEngine(daemon).still(client)
         timed_out(lambda: ask(client, tensor, host_bytes=512, timeout=0.2))
         daemon.kill()
         start_kvferryd(runtime_dir=short_path)
@@ -184,7 +186,7 @@ def test_a_daemon_that_went_meanwhile_is_asked_anew(
 @HOW
 @pytest.mark.parametrize("same", [True, False])
 async def test_a_task_that_was_cancelled(
-    kvferryd: LocalDaemon, standing: Standing, ask: Any, same: bool
+    kvferryd: LocalDaemon, standing: RegisteredEngine, ask: Any, same: bool
 ) -> None:
     tensor = shared_empty((8, 64))
     async with await AsyncOffloadClient.connect(kvferryd.directory, engine="late") as client:
@@ -208,7 +210,9 @@ async def test_a_task_that_was_cancelled(
 
 
 @HOW
-async def test_two_tasks_at_once(kvferryd: LocalDaemon, standing: Standing, ask: Any) -> None:
+async def test_two_tasks_at_once(
+    kvferryd: LocalDaemon, standing: RegisteredEngine, ask: Any
+) -> None:
     """One of them has it, and the other is told so, also where both take up what was left."""
     tensor = shared_empty((8, 64))
     async with await AsyncOffloadClient.connect(kvferryd.directory, engine="late") as client:

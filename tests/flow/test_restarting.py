@@ -47,7 +47,7 @@ def keys(*numbers: int) -> tuple[bytes, ...]:
     return tuple(key(number) for number in numbers)
 
 
-class Engine:
+class RestartingEngine:
     """A client that owns tensors, and knows what it wrote in them."""
 
     def __init__(self, directory: Path, name: str = "one", *, namespace: bool = True) -> None:
@@ -104,7 +104,7 @@ def verified(client: OffloadClient) -> bool:
     return verification is not None and verification.decided_bytes == verification.total_bytes
 
 
-class Service:
+class RestartedService:
     """A daemon under a manager that keeps descriptors."""
 
     def __init__(self, folder: Path, device: str = "cpu", **options: object) -> None:
@@ -139,8 +139,8 @@ class Service:
         self.manager.command = self.command()
         self.start()
 
-    def engine(self, name: str = "one", *, namespace: bool = True) -> closing[Engine]:
-        return closing(Engine(self.directory, name, namespace=namespace))
+    def engine(self, name: str = "one", *, namespace: bool = True) -> closing[RestartingEngine]:
+        return closing(RestartingEngine(self.directory, name, namespace=namespace))
 
     def change(self, name: str, at: int, data: bytes) -> None:
         """Write into kept memory behind everybody's back."""
@@ -152,23 +152,23 @@ class Service:
 
 
 @pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
-    service = Service(tmp_path)
+def service(tmp_path: Path) -> Iterator[RestartedService]:
+    service = RestartedService(tmp_path)
     with service.manager:
         service.start()
         yield service
 
 
 @pytest.fixture
-def anywhere(short_path: Path, device: str) -> Iterator[Service]:
+def anywhere(short_path: Path, device: str) -> Iterator[RestartedService]:
     """On a GPU as well."""
-    service = Service(short_path, device)
+    service = RestartedService(short_path, device)
     with service.manager:
         service.start()
         yield service
 
 
-def test_what_was_stored_is_there_again(anywhere: Service) -> None:
+def test_what_was_stored_is_there_again(anywhere: RestartedService) -> None:
     with anywhere.engine() as one:
         content = one.fill(range(8), seed=1)
         assert one.store(range(8), keys(1, 2, 3, 4)).success
@@ -188,7 +188,9 @@ def test_what_was_stored_is_there_again(anywhere: Service) -> None:
     assert "region restored" in anywhere.manager.log()
 
 
-def test_it_is_there_after_any_number_of_restarts_with_what_came_since(service: Service) -> None:
+def test_it_is_there_after_any_number_of_restarts_with_what_came_since(
+    service: RestartedService,
+) -> None:
     contents: dict[int, torch.Tensor] = {}
     for round_ in range(3):
         with service.engine() as engine:
@@ -203,7 +205,7 @@ def test_it_is_there_after_any_number_of_restarts_with_what_came_since(service: 
 
 
 def test_a_store_that_was_in_flight_is_not_resident(tmp_path: Path) -> None:
-    service = Service(tmp_path)
+    service = RestartedService(tmp_path)
     with service.manager:
         service.start()
         with service.engine() as one:
@@ -219,7 +221,7 @@ def test_a_store_that_was_in_flight_is_not_resident(tmp_path: Path) -> None:
             assert one.lookup(*range(1, 10)) == [Lookup.HIT] + [Lookup.MISS] * 8
 
 
-def test_keys_that_were_evicted_or_reset_stay_away(service: Service) -> None:
+def test_keys_that_were_evicted_or_reset_stay_away(service: RestartedService) -> None:
     with service.engine() as one:
         blocks = one.opened.num_blocks
         for first in range(0, blocks + 16, 16):
@@ -237,7 +239,7 @@ def test_keys_that_were_evicted_or_reset_stay_away(service: Service) -> None:
         assert one.opened.generation == 2
 
 
-def test_the_least_recent_goes_first_also_after_a_restart(service: Service) -> None:
+def test_the_least_recent_goes_first_also_after_a_restart(service: RestartedService) -> None:
     with service.engine() as one:
         blocks = one.opened.num_blocks
         for first in range(0, blocks, 16):
@@ -252,7 +254,7 @@ def test_the_least_recent_goes_first_also_after_a_restart(service: Service) -> N
         assert one.lookup(0, 15) == [Lookup.MISS] * 2
 
 
-def test_bytes_that_changed_meanwhile_are_never_loaded(anywhere: Service) -> None:
+def test_bytes_that_changed_meanwhile_are_never_loaded(anywhere: RestartedService) -> None:
     with anywhere.engine() as one:
         content = one.fill(range(4), seed=1)
         assert one.store(range(4), keys(1, 2)).success
@@ -275,7 +277,7 @@ def test_bytes_that_changed_meanwhile_are_never_loaded(anywhere: Service) -> Non
 
 
 def test_a_block_that_changes_while_the_daemon_runs_is_found_by_the_scrub(tmp_path: Path) -> None:
-    service = Service(tmp_path, integrity_scrub_rate="1GiB")
+    service = RestartedService(tmp_path, integrity_scrub_rate="1GiB")
     with service.manager:
         service.start()
         with service.engine() as one:
@@ -289,7 +291,7 @@ def test_a_block_that_changes_while_the_daemon_runs_is_found_by_the_scrub(tmp_pa
         assert "host blocks corrupt" in service.manager.log()
 
 
-def test_an_engines_own_blocks_come_back_by_their_numbers(anywhere: Service) -> None:
+def test_an_engines_own_blocks_come_back_by_their_numbers(anywhere: RestartedService) -> None:
     with anywhere.engine(namespace=False) as one:
         content = one.fill(range(4), seed=3)
         assert one.run((GPULoadStoreSpec(range(4)), CPULoadStoreSpec([7, 9]))).success
@@ -308,7 +310,9 @@ def test_an_engines_own_blocks_come_back_by_their_numbers(anywhere: Service) -> 
 
 
 @pytest.mark.parametrize("option", ["pool_bytes", "pool_chunk"])
-def test_a_pool_of_another_shape_begins_empty_and_says_so(service: Service, option: str) -> None:
+def test_a_pool_of_another_shape_begins_empty_and_says_so(
+    service: RestartedService, option: str
+) -> None:
     with service.engine() as one:
         assert one.store([0, 1], keys(1)).success
         await_committed(service.manager, 1)
@@ -335,7 +339,9 @@ MISTAKES: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_who_refuses_to_start_leaves_all_that_was_kept(service: Service, mistake: str) -> None:
+def test_who_refuses_to_start_leaves_all_that_was_kept(
+    service: RestartedService, mistake: str
+) -> None:
     """The line is mended, and the cache is there."""
     with service.engine() as one:
         content = one.fill(range(2), seed=1)
@@ -368,7 +374,7 @@ app.main()
 """
 
 
-def test_who_finds_no_room_on_the_device_leaves_it_too(service: Service) -> None:
+def test_who_finds_no_room_on_the_device_leaves_it_too(service: RestartedService) -> None:
     """copy.staging is tried once all else is there; here with another pool, as in one edit."""
     with service.engine() as one:
         assert one.store([0, 1], keys(1)).success
@@ -387,7 +393,7 @@ def test_who_finds_no_room_on_the_device_leaves_it_too(service: Service) -> None
 
 
 def test_a_first_start_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
-    service = Service(tmp_path)
+    service = RestartedService(tmp_path)
     with service.manager:
         assert service.refused(events_publish="tcp://nowhere") == 2, service.manager.log()
         assert service.manager.names == []
@@ -395,7 +401,7 @@ def test_a_first_start_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("at", "data"), [(0, b"kvferry0"), (4096 + 12, b"\xff\xff\xff")])
 def test_a_ledger_of_another_version_or_a_damaged_one_is_given_up(
-    service: Service, at: int, data: bytes
+    service: RestartedService, at: int, data: bytes
 ) -> None:
     with service.engine() as one:
         assert one.store([0, 1], keys(1)).success
@@ -413,7 +419,7 @@ def test_a_ledger_of_another_version_or_a_damaged_one_is_given_up(
 
 
 def test_nothing_is_kept_where_that_is_not_wanted(tmp_path: Path) -> None:
-    service = Service(tmp_path, pool_keep="false")
+    service = RestartedService(tmp_path, pool_keep="false")
     with service.manager:
         service.start()
         with service.engine() as one:
@@ -421,7 +427,7 @@ def test_nothing_is_kept_where_that_is_not_wanted(tmp_path: Path) -> None:
         assert service.manager.names == []
 
 
-def test_what_was_kept_goes_where_keeping_is_not_wanted_any_more(service: Service) -> None:
+def test_what_was_kept_goes_where_keeping_is_not_wanted_any_more(service: RestartedService) -> None:
     with service.engine() as one:
         assert one.store([0, 1], keys(1)).success
         await_committed(service.manager, 1)
@@ -431,7 +437,7 @@ def test_what_was_kept_goes_where_keeping_is_not_wanted_any_more(service: Servic
         assert one.lookup(1) == [Lookup.MISS]
 
 
-def test_a_region_that_gave_its_room_away_does_not_come_back(service: Service) -> None:
+def test_a_region_that_gave_its_room_away_does_not_come_back(service: RestartedService) -> None:
     with service.engine("old", namespace=False) as old:
         assert old.run((GPULoadStoreSpec(range(2)), CPULoadStoreSpec([0]))).success
         await_committed(service.manager, 1)

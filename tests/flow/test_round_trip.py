@@ -22,7 +22,7 @@ from kvferry.client import (
     shared_empty,
 )
 from kvferry.proto.specs import MAX_BLOCK_IDS
-from kvferry.testing.engine import Engine, GroupOptions, StartEngine
+from kvferry.testing.engine import GroupOptions, SmallEngine, StartSmallEngine
 
 WRITTEN, SPOILED = 1, 2
 SHAPES: dict[str, dict[str, Any]] = {
@@ -48,7 +48,7 @@ TWO_GROUPS = (GroupOptions(2, (4, 2, 8)), GroupOptions(3, (2, 1, 8)))
 
 
 def check_moved(
-    engine: Engine,
+    engine: SmallEngine,
     src: Sequence[Sequence[int]],
     host: Sequence[int],
     dst: Sequence[Sequence[int]],
@@ -87,7 +87,7 @@ def shuffled(*counts: int, of: int = 32) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_layout(start_engine: StartEngine, daemon: LocalDaemon, shape: str) -> None:
+def test_every_layout(start_engine: StartSmallEngine, daemon: LocalDaemon, shape: str) -> None:
     groups = (GroupOptions(2, (8, 2, 8)),)
     engine = start_engine(daemon, **{"groups": groups, **SHAPES[shape]}, block_size_factor=2)
     src, dst = shuffled(9, 9)
@@ -100,7 +100,7 @@ def test_every_layout(start_engine: StartEngine, daemon: LocalDaemon, shape: str
 )
 @pytest.mark.parametrize("daemon_owned", [False, True], ids=["engine-owned", "daemon-owned"])
 def test_partial_host_blocks(
-    start_engine: StartEngine,
+    start_engine: StartSmallEngine,
     daemon: LocalDaemon,
     factor: int,
     first: int,
@@ -119,7 +119,7 @@ def test_partial_host_blocks(
 )
 @pytest.mark.parametrize("daemon_owned", [False, True], ids=["engine-owned", "daemon-owned"])
 def test_groups(
-    start_engine: StartEngine,
+    start_engine: StartSmallEngine,
     daemon: LocalDaemon,
     sizes: tuple[int, int],
     firsts: tuple[int, int],
@@ -131,14 +131,16 @@ def test_groups(
     check_moved(engine, [a, b], shuffled(hosts)[0], [c, d], firsts)
 
 
-def test_groups_that_share_tensors(start_engine: StartEngine, daemon: LocalDaemon) -> None:
+def test_groups_that_share_tensors(start_engine: StartSmallEngine, daemon: LocalDaemon) -> None:
     groups = (GroupOptions(), GroupOptions())
     engine = start_engine(daemon, groups=groups, shared_groups=True, block_size_factor=2)
     a, b, c, d = shuffled(4, 5, 4, 5)
     check_moved(engine, [a, b], shuffled(5)[0], [c, d], [0, 0])
 
 
-def test_group_blocks_with_the_same_ids(start_engine: StartEngine, daemon: LocalDaemon) -> None:
+def test_group_blocks_with_the_same_ids(
+    start_engine: StartSmallEngine, daemon: LocalDaemon
+) -> None:
     """Groups that share nothing number their blocks each for themselves."""
     engine = start_engine(daemon, groups=TWO_GROUPS)
     src, dst = shuffled(4, 4)
@@ -146,7 +148,7 @@ def test_group_blocks_with_the_same_ids(start_engine: StartEngine, daemon: Local
 
 
 def test_a_store_touches_its_own_sub_blocks_only(
-    start_engine: StartEngine, daemon: LocalDaemon
+    start_engine: StartSmallEngine, daemon: LocalDaemon
 ) -> None:
     """The whole region is filled, some of it stored over, and all of it read back."""
     engine = start_engine(daemon, num_blocks=48, block_size_factor=4, host_bytes=6 * 4 * 512)
@@ -164,7 +166,7 @@ def test_a_store_touches_its_own_sub_blocks_only(
 
 @pytest.mark.parametrize("dtype", ["int32", "int64", "uint8", "uint64", ">i4"])
 def test_ids_of_any_integer_type(
-    start_engine: StartEngine, daemon: LocalDaemon, dtype: str
+    start_engine: StartSmallEngine, daemon: LocalDaemon, dtype: str
 ) -> None:
     """Also arrays that are not contiguous."""
     engine = start_engine(daemon)
@@ -198,7 +200,7 @@ def test_the_longest_list_of_blocks(kvferryd: LocalDaemon) -> None:
     assert torch.equal(tensor[:, 0], content)
 
 
-def test_many_pieces(start_engine: StartEngine, daemon: LocalDaemon) -> None:
+def test_many_pieces(start_engine: StartSmallEngine, daemon: LocalDaemon) -> None:
     """A transfer larger than what is in flight at once, in one job each way."""
     groups = (GroupOptions(2, (64, 8, 64)),)
     engine = start_engine(
@@ -214,7 +216,7 @@ def test_many_pieces(start_engine: StartEngine, daemon: LocalDaemon) -> None:
 
 
 def test_large_jobs_that_wait_for_a_kernel_and_for_each_other(
-    start_engine: StartEngine, daemon: LocalDaemon
+    start_engine: StartSmallEngine, daemon: LocalDaemon
 ) -> None:
     """What they need is made ready meanwhile, by the loop."""
     groups = (GroupOptions(2, (64, 8, 64)),)

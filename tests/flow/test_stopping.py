@@ -10,7 +10,7 @@ import time
 import pytest
 
 from kvferry.client import Code, Gone, LocalDaemon, OffloadClient
-from kvferry.testing.engine import Engine, StartEngine, until
+from kvferry.testing.engine import SmallEngine, StartSmallEngine, until
 from kvferry.testing.plugin import StartKvferryd
 
 NEVER = 1 << 40
@@ -27,7 +27,7 @@ def ended(daemon: LocalDaemon) -> int:
     return status
 
 
-def check_told(engine: Engine) -> None:
+def check_told(engine: SmallEngine) -> None:
     """The scheduler's client knows that the daemon is gone, and every verb says so in time."""
     began = time.monotonic()
     engine.poll()
@@ -46,7 +46,7 @@ def slow(start_kvferryd: StartKvferryd) -> LocalDaemon:
     return start_kvferryd(reference_stall=0.15, stop_drain_seconds=5)
 
 
-def test_running_jobs_are_drained(start_engine: StartEngine, slow: LocalDaemon) -> None:
+def test_running_jobs_are_drained(start_engine: StartSmallEngine, slow: LocalDaemon) -> None:
     engine = start_engine(slow)
     jobs = [engine.store([i], [i]) for i in range(4)]
     engine.client.status()
@@ -58,7 +58,7 @@ def test_running_jobs_are_drained(start_engine: StartEngine, slow: LocalDaemon) 
     check_told(engine)
 
 
-def test_no_new_work_while_draining(start_engine: StartEngine, slow: LocalDaemon) -> None:
+def test_no_new_work_while_draining(start_engine: StartSmallEngine, slow: LocalDaemon) -> None:
     engine = start_engine(slow)
     jobs = [engine.store([i], [i]) for i in range(6)]
     engine.client.status()
@@ -78,7 +78,7 @@ def test_no_new_work_while_draining(start_engine: StartEngine, slow: LocalDaemon
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_held_jobs_are_cancelled(
-    start_engine: StartEngine, start_kvferryd: StartKvferryd, number: signal.Signals
+    start_engine: StartSmallEngine, start_kvferryd: StartKvferryd, number: signal.Signals
 ) -> None:
     daemon = start_kvferryd(stop_drain_seconds=0.2)
     engine = start_engine(daemon)
@@ -98,7 +98,7 @@ def test_held_jobs_are_cancelled(
 
 @pytest.mark.parametrize("instead", ["nothing", "a file"])
 def test_a_folder_that_is_not_ours_any_more(
-    start_engine: StartEngine, kvferryd: LocalDaemon, instead: str
+    start_engine: StartSmallEngine, kvferryd: LocalDaemon, instead: str
 ) -> None:
     """Its files cannot be taken away, as where another user was given them: all else is done."""
     engine = start_engine(kvferryd)
@@ -111,7 +111,7 @@ def test_a_folder_that_is_not_ours_any_more(
 
 
 def test_somebody_who_waits_is_told(
-    start_engine: StartEngine, start_kvferryd: StartKvferryd
+    start_engine: StartSmallEngine, start_kvferryd: StartKvferryd
 ) -> None:
     """In the scheduler, and in the worker, which did not submit the job."""
     daemon = start_kvferryd(stop_drain_seconds=0.2)
@@ -126,7 +126,9 @@ def test_somebody_who_waits_is_told(
     assert engine.finish(job)[0].outcome == "cancelled"
 
 
-def test_an_idle_daemon_stops_at_once(start_engine: StartEngine, kvferryd: LocalDaemon) -> None:
+def test_an_idle_daemon_stops_at_once(
+    start_engine: StartSmallEngine, kvferryd: LocalDaemon
+) -> None:
     engine = start_engine(kvferryd)
     began = time.monotonic()
     assert kvferryd.stop() == 0
@@ -135,7 +137,7 @@ def test_an_idle_daemon_stops_at_once(start_engine: StartEngine, kvferryd: Local
     until(lambda: raises_gone(engine))
 
 
-def raises_gone(engine: Engine) -> bool:
+def raises_gone(engine: SmallEngine) -> bool:
     try:
         engine.client.status(timeout=1)
     except Gone as gone:

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.proto.status import HealthStatus
-from kvferry.testing.engine import StartEngine, until
+from kvferry.testing.engine import StartSmallEngine, until
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +20,7 @@ def health(client: OffloadClient) -> HealthStatus:
 
 
 @pytest.mark.parametrize("mode", ["auto", "direct", "staged"])
-def test_a_block_comes_back_again_and_again(mode: str, start_engine: StartEngine) -> None:
+def test_a_block_comes_back_again_and_again(mode: str, start_engine: StartSmallEngine) -> None:
     with LocalDaemon("0", pool_bytes=64 << 20, copy_mode=mode, health_every_seconds=0.05) as daemon:
         engine = start_engine(daemon, device="cuda:0")
         until(lambda: health(engine.client).healthy, 60)

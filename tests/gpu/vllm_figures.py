@@ -38,7 +38,7 @@ from typing import Any, TypeAlias
 from support.vllm_process import (
     LARGE,
     VLLM,
-    Daemon,
+    GpuDaemon,
     PegaFlow,
     Prompts,
     kv_bytes,
@@ -184,7 +184,7 @@ def engines(chosen: Any, names: list[str], model: Record, **options: Any) -> Ite
         for name in names:
             connector, _, tree = name.partition("@")
             if connector == "kvferry":
-                daemon = running.enter_context(Daemon(pool=f"{chosen.host_gib}GiB", tree=tree))
+                daemon = running.enter_context(GpuDaemon(pool=f"{chosen.host_gib}GiB", tree=tree))
                 extras[name] = {"kvferry_dirs": daemon.directory, "cpu_bytes_to_use": host}
                 extras[name] |= chosen.extra
             if connector == "pegaflow":

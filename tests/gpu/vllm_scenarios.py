@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from support.sensitive_weights import TIE, apart
-from support.vllm_process import CONNECTORS, VLLM, Daemon, make_prompts
+from support.vllm_process import CONNECTORS, VLLM, GpuDaemon, make_prompts
 
 TOKENS = 2048
 POOL = 4 << 30
@@ -35,7 +35,7 @@ def check(what: str, fine: bool, **figures: Any) -> None:
     findings.append({"what": what, "fine": fine, **figures})
 
 
-def over(*daemons: Daemon, **options: Any) -> VLLM:
+def over(*daemons: GpuDaemon, **options: Any) -> VLLM:
     """An engine over these daemons, one a rank."""
     folders = [daemon.directory for daemon in daemons]
     extra = {"cpu_bytes_to_use": POOL * len(folders), "kvferry_dirs": folders}
@@ -62,7 +62,7 @@ def hits(outputs: list[dict[str, Any]]) -> list[int]:
     return [one["cached"] for one in outputs]
 
 
-def restart(daemon: Daemon) -> None:
+def restart(daemon: GpuDaemon) -> None:
     asked = make_prompts(4, 1, TOKENS)
     first = over(daemon)
     before = first.generate(asked)
@@ -75,7 +75,7 @@ def restart(daemon: Daemon) -> None:
     check_same("and says the same", before, after)
 
 
-def share(daemon: Daemon) -> None:
+def share(daemon: GpuDaemon) -> None:
     asked = make_prompts(4, 2, TOKENS)
     with over(daemon) as first:
         before = first.generate(asked)
@@ -87,7 +87,7 @@ def share(daemon: Daemon) -> None:
     check_same("and says the same", before, after)
 
 
-def daemon_killed(daemon: Daemon) -> None:
+def daemon_killed(daemon: GpuDaemon) -> None:
     asked = make_prompts(256, 3, TOKENS, shared=TOKENS // 2)
     tokens = 64
     with over(daemon, max_num_seqs=16) as running:
@@ -124,7 +124,7 @@ def hits_come_back(running: VLLM) -> list[int]:
     return cached
 
 
-def same_outputs(daemon: Daemon) -> None:
+def same_outputs(daemon: GpuDaemon) -> None:
     """A small KV cache: requests are preempted, and their prefixes come from the host."""
     asked = make_prompts(40, 5, 1024, shared=512) + make_prompts(40, 6, 3000)
     asked = [asked[i % len(asked)] for i in range(240)]
@@ -139,7 +139,7 @@ def same_outputs(daemon: Daemon) -> None:
     check_same("outputs with offloading", expected, found, cached=sum(hits(found)))
 
 
-def resets(daemon: Daemon) -> None:
+def resets(daemon: GpuDaemon) -> None:
     """The host's cache is emptied with the GPU's, between requests and again and again."""
     asked = make_prompts(16, 7, TOKENS)
     with over(daemon) as running:
@@ -160,7 +160,7 @@ def reset_and_ask(running: VLLM, asked: list[list[int]]) -> list[dict[str, Any]]
     return running.generate(asked)
 
 
-def aborted(daemon: Daemon) -> None:
+def aborted(daemon: GpuDaemon) -> None:
     """Requests are aborted as they wait, load, prefill and decode; and end at a block's last token.
 
     Of those 64 at most 16 run at a time.
@@ -194,7 +194,7 @@ def aborted(daemon: Daemon) -> None:
         check_same("behind a last token at a block's end", computed, found)
 
 
-def multi(daemon: Daemon) -> None:
+def multi(daemon: GpuDaemon) -> None:
     """Under vLLM's MultiConnector; the daemon is killed under load there, too."""
     asked = make_prompts(64, 13, TOKENS)
     extra = {"cpu_bytes_to_use": POOL, "kvferry_dirs": [daemon.directory]}
@@ -221,7 +221,7 @@ def tampered() -> None:
     """Host memory is changed behind the daemon's back, which changes outputs until it is found."""
     asked = make_prompts(8, 8, TOKENS)
     for scrub_rate in ("0", "16GiB"):
-        with Daemon(integrity_scrub_rate=scrub_rate) as daemon, over(daemon) as running:
+        with GpuDaemon(integrity_scrub_rate=scrub_rate) as daemon, over(daemon) as running:
             before = running.generate(asked)
             running.settle()
             time.sleep(3)  # until what was stored is committed
@@ -265,7 +265,7 @@ def tensor_parallel() -> None:
     """Two ranks, a daemon each: kept over a restart, right, and with one daemon killed."""
     asked = make_prompts(8, 9, TOKENS)
     two: dict[str, Any] = {"tensor_parallel_size": 2}
-    with Daemon(0) as one, Daemon(1) as other:
+    with GpuDaemon(0) as one, GpuDaemon(1) as other:
         with VLLM("none", **ENGINE, **two) as plain:
             expected = plain.generate(asked)
         first = over(one, other, **two)
@@ -289,7 +289,7 @@ def tensor_parallel() -> None:
             check("offloading is back with it", min(cached) >= TOKENS - 64, cached=cached)
 
 
-SHARED: dict[str, Callable[[Daemon], None]] = {
+SHARED: dict[str, Callable[[GpuDaemon], None]] = {
     "restart": restart,
     "share": share,
     "same-outputs": same_outputs,
@@ -317,7 +317,7 @@ def main() -> None:
         began = time.monotonic()
         print(f"-- {name}", flush=True)
         if name in SHARED:
-            with Daemon() as daemon:
+            with GpuDaemon() as daemon:
                 SHARED[name](daemon)
         else:
             OWN[name]()

@@ -47,7 +47,7 @@ Cell: TypeAlias = tuple[int, int]
 
 
 @dataclass
-class Job:
+class ModelStore:
     serial: int
     direction: Direction
     group: int
@@ -70,13 +70,13 @@ class Cells:
             self.unverified.discard(cell)
 
 
-class Machine(RuleBasedStateMachine):
+class BlockStatesMachine(RuleBasedStateMachine):
     sizes = 1
 
     def __init__(self) -> None:
         super().__init__()
         self.serials = count(1)
-        self.queue: list[Job] = []
+        self.queue: list[ModelStore] = []
         self.done: set[int] = set()
 
     @initialize()
@@ -92,13 +92,13 @@ class Machine(RuleBasedStateMachine):
 
     def resolve(
         self, direction: Direction, group: int, hosts: list[int], skip: int, cut: int
-    ) -> Job:
+    ) -> ModelStore:
         number = max(0, len(hosts) * FACTOR - skip - cut)
         cells = [(host, sub) for host in hosts for sub in range(FACTOR)][skip : skip + number]
         sizes = tuple(number * (g == group) for g in range(self.sizes))
         gpu = GPULoadStoreSpec(range(number), sizes, (skip,) * self.sizes)
         blocks = self.geometry.resolve(direction, gpu, np.array(hosts, dtype=np.int64))
-        return Job(next(self.serials), direction, group, blocks, cells)
+        return ModelStore(next(self.serials), direction, group, blocks, cells)
 
     @rule(**SHAPES)
     def store(self, group: int, hosts: list[int], skip: int, cut: int) -> None:
@@ -182,5 +182,5 @@ class Machine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("sizes", PAGES)
 def test_what_loads_by_number_is_what_a_store_completed(sizes: int) -> None:
-    machine = type("Machine", (Machine,), {"sizes": sizes})
+    machine = type("BlockStatesMachine", (BlockStatesMachine,), {"sizes": sizes})
     run_state_machine_as_test(machine, settings=settings(max_examples=150, stateful_step_count=40))

@@ -107,13 +107,13 @@ class PlainARC:
 PLAIN: dict[str, Callable[[int], PlainLRU | PlainARC]] = {"lru": PlainLRU, "arc": PlainARC}
 
 
-class Job(NamedTuple):
+class ModelCacheJob(NamedTuple):
     handle: Reservation | Pins
     epoch: int
     """How many resets there were before it."""
 
 
-class World:
+class CacheModel:
     def __init__(self, policy: str, capacity: int, threshold: int) -> None:
         self.policy_name, self.capacity, self.threshold = policy, capacity, threshold
         self.epoch = 0
@@ -132,8 +132,8 @@ class World:
         """Ready keys that a daemon before this one stored."""
         self.condemned: dict[bytes, int] = {}
         """Keys that were discarded while pinned, and their blocks."""
-        self.jobs: list[Job] = []
-        self.ended: list[Job] = []
+        self.jobs: list[ModelCacheJob] = []
+        self.ended: list[ModelCacheJob] = []
         self.offers: Counter[bytes] = Counter()
         self.counts: Counter[str] = Counter()
         self.mirror: dict[bytes, str] = {}
@@ -209,7 +209,7 @@ class World:
         self.counts["evictions"] += len(expected)
         self.state.update(dict.fromkeys(wanted, PENDING))
         self.where.update(zip(answer.keys, answer.blocks, strict=True))
-        self.jobs.append(Job(answer, self.epoch))
+        self.jobs.append(ModelCacheJob(answer, self.epoch))
 
     def ending(self, kind: type, which: int) -> Any:
         """A job of this kind, off the books; None where there is none."""
@@ -248,7 +248,7 @@ class World:
             return
         pins = self.cache.prepare_load(keys)
         assert list(pins.blocks) == [self.where[key] for key in keys]
-        self.jobs.append(Job(pins, self.epoch))
+        self.jobs.append(ModelCacheJob(pins, self.epoch))
 
     def unpin(self, which: int) -> None:
         if job := self.ending(Pins, which):
@@ -383,7 +383,7 @@ STEPS = st.lists(
 
 
 def take(
-    world: World,
+    world: CacheModel,
     name: str,
     keys: list[bytes],
     which: int,
@@ -416,7 +416,7 @@ def take(
 def test_every_answer_is_what_the_model_says(
     policy: str, capacity: int, threshold: int, patient: bool, steps: list[Step]
 ) -> None:
-    world = World(policy, capacity, threshold)
+    world = CacheModel(policy, capacity, threshold)
     for step in steps:
         take(world, *step)
         world.check()

@@ -19,7 +19,7 @@ from kvferry.daemon.core.actions import (
     Action,
     MapTensors,
     ReleaseTensors,
-    Send,
+    SendMessage,
     TensorsMapped,
     TensorsUnmapped,
     UnmapTensors,
@@ -49,7 +49,7 @@ steps = st.lists(
 
 
 @dataclass(eq=False)
-class Memory:
+class ModelMemory:
     """What one Map allocated, and for whom."""
 
     layout: KVLayout
@@ -57,12 +57,12 @@ class Memory:
 
 
 @dataclass
-class World:
+class KeptTensorsModel:
     core: Core
     orders: deque[Action] = field(default_factory=deque)
-    held: dict[int, Memory] = field(default_factory=dict)
+    held: dict[int, ModelMemory] = field(default_factory=dict)
     """What the lane holds, by registration."""
-    mapped: dict[int, Memory] = field(default_factory=dict)
+    mapped: dict[int, ModelMemory] = field(default_factory=dict)
     sessions: dict[str, str] = field(default_factory=dict)
     """The session of each engine that is here."""
     numbers: count[int] = field(default_factory=lambda: count(1))
@@ -102,7 +102,7 @@ class World:
             a for a in actions if isinstance(a, MapTensors | UnmapTensors | ReleaseTensors)
         )
         for action in actions:
-            if isinstance(action, Send) and isinstance(action.message, wire.Released):
+            if isinstance(action, SendMessage) and isinstance(action.message, wire.Released):
                 assert action.message.nbytes > 0
 
     def work(self) -> None:
@@ -121,7 +121,7 @@ class World:
         layout = msgspec.convert(wanted.geometry.layout.to_lists(), KVLayout)
         if self.failing:
             return TensorsMapped(number, wanted.session, ErrorInfo(Code.DRIVER, "out of memory"))
-        memory, reused = Memory(layout, wanted.session[0]), False
+        memory, reused = ModelMemory(layout, wanted.session[0]), False
         if wanted.reuse is not None and wanted.reuse in self.held:
             memory, reused = self.held[wanted.reuse], True
             assert (memory.layout, memory.engine) == (layout, wanted.session[0])
@@ -150,7 +150,7 @@ class World:
 def test_the_lane_holds_what_the_status_shows(script: list[Step]) -> None:
     device = told.DeviceInfo("cpu", "cpu", "host memory")
     limits = told.Limits(1 << 20, 1 << 10, 8)
-    world = World(Core(DaemonIdentity("0.1", "boot", 1, device, limits), POOL, 0.0))
+    world = KeptTensorsModel(Core(DaemonIdentity("0.1", "boot", 1, device, limits), POOL, 0.0))
     for step in script:
         world.take(step)
     world.check()

@@ -38,7 +38,7 @@ from kvferry.daemon.core.actions import (
     FreeDeferred,
     MapTensors,
     PublishKVEvents,
-    Send,
+    SendMessage,
     SendStream,
     StartTransfer,
     TensorsMapped,
@@ -128,14 +128,14 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Request:
+class ModelRequest:
     gpu: GPULoadStoreSpec
     keys: tuple[bytes, ...]
     places: tuple[Place, ...]
 
 
 @st.composite
-def requests(draw: st.DrawFn, layout: KVLayout, letters: Sequence[Sequence[bytes]]) -> Request:
+def requests(draw: st.DrawFn, layout: KVLayout, letters: Sequence[Sequence[bytes]]) -> ModelRequest:
     """Some of these keys for each group, the first and last host block of them perhaps in part."""
     factor, gpu_blocks = layout.block_size_factor, count(draw(st.integers(0, 20)))
     sizes, indices, names = list[int](), list[int](), list[bytes]()
@@ -157,7 +157,7 @@ def requests(draw: st.DrawFn, layout: KVLayout, letters: Sequence[Sequence[bytes
         indices.append(skip + factor * draw(st.integers(0, 1)))
         names += keys
     gpu = GPULoadStoreSpec([place.gpu_block for place in places], tuple(sizes), tuple(indices))
-    return Request(gpu, tuple(names), tuple(places))
+    return ModelRequest(gpu, tuple(names), tuple(places))
 
 
 def copies(plan: CopyPlan) -> list[tuple[int, int, int]]:
@@ -182,12 +182,12 @@ class Held:
 
 
 @dataclass(eq=False)
-class Job:
+class ModelJob:
     serial: int
     direction: Direction
     session: str | None
     """Who wants to hear of it."""
-    claim: Claim
+    claim: ModelRegistration
     generation: int
     held: dict[bytes, Held]
     """What it stores, or what it loads."""
@@ -200,7 +200,7 @@ class Job:
 
 
 @dataclass(eq=False)
-class Claim:
+class ModelRegistration:
     """An engine's registration, as the lane sees it."""
 
     number: int
@@ -216,7 +216,7 @@ class Claim:
         return self.mapped and not self.leaving
 
 
-class Mirror:
+class ModelMirror:
     """What somebody makes of the news."""
 
     def __init__(self, stream: Iterator[Any] | None = None, generation: int = 1) -> None:
@@ -288,15 +288,15 @@ class Space:
     generation: int = 1
     """One more with each reset."""
     sessions: dict[str, str] = field(default_factory=dict)
-    claims: set[Claim] = field(default_factory=set)
+    claims: set[ModelRegistration] = field(default_factory=set)
     ready: dict[bytes, Held] = field(default_factory=dict)
     pending: dict[bytes, Held] = field(default_factory=dict)
     pins: dict[str, dict[bytes, list[tuple[int, Held] | None]]] = field(default_factory=dict)
     """By session; (generation, block) or None, of what was not there."""
     offers: Counter[bytes] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
-    followers: dict[str, Mirror] = field(default_factory=dict)
-    listener: Mirror = field(default_factory=Mirror)
+    followers: dict[str, ModelMirror] = field(default_factory=dict)
+    listener: ModelMirror = field(default_factory=ModelMirror)
 
     @property
     def name(self) -> str:
@@ -425,7 +425,7 @@ def needs(what: str) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]
     return decorate
 
 
-class World(RuleBasedStateMachine):
+class NamespacesModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.draw: Any = None
@@ -439,10 +439,10 @@ class World(RuleBasedStateMachine):
         """Of requests, and of jobs."""
         self.engine_of: dict[str, str] = {}
         self.spaces: dict[told.Fingerprint, Space] = {}
-        self.holders: dict[str, Claim] = {}
+        self.holders: dict[str, ModelRegistration] = {}
         self.waiting: dict[str, Foresee] = {}
         """session -> what it asked for, where who leaves had it then"""
-        self.jobs: dict[int, Job] = {}
+        self.jobs: dict[int, ModelJob] = {}
         self.lost: list[Space] = []
         """Those that have just given their room away."""
         self.newcomer = 0
@@ -515,20 +515,20 @@ class World(RuleBasedStateMachine):
         return [session for session, engine in self.engine_of.items() if engine in holders]
 
     @property
-    def opening(self) -> list[Claim]:
+    def opening(self) -> list[ModelRegistration]:
         return [claim for claim in self.holders.values() if not claim.mapped]
 
     @property
-    def closing(self) -> list[Claim]:
+    def closing(self) -> list[ModelRegistration]:
         return [claim for claim in self.holders.values() if claim.leaving]
 
     @property
-    def reading(self) -> list[Mirror]:
+    def reading(self) -> list[ModelMirror]:
         """Followers who have not read all of their snapshot."""
         mirrors = [mirror for s in self.spaces.values() for mirror in s.followers.values()]
         return [mirror for mirror in mirrors if mirror.stream is not None]
 
-    def jobs_of(self, space: Space, *, past: bool) -> list[Job]:
+    def jobs_of(self, space: Space, *, past: bool) -> list[ModelJob]:
         jobs = self.jobs.values()
         return [
             job
@@ -658,9 +658,9 @@ class World(RuleBasedStateMachine):
             unlike,
             space.generation,
         )
-        return partial(self.opened, space, Send(session, opened))
+        return partial(self.opened, space, SendMessage(session, opened))
 
-    def opened(self, space: Space, expected: Send, actions: list[Any]) -> None:
+    def opened(self, space: Space, expected: SendMessage, actions: list[Any]) -> None:
         assert actions == [expected]
         space.start = self.core._namespaces._all[space.name].region.start
 
@@ -716,7 +716,7 @@ class World(RuleBasedStateMachine):
             del space.sessions[session], space.pins[session]
             space.followers.pop(session, None)
             self.settle(space)
-        expected: list[Action] = [Send(session, wire.Goodbye())] if polite else []
+        expected: list[Action] = [SendMessage(session, wire.Goodbye())] if polite else []
         expected.append(CloseSession(session))
         given_up: defaultdict[int, list[int]] = defaultdict(list)
         for job in self.jobs.values():
@@ -769,12 +769,12 @@ class World(RuleBasedStateMachine):
         unlike = self.bound(space) and space.layout not in (None, layout)
         if unlike or layout.host_block_bytes > space.fingerprint.host_block_bytes:
             return Code.NAMESPACE_MISMATCH
-        claim = Claim(0, engine, session, space, layout)
+        claim = ModelRegistration(0, engine, session, space, layout)
         self.holders[engine], space.layout = claim, layout
         space.claims.add(claim)
         return partial(self.begins, claim)
 
-    def begins(self, claim: Claim, actions: list[Any]) -> None:
+    def begins(self, claim: ModelRegistration, actions: list[Any]) -> None:
         (mapping,) = actions
         assert isinstance(mapping, MapTensors)
         assert mapping.session == claim.session
@@ -784,7 +784,7 @@ class World(RuleBasedStateMachine):
     def lane_maps(self) -> None:
         self.map(self.one_of(self.opening), self.one_of([True, True, False]))
 
-    def map(self, claim: Claim, works: bool) -> None:
+    def map(self, claim: ModelRegistration, works: bool) -> None:
         claim.mapped = True
         error = None if works else ErrorInfo(Code.MAP_FAILED, "no memory")
         actions = self.hear(self.core.report(TensorsMapped(claim.number, claim.session, error)))
@@ -799,7 +799,7 @@ class World(RuleBasedStateMachine):
             self.error(actions, claim.session, Code.MAP_FAILED)
             self.release(claim)
 
-    def release(self, claim: Claim) -> None:
+    def release(self, claim: ModelRegistration) -> None:
         del self.holders[claim.engine]
         claim.space.claims.remove(claim)
         self.settle(claim.space)
@@ -808,7 +808,7 @@ class World(RuleBasedStateMachine):
     def lane_unmaps(self) -> None:
         self.unmap(self.one_of(self.closing), self.draw(ENDS))
 
-    def unmap(self, claim: Claim, outcome: Outcome) -> None:
+    def unmap(self, claim: ModelRegistration, outcome: Outcome) -> None:
         if not claim.mapped:
             self.map(claim, works=True)
         for job in [job for job in self.jobs.values() if job.claim is claim]:
@@ -861,7 +861,7 @@ class World(RuleBasedStateMachine):
             self.end(job, at_once)
         return None
 
-    def replaced(self, space: Space, request: Request) -> set[bytes]:
+    def replaced(self, space: Space, request: ModelRequest) -> set[bytes]:
         """Keys stored in part of which this request has all that is there, and more."""
         found = set()
         for key in space.ready.keys() & set(request.keys) - self.pinned(space):
@@ -879,7 +879,7 @@ class World(RuleBasedStateMachine):
         letters = self.one_of([ready, ready, LETTERS])
         self.load_by_key(session, claim, self.draw(requests(claim.layout, letters)))
 
-    def load_by_key(self, session: str, claim: Claim, request: Request) -> None:
+    def load_by_key(self, session: str, claim: ModelRegistration, request: ModelRequest) -> None:
         ready, spec = claim.space.ready, KeyLoadStoreSpec(request.keys, 1)  # not compared
         actions = self.ask(session, wire.Submit(next(self.numbers), spec, request.gpu))
         if any(p.key not in ready or p.sub not in ready[p.key].subs for p in request.places):
@@ -894,10 +894,10 @@ class World(RuleBasedStateMachine):
         self,
         actions: list[Any],
         session: str,
-        claim: Claim,
+        claim: ModelRegistration,
         direction: Direction,
         places: Sequence[Place],
-    ) -> Job:
+    ) -> ModelJob:
         """A plan copies these places and no others, inside the region, each key in one block."""
         (start,) = actions
         assert isinstance(start, StartTransfer)
@@ -922,7 +922,7 @@ class World(RuleBasedStateMachine):
             assert held.setdefault(place.key, one).at == at
             cells.append((offset, nbytes, (one.serial, place.key, place.sub)))
         assert plan.nbytes == sum(nbytes for _, nbytes, _ in cells)
-        job = Job(plan.serial, direction, session, claim, space.generation, held, cells)
+        job = ModelJob(plan.serial, direction, session, claim, space.generation, held, cells)
         self.jobs[job.serial] = job
         return job
 
@@ -956,7 +956,7 @@ class World(RuleBasedStateMachine):
     def lane_ends(self) -> None:
         self.end(self.jobs[self.one_of(self.jobs)], self.draw(ENDS))
 
-    def end(self, job: Job, outcome: Outcome) -> None:
+    def end(self, job: ModelJob, outcome: Outcome) -> None:
         space, done = job.space, outcome is Outcome.DONE
         del self.jobs[job.serial]
         if job.direction is Direction.LOAD:
@@ -1046,7 +1046,7 @@ class World(RuleBasedStateMachine):
         space.generation += 1
         space.offers.clear()
         number = next(self.numbers)
-        assert self.ask(session, wire.Reset(number)) == [Send(session, wire.Done(number))]
+        assert self.ask(session, wire.Reset(number)) == [SendMessage(session, wire.Done(number))]
 
     @needs("outside")
     def speak_from_outside(self) -> None:
@@ -1063,7 +1063,7 @@ class World(RuleBasedStateMachine):
         (stream,) = self.ask(session, wire.Subscribe())
         assert isinstance(stream, SendStream)
         assert stream.session == session
-        mirror = space.followers[session] = Mirror(stream.messages, space.generation)
+        mirror = space.followers[session] = ModelMirror(stream.messages, space.generation)
         while at_once and mirror.stream is not None:
             mirror.read()
 
@@ -1108,7 +1108,7 @@ class World(RuleBasedStateMachine):
                 for space in self.spaces.values()
             ),
         )
-        assert self.ask(session, wire.NamespacesRequest(5)) == [Send(session, report)]
+        assert self.ask(session, wire.NamespacesRequest(5)) == [SendMessage(session, report)]
 
     # Always
 
@@ -1210,7 +1210,7 @@ class World(RuleBasedStateMachine):
                 places = tuple(Place(group, n, 0, key, sub) for n, sub in enumerate(held.subs))
                 sizes = tuple(len(places) * (g == group) for g in range(many))
                 gpu = GPULoadStoreSpec(range(len(places)), sizes, (min(held.subs),) * many)
-                self.load_by_key(session, self.holders["heir"], Request(gpu, (key,), places))
+                self.load_by_key(session, self.holders["heir"], ModelRequest(gpu, (key,), places))
             assert len(self.jobs) == len(space.ready)
             self.kill(session)
             self.unmap(self.holders["heir"], Outcome.DONE)
@@ -1221,6 +1221,6 @@ def test_whatever_happens_keys_load_what_was_stored_under_them(
 ) -> None:
     monkeypatch.setattr(namespace_module, "SNAPSHOT_KEYS", 2)
     run_state_machine_as_test(
-        World,
+        NamespacesModel,
         settings=settings(max_examples=150, stateful_step_count=50),
     )

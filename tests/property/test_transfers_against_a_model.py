@@ -27,7 +27,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True)
-class World:
+class TransfersModel:
     layout: KVLayout
     offsets: tuple[int, ...]
     """Where each tensor begins in the arena."""
@@ -54,7 +54,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class ModelTransfer:
     direction: Direction
     gpu_ids: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -73,7 +73,7 @@ class Transfer:
 # The model
 
 
-def moved(world: World, transfer: Transfer) -> list[tuple[int, int]]:
+def moved(world: TransfersModel, transfer: ModelTransfer) -> list[tuple[int, int]]:
     """(byte of the arena, byte of the pool) for every byte that a good transfer moves, in order."""
     layout, factor = world.layout, world.layout.block_size_factor
     block_bytes = [sum(ref.page_size_bytes for ref in group) for group in layout.groups]
@@ -98,7 +98,7 @@ def moved(world: World, transfer: Transfer) -> list[tuple[int, int]]:
     return pairs
 
 
-def wrong(world: World, transfer: Transfer) -> set[Code]:
+def wrong(world: TransfersModel, transfer: ModelTransfer) -> set[Code]:
     """What is wrong with a transfer; empty where it is good."""
     layout, factor = world.layout, world.layout.block_size_factor
     if not len(transfer.sizes) == len(transfer.indices) == len(layout.groups):
@@ -132,7 +132,7 @@ def wrong(world: World, transfer: Transfer) -> set[Code]:
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> World:
+def worlds(draw: st.DrawFn) -> TransfersModel:
     """Slabs of tensors whose rows are interleaved and padded; groups that share, or do not."""
     tensors: list[TensorLayout] = []
     offsets: list[int] = []
@@ -157,14 +157,14 @@ def worlds(draw: st.DrawFn) -> World:
     layout = KVLayout(tuple(tensors), groups, draw(st.integers(1, 8)))
     LayoutArrays.from_layout(layout)  # checks it
     start, blocks = draw(st.integers(GUARD, 40)), draw(st.integers(1, 20))
-    return World(layout, tuple(offsets), end + GUARD, start, blocks)
+    return TransfersModel(layout, tuple(offsets), end + GUARD, start, blocks)
 
 
 _GROUPS = st.integers(1, 3)
 
 
 @st.composite
-def good_transfers(draw: st.DrawFn, world: World) -> Transfer:
+def good_transfers(draw: st.DrawFn, world: TransfersModel) -> ModelTransfer:
     """Distinct blocks per family of groups that share memory, distinct host blocks."""
     factor, left = world.layout.block_size_factor, world.host_blocks
     taken: list[tuple[int, int]] = []
@@ -186,11 +186,11 @@ def good_transfers(draw: st.DrawFn, world: World) -> Transfer:
     hosts = draw(st.permutations(range(world.host_blocks)))[:needed]
     gpu_ids = tuple(block for _, block in taken)
     direction = draw(st.sampled_from(Direction))
-    return Transfer(direction, gpu_ids, tuple(sizes), tuple(indices), tuple(hosts))
+    return ModelTransfer(direction, gpu_ids, tuple(sizes), tuple(indices), tuple(hosts))
 
 
 @st.composite
-def spoiled_transfers(draw: st.DrawFn, world: World) -> Transfer:
+def spoiled_transfers(draw: st.DrawFn, world: TransfersModel) -> ModelTransfer:
     """A good transfer with one to three things changed, for the worse or not."""
     transfer = draw(good_transfers(world))
     for _ in range(draw(st.integers(1, 3))):
@@ -212,7 +212,7 @@ def spoiled_transfers(draw: st.DrawFn, world: World) -> Transfer:
     return transfer
 
 
-def pairs_of(world: World, runs: tuple[Extent, ...]) -> list[tuple[int, int]]:
+def pairs_of(world: TransfersModel, runs: tuple[Extent, ...]) -> list[tuple[int, int]]:
     """(byte of the arena, byte of the pool) of all fragments of `runs`, in order."""
     parts = [world.geometry.copy_batch(run, bases(world), 0) for run in runs]
     rows = [row for f in parts for row in zip(f.gpu, f.host, f.size, strict=True)]
@@ -229,7 +229,7 @@ def pieces_of(
     return pieces
 
 
-def bases(world: World) -> np.ndarray[Any, np.dtype[np.int64]]:
+def bases(world: TransfersModel) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.array(world.offsets, dtype=np.int64)
 
 
@@ -300,10 +300,10 @@ def test_slots_tell_which_blocks_share_memory(data: st.DataObject) -> None:
 # Real memory
 
 
-class Memory:
+class ArenaMemory:
     """An arena and a pool full of noise, and the copying of fragments between them."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: TransfersModel) -> None:
         random = np.random.default_rng(7)
         self.world = world
         self.arena: Bytes = random.integers(0, 256, world.arena_bytes, dtype=np.uint8)
@@ -317,7 +317,7 @@ class Memory:
                 to, origin = (host, gpu) if direction is Direction.STORE else (gpu, host)
                 ctypes.memmove(int(to), int(origin), int(size))
 
-    def transfer(self, transfer: Transfer) -> None:
+    def transfer(self, transfer: ModelTransfer) -> None:
         geometry = self.world.geometry
         resolved = geometry.resolve(transfer.direction, transfer.spec, transfer.host_ids)
         self.copy(transfer.direction, resolved.runs)
@@ -327,7 +327,7 @@ class Memory:
 @given(st.data())
 def test_a_copy_changes_the_bytes_it_should_and_no_other(data: st.DataObject) -> None:
     world = data.draw(worlds())
-    memory = Memory(world)
+    memory = ArenaMemory(world)
     arena, pool = memory.arena.copy(), memory.pool.copy()
     for _ in range(data.draw(st.integers(1, 3))):
         transfer = data.draw(good_transfers(world))
@@ -345,7 +345,7 @@ def test_a_copy_changes_the_bytes_it_should_and_no_other(data: st.DataObject) ->
 @given(st.data())
 def test_what_was_stored_loads_into_other_blocks_unchanged(data: st.DataObject) -> None:
     world = data.draw(worlds())
-    memory = Memory(world)
+    memory = ArenaMemory(world)
     store = replace(data.draw(good_transfers(world)), direction=Direction.STORE)
     elsewhere = data.draw(others(world, store))
     memory.transfer(store)
@@ -359,7 +359,7 @@ def test_what_was_stored_loads_into_other_blocks_unchanged(data: st.DataObject) 
 
 
 @st.composite
-def others(draw: st.DrawFn, world: World, store: Transfer) -> Transfer:
+def others(draw: st.DrawFn, world: TransfersModel, store: ModelTransfer) -> ModelTransfer:
     """The load of what `store` stored, into any blocks that a transfer of its shape may name."""
     gpu_ids: list[tuple[int, int]] = []
     for group, size in enumerate(store.sizes):

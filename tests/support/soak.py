@@ -57,7 +57,7 @@ class SoakOptions:
 
 
 @dataclass
-class Verdict:
+class SoakVerdict:
     """What was seen. growth: the most that one daemon grew by, once warm."""
 
     tally: TrafficStatistics
@@ -100,7 +100,7 @@ class Soak:
         self._thaw: list[tuple[float, str]] = []
         self._young: ProcessUsage | None = None
 
-    def run(self) -> Verdict:
+    def run(self) -> SoakVerdict:
         began = time.monotonic()
         with self._running:
             self._daemons = self._running.enter_context(self._start_daemons())
@@ -116,7 +116,7 @@ class Soak:
             tally = together(self._tallies)
             complaints = self._complaints + tally.complaints
             took = time.monotonic() - began
-        return Verdict(tally, self._faults, complaints, took, self._growth)
+        return SoakVerdict(tally, self._faults, complaints, took, self._growth)
 
     def _start_daemons(self) -> RestartingDaemons:
         kept, device = self.options.kept, self.options.device
@@ -232,7 +232,7 @@ class Soak:
             self._complaints.append(f"the daemon's exit status was {status}")
 
 
-def soak(options: SoakOptions, tell: Callable[[str], None] = lambda line: None) -> Verdict:
+def soak(options: SoakOptions, tell: Callable[[str], None] = lambda line: None) -> SoakVerdict:
     """Run, in a folder of its own."""
     with tempfile.TemporaryDirectory(prefix="kvferry-soak-") as place:
         return Soak(options, Path(place), tell).run()

@@ -35,7 +35,7 @@ PAGE = 2 * TOKENS * HEADS * WIDTH * 2
 
 
 @dataclass
-class Request:
+class FakeRequest:
     """As much of vLLM's Request as its offloading connector looks at."""
 
     request_id: str
@@ -56,12 +56,12 @@ class Request:
         return self.finished
 
 
-def prompt(number: int, blocks: int) -> Request:
+def prompt(number: int, blocks: int) -> FakeRequest:
     hashes = [number.to_bytes(16, "big") + n.to_bytes(16, "big") for n in range(blocks)]
-    return Request(f"request {number} at {time.monotonic()}", hashes)
+    return FakeRequest(f"request {number} at {time.monotonic()}", hashes)
 
 
-class Engine:
+class VLLMConnectorEngine:
     """One scheduler and one worker of vLLM over a daemon; `kv` is what the model would compute."""
 
     def __init__(
@@ -91,13 +91,13 @@ class Engine:
 
     # What a request does
 
-    def compute(self, request: Request, block_ids: Sequence[int]) -> None:
+    def compute(self, request: FakeRequest, block_ids: Sequence[int]) -> None:
         """Prefill it into these blocks, and let its stores end."""
         self.scheduler.on_new_request(request)
         self.finish(request, block_ids)
         self.settle()
 
-    def matched(self, request: Request) -> int | None:
+    def matched(self, request: FakeRequest) -> int | None:
         """How many tokens of a new request are in host memory; None for ask again."""
         if request.request_id not in self.scheduler.connector_scheduler._req_status:
             self.scheduler.on_new_request(request)
@@ -106,30 +106,30 @@ class Engine:
 
     def load(
         self,
-        request: Request,
+        request: FakeRequest,
         block_ids: Sequence[int],
         tokens: int,
-        new: Iterable[tuple[Request, Sequence[int]]] = (),
+        new: Iterable[tuple[FakeRequest, Sequence[int]]] = (),
     ) -> None:
         """Begin to load what matched, in a step that also computes what is `new`."""
         blocks = [KVCacheBlock(block_id) for block_id in block_ids]
         self.scheduler.update_state_after_alloc(request, SimpleNamespace(blocks=(blocks,)), tokens)
         self.step(new)
 
-    def received_all(self, request: Request, seconds: float = 10.0) -> bool:
+    def received_all(self, request: FakeRequest, seconds: float = 10.0) -> bool:
         """Step until a request's load ended, so or so."""
         deadline = time.monotonic() + seconds
         while request.request_id not in self.received and time.monotonic() < deadline:
             self.step()
         return request.request_id in self.received
 
-    def finish(self, request: Request, block_ids: Sequence[int]) -> None:
+    def finish(self, request: FakeRequest, block_ids: Sequence[int]) -> None:
         """Compute what is left of it, in a step, and end it in another."""
         self.step(new=[(request, block_ids)])
         request.num_computed_tokens = request.num_tokens
         self.end(request, block_ids)
 
-    def end(self, request: Request, block_ids: Sequence[int] = ()) -> None:
+    def end(self, request: FakeRequest, block_ids: Sequence[int] = ()) -> None:
         """It is aborted, or has its last token, whatever of it was computed."""
         request.finished = True
         self.scheduler.request_finished(request, list(block_ids))
@@ -139,9 +139,9 @@ class Engine:
 
     def step(
         self,
-        new: Iterable[tuple[Request, Sequence[int]]] = (),
-        finished: Iterable[Request] = (),
-        preempted: Iterable[Request] = (),
+        new: Iterable[tuple[FakeRequest, Sequence[int]]] = (),
+        finished: Iterable[FakeRequest] = (),
+        preempted: Iterable[FakeRequest] = (),
     ) -> None:
         """One step of an engine: schedule, execute, take in what the worker says."""
         new = list(new)
@@ -197,7 +197,7 @@ class Engine:
         self.scheduler.shutdown()
         self.worker.shutdown()
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> VLLMConnectorEngine:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -195,7 +195,7 @@ def make_prompts(count: int, seed: int, tokens: int, shared: int = 0) -> Prompts
     ]
 
 
-class Daemon:
+class GpuDaemon:
     """kvferryd for one GPU, in a folder of its own. tree: another source tree of kvferry."""
 
     def __init__(self, device: int = 0, pool: str = "8GiB", tree: str = "", **options: Any) -> None:
@@ -231,7 +231,7 @@ class Daemon:
         self._process.kill()
         self._process.wait()
 
-    def __enter__(self) -> Daemon:
+    def __enter__(self) -> GpuDaemon:
         return self
 
     def __exit__(self, *_: object) -> None:

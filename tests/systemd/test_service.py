@@ -113,7 +113,7 @@ except KVFerryError as error:
 '''
 
 
-class Service:
+class SystemdService:
     """The unit for a device on its machine. device: "cpu", or a GPU's index."""
 
     def __init__(self, machine: SystemdContainer, device: str) -> None:
@@ -181,10 +181,10 @@ class Service:
 
 
 @pytest.fixture(params=["cpu", pytest.param("0", marks=pytest.mark.gpu)])
-def service(request: pytest.FixtureRequest) -> Iterator[Service]:
+def service(request: pytest.FixtureRequest) -> Iterator[SystemdService]:
     """The unit, started; afterwards as it was installed."""
     machine = request.getfixturevalue("machine" if request.param == "cpu" else "gpu_machine")
-    service = Service(machine, request.param)
+    service = SystemdService(machine, request.param)
     before = machine.run("cat", FILE)
     machine.write("/srv/engine.py", ENGINE)
     service.systemctl("start", check=False)
@@ -197,7 +197,7 @@ def service(request: pytest.FixtureRequest) -> Iterator[Service]:
     service.configure("")
 
 
-def test_it_is_ready_when_start_returns(service: Service) -> None:
+def test_it_is_ready_when_start_returns(service: SystemdService) -> None:
     assert service.show("ActiveState") == "active"
     said = service.show("StatusText")
     assert re.fullmatch(rf"serving (host memory|.*NVIDIA.*) at {service.directory}", said)
@@ -206,7 +206,7 @@ def test_it_is_ready_when_start_returns(service: Service) -> None:
     assert "64 MiB" in status
 
 
-def test_who_it_is_and_what_it_opens(service: Service) -> None:
+def test_who_it_is_and_what_it_opens(service: SystemdService) -> None:
     run = service.machine.run
     assert run("stat", "--format=%U", f"/proc/{service.show('MainPID')}") == "kvferry"
     stat = ["stat", "--format=%a %U %G"]
@@ -215,7 +215,7 @@ def test_who_it_is_and_what_it_opens(service: Service) -> None:
     assert run(*stat, f"{service.directory}/kvferry.sock") == "660 kvferry kvferry"
 
 
-def test_all_of_its_memory_may_be_locked(service: Service) -> None:
+def test_all_of_its_memory_may_be_locked(service: SystemdService) -> None:
     (rights,) = re.findall(r"CapBnd:\s+(\w+)", service.machine.run("cat", "/proc/1/status"))
     if not int(rights, 16) >> CAP_SYS_RESOURCE & 1:
         pytest.skip("no limit can be raised on this machine: it has no CAP_SYS_RESOURCE")
@@ -223,7 +223,7 @@ def test_all_of_its_memory_may_be_locked(service: Service) -> None:
     assert re.findall(r"Max locked memory +(\S+) +(\S+)", limits) == [("unlimited",) * 2]
 
 
-def test_who_may_use_it(service: Service) -> None:
+def test_who_may_use_it(service: SystemdService) -> None:
     """A member of the group, and nobody else, not even past the files."""
     assert service.engine("store")["right"]
     assert service.engine("store", "stranger") == {"outcome": "forbidden"}
@@ -233,7 +233,7 @@ def test_who_may_use_it(service: Service) -> None:
     assert "forbidden x1" in service.machine.run("/opt/kvferry/bin/kvferry", "status")
 
 
-def test_a_reload(service: Service) -> None:
+def test_a_reload(service: SystemdService) -> None:
     pid = service.show("MainPID")
     service.machine.script(f"echo '[events]\npublish = \"off\"' >> {FILE}", 30)
     service.systemctl("reload", check=False)
@@ -246,7 +246,7 @@ def test_a_reload(service: Service) -> None:
     assert service.show("MainPID") == pid
 
 
-def test_killed_it_comes_back(service: Service) -> None:
+def test_killed_it_comes_back(service: SystemdService) -> None:
     pid = service.show("MainPID")
     service.systemctl("kill", "--signal=KILL")
     service.until_another(pid)
@@ -254,7 +254,7 @@ def test_killed_it_comes_back(service: Service) -> None:
     assert service.engine("store")["right"]
 
 
-def test_an_engine_of_its_user_keeps_its_shared_memory(service: Service) -> None:
+def test_an_engine_of_its_user_keeps_its_shared_memory(service: SystemdService) -> None:
     """Where CUDA MPS runs they are one user: what the engine has in /dev/shm is no affair of a
     daemon that ends."""
     service.configure("[Service]\nUser=engine\nGroup=engine\n")
@@ -268,7 +268,7 @@ def test_an_engine_of_its_user_keeps_its_shared_memory(service: Service) -> None
 
 
 @pytest.mark.parametrize("how", [("kill", "--signal=KILL"), ("restart",)])
-def test_its_blocks_come_back(service: Service, how: tuple[str, ...]) -> None:
+def test_its_blocks_come_back(service: SystemdService, how: tuple[str, ...]) -> None:
     assert service.engine("store")["outcome"] == "done"
     time.sleep(2)  # blocks are sealed a moment after they were stored; nothing here shows it
     pid = service.show("MainPID")
@@ -278,14 +278,14 @@ def test_its_blocks_come_back(service: Service, how: tuple[str, ...]) -> None:
     assert (loaded["outcome"], loaded.get("right")) == ("done", True)
 
 
-def test_an_engine_finds_its_blocks_while_the_daemon_runs(service: Service) -> None:
+def test_an_engine_finds_its_blocks_while_the_daemon_runs(service: SystemdService) -> None:
     """So that it is the daemon's end that the test before this one is about."""
     assert service.engine("store")["outcome"] == "done"
     loaded = service.engine("load")
     assert (loaded["outcome"], loaded["right"]) == ("done", True)
 
 
-def test_the_watchdog(service: Service) -> None:
+def test_the_watchdog(service: SystemdService) -> None:
     """One that is well is left alone, one that hangs is ended and started again."""
     service.configure("[Service]\nWatchdogSec=3\n")
     service.systemctl("restart")
@@ -297,7 +297,7 @@ def test_the_watchdog(service: Service) -> None:
     assert "atchdog" in service.journal(f"--unit={service.unit}")
 
 
-def test_a_stop_under_load_is_a_clean_one(service: Service) -> None:
+def test_a_stop_under_load_is_a_clean_one(service: SystemdService) -> None:
     folder, busy = service.directory, "/run/busy"
     service.machine.script(f": > {busy}")
     unit = ["systemd-run", "--quiet", "--unit=busy", "--property=RemainAfterExit=yes"]
@@ -316,7 +316,7 @@ def test_a_stop_under_load_is_a_clean_one(service: Service) -> None:
     assert service.machine.run("ls", folder) == "lock"
 
 
-def test_one_that_cannot_start_says_why_and_gives_up_in_the_end(service: Service) -> None:
+def test_one_that_cannot_start_says_why_and_gives_up_in_the_end(service: SystemdService) -> None:
     service.systemctl("stop")
     service.configure("[Service]\nRestartSec=10ms\nRestartMaxDelaySec=20ms\n")
     service.machine.script(f'sed -i \'s/^size = .*/size = "100TiB"\\nchunk = "50TiB"/\' {FILE}')
@@ -330,7 +330,7 @@ def test_one_that_cannot_start_says_why_and_gives_up_in_the_end(service: Service
     assert service.show("ActiveState") == "active"
 
 
-def test_how_exposed_it_is(service: Service) -> None:
+def test_how_exposed_it_is(service: SystemdService) -> None:
     """By this systemd's own reckoning, which knows more than an older one."""
     said = service.machine.run(
         "systemd-analyze", "security", service.unit, "--no-pager", "--threshold=21"
@@ -340,7 +340,7 @@ def test_how_exposed_it_is(service: Service) -> None:
     assert "Unknown" not in verified
 
 
-def test_of_devices_it_may_open_its_own_only(service: Service) -> None:
+def test_of_devices_it_may_open_its_own_only(service: SystemdService) -> None:
     """As far as this machine lets systemd say so: by a program of the kernel's."""
     node, read = "/srv/some-device", "head -c0 < /srv/some-device"
     service.machine.script(f"rm -f {node}; mknod {node} c 1 11; {read}")

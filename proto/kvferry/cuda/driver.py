@@ -43,7 +43,7 @@ class IpcHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * IPC_HANDLE_BYTES),)
 
 
-class Location(ctypes.Structure):
+class MemoryLocation(ctypes.Structure):
     """CUmemLocation: a type, 1 is a device, and which one."""
 
     _fields_ = (("type", c_int), ("id", c_int))
@@ -52,7 +52,12 @@ class Location(ctypes.Structure):
 class CopyAttributes(ctypes.Structure):
     """CUmemcpyAttributes. order 1 (STREAM): sources are read in stream order."""
 
-    _fields_ = (("order", c_int), ("src", Location), ("dst", Location), ("flags", c_uint))
+    _fields_ = (
+        ("order", c_int),
+        ("src", MemoryLocation),
+        ("dst", MemoryLocation),
+        ("flags", c_uint),
+    )
 
 
 _PROTOTYPES: dict[str, tuple[Any, ...]] = {

@@ -16,7 +16,7 @@ import os
 from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint64, c_ushort, c_void_p
 from dataclasses import dataclass
 
-from kvferry.cuda.driver import Driver, Location
+from kvferry.cuda.driver import Driver, MemoryLocation
 from kvferry.proto.errors import Code, Failed, Refused
 
 _PINNED, _DEVICE, _POSIX_DESCRIPTOR, _READ_WRITE = 1, 1, 1, 3
@@ -28,7 +28,7 @@ class _Properties(ctypes.Structure):
     _fields_ = (
         ("type", c_int),
         ("handle_types", c_int),
-        ("location", Location),
+        ("location", MemoryLocation),
         ("win32", c_void_p),
         ("compression", c_ubyte),
         ("gpu_direct", c_ubyte),
@@ -40,7 +40,7 @@ class _Properties(ctypes.Structure):
 class _Access(ctypes.Structure):
     """CUmemAccessDesc."""
 
-    _fields_ = (("location", Location), ("flags", c_int))
+    _fields_ = (("location", MemoryLocation), ("flags", c_int))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class VirtualMemory:
 
     def __init__(self, driver: Driver, ordinal: int) -> None:
         self._driver, self._ordinal = driver, ordinal
-        self._where = Location(_DEVICE, ordinal)
+        self._where = MemoryLocation(_DEVICE, ordinal)
         self._properties = _Properties(
             type=_PINNED, handle_types=_POSIX_DESCRIPTOR, location=self._where
         )

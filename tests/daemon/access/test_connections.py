@@ -17,7 +17,7 @@ ME = os.geteuid(), os.getegid(), os.getpid()
 FEW = Quota(live=3, per_second=0.5, burst=2)
 
 
-class Clock:
+class ManualClock:
     now = 0.0
 
     def __call__(self) -> float:
@@ -44,7 +44,7 @@ def test_a_collision_of_routing_ids_takes_weeks() -> None:
 
 
 def test_new_connections_wait_once_the_burst_is_used_up() -> None:
-    clock = Clock()
+    clock = ManualClock()
     connections = Connections(Admission(), FEW, Quota(9, 9.0, 9), clock)
     decisions = [connections.decide(*ME) for _ in range(3)]
     assert decisions == [Decision.ADMIT, Decision.ADMIT, Decision.LATER]
@@ -56,7 +56,7 @@ def test_new_connections_wait_once_the_burst_is_used_up() -> None:
 
 
 def test_one_user_s_burst_leaves_others_theirs_and_all_together_are_bounded() -> None:
-    connections = Connections(Admission(str(os.getegid())), FEW, Quota(9, 1.0, 3), Clock())
+    connections = Connections(Admission(str(os.getegid())), FEW, Quota(9, 1.0, 3), ManualClock())
     gid = os.getegid()
     answers = [connections.decide(uid, gid, 1) for uid in (501, 501, 501, 502, 502)]
     admit, later = Decision.ADMIT, Decision.LATER
@@ -64,7 +64,7 @@ def test_one_user_s_burst_leaves_others_theirs_and_all_together_are_bounded() ->
 
 
 def test_one_live_connection_too_many_is_shut_down_and_asks_in_vain(sockets: ExitStack) -> None:
-    connections = Connections(Admission(), Quota(2, 9.0, 9), Quota(9, 9.0, 9), Clock())
+    connections = Connections(Admission(), Quota(2, 9.0, 9), Quota(9, 9.0, 9), ManualClock())
     ends = [connect(sockets) for _ in range(3)]
     for _, descriptor in ends:
         connections.opened(descriptor)
@@ -75,7 +75,7 @@ def test_one_live_connection_too_many_is_shut_down_and_asks_in_vain(sockets: Exi
 
 
 def test_a_number_that_is_opened_again_counts_once(sockets: ExitStack) -> None:
-    connections = Connections(Admission(), Quota(1, 9.0, 9), Quota(9, 9.0, 9), Clock())
+    connections = Connections(Admission(), Quota(1, 9.0, 9), Quota(9, 9.0, 9), ManualClock())
     _, descriptor = connect(sockets)
     for _ in range(3):
         connections.opened(descriptor)
@@ -83,7 +83,7 @@ def test_a_number_that_is_opened_again_counts_once(sockets: ExitStack) -> None:
 
 
 def test_a_stranger_is_forbidden_and_costs_nobody_a_connection() -> None:
-    connections = Connections(Admission(), FEW, FEW, Clock())
+    connections = Connections(Admission(), FEW, FEW, ManualClock())
     for _ in range(5):
         with pytest.raises(Refused) as caught:
             connections.decide(4711, 4711, 1)

@@ -39,7 +39,7 @@ from kvferry.daemon.core.actions import (
     MapTensors,
     PoolRegistered,
     Report,
-    Send,
+    SendMessage,
     StartTransfer,
     TensorsMapped,
     TensorsUnmapped,
@@ -86,7 +86,7 @@ def load(*blocks: int, hosts: tuple[int, ...] = (0,)) -> TransferSpec:
     return CPULoadStoreSpec(hosts), GPULoadStoreSpec(blocks)
 
 
-class Desk:
+class CoreFixture:
     """A core, and the shorthand of the examples. Time stands at 101."""
 
     def __init__(
@@ -152,7 +152,7 @@ def finished(actions: list[Action]) -> list[tuple[str, int, str, str | None]]:
     return [
         (a.session, r.job_id, r.outcome, None if r.error is None else r.error.code)
         for a in actions
-        if isinstance(a, Send) and isinstance(a.message, wire.Finished)
+        if isinstance(a, SendMessage) and isinstance(a.message, wire.Finished)
         for r in a.message.results
     ]
 
@@ -164,7 +164,7 @@ def finished(actions: list[Action]) -> list[tuple[str, int, str, str | None]]:
 def test_a_session_opens_where_the_protocol_versions_meet(low: int, high: int, fits: int) -> None:
     core = new_core()
     (action,) = core.welcome("s", wire.Hello(low, high, "client", "a"))
-    assert isinstance(action, Send)
+    assert isinstance(action, SendMessage)
     if fits:
         welcome = wire.Welcome(1, "boot", "s", "0.1", 4711, DEVICE, LIMITS)
         assert (action.message, core.sessions) == (welcome, ("s",))
@@ -174,14 +174,14 @@ def test_a_session_opens_where_the_protocol_versions_meet(low: int, high: int, f
 
 
 def test_a_second_hello_is_refused() -> None:
-    assert Desk("a").error("a", wire.Hello(1, 1, "client", "b")) == Code.BAD_MESSAGE
+    assert CoreFixture("a").error("a", wire.Hello(1, 1, "client", "b")) == Code.BAD_MESSAGE
 
 
 def test_goodbye_is_answered_and_ends_the_session() -> None:
-    desk = Desk("a")
+    desk = CoreFixture("a")
     plan = desk.start("a", 7, store(0))
     assert desk.ask("a", wire.Goodbye("bye")) == [
-        Send("a", wire.Goodbye()),
+        SendMessage("a", wire.Goodbye()),
         CloseSession("a"),
         CancelTransfers(plan.registration, (plan.serial,)),
         UnmapTensors(plan.registration),
@@ -193,23 +193,23 @@ def test_goodbye_is_answered_and_ends_the_session() -> None:
 
 
 def test_registering_maps_first_and_answers_then() -> None:
-    desk = Desk("a", registered=False)
+    desk = CoreFixture("a", registered=False)
     where = ((memory.FdAllocation(5, 8192),), (memory.Location(0, 0),))
     (mapping,) = desk.ask("a", wire.RegisterKVCaches(9, LAYOUT, *where, 8192, 6))
     assert mapping == MapTensors(1, "a", mapping.geometry, *where, 6)
     assert desk.refused("a", 1, store(0)) == Code.NOT_REGISTERED
-    answer = Send("a", wire.Registered(9, memory.HostRegion(4, 2048, False)))
+    answer = SendMessage("a", wire.Registered(9, memory.HostRegion(4, 2048, False)))
     assert desk.report(TensorsMapped(1, "a")) == [answer]
     desk.start("a", 1, store(0))
 
 
 def test_allocating_answers_with_where_the_tensors_are() -> None:
-    desk = Desk("a", registered=False)
+    desk = CoreFixture("a", registered=False)
     desk.ask("a", wire.AllocateKVCaches(9, LAYOUT))
     where = ((memory.FdAllocation(5, 8192),), (memory.Location(0, 0),))
     (action,) = desk.report(TensorsMapped(1, "a", allocations=where[0], locations=where[1]))
     whole_pool = memory.HostRegion(POOL // 2048, 2048, False)
-    assert action == Send("a", wire.Allocated(9, whole_pool, *where))
+    assert action == SendMessage("a", wire.Allocated(9, whole_pool, *where))
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_tensors_that_do_not_lie_inside_their_allocations_are_refused(
     locations: tuple[tuple[int, int], ...],
     code: str,
 ) -> None:
-    desk = Desk("a", registered=False)
+    desk = CoreFixture("a", registered=False)
     where = tuple(memory.FdAllocation(n, size) for n, size in enumerate(allocations))
     places = tuple(memory.Location(*place) for place in locations)
     assert desk.error("a", wire.RegisterKVCaches(1, layout, where, places)) == code
@@ -239,28 +239,28 @@ def test_tensors_that_do_not_lie_inside_their_allocations_are_refused(
 
 
 def test_what_cannot_be_mapped_is_told_and_the_name_is_free_again() -> None:
-    desk = Desk("a", registered=False)
+    desk = CoreFixture("a", registered=False)
     desk.ask("a", wire.AllocateKVCaches(1, LAYOUT))
     error = ErrorInfo(Code.MAP_FAILED, "no memory")
-    assert desk.report(TensorsMapped(1, "a", error)) == [Send("a", wire.Error(1, error))]
+    assert desk.report(TensorsMapped(1, "a", error)) == [SendMessage("a", wire.Error(1, error))]
     assert not desk.core.busy
     assert isinstance(desk.ask("a", wire.AllocateKVCaches(2, LAYOUT))[0], MapTensors)
 
 
 def test_what_was_never_mapped_is_no_region_to_come_back_to() -> None:
     """Its bytes are somebody else's, or nobody's."""
-    desk = Desk("a", registered=False)
+    desk = CoreFixture("a", registered=False)
     desk.ask("a", wire.AllocateKVCaches(1, LAYOUT))
     desk.report(TensorsMapped(1, "a", ErrorInfo(Code.MAP_FAILED, "no memory")))
     desk.ask("a", wire.AllocateKVCaches(2, LAYOUT))
     (action,) = desk.report(TensorsMapped(2, "a"))
-    assert isinstance(action, Send)
+    assert isinstance(action, SendMessage)
     assert isinstance(action.message, wire.Allocated)
     assert not action.message.region.reattached
 
 
 def test_a_layout_with_more_blocks_than_can_be_kept_in_mind_is_refused() -> None:
-    desk = Desk("a", registered=False)
+    desk = CoreFixture("a", registered=False)
     many = 256
     tensors = (TensorLayout((1 << 31) - 1, 1, 1),) * many
     layout = KVLayout(tensors, tuple((TensorRef(n, 1),) for n in range(many)))
@@ -271,7 +271,7 @@ def test_a_layout_with_more_blocks_than_can_be_kept_in_mind_is_refused() -> None
 
 def test_a_region_of_more_host_blocks_than_can_be_kept_in_mind_is_refused() -> None:
     """A pool of terabytes is no strange pool, but a host block of one byte is a strange block."""
-    desk = Desk("a", registered=False, pool_bytes=1 << 42)
+    desk = CoreFixture("a", registered=False, pool_bytes=1 << 42)
     layout = KVLayout((TensorLayout(1, 1, 1),), ((TensorRef(0, 1),),))
     assert desk.error("a", wire.AllocateKVCaches(1, layout))
     assert desk.core.status(101.0).pool.reserved_bytes == 0
@@ -279,7 +279,7 @@ def test_a_region_of_more_host_blocks_than_can_be_kept_in_mind_is_refused() -> N
 
 
 def test_an_engine_s_name_is_held_by_one_process() -> None:
-    desk = Desk("a/worker", "a/scheduler", "b")
+    desk = CoreFixture("a/worker", "a/scheduler", "b")
     for session, whose in (("a/scheduler", "another process"), ("a/worker", "this client")):
         (action,) = desk.ask(session, wire.AllocateKVCaches(1, LAYOUT))
         assert action.message.error.code == Code.ALREADY_REGISTERED
@@ -287,14 +287,14 @@ def test_an_engine_s_name_is_held_by_one_process() -> None:
 
 
 def test_a_pool_that_is_full_refuses_and_counts_it() -> None:
-    desk = Desk("a", "b", registered=False)
+    desk = CoreFixture("a", "b", registered=False)
     desk.ask("a", wire.AllocateKVCaches(1, LAYOUT))
     assert desk.error("b", wire.AllocateKVCaches(1, LAYOUT)) == Code.POOL_FULL
     assert desk.core.status(101.0).errors == {"pool_full": 1}
 
 
 def test_a_successor_waits_until_the_old_mapping_is_gone() -> None:
-    desk = Desk("a/old", "a/new", "a/third")
+    desk = CoreFixture("a/old", "a/new", "a/third")
     plan = desk.start("a/old", 1, store(0))
     assert UnmapTensors(1) in desk.core.leave("a/old")
     assert desk.ask("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096)) == []
@@ -308,22 +308,22 @@ def test_a_successor_waits_until_the_old_mapping_is_gone() -> None:
     assert (refusal.session, refusal.message.request_id) == ("a/third", 6)
     assert refusal.message.error.code == Code.ALREADY_REGISTERED
     answer = wire.Allocated(5, memory.HostRegion(2, 2048, True), (), ())
-    assert desk.report(TensorsMapped(2, "a/new")) == [Send("a/new", answer)]
+    assert desk.report(TensorsMapped(2, "a/new")) == [SendMessage("a/new", answer)]
 
 
 def test_a_successor_that_finds_no_room_is_told() -> None:
-    desk = Desk("a/old", "b", "a/new")
+    desk = CoreFixture("a/old", "b", "a/new")
     desk.core.leave("a/old")
     assert desk.ask("a/new", wire.AllocateKVCaches(5, LAYOUT, 2 * POOL)) == []
     (action,) = desk.report(TensorsUnmapped(1))
-    assert isinstance(action, Send)
+    assert isinstance(action, SendMessage)
     assert isinstance(action.message, wire.Error)
     assert (action.session, action.message.request_id) == ("a/new", 5)
     assert action.message.error.code == Code.POOL_FULL
 
 
 def test_who_needs_the_room_of_one_that_leaves_waits_until_it_is_gone() -> None:
-    desk = Desk("a", "b", "c", registered=False)
+    desk = CoreFixture("a", "b", "c", registered=False)
     desk.ask("a", wire.AllocateKVCaches(1, LAYOUT))
     desk.report(TensorsMapped(1, "a"))
     assert desk.error("b", wire.AllocateKVCaches(1, LAYOUT, 4096)) == Code.POOL_FULL
@@ -338,7 +338,7 @@ def test_who_needs_the_room_of_one_that_leaves_waits_until_it_is_gone() -> None:
 
 
 def test_of_several_that_leave_the_last_may_make_the_room() -> None:
-    desk = Desk("a", "b")
+    desk = CoreFixture("a", "b")
     desk.core.welcome("c", wire.Hello(1, 1, "c", "c"))
     desk.core.leave("a")
     desk.core.leave("b")
@@ -349,7 +349,7 @@ def test_of_several_that_leave_the_last_may_make_the_room() -> None:
 
 
 def test_a_daemon_that_stops_gives_nothing_to_those_who_wait() -> None:
-    desk = Desk("a/old", "a/new")
+    desk = CoreFixture("a/old", "a/new")
     desk.core.leave("a/old")
     assert desk.ask("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096)) == []
     desk.core.stop()
@@ -358,7 +358,7 @@ def test_a_daemon_that_stops_gives_nothing_to_those_who_wait() -> None:
 
 
 def test_a_successor_that_leaves_waits_no_more() -> None:
-    desk = Desk("a/old", "a/new")
+    desk = CoreFixture("a/old", "a/new")
     desk.core.leave("a/old")
     desk.ask("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096))
     assert desk.core.leave("a/new") == [CloseSession("a/new")]
@@ -367,7 +367,7 @@ def test_a_successor_that_leaves_waits_no_more() -> None:
 
 
 def test_a_session_that_leaves_while_its_tensors_are_mapped_gets_no_answer() -> None:
-    desk = Desk("a", registered=False)
+    desk = CoreFixture("a", registered=False)
     desk.ask("a", wire.AllocateKVCaches(1, LAYOUT))
     assert desk.core.leave("a") == [CloseSession("a"), UnmapTensors(1)]
     assert desk.report(TensorsMapped(1, "a")) == []
@@ -381,7 +381,7 @@ def test_a_session_that_leaves_while_its_tensors_are_mapped_gets_no_answer() -> 
 
 def test_a_host_block_that_the_engine_never_stored_is_not_loaded() -> None:
     """What lies there is another engine's, perhaps."""
-    desk = Desk("a", "b")
+    desk = CoreFixture("a", "b")
     desk.start("a", 1, store(0, 1, hosts=(0,)))
     desk.start("a", 2, load(0, 1, hosts=(0,)))
     (action,) = desk.submit("a", 3, load(0, 1, 2, 3, hosts=(0, 1)))
@@ -391,7 +391,7 @@ def test_a_host_block_that_the_engine_never_stored_is_not_loaded() -> None:
 
 
 def test_what_an_engine_stored_it_may_load_when_it_is_back() -> None:
-    desk = Desk("a/old", "a/new")
+    desk = CoreFixture("a/old", "a/new")
     plan = desk.start("a/old", 1, store(0, 1, hosts=(0,)))
     desk.report(TransferCompleted(plan.serial, Outcome.DONE))
     desk.core.leave("a/old")
@@ -404,7 +404,7 @@ def test_what_an_engine_stored_it_may_load_when_it_is_back() -> None:
 
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CANCELLED])
 def test_a_host_block_whose_last_store_did_not_complete_is_stale(outcome: Outcome) -> None:
-    desk = Desk("a")
+    desk = CoreFixture("a")
     desk.fill("a")
     plan = desk.start("a", 1, store(0, 1, hosts=(0,)))
     desk.report(TransferCompleted(plan.serial, outcome))
@@ -413,7 +413,7 @@ def test_a_host_block_whose_last_store_did_not_complete_is_stale(outcome: Outcom
 
 
 def test_nobody_loads_what_the_owner_before_left_by_way_of_a_store_that_never_ran() -> None:
-    desk = Desk("a", "b", registered=False, pool_bytes=4096)
+    desk = CoreFixture("a", "b", registered=False, pool_bytes=4096)
     for session in ("a", "b"):
         (*_, mapping) = desk.ask(session, wire.AllocateKVCaches(1, LAYOUT, 4096, timeline=3))
         desk.report(TensorsMapped(mapping.registration, session))
@@ -428,7 +428,7 @@ def test_nobody_loads_what_the_owner_before_left_by_way_of_a_store_that_never_ra
 
 
 def test_a_load_requires_the_stores_of_its_blocks_that_have_not_ended() -> None:
-    desk = Desk("a")
+    desk = CoreFixture("a")
     desk.fill("a")
     first = desk.start("a", 1, store(0, hosts=(0,)))
     second = desk.start("a", 2, store(2, 3, hosts=(1,)))
@@ -445,7 +445,7 @@ def test_a_load_requires_the_stores_of_its_blocks_that_have_not_ended() -> None:
 
 
 def test_what_was_not_stored_of_a_host_block_is_stale() -> None:
-    desk = Desk("a")
+    desk = CoreFixture("a")
     plan = desk.start("a", 1, store(0, hosts=(0,)))
     desk.report(TransferCompleted(plan.serial, Outcome.DONE))
     assert desk.refused("a", 2, load(0, 1, hosts=(0,))) == Code.STALE
@@ -453,7 +453,7 @@ def test_what_was_not_stored_of_a_host_block_is_stale() -> None:
 
 
 def test_a_completed_store_is_committed_with_the_parts_that_are_loadable() -> None:
-    desk = Desk("a")
+    desk = CoreFixture("a")
     plans = [desk.start("a", 1, store(0, hosts=(1,))), desk.start("a", 2, store(1, 2, hosts=(0,)))]
     for plan, parts in zip(plans, ({1: (0, 1)}, {}), strict=True):
         _, commit = desk.core.report(TransferCompleted(plan.serial, Outcome.DONE))
@@ -467,7 +467,7 @@ def test_a_completed_store_is_committed_with_the_parts_that_are_loadable() -> No
 
 
 def test_loads_in_flight_of_a_corrupt_block_fail_and_it_is_stale_then() -> None:
-    desk = Desk("a")
+    desk = CoreFixture("a")
     desk.fill("a")
     plans = [desk.start("a", job, load(0, 1, hosts=(job,))) for job in (0, 1)]
     assert desk.report(BlocksCorrupted(engine_owner("a"), np.array([1]))) == []
@@ -482,7 +482,7 @@ def test_loads_in_flight_of_a_corrupt_block_fail_and_it_is_stale_then() -> None:
 
 
 def test_blocks_of_an_earlier_daemon_are_stale_until_they_are_verified() -> None:
-    old, desk = Desk("a"), Desk(registered=False)
+    old, desk = CoreFixture("a"), CoreFixture(registered=False)
     plans = [old.start("a", 1, store(0, hosts=(0,))), old.start("a", 2, store(2, 3, hosts=(1,)))]
     for plan in plans:
         old.report(TransferCompleted(plan.serial, Outcome.DONE))
@@ -505,7 +505,7 @@ def test_another_user_never_gets_the_host_blocks_of_an_engine_s_name(restarted: 
     """Its owner does, also after a restart of the daemon."""
     hello = wire.Hello(1, 1, "client", "a")
     for uid, back in ((1000, True), (1001, False)):
-        desk = Desk(registered=False)
+        desk = CoreFixture(registered=False)
         desk.core.welcome("old", hello, 1000)
         (mapping,) = desk.ask("old", wire.AllocateKVCaches(1, LAYOUT, 4096))
         desk.report(TensorsMapped(mapping.registration, "old"))
@@ -513,7 +513,7 @@ def test_another_user_never_gets_the_host_blocks_of_an_engine_s_name(restarted: 
         desk.core.leave("old")
         desk.report(TensorsUnmapped(mapping.registration))
         if restarted:
-            books, desk = desk.books, Desk(registered=False)
+            books, desk = desk.books, CoreFixture(registered=False)
             desk.books = books
             desk.core.restore(*books.found())
         desk.core.welcome("new", hello, uid)
@@ -529,31 +529,31 @@ def test_another_user_never_gets_the_host_blocks_of_an_engine_s_name(restarted: 
 
 def test_tensors_that_no_device_could_hold_are_refused() -> None:
     """Their size would not fit into the number that the driver takes."""
-    desk = Desk("a", registered=False)
+    desk = CoreFixture("a", registered=False)
     layout = KVLayout((TensorLayout((1 << 17) + 1, 4096, 1 << 47),), ((TensorRef(0, 4096),),))
     assert desk.error("a", wire.AllocateKVCaches(1, layout, POOL)) == Code.BAD_LAYOUT
     assert not desk.core.busy
 
 
 def test_a_job_is_started_whole_and_ends_with_what_it_moved() -> None:
-    desk = Desk("a", timeline=3)
+    desk = CoreFixture("a", timeline=3)
     plan = desk.start("a", 7, store(1, 2, 3, hosts=(1, 0)), wait_for=12)
     assert (plan.registration, plan.direction, plan.nbytes) == (1, Direction.STORE, 3 * 1024)
     assert (plan.wait_for, plan.after, plan.host_end) == (12, 0, 4096)
     assert desk.start("a", 8, load(4, 5, hosts=(1,))).after == plan.serial
     (action,) = desk.report(TransferCompleted(plan.serial, Outcome.DONE, 0.25))
     result = wire.JobResult(7, Direction.STORE, Outcome.DONE, 3072, 0.25)
-    assert action == Send("a", wire.Finished((result,)))
+    assert action == SendMessage("a", wire.Finished((result,)))
     assert desk.core.status(101.0).totals == told.Totals(stores=1, stored_bytes=3072)
 
 
 def test_a_job_without_success_moved_nothing() -> None:
-    desk = Desk("a")
+    desk = CoreFixture("a")
     for job, outcome in enumerate((Outcome.FAILED, Outcome.CANCELLED)):
         plan = desk.start("a", job, store(1, 2))
         error = FAULT if outcome is Outcome.FAILED else None
         (action,) = desk.report(TransferCompleted(plan.serial, outcome, error=error))
-        assert isinstance(action, Send)
+        assert isinstance(action, SendMessage)
         assert isinstance(action.message, wire.Finished)
         (result,) = action.message.results
         assert (result.outcome, result.nbytes) == (outcome, 0)
@@ -575,7 +575,7 @@ def test_a_job_without_success_moved_nothing() -> None:
 def test_a_bad_job_is_refused_and_leaves_no_trace(
     spec: TransferSpec, wait_for: int, code: Code
 ) -> None:
-    desk = Desk("a")
+    desk = CoreFixture("a")
     assert desk.refused("a", 1, spec, wait_for) == code
     assert not desk.core.busy
     for job in range(1, 1 + MAX_JOBS):  # neither the id nor a credit is spent
@@ -583,14 +583,14 @@ def test_a_bad_job_is_refused_and_leaves_no_trace(
 
 
 def test_a_refused_job_says_which_way_it_would_have_gone() -> None:
-    desk = Desk("a")
+    desk = CoreFixture("a")
     for spec, direction in ((store(9), Direction.STORE), (load(9), Direction.LOAD)):
         (action,) = desk.submit("a", 1, spec)
         assert action.message.results[0].direction is direction
 
 
 def test_an_engine_s_unfinished_jobs_have_different_ids() -> None:
-    desk = Desk("a/worker", "a/scheduler", "b")
+    desk = CoreFixture("a/worker", "a/scheduler", "b")
     plan = desk.start("a/worker", 1, store(0))
     assert desk.refused("a/worker", 1, load(1)) == Code.DUPLICATE_JOB
     assert desk.refused("a/scheduler", 1, store(1)) == Code.DUPLICATE_JOB
@@ -603,7 +603,7 @@ def test_an_engine_s_unfinished_jobs_have_different_ids() -> None:
 def test_a_session_has_so_many_jobs_of_a_direction_under_way_and_no_more(
     spec: Callable[[int], TransferSpec], other: Callable[[int], TransferSpec]
 ) -> None:
-    desk = Desk("a/worker", "a/scheduler")
+    desk = CoreFixture("a/worker", "a/scheduler")
     desk.fill("a/worker")
     plans = [desk.start("a/worker", job, spec(job)) for job in range(MAX_JOBS)]
     assert desk.refused("a/worker", 9, spec(5)) == Code.BUSY
@@ -615,7 +615,7 @@ def test_a_session_has_so_many_jobs_of_a_direction_under_way_and_no_more(
 
 
 def test_cancelling_names_what_is_under_way_and_only_that() -> None:
-    desk = Desk("a/worker", "a/scheduler", "b")
+    desk = CoreFixture("a/worker", "a/scheduler", "b")
     plan = desk.start("a/worker", 1, store(0))
     desk.start("b", 2, store(0))
     assert desk.ask("a/scheduler", wire.Cancel((1, 2, 3))) == [CancelTransfers(1, (plan.serial,))]
@@ -627,11 +627,11 @@ def test_cancelling_names_what_is_under_way_and_only_that() -> None:
 def test_what_the_lane_has_not_done_of_an_order_it_is_told_again() -> None:
     """In its turn: others come between."""
     rest = CancelTransfers(1, (3, 4))
-    assert Desk("a").report(Continue(rest)) == [rest]
+    assert CoreFixture("a").report(Continue(rest)) == [rest]
 
 
 def test_a_cancel_that_came_too_late_changes_nothing() -> None:
-    desk = Desk("a")
+    desk = CoreFixture("a")
     plan = desk.start("a", 1, store(0))
     desk.ask("a", wire.Cancel((1,)))
     assert finished(desk.report(TransferCompleted(plan.serial, Outcome.DONE))) == [
@@ -640,26 +640,29 @@ def test_a_cancel_that_came_too_late_changes_nothing() -> None:
 
 
 def test_waiting_ends_behind_the_last_of_the_jobs() -> None:
-    desk = Desk("a/worker", "a/scheduler")
+    desk = CoreFixture("a/worker", "a/scheduler")
     plans = [desk.start("a/worker", job, store(job)) for job in range(3)]
     assert desk.ask("a/worker", wire.Wait(5, (0, 2, 2, 77))) == []
     assert desk.ask("a/scheduler", wire.Wait(6, (2,))) == []
     assert len(desk.report(TransferCompleted(plans[0].serial, Outcome.DONE))) == 1
     actions = desk.report(TransferCompleted(plans[2].serial, Outcome.FAILED, error=FAULT))
     assert finished(actions) == [("a/worker", 2, "failed", "copy_failed")]
-    assert actions[1:] == [Send("a/worker", wire.Waited(5)), Send("a/scheduler", wire.Waited(6))]
+    assert actions[1:] == [
+        SendMessage("a/worker", wire.Waited(5)),
+        SendMessage("a/scheduler", wire.Waited(6)),
+    ]
 
 
 @pytest.mark.parametrize("job_ids", [(), (77,), (1, 77)])
 def test_waiting_for_what_has_ended_ends_at_once(job_ids: tuple[int, ...]) -> None:
-    desk = Desk("a")
+    desk = CoreFixture("a")
     plan = desk.start("a", 1, store(0))
     desk.report(TransferCompleted(plan.serial, Outcome.DONE))
-    assert desk.ask("a", wire.Wait(5, job_ids)) == [Send("a", wire.Waited(5))]
+    assert desk.ask("a", wire.Wait(5, job_ids)) == [SendMessage("a", wire.Waited(5))]
 
 
 def test_waits_are_bounded_and_come_free_again() -> None:
-    desk = Desk("a")
+    desk = CoreFixture("a")
     plan = desk.start("a", 1, store(0))
     for number in range(MAX_WAITS):
         assert desk.ask("a", wire.Wait(number, (1,))) == []
@@ -670,7 +673,7 @@ def test_waits_are_bounded_and_come_free_again() -> None:
 
 
 def test_a_session_that_left_waits_no_more() -> None:
-    desk = Desk("a/worker", "a/scheduler")
+    desk = CoreFixture("a/worker", "a/scheduler")
     plan = desk.start("a/worker", 1, store(0))
     desk.ask("a/scheduler", wire.Wait(5, (1,)))
     desk.core.leave("a/scheduler")
@@ -681,7 +684,7 @@ def test_a_session_that_left_waits_no_more() -> None:
 
 def test_of_a_session_that_left_nothing_is_counted_any_more() -> None:
     """They are named anew each time, and a daemon sees any number of them."""
-    desk = Desk("a/worker", "a/scheduler")
+    desk = CoreFixture("a/worker", "a/scheduler")
     done, late = (desk.start("a/scheduler", n, store(n)) for n in (1, 2))
     desk.ask("a/scheduler", wire.Wait(5, (2,)))
     desk.report(TransferCompleted(done.serial, Outcome.DONE))
@@ -692,7 +695,7 @@ def test_of_a_session_that_left_nothing_is_counted_any_more() -> None:
 
 
 def test_jobs_end_when_the_process_that_owns_the_tensors_goes() -> None:
-    desk = Desk("a/worker", "a/scheduler")
+    desk = CoreFixture("a/worker", "a/scheduler")
     mine, theirs = desk.start("a/worker", 1, store(0)), desk.start("a/scheduler", 2, store(1))
     desk.ask("a/scheduler", wire.Wait(5, (1, 2)))
     assert desk.core.leave("a/worker") == [
@@ -703,12 +706,12 @@ def test_jobs_end_when_the_process_that_owns_the_tensors_goes() -> None:
     assert desk.report(TransferCompleted(mine.serial, Outcome.CANCELLED)) == []
     actions = desk.report(TransferCompleted(theirs.serial, Outcome.CANCELLED))
     assert finished(actions) == [("a/scheduler", 2, "failed", "engine_gone")]
-    assert actions[1:] == [Send("a/scheduler", wire.Waited(5))]
+    assert actions[1:] == [SendMessage("a/scheduler", wire.Waited(5))]
     assert desk.refused("a/scheduler", 3, store(1)) == Code.NOT_REGISTERED
 
 
 def test_the_tensors_stay_when_another_process_of_the_engine_goes() -> None:
-    desk = Desk("a/worker", "a/scheduler")
+    desk = CoreFixture("a/worker", "a/scheduler")
     desk.start("a/worker", 1, store(0))
     plan = desk.start("a/scheduler", 2, store(1))
     expected = [CloseSession("a/scheduler"), CancelTransfers(1, (plan.serial,))]
@@ -720,7 +723,7 @@ def test_the_tensors_stay_when_another_process_of_the_engine_goes() -> None:
 
 
 def test_a_daemon_that_stops_takes_no_new_work_and_ends_the_old() -> None:
-    desk = Desk("a", "b", registered=False)
+    desk = CoreFixture("a", "b", registered=False)
     desk.ask("a", wire.AllocateKVCaches(1, LAYOUT, 4096))
     desk.report(TensorsMapped(1, "a"))
     plan = desk.start("a", 1, store(0))
@@ -728,7 +731,7 @@ def test_a_daemon_that_stops_takes_no_new_work_and_ends_the_old() -> None:
     assert desk.refused("a", 2, store(1)) == Code.SHUTTING_DOWN
     assert desk.error("b", wire.AllocateKVCaches(1, LAYOUT)) == Code.SHUTTING_DOWN
     (action,) = desk.core.welcome("c", wire.Hello(1, 1, "client", "c"))
-    assert isinstance(action, Send)
+    assert isinstance(action, SendMessage)
     assert isinstance(action.message, wire.Error)
     assert (action.message.error.code, "c" in desk.core.sessions) == (Code.SHUTTING_DOWN, False)
     assert desk.ask("a", wire.Wait(5, (1,))) == []
@@ -739,12 +742,12 @@ def test_a_daemon_that_stops_takes_no_new_work_and_ends_the_old() -> None:
 
 
 def test_a_daemon_that_stops_turns_a_successor_away() -> None:
-    desk = Desk("a/old", "a/new")
+    desk = CoreFixture("a/old", "a/new")
     desk.core.leave("a/old")
     desk.ask("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096))
     desk.core.stop()
     (action,) = desk.report(TensorsUnmapped(1))
-    assert isinstance(action, Send)
+    assert isinstance(action, SendMessage)
     assert isinstance(action.message, wire.Error)
     assert (action.session, action.message.request_id) == ("a/new", 5)
     assert action.message.error.code == Code.SHUTTING_DOWN
@@ -752,7 +755,7 @@ def test_a_daemon_that_stops_turns_a_successor_away() -> None:
 
 
 def test_status_tells_what_is_there() -> None:
-    desk = Desk("a/worker", "a/scheduler", "b")
+    desk = CoreFixture("a/worker", "a/scheduler", "b")
     desk.start("a/scheduler", 1, store(0))
     desk.refused("a/worker", 2, store(99))
     desk.core.leave("b")
@@ -763,7 +766,7 @@ def test_status_tells_what_is_there() -> None:
     desk.report(CopyCalibrated(copying))
     desk.report(HealthChecked(health))
     (action,) = desk.ask("a/worker", wire.StatusRequest(5))
-    assert action == Send(
+    assert action == SendMessage(
         "a/worker",
         wire.StatusReport(
             5,
@@ -792,7 +795,7 @@ def test_status_tells_what_is_there() -> None:
 
 
 @dataclass
-class Claim:
+class ExpectedRegistration:
     """A registration as the device worker sees it: to be mapped, mapped, to be let go."""
 
     number: int
@@ -815,7 +818,7 @@ class Shell(RuleBasedStateMachine):
         self.names = (f"s{n}" for n in count())
         self.request_ids = count(1)
         self.engine_of: dict[str, str] = {}
-        self.claims: dict[int, Claim] = {}
+        self.claims: dict[int, ExpectedRegistration] = {}
         self.jobs: dict[int, tuple[str, int]] = {}
         """serial -> (engine, job id) of every plan that has not ended"""
         self.owner: dict[int, str] = {}
@@ -833,7 +836,7 @@ class Shell(RuleBasedStateMachine):
     def perform(self, actions: list[Action]) -> None:
         for action in self.books.hear(actions):
             match action:
-                case Send(session, message):
+                case SendMessage(session, message):
                     assert session in self.engine_of
                     self.told(session, message)
                 case CloseSession(session):
@@ -843,7 +846,9 @@ class Shell(RuleBasedStateMachine):
                     engine = self.engine_of[session]
                     assert engine not in {claim.engine for claim in self.claims.values()}
                     timeline = action.timeline is not None
-                    self.claims[number] = Claim(number, engine, session, timeline=timeline)
+                    self.claims[number] = ExpectedRegistration(
+                        number, engine, session, timeline=timeline
+                    )
                 case UnmapTensors(number):
                     assert not self.claims[number].leaving
                     self.claims[number].leaving = True
@@ -899,7 +904,7 @@ class Shell(RuleBasedStateMachine):
     def session(self, data: st.DataObject) -> str:
         return data.draw(st.sampled_from(sorted(self.engine_of)))
 
-    def open_claim(self, engine: str) -> Claim | None:
+    def open_claim(self, engine: str) -> ExpectedRegistration | None:
         claims = [c for c in self.claims.values() if c.engine == engine]
         return next((c for c in claims if c.mapped and not c.leaving), None)
 
@@ -916,7 +921,7 @@ class Shell(RuleBasedStateMachine):
     def hello(self, engine: str) -> None:
         name = next(self.names)
         (action,) = self.core.welcome(name, wire.Hello(1, 1, "client", engine))
-        assert isinstance(action, Send)
+        assert isinstance(action, SendMessage)
         if self.core.stopping:
             assert isinstance(action.message, wire.Error)
         else:
@@ -1033,7 +1038,7 @@ class Shell(RuleBasedStateMachine):
         held = {c.number for c in self.claims.values() if c.session == session and not c.failed}
         if polite:
             first, *actions = self.core.handle(session, wire.Goodbye(), now=101.0)
-            assert first == Send(session, wire.Goodbye())
+            assert first == SendMessage(session, wire.Goodbye())
         else:
             actions = self.core.leave(session)
         self.perform(actions)
@@ -1100,7 +1105,7 @@ class Shell(RuleBasedStateMachine):
         del self.jobs[serial]
         self.abandoned.discard(serial)
 
-    def unmap(self, claim: Claim) -> None:
+    def unmap(self, claim: ExpectedRegistration) -> None:
         for serial in tuple(claim.plans):
             self.end(serial, Outcome.CANCELLED)
         del self.claims[claim.number]

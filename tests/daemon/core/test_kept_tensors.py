@@ -14,7 +14,7 @@ from kvferry.daemon.core.actions import (
     RegionFreed,
     RegionUpdated,
     ReleaseTensors,
-    Send,
+    SendMessage,
     TensorsMapped,
     TensorsUnmapped,
     UnmapTensors,
@@ -50,7 +50,7 @@ def unrecorded(actions: list[Action]) -> list[Action]:
     ]
 
 
-class Desk:
+class KeptTensorsFixture:
     """A core, and what its sessions say. Sessions are named engine/process."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Desk:
         *before, mapping = self.wish(session, keep, shape or layout(), host_bytes=4096)
         assert isinstance(mapping, MapTensors)
         *after, reply = self.mapped(mapping)
-        assert isinstance(reply, Send)
+        assert isinstance(reply, SendMessage)
         assert isinstance(reply.message, wire.Allocated)
         return [*before, *after], mapping, reply.message
 
@@ -98,11 +98,11 @@ class Desk:
 
 
 @pytest.fixture
-def desk() -> Desk:
-    return Desk()
+def desk() -> KeptTensorsFixture:
+    return KeptTensorsFixture()
 
 
-def test_an_engine_that_comes_back_gets_its_tensors(desk: Desk) -> None:
+def test_an_engine_that_comes_back_gets_its_tensors(desk: KeptTensorsFixture) -> None:
     dropped, mapping, reply = desk.allocate("a/1")
     assert (dropped, mapping.keep, mapping.reuse, reply.kept) == ([], True, None, False)
     assert desk.kept() == {"a": (True, SIZE)}
@@ -114,7 +114,7 @@ def test_an_engine_that_comes_back_gets_its_tensors(desk: Desk) -> None:
     assert desk.kept() == {"a": (True, SIZE)}
 
 
-def test_another_part_of_the_pool_changes_nothing(desk: Desk) -> None:
+def test_another_part_of_the_pool_changes_nothing(desk: KeptTensorsFixture) -> None:
     """The engine's host blocks are gone, as it wants more of them; its tensors are not."""
     desk.allocate("a/1")
     desk.leave("a/1")
@@ -123,7 +123,7 @@ def test_another_part_of_the_pool_changes_nothing(desk: Desk) -> None:
     assert mapping.reuse == 1
 
 
-def test_without_keep_nothing_is_held(desk: Desk) -> None:
+def test_without_keep_nothing_is_held(desk: KeptTensorsFixture) -> None:
     _, mapping, _ = desk.allocate("a/1", keep=False)
     assert not mapping.keep
     assert desk.kept() == {}
@@ -132,7 +132,7 @@ def test_without_keep_nothing_is_held(desk: Desk) -> None:
     assert desk.allocate("a/2")[1].reuse is None
 
 
-def test_what_comes_back_without_keep_is_held_no_more(desk: Desk) -> None:
+def test_what_comes_back_without_keep_is_held_no_more(desk: KeptTensorsFixture) -> None:
     desk.allocate("a/1")
     desk.leave("a/1")
     dropped, mapping, reply = desk.allocate("a/2", keep=False)
@@ -141,7 +141,7 @@ def test_what_comes_back_without_keep_is_held_no_more(desk: Desk) -> None:
     assert desk.kept() == {}
 
 
-def test_another_layout_frees_them_before_it_is_mapped(desk: Desk) -> None:
+def test_another_layout_frees_them_before_it_is_mapped(desk: KeptTensorsFixture) -> None:
     desk.allocate("a/1")
     desk.leave("a/1")
     actions = desk.wish("a/2", True, layout(4), host_bytes=4096)
@@ -151,7 +151,9 @@ def test_another_layout_frees_them_before_it_is_mapped(desk: Desk) -> None:
     assert desk.kept() == {}
 
 
-def test_an_engine_that_waits_for_the_old_mapping_gets_its_tensors(desk: Desk) -> None:
+def test_an_engine_that_waits_for_the_old_mapping_gets_its_tensors(
+    desk: KeptTensorsFixture,
+) -> None:
     desk.allocate("a/1")
     desk.core.leave("a/1")
     assert desk.wish("a/2", True, layout(), host_bytes=4096) == []
@@ -160,20 +162,20 @@ def test_an_engine_that_waits_for_the_old_mapping_gets_its_tensors(desk: Desk) -
     assert mapping.reuse == 1
 
 
-def test_they_are_held_still_where_they_could_not_be_mapped(desk: Desk) -> None:
+def test_they_are_held_still_where_they_could_not_be_mapped(desk: KeptTensorsFixture) -> None:
     desk.allocate("a/1")
     desk.leave("a/1")
     (mapping,) = desk.wish("a/2", True, layout(), host_bytes=4096)
     assert isinstance(mapping, MapTensors)
     (reply,) = desk.mapped(mapping, ErrorInfo(Code.NOT_SHAREABLE, "the page is not sealed"))
-    assert isinstance(reply, Send)
+    assert isinstance(reply, SendMessage)
     assert isinstance(reply.message, wire.Error)
     assert desk.kept() == {"a": (False, SIZE)}
     desk.leave("a/2")
     assert desk.allocate("a/3")[1].reuse == 1
 
 
-def test_an_engine_that_goes_before_it_has_them_leaves_them(desk: Desk) -> None:
+def test_an_engine_that_goes_before_it_has_them_leaves_them(desk: KeptTensorsFixture) -> None:
     """What the lane may have made of them under the new number goes."""
     desk.allocate("a/1")
     desk.leave("a/1")
@@ -186,7 +188,7 @@ def test_an_engine_that_goes_before_it_has_them_leaves_them(desk: Desk) -> None:
     assert desk.allocate("a/3")[1].reuse == 1
 
 
-def test_they_go_with_the_host_blocks_of_their_engine(desk: Desk) -> None:
+def test_they_go_with_the_host_blocks_of_their_engine(desk: KeptTensorsFixture) -> None:
     """A newcomer takes the room, by its registration or by its namespace."""
     for number, session in enumerate(("b/1", "c/1"), 1):
         desk.allocate(f"a/{number}")
@@ -204,7 +206,9 @@ def test_they_go_with_the_host_blocks_of_their_engine(desk: Desk) -> None:
         desk.leave(session)
 
 
-def test_engines_of_a_namespace_keep_theirs_as_long_as_it_is_there(desk: Desk) -> None:
+def test_engines_of_a_namespace_keep_theirs_as_long_as_it_is_there(
+    desk: KeptTensorsFixture,
+) -> None:
     fingerprint = told.Fingerprint("model", 2048)
     for session in ("a/1", "a/2"):
         desk.come(session)
@@ -217,7 +221,7 @@ def test_engines_of_a_namespace_keep_theirs_as_long_as_it_is_there(desk: Desk) -
     assert desk.kept() == {"a": (False, SIZE)}
 
 
-def test_tensors_of_one_namespace_are_not_those_of_another(desk: Desk) -> None:
+def test_tensors_of_one_namespace_are_not_those_of_another(desk: KeptTensorsFixture) -> None:
     """The same shape, another model's bytes."""
     for session, model in (("a/1", "model"), ("a/2", "another")):
         desk.come(session)
@@ -230,7 +234,7 @@ def test_tensors_of_one_namespace_are_not_those_of_another(desk: Desk) -> None:
     assert ReleaseTensors(1) in actions
 
 
-def test_an_engine_with_tensors_of_its_own_needs_none(desk: Desk) -> None:
+def test_an_engine_with_tensors_of_its_own_needs_none(desk: KeptTensorsFixture) -> None:
     """Unless they may be the very same: behind descriptors, in the same layout."""
     brought: tuple[memory.Allocation, ...] = (
         memory.FdAllocation(1, SIZE),
@@ -252,37 +256,37 @@ def test_an_engine_with_tensors_of_its_own_needs_none(desk: Desk) -> None:
         assert ("a" in desk.kept()) != dropped
 
 
-def test_they_are_released_by_name(desk: Desk) -> None:
+def test_they_are_released_by_name(desk: KeptTensorsFixture) -> None:
     desk.allocate("a/1")
     desk.leave("a/1")
     desk.come("b/1")
-    reply = Send("b/1", wire.Released(5, SIZE))
+    reply = SendMessage("b/1", wire.Released(5, SIZE))
     assert desk.ask("b/1", wire.ReleaseKVCaches(5, "a")) == [ReleaseTensors(1), reply]
     assert desk.kept() == {}
     (refused,) = desk.ask("b/1", wire.ReleaseKVCaches(6, "a"))
-    assert isinstance(refused, Send)
+    assert isinstance(refused, SendMessage)
     assert isinstance(refused.message, wire.Error)
     assert (refused.message.error.code, refused.message.error.value) == (Code.NOT_REGISTERED, "a")
 
 
-def test_an_engine_that_is_here_keeps_its_tensors_until_it_goes(desk: Desk) -> None:
+def test_an_engine_that_is_here_keeps_its_tensors_until_it_goes(desk: KeptTensorsFixture) -> None:
     desk.allocate("a/1")
-    reply = Send("a/1", wire.Released(5, SIZE))
+    reply = SendMessage("a/1", wire.Released(5, SIZE))
     assert desk.ask("a/1", wire.ReleaseKVCaches(5, "a")) == [ReleaseTensors(1), reply]
     assert desk.kept() == {}
     assert desk.leave("a/1") == [ReleaseTensors(1)]
     assert desk.allocate("a/2")[1].reuse is None
 
 
-def test_nothing_is_released_of_an_engine_that_keeps_nothing(desk: Desk) -> None:
+def test_nothing_is_released_of_an_engine_that_keeps_nothing(desk: KeptTensorsFixture) -> None:
     desk.allocate("a/1", keep=False)
     (refused,) = desk.ask("a/1", wire.ReleaseKVCaches(5, "a"))
-    assert isinstance(refused, Send)
+    assert isinstance(refused, SendMessage)
     assert isinstance(refused.message, wire.Error)
 
 
 def test_what_an_earlier_daemon_kept_is_its_engine_s_once_and_where_its_host_blocks_are(
-    desk: Desk,
+    desk: KeptTensorsFixture,
 ) -> None:
     kept = KeptTensorsRecord("a", LayoutArrays.from_layout(layout()), SIZE, engine_owner("a"))
     with pytest.raises(Refused) as refused:

@@ -28,7 +28,7 @@ from kvferry.daemon.core.actions import (
     MapTensors,
     PublishKVEvents,
     Report,
-    Send,
+    SendMessage,
     SendStream,
     StartTransfer,
     TensorsMapped,
@@ -94,7 +94,7 @@ def load(letters: bytes, gpu: GPULoadStoreSpec | None = None) -> TransferSpec:
     return by_key(letters), gpu or blocks(range(len(letters)))
 
 
-class Desk:
+class NamespacesFixture:
     """A core, and the shorthand of the examples.
 
     Sessions are named engine/process. Those that are given here are in the namespace already, and
@@ -154,7 +154,7 @@ class Desk:
         threshold: int = 1,
     ) -> wire.Opened:
         answer, *_ = self.ask(session, wire.OpenNamespace(7, fingerprint, quota, policy, threshold))
-        assert isinstance(answer, Send)
+        assert isinstance(answer, SendMessage)
         assert isinstance(answer.message, wire.Opened)
         assert (answer.session, answer.message.request_id) == (session, 7)
         return answer.message
@@ -164,7 +164,7 @@ class Desk:
         assert isinstance(mapping, MapTensors)
         self.registrations[session.partition("/")[0]] = mapping.registration
         (action,) = self.report(TensorsMapped(mapping.registration, session))
-        assert isinstance(action, Send)
+        assert isinstance(action, SendMessage)
         assert isinstance(action.message, wire.Allocated)
         return action.message.region
 
@@ -179,7 +179,9 @@ class Desk:
         self.come("onlooker")
         (action,) = self.ask("onlooker", wire.NamespacesRequest(9))
         self.core.leave("onlooker")
-        assert action == Send("onlooker", wire.NamespacesReport(9, action.message.namespaces))
+        assert action == SendMessage(
+            "onlooker", wire.NamespacesReport(9, action.message.namespaces)
+        )
         return tuple(action.message.namespaces)
 
     def usage(self, *names: str) -> tuple[Any, ...]:
@@ -269,7 +271,7 @@ def heard(
 
 
 def test_a_namespace_is_made_and_answered_with_its_blocks() -> None:
-    desk = Desk()
+    desk = NamespacesFixture()
     desk.come("a")
     opened = desk.enter("a", quota=ROOM + 100, policy="arc", threshold=2)
     assert opened == wire.Opened(7, FINGERPRINT.name, 4, PAGE, False, "arc", 2, ())
@@ -277,13 +279,13 @@ def test_a_namespace_is_made_and_answered_with_its_blocks() -> None:
 
 
 def test_a_namespace_without_a_quota_takes_what_is_free() -> None:
-    desk = Desk()
+    desk = NamespacesFixture()
     desk.come("a")
     assert desk.enter("a", quota=None).num_blocks == POOL // PAGE
 
 
 def test_an_engine_of_an_equal_fingerprint_enters_the_same_namespace() -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     plan = desk.stored("a", b"ab")
     desk.come("b")
     assert desk.enter("b") == wire.Opened(7, FINGERPRINT.name, 4, PAGE, True, "lru", 1, ())
@@ -311,7 +313,7 @@ def test_an_engine_of_an_equal_fingerprint_enters_the_same_namespace() -> None:
 def test_a_fingerprint_that_differs_in_one_field_is_another_namespace(
     field: str, value: object
 ) -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     desk.stored("a", b"a")
     desk.come("b")
     opened = desk.enter("b", msgspec.structs.replace(FINGERPRINT, **{field: value}))
@@ -326,7 +328,7 @@ def test_a_fingerprint_that_differs_in_one_field_is_another_namespace(
 
 
 def test_what_is_unlike_is_told_of_the_same_model_only_and_of_what_is_extra_by_its_name() -> None:
-    desk = Desk()
+    desk = NamespacesFixture()
     desk.come("a", "b", "c")
     desk.enter("a", OTHER)
     first = desk.enter("b", msgspec.structs.replace(FINGERPRINT, extra=(("rope", "yarn"),)))
@@ -336,7 +338,7 @@ def test_what_is_unlike_is_told_of_the_same_model_only_and_of_what_is_extra_by_i
 
 
 def test_of_others_that_are_many_or_differ_in_much_some_are_told() -> None:
-    desk = Desk(pool_bytes=64 * ROOM)
+    desk = NamespacesFixture(pool_bytes=64 * ROOM)
     names = [f"e{n}" for n in range(40)]
     desk.come("a", *names)
     for name in names:
@@ -349,7 +351,7 @@ def test_of_others_that_are_many_or_differ_in_much_some_are_told() -> None:
 
 def test_a_fingerprint_that_is_long_is_refused() -> None:
     """All of them are told in one message."""
-    desk = Desk()
+    desk = NamespacesFixture()
     desk.come("a")
     for texts, fits in ((15, True), (16, False)):
         extra = tuple((f"{n:02}", 253 * "x") for n in range(texts))
@@ -366,7 +368,7 @@ def test_a_fingerprint_that_is_long_is_refused() -> None:
 
 @pytest.mark.parametrize("second", ["a/worker", "a/scheduler"])
 def test_the_sessions_of_an_engine_are_in_one_namespace(second: str) -> None:
-    desk = Desk("a/worker")
+    desk = NamespacesFixture("a/worker")
     desk.come("a/scheduler")
     wrong = msgspec.structs.replace(FINGERPRINT, kv_dtype="fp8", rank=3)
     before = desk.namespaces()
@@ -379,7 +381,7 @@ def test_the_sessions_of_an_engine_are_in_one_namespace(second: str) -> None:
 
 
 def test_the_order_of_what_is_extra_does_not_part_the_sessions_of_an_engine() -> None:
-    desk = Desk()
+    desk = NamespacesFixture()
     desk.come("a")
     extra = (("rope", "yarn"), ("tokenizer", "v2"))
     desk.enter("a", msgspec.structs.replace(FINGERPRINT, extra=extra))
@@ -390,7 +392,7 @@ def test_the_order_of_what_is_extra_does_not_part_the_sessions_of_an_engine() ->
 
 
 def test_sessions_whose_fingerprints_differ_in_what_no_field_tells_are_not_let_in() -> None:
-    desk = Desk()
+    desk = NamespacesFixture()
     desk.come("a/worker", "a/scheduler")
     desk.enter("a/worker", msgspec.structs.replace(FINGERPRINT, extra=(("b", "1"), ("b", "2"))))
     other = msgspec.structs.replace(FINGERPRINT, extra=(("b", "2"),))
@@ -399,7 +401,7 @@ def test_sessions_whose_fingerprints_differ_in_what_no_field_tells_are_not_let_i
 
 
 def test_an_engine_may_change_its_fingerprint_once_all_its_sessions_have_gone() -> None:
-    desk = Desk("a/worker", "a/scheduler")
+    desk = NamespacesFixture("a/worker", "a/scheduler")
     desk.part("a/worker")
     desk.come("a/new")
     assert desk.error("a/new", wire.OpenNamespace(5, OTHER))[0] == Code.NAMESPACE_MISMATCH
@@ -409,7 +411,7 @@ def test_an_engine_may_change_its_fingerprint_once_all_its_sessions_have_gone() 
 
 @pytest.mark.parametrize("quota", [0, 1, PAGE - 1, POOL + 1])
 def test_a_quota_that_holds_no_block_or_that_the_pool_does_not_is_refused(quota: int) -> None:
-    desk = Desk()
+    desk = NamespacesFixture()
     desk.come("a")
     assert desk.error("a", wire.OpenNamespace(5, FINGERPRINT, quota)) == ("pool_full", str(quota))
     assert desk.namespaces() == ()
@@ -418,7 +420,7 @@ def test_a_quota_that_holds_no_block_or_that_the_pool_does_not_is_refused(quota:
 
 
 def test_a_quota_that_is_refused_leaves_what_was_there() -> None:
-    desk = Desk("a", policy="arc")
+    desk = NamespacesFixture("a", policy="arc")
     desk.stored("a", b"abc")
     desk.part("a")
     desk.come("b")
@@ -429,7 +431,7 @@ def test_a_quota_that_is_refused_leaves_what_was_there() -> None:
 
 
 def test_an_unknown_policy_is_refused() -> None:
-    desk = Desk()
+    desk = NamespacesFixture()
     desk.come("a")
     error = desk.error("a", wire.OpenNamespace(5, FINGERPRINT, ROOM, "fifo"))
     assert error == (Code.BAD_SPEC, "fifo")
@@ -437,14 +439,14 @@ def test_an_unknown_policy_is_refused() -> None:
 
 
 def test_a_daemon_that_stops_opens_no_namespace() -> None:
-    desk = Desk()
+    desk = NamespacesFixture()
     desk.come("a")
     desk.core.stop()
     assert desk.error("a", wire.OpenNamespace(5, FINGERPRINT))[0] == Code.SHUTTING_DOWN
 
 
 def test_opening_twice_changes_nothing() -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     desk.stored("a", b"ab")
     desk.ask("a", wire.Pin(each(b"a")))
     before = desk.namespaces()
@@ -456,7 +458,7 @@ def test_opening_twice_changes_nothing() -> None:
 
 
 def test_opening_otherwise_while_others_are_in_it_keeps_what_holds() -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     desk.stored("a", b"ab")
     desk.come("b")
     opened = desk.enter("b", quota=2 * ROOM, policy="arc", threshold=3)
@@ -465,7 +467,7 @@ def test_opening_otherwise_while_others_are_in_it_keeps_what_holds() -> None:
 
 
 def test_opening_otherwise_when_alone_in_it_keeps_what_holds_for_one_s_own_jobs() -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     plan = desk.start("a", store(b"a"))
     assert desk.enter("a", quota=2 * ROOM, policy="arc").policy == "lru"
     desk.end(plan)
@@ -474,7 +476,7 @@ def test_opening_otherwise_when_alone_in_it_keeps_what_holds_for_one_s_own_jobs(
 
 def test_opening_while_an_engine_is_being_let_go_keeps_what_holds() -> None:
     """Its session has gone, and yet its tensors are mapped, and its jobs under way."""
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     plan = desk.start("a", store(b"a"))
     desk.core.leave("a")
     desk.come("b")
@@ -486,7 +488,7 @@ def test_opening_while_an_engine_is_being_let_go_keeps_what_holds() -> None:
 
 
 def test_opening_otherwise_with_nobody_in_it_changes_how_it_evicts_and_keeps_the_keys() -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     plan = desk.stored("a", b"abcd")
     desk.part("a")
     desk.come("b")
@@ -500,7 +502,7 @@ def test_opening_otherwise_with_nobody_in_it_changes_how_it_evicts_and_keeps_the
 
 
 def test_a_change_of_policy_keeps_the_order_in_which_keys_go() -> None:
-    desk = Desk("a", policy="arc")
+    desk = NamespacesFixture("a", policy="arc")
     desk.stored("a", b"abcd")
     desk.ask("a", wire.Touch(each(b"bd")))
     desk.part("a")
@@ -515,7 +517,7 @@ def test_a_change_of_policy_keeps_the_order_in_which_keys_go() -> None:
 
 def test_a_change_of_policy_is_no_news_and_what_was_counted_stays() -> None:
     """A million keys told anew were 34 MB, and seconds in which nobody else was heard."""
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     desk.ask("a", wire.Touch((), 3, 4))
     desk.stored("a", b"abcd")
     desk.stored("a", b"e")
@@ -523,13 +525,13 @@ def test_a_change_of_policy_is_no_news_and_what_was_counted_stays() -> None:
     (before,) = desk.namespaces()
     desk.come("b")
     actions = desk.ask("b", wire.OpenNamespace(7, FINGERPRINT, ROOM, "arc", 2))
-    assert [type(action) for action in actions] == [Send]
+    assert [type(action) for action in actions] == [SendMessage]
     (after,) = desk.namespaces()
     assert after == msgspec.structs.replace(before, policy="arc", engines=("b",))
 
 
 def test_an_engine_that_comes_back_with_the_same_policy_finds_what_was_learnt() -> None:
-    desk = Desk("a", policy="arc", threshold=2)
+    desk = NamespacesFixture("a", policy="arc", threshold=2)
     for _ in range(2):
         desk.stored("a", b"ab")
     desk.ask("a", wire.Touch(each(b"a"), 3, 4))
@@ -545,7 +547,7 @@ def test_an_engine_that_comes_back_with_the_same_policy_finds_what_was_learnt() 
 
 
 def test_another_quota_with_nobody_in_it_begins_anew() -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     desk.stored("a", b"abcd")
     desk.part("a")
     desk.come("b")
@@ -559,7 +561,7 @@ def test_another_quota_with_nobody_in_it_begins_anew() -> None:
 
 
 def test_an_engine_in_a_namespace_has_no_host_memory_of_its_own() -> None:
-    desk = Desk()
+    desk = NamespacesFixture()
     desk.come("a")
     desk.enter("a")
     error = desk.error("a", wire.AllocateKVCaches(1, LAYOUT, ROOM))
@@ -570,7 +572,7 @@ def test_an_engine_in_a_namespace_has_no_host_memory_of_its_own() -> None:
 
 @pytest.mark.parametrize("layout", [WIDE, HYBRID])
 def test_a_layout_whose_host_blocks_have_another_size_is_refused(layout: KVLayout) -> None:
-    desk = Desk()
+    desk = NamespacesFixture()
     desk.come("a")
     desk.enter("a")
     error = desk.error("a", wire.AllocateKVCaches(1, layout))
@@ -579,7 +581,7 @@ def test_a_layout_whose_host_blocks_have_another_size_is_refused(layout: KVLayou
 
 
 def test_a_layout_that_splits_the_same_bytes_otherwise_is_refused() -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     halves = (TensorRef(0, PAGE // 2), TensorRef(1, PAGE // 2))
     desk.come("b")
     desk.enter("b")
@@ -593,10 +595,10 @@ def test_a_layout_that_splits_the_same_bytes_otherwise_is_refused() -> None:
 def test_a_layout_whose_host_blocks_are_of_more_gpu_blocks_is_refused(restarted: bool) -> None:
     """What is all of a host block to one is a part of it to the other."""
     two = KVLayout((ROW,), ((TensorRef(0, PAGE),),), 2)
-    desk = Desk("a", fingerprint=OF_THREE, layout=two)
+    desk = NamespacesFixture("a", fingerprint=OF_THREE, layout=two)
     desk.stored("a", b"k", blocks([0, 1]))
     if restarted:
-        books, desk = desk.books, Desk()
+        books, desk = desk.books, NamespacesFixture()
         desk.books = books
         desk.core.restore(*books.found())
     desk.come("b")
@@ -610,10 +612,10 @@ def test_a_layout_whose_host_blocks_are_of_more_gpu_blocks_is_refused(restarted:
 
 def test_a_namespace_that_does_not_say_how_its_blocks_were_made_is_given_up() -> None:
     """An earlier daemon did not write down of how many GPU blocks they are."""
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     desk.stored("a", b"a")
     (found,) = desk.books.found()
-    deed, other = msgspec.structs.replace(found.deed, factor=0), Desk()
+    deed, other = msgspec.structs.replace(found.deed, factor=0), NamespacesFixture()
     with pytest.raises(Refused) as caught:
         other.core.restore(msgspec.structs.replace(found, deed=deed))
     assert caught.value.code == Code.BAD_LAYOUT
@@ -621,17 +623,17 @@ def test_a_namespace_that_does_not_say_how_its_blocks_were_made_is_given_up() ->
 
 
 def test_another_daemon_finds_what_was_stored_as_far_as_it_was_and_tells_nobody(
-    partly: Desk,
+    partly: NamespacesFixture,
 ) -> None:
     partly.ask("a", wire.Reset(5))
     partly.stored("a", b"x", blocks([0, 1, 2]))
     partly.stored("a", b"y", blocks([0, 1]))
-    books, desk = partly.books, Desk()
+    books, desk = partly.books, NamespacesFixture()
     desk.books = books
     desk.core.restore(*books.found())
     desk.come("b")
     actions = desk.ask("b", wire.OpenNamespace(7, OF_THREE))
-    assert [type(action) for action in actions] == [Send]
+    assert [type(action) for action in actions] == [SendMessage]
     assert actions[0].message.generation == 2
     desk.register("b", WIDE)
     whole = blocks([0, 1, 2])
@@ -646,10 +648,13 @@ def test_another_daemon_finds_what_was_stored_as_far_as_it_was_and_tells_nobody(
 
 
 def test_a_namespace_whose_keys_do_not_add_up_is_given_up_with_its_room() -> None:
-    desk = Desk("a", quota=POOL)
+    desk = NamespacesFixture("a", quota=POOL)
     desk.stored("a", b"ab")
     (found,) = desk.books.found()
-    other, twice = Desk(), msgspec.structs.replace(found, residents=found.residents[:1] * 2)
+    other, twice = (
+        NamespacesFixture(),
+        msgspec.structs.replace(found, residents=found.residents[:1] * 2),
+    )
     with pytest.raises(Refused) as caught:
         other.core.restore(twice)
     assert caught.value.code == Code.BAD_SPEC
@@ -657,7 +662,7 @@ def test_a_namespace_whose_keys_do_not_add_up_is_given_up_with_its_room() -> Non
 
 
 def test_a_layout_that_leaves_room_in_a_host_block_begins_each_where_it_begins() -> None:
-    desk = Desk()
+    desk = NamespacesFixture()
     desk.come("a")
     desk.enter("a")
     half = KVLayout((ROW,), ((TensorRef(0, PAGE // 2),),))
@@ -668,7 +673,7 @@ def test_a_layout_that_leaves_room_in_a_host_block_begins_each_where_it_begins()
 
 
 def test_an_engine_with_host_memory_of_its_own_names_no_keys() -> None:
-    desk = Desk()
+    desk = NamespacesFixture()
     desk.come("a")
     desk.register("a")
     for spec in (store(b"a"), load(b"a")):
@@ -676,7 +681,7 @@ def test_an_engine_with_host_memory_of_its_own_names_no_keys() -> None:
 
 
 def test_an_engine_in_a_namespace_names_no_host_blocks() -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     gpu, host = GPULoadStoreSpec([0]), CPULoadStoreSpec([0])
     assert desk.refused("a", (gpu, host)) == Code.BAD_SPEC
     assert desk.refused("a", (host, gpu)) == Code.BAD_SPEC
@@ -693,13 +698,13 @@ def test_an_engine_in_a_namespace_names_no_host_blocks() -> None:
     ],
 )
 def test_who_is_in_no_namespace_says_nothing_of_keys(message: wire.ClientMessage) -> None:
-    desk = Desk("a/worker")
+    desk = NamespacesFixture("a/worker")
     desk.come("a/scheduler")  # each session enters by itself
     assert desk.error("a/scheduler", message)[0] == Code.UNKNOWN_NAMESPACE
 
 
 def test_a_registration_that_failed_leaves_the_namespace_to_others() -> None:
-    desk = Desk()
+    desk = NamespacesFixture()
     desk.come("a")
     desk.enter("a")
     desk.ask("a", wire.AllocateKVCaches(1, LAYOUT))
@@ -711,7 +716,7 @@ def test_a_registration_that_failed_leaves_the_namespace_to_others() -> None:
 
 
 def test_a_layout_of_which_nothing_is_stored_is_forgotten() -> None:
-    desk = Desk()
+    desk = NamespacesFixture()
     desk.come("a", "b")
     desk.enter("a")
     desk.register("a", KVLayout((ROW, ROW), ((TensorRef(0, PAGE // 2), TensorRef(1, PAGE // 2)),)))
@@ -721,7 +726,7 @@ def test_a_layout_of_which_nothing_is_stored_is_forgotten() -> None:
 
 
 def test_a_layout_of_which_something_is_stored_holds_until_a_reset() -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     desk.stored("a", b"a")
     desk.part("a")
     desk.come("b")
@@ -736,7 +741,7 @@ def test_a_layout_of_which_something_is_stored_holds_until_a_reset() -> None:
 
 
 def test_a_store_gets_blocks_of_the_region_and_its_keys_load_once_it_is_done() -> None:
-    desk = Desk("n", fingerprint=OTHER)  # so that the region does not begin at 0
+    desk = NamespacesFixture("n", fingerprint=OTHER)  # so that the region does not begin at 0
     desk.come("a")
     desk.enter("a")
     desk.register("a")
@@ -753,7 +758,7 @@ def test_a_store_gets_blocks_of_the_region_and_its_keys_load_once_it_is_done() -
 
 @NOT_DONE
 def test_a_store_that_was_not_done_leaves_no_key(outcome: Outcome) -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     desk.end(desk.start("a", store(b"abcd")), outcome)
     assert desk.usage("free", "pending", "ready") == (4, 0, 0)
     assert desk.loadable("a") == b""
@@ -762,7 +767,7 @@ def test_a_store_that_was_not_done_leaves_no_key(outcome: Outcome) -> None:
 
 
 def test_keys_that_are_there_or_on_their_way_are_left_out_with_their_blocks() -> None:
-    desk = Desk("a", "b")
+    desk = NamespacesFixture("a", "b")
     first = desk.stored("a", b"b")
     second = desk.start("b", store(b"d"))
     plan = desk.start("a", store(b"abcd", blocks([3, 4, 5, 6])))
@@ -776,19 +781,19 @@ def test_keys_that_are_there_or_on_their_way_are_left_out_with_their_blocks() ->
 
 
 def test_a_store_of_what_is_there_moves_nothing_and_is_done() -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     desk.stored("a", b"ab")
     plan = desk.start("a", store(b"ba"))
     assert (plan.runs, plan.nbytes, plan.host_end) == ((), 0, 0)
     (action,) = desk.end(plan)
-    assert isinstance(action, Send)
+    assert isinstance(action, SendMessage)
     assert isinstance(action.message, wire.Finished)
     assert action.message.results[0].outcome is DONE
     assert desk.loadable("a") == b"ab"
 
 
 def test_nobody_waits_for_what_is_left_out() -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     stored = desk.stored("a", b"abcd")
     desk.start("a", store(b"ad"))
     for letter in each(b"abcd"):
@@ -796,7 +801,7 @@ def test_nobody_waits_for_what_is_left_out() -> None:
 
 
 def test_a_key_twice_in_one_store_is_stored_once_from_where_it_came_first() -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     plan = desk.start("a", store(b"abab", blocks([3, 4, 5, 6])))
     assert gpu_blocks(plan) == [3, 4]
     assert desk.usage("free", "pending") == (2, 2)
@@ -806,7 +811,7 @@ def test_a_key_twice_in_one_store_is_stored_once_from_where_it_came_first() -> N
 
 
 def test_two_engines_that_store_a_key_at_once_store_it_once() -> None:
-    desk = Desk("a", "b")
+    desk = NamespacesFixture("a", "b")
     mine, theirs = desk.start("a", store(b"ab")), desk.start("b", store(b"bc"))
     assert (gpu_blocks(mine), gpu_blocks(theirs)) == ([0, 1], [1])
     desk.end(theirs)
@@ -818,7 +823,7 @@ def test_two_engines_that_store_a_key_at_once_store_it_once() -> None:
 
 def test_blocks_that_are_left_out_go_with_all_that_they_hold_and_no_more() -> None:
     """Seven GPU blocks from index 1 on, three a host block: a has two, b three, and c two."""
-    desk = Desk("a", fingerprint=OF_THREE, layout=WIDE, quota=12 * PAGE)
+    desk = NamespacesFixture("a", fingerprint=OF_THREE, layout=WIDE, quota=12 * PAGE)
     spec = store(b"abc", blocks([9, 8, 7, 6, 5, 4, 3], (7, 1)))
     desk.stored("a", b"b", blocks([0, 1, 2]))
     plan = desk.start("a", spec)
@@ -834,7 +839,7 @@ def test_blocks_that_are_left_out_go_with_all_that_they_hold_and_no_more() -> No
 
 def test_every_group_has_keys_of_its_own() -> None:
     """Group 0: blocks 1 to 4 from index 2 on, in a and b. Group 1: blocks 5 to 9, in c and d."""
-    desk = Desk("a", fingerprint=OF_THREE, layout=HYBRID, quota=12 * PAGE)
+    desk = NamespacesFixture("a", fingerprint=OF_THREE, layout=HYBRID, quota=12 * PAGE)
     spec = store(b"abcd", blocks(range(1, 10), (4, 2), (5, 4)))
     plan = desk.start("a", spec)
     at = [offset - offset % (3 * PAGE) for offset in offsets(plan)]
@@ -856,7 +861,7 @@ def test_every_group_has_keys_of_its_own() -> None:
 
 
 def test_a_store_evicts_the_least_recent_and_never_who_is_offered_with_it() -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     desk.stored("a", b"abcd")  # d goes first: of a prefix the tail
     assert gpu_blocks(desk.stored("a", b"dce")) == [2]
     assert desk.loadable("a") == b"acde"
@@ -867,7 +872,7 @@ def test_a_store_evicts_the_least_recent_and_never_who_is_offered_with_it() -> N
 
 @pytest.mark.parametrize(("policy", "goes"), [("lru", b"b"), ("arc", b"d")])
 def test_who_goes_is_the_policy_s_choice(policy: str, goes: bytes) -> None:
-    desk = Desk("a", policy=policy)
+    desk = NamespacesFixture("a", policy=policy)
     desk.stored("a", b"ab")
     desk.ask("a", wire.Touch(each(b"ab")))
     desk.stored("a", b"cd")
@@ -876,7 +881,7 @@ def test_who_goes_is_the_policy_s_choice(policy: str, goes: bytes) -> None:
 
 @pytest.mark.parametrize("letters", [b"efghi", b"abcde"])
 def test_more_keys_than_can_go_are_refused_whole(letters: bytes) -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     desk.stored("a", b"abc")
     names = ("free", "pending", "ready", "doomed", "pinned", "stored", "evictions")
     before = desk.usage(*names)
@@ -887,7 +892,7 @@ def test_more_keys_than_can_go_are_refused_whole(letters: bytes) -> None:
 
 
 def test_keys_on_their_way_make_no_room() -> None:
-    desk = Desk("a", "b")
+    desk = NamespacesFixture("a", "b")
     plan = desk.start("a", store(b"abc"))
     assert desk.refused("b", store(b"de")) == Code.CACHE_FULL
     desk.stored("b", b"d")
@@ -914,7 +919,7 @@ def test_keys_on_their_way_make_no_room() -> None:
     ],
 )
 def test_a_bad_transfer_reserves_nothing_and_pins_nothing(spec: TransferSpec, code: Code) -> None:
-    desk = Desk("a", quota=2 * PAGE)
+    desk = NamespacesFixture("a", quota=2 * PAGE)
     desk.stored("a", b"d")
     before = desk.namespaces()
     assert desk.refused("a", spec) == code
@@ -924,7 +929,7 @@ def test_a_bad_transfer_reserves_nothing_and_pins_nothing(spec: TransferSpec, co
 
 
 def test_a_store_threshold_leaves_out_what_was_not_offered_often_enough() -> None:
-    desk = Desk("a", "b", threshold=2)
+    desk = NamespacesFixture("a", "b", threshold=2)
     assert desk.stored("a", b"ab").runs == ()
     assert gpu_blocks(desk.stored("b", b"cb")) == [1]
     assert desk.loadable("a") == b"b"
@@ -937,7 +942,7 @@ def test_a_store_threshold_leaves_out_what_was_not_offered_often_enough() -> Non
 
 @pytest.mark.parametrize("outcome", [DONE, FAILED, CANCELLED])
 def test_a_load_keeps_its_blocks_until_it_ends(outcome: Outcome) -> None:
-    desk = Desk("a", "b")
+    desk = NamespacesFixture("a", "b")
     desk.stored("a", b"abcd")
     plans = [desk.start("a", load(b"abc")), desk.start("b", load(b"cd"))]
     assert desk.usage("pinned") == (4,)
@@ -953,7 +958,7 @@ def test_a_load_keeps_its_blocks_until_it_ends(outcome: Outcome) -> None:
 
 
 def test_a_load_of_what_is_absent_or_on_its_way_is_refused_whole() -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     desk.stored("a", b"ab")
     desk.start("a", store(b"c"))
     for letters in (b"abc", b"dab", b"c"):
@@ -964,15 +969,15 @@ def test_a_load_of_what_is_absent_or_on_its_way_is_refused_whole() -> None:
 
 
 def test_one_block_loads_into_several_places_at_once() -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     plan = desk.stored("a", b"a")
     assert offsets(desk.start("a", load(b"aa"))) == offsets(plan) * 2
 
 
 @pytest.fixture
-def partly() -> Desk:
+def partly() -> NamespacesFixture:
     """Three GPU blocks a host block. Stored: 1 and 2 of a, all of b, 0 and 1 of c; 1 of d."""
-    desk = Desk("a", fingerprint=OF_THREE, layout=WIDE, quota=12 * PAGE)
+    desk = NamespacesFixture("a", fingerprint=OF_THREE, layout=WIDE, quota=12 * PAGE)
     desk.stored("a", b"abc", blocks(range(7), (7, 1)))
     desk.stored("a", b"d", blocks([0], (1, 4)))
     return desk
@@ -1005,7 +1010,7 @@ def partly() -> Desk:
     ],
 )
 def test_a_block_stored_in_part_loads_as_far_as_it_was_stored(
-    partly: Desk, letters: bytes, size: int, index: int, fits: bool
+    partly: NamespacesFixture, letters: bytes, size: int, index: int, fits: bool
 ) -> None:
     spec = load(letters, blocks(range(size), (size, index)))
     if fits:
@@ -1015,7 +1020,9 @@ def test_a_block_stored_in_part_loads_as_far_as_it_was_stored(
         assert partly.usage("pinned") == (0,)
 
 
-def test_a_key_stored_in_part_is_a_miss_to_mirrors_until_a_store_covers_more(partly: Desk) -> None:
+def test_a_key_stored_in_part_is_a_miss_to_mirrors_until_a_store_covers_more(
+    partly: NamespacesFixture,
+) -> None:
     whole = blocks([0, 1, 2])
     assert partly.snapshot("a") == (b"b", b"")
     assert partly.stored("a", b"a", blocks([0], (1, 2))).runs == ()  # no more than is there
@@ -1028,7 +1035,7 @@ def test_a_key_stored_in_part_is_a_miss_to_mirrors_until_a_store_covers_more(par
     partly.start("a", load(b"a", whole))
 
 
-def test_a_key_stored_in_part_is_not_replaced_while_it_is_loaded(partly: Desk) -> None:
+def test_a_key_stored_in_part_is_not_replaced_while_it_is_loaded(partly: NamespacesFixture) -> None:
     part = partly.start("a", load(b"a", blocks([0], (1, 2))))
     assert partly.stored("a", b"a", blocks([0, 1, 2])).runs == ()
     partly.end(part)
@@ -1036,7 +1043,7 @@ def test_a_key_stored_in_part_is_not_replaced_while_it_is_loaded(partly: Desk) -
 
 
 def test_who_follows_is_told_of_a_part_that_nothing_came_of_its_store() -> None:
-    desk = Desk("a", fingerprint=OF_THREE, layout=WIDE, quota=12 * PAGE)
+    desk = NamespacesFixture("a", fingerprint=OF_THREE, layout=WIDE, quota=12 * PAGE)
     plan = desk.start("a", store(b"ab", blocks([0, 1, 2, 3])))
     assert heard(desk.end(plan), PublishKVEvents) == [("stored", b"a"), ("abandoned", b"b")]
     for letter in each(b"cdef"):
@@ -1047,7 +1054,7 @@ def test_who_follows_is_told_of_a_part_that_nothing_came_of_its_store() -> None:
 
 def test_resident_keys_of_an_offer_are_no_victims_of_it() -> None:
     """Of an offer of b, c, d and e the client names c, d and e, and says that b is there."""
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     desk.stored("a", b"a")
     desk.stored("a", b"b")
     desk.ask("a", wire.Touch(each(b"a")))
@@ -1059,20 +1066,22 @@ def test_resident_keys_of_an_offer_are_no_victims_of_it() -> None:
 
 
 def test_keys_to_keep_are_checked_like_those_to_store() -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     spec = blocks([0]), KeyLoadStoreSpec(each(b"a"), 0, (b"long",))
     assert desk.refused("a", spec) == Code.BAD_KEY
 
 
 @NOT_DONE
 def test_a_part_that_was_not_stored_says_nothing_of_the_block(outcome: Outcome) -> None:
-    desk = Desk("a", fingerprint=OF_THREE, layout=WIDE, quota=3 * PAGE)
+    desk = NamespacesFixture("a", fingerprint=OF_THREE, layout=WIDE, quota=3 * PAGE)
     desk.end(desk.start("a", store(b"a", blocks([0]))), outcome)
     desk.stored("a", b"b", blocks([0, 1, 2]))
     desk.start("a", load(b"b", blocks([0, 1, 2])))
 
 
-def test_which_part_was_stored_outlives_the_engine_and_a_change_of_policy(partly: Desk) -> None:
+def test_which_part_was_stored_outlives_the_engine_and_a_change_of_policy(
+    partly: NamespacesFixture,
+) -> None:
     partly.part("a")
     partly.come("b")
     assert partly.enter("b", OF_THREE, 12 * PAGE, "arc").reattached
@@ -1085,7 +1094,7 @@ def test_which_part_was_stored_outlives_the_engine_and_a_change_of_policy(partly
 
 
 def test_pins_are_counted() -> None:
-    desk = Desk("a", "b")
+    desk = NamespacesFixture("a", "b")
     desk.stored("a", b"abcd")
     desk.ask("a", wire.Pin(each(b"abab")))
     desk.ask("b", wire.Pin(each(b"a")))
@@ -1103,7 +1112,7 @@ def test_pins_are_counted() -> None:
 
 
 def test_keys_that_were_pinned_together_are_let_go_one_by_one() -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     desk.stored("a", b"abcd")
     desk.ask("a", wire.Pin(each(b"abcb")))
     desk.ask("a", wire.Pin(each(b"cd")))
@@ -1114,7 +1123,7 @@ def test_keys_that_were_pinned_together_are_let_go_one_by_one() -> None:
 
 def test_of_a_key_that_is_pinned_often_the_oldest_pin_goes_first() -> None:
     """The first is of what was there before the reset, the second of nothing."""
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     desk.stored("a", b"a")
     desk.ask("a", wire.Pin(each(b"a")))
     desk.ask("a", wire.Reset(1))
@@ -1127,7 +1136,7 @@ def test_of_a_key_that_is_pinned_often_the_oldest_pin_goes_first() -> None:
 
 
 def test_pinning_nothing_leaves_nothing_behind() -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     desk.stored("a", b"a")
     (namespace,) = desk.core._namespaces
     before = len(namespace.cache._loads)
@@ -1139,7 +1148,7 @@ def test_pinning_nothing_leaves_nothing_behind() -> None:
 
 @pytest.mark.parametrize("letters", [b"c", b"ac", b"ca", b"aa", b"e"])
 def test_who_did_not_pin_does_not_unpin(letters: bytes) -> None:
-    desk = Desk("a", "b")
+    desk = NamespacesFixture("a", "b")
     desk.stored("a", b"abcd")
     desk.ask("a", wire.Pin(each(b"ab")))
     desk.ask("b", wire.Pin(each(b"c")))
@@ -1151,7 +1160,7 @@ def test_who_did_not_pin_does_not_unpin(letters: bytes) -> None:
 
 
 def test_pinning_what_is_not_there_is_no_error_and_keeps_nothing() -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     plan = desk.start("a", store(b"b"))
     assert desk.ask("a", wire.Pin(each(b"ab"))) == []
     desk.end(plan)
@@ -1168,7 +1177,7 @@ def test_pinning_what_is_not_there_is_no_error_and_keeps_nothing() -> None:
 def test_a_session_pins_so_many_keys_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether they are there or not: the daemon keeps a line of each."""
     monkeypatch.setattr(pinned_module, "LEAST_PINS", 3)
-    desk = Desk("a", "b")
+    desk = NamespacesFixture("a", "b")
     desk.stored("a", b"abcd")
     desk.ask("a", wire.Pin(each(b"aaaabbbbxxxyyy")))
     assert desk.error("a", wire.Pin(each(b"cda"))) == (Code.BUSY, "3")
@@ -1183,7 +1192,7 @@ def test_a_session_pins_so_many_keys_and_no_more(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_is_there_is_pinned_together_when_something_is_not() -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     desk.stored("a", b"abc")
     (namespace,) = desk.core._namespaces
     desk.ask("a", wire.Pin(each(b"axbbc")))
@@ -1193,7 +1202,7 @@ def test_what_is_there_is_pinned_together_when_something_is_not() -> None:
 
 
 def test_a_key_that_was_pinned_many_times_is_let_go_at_once() -> None:
-    desk = Desk("a", "b")
+    desk = NamespacesFixture("a", "b")
     desk.stored("a", b"a")
     desk.ask("b", wire.Pin(each(b"a" * 200)))
     assert calls(lambda: desk.core.leave("b")) < 2 * 200
@@ -1201,12 +1210,14 @@ def test_a_key_that_was_pinned_many_times_is_let_go_at_once() -> None:
 
 @pytest.mark.parametrize("polite", [True, False])
 def test_a_session_that_leaves_lets_its_pins_go_and_no_others(polite: bool) -> None:
-    desk = Desk("a/worker", "a/scheduler", "b")
+    desk = NamespacesFixture("a/worker", "a/scheduler", "b")
     desk.stored("b", b"abcd")
     desk.ask("a/scheduler", wire.Pin(each(b"abbz")))
     desk.ask("b", wire.Pin(each(b"bc")))
     if polite:
-        assert desk.ask("a/scheduler", wire.Goodbye())[0] == Send("a/scheduler", wire.Goodbye())
+        assert desk.ask("a/scheduler", wire.Goodbye())[0] == SendMessage(
+            "a/scheduler", wire.Goodbye()
+        )
     else:
         assert desk.core.leave("a/scheduler") == [CloseSession("a/scheduler")]
     assert desk.usage("pinned", "engines") == (2, ("a", "b"))
@@ -1216,7 +1227,7 @@ def test_a_session_that_leaves_lets_its_pins_go_and_no_others(polite: bool) -> N
 
 @pytest.mark.parametrize("make", [wire.Pin, wire.Touch])
 def test_keys_of_another_length_are_no_keys_of_this_namespace(make: Any) -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     desk.stored("a", b"a")
     assert desk.error("a", make((b"a", b"bc"))) == (Code.BAD_KEY, b"bc".hex())
     assert desk.usage("pinned") == (0,)
@@ -1234,7 +1245,7 @@ def calls(function: Callable[[], object]) -> int:
 
 
 def test_unpinning_a_key_many_times_is_no_work_of_many_times_many() -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     desk.stored("a", b"a")
     many = each(b"a" * 200)
     desk.ask("a", wire.Pin(many))
@@ -1254,7 +1265,7 @@ class Compared(bytes):
 
 
 def test_unpinning_many_keys_is_no_work_of_many_times_many() -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     desk.ask("a", wire.Pin(each(bytes(range(250)))))
     Compared.times = 0
     desk.ask("a", wire.Unpin(tuple(Compared([n]) for n in range(250))))
@@ -1265,7 +1276,7 @@ def test_unpinning_many_keys_is_no_work_of_many_times_many() -> None:
 
 
 def test_an_engine_that_dies_with_stores_under_way_takes_those_keys_with_it_and_no_others() -> None:
-    desk = Desk("a/worker", "b", "a/scheduler")
+    desk = NamespacesFixture("a/worker", "b", "a/scheduler")
     desk.stored("a/worker", b"a")
     desk.stored("b", b"b")
     mine, theirs = desk.start("a/worker", store(b"c")), desk.start("a/scheduler", store(b"d"))
@@ -1275,7 +1286,7 @@ def test_an_engine_that_dies_with_stores_under_way_takes_those_keys_with_it_and_
     assert desk.refused("b", store(b"efg")) == Code.CACHE_FULL  # bytes may still arrive there
     assert heard(desk.end(mine, CANCELLED), PublishKVEvents) == [("abandoned", b"c")]
     finished, published = desk.end(theirs, CANCELLED)
-    assert isinstance(finished, Send)
+    assert isinstance(finished, SendMessage)
     assert isinstance(finished.message, wire.Finished)
     error = finished.message.results[0].error
     assert error is not None
@@ -1289,7 +1300,7 @@ def test_an_engine_that_dies_with_stores_under_way_takes_those_keys_with_it_and_
 
 
 def test_what_was_stored_by_the_time_an_engine_died_is_stored() -> None:
-    desk = Desk("a", "b")
+    desk = NamespacesFixture("a", "b")
     plan = desk.start("a", store(b"a"))
     desk.core.leave("a")
     desk.end(plan, DONE)
@@ -1298,7 +1309,7 @@ def test_what_was_stored_by_the_time_an_engine_died_is_stored() -> None:
 
 
 def test_a_namespace_outlives_its_engines() -> None:
-    desk = Desk("a/worker", "a/scheduler", "b")
+    desk = NamespacesFixture("a/worker", "a/scheduler", "b")
     plan = desk.stored("a/worker", b"abc")
     loading = desk.start("b", load(b"a"))
     for session in ("a/worker", "a/scheduler", "b"):
@@ -1315,7 +1326,7 @@ def test_a_namespace_outlives_its_engines() -> None:
 
 @pytest.mark.parametrize("as_namespace", [True, False])
 def test_a_newcomer_that_needs_the_room_of_a_deserted_namespace_gets_it(as_namespace: bool) -> None:
-    desk = Desk("a", pool_bytes=2 * ROOM)
+    desk = NamespacesFixture("a", pool_bytes=2 * ROOM)
     desk.stored("a", b"abc")
     desk.come("n", "b")
     if as_namespace:
@@ -1326,7 +1337,7 @@ def test_a_newcomer_that_needs_the_room_of_a_deserted_namespace_gets_it(as_names
     desk.core.leave("a")
     assert desk.ask("n", request) == []  # its bytes may still be on their way
     answered = [type(action) for action in desk.report(TensorsUnmapped(1))]
-    assert answered.count(Send if as_namespace else MapTensors) == 1
+    assert answered.count(SendMessage if as_namespace else MapTensors) == 1
     assert [n.name for n in desk.namespaces()] == ([OTHER.name] if as_namespace else [])
     assert desk.error("b", wire.OpenNamespace(1, FINGERPRINT, ROOM))[0] == Code.POOL_FULL
     desk.part("n")
@@ -1340,7 +1351,7 @@ def test_a_newcomer_that_needs_the_room_of_a_deserted_namespace_gets_it(as_names
 def test_listeners_are_told_when_a_namespace_gave_its_room_away(
     fingerprint: told.Fingerprint,
 ) -> None:
-    desk = Desk("a", pool_bytes=2 * ROOM)
+    desk = NamespacesFixture("a", pool_bytes=2 * ROOM)
     desk.stored("a", b"abc")
     desk.part("a")
     desk.come("n")
@@ -1353,7 +1364,7 @@ def test_listeners_are_told_when_a_namespace_gave_its_room_away(
 
 
 def test_a_namespace_that_was_deserted_and_is_used_again_keeps_its_room() -> None:
-    desk = Desk("a", pool_bytes=ROOM)
+    desk = NamespacesFixture("a", pool_bytes=ROOM)
     desk.stored("a", b"abc")
     desk.part("a")
     desk.come("b", "n")
@@ -1364,7 +1375,7 @@ def test_a_namespace_that_was_deserted_and_is_used_again_keeps_its_room() -> Non
 
 
 def test_of_deserted_namespaces_the_one_left_first_makes_room() -> None:
-    desk = Desk("a", pool_bytes=2 * ROOM)
+    desk = NamespacesFixture("a", pool_bytes=2 * ROOM)
     desk.come("o", "n")
     desk.enter("o", OTHER)
     desk.part("o", "a")
@@ -1373,7 +1384,7 @@ def test_of_deserted_namespaces_the_one_left_first_makes_room() -> None:
 
 
 def test_a_newcomer_that_finds_room_leaves_a_deserted_namespace_alone() -> None:
-    desk = Desk("a", pool_bytes=2 * ROOM)
+    desk = NamespacesFixture("a", pool_bytes=2 * ROOM)
     desk.stored("a", b"abc")
     desk.part("a")
     desk.come("n", "b")
@@ -1384,14 +1395,14 @@ def test_a_newcomer_that_finds_room_leaves_a_deserted_namespace_alone() -> None:
 
 
 def test_the_tensors_of_a_successor_enter_when_those_before_have_left() -> None:
-    desk = Desk("a/old")
+    desk = NamespacesFixture("a/old")
     desk.stored("a/old", b"a")
     desk.come("a/new")
     desk.enter("a/new")
     desk.core.leave("a/old")
     assert desk.ask("a/new", wire.AllocateKVCaches(1, WIDE)) == []
     (action,) = desk.report(TensorsUnmapped(1))
-    assert isinstance(action, Send)
+    assert isinstance(action, SendMessage)
     assert isinstance(action.message, wire.Error)
     assert action.message.error.code == Code.NAMESPACE_MISMATCH
     desk.register("a/new")
@@ -1399,7 +1410,7 @@ def test_the_tensors_of_a_successor_enter_when_those_before_have_left() -> None:
 
 
 def test_a_namespace_that_is_full_evicts_from_no_other() -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     desk.come("b")
     desk.enter("b", OTHER, 2 * PAGE)
     desk.register("b")
@@ -1414,7 +1425,7 @@ def test_a_namespace_that_is_full_evicts_from_no_other() -> None:
 
 
 def test_a_reset_makes_every_key_absent_at_once() -> None:
-    desk = Desk("a", "b")
+    desk = NamespacesFixture("a", "b")
     desk.stored("a", b"abc")
     desk.start("a", store(b"d"))
     desk.ask("b", wire.Subscribe())
@@ -1423,7 +1434,7 @@ def test_a_reset_makes_every_key_absent_at_once() -> None:
     assert isinstance(sweep, FreeDeferred)
     assert len(sweep.rubble) == 2 * len(b"abcd")  # as the cache has them, and its policy
     assert not sweep.rubble.clear_some()
-    assert done == Send("b", wire.Done(5))
+    assert done == SendMessage("b", wire.Done(5))
     assert desk.loadable("a") == b""
     assert desk.snapshot("a") == (b"", b"")
     (found,) = desk.books.found()
@@ -1432,7 +1443,7 @@ def test_a_reset_makes_every_key_absent_at_once() -> None:
 
 @pytest.mark.parametrize("outcome", [DONE, FAILED, CANCELLED])
 def test_jobs_from_before_a_reset_keep_their_blocks_and_change_nothing(outcome: Outcome) -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     desk.stored("a", b"ab")
     loading = [desk.start("a", load(b"a")), desk.start("a", load(b"a"))]
     storing = desk.start("a", store(b"c"))
@@ -1453,7 +1464,7 @@ def test_jobs_from_before_a_reset_keep_their_blocks_and_change_nothing(outcome: 
 
 
 def test_a_pin_from_before_a_reset_pins_nothing_after_it() -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     desk.stored("a", b"ab")
     desk.ask("a", wire.Pin(each(b"ab")))
     desk.ask("a", wire.Reset(5))
@@ -1466,7 +1477,7 @@ def test_a_pin_from_before_a_reset_pins_nothing_after_it() -> None:
 
 
 def test_a_store_decided_on_before_a_reset_is_refused_however_late_it_comes() -> None:
-    desk = Desk("a", "b")
+    desk = NamespacesFixture("a", "b")
     desk.stored("a", b"a")
     desk.ask("b", wire.Subscribe())
     published, *_ = desk.ask("b", wire.Reset(5))
@@ -1483,7 +1494,7 @@ def test_a_store_decided_on_before_a_reset_is_refused_however_late_it_comes() ->
 
 
 def test_the_generation_of_a_namespace_is_told_to_who_comes_and_who_follows() -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     assert desk.enter("a").generation == 1
     desk.ask("a", wire.Reset(5))
     desk.ask("a", wire.Reset(6))
@@ -1495,7 +1506,7 @@ def test_the_generation_of_a_namespace_is_told_to_who_comes_and_who_follows() ->
     assert desk.enter("b", policy="arc").generation == 3
 
 
-def test_a_reset_forgets_which_parts_were_stored(partly: Desk) -> None:
+def test_a_reset_forgets_which_parts_were_stored(partly: NamespacesFixture) -> None:
     whole = blocks(range(12))
     partly.ask("a", wire.Reset(5))
     partly.stored("a", b"abcd", whole)
@@ -1503,7 +1514,7 @@ def test_a_reset_forgets_which_parts_were_stored(partly: Desk) -> None:
 
 
 def test_a_part_stored_across_a_reset_says_nothing_of_the_block_after_it() -> None:
-    desk = Desk("a", fingerprint=OF_THREE, layout=WIDE, quota=3 * PAGE)
+    desk = NamespacesFixture("a", fingerprint=OF_THREE, layout=WIDE, quota=3 * PAGE)
     before = desk.start("a", store(b"a", blocks([0])))
     desk.ask("a", wire.Reset(5))
     desk.end(before)
@@ -1516,7 +1527,7 @@ def test_a_part_stored_across_a_reset_says_nothing_of_the_block_after_it() -> No
 
 def test_who_follows_is_told_all_that_happens_in_order() -> None:
     """The sets that a follower keeps are, at every step, the keys that are ready and pending."""
-    desk = Desk("a", "b", "c")
+    desk = NamespacesFixture("a", "b", "c")
     ready, pending, sequence = set[bytes](), set[bytes](), 0
     (stream,) = desk.ask("b", wire.Subscribe())
     assert isinstance(stream, SendStream)
@@ -1571,7 +1582,7 @@ def apply(event: wire.KeyEvent, ready: set[bytes], pending: set[bytes]) -> None:
 
 
 def test_listeners_are_told_whether_anybody_follows_or_not() -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     desk.stored("a", b"abcd")
     _, published = desk.submit("a", store(b"e"))
     events = (
@@ -1582,19 +1593,19 @@ def test_listeners_are_told_whether_anybody_follows_or_not() -> None:
 
 
 def test_followers_are_told_the_same_once_each_and_behind_the_answer() -> None:
-    desk = Desk("a", "b", "c")
+    desk = NamespacesFixture("a", "b", "c")
     for session in ("a", "b", "b"):
         desk.ask(session, wire.Subscribe())
     start, published, broadcast = desk.submit("c", store(b"a"))
     assert sorted(broadcast.sessions) == ["a", "b"]
     assert broadcast.message == published.news
     finished, *rest = desk.end(start.plan)
-    assert isinstance(finished, Send)
+    assert isinstance(finished, SendMessage)
     assert heard(rest) == [("stored", b"a")]
 
 
 def test_who_left_or_is_elsewhere_is_told_nothing() -> None:
-    desk = Desk("a", "b")
+    desk = NamespacesFixture("a", "b")
     desk.come("n")
     desk.enter("n", OTHER)
     for session in ("b", "n"):
@@ -1610,7 +1621,7 @@ def test_who_left_or_is_elsewhere_is_told_nothing() -> None:
 
 def test_a_snapshot_is_told_in_parts_and_is_of_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(namespace_module, "SNAPSHOT_KEYS", 2)
-    desk = Desk("a", "b", quota=2 * ROOM)
+    desk = NamespacesFixture("a", "b", quota=2 * ROOM)
     desk.stored("a", b"abc")
     plan = desk.start("a", store(b"de"))
     (stream,) = desk.ask("b", wire.Subscribe())
@@ -1624,7 +1635,7 @@ def test_a_snapshot_is_told_in_parts_and_is_of_one_moment(monkeypatch: pytest.Mo
 
 
 def test_a_snapshot_of_what_is_on_its_way_alone_is_one_part() -> None:
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     desk.start("a", store(b"ab"))
     (stream,) = desk.ask("a", wire.Subscribe())
     assert list(stream.messages) == [wire.Snapshot(1, 0, True, (b"a", b"b"), True)]
@@ -1634,7 +1645,7 @@ def test_more_keys_than_an_event_may_name_are_several_events(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(namespace_module, "MAX_KEYS", 2)
-    desk = Desk("a")
+    desk = NamespacesFixture("a")
     assert heard(desk.submit("a", store(b"abc")), PublishKVEvents) == [
         ("pending", b"ab"),
         ("pending", b"c"),
@@ -1645,7 +1656,7 @@ def test_more_keys_than_an_event_may_name_are_several_events(
 
 
 def test_the_status_of_namespaces_says_what_is_there() -> None:
-    desk = Desk("b", "a/worker", "a/scheduler", policy="arc", threshold=2)
+    desk = NamespacesFixture("b", "a/worker", "a/scheduler", policy="arc", threshold=2)
     for _ in range(2):
         desk.stored("b", b"abc")
     desk.stored("b", b"z")  # offered once: skipped

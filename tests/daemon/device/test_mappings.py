@@ -40,7 +40,7 @@ def pages() -> int:
         return sum(CLOCK in line for line in maps)
 
 
-class Engine:
+class FakeCopyEngine:
     """Gives memory of one descriptor, and takes what is kept unless told otherwise."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Engine:
 
 class MappingsFixture:
     def __init__(self) -> None:
-        self.engine = Engine()
+        self.engine = FakeCopyEngine()
         self.mappings = Mappings(cast(Any, self.engine))
         self.geometry = BlockLayout(LayoutArrays.from_layout(LAYOUT), 0, 4)
 

@@ -371,14 +371,14 @@ def serials(reports: Sequence[Report]) -> list[int]:
 
 
 @pytest.fixture
-def clock() -> Iterator[Clock]:
-    clock = Clock()
+def clock() -> Iterator[TimelineFixture]:
+    clock = TimelineFixture()
     yield clock
     os.close(clock.descriptor)
     clock.page.close()
 
 
-class Clock:
+class TimelineFixture:
     """The writing end of a timeline."""
 
     def __init__(self) -> None:
@@ -515,7 +515,7 @@ def test_what_is_over_behind_a_cancelled_plan_is_told_behind_it(
 
 
 def test_a_plan_waits_for_the_timeline(
-    fixture: WorkerFixture, stub: StubEngine, clock: Clock
+    fixture: WorkerFixture, stub: StubEngine, clock: TimelineFixture
 ) -> None:
     fixture.map(clock=clock.copy)
     clock.show(2)
@@ -532,7 +532,7 @@ def test_a_plan_waits_for_the_timeline(
 
 
 def test_nothing_to_move_waits_for_the_timeline_too(
-    fixture: WorkerFixture, stub: StubEngine, clock: Clock
+    fixture: WorkerFixture, stub: StubEngine, clock: TimelineFixture
 ) -> None:
     fixture.map(clock=clock.copy)
     first, nothing = fixture.start(STORE, [0]), fixture.start(STORE, [], wait_for=1)
@@ -542,7 +542,7 @@ def test_nothing_to_move_waits_for_the_timeline_too(
 
 
 def test_it_tells_since_when_the_oldest_go_and_since_when_engines_hold_theirs(
-    fixture: WorkerFixture, stub: StubEngine, clock: Clock
+    fixture: WorkerFixture, stub: StubEngine, clock: TimelineFixture
 ) -> None:
     """Who waits for one that is held is held; what has begun goes, whatever the page says now."""
     fixture.map(clock=clock.copy)
@@ -565,7 +565,7 @@ def test_it_tells_since_when_the_oldest_go_and_since_when_engines_hold_theirs(
 
 
 def test_a_fence_holds_its_own_registration_alone(
-    fixture: WorkerFixture, stub: StubEngine, clock: Clock
+    fixture: WorkerFixture, stub: StubEngine, clock: TimelineFixture
 ) -> None:
     fixture.map(1, clock=clock.copy)
     fixture.map(2)
@@ -589,7 +589,7 @@ def test_a_plan_waits_for_the_part_of_the_pool_that_it_touches(
 
 
 def test_a_plan_that_waits_is_cancelled_at_once(
-    fixture: WorkerFixture, stub: StubEngine, clock: Clock
+    fixture: WorkerFixture, stub: StubEngine, clock: TimelineFixture
 ) -> None:
     fixture.map(clock=clock.copy)
     held = fixture.start(STORE, [0], wait_for=1)
@@ -633,7 +633,7 @@ def test_who_waits_for_a_cancelled_plan_waits_for_its_chunks(
 
 
 def test_an_engine_that_revokes_its_timeline_has_given_up_all_its_jobs(
-    fixture: WorkerFixture, stub: StubEngine, clock: Clock
+    fixture: WorkerFixture, stub: StubEngine, clock: TimelineFixture
 ) -> None:
     """No chunk begins any more, and what one under way brings does not count."""
     fixture.map(clock=clock.copy)
@@ -861,7 +861,7 @@ def test_a_device_that_does_not_come_up_is_told_at_the_start(
 
 
 def test_at_its_end_it_lets_go_of_what_it_held_and_of_the_device(
-    stub: StubEngine, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    stub: StubEngine, clock: TimelineFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there: list[bool] = []
     held = clock.copy
@@ -876,7 +876,7 @@ def test_at_its_end_it_lets_go_of_what_it_held_and_of_the_device(
 
 
 def test_unmapping_ends_everything_once_and_closes_behind_the_last_chunk(
-    fixture: WorkerFixture, stub: StubEngine, clock: Clock
+    fixture: WorkerFixture, stub: StubEngine, clock: TimelineFixture
 ) -> None:
     fixture.map(1, clock=clock.copy)
     fixture.map(2)
@@ -928,7 +928,7 @@ def test_what_cannot_be_mapped_is_told_and_can_be_unmapped(fixture: WorkerFixtur
 
 @pytest.mark.parametrize("works", [True, False])
 def test_descriptors_of_a_map_command_are_closed(
-    fixture: WorkerFixture, clock: Clock, works: bool
+    fixture: WorkerFixture, clock: TimelineFixture, works: bool
 ) -> None:
     given, time = os.dup(clock.descriptor), clock.copy
     where: dict[str, Any] = {} if works else {"locations": None}

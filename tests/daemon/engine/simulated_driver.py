@@ -33,7 +33,7 @@ _PAGE = struct.Struct("QQQQ")
 
 
 @dataclass
-class Stream:
+class SimulatedStream:
     ops: deque[Callable[[], bool]] = field(default_factory=deque)
     """Each tells whether it could be done."""
 
@@ -60,7 +60,7 @@ class SimulatedDriver:
         self._random = random.Random(self.seed)
         self._virtual = SimulatedMemory()
         self._memory: dict[int, np.ndarray[Any, np.dtype[np.uint8]]] = {}
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, SimulatedStream] = {}
         self._marks: dict[int, Mark] = {}
         """The last one of each event."""
         self._names: dict[int, str] = {}
@@ -70,7 +70,7 @@ class SimulatedDriver:
 
     # The device
 
-    def step(self, streams: list[Stream]) -> bool:
+    def step(self, streams: list[SimulatedStream]) -> bool:
         """One step of any of these streams; False where all of them are held up."""
         self._random.shuffle(streams)
         self._steps += 1
@@ -113,7 +113,7 @@ class SimulatedDriver:
 
     def create_stream(self, *, urgent: bool = False) -> int:
         number = next(self._numbers)
-        self._streams[number] = Stream()
+        self._streams[number] = SimulatedStream()
         return number
 
     def record(self, stream: int) -> Event:

@@ -135,7 +135,7 @@ CROWD = {
 
 
 @dataclass
-class Bench:
+class ContractFixture:
     """An engine, its device worker with one registration, and the model beside it."""
 
     engine: CopyEngine
@@ -190,7 +190,7 @@ class Bench:
 
 @dataclass
 class Open:
-    bench: Bench
+    bench: ContractFixture
     number: int
     geometry: BlockLayout
     mapping: Mapping
@@ -308,7 +308,9 @@ def closing_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=ENGINES)
-def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+def bench(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ContractFixture]:
     if request.node.get_closest_marker("gpu") and not has_gpu():
         pytest.skip("no CUDA device on this machine")
     make: Make = request.param
@@ -323,7 +325,7 @@ def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     worker = DeviceWorker(engine, pool, take, troubles.append)
     worker.start()
     pool.fill(engine, lambda nbytes: None, troubles.append)
-    yield Bench(engine, pool, worker, reports)
+    yield ContractFixture(engine, pool, worker, reports)
     worker.close()
     pool.close(engine)
     assert not troubles
@@ -354,7 +356,7 @@ def transfer(
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_byte_is_where_the_model_says(bench: Bench, name: str) -> None:
+def test_every_byte_is_where_the_model_says(bench: ContractFixture, name: str) -> None:
     engine = bench.open(LAYOUTS[name])
     rng = np.random.default_rng(len(name))
     for _ in range(6):
@@ -367,7 +369,7 @@ def test_every_byte_is_where_the_model_says(bench: Bench, name: str) -> None:
         engine.check()
 
 
-def test_transfers_of_one_direction_are_done_in_order(bench: Bench) -> None:
+def test_transfers_of_one_direction_are_done_in_order(bench: ContractFixture) -> None:
     engine = bench.open(LAYOUTS["two groups"])
     rng = np.random.default_rng(3)
     serials = []
@@ -378,7 +380,7 @@ def test_transfers_of_one_direction_are_done_in_order(bench: Bench) -> None:
     engine.check()
 
 
-def test_memory_goes_with_its_registration(bench: Bench) -> None:
+def test_memory_goes_with_its_registration(bench: ContractFixture) -> None:
     first, second = bench.open(LAYOUTS["layers"]), bench.open(LAYOUTS["layers"])
     bench.unmap(first)
     second.start(Direction.STORE, GPULoadStoreSpec([1, 2, 3], (3,), (0,)), [4])
@@ -387,7 +389,7 @@ def test_memory_goes_with_its_registration(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("name", CROWD)
-def test_many_jobs_both_ways_at_once(bench: Bench, name: str) -> None:
+def test_many_jobs_both_ways_at_once(bench: ContractFixture, name: str) -> None:
     engine = bench.open(CROWD[name])
     rng = np.random.default_rng(5)
     started = [engine.start(*job) for _ in range(JOBS) for job in engine.both_ways(rng)]
@@ -398,7 +400,7 @@ def test_many_jobs_both_ways_at_once(bench: Bench, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CROWD)
-def test_many_jobs_of_one_direction(bench: Bench, name: str) -> None:
+def test_many_jobs_of_one_direction(bench: ContractFixture, name: str) -> None:
     engine = bench.open(CROWD[name])
     rng = np.random.default_rng(12)
     for direction in (*Direction, *Direction):
@@ -410,7 +412,7 @@ def test_many_jobs_of_one_direction(bench: Bench, name: str) -> None:
         engine.check()
 
 
-def test_jobs_that_are_cancelled_on_their_way_harm_no_other(bench: Bench) -> None:
+def test_jobs_that_are_cancelled_on_their_way_harm_no_other(bench: ContractFixture) -> None:
     engine = bench.open(CROWD["staged"])
     rng = np.random.default_rng(6)
     if isinstance(bench.engine, ReferenceEngine):  # it would be done before anybody gives up
@@ -444,7 +446,7 @@ def take_few_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("bench", [on_paper("staged"), on_paper("auto")], indirect=True)
 @pytest.mark.parametrize("call", ["launch", "cuMemcpyAsync", "cuMemcpyBatchAsync"])
 def test_what_the_device_refuses_fails_and_the_next_is_fine(
-    bench: Bench, call: str, monkeypatch: pytest.MonkeyPatch
+    bench: ContractFixture, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if call == "cuMemcpyBatchAsync":
         take_few_for_many(monkeypatch)
@@ -472,7 +474,7 @@ def test_what_the_device_refuses_fails_and_the_next_is_fine(
 )  # fmt: skip
 @pytest.mark.parametrize("batched", [False, True])
 def test_in_whatever_order_the_device_does_things(
-    bench: Bench, batched: bool, monkeypatch: pytest.MonkeyPatch
+    bench: ContractFixture, batched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if batched:
         take_few_for_many(monkeypatch)
@@ -487,7 +489,7 @@ def test_in_whatever_order_the_device_does_things(
     "bench", [on_paper(mode, seed) for mode in ("staged", "auto") for seed in (1, 2)], indirect=True
 )
 def test_however_little_of_a_turn_is_on_its_way_at_once(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: ContractFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staged, "WRITE_BACK", 1)
     for name in ("staged and direct", "odd blocks"):
@@ -497,7 +499,7 @@ def test_however_little_of_a_turn_is_on_its_way_at_once(
         engine.check()
 
 
-def test_only_the_worker_s_thread_calls_an_engine(bench: Bench) -> None:
+def test_only_the_worker_s_thread_calls_an_engine(bench: ContractFixture) -> None:
     """But `pin` and `unpin`: the pool calls those in threads of its own."""
     engine, opened = bench.engine, bench.open(LAYOUTS["one page"])
     run = opened.order(*opened.both_ways(np.random.default_rng(1))[0]).plan.runs[0]
@@ -521,7 +523,7 @@ def test_only_the_worker_s_thread_calls_an_engine(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("bench", [on_paper("staged")], indirect=True)
-def test_jobs_that_share_a_turn_have_times_of_their_own(bench: Bench) -> None:
+def test_jobs_that_share_a_turn_have_times_of_their_own(bench: ContractFixture) -> None:
     engine = bench.open(CROWD["staged"])
     for direction in Direction:
         specs = [GPULoadStoreSpec([n, n + 20], (2,), (0,)) for n in range(20)]
@@ -531,7 +533,7 @@ def test_jobs_that_share_a_turn_have_times_of_their_own(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("bench", [on_paper("staged")], indirect=True)
-def test_chunks_that_lie_one_behind_the_other_are_one_launch(bench: Bench) -> None:
+def test_chunks_that_lie_one_behind_the_other_are_one_launch(bench: ContractFixture) -> None:
     """But for the first of a store: the link has something to do while others are made ready."""
     engine = bench.open(CROWD["staged"])
     assert isinstance(bench.engine, CudaEngine)
@@ -543,7 +545,7 @@ def test_chunks_that_lie_one_behind_the_other_are_one_launch(bench: Bench) -> No
     engine.check()
 
 
-def test_memory_that_is_held_outlasts_its_registration(bench: Bench) -> None:
+def test_memory_that_is_held_outlasts_its_registration(bench: ContractFixture) -> None:
     """TensorsMapped again it has its bytes, and takes part in transfers."""
     first = bench.open(LAYOUTS["layers"], keep=True)
     bench.unmap(first)
@@ -563,7 +565,7 @@ def test_memory_that_is_held_outlasts_its_registration(bench: Bench) -> None:
         os.close(descriptor)
 
 
-def test_held_memory_of_another_size_is_not_used(bench: Bench) -> None:
+def test_held_memory_of_another_size_is_not_used(bench: ContractFixture) -> None:
     first = bench.open(LAYOUTS["two groups"], keep=True)
     bench.unmap(first)
     larger = layout([1 << 16] * 2, [0, 0], [[0, 1]], 1)
@@ -574,7 +576,7 @@ def test_held_memory_of_another_size_is_not_used(bench: Bench) -> None:
     bench.unmap(bench.opened(number))
 
 
-def test_memory_goes_when_nobody_holds_it(bench: Bench) -> None:
+def test_memory_goes_when_nobody_holds_it(bench: ContractFixture) -> None:
     """Also that of which a second registration was made."""
     bench.unmap(bench.open(LAYOUTS["layers"]))  # whatever a driver opens for the first of all
     before = descriptors()
@@ -594,7 +596,7 @@ def test_memory_goes_when_nobody_holds_it(bench: Bench) -> None:
         os.close(descriptor)
 
 
-def test_tensors_come_back_by_descriptor(bench: Bench) -> None:
+def test_tensors_come_back_by_descriptor(bench: ContractFixture) -> None:
     """Their engine outlived the daemon that made them, and registers them with the next one."""
     first = bench.open(LAYOUTS["padded and interleaved"], keep=True)
     (held,) = bench.worker._mappings._held[first.number]
@@ -610,7 +612,7 @@ def test_tensors_come_back_by_descriptor(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("what", ["pipe", "memfd", "directory", "device"])
-def test_descriptors_of_something_else_are_refused(bench: Bench, what: str) -> None:
+def test_descriptors_of_something_else_are_refused(bench: ContractFixture, what: str) -> None:
     """Nothing stays mapped or open, and the engine goes on."""
     other = bench.open(LAYOUTS["one page"])
     _, made = bench.map(LAYOUTS["two groups"])

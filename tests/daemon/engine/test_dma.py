@@ -22,7 +22,7 @@ SMALL = 500
 Rows: TypeAlias = list[tuple[int, int, int]]
 
 
-class Copies:
+class DmaFixture:
     """A driver that notes copies: (to, from, bytes)."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Copies:
 class _Function:
     argtypes: Any = None
 
-    def __init__(self, copies: Copies) -> None:
+    def __init__(self, copies: DmaFixture) -> None:
         self._copies = copies
 
     def __call__(self, *arguments: Any) -> int:
@@ -51,8 +51,8 @@ class _Function:
         return 0
 
 
-def enqueued(direction: Direction, rows: Rows, **how: bool) -> Copies:
-    copies, batch = Copies(), CopyBatch(np.ascontiguousarray(np.array(rows, dtype=np.int64).T))
+def enqueued(direction: Direction, rows: Rows, **how: bool) -> DmaFixture:
+    copies, batch = DmaFixture(), CopyBatch(np.ascontiguousarray(np.array(rows, dtype=np.int64).T))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dma, "SMALL", SMALL)
         Dma(cast(Driver, copies), POOL, CHUNK).enqueue(direction, batch, STREAM, **how)

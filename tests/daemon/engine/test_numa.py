@@ -18,7 +18,7 @@ ADDRESS = "0000:3B:00.0"
 OURS = frozenset(os.sched_getaffinity(0))
 
 
-class Machine:
+class FakeMachine:
     """As its kernel describes it."""
 
     def __init__(self, root: Path) -> None:
@@ -36,32 +36,32 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
     monkeypatch.setattr(numa, "SYSFS", tmp_path)
-    return Machine(tmp_path)
+    return FakeMachine(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("said", "node"), [("0", 0), ("1", 1), ("-1", None), ("", None), ("?", None)]
 )
-def test_the_node_of_a_device(machine: Machine, said: str, node: int | None) -> None:
+def test_the_node_of_a_device(machine: FakeMachine, said: str, node: int | None) -> None:
     machine.hangs_on(said)
     assert node_of(ADDRESS) == node
 
 
-def test_a_device_that_the_kernel_does_not_know(machine: Machine) -> None:
+def test_a_device_that_the_kernel_does_not_know(machine: FakeMachine) -> None:
     assert node_of(ADDRESS) is None
     assert node_of("0000:00:00.0") is None
 
 
 @pytest.mark.parametrize("said", ["0-1023", "0,1,2-4095", ",".join(map(str, sorted(OURS)))])
-def test_the_cpus_of_a_node_are_those_that_we_may_use(machine: Machine, said: str) -> None:
+def test_the_cpus_of_a_node_are_those_that_we_may_use(machine: FakeMachine, said: str) -> None:
     machine.has(1, said)
     assert cpus_of(1) == OURS
 
 
 @pytest.mark.parametrize("said", ["", "4000-4095", "none", "-"])
-def test_a_node_without_cpus_for_us(machine: Machine, said: str) -> None:
+def test_a_node_without_cpus_for_us(machine: FakeMachine, said: str) -> None:
     """One that has memory only, or that a container was not given: anywhere will do."""
     machine.has(1, said)
     assert cpus_of(1) <= OURS
@@ -70,7 +70,7 @@ def test_a_node_without_cpus_for_us(machine: Machine, said: str) -> None:
 
 
 def test_the_pool_is_touched_near_its_device(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+    machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     near = {min(OURS)}
     machine.has(1, str(min(OURS)))

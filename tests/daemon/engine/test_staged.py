@@ -29,7 +29,7 @@ def is_one(block: int, blocks: tuple[int, ...]) -> bool:
     return block in blocks
 
 
-class Stores:
+class StagedStores:
     """A staged copy, and a store chunk of each block; what they move is in `tensor` and `pool`.
 
     revoked: blocks of an engine that has given up its transfers.
@@ -61,7 +61,7 @@ class Stores:
 
 def test_a_flush_writes_back_a_bounded_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staged, "WRITE_BACK", 2 * PAGE)
-    stores, seen = Stores(), list[int]()
+    stores, seen = StagedStores(), list[int]()
     for _ in range(4):
         stores.copy.flush(Direction.STORE, more=False)
         seen.append(stores.written_back)
@@ -75,7 +75,7 @@ def test_before_chunks_that_are_not_staged_everything_is_written_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(staged, "WRITE_BACK", PAGE)
-    stores = Stores()
+    stores = StagedStores()
     stores.copy.finish(Direction.STORE)
     assert stores.written_back == BLOCKS
 
@@ -84,7 +84,7 @@ def test_a_write_back_that_the_device_refuses_fails_the_chunks_behind_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(staged, "WRITE_BACK", 2 * PAGE)
-    stores = Stores()
+    stores = StagedStores()
     stores.copy.flush(Direction.STORE, more=False)
     stores.paper.refuse = lambda name: name == "cuMemcpyAsync"
     stores.copy.flush(Direction.STORE, more=False)
@@ -93,7 +93,7 @@ def test_a_write_back_that_the_device_refuses_fails_the_chunks_behind_it(
 
 
 def test_no_kernel_is_launched_for_an_engine_that_gave_up_its_transfers() -> None:
-    stores = Stores(1, 4)
+    stores = StagedStores(1, 4)
     stores.copy.finish(Direction.STORE)
     stores.paper.settle()
     errors = {block: chunk.error for block, chunk in enumerate(stores.chunks) if chunk.error}

@@ -24,7 +24,7 @@ STORE, LOAD = Direction.STORE, Direction.LOAD
 MUCH = 1 << 40
 
 
-class Memory:
+class StagingFixture:
     """Stands in for the driver: Staging asks it for one address."""
 
     def allocate(self, nbytes: int) -> int:
@@ -33,7 +33,7 @@ class Memory:
 
 @pytest.fixture
 def staging() -> Staging:
-    return Staging(cast(Any, Memory()), UNITS * UNIT)
+    return Staging(cast(Any, StagingFixture()), UNITS * UNIT)
 
 
 def room(
@@ -57,7 +57,7 @@ def fill(staging: Staging, direction: Direction, contended: bool = False) -> lis
 
 @pytest.mark.parametrize("nbytes", [256 << 20, 300_000_000, int(0.1 * 2**30)])
 def test_whatever_its_size_slots_lie_where_kernels_may_read_them(nbytes: int) -> None:
-    staging = Staging(cast(Any, Memory()), nbytes)
+    staging = Staging(cast(Any, StagingFixture()), nbytes)
     slots = fill(staging, LOAD)
     assert {slot.address % 256 for slot in slots} == {0}
     assert slots[-1].address + slots[-1].units * staging.unit_bytes <= staging.address + nbytes
@@ -99,7 +99,7 @@ def test_stores_wait_until_a_third_is_left_to_drain_and_then_get_all_that_is_fre
 def test_stores_go_on_while_the_turn_of_what_they_have_is_awaited(staging: Staging) -> None:
     used = sum(slot.units for slot in fill(staging, STORE)[:-1])
     assert room(staging, STORE, ahead=used) == 0  # all is taken
-    staging = Staging(cast(Any, Memory()), UNITS * UNIT)
+    staging = Staging(cast(Any, StagingFixture()), UNITS * UNIT)
     staging.take(STORE, CHUNK_UNITS * UNIT)
     assert room(staging, STORE, ahead=CHUNK_UNITS) == CHUNK_UNITS * UNIT
 
@@ -133,7 +133,7 @@ def test_what_is_free_in_bits_is_not_made_smaller(staging: Staging) -> None:
     )
 )
 def test_no_unit_is_ever_in_two_slots(steps: list[tuple[bool, bool, int, int]]) -> None:
-    staging = Staging(cast(Any, Memory()), UNITS * UNIT)
+    staging = Staging(cast(Any, StagingFixture()), UNITS * UNIT)
     slots: dict[Direction, list[Slot]] = {STORE: [], LOAD: []}
     for store, contended, nbytes, block in steps:
         direction = STORE if store else LOAD

@@ -72,7 +72,7 @@ class Ferry:
 
 
 @dataclass
-class Manager:
+class FakeServiceManager:
     """Notes what it is told, and when."""
 
     watchdog_seconds: float | None = None
@@ -143,7 +143,7 @@ async def test_a_copy_that_fails_fails_the_round(ferry: Ferry) -> None:
 class Patient:
     """A daemon's health over a ferry; its device worker responds as long as it is told to."""
 
-    def __init__(self, ferry: Ferry, patience: HealthTimeouts, manager: Manager) -> None:
+    def __init__(self, ferry: Ferry, patience: HealthTimeouts, manager: FakeServiceManager) -> None:
         self.moving = True
         self.health = Health(patience, ferry.probe, self.ping, manager)
 
@@ -157,7 +157,7 @@ class Patient:
 
 
 async def test_the_manager_hears_of_the_first_probe_that_passed(ferry: Ferry) -> None:
-    manager = Manager()
+    manager = FakeServiceManager()
     ferry.error = ErrorInfo(Code.DRIVER, "no")
     patient = Patient(ferry, HealthTimeouts(every=0.01), manager)
     patient.health.start()
@@ -181,7 +181,7 @@ async def test_the_manager_hears_of_the_first_probe_that_passed(ferry: Ferry) ->
 
 async def test_a_first_probe_under_way_is_no_trouble(ferry: Ferry) -> None:
     """However many pulses it takes, until its deadline."""
-    manager = Manager(watchdog_seconds=0.03)
+    manager = FakeServiceManager(watchdog_seconds=0.03)
     ferry.silent = True
     patient = Patient(ferry, HealthTimeouts(deadline=0.3), manager)
     patient.health.start()
@@ -195,7 +195,7 @@ async def test_a_first_probe_under_way_is_no_trouble(ferry: Ferry) -> None:
 async def test_the_manager_hears_nothing_while_the_device_worker_does_not_respond(
     ferry: Ferry,
 ) -> None:
-    manager = Manager(watchdog_seconds=0.15)
+    manager = FakeServiceManager(watchdog_seconds=0.15)
     patient = Patient(ferry, HealthTimeouts(worker=0.2), manager)
     patient.health.start()
     patient.health.pool_grew()
@@ -216,7 +216,7 @@ async def test_the_manager_hears_nothing_while_the_device_worker_does_not_respon
 
 
 async def test_a_failing_device_does_not_stop_the_watchdog(ferry: Ferry) -> None:
-    manager = Manager(watchdog_seconds=0.03)
+    manager = FakeServiceManager(watchdog_seconds=0.03)
     ferry.silent = True
     patient = Patient(ferry, HealthTimeouts(deadline=0.05), manager)
     patient.health.start()
@@ -228,7 +228,9 @@ async def test_a_failing_device_does_not_stop_the_watchdog(ferry: Ferry) -> None
 
 
 async def test_a_loop_that_was_late_is_told(ferry: Ferry) -> None:
-    patient = Patient(ferry, HealthTimeouts(deadline=0.1), Manager(watchdog_seconds=0.03))
+    patient = Patient(
+        ferry, HealthTimeouts(deadline=0.1), FakeServiceManager(watchdog_seconds=0.03)
+    )
     patient.health.start()
     patient.health.pool_grew()
     await until(lambda: patient.health.status().healthy)
@@ -241,7 +243,7 @@ async def test_a_loop_that_was_late_is_told(ferry: Ferry) -> None:
 
 async def test_who_asks_gets_a_fresh_probe(ferry: Ferry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.daemon.observability.health.FRESH", 0.0)
-    patient = Patient(ferry, HealthTimeouts(every=60.0, deadline=0.5), Manager())
+    patient = Patient(ferry, HealthTimeouts(every=60.0, deadline=0.5), FakeServiceManager())
     patient.health.start()
     patient.health.pool_grew()
     assert (await patient.health.check()).healthy

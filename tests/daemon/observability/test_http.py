@@ -37,7 +37,7 @@ STATUS = told.DaemonStatus(
 )
 
 
-class Daemon:
+class FakeStatusSource:
     async def snapshot(self) -> tuple[told.DaemonStatus, tuple[told.NamespaceStatus, ...]]:
         return STATUS, ()
 
@@ -48,7 +48,7 @@ class Daemon:
 @pytest.fixture
 async def serving() -> AsyncIterator[MetricsServer]:
     serving = MetricsServer("127.0.0.1:0", Metrics(), 0.1)
-    serving.start(Daemon())
+    serving.start(FakeStatusSource())
     yield serving
     await asyncio.to_thread(serving.close)
 
@@ -179,7 +179,7 @@ async def test_a_visitor_that_does_not_read_is_left_without_a_word(
     """10 MB do not fit into the kernel's buffers; the daemon's log has no traceback of it."""
     monkeypatch.setattr(observability_http, "REQUEST_SECONDS", 0.5)
     serving = MetricsServer("127.0.0.1:0", Vast(), 0.1)
-    serving.start(Daemon())
+    serving.start(FakeStatusSource())
 
     def visit() -> int:
         with visitor(serving) as deaf:

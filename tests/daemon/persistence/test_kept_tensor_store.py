@@ -17,7 +17,7 @@ from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 LAYOUT = KVLayout((TensorLayout(8, 4096, 4096),), ((TensorRef(0, 4096),),), 2)
 
 
-class Manager:
+class FakeFdStore:
     """Keeps descriptors, as a service manager would."""
 
     def __init__(self) -> None:
@@ -37,9 +37,9 @@ class Manager:
 
 
 @pytest.fixture
-def manager() -> Iterator[Manager]:
+def manager() -> Iterator[FakeFdStore]:
     before = len(os.listdir("/proc/self/fd"))
-    manager = Manager()
+    manager = FakeFdStore()
     yield manager
     for name in tuple(manager.store):
         manager.forget(name)
@@ -57,7 +57,7 @@ def put(shelf: KeptTensorStore, number: int, engine: str) -> None:
     os.close(memory)
 
 
-def take_up(manager: Manager) -> tuple[KeptTensorStore, dict[str, bytes]]:
+def take_up(manager: FakeFdStore) -> tuple[KeptTensorStore, dict[str, bytes]]:
     """A new shelf, and what it found: engine -> the memory's content."""
     shelf, restored = KeptTensorStore(manager), list[KeptTensorsRecord]()
 
@@ -80,7 +80,7 @@ def take_up(manager: Manager) -> tuple[KeptTensorStore, dict[str, bytes]]:
     return shelf, content
 
 
-def test_what_was_put_away_is_found(manager: Manager) -> None:
+def test_what_was_put_away_is_found(manager: FakeFdStore) -> None:
     first = KeptTensorStore(manager)
     for number, engine in enumerate(("a", "b", "c"), 7):
         put(first, number, engine)
@@ -93,7 +93,7 @@ def test_what_was_put_away_is_found(manager: Manager) -> None:
     assert take_up(manager)[1] == {"c": b"c", "d": b"d"}
 
 
-def test_what_is_no_use_is_given_up(manager: Manager) -> None:
+def test_what_is_no_use_is_given_up(manager: FakeFdStore) -> None:
     first = KeptTensorStore(manager)
     for number, engine in enumerate(("a", "unwelcome", "no label", "no memory", "bad label")):
         put(first, number, engine)

@@ -27,7 +27,7 @@ async def pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StoredPool]:
     pool.close()
 
 
-class RecordedCheck:
+class ScrubbedBlocks:
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
         self.done: Callable[[], None] | None = None
@@ -67,7 +67,7 @@ async def test_every_committed_block_has_its_turn(
 ) -> None:
     """Also those that are committed or go meanwhile; unverified ones are not its own."""
     monkeypatch.setattr(module, "SEARCHED", 3)
-    checks, tables = RecordedCheck(), [pool.table(KEYED), pool.table(RAW)]
+    checks, tables = ScrubbedBlocks(), [pool.table(KEYED), pool.table(RAW)]
     pool.commit(tables[0], 0, 1, 2, 8)
     pool.commit(tables[1], 5)
     scrub = Scrub(checks, int(2 * BLOCK / module.BATCH_SECONDS), lambda: tables)  # type: ignore[arg-type]
@@ -101,7 +101,7 @@ async def test_every_committed_block_has_its_turn(
 async def test_it_pauses_for_as_long_as_the_batch_takes_at_its_rate(
     pool: StoredPool, rate: int, blocks: int, pause: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table, checks, pauses = pool.table(RAW), RecordedCheck(), list[float]()
+    table, checks, pauses = pool.table(RAW), ScrubbedBlocks(), list[float]()
     pool.commit(table, *range(8))
     scrub = Scrub(checks, rate, lambda: [table])  # type: ignore[arg-type]
     monkeypatch.setattr(scrub, "_pause", pauses.append)
@@ -112,7 +112,7 @@ async def test_it_pauses_for_as_long_as_the_batch_takes_at_its_rate(
 
 
 async def test_a_rate_of_none_reads_nothing(pool: StoredPool) -> None:
-    table, checks = pool.table(RAW), RecordedCheck()
+    table, checks = pool.table(RAW), ScrubbedBlocks()
     pool.commit(table, 1)
     Scrub(checks, 0, lambda: [table]).start()  # type: ignore[arg-type]
     await asyncio.sleep(0.05)
@@ -120,7 +120,7 @@ async def test_a_rate_of_none_reads_nothing(pool: StoredPool) -> None:
 
 
 async def test_it_waits_for_the_first_region(pool: StoredPool) -> None:
-    checks, tables = RecordedCheck(), list[Any]()
+    checks, tables = ScrubbedBlocks(), list[Any]()
     scrub = Scrub(checks, FAST, lambda: tables)  # type: ignore[arg-type]
     scrub.start()
     await asyncio.sleep(0.03)

@@ -24,7 +24,7 @@ async def pool() -> AsyncIterator[StoredPool]:
     pool.close()
 
 
-class RecordedCheck:
+class VerifiedBlocks:
     """Records what is asked for, and answers when told to."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ async def test_the_most_recently_used_come_first_whichever_region_they_are_of(
     keyed.touch(numbers(1))
     for table in (keyed, raw):
         table.mark_unverified(table.committed_blocks())
-    checks = RecordedCheck()
+    checks = VerifiedBlocks()
     verifier = Verifier(checks, 100)  # type: ignore[arg-type]
     verifier.start([keyed, raw])
     assert checks.asked == [
@@ -84,7 +84,7 @@ async def test_few_are_asked_for_at_a_time_and_none_that_was_stored_over(
     table = pool.table(KEYED)
     pool.commit(table, *reversed(range(8)))
     table.mark_unverified(table.committed_blocks())
-    checks = RecordedCheck()
+    checks = VerifiedBlocks()
     verifier = Verifier(checks, 2)  # type: ignore[arg-type]
     verifier.start([table])
     expected = [7, 6], [5, 4]

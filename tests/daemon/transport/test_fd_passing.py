@@ -28,7 +28,7 @@ def is_open(descriptor: int) -> bool:
     return os.path.lexists(f"/proc/self/fd/{descriptor}")
 
 
-class House:
+class FdServerFixture:
     def __init__(self, folder: Path) -> None:
         self.sessions = {"a", "b"}
         self.refused: list[str] = []
@@ -42,13 +42,15 @@ class House:
 
 
 @pytest.fixture
-async def house(short_path: Path) -> AsyncIterator[House]:
-    house = House(short_path)
+async def house(short_path: Path) -> AsyncIterator[FdServerFixture]:
+    house = FdServerFixture(short_path)
     yield house
     house.desk.close()
 
 
-async def test_what_is_kept_is_closed_with_its_session_unless_it_was_taken(house: House) -> None:
+async def test_what_is_kept_is_closed_with_its_session_unless_it_was_taken(
+    house: FdServerFixture,
+) -> None:
     one, two, other = memory(), memory(), memory()
     first, _, third = (house.desk.keep(who, d) for who, d in (("a", one), ("a", two), ("b", other)))
     assert house.desk.take("a", (first,)) == (one,)
@@ -63,13 +65,15 @@ async def test_what_is_kept_is_closed_with_its_session_unless_it_was_taken(house
     os.close(other)
 
 
-async def test_what_is_kept_for_who_has_gone_is_closed_at_once(house: House) -> None:
+async def test_what_is_kept_for_who_has_gone_is_closed_at_once(house: FdServerFixture) -> None:
     descriptor = memory()
     house.desk.keep("gone", descriptor)
     assert not is_open(descriptor)
 
 
-async def test_a_ticket_is_used_once_and_one_that_is_wrong_takes_none(house: House) -> None:
+async def test_a_ticket_is_used_once_and_one_that_is_wrong_takes_none(
+    house: FdServerFixture,
+) -> None:
     one = memory()
     ticket = house.desk.keep("a", one)
     for tickets, code in (
@@ -87,7 +91,7 @@ async def test_a_ticket_is_used_once_and_one_that_is_wrong_takes_none(house: Hou
 
 @pytest.mark.parametrize("crowded", [False, True])
 async def test_a_session_deposits_so_many_and_no_more(
-    house: House, monkeypatch: pytest.MonkeyPatch, crowded: bool
+    house: FdServerFixture, monkeypatch: pytest.MonkeyPatch, crowded: bool
 ) -> None:
     monkeypatch.setattr(descriptors_module, "MAX_HELD", 2)
     monkeypatch.setattr(descriptors_module, "crowded", lambda: crowded)

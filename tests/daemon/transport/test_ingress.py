@@ -27,7 +27,7 @@ TURNED = b"the others had their turn"
 CLOSED = b"connection closed"
 
 
-class House:
+class IngressFixture:
     """A ROUTER, and its intake. events: all that was heard, and what became of peers.
 
     costs: seconds that a message takes to serve, by the clock of the intake.
@@ -111,17 +111,17 @@ class House:
 
 
 @pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[House]:
-    one = House(tmp_path / "far")
+async def house(tmp_path: Path) -> AsyncIterator[IngressFixture]:
+    one = IngressFixture(tmp_path / "far")
     yield one
     one.close()
 
 
-def count(house: House, data: bytes) -> int:
+def count(house: IngressFixture, data: bytes) -> int:
     return house.events.count(data)
 
 
-async def test_who_sends_without_end_has_one_turn_of_two(house: House) -> None:
+async def test_who_sends_without_end_has_one_turn_of_two(house: IngressFixture) -> None:
     """And nothing stays behind: the descriptor tells once of all that there is."""
     client = house.client()
     house.costs[b"more"] = TURN / 8
@@ -132,7 +132,7 @@ async def test_who_sends_without_end_has_one_turn_of_two(house: House) -> None:
     assert house.longest() <= 2 * 9  # one by the descriptor, and one that was due
 
 
-async def test_who_takes_long_waits_until_the_other_has_had_as_much(house: House) -> None:
+async def test_who_takes_long_waits_until_the_other_has_had_as_much(house: IngressFixture) -> None:
     """However many of its messages wait, and whichever were read first."""
     slow, quick = house.client(session="slow"), house.client(session="quick")
     house.costs |= {b"slow": 0.3, b"quick": 0.001}
@@ -149,7 +149,9 @@ async def test_who_takes_long_waits_until_the_other_has_had_as_much(house: House
     assert all(290 <= number <= 310 for number in quick_runs[-3:-1])
 
 
-async def test_who_asks_one_thing_at_a_time_waits_for_one_message_at_most(house: House) -> None:
+async def test_who_asks_one_thing_at_a_time_waits_for_one_message_at_most(
+    house: IngressFixture,
+) -> None:
     """Beside clients that send the next expensive one as soon as they can."""
     honest = house.client(session="honest")
     slow = {b"slow %d" % number: house.client(session=str(number)) for number in range(2)}
@@ -172,7 +174,7 @@ async def test_who_asks_one_thing_at_a_time_waits_for_one_message_at_most(house:
     assert max(between) == 1
 
 
-async def test_idle_time_is_not_saved_up(house: House) -> None:
+async def test_idle_time_is_not_saved_up(house: IngressFixture) -> None:
     early, late = house.client(session="early"), house.client(session="late")
     house.costs |= {b"early": 0.01, b"late": 0.01}
     late.send(b"late")
@@ -190,7 +192,7 @@ async def test_idle_time_is_not_saved_up(house: House) -> None:
 
 @pytest.mark.parametrize(("name", "most"), [("MAX_WAITING", 10), ("MAX_WAITING_BYTES", 1000)])
 async def test_what_waits_is_bounded(
-    house: House, monkeypatch: pytest.MonkeyPatch, name: str, most: int
+    house: IngressFixture, monkeypatch: pytest.MonkeyPatch, name: str, most: int
 ) -> None:
     monkeypatch.setattr(intake_module, name, most)
     client, waiting = house.client(), list[int]()
@@ -205,7 +207,7 @@ async def test_what_waits_is_bounded(
     assert (house.intake._count, house.intake._nbytes) == (0, 0)
 
 
-async def test_what_waits_of_one_that_left_is_dropped(house: House) -> None:
+async def test_what_waits_of_one_that_left_is_dropped(house: IngressFixture) -> None:
     client = house.client()
     (peer,) = house.peers.by_session.values()
     house.on_hearing = lambda _: house.part(peer, "it died")
@@ -217,7 +219,9 @@ async def test_what_waits_of_one_that_left_is_dropped(house: House) -> None:
     assert (house.intake._count, house.intake._nbytes) == (0, 0)
 
 
-async def test_a_second_hello_behind_a_goodbye_tells_where_it_came_from(house: House) -> None:
+async def test_a_second_hello_behind_a_goodbye_tells_where_it_came_from(
+    house: IngressFixture,
+) -> None:
     """As the first does: it is read while its sender is still a peer."""
     client, kinds = house.client(), list[type]()
 
@@ -235,7 +239,7 @@ async def test_a_second_hello_behind_a_goodbye_tells_where_it_came_from(house: H
     assert not house.intake._queues
 
 
-async def test_what_came_before_an_end_is_heard_before_it(house: House) -> None:
+async def test_what_came_before_an_end_is_heard_before_it(house: IngressFixture) -> None:
     """Of many messages, too: else the last of who goes without a word were lost."""
     client = house.client(house.far)
     house.intake.handle_connections()
@@ -248,7 +252,7 @@ async def test_what_came_before_an_end_is_heard_before_it(house: House) -> None:
     assert house.heard() == [b"last"] * 4 * READ + [CLOSED]
 
 
-async def test_an_end_does_not_wait_for_who_sends_without_one(house: House) -> None:
+async def test_an_end_does_not_wait_for_who_sends_without_one(house: IngressFixture) -> None:
     client, other = house.client(session="more"), house.client(house.far, "other")
     house.intake.handle_connections()
     for _ in range(4000):
@@ -262,14 +266,14 @@ async def test_an_end_does_not_wait_for_who_sends_without_one(house: House) -> N
     assert heard.index(b"last") < heard.index(CLOSED) < 100
 
 
-async def test_the_door_knows_at_once_who_came(house: House) -> None:
+async def test_the_door_knows_at_once_who_came(house: IngressFixture) -> None:
     for number in range(3):
         house.client(house.far, str(number))
     house.intake.handle_connections()
     assert len(house.came) == 3
 
 
-async def test_a_turn_that_was_due_finds_the_socket_closed(house: House) -> None:
+async def test_a_turn_that_was_due_finds_the_socket_closed(house: IngressFixture) -> None:
     """It leaves it alone."""
     mistakes: list[object] = []
     loop = asyncio.get_running_loop()

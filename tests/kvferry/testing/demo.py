@@ -49,7 +49,7 @@ PROBES = 50
 TIMEOUT = 30.0
 
 
-class Engine:
+class DemoEngine:
     """The model, one prompt, and what an engine does with them in any block table."""
 
     def __init__(self, model: PagedLlama, prompt: bytes, steps: int, progress: Progress) -> None:
@@ -73,7 +73,7 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class Moved:
+class DemoMoved:
     what: str
     jobs: int
     nbytes: int
@@ -81,7 +81,7 @@ class Moved:
     seconds: float
 
 
-class Mover:
+class DemoMover:
     """Moves the blocks of one request to its host blocks and back, several jobs at once."""
 
     def __init__(
@@ -90,7 +90,7 @@ class Mover:
         self._client, self._timeline, self._progress = client, timeline, progress
         self._host_blocks, self._job_ids = host_blocks, count(1)
 
-    def move(self, what: str, table: Tensor) -> Moved:
+    def move(self, what: str, table: Tensor) -> DemoMoved:
         """A "store" or "load" behind what is queued so far; back when all jobs have ended well."""
         begin, size, fence = time.perf_counter(), len(table) // 16 | 1, self._timeline.signal()
         firsts = range(0, len(table), size)
@@ -100,7 +100,7 @@ class Mover:
         for job in self._progress.track(jobs, description=what):
             self._client.wait([job], timeout=TIMEOUT)
         nbytes, device_seconds = self._finished()
-        return Moved(what, len(jobs), nbytes, device_seconds, time.perf_counter() - begin)
+        return DemoMoved(what, len(jobs), nbytes, device_seconds, time.perf_counter() - begin)
 
     def round_trip(self, table: Tensor, index: int) -> float:
         """Seconds from submitting a load of one block until its end is seen."""
@@ -129,7 +129,7 @@ class Mover:
 
 @dataclass
 class Report:
-    moved: list[Moved] = field(default_factory=list)
+    moved: list[DemoMoved] = field(default_factory=list)
     tokens: dict[str, list[int]] = field(default_factory=dict)
     latencies: list[float] = field(default_factory=list)
 
@@ -146,7 +146,7 @@ def kv_tensors(model: PagedLlama, num_blocks: int) -> dict[str, Tensor]:
     }
 
 
-def undisturbed(engine: Engine) -> list[int]:
+def undisturbed(engine: DemoEngine) -> list[int]:
     """The tokens, from KV tensors that no daemon knows."""
     model, table = engine.model, torch.arange(engine.all_blocks)
     shape, dtype = model.kv_cache_shape(len(table)), model.config.dtype
@@ -156,7 +156,7 @@ def undisturbed(engine: Engine) -> list[int]:
 
 
 def disturbed(
-    engine: Engine, client: OffloadClient, progress: Progress, tamper: bool, report: Report
+    engine: DemoEngine, client: OffloadClient, progress: Progress, tamper: bool, report: Report
 ) -> None:
     """Store, overwrite, load elsewhere, write on; load again, tamper, write on."""
     full, num_blocks = engine.full_blocks, 3 * engine.all_blocks
@@ -167,7 +167,7 @@ def disturbed(
     region = client.register_kv_caches(
         tensors, num_blocks=num_blocks, block_size_factor=FACTOR, timeline=timeline
     )
-    mover = Mover(client, timeline, torch.randperm(region.num_blocks), progress)
+    mover = DemoMover(client, timeline, torch.randperm(region.num_blocks), progress)
 
     engine.prefill("prefill, shared", first, caches)
     report.moved.append(mover.move("store", first[:full]))
@@ -256,7 +256,7 @@ def play(chosen: argparse.Namespace, console: Console) -> Report:
             f"host pool is its memory, {pool_bytes / 2**20:.0f} MiB; KV tensors on {device}",
             soft_wrap=True,
         )
-        engine = Engine(model, prompt, chosen.steps, progress)
+        engine = DemoEngine(model, prompt, chosen.steps, progress)
         report.tokens["undisturbed"] = undisturbed(engine)
         disturbed(engine, client, progress, not chosen.no_tamper, report)
     return report

@@ -36,7 +36,7 @@ from kvferry.testing.content import Bytes, expected
 from kvferry.testing.options import EngineOptions, Form, GroupOptions
 
 if TYPE_CHECKING:
-    from kvferry.testing.worker import Opened, Worker
+    from kvferry.testing.worker import SmallEngineWorker, WorkerOpened
 
 POLL = 0.0005
 COMMAND_TIMEOUT = 60.0
@@ -122,7 +122,7 @@ class _Remote:
         return partial(self._call, name)
 
 
-class Engine:
+class SmallEngine:
     """The scheduler, and a handle of the worker.
 
     worker: the methods of worker.Worker, done in `process`. region: the part of the host pool.
@@ -140,9 +140,9 @@ class Engine:
     def start_worker(self, process: WorkerProcess) -> None:
         """Make `process` the worker; again, where the one before died."""
         self.process = process
-        opened: Opened = process.call("open", self.directory, self.options)
+        opened: WorkerOpened = process.call("open", self.directory, self.options)
         self.region, self.parts, self.kept = opened.region, opened.parts, opened.kept
-        self.worker = cast("Worker", _Remote(process))
+        self.worker = cast("SmallEngineWorker", _Remote(process))
 
     def expected(self, block_ids: Sequence[int], seed: int, group: int = 0) -> Bytes:
         """What `worker.read` gives for blocks written with `seed`."""
@@ -198,15 +198,15 @@ class Engine:
             if self.process.alive:
                 self.worker.close()
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> SmallEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-StartEngine = Callable[..., Engine]
-"""StartEngine(daemon or its directory, **options as EngineOptions has them)."""
+StartSmallEngine = Callable[..., SmallEngine]
+"""StartSmallEngine(daemon or its directory, **options as EngineOptions has them)."""
 
 
 def _gpu(
@@ -220,11 +220,11 @@ def _gpu(
 
 
 __all__ = [
-    "Engine",
+    "SmallEngine",
     "EngineOptions",
     "Form",
     "GroupOptions",
-    "StartEngine",
+    "StartSmallEngine",
     "WorkerDied",
     "WorkerProcess",
     "until",

@@ -18,7 +18,7 @@ import torch
 from kvferry.client import Timeline
 
 
-class Stream(Protocol):
+class ComputeStream(Protocol):
     device: torch.device
 
     def launch(self, kernel: Callable[[], None]) -> None:
@@ -128,5 +128,5 @@ def _spin(cycles: int) -> None:
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
-def make_stream(device: str) -> Stream:
+def make_stream(device: str) -> ComputeStream:
     return CudaStream(device) if device.startswith("cuda") else CpuStream()

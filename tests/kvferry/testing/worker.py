@@ -28,7 +28,7 @@ from kvferry.testing.streams import make_stream
 
 
 @dataclass(frozen=True)
-class Opened:
+class WorkerOpened:
     """An engine's registration, as the scheduler needs to know it."""
 
     region: HostRegion
@@ -36,7 +36,7 @@ class Opened:
     kept: bool = False
 
 
-class Worker:
+class SmallEngineWorker:
     def __init__(self, directory: Path, options: EngineOptions) -> None:
         self.options = options
         self._stream = make_stream(options.device)
@@ -48,7 +48,7 @@ class Worker:
         except BaseException:
             self.close()
             raise
-        self.opened = Opened(region, self._kv.parts, kept)
+        self.opened = WorkerOpened(region, self._kv.parts, kept)
 
     def write(
         self,
@@ -160,7 +160,7 @@ def _joined(pages: Sequence[Tensor]) -> Bytes:
 
 def serve(pipe: Connection) -> None:
     """Obey until the pipe is closed. `open` makes the process an engine's worker, `close` not."""
-    worker: Worker | None = None
+    worker: SmallEngineWorker | None = None
     while True:
         try:
             name, arguments, keywords = pipe.recv()
@@ -168,7 +168,7 @@ def serve(pipe: Connection) -> None:
             return
         try:
             if name == "open":
-                worker = Worker(*arguments)
+                worker = SmallEngineWorker(*arguments)
                 answer: Any = worker.opened
             else:
                 answer = getattr(worker, name)(*arguments, **keywords)

@@ -48,7 +48,7 @@ class CopyPlan(msgspec.Struct, frozen=True):
 # Actions
 
 
-class Send(msgspec.Struct, frozen=True):
+class SendMessage(msgspec.Struct, frozen=True):
     session: str
     message: DaemonMessage
 
@@ -212,7 +212,7 @@ class CancelTransfers:
 
 
 Action: TypeAlias = (
-    Send
+    SendMessage
     | SendStream
     | Broadcast
     | PublishKVEvents

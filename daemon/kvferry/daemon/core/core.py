@@ -22,7 +22,7 @@ from kvferry.daemon.core.actions import (
     Pong,
     PoolRegistered,
     Report,
-    Send,
+    SendMessage,
     TensorsMapped,
     TensorsUnmapped,
     TransferCompleted,
@@ -107,19 +107,19 @@ class Core:
                 "same version of kvferry on both sides"
             )
             error: KVFerryError = Refused(Code.PROTOCOL_VERSION, message, spoken)
-            return [Send(session, self.refusal(None, error))]
+            return [SendMessage(session, self.refusal(None, error))]
         if self.stopping:
-            return [Send(session, self.refusal(None, self._shutting_down()))]
+            return [SendMessage(session, self.refusal(None, self._shutting_down()))]
         try:
             self._owners.enter(hello.engine, uid)
         except Refused as refused:
-            return [Send(session, self.refusal(None, refused))]
+            return [SendMessage(session, self.refusal(None, refused))]
         self._engines[session] = hello.engine
         me = self.identity
         reply = wire.Welcome(
             wire.PROTOCOL, me.boot_id, session, me.version, me.pid, me.device, me.limits
         )
-        return [Send(session, reply)]
+        return [SendMessage(session, reply)]
 
     def enter(self, session: str) -> None:
         """Open a session inside the daemon. It sends as a client does, and is not reported."""
@@ -130,7 +130,10 @@ class Core:
         try:
             actions = self._answer(session, self._engines[session], message, now)
         except KVFerryError as error:
-            return [*self._regions.records(), Send(session, self.refusal(message, error, session))]
+            return [
+                *self._regions.records(),
+                SendMessage(session, self.refusal(message, error, session)),
+            ]
         return [*self._regions.records(), *actions, *self._namespaces.news()]
 
     def report(self, report: Report) -> list[Action]:
@@ -291,15 +294,15 @@ class Core:
             case wire.Subscribe() | wire.Pin() | wire.Unpin() | wire.Touch() | wire.Reset():
                 return self._namespaces.handle(session, message)
             case wire.StatusRequest(request_id):
-                return [Send(session, wire.StatusReport(request_id, self.status(now)))]
+                return [SendMessage(session, wire.StatusReport(request_id, self.status(now)))]
             case wire.NamespacesRequest(request_id):
-                return [Send(session, wire.NamespacesReport(request_id, self.namespaces()))]
+                return [SendMessage(session, wire.NamespacesReport(request_id, self.namespaces()))]
             case wire.OpenNamespace() | wire.RegisterKVCaches() | wire.AllocateKVCaches():
                 return self._claim(session, engine, message)
             case wire.ReleaseKVCaches():
                 return self._registrations.release(session, message)
             case wire.Goodbye():
-                return [Send(session, wire.Goodbye()), *self.leave(session)]
+                return [SendMessage(session, wire.Goodbye()), *self.leave(session)]
             case wire.Hello():
                 text = f"engine {engine!r} sent a second Hello; send one Hello per connection"
                 raise Refused(Code.BAD_MESSAGE, text, engine)
@@ -360,7 +363,7 @@ class Core:
             try:
                 actions += self._claim(session, self._engines[session], message)
             except KVFerryError as error:
-                actions.append(Send(session, self.refusal(message, error, session)))
+                actions.append(SendMessage(session, self.refusal(message, error, session)))
         return actions
 
 

@@ -17,7 +17,7 @@ from kvferry.daemon.core.actions import (
     Broadcast,
     FreeDeferred,
     PublishKVEvents,
-    Send,
+    SendMessage,
     SendStream,
 )
 from kvferry.daemon.core.cache.deferred_free import DeferredFree
@@ -96,7 +96,7 @@ class Namespaces:
             self._unlike(namespace),
             namespace.generation,
         )
-        return [Send(session, reply)]
+        return [SendMessage(session, reply)]
 
     def of(self, session: str) -> Namespace | None:
         """The namespace of a session, if any."""
@@ -172,7 +172,7 @@ class Namespaces:
             case Reset(request_id):
                 rubble = namespace.reset()
                 self._regions.amend(namespace.deed, wipe=True)
-                return [*self.news(), Send(session, Done(request_id)), *_sweep(rubble)]
+                return [*self.news(), SendMessage(session, Done(request_id)), *_sweep(rubble)]
         return []
 
     def news(self) -> list[Action]:

@@ -22,7 +22,7 @@ from kvferry.daemon.core.actions import (
     KeepTensors,
     MapTensors,
     ReleaseTensors,
-    Send,
+    SendMessage,
     TensorsMapped,
     UnmapTensors,
 )
@@ -191,7 +191,7 @@ class Registrations:
         if report.error is not None:
             self._release(registration)
             told = None if registration.engine == OWN else report.error
-            return [Send(registration.session, Error(request_id, report.error))], told
+            return [SendMessage(registration.session, Error(request_id, report.error))], told
         registration.copying = report.copying
         registration.was_open = True
         self._open[registration.number] = registration
@@ -201,7 +201,7 @@ class Registrations:
             dropped = self._passed_on(registration, report)
             where = report.allocations, report.locations
             reply = Allocated(request_id, registration.host, *where, report.reused)
-        return [*dropped, Send(registration.session, reply)], None
+        return [*dropped, SendMessage(registration.session, reply)], None
 
     def restore(self, tenancy: KeptTensorsRecord) -> int:
         """Hold tensors that an earlier daemon kept; return the number to hold them under.
@@ -232,7 +232,7 @@ class Registrations:
                 "engines that have some",
                 message.engine,
             )
-        return [*actions, Send(session, Released(message.request_id, nbytes))]
+        return [*actions, SendMessage(session, Released(message.request_id, nbytes))]
 
     def drop_orphans(self) -> list[Action]:
         """Let tensors go whose engine's host blocks are somebody else's by now."""

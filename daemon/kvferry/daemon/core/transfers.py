@@ -23,7 +23,7 @@ from kvferry.daemon.core.actions import (
     CancelTransfers,
     CommitBlocks,
     CopyPlan,
-    Send,
+    SendMessage,
     StartTransfer,
     TransferCompleted,
 )
@@ -157,7 +157,7 @@ class Transfers:
         """Reply Waited when all these jobs have ended. Unknown ids count as ended."""
         jobs = {self._by_id.get((engine, job_id)) for job_id in message.job_ids} - {None}
         if not jobs:
-            return [Send(session, Waited(message.request_id))]
+            return [SendMessage(session, Waited(message.request_id))]
         if self._waits[session] >= MAX_WAITS:
             busy = f"{MAX_WAITS} waits of this session are pending; wait for them first"
             raise Refused(Code.BUSY, busy, MAX_WAITS)
@@ -183,12 +183,12 @@ class Transfers:
         if job.session is not None:
             self._taken[job.session, job.direction] -= 1
             self.moved[job.session] += result.nbytes
-            actions.append(Send(job.session, Finished((result,))))
+            actions.append(SendMessage(job.session, Finished((result,))))
         for waiter in job.waiters:
             waiter.remaining -= 1
             if not waiter.remaining and waiter.session in self._waits:
                 self._waits[waiter.session] -= 1
-                actions.append(Send(waiter.session, Waited(waiter.request_id)))
+                actions.append(SendMessage(waiter.session, Waited(waiter.request_id)))
         return [*actions, *commits], None if own else result.error
 
     def corrupted(self, report: BlocksCorrupted) -> None:

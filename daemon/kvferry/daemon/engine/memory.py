@@ -175,7 +175,7 @@ def _check_kept(kept: Sequence[int], sizes: Sequence[int]) -> None:
         check_sealed(descriptor, "kept pool memory")
 
 
-class Timeline:
+class TimelineReader:
     """The reading end of an engine's timeline: a shared page with a number that only grows, and
     whether the engine has given up all of its jobs. Read from any thread."""
 

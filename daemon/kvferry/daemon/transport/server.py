@@ -36,7 +36,7 @@ from kvferry.daemon.core.actions import (
     RegionUpdated,
     ReleaseTensors,
     Report,
-    Send,
+    SendMessage,
     SendStream,
     StartTransfer,
     TensorsMapped,
@@ -278,7 +278,7 @@ class Server:
 
     def _tell_failed(self, error: ErrorInfo, actions: list[Action]) -> None:
         """Log a failed job, unless it is the probe's."""
-        sessions = [action.session for action in actions if isinstance(action, Send)]
+        sessions = [action.session for action in actions if isinstance(action, SendMessage)]
         if not self._inside.keys() & set(sessions):
             peers = [peer for name in sessions if (peer := self._peers.by_session.get(name))]
             self._journal.failed(peers[0] if peers else None, error)
@@ -303,7 +303,7 @@ class Server:
                     self._region_store.touch(action)
                 case CommitBlocks():
                     self._region_store.commit(action)
-                case Send(session, message):
+                case SendMessage(session, message):
                     peer = self._peers.by_session.get(session)
                     if peer is not None:
                         self._outboxes.send(peer, message)
@@ -379,13 +379,13 @@ def merge_results(actions: list[Action]) -> list[Action]:
     """
     results: defaultdict[str, list[JobResult]] = defaultdict(list)
     for action in actions:
-        if isinstance(action, Send) and isinstance(action.message, Finished):
+        if isinstance(action, SendMessage) and isinstance(action.message, Finished):
             results[action.session] += action.message.results
     merged = list[Action]()
     for action in actions:
-        if isinstance(action, Send) and isinstance(action.message, Finished):
+        if isinstance(action, SendMessage) and isinstance(action.message, Finished):
             if (together := results.pop(action.session, None)) is not None:
-                merged.append(Send(action.session, Finished(tuple(together))))
+                merged.append(SendMessage(action.session, Finished(tuple(together))))
         else:
             merged.append(action)
     return merged

@@ -1,7 +1,7 @@
 """One block loaded while stores wait, by several trees of kvferry in turns: which one is better.
 
-    python tests/bench/queued_in_turns.py --device 0 before=../before after=.
-    python tests/bench/queued_in_turns.py --device clock before=../before after=.
+    python tests/bench/queued_alternating.py --device 0 before=../before after=.
+    python tests/bench/queued_alternating.py --device clock before=../before after=.
 
 From run to run `kvferry bench --what queued` differs by more than most changes do, and from machine
 to machine by twice as much. So here each tree (a checkout, or what `git archive` makes of one) has
@@ -61,10 +61,10 @@ def main() -> None:
 
 def compare(options: argparse.Namespace, page_bytes: int, mode: str) -> None:
     with contextlib.ExitStack() as stack:
-        workers: list[Worker] = []
+        workers: list[LoadWorker] = []
         for tree in options.trees:
             name, _, path = tree.partition("=")
-            worker = Worker(name, Path(path), options, page_bytes, mode)
+            worker = LoadWorker(name, Path(path), options, page_bytes, mode)
             workers.append(stack.enter_context(worker))
         for number in range(options.rounds):
             for worker in random.sample(workers, len(workers)):
@@ -76,7 +76,7 @@ def compare(options: argparse.Namespace, page_bytes: int, mode: str) -> None:
         worker.show()
 
 
-class Worker:
+class LoadWorker:
     """A tree, as a process of its own; its daemon is a child of that."""
 
     def __init__(
@@ -96,7 +96,7 @@ class Worker:
             | {"PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")])},
         )
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> LoadWorker:
         if self._answer() != "ready":
             raise SystemExit(f"{self._name} did not come up: what it said is above")
         return self
