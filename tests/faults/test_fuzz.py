@@ -134,11 +134,11 @@ def test_frames(beside: LocalDaemon, seed: int, long: bool) -> None:
 
 
 def test_identities(beside: LocalDaemon, seed: int, long: bool) -> None:
-    """Connections without end, each of which says a word or two."""
+    """As many connections as a user may open at once (PER_USER.burst), with a frame or two each."""
     forge = Forge(seed, HONEST)
     attack(beside.directory, forge, 200, 2)
     ledgers, before = ledgers_of(beside), ProcessUsage.of(beside.pid)
-    attack(beside.directory, forge, 20_000 if long else 2_000, 2)
+    attack(beside.directory, forge, 3_500 if long else 2_000, 2)
     more = ProcessUsage.of(beside.pid).since(before)
     print(more)
     assert more.private < MAX_GROWTH
