@@ -32,7 +32,7 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.core import Core, DaemonIdentity
 from kvferry.daemon.core.records import engine_owner
-from kvferry.daemon.engine.pool import HostPool
+from kvferry.daemon.memory.pool import HostPool
 from kvferry.daemon.observability.probe import Probe
 from kvferry.proto import messages as wire
 from kvferry.proto.codec import MAX_OTHER_BYTES, decode_client_message
@@ -71,7 +71,7 @@ class SingleCore:
         limits = Limits(1 << 20, 1 << 10, MAX_JOBS)
         identity = DaemonIdentity("0.1", "boot", 4711, DeviceInfo("cpu", "cpu", "memory"), limits)
         self.core = Core(identity, 64 * PAGE, started=100.0)
-        self.core.welcome("s", wire.Hello(wire.PROTOCOL, wire.PROTOCOL, "test", "engine"))
+        self.core.open_session("s", wire.Hello(wire.PROTOCOL, wire.PROTOCOL, "test", "engine"))
         if namespace:
             self.ask(wire.OpenNamespace(1, FINGERPRINT, 4 * PAGE))
         if registered:
@@ -118,7 +118,7 @@ def message_too_large(_: pytest.FixtureRequest) -> ErrorInfo:
 
 def protocol_version(_: pytest.FixtureRequest) -> ErrorInfo:
     hello = wire.Hello(77, 99, "test", "engine")
-    return sent_error(SingleCore().core.welcome("t", hello))
+    return sent_error(SingleCore().core.open_session("t", hello))
 
 
 def no_session(request: pytest.FixtureRequest) -> ErrorInfo:
@@ -126,7 +126,7 @@ def no_session(request: pytest.FixtureRequest) -> ErrorInfo:
         return raw.ask(wire.StatusRequest(1), wire.Error).error
 
 
-def unknown_ticket(request: pytest.FixtureRequest) -> ErrorInfo:
+def unknown_handle(request: pytest.FixtureRequest) -> ErrorInfo:
     with RawClient(request.getfixturevalue("kvferryd").directory, "engine") as raw:
         memory = (FdAllocation(17, 8 * PAGE),), (Location(0, 0),)
         return raw.ask(wire.RegisterKVCaches(1, LAYOUT, *memory, PAGE), wire.Error).error
@@ -242,7 +242,7 @@ def busy(_: pytest.FixtureRequest) -> ErrorInfo:
 
 
 def forbidden(_: pytest.FixtureRequest) -> ErrorInfo:
-    return raised(lambda: Admission("").check(Credentials(61001, 61001, 4711)))
+    return raised(lambda: Admission("").check_process(Credentials(61001, 61001, 4711)))
 
 
 def bad_config(_: pytest.FixtureRequest) -> ErrorInfo:
@@ -274,13 +274,13 @@ def copy_failed(_: pytest.FixtureRequest) -> ErrorInfo:
     def reply(message: wire.ClientMessage) -> None:
         match message:
             case wire.AllocateKVCaches():
-                probe.hear(wire.Allocated(0, HostRegion(2, 4096, False), (), ()))
+                probe.receive_reply(wire.Allocated(0, HostRegion(2, 4096, False), (), ()))
             case wire.Submit(job_id):
                 result = wire.JobResult(job_id, Direction.LOAD, Outcome.DONE, 4096)
-                probe.hear(wire.Finished((result,)))
+                probe.receive_reply(wire.Finished((result,)))
 
     async def round_trip() -> None:
-        await probe.round()
+        await probe.run_round()
 
     probe = Probe(reply, ctypes.addressof(memory))
     return raised(lambda: asyncio.run(round_trip()))
@@ -340,10 +340,10 @@ def timeout(request: pytest.FixtureRequest) -> ErrorInfo:
 def engine_gone(_: pytest.FixtureRequest) -> ErrorInfo:
     """The scheduler's job, when the worker that registered the tensors disconnects."""
     fixture = SingleCore()
-    fixture.core.welcome("t", wire.Hello(wire.PROTOCOL, wire.PROTOCOL, "test", "engine"))
+    fixture.core.open_session("t", wire.Hello(wire.PROTOCOL, wire.PROTOCOL, "test", "engine"))
     spec = GPULoadStoreSpec([0]), CPULoadStoreSpec([0])
     started = fixture.ask(wire.Submit(1, *spec), "t")
-    fixture.core.leave("s")
+    fixture.core.close_session("s")
     return sent_error(fixture.end(started, Outcome.CANCELLED))
 
 
@@ -373,7 +373,7 @@ CASES = {
     Code.BAD_LAYOUT: bad_layout,
     Code.UNKNOWN_TENSOR: unknown_tensor,
     Code.UNKNOWN_GROUP: unknown_group,
-    Code.UNKNOWN_TICKET: unknown_ticket,
+    Code.UNKNOWN_HANDLE: unknown_handle,
     Code.BAD_SPEC: bad_spec,
     Code.SIZE_MISMATCH: size_mismatch,
     Code.BLOCK_OUT_OF_RANGE: block_out_of_range,

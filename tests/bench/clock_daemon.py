@@ -105,7 +105,7 @@ class ClockDriver(link_time.TimedDriver):
 class ClockEngine(cuda_engine.CudaEngine):
     """Tensors that engines share are not looked at; those of its own are host memory."""
 
-    def open(
+    def map_tensors(
         self,
         geometry: BlockLayout,
         allocations: Sequence[Allocation],
@@ -115,7 +115,7 @@ class ClockEngine(cuda_engine.CudaEngine):
         bases = (np.arange(len(locations), dtype=np.int64) << 34) + link_time.TENSOR
         return self._mapping(geometry, bases, [])
 
-    allocate = cast(Any, ReferenceEngine.allocate)
+    allocate_tensors = cast(Any, ReferenceEngine.allocate_tensors)
 
 
 def make_engine(config: Config) -> CopyEngine:

@@ -25,7 +25,7 @@ import numpy as np
 from kvferry.cuda.driver import Driver, Event, driver
 from kvferry.daemon.core.layout import CopyBatch
 from kvferry.daemon.engine.cuda.dma import Dma
-from kvferry.daemon.engine.memory import MappedFiles
+from kvferry.daemon.memory.shared_memory import MappedFiles
 from kvferry.proto.specs import Direction
 
 MEMORY, CHUNK, MOVED, PIECE = 4 << 30, 1 << 30, 2 << 30, 32 << 20

@@ -29,8 +29,8 @@ from kvferry.daemon.core.layout import Extent
 from kvferry.daemon.device.mappings import MapCommand
 from kvferry.daemon.device.worker import Command, DeviceWorker
 from kvferry.daemon.engine.base import Mapping
-from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.engine.reference import ReferenceEngine
+from kvferry.daemon.memory.pool import HostPool
 from kvferry.proto.codec import decode_client_message
 from kvferry.proto.messages import PROTOCOL, AllocateKVCaches, Hello, Submit
 from kvferry.proto.specs import (
@@ -104,20 +104,20 @@ class HotPathFixture:
         limits = Limits(1 << 25, 1 << 20, 64)
         identity = DaemonIdentity("", "", 0, self.engine.info, limits)
         self.core = Core(identity, self.pool.nbytes, 0.0)
-        self.core.welcome(SESSION, Hello(PROTOCOL, PROTOCOL, SESSION, SESSION))
+        self.core.open_session(SESSION, Hello(PROTOCOL, PROTOCOL, SESSION, SESSION))
         tensor, ref = TensorLayout(num_blocks, block_bytes, block_bytes), TensorRef(0, block_bytes)
         request = AllocateKVCaches(1, KVLayout((tensor,), ((ref,),)))
         (action,) = (
             a for a in self.core.handle(SESSION, request, 0.0) if isinstance(a, MapTensors)
         )
-        self.worker.post(MapCommand(action, (), None))
+        self.worker.post_command(MapCommand(action, (), None))
         self.core.report(self.report())
         every = np.arange(num_blocks)  # what nobody stored is not loaded
         (start,) = self.core.handle(
             SESSION, Submit(0, GPULoadStoreSpec(every), CPULoadStoreSpec(every)), 0.0
         )
         assert isinstance(start, StartTransfer)
-        self.worker.post(start)
+        self.worker.post_command(start)
         self.core.report(self.report())
 
     def run(self, jobs: int, asleep: bool) -> list[tuple[float, float, float]]:
@@ -142,7 +142,7 @@ class HotPathFixture:
         (start,) = self.core.handle(SESSION, decode_client_message(data), began)
         plan = clock() - began
         assert isinstance(start, StartTransfer)
-        self.worker.post(start)
+        self.worker.post_command(start)
         self.core.report(self.report())
         return submit, plan, self.engine.given - self.worker.taken
 

@@ -42,7 +42,7 @@ from kvferry.daemon.device.transfer_queues import RegistrationQueues
 from kvferry.daemon.device.worker import DeviceWorker
 from kvferry.daemon.engine.cuda import engine as cuda_engine
 from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
-from kvferry.daemon.engine.pool import HostPool
+from kvferry.daemon.memory.pool import HostPool
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import CalibrationPoint, CopyStatus
@@ -282,7 +282,7 @@ class LinkTimeFixture:
         return clock() - begin
 
     def _start(self, plan: CopyPlan) -> None:
-        self._worker.post(StartTransfer(plan, "bench", plan.serial, NO_CARGO))
+        self._worker.post_command(StartTransfer(plan, "bench", plan.serial, NO_CARGO))
 
     def _ends(self) -> Iterator[TransferCompleted]:
         return (each for each in self._reports.get() if isinstance(each, TransferCompleted))
@@ -291,9 +291,11 @@ class LinkTimeFixture:
         geometry, random = self._geometry, self._random
         gpu = GPULoadStoreSpec(random.permutation(self._blocks)[: JOB_BLOCKS * self._factor])
         hosts = random.permutation(HOST_BLOCKS)[:JOB_BLOCKS]
-        runs = geometry.resolve(direction, gpu, hosts).runs
-        end = geometry.end(runs)
-        return CopyPlan(next(self._serials), 1, direction, runs, geometry.nbytes(runs), 0, 0, end)
+        runs = geometry.resolve(direction, gpu, hosts).extents
+        end = geometry.end_offset(runs)
+        return CopyPlan(
+            next(self._serials), 1, direction, runs, geometry.count_bytes(runs), 0, 0, end
+        )
 
 
 def spend(seconds: float) -> None:

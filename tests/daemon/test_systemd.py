@@ -28,7 +28,7 @@ def memory(text):
     os.write(descriptor, text.encode())
     return descriptor
 def kept():
-    return {name: os.pread(d, 99, 0).decode() for name, d in supervisor.kept.items()}
+    return {name: os.pread(d, 99, 0).decode() for name, d in supervisor.stored_fds.items()}
 def say(what):
     supervisor.status(repr(what))
 """
@@ -56,7 +56,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 def test_what_it_says(run: Run) -> None:
     manager = run(
-        "supervisor.status('one\\ntwo'); supervisor.alive(); supervisor.reloading();"
+        "supervisor.status('one\\ntwo'); supervisor.keep_alive(); supervisor.reloading();"
         "supervisor.stopping()"
     )
     first, second, third, fourth, last = manager.said
@@ -77,8 +77,8 @@ def test_what_is_kept_comes_back_under_its_name(run: Run) -> None:
     """Also twice in a row, and in whatever order it was given."""
     manager = run(
         "say(kept())\n"
-        "if not supervisor.kept:\n"
-        "    for name in ('one', 'two', 'three'): supervisor.keep(name, memory(name))\n"
+        "if not supervisor.stored_fds:\n"
+        "    for name in ('one', 'two', 'three'): supervisor.store_fd(name, memory(name))\n"
     )
     assert manager.values("STATUS") == ["{}", "up"]
     for _ in range(2):
@@ -90,9 +90,9 @@ def test_what_is_kept_comes_back_under_its_name(run: Run) -> None:
 def test_what_is_forgotten_does_not_come_back(run: Run) -> None:
     manager = run(
         "say(kept())\n"
-        "if not supervisor.kept:\n"
-        "    supervisor.keep('one', memory('1')); supervisor.keep('two', memory('2'))\n"
-        "    supervisor.forget('one')\n"
+        "if not supervisor.stored_fds:\n"
+        "    supervisor.store_fd('one', memory('1')); supervisor.store_fd('two', memory('2'))\n"
+        "    supervisor.remove_fd('one')\n"
     )
     manager.kill()
     manager.start()
@@ -103,8 +103,8 @@ def test_what_is_forgotten_does_not_come_back(run: Run) -> None:
 def test_of_two_of_one_name_the_newer_stays(run: Run) -> None:
     manager = run(
         "say((kept(), len(os.listdir('/proc/self/fd'))))\n"
-        "if not supervisor.kept:\n"
-        "    supervisor.keep('one', memory('old')); supervisor.keep('one', memory('new'))\n"
+        "if not supervisor.stored_fds:\n"
+        "    supervisor.store_fd('one', memory('old')); supervisor.store_fd('one', memory('new'))\n"
     )
     before = literal_eval(manager.values("STATUS")[0])
     manager.kill()
@@ -116,7 +116,8 @@ def test_of_two_of_one_name_the_newer_stays(run: Run) -> None:
 def test_a_pipe_is_kept_though_nobody_holds_its_other_end(run: Run) -> None:
     """FDPOLL=0: a manager would drop it otherwise."""
     manager = run(
-        "say([*supervisor.kept])\nif not supervisor.kept: supervisor.keep('pipe', os.pipe()[0])"
+        "say([*supervisor.stored_fds])\n"
+        "if not supervisor.stored_fds: supervisor.store_fd('pipe', os.pipe()[0])"
     )
     manager.kill()
     manager.start()
@@ -125,8 +126,8 @@ def test_a_pipe_is_kept_though_nobody_holds_its_other_end(run: Run) -> None:
 
 def test_settled_means_taken_in(run: Run) -> None:
     manager = run(
-        "for number in range(500): supervisor.keep(f'part.{number}', memory('x'))\n"
-        "say(supervisor.settle(20))"
+        "for number in range(500): supervisor.store_fd(f'part.{number}', memory('x'))\n"
+        "say(supervisor.wait_processed(20))"
     )
     assert manager.values("STATUS")[0] == "True"
     assert len(manager.names) == 500
@@ -137,10 +138,10 @@ def test_nothing_is_settled_that_nobody_took_in(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear:
         ear.bind(str(tmp_path / "notify"))
         supervisor = Supervisor({"NOTIFY_SOCKET": str(tmp_path / "notify")})
-        assert not supervisor.settle(0.1)
+        assert not supervisor.wait_processed(0.1)
         listener = threading.Thread(target=_hear, args=(ear, 2))
         listener.start()
-        assert supervisor.settle(20)
+        assert supervisor.wait_processed(20)
         listener.join()
 
 
@@ -161,7 +162,7 @@ def deaf(tmp_path: Path) -> Iterator[tuple[Supervisor, socket.socket]]:
 
 def _heard(supervisor: Supervisor, ear: socket.socket) -> list[tuple[str, str]]:
     """Up to STOPPING: what was said, and the bytes of its descriptor."""
-    delivery = threading.Thread(target=supervisor.deliver, args=(20,))
+    delivery = threading.Thread(target=supervisor.send_queued, args=(20,))
     delivery.start()
     heard = []
     while ("STOPPING=1", "") not in heard:
@@ -178,7 +179,7 @@ def _keep(supervisor: Supervisor, name: str) -> None:
     """And close what was to be kept: it is the caller's."""
     descriptor = os.memfd_create(name)
     os.write(descriptor, name.encode())
-    supervisor.keep(name, descriptor)
+    supervisor.store_fd(name, descriptor)
     os.close(descriptor)
 
 
@@ -191,15 +192,15 @@ def test_a_manager_that_does_not_read_is_not_waited_for(
     _keep(supervisor, "one")
     supervisor.ready("up")
     for number in range(100):
-        supervisor.alive()
+        supervisor.keep_alive()
         supervisor.status(f"status {number}")
     supervisor.reloading()
     supervisor.ready("again")
     _keep(supervisor, "two")
-    supervisor.forget("one")
+    supervisor.remove_fd("one")
     supervisor.stopping()
     assert time.monotonic() - began < 0.5
-    assert not supervisor.deliver(0.05)
+    assert not supervisor.send_queued(0.05)
     heard = _heard(supervisor, ear)
     reloading = heard[3][0]
     assert reloading.startswith("RELOADING=1\n")
@@ -213,7 +214,7 @@ def test_a_manager_that_does_not_read_is_not_waited_for(
         ("FDSTOREREMOVE=1\nFDNAME=one", ""),
         ("STOPPING=1", ""),
     ]
-    assert supervisor.deliver(0)
+    assert supervisor.send_queued(0)
 
 
 def test_what_waits_goes_with_the_next_word(deaf: tuple[Supervisor, socket.socket]) -> None:
@@ -221,7 +222,7 @@ def test_what_waits_goes_with_the_next_word(deaf: tuple[Supervisor, socket.socke
     supervisor.ready("up")
     assert ear.recv(99) == b"OTHER=1"
     assert ear.recv(99) == b"OTHER=1"
-    supervisor.alive()
+    supervisor.keep_alive()
     ear.setblocking(False)
     with suppress(BlockingIOError):
         while (said := ear.recv(99)) == b"OTHER=1":
@@ -234,7 +235,7 @@ def test_what_waits_for_a_manager_is_bounded(deaf: tuple[Supervisor, socket.sock
     supervisor, ear = deaf
     before = len(os.listdir("/proc/self/fd"))
     for number in range(MOST_UNSENT + 9):
-        supervisor.forget(f"part.{number}")
+        supervisor.remove_fd(f"part.{number}")
     _keep(supervisor, "one too many")
     supervisor.stopping()
     assert len(os.listdir("/proc/self/fd")) == before
@@ -252,7 +253,7 @@ def test_children_inherit_nothing(run: Run) -> None:
     """Neither the variables nor the descriptors."""
     manager = run(
         "import subprocess\n"
-        "if not supervisor.kept: supervisor.keep('one', memory('1'))\n"
+        "if not supervisor.stored_fds: supervisor.store_fd('one', memory('1'))\n"
         'code = \'import os; print([n for n in os.environ if n.startswith("LISTEN") '
         'or n.startswith("WATCHDOG") or n in ("NOTIFY_SOCKET", "FDSTORE")], '
         'sorted(os.listdir("/proc/self/fd"))[:-1])\'\n'
@@ -280,9 +281,9 @@ def test_who_does_not_say_that_it_lives_is_killed(run: Run) -> None:
 def test_who_says_that_it_lives_is_let_live(run: Run) -> None:
     manager = run(
         "supervisor.ready('up')\n"
-        "for _ in range(40): supervisor.alive(); time.sleep(0.05)\n"
+        "for _ in range(40): supervisor.keep_alive(); time.sleep(0.05)\n"
         "supervisor.status('over')\n"
-        "while True: supervisor.alive(); time.sleep(0.05)",
+        "while True: supervisor.keep_alive(); time.sleep(0.05)",
         watchdog=1.0,
     )
     manager.wait_for("STATUS", "over")
@@ -295,7 +296,7 @@ def test_what_is_meant_for_another_process_is_left_alone() -> None:
     try:
         environ = {"LISTEN_PID": "1", "LISTEN_FDS": str(theirs), "LISTEN_FDNAMES": "a:b"}
         supervisor = Supervisor({**environ, "WATCHDOG_PID": "1", "WATCHDOG_USEC": "1000000"})
-        assert supervisor.kept == {}
+        assert supervisor.stored_fds == {}
         assert supervisor.watchdog_seconds is None
         assert fcntl.fcntl(ours, fcntl.F_GETFD) == fcntl.FD_CLOEXEC
     finally:
@@ -307,10 +308,10 @@ def test_where_there_is_no_manager_nothing_is_said() -> None:
     environ = {"PATH": "/bin"}
     supervisor = Supervisor(environ)
     assert environ == {"PATH": "/bin"}
-    assert not supervisor.keeps
+    assert not supervisor.has_fd_store
     supervisor.ready("up")
-    supervisor.keep("one", 0)
-    assert not supervisor.settle(0.1)
+    supervisor.store_fd("one", 0)
+    assert not supervisor.wait_processed(0.1)
 
 
 def test_a_manager_that_went_is_said_once(
@@ -318,8 +319,8 @@ def test_a_manager_that_went_is_said_once(
 ) -> None:
     supervisor = Supervisor({"NOTIFY_SOCKET": str(tmp_path / "nobody")})
     for _ in range(3):
-        supervisor.alive()
-        assert not supervisor.settle(1.0)
+        supervisor.keep_alive()
+        assert not supervisor.wait_processed(1.0)
     output = "".join(capfd.readouterr())
     assert output.count("cannot notify the service manager") == 1
     assert str(tmp_path / "nobody") in output
@@ -329,13 +330,13 @@ def test_a_manager_that_went_is_said_once(
 def test_names_that_a_store_would_not_take(name: str) -> None:
     supervisor = Supervisor({})
     with pytest.raises(ValueError, match="descriptor name"):
-        supervisor.keep(name, 0)
+        supervisor.store_fd(name, 0)
     with pytest.raises(ValueError, match="descriptor name"):
-        supervisor.forget(name)
+        supervisor.remove_fd(name)
 
 
 def test_a_store_is_hoped_for_where_nobody_says() -> None:
-    assert Supervisor({"NOTIFY_SOCKET": "/nowhere"}).keeps
-    assert Supervisor({"NOTIFY_SOCKET": "/nowhere", "FDSTORE": "9"}).keeps
-    assert not Supervisor({"NOTIFY_SOCKET": "/nowhere", "FDSTORE": "0"}).keeps
-    assert not Supervisor({"FDSTORE": "9"}).keeps
+    assert Supervisor({"NOTIFY_SOCKET": "/nowhere"}).has_fd_store
+    assert Supervisor({"NOTIFY_SOCKET": "/nowhere", "FDSTORE": "9"}).has_fd_store
+    assert not Supervisor({"NOTIFY_SOCKET": "/nowhere", "FDSTORE": "0"}).has_fd_store
+    assert not Supervisor({"FDSTORE": "9"}).has_fd_store

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.client import LocalDaemon, OffloadClient
-from kvferry.daemon.engine import fd_closer
+from kvferry.daemon.memory import fd_closer
 from kvferry.testing.engine import until
 from support.daemon_invariants import broken_invariants, check_all_gone
 from support.process_usage import ProcessUsage, device_bytes

@@ -227,7 +227,7 @@ def test_a_lock_that_names_somebody_else(tmp_path: Path) -> None:
 
 LOCKS = """
 import os, resource
-from kvferry.daemon.engine.pool import check_fits
+from kvferry.daemon.memory.pool import check_fits
 os.setgid(65534)
 os.setuid(65534)
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))

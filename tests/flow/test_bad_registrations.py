@@ -94,8 +94,8 @@ BAD_LAYOUTS: dict[str, tuple[dict[str, Any], Code]] = {
     "no such allocation": ({"locations": (Location(1, 0),)}, Code.BAD_LAYOUT),
     "no location": ({"locations": ()}, Code.BAD_LAYOUT),
     "no allocation": ({"allocations": ()}, Code.BAD_LAYOUT),
-    "unknown ticket": ({"allocations": (FdAllocation(999, 512),)}, Code.UNKNOWN_TICKET),
-    "unknown timeline": ({"timeline": 999}, Code.UNKNOWN_TICKET),
+    "unknown ticket": ({"allocations": (FdAllocation(999, 512),)}, Code.UNKNOWN_HANDLE),
+    "unknown timeline": ({"timeline": 999}, Code.UNKNOWN_HANDLE),
     "more than the pool has": ({"host_bytes": 1 << 40}, Code.POOL_FULL),
     "less than one host block": ({"host_bytes": 63}, Code.POOL_FULL),
 }
@@ -116,7 +116,7 @@ def test_memory_smaller_than_said(raw: RawClient) -> None:
     (ticket,) = raw.deposit(descriptor)
     os.close(descriptor)
     assert refusal(raw, allocations=(FdAllocation(ticket, 512),)) == Code.BAD_LAYOUT
-    assert refusal(raw, allocations=(FdAllocation(ticket, 512),)) == Code.UNKNOWN_TICKET
+    assert refusal(raw, allocations=(FdAllocation(ticket, 512),)) == Code.UNKNOWN_HANDLE
 
 
 def test_one_ticket_for_two(raw: RawClient) -> None:
@@ -124,8 +124,8 @@ def test_one_ticket_for_two(raw: RawClient) -> None:
     (ticket,) = raw.deposit(descriptor)
     os.close(descriptor)
     twice = (FdAllocation(ticket, 512),) * 2
-    assert refusal(raw, allocations=twice) == Code.UNKNOWN_TICKET
-    assert refusal(raw, allocations=twice[:1], timeline=ticket) == Code.UNKNOWN_TICKET
+    assert refusal(raw, allocations=twice) == Code.UNKNOWN_HANDLE
+    assert refusal(raw, allocations=twice[:1], timeline=ticket) == Code.UNKNOWN_HANDLE
 
 
 def test_tickets_of_another_session(raw: RawClient, beside: SmallEngine) -> None:
@@ -134,10 +134,10 @@ def test_tickets_of_another_session(raw: RawClient, beside: SmallEngine) -> None
         (ticket,) = raw.deposit(descriptor)
         os.close(descriptor)
         stolen = (FdAllocation(ticket, 512),)
-        assert refusal(thief, allocations=stolen) == Code.UNKNOWN_TICKET
+        assert refusal(thief, allocations=stolen) == Code.UNKNOWN_HANDLE
         with pytest.raises(Refused) as refused:
             collect(beside.directory, thief.session, ticket, 5)
-        assert refused.value.code == Code.UNKNOWN_TICKET
+        assert refused.value.code == Code.UNKNOWN_HANDLE
         with pytest.raises(Gone):  # as for a session of a daemon that was here before
             collect(beside.directory, "nobody", ticket, 5)
 

@@ -135,7 +135,7 @@ def test_somebody_who_does_not_take_what_it_asked_for(counted: LocalDaemon) -> N
             assert isinstance(allocation, FdAllocation)
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
                 visitor.connect(path)
-                visitor.send(encode(FetchFd(raw.session, allocation.ticket)))
+                visitor.send(encode(FetchFd(raw.session, allocation.handle)))
 
 
 def test_connections_that_take_over_each_other_s_numbers(kvferryd: LocalDaemon) -> None:

@@ -418,7 +418,7 @@ def _descriptor(daemon: LocalDaemon, what: str, stack: ExitStack) -> int:
         answer = lender.ask(AllocateKVCaches(1, one_tensor(), 4096), Allocated)
         (allocation,) = answer.allocations
         assert isinstance(allocation, FdAllocation)
-        descriptor = collect(daemon.directory, lender.session, allocation.ticket, 10)
+        descriptor = collect(daemon.directory, lender.session, allocation.handle, 10)
     elif what == "memfd":
         descriptor = os.memfd_create("not a tensor")
     else:

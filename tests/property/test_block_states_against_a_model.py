@@ -86,7 +86,7 @@ class BlockStatesMachine(RuleBasedStateMachine):
         groups = tuple((TensorRef(number, page),) for number, page in enumerate(pages))
         self.layout = LayoutArrays.from_layout(KVLayout(tensors, groups, FACTOR))
         self.geometry = BlockLayout(self.layout, 0, HOSTS)
-        self.states = BlockStates.of_layout(self.layout, HOSTS)
+        self.states = BlockStates.for_layout(self.layout, HOSTS)
         self.cells = Cells()
         """At the end of everything that is in the queue."""
 
@@ -153,20 +153,20 @@ class BlockStatesMachine(RuleBasedStateMachine):
     def restart(self, good: set[int], bad: set[int]) -> None:
         """Another daemon finds what was committed; some of it is verified or corrupt."""
         hosts = np.arange(HOSTS)
-        parts = self.states.parts(hosts)
+        parts = self.states.loadable_parts(hosts)
         whole = [int(host) for host in hosts if int(host) not in parts]
         committed = {**dict.fromkeys(whole, (0, FACTOR)), **parts}
         committed = {host: part for host, part in committed.items() if part[1]}
-        self.states = BlockStates.of_layout(self.layout, HOSTS)
-        self.states.restore(committed.items())
+        self.states = BlockStates.for_layout(self.layout, HOSTS)
+        self.states.restore_blocks(committed.items())
         kept = {(h, sub) for h, part in committed.items() for sub in range(*part)}
         if self.sizes > 1:
             kept = set()
         assert kept <= self.cells.content.keys()
         self.cells.content = {cell: self.cells.content[cell] for cell in kept}
         self.cells.unverified = set(kept)
-        self.states.verify(np.array(sorted(good), dtype=np.int64))
-        self.states.discard(np.array(sorted(bad), dtype=np.int64))
+        self.states.mark_verified(np.array(sorted(good), dtype=np.int64))
+        self.states.discard_blocks(np.array(sorted(bad), dtype=np.int64))
         self.cells.unverified -= {cell for cell in kept if cell[0] in good}
         self.cells.clear(list(bad))
 
@@ -174,7 +174,7 @@ class BlockStatesMachine(RuleBasedStateMachine):
     def what_is_committed_is_loadable(self) -> None:
         if not hasattr(self, "states"):
             return
-        for host, part in self.states.parts(np.arange(HOSTS)).items():
+        for host, part in self.states.loadable_parts(np.arange(HOSTS)).items():
             for sub in range(*part):
                 assert self.cells.content[host, sub] in self.done
                 assert (host, sub) not in self.cells.unverified

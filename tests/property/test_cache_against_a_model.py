@@ -166,12 +166,12 @@ class CacheModel:
         loads = [j for j in self.jobs if j.epoch == self.epoch and isinstance(j.handle, Pins)]
         return {key for job in loads for key in job.handle.keys}
 
-    def doomed(self) -> set[int]:
+    def orphaned(self) -> set[int]:
         past = {block for j in self.jobs if j.epoch < self.epoch for block in j.handle.blocks}
         return past | set(self.condemned.values())
 
     def free(self) -> int:
-        return self.capacity - len(self.where) - len(self.doomed())
+        return self.capacity - len(self.where) - len(self.orphaned())
 
     # Steps
 
@@ -186,7 +186,7 @@ class CacheModel:
         replaced &= set(wanted)
         self.counts["stores_skipped"] += len(absent) - len(wanted)
         movable = self.keys_that_are(READY) - self.pinned() - {*keys, *keep}
-        free, taken = self.free() + len(replaced), {*self.where.values(), *self.doomed()}
+        free, taken = self.free() + len(replaced), {*self.where.values(), *self.orphaned()}
         answer = self.cache.prepare_store(keys, parts, keep)
         if len(wanted) > free + len(movable) and wanted:
             assert answer is None
@@ -258,8 +258,8 @@ class CacheModel:
 
     def discard(self, keys: list[bytes]) -> None:
         """Bytes were lost, also of keys that are in other blocks by now."""
-        self.cache.discard([(key, self.where.get(key, 0)) for key in keys])
-        self.cache.discard([(key, self.where.get(key, 0) + 1) for key in keys])
+        self.cache.discard_keys([(key, self.where.get(key, 0)) for key in keys])
+        self.cache.discard_keys([(key, self.where.get(key, 0) + 1) for key in keys])
         pinned = self.pinned()
         for key in set(keys) & self.keys_that_are(READY):
             self.policy.forget(key)
@@ -269,8 +269,8 @@ class CacheModel:
 
     def verify(self, keys: list[bytes]) -> None:
         """Checksums agree, also of keys that are in other blocks by now."""
-        self.cache.verify([(key, self.where.get(key, 0) + 1) for key in keys])
-        self.cache.verify([(key, self.where.get(key, 0)) for key in keys])
+        self.cache.mark_verified([(key, self.where.get(key, 0) + 1) for key in keys])
+        self.cache.mark_verified([(key, self.where.get(key, 0)) for key in keys])
         self.unverified -= set(keys)
 
     def end_again(self, which: int, success: bool) -> None:
@@ -307,7 +307,7 @@ class CacheModel:
         """What was ready is found by the next daemon; who had work under way is away."""
         entries, parts = self.cache.entries(), self.parts
         self.start()
-        self.cache.restore(entries, parts)
+        self.cache.restore_keys(entries, parts)
         self.policy.admit([key for key, _ in reversed(entries)], self.capacity, lambda key: False)
         self.state = {key: READY for key, _ in entries}
         self.where = dict(entries)
@@ -355,7 +355,7 @@ class CacheModel:
             len(self.unverified),
         )
         pinned = self.pinned() - self.condemned.keys()
-        assert (usage.pinned, usage.doomed) == (len(pinned), len(self.doomed()))
+        assert (usage.pinned, usage.orphaned) == (len(pinned), len(self.orphaned()))
         for name in ("hits", "misses", "stores_skipped", "stored", "evictions"):
             assert getattr(usage, name) == self.counts[name], name
 

@@ -71,7 +71,7 @@ class KeptTensorsModel:
     def session(self, engine: str) -> str:
         if engine not in self.sessions:
             session = self.sessions[engine] = f"{engine}/{next(self.numbers)}"
-            self.core.welcome(session, wire.Hello(1, 1, session, engine))
+            self.core.open_session(session, wire.Hello(1, 1, session, engine))
         return self.sessions[engine]
 
     def take(self, step: Step) -> None:
@@ -85,7 +85,7 @@ class KeptTensorsModel:
                 where = (FdAllocation(1, 1 << 20),), (Location(0, 0),)
                 self.ask(engine, wire.RegisterKVCaches(number, layout, *where, room))
             case "leave" if engine in self.sessions:
-                self.obey(self.core.leave(self.sessions.pop(engine)))
+                self.obey(self.core.close_session(self.sessions.pop(engine)))
             case "release":
                 self.ask(engine, wire.ReleaseKVCaches(number, ENGINES[choice]))
             case "lag":
@@ -118,7 +118,7 @@ class KeptTensorsModel:
 
     def map(self, wanted: MapTensors) -> TensorsMapped:
         number = wanted.registration
-        layout = msgspec.convert(wanted.geometry.layout.to_lists(), KVLayout)
+        layout = msgspec.convert(wanted.layout.layout_arrays.to_lists(), KVLayout)
         if self.failing:
             return TensorsMapped(number, wanted.session, ErrorInfo(Code.DRIVER, "out of memory"))
         memory, reused = ModelMemory(layout, wanted.session[0]), False

@@ -164,7 +164,7 @@ def copies(plan: CopyPlan) -> list[tuple[int, int, int]]:
     """(group, GPU block, byte of the pool), all that a plan copies."""
     return [
         (run.group, int(block), int(offset))
-        for run in plan.runs
+        for run in plan.extents
         for block, offset in zip(run.gpu_blocks, run.host_offsets, strict=True)
     ]
 
@@ -339,8 +339,8 @@ class Space:
         self.counts["stores_skipped"] += len(absent) - len(wanted)
         return wanted
 
-    def status(self, doomed: int, pinned: int) -> told.NamespaceStatus:
-        blocks, used = self.capacity, len(self.ready) + len(self.pending) + doomed
+    def status(self, orphaned: int, pinned: int) -> told.NamespaceStatus:
+        blocks, used = self.capacity, len(self.ready) + len(self.pending) + orphaned
         return told.NamespaceStatus(
             name=self.name,
             fingerprint=self.fingerprint,
@@ -352,7 +352,7 @@ class Space:
             pending=len(self.pending),
             ready=len(self.ready),
             unverified=0,
-            doomed=doomed,
+            orphaned=orphaned,
             pinned=pinned,
             **{name: self.counts[name] for name in COUNTS},
         )
@@ -467,11 +467,11 @@ class NamespacesModel(RuleBasedStateMachine):
         for action in published:
             space = named.pop(action.namespace)  # one News of each at once
             assert action.block_size == 0
-            assert action.news.generation == space.generation
-            space.listener.hear(action.news)
+            assert action.key_events.generation == space.generation
+            space.listener.hear(action.key_events)
             if space.followers:
                 copy = broadcast.pop(0)
-                assert copy.message == action.news
+                assert copy.message == action.key_events
                 assert sorted(copy.sessions) == sorted(space.followers)
                 for mirror in space.followers.values():
                     mirror.hear(copy.message)
@@ -536,7 +536,7 @@ class NamespacesModel(RuleBasedStateMachine):
             if job.space is space and (job.generation < space.generation) == past
         ]
 
-    def doomed(self, space: Space) -> set[int]:
+    def orphaned(self, space: Space) -> set[int]:
         pins = {
             held.at for _, generation, held in space.all_pins() if generation < space.generation
         }
@@ -548,8 +548,8 @@ class NamespacesModel(RuleBasedStateMachine):
         return pins.union(key for job in loads for key in job.held)
 
     def free(self, space: Space) -> int:
-        doomed = self.doomed(space)
-        return space.capacity - len(space.ready) - len(space.pending) - len(doomed)
+        orphaned = self.orphaned(space)
+        return space.capacity - len(space.ready) - len(space.pending) - len(orphaned)
 
     def write(self, offset: int, nbytes: int, content: Content | None) -> None:
         cells = slice(offset // CELL, (offset + nbytes) // CELL)
@@ -602,7 +602,7 @@ class NamespacesModel(RuleBasedStateMachine):
 
     def welcome(self, engine: str) -> str:
         session = next(self.names)
-        self.core.welcome(session, wire.Hello(1, 1, "client", engine))
+        self.core.open_session(session, wire.Hello(1, 1, "client", engine))
         self.engine_of[session] = engine
         return session
 
@@ -662,7 +662,7 @@ class NamespacesModel(RuleBasedStateMachine):
 
     def opened(self, space: Space, expected: SendMessage, actions: list[Any]) -> None:
         assert actions == [expected]
-        space.start = self.core._namespaces._all[space.name].region.start
+        space.start = self.core._namespaces._by_name[space.name].region.start
 
     def claim(self, session: str, message: wire.ClientMessage, foresee: Foresee) -> None:
         """Ask for what may still be theirs who leave."""
@@ -734,7 +734,7 @@ class NamespacesModel(RuleBasedStateMachine):
         if polite:
             assert self.ask(session, wire.Goodbye()) == expected
         else:
-            assert self.core.leave(session) == expected
+            assert self.core.close_session(session) == expected
 
     # Registrations
 
@@ -830,7 +830,7 @@ class NamespacesModel(RuleBasedStateMachine):
         replaced &= set(wanted)
         keep = tuple(self.draw(st.lists(st.sampled_from([b"a", b"b", b"u"]), max_size=2)))
         movable = space.ready.keys() - self.pinned(space) - {*request.keys, *keep}
-        room, doomed = self.free(space) + len(replaced), self.doomed(space)
+        room, orphaned = self.free(space) + len(replaced), self.orphaned(space)
         missing = max(0, len(wanted) - room)
         generation = self.draw(st.sampled_from([0, space.generation]))
         spec = KeyLoadStoreSpec(request.keys, generation, keep)
@@ -840,7 +840,7 @@ class NamespacesModel(RuleBasedStateMachine):
             return self.error(actions, session, Code.CACHE_FULL)
         for key in replaced:
             del space.ready[key]
-        entries = dict(self.core._namespaces._all[space.name].cache.entries())
+        entries = dict(self.core._namespaces._by_name[space.name].cache.entries())
         gone = space.ready.keys() - entries.keys()
         assert (len(gone), gone <= movable) == (missing, True)
         space.counts["evictions"] += len(gone)
@@ -850,7 +850,7 @@ class NamespacesModel(RuleBasedStateMachine):
         places = [place for place in request.places if place.position == first.get(place.key)]
         job = self.started(actions, session, claim, Direction.STORE, places)
         held = job.held.values()
-        others = {*(h.at for h in (*space.ready.values(), *space.pending.values())), *doomed}
+        others = {*(h.at for h in (*space.ready.values(), *space.pending.values())), *orphaned}
         assert list(job.held) == sorted(wanted, key=lambda key: first[key])
         assert len({h.at for h in held}) == len(held)
         assert not others & {h.at for h in held}
@@ -1076,11 +1076,11 @@ class NamespacesModel(RuleBasedStateMachine):
     def a_newcomer_comes_or_goes(self) -> None:
         """An engine of its own, that writes to all of its region as soon as it has one."""
         if NEWCOMER in self.core.sessions:
-            self.core.leave(NEWCOMER)
+            self.core.close_session(NEWCOMER)
             self.room.desert(NEWCOMER)
             self.unmapped(self.newcomer)
             return
-        self.core.welcome(NEWCOMER, wire.Hello(1, 1, "client", NEWCOMER))
+        self.core.open_session(NEWCOMER, wire.Hello(1, 1, "client", NEWCOMER))
         room = self.make_room(NEWCOMER)
         actions = self.ask(NEWCOMER, wire.AllocateKVCaches(1, PLAIN, ROOM))
         if room is None:
@@ -1088,7 +1088,7 @@ class NamespacesModel(RuleBasedStateMachine):
                 assert actions == []
             else:
                 self.error(actions, NEWCOMER, Code.POOL_FULL)
-            self.core.leave(NEWCOMER)
+            self.core.close_session(NEWCOMER)
             return
         self.newcomer = actions[0].registration
         self.hear(self.core.report(TensorsMapped(self.newcomer, NEWCOMER)))
@@ -1104,7 +1104,7 @@ class NamespacesModel(RuleBasedStateMachine):
         report = wire.NamespacesReport(
             5,
             tuple(
-                space.status(len(self.doomed(space)), len(self.pinned(space)))
+                space.status(len(self.orphaned(space)), len(self.pinned(space)))
                 for space in self.spaces.values()
             ),
         )
@@ -1115,11 +1115,11 @@ class NamespacesModel(RuleBasedStateMachine):
     @invariant()
     def the_books_agree(self) -> None:
         for space in self.spaces.values():
-            cache = self.core._namespaces._all[space.name].cache
+            cache = self.core._namespaces._by_name[space.name].cache
             cache.check_integrity()
-            usage, doomed = cache.usage, len(self.doomed(space))
-            assert usage.free + usage.pending + usage.ready + usage.doomed == space.capacity
-            assert (usage.free, usage.doomed) == (self.free(space), doomed)
+            usage, orphaned = cache.usage, len(self.orphaned(space))
+            assert usage.free + usage.pending + usage.ready + usage.orphaned == space.capacity
+            assert (usage.free, usage.orphaned) == (self.free(space), orphaned)
             assert usage.pinned == len(self.pinned(space))
             size = space.fingerprint.host_block_bytes
             blocks = {key: (held.at - space.start) // size for key, held in space.ready.items()}
@@ -1133,17 +1133,17 @@ class NamespacesModel(RuleBasedStateMachine):
         limits = told.Limits(1 << 20, 1 << 10, 1000)
         heir = Core(DaemonIdentity("0.1", "next", 4712, DEVICE, limits), POOL, started=200.0)
         for found in self.books.found():
-            heir.restore(found)
+            heir.restore_region(found)
         caches = {one.name: one for one in heir._namespaces}
         assert caches.keys() == {space.name for space in self.spaces.values()}
         for space in self.spaces.values():
-            ours, theirs = self.core._namespaces._all[space.name], caches[space.name]
+            ours, theirs = self.core._namespaces._by_name[space.name], caches[space.name]
             theirs.cache.check_integrity()
             entries = dict(theirs.cache.entries())
             assert entries == dict(ours.cache.entries())
-            assert theirs.deed == ours.deed
+            assert theirs.record == ours.record
             assert theirs.cache.parts == ours.cache.parts
-            assert theirs.news() is None
+            assert theirs.take_key_events() is None
             assert theirs.cache.ready_keys() == []
             assert set(theirs.cache.pending_keys()) == space.hits()
             blocks = np.array(list(entries.values()), dtype=np.int64)
@@ -1199,8 +1199,8 @@ class NamespacesModel(RuleBasedStateMachine):
             self.unmap(claim, Outcome.DONE)
         self.the_books_agree()
         for space in list(self.spaces.values()):
-            usage = self.core._namespaces._all[space.name].cache.usage
-            assert (usage.pending, usage.doomed, usage.pinned) == (0, 0, 0)
+            usage = self.core._namespaces._by_name[space.name].cache.usage
+            assert (usage.pending, usage.orphaned, usage.pinned) == (0, 0, 0)
             session = self.welcome("heir")
             layout = space.layout or LAYOUTS[space.fingerprint]
             self.open(session, space.fingerprint, ROOM, "lru", 1)

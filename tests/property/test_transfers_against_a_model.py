@@ -224,7 +224,7 @@ def pieces_of(
 ) -> list[Extent]:
     pieces = []
     while runs:
-        piece, runs = geometry.split(runs, max_bytes, max_blocks)
+        piece, runs = geometry.split_chunk(runs, max_bytes, max_blocks)
         pieces.append(piece)
     return pieces
 
@@ -240,11 +240,13 @@ def test_every_byte_of_a_good_transfer_goes_where_the_model_says(data: st.DataOb
     transfer = data.draw(good_transfers(world))
     geometry, expected = world.geometry, moved(world, transfer)
     resolved = geometry.resolve(transfer.direction, transfer.spec, transfer.host_ids)
-    assert geometry.nbytes(resolved.runs) == len(expected)
-    assert geometry.end(resolved.runs) == max((host + 1 for _, host in expected), default=0)
-    assert geometry.end(resolved.runs) <= world.pool_bytes - GUARD
+    assert geometry.count_bytes(resolved.extents) == len(expected)
+    assert geometry.end_offset(resolved.extents) == max(
+        (host + 1 for _, host in expected), default=0
+    )
+    assert geometry.end_offset(resolved.extents) <= world.pool_bytes - GUARD
     assert sorted(resolved.host_blocks.tolist()) == sorted(transfer.hosts)
-    assert pairs_of(world, resolved.runs) == expected
+    assert pairs_of(world, resolved.extents) == expected
 
 
 @settings(PROFILE)
@@ -254,7 +256,7 @@ def test_pieces_are_the_transfer_cut_in_order(data: st.DataObject) -> None:
     transfer = data.draw(good_transfers(world))
     max_bytes, max_blocks = data.draw(st.integers(1, 200)), data.draw(st.integers(1, 9))
     geometry = world.geometry
-    runs = geometry.resolve(transfer.direction, transfer.spec, transfer.host_ids).runs
+    runs = geometry.resolve(transfer.direction, transfer.spec, transfer.host_ids).extents
     pieces = pieces_of(geometry, runs, max_bytes, max_blocks)
     assert pairs_of(world, tuple(pieces)) == moved(world, transfer)
     full = [max(1, min(max_blocks, max_bytes // group)) for group in geometry.group_bytes]
@@ -320,7 +322,7 @@ class ArenaMemory:
     def transfer(self, transfer: ModelTransfer) -> None:
         geometry = self.world.geometry
         resolved = geometry.resolve(transfer.direction, transfer.spec, transfer.host_ids)
-        self.copy(transfer.direction, resolved.runs)
+        self.copy(transfer.direction, resolved.extents)
 
 
 @settings(PROFILE)

@@ -98,7 +98,7 @@ UNWELL = told.HealthStatus(
     oldest_job=33.25,
     held_job=300.0,
     loop_lag=0.0078125,
-    lane_lag=31.25,
+    worker_lag=31.25,
 )
 KEY, OTHER = bytes(range(32)) + bytes(4), bytes(range(32, 64)) + bytes(4)
 FINGERPRINT = told.Fingerprint(
@@ -127,7 +127,7 @@ NAMESPACE = told.NamespaceStatus(
     pending=2,
     ready=990,
     unverified=3,
-    doomed=4,
+    orphaned=4,
     pinned=5,
     hits=6,
     misses=7,
@@ -239,7 +239,7 @@ MESSAGES: dict[str, Any] = {
     "request/send_fds": fd_passing.SendFds("s1"),
     "request/fetch_fd": fd_passing.FetchFd("s1", 7),
     "reply/fd_handles": fd_passing.FdHandles((7, 8, 1 << 62)),
-    "reply/error": wire.Error(None, ErrorInfo(Code.UNKNOWN_TICKET, "no such ticket", "9")),
+    "reply/error": wire.Error(None, ErrorInfo(Code.UNKNOWN_HANDLE, "no such ticket", "9")),
 }
 
 

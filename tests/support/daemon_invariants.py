@@ -15,7 +15,7 @@ def broken_invariants(observer: OffloadClient) -> list[str]:
     if pool.reserved_bytes > pool.size_bytes:
         faults.append(f"of {pool.size_bytes} bytes {pool.reserved_bytes} are given out")
     for space in observer.namespaces():
-        kinds = space.free, space.pending, space.ready, space.unverified, space.doomed
+        kinds = space.free, space.pending, space.ready, space.unverified, space.orphaned
         if sum(kinds) != space.blocks:
             faults.append(f"a block in two places, or in none: {space}")
         if space.pinned > space.ready:
@@ -28,7 +28,7 @@ def left_behind(observer: OffloadClient) -> list[str]:
     status = observer.status()
     left = [f"{status.sessions} sessions"] if status.sessions > 1 else []
     left += [f"{engine}" for engine in status.engines if engine.present or engine.jobs]
-    left += [f"{s}" for s in observer.namespaces() if s.pending or s.pinned or s.doomed]
+    left += [f"{s}" for s in observer.namespaces() if s.pending or s.pinned or s.orphaned]
     return left
 
 

@@ -29,9 +29,9 @@ NO_CARGO = BlockSet(engine_owner("nobody"), np.empty(0, dtype=np.int64))
 
 @dataclass
 class ModelRegion:
-    """A region: its deed, its residents by block in the order of use, the last store of each."""
+    """A region: its record, its residents by block in the order of use, the last store of each."""
 
-    deed: RegionRecord
+    record: RegionRecord
     residents: dict[int, ResidentBlock] = field(default_factory=dict)
     last: dict[int, int] = field(default_factory=dict)
 
@@ -45,13 +45,13 @@ class RegionRecordsModel:
         rest = []
         for action in actions:
             match action:
-                case RegionCreated(deed):
-                    assert deed.owner not in self.pages, "a region is entered twice"
-                    self.pages[deed.owner] = ModelRegion(deed)
-                case RegionUpdated(deed, wipe):
-                    page = self.pages[deed.owner]
-                    assert (page.deed.start, page.deed.nbytes) == (deed.start, deed.nbytes)
-                    page.deed = deed
+                case RegionCreated(record):
+                    assert record.owner not in self.pages, "a region is entered twice"
+                    self.pages[record.owner] = ModelRegion(record)
+                case RegionUpdated(record, wipe):
+                    page = self.pages[record.owner]
+                    assert (page.record.start, page.record.nbytes) == (record.start, record.nbytes)
+                    page.record = record
                     if wipe:
                         page.residents, page.last = {}, {}
                 case RegionFreed(owner):
@@ -65,17 +65,17 @@ class RegionRecordsModel:
         return rest
 
     def started(self, start: StartTransfer) -> None:
-        page = self.pages[start.cargo.owner]
-        blocks = start.cargo.blocks.tolist()
+        page = self.pages[start.block_set.owner]
+        blocks = start.block_set.blocks.tolist()
         if start.plan.direction is Direction.STORE:
-            assert len(start.cargo.keys) in (0, len(blocks))
+            assert len(start.block_set.keys) in (0, len(blocks))
             for block in blocks:
                 page.residents.pop(block, None)
                 page.last[block] = start.plan.serial
 
     def committed(self, commit: CommitBlocks) -> None:
         """A store was done: what nobody stored over since, and nobody wiped, is good."""
-        cargo, page = commit.cargo, self.pages.get(commit.cargo.owner)
+        cargo, page = commit.block_set, self.pages.get(commit.block_set.owner)
         keys = cargo.keys or [b""] * cargo.blocks.size
         for block, key in zip(cargo.blocks.tolist(), keys, strict=True):
             if page is not None and page.last.get(block) == commit.serial:
@@ -84,6 +84,6 @@ class RegionRecordsModel:
     def found(self) -> list[RecoveredRegion]:
         """What another daemon finds."""
         return [
-            RecoveredRegion(page.deed, tuple(page.residents.values()))
+            RecoveredRegion(page.record, tuple(page.residents.values()))
             for page in self.pages.values()
         ]

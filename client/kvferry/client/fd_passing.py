@@ -63,7 +63,7 @@ class FdExchange:
                 message = "the daemon was restarted, or has let us go"
                 raise Gone(Code.DAEMON_GONE, message, str(self._directory)) from error
             raise error
-        return reply.tickets, received
+        return reply.handles, received
 
     def __enter__(self) -> FdExchange:
         return self

@@ -292,7 +292,7 @@ def _fetch(allocated: Allocated) -> Operation[list[int]]:
     try:
         for allocation in allocated.allocations:
             if isinstance(allocation, FdAllocation):
-                descriptors.append((yield ReceiveFd(allocation.ticket)))
+                descriptors.append((yield ReceiveFd(allocation.handle)))
     except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)

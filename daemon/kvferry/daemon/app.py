@@ -35,9 +35,9 @@ from kvferry.daemon.core.regions import MAX_REGIONS
 from kvferry.daemon.device.command_queue import Ping
 from kvferry.daemon.device.worker import DeviceWorker
 from kvferry.daemon.engine.base import CopyEngine
-from kvferry.daemon.engine.pool import HostPool, check_fits, give_back, taken_bytes, whole_pages
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
 from kvferry.daemon.logs import start_logging, unfailing
+from kvferry.daemon.memory.pool import HostPool, check_fits, free_chunks, used_bytes, whole_pages
 from kvferry.daemon.observability.health import Health, HealthTimeouts
 from kvferry.daemon.observability.http import MetricsServer
 from kvferry.daemon.observability.kv_events import KVEventPublisher
@@ -48,7 +48,7 @@ from kvferry.daemon.persistence.kept_tensor_store import KeptTensorStore
 from kvferry.daemon.persistence.region_store import FdStore, NullFdStore, RegionStore
 from kvferry.daemon.reload import Reload
 from kvferry.daemon.systemd import Supervisor
-from kvferry.daemon.transport.accept_gate import last_descriptor
+from kvferry.daemon.transport.accept_gate import max_client_fd
 from kvferry.daemon.transport.server import Server
 from kvferry.proto.codec import MAX_MESSAGE_BYTES
 from kvferry.proto.errors import Code, KVFerryError, Refused
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         _main(supervisor, arguments)
     finally:
-        supervisor.deliver()
+        supervisor.send_queued()
 
 
 def _main(supervisor: Supervisor, arguments: Sequence[str] | None) -> None:
@@ -82,22 +82,22 @@ def _main(supervisor: Supervisor, arguments: Sequence[str] | None) -> None:
         with starting(config.directory):
             endpoint = Endpoint(config.directory / engine.info.uuid, admission)
     except KVFerryError as error:
-        give_up(supervisor, "refused to start", error, 2)
+        exit_with_error(supervisor, "refused to start", error, 2)
     with contextlib.closing(endpoint):
         try:
             with starting(config.directory):
                 pool, kept = make_pool(config, supervisor, locked=engine.info.kind != "cpu")
         except KVFerryError as error:
-            give_up(supervisor, "refused to start", error, 2)
+            exit_with_error(supervisor, "refused to start", error, 2)
         try:
             signals = SignalHandlers(
-                supervisor, Reload(arguments, config, partial(apply, endpoint))
+                supervisor, Reload(arguments, config, partial(apply_config, endpoint))
             )
             uvloop.run(run(config, engine, pool, endpoint, kept, signals))
         except Refused as error:  # what is refused is refused before it serves
-            give_up(supervisor, "refused to start", error, 2)
+            exit_with_error(supervisor, "refused to start", error, 2)
         except KVFerryError as error:
-            give_up(supervisor, "failed", error, 1)
+            exit_with_error(supervisor, "failed", error, 1)
 
 
 # Errors of a file system that takes no new file, and of a kernel that has no memory left.
@@ -138,7 +138,9 @@ def _no_memory(error: Exception) -> Refused:
     return Refused(Code.BAD_CONFIG, message, reason)
 
 
-def give_up(supervisor: Supervisor, what: str, error: KVFerryError, status: int) -> NoReturn:
+def exit_with_error(
+    supervisor: Supervisor, what: str, error: KVFerryError, status: int
+) -> NoReturn:
     supervisor.status(f"{what}: {error}")
     print(f"kvferryd: {error}", file=sys.stderr)
     sys.exit(status)
@@ -166,24 +168,24 @@ class RecoveredState:
     """
 
     supervisor: Supervisor
-    keeper: FdStore
-    ledgers: Mapping[str, int]
-    useless: Mapping[str, int]
-    chunks: Mapping[str, int]
-    why: str = ""
+    fd_store: FdStore
+    fds: Mapping[str, int]
+    stale_fds: Mapping[str, int]
+    new_chunks: Mapping[str, int]
+    reason: str = ""
 
-    def settle(self) -> None:
+    def store_new_pool(self) -> None:
         """Nothing keeps this daemon from serving any more: let what is useless go, and have the new
         pool kept. Before that pool has any memory: it may be that of the old one."""
-        if self.why:
-            log.warning("kept pool dropped; the new pool is empty", reason=self.why)
-        give_back(chunks_of(self.useless))  # or it stays taken until the supervisor forgets it
-        for name, descriptor in self.useless.items():
-            self.supervisor.forget(name)
+        if self.reason:
+            log.warning("kept pool dropped; the new pool is empty", reason=self.reason)
+        free_chunks(chunks_of(self.stale_fds))  # or it stays taken until the supervisor forgets it
+        for name, descriptor in self.stale_fds.items():
+            self.supervisor.remove_fd(name)
             os.close(descriptor)
-        for name, descriptor in self.chunks.items():
-            self.keeper.keep(name, descriptor)
-        self.supervisor.deliver()
+        for name, descriptor in self.new_chunks.items():
+            self.fd_store.store_fd(name, descriptor)
+        self.supervisor.send_queued()
 
 
 def chunks_of(kept: Mapping[str, int]) -> list[int]:
@@ -209,7 +211,7 @@ async def run(
     core = Core(
         identity, pool.nbytes, time.monotonic(), HOST_BYTES, most_regions(), metrics.jobs.ended
     )
-    with signals.heard(lambda: server.stop()):  # before there is a socket: who sees it may end us
+    with signals.handled(lambda: server.stop()):  # before there is a socket: who sees it may end us
         with starting(config.directory):
             checksums = ChecksumClient(  # first: so its process never has a socket of ours
                 pool.descriptors,
@@ -221,20 +223,22 @@ async def run(
             server = Server(core, endpoint, publisher.publish)
             worker = DeviceWorker(engine, pool, server.device_reports, server.fail)
             scrub_rate = parse_bytes(config.integrity.scrub_rate)
-            region_store = RegionStore(checksums, kept.keeper, server.tell, scrub_rate)
-            region_store.restore(kept.ledgers, core.restore)
-            shelf = KeptTensorStore(kept.keeper)
-            for number, memory in shelf.take_up(kept.ledgers, core.restore_tensors).items():
-                worker.hold(number, memory)
+            region_store = RegionStore(checksums, kept.fd_store, server.report_to_core, scrub_rate)
+            region_store.restore_regions(kept.fds, core.restore_region)
+            kept_tensor_store = KeptTensorStore(kept.fd_store)
+            for number, memory in kept_tensor_store.restore_tensors(
+                kept.fds, core.restore_kept_tensors
+            ).items():
+                worker.hold_memory(number, memory)
             health = make_health(
-                config.health, server, worker, pool.address, signals, endpoint.lost
+                config.health, server, worker, pool.address, signals, endpoint.find_problem
             )
             gc.freeze()
             gc.set_threshold(*GC_THRESHOLDS)
             sys.setswitchinterval(SWITCH_INTERVAL)
             worker.start()
-            kept.settle()
-            pool.fill(engine, server.pool_grew, server.fail)
+            kept.store_new_pool()
+            pool.start_filling(engine, server.pool_grew, server.fail)
             region_store.start()
             log.info(
                 "serving",
@@ -244,10 +248,12 @@ async def run(
                 numa_node="-" if engine.numa_node is None else engine.numa_node,
                 metrics=metrics_server.address if metrics_server else "off",
             )
-            signals.serving(f"serving {engine.info.name} at {endpoint.directory}")
+            signals.set_status(f"serving {engine.info.name} at {endpoint.directory}")
             if metrics_server:
                 metrics_server.start(server)
-        await server.serve(worker, region_store, shelf, health, config.stop.drain_seconds)
+        await server.serve(
+            worker, region_store, kept_tensor_store, health, config.stop.drain_seconds
+        )
         await publisher.close()
         if metrics_server:
             await asyncio.to_thread(metrics_server.close)
@@ -263,23 +269,23 @@ def make_pool(
     """The pool and the ledgers that an earlier daemon left, or a new pool and none. Raises Refused;
     what was kept stays so until `settle`, whoever else refuses."""
     size, chunk = parse_bytes(config.pool.size), parse_bytes(config.pool.chunk)
-    keeper = supervisor if config.pool.keep and supervisor.keeps else NullFdStore()
-    kept = supervisor.kept
+    fd_store = supervisor if config.pool.keep and supervisor.has_fd_store else NullFdStore()
+    kept = supervisor.stored_fds
     chunks, why = chunks_of(kept), ""
     if chunks and config.pool.keep:
         try:
             again = HostPool(HOST_BYTES + size, chunk, chunks)
-            return again, RecoveredState(supervisor, keeper, kept, {}, {})
+            return again, RecoveredState(supervisor, fd_store, kept, {}, {})
         except KVFerryError as error:
             if error.code == Code.POOL_TOO_LARGE:  # it is as it should be, and cannot be had now
                 raise
             why = str(error)
     if config.pool.check_memory:
-        check_fits(size, locked=locked, spare=sum(map(taken_bytes, chunks)))
+        check_fits(size, locked=locked, spare=sum(map(used_bytes, chunks)))
     check_descriptors(size, chunk)
     pool = HostPool(HOST_BYTES + size, chunk)
     names = {f"{CHUNK}{number:05}": made for number, made in enumerate(pool.descriptors)}
-    return pool, RecoveredState(supervisor, keeper, {}, kept, names, why)
+    return pool, RecoveredState(supervisor, fd_store, {}, kept, names, why)
 
 
 # Descriptors of a daemon without pool and clients, plus a few for clients.
@@ -288,7 +294,7 @@ DESCRIPTORS = 128
 
 def most_regions() -> int:
     """Regions whose block tables, of two descriptors each, leave some to clients."""
-    return min(MAX_REGIONS, last_descriptor() // 4)
+    return min(MAX_REGIONS, max_client_fd() // 4)
 
 
 def check_descriptors(pool_bytes: int, chunk_bytes: int) -> None:
@@ -327,7 +333,7 @@ class SignalHandlers:
     def watchdog_seconds(self) -> float | None:
         return self._supervisor.watchdog_seconds
 
-    def serving(self, status: str) -> None:
+    def set_status(self, status: str) -> None:
         """Set the text that `systemctl status` shows once the daemon is ready."""
         self._status = status
 
@@ -335,14 +341,14 @@ class SignalHandlers:
         self._ready = True
         self._supervisor.ready(self._status)
 
-    def alive(self) -> None:
-        self._supervisor.alive()
+    def keep_alive(self) -> None:
+        self._supervisor.keep_alive()
 
-    def unwell(self, why: str) -> None:
+    def report_unhealthy(self, why: str) -> None:
         self._supervisor.status(f"unhealthy: {why}" if why else self._status)
 
     @contextlib.contextmanager
-    def heard(self, stop: Callable[[], None]) -> Iterator[None]:
+    def handled(self, stop: Callable[[], None]) -> Iterator[None]:
         """Handle signals while the context is open; their actions run on the event loop."""
         loop = asyncio.get_running_loop()
         stop = partial(self._end, stop)
@@ -373,9 +379,9 @@ class SignalHandlers:
             self._supervisor.ready(self._status)
 
 
-def apply(endpoint: Endpoint, config: Config) -> None:
+def apply_config(endpoint: Endpoint, config: Config) -> None:
     """Apply the keys that can change at run time. If it raises (as `admit`), nothing changed."""
-    endpoint.admit(config.access.group)
+    endpoint.change_group(config.access.group)
     start_logging(config.log)
 
 
@@ -392,10 +398,12 @@ def make_health(
     worker: DeviceWorker,
     address: int,
     signals: SignalHandlers,
-    lost: Callable[[], str | None],
+    find_problem: Callable[[], str | None],
 ) -> Health:
     """address: of the front of the pool, which contains the probe's blocks."""
-    patience = HealthTimeouts(config.every_seconds, config.deadline_seconds, config.worker_seconds)
-    say = server.inside(lambda message: prober.hear(message))
-    prober = Probe(say, address)
-    return Health(patience, prober, lambda now: worker.post(Ping(now)), signals, lost)
+    timeouts = HealthTimeouts(config.every_seconds, config.deadline_seconds, config.worker_seconds)
+    send = server.open_own_session(lambda message: prober.receive_reply(message))
+    prober = Probe(send, address)
+    return Health(
+        timeouts, prober, lambda now: worker.post_command(Ping(now)), signals, find_problem
+    )

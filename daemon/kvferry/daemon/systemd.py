@@ -75,53 +75,53 @@ class Supervisor:
         self._unsent: deque[_Message] = deque()
         watched = _number(said["WATCHDOG_USEC"]) if _ours(said["WATCHDOG_PID"] or None) else 0
         self.watchdog_seconds = watched / 1e6 if watched else None
-        self.kept: dict[str, int] = {}
+        self.stored_fds: dict[str, int] = {}
         if _ours(said["LISTEN_PID"]):
             names = said["LISTEN_FDNAMES"].split(":")
-            self.kept = _adopt(range(FIRST, FIRST + _number(said["LISTEN_FDS"])), names)
+            self.stored_fds = _adopt(range(FIRST, FIRST + _number(said["LISTEN_FDS"])), names)
 
     @property
-    def keeps(self) -> bool:
+    def has_fd_store(self) -> bool:
         """Whether there is a descriptor store, as far as the manager says."""
         return bool(self._address) and self._stores
 
     def ready(self, status: str) -> None:
-        self._say("READY=1", f"STATUS={_line(status)}")
+        self._notify("READY=1", f"STATUS={_line(status)}")
 
     def status(self, text: str) -> None:
-        self._say(f"STATUS={_line(text)}")
+        self._notify(f"STATUS={_line(text)}")
 
     def reloading(self) -> None:
         """The configuration is being reloaded; `ready` ends this."""
-        self._say("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        self._notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self) -> None:
-        self._say("STOPPING=1")
+        self._notify("STOPPING=1")
 
-    def alive(self) -> None:
-        self._say("WATCHDOG=1")
+    def keep_alive(self) -> None:
+        self._notify("WATCHDOG=1")
 
-    def keep(self, name: str, descriptor: int) -> None:
+    def store_fd(self, name: str, descriptor: int) -> None:
         """Store a descriptor beyond the end of this process. Raises ValueError for a bad name."""
-        self._say("FDSTORE=1", f"FDNAME={_checked(name)}", "FDPOLL=0", descriptor=descriptor)
+        self._notify("FDSTORE=1", f"FDNAME={_checked(name)}", "FDPOLL=0", descriptor=descriptor)
 
-    def forget(self, name: str) -> None:
+    def remove_fd(self, name: str) -> None:
         """Remove stored descriptors of this name. Raises ValueError for a bad name."""
         named = f"FDNAME={_checked(name)}"
         self._discard(lambda message: message.descriptor is not None and named in message.lines)
-        self._say("FDSTOREREMOVE=1", named)
+        self._notify("FDSTOREREMOVE=1", named)
 
-    def deliver(self, seconds: float = DELIVER_SECONDS) -> bool:
+    def send_queued(self, seconds: float = DELIVER_SECONDS) -> bool:
         """Wait until all queued messages are sent. Return False on timeout."""
         deadline = time.monotonic() + seconds
         while self._unsent and (left := deadline - time.monotonic()) > 0:
             self._send(left)
         return not self._unsent
 
-    def settle(self, seconds: float) -> bool:
+    def wait_processed(self, seconds: float) -> bool:
         """Wait until the manager has processed all messages. Return False on timeout."""
         deadline = time.monotonic() + seconds
-        if not self._address or not self.deliver(seconds):
+        if not self._address or not self.send_queued(seconds):
             return False
         ours, theirs = os.pipe2(os.O_CLOEXEC)
         try:
@@ -135,7 +135,7 @@ class Supervisor:
         finally:
             os.close(ours)
 
-    def _say(self, *lines: str, descriptor: int | None = None) -> None:
+    def _notify(self, *lines: str, descriptor: int | None = None) -> None:
         """Send a message behind the queued ones, or queue it."""
         if not self._address:
             return

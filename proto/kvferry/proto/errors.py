@@ -26,7 +26,7 @@ class Code(StrEnum):
     BAD_LAYOUT = "bad_layout"
     UNKNOWN_TENSOR = "unknown_tensor"
     UNKNOWN_GROUP = "unknown_group"
-    UNKNOWN_TICKET = "unknown_ticket"
+    UNKNOWN_HANDLE = "unknown_handle"
     BAD_SPEC = "bad_spec"
     SIZE_MISMATCH = "size_mismatch"
     BLOCK_OUT_OF_RANGE = "block_out_of_range"

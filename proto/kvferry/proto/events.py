@@ -57,15 +57,16 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
     data_parallel_rank: int | None = None
 
 
-def batch_of(news: KeyEvents, block_size: int, now: float) -> KVEventBatch | None:
-    """What outsiders are told of news: what can be loaded, and what cannot any more."""
-    events = [event for told in news.events if (event := _event(told, block_size)) is not None]
+def batch_of(key_events: KeyEvents, block_size: int, now: float) -> KVEventBatch | None:
+    """The events that subscribers get: blocks that became loadable, or are no longer."""
+    converted = (_event(event, block_size) for event in key_events.events)
+    events = [event for event in converted if event is not None]
     return KVEventBatch(now, events) if events else None
 
 
-def batches_of(news: KeyEvents, block_size: int, now: float) -> Iterator[KVEventBatch]:
-    """The same as `batch_of`, in order, cut into batches that are not large."""
-    whole = batch_of(news, block_size, now)
+def batches_of(key_events: KeyEvents, block_size: int, now: float) -> Iterator[KVEventBatch]:
+    """The events of `batch_of`, in order, in batches of at most MOST_IN_A_BATCH hashes."""
+    whole = batch_of(key_events, block_size, now)
     some: list[KVEvent] = []
     room = MOST_IN_A_BATCH
     for event in [] if whole is None else whole.events:
@@ -93,12 +94,12 @@ def _size(event: KVEvent) -> int:
     return 1 if isinstance(event, AllBlocksCleared) else max(1, len(event.block_hashes))
 
 
-def _event(told: KeyEvent, block_size: int) -> KVEvent | None:
-    match told.kind:
+def _event(event: KeyEvent, block_size: int) -> KVEvent | None:
+    match event.kind:
         case EventKind.STORED:
-            return BlockStored(_hashes(told.keys), block_size=block_size, medium=MEDIUM)
+            return BlockStored(_hashes(event.keys), block_size=block_size, medium=MEDIUM)
         case EventKind.REMOVED:
-            return BlockRemoved(_hashes(told.keys), MEDIUM)
+            return BlockRemoved(_hashes(event.keys), MEDIUM)
         case EventKind.CLEARED:
             return AllBlocksCleared()
     return None

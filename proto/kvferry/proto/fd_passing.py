@@ -15,22 +15,22 @@ MAX_SOCKET_PATH = 107
 
 
 class SendFds(Message):
-    """Sent along with file descriptors: keep them for my session."""
+    """Sent with file descriptors, which the daemon then holds for the session."""
 
     session_id: Token
 
 
 class FetchFd(Message):
-    """Give me the descriptor behind a ticket of mine."""
+    """Requests the descriptor that the daemon holds for the session under this handle."""
 
     session_id: Token
-    ticket: Id
+    handle: Id
 
 
 class FdHandles(Message):
-    """Tickets of what was deposited, in order; or of the descriptor that comes along."""
+    """Handles of the descriptors that were sent, in order; or of the one sent with this reply."""
 
-    tickets: tuple[Id, ...]
+    handles: tuple[Id, ...]
 
 
 FdRequest: TypeAlias = SendFds | FetchFd

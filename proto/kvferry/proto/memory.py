@@ -23,7 +23,7 @@ class FdAllocation(Part, tag="fd"):
     Host memory to map, with a daemon on the CPU; with one on a GPU, that GPU's memory to import.
     """
 
-    ticket: Id
+    handle: Id
     size: Positive
 
 

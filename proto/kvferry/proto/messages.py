@@ -121,7 +121,7 @@ class RegisterKVCaches(Message):
     """Share the engine's own KV tensors. locations[i] is where layout.tensors[i] begins.
 
     host_bytes: how much of the host pool the engine wants; None: all that is free.
-    timeline: ticket of the shared page that `wait_for` values are compared with, if any.
+    timeline: handle of the shared page that `wait_for` values are compared with, if any.
     A session that has opened a namespace registers in it: the engine names host blocks by key, and
     has no region of its own (host_bytes is None).
     """

@@ -120,11 +120,11 @@ class EngineStatus(Part):
 
 
 class NamespaceStatus(Part):
-    """A namespace and its blocks: each of `blocks` is free, pending, ready, unverified or doomed.
+    """A namespace and its blocks: each of `blocks` is free, pending, ready, unverified or orphaned.
 
-    unverified: stored for an earlier daemon, and not compared with its checksum yet.
-    doomed: from before a reset, in use by a job that has not ended or pinned by a session that has
-    not let go. pinned: of those ready.
+    unverified: stored for an earlier daemon, and not yet compared with its checksum.
+    orphaned: without a key since a reset or a checksum error, but in use by a job or pinned.
+    pinned: how many of the ready blocks are pinned.
     """
 
     name: str
@@ -137,7 +137,7 @@ class NamespaceStatus(Part):
     pending: int
     ready: int
     unverified: int
-    doomed: int
+    orphaned: int
     pinned: int
     hits: int
     misses: int
@@ -183,7 +183,7 @@ class HealthStatus(Part):
         compared), and since when it is over; None before there was one.
     oldest_job: since when the oldest job is under way that is not held by its engine's timeline;
         held_job: the same of those that are: that is the engine's affair. None where there is none.
-    loop_lag, lane_lag: how late the loop and the device's thread were lately.
+    loop_lag, worker_lag: the latest delays of the event loop and of the device worker.
     """
 
     healthy: bool
@@ -193,7 +193,7 @@ class HealthStatus(Part):
     oldest_job: float | None = None
     held_job: float | None = None
     loop_lag: float = 0.0
-    lane_lag: float = 0.0
+    worker_lag: float = 0.0
 
 
 class VerificationStatus(Part):

@@ -46,19 +46,19 @@ def test_a_collision_of_routing_ids_takes_weeks() -> None:
 def test_new_connections_wait_once_the_burst_is_used_up() -> None:
     clock = ManualClock()
     connections = Connections(Admission(), FEW, Quota(9, 9.0, 9), clock)
-    decisions = [connections.decide(*ME) for _ in range(3)]
+    decisions = [connections.decide_admission(*ME) for _ in range(3)]
     assert decisions == [Decision.ADMIT, Decision.ADMIT, Decision.LATER]
     assert connections.refused == 1
     clock.now = 1.9
-    assert connections.decide(*ME) is Decision.LATER
+    assert connections.decide_admission(*ME) is Decision.LATER
     clock.now = 2.1
-    assert connections.decide(*ME) is Decision.ADMIT
+    assert connections.decide_admission(*ME) is Decision.ADMIT
 
 
 def test_one_user_s_burst_leaves_others_theirs_and_all_together_are_bounded() -> None:
     connections = Connections(Admission(str(os.getegid())), FEW, Quota(9, 1.0, 3), ManualClock())
     gid = os.getegid()
-    answers = [connections.decide(uid, gid, 1) for uid in (501, 501, 501, 502, 502)]
+    answers = [connections.decide_admission(uid, gid, 1) for uid in (501, 501, 501, 502, 502)]
     admit, later = Decision.ADMIT, Decision.LATER
     assert answers == [admit, admit, later, admit, later]
 
@@ -67,25 +67,25 @@ def test_one_live_connection_too_many_is_shut_down_and_asks_in_vain(sockets: Exi
     connections = Connections(Admission(), Quota(2, 9.0, 9), Quota(9, 9.0, 9), ManualClock())
     ends = [connect(sockets) for _ in range(3)]
     for _, descriptor in ends:
-        connections.opened(descriptor)
+        connections.add_connection(descriptor)
     assert ends[2][0].recv(1) == b""
-    assert connections.decide(*ME) is Decision.LATER
-    connections.closed(ends[2][1])
-    assert connections.decide(*ME) is Decision.ADMIT
+    assert connections.decide_admission(*ME) is Decision.LATER
+    connections.remove_connection(ends[2][1])
+    assert connections.decide_admission(*ME) is Decision.ADMIT
 
 
 def test_a_number_that_is_opened_again_counts_once(sockets: ExitStack) -> None:
     connections = Connections(Admission(), Quota(1, 9.0, 9), Quota(9, 9.0, 9), ManualClock())
     _, descriptor = connect(sockets)
     for _ in range(3):
-        connections.opened(descriptor)
-    assert connections.decide(*ME) is Decision.ADMIT
+        connections.add_connection(descriptor)
+    assert connections.decide_admission(*ME) is Decision.ADMIT
 
 
 def test_a_stranger_is_forbidden_and_costs_nobody_a_connection() -> None:
     connections = Connections(Admission(), FEW, FEW, ManualClock())
     for _ in range(5):
         with pytest.raises(Refused) as caught:
-            connections.decide(4711, 4711, 1)
+            connections.decide_admission(4711, 4711, 1)
         assert (caught.value.code, caught.value.value) == (Code.FORBIDDEN, "4711")
-    assert connections.decide(*ME) is Decision.ADMIT
+    assert connections.decide_admission(*ME) is Decision.ADMIT

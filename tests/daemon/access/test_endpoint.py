@@ -22,18 +22,18 @@ def test_a_group_that_cannot_have_all_files_gets_none(
     """The sockets come first, the folder last."""
     endpoint = Endpoint(tmp_path / "cpu", Admission())
     endpoint.messages.touch()
-    endpoint.open()
+    endpoint.apply_access()
     before = endpoint.messages.stat(), endpoint.directory.stat()
-    give = module._give
+    give = module._set_access
 
     def failing(path: Path, owner: int, members: int, gid: int | None) -> None:
         if path == endpoint.directory and gid is not None:
             raise trouble
         give(path, owner, members, gid)
 
-    monkeypatch.setattr(module, "_give", failing)
+    monkeypatch.setattr(module, "_set_access", failing)
     with pytest.raises(type(trouble)):
-        endpoint.admit(str(os.getegid()))
+        endpoint.change_group(str(os.getegid()))
     after = endpoint.messages.stat(), endpoint.directory.stat()
     assert [about.st_mode for about in after] == [about.st_mode for about in before]
     assert endpoint.admission.gid is None
@@ -76,7 +76,7 @@ def bound(tmp_path: Path) -> Endpoint:
     endpoint = Endpoint(tmp_path / "cpu", Admission())
     for path in (endpoint.messages, endpoint.descriptors, endpoint.events):
         path.touch()
-    endpoint.open()
+    endpoint.apply_access()
     return endpoint
 
 
@@ -98,14 +98,14 @@ def test_a_socket_that_is_not_its_own_stays(bound: Endpoint) -> None:
 
 
 def test_what_is_missing_in_the_folder_is_told(bound: Endpoint) -> None:
-    assert bound.lost() is None
+    assert bound.find_problem() is None
     bound.messages.rename(bound.messages.with_suffix(".full"))  # no more clients are accepted
-    assert bound.lost() is None
+    assert bound.find_problem() is None
     bound.messages.with_suffix(".full").unlink()
-    assert f"socket {bound.messages} was removed" in str(bound.lost())
+    assert f"socket {bound.messages} was removed" in str(bound.find_problem())
     shutil.rmtree(bound.directory)
-    assert "is gone" in str(bound.lost())
+    assert "is gone" in str(bound.find_problem())
     bound.directory.mkdir()
     (bound.directory / "lock").touch()
-    assert "was replaced" in str(bound.lost())
+    assert "was replaced" in str(bound.find_problem())
     bound.close()

@@ -102,11 +102,11 @@ class CoreFixture:
         seen: set[str] = set()
         for session in sessions:
             engine = session.partition("/")[0]
-            self.core.welcome(session, wire.Hello(1, 1, session, engine))
+            self.core.open_session(session, wire.Hello(1, 1, session, engine))
             if registered and engine not in seen:
                 (mapping,) = self.ask(session, wire.AllocateKVCaches(1, LAYOUT, 4096, timeline))
                 assert mapping == MapTensors(
-                    len(seen) + 1, session, mapping.geometry, (), None, timeline
+                    len(seen) + 1, session, mapping.layout, (), None, timeline
                 )
                 self.report(TensorsMapped(mapping.registration, session))
             seen.add(engine)
@@ -163,7 +163,7 @@ def finished(actions: list[Action]) -> list[tuple[str, int, str, str | None]]:
 @pytest.mark.parametrize(("low", "high", "fits"), [(1, 1, 1), (0, 9, 1), (2, 3, 0), (0, 0, 0)])
 def test_a_session_opens_where_the_protocol_versions_meet(low: int, high: int, fits: int) -> None:
     core = new_core()
-    (action,) = core.welcome("s", wire.Hello(low, high, "client", "a"))
+    (action,) = core.open_session("s", wire.Hello(low, high, "client", "a"))
     assert isinstance(action, SendMessage)
     if fits:
         welcome = wire.Welcome(1, "boot", "s", "0.1", 4711, DEVICE, LIMITS)
@@ -196,7 +196,7 @@ def test_registering_maps_first_and_answers_then() -> None:
     desk = CoreFixture("a", registered=False)
     where = ((memory.FdAllocation(5, 8192),), (memory.Location(0, 0),))
     (mapping,) = desk.ask("a", wire.RegisterKVCaches(9, LAYOUT, *where, 8192, 6))
-    assert mapping == MapTensors(1, "a", mapping.geometry, *where, 6)
+    assert mapping == MapTensors(1, "a", mapping.layout, *where, 6)
     assert desk.refused("a", 1, store(0)) == Code.NOT_REGISTERED
     answer = SendMessage("a", wire.Registered(9, memory.HostRegion(4, 2048, False)))
     assert desk.report(TensorsMapped(1, "a")) == [answer]
@@ -296,7 +296,7 @@ def test_a_pool_that_is_full_refuses_and_counts_it() -> None:
 def test_a_successor_waits_until_the_old_mapping_is_gone() -> None:
     desk = CoreFixture("a/old", "a/new", "a/third")
     plan = desk.start("a/old", 1, store(0))
-    assert UnmapTensors(1) in desk.core.leave("a/old")
+    assert UnmapTensors(1) in desk.core.close_session("a/old")
     assert desk.ask("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096)) == []
     assert desk.ask("a/third", wire.AllocateKVCaches(6, LAYOUT, 4096)) == []
     assert desk.error("a/new", wire.AllocateKVCaches(7, LAYOUT, 4096)) == Code.BUSY
@@ -313,7 +313,7 @@ def test_a_successor_waits_until_the_old_mapping_is_gone() -> None:
 
 def test_a_successor_that_finds_no_room_is_told() -> None:
     desk = CoreFixture("a/old", "b", "a/new")
-    desk.core.leave("a/old")
+    desk.core.close_session("a/old")
     assert desk.ask("a/new", wire.AllocateKVCaches(5, LAYOUT, 2 * POOL)) == []
     (action,) = desk.report(TensorsUnmapped(1))
     assert isinstance(action, SendMessage)
@@ -327,7 +327,7 @@ def test_who_needs_the_room_of_one_that_leaves_waits_until_it_is_gone() -> None:
     desk.ask("a", wire.AllocateKVCaches(1, LAYOUT))
     desk.report(TensorsMapped(1, "a"))
     assert desk.error("b", wire.AllocateKVCaches(1, LAYOUT, 4096)) == Code.POOL_FULL
-    desk.core.leave("a")
+    desk.core.close_session("a")
     for session in "bc":
         assert desk.ask(session, wire.AllocateKVCaches(2, LAYOUT, POOL)) == []
     first, second = desk.report(TensorsUnmapped(1))
@@ -339,9 +339,9 @@ def test_who_needs_the_room_of_one_that_leaves_waits_until_it_is_gone() -> None:
 
 def test_of_several_that_leave_the_last_may_make_the_room() -> None:
     desk = CoreFixture("a", "b")
-    desk.core.welcome("c", wire.Hello(1, 1, "c", "c"))
-    desk.core.leave("a")
-    desk.core.leave("b")
+    desk.core.open_session("c", wire.Hello(1, 1, "c", "c"))
+    desk.core.close_session("a")
+    desk.core.close_session("b")
     assert desk.ask("c", wire.AllocateKVCaches(2, LAYOUT, POOL)) == []
     assert desk.report(TensorsUnmapped(2)) == []
     (mapping,) = desk.report(TensorsUnmapped(1))
@@ -350,7 +350,7 @@ def test_of_several_that_leave_the_last_may_make_the_room() -> None:
 
 def test_a_daemon_that_stops_gives_nothing_to_those_who_wait() -> None:
     desk = CoreFixture("a/old", "a/new")
-    desk.core.leave("a/old")
+    desk.core.close_session("a/old")
     assert desk.ask("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096)) == []
     desk.core.stop()
     (refusal,) = desk.report(TensorsUnmapped(1))
@@ -359,9 +359,9 @@ def test_a_daemon_that_stops_gives_nothing_to_those_who_wait() -> None:
 
 def test_a_successor_that_leaves_waits_no_more() -> None:
     desk = CoreFixture("a/old", "a/new")
-    desk.core.leave("a/old")
+    desk.core.close_session("a/old")
     desk.ask("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096))
-    assert desk.core.leave("a/new") == [CloseSession("a/new")]
+    assert desk.core.close_session("a/new") == [CloseSession("a/new")]
     assert desk.report(TensorsUnmapped(1)) == []
     assert not desk.core.busy
 
@@ -369,7 +369,7 @@ def test_a_successor_that_leaves_waits_no_more() -> None:
 def test_a_session_that_leaves_while_its_tensors_are_mapped_gets_no_answer() -> None:
     desk = CoreFixture("a", registered=False)
     desk.ask("a", wire.AllocateKVCaches(1, LAYOUT))
-    assert desk.core.leave("a") == [CloseSession("a"), UnmapTensors(1)]
+    assert desk.core.close_session("a") == [CloseSession("a"), UnmapTensors(1)]
     assert desk.report(TensorsMapped(1, "a")) == []
     assert desk.core.busy
     assert desk.report(TensorsUnmapped(1)) == []
@@ -394,7 +394,7 @@ def test_what_an_engine_stored_it_may_load_when_it_is_back() -> None:
     desk = CoreFixture("a/old", "a/new")
     plan = desk.start("a/old", 1, store(0, 1, hosts=(0,)))
     desk.report(TransferCompleted(plan.serial, Outcome.DONE))
-    desk.core.leave("a/old")
+    desk.core.close_session("a/old")
     desk.report(TensorsUnmapped(1))
     (mapping,) = desk.ask("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096))
     desk.report(TensorsMapped(mapping.registration, "a/new"))
@@ -419,7 +419,7 @@ def test_nobody_loads_what_the_owner_before_left_by_way_of_a_store_that_never_ra
         desk.report(TensorsMapped(mapping.registration, session))
         if session == "a":
             desk.fill("a")
-            desk.core.leave("a")
+            desk.core.close_session("a")
             desk.report(TensorsUnmapped(mapping.registration))
     plan = desk.start("b", 1, store(0, 1, hosts=(0,)), wait_for=1 << 40)
     desk.ask("b", wire.Cancel((1,)))
@@ -458,12 +458,12 @@ def test_a_completed_store_is_committed_with_the_parts_that_are_loadable() -> No
     for plan, parts in zip(plans, ({1: (0, 1)}, {}), strict=True):
         _, commit = desk.core.report(TransferCompleted(plan.serial, Outcome.DONE))
         assert isinstance(commit, CommitBlocks)
-        assert (commit.serial, commit.cargo.parts) == (plan.serial, parts)
-        assert commit.cargo.owner == engine_owner("a")
+        assert (commit.serial, commit.block_set.parts) == (plan.serial, parts)
+        assert commit.block_set.owner == engine_owner("a")
     rest = GPULoadStoreSpec([3], (1,), (1,)), CPULoadStoreSpec([1])
     _, commit = desk.core.report(TransferCompleted(desk.start("a", 3, rest).serial, Outcome.DONE))
     assert isinstance(commit, CommitBlocks)
-    assert commit.cargo.parts == {}  # both halves of it are there now
+    assert commit.block_set.parts == {}  # both halves of it are there now
 
 
 def test_loads_in_flight_of_a_corrupt_block_fail_and_it_is_stale_then() -> None:
@@ -487,8 +487,8 @@ def test_blocks_of_an_earlier_daemon_are_stale_until_they_are_verified() -> None
     for plan in plans:
         old.report(TransferCompleted(plan.serial, Outcome.DONE))
     desk.books = old.books
-    desk.core.restore(*old.books.found())
-    desk.core.welcome("a", wire.Hello(1, 1, "client", "a"))
+    desk.core.restore_region(*old.books.found())
+    desk.core.open_session("a", wire.Hello(1, 1, "client", "a"))
     (mapping,) = desk.ask("a", wire.AllocateKVCaches(1, LAYOUT, 4096))
     (answer,) = desk.report(TensorsMapped(mapping.registration, "a"))
     assert answer.message.region.reattached
@@ -506,17 +506,17 @@ def test_another_user_never_gets_the_host_blocks_of_an_engine_s_name(restarted: 
     hello = wire.Hello(1, 1, "client", "a")
     for uid, back in ((1000, True), (1001, False)):
         desk = CoreFixture(registered=False)
-        desk.core.welcome("old", hello, 1000)
+        desk.core.open_session("old", hello, 1000)
         (mapping,) = desk.ask("old", wire.AllocateKVCaches(1, LAYOUT, 4096))
         desk.report(TensorsMapped(mapping.registration, "old"))
         desk.fill("old")
-        desk.core.leave("old")
+        desk.core.close_session("old")
         desk.report(TensorsUnmapped(mapping.registration))
         if restarted:
             books, desk = desk.books, CoreFixture(registered=False)
             desk.books = books
-            desk.core.restore(*books.found())
-        desk.core.welcome("new", hello, uid)
+            desk.core.restore_region(*books.found())
+        desk.core.open_session("new", hello, uid)
         (mapping,) = desk.ask("new", wire.AllocateKVCaches(1, LAYOUT, 4096))
         (answer,) = desk.report(TensorsMapped(mapping.registration, "new"))
         assert answer.message.region.reattached is back
@@ -676,7 +676,7 @@ def test_a_session_that_left_waits_no_more() -> None:
     desk = CoreFixture("a/worker", "a/scheduler")
     plan = desk.start("a/worker", 1, store(0))
     desk.ask("a/scheduler", wire.Wait(5, (1,)))
-    desk.core.leave("a/scheduler")
+    desk.core.close_session("a/scheduler")
     actions = desk.report(TransferCompleted(plan.serial, Outcome.DONE))
     assert finished(actions) == [("a/worker", 1, "done", None)]
     assert len(actions) == 1
@@ -688,17 +688,21 @@ def test_of_a_session_that_left_nothing_is_counted_any_more() -> None:
     done, late = (desk.start("a/scheduler", n, store(n)) for n in (1, 2))
     desk.ask("a/scheduler", wire.Wait(5, (2,)))
     desk.report(TransferCompleted(done.serial, Outcome.DONE))
-    desk.core.leave("a/scheduler")
+    desk.core.close_session("a/scheduler")
     assert finished(desk.report(TransferCompleted(late.serial, Outcome.CANCELLED))) == []
     transfers = desk.core._transfers
-    assert (transfers.moved, transfers._taken, transfers._waits) == ({}, {}, {})
+    assert (transfers.moved_bytes, transfers._used_credits, transfers._pending_waits) == (
+        {},
+        {},
+        {},
+    )
 
 
 def test_jobs_end_when_the_process_that_owns_the_tensors_goes() -> None:
     desk = CoreFixture("a/worker", "a/scheduler")
     mine, theirs = desk.start("a/worker", 1, store(0)), desk.start("a/scheduler", 2, store(1))
     desk.ask("a/scheduler", wire.Wait(5, (1, 2)))
-    assert desk.core.leave("a/worker") == [
+    assert desk.core.close_session("a/worker") == [
         CloseSession("a/worker"),
         CancelTransfers(1, (mine.serial,)),
         UnmapTensors(1),
@@ -715,7 +719,7 @@ def test_the_tensors_stay_when_another_process_of_the_engine_goes() -> None:
     desk.start("a/worker", 1, store(0))
     plan = desk.start("a/scheduler", 2, store(1))
     expected = [CloseSession("a/scheduler"), CancelTransfers(1, (plan.serial,))]
-    assert desk.core.leave("a/scheduler") == expected
+    assert desk.core.close_session("a/scheduler") == expected
     desk.start("a/worker", 3, store(2))
 
 
@@ -730,12 +734,12 @@ def test_a_daemon_that_stops_takes_no_new_work_and_ends_the_old() -> None:
     desk.core.stop()
     assert desk.refused("a", 2, store(1)) == Code.SHUTTING_DOWN
     assert desk.error("b", wire.AllocateKVCaches(1, LAYOUT)) == Code.SHUTTING_DOWN
-    (action,) = desk.core.welcome("c", wire.Hello(1, 1, "client", "c"))
+    (action,) = desk.core.open_session("c", wire.Hello(1, 1, "client", "c"))
     assert isinstance(action, SendMessage)
     assert isinstance(action.message, wire.Error)
     assert (action.message.error.code, "c" in desk.core.sessions) == (Code.SHUTTING_DOWN, False)
     assert desk.ask("a", wire.Wait(5, (1,))) == []
-    assert desk.core.abandon_all() == [CancelTransfers(1, (plan.serial,))]
+    assert desk.core.cancel_all_transfers() == [CancelTransfers(1, (plan.serial,))]
     assert desk.core.busy
     desk.report(TransferCompleted(plan.serial, Outcome.CANCELLED))
     assert not desk.core.busy
@@ -743,7 +747,7 @@ def test_a_daemon_that_stops_takes_no_new_work_and_ends_the_old() -> None:
 
 def test_a_daemon_that_stops_turns_a_successor_away() -> None:
     desk = CoreFixture("a/old", "a/new")
-    desk.core.leave("a/old")
+    desk.core.close_session("a/old")
     desk.ask("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096))
     desk.core.stop()
     (action,) = desk.report(TensorsUnmapped(1))
@@ -758,7 +762,7 @@ def test_status_tells_what_is_there() -> None:
     desk = CoreFixture("a/worker", "a/scheduler", "b")
     desk.start("a/scheduler", 1, store(0))
     desk.refused("a/worker", 2, store(99))
-    desk.core.leave("b")
+    desk.core.close_session("b")
     desk.report(TensorsUnmapped(2))
     desk.report(PoolRegistered(8192))
     copying = told.CopyStatus("auto", told.CalibrationPoint(1 << 20, 55.0, 54.0), (), 1, 1)
@@ -920,7 +924,7 @@ class Shell(RuleBasedStateMachine):
 
     def hello(self, engine: str) -> None:
         name = next(self.names)
-        (action,) = self.core.welcome(name, wire.Hello(1, 1, "client", engine))
+        (action,) = self.core.open_session(name, wire.Hello(1, 1, "client", engine))
         assert isinstance(action, SendMessage)
         if self.core.stopping:
             assert isinstance(action.message, wire.Error)
@@ -1040,7 +1044,7 @@ class Shell(RuleBasedStateMachine):
             first, *actions = self.core.handle(session, wire.Goodbye(), now=101.0)
             assert first == SendMessage(session, wire.Goodbye())
         else:
-            actions = self.core.leave(session)
+            actions = self.core.close_session(session)
         self.perform(actions)
         assert session not in self.engine_of
         assert mine <= self.abandoned

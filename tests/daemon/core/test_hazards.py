@@ -23,7 +23,7 @@ def blocks(gpu: list[int], hosts: list[int]) -> ResolvedBlocks:
 def after(history: list[tuple[Direction, list[int], list[int]]]) -> list[int]:
     ordering = HazardTracker(SLOTS, HOSTS)
     return [
-        ordering.admit(serial, direction, blocks(gpu, hosts))
+        ordering.add_transfer(serial, direction, blocks(gpu, hosts))
         for serial, (direction, gpu, hosts) in enumerate(history, 1)
     ]
 
@@ -98,7 +98,7 @@ def test_those_that_ended_are_waited_for_by_none(
         if isinstance(event, int):
             if under_way:
                 one = sorted(under_way)[event % len(under_way)]
-                ordering.ended(under_way.pop(one)[0])
+                ordering.remove_transfer(under_way.pop(one)[0])
             continue
         direction, gpu, hosts = event
         others = {
@@ -106,7 +106,7 @@ def test_those_that_ended_are_waited_for_by_none(
             for number, (way, theirs, places) in under_way.items()
             if way is not direction
         }
-        found = ordering.admit(serial, direction, blocks(gpu, hosts))
+        found = ordering.add_transfer(serial, direction, blocks(gpu, hosts))
         assert found >= max((number for number, meets in others.items() if meets), default=0)
         assert found < serial
         assert others or not found

@@ -60,7 +60,7 @@ class KeptTensorsFixture:
         )
 
     def come(self, session: str) -> None:
-        self.core.welcome(session, wire.Hello(1, 1, session, session.partition("/")[0]))
+        self.core.open_session(session, wire.Hello(1, 1, session, session.partition("/")[0]))
 
     def ask(self, session: str, message: wire.ClientMessage) -> list[Action]:
         return unrecorded(self.core.handle(session, message, now=1.0))
@@ -87,7 +87,7 @@ class KeptTensorsFixture:
 
     def leave(self, session: str) -> list[Action]:
         """A session goes, and the lane unmaps what it had; what follows from that."""
-        unmaps = [a for a in self.core.leave(session) if isinstance(a, UnmapTensors)]
+        unmaps = [a for a in self.core.close_session(session) if isinstance(a, UnmapTensors)]
         reports = [self.core.report(TensorsUnmapped(unmap.registration)) for unmap in unmaps]
         return unrecorded([action for actions in reports for action in actions])
 
@@ -155,7 +155,7 @@ def test_an_engine_that_waits_for_the_old_mapping_gets_its_tensors(
     desk: KeptTensorsFixture,
 ) -> None:
     desk.allocate("a/1")
-    desk.core.leave("a/1")
+    desk.core.close_session("a/1")
     assert desk.wish("a/2", True, layout(), host_bytes=4096) == []
     (mapping,) = desk.core.report(TensorsUnmapped(1))
     assert isinstance(mapping, MapTensors)
@@ -181,7 +181,7 @@ def test_an_engine_that_goes_before_it_has_them_leaves_them(desk: KeptTensorsFix
     desk.leave("a/1")
     (mapping,) = desk.wish("a/2", True, layout(), host_bytes=4096)
     assert isinstance(mapping, MapTensors)
-    assert UnmapTensors(2) in desk.core.leave("a/2")
+    assert UnmapTensors(2) in desk.core.close_session("a/2")
     assert desk.mapped(mapping) == []
     assert desk.core.report(TensorsUnmapped(2)) == [ReleaseTensors(2)]
     assert desk.kept() == {"a": (False, SIZE)}
@@ -290,14 +290,14 @@ def test_what_an_earlier_daemon_kept_is_its_engine_s_once_and_where_its_host_blo
 ) -> None:
     kept = KeptTensorsRecord("a", LayoutArrays.from_layout(layout()), SIZE, engine_owner("a"))
     with pytest.raises(Refused) as refused:
-        desk.core.restore_tensors(kept)
+        desk.core.restore_kept_tensors(kept)
     assert (refused.value.code, refused.value.value) == (Code.NOT_REGISTERED, "a")
-    desk.core.restore(
+    desk.core.restore_region(
         RecoveredRegion(RegionRecord("a", 0, 4096, LayoutArrays.from_layout(layout())))
     )
-    assert desk.core.restore_tensors(kept) == 1
+    assert desk.core.restore_kept_tensors(kept) == 1
     with pytest.raises(Refused):
-        desk.core.restore_tensors(kept)
+        desk.core.restore_kept_tensors(kept)
     assert desk.kept() == {"a": (False, SIZE)}
     dropped, mapping, reply = desk.allocate("a/1")
     assert (mapping.reuse, reply.kept, dropped) == (1, True, [ReleaseTensors(1)])

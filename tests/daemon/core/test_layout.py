@@ -47,7 +47,7 @@ def test_pages_of_a_block_lie_behind_one_another_in_the_host_block(geometry: Blo
     spec = gpu(7, 2, 1, 3, sizes=(2, 2), first=(5, 1))
     resolved = geometry.resolve(STORE, spec, ids(4, 11, 6))
     bases = ids(100_000, 200_000, 300_000)
-    parts = [geometry.copy_batch(run, bases, 1_000_000) for run in resolved.runs]
+    parts = [geometry.copy_batch(run, bases, 1_000_000) for run in resolved.extents]
     got = [row for f in parts for row in zip(f.gpu, f.host, f.size, strict=True)]
     assert got == [row for f in parts for row in f.rows()]
     # Group 0 begins at logical block 5: sub-block 2 of host block 4, then sub-block 0 of 11.
@@ -61,8 +61,8 @@ def test_pages_of_a_block_lie_behind_one_another_in_the_host_block(geometry: Blo
         (300_000 + 1 * 7, pool + 6 * 48 + 1 * 5, 5),
         (300_000 + 3 * 7, pool + 6 * 48 + 2 * 5, 5),
     ]
-    assert geometry.nbytes(resolved.runs) == 2 * 16 + 2 * 5
-    assert geometry.end(resolved.runs) == START + 11 * 48 + 16
+    assert geometry.count_bytes(resolved.extents) == 2 * 16 + 2 * 5
+    assert geometry.end_offset(resolved.extents) == START + 11 * 48 + 16
 
 
 def test_without_sizes_a_transfer_is_one_group_from_its_start() -> None:
@@ -71,7 +71,7 @@ def test_without_sizes_a_transfer_is_one_group_from_its_start() -> None:
     runs = [
         BlockLayout(LayoutArrays.from_layout(layout), START, 9)
         .resolve(LOAD, spec, ids(8, 0))
-        .runs[0]
+        .extents[0]
         for spec in (plain, said)
     ]
     assert runs[0].gpu_blocks.tolist() == runs[1].gpu_blocks.tolist() == [3, 1, 5]
@@ -82,8 +82,8 @@ def test_without_sizes_a_transfer_is_one_group_from_its_start() -> None:
 @pytest.mark.parametrize("direction", Direction)
 def test_nothing_to_move_is_a_transfer(geometry: BlockLayout, direction: Direction) -> None:
     resolved = geometry.resolve(direction, gpu(sizes=(0, 0), first=(2, 0)), ids())
-    assert resolved.runs == ()
-    assert (geometry.nbytes(resolved.runs), geometry.end(resolved.runs)) == (0, 0)
+    assert resolved.extents == ()
+    assert (geometry.count_bytes(resolved.extents), geometry.end_offset(resolved.extents)) == (0, 0)
 
 
 GOOD = gpu(0, 1, 2, 3, sizes=(3, 1), first=(2, 0))
@@ -94,7 +94,7 @@ GOOD_HOSTS = ids(0, 19, 5)
 def test_the_transfer_that_the_next_test_spoils_is_good(
     geometry: BlockLayout, direction: Direction
 ) -> None:
-    assert geometry.nbytes(geometry.resolve(direction, GOOD, GOOD_HOSTS).runs) == 3 * 16 + 5
+    assert geometry.count_bytes(geometry.resolve(direction, GOOD, GOOD_HOSTS).extents) == 3 * 16 + 5
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_what_is_wrong_is_refused_with_its_code_and_value(
 
 def test_a_source_may_come_twice(geometry: BlockLayout) -> None:
     store = geometry.resolve(STORE, gpu(2, 2, 2, 1, sizes=(3, 1), first=(2, 0)), GOOD_HOSTS)
-    assert store.runs[0].gpu_blocks.tolist() == [2, 2, 2]
+    assert store.extents[0].gpu_blocks.tolist() == [2, 2, 2]
     load = geometry.resolve(LOAD, GOOD, ids(4, 4, 4))
     assert load.host_blocks.tolist() == [4, 4, 4]
 
@@ -170,7 +170,7 @@ def test_groups_that_share_no_tensor_may_load_the_same_block_id() -> None:
     groups = ((TensorRef(0, 10),), (TensorRef(0, 10), TensorRef(1, 8)), (TensorRef(1, 8),))
     geometry = BlockLayout(LayoutArrays.from_layout(KVLayout(TENSORS[:2], groups)), 0, 9)
     resolved = geometry.resolve(LOAD, gpu(3, 3, sizes=(1, 0, 1), first=(0,) * 3), ids(0, 1))
-    assert geometry.nbytes(resolved.runs) == 18
+    assert geometry.count_bytes(resolved.extents) == 18
 
 
 @pytest.mark.parametrize("again", [None, 5])
@@ -184,7 +184,7 @@ def test_a_block_that_comes_twice_among_very_many_is_found(again: int | None) ->
             geometry.resolve(LOAD, GPULoadStoreSpec(blocks), np.arange(1000))
         assert (refused.value.code, refused.value.value) == (Code.DUPLICATE_BLOCK, str(5 << 17))
     else:
-        assert geometry.resolve(LOAD, GPULoadStoreSpec(blocks), np.arange(1000)).runs
+        assert geometry.resolve(LOAD, GPULoadStoreSpec(blocks), np.arange(1000)).extents
 
 
 @pytest.mark.parametrize(
@@ -203,10 +203,10 @@ def test_a_chunk_is_of_one_group_and_holds_what_fits_or_one_block(
     geometry: BlockLayout, max_bytes: int, max_blocks: int, counts: list[tuple[int, int]]
 ) -> None:
     spec = gpu(0, 1, 2, 3, 0, 1, sizes=(4, 2), first=(0, 0))
-    rest = geometry.resolve(STORE, spec, ids(0, 1, 2)).runs
+    rest = geometry.resolve(STORE, spec, ids(0, 1, 2)).extents
     chunks = []
     while rest:
-        chunk, rest = geometry.split(rest, max_bytes, max_blocks)
+        chunk, rest = geometry.split_chunk(rest, max_bytes, max_blocks)
         chunks.append((chunk.group, chunk.gpu_blocks.size))
     assert chunks == counts
 
@@ -278,4 +278,7 @@ def test_whether_a_host_block_may_lie_across_two_chunks(
     start: int, chunk: int, whole: bool
 ) -> None:
     """A host block has 48 bytes."""
-    assert BlockLayout(LayoutArrays.from_layout(LAYOUT), start, 20).whole(chunk) is whole
+    assert (
+        BlockLayout(LayoutArrays.from_layout(LAYOUT), start, 20).blocks_within_chunks(chunk)
+        is whole
+    )

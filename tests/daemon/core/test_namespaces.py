@@ -127,7 +127,7 @@ class NamespacesFixture:
     def come(self, *sessions: str) -> None:
         for session in sessions:
             engine = session.partition("/")[0]
-            self.core.welcome(session, wire.Hello(1, 1, session, engine))
+            self.core.open_session(session, wire.Hello(1, 1, session, engine))
 
     def ask(self, session: str, message: wire.ClientMessage) -> list[Any]:
         return self.books.hear(self.core.handle(session, message, now=101.0))
@@ -171,14 +171,14 @@ class NamespacesFixture:
     def part(self, *sessions: str) -> None:
         """Sessions leave, and the lane lets go of what they registered."""
         for session in sessions:
-            for action in self.core.leave(session):
+            for action in self.core.close_session(session):
                 if isinstance(action, UnmapTensors):
                     self.report(TensorsUnmapped(action.registration))
 
     def namespaces(self) -> tuple[told.NamespaceStatus, ...]:
         self.come("onlooker")
         (action,) = self.ask("onlooker", wire.NamespacesRequest(9))
-        self.core.leave("onlooker")
+        self.core.close_session("onlooker")
         assert action == SendMessage(
             "onlooker", wire.NamespacesReport(9, action.message.namespaces)
         )
@@ -243,7 +243,7 @@ def copies(plan: CopyPlan) -> list[tuple[int, int, int]]:
     """(group, GPU block, byte of the pool), all that a plan copies."""
     return [
         (run.group, int(block), int(offset))
-        for run in plan.runs
+        for run in plan.extents
         for block, offset in zip(run.gpu_blocks, run.host_offsets, strict=True)
     ]
 
@@ -260,7 +260,9 @@ def heard(
     actions: Sequence[Action], kind: type[Broadcast] | type[PublishKVEvents] = Broadcast
 ) -> Any:
     """[(kind, letters)] of the only KeyEvents among actions; None if there is none."""
-    news = [a.message if isinstance(a, Broadcast) else a.news for a in actions if type(a) is kind]
+    news = [
+        a.message if isinstance(a, Broadcast) else a.key_events for a in actions if type(a) is kind
+    ]
     if not news:
         return None
     (one,) = news
@@ -478,7 +480,7 @@ def test_opening_while_an_engine_is_being_let_go_keeps_what_holds() -> None:
     """Its session has gone, and yet its tensors are mapped, and its jobs under way."""
     desk = NamespacesFixture("a")
     plan = desk.start("a", store(b"a"))
-    desk.core.leave("a")
+    desk.core.close_session("a")
     desk.come("b")
     assert desk.enter("b", quota=2 * ROOM, policy="arc").policy == "lru"
     desk.end(plan)
@@ -495,10 +497,10 @@ def test_opening_otherwise_with_nobody_in_it_changes_how_it_evicts_and_keeps_the
     opened = desk.enter("b", policy="arc", threshold=2)
     assert (opened.reattached, opened.policy, opened.store_threshold) == (True, "arc", 2)
     (found,) = desk.books.found()
-    assert (found.deed.policy, found.deed.threshold) == ("arc", 2)
+    assert (found.record.policy, found.record.threshold) == ("arc", 2)
     desk.register("b")
     assert offsets(desk.start("b", load(b"abcd"))) == offsets(plan)
-    assert desk.submit("b", store(b"e"))[0].plan.runs == ()
+    assert desk.submit("b", store(b"e"))[0].plan.extents == ()
 
 
 def test_a_change_of_policy_keeps_the_order_in_which_keys_go() -> None:
@@ -600,7 +602,7 @@ def test_a_layout_whose_host_blocks_are_of_more_gpu_blocks_is_refused(restarted:
     if restarted:
         books, desk = desk.books, NamespacesFixture()
         desk.books = books
-        desk.core.restore(*books.found())
+        desk.core.restore_region(*books.found())
     desk.come("b")
     desk.enter("b", OF_THREE)
     (action,) = desk.ask("b", wire.AllocateKVCaches(1, WIDE))
@@ -615,11 +617,11 @@ def test_a_namespace_that_does_not_say_how_its_blocks_were_made_is_given_up() ->
     desk = NamespacesFixture("a")
     desk.stored("a", b"a")
     (found,) = desk.books.found()
-    deed, other = msgspec.structs.replace(found.deed, factor=0), NamespacesFixture()
+    deed, other = msgspec.structs.replace(found.record, factor=0), NamespacesFixture()
     with pytest.raises(Refused) as caught:
-        other.core.restore(msgspec.structs.replace(found, deed=deed))
+        other.core.restore_region(msgspec.structs.replace(found, record=deed))
     assert caught.value.code == Code.BAD_LAYOUT
-    other.core.restore(RecoveredRegion(deed))  # nothing is in it
+    other.core.restore_region(RecoveredRegion(deed))  # nothing is in it
 
 
 def test_another_daemon_finds_what_was_stored_as_far_as_it_was_and_tells_nobody(
@@ -630,7 +632,7 @@ def test_another_daemon_finds_what_was_stored_as_far_as_it_was_and_tells_nobody(
     partly.stored("a", b"y", blocks([0, 1]))
     books, desk = partly.books, NamespacesFixture()
     desk.books = books
-    desk.core.restore(*books.found())
+    desk.core.restore_region(*books.found())
     desk.come("b")
     actions = desk.ask("b", wire.OpenNamespace(7, OF_THREE))
     assert [type(action) for action in actions] == [SendMessage]
@@ -638,7 +640,7 @@ def test_another_daemon_finds_what_was_stored_as_far_as_it_was_and_tells_nobody(
     desk.register("b", WIDE)
     whole = blocks([0, 1, 2])
     assert (desk.snapshot("b"), desk.loadable("b", b"x")) == ((b"", b"x"), b"")
-    region, keys = desk.books.found()[0].deed.owner, each(b"xy")
+    region, keys = desk.books.found()[0].record.owner, each(b"xy")
     held = {one.key: one.block for one in desk.books.found()[0].residents}
     actions = desk.report(BlocksVerified(region, np.array([held[key] for key in keys]), keys))
     assert heard(actions, PublishKVEvents) == [("stored", b"x")]
@@ -656,7 +658,7 @@ def test_a_namespace_whose_keys_do_not_add_up_is_given_up_with_its_room() -> Non
         msgspec.structs.replace(found, residents=found.residents[:1] * 2),
     )
     with pytest.raises(Refused) as caught:
-        other.core.restore(twice)
+        other.core.restore_region(twice)
     assert caught.value.code == Code.BAD_SPEC
     assert (other.namespaces(), other.core.status(101.0).pool.reserved_bytes) == ((), 0)
 
@@ -784,7 +786,7 @@ def test_a_store_of_what_is_there_moves_nothing_and_is_done() -> None:
     desk = NamespacesFixture("a")
     desk.stored("a", b"ab")
     plan = desk.start("a", store(b"ba"))
-    assert (plan.runs, plan.nbytes, plan.host_end) == ((), 0, 0)
+    assert (plan.extents, plan.nbytes, plan.host_end) == ((), 0, 0)
     (action,) = desk.end(plan)
     assert isinstance(action, SendMessage)
     assert isinstance(action.message, wire.Finished)
@@ -883,7 +885,7 @@ def test_who_goes_is_the_policy_s_choice(policy: str, goes: bytes) -> None:
 def test_more_keys_than_can_go_are_refused_whole(letters: bytes) -> None:
     desk = NamespacesFixture("a")
     desk.stored("a", b"abc")
-    names = ("free", "pending", "ready", "doomed", "pinned", "stored", "evictions")
+    names = ("free", "pending", "ready", "orphaned", "pinned", "stored", "evictions")
     before = desk.usage(*names)
     assert desk.refused("a", store(letters)) == Code.CACHE_FULL
     assert desk.usage(*names) == before
@@ -930,7 +932,7 @@ def test_a_bad_transfer_reserves_nothing_and_pins_nothing(spec: TransferSpec, co
 
 def test_a_store_threshold_leaves_out_what_was_not_offered_often_enough() -> None:
     desk = NamespacesFixture("a", "b", threshold=2)
-    assert desk.stored("a", b"ab").runs == ()
+    assert desk.stored("a", b"ab").extents == ()
     assert gpu_blocks(desk.stored("b", b"cb")) == [1]
     assert desk.loadable("a") == b"b"
     assert gpu_blocks(desk.stored("a", b"abc")) == [0, 2]
@@ -1025,7 +1027,7 @@ def test_a_key_stored_in_part_is_a_miss_to_mirrors_until_a_store_covers_more(
 ) -> None:
     whole = blocks([0, 1, 2])
     assert partly.snapshot("a") == (b"b", b"")
-    assert partly.stored("a", b"a", blocks([0], (1, 2))).runs == ()  # no more than is there
+    assert partly.stored("a", b"a", blocks([0], (1, 2))).extents == ()  # no more than is there
     plan = partly.start("a", store(b"a", whole))
     assert gpu_blocks(plan) == [0, 1, 2]
     assert partly.refused("a", load(b"a", blocks([0], (1, 2)))) == Code.KEY_ABSENT
@@ -1037,7 +1039,7 @@ def test_a_key_stored_in_part_is_a_miss_to_mirrors_until_a_store_covers_more(
 
 def test_a_key_stored_in_part_is_not_replaced_while_it_is_loaded(partly: NamespacesFixture) -> None:
     part = partly.start("a", load(b"a", blocks([0], (1, 2))))
-    assert partly.stored("a", b"a", blocks([0, 1, 2])).runs == ()
+    assert partly.stored("a", b"a", blocks([0, 1, 2])).extents == ()
     partly.end(part)
     assert gpu_blocks(partly.stored("a", b"a", blocks([0, 1, 2]))) == [0, 1, 2]
 
@@ -1205,7 +1207,7 @@ def test_a_key_that_was_pinned_many_times_is_let_go_at_once() -> None:
     desk = NamespacesFixture("a", "b")
     desk.stored("a", b"a")
     desk.ask("b", wire.Pin(each(b"a" * 200)))
-    assert calls(lambda: desk.core.leave("b")) < 2 * 200
+    assert calls(lambda: desk.core.close_session("b")) < 2 * 200
 
 
 @pytest.mark.parametrize("polite", [True, False])
@@ -1219,7 +1221,7 @@ def test_a_session_that_leaves_lets_its_pins_go_and_no_others(polite: bool) -> N
             "a/scheduler", wire.Goodbye()
         )
     else:
-        assert desk.core.leave("a/scheduler") == [CloseSession("a/scheduler")]
+        assert desk.core.close_session("a/scheduler") == [CloseSession("a/scheduler")]
     assert desk.usage("pinned", "engines") == (2, ("a", "b"))
     desk.stored("b", b"ef")
     assert desk.loadable("b") == b"bcef"
@@ -1280,7 +1282,7 @@ def test_an_engine_that_dies_with_stores_under_way_takes_those_keys_with_it_and_
     desk.stored("a/worker", b"a")
     desk.stored("b", b"b")
     mine, theirs = desk.start("a/worker", store(b"c")), desk.start("a/scheduler", store(b"d"))
-    left = desk.core.leave("a/worker")
+    left = desk.core.close_session("a/worker")
     assert left == [CloseSession("a/worker"), CancelTransfers(1, (mine.serial,)), UnmapTensors(1)]
     assert desk.usage("pending", "ready", "free") == (2, 2, 0)
     assert desk.refused("b", store(b"efg")) == Code.CACHE_FULL  # bytes may still arrive there
@@ -1302,7 +1304,7 @@ def test_an_engine_that_dies_with_stores_under_way_takes_those_keys_with_it_and_
 def test_what_was_stored_by_the_time_an_engine_died_is_stored() -> None:
     desk = NamespacesFixture("a", "b")
     plan = desk.start("a", store(b"a"))
-    desk.core.leave("a")
+    desk.core.close_session("a")
     desk.end(plan, DONE)
     desk.report(TensorsUnmapped(1))
     assert desk.loadable("b") == b"a"
@@ -1313,7 +1315,7 @@ def test_a_namespace_outlives_its_engines() -> None:
     plan = desk.stored("a/worker", b"abc")
     loading = desk.start("b", load(b"a"))
     for session in ("a/worker", "a/scheduler", "b"):
-        desk.core.leave(session)
+        desk.core.close_session(session)
     desk.end(loading, CANCELLED)
     desk.report(TensorsUnmapped(1))
     desk.report(TensorsUnmapped(2))
@@ -1334,7 +1336,7 @@ def test_a_newcomer_that_needs_the_room_of_a_deserted_namespace_gets_it(as_names
     else:
         request = wire.AllocateKVCaches(1, LAYOUT, 2 * ROOM)
     assert desk.error("n", request)[0] == Code.POOL_FULL
-    desk.core.leave("a")
+    desk.core.close_session("a")
     assert desk.ask("n", request) == []  # its bytes may still be on their way
     answered = [type(action) for action in desk.report(TensorsUnmapped(1))]
     assert answered.count(SendMessage if as_namespace else MapTensors) == 1
@@ -1399,7 +1401,7 @@ def test_the_tensors_of_a_successor_enter_when_those_before_have_left() -> None:
     desk.stored("a/old", b"a")
     desk.come("a/new")
     desk.enter("a/new")
-    desk.core.leave("a/old")
+    desk.core.close_session("a/old")
     assert desk.ask("a/new", wire.AllocateKVCaches(1, WIDE)) == []
     (action,) = desk.report(TensorsUnmapped(1))
     assert isinstance(action, SendMessage)
@@ -1432,13 +1434,13 @@ def test_a_reset_makes_every_key_absent_at_once() -> None:
     *news, done, sweep = desk.ask("b", wire.Reset(5))
     assert heard(news, PublishKVEvents) == heard(news) == [("cleared", b"")]
     assert isinstance(sweep, FreeDeferred)
-    assert len(sweep.rubble) == 2 * len(b"abcd")  # as the cache has them, and its policy
-    assert not sweep.rubble.clear_some()
+    assert len(sweep.deferred) == 2 * len(b"abcd")  # as the cache has them, and its policy
+    assert not sweep.deferred.free_some()
     assert done == SendMessage("b", wire.Done(5))
     assert desk.loadable("a") == b""
     assert desk.snapshot("a") == (b"", b"")
     (found,) = desk.books.found()
-    assert (found.residents, found.deed.generation) == ((), 2)
+    assert (found.residents, found.record.generation) == ((), 2)
 
 
 @pytest.mark.parametrize("outcome", [DONE, FAILED, CANCELLED])
@@ -1448,7 +1450,7 @@ def test_jobs_from_before_a_reset_keep_their_blocks_and_change_nothing(outcome: 
     loading = [desk.start("a", load(b"a")), desk.start("a", load(b"a"))]
     storing = desk.start("a", store(b"c"))
     desk.ask("a", wire.Reset(5))
-    assert desk.usage("free", "pending", "ready", "doomed", "pinned") == (2, 0, 0, 2, 0)
+    assert desk.usage("free", "pending", "ready", "orphaned", "pinned") == (2, 0, 0, 2, 0)
     assert desk.refused("a", store(b"abc")) == Code.CACHE_FULL
     anew = desk.start("a", store(b"ac"))
     assert not set(offsets(anew)) & {*offsets(loading[0]), *offsets(storing)}
@@ -1457,9 +1459,9 @@ def test_jobs_from_before_a_reset_keep_their_blocks_and_change_nothing(outcome: 
     desk.end(anew)
     assert desk.loadable("a") == b"ac"
     desk.end(loading[0], outcome)
-    assert desk.usage("free", "doomed") == (1, 1)
+    assert desk.usage("free", "orphaned") == (1, 1)
     desk.end(loading[1], outcome)
-    assert desk.usage("free", "pending", "ready", "doomed") == (2, 0, 2, 0)
+    assert desk.usage("free", "pending", "ready", "orphaned") == (2, 0, 2, 0)
     assert desk.loadable("a") == b"ac"
 
 
@@ -1471,9 +1473,9 @@ def test_a_pin_from_before_a_reset_pins_nothing_after_it() -> None:
     desk.stored("a", b"a")
     assert desk.usage("pinned") == (0,)
     desk.ask("a", wire.Unpin(each(b"a")))
-    assert desk.usage("free", "ready", "doomed") == (2, 1, 1)
+    assert desk.usage("free", "ready", "orphaned") == (2, 1, 1)
     desk.part("a")
-    assert desk.usage("free", "ready", "doomed") == (3, 1, 0)
+    assert desk.usage("free", "ready", "orphaned") == (3, 1, 0)
 
 
 def test_a_store_decided_on_before_a_reset_is_refused_however_late_it_comes() -> None:
@@ -1481,7 +1483,7 @@ def test_a_store_decided_on_before_a_reset_is_refused_however_late_it_comes() ->
     desk.stored("a", b"a")
     desk.ask("b", wire.Subscribe())
     published, *_ = desk.ask("b", wire.Reset(5))
-    assert published.news == wire.KeyEvents(3, (wire.KeyEvent(EventKind("cleared"), ()),), 2)
+    assert published.key_events == wire.KeyEvents(3, (wire.KeyEvent(EventKind("cleared"), ()),), 2)
     before = desk.namespaces()
     gpu = blocks([0])
     for generation in (1, 3):
@@ -1598,7 +1600,7 @@ def test_followers_are_told_the_same_once_each_and_behind_the_answer() -> None:
         desk.ask(session, wire.Subscribe())
     start, published, broadcast = desk.submit("c", store(b"a"))
     assert sorted(broadcast.sessions) == ["a", "b"]
-    assert broadcast.message == published.news
+    assert broadcast.message == published.key_events
     finished, *rest = desk.end(start.plan)
     assert isinstance(finished, SendMessage)
     assert heard(rest) == [("stored", b"a")]
@@ -1683,7 +1685,7 @@ def test_the_status_of_namespaces_says_what_is_there() -> None:
             pending=1,
             ready=3,
             unverified=0,
-            doomed=0,
+            orphaned=0,
             pinned=2,
             hits=5,
             misses=6,

@@ -35,13 +35,13 @@ def engines(regions: Regions) -> dict[str, tuple[int, int]]:
 def divided(pages: int, **claims: int) -> Regions:
     regions = Regions(pages * ALIGNMENT)
     for name, size in claims.items():
-        regions.claim(engine_owner(name), PAGE, size * ALIGNMENT)
+        regions.assign_region(engine_owner(name), PAGE, size * ALIGNMENT)
     return regions
 
 
 def claim(regions: Regions, name: str, pages: int | None) -> int:
     """First page of what `name` got."""
-    region, _ = regions.claim(
+    region, _ = regions.assign_region(
         engine_owner(name), PAGE, None if pages is None else pages * ALIGNMENT
     )
     return region.start // ALIGNMENT
@@ -53,8 +53,8 @@ def test_regions_lie_behind_one_another() -> None:
 
 def test_regions_begin_at_whole_pages_and_hold_whole_blocks() -> None:
     regions = Regions(4 * ALIGNMENT)
-    first, _ = regions.claim(engine_owner("a"), SMALL, 4500)
-    second, _ = regions.claim(engine_owner("b"), SMALL, 1000)
+    first, _ = regions.assign_region(engine_owner("a"), SMALL, 4500)
+    second, _ = regions.assign_region(engine_owner("b"), SMALL, 1000)
     assert (first.start, first.nbytes, first.num_blocks) == (0, 4500, 4)
     assert (second.start, second.num_blocks) == (2 * ALIGNMENT, 1)
     assert regions.reserved_bytes == 5500
@@ -69,26 +69,26 @@ def test_without_a_size_an_engine_gets_what_is_free_in_a_row() -> None:
 def test_first_room_that_is_large_enough_is_taken() -> None:
     """So that the large rooms stay whole for those who need them."""
     regions = divided(8, a=2, b=1)
-    regions.desert(engine_owner("a"))
+    regions.mark_deserted(engine_owner("a"))
     assert claim(regions, "a", 1) == 0  # its old room has a page too many: it is a newcomer
     assert claim(regions, "c", 5) == 3
 
 
 def test_an_engine_that_comes_back_gets_its_region_back() -> None:
     regions = divided(10, a=2, b=3)
-    regions.desert(engine_owner("b"))
+    regions.mark_deserted(engine_owner("b"))
     assert not next(r for r in regions if r.owner.name == "b").present
-    region, reattached = regions.claim(engine_owner("b"), PAGE, 3 * ALIGNMENT)
+    region, reattached = regions.assign_region(engine_owner("b"), PAGE, 3 * ALIGNMENT)
     assert (region.start, reattached, region.present) == (2 * ALIGNMENT, True, True)
-    regions.desert(engine_owner("b"))
-    assert regions.claim(engine_owner("b"), PAGE, None) == (region, True)
+    regions.mark_deserted(engine_owner("b"))
+    assert regions.assign_region(engine_owner("b"), PAGE, None) == (region, True)
 
 
 @pytest.mark.parametrize(("shape", "pages"), [(SMALL, 3), (PAGE, 2), (PAGE, 4)])
 def test_another_layout_or_size_is_another_region(shape: LayoutArrays, pages: int) -> None:
     regions = divided(10, a=2, b=3)
-    regions.desert(engine_owner("b"))
-    region, reattached = regions.claim(engine_owner("b"), shape, pages * ALIGNMENT)
+    regions.mark_deserted(engine_owner("b"))
+    region, reattached = regions.assign_region(engine_owner("b"), shape, pages * ALIGNMENT)
     assert not reattached
     assert region.contents == shape
     assert engines(regions) == {"a": (0, 2), "b": (2, pages)}
@@ -96,7 +96,7 @@ def test_another_layout_or_size_is_another_region(shape: LayoutArrays, pages: in
 
 def test_a_region_that_was_deserted_stays_while_there_is_other_room() -> None:
     regions = divided(4, a=1, b=1)
-    regions.desert(engine_owner("a"))
+    regions.mark_deserted(engine_owner("a"))
     assert claim(regions, "c", 2) == 2
     assert "a" in engines(regions)
 
@@ -104,17 +104,17 @@ def test_a_region_that_was_deserted_stays_while_there_is_other_room() -> None:
 def test_the_longest_deserted_gives_its_room_first() -> None:
     regions = divided(4, a=1, b=1, c=1, d=1)
     for name in "cab":
-        regions.desert(engine_owner(name))
+        regions.mark_deserted(engine_owner(name))
     claim(regions, "a", 1)
-    regions.desert(engine_owner("a"))  # now c, b, a
+    regions.mark_deserted(engine_owner("a"))  # now c, b, a
     assert [claim(regions, name, 1) for name in "efg"] == [2, 1, 0]
     assert set(engines(regions)) == set("defg")
 
 
 def test_a_deserted_region_that_is_not_in_the_way_stays() -> None:
     regions = divided(4, a=1, b=1, c=2)
-    regions.desert(engine_owner("a"))
-    regions.desert(engine_owner("c"))
+    regions.mark_deserted(engine_owner("a"))
+    regions.mark_deserted(engine_owner("c"))
     assert claim(regions, "d", 2) == 2
     assert set(engines(regions)) == {"a", "b", "d"}
 
@@ -122,18 +122,20 @@ def test_a_deserted_region_that_is_not_in_the_way_stays() -> None:
 @pytest.mark.parametrize("pages", [2, 5, None])
 def test_a_pool_that_is_full_says_so_and_nothing_changes(pages: int | None) -> None:
     regions = divided(4, a=1, b=2, c=1)
-    regions.desert(engine_owner("a"))
+    regions.mark_deserted(engine_owner("a"))
     before = deepcopy(list(regions))
     shape = layout(2 * ALIGNMENT)
     with pytest.raises(Refused, match=f"one host block: {2 * ALIGNMENT}") as caught:
-        regions.claim(engine_owner("d"), shape, None if pages is None else pages * ALIGNMENT)
+        regions.assign_region(
+            engine_owner("d"), shape, None if pages is None else pages * ALIGNMENT
+        )
     assert caught.value.code == Code.POOL_FULL
     assert list(regions) == before
 
 
 def test_less_than_one_host_block_is_refused_with_the_size_of_one() -> None:
     with pytest.raises(Refused, match="at least 4096") as caught:
-        Regions(1 << 20).claim(engine_owner("a"), PAGE, ALIGNMENT - 1)
+        Regions(1 << 20).assign_region(engine_owner("a"), PAGE, ALIGNMENT - 1)
     assert (caught.value.code, caught.value.value) == (Code.POOL_FULL, "4095")
 
 
@@ -165,13 +167,15 @@ def test_a_region_is_taken_up_where_it_lies_in_the_pool_and_in_nobody_s_way(
     start: int, nbytes: int, code: Code | None
 ) -> None:
     regions = Regions(8 * ALIGNMENT, own_bytes=1000)
-    regions.restore(RecoveredRegion(RegionRecord("there", 3 * ALIGNMENT, 3 * ALIGNMENT, PAGE)))
+    regions.restore_region(
+        RecoveredRegion(RegionRecord("there", 3 * ALIGNMENT, 3 * ALIGNMENT, PAGE))
+    )
     found = RecoveredRegion(RegionRecord("another", start, nbytes, PAGE))
     if code is None:
-        assert (regions.restore(found).start, len(engines(regions))) == (start, 2)
+        assert (regions.restore_region(found).start, len(engines(regions))) == (start, 2)
         return
     with pytest.raises(Refused) as refused:
-        regions.restore(found)
+        regions.restore_region(found)
     assert refused.value.code == code
     assert engines(regions) == {"there": (3, 3)}
 
@@ -181,11 +185,11 @@ def test_small_blocks_are_as_many_as_their_ledger_may_know(block: int) -> None:
     """It takes more memory than they do."""
     regions = Regions(1 << 40)
     with pytest.raises(Refused, match="larger block_size_factor") as caught:
-        regions.claim(engine_owner("a"), layout(block), block * ((1 << 20) + 1))
+        regions.assign_region(engine_owner("a"), layout(block), block * ((1 << 20) + 1))
     assert (caught.value.code, caught.value.value) == (Code.BAD_LAYOUT, str((1 << 20) + 1))
     assert list(regions) == []
-    regions.claim(engine_owner("a"), layout(block), block << 20)
-    regions.claim(engine_owner("b"), layout(384), 384 << 24)
+    regions.assign_region(engine_owner("a"), layout(block), block << 20)
+    regions.assign_region(engine_owner("b"), layout(384), 384 << 24)
 
 
 # Anything may happen
@@ -218,11 +222,11 @@ def test_whatever_happens_regions_never_overlap_and_the_present_stay(
     for name, shape, nbytes in history:
         before = {r.owner.name: deepcopy(r) for r in regions}
         if name in before and before[name].present:
-            regions.desert(engine_owner(name))
+            regions.mark_deserted(engine_owner(name))
             continue
         stay = [r for r in before.values() if r.present]
         try:
-            region, reattached = regions.claim(engine_owner(name), shape, nbytes)
+            region, reattached = regions.assign_region(engine_owner(name), shape, nbytes)
         except Refused as error:
             assert error.code == Code.POOL_FULL  # noqa: PT017
             assert {r.owner.name: r for r in regions} == before
@@ -252,26 +256,26 @@ def test_the_pool_is_in_so_many_parts_at_most() -> None:
     regions = Regions(1 << 20, most=2)
     a, b, c, d = (engine_owner(name) for name in "abcd")
     for owner in (a, b):
-        regions.claim(owner, PAGE, ALIGNMENT)
+        regions.assign_region(owner, PAGE, ALIGNMENT)
     with pytest.raises(Refused) as refused:
-        regions.claim(c, PAGE, ALIGNMENT)
+        regions.assign_region(c, PAGE, ALIGNMENT)
     assert (refused.value.code, refused.value.value) == (Code.POOL_FULL, "2")
-    regions.desert(b)
-    regions.desert(a)
-    regions.claim(c, PAGE, ALIGNMENT)
+    regions.mark_deserted(b)
+    regions.mark_deserted(a)
+    regions.assign_region(c, PAGE, ALIGNMENT)
     assert {region.owner for region in regions} == {a, c}
-    assert (regions.records(), regions.removals) == ([RegionFreed(b)], 1)
-    regions.claim(a, PAGE, ALIGNMENT)  # it has one
+    assert (regions.take_changes(), regions.freed_count) == ([RegionFreed(b)], 1)
+    regions.assign_region(a, PAGE, ALIGNMENT)  # it has one
     with pytest.raises(Refused):
-        regions.claim(d, PAGE, ALIGNMENT)
+        regions.assign_region(d, PAGE, ALIGNMENT)
 
 
 def test_who_is_refused_makes_nobody_give_way() -> None:
     regions = Regions(1 << 30, most=1)
-    regions.claim(engine_owner("a"), PAGE, ALIGNMENT)
-    regions.desert(engine_owner("a"))
+    regions.assign_region(engine_owner("a"), PAGE, ALIGNMENT)
+    regions.mark_deserted(engine_owner("a"))
     tiny = layout(1)
     with pytest.raises(Refused) as refused:
-        regions.claim(engine_owner("b"), tiny, None)
+        regions.assign_region(engine_owner("b"), tiny, None)
     assert refused.value.code == Code.BAD_LAYOUT
     assert [region.owner.name for region in regions] == ["a"]

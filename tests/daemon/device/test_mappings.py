@@ -15,9 +15,9 @@ import pytest
 from kvferry.daemon.core.actions import MapTensors, TensorsMapped
 from kvferry.daemon.core.layout import BlockLayout
 from kvferry.daemon.device.mappings import MapCommand, Mappings
-from kvferry.daemon.engine import fd_closer
 from kvferry.daemon.engine.base import Mapping, Shared
-from kvferry.daemon.engine.memory import PAGE
+from kvferry.daemon.memory import fd_closer
+from kvferry.daemon.memory.shared_memory import PAGE
 from kvferry.proto.errors import Code, Failed
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.memory import Location
@@ -50,23 +50,23 @@ class FakeCopyEngine:
         self.errors: list[Exception] = []
         """What the next calls say."""
 
-    def open(self, geometry: BlockLayout, *_: object) -> Mapping:
-        return self._mapping(geometry)
+    def map_tensors(self, layout: BlockLayout, *_: object) -> Mapping:
+        return self._mapping(layout)
 
-    def allocate(self, geometry: BlockLayout, kept: Sequence[int] = ()) -> Shared:
+    def allocate_tensors(self, layout: BlockLayout, kept: Sequence[int] = ()) -> Shared:
         self.kept.append(tuple(kept))
-        return Shared(self._mapping(geometry), (), (), (os.memfd_create(TENSORS),))
+        return Shared(self._mapping(layout), (), (), (os.memfd_create(TENSORS),))
 
     def copying(self, mapping: Mapping) -> tuple[Any, ...]:
         return ()
 
-    def close(self, mapping: Mapping) -> None:
+    def unmap_tensors(self, mapping: Mapping) -> None:
         self.open_ones.remove(mapping)
 
-    def _mapping(self, geometry: BlockLayout) -> Mapping:
+    def _mapping(self, layout: BlockLayout) -> Mapping:
         if self.errors:
             raise self.errors.pop(0)
-        mapping = Mapping(geometry, np.zeros(1, dtype=np.int64))
+        mapping = Mapping(layout, np.zeros(1, dtype=np.int64))
         self.open_ones.append(mapping)
         return mapping
 
@@ -75,7 +75,7 @@ class MappingsFixture:
     def __init__(self) -> None:
         self.engine = FakeCopyEngine()
         self.mappings = Mappings(cast(Any, self.engine))
-        self.geometry = BlockLayout(LayoutArrays.from_layout(LAYOUT), 0, 4)
+        self.layout = BlockLayout(LayoutArrays.from_layout(LAYOUT), 0, 4)
 
     def map(
         self, number: int = 1, *, own: bool = False, clock: bool = False, **how: Any
@@ -83,9 +83,9 @@ class MappingsFixture:
         """own: the engine's own tensors, behind a descriptor."""
         where = (Location(0, 0),) if own else None
         timeline = sealed_memfd(CLOCK, PAGE) if clock else None
-        wanted = MapTensors(number, "session", self.geometry, (), where, timeline, **how)
+        wanted = MapTensors(number, "session", self.layout, (), where, timeline, **how)
         given = (os.memfd_create(TENSORS),) if own else ()
-        report = self.mappings.map(MapCommand(wanted, given, timeline))
+        report = self.mappings.map_tensors(MapCommand(wanted, given, timeline))
         for descriptor in report.descriptors:  # the server makes tickets of them
             os.close(descriptor)
         return report
@@ -94,16 +94,16 @@ class MappingsFixture:
 @pytest.fixture(autouse=True)
 def closing_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread closes, so that what is open now is a fact."""
-    monkeypatch.setattr(fd_closer.Closer, "put", lambda _, close: close())
+    monkeypatch.setattr(fd_closer.Closer, "close_later", lambda _, close: close())
 
 
 @pytest.fixture
 def fixture() -> Iterator[MappingsFixture]:
     fixture = MappingsFixture()
     yield fixture
-    fixture.mappings.drop_all()
+    fixture.mappings.release_all_memory()
     for number in tuple(fixture.mappings.queues):
-        fixture.mappings.close(number)
+        fixture.mappings.unmap_tensors(number)
     assert (fixture.engine.open_ones, pages(), descriptors()) == ([], 0, 0)
 
 
@@ -111,7 +111,7 @@ def fixture() -> Iterator[MappingsFixture]:
 def test_what_is_closed_is_let_go_with_its_timeline(fixture: MappingsFixture, own: bool) -> None:
     fixture.map(own=own, clock=True)
     assert (len(fixture.engine.open_ones), pages(), descriptors()) == (1, 1, 0)
-    fixture.mappings.close(1)
+    fixture.mappings.unmap_tensors(1)
     assert (fixture.engine.open_ones, pages(), fixture.mappings.queues) == ([], 0, {})
 
 
@@ -134,17 +134,17 @@ def test_what_is_kept_is_held_until_it_is_dropped(fixture: MappingsFixture) -> N
     (held,) = fixture.map(2, keep=True).held
     fixture.map(3, keep=True)
     assert descriptors() == 2
-    fixture.mappings.close(2)
+    fixture.mappings.unmap_tensors(2)
     os.fstat(held)
-    fixture.mappings.drop(2)
-    fixture.mappings.drop(2)
-    fixture.mappings.drop(1)
+    fixture.mappings.release_memory(2)
+    fixture.mappings.release_memory(2)
+    fixture.mappings.release_memory(1)
     assert descriptors() == 1
 
 
 def test_what_is_held_is_mapped_again_where_that_can_be(fixture: MappingsFixture) -> None:
     before = os.memfd_create(TENSORS)
-    fixture.mappings.hold(1, before)
+    fixture.mappings.hold_memory(1, before)
     assert fixture.map(2, reuse=1).reused
     assert fixture.engine.kept == [(before,)]
     fixture.engine.errors.append(Failed(Code.MAP_FAILED, "not these"))

@@ -17,13 +17,13 @@ def test_all_arrive_in_order_from_another_thread() -> None:
         done = asyncio.Event()
 
         def take_in() -> None:
-            taken.extend(reports.take())
+            taken.extend(reports.take_reports())
             if len(taken) == 3000:
                 done.set()
 
         def put() -> None:
             for number in range(0, 3000, 3):
-                reports.put(
+                reports.put_reports(
                     [PoolRegistered(number), PoolRegistered(number + 1), PoolRegistered(number + 2)]
                 )
                 if number % 50 == 0:
@@ -47,17 +47,17 @@ def test_the_loop_is_woken_once_for_all_that_is_there() -> None:
         def take_in() -> None:
             nonlocal rings
             rings += 1
-            for report in reports.take():
+            for report in reports.take_reports():
                 if report == PoolRegistered(1):  # while they are taken in, more come
-                    reports.put([PoolRegistered(3)])
+                    reports.put_reports([PoolRegistered(3)])
                 taken.append(report)
 
         reports = ReportQueue(asyncio.get_running_loop(), take_in)
         for number in range(3):
-            reports.put([PoolRegistered(number)])
+            reports.put_reports([PoolRegistered(number)])
         await asyncio.sleep(0.01)
         assert rings == 2, "once for three, and once for the one that came meanwhile"
-        reports.put([PoolRegistered(4)])
+        reports.put_reports([PoolRegistered(4)])
         await asyncio.sleep(0.01)
 
     asyncio.run(serve())

@@ -54,9 +54,9 @@ from kvferry.daemon.engine.base import (
     OwnerThread,
     Shared,
 )
-from kvferry.daemon.engine.memory import PAGE
-from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
+from kvferry.daemon.memory.pool import HostPool
+from kvferry.daemon.memory.shared_memory import PAGE
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.memory import Allocation, CudaAllocation, FdAllocation, Location
@@ -131,7 +131,7 @@ class StubEngine:
 
     def unpin(self, address: int) -> None: ...
 
-    def open(
+    def map_tensors(
         self,
         geometry: BlockLayout,
         allocations: Sequence[Allocation],
@@ -140,15 +140,17 @@ class StubEngine:
     ) -> Mapping:
         return Mapping(geometry, np.zeros(len(locations), dtype=np.int64))
 
-    def allocate(self, geometry: BlockLayout, kept: Sequence[int] = ()) -> Shared:
+    def allocate_tensors(self, geometry: BlockLayout, kept: Sequence[int] = ()) -> Shared:
         raise Failed(Code.MAP_FAILED, "no memory")
 
-    def close(self, mapping: Mapping) -> None:
+    def unmap_tensors(self, mapping: Mapping) -> None:
         assert not [chunk for chunk in self.in_flight if chunk.mapping is mapping]
         assert mapping not in self.closed
         self.closed.append(mapping)
 
-    def room(self, direction: Direction, mapping: Mapping, request: ChunkRequest) -> ChunkBudget:
+    def chunk_budget(
+        self, direction: Direction, mapping: Mapping, request: ChunkRequest
+    ) -> ChunkBudget:
         self._owner.assert_owner()
         self.requests.append((direction, request))
         if self.crowded:
@@ -159,7 +161,7 @@ class StubEngine:
     def submit(self, direction: Direction, mapping: Mapping, run: Extent) -> FakeChunk:
         self._owner.assert_owner()
         assert 1 <= run.gpu_blocks.size <= self.chunk.blocks
-        assert run.gpu_blocks.size == 1 or mapping.geometry.nbytes((run,)) <= self.chunk.nbytes
+        assert run.gpu_blocks.size == 1 or mapping.layout.count_bytes((run,)) <= self.chunk.nbytes
         refusal = self.refusals.pop(0) if self.refusals else None
         if refusal is not None:
             raise refusal
@@ -222,7 +224,7 @@ class WorkerFixture:
         self.serial = 0
         self.plans: dict[int, CopyPlan] = {}
         if self.held:
-            self.worker.hold(NOBODY, *self.held)
+            self.worker.hold_memory(NOBODY, *self.held)
         self.worker.start()
 
     def map(
@@ -234,7 +236,7 @@ class WorkerFixture:
         locations = where.get("locations", (Location(0, 0),) * len(shape.tensors))
         allocations = where.get("allocations", ())
         wanted = MapTensors(number, "session", geometry, allocations, locations, clock)
-        self.worker.post(MapCommand(wanted, where.get("descriptors", ()), clock))
+        self.worker.post_command(MapCommand(wanted, where.get("descriptors", ()), clock))
         (report,) = self.settle()
         assert isinstance(report, TensorsMapped)
         return report
@@ -264,16 +266,16 @@ class WorkerFixture:
             self.serial,
             number,
             direction,
-            resolved.runs,
-            geometry.nbytes(resolved.runs),
+            resolved.extents,
+            geometry.count_bytes(resolved.extents),
             wait_for,
-            self.orderings[number].admit(self.serial, direction, resolved),
-            geometry.end(resolved.runs),
+            self.orderings[number].add_transfer(self.serial, direction, resolved),
+            geometry.end_offset(resolved.extents),
             accepted,
             requires,
         )
         self.plans[plan.serial] = plan
-        self.worker.post(StartTransfer(plan, "session", plan.serial, NO_CARGO))
+        self.worker.post_command(StartTransfer(plan, "session", plan.serial, NO_CARGO))
         return self.serial
 
     def take(self, batch: list[Report]) -> None:
@@ -283,7 +285,7 @@ class WorkerFixture:
             if isinstance(report, Continue):
                 if isinstance(report.command, CancelTransfers):
                     self.between()
-                self.worker.post(report.command)
+                self.worker.post_command(report.command)
         self.batches.put([report for report in batch if not _is_forget(report)])
 
     def died(self, error: KVFerryError) -> None:
@@ -304,7 +306,7 @@ class WorkerFixture:
             before = now
             for _ in range(2):  # the second is handled when the step of the first is over
                 self.pings += 1
-                self.worker.post(Ping(-self.pings))
+                self.worker.post_command(Ping(-self.pings))
                 while not (pongs := [one for one in seen if self._is_pong(one)]):
                     seen += self.reports()
                 seen.remove(*pongs)
@@ -505,7 +507,7 @@ def test_what_is_over_behind_a_cancelled_plan_is_told_behind_it(
     first, failing = fixture.start(STORE, [0]), fixture.start(STORE, [1])
     nothing = fixture.start(STORE, [])
     fixture.settle()
-    fixture.worker.post(CancelTransfers(1, (first,)))
+    fixture.worker.post_command(CancelTransfers(1, (first,)))
     assert fixture.settle() == []
     ends = [cancelled(first), failed(failing), done(nothing, 0.0)]
     assert run_out(fixture, stub) == ends
@@ -548,7 +550,7 @@ def test_it_tells_since_when_the_oldest_go_and_since_when_engines_hold_theirs(
     fixture.map(clock=clock.copy)
     fixture.map(2, clock=clock.copy)
     now = time.monotonic()
-    fixture.worker.post(Ping(1.0))
+    fixture.worker.post_command(Ping(1.0))
     assert fixture.settle() == [Pong(1.0, None, None)]
     clock.show(1)
     begun = fixture.start(STORE, [1], number=2, wait_for=1, accepted=now - 60)
@@ -557,7 +559,7 @@ def test_it_tells_since_when_the_oldest_go_and_since_when_engines_hold_theirs(
     clock.show(0)
     fixture.start(STORE, [0], wait_for=1, accepted=now - 80)
     fixture.start(LOAD, [5], [0], accepted=now - 90)
-    fixture.worker.post(Ping(2.0))
+    fixture.worker.post_command(Ping(2.0))
     assert fixture.settle() == [Pong(2.0, now - 60, now - 90)]
     (ended,) = finish(fixture, stub.in_flight[0])
     assert isinstance(ended, TransferCompleted)
@@ -595,7 +597,7 @@ def test_a_plan_that_waits_is_cancelled_at_once(
     held = fixture.start(STORE, [0], wait_for=1)
     behind, after_it = fixture.start(STORE, [1]), fixture.start(LOAD, [5], [0])
     fixture.settle()
-    fixture.worker.post(CancelTransfers(1, (held,)))
+    fixture.worker.post_command(CancelTransfers(1, (held,)))
     assert fixture.settle() == [cancelled(held)]
     assert [chunk.blocks for chunk in taken(stub)] in ([[5], [1]], [[1], [5]])
     assert sorted(serials(run_out(fixture, stub))) == [behind, after_it]
@@ -609,7 +611,7 @@ def test_a_plan_that_runs_is_cancelled_within_a_chunk(
     running, behind = fixture.start(STORE, range(10)), fixture.start(STORE, [20])
     fixture.settle()
     one, two = taken(stub)
-    fixture.worker.post(CancelTransfers(1, (running,)))
+    fixture.worker.post_command(CancelTransfers(1, (running,)))
     assert fixture.settle() == []  # its chunks are in flight, and there is no room
     assert finish(fixture, one) == []
     assert [chunk.blocks for chunk in taken(stub)] == [[20]]
@@ -624,7 +626,7 @@ def test_who_waits_for_a_cancelled_plan_waits_for_its_chunks(
     store = fixture.start(STORE, [0])
     load = fixture.start(LOAD, [1], [0])
     fixture.settle()
-    fixture.worker.post(CancelTransfers(1, (store,)))
+    fixture.worker.post_command(CancelTransfers(1, (store,)))
     assert fixture.settle() == []
     (chunk,) = taken(stub)
     assert chunk.direction is STORE
@@ -645,7 +647,7 @@ def test_an_engine_that_revokes_its_timeline_has_given_up_all_its_jobs(
     assert (ended.serial, ended.outcome) == (first, Outcome.CANCELLED)
     fixture.settle()
     assert not stub.in_flight
-    fixture.worker.post(UnmapTensors(1))
+    fixture.worker.post_command(UnmapTensors(1))
     assert serials(fixture.settle()) == [second]
 
 
@@ -669,7 +671,9 @@ def test_who_gives_up_very_many_keeps_nobody_waiting(
             loads.append(fixture.start(LOAD, [1], number=2))
 
     fixture.between = load
-    fixture.worker.post(UnmapTensors(1) if dies else CancelTransfers(1, tuple(reversed(held))))
+    fixture.worker.post_command(
+        UnmapTensors(1) if dies else CancelTransfers(1, tuple(reversed(held)))
+    )
     ended = serials(run_out(fixture, stub))
     assert sorted(ended) == sorted([*held, *loads])
     (before,) = [count for direction, count in told if direction is LOAD]
@@ -687,7 +691,7 @@ def test_a_cancel_that_comes_too_late_is_ignored(
     fixture.map()
     fixture.start(STORE, [0])
     assert serials(run_out(fixture, stub)) == [1]
-    fixture.worker.post(order)
+    fixture.worker.post_command(order)
     assert fixture.settle() == []
 
 
@@ -698,7 +702,7 @@ def test_a_cancel_comes_once_however_often_it_is_asked_for(
     fixture.start(STORE, [0])
     fixture.settle()
     for _ in range(3):
-        fixture.worker.post(CancelTransfers(1, (1,)))
+        fixture.worker.post_command(CancelTransfers(1, (1,)))
     assert fixture.settle() == []
     assert finish(fixture, *taken(stub)) == [cancelled(1)]
 
@@ -722,7 +726,7 @@ def test_a_load_is_not_copied_if_a_store_that_it_requires(
     if how == "fails":
         second.error = Failed(Code.COPY_FAILED, "broken")
     else:
-        fixture.worker.post(CancelTransfers(1, (bad,)))
+        fixture.worker.post_command(CancelTransfers(1, (bad,)))
         second.done = True
     copied = stub.submitted.get(timeout=PATIENCE)
     assert (copied.direction, copied.blocks) == (LOAD, [4])
@@ -810,7 +814,7 @@ def test_a_cancelled_plan_that_fails_is_cancelled(fixture: WorkerFixture, stub: 
     fixture.map()
     serial = fixture.start(STORE, [0])
     fixture.settle()
-    fixture.worker.post(CancelTransfers(1, (serial,)))
+    fixture.worker.post_command(CancelTransfers(1, (serial,)))
     fixture.settle()
     stub.in_flight[0].error = ERROR
     assert fixture.settle() == [cancelled(serial)]
@@ -890,7 +894,7 @@ def test_unmapping_ends_everything_once_and_closes_behind_the_last_chunk(
     chunks = taken(stub)
     assert len(chunks) == 3
     other = fixture.start(STORE, [0], number=2)
-    fixture.worker.post(UnmapTensors(1))
+    fixture.worker.post_command(UnmapTensors(1))
     reports = fixture.settle()
     assert set(serials(reports)) == waiting
     assert stub.closed == []
@@ -913,7 +917,7 @@ def test_a_number_that_was_unmapped_can_come_again(
         fixture.map(1)
         serial = fixture.start(STORE, [0])
         assert serials(run_out(fixture, stub)) == [serial]
-        fixture.worker.post(UnmapTensors(1))
+        fixture.worker.post_command(UnmapTensors(1))
         assert fixture.settle() == [TensorsUnmapped(1)]
     assert len(stub.closed) == 2
 
@@ -922,7 +926,7 @@ def test_what_cannot_be_mapped_is_told_and_can_be_unmapped(fixture: WorkerFixtur
     assert fixture.map(locations=None) == TensorsMapped(
         1, "session", Failed(Code.MAP_FAILED, "no memory").info
     )
-    fixture.worker.post(UnmapTensors(1))
+    fixture.worker.post_command(UnmapTensors(1))
     assert fixture.settle() == [TensorsUnmapped(1)]
 
 
@@ -962,7 +966,7 @@ def test_registrations_take_turns_chunk_by_chunk(fixture: WorkerFixture, stub: S
     reports: list[Report] = []
     while stub.in_flight:
         chunk = stub.in_flight[0]
-        order.append((geometries[chunk.mapping.geometry], chunk.blocks[0]))
+        order.append((geometries[chunk.mapping.layout], chunk.blocks[0]))
         reports += finish(fixture, chunk)
     assert order[0] == (3, 60)
     turns = [number for number, _ in order[1:]]
@@ -1011,7 +1015,7 @@ def test_a_cancel_acts_between_two_chunks(fixture: WorkerFixture, stub: StubEngi
     """It arrives while the first is submitted, and there is room for all."""
     stub.chunk, stub.most = ChunkBudget(64), 100
     fixture.map()
-    stub.on_submit = lambda: fixture.worker.post(CancelTransfers(1, (1,)))
+    stub.on_submit = lambda: fixture.worker.post_command(CancelTransfers(1, (1,)))
     fixture.start(STORE, range(8))
     assert run_out(fixture, stub) == [cancelled(1)]
     assert len(taken(stub)) == 1
@@ -1037,7 +1041,7 @@ def test_stores_go_on_though_commands_never_end(fixture: WorkerFixture, stub: St
     """A chunk is submitted in each step of the worker."""
     stub.chunk, stub.most = ChunkBudget(64), 100
     fixture.map()
-    stub.on_submit = lambda: fixture.worker.post(UnmapTensors(NOBODY))
+    stub.on_submit = lambda: fixture.worker.post_command(UnmapTensors(NOBODY))
     store = fixture.start(STORE, range(8))
     until(lambda: len(stub.in_flight) == 8, PATIENCE)
     stub.on_submit = lambda: None
@@ -1096,7 +1100,7 @@ def test_what_found_no_room_is_tried_again_when_another_is_given_up_or_comes(
     fixture.settle()
     stub.crowded = False
     if how == "cancel":
-        fixture.worker.post(CancelTransfers(1, (first,)))
+        fixture.worker.post_command(CancelTransfers(1, (first,)))
     else:
         fixture.start(STORE, [2])
     assert stub.submitted.get(timeout=PATIENCE).blocks == [int(how == "cancel")]
@@ -1186,7 +1190,7 @@ def test_whatever_happens_every_plan_ends_once_and_in_order(
             case ("refuse",):
                 stub.refusals.append(ERROR)
             case "abandon", number:
-                fixture.worker.post(CancelTransfers(1, (number + 1,)))
+                fixture.worker.post_command(CancelTransfers(1, (number + 1,)))
             case verb, number if number < len(stub.in_flight):
                 chunk = stub.in_flight[number]
                 chunk.done, chunk.error = verb == "finish", None if verb == "finish" else ERROR
@@ -1194,7 +1198,7 @@ def test_whatever_happens_every_plan_ends_once_and_in_order(
         check_apart(stub.in_flight)
     stub.refusals.clear()
     if unmapped:
-        fixture.worker.post(UnmapTensors(1))
+        fixture.worker.post_command(UnmapTensors(1))
     ended += [report for report in run_out(fixture, stub) if isinstance(report, TransferCompleted)]
     fixture.close()
     chunks = taken(stub)
@@ -1341,7 +1345,7 @@ def test_the_reference_engine_takes_few_chunks_at_once(
 
 def test_unmapping_lets_real_memory_go(copies: CopyFixture) -> None:
     plans = [copies.fixture.start(STORE, [block]) for block in range(20)]
-    copies.fixture.worker.post(UnmapTensors(1))
+    copies.fixture.worker.post_command(UnmapTensors(1))
     reports: list[Report] = []
     while TensorsUnmapped(1) not in reports:
         reports += copies.fixture.reports()

@@ -39,13 +39,13 @@ from kvferry.daemon.core.actions import (
 from kvferry.daemon.core.layout import BlockLayout
 from kvferry.daemon.device.mappings import MapCommand
 from kvferry.daemon.device.worker import DeviceWorker
-from kvferry.daemon.engine import fd_closer
 from kvferry.daemon.engine.base import ChunkRequest, CopyEngine, Mapping
 from kvferry.daemon.engine.cuda import dma, staged
 from kvferry.daemon.engine.cuda import engine as cuda_engine
 from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
-from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
+from kvferry.daemon.memory import fd_closer
+from kvferry.daemon.memory.pool import HostPool
 from kvferry.proto.errors import Code, KVFerryError
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.messages import Outcome
@@ -169,17 +169,17 @@ class ContractFixture:
         order = MapTensors(number, "s", geometry, (), None, None, keep, reuse)
         if own is not None:
             order = replace(order, allocations=own[0].allocations, locations=own[0].locations)
-        self.worker.post(MapCommand(order, own[1] if own else (), None))
+        self.worker.post_command(MapCommand(order, own[1] if own else (), None))
         report = self.report(TensorsMapped)
         assert report.error is None, report.error
         return number, report
 
     def opened(self, number: int) -> Open:
         mapping = self.worker._registrations[number].mapping
-        return Open(self, number, mapping.geometry, mapping)
+        return Open(self, number, mapping.layout, mapping)
 
     def unmap(self, opened: Open) -> None:
-        self.worker.post(UnmapTensors(opened.number))
+        self.worker.post_command(UnmapTensors(opened.number))
         assert self.report(TensorsUnmapped).registration == opened.number
 
     def report(self, kind: type[Any]) -> Any:
@@ -198,7 +198,7 @@ class Open:
 
     def fill(self) -> None:
         rng = np.random.default_rng(7)
-        for index, span in enumerate(self.geometry.layout.span_bytes):
+        for index, span in enumerate(self.geometry.layout_arrays.span_bytes):
             self.rows.append(rng.integers(0, 256, span, dtype=np.uint8))
             self.write(index, self.rows[index])
         self.fill_host()
@@ -218,7 +218,7 @@ class Open:
             ctypes.memmove(address, content.ctypes.data, content.nbytes)
 
     def read(self, tensor: int) -> Bytes:
-        content = np.empty(self.geometry.layout.span_bytes[tensor], dtype=np.uint8)
+        content = np.empty(self.geometry.layout_arrays.span_bytes[tensor], dtype=np.uint8)
         address = int(self.mapping.bases[tensor])
         if isinstance(self.bench.engine, CudaEngine):
             device = self.bench.engine._driver
@@ -233,7 +233,7 @@ class Open:
     ) -> int:
         """Send a transfer on its way, and do it in the model."""
         order = self.order(direction, spec, hosts)
-        self.bench.worker.post(order)
+        self.bench.worker.post_command(order)
         if model:
             self.model(direction, spec, hosts)
         return order.plan.serial
@@ -242,10 +242,10 @@ class Open:
         self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int]
     ) -> StartTransfer:
         blocks = self.geometry.resolve(direction, spec, np.array(hosts, dtype=np.int64))
-        serial, runs = next(self.bench.serials), blocks.runs
+        serial, runs = next(self.bench.serials), blocks.extents
         plan = CopyPlan(
-            serial, self.number, direction, runs, self.geometry.nbytes(runs), 0, 0,
-            self.geometry.end(runs),
+            serial, self.number, direction, runs, self.geometry.count_bytes(runs), 0, 0,
+            self.geometry.end_offset(runs),
         )  # fmt: skip
         return StartTransfer(plan, "session", plan.serial, NO_CARGO)
 
@@ -286,7 +286,7 @@ class Open:
 
     @property
     def shape(self) -> KVLayout:
-        return msgspec.convert(self.geometry.layout.to_lists(), KVLayout)
+        return msgspec.convert(self.geometry.layout_arrays.to_lists(), KVLayout)
 
     @property
     def pool(self) -> Bytes:
@@ -304,7 +304,7 @@ class Open:
 @pytest.fixture(autouse=True)
 def closing_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread closes, so that what is open now is a fact."""
-    monkeypatch.setattr(fd_closer.Closer, "put", lambda _, close: close())
+    monkeypatch.setattr(fd_closer.Closer, "close_later", lambda _, close: close())
 
 
 @pytest.fixture(params=ENGINES)
@@ -324,7 +324,7 @@ def bench(
 
     worker = DeviceWorker(engine, pool, take, troubles.append)
     worker.start()
-    pool.fill(engine, lambda nbytes: None, troubles.append)
+    pool.start_filling(engine, lambda nbytes: None, troubles.append)
     yield ContractFixture(engine, pool, worker, reports)
     worker.close()
     pool.close(engine)
@@ -424,8 +424,8 @@ def test_jobs_that_are_cancelled_on_their_way_harm_no_other(bench: ContractFixtu
         started += [order.plan.serial for order in orders]
         given_up = CancelTransfers(engine.number, (int(rng.choice(started[-len(orders) :])),))
         for order in orders:  # all at once, or they would be done before they are given up
-            bench.worker.post(order)
-        bench.worker.post(given_up)
+            bench.worker.post_command(order)
+        bench.worker.post_command(given_up)
     ended = [bench.report(TransferCompleted) for _ in started]
     assert {one.outcome for one in ended} == {Outcome.DONE, Outcome.CANCELLED}
     half = rows[0].size // 2
@@ -502,14 +502,14 @@ def test_however_little_of_a_turn_is_on_its_way_at_once(
 def test_only_the_worker_s_thread_calls_an_engine(bench: ContractFixture) -> None:
     """But `pin` and `unpin`: the pool calls those in threads of its own."""
     engine, opened = bench.engine, bench.open(LAYOUTS["one page"])
-    run = opened.order(*opened.both_ways(np.random.default_rng(1))[0]).plan.runs[0]
+    run = opened.order(*opened.both_ways(np.random.default_rng(1))[0]).plan.extents[0]
     mapping, geometry, store = opened.mapping, opened.geometry, Direction.STORE
     calls: list[Callable[[], object]] = [
         lambda: engine.attach(bench.pool.address),
-        lambda: engine.open(geometry, (), (), ()),
-        lambda: engine.allocate(geometry),
-        lambda: engine.close(mapping),
-        lambda: engine.room(store, mapping, ChunkRequest(0, 1, False)),
+        lambda: engine.map_tensors(geometry, (), (), ()),
+        lambda: engine.allocate_tensors(geometry),
+        lambda: engine.unmap_tensors(mapping),
+        lambda: engine.chunk_budget(store, mapping, ChunkRequest(0, 1, False)),
         lambda: engine.submit(store, mapping, run),
         lambda: engine.flush(store, more=False),
         lambda: engine.poll(None),
@@ -585,7 +585,7 @@ def test_memory_goes_when_nobody_holds_it(bench: ContractFixture) -> None:
     assert descriptors() == before + 1
     second, report = bench.map(LAYOUTS["layers"], keep=True, reuse=first.number)
     for number in (first.number, second):
-        bench.worker.post(ReleaseTensors(number))
+        bench.worker.post_command(ReleaseTensors(number))
     bench.unmap(bench.opened(second))
     for descriptor in report.descriptors:
         os.close(descriptor)
@@ -620,7 +620,7 @@ def test_descriptors_of_something_else_are_refused(bench: ContractFixture, what:
         os.close(descriptor)
     before = descriptors()
     order = MapTensors(99, "s", other.geometry, made.allocations, made.locations, None)
-    bench.worker.post(MapCommand(order, (something_else(what),), None))
+    bench.worker.post_command(MapCommand(order, (something_else(what),), None))
     error = bench.report(TensorsMapped).error
     assert error is not None
     assert error.code in {Code.NOT_SHAREABLE, Code.MAP_FAILED, Code.BAD_LAYOUT}, error

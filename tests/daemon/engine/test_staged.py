@@ -47,7 +47,7 @@ class StagedStores:
         self.chunks: list[Chunk] = []
         for block in range(BLOCKS):
             run = Extent(0, np.array([block]), np.array([block * PAGE]))
-            slot = staging.take(Direction.STORE, PAGE)
+            slot = staging.take_slot(Direction.STORE, PAGE)
             self.chunks.append(
                 self.copy.enqueue(
                     Direction.STORE, table, slot, run, partial(is_one, block, revoked)

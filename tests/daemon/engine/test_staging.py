@@ -44,14 +44,14 @@ def room(
     ahead: int = 0,
     block: int = 1,
 ) -> int:
-    return staging.room(direction, ChunkRequest(0, nbytes, contended), block, ahead)
+    return staging.max_slot_bytes(direction, ChunkRequest(0, nbytes, contended), block, ahead)
 
 
 def fill(staging: Staging, direction: Direction, contended: bool = False) -> list[Slot]:
     """Take what there is room for; the turn of none of it has come."""
     slots: list[Slot] = []
     while nbytes := room(staging, direction, MUCH, contended, sum(slot.units for slot in slots)):
-        slots.append(staging.take(direction, nbytes))
+        slots.append(staging.take_slot(direction, nbytes))
     return slots
 
 
@@ -88,11 +88,11 @@ def test_stores_wait_until_a_third_is_left_to_drain_and_then_get_all_that_is_fre
     assert room(staging, STORE) == 0
     while sum(slot.units for slot in slots) > 3 * CHUNK_UNITS:  # in whole chunks
         assert room(staging, STORE) == 0
-        staging.give_back(slots.pop(0))
+        staging.free_slot(slots.pop(0))
     free = UNITS - FOR_LOADS - sum(slot.units for slot in slots)
     taken = 0
     while nbytes := room(staging, STORE, ahead=taken):
-        taken += staging.take(STORE, nbytes).units
+        taken += staging.take_slot(STORE, nbytes).units
     assert taken == free > UNITS // 2
 
 
@@ -100,27 +100,29 @@ def test_stores_go_on_while_the_turn_of_what_they_have_is_awaited(staging: Stagi
     used = sum(slot.units for slot in fill(staging, STORE)[:-1])
     assert room(staging, STORE, ahead=used) == 0  # all is taken
     staging = Staging(cast(Any, StagingFixture()), UNITS * UNIT)
-    staging.take(STORE, CHUNK_UNITS * UNIT)
+    staging.take_slot(STORE, CHUNK_UNITS * UNIT)
     assert room(staging, STORE, ahead=CHUNK_UNITS) == CHUNK_UNITS * UNIT
 
 
 def test_a_chunk_ends_where_the_buffer_does_and_the_next_begins_at_its_start(
     staging: Staging,
 ) -> None:
-    for slot in (staging.take(STORE, CHUNK_UNITS * UNIT) for _ in range(UNITS // CHUNK_UNITS - 1)):
-        staging.give_back(slot)
-    staging.give_back(staging.take(STORE, (CHUNK_UNITS - 3) * UNIT))
-    ends = staging.take(STORE, room(staging, STORE, 3 * UNIT))
+    for slot in (
+        staging.take_slot(STORE, CHUNK_UNITS * UNIT) for _ in range(UNITS // CHUNK_UNITS - 1)
+    ):
+        staging.free_slot(slot)
+    staging.free_slot(staging.take_slot(STORE, (CHUNK_UNITS - 3) * UNIT))
+    ends = staging.take_slot(STORE, room(staging, STORE, 3 * UNIT))
     assert ends.start + ends.units == UNITS
-    assert staging.take(STORE, room(staging, STORE)).start == 0
+    assert staging.take_slot(STORE, room(staging, STORE)).start == 0
 
 
 def test_what_is_free_in_bits_is_not_made_smaller(staging: Staging) -> None:
-    slots = [staging.take(LOAD, UNIT) for _ in range(UNITS)]
+    slots = [staging.take_slot(LOAD, UNIT) for _ in range(UNITS)]
     for slot in slots[::2]:
-        staging.give_back(slot)
+        staging.free_slot(slot)
     assert room(staging, LOAD) == 0
-    staging.give_back(slots[1])
+    staging.free_slot(slots[1])
     assert room(staging, LOAD) == 3 * UNIT
     assert room(staging, LOAD, block=4 * UNIT) == 0
 
@@ -142,15 +144,15 @@ def test_no_unit_is_ever_in_two_slots(steps: list[tuple[bool, bool, int, int]]) 
         granted = room(staging, direction, nbytes, contended, ahead, block * UNIT)
         if granted:
             assert block * UNIT <= granted <= max(CHUNK_UNITS * UNIT, nbytes)
-            mine.append(staging.take(direction, min(granted, nbytes)))
+            mine.append(staging.take_slot(direction, min(granted, nbytes)))
         elif mine:
-            staging.give_back(mine.pop(0))
+            staging.free_slot(mine.pop(0))
         used = [unit for some in slots.values() for slot in some for unit in _units(slot)]
         assert len(used) == len(set(used)) <= UNITS
         assert all(0 <= unit < UNITS for unit in used)
         assert sum(slot.units for slot in slots[STORE]) <= UNITS - FOR_LOADS
     for slot in [*slots[STORE], *slots[LOAD]]:
-        staging.give_back(slot)
+        staging.free_slot(slot)
     assert sum(slot.units for slot in fill(staging, LOAD)) > UNITS - LEAST
 
 

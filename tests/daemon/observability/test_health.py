@@ -48,7 +48,7 @@ class Ferry:
     def say(self, message: ClientMessage) -> None:
         self.said.append(message)
         if not self.silent:
-            self.probe.hear(self.answer(message))
+            self.probe.receive_reply(self.answer(message))
 
     def answer(self, message: ClientMessage) -> DaemonMessage:
         if isinstance(message, AllocateKVCaches):
@@ -83,10 +83,10 @@ class FakeServiceManager:
     def ready(self) -> None:
         self.readies += 1
 
-    def unwell(self, why: str) -> None:
+    def report_unhealthy(self, why: str) -> None:
         self.troubles.append(why)
 
-    def alive(self) -> None:
+    def keep_alive(self) -> None:
         self.beats.append(time.monotonic())
 
 
@@ -106,17 +106,17 @@ def ferry() -> Ferry:
 
 async def test_a_round_goes_there_and_back(ferry: Ferry) -> None:
     for _ in range(3):
-        assert await ferry.probe.round() < PATIENCE
+        assert await ferry.probe.run_round() < PATIENCE
         assert ferry.memory[:PAGE] == ferry.memory[PAGE:]
     assert [type(message) for message in ferry.said] == [AllocateKVCaches, *[Submit] * 6]
     assert ferry.device[0] != ferry.device[1]
 
 
 async def test_other_bytes_than_went_are_found(ferry: Ferry) -> None:
-    await ferry.probe.round()
+    await ferry.probe.run_round()
     ferry.wrong = True
     with pytest.raises(KVFerryError, match="other bytes") as caught:
-        await ferry.probe.round()
+        await ferry.probe.run_round()
     assert caught.value.code == Code.COPY_FAILED
 
 
@@ -124,17 +124,17 @@ async def test_memory_that_is_not_to_be_had_is_asked_for_again(ferry: Ferry) -> 
     ferry.error = ErrorInfo(Code.DRIVER, "out of memory")
     for _ in range(2):
         with pytest.raises(KVFerryError, match="out of memory"):
-            await ferry.probe.round()
+            await ferry.probe.run_round()
     ferry.error = None
-    await ferry.probe.round()
+    await ferry.probe.run_round()
     assert [type(message) for message in ferry.said[:3]] == [AllocateKVCaches] * 3
 
 
 async def test_a_copy_that_fails_fails_the_round(ferry: Ferry) -> None:
-    await ferry.probe.round()
+    await ferry.probe.run_round()
     ferry.error = ErrorInfo(Code.COPY_FAILED, "no")
     with pytest.raises(KVFerryError, match="copy_failed"):
-        await ferry.probe.round()
+        await ferry.probe.run_round()
 
 
 # Health
@@ -207,7 +207,7 @@ async def test_the_manager_hears_nothing_while_the_device_worker_does_not_respon
     told = len(manager.beats)
     await asyncio.sleep(0.3)
     assert len(manager.beats) == told
-    assert patient.health.status().lane_lag >= 0.2
+    assert patient.health.status().worker_lag >= 0.2
     patient.health.handle_pong(Pong(time.monotonic(), None, None))
     patient.moving = True
     await until(lambda: len(manager.beats) > told)
@@ -246,12 +246,12 @@ async def test_who_asks_gets_a_fresh_probe(ferry: Ferry, monkeypatch: pytest.Mon
     patient = Patient(ferry, HealthTimeouts(every=60.0, deadline=0.5), FakeServiceManager())
     patient.health.start()
     patient.health.pool_grew()
-    assert (await patient.health.check()).healthy
+    assert (await patient.health.check_health()).healthy
     before = len(ferry.said)
-    assert (await patient.health.check()).healthy
+    assert (await patient.health.check_health()).healthy
     assert len(ferry.said) == before + 2
     ferry.silent = True
-    assert not (await patient.health.check()).healthy
+    assert not (await patient.health.check_health()).healthy
     await until(lambda: "running for" in patient.reasons())
     patient.health.stop()
 
@@ -259,7 +259,7 @@ async def test_who_asks_gets_a_fresh_probe(ferry: Ferry, monkeypatch: pytest.Mon
 async def test_a_probe_is_late_from_when_it_was_asked_for() -> None:
     """Who waits as long for it is told, however much later it began."""
     rounds = ProbeHistory(HealthTimeouts(deadline=0.02))
-    rounds.want()
+    rounds.request_probe()
     time.sleep(0.03)
-    rounds.want()
+    rounds.request_probe()
     assert "running for" in rounds.reasons(time.monotonic())[0]

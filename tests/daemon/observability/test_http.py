@@ -38,10 +38,10 @@ STATUS = told.DaemonStatus(
 
 
 class FakeStatusSource:
-    async def snapshot(self) -> tuple[told.DaemonStatus, tuple[told.NamespaceStatus, ...]]:
+    async def status_snapshot(self) -> tuple[told.DaemonStatus, tuple[told.NamespaceStatus, ...]]:
         return STATUS, ()
 
-    async def check(self) -> told.HealthStatus:
+    async def check_health(self) -> told.HealthStatus:
         return told.HealthStatus(True)
 
 

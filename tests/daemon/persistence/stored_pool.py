@@ -12,7 +12,7 @@ import xxhash
 
 from kvferry.daemon.core.actions import Report
 from kvferry.daemon.core.records import RegionRecord
-from kvferry.daemon.engine.memory import MappedFiles
+from kvferry.daemon.memory.shared_memory import MappedFiles
 from kvferry.daemon.persistence.block_table import BlockTable, UseClock
 from kvferry.daemon.persistence.checksum_client import ChecksumClient
 from kvferry.proto.errors import KVFerryError

@@ -34,7 +34,7 @@ async def check(pool: StoredPool, table: BlockTable, *blocks: int) -> list[Any]:
     """What the core is told: (type, owner, blocks, keys) of each report."""
     done: list[bool] = []
     checks = BlockCheck(pool.checksums, pool.reports.extend)
-    checks.check(table, numbers(*blocks), Purpose.VERIFY, lambda: done.append(True))
+    checks.check_blocks(table, numbers(*blocks), Purpose.VERIFY, lambda: done.append(True))
     await eventually(lambda: done)
     return [
         (type(report), report.owner, report.blocks.tolist(), report.keys)
@@ -72,18 +72,18 @@ async def test_what_is_stored_over_while_it_is_read_is_not_reported(pool: Stored
     pool.damage(table, 3)
     done: list[bool] = []
     checks = BlockCheck(pool.checksums, pool.reports.extend)
-    checks.check(table, numbers(2, 3), Purpose.SCRUB, lambda: done.append(True))
+    checks.check_blocks(table, numbers(2, 3), Purpose.SCRUB, lambda: done.append(True))
     versions = table.invalidate(numbers(2, 3))
     await eventually(lambda: done)
     assert pool.reports == []
-    assert table.current(numbers(2, 3), versions).all()
+    assert table.unchanged(numbers(2, 3), versions).all()
 
 
 async def test_a_region_may_end_while_its_blocks_are_read(pool: StoredPool) -> None:
     table = table_of(pool, KEYED)
     done: list[bool] = []
     checks = BlockCheck(pool.checksums, pool.reports.extend)
-    checks.check(table, numbers(2), Purpose.SCRUB, lambda: done.append(True))
+    checks.check_blocks(table, numbers(2), Purpose.SCRUB, lambda: done.append(True))
     table.close()
     await eventually(lambda: done)
     assert pool.reports == []

@@ -130,7 +130,7 @@ def test_a_deed_that_is_too_long_is_refused_and_the_old_one_counts() -> None:
 def test_void_it_is_none() -> None:
     with opened() as table:
         store(table, [1], [b"aaaaa"])
-        table.void()
+        table.mark_void()
         with pytest.raises(Refused):
             found(table)
 
@@ -261,7 +261,7 @@ def test_only_the_last_store_of_a_block_commits_it(steps: list[tuple[str, list[i
                     good.pop(number, None)
                 good.update({n: name for n, name in zip(stored, names, strict=True) if n in mine})
             elif what == "wipe":
-                table.wipe()
+                table.clear_commits()
                 last, good = {}, {}
             elif what == "touch" and set(numbers) <= good.keys():
                 table.touch(blocks(*numbers))
@@ -276,6 +276,6 @@ def test_a_wipe_is_of_all_blocks() -> None:
     with opened(RegionRecord("engine", 0, (2 * WIPED_LINES + 3) * 4096, layout=LAYOUT)) as table:
         store(table, numbers, [])
         late = table.versions(blocks(*numbers))
-        table.wipe()
+        table.clear_commits()
         assert table.committed_blocks().size == 0
-        assert not table.current(blocks(*numbers), late).any()
+        assert not table.unchanged(blocks(*numbers), late).any()

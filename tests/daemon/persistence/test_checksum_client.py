@@ -17,7 +17,7 @@ import pytest
 import xxhash
 
 from kvferry.daemon.core.records import RegionRecord
-from kvferry.daemon.engine.memory import PAGE, MappedFiles
+from kvferry.daemon.memory.shared_memory import PAGE, MappedFiles
 from kvferry.daemon.persistence import checksum_client as module
 from kvferry.daemon.persistence.block_table import BlockTable
 from kvferry.daemon.persistence.checksum_client import ChecksumClient, Purpose, batches
@@ -62,7 +62,7 @@ class ClientFixture:
     def read(self, asked: Asked, purpose: Purpose = Purpose.COMMIT) -> int:
         name = len(self.sums)
         self.sums[name] = None
-        self.client.read(
+        self.client.request_checksums(
             self._table(asked.block_bytes),
             np.array(asked.numbers),
             asked.keys,
@@ -148,7 +148,9 @@ async def test_commits_and_verification_take_turns_and_the_scrub_waits_for_both(
     table = desk._table(BLOCK)
 
     def read(purpose: Purpose) -> None:
-        desk.client.read(table, np.array([1]), [], purpose, lambda _: order.append(purpose))
+        desk.client.request_checksums(
+            table, np.array([1]), [], purpose, lambda _: order.append(purpose)
+        )
 
     desk.client.window = 1
     for purpose in (Purpose.SCRUB, Purpose.SCRUB, *[Purpose.VERIFY] * 3, *[Purpose.COMMIT] * 2):
@@ -194,7 +196,7 @@ async def test_one_that_had_nothing_to_do_for_long_has_its_time(
     before = desk.process
     await asyncio.sleep(0.01)
     monkeypatch.setattr(module, "PATIENCE", 5.0)
-    desk.client._heard -= 100
+    desk.client._last_reply -= 100
     desk.read(some(2))
     assert desk.client._watch is not None
     desk.client._watch.cancel()

@@ -26,7 +26,7 @@ class RecordedReads:
         self.asked: list[list[int]] = []
         self.waiting: list[Callable[[], None]] = []
 
-    def read(
+    def request_checksums(
         self,
         table: BlockTable,
         blocks: Any,
@@ -54,7 +54,7 @@ class WriterFixture:
         theirs = {int(name[1:]): part for name, part in parts.items()}
         cargo = BlockSet(KEYED.owner, numbers(*blocks), tuple(map(key, keys)), theirs)
         versions = self.table.invalidate(cargo.blocks)
-        self.writer.add(CompletedStore(self.table, cargo, versions))
+        self.writer.add_store(CompletedStore(self.table, cargo, versions))
 
     async def round(self) -> None:
         """The next round is read."""

@@ -23,11 +23,11 @@ class FakeFdStore:
     def __init__(self) -> None:
         self.store: dict[str, int] = {}
 
-    def keep(self, name: str, descriptor: int) -> None:
+    def store_fd(self, name: str, descriptor: int) -> None:
         assert name not in self.store
         self.store[name] = os.dup(descriptor)
 
-    def forget(self, name: str) -> None:
+    def remove_fd(self, name: str) -> None:
         if name in self.store:
             os.close(self.store.pop(name))
 
@@ -42,7 +42,7 @@ def manager() -> Iterator[FakeFdStore]:
     manager = FakeFdStore()
     yield manager
     for name in tuple(manager.store):
-        manager.forget(name)
+        manager.remove_fd(name)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -53,7 +53,7 @@ def tenancy(engine: str) -> KeptTensorsRecord:
 def put(shelf: KeptTensorStore, number: int, engine: str) -> None:
     memory = os.memfd_create("tensors")
     os.write(memory, engine.encode())
-    shelf.put(KeepTensors(number, tenancy(engine), (memory,)))
+    shelf.store_tensors(KeepTensors(number, tenancy(engine), (memory,)))
     os.close(memory)
 
 
@@ -68,7 +68,7 @@ def take_up(manager: FakeFdStore) -> tuple[KeptTensorStore, dict[str, bytes]]:
         return 100 + len(restored)
 
     kept = manager.kept()
-    found = shelf.take_up(kept, restore)
+    found = shelf.restore_tensors(kept, restore)
     for name in kept:
         if name.startswith("ledger-"):  # somebody else's to close
             os.close(kept[name])
@@ -84,11 +84,11 @@ def test_what_was_put_away_is_found(manager: FakeFdStore) -> None:
     first = KeptTensorStore(manager)
     for number, engine in enumerate(("a", "b", "c"), 7):
         put(first, number, engine)
-    first.remove(8)
-    first.remove(99)
+    first.remove_tensors(8)
+    first.remove_tensors(99)
     second, found = take_up(manager)
     assert found == {"a": b"a", "c": b"c"}
-    second.remove(101)  # the first that it found
+    second.remove_tensors(101)  # the first that it found
     put(second, 1, "d")
     assert take_up(manager)[1] == {"c": b"c", "d": b"d"}
 
@@ -97,9 +97,9 @@ def test_what_is_no_use_is_given_up(manager: FakeFdStore) -> None:
     first = KeptTensorStore(manager)
     for number, engine in enumerate(("a", "unwelcome", "no label", "no memory", "bad label")):
         put(first, number, engine)
-    manager.forget("tensors-3.label")
-    manager.forget("tensors-4.memory")
+    manager.remove_fd("tensors-3.label")
+    manager.remove_fd("tensors-4.memory")
     os.pwrite(manager.store["tensors-5.label"], b"\xff\xff", 0)
-    manager.keep("ledger-1", 0)
+    manager.store_fd("ledger-1", 0)
     assert take_up(manager)[1] == {"a": b"a"}
     assert sorted(manager.store) == ["ledger-1", "tensors-1.label", "tensors-1.memory"]

@@ -36,10 +36,10 @@ class KeptFds:
     def __init__(self) -> None:
         self.kept: dict[str, int] = {}
 
-    def keep(self, name: str, descriptor: int) -> None:
+    def store_fd(self, name: str, descriptor: int) -> None:
         self.kept[name] = os.dup(descriptor)
 
-    def forget(self, name: str) -> None:
+    def remove_fd(self, name: str) -> None:
         os.close(self.kept.pop(name))
 
 
@@ -61,17 +61,17 @@ class StoreFixture:
         plan = CopyPlan(self.serial, 1, direction, (), 0, 0, 0, 0)
         names = tuple(map(key, keys or ()))
         start = StartTransfer(plan, "a", self.serial, BlockSet(owner, numbers(*blocks), names))
-        self.store.invalidate(start)
-        self.store.touch(start)
+        self.store.invalidate_blocks(start)
+        self.store.touch_blocks(start)
         return start
 
     def end(self, start: StartTransfer, *, done: bool = True, **parts: tuple[int, int]) -> None:
-        cargo = start.cargo
+        cargo = start.block_set
         theirs = {int(name[1:]): part for name, part in parts.items()}
         if done:
             whole = BlockSet(cargo.owner, cargo.blocks, cargo.keys, theirs)
-            self.store.commit(CommitBlocks(start.plan.serial, whole))
-        self.store.ended(start.plan.serial)
+            self.store.commit_store(CommitBlocks(start.plan.serial, whole))
+        self.store.end_store(start.plan.serial)
 
     async def found(self, name: str = "ledger-1") -> tuple[ResidentBlock, ...]:
         """What another daemon finds, once all is committed."""
@@ -92,7 +92,7 @@ async def pool() -> AsyncIterator[StoredPool]:
 @pytest.fixture
 async def desk(pool: StoredPool) -> AsyncIterator[StoreFixture]:
     desk = StoreFixture(pool, KeptFds())
-    desk.store.write(RegionCreated(KEYED))
+    desk.store.apply_change(RegionCreated(KEYED))
     yield desk
     desk.store.close()
 
@@ -110,7 +110,7 @@ async def test_stores_are_found_in_the_order_in_which_they_began(desk: StoreFixt
 async def test_blocks_by_number_are_found_with_the_part_that_is_loadable(
     desk: StoreFixture,
 ) -> None:
-    desk.store.write(RegionCreated(RAW))
+    desk.store.apply_change(RegionCreated(RAW))
     desk.end(desk.start([5, 2], owner=RAW.owner), b5=(0, 3))
     assert await desk.found("ledger-2") == (ResidentBlock(2, b""), ResidentBlock(5, b"", (0, 3)))
     desk.end(desk.start([5], owner=RAW.owner))
@@ -123,8 +123,8 @@ async def test_a_commit_may_name_fewer_blocks_than_the_store_and_in_another_orde
     start = desk.start([9, 3, 6], [9, 3, 6])
     over = desk.start([3], [3])
     cargo = BlockSet(KEYED.owner, numbers(3, 9), (key(3), key(9)))
-    desk.store.commit(CommitBlocks(start.plan.serial, cargo))
-    desk.store.ended(start.plan.serial)
+    desk.store.commit_store(CommitBlocks(start.plan.serial, cargo))
+    desk.store.end_store(start.plan.serial)
     desk.end(over, done=False)
     assert await desk.found() == (ResidentBlock(9, key(9)),)
 
@@ -134,7 +134,7 @@ async def test_a_store_that_was_not_committed_is_not_found(desk: StoreFixture) -
     over = desk.start([2], [3])
     assert await desk.found() == (ResidentBlock(1, key(1)),)
     desk.end(over, done=False)
-    desk.store.commit(CommitBlocks(over.plan.serial, over.cargo))
+    desk.store.commit_store(CommitBlocks(over.plan.serial, over.block_set))
     assert await desk.found() == (ResidentBlock(1, key(1)),)
     assert not desk.store._stores
 
@@ -142,7 +142,7 @@ async def test_a_store_that_was_not_committed_is_not_found(desk: StoreFixture) -
 async def test_a_wipe_takes_what_is_not_committed_yet_along(desk: StoreFixture) -> None:
     desk.end(desk.start([1], [1]))
     late = desk.start([2], [2])
-    desk.store.write(RegionUpdated(KEYED, wipe=True))
+    desk.store.apply_change(RegionUpdated(KEYED, wipe=True))
     desk.end(late)
     assert await desk.found() == ()
     desk.end(desk.start([1], [3]))
@@ -154,14 +154,14 @@ async def test_a_region_that_ends_is_kept_no_longer(desk: StoreFixture) -> None:
     late = desk.start([2], [2])
     other = os.dup(desk.fds.kept["ledger-1"])
     (table,) = desk.store._all_tables()
-    desk.store.write(RegionFreed(KEYED.owner))
+    desk.store.apply_change(RegionFreed(KEYED.owner))
     desk.end(late)
     assert desk.fds.kept == {}
     assert table.closed
     with pytest.raises(Refused):
         BlockTable(other)  # a copy of the descriptor somewhere is no table any more either
-    desk.store.write(RegionFreed(KEYED.owner))
-    desk.store.write(RegionCreated(KEYED))
+    desk.store.apply_change(RegionFreed(KEYED.owner))
+    desk.store.apply_change(RegionCreated(KEYED))
     assert list(desk.fds.kept) == ["ledger-2"]
 
 
@@ -169,7 +169,7 @@ async def test_an_heir_verifies_what_it_finds_and_drops_the_rest(
     desk: StoreFixture, pool: StoredPool
 ) -> None:
     desk.end(desk.start([1], [1]))
-    desk.store.write(RegionCreated(RAW))
+    desk.store.apply_change(RegionCreated(RAW))
     desk.end(desk.start([4], owner=RAW.owner))
     assert await desk.found()
     junk = os.memfd_create("junk")
@@ -180,7 +180,7 @@ async def test_an_heir_verifies_what_it_finds_and_drops_the_rest(
     kept = {name: os.dup(descriptor) for name, descriptor in desk.fds.kept.items()}
     heir = StoreFixture(pool, desk.fds)
     found: list[RecoveredRegion] = []
-    heir.store.restore(kept, found.append)
+    heir.store.restore_regions(kept, found.append)
     assert found == [
         RecoveredRegion(KEYED, (ResidentBlock(1, key(1)),)),
         RecoveredRegion(RAW, (ResidentBlock(4, b""),)),
@@ -192,11 +192,11 @@ async def test_an_heir_verifies_what_it_finds_and_drops_the_rest(
     assert heir.store.verification == VerificationStatus(2 * BLOCK, 2 * BLOCK)
 
     def refuse(found: RecoveredRegion) -> None:
-        raise Refused(Code.POOL_FULL, "no room", found.deed.name)
+        raise Refused(Code.POOL_FULL, "no room", found.record.name)
 
     kept = {name: os.dup(descriptor) for name, descriptor in desk.fds.kept.items()}
     other = StoreFixture(pool, desk.fds)
-    other.store.restore(kept, refuse)
+    other.store.restore_regions(kept, refuse)
     assert desk.fds.kept == {}
     assert other.store._all_tables() == []
     for table in heir.store._all_tables():
@@ -209,13 +209,13 @@ async def test_an_heir_takes_the_oldest_first_and_gives_no_name_twice(pool: Stor
     for name, model in names.items():
         fingerprint = Fingerprint(model, BLOCK, key_bytes=8)
         table = BlockTable.create(RegionRecord(model, 0, COUNT * BLOCK, fingerprint=fingerprint))
-        fds.keep(name, table.descriptor)
+        fds.store_fd(name, table.descriptor)
         table.close()
     heir = StoreFixture(pool, fds)
     found: list[RecoveredRegion] = []
-    heir.store.restore({name: os.dup(fds.kept[name]) for name in names}, found.append)
-    assert [each.deed.name for each in found] == ["a", "b"]
-    heir.store.write(RegionCreated(KEYED))
+    heir.store.restore_regions({name: os.dup(fds.kept[name]) for name in names}, found.append)
+    assert [each.record.name for each in found] == ["a", "b"]
+    heir.store.apply_change(RegionCreated(KEYED))
     assert list(fds.kept) == [*names, "ledger-11"]
     heir.store.close()
 
@@ -227,10 +227,10 @@ async def test_a_region_without_a_table_serves_all_the_same(
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(BlockTable, "create", none_left)
-    desk.store.write(RegionCreated(RAW))
-    desk.store.write(RegionUpdated(RAW, wipe=True))
+    desk.store.apply_change(RegionCreated(RAW))
+    desk.store.apply_change(RegionUpdated(RAW, wipe=True))
     desk.end(desk.start([1], owner=RAW.owner))
-    desk.store.write(RegionFreed(RAW.owner))
+    desk.store.apply_change(RegionFreed(RAW.owner))
     assert not desk.store.busy
     assert list(desk.fds.kept) == ["ledger-1"]
 
@@ -238,7 +238,7 @@ async def test_a_region_without_a_table_serves_all_the_same(
 async def test_a_record_that_outgrows_its_table_ends_the_keeping(desk: StoreFixture) -> None:
     pages = ((1 << 60,) * (1 << 18),)
     longer = RegionRecord(KEYED.name, 0, KEYED.nbytes, fingerprint=FINGERPRINT, pages=pages)
-    desk.store.write(RegionUpdated(longer))
+    desk.store.apply_change(RegionUpdated(longer))
     assert desk.fds.kept == {}
     desk.end(desk.start([1], [1]))
     assert not desk.store.busy
@@ -246,13 +246,13 @@ async def test_a_record_that_outgrows_its_table_ends_the_keeping(desk: StoreFixt
 
 async def test_the_scrub_reads_what_is_committed(pool: StoredPool) -> None:
     store = RegionStore(pool.checksums, KeptFds(), pool.reports.extend, 1 << 30)
-    store.write(RegionCreated(KEYED))
+    store.apply_change(RegionCreated(KEYED))
     store.start()
     blocks = numbers(3)
     plan = CopyPlan(1, 1, Direction.STORE, (), 0, 0, 0, 0)
     cargo = BlockSet(KEYED.owner, blocks, (key(3),))
-    store.invalidate(StartTransfer(plan, "a", 1, cargo))
-    store.commit(CommitBlocks(1, cargo))
+    store.invalidate_blocks(StartTransfer(plan, "a", 1, cargo))
+    store.commit_store(CommitBlocks(1, cargo))
     await eventually(lambda: not store.busy)
     assert pool.reports == []
     pool.damage(store._all_tables()[0], 3)

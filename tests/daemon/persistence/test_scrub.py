@@ -32,7 +32,9 @@ class ScrubbedBlocks:
         self.asked: list[list[int]] = []
         self.done: Callable[[], None] | None = None
 
-    def check(self, table: Any, blocks: Any, purpose: Purpose, done: Callable[[], None]) -> None:
+    def check_blocks(
+        self, table: Any, blocks: Any, purpose: Purpose, done: Callable[[], None]
+    ) -> None:
         assert purpose is Purpose.SCRUB
         assert self.done is None, "one batch is read at a time"
         self.asked.append(blocks.tolist())

@@ -31,7 +31,9 @@ class VerifiedBlocks:
         self.asked: list[tuple[str, list[int]]] = []
         self.waiting: list[Callable[[], None]] = []
 
-    def check(self, table: Any, blocks: Any, purpose: Purpose, done: Callable[[], None]) -> None:
+    def check_blocks(
+        self, table: Any, blocks: Any, purpose: Purpose, done: Callable[[], None]
+    ) -> None:
         assert purpose is Purpose.VERIFY
         self.asked.append((table.record.owner.kind, blocks.tolist()))
         self.waiting.append(done)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvferry.daemon.access.endpoint import shut
-from kvferry.daemon.transport.accept_gate import AcceptGate, last_descriptor
+from kvferry.daemon.access.endpoint import closed_path
+from kvferry.daemon.transport.accept_gate import AcceptGate, max_client_fd
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ async def door(path: Path) -> AcceptGate:
 @pytest.fixture(autouse=True)
 def bound(door: AcceptGate) -> Iterator[None]:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        door.bind(router)
+        door.bind_socket(router)
         yield
         door.close()
 
@@ -38,22 +38,22 @@ def knock(path: Path) -> None:
 
 async def test_nobody_sees_a_socket_before_it_listens(path: Path, door: AcceptGate) -> None:
     assert not path.exists()
-    door.open()
+    door.open_gate()
     knock(path)
 
 
 async def test_it_shuts_where_descriptors_run_out(path: Path, door: AcceptGate) -> None:
-    door.open()
-    door.came(last_descriptor())
+    door.open_gate()
+    door.connection_accepted(max_client_fd())
     assert path.exists()
-    door.came(last_descriptor() + 1)
+    door.connection_accepted(max_client_fd() + 1)
     assert not path.exists()
-    knock(shut(path))
+    knock(closed_path(path))
 
 
 @pytest.mark.parametrize("cleared", [False, True])
 async def test_it_leaves_nothing_behind(path: Path, door: AcceptGate, cleared: bool) -> None:
-    door.open()
+    door.open_gate()
     if cleared:
         path.unlink()
     door.close()

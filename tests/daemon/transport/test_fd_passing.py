@@ -32,7 +32,7 @@ class FdServerFixture:
     def __init__(self, folder: Path) -> None:
         self.sessions = {"a", "b"}
         self.refused: list[str] = []
-        admission = SimpleNamespace(check=lambda process: None)
+        admission = SimpleNamespace(check_process=lambda process: None)
         endpoint = SimpleNamespace(admission=admission, descriptors=folder / "fds.sock")
         self.desk = FdServer(cast(Any, endpoint), lambda: self.sessions, self.refusal)
 
@@ -52,22 +52,24 @@ async def test_what_is_kept_is_closed_with_its_session_unless_it_was_taken(
     house: FdServerFixture,
 ) -> None:
     one, two, other = memory(), memory(), memory()
-    first, _, third = (house.desk.keep(who, d) for who, d in (("a", one), ("a", two), ("b", other)))
-    assert house.desk.take("a", (first,)) == (one,)
-    house.desk.forget("a")
+    first, _, third = (
+        house.desk.hold_fd(who, d) for who, d in (("a", one), ("a", two), ("b", other))
+    )
+    assert house.desk.take_fds("a", (first,)) == (one,)
+    house.desk.close_session("a")
     assert [is_open(descriptor) for descriptor in (one, two, other)] == [True, False, True]
     os.dup2(one, two)  # the number is somebody else's now
-    house.desk.forget("a")
+    house.desk.close_session("a")
     assert is_open(two)
     os.close(two)
-    assert house.desk.take("b", (third,)) == (other,)
+    assert house.desk.take_fds("b", (third,)) == (other,)
     os.close(one)
     os.close(other)
 
 
 async def test_what_is_kept_for_who_has_gone_is_closed_at_once(house: FdServerFixture) -> None:
     descriptor = memory()
-    house.desk.keep("gone", descriptor)
+    house.desk.hold_fd("gone", descriptor)
     assert not is_open(descriptor)
 
 
@@ -75,17 +77,17 @@ async def test_a_ticket_is_used_once_and_one_that_is_wrong_takes_none(
     house: FdServerFixture,
 ) -> None:
     one = memory()
-    ticket = house.desk.keep("a", one)
+    ticket = house.desk.hold_fd("a", one)
     for tickets, code in (
-        ((ticket, ticket), Code.UNKNOWN_TICKET),
-        ((ticket, 99), Code.UNKNOWN_TICKET),
+        ((ticket, ticket), Code.UNKNOWN_HANDLE),
+        ((ticket, 99), Code.UNKNOWN_HANDLE),
     ):
         with pytest.raises(Refused) as refused:
-            house.desk.take("a", tickets)
+            house.desk.take_fds("a", tickets)
         assert refused.value.code == code
     with pytest.raises(Refused):
-        house.desk.take("b", (ticket,))
-    assert house.desk.take("a", (ticket,)) == (one,)
+        house.desk.take_fds("b", (ticket,))
+    assert house.desk.take_fds("a", (ticket,)) == (one,)
     os.close(one)
 
 
@@ -94,7 +96,7 @@ async def test_a_session_deposits_so_many_and_no_more(
     house: FdServerFixture, monkeypatch: pytest.MonkeyPatch, crowded: bool
 ) -> None:
     monkeypatch.setattr(descriptors_module, "MAX_HELD", 2)
-    monkeypatch.setattr(descriptors_module, "crowded", lambda: crowded)
+    monkeypatch.setattr(descriptors_module, "fds_exhausted", lambda: crowded)
     here, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     given: list[int] = []
     for _ in range(3):

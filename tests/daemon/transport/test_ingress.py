@@ -46,8 +46,8 @@ class IngressFixture:
         self.costs: dict[bytes, float] = {}
         self.now = 0.0
         self.on_hearing: Callable[[bytes], None] = lambda _: None
-        self.peers = Peers(self.part)
-        door: Any = SimpleNamespace(came=self.came.append)
+        self.peers = Peers(self.disconnect_client)
+        door: Any = SimpleNamespace(connection_accepted=self.came.append)
         self.intake = Ingress(
             self.router, self.peers, door, Connections(Admission()), self, lambda: self.now
         )
@@ -67,7 +67,7 @@ class IngressFixture:
         assert self.router.poll(10_000)
         identity, frame = self.router.recv(), self.router.recv(copy=False)
         if address != NEAR:
-            self.peers.admit(session, identity, frame, HELLO)
+            self.peers.add_peer(session, identity, frame, HELLO)
             return one
         pidfd = os.pidfd_open(os.getpid())
         peer = Peer(session, identity, 0, os.getpid(), pidfd, -1, HELLO.client, HELLO.engine)
@@ -76,16 +76,16 @@ class IngressFixture:
 
     # What the intake tells
 
-    def receive(self, identity: bytes, peer: Peer | None, frames: Frames) -> None:
+    def receive_message(self, identity: bytes, peer: Peer | None, frames: Frames) -> None:
         data = b"".join(f if isinstance(f, bytes) else f.bytes for f in frames)
         (self.events if peer is not None else self.unknown).append(data)
         self.now += self.costs.get(data, 1e-5)
         self.on_hearing(data)
 
-    def part(self, peer: Peer, reason: str) -> None:
+    def disconnect_client(self, peer: Peer, reason: str) -> None:
         self.events.append(reason.encode())
-        self.intake.forget(peer)
-        self.peers.dismiss(peer.session)
+        self.intake.drop_messages(peer)
+        self.peers.remove_peer(peer.session)
 
     async def until(self, ready: Callable[[], bool]) -> None:
         """With a note in `events` whenever the loop came round."""
@@ -210,7 +210,7 @@ async def test_what_waits_is_bounded(
 async def test_what_waits_of_one_that_left_is_dropped(house: IngressFixture) -> None:
     client = house.client()
     (peer,) = house.peers.by_session.values()
-    house.on_hearing = lambda _: house.part(peer, "it died")
+    house.on_hearing = lambda _: house.disconnect_client(peer, "it died")
     for _ in range(10):
         client.send(b"more")
     house.intake.start()
@@ -228,9 +228,9 @@ async def test_a_second_hello_behind_a_goodbye_tells_where_it_came_from(
     def receive(identity: bytes, peer: Peer | None, frames: Frames) -> None:
         kinds.append(type(frames[0]))
         if peer is not None:
-            house.peers.dismiss(peer.session)
+            house.peers.remove_peer(peer.session)
 
-    house.receive = receive  # type: ignore[method-assign]
+    house.receive_message = receive  # type: ignore[method-assign]
     for data in (b"goodbye", b"hello"):
         client.send(data)
     house.intake.start()

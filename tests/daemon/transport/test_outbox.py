@@ -63,32 +63,32 @@ async def until(socket: Socket, count: int) -> None:
 async def test_who_has_much_to_take_is_told_the_number_of_the_news_that_it_missed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(outbox_module, "MAX_NEWS", 2)
+    monkeypatch.setattr(outbox_module, "MAX_QUEUED_EVENTS", 2)
     socket = Socket(room=0)
     boxes, peer = desk(socket)
     news = [KeyEvents(number, (), 3) for number in range(5)]
     for each in news[:4]:
-        boxes.broadcast(["s", "another"], each)
-    boxes.send(peer, Done(9))
+        boxes.broadcast_events(["s", "another"], each)
+    boxes.send_message(peer, Done(9))
     socket.room = 100
     await until(socket, 4)
     assert socket.taken == [*news[:2], Done(9), KeyEvents(3, (), 3)]
-    assert (peer.outbox_bytes, peer.missed) == (0, None)
-    boxes.broadcast(["s"], news[4])
+    assert (peer.outbox_bytes, peer.missed_events) == (0, None)
+    boxes.broadcast_events(["s"], news[4])
     assert socket.taken[4:] == [news[4]]
 
 
 async def test_the_last_that_one_hears_who_was_sent_away_is_a_goodbye(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(outbox_module, "MAX_NEWS", 1)
+    monkeypatch.setattr(outbox_module, "MAX_QUEUED_EVENTS", 1)
     monkeypatch.setattr(outbox_module, "MAX_MESSAGES", 2)
     socket = Socket(room=0)
     boxes, peer = desk(socket)
     for number in range(2):
-        boxes.broadcast(["s"], KeyEvents(number, ()))
+        boxes.broadcast_events(["s"], KeyEvents(number, ()))
     for number in range(4):
-        boxes.send(peer, Done(number))
+        boxes.send_message(peer, Done(number))
     socket.room = 100
     await until(socket, 1)
     await asyncio.sleep(0.01)
@@ -106,7 +106,7 @@ async def test_whoever_reads_the_socket_hears_of_every_time_that_it_is_written_t
         lambda: sent.append(None),
         lambda gone, reason: pytest.fail(reason),
     )
-    boxes.send(peer, Done(1))
+    boxes.send_message(peer, Done(1))
     assert len(sent) == 1
     async with asyncio.timeout(10):
         while len(sent) < 3:
@@ -116,10 +116,10 @@ async def test_whoever_reads_the_socket_hears_of_every_time_that_it_is_written_t
 async def test_a_stream_goes_on_when_all_before_is_taken_and_ends_the_one_before_it() -> None:
     socket = Socket(room=2)
     boxes, peer = desk(socket)
-    boxes.stream("s", map(Done, range(10)))
+    boxes.start_stream("s", map(Done, range(10)))
     await asyncio.sleep(0.01)
     assert len(peer.outbox) == 1
-    boxes.stream("s", map(Done, range(20, 24)))
+    boxes.start_stream("s", map(Done, range(20, 24)))
     socket.room = 100
     await until(socket, 7)
     await asyncio.sleep(0.01)
@@ -135,7 +135,7 @@ async def test_who_asked_for_more_than_a_message_may_have_is_told_so(
     boxes = Outboxes(
         cast(Any, Full()), cast(Any, None), lambda: None, lambda gone, reason: pytest.fail(reason)
     )
-    boxes.send(peer, Opened(7, "x" * 300, 1, 1, False, "lru", 1))
+    boxes.send_message(peer, Opened(7, "x" * 300, 1, 1, False, "lru", 1))
     (answer,) = map(decode_daemon_message, peer.outbox)
     assert isinstance(answer, Error)
     assert (answer.request_id, answer.error.code) == (7, Code.MESSAGE_TOO_LARGE)
@@ -156,7 +156,7 @@ async def test_who_takes_nothing_is_sent_away_once_what_it_said_was_answered(
         lambda gone, reason: away.append(f"{gone.session}: {reason}"),
     )
     for number in range(9):
-        boxes.send(peer, Done(number))
+        boxes.send_message(peer, Done(number))
     assert away == []
     await asyncio.sleep(0)
     assert away == ["s: received none of 4 messages"]

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvferry.daemon.engine.fd_closer import SMALL_BYTES, THREAD_NAME
-from kvferry.daemon.transport.received_fds import close
+from kvferry.daemon.memory.fd_closer import SMALL_BYTES, THREAD_NAME
+from kvferry.daemon.transport.received_fds import close_received_fd
 from kvferry.testing.engine import until
 
 
@@ -41,6 +41,6 @@ def test_who_closes(
         close_it(number)
 
     monkeypatch.setattr(os, "close", note)
-    close(descriptor)
+    close_received_fd(descriptor)
     until(lambda: bool(closed_by), 10)
     assert (closed_by == [THREAD_NAME]) is by_a_thread

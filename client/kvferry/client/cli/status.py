@@ -142,7 +142,7 @@ def _health(health: HealthStatus | None) -> Iterator[Text]:
     else:
         said = (f"unhealthy: {'; '.join(health.reasons)}", "bold red")
     yield Text.assemble("health   ", said)
-    parts = [f"lane {brief(health.lane_lag)}, loop {brief(health.loop_lag)} late"]
+    parts = [f"lane {brief(health.worker_lag)}, loop {brief(health.loop_lag)} late"]
     if health.probe_seconds is not None and health.probe_age is not None:
         parts.insert(0, f"probe {brief(health.probe_seconds)}, {brief(health.probe_age)} ago")
     if health.oldest_job is not None:

@@ -38,7 +38,7 @@ class Exported:
 
     def with_tickets(self, tickets: Sequence[int]) -> tuple[Allocation, ...]:
         return tuple(
-            FdAllocation(tickets[a.ticket], a.size) if isinstance(a, FdAllocation) else a
+            FdAllocation(tickets[a.handle], a.size) if isinstance(a, FdAllocation) else a
             for a in self.allocations
         )
 

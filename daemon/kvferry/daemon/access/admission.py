@@ -57,14 +57,14 @@ class Admission:
     """
 
     def __init__(self, group: str = "") -> None:
-        self.change(group)
+        self.change_group(group)
 
-    def change(self, group: str) -> None:
+    def change_group(self, group: str) -> None:
         """Admit this group from now on; connected clients stay. Raises Refused, changes nothing."""
         self.gid = gid_of(group) if group else None
         self.group = group
 
-    def check(self, process: Credentials) -> None:
+    def check_process(self, process: Credentials) -> None:
         """Raise Refused (FORBIDDEN) if this process may not connect."""
         if process.uid in (0, os.geteuid()):
             return

@@ -61,13 +61,13 @@ class TokenBucket:
     def __init__(self, quota: Quota, now: float) -> None:
         self._quota, self._tokens, self._at = quota, float(quota.burst), now
 
-    def refill(self, now: float) -> float:
+    def refill_tokens(self, now: float) -> float:
         """The tokens available now."""
         grown = self._tokens + (now - self._at) * self._quota.per_second
         self._tokens, self._at = min(grown, float(self._quota.burst)), now
         return self._tokens
 
-    def take(self) -> None:
+    def take_token(self) -> None:
         self._tokens -= 1
 
 
@@ -89,14 +89,14 @@ class Connections:
         self._bucket = TokenBucket(all_users, clock())
         self.refused = 0
 
-    def opened(self, descriptor: int) -> None:
+    def add_connection(self, descriptor: int) -> None:
         """A connection was accepted. One too many is shut down at once, or those that stay silent
         would hold descriptors until libzmq's handshake timeout.
 
         The number may have been closed and be another connection's by now: then its own events
         follow, and the count is right again after them.
         """
-        self.closed(descriptor)
+        self.remove_connection(descriptor)
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as peer:
             if peer.family != socket.AF_UNIX or peer.type != socket.SOCK_STREAM:
                 return
@@ -105,25 +105,25 @@ class Connections:
             if self._over(process.uid):
                 peer.shutdown(socket.SHUT_RDWR)
 
-    def closed(self, descriptor: int) -> None:
+    def remove_connection(self, descriptor: int) -> None:
         process = self._by_descriptor.pop(descriptor, None)
         if process is not None:
             self._live[process.uid] -= 1
             if not self._live[process.uid]:
                 del self._live[process.uid]
 
-    def decide(self, uid: int, gid: int, pid: int) -> Decision:
+    def decide_admission(self, uid: int, gid: int, pid: int) -> Decision:
         """Whether a connection of this process may begin. Raises Refused (FORBIDDEN)."""
         groups = self._groups(uid, gid, pid)
-        self._admission.check(Credentials(uid, gid, pid, groups))
+        self._admission.check_process(Credentials(uid, gid, pid, groups))
         now = self._clock()
         bucket = self._bucket_of(uid, now)
-        enough = bucket.refill(now) >= 1 and self._bucket.refill(now) >= 1
+        enough = bucket.refill_tokens(now) >= 1 and self._bucket.refill_tokens(now) >= 1
         if self._over(uid) or not enough:
             self.refused += 1
             return Decision.LATER
-        bucket.take()
-        self._bucket.take()
+        bucket.take_token()
+        self._bucket.take_token()
         return Decision.ADMIT
 
     def _over(self, uid: int) -> bool:
@@ -143,7 +143,7 @@ class Connections:
         if bucket is None:
             if len(self._buckets) >= _MAX_BUCKETS:
                 full = self._per_user.burst
-                kept = {u: b for u, b in self._buckets.items() if b.refill(now) < full}
+                kept = {u: b for u, b in self._buckets.items() if b.refill_tokens(now) < full}
                 self._buckets = kept
             bucket = self._buckets[uid] = TokenBucket(self._per_user, now)
         return bucket

@@ -24,7 +24,7 @@ from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fd_passing import MAX_SOCKET_PATH
 
 
-def shut(path: Path) -> Path:
+def closed_path(path: Path) -> Path:
     """The path of the socket while new clients are not accepted."""
     return path.with_suffix(".full")
 
@@ -37,7 +37,7 @@ def file_of(path: Path) -> tuple[int, int]:
 
 def remove_own(path: Path, file: tuple[int, int]) -> None:
     """Remove a socket if it is still this file: another daemon may have bound its own there."""
-    for place in (path, shut(path)):
+    for place in (path, closed_path(path)):
         with suppress(OSError):
             if file_of(place) == file:
                 place.unlink()
@@ -61,39 +61,39 @@ class Endpoint:
         self._lock = _locked(directory)
         self._bound: dict[Path, tuple[int, int]] = {}
         for path in self._sockets:
-            for place in (path, shut(path)):
+            for place in (path, closed_path(path)):
                 place.unlink(missing_ok=True)
         try:
-            self.open()
+            self.apply_access()
         except BaseException:
             os.close(self._lock)
             raise
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
-    def open(self) -> None:
+    def apply_access(self) -> None:
         """Give the access group the folder and the sockets in it. Raises Refused (BAD_CONFIG).
 
         Called again when a socket was bound, which `close` then removes.
         """
         for path in self._sockets:
-            for place in (path, shut(path)):
+            for place in (path, closed_path(path)):
                 if place.exists():
-                    _give(place, 0o600, 0o060, self.admission.gid)
+                    _set_access(place, 0o600, 0o060, self.admission.gid)
                     self._bound[path] = file_of(place)
-        _give(self.directory, 0o700, 0o050, self.admission.gid)
+        _set_access(self.directory, 0o700, 0o050, self.admission.gid)
 
-    def admit(self, group: str) -> None:
+    def change_group(self, group: str) -> None:
         """Admit this group from now on, or change nothing. Raises Refused (BAD_CONFIG), OSError."""
         before = self.admission.group
-        self.admission.change(group)
+        self.admission.change_group(group)
         try:
-            self.open()
+            self.apply_access()
         except BaseException:
-            self.admission.change(before)
-            self.open()
+            self.admission.change_group(before)
+            self.apply_access()
             raise
 
-    def lost(self) -> str | None:
+    def find_problem(self) -> str | None:
         """Why clients cannot find the daemon any more: what is missing or replaced in the folder.
 
         None if all is in place. A few system calls on a tmpfs; called once a second.
@@ -115,7 +115,7 @@ class Endpoint:
         """
         if self._lock_is_here():
             for path in self._sockets:
-                for place in (path, shut(path)):
+                for place in (path, closed_path(path)):
                     with suppress(OSError):
                         # One that `open` has not seen was bound by a start that failed.
                         if self._bound.get(path) in (None, file_of(place)):
@@ -129,7 +129,7 @@ class Endpoint:
         return False
 
     def _is_ours(self, path: Path, file: tuple[int, int]) -> bool:
-        for place in (path, shut(path)):
+        for place in (path, closed_path(path)):
             with suppress(OSError):
                 if file_of(place) == file:
                     return True
@@ -140,7 +140,7 @@ class Endpoint:
         return self.messages, self.descriptors, self.events
 
 
-def _give(path: Path, owner: int, members: int, gid: int | None) -> None:
+def _set_access(path: Path, owner: int, members: int, gid: int | None) -> None:
     """Set the mode, with `members` bits for a group; owner only while the group changes."""
     path.chmod(owner)
     if gid is None:

@@ -30,7 +30,7 @@ class CopyPlan(msgspec.Struct, frozen=True):
     serial: int
     registration: int
     direction: Direction
-    runs: tuple[Extent, ...]
+    extents: tuple[Extent, ...]
     nbytes: int
     # Start once the engine's timeline has reached this value.
     wait_for: int
@@ -75,7 +75,7 @@ class PublishKVEvents:
 
     namespace: str
     block_size: int
-    news: KeyEvents
+    key_events: KeyEvents
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class CloseSession:
 class FreeDeferred:
     """Free unreachable data in steps, between other work."""
 
-    rubble: DeferredFree
+    deferred: DeferredFree
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class MapTensors:
 
     registration: int
     session: str
-    geometry: BlockLayout
+    layout: BlockLayout
     allocations: tuple[Allocation, ...]
     locations: tuple[Location, ...] | None
     timeline: int | None
@@ -124,7 +124,7 @@ class KeepTensors:
     """
 
     registration: int
-    tenancy: KeptTensorsRecord
+    record: KeptTensorsRecord
     descriptors: tuple[int, ...]
 
 
@@ -160,21 +160,21 @@ class StartTransfer(msgspec.Struct, frozen=True):
     plan: CopyPlan
     session: str
     job_id: int
-    cargo: BlockSet
+    block_set: BlockSet
 
 
 @dataclass(frozen=True, slots=True)
 class RegionCreated:
     """A region was created; none of its blocks is committed."""
 
-    deed: RegionRecord
+    record: RegionRecord
 
 
 @dataclass(frozen=True, slots=True)
 class RegionUpdated:
     """The record of a region changed. wipe: none of its blocks is committed any longer."""
 
-    deed: RegionRecord
+    record: RegionRecord
     wipe: bool = False
 
 
@@ -192,7 +192,7 @@ class CommitBlocks(msgspec.Struct, frozen=True):
     """
 
     serial: int
-    cargo: BlockSet
+    block_set: BlockSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +249,7 @@ class TensorsMapped:
     allocations: tuple[Allocation, ...] = ()
     locations: tuple[Location, ...] = ()
     copying: tuple[GroupCopying, ...] = ()
-    # FdAllocations refer to these by position, until the server replaces them by tickets.
+    # FdAllocations refer to these by position, until the server replaces them by handles.
     descriptors: tuple[int, ...] = ()
     reused: bool = False
     # Descriptors that the device worker holds from now on, if tensors are to be kept.

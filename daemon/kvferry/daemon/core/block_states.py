@@ -53,7 +53,7 @@ class BlockStates:
         self._unverified = 0
 
     @classmethod
-    def of_layout(cls, layout: LayoutArrays, num_blocks: int) -> BlockStates:
+    def for_layout(cls, layout: LayoutArrays, num_blocks: int) -> BlockStates:
         return cls(num_blocks, layout.block_size_factor, len(set(layout.group_bytes)))
 
     def submit_store(self, serial: int, blocks: ResolvedBlocks) -> None:
@@ -91,7 +91,7 @@ class BlockStates:
         self._check(blocks.sub_blocks // self._factor, states != _UNDEFINED)
         return tuple(np.unique(states[states > 0]).tolist())
 
-    def parts(self, hosts: Int64s) -> dict[int, tuple[int, int]]:
+    def loadable_parts(self, hosts: Int64s) -> dict[int, tuple[int, int]]:
         """Of host blocks that are loadable in part, the sub-blocks (from, to) that are.
 
         If they have gaps, the longest run counts. A block with no loadable sub-block has (0, 0).
@@ -105,7 +105,7 @@ class BlockStates:
             for block, row in zip(hosts[partial], loadable[partial], strict=True)
         }
 
-    def restore(self, residents: Iterable[tuple[int, tuple[int, int] | None]]) -> None:
+    def restore_blocks(self, residents: Iterable[tuple[int, tuple[int, int] | None]]) -> None:
         """Host blocks, in part or whole, that an earlier daemon stored: unverified from now on.
 
         Raises ValueError if one of them is out of range.
@@ -120,14 +120,14 @@ class BlockStates:
             self._by_block[block, first:last] = _UNVERIFIED
             self._unverified += last - first
 
-    def verify(self, hosts: Int64s) -> None:
+    def mark_verified(self, hosts: Int64s) -> None:
         """These host blocks match their checksums. Those stored over meanwhile are not changed."""
         rows = self._by_block[hosts]
         self._unverified -= int(np.count_nonzero(rows == _UNVERIFIED))
         rows[rows == _UNVERIFIED] = _LOADABLE
         self._by_block[hosts] = rows
 
-    def discard(self, hosts: Int64s) -> None:
+    def discard_blocks(self, hosts: Int64s) -> None:
         """These host blocks lost their bytes."""
         rows = self._by_block[hosts]
         self._unverified -= int(np.count_nonzero(rows == _UNVERIFIED))

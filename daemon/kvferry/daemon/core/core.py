@@ -35,13 +35,13 @@ from kvferry.daemon.core.regions import MAX_REGIONS, Regions
 from kvferry.daemon.core.registrations import OWN, Registrations
 from kvferry.daemon.core.transfers import JobObserver, Transfers
 from kvferry.proto import messages as wire
-from kvferry.proto import status as told
+from kvferry.proto import status as wire_status
 from kvferry.proto.errors import Code, ErrorInfo, Gone, KVFerryError, Refused
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction
 
 RegionRequest: TypeAlias = wire.OpenNamespace | wire.RegisterKVCaches | wire.AllocateKVCaches
-_TAKEN = Code.POOL_FULL, Code.ALREADY_REGISTERED
+_RETRYABLE = Code.POOL_FULL, Code.ALREADY_REGISTERED
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ class DaemonIdentity:
     version: str
     boot_id: str
     pid: int
-    device: told.DeviceInfo
-    limits: told.Limits
+    device: wire_status.DeviceInfo
+    limits: wire_status.Limits
 
 
 class Core:
@@ -73,16 +73,16 @@ class Core:
         self.identity = identity
         self.stopping = False
         self._started = started
-        self._pinned_bytes = 0
-        self._copying: told.CopyStatus | None = None
-        self._health: told.HealthStatus | None = None
-        self._verification: told.VerificationStatus | None = None
+        self._registered_bytes = 0
+        self._copying: wire_status.CopyStatus | None = None
+        self._health: wire_status.HealthStatus | None = None
+        self._verification: wire_status.VerificationStatus | None = None
         self._errors: Counter[str] = Counter()
         # The engine of each session.
         self._engines: dict[str, str] = {}
         self._owners = EngineOwners()
         # Requests, by session, that wait until a closing registration has freed what they ask for.
-        self._waiting: dict[str, RegionRequest] = {}
+        self._waiting_requests: dict[str, RegionRequest] = {}
         self._regions = Regions(pool_bytes, own_bytes, max_regions)
         self._namespaces = Namespaces(self._regions)
         self._registrations = Registrations(self._regions, self._namespaces, self._owners)
@@ -96,9 +96,9 @@ class Core:
     @property
     def busy(self) -> bool:
         """Whether a job is in flight, or memory is being mapped or unmapped."""
-        return len(self._transfers) > 0 or self._registrations.unsettled
+        return len(self._transfers) > 0 or self._registrations.is_mapping
 
-    def welcome(self, session: str, hello: wire.Hello, uid: int | None = None) -> list[Action]:
+    def open_session(self, session: str, hello: wire.Hello, uid: int | None = None) -> list[Action]:
         """Open the session of a client process of user `uid`, or reply why not."""
         if not hello.protocol_min <= wire.PROTOCOL <= hello.protocol_max:
             spoken = f"{hello.protocol_min} to {hello.protocol_max}"
@@ -107,13 +107,13 @@ class Core:
                 "same version of kvferry on both sides"
             )
             error: KVFerryError = Refused(Code.PROTOCOL_VERSION, message, spoken)
-            return [SendMessage(session, self.refusal(None, error))]
+            return [SendMessage(session, self.refusal_reply(None, error))]
         if self.stopping:
-            return [SendMessage(session, self.refusal(None, self._shutting_down()))]
+            return [SendMessage(session, self.refusal_reply(None, self._shutting_down()))]
         try:
-            self._owners.enter(hello.engine, uid)
+            self._owners.add_session(hello.engine, uid)
         except Refused as refused:
-            return [SendMessage(session, self.refusal(None, refused))]
+            return [SendMessage(session, self.refusal_reply(None, refused))]
         self._engines[session] = hello.engine
         me = self.identity
         reply = wire.Welcome(
@@ -121,38 +121,38 @@ class Core:
         )
         return [SendMessage(session, reply)]
 
-    def enter(self, session: str) -> None:
+    def open_own_session(self, session: str) -> None:
         """Open a session inside the daemon. It sends as a client does, and is not reported."""
         self._engines[session] = OWN
 
     def handle(self, session: str, message: wire.ClientMessage, now: float) -> list[Action]:
         """Handle one message of an open session. now: time.monotonic() in seconds."""
         try:
-            actions = self._answer(session, self._engines[session], message, now)
+            actions = self._dispatch(session, self._engines[session], message, now)
         except KVFerryError as error:
             return [
-                *self._regions.records(),
-                SendMessage(session, self.refusal(message, error, session)),
+                *self._regions.take_changes(),
+                SendMessage(session, self.refusal_reply(message, error, session)),
             ]
-        return [*self._regions.records(), *actions, *self._namespaces.news()]
+        return [*self._regions.take_changes(), *actions, *self._namespaces.take_key_events()]
 
     def report(self, report: Report) -> list[Action]:
         """Handle a report of the device worker or of persistence."""
         match report:
             case TransferCompleted():
-                actions, error = self._transfers.ended(report)
+                actions, error = self._transfers.end_transfer(report)
             case TensorsMapped():
-                actions, error = self._registrations.mapped(report)
+                actions, error = self._registrations.finish_mapping(report)
             case TensorsUnmapped(number):
-                actions, error = self._unmapped(number), None
+                actions, error = self._handle_unmapped(number), None
             case BlocksVerified():
-                self._verified(report)
+                self._handle_verified(report)
                 actions, error = [], None
             case BlocksCorrupted():
-                self._corrupted(report)
+                self._handle_corrupted(report)
                 actions, error = [], None
             case PoolRegistered(nbytes):
-                self._pinned_bytes = nbytes
+                self._registered_bytes = nbytes
                 return []
             case CopyCalibrated(copying):
                 self._copying = copying
@@ -166,64 +166,64 @@ class Core:
                 return [command]
         if error is not None:
             self._errors[error.code] += 1
-        return [*self._regions.records(), *actions, *self._namespaces.news()]
+        return [*self._regions.take_changes(), *actions, *self._namespaces.take_key_events()]
 
-    def restore(self, found: RecoveredRegion) -> None:
+    def restore_region(self, found: RecoveredRegion) -> None:
         """Restore a region of an earlier daemon, before the first session.
 
         If it raises Refused, nothing has changed.
         """
-        if found.deed.layout is None:
-            self._namespaces.restore(found)
+        if found.record.layout is None:
+            self._namespaces.restore_namespace(found)
         else:
-            self._regions.restore(found)
+            self._regions.restore_region(found)
 
-    def restore_tensors(self, tenancy: KeptTensorsRecord) -> int:
+    def restore_kept_tensors(self, record: KeptTensorsRecord) -> int:
         """Restore kept tensors of an earlier daemon, after its regions.
 
         Return the number under which the device worker must hold them. If it raises Refused,
         nothing has changed.
         """
-        return self._registrations.restore(tenancy)
+        return self._registrations.restore_kept_tensors(record)
 
-    def leave(self, session: str) -> list[Action]:
+    def close_session(self, session: str) -> list[Action]:
         """Close a session: cancel its jobs and unmap what it registered."""
-        self._owners.leave(self._engines.pop(session))
-        self._waiting.pop(session, None)
-        self._namespaces.leave(session)
-        moved = self._transfers.moved.pop(session, 0)
-        given_up, lost = self._transfers.leave(session)
+        self._owners.remove_session(self._engines.pop(session))
+        self._waiting_requests.pop(session, None)
+        self._namespaces.close_session(session)
+        moved = self._transfers.moved_bytes.pop(session, 0)
+        given_up, lost = self._transfers.close_session(session)
         return [
             CloseSession(session, lost, moved),
             *given_up,
-            *self._registrations.leave(session),
+            *self._registrations.close_session(session),
         ]
 
     def stop(self) -> None:
         """Refuse new requests from now on; accepted jobs still end."""
         self.stopping = True
 
-    def abandon_all(self) -> list[Action]:
+    def cancel_all_transfers(self) -> list[Action]:
         """Cancel all jobs in flight."""
-        return self._transfers.abandon_all()
+        return self._transfers.cancel_all()
 
-    def refusal(
+    def refusal_reply(
         self, message: wire.ClientMessage | None, error: KVFerryError, session: str = ""
     ) -> wire.DaemonMessage:
         """The reply to a refused message; counts the error."""
         if isinstance(message, wire.Submit):
-            self._count(error, session)
+            self._count_error(error, session)
             return wire.Finished((_refused_job(message, error.info),))
-        return self.refused(error, getattr(message, "request_id", None), session)
+        return self.error_reply(error, getattr(message, "request_id", None), session)
 
-    def refused(
+    def error_reply(
         self, error: KVFerryError, request_id: int | None = None, session: str = ""
     ) -> wire.Error:
         """The reply to a refused request that is not a job; counts the error."""
-        self._count(error, session)
+        self._count_error(error, session)
         return wire.Error(request_id, error.info, self.identity.boot_id)
 
-    def _count(self, error: KVFerryError, session: str) -> None:
+    def _count_error(self, error: KVFerryError, session: str) -> None:
         if self._engines.get(session) != OWN:
             self._errors[error.code] += 1
 
@@ -231,12 +231,14 @@ class Core:
     def pool_bytes(self) -> int:
         return self._regions.pool_bytes
 
-    def namespaces(self) -> tuple[told.NamespaceStatus, ...]:
+    def namespaces(self) -> tuple[wire_status.NamespaceStatus, ...]:
         return self._namespaces.status()
 
-    def status(self, now: float) -> told.DaemonStatus:
+    def status(self, now: float) -> wire_status.DaemonStatus:
         me, regions = self.identity, self._regions
-        totals = {name: self._transfers.totals[name] for name in told.Totals.__struct_fields__}
+        totals = {
+            name: self._transfers.totals[name] for name in wire_status.Totals.__struct_fields__
+        }
         held = {
             r.engine: (True, r.host.num_blocks, r.host.block_bytes)
             for r in self._registrations
@@ -247,86 +249,86 @@ class Core:
             for region in regions
             if region.owner.kind == "engine"
         }
-        kept = self._registrations.kept_bytes()
+        kept = self._registrations.kept_bytes_by_engine()
         roomless = dict.fromkeys(kept, (False, 0, 0))
-        under_way = self._transfers.by_engine()
+        under_way = self._transfers.count_by_engine()
         engines = [
-            told.EngineStatus(
+            wire_status.EngineStatus(
                 name,
                 *here,
                 under_way[name],
-                self._registrations.copying(name),
+                self._registrations.copying_of(name),
                 kept.get(name, 0),
             )
             for name, here in (roomless | left | held).items()
         ]
-        return told.DaemonStatus(
+        return wire_status.DaemonStatus(
             version=me.version,
             boot_id=me.boot_id,
             pid=me.pid,
             uptime_seconds=now - self._started,
             device=me.device,
-            pool=told.PoolStatus(
+            pool=wire_status.PoolStatus(
                 regions.pool_bytes - regions.own_bytes,
-                max(0, self._pinned_bytes - regions.own_bytes),
+                max(0, self._registered_bytes - regions.own_bytes),
                 regions.reserved_bytes,
             ),
             sessions=len(self.sessions),
             engines=tuple(engines),
-            totals=told.Totals(**totals),
+            totals=wire_status.Totals(**totals),
             errors=dict(self._errors),
             copying=self._copying,
             health=self._health,
             verification=self._verification,
         )
 
-    def _answer(
+    def _dispatch(
         self, session: str, engine: str, message: wire.ClientMessage, now: float
     ) -> list[Action]:
         match message:
             case wire.Submit():
                 self._check_running()
-                return self._transfers.submit(session, engine, message, now)
+                return self._transfers.submit_transfer(session, engine, message, now)
             case wire.Cancel(job_ids):
-                return self._transfers.cancel(engine, job_ids)
+                return self._transfers.cancel_transfers(engine, job_ids)
             case wire.Wait():
-                return self._transfers.wait(session, engine, message)
+                return self._transfers.add_wait(session, engine, message)
             case wire.Subscribe() | wire.Pin() | wire.Unpin() | wire.Touch() | wire.Reset():
-                return self._namespaces.handle(session, message)
+                return self._namespaces.handle_message(session, message)
             case wire.StatusRequest(request_id):
                 return [SendMessage(session, wire.StatusReport(request_id, self.status(now)))]
             case wire.NamespacesRequest(request_id):
                 return [SendMessage(session, wire.NamespacesReport(request_id, self.namespaces()))]
             case wire.OpenNamespace() | wire.RegisterKVCaches() | wire.AllocateKVCaches():
-                return self._claim(session, engine, message)
+                return self._grant_region(session, engine, message)
             case wire.ReleaseKVCaches():
-                return self._registrations.release(session, message)
+                return self._registrations.release_kept_tensors(session, message)
             case wire.Goodbye():
-                return [SendMessage(session, wire.Goodbye()), *self.leave(session)]
+                return [SendMessage(session, wire.Goodbye()), *self.close_session(session)]
             case wire.Hello():
                 text = f"engine {engine!r} sent a second Hello; send one Hello per connection"
                 raise Refused(Code.BAD_MESSAGE, text, engine)
 
-    def _verified(self, report: BlocksVerified) -> None:
+    def _handle_verified(self, report: BlocksVerified) -> None:
         region = self._regions.get(report.owner)
         if region is None:
             return
         if region.states is not None:
-            region.states.verify(report.blocks)
+            region.states.mark_verified(report.blocks)
         else:
-            self._namespaces.verified(report)
+            self._namespaces.mark_verified(report)
 
-    def _corrupted(self, report: BlocksCorrupted) -> None:
+    def _handle_corrupted(self, report: BlocksCorrupted) -> None:
         """These blocks lost their bytes: they are no longer loadable, and loads in flight fail."""
         self._errors[Code.CORRUPT_BLOCK] += report.blocks.size
         region = self._regions.get(report.owner)
         if region is None:
             return
-        self._transfers.corrupted(report)
+        self._transfers.mark_corrupted(report)
         if region.states is not None:
-            region.states.discard(report.blocks)
+            region.states.discard_blocks(report.blocks)
         else:
-            self._namespaces.corrupted(report)
+            self._namespaces.mark_corrupted(report)
 
     def _check_running(self) -> None:
         if self.stopping:
@@ -337,33 +339,33 @@ class Core:
         message = f"the daemon ({daemon}) is stopping; connect again once it is restarted"
         return Gone(Code.SHUTTING_DOWN, message, daemon)
 
-    def _claim(self, session: str, engine: str, message: RegionRequest) -> list[Action]:
+    def _grant_region(self, session: str, engine: str, message: RegionRequest) -> list[Action]:
         """Grant a request, or keep it waiting if a closing registration will free what it needs."""
         self._check_running()
-        if session in self._waiting:
-            waiting = type(self._waiting[session]).__name__
+        if session in self._waiting_requests:
+            waiting = type(self._waiting_requests[session]).__name__
             error = f"{waiting} of engine {engine!r} has no reply yet; wait for it, then try again"
             raise Refused(Code.BUSY, error, waiting)
         try:
             if not isinstance(message, wire.OpenNamespace):
-                return self._registrations.register(session, engine, message)
-            opened = self._namespaces.open(session, engine, message)
-            return self._registrations.drop_orphans() + opened
+                return self._registrations.register_tensors(session, engine, message)
+            opened = self._namespaces.open_namespace(session, engine, message)
+            return self._registrations.release_orphaned() + opened
         except Refused as refused:
-            if refused.code not in _TAKEN or not self._registrations.closing:
+            if refused.code not in _RETRYABLE or not self._registrations.is_closing:
                 raise
-            self._waiting[session] = message
+            self._waiting_requests[session] = message
             return []
 
-    def _unmapped(self, number: int) -> list[Action]:
+    def _handle_unmapped(self, number: int) -> list[Action]:
         """A registration was unmapped: try the waiting requests again, in order."""
-        actions = self._registrations.unmapped(number)
-        waiting, self._waiting = self._waiting, {}
+        actions = self._registrations.finish_unmapping(number)
+        waiting, self._waiting_requests = self._waiting_requests, {}
         for session, message in waiting.items():
             try:
-                actions += self._claim(session, self._engines[session], message)
+                actions += self._grant_region(session, self._engines[session], message)
             except KVFerryError as error:
-                actions.append(SendMessage(session, self.refusal(message, error, session)))
+                actions.append(SendMessage(session, self.refusal_reply(message, error, session)))
         return actions
 
 

@@ -19,7 +19,7 @@ class EngineOwners:
         self._uids: dict[str, int | None] = {}
         self._sessions = Counter[str]()
 
-    def enter(self, engine: str, uid: int | None) -> None:
+    def add_session(self, engine: str, uid: int | None) -> None:
         """A session begins. Raises Refused (FORBIDDEN) if the name is another user's."""
         owner = self._uids.setdefault(engine, uid)
         if owner != uid:
@@ -30,11 +30,11 @@ class EngineOwners:
             raise Refused(Code.FORBIDDEN, message, engine)
         self._sessions[engine] += 1
 
-    def leave(self, engine: str) -> None:
+    def remove_session(self, engine: str) -> None:
         self._sessions[engine] -= 1
         if self._sessions[engine] <= 0:
             del self._sessions[engine]
             self._uids.pop(engine, None)
 
-    def uid(self, engine: str) -> int | None:
+    def uid_of(self, engine: str) -> int | None:
         return self._uids.get(engine)

@@ -23,21 +23,21 @@ class HazardTracker:
     def __init__(self, gpu_slots: int, host_blocks: int) -> None:
         self._gpu = {d: np.zeros(gpu_slots, dtype=np.int64) for d in Direction}
         self._host = {d: np.zeros(host_blocks, dtype=np.int64) for d in Direction}
-        self._under_way: Counter[Direction] = Counter()
+        self._in_flight: Counter[Direction] = Counter()
 
-    def admit(self, serial: int, direction: Direction, blocks: ResolvedBlocks) -> int:
+    def add_transfer(self, serial: int, direction: Direction, blocks: ResolvedBlocks) -> int:
         """Note a new transfer. Returns the serial up to which the other way must have ended."""
         other, after = direction.other, 0
-        if self._under_way[other]:
+        if self._in_flight[other]:
             after = max(
                 largest(self._gpu[other][blocks.gpu_slots]),
                 largest(self._host[other][blocks.host_blocks]),
             )
         self._gpu[direction][blocks.gpu_slots] = serial
         self._host[direction][blocks.host_blocks] = serial
-        self._under_way[direction] += 1
+        self._in_flight[direction] += 1
         return after
 
-    def ended(self, direction: Direction) -> None:
+    def remove_transfer(self, direction: Direction) -> None:
         """One of those that were admitted has ended."""
-        self._under_way[direction] -= 1
+        self._in_flight[direction] -= 1

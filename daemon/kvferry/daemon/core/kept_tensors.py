@@ -25,7 +25,7 @@ class KeptTensors:
     """Memory that the device worker holds under a registration's number."""
 
     number: int
-    layout: LayoutArrays
+    layout_arrays: LayoutArrays
     nbytes: int
     region: Region
     uid: int | None = None
@@ -36,22 +36,26 @@ class KeptTensorsTable:
 
     def __init__(self, regions: Regions) -> None:
         self._regions = regions
-        self._of: dict[str, KeptTensors] = {}
+        self._by_engine: dict[str, KeptTensors] = {}
 
     def __iter__(self) -> Iterator[tuple[str, int]]:
         """(engine, bytes) of each holding."""
-        return ((engine, holding.nbytes) for engine, holding in self._of.items())
+        return ((engine, tensors.nbytes) for engine, tensors in self._by_engine.items())
 
-    def get(self, engine: str) -> KeptTensors | None:
-        return self._of.get(engine)
+    def find_tensors(self, engine: str) -> KeptTensors | None:
+        return self._by_engine.get(engine)
 
-    def put(self, engine: str, holding: KeptTensors) -> None:
-        self._of[engine] = holding
+    def add_tensors(self, engine: str, tensors: KeptTensors) -> None:
+        self._by_engine[engine] = tensors
 
-    def pop(self, engine: str) -> KeptTensors | None:
-        return self._of.pop(engine, None)
+    def remove_tensors(self, engine: str) -> KeptTensors | None:
+        return self._by_engine.pop(engine, None)
 
-    def pop_orphans(self) -> list[KeptTensors]:
+    def remove_orphaned(self) -> list[KeptTensors]:
         """Remove and return those whose region was freed."""
-        gone = [e for e, holding in self._of.items() if not self._regions.holds(holding.region)]
-        return [self._of.pop(engine) for engine in gone]
+        gone = [
+            e
+            for e, tensors in self._by_engine.items()
+            if not self._regions.is_owned(tensors.region)
+        ]
+        return [self._by_engine.pop(engine) for engine in gone]

@@ -60,7 +60,7 @@ class Extent(msgspec.Struct, frozen=True):
     # Of an extent that was cut from another: index there of its first block.
     at: int = 0
 
-    def cut(self, start: int, stop: int) -> Extent:
+    def slice_blocks(self, start: int, stop: int) -> Extent:
         blocks, offsets = self.gpu_blocks[start:stop], self.host_offsets[start:stop]
         return Extent(self.group, blocks, offsets, self.at + start)
 
@@ -110,7 +110,7 @@ class ResolvedBlocks(msgspec.Struct, frozen=True):
     block h is h * factor + j; `sizes` numbers the GPU-block size of each host block's group.
     """
 
-    runs: tuple[Extent, ...]
+    extents: tuple[Extent, ...]
     gpu_slots: Int64s
     host_blocks: Int64s
     sub_blocks: Int64s = _NONE
@@ -150,52 +150,52 @@ class BlockLayout:
 
     def __init__(
         self,
-        layout: LayoutArrays,
+        layout_arrays: LayoutArrays,
         region_start: int,
         host_blocks: int,
         locations: Sequence[Location] | None = None,
         host_block_bytes: int | None = None,
     ) -> None:
-        self.layout = layout
+        self.layout_arrays = layout_arrays
         self.region_start = region_start
         self.host_blocks = host_blocks
-        self.factor = layout.block_size_factor
-        self.group_bytes = layout.group_bytes
-        self.host_block_bytes = host_block_bytes or layout.host_block_bytes
-        self.refs = _group_refs(layout)
+        self.factor = layout_arrays.block_size_factor
+        self.group_bytes = layout_arrays.group_bytes
+        self.host_block_bytes = host_block_bytes or layout_arrays.host_block_bytes
+        self.refs = _group_refs(layout_arrays)
         self._host_block = np.array([self.host_block_bytes])  # numpy takes longer over an int
         # Per group, the byte offsets in the pool of the sub-blocks of host block 0.
         self._sub_blocks = [
             np.arange(self.factor) * nbytes + region_start for nbytes in self.group_bytes
         ]
         # Per group, its number of GPU blocks.
-        self._blocks: list[int] = layout.blocks_of_groups(np.minimum).tolist()
+        self._blocks: list[int] = layout_arrays.blocks_of_groups(np.minimum).tolist()
         distinct = sorted(set(self.group_bytes))
         self.sizes = len(distinct)
         self._size_of_group = [distinct.index(nbytes) for nbytes in self.group_bytes]
-        self._slot_base, self.gpu_slots = slot_bases(layout, locations)
-        self._sharers = sharers_of(layout)
+        self._slot_base, self.gpu_slots = slot_bases(layout_arrays, locations)
+        self._sharers = sharers_of(layout_arrays)
 
     def resolve(
         self, direction: Direction, gpu: GPULoadStoreSpec, host_ids: BlockIds
     ) -> ResolvedBlocks:
         """Check a transfer against this registration and resolve it. Raises Refused."""
         hosts = _int64s(host_ids)
-        shares = self.shares(direction, gpu, hosts.size)
+        group_extents = self.group_extents(direction, gpu, hosts.size)
         _check_range(hosts, self.host_blocks, "host block")
         if direction is Direction.STORE:
             _check_unique(hosts, self.host_blocks, "host block")
-        placed = self._placed(shares, hosts, None)
-        sub_blocks, sizes = self._sub_blocks_of(shares, hosts), self._sizes_of(shares)
+        placed = self._resolved(group_extents, hosts, None)
+        sub_blocks, sizes = self._sub_blocks_of(group_extents, hosts), self._sizes_of(group_extents)
         return msgspec.structs.replace(placed, sub_blocks=sub_blocks, sizes=sizes)
 
-    def shares(
+    def group_extents(
         self, direction: Direction, gpu: GPULoadStoreSpec, hosts: int
     ) -> tuple[GroupExtent, ...]:
         """Check the GPU side, and that it takes `hosts` host blocks. Raises Refused."""
-        sizes, indices = self._sizes(gpu)
+        sizes, indices = self._checked_sizes(gpu)
         gpu_ids = _int64s(gpu.block_ids)
-        shares: list[GroupExtent] = []
+        group_extents: list[GroupExtent] = []
         taken = used = 0
         for group, (count, first) in enumerate(zip(sizes, indices, strict=True)):
             if not count:
@@ -205,7 +205,7 @@ class BlockLayout:
             taken += count
             skip = first % self.factor
             begin, used = used, used - (-(count + skip) // self.factor)
-            shares.append(GroupExtent(group, ids, skip, begin, used))
+            group_extents.append(GroupExtent(group, ids, skip, begin, used))
         if used != hosts:
             raise Refused(
                 Code.SIZE_MISMATCH,
@@ -215,111 +215,118 @@ class BlockLayout:
                 hosts,
             )
         if direction is Direction.LOAD and gpu_ids.size > 1:
-            self._check_written_once(shares)
-        return tuple(shares)
+            self._check_written_once(group_extents)
+        return tuple(group_extents)
 
-    def place(self, shares: tuple[GroupExtent, ...], hosts: Int64s) -> ResolvedBlocks:
+    def resolve_extents(
+        self, group_extents: tuple[GroupExtent, ...], hosts: Int64s
+    ) -> ResolvedBlocks:
         """Resolve checked shares. GPU blocks whose host block is -1 are left out."""
         kept = None if _in_range(hosts, self.host_blocks) else hosts >= 0
-        return self._placed(shares, hosts, kept)
+        return self._resolved(group_extents, hosts, kept)
 
-    def parts(self, share: GroupExtent) -> tuple[tuple[int, int], tuple[int, int]]:
+    def end_parts(self, part: GroupExtent) -> tuple[tuple[int, int], tuple[int, int]]:
         """Which sub-blocks, (from, to), of its first and of its last host block a share takes."""
-        end = share.skip + share.gpu_blocks.size
-        first = (share.skip, min(self.factor, end))
-        return first, first if share.end - share.begin == 1 else (0, (end - 1) % self.factor + 1)
+        end = part.skip + part.gpu_blocks.size
+        first = (part.skip, min(self.factor, end))
+        return first, first if part.end - part.begin == 1 else (0, (end - 1) % self.factor + 1)
 
-    def nbytes(self, runs: tuple[Extent, ...]) -> int:
+    def count_bytes(self, extents: tuple[Extent, ...]) -> int:
         total = 0
-        for run in runs:  # often one: a sum over a list takes twice as long
-            total += run.gpu_blocks.size * self.group_bytes[run.group]
+        for extent in extents:  # often one: a sum over a list takes twice as long
+            total += extent.gpu_blocks.size * self.group_bytes[extent.group]
         return total
 
-    def end(self, runs: tuple[Extent, ...]) -> int:
+    def end_offset(self, extents: tuple[Extent, ...]) -> int:
         """End, in bytes from the start of the pool, of everything that `runs` touch."""
-        ends = [largest(run.host_offsets) + self.group_bytes[run.group] for run in runs]
+        ends = [largest(extent.host_offsets) + self.group_bytes[extent.group] for extent in extents]
         return max(ends, default=0)
 
-    def whole(self, chunk_bytes: int) -> bool:
+    def blocks_within_chunks(self, chunk_bytes: int) -> bool:
         """Whether each host block lies in one chunk of the pool, which has chunks of that size."""
         nbytes = self.host_block_bytes
         return chunk_bytes % nbytes == 0 == self.region_start % nbytes
 
-    def split(
-        self, runs: tuple[Extent, ...], max_bytes: int, max_blocks: int
+    def split_chunk(
+        self, extents: tuple[Extent, ...], max_bytes: int, max_blocks: int
     ) -> tuple[Extent, tuple[Extent, ...]]:
         """The first chunk of `runs`, of one group and at least one GPU block, and the rest."""
-        first, others = runs[0], runs[1:]
+        first, others = extents[0], extents[1:]
         blocks = max(1, min(max_blocks, max_bytes // self.group_bytes[first.group]))
         if first.gpu_blocks.size <= blocks:
             return first, others
-        return first.cut(0, blocks), (first.cut(blocks, first.gpu_blocks.size), *others)
+        return first.slice_blocks(0, blocks), (
+            first.slice_blocks(blocks, first.gpu_blocks.size),
+            *others,
+        )
 
-    def copy_batch(self, run: Extent, bases: Int64s, pool: int) -> CopyBatch:
+    def copy_batch(self, extent: Extent, bases: Int64s, pool: int) -> CopyBatch:
         """A copy for each page of `run`. bases: the tensors' addresses; pool: the host pool's."""
-        refs = self.refs[run.group]
-        table = np.empty((3, run.gpu_blocks.size, refs.pages.size), dtype=np.int64)
+        refs = self.refs[extent.group]
+        table = np.empty((3, extent.gpu_blocks.size, refs.pages.size), dtype=np.int64)
         gpu, host, size = table
-        np.multiply(run.gpu_blocks[:, None], refs.strides, gpu)
+        np.multiply(extent.gpu_blocks[:, None], refs.strides, gpu)
         np.add(gpu, bases[refs.tensors], gpu)
-        np.add(run.host_offsets[:, None], refs.offsets + pool, host)
+        np.add(extent.host_offsets[:, None], refs.offsets + pool, host)
         size[:] = refs.pages
         return CopyBatch(table.reshape(3, -1))
 
-    def _placed(
-        self, shares: tuple[GroupExtent, ...], hosts: Int64s, kept: Bools | None
+    def _resolved(
+        self, group_extents: tuple[GroupExtent, ...], hosts: Int64s, kept: Bools | None
     ) -> ResolvedBlocks:
         """The GPU slots of the answer number memory, not groups: groups that share a tensor share
         its slots."""
-        runs, slots = [], []
-        for share in shares:
-            run = self._run(share, hosts, kept)
-            if run.gpu_blocks.size:
-                base = self._slot_base[run.group]
-                runs.append(run)
-                slots.append(run.gpu_blocks + base if base else run.gpu_blocks)
-        return ResolvedBlocks(tuple(runs), _joined(slots), hosts if kept is None else hosts[kept])
+        extents, slots = [], []
+        for part in group_extents:
+            extent = self._extent(part, hosts, kept)
+            if extent.gpu_blocks.size:
+                base = self._slot_base[extent.group]
+                extents.append(extent)
+                slots.append(extent.gpu_blocks + base if base else extent.gpu_blocks)
+        return ResolvedBlocks(
+            tuple(extents), _joined(slots), hosts if kept is None else hosts[kept]
+        )
 
-    def _sub_blocks_of(self, shares: tuple[GroupExtent, ...], hosts: Int64s) -> Int64s:
+    def _sub_blocks_of(self, group_extents: tuple[GroupExtent, ...], hosts: Int64s) -> Int64s:
         if self.factor == 1:
             return hosts
         every = (hosts * self.factor)[:, None] + np.arange(self.factor)
         parts = []
-        for share in shares:
-            used = slice(share.skip, share.skip + share.gpu_blocks.size)
-            parts.append(every[share.begin : share.end].ravel()[used])
+        for part in group_extents:
+            used = slice(part.skip, part.skip + part.gpu_blocks.size)
+            parts.append(every[part.begin : part.end].ravel()[used])
         return _joined(parts)
 
-    def _sizes_of(self, shares: tuple[GroupExtent, ...]) -> Int64s:
+    def _sizes_of(self, group_extents: tuple[GroupExtent, ...]) -> Int64s:
         if self.sizes == 1:
             return _NONE
         return np.repeat(
-            np.array([self._size_of_group[share.group] for share in shares], dtype=np.int64),
-            np.array([share.end - share.begin for share in shares], dtype=np.int64),
+            np.array([self._size_of_group[part.group] for part in group_extents], dtype=np.int64),
+            np.array([part.end - part.begin for part in group_extents], dtype=np.int64),
         )
 
-    def _check_written_once(self, shares: list[GroupExtent]) -> None:
+    def _check_written_once(self, group_extents: list[GroupExtent]) -> None:
         """Check that no GPU block is written twice, in a group or in groups that share a tensor."""
-        blocks = {share.group: share.gpu_blocks for share in shares}
+        blocks = {part.group: part.gpu_blocks for part in group_extents}
         for sharers in self._sharers:
             written = [blocks[group] for group in sharers if group in blocks]
             _check_unique(_joined(written), self.gpu_slots, "GPU block")
 
-    def _run(self, share: GroupExtent, hosts: Int64s, kept: Bools | None) -> Extent:
+    def _extent(self, part: GroupExtent, hosts: Int64s, kept: Bools | None) -> Extent:
         """Of all sub-blocks of a share's host blocks those that it takes, and that are `kept`."""
-        own = slice(share.begin, share.end)
-        used = slice(share.skip, share.skip + share.gpu_blocks.size)
+        own = slice(part.begin, part.end)
+        used = slice(part.skip, part.skip + part.gpu_blocks.size)
         starts = hosts[own] * self._host_block
         if self.factor > 1:
             starts = starts[:, None]
-        offsets = (starts + self._sub_blocks[share.group]).ravel()[used]
+        offsets = (starts + self._sub_blocks[part.group]).ravel()[used]
         if kept is None:
-            return Extent(share.group, share.gpu_blocks, offsets)
+            return Extent(part.group, part.gpu_blocks, offsets)
         these = np.repeat(kept[own], self.factor)[used]
-        return Extent(share.group, share.gpu_blocks[these], offsets[these])
+        return Extent(part.group, part.gpu_blocks[these], offsets[these])
 
-    def _sizes(self, gpu: GPULoadStoreSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        groups = self.layout.num_groups
+    def _checked_sizes(self, gpu: GPULoadStoreSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        groups = self.layout_arrays.num_groups
         sizes = (gpu.block_ids.size,) if gpu.group_sizes is None else gpu.group_sizes
         indices = (0,) * len(sizes) if gpu.block_indices is None else gpu.block_indices
         if len(sizes) != groups:
@@ -345,22 +352,27 @@ class GroupRefs:
 
     __slots__ = ("offsets", "pages", "smallest_page", "strides", "tensors")
 
-    def __init__(self, layout: LayoutArrays, group: int, strides: Int64s, offsets: Int64s) -> None:
-        mine = slice(*layout.starts[group : group + 2].tolist())
-        self.tensors, self.pages = layout.refs[:, mine]
+    def __init__(
+        self, layout_arrays: LayoutArrays, group: int, strides: Int64s, offsets: Int64s
+    ) -> None:
+        mine = slice(*layout_arrays.starts[group : group + 2].tolist())
+        self.tensors, self.pages = layout_arrays.refs[:, mine]
         self.strides = strides[mine]
         # Byte offset of each page within a GPU block in host memory.
         self.offsets = offsets[mine]
         self.smallest_page = int(np.minimum.reduce(self.pages))
 
 
-def _group_refs(layout: LayoutArrays) -> list[GroupRefs]:
-    pages = layout.refs[1]
+def _group_refs(layout_arrays: LayoutArrays) -> list[GroupRefs]:
+    pages = layout_arrays.refs[1]
     ends = np.cumsum(pages)
     offsets = ends - pages
-    offsets -= offsets[layout.starts[:-1]][layout.group_of_ref]
-    strides = layout.tensors[2][layout.refs[0]]
-    return [GroupRefs(layout, group, strides, offsets) for group in range(layout.num_groups)]
+    offsets -= offsets[layout_arrays.starts[:-1]][layout_arrays.group_of_ref]
+    strides = layout_arrays.tensors[2][layout_arrays.refs[0]]
+    return [
+        GroupRefs(layout_arrays, group, strides, offsets)
+        for group in range(layout_arrays.num_groups)
+    ]
 
 
 def largest(numbers: np.ndarray[Any, Any]) -> int:
@@ -370,7 +382,7 @@ def largest(numbers: np.ndarray[Any, Any]) -> int:
     return int(np.maximum.reduce(numbers))
 
 
-def first_again(ids: Int64s, limit: int) -> int | None:
+def first_duplicate(ids: Int64s, limit: int) -> int | None:
     """An id that occurs twice among ids of 0 to `limit` - 1; None if there is none."""
     if ids.size <= FEW and len(set(ids.tolist())) == ids.size:
         return None
@@ -418,7 +430,7 @@ def _check_range(ids: Int64s, limit: int, what: str, group: int | None = None) -
 
 def _check_unique(ids: Int64s, limit: int, what: str) -> None:
     """Raise Refused if an id occurs twice: the result of two writes is undefined."""
-    again = first_again(ids, limit)
+    again = first_duplicate(ids, limit)
     if again is not None:
         message = f"{what} {again} appears twice as a destination; write each block once"
         raise Refused(Code.DUPLICATE_BLOCK, message, again)

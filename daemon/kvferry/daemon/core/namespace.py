@@ -36,7 +36,7 @@ class Lease(msgspec.Struct, frozen=True):
     namespace: Namespace
     held: Reservation | Pins
 
-    def end(self, *, done: bool) -> None:
+    def release_blocks(self, *, done: bool) -> None:
         """Give it back; the keys of a store that was done can be loaded from now on."""
         if isinstance(self.held, Pins):
             self.namespace.cache.complete_load(self.held)
@@ -62,19 +62,19 @@ class Namespace:
         self.sessions: dict[str, str] = {}
         # Numbers of the registrations that use it.
         self.registrations: set[int] = set()
-        self.followers: set[str] = set()
+        self.subscribers: set[str] = set()
         self.sequence = 0
         self.generation = 1
         self.policy, self.threshold = policy, threshold
         self.cache = Cache(region.num_blocks, policy, threshold)
         self.cache.recording = True
-        self.cache.notice = partial(changed, self)
+        self.cache.on_event = partial(changed, self)
         self._pages: tuple[tuple[int, ...], ...] | None = None
         # GPU blocks in a host block.
         self._factor = 0
 
     @property
-    def used(self) -> bool:
+    def in_use(self) -> bool:
         return bool(self.sessions or self.registrations)
 
     def configure(self, policy: str, threshold: int) -> None:
@@ -84,7 +84,9 @@ class Namespace:
         self.policy, self.threshold = policy, threshold
         self.cache.configure(policy, threshold)
 
-    def enter(self, registration: int, layout: LayoutArrays, host_bytes: int | None) -> None:
+    def add_registration(
+        self, registration: int, layout_arrays: LayoutArrays, host_bytes: int | None
+    ) -> None:
         """Add an engine's registration. Raises Refused if its host blocks differ."""
         if host_bytes is not None:
             raise Refused(
@@ -93,32 +95,34 @@ class Namespace:
                 "the namespace's host memory; leave host_bytes out",
                 host_bytes,
             )
-        most = self.fingerprint.host_block_bytes
-        if layout.host_block_bytes > most:
+        most, nbytes = self.fingerprint.host_block_bytes, layout_arrays.host_block_bytes
+        if nbytes > most:
             raise Refused(
                 Code.NAMESPACE_MISMATCH,
-                f"a host block of this layout has {layout.host_block_bytes} bytes, more than the "
-                f"{most} of the namespace's fingerprint; correct host_block_bytes in it",
-                layout.host_block_bytes,
+                f"a host block of this layout has {nbytes} bytes, more than the {most} of the "
+                "namespace's fingerprint; correct host_block_bytes in it",
+                nbytes,
             )
         pages = tuple(
-            tuple(group.tolist()) for group in np.split(layout.refs[1], layout.starts[1:-1])
+            tuple(group.tolist())
+            for group in np.split(layout_arrays.refs[1], layout_arrays.starts[1:-1])
         )
-        factor, here = layout.block_size_factor, (self._pages, self._factor)
-        unlike = self._pages is not None and here != (pages, factor)
-        if unlike and (self.registrations or self.cache.usage.used):
-            made = _made(pages, factor)
+        factor, known = layout_arrays.block_size_factor, (self._pages, self._factor)
+        differs = self._pages is not None and known != (pages, factor)
+        if differs and (self.registrations or self.cache.usage.used):
+            given = _describe_host_block(pages, factor)
+            expected = _describe_host_block(self._pages, self._factor)
             raise Refused(
                 Code.NAMESPACE_MISMATCH,
-                f"a host block of this layout has {made}, but in namespace {self.name} "
-                f"{_made(self._pages, self._factor)}; put what differs into the fingerprint",
-                made,
+                f"a host block of this layout has {given}, but in namespace {self.name} "
+                f"{expected}; put what differs into the fingerprint",
+                given,
             )
         self._pages, self._factor = pages, factor
         self.registrations.add(registration)
 
     @property
-    def deed(self) -> RegionRecord:
+    def record(self) -> RegionRecord:
         return RegionRecord(
             self.name,
             self.region.start,
@@ -131,11 +135,11 @@ class Namespace:
             factor=self._factor,
         )
 
-    def restore(self, found: RecoveredRegion) -> None:
+    def restore_keys(self, found: RecoveredRegion) -> None:
         """Restore the keys of an earlier daemon into a new namespace."""
-        deed = found.deed
-        self.generation, self._pages, self._factor = deed.generation, deed.pages, deed.factor
-        self.cache.restore(
+        record = found.record
+        self.generation, self._pages, self._factor = record.generation, record.pages, record.factor
+        self.cache.restore_keys(
             [(resident.key, resident.block) for resident in found.residents],
             {resident.key: resident.part for resident in found.residents if resident.part},
         )
@@ -150,9 +154,9 @@ class Namespace:
             )
             raise Refused(Code.BAD_KEY, message, wrong.hex())
 
-    def resolve(
+    def resolve_transfer(
         self,
-        geometry: BlockLayout,
+        layout: BlockLayout,
         direction: Direction,
         gpu: GPULoadStoreSpec,
         host: KeyLoadStoreSpec,
@@ -167,14 +171,14 @@ class Namespace:
                 host.generation,
             )
         self.check_keys(keys)
-        shares = geometry.shares(direction, gpu, len(keys))
-        parts = _parts(geometry, shares)
+        group_extents = layout.group_extents(direction, gpu, len(keys))
+        parts = _parts(layout, group_extents)
         if direction is Direction.STORE:
             self.check_keys(host.keep)
-            blocks, lease = self._store(keys, parts, host.keep)
+            blocks, lease = self._reserve_keys(keys, parts, host.keep)
         else:
-            blocks, lease = self._load(keys, parts, (0, geometry.factor))
-        return geometry.place(shares, np.array(blocks, dtype=np.int64)), lease
+            blocks, lease = self._pin_keys(keys, parts, (0, layout.factor))
+        return layout.resolve_extents(group_extents, np.array(blocks, dtype=np.int64)), lease
 
     def reset(self) -> DeferredFree:
         """Every key becomes absent, and stores that were decided on before are refused. Returns
@@ -182,7 +186,7 @@ class Namespace:
         self.generation += 1
         return self.cache.reset()
 
-    def news(self) -> KeyEvents | None:
+    def take_key_events(self) -> KeyEvents | None:
         """What happened since it was asked last."""
         events = self.cache.take_events()
         if not events:
@@ -213,7 +217,7 @@ class Namespace:
             pending=usage.pending,
             ready=usage.ready,
             unverified=usage.unverified,
-            doomed=usage.doomed,
+            orphaned=usage.orphaned,
             pinned=usage.pinned,
             hits=usage.hits,
             misses=usage.misses,
@@ -222,7 +226,7 @@ class Namespace:
             evictions=usage.evictions,
         )
 
-    def _load(
+    def _pin_keys(
         self, keys: Sequence[OffloadKey], parts: dict[int, Part], whole: Part
     ) -> tuple[Sequence[int], Lease]:
         pins = self.cache.prepare_load(keys)
@@ -244,7 +248,7 @@ class Namespace:
                 key.hex(),
             )
 
-    def _store(
+    def _reserve_keys(
         self, keys: Sequence[OffloadKey], parts: dict[int, Part], keep: Sequence[OffloadKey]
     ) -> tuple[Sequence[int], Lease]:
         """The host block of each key; -1 for keys that are not stored."""
@@ -261,7 +265,7 @@ class Namespace:
         return [taken.pop(key, -1) for key in keys], Lease(self, reservation)
 
 
-def _made(pages: tuple[tuple[int, ...], ...] | None, factor: int) -> str:
+def _describe_host_block(pages: tuple[tuple[int, ...], ...] | None, factor: int) -> str:
     """Short text of how host blocks are composed: a layout may have thousands of pages."""
     groups = [f"{list(group[:4])}{'...' if len(group) > 4 else ''}" for group in (pages or ())[:4]]
     more = ", ..." if pages and len(pages) > 4 else ""
@@ -285,12 +289,14 @@ def _snapshots(
         part += 1
 
 
-def _parts(geometry: BlockLayout, shares: Sequence[GroupExtent]) -> dict[int, Part]:
+def _parts(layout: BlockLayout, group_extents: Sequence[GroupExtent]) -> dict[int, Part]:
     """Positions of host blocks that a transfer uses in part, and the part."""
-    whole = (0, geometry.factor)
+    whole = (0, layout.factor)
     return {
         position: part
-        for share in shares
-        for position, part in zip((share.begin, share.end - 1), geometry.parts(share), strict=True)
+        for extent in group_extents
+        for position, part in zip(
+            (extent.begin, extent.end - 1), layout.end_parts(extent), strict=True
+        )
         if part != whole
     }

@@ -39,22 +39,22 @@ MOST_UNLIKE, UNLIKE_CHARACTERS = 16, 512
 class Namespaces:
     def __init__(self, regions: Regions) -> None:
         self._regions = regions
-        self._all: dict[str, Namespace] = {}
-        self._of_session: dict[str, Namespace] = {}
+        self._by_name: dict[str, Namespace] = {}
+        self._by_session: dict[str, Namespace] = {}
         # Namespaces whose region was freed; their followers are not notified yet.
-        self._lost: list[Namespace] = []
-        self._regions_seen = 0
+        self._freed: list[Namespace] = []
+        self._freed_seen = 0
         # Namespaces with unsent key events, oldest first.
         self._changed: dict[Namespace, None] = {}
         # Pinned keys of each session.
-        self._pinned: dict[str, SessionPins] = {}
+        self._session_pins: dict[str, SessionPins] = {}
 
     def __iter__(self) -> Iterator[Namespace]:
         """Namespaces that still have their region."""
-        self._look_for_lost()
-        return iter(self._all.values())
+        self._find_freed()
+        return iter(self._by_name.values())
 
-    def open(self, session: str, engine: str, message: OpenNamespace) -> list[Action]:
+    def open_namespace(self, session: str, engine: str, message: OpenNamespace) -> list[Action]:
         """Enter a namespace, creating it if needed. If it raises Refused, nothing has changed."""
         fingerprint = message.fingerprint
         if message.policy not in POLICIES:
@@ -68,23 +68,23 @@ class Namespaces:
                 "hash of long values into `extra`",
                 nbytes,
             )
-        self._check_agrees(session, engine, message)
-        region, reattached = self._regions.claim(
-            namespace_owner(fingerprint.name), fingerprint, self._quota(message)
+        self._check_fingerprint(session, engine, message)
+        region, reattached = self._regions.assign_region(
+            namespace_owner(fingerprint.name), fingerprint, self._quota_of(message)
         )
         namespace = next((one for one in self if one.region is region), None)
         if namespace is None:
             namespace = Namespace(
-                region, fingerprint, message.policy, message.store_threshold, self._note
+                region, fingerprint, message.policy, message.store_threshold, self._note_changed
             )
-            self._all[namespace.name] = namespace
-            self._regions.enter(namespace.deed)
-        elif not namespace.used:
+            self._by_name[namespace.name] = namespace
+            self._regions.record_created(namespace.record)
+        elif not namespace.in_use:
             namespace.configure(message.policy, message.store_threshold)
-            self._regions.amend(namespace.deed)
+            self._regions.record_updated(namespace.record)
         namespace.sessions[session] = engine
-        self._of_session[session] = namespace
-        self._pinned.setdefault(session, SessionPins(namespace.cache))
+        self._by_session[session] = namespace
+        self._session_pins.setdefault(session, SessionPins(namespace.cache))
         reply = Opened(
             message.request_id,
             namespace.name,
@@ -93,61 +93,61 @@ class Namespaces:
             reattached,
             namespace.policy,
             namespace.threshold,
-            self._unlike(namespace),
+            self._similar_namespaces(namespace),
             namespace.generation,
         )
         return [SendMessage(session, reply)]
 
-    def of(self, session: str) -> Namespace | None:
+    def namespace_of(self, session: str) -> Namespace | None:
         """The namespace of a session, if any."""
-        return self._of_session.get(session)
+        return self._by_session.get(session)
 
-    def restore(self, found: RecoveredRegion) -> None:
+    def restore_namespace(self, found: RecoveredRegion) -> None:
         """Restore a namespace of an earlier daemon. Raises Refused if its record is wrong."""
-        deed = found.deed
-        fingerprint, policy = deed.fingerprint, deed.policy
-        if fingerprint is None or fingerprint.name != deed.name or policy not in POLICIES:
-            message = f"the record of namespace {deed.name!r} has a wrong fingerprint or policy"
-            raise Refused(Code.BAD_SPEC, message, deed.name)
-        if found.residents and deed.factor < 1:
-            message = f"the record of namespace {deed.name!r} has no block_size_factor"
-            raise Refused(Code.BAD_LAYOUT, message, deed.name)
-        region = self._regions.restore(found)
+        record = found.record
+        fingerprint, policy = record.fingerprint, record.policy
+        if fingerprint is None or fingerprint.name != record.name or policy not in POLICIES:
+            message = f"the record of namespace {record.name!r} has a wrong fingerprint or policy"
+            raise Refused(Code.BAD_SPEC, message, record.name)
+        if found.residents and record.factor < 1:
+            message = f"the record of namespace {record.name!r} has no block_size_factor"
+            raise Refused(Code.BAD_LAYOUT, message, record.name)
+        region = self._regions.restore_region(found)
         try:
-            namespace = Namespace(region, fingerprint, policy, deed.threshold, self._note)
-            namespace.restore(found)
+            namespace = Namespace(region, fingerprint, policy, record.threshold, self._note_changed)
+            namespace.restore_keys(found)
         except ValueError as error:
-            self._regions.free(region.owner)
-            message = f"the block table of namespace {deed.name!r} is wrong: {error}"
-            raise Refused(Code.BAD_SPEC, message, deed.name) from error
-        self._all[namespace.name] = namespace
+            self._regions.free_region(region.owner)
+            message = f"the block table of namespace {record.name!r} is wrong: {error}"
+            raise Refused(Code.BAD_SPEC, message, record.name) from error
+        self._by_name[namespace.name] = namespace
 
-    def verified(self, report: BlocksVerified) -> None:
+    def mark_verified(self, report: BlocksVerified) -> None:
         """These keys match their checksums and are loadable from now on."""
-        namespace = self._owner_of(report)
+        namespace = self._namespace_of_report(report)
         if namespace is not None:
-            namespace.cache.verify(zip(report.keys, report.blocks.tolist(), strict=True))
+            namespace.cache.mark_verified(zip(report.keys, report.blocks.tolist(), strict=True))
 
-    def corrupted(self, report: BlocksCorrupted) -> None:
+    def mark_corrupted(self, report: BlocksCorrupted) -> None:
         """The bytes of these keys are lost: they are absent from now on."""
-        namespace = self._owner_of(report)
+        namespace = self._namespace_of_report(report)
         if namespace is not None:
-            namespace.cache.discard(zip(report.keys, report.blocks.tolist(), strict=True))
+            namespace.cache.discard_keys(zip(report.keys, report.blocks.tolist(), strict=True))
 
-    def _owner_of(self, report: BlocksVerified | BlocksCorrupted) -> Namespace | None:
-        namespace = self._all.get(report.owner.name)
+    def _namespace_of_report(self, report: BlocksVerified | BlocksCorrupted) -> Namespace | None:
+        namespace = self._by_name.get(report.owner.name)
         owns = namespace is not None and namespace.region.owner == report.owner
         return namespace if owns else None
 
-    def exit(self, namespace: Namespace, registration: int) -> None:
+    def remove_registration(self, namespace: Namespace, registration: int) -> None:
         namespace.registrations.remove(registration)
-        self._desert_if_unused(namespace)
+        self._mark_deserted_if_unused(namespace)
 
-    def handle(
+    def handle_message(
         self, session: str, message: Subscribe | Pin | Unpin | Touch | Reset
     ) -> list[Action]:
         """Handle a message about the keys of the session's namespace. Raises Refused."""
-        namespace = self._of_session.get(session)
+        namespace = self._by_session.get(session)
         if namespace is None:
             kind = type(message).__name__
             raise Refused(
@@ -157,71 +157,75 @@ class Namespaces:
             )
         match message:
             case Subscribe():
-                actions = self.news()
-                namespace.followers.add(session)
+                actions = self.take_key_events()
+                namespace.subscribers.add(session)
                 return [*actions, SendStream(session, namespace.snapshot())]
             case Pin(keys):
                 namespace.check_keys(keys)
-                self._pinned[session].pin(keys)
+                self._session_pins[session].pin_keys(keys)
             case Unpin(keys):
-                self._pinned[session].unpin(keys)
+                self._session_pins[session].unpin_keys(keys)
             case Touch(keys, hits, misses):
                 namespace.check_keys(keys)
                 namespace.cache.touch(keys)
                 namespace.cache.count_lookups(hits, misses)
             case Reset(request_id):
-                rubble = namespace.reset()
-                self._regions.amend(namespace.deed, wipe=True)
-                return [*self.news(), SendMessage(session, Done(request_id)), *_sweep(rubble)]
+                deferred = namespace.reset()
+                self._regions.record_updated(namespace.record, wipe=True)
+                return [
+                    *self.take_key_events(),
+                    SendMessage(session, Done(request_id)),
+                    *_free_later(deferred),
+                ]
         return []
 
-    def news(self) -> list[Action]:
+    def take_key_events(self) -> list[Action]:
         """Tell those who follow what happened since the last time."""
-        self._look_for_lost()
-        lost, self._lost = self._lost, []
-        actions: list[Action] = [each for one in lost for each in _sweep(one.reset())]
+        self._find_freed()
+        lost, self._freed = self._freed, []
+        actions: list[Action] = [each for one in lost for each in _free_later(one.reset())]
         if not self._changed:
             return actions
         changed, self._changed = self._changed, {}
         for namespace in dict.fromkeys((*lost, *changed)):
-            news = namespace.news()
-            if news is not None:
+            key_events = namespace.take_key_events()
+            if key_events is not None:
                 actions.append(
-                    PublishKVEvents(namespace.name, namespace.fingerprint.block_size, news)
+                    PublishKVEvents(namespace.name, namespace.fingerprint.block_size, key_events)
                 )
-                if namespace.followers:
-                    actions.append(Broadcast(tuple(namespace.followers), news))
+                if namespace.subscribers:
+                    actions.append(Broadcast(tuple(namespace.subscribers), key_events))
         return actions
 
-    def _note(self, namespace: Namespace) -> None:
+    def _note_changed(self, namespace: Namespace) -> None:
         self._changed[namespace] = None
 
-    def _look_for_lost(self) -> None:
+    def _find_freed(self) -> None:
         """A deserted one may have given its room to somebody since the last look."""
-        if self._regions_seen == self._regions.removals:
+        if self._freed_seen == self._regions.freed_count:
             return
-        self._regions_seen = self._regions.removals
-        lost = [one for one in self._all.values() if not self._regions.holds(one.region)]
+        self._freed_seen = self._regions.freed_count
+        lost = [one for one in self._by_name.values() if not self._regions.is_owned(one.region)]
         for namespace in lost:
-            del self._all[namespace.name]
-        self._lost += lost
+            del self._by_name[namespace.name]
+        self._freed += lost
 
-    def leave(self, session: str) -> None:
+    def close_session(self, session: str) -> None:
         """A session went: what it pinned may go."""
-        namespace = self._of_session.pop(session, None)
+        namespace = self._by_session.pop(session, None)
         if namespace is None:
             return
-        self._pinned.pop(session).close()
+        self._session_pins.pop(session).unpin_all()
         del namespace.sessions[session]
-        namespace.followers.discard(session)
-        self._desert_if_unused(namespace)
+        namespace.subscribers.discard(session)
+        self._mark_deserted_if_unused(namespace)
 
     def status(self) -> tuple[NamespaceStatus, ...]:
         return tuple(namespace.status() for namespace in self)
 
-    def _check_agrees(self, session: str, engine: str, message: OpenNamespace) -> None:
+    def _check_fingerprint(self, session: str, engine: str, message: OpenNamespace) -> None:
         """Check that a session and all sessions of its engine are in one namespace."""
-        for namespace in self._all.values():
+        for namespace in self._by_name.values():
             inside = engine in namespace.sessions.values() or session in namespace.sessions
             if inside and message.fingerprint != namespace.fingerprint:
                 differences = ", ".join(message.fingerprint.differences(namespace.fingerprint))
@@ -232,14 +236,14 @@ class Namespaces:
                     differences,
                 )
 
-    def _quota(self, message: OpenNamespace) -> int | None:
+    def _quota_of(self, message: OpenNamespace) -> int | None:
         """The requested quota; the current one if the namespace is in use."""
-        namespace = self._all.get(message.fingerprint.name)
-        if namespace is not None and namespace.used:
+        namespace = self._by_name.get(message.fingerprint.name)
+        if namespace is not None and namespace.in_use:
             return namespace.region.nbytes
         return message.quota_bytes
 
-    def _unlike(self, namespace: Namespace) -> tuple[str, ...]:
+    def _similar_namespaces(self, namespace: Namespace) -> tuple[str, ...]:
         mine = namespace.fingerprint
         others = (
             f"{other.name}: {'; '.join(mine.differences(other.fingerprint))}"[:UNLIKE_CHARACTERS]
@@ -248,10 +252,10 @@ class Namespaces:
         )
         return tuple(islice(others, MOST_UNLIKE))
 
-    def _desert_if_unused(self, namespace: Namespace) -> None:
-        if not namespace.used:
-            self._regions.desert(namespace.region.owner)
+    def _mark_deserted_if_unused(self, namespace: Namespace) -> None:
+        if not namespace.in_use:
+            self._regions.mark_deserted(namespace.region.owner)
 
 
-def _sweep(rubble: DeferredFree) -> list[Action]:
-    return [FreeDeferred(rubble)] if rubble else []
+def _free_later(deferred: DeferredFree) -> list[Action]:
+    return [FreeDeferred(deferred)] if deferred else []

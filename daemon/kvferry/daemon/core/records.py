@@ -95,7 +95,7 @@ class ResidentBlock(msgspec.Struct, frozen=True):
 class RecoveredRegion(msgspec.Struct, frozen=True):
     """A region that an earlier daemon left, and its residents, least recent first."""
 
-    deed: RegionRecord
+    record: RegionRecord
     residents: tuple[ResidentBlock, ...] = ()
 
 

@@ -56,11 +56,11 @@ class Regions:
     def __init__(self, pool_bytes: int, own_bytes: int = 0, most: int = MAX_REGIONS) -> None:
         self.pool_bytes = pool_bytes
         self.own_bytes = own_bytes
-        self._most = most
+        self._max_regions = most
         self._regions: dict[RegionOwner, Region] = {}
         # Number of regions freed so far.
-        self.removals = 0
-        self._records: list[RegionChange] = []
+        self.freed_count = 0
+        self._changes: list[RegionChange] = []
 
     def __iter__(self) -> Iterator[Region]:
         return iter(self._regions.values())
@@ -72,11 +72,11 @@ class Regions:
     def get(self, owner: RegionOwner) -> Region | None:
         return self._regions.get(owner)
 
-    def holds(self, region: Region) -> bool:
+    def is_owned(self, region: Region) -> bool:
         """Whether a region still belongs to its owner."""
         return self._regions.get(region.owner) is region
 
-    def claim(
+    def assign_region(
         self, owner: RegionOwner, contents: Contents, nbytes: int | None, uid: int | None = None
     ) -> tuple[Region, bool]:
         """Give `owner` a region; return it, and whether it is the one that the owner had before.
@@ -97,7 +97,7 @@ class Regions:
         if old is not None and same and nbytes in (None, old.nbytes):
             old.present = True
             return old, True
-        start, size = self._find(owner, block, nbytes)
+        start, size = self._find_free_range(owner, block, nbytes)
         most = MAX_HOST_BLOCKS if block >= LEAST_OF_MANY else MANY_BLOCKS
         if size // block > most:
             raise Refused(
@@ -108,47 +108,49 @@ class Regions:
             )
         region = Region(owner, contents, start, size, uid=uid)
         if isinstance(contents, LayoutArrays):
-            region.states = BlockStates.of_layout(contents, region.num_blocks)
+            region.states = BlockStates.for_layout(contents, region.num_blocks)
         if owner not in self._regions:
             self._check_count()
-        for other in self._in_the_way(owner, start, start + size):
-            self.free(other.owner)
+        for other in self._overlapping(owner, start, start + size):
+            self.free_region(other.owner)
         self._regions[owner] = region
         return self._regions[owner], False
 
-    def desert(self, owner: RegionOwner) -> None:
+    def mark_deserted(self, owner: RegionOwner) -> None:
         """The owner went; its region stays until somebody needs the room."""
         region = self._regions.pop(owner)
         region.present = False
         self._regions[owner] = region
 
-    def free(self, owner: RegionOwner) -> None:
+    def free_region(self, owner: RegionOwner) -> None:
         """Nothing in the owner's region is worth keeping."""
         del self._regions[owner]
-        self.removals += 1
-        self._records.append(RegionFreed(owner))
+        self.freed_count += 1
+        self._changes.append(RegionFreed(owner))
 
-    def enter(self, deed: RegionRecord) -> None:
+    def record_created(self, record: RegionRecord) -> None:
         """A region was claimed: have it written down."""
-        self._records.append(RegionCreated(deed))
+        self._changes.append(RegionCreated(record))
 
-    def amend(self, deed: RegionRecord, *, wipe: bool = False) -> None:
-        self._records.append(RegionUpdated(deed, wipe))
+    def record_updated(self, record: RegionRecord, *, wipe: bool = False) -> None:
+        self._changes.append(RegionUpdated(record, wipe))
 
-    def records(self) -> list[RegionChange]:
+    def take_changes(self) -> list[RegionChange]:
         """What is to be written down since this was asked last, in order."""
-        if not self._records:
+        if not self._changes:
             return []
-        records, self._records = self._records, []
-        return records
+        changes, self._changes = self._changes, []
+        return changes
 
-    def restore(self, found: RecoveredRegion) -> Region:
+    def restore_region(self, found: RecoveredRegion) -> Region:
         """Restore a region that an earlier daemon left. Raises Refused if it does not fit.
 
         Host blocks that have numbers are unverified then; of keys the namespace knows.
         """
-        deed = found.deed
-        region = Region(deed.owner, deed.contents, deed.start, deed.nbytes, False, deed.uid)
+        record = found.record
+        region = Region(
+            record.owner, record.contents, record.start, record.nbytes, False, record.uid
+        )
         if (
             not self.own_bytes <= region.start < region.end <= self.pool_bytes
             or region.start % ALIGNMENT
@@ -164,15 +166,15 @@ class Regions:
                 f"the kept region has {region.num_blocks} host blocks, not 1 to {MAX_HOST_BLOCKS}"
             )
             raise Refused(Code.BAD_LAYOUT, message, region.num_blocks)
-        if self._in_the_way(region.owner, region.start, region.end):
+        if self._overlapping(region.owner, region.start, region.end):
             message = (
                 f"the kept region at byte {region.start} overlaps another region or its owner's"
             )
             raise Refused(Code.POOL_FULL, message, region.start)
-        if deed.layout is not None:
-            region.states = BlockStates.of_layout(deed.layout, region.num_blocks)
+        if record.layout is not None:
+            region.states = BlockStates.for_layout(record.layout, region.num_blocks)
             try:
-                region.states.restore((one.block, one.part) for one in found.residents)
+                region.states.restore_blocks((one.block, one.part) for one in found.residents)
             except ValueError as error:
                 message = f"the block table of the kept region is wrong: {error}"
                 raise Refused(Code.BAD_LAYOUT, message, region.num_blocks) from error
@@ -181,25 +183,27 @@ class Regions:
 
     def _check_count(self) -> None:
         """Free the longest deserted region if there are too many. Raises Refused (POOL_FULL)."""
-        if len(self._regions) < self._most:
+        if len(self._regions) < self._max_regions:
             return
         deserted = next((region for region in self._regions.values() if not region.present), None)
         if deserted is None:
             message = (
-                f"all {self._most} regions of the host pool are in use; stop an engine, or raise "
-                "LimitNOFILE of the daemon"
+                f"all {self._max_regions} regions of the host pool are in use; stop an engine, or "
+                "raise LimitNOFILE of the daemon"
             )
-            raise Refused(Code.POOL_FULL, message, self._most)
-        self.free(deserted.owner)
+            raise Refused(Code.POOL_FULL, message, self._max_regions)
+        self.free_region(deserted.owner)
 
-    def _in_the_way(self, owner: RegionOwner, start: int, end: int) -> list[Region]:
+    def _overlapping(self, owner: RegionOwner, start: int, end: int) -> list[Region]:
         return [
             region
             for region in self._regions.values()
             if region.owner == owner or (region.start < end and start < region.end)
         ]
 
-    def _find(self, owner: RegionOwner, block: int, nbytes: int | None) -> tuple[int, int]:
+    def _find_free_range(
+        self, owner: RegionOwner, block: int, nbytes: int | None
+    ) -> tuple[int, int]:
         """(start, size) of free memory, freeing as few deserted regions as possible."""
         kept = [region for region in self._regions.values() if region.owner != owner]
         deserted = [region.owner for region in kept if not region.present]
@@ -207,14 +211,16 @@ class Regions:
 
         def room(given_up: int) -> list[tuple[int, int]]:
             gone = set(deserted[:given_up])
-            gaps = self._gaps([region for region in kept if region.owner not in gone])
+            gaps = self._free_ranges([region for region in kept if region.owner not in gone])
             return [(start, size) for start, size in gaps if size >= least]
 
         # With more given up there is never less room.
         gaps = room(bisect_left(range(len(deserted)), True, key=lambda count: bool(room(count))))
         if gaps:
             return max(gaps, key=lambda gap: gap[1]) if nbytes is None else (gaps[0][0], nbytes)
-        size = max(size for _, size in self._gaps([region for region in kept if region.present]))
+        size = max(
+            size for _, size in self._free_ranges([region for region in kept if region.present])
+        )
         raise Refused(
             Code.POOL_FULL,
             f"no {least} contiguous bytes are free in the host pool of {self.pool_bytes} bytes "
@@ -223,7 +229,7 @@ class Regions:
             least,
         )
 
-    def _gaps(self, kept: list[Region]) -> list[tuple[int, int]]:
+    def _free_ranges(self, kept: list[Region]) -> list[tuple[int, int]]:
         gaps, at = [], -(-self.own_bytes // ALIGNMENT) * ALIGNMENT
         for region in sorted(kept, key=lambda region: region.start):
             gaps.append((at, region.start - at))

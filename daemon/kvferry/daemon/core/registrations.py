@@ -76,10 +76,10 @@ class Registration:
     engine: str
     session: str
     terms: RegistrationTerms
-    geometry: BlockLayout
+    layout: BlockLayout
     host: HostRegion
     region: Region
-    ordering: HazardTracker
+    hazards: HazardTracker
     namespace: Namespace | None = None
     was_open: bool = False
     copying: tuple[GroupCopying, ...] = ()
@@ -92,9 +92,9 @@ class Registration:
     def has_timeline(self) -> bool:
         return self.terms.has_timeline
 
-    def mode(self, direction: Direction, runs: tuple[Extent, ...]) -> str:
+    def mode(self, direction: Direction, extents: tuple[Extent, ...]) -> str:
         """How a transfer is copied: as its first group is."""
-        group = runs[0].group if runs else 0
+        group = extents[0].group if extents else 0
         if group >= len(self.copying):
             return "unknown"
         way = self.copying[group]
@@ -110,41 +110,41 @@ class Registrations:
         self._regions = regions
         self._owners = owners or EngineOwners()
         self._namespaces = namespaces
-        self._holdings = KeptTensorsTable(regions)
+        self._kept_tensors = KeptTensorsTable(regions)
         self._opening: dict[int, Registration] = {}
         self._open: dict[int, Registration] = {}
         self._closing: dict[int, Registration] = {}
-        self._holders: dict[str, Registration] = {}
+        self._by_engine: dict[str, Registration] = {}
         self._numbers = count(1)
 
     def __iter__(self) -> Iterator[Registration]:
-        return iter(self._holders.values())
+        return iter(self._by_engine.values())
 
     @property
-    def unsettled(self) -> bool:
+    def is_mapping(self) -> bool:
         """Whether any memory is being mapped or let go."""
         return bool(self._opening or self._closing)
 
     @property
-    def closing(self) -> bool:
+    def is_closing(self) -> bool:
         """Whether a closing registration will free a name or host blocks."""
         return bool(self._closing)
 
-    def ready(self, engine: str) -> Registration:
+    def require_open(self, engine: str) -> Registration:
         """The open registration of an engine. Raises Refused (NOT_REGISTERED)."""
-        registration = self._holders.get(engine)
+        registration = self._by_engine.get(engine)
         if registration is None or registration.number not in self._open:
             message = f"engine {engine!r} has no KV caches registered; register them first"
             raise Refused(Code.NOT_REGISTERED, message, engine)
         return registration
 
-    def copying(self, engine: str) -> tuple[GroupCopying, ...]:
-        holder = self._holders.get(engine)
-        return () if holder is None else holder.copying
+    def copying_of(self, engine: str) -> tuple[GroupCopying, ...]:
+        current = self._by_engine.get(engine)
+        return () if current is None else current.copying
 
-    def kept_bytes(self) -> dict[str, int]:
+    def kept_bytes_by_engine(self) -> dict[str, int]:
         """Bytes of kept tensors per engine, including those that will be kept."""
-        kept = dict(self._holdings)
+        kept = dict(self._kept_tensors)
         for registration in self:
             if registration.kept_bytes:
                 kept[registration.engine] = registration.kept_bytes
@@ -153,43 +153,45 @@ class Registrations:
     def is_open(self, registration: Registration) -> bool:
         return registration.number in self._open
 
-    def register(self, session: str, engine: str, request: RegistrationRequest) -> list[Action]:
+    def register_tensors(
+        self, session: str, engine: str, request: RegistrationRequest
+    ) -> list[Action]:
         """Start mapping an engine's tensors; the client gets its reply on TensorsMapped.
 
         If it raises Refused, nothing has changed.
         """
-        layout = _checked(request)
-        holder = self._holders.get(engine)
-        if holder is not None:
+        layout_arrays = _checked_layout(request)
+        current = self._by_engine.get(engine)
+        if current is not None:
             message = (
                 f"another process has registered KV caches as engine {engine!r}; give each engine "
                 "its own name"
             )
-            if holder.session == session:
+            if current.session == session:
                 message = (
                     f"this client has already registered KV caches as engine {engine!r}; connect "
                     "a new client to register others"
                 )
             raise Refused(Code.ALREADY_REGISTERED, message, engine)
-        registration = self._settle(session, engine, layout, request)
-        reuse, dropped = self._kept_for(registration, request)
-        number, geometry = registration.number, registration.geometry
+        registration = self._create_registration(session, engine, layout_arrays, request)
+        reuse, dropped = self._match_kept_tensors(registration, request)
+        number, layout = registration.number, registration.layout
         if isinstance(request, AllocateKVCaches):
             clock, keep = request.timeline, request.keep
-            wanted = MapTensors(number, session, geometry, (), None, clock, keep, reuse)
+            wanted = MapTensors(number, session, layout, (), None, clock, keep, reuse)
         else:
             where = request.allocations, request.locations
-            wanted = MapTensors(number, session, geometry, *where, request.timeline)
-        return [*dropped, *self.drop_orphans(), wanted]
+            wanted = MapTensors(number, session, layout, *where, request.timeline)
+        return [*dropped, *self.release_orphaned(), wanted]
 
-    def mapped(self, report: TensorsMapped) -> tuple[list[Action], ErrorInfo | None]:
+    def finish_mapping(self, report: TensorsMapped) -> tuple[list[Action], ErrorInfo | None]:
         """Answer the client whose tensors are reachable now, or are not."""
         registration = self._opening.pop(report.registration, None)
         if registration is None:  # its session left meanwhile; Unmapped follows
             return [], None
         request_id = registration.terms.request_id
         if report.error is not None:
-            self._release(registration)
+            self._free_name(registration)
             told = None if registration.engine == OWN else report.error
             return [SendMessage(registration.session, Error(request_id, report.error))], told
         registration.copying = report.copying
@@ -198,33 +200,36 @@ class Registrations:
         reply: DaemonMessage = Registered(request_id, registration.host)
         dropped: list[Action] = []
         if registration.terms.allocated:
-            dropped = self._passed_on(registration, report)
+            dropped = self._hand_over_tensors(registration, report)
             where = report.allocations, report.locations
             reply = Allocated(request_id, registration.host, *where, report.reused)
         return [*dropped, SendMessage(registration.session, reply)], None
 
-    def restore(self, tenancy: KeptTensorsRecord) -> int:
+    def restore_kept_tensors(self, record: KeptTensorsRecord) -> int:
         """Hold tensors that an earlier daemon kept; return the number to hold them under.
 
         Raises Refused (NOT_REGISTERED) if their engine's host blocks were not restored.
         """
-        region = self._regions.get(tenancy.owner)
-        if region is None or self._holdings.get(tenancy.engine) is not None:
-            message = f"the host blocks of engine {tenancy.engine!r} were not restored"
-            raise Refused(Code.NOT_REGISTERED, message, tenancy.engine)
+        region = self._regions.get(record.owner)
+        if region is None or self._kept_tensors.find_tensors(record.engine) is not None:
+            message = f"the host blocks of engine {record.engine!r} were not restored"
+            raise Refused(Code.NOT_REGISTERED, message, record.engine)
         number = next(self._numbers)
-        holding = KeptTensors(number, tenancy.layout, tenancy.nbytes, region, tenancy.uid)
-        self._holdings.put(tenancy.engine, holding)
+        kept = KeptTensors(number, record.layout, record.nbytes, region, record.uid)
+        self._kept_tensors.add_tensors(record.engine, kept)
         return number
 
-    def release(self, session: str, message: ReleaseKVCaches) -> list[Action]:
+    def release_kept_tensors(self, session: str, message: ReleaseKVCaches) -> list[Action]:
         """Stop keeping an engine's tensors. Raises Refused (NOT_REGISTERED) if none are kept."""
-        holder, holding = self._holders.get(message.engine), self._holdings.pop(message.engine)
-        actions = _drops(holding)
-        nbytes = 0 if holding is None else holding.nbytes
-        if holder is not None and holder.kept_bytes:
-            actions.append(ReleaseTensors(holder.number))
-            nbytes, holder.kept_bytes = nbytes + holder.kept_bytes, 0
+        current, kept = (
+            self._by_engine.get(message.engine),
+            self._kept_tensors.remove_tensors(message.engine),
+        )
+        actions = _release_all(kept)
+        nbytes = 0 if kept is None else kept.nbytes
+        if current is not None and current.kept_bytes:
+            actions.append(ReleaseTensors(current.number))
+            nbytes, current.kept_bytes = nbytes + current.kept_bytes, 0
         if not actions:
             raise Refused(
                 Code.NOT_REGISTERED,
@@ -234,11 +239,11 @@ class Registrations:
             )
         return [*actions, SendMessage(session, Released(message.request_id, nbytes))]
 
-    def drop_orphans(self) -> list[Action]:
+    def release_orphaned(self) -> list[Action]:
         """Let tensors go whose engine's host blocks are somebody else's by now."""
-        return _drops(*self._holdings.pop_orphans())
+        return _release_all(*self._kept_tensors.remove_orphaned())
 
-    def leave(self, session: str) -> list[Action]:
+    def close_session(self, session: str) -> list[Action]:
         """A session went: let go of what it registered."""
         actions: list[Action] = []
         for place in (self._opening, self._open):
@@ -247,127 +252,137 @@ class Registrations:
                 actions.append(UnmapTensors(registration.number))
         return actions
 
-    def unmapped(self, number: int) -> list[Action]:
+    def finish_unmapping(self, number: int) -> list[Action]:
         """A registration is gone: its engine's name is free, and its host blocks may be."""
         registration = self._closing.pop(number)
-        self._release(registration)
-        return self._leave_behind(registration)
+        self._free_name(registration)
+        return self._keep_or_release(registration)
 
-    def _kept_for(
+    def _match_kept_tensors(
         self, registration: Registration, request: RegistrationRequest
     ) -> tuple[int | None, list[Action]]:
         """Under which number an engine's kept tensors are held; drop them if they do not fit."""
-        holding = self._holdings.get(registration.engine)
-        if holding is None:
+        kept = self._kept_tensors.find_tensors(registration.engine)
+        if kept is None:
             return None, []
-        same = (holding.region.owner, holding.uid) == (registration.region.owner, registration.uid)
-        if same and _may_be(holding, registration.geometry.layout, request):
-            holding.region = registration.region
-            return holding.number, []
-        return None, _drops(self._holdings.pop(registration.engine))
+        same = (kept.region.owner, kept.uid) == (registration.region.owner, registration.uid)
+        if same and _may_reuse(kept, registration.layout.layout_arrays, request):
+            kept.region = registration.region
+            return kept.number, []
+        return None, _release_all(self._kept_tensors.remove_tensors(registration.engine))
 
-    def _passed_on(self, registration: Registration, report: TensorsMapped) -> list[Action]:
+    def _hand_over_tensors(self, registration: Registration, report: TensorsMapped) -> list[Action]:
         """An engine has its tensors: what was held for it is theirs, or of no use."""
-        dropped = _drops(self._holdings.pop(registration.engine))
+        dropped = _release_all(self._kept_tensors.remove_tensors(registration.engine))
         if not registration.terms.keep:
             return dropped
         nbytes = registration.kept_bytes = sum(place.size for place in report.allocations)
-        engine, layout = registration.engine, registration.geometry.layout
-        tenancy = KeptTensorsRecord(
-            engine, layout, nbytes, registration.region.owner, registration.uid
+        engine, layout_arrays = registration.engine, registration.layout.layout_arrays
+        record = KeptTensorsRecord(
+            engine, layout_arrays, nbytes, registration.region.owner, registration.uid
         )
-        return [KeepTensors(registration.number, tenancy, report.held), *dropped]
+        return [KeepTensors(registration.number, record, report.held), *dropped]
 
-    def _leave_behind(self, registration: Registration) -> list[Action]:
+    def _keep_or_release(self, registration: Registration) -> list[Action]:
         """Hold the tensors of a registration that is gone, or let them go."""
-        number, layout = registration.number, registration.geometry.layout
+        number, layout_arrays = registration.number, registration.layout.layout_arrays
         if registration.kept_bytes:
-            holding = KeptTensors(
-                number, layout, registration.kept_bytes, registration.region, registration.uid
+            kept = KeptTensors(
+                number,
+                layout_arrays,
+                registration.kept_bytes,
+                registration.region,
+                registration.uid,
             )
-            self._holdings.put(registration.engine, holding)
+            self._kept_tensors.add_tensors(registration.engine, kept)
         elif registration.terms.keep:
             return [ReleaseTensors(number)]
         return []
 
-    def _settle(
-        self, session: str, engine: str, layout: LayoutArrays, request: RegistrationRequest
+    def _create_registration(
+        self, session: str, engine: str, layout_arrays: LayoutArrays, request: RegistrationRequest
     ) -> Registration:
         number = next(self._numbers)
-        namespace, reattached = self._namespaces.of(session), False
+        namespace, reattached = self._namespaces.namespace_of(session), False
         if namespace is not None:
-            namespace.enter(number, layout, request.host_bytes)
-            self._regions.amend(namespace.deed)
+            namespace.add_registration(number, layout_arrays, request.host_bytes)
+            self._regions.record_updated(namespace.record)
             region = namespace.region
         else:
-            region, reattached = self._claim(engine, layout, request.host_bytes)
+            region, reattached = self._assign_region(engine, layout_arrays, request.host_bytes)
         locations = request.locations if isinstance(request, RegisterKVCaches) else None
         block_bytes = region.contents.host_block_bytes
-        geometry = BlockLayout(layout, region.start, region.num_blocks, locations, block_bytes)
+        layout = BlockLayout(layout_arrays, region.start, region.num_blocks, locations, block_bytes)
         host = HostRegion(region.num_blocks, block_bytes, reattached)
-        ordering = HazardTracker(geometry.gpu_slots, region.num_blocks)
+        ordering = HazardTracker(layout.gpu_slots, region.num_blocks)
         allocated = isinstance(request, AllocateKVCaches)
         keep, has_timeline = getattr(request, "keep", False), request.timeline is not None
         terms = RegistrationTerms(request.request_id, allocated, keep, has_timeline)
         registration = Registration(
-            number, engine, session, terms, geometry, host, region, ordering, namespace
+            number, engine, session, terms, layout, host, region, ordering, namespace
         )
-        registration.uid = self._owners.uid(engine)
+        registration.uid = self._owners.uid_of(engine)
         self._opening[registration.number] = registration
-        self._holders[engine] = registration
+        self._by_engine[engine] = registration
         return registration
 
-    def _claim(self, engine: str, layout: LayoutArrays, nbytes: int | None) -> tuple[Region, bool]:
+    def _assign_region(
+        self, engine: str, layout_arrays: LayoutArrays, nbytes: int | None
+    ) -> tuple[Region, bool]:
         """A region, and whether it is the one that the engine had before. Raises Refused."""
         owner = engine_owner(engine)
         if engine == OWN:
-            return Region(owner, layout, 0, self._regions.own_bytes), False
-        uid = self._owners.uid(engine)
-        region, reattached = self._regions.claim(owner, layout, nbytes, uid)
+            return Region(owner, layout_arrays, 0, self._regions.own_bytes), False
+        uid = self._owners.uid_of(engine)
+        region, reattached = self._regions.assign_region(owner, layout_arrays, nbytes, uid)
         if not reattached:
-            self._regions.enter(RegionRecord(engine, region.start, region.nbytes, layout, uid=uid))
+            self._regions.record_created(
+                RegionRecord(engine, region.start, region.nbytes, layout_arrays, uid=uid)
+            )
         return region, reattached
 
-    def _release(self, registration: Registration) -> None:
+    def _free_name(self, registration: Registration) -> None:
         """Free the engine's name; its region stays where the bytes in it are the engine's."""
-        del self._holders[registration.engine]
+        del self._by_engine[registration.engine]
         if registration.engine == OWN:
             return
         if registration.namespace is not None:
-            self._namespaces.exit(registration.namespace, registration.number)
+            self._namespaces.remove_registration(registration.namespace, registration.number)
         elif registration.was_open or registration.host.reattached:
-            self._regions.desert(engine_owner(registration.engine))
+            self._regions.mark_deserted(engine_owner(registration.engine))
         else:
-            self._regions.free(engine_owner(registration.engine))
+            self._regions.free_region(engine_owner(registration.engine))
 
 
-def _may_be(holding: KeptTensors, layout: LayoutArrays, request: RegistrationRequest) -> bool:
+def _may_reuse(
+    kept: KeptTensors, layout_arrays: LayoutArrays, request: RegistrationRequest
+) -> bool:
     """Whether a request asks for the held tensors, or registers what may be the same memory."""
-    if layout != holding.layout:
+    if layout_arrays != kept.layout_arrays:
         return False
     if isinstance(request, AllocateKVCaches):
         return True
     return all(isinstance(allocation, FdAllocation) for allocation in request.allocations)
 
 
-def _drops(*holdings: KeptTensors | None) -> list[Action]:
-    return [ReleaseTensors(holding.number) for holding in holdings if holding is not None]
+def _release_all(*tensors: KeptTensors | None) -> list[Action]:
+    return [ReleaseTensors(kept.number) for kept in tensors if kept is not None]
 
 
-def _checked(request: RegistrationRequest) -> LayoutArrays:
+def _checked_layout(request: RegistrationRequest) -> LayoutArrays:
     """The layout of a request, checked; every tensor lies in its allocation. Raises Refused."""
-    layout = LayoutArrays.from_layout(request.layout)
-    slot_bases(layout)
-    sharers_of(layout)
+    layout_arrays = LayoutArrays.from_layout(request.layout)
+    slot_bases(layout_arrays)
+    sharers_of(layout_arrays)
     if isinstance(request, AllocateKVCaches):
-        nbytes = sum(layout.span_bytes)
+        nbytes = sum(layout_arrays.span_bytes)
         if nbytes >= MAX_COUNT:
             message = (
                 f"the tensors take {nbytes} bytes, more than any device; allocate fewer blocks"
             )
             raise Refused(Code.BAD_LAYOUT, message, nbytes)
-        return layout
-    tensors, allocations = layout.num_tensors, request.allocations
+        return layout_arrays
+    tensors, allocations = layout_arrays.num_tensors, request.allocations
     if len(request.locations) != tensors:
         raise Refused(
             Code.BAD_LAYOUT,
@@ -375,7 +390,9 @@ def _checked(request: RegistrationRequest) -> LayoutArrays:
             "location per tensor",
             len(request.locations),
         )
-    for index, (span, place) in enumerate(zip(layout.span_bytes, request.locations, strict=True)):
+    for index, (span, place) in enumerate(
+        zip(layout_arrays.span_bytes, request.locations, strict=True)
+    ):
         if place.allocation >= len(allocations):
             raise Refused(
                 Code.BAD_LAYOUT,
@@ -391,4 +408,4 @@ def _checked(request: RegistrationRequest) -> LayoutArrays:
                 "its offset or its layout",
                 end,
             )
-    return layout
+    return layout_arrays

@@ -25,20 +25,20 @@ class PinGroup:
     def __init__(self, cache: Cache, keys: Sequence[OffloadKey]) -> None:
         """Raises Refused (KEY_ABSENT) where one of them is not there any more."""
         self._cache = cache
-        self._whole: Pins | None = cache.prepare_load(keys)
-        self._apart: defaultdict[OffloadKey, list[Pins]] = defaultdict(list)
+        self._shared_pins: Pins | None = cache.prepare_load(keys)
+        self._single_pins: defaultdict[OffloadKey, list[Pins]] = defaultdict(list)
 
-    def let_go(self, keys: Sequence[OffloadKey]) -> None:
+    def release_keys(self, keys: Sequence[OffloadKey]) -> None:
         """Some of those that are left, each as often as it is named."""
-        if self._whole is not None:
-            whole, self._whole = self._whole, None
+        if self._shared_pins is not None:
+            whole, self._shared_pins = self._shared_pins, None
             if len(keys) == len(whole.keys):
                 self._cache.complete_load(whole)
                 return
-            for pins in self._cache.take_apart(whole):
-                self._apart[pins.keys[0]].append(pins)
+            for pins in self._cache.split_pins(whole):
+                self._single_pins[pins.keys[0]].append(pins)
         for key in keys:
-            self._cache.complete_load(self._apart[key].pop())
+            self._cache.complete_load(self._single_pins[key].pop())
 
 
 class SessionPins:
@@ -46,79 +46,79 @@ class SessionPins:
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        self._most = max(LEAST_PINS, PINS_OF_A_BLOCK * cache.usage.capacity)
+        self._max_pins = max(LEAST_PINS, PINS_OF_A_BLOCK * cache.usage.capacity)
         # Number of pins, including those of keys that were absent.
         self._count = 0
         # The oldest hold of each key; None if the key was absent.
-        self._first: dict[OffloadKey, PinGroup | None] = {}
+        self._oldest: dict[OffloadKey, PinGroup | None] = {}
         # Further holds of a key, in order.
-        self._more: defaultdict[OffloadKey, deque[PinGroup | None]] = defaultdict(deque)
+        self._newer: defaultdict[OffloadKey, deque[PinGroup | None]] = defaultdict(deque)
 
-    def pin(self, keys: Sequence[OffloadKey]) -> None:
+    def pin_keys(self, keys: Sequence[OffloadKey]) -> None:
         """Keep those that are there; of one that went meanwhile its load will say so.
 
         Raises Refused (BUSY) where they are too many with those before; then none is kept.
         """
         if not keys:
             return
-        if self._count + len(keys) > self._most:
+        if self._count + len(keys) > self._max_pins:
             raise Refused(
                 Code.BUSY,
-                f"pinning {len(keys)} more keys exceeds the {self._most} of a session, which has "
-                f"pinned {self._count}; unpin some first",
+                f"pinning {len(keys)} more keys exceeds the {self._max_pins} of a session, which "
+                f"has pinned {self._count}; unpin some first",
                 len(keys),
             )
-        holds = self._holds(keys)
+        groups = self._create_groups(keys)
         self._count += len(keys)
-        if len(holds) == len(keys) and self._first.keys().isdisjoint(holds):
-            self._first |= holds
+        if len(groups) == len(keys) and self._oldest.keys().isdisjoint(groups):
+            self._oldest |= groups
         else:
             for key in keys:
-                self._note(key, holds[key])
+                self._add_pin(key, groups[key])
 
-    def unpin(self, keys: Sequence[OffloadKey]) -> None:
+    def unpin_keys(self, keys: Sequence[OffloadKey]) -> None:
         """Raises Refused (NOT_PINNED) where one was not pinned as often; then none is let go."""
         for key, times in Counter(keys).items():
-            pinned = (key in self._first) + len(self._more.get(key, ()))
+            pinned = (key in self._oldest) + len(self._newer.get(key, ()))
             if pinned < times:
                 message = (
                     f"key {key.hex()} is unpinned {times} times, but this session has pinned it "
                     f"{pinned} times; unpin a key as often as it was pinned"
                 )
                 raise Refused(Code.NOT_PINNED, message, key.hex())
-        self._let_go(keys)
+        self._release_keys(keys)
 
-    def close(self) -> None:
+    def unpin_all(self) -> None:
         """Let everything go."""
-        behind = (key for key, others in self._more.items() for _ in others)
-        self._let_go((*self._first, *behind))
+        behind = (key for key, others in self._newer.items() for _ in others)
+        self._release_keys((*self._oldest, *behind))
 
-    def _holds(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, PinGroup | None]:
+    def _create_groups(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, PinGroup | None]:
         try:
             return dict.fromkeys(keys, PinGroup(self._cache, keys))
         except Refused:
-            holds: dict[OffloadKey, PinGroup | None] = dict.fromkeys(keys)
+            groups: dict[OffloadKey, PinGroup | None] = dict.fromkeys(keys)
             if there := self._cache.ready_among(keys):
-                holds |= dict.fromkeys(there, PinGroup(self._cache, there))
-            return holds
+                groups |= dict.fromkeys(there, PinGroup(self._cache, there))
+            return groups
 
-    def _note(self, key: OffloadKey, hold: PinGroup | None) -> None:
-        if key in self._first:
-            self._more[key].append(hold)
+    def _add_pin(self, key: OffloadKey, group: PinGroup | None) -> None:
+        if key in self._oldest:
+            self._newer[key].append(group)
         else:
-            self._first[key] = hold
+            self._oldest[key] = group
 
-    def _let_go(self, keys: Sequence[OffloadKey]) -> None:
+    def _release_keys(self, keys: Sequence[OffloadKey]) -> None:
         self._count -= len(keys)
         gone: defaultdict[PinGroup, list[OffloadKey]] = defaultdict(list)
         for key in keys:
-            hold = self._first.pop(key)
-            if key in self._more:
-                behind = self._more[key]
-                self._first[key] = behind.popleft()
+            group = self._oldest.pop(key)
+            if key in self._newer:
+                behind = self._newer[key]
+                self._oldest[key] = behind.popleft()
                 if not behind:
-                    del self._more[key]
-            if hold is not None:
-                gone[hold].append(key)
-        for hold, these in gone.items():
-            hold.let_go(these)
+                    del self._newer[key]
+            if group is not None:
+                gone[group].append(key)
+        for group, these in gone.items():
+            group.release_keys(these)

@@ -86,25 +86,27 @@ class Transfers:
         self.totals: Counter[str] = Counter()
         self._observe = observe
         # Bytes moved, per session.
-        self.moved: Counter[str] = Counter()
+        self.moved_bytes: Counter[str] = Counter()
         self._registrations = registrations
         self._credits = {direction: most(direction) for direction in Direction}
         self._serials = count(1)
         self._jobs: dict[int, Transfer] = {}
         self._by_id: dict[tuple[str, int], Transfer] = {}
-        self._taken: Counter[tuple[str, Direction]] = Counter()
-        self._waits: Counter[str] = Counter()
+        self._used_credits: Counter[tuple[str, Direction]] = Counter()
+        self._pending_waits: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def by_engine(self) -> Counter[str]:
+    def count_by_engine(self) -> Counter[str]:
         """Number of jobs in flight per engine."""
         return Counter(name for name, _ in self._by_id)
 
-    def submit(self, session: str, engine: str, message: Submit, now: float) -> list[Action]:
+    def submit_transfer(
+        self, session: str, engine: str, message: Submit, now: float
+    ) -> list[Action]:
         """Check a transfer and start it. If it raises Refused, nothing has changed."""
-        registration = self._registrations.ready(engine)
+        registration = self._registrations.require_open(engine)
         key = engine, message.job_id
         if key in self._by_id:
             duplicate = (
@@ -113,7 +115,7 @@ class Transfers:
             raise Refused(Code.DUPLICATE_JOB, duplicate, message.job_id)
         direction, gpu, host = split_spec(message.src, message.dst)
         most = self._credits[direction]
-        if self._taken[session, direction] >= most:
+        if self._used_credits[session, direction] >= most:
             busy = f"{most} {direction}s of this session are in flight; poll, then try again"
             raise Refused(Code.BUSY, busy, most)
         if message.wait_for and not registration.has_timeline:
@@ -122,76 +124,78 @@ class Transfers:
                 "its KV caches with one"
             )
             raise Refused(Code.NO_TIMELINE, missing, message.wait_for)
-        blocks, lease = _resolve(registration, direction, gpu, host)
+        blocks, lease = _resolve_blocks(registration, direction, gpu, host)
         states, requires = registration.region.states, tuple[int, ...]()
         if states is not None and direction is Direction.LOAD:
             requires = states.required_stores(blocks)
-        nbytes = registration.geometry.nbytes(blocks.runs)
-        serial, mode = next(self._serials), registration.mode(direction, blocks.runs)
+        nbytes = registration.layout.count_bytes(blocks.extents)
+        serial, mode = next(self._serials), registration.mode(direction, blocks.extents)
         if states is not None and direction is Direction.STORE:
             states.submit_store(serial, blocks)
         job = Transfer(
             serial, message.job_id, session, registration, direction, nbytes, mode, blocks, lease
         )
         self._jobs[serial] = self._by_id[key] = job
-        self._taken[session, direction] += 1
+        self._used_credits[session, direction] += 1
         plan = CopyPlan(
             serial,
             registration.number,
             direction,
-            blocks.runs,
+            blocks.extents,
             nbytes,
             message.wait_for,
-            registration.ordering.admit(serial, direction, blocks),
-            registration.geometry.end(blocks.runs),
+            registration.hazards.add_transfer(serial, direction, blocks),
+            registration.layout.end_offset(blocks.extents),
             0.0 if engine == OWN else now,
             requires,
         )
-        return [StartTransfer(plan, session, message.job_id, _cargo(registration, blocks, lease))]
+        return [
+            StartTransfer(plan, session, message.job_id, _block_set_of(registration, blocks, lease))
+        ]
 
-    def cancel(self, engine: str, job_ids: tuple[int, ...]) -> list[Action]:
+    def cancel_transfers(self, engine: str, job_ids: tuple[int, ...]) -> list[Action]:
         found = (self._by_id.get((engine, job_id)) for job_id in job_ids)
-        return _abandon(job for job in found if job is not None)
+        return _cancel_jobs(job for job in found if job is not None)
 
-    def wait(self, session: str, engine: str, message: Wait) -> list[Action]:
+    def add_wait(self, session: str, engine: str, message: Wait) -> list[Action]:
         """Reply Waited when all these jobs have ended. Unknown ids count as ended."""
         jobs = {self._by_id.get((engine, job_id)) for job_id in message.job_ids} - {None}
         if not jobs:
             return [SendMessage(session, Waited(message.request_id))]
-        if self._waits[session] >= MAX_WAITS:
+        if self._pending_waits[session] >= MAX_WAITS:
             busy = f"{MAX_WAITS} waits of this session are pending; wait for them first"
             raise Refused(Code.BUSY, busy, MAX_WAITS)
-        self._waits[session] += 1
+        self._pending_waits[session] += 1
         waiter = PendingWait(session, message.request_id, len(jobs))
         for job in jobs:
             assert job is not None
             job.waiters.append(waiter)
         return []
 
-    def ended(self, report: TransferCompleted) -> tuple[list[Action], ErrorInfo | None]:
+    def end_transfer(self, report: TransferCompleted) -> tuple[list[Action], ErrorInfo | None]:
         """The one end of a job: tell its session, then those who waited for it."""
         job = self._jobs.pop(report.serial)
         del self._by_id[job.registration.engine, job.job_id]
-        job.registration.ordering.ended(job.direction)
+        job.registration.hazards.remove_transfer(job.direction)
         result = self._result(job, report)
         commits = self._end_blocks(job, done=result.outcome is Outcome.DONE)
         own = job.registration.engine == OWN
         if not own:
-            self._count(result)
+            self._count_result(result)
             self._observe(job.mode, result, report)
         actions: list[Action] = []
         if job.session is not None:
-            self._taken[job.session, job.direction] -= 1
-            self.moved[job.session] += result.nbytes
+            self._used_credits[job.session, job.direction] -= 1
+            self.moved_bytes[job.session] += result.nbytes
             actions.append(SendMessage(job.session, Finished((result,))))
         for waiter in job.waiters:
             waiter.remaining -= 1
-            if not waiter.remaining and waiter.session in self._waits:
-                self._waits[waiter.session] -= 1
+            if not waiter.remaining and waiter.session in self._pending_waits:
+                self._pending_waits[waiter.session] -= 1
                 actions.append(SendMessage(waiter.session, Waited(waiter.request_id)))
         return [*actions, *commits], None if own else result.error
 
-    def corrupted(self, report: BlocksCorrupted) -> None:
+    def mark_corrupted(self, report: BlocksCorrupted) -> None:
         """Let loads in flight of these host blocks fail: the blocks are corrupt."""
         for job in self._jobs.values():
             if job.direction is Direction.LOAD and job.registration.region.owner == report.owner:
@@ -205,31 +209,31 @@ class Transfers:
         """Update the host blocks of an ended job. Those of a completed store become loadable."""
         states = job.registration.region.states
         if job.lease is not None:
-            job.lease.end(done=done)
+            job.lease.release_blocks(done=done)
         if job.direction is Direction.LOAD:
             return []
         if states is not None:
             states.end_store(job.serial, job.blocks, done=done)
         if not done or job.registration.engine == OWN or not job.blocks.host_blocks.size:
             return []
-        cargo = _cargo(job.registration, job.blocks, job.lease)
+        block_set = _block_set_of(job.registration, job.blocks, job.lease)
         if states is not None:
-            parts = states.parts(job.blocks.host_blocks)
-            cargo = msgspec.structs.replace(cargo, parts=parts)
-        return [CommitBlocks(job.serial, cargo)]
+            parts = states.loadable_parts(job.blocks.host_blocks)
+            block_set = msgspec.structs.replace(block_set, parts=parts)
+        return [CommitBlocks(job.serial, block_set)]
 
-    def leave(self, session: str) -> tuple[list[Action], int]:
+    def close_session(self, session: str) -> tuple[list[Action], int]:
         """Cancel all jobs of a closed session. Return the actions and the number of jobs."""
         for direction in Direction:
-            self._taken.pop((session, direction), None)
-        self._waits.pop(session, None)
+            self._used_credits.pop((session, direction), None)
+        self._pending_waits.pop(session, None)
         mine = [job for job in self._jobs.values() if job.session == session]
         for job in mine:
             job.session = None
-        return _abandon(mine), len(mine)
+        return _cancel_jobs(mine), len(mine)
 
-    def abandon_all(self) -> list[Action]:
-        return _abandon(self._jobs.values())
+    def cancel_all(self) -> list[Action]:
+        return _cancel_jobs(self._jobs.values())
 
     def _result(self, job: Transfer, report: TransferCompleted) -> JobResult:
         outcome, error = report.outcome, report.error
@@ -248,7 +252,7 @@ class Transfers:
         moved = job.nbytes if outcome is Outcome.DONE else 0
         return JobResult(job.job_id, job.direction, outcome, moved, report.seconds, error)
 
-    def _count(self, result: JobResult) -> None:
+    def _count_result(self, result: JobResult) -> None:
         match result.outcome:
             case Outcome.DONE:
                 store = result.direction is Direction.STORE
@@ -258,14 +262,16 @@ class Transfers:
                 self.totals[outcome] += 1
 
 
-def _abandon(jobs: Iterable[Transfer]) -> list[Action]:
+def _cancel_jobs(jobs: Iterable[Transfer]) -> list[Action]:
     serials: defaultdict[int, list[int]] = defaultdict(list)
     for job in jobs:
         serials[job.registration.number].append(job.serial)
     return [CancelTransfers(number, tuple(mine)) for number, mine in serials.items()]
 
 
-def _cargo(registration: Registration, blocks: ResolvedBlocks, lease: Lease | None) -> BlockSet:
+def _block_set_of(
+    registration: Registration, blocks: ResolvedBlocks, lease: Lease | None
+) -> BlockSet:
     """The blocks of a job, and the keys of a store in the order of its blocks."""
     if lease is None:
         return BlockSet(engine_owner(registration.engine), blocks.host_blocks)
@@ -277,11 +283,11 @@ def _cargo(registration: Registration, blocks: ResolvedBlocks, lease: Lease | No
     return BlockSet(owner, blocks.host_blocks, held.keys, parts)
 
 
-def _resolve(
+def _resolve_blocks(
     registration: Registration, direction: Direction, gpu: GPULoadStoreSpec, host: HostSpec
 ) -> tuple[ResolvedBlocks, Lease | None]:
     """Resolve the host blocks of a transfer, by id or by key. Raises Refused."""
-    geometry, namespace = registration.geometry, registration.namespace
+    layout, namespace = registration.layout, registration.namespace
     if isinstance(host, KeyLoadStoreSpec):
         if namespace is None:
             raise Refused(
@@ -290,7 +296,7 @@ def _resolve(
                 "blocks have no keys; name them by id, or open a namespace before registering",
                 registration.engine,
             )
-        return namespace.resolve(geometry, direction, gpu, host)
+        return namespace.resolve_transfer(layout, direction, gpu, host)
     if namespace is not None:
         raise Refused(
             Code.BAD_SPEC,
@@ -298,4 +304,4 @@ def _resolve(
             "blocks have no ids; name them by key",
             namespace.name,
         )
-    return geometry.resolve(direction, gpu, host.block_ids), None
+    return layout.resolve(direction, gpu, host.block_ids), None

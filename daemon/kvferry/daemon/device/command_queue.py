@@ -36,16 +36,16 @@ class CommandQueue(Generic[T]):
         self._wakeup = threading.Lock()
         self._wakeup.acquire()
 
-    def put(self, command: T) -> None:
+    def put_command(self, command: T) -> None:
         self._commands.append(command)
         with contextlib.suppress(RuntimeError):  # a wake-up is pending already
             self._wakeup.release()
 
-    def take(self) -> T | None:
+    def take_command(self) -> T | None:
         """The oldest command; None if there is none."""
         return self._commands.popleft() if self._commands else None
 
-    def wait(self, timeout: float | None) -> None:
+    def wait_for_command(self, timeout: float | None) -> None:
         """Sleep until there is a command, for at most `timeout` seconds; None: without limit.
 
         It may return early.

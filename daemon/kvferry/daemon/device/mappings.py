@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from kvferry.daemon.core.actions import MapTensors, TensorsMapped
 from kvferry.daemon.device.transfer_queues import RegistrationQueues
 from kvferry.daemon.engine.base import CopyEngine, Mapping, Shared
-from kvferry.daemon.engine.fd_closer import close_descriptor_later
-from kvferry.daemon.engine.memory import TimelineReader
+from kvferry.daemon.memory.fd_closer import close_descriptor_later
+from kvferry.daemon.memory.shared_memory import Timeline
 from kvferry.proto.errors import Code, Failed, KVFerryError
 
 
@@ -36,19 +36,19 @@ class Mappings:
         # Descriptors of memory that was allocated for a registration and must outlast it.
         self._held: dict[int, tuple[int, ...]] = {}
 
-    def hold(self, number: int, *descriptors: int) -> None:
+    def hold_memory(self, number: int, *descriptors: int) -> None:
         """Take over memory that an earlier daemon held."""
         self._held[number] = descriptors
 
-    def map(self, command: MapCommand) -> TensorsMapped:
+    def map_tensors(self, command: MapCommand) -> TensorsMapped:
         """Map or allocate the memory of a registration; the report says why if it cannot be.
 
         Closes the command's descriptors.
         """
         number, session = command.map.registration, command.map.session
-        timeline: TimelineReader | None = None
+        timeline: Timeline | None = None
         try:
-            timeline = None if command.timeline is None else TimelineReader(command.timeline)
+            timeline = None if command.timeline is None else Timeline(command.timeline)
             mapping, report = self._map(command)
             report = replace(report, copying=self._engine.copying(mapping))
             if timeline is not None:
@@ -70,14 +70,14 @@ class Mappings:
         report = TensorsMapped(wanted.registration, wanted.session)
         if wanted.locations is not None:
             return (
-                self._engine.open(
-                    wanted.geometry, wanted.allocations, wanted.locations, command.descriptors
+                self._engine.map_tensors(
+                    wanted.layout, wanted.allocations, wanted.locations, command.descriptors
                 ),
                 report,
             )
         shared, reused = self._allocate(wanted)
         if wanted.keep:
-            self._hold(wanted.registration, shared)
+            self._hold_allocated(wanted.registration, shared)
         return shared.mapping, replace(
             report,
             allocations=shared.allocations,
@@ -92,36 +92,36 @@ class Mappings:
         held = () if wanted.reuse is None else self._held.get(wanted.reuse, ())
         if held:
             with contextlib.suppress(Failed):
-                return self._engine.allocate(wanted.geometry, held), True
-        return self._engine.allocate(wanted.geometry), False
+                return self._engine.allocate_tensors(wanted.layout, held), True
+        return self._engine.allocate_tensors(wanted.layout), False
 
-    def _hold(self, number: int, shared: Shared) -> None:
+    def _hold_allocated(self, number: int, shared: Shared) -> None:
         held: list[int] = []
         try:
             for descriptor in shared.descriptors:
                 held.append(os.dup(descriptor))
         except OSError:
-            self._engine.close(shared.mapping)
+            self._engine.unmap_tensors(shared.mapping)
             for descriptor in (*held, *shared.descriptors):
                 close_descriptor_later(descriptor)
             raise
         self._held[number] = tuple(held)
 
-    def drop(self, number: int) -> None:
+    def release_memory(self, number: int) -> None:
         for descriptor in self._held.pop(number, ()):
             close_descriptor_later(descriptor)
 
-    def drop_all(self) -> None:
+    def release_all_memory(self) -> None:
         """Close all kept descriptors, when the worker ends."""
         for descriptors in self._held.values():
             for descriptor in descriptors:
                 os.close(descriptor)
         self._held.clear()
 
-    def close(self, number: int) -> None:
+    def unmap_tensors(self, number: int) -> None:
         """Unmap the memory of a registration; no chunk of it is in flight."""
         registration = self.queues.pop(number)
-        self._engine.close(registration.mapping)
+        self._engine.unmap_tensors(registration.mapping)
         if registration.timeline is not None:
             registration.timeline.close()
 

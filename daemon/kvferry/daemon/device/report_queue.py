@@ -24,13 +24,13 @@ class ReportQueue:
         self._reports: deque[Report] = deque()
         self._woken = False
 
-    def put(self, reports: list[Report]) -> None:
+    def put_reports(self, reports: list[Report]) -> None:
         self._reports.extend(reports)
         if not self._woken:
             self._woken = True
             self._loop.call_soon_threadsafe(self._wake)
 
-    def take(self) -> Iterator[Report]:
+    def take_reports(self) -> Iterator[Report]:
         """All reports, including those that arrive meanwhile."""
         # First: a report that arrives from here on is either taken here or wakes the loop.
         self._woken = False

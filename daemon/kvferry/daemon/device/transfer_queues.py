@@ -18,7 +18,7 @@ import msgspec
 from kvferry.daemon.core.actions import CopyPlan, TransferCompleted
 from kvferry.daemon.core.layout import Extent
 from kvferry.daemon.engine.base import Mapping, Ticket
-from kvferry.daemon.engine.memory import TimelineReader
+from kvferry.daemon.memory.shared_memory import Timeline
 from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction
@@ -58,7 +58,7 @@ class ActiveTransfer(msgspec.Struct, eq=False):
         return not self.rest and not self.in_flight
 
     @property
-    def ended(self) -> TransferCompleted:
+    def completion(self) -> TransferCompleted:
         seconds = self.seconds if self.outcome is Outcome.DONE else 0.0
         return TransferCompleted(self.plan.serial, self.outcome, seconds, self.error, self.queued)
 
@@ -104,28 +104,30 @@ class RegistrationQueues:
     """
 
     mapping: Mapping
-    timeline: TimelineReader | None
+    timeline: Timeline | None
     transfers: dict[Direction, TransferQueue] = field(
         default_factory=lambda: {direction: TransferQueue() for direction in Direction}
     )
     unmapping: bool = False
     failed_stores: set[int] = field(default_factory=set)
 
-    def add(self, plan: CopyPlan) -> None:
-        transfer, queue = ActiveTransfer(plan, plan.runs), self.transfers[plan.direction]
+    def add_transfer(self, plan: CopyPlan) -> None:
+        transfer, queue = ActiveTransfer(plan, plan.extents), self.transfers[plan.direction]
         queue.live[plan.serial] = queue.waiting[plan.serial] = transfer
         if self.failed_stores:
             failed = self.failed_stores.intersection(plan.requires)
             transfer.failed_store = min(failed, default=None)
 
-    def store_failed(self, serial: int) -> None:
+    def mark_store_failed(self, serial: int) -> None:
         """A store did not complete: loads that require it must not copy anything."""
         self.failed_stores.add(serial)
         for load in self.transfers[Direction.LOAD].waiting.values():
             if serial in load.plan.requires:
                 load.failed_store = serial
 
-    def cancel(self, serials: Iterable[int]) -> Iterator[tuple[TransferQueue, ActiveTransfer]]:
+    def cancel_transfers(
+        self, serials: Iterable[int]
+    ) -> Iterator[tuple[TransferQueue, ActiveTransfer]]:
         """Submit no more of these transfers; yields those of them that have not ended."""
         for serial in serials:
             for queue in self.transfers.values():
@@ -204,12 +206,12 @@ class InflightChunk(msgspec.Struct, eq=False):
     ticket: Ticket
     nbytes: int
 
-    def fail(self, error: ErrorInfo) -> None:
+    def fail_transfer(self, error: ErrorInfo) -> None:
         """It failed; if its engine has revoked the timeline, it was cancelled."""
         if not self.registration.revoked:
             self.transfer.abort(Outcome.FAILED, error)
 
-    def done(self) -> None:
+    def mark_done(self) -> None:
         """It is done, or failed."""
         self.transfer.in_flight -= 1
         if self.registration.revoked:
@@ -230,14 +232,14 @@ class DirectionQueue:
     turns: deque[RegistrationQueues] = field(default_factory=deque)
     full: bool = False
 
-    def enlist(self, registration: RegistrationQueues) -> None:
+    def add_registration(self, registration: RegistrationQueues) -> None:
         """A transfer waits there."""
         queue = registration.transfers[self.direction]
         if not queue.listed:
             queue.listed = True
             self.turns.append(registration)
 
-    def remove(self, registration: RegistrationQueues) -> None:
+    def remove_registration(self, registration: RegistrationQueues) -> None:
         if registration.transfers[self.direction].listed:
             self.turns.remove(registration)
 

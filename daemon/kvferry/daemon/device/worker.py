@@ -53,7 +53,7 @@ from kvferry.daemon.device.transfer_queues import (
     oldest_accepted,
 )
 from kvferry.daemon.engine.base import ChunkRequest, CopyEngine
-from kvferry.daemon.engine.pool import HostPool
+from kvferry.daemon.memory.pool import HostPool
 from kvferry.proto.errors import Code, Failed, KVFerryError
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction
@@ -106,10 +106,10 @@ class DeviceWorker:
         self._start_error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="kvferry-device", daemon=True)
 
-    def hold(self, number: int, *descriptors: int) -> None:
+    def hold_memory(self, number: int, *descriptors: int) -> None:
         """Take over memory that an earlier daemon held for a registration."""
         assert self._thread.ident is None, "hold() after start()"
-        self._mappings.hold(number, *descriptors)
+        self._mappings.hold_memory(number, *descriptors)
 
     def start(self) -> None:
         """Attach the engine in the worker's thread. Raises what CopyEngine.attach raises."""
@@ -118,12 +118,12 @@ class DeviceWorker:
         if self._start_error is not None:
             raise self._start_error
 
-    def post(self, command: Command) -> None:
-        self._commands.put(command)
+    def post_command(self, command: Command) -> None:
+        self._commands.put_command(command)
 
     def close(self) -> None:
         """Stop the thread and wait for it. All transfers have ended, or are given up."""
-        self.post(Stop())
+        self.post_command(Stop())
         self._thread.join()
 
     def _run(self) -> None:
@@ -140,10 +140,10 @@ class DeviceWorker:
             self._started.set()
         try:
             while not self._stopping:
-                self._commands.wait(self._sleep_seconds())
+                self._commands.wait_for_command(self._sleep_seconds())
                 while self._step():
                     pass
-            self._mappings.drop_all()
+            self._mappings.release_all_memory()
             self._engine.shutdown()
         except Exception as error:
             self._died(Failed(Code.COPY_FAILED, f"the device worker failed: {error!r}"))
@@ -159,7 +159,7 @@ class DeviceWorker:
 
     def _step(self) -> bool:
         """Handle commands, poll, report, and submit one chunk. Whether to do it again at once."""
-        while not self._stopping and (command := self._commands.take()) is not None:
+        while not self._stopping and (command := self._commands.take_command()) is not None:
             self._handle(command)
         if self._stopping:
             return False
@@ -175,16 +175,16 @@ class DeviceWorker:
         match command:
             case StartTransfer(plan=plan):
                 registration = self._registrations[plan.registration]
-                registration.add(plan)
-                self._directions[plan.direction].enlist(registration)
+                registration.add_transfer(plan)
+                self._directions[plan.direction].add_registration(registration)
             case MapCommand():
-                self._reports.append(self._mappings.map(command))
+                self._reports.append(self._mappings.map_tensors(command))
             case CancelTransfers(number, serials):
                 self._cancel(number, serials)
             case UnmapTensors(number):
                 self._unmap(number)
             case ReleaseTensors(number):
-                self._mappings.drop(number)
+                self._mappings.release_memory(number)
             case ForgetStores(number, serials):
                 if forgetful := self._registrations.get(number):
                     forgetful.failed_stores.difference_update(serials)
@@ -210,7 +210,7 @@ class DeviceWorker:
         """Cancel some transfers. The others follow when the event loop has handled these."""
         if (registration := self._registrations.get(number)) is None:
             return
-        for queue, transfer in registration.cancel(serials[:MAX_CANCELS]):
+        for queue, transfer in registration.cancel_transfers(serials[:MAX_CANCELS]):
             self._report_if_over(queue, transfer)
         if rest := serials[MAX_CANCELS:]:
             self._reports.append(Continue(CancelTransfers(number, rest)))
@@ -231,9 +231,9 @@ class DeviceWorker:
                         transfer.first, chunk.ticket, transfer.before
                     )
             except KVFerryError as error:
-                chunk.fail(error.info)
+                chunk.fail_transfer(error.info)
             queue.inflight.popleft()
-            chunk.done()
+            chunk.mark_done()
             self._backoff.reset()
             self._mark_room()
             self._report_if_over(chunk.registration.transfers[queue.direction], transfer)
@@ -251,9 +251,9 @@ class DeviceWorker:
     def _report_end(self, queue: TransferQueue, transfer: ActiveTransfer) -> None:
         plan = transfer.plan
         del queue.live[plan.serial]
-        self._reports.append(transfer.ended)
+        self._reports.append(transfer.completion)
         if plan.direction is Direction.STORE and transfer.outcome is not Outcome.DONE:
-            self._registrations[plan.registration].store_failed(plan.serial)
+            self._registrations[plan.registration].mark_store_failed(plan.serial)
             # The core may plan loads that require it until it has handled its end.
             self._reports.append(Continue(ForgetStores(plan.registration, (plan.serial,))))
 
@@ -261,8 +261,8 @@ class DeviceWorker:
         if not (registration.unmapping and registration.empty):
             return
         for queue in self._directions.values():
-            queue.remove(registration)
-        self._mappings.close(number)
+            queue.remove_registration(registration)
+        self._mappings.unmap_tensors(number)
         self._reports.append(TensorsUnmapped(number))
 
     def _send_reports(self) -> None:
@@ -322,18 +322,18 @@ class DeviceWorker:
         self, queue: DirectionQueue, registration: RegistrationQueues, transfer: ActiveTransfer
     ) -> bool:
         mapping, direction = registration.mapping, queue.direction
-        geometry = mapping.geometry
+        layout = mapping.layout
         request = ChunkRequest(
             transfer.rest[0].group,
-            geometry.nbytes(transfer.rest),
+            layout.count_bytes(transfer.rest),
             self._directions[direction.other].contends,
         )
-        budget = self._engine.room(direction, mapping, request)
+        budget = self._engine.chunk_budget(direction, mapping, request)
         if not budget.nbytes:
             return False
-        run, rest = geometry.split(transfer.rest, budget.nbytes, budget.blocks)
+        extent, rest = layout.split_chunk(transfer.rest, budget.nbytes, budget.blocks)
         try:
-            ticket = self._engine.submit(direction, mapping, run)
+            ticket = self._engine.submit(direction, mapping, extent)
         except KVFerryError as error:
             transfer.abort(Outcome.FAILED, error.info)
             return True
@@ -344,6 +344,6 @@ class DeviceWorker:
             transfer.before = queue.inflight[-1].ticket if queue.inflight else None
             if accepted := transfer.plan.accepted:
                 transfer.queued = time.monotonic() - accepted
-        nbytes = geometry.nbytes((run,))
+        nbytes = layout.count_bytes((extent,))
         queue.inflight.append(InflightChunk(registration, transfer, ticket, nbytes))
         return True

@@ -39,7 +39,7 @@ class Mapping:
     fails instead (CANCELLED), because its GPU blocks may have another owner.
     """
 
-    geometry: BlockLayout
+    layout: BlockLayout
     bases: Int64s
     handles: list[object] = field(default_factory=list)
     revoked: Callable[[], bool] = _never
@@ -125,16 +125,16 @@ class CopyEngine(Protocol):
     def unpin(self, address: int) -> None:
         """Undo `pin` of the chunk at `address`. From any thread."""
 
-    def open(
+    def map_tensors(
         self,
-        geometry: BlockLayout,
+        layout: BlockLayout,
         allocations: Sequence[Allocation],
         locations: Sequence[Location],
         descriptors: Sequence[int],
     ) -> Mapping:
         """Map an engine's own tensors. Raises KVFerryError, and nothing stays mapped."""
 
-    def allocate(self, geometry: BlockLayout, kept: Sequence[int] = ()) -> Shared:
+    def allocate_tensors(self, layout: BlockLayout, kept: Sequence[int] = ()) -> Shared:
         """Allocate tensors of a layout here. Raises KVFerryError, and nothing stays allocated.
 
         kept: the descriptors of tensors of the same layout that a daemon allocated before. They are
@@ -142,16 +142,18 @@ class CopyEngine(Protocol):
             are not of such tensors.
         """
 
-    def close(self, mapping: Mapping) -> None:
+    def unmap_tensors(self, mapping: Mapping) -> None:
         """Unmap a mapping's memory; no chunk of it is in flight."""
 
-    def room(self, direction: Direction, mapping: Mapping, request: ChunkRequest) -> ChunkBudget:
+    def chunk_budget(
+        self, direction: Direction, mapping: Mapping, request: ChunkRequest
+    ) -> ChunkBudget:
         """The largest chunk to submit now; NO_ROOM until a chunk in flight is done.
 
         An engine bounds the bytes and chunks in flight here. It has room if nothing is in flight.
         """
 
-    def submit(self, direction: Direction, mapping: Mapping, run: Extent) -> Ticket:
+    def submit(self, direction: Direction, mapping: Mapping, extent: Extent) -> Ticket:
         """Enqueue a chunk within `room`. Raises KVFerryError if the device refuses it."""
 
     def flush(self, direction: Direction, more: bool) -> None:

@@ -30,7 +30,7 @@ from kvferry.daemon.engine.base import (
     packed_locations,
     revoked_error,
 )
-from kvferry.daemon.engine.memory import IOV_MAX, PAGE, Mapped, move
+from kvferry.daemon.memory.shared_memory import IOV_MAX, PAGE, MappedFile, copy_vectors
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.memory import Allocation, FdAllocation, Location
 from kvferry.proto.process import SPARE_ADDRESS_SPACE, address_space_left
@@ -102,61 +102,67 @@ class ReferenceEngine:
     def unpin(self, address: int) -> None:
         """Nothing to do."""
 
-    def open(
+    def map_tensors(
         self,
-        geometry: BlockLayout,
+        layout: BlockLayout,
         allocations: Sequence[Allocation],
         locations: Sequence[Location],
         descriptors: Sequence[int],
     ) -> Mapping:
         self._owner.assert_owner()
-        mapped: list[Mapped] = []
+        mapped: list[MappedFile] = []
         try:
             files = [_as_file(allocation) for allocation in allocations]
             _check_fit(sum(file.size for file in files))
             for file, descriptor in zip(files, descriptors, strict=True):
-                mapped.append(Mapped(descriptor, file.size))
+                mapped.append(MappedFile(descriptor, file.size))
         except KVFerryError:
             for memory in mapped:
                 memory.close()
             raise
         bases = [mapped[place.allocation].address + place.offset for place in locations]
-        return Mapping(geometry, np.array(bases, dtype=np.int64), list(mapped))
+        return Mapping(layout, np.array(bases, dtype=np.int64), list(mapped))
 
-    def allocate(self, geometry: BlockLayout, kept: Sequence[int] = ()) -> Shared:
+    def allocate_tensors(self, layout: BlockLayout, kept: Sequence[int] = ()) -> Shared:
         self._owner.assert_owner()
-        offsets, size = packed_locations(geometry.layout)
+        offsets, size = packed_locations(layout.layout_arrays)
         descriptor = _again(kept, size) if kept else sealed_memfd("kvferry-kv", size)
         allocation = FdAllocation(0, size)
         locations = tuple(Location(0, offset) for offset in offsets)
         try:
-            mapping = self.open(geometry, [allocation], locations, [descriptor])
+            mapping = self.map_tensors(layout, [allocation], locations, [descriptor])
         except BaseException:
             os.close(descriptor)
             raise
         return Shared(mapping, (allocation,), locations, (descriptor,))
 
-    def close(self, mapping: Mapping) -> None:
+    def unmap_tensors(self, mapping: Mapping) -> None:
         self._owner.assert_owner()
         self._chunks.pop(id(mapping), None)
         for memory in mapping.handles:
-            assert isinstance(memory, Mapped)
+            assert isinstance(memory, MappedFile)
             memory.close()
 
-    def room(self, direction: Direction, mapping: Mapping, request: ChunkRequest) -> ChunkBudget:
+    def chunk_budget(
+        self, direction: Direction, mapping: Mapping, request: ChunkRequest
+    ) -> ChunkBudget:
         self._owner.assert_owner()
         full = self._in_flight[direction] >= MAX_CHUNKS
         return NO_ROOM if full else ChunkBudget(CHUNK_BYTES)
 
-    def submit(self, direction: Direction, mapping: Mapping, run: Extent) -> _Chunk:
+    def submit(self, direction: Direction, mapping: Mapping, extent: Extent) -> _Chunk:
         self._owner.assert_owner()
-        gpu, host = _vectors(mapping, run, self._pool)
+        gpu, host = _vectors(mapping, extent, self._pool)
         number, every = next(self._chunks[id(mapping)]), self.faults.fail_every
         fails = bool(every) and number % every == 0
         chunk = _Chunk(direction, gpu, host, fails, mapping.revoked)
         self._in_flight[direction] += 1
         before, self._last[direction] = self._last[direction], chunk
-        if before.done and not self.faults.stall and mapping.geometry.nbytes((run,)) <= AT_ONCE:
+        if (
+            before.done
+            and not self.faults.stall
+            and mapping.layout.count_bytes((extent,)) <= AT_ONCE
+        ):
             self._do(chunk)
         else:
             self._queues[direction].put(chunk)
@@ -184,7 +190,7 @@ class ReferenceEngine:
 
     def copying(self, mapping: Mapping) -> tuple[GroupCopying, ...]:
         self._owner.assert_owner()
-        return tuple(GroupCopying("cpu", "cpu") for _ in mapping.geometry.refs)
+        return tuple(GroupCopying("cpu", "cpu") for _ in mapping.layout.refs)
 
     def shutdown(self) -> None:
         self._owner.assert_owner()
@@ -255,13 +261,13 @@ def _copy(chunk: _Chunk) -> None:
     dst, src = (host, gpu) if chunk.direction is Direction.STORE else (gpu, host)
     try:
         for start in range(0, len(dst), IOV_MAX):
-            move(src[start : start + IOV_MAX], dst[start : start + IOV_MAX])
+            copy_vectors(src[start : start + IOV_MAX], dst[start : start + IOV_MAX])
     except OSError as error:
         message = f"memory of the engine is not there any more: {error}"
         chunk.error = Failed(Code.COPY_FAILED, message)
 
 
-def _vectors(mapping: Mapping, run: Extent, pool: int) -> tuple[Int64s, Int64s]:
+def _vectors(mapping: Mapping, extent: Extent, pool: int) -> tuple[Int64s, Int64s]:
     """(n, 2) both: where the fragments of a run lie on either side, and how long they are."""
-    batch = mapping.geometry.copy_batch(run, mapping.bases, pool)
+    batch = mapping.layout.copy_batch(extent, mapping.bases, pool)
     return np.stack((batch.gpu, batch.size), axis=1), np.stack((batch.host, batch.size), axis=1)

@@ -31,15 +31,15 @@ class RateLimiter:
 
     def passes(self, kind: tuple[str, ...], now: float) -> int | None:
         """None: say nothing now. Else how many of the kind were not said since the last."""
-        last, untold = self._kinds.get(kind, (float("-inf"), 0))
+        last, suppressed = self._kinds.get(kind, (float("-inf"), 0))
         if now - last < self._seconds:
-            self._kinds[kind] = last, untold + 1
+            self._kinds[kind] = last, suppressed + 1
             return None
         self._kinds.pop(kind, None)
         if len(self._kinds) >= KINDS:
             del self._kinds[next(iter(self._kinds))]
         self._kinds[kind] = now, 0
-        return untold
+        return suppressed
 
 
 class LoggedClient(Protocol):
@@ -48,51 +48,51 @@ class LoggedClient(Protocol):
     client: str
     engine: str
     pid: int
-    leaving: str
+    close_reason: str
 
 
 class EventLog:
     def __init__(self) -> None:
         self._began = time.monotonic()
-        self._sparingly = RateLimiter()
+        self._rate_limiter = RateLimiter()
         self._maps: dict[int, tuple[LoggedClient, MapTensors, float]] = {}
 
-    def came(self, peer: LoggedClient) -> None:
-        log.info("client connected", client=peer.client, engine=peer.engine, pid=peer.pid)
+    def client_connected(self, client: LoggedClient) -> None:
+        log.info("client connected", client=client.client, engine=client.engine, pid=client.pid)
 
-    def went(self, peer: LoggedClient, action: CloseSession) -> None:
+    def client_disconnected(self, client: LoggedClient, action: CloseSession) -> None:
         log.info(
             "client disconnected",
-            client=peer.client,
-            engine=peer.engine,
-            pid=peer.pid,
-            reason=peer.leaving,
+            client=client.client,
+            engine=client.engine,
+            pid=client.pid,
+            reason=client.close_reason,
             jobs_lost=action.unfinished,
             bytes_moved=action.nbytes,
         )
 
-    def mapping(self, peer: LoggedClient | None, action: MapTensors) -> None:
+    def mapping_started(self, client: LoggedClient | None, action: MapTensors) -> None:
         """An engine's tensors are being mapped; the daemon's own are nobody's news."""
-        if peer is not None:
-            self._maps[action.registration] = peer, action, time.monotonic()
+        if client is not None:
+            self._maps[action.registration] = client, action, time.monotonic()
 
-    def mapped(self, report: TensorsMapped) -> None:
+    def mapping_ended(self, report: TensorsMapped) -> None:
         if report.registration not in self._maps:
             return
-        peer, action, began = self._maps.pop(report.registration)
+        client, action, began = self._maps.pop(report.registration)
         if report.error is not None:
-            self._warn("engine registration failed", peer, report.error)
+            self._warn("engine registration failed", client, report.error)
             return
-        layout = action.geometry.layout
+        layout = action.layout.layout_arrays
         log.info(
             "engine registered",
-            engine=peer.engine,
-            pid=peer.pid,
+            engine=client.engine,
+            pid=client.pid,
             tensors=layout.num_tensors,
             groups=layout.num_groups,
             gpu_blocks=int(layout.tensors[0].max()),
-            host_blocks=action.geometry.host_blocks,
-            host_block_bytes=action.geometry.host_block_bytes,
+            host_blocks=action.layout.host_blocks,
+            host_block_bytes=action.layout.host_block_bytes,
             copied=[f"store {way.store}, load {way.load}" for way in report.copying],
             seconds=round(time.monotonic() - began, 3),
         )
@@ -101,35 +101,37 @@ class EventLog:
         seconds = round(time.monotonic() - self._began, 2)
         log.info("pool registered", bytes=nbytes, seconds=seconds)
 
-    def refused(self, peer: LoggedClient | None, error: ErrorInfo) -> None:
+    def message_refused(self, client: LoggedClient | None, error: ErrorInfo) -> None:
         """What was no message, or came from one that has no session."""
-        self._warn("message refused", peer, error)
+        self._warn("message refused", client, error)
 
-    def not_welcome(self, peer: LoggedClient) -> None:
+    def client_refused(self, client: LoggedClient) -> None:
         """It said hello, and was told why not."""
-        untold = self._sparingly.passes(("not welcome", peer.client), time.monotonic())
-        if untold is not None:
-            log.warning("connection refused", client=peer.client, pid=peer.pid, suppressed=untold)
+        suppressed = self._rate_limiter.passes(("not welcome", client.client), time.monotonic())
+        if suppressed is not None:
+            log.warning(
+                "connection refused", client=client.client, pid=client.pid, suppressed=suppressed
+            )
 
-    def failed(self, peer: LoggedClient | None, error: ErrorInfo) -> None:
+    def job_failed(self, client: LoggedClient | None, error: ErrorInfo) -> None:
         """A job that was accepted failed."""
-        self._warn("job failed", peer, error)
+        self._warn("job failed", client, error)
 
-    def broke(self, peer: LoggedClient | None, error: Exception) -> None:
+    def internal_error(self, client: LoggedClient | None, error: Exception) -> None:
         """Nobody foresaw this: whoever mends it needs to know where it was."""
-        untold = self._sparingly.passes(("broke", type(error).__name__), time.monotonic())
-        if untold is not None:
-            engine = peer.engine if peer else ""
-            log.error("internal error", engine=engine, suppressed=untold, exc_info=error)
+        suppressed = self._rate_limiter.passes(("broke", type(error).__name__), time.monotonic())
+        if suppressed is not None:
+            engine = client.engine if client else ""
+            log.error("internal error", engine=engine, suppressed=suppressed, exc_info=error)
 
-    def _warn(self, what: str, peer: LoggedClient | None, error: ErrorInfo) -> None:
-        untold = self._sparingly.passes((what, error.code), time.monotonic())
-        if untold is not None:
+    def _warn(self, what: str, client: LoggedClient | None, error: ErrorInfo) -> None:
+        suppressed = self._rate_limiter.passes((what, error.code), time.monotonic())
+        if suppressed is not None:
             log.warning(
                 what,
-                engine=peer.engine if peer else "",
+                engine=client.engine if client else "",
                 code=error.code,
                 reason=error.message,
                 value=error.value,
-                suppressed=untold,
+                suppressed=suppressed,
             )

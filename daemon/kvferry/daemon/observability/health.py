@@ -46,9 +46,9 @@ class Supervised(Protocol):
 
     def ready(self) -> None: ...
 
-    def alive(self) -> None: ...
+    def keep_alive(self) -> None: ...
 
-    def unwell(self, why: str) -> None:
+    def report_unhealthy(self, why: str) -> None:
         """why: empty if the daemon is healthy again."""
 
 
@@ -69,24 +69,24 @@ class Health:
 
     def __init__(
         self,
-        patience: HealthTimeouts,
+        timeouts: HealthTimeouts,
         probe: Probe,
         ping: Callable[[float], None],
         supervisor: Supervised,
-        lost: Callable[[], str | None] = lambda: None,
+        problem: Callable[[], str | None] = lambda: None,
     ) -> None:
-        self._patience = patience
+        self._timeouts = timeouts
         self._probe = probe
         self._ping = ping
         self._supervisor = supervisor
-        self._lost = lost
-        self._rounds = ProbeHistory(patience)
+        self._endpoint_problem = problem
+        self._history = ProbeHistory(timeouts)
         # Since when the device worker owes a Pong.
         self._pinged: float | None = None
         self._last_pong = Pong(0.0, None, None)
         self._worker_lags = deque([0.0], LATELY)
         self._loop_lags = deque([0.0], LATELY)
-        self._was_well: bool | None = None
+        self._was_healthy: bool | None = None
         self._ready = False
         watchdog = supervisor.watchdog_seconds
         self._pulse_every = min(PULSE, watchdog / 3) if watchdog else PULSE
@@ -95,7 +95,7 @@ class Health:
         self._ended = asyncio.Event()
 
     def start(self) -> None:
-        self._probe.settle()
+        self._probe.allocate_memory()
         self._loop = asyncio.get_running_loop()
         self._prober = self._loop.create_task(self._keep_probing())
         self._due = time.monotonic()
@@ -117,39 +117,39 @@ class Health:
 
     def status(self) -> HealthStatus:
         """The health as it is now."""
-        now, rounds = time.monotonic(), self._rounds
-        reasons = (*rounds.reasons(now), *self._late(now))
+        now, history = time.monotonic(), self._history
+        reasons = (*history.reasons(now), *self._late_reasons(now))
         return HealthStatus(
             healthy=not reasons,
             reasons=reasons,
-            probe_seconds=rounds.seconds,
-            probe_age=_age(rounds.ended, now),
+            probe_seconds=history.seconds,
+            probe_age=_age(history.ended, now),
             oldest_job=_age(self._last_pong.oldest, now),
             held_job=_age(self._last_pong.held, now),
             loop_lag=max(self._loop_lags),
-            lane_lag=max(*self._worker_lags, self._owed(now)),
+            worker_lag=max(*self._worker_lags, self._pong_overdue(now)),
         )
 
-    async def check(self) -> HealthStatus:
+    async def check_health(self) -> HealthStatus:
         """The health after a probe, unless the last one is fresh."""
-        ended = self._rounds.ended
+        ended = self._history.ended
         if self._pool_ready.is_set() and (ended is None or time.monotonic() - ended > FRESH):
             self._ended.clear()
-            self._rounds.want()
+            self._history.request_probe()
             self._wanted.set()
             with suppress(TimeoutError):  # the status says so
-                await asyncio.wait_for(self._ended.wait(), self._patience.deadline + TIMERS)
+                await asyncio.wait_for(self._ended.wait(), self._timeouts.deadline + TIMERS)
         return self.status()
 
     async def _keep_probing(self) -> None:
         await self._pool_ready.wait()
         while True:
             self._wanted.clear()
-            await self._rounds.run(self._probe)
+            await self._history.run_probe(self._probe)
             self._ended.set()
-            self._tell()
+            self._report_changes()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._wanted.wait(), self._patience.every)
+                await asyncio.wait_for(self._wanted.wait(), self._timeouts.every)
 
     def _pulse(self) -> None:
         now = time.monotonic()
@@ -157,40 +157,42 @@ class Health:
         if self._pinged is None:
             self._pinged = now
             self._ping(now)
-        if self._owed(now) <= self._patience.worker:
-            self._supervisor.alive()
-        self._tell()
+        if self._pong_overdue(now) <= self._timeouts.worker:
+            self._supervisor.keep_alive()
+        self._report_changes()
         self._due = now + self._pulse_every
         self._timer = self._loop.call_later(self._pulse_every, self._pulse)
 
-    def _tell(self) -> None:
+    def _report_changes(self) -> None:
         """Report changes of health to the log and the service manager, once each."""
         status = self.status()
         if status.healthy and not self._ready:
             self._ready = True
             self._supervisor.ready()
-        if status.healthy is self._was_well or not (self._ready or self._rounds.tried):
+        if status.healthy is self._was_healthy or not (self._ready or self._history.tried):
             return
         if status.healthy:
             log.info("healthy", probe_seconds=status.probe_seconds)
-            if self._was_well is False:
-                self._supervisor.unwell("")
+            if self._was_healthy is False:
+                self._supervisor.report_unhealthy("")
         else:
             log.error("unhealthy", reasons=list(status.reasons))
-            self._supervisor.unwell("; ".join(status.reasons))
-        self._was_well = status.healthy
+            self._supervisor.report_unhealthy("; ".join(status.reasons))
+        self._was_healthy = status.healthy
 
-    def _late(self, now: float) -> list[str]:
+    def _late_reasons(self, now: float) -> list[str]:
         reasons = []
-        if self._owed(now) > self._patience.worker:
-            reasons.append(f"the device worker has not responded for {self._owed(now):.1f} s")
-        if (lag := max(self._loop_lags)) > self._patience.deadline:
+        if self._pong_overdue(now) > self._timeouts.worker:
+            reasons.append(
+                f"the device worker has not responded for {self._pong_overdue(now):.1f} s"
+            )
+        if (lag := max(self._loop_lags)) > self._timeouts.deadline:
             reasons.append(f"the event loop was {lag:.1f} s late")
-        if (lost := self._lost()) is not None:
-            reasons.append(lost)
+        if (problem := self._endpoint_problem()) is not None:
+            reasons.append(problem)
         return reasons
 
-    def _owed(self, now: float) -> float:
+    def _pong_overdue(self, now: float) -> float:
         """Seconds that the device worker has owed a Pong for."""
         return 0.0 if self._pinged is None else now - self._pinged
 
@@ -198,31 +200,31 @@ class Health:
 class ProbeHistory:
     """Outcomes of probes. Times are time.monotonic() in seconds."""
 
-    def __init__(self, patience: HealthTimeouts) -> None:
-        self._patience = patience
+    def __init__(self, timeouts: HealthTimeouts) -> None:
+        self._timeouts = timeouts
         self._began: float | None = None
-        self._trouble: KVFerryError | None = None
+        self._error: KVFerryError | None = None
         self.seconds: float | None = None
         self.ended: float | None = None
 
-    def want(self) -> None:
+    def request_probe(self) -> None:
         """Request a probe if none is running: its deadline counts from now on."""
         if self._began is None:
             self._began = time.monotonic()
 
-    async def run(self, probe: Probe) -> None:
-        self.want()
+    async def run_probe(self, probe: Probe) -> None:
+        self.request_probe()
         try:
-            self.seconds = await probe.round()
-            self._trouble = None
+            self.seconds = await probe.run_round()
+            self._error = None
         except KVFerryError as error:
-            self._trouble = error
+            self._error = error
         self.ended, self._began = time.monotonic(), None
 
     @property
     def tried(self) -> bool:
         """Whether a probe has ended or is late."""
-        late = self._running(time.monotonic()) > self._patience.deadline
+        late = self._running(time.monotonic()) > self._timeouts.deadline
         return late or self.ended is not None
 
     def _running(self, now: float) -> float:
@@ -231,15 +233,15 @@ class ProbeHistory:
 
     def reasons(self, now: float) -> list[str]:
         """Why the probe makes the daemon unhealthy; empty if it does not."""
-        if (running := self._running(now)) > self._patience.deadline:
+        if (running := self._running(now)) > self._timeouts.deadline:
             return [f"the probe has been running for {running:.1f} s"]
         if self.ended is None:  # and if there is one under way, it may yet be in time
             return ["no probe has completed yet"]
-        if self._trouble is not None:
-            return [f"the last probe failed: {self._trouble}"]
-        if self.seconds is not None and self.seconds > self._patience.deadline:
+        if self._error is not None:
+            return [f"the last probe failed: {self._error}"]
+        if self.seconds is not None and self.seconds > self._timeouts.deadline:
             return [f"the last probe took {self.seconds:.1f} s"]
-        if now - self.ended > 2 * self._patience.every + self._patience.deadline:
+        if now - self.ended > 2 * self._timeouts.every + self._timeouts.deadline:
             return [f"the last probe was {now - self.ended:.1f} s ago"]
         return []
 

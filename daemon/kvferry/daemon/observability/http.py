@@ -38,9 +38,9 @@ T = TypeVar("T")
 class StatusSource(Protocol):
     """What is asked of the daemon, in its loop."""
 
-    async def snapshot(self) -> tuple[DaemonStatus, Sequence[NamespaceStatus]]: ...
+    async def status_snapshot(self) -> tuple[DaemonStatus, Sequence[NamespaceStatus]]: ...
 
-    async def check(self) -> HealthStatus:
+    async def check_health(self) -> HealthStatus:
         """Within the probe's deadline."""
 
 
@@ -55,7 +55,7 @@ class MetricsServer:
         self._server = _listening(*_parsed(listen))
         self._server.set_app(self._answer)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._view: StatusSource
+        self._source: StatusSource
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="kvferry-http", daemon=True
         )
@@ -66,9 +66,9 @@ class MetricsServer:
         host, port = self._server.server_address[:2]
         return f"[{host!s}]:{port}" if ":" in str(host) else f"{host!s}:{port}"
 
-    def start(self, view: StatusSource) -> None:
+    def start(self, source: StatusSource) -> None:
         """Answer from now on. Called in the loop."""
-        self._view, self._loop = view, asyncio.get_running_loop()
+        self._source, self._loop = source, asyncio.get_running_loop()
         self._thread.start()
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class MetricsServer:
         return [] if method == "HEAD" else [body]
 
     def _show_metrics(self, environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
-        snapshot = self._ask(lambda: self._view.snapshot(), ANSWER_SECONDS)
+        snapshot = self._run_on_loop(lambda: self._source.status_snapshot(), ANSWER_SECONDS)
         registry = self._metrics.wedged
         if snapshot is not None:
             self._metrics.update(*snapshot)
@@ -102,7 +102,7 @@ class MetricsServer:
 
     def _show_health(self, _: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         patience = ANSWER_SECONDS + self._check_seconds
-        health = self._ask(lambda: self._view.check(), patience)
+        health = self._run_on_loop(lambda: self._source.check_health(), patience)
         if health is None:
             reason = f"the loop has not answered for {patience:g} s"
             health = HealthStatus(False, (reason,))
@@ -113,7 +113,7 @@ class MetricsServer:
         start(status, headers)
         return [body]
 
-    def _ask(self, what: Callable[[], Coroutine[Any, Any, T]], seconds: float) -> T | None:
+    def _run_on_loop(self, what: Callable[[], Coroutine[Any, Any, T]], seconds: float) -> T | None:
         """Have the loop do something; None where it does not, in time."""
         assert self._loop is not None
         if self._loop.is_closed():

@@ -81,13 +81,15 @@ class KVEventPublisher(asyncio.Protocol):
         if not self._subscribed or channel is None:
             self._missed = True
             return
-        if not any(event.kind in PUBLISHED for event in action.news.events):
+        if not any(event.kind in PUBLISHED for event in action.key_events.events):
             return
         if self.queued_bytes > MAX_QUEUED_BYTES:
             self._missed = True
             return
         data = self._encoder.encode(
-            HandedOver(self._missed, action.namespace, action.block_size, time.time(), action.news)
+            HandedOver(
+                self._missed, action.namespace, action.block_size, time.time(), action.key_events
+            )
         )
         self._missed = False
         channel.write(SIZE.pack(len(data)) + data)

@@ -52,7 +52,7 @@ class HandedOver(msgspec.Struct, frozen=True, array_like=True):
     namespace: str
     block_size: int
     time: float
-    news: KeyEvents
+    key_events: KeyEvents
 
 
 class Subscriptions:
@@ -85,12 +85,12 @@ class Numbers:
     def __init__(self, first: int) -> None:
         self._next: defaultdict[str, int] = defaultdict(lambda: first)
 
-    def skip(self) -> None:
+    def skip_number(self) -> None:
         """Leave a number out in all namespaces: events of one of them were dropped."""
         for namespace in self._next:
             self._next[namespace] += 1
 
-    def take(self, namespace: str) -> bytes:
+    def take_number(self, namespace: str) -> bytes:
         number = self._next[namespace]
         self._next[namespace] += 1
         return number.to_bytes(8, "big")
@@ -145,12 +145,12 @@ class Publisher:
         self._channel.send(bytes([subscribed]))
         return subscribed
 
-    def _publish(self, handed: HandedOver) -> None:
-        if handed.gap:
-            self._numbers.skip()
-        topic = handed.namespace.encode()
-        for batch in batches_of(handed.news, handed.block_size, handed.time):
-            number = self._numbers.take(handed.namespace)
+    def _publish(self, message_: HandedOver) -> None:
+        if message_.gap:
+            self._numbers.skip_number()
+        topic = message_.namespace.encode()
+        for batch in batches_of(message_.key_events, message_.block_size, message_.time):
+            number = self._numbers.take_number(message_.namespace)
             self._xpub.send_multipart([topic, number, self._encoder.encode(batch)])
 
 

@@ -227,7 +227,7 @@ class HealthMetrics:
     def update(self, health: HealthStatus) -> None:
         self._healthy.set(health.healthy)
         self._loop_lag.set(health.loop_lag)
-        self._worker_lag.set(health.lane_lag)
+        self._worker_lag.set(health.worker_lag)
         self._probe.set(_or_nan(health.probe_seconds))
         self._probe_age.set(_or_nan(health.probe_age))
         self._oldest.labels("no").set(health.oldest_job or 0)
@@ -271,7 +271,7 @@ class NamespaceMetrics:
         by_labels = {(space.name, space.fingerprint.model): space for space in namespaces}
         lookups: dict[tuple[str, ...], int] = {}
         for labels, space in by_labels.items():
-            for state in ("free", "pending", "ready", "unverified", "doomed"):
+            for state in ("free", "pending", "ready", "unverified", "orphaned"):
                 self._blocks.labels(*labels, state).set(getattr(space, state))
             self._pinned.labels(*labels).set(space.pinned)
             lookups[*labels, "hit"] = space.hits

@@ -45,33 +45,33 @@ class Probe:
     One round at a time; a round has no deadline of its own, and ends when its copies do.
     """
 
-    def __init__(self, say: Callable[[ClientMessage], None], address: int) -> None:
-        self._say = say
+    def __init__(self, send: Callable[[ClientMessage], None], address: int) -> None:
+        self._send = send
         self._address = address
-        self._answer: asyncio.Future[DaemonMessage] | None = None
+        self._reply: asyncio.Future[DaemonMessage] | None = None
         self._rounds = 0
         self._allocated = False
 
-    def settle(self) -> None:
+    def allocate_memory(self) -> None:
         """Ask for memory, before anybody else can; the first round waits for the answer."""
-        self._answer = asyncio.get_running_loop().create_future()
-        self._say(AllocateKVCaches(0, LAYOUT, HOST_BYTES))
+        self._reply = asyncio.get_running_loop().create_future()
+        self._send(AllocateKVCaches(0, LAYOUT, HOST_BYTES))
 
-    def hear(self, message: DaemonMessage) -> None:
+    def receive_reply(self, message: DaemonMessage) -> None:
         """What the core answers."""
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_result(message)
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_result(message)
 
-    async def round(self) -> float:
+    async def run_round(self) -> float:
         """Seconds that it took. Raises KVFerryError where it did not come back as it went."""
-        await self._have_memory()
+        await self._wait_for_memory()
         began = time.monotonic()
         self._rounds += 1
         block = GPULoadStoreSpec([self._rounds % 2])
         pattern = secrets.token_bytes(PAGE)
         ctypes.memmove(self._address, pattern, PAGE)
-        await self._move(0, (CPULoadStoreSpec([0]), block))
-        await self._move(1, (block, CPULoadStoreSpec([1])))
+        await self._copy_block(0, (CPULoadStoreSpec([0]), block))
+        await self._copy_block(1, (block, CPULoadStoreSpec([1])))
         if ctypes.string_at(self._address + PAGE, PAGE) != pattern:
             message = (
                 f"probe {self._rounds} read back other bytes; check the GPU and the kernel log"
@@ -79,29 +79,29 @@ class Probe:
             raise Failed(Code.COPY_FAILED, message, self._rounds)
         return time.monotonic() - began
 
-    async def _have_memory(self) -> None:
+    async def _wait_for_memory(self) -> None:
         if self._allocated:
             return
-        if self._answer is None:
-            self.settle()
-        match await self._take_answer():
+        if self._reply is None:
+            self.allocate_memory()
+        match await self._take_reply():
             case Allocated():
                 self._allocated = True
             case Error(_, info):
                 raise error_of(info)
 
-    async def _move(self, job_id: int, spec: TransferSpec) -> None:
-        self._answer = asyncio.get_running_loop().create_future()
-        self._say(Submit(job_id, *spec))
-        match await self._take_answer():
+    async def _copy_block(self, job_id: int, spec: TransferSpec) -> None:
+        self._reply = asyncio.get_running_loop().create_future()
+        self._send(Submit(job_id, *spec))
+        match await self._take_reply():
             case Finished((result,)) if result.error is not None:
                 raise error_of(result.error)
             case Error(_, info):
                 raise error_of(info)
 
-    async def _take_answer(self) -> DaemonMessage:
-        assert self._answer is not None
+    async def _take_reply(self) -> DaemonMessage:
+        assert self._reply is not None
         try:
-            return await self._answer
+            return await self._reply
         finally:
-            self._answer = None
+            self._reply = None

@@ -38,20 +38,20 @@ class BlockCheck:
         self._checksums = checksums
         self._report = report
 
-    def check(
+    def check_blocks(
         self, table: BlockTable, blocks: Int64s, purpose: Purpose, done: Callable[[], None]
     ) -> None:
         """Read one batch of committed blocks and compare; `done` is called in any case."""
         versions, expected = table.versions(blocks), table.checksums(blocks)
         batch = _Batch(table, blocks, versions, expected, purpose)
         compare = partial(self._compare, batch, done)
-        self._checksums.read(table, blocks, table.keys(blocks), purpose, compare)
+        self._checksums.request_checksums(table, blocks, table.keys(blocks), purpose, compare)
 
     def _compare(self, batch: _Batch, done: Callable[[], None], checksums: Checksums) -> None:
         table, blocks, owner = batch.table, batch.blocks, batch.table.record.owner
         reports: list[Report] = []
         if not table.closed:
-            same, good = table.current(blocks, batch.versions), checksums == batch.expected
+            same, good = table.unchanged(blocks, batch.versions), checksums == batch.expected
             if (verified := table.mark_verified(blocks[same & good])).size:
                 reports.append(BlocksVerified(owner, verified, table.keys(verified)))
             if (bad := blocks[same & ~good]).size:

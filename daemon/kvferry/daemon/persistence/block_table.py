@@ -27,7 +27,7 @@ import numpy as np
 
 from kvferry.daemon.core.layout import Bools, Int64s
 from kvferry.daemon.core.records import RegionRecord, ResidentBlock, decode_record, encode_record
-from kvferry.daemon.engine.memory import PAGE
+from kvferry.daemon.memory.shared_memory import PAGE
 from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.keys import OffloadKey
 from kvferry.shm.memfd import check_sealed, sealed_memfd
@@ -93,7 +93,7 @@ class BlockTable:
             raise
         # Blocks that an earlier daemon committed and nobody compared with their checksums yet.
         self.unverified: Bools | None = None
-        self._undecided = 0
+        self._unverified_count = 0
         self._committed, self._versions = self._lines["committed"], self._lines["version"]
         self._stamps = self._lines["stamp"]
         self.closed = False
@@ -101,7 +101,7 @@ class BlockTable:
         self._end = 0
         if not blank:
             self._end = self.num_blocks
-            self._take_over_stamps()
+            self._continue_stamps()
 
     @classmethod
     def create(cls, record: RegionRecord, clock: UseClock | None = None) -> BlockTable:
@@ -118,24 +118,24 @@ class BlockTable:
 
     @property
     def unverified_bytes(self) -> int:
-        return 0 if self.closed else self._undecided * self.record.block_bytes
+        return 0 if self.closed else self._unverified_count * self.record.block_bytes
 
     def mark_unverified(self, blocks: Int64s) -> None:
         """An earlier daemon wrote this table, and these are its residents; others are dropped."""
         unverified = np.zeros(self.num_blocks, np.bool_)
         unverified[blocks] = True
         self._committed &= unverified
-        self.unverified, self._undecided = unverified if blocks.size else None, blocks.size
+        self.unverified, self._unverified_count = unverified if blocks.size else None, blocks.size
 
     def mark_verified(self, blocks: Int64s) -> Int64s:
         """These match their checksums. Returns those of them that were unverified."""
-        return self._decide(blocks)
+        return self._clear_unverified(blocks)
 
     def mark_corrupt(self, blocks: Int64s) -> None:
         """These lost their bytes: they are not committed until they are stored again."""
         self._committed[blocks] = False
         self._versions[blocks] += _ONE
-        self._decide(blocks)
+        self._clear_unverified(blocks)
 
     def update(self, record: RegionRecord) -> None:
         """Replace the record by another one, for the same blocks and keys."""
@@ -147,13 +147,13 @@ class BlockTable:
         _HEAD.pack_into(self._file, 0, MAGIC, other)
         self.record = record
 
-    def void(self) -> None:
+    def mark_void(self) -> None:
         """This is no table from now on, whoever holds its descriptor."""
         _HEAD.pack_into(self._file, 0, bytes(8), 0)
 
-    def wipe(self) -> None:
+    def clear_commits(self) -> None:
         """No block is committed."""
-        self.unverified, self._undecided = None, 0
+        self.unverified, self._unverified_count = None, 0
         for at in range(0, self._lines.size, WIPED_LINES):
             self._committed[at : at + WIPED_LINES] = False
             self._versions[at : at + WIPED_LINES] += _ONE
@@ -174,7 +174,7 @@ class BlockTable:
     ) -> None:
         """These hold what was stored in them, except those that were invalidated since."""
         lines = self._lines
-        same = self.current(blocks, versions)
+        same = self.unchanged(blocks, versions)
         if keys:
             names = np.frombuffer(b"".join(keys), lines.dtype["key"])
             lines["key"][blocks[same]] = names[same]
@@ -193,7 +193,7 @@ class BlockTable:
         else:
             self._stamps[blocks] = now - np.arange(blocks.size)
 
-    def current(self, blocks: Int64s, versions: Versions) -> Bools:
+    def unchanged(self, blocks: Int64s, versions: Versions) -> Bools:
         same: Bools = self._versions[blocks] == versions
         return same
 
@@ -237,17 +237,17 @@ class BlockTable:
         self._file.close()
         os.close(self.descriptor)
 
-    def _decide(self, blocks: Int64s) -> Int64s:
+    def _clear_unverified(self, blocks: Int64s) -> Int64s:
         if self.unverified is None:
             return blocks[:0]
         decided = blocks[self.unverified[blocks]]
         self.unverified[decided] = False
-        self._undecided -= decided.size
-        if not self._undecided:
+        self._unverified_count -= decided.size
+        if not self._unverified_count:
             self.unverified = None
         return decided
 
-    def _take_over_stamps(self) -> None:
+    def _continue_stamps(self) -> None:
         most = int(self._stamps.max(initial=0))
         if most >= MAX_STAMP:
             order = np.argsort(self._stamps, kind="stable")

@@ -82,14 +82,14 @@ class ChecksumClient:
         self._last = Purpose.VERIFY
         self._deaths = 0
         # When it answered last, or was asked while it had nothing to do.
-        self._heard = 0.0
+        self._last_reply = 0.0
         self._watch: asyncio.TimerHandle | None = None
         try:
             self._start()
         except OSError as error:
-            raise self._gone(str(error)) from error
+            raise self._failure(str(error)) from error
 
-    def read(
+    def request_checksums(
         self,
         table: BlockTable,
         blocks: Int64s,
@@ -152,7 +152,7 @@ class ChecksumClient:
 
     def _send(self) -> None:
         if not self._sent:
-            self._heard = self._loop.time()
+            self._last_reply = self._loop.time()
         while len(self._sent) < self.window and (purpose := self._next()) is not None:
             reading = self._waiting[purpose][0]
             try:
@@ -174,7 +174,7 @@ class ChecksumClient:
         if not data:
             self._replace("exited")
             return
-        self._deaths, self._heard = 0, self._loop.time()
+        self._deaths, self._last_reply = 0, self._loop.time()
         (number,) = NUMBER.unpack_from(data)
         _, reading = self._sent.pop(number)
         self._send()
@@ -185,7 +185,7 @@ class ChecksumClient:
         self._watch = None
         if not self._sent:
             return
-        left = self._heard + PATIENCE - self._loop.time()
+        left = self._last_reply + PATIENCE - self._loop.time()
         if left > 0:
             self._watch = self._loop.call_later(left, self._check)
         else:
@@ -199,7 +199,7 @@ class ChecksumClient:
             self._waiting[purpose].appendleft(reading)
         self._sent.clear()
         if self._deaths > MAX_DEATHS:
-            self._failed(self._gone(f"{self._deaths} times in a row, the last time: {why}"))
+            self._failed(self._failure(f"{self._deaths} times in a row, the last time: {why}"))
             return
         try:
             self._start()
@@ -208,7 +208,7 @@ class ChecksumClient:
             return
         self._send()
 
-    def _gone(self, why: str) -> Failed:
+    def _failure(self, why: str) -> Failed:
         message = f"the checksum process failed: {why}; see the log"
         return Failed(Code.COPY_FAILED, message, why)
 

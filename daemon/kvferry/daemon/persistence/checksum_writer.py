@@ -30,13 +30,15 @@ class CompletedStore:
     """A store, and the versions that its blocks have until they are stored over."""
 
     table: BlockTable
-    cargo: BlockSet
+    block_set: BlockSet
     versions: Versions
 
-    def cut(self, part: slice) -> CompletedStore:
-        cargo = self.cargo
-        smaller = BlockSet(cargo.owner, cargo.blocks[part], cargo.keys[part], cargo.parts)
-        return replace(self, cargo=smaller, versions=self.versions[part])
+    def slice_blocks(self, part: slice) -> CompletedStore:
+        block_set = self.block_set
+        smaller = BlockSet(
+            block_set.owner, block_set.blocks[part], block_set.keys[part], block_set.parts
+        )
+        return replace(self, block_set=smaller, versions=self.versions[part])
 
 
 class ChecksumWriter:
@@ -56,13 +58,13 @@ class ChecksumWriter:
         """Whether a completed store is not committed yet."""
         return self._reading > 0 or bool(self._stores)
 
-    def add(self, store: CompletedStore) -> None:
-        if not store.cargo.blocks.size:  # all of its keys were present
+    def add_store(self, store: CompletedStore) -> None:
+        if not store.block_set.blocks.size:  # all of its keys were present
             return
         self._stores.append(store)
-        self._waiting += store.cargo.blocks.size
+        self._waiting += store.block_set.blocks.size
         if self._waiting > self._most:
-            self._fold()
+            self._drop_overwritten()
         self._plan_round()
 
     def _plan_round(self) -> None:
@@ -72,29 +74,29 @@ class ChecksumWriter:
 
     def _begin_round(self) -> None:
         self._round_is_due = False
-        self._fold()
+        self._drop_overwritten()
         stores, self._stores, self._waiting = self._stores, [], 0
         for store in stores:
             self._read(store)
 
-    def _fold(self) -> None:
+    def _drop_overwritten(self) -> None:
         """Join the stores of each table."""
         by_table: defaultdict[BlockTable, list[CompletedStore]] = defaultdict(list)
         for store in self._stores:
             if not store.table.closed:
                 by_table[store.table].append(store)
         self._stores = [_joined(table, mine) for table, mine in by_table.items()]
-        self._waiting = sum([store.cargo.blocks.size for store in self._stores])
+        self._waiting = sum([store.block_set.blocks.size for store in self._stores])
         self._most = max(FOLD, 2 * self._waiting)
 
     def _read(self, store: CompletedStore) -> None:
-        for part in batches(store.table.record.block_bytes, store.cargo.blocks.size):
-            some = store.cut(part)
+        for part in batches(store.table.record.block_bytes, store.block_set.blocks.size):
+            some = store.slice_blocks(part)
             self._reading += 1
-            self._checksums.read(
+            self._checksums.request_checksums(
                 store.table,
-                some.cargo.blocks,
-                some.cargo.keys,
+                some.block_set.blocks,
+                some.block_set.keys,
                 Purpose.COMMIT,
                 partial(self._commit, some),
             )
@@ -102,23 +104,25 @@ class ChecksumWriter:
     def _commit(self, store: CompletedStore, checksums: Checksums) -> None:
         self._reading -= 1
         self._plan_round()
-        cargo = store.cargo
+        block_set = store.block_set
         if not store.table.closed:
-            store.table.commit(cargo.blocks, store.versions, checksums, cargo.keys, cargo.parts)
+            store.table.commit(
+                block_set.blocks, store.versions, checksums, block_set.keys, block_set.parts
+            )
 
 
 def _joined(table: BlockTable, stores: list[CompletedStore]) -> CompletedStore:
     """Stores of one table as one, without blocks that were stored over."""
-    blocks = np.concatenate([store.cargo.blocks for store in stores])
+    blocks = np.concatenate([store.block_set.blocks for store in stores])
     versions = np.concatenate([store.versions for store in stores])
-    keys = [key for store in stores for key in store.cargo.keys]
+    keys = [key for store in stores for key in store.block_set.keys]
     parts: dict[int, tuple[int, int]] = {}
     for store in stores:  # a whole store after one of a part makes the block whole
         if parts:
-            for block in parts.keys() & set(store.cargo.blocks.tolist()):
+            for block in parts.keys() & set(store.block_set.blocks.tolist()):
                 del parts[block]
-        parts |= store.cargo.parts
-    last = table.current(blocks, versions)
+        parts |= store.block_set.parts
+    last = table.unchanged(blocks, versions)
     if not last.all():
         keys = [key for key, same in zip(keys, last.tolist(), strict=False) if same]
         blocks, versions = blocks[last], versions[last]

@@ -30,13 +30,13 @@ log = structlog.get_logger()
 class KeptTensorStore:
     """Called by the loop alone."""
 
-    def __init__(self, keeper: FdStore) -> None:
-        self._keeper = keeper
+    def __init__(self, fd_store: FdStore) -> None:
+        self._fd_store = fd_store
         # Names by number of the registration that the tensors were allocated for.
-        self._places: dict[int, str] = {}
+        self._names: dict[int, str] = {}
         self._numbers = count(1)
 
-    def take_up(
+    def restore_tensors(
         self, kept: Mapping[str, int], restore: Callable[[KeptTensorsRecord], int]
     ) -> dict[int, int]:
         """What an earlier daemon kept: descriptors of memory, by the number that `restore` gave.
@@ -44,54 +44,54 @@ class KeptTensorStore:
         `restore` raises Refused where tensors are of no use any more. Those are given up, and said.
         """
         found: dict[int, int] = {}
-        places = {name.rpartition(".")[0] for name in kept if name.startswith(TENSORS)}
-        for place in sorted(places, key=number_of):
-            memory, label = kept.get(place + MEMORY), kept.get(place + LABEL)
+        names = {name.rpartition(".")[0] for name in kept if name.startswith(TENSORS)}
+        for name in sorted(names, key=number_of):
+            memory_fd, record_fd = kept.get(name + MEMORY), kept.get(name + LABEL)
             try:
-                if memory is None:
-                    message = f"descriptor {place}{MEMORY} is missing"
-                    raise Refused(Code.BAD_LAYOUT, message, place)
-                number = restore(_read(label))
+                if memory_fd is None:
+                    message = f"descriptor {name}{MEMORY} is missing"
+                    raise Refused(Code.BAD_LAYOUT, message, name)
+                number = restore(_read(record_fd))
             except KVFerryError as error:
-                log.warning("kept tensors dropped", name=place, reason=str(error))
-                self._forget(place)
-                if memory is not None:
-                    os.close(memory)
+                log.warning("kept tensors dropped", name=name, reason=str(error))
+                self._remove_fds(name)
+                if memory_fd is not None:
+                    os.close(memory_fd)
             else:
-                self._places[number], found[number] = place, memory
+                self._names[number], found[number] = name, memory_fd
             finally:
-                if label is not None:
-                    os.close(label)
-        self._numbers = count(1 + max(map(number_of, places), default=0))
+                if record_fd is not None:
+                    os.close(record_fd)
+        self._numbers = count(1 + max(map(number_of, names), default=0))
         return found
 
-    def put(self, shelve: KeepTensors) -> None:
-        (memory,) = shelve.descriptors
-        place = self._places[shelve.registration] = f"{TENSORS}{next(self._numbers)}"
-        label = os.memfd_create("kvferry-label", os.MFD_CLOEXEC)
+    def store_tensors(self, action: KeepTensors) -> None:
+        (memory_fd,) = action.descriptors
+        name = self._names[action.registration] = f"{TENSORS}{next(self._numbers)}"
+        record_fd = os.memfd_create("kvferry-label", os.MFD_CLOEXEC)
         try:
-            os.write(label, encode_record(shelve.tenancy))
-            self._keeper.keep(place + LABEL, label)
-            self._keeper.keep(place + MEMORY, memory)
+            os.write(record_fd, encode_record(action.record))
+            self._fd_store.store_fd(name + LABEL, record_fd)
+            self._fd_store.store_fd(name + MEMORY, memory_fd)
         finally:
-            os.close(label)
+            os.close(record_fd)
 
-    def remove(self, number: int) -> None:
+    def remove_tensors(self, number: int) -> None:
         """Tensors are kept no longer, if they were."""
-        place = self._places.pop(number, None)
-        if place is not None:
-            self._forget(place)
+        name = self._names.pop(number, None)
+        if name is not None:
+            self._remove_fds(name)
 
-    def _forget(self, place: str) -> None:
-        self._keeper.forget(place + LABEL)
-        self._keeper.forget(place + MEMORY)
+    def _remove_fds(self, name: str) -> None:
+        self._fd_store.remove_fd(name + LABEL)
+        self._fd_store.remove_fd(name + MEMORY)
 
 
-def _read(label: int | None) -> KeptTensorsRecord:
-    if label is None:
+def _read(record_fd: int | None) -> KeptTensorsRecord:
+    if record_fd is None:
         raise Refused(Code.BAD_LAYOUT, "the descriptor of the tensors' record is missing")
     try:
-        return decode_record(os.pread(label, os.fstat(label).st_size, 0), KeptTensorsRecord)
+        return decode_record(os.pread(record_fd, os.fstat(record_fd).st_size, 0), KeptTensorsRecord)
     except (msgspec.DecodeError, OSError) as error:
         message = f"the tensors' record cannot be read: {error}"
         raise Refused(Code.BAD_LAYOUT, message) from error

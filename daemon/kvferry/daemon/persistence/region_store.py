@@ -45,18 +45,18 @@ log = structlog.get_logger()
 class FdStore(Protocol):
     """Keeps descriptors while no daemon runs."""
 
-    def keep(self, name: str, descriptor: int) -> None: ...
+    def store_fd(self, name: str, descriptor: int) -> None: ...
 
-    def forget(self, name: str) -> None: ...
+    def remove_fd(self, name: str) -> None: ...
 
 
 class NullFdStore:
     """Keeps nothing: the cache is lost with the daemon."""
 
-    def keep(self, name: str, descriptor: int) -> None:
+    def store_fd(self, name: str, descriptor: int) -> None:
         """It is closed with the process."""
 
-    def forget(self, name: str) -> None:
+    def remove_fd(self, name: str) -> None:
         """It was not kept."""
 
 
@@ -100,7 +100,9 @@ class RegionStore:
         """How far it is; None if there was nothing to verify."""
         return self._verifier.status
 
-    def restore(self, kept: Mapping[str, int], restore: Callable[[RecoveredRegion], None]) -> None:
+    def restore_regions(
+        self, kept: Mapping[str, int], restore: Callable[[RecoveredRegion], None]
+    ) -> None:
         """Open the tables of an earlier daemon, the oldest first. `restore` raises Refused if a
         region cannot be had any more. What is of no use is dropped, and logged."""
         names = sorted((name for name in kept if name.startswith(TABLE)), key=number_of)
@@ -109,7 +111,7 @@ class RegionStore:
                 table = BlockTable(kept[name], self._clock)
             except KVFerryError as error:
                 log.warning("block table dropped", name=name, reason=str(error))
-                self._fd_store.forget(name)
+                self._fd_store.remove_fd(name)
                 continue
             found = RecoveredRegion(table.record, table.residents())
             try:
@@ -133,44 +135,44 @@ class RegionStore:
         self._verifier.start(self._all_tables())
         self._scrub.start()
 
-    def write(self, record: RegionChange) -> None:
-        match record:
-            case RegionCreated(deed):
-                self._create(deed)
-            case RegionUpdated(deed, wipe):
-                if deed.owner in self._tables:
-                    self._update(deed, wipe=wipe)
+    def apply_change(self, change: RegionChange) -> None:
+        match change:
+            case RegionCreated(record):
+                self._create(record)
+            case RegionUpdated(record, wipe):
+                if record.owner in self._tables:
+                    self._update(record, wipe=wipe)
             case RegionFreed(owner):
                 if owner in self._tables:
                     self._drop(*self._tables.pop(owner))
 
-    def invalidate(self, start: StartTransfer) -> None:
+    def invalidate_blocks(self, start: StartTransfer) -> None:
         """A transfer is about to start: a store's blocks are not committed from now on. Must be
         called before the device hears of it."""
-        entry = self._tables.get(start.cargo.owner)
+        entry = self._tables.get(start.block_set.owner)
         if entry is not None and start.plan.direction is Direction.STORE:
-            blocks = start.cargo.blocks
+            blocks = start.block_set.blocks
             versions = entry[1].invalidate(blocks)
             self._stores[start.plan.serial] = _InflightStore(entry[1], blocks, versions)
 
-    def touch(self, start: StartTransfer) -> None:
+    def touch_blocks(self, start: StartTransfer) -> None:
         """A transfer was started: a load's blocks were used. Nothing waits for this."""
-        entry = self._tables.get(start.cargo.owner)
+        entry = self._tables.get(start.block_set.owner)
         if entry is not None and start.plan.direction is Direction.LOAD:
-            entry[1].touch(start.cargo.blocks)
+            entry[1].touch(start.block_set.blocks)
 
-    def commit(self, commit: CommitBlocks) -> None:
+    def commit_store(self, commit: CommitBlocks) -> None:
         """A store completed. Its blocks are committed once their checksums are computed."""
-        store, cargo = self._stores.pop(commit.serial, None), commit.cargo
+        store, block_set = self._stores.pop(commit.serial, None), commit.block_set
         if store is None or store.table.closed:
             return
         versions = store.versions
-        if not np.array_equal(cargo.blocks, store.blocks):  # some of them, or in another order
+        if not np.array_equal(block_set.blocks, store.blocks):  # some of them, or in another order
             order = np.argsort(store.blocks)
-            versions = versions[order[np.searchsorted(store.blocks[order], cargo.blocks)]]
-        self._writer.add(CompletedStore(store.table, cargo, versions))
+            versions = versions[order[np.searchsorted(store.blocks[order], block_set.blocks)]]
+        self._writer.add_store(CompletedStore(store.table, block_set, versions))
 
-    def ended(self, serial: int) -> None:
+    def end_store(self, serial: int) -> None:
         """A transfer ended and was reported to the core. Blocks of a store that was not committed
         stay invalid."""
         self._stores.pop(serial, None)
@@ -193,12 +195,12 @@ class RegionStore:
             return
         name = f"{TABLE}{next(self._names)}"
         self._tables[record.owner] = name, table
-        self._fd_store.keep(name, table.descriptor)
+        self._fd_store.store_fd(name, table.descriptor)
 
     def _update(self, record: RegionRecord, *, wipe: bool) -> None:
         name, table = self._tables[record.owner]
         if wipe:
-            table.wipe()
+            table.clear_commits()
         try:
             table.update(record)
         except KVFerryError as error:
@@ -209,8 +211,8 @@ class RegionStore:
             self._drop(name, table)
 
     def _drop(self, name: str, table: BlockTable) -> None:
-        table.void()
-        self._fd_store.forget(name)
+        table.mark_void()
+        self._fd_store.remove_fd(name)
         table.close()
 
 

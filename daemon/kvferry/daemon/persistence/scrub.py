@@ -51,7 +51,7 @@ class Scrub:
             return
         table, blocks = step
         pause = blocks.size * table.record.block_bytes / self._rate
-        self._check.check(table, blocks, Purpose.SCRUB, lambda: self._pause(pause))
+        self._check.check_blocks(table, blocks, Purpose.SCRUB, lambda: self._pause(pause))
 
     def _pause(self, seconds: float) -> None:
         self._timer = self._loop.call_later(seconds, self._step)

@@ -59,7 +59,7 @@ class Verifier:
             if batch is None:
                 break
             self._reading += 1
-            self._check.check(*batch, Purpose.VERIFY, self._compared)
+            self._check.check_blocks(*batch, Purpose.VERIFY, self._compared)
         if not self._reading:
             seconds = round(time.monotonic() - self._started, 3)
             log.info("verification complete", bytes=self._total_bytes, seconds=seconds)

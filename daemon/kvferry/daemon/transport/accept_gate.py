@@ -16,31 +16,31 @@ from pathlib import Path
 import structlog
 import zmq
 
-from kvferry.daemon.access.endpoint import file_of, remove_own, shut
+from kvferry.daemon.access.endpoint import closed_path, file_of, remove_own
 
 # Connections that the kernel queues for accept(): these connect although the door is shut.
 BACKLOG = 64
-MOST_KEPT_FREE = 1024
-LOOK_EVERY = 1.0
+MAX_RESERVED = 1024
+CHECK_SECONDS = 1.0
 NONE_LEFT = "the daemon has no file descriptors left; raise its LimitNOFILE, or try later"
 
 log = structlog.get_logger()
 
 
-def last_descriptor() -> int:
+def max_client_fd() -> int:
     """The highest number that may be given to a client: the rest is for what the daemon opens."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return limit - min(MOST_KEPT_FREE, 2 * limit // 3)
+    return limit - min(MAX_RESERVED, 2 * limit // 3)
 
 
-def crowded() -> bool:
+def fds_exhausted() -> bool:
     """Whether the next descriptor would be one that no client gets."""
     try:
         number = os.dup(0)
     except OSError:
         return True
     os.close(number)
-    return number > last_descriptor()
+    return number > max_client_fd()
 
 
 class AcceptGate:
@@ -50,27 +50,27 @@ class AcceptGate:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._shut = path, shut(path)
+        self._path, self._closed_path = path, closed_path(path)
         self._file: tuple[int, int] | None = None
-        self._last = last_descriptor()
+        self._last = max_client_fd()
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
-    def bind(self, socket: zmq.Socket[bytes]) -> None:
+    def bind_socket(self, socket: zmq.Socket[bytes]) -> None:
         """Listen, behind the door. Raises zmq.ZMQError."""
         socket.setsockopt(zmq.BACKLOG, BACKLOG)
-        socket.bind(f"ipc://{self._shut}")
-        self._file = file_of(self._shut)
+        socket.bind(f"ipc://{self._closed_path}")
+        self._file = file_of(self._closed_path)
 
-    def open(self) -> None:
-        self._shut.rename(self._path)
+    def open_gate(self) -> None:
+        self._closed_path.rename(self._path)
 
-    def came(self, descriptor: int) -> None:
+    def connection_accepted(self, descriptor: int) -> None:
         """A connection was accepted."""
         if descriptor > self._last and self._timer is None:
             log.warning("not accepting clients: out of file descriptors", descriptor=descriptor)
-            self._path.rename(self._shut)
-            self._timer = self._loop.call_later(LOOK_EVERY, self._look)
+            self._path.rename(self._closed_path)
+            self._timer = self._loop.call_later(CHECK_SECONDS, self._check_descriptors)
 
     def close(self) -> None:
         """Remove the file, which libzmq leaves, if it is still ours."""
@@ -79,9 +79,9 @@ class AcceptGate:
         if self._file is not None:
             remove_own(self._path, self._file)
 
-    def _look(self) -> None:
-        if crowded():
-            self._timer = self._loop.call_later(LOOK_EVERY, self._look)
+    def _check_descriptors(self) -> None:
+        if fds_exhausted():
+            self._timer = self._loop.call_later(CHECK_SECONDS, self._check_descriptors)
         else:
             self._timer = None
-            self.open()
+            self.open_gate()

@@ -14,8 +14,13 @@ from itertools import count
 
 from kvferry.daemon.access.admission import Credentials, credentials_of
 from kvferry.daemon.access.endpoint import Endpoint
-from kvferry.daemon.transport.accept_gate import NONE_LEFT, crowded
-from kvferry.daemon.transport.received_fds import MAX_AT_ONCE, close, close_aside, kind_of
+from kvferry.daemon.transport.accept_gate import NONE_LEFT, fds_exhausted
+from kvferry.daemon.transport.received_fds import (
+    MAX_AT_ONCE,
+    close_aside,
+    close_received_fd,
+    fd_kind,
+)
 from kvferry.proto.codec import decode_descriptor_request, encode
 from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.fd_passing import FdHandles, FdReply, FetchFd, SendFds
@@ -25,15 +30,15 @@ from kvferry.proto.messages import Error
 MAX_HELD = 4096
 # Connections of one user served at a time: 64 engines that start together have one each. One too
 # many is closed at once, and its client tries again.
-MAX_VISITORS_PER_USER = 64
+MAX_CONNECTIONS_PER_USER = 64
 # Of all users; more of them wait in the kernel.
-MAX_VISITORS = 256
+MAX_CONNECTIONS = 256
 # Seconds until the first byte. A client sends its request right after it connected.
 PATIENCE = 1.0
 
 
 class FdServer:
-    """Holds descriptors by session and ticket.
+    """Holds descriptors by session and handle.
 
     refusal: makes, and counts, the answer to what cannot be done.
     """
@@ -46,91 +51,91 @@ class FdServer:
     ) -> None:
         self._admission, self._sessions, self._refusal = endpoint.admission, sessions, refusal
         self._held: defaultdict[str, dict[int, int]] = defaultdict(dict)
-        self._tickets = count(1)
+        self._handles = count(1)
         self._loop = asyncio.get_running_loop()
-        self._visitors: dict[int, tuple[socket.socket, Credentials, asyncio.TimerHandle]] = {}
-        self._of_user = Counter[int]()
+        self._connections: dict[int, tuple[socket.socket, Credentials, asyncio.TimerHandle]] = {}
+        self._per_user = Counter[int]()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(endpoint.descriptors))
         self._listener.listen(64)
         self._listener.setblocking(False)
         self._listen()
 
-    def keep(self, session: str, descriptor: int) -> int:
-        """Hold a descriptor for a session and return its ticket; close it if the session ended."""
-        ticket = next(self._tickets)
+    def hold_fd(self, session: str, descriptor: int) -> int:
+        """Hold a descriptor for a session and return its handle; close it if the session ended."""
+        handle = next(self._handles)
         if session not in self._sessions():
-            close(descriptor)
-            return ticket
-        self._held[session][ticket] = descriptor
-        return ticket
+            close_received_fd(descriptor)
+            return handle
+        self._held[session][handle] = descriptor
+        return handle
 
-    def take(self, session: str, tickets: tuple[int, ...]) -> tuple[int, ...]:
-        """Pass descriptors to the caller. Raises Refused (UNKNOWN_TICKET) and passes none."""
+    def take_fds(self, session: str, handles: tuple[int, ...]) -> tuple[int, ...]:
+        """Pass descriptors to the caller. Raises Refused (UNKNOWN_HANDLE) and passes none."""
         held = self._held[session]
-        for ticket in tickets:
-            if ticket not in held:
-                message = f"unknown ticket {ticket}; send its descriptor first, and use it once"
-                raise Refused(Code.UNKNOWN_TICKET, message, ticket)
-        if len(set(tickets)) != len(tickets):
-            message = f"tickets {list(tickets)} contain one twice; use each ticket once"
-            raise Refused(Code.UNKNOWN_TICKET, message, list(tickets))
-        return tuple(held.pop(ticket) for ticket in tickets)
+        for handle in handles:
+            if handle not in held:
+                message = f"unknown handle {handle}; send its descriptor first, and use it once"
+                raise Refused(Code.UNKNOWN_HANDLE, message, handle)
+        if len(set(handles)) != len(handles):
+            message = f"handles {list(handles)} contain one twice; use each handle once"
+            raise Refused(Code.UNKNOWN_HANDLE, message, list(handles))
+        return tuple(held.pop(handle) for handle in handles)
 
-    def forget(self, session: str) -> None:
+    def close_session(self, session: str) -> None:
         for descriptor in self._held.pop(session, {}).values():
-            close(descriptor)
+            close_received_fd(descriptor)
 
     def close(self) -> None:
-        for number in tuple(self._visitors):
-            self._dismiss(number)
+        for number in tuple(self._connections):
+            self._close_connection(number)
         self._loop.remove_reader(self._listener)
         self._listener.close()
         for session in tuple(self._held):
-            self.forget(session)
+            self.close_session(session)
 
     def _listen(self) -> None:
         self._loop.add_reader(self._listener, self._accept)
 
     def _accept(self) -> None:
         try:
-            visitor, _ = self._listener.accept()
+            connection, _ = self._listener.accept()
         except OSError:  # gone again
             return
-        visitor.setblocking(False)
+        connection.setblocking(False)
         try:
-            process = credentials_of(visitor)
+            process = credentials_of(connection)
         except OSError:
-            close_aside(visitor.detach())
+            close_aside(connection.detach())
             return
-        if self._of_user[process.uid] >= MAX_VISITORS_PER_USER:
-            close_aside(visitor.detach())  # what it sent may still be in it
+        if self._per_user[process.uid] >= MAX_CONNECTIONS_PER_USER:
+            close_aside(connection.detach())  # what it sent may still be in it
             return
-        self._of_user[process.uid] += 1
-        number = visitor.fileno()
-        timer = self._loop.call_later(PATIENCE, self._dismiss, number)
-        self._visitors[number] = (visitor, process, timer)
+        self._per_user[process.uid] += 1
+        number = connection.fileno()
+        timer = self._loop.call_later(PATIENCE, self._close_connection, number)
+        self._connections[number] = (connection, process, timer)
         self._loop.add_reader(number, self._serve, number)
-        if len(self._visitors) == MAX_VISITORS:
+        if len(self._connections) == MAX_CONNECTIONS:
             self._loop.remove_reader(self._listener)
 
     def _serve(self, number: int) -> None:
-        visitor, process, _ = self._visitors[number]
+        connection, process, _ = self._connections[number]
         descriptors: list[int] = []
         try:
-            packet, descriptors, _, _ = socket.recv_fds(visitor, 4096, MAX_AT_ONCE)
+            packet, descriptors, _, _ = socket.recv_fds(connection, 4096, MAX_AT_ONCE)
             if packet:
-                self._reply(visitor, process, packet, descriptors)
+                self._reply(connection, process, packet, descriptors)
         except OSError:  # the visitor went; what it sent is closed below
             pass
         finally:
             for descriptor in descriptors:
-                close(descriptor)
-            self._dismiss(number)
+                close_received_fd(descriptor)
+            self._close_connection(number)
 
     def _reply(
         self,
-        visitor: socket.socket,
+        connection: socket.socket,
         process: Credentials,
         packet: bytes,
         descriptors: list[int],
@@ -139,28 +144,28 @@ class FdServer:
         answer: FdReply
         passing: list[int] = []
         try:
-            self._admission.check(process)
+            self._admission.check_process(process)
             match decode_descriptor_request(packet):
                 case SendFds(session):
-                    self._check(session, len(descriptors))
+                    self._check_session(session, len(descriptors))
                     for place, descriptor in enumerate(descriptors):
                         _check_kind(place, descriptor)
-                    kept = tuple(self.keep(session, d) for d in descriptors)
+                    kept = tuple(self.hold_fd(session, d) for d in descriptors)
                     descriptors.clear()
                     answer = FdHandles(kept)
-                case FetchFd(session, ticket):
-                    self._check(session, 0)
-                    passing = list(self.take(session, (ticket,)))
-                    answer = FdHandles((ticket,))
+                case FetchFd(session, handle):
+                    self._check_session(session, 0)
+                    passing = list(self.take_fds(session, (handle,)))
+                    answer = FdHandles((handle,))
         except KVFerryError as error:
             answer = self._refusal(error)
         try:
-            socket.send_fds(visitor, [encode(answer)], passing)
+            socket.send_fds(connection, [encode(answer)], passing)
         finally:
             for descriptor in passing:
-                close(descriptor)
+                close_received_fd(descriptor)
 
-    def _check(self, session: str, more: int) -> None:
+    def _check_session(self, session: str, more: int) -> None:
         if session not in self._sessions():
             message = f"session {session!r} is not open; connect to the daemon first"
             raise Refused(Code.NO_SESSION, message, session)
@@ -170,23 +175,23 @@ class FdServer:
                 "register those first"
             )
             raise Refused(Code.BUSY, message, more)
-        if more and crowded():
+        if more and fds_exhausted():
             raise Refused(Code.BUSY, NONE_LEFT, more)
 
-    def _dismiss(self, number: int) -> None:
-        if len(self._visitors) == MAX_VISITORS:
+    def _close_connection(self, number: int) -> None:
+        if len(self._connections) == MAX_CONNECTIONS:
             self._listen()
-        visitor, process, timer = self._visitors.pop(number)
-        self._of_user[process.uid] -= 1
-        if not self._of_user[process.uid]:
-            del self._of_user[process.uid]
+        connection, process, timer = self._connections.pop(number)
+        self._per_user[process.uid] -= 1
+        if not self._per_user[process.uid]:
+            del self._per_user[process.uid]
         timer.cancel()
         self._loop.remove_reader(number)
-        close_aside(visitor.detach())  # descriptors that nobody took may still be in it
+        close_aside(connection.detach())  # descriptors that nobody took may still be in it
 
 
 def _check_kind(place: int, descriptor: int) -> None:
-    if kind_of(descriptor) is None:
+    if fd_kind(descriptor) is None:
         raise Refused(
             Code.NOT_SHAREABLE,
             f"descriptor {place} of the packet is no memfd, no tmpfs file and no GPU memory; send "

@@ -47,10 +47,10 @@ Frames: TypeAlias = "list[bytes | zmq.Frame]"
 class MessageHandler(Protocol):
     """Receives what the intake reads."""
 
-    def receive(self, identity: bytes, peer: Peer | None, frames: Frames) -> None:
+    def receive_message(self, identity: bytes, peer: Peer | None, frames: Frames) -> None:
         """A message arrived. peer: None if the connection has no session."""
 
-    def part(self, peer: Peer, reason: str) -> None:
+    def disconnect_client(self, peer: Peer, reason: str) -> None:
         """A client disconnected."""
 
 
@@ -78,13 +78,13 @@ class Ingress:
         self,
         socket: zmq.Socket[bytes],
         peers: Peers,
-        door: AcceptGate,
+        accept_gate: AcceptGate,
         connections: Connections,
-        listener: MessageHandler,
+        handler: MessageHandler,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._socket, self._peers, self._listener = socket, peers, listener
-        self._door, self._connections, self._clock = door, connections, clock
+        self._socket, self._peers, self._handler = socket, peers, handler
+        self._accept_gate, self._connections, self._clock = accept_gate, connections, clock
         self._monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._loop = asyncio.get_running_loop()
         self._drain_is_due = self._watch_is_due = False
@@ -117,11 +117,11 @@ class Ingress:
             self._drain_is_due = True
             self._loop.call_soon(self._drain)
 
-    def forget(self, peer: Peer) -> None:
+    def drop_messages(self, peer: Peer) -> None:
         """Drop the waiting messages of a client that disconnected, and its used time."""
         queue = self._queues.pop(peer.identity, None)
         if queue is not None:
-            self._drop(queue)
+            self._drop_queue(queue)
 
     def count_connections(self) -> None:
         """Update the count of connections now; their other effects follow in order."""
@@ -136,13 +136,13 @@ class Ingress:
         while self._changes:
             number, accepted = self._changes.popleft()
             if accepted:
-                self._peers.connected(number)
-            elif (peer := self._peers.disconnected(number)) is not None:
+                self._peers.connection_opened(number)
+            elif (peer := self._peers.connection_closed(number)) is not None:
                 queue = self._queues.get(peer.identity)
                 if queue is not None and queue.messages:
                     queue.closed = True
                 else:
-                    self._part(peer)
+                    self._connection_closed(peer)
 
     # Reading
 
@@ -209,18 +209,20 @@ class Ingress:
         frames = queue.messages.popleft()
         self._count -= 1
         self._nbytes -= _nbytes(frames)
-        self._listener.receive(queue.identity, self._peers.by_identity.get(queue.identity), frames)
+        self._handler.receive_message(
+            queue.identity, self._peers.by_identity.get(queue.identity), frames
+        )
         peer = self._peers.by_identity.get(queue.identity)
         if queue.closed and not queue.messages and peer is not None:
-            self._part(peer)
+            self._connection_closed(peer)
 
-    def _drop(self, queue: IncomingQueue) -> None:
+    def _drop_queue(self, queue: IncomingQueue) -> None:
         self._count -= len(queue.messages)
         self._nbytes -= sum(map(_nbytes, queue.messages))
         queue.messages.clear()
 
-    def _part(self, peer: Peer) -> None:
-        self._listener.part(peer, "connection closed")
+    def _connection_closed(self, peer: Peer) -> None:
+        self._handler.disconnect_client(peer, "connection closed")
 
     # Connections
 
@@ -240,10 +242,10 @@ class Ingress:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             number, accepted = int(event["value"]), event["event"] == zmq.EVENT_ACCEPTED
             if accepted:
-                self._door.came(number)
-                self._connections.opened(number)
+                self._accept_gate.connection_accepted(number)
+                self._connections.add_connection(number)
             else:
-                self._connections.closed(number)
+                self._connections.remove_connection(number)
             self._changes.append((number, accepted))
 
 

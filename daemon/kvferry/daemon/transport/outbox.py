@@ -22,7 +22,7 @@ MAX_MESSAGES = 100_000
 # Limits of one outbox; a peer that exceeds one is disconnected.
 MAX_BYTES = 32 << 20
 # Queued messages above which key events are left out.
-MAX_NEWS = 1000
+MAX_QUEUED_EVENTS = 1000
 RETRY = 0.002
 
 
@@ -37,90 +37,90 @@ class Outboxes:
         self,
         socket: zmq.Socket[bytes],
         peers: Peers,
-        sent: Callable[[], None],
-        sent_away: Callable[[Peer, str], None],
+        on_send: Callable[[], None],
+        on_overflow: Callable[[Peer, str], None],
     ) -> None:
         self._socket = socket
         self._peers = peers
-        self._sent = sent
-        self._sent_away = sent_away
+        self._on_send = on_send
+        self._on_overflow = on_overflow
         self._loop = asyncio.get_running_loop()
 
-    def send(self, peer: Peer, message: DaemonMessage) -> None:
+    def send_message(self, peer: Peer, message: DaemonMessage) -> None:
         try:
             data = encode(message)
         except Refused as error:  # or whoever asked would wait for ever
             text = f"the reply has {error.value} bytes, more than {MAX_MESSAGE_BYTES}; request less"
             info = ErrorInfo(error.code, text, error.value)
             data = encode(Error(getattr(message, "request_id", None), info))
-        self._put(peer, data)
+        self._queue_message(peer, data)
 
-    def answer(self, identity: bytes, message: DaemonMessage) -> None:
+    def send_without_session(self, identity: bytes, message: DaemonMessage) -> None:
         """Send to a connection without a session, if it still exists and has room."""
         try:
             self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError:
             return
 
-    def broadcast(self, sessions: Sequence[str], news: KeyEvents) -> None:
-        data = encode(news)
+    def broadcast_events(self, sessions: Sequence[str], key_events: KeyEvents) -> None:
+        data = encode(key_events)
         for session in sessions:
             peer = self._peers.by_session.get(session)
             if peer is None:
                 continue
-            if len(peer.outbox) < MAX_NEWS:
-                self._put(peer, data)
+            if len(peer.outbox) < MAX_QUEUED_EVENTS:
+                self._queue_message(peer, data)
             else:
-                peer.missed = news
+                peer.missed_events = key_events
 
-    def stream(self, session: str, messages: Iterator[DaemonMessage]) -> None:
+    def start_stream(self, session: str, messages: Iterator[DaemonMessage]) -> None:
         """Send a long reply, message by message. A new one replaces an unfinished one."""
         peer = self._peers.by_session[session]
         flows, peer.stream = peer.stream is not None, messages
         if not flows:
-            self._go_on(session)
+            self._continue_stream(session)
 
-    def _go_on(self, session: str) -> None:
+    def _continue_stream(self, session: str) -> None:
         """Send the next message of a long reply, and schedule the others."""
         peer = self._peers.by_session.get(session)
         if peer is None or peer.stream is None:
             return
         if peer.outbox:
-            self._loop.call_later(RETRY, self._go_on, session)
+            self._loop.call_later(RETRY, self._continue_stream, session)
         elif (message := next(peer.stream, None)) is None:
             peer.stream = None
         else:
-            self.send(peer, message)
-            self._loop.call_soon(self._go_on, session)
+            self.send_message(peer, message)
+            self._loop.call_soon(self._continue_stream, session)
 
-    def _put(self, peer: Peer, data: bytes) -> None:
-        if peer.sent_away:
+    def _queue_message(self, peer: Peer, data: bytes) -> None:
+        if peer.overflowed:
             return
         peer.outbox.append(data)
         peer.outbox_bytes += len(data)
         if len(peer.outbox) == 1:
             self._flush(peer)
         elif len(peer.outbox) > MAX_MESSAGES or peer.outbox_bytes > MAX_BYTES:
-            self._send_away(peer)
+            self._close_overflowed(peer)
 
-    def _send_away(self, peer: Peer) -> None:
+    def _close_overflowed(self, peer: Peer) -> None:
         """Replace its outbox by a Goodbye with the reason, which the pending flush sends."""
         kept = len(peer.outbox)
         reason = f"{kept} messages were queued and none was received; poll more often"
-        peer.sent_away = True
+        peer.overflowed = True
         peer.outbox.clear()
-        peer.missed = None
+        peer.missed_events = None
         peer.outbox.append(encode(Goodbye(reason)))
         peer.outbox_bytes = len(peer.outbox[0])
         # Not now: what it said is being answered.
-        self._loop.call_soon(self._sent_away, peer, f"received none of {kept} messages")
+        self._loop.call_soon(self._on_overflow, peer, f"received none of {kept} messages")
 
     def _flush(self, peer: Peer) -> None:
         """Send what a client's outbox contains; retry soon if the socket is full.
 
         A send that fails has looked for messages, too, and taken the wake-up for them.
         """
-        self._sent()
+        self._on_send()
         while peer.outbox:
             try:
                 self._socket.send_multipart([peer.identity, peer.outbox[0]], zmq.NOBLOCK)
@@ -132,7 +132,7 @@ class Outboxes:
                 peer.outbox_bytes = 0
                 return
             peer.outbox_bytes -= len(peer.outbox.popleft())
-            if peer.missed is not None and not peer.outbox:
-                missed, peer.missed = peer.missed, None
+            if peer.missed_events is not None and not peer.outbox:
+                missed, peer.missed_events = peer.missed_events, None
                 peer.outbox.append(encode(KeyEvents(missed.sequence, (), missed.generation)))
                 peer.outbox_bytes += len(peer.outbox[0])

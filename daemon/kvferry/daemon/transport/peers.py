@@ -36,18 +36,18 @@ class Peer:
     client: str
     engine: str
     # Reason that is logged when the session ends.
-    leaving: str = "goodbye"
+    close_reason: str = "goodbye"
     # Its outbox overflowed: the last message that it gets is a Goodbye.
-    sent_away: bool = False
+    overflowed: bool = False
     outbox: deque[bytes] = field(default_factory=deque)
     outbox_bytes: int = 0
     # A long reply that is sent message by message.
     stream: Iterator[DaemonMessage] | None = None
     # The newest KeyEvents that was left out.
-    missed: KeyEvents | None = None
+    missed_events: KeyEvents | None = None
 
 
-def credentials(frame: zmq.Frame) -> tuple[int, int]:
+def frame_credentials(frame: zmq.Frame) -> tuple[int, int]:
     """(uid, pid) of a frame's sender. Raises Refused (FORBIDDEN) if the kernel names none."""
     try:
         _, uid, _, pid = str(frame.get("Peer-Address")).split(":")
@@ -60,8 +60,8 @@ def credentials(frame: zmq.Frame) -> tuple[int, int]:
 class Peers:
     """All connected processes, by session and by address."""
 
-    def __init__(self, died: Callable[[Peer, str], None]) -> None:
-        self._died = died
+    def __init__(self, on_exit: Callable[[Peer, str], None]) -> None:
+        self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
         self.by_session: dict[str, Peer] = {}
         self.by_identity: dict[bytes, Peer] = {}
@@ -69,14 +69,14 @@ class Peers:
         # Numbers of closed connections that no newer connection has.
         self._closed: set[int] = set()
 
-    def admit(self, session: str, identity: bytes, frame: zmq.Frame, hello: Hello) -> Peer:
+    def add_peer(self, session: str, identity: bytes, frame: zmq.Frame, hello: Hello) -> Peer:
         """Add a process that ZAP admitted (zap.py).
 
         Raises Refused (FORBIDDEN, BUSY; NO_SESSION if it has disconnected).
         """
         connection = int(frame.get(zmq.SRCFD))
         self._check_there(identity, connection)
-        uid, pid = credentials(frame)
+        uid, pid = frame_credentials(frame)
         try:
             pidfd = os.pidfd_open(pid)
         except OSError as error:
@@ -91,10 +91,10 @@ class Peers:
         peer = Peer(session, identity, uid, pid, pidfd, connection, hello.client, hello.engine)
         self.by_session[session] = self.by_identity[identity] = peer
         self._by_connection[connection] = peer
-        self._loop.add_reader(pidfd, self._died, peer, "process exited")
+        self._loop.add_reader(pidfd, self._on_exit, peer, "process exited")
         return peer
 
-    def dismiss(self, session: str) -> None:
+    def remove_peer(self, session: str) -> None:
         peer = self.by_session.pop(session)
         del self.by_identity[peer.identity]
         if self._by_connection.get(peer.connection) is peer:
@@ -102,17 +102,17 @@ class Peers:
         self._loop.remove_reader(peer.pidfd)
         os.close(peer.pidfd)
 
-    def connected(self, connection: int) -> None:
+    def connection_opened(self, connection: int) -> None:
         self._closed.discard(connection)
 
-    def disconnected(self, connection: int) -> Peer | None:
+    def connection_closed(self, connection: int) -> Peer | None:
         """A connection closed. Return its peer, if it had a session."""
         self._closed.add(connection)
         return self._by_connection.get(connection)
 
     def close(self) -> None:
         for session in tuple(self.by_session):
-            self.dismiss(session)
+            self.remove_peer(session)
 
     def _check_there(self, identity: bytes, connection: int) -> None:
         """Messages outlive their connection: find out which of two peers has its number now.
@@ -125,4 +125,4 @@ class Peers:
             message = f"connection {connection} is closed; connect again"
             raise Refused(Code.NO_SESSION, message, connection)
         if other is not None:
-            self._died(other, "connection closed")
+            self._on_exit(other, "connection closed")

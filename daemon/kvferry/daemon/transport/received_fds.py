@@ -1,6 +1,6 @@
 """Received file descriptors: what kind of file each is, and how it is closed without blocking.
 
-The event loop closes only memfds with little memory itself (engine/fd_closer.py). Nothing here asks
+The event loop closes only memfds with little memory itself (memory/fd_closer.py). Nothing here asks
 a file system that might not respond.
 """
 
@@ -10,7 +10,7 @@ import ctypes
 import enum
 import stat
 
-from kvferry.daemon.engine.fd_closer import close_descriptor_later, close_memory
+from kvferry.daemon.memory.fd_closer import close_descriptor_later, close_memory
 from kvferry.shm.memfd import read_seals
 
 # Descriptors in one packet: the kernel's SCM_MAX_FD.
@@ -27,7 +27,7 @@ class FdKind(enum.Enum):
     DEVICE = "device"
 
 
-def kind_of(descriptor: int) -> FdKind | None:
+def fd_kind(descriptor: int) -> FdKind | None:
     """None where it is nothing that a daemon has any use for."""
     if read_seals(descriptor) is not None:
         return FdKind.MEMORY
@@ -50,9 +50,9 @@ def close_aside(descriptor: int) -> None:
     close_descriptor_later(descriptor)
 
 
-def close(descriptor: int) -> None:
+def close_received_fd(descriptor: int) -> None:
     """Close what a client sent. Called by the loop, which waits for nothing."""
-    if kind_of(descriptor) is FdKind.MEMORY:
+    if fd_kind(descriptor) is FdKind.MEMORY:
         close_memory(descriptor)
     else:
         close_descriptor_later(descriptor)

@@ -92,15 +92,15 @@ class Server:
         self._core, self._publish = core, publish
         self._worker: DeviceWorker
         self._region_store: RegionStore
-        self._shelf: KeptTensorStore
+        self._kept_tensor_store: KeptTensorStore
         self._health: Health
-        self._inside: dict[str, Callable[[DaemonMessage], None]] = {}
+        self._own_sessions: dict[str, Callable[[DaemonMessage], None]] = {}
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        self._trouble: KVFerryError | None = None
-        self._peers = Peers(self.part)
-        self._desk = FdServer(endpoint, lambda: core.sessions, core.refused)
-        self._journal = EventLog()
+        self._error: KVFerryError | None = None
+        self._peers = Peers(self.disconnect_client)
+        self._fd_server = FdServer(endpoint, lambda: core.sessions, core.error_reply)
+        self._event_log = EventLog()
         self._report_queue = ReportQueue(self._loop, self._take_reports)
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
@@ -109,86 +109,90 @@ class Server:
         self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
-        self._door = AcceptGate(endpoint.messages)
+        self._accept_gate = AcceptGate(endpoint.messages)
         connections = Connections(endpoint.admission)
-        self._intake = Ingress(self._socket, self._peers, self._door, connections, self)
+        self._ingress = Ingress(self._socket, self._peers, self._accept_gate, connections, self)
         self._zap = ZapHandler(
-            self._context, connections, self._intake.count_connections, core.refused
+            self._context, connections, self._ingress.count_connections, core.error_reply
         )
         protect(self._socket)
-        self._door.bind(self._socket)
-        endpoint.open()
-        self._door.open()
-        self._outboxes = Outboxes(self._socket, self._peers, self._intake.drain_soon, self.part)
+        self._accept_gate.bind_socket(self._socket)
+        endpoint.apply_access()
+        self._accept_gate.open_gate()
+        self._outboxes = Outboxes(
+            self._socket, self._peers, self._ingress.drain_soon, self.disconnect_client
+        )
 
-    def inside(self, hear: Callable[[DaemonMessage], None]) -> Callable[[ClientMessage], None]:
+    def open_own_session(
+        self, receive: Callable[[DaemonMessage], None]
+    ) -> Callable[[ClientMessage], None]:
         """Open a session inside the daemon; return its send function. `hear` gets the replies."""
         session = secrets.token_hex(16)
-        self._core.enter(session)
-        self._inside[session] = hear
+        self._core.open_own_session(session)
+        self._own_sessions[session] = receive
         return lambda said: self._perform(self._core.handle(session, said, time.monotonic()))
 
     async def serve(
         self,
         worker: DeviceWorker,
         region_store: RegionStore,
-        shelf: KeptTensorStore,
+        kept_tensor_store: KeptTensorStore,
         health: Health,
         drain_seconds: float,
     ) -> None:
         """Serve until stopped, then let accepted jobs end and send Goodbye to all clients."""
         self._worker, self._region_store = worker, region_store
-        self._shelf, self._health = shelf, health
+        self._kept_tensor_store, self._health = kept_tensor_store, health
         health.start()
-        self._intake.start()
+        self._ingress.start()
         await self._stop.wait()
         self._core.stop()
         health.stop()
-        if self._trouble is None:
-            await self._until_idle(drain_seconds)
-            self._perform(self._core.abandon_all())
-            await self._until_idle(1.0)
+        if self._error is None:
+            await self._wait_until_idle(drain_seconds)
+            self._perform(self._core.cancel_all_transfers())
+            await self._wait_until_idle(1.0)
         await self._close()
-        if self._trouble is not None:
-            raise self._trouble
+        if self._error is not None:
+            raise self._error
 
     def stop(self) -> None:
         self._stop.set()
 
     # What operators see
 
-    async def check(self) -> HealthStatus:
-        return await self._health.check()
+    async def check_health(self) -> HealthStatus:
+        return await self._health.check_health()
 
-    async def snapshot(self) -> tuple[DaemonStatus, tuple[NamespaceStatus, ...]]:
-        self._core.report(self._checked())
+    async def status_snapshot(self) -> tuple[DaemonStatus, tuple[NamespaceStatus, ...]]:
+        self._core.report(self._health_report())
         return self._core.status(time.monotonic()), self._core.namespaces()
 
     # Called from other threads
 
     def device_reports(self, reports: list[Report]) -> None:
-        self._report_queue.put(reports)
+        self._report_queue.put_reports(reports)
 
     def pool_grew(self, nbytes: int) -> None:
-        self._loop.call_soon_threadsafe(self._grew, nbytes)
+        self._loop.call_soon_threadsafe(self._pool_registered, nbytes)
 
     def fail(self, error: KVFerryError) -> None:
         """End the daemon with this error. Any thread."""
-        self._loop.call_soon_threadsafe(self._fail, error)
+        self._loop.call_soon_threadsafe(self._stop_with_error, error)
 
-    def _grew(self, nbytes: int) -> None:
+    def _pool_registered(self, nbytes: int) -> None:
         self._core.report(PoolRegistered(nbytes))
         if nbytes == self._core.pool_bytes:
-            self._journal.pool_registered(nbytes)
+            self._event_log.pool_registered(nbytes)
         self._health.pool_grew()
 
-    def _fail(self, error: KVFerryError) -> None:
-        self._trouble = self._trouble or error
+    def _stop_with_error(self, error: KVFerryError) -> None:
+        self._error = self._error or error
         self._stop.set()
 
     # In
 
-    def receive(self, identity: bytes, peer: Peer | None, frames: Frames) -> None:
+    def receive_message(self, identity: bytes, peer: Peer | None, frames: Frames) -> None:
         try:
             if len(frames) != 1:
                 text = f"a message of {len(frames)} frames was received; send one frame"
@@ -203,7 +207,7 @@ class Server:
             if peer is not None:
                 self._handle(peer, message)
             elif isinstance(message, Hello) and isinstance(frame, zmq.Frame):
-                self._greet(identity, frame, message)
+                self._open_session(identity, frame, message)
             else:
                 kind = type(message).__name__
                 text = f"{kind} was received before Hello; send Hello first"
@@ -211,83 +215,85 @@ class Server:
         except KVFerryError as error:
             self._refuse(identity, peer, error)
         except Exception as error:
-            self._send_away(identity, peer, error)
+            self._disconnect_after_error(identity, peer, error)
 
-    def part(self, peer: Peer, reason: str) -> None:
+    def disconnect_client(self, peer: Peer, reason: str) -> None:
         """Close the session of a client that disconnected or is disconnected."""
         if peer.session in self._peers.by_session:
-            peer.leaving = reason
-            self._intake.forget(peer)
-            self._perform(self._core.leave(peer.session))
+            peer.close_reason = reason
+            self._ingress.drop_messages(peer)
+            self._perform(self._core.close_session(peer.session))
 
     def _handle(self, peer: Peer, message: ClientMessage) -> None:
         self._take_reports()
         if isinstance(message, StatusRequest):
-            self._core.report(self._checked())
+            self._core.report(self._health_report())
         self._perform(self._core.handle(peer.session, message, time.monotonic()))
 
     def _refuse(self, identity: bytes, peer: Peer | None, error: KVFerryError) -> None:
-        self._journal.refused(peer, error.info)
-        self._outboxes.answer(identity, self._core.refusal(None, error))
+        self._event_log.message_refused(peer, error.info)
+        self._outboxes.send_without_session(identity, self._core.refusal_reply(None, error))
 
-    def _send_away(self, identity: bytes, peer: Peer | None, error: Exception) -> None:
+    def _disconnect_after_error(self, identity: bytes, peer: Peer | None, error: Exception) -> None:
         """Disconnect a client whose message caused an internal error; the others continue."""
-        self._journal.broke(peer, error)
-        self._outboxes.answer(identity, Goodbye("internal error of the daemon; see its log"))
+        self._event_log.internal_error(peer, error)
+        self._outboxes.send_without_session(
+            identity, Goodbye("internal error of the daemon; see its log")
+        )
         if peer is not None:
-            self.part(peer, "internal error")
+            self.disconnect_client(peer, "internal error")
 
-    def _greet(self, identity: bytes, frame: zmq.Frame, hello: Hello) -> None:
+    def _open_session(self, identity: bytes, frame: zmq.Frame, hello: Hello) -> None:
         self._take_reports()
-        self._intake.handle_connections()  # or its number's last owner's end would seem its own
+        self._ingress.handle_connections()  # or its number's last owner's end would seem its own
         session = secrets.token_hex(16)
-        peer = self._peers.admit(session, identity, frame, hello)
-        self._perform(self._core.welcome(session, hello, peer.uid))
+        peer = self._peers.add_peer(session, identity, frame, hello)
+        self._perform(self._core.open_session(session, hello, peer.uid))
         if session in self._core.sessions:
-            self._journal.came(peer)
+            self._event_log.client_connected(peer)
         else:
-            self._journal.not_welcome(peer)
-            self._peers.dismiss(session)
+            self._event_log.client_refused(peer)
+            self._peers.remove_peer(session)
 
     def _take_reports(self) -> None:
         reports = list[Report]()
-        for report in self._report_queue.take():
+        for report in self._report_queue.take_reports():
             if isinstance(report, TensorsMapped):
-                self._journal.mapped(report)
-                report = self._with_tickets(report) if report.descriptors else report
+                self._event_log.mapping_ended(report)
+                report = self._with_handles(report) if report.descriptors else report
             elif isinstance(report, Pong):
                 self._health.handle_pong(report)
             reports.append(report)
-        self.tell(reports)
+        self.report_to_core(reports)
         for report in reports:
             if isinstance(report, TransferCompleted):
-                self._region_store.ended(report.serial)
+                self._region_store.end_store(report.serial)
 
-    def _checked(self) -> HealthChecked:
+    def _health_report(self) -> HealthChecked:
         return HealthChecked(self._health.status(), self._region_store.verification)
 
-    def tell(self, reports: Iterable[Report]) -> None:
+    def report_to_core(self, reports: Iterable[Report]) -> None:
         """Pass reports to the core and perform its actions."""
         actions = list[Action]()
         for report in reports:
             follows = self._core.report(report)
             if isinstance(report, TransferCompleted) and report.error is not None:
-                self._tell_failed(report.error, follows)
+                self._log_failed(report.error, follows)
             actions += follows
         self._perform(merge_results(actions))
 
-    def _tell_failed(self, error: ErrorInfo, actions: list[Action]) -> None:
+    def _log_failed(self, error: ErrorInfo, actions: list[Action]) -> None:
         """Log a failed job, unless it is the probe's."""
         sessions = [action.session for action in actions if isinstance(action, SendMessage)]
-        if not self._inside.keys() & set(sessions):
+        if not self._own_sessions.keys() & set(sessions):
             peers = [peer for name in sessions if (peer := self._peers.by_session.get(name))]
-            self._journal.failed(peers[0] if peers else None, error)
+            self._event_log.job_failed(peers[0] if peers else None, error)
 
-    def _with_tickets(self, report: TensorsMapped) -> TensorsMapped:
+    def _with_handles(self, report: TensorsMapped) -> TensorsMapped:
         """Register the descriptors of allocated memory, so that the client can fetch them."""
-        tickets = [self._desk.keep(report.session, d) for d in report.descriptors]
+        handles = [self._fd_server.hold_fd(report.session, d) for d in report.descriptors]
         allocations = tuple(
-            FdAllocation(tickets[a.ticket], a.size) if isinstance(a, FdAllocation) else a
+            FdAllocation(handles[a.handle], a.size) if isinstance(a, FdAllocation) else a
             for a in report.allocations
         )
         return replace(report, allocations=allocations, descriptors=())
@@ -298,73 +304,73 @@ class Server:
         for action in actions:
             match action:  # the usual ones first
                 case StartTransfer():
-                    self._region_store.invalidate(action)
-                    self._worker.post(action)
-                    self._region_store.touch(action)
+                    self._region_store.invalidate_blocks(action)
+                    self._worker.post_command(action)
+                    self._region_store.touch_blocks(action)
                 case CommitBlocks():
-                    self._region_store.commit(action)
+                    self._region_store.commit_store(action)
                 case SendMessage(session, message):
                     peer = self._peers.by_session.get(session)
                     if peer is not None:
-                        self._outboxes.send(peer, message)
-                    elif hear := self._inside.get(session):
-                        hear(message)
+                        self._outboxes.send_message(peer, message)
+                    elif receive := self._own_sessions.get(session):
+                        receive(message)
                 case SendStream(session, messages):
-                    self._outboxes.stream(session, messages)
-                case Broadcast(sessions, news):
-                    self._outboxes.broadcast(sessions, news)
+                    self._outboxes.start_stream(session, messages)
+                case Broadcast(sessions, key_events):
+                    self._outboxes.broadcast_events(sessions, key_events)
                 case PublishKVEvents():
                     self._publish(action)
                 case MapTensors():
-                    self._map(action)
+                    self._map_tensors(action)
                 case CloseSession(session):
-                    self._journal.went(self._peers.by_session[session], action)
-                    self._desk.forget(session)
-                    self._peers.dismiss(session)
+                    self._event_log.client_disconnected(self._peers.by_session[session], action)
+                    self._fd_server.close_session(session)
+                    self._peers.remove_peer(session)
                 case RegionCreated() | RegionUpdated() | RegionFreed():
-                    self._region_store.write(action)
+                    self._region_store.apply_change(action)
                 case KeepTensors():
-                    self._shelf.put(action)
+                    self._kept_tensor_store.store_tensors(action)
                 case ReleaseTensors(number):
-                    self._shelf.remove(number)
-                    self._worker.post(action)
-                case FreeDeferred(rubble):
-                    self._sweep(rubble)
+                    self._kept_tensor_store.remove_tensors(number)
+                    self._worker.post_command(action)
+                case FreeDeferred(deferred):
+                    self._free_deferred(deferred)
                 case command:
-                    self._worker.post(command)
+                    self._worker.post_command(command)
 
-    def _sweep(self, rubble: DeferredFree) -> None:
-        if rubble.clear_some():
-            self._loop.call_soon(self._sweep, rubble)
+    def _free_deferred(self, deferred: DeferredFree) -> None:
+        if deferred.free_some():
+            self._loop.call_soon(self._free_deferred, deferred)
 
-    def _map(self, action: MapTensors) -> None:
-        tickets = [a.ticket for a in action.allocations if isinstance(a, FdAllocation)]
-        clock = () if action.timeline is None else (action.timeline,)
+    def _map_tensors(self, action: MapTensors) -> None:
+        handles = [a.handle for a in action.allocations if isinstance(a, FdAllocation)]
+        timeline_handle = () if action.timeline is None else (action.timeline,)
         try:
-            taken = self._desk.take(action.session, (*tickets, *clock))
+            fds = self._fd_server.take_fds(action.session, (*handles, *timeline_handle))
         except KVFerryError as error:
             self._perform(
                 self._core.report(TensorsMapped(action.registration, action.session, error.info))
             )
             return
-        timeline = taken[-1] if clock else None
-        self._journal.mapping(self._peers.by_session.get(action.session), action)
-        self._worker.post(MapCommand(action, taken[: len(tickets)], timeline))
+        timeline = fds[-1] if timeline_handle else None
+        self._event_log.mapping_started(self._peers.by_session.get(action.session), action)
+        self._worker.post_command(MapCommand(action, fds[: len(handles)], timeline))
 
     # The end
 
-    async def _until_idle(self, seconds: float) -> None:
+    async def _wait_until_idle(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while (self._core.busy or self._region_store.busy) and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
 
     async def _close(self) -> None:
         for peer in tuple(self._peers.by_session.values()):
-            self._outboxes.send(peer, Goodbye("the daemon is stopping"))
-        self._intake.close()
-        self._door.close()
+            self._outboxes.send_message(peer, Goodbye("the daemon is stopping"))
+        self._ingress.close()
+        self._accept_gate.close()
         self._peers.close()
-        self._desk.close()
+        self._fd_server.close()
         self._socket.close()
         self._zap.close()
         await self._loop.run_in_executor(None, self._context.term)

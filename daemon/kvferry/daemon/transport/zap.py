@@ -44,11 +44,11 @@ class ZapHandler:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         connections: Connections,
-        hear_of_connections: Callable[[], None],
+        update_connections: Callable[[], None],
         refused: Callable[[KVFerryError], object],
     ) -> None:
         self._connections = connections
-        self._hear_of_connections, self._refused = hear_of_connections, refused
+        self._update_connections, self._refused = update_connections, refused
         self._loop = asyncio.get_running_loop()
         self._log_at = 0.0
         self._socket = context.socket(zmq.REP)
@@ -66,7 +66,7 @@ class ZapHandler:
             if self._socket.closed or not cast(int, self._socket.get(zmq.EVENTS)) & POLLIN:
                 return
             request = self._socket.recv_multipart(zmq.NOBLOCK)
-            self._hear_of_connections()
+            self._update_connections()
             version, number, _, address, *_ = request
             reply = [version, number, self._status(address), b"", b"", b""]
             self._socket.send_multipart(reply, zmq.NOBLOCK)
@@ -75,7 +75,7 @@ class ZapHandler:
     def _status(self, address: bytes) -> bytes:
         try:
             _, uid, gid, pid = address.split(b":")
-            decision = self._connections.decide(int(uid), int(gid), int(pid))
+            decision = self._connections.decide_admission(int(uid), int(gid), int(pid))
         except KVFerryError as error:
             self._refused(error)
             return _FORBIDDEN

@@ -8,7 +8,7 @@ from kvferry.daemon.core.cache.admission_filter import AdmissionFilter
 
 
 def wanted(offers: AdmissionFilter, letters: str) -> str:
-    return b"".join(offers.count([letter.encode() for letter in letters])).decode()
+    return b"".join(offers.count_offers([letter.encode() for letter in letters])).decode()
 
 
 def test_keys_are_wanted_from_the_nth_offer_on() -> None:
@@ -49,7 +49,7 @@ def test_of_an_offer_that_is_too_long_the_head_is_remembered() -> None:
 def test_all_can_be_forgotten() -> None:
     offers = AdmissionFilter(2, 3)
     wanted(offers, "ab")
-    offers.give_up()
+    offers.take_counts()
     assert (len(offers), wanted(offers, "ab")) == (0, "")
 
 

@@ -213,7 +213,7 @@ def test_pins_are_released_once(cache: Cache) -> None:
 def test_pins_that_are_taken_apart_hold_the_same(cache: Cache) -> None:
     store(cache, "abcd")
     pins = cache.prepare_load(keys("aba"))
-    apart = cache.take_apart(pins)
+    apart = cache.split_pins(pins)
     assert [one.keys for one in apart] == [(b"a",), (b"b",), (b"a",)]
     assert sum((one.blocks for one in apart), ()) == pins.blocks
     cache.check_integrity()
@@ -271,7 +271,7 @@ def test_usage_tells_where_all_blocks_are(policy: str) -> None:
     cache.prepare_load(keys("aab"))
     usage = cache.usage
     assert (usage.capacity, usage.free, usage.pending, usage.ready) == (9, 3, 1, 3)
-    assert (usage.pinned, usage.doomed, usage.stored, usage.evictions) == (2, 2, 3, 0)
+    assert (usage.pinned, usage.orphaned, usage.stored, usage.evictions) == (2, 2, 3, 0)
     reserve(cache, "efgh")
     assert cache.usage.evictions == 1
 
@@ -342,10 +342,10 @@ def test_a_cache_that_makes_no_sense_is_not_made(
         (lambda c: c._pending.update({b"p": 4}), "that stores reserve"),
         (lambda c: c._pins.update({b"b": 1}), "pins are not"),
         (lambda c: c._loads.clear(), "pins are not"),
-        (lambda c: c._policy.forget([b"a"]), "other keys"),
-        (lambda c: c._blocks.give_back([0]), "two places"),
-        (lambda c: c._blocks.take(1), "in none"),
-        (lambda c: c._past.clear(), "before a reset"),
+        (lambda c: c._policy.remove_keys([b"a"]), "other keys"),
+        (lambda c: c._allocator.free_blocks([0]), "two places"),
+        (lambda c: c._allocator.allocate_blocks(1), "in none"),
+        (lambda c: c._past_jobs.clear(), "before a reset"),
     ],
 )
 def test_books_that_disagree_are_noticed(

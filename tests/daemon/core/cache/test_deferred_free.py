@@ -20,17 +20,17 @@ def test_some_are_freed_at_a_time() -> None:
     heaps = heap(2 * SOME + 1), dict(heap(SOME)), Counter(heap(3))
     rubble = DeferredFree(*heaps)
     steps = [len(rubble)]
-    while rubble.clear_some():
+    while rubble.free_some():
         steps.append(len(rubble))
     assert max(before - after for before, after in pairwise(steps)) == SOME
     assert (len(rubble), *map(len, heaps)) == (0, 0, 0, 0)
-    assert not rubble.clear_some()
+    assert not rubble.free_some()
 
 
 def test_of_nothing_there_is_no_rubble() -> None:
     rubble = DeferredFree({}, OrderedDict())
     assert not rubble
-    assert not rubble.clear_some()
+    assert not rubble.free_some()
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
@@ -52,7 +52,7 @@ def test_a_cache_forgets_nothing_of_today_with_what_it_was(policy: str) -> None:
     reservation = cache.prepare_store(keys[:2])
     assert reservation is not None
     cache.complete_store(reservation, True)
-    while rubble.clear_some():
+    while rubble.free_some():
         cache.check_integrity()
     assert cache.ready_keys() == keys[:2]
     cache.check_integrity()
@@ -60,25 +60,25 @@ def test_a_cache_forgets_nothing_of_today_with_what_it_was(policy: str) -> None:
 
 def test_blocks_that_jobs_still_use_are_passed_over_once() -> None:
     blocks = BlockAllocator(6)
-    held = blocks.take(5)
-    blocks.vacate([held[:1], held[2:4], held[2:3]])
-    assert (blocks.free, blocks.doomed) == (3, 3)
-    assert blocks.take(1) == (1,)
-    blocks.redeem([0])
-    blocks.redeem([2])  # another job uses it
+    held = blocks.allocate_blocks(5)
+    blocks.reset_blocks([held[:1], held[2:4], held[2:3]])
+    assert (blocks.free, blocks.orphaned) == (3, 3)
+    assert blocks.allocate_blocks(1) == (1,)
+    blocks.release_orphaned([0])
+    blocks.release_orphaned([2])  # another job uses it
     assert blocks.free == 3
-    assert sorted(blocks.take(3)) == [0, 4, 5]
+    assert sorted(blocks.allocate_blocks(3)) == [0, 4, 5]
     assert blocks.free == 0
-    blocks.redeem([2, 3])
-    assert sorted(blocks.take(2)) == [2, 3]
+    blocks.release_orphaned([2, 3])
+    assert sorted(blocks.allocate_blocks(2)) == [2, 3]
 
 
 def test_all_go_twice_while_a_job_of_the_first_time_is_under_way() -> None:
     blocks = BlockAllocator(3)
-    blocks.vacate([blocks.take(1)])
-    blocks.take(1)
-    blocks.vacate([])
-    assert (blocks.free, blocks.doomed) == (2, 1)
-    assert blocks.take(2) == (1, 2)
-    blocks.redeem([0])
-    assert blocks.take(1) == (0,)
+    blocks.reset_blocks([blocks.allocate_blocks(1)])
+    blocks.allocate_blocks(1)
+    blocks.reset_blocks([])
+    assert (blocks.free, blocks.orphaned) == (2, 1)
+    assert blocks.allocate_blocks(2) == (1, 2)
+    blocks.release_orphaned([0])
+    assert blocks.allocate_blocks(1) == (0,)

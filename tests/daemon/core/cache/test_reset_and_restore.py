@@ -55,7 +55,7 @@ def test_reset_makes_everything_absent_and_keeps_the_counters(cache: Cache) -> N
     cache.lookup(b"a")
     before = cache.usage
     cache.reset()
-    assert (ready(cache), cache.usage.free, cache.usage.doomed) == ("", 4, 0)
+    assert (ready(cache), cache.usage.free, cache.usage.orphaned) == ("", 4, 0)
     assert (cache.usage.hits, cache.usage.stored) == (before.hits, before.stored)
     assert len(reserve(cache, "abcd").keys) == 4
 
@@ -64,12 +64,12 @@ def test_pins_from_before_a_reset_can_be_taken_apart(cache: Cache) -> None:
     store(cache, "abcd")
     pins = cache.prepare_load(keys("ab"))
     cache.reset()
-    first, second = cache.take_apart(pins)
-    assert (cache.usage.free, cache.usage.doomed) == (2, 2)
+    first, second = cache.split_pins(pins)
+    assert (cache.usage.free, cache.usage.orphaned) == (2, 2)
     cache.complete_load(first)
-    assert (cache.usage.free, cache.usage.doomed) == (3, 1)
+    assert (cache.usage.free, cache.usage.orphaned) == (3, 1)
     cache.complete_load(second)
-    assert (cache.usage.free, cache.usage.doomed) == (4, 0)
+    assert (cache.usage.free, cache.usage.orphaned) == (4, 0)
     cache.check_integrity()
 
 
@@ -81,11 +81,11 @@ def test_a_store_from_before_a_reset_frees_its_blocks_and_nothing_else(
     cache.reset()
     present = reserve(cache, "ax")
     assert set(present.blocks).isdisjoint(past.blocks)
-    assert cache.usage.doomed == 2
+    assert cache.usage.orphaned == 2
     assert cache.prepare_store([b"y"]) is None
     cache.complete_store(past, success)
     cache.complete_store(past, success)
-    assert (cache.usage.doomed, cache.usage.free) == (0, 2)
+    assert (cache.usage.orphaned, cache.usage.free) == (0, 2)
     assert (cache.lookup(b"a"), cache.lookup(b"b")) == (HIT_PENDING, MISS)
     assert set(reserve(cache, "yz").blocks) == set(past.blocks)
 
@@ -94,11 +94,11 @@ def test_a_block_pinned_before_a_reset_is_free_with_its_last_load(cache: Cache) 
     store(cache, "ab")
     first, second = cache.prepare_load(keys("aa")), cache.prepare_load(keys("ab"))
     cache.reset()
-    assert (cache.usage.doomed, cache.usage.pinned, cache.usage.free) == (2, 0, 2)
+    assert (cache.usage.orphaned, cache.usage.pinned, cache.usage.free) == (2, 0, 2)
     cache.complete_load(second)
-    assert (cache.usage.doomed, cache.usage.free) == (1, 3)
+    assert (cache.usage.orphaned, cache.usage.free) == (1, 3)
     cache.complete_load(first)
-    assert (cache.usage.doomed, cache.usage.free) == (0, 4)
+    assert (cache.usage.orphaned, cache.usage.free) == (0, 4)
     with pytest.raises(Refused):
         cache.complete_load(first)
     cache.check_integrity()
@@ -120,7 +120,7 @@ def test_jobs_from_before_two_resets_end_too(cache: Cache) -> None:
     cache.reset()
     older = reserve(cache, "ab")
     cache.reset()
-    assert (cache.usage.doomed, cache.prepare_store([b"a"])) == (4, None)
+    assert (cache.usage.orphaned, cache.prepare_store([b"a"])) == (4, None)
     cache.complete_store(older, success=True)
     cache.check_integrity()
     cache.complete_store(oldest, success=True)
@@ -138,7 +138,7 @@ def test_a_cache_that_was_restored_is_the_one_it_was(policy: str) -> None:
     old.complete_store(failed, success=False)
     reserve(old, "y")
     new.recording = True
-    new.restore(old.entries())
+    new.restore_keys(old.entries())
     assert new.entries() == old.entries()
     assert new.take_events() == []
     taken = {block for _, block in old.entries()}
@@ -149,8 +149,8 @@ def test_a_cache_that_was_restored_is_the_one_it_was(policy: str) -> None:
 
 
 def test_restored_keys_are_where_they_were(cache: Cache) -> None:
-    cache.restore([(b"a", 3), (b"b", 1)])
-    cache.verify([(b"a", 3), (b"b", 1)])
+    cache.restore_keys([(b"a", 3), (b"b", 1)])
+    cache.mark_verified([(b"a", 3), (b"b", 1)])
     assert cache.prepare_load(keys("ab")).blocks == (3, 1)
     assert set(reserve(cache, "cd").blocks) == {0, 2}
     cache.check_integrity()
@@ -158,13 +158,13 @@ def test_restored_keys_are_where_they_were(cache: Cache) -> None:
 
 def test_a_restored_key_is_pending_until_it_is_verified(cache: Cache) -> None:
     cache.recording = True
-    cache.restore([(b"a", 0), (b"b", 1), (b"c", 2)], {b"c": (0, 1)})
+    cache.restore_keys([(b"a", 0), (b"b", 1), (b"c", 2)], {b"c": (0, 1)})
     assert (cache.ready_keys(), cache.pending_keys()) == ([], [b"a", b"b"])
     assert [cache.lookup(key) for key in keys("abc")] == [HIT_PENDING, HIT_PENDING, MISS]
     with pytest.raises(Refused, match="unverified") as caught:
         cache.prepare_load(keys("a"))
     assert (caught.value.code, caught.value.value) == (Code.KEY_ABSENT, b"a".hex())
-    cache.verify([(b"a", 0), (b"b", 3), (b"c", 2)])
+    cache.mark_verified([(b"a", 0), (b"b", 3), (b"c", 2)])
     assert cache.take_events() == [CacheEvent(EventKind.STORED, (b"a",))]
     assert [cache.lookup(key) for key in keys("abc")] == [HIT, HIT_PENDING, MISS]
     cache.check_integrity()
@@ -172,13 +172,13 @@ def test_a_restored_key_is_pending_until_it_is_verified(cache: Cache) -> None:
 
 def test_a_store_replaces_a_key_that_is_not_verified(cache: Cache) -> None:
     cache.recording = True
-    cache.restore([(b"a", 0), (b"b", 1)])
+    cache.restore_keys([(b"a", 0), (b"b", 1)])
     reservation = reserve(cache, "a")
     assert cache.take_events() == [
         CacheEvent(EventKind.ABANDONED, (b"a",)),
         CacheEvent(EventKind.PENDING, (b"a",)),
     ]
-    cache.verify([(b"a", 0)])
+    cache.mark_verified([(b"a", 0)])
     assert cache.lookup(b"a") is HIT_PENDING
     cache.complete_store(reservation, success=True)
     assert (cache.lookup(b"a"), cache.usage.unverified) == (HIT, 1)
@@ -189,14 +189,14 @@ def test_a_store_replaces_a_key_that_is_not_verified(cache: Cache) -> None:
 def test_an_unverified_key_of_an_offer_that_is_not_stored_again_is_not_evicted(policy: str) -> None:
     """It was offered less often than the threshold asks for, and is still a key of the offer."""
     cache = Cache(2, policy, store_threshold=2)
-    cache.restore([(b"h", 0), (b"j", 1)])
+    cache.restore_keys([(b"h", 0), (b"j", 1)])
     assert cache.prepare_store([b"a", b"g"]) is not None  # of no key yet
     assert cache.prepare_store([b"a", b"h", b"g"]) is None
     assert cache.lookup(b"h") is Lookup.HIT_PENDING
 
 
 def test_an_empty_cache_is_restored_from_nothing(cache: Cache) -> None:
-    cache.restore([])
+    cache.restore_keys([])
     assert len(reserve(cache, "abcd").keys) == 4
 
 
@@ -213,7 +213,7 @@ def test_entries_that_cannot_be_restored_change_nothing(
     cache: Cache, entries: list[tuple[bytes, int]], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        cache.restore(entries)
+        cache.restore_keys(entries)
     assert (ready(cache), cache.usage.free) == ("", 4)
 
 
@@ -222,11 +222,11 @@ def test_entries_that_cannot_be_restored_change_nothing(
     [
         pytest.param(lambda c: store(c, "a"), id="ready"),
         pytest.param(lambda c: reserve(c, "a"), id="pending"),
-        pytest.param(lambda c: (reserve(c, "a"), c.reset()), id="doomed"),
+        pytest.param(lambda c: (reserve(c, "a"), c.reset()), id="orphaned"),
     ],
 )
 def test_a_cache_in_use_is_not_restored(cache: Cache, use: Callable[[Cache], object]) -> None:
     use(cache)
     with pytest.raises(ValueError, match="empty"):
-        cache.restore([(b"z", 3)])
+        cache.restore_keys([(b"z", 3)])
     assert cache.lookup(b"z") is MISS

@@ -18,14 +18,14 @@ class AdmissionFilter:
         if threshold < 1:
             raise ValueError(f"store_threshold is {threshold}; give at least 1")
         self._threshold = threshold
-        self._bound = bound
+        self._max_keys = bound
         # Number of offers of each key, up to the threshold; the oldest offer first.
         self._counts: Counts = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._counts)
 
-    def count(self, keys: Sequence[bytes]) -> list[bytes]:
+    def count_offers(self, keys: Sequence[bytes]) -> list[bytes]:
         """Count an offer of each of these keys. Returns those that were offered often enough."""
         if self._threshold == 1:
             return list(keys)
@@ -35,12 +35,12 @@ class AdmissionFilter:
             counts[key] = min(count, threshold)
             if count >= threshold:
                 wanted.append(key)
-        while len(counts) > self._bound:
+        while len(counts) > self._max_keys:
             counts.popitem(last=False)
         wanted.reverse()
         return wanted
 
-    def give_up(self) -> Counts:
+    def take_counts(self) -> Counts:
         """What was counted, for whoever takes it apart; all begin anew."""
         counts, self._counts = self._counts, OrderedDict()
         return counts

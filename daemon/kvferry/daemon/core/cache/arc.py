@@ -41,7 +41,7 @@ class ARC:
     def __iter__(self) -> Iterator[bytes]:
         return chain(self._recent, self._frequent)
 
-    def give_up(self) -> Keys:
+    def take_keys(self) -> Keys:
         recent, frequent = self._recent, self._frequent
         if len(recent) > len(frequent):
             recent.update(frequent)
@@ -51,11 +51,13 @@ class ARC:
             frequent.move_to_end(key, last=False)
         return frequent
 
-    def heaps(self) -> tuple[Keys, ...]:
+    def key_tables(self) -> tuple[Keys, ...]:
         return self._recent, self._frequent, self._recent_ghosts, self._frequent_ghosts
 
-    def admit(self, keys: Sequence[bytes], room: int, may_go: EvictableFilter) -> list[bytes]:
-        returning, victims = self._choose(keys, room, may_go)
+    def insert_keys(
+        self, keys: Sequence[bytes], room: int, evictable: EvictableFilter
+    ) -> list[bytes]:
+        returning, victims = self._choose(keys, room, evictable)
         for key in victims:
             del (self._recent if key in self._recent else self._frequent)[key]
         for key in reversed(keys):
@@ -63,7 +65,7 @@ class ARC:
         self._trim_ghosts()
         return victims
 
-    def touch(self, keys: Sequence[bytes], pending: Container[bytes]) -> None:
+    def touch_keys(self, keys: Sequence[bytes], pending: Container[bytes]) -> None:
         recent, frequent = self._recent, self._frequent
         for key in reversed(keys):
             if key in frequent:
@@ -75,7 +77,7 @@ class ARC:
                     del recent[key]
                     frequent[key] = None
 
-    def forget(self, keys: Iterable[bytes]) -> None:
+    def remove_keys(self, keys: Iterable[bytes]) -> None:
         for key in keys:
             del (self._recent if key in self._recent else self._frequent)[key]
 
@@ -90,13 +92,13 @@ class ARC:
         assert len(set().union(*lists)) == sum(map(len, lists)), "a key is in two lists of ARC"
 
     def _choose(
-        self, keys: Sequence[bytes], room: int, may_go: EvictableFilter
+        self, keys: Sequence[bytes], room: int, evictable: EvictableFilter
     ) -> tuple[set[bytes], list[bytes]]:
         """Who of the keys returns, and who goes: one for each key after the first `room`.
 
         Learns, and leaves the ghosts; the keys themselves stay in their lists while these are read.
         """
-        recent, frequent = may_go(self._recent), may_go(self._frequent)
+        recent, frequent = evictable(self._recent), evictable(self._frequent)
         recent_first, frequent_first = chain(recent, frequent), chain(frequent, recent)
         size, returning, victims = len(self._recent), set[bytes](), list[bytes]()
         for number, key in enumerate(reversed(keys)):

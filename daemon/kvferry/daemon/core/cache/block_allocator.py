@@ -8,29 +8,29 @@ from itertools import chain
 
 
 class BlockAllocator:
-    """Free blocks, and doomed ones with the number of jobs that use each."""
+    """Free blocks, and orphaned ones with the number of jobs that use each."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._given_back: list[int] = []
+        self._freed: list[int] = []
         # From this block on, none has held a key since the last reset.
         self._unused = 0
-        # Blocks above `_unused` that are doomed; they are returned when their jobs end.
+        # Blocks above `_unused` that are orphaned; they are returned when their jobs end.
         self._skipped: set[int] = set()
-        self._doomed: Counter[int] = Counter()
+        self._orphaned: Counter[int] = Counter()
 
     @property
     def free(self) -> int:
-        return len(self._given_back) + self._capacity - self._unused - len(self._skipped)
+        return len(self._freed) + self._capacity - self._unused - len(self._skipped)
 
     @property
-    def doomed(self) -> int:
-        return len(self._doomed)
+    def orphaned(self) -> int:
+        return len(self._orphaned)
 
-    def take(self, count: int) -> tuple[int, ...]:
+    def allocate_blocks(self, count: int) -> tuple[int, ...]:
         """Take `count` free blocks; there must be that many."""
-        blocks = self._given_back[-count:]
-        del self._given_back[-count:]
+        blocks = self._freed[-count:]
+        del self._freed[-count:]
         while self._skipped and len(blocks) < count:
             if self._unused in self._skipped:
                 self._skipped.remove(self._unused)
@@ -40,36 +40,38 @@ class BlockAllocator:
         first, self._unused = self._unused, self._unused + count - len(blocks)
         return *blocks, *range(first, self._unused)
 
-    def give_back(self, blocks: Iterable[int]) -> None:
-        self._given_back.extend(blocks)
+    def free_blocks(self, blocks: Iterable[int]) -> None:
+        self._freed.extend(blocks)
 
-    def occupy(self, blocks: set[int]) -> None:
+    def occupy_blocks(self, blocks: set[int]) -> None:
         """Take these blocks; all must be free."""
         self._unused = max(blocks, default=-1) + 1
-        self._given_back = [block for block in range(self._unused) if block not in blocks]
+        self._freed = [block for block in range(self._unused) if block not in blocks]
 
-    def vacate(self, jobs: Iterable[Sequence[int]]) -> None:
-        """No key is anywhere any more: what jobs use is doomed, and all the rest is free.
+    def reset_blocks(self, jobs: Iterable[Sequence[int]]) -> None:
+        """No key is anywhere any more: what jobs use is orphaned, and all the rest is free.
 
         Takes as long as the jobs are large, however many keys there were.
         """
         for blocks in jobs:
-            self._doomed.update(blocks)
-        self._given_back = []
-        self._unused, self._skipped = 0, set(self._doomed)
+            self._orphaned.update(blocks)
+        self._freed = []
+        self._unused, self._skipped = 0, set(self._orphaned)
 
-    def redeem(self, blocks: Iterable[int]) -> None:
+    def release_orphaned(self, blocks: Iterable[int]) -> None:
         """A job from before a reset that used these blocks has ended."""
         for block in blocks:
-            self._doomed[block] -= 1
-            if not self._doomed[block]:
-                del self._doomed[block]
-                self._given_back.append(block)
+            self._orphaned[block] -= 1
+            if not self._orphaned[block]:
+                del self._orphaned[block]
+                self._freed.append(block)
 
     def check_integrity(self, held: list[int], past: Iterable[Sequence[int]]) -> None:
-        doomed = Counter(chain.from_iterable(past))
-        assert doomed == self._doomed, "doomed blocks are not those of jobs from before a reset"
+        orphaned = Counter(chain.from_iterable(past))
+        assert orphaned == self._orphaned, (
+            "orphaned blocks are not those of jobs from before a reset"
+        )
         unused = set(range(self._unused, self._capacity))
         assert self._skipped <= unused, "a block is skipped that was passed"
-        blocks = [*held, *doomed, *self._given_back, *(unused - self._skipped)]
+        blocks = [*held, *orphaned, *self._freed, *(unused - self._skipped)]
         assert sorted(blocks) == list(range(self._capacity)), "a block is in two places, or in none"

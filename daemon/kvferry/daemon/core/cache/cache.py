@@ -7,7 +7,7 @@ A key is pending (a store of it is on its way), ready (its bytes are in its bloc
 
 Not every ready key is a HIT: it may be stored in part, or unverified (resident_keys.py).
 
-A block holds one pending or ready key, or it is free, or it is *doomed*. Doomed is what makes a
+A block holds one pending or ready key, or it is free, or it is *orphaned*. Doomed is what makes a
 reset safe: at once every key is absent, yet jobs from before still write and read their blocks. So
 those blocks belong to nobody until the last of these jobs has ended. A job is the object that was
 handed out for it, a Reservation or Pins, and nothing else: what comes back is looked for among the
@@ -67,7 +67,7 @@ class CacheEvent:
 class CacheUsage:
     """Blocks now, and keys counted since the start.
 
-    capacity = free + pending + ready + unverified + doomed. ready counts keys stored in part, too.
+    capacity = free + pending + ready + unverified + orphaned. Keys stored in part count as ready.
     """
 
     capacity: int
@@ -76,7 +76,7 @@ class CacheUsage:
     ready: int
     unverified: int
     pinned: int
-    doomed: int
+    orphaned: int
     hits: int
     misses: int
     stores_skipped: int
@@ -104,22 +104,22 @@ class Cache:
         self._capacity = capacity
         self._make_policy = POLICIES[policy]
         self._policy = self._make_policy(capacity)
-        self._offers = _offers(store_threshold, capacity)
-        self._blocks = BlockAllocator(capacity)
+        self._admission_filter = _make_filter(store_threshold, capacity)
+        self._allocator = BlockAllocator(capacity)
         self._pending: dict[bytes, int] = {}
         self._ready = ResidentKeys()
         # Pin count of each pinned key.
         self._pins: Counter[bytes] = Counter()
         # Blocks of keys that were discarded while pinned; such a key cannot be stored again yet.
-        self._condemned: dict[bytes, int] = {}
+        self._orphaned: dict[bytes, int] = {}
         self._stores: set[Reservation] = set()
         self._loads: set[Pins] = set()
         # Jobs in flight from before a reset.
-        self._past: set[Reservation | Pins] = set()
+        self._past_jobs: set[Reservation | Pins] = set()
         self._recording = False
         self._events: list[CacheEvent] = []
         # Called when there is an event to take.
-        self.notice: Callable[[], None] = _nobody
+        self.on_event: Callable[[], None] = _ignore
         self._hits = self._misses = self._skipped = self._stored = self._evictions = 0
 
     @property
@@ -138,19 +138,19 @@ class Cache:
         has learnt and what was offered is forgotten."""
         if POLICIES[policy] is not self._make_policy:
             self._make_policy = POLICIES[policy]
-            self._policy = self._make_policy(self._capacity, self._policy.give_up())
-        self._offers = _offers(store_threshold, self._capacity)
+            self._policy = self._make_policy(self._capacity, self._policy.take_keys())
+        self._admission_filter = _make_filter(store_threshold, self._capacity)
 
     @property
     def usage(self) -> CacheUsage:
         return CacheUsage(
             capacity=self._capacity,
-            free=self._blocks.free,
+            free=self._allocator.free,
             pending=len(self._pending),
             ready=len(self._ready) - len(self._ready.unverified),
             unverified=len(self._ready.unverified),
-            pinned=len(self._pins) - len(self._condemned),
-            doomed=self._blocks.doomed + len(self._condemned),
+            pinned=len(self._pins) - len(self._orphaned),
+            orphaned=self._allocator.orphaned + len(self._orphaned),
             hits=self._hits,
             misses=self._misses,
             stores_skipped=self._skipped,
@@ -190,39 +190,41 @@ class Cache:
         """
         offered, ready = dict.fromkeys(keys), self._ready
         replaced = ready.replaceable(offered, parts, self._pins)
-        absent = list(outside(offered, ready.blocks, self._pending, self._condemned))
+        absent = list(outside(offered, ready.blocks, self._pending, self._orphaned))
         all_absent = len(absent) == len(offered)
         if replaced:
             stored_again = replaced.union(absent)
             absent = [key for key in offered if key in stored_again]
-        wanted = self._offers.count(absent)
+        wanted = self._admission_filter.count_offers(absent)
         self._skipped += len(absent) - len(wanted)
         if not wanted:
             return Reservation((), (), ())
         replaced.intersection_update(wanted)
-        room = self._blocks.free + len(replaced)
+        room = self._allocator.free + len(replaced)
         kept = dict.fromkeys(keep)
         known = () if all_absent and not kept else {**offered, **kept}
-        if len(wanted) - room > self._evictable(known):
+        if len(wanted) - room > self._count_evictable(known):
             self._skipped += len(wanted)
             return None
-        self._remove(list(replaced))
+        self._remove_keys(list(replaced))
         reserved = {key: parts[key] for key in wanted if key in parts} if parts else {}
-        return self._reserve(tuple(wanted), reserved, room, self._sieve({**offered, **kept}))
+        return self._reserve_blocks(
+            tuple(wanted), reserved, room, self._evictable_filter({**offered, **kept})
+        )
 
     def complete_store(self, reservation: Reservation, success: bool) -> None:
         """End a store: its keys become loadable, or absent. A second call has no effect."""
-        if reservation in self._past:
-            self._past.remove(reservation)
-            self._blocks.redeem(reservation.blocks)
+        if reservation in self._past_jobs:
+            self._past_jobs.remove(reservation)
+            self._allocator.release_orphaned(reservation.blocks)
         elif reservation in self._stores:
             self._stores.remove(reservation)
             for key in reservation.keys:
                 del self._pending[key]
             if success:
-                self._settle(reservation)
+                self._commit_store(reservation)
             else:
-                self._abandon(reservation)
+                self._abort_store(reservation)
 
     def prepare_load(self, keys: Sequence[bytes]) -> Pins:
         """Pin ready keys, each as often as it is named. Raises Refused (KEY_ABSENT) for the first
@@ -248,25 +250,25 @@ class Cache:
 
     def complete_load(self, pins: Pins) -> None:
         """End a load. Raises Refused (NOT_PINNED) if these pins were already released."""
-        if pins in self._past:
-            self._past.remove(pins)
-            self._blocks.redeem(pins.blocks)
+        if pins in self._past_jobs:
+            self._past_jobs.remove(pins)
+            self._allocator.release_orphaned(pins.blocks)
         elif pins in self._loads:
             self._loads.remove(pins)
-            self._unpin(pins.keys)
+            self._unpin_keys(pins.keys)
         else:
             first = b"".join(pins.keys[:1]).hex()
             message = f"the pins of key {first} were already released; complete each load once"
             raise Refused(Code.NOT_PINNED, message, first)
 
-    def take_apart(self, pins: Pins) -> list[Pins]:
+    def split_pins(self, pins: Pins) -> list[Pins]:
         """Split pins into pins of one key each."""
         singles = [
             Pins((key,), (block,)) for key, block in zip(pins.keys, pins.blocks, strict=True)
         ]
-        if pins in self._past:
-            self._past.remove(pins)
-            self._past.update(singles)
+        if pins in self._past_jobs:
+            self._past_jobs.remove(pins)
+            self._past_jobs.update(singles)
         else:
             self._loads.remove(pins)
             self._loads.update(singles)
@@ -274,18 +276,18 @@ class Cache:
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark keys as used; the first ends up most recent. Absent ones are ignored."""
-        self._policy.touch(keys, self._pending)
+        self._policy.touch_keys(keys, self._pending)
 
-    def verify(self, entries: Iterable[tuple[bytes, int]]) -> None:
+    def mark_verified(self, entries: Iterable[tuple[bytes, int]]) -> None:
         """These keys, in these blocks, match their checksums. Those not unverified are ignored."""
-        self._tell(EventKind.STORED, tuple(self._ready.verify(entries)))
+        self._add_event(EventKind.STORED, tuple(self._ready.mark_verified(entries)))
 
-    def discard(self, entries: Iterable[tuple[bytes, int]]) -> None:
+    def discard_keys(self, entries: Iterable[tuple[bytes, int]]) -> None:
         """The bytes of these keys, in these blocks, are lost: they are absent. Others are ignored.
 
-        The block of a key that is pinned is doomed until the last pin has gone.
+        The block of a key that is pinned is orphaned until the last pin has gone.
         """
-        self._remove(self._ready.in_place(entries))
+        self._remove_keys(self._ready.keys_in_blocks(entries))
 
     def take_events(self) -> list[CacheEvent]:
         """The events since the last call, in order."""
@@ -298,24 +300,24 @@ class Cache:
         Blocks of jobs under way are free once those jobs have ended. Returns what is to be freed.
         """
         jobs: set[Reservation | Pins] = {*self._stores, *self._loads}
-        self._blocks.vacate([job.blocks for job in jobs])
-        self._past |= jobs
+        self._allocator.reset_blocks([job.blocks for job in jobs])
+        self._past_jobs |= jobs
         self._stores, self._loads = set(), set()
-        rubble = DeferredFree(
+        deferred = DeferredFree(
             self._pending,
             self._ready.blocks,
             self._ready.unverified,
             self._pins,
-            *self._policy.heaps(),
-            self._offers.give_up(),
+            *self._policy.key_tables(),
+            self._admission_filter.take_counts(),
         )
         self._pending, self._ready = {}, ResidentKeys()
-        self._pins, self._condemned = Counter(), {}
+        self._pins, self._orphaned = Counter(), {}
         self._policy = self._make_policy(self._capacity)
-        self._tell(EventKind.CLEARED, ())
-        return rubble
+        self._add_event(EventKind.CLEARED, ())
+        return deferred
 
-    def restore(self, entries: Sequence[tuple[bytes, int]], parts: Parts = NO_PARTS) -> None:
+    def restore_keys(self, entries: Sequence[tuple[bytes, int]], parts: Parts = NO_PARTS) -> None:
         """Take keys that an earlier daemon stored into an empty cache, least recent first, in the
         blocks where they are. They are unverified.
 
@@ -324,8 +326,8 @@ class Cache:
         """
         ready = dict(entries)
         blocks = set(ready.values())
-        if self._blocks.free < self._capacity:
-            used = self._capacity - self._blocks.free
+        if self._allocator.free < self._capacity:
+            used = self._capacity - self._allocator.free
             raise ValueError(f"{used} blocks are in use; restore into an empty cache")
         if not len(entries) == len(ready) == len(blocks):
             raise ValueError(
@@ -336,10 +338,10 @@ class Cache:
             raise ValueError(
                 f"blocks {min(blocks)} to {max(blocks)} exceed the capacity of {self._capacity}"
             )
-        self._blocks.occupy(blocks)
-        self._ready.restore(ready, parts)
+        self._allocator.occupy_blocks(blocks)
+        self._ready.restore_keys(ready, parts)
         self._policy = self._make_policy(self._capacity)
-        self._policy.admit(list(ready)[::-1], len(ready), iter)
+        self._policy.insert_keys(list(ready)[::-1], len(ready), iter)
 
     def entries(self) -> list[tuple[bytes, int]]:
         """Ready keys and their blocks, least recent first as far as the policy knows."""
@@ -366,10 +368,10 @@ class Cache:
         assert len(stores) == len(pending), "two stores reserve one key, or none does"
         assert dict(stores) == pending, "pending keys are not those that stores reserve"
         assert pins == self._pins, "pins are not those of the loads"
-        condemned = self._condemned
-        assert pins.keys() <= {*ready, *condemned}, "a key is pinned that is not ready"
-        assert condemned.keys() <= pins.keys(), "a condemned key is not pinned any more"
-        assert condemned.keys().isdisjoint({*ready, *pending}), "a condemned key is there"
+        orphaned = self._orphaned
+        assert pins.keys() <= {*ready, *orphaned}, "a key is pinned that is not ready"
+        assert orphaned.keys() <= pins.keys(), "a condemned key is not pinned any more"
+        assert orphaned.keys().isdisjoint({*ready, *pending}), "a condemned key is there"
         assert pending.keys().isdisjoint(ready), "a key is both pending and ready"
         assert pins.keys().isdisjoint(self._ready.unverified), "an unverified key is pinned"
         self._ready.check_integrity()
@@ -377,78 +379,78 @@ class Cache:
         assert len(order) == len(set(order)), "the policy has a key twice"
         assert set(order) == {*pending, *ready}, "the policy has other keys than the cache"
         self._policy.check_integrity()
-        held = [*pending.values(), *ready.values(), *condemned.values()]
-        self._blocks.check_integrity(held, [job.blocks for job in self._past])
+        held = [*pending.values(), *ready.values(), *orphaned.values()]
+        self._allocator.check_integrity(held, [job.blocks for job in self._past_jobs])
 
-    def _evictable(self, besides: Iterable[bytes]) -> int:
+    def _count_evictable(self, besides: Iterable[bytes]) -> int:
         """Number of keys that may be evicted, not counting `besides`."""
         ready, pins = self._ready, self._pins
-        held = len(pins) - len(self._condemned)
+        held = len(pins) - len(self._orphaned)
         return len(ready) - held - sum(key in ready and key not in pins for key in besides)
 
-    def _sieve(self, offered: Collection[bytes]) -> EvictableFilter:
+    def _evictable_filter(self, offered: Collection[bytes]) -> EvictableFilter:
         return lambda keys: outside(keys, self._pending, self._pins, offered)
 
-    def _remove(self, keys: Sequence[bytes]) -> None:
+    def _remove_keys(self, keys: Sequence[bytes]) -> None:
         """Remove ready keys, other than by eviction."""
-        self._policy.forget(keys)
-        blocks = self._take_out(keys)
+        self._policy.remove_keys(keys)
+        blocks = self._remove_resident(keys)
         for key, block in zip(keys, blocks, strict=True):
             if key in self._pins:
-                self._condemned[key] = block
+                self._orphaned[key] = block
             else:
-                self._blocks.give_back([block])
+                self._allocator.free_blocks([block])
 
-    def _take_out(self, keys: Sequence[bytes]) -> list[int]:
+    def _remove_resident(self, keys: Sequence[bytes]) -> list[int]:
         """The blocks of ready keys that are absent from now on. Each key is told to be gone as
         what it was told to be."""
-        blocks, hits, pending = self._ready.remove(keys)
-        self._tell(EventKind.REMOVED, tuple(hits))
-        self._tell(EventKind.ABANDONED, tuple(pending))
+        blocks, hits, pending = self._ready.remove_keys(keys)
+        self._add_event(EventKind.REMOVED, tuple(hits))
+        self._add_event(EventKind.ABANDONED, tuple(pending))
         return blocks
 
-    def _reserve(
-        self, keys: tuple[bytes, ...], parts: Parts, room: int, may_go: EvictableFilter
+    def _reserve_blocks(
+        self, keys: tuple[bytes, ...], parts: Parts, room: int, evictable: EvictableFilter
     ) -> Reservation:
-        evicted = tuple(self._policy.admit(keys, room, may_go))
-        self._blocks.give_back(self._take_out(evicted))
-        reservation = Reservation(keys, self._blocks.take(len(keys)), evicted, parts)
+        evicted = tuple(self._policy.insert_keys(keys, room, evictable))
+        self._allocator.free_blocks(self._remove_resident(evicted))
+        reservation = Reservation(keys, self._allocator.allocate_blocks(len(keys)), evicted, parts)
         self._pending.update(zip(keys, reservation.blocks, strict=True))
         self._stores.add(reservation)
         self._evictions += len(evicted)
-        self._tell(EventKind.PENDING, keys)
+        self._add_event(EventKind.PENDING, keys)
         return reservation
 
-    def _settle(self, reservation: Reservation) -> None:
-        self._ready.add(reservation.keys, reservation.blocks, reservation.parts)
+    def _commit_store(self, reservation: Reservation) -> None:
+        self._ready.add_keys(reservation.keys, reservation.blocks, reservation.parts)
         self._stored += len(reservation.keys)
-        self._tell(EventKind.STORED, tuple(outside(reservation.keys, reservation.parts)))
-        self._tell(EventKind.ABANDONED, tuple(reservation.parts))
+        self._add_event(EventKind.STORED, tuple(outside(reservation.keys, reservation.parts)))
+        self._add_event(EventKind.ABANDONED, tuple(reservation.parts))
 
-    def _abandon(self, reservation: Reservation) -> None:
-        self._policy.forget(reservation.keys)
-        self._blocks.give_back(reservation.blocks)
-        self._tell(EventKind.ABANDONED, reservation.keys)
+    def _abort_store(self, reservation: Reservation) -> None:
+        self._policy.remove_keys(reservation.keys)
+        self._allocator.free_blocks(reservation.blocks)
+        self._add_event(EventKind.ABANDONED, reservation.keys)
 
-    def _unpin(self, keys: Iterable[bytes]) -> None:
-        pins, condemned = self._pins, self._condemned
+    def _unpin_keys(self, keys: Iterable[bytes]) -> None:
+        pins, orphaned = self._pins, self._orphaned
         for key in keys:
             if pins[key] > 1:
                 pins[key] -= 1
             else:
                 pins.pop(key)  # not del, which a Counter does in Python
-                if key in condemned:
-                    self._blocks.give_back([condemned.pop(key)])
+                if key in orphaned:
+                    self._allocator.free_blocks([orphaned.pop(key)])
 
-    def _tell(self, kind: EventKind, keys: tuple[bytes, ...]) -> None:
+    def _add_event(self, kind: EventKind, keys: tuple[bytes, ...]) -> None:
         if self._recording and (keys or kind is EventKind.CLEARED):
             self._events.append(CacheEvent(kind, keys))
-            self.notice()
+            self.on_event()
 
 
-def _offers(threshold: int, capacity: int) -> AdmissionFilter:
+def _make_filter(threshold: int, capacity: int) -> AdmissionFilter:
     return AdmissionFilter(threshold, max(capacity, OFFERS_REMEMBERED))
 
 
-def _nobody() -> None:
+def _ignore() -> None:
     """Ignore the notice."""

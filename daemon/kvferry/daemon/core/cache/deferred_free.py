@@ -18,21 +18,21 @@ KeyTable: TypeAlias = MutableMapping[bytes, Any]
 class DeferredFree:
     """Mappings that nobody else has any more."""
 
-    def __init__(self, *heaps: KeyTable) -> None:
-        self._heaps = [heap for heap in heaps if heap]
+    def __init__(self, *tables: KeyTable) -> None:
+        self._tables = [table for table in tables if table]
 
     def __len__(self) -> int:
-        return sum(map(len, self._heaps))
+        return sum(map(len, self._tables))
 
-    def clear_some(self) -> bool:
+    def free_some(self) -> bool:
         """Free some of it; whether there is more."""
         left = SOME
-        while left and self._heaps:
-            heap = self._heaps[-1]
-            taken = min(left, len(heap))
+        while left and self._tables:
+            table = self._tables[-1]
+            taken = min(left, len(table))
             for _ in range(taken):
-                heap.popitem()
+                table.popitem()
             left -= taken
-            if not heap:
-                self._heaps.pop()
-        return bool(self._heaps)
+            if not table:
+                self._tables.pop()
+        return bool(self._tables)

@@ -22,28 +22,30 @@ class LRU:
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._keys)
 
-    def give_up(self) -> Keys:
+    def take_keys(self) -> Keys:
         return self._keys
 
-    def heaps(self) -> tuple[Keys, ...]:
+    def key_tables(self) -> tuple[Keys, ...]:
         return (self._keys,)
 
-    def admit(self, keys: Sequence[bytes], room: int, may_go: EvictableFilter) -> list[bytes]:
+    def insert_keys(
+        self, keys: Sequence[bytes], room: int, evictable: EvictableFilter
+    ) -> list[bytes]:
         mine = self._keys
-        victims = list(islice(may_go(mine), max(0, len(keys) - room)))
+        victims = list(islice(evictable(mine), max(0, len(keys) - room)))
         for key in victims:
             del mine[key]
         for key in reversed(keys):
             mine[key] = None
         return victims
 
-    def touch(self, keys: Sequence[bytes], pending: Container[bytes]) -> None:
+    def touch_keys(self, keys: Sequence[bytes], pending: Container[bytes]) -> None:
         mine = self._keys
         for key in reversed(keys):
             if key in mine:
                 mine.move_to_end(key)
 
-    def forget(self, keys: Iterable[bytes]) -> None:
+    def remove_keys(self, keys: Iterable[bytes]) -> None:
         for key in keys:
             del self._keys[key]
 

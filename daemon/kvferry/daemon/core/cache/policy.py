@@ -22,20 +22,22 @@ class Policy(Protocol):
     def __iter__(self) -> Iterator[bytes]:
         """All keys, least recent first as far as the policy knows."""
 
-    def give_up(self) -> Keys:
+    def take_keys(self) -> Keys:
         """All keys in that order, for another policy; this one must not be used afterwards."""
 
-    def heaps(self) -> tuple[Keys, ...]:
+    def key_tables(self) -> tuple[Keys, ...]:
         """All containers of keys, to be freed in steps; the policy must not be used afterwards."""
 
-    def admit(self, keys: Sequence[bytes], room: int, may_go: EvictableFilter) -> list[bytes]:
+    def insert_keys(
+        self, keys: Sequence[bytes], room: int, evictable: EvictableFilter
+    ) -> list[bytes]:
         """Take in new keys, all different, `room` of them for nothing. Returns who goes for the
         rest: one each, let through by `may_go`, and of those there are enough."""
 
-    def touch(self, keys: Sequence[bytes], pending: Container[bytes]) -> None:
+    def touch_keys(self, keys: Sequence[bytes], pending: Container[bytes]) -> None:
         """Mark keys as used. Those that the policy does not have are ignored."""
 
-    def forget(self, keys: Iterable[bytes]) -> None:
+    def remove_keys(self, keys: Iterable[bytes]) -> None:
         """Remove keys whose store did not complete, ghosts included."""
 
     def check_integrity(self) -> None:

@@ -74,27 +74,27 @@ class ResidentKeys:
             if (key in self.unverified or self._covers_more(key, parts)) and key not in pinned
         }
 
-    def add(self, keys: Sequence[bytes], blocks: Sequence[int], parts: Parts) -> None:
+    def add_keys(self, keys: Sequence[bytes], blocks: Sequence[int], parts: Parts) -> None:
         self.blocks.update(zip(keys, blocks, strict=True))
         self.parts.update(parts)
 
-    def restore(self, blocks: dict[bytes, int], parts: Parts) -> None:
+    def restore_keys(self, blocks: dict[bytes, int], parts: Parts) -> None:
         """Restore the keys of an earlier daemon; there must be none yet."""
         self.blocks, self.parts = blocks, dict(parts)
         self.unverified = dict.fromkeys(blocks)
 
-    def verify(self, entries: Iterable[tuple[bytes, int]]) -> list[bytes]:
+    def mark_verified(self, entries: Iterable[tuple[bytes, int]]) -> list[bytes]:
         """Mark keys as verified. Return those that are a HIT now."""
-        good = [key for key in self.in_place(entries) if key in self.unverified]
+        good = [key for key in self.keys_in_blocks(entries) if key in self.unverified]
         for key in good:
             del self.unverified[key]
         return list(outside(good, self.parts))
 
-    def in_place(self, entries: Iterable[tuple[bytes, int]]) -> list[bytes]:
+    def keys_in_blocks(self, entries: Iterable[tuple[bytes, int]]) -> list[bytes]:
         """Those of these keys that are in these blocks."""
         return [key for key, block in dict(entries).items() if self.blocks.get(key) == block]
 
-    def remove(self, keys: Sequence[bytes]) -> tuple[list[int], list[bytes], list[bytes]]:
+    def remove_keys(self, keys: Sequence[bytes]) -> tuple[list[int], list[bytes], list[bytes]]:
         """Remove keys. Return their blocks, and which of them were HIT and HIT_PENDING."""
         blocks = [self.blocks.pop(key) for key in keys]
         if not (self.unverified or self.parts):

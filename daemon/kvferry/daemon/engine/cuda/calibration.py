@@ -18,7 +18,7 @@ from kvferry.daemon.core.layout import BlockLayout, Extent
 from kvferry.daemon.engine.base import Mapping
 from kvferry.daemon.engine.cuda.direct import DirectCopy
 from kvferry.daemon.engine.cuda.dma import Dma
-from kvferry.daemon.engine.memory import MappedFiles
+from kvferry.daemon.memory.shared_memory import MappedFiles
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import Direction, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import CalibrationPoint, CopyStatus, GroupCopying
@@ -45,15 +45,15 @@ class Choice:
     direct_from: dict[Direction, int]
     largest_block: int
 
-    def direct(self, direction: Direction, geometry: BlockLayout, group: int) -> bool:
+    def direct(self, direction: Direction, layout: BlockLayout, group: int) -> bool:
         return (
-            geometry.refs[group].smallest_page >= self.direct_from[direction]
-            or geometry.group_bytes[group] > self.largest_block
+            layout.refs[group].smallest_page >= self.direct_from[direction]
+            or layout.group_bytes[group] > self.largest_block
         )
 
-    def of_group(self, geometry: BlockLayout, group: int) -> GroupCopying:
+    def of_group(self, layout: BlockLayout, group: int) -> GroupCopying:
         ways = {
-            direction: "direct" if self.direct(direction, geometry, group) else "staged"
+            direction: "direct" if self.direct(direction, layout, group) else "staged"
             for direction in Direction
         }
         return GroupCopying(ways[Direction.STORE], ways[Direction.LOAD])
@@ -104,8 +104,8 @@ def _measure(
     def speed(direction: Direction) -> float:
         seconds = []
         for _ in range(ROUNDS):
-            runs = [batch() for _ in range(BATCHES)]
-            ends = [direct.enqueue(direction, mapping, run)[1] for run in runs]
+            extents = [batch() for _ in range(BATCHES)]
+            ends = [direct.enqueue(direction, mapping, extent)[1] for extent in extents]
             driver.call("cuCtxSynchronize")
             seconds.append(driver.elapsed_seconds(ends[0], ends[-1]))
         return (BATCHES - 1) * count * size / min(seconds)

@@ -34,12 +34,12 @@ class DirectCopy:
         }
 
     def enqueue(
-        self, direction: Direction, mapping: Mapping, run: Extent
+        self, direction: Direction, mapping: Mapping, extent: Extent
     ) -> tuple[Event | None, Event]:
         """Enqueue a chunk. Returns the events before it, if it is a run's first, and behind it."""
-        geometry, stream = mapping.geometry, self.streams[direction]
-        batch = geometry.copy_batch(run, mapping.bases, self._dma.pool)
-        begun = None if run.at else self._driver.record(stream)
-        whole = geometry.whole(self._dma.chunk_bytes)
+        layout, stream = mapping.layout, self.streams[direction]
+        batch = layout.copy_batch(extent, mapping.bases, self._dma.pool)
+        begun = None if extent.at else self._driver.record(stream)
+        whole = layout.blocks_within_chunks(self._dma.chunk_bytes)
         self._dma.enqueue(direction, batch, stream, whole=whole)
         return begun, self._driver.record(stream)

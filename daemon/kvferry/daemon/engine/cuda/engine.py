@@ -35,7 +35,7 @@ from kvferry.daemon.engine.cuda.direct import CHUNK, MAX_IN_FLIGHT, DirectCopy
 from kvferry.daemon.engine.cuda.dma import Dma
 from kvferry.daemon.engine.cuda.staged import MAX_BLOCKS, StagedCopy
 from kvferry.daemon.engine.cuda.staging import Staging
-from kvferry.daemon.engine.numa import node_of
+from kvferry.daemon.memory.numa import node_of
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.memory import Allocation, CudaAllocation, FdAllocation, Location
 from kvferry.proto.specs import Direction
@@ -117,9 +117,9 @@ class CudaEngine:
         self._driver.call("cuCtxSetCurrent", self._context)
         self._driver.call("cuMemHostUnregister", address)
 
-    def open(
+    def map_tensors(
         self,
-        geometry: BlockLayout,
+        layout: BlockLayout,
         allocations: Sequence[Allocation],
         locations: Sequence[Location],
         descriptors: Sequence[int],
@@ -131,14 +131,14 @@ class CudaEngine:
             for allocation in allocations:
                 opened.append(self._open(allocation, waiting))
             bases = [opened[place.allocation].address + place.offset for place in locations]
-            return self._mapping(geometry, np.array(bases, dtype=np.int64), opened)
+            return self._mapping(layout, np.array(bases, dtype=np.int64), opened)
         except BaseException:
             self._close(opened)
             raise
 
-    def allocate(self, geometry: BlockLayout, kept: Sequence[int] = ()) -> Shared:
+    def allocate_tensors(self, layout: BlockLayout, kept: Sequence[int] = ()) -> Shared:
         self._owner.assert_owner()
-        offsets, size = packed_locations(geometry.layout)
+        offsets, size = packed_locations(layout.layout_arrays)
         size = self._memory.whole_granules(size)
         if kept:
             memory, descriptor = self._again(kept, size)
@@ -146,7 +146,7 @@ class CudaEngine:
             memory, descriptor = self._memory.create(size)
         try:
             bases = np.array(offsets, dtype=np.int64) + memory.address
-            mapping = self._mapping(geometry, bases, [memory])
+            mapping = self._mapping(layout, bases, [memory])
         except BaseException:
             memory.close()
             os.close(descriptor)
@@ -154,32 +154,34 @@ class CudaEngine:
         locations = tuple(Location(0, offset) for offset in offsets)
         return Shared(mapping, (FdAllocation(0, size),), locations, (descriptor,))
 
-    def close(self, mapping: Mapping) -> None:
+    def unmap_tensors(self, mapping: Mapping) -> None:
         self._owner.assert_owner()
         self._close(mapping.handles)
 
-    def room(self, direction: Direction, mapping: Mapping, request: ChunkRequest) -> ChunkBudget:
+    def chunk_budget(
+        self, direction: Direction, mapping: Mapping, request: ChunkRequest
+    ) -> ChunkBudget:
         self._owner.assert_owner()
         if self._chunks[direction] >= MAX_CHUNKS:
             return NO_ROOM
         idle = not self._chunks[direction]
-        if self._choice.direct(direction, mapping.geometry, request.group):
+        if self._choice.direct(direction, mapping.layout, request.group):
             if self._in_flight[direction] >= MAX_IN_FLIGHT:
                 return NO_ROOM
             return ChunkBudget(FIRST_CHUNK if idle else CHUNK)
-        block_bytes = mapping.geometry.group_bytes[request.group]
+        block_bytes = mapping.layout.group_bytes[request.group]
         ahead = self._staged.ahead() if direction is Direction.STORE else 0
-        nbytes = self._staging.room(direction, request, block_bytes, ahead)
+        nbytes = self._staging.max_slot_bytes(direction, request, block_bytes, ahead)
         if idle and direction is Direction.LOAD:  # the first of a store is a batch of its own
             nbytes = min(nbytes, FIRST_CHUNK)
         return ChunkBudget(nbytes, MAX_BLOCKS)
 
-    def submit(self, direction: Direction, mapping: Mapping, run: Extent) -> Chunk:
+    def submit(self, direction: Direction, mapping: Mapping, extent: Extent) -> Chunk:
         self._owner.assert_owner()
-        if self._choice.direct(direction, mapping.geometry, run.group):
-            chunk = self._submit_direct(direction, mapping, run)
+        if self._choice.direct(direction, mapping.layout, extent.group):
+            chunk = self._submit_direct(direction, mapping, extent)
         else:
-            chunk = self._submit_staged(direction, mapping, run)
+            chunk = self._submit_staged(direction, mapping, extent)
         self._last[direction] = chunk
         self._in_flight[direction] += chunk.nbytes
         self._chunks[direction] += 1
@@ -219,35 +221,35 @@ class CudaEngine:
 
     def copying(self, mapping: Mapping) -> tuple[GroupCopying, ...]:
         self._owner.assert_owner()
-        groups = range(mapping.geometry.layout.num_groups)
-        return tuple(self._choice.of_group(mapping.geometry, group) for group in groups)
+        groups = range(mapping.layout.layout_arrays.num_groups)
+        return tuple(self._choice.of_group(mapping.layout, group) for group in groups)
 
     def shutdown(self) -> None:
         self._owner.assert_owner()
         self._driver.call("cuCtxSynchronize")
 
-    def _submit_direct(self, direction: Direction, mapping: Mapping, run: Extent) -> Chunk:
-        nbytes = run.gpu_blocks.size * mapping.geometry.group_bytes[run.group]
+    def _submit_direct(self, direction: Direction, mapping: Mapping, extent: Extent) -> Chunk:
+        nbytes = extent.gpu_blocks.size * mapping.layout.group_bytes[extent.group]
         if self._staged_chunks[direction]:
             self._staged.finish(direction)
         try:
             self._keep_order(direction, [self._direct.streams[direction]], staged=False)
-            begun, done = self._direct.enqueue(direction, mapping, run)
+            begun, done = self._direct.enqueue(direction, mapping, extent)
         except KVFerryError:
             self._driver.call("cuCtxSynchronize")
             raise
         return Chunk(direction, nbytes, begun=begun, moved=done, done=done)
 
-    def _submit_staged(self, direction: Direction, mapping: Mapping, run: Extent) -> Chunk:
-        table = _table(mapping, run.group)
+    def _submit_staged(self, direction: Direction, mapping: Mapping, extent: Extent) -> Chunk:
+        table = _table(mapping, extent.group)
         idle = not self._chunks[direction]
-        slot = self._staging.take(direction, run.gpu_blocks.size * table.block_bytes)
+        slot = self._staging.take_slot(direction, extent.gpu_blocks.size * table.block_bytes)
         try:
             self._keep_order(direction, self._staged.streams(direction), staged=True)
-            chunk = self._staged.enqueue(direction, table, slot, run, mapping.revoked)
+            chunk = self._staged.enqueue(direction, table, slot, extent, mapping.revoked)
         except KVFerryError:
             self._driver.call("cuCtxSynchronize")
-            self._staging.give_back(slot)
+            self._staging.free_slot(slot)
             raise
         self._staged_chunks[direction] += 1
         if idle and direction is Direction.STORE:  # the link waits for it
@@ -267,18 +269,18 @@ class CudaEngine:
         self._chunks[chunk.direction] -= 1
         if chunk.stage is not None:
             self._staged_chunks[chunk.direction] -= 1
-            self._staging.give_back(chunk.stage.slot)
+            self._staging.free_slot(chunk.stage.slot)
 
-    def _mapping(self, geometry: BlockLayout, bases: Int64s, handles: Sequence[object]) -> Mapping:
+    def _mapping(self, layout: BlockLayout, bases: Int64s, handles: Sequence[object]) -> Mapping:
         """A mapping with the page tables of its groups behind what it holds."""
         tables: list[PageTable] = []
         try:
-            for group in range(geometry.layout.num_groups):
-                tables.append(self._staged.table(geometry, group, bases))
+            for group in range(layout.layout_arrays.num_groups):
+                tables.append(self._staged.table(layout, group, bases))
         except BaseException:
             self._close(tables)
             raise
-        return Mapping(geometry, bases, [*handles, *tables])
+        return Mapping(layout, bases, [*handles, *tables])
 
     def _again(self, kept: Sequence[int], size: int) -> tuple[DeviceMemory, int]:
         """Memory made before, and a descriptor of our own; Failed where it is other memory."""
@@ -339,7 +341,7 @@ class _Opened:
 
 
 def _table(mapping: Mapping, group: int) -> PageTable:
-    table = mapping.handles[group - mapping.geometry.layout.num_groups]
+    table = mapping.handles[group - mapping.layout.layout_arrays.num_groups]
     assert isinstance(table, PageTable)
     return table
 

@@ -25,7 +25,7 @@ from importlib.resources import files
 import numpy as np
 
 from kvferry.cuda.driver import Driver, Event, Parameters
-from kvferry.daemon.core.layout import BlockLayout, Extent, Int64s, first_again, largest
+from kvferry.daemon.core.layout import BlockLayout, Extent, Int64s, first_duplicate, largest
 from kvferry.daemon.engine.base import revoked_error
 from kvferry.daemon.engine.cuda.chunk import Chunk, PageTable, Stage, fail, over
 from kvferry.daemon.engine.cuda.coalescing import coalesce
@@ -117,12 +117,12 @@ class StagedCopy:
         dma, kernel = self._dma_streams[direction], self._kernel_streams[direction]
         return (dma, kernel) if direction is Direction.LOAD else (kernel, dma)
 
-    def table(self, geometry: BlockLayout, group: int, bases: Int64s) -> PageTable:
+    def table(self, layout: BlockLayout, group: int, bases: Int64s) -> PageTable:
         """Put a group's page table into device memory; the caller frees it. Raises Failed."""
-        refs = geometry.refs[group]
+        refs = layout.refs[group]
         table = np.empty((refs.pages.size, 4), dtype=np.int64)
         table.T[:] = bases[refs.tensors], refs.strides, refs.pages, refs.offsets
-        block_bytes = geometry.group_bytes[group]
+        block_bytes = layout.group_bytes[group]
         common = math.gcd(block_bytes, int(np.gcd.reduce(table, axis=None)))
         vector = next(width for width in VECTORS if common % width == 0)
         address = self._driver.allocate(table.nbytes)
@@ -139,20 +139,20 @@ class StagedCopy:
         direction: Direction,
         table: PageTable,
         slot: Slot,
-        run: Extent,
+        extent: Extent,
         revoked: Callable[[], bool],
     ) -> Chunk:
         """Take a chunk whose blocks fit in `slot`, and start a load's DMA. Raises Failed."""
-        batch = coalesce(run.host_offsets, table.block_bytes, slot.address, self._dma.pool)
+        batch = coalesce(extent.host_offsets, table.block_bytes, slot.address, self._dma.pool)
         chunk = Chunk(
             direction,
-            run.gpu_blocks.size * table.block_bytes,
-            Stage(slot, table, run.gpu_blocks, batch),
+            extent.gpu_blocks.size * table.block_bytes,
+            Stage(slot, table, extent.gpu_blocks, batch),
             revoked=revoked,
         )
         if direction is Direction.LOAD:
             stream = self._dma_streams[direction]
-            chunk.begun = None if run.at else self._driver.record(stream)
+            chunk.begun = None if extent.at else self._driver.record(stream)
             self._dma.enqueue(direction, batch, stream)
             chunk.moved = self._driver.record(stream)
         self._batching[direction].add(chunk)
@@ -246,7 +246,7 @@ def _continues(row: list[Stage], stage: Stage) -> bool:
 def _all_differ(stages: list[Stage]) -> bool:
     """Whether no block id occurs twice. Ids of different tables are taken as the same block."""
     blocks = _blocks(stages)
-    return first_again(blocks, largest(blocks) + 1) is None
+    return first_duplicate(blocks, largest(blocks) + 1) is None
 
 
 def _blocks(row: list[Stage]) -> Int64s:

@@ -55,7 +55,7 @@ class Staging:
         self._used = dict.fromkeys(Direction, 0)
         self._next = {Direction.STORE: 0, Direction.LOAD: UNITS // 2}
 
-    def room(
+    def max_slot_bytes(
         self,
         direction: Direction,
         request: ChunkRequest,
@@ -73,7 +73,7 @@ class Staging:
         least = max(min(most, LEAST), self._units(block_bytes))
         return self._gap(direction, min(most, mine - used), least) * self.unit_bytes
 
-    def take(self, direction: Direction, nbytes: int) -> Slot:
+    def take_slot(self, direction: Direction, nbytes: int) -> Slot:
         """A slot for a chunk that `room` allowed."""
         units = self._units(nbytes)
         start = self._find(direction, units)
@@ -83,7 +83,7 @@ class Staging:
         self._next[direction] = (start + units) % UNITS
         return slot
 
-    def give_back(self, slot: Slot) -> None:
+    def free_slot(self, slot: Slot) -> None:
         for direction in Direction:
             self._used[direction] &= ~slot.mask
 

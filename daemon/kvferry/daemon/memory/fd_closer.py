@@ -1,9 +1,9 @@
-"""Threads that close descriptors and mappings, so that no event loop or device worker waits for it.
+"""Closes descriptors and mappings on threads of its own, so that its callers do not block.
 
-The last close or unmap of a memfd frees its memory: 100 to 200 ms a GiB. The last close of another
-file takes as long as its owner likes: a TCP socket lingers, FUSE asks its server, a Unix socket
-closes what is on its way through it. Called from any thread; the end of the process waits for
-nothing that is still to be closed.
+The last close or unmap of a memfd frees its memory, which takes 100 to 200 ms per GiB. The last
+close of other files may take any time: a TCP socket lingers, FUSE asks its server, a Unix socket
+closes the descriptors in its queue. Called from any thread. The process may end before everything
+is closed.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-# That close at a time: one that hangs holds up no other.
+# Threads that close at the same time: one that hangs does not delay the others.
 MOST_THREADS = 16
 # Seconds that a thread with nothing to close waits for more before it ends.
 PATIENCE = 2.0
 THREAD_NAME = "kvferry-closer"
-# A memfd with less memory is closed at once, in 50 us: a client that sends many small ones must not
-# have the daemon run out of descriptors because the threads are behind.
+# A memfd with less memory is closed at once, in 50 us. Otherwise a client that sends many small
+# ones could use up the daemon's descriptors faster than the threads close them.
 SMALL_BYTES = 256 << 10
 
 
 class Closer:
-    """Threads that are there when needed."""
+    """Starts threads as needed; a thread without work ends after `patience` seconds."""
 
     def __init__(self, patience: float = PATIENCE) -> None:
         self._patience = patience
@@ -34,14 +34,14 @@ class Closer:
         self._due: deque[Callable[[], None]] = deque()
         self._threads = self._idle = 0
 
-    def put(self, close: Callable[[], None]) -> None:
-        """Have it called in a thread. What it raises as OSError is nobody's."""
+    def close_later(self, close: Callable[[], None]) -> None:
+        """Call `close` on a thread. An OSError that it raises is ignored."""
         with self._changed:
             self._due.append(close)
             if len(self._due) <= self._idle or self._threads == MOST_THREADS:
                 self._changed.notify()
                 return
-            with suppress(RuntimeError):  # no thread can be had: one that is there closes it later
+            with suppress(RuntimeError):  # cannot start a thread: a running one closes it later
                 threading.Thread(target=self._run, name=THREAD_NAME, daemon=True).start()
                 self._threads += 1
 
@@ -49,10 +49,10 @@ class Closer:
         while (close := self._take()) is not None:
             with suppress(OSError):
                 close()
-            del close  # or what it holds would live until there is more to close
+            del close  # otherwise what it references lives until the next close
 
     def _take(self) -> Callable[[], None] | None:
-        """The next one; None, when there was none for a while, to the thread that shall end."""
+        """The next close; None if there was none for a while, and the thread must end."""
         with self._changed:
             self._idle += 1
             self._changed.wait_for(lambda: self._due, self._patience)
@@ -67,12 +67,12 @@ _closer = Closer()
 
 
 def close_later(close: Callable[[], None]) -> None:
-    """Have something closed or unmapped in a thread."""
-    _closer.put(close)
+    """Close or unmap something on a thread."""
+    _closer.close_later(close)
 
 
 def close_descriptor_later(descriptor: int) -> None:
-    _closer.put(partial(os.close, descriptor))
+    _closer.close_later(partial(os.close, descriptor))
 
 
 def close_memory(descriptor: int) -> None:

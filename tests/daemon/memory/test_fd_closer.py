@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 import pytest
 
-from kvferry.daemon.engine.fd_closer import (
+from kvferry.daemon.memory.fd_closer import (
     MOST_THREADS,
     SMALL_BYTES,
     THREAD_NAME,
     Closer,
     close_memory,
 )
-from kvferry.daemon.engine.memory import Mapped
+from kvferry.daemon.memory.shared_memory import MappedFile
 from kvferry.testing.engine import until
 
 
@@ -39,7 +39,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
             let_go.wait(10)
         close(descriptor)
 
-    monkeypatch.setattr("kvferry.daemon.engine.fd_closer.os.close", slow)
+    monkeypatch.setattr("kvferry.daemon.memory.fd_closer.os.close", slow)
     return let_go.set
 
 
@@ -59,7 +59,7 @@ def test_threads_end_when_there_is_nothing_to_close(hanging: Callable[[], None])
     closer, crowd = Closer(patience=0.05), Crowd()
     descriptors = [os.memfd_create("some") for _ in range(5)]
     for descriptor in descriptors:
-        closer.put(closing_of(descriptor))
+        closer.close_later(closing_of(descriptor))
     assert len(crowd) == 5
     hanging()
     until(lambda: not crowd, 10)
@@ -75,10 +75,10 @@ def test_one_that_hangs_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> No
             let_go.wait(10)
         close(descriptor)
 
-    monkeypatch.setattr("kvferry.daemon.engine.fd_closer.os.close", closing)
+    monkeypatch.setattr("kvferry.daemon.memory.fd_closer.os.close", closing)
     closer = Closer(patience=0.05)
-    closer.put(closing_of(slow))
-    closer.put(closing_of(quick))
+    closer.close_later(closing_of(slow))
+    closer.close_later(closing_of(quick))
     until(lambda: not is_open(quick), 10)
     assert is_open(slow)
     let_go.set()
@@ -89,7 +89,7 @@ def test_more_than_there_may_be_threads(hanging: Callable[[], None]) -> None:
     closer, crowd = Closer(patience=0.05), Crowd()
     descriptors = [os.memfd_create("some") for _ in range(3 * MOST_THREADS)]
     for descriptor in descriptors:
-        closer.put(closing_of(descriptor))
+        closer.close_later(closing_of(descriptor))
     assert len(crowd) == MOST_THREADS
     hanging()
     until(lambda: not any(map(is_open, descriptors)), 10)
@@ -101,7 +101,7 @@ def test_after_all_threads_have_gone(hanging: Callable[[], None]) -> None:
     closer, crowd = Closer(patience=0.05), Crowd()
     for _ in range(3):
         descriptor = os.memfd_create("some")
-        closer.put(closing_of(descriptor))
+        closer.close_later(closing_of(descriptor))
         until(lambda: not crowd, 10)
         assert not is_open(descriptor)
 
@@ -124,7 +124,7 @@ def closed_by(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
         threads[descriptor] = threading.current_thread().name
         close(descriptor)
 
-    monkeypatch.setattr("kvferry.daemon.engine.fd_closer.os.close", note)
+    monkeypatch.setattr("kvferry.daemon.memory.fd_closer.os.close", note)
     return threads
 
 
@@ -150,9 +150,9 @@ def is_mapped(name: str) -> bool:
 def test_memory_of_a_client_is_unmapped_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mapping may be the last that holds it."""
     later: list[Callable[[], None]] = []
-    monkeypatch.setattr("kvferry.daemon.engine.memory.close_later", later.append)
+    monkeypatch.setattr("kvferry.daemon.memory.shared_memory.close_later", later.append)
     descriptor = memfd(SMALL_BYTES)
-    memory = Mapped(descriptor, SMALL_BYTES)
+    memory = MappedFile(descriptor, SMALL_BYTES)
     os.close(descriptor)
     memory.close()
     assert is_mapped("kvferry-test-closed")

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.daemon.engine import numa
-from kvferry.daemon.engine.memory import PAGE, MappedFiles
-from kvferry.daemon.engine.numa import cpus_of, node_of, stay_near
-from kvferry.daemon.engine.pool import HostPool
 from kvferry.daemon.engine.reference import ReferenceEngine
+from kvferry.daemon.memory import numa
+from kvferry.daemon.memory.numa import bind_to_node, cpus_of, node_of
+from kvferry.daemon.memory.pool import HostPool
+from kvferry.daemon.memory.shared_memory import PAGE, MappedFiles
 
 ADDRESS = "0000:3B:00.0"
 OURS = frozenset(os.sched_getaffinity(0))
 
 
-class FakeMachine:
+class Machine:
     """As its kernel describes it."""
 
     def __init__(self, root: Path) -> None:
@@ -36,41 +36,41 @@ class FakeMachine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(numa, "SYSFS", tmp_path)
-    return FakeMachine(tmp_path)
+    return Machine(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("said", "node"), [("0", 0), ("1", 1), ("-1", None), ("", None), ("?", None)]
 )
-def test_the_node_of_a_device(machine: FakeMachine, said: str, node: int | None) -> None:
+def test_the_node_of_a_device(machine: Machine, said: str, node: int | None) -> None:
     machine.hangs_on(said)
     assert node_of(ADDRESS) == node
 
 
-def test_a_device_that_the_kernel_does_not_know(machine: FakeMachine) -> None:
+def test_a_device_that_the_kernel_does_not_know(machine: Machine) -> None:
     assert node_of(ADDRESS) is None
     assert node_of("0000:00:00.0") is None
 
 
 @pytest.mark.parametrize("said", ["0-1023", "0,1,2-4095", ",".join(map(str, sorted(OURS)))])
-def test_the_cpus_of_a_node_are_those_that_we_may_use(machine: FakeMachine, said: str) -> None:
+def test_the_cpus_of_a_node_are_those_that_we_may_use(machine: Machine, said: str) -> None:
     machine.has(1, said)
     assert cpus_of(1) == OURS
 
 
 @pytest.mark.parametrize("said", ["", "4000-4095", "none", "-"])
-def test_a_node_without_cpus_for_us(machine: FakeMachine, said: str) -> None:
+def test_a_node_without_cpus_for_us(machine: Machine, said: str) -> None:
     """One that has memory only, or that a container was not given: anywhere will do."""
     machine.has(1, said)
     assert cpus_of(1) <= OURS
-    stay_near(1)
+    bind_to_node(1)
     assert os.sched_getaffinity(0) == OURS
 
 
 def test_the_pool_is_touched_near_its_device(
-    machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     near = {min(OURS)}
     machine.has(1, str(min(OURS)))
@@ -85,7 +85,7 @@ def test_the_pool_is_touched_near_its_device(
     engine, pool = ReferenceEngine(), HostPool(64 * PAGE, 8 * PAGE)
     engine.numa_node = 1
     sizes: queue.SimpleQueue[int] = queue.SimpleQueue()
-    pool.fill(engine, sizes.put, lambda error: sizes.put(-1))
+    pool.start_filling(engine, sizes.put, lambda error: sizes.put(-1))
     while (size := sizes.get(timeout=10)) != pool.nbytes:
         assert size > 0
     pool.close(engine)

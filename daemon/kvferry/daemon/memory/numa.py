@@ -1,8 +1,8 @@
-"""Which CPUs are near a device: memory that these touch first is near it, too.
+"""NUMA placement: threads that run on the device's node allocate memory on that node.
 
-Where a machine has several NUMA nodes, what a device copies from and to the others' memory crosses
-the link between sockets. Memory is had from the node of whoever touches it first, unless somebody
-said otherwise (numactl, systemd's NUMAPolicy=), and from another one where that has no more.
+Copies from or to another node's memory cross the link between the sockets. The kernel takes a page
+from the node of the CPU that touches it first, unless a policy is set (numactl, NUMAPolicy= of
+systemd), and from another node if that one is full. Called on the pinning threads and at start.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SYSFS = Path("/sys")
 
 
 def node_of(pci_address: str) -> int | None:
-    """The NUMA node that a PCI device ("0000:3b:00.0") hangs on; None where nobody knows."""
+    """The NUMA node of a PCI device ("0000:3b:00.0"); None if it is unknown."""
     try:
         place = SYSFS / "bus/pci/devices" / pci_address.lower() / "numa_node"
         node = int(place.read_text())
@@ -24,7 +24,7 @@ def node_of(pci_address: str) -> int | None:
 
 
 def cpus_of(node: int) -> frozenset[int]:
-    """Those of a NUMA node that this thread may run on."""
+    """CPUs of a NUMA node on which this thread may run."""
     try:
         listed = (SYSFS / f"devices/system/node/node{node}/cpulist").read_text().strip()
         ranges = [part.partition("-") for part in listed.split(",") if part]
@@ -34,7 +34,7 @@ def cpus_of(node: int) -> frozenset[int]:
     return frozenset().union(*cpus) & os.sched_getaffinity(0)
 
 
-def stay_near(node: int | None) -> None:
-    """Have this thread run on the CPUs of a node, if there are any."""
+def bind_to_node(node: int | None) -> None:
+    """Bind this thread to the CPUs of a node, if it has any."""
     if node is not None and (cpus := cpus_of(node)):
         os.sched_setaffinity(0, cpus)

@@ -1,10 +1,9 @@
-"""The host pool: sealed memfds, one a chunk, touched and registered in turn in the background, and
-in memory that is near the device (numa.py).
+"""The host pool: one sealed memfd per chunk, on the NUMA node of the device (numa.py).
 
-Registering memory takes seconds for tens of GiB, so nobody waits for all of it: `ready_bytes`
-grows chunk by chunk from the front, and a transfer waits only for the chunk that it touches. A
-chunk that cannot be registered ends the daemon: serving from pageable memory would be slow in
-silence.
+Chunks are touched and registered with the device in the background, in order. Registering tens of
+GiB takes seconds, so `ready_bytes` grows chunk by chunk, and a transfer waits only for the chunks
+that it touches. If a chunk cannot be registered, the daemon ends: copies from pageable memory would
+be slow without a sign of it. Created and closed on the event loop; threads of its own fill it.
 """
 
 from __future__ import annotations
@@ -19,28 +18,42 @@ from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Protocol
 
-from kvferry.daemon.engine.base import CopyEngine
-from kvferry.daemon.engine.memory import PAGE, MappedFiles, empty
-from kvferry.daemon.engine.numa import stay_near
+from kvferry.daemon.memory.numa import bind_to_node
+from kvferry.daemon.memory.shared_memory import PAGE, MappedFiles, free_file
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.process import SPARE_ADDRESS_SPACE, check_address_space
 
 TOUCHERS = min(16, os.cpu_count() or 1)
+# Chunks touched ahead of their registration, at most: a stop waits for these.
 AHEAD = 2 * TOUCHERS
-"""Chunks touched before they are registered, at most: what a stop has to wait for."""
+
+
+class HostRegistrar(Protocol):
+    """Registers host memory with a device. Both methods may be called from any thread."""
+
+    @property
+    def numa_node(self) -> int | None:
+        """The NUMA node of the device; None if it has none."""
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Register a chunk. Raises Failed."""
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin` of the chunk at `address`."""
 
 
 def whole_pages(nbytes: int) -> int:
-    """What a pool, or a chunk, of so many bytes has."""
+    """`nbytes` rounded up to whole OS pages, the size of a pool or a chunk."""
     return -(-nbytes // PAGE) * PAGE
 
 
 class HostPool:
-    """Pinned host memory of one device. `address` is where this process has it mapped.
+    """Pinned host memory of one device, mapped at `address`.
 
-    kept: the descriptors of an earlier pool of the same size, whose bytes are taken over. Raises
-    Refused (POOL_TOO_LARGE; BAD_LAYOUT, NOT_SHAREABLE: what was kept is not such a pool).
+    kept: the descriptors of an earlier pool of the same size, to be used with their bytes. Raises
+    Refused: POOL_TOO_LARGE, or BAD_LAYOUT or NOT_SHAREABLE if `kept` is no such pool.
     """
 
     def __init__(self, nbytes: int, chunk_bytes: int, kept: Sequence[int] | None = None) -> None:
@@ -52,26 +65,28 @@ class HostPool:
         try:
             self._memory = MappedFiles("kvferry-pool", self.nbytes, self.chunk_bytes, kept)
         except OSError as error:
-            raise Refused(Code.POOL_TOO_LARGE, f"no such pool can be made: {error}", nbytes) from (
-                error
-            )
+            message = f"cannot create the host pool ({error}); reduce pool.size"
+            raise Refused(Code.POOL_TOO_LARGE, message, nbytes) from error
         self.address = self._memory.address
         self.descriptors = tuple(self._memory.descriptors)
 
-    def fill(
+    def start_filling(
         self,
-        engine: CopyEngine,
+        engine: HostRegistrar,
         progress: Callable[[int], None],
         failed: Callable[[KVFerryError], None],
     ) -> None:
-        """Touch and register everything, in a thread of its own that calls back from there."""
+        """Start a thread that touches and registers all chunks, in order.
+
+        progress, failed: called in that thread, with the bytes registered so far or the error.
+        """
         self._thread = threading.Thread(
             target=self._fill, args=(engine, progress, failed), name="kvferry-pool", daemon=True
         )
         self._thread.start()
 
-    def close(self, engine: CopyEngine) -> None:
-        """Let the memory go; no copy uses it any more."""
+    def close(self, engine: HostRegistrar) -> None:
+        """Unregister and unmap the memory. No copy may be in flight."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
@@ -81,13 +96,13 @@ class HostPool:
 
     def _fill(
         self,
-        engine: CopyEngine,
+        engine: HostRegistrar,
         progress: Callable[[int], None],
         failed: Callable[[KVFerryError], None],
     ) -> None:
         starts = range(0, self.nbytes, self.chunk_bytes)
         try:
-            stay = partial(stay_near, engine.numa_node)
+            stay = partial(bind_to_node, engine.numa_node)
             with ThreadPoolExecutor(TOUCHERS, "kvferry-touch", stay) as touchers:
                 touching = deque[list[Future[None]]]()
                 upcoming = iter(starts)
@@ -105,11 +120,14 @@ class HostPool:
         except KVFerryError as error:
             failed(error)
         except OSError as error:
-            message = f"memory for the host pool ran out at byte {self.ready_bytes}: {error}"
+            message = (
+                f"memory for the host pool ran out at byte {self.ready_bytes} ({error}); "
+                "reduce pool.size"
+            )
             failed(Failed(Code.POOL_TOO_LARGE, message, self.nbytes))
 
     def _touch(self, touchers: ThreadPoolExecutor, start: int) -> list[Future[None]]:
-        """First touch ahead of registering: one chunk a thread, all threads in the first one."""
+        """Touch a chunk. One thread per chunk, but all threads for the first chunk."""
         size = self._size(start)
         step = size if start else -(-size // (TOUCHERS * PAGE)) * PAGE
         return [
@@ -121,53 +139,51 @@ class HostPool:
         return min(self.chunk_bytes, self.nbytes - start)
 
 
-def give_back(chunks: Sequence[int]) -> None:
-    """Have the memory of an earlier pool at once: who else holds it lets go of it in its own time.
+def free_chunks(chunks: Sequence[int]) -> None:
+    """Free the memory of an earlier pool now, although other processes still hold its memfds.
 
-    Pages are freed by all threads together; a file that cannot be emptied is freed when it is let
-    go of.
+    A memfd that cannot be emptied is freed when its last descriptor is closed.
     """
 
-    def give(descriptor: int) -> None:
+    def free_one(descriptor: int) -> None:
         with suppress(OSError):
-            empty(descriptor)
+            free_file(descriptor)
 
     with ThreadPoolExecutor(TOUCHERS, "kvferry-free") as freers:
-        list(freers.map(give, chunks))
+        list(freers.map(free_one, chunks))
 
 
-def taken_bytes(chunk: int) -> int:
+def used_bytes(chunk: int) -> int:
     """Memory that `give_back` frees."""
     return os.fstat(chunk).st_blocks * 512
 
 
 def check_fits(nbytes: int, *, locked: bool, spare: int = 0) -> None:
-    """Refuse a pool that the machine cannot hold; `locked`: nor lock into memory.
+    """Raise Refused (POOL_TOO_LARGE) if a pool of `nbytes` does not fit into this machine.
 
-    Memory is what is available now, in this control group, and `spare`, which is taken and will be
-    given back; the lock limit does not bind root.
+    locked: whether it is locked into memory, so that the memlock limit counts (not for root).
+    spare: bytes that are in use now and will be freed before the pool takes memory.
     """
     available = available_bytes(spare)
     if nbytes > available:
         raise Refused(
             Code.POOL_TOO_LARGE,
-            f"the host pool does not fit into the {available} bytes of memory available: "
-            "make pool.size smaller",
+            f"the host pool does not fit into the {available} bytes of memory available; "
+            "reduce pool.size",
             nbytes,
         )
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked and os.geteuid() != 0 and limit != resource.RLIM_INFINITY and nbytes > limit:
         raise Refused(
             Code.POOL_TOO_LARGE,
-            f"the host pool does not fit into the memlock limit of {limit} bytes: set "
+            f"the host pool does not fit into the memlock limit of {limit} bytes; set "
             "LimitMEMLOCK=infinity in the unit, or ulimit -l unlimited",
             nbytes,
         )
 
 
 def available_bytes(spare: int = 0) -> int:
-    """Memory that can be had now: the system's, or what the control group leaves of it; `spare` is
-    of what is taken, and not counted as that."""
+    """Bytes of memory available to this process, plus `spare`; a control group may bound them."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     available = int(fields["MemAvailable"].split()[0]) * 1024 + spare
@@ -179,7 +195,7 @@ def available_bytes(spare: int = 0) -> int:
 
 
 def _control_groups() -> list[Path]:
-    """This process's control group and those above it (cgroup v2)."""
+    """The control group of this process and its ancestors (cgroup v2)."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

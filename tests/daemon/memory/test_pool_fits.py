@@ -14,10 +14,10 @@ import pytest
 from kvferry.daemon import app
 from kvferry.daemon.app import DESCRIPTORS, check_descriptors, make_engine
 from kvferry.daemon.config import Config, PoolConfig
-from kvferry.daemon.engine import pool as pool_module
-from kvferry.daemon.engine.memory import PAGE
-from kvferry.daemon.engine.pool import HostPool, available_bytes, check_fits
 from kvferry.daemon.engine.reference import ReferenceEngine
+from kvferry.daemon.memory import pool as pool_module
+from kvferry.daemon.memory.pool import HostPool, available_bytes, check_fits
+from kvferry.daemon.memory.shared_memory import PAGE
 from kvferry.daemon.systemd import Supervisor
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.sizes import parse_bytes
@@ -54,7 +54,7 @@ def test_the_lock_limit_does_not_bind_root(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_does_not_fit_into_memory_is_refused() -> None:
     check_fits(available_bytes() // 2, locked=False)
-    with pytest.raises(Refused, match=r"pool\.size smaller") as refused:
+    with pytest.raises(Refused, match=r"reduce pool\.size") as refused:
         check_fits(1 << 50, locked=False)
     assert refused.value.code == Code.POOL_TOO_LARGE
 
@@ -71,7 +71,7 @@ def test_a_pool_that_is_given_up_makes_room_for_the_next(
     for held in old:
         os.pwrite(held, bytes(1 << 20), 0)
     supervisor = Supervisor({})
-    supervisor.kept = {f"pool-{number:05}": os.dup(held) for number, held in enumerate(old)}
+    supervisor.stored_fds = {f"pool-{number:05}": os.dup(held) for number, held in enumerate(old)}
     counted: list[int] = []
 
     def check(nbytes: int, *, locked: bool, spare: int) -> None:
@@ -81,7 +81,7 @@ def test_a_pool_that_is_given_up_makes_room_for_the_next(
     pool, kept = app.make_pool(Config(pool=config), supervisor, locked=False)
     assert counted == [2 << 20]
     assert sum(os.fstat(held).st_blocks for held in old) == (2 << 20) // 512
-    kept.settle()
+    kept.store_new_pool()
     assert [os.fstat(held).st_blocks for held in old] == [0, 0]
     assert not [made for made in pool.descriptors if os.fstat(made).st_blocks]
     pool.close(ReferenceEngine())
@@ -92,7 +92,7 @@ def test_a_pool_that_is_given_up_makes_room_for_the_next(
 def test_what_will_be_given_back_can_be_had() -> None:
     much = available_bytes()
     check_fits(much + (1 << 29), locked=False, spare=1 << 30)
-    with pytest.raises(Refused, match=r"pool\.size smaller"):
+    with pytest.raises(Refused, match=r"reduce pool\.size"):
         check_fits(much + (3 << 30), locked=False, spare=1 << 30)
 
 

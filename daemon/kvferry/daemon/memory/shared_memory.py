@@ -1,7 +1,7 @@
-"""Memory shared between processes by file descriptor, mapped here: pool, tensors, timelines.
+"""Shared memory mapped from file descriptors: the host pool, tensors, timelines.
 
-A memfd that another process can shrink is a memfd that can kill us with SIGBUS, so the host pool
-is sealed when it is made, and a timeline page is refused unless its client sealed it.
+If another process shrinks a mapped memfd, an access ends this process with SIGBUS. So the memfds of
+the host pool are sealed, and a timeline page is refused unless its client sealed it.
 """
 
 from __future__ import annotations
@@ -15,45 +15,44 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvferry.daemon.core.layout import Int64s
-from kvferry.daemon.engine.fd_closer import close_later
+from kvferry.daemon.memory.fd_closer import close_later
 from kvferry.proto.errors import Code, Failed, Refused
+from kvferry.proto.layout import Int64s
 from kvferry.shm.memfd import check_sealed, sealed_memfd
 from kvferry.shm.timeline_page import TIMELINE_REVOKED_AT, TIMELINE_VALUE_AT
 
 PAGE = mmap.PAGESIZE
-
-
+# Vectors in one `move`, at most.
 IOV_MAX = 1024
-"""Vectors in one `move`, at most."""
 
 
-def move(src: Int64s, dst: Int64s) -> None:
-    """Copy from `src` to `dst`, rows of (address, size) each, in this process.
+def copy_vectors(src: Int64s, dst: Int64s) -> None:
+    """Copy from `src` to `dst` within this process. Both have rows of (address, size).
 
-    Raises OSError where some of it is not there, as behind the end of a file that was cut off: a
-    plain copy would end this process with SIGBUS.
+    Raises OSError if an address is not backed by memory, as beyond the end of a truncated file. A
+    plain copy would end the process with SIGBUS.
     """
     wanted = int(np.add.reduce(src[:, 1]))
     origin, to = (rows.__array_interface__["data"][0] for rows in (src, dst))
     done = int(_libc.process_vm_writev(os.getpid(), origin, len(src), to, len(dst), 0))
     if done == wanted:
         return
-    if done < 0 and ctypes.get_errno() in (errno.EPERM, errno.ENOSYS):  # it is forbidden here
+    if done < 0 and ctypes.get_errno() in (errno.EPERM, errno.ENOSYS):  # the system forbids it
         for (begin, size), (target, _) in zip(src.tolist(), dst.tolist(), strict=True):
             ctypes.memmove(target, begin, size)
         return
     raise OSError(errno.EFAULT, f"{max(done, 0)} of {wanted} bytes could be moved")
 
 
-class Mapped:
+class MappedFile:
     """A mapped descriptor. Owns the mapping, not the descriptor."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         if os.fstat(descriptor).st_size < nbytes:
             raise Refused(
                 Code.BAD_LAYOUT,
-                f"the shared memory holds {os.fstat(descriptor).st_size} bytes, fewer than said",
+                f"the shared memory has {os.fstat(descriptor).st_size} bytes, but {nbytes} were "
+                "named; give its real size",
                 nbytes,
             )
         try:
@@ -67,19 +66,19 @@ class Mapped:
         self.nbytes = nbytes
 
     def close(self) -> None:
-        """Nothing reads it any more. Another thread unmaps it: that may free GiBs."""
+        """Unmap it, on another thread: this may free GiBs. Nothing may read it from now on."""
         del self._anchor
         close_later(self._map.close)
 
 
 class MappedFiles:
-    """Shared memory of many files, mapped one behind the other. Owns mapping and descriptors.
+    """Shared memory of several files, mapped back to back. Owns the mapping and the descriptors.
 
-    New memory, or that behind the descriptors `kept`, one for each file. Raises OSError, and
-    Refused (BAD_LAYOUT) where what was kept is not such memory; the descriptors are not ours then.
+    kept: descriptors of existing memory, one per file; None for new memory. Raises OSError, and
+    Refused (BAD_LAYOUT) if `kept` has other sizes; the descriptors stay the caller's then.
 
-    The kernel takes pages of one file under one lock, so threads that touch memory for the first
-    time help each other only in different files: with 16 of them 48 GiB take 2.6 s, in one file 7.
+    Several files, because the kernel allocates pages of one file under one lock: 16 threads touch
+    48 GiB in 2.6 s in several files, and in 7 s in one.
     """
 
     def __init__(
@@ -99,13 +98,15 @@ class MappedFiles:
                 access = mmap.PROT_READ | mmap.PROT_WRITE
                 at, flags = self.address + start, mmap.MAP_SHARED | _FIXED
                 _map(at, size, access, flags, self.descriptors[-1])
-                _libc.madvise(at, size, mmap.MADV_HUGEPAGE)  # where there are some for such memory
+                _libc.madvise(
+                    at, size, mmap.MADV_HUGEPAGE
+                )  # if the kernel has any for shared memory
         except BaseException:
             self.close()
             raise
 
     def populate(self, start: int, nbytes: int) -> None:
-        """Touch a part for the first time, on the memory of this thread's node."""
+        """Allocate the pages of a part, on the NUMA node of this thread."""
         _done(_libc.madvise(self.address + start, nbytes, _MADV_POPULATE_WRITE))
 
     def close(self) -> None:
@@ -114,15 +115,14 @@ class MappedFiles:
             os.close(descriptor)
 
 
-def empty(descriptor: int) -> None:
-    """Give back the memory of a file that nobody uses any more, whoever else holds it. Raises
-    OSError."""
+def free_file(descriptor: int) -> None:
+    """Free the memory of a file, although other processes still hold it. Raises OSError."""
     size = os.fstat(descriptor).st_size
     _done(_libc.fallocate(descriptor, _FREE, 0, size))
 
 
+# FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE.
 _FREE = 0x1 | 0x2
-"""FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE."""
 _MADV_POPULATE_WRITE = 23
 _NO_ACCESS = 0
 _PRIVATE, _FIXED, _ANONYMOUS, _NORESERVE = mmap.MAP_PRIVATE, 0x10, mmap.MAP_ANONYMOUS, 0x4000
@@ -157,7 +157,7 @@ def _map(at: int | None, nbytes: int, access: int, flags: int, descriptor: int) 
 
 
 def _done(result: int) -> None:
-    """Raise OSError where a call to the kernel failed."""
+    """Raise OSError if a call to the kernel failed."""
     if result:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -168,20 +168,21 @@ def _check_kept(kept: Sequence[int], sizes: Sequence[int]) -> None:
     if found != list(sizes):
         raise Refused(
             Code.BAD_LAYOUT,
-            f"{len(sizes)} files of {sizes[0]} bytes are wanted",
+            f"the kept pool has {len(found)} chunks of up to {max(found, default=0)} bytes, but "
+            f"{len(sizes)} of {sizes[0]} bytes are configured",
             f"{len(found)} of {max(found, default=0)}",
         )
     for descriptor in kept:
         check_sealed(descriptor, "kept pool memory")
 
 
-class TimelineReader:
-    """The reading end of an engine's timeline: a shared page with a number that only grows, and
-    whether the engine has given up all of its jobs. Read from any thread."""
+class Timeline:
+    """Reads an engine's timeline page: a value that only grows, and whether the engine has revoked
+    all of its transfers. Any thread."""
 
     def __init__(self, descriptor: int) -> None:
         check_sealed(descriptor, "the timeline page")
-        self._page = Mapped(descriptor, PAGE)
+        self._page = MappedFile(descriptor, PAGE)
         self._value = ctypes.c_uint64.from_address(self._page.address + TIMELINE_VALUE_AT)
         self._revoked = ctypes.c_uint64.from_address(self._page.address + TIMELINE_REVOKED_AT)
 

@@ -1,0 +1,1 @@
+"""Host memory: the pool, NUMA placement, shared memory, closing without blocking."""
