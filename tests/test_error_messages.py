@@ -195,7 +195,7 @@ def not_shareable(_: pytest.FixtureRequest) -> ErrorInfo:
 def device_mismatch(request: pytest.FixtureRequest) -> ErrorInfo:
     driver = SimpleNamespace(device_count=lambda: 1, device_uuid=lambda _: "GPU-here")
     request.getfixturevalue("monkeypatch").setattr(device, "driver", lambda: driver)
-    return raised(lambda: device.ordinal_of("GPU-there"))
+    return raised(lambda: device.device_ordinal("GPU-there"))
 
 
 def pool_full(_: pytest.FixtureRequest) -> ErrorInfo:
@@ -334,7 +334,7 @@ def timeout(request: pytest.FixtureRequest) -> ErrorInfo:
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(directory / "kvferry.sock"))
         listening.listen()
-        return raised(lambda: cli_status.ask(directory, timeout=0.1))
+        return raised(lambda: cli_status.fetch_status(directory, timeout=0.1))
 
 
 def engine_gone(_: pytest.FixtureRequest) -> ErrorInfo:
@@ -348,7 +348,7 @@ def engine_gone(_: pytest.FixtureRequest) -> ErrorInfo:
 
 
 def daemon_gone(request: pytest.FixtureRequest) -> ErrorInfo:
-    return raised(lambda: cli_status.locate(request.getfixturevalue("tmp_path")))
+    return raised(lambda: cli_status.locate_daemon(request.getfixturevalue("tmp_path")))
 
 
 def shutting_down(_: pytest.FixtureRequest) -> ErrorInfo:

@@ -1,12 +1,13 @@
 """What the traffic of device memory takes, without a daemon: an engine's time, and the link's.
 
-    python tests/bench/memory_traffic.py [--mps | --link]
+    python tests/bench/memory_traffic.py [--link]
 
 Staged copies cross the link into a buffer and from there into their places, or the other way. Here
-one process does as much with plain torch, in pieces of 64 MiB, beside the bench's busy engines:
+one process does as much with plain torch, in pieces of 64 MiB, beside the bench's busy engine:
 over the link only; over the link and then once more on the device, which is the traffic of a
-staged copy, each piece behind the one before it; and the copy on the device alone. With --mps both
-processes are clients of CUDA MPS, so that what is lost is not the turns of the GPU.
+staged copy, each piece behind the one before it; and the copy on the device alone. Under
+CUDA MPS (nvidia-cuda-mps-control -d, started before), the GPU runs both processes at once, so that
+time slices are no part of the result.
 
 With --link no engine is there: 1 GiB crosses the link in pieces of 32 MiB, alone, and while behind
 each sixth piece a kernel gathers as much on the device, rows of 32 KiB in random order, as turns of
@@ -16,7 +17,6 @@ staged copies do.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -24,9 +24,8 @@ from typing import Any
 import torch
 
 from kvferry.client.cli.bench.beside import Windows
-from kvferry.client.cli.bench.busy import Busy
-from kvferry.client.cli.bench.movers import Streamed
-from kvferry.client.cli.bench.mps import mps
+from kvferry.client.cli.bench.busy import BusyEngine
+from kvferry.client.cli.bench.movers import Mover, StreamMover
 
 GIB = 1 << 30
 PIECES = 16
@@ -36,11 +35,9 @@ LINK_PIECES, TURN, ROW, ROUNDS = 32, 6, 32 << 10, 15
 Copy = Callable[[], object]
 
 
-def beside_engines(under_mps: bool) -> None:
-    with contextlib.ExitStack() as stack:
-        if under_mps:
-            stack.enter_context(mps())
-        windows = Windows(stack.enter_context(Busy(0)), WINDOWS, lambda _: None)
+def beside_engines() -> None:
+    with BusyEngine(0) as busy:
+        windows = Windows(busy, WINDOWS, lambda _: None)
         print(f"{'':30}{'engine':>8}{'GB/s':>8}{'step':>8}{'ms/GiB':>8}   min..max")
         for name, mover in movers().items():
             for row in windows.rows(name, 0, {name: mover}):
@@ -93,7 +90,7 @@ def crossing(pieces: list[tuple[torch.Tensor, torch.Tensor]], turn: Copy) -> flo
     return float(begin.elapsed_time(end))
 
 
-def movers() -> dict[str, Streamed]:
+def movers() -> dict[str, Mover]:
     host = torch.ones(GIB, dtype=torch.int8, pin_memory=True)
     buffer, tensors = (torch.ones(GIB, dtype=torch.int8, device="cuda") for _ in range(2))
     pieces = list(zip(*(whole.chunk(PIECES) for whole in (host, buffer, tensors)), strict=True))
@@ -104,7 +101,7 @@ def movers() -> dict[str, Streamed]:
         "store, the device and the link": [copies((b, t), (h, b)) for h, b, t in pieces],
         "the device": [copies((t, b)) for _, b, t in pieces],
     }
-    return {name: Streamed(ways[name], GIB // PIECES) for name in ways}
+    return {name: StreamMover(ways[name], GIB // PIECES) for name in ways}
 
 
 def copies(*pairs: tuple[torch.Tensor, torch.Tensor]) -> Copy:
@@ -119,8 +116,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    either = parser.add_mutually_exclusive_group()
-    either.add_argument("--mps", action="store_true")
-    either.add_argument("--link", action="store_true")
-    chosen = parser.parse_args()
-    link() if chosen.link else beside_engines(chosen.mps)
+    parser.add_argument("--link", action="store_true", help="without an engine")
+    link() if parser.parse_args().link else beside_engines()

@@ -1,12 +1,16 @@
-"""One block loaded while stores wait, by several trees of kvferry in turns: which one is better.
+"""One block loaded while stores are queued, by several trees of kvferry in turns.
 
     python tests/bench/queued_alternating.py --device 0 before=../before after=.
     python tests/bench/queued_alternating.py --device clock before=../before after=.
 
-From run to run `kvferry bench --what queued` differs by more than most changes do, and from machine
-to machine by twice as much. So here each tree (a checkout, or what `git archive` makes of one) has
-a daemon and an engine of its own, all of them are there at once, and each moves a few blocks at a
-time while the others are idle. Name a tree twice to see what is chance.
+QUEUED_JOBS stores have half of the GPU blocks each and are submitted again when they complete, so
+that as many are always queued. The block that is loaded has 2 MiB; it is timed from submit to
+result, idle and with the stores queued. A load that is sent right behind a store waits until that
+is planned, as any message waits for the one before it; those are reported separately.
+
+Two runs differ by more than most changes do. So each tree (a checkout, or a `git archive` of one)
+has its own daemon and engine, all of them exist at once, and each moves a few blocks at a time
+while the others are idle. Name a tree twice to see the noise.
 
 A GPU that is a clock (clock_daemon.py) is had on any machine with two cores to spare. There a
 tree's Python, its threads and sockets are compared, not what a GPU makes of it; and what gives the
@@ -26,18 +30,26 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from kvferry.client import TransferSpec
+    from kvferry.client.cli.bench.engine import BenchEngine
+
 QUANTILES = (0.5, 0.9, 0.95, 0.99)
+# Rounds of which a 99th percentile is taken, for its range.
 SOME = 10
-"""Rounds."""
+# Bytes of a page, and the copy mode: beside other daemons a calibration would be wrong.
 CASES = ((2 << 20, "direct"), (32 << 10, "staged"))
-"""Bytes of a page, and how it is copied: a calibration beside others would not be one."""
+QUEUED_JOBS = 8
+WARM_UPS = 20
+TIMEOUT = 120.0
 
 
 def main() -> None:
@@ -61,10 +73,10 @@ def main() -> None:
 
 def compare(options: argparse.Namespace, page_bytes: int, mode: str) -> None:
     with contextlib.ExitStack() as stack:
-        workers: list[LoadWorker] = []
+        workers: list[TreeWorker] = []
         for tree in options.trees:
             name, _, path = tree.partition("=")
-            worker = LoadWorker(name, Path(path), options, page_bytes, mode)
+            worker = TreeWorker(name, Path(path), options, page_bytes, mode)
             workers.append(stack.enter_context(worker))
         for number in range(options.rounds):
             for worker in random.sample(workers, len(workers)):
@@ -76,7 +88,7 @@ def compare(options: argparse.Namespace, page_bytes: int, mode: str) -> None:
         worker.show()
 
 
-class LoadWorker:
+class TreeWorker:
     """A tree, as a process of its own; its daemon is a child of that."""
 
     def __init__(
@@ -96,9 +108,9 @@ class LoadWorker:
             | {"PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")])},
         )
 
-    def __enter__(self) -> LoadWorker:
+    def __enter__(self) -> TreeWorker:
         if self._answer() != "ready":
-            raise SystemExit(f"{self._name} did not come up: what it said is above")
+            raise SystemExit(f"{self._name} is not ready; see its output above")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -137,21 +149,20 @@ def _times(idle: list[Any], behind: list[Any]) -> float:
 
 def work(device: str, gib: float, page_bytes: int, mode: str) -> None:
     """Do what standard input says; this process has one tree on its path."""
-    from kvferry.client.cli.bench.engine import Engine, Shape
+    from kvferry.client.cli.bench.engine import BenchEngine, Shape
     from kvferry.client.cli.bench.plan import Plan
-    from kvferry.client.cli.bench.queued import _Loads, _stores
     from kvferry.client.cli.bench.rig import open_rig
 
-    if device == "clock":  # who polls leaves its core to others, for there are few
-        cast(Any, Engine).take = _yielding(Engine.take)
+    if device == "clock":  # there are few cores: yield while polling
+        cast(Any, BenchEngine).fetch_results = _yielding(BenchEngine.fetch_results)
     answers, sys.stdout = sys.stdout, sys.stderr
-    plan = Plan(device, None, int(gib * (1 << 30)), None, 1, False, frozenset({"queued"}))
-    host_bytes = plan.rig_pool_bytes
+    plan = Plan(device, None, int(gib * (1 << 30)), None, 1, False)
+    host_bytes = (QUEUED_JOBS + 1) * plan.half_bytes
     with contextlib.ExitStack() as stack:
         daemon = stack.enter_context(_daemon(device, host_bytes, mode))
         rig = stack.enter_context(open_rig(replace(plan, directory=daemon.directory)))
         engine = stack.enter_context(rig.engine(Shape.of(page_bytes), host_bytes))
-        loads, stores = _Loads(engine), _stores(engine)
+        loads, stores = QueuedLoads(engine), queued_stores(engine)
         print("ready", file=answers, flush=True)
         for line in sys.stdin:
             kind, trips = line.split()
@@ -162,6 +173,77 @@ def work(device: str, gib: float, page_bytes: int, mode: str) -> None:
             else:
                 seconds = loads.trips(int(trips)), []
             print(json.dumps(seconds), file=answers, flush=True)
+
+
+class QueuedLoads:
+    """Round trips of one block: from the last part of the host blocks to the second half of the
+    GPU blocks."""
+
+    def __init__(self, engine: BenchEngine) -> None:
+        self._engine, self._random = engine, np.random.default_rng(4)
+        self._stores: dict[int, TransferSpec] = {}
+        # Whether stores were submitted since the last load.
+        self._submitted = False
+
+    def queue(self, stores: list[TransferSpec]) -> None:
+        for spec in stores:
+            self._stores[self._engine.submit(spec)] = spec
+            self._submitted = True
+
+    def trips(self, times: int) -> list[float]:
+        return [self._trip(self._spec()) for _ in range(times + WARM_UPS)][WARM_UPS:]
+
+    def trips_behind(self, times: int) -> tuple[list[float], list[float]]:
+        """Seconds of loads that were not sent right behind a store, and of those that were.
+
+        If all were, all are in the first list.
+        """
+        others, after_submit = list[float](), list[float]()
+        self.trips(0)
+        for _ in range(times):
+            submitted = self._submitted
+            seconds = self._trip(self._spec())
+            (after_submit if submitted else others).append(seconds)
+        return (others, after_submit) if others else (after_submit, [])
+
+    def drain(self) -> None:
+        self._engine.wait_results(len(self._stores))
+        self._stores.clear()
+
+    def _spec(self) -> TransferSpec:
+        from kvferry.client import CPULoadStoreSpec, GPULoadStoreSpec
+
+        engine, factor = self._engine, self._engine.shape.factor
+        spare = engine.host_blocks * QUEUED_JOBS // (QUEUED_JOBS + 1)
+        host = self._random.integers(spare, engine.host_blocks, size=1)
+        first = self._random.integers(engine.num_blocks // 2, engine.num_blocks - factor)
+        return CPULoadStoreSpec(host), GPULoadStoreSpec(np.arange(first, first + factor))
+
+    def _trip(self, spec: TransferSpec) -> float:
+        """Seconds of one load. Stores that complete meanwhile are submitted again afterwards."""
+        self._submitted = False
+        begin = time.perf_counter()
+        load, completed = self._engine.submit(spec), list[int]()
+        while load not in completed:
+            completed += [result.job_id for result in self._engine.fetch_results()]
+            if time.perf_counter() > begin + TIMEOUT:
+                raise SystemExit(f"load {load} did not complete within {TIMEOUT:g} s")
+        seconds = time.perf_counter() - begin
+        completed.remove(load)
+        self.queue([self._stores.pop(job_id) for job_id in completed])
+        return seconds
+
+
+def queued_stores(engine: BenchEngine) -> list[TransferSpec]:
+    """Stores of the first half of the GPU blocks, each in another order, to other host blocks."""
+    from kvferry.client import CPULoadStoreSpec, GPULoadStoreSpec
+    from kvferry.proto.specs import MAX_BLOCK_IDS
+
+    random, factor = np.random.default_rng(5), engine.shape.factor
+    each = min(engine.host_blocks // (QUEUED_JOBS + 1), MAX_BLOCK_IDS // factor)
+    hosts = random.permutation(each * QUEUED_JOBS).reshape(QUEUED_JOBS, each)
+    blocks = [random.permutation(engine.num_blocks // 2)[: each * factor] for _ in hosts]
+    return [(GPULoadStoreSpec(b), CPULoadStoreSpec(h)) for b, h in zip(blocks, hosts, strict=True)]
 
 
 def _yielding(take: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -1,5 +1,4 @@
-"""One block loaded while stores go on, without a daemon: what lies below `kvferry bench --what
-queued`.
+"""One block loaded while stores go on, without a daemon: the floor of queued_alternating.py.
 
     python tests/bench/queued_floor.py [--rounds 20] [--trips 100]
 

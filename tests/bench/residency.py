@@ -83,7 +83,7 @@ def _lookups(client: OffloadClient, keys: int) -> None:
     every = [_key(number) for number in range(keys)]
     for at in range(0, keys, 1 << 16):
         event = KeyEvent(EventKind.STORED, tuple(every[at : at + (1 << 16)]))
-        mirror.feed(KeyEvents(mirror.sequence + 1, (event,)))
+        mirror.apply_message(KeyEvents(mirror.sequence + 1, (event,)))
     random = np.random.default_rng(0)
     there = [every[i] for i in random.integers(keys, size=LOOKUPS)]
     absent = [_key(keys + int(i)) for i in random.integers(keys, size=LOOKUPS)]

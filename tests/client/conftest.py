@@ -1,4 +1,4 @@
-"""Daemons without a process: real messages, through real clients, and no socket between them."""
+"""FakeDaemon: real messages and real clients, without a process or a socket."""
 
 from __future__ import annotations
 
@@ -25,116 +25,117 @@ M = TypeVar("M")
 WELCOME = wire.Welcome(1, "boot", "s1", "0.1", 1, DeviceInfo("cpu", "cpu", "host"), Limits(9, 9, 9))
 
 
-class StandIn:
-    """A daemon with one namespace, in the place of a client's Connection.
+class FakeDaemon:
+    """A daemon with one namespace, used in place of a client's Connection.
 
-    It keeps what it was said, and answers at once; `slow` keeps the answers to resets back,
-    `deaf` keeps all back, `lossy` drops KeyEvents, and `refusal` is the answer to every request.
+    It records received messages and replies at once. slow: it does not reply to resets until
+    `finish_resets`. silent: it does not reply. lossy: it drops KeyEvents. refusal: the error that
+    it replies to each request.
     """
 
     def __init__(self, directory: Path, num_blocks: int) -> None:
         self.directory, self.num_blocks = directory, num_blocks
-        self.said: list[wire.ClientMessage] = []
+        self.received: list[wire.ClientMessage] = []
         self.sequence, self.generation = 0, 1
         self.ready: dict[OffloadKey, None] = {}
         self.pending: dict[OffloadKey, None] = {}
-        self.slow = self.deaf = self.lossy = self.dead = self.closed = False
+        self.slow = self.silent = self.lossy = self.disconnected = self.closed = False
         self.refusal: ErrorInfo | None = None
         self.drains = self.opened = 0
         self._to_send: deque[bytes] = deque()
         self._resets: list[int] = []
 
-    # What tests have it do, and ask of it
+    # For tests
 
     def store(self, *keys: OffloadKey) -> None:
-        self.happen((EventKind.PENDING, *keys), (EventKind.STORED, *keys))
+        self.send_events((EventKind.PENDING, *keys), (EventKind.STORED, *keys))
 
     def reserve(self, *keys: OffloadKey) -> None:
-        self.happen((EventKind.PENDING, *keys))
+        self.send_events((EventKind.PENDING, *keys))
 
     def evict(self, *keys: OffloadKey) -> None:
-        self.happen((EventKind.REMOVED, *keys))
+        self.send_events((EventKind.REMOVED, *keys))
 
-    def happen(self, *events: tuple[Any, ...]) -> None:
-        """(kind, key, key...), all told at once."""
+    def send_events(self, *events: tuple[Any, ...]) -> None:
+        """Apply events, each (kind, key, key...), and send them in one message."""
         self.sequence += 1
         for kind, *keys in events:
             self._apply(kind, keys)
             self.generation += kind is EventKind.CLEARED
         if not self.lossy:
             parts = tuple(KeyEvent(kind, tuple(keys)) for kind, *keys in events)
-            self.send_back(KeyEvents(self.sequence, parts, self.generation))
+            self.send_to_client(KeyEvents(self.sequence, parts, self.generation))
 
     def finish_resets(self) -> None:
         for request_id in self._resets:
-            self.happen((EventKind.CLEARED,))
-            self.send_back(wire.Done(request_id))
+            self.send_events((EventKind.CLEARED,))
+            self.send_to_client(wire.Done(request_id))
         self._resets.clear()
 
-    def heard(self, kind: type[M]) -> list[M]:
-        """What it was said of this kind."""
-        return [message for message in self.said if isinstance(message, kind)]
+    def received_of(self, kind: type[M]) -> list[M]:
+        """The received messages of a type."""
+        return [message for message in self.received if isinstance(message, kind)]
 
-    def send_back(self, message: wire.DaemonMessage) -> None:
+    def send_to_client(self, message: wire.DaemonMessage) -> None:
         self._to_send.append(encode(message))
 
-    # A client's Connection
+    # The methods of Connection
 
     def send(self, data: bytes) -> None:
         message = decode_client_message(data)
-        self.said.append(message)
-        if not self.deaf:
-            self._answer(message)
+        self.received.append(message)
+        if not self.silent:
+            self._reply(message)
 
-    def drain(self, feed: Callable[[bytes], None]) -> bool:
+    def receive_messages(self, handle: Callable[[bytes], None]) -> bool:
         if self.closed:
             raise Gone(Code.DAEMON_GONE, "closed")
         self.drains += 1
-        news = bool(self._to_send)
+        received = bool(self._to_send)
         while self._to_send:
-            feed(self._to_send.popleft())
-        return news
+            handle(self._to_send.popleft())
+        return received
 
     def check_alive(self) -> None:
-        if self.dead:
+        if self.disconnected:
             raise Gone(Code.DAEMON_GONE, "killed")
 
     def reopen(self) -> None:
-        """What was on its way is lost with the socket."""
+        """Messages in flight are lost with the socket."""
         self._to_send.clear()
         self.opened += 1
 
-    def wait(self, seconds: float) -> None:
+    def wait_readable(self, seconds: float) -> None:
         time.sleep(min(seconds, 0.001))
 
-    def close(self, *, heard: bool = True) -> None:
+    def close(self, *, linger: bool = True) -> None:
         self.closed = True
 
-    # Its answers
+    # Replies
 
-    def _answer(self, message: wire.ClientMessage) -> None:
+    def _reply(self, message: wire.ClientMessage) -> None:
         match message:
             case wire.OpenNamespace(number) | wire.Reset(number) if self.refusal is not None:
-                self.send_back(wire.Error(number, self.refusal))
+                self.send_to_client(wire.Error(number, self.refusal))
             case wire.Hello():
-                self.send_back(WELCOME)
+                self.send_to_client(WELCOME)
             case wire.OpenNamespace(number, fingerprint, _, policy, threshold):
                 name, nbytes = fingerprint.name, fingerprint.host_block_bytes
-                self.send_back(
+                self.send_to_client(
                     wire.Opened(number, name, self.num_blocks, nbytes, False, policy, threshold)
                 )
             case wire.Subscribe():
                 for part in self._snapshot():
-                    self.send_back(part)
+                    self.send_to_client(part)
             case wire.Reset(number):
                 self._resets.append(number)
                 if not self.slow:
                     self.finish_resets()
             case wire.Goodbye():
-                self.send_back(wire.Goodbye())
+                self.send_to_client(wire.Goodbye())
 
     def _snapshot(self) -> Iterator[wire.Snapshot]:
-        """A key a part."""
+        """One key per part."""
         keys = [(False, (key,)) for key in self.ready] + [(True, (key,)) for key in self.pending]
         for part, (pending, some) in enumerate([*keys, (False, ())]):
             yield wire.Snapshot(self.sequence, part, pending, some, part == len(keys))
@@ -150,36 +151,36 @@ class StandIn:
 
 
 @pytest.fixture
-def start_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., StandIn]]:
+def start_fake_daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeDaemon]]:
     """start_stand_in(num_blocks) -> a daemon; who connects to its directory talks to it.
 
     The directory has a real socket file, because clients wait until a daemon has bound one.
 
     Clients look at what has arrived at each lookup and each poll.
     """
-    running: dict[Path, StandIn] = {}
+    running: dict[Path, FakeDaemon] = {}
     held = ExitStack()
 
-    def start(num_blocks: int = 8) -> StandIn:
-        directory = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="stand-in-")))
+    def start(num_blocks: int = 8) -> FakeDaemon:
+        directory = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="fake-daemon-")))
         bound = held.enter_context(socket.socket(socket.AF_UNIX))
         bound.bind(str(directory / "kvferry.sock"))
-        running[directory] = StandIn(directory, num_blocks)
+        running[directory] = FakeDaemon(directory, num_blocks)
         return running[directory]
 
     monkeypatch.setattr("kvferry.client.nonblocking.Connection", running.__getitem__)
-    monkeypatch.setattr("kvferry.client.nonblocking.FRESH", 0.0)
-    monkeypatch.setattr("kvferry.client.nonblocking.ALIVE_EVERY", 0.0)
+    monkeypatch.setattr("kvferry.client.nonblocking.MIRROR_MAX_AGE", 0.0)
+    monkeypatch.setattr("kvferry.client.nonblocking.ALIVE_CHECK_INTERVAL", 0.0)
     with held:
         yield start
 
 
 @pytest.fixture
-def stand_in(start_stand_in: Callable[..., StandIn]) -> StandIn:
-    return start_stand_in()
+def fake_daemon(start_fake_daemon: Callable[..., FakeDaemon]) -> FakeDaemon:
+    return start_fake_daemon()
 
 
 @pytest.fixture
-def client(stand_in: StandIn) -> OffloadClient:
+def client(fake_daemon: FakeDaemon) -> OffloadClient:
     """Of `stand_in`, and of no other after it; no namespace is opened."""
-    return OffloadClient(stand_in.directory, engine="engine", timeout=0.2, reconnect=False)
+    return OffloadClient(fake_daemon.directory, engine="engine", timeout=0.2, reconnect=False)

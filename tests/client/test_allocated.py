@@ -29,7 +29,7 @@ from kvferry.client import (
 )
 from kvferry.client.tensors import device as module
 from kvferry.client.tensors import shared_empty
-from kvferry.client.tensors.device import attach_device
+from kvferry.client.tensors.device import map_device_memory
 from kvferry.proto.memory import FdAllocation, HostRegion
 from kvferry.proto.messages import Allocated
 from kvferry.proto.status import DeviceInfo
@@ -132,7 +132,7 @@ def test_what_an_earlier_engine_left_stays_where_it_cannot_be_had(
 
 def test_descriptors_are_let_go_where_the_next_cannot_be_had() -> None:
     allocations = FdAllocation(1, 64), FdAllocation(2, 64)
-    verb = operations._fetch(Allocated(1, HostRegion(1, 64, False), allocations, ()))
+    verb = operations._receive_descriptors(Allocated(1, HostRegion(1, 64, False), allocations, ()))
     next(verb)
     first = os.memfd_create("first")
     verb.send(first)
@@ -164,8 +164,8 @@ def test_a_descriptor_is_the_caller_s_where_torch_does_not_take_the_memory(
     monkeypatch.setattr(torch, "as_tensor", refuse)
     descriptor = os.memfd_create("memory")
     with pytest.raises(RuntimeError, match="out of memory"):
-        attach_device("GPU-0", descriptor, 4096)
+        map_device_memory("GPU-0", descriptor, 4096)
     gc.collect()
     os.close(descriptor)
     assert unmapped == [memory]
-    assert module.attached_at(memory.address) is None
+    assert module.mapped_memory_at(memory.address) is None

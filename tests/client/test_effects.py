@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.client.effects import Operation, PassFds, Send, WaitFor, drive, interpret
-from kvferry.client.fd_passing import SocketBusy
+from kvferry.client.effects import Operation, PassFds, Send, WaitFor, interpret, run_until_deadline
 from kvferry.client.session import ClientSession, timed_out
+from kvferry.client.transport.fd_passing import SocketBusy
 from kvferry.proto.errors import Code, Gone
 from kvferry.proto.messages import Subscribe
 
@@ -24,7 +24,7 @@ class Run:
         self.on_take_in: Callable[[], None] = lambda: None
         session = ClientSession("engine", "client")
         running = interpret(operation, session, lambda: directory, self.sent.append)
-        self.driver = drive(
+        self.driver = run_until_deadline(
             running, lambda: self.on_take_in(), lambda: self.left, lambda: timed_out("no", "way")
         )
 

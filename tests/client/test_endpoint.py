@@ -1,4 +1,4 @@
-"""What a client makes of a daemon's files."""
+"""Finding a daemon by its runtime directory."""
 
 from __future__ import annotations
 
@@ -16,98 +16,99 @@ from kvferry.testing.plugin import StartKvferryd
 
 
 @pytest.mark.parametrize("answers", [[True], [False, True], [False, False]])
-def test_files_that_come_and_go_shut_nobody_out(
+def test_a_socket_that_is_removed_for_a_moment_denies_nobody_access(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: list[bool]
 ) -> None:
-    """os.access says no as well where there was no file a moment ago."""
+    """os.access also returns False if the file does not exist."""
     (tmp_path / "kvferry.sock").touch()
-    closed = answers == [False, False]
+    denied = answers == [False, False]
     monkeypatch.setattr(os, "access", lambda *_, **__: answers.pop(0))
-    if closed:
-        with pytest.raises(Refused, match="do not let your user in"):
-            endpoint.check_open(tmp_path)
+    if denied:
+        with pytest.raises(Refused, match="file permissions deny your user access"):
+            endpoint.check_access(tmp_path)
     else:
-        endpoint.check_open(tmp_path)
+        endpoint.check_access(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("device", "closed", "error"),
+    ("device", "inaccessible", "error"),
     [
         (None, "GPU-1", Refused),
         ("GPU-1", "GPU-1", Refused),
-        ("GPU-1", "", Refused),  # whatever is in it
+        ("GPU-1", "", Refused),  # the parent directory
         ("GPU-1", "GPU-2", Gone),
-        (None, "nowhere", Gone),  # closed above: nobody knows whether it is there
+        (None, "nowhere", Gone),  # it does not exist, as far as is known
     ],
 )
-def test_a_folder_that_is_closed_is_no_daemon_that_is_gone(
+def test_an_inaccessible_directory_is_reported(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     device: str | None,
-    closed: str,
+    inaccessible: str,
     error: type[Exception],
 ) -> None:
     for name in ("GPU-1", "GPU-2"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(endpoint, "runtime_directories", lambda: [tmp_path])
-    monkeypatch.setattr(endpoint, "look_for", lambda places: ([], [tmp_path / closed]))
+    monkeypatch.setattr(endpoint, "find_daemons", lambda _: ([], [tmp_path / inaccessible]))
     with pytest.raises(error):
         endpoint.find_daemon(device)
 
 
-def daemon_in(folder: Path) -> Path:
-    """A folder with what a daemon leaves there."""
-    folder.mkdir(parents=True)
+def make_runtime_directory(path: Path) -> Path:
+    """A runtime directory with a daemon's socket."""
+    path.mkdir(parents=True)
     with socket.socket(socket.AF_UNIX) as bound:
-        bound.bind(str(folder / "kvferry.sock"))
-    return folder
+        bound.bind(str(path / "kvferry.sock"))
+    return path
 
 
-def test_a_folder_that_holds_only_a_daemon_s_stands_for_it(short_path: Path) -> None:
-    assert endpoint.named(short_path) == short_path  # one may still come
-    one = daemon_in(short_path / "cpu")
+def test_the_parent_of_one_runtime_directory_stands_for_it(short_path: Path) -> None:
+    assert endpoint.resolve_directory(short_path) == short_path  # a daemon may still start there
+    one = make_runtime_directory(short_path / "cpu")
     (short_path / "empty").mkdir()
-    assert endpoint.named(short_path) == one
-    assert endpoint.named(one) == one
-    daemon_in(short_path / "GPU-1")
-    assert endpoint.named(one) == one
+    assert endpoint.resolve_directory(short_path) == one
+    assert endpoint.resolve_directory(one) == one
+    make_runtime_directory(short_path / "GPU-1")
+    assert endpoint.resolve_directory(one) == one
     with pytest.raises(Gone, match="several daemons run here") as several:
-        endpoint.named(short_path)
+        endpoint.resolve_directory(short_path)
     assert several.value.code == Code.DAEMON_GONE
-    daemon_in(one / "below")
-    assert endpoint.named(one) == one
+    make_runtime_directory(one / "below")
+    assert endpoint.resolve_directory(one) == one
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
-        ("file", "named by the folder of its sockets"),
-        ("d" * 120, "name a shorter folder"),
-        ("/".join(["d" * 200] * 30), "name a shorter folder"),
+        ("file", "not a runtime directory"),
+        ("d" * 120, "use a shorter directory"),
+        ("/".join(["d" * 200] * 30), "use a shorter directory"),
     ],
 )
-def test_where_no_daemon_can_ever_be(tmp_path: Path, name: str, said: str) -> None:
+def test_a_path_where_no_daemon_can_be(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "file").touch()
-    began = time.monotonic()
-    with pytest.raises(Refused, match=said) as refused:
+    start = time.monotonic()
+    with pytest.raises(Refused, match=message) as refused:
         OffloadClient(tmp_path / name)
     assert refused.value.code == Code.BAD_CONFIG
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - start < 2
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("missing", "no such folder"), (".", r"no kvferry\.sock in this folder")]
+    ("name", "message"),
+    [("missing", "the directory does not exist"), (".", r"the directory has no kvferry\.sock")],
 )
-def test_where_no_daemon_came_in_time(short_path: Path, name: str, said: str) -> None:
-    with pytest.raises(Gone, match=f"no daemon answered in time: there is {said}") as gone:
+def test_no_daemon_in_time(short_path: Path, name: str, message: str) -> None:
+    with pytest.raises(Gone, match=f"no reply from a daemon in time: {message}") as gone:
         OffloadClient(short_path / name, timeout=0.2)
     assert (gone.value.code, gone.value.value) == (Code.TIMEOUT, str(short_path / name))
 
 
-def test_a_daemon_that_comes_in_time(
+def test_a_daemon_that_starts_in_time(
     short_path: Path, start_kvferryd: StartKvferryd, kvferryd: LocalDaemon
 ) -> None:
-    """The folder is made by the daemon; and a client is content with the folder above one's."""
+    """The daemon creates the directory. A client also accepts its parent."""
     with ThreadPoolExecutor(1) as executor:
         waiting = executor.submit(OffloadClient, short_path / "later" / "cpu", timeout=30)
         later = start_kvferryd(runtime_dir=short_path / "later")
@@ -119,31 +120,31 @@ def test_a_daemon_that_comes_in_time(
 
 
 @pytest.mark.parametrize(
-    "taken",
+    "kind",
     [
         "link",
         pytest.param(
-            "folder", marks=pytest.mark.skipif(os.geteuid() != 0, reason="gives folders away: root")
+            "directory", marks=pytest.mark.skipif(os.geteuid() != 0, reason="chown needs root")
         ),
     ],
 )
-def test_a_folder_below_tmp_is_our_own(
-    short_path: Path, monkeypatch: pytest.MonkeyPatch, taken: str
+def test_a_directory_in_tmp_of_another_user_is_not_used(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Anybody may make it there, and wait for our messages."""
+    """Any user can create it, to receive our messages."""
     monkeypatch.setattr(runtime_directory, "SYSTEM_DIRECTORY", short_path / "run")
     monkeypatch.setattr(runtime_directory, "TEMPORARY", short_path)
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    place = short_path / f"kvferry-{os.getuid()}"
-    theirs = daemon_in(short_path / "theirs" / "cpu")
-    if taken == "link":
-        place.symlink_to(theirs.parent)
+    own = short_path / f"kvferry-{os.getuid()}"
+    theirs = make_runtime_directory(short_path / "theirs" / "cpu")
+    if kind == "link":
+        own.symlink_to(theirs.parent)
     else:
-        theirs.parent.rename(place)
-        assert endpoint.find_daemon() == place / "cpu"
-        os.chown(place, 61001, 61001)
-    with pytest.raises(Refused, match="is taken by user") as refused:
+        theirs.parent.rename(own)
+        assert endpoint.find_daemon() == own / "cpu"
+        os.chown(own, 61001, 61001)
+    with pytest.raises(Refused, match="belongs to user") as refused:
         endpoint.find_daemon()
-    assert (refused.value.code, refused.value.value) == (Code.FORBIDDEN, str(place))
-    daemon_in(short_path / "run" / "cpu")
+    assert (refused.value.code, refused.value.value) == (Code.FORBIDDEN, str(own))
+    make_runtime_directory(short_path / "run" / "cpu")
     assert endpoint.find_daemon() == short_path / "run" / "cpu"

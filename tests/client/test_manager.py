@@ -19,40 +19,40 @@ from kvferry.client import (
     PrepareStoreOutput,
     Refused,
 )
-from kvferry.client.manager import TOUCHES
+from kvferry.client.manager import MAX_TOUCHED
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.keys import EventKind
 from kvferry.proto.specs import MAX_KEYS
 
 if TYPE_CHECKING:
-    from client.conftest import StandIn
+    from client.conftest import FakeDaemon
 
 FINGERPRINT = Fingerprint("llama", 4096, key_bytes=4)
 A, B, C, D = b"aaaa", b"bbbb", b"cccc", b"dddd"
 HIT, MISS, PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING, Lookup.RETRY
 
-Start: TypeAlias = "Callable[..., StandIn]"
+Start: TypeAlias = "Callable[..., FakeDaemon]"
 
 
-def open_manager(*daemons: StandIn, events: bool = False) -> OffloadingManager:
-    manager = OffloadingManager.open(
+def open_manager(*daemons: FakeDaemon, events: bool = False) -> OffloadingManager:
+    manager = OffloadingManager.connect(
         [daemon.directory for daemon in daemons],
         engine="engine",
         fingerprint=FINGERPRINT,
         events=events,
     )
     for daemon in daemons:
-        daemon.said.clear()
+        daemon.received.clear()
     return manager
 
 
 @pytest.fixture
-def manager(stand_in: StandIn) -> OffloadingManager:
+def manager(fake_daemon: FakeDaemon) -> OffloadingManager:
     """Over one daemon that has A, and stores B."""
-    stand_in.store(A)
-    stand_in.reserve(B)
-    return open_manager(stand_in)
+    fake_daemon.store(A)
+    fake_daemon.reserve(B)
+    return open_manager(fake_daemon)
 
 
 def answers(manager: OffloadingManager, *keys: bytes) -> list[Lookup]:
@@ -81,12 +81,12 @@ def test_what_is_there_or_on_its_way_is_left_out(manager: OffloadingManager) -> 
 
 
 def test_what_was_offered_is_pending_until_it_is_completed(
-    stand_in: StandIn, manager: OffloadingManager
+    fake_daemon: FakeDaemon, manager: OffloadingManager
 ) -> None:
     assert offer(manager, C, D) == (C, D)
     assert answers(manager, C, D) == [PENDING, PENDING]
     assert offer(manager, C, D) == ()
-    stand_in.store(C)
+    fake_daemon.store(C)
     manager.complete_store([C, D])
     assert answers(manager, C, D) == [HIT, MISS]  # the daemon skipped D
     assert offer(manager, C, D) == (D,)
@@ -98,8 +98,8 @@ def test_what_was_offered_is_pending_until_it_is_completed(
     assert answers(manager, D, b"eeee") == [MISS, PENDING]
 
 
-def test_more_keys_than_blocks_are_none(start_stand_in: Start) -> None:
-    daemon = start_stand_in(num_blocks=3)
+def test_more_keys_than_blocks_are_none(start_fake_daemon: Start) -> None:
+    daemon = start_fake_daemon(num_blocks=3)
     daemon.store(A)
     manager = open_manager(daemon)
     assert manager.num_blocks == 3
@@ -109,35 +109,35 @@ def test_more_keys_than_blocks_are_none(start_stand_in: Start) -> None:
     assert offer(manager, D) == (D,)
 
 
-def test_a_mirror_that_knows_nothing_yet_offers_all(stand_in: StandIn) -> None:
-    manager = open_manager(stand_in)
-    stand_in.lossy = True
-    stand_in.store(A)
-    stand_in.lossy = False
-    stand_in.store(B)
+def test_a_mirror_that_knows_nothing_yet_offers_all(fake_daemon: FakeDaemon) -> None:
+    manager = open_manager(fake_daemon)
+    fake_daemon.lossy = True
+    fake_daemon.store(A)
+    fake_daemon.lossy = False
+    fake_daemon.store(B)
     answers(manager, A)
     assert offer(manager, B, C) == (C,)
 
 
-def test_nothing_is_said_to_offer_keys(stand_in: StandIn, manager: OffloadingManager) -> None:
+def test_nothing_is_said_to_offer_keys(fake_daemon: FakeDaemon, manager: OffloadingManager) -> None:
     offer(manager, C, D)
     manager.complete_store([C, D])
-    assert stand_in.said == []
+    assert fake_daemon.received == []
 
 
 # Load
 
 
 def test_what_is_loaded_is_pinned_until_it_was(
-    stand_in: StandIn, manager: OffloadingManager
+    fake_daemon: FakeDaemon, manager: OffloadingManager
 ) -> None:
-    stand_in.store(C)
+    fake_daemon.store(C)
     assert manager.prepare_load([C, A]) == KeyLoadStoreSpec((C, A))
     manager.prepare_load(iter([A]))
     assert manager.usage.pinned == 2
     manager.complete_load([A, C])
     manager.complete_load([A])
-    assert stand_in.said == [
+    assert fake_daemon.received == [
         wire.Pin((C, A)),
         wire.Pin((A,)),
         wire.Unpin((A, C)),
@@ -150,12 +150,14 @@ def test_what_is_loaded_is_pinned_until_it_was(
 
 
 @pytest.mark.parametrize("key", [B, C, D])
-def test_only_a_hit_is_loaded(stand_in: StandIn, manager: OffloadingManager, key: bytes) -> None:
+def test_only_a_hit_is_loaded(
+    fake_daemon: FakeDaemon, manager: OffloadingManager, key: bytes
+) -> None:
     offer(manager, D)
     with pytest.raises(Refused) as refused:
         manager.prepare_load([A, key])
     assert (refused.value.code, refused.value.value) == (Code.KEY_ABSENT, repr(key))
-    assert stand_in.said == []
+    assert fake_daemon.received == []
 
 
 @pytest.mark.parametrize("verb", ["prepare_store", "prepare_load", "touch"])
@@ -166,24 +168,24 @@ def test_keys_of_another_kind_are_refused(manager: OffloadingManager, verb: str)
     assert manager.lookup(b"aaaaa") is MISS
 
 
-def test_more_keys_than_travel_at_once_go_in_pieces(start_stand_in: Start) -> None:
-    daemon = start_stand_in(num_blocks=1 << 17)
+def test_more_keys_than_travel_at_once_go_in_pieces(start_fake_daemon: Start) -> None:
+    daemon = start_fake_daemon(num_blocks=1 << 17)
     manager = open_manager(daemon)
     keys = tuple(n.to_bytes(4) for n in range(MAX_KEYS + 10))
     manager.touch(keys)
     manager.lookup(A)
     manager.flush()
     first, rest = keys[:MAX_KEYS], keys[MAX_KEYS:]
-    assert daemon.said == [wire.Touch(first, 0, 1), wire.Touch(rest)]
+    assert daemon.received == [wire.Touch(first, 0, 1), wire.Touch(rest)]
     assert offer(manager, *keys) == first  # a transfer has no more
     assert offer(manager, *keys) == rest
     daemon.store(*first)
     daemon.store(*rest)
-    daemon.said.clear()
+    daemon.received.clear()
     manager.prepare_load(keys)
     manager.complete_load(keys)
     pins = [wire.Pin(first), wire.Pin(rest), wire.Unpin(first), wire.Unpin(rest)]
-    assert daemon.said == pins
+    assert daemon.received == pins
     with pytest.raises(Refused, match="4 bytes"):
         manager.touch([*keys, b"aaaaa"])
 
@@ -192,58 +194,63 @@ def test_more_keys_than_travel_at_once_go_in_pieces(start_stand_in: Start) -> No
 
 
 def test_touches_are_said_together_the_last_first(
-    stand_in: StandIn, manager: OffloadingManager
+    fake_daemon: FakeDaemon, manager: OffloadingManager
 ) -> None:
     manager.touch([A, B])
     manager.touch([C, B])
     manager.touch([D, D])
-    assert stand_in.said == []
+    assert fake_daemon.received == []
     manager.flush()
-    assert stand_in.said == [wire.Touch((D, C, B, A))]
+    assert fake_daemon.received == [wire.Touch((D, C, B, A))]
     manager.flush()
-    assert len(stand_in.said) == 1
+    assert len(fake_daemon.received) == 1
 
 
-def test_lookups_are_counted_and_said_once(stand_in: StandIn, manager: OffloadingManager) -> None:
+def test_lookups_are_counted_and_said_once(
+    fake_daemon: FakeDaemon, manager: OffloadingManager
+) -> None:
     answers(manager, A, B, C, A, D, A)
     offer(manager, C)
-    assert stand_in.said == [wire.Touch((), 3, 2)]
+    assert fake_daemon.received == [wire.Touch((), 3, 2)]
     manager.lookup(A)
     manager.touch([A])
     manager.prepare_load([A])
     manager.flush()
-    assert stand_in.said[1:] == [wire.Pin((A,)), wire.Touch((A,), 1, 0)]
+    assert fake_daemon.received[1:] == [wire.Pin((A,)), wire.Touch((A,), 1, 0)]
     assert (manager.hits, manager.misses) == (4, 2)
     manager.take_events()
-    assert len(stand_in.said) == 3
+    assert len(fake_daemon.received) == 3
     manager.lookup(C)
     manager.take_events()
-    assert stand_in.said[3:] == []
+    assert fake_daemon.received[3:] == []
     manager.complete_store([C])
     manager.lookup(C)
     manager.take_events()
-    assert stand_in.said[3:] == [wire.Touch((), 0, 1)]
+    assert fake_daemon.received[3:] == [wire.Touch((), 0, 1)]
 
 
-def test_many_touches_do_not_wait(stand_in: StandIn, manager: OffloadingManager) -> None:
-    keys = [n.to_bytes(4) for n in range(TOUCHES + 10)]
-    manager.touch(keys[:TOUCHES])
-    assert stand_in.said == []
-    manager.touch(keys[TOUCHES:])
+def test_many_touches_do_not_wait(fake_daemon: FakeDaemon, manager: OffloadingManager) -> None:
+    keys = [n.to_bytes(4) for n in range(MAX_TOUCHED + 10)]
+    manager.touch(keys[:MAX_TOUCHED])
+    assert fake_daemon.received == []
+    manager.touch(keys[MAX_TOUCHED:])
     manager.touch(keys)
     manager.touch([A])
-    assert [len(touch.keys) for touch in stand_in.heard(wire.Touch)] == [TOUCHES, TOUCHES + 10]
+    assert [len(touch.keys) for touch in fake_daemon.received_of(wire.Touch)] == [
+        MAX_TOUCHED,
+        MAX_TOUCHED + 10,
+    ]
 
 
 def test_the_same_keys_touched_again_are_not_more(
-    stand_in: StandIn, manager: OffloadingManager
+    fake_daemon: FakeDaemon, manager: OffloadingManager
 ) -> None:
-    keys = [n.to_bytes(4) for n in range(TOUCHES)]
+    keys = [n.to_bytes(4) for n in range(MAX_TOUCHED)]
     for _ in range(3):
         manager.touch(keys)
-    assert stand_in.said == []
+    assert fake_daemon.received == []
     manager.flush()
-    assert stand_in.said == [wire.Touch(tuple(keys))]
+    assert fake_daemon.received == [wire.Touch(tuple(keys))]
 
 
 def test_usage(manager: OffloadingManager) -> None:
@@ -254,20 +261,20 @@ def test_usage(manager: OffloadingManager) -> None:
 # Reset
 
 
-def test_a_reset_holds_at_once(stand_in: StandIn, manager: OffloadingManager) -> None:
+def test_a_reset_holds_at_once(fake_daemon: FakeDaemon, manager: OffloadingManager) -> None:
     offer(manager, C)
     manager.touch([A])
-    stand_in.slow = True
+    fake_daemon.slow = True
     manager.reset_cache()
-    assert [type(message) for message in stand_in.said] == [wire.Reset]
+    assert [type(message) for message in fake_daemon.received] == [wire.Reset]
     assert answers(manager, A, B, C) == [MISS, MISS, MISS]
     with pytest.raises(Refused):
         manager.prepare_load([A])
     assert offer(manager, A, B, C) == (A, B, C)
     assert manager.lookup(A) is PENDING
     manager.complete_store([A, B, C])
-    stand_in.finish_resets()
-    stand_in.store(B)
+    fake_daemon.finish_resets()
+    fake_daemon.store(B)
     assert answers(manager, A, B, C) == [MISS, HIT, MISS]
 
 
@@ -289,53 +296,53 @@ def removed(*keys: bytes) -> OffloadingEvent:
     return OffloadingEvent(keys, removed=True)
 
 
-def test_events_are_what_became_a_hit_and_what_ceased_to_be_one(stand_in: StandIn) -> None:
-    stand_in.store(A)
-    stand_in.reserve(B)
-    manager = open_manager(stand_in, events=True)
+def test_events_are_what_became_a_hit_and_what_ceased_to_be_one(fake_daemon: FakeDaemon) -> None:
+    fake_daemon.store(A)
+    fake_daemon.reserve(B)
+    manager = open_manager(fake_daemon, events=True)
     assert manager.take_events() == [stored(A)]
     assert manager.take_events() == []
-    stand_in.store(B, C)
-    stand_in.evict(A)
+    fake_daemon.store(B, C)
+    fake_daemon.evict(A)
     assert manager.take_events() == [removed(A), stored(B, C)]
-    stand_in.evict(B)
-    stand_in.store(B)
-    stand_in.happen((EventKind.ABANDONED, D))
+    fake_daemon.evict(B)
+    fake_daemon.store(B)
+    fake_daemon.send_events((EventKind.ABANDONED, D))
     assert manager.take_events() == []
-    stand_in.store(A)
+    fake_daemon.store(A)
     assert manager.take_events() == [stored(A)]
 
 
-def test_events_of_a_reset_come_once(stand_in: StandIn) -> None:
-    stand_in.store(A)
-    manager = open_manager(stand_in, events=True)
+def test_events_of_a_reset_come_once(fake_daemon: FakeDaemon) -> None:
+    fake_daemon.store(A)
+    manager = open_manager(fake_daemon, events=True)
     manager.take_events()
-    stand_in.slow = True
+    fake_daemon.slow = True
     manager.reset_cache()
     assert manager.take_events() == [removed(A)]
-    stand_in.finish_resets()
-    stand_in.store(C)
+    fake_daemon.finish_resets()
+    fake_daemon.store(C)
     assert manager.take_events() == [stored(C)]
 
 
-def test_what_was_missed_comes_with_the_repair(stand_in: StandIn) -> None:
-    stand_in.store(A)
-    manager = open_manager(stand_in, events=True)
+def test_what_was_missed_comes_with_the_repair(fake_daemon: FakeDaemon) -> None:
+    fake_daemon.store(A)
+    manager = open_manager(fake_daemon, events=True)
     manager.take_events()
-    stand_in.lossy = True
-    stand_in.store(B)
-    stand_in.evict(A)
-    stand_in.lossy = False
-    stand_in.store(C)
+    fake_daemon.lossy = True
+    fake_daemon.store(B)
+    fake_daemon.evict(A)
+    fake_daemon.lossy = False
+    fake_daemon.store(C)
     manager.lookup(C)
     gone, come = manager.take_events()
     assert (gone, set(come.keys)) == (removed(A), {B, C})
 
 
 def test_no_events_are_kept_where_nobody_wants_them(
-    stand_in: StandIn, manager: OffloadingManager
+    fake_daemon: FakeDaemon, manager: OffloadingManager
 ) -> None:
-    stand_in.store(C)
+    fake_daemon.store(C)
     assert manager.take_events() == []
 
 
@@ -343,12 +350,12 @@ def test_no_events_are_kept_where_nobody_wants_them(
 
 
 @pytest.fixture
-def ranks(start_stand_in: Start) -> tuple[StandIn, StandIn]:
-    return start_stand_in(), start_stand_in(num_blocks=5)
+def ranks(start_fake_daemon: Start) -> tuple[FakeDaemon, FakeDaemon]:
+    return start_fake_daemon(), start_fake_daemon(num_blocks=5)
 
 
-def test_each_rank_has_a_namespace_of_its_own(ranks: tuple[StandIn, StandIn]) -> None:
-    manager = OffloadingManager.open(
+def test_each_rank_has_a_namespace_of_its_own(ranks: tuple[FakeDaemon, FakeDaemon]) -> None:
+    manager = OffloadingManager.connect(
         [daemon.directory for daemon in ranks],
         engine="engine",
         fingerprint=FINGERPRINT,
@@ -357,21 +364,21 @@ def test_each_rank_has_a_namespace_of_its_own(ranks: tuple[StandIn, StandIn]) ->
         store_threshold=2,
     )
     for rank, daemon in enumerate(ranks):
-        (opened,) = daemon.heard(wire.OpenNamespace)
+        (opened,) = daemon.received_of(wire.OpenNamespace)
         assert opened.fingerprint == msgspec.structs.replace(FINGERPRINT, rank=rank, world_size=2)
         assert (opened.quota_bytes, opened.policy, opened.store_threshold) == (1 << 20, "arc", 2)
-        assert daemon.heard(wire.Hello)[0].engine == "engine"
+        assert daemon.received_of(wire.Hello)[0].engine == "engine"
     assert manager.num_blocks == 5
     assert manager.usage.blocks == 13
 
 
-def test_one_rank_opens_the_fingerprint_as_it_is(stand_in: StandIn) -> None:
+def test_one_rank_opens_the_fingerprint_as_it_is(fake_daemon: FakeDaemon) -> None:
     own = msgspec.structs.replace(FINGERPRINT, rank=3, world_size=8)
-    OffloadingManager.open([stand_in.directory], engine="engine", fingerprint=own)
-    assert stand_in.heard(wire.OpenNamespace)[0].fingerprint == own
+    OffloadingManager.connect([fake_daemon.directory], engine="engine", fingerprint=own)
+    assert fake_daemon.received_of(wire.OpenNamespace)[0].fingerprint == own
 
 
-def test_a_hit_is_one_at_all_ranks(ranks: tuple[StandIn, StandIn]) -> None:
+def test_a_hit_is_one_at_all_ranks(ranks: tuple[FakeDaemon, FakeDaemon]) -> None:
     one, two = ranks
     one.store(A, C)
     one.reserve(B)
@@ -388,7 +395,7 @@ def test_a_hit_is_one_at_all_ranks(ranks: tuple[StandIn, StandIn]) -> None:
     manager.flush()
     manager.complete_load([A])
     for daemon in ranks:
-        assert daemon.said == [
+        assert daemon.received == [
             wire.Touch((), 1, 2),
             wire.Pin((A,)),
             wire.Touch((A,)),
@@ -397,22 +404,22 @@ def test_a_hit_is_one_at_all_ranks(ranks: tuple[StandIn, StandIn]) -> None:
 
 
 @pytest.mark.parametrize("turn", [1, -1])
-def test_a_rank_that_does_not_know_says_retry(start_stand_in: Start, turn: int) -> None:
-    one, two = (start_stand_in(), start_stand_in())[::turn]
+def test_a_rank_that_does_not_know_says_retry(start_fake_daemon: Start, turn: int) -> None:
+    one, two = (start_fake_daemon(), start_fake_daemon())[::turn]
     one.store(A)
     one.reserve(B)
     manager = open_manager(*(one, two)[::turn])
     two.lossy = True
     two.store(A)
     two.lossy = False
-    two.deaf = True
+    two.silent = True
     two.reserve(D)
     assert answers(manager, A, B, C) == [RETRY, RETRY, MISS]
-    assert two.said == [wire.Subscribe()]
+    assert two.received == [wire.Subscribe()]
     assert offer(manager, A, B, C) == (A, B, C)
 
 
-def test_events_are_those_of_all_ranks_together(ranks: tuple[StandIn, StandIn]) -> None:
+def test_events_are_those_of_all_ranks_together(ranks: tuple[FakeDaemon, FakeDaemon]) -> None:
     one, two = ranks
     one.store(A, B)
     two.store(B)
@@ -428,13 +435,13 @@ def test_events_are_those_of_all_ranks_together(ranks: tuple[StandIn, StandIn]) 
     assert manager.take_events() == []
 
 
-def test_with_one_daemon_gone_offloading_is_off(ranks: tuple[StandIn, StandIn]) -> None:
+def test_with_one_daemon_gone_offloading_is_off(ranks: tuple[FakeDaemon, FakeDaemon]) -> None:
     for daemon in ranks:
         daemon.store(A, B)
     manager = open_manager(*ranks)
     manager.prepare_load([A])
     assert offer(manager, C) == (C,)
-    ranks[1].dead = True
+    ranks[1].disconnected = True
     assert answers(manager, A, C) == [MISS, MISS]
     assert offer(manager, C, D) == ()
     with pytest.raises(Refused) as refused:
@@ -445,11 +452,13 @@ def test_with_one_daemon_gone_offloading_is_off(ranks: tuple[StandIn, StandIn]) 
     manager.touch([A])
     manager.reset_cache()
     manager.take_events()
-    assert [type(message) for message in ranks[0].said[-2:]] == [wire.Unpin, wire.Reset]
+    assert [type(message) for message in ranks[0].received[-2:]] == [wire.Unpin, wire.Reset]
     assert manager.usage.ready == 0
 
 
-def test_what_was_opened_is_closed_where_another_cannot_be(ranks: tuple[StandIn, StandIn]) -> None:
+def test_what_was_opened_is_closed_where_another_cannot_be(
+    ranks: tuple[FakeDaemon, FakeDaemon],
+) -> None:
     ranks[1].refusal = ErrorInfo(Code.POOL_FULL, "no room")
     with pytest.raises(Refused, match="no room"):
         open_manager(*ranks)
@@ -460,12 +469,12 @@ def test_what_was_opened_is_closed_where_another_cannot_be(ranks: tuple[StandIn,
 
 
 def test_a_key_that_stays_pending_is_a_miss_in_the_end_and_may_be_offered(
-    stand_in: StandIn, client: OffloadClient
+    fake_daemon: FakeDaemon, client: OffloadClient
 ) -> None:
     now = 100.0
     client.open_namespace(FINGERPRINT)
-    manager = OffloadingManager(client, patience=5.0, clock=lambda: now)
-    stand_in.reserve(B)
+    manager = OffloadingManager(client, pending_timeout=5.0, clock=lambda: now)
+    fake_daemon.reserve(B)
     assert offer(manager, C) == (C,)
     assert answers(manager, B, C) == [PENDING, PENDING]
     now += 5.0
@@ -483,34 +492,33 @@ def test_a_key_that_stays_pending_is_a_miss_in_the_end_and_may_be_offered(
 
 @pytest.mark.parametrize("how", ["ready", "absent", "reset"])
 def test_patience_begins_anew_for_a_key_that_was_not_pending_in_between(
-    stand_in: StandIn, client: OffloadClient, how: str
+    fake_daemon: FakeDaemon, client: OffloadClient, how: str
 ) -> None:
     now = 0.0
     client.open_namespace(FINGERPRINT)
-    manager = OffloadingManager(client, patience=5.0, clock=lambda: now)
-    stand_in.reserve(B)
+    manager = OffloadingManager(client, pending_timeout=5.0, clock=lambda: now)
+    fake_daemon.reserve(B)
     assert manager.lookup(B) is PENDING
     if how == "ready":
-        stand_in.store(B)
+        fake_daemon.store(B)
     elif how == "absent":
-        stand_in.happen((EventKind.ABANDONED, B))
+        fake_daemon.send_events((EventKind.ABANDONED, B))
     else:
         manager.reset_cache()
-        stand_in.happen((EventKind.CLEARED,))
+        fake_daemon.send_events((EventKind.CLEARED,))
     assert manager.lookup(B) is (HIT if how == "ready" else MISS)
-    stand_in.happen((EventKind.REMOVED, B), (EventKind.PENDING, B))
+    fake_daemon.send_events((EventKind.REMOVED, B), (EventKind.PENDING, B))
     now += 5.1
     assert manager.lookup(B) is PENDING
 
 
-def test_only_so_many_first_lookups_are_remembered(
-    stand_in: StandIn, client: OffloadClient, monkeypatch: pytest.MonkeyPatch
+def test_only_max_pending_first_lookups_are_remembered(
+    fake_daemon: FakeDaemon, client: OffloadClient
 ) -> None:
-    monkeypatch.setattr("kvferry.client.manager.PENDING_REMEMBERED", 2)
     now = 0.0
     client.open_namespace(FINGERPRINT)
-    manager = OffloadingManager(client, patience=5.0, clock=lambda: now)
-    stand_in.reserve(A, B, C)
+    manager = OffloadingManager(client, pending_timeout=5.0, clock=lambda: now, max_pending=2)
+    fake_daemon.reserve(A, B, C)
     assert answers(manager, A, B, C) == [PENDING] * 3
     assert len(manager._pending_since) == 2
     now += 5.1
@@ -521,20 +529,20 @@ def test_only_so_many_first_lookups_are_remembered(
 # The end
 
 
-def test_shutdown_says_what_is_left_and_closes(stand_in: StandIn) -> None:
-    with open_manager(stand_in) as manager:
+def test_shutdown_says_what_is_left_and_closes(fake_daemon: FakeDaemon) -> None:
+    with open_manager(fake_daemon) as manager:
         manager.touch([A])
-    assert [type(message) for message in stand_in.said] == [wire.Touch, wire.Goodbye]
-    assert stand_in.closed
+    assert [type(message) for message in fake_daemon.received] == [wire.Touch, wire.Goodbye]
+    assert fake_daemon.closed
     assert manager.lookup(A) is MISS
 
 
-def test_clients_of_others_stay_open(stand_in: StandIn, client: OffloadClient) -> None:
+def test_clients_of_others_stay_open(fake_daemon: FakeDaemon, client: OffloadClient) -> None:
     client.open_namespace(FINGERPRINT)
     manager = OffloadingManager(client)
     assert offer(manager, A) == (A,)
     manager.shutdown()
-    assert not stand_in.closed
+    assert not fake_daemon.closed
 
 
 def test_a_manager_needs_a_mirror(client: OffloadClient) -> None:
@@ -546,19 +554,19 @@ def test_a_manager_needs_a_mirror(client: OffloadClient) -> None:
 
 
 def test_a_daemon_that_has_just_gone_is_offered_nothing(
-    stand_in: StandIn, manager: OffloadingManager
+    fake_daemon: FakeDaemon, manager: OffloadingManager
 ) -> None:
-    stand_in.dead = True
+    fake_daemon.disconnected = True
     assert offer(manager, C) == ()
     assert manager.lookup(C) is MISS
 
 
 def test_a_store_carries_the_generation_that_was_known(
-    manager: OffloadingManager, stand_in: StandIn
+    manager: OffloadingManager, fake_daemon: FakeDaemon
 ) -> None:
     """One decided on before a reset must be told from one after it."""
     before = manager.prepare_store([C])
-    stand_in.happen((EventKind.CLEARED,))
+    fake_daemon.send_events((EventKind.CLEARED,))
     after = manager.prepare_store([D])
     assert before is not None
     assert after is not None

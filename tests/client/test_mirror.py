@@ -46,8 +46,8 @@ def answers(mirror: Mirror, *keys: OffloadKey) -> list[Lookup]:
 def mirror() -> Mirror:
     """Whole as of number 10, with A ready and B pending."""
     mirror = Mirror()
-    assert not mirror.feed(Snapshot(10, 0, False, (A,)))
-    assert not mirror.feed(Snapshot(10, 1, True, (B,), True))
+    assert not mirror.apply_message(Snapshot(10, 0, False, (A,)))
+    assert not mirror.apply_message(Snapshot(10, 1, True, (B,), True))
     return mirror
 
 
@@ -65,7 +65,7 @@ def mirror() -> Mirror:
 )
 def test_news_say_what_keys_are(mirror: Mirror, kind: EventKind, known: list[Lookup]) -> None:
     assert answers(mirror, A, B, C) == [HIT, PENDING, MISS]
-    assert not mirror.feed(news(11, kind, A, B))
+    assert not mirror.apply_message(news(11, kind, A, B))
     assert answers(mirror, A, B, C) == known
     assert (mirror.ready, mirror.pending) == (known.count(HIT), known.count(PENDING))
 
@@ -73,18 +73,18 @@ def test_news_say_what_keys_are(mirror: Mirror, kind: EventKind, known: list[Loo
 def test_the_events_of_one_message_are_in_order(mirror: Mirror) -> None:
     kinds = (EventKind.CLEARED, EventKind.PENDING, EventKind.STORED, EventKind.REMOVED)
     events = [KeyEvent(kind, (C,) if kind is not EventKind.CLEARED else ()) for kind in kinds]
-    mirror.feed(KeyEvents(11, tuple(events[:3])))
+    mirror.apply_message(KeyEvents(11, tuple(events[:3])))
     assert answers(mirror, A, B, C) == [MISS, MISS, HIT]
-    mirror.feed(KeyEvents(12, tuple(events[3:])))
+    mirror.apply_message(KeyEvents(12, tuple(events[3:])))
     assert answers(mirror, A, B, C) == [MISS, MISS, MISS]
 
 
 def test_news_that_came_before_change_nothing(mirror: Mirror) -> None:
-    mirror.feed(stored(11, C))
+    mirror.apply_message(stored(11, C))
     for old in (removed(11, A), removed(10, A), removed(1, A)):
-        assert not mirror.feed(old)
+        assert not mirror.apply_message(old)
     assert answers(mirror, A, C) == [HIT, HIT]
-    assert mirror.whole
+    assert mirror.complete
 
 
 # Not whole
@@ -93,53 +93,53 @@ def test_news_that_came_before_change_nothing(mirror: Mirror) -> None:
 def test_nothing_is_known_before_the_first_snapshot_is_all_there() -> None:
     mirror = Mirror()
     assert answers(mirror, A, C) == [RETRY, RETRY]
-    mirror.feed(snapshot(5, A, last=False))
-    assert (answers(mirror, A, C), mirror.whole) == ([RETRY, RETRY], False)
-    mirror.feed(snapshot(5, B, part=1))
-    assert (answers(mirror, A, B, C), mirror.whole) == ([HIT, HIT, MISS], True)
+    mirror.apply_message(snapshot(5, A, last=False))
+    assert (answers(mirror, A, C), mirror.complete) == ([RETRY, RETRY], False)
+    mirror.apply_message(snapshot(5, B, part=1))
+    assert (answers(mirror, A, B, C), mirror.complete) == ([HIT, HIT, MISS], True)
 
 
 def test_an_empty_namespace_is_whole() -> None:
     mirror = Mirror()
-    assert not mirror.feed(snapshot(0))
-    assert (mirror.whole, mirror.lookup(A)) == (True, MISS)
+    assert not mirror.apply_message(snapshot(0))
+    assert (mirror.complete, mirror.lookup(A)) == (True, MISS)
 
 
 def test_a_missing_number_is_noticed_once(mirror: Mirror) -> None:
-    assert mirror.feed(stored(12, C))
-    assert not mirror.feed(stored(13))
-    assert not mirror.feed(stored(17))
-    assert not mirror.whole
+    assert mirror.apply_message(stored(12, C))
+    assert not mirror.apply_message(stored(13))
+    assert not mirror.apply_message(stored(17))
+    assert not mirror.complete
 
 
 def test_astray_it_says_what_it_knows_and_retry_of_the_rest(mirror: Mirror) -> None:
-    mirror.feed(stored(12, C))
+    mirror.apply_message(stored(12, C))
     assert answers(mirror, A, B, C, KEYS[4]) == [HIT, PENDING, HIT, RETRY]
-    mirror.feed(removed(13, A))
+    mirror.apply_message(removed(13, A))
     assert mirror.lookup(A) is RETRY
-    assert not mirror.feed(snapshot(13, B, C))
+    assert not mirror.apply_message(snapshot(13, B, C))
     assert answers(mirror, A, B, C, KEYS[4]) == [MISS, HIT, HIT, MISS]
 
 
 def test_news_above_a_snapshot_come_after_it(mirror: Mirror) -> None:
-    mirror.feed(stored(13, C))
-    mirror.feed(removed(16, B))  # before the snapshot began, yet above it
-    mirror.feed(snapshot(15, A, B, last=False))
-    mirror.feed(removed(17, A))
-    assert not mirror.feed(snapshot(15, C, part=1))
-    assert (answers(mirror, A, B, C), mirror.whole) == ([MISS, MISS, HIT], True)
-    assert not mirror.feed(stored(18, A))
-    assert mirror.feed(stored(20, A))
+    mirror.apply_message(stored(13, C))
+    mirror.apply_message(removed(16, B))  # before the snapshot began, yet above it
+    mirror.apply_message(snapshot(15, A, B, last=False))
+    mirror.apply_message(removed(17, A))
+    assert not mirror.apply_message(snapshot(15, C, part=1))
+    assert (answers(mirror, A, B, C), mirror.complete) == ([MISS, MISS, HIT], True)
+    assert not mirror.apply_message(stored(18, A))
+    assert mirror.apply_message(stored(20, A))
 
 
 def test_news_missing_above_a_snapshot_want_another(mirror: Mirror) -> None:
-    mirror.feed(stored(12))
-    mirror.feed(snapshot(12, A, last=False))
-    assert not mirror.feed(stored(14))
-    assert mirror.feed(snapshot(12, B, part=1))
-    assert not mirror.whole
-    assert not mirror.feed(snapshot(14, A))
-    assert mirror.whole
+    mirror.apply_message(stored(12))
+    mirror.apply_message(snapshot(12, A, last=False))
+    assert not mirror.apply_message(stored(14))
+    assert mirror.apply_message(snapshot(12, B, part=1))
+    assert not mirror.complete
+    assert not mirror.apply_message(snapshot(14, A))
+    assert mirror.complete
 
 
 # Snapshots in parts
@@ -147,60 +147,60 @@ def test_news_missing_above_a_snapshot_want_another(mirror: Mirror) -> None:
 
 def test_a_snapshot_begins_anew_in_the_middle_of_another() -> None:
     mirror = Mirror()
-    mirror.feed(snapshot(5, A, last=False))
-    mirror.feed(snapshot(7, B, last=False))
-    assert not mirror.feed(snapshot(5, C, part=1))  # left of the older one
-    assert not mirror.whole
-    assert not mirror.feed(snapshot(7, KEYS[3], part=1))
+    mirror.apply_message(snapshot(5, A, last=False))
+    mirror.apply_message(snapshot(7, B, last=False))
+    assert not mirror.apply_message(snapshot(5, C, part=1))  # left of the older one
+    assert not mirror.complete
+    assert not mirror.apply_message(snapshot(7, KEYS[3], part=1))
     assert answers(mirror) == [MISS, HIT, MISS, HIT, MISS, MISS]
-    assert not mirror.feed(snapshot(5, C, part=1))
+    assert not mirror.apply_message(snapshot(5, C, part=1))
     assert mirror.lookup(C) is MISS
 
 
 def test_a_snapshot_begins_anew_at_the_same_number() -> None:
     mirror = Mirror()
-    mirror.feed(snapshot(5, A, last=False))
-    mirror.feed(snapshot(5, B, last=False))
-    mirror.feed(snapshot(5, C, part=1))
+    mirror.apply_message(snapshot(5, A, last=False))
+    mirror.apply_message(snapshot(5, B, last=False))
+    mirror.apply_message(snapshot(5, C, part=1))
     assert answers(mirror, A, B, C) == [MISS, HIT, HIT]
 
 
 def test_a_missing_part_wants_another_snapshot_once() -> None:
     mirror = Mirror()
-    mirror.feed(snapshot(5, A, last=False))
-    assert mirror.feed(snapshot(5, C, part=2, last=False))
-    assert not mirror.feed(snapshot(5, B, part=3))
-    assert not mirror.whole
-    mirror.feed(snapshot(5, A, last=False))
-    mirror.feed(snapshot(5, A, last=False))
-    mirror.feed(snapshot(5, B, part=1))
-    assert (answers(mirror, A, B, C), mirror.whole) == ([HIT, HIT, MISS], True)
+    mirror.apply_message(snapshot(5, A, last=False))
+    assert mirror.apply_message(snapshot(5, C, part=2, last=False))
+    assert not mirror.apply_message(snapshot(5, B, part=3))
+    assert not mirror.complete
+    mirror.apply_message(snapshot(5, A, last=False))
+    mirror.apply_message(snapshot(5, A, last=False))
+    mirror.apply_message(snapshot(5, B, part=1))
+    assert (answers(mirror, A, B, C), mirror.complete) == ([HIT, HIT, MISS], True)
 
 
 def test_a_missing_beginning_wants_another_snapshot_once() -> None:
     mirror = Mirror()
-    assert mirror.feed(snapshot(5, B, part=1, last=False))
-    assert not mirror.feed(snapshot(5, C, part=2))
-    mirror.feed(snapshot(6, A, last=False))
-    assert mirror.feed(snapshot(8, C, part=1))
-    assert not mirror.feed(snapshot(8, A))
+    assert mirror.apply_message(snapshot(5, B, part=1, last=False))
+    assert not mirror.apply_message(snapshot(5, C, part=2))
+    mirror.apply_message(snapshot(6, A, last=False))
+    assert mirror.apply_message(snapshot(8, C, part=1))
+    assert not mirror.apply_message(snapshot(8, A))
     assert answers(mirror, A, B, C) == [HIT, MISS, MISS]
 
 
 def test_a_part_that_comes_twice_counts_once() -> None:
     mirror = Mirror()
-    mirror.feed(snapshot(5, A, last=False))
-    mirror.feed(snapshot(5, B, part=1, last=False))
-    assert not mirror.feed(snapshot(5, B, part=1, last=False))
-    assert not mirror.feed(snapshot(5, C, part=2))
-    assert (answers(mirror, A, B, C), mirror.whole) == ([HIT, HIT, HIT], True)
+    mirror.apply_message(snapshot(5, A, last=False))
+    mirror.apply_message(snapshot(5, B, part=1, last=False))
+    assert not mirror.apply_message(snapshot(5, B, part=1, last=False))
+    assert not mirror.apply_message(snapshot(5, C, part=2))
+    assert (answers(mirror, A, B, C), mirror.complete) == ([HIT, HIT, HIT], True)
 
 
 def test_a_whole_mirror_needs_no_snapshot(mirror: Mirror) -> None:
-    mirror.feed(stored(11, C))
+    mirror.apply_message(stored(11, C))
     for needless in (snapshot(10), snapshot(12, part=2), snapshot(12, last=False)):
-        assert not mirror.feed(needless)
-    assert not mirror.feed(stored(12))
+        assert not mirror.apply_message(needless)
+    assert not mirror.apply_message(stored(12))
     assert answers(mirror, A, B, C) == [HIT, PENDING, HIT]
 
 
@@ -209,12 +209,12 @@ def test_a_whole_mirror_needs_no_snapshot(mirror: Mirror) -> None:
 
 def test_all_is_absent_from_a_reset_on_until_it_is_done(mirror: Mirror) -> None:
     mirror.hide()
-    mirror.feed(stored(11, B))
+    mirror.apply_message(stored(11, B))
     assert answers(mirror) == [MISS] * 6
-    mirror.feed(news(12, EventKind.CLEARED))
-    mirror.feed(stored(13, C))
+    mirror.apply_message(news(12, EventKind.CLEARED))
+    mirror.apply_message(stored(13, C))
     assert answers(mirror) == [MISS] * 6
-    mirror.forget()
+    mirror.clear_after_reset()
     mirror.reveal()
     assert answers(mirror, A, B, C) == [MISS, MISS, HIT]
 
@@ -222,9 +222,9 @@ def test_all_is_absent_from_a_reset_on_until_it_is_done(mirror: Mirror) -> None:
 def test_each_reset_clears(mirror: Mirror) -> None:
     for number in (11, 13):
         mirror.hide()
-        mirror.feed(news(number, EventKind.CLEARED))
-        mirror.feed(stored(number + 1, C))
-        mirror.forget()
+        mirror.apply_message(news(number, EventKind.CLEARED))
+        mirror.apply_message(stored(number + 1, C))
+        mirror.clear_after_reset()
         mirror.reveal()
         assert answers(mirror, A, C) == [MISS, HIT]
 
@@ -238,10 +238,10 @@ def test_a_reset_that_was_not_done_shows_what_is_there(mirror: Mirror) -> None:
 def test_of_two_resets_the_news_of_one_were_dropped(mirror: Mirror) -> None:
     mirror.hide()
     mirror.hide()
-    mirror.feed(news(11, EventKind.CLEARED))
-    mirror.forget()
-    mirror.feed(stored(12, C))
-    mirror.forget()
+    mirror.apply_message(news(11, EventKind.CLEARED))
+    mirror.clear_after_reset()
+    mirror.apply_message(stored(12, C))
+    mirror.clear_after_reset()
     mirror.reveal()
     assert mirror.lookup(C) is MISS
 
@@ -256,10 +256,10 @@ def test_hidden_all_is_absent_also_where_nothing_is_known() -> None:
 
 def test_a_reset_whose_news_were_dropped_is_one_all_the_same(mirror: Mirror) -> None:
     mirror.hide()
-    mirror.forget()
+    mirror.clear_after_reset()
     mirror.reveal()
     assert answers(mirror) == [MISS] * 6
-    assert mirror.feed(stored(12, C))
+    assert mirror.apply_message(stored(12, C))
     assert answers(mirror, A, B, C) == [RETRY, RETRY, HIT]
 
 
@@ -267,15 +267,15 @@ def test_a_reset_whose_news_were_dropped_is_one_all_the_same(mirror: Mirror) -> 
 
 
 def test_what_changed_is_what_was_there_and_then_what_became_of_it(mirror: Mirror) -> None:
-    assert list(mirror.take_changed()) == []
-    mirror.watch()
-    assert list(mirror.take_changed()) == [A]
-    assert list(mirror.take_changed()) == []
-    mirror.feed(stored(11, C, B))
-    mirror.feed(removed(12, A))
-    assert list(mirror.take_changed()) == [C, B, A]
-    mirror.feed(news(13, EventKind.CLEARED))
-    assert set(mirror.take_changed()) == {B, C}
+    assert list(mirror.take_changed_keys()) == []
+    mirror.track_changes()
+    assert list(mirror.take_changed_keys()) == [A]
+    assert list(mirror.take_changed_keys()) == []
+    mirror.apply_message(stored(11, C, B))
+    mirror.apply_message(removed(12, A))
+    assert list(mirror.take_changed_keys()) == [C, B, A]
+    mirror.apply_message(news(13, EventKind.CLEARED))
+    assert set(mirror.take_changed_keys()) == {B, C}
 
 
 # Against the model
@@ -291,10 +291,10 @@ class NamespaceModel:
         self.streams: list[Iterator[Snapshot]] = [self.snapshot()]
         self.asked = 0
         self.mirror = Mirror()
-        self.mirror.watch()
+        self.mirror.track_changes()
         self.added_up: set[OffloadKey] = set()
 
-    def happen(self, kind: EventKind, keys: tuple[OffloadKey, ...]) -> None:
+    def send_events(self, kind: EventKind, keys: tuple[OffloadKey, ...]) -> None:
         state = dict(self.states[-1])
         if kind is EventKind.CLEARED:
             state.clear()
@@ -344,16 +344,16 @@ class NamespaceModel:
     def deliver(self) -> None:
         if self.wire:
             message = self.wire.popleft()
-            self.asked += self.mirror.feed(message)
+            self.asked += self.mirror.apply_message(message)
             self.check()
 
     def check(self) -> None:
         """Whole, the mirror is what the namespace was as of the last that was heard."""
         state = self.states[self.mirror.sequence]
-        for key in KEYS if self.mirror.whole else ():
+        for key in KEYS if self.mirror.complete else ():
             assert self.mirror.lookup(key) is state.get(key, MISS)
         hits = {key for key in KEYS if self.mirror.lookup(key) is HIT}
-        changed = set(self.mirror.take_changed())
+        changed = set(self.mirror.take_changed_keys())
         assert hits ^ self.added_up <= changed
         self.added_up = hits
 
@@ -368,8 +368,8 @@ class NamespaceModel:
 KEY_SETS = st.lists(st.sampled_from(KEYS), max_size=3, unique=True).map(tuple)
 EVENTS = st.sampled_from([kind for kind in EventKind if kind is not EventKind.CLEARED])
 STEPS = st.one_of(
-    st.tuples(st.just("happen"), EVENTS, KEY_SETS),
-    st.just(("happen", EventKind.CLEARED, ())),
+    st.tuples(st.just("send_events"), EVENTS, KEY_SETS),
+    st.just(("send_events", EventKind.CLEARED, ())),
     st.sampled_from([("deliver",), ("deliver",), ("deliver",), ("drop",), ("listen",)]),
     st.tuples(st.just("stream"), st.integers(0, 3)),
     st.just(("streams", None)),
@@ -386,8 +386,8 @@ def test_after_repair_the_mirror_is_what_the_daemon_has(steps: list[tuple[object
         else:
             getattr(world, str(name))(*arguments)
     world.settle()
-    world.happen(EventKind.STORED, (A,))  # a number that says what was lost before it
+    world.send_events(EventKind.STORED, (A,))  # a number that says what was lost before it
     world.settle()
-    assert world.mirror.whole
+    assert world.mirror.complete
     assert world.mirror.sequence == len(world.states) - 1
     assert answers(world.mirror) == [world.states[-1].get(key, MISS) for key in KEYS]

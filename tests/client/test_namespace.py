@@ -24,7 +24,7 @@ from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.specs import MAX_KEYS
 
 if TYPE_CHECKING:
-    from client.conftest import StandIn
+    from client.conftest import FakeDaemon
 
 FINGERPRINT = Fingerprint("llama", 4096, key_bytes=4)
 A, B, C = b"aaaa", b"bbbb", b"cccc"
@@ -33,12 +33,12 @@ GPU = GPULoadStoreSpec([1])
 
 
 @pytest.fixture
-def inside(stand_in: StandIn, client: OffloadClient) -> OffloadClient:
+def inside(fake_daemon: FakeDaemon, client: OffloadClient) -> OffloadClient:
     """In a namespace where A is ready and B pending; what was said to get there is forgotten."""
-    stand_in.store(A)
-    stand_in.reserve(B)
+    fake_daemon.store(A)
+    fake_daemon.reserve(B)
     client.open_namespace(FINGERPRINT)
-    stand_in.said.clear()
+    fake_daemon.received.clear()
     return client
 
 
@@ -50,48 +50,50 @@ def answers(client: OffloadClient, *keys: bytes) -> list[Lookup]:
 
 
 def test_opening_says_what_is_wanted_and_waits_for_the_mirror(
-    stand_in: StandIn, client: OffloadClient
+    fake_daemon: FakeDaemon, client: OffloadClient
 ) -> None:
-    stand_in.store(A)
+    fake_daemon.store(A)
     opened = client.open_namespace(
         FINGERPRINT, cpu_bytes_to_use=1 << 30, eviction_policy="arc", store_threshold=2
     )
     assert opened == wire.Opened(1, FINGERPRINT.name, 8, 4096, False, "arc", 2)
-    assert stand_in.heard(wire.OpenNamespace) == [
+    assert fake_daemon.received_of(wire.OpenNamespace) == [
         wire.OpenNamespace(1, FINGERPRINT, 1 << 30, "arc", 2)
     ]
-    assert len(stand_in.heard(wire.Subscribe)) == 1
-    assert client.namespace.mirror.whole
+    assert len(fake_daemon.received_of(wire.Subscribe)) == 1
+    assert client.namespace.mirror.complete
     assert answers(client, A, C) == [HIT, MISS]
 
 
-def test_a_worker_needs_no_mirror(stand_in: StandIn, client: OffloadClient) -> None:
+def test_a_worker_needs_no_mirror(fake_daemon: FakeDaemon, client: OffloadClient) -> None:
     opened = client.open_namespace(FINGERPRINT, mirror=False)
-    assert stand_in.heard(wire.Subscribe) == []
+    assert fake_daemon.received_of(wire.Subscribe) == []
     with pytest.raises(Refused, match="mirror=True") as refused:
         client.lookup(A)
     assert refused.value.code == Code.UNKNOWN_NAMESPACE
     assert client.open_namespace(FINGERPRINT) == opened
     assert client.lookup(A) is MISS
-    assert len(stand_in.heard(wire.OpenNamespace)) == 1
+    assert len(fake_daemon.received_of(wire.OpenNamespace)) == 1
 
 
-def test_opened_again_it_is_as_it_was(stand_in: StandIn, inside: OffloadClient) -> None:
+def test_opened_again_it_is_as_it_was(fake_daemon: FakeDaemon, inside: OffloadClient) -> None:
     opened = inside.open_namespace(FINGERPRINT, eviction_policy="arc")
     assert opened.policy == "lru"
-    assert stand_in.said == []
+    assert fake_daemon.received == []
 
 
-def test_another_namespace_is_refused(stand_in: StandIn, inside: OffloadClient) -> None:
+def test_another_namespace_is_refused(fake_daemon: FakeDaemon, inside: OffloadClient) -> None:
     with pytest.raises(Refused, match="another client") as refused:
         inside.open_namespace(msgspec.structs.replace(FINGERPRINT, dtype="fp8"))
     assert refused.value.code == Code.NAMESPACE_MISMATCH
     assert "dtype: 'fp8' here, '' there" in refused.value.value
-    assert stand_in.said == []
+    assert fake_daemon.received == []
 
 
-def test_what_the_daemon_refuses_is_not_opened(stand_in: StandIn, client: OffloadClient) -> None:
-    stand_in.refusal = ErrorInfo(Code.POOL_FULL, "no room")
+def test_what_the_daemon_refuses_is_not_opened(
+    fake_daemon: FakeDaemon, client: OffloadClient
+) -> None:
+    fake_daemon.refusal = ErrorInfo(Code.POOL_FULL, "no room")
     with pytest.raises(Refused, match="no room"):
         client.open_namespace(FINGERPRINT)
     with pytest.raises(Refused, match="open_namespace first"):
@@ -99,22 +101,22 @@ def test_what_the_daemon_refuses_is_not_opened(stand_in: StandIn, client: Offloa
 
 
 def test_a_mirror_that_is_late_fills_later(
-    stand_in: StandIn, client: OffloadClient, monkeypatch: pytest.MonkeyPatch
+    fake_daemon: FakeDaemon, client: OffloadClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_in.store(A)
-    monkeypatch.setattr(stand_in, "_snapshot", lambda: [wire.Snapshot(1, 0, False, (A,))])
+    fake_daemon.store(A)
+    monkeypatch.setattr(fake_daemon, "_snapshot", lambda: [wire.Snapshot(1, 0, False, (A,))])
     with pytest.raises(Gone) as gone:
         client.open_namespace(FINGERPRINT, timeout=0.01)
     assert gone.value.code == Code.TIMEOUT
     assert answers(client, A, B) == [RETRY, RETRY]
-    stand_in.send_back(wire.Snapshot(1, 1, False, (), True))
+    fake_daemon.send_to_client(wire.Snapshot(1, 1, False, (), True))
     assert answers(client, A, B) == [HIT, MISS]
 
 
 def test_a_daemon_that_goes_while_a_mirror_is_awaited(
-    stand_in: StandIn, client: OffloadClient, monkeypatch: pytest.MonkeyPatch
+    fake_daemon: FakeDaemon, client: OffloadClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stand_in, "_snapshot", lambda: [wire.Goodbye("stopping")])
+    monkeypatch.setattr(fake_daemon, "_snapshot", lambda: [wire.Goodbye("stopping")])
     with pytest.raises(Gone, match="stopping"):
         client.open_namespace(FINGERPRINT, timeout=20)
 
@@ -132,60 +134,60 @@ def test_a_daemon_that_goes_while_a_mirror_is_awaited(
     ],
 )
 def test_outside_of_a_namespace_its_verbs_are_refused(
-    stand_in: StandIn, client: OffloadClient, ask: Callable[[OffloadClient], object]
+    fake_daemon: FakeDaemon, client: OffloadClient, ask: Callable[[OffloadClient], object]
 ) -> None:
     with pytest.raises(Refused, match="open_namespace") as refused:
         ask(client)
     assert refused.value.code == Code.UNKNOWN_NAMESPACE
-    assert [type(message) for message in stand_in.said] == [wire.Hello]
+    assert [type(message) for message in fake_daemon.received] == [wire.Hello]
 
 
 # Lookups
 
 
-def test_lookups_follow_the_news(stand_in: StandIn, inside: OffloadClient) -> None:
+def test_lookups_follow_the_news(fake_daemon: FakeDaemon, inside: OffloadClient) -> None:
     assert answers(inside, A, B, C) == [HIT, PENDING, MISS]
-    stand_in.store(B, C)
-    stand_in.evict(A)
+    fake_daemon.store(B, C)
+    fake_daemon.evict(A)
     assert answers(inside, A, B, C) == [MISS, HIT, HIT]
-    assert stand_in.said == []
+    assert fake_daemon.received == []
 
 
-def test_a_gap_is_mended_by_one_more_follow(stand_in: StandIn, inside: OffloadClient) -> None:
-    stand_in.lossy = True
-    stand_in.store(C)
-    stand_in.evict(A)
-    stand_in.lossy = False
+def test_a_gap_is_mended_by_one_more_follow(fake_daemon: FakeDaemon, inside: OffloadClient) -> None:
+    fake_daemon.lossy = True
+    fake_daemon.store(C)
+    fake_daemon.evict(A)
+    fake_daemon.lossy = False
     assert answers(inside, A, C) == [HIT, MISS]
-    stand_in.reserve(C)
+    fake_daemon.reserve(C)
     inside.poll()
-    assert stand_in.said == [wire.Subscribe()]
-    assert not inside.namespace.mirror.whole
+    assert fake_daemon.received == [wire.Subscribe()]
+    assert not inside.namespace.mirror.complete
     assert answers(inside, A, B, C) == [MISS, PENDING, PENDING]
-    assert inside.namespace.mirror.whole
-    assert stand_in.said == [wire.Subscribe()]
+    assert inside.namespace.mirror.complete
+    assert fake_daemon.received == [wire.Subscribe()]
 
 
 def test_lookups_look_at_what_arrived_now_and_then(
-    stand_in: StandIn, inside: OffloadClient, monkeypatch: pytest.MonkeyPatch
+    fake_daemon: FakeDaemon, inside: OffloadClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr("kvferry.client.nonblocking.FRESH", 1.0)
+    monkeypatch.setattr("kvferry.client.nonblocking.MIRROR_MAX_AGE", 1.0)
     monkeypatch.setattr("kvferry.client.nonblocking.time.monotonic", lambda: now[0])
-    inside._stale_at = 0.0
-    drains = stand_in.drains
-    stand_in.store(C)
+    inside._mirror_expires = 0.0
+    drains = fake_daemon.drains
+    fake_daemon.store(C)
     assert inside.lookup(C) is HIT
-    stand_in.evict(C)
+    fake_daemon.evict(C)
     assert [inside.lookup(C) for _ in range(1000)] == [HIT] * 1000
-    assert stand_in.drains == drains + 1
+    assert fake_daemon.drains == drains + 1
     now[0] += 1.5
     assert inside.lookup(C) is MISS
-    assert stand_in.drains == drains + 2
+    assert fake_daemon.drains == drains + 2
 
 
-def test_results_bring_the_news_along(stand_in: StandIn, inside: OffloadClient) -> None:
-    stand_in.store(C)
+def test_results_bring_the_news_along(fake_daemon: FakeDaemon, inside: OffloadClient) -> None:
+    fake_daemon.store(C)
     assert inside.get_finished() == []
     assert inside.namespace.mirror.lookup(C) is HIT
 
@@ -193,15 +195,15 @@ def test_results_bring_the_news_along(stand_in: StandIn, inside: OffloadClient) 
 # Pins and touches
 
 
-def test_pins_and_touches_are_said(stand_in: StandIn, inside: OffloadClient) -> None:
+def test_pins_and_touches_are_said(fake_daemon: FakeDaemon, inside: OffloadClient) -> None:
     inside.pin([A, B])
     inside.touch(iter([B, A]), hits=3, misses=1)
     inside.unpin((A,))
-    assert stand_in.said == [wire.Pin((A, B)), wire.Touch((B, A), 3, 1), wire.Unpin((A,))]
+    assert fake_daemon.received == [wire.Pin((A, B)), wire.Touch((B, A), 3, 1), wire.Unpin((A,))]
     assert inside.namespace.pinned == 1
 
 
-def test_pins_count(stand_in: StandIn, inside: OffloadClient) -> None:
+def test_pins_count(fake_daemon: FakeDaemon, inside: OffloadClient) -> None:
     inside.pin([A, A])
     inside.pin([A, B])
     inside.unpin([A])
@@ -216,13 +218,13 @@ def test_pins_count(stand_in: StandIn, inside: OffloadClient) -> None:
 
 @pytest.mark.parametrize("keys", [[C], [A, C], [A, A]])
 def test_what_is_not_pinned_lets_nothing_go(
-    stand_in: StandIn, inside: OffloadClient, keys: list[bytes]
+    fake_daemon: FakeDaemon, inside: OffloadClient, keys: list[bytes]
 ) -> None:
     inside.pin([A])
     with pytest.raises(Refused) as refused:
         inside.unpin(keys)
     assert refused.value.code == Code.NOT_PINNED
-    assert stand_in.said == [wire.Pin((A,))]
+    assert fake_daemon.received == [wire.Pin((A,))]
     inside.unpin([A])
 
 
@@ -241,14 +243,14 @@ WRONG_KEYS: list[Any] = [
 @pytest.mark.parametrize("keys", WRONG_KEYS)
 @pytest.mark.parametrize("verb", ["pin", "unpin", "touch"])
 def test_keys_that_no_namespace_of_this_kind_has(
-    stand_in: StandIn, inside: OffloadClient, verb: str, keys: Any
+    fake_daemon: FakeDaemon, inside: OffloadClient, verb: str, keys: Any
 ) -> None:
     with pytest.raises(Refused) as refused:
         getattr(inside, verb)(keys)
     assert refused.value.code == Code.BAD_KEY
-    assert stand_in.said == []
+    assert fake_daemon.received == []
     if len(keys) <= MAX_KEYS:
-        assert "is 4 bytes" in refused.value.message
+        assert "have 4 bytes" in refused.value.message
 
 
 # Transfers
@@ -264,115 +266,121 @@ def test_keys_that_no_namespace_of_this_kind_has(
     ],
 )
 def test_the_gpu_s_side_says_which_way_a_job_goes(
-    stand_in: StandIn, inside: OffloadClient, spec: Any, media: tuple[str, str]
+    fake_daemon: FakeDaemon, inside: OffloadClient, spec: Any, media: tuple[str, str]
 ) -> None:
     inside.transfer_async(1, spec, wait_for=3)
-    assert stand_in.said == [wire.Submit(1, spec[0], spec[1], 3)]
-    stand_in.send_back(wire.Goodbye())
+    assert fake_daemon.received == [wire.Submit(1, spec[0], spec[1], 3)]
+    fake_daemon.send_to_client(wire.Goodbye())
     (lost,) = inside.get_finished()
     assert (lost.outcome, lost.transfer_type) == ("lost", media)
 
 
 @pytest.mark.parametrize("keys", [(b"aaaaa",), ("aaaa",), (A, b"")])
 def test_a_transfer_of_other_keys_is_refused_here(
-    stand_in: StandIn, inside: OffloadClient, keys: Any
+    fake_daemon: FakeDaemon, inside: OffloadClient, keys: Any
 ) -> None:
     for spec in ((GPU, KeyLoadStoreSpec(keys)), (KeyLoadStoreSpec(keys), GPU)):
         with pytest.raises(Refused) as refused:
             inside.transfer_async(1, spec)
         assert refused.value.code == Code.BAD_KEY
-    assert stand_in.said == []
+    assert fake_daemon.received == []
 
 
 def test_keys_may_be_submitted_by_who_opened_nothing(
-    stand_in: StandIn, client: OffloadClient
+    fake_daemon: FakeDaemon, client: OffloadClient
 ) -> None:
     """Another process of the engine may have; how long keys are, the daemon knows."""
     client.transfer_async(1, (GPU, KeyLoadStoreSpec((b"of any length",))))
-    assert len(stand_in.heard(wire.Submit)) == 1
+    assert len(fake_daemon.received_of(wire.Submit)) == 1
     wrong: Any = ("no bytes",)
     with pytest.raises(Refused) as refused:
         client.transfer_async(2, (GPU, KeyLoadStoreSpec(wrong)))
     assert refused.value.code == Code.BAD_KEY
 
 
-def test_in_a_namespace_there_is_no_region(stand_in: StandIn, inside: OffloadClient) -> None:
+def test_in_a_namespace_there_is_no_region(fake_daemon: FakeDaemon, inside: OffloadClient) -> None:
     layout: Any = None
     for register in (inside.register_kv_caches, inside.allocate_kv_caches):
         with pytest.raises(Refused, match="cpu_bytes_to_use") as refused:
             register(layout, host_bytes=1 << 20)
         assert refused.value.code == Code.BAD_LAYOUT
-    assert stand_in.said == []
+    assert fake_daemon.received == []
 
 
 # Resets
 
 
-def test_a_reset_returns_once_it_is_done(stand_in: StandIn, inside: OffloadClient) -> None:
+def test_a_reset_returns_once_it_is_done(fake_daemon: FakeDaemon, inside: OffloadClient) -> None:
     inside.reset()
     assert answers(inside, A, B) == [MISS, MISS]
-    stand_in.store(C)
+    fake_daemon.store(C)
     assert answers(inside, A, C) == [MISS, HIT]
 
 
-def test_a_reset_that_is_late_holds_here_at_once(stand_in: StandIn, inside: OffloadClient) -> None:
-    stand_in.slow = True
+def test_a_reset_that_is_late_holds_here_at_once(
+    fake_daemon: FakeDaemon, inside: OffloadClient
+) -> None:
+    fake_daemon.slow = True
     with pytest.raises(Gone) as gone:
         inside.reset(timeout=0.01)
     assert gone.value.code == Code.TIMEOUT
     inside.reset_async()
-    stand_in.store(C)
+    fake_daemon.store(C)
     assert answers(inside, A, C) == [MISS, MISS]
-    stand_in.finish_resets()
-    stand_in.store(B)
+    fake_daemon.finish_resets()
+    fake_daemon.store(B)
     assert answers(inside, A, B, C) == [MISS, HIT, MISS]
 
 
-def test_between_two_resets_everything_is_absent(stand_in: StandIn, inside: OffloadClient) -> None:
-    stand_in.slow = True
+def test_between_two_resets_everything_is_absent(
+    fake_daemon: FakeDaemon, inside: OffloadClient
+) -> None:
+    fake_daemon.slow = True
     inside.reset_async()
     inside.reset_async()
-    first = stand_in.heard(wire.Reset)[0].request_id
-    stand_in.send_back(wire.Done(first))
-    stand_in.store(C)
+    first = fake_daemon.received_of(wire.Reset)[0].request_id
+    fake_daemon.send_to_client(wire.Done(first))
+    fake_daemon.store(C)
     assert inside.lookup(C) is MISS
     assert inside.get_finished() == []
 
 
 def test_a_reset_is_one_where_its_news_were_dropped(
-    stand_in: StandIn, inside: OffloadClient
+    fake_daemon: FakeDaemon, inside: OffloadClient
 ) -> None:
-    stand_in.lossy = True
+    fake_daemon.lossy = True
     inside.reset()
     assert answers(inside, A, B) == [MISS, MISS]
 
 
-def test_a_refused_reset_has_reset_nothing(stand_in: StandIn, inside: OffloadClient) -> None:
-    stand_in.refusal = ErrorInfo(Code.FORBIDDEN, "not now")
+def test_a_refused_reset_has_reset_nothing(fake_daemon: FakeDaemon, inside: OffloadClient) -> None:
+    fake_daemon.refusal = ErrorInfo(Code.FORBIDDEN, "not now")
     with pytest.raises(Refused, match="not now"):
         inside.reset()
     assert answers(inside, A, B, C) == [HIT, PENDING, MISS]
 
 
 def test_a_refused_reset_that_nobody_waits_for_is_raised_where_it_arrives(
-    stand_in: StandIn, inside: OffloadClient
+    fake_daemon: FakeDaemon, inside: OffloadClient
 ) -> None:
-    stand_in.refusal = ErrorInfo(Code.FORBIDDEN, "not now")
+    fake_daemon.refusal = ErrorInfo(Code.FORBIDDEN, "not now")
     inside.reset_async()
     with pytest.raises(Refused, match="not now"):
         inside.get_finished()
     assert inside.lookup(A) is MISS
 
 
-def test_a_mirror_made_during_a_reset_knows_of_it(stand_in: StandIn, client: OffloadClient) -> None:
-    stand_in.store(A)
-    stand_in.slow = True
+def test_a_mirror_made_during_a_reset_knows_of_it(
+    fake_daemon: FakeDaemon, client: OffloadClient
+) -> None:
+    fake_daemon.store(A)
+    fake_daemon.slow = True
     client.open_namespace(FINGERPRINT, mirror=False)
     client.reset_async()
     client.open_namespace(FINGERPRINT)
     assert client.lookup(A) is MISS
-    stand_in.finish_resets()
-    stand_in.store(B)
+    fake_daemon.finish_resets()
+    fake_daemon.store(B)
     assert answers(client, A, B) == [MISS, HIT]
 
 
@@ -381,22 +389,22 @@ def test_a_mirror_made_during_a_reset_knows_of_it(stand_in: StandIn, client: Off
 
 @pytest.mark.parametrize("how", ["killed", "goodbye"])
 def test_an_engine_goes_on_when_the_daemon_is_gone(
-    stand_in: StandIn, inside: OffloadClient, how: str
+    fake_daemon: FakeDaemon, inside: OffloadClient, how: str
 ) -> None:
     inside.pin([A])
     if how == "killed":
-        stand_in.dead = True
+        fake_daemon.disconnected = True
     else:
-        stand_in.send_back(wire.Goodbye("stopping"))
+        fake_daemon.send_to_client(wire.Goodbye("stopping"))
     assert answers(inside, A, B, C) == [MISS, MISS, MISS]
     assert isinstance(inside.gone, Gone)
-    stand_in.said.clear()
+    fake_daemon.received.clear()
     inside.pin([B])
     inside.touch([A])
     inside.unpin([A, B])
     with pytest.raises(Refused):
         inside.unpin([A])
-    assert stand_in.said == []
+    assert fake_daemon.received == []
     calls: list[Callable[[], object]] = [
         inside.reset_async,
         inside.reset,
@@ -408,18 +416,18 @@ def test_an_engine_goes_on_when_the_daemon_is_gone(
 
 
 def test_what_comes_after_the_end_brings_nothing_back(
-    stand_in: StandIn, inside: OffloadClient
+    fake_daemon: FakeDaemon, inside: OffloadClient
 ) -> None:
-    stand_in.slow = True
+    fake_daemon.slow = True
     inside.reset_async()
-    stand_in.send_back(wire.Goodbye("stopping"))
-    stand_in.finish_resets()
-    stand_in.store(C)
+    fake_daemon.send_to_client(wire.Goodbye("stopping"))
+    fake_daemon.finish_resets()
+    fake_daemon.store(C)
     assert inside.get_finished() == []
     assert answers(inside, A, C) == [MISS, MISS]
 
 
-def test_a_closed_client_finds_nothing(stand_in: StandIn, inside: OffloadClient) -> None:
+def test_a_closed_client_finds_nothing(fake_daemon: FakeDaemon, inside: OffloadClient) -> None:
     inside.close()
     assert answers(inside, A) == [MISS]
-    assert stand_in.closed
+    assert fake_daemon.closed

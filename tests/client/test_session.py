@@ -45,7 +45,7 @@ BUSY = ErrorInfo(Code.BUSY, "later", "3")
 @pytest.fixture
 def session() -> ClientSession:
     session = ClientSession("engine", "client")
-    session.feed(encode(WELCOME))
+    session.receive_message(encode(WELCOME))
     return session
 
 
@@ -56,13 +56,13 @@ def submit(session: ClientSession, job_id: int, spec: Any = STORE) -> None:
 
 def finish(session: ClientSession, *job_ids: int, **result: Any) -> None:
     fields = {"direction": Direction.STORE, "outcome": Outcome.DONE} | result
-    session.feed(
+    session.receive_message(
         encode(wire.Finished(tuple(wire.JobResult(job_id, **fields) for job_id in job_ids)))
     )
 
 
 def outcomes(session: ClientSession) -> list[tuple[int, str]]:
-    return [(result.job_id, result.outcome) for result in session.jobs.results()]
+    return [(result.job_id, result.outcome) for result in session.jobs.take_results()]
 
 
 # Greeting
@@ -74,9 +74,9 @@ def test_the_first_message_says_who_speaks() -> None:
 
 def test_a_client_is_greeted_once_the_welcome_is_there() -> None:
     session = ClientSession("engine", "client")
-    assert session.greeted() is None
-    session.feed(encode(WELCOME))
-    assert session.greeted() == WELCOME
+    assert session.read_welcome() is None
+    session.receive_message(encode(WELCOME))
+    assert session.read_welcome() == WELCOME
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_a_client_is_greeted_once_the_welcome_is_there() -> None:
 )
 def test_a_client_that_is_turned_away_learns_why(code: Code, kind: type[KVFerryError]) -> None:
     session = ClientSession("engine", "client")
-    session.feed(encode(wire.Error(None, ErrorInfo(code, "no"))))
+    session.receive_message(encode(wire.Error(None, ErrorInfo(code, "no"))))
     with pytest.raises(kind) as caught:
-        session.greeted()
+        session.read_welcome()
     assert caught.value.code == code
 
 
@@ -103,8 +103,8 @@ def test_a_result_comes_once(session: ClientSession) -> None:
     submit(session, 7)
     finish(session, 7, nbytes=4096, seconds=0.5)
     done = TransferResult(7, True, 4096, 0.5, ("GPU", "CPU"), Outcome.DONE)
-    assert session.jobs.results() == [done]
-    assert (session.jobs.results(), len(session.jobs)) == ([], 0)
+    assert session.jobs.take_results() == [done]
+    assert (session.jobs.take_results(), len(session.jobs)) == ([], 0)
 
 
 def test_results_keep_the_order_in_which_they_came(session: ClientSession) -> None:
@@ -131,7 +131,7 @@ def test_a_job_without_success_says_why(
     finish(
         session, 7, direction=Direction.LOAD, outcome=outcome, error=ErrorInfo(code, "why", "17")
     )
-    (result,) = session.jobs.results()
+    (result,) = session.jobs.take_results()
     assert (result.success, result.outcome, result.transfer_size) == (False, outcome, 0)
     assert result.transfer_type == ("CPU", "GPU")
     assert type(result.error) is kind
@@ -154,7 +154,7 @@ def test_a_job_id_is_used_once_at_a_time(session: ClientSession) -> None:
     assert (caught.value.code, caught.value.value) == (Code.DUPLICATE_JOB, "7")
     finish(session, 7)
     submit(session, 7)
-    assert session.under_way([6, 7, 8]) == [7]
+    assert session.in_flight([6, 7, 8]) == [7]
 
 
 def test_credits_are_spent_and_come_back(session: ClientSession) -> None:
@@ -162,10 +162,10 @@ def test_credits_are_spent_and_come_back(session: ClientSession) -> None:
         submit(session, job_id)
     with pytest.raises(Refused) as caught:
         session.submit(9, STORE, 0)
-    assert (caught.value.code, session.under_way([9])) == (Code.BUSY, [])
+    assert (caught.value.code, session.in_flight([9])) == (Code.BUSY, [])
     finish(session, 1)
     submit(session, 9)
-    assert session.under_way(range(10)) == [0, 2, 9]
+    assert session.in_flight(range(10)) == [0, 2, 9]
 
 
 def test_a_message_that_was_not_sent_is_no_job(session: ClientSession) -> None:
@@ -244,25 +244,25 @@ def test_requests_have_numbers_of_their_own(session: ClientSession) -> None:
     ],
 )
 def test_a_reply_is_there_once_and_for_its_request(session: ClientSession, reply: Any) -> None:
-    with session.requesting(wire.StatusRequest(5)), session.requesting(wire.StatusRequest(4)):
+    with session.expect_reply(wire.StatusRequest(5)), session.expect_reply(wire.StatusRequest(4)):
         assert session.reply(5) is None
-        session.feed(encode(reply))
+        session.receive_message(encode(reply))
         assert session.reply(4) is None
         assert session.reply(5) == reply
         assert session.reply(5) is None
 
 
 def test_a_reply_that_nobody_waits_for_is_not_kept(session: ClientSession) -> None:
-    with session.requesting(wire.StatusRequest(5)):
+    with session.expect_reply(wire.StatusRequest(5)):
         pass
-    session.feed(encode(wire.Waited(5)))
-    session.feed(encode(wire.Error(5, BUSY)))
+    session.receive_message(encode(wire.Waited(5)))
+    session.receive_message(encode(wire.Error(5, BUSY)))
     assert session.reply(5) is None
 
 
 def test_an_error_is_raised_at_its_request_once(session: ClientSession) -> None:
-    with session.requesting(wire.StatusRequest(5)), session.requesting(wire.StatusRequest(4)):
-        session.feed(encode(wire.Error(5, BUSY)))
+    with session.expect_reply(wire.StatusRequest(5)), session.expect_reply(wire.StatusRequest(4)):
+        session.receive_message(encode(wire.Error(5, BUSY)))
         assert session.reply(4) is None
         with pytest.raises(Refused, match="later") as caught:
             session.reply(5)
@@ -274,7 +274,7 @@ def test_an_error_that_belongs_to_nothing_is_raised_where_it_arrives(
     session: ClientSession,
 ) -> None:
     with pytest.raises(Refused, match="later"):
-        session.feed(encode(wire.Error(None, BUSY)))
+        session.receive_message(encode(wire.Error(None, BUSY)))
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", encode(wire.StatusRequest(1))])
@@ -282,7 +282,7 @@ def test_bytes_that_are_no_daemon_s_message_are_refused(
     session: ClientSession, data: bytes
 ) -> None:
     with pytest.raises(Refused) as caught:
-        session.feed(data)
+        session.receive_message(data)
     assert caught.value.code == Code.BAD_MESSAGE
 
 
@@ -301,20 +301,20 @@ def enter(session: ClientSession) -> ClientSession:
 
 @pytest.mark.parametrize("message", [NEWS, wire.Snapshot(1, 0, False, (b"aaaa",), True)])
 def test_what_is_told_of_a_namespace_needs_a_mirror(session: ClientSession, message: Any) -> None:
-    session.feed(encode(message))
-    enter(session).feed(encode(message))
+    session.receive_message(encode(message))
+    enter(session).receive_message(encode(message))
     assert session.snapshot_request() is None
-    session.namespace.follow()
-    session.feed(encode(message))
+    session.namespace.ensure_mirror()
+    session.receive_message(encode(message))
     assert session.snapshot_request() is None
-    assert session.mirrored() == isinstance(message, wire.Snapshot)
+    assert session.mirror_complete() == isinstance(message, wire.Snapshot)
 
 
 def test_a_mirror_that_is_astray_is_followed_up_once(session: ClientSession) -> None:
-    enter(session).namespace.follow()
-    session.feed(encode(wire.Snapshot(0, 0, False, (), True)))
-    session.feed(encode(wire.KeyEvents(2, NEWS.events)))
-    session.feed(encode(wire.KeyEvents(4, NEWS.events)))
+    enter(session).namespace.ensure_mirror()
+    session.receive_message(encode(wire.Snapshot(0, 0, False, (), True)))
+    session.receive_message(encode(wire.KeyEvents(2, NEWS.events)))
+    session.receive_message(encode(wire.KeyEvents(4, NEWS.events)))
     follow = session.snapshot_request()
     assert follow is not None
     assert decode_client_message(follow) == wire.Subscribe()
@@ -322,31 +322,31 @@ def test_a_mirror_that_is_astray_is_followed_up_once(session: ClientSession) -> 
 
 
 def test_a_mirror_is_not_followed_up_at_a_daemon_that_is_gone(session: ClientSession) -> None:
-    enter(session).namespace.follow()
-    session.feed(encode(wire.Snapshot(0, 0, False, (), True)))
-    session.feed(encode(wire.KeyEvents(2, NEWS.events)))
-    session.lose(Gone(Code.DAEMON_GONE, "killed"))
+    enter(session).namespace.ensure_mirror()
+    session.receive_message(encode(wire.Snapshot(0, 0, False, (), True)))
+    session.receive_message(encode(wire.KeyEvents(2, NEWS.events)))
+    session.connection_lost(Gone(Code.DAEMON_GONE, "killed"))
     assert session.snapshot_request() is None
     with pytest.raises(Gone):
-        session.mirrored()
+        session.mirror_complete()
 
 
 def test_a_reset_that_nobody_asked_for_changes_nothing(session: ClientSession) -> None:
-    mirror = enter(session).namespace.follow()
-    session.feed(encode(wire.Snapshot(0, 0, False, (b"aaaa",), True)))
-    session.feed(encode(wire.Done(5)))
+    mirror = enter(session).namespace.ensure_mirror()
+    session.receive_message(encode(wire.Snapshot(0, 0, False, (b"aaaa",), True)))
+    session.receive_message(encode(wire.Done(5)))
     assert mirror.lookup(b"aaaa") is Lookup.HIT
 
 
 def test_a_reset_that_is_waited_for_is_refused_to_who_waits(session: ClientSession) -> None:
     enter(session)
     reset, unheard = session.reset(), session.reset()
-    with session.requesting(reset):
-        session.feed(encode(wire.Error(reset.request_id, BUSY)))
+    with session.expect_reply(reset):
+        session.receive_message(encode(wire.Error(reset.request_id, BUSY)))
         with pytest.raises(Refused, match="later"):
             session.reply(reset.request_id)
     with pytest.raises(Refused, match="later"):
-        session.feed(encode(wire.Error(unheard.request_id, BUSY)))
+        session.receive_message(encode(wire.Error(unheard.request_id, BUSY)))
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -356,7 +356,7 @@ def test_kv_caches_are_registered_with_a_region_or_in_a_namespace(
     layout = KVLayout((TensorLayout(8, 64, 64),), ((TensorRef(0, 64),),))
     if inside:
         enter(session)
-    operation = operations.allocate(session, layout, None if inside else 4096, None)
+    operation = operations.allocate_kv_caches(session, layout, None if inside else 4096, None)
     assert isinstance(next(operation), effects.WaitFor)
     effect = operation.send(True)
     assert isinstance(effect, effects.Send)
@@ -377,8 +377,8 @@ def test_jobs_under_way_are_lost_with_the_daemon(session: ClientSession, end: st
     for job_id, spec in ((1, STORE), (2, LOAD), (3, STORE)):
         submit(session, job_id, spec)
     finish(session, 1)
-    session.feed(ENDS[end])
-    one, two, three = session.jobs.results()
+    session.receive_message(ENDS[end])
+    one, two, three = session.jobs.take_results()
     assert [one.outcome, two.outcome, three.outcome] == ["done", "lost", "lost"]
     assert (two.transfer_type, three.transfer_type) == (("CPU", "GPU"), ("GPU", "CPU"))
     assert not two.success
@@ -386,15 +386,15 @@ def test_jobs_under_way_are_lost_with_the_daemon(session: ClientSession, end: st
     assert two.error.code == Code.DAEMON_GONE
     assert not session.jobs
     finish(session, 2)
-    session.feed(ENDS[end])
-    assert session.jobs.results() == []
+    session.receive_message(ENDS[end])
+    assert session.jobs.take_results() == []
 
 
 @pytest.mark.parametrize("end", ENDS)
 def test_nothing_can_be_asked_of_a_daemon_that_is_gone(session: ClientSession, end: str) -> None:
-    with session.requesting(wire.StatusRequest(5)):
-        session.feed(encode(wire.Waited(5)))
-        session.feed(ENDS[end])
+    with session.expect_reply(wire.StatusRequest(5)):
+        session.receive_message(encode(wire.Waited(5)))
+        session.receive_message(ENDS[end])
         for ask in (
             lambda: session.submit(1, STORE, 0),
             lambda: session.cancel([1]),
@@ -410,8 +410,8 @@ def test_nothing_can_be_asked_of_a_daemon_that_is_gone(session: ClientSession, e
 
 def test_the_first_reason_for_the_end_stands(session: ClientSession) -> None:
     first = Gone(Code.TIMEOUT, "no answer")
-    session.lose(first)
-    session.lose(Gone(Code.DAEMON_GONE, "later"))
+    session.connection_lost(first)
+    session.connection_lost(Gone(Code.DAEMON_GONE, "later"))
     assert session.gone is first
 
 
@@ -427,26 +427,26 @@ KILLED = Gone(Code.DAEMON_GONE, "killed")
 def reconnecting() -> ClientSession:
     """CONNECTED, with a daemon that may be followed by another."""
     session = ClientSession("engine", "client", reconnects=True)
-    session.feed(encode(WELCOME))
-    session.restored()
+    session.receive_message(encode(WELCOME))
+    session.mark_connected()
     return session
 
 
 def answer(session: ClientSession, operation: Any, effect: Any, message: Any) -> Any:
     """Feed what a daemon answers to an effect, and go on to the next one."""
     if isinstance(effect, effects.Request):
-        with session.requesting(effect.message):
-            session.feed(encode(message))
+        with session.expect_reply(effect.message):
+            session.receive_message(encode(message))
             return operation.send(session.reply(effect.message.request_id))
     if message is not None:
-        session.feed(encode(message))
+        session.receive_message(encode(message))
     assert effect.until() is not None
     return operation.send(effect.until())
 
 
 def come_back(session: ClientSession, welcome: wire.Welcome = LATER) -> None:
     """With nothing to be had again."""
-    session.connect()
+    session.socket_opened()
     operation = operations.connect(session)
     with pytest.raises(StopIteration):
         answer(session, operation, next(operation), welcome)
@@ -458,35 +458,41 @@ def test_the_states_of_a_session(reconnecting: ClientSession) -> None:
         None,
         1,
     )
-    reconnecting.lose(KILLED)
-    assert (reconnecting.state, reconnecting.present()) == (ConnectionState.DISCONNECTED, None)
-    assert "connecting again" in str(reconnecting.gone)
-    reconnecting.connect()
-    assert (reconnecting.state, reconnecting.present()) == (ConnectionState.CONNECTING, None)
-    with pytest.raises(Gone, match="connecting again"):
+    reconnecting.connection_lost(KILLED)
+    assert (reconnecting.state, reconnecting.check_connected()) == (
+        ConnectionState.DISCONNECTED,
+        None,
+    )
+    assert "reconnecting" in str(reconnecting.gone)
+    reconnecting.socket_opened()
+    assert (reconnecting.state, reconnecting.check_connected()) == (
+        ConnectionState.CONNECTING,
+        None,
+    )
+    with pytest.raises(Gone, match="reconnecting"):
         reconnecting.submit(1, STORE, 0)
-    reconnecting.lose(KILLED)
+    reconnecting.connection_lost(KILLED)
     come_back(reconnecting)
-    assert (reconnecting.state, reconnecting.present(), reconnecting.incarnation) == (
+    assert (reconnecting.state, reconnecting.check_connected(), reconnecting.incarnation) == (
         ConnectionState.CONNECTED,
         True,
         2,
     )
-    reconnecting.lose(KILLED)
+    reconnecting.connection_lost(KILLED)
     reconnecting.stop_reconnecting()
     assert reconnecting.closed
     with pytest.raises(Gone):
-        reconnecting.present()
+        reconnecting.check_connected()
 
 
 def test_all_is_had_again_in_order(reconnecting: ClientSession) -> None:
     opening = wire.OpenNamespace(1, FINGERPRINT, 1 << 20, "arc", 2)
     reconnecting.namespace_opened(opening, OPENED)
-    mirror = reconnecting.namespace.follow()
-    reconnecting.feed(encode(wire.Snapshot(3, 0, False, (b"aaaa",), True)))
+    mirror = reconnecting.namespace.ensure_mirror()
+    reconnecting.receive_message(encode(wire.Snapshot(3, 0, False, (b"aaaa",), True)))
     reconnecting.namespace.pin([b"aaaa", b"bbbb", b"aaaa"])
-    reconnecting.lose(KILLED)
-    reconnecting.connect()
+    reconnecting.connection_lost(KILLED)
+    reconnecting.socket_opened()
     operation = operations.connect(reconnecting)
     effect: Any = next(operation)
     assert effect.message == wire.Hello(1, 1, "client", "engine")
@@ -501,7 +507,7 @@ def test_all_is_had_again_in_order(reconnecting: ClientSession) -> None:
     )
     assert effect.message == wire.Subscribe()
     assert effect.until() is None
-    reconnecting.feed(encode(wire.Snapshot(1, 0, False, (b"bbbb",), True)))
+    reconnecting.receive_message(encode(wire.Snapshot(1, 0, False, (b"bbbb",), True)))
     assert mirror.lookup(b"bbbb") is Lookup.MISS
     effect = answer(reconnecting, operation, effect, None)
     assert effect.message == wire.Pin((b"aaaa", b"aaaa", b"bbbb"))
@@ -514,22 +520,22 @@ def test_resets_that_were_not_done_are_done_before_anything_shows(
     reconnecting: ClientSession,
 ) -> None:
     reconnecting.namespace_opened(wire.OpenNamespace(1, FINGERPRINT), OPENED)
-    reconnecting.namespace.follow()
+    reconnecting.namespace.ensure_mirror()
     reconnecting.reset()
-    reconnecting.lose(KILLED)
+    reconnecting.connection_lost(KILLED)
     reconnecting.reset()
-    reconnecting.connect()
+    reconnecting.socket_opened()
     operation = operations.connect(reconnecting)
     effect = answer(reconnecting, operation, next(operation), WELCOME)
     opened = msgspec.structs.replace(OPENED, request_id=effect.message.request_id)
     effect = answer(reconnecting, operation, effect, opened)
-    reconnecting.feed(encode(wire.Snapshot(1, 0, False, (b"aaaa",), True)))
+    reconnecting.receive_message(encode(wire.Snapshot(1, 0, False, (b"aaaa",), True)))
     effect = answer(reconnecting, operation, effect, None)
     assert isinstance(effect.message, wire.Reset)
     with pytest.raises(StopIteration):
         answer(reconnecting, operation, effect, wire.Done(effect.message.request_id))
     assert reconnecting.namespace.mirror.lookup(b"aaaa") is Lookup.MISS
-    assert reconnecting.namespace.undone() == ()
+    assert reconnecting.namespace.pending_resets() == ()
 
 
 def test_a_host_block_whose_store_was_lost_is_not_loaded_until_it_is_stored_again(
@@ -537,42 +543,44 @@ def test_a_host_block_whose_store_was_lost_is_not_loaded_until_it_is_stored_agai
 ) -> None:
     """A daemon that has the blocks of the one before may have what was there before that store."""
     submit(reconnecting, 1, STORE)
-    reconnecting.lose(KILLED)
+    reconnecting.connection_lost(KILLED)
     come_back(reconnecting)
     with pytest.raises(Refused) as caught:
         reconnecting.submit(2, LOAD, 0)
     assert (caught.value.code, caught.value.value) == (Code.STALE, "3")
     submit(reconnecting, 3, STORE)
     failed = wire.JobResult(3, Direction.STORE, Outcome.FAILED)
-    reconnecting.feed(encode(wire.Finished((failed,))))
+    reconnecting.receive_message(encode(wire.Finished((failed,))))
     with pytest.raises(Refused):
         reconnecting.submit(2, LOAD, 0)
     submit(reconnecting, 4, STORE)
-    reconnecting.feed(encode(wire.Finished((wire.JobResult(4, Direction.STORE, Outcome.DONE),))))
+    reconnecting.receive_message(
+        encode(wire.Finished((wire.JobResult(4, Direction.STORE, Outcome.DONE),)))
+    )
     reconnecting.submit(2, LOAD, 0)
 
 
 def test_who_waits_is_told_once_that_the_daemon_went(reconnecting: ClientSession) -> None:
-    with reconnecting.requesting(wire.StatusRequest(5)):
-        reconnecting.lose(KILLED)
-        reconnecting.connect()
+    with reconnecting.expect_reply(wire.StatusRequest(5)):
+        reconnecting.connection_lost(KILLED)
+        reconnecting.socket_opened()
         with pytest.raises(Gone, match="killed"):
             reconnecting.reply(5)
-    with reconnecting.requesting(wire.StatusRequest(6)):
+    with reconnecting.expect_reply(wire.StatusRequest(6)):
         assert reconnecting.reply(6) is None
 
 
 def test_a_daemon_that_does_not_take_us_back(reconnecting: ClientSession) -> None:
     full = Refused(Code.POOL_FULL, "no room", 5)
-    reconnecting.lose(KILLED)
-    reconnecting.connect()
-    reconnecting.attempt_failed(full)
+    reconnecting.connection_lost(KILLED)
+    reconnecting.socket_opened()
+    reconnecting.reconnect_failed(full)
     assert (reconnecting.state, reconnecting.refused) == (ConnectionState.DISCONNECTED, full)
     with pytest.raises(Gone, match="no room") as caught:
-        reconnecting.present()
+        reconnecting.check_connected()
     assert caught.value.__cause__ is full
-    reconnecting.connect()
-    reconnecting.attempt_failed(Gone(Code.SHUTTING_DOWN, "stopping"))
+    reconnecting.socket_opened()
+    reconnecting.reconnect_failed(Gone(Code.SHUTTING_DOWN, "stopping"))
     assert reconnecting.refused is full
     come_back(reconnecting)
     assert reconnecting.gone is None
@@ -580,7 +588,7 @@ def test_a_daemon_that_does_not_take_us_back(reconnecting: ClientSession) -> Non
 
 def test_why_the_daemon_is_gone_does_not_grow(reconnecting: ClientSession) -> None:
     """An engine may ask at every effect, for hours."""
-    reconnecting.lose(KILLED)
+    reconnecting.connection_lost(KILLED)
     for _ in range(100):
         with pytest.raises(Gone) as caught:
             reconnecting.submit(1, STORE, 0)
@@ -592,14 +600,17 @@ def test_a_session_that_is_abandoned_revokes_its_timeline_and_loses_its_jobs_onc
 ) -> None:
     timeline = Timeline.create()
     caches: Any = None
-    reconnecting.registered(Registration(caches, None, timeline), REGION)
+    reconnecting.kv_caches_registered(Registration(caches, None, timeline), REGION)
     submit(reconnecting, 7)
     reconnecting.abandon()
     assert timeline.revoked
     assert outcomes(reconnecting) == [(7, "lost")]
     reconnecting.abandon()
     assert outcomes(reconnecting) == []
-    assert (reconnecting.state, reconnecting.present()) == (ConnectionState.DISCONNECTED, None)
+    assert (reconnecting.state, reconnecting.check_connected()) == (
+        ConnectionState.DISCONNECTED,
+        None,
+    )
     revoked = timeline.descriptor
     sending = operations._send_timeline(timeline)  # as registering again does
     assert next(sending) == effects.PassFds((timeline.descriptor,))
@@ -612,11 +623,11 @@ def test_a_session_that_is_abandoned_revokes_its_timeline_and_loses_its_jobs_onc
 def test_a_session_with_a_state_to_restore_begins_disconnected() -> None:
     state = SessionState.of_namespace(FINGERPRINT, eviction_policy="arc")
     session = ClientSession("engine", "client", reconnects=True, restore=state)
-    assert (session.state, session.present()) == (ConnectionState.DISCONNECTED, None)
+    assert (session.state, session.check_connected()) == (ConnectionState.DISCONNECTED, None)
     assert session.namespace.mirror.lookup(b"aaaa") is Lookup.MISS
-    with pytest.raises(Gone, match="no daemon"):
+    with pytest.raises(Gone, match="not connected"):
         submit(session, 1)
-    session.connect()
+    session.socket_opened()
     connecting = operations.connect(session)
     effect = answer(session, connecting, next(connecting), WELCOME)
     assert isinstance(effect, effects.Request)
@@ -626,7 +637,7 @@ def test_a_session_with_a_state_to_restore_begins_disconnected() -> None:
     opened = msgspec.structs.replace(OPENED, request_id=opening.request_id)
     effect = answer(session, connecting, effect, opened)
     assert isinstance(effect, effects.Send)
-    session.feed(encode(wire.Snapshot(0, 0, False, (b"aaaa",), True)))
+    session.receive_message(encode(wire.Snapshot(0, 0, False, (b"aaaa",), True)))
     with pytest.raises(StopIteration):
         connecting.send(effect.until())
     assert session.namespace.mirror.lookup(b"aaaa") is Lookup.HIT

@@ -15,7 +15,7 @@ from kvferry.proto.messages import AllocateKVCaches, Hello
 from support.raw_client import one_tensor
 
 if TYPE_CHECKING:
-    from client.conftest import StandIn
+    from client.conftest import FakeDaemon
 
 LAYOUT = one_tensor()
 HUGE = msgspec.structs.replace(LAYOUT, block_size_factor=5000)
@@ -64,23 +64,26 @@ def enter(fingerprint: Any = None, **arguments: Any) -> Callable[[OffloadClient]
     ],
 )
 def test_nothing_is_sent_that_cannot_be_read(
-    stand_in: StandIn, client: OffloadClient, ask: Callable[[OffloadClient], object], said: str
+    fake_daemon: FakeDaemon,
+    client: OffloadClient,
+    ask: Callable[[OffloadClient], object],
+    said: str,
 ) -> None:
-    greeted = list(stand_in.said)
+    greeted = list(fake_daemon.received)
     with pytest.raises(Refused, match=said) as refused:
         ask(client)
     assert refused.value.code == Code.BAD_MESSAGE
-    assert stand_in.said == greeted
+    assert fake_daemon.received == greeted
 
 
 @pytest.mark.parametrize(
     "named", [{"engine": ""}, {"engine": "x" * 300}, {"engine": None}, {"client": "x" * 300}]
 )
-def test_a_name_that_cannot_be_read(stand_in: StandIn, named: dict[str, Any]) -> None:
+def test_a_name_that_cannot_be_read(fake_daemon: FakeDaemon, named: dict[str, Any]) -> None:
     (name,) = named
     with pytest.raises(Refused, match=f"{name} is a text of . to 256 characters"):
-        OffloadClient(stand_in.directory, **named)
-    assert stand_in.said == []
+        OffloadClient(fake_daemon.directory, **named)
+    assert fake_daemon.received == []
 
 
 def test_numbers_may_be_numpy_s() -> None:

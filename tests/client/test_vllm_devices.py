@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.client.vllm import engine_config as module
-from kvferry.client.vllm.engine_config import Blocks, read_engine_config
+from kvferry.client.vllm.engine_config import BlockSizes, read_engine_config
 from support.vllm_stand_ins import vllm_config
 
 
@@ -57,5 +57,5 @@ def test_a_rank_has_the_device_that_vllm_was_told(
         kv_cache_tensors=[SimpleNamespace(size=4096, block_stride=0)],
         kv_cache_groups=[SimpleNamespace(layer_names=["a"])],
     )
-    place = read_engine_config(config, caches, Blocks((16,), 16, 1))
+    place = read_engine_config(config, caches, BlockSizes((16,), 16, 1))
     assert [str(place.of(rank).daemon()) for rank in (0, 1)] == found

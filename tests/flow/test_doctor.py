@@ -22,7 +22,15 @@ import zmq
 
 from kvferry.client import GPULoadStoreSpec, LocalDaemon, OffloadClient
 from kvferry.client.cli import main
-from kvferry.client.doctor import CHECKS, Case, Finding, Verdict, daemon, environment, examine
+from kvferry.client.doctor import (
+    CHECKS,
+    CheckContext,
+    Finding,
+    Verdict,
+    daemon,
+    environment,
+    run_checks,
+)
 from kvferry.proto import messages as wire
 from kvferry.proto import status as told
 from kvferry.proto.codec import decode_client_message, encode
@@ -78,19 +86,30 @@ def test_a_daemon_and_nothing_wrong(
     start_kvferryd: StartKvferryd, device: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     running = start_kvferryd("0" if device.startswith("cuda") else device)
-    findings = examine(running.directory, 20.0)
+    findings = run_checks(running.directory, 20.0)
     said = by_check(findings)
     assert {finding.verdict for finding in findings} <= {Verdict.OK, Verdict.WARN}
-    wanted = ["folder", "sockets", "greeting", "version", "answers", "processes", "device", "pool"]
+    wanted = [
+        "directory",
+        "sockets",
+        "connection",
+        "version",
+        "status",
+        "processes",
+        "device",
+        "pool",
+    ]
     assert all(said[check].verdict is Verdict.OK for check in [*wanted, "round trip"])
-    assert f"pid {running.pid}" in said["greeting"].found
-    assert examine(running.runtime_dir, 20.0)[-1].verdict is Verdict.OK  # its page is taken again
+    assert f"pid {running.pid}" in said["connection"].found
+    assert (
+        run_checks(running.runtime_dir, 20.0)[-1].verdict is Verdict.OK
+    )  # its page is taken again
     assert kvferry("doctor", "-d", running.directory) == 0
     assert "round trip" in capsys.readouterr().out
 
 
 def test_the_doctor_leaves_no_session(kvferryd: LocalDaemon) -> None:
-    assert examine(kvferryd.directory, math.inf)[-1].verdict is Verdict.OK
+    assert run_checks(kvferryd.directory, math.inf)[-1].verdict is Verdict.OK
     with OffloadClient(kvferryd.directory) as client:
         until(lambda: client.status().sessions == 1)
         until(lambda: not any(engine.present for engine in client.status().engines))
@@ -113,7 +132,7 @@ def test_findings_for_programs(kvferryd: LocalDaemon, capsys: pytest.CaptureFixt
 def test_no_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     places = [tmp_path / "one", tmp_path / "two"]
     monkeypatch.setattr("kvferry.client.doctor.daemon.runtime_directories", lambda: places)
-    failure = the_failure(examine())
+    failure = the_failure(run_checks())
     assert all(str(place) in failure.found for place in places)
     assert failure.change.startswith("kvferryd ")
 
@@ -121,20 +140,20 @@ def test_no_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_several_daemons(start_kvferryd: StartKvferryd, tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).symlink_to(start_kvferryd().directory)
-    failure = the_failure(examine(tmp_path))
+    failure = the_failure(run_checks(tmp_path))
     assert "several" in failure.found
     assert f"doctor -d {tmp_path / 'one'}" in failure.change
 
 
 def test_a_daemon_that_was_killed(kvferryd: LocalDaemon) -> None:
     kvferryd.kill()
-    failure = the_failure(examine(kvferryd.directory))
+    failure = the_failure(run_checks(kvferryd.directory))
     assert failure.check == "sockets"
     assert "no process listens" in failure.found
     assert failure.change == "kvferryd --device cpu"
     gpu = kvferryd.directory.with_name("GPU-1")
     kvferryd.directory.rename(gpu)
-    assert the_failure(examine(gpu)).change.startswith("kvferryd --device GPU-1 --pool-size")
+    assert the_failure(run_checks(gpu)).change.startswith("kvferryd --device GPU-1 --pool-size")
 
 
 @as_root
@@ -145,7 +164,7 @@ def test_another_user_may_not_enter(kvferryd: LocalDaemon, mode: int, change: st
     kvferryd.runtime_dir.chmod(0o755)
     kvferryd.directory.chmod(mode)
     failure = the_failure(examine_as_nobody(kvferryd.runtime_dir))
-    assert failure.check == "folder"
+    assert failure.check == "directory"
     assert f"{kvferryd.directory}: permission denied, of root" in failure.found
     assert failure.change.startswith((change, f"join its group: {change}"))
 
@@ -175,7 +194,7 @@ def test_another_user_may_not_connect(kvferryd: LocalDaemon) -> None:
         assert (failure.check, name in failure.found) == ("sockets", True)
         (kvferryd.directory / name).chmod(0o777)
     failure = the_failure(examine_as_nobody(kvferryd.directory))
-    assert failure.check == "greeting"
+    assert failure.check == "connection"
     assert failure.change.startswith("name a group of this user as access.group")
 
 
@@ -185,10 +204,10 @@ def test_another_user_may_not_connect(kvferryd: LocalDaemon) -> None:
 def test_a_daemon_that_is_stopped_by_a_signal(kvferryd: LocalDaemon) -> None:
     os.kill(kvferryd.pid, signal.SIGSTOP)
     try:
-        failure = the_failure(examine(kvferryd.directory, 0.3))
+        failure = the_failure(run_checks(kvferryd.directory, 0.3))
     finally:
         os.kill(kvferryd.pid, signal.SIGCONT)
-    assert failure.check == "greeting"
+    assert failure.check == "connection"
     assert failure.change.endswith(f"kill -CONT {kvferryd.pid}")
 
 
@@ -210,10 +229,10 @@ def test_a_daemon_in_another_pid_namespace() -> None:
             where = Path(directory, "cpu")
             try:
                 until(lambda: (where / "kvferry.sock").exists(), 20.0)
-                failure = the_failure(examine(where))
+                failure = the_failure(run_checks(where))
             finally:
                 process.kill()
-    assert failure.check == "greeting"
+    assert failure.check == "connection"
     assert "--pid=host" in failure.change
 
 
@@ -278,7 +297,7 @@ def welcome(protocol: int = 1, version: str = "0.1.0", info: told.DeviceInfo = C
 @pytest.mark.parametrize(("protocol", "age"), [(2, "newer"), (0, "older")])
 def test_a_daemon_of_another_protocol(impostor: Impostor, protocol: int, age: str) -> None:
     impostor.answers = [encode(welcome(protocol, "7.0"))]
-    failure = the_failure(examine(impostor.directory, 1.0))
+    failure = the_failure(run_checks(impostor.directory, 1.0))
     assert failure.check == "version"
     assert f"{age}: protocol {protocol}" in failure.found
     assert "kvferry 7.0" in failure.change
@@ -289,16 +308,16 @@ def test_a_daemon_that_speaks_otherwise(impostor: Impostor, how: str) -> None:
     unknown = [*msgspec.msgpack.decode(encode(welcome())), "a field of tomorrow's"]
     refusal = wire.Error(None, ErrorInfo(Code.PROTOCOL_VERSION, "this daemon speaks protocol 9"))
     impostor.answers = [encode(refusal) if how == "refuses" else msgspec.msgpack.encode(unknown)]
-    failure = the_failure(examine(impostor.directory, 1.0))
-    assert failure.check == "greeting"
+    failure = the_failure(run_checks(impostor.directory, 1.0))
+    assert failure.check == "connection"
     assert "same version" in failure.change
 
 
 def test_a_daemon_of_another_version_that_never_answers(impostor: Impostor) -> None:
     impostor.answers = [encode(welcome(1, "7.0"))]
-    said = by_check(examine(impostor.directory, 0.5))
+    said = by_check(run_checks(impostor.directory, 0.5))
     assert said["version"].verdict in (Verdict.WARN, Verdict.OK)
-    assert said["answers"].verdict is Verdict.FAIL
+    assert said["status"].verdict is Verdict.FAIL
     assert said["processes"].verdict is Verdict.WARN
     assert "round trip" not in said
 
@@ -309,7 +328,7 @@ def test_a_gpu_that_is_not_to_be_seen_here(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     other = welcome(info=told.DeviceInfo("cuda", "GPU-of-another-machine", "NVIDIA X"))
     impostor.answers = [encode(other)]
-    said = by_check(examine(impostor.directory, 0.5))
+    said = by_check(run_checks(impostor.directory, 0.5))
     assert said["device"].verdict is Verdict.FAIL
     assert "CUDA_VISIBLE_DEVICES=7" in said["device"].found
 
@@ -321,7 +340,7 @@ def test_a_full_pool_is_left_alone(start_kvferryd: StartKvferryd) -> None:
     running = start_kvferryd(pool_bytes=8 * 4096)
     with RawClient(running.directory, "full") as raw:
         raw.register(num_blocks=8, page=4096)
-        (last,) = examine(running.directory)[-1:]
+        (last,) = run_checks(running.directory)[-1:]
         assert (last.check, last.verdict) == ("round trip", Verdict.WARN)
         assert "full" in last.found
 
@@ -333,7 +352,7 @@ def test_wrong_bytes_are_noticed(kvferryd: LocalDaemon, monkeypatch: pytest.Monk
         real(client, job_id, (GPULoadStoreSpec([1]), spec[1]) if job_id == 1 else spec, wait_for)
 
     monkeypatch.setattr(OffloadClient, "transfer_async", stores_another)
-    last = examine(kvferryd.directory)[-1]
+    last = run_checks(kvferryd.directory)[-1]
     assert (last.check, last.verdict) == ("round trip", Verdict.FAIL)
     assert "differ" in last.found
 
@@ -345,7 +364,7 @@ def test_a_pool_that_is_not_registered_whole(
     with OffloadClient(kvferryd.directory) as client:
         status = client.status()
     pool = msgspec.structs.replace(status.pool, pinned_bytes=status.pool.size_bytes // 2)
-    case = Case(None, 1.0)
+    case = CheckContext(None, 1.0)
     case.status = msgspec.structs.replace(status, pool=pool, uptime_seconds=uptime)
     (finding,) = daemon.pool(case)
     assert finding.verdict is verdict
@@ -358,7 +377,7 @@ def test_a_pool_that_is_not_registered_whole(
 def test_packages_that_are_missing_or_old(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"msgspec": None, "numpy": "1.25.2", "pyzmq": "27.1.0", "torch": None}
     monkeypatch.setattr(environment, "installed_version", versions.__getitem__)
-    first, second, last = environment.packages(Case(None, 1.0))
+    first, second, last = environment.packages(CheckContext(None, 1.0))
     assert first.change == "pip install 'msgspec>=0.18.6'"
     assert second.found == "numpy 1.25.2 is too old"
     assert "no torch" in last.found
@@ -378,7 +397,7 @@ def test_expandable_segments(
     monkeypatch: pytest.MonkeyPatch, name: str, setting: str, verdict: Verdict
 ) -> None:
     monkeypatch.setenv(name, setting)
-    (finding,) = environment.allocator(Case(None, 1.0))
+    (finding,) = environment.allocator(CheckContext(None, 1.0))
     assert finding.verdict is verdict
 
 
@@ -388,14 +407,14 @@ def test_vllm(monkeypatch: pytest.MonkeyPatch, version: str | None, seed: str | 
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     if seed is not None:
         monkeypatch.setenv("PYTHONHASHSEED", seed)
-    verdicts = [finding.verdict for finding in environment.vllm(Case(None, 1.0))]
+    verdicts = [finding.verdict for finding in environment.vllm(CheckContext(None, 1.0))]
     expected = [Verdict.OK] * 2 if seed else [Verdict.WARN] * 2
     assert verdicts == ([] if version is None else expected)
 
 
 def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "SMALL_SHM", 1 << 60)
-    (finding,) = environment.shared_memory(Case(None, 1.0))
+    monkeypatch.setattr(environment, "MIN_SHM", 1 << 60)
+    (finding,) = environment.shared_memory(CheckContext(None, 1.0))
     assert finding.verdict is Verdict.WARN
     assert "--shm-size" in finding.change
 
@@ -403,5 +422,5 @@ def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_check_says_what_to_change() -> None:
     """A finding that is not well has a line to change; the checks' names are their functions'."""
     assert len({check.__name__ for check in CHECKS}) == len(CHECKS)
-    for finding in examine(Path("/nowhere")):
+    for finding in run_checks(Path("/nowhere")):
         assert (finding.verdict is Verdict.OK) == (not finding.change)

@@ -287,7 +287,7 @@ def test_two_daemons_of_two_ranks(start_kvferryd: StartKvferryd) -> None:
             pages = client.allocate_kv_caches(LAYOUT).tensors
             workers.append(Tenant(client, None, pages))  # type: ignore[arg-type]
         manager = stack.enter_context(
-            OffloadingManager.open(
+            OffloadingManager.connect(
                 [d.directory for d in daemons], engine="tp", fingerprint=FINGERPRINT
             )
         )

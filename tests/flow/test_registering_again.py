@@ -26,7 +26,7 @@ from kvferry.client import (
     Timeline,
     shared_empty,
 )
-from kvferry.client.nonblocking import NonBlocking
+from kvferry.client.nonblocking import NonBlockingClient
 from kvferry.testing.plugin import StartKvferryd
 from support.raw_client import one_tensor
 
@@ -40,7 +40,7 @@ class RegisteredEngine:
     def __init__(self, daemon: LocalDaemon) -> None:
         self._process = daemon.process
 
-    def still(self, client: NonBlocking) -> None:
+    def still(self, client: NonBlockingClient) -> None:
         send = client._send
 
         def stopping(data: bytes) -> None:

@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from kvferry.client.vllm.load_eta import LEAD
+from kvferry.client.vllm.load_eta import MAX_WAIT
 
 
 class IdealSpec(OffloadingSpec):
@@ -91,7 +91,7 @@ class IdealWorker(OffloadingWorker):
     def get_finished(self) -> list[TransferResult]:
         now = time.perf_counter()
         first = min((due for due, _ in self._due if due > now), default=None)
-        if first is not None and first - now < LEAD:
+        if first is not None and first - now < MAX_WAIT:
             time.sleep(first - now)
             now = time.perf_counter()
         ended = [result for due, result in self._due if due <= now]

@@ -1,9 +1,8 @@
-"""The client for asyncio: the same calls; those that wait are awaited.
+"""The client for asyncio: as OffloadClient, but calls that wait are coroutines.
 
     client = await AsyncOffloadClient.connect(directory, engine="my-engine")
 
-The others (transfer_async, get_finished, cancel, lookup, pin...) never wait and are plain methods,
-as in OffloadClient.
+The others (transfer_async, get_finished, cancel, lookup, pin...) never wait and are plain methods.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from typing import Any, TypeVar
 
 from kvferry.client import operations
 from kvferry.client.effects import Operation
-from kvferry.client.endpoint import LOOK_EVERY, has_daemon
-from kvferry.client.nonblocking import KVCaches, NonBlocking
+from kvferry.client.endpoint import FIND_INTERVAL, has_daemon
+from kvferry.client.nonblocking import KVCaches, NonBlockingClient
 from kvferry.client.operations import AllocatedKVCaches
-from kvferry.client.reconnect import TICK
+from kvferry.client.reconnect import POLL_INTERVAL
 from kvferry.client.timeline import Timeline
 from kvferry.client.validation import check_fields
 from kvferry.proto.errors import KVFerryError
@@ -32,10 +31,10 @@ from kvferry.proto.status import DaemonStatus, Fingerprint, NamespaceStatus
 R = TypeVar("R")
 
 
-class AsyncOffloadClient(NonBlocking):
-    """As OffloadClient, for one event loop, which keeps it until it is closed, or the loop is.
+class AsyncOffloadClient(NonBlockingClient):
+    """As OffloadClient, for one event loop, which references it until the client or loop is closed.
 
-    Make one with `connect`.
+    Create one with `connect`. All methods are called in the thread of the event loop.
     """
 
     def __init__(
@@ -45,8 +44,8 @@ class AsyncOffloadClient(NonBlocking):
         self.timeout = 10.0
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
-        self._ticking = False
-        self._attach()
+        self._tick_scheduled = False
+        self._add_readers()
 
     @classmethod
     async def connect(
@@ -58,22 +57,22 @@ class AsyncOffloadClient(NonBlocking):
         timeout: float = 10.0,
         reconnect: bool = True,
     ) -> AsyncOffloadClient:
-        """A session with a daemon; parameters and errors as OffloadClient's.
+        """Connect to a daemon; arguments and errors as OffloadClient's.
 
         When the connection is lost, the event loop reconnects: no call is needed.
         """
         check_fields(Hello, client=client, engine=engine)
         deadline = time.monotonic() + timeout
         while not has_daemon(directory) and time.monotonic() < deadline:
-            await asyncio.sleep(LOOK_EVERY)
+            await asyncio.sleep(FIND_INTERVAL)
         self = cls(directory, engine, client, reconnect)
         self.timeout = timeout
         try:
             left = max(0.0, deadline - time.monotonic())
-            await self._perform(operations.connect(self._session), left)
+            await self._run_operation(operations.connect(self._session), left)
         except BaseException:
             self._stop_reconnecting()
-            self._hang_up()
+            self._close_connection()
             raise
         return self
 
@@ -96,11 +95,11 @@ class AsyncOffloadClient(NonBlocking):
             store_threshold,
             mirror,
         )
-        return await self._perform(operation, timeout)
+        return await self._run_operation(operation, timeout)
 
     async def reset(self, timeout: float | None = None) -> None:
         """As OffloadClient.reset."""
-        await self._perform(operations.reset(self._session), timeout)
+        await self._run_operation(operations.reset_namespace(self._session), timeout)
 
     async def register_kv_caches(
         self,
@@ -113,8 +112,10 @@ class AsyncOffloadClient(NonBlocking):
     ) -> HostRegion:
         """As OffloadClient.register_kv_caches."""
         session = self._session
-        operation = operations.register(session, kv_caches, host_bytes, timeline, canonical)
-        return await self._perform(operation, timeout)
+        operation = operations.register_kv_caches(
+            session, kv_caches, host_bytes, timeline, canonical
+        )
+        return await self._run_operation(operation, timeout)
 
     async def allocate_kv_caches(
         self,
@@ -126,40 +127,42 @@ class AsyncOffloadClient(NonBlocking):
         timeout: float | None = None,
     ) -> AllocatedKVCaches:
         """As OffloadClient.allocate_kv_caches."""
-        operation = operations.allocate(self._session, layout, host_bytes, timeline, keep)
-        return await self._perform(operation, timeout)
+        operation = operations.allocate_kv_caches(self._session, layout, host_bytes, timeline, keep)
+        return await self._run_operation(operation, timeout)
 
     async def release_kv_caches(
         self, engine: str | None = None, timeout: float | None = None
     ) -> int:
         """As OffloadClient.release_kv_caches."""
-        operation = operations.release(self._session, self.engine if engine is None else engine)
-        return await self._perform(operation, timeout)
+        operation = operations.release_kv_caches(
+            self._session, self.engine if engine is None else engine
+        )
+        return await self._run_operation(operation, timeout)
 
     async def wait(self, job_ids: Collection[int], timeout: float | None = None) -> None:
         """As OffloadClient.wait."""
-        await self._perform(operations.wait(self._session, job_ids), timeout)
+        await self._run_operation(operations.wait_jobs(self._session, job_ids), timeout)
 
     async def status(self, timeout: float | None = None) -> DaemonStatus:
         """The status of the daemon."""
-        return await self._perform(operations.status(self._session), timeout)
+        return await self._run_operation(operations.fetch_status(self._session), timeout)
 
     async def namespaces(self, timeout: float | None = None) -> tuple[NamespaceStatus, ...]:
         """The namespaces of the daemon, each with its counters."""
-        return await self._perform(operations.namespaces(self._session), timeout)
+        return await self._run_operation(operations.fetch_namespaces(self._session), timeout)
 
     async def close(self, timeout: float = 1.0) -> None:
-        """Say goodbye and close; jobs in flight are cancelled. No call is allowed afterwards."""
+        """Disconnect; jobs in flight are cancelled. No call is allowed afterwards."""
         if self._connection.closed:
             return
         self._stop_reconnecting()
         try:
             if not self._loop.is_closed():
-                await self._perform(operations.goodbye(self._session), timeout)
+                await self._run_operation(operations.disconnect(self._session), timeout)
         except KVFerryError:  # the daemon may be gone
             pass
         finally:
-            self._hang_up()
+            self._close_connection()
 
     async def __aenter__(self) -> AsyncOffloadClient:
         return self
@@ -167,7 +170,7 @@ class AsyncOffloadClient(NonBlocking):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _perform(self, operation: Operation[R], timeout: float | None) -> R:
+    async def _run_operation(self, operation: Operation[R], timeout: float | None) -> R:
         driver = self._drive(operation, self.timeout if timeout is None else timeout)
         try:
             while True:
@@ -181,69 +184,69 @@ class AsyncOffloadClient(NonBlocking):
         finally:
             driver.close()
 
-    def _take_in(self) -> bool:
-        """Wake all waiting tasks: the messages may be for any of them."""
-        news = super()._take_in()
-        if news:
-            self._announce()
-        return news
+    def _receive_messages(self) -> bool:
+        """Receive messages, and wake all waiting tasks: they may be for any of them."""
+        received = super()._receive_messages()
+        if received:
+            self._wake_waiters()
+        return received
 
-    def _look(self) -> None:
-        """If the connection is lost, wake all waiting tasks."""
-        linked = self._session.linked
-        super()._look()
-        if linked and not self._session.linked:
-            self._announce()
-            self._advance()
+    def _check_connection(self) -> None:
+        """Check the connection; if it is lost, wake all waiting tasks."""
+        has_socket = self._session.has_socket
+        super()._check_connection()
+        if has_socket and not self._session.has_socket:
+            self._wake_waiters()
+            self._advance_reconnect()
 
-    def _advance(self) -> None:
-        """Reconnect as far as it goes now, and go on in the next ticks of the loop."""
-        super()._advance()
+    def _advance_reconnect(self) -> None:
+        """Advance a reconnect now, and again after POLL_INTERVAL."""
+        super()._advance_reconnect()
         if self._session.gone is None:
-            self._announce()
-        elif not self._ticking and not self._session.closed:
-            self._ticking = True
-            self._loop.call_later(TICK, self._tick)
+            self._wake_waiters()
+        elif not self._tick_scheduled and not self._session.closed:
+            self._tick_scheduled = True
+            self._loop.call_later(POLL_INTERVAL, self._on_tick)
 
-    def _tick(self) -> None:
-        self._ticking = False
-        self._readable()
+    def _on_tick(self) -> None:
+        self._tick_scheduled = False
+        self._on_readable()
 
-    def _announce(self) -> None:
+    def _wake_waiters(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _readable(self) -> None:
-        """Something may have arrived, or the connection may be lost."""
+    def _on_readable(self) -> None:
+        """A message or a disconnect may have arrived."""
         if not self._connection.closed:
-            self._drain()
+            self._poll_connection()
 
     def _send(self, data: bytes) -> None:
         super()._send(data)
-        self._loop.call_soon(self._readable)  # a send may swallow the descriptor's edge
+        self._loop.call_soon(self._on_readable)  # sending may consume the edge of the descriptor
 
-    def _reopen(self, directory: Path) -> None:
-        self._detach()
-        super()._reopen(directory)
-        self._attach()
+    def _reopen_connection(self, directory: Path) -> None:
+        self._remove_readers()
+        super()._reopen_connection(directory)
+        self._add_readers()
 
     def abandon(self) -> None:
         super().abandon()
-        self._announce()
-        self._advance()
+        self._wake_waiters()
+        self._advance_reconnect()
 
-    def _attach(self) -> None:
+    def _add_readers(self) -> None:
         for descriptor in self._connection.filenos():
-            self._loop.add_reader(descriptor, self._readable)
+            self._loop.add_reader(descriptor, self._on_readable)
 
-    def _detach(self) -> None:
-        if self._loop.is_closed():  # it has no readers then
+    def _remove_readers(self) -> None:
+        if self._loop.is_closed():  # a closed loop has no readers
             return
         for descriptor in self._connection.filenos():
             self._loop.remove_reader(descriptor)
 
-    def _hang_up(self) -> None:
-        """Wake all waiting tasks: the client is closed."""
-        self._detach()
-        super()._hang_up()
-        self._announce()
+    def _close_connection(self) -> None:
+        """Close the connection, and wake all waiting tasks."""
+        self._remove_readers()
+        super()._close_connection()
+        self._wake_waiters()

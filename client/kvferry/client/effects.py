@@ -1,8 +1,8 @@
-"""What an operation asks for on its way, and the one interpreter of it.
+"""Effects, of which operations consist, and their interpreter.
 
 An operation (operations.py) is a generator that yields effects and is sent their outcomes.
-`interpret` performs them without waiting: it is a generator too, which yields a Pause whenever it
-cannot go on. What differs between the clients is only what happens in a pause:
+`interpret` performs them without waiting: it is a generator too, and yields a Pause when it has to
+wait. The clients differ only in what they do in a pause:
 
     blocking     sleep on the sockets      (blocking.py)
     asyncio      await the event loop      (aio.py)
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from kvferry.client.fd_passing import FDS_PER_PACKET, FdExchange, SocketBusy
 from kvferry.client.pending_requests import RequestMessage
 from kvferry.client.session import ClientSession
+from kvferry.client.transport.fd_passing import FDS_PER_PACKET, FdExchange, SocketBusy
 from kvferry.proto.errors import Gone
 from kvferry.proto.fd_passing import FdRequest, FetchFd, SendFds
 from kvferry.proto.messages import (
@@ -35,7 +35,7 @@ from kvferry.proto.messages import (
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Send a request; the outcome is its reply, or its error is thrown in."""
+    """Send a request; the outcome is its reply. An error reply is thrown into the operation."""
 
     message: RequestMessage
 
@@ -49,14 +49,14 @@ class PassFds:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveFd:
-    """Get a file descriptor from the daemon; the outcome is the descriptor."""
+    """Receive a file descriptor from the daemon; the outcome is the descriptor."""
 
     handle: int
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a message that is no request; the outcome is what `until` returns, if not None."""
+    """Send a message; the outcome is the first result of `until` that is not None."""
 
     message: Hello | Subscribe | Goodbye | Pin | RegisterKVCaches | AllocateKVCaches
     until: Callable[[], object]
@@ -64,7 +64,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class WaitFor:
-    """Send nothing; the outcome is what `ready` returns, if not None."""
+    """Send nothing; the outcome is the first result of `ready` that is not None."""
 
     ready: Callable[[], object]
 
@@ -73,15 +73,15 @@ Effect: TypeAlias = Request | PassFds | ReceiveFd | Send | WaitFor
 R = TypeVar("R")
 Operation: TypeAlias = Generator[Effect, Any, R]
 
-# Seconds between two looks for a reply on the descriptor socket, which takes less than that.
-FD_POLL = 0.001
-# Seconds, at most, between two attempts at a descriptor socket without room.
-FD_RETRY = 0.1
+# Seconds between two polls for a reply on the descriptor socket; it usually takes less.
+FD_POLL_INTERVAL = 0.001
+# Seconds, at most, between two attempts to send on a full descriptor socket.
+FD_RETRY_INTERVAL = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Resume after the next message, or after so many seconds at most."""
+    """Resume after the next message, or after `seconds`."""
 
     seconds: float = 1e6
 
@@ -96,10 +96,10 @@ def interpret(
     directory: Callable[[], Path],
     send: Callable[[ClientMessage], None],
 ) -> Interpreted[R]:
-    """Perform the effects of an operation; returns what the operation returns.
+    """Perform the effects of an operation; returns the operation's result.
 
-    An error that is thrown in at a pause (a timeout, for example) is an error of the effect that
-    is performed: the operation may clean up after it. Closing this closes the operation.
+    An error that is thrown in at a pause (a timeout, for example) is thrown into the operation at
+    its current effect, so that it can clean up. Closing this generator closes the operation.
     """
     try:
         effect = next(operation)
@@ -125,28 +125,28 @@ def _perform(
 ) -> Interpreted[Any]:
     match effect:
         case Request(request):
-            with session.requesting(request):
+            with session.expect_reply(request):
                 send(request)
-                return (yield from _until(lambda: session.reply(request.request_id)))
+                return (yield from _poll_until(lambda: session.reply(request.request_id)))
         case Send(message, until):
             send(message)
-            return (yield from _until(until))
+            return (yield from _poll_until(until))
         case WaitFor(ready):
-            yield Pause(0)  # what has arrived is taken in first
-            return (yield from _until(ready))
+            yield Pause(0)  # receive first what has arrived
+            return (yield from _poll_until(ready))
         case PassFds(descriptors):
             handles: tuple[int, ...] = ()
             for start in range(0, len(descriptors), FDS_PER_PACKET):
-                some = descriptors[start : start + FDS_PER_PACKET]
+                batch = descriptors[start : start + FDS_PER_PACKET]
                 handles += (
-                    yield from exchange_fds(directory(), SendFds(session.session_id), some)
+                    yield from exchange_fds(directory(), SendFds(session.session_id), batch)
                 )[0]
             return handles
         case ReceiveFd(handle):
             return (yield from exchange_fds(directory(), FetchFd(session.session_id, handle)))[1][0]
 
 
-def _until(ready: Callable[[], object]) -> Interpreted[object]:
+def _poll_until(ready: Callable[[], object]) -> Interpreted[object]:
     while (outcome := ready()) is None:
         yield PAUSE
     return outcome
@@ -155,29 +155,30 @@ def _until(ready: Callable[[], object]) -> Interpreted[object]:
 def exchange_fds(
     directory: Path, request: FdRequest, descriptors: Sequence[int] = ()
 ) -> Interpreted[tuple[tuple[int, ...], list[int]]]:
-    """One request on the descriptor socket; tried again while the socket has no room."""
+    """One request on the descriptor socket; repeated while the socket is full."""
     while True:
         try:
             with FdExchange(directory, request, descriptors) as exchange:
-                while (reply := exchange.reply()) is None:
-                    yield Pause(FD_POLL)
+                while (reply := exchange.read_reply()) is None:
+                    yield Pause(FD_POLL_INTERVAL)
                 return reply
-        except SocketBusy as busy:  # nothing was handed over
+        except SocketBusy as busy:  # nothing was passed
             try:
-                yield Pause(random.uniform(FD_RETRY / 2, FD_RETRY))
+                yield Pause(random.uniform(FD_RETRY_INTERVAL / 2, FD_RETRY_INTERVAL))
             except Gone as timeout:
                 raise busy from timeout
 
 
-def drive(
+def run_until_deadline(
     running: Interpreted[R],
-    take_in: Callable[[], None],
+    receive: Callable[[], None],
     seconds_left: Callable[[], float],
     timed_out: Callable[[], Gone],
 ) -> Generator[float, None, R]:
-    """Run to the end within a deadline; yields for how many seconds to wait at most, each time.
+    """Run an interpreted operation; yields the seconds to wait at most, at each pause.
 
-    take_in: takes in what has arrived; what it raises is an error of the current effect.
+    receive: handles the messages that have arrived; its errors are thrown into the operation, as is
+    timed_out() when no time is left.
     """
     error: Exception | None = None
     expired = False
@@ -196,7 +197,7 @@ def drive(
                 yield min(left, pause.seconds)
             expired = left <= 0
             try:
-                take_in()
+                receive()
             except Exception as raised:
                 error = raised
     finally:

@@ -1,4 +1,4 @@
-"""Where a daemon is found: a folder with its two sockets, named by the device's UUID or "cpu"."""
+"""Finds daemons by their runtime directories, which are named by the GPU's UUID or "cpu"."""
 
 from __future__ import annotations
 
@@ -13,146 +13,159 @@ from kvferry.proto.runtime_directory import search_directories, temporary_direct
 
 
 def runtime_directories() -> list[Path]:
-    """Where daemons put their folders, the system's first.
+    """Directories below which daemons have their runtime directories, the system's first.
 
-    Below /tmp anybody makes any folder: one of another user is no place of ours.
+    In /tmp any user can create any directory, so one of another user is left out.
     """
-    places, ours = search_directories(), temporary_directory()
-    return [path for path in places if path != ours or _taken_by(ours) is None]
+    directories, temporary = search_directories(), temporary_directory()
+    return [path for path in directories if path != temporary or _foreign_owner(temporary) is None]
 
 
-def _taken_by(place: Path) -> int | None:
-    """Who else has it, or made a link of it."""
+def _foreign_owner(directory: Path) -> int | None:
+    """The owner of a directory or link, if it is another user."""
     try:
-        about = place.lstat()
+        status = directory.lstat()
     except OSError:
         return None
-    ours = stat.S_ISDIR(about.st_mode) and about.st_uid in (0, os.getuid())
-    return None if ours else about.st_uid
+    trusted = stat.S_ISDIR(status.st_mode) and status.st_uid in (0, os.getuid())
+    return None if trusted else status.st_uid
 
 
-def look_for(places: Iterable[Path]) -> tuple[list[Path], list[Path]]:
-    """Folders with a daemon's socket, and folders that this user may not look into.
+def find_daemons(directories: Iterable[Path]) -> tuple[list[Path], list[Path]]:
+    """Runtime directories with a daemon's socket, and directories that this user cannot read.
 
-    Each place may be such a folder itself, or hold some.
+    Each of `directories` may be a runtime directory itself, or contain some.
     """
     found: list[Path] = []
-    closed: list[Path] = []
-    for path in (path for place in places for path in (place, *_folders_in(place))):
+    inaccessible: list[Path] = []
+    for path in (
+        path for directory in directories for path in (directory, *_subdirectories(directory))
+    ):
         try:
             if stat.S_ISSOCK((path / "kvferry.sock").stat().st_mode):
                 found.append(path)
         except PermissionError:
-            closed.append(path)
+            inaccessible.append(path)
         except OSError:
             pass
-    return found, closed
+    return found, inaccessible
 
 
-def _folders_in(place: Path) -> list[Path]:
+def _subdirectories(directory: Path) -> list[Path]:
     try:
-        return sorted(path for path in place.iterdir() if path.is_dir())
+        return sorted(path for path in directory.iterdir() if path.is_dir())
     except OSError:
         return []
 
 
 def find_daemon(device: str | None = None) -> Path:
-    """The folder of the daemon of a device ("cpu" or "GPU-..."), or of the only one there is.
+    """The runtime directory of the daemon of a device ("cpu" or "GPU-..."), or of the only daemon.
 
-    Raises Refused (FORBIDDEN) where it may be in a folder that is closed to this user, or where
-    another one has this user's, else Gone (DAEMON_GONE), naming what was found instead.
+    Raises Refused (FORBIDDEN) if it may be in a directory that this user cannot read, or if another
+    user has taken this user's directory in /tmp. Else raises Gone (DAEMON_GONE), naming the daemons
+    that were found, or the directories that were searched.
     """
-    places = runtime_directories()
-    found, closed = look_for(places)
+    directories = runtime_directories()
+    found, inaccessible = find_daemons(directories)
     found = [path for path in found if device in (None, path.name)]
     if len(found) == 1 or (found and device is not None):
         return found[0]
     if not found:
-        for path in filter(os.path.exists, closed):  # what cannot even be seen says nothing
-            if device in (None, path.name) or path in places:
-                raise _forbidden(path)
-        if (user := _taken_by(temporary_directory())) is not None:
-            message = f"the folder of your daemons is taken by user {user}: have it removed"
+        for path in filter(os.path.exists, inaccessible):  # it may not exist
+            if device in (None, path.name) or path in directories:
+                raise _access_error(path)
+        if (user := _foreign_owner(temporary_directory())) is not None:
+            message = (
+                f"the runtime directory of your daemons belongs to user {user}; have it removed"
+            )
             raise Refused(Code.FORBIDDEN, message, str(temporary_directory()))
-    wanted = f"for device {device}" if device else "whose folder was not named"
-    seen = ", ".join(str(path) for path in found or places)
-    message = "several daemons run: name one's folder" if found else "no daemon runs"
-    raise Gone(Code.DAEMON_GONE, f"{message} ({wanted}; looked at: {seen})", device or "")
+    seen = ", ".join(str(path) for path in found or directories)
+    wanted = f" for device {device}" if device else ""
+    if found:
+        message = f"several daemons run; name the directory of one ({seen})"
+    else:
+        message = f"no daemon runs{wanted}; start kvferryd (searched: {seen})"
+    raise Gone(Code.DAEMON_GONE, message, device or "")
 
 
-def folder_in(directory: Path) -> Path | None:
-    """`directory` where a daemon has its sockets there, or the one folder in it where one has.
+def find_daemon_in(directory: Path) -> Path | None:
+    """`directory` if it is a runtime directory with a daemon's socket, or the only one in it.
 
-    Raises Gone (DAEMON_GONE) where several have.
+    None if there is no daemon. Raises Gone (DAEMON_GONE) if there are several.
     """
-    found, closed = look_for([directory])
-    folders = found + closed
-    if len(folders) > 1 and folders[0] != directory:
-        seen = ", ".join(map(str, folders))
-        raise Gone(Code.DAEMON_GONE, "several daemons run here: name one's folder", seen)
-    return folders[0] if folders else None
+    found, inaccessible = find_daemons([directory])
+    candidates = found + inaccessible
+    if len(candidates) > 1 and candidates[0] != directory:
+        seen = ", ".join(map(str, candidates))
+        raise Gone(Code.DAEMON_GONE, "several daemons run here; name the directory of one", seen)
+    return candidates[0] if candidates else None
 
 
-# Seconds between two looks for a daemon that has not started yet.
-LOOK_EVERY = 0.02
+# Seconds between two searches for a daemon that has not started yet.
+FIND_INTERVAL = 0.02
 
 
 def has_daemon(directory: Path | str | None) -> bool:
-    """Whether a daemon has its sockets in a named folder, or in the one folder below it.
+    """Whether there is a daemon in `directory`, or in the only runtime directory in it.
 
-    Which of the two it will be is not known before a daemon starts, so a client that is to wait for
-    one looks again before it connects. Raises as `named` and `check_open`.
+    Which of the two it will be is not known before the daemon starts, so a client that waits for it
+    searches again before it connects. Raises as resolve_directory and check_access.
     """
     if directory is None:
         return True
-    check_open(named(Path(directory)))
-    return folder_in(Path(directory)) is not None
+    check_access(resolve_directory(Path(directory)))
+    return find_daemon_in(Path(directory)) is not None
 
 
-def named(directory: Path) -> Path:
-    """The folder that a client means: where no daemon has its sockets yet, one may still come.
+def resolve_directory(directory: Path) -> Path:
+    """The runtime directory to connect to; `directory` itself if there is no daemon yet.
 
-    Raises Refused (BAD_CONFIG) where none can, and as `folder_in`.
+    Raises Refused (BAD_CONFIG) if no daemon can be there, and as find_daemon_in.
     """
-    folder = folder_in(directory) or directory
-    if len(os.fsencode(folder / "kvferry.sock")) > MAX_SOCKET_PATH:
-        message = f"a socket's path has at most {MAX_SOCKET_PATH} bytes: name a shorter folder"
-        raise Refused(Code.BAD_CONFIG, message, str(folder / "kvferry.sock"))
-    if folder.exists() and not folder.is_dir():
-        message = "a daemon is named by the folder of its sockets, and this is none"
-        raise Refused(Code.BAD_CONFIG, message, str(folder))
-    return folder
+    directory = find_daemon_in(directory) or directory
+    if len(os.fsencode(directory / "kvferry.sock")) > MAX_SOCKET_PATH:
+        message = (
+            f"the socket's path is longer than {MAX_SOCKET_PATH} bytes; use a shorter directory"
+        )
+        raise Refused(Code.BAD_CONFIG, message, str(directory / "kvferry.sock"))
+    if directory.exists() and not directory.is_dir():
+        message = (
+            "not a runtime directory of kvferryd; name the directory that has its kvferry.sock"
+        )
+        raise Refused(Code.BAD_CONFIG, message, str(directory))
+    return directory
 
 
-def unanswered(directory: Path) -> Gone:
-    """No daemon answered in time, and what is to be seen of it."""
+def no_reply_error(directory: Path) -> Gone:
+    """The error for a daemon that did not reply in time, with what the directory tells."""
     why = ""
     if not directory.is_dir():
-        why = ": there is no such folder"
+        why = ": the directory does not exist"
     elif not os.path.lexists(directory / "kvferry.sock"):
-        why = ": there is no kvferry.sock in this folder"
-    return Gone(Code.TIMEOUT, f"no daemon answered in time{why}", str(directory))
+        why = ": the directory has no kvferry.sock"
+    return Gone(Code.TIMEOUT, f"no reply from a daemon in time{why}", str(directory))
 
 
-def check_open(directory: Path) -> None:
-    """Raise Refused (FORBIDDEN) where a daemon's files do not let this process's user in."""
+def check_access(directory: Path) -> None:
+    """Raise Refused (FORBIDDEN) if file permissions deny this user access to the socket."""
     path = directory / "kvferry.sock"
 
-    def in_vain() -> bool:
+    def denied() -> bool:
         return not os.access(path, os.W_OK, effective_ids=True)
 
     try:
-        closed = in_vain() and path.exists() and in_vain()  # it comes and goes (a daemon's Door)
+        # Checked twice, because a full daemon removes its socket for a moment.
+        inaccessible = denied() and path.exists() and denied()
     except PermissionError:
-        closed = True
-    if closed:
-        raise _forbidden(directory)
+        inaccessible = True
+    if inaccessible:
+        raise _access_error(directory)
 
 
-def _forbidden(directory: Path) -> Refused:
+def _access_error(directory: Path) -> Refused:
     return Refused(
         Code.FORBIDDEN,
-        "the daemon's files do not let your user in: add it to the group of its access.group, "
-        "and log in again",
+        "file permissions deny your user access to the daemon; add it to the group of its "
+        "access.group, and log in again",
         str(directory),
     )

@@ -1,4 +1,4 @@
-"""Jobs under way, and how those that ended did."""
+"""Jobs in flight, and the results of completed ones until they are fetched."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvferry.proto.specs import MAX_INT, Direction, GPULoadStoreSpec, TransferSp
 
 
 class TransferResult(msgspec.Struct, frozen=True):
-    """How a job ended.
+    """The result of a job.
 
-    transfer_size: bytes moved. transfer_time: seconds on the device. transfer_type: ("GPU", "CPU")
-    for a store, ("CPU", "GPU") for a load. error: why it did not succeed; a failed load is a miss.
+    transfer_size: bytes copied. transfer_time: seconds on the device. transfer_type: ("GPU", "CPU")
+    for a store, ("CPU", "GPU") for a load. error: why it failed; a failed load is a miss.
     """
 
     job_id: int
@@ -30,48 +30,47 @@ class TransferResult(msgspec.Struct, frozen=True):
     error: KVFerryError | None = None
 
 
-class Jobs:
+class JobTable:
     def __init__(self) -> None:
-        self.under_way: dict[int, Direction] = {}
-        """Which way each goes."""
+        self.in_flight: dict[int, Direction] = {}
         self._counts = dict.fromkeys(Direction, 0)
-        self._ended: deque[TransferResult] = deque()
+        self._results: deque[TransferResult] = deque()
 
     def __len__(self) -> int:
-        return len(self.under_way)
+        return len(self.in_flight)
 
     def __contains__(self, job_id: int) -> bool:
-        return job_id in self.under_way
+        return job_id in self.in_flight
 
     def add(self, job_id: int, direction: Direction) -> None:
-        self.under_way[job_id] = direction
+        self.in_flight[job_id] = direction
         self._counts[direction] += 1
 
     def count(self, direction: Direction) -> int:
-        """How many of one direction are under way."""
+        """Number of jobs of one direction in flight."""
         return self._counts[direction]
 
-    def take(self, result: JobResult) -> None:
-        """A result arrived. One of a job that is not under way is ignored."""
-        direction = self.under_way.pop(result.job_id, None)
+    def add_result(self, result: JobResult) -> None:
+        """A result arrived. It is ignored if the job is not in flight."""
+        direction = self.in_flight.pop(result.job_id, None)
         if direction is not None:
             self._counts[direction] -= 1
-            self._ended.append(_result(result))
+            self._results.append(_result(result))
 
-    def lose(self, error: Gone) -> None:
-        """The daemon is gone: what is under way ends as lost."""
-        for job_id, direction in self.under_way.items():
+    def fail_all(self, error: Gone) -> None:
+        """The connection was lost: all jobs in flight end as LOST."""
+        for job_id, direction in self.in_flight.items():
             lost = JobResult(job_id, direction, Outcome.LOST, error=error.info)
-            self._ended.append(_result(lost))
-        self.under_way.clear()
+            self._results.append(_result(lost))
+        self.in_flight.clear()
         self._counts = dict.fromkeys(Direction, 0)
 
-    def results(self) -> list[TransferResult]:
-        """What ended since this was asked last."""
-        results = list(self._ended)
-        if results:
-            self._ended.clear()
-        return results
+    def take_results(self) -> list[TransferResult]:
+        """Results that were not taken yet, in order per direction."""
+        take_results = list(self._results)
+        if take_results:
+            self._results.clear()
+        return take_results
 
 
 def direction_of(spec: TransferSpec) -> Direction:
@@ -84,14 +83,16 @@ def checked_id(what: str, value: SupportsIndex) -> int:
     except TypeError:
         number = -1
     if not 0 <= number <= MAX_INT:
-        raise Refused(Code.BAD_SPEC, f"{what} is a number from 0 to {MAX_INT}", value)
+        raise Refused(Code.BAD_SPEC, f"{what} must be an integer from 0 to {MAX_INT}", value)
     return number
 
 
 def checked_ids(job_ids: Iterable[int]) -> tuple[int, ...]:
-    ids = tuple(checked_id("a job id", job_id) for job_id in job_ids)
+    ids = tuple(checked_id("job_id", job_id) for job_id in job_ids)
     if len(ids) > MAX_JOB_IDS:
-        raise Refused(Code.BAD_SPEC, f"at most {MAX_JOB_IDS} job ids at once", len(ids))
+        raise Refused(
+            Code.BAD_SPEC, f"{len(ids)} job ids, but at most {MAX_JOB_IDS} fit in a call", len(ids)
+        )
     return ids
 
 

@@ -1,6 +1,6 @@
-"""A daemon of one's own: started as a process in a private folder, stopped at the end.
+"""A local daemon: a kvferryd process in a private runtime directory, stopped at the end.
 
-For trials, tests and benchmarks. In service the daemon runs under systemd and engines come and go.
+For trials, tests and benchmarks. In production the daemon runs under systemd.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from types import TracebackType
 
 from kvferry.proto.errors import Code, ErrorInfo, Gone, KVFerryError, error_of
 
-_POLL = 0.01
+# Seconds between two checks whether the daemon is ready.
+_POLL_INTERVAL = 0.01
 
 
 class LocalDaemon:
-    """kvferryd on a device, ready when this returns.
+    """Start kvferryd on a device; the constructor returns when it is ready.
 
-    device: "cpu", a GPU's index or its UUID. pool_bytes: size of the host pool. options: more of
-    kvferryd's flags, as keywords (stop_drain_seconds=1, reference_stall=0.5...).
-    `directory` is what OffloadClient wants. Where it does not come up, raises what it refused to
-    start with (NO_DEVICE, BAD_CONFIG...), else Gone (DAEMON_GONE, TIMEOUT) with its own words.
+    device: "cpu", a GPU's index or its UUID. pool_bytes: size of the host pool. options: further
+    flags of kvferryd as keywords (stop_drain_seconds=1, reference_stall=0.5...). `directory` is for
+    OffloadClient. Raises the error that kvferryd reports if it does not start (NO_DEVICE,
+    BAD_CONFIG...), else Gone (DAEMON_GONE, TIMEOUT) with its log.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class LocalDaemon:
         try:
             self._start(timeout)
         except BaseException:
-            self._clean()
+            self._remove_directory()
             raise
 
     @property
@@ -62,15 +63,15 @@ class LocalDaemon:
 
     @property
     def directory(self) -> Path:
-        """The folder with the daemon's sockets."""
+        """The daemon's runtime directory, with its sockets."""
         return self._directory
 
     def log(self) -> str:
-        """What the daemon has said so far."""
+        """The daemon's log so far."""
         return self.log_path.read_text(errors="replace")
 
     def stop(self, timeout: float = 30.0) -> int:
-        """SIGTERM, and its exit status; SIGKILL where that takes longer than `timeout`."""
+        """Send SIGTERM and return the exit status. After `timeout` seconds, SIGKILL and raise."""
         self.process.send_signal(signal.SIGTERM)
         try:
             return self.process.wait(timeout)
@@ -79,16 +80,16 @@ class LocalDaemon:
             raise
 
     def kill(self) -> None:
-        """SIGKILL, as a machine in trouble would."""
+        """Send SIGKILL, and wait for the end of the process."""
         self.process.kill()
         self.process.wait()
 
     def close(self) -> None:
-        """Stop it where it still runs, and remove its folder."""
+        """Stop the daemon if it runs, and remove its private directory."""
         if self.process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.stop()
-        self._clean()
+        self._remove_directory()
 
     def __enter__(self) -> LocalDaemon:
         return self
@@ -107,22 +108,24 @@ class LocalDaemon:
                 self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ
             )
         try:
-            self._await(timeout)
+            self._wait_ready(timeout)
         except BaseException:
             self.kill()
             raise
 
-    def _await(self, timeout: float) -> None:
+    def _wait_ready(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        while not self._is_up():
+        while not self._is_ready():
             if self.process.poll() is not None:
-                raise _refusal(self.log(), self.process.returncode)
+                raise _start_error(self.log(), self.process.returncode)
             if time.monotonic() > deadline:
-                raise Gone(Code.TIMEOUT, f"kvferryd did not come up: {self.log()}", timeout)
-            time.sleep(_POLL)
+                raise Gone(
+                    Code.TIMEOUT, f"kvferryd not ready within {timeout:g} s: {self.log()}", timeout
+                )
+            time.sleep(_POLL_INTERVAL)
 
-    def _is_up(self) -> bool:
-        """Whether our process holds a folder, and has made its socket there."""
+    def _is_ready(self) -> bool:
+        """Whether the process has locked a runtime directory and created its socket there."""
         for lock in self.runtime_dir.glob("*/lock"):
             if (
                 lock.read_text().strip() == str(self.pid)
@@ -132,13 +135,13 @@ class LocalDaemon:
                 return True
         return False
 
-    def _clean(self) -> None:
+    def _remove_directory(self) -> None:
         if self._temporary:
             shutil.rmtree(self.runtime_dir, ignore_errors=True)
 
 
-def _refusal(log: str, status: int) -> KVFerryError:
-    """What a daemon that ended gave as its reason."""
-    if said := re.search(r"^kvferryd: \[(\w+)\] (.*)", log, re.MULTILINE | re.DOTALL):
-        return error_of(ErrorInfo(said[1], f"kvferryd did not start: {said[2].strip()}"))
+def _start_error(log: str, status: int) -> KVFerryError:
+    """The error that an ended daemon reported on standard error."""
+    if reason := re.search(r"^kvferryd: \[(\w+)\] (.*)", log, re.MULTILINE | re.DOTALL):
+        return error_of(ErrorInfo(reason[1], f"kvferryd did not start: {reason[2].strip()}"))
     return Gone(Code.DAEMON_GONE, f"kvferryd did not start: {log}", status)

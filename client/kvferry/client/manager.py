@@ -1,19 +1,19 @@
-"""The methods of vLLM's OffloadingManager for a scheduler; none of them waits.
+"""The methods of vLLM's OffloadingManager, for a scheduler; none of them waits.
 
 The daemon decides what is resident, and a scheduler cannot wait for it. So a manager answers from
-mirrors, which are a moment old, and nothing that it says reserves anything:
+mirrors, which are slightly old, and its answers reserve nothing:
 
-    store   prepare_store says which keys are worth a transfer. The transfer itself, submitted by
-            the worker with these keys, has the daemon reserve room, evict, and skip what is there;
-            it may also be refused (CACHE_FULL). What was offered and not completed is a
-            HIT_PENDING meanwhile, and is not offered again. What is pending for longer than
-            `patience` and was not offered here is a MISS, and may be offered.
-    load    prepare_load pins, by a message that may come too late: then the worker's transfer is
-            refused (KEY_ABSENT). A failed load is a miss, and never wrong bytes.
+    store   prepare_store returns the keys that should be stored. The transfer, which the worker
+            submits with these keys, makes the daemon reserve blocks, evict, and skip keys that are
+            resident; it may be refused (CACHE_FULL). A key that was returned and not completed is a
+            HIT_PENDING, and is not returned again. A key that is pending for longer than
+            `pending_timeout`, and was not returned here, is a MISS and may be stored.
+    load    prepare_load pins, by a message that may arrive too late: the worker's transfer is then
+            refused (KEY_ABSENT). A failed load is a miss, never wrong bytes.
 
-There is a client, and so a mirror, for each tensor-parallel rank's daemon, with the same keys and
-bytes of their own. A key is a HIT where all have it and a MISS where any has not; a store of it
-then writes what is missing. RETRY where one of them does not know, and none says MISS.
+There is one client, and so one mirror, per tensor-parallel rank's daemon; all have the same keys,
+each with its own bytes. A key is a MISS if it is a MISS on any rank (a store then writes what is
+missing), else a RETRY if any mirror is incomplete, and a HIT if it is a HIT on all ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import msgspec
 
 from kvferry.client.blocking import OffloadClient
 from kvferry.client.mirror import HIT, HIT_PENDING, MISS, RETRY, Mirror
-from kvferry.client.nonblocking import Locate, NonBlocking
+from kvferry.client.nonblocking import DaemonDirectory, NonBlockingClient
 from kvferry.client.residency_events import OffloadingEvent, ResidencyEvents
 from kvferry.client.session_state import SessionState
 from kvferry.proto.errors import Code, Gone, Refused
@@ -37,21 +37,21 @@ from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.specs import MAX_KEYS, KeyLoadStoreSpec
 from kvferry.proto.status import Fingerprint
 
-TOUCHES = 4096
-"""Touched keys that are kept to be sent together."""
-# Seconds for which a key may be pending. A daemon verifies 64 GiB in about that time after a
-# restart; to compute a prefix takes less than to wait longer for it.
-PATIENCE = 5.0
-# Pending keys whose first lookup is remembered; of more the earliest are forgotten.
-PENDING_REMEMBERED = 1 << 16
+# Touched keys that are collected before they are sent.
+MAX_TOUCHED = 4096
+# Seconds for which a key may be pending. After a restart a daemon verifies 64 GiB in about that
+# time; after it, computing a prefix is faster than waiting.
+PENDING_TIMEOUT = 5.0
+# Pending keys whose first lookup is remembered; beyond that, the oldest are forgotten.
+MAX_PENDING = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareStoreOutput:
-    """What to store. evicted_keys: always empty; who goes is known later, from take_events.
+    """What to store. evicted_keys: always empty; evictions are reported by take_events.
 
-    store_specs: for the worker of each rank. A transfer that comes after a reset is refused
-    (STALE) where this was decided on before.
+    store_specs: for the worker of each rank. If the namespace is reset before the transfer arrives,
+    the transfer is refused (STALE).
     """
 
     keys_to_store: tuple[OffloadKey, ...]
@@ -65,8 +65,8 @@ class PrepareStoreOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
-    """Host blocks of all ranks together, as the mirrors know them; pinned: by this manager."""
+class ResidencyUsage:
+    """Host blocks of all ranks together, according to the mirrors. pinned: by this manager."""
 
     blocks: int
     ready: int
@@ -79,40 +79,44 @@ class Usage:
 
 
 class OffloadingManager:
-    """The residency of one engine, over the clients of its ranks' daemons.
+    """The resident keys of one engine, over the clients of its ranks' daemons.
 
-    clients: each with a namespace opened, mirror and all; or make both with `open`.
-    events: whether there are any to take.
-    patience: seconds after which a key that is still pending, and was not offered here, is a MISS:
-    its verification is not done, or another engine's store is stuck. clock: for tests.
-    `hits` and `misses` count the lookups answered so.
+    clients: each has opened the namespace with a mirror; `connect` creates clients and manager.
+    events: whether take_events returns any.
+    pending_timeout: seconds after which a key that is still pending, and that this manager does not
+        store, is a MISS: it is not verified yet, or another engine's store is stuck.
+    clock, max_pending: for tests.
+    `hits` and `misses` count the lookups with these results.
     """
 
     def __init__(
         self,
-        clients: NonBlocking | Sequence[NonBlocking],
+        clients: NonBlockingClient | Sequence[NonBlockingClient],
         *,
         events: bool = False,
-        patience: float = PATIENCE,
+        pending_timeout: float = PENDING_TIMEOUT,
         clock: Callable[[], float] = time.monotonic,
+        max_pending: int = MAX_PENDING,
     ) -> None:
-        self._patience, self._clock = patience, clock
+        self._pending_timeout, self._clock = pending_timeout, clock
+        self._max_pending = max_pending
         self._pending_since: dict[OffloadKey, float] = {}
-        self._clients = (clients,) if isinstance(clients, NonBlocking) else tuple(clients)
+        self._clients = (clients,) if isinstance(clients, NonBlockingClient) else tuple(clients)
         self._namespaces = tuple(client.namespace for client in self._clients)
         mirrors = [namespace.mirror for namespace in self._namespaces]
         self._events = ResidencyEvents(mirrors) if events else None
         self._offered: set[OffloadKey] = set()
+        # Least recent first.
         self._touched: dict[OffloadKey, None] = {}
-        """Least recent first."""
         self.hits = self.misses = 0
-        self._told = 0, 0
-        self._opened = ExitStack()
+        # `hits` and `misses` that were sent to the daemons.
+        self._reported = 0, 0
+        self._own_clients = ExitStack()
 
     @classmethod
-    def open(
+    def connect(
         cls,
-        directories: Sequence[Locate],
+        directories: Sequence[DaemonDirectory],
         *,
         engine: str,
         fingerprint: Fingerprint,
@@ -120,17 +124,17 @@ class OffloadingManager:
         eviction_policy: str = "lru",
         store_threshold: int = 1,
         events: bool = False,
-        patience: float = PATIENCE,
+        pending_timeout: float = PENDING_TIMEOUT,
         timeout: float = 10.0,
         wait: bool = True,
     ) -> OffloadingManager:
-        """Clients of the daemons in `directories`, in the order of ranks, and a manager over them.
+        """Connect to the daemons in `directories`, in the order of ranks.
 
-        fingerprint: that of the engine. With several daemons rank and world_size are put in, as
-            the workers have to: msgspec.structs.replace(fingerprint, rank=r, world_size=n).
-        cpu_bytes_to_use: of each daemon's pool. wait: for the daemons, at most `timeout` seconds
-            each; else polling connects, and all keys are a MISS until then (OffloadClient, state).
-        The others, and errors: as OffloadClient and its open_namespace. `shutdown` closes the
+        fingerprint: of the engine. With several daemons, rank and world_size are set here; workers
+            must do the same: msgspec.structs.replace(fingerprint, rank=r, world_size=n).
+        cpu_bytes_to_use: per daemon. wait: wait for each daemon, at most `timeout` seconds; False:
+            polling connects, and all keys are a MISS until then (OffloadClient, state).
+        Other arguments, and errors: as OffloadClient and its open_namespace. `shutdown` closes the
         clients.
         """
         options: dict[str, Any] = {
@@ -138,7 +142,7 @@ class OffloadingManager:
             "eviction_policy": eviction_policy,
             "store_threshold": store_threshold,
         }
-        about: dict[str, Any] = {
+        session: dict[str, Any] = {
             "engine": engine,
             "client": "OffloadingManager",
             "timeout": timeout,
@@ -146,49 +150,49 @@ class OffloadingManager:
         with ExitStack() as opened:
             clients = []
             for rank, directory in enumerate(directories):
-                of_rank = _of_rank(fingerprint, rank, len(directories))
-                state = None if wait else SessionState.of_namespace(of_rank, **options)
-                client = OffloadClient(directory, state=state, **about)
+                rank_fingerprint = _rank_fingerprint(fingerprint, rank, len(directories))
+                state = None if wait else SessionState.of_namespace(rank_fingerprint, **options)
+                client = OffloadClient(directory, state=state, **session)
                 clients.append(opened.enter_context(client))
                 if wait:
-                    client.open_namespace(of_rank, **options)
-            manager = cls(clients, events=events, patience=patience)
-            manager._opened = opened.pop_all()
+                    client.open_namespace(rank_fingerprint, **options)
+            manager = cls(clients, events=events, pending_timeout=pending_timeout)
+            manager._own_clients = opened.pop_all()
         return manager
 
     def wait_connected(self, timeout: float | None = None) -> None:
-        """Return once all daemons are connected; as OffloadClient.wait_connected."""
+        """Return when all daemons are connected. Raises as OffloadClient.wait_connected."""
         for client in self._clients:
             assert isinstance(client, OffloadClient)
             client.wait_connected(timeout)
 
     def poll(self) -> None:
-        """Take in what has arrived, and advance a reconnect; lookup and take_events do it too."""
+        """Receive messages and advance a reconnect; lookup and take_events do it too."""
         for client in self._clients:
             client.poll()
 
     def abandon(self) -> None:
-        """Give the sessions up and begin new ones; pins and resets are restored."""
+        """Abandon all sessions and reconnect; pins and pending resets are restored."""
         for client in self._clients:
             client.abandon()
 
     @property
     def num_blocks(self) -> int:
-        """How many keys can be resident at a time."""
+        """The number of keys that can be resident on all ranks."""
         return min(namespace.opened.num_blocks for namespace in self._namespaces)
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> ResidencyUsage:
         ready = pending = 0
         for mirror in self._fresh_mirrors():
             ready += mirror.ready
             pending += mirror.pending
         blocks = sum(namespace.opened.num_blocks for namespace in self._namespaces)
         pinned = sum(namespace.pinned for namespace in self._namespaces)
-        return Usage(blocks, ready, pending, pinned)
+        return ResidencyUsage(blocks, ready, pending, pinned)
 
     def lookup(self, key: OffloadKey) -> Lookup:
-        """HIT, MISS, HIT_PENDING (a store of it is on its way) or RETRY (ask again later)."""
+        """HIT, MISS, HIT_PENDING (it is being stored or verified) or RETRY (look it up again)."""
         found = self._find(key)
         if found is HIT:
             self.hits += 1
@@ -198,112 +202,112 @@ class OffloadingManager:
 
     @property
     def ready_keys(self) -> tuple[Set[OffloadKey], ...]:
-        """Of each rank, the keys that are a HIT there: lookups for who has many, and counts them.
+        """For each rank, the keys that are a HIT. For callers with many lookups; see count_hits.
 
-        As fresh as the last call of any method, and valid until the next. Not to be changed.
+        As old as the last call of any method, and valid until the next one. Do not change them.
         """
         return tuple([namespace.mirror.ready_keys for namespace in self._namespaces])
 
-    def count(self, hits: int) -> None:
-        """Lookups that were answered from `ready_keys`."""
+    def count_hits(self, hits: int) -> None:
+        """Count lookups that the caller has answered from `ready_keys`."""
         self.hits += hits
 
     def prepare_store(self, keys: Iterable[OffloadKey]) -> PrepareStoreOutput | None:
-        """Which of these keys to store; those that are there or on their way are left out.
+        """Returns which of these keys to store; resident and pending keys are left out.
 
-        Nothing to store is an empty answer, as is every one while a daemon is gone. None where
-        more keys are offered than there are blocks. Of more than one transfer takes (MAX_KEYS) it
-        is the first. Give what is to be stored to the worker, and to complete_store when its
-        transfer has ended. Raises Refused (BAD_KEY).
+        The result has no keys if there is nothing to store, or while a daemon is disconnected. It
+        is None if more keys are given than there are blocks. It has MAX_KEYS keys at most. The
+        worker stores the result's keys; call complete_store when its transfer has ended. Raises
+        Refused (BAD_KEY).
         """
         keys = self._checked(dict.fromkeys(keys))
         if len(keys) > self.num_blocks:
             return None
         self.flush()
-        found = (HIT, HIT_PENDING)
-        absent = tuple(key for key in keys if self._find(key) not in found)
+        present = (HIT, HIT_PENDING)
+        absent = tuple(key for key in keys if self._find(key) not in present)
         wanted = () if self.gone else absent[:MAX_KEYS]
-        lacking = set(absent)
-        keep = tuple([key for key in keys if key not in lacking])[:MAX_KEYS] if wanted else ()
+        missing = set(absent)
+        keep = tuple([key for key in keys if key not in missing])[:MAX_KEYS] if wanted else ()
         self._offered.update(wanted)
         for key in self._pending_since.keys() & set(wanted):
             del self._pending_since[key]
         return PrepareStoreOutput(
             wanted,
-            tuple(KeyLoadStoreSpec(wanted, one.generation, keep) for one in self._namespaces),
+            tuple(KeyLoadStoreSpec(wanted, space.generation, keep) for space in self._namespaces),
         )
 
     def complete_store(self, keys: Iterable[OffloadKey], success: bool = True) -> None:
-        """The transfer of these keys has ended, so or so. Twice is harmless.
+        """The transfer of these keys has ended. Calling it twice is harmless.
 
-        Whether it succeeded the daemon has seen itself; a key that it skipped, or whose store
+        `success` is ignored: the daemon knows the result. A key that it skipped, or whose store has
         failed, is a MISS again.
         """
         self._offered.difference_update(keys)
 
     def prepare_load(self, keys: Iterable[OffloadKey]) -> KeyLoadStoreSpec:
-        """Keep these keys until complete_load; returns what the worker loads from, in their order.
+        """Pin these keys until complete_load; returns the worker's source spec, in their order.
 
-        Raises Refused (KEY_ABSENT) where one of them is no HIT, or BAD_KEY; nothing is kept then.
+        Raises Refused (KEY_ABSENT) if one of them is no HIT, or BAD_KEY; no key is pinned then.
         """
         keys = self._checked(keys)
         for mirror in self._fresh_mirrors():
-            if lacking := mirror.lacking(keys):
+            if missing := mirror.missing_keys(keys):
                 raise Refused(
-                    Code.KEY_ABSENT, "only a HIT can be loaded: look it up first", lacking.pop()
+                    Code.KEY_ABSENT, "a key is no HIT; look it up before loading", missing.pop()
                 )
         for client in self._clients:
-            for some in _pieces(keys):
-                client.pin(some)
+            for batch in _key_batches(keys):
+                client.pin(batch)
         return KeyLoadStoreSpec(keys)
 
     def complete_load(self, keys: Iterable[OffloadKey]) -> None:
-        """Let keys go that prepare_load kept. Raises Refused (NOT_PINNED) where it did not."""
+        """Unpin keys that prepare_load has pinned. Raises Refused (NOT_PINNED) for others."""
         keys = tuple(keys)
         for client in self._clients:
-            for some in _pieces(keys):
-                client.unpin(some)
+            for batch in _key_batches(keys):
+                client.unpin(batch)
 
     def touch(self, keys: Iterable[OffloadKey]) -> None:
-        """These are of use: the first becomes the most recent. Sent by `flush`, or when many."""
+        """Mark keys as used; the first becomes the most recent. Sent by `flush`, or if many."""
         keys = self._checked(keys)
         fresh, touched = dict.fromkeys(reversed(keys)), self._touched
         for key in touched.keys() & fresh.keys():
             del touched[key]
-        if len(touched) + len(fresh) > TOUCHES:
+        if len(touched) + len(fresh) > MAX_TOUCHED:
             self.flush()
         touched.update(fresh)
 
     def flush(self) -> None:
-        """Tell the daemons which keys were touched, and how many lookups were a hit or a miss.
+        """Send the touched keys, and the numbers of hits and misses, to the daemons.
 
-        prepare_store and take_events do it too, prepare_load does not: somebody waits for that.
-        Once a step of the engine is enough.
+        prepare_store and take_events do it too; prepare_load does not, because a request waits for
+        it. Call it once per step of the engine.
         """
-        told = self.hits, self.misses
-        hits, misses = told[0] - self._told[0], told[1] - self._told[1]
+        counts = self.hits, self.misses
+        hits, misses = counts[0] - self._reported[0], counts[1] - self._reported[1]
         if self._touched or hits or misses:
             keys = tuple(reversed(self._touched))
             self._touched.clear()
-            self._told = told
+            self._reported = counts
             for client in self._clients:
-                first, *more = _pieces(keys)
+                first, *more = _key_batches(keys)
                 client.touch(first, hits, misses)
-                for some in more:
-                    client.touch(some)
+                for batch in more:
+                    client.touch(batch)
 
     def take_events(self) -> list[OffloadingEvent]:
-        """What became a HIT and what ceased to be one since the last call, each in one event.
+        """The keys that became a HIT, and those that ceased to be one, since the last call.
 
-        Added up, they are what is a HIT now: the first call names what was there before, and a
-        key that came and went in between is in none. None unless `events` were asked for.
+        The sum of all events is the set of keys that are a HIT now: the first call reports the keys
+        that were resident before. Empty unless `events` is true.
         """
         self.flush()
         mirrors = self._fresh_mirrors()
-        return self._events.take(mirrors) if self._events is not None else []
+        return self._events.take_events(mirrors) if self._events is not None else []
 
     def reset_cache(self) -> None:
-        """Make every key absent: here at once, there soon. Until then all lookups say MISS."""
+        """Remove all keys, without waiting. Until it is done, every lookup is a MISS."""
         self._offered.clear()
         self._pending_since.clear()
         self._touched.clear()
@@ -313,19 +317,19 @@ class OffloadingManager:
 
     @property
     def resetting(self) -> bool:
-        """Whether one of the daemons has not done a reset that it was sent, as far as is known."""
+        """Whether a reset is pending on one of the daemons."""
         self.poll()
-        return any(namespace.undone() for namespace in self._namespaces)
+        return any(namespace.pending_resets() for namespace in self._namespaces)
 
     @property
     def gone(self) -> Gone | None:
-        """Why one of the daemons is not there any more, once that is known."""
+        """Why one of the daemons is not connected; None if all are."""
         return next((client.gone for client in self._clients if client.gone is not None), None)
 
     def close(self) -> None:
-        """Say what is still to be said; clients that `open` made are closed."""
+        """Send what is pending; close the clients that `connect` has created."""
         self.flush()
-        self._opened.close()
+        self._own_clients.close()
 
     shutdown = close
 
@@ -341,10 +345,10 @@ class OffloadingManager:
         self.close()
 
     def _checked(self, keys: Iterable[OffloadKey]) -> tuple[OffloadKey, ...]:
-        """`keys`, however many; Refused (BAD_KEY) where they are none of this namespace's."""
-        keys, check = tuple(keys), self._namespaces[0].checked
-        for some in _pieces(keys):
-            check(some)
+        """`keys` as a tuple, of any length. Raises Refused (BAD_KEY)."""
+        keys, check = tuple(keys), self._namespaces[0].checked_keys
+        for batch in _key_batches(keys):
+            check(batch)
         return keys
 
     def _find(self, key: OffloadKey) -> Lookup:
@@ -357,30 +361,30 @@ class OffloadingManager:
             if here is not HIT and found is not RETRY:
                 found = here
         if found is HIT_PENDING and key not in self._offered:
-            return HIT_PENDING if self._is_patient(key) else MISS
+            return HIT_PENDING if self._is_pending_recently(key) else MISS
         if self._pending_since:
             self._pending_since.pop(key, None)
         return found
 
-    def _is_patient(self, key: OffloadKey) -> bool:
-        """Whether a pending key was not pending for too long."""
+    def _is_pending_recently(self, key: OffloadKey) -> bool:
+        """Whether a pending key is pending for less than `pending_timeout`."""
         now, pending = self._clock(), self._pending_since
-        if key not in pending and len(pending) >= PENDING_REMEMBERED:
+        if key not in pending and len(pending) >= self._max_pending:
             del pending[next(iter(pending))]
-        return now - pending.setdefault(key, now) <= self._patience
+        return now - pending.setdefault(key, now) <= self._pending_timeout
 
     def _fresh_mirrors(self) -> list[Mirror]:
         self.poll()
         return [namespace.mirror for namespace in self._namespaces]
 
 
-def _pieces(keys: tuple[OffloadKey, ...]) -> Iterator[tuple[OffloadKey, ...]]:
-    """As many as travel at once; one piece where there are none."""
-    for at in range(0, len(keys) or 1, MAX_KEYS):
-        yield keys[at : at + MAX_KEYS]
+def _key_batches(keys: tuple[OffloadKey, ...]) -> Iterator[tuple[OffloadKey, ...]]:
+    """Batches of MAX_KEYS; one empty batch if there are no keys."""
+    for start in range(0, len(keys) or 1, MAX_KEYS):
+        yield keys[start : start + MAX_KEYS]
 
 
-def _of_rank(fingerprint: Fingerprint, rank: int, ranks: int) -> Fingerprint:
+def _rank_fingerprint(fingerprint: Fingerprint, rank: int, ranks: int) -> Fingerprint:
     if ranks == 1:
         return fingerprint
     return msgspec.structs.replace(fingerprint, rank=rank, world_size=ranks)

@@ -1,22 +1,22 @@
-"""The local copy of a namespace: what is resident, as the daemon tells it.
+"""The mirror: a client's copy of which keys of a namespace are resident.
 
-A Snapshot in parts says what is resident as of a number; numbered KeyEvents say what happened next.
-What makes the copy robust is that an event says what its keys are *now*, not what changed: it
-holds whatever was heard before. So:
+A Snapshot, in parts, lists the resident keys as of a sequence number; numbered KeyEvents list the
+changes after it. An event states what its keys are *now*, so it is valid after missed events, too:
 
-- Where a number is missing, the mirror is astray, and wants a new snapshot. KeyEvents that come
-  meanwhile still count. Keys that it knows are answered as it knows them: a HIT that is no more
-  costs one failed load, which is a miss, while a RETRY would hold back every request for as long
-  as a snapshot takes. Only of the others it cannot tell, and says RETRY.
-- KeyEvents that arrive during a snapshot are kept. When the snapshot is complete, those above its
-  number are applied to it, and it replaces what was known.
-- A snapshot that begins is begun anew. What is left of one that was given up is passed over.
+    KeyEvents, next number           applied
+    KeyEvents, a number is missing   applied; the mirror is incomplete and needs a new snapshot
+    KeyEvents while incomplete       applied and buffered
+    last part of a snapshot          buffered KeyEvents above its number are applied to it, and it
+                                     replaces the known keys; the mirror is complete
+    part 0 of a snapshot             a new snapshot begins, an incomplete one is discarded
+    part of a discarded snapshot     ignored
 
-- A daemon that is busy drops KeyEvents for those who do not poll, never a part of a snapshot.
+An incomplete mirror answers for the keys that it knows. A HIT that is stale costs one failed load,
+which is a miss; a RETRY would delay every request until the snapshot is complete. All other keys
+are a RETRY. A busy daemon drops KeyEvents of clients that do not poll, but no part of a snapshot.
 
-Between a reset that was sent and the daemon's answer the mirror is hidden: whatever is told,
-everything is a MISS. The KeyEvents of the reset comes before its answer, so what shows then is new;
-where it was dropped, the mirror forgets by itself.
+From sending a reset until its reply, all keys are hidden: every lookup is a MISS. The KeyEvents of
+the reset arrives before the reply. If it was dropped, the mirror clears itself.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ HIT, MISS, HIT_PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING, Loo
 
 
 @dataclass(slots=True)
-class Resident:
-    """The keys that are there: one that is in neither set is absent."""
+class ResidentKeys:
+    """Resident keys. A key in neither set is absent."""
 
     ready: Keys = field(default_factory=set)
     pending: Keys = field(default_factory=set)
@@ -59,12 +59,12 @@ class Resident:
 
 
 @dataclass(slots=True)
-class _Gathering:
-    """A snapshot of which so many parts are here."""
+class _PartialSnapshot:
+    """A snapshot of which `parts` parts have arrived."""
 
     sequence: int
     parts: int = 0
-    resident: Resident = field(default_factory=Resident)
+    resident: ResidentKeys = field(default_factory=ResidentKeys)
 
     def add(self, message: Snapshot) -> None:
         self.parts += 1
@@ -73,144 +73,149 @@ class _Gathering:
 
 
 class Mirror:
-    """Fed with what the daemon says; no socket, no clock."""
+    """Applies the daemon's messages; no socket, no clock."""
 
     def __init__(self) -> None:
-        self.whole = False
-        """Whether it knows everything: before the first snapshot, and astray, it does not."""
+        # Whether all keys are known: not before the first snapshot, nor after missing KeyEvents.
+        self.complete = False
+        # The number of the newest KeyEvents received.
         self.sequence = 0
-        """The number of the newest KeyEvents it has heard of."""
+        # Of the namespace: one more with each reset.
         self.generation = 0
-        """Of the namespace: one more with each reset."""
-        self._known = Resident()
-        self._gathering: _Gathering | None = None
-        self._held: list[KeyEvents] = []
-        self._void = -1
-        """The newest snapshot that was given up, by its number."""
+        self._known = ResidentKeys()
+        self._partial: _PartialSnapshot | None = None
+        self._buffered: list[KeyEvents] = []
+        # The sequence number of the newest snapshot that was discarded.
+        self._discarded = -1
         self._hidden = self._cleared = False
-        self._ready, self._pending, self._others = self._known.ready, self._known.pending, RETRY
+        # What lookups see: `_known`, or no keys while hidden.
+        self._ready, self._pending = self._known.ready, self._known.pending
+        self._absent_result = RETRY
         self._changed: dict[OffloadKey, None] | None = None
 
     def lookup(self, key: OffloadKey) -> Lookup:
-        """What is known of a key."""
+        """Never waits."""
         if key in self._ready:
             return HIT
         if key in self._pending:
             return HIT_PENDING
-        return self._others
+        return self._absent_result
 
-    def lacking(self, keys: Iterable[OffloadKey]) -> set[OffloadKey]:
-        """Those that are no HIT."""
+    def missing_keys(self, keys: Iterable[OffloadKey]) -> set[OffloadKey]:
+        """The keys that are no HIT."""
         return set(keys) - self._ready
 
     @property
     def ready_keys(self) -> Set[OffloadKey]:
-        """The keys that are a HIT; the set changes, and another may take its place."""
+        """The keys that are a HIT. The set changes, and is replaced by a new snapshot."""
         return self._ready
 
     @property
     def ready(self) -> int:
-        """How many keys can be loaded."""
+        """Number of keys that are a HIT."""
         return len(self._ready)
 
     @property
     def pending(self) -> int:
-        """How many keys are being stored."""
+        """Number of keys that are a HIT_PENDING."""
         return len(self._pending)
 
-    def feed(self, message: Snapshot | KeyEvents) -> bool:
-        """Apply a message of the daemon. True if something is missing: send Subscribe, once."""
+    def apply_message(self, message: Snapshot | KeyEvents) -> bool:
+        """Apply a message of the daemon. True if a new snapshot is needed: send Subscribe, once."""
         self.generation = max(self.generation, message.generation)
-        return self._hear(message) if isinstance(message, KeyEvents) else self._gather(message)
+        if isinstance(message, KeyEvents):
+            return self._apply_events(message)
+        return self._add_snapshot_part(message)
 
     def hide(self) -> None:
-        """A reset was sent: everything is absent, whatever is told, until `reveal`."""
+        """A reset was sent: every key is a MISS until `reveal`."""
         self._hidden, self._cleared = True, False
-        self._show()
+        self._update_view()
 
-    def forget(self) -> None:
-        """A reset is done: where its KeyEvents did not come, what is known is from before it."""
+    def clear_after_reset(self) -> None:
+        """A reset is done: clear the known keys if its KeyEvents was dropped."""
         if not self._cleared:
             self._known.apply([KeyEvent(EventKind.CLEARED, ())])
         self._cleared = False
 
     def reveal(self) -> None:
-        """What is known shows again."""
+        """Lookups see the known keys again."""
         self._hidden = False
-        self._show()
+        self._update_view()
 
     def restart(self) -> None:
-        """Another session tells from now on. What is known is void, and hidden until `reveal`."""
-        self.whole, self.sequence, self.generation, self._void = False, 0, 0, -1
-        self._known, self._gathering, self._held = Resident(), None, []
+        """A new session begins: forget all keys. They are hidden until `reveal`."""
+        self.complete, self.sequence, self.generation, self._discarded = False, 0, 0, -1
+        self._known, self._partial, self._buffered = ResidentKeys(), None, []
         self.hide()
 
-    def watch(self) -> None:
-        """Remember from now on which keys became a HIT or ceased to be one: `take_changed`."""
+    def track_changes(self) -> None:
+        """Record from now on which keys became a HIT or ceased to be one."""
         self._changed = dict.fromkeys(self._ready)
 
-    def take_changed(self) -> Iterable[OffloadKey]:
-        """Keys that may be a HIT and were none when last taken, or the other way round."""
+    def take_changed_keys(self) -> Iterable[OffloadKey]:
+        """Keys that may have become a HIT, or ceased to be one, since the last call."""
         changed = self._changed
         if not changed:
             return ()
         self._changed = {}
         return changed
 
-    def _hear(self, news: KeyEvents) -> bool:
-        if news.sequence <= self.sequence:
+    def _apply_events(self, message: KeyEvents) -> bool:
+        if message.sequence <= self.sequence:
             return False
-        missing = self.whole and news.sequence != self.sequence + 1
+        missing = self.complete and message.sequence != self.sequence + 1
         if missing:
-            self.whole = False
-            self._show()
-        if not self.whole:
-            self._held.append(news)
-        self.sequence = news.sequence
-        self._note(news.events)
-        self._known.apply(news.events)
-        self._cleared |= any(event.kind is EventKind.CLEARED for event in news.events)
+            self.complete = False
+            self._update_view()
+        if not self.complete:
+            self._buffered.append(message)
+        self.sequence = message.sequence
+        self._record_changes(message.events)
+        self._known.apply(message.events)
+        self._cleared |= any(event.kind is EventKind.CLEARED for event in message.events)
         return missing
 
-    def _gather(self, message: Snapshot) -> bool:
-        if self.whole:
+    def _add_snapshot_part(self, message: Snapshot) -> bool:
+        if self.complete:
             return False
         if message.part == 0:
-            self._gathering = _Gathering(message.sequence)
-        now, sequence = self._gathering, message.sequence
-        if now is not None and sequence == now.sequence and message.part <= now.parts:
-            if message.part == now.parts:
-                now.add(message)
-                return message.last and self._finish(now)
+            self._partial = _PartialSnapshot(message.sequence)
+        partial, sequence = self._partial, message.sequence
+        if partial is not None and sequence == partial.sequence and message.part <= partial.parts:
+            if message.part == partial.parts:
+                partial.add(message)
+                return message.last and self._finish_snapshot(partial)
             return False
-        if sequence <= self._void or (now is not None and sequence < now.sequence):
+        if sequence <= self._discarded or (partial is not None and sequence < partial.sequence):
             return False
-        self._gathering, self._void = None, sequence
+        self._partial, self._discarded = None, sequence
         return True
 
-    def _finish(self, gathered: _Gathering) -> bool:
-        """The snapshot is all there: it holds, with the KeyEvents above it, if none is missing."""
-        self._gathering, sequence = None, gathered.sequence
-        for news in self._held:
-            if news.sequence == sequence + 1:
-                gathered.resident.apply(news.events)
-                sequence = news.sequence
+    def _finish_snapshot(self, partial: _PartialSnapshot) -> bool:
+        """Use a complete snapshot, with the buffered KeyEvents above it if none is missing."""
+        self._partial, sequence = None, partial.sequence
+        for message in self._buffered:
+            if message.sequence == sequence + 1:
+                partial.resident.apply(message.events)
+                sequence = message.sequence
         if sequence < self.sequence:
             return True
-        self.sequence, self._known, self._held, self.whole = sequence, gathered.resident, [], True
-        self._show()
+        self.sequence, self._known = sequence, partial.resident
+        self._buffered, self.complete = [], True
+        self._update_view()
         return False
 
-    def _show(self) -> None:
-        """Have lookups see what is known, or nothing while hidden."""
+    def _update_view(self) -> None:
+        """Let lookups see the known keys, or none while hidden."""
         before = self._ready
-        shown = Resident() if self._hidden else self._known
+        shown = ResidentKeys() if self._hidden else self._known
         self._ready, self._pending = shown.ready, shown.pending
-        self._others = MISS if self.whole or self._hidden else RETRY
+        self._absent_result = MISS if self.complete or self._hidden else RETRY
         if self._changed is not None and before is not self._ready:
             self._changed.update(dict.fromkeys(before ^ self._ready))
 
-    def _note(self, events: Iterable[KeyEvent]) -> None:
+    def _record_changes(self, events: Iterable[KeyEvent]) -> None:
         if self._changed is not None:
             for event in events:
                 cleared = event.kind is EventKind.CLEARED

@@ -1,8 +1,8 @@
-"""What a session holds of the namespace that it opened: the mirror, its pins, resets on their way.
+"""The namespace that a session has opened: its mirror, pins and pending resets.
 
-While the daemon is away the mirror says MISS for everything, and pins are counted here only: an
-engine goes on without offloading, and completes what it began. Whoever comes after that daemon is
-told of the pins (a key that is still there is kept again), and of resets that were not done.
+While the daemon is disconnected, every lookup is a MISS and pins are counted here only, so that an
+engine continues without offloading. Reconnecting sends the pins again (keys that the daemon still
+has are pinned), and the resets that were not done. Called in the client's thread.
 """
 
 from __future__ import annotations
@@ -17,84 +17,89 @@ from kvferry.proto.messages import KeyEvents, Opened, OpenNamespace, Snapshot
 from kvferry.proto.specs import MAX_KEYS, check_keys
 from kvferry.proto.status import Fingerprint
 
-_AWAY = -1
+# In place of a request id: while disconnected, keys are hidden as during a reset.
+_DISCONNECTED = -1
 
 
 class Namespace:
-    """opened: as the daemon answered last; before the first answer, a namespace of no blocks."""
+    """opened: the daemon's last reply; before the first one, a namespace without blocks."""
 
     def __init__(self, opening: OpenNamespace, *, mirror: bool = False) -> None:
         self.fingerprint = opening.fingerprint
-        about = opening.fingerprint.name, 0, opening.fingerprint.host_block_bytes, False
-        self.opened = Opened(0, *about, opening.policy, opening.store_threshold)
+        name, block_bytes = opening.fingerprint.name, opening.fingerprint.host_block_bytes
+        self.opened = Opened(
+            0, name, 0, block_bytes, False, opening.policy, opening.store_threshold
+        )
         self._mirror: Mirror | None = Mirror() if mirror else None
         self._pins: Counter[OffloadKey] = Counter()
         self._resets: set[int] = set()
 
     @property
     def mirror(self) -> Mirror:
-        """Raises Refused (UNKNOWN_NAMESPACE) where none was asked for."""
+        """Raises Refused (UNKNOWN_NAMESPACE) if the namespace was opened without a mirror."""
         if self._mirror is None:
-            message = "this client has no mirror of its namespace: open_namespace(mirror=True)"
+            message = "this client has no mirror; call open_namespace(mirror=True)"
             raise Refused(Code.UNKNOWN_NAMESPACE, message, self.opened.name)
         return self._mirror
 
     @property
     def generation(self) -> int:
-        """How often the namespace was made or reset, as far as is known here."""
-        told = 0 if self._mirror is None else self._mirror.generation
-        return max(self.opened.generation, told)
+        """How often the namespace was created or reset, as far as the client knows."""
+        known = 0 if self._mirror is None else self._mirror.generation
+        return max(self.opened.generation, known)
 
     @property
     def pinned(self) -> int:
         """How many keys are pinned."""
         return len(self._pins)
 
-    def check_is(self, fingerprint: Fingerprint) -> None:
-        """Raise Refused (NAMESPACE_MISMATCH) where this is the namespace of another one."""
+    def check_fingerprint(self, fingerprint: Fingerprint) -> None:
+        """Raise Refused (NAMESPACE_MISMATCH) if this namespace has another fingerprint."""
         if fingerprint != self.fingerprint:
-            message = "a client opens one namespace, and this one has: make another client"
+            message = "this client has opened another namespace; use another client"
             differences = "; ".join(fingerprint.differences(self.fingerprint))
             raise Refused(Code.NAMESPACE_MISMATCH, message, differences)
 
-    def checked(self, keys: Iterable[OffloadKey]) -> tuple[OffloadKey, ...]:
-        """`keys` as they travel; Refused (BAD_KEY) where they are none of this namespace's."""
+    def checked_keys(self, keys: Iterable[OffloadKey]) -> tuple[OffloadKey, ...]:
+        """`keys` as a tuple. Raises Refused (BAD_KEY) for keys of another length, or too many."""
         keys, size = tuple(keys), self.fingerprint.key_bytes
         if not {bytes}.issuperset(map(type, keys)) or not {size}.issuperset(map(len, keys)):
             wrong = next(key for key in keys if type(key) is not bytes or len(key) != size)
-            raise Refused(Code.BAD_KEY, f"a key of this namespace is {size} bytes", wrong)
+            raise Refused(Code.BAD_KEY, f"keys of this namespace have {size} bytes", wrong)
         if len(keys) > MAX_KEYS:
             check_keys(keys)
         return keys
 
-    def follow(self) -> Mirror:
-        """The mirror, made where there is none."""
+    def ensure_mirror(self) -> Mirror:
+        """The mirror, created if there is none."""
         if self._mirror is None:
             self._mirror = Mirror()
             if self._resets:
                 self._mirror.hide()
         return self._mirror
 
-    def feed(self, message: Snapshot | KeyEvents) -> bool:
-        """Tell the mirror, if any; whether it is astray now."""
-        return self._mirror is not None and self._mirror.feed(message)
+    def apply_message(self, message: Snapshot | KeyEvents) -> bool:
+        """Pass a message to the mirror, if any. True if the mirror needs a new snapshot."""
+        return self._mirror is not None and self._mirror.apply_message(message)
 
     # Pins
 
     def pin(self, keys: Iterable[OffloadKey]) -> None:
         self._pins.update(keys)
 
-    def pins(self) -> Iterator[tuple[OffloadKey, ...]]:
-        """The pinned keys, each as many times as it is pinned, as they travel."""
+    def pinned_batches(self) -> Iterator[tuple[OffloadKey, ...]]:
+        """The pinned keys, each as often as it is pinned, in batches of MAX_KEYS."""
         keys = tuple(self._pins.elements())
-        for at in range(0, len(keys), MAX_KEYS):
-            yield keys[at : at + MAX_KEYS]
+        for start in range(0, len(keys), MAX_KEYS):
+            yield keys[start : start + MAX_KEYS]
 
     def check_pinned(self, keys: Iterable[OffloadKey]) -> None:
-        """Raise Refused (NOT_PINNED) where one of them is not pinned as many times."""
+        """Raise Refused (NOT_PINNED) if a key occurs more often in `keys` than it is pinned."""
         for key, times in Counter(keys).items():
             if self._pins[key] < times:
-                raise Refused(Code.NOT_PINNED, "this client has not pinned a key so often", key)
+                raise Refused(
+                    Code.NOT_PINNED, "a key is unpinned more often than it was pinned", key
+                )
 
     def unpin(self, keys: Iterable[OffloadKey]) -> None:
         pins = self._pins
@@ -107,47 +112,47 @@ class Namespace:
     # Resets
 
     def reset(self, request_id: int) -> None:
-        """A reset was asked for: everything is absent until it is done."""
+        """A reset is requested: all keys are hidden until it is done."""
         self._resets.add(request_id)
         if self._mirror is not None:
             self._mirror.hide()
 
-    def resetting(self, request_id: int) -> bool:
-        """Whether that is a reset which is not done."""
+    def is_resetting(self, request_id: int) -> bool:
+        """Whether this reset is pending."""
         return request_id in self._resets
 
-    def done(self, request_id: int) -> None:
-        """A reset was done; where it was the last, the mirror shows what came after it."""
+    def reset_done(self, request_id: int) -> None:
+        """A reset was done. After the last one, keys stored since then are visible."""
         if self._mirror is not None:
-            self._mirror.forget()
-        self.refused(request_id)
+            self._mirror.clear_after_reset()
+        self.reset_ended(request_id)
 
-    def refused(self, request_id: int) -> None:
-        """A reset was not done; where it was the last, the mirror shows what is there."""
+    def reset_ended(self, request_id: int) -> None:
+        """A reset is no longer pending. After the last one, keys are visible again."""
         self._resets.discard(request_id)
         if not self._resets and self._mirror is not None:
             self._mirror.reveal()
 
-    # The daemon goes, and another comes
+    # Disconnecting and reconnecting
 
-    def lose(self) -> None:
-        """The daemon is away: as after a reset that is not done."""
-        self.reset(_AWAY)
+    def connection_lost(self) -> None:
+        """Hide all keys until the session is restored."""
+        self.reset(_DISCONNECTED)
 
-    def opened_again(self, opened: Opened) -> None:
-        """Another session is in the namespace; it shows nothing until `show`."""
+    def reopened(self, opened: Opened) -> None:
+        """Another session has opened the namespace. Keys stay hidden until it is restored."""
         self.opened = opened
         if self._mirror is not None:
             self._mirror.restart()
 
     @property
-    def followed(self) -> bool:
+    def has_mirror(self) -> bool:
         return self._mirror is not None
 
-    def undone(self) -> tuple[int, ...]:
-        """Resets that no daemon has done."""
-        return tuple(self._resets - {_AWAY})
+    def pending_resets(self) -> tuple[int, ...]:
+        """Request ids of resets that no daemon has done."""
+        return tuple(self._resets - {_DISCONNECTED})
 
-    def show(self) -> None:
-        """The daemon is there again."""
-        self.refused(_AWAY)
+    def session_restored(self) -> None:
+        """Show the mirror's keys again, unless a reset is pending."""
+        self.reset_ended(_DISCONNECTED)

@@ -1,9 +1,9 @@
 """The operations that wait, each written once for all clients.
 
 An operation is a generator: it yields effects (send a request, pass descriptors) and is sent their
-outcomes; its return value is the operation's. Each runs under one deadline, in the client's thread
-(effects.interpret). `connect` also runs behind the caller's back, a bit at each poll, when the
-connection is lost (reconnect.py).
+outcomes; its return value is the result. Each runs under one deadline, in the client's thread
+(effects.interpret). When the connection is lost, `connect` runs in parts, one at each poll
+(reconnect.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from kvferry.client.effects import Operation, PassFds, ReceiveFd, Request, Send, WaitFor
-from kvferry.client.endpoint import unanswered
+from kvferry.client.endpoint import no_reply_error
 from kvferry.client.namespace import Namespace
 from kvferry.client.pending_requests import ResumableRequest
 from kvferry.client.session import ClientSession
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 class AllocatedKVCaches(NamedTuple):
     """KV tensors that the daemon allocated: int8, (num_blocks, page_size_bytes), in the layout's
-    order. kept: they are those that were kept for the engine, with their bytes."""
+    order. kept: whether they were kept for the engine, with their bytes."""
 
     region: HostRegion
     tensors: list[torch.Tensor]
@@ -62,10 +62,10 @@ def connect(session: ClientSession) -> Operation[None]:
     Raises what the daemon refuses, or Gone (TIMEOUT).
     """
     try:
-        yield Send(session.hello(), session.greeted)
+        yield Send(session.hello(), session.read_welcome)
     except Gone as error:
         if error.code == Code.TIMEOUT:
-            raise unanswered(Path(error.value)) from None
+            raise no_reply_error(Path(error.value)) from None
         raise
     state = session.restore
     if state.opening is not None:
@@ -74,21 +74,21 @@ def connect(session: ClientSession) -> Operation[None]:
     if state.registration is not None:
         yield from _register(session, state.registration)
     if state.opening is not None:
-        yield from _catch_up(session, session.namespace)
-    session.restored()
+        yield from _restore_namespace(session, session.namespace)
+    session.mark_connected()
 
 
-def present(session: ClientSession) -> Operation[None]:
-    """Wait for a daemon that is away. Raises Gone, with why it is, where it is not back in time."""
+def wait_connected(session: ClientSession) -> Operation[None]:
+    """Wait until the session is restored. Raises Gone, with the reason, if that takes too long."""
     try:
-        yield WaitFor(session.present)
+        yield WaitFor(session.check_connected)
     except Gone as error:
         if session.gone is None or error is session.gone:
             raise
         raise session.gone.with_traceback(None) from session.gone.__cause__
 
 
-def register(
+def register_kv_caches(
     session: ClientSession,
     kv_caches: Any,
     host_bytes: int | None,
@@ -98,17 +98,17 @@ def register(
     from kvferry.client.tensors.canonical import CanonicalKVCaches, canonicalize
 
     session.check_region(host_bytes)
-    _check_first(session)
+    _check_not_registered(session)
     if not isinstance(kv_caches, CanonicalKVCaches):
         kv_caches = canonicalize(kv_caches, **canonical)
     if timeline is not None:
-        timeline.check_follows(kv_caches.tensors[0].device.type)
+        timeline.check_device(kv_caches.tensors[0].device.type)
     check_fields(RegisterKVCaches, layout=kv_caches.layout, host_bytes=host_bytes)
-    yield from present(session)
+    yield from wait_connected(session)
     return (yield from _register(session, Registration(kv_caches, host_bytes, timeline)))
 
 
-def allocate(
+def allocate_kv_caches(
     session: ClientSession,
     layout: KVLayout,
     host_bytes: int | None,
@@ -116,42 +116,42 @@ def allocate(
     keep: bool = False,
 ) -> Operation[AllocatedKVCaches]:
     from kvferry.client.tensors.canonical import CanonicalKVCaches
-    from kvferry.client.tensors.sharing import attach, check_reachable
+    from kvferry.client.tensors.sharing import check_device_visible, map_tensors
 
     session.check_region(host_bytes)
-    _check_first(session)
+    _check_not_registered(session)
     check_fields(AllocateKVCaches, layout=layout, host_bytes=host_bytes, keep=keep)
-    yield from present(session)
+    yield from wait_connected(session)
     assert session.welcome is not None
     device = session.welcome.device
-    check_reachable(device)  # before there is anything
+    check_device_visible(device)  # before the daemon allocates
     if timeline is not None:
-        timeline.check_follows(device.kind)
-    what = (layout, host_bytes, timeline, keep, session.restore.opening)
-    resumable = yield from _resumable(session, what)
+        timeline.check_device(device.kind)
+    arguments = (layout, host_bytes, timeline, keep, session.restore.opening)
+    resumable = yield from _find_resumable(session, arguments)
     if resumable is None:
-        clock = yield from _send_timeline(timeline)
-        request = AllocateKVCaches(session.next_request_id(), layout, host_bytes, clock, keep)
-        resumable = ResumableRequest(request, what, timeline)
-    with session.pending.resuming(resumable):
-        reply = yield from _answer(resumable)
-        resumable.what = ()  # each descriptor is given once
+        handle = yield from _send_timeline(timeline)
+        request = AllocateKVCaches(session.next_request_id(), layout, host_bytes, handle, keep)
+        resumable = ResumableRequest(request, arguments, timeline)
+    with session.pending.resume(resumable):
+        reply = yield from _wait_reply(resumable)
+        resumable.arguments = ()  # each descriptor can be received once
         try:
-            descriptors = yield from _fetch(reply)
-            tensors = attach(layout, reply.allocations, reply.locations, descriptors, device)
-        except Gone:  # nobody waits for them, or the daemon went
+            descriptors = yield from _receive_descriptors(reply)
+            tensors = map_tensors(layout, reply.allocations, reply.locations, descriptors, device)
+        except Gone:  # a timeout, or the daemon has disconnected
             raise
         except Exception:
-            yield from _give_back(session, reply, keep)
+            yield from _undo_allocation(session, reply, keep)
             raise
-        ours = CanonicalKVCaches(layout, tuple(tensors))  # to the next daemon they are our own
-        session.registered(Registration(ours, host_bytes, timeline), reply.region)
+        caches = CanonicalKVCaches(layout, tuple(tensors))  # registered with the next daemon
+        session.kv_caches_registered(Registration(caches, host_bytes, timeline), reply.region)
     return AllocatedKVCaches(reply.region, tensors, reply.kept)
 
 
-def release(session: ClientSession, engine: str) -> Operation[int]:
+def release_kv_caches(session: ClientSession, engine: str) -> Operation[int]:
     check_fields(ReleaseKVCaches, engine=engine)
-    yield from present(session)
+    yield from wait_connected(session)
     reply = yield Request(ReleaseKVCaches(session.next_request_id(), engine))
     nbytes: int = reply.nbytes
     return nbytes
@@ -172,10 +172,10 @@ def open_namespace(
         policy=eviction_policy,
         store_threshold=store_threshold,
     )
-    opened = session.opened_before(fingerprint)
-    yield from present(session)
+    opened = session.opened_namespace(fingerprint)
+    yield from wait_connected(session)
     if opened is not None:
-        opened = session.namespace.opened  # it may have been opened again meanwhile
+        opened = session.namespace.opened  # it may have been reopened while waiting
     else:
         opening = OpenNamespace(
             session.next_request_id(),
@@ -186,108 +186,109 @@ def open_namespace(
         )
         opened = yield Request(opening)
         session.namespace_opened(opening, opened)
-    if mirror and not session.namespace.follow().whole:
-        yield Send(Subscribe(), lambda: session.mirrored() or None)
+    if mirror and not session.namespace.ensure_mirror().complete:
+        yield Send(Subscribe(), lambda: session.mirror_complete() or None)
     return opened
 
 
-def reset(session: ClientSession) -> Operation[None]:
+def reset_namespace(session: ClientSession) -> Operation[None]:
     request = session.reset()
     try:
-        yield from present(session)
-        if session.namespace.resetting(request.request_id):  # else it was done on reconnecting
+        yield from wait_connected(session)
+        if session.namespace.is_resetting(request.request_id):  # else reconnecting has done it
             yield Request(request)
     except Refused:
-        session.namespace.refused(request.request_id)
+        session.namespace.reset_ended(request.request_id)
         raise
 
 
-def wait(session: ClientSession, job_ids: Collection[int]) -> Operation[None]:
+def wait_jobs(session: ClientSession, job_ids: Collection[int]) -> Operation[None]:
     request = session.wait(job_ids)
-    if session.gone is not None:  # they have ended, as lost
+    if session.gone is not None:  # all jobs have ended, as LOST
         return
     try:
         yield Request(request)
     except Gone as error:
         if error.code != Code.DAEMON_GONE:
-            raise Gone(error.code, error.message, session.under_way(job_ids)) from error
+            raise Gone(error.code, error.message, session.in_flight(job_ids)) from error
 
 
-def status(session: ClientSession) -> Operation[DaemonStatus]:
-    yield from present(session)
+def fetch_status(session: ClientSession) -> Operation[DaemonStatus]:
+    yield from wait_connected(session)
     reply = yield Request(StatusRequest(session.next_request_id()))
     report: DaemonStatus = reply.status
     return report
 
 
-def namespaces(session: ClientSession) -> Operation[tuple[NamespaceStatus, ...]]:
-    yield from present(session)
+def fetch_namespaces(session: ClientSession) -> Operation[tuple[NamespaceStatus, ...]]:
+    yield from wait_connected(session)
     reply = yield Request(NamespacesRequest(session.next_request_id()))
     report: tuple[NamespaceStatus, ...] = reply.namespaces
     return report
 
 
-def goodbye(session: ClientSession) -> Operation[None]:
+def disconnect(session: ClientSession) -> Operation[None]:
     if session.gone is None:
         yield Send(Goodbye("client closes"), lambda: session.gone)
 
 
-def _check_first(session: ClientSession) -> None:
-    """Raise Refused (ALREADY_REGISTERED) where this client has registered KV caches before."""
+def _check_not_registered(session: ClientSession) -> None:
+    """Raise Refused (ALREADY_REGISTERED) if this client has registered KV caches."""
     if session.restore.registration is not None:
         message = (
-            "this client has registered KV caches: register all of an engine at once, and another "
-            "engine's by a client of its name"
+            "this client has already registered KV caches; register all of an engine in one call, "
+            "and those of another engine with another client"
         )
         raise Refused(Code.ALREADY_REGISTERED, message, session.engine)
 
 
-def _register(session: ClientSession, wanted: Registration) -> Operation[HostRegion]:
-    from kvferry.client.tensors.sharing import export
+def _register(session: ClientSession, registration: Registration) -> Operation[HostRegion]:
+    from kvferry.client.tensors.sharing import export_tensors
 
-    caches = wanted.kv_caches
-    places = tuple(tensor.data_ptr() for tensor in caches.tensors)
-    what = (caches.layout, places, wanted.host_bytes, wanted.timeline, session.restore.opening)
-    resumable = yield from _resumable(session, what)
+    caches, host_bytes = registration.kv_caches, registration.host_bytes
+    addresses = tuple(tensor.data_ptr() for tensor in caches.tensors)
+    timeline = registration.timeline
+    arguments = (caches.layout, addresses, host_bytes, timeline, session.restore.opening)
+    resumable = yield from _find_resumable(session, arguments)
     if resumable is None:
-        shared = export(caches)
+        shared = export_tensors(caches)
         handles = yield PassFds(shared.descriptors)
-        clock = yield from _send_timeline(wanted.timeline)
+        timeline_handle = yield from _send_timeline(timeline)
         message = RegisterKVCaches(
             session.next_request_id(),
             caches.layout,
-            shared.with_tickets(handles),
+            shared.with_handles(handles),
             shared.locations,
-            wanted.host_bytes,
-            clock,
+            host_bytes,
+            timeline_handle,
         )
-        resumable = ResumableRequest(message, what, wanted)
-    with session.pending.resuming(resumable):
-        reply = yield from _answer(resumable)
+        resumable = ResumableRequest(message, arguments, registration)
+    with session.pending.resume(resumable):
+        reply = yield from _wait_reply(resumable)
         region: HostRegion = reply.region
-        session.registered(wanted, region)
+        session.kv_caches_registered(registration, region)
     return region
 
 
-def _answer(resumable: ResumableRequest) -> Operation[Any]:
-    """The reply, requested now or by the caller before."""
+def _wait_reply(resumable: ResumableRequest) -> Operation[Any]:
+    """The reply to this request, or to the one that an earlier call has sent."""
     return resumable.received() or (yield Send(resumable.message, resumable.received))
 
 
-def _resumable(
-    session: ClientSession, what: tuple[object, ...]
+def _find_resumable(
+    session: ClientSession, arguments: tuple[object, ...]
 ) -> Operation[ResumableRequest | None]:
-    """The request with the same arguments that was left; any other is undone."""
-    while (resumable := session.pending.oldest_left()) is not None:
-        yield WaitFor(resumable.settled)
-        if resumable.left and isinstance(resumable.reply, Registered | Allocated):
-            if resumable.what == what:
+    """The abandoned request with the same arguments, if any; others are undone."""
+    while (resumable := session.pending.oldest_abandoned()) is not None:
+        yield WaitFor(resumable.is_settled)
+        if resumable.abandoned and isinstance(resumable.reply, Registered | Allocated):
+            if resumable.arguments == arguments:
                 return resumable
-            yield from _new_session(session)
+            yield from _restart_session(session)
     return None
 
 
-def _fetch(allocated: Allocated) -> Operation[list[int]]:
+def _receive_descriptors(allocated: Allocated) -> Operation[list[int]]:
     descriptors: list[int] = []
     try:
         for allocation in allocated.allocations:
@@ -300,35 +301,38 @@ def _fetch(allocated: Allocated) -> Operation[list[int]]:
     return descriptors
 
 
-def _give_back(session: ClientSession, allocated: Allocated, keep: bool) -> Operation[None]:
-    """Have the daemon free what cannot be had here. Raises nothing: whoever asks it for KV caches
-    next has done what could not be now."""
+def _undo_allocation(session: ClientSession, allocated: Allocated, keep: bool) -> Operation[None]:
+    """Have the daemon free tensors that cannot be mapped here. Raises nothing: if it fails, the
+    next registration undoes the allocation."""
     with suppress(Exception):
-        if keep and not allocated.kept:  # what an earlier engine left in them stays
+        if keep and not allocated.kept:  # those of an earlier engine stay
             yield Request(ReleaseKVCaches(session.next_request_id(), session.engine))
-        yield from _new_session(session)
+        yield from _restart_session(session)
 
 
-def _new_session(session: ClientSession) -> Operation[None]:
-    """End this session, in which KV caches are registered once, and begin another."""
-    before, reconnects, session.reconnects = session.incarnation, session.reconnects, True
+def _restart_session(session: ClientSession) -> Operation[None]:
+    """Begin a new session, in which KV caches can be registered again."""
+    incarnation, reconnects = session.incarnation, session.reconnects
+    session.reconnects = True
     try:
-        bye = Goodbye("client registers others")
-        yield Send(bye, lambda: session.gone or session.incarnation > before or None)
-        yield from present(session)
+        goodbye = Goodbye("client registers other KV caches")
+        yield Send(goodbye, lambda: session.gone or session.incarnation > incarnation or None)
+        yield from wait_connected(session)
     finally:
         session.reconnects = reconnects
 
 
-def _catch_up(session: ClientSession, namespace: Namespace) -> Operation[None]:
-    """Follow the namespace again; do the resets that were not done; keep what was kept."""
-    if namespace.followed:
-        yield Send(Subscribe(), lambda: namespace.mirror.whole or None)
-    while undone := namespace.undone():
+def _restore_namespace(session: ClientSession, namespace: Namespace) -> Operation[None]:
+    """Subscribe again, do pending resets, and pin keys again."""
+    if namespace.has_mirror:
+        yield Send(Subscribe(), lambda: namespace.mirror.complete or None)
+    while pending := namespace.pending_resets():
         yield Request(session.reset())
-        for request_id in undone:
-            namespace.refused(request_id)
-    for keys in namespace.pins():  # last, and without a pause: more may be pinned in any
+        for request_id in pending:
+            namespace.reset_ended(request_id)
+    for (
+        keys
+    ) in namespace.pinned_batches():  # last, and without a pause, in which more keys may be pinned
         yield Send(Pin(keys), lambda: True)
 
 
@@ -338,6 +342,6 @@ def _send_timeline(timeline: Timeline | None) -> Operation[int | None]:
     if timeline.revoked:
         timeline.renew()
     if timeline.descriptor < 0:
-        raise Refused(Code.NO_TIMELINE, "this timeline was closed: register with another one")
+        raise Refused(Code.NO_TIMELINE, "the timeline is closed; register with another one")
     (handle,) = yield PassFds((timeline.descriptor,))
     return int(handle)

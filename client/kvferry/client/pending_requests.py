@@ -1,9 +1,9 @@
-"""Requests sent to the daemon, and its replies until they are taken.
+"""Requests that were sent, and their replies until a caller takes them.
 
-Most requests may be repeated at will: a reply that nobody waits for is dropped. KV caches are
-registered once. A caller that asks for that and times out, is cancelled or interrupted leaves a
-resumable request, because the daemon may have registered them, or will. The next caller that
-registers settles it: with the same arguments it takes the reply, with others the daemon undoes it.
+Most requests can be repeated, so a reply without a caller is dropped. KV caches can be registered
+only once. If a call that registers them times out, is cancelled or interrupted, its request is kept
+as resumable, because the daemon may have registered them, or will. The next call that registers
+with the same arguments takes the reply; with other arguments, the registration is undone first.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ Reply: TypeAlias = (
 
 @dataclass(slots=True, eq=False)
 class ResumableRequest:
-    """what: the arguments, compared with those of the next caller; () if it cannot be resumed.
-    memory: what the daemon may map of ours, kept alive. left: nobody waits for it."""
+    """arguments: compared with those of the next call; () if the request cannot be resumed.
+    memory: keeps alive what the daemon may have mapped. abandoned: no call waits for the reply."""
 
     message: RegisterKVCaches | AllocateKVCaches
-    what: tuple[object, ...]
+    arguments: tuple[object, ...]
     memory: object
     reply: Reply | KVFerryError | None = None
-    left: bool = False
+    abandoned: bool = False
 
     def received(self) -> Reply | None:
-        """The reply, once it is here. Raises the error that came instead."""
+        """The reply, or None if there is none yet. Raises an error reply."""
         if isinstance(self.reply, KVFerryError):
             raise self.reply
         return self.reply
 
-    def settled(self) -> bool | None:
-        """True if there is nothing to wait for; else None."""
-        return self.reply is not None or not self.left or None
+    def is_settled(self) -> bool | None:
+        """True if no reply needs to be awaited; else None."""
+        return self.reply is not None or not self.abandoned or None
 
 
 class PendingRequests:
@@ -70,8 +70,8 @@ class PendingRequests:
         self._resumable: dict[int, ResumableRequest] = {}
 
     @contextlib.contextmanager
-    def requesting(self, message: RequestMessage) -> Iterator[None]:
-        """Keep the reply to a request while this lasts."""
+    def expect_reply(self, message: RequestMessage) -> Iterator[None]:
+        """Keep the reply to a request until the context ends."""
         self._pending.add(message.request_id)
         try:
             yield
@@ -80,32 +80,32 @@ class PendingRequests:
             self._replies.pop(message.request_id, None)
 
     @contextlib.contextmanager
-    def resuming(self, request: ResumableRequest) -> Iterator[None]:
-        """The request is settled if this succeeds; else it is left, unless it was never sent."""
+    def resume(self, request: ResumableRequest) -> Iterator[None]:
+        """Remove the request if the context succeeds; else abandon it, unless it was not sent."""
         request_id = request.message.request_id
-        self._resumable[request_id], request.left = request, False
+        self._resumable[request_id], request.abandoned = request, False
         try:
             yield
         except BaseException as error:
-            request.left = True
+            request.abandoned = True
             timed_out = isinstance(error, Gone) and error.code == Code.TIMEOUT
             if request.reply is None and isinstance(error, KVFerryError) and not timed_out:
                 self._resumable.pop(request_id, None)  # it was not sent
             raise
         self._resumable.pop(request_id, None)
 
-    def oldest_left(self) -> ResumableRequest | None:
-        """The oldest request that nobody waits for."""
-        return next((request for request in self._resumable.values() if request.left), None)
+    def oldest_abandoned(self) -> ResumableRequest | None:
+        """The oldest abandoned request."""
+        return next((request for request in self._resumable.values() if request.abandoned), None)
 
-    def resolve(self, request_id: int, answer: Reply | KVFerryError) -> bool:
-        """Keep a reply, or an error instead of it. Returns whether anybody waits for it."""
+    def resolve(self, request_id: int, reply: Reply | KVFerryError) -> bool:
+        """Keep a reply or error for its caller. Returns False if there is no caller."""
         if (request := self._resumable.get(request_id)) is not None:
-            request.reply = answer
-            if isinstance(answer, KVFerryError):
+            request.reply = reply
+            if isinstance(reply, KVFerryError):
                 del self._resumable[request_id]
         elif request_id in self._pending:
-            self._replies[request_id] = answer
+            self._replies[request_id] = reply
         else:
             return False
         return True
@@ -113,15 +113,15 @@ class PendingRequests:
     def is_pending(self, request_id: int) -> bool:
         return request_id in self._pending
 
-    def take(self, request_id: int) -> Reply | None:
-        """The reply to a request, once. Raises the error that came instead."""
-        answer = self._replies.pop(request_id, None)
-        if isinstance(answer, KVFerryError):
-            raise answer
-        return answer
+    def take_reply(self, request_id: int) -> Reply | None:
+        """The reply to a request, once; None if there is none yet. Raises an error reply."""
+        reply = self._replies.pop(request_id, None)
+        if isinstance(reply, KVFerryError):
+            raise reply
+        return reply
 
-    def lose(self, error: Gone) -> None:
-        """The daemon is gone: all pending requests fail."""
+    def fail_all(self, error: Gone) -> None:
+        """The connection was lost: all pending requests fail."""
         for request_id in self._pending:
             self._replies.setdefault(request_id, error)
         for request in self._resumable.values():

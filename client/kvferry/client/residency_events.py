@@ -1,4 +1,4 @@
-"""Which keys became a HIT and which ceased to be one, in the form of vLLM's OffloadingEvent.
+"""Events: which keys became a HIT and which ceased to be one, as vLLM's OffloadingEvent.
 
 Used by OffloadingManager, in its thread.
 """
@@ -14,7 +14,7 @@ from kvferry.proto.keys import OffloadKey
 
 @dataclass(frozen=True, slots=True)
 class OffloadingEvent:
-    """Keys that became a HIT, or with `removed` ceased to be one."""
+    """Keys that became a HIT, or (removed) ceased to be one."""
 
     keys: tuple[OffloadKey, ...]
     removed: bool
@@ -22,15 +22,15 @@ class OffloadingEvent:
 
 
 class ResidencyEvents:
-    """The keys that the events so far add up to, so that only what changed is an event."""
+    """Remembers which keys were reported as a HIT, so that events report changes only."""
 
     def __init__(self, mirrors: Sequence[Mirror]) -> None:
         self._reported: set[OffloadKey] = set()
         for mirror in mirrors:
-            mirror.watch()
+            mirror.track_changes()
 
-    def take(self, mirrors: Sequence[Mirror]) -> list[OffloadingEvent]:
-        changed = dict.fromkeys(key for mirror in mirrors for key in mirror.take_changed())
+    def take_events(self, mirrors: Sequence[Mirror]) -> list[OffloadingEvent]:
+        changed = dict.fromkeys(key for mirror in mirrors for key in mirror.take_changed_keys())
         stored: list[OffloadKey] = []
         removed: list[OffloadKey] = []
         for key in changed:

@@ -1,20 +1,21 @@
-"""What a client knows, without a socket and without a clock: the same for all clients.
+"""The protocol state of a client, without socket or clock; the same for all clients.
 
-`ClientSession` makes the messages to send and is fed those that arrive. It keeps the jobs in
+`ClientSession` encodes the messages to send and handles those that arrive. It keeps the jobs in
 flight, their results until they are fetched, pending requests, and the namespace that it opened.
-Called only in the client's thread.
+Called in the client's thread only.
 
-A session outlives the daemon that it began with:
+A session can outlive its daemon:
 
-    CONNECTING  --restored-->  CONNECTED  --lose-->  DISCONNECTED  --connect-->  CONNECTING ...
-         \\__________________________lose__________________/
+    state          event               next state
+    CONNECTING     mark_connected      CONNECTED
+    CONNECTING     connection_lost     DISCONNECTED; CLOSED without `reconnects`
+    CONNECTED      connection_lost     DISCONNECTED; CLOSED without `reconnects`
+    DISCONNECTED   socket_opened       CONNECTING
+    any            close               CLOSED
 
-    CLOSED: after close, or after lose without `reconnects`
-
-While CONNECTING it sends Hello and asks again for everything in its SessionState
-(operations.connect). `gone` says why no request can be sent; it is None if CONNECTED, and during
-the first CONNECTING. When the daemon is lost, pending requests fail at once and jobs in flight end
-as lost, once.
+While CONNECTING it sends Hello, and requests everything in its SessionState (operations.connect).
+`gone` says why no request can be sent; it is None if CONNECTED, and during the first CONNECTING.
+When the connection is lost, pending requests fail, and jobs in flight end as LOST, once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from contextlib import AbstractContextManager
 from enum import Enum
 from itertools import count
 
-from kvferry.client.jobs import Jobs, checked_id, checked_ids, direction_of
+from kvferry.client.jobs import JobTable, checked_id, checked_ids, direction_of
 from kvferry.client.lost_stores import LostStores
 from kvferry.client.namespace import Namespace
 from kvferry.client.pending_requests import PendingRequests, Reply, RequestMessage
@@ -60,9 +61,8 @@ from kvferry.proto.specs import (
 )
 from kvferry.proto.status import Fingerprint
 
-# Seconds, 11 days, that anything is waited for at most: a timer takes no math.inf, which a caller
-# may give to wait for as long as it takes.
-LONGEST = 1e6
+# Seconds (11 days) that stand for math.inf, which timers do not accept.
+MAX_TIMEOUT = 1e6
 
 _SIDES = frozenset({GPULoadStoreSpec, CPULoadStoreSpec, KeyLoadStoreSpec})
 
@@ -75,9 +75,8 @@ class ConnectionState(Enum):
 
 
 class ClientSession:
-    """reconnects: go on with the next daemon, or the same one, when the connection is lost.
-    restore: what to have of the daemon as soon as it is connected; the session begins
-    DISCONNECTED then, and nobody waits for it."""
+    """reconnects: whether the session continues when the connection is lost. restore: the state to
+    restore when connected; the session then begins DISCONNECTED."""
 
     def __init__(
         self,
@@ -93,22 +92,22 @@ class ClientSession:
         self.state = ConnectionState.CONNECTING
         self.welcome: Welcome | None = None
         self.gone: Gone | None = None
-        # Why the daemon does not restore the session.
+        # Why the daemon refuses to restore the session.
         self.refused: KVFerryError | None = None
-        # How many times the session was connected and restored.
+        # How often the session was connected and restored.
         self.incarnation = 0
         self.restore = SessionState() if restore is None else restore
-        self.jobs = Jobs()
+        self.jobs = JobTable()
         self.pending = PendingRequests()
         self._lost_stores = LostStores()
-        self._greeting: Welcome | KVFerryError | None = None
+        self._hello_reply: Welcome | KVFerryError | None = None
         self._request_ids = count(1)
         self._namespace: Namespace | None = None
         self._snapshot_needed = False
         if restore is not None:
             if restore.opening is not None:
                 self._namespace = Namespace(restore.opening, mirror=restore.mirror)
-            self.lose(Gone(Code.DAEMON_GONE, "no daemon has answered yet"))
+            self.connection_lost(Gone(Code.DAEMON_GONE, "not connected yet"))
 
     # Messages to send
 
@@ -116,47 +115,53 @@ class ClientSession:
         return Hello(PROTOCOL, PROTOCOL, self.client, self.engine)
 
     def request(self, message: ClientMessage) -> bytes:
-        """The bytes of a message; Gone where there is nobody to hear it."""
+        """Encode a message. Raises Gone if not connected."""
         if self.gone is not None:
-            raise self.gone.with_traceback(None)  # raised often: else it grows
+            raise self.gone.with_traceback(None)  # it is raised often, and its traceback would grow
         return encode(message)
 
-    def requesting(self, message: RequestMessage) -> AbstractContextManager[None]:
-        """Keep the reply to a request while this lasts."""
-        return self.pending.requesting(message)
+    def expect_reply(self, message: RequestMessage) -> AbstractContextManager[None]:
+        """Keep the reply to a request until the context ends."""
+        return self.pending.expect_reply(message)
 
     def next_request_id(self) -> int:
         return next(self._request_ids)
 
     def submit(self, job_id: int, spec: TransferSpec, wait_for: int) -> bytes:
-        """The message that starts a job; `submitted` says that it went out.
+        """Encode the message that starts a job. Call `submitted` when it was sent.
 
-        Raises Refused (DUPLICATE_JOB, BUSY, STALE, MESSAGE_TOO_LARGE) or Gone, and nothing changed.
+        Raises Refused (DUPLICATE_JOB, BUSY, STALE, MESSAGE_TOO_LARGE) or Gone; nothing changes.
         """
-        job_id, wait_for = checked_id("a job id", job_id), checked_id("wait_for", wait_for)
-        src, dst = self._checked_sides(spec)
+        job_id, wait_for = checked_id("job_id", job_id), checked_id("wait_for", wait_for)
+        src, dst = self._checked_spec(spec)
         if job_id in self.jobs:
-            raise Refused(Code.DUPLICATE_JOB, "a job with this id is under way", job_id)
+            raise Refused(
+                Code.DUPLICATE_JOB, "a job with this id is in flight; use a new job id", job_id
+            )
         direction = direction_of(spec)
-        of_it = self.jobs.count(direction)
-        if self.welcome is not None and of_it >= self.welcome.limits.most(direction):
-            raise Refused(Code.BUSY, f"too many {direction}s are under way: poll first", of_it)
+        in_flight = self.jobs.count(direction)
+        if self.welcome is not None and in_flight >= self.welcome.limits.most(direction):
+            raise Refused(
+                Code.BUSY,
+                f"too many {direction}s are in flight; call get_finished first",
+                in_flight,
+            )
         self._lost_stores.check(spec)
         return self.request(Submit(job_id, src, dst, wait_for))
 
     def submitted(self, job_id: int, spec: TransferSpec) -> None:
         self.jobs.add(job_id, direction_of(spec))
-        self._lost_stores.submitted(job_id, spec)
+        self._lost_stores.job_submitted(job_id, spec)
 
     def cancel(self, job_ids: Iterable[int]) -> bytes:
         return self.request(Cancel(checked_ids(job_ids)))
 
     def wait(self, job_ids: Iterable[int]) -> Wait:
-        """The request to be told when these jobs have ended; Refused where none can read it."""
+        """The request whose reply means that these jobs have ended. Raises Refused (BAD_SPEC)."""
         return Wait(self.next_request_id(), checked_ids(job_ids))
 
     def reset(self) -> Reset:
-        """The request to forget all keys; everything is absent here until it is done.
+        """The request to remove all keys. Every key is a MISS until it is done.
 
         Raises Refused (UNKNOWN_NAMESPACE).
         """
@@ -165,48 +170,48 @@ class ClientSession:
         return message
 
     def snapshot_request(self) -> bytes | None:
-        """The message to send, once, if the mirror has missed an event."""
+        """The message to send if the mirror has missed an event; once, then None."""
         needed, self._snapshot_needed = self._snapshot_needed, False
-        return encode(Subscribe()) if needed and self.linked else None
+        return encode(Subscribe()) if needed and self.has_socket else None
 
     # The namespace
 
     @property
     def namespace(self) -> Namespace:
-        """Raises Refused (UNKNOWN_NAMESPACE) where none was opened."""
+        """Raises Refused (UNKNOWN_NAMESPACE) if none was opened."""
         if self._namespace is None:
-            message = "this client is in no namespace: open_namespace first"
+            message = "this client has opened no namespace; call open_namespace first"
             raise Refused(Code.UNKNOWN_NAMESPACE, message, self.client)
         return self._namespace
 
-    def opened_before(self, fingerprint: Fingerprint) -> Opened | None:
-        """What this client opened; Refused (NAMESPACE_MISMATCH) if it was another namespace."""
+    def opened_namespace(self, fingerprint: Fingerprint) -> Opened | None:
+        """The opened namespace, or None. Raises Refused (NAMESPACE_MISMATCH) for another one."""
         if self._namespace is None:
             return None
-        self._namespace.check_is(fingerprint)
+        self._namespace.check_fingerprint(fingerprint)
         return self._namespace.opened
 
     def namespace_opened(self, opening: OpenNamespace, opened: Opened) -> None:
-        """A namespace was opened, or opened again after reconnecting."""
+        """The daemon has opened a namespace, for the first time or after reconnecting."""
         if self._namespace is None:
             self._namespace = Namespace(opening)
             self._namespace.opened = opened
             self.restore.opening = opening
         else:
-            self._namespace.opened_again(opened)
+            self._namespace.reopened(opened)
 
-    def mirrored(self) -> bool:
-        """Whether the mirror is whole; raises why the daemon is gone, if it is."""
+    def mirror_complete(self) -> bool:
+        """Whether the mirror is complete. Raises Gone if not connected."""
         if self.gone is not None:
             raise self.gone.with_traceback(None)
-        return self.namespace.mirror.whole
+        return self.namespace.mirror.complete
 
     def check_region(self, host_bytes: int | None) -> None:
-        """Raise Refused (BAD_LAYOUT) where a namespace was opened, and a region is wanted too."""
+        """Raise Refused (BAD_LAYOUT) if a region is requested by a client with a namespace."""
         if self._namespace is not None and host_bytes is not None:
             message = (
-                "an engine in a namespace has no host region of its own: leave host_bytes out, "
-                "and give open_namespace cpu_bytes_to_use"
+                "an engine in a namespace has no host region of its own; leave host_bytes out, and "
+                "pass cpu_bytes_to_use to open_namespace"
             )
             raise Refused(Code.BAD_LAYOUT, message, host_bytes)
 
@@ -214,156 +219,159 @@ class ClientSession:
 
     @property
     def session_id(self) -> str:
-        """The daemon's name of this session."""
+        """The daemon's id of this session."""
         return "" if self.welcome is None else self.welcome.session_id
 
     @property
-    def linked(self) -> bool:
+    def has_socket(self) -> bool:
         """Whether a socket is in use."""
         return self.state in (ConnectionState.CONNECTING, ConnectionState.CONNECTED)
 
     @property
     def closed(self) -> bool:
-        """Whether it never connects again."""
+        """Whether the session will not connect again."""
         return self.state is ConnectionState.CLOSED
 
-    def present(self) -> bool | None:
-        """True if connected; None while a daemon may still come. Raises `gone` if none will do."""
+    def check_connected(self) -> bool | None:
+        """True if connected, None while reconnecting. Raises `gone` if it cannot reconnect."""
         if self.gone is None:
             return True
         if self.closed or self.refused is not None:
             raise self.gone.with_traceback(None)
         return None
 
-    def connect(self) -> None:
+    def socket_opened(self) -> None:
         """A new socket was opened."""
-        self.state, self._greeting, self._snapshot_needed = ConnectionState.CONNECTING, None, False
+        self.state = ConnectionState.CONNECTING
+        self._hello_reply, self._snapshot_needed = None, False
 
-    def restored(self) -> None:
-        """The daemon has greeted us, and everything of the SessionState is restored."""
+    def mark_connected(self) -> None:
+        """The daemon has sent Welcome, and everything in the SessionState is restored."""
         assert self.welcome is not None
         self.state, self.gone, self.refused = ConnectionState.CONNECTED, None, None
         self.incarnation += 1
         if self._namespace is not None:
-            self._namespace.show()
+            self._namespace.session_restored()
 
-    def registered(self, registration: Registration, region: HostRegion) -> None:
+    def kv_caches_registered(self, registration: Registration, region: HostRegion) -> None:
         self.restore.registration, self.restore.region = registration, region
 
-    def lose(self, error: Gone) -> None:
-        """The daemon is gone: all jobs in flight end as lost, and waiting requests fail."""
-        if not self.linked:
+    def connection_lost(self, error: Gone) -> None:
+        """All jobs in flight end as LOST, and pending requests fail."""
+        if not self.has_socket:
             return
         self.state = ConnectionState.DISCONNECTED if self.reconnects else ConnectionState.CLOSED
-        self.gone = self.gone or self._reason(error)
-        self.jobs.lose(error)
-        self._lost_stores.lose()
-        self.pending.lose(error)
+        self.gone = self.gone or self._gone_error(error)
+        self.jobs.fail_all(error)
+        self._lost_stores.connection_lost()
+        self.pending.fail_all(error)
         if self._namespace is not None:
-            self._namespace.lose()
+            self._namespace.connection_lost()
 
     def abandon(self) -> None:
-        """Revoke the timeline, then lose the daemon: see OffloadClient.abandon."""
+        """Revoke the timeline, then treat the connection as lost; see OffloadClient.abandon."""
         registration = self.restore.registration
         if registration is not None and registration.timeline is not None:
             registration.timeline.revoke()
-        self.lose(Gone(Code.DAEMON_GONE, "the engine abandoned the session"))
+        self.connection_lost(Gone(Code.DAEMON_GONE, "the engine abandoned the session"))
 
-    def not_admitted(self, error: Refused) -> None:
-        """The daemon does not let this user connect: an attempt to connect fails."""
-        if self._greeting is None:
-            self._greeting = error
+    def access_refused(self, error: Refused) -> None:
+        """The daemon does not let this user connect: the operation `connect` fails."""
+        if self._hello_reply is None:
+            self._hello_reply = error
 
-    def attempt_failed(self, error: KVFerryError) -> None:
-        """The session could not be restored; `refused` tells if the daemon refused it."""
-        self.lose(Gone(Code.DAEMON_GONE, "the session could not be restored"))
+    def reconnect_failed(self, error: KVFerryError) -> None:
+        """The session was not restored; `refused` is set if the daemon refuses to."""
+        self.connection_lost(Gone(Code.DAEMON_GONE, "the session could not be restored"))
         if not isinstance(error, Gone) and error.code != Code.NO_SESSION:
             message = f"the daemon refuses to restore this session: {error}"
             self.refused, self.gone = error, Gone(Code.DAEMON_GONE, message)
             self.gone.__cause__ = error
 
     def stop_reconnecting(self) -> None:
-        """The client is about to close; the tensors need not be kept alive any longer."""
+        """The client is closing; its tensors need not be kept alive."""
         self.reconnects, self.restore.registration = False, None
         if self.gone is not None:
             self.state = ConnectionState.CLOSED
 
     def close(self, error: Gone) -> None:
         """The client was closed; `gone` is this error from now on."""
-        self.lose(error)
+        self.connection_lost(error)
         self.state, self.gone = ConnectionState.CLOSED, error
 
-    def _reason(self, error: Gone) -> Gone:
+    def _gone_error(self, error: Gone) -> Gone:
         if not self.reconnects:
             return error
-        return Gone(error.code, f"{error.message}; connecting again", error.value)
+        return Gone(error.code, f"{error.message}; reconnecting", error.value)
 
-    # What arrived
+    # Received messages
 
-    def feed(self, data: bytes) -> None:
-        """Take a message of the daemon's in."""
+    def receive_message(self, data: bytes) -> None:
+        """Handle a message of the daemon."""
         match decode_daemon_message(data):
             case Finished(results):
                 for result in results:
-                    self.jobs.take(result)
+                    self.jobs.add_result(result)
                     done = result.outcome is Outcome.DONE
-                    self._lost_stores.ended(result.job_id, done=done)
-            case Snapshot() | KeyEvents() as told:
-                if self._namespace is not None and self._namespace.feed(told):
+                    self._lost_stores.job_completed(result.job_id, done=done)
+            case Snapshot() | KeyEvents() as message:
+                if self._namespace is not None and self._namespace.apply_message(message):
                     self._snapshot_needed = True
             case Welcome() as welcome:
-                self.welcome = self._greeting = welcome
+                self.welcome = self._hello_reply = welcome
             case Error(request_id, info, _):
-                self._take_error(request_id, error_of(info))
+                self._receive_error(request_id, error_of(info))
             case Goodbye(reason):
                 why = f": {reason}" if reason else ""
-                self.lose(Gone(Code.DAEMON_GONE, f"the daemon said goodbye{why}"))
+                self.connection_lost(Gone(Code.DAEMON_GONE, f"the daemon closed the session{why}"))
             case Done(request_id) as done:
                 if self._resetting(request_id):
-                    self.namespace.done(request_id)
+                    self.namespace.reset_done(request_id)
                 self.pending.resolve(request_id, done)
             case reply:
                 self.pending.resolve(reply.request_id, reply)
 
-    def greeted(self) -> Welcome | None:
-        """The daemon's Welcome, once it is here; raises what it said instead."""
-        if isinstance(self._greeting, KVFerryError):
-            raise self._greeting
-        return self._greeting
+    def read_welcome(self) -> Welcome | None:
+        """The daemon's Welcome; None if there is no reply to Hello yet. Raises an error reply."""
+        if isinstance(self._hello_reply, KVFerryError):
+            raise self._hello_reply
+        return self._hello_reply
 
     def reply(self, request_id: int) -> Reply | None:
-        """The reply to a request, once; None while there is none. Raises what it says."""
-        reply = self.pending.take(request_id)
+        """The reply to a request, once; None if there is none yet. Raises an error reply."""
+        reply = self.pending.take_reply(request_id)
         if reply is None and self.gone is not None and not self.pending.is_pending(request_id):
             raise self.gone.with_traceback(None)
         return reply
 
-    def under_way(self, job_ids: Iterable[int]) -> list[int]:
+    def in_flight(self, job_ids: Iterable[int]) -> list[int]:
         return [job_id for job_id in job_ids if job_id in self.jobs]
 
-    def _checked_sides(self, spec: TransferSpec) -> TransferSpec:
-        """A pair of specs that a daemon can read; whether they fit together it says itself."""
+    def _checked_spec(self, spec: TransferSpec) -> TransferSpec:
+        """Check that a daemon can decode both specs. It checks whether they match each other."""
         if len(spec) != 2 or type(spec[0]) not in _SIDES or type(spec[1]) not in _SIDES:
-            message = "a transfer is a pair of a GPULoadStoreSpec and one of the host side"
+            message = "spec must be a pair of a GPULoadStoreSpec and a host-side spec"
             raise Refused(Code.BAD_SPEC, message, spec)
         for side in spec:
             if isinstance(side, KeyLoadStoreSpec) and self._namespace is not None:
-                self._namespace.checked(side.keys)
+                self._namespace.checked_keys(side.keys)
             else:
                 side.check()
         return spec
 
     def _resetting(self, request_id: int) -> bool:
-        return self._namespace is not None and self._namespace.resetting(request_id)
+        return self._namespace is not None and self._namespace.is_resetting(request_id)
 
-    def _take_error(self, request_id: int | None, error: KVFerryError) -> None:
+    def _receive_error(self, request_id: int | None, error: KVFerryError) -> None:
         if request_id is not None:
             if not self.pending.resolve(request_id, error) and self._resetting(request_id):
                 raise error
-        elif self._greeting is None:
-            self._greeting = error
+        elif self._hello_reply is None:
+            self._hello_reply = error
         elif error.code == Code.NO_SESSION:
-            self.lose(Gone(Code.DAEMON_GONE, "the daemon was restarted, or has let us go"))
+            self.connection_lost(
+                Gone(Code.DAEMON_GONE, "the daemon has restarted, or has closed this session")
+            )
         else:
             raise error
 

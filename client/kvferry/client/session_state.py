@@ -1,4 +1,4 @@
-"""What a client has of its daemon, so that reconnecting can restore it."""
+"""The state that reconnecting restores: the namespace and the registration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """The engine's tensors, which this keeps alive, and how they are registered."""
+    """The engine's tensors, which are kept alive, and how they are registered."""
 
     kv_caches: CanonicalKVCaches
     host_bytes: int | None
@@ -26,8 +26,8 @@ class Registration:
 
 @dataclass(slots=True)
 class SessionState:
-    """opening: the namespace to open. mirror: keep a copy of what is resident in it.
-    region: the engine's part of the host pool, as the daemon last reported it."""
+    """opening: the namespace to open. mirror: whether to mirror its resident keys.
+    region: the engine's region of the host pool, as last reported by the daemon."""
 
     opening: OpenNamespace | None = None
     registration: Registration | None = None
@@ -45,14 +45,14 @@ class SessionState:
         mirror: bool = True,
         registration: Registration | None = None,
     ) -> SessionState:
-        """To open a namespace, with the arguments of OffloadClient.open_namespace."""
+        """The state of a client that opens a namespace; arguments: OffloadClient.open_namespace."""
         opening = OpenNamespace(0, fingerprint, cpu_bytes_to_use, eviction_policy, store_threshold)
         return cls(opening, registration, mirror)
 
     def check(self) -> None:
-        """Raise Refused if no daemon could restore this."""
+        """Raise Refused if no daemon can restore this state."""
         if (opening := self.opening) is not None:
             fields = "fingerprint", "quota_bytes", "policy", "store_threshold"
             check_fields(OpenNamespace, **{name: getattr(opening, name) for name in fields})
         if (wanted := self.registration) is not None and wanted.timeline is not None:
-            wanted.timeline.check_follows(wanted.kv_caches.tensors[0].device.type)
+            wanted.timeline.check_device(wanted.kv_caches.tensors[0].device.type)

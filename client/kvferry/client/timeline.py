@@ -1,16 +1,15 @@
-"""The timeline: a counter in a shared page that says how far the engine's stream has come.
+"""The timeline: a counter in a shared page, with the value that the engine's stream has reached.
 
-The engine advances it behind its kernels, the daemon's lane reads it with plain loads, and a
-transfer that carries `wait_for = n` begins once it shows n. On CUDA the stream itself writes the
-value when it gets there (cuStreamWriteValue64), so signalling costs a few microseconds and waits
-for nothing; on the CPU it is a plain store. Values only grow.
+The engine signals it behind its kernels, the daemon's device worker reads it with plain loads, and
+a transfer with `wait_for = n` begins when the counter is n or more. On CUDA the stream writes the
+value (cuStreamWriteValue64), so a signal costs a few microseconds and does not wait; on the CPU it
+is a plain store. Values only increase.
 
-One process makes the timeline and signals it; any process of the engine may name its values, also
-those that are still to come.
+One process creates the timeline and signals it. Any process of the engine may use its values, also
+future ones.
 
-An engine that does not wait for its jobs any longer, but reuses their blocks, revokes the page: a
-daemon that is stopped, and cannot be told, finds that when it goes on. Its timeline then goes on in
-a new page.
+An engine that abandons its jobs and reuses their blocks revokes the page. A stopped daemon, which
+receives no message, reads that when it continues. The timeline then continues in a new page.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ _DEVICE = re.compile(r"cpu(:[0-9]+)?|cuda(:(?P<ordinal>[0-9]+))?")
 
 
 class Timeline:
-    """Make one with `Timeline.create(device)`; pass it to register_kv_caches.
+    """Create one with `Timeline.create(device)`; pass it to register_kv_caches.
 
-    kind: "cpu" or "cuda", as of the KV tensors that it is registered with.
-    One that is dropped and was not closed goes once its GPU has done all that it was given, which
-    is waited for: its stream may write to the page until then.
+    kind: "cpu" or "cuda", the device type of the KV tensors.
+    Garbage collection of a timeline that was not closed synchronizes its GPU, whose stream may
+    still write to the page.
     """
 
     def __init__(self, ordinal: int | None) -> None:
@@ -47,7 +46,7 @@ class Timeline:
         self.last = 0
         self._ordinal = ordinal
         self._page = _TimelinePage(ordinal)
-        # A stream may still write to a page that was revoked, so each stays until `close`.
+        # A stream may still write to a revoked page, so all are kept until `close`.
         self._revoked_pages: list[_TimelinePage] = []
 
     @classmethod
@@ -58,42 +57,42 @@ class Timeline:
         """
         named = _DEVICE.fullmatch(str(device))
         if named is None:
-            message = 'a timeline is of "cpu", "cuda", "cuda:1" or a torch.device of these'
+            message = 'device must be "cpu", "cuda", "cuda:1" or a torch.device of these'
             raise Refused(Code.NO_DEVICE, message, device)
         return cls(int(named["ordinal"] or 0) if named[0].startswith("cuda") else None)
 
     @property
     def reached(self) -> int:
-        """The value that shows now."""
+        """The value that the counter has reached."""
         return self._page.counter.value
 
     @property
     def descriptor(self) -> int:
-        """Of the current page; -1 once closed."""
+        """The memfd of the current page; -1 once closed."""
         return self._page.descriptor
 
     def signal(self, stream: Any = None, value: SupportsIndex | None = None) -> int:
-        """Advance to `value` (by default the next) behind the work queued so far; returns it.
+        """Set the counter to `value` (default: the next) behind the work queued so far; returns it.
 
-        stream: a torch.cuda.Stream or a raw handle; None is torch's current stream, which must be
-        one of the timeline's device (torch.cuda.set_device). On the CPU
-        there is no stream, and one is refused: what was done before this call is done.
+        stream: a torch.cuda.Stream or a raw handle; None for torch's current stream, which must
+        belong to the timeline's device (torch.cuda.set_device). On the CPU there are no streams:
+        the value is set at once, and a stream is refused (DEVICE_MISMATCH).
         """
         if stream is not None and self.kind == "cpu":
-            message = "a timeline of a CPU has no stream: make it with Timeline.create(its device)"
+            message = "a CPU timeline has no stream; use Timeline.create(device of the stream)"
             raise Refused(Code.DEVICE_MISMATCH, message, stream)
-        value = self.last = self._next(value)
+        value = self.last = self._next_value(value)
         if self._page.device_pointer:
             write = "cuStreamWriteValue64_v2"
-            driver().call(write, _handle(stream), self._page.device_pointer, value, 0)
+            driver().call(write, _stream_handle(stream), self._page.device_pointer, value, 0)
         else:
             self._page.counter.value = value
         return value
 
     def revoke(self) -> None:
-        """Let no chunk of this timeline's jobs be submitted any more (OffloadClient.abandon).
+        """Have the daemon submit no further chunk of this timeline's jobs (OffloadClient.abandon).
 
-        Jobs that the daemon has not reported as done by then do not count as done.
+        Jobs whose result has not arrived are treated as lost.
         """
         self._page.revoked.value = 1
 
@@ -102,30 +101,30 @@ class Timeline:
         return bool(self._page.revoked.value)
 
     def renew(self) -> None:
-        """Go on in a new page; the client does it when it registers again.
+        """Continue in a new page; the client calls this when it registers again.
 
-        The new page shows 0 until the next signal. Raises Failed (DRIVER), and nothing changed.
+        The new counter is 0 until the next signal. Raises Failed (DRIVER); nothing changes then.
         """
         page = _TimelinePage(self._ordinal)
         self._revoked_pages.append(self._page)
         self._page = page
 
-    def check_follows(self, kind: str) -> None:
-        """Raise Refused (DEVICE_MISMATCH) where what is done on `kind` would not be waited for."""
+    def check_device(self, kind: str) -> None:
+        """Raise Refused (DEVICE_MISMATCH) if the KV tensors' device type is another one."""
         if kind != self.kind:
             message = (
-                f"a timeline of the {self.kind} says nothing of KV tensors on {kind}: make it with "
+                f"the timeline's device is {self.kind}, but the KV tensors are on {kind}; use "
                 "Timeline.create(their device)"
             )
             raise Refused(Code.DEVICE_MISMATCH, message, self.kind)
 
     def close(self) -> None:
-        """Let all pages go; nothing may signal them any more. Again is harmless."""
+        """Release all pages; no signal is allowed afterwards. Calling it twice is harmless."""
         with ExitStack() as closing:
             for page in (self._page, *self._revoked_pages):
                 closing.callback(page.close)
 
-    def _next(self, value: SupportsIndex | None) -> int:
+    def _next_value(self, value: SupportsIndex | None) -> int:
         if value is None:
             return self.last + 1
         try:
@@ -133,7 +132,7 @@ class Timeline:
         except TypeError:
             number = -1
         if not self.last < number <= MAX_INT:
-            message = f"a timeline only grows: its next value is from {self.last + 1} to {MAX_INT}"
+            message = f"a timeline only increases; give a value from {self.last + 1} to {MAX_INT}"
             raise Refused(Code.BAD_SPEC, message, value)
         return number
 
@@ -149,13 +148,13 @@ class _TimelinePage:
         self.revoked = ctypes.c_uint64.from_buffer(page, TIMELINE_REVOKED_AT)
         self.device_pointer = 0
         self._address = ctypes.addressof(self.counter)
-        self._unclosed = weakref.finalize(
-            self, _let_go, self.descriptor, page, self._address, ordinal
+        self._finalizer = weakref.finalize(
+            self, _release_page, self.descriptor, page, self._address, ordinal
         )
-        self._unclosed.atexit = False  # a thread may still use the GPU then
+        self._finalizer.atexit = False  # another thread may still use the GPU
         if ordinal is not None:
             try:
-                self.device_pointer = _reachable(ordinal, self._address)
+                self.device_pointer = _map_page(ordinal, self._address)
             except BaseException:
                 self.close()
                 raise
@@ -163,7 +162,7 @@ class _TimelinePage:
     def close(self) -> None:
         if self.descriptor < 0:
             return
-        self._unclosed.detach()
+        self._finalizer.detach()
         os.close(self.descriptor)
         self.descriptor = -1
         if self.device_pointer and self._ordinal is not None:
@@ -171,8 +170,8 @@ class _TimelinePage:
                 driver().call("cuMemHostUnregister", self._address)
 
 
-def _reachable(ordinal: int, address: int) -> int:
-    """Where a GPU finds the page at `address`, which it may write from now on."""
+def _map_page(ordinal: int, address: int) -> int:
+    """Register the page with the driver; returns the GPU's address of it."""
     with driver().visiting(ordinal):
         driver().register_host(address, mmap.PAGESIZE, mapped=True)
         try:
@@ -182,9 +181,9 @@ def _reachable(ordinal: int, address: int) -> int:
             raise
 
 
-def _let_go(descriptor: int, _page: mmap.mmap, address: int, ordinal: int | None) -> None:
-    """Of a timeline that nobody closed. The page stays mapped until the end: what comes to lie at
-    an address that is registered still, the driver takes for the page."""
+def _release_page(descriptor: int, _page: mmap.mmap, address: int, ordinal: int | None) -> None:
+    """Finalizer of a page that was not closed. The page stays mapped until it is unregistered: the
+    driver would take other memory at its address for the page."""
     os.close(descriptor)
     if ordinal is None:
         return
@@ -193,7 +192,7 @@ def _let_go(descriptor: int, _page: mmap.mmap, address: int, ordinal: int | None
         driver().call("cuMemHostUnregister", address)
 
 
-def _handle(stream: Any) -> int:
+def _stream_handle(stream: Any) -> int:
     if stream is None:
         import torch
 

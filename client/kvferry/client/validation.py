@@ -1,7 +1,7 @@
-"""Checks of a caller's arguments against what a daemon can read, before anything is sent.
+"""Checks of a caller's arguments before anything is sent.
 
-The bounds are those of the messages' own fields, and are written nowhere else. A daemon that gets a
-value beyond them can only report bytes that make no sense; here the error names the argument.
+The bounds are those of the message's fields, which are defined in the messages only. A daemon that
+receives a value out of bounds cannot decode the message; the error raised here names the argument.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from kvferry.proto.codec import readable
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.messages import Message
 
-# The names that callers know from vLLM, if the wire has others.
-_CALLED = {"quota_bytes": "cpu_bytes_to_use", "policy": "eviction_policy"}
+# Message fields whose argument has another name, which is vLLM's.
+_ARGUMENT_NAMES = {"quota_bytes": "cpu_bytes_to_use", "policy": "eviction_policy"}
 
 
 def check_fields(message: type[Message], **given: object) -> None:
-    """Raise Refused (BAD_MESSAGE) if no daemon could read these as fields of a message.
+    """Raise Refused (BAD_MESSAGE) if a value cannot be encoded as a field of a message.
 
-    The error names the field, also one within a struct of `given`, and its bounds.
+    The error names the field, also one of a nested struct, and its bounds.
     """
     for field in msgspec.structs.fields(message):
         if field.name in given:
-            _check(_CALLED.get(field.name, field.name), given[field.name], field.type)
+            _check(_ARGUMENT_NAMES.get(field.name, field.name), given[field.name], field.type)
 
 
 def _check(name: str, value: Any, kind: Any) -> None:
@@ -40,7 +40,7 @@ def _check(name: str, value: Any, kind: Any) -> None:
 
 
 def _parts(value: Any) -> list[msgspec.Struct]:
-    """What has fields of its own, in a value."""
+    """The structs in a value."""
     if isinstance(value, msgspec.Struct):
         return [value]
     if isinstance(value, tuple | list):

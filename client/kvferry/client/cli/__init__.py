@@ -22,9 +22,9 @@ _INSTALL = {
     "torch": "'.[tensors]' in a checkout of kvferry",
     "matplotlib": "matplotlib",
 }
-# Seconds by which a callback has returned.
-SOON = 0.01
-_ENDS = signal.SIGHUP, signal.SIGTERM
+# Seconds after which a callback has returned.
+CALLBACK_DONE = 0.01
+_TERMINATING = signal.SIGHUP, signal.SIGTERM
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -32,11 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     given = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # what a locale has no letter for
-    for number in _ENDS:
-        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores one
-            signal.signal(number, _end)
-    sys.unraisablehook = _once_more
+            stream.reconfigure(errors="replace")  # characters that the locale cannot encode
+    for number in _TERMINATING:
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, _exit_on_signal)
+    sys.unraisablehook = _raise_exit_later
     try:
         from kvferry.client.cli.app import app
 
@@ -45,38 +45,41 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         package = (error.name or "").partition(".")[0]
         if package not in _INSTALL:
             raise
-        _give_up(f"{package} is not installed: pip install {_INSTALL[package]}", 2)
+        _fail(f"{package} is not installed: pip install {_INSTALL[package]}", 2)
     except KeyboardInterrupt:
         sys.exit(130)
     except KVFerryError as error:
-        _give_up(" ".join(str(error).split()), 1)
+        _fail(" ".join(str(error).split()), 1)
     sys.exit(0)
 
 
-def _end(number: int, _: object) -> NoReturn:
-    """As ctrl-c does: the terminal is left as it was, and no daemon of a bench stays behind.
+def _exit_on_signal(number: int, _: object) -> NoReturn:
+    """Exit as after ctrl-c: restore the terminal, stop the daemon of a bench.
 
-    Shells say again what the terminal has said.
+    Further signals are ignored: a shell repeats the SIGHUP of its terminal.
     """
-    for again in _ENDS:
-        signal.signal(again, signal.SIG_IGN)
+    for repeated in _TERMINATING:
+        signal.signal(repeated, signal.SIG_IGN)
     sys.exit(128 + number)
 
 
-def _once_more(ignored: sys.UnraisableHookArgs) -> None:
-    """What ends us came in a callback, of the collector's or a weak set's, which nothing leaves."""
-    end = ignored.exc_value
-    if not isinstance(end, (SystemExit, KeyboardInterrupt)):
-        sys.__unraisablehook__(ignored)
+def _raise_exit_later(unraisable: sys.UnraisableHookArgs) -> None:
+    """Raise an exit again that was raised in a callback of the garbage collector or a weak set.
+
+    Python does not propagate exceptions from there. A timer raises it outside of the callback.
+    """
+    exit_ = unraisable.exc_value
+    if not isinstance(exit_, (SystemExit, KeyboardInterrupt)):
+        sys.__unraisablehook__(unraisable)
         return
 
-    def leave(*_: object) -> NoReturn:
-        raise end.with_traceback(None)
+    def raise_exit(*_: object) -> NoReturn:
+        raise exit_.with_traceback(None)
 
-    signal.signal(signal.SIGALRM, leave)
-    signal.setitimer(signal.ITIMER_REAL, SOON)
+    signal.signal(signal.SIGALRM, raise_exit)
+    signal.setitimer(signal.ITIMER_REAL, CALLBACK_DONE)
 
 
-def _give_up(why: str, status: int) -> NoReturn:
-    print(f"kvferry: {why}", file=sys.stderr)
+def _fail(message: str, status: int) -> NoReturn:
+    print(f"kvferry: {message}", file=sys.stderr)
     sys.exit(status)

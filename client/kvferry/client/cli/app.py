@@ -9,13 +9,13 @@ import msgspec
 import typer
 from rich.console import Console
 
+from kvferry.client.cli import status as status_command
 from kvferry.client.cli import units
-from kvferry.client.cli.status import TIMEOUT, as_json, ask, json_text, release, show, verdict
+from kvferry.client.cli.status import TIMEOUT, as_json, fetch_status, json_text
 from kvferry.proto.errors import Refused
 from kvferry.proto.sizes import parse_bytes
 
-WHAT = ("bandwidth", "latency", "beside", "queued", "start")
-OWN_DAEMON = ("beside", "start")
+MEASUREMENTS = ("bandwidth", "latency", "beside")
 
 GIB = 1 << 30
 
@@ -32,17 +32,17 @@ app = typer.Typer(
 )
 
 
-def _sizes(text: str | None) -> str | None:
+def _check_sizes(text: str | None) -> str | None:
     if text is not None:
-        _parsed(text)
+        _parse_sizes(text)
     return text
 
 
-def _parsed(text: str) -> tuple[int, ...]:
-    return tuple(sorted({_bytes(part) for part in text.split(",")}))
+def _parse_sizes(text: str) -> tuple[int, ...]:
+    return tuple(sorted({_parse_size(part) for part in text.split(",")}))
 
 
-def _bytes(text: str) -> int:
+def _parse_size(text: str) -> int:
     try:
         nbytes = parse_bytes(text)
     except Refused as error:
@@ -52,27 +52,27 @@ def _bytes(text: str) -> int:
     return nbytes
 
 
-def _size(text: str | None) -> str | None:
+def _check_size(text: str | None) -> str | None:
     if text is not None:
-        _bytes(text)
+        _parse_size(text)
     return text
 
 
-def _what(text: str) -> str:
-    if unknown := set(text.split(",")) - {*WHAT, "all"}:
+def _check_measurements(text: str) -> str:
+    if unknown := set(text.split(",")) - {*MEASUREMENTS, "all"}:
         raise typer.BadParameter(
-            f"unknown: {', '.join(sorted(unknown))}; use {', '.join(WHAT)} or all"
+            f"unknown: {', '.join(sorted(unknown))}; use {', '.join(MEASUREMENTS)} or all"
         )
     return text
 
 
-def _file(path: Path | None) -> Path | None:
-    """Checked before anything is measured, not after."""
+def _check_writable(path: Path | None) -> Path | None:
+    """Checked before the measurement, whose results would be lost."""
     if path is not None:
         try:
-            there = path.exists()
+            existed = path.exists()
             path.open("ab").close()
-            if not there:
+            if not existed:
                 path.unlink()
         except OSError as error:
             raise typer.BadParameter(f"cannot write {path}: {error.strerror}") from error
@@ -104,25 +104,25 @@ def status(
     ] = TIMEOUT,
 ) -> None:
     """Show a daemon's health, pool, engines, namespaces and totals."""
-    report, namespaces = ask(directory, timeout)
+    report, namespaces = fetch_status(directory, timeout)
     if check:
-        well, line = verdict(report.health)
+        healthy, line = status_command.summarize_health(report.health)
         print(f"kvferryd {report.pid} on {report.device.name}: {line}")
-        raise typer.Exit(0 if well else 1)
+        raise typer.Exit(0 if healthy else 1)
     if json:
-        everything = as_json(report) | {"namespaces": as_json(namespaces)}
-        print(json_text(everything))
+        print(json_text(as_json(report) | {"namespaces": as_json(namespaces)}))
     else:
-        show(report, namespaces, Console(highlight=False))
+        status_command.print_status(report, namespaces, Console(highlight=False))
 
 
 @app.command("release")
-def release_(
+def release(
     engine: Annotated[str, typer.Argument(help="The engine's name.", metavar="ENGINE")],
     directory: Directory = None,
 ) -> None:
     """Stop keeping an engine's KV tensors: free them now, or when the engine disconnects."""
-    print(f"released {units.size(release(directory, engine))} kept for {engine}")
+    nbytes = status_command.release_kept_tensors(directory, engine)
+    print(f"released {units.size(nbytes)} kept for {engine}")
 
 
 @app.command()
@@ -137,15 +137,15 @@ def doctor(
     page; that page of the pool stays reserved until the memory is needed. Exit status 1: a check
     failed.
     """
-    from kvferry.client.cli import doctor as findings_table
-    from kvferry.client.doctor import examine
+    from kvferry.client.cli.doctor import print_findings
+    from kvferry.client.doctor import Verdict, run_checks
 
-    findings = examine(directory, timeout)
+    findings = run_checks(directory, timeout)
     if json:
         print(json_text(findings))
     else:
-        findings_table.show(findings, Console(highlight=False))
-    raise typer.Exit(int(findings_table.failed(findings)))
+        print_findings(findings, Console(highlight=False))
+    raise typer.Exit(int(any(finding.verdict is Verdict.FAIL for finding in findings)))
 
 
 @app.command()
@@ -160,9 +160,9 @@ def top(
 
     Press q or ctrl-c to exit. If the output is not a terminal, it is printed once.
     """
-    from kvferry.client.cli.top import run
+    from kvferry.client.cli.top import run_top
 
-    if not run(directory, interval, once=once):
+    if not run_top(directory, interval, once=once):
         raise typer.Exit(1)
 
 
@@ -187,7 +187,9 @@ def bench(
     what: Annotated[
         str,
         typer.Option(
-            help=f"What to measure: {', '.join(WHAT)}, or all.", callback=_what, metavar="LIST"
+            help=f"What to measure: {', '.join(MEASUREMENTS)}, or all.",
+            callback=_check_measurements,
+            metavar="LIST",
         ),
     ] = "bandwidth,latency",
     gib: Annotated[
@@ -198,58 +200,50 @@ def bench(
         str | None,
         typer.Option(
             help="Fragment sizes of bandwidth and beside (default: 7 to 9 from 1KiB to 2MiB).",
-            callback=_sizes,
+            callback=_check_sizes,
             metavar="LIST",
         ),
     ] = None,
     reps: Annotated[
         int | None,
         typer.Option(
-            help="Repetitions (default: 5 copies per size after a warm-up, 3 starts, 3 windows "
-            "beside an engine; quick: 2, 1, 1).",
+            help="Repetitions (default: 5 copies per size after a warm-up, 3 windows beside an "
+            "engine; quick: 2, 1).",
             min=1,
-        ),
-    ] = None,
-    pool_gib: Annotated[
-        float | None,
-        typer.Option(
-            help="GiB of host pool of the daemon whose start is measured (default: 64 on a GPU, "
-            "at most 0.7 of the free memory; 1 on the CPU).",
-            min=1 / 64,
         ),
     ] = None,
     staging: Annotated[
         str | None,
         typer.Option(
-            help="copy.staging of the daemons that the bench starts, at least 64MiB.",
-            callback=_size,
+            help="copy.staging of the daemon that the bench starts, at least 64MiB.",
+            callback=_check_size,
             metavar="SIZE",
         ),
     ] = None,
-    mps: Annotated[bool, typer.Option("--mps", help="Repeat beside under CUDA MPS.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, bytes and repetitions.")] = (
         False
     ),
     json: Annotated[
         Path | None,
         typer.Option(
-            help="Write all results and samples to this file.", callback=_file, metavar="FILE"
+            help="Write all results and samples to this file.",
+            callback=_check_writable,
+            metavar="FILE",
         ),
     ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(
-            help="Plot the figures over fragment size.", callback=_file, metavar="FILE.png"
+            help="Plot the figures over fragment size.",
+            callback=_check_writable,
+            metavar="FILE.png",
         ),
     ] = None,
 ) -> None:
     """Benchmark a daemon as an engine sees it, against a plain contiguous pinned copy.
 
     bandwidth: GB/s by fragment size for stores, loads and both at once. latency: cost of calls and
-    of single blocks, also with the GIL or all cores busy. beside: how much copies and a busy engine
-    slow each other down, also for other ways to copy (GPU only). queued: a block loaded while
-    8 x GIB of stores wait. start: start-up time against one allocation of as much pinned memory,
-    and device memory used.
+    of single blocks. beside: how much copies and a busy engine slow each other down (GPU only).
 
     A fragment is one page of one KV tensor; up to 64 tensors share a block table, and pages are
     gathered into host blocks of 2 MiB. Ratios are to the contiguous pinned copy, measured before,
@@ -259,38 +253,31 @@ def bench(
         raise typer.BadParameter("--device and --directory exclude each other; leave one out")
     if directory is not None and staging is not None:
         raise typer.BadParameter("--staging and --directory exclude each other; leave one out")
-    wanted = set(what.split(","))
-    if directory is not None and (own := wanted & {*OWN_DAEMON, "all"}):
-        raise typer.BadParameter(f"{own.pop()} starts its own daemons; leave --directory out")
-    wanted = set(WHAT) if "all" in wanted else wanted
-    if mps and "beside" not in wanted:
-        raise typer.BadParameter("--mps needs beside; add --what beside")
-    from kvferry.client.cli.bench import Plan, possible, report, run
+    measurements = set(what.split(","))
+    from kvferry.client.cli.bench import Plan, report, run_plan, supported_plan
 
     plan = Plan(
         device,
         directory,
         int((gib or (1 / 16 if quick else 1.0)) * GIB),
-        None if sizes is None else _parsed(sizes),
+        None if sizes is None else _parse_sizes(sizes),
         reps,
         quick,
-        frozenset(wanted),
-        None if pool_gib is None else int(pool_gib * GIB),
-        mps,
-        None if staging is None else _bytes(staging),
+        frozenset(MEASUREMENTS if "all" in measurements else measurements),
+        None if staging is None else _parse_size(staging),
     )
     console = Console(stderr=True)
-    plan = possible(plan, console)
+    plan = supported_plan(plan, console)
     if plot is not None:
         from kvferry.client.cli.bench import plotting
 
         try:
-            plotting.check(plot, plan.what)
+            plotting.check_plot(plot, plan.what)
         except ValueError as error:
             raise typer.BadParameter(f"--plot: {error}") from error
-    results = run(plan, context.obj or [], console)
-    report.show(results, Console(highlight=False))
+    results = run_plan(plan, context.obj or [], console)
+    report.print_results(results, Console(highlight=False))
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=2))
     if plot is not None:
-        plotting.draw(results, plot)
+        plotting.plot_results(results, plot)

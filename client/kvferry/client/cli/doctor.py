@@ -1,4 +1,4 @@
-"""`kvferry doctor`: what may keep an engine from its daemon, and the line to change."""
+"""Output of `kvferry doctor`: a table of findings, each with what to change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.client.doctor import Finding, Verdict
 _STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
 
 
-def show(findings: Sequence[Finding], console: Console) -> None:
+def print_findings(findings: Sequence[Finding], console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
     table.add_column("check", no_wrap=True)
@@ -25,7 +25,3 @@ def show(findings: Sequence[Finding], console: Console) -> None:
             text.append(f"\n-> {finding.change}", "bold")
         table.add_row(Text(finding.verdict, _STYLES[finding.verdict]), finding.check, text)
     console.print(table)
-
-
-def failed(findings: Sequence[Finding]) -> bool:
-    return any(finding.verdict is Verdict.FAIL for finding in findings)

@@ -1,7 +1,7 @@
-"""`kvferry status`: asks a daemon what it holds, and shows it. Needs no torch, registers nothing.
+"""`kvferry status` and `kvferry release`. Needs no torch; registers nothing.
 
-The pool's bar, from the left: reserved for engines, whether they are here or away; registered with
-the device and free; not registered yet (a daemon fills its pool in the background).
+The bar of the pool, from the left: reserved by engines, connected or not; registered with the
+device and free; not registered yet (a daemon registers its pool in the background).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.client import DaemonStatus, OffloadClient, find_daemon
-from kvferry.client.cli.units import brief, plain, size, span
-from kvferry.client.endpoint import folder_in
+from kvferry.client.cli.units import duration, printable, short_duration, size
+from kvferry.client.endpoint import find_daemon_in
 from kvferry.proto.errors import Code, Gone
 from kvferry.proto.status import (
     HealthStatus,
@@ -32,28 +32,31 @@ from kvferry.proto.status import (
 
 Namespaces: TypeAlias = tuple[NamespaceStatus, ...]
 
+# Seconds to wait for a reply.
 TIMEOUT = 5.0
-BAR = 40
+BAR_WIDTH = 40
 
 
-def locate(directory: Path | None) -> Path:
-    """The folder of a daemon's sockets: `directory`, or the one folder in it, or where it is found.
+def locate_daemon(directory: Path | None) -> Path:
+    """A daemon's runtime directory: `directory`, the only one in it, or the only daemon's (None).
 
-    Raises Gone (DAEMON_GONE), naming what was looked at.
+    Raises Gone (DAEMON_GONE), naming the directories that were searched.
     """
     if directory is None:
         return find_daemon()
-    folder = folder_in(directory)
-    if folder is None:
+    found = find_daemon_in(directory)
+    if found is None:
         message = f"no kvferry.sock in {directory} or a directory in it; start kvferryd, or name "
         message += "another directory"
         raise Gone(Code.DAEMON_GONE, message, str(directory))
-    return folder
+    return found
 
 
-def ask(directory: Path | None, timeout: float = TIMEOUT) -> tuple[DaemonStatus, Namespaces]:
-    """What a daemon says. Raises Gone (TIMEOUT), naming its process, where it does not answer."""
-    where = locate(directory)
+def fetch_status(
+    directory: Path | None, timeout: float = TIMEOUT
+) -> tuple[DaemonStatus, Namespaces]:
+    """A daemon's status. Raises Gone (TIMEOUT), naming its process, if it does not reply."""
+    where = locate_daemon(directory)
     try:
         with OffloadClient(
             where, engine="kvferry-cli", client="kvferry status", timeout=timeout
@@ -62,7 +65,7 @@ def ask(directory: Path | None, timeout: float = TIMEOUT) -> tuple[DaemonStatus,
     except Gone as gone:
         if gone.code != Code.TIMEOUT:
             raise
-        pid = holder(where)
+        pid = daemon_pid(where)
         advice = (
             f"see the log of process {pid}"
             if pid
@@ -72,8 +75,8 @@ def ask(directory: Path | None, timeout: float = TIMEOUT) -> tuple[DaemonStatus,
         raise Gone(Code.TIMEOUT, message, str(where)) from gone
 
 
-def holder(directory: Path) -> int | None:
-    """The process that holds a daemon's folder, if it is alive."""
+def daemon_pid(directory: Path) -> int | None:
+    """The process that holds the lock of a runtime directory, if it is alive."""
     try:
         pid = int((directory / "lock").read_text())
         os.kill(pid, 0)
@@ -84,9 +87,9 @@ def holder(directory: Path) -> int | None:
     return pid
 
 
-def release(directory: Path | None, engine: str) -> int:
-    """Have the daemon keep an engine's tensors no longer; returns their bytes."""
-    where = locate(directory)
+def release_kept_tensors(directory: Path | None, engine: str) -> int:
+    """Have the daemon stop keeping an engine's tensors; returns their size in bytes."""
+    where = locate_daemon(directory)
     with OffloadClient(
         where, engine="kvferry-cli", client="kvferry release", timeout=TIMEOUT
     ) as client:
@@ -94,7 +97,7 @@ def release(directory: Path | None, engine: str) -> int:
 
 
 def as_json(value: Any) -> Any:
-    """Plain dicts and lists; the wire's own form leaves the names of the fields out."""
+    """Convert to dicts and lists. msgspec encodes these structs as arrays, without field names."""
     match value:
         case msgspec.Struct():
             return {name: as_json(getattr(value, name)) for name in value.__struct_fields__}
@@ -104,83 +107,84 @@ def as_json(value: Any) -> Any:
 
 
 def json_text(value: Any) -> str:
-    """For programs, in letters that every locale has."""
+    """JSON in ASCII, which every locale can encode."""
     return json.dumps(json.loads(msgspec.json.encode(value)), indent=2)
 
 
-def show(status: DaemonStatus, namespaces: Namespaces, console: Console) -> None:
-    for line in _lines(status):
+def print_status(status: DaemonStatus, namespaces: Namespaces, console: Console) -> None:
+    for line in _header_lines(status):
         console.print(line, soft_wrap=True)
     if status.engines:
-        console.print(_engines(status))
+        console.print(_engine_table(status))
     if namespaces:
-        console.print(_namespaces(namespaces))
+        console.print(_namespace_table(namespaces))
 
 
-def _lines(status: DaemonStatus) -> Iterator[Text]:
-    device, who = status.device, f"kvferryd {status.version}"
+def _header_lines(status: DaemonStatus) -> Iterator[Text]:
+    device, version = status.device, f"kvferryd {status.version}"
     uuid = "" if device.uuid == device.kind else f" ({device.uuid})"
-    yield Text.assemble((who, "bold"), " on ", (device.name, "bold"), f"{uuid}, {device.kind}")
-    yield Text(f"pid {status.pid}, up {span(status.uptime_seconds)}, boot {status.boot_id}")
-    yield from _health(status.health)
-    yield _pool(status.pool)
+    yield Text.assemble((version, "bold"), " on ", (device.name, "bold"), f"{uuid}, {device.kind}")
+    yield Text(f"pid {status.pid}, up {duration(status.uptime_seconds)}, boot {status.boot_id}")
+    yield from _health_lines(status.health)
+    yield _pool_bar(status.pool)
     if status.verification is not None:
-        yield Text(f"verified {verified(status.verification)}")
-    yield _totals(status.totals)
+        yield Text(f"verified {format_verified(status.verification)}")
+    yield _format_totals(status.totals)
     if status.errors:
         counts = (f"{code} x{n}" for code, n in sorted(status.errors.items()))
         yield Text(f"errors   {', '.join(counts)}", "red")
-    yield Text(f"sessions {status.sessions} (this one too), engines {len(status.engines)}")
+    yield Text(f"sessions {status.sessions} (this one included), engines {len(status.engines)}")
 
 
-def _health(health: HealthStatus | None) -> Iterator[Text]:
-    """Well or not, and what was late; a job that its engine holds back is told apart."""
-    if health is None:  # a daemon that does not say
+def _health_lines(health: HealthStatus | None) -> Iterator[Text]:
+    """Health and delays. A job that waits for its engine's timeline is shown separately."""
+    if health is None:
         return
     if health.healthy:
-        said = ("healthy", "green")
+        summary = ("healthy", "green")
     else:
-        said = (f"unhealthy: {'; '.join(health.reasons)}", "bold red")
-    yield Text.assemble("health   ", said)
-    parts = [f"lane {brief(health.worker_lag)}, loop {brief(health.loop_lag)} late"]
+        summary = (f"unhealthy: {'; '.join(health.reasons)}", "bold red")
+    yield Text.assemble("health   ", summary)
+    worker, loop = short_duration(health.worker_lag), short_duration(health.loop_lag)
+    parts = [f"device worker {worker}, event loop {loop} late"]
     if health.probe_seconds is not None and health.probe_age is not None:
-        parts.insert(0, f"probe {brief(health.probe_seconds)}, {brief(health.probe_age)} ago")
+        probe, age = short_duration(health.probe_seconds), short_duration(health.probe_age)
+        parts.insert(0, f"probe {probe}, {age} ago")
     if health.oldest_job is not None:
-        parts.append(f"oldest job {brief(health.oldest_job)}")
+        parts.append(f"oldest job {short_duration(health.oldest_job)}")
     if health.held_job is not None:
-        parts.append(f"waiting for its engine {brief(health.held_job)}")
+        parts.append(f"waiting for its engine {short_duration(health.held_job)}")
     yield Text(f"         {'; '.join(parts)}", "dim")
 
 
-def verdict(health: HealthStatus | None) -> tuple[bool, str]:
-    """Whether a daemon is well, and a line that says it."""
+def summarize_health(health: HealthStatus | None) -> tuple[bool, str]:
+    """Whether a daemon is healthy, and a line for the user."""
     if health is None:
-        return True, "it answers; it is too old to say more"
+        return True, "it replies, without a health report"
     return health.healthy, "; ".join(health.reasons) or "healthy"
 
 
-def verified(status: VerificationStatus) -> str:
-    """How much of what an earlier daemon left is verified or stored over."""
+def format_verified(status: VerificationStatus) -> str:
+    """How much of an earlier daemon's blocks is verified or overwritten."""
     part = status.decided_bytes / status.total_bytes
     return f"{int(100 * part)}% of {size(status.total_bytes)} from before the restart"
 
 
-def _pool(pool: PoolStatus) -> Text:
-    """reserved, then pinned and free, then not pinned yet."""
+def _pool_bar(pool: PoolStatus) -> Text:
     whole = max(1, pool.size_bytes)
-    reserved = min(BAR, -(-pool.reserved_bytes * BAR // whole))
-    pinned = max(0, pool.pinned_bytes * BAR // whole - reserved)
+    reserved = min(BAR_WIDTH, -(-pool.reserved_bytes * BAR_WIDTH // whole))
+    pinned = max(0, pool.pinned_bytes * BAR_WIDTH // whole - reserved)
     return Text.assemble(
         "pool     ",
         ("█" * reserved, "cyan"),
         ("▒" * pinned, "green"),
-        ("░" * (BAR - reserved - pinned), "dim"),
+        ("░" * (BAR_WIDTH - reserved - pinned), "dim"),
         f" {size(pool.size_bytes)}: {size(pool.reserved_bytes)} reserved, "
         f"{size(pool.pinned_bytes)} pinned",
     )
 
 
-def _totals(totals: Totals) -> Text:
+def _format_totals(totals: Totals) -> Text:
     text = (
         f"moved    stored {size(totals.stored_bytes)} in {totals.stores} jobs, "
         f"loaded {size(totals.loaded_bytes)} in {totals.loads} jobs"
@@ -189,20 +193,20 @@ def _totals(totals: Totals) -> Text:
     return Text.assemble(text, failed, f", {totals.cancelled} cancelled")
 
 
-def _engines(status: DaemonStatus) -> Table:
+def _engine_table(status: DaemonStatus) -> Table:
     table = Table("engine", "", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("host blocks", "of", "in all", "jobs under way", "tensors kept"):
+    for name in ("host blocks", "of", "total", "jobs in flight", "tensors kept"):
         table.add_column(name, justify="right")
     for engine in status.engines:
-        here = Text("here", "green") if engine.present else Text("away", "yellow")
+        connected = Text("connected", "green") if engine.present else Text("away", "yellow")
         block, nbytes = engine.host_block_bytes, engine.host_blocks * engine.host_block_bytes
         cells = (f"{engine.host_blocks:,}", size(block), size(nbytes), str(engine.jobs))
         kept = size(engine.kept_bytes) if engine.kept_bytes else "-"
-        table.add_row(Text(plain(engine.name)), here, *cells, kept)
+        table.add_row(Text(printable(engine.name)), connected, *cells, kept)
     return table
 
 
-def _namespaces(namespaces: Namespaces) -> Table:
+def _namespace_table(namespaces: Namespaces) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, leading=1)
     table.add_column("namespace", overflow="fold")
     for name in ("blocks", "of", "ready", "pinned", "free", "hits", "evicted"):
@@ -215,13 +219,14 @@ def _namespaces(namespaces: Namespaces) -> Table:
 
 
 def _title(space: NamespaceStatus) -> Text:
-    """The model, its rank where there are several, who is in it, and what the daemon calls it."""
-    whose = space.fingerprint
-    rank = f", rank {whose.rank} of {whose.world_size}" if whose.world_size > 1 else ""
+    """The model, its rank if there are several, the engines, and the name of the namespace."""
+    fingerprint = space.fingerprint
+    rank, ranks = fingerprint.rank, fingerprint.world_size
+    rank_text = f", rank {rank} of {ranks}" if ranks > 1 else ""
     return Text.assemble(
-        f"{plain(whose.model)}\n{space.policy}{rank}\n",
+        f"{printable(fingerprint.model)}\n{space.policy}{rank_text}\n",
         (
-            ", ".join(map(plain, space.engines)) or "nobody here",
+            ", ".join(map(printable, space.engines)) or "no engine",
             "green" if space.engines else "yellow",
         ),
         (f"\n{space.name}", "dim"),

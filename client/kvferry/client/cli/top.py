@@ -1,4 +1,4 @@
-"""`kvferry top`: every daemon of this machine, again and again, until q or ctrl-c."""
+"""`kvferry top`: all daemons of this machine, updated until q or ctrl-c."""
 
 from __future__ import annotations
 
@@ -17,119 +17,126 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from kvferry.client.cli.panels import screen
-from kvferry.client.cli.watch import Watch
-from kvferry.client.endpoint import look_for, runtime_directories
+from kvferry.client.cli.panels import render_screen
+from kvferry.client.cli.watcher import DaemonWatcher
+from kvferry.client.endpoint import find_daemons, runtime_directories
 
-# Seconds that --once waits for the first status of all daemons.
-FIRST_LOOK = 5.0
+# Seconds that --once waits for all daemons, besides an interval.
+FIRST_REPLY = 5.0
 
 
 class Top:
-    """Daemons in `directory` (one's folder, or one above), or all of this machine."""
+    """The daemons in `directory` (a runtime directory, or its parent), or all of this machine."""
 
     def __init__(self, directory: Path | None, interval: float) -> None:
-        self._places = None if directory is None else [directory]
+        self._directories = None if directory is None else [directory]
         self._interval = interval
-        self._watches: dict[Path, Watch] = {}
+        self._watchers: dict[Path, DaemonWatcher] = {}
 
-    def once(self, console: Console) -> bool:
-        """Show it one time; whether any daemon answered."""
-        self._find()
-        deadline = time.monotonic() + self._interval + FIRST_LOOK
-        while not all(watch.looked for watch in self._watches.values()):
+    def print_once(self, console: Console) -> bool:
+        """Print all panels once. Returns whether any daemon replied."""
+        self._find_daemons()
+        deadline = time.monotonic() + self._interval + FIRST_REPLY
+        while not all(watcher.settled for watcher in self._watchers.values()):
             if time.monotonic() > deadline:
                 break
             time.sleep(0.02)
-        console.print(self._screen(console))
-        return any(watch.seen.look and not watch.seen.why for watch in self._watches.values())
+        console.print(self._render(console))
+        histories = [watcher.history for watcher in self._watchers.values()]
+        return any(history.sample and not history.error for history in histories)
 
-    def live(self, console: Console) -> None:
-        with keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as shown:
+    def run_live(self, console: Console) -> None:
+        with (
+            read_keys() as read_key,
+            Live(console=console, screen=True, auto_refresh=False) as live,
+        ):
             while True:
-                self._find()
-                shown.update(self._screen(console), refresh=True)
-                if pressed(self._interval if self._settled else 0.1) in ("q", "Q", "\x03"):
+                self._find_daemons()
+                live.update(self._render(console), refresh=True)
+                if read_key(self._interval if self._settled else 0.1) in ("q", "Q", "\x03"):
                     return
 
     def close(self) -> None:
-        for watch in self._watches.values():
-            watch.stop()
-        for watch in self._watches.values():
-            watch.close()
+        for watcher in self._watchers.values():
+            watcher.stop()
+        for watcher in self._watchers.values():
+            watcher.close()
 
     @property
     def _settled(self) -> bool:
-        return all(watch.looked for watch in self._watches.values())
+        return all(watcher.settled for watcher in self._watchers.values())
 
-    def _find(self) -> None:
-        """Daemons come; those that go stay on the screen. A folder that is closed may hold one."""
-        found, closed = look_for(self._places or runtime_directories())
-        for directory in (*found, *filter(os.path.exists, closed)):
-            if directory not in self._watches:
-                self._watches[directory] = Watch(directory, self._interval)
+    def _find_daemons(self) -> None:
+        """Add new daemons; disconnected ones stay on the screen.
 
-    def _screen(self, console: Console) -> RenderableType:
-        looked = ", ".join(map(str, self._places or runtime_directories()))
-        seen = [self._watches[path].seen for path in sorted(self._watches)]
-        return screen(seen, time.monotonic(), console.width, looked)
+        An inaccessible directory may hold a daemon, and is shown with its error.
+        """
+        found, inaccessible = find_daemons(self._directories or runtime_directories())
+        for directory in (*found, *filter(os.path.exists, inaccessible)):
+            if directory not in self._watchers:
+                self._watchers[directory] = DaemonWatcher(directory, self._interval)
+
+    def _render(self, console: Console) -> RenderableType:
+        searched = ", ".join(map(str, self._directories or runtime_directories()))
+        histories = [self._watchers[path].history for path in sorted(self._watchers)]
+        return render_screen(histories, time.monotonic(), console.width, searched)
 
 
-def run(directory: Path | None, interval: float, *, once: bool) -> bool:
-    """Whether a daemon answered, where it was shown one time."""
+def run_top(directory: Path | None, interval: float, *, once: bool) -> bool:
+    """Returns False if it was printed once and no daemon replied."""
     console = Console(highlight=False)
-    with ExitStack() as leaving, contextlib.suppress(KeyboardInterrupt):
+    with ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
         top = Top(directory, interval)
-        leaving.callback(top.close)
+        stack.callback(top.close)
         if once or not console.is_terminal:
-            return top.once(console)
-        top.live(console)
+            return top.print_once(console)
+        top.run_live(console)
     return True
 
 
-def nobody(seconds: float) -> str:
-    """Nobody presses any key."""
+def _sleep(seconds: float) -> str:
+    """read_key if standard input is no terminal."""
     time.sleep(seconds)
     return ""
 
 
 @contextlib.contextmanager
-def keys() -> Iterator[Callable[[float], str]]:
-    """pressed(seconds) -> the key that was pressed in so much time, or ""."""
+def read_keys() -> Iterator[Callable[[float], str]]:
+    """Yields read_key(seconds) -> a key that is pressed within so many seconds, else ""."""
     descriptor = sys.stdin.fileno()
     if not os.isatty(descriptor):
-        yield nobody
+        yield _sleep
         return
     before = termios.tcgetattr(descriptor)
     tty.setcbreak(descriptor)
-    with interrupts() as interrupted:
+    with interrupt_pipe() as interrupted:
 
-        def pressed(seconds: float) -> str:
+        def read_key(seconds: float) -> str:
             ready, _, _ = select.select([interrupted, descriptor], [], [], seconds)
             return os.read(ready[0], 1).decode(errors="replace") if ready else ""
 
         try:
-            yield pressed
+            yield read_key
         finally:
             termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
 @contextlib.contextmanager
-def interrupts() -> Iterator[int]:
-    """A descriptor where ctrl-c can be read as a key, the first time; after that it interrupts.
+def interrupt_pipe() -> Iterator[int]:
+    """A descriptor from which the first ctrl-c is read as a key; the second interrupts.
 
-    An exception out of nowhere is lost where Python happens to be in a callback that may not fail.
+    A KeyboardInterrupt is lost if it is raised in a callback from which Python propagates nothing.
     """
-    here, there = os.pipe()
+    reader, writer = os.pipe()
 
-    def note(number: int, _: object) -> None:
+    def write_key(number: int, _: object) -> None:
         signal.signal(number, signal.default_int_handler)
-        os.write(there, b"\x03")
+        os.write(writer, b"\x03")
 
-    before = signal.signal(signal.SIGINT, note)
+    before = signal.signal(signal.SIGINT, write_key)
     try:
-        yield here
+        yield reader
     finally:
         signal.signal(signal.SIGINT, before)
-        os.close(here)
-        os.close(there)
+        os.close(reader)
+        os.close(writer)

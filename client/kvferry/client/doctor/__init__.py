@@ -3,10 +3,9 @@
     for finding in examine():
         print(finding.verdict, finding.check, finding.found, finding.change)
 
-A check is a function from what is known so far (a Case) to its findings. First the daemon is
-located, then connected to, then asked. A check that depends on a failed one yields nothing, so the
-first failure is the one to fix. Run it as the engine's user, in its container, with its
-environment.
+A check is a function from a CheckContext to its findings. The checks find the daemon, connect to
+it, and request its status. A check that depends on a failed one yields nothing, so the first
+failure is the one to fix. Run them as the engine's user, in its container, with its environment.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvferry.client.doctor import daemon, environment
-from kvferry.client.doctor.case import Case, Check, Finding, Verdict
-from kvferry.client.session import LONGEST
+from kvferry.client.doctor.check import Check, CheckContext, Finding, Verdict
+from kvferry.client.session import MAX_TIMEOUT
 from kvferry.proto.errors import KVFerryError
 
 CHECKS: tuple[Check, ...] = (
     environment.packages,
-    daemon.folder,
-    daemon.listening,
-    daemon.greeting,
+    daemon.directory,
+    daemon.sockets,
+    daemon.connection,
     daemon.version,
-    daemon.answering,
+    daemon.status,
     daemon.processes,
     daemon.device,
     daemon.pool,
@@ -36,24 +35,24 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def examine(directory: Path | None = None, timeout: float = 5.0) -> list[Finding]:
-    """All findings, in the order of the checks.
+def run_checks(directory: Path | None = None, timeout: float = 5.0) -> list[Finding]:
+    """Run all checks; returns their findings in order.
 
-    directory: that of a daemon's sockets, or a parent of such directories; default: where clients
-        search. timeout: seconds to wait for each reply.
+    directory: a runtime directory, or a parent of some; default: those that clients search.
+    timeout: seconds to wait for each reply.
     """
-    case = Case(directory, min(LONGEST, timeout))
+    context = CheckContext(directory, min(MAX_TIMEOUT, timeout))
     try:
-        return [finding for check in CHECKS for finding in _findings(check, case)]
+        return [finding for check in CHECKS for finding in _findings(check, context)]
     finally:
-        case.close()
+        context.close()
 
 
-def _findings(check: Check, case: Case) -> Iterator[Finding]:
+def _findings(check: Check, context: CheckContext) -> Iterator[Finding]:
     try:
-        yield from check(case)
+        yield from check(context)
     except (KVFerryError, OSError) as error:
         yield Finding(check.__name__.replace("_", " "), Verdict.FAIL, str(error))
 
 
-__all__ = ["CHECKS", "Case", "Finding", "Verdict", "examine"]
+__all__ = ["CHECKS", "CheckContext", "Finding", "Verdict", "run_checks"]

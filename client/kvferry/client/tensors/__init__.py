@@ -1,4 +1,4 @@
-"""Where tensors meet the daemon. Needs torch; submitting and polling do not come here."""
+"""Canonical KV caches, and sharing them with the daemon. The only part that needs torch."""
 
 try:
     from kvferry.client.tensors.canonical import CanonicalKVCaches, canonicalize

@@ -1,20 +1,19 @@
-"""From an engine's KV tensors to canonical form, by shape and stride alone.
+"""Derives canonical form from an engine's KV tensors, by shape and stride alone.
 
-Whatever a backend calls its layout, one dimension counts blocks. The others are of two kinds, and
-their strides tell which:
+In any layout one dimension counts blocks. The strides of the others tell their kind:
 
-    inner    closer together than blocks: the bytes of one block. They must be dense, in any order
-             (NHD and HND alike), and make up the page.
-    outer    further apart than blocks: each of their indices is a canonical tensor of its own.
+    inner    smaller stride than a block: the bytes of one block, which must be dense, in any order
+             (NHD or HND). They are the page.
+    outer    larger stride than a block: each index is a canonical tensor of its own.
 
         split K and V      (2, blocks, size, heads, dim)     2 is outer: two tensors
         blocks first       (blocks, 2, size, heads, dim)     2 is inner: one tensor
         cross-layer        (blocks, layers, 2, ...)          all inner: one tensor
         MLA                (blocks, size, dim)               all inner: one tensor
 
-An engine's GPU block may be several of the blocks that its kernel was given: the block dimension
-is then a multiple of `num_blocks`. Where those kernel blocks are padded they are not one run of
-bytes, and each becomes a tensor too. Layers that alias the same memory become one tensor.
+A GPU block may consist of several kernel blocks: the block dimension is then a multiple of
+`num_blocks`. If kernel blocks are padded, they are not contiguous, and each becomes a tensor, too.
+Layers that alias the same memory become one tensor.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 
 @dataclass(frozen=True, slots=True)
 class CanonicalKVCaches:
-    """tensors[i]: int8, (num_blocks, page_size_bytes), row stride as layout.tensors[i] says."""
+    """tensors[i]: int8, (num_blocks, page_size_bytes), row stride as in layout.tensors[i]."""
 
     layout: KVLayout
     tensors: tuple[torch.Tensor, ...]
@@ -40,7 +39,7 @@ class CanonicalKVCaches:
 
 @dataclass(slots=True)
 class _View:
-    """One canonical tensor before its bytes are looked at: places in bytes within a storage."""
+    """A canonical tensor as a part of a storage; offset in bytes."""
 
     storage: torch.UntypedStorage
     offset: int
@@ -48,7 +47,7 @@ class _View:
 
     @property
     def rows(self) -> tuple[int, int, int]:
-        """Views with the same rows are one tensor, whatever part of a row each uses."""
+        """Views with the same rows become one tensor, even if they use different parts of a row."""
         address = self.storage.data_ptr() + self.offset
         return address, self.layout.num_blocks, self.layout.row_stride_bytes
 
@@ -71,13 +70,13 @@ def canonicalize(
     page_size_bytes: Mapping[str, int] | None = None,
     block_dim: int | None = None,
 ) -> CanonicalKVCaches:
-    """Canonical form of an engine's KV caches: layer name -> tensor, or several of them.
+    """Canonical form of an engine's KV caches, given as layer name -> tensor or tensors.
 
     num_blocks: GPU blocks, as the scheduler counts them.
-    groups: the layers of each KV cache group; None: all layers, one group.
-    page_size_bytes: for layers whose blocks end in padding, the bytes of one block without it.
-    block_dim: which dimension counts blocks, where more than one could.
-    Raises Refused (BAD_LAYOUT) with the layer's name where no such form exists.
+    groups: the layers of each KV cache group; None: one group with all layers.
+    page_size_bytes: for layers whose blocks end with padding, the bytes of one block without it.
+    block_dim: the dimension that counts blocks, if it is ambiguous.
+    Raises Refused (BAD_LAYOUT) with the layer's name if there is no canonical form.
     """
     numbers: dict[tuple[int, int, int], int] = {}
     views: list[_View] = []
@@ -118,7 +117,7 @@ def _group(names: Sequence[str], refs: Mapping[str, list[TensorRef]]) -> tuple[T
 def _views(
     name: str, tensor: torch.Tensor, num_blocks: int, page: int | None, block_dim: int | None
 ) -> Iterator[_View]:
-    """The canonical tensors that one KV tensor consists of."""
+    """The canonical tensors of one KV tensor."""
     if num_blocks < 1:
         raise _refusal(name, tensor, f"num_blocks is {num_blocks}; give at least 1")
     if not tensor.numel():
@@ -175,7 +174,7 @@ def _views(
 
 
 def _block_dim(name: str, tensor: torch.Tensor, num_blocks: int) -> int:
-    """The dimension that counts blocks: the first, or the second where the first tells K from V."""
+    """The dimension that counts blocks: 0, or 1 if dimension 0 separates K and V."""
     fits = [size % num_blocks == 0 for size in tensor.shape[:2]]
     if tensor.dim() > 2 and tensor.size(0) == 2 and fits[1]:
         if fits[0]:

@@ -1,8 +1,8 @@
-"""A GPU's memory that a daemon allocated, mapped in an engine's process.
+"""GPU memory that a daemon has allocated, mapped in the engine's process.
 
-The tensors over it own the mapping and the descriptor behind it: both go with the last tensor, once
-the device has done what it was given. Until then the memory lives, whatever becomes of the daemon,
-and the descriptor is what the engine brings to the next one.
+The tensors own the mapping and its file descriptor: both are released with the last tensor, after
+the device was synchronized. Until then the memory exists even if the daemon ends, and the engine
+registers it with the next daemon by this descriptor.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from kvferry.proto.errors import Code, Refused
 
 
 @dataclass(frozen=True, slots=True)
-class Attached:
-    """Memory mapped here, and the descriptor that it came by."""
+class MappedMemory:
+    """Mapped memory, and its file descriptor."""
 
     memory: DeviceMemory
     descriptor: int
 
-    def holds(self, pointer: int) -> bool:
+    def contains(self, pointer: int) -> bool:
         return 0 <= pointer - self.memory.address < self.memory.nbytes
 
 
 # Mappings of this process, by address.
-_attached: dict[int, Attached] = {}
+_mapped: dict[int, MappedMemory] = {}
 
 
-def attached_at(pointer: int) -> Attached | None:
-    """The memory of a daemon's that a device pointer lies in, if it does in any."""
-    return next((one for one in tuple(_attached.values()) if one.holds(pointer)), None)
+def mapped_memory_at(pointer: int) -> MappedMemory | None:
+    """The mapped memory that contains a device pointer, or None."""
+    return next((memory for memory in tuple(_mapped.values()) if memory.contains(pointer)), None)
 
 
-def attach_device(uuid: str, descriptor: int, nbytes: int) -> torch.Tensor:
+def map_device_memory(uuid: str, descriptor: int, nbytes: int) -> torch.Tensor:
     """Map memory of a GPU: int8, (nbytes,). The tensor and its views own the descriptor.
 
-    Raises Refused (DEVICE_MISMATCH) or Failed (MAP_FAILED), and the descriptor stays the caller's.
+    Raises Refused (DEVICE_MISMATCH) or Failed (MAP_FAILED); the caller then still owns it.
     """
-    ordinal = ordinal_of(uuid)
+    ordinal = device_ordinal(uuid)
     with driver().visiting(ordinal) as context:
         memory = VirtualMemory(driver(), ordinal).open(descriptor, nbytes)
         whole: Any = _DeviceBytes(memory.address, nbytes)
@@ -53,13 +53,13 @@ def attach_device(uuid: str, descriptor: int, nbytes: int) -> torch.Tensor:
         except BaseException:
             memory.close()
             raise
-    _attached[memory.address] = Attached(memory, descriptor)
-    # Not at exit: other things that end then may still use the tensors.
-    weakref.finalize(whole, _let_go, context, memory.address).atexit = False
+    _mapped[memory.address] = MappedMemory(memory, descriptor)
+    # Not at exit: other threads and finalizers may still use the tensors.
+    weakref.finalize(whole, _release_memory, context, memory.address).atexit = False
     return tensor
 
 
-def ordinal_of(uuid: str) -> int:
+def device_ordinal(uuid: str) -> int:
     for ordinal in range(driver().device_count()):
         if driver().device_uuid(ordinal) == uuid:
             return ordinal
@@ -71,7 +71,7 @@ def ordinal_of(uuid: str) -> int:
 
 
 class _DeviceBytes:
-    """Device memory as torch takes it over without a copy: its tensors hold this object."""
+    """Device memory that torch uses without a copy; its tensors reference this object."""
 
     def __init__(self, pointer: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -82,9 +82,9 @@ class _DeviceBytes:
         }
 
 
-def _let_go(context: int, address: int) -> None:
-    """The last tensor is gone; kernels that were launched on it may still run."""
+def _release_memory(context: int, address: int) -> None:
+    """Release memory after its last tensor; kernels that use it may still run."""
     driver().drain(context)
-    gone = _attached.pop(address)
-    gone.memory.close()
-    os.close(gone.descriptor)
+    mapped = _mapped.pop(address)
+    mapped.memory.close()
+    os.close(mapped.descriptor)

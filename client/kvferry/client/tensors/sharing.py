@@ -1,10 +1,9 @@
-"""Making tensors reachable from the daemon's process, and the daemon's from ours.
+"""Shares an engine's tensors with the daemon, and maps tensors that the daemon has allocated.
 
-On CUDA a tensor is shared by the IPC handle of the allocation that it lies in, or, where a daemon
-allocated it, by the descriptor that it came by (device.py). On the CPU it must
-lie in memory that is shared already (a memfd, torch's share_memory_(), a file of tmpfs mapped
-MAP_SHARED from a descriptor that is still open): the kernel's own list of mappings tells which
-descriptor that is.
+On CUDA a tensor is shared by the IPC handle of its allocation, or, if a daemon has allocated it, by
+its file descriptor (device.py). On the CPU it must be in shared memory (a memfd, torch's
+share_memory_(), a tmpfs file mapped MAP_SHARED from a descriptor that is still open);
+/proc/self/maps tells which file that is.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch
 
 from kvferry.client.tensors.canonical import CanonicalKVCaches
-from kvferry.client.tensors.device import attach_device, attached_at, ordinal_of
+from kvferry.client.tensors.device import device_ordinal, map_device_memory, mapped_memory_at
 from kvferry.cuda.driver import driver
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.memory import Allocation, CudaAllocation, FdAllocation, Location
@@ -29,21 +28,21 @@ from kvferry.proto.status import DeviceInfo
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
-    """Where tensors lie, for the daemon; ticket i of `allocations` stands for descriptors[i]."""
+class ExportedTensors:
+    """The allocations and locations of tensors; ticket i in `allocations` is descriptors[i]."""
 
     allocations: tuple[Allocation, ...]
     locations: tuple[Location, ...]
     descriptors: tuple[int, ...] = ()
 
-    def with_tickets(self, tickets: Sequence[int]) -> tuple[Allocation, ...]:
+    def with_handles(self, handles: Sequence[int]) -> tuple[Allocation, ...]:
         return tuple(
-            FdAllocation(tickets[a.handle], a.size) if isinstance(a, FdAllocation) else a
+            FdAllocation(handles[a.handle], a.size) if isinstance(a, FdAllocation) else a
             for a in self.allocations
         )
 
 
-def export(caches: CanonicalKVCaches) -> Exported:
+def export_tensors(caches: CanonicalKVCaches) -> ExportedTensors:
     """Share an engine's tensors. Raises Refused (NOT_SHAREABLE) with the setting to change."""
     if caches.tensors[0].device.type == "cuda":
         return _export_cuda(caches.tensors)
@@ -53,7 +52,7 @@ def export(caches: CanonicalKVCaches) -> Exported:
 def shared_empty(
     shape: Sequence[int], dtype: torch.dtype = torch.int8, device: object = "cpu"
 ) -> torch.Tensor:
-    """An uninitialised tensor that can be registered: shared memory on the CPU, plain on CUDA."""
+    """An uninitialised tensor that can be registered: in shared memory, or on a CUDA device."""
     if torch.device(str(device)).type == "cuda":
         return torch.empty(tuple(shape), dtype=dtype, device=str(device))
     nbytes = max(1, math.prod(shape) * dtype.itemsize)
@@ -69,19 +68,19 @@ def shared_empty(
 # CUDA
 
 
-def _export_cuda(tensors: Iterable[torch.Tensor]) -> Exported:
+def _export_cuda(tensors: Iterable[torch.Tensor]) -> ExportedTensors:
     numbers: dict[int, int] = {}
     allocations: list[Allocation] = []
     locations: list[Location] = []
     descriptors: list[int] = []
     for tensor in tensors:
         pointer = tensor.data_ptr()
-        if (ours := attached_at(pointer)) is not None:
-            base = ours.memory.address
+        if (mapped := mapped_memory_at(pointer)) is not None:
+            base = mapped.memory.address
             if base not in numbers:
                 numbers[base] = len(allocations)
-                allocations.append(FdAllocation(len(descriptors), ours.memory.nbytes))
-                descriptors.append(ours.descriptor)
+                allocations.append(FdAllocation(len(descriptors), mapped.memory.nbytes))
+                descriptors.append(mapped.descriptor)
             locations.append(Location(numbers[base], pointer - base))
             continue
         with driver().visiting(tensor.device.index or 0):
@@ -92,21 +91,21 @@ def _export_cuda(tensors: Iterable[torch.Tensor]) -> Exported:
                 uuid = driver().device_uuid(driver().current_device())
                 allocations.append(CudaAllocation(uuid, driver().ipc_handle(base), size))
         locations.append(Location(numbers[base], pointer - base))
-    return Exported(tuple(allocations), tuple(locations), tuple(descriptors))
+    return ExportedTensors(tuple(allocations), tuple(locations), tuple(descriptors))
 
 
 def _check_ipc(tensor: torch.Tensor) -> None:
     if not driver().ipc_capable(tensor.data_ptr()):
         raise Refused(
             Code.NOT_SHAREABLE,
-            f"CUDA IPC cannot share a tensor of shape {_where(tensor)}; allocate KV caches without "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True and without a sleep mode, or with "
-            "allocate_kv_caches",
-            _where(tensor),
+            f"CUDA IPC cannot share a tensor of shape {_describe(tensor)}; allocate KV caches "
+            "without PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True and without a sleep mode, or "
+            "with allocate_kv_caches",
+            _describe(tensor),
         )
 
 
-def _where(tensor: torch.Tensor) -> str:
+def _describe(tensor: torch.Tensor) -> str:
     return f"{tuple(tensor.shape)} on {tensor.device}"
 
 
@@ -122,7 +121,7 @@ class _Mapping:
     file: tuple[int, int]
 
 
-def _export_shared_memory(tensors: Iterable[torch.Tensor]) -> Exported:
+def _export_shared_memory(tensors: Iterable[torch.Tensor]) -> ExportedTensors:
     mappings = list(_shared_mappings())
     open_files = _open_files()
     numbers: dict[tuple[int, int], int] = {}
@@ -131,25 +130,25 @@ def _export_shared_memory(tensors: Iterable[torch.Tensor]) -> Exported:
     descriptors: list[int] = []
     for tensor in tensors:
         pointer = tensor.data_ptr()
-        where = next((m for m in mappings if m.start <= pointer < m.end), None)
-        if where is None or where.file not in open_files:
+        mapping = next((m for m in mappings if m.start <= pointer < m.end), None)
+        if mapping is None or mapping.file not in open_files:
             raise Refused(
                 Code.NOT_SHAREABLE,
-                f"a tensor of shape {_where(tensor)} is not in shared memory; create it with "
+                f"a tensor of shape {_describe(tensor)} is not in shared memory; create it with "
                 "kvferry's shared_empty or allocate_kv_caches, or call share_memory_() on it",
-                _where(tensor),
+                _describe(tensor),
             )
-        if where.file not in numbers:
-            numbers[where.file] = len(allocations)
-            descriptor = open_files[where.file]
+        if mapping.file not in numbers:
+            numbers[mapping.file] = len(allocations)
+            descriptor = open_files[mapping.file]
             allocations.append(FdAllocation(len(descriptors), os.fstat(descriptor).st_size))
             descriptors.append(descriptor)
-        locations.append(Location(numbers[where.file], where.offset + pointer - where.start))
-    return Exported(tuple(allocations), tuple(locations), tuple(descriptors))
+        locations.append(Location(numbers[mapping.file], mapping.offset + pointer - mapping.start))
+    return ExportedTensors(tuple(allocations), tuple(locations), tuple(descriptors))
 
 
 def _shared_mappings() -> Iterable[_Mapping]:
-    """What of this process's memory is mapped MAP_SHARED from a file (proc_pid_maps(5))."""
+    """The MAP_SHARED file mappings of this process (proc_pid_maps(5))."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, permissions, offset, device, inode, *_ = line.split(maxsplit=5)
         if permissions[3] == "s" and inode != "0":
@@ -159,60 +158,61 @@ def _shared_mappings() -> Iterable[_Mapping]:
 
 
 def _open_files() -> dict[tuple[int, int], int]:
-    """(device, inode) -> a descriptor of this process that has it open, to write as well."""
+    """(device, inode) -> a descriptor of this process that is open for reading and writing."""
     found: dict[tuple[int, int], int] = {}
     for name in [entry.name for entry in Path("/proc/self/fd").iterdir()]:
         try:
             status, flags = os.fstat(int(name)), fcntl.fcntl(int(name), fcntl.F_GETFL)
-        except OSError:  # the descriptor of the listing itself
+        except OSError:  # the descriptor of os.listdir
             continue
         if flags & os.O_ACCMODE == os.O_RDWR:
             found[status.st_dev, status.st_ino] = int(name)
     return found
 
 
-# The daemon's tensors
+# Tensors that the daemon has allocated
 
 
-def check_reachable(device: DeviceInfo) -> None:
-    """Raise Refused (NO_DEVICE, DEVICE_MISMATCH) where memory of that device cannot be had here."""
+def check_device_visible(device: DeviceInfo) -> None:
+    """Raise Refused (NO_DEVICE, DEVICE_MISMATCH) if this process does not see the device."""
     if device.kind == "cuda":
-        ordinal_of(device.uuid)
+        device_ordinal(device.uuid)
 
 
-def attach(
+def map_tensors(
     layout: KVLayout,
     allocations: Sequence[Allocation],
     locations: Sequence[Location],
     descriptors: Sequence[int],
     device: DeviceInfo,
 ) -> list[torch.Tensor]:
-    """Map tensors that the daemon allocated: int8 views of (num_blocks, page_size_bytes).
+    """Map tensors that the daemon has allocated: int8 views of (num_blocks, page_size_bytes).
 
-    descriptors[i] is behind allocations[i], and the tensors': they and their mapping live as long.
+    descriptors[i] is that of allocations[i]. The tensors own descriptors and mappings; if this
+    raises, all are closed.
     """
     remaining = list(descriptors)
-    whole: list[torch.Tensor] = []
+    mapped: list[torch.Tensor] = []
     try:
         for allocation in allocations:
-            whole.append(_attach_one(allocation.size, remaining[0], device))
+            mapped.append(_map_allocation(allocation.size, remaining[0], device))
             del remaining[0]
     finally:
         for descriptor in remaining:
             os.close(descriptor)
     return [
-        whole[place.allocation].as_strided(
+        mapped[location.allocation].as_strided(
             (tensor.num_blocks, tensor.page_size_bytes),
             (tensor.row_stride_bytes, 1),
-            place.offset,
+            location.offset,
         )
-        for tensor, place in zip(layout.tensors, locations, strict=True)
+        for tensor, location in zip(layout.tensors, locations, strict=True)
     ]
 
 
-def _attach_one(size: int, descriptor: int, device: DeviceInfo) -> torch.Tensor:
+def _map_allocation(size: int, descriptor: int, device: DeviceInfo) -> torch.Tensor:
     if device.kind == "cuda":
-        return attach_device(device.uuid, descriptor, size)
+        return map_device_memory(device.uuid, descriptor, size)
     shared = mmap.mmap(descriptor, size)  # keeps a descriptor of its own
     tensor = torch.frombuffer(shared, dtype=torch.int8)
     os.close(descriptor)

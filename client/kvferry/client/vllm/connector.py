@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from kvferry.client.vllm.engine_config import telling
+from kvferry.client.vllm.engine_config import provide_config
 
 log = logging.getLogger("kvferry")
 
@@ -35,7 +35,7 @@ class KVFerryConnector(OffloadingConnector):
         if transfer.kv_load_failure_policy != "recompute":
             log.warning("kvferry: a failed load is computed again: kv_load_failure_policy")
             transfer.kv_load_failure_policy = "recompute"
-        with telling(vllm_config, kv_cache_config):
+        with provide_config(vllm_config, kv_cache_config):
             super().__init__(vllm_config, role, kv_cache_config)
         self._fault_tolerant: FaultTolerantWorker | None = None
         if role is KVConnectorRole.WORKER:
@@ -45,7 +45,7 @@ class KVFerryConnector(OffloadingConnector):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         scheduler: Any = self.connector_scheduler
-        scheduler.manager.looking_up(request.request_id)
+        scheduler.manager.begin_lookups(request.request_id)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:
@@ -99,7 +99,7 @@ class FaultTolerantWorker(OffloadingConnectorWorker):
         assert self.worker is not None
         received: set[str] = set()
         if self._runs_nothing:
-            self.worker.await_load()
+            self.worker.wait_next_load()
         meta = self._connector_worker_meta
         for result in self.worker.get_finished():
             targets = self._targets.pop(result.job_id, None)

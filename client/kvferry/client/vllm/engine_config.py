@@ -25,7 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvferry.client.endpoint import find_daemon
-from kvferry.client.vllm.model import traits
+from kvferry.client.vllm.model import model_fields
 from kvferry.proto.errors import Code, Gone, Refused
 from kvferry.proto.sizes import parse_bytes
 from kvferry.proto.status import Fingerprint
@@ -36,19 +36,19 @@ log = logging.getLogger("kvferry")
 # Seconds that a daemon has to answer when an engine starts.
 TIMEOUT = 5.0
 # The keys of kv_connector_extra_config that are kvferry's and not vLLM's.
-OURS = "kvferry_dirs", "kvferry_salt"
+EXTRA_KEYS = "kvferry_dirs", "kvferry_salt"
 CHUNK_TOKENS = 64
 CHUNK_BYTES = 8 << 20
 """The most that a chunk of our own choice has, unless one GPU block has more."""
 
-CHOSEN_LATE = "auto", "fp8", "fp8_e4m3", "fp8_ds_mla"
+DTYPES_CHOSEN_BY_LAYERS = "auto", "fp8", "fp8_e4m3", "fp8_ds_mla"
 """Where vLLM's cache_dtype is one of these, its layers make another of it, each in its worker."""
 
 _told: list[tuple[Any, Any]] = []
 
 
 @contextlib.contextmanager
-def telling(vllm_config: Any, kv_cache_config: Any) -> Iterator[None]:
+def provide_config(vllm_config: Any, kv_cache_config: Any) -> Iterator[None]:
     """A spec that is made meanwhile knows all of vLLM's configuration."""
     _told.append((vllm_config, kv_cache_config))
     try:
@@ -57,7 +57,7 @@ def telling(vllm_config: Any, kv_cache_config: Any) -> Iterator[None]:
         _told.pop()
 
 
-def told() -> tuple[Any, Any]:
+def provided_config() -> tuple[Any, Any]:
     """What the connector says; Refused where there is none of ours."""
     if not _told:
         message = (
@@ -70,7 +70,7 @@ def told() -> tuple[Any, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class BlockSizes:
     """How vLLM cuts KV caches up.
 
     tokens: in a GPU block of each group. hashed: in what one hash stands for. factor: GPU blocks in
@@ -122,7 +122,7 @@ class EngineConfig:
             return find_daemon()  # it says by itself where its GPU is another one
 
 
-def read_engine_config(vllm_config: Any, kv_cache_config: Any, blocks: Blocks) -> EngineConfig:
+def read_engine_config(vllm_config: Any, kv_cache_config: Any, blocks: BlockSizes) -> EngineConfig:
     """The EngineConfig of this process. Raises Refused (BAD_CONFIG)."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     extra = transfer.kv_connector_extra_config
@@ -142,7 +142,7 @@ def read_engine_config(vllm_config: Any, kv_cache_config: Any, blocks: Blocks) -
     )
 
 
-def chunk_of(vllm_config: Any, kv_cache_config: Any, blocks: Blocks, *, full: bool) -> int:
+def chunk_factor(vllm_config: Any, kv_cache_config: Any, blocks: BlockSizes, *, full: bool) -> int:
     """How many GPU blocks a chunk has; blocks.factor is what vLLM's configuration says.
 
     full: whether all layers attend to the whole prompt.
@@ -193,9 +193,9 @@ def _nbytes(wanted: object) -> int:
 
 def _check_ours(extra: Mapping[str, Any]) -> None:
     """Raise Refused (BAD_CONFIG) for a key that would be ours and is none; others are vLLM's."""
-    for key in extra.keys() - set(OURS):
+    for key in extra.keys() - set(EXTRA_KEYS):
         if key.startswith("kvferry"):
-            message = f"kv_connector_extra_config: no such key; ours are {', '.join(OURS)}"
+            message = f"kv_connector_extra_config: no such key; ours are {', '.join(EXTRA_KEYS)}"
             raise Refused(Code.BAD_CONFIG, message, key)
 
 
@@ -217,7 +217,7 @@ def _check_split(vllm_config: Any) -> None:
         )
 
 
-def _fingerprint(vllm_config: Any, kv_cache_config: Any, blocks: Blocks) -> Fingerprint:
+def _fingerprint(vllm_config: Any, kv_cache_config: Any, blocks: BlockSizes) -> Fingerprint:
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     ranks = f"tp{parallel.tensor_parallel_size} pp{parallel.pipeline_parallel_size}"
     algorithm = _said(vllm_config, "cache_config.prefix_caching_hash_algo")
@@ -247,7 +247,7 @@ def _fingerprint(vllm_config: Any, kv_cache_config: Any, blocks: Blocks) -> Fing
             ("parallel", ranks),
             ("context parallel", f"{context[0]} {context[1]} {_interleaved(parallel)}"),
             ("vllm", installed_version("vllm") or ""),
-            *traits(vllm_config),
+            *model_fields(vllm_config),
         ),
     )
 
@@ -268,7 +268,7 @@ def _kv_dtype(said: str, kv_cache_config: Any) -> str:
         spec = next(iter(layers.values())) if layers else spec
         chosen = [str(getattr(spec, name, "")) for name in ("dtype", "cache_dtype_str")]
         states = getattr(spec, "dtypes", "")  # Mamba's
-        kinds.append(str(states or (" ".join(chosen) if said in CHOSEN_LATE else said)))
+        kinds.append(str(states or (" ".join(chosen) if said in DTYPES_CHOSEN_BY_LAYERS else said)))
     return ", ".join(dict.fromkeys(kinds)).replace("torch.", "")
 
 

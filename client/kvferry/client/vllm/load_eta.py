@@ -15,20 +15,20 @@ from typing import NamedTuple
 
 # Seconds before its end from which on a load is waited for: a step that runs nothing, and the
 # sleep behind it, take 1.4 ms.
-LEAD = 1.6e-3
+MAX_WAIT = 1.6e-3
 # Seconds that a load is waited for after its estimated end. A request that arrives while a step
 # waits, waits as well: for LEAD + PATIENCE at most.
-PATIENCE = 1e-3
+GRACE = 1e-3
 # Bytes per second, until a load has ended that was large enough to measure.
-RATE = 50e9
+DEFAULT_RATE = 50e9
 # Bytes below which a load's time is latency rather than bandwidth.
-TELLS = 32 << 20
+MIN_MEASURED_BYTES = 32 << 20
 # The best of so many loads is expected of the next: a load that shared the link was slower, and one
 # that was polled late seems slower.
-LATELY = 8
+SAMPLES = 8
 
 
-class Expected(NamedTuple):
+class ExpectedLoad(NamedTuple):
     job_id: int
     submitted: float
     due: float
@@ -38,9 +38,9 @@ class Expected(NamedTuple):
 
 class LoadEta:
     def __init__(self) -> None:
-        self._rates: deque[float] = deque(maxlen=LATELY)
-        self._delays: deque[float] = deque(maxlen=LATELY)
-        self._expected: deque[Expected] = deque()
+        self._rates: deque[float] = deque(maxlen=SAMPLES)
+        self._delays: deque[float] = deque(maxlen=SAMPLES)
+        self._expected: deque[ExpectedLoad] = deque()
         """Oldest first."""
 
     def submitted(self, job_id: int, nbytes: int, now: float) -> None:
@@ -49,8 +49,8 @@ class LoadEta:
         alone = not self._expected
         if not alone:
             begins = max(begins, self._expected[-1].due)
-        due = begins + nbytes / max(self._rates, default=RATE)
-        self._expected.append(Expected(job_id, now, due, alone))
+        due = begins + nbytes / max(self._rates, default=DEFAULT_RATE)
+        self._expected.append(ExpectedLoad(job_id, now, due, alone))
 
     def ended(self, job_id: int, nbytes: int, seconds: float, now: float) -> None:
         """A job of any kind was seen to have; nbytes, seconds: what it moved, and for how long."""
@@ -58,7 +58,7 @@ class LoadEta:
         if mine is None:
             return
         self._expected.remove(mine)
-        if nbytes < TELLS or seconds <= 0:
+        if nbytes < MIN_MEASURED_BYTES or seconds <= 0:
             return
         self._rates.append(nbytes / seconds)
         if mine.alone:
@@ -66,6 +66,6 @@ class LoadEta:
 
     def patience(self, now: float) -> float:
         """Seconds that a step may wait now for the next load; 0 where that is not about to end."""
-        if not self._expected or (left := self._expected[0].due - now) > LEAD:
+        if not self._expected or (left := self._expected[0].due - now) > MAX_WAIT:
             return 0.0
-        return max(0.0, left) + PATIENCE
+        return max(0.0, left) + GRACE

@@ -19,18 +19,18 @@ from kvferry.proto.version import installed_version
 
 log = logging.getLogger("kvferry")
 
-FILES = frozenset({".bin", ".gguf", ".json", ".pt", ".pth", ".py", ".safetensors"})
+MODEL_SUFFIXES = frozenset({".bin", ".gguf", ".json", ".pt", ".pth", ".py", ".safetensors"})
 """Those of a model's folder that can change its KV."""
-READ = 32 << 20
+MAX_HASHED_BYTES = 32 << 20
 """Bytes of a file that is read to know it: a configuration may be written anew at each start, and
 say the same. Of a larger one its size and its time tell, or the hub's word for what it has."""
 
 BLOB, COMMIT = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{40}")
-TENSORS = "tensorizer"
+TENSORIZER = "tensorizer"
 """The load_format whose files are named elsewhere."""
 
 
-def traits(vllm_config: Any) -> tuple[tuple[str, str], ...]:
+def model_fields(vllm_config: Any) -> tuple[tuple[str, str], ...]:
     """By name, for a fingerprint."""
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
     unquantized = getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None) or ()
@@ -73,9 +73,9 @@ def _files(path: str) -> Iterator[str]:
     here = Path(path)
     if path and here.exists():
         for file in sorted(here.iterdir()) if here.is_dir() else [here]:
-            if file.suffix in FILES and file.is_file():
+            if file.suffix in MODEL_SUFFIXES and file.is_file():
                 stat = file.stat()
-                small = stat.st_size <= READ
+                small = stat.st_size <= MAX_HASHED_BYTES
                 yield f"{file.name} {stat.st_size} {_sum(file) if small else _version(file)}"
 
 
@@ -112,7 +112,10 @@ def _versioned(vllm_config: Any) -> bool:
     """Whether other weights under the same name would be noticed."""
     model = vllm_config.model_config
     streamed = "://" in str(getattr(model, "model_weights", None) or "")
-    if streamed or getattr(getattr(vllm_config, "load_config", None), "load_format", "") == TENSORS:
+    if (
+        streamed
+        or getattr(getattr(vllm_config, "load_config", None), "load_format", "") == TENSORIZER
+    ):
         return False
     if Path(model.model).exists() or COMMIT.fullmatch(str(getattr(model, "revision", None))):
         return True

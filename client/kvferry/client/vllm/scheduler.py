@@ -31,16 +31,16 @@ log = logging.getLogger("kvferry")
 P = ParamSpec("P")
 R = TypeVar("R")
 
-PATIENCE = 2.0
+LOOKUP_TIMEOUT = 2.0
 """Seconds that a request waits for stores on their way, and for a mirror that is not whole."""
-LOADS = 8
+MAX_LOADS = 8
 """A request that loaded so often computes: what it finds may be what cannot be loaded."""
-TOUCHED = 1.0
+TOUCH_INTERVAL = 1.0
 """Seconds that a touch of the same keys by the same request is good for."""
-WAITING = Lookup.HIT_PENDING, Lookup.RETRY
+UNDECIDED = Lookup.HIT_PENDING, Lookup.RETRY
 Keys: TypeAlias = tuple[OffloadKey, ...]
 
-UNSEEN: tuple[Set[OffloadKey], ...] = (frozenset(),)
+NO_KEYS: tuple[Set[OffloadKey], ...] = (frozenset(),)
 """Before a step's first lookup, and while there is no daemon."""
 
 
@@ -92,14 +92,14 @@ class RequestState:
     def touches(self, keys: Sequence[OffloadKey]) -> bool:
         """Whether it is to be said; a key stands for all before it."""
         now, what = time.monotonic(), (keys[-1], len(keys))
-        if now - self.touched.get(what, 0.0) < TOUCHED:
+        if now - self.touched.get(what, 0.0) < TOUCH_INTERVAL:
             return False
-        self.touched = {old: at for old, at in self.touched.items() if now - at < TOUCHED}
+        self.touched = {old: at for old, at in self.touched.items() if now - at < TOUCH_INTERVAL}
         self.touched[what] = now
         return True
 
 
-def harmless(
+def catch_errors(
     method: Callable[Concatenate[SchedulerSide, P], R],
 ) -> Callable[Concatenate[SchedulerSide, P], R | None]:
     """A method whose errors end the session, and not the engine."""
@@ -128,7 +128,7 @@ class SchedulerSide:
         # False once vLLM's keys turned out to be none of this namespace.
         self._usable = True
         self._manager = self._open()
-        self._ready = UNSEEN
+        self._ready = NO_KEYS
         self._hits = 0
         self._requests: dict[str, RequestState] = {}
         self._request = RequestState(0.0)
@@ -141,11 +141,11 @@ class SchedulerSide:
         self._ended: list[Keys] = []
         self._due: list[Keys] = []
 
-    def looking_up(self, request: str) -> None:
+    def begin_lookups(self, request: str) -> None:
         """The lookups that follow are of this request."""
         self._request = self._requests.setdefault(request, RequestState(time.monotonic()))
-        if self._request.loads >= LOADS:
-            self._ready = UNSEEN
+        if self._request.loads >= MAX_LOADS:
+            self._ready = NO_KEYS
 
     def on_request_finished(self, req_context: Any) -> None:
         self._requests.pop(req_context.req_id, None)
@@ -169,7 +169,7 @@ class SchedulerSide:
         if (pinned := self._loads.pop(req_context.req_id, None)) is not None:
             self._ended.append(pinned)
 
-    @harmless
+    @catch_errors
     def touch(self, keys: Sequence[OffloadKey], req_context: Any) -> None:
         """A request that waits touches all its keys in every step."""
         state = self._requests.get(req_context.req_id)
@@ -186,7 +186,7 @@ class SchedulerSide:
         self._manager.complete_store(keys, success)
 
     def on_schedule_end(self, context: Any = None) -> None:
-        self._ready = UNSEEN
+        self._ready = NO_KEYS
         hurry, self._hurry = self._hurry, False
         if self._due or not hurry:
             self._flush()
@@ -197,13 +197,13 @@ class SchedulerSide:
         """Whether vLLM must make another step: keys are to be let go."""
         return bool(self._due or self._ended)
 
-    @harmless
+    @catch_errors
     def reset_cache(self) -> None:
         """vLLM forgets its loads, and completes none of them.
 
         A daemon that is away does the reset before it answers anything again.
         """
-        self._ready = UNSEEN
+        self._ready = NO_KEYS
         self._ended += self._loads.values()
         self._loads.clear()
         self._manager.reset_cache()
@@ -211,14 +211,14 @@ class SchedulerSide:
     def shutdown(self) -> None:
         self._manager.close()
 
-    @harmless
+    @catch_errors
     def events(self) -> list[OffloadingEvent]:
         """What became a HIT and what ceased to be one, where vLLM publishes events."""
         return self._manager.take_events() if self._events else []
 
     def give_up(self, error: KVFerryError) -> None:
         """Begin new sessions. If keys are not this namespace's, they never will be: turn off."""
-        self._ready = UNSEEN
+        self._ready = NO_KEYS
         if error.code == Code.BAD_KEY:
             if self._usable:
                 log.error(
@@ -233,19 +233,19 @@ class SchedulerSide:
             log.warning("kvferry: the scheduler's sessions are begun anew: %s", error)
             self._manager.abandon()
 
-    @harmless
+    @catch_errors
     def _look(self, key: OffloadKey) -> Lookup:
         """What the manager says; the sets are as fresh as that from now on."""
         state, manager = self._request, self._manager
-        if not self._usable or state.loads >= LOADS:
+        if not self._usable or state.loads >= MAX_LOADS:
             return Lookup.MISS
         found = manager.lookup(key)
         self._ready = manager.ready_keys
-        if found in WAITING and time.monotonic() - state.since > PATIENCE:
+        if found in UNDECIDED and time.monotonic() - state.since > LOOKUP_TIMEOUT:
             return Lookup.MISS
         return found
 
-    @harmless
+    @catch_errors
     def _offer(self, keys: Collection[OffloadKey]) -> StoreOutput | None:
         output = self._manager.prepare_store(keys) if self._usable else None
         if output is None or not output.keys_to_store:
@@ -254,7 +254,7 @@ class SchedulerSide:
         spec = KeysSpec(output.keys_to_store, generations, output.store_spec.keep)
         return StoreOutput(list(output.keys_to_store), spec, [])
 
-    @harmless
+    @catch_errors
     def _keep(self, keys: tuple[OffloadKey, ...], request: str) -> None:
         if not self._usable:
             return
@@ -266,7 +266,7 @@ class SchedulerSide:
         else:
             self._loads[request] = keys
 
-    @harmless
+    @catch_errors
     def _flush(self) -> None:
         """Send what nobody waits for; while a daemon is away, reconnect."""
         due, self._due = self._due, []
@@ -275,7 +275,7 @@ class SchedulerSide:
         manager = self._manager
         if manager.gone is not None:
             manager.poll()
-        manager.count(self._hits)
+        manager.count_hits(self._hits)
         self._hits = 0
         manager.flush()
         for keys in due:
@@ -285,7 +285,7 @@ class SchedulerSide:
         """A manager that waits for daemons which are there now, and for no others."""
         config = self._config
         ranks = [config.of(rank) for rank in range(config.world_size)]
-        manager = OffloadingManager.open(
+        manager = OffloadingManager.connect(
             [rank.daemon for rank in ranks],
             engine=config.engine,
             fingerprint=config.fingerprint,

@@ -8,7 +8,12 @@ from typing import Any
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 from vllm.v1.kv_offload import base
 
-from kvferry.client.vllm.engine_config import Blocks, chunk_of, read_engine_config, told
+from kvferry.client.vllm.engine_config import (
+    BlockSizes,
+    chunk_factor,
+    provided_config,
+    read_engine_config,
+)
 from kvferry.client.vllm.scheduler import KeysSpec, LookupCodes, SchedulerSide
 from kvferry.client.vllm.worker import WorkerSide
 
@@ -18,7 +23,7 @@ _results = base.LookupResult
 LOOKUP_CODES = LookupCodes(_results.HIT, _results.MISS, _results.HIT_PENDING, _results.RETRY)
 
 
-class Manager(SchedulerSide, base.OffloadingManager):
+class KVFerryManager(SchedulerSide, base.OffloadingManager):
     def on_new_request(self, req_context: Any) -> Any:
         return base.RequestOffloadingContext()
 
@@ -28,7 +33,7 @@ class Manager(SchedulerSide, base.OffloadingManager):
         ]
 
 
-class Worker(WorkerSide, base.OffloadingWorker):
+class KVFerryWorker(WorkerSide, base.OffloadingWorker):
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: KeysSpec) -> bool:
         self.store(job_id, src_spec, dst_spec)
         return True
@@ -45,10 +50,10 @@ class KVFerrySpec(base.OffloadingSpec):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        vllm_config, kv_cache_config = told()
+        vllm_config, kv_cache_config = provided_config()
         blocks = self._cut(vllm_config, kv_cache_config)
         self.engine_config = read_engine_config(vllm_config, kv_cache_config, blocks)
-        self._manager: Manager | None = None
+        self._manager: KVFerryManager | None = None
         if len(kv_cache_config.kv_cache_groups) > 1:
             log.warning(
                 "kvferry: this model has several KV cache groups, and vLLM cannot compute again "
@@ -56,23 +61,23 @@ class KVFerrySpec(base.OffloadingSpec):
                 "loads ends"
             )
 
-    def get_manager(self) -> Manager:
+    def get_manager(self) -> KVFerryManager:
         if self._manager is None:
             events = self.kv_events_config.enable_kv_cache_events
-            self._manager = Manager(self.engine_config, LOOKUP_CODES, events=events)
+            self._manager = KVFerryManager(self.engine_config, LOOKUP_CODES, events=events)
         return self._manager
 
-    def get_worker(self, kv_caches: Any) -> Worker:
-        return Worker(self.engine_config, kv_caches)
+    def get_worker(self, kv_caches: Any) -> KVFerryWorker:
+        return KVFerryWorker(self.engine_config, kv_caches)
 
-    def _cut(self, vllm_config: Any, kv_cache_config: Any) -> Blocks:
+    def _cut(self, vllm_config: Any, kv_cache_config: Any) -> BlockSizes:
         """How KV caches are cut up. The chunk is our choice; vLLM's scheduler reads it here."""
-        said = Blocks(tuple(self.tokens_per_block), self.tokens_per_hash, self.blocks_per_chunk)
+        said = BlockSizes(tuple(self.tokens_per_block), self.tokens_per_hash, self.blocks_per_chunk)
         kinds = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         full = all(isinstance(one, FullAttentionSpec) for kind in kinds for one in _layers(kind))
-        factor = chunk_of(vllm_config, kv_cache_config, said, full=full)
+        factor = chunk_factor(vllm_config, kv_cache_config, said, full=full)
         self.blocks_per_chunk = factor
-        return Blocks(said.tokens, said.hashed, factor)
+        return BlockSizes(said.tokens, said.hashed, factor)
 
 
 def _layers(kind: Any) -> tuple[Any, ...]:

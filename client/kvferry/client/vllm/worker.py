@@ -45,9 +45,9 @@ from kvferry.proto.specs import (
 log = logging.getLogger("kvferry")
 
 # Seconds that jobs have to end before their GPU blocks are reused.
-FLUSH = 10.0
+WAIT_TIMEOUT = 10.0
 # Seconds between two polls for a load that is about to end.
-LOOK = 20e-6
+POLL_INTERVAL = 20e-6
 
 
 class WorkerSide:
@@ -55,7 +55,7 @@ class WorkerSide:
 
     def __init__(self, config: EngineConfig, kv_caches: Any) -> None:
         self._config = config
-        self._kv_caches = canonical(kv_caches, config.factor)
+        self._kv_caches = canonical_kv_caches(kv_caches, config.factor)
         self._device = self._kv_caches.tensors[0].device
         # Results of the next get_finished.
         self._ended: list[TransferResult] = []
@@ -73,10 +73,10 @@ class WorkerSide:
     def store(self, job_id: int, blocks: Any, keys: KeysSpec) -> None:
         """blocks: vLLM's GPULoadStoreSpec."""
         there = KeyLoadStoreSpec(keys.keys, keys.generation(self._config.rank), keys.keep)
-        self._submit(job_id, (gpu_side(blocks), there), Direction.STORE)
+        self._submit(job_id, (gpu_spec(blocks), there), Direction.STORE)
 
     def load(self, job_id: int, keys: KeysSpec, blocks: Any) -> None:
-        there = gpu_side(blocks)
+        there = gpu_spec(blocks)
         self._submit(job_id, (KeyLoadStoreSpec(keys.keys), there), Direction.LOAD)
         self._load_eta.submitted(job_id, self._nbytes(there), time.monotonic())
 
@@ -89,13 +89,13 @@ class WorkerSide:
             self._load_eta.ended(result.job_id, result.transfer_size, result.transfer_time, now)
         return results
 
-    def await_load(self) -> None:
+    def wait_next_load(self) -> None:
         """For a step that runs nothing: where a load is about to end, wait until it has."""
         now = time.monotonic()
         deadline = now + self._load_eta.patience(now)
         while not self._ended and time.monotonic() < deadline:
             self._poll()
-            time.sleep(LOOK)
+            time.sleep(POLL_INTERVAL)
 
     def wait(self, job_ids: Collection[int]) -> None:
         """Return when these jobs cannot touch their GPU blocks any more; bounded by FLUSH.
@@ -104,7 +104,7 @@ class WorkerSide:
         """
         if (client := self._client) is not None:
             try:
-                client.wait(job_ids, timeout=FLUSH)
+                client.wait(job_ids, timeout=WAIT_TIMEOUT)
             except KVFerryError as error:
                 self._abandon(error)
             self._abandon_if_lost()
@@ -208,7 +208,7 @@ class WorkerSide:
         return f"GPU-{torch.cuda.get_device_properties(self._device).uuid}"
 
 
-def canonical(kv_caches: Any, factor: int) -> CanonicalKVCaches:
+def canonical_kv_caches(kv_caches: Any, factor: int) -> CanonicalKVCaches:
     """vLLM's canonical tensors as kvferry's; no bytes are copied."""
     tensors = tuple(one.tensor for one in kv_caches.tensors)
     layouts = tuple(
@@ -222,6 +222,6 @@ def canonical(kv_caches: Any, factor: int) -> CanonicalKVCaches:
     return CanonicalKVCaches(KVLayout(layouts, groups, factor), tensors)
 
 
-def gpu_side(spec: Any) -> GPULoadStoreSpec:
+def gpu_spec(spec: Any) -> GPULoadStoreSpec:
     sizes, indices = tuple(spec.group_sizes), tuple(spec.block_indices)
     return GPULoadStoreSpec(np.asarray(spec.block_ids), sizes, indices)

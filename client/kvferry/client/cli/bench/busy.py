@@ -1,11 +1,11 @@
-"""A busy engine beside the copies: a process of its own that replays CUDA graphs.
+"""A busy engine beside the copies: another process, which replays CUDA graphs.
 
-    matmul   4 products of 8192 x 8192 bfloat16 matrices a step: the multiprocessors are full
-    decode   64 products of 64 x 4096 by 4096 x 4096 matrices, one after the other: device
-             memory is busy, and every kernel is short
+    matmul   4 products of 8192 x 8192 bfloat16 matrices per step: bound by compute
+    decode   64 products of 64 x 4096 by 4096 x 4096 matrices, one after the other: bound by device
+             memory, with short kernels
 
-AHEAD steps are queued at any time, as engines with asynchronous scheduling do. A window lasts so
-many seconds; its answer is the mean time of a step in it, in milliseconds.
+AHEAD steps are queued at any time, as in engines with asynchronous scheduling. The result of a
+window is the mean time of a step in it, in milliseconds.
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ from kvferry.proto.errors import Code, Failed
 
 LOOPS = ("matmul", "decode")
 AHEAD = 3
-UP_TIMEOUT = 120.0
+READY_TIMEOUT = 120.0
 _cuda: Any = torch.cuda  # graphs, streams and events have no types
 
 
-class Busy:
+class BusyEngine:
     """The engine process on GPU number `ordinal`, idle until a window begins."""
 
     def __init__(self, ordinal: int) -> None:
         spawn = multiprocessing.get_context("spawn")
-        self._here, there = spawn.Pipe()
-        self._process = spawn.Process(target=_serve, args=(there, ordinal), daemon=True)
+        self._pipe, child_pipe = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(child_pipe, ordinal), daemon=True)
         self._process.start()
-        there.close()
-        if not self._here.poll(UP_TIMEOUT):
+        child_pipe.close()
+        if not self._pipe.poll(READY_TIMEOUT):
             self._process.kill()
-            raise timed_out("the busy engine did not come up", self._process.pid)
-        self.end()
+            raise timed_out("the busy engine is not ready", self._process.pid)
+        self.end_window()
 
-    def begin(self, loop: str, seconds: float) -> None:
-        self._here.send((loop, seconds))
+    def begin_window(self, loop: str, seconds: float) -> None:
+        self._pipe.send((loop, seconds))
 
-    def ended(self) -> bool:
-        return self._here.poll()
+    def window_ended(self) -> bool:
+        return self._pipe.poll()
 
-    def end(self) -> float:
-        """The answer of the window that began last; waits for it."""
+    def end_window(self) -> float:
+        """Wait for the end of the window, and return milliseconds per step."""
         try:
-            return float(self._here.recv())
+            return float(self._pipe.recv())
         except EOFError:
             status = self._process.exitcode
             message = f"the busy engine exited with status {status}; see its output above"
             raise Failed(Code.COPY_FAILED, message, status) from None
 
-    def step_ms(self, loop: str, seconds: float) -> float:
-        self.begin(loop, seconds)
-        return self.end()
+    def run_window(self, loop: str, seconds: float) -> float:
+        self.begin_window(loop, seconds)
+        return self.end_window()
 
-    def __enter__(self) -> Busy:
+    def __enter__(self) -> BusyEngine:
         return self
 
     def __exit__(
@@ -72,16 +72,16 @@ class Busy:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._here.close()
+        self._pipe.close()
         self._process.join(10)
         if self._process.exitcode is None:
             self._process.kill()
 
 
 def _serve(pipe: Connection, ordinal: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ctrl-c is for the bench to speak of
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the bench reports ctrl-c
     _cuda.set_device(ordinal)
-    steps = {"matmul": _matmul(), "decode": _decode()}  # they hold what the graphs use
+    steps = {"matmul": _matmul(), "decode": _decode()}  # keeps the tensors of the graphs alive
     graphs = {loop: _graph(step) for loop, step in steps.items()}
     pipe.send(0.0)
     while True:
@@ -89,10 +89,10 @@ def _serve(pipe: Connection, ordinal: int) -> None:
             loop, seconds = pipe.recv()
         except EOFError:
             return
-        pipe.send(_window(graphs[loop], seconds))
+        pipe.send(_run_window(graphs[loop], seconds))
 
 
-def _window(graph: Any, seconds: float) -> float:
+def _run_window(graph: Any, seconds: float) -> float:
     events: deque[Any] = deque()
     _cuda.synchronize()
     begin, steps = time.perf_counter(), 0

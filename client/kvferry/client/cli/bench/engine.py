@@ -1,15 +1,16 @@
-"""The bench as an engine: KV tensors in some shape, transfers submitted and waited for.
+"""The bench as an engine: KV tensors of some shape, and transfers of their blocks.
 
-The shape follows from the fragment size alone. A host block has HOST_BLOCK bytes, as in service:
-pages of up to MAX_TENSORS tensors (32 layers, K and V) make one GPU block, and as many GPU blocks
-as fill it make one host block; a page of HOST_BLOCK bytes or more is a host block by itself.
+The shape follows from the fragment size alone. A host block has HOST_BLOCK bytes, as in
+production. A GPU block is one page of each of up to MAX_TENSORS tensors (32 layers, K and V), and a
+host block consists of as many GPU blocks as fit. A page of HOST_BLOCK bytes or more is a host block
+by itself.
 
     page      4 KiB     16 KiB    32 KiB    256 KiB   2 MiB
     tensors   64        64        64        8         1
     factor    8         2         1         1         1        GPU blocks in a host block
 
-All tensors are views of one slab, registered anew for each shape under the same engine name, so
-that each shape takes over the last one's room in the host pool.
+All tensors are views of one buffer on the device. It is registered again for each shape under the
+same engine name, so that each shape gets the region of the host pool that the last one had.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ HOST_BLOCK = 2 << 20
 MAX_TENSORS = 64
 NAME = "kvferry-bench"
 TIMEOUT = 120.0
-# Seconds between polls: 0, unless polling would take the daemon's core.
-NAP = 0.0 if len(os.sched_getaffinity(0)) > 2 else 20e-6
+# Seconds between polls: 0, unless polling would occupy a core that the daemon needs.
+POLL_INTERVAL = 0.0 if len(os.sched_getaffinity(0)) > 2 else 20e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +67,16 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """wall: submitted to seen. device: the sum of its jobs' times, of the slower direction."""
+class TimedTransfers:
+    """wall: seconds from submit to result. device: the sum of the jobs' transfer_time, of the
+    slower direction."""
 
     nbytes: int
     wall: float
     device: float
 
 
-class Engine:
+class BenchEngine:
     """A registered engine. `pages`: int8, (tensors, num_blocks, page_bytes)."""
 
     def __init__(
@@ -90,35 +92,40 @@ class Engine:
         self._job_ids = count(1)
 
     def run(
-        self, specs: Sequence[TransferSpec], nap: float = NAP, ahead: int | None = None
-    ) -> Moved:
-        """Submit all, return when the end of all was seen. Raises what one of them failed with.
+        self,
+        specs: Sequence[TransferSpec],
+        poll_interval: float = POLL_INTERVAL,
+        ahead: int | None = None,
+    ) -> TimedTransfers:
+        """Submit all specs, return when all have completed. Raises the error of a failed job.
 
-        ahead: so many at once, and one more whenever one has ended; all of them where it is None.
+        ahead: jobs in flight at most; None for all at once.
         """
-        waiting, under_way, results = deque(specs), 0, list[TransferResult]()
+        waiting, in_flight, results = deque(specs), 0, list[TransferResult]()
         begin = time.perf_counter()
-        while waiting or under_way:
-            while waiting and (ahead is None or under_way < ahead):
+        while waiting or in_flight:
+            while waiting and (ahead is None or in_flight < ahead):
                 self.submit(waiting.popleft())
-                under_way += 1
-            ended = self.finish(1 if waiting else under_way, nap)
-            under_way -= len(ended)
+                in_flight += 1
+            ended = self.wait_results(1 if waiting else in_flight, poll_interval)
+            in_flight -= len(ended)
             results += ended
         wall = time.perf_counter() - begin
         times: dict[tuple[str, str], float] = {}
         for result in results:
-            way = result.transfer_type
-            times[way] = times.get(way, 0.0) + result.transfer_time
-        return Moved(sum(result.transfer_size for result in results), wall, max(times.values()))
+            direction = result.transfer_type
+            times[direction] = times.get(direction, 0.0) + result.transfer_time
+        return TimedTransfers(
+            sum(result.transfer_size for result in results), wall, max(times.values())
+        )
 
     def fill(self) -> None:
-        """Store something in every host block: no other is loaded."""
+        """Store into every host block: only defined blocks can be loaded."""
         factor = self.shape.factor
-        most = min(self.num_blocks, MAX_BLOCK_IDS) // factor
+        step = min(self.num_blocks, MAX_BLOCK_IDS) // factor
         specs = list[TransferSpec]()
-        for first in range(0, self.host_blocks, most):
-            hosts = np.arange(first, min(first + most, self.host_blocks))
+        for first in range(0, self.host_blocks, step):
+            hosts = np.arange(first, min(first + step, self.host_blocks))
             gpu = GPULoadStoreSpec(np.arange(hosts.size * factor))
             specs.append((gpu, CPULoadStoreSpec(hosts)))
         self.run(specs, ahead=1)
@@ -128,38 +135,39 @@ class Engine:
         self.client.transfer_async(job_id, spec, wait_for)
         return job_id
 
-    def finish(self, jobs: int, nap: float = NAP) -> list[TransferResult]:
-        """The results of so many jobs; `nap`: seconds between looks, 0 to look all the time."""
+    def wait_results(self, jobs: int, poll_interval: float = POLL_INTERVAL) -> list[TransferResult]:
+        """The results of `jobs` jobs. poll_interval: seconds; 0 polls continuously."""
         results: list[TransferResult] = []
         deadline = time.monotonic() + TIMEOUT
         while len(results) < jobs:
-            results += self.take()
+            results += self.fetch_results()
             if time.monotonic() > deadline:
-                raise timed_out("not all jobs ended", jobs - len(results))
-            if nap and len(results) < jobs:
-                time.sleep(nap)
+                raise timed_out(f"{jobs - len(results)} jobs did not complete", jobs)
+            if poll_interval and len(results) < jobs:
+                time.sleep(poll_interval)
         return results
 
-    def take(self) -> list[TransferResult]:
+    def fetch_results(self) -> list[TransferResult]:
+        """Results that arrived. Raises the error of a failed job."""
         results = self.client.get_finished()
         for result in results:
             if result.error is not None:
                 raise result.error
         return results
 
-    def settle(self) -> None:
-        """What torch was asked to do with the pages is done."""
+    def synchronize(self) -> None:
+        """Wait until torch's work on the pages has completed."""
         if self.pages.is_cuda:
             torch.cuda.synchronize()
 
 
 @contextlib.contextmanager
-def engine(
+def register_engine(
     directory: Path, shape: Shape, slab: torch.Tensor, host_bytes: int | None = None
-) -> Iterator[Engine]:
-    """Register all of `slab` that whole host blocks of a shape can fill.
+) -> Iterator[BenchEngine]:
+    """Register the part of `slab` that consists of whole host blocks of a shape.
 
-    host_bytes: how much of the pool to take; as much as the slab has where it is not given.
+    host_bytes: size of the region of the host pool; default: as many as the slab has.
     """
     num_blocks = slab.numel() // shape.host_block_bytes * shape.factor
     host_blocks = (host_bytes or slab.numel()) // shape.host_block_bytes
@@ -176,4 +184,4 @@ def engine(
             host_bytes=host_blocks * shape.host_block_bytes,
             timeline=timeline,
         )
-        yield Engine(client, timeline, shape, pages, host_blocks)
+        yield BenchEngine(client, timeline, shape, pages, host_blocks)

@@ -1,8 +1,6 @@
-"""Ways to copy without end, one like the other: `submit` a job, `take` the count of those ended.
+"""Copies that go on for as long as a window lasts: submit a job, count the completed ones.
 
-Transfers go through a daemon. The alternatives are in this process, each on a stream of its own: a
-kernel that reads and writes pinned memory (what engines do in their own process), and one
-contiguous run after the other; the last also with a kernel that does nothing behind each.
+Transfers are jobs of a daemon. Streamed copies run in this process, on their own CUDA stream.
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ import numpy as np
 import torch
 
 from kvferry.client import CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
-from kvferry.client.cli.bench.engine import Engine
-from kvferry.client.cli.bench.rig import Rig
+from kvferry.client.cli.bench.engine import BenchEngine
+from kvferry.client.cli.bench.rig import BenchRig
 
 _cuda: Any = torch.cuda
 
@@ -28,13 +26,13 @@ class Mover(Protocol):
 
     def submit(self) -> None: ...
 
-    def take(self) -> int: ...
+    def count_completed(self) -> int: ...
 
 
-class Transfers:
-    """Jobs of a registered engine: random blocks, all of them in `jobs` jobs, over and over."""
+class JobMover:
+    """Jobs of a registered engine: `jobs` jobs with all blocks, in random order, repeated."""
 
-    def __init__(self, engine: Engine, way: str, jobs: int) -> None:
+    def __init__(self, engine: BenchEngine, direction: str, jobs: int) -> None:
         random, shape = np.random.default_rng(2), engine.shape
         each = engine.num_blocks // shape.factor // jobs
         hosts = random.permutation(engine.host_blocks)[: each * jobs].reshape(jobs, -1)
@@ -42,19 +40,19 @@ class Transfers:
         specs: list[TransferSpec] = []
         for gpu_ids, host_ids in zip(blocks.reshape(jobs, -1), hosts, strict=True):
             gpu, host = GPULoadStoreSpec(gpu_ids), CPULoadStoreSpec(host_ids)
-            specs.append((gpu, host) if way == "store" else (host, gpu))
+            specs.append((gpu, host) if direction == "store" else (host, gpu))
         self.nbytes = each * shape.host_block_bytes
         self._engine, self._specs = engine, cycle(specs)
 
     def submit(self) -> None:
         self._engine.submit(next(self._specs))
 
-    def take(self) -> int:
-        return len(self._engine.take())
+    def count_completed(self) -> int:
+        return len(self._engine.fetch_results())
 
 
-class Streamed:
-    """What each of `launches` enqueues on the current stream, `nbytes` of it."""
+class StreamMover:
+    """Jobs of `nbytes` each: calls of `launches`, which enqueue a copy on the current stream."""
 
     def __init__(self, launches: Sequence[Callable[[], object]], nbytes: int) -> None:
         self.nbytes, self.launches = nbytes, launches
@@ -68,7 +66,7 @@ class Streamed:
             end.record()
         self._ends.append(end)
 
-    def take(self) -> int:
+    def count_completed(self) -> int:
         ended = 0
         while self._ends and self._ends[0].query():
             self._ends.popleft()
@@ -76,50 +74,12 @@ class Streamed:
         return ended
 
 
-def contiguous(rig: Rig, way: str, jobs: int) -> Streamed:
+def contiguous(rig: BenchRig, direction: str, jobs: int) -> StreamMover:
+    """A contiguous copy between the rig's buffers, in `jobs` parts."""
     host, gpu = rig.raw.hosts[0].chunk(jobs), rig.slab[: rig.raw.nbytes].chunk(jobs)
-    pairs = zip(host, gpu, strict=True) if way == "store" else zip(gpu, host, strict=True)
-    return Streamed([_copy(dst, src) for dst, src in pairs], host[0].numel())
-
-
-def turns(rig: Rig, way: str, jobs: int) -> Mover:
-    """Contiguous copies, and behind each a kernel of one thread: a turn of the GPU, no work."""
-    copies, side = contiguous(rig, way, jobs), _cuda.Stream()
-    flag = torch.zeros(1, device=rig.slab.device)
-
-    def behind(copy: Callable[[], object]) -> Callable[[], None]:
-        def launch() -> None:
-            copy()
-            side.wait_stream(_cuda.current_stream())
-            with _cuda.stream(side):
-                flag.add_(1)
-
-        return launch
-
-    return Streamed([behind(launch) for launch in copies.launches], copies.nbytes)
+    pairs = zip(host, gpu, strict=True) if direction == "store" else zip(gpu, host, strict=True)
+    return StreamMover([_copy(dst, src) for dst, src in pairs], host[0].numel())
 
 
 def _copy(dst: torch.Tensor, src: torch.Tensor) -> Callable[[], object]:
     return lambda: dst.copy_(src, non_blocking=True)
-
-
-def pinned_kernel(rig: Rig, way: str, page_bytes: int, jobs: int) -> Mover:
-    """Needs triton, and its first launch a C compiler: ImportError or RuntimeError where not."""
-    from kvferry.client.cli.bench.pinned_kernel import launch
-
-    random, host = np.random.default_rng(3), rig.raw.hosts[0]
-    each = rig.raw.nbytes // page_bytes // jobs
-    addresses = [
-        torch.from_numpy(
-            random.permutation(memory.numel() // page_bytes)[: each * jobs].reshape(jobs, -1)
-            * page_bytes
-            + memory.data_ptr()
-        ).to(rig.slab.device)
-        for memory in (rig.slab, host)
-    ]
-    sources, targets = addresses if way == "store" else addresses[::-1]
-    pairs = zip(sources, targets, strict=True)
-    launches = [launch(source, target, page_bytes) for source, target in pairs]
-    launches[0]()
-    _cuda.synchronize()
-    return Streamed(launches, each * page_bytes)

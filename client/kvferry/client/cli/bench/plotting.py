@@ -1,15 +1,15 @@
-"""Two panels over fragment size: GB/s, and the engine's time lost per GiB moved.
+"""Two panels over fragment size: GB/s, and the engine time lost per GiB moved.
 
     python -m kvferry.client.cli.bench.plotting bench.json out.png
 
-draws what a run with --json has kept, as --plot does. A panel stands where its figures are there:
-bandwidth on the left (with the alternatives of `beside`, alone), `beside` on the right.
+plots the file that --json wrote, as --plot does. Left: bandwidth. Right: beside. A panel without
+results is left out.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from itertools import product
 from pathlib import Path
 
@@ -19,26 +19,23 @@ from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from kvferry.client.cli.bench.results import WAYS, Beside, Results
+from kvferry.client.cli.bench.results import DIRECTIONS, Results
 from kvferry.client.cli.units import size
 from kvferry.proto.errors import Code, Refused
 
-# Okabe and Ito's, which colour-blind readers tell apart.
-COLOURS = dict(zip(WAYS, ("#0072b2", "#d55e00", "#009e73"), strict=True))
-NAMES = dict(zip(WAYS, ("store", "load", "both at once, sum"), strict=True))
-HOWS = {
+# The palette of Okabe and Ito, which colour-blind readers can distinguish.
+COLOURS = dict(zip(DIRECTIONS, ("#0072b2", "#d55e00", "#009e73"), strict=True))
+NAMES = dict(zip(DIRECTIONS, ("store", "load", "both at once, sum"), strict=True))
+METHODS = {
     "kvferry": ("#0072b2", "o", "kvferry"),
-    "kvferry, MPS": ("#009e73", "D", "kvferry under MPS"),
-    "batched DMA": ("#e69f00", "s", "batched DMA only"),
-    "pinned kernel": ("#cc79a7", "^", "pinned-memory kernel"),
 }
 STYLES = {"matmul": "-", "decode": "--"}
 LEVELS = (-5, -2, -1, -0.5, 0, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
 GREY = "0.45"
 
 
-def check(path: Path, what: Collection[str]) -> None:
-    """Raise ValueError where a run that measures `what` cannot be drawn there."""
+def check_plot(path: Path, what: Collection[str]) -> None:
+    """Raise ValueError if a run that measures `what` cannot be plotted to `path`."""
     formats = sorted(FigureCanvasBase.get_supported_filetypes())
     if _format(path) not in formats:
         raise ValueError(
@@ -48,11 +45,14 @@ def check(path: Path, what: Collection[str]) -> None:
         raise ValueError("nothing to plot; measure bandwidth, or beside on a GPU")
 
 
-def draw(results: Results, path: Path) -> None:
-    """A PNG of 1400 by 600 (the format follows the name). Raises Refused where nothing is there."""
+def plot_results(results: Results, path: Path) -> None:
+    """Write a plot of 1400 x 600 pixels; the suffix selects the format.
+
+    Raises Refused (BAD_CONFIG) if there is nothing to plot.
+    """
     panels: list[Callable[[Axes, Results], None]] = []
-    panels += [_rates] if results.bandwidth else []
-    panels += [_lost] if results.beside else []
+    panels += [_plot_rates] if results.bandwidth else []
+    panels += [_plot_lost_time] if results.beside else []
     if not panels:
         raise Refused(
             Code.BAD_CONFIG, f"nothing to plot in {path}; measure bandwidth or beside", str(path)
@@ -61,7 +61,7 @@ def draw(results: Results, path: Path) -> None:
     figure.subplots_adjust(left=0.035, right=0.985, top=0.87, bottom=0.22, wspace=0.09)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         panel(axes, results)
-        _tidy(axes)
+        _style_axes(axes)
     about = results.about
     title = f"kvferryd {about.daemon} on {about.device}, {about.started[:10]}"
     figure.suptitle(title, x=0.035, y=0.965, ha="left", fontsize=11, color=GREY)
@@ -72,48 +72,32 @@ def _format(path: Path) -> str:
     return path.suffix[1:].lower() or "png"
 
 
-def _rates(axes: Axes, results: Results) -> None:
+def _plot_rates(axes: Axes, results: Results) -> None:
     pages = [fragments.page_bytes for fragments in results.bandwidth]
-    for way in WAYS:
-        rates = [fragments.copies[way].in_a_row for fragments in results.bandwidth]
-        medians, colour = [rate.median for rate in rates], COLOURS[way]
-        axes.plot(pages, medians, "o-", color=colour, label=f"kvferry, {NAMES[way]}", zorder=3)
+    for direction in DIRECTIONS:
+        rates = [fragments.copies[direction].in_a_row for fragments in results.bandwidth]
+        medians, colour = [rate.median for rate in rates], COLOURS[direction]
+        axes.plot(
+            pages, medians, "o-", color=colour, label=f"kvferry, {NAMES[direction]}", zorder=3
+        )
         lows, highs = [rate.low for rate in rates], [rate.high for rate in rates]
         axes.fill_between(pages, lows, highs, color=colour, alpha=0.15, linewidth=0)
-        axes.axhline(results.contiguous[way].median, color=colour, linestyle=":", linewidth=1.3)
+        axes.axhline(
+            results.contiguous[direction].median, color=colour, linestyle=":", linewidth=1.3
+        )
     axes.plot([], [], ":", color=GREY, linewidth=1.3, label="one contiguous copy")
-    for how in ("batched DMA", "pinned kernel"):
-        for way in WAYS[:2]:
-            _alternative(axes, results.beside, how, way)
     axes.set_title("GB/s, jobs in a row, nothing else on the GPU", loc="left", fontsize=11)
     _sizes(axes, pages)
     axes.set_ylim(bottom=0)
 
 
-def _alternative(axes: Axes, rows: Iterable[Beside], how: str, way: str) -> None:
-    """By how in its shape, by way in its colour."""
-    points = {row.page_bytes: row.alone for row in rows if (row.how, row.way) == (how, way)}
-    _, marker, name = HOWS[how]
-    if points:
-        axes.plot(
-            sorted(points),
-            [points[page] for page in sorted(points)],
-            linestyle="",
-            marker=marker,
-            markersize=8,
-            markerfacecolor="none",
-            color=COLOURS[way],
-            label=f"{name}, {way}",
-        )
-
-
-def _lost(axes: Axes, results: Results) -> None:
-    """The mean of storing and loading, with a bar from the one to the other."""
-    for how, loop in product(HOWS, STYLES):
-        rows = [row for row in results.beside if (row.how, row.loop) == (how, loop)]
+def _plot_lost_time(axes: Axes, results: Results) -> None:
+    """The mean of stores and loads, with a bar from one to the other."""
+    for method, loop in product(METHODS, STYLES):
+        rows = [row for row in results.beside if (row.method, row.loop) == (method, loop)]
         pages = sorted({row.page_bytes for row in rows})
         both = [[r.lost_ms_per_gib.median for r in rows if r.page_bytes == page] for page in pages]
-        colour, marker, name = HOWS[how]
+        colour, marker, name = METHODS[method]
         if pages:
             axes.plot(
                 pages,
@@ -125,8 +109,8 @@ def _lost(axes: Axes, results: Results) -> None:
             )
             lows, highs = [*map(min, both)], [*map(max, both)]
             axes.vlines(pages, lows, highs, color=colour, alpha=0.3, linewidth=3)
-    axes.set_title("a busy engine beside: ms it loses per GiB moved", loc="left", fontsize=11)
-    _sizes(axes, sorted({row.page_bytes for row in results.beside if row.how in HOWS}))
+    axes.set_title("beside a busy engine: ms lost per GiB moved", loc="left", fontsize=11)
+    _sizes(axes, sorted({row.page_bytes for row in results.beside if row.method in METHODS}))
     axes.set_yscale("symlog", linthresh=1, linscale=0.8)
     lost = [row.lost_ms_per_gib.median for row in results.beside]
     low, high = min(0.0, 1.5 * min(lost)), max(2.0, 1.3 * max(lost))
@@ -142,7 +126,7 @@ def _sizes(axes: Axes, pages: list[int]) -> None:
     axes.set_xlabel("fragment: one page of one tensor, at random places")
 
 
-def _tidy(axes: Axes) -> None:
+def _style_axes(axes: Axes) -> None:
     axes.grid(axis="y", color="0.92")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -168,7 +152,7 @@ def main() -> None:
     parser.add_argument("drawn", type=Path, metavar="out.png")
     chosen = parser.parse_args()
     try:
-        draw(msgspec.json.decode(chosen.given.read_bytes(), type=Results), chosen.drawn)
+        plot_results(msgspec.json.decode(chosen.given.read_bytes(), type=Results), chosen.drawn)
     except (OSError, ValueError, msgspec.MsgspecError, Refused) as error:
         parser.error(str(error))
 

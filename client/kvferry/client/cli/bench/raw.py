@@ -1,9 +1,9 @@
-"""The denominator: one contiguous run of pinned memory, copied by plain torch in this process.
+"""The baseline: copies of one contiguous pinned buffer by plain torch, in this process.
 
-On CUDA `copy_(non_blocking=True)` to and from pinned memory, timed by events on the copy's own
-stream; both directions at once are two streams, from one common start to the later end. Without a
-GPU one thread a direction copies between two shared buffers with numpy, as the reference engine
-does with memmove.
+On CUDA: `copy_(non_blocking=True)` to and from pinned memory, timed by events on the copy's own
+stream. Both directions at once: two streams, from a common start to the later end. Without a GPU:
+one thread per direction copies between two shared buffers with numpy, as the reference engine does
+with memmove.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from kvferry.client.cli.bench.results import WAYS, Rate
+from kvferry.client.cli.bench.results import DIRECTIONS, Rate
 from kvferry.client.tensors import shared_empty
 
 # (destination, source)
@@ -26,11 +26,11 @@ _cuda: Any = torch.cuda  # streams and events have no types
 
 
 class RawCopy:
-    """Copies between `slab` and host memory of its own: `nbytes` each way, in disjoint halves."""
+    """Copies between `slab` and its own host buffers: `nbytes` per direction, disjoint halves."""
 
     def __init__(self, slab: torch.Tensor, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._samples: dict[str, list[float]] = {way: [] for way in WAYS}
+        self._samples: dict[str, list[float]] = {direction: [] for direction in DIRECTIONS}
         self.hosts = [_host_buffer(nbytes, pinned=slab.is_cuda).fill_(1) for _ in range(2)]
         out, back = (self.hosts[0], slab[:nbytes]), (slab[nbytes : 2 * nbytes], self.hosts[1])
         self._pairs = {"store": [out], "load": [back], "both": [out, back]}
@@ -41,19 +41,19 @@ class RawCopy:
             self._seconds(pairs)
 
     def sample(self) -> None:
-        """One copy each way, and both at once."""
-        for way in WAYS:
-            self._samples[way].append(self._seconds(self._pairs[way]))
+        """Measure one copy per direction, and both directions at once."""
+        for direction in DIRECTIONS:
+            self._samples[direction].append(self._seconds(self._pairs[direction]))
 
     def rates(self) -> dict[str, Rate]:
         return {
-            way: Rate.of(len(self._pairs[way]) * self.nbytes, seconds)
-            for way, seconds in self._samples.items()
+            direction: Rate.of(len(self._pairs[direction]) * self.nbytes, seconds)
+            for direction, seconds in self._samples.items()
         }
 
-    def block(self, way: str, nbytes: int) -> Callable[[], float]:
-        """A copy of the first `nbytes`, to be called: seconds until its end is seen."""
-        dst, src = (part[:nbytes] for part in self._pairs[way][0])
+    def block(self, direction: str, nbytes: int) -> Callable[[], float]:
+        """A function that copies the first `nbytes` and returns the seconds until completion."""
+        dst, src = (part[:nbytes] for part in self._pairs[direction][0])
         return _cuda_block(dst, src) if src.is_cuda or dst.is_cuda else _cpu_block(dst, src)
 
 

@@ -1,7 +1,8 @@
-"""What came out: plain structs that are the JSON file, samples and all.
+"""Results: the structs of the JSON file, with all samples.
 
-Rates are in GB/s (10^9 bytes), latencies in microseconds, samples in seconds. Medians stand beside
-the smallest and the largest; `ratio` is a median by that of the contiguous copy the same way.
+Rates are in GB/s (10^9 bytes), latencies in microseconds, samples in seconds. Each median comes
+with the minimum and maximum; `ratio` is the median divided by that of the contiguous copy in the
+same direction.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import msgspec
 import numpy as np
 import torch
 
-from kvferry.client.cli.units import size
 from kvferry.proto.status import CopyStatus
 from kvferry.proto.version import kvferry_version
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from kvferry.client import DaemonStatus
     from kvferry.client.cli.bench.plan import Plan
 
-WAYS: tuple[str, ...] = ("store", "load", "both")
+DIRECTIONS: tuple[str, ...] = ("store", "load", "both")
 GIB = 1 << 30
 REPS, QUICK_REPS = 5, 2
-# How many copies are timed together.
+# Copies that are timed together.
 IN_A_ROW = 4
 
 
@@ -70,9 +70,11 @@ class Rate(msgspec.Struct):
 
 
 class Copies(msgspec.Struct):
-    """By the wall clock, from the first submitted to the last seen: `once` what is moved in one go,
-    after nothing; `in_a_row` as much several times over, the next submitted before the last has
-    ended. on_device: the first by transfer_time."""
+    """Rates by the wall clock, from the first submit to the last result.
+
+    once: one copy, with nothing in flight before it. in_a_row: IN_A_ROW copies, each submitted
+    before the one before it has completed. on_device: `once`, by the jobs' transfer_time.
+    """
 
     once: Rate
     in_a_row: Rate
@@ -80,7 +82,7 @@ class Copies(msgspec.Struct):
 
 
 class Fragments(msgspec.Struct):
-    """Copies of one fragment size, by way: "store", "load", "both" at once."""
+    """Copies of one fragment size, by direction: "store", "load", or "both" at once."""
 
     page_bytes: int
     tensors: int
@@ -102,7 +104,7 @@ class Latency(msgspec.Struct):
         p50, p99, high = (float(q) for q in np.quantile(seconds, (0.5, 0.99, 1)) * 1e6)
         return cls(what, p50, p99, high, tuple(seconds))
 
-    def beyond(self, other: Latency, what: str) -> Latency:
+    def minus(self, other: Latency, what: str) -> Latency:
         return Latency(what, self.p50 - other.p50, self.p99 - other.p99)
 
 
@@ -121,16 +123,17 @@ NONE = Spread(0.0, 0.0, 0.0, ())
 
 
 class Beside(msgspec.Struct):
-    """Copies beside a busy engine's loop. page_bytes 0: one contiguous run.
+    """Copies beside a busy engine that runs a loop. page_bytes: 0 for the contiguous copy.
 
-    how: "kvferry", "kvferry, MPS", or an alternative: "batched DMA" (a daemon that copies
-        directly), "pinned kernel" (over pinned memory, in this process), "contiguous".
-    alone: GB/s with nothing beside; rate: GB/s beside the engine, ratio its part of the contiguous
-    copy. alone_ms, with_ms: the engine's step, alone in the windows around and with copies.
+    how: "kvferry", or "contiguous" for the raw copy in this process.
+    alone: GB/s without the engine. rate: GB/s beside the engine; ratio: divided by that of the
+        contiguous copy.
+    alone_ms, with_ms: a step of the engine, without copies (in the windows before and after) and
+        with copies.
     """
 
-    how: str
-    way: str
+    method: str
+    direction: str
     loop: str
     page_bytes: int
     alone: float
@@ -141,65 +144,26 @@ class Beside(msgspec.Struct):
     lost_ms_per_gib: Spread = NONE
 
 
-class Queued(msgspec.Struct):
-    """One block of 2 MiB loaded, idle and with so many bytes of stores queued.
-
-    after_submit: of those with stores queued the ones that were sent right behind another store,
-    which is planned first; `behind` are the others. None where there were not both.
-    """
-
-    page_bytes: int
-    queued_bytes: int
-    idle: Latency
-    behind: Latency
-    after_submit: Latency | None = None
-
-    @property
-    def rows(self) -> list[tuple[str, Latency]]:
-        rows = [("idle", self.idle), (f"{size(self.queued_bytes)} queued", self.behind)]
-        if self.after_submit is not None:
-            rows.append(("behind a submit", self.after_submit))
-        return rows
-
-
-class Start(msgspec.Struct):
-    """Seconds from a daemon's start, and device memory in bytes (staging: as it declares).
-
-    pinned_seconds: one cudaHostAlloc of as much; on the CPU, as much memory touched.
-    """
-
-    pool_bytes: int
-    socket: Spread
-    greeted: Spread
-    first_store: Spread
-    registered: float
-    pinned_seconds: float
-    device_bytes: int
-    staging_bytes: int
-    context_bytes: int
-
-
 class Results(msgspec.Struct):
     about: About
     contiguous: dict[str, Rate] = {}
     bandwidth: list[Fragments] = []
     latency: list[Latency] = []
     beside: list[Beside] = []
-    queued: list[Queued] = []
-    start: Start | None = None
-    notes: list[str] = []
 
-    def finish(self) -> None:
-        """Everything is measured: set the ratios."""
+    def set_ratios(self) -> None:
+        """Set all ratios to the contiguous copy, which is measured until the end."""
         for fragments in self.bandwidth:
-            for way, copies in fragments.copies.items():
+            for direction, copies in fragments.copies.items():
                 for rate in (copies.once, copies.in_a_row, copies.on_device):
-                    rate.ratio = rate.median / self.contiguous[way].median
+                    rate.ratio = rate.median / self.contiguous[direction].median
         for row in self.beside:
-            row.ratio = row.rate.median / self.contiguous[row.way].median
+            row.ratio = row.rate.median / self.contiguous[row.direction].median
 
 
-def about(daemon: DaemonStatus, plan: Plan, arguments: Sequence[str], started: datetime) -> About:
+def describe_run(
+    daemon: DaemonStatus, plan: Plan, arguments: Sequence[str], started: datetime
+) -> About:
     device = daemon.device
     return About(
         shlex.join(["kvferry", *arguments]),
@@ -216,12 +180,12 @@ def about(daemon: DaemonStatus, plan: Plan, arguments: Sequence[str], started: d
         os.cpu_count() or 0,
         plan.half_bytes,
         plan.times(REPS, QUICK_REPS),
-        _direct_from(daemon.copying),
+        direct_thresholds(daemon.copying),
     )
 
 
-def _direct_from(found: CopyStatus | None) -> dict[str, int]:
-    return {"store": found.direct_from_store, "load": found.direct_from_load} if found else {}
+def direct_thresholds(status: CopyStatus | None) -> dict[str, int]:
+    return {"store": status.direct_from_store, "load": status.direct_from_load} if status else {}
 
 
 def _cpu() -> str:
@@ -231,7 +195,7 @@ def _cpu() -> str:
 
 
 def _driver() -> str:
-    """The release of the kernel's driver, "580.159.04"; "" where the system does not tell."""
+    """The release of the kernel driver, e.g. "580.159.04"; "" if it is not known."""
     for place in (Path("/sys/module/nvidia/version"), Path("/proc/driver/nvidia/version")):
         text = place.read_text() if place.exists() else ""
         if release := re.search(r"\b\d{3}\.\d+(\.\d+)?\b", text):

@@ -1,7 +1,7 @@
-"""What every measurement stands on: a daemon whose pool is ready, and a slab on its device.
+"""What all measurements use: a daemon whose pool is registered, and a buffer on its device.
 
-The slab has two halves. Transfers read blocks of one and write blocks of the other, in random
-order over all of it; the host pool is used likewise.
+The buffer (`slab`) has two halves. Transfers read blocks of one half and write blocks of the other,
+in random order; the same holds for the host pool.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from kvferry.client import DaemonStatus, LocalDaemon, OffloadClient
-from kvferry.client.cli.bench.engine import NAME, Engine, Shape, engine
+from kvferry.client.cli.bench.engine import NAME, BenchEngine, Shape, register_engine
 from kvferry.client.cli.bench.plan import Plan
 from kvferry.client.cli.bench.raw import RawCopy
-from kvferry.client.cli.status import locate
+from kvferry.client.cli.status import locate_daemon
 from kvferry.client.cli.units import size
 from kvferry.client.session import timed_out
 from kvferry.client.tensors import shared_empty
@@ -29,7 +29,7 @@ from kvferry.proto.status import DeviceInfo
 POOL_TIMEOUT = 300.0
 
 
-class Rig:
+class BenchRig:
     def __init__(self, directory: Path, status: DaemonStatus, half_bytes: int) -> None:
         self.directory, self.daemon = directory, status
         device = torch_device(status.device)
@@ -39,41 +39,36 @@ class Rig:
         self.slab.view(torch.int64).random_()
         self.raw = RawCopy(self.slab, half_bytes)
 
-    @property
-    def ordinal(self) -> int:
-        """Of the GPU, -1 where there is none."""
-        return (self.slab.device.index or 0) if self.slab.is_cuda else -1
-
     @contextlib.contextmanager
-    def engine(self, shape: Shape, host_bytes: int | None = None) -> Iterator[Engine]:
-        """An engine with something in each of its host blocks."""
-        with engine(self.directory, shape, self.slab, host_bytes) as registered:
-            registered.fill()
-            yield registered
+    def engine(self, shape: Shape, host_bytes: int | None = None) -> Iterator[BenchEngine]:
+        """An engine that has stored into each of its host blocks."""
+        with register_engine(self.directory, shape, self.slab, host_bytes) as engine:
+            engine.fill()
+            yield engine
 
 
 @contextlib.contextmanager
-def open_rig(plan: Plan) -> Iterator[Rig]:
+def open_rig(plan: Plan) -> Iterator[BenchRig]:
     with contextlib.ExitStack() as stack:
         if plan.directory is None:
-            daemon = own_daemon(plan, plan.rig_pool_bytes)
+            daemon = start_daemon(plan, plan.rig_pool_bytes)
             directory = stack.enter_context(daemon).directory
         else:
-            directory = locate(plan.directory)
-        status = ready(directory)
+            directory = locate_daemon(plan.directory)
+        status = wait_pool_registered(directory)
         _check_room(status, plan.rig_pool_bytes)
-        yield Rig(directory, status, plan.half_bytes)
+        yield BenchRig(directory, status, plan.half_bytes)
 
 
-def own_daemon(plan: Plan, pool_bytes: int, **options: Any) -> LocalDaemon:
-    """A daemon on the plan's device, staging as it says; options: as LocalDaemon has them."""
+def start_daemon(plan: Plan, pool_bytes: int, **options: Any) -> LocalDaemon:
+    """A daemon on the plan's device, with its staging. options: as LocalDaemon's."""
     if plan.staging_bytes is not None:
         options["copy_staging"] = plan.staging_bytes
     return LocalDaemon(device_of(plan), pool_bytes=pool_bytes, **options)
 
 
 def device_of(plan: Plan) -> str:
-    """What a daemon of our own is told."""
+    """The --device of a daemon that the bench starts."""
     if plan.device.lower() == "cpu":
         return "cpu"
     if plan.device != "auto":
@@ -82,7 +77,7 @@ def device_of(plan: Plan) -> str:
 
 
 def torch_device(info: DeviceInfo) -> torch.device:
-    """The daemon's device, as this process numbers it. Raises Refused (DEVICE_MISMATCH)."""
+    """The daemon's device in this process's numbering. Raises Refused (DEVICE_MISMATCH)."""
     if info.kind == "cpu":
         return torch.device("cpu")
     for ordinal in range(torch.cuda.device_count()):
@@ -96,19 +91,19 @@ def torch_device(info: DeviceInfo) -> torch.device:
     )
 
 
-def ready(directory: Path) -> DaemonStatus:
-    """The daemon's status once all of its pool is registered: filling it takes the link."""
+def wait_pool_registered(directory: Path) -> DaemonStatus:
+    """The daemon's status once all of its pool is registered, which would disturb measurements."""
     with OffloadClient(directory, engine=NAME, client="kvferry bench") as client:
         deadline = time.monotonic() + POOL_TIMEOUT
         while (status := client.status()).pool.pinned_bytes < status.pool.size_bytes:
             if time.monotonic() > deadline:
-                raise timed_out("the daemon did not register its pool", str(directory))
+                raise timed_out("the daemon has not registered its pool", str(directory))
             time.sleep(0.02)
         return status
 
 
 def _check_room(status: DaemonStatus, nbytes: int) -> None:
-    """Refuse to push what other engines left out of the pool of a daemon in service."""
+    """Raise Refused (POOL_FULL) if the bench would evict blocks of other engines."""
     ours = sum(e.host_blocks * e.host_block_bytes for e in status.engines if e.name == NAME)
     free = status.pool.size_bytes - status.pool.reserved_bytes + ours
     if free < nbytes:

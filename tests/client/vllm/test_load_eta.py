@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.client.vllm.load_eta import LATELY, LEAD, PATIENCE, RATE, TELLS, LoadEta
+from kvferry.client.vllm.load_eta import (
+    DEFAULT_RATE,
+    GRACE,
+    MAX_WAIT,
+    MIN_MEASURED_BYTES,
+    SAMPLES,
+    LoadEta,
+)
 
 GIB = 1 << 30
-EARLY, LATE = -1.1 * LEAD, -0.9 * LEAD
+EARLY, LATE = -1.1 * MAX_WAIT, -0.9 * MAX_WAIT
 """Before the lead, and in it."""
 
 
@@ -28,19 +35,19 @@ def test_nothing_is_awaited_where_nothing_is_loaded(arrivals: LoadEta) -> None:
 
 def test_a_load_is_awaited_when_its_bytes_can_be_there(arrivals: LoadEta) -> None:
     arrivals.submitted(1, GIB, 10.0)
-    due = 10.0 + GIB / RATE
+    due = 10.0 + GIB / DEFAULT_RATE
     assert arrivals.patience(due + EARLY) == 0
-    assert arrivals.patience(due + LATE) == pytest.approx(-LATE + PATIENCE)
-    assert arrivals.patience(due) == pytest.approx(PATIENCE)
-    assert arrivals.patience(due + 1) == PATIENCE  # it is late
+    assert arrivals.patience(due + LATE) == pytest.approx(-LATE + GRACE)
+    assert arrivals.patience(due) == pytest.approx(GRACE)
+    assert arrivals.patience(due + 1) == GRACE  # it is late
 
 
 def test_loads_come_one_behind_the_other(arrivals: LoadEta) -> None:
     arrivals.submitted(1, GIB, 10.0)
     arrivals.submitted(2, GIB, 10.0)
-    arrivals.ended(1, GIB, GIB / RATE, 10.0 + GIB / RATE)
-    assert arrivals.patience(10.0 + GIB / RATE) == 0
-    assert arrivals.patience(10.0 + 2 * GIB / RATE) > 0
+    arrivals.ended(1, GIB, GIB / DEFAULT_RATE, 10.0 + GIB / DEFAULT_RATE)
+    assert arrivals.patience(10.0 + GIB / DEFAULT_RATE) == 0
+    assert arrivals.patience(10.0 + 2 * GIB / DEFAULT_RATE) > 0
     arrivals.ended(2, 0, 0.0, 10.0)
     assert arrivals.patience(20.0) == 0
 
@@ -50,7 +57,7 @@ def test_a_later_load_may_end_first(arrivals: LoadEta) -> None:
     arrivals.submitted(1, GIB, 10.0)
     arrivals.submitted(2, GIB, 10.0)
     arrivals.ended(2, 0, 0.0, 10.0)
-    assert arrivals.patience(10.0 + GIB / RATE) > 0
+    assert arrivals.patience(10.0 + GIB / DEFAULT_RATE) > 0
     arrivals.ended(1, GIB, 0.1, 10.1)
     assert arrivals.patience(20.0) == 0
 
@@ -59,7 +66,10 @@ def test_the_link_is_as_fast_as_it_was_at_its_best(arrivals: LoadEta) -> None:
     for number, seconds in enumerate((0.1, 0.09, 0.12)):
         loaded(arrivals, number, 10.0 * number, 0.0, seconds)
     arrivals.ended(70, GIB, 0.01, 30.1)  # a store
-    for job_id, nbytes, seconds in ((71, TELLS - 1, 1e-5), (72, 0, 0.0)):  # these tell of latency
+    for job_id, nbytes, seconds in (
+        (71, MIN_MEASURED_BYTES - 1, 1e-5),
+        (72, 0, 0.0),
+    ):  # these tell of latency
         arrivals.submitted(job_id, nbytes, 40.0)
         arrivals.ended(job_id, nbytes, seconds, 40.0)
     arrivals.submitted(9, GIB, 50.0)
@@ -85,7 +95,7 @@ def test_a_load_is_on_its_way_for_a_while_first(arrivals: LoadEta) -> None:
 
 def test_what_was_long_ago_is_forgotten(arrivals: LoadEta) -> None:
     loaded(arrivals, 1, 10.0, 0.0, 0.05)
-    for number in range(LATELY):
+    for number in range(SAMPLES):
         loaded(arrivals, 10 + number, 20.0 + 10 * number, 0.005, 0.1)
     arrivals.submitted(99, GIB, 500.0)
     assert arrivals.patience(500.105 + EARLY) == 0

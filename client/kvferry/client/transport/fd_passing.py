@@ -1,6 +1,6 @@
-"""One exchange of file descriptors with the daemon, over the Unix socket beside ZeroMQ's.
+"""Passing file descriptors to and from the daemon, over its Unix socket (fds.sock).
 
-Used by the interpreter of operations (effects.py), in the client's thread. Nothing here waits.
+Used by effects.exchange_fds, in the client's thread. Never waits.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ FDS_PER_PACKET = 250
 
 
 class SocketBusy(Gone):
-    """The daemon's descriptor socket has no room at the moment, or its daemon is restarting."""
+    """The daemon's descriptor socket is full, or the daemon is restarting; try again."""
 
 
 class FdExchange:
-    """One request, sent at once; `reply` is asked until it is there.
+    """One request, which is sent by the constructor. Poll `read_reply` for its reply.
 
-    Raises SocketBusy if nothing could be handed over yet, Gone if the daemon is gone, and what the
-    daemon replies.
+    Both raise SocketBusy if nothing was passed, and Gone if the daemon is gone.
     """
 
     def __init__(
@@ -38,29 +37,29 @@ class FdExchange:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         try:
-            with self._translated():
+            with self._translated_errors():
                 self._socket.connect(str(directory / "fds.sock"))
                 socket.send_fds(self._socket, [encode(request)], descriptors)
         except BaseException:
             self._socket.close()
             raise
 
-    def reply(self) -> tuple[tuple[int, ...], list[int]] | None:
-        """Handles, and descriptors that came along; None while there is no reply."""
-        with self._translated():
+    def read_reply(self) -> tuple[tuple[int, ...], list[int]] | None:
+        """(handles, received descriptors); None if there is no reply yet. Raises an error reply."""
+        with self._translated_errors():
             try:
                 packet, received, _, _ = socket.recv_fds(self._socket, 65536, 1)
             except BlockingIOError:
                 return None
             if not packet:
-                raise ConnectionResetError("it closed the connection")
+                raise ConnectionResetError("the daemon closed the connection")
         for descriptor in received:
             os.set_inheritable(descriptor, False)
         reply = decode_descriptor_reply(packet)
         if isinstance(reply, Error):
             error = error_of(reply.error)
-            if error.code == Code.NO_SESSION:  # the next daemon has the socket already
-                message = "the daemon was restarted, or has let us go"
+            if error.code == Code.NO_SESSION:  # the socket is already that of the next daemon
+                message = "the daemon has restarted, or has closed this session"
                 raise Gone(Code.DAEMON_GONE, message, str(self._directory)) from error
             raise error
         return reply.handles, received
@@ -72,12 +71,12 @@ class FdExchange:
         self._socket.close()
 
     @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _translated_errors(self) -> Iterator[None]:
         try:
             yield
         except (ConnectionError, BlockingIOError) as error:
-            message = f"the daemon's descriptor socket does not answer: {error}"
+            message = f"the daemon's descriptor socket does not reply: {error}"
             raise SocketBusy(Code.DAEMON_GONE, message, str(self._directory)) from error
         except OSError as error:
-            message = f"the daemon takes no descriptors: {error}"
+            message = f"cannot pass file descriptors to the daemon: {error}"
             raise Gone(Code.DAEMON_GONE, message, str(self._directory)) from error

@@ -24,7 +24,7 @@ def traits(start: str, changes: dict[str, Any], **extra: Any) -> dict[str, str]:
         for name in names:
             target = getattr(target, name)
         setattr(target, last, value)
-    return dict(module.traits(config))
+    return dict(module.model_fields(config))
 
 
 NO_COMMIT = {"model_config.hf_config": SimpleNamespace(_commit_hash=None)}
@@ -79,7 +79,7 @@ def test_weights_in_the_hubs_cache_are_known_by_what_they_have(tmp_path: Path) -
     def now(blob: str, at: int) -> dict[str, str]:
         file = tmp_path / "blobs" / blob
         file.touch()
-        os.truncate(file, module.READ + 1)
+        os.truncate(file, module.MAX_HASHED_BYTES + 1)
         os.utime(file, ns=(at, at))
         link.unlink(missing_ok=True)
         link.symlink_to(file)

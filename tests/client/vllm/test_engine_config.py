@@ -19,17 +19,17 @@ from kvferry.client.validation import check_fields
 from kvferry.client.vllm import engine_config as module
 from kvferry.client.vllm import model
 from kvferry.client.vllm.engine_config import (
-    Blocks,
+    BlockSizes,
     EngineConfig,
-    chunk_of,
+    chunk_factor,
+    provided_config,
     read_engine_config,
-    told,
 )
 from kvferry.proto.messages import OpenNamespace
 from support.vllm_stand_ins import engine_config_at, vllm_config
 
 TWO_MIB = 2 << 20
-BLOCKS = Blocks((16,), 16, 1)
+BLOCKS = BlockSizes((16,), 16, 1)
 
 
 def caches(nbytes: int = TWO_MIB, groups: int = 1, stride: int = 0) -> Any:
@@ -40,7 +40,7 @@ def caches(nbytes: int = TWO_MIB, groups: int = 1, stride: int = 0) -> Any:
 
 
 def place(
-    extra: dict[str, Any] | None = None, blocks: Blocks = BLOCKS, **parallel: Any
+    extra: dict[str, Any] | None = None, blocks: BlockSizes = BLOCKS, **parallel: Any
 ) -> EngineConfig:
     config = vllm_config("engine", extra or {})
     config.model_config.get_num_layers = lambda rank: 1
@@ -66,20 +66,20 @@ def place(
     ],
 )
 def test_a_chunk_has_64_tokens_and_8_mib_at_most(tokens: int, nbytes: int, factor: int) -> None:
-    blocks = Blocks((tokens,), tokens, 1)
-    assert chunk_of(vllm_config("engine", {}), caches(nbytes), blocks, full=True) == factor
+    blocks = BlockSizes((tokens,), tokens, 1)
+    assert chunk_factor(vllm_config("engine", {}), caches(nbytes), blocks, full=True) == factor
 
 
 def test_whatever_the_user_says_of_chunks_holds() -> None:
     for extra in ({"block_size": 16}, {"blocks_per_chunk": 1}, {"blocks_per_chunk": 2}):
-        said = Blocks((16,), 16, extra.get("blocks_per_chunk", 1))
-        assert chunk_of(vllm_config("engine", extra), caches(), said, full=True) == said.factor
+        said = BlockSizes((16,), 16, extra.get("blocks_per_chunk", 1))
+        assert chunk_factor(vllm_config("engine", extra), caches(), said, full=True) == said.factor
 
 
 def test_windows_and_groups_keep_vllms_chunk() -> None:
     config = vllm_config("engine", {})
-    assert chunk_of(config, caches(), BLOCKS, full=False) == 1
-    assert chunk_of(config, caches(groups=2), Blocks((16, 16), 16, 1), full=True) == 1
+    assert chunk_factor(config, caches(), BLOCKS, full=False) == 1
+    assert chunk_factor(config, caches(groups=2), BlockSizes((16, 16), 16, 1), full=True) == 1
 
 
 # Fingerprints
@@ -95,7 +95,7 @@ def test_the_room_of_a_host_block() -> None:
     "other",
     [
         {"blocks": replace(BLOCKS, factor=4)},
-        {"blocks": Blocks((32,), 16, 1)},
+        {"blocks": BlockSizes((32,), 16, 1)},
         {"rank": 1, "world_size": 2},
         {"tensor_parallel_size": 2},
         {"pipeline_parallel_size": 2},
@@ -291,7 +291,7 @@ def test_a_configuration_that_is_written_anew_and_says_the_same_is_the_same(tmp_
     """As a start of an engine may do; of a large file only the time tells."""
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes(b"one")
-    os.truncate(tmp_path / "model.safetensors", model.READ + 1)
+    os.truncate(tmp_path / "model.safetensors", model.MAX_HASHED_BYTES + 1)
     one = other_place("model_config.model", str(tmp_path)).fingerprint
     os.utime(tmp_path / "config.json", ns=(1, 1))
     assert other_place("model_config.model", str(tmp_path)).fingerprint == one
@@ -384,7 +384,7 @@ def test_one_rank_takes_the_only_daemon(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_spec_needs_our_connector() -> None:
     with pytest.raises(Refused, match="KVFerryConnector") as refused:
-        told()
+        provided_config()
     assert refused.value.code == Code.BAD_CONFIG
 
 

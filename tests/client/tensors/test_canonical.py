@@ -68,7 +68,7 @@ def check(
 
 
 @dataclass(frozen=True)
-class CanonicalCase:
+class Case:
     view: Callable[[], Tensor]
     dim: int
     expected: list[TensorLayout]
@@ -82,68 +82,66 @@ def tensors(
 
 
 CASES = {
-    "split K and V": CanonicalCase(lambda: fresh(2, N, SIZE, HEADS, DIM), 1, tensors(2, HALF)),
-    "split K and V, HND": CanonicalCase(
+    "split K and V": Case(lambda: fresh(2, N, SIZE, HEADS, DIM), 1, tensors(2, HALF)),
+    "split K and V, HND": Case(
         lambda: fresh(2, N, HEADS, SIZE, DIM).permute(0, 1, 3, 2, 4), 1, tensors(2, HALF)
     ),
-    "split K and V, interleaved by block": CanonicalCase(
+    "split K and V, interleaved by block": Case(
         lambda: fresh(N, 2, SIZE, HEADS, DIM).permute(1, 0, 2, 3, 4), 1, tensors(1, BOTH)
     ),
-    "split K and V, interleaved by head": CanonicalCase(
+    "split K and V, interleaved by head": Case(
         lambda: fresh(N, HEADS, 2, SIZE, DIM).permute(2, 0, 3, 1, 4), 1, tensors(1, BOTH)
     ),
-    "split K and V, rows padded": CanonicalCase(
+    "split K and V, rows padded": Case(
         lambda: fresh(2, N, SIZE + 1, HEADS, DIM)[:, :, :SIZE], 1, tensors(2, HALF, PADDED)
     ),
-    "blocks first": CanonicalCase(lambda: fresh(N, 2, SIZE, HEADS, DIM), 0, tensors(1, BOTH)),
-    "blocks first, HND": CanonicalCase(
+    "blocks first": Case(lambda: fresh(N, 2, SIZE, HEADS, DIM), 0, tensors(1, BOTH)),
+    "blocks first, HND": Case(
         lambda: fresh(N, 2, HEADS, SIZE, DIM).permute(0, 1, 3, 2, 4), 0, tensors(1, BOTH)
     ),
-    "blocks first, but K and V apart": CanonicalCase(
+    "blocks first, but K and V apart": Case(
         lambda: fresh(2, N, SIZE, HEADS, DIM).permute(1, 0, 2, 3, 4), 0, tensors(2, HALF)
     ),
-    "blocks first, rows padded": CanonicalCase(
+    "blocks first, rows padded": Case(
         lambda: fresh(N, 3, SIZE, HEADS, DIM)[:, :2], 0, tensors(1, BOTH, 3 * HALF)
     ),
-    "MLA": CanonicalCase(lambda: fresh(N, SIZE, 7), 0, tensors(1, SIZE * 14)),
-    "MLA, from the middle of a storage": CanonicalCase(
+    "MLA": Case(lambda: fresh(N, SIZE, 7), 0, tensors(1, SIZE * 14)),
+    "MLA, from the middle of a storage": Case(
         lambda: fresh(N + 3, SIZE, 7)[2 : 2 + N], 0, tensors(1, SIZE * 14)
     ),
-    "cross-layer": CanonicalCase(
+    "cross-layer": Case(
         lambda: fresh(N, LAYERS, 2, SIZE, HEADS, DIM), 0, tensors(1, LAYERS * BOTH)
     ),
-    "cross-layer, HND": CanonicalCase(
+    "cross-layer, HND": Case(
         lambda: fresh(N, HEADS, LAYERS, 2, SIZE, DIM).permute(0, 2, 3, 4, 1, 5),
         0,
         tensors(1, LAYERS * BOTH),
     ),
-    "cross-layer, but layers apart": CanonicalCase(
+    "cross-layer, but layers apart": Case(
         lambda: fresh(LAYERS, N, 2, SIZE, HEADS, DIM).permute(1, 0, 2, 3, 4, 5),
         0,
         tensors(LAYERS, BOTH),
     ),
-    "one row a block": CanonicalCase(lambda: fresh(N, 24), 0, tensors(1, 48)),
-    "three kernel blocks a block, split": CanonicalCase(
+    "one row a block": Case(lambda: fresh(N, 24), 0, tensors(1, 48)),
+    "three kernel blocks a block, split": Case(
         lambda: fresh(2, 3 * N, SIZE, HEADS, DIM), 1, tensors(2, 3 * HALF)
     ),
-    "three kernel blocks a block, blocks first": CanonicalCase(
+    "three kernel blocks a block, blocks first": Case(
         lambda: fresh(3 * N, 2, SIZE, HEADS, DIM), 0, tensors(1, 6 * HALF)
     ),
-    "two kernel blocks a block, padded": CanonicalCase(
+    "two kernel blocks a block, padded": Case(
         lambda: fresh(2 * N, SIZE + 1, 7)[:, :SIZE], 0, tensors(2, SIZE * 14, 2 * (SIZE + 1) * 14)
     ),
-    "two kernel blocks a block, split and padded": CanonicalCase(
+    "two kernel blocks a block, split and padded": Case(
         lambda: fresh(2, 2 * N, SIZE + 1, 6)[:, :, :SIZE],
         1,
         tensors(4, SIZE * 12, 2 * (SIZE + 1) * 12),
     ),
-    "one block": CanonicalCase(
-        lambda: fresh(1, 3, SIZE, HEADS, DIM), 0, tensors(1, 3 * HALF, blocks=1)
-    ),
-    "two blocks, K and V split": CanonicalCase(
+    "one block": Case(lambda: fresh(1, 3, SIZE, HEADS, DIM), 0, tensors(1, 3 * HALF, blocks=1)),
+    "two blocks, K and V split": Case(
         lambda: fresh(2, 2, SIZE, HEADS, DIM), 1, tensors(2, HALF, blocks=2), block_dim=1
     ),
-    "two blocks first": CanonicalCase(
+    "two blocks first": Case(
         lambda: fresh(2, 2, SIZE, HEADS, DIM), 0, tensors(1, BOTH, blocks=2), block_dim=0
     ),
 }

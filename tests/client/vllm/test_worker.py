@@ -28,7 +28,7 @@ Start: TypeAlias = Callable[[LocalDaemon], WorkerSide]
 
 @pytest.fixture
 def start_worker(monkeypatch: pytest.MonkeyPatch) -> Start:
-    monkeypatch.setattr(module, "FLUSH", 0.5)
+    monkeypatch.setattr(module, "WAIT_TIMEOUT", 0.5)
     return lambda daemon: WorkerSide(engine_config_at(daemon.directory), kv_caches())
 
 
@@ -60,17 +60,17 @@ def test_who_awaits_a_load_is_told_of_everything_once(
     start_kvferryd: StartKvferryd, start_worker: Start
 ) -> None:
     worker = start_worker(start_kvferryd())
-    worker.await_load()
+    worker.wait_next_load()
     worker.store(1, gpu_blocks(1), KeysSpec((A,)))
-    worker.await_load()  # a store is nothing to wait for
+    worker.wait_next_load()  # a store is nothing to wait for
     assert ended(worker, 1) == {1: True}
     told: list[int] = []
     for job_id in range(2, 20):
         worker.load(job_id, KeysSpec((A,)), gpu_blocks(2))
-        worker.await_load()
+        worker.wait_next_load()
         told += [result.job_id for result in worker.get_finished()]
     while len(told) < 18:
-        worker.await_load()
+        worker.wait_next_load()
         told += [result.job_id for result in worker.get_finished()]
     assert told == list(range(2, 20))
     worker.shutdown()
@@ -85,7 +85,7 @@ def test_a_load_that_does_not_end_is_awaited_for_a_moment_only(
     assert ended(worker, 1) == {1: True}
     daemon.process.send_signal(signal.SIGSTOP)
     worker.load(2, KeysSpec((A,)), gpu_blocks(2))
-    worker.await_load()
+    worker.wait_next_load()
     assert not worker.get_finished()
     daemon.process.send_signal(signal.SIGCONT)
     assert ended(worker, 1) == {2: True}

@@ -17,7 +17,13 @@ import pytest
 
 from kvferry.client import Code
 from kvferry.client.vllm import scheduler as module
-from kvferry.client.vllm.scheduler import LOADS, KeysSpec, LookupCodes, SchedulerSide, StoreOutput
+from kvferry.client.vllm.scheduler import (
+    MAX_LOADS,
+    KeysSpec,
+    LookupCodes,
+    SchedulerSide,
+    StoreOutput,
+)
 from kvferry.client.vllm.worker import WorkerSide
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import ErrorInfo, Refused
@@ -26,7 +32,7 @@ from kvferry.testing.plugin import StartKvferryd
 from support.vllm_stand_ins import engine_config_at, finished, gpu_blocks, kv_caches, request
 
 if TYPE_CHECKING:
-    from client.conftest import StandIn
+    from client.conftest import FakeDaemon
 
 A, B, C, D = b"a" * 8, b"b" * 8, b"c" * 8, b"d" * 8
 LOOKUP_CODES = LookupCodes("hit", "miss", "pending", "retry")
@@ -39,56 +45,56 @@ def open_side(daemon: Any, **options: Any) -> SchedulerSide:
 
 
 @pytest.fixture
-def side(stand_in: StandIn) -> SchedulerSide:
+def side(fake_daemon: FakeDaemon) -> SchedulerSide:
     """Over a daemon that has A, and stores B."""
-    stand_in.store(A)
-    stand_in.reserve(B)
-    opened = open_side(stand_in)
-    stand_in.said.clear()
+    fake_daemon.store(A)
+    fake_daemon.reserve(B)
+    opened = open_side(fake_daemon)
+    fake_daemon.received.clear()
     return opened
 
 
 def answers(side: SchedulerSide, *keys: bytes, name: str = "request") -> list[str]:
-    side.looking_up(name)
+    side.begin_lookups(name)
     return [side.lookup(key, request(name)) for key in keys]
 
 
 # Lookups
 
 
-def test_answers_are_in_the_words_of_vllm(stand_in: StandIn, side: SchedulerSide) -> None:
+def test_answers_are_in_the_words_of_vllm(fake_daemon: FakeDaemon, side: SchedulerSide) -> None:
     assert answers(side, A, B, C, A) == ["hit", "pending", "miss", "hit"]
 
 
 def test_a_step_sees_what_came_before_its_first_lookup(
-    stand_in: StandIn, side: SchedulerSide
+    fake_daemon: FakeDaemon, side: SchedulerSide
 ) -> None:
     assert answers(side, A) == ["hit"]
-    stand_in.evict(A)
+    fake_daemon.evict(A)
     side.on_schedule_end()
     assert answers(side, A) == ["miss"]
 
 
-def test_lookups_are_counted(stand_in: StandIn, side: SchedulerSide) -> None:
+def test_lookups_are_counted(fake_daemon: FakeDaemon, side: SchedulerSide) -> None:
     answers(side, A, A, A, C)
     side.on_schedule_end()
-    assert stand_in.said == [wire.Touch((), 3, 1)]
+    assert fake_daemon.received == [wire.Touch((), 3, 1)]
 
 
 def test_a_request_waits_for_stores_on_their_way_for_so_long(
     side: SchedulerSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert answers(side, B) == ["pending"]
-    monkeypatch.setattr(module, "PATIENCE", 0.0)
+    monkeypatch.setattr(module, "LOOKUP_TIMEOUT", 0.0)
     time.sleep(0.001)
     assert answers(side, B, A) == ["miss", "hit"]
     side.on_request_finished(request())
-    monkeypatch.setattr(module, "PATIENCE", 60.0)
+    monkeypatch.setattr(module, "LOOKUP_TIMEOUT", 60.0)
     assert answers(side, B) == ["pending"]
 
 
 def test_a_request_whose_loads_fail_computes_in_the_end(side: SchedulerSide) -> None:
-    for _ in range(LOADS):
+    for _ in range(MAX_LOADS):
         assert answers(side, A) == ["hit"]
         side.prepare_load([A], request())
         side.complete_load({A}, request())
@@ -98,25 +104,25 @@ def test_a_request_whose_loads_fail_computes_in_the_end(side: SchedulerSide) -> 
 
 
 def test_a_request_that_waits_touches_its_keys_once_in_a_while(
-    stand_in: StandIn, side: SchedulerSide, monkeypatch: pytest.MonkeyPatch
+    fake_daemon: FakeDaemon, side: SchedulerSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def step() -> list[tuple[bytes, ...]]:
         """What is touched in one, of two groups of keys."""
-        stand_in.said.clear()
+        fake_daemon.received.clear()
         answers(side, A)
         side.touch([A, B], request())
         side.touch([C], request())
         side.on_schedule_end()
-        return [said.keys for said in stand_in.heard(wire.Touch) if said.keys]
+        return [said.keys for said in fake_daemon.received_of(wire.Touch) if said.keys]
 
     assert step() == [(C, A, B)]
     assert step() == []
     side.touch([A, B, D], request())  # it grew
     assert step() == [(A, B, D)]
-    side.looking_up("another")
+    side.begin_lookups("another")
     side.touch([A, B], request("another"))
     assert step() == [(A, B)]
-    monkeypatch.setattr(module, "TOUCHED", 0.0)
+    monkeypatch.setattr(module, "TOUCH_INTERVAL", 0.0)
     assert step() == [(C, A, B)]
 
 
@@ -124,49 +130,49 @@ def test_a_request_that_waits_touches_its_keys_once_in_a_while(
 
 
 def test_keys_of_a_load_are_kept_until_the_step_after_it(
-    stand_in: StandIn, side: SchedulerSide
+    fake_daemon: FakeDaemon, side: SchedulerSide
 ) -> None:
-    stand_in.store(C)
+    fake_daemon.store(C)
     answers(side, A, C)
     side.touch([A, C], request())
     assert side.prepare_load([A, C], request()) == KeysSpec((A, C))
     side.on_schedule_end()
-    assert stand_in.said == [wire.Pin((A, C))]  # what nobody waits for comes later
+    assert fake_daemon.received == [wire.Pin((A, C))]  # what nobody waits for comes later
     side.on_schedule_end()
-    assert stand_in.said[1:] == [wire.Touch((A, C), 2, 0)]
+    assert fake_daemon.received[1:] == [wire.Touch((A, C), 2, 0)]
     side.complete_load({C, A}, request())
     assert side.has_pending_work()
     side.on_schedule_end()
-    assert len(stand_in.said) == 2
+    assert len(fake_daemon.received) == 2
     side.on_schedule_end()
-    assert stand_in.said[2:] == [wire.Unpin((A, C))]
+    assert fake_daemon.received[2:] == [wire.Unpin((A, C))]
     assert not side.has_pending_work()
 
 
 def test_loads_in_every_step_do_not_put_the_rest_off(
-    stand_in: StandIn, side: SchedulerSide
+    fake_daemon: FakeDaemon, side: SchedulerSide
 ) -> None:
     for number in range(6):
         name = str(number)
         side.prepare_load([A], request(name))
         side.on_schedule_end()
         side.complete_load({A}, request(name))
-    assert len(stand_in.heard(wire.Unpin)) >= 4
+    assert len(fake_daemon.received_of(wire.Unpin)) >= 4
 
 
 def test_a_key_that_went_is_a_load_that_fails_and_is_not_kept(
-    stand_in: StandIn, side: SchedulerSide
+    fake_daemon: FakeDaemon, side: SchedulerSide
 ) -> None:
     assert side.prepare_load([A, D], request()) == KeysSpec((A, D))
     side.complete_load({A, D}, request())
     side.on_schedule_end()
     side.on_schedule_end()
-    assert not stand_in.heard(wire.Pin)
-    assert not stand_in.heard(wire.Unpin)
+    assert not fake_daemon.received_of(wire.Pin)
+    assert not fake_daemon.received_of(wire.Unpin)
 
 
 def test_a_reset_lets_go_of_loads_that_nobody_completes(
-    stand_in: StandIn, side: SchedulerSide
+    fake_daemon: FakeDaemon, side: SchedulerSide
 ) -> None:
     answers(side, A)
     side.prepare_load([A], request())
@@ -174,51 +180,51 @@ def test_a_reset_lets_go_of_loads_that_nobody_completes(
     assert answers(side, A) == ["miss"]
     for _ in range(3):
         side.on_schedule_end()
-    assert stand_in.heard(wire.Unpin) == [wire.Unpin((A,))]
+    assert fake_daemon.received_of(wire.Unpin) == [wire.Unpin((A,))]
 
 
-def come_back(stand_in: StandIn, side: SchedulerSide) -> None:
+def come_back(fake_daemon: FakeDaemon, side: SchedulerSide) -> None:
     """Let the side lose its daemon, and find it again with all its keys."""
-    stand_in.dead = True
+    fake_daemon.disconnected = True
     assert answers(side, A) == ["miss"]
     side.on_schedule_end()
-    stand_in.dead = stand_in.closed = False
-    stand_in.said.clear()
+    fake_daemon.disconnected = fake_daemon.closed = False
+    fake_daemon.received.clear()
 
 
 def test_a_reset_while_the_daemon_is_away_is_done_when_it_is_back(
-    stand_in: StandIn, side: SchedulerSide
+    fake_daemon: FakeDaemon, side: SchedulerSide
 ) -> None:
     """What lies in its pool is of the weights before."""
-    stand_in.dead = True
+    fake_daemon.disconnected = True
     assert answers(side, A) == ["miss"]
     side.reset_cache()
-    come_back(stand_in, side)
-    until(lambda: "hit" in answers(side, A) or bool(stand_in.heard(wire.Reset)), side)
+    come_back(fake_daemon, side)
+    until(lambda: "hit" in answers(side, A) or bool(fake_daemon.received_of(wire.Reset)), side)
     assert answers(side, A) == ["miss"]
-    until(lambda: not stand_in.ready, side)
-    stand_in.store(A)
+    until(lambda: not fake_daemon.ready, side)
+    fake_daemon.store(A)
     until(lambda: answers(side, A) == ["hit"], side)
-    assert len(stand_in.heard(wire.Reset)) == 1
+    assert len(fake_daemon.received_of(wire.Reset)) == 1
 
 
 def test_a_reset_that_a_daemon_died_with_is_done_by_the_next(
-    stand_in: StandIn, side: SchedulerSide
+    fake_daemon: FakeDaemon, side: SchedulerSide
 ) -> None:
-    stand_in.deaf = True
+    fake_daemon.silent = True
     side.reset_cache()
-    stand_in.deaf = False
+    fake_daemon.silent = False
     for _ in range(2):
-        stand_in.slow = True
-        come_back(stand_in, side)
-        until(lambda: "hit" in answers(side, A) or bool(stand_in.heard(wire.Reset)), side)
+        fake_daemon.slow = True
+        come_back(fake_daemon, side)
+        until(lambda: "hit" in answers(side, A) or bool(fake_daemon.received_of(wire.Reset)), side)
         assert answers(side, A) == ["miss"]
-    stand_in.finish_resets()
-    come_back(stand_in, side)
-    stand_in.slow = False
-    stand_in.store(A)
+    fake_daemon.finish_resets()
+    come_back(fake_daemon, side)
+    fake_daemon.slow = False
+    fake_daemon.store(A)
     until(lambda: answers(side, A) == ["hit"], side)
-    assert not stand_in.heard(wire.Reset)
+    assert not fake_daemon.received_of(wire.Reset)
 
 
 # Stores
@@ -234,12 +240,14 @@ def test_stores_name_the_generation_of_each_rank(side: SchedulerSide) -> None:
     assert answers(side, C) == ["miss"]
 
 
-def test_what_cannot_be_stored_is_nothing_to_store(stand_in: StandIn, side: SchedulerSide) -> None:
+def test_what_cannot_be_stored_is_nothing_to_store(
+    fake_daemon: FakeDaemon, side: SchedulerSide
+) -> None:
     """Of None vLLM makes a warning, and the same offer again in every step."""
     nothing = StoreOutput([], KeysSpec(()), [])
     assert side.prepare_store([bytes([n]) * 8 for n in range(9)], request()) == nothing
     assert side.prepare_store([C], request()).keys_to_store == [C]
-    stand_in.dead = True
+    fake_daemon.disconnected = True
     assert side.prepare_store([D], request()).keys_to_store == []
     assert side.prepare_store([D], request()) == nothing
     side.give_up(Refused(Code.BAD_KEY, "not as long"))
@@ -250,22 +258,22 @@ def test_what_cannot_be_stored_is_nothing_to_store(stand_in: StandIn, side: Sche
 
 
 def test_a_key_is_a_hit_where_every_rank_has_it(
-    start_stand_in: Callable[..., StandIn],
+    start_fake_daemon: Callable[..., FakeDaemon],
 ) -> None:
-    one, two = start_stand_in(), start_stand_in()
+    one, two = start_fake_daemon(), start_fake_daemon()
     folders = str(one.directory), str(two.directory)
     place = replace(engine_config_at(one.directory), world_size=2, directories=folders)
     side = SchedulerSide(place, LOOKUP_CODES, events=False)
     one.store(A, B)
     two.store(B)
-    two.happen((EventKind.CLEARED,))
+    two.send_events((EventKind.CLEARED,))
     two.store(A)
     assert answers(side, A, B, A) == ["hit", "miss", "hit"]
     output = side.prepare_store([A, B], request())
     assert output.keys_to_store == [B]
     assert [output.store_spec.generation(rank) for rank in (0, 1)] == [1, 2]
     side.prepare_load([A], request())
-    assert one.heard(wire.Pin) == two.heard(wire.Pin) == [wire.Pin((A,))]
+    assert one.received_of(wire.Pin) == two.received_of(wire.Pin) == [wire.Pin((A,))]
     two.evict(A)
     side.on_schedule_end()
     assert answers(side, A) == ["miss"]
@@ -278,11 +286,11 @@ def told(side: SchedulerSide) -> list[tuple[set[bytes], bool]]:
     return [(set(event.keys), event.removed) for event in side.events() or ()]
 
 
-def test_whoever_notices_that_the_daemon_went_its_keys_are_removed(stand_in: StandIn) -> None:
-    stand_in.store(A, B)
-    side = open_side(stand_in, events=True)
+def test_whoever_notices_that_the_daemon_went_its_keys_are_removed(fake_daemon: FakeDaemon) -> None:
+    fake_daemon.store(A, B)
+    side = open_side(fake_daemon, events=True)
     assert told(side) == [({A, B}, False)]
-    stand_in.dead = True
+    fake_daemon.disconnected = True
     assert answers(side, A) == ["miss"]
     side.on_schedule_end()
     assert answers(side, A) == ["miss"]
@@ -290,16 +298,16 @@ def test_whoever_notices_that_the_daemon_went_its_keys_are_removed(stand_in: Sta
     assert told(side) == []
 
 
-def test_events_of_the_next_manager_are_what_differs(stand_in: StandIn) -> None:
-    stand_in.store(A, B)
-    side = open_side(stand_in, events=True)
+def test_events_of_the_next_manager_are_what_differs(fake_daemon: FakeDaemon) -> None:
+    fake_daemon.store(A, B)
+    side = open_side(fake_daemon, events=True)
     assert told(side) == [({A, B}, False)]
-    come_back(stand_in, side)
-    stand_in.evict(A)
-    stand_in.store(C)
+    come_back(fake_daemon, side)
+    fake_daemon.evict(A)
+    fake_daemon.store(C)
     until(lambda: answers(side, C) == ["hit"], side)
     assert told(side) == [({A}, True), ({C}, False)]
-    stand_in.evict(B)
+    fake_daemon.evict(B)
     assert told(side) == [({B}, True)]
 
 
@@ -326,14 +334,14 @@ def test_keys_of_another_length_turn_offloading_off(
 
 
 def test_what_a_daemon_says_to_nobodys_question_ends_the_connection_only(
-    stand_in: StandIn, side: SchedulerSide
+    fake_daemon: FakeDaemon, side: SchedulerSide
 ) -> None:
-    stand_in.send_back(wire.Error(None, ErrorInfo(Code.NO_SESSION, "who are you?")))
+    fake_daemon.send_to_client(wire.Error(None, ErrorInfo(Code.NO_SESSION, "who are you?")))
     assert answers(side, A) == ["miss"]
     deadline = time.monotonic() + 10
     while answers(side, A) != ["hit"] and time.monotonic() < deadline:
         side.on_schedule_end()
-        stand_in.closed = False
+        fake_daemon.closed = False
     assert answers(side, A) == ["hit"]
 
 

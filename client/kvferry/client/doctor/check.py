@@ -1,4 +1,4 @@
-"""State that the checks share, and their findings."""
+"""Findings of checks, and the context that the checks share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Verdict(StrEnum):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """The result of a check. change: what to do; empty if nothing."""
+    """The result of a check. change: what to change; empty if nothing."""
 
     check: str
     verdict: Verdict
@@ -30,10 +30,13 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class Case:
-    """What is known so far. The last three fields are None until a check has set them."""
+class CheckContext:
+    """What earlier checks have found; the last three fields are None until a check sets them.
 
-    asked: Path | None
+    search_in: the directory that the user gave.
+    """
+
+    search_in: Path | None
     timeout: float
     directory: Path | None = None
     client: OffloadClient | None = None
@@ -44,7 +47,7 @@ class Case:
             self.client.close()
 
 
-Check: TypeAlias = Callable[[Case], Iterator[Finding]]
+Check: TypeAlias = Callable[[CheckContext], Iterator[Finding]]
 
 
 def ok(check: str, found: str) -> Finding:

@@ -1,0 +1,1 @@
+"""The client's two sockets: ZeroMQ for messages, a Unix socket for file descriptors."""

@@ -1,0 +1,195 @@
+"""The client's ZeroMQ socket: sends and receives without waiting, and detects a disconnect.
+
+ZeroMQ reconnects silently, but a session ends with its connection. So the socket's monitor is
+polled for a disconnect. Reconnecting opens a new socket, because messages that are still queued in
+the old one belong to the old session.
+
+A ZeroMQ context that is garbage collected waits for its sockets to be closed; if they are collected
+together with it, it waits forever. So a finalizer keeps the sockets, and closes them first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+import select
+import time
+import weakref
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import cast
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvferry.proto.errors import Code, Gone, Refused
+
+# An int: arithmetic on zmq's flags costs more than reading the socket's events.
+POLLIN = int(zmq.POLLIN)
+# A closed connection sends what is queued for so long at most.
+LINGER_MS = 200
+# Between two attempts of ZeroMQ to connect: the first and the longest. Each client uses a random
+# time up to twice as long, so that they do not all connect at once.
+RECONNECT_MS, RECONNECT_MAX_MS = 10, 300
+# A daemon does not answer the handshake of a connection beyond its user's quota. ZeroMQ connects
+# again after this time; its default is 30 s.
+HANDSHAKE_MS = 2000
+
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
+_monitors = count()
+_libc = ctypes.CDLL(None)
+
+
+class _PollFd(ctypes.Structure):
+    """Argument of ppoll, which is called through ctypes: Python's poll and epoll wait for whole
+    milliseconds, and its select accepts no descriptor above 1,023."""
+
+    _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class Connection:
+    """A DEALER socket to the daemon in `directory`. Used by one thread at a time."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.closed = False
+        self._context = zmq.Context(io_threads=1)
+        self._context.setsockopt(zmq.LINGER, 0)
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._pollfds = (_PollFd * 2)()
+        # Not at exit: another thread may still use the sockets, and the process ends anyway.
+        weakref.finalize(self, _close_context, self._context, self._sockets).atexit = False
+        self._open_socket()
+
+    def _open_socket(self) -> None:
+        self.socket = self._context.socket(zmq.DEALER)
+        self._sockets.append(self.socket)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, random.randint(RECONNECT_MS, 2 * RECONNECT_MS))
+        most = random.randint(RECONNECT_MAX_MS, 2 * RECONNECT_MAX_MS)
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, most)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        address = f"inproc://monitor-{next(_monitors)}"
+        self._connected = self._disconnected = self._forbidden = False
+        self.monitor = self.socket.get_monitor_socket(_EVENTS, address)
+        self._sockets.append(self.monitor)
+        self.socket.connect(f"ipc://{self.directory / 'kvferry.sock'}")
+        for index, socket in enumerate((self.socket, self.monitor)):
+            self._pollfds[index] = _PollFd(cast(int, socket.get(zmq.FD)), select.POLLIN)
+
+    def reopen(self) -> None:
+        """Replace the socket by a new one. Queued messages are dropped."""
+        self._close_sockets(0)
+        self._open_socket()
+
+    def send(self, data: bytes) -> None:
+        """Queue a message. Raises Refused (BUSY) if the queue is full."""
+        try:
+            self.socket.send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            raise Refused(Code.BUSY, "the send queue is full; try again later") from None
+
+    def receive_messages(self, handle: Callable[[bytes], None]) -> bool:
+        """Call `handle` for every message that has arrived. Returns whether there was any."""
+        get, recv = self.socket.get, self.socket.recv
+        received = False
+        while cast(int, get(zmq.EVENTS)) & POLLIN:
+            with contextlib.suppress(zmq.Again):
+                handle(recv(zmq.NOBLOCK))
+                received = True
+        return received
+
+    def check_alive(self) -> None:
+        """Raise Gone (DAEMON_GONE) if the connection was closed, Refused (FORBIDDEN) if the daemon
+        does not let this user connect.
+
+        A connection that is closed before its handshake has ended exceeds the user's quota, or the
+        daemon is starting: ZeroMQ connects again.
+        """
+        while cast(int, self.monitor.get(zmq.EVENTS)) & POLLIN:
+            event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            self._connected |= event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self._forbidden |= event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            self._disconnected |= event == zmq.EVENT_DISCONNECTED and self._connected
+        if self._forbidden:
+            message = (
+                "the daemon does not let your user connect; run as the daemon's user, or in the "
+                "group of its access.group"
+            )
+            raise Refused(Code.FORBIDDEN, message, os.geteuid())
+        if self._disconnected:
+            raise Gone(Code.DAEMON_GONE, "the daemon disconnected", str(self.directory))
+
+    def wait_readable(self, seconds: float) -> None:
+        """Sleep until a message may have arrived, or the daemon has disconnected, or the timeout.
+
+        The sockets' descriptors are edge-triggered, so their events are read first. A signal ends
+        the wait.
+        """
+        if self.closed or any(
+            cast(int, socket.get(zmq.EVENTS)) & POLLIN for socket in (self.socket, self.monitor)
+        ):
+            return
+        whole = int(seconds)
+        timeout = _TimeSpec(whole, int((seconds - whole) * 1e9))
+        _libc.ppoll(self._pollfds, len(self._pollfds), ctypes.byref(timeout), None)
+
+    def filenos(self) -> tuple[int, ...]:
+        """Descriptors that become readable when a message or a disconnect may have arrived."""
+        return tuple(cast(int, socket.get(zmq.FD)) for socket in (self.socket, self.monitor))
+
+    def close(self, *, linger: bool = True) -> None:
+        """linger: send what is still queued, for LINGER_MS at most."""
+        self.closed = True
+        self._close_sockets(LINGER_MS if linger else 0)
+        self._context.term()
+
+    def _close_sockets(self, linger_ms: int) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(linger_ms)
+        self._sockets.clear()
+
+
+class NoConnection:
+    """Stands in for a Connection until a daemon is found."""
+
+    directory = Path()
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def send(self, data: bytes) -> None:
+        raise Gone(Code.DAEMON_GONE, "no daemon has been found yet")
+
+    def receive_messages(self, handle: Callable[[bytes], None]) -> bool:
+        return False
+
+    def check_alive(self) -> None:
+        pass
+
+    def wait_readable(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def filenos(self) -> tuple[int, ...]:
+        return ()
+
+    def close(self, *, linger: bool = True) -> None:
+        self.closed = True
+
+
+def _close_context(
+    context: zmq.Context[zmq.Socket[bytes]], sockets: list[zmq.Socket[bytes]]
+) -> None:
+    """Finalizer of a connection that was not closed. In a forked child ZeroMQ does nothing."""
+    for socket in sockets:
+        socket.close(0)
+    context.term()

@@ -1,0 +1,253 @@
+"""`kvferry bench`: what it measures, writes and plots, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from importlib import import_module
+from itertools import product
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+import pytest
+from rich.console import Console
+
+from kvferry.client import GPULoadStoreSpec, LocalDaemon, OffloadClient, shared_empty
+from kvferry.client.cli import main
+from kvferry.client.cli.bench import plotting, report
+from kvferry.client.cli.bench.bandwidth import RoundTrip
+from kvferry.client.cli.bench.beside import Windows
+from kvferry.client.cli.bench.engine import HOST_BLOCK, Shape, register_engine
+from kvferry.client.cli.bench.movers import JobMover, Mover
+from kvferry.client.cli.bench.plan import Plan
+from kvferry.client.cli.bench.results import (
+    IN_A_ROW,
+    About,
+    Beside,
+    Copies,
+    Fragments,
+    Rate,
+    Results,
+    Spread,
+    direct_thresholds,
+)
+from kvferry.client.cli.bench.rig import start_daemon
+from kvferry.proto.errors import Code, Failed, Refused
+from kvferry.proto.status import CalibrationPoint, CopyStatus
+
+DIRECTIONS = {"store", "load", "both"}
+Captured: TypeAlias = pytest.CaptureFixture[str]
+PICTURE = (1400).to_bytes(4, "big") + (600).to_bytes(4, "big")
+TINY = ("--quick", "--gib", "0.01", "--reps", "1")
+
+
+def kvferry(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        main([str(argument) for argument in arguments])
+    return int(exit_.value.code or 0)
+
+
+def test_bench_writes_all_it_measured(tmp_path: Path, capsys: Captured) -> None:
+    data, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    options = ("--device", "cpu", "--sizes", "16KiB,2MiB", *TINY)
+    assert kvferry("bench", *options, "--json", data, "--plot", picture) == 0
+    results = json.loads(data.read_text())
+    assert set(results["contiguous"]) == DIRECTIONS
+    assert [entry["page_bytes"] for entry in results["bandwidth"]] == [16 << 10, 2 << 20]
+    for entry in results["bandwidth"]:
+        check_copies(entry["copies"], results["about"]["nbytes"])
+    assert len(results["latency"]) == 10
+    check_latencies(results["latency"])
+    assert results["about"]["command"].startswith("kvferry bench --device cpu --sizes")
+    assert picture.read_bytes()[16:24] == PICTURE
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert all(word in captured.out for word in ("16 KiB", "contiguous", "difference", "GB/s"))
+
+
+def check_copies(copies: dict[str, Any], nbytes: int) -> None:
+    assert set(copies) == DIRECTIONS
+    for direction, figures in copies.items():
+        for name, rate in figures.items():
+            times = (2 if direction == "both" else 1) * (IN_A_ROW if name == "in_a_row" else 1)
+            assert rate["nbytes"] == nbytes * times
+            assert rate["low"] <= rate["median"] <= rate["high"]
+            assert rate["ratio"] > 0
+            assert len(rate["seconds"]) == 1
+
+
+def check_latencies(latencies: list[dict[str, Any]]) -> None:
+    for latency in latencies:
+        if latency["seconds"]:
+            assert latency["p50"] <= latency["p99"] <= latency["high"]
+
+
+@pytest.mark.parametrize(
+    ("direct_from", "line"),
+    [
+        ((1 << 18, 1 << 19), "copied directly: stores from 256 KiB on, loads from 512 KiB on"),
+        ((0, 0), "copied directly: stores from 0 bytes on, loads from 0 bytes on"),
+        ((1 << 62, 1 << 62), "copied directly: stores from no size on, loads from no size on"),
+    ],
+)
+def test_bench_prints_what_is_copied_directly(
+    direct_from: tuple[int, int], line: str, capsys: Captured
+) -> None:
+    machine = ("", "", "H200", "GPU-1", "580", "13.0", "2.11", "3.12", "1", "1", "Xeon", 16)
+    point = CalibrationPoint(1 << 25, 55e9, 55e9)
+    found = CopyStatus("auto", point, (point,), *direct_from)
+    about = About(*machine, 1 << 30, 5, direct_thresholds(found))
+    report.print_results(Results(about), Console(width=80))
+    assert line in capsys.readouterr().out.replace("\n", " ")
+
+
+@pytest.mark.parametrize("options", [(), ("--staging", "512MiB")])
+def test_bench_starts_its_daemon_with_the_given_staging(
+    options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    plans = list[Plan]()
+
+    def noted(plan: Plan, *_: object) -> None:
+        plans.append(plan)
+        raise Failed(Code.COPY_FAILED, "noted")
+
+    monkeypatch.setattr(import_module("kvferry.client.cli.bench"), "run_plan", noted)
+    assert kvferry("bench", "--device", "cpu", *options) == 1
+    error = capsys.readouterr().err
+    assert "noted" in error
+    assert ("--staging has no effect" in error) == bool(options)
+    with start_daemon(plans[0], pool_bytes=16 << 20) as daemon:
+        assert ("--copy-staging" in daemon.command) == bool(options)
+        assert (str(512 << 20) in daemon.command) == bool(options)
+
+
+@pytest.mark.parametrize("cpu", ["cpu", "CPU"])
+def test_beside_an_engine_needs_a_gpu(cpu: str, capsys: Captured) -> None:
+    assert kvferry("bench", "--device", cpu, "--what", "beside") == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "needs a GPU" in error
+
+
+class FakeBusyEngine:
+    """A BusyEngine whose steps take 10 ms, and 20 ms in a window begun with begin_window."""
+
+    def __init__(self) -> None:
+        self._until = 0.0
+
+    def begin_window(self, loop: str, seconds: float) -> None:
+        self._until = time.perf_counter() + seconds
+
+    def window_ended(self) -> bool:
+        return time.perf_counter() > self._until
+
+    def end_window(self) -> float:
+        return 20.0
+
+    def run_window(self, loop: str, seconds: float) -> float:
+        return 10.0
+
+
+def test_engine_time_lost_is_computed_from_the_windows(daemon: LocalDaemon) -> None:
+    slab = shared_empty((32 << 20,))
+    busy: Any = FakeBusyEngine()
+    with register_engine(daemon.directory, Shape.of(256 << 10), slab) as bench_engine:
+        bench_engine.fill()
+        movers: dict[str, Mover] = {"load": JobMover(bench_engine, "load", 2)}
+        rows = list(Windows(busy, 2, lambda _: None).rows("kvferry", 256 << 10, movers))
+        assert bench_engine.client.status().engines[0].jobs == 0
+    assert [row.loop for row in rows] == ["matmul", "decode"]
+    for row in rows:
+        assert row.alone > 0
+        assert (row.alone_ms.median, row.with_ms.median) == (10, 20)
+        gib_per_second = row.rate.samples[0] * 1e9 / (1 << 30)
+        assert row.lost_ms_per_gib.samples[0] == pytest.approx(500 / gib_per_second)
+
+
+def test_a_results_file_can_be_plotted(tmp_path: Path) -> None:
+    data, picture = tmp_path / "bench.json", tmp_path / "again.png"
+    data.write_bytes(msgspec.json.encode(synthetic()))
+    command = [sys.executable, "-W", "error", "-m", plotting.__name__, str(data), str(picture)]
+    assert subprocess.run(command, timeout=60).returncode == 0
+    assert picture.read_bytes()[16:24] == PICTURE
+
+
+def test_a_plot_has_the_panels_that_were_measured(tmp_path: Path) -> None:
+    results, picture = synthetic(), tmp_path / "bench.png"
+    results.bandwidth = []
+    plotting.plot_results(results, picture)
+    assert picture.read_bytes()[16:24] == PICTURE
+    results.beside = []
+    with pytest.raises(Refused, match="nothing to plot"):
+        plotting.plot_results(results, picture)
+
+
+def test_every_table_is_80_columns_wide(capsys: Captured) -> None:
+    results = synthetic()
+    report.print_results(results, Console(width=80))
+    output = capsys.readouterr().out
+    assert all(word in output for word in ("in a row", "contiguous", "ms/GiB"))
+    assert "…" not in output
+
+
+def synthetic() -> Results:
+    """Results of all measurements on a GPU."""
+    fields = dict.fromkeys(About.__struct_fields__, "1") | {"direct_from": {"store": 1 << 18}}
+    about = msgspec.convert(fields, About, strict=False)
+    results = Results(about, {name: Rate.of(1 << 30, [0.02, 0.021]) for name in DIRECTIONS})
+    rate, lost = Rate.of(1 << 30, [0.021, 0.022]), Spread.of([19.5, 20.25, 21])
+    for page_bytes in (4 << 10, 256 << 10):
+        copies = {name: Copies(rate, rate, rate) for name in DIRECTIONS}
+        results.bandwidth.append(Fragments(page_bytes, 64, 1, 2 << 20, 16, copies))
+    for method, direction, loop in product(
+        ("contiguous", "kvferry"),
+        ("store", "load"),
+        ("matmul", "decode"),
+    ):
+        for page_bytes in (0,) if method == "contiguous" else (4 << 10, 256 << 10):
+            row = Beside(method, direction, loop, page_bytes, 53.2, lost, 0.0, lost, lost, lost)
+            results.beside.append(row)
+    results.set_ratios()
+    return results
+
+
+def test_bench_of_a_running_daemon_takes_no_room_from_others(
+    daemon: LocalDaemon, capsys: Captured
+) -> None:
+    tensor = shared_empty((16, 4096))
+    with OffloadClient(daemon.directory, engine="tenant") as client:
+        client.register_kv_caches({"layer": tensor}, num_blocks=16, host_bytes=40 << 20)
+    assert kvferry("bench", "--directory", daemon.directory, *TINY) == 1
+    assert "--gib" in capsys.readouterr().err
+
+
+def test_bench_reports_the_error_of_a_job(capsys: Captured) -> None:
+    with LocalDaemon(pool_bytes=64 << 20, reference_fail_every=5) as daemon:
+        assert kvferry("bench", "-d", daemon.directory, "--sizes", "2MiB", *TINY) == 1
+    assert "[copy_failed]" in capsys.readouterr().err
+
+
+def test_wrong_bytes_are_noticed(daemon: LocalDaemon) -> None:
+    slab = shared_empty((8 << 20,))
+    with register_engine(daemon.directory, Shape(64 << 10, 4, 2), slab) as bench_engine:
+        trip = RoundTrip(bench_engine)
+        assert trip.run_round().keys() == DIRECTIONS
+        for specs in (trip.loads, trip.more_loads):
+            kept, (host, gpu) = list(specs), specs[0]
+            assert isinstance(gpu, GPULoadStoreSpec)
+            specs[0] = (host, GPULoadStoreSpec(gpu.block_ids[::-1]))
+            with pytest.raises(Failed, match="other bytes"):
+                trip.run_round()
+            specs[:] = kept
+        trip.run_round()
+
+
+@pytest.mark.parametrize("page_bytes", [512, 3 << 10, 4 << 10, 64 << 10, 2 << 20, 8 << 20])
+def test_a_host_block_has_two_mebibytes_or_one_page(page_bytes: int) -> None:
+    shape = Shape.of(page_bytes)
+    assert shape.tensors <= 64
+    assert np.isclose(shape.host_block_bytes, max(HOST_BLOCK, page_bytes), rtol=0.1)

@@ -1,0 +1,111 @@
+"""The command line: help, usage errors, missing packages, and where no daemon is."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+
+from kvferry.client.cli import main
+
+Captured: TypeAlias = pytest.CaptureFixture[str]
+
+
+def kvferry(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        main([str(argument) for argument in arguments])
+    return int(exit_.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [((), ["status", "bench", "--directory"]), (("status",), ["--json"]), (("bench",), ["--plot"])],
+)
+def test_help(command: tuple[str, ...], words: list[str], capsys: Captured) -> None:
+    assert kvferry(*command, "--help") == 0
+    output = capsys.readouterr().out
+    assert all(word in output for word in words)
+
+
+@pytest.mark.parametrize("command", ["status", "bench"])
+def test_no_daemon(command: str, tmp_path: Path, capsys: Captured) -> None:
+    assert kvferry(command, "--directory", tmp_path) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("kvferry: ")
+    assert error.count("\n") == 1
+    assert str(tmp_path) in error
+
+
+def test_no_daemon_anywhere(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = [tmp_path / "one", tmp_path / "two"]
+    monkeypatch.setattr("kvferry.client.endpoint.runtime_directories", lambda: places)
+    assert kvferry("status") == 1
+    error = capsys.readouterr().err
+    assert all(str(place) in error for place in places)
+
+
+@pytest.mark.parametrize(
+    ("package", "command", "message"),
+    [
+        ("typer", ["status"], "pip install '.[cli]' in a checkout"),
+        ("rich", ["status"], "pip install '.[cli]' in a checkout"),
+        ("torch", ["bench"], "pip install '.[tensors]' in a checkout"),
+        ("matplotlib", ["bench", "--plot", "x.png"], "pip install matplotlib"),
+    ],
+)
+def test_a_missing_package_is_named(
+    package: str,
+    command: list[str],
+    message: str,
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loaded = [name for name in sys.modules if name.startswith("kvferry.client.cli.")]
+    for name in [*loaded, *(name for name in sys.modules if name.startswith(f"{package}."))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    assert kvferry(*command) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--sizes", "4KiB,many"),
+        ("--what", "latency,much"),
+        ("--json", "/proc/nowhere/file.json"),
+        ("--json", "/proc/file.json"),
+        ("--plot", "/tmp"),
+        ("--plot", "/tmp/picture.foo"),
+        ("--plot", "/tmp/picture.png", "--what", "latency"),
+        ("--plot", "/tmp/picture.png", "--what", "latency,beside", "--device", "cpu"),
+        ("--directory", "/tmp", "--device", "cpu"),
+        ("--directory", "/tmp", "--staging", "512MiB"),
+        ("--staging", "64MiB,128MiB"),
+        ("--staging", "much"),
+        ("--staging", "0"),
+    ],
+)
+def test_wrong_usage_is_reported_before_anything_runs(
+    options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = import_module("kvferry.client.cli.bench")
+    monkeypatch.setattr(bench, "run_plan", lambda *_: pytest.fail("the bench ran"))
+    assert kvferry("bench", *options) == 2
+
+
+def test_wrong_usage_leaves_output_files_unchanged(tmp_path: Path) -> None:
+    """Whether they can be written is checked before the measurement."""
+    data, new = tmp_path / "bench.json", tmp_path / "new.json"
+    data.write_text("{}")
+    for path in (data, new):
+        assert kvferry("bench", "--json", path, "--staging", "0") == 2
+    assert data.read_text() == "{}"
+    assert not new.exists()
