@@ -52,7 +52,7 @@ def test_nothing_is_allocated_where_the_daemon_s_gpu_is_not(kvferryd: LocalDaemo
         client.register_kv_caches(shared, num_blocks=8, host_bytes=512)
 
 
-MAPPING = "kvferry.client.tensors.sharing.attach"
+MAPPING = "kvferry.client.tensors.sharing.map_tensors"
 FETCHING = "the descriptor"
 TWO = KVLayout((TensorLayout(8, 64, 64),) * 2, ((TensorRef(0, 64), TensorRef(1, 64)),))
 

@@ -224,7 +224,7 @@ def test_tensors_and_their_timeline_are_of_one_device(
             lambda: client.register_kv_caches(shared, num_blocks=8, timeline=of_gpu),
             lambda: client.allocate_kv_caches(one_tensor(), timeline=of_gpu),
         ):
-            with pytest.raises(Refused, match="make it with") as refused:
+            with pytest.raises(Refused, match="use Timeline.create") as refused:
                 register()
             assert refused.value.code == Code.DEVICE_MISMATCH
         assert client.status().errors == {}
@@ -239,5 +239,5 @@ def test_vllm_goes_on_without_a_device_that_has_no_timeline(
     caches = kv_caches()
     caches.tensors[0].tensor = caches.tensors[0].tensor.to("meta")
     worker = WorkerSide(engine_config_at(kvferryd.directory), caches)
-    assert "goes on without offloading" in caplog.text
+    assert "continues without offloading" in caplog.text
     worker.shutdown()

@@ -350,10 +350,10 @@ def listen(folder: Path) -> None:
 
 def test_folders_that_are_named_are_taken_one_a_rank() -> None:
     named = place({"kvferry_dirs": ["/one", "/two"]}, world_size=3)
-    assert [named.of(rank).daemon() for rank in (0, 1)] == [Path("/one"), Path("/two")]
+    assert [named.for_rank(rank).find_daemon() for rank in (0, 1)] == [Path("/one"), Path("/two")]
     with pytest.raises(Gone, match="rank 2"):
-        named.of(2).daemon()
-    assert place({"kvferry_dirs": "/one"}).daemon() == Path("/one")
+        named.for_rank(2).find_daemon()
+    assert place({"kvferry_dirs": "/one"}).find_daemon() == Path("/one")
 
 
 def test_else_it_is_the_daemon_of_the_ranks_device(
@@ -364,10 +364,12 @@ def test_else_it_is_the_daemon_of_the_ranks_device(
     for device in (2, 3):
         listen(tmp_path / f"GPU-{device}")
     replica = place(world_size=2, tensor_parallel_size=2, data_parallel_index=1)
-    assert [replica.of(rank).daemon().name for rank in (0, 1)] == ["GPU-2", "GPU-3"]
-    assert replica.of(1).daemon("GPU-2").name == "GPU-2"  # whoever has the tensors knows better
+    assert [replica.for_rank(rank).find_daemon().name for rank in (0, 1)] == ["GPU-2", "GPU-3"]
+    assert (
+        replica.for_rank(1).find_daemon("GPU-2").name == "GPU-2"
+    )  # whoever has the tensors knows better
     with pytest.raises(Gone):
-        place(world_size=2).of(0).daemon()  # another GPU's will not do
+        place(world_size=2).for_rank(0).find_daemon()  # another GPU's will not do
 
 
 def test_one_rank_takes_the_only_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,7 +378,7 @@ def test_one_rank_takes_the_only_daemon(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("os.getuid", lambda: 1 << 30)
     monkeypatch.setattr(module, "_uuid", lambda device: None)
     listen(tmp_path / "cpu")
-    assert place().daemon() == tmp_path / "cpu"
+    assert place().find_daemon() == tmp_path / "cpu"
 
 
 # What is not there
@@ -399,4 +401,4 @@ def test_the_package_says_which_vllm_it_wants(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_place_of_another_rank_is_the_same_engine() -> None:
-    assert engine_config_at("/one").of(1).engine == engine_config_at("/one").engine
+    assert engine_config_at("/one").for_rank(1).engine == engine_config_at("/one").engine

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pytest
 
 from kvferry.client import Code
-from kvferry.client.vllm import scheduler as module
 from kvferry.client.vllm.scheduler import (
     MAX_LOADS,
     KeysSpec,
@@ -81,15 +80,13 @@ def test_lookups_are_counted(fake_daemon: FakeDaemon, side: SchedulerSide) -> No
     assert fake_daemon.received == [wire.Touch((), 3, 1)]
 
 
-def test_a_request_waits_for_stores_on_their_way_for_so_long(
-    side: SchedulerSide, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_waits_for_pending_stores_until_a_timeout(side: SchedulerSide) -> None:
     assert answers(side, B) == ["pending"]
-    monkeypatch.setattr(module, "LOOKUP_TIMEOUT", 0.0)
+    side._lookup_timeout = 0.0
     time.sleep(0.001)
     assert answers(side, B, A) == ["miss", "hit"]
     side.on_request_finished(request())
-    monkeypatch.setattr(module, "LOOKUP_TIMEOUT", 60.0)
+    side._lookup_timeout = 60.0
     assert answers(side, B) == ["pending"]
 
 
@@ -103,17 +100,17 @@ def test_a_request_whose_loads_fail_computes_in_the_end(side: SchedulerSide) -> 
     assert answers(side, A, name="another") == ["hit"]
 
 
-def test_a_request_that_waits_touches_its_keys_once_in_a_while(
-    fake_daemon: FakeDaemon, side: SchedulerSide, monkeypatch: pytest.MonkeyPatch
+def test_a_waiting_request_touches_its_keys_once_per_interval(
+    fake_daemon: FakeDaemon, side: SchedulerSide
 ) -> None:
     def step() -> list[tuple[bytes, ...]]:
-        """What is touched in one, of two groups of keys."""
+        """The keys that a step touches, of two groups."""
         fake_daemon.received.clear()
         answers(side, A)
         side.touch([A, B], request())
         side.touch([C], request())
         side.on_schedule_end()
-        return [said.keys for said in fake_daemon.received_of(wire.Touch) if said.keys]
+        return [touch.keys for touch in fake_daemon.received_of(wire.Touch) if touch.keys]
 
     assert step() == [(C, A, B)]
     assert step() == []
@@ -122,7 +119,7 @@ def test_a_request_that_waits_touches_its_keys_once_in_a_while(
     side.begin_lookups("another")
     side.touch([A, B], request("another"))
     assert step() == [(A, B)]
-    monkeypatch.setattr(module, "TOUCH_INTERVAL", 0.0)
+    side._touch_interval = 0.0
     assert step() == [(C, A, B)]
 
 
@@ -250,7 +247,7 @@ def test_what_cannot_be_stored_is_nothing_to_store(
     fake_daemon.disconnected = True
     assert side.prepare_store([D], request()).keys_to_store == []
     assert side.prepare_store([D], request()) == nothing
-    side.give_up(Refused(Code.BAD_KEY, "not as long"))
+    side.handle_error(Refused(Code.BAD_KEY, "not as long"))
     assert side.prepare_store([D], request()) == nothing
 
 

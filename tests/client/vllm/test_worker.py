@@ -1,4 +1,4 @@
-"""The worker's half over a real daemon: every job is told of once, come what may."""
+"""The worker's side over a real daemon: every job has one result, whatever fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 
 from kvferry.client import Code, Failed, Gone, LocalDaemon, Lookup, OffloadClient, reconnect
 from kvferry.client.timeline import Timeline
-from kvferry.client.vllm import worker as module
 from kvferry.client.vllm.engine_config import EngineConfig
 from kvferry.client.vllm.scheduler import KeysSpec
 from kvferry.client.vllm.worker import WorkerSide
@@ -27,9 +26,10 @@ Start: TypeAlias = Callable[[LocalDaemon], WorkerSide]
 
 
 @pytest.fixture
-def start_worker(monkeypatch: pytest.MonkeyPatch) -> Start:
-    monkeypatch.setattr(module, "WAIT_TIMEOUT", 0.5)
-    return lambda daemon: WorkerSide(engine_config_at(daemon.directory), kv_caches())
+def start_worker() -> Start:
+    return lambda daemon: WorkerSide(
+        engine_config_at(daemon.directory), kv_caches(), wait_timeout=0.5
+    )
 
 
 def is_connected(worker: WorkerSide) -> bool:
@@ -195,10 +195,9 @@ def test_without_a_daemon_every_job_fails(tmp_path: Path) -> None:
 def test_attempts_that_fail_leave_nothing_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There are many while a daemon is away."""
-    monkeypatch.setattr(module, "TIMEOUT", 0.01)
+    """While a daemon is disconnected there are many attempts."""
     monkeypatch.setattr(reconnect, "ATTEMPT_TIMEOUT", 0.0)
-    worker = WorkerSide(engine_config_at(tmp_path / "nowhere"), kv_caches())
+    worker = WorkerSide(engine_config_at(tmp_path / "nowhere"), kv_caches(), connect_timeout=0.01)
     worker.get_finished()
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
@@ -212,19 +211,19 @@ def test_attempts_that_fail_leave_nothing_open(
 def test_a_daemon_that_comes_later_is_found(
     start_kvferryd: StartKvferryd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its folder is looked for at each attempt."""
-    folders: list[Path] = []
+    """Its directory is searched at each attempt."""
+    directories: list[Path] = []
 
     def find(*_: object) -> Path:
-        if not folders:
+        if not directories:
             raise Gone(Code.DAEMON_GONE, "no daemon")
-        return folders[0]
+        return directories[0]
 
-    monkeypatch.setattr(EngineConfig, "daemon", find)
+    monkeypatch.setattr(EngineConfig, "find_daemon", find)
     worker = WorkerSide(engine_config_at("unused"), kv_caches())
     worker.store(1, gpu_blocks(1), KeysSpec((A,)))
     assert ended(worker, 1) == {1: False}
-    folders.append(start_kvferryd().directory)
+    directories.append(start_kvferryd().directory)
     until(lambda: is_connected(worker), 20)
     worker.store(2, gpu_blocks(1), KeysSpec((A,)))
     assert ended(worker, 1) == {2: True}

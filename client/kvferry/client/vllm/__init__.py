@@ -1,4 +1,4 @@
-"""kvferry inside vLLM. In vLLM's environment `pip install .` (kvferry), a daemon for the GPU, and:
+"""kvferry as a KV connector of vLLM. Install kvferry in vLLM's environment, start a daemon, and:
 
 PYTHONHASHSEED=0 vllm serve MODEL --kv-transfer-config '{
     "kv_connector": "KVFerryConnector",
@@ -34,7 +34,7 @@ def __getattr__(name: str) -> Any:
 
         return KVFerrySpec
     except ImportError as error:
-        message = f"kvferry supports vLLM {SUPPORTED}, and the installed one differs: {error}"
+        message = f"kvferry supports vLLM {SUPPORTED}, but another version is installed: {error}"
         raise Refused(
             Code.BAD_CONFIG, message, f"vLLM {installed_version('vllm') or 'is not installed'}"
         ) from error

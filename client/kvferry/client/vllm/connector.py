@@ -1,8 +1,9 @@
-"""vLLM's OffloadingConnector with the daemon behind it, and with answers where that one asserts.
+"""The connector: vLLM's OffloadingConnector over the daemon, and tolerant of failed transfers.
 
 A failed or lost load is reported together with its finished_recving, so that vLLM computes the
-blocks again; a failed store is dropped. A request that is aborted ends no engine. Nothing waits
-without a bound.
+blocks again; a failed store is dropped. vLLM's own connector ends the engine in these cases, and
+for some aborted requests. All waits are bounded. Called in the threads in which vLLM calls its
+connectors.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ class KVFerryConnector(OffloadingConnector):
         extra.setdefault("spec_name", "KVFerrySpec")
         extra.setdefault("spec_module_path", "kvferry.client.vllm")
         if transfer.kv_load_failure_policy != "recompute":
-            log.warning("kvferry: a failed load is computed again: kv_load_failure_policy")
+            log.warning("kvferry: kv_load_failure_policy set to recompute, because loads may fail")
             transfer.kv_load_failure_policy = "recompute"
         with provide_config(vllm_config, kv_cache_config):
             super().__init__(vllm_config, role, kv_cache_config)
         self._fault_tolerant: FaultTolerantWorker | None = None
         if role is KVConnectorRole.WORKER:
-            made: Any = getattr(self, "connector_worker")  # noqa: B009 - of a type unknown here
-            self._fault_tolerant = FaultTolerantWorker(made.spec, kv_cache_config)
+            worker: Any = getattr(self, "connector_worker")  # noqa: B009 - its type is unknown here
+            self._fault_tolerant = FaultTolerantWorker(worker.spec, kv_cache_config)
             self.connector_worker = self._fault_tolerant
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
@@ -49,18 +50,18 @@ class KVFerryConnector(OffloadingConnector):
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:
-        store_no_more_than_computed(self.connector_scheduler, request)
+        limit_store_to_computed_tokens(self.connector_scheduler, request)
         return super().request_finished(request, block_ids)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
-        store_no_more_than_computed(self.connector_scheduler, request)
+        limit_store_to_computed_tokens(self.connector_scheduler, request)
         return super().request_finished_all_groups(request, block_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         metadata = super().build_connector_meta(scheduler_output)
-        metadata.runs_nothing = scheduler_output.total_num_scheduled_tokens == 0
+        metadata.has_no_forward_pass = scheduler_output.total_num_scheduled_tokens == 0
         zeroes = getattr(scheduler_output, "new_block_ids_to_zero", None)
-        metadata.loads_at_once = metadata.runs_nothing and not zeroes
+        metadata.load_before_step = metadata.has_no_forward_pass and not zeroes
         return metadata
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -68,22 +69,21 @@ class KVFerryConnector(OffloadingConnector):
 
 
 class FaultTolerantWorker(OffloadingConnectorWorker):
-    """The worker's half, which reports failed jobs where vLLM's own asserts."""
+    """The worker's side, which reports failed jobs; vLLM's own asserts that none fail."""
 
     def __init__(self, spec: Any, kv_cache_config: Any) -> None:
         super().__init__(spec, kv_cache_config)
+        # GPU blocks that each load writes to.
         self._targets: dict[int, set[int]] = {}
-        """GPU blocks that each load writes to."""
         self._errors: set[int] = set()
-        self._runs_nothing = False
-        """Whether this step is one without a forward pass."""
+        self._has_no_forward_pass = False
+        # The metadata of the step whose transfers were started last.
         self._started: Any = None
-        """The metadata of the step whose transfers were started last."""
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """A step's first call: loads need not wait for the rest of a step that runs nothing."""
+        """The first call of a step: without a forward pass, loads can start at once."""
         super().handle_preemptions(kv_connector_metadata)
-        if kv_connector_metadata.loads_at_once:
+        if kv_connector_metadata.load_before_step:
             self.start_kv_transfers(kv_connector_metadata)
 
     def start_kv_transfers(self, metadata: Any) -> None:
@@ -92,13 +92,13 @@ class FaultTolerantWorker(OffloadingConnectorWorker):
         self._started = metadata
         for job_id, entry in metadata.load_jobs.items():
             self._targets[job_id] = set(entry.dst_spec.block_ids.tolist())
-        self._runs_nothing = metadata.runs_nothing
+        self._has_no_forward_pass = metadata.has_no_forward_pass
         super().start_kv_transfers(metadata)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         assert self.worker is not None
         received: set[str] = set()
-        if self._runs_nothing:
+        if self._has_no_forward_pass:
             self.worker.wait_next_load()
         meta = self._connector_worker_meta
         for result in self.worker.get_finished():
@@ -119,17 +119,18 @@ class FaultTolerantWorker(OffloadingConnectorWorker):
         return errors
 
 
-def store_no_more_than_computed(scheduler: Any, request: Any) -> None:
-    """vLLM stores a request that ended up to its last token.
+def limit_store_to_computed_tokens(scheduler: Any, request: Any) -> None:
+    """Limit what is stored of a request to the tokens whose KV was computed.
 
-    One aborted while it waits, or loads, has no blocks for that, and an assertion ends the engine;
-    nothing has computed the KV of the last token that was sampled.
+    vLLM stores a finished request up to its last token. A request that was aborted while it waits
+    or loads does not have these blocks, which fails an assertion and ends the engine. The KV of the
+    last sampled token is never computed.
     """
     status = scheduler._req_status.get(request.request_id)  # noqa: SLF001 - vLLM has no call
     if status is None:
         return
     groups = zip(scheduler.config.kv_group_configs, status.group_states, strict=True)
-    within = [len(state.block_ids) * group.tokens_per_block for group, state in groups]
+    limits = [len(state.block_ids) * group.tokens_per_block for group, state in groups]
     if status.max_offload_tokens is not None:
-        within.append(status.max_offload_tokens)
-    status.max_offload_tokens = min(request.num_computed_tokens, *within)
+        limits.append(status.max_offload_tokens)
+    status.max_offload_tokens = min(request.num_computed_tokens, *limits)

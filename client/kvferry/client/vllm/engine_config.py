@@ -1,15 +1,15 @@
-"""What an engine's halves need to know of vLLM's configuration: names, fingerprint, block sizes.
+"""EngineConfig: what kvferry reads from vLLM's configuration (names, fingerprint, block sizes).
 
-A namespace must name everything that makes bytes differ, so an EngineConfig is read from all of
-vLLM's configuration. An OffloadingSpec of the installed vLLM is given only a part of it, so the
-connector passes the whole here before it makes one (`telling`).
+A fingerprint must contain everything that changes the bytes of KV, so it is read from vLLM's whole
+configuration. vLLM passes only a part of it to an OffloadingSpec, so the connector provides all of
+it before it creates one (`provide_config`).
 
 A host block is a *chunk* of GPU blocks. vLLM's scheduler, our manager, the worker and the daemon
-each do some Python for every chunk. What a chunk costs a prompt is its tail: the tokens after its
-last whole chunk are not offloaded, but prefilled again. So if the user does not say otherwise, a
-chunk has up to CHUNK_TOKENS tokens, which prefill in less than a step. Groups of several kinds, and
-sliding windows, keep vLLM's chunk of one block: there a chunk may be stored in part, and what is
-stored in part cannot be loaded whole.
+run some Python for every chunk, so large chunks are cheaper. But the tokens of a prompt after its
+last whole chunk are not offloaded, and are prefilled again. So by default a chunk has up to
+CHUNK_TOKENS tokens, whose prefill takes less than a step. Models with several KV cache groups, or
+with sliding windows, keep vLLM's chunk of one block: there a chunk may be stored in part, and could
+not be loaded as a whole.
 """
 
 from __future__ import annotations
@@ -33,84 +33,83 @@ from kvferry.proto.version import installed_version
 
 log = logging.getLogger("kvferry")
 
-# Seconds that a daemon has to answer when an engine starts.
+# Seconds to wait for a daemon when an engine starts.
 TIMEOUT = 5.0
-# The keys of kv_connector_extra_config that are kvferry's and not vLLM's.
+# The keys of kv_connector_extra_config that kvferry defines.
 EXTRA_KEYS = "kvferry_dirs", "kvferry_salt"
 CHUNK_TOKENS = 64
+# Maximum of a chunk that is chosen here, unless one GPU block is larger.
 CHUNK_BYTES = 8 << 20
-"""The most that a chunk of our own choice has, unless one GPU block has more."""
 
+# For these values of vLLM's cache_dtype, each layer chooses its dtype, in the worker.
 DTYPES_CHOSEN_BY_LAYERS = "auto", "fp8", "fp8_e4m3", "fp8_ds_mla"
-"""Where vLLM's cache_dtype is one of these, its layers make another of it, each in its worker."""
 
-_told: list[tuple[Any, Any]] = []
+_provided: list[tuple[Any, Any]] = []
 
 
 @contextlib.contextmanager
 def provide_config(vllm_config: Any, kv_cache_config: Any) -> Iterator[None]:
-    """A spec that is made meanwhile knows all of vLLM's configuration."""
-    _told.append((vllm_config, kv_cache_config))
+    """A KVFerrySpec that is created within this context can read the whole configuration."""
+    _provided.append((vllm_config, kv_cache_config))
     try:
         yield
     finally:
-        _told.pop()
+        _provided.pop()
 
 
 def provided_config() -> tuple[Any, Any]:
-    """What the connector says; Refused where there is none of ours."""
-    if not _told:
+    """(vllm_config, kv_cache_config). Raises Refused without KVFerryConnector."""
+    if not _provided:
         message = (
-            'KVFerrySpec works under "kv_connector": "KVFerryConnector", with '
-            '"kv_connector_module_path": "kvferry.client.vllm": vLLM\'s own connector ends the '
-            "engine where a load fails"
+            'KVFerrySpec needs "kv_connector": "KVFerryConnector" and "kv_connector_module_path": '
+            '"kvferry.client.vllm"; with vLLM\'s own connector a failed load ends the engine'
         )
         raise Refused(Code.BAD_CONFIG, message, "no KVFerryConnector")
-    return _told[-1]
+    return _provided[-1]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSizes:
-    """How vLLM cuts KV caches up.
+    """Block sizes of vLLM.
 
-    tokens: in a GPU block of each group. hashed: in what one hash stands for. factor: GPU blocks in
-    a chunk.
+    tokens: per GPU block, for each group. hash_tokens: tokens per block hash. factor: GPU blocks
+    per chunk.
     """
 
     tokens: tuple[int, ...]
-    hashed: int
+    hash_tokens: int
     factor: int
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Of one rank; of rank 0 in the scheduler."""
+    """The configuration of one rank; in the scheduler, of rank 0."""
 
     engine: str
     fingerprint: Fingerprint
     rank: int
     world_size: int
     factor: int
+    # Arguments of open_namespace.
     options: Mapping[str, Any]
-    """How its namespace is opened."""
+    # Runtime directories of the daemons, one per rank; empty if the user gives none.
     directories: tuple[str, ...]
-    """Of the daemons, one a rank, where the user names them."""
+    # The device of rank 0, among the visible devices.
     first_device: int
-    """Rank 0's, among those that the engine sees."""
+    # The devices assigned to vLLM, in the driver's numbering; empty if all are.
     assigned: tuple[int, ...] = ()
-    """The devices that the engine sees, as the driver counts them, where vLLM was told which."""
 
-    def of(self, rank: int) -> EngineConfig:
+    def for_rank(self, rank: int) -> EngineConfig:
         return replace(self, rank=rank)
 
-    def daemon(self, uuid: str | None = None) -> Path:
-        """The folder of the daemon that serves the rank's GPU. Raises as find_daemon does.
+    def find_daemon(self, uuid: str | None = None) -> Path:
+        """The runtime directory of the daemon of the rank's GPU. Raises as endpoint.find_daemon.
 
-        uuid: the GPU's, where it is known.
+        uuid: of the GPU, if known.
         """
         if self.directories:
             if self.rank >= len(self.directories):
-                message = f"kvferry_dirs names no folder for rank {self.rank}"
+                message = f"kvferry_dirs has no directory for rank {self.rank}; give one per rank"
                 raise Gone(Code.DAEMON_GONE, message, self.directories)
             return Path(self.directories[self.rank])
         uuid = uuid or _uuid(self.first_device + self.rank, *self.assigned)
@@ -119,15 +118,15 @@ class EngineConfig:
         except Gone:
             if self.world_size > 1 or uuid is None:
                 raise
-            return find_daemon()  # it says by itself where its GPU is another one
+            return find_daemon()  # it refuses tensors of another GPU
 
 
 def read_engine_config(vllm_config: Any, kv_cache_config: Any, blocks: BlockSizes) -> EngineConfig:
     """The EngineConfig of this process. Raises Refused (BAD_CONFIG)."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     extra = transfer.kv_connector_extra_config
-    _check_ours(extra)
-    _check_split(vllm_config)
+    _check_extra_keys(extra)
+    _check_pipeline(vllm_config)
     directories = extra.get("kvferry_dirs") or ()
     return EngineConfig(
         engine=f"vllm-{transfer.engine_id}",
@@ -143,13 +142,13 @@ def read_engine_config(vllm_config: Any, kv_cache_config: Any, blocks: BlockSize
 
 
 def chunk_factor(vllm_config: Any, kv_cache_config: Any, blocks: BlockSizes, *, full: bool) -> int:
-    """How many GPU blocks a chunk has; blocks.factor is what vLLM's configuration says.
+    """GPU blocks per chunk; blocks.factor is that of vLLM's configuration.
 
     full: whether all layers attend to the whole prompt.
     """
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-    said = "block_size" in extra or "blocks_per_chunk" in extra
-    if said or len(blocks.tokens) != 1 or not full:
+    configured = "block_size" in extra or "blocks_per_chunk" in extra
+    if configured or len(blocks.tokens) != 1 or not full:
         return blocks.factor
     factor, nbytes = 1, block_bytes(kv_cache_config)
     while 2 * factor * blocks.tokens[0] <= CHUNK_TOKENS and 2 * factor * nbytes <= CHUNK_BYTES:
@@ -158,7 +157,7 @@ def chunk_factor(vllm_config: Any, kv_cache_config: Any, blocks: BlockSizes, *, 
 
 
 def block_bytes(kv_cache_config: Any) -> int:
-    """What vLLM gives one block of all groups on one rank, padding and all."""
+    """Bytes of one block of all groups on one rank, with padding."""
     tensors = kv_cache_config.kv_cache_tensors
     packed = any(getattr(tensor, "block_stride", 0) for tensor in tensors)
     total = tensors[0].size if packed else sum(tensor.size for tensor in tensors)
@@ -166,7 +165,7 @@ def block_bytes(kv_cache_config: Any) -> int:
 
 
 def _first_device(parallel: Any) -> int:
-    """Replicas of one node share its devices, unless Ray gave each its own."""
+    """Data-parallel replicas on a node share its devices, unless Ray assigns them."""
     backends = parallel.distributed_executor_backend, parallel.data_parallel_backend
     replica = parallel.data_parallel_rank_local
     if replica is None:
@@ -177,42 +176,42 @@ def _first_device(parallel: Any) -> int:
 
 
 def _options(extra: Mapping[str, Any], world_size: int) -> dict[str, Any]:
-    """Spelled as for vLLM's own CPUOffloadingSpec; cpu_bytes_to_use: of all ranks, as there."""
-    wanted = extra.get("cpu_bytes_to_use")
+    """Named as for vLLM's CPUOffloadingSpec; cpu_bytes_to_use is the sum of all ranks, too."""
+    nbytes = extra.get("cpu_bytes_to_use")
     return {
-        "cpu_bytes_to_use": None if wanted is None else _nbytes(wanted) // world_size,
+        "cpu_bytes_to_use": None if nbytes is None else _parse_bytes(nbytes) // world_size,
         "eviction_policy": str(extra.get("eviction_policy", "lru")),
         "store_threshold": max(1, int(extra.get("store_threshold", 1))),
     }
 
 
-def _nbytes(wanted: object) -> int:
-    """A number, or as the daemon's --pool-size takes it."""
-    return parse_bytes(str(wanted), "cpu_bytes_to_use")
+def _parse_bytes(value: object) -> int:
+    """A number, or a size as for the daemon's --pool-size."""
+    return parse_bytes(str(value), "cpu_bytes_to_use")
 
 
-def _check_ours(extra: Mapping[str, Any]) -> None:
-    """Raise Refused (BAD_CONFIG) for a key that would be ours and is none; others are vLLM's."""
+def _check_extra_keys(extra: Mapping[str, Any]) -> None:
+    """Raise Refused (BAD_CONFIG) for unknown keys that begin with "kvferry"."""
     for key in extra.keys() - set(EXTRA_KEYS):
         if key.startswith("kvferry"):
-            message = f"kv_connector_extra_config: no such key; ours are {', '.join(EXTRA_KEYS)}"
+            message = f"unknown key in kv_connector_extra_config; use {' or '.join(EXTRA_KEYS)}"
             raise Refused(Code.BAD_CONFIG, message, key)
 
 
-def _check_split(vllm_config: Any) -> None:
-    """Log where ranks differ in their layers: the scheduler takes all for what rank 0 is."""
+def _check_pipeline(vllm_config: Any) -> None:
+    """Log an error if ranks have different numbers of layers: keys assume those of rank 0."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    stages, wide = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
+    stages, width = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
     if stages == 1 or parallel.rank:
         return
-    sizes = {"tensor_parallel_size": wide, "pipeline_parallel_size": stages}
-    ranks = (SimpleNamespace(rank=stage * wide, **sizes) for stage in range(stages))
+    sizes = {"tensor_parallel_size": width, "pipeline_parallel_size": stages}
+    ranks = (SimpleNamespace(rank=stage * width, **sizes) for stage in range(stages))
     layers = [int(model.get_num_layers(rank)) for rank in ranks]
     if len(set(layers)) > 1:
         log.error(
-            "kvferry: nothing will be found: the pipeline's ranks have %s layers, and kvferry "
-            "works only where all have as many. Choose a pipeline_parallel_size that divides the "
-            "layers, or even parts with VLLM_PP_LAYER_PARTITION",
+            "kvferry: every lookup will be a miss: the pipeline's ranks have %s layers, but all "
+            "must have the same number. Choose a pipeline_parallel_size that divides the "
+            "layers, or equal parts with VLLM_PP_LAYER_PARTITION",
             ", ".join(map(str, layers)),
         )
 
@@ -220,17 +219,17 @@ def _check_split(vllm_config: Any) -> None:
 def _fingerprint(vllm_config: Any, kv_cache_config: Any, blocks: BlockSizes) -> Fingerprint:
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     ranks = f"tp{parallel.tensor_parallel_size} pp{parallel.pipeline_parallel_size}"
-    algorithm = _said(vllm_config, "cache_config.prefix_caching_hash_algo")
+    algorithm = _read(vllm_config, "cache_config.prefix_caching_hash_algo")
     context = (parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size)
     layers = sum(len(group.layer_names) for group in kv_cache_config.kv_cache_groups)
     return Fingerprint(
         model=str(vllm_config.model_config.model),
         host_block_bytes=block_bytes(kv_cache_config) * blocks.factor,
-        revision=_said(vllm_config, "model_config.revision"),
-        dtype=_said(vllm_config, "model_config.dtype"),
+        revision=_read(vllm_config, "model_config.revision"),
+        dtype=_read(vllm_config, "model_config.dtype"),
         kv_dtype=_kv_dtype(str(cache.cache_dtype), kv_cache_config),
         kv_layout=os.environ.get("VLLM_KV_CACHE_LAYOUT", ""),
-        block_size=blocks.hashed,
+        block_size=blocks.hash_tokens,
         rank=parallel.rank,
         world_size=parallel.world_size,
         hash_algorithm=algorithm,
@@ -240,10 +239,10 @@ def _fingerprint(vllm_config: Any, kv_cache_config: Any, blocks: BlockSizes) -> 
             ("tokens per block", ",".join(map(str, blocks.tokens))),
             ("blocks per chunk", str(blocks.factor)),
             ("layers", str(layers)),
-            ("model runner v2", _said(vllm_config, "use_v2_model_runner")),
-            ("quantization", _said(vllm_config, "model_config.quantization")),
-            ("load format", _said(vllm_config, "load_config.load_format")),
-            ("attention backend", _said(vllm_config, "attention_config.backend")),
+            ("model runner v2", _read(vllm_config, "use_v2_model_runner")),
+            ("quantization", _read(vllm_config, "model_config.quantization")),
+            ("load format", _read(vllm_config, "load_config.load_format")),
+            ("attention backend", _read(vllm_config, "attention_config.backend")),
             ("parallel", ranks),
             ("context parallel", f"{context[0]} {context[1]} {_interleaved(parallel)}"),
             ("vllm", installed_version("vllm") or ""),
@@ -253,27 +252,32 @@ def _fingerprint(vllm_config: Any, kv_cache_config: Any, blocks: BlockSizes) -> 
 
 
 def _interleaved(parallel: Any) -> str:
-    """Tokens in a row on a rank of a context. The older word is written over the other, late."""
-    older = getattr(parallel, "dcp_kv_cache_interleave_size", 1)
-    newer = getattr(parallel, "cp_kv_cache_interleave_size", 1)
-    return f"dcp {older}" if older > 1 else str(newer)
+    """Consecutive tokens per context-parallel rank. vLLM copies the dcp to the cp option late."""
+    dcp = getattr(parallel, "dcp_kv_cache_interleave_size", 1)
+    cp = getattr(parallel, "cp_kv_cache_interleave_size", 1)
+    return f"dcp {dcp}" if dcp > 1 else str(cp)
 
 
-def _kv_dtype(said: str, kv_cache_config: Any) -> str:
-    """What KV is kept as. Of what layers chose both sides have the specs; the scheduler no more."""
+def _kv_dtype(cache_dtype: str, kv_cache_config: Any) -> str:
+    """The dtypes of KV. If layers choose them, they are read from their specs."""
     kinds = []
     for group in kv_cache_config.kv_cache_groups:
         spec = getattr(group, "kv_cache_spec", None)
-        layers = getattr(spec, "kv_cache_specs", None)  # the scheduler has the first of them
+        layers = getattr(spec, "kv_cache_specs", None)  # the scheduler only has the first of them
         spec = next(iter(layers.values())) if layers else spec
         chosen = [str(getattr(spec, name, "")) for name in ("dtype", "cache_dtype_str")]
         states = getattr(spec, "dtypes", "")  # Mamba's
-        kinds.append(str(states or (" ".join(chosen) if said in DTYPES_CHOSEN_BY_LAYERS else said)))
+        kinds.append(
+            str(
+                states
+                or (" ".join(chosen) if cache_dtype in DTYPES_CHOSEN_BY_LAYERS else cache_dtype)
+            )
+        )
     return ", ".join(dict.fromkeys(kinds)).replace("torch.", "")
 
 
 def _uuid(device: int, *assigned: int) -> str | None:
-    """vLLM's platform is told of what is assigned in workers only, and counts what is visible."""
+    """The UUID of a device. vLLM's platform counts visible devices; `assigned` are physical."""
     try:
         from vllm.platforms import current_platform
 
@@ -281,12 +285,12 @@ def _uuid(device: int, *assigned: int) -> str | None:
             visible = map(current_platform.device_id_to_physical_device_id, itertools.count())
             device = next(n for n, one in enumerate(visible) if one == assigned[device])
         return str(current_platform.get_device_uuid(device))
-    except Exception:  # no NVML, no such device: the only daemon will do
+    except Exception:  # no NVML or no such device: use the only daemon
         return None
 
 
 def _seed(engine: str) -> str:
-    """The seed of block hashes. Without a fixed one they mean nothing to others."""
+    """The seed of block hashes. Without a fixed one, other processes have other hashes."""
     seed = os.environ.get("PYTHONHASHSEED", "")
     if not seed:
         log.warning(
@@ -299,7 +303,7 @@ def _seed(engine: str) -> str:
 
 
 def _hash_bytes(algorithm: str) -> int:
-    """As long as what vLLM's function of this name gives."""
+    """The length of the hashes of vLLM's function of this name."""
     try:
         from vllm.utils.hashing import get_hash_fn_by_name
 
@@ -308,7 +312,7 @@ def _hash_bytes(algorithm: str) -> int:
         return 16 if "xxhash" in algorithm else 32
 
 
-def _said(config: Any, path: str) -> str:
+def _read(config: Any, path: str) -> str:
     for name in path.split("."):
         config = getattr(config, name, None)
     return "" if config is None else str(config)

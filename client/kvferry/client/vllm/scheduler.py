@@ -1,14 +1,13 @@
-"""The scheduler's side: the methods of vLLM's OffloadingManager, over ours. None waits or raises.
+"""The scheduler's side: the methods of vLLM's OffloadingManager. None waits or raises.
 
-Called in the scheduler's thread. No vLLM is needed here: its lookup codes come as `LookupCodes`,
-and a class of a few lines makes this one of its managers (spec.py).
+Called in the scheduler's thread. It does not import vLLM: lookup results are passed as
+`LookupCodes`, and spec.py derives vLLM's class from it.
 
-While a daemon is away everything is a miss and nothing is stored, and polling reconnects (the
-clients of the manager do it: kvferry.client.reconnect). Pins and resets are restored then.
+While a daemon is disconnected, every lookup is a miss, nothing is stored, and polling reconnects;
+pins and resets are then restored (kvferry.client.reconnect).
 
-A request waits for what is done here, key by key. So a lookup only looks into the sets that the
-mirrors keep; a step's first lookup takes in what has arrived. What nobody waits for (touches,
-unpins) is sent at the end of the step.
+A request waits for its lookups. So a lookup only reads the mirrors' sets; the first lookup of a
+step receives messages. Touches and unpins, for which nobody waits, are sent at the end of the step.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ log = logging.getLogger("kvferry")
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# Seconds that a request waits for pending stores, or for an incomplete mirror.
 LOOKUP_TIMEOUT = 2.0
-"""Seconds that a request waits for stores on their way, and for a mirror that is not whole."""
+# A request that has loaded so often computes instead: its loads may fail again and again.
 MAX_LOADS = 8
-"""A request that loaded so often computes: what it finds may be what cannot be loaded."""
+# Seconds in which a request does not touch the same keys again.
 TOUCH_INTERVAL = 1.0
-"""Seconds that a touch of the same keys by the same request is good for."""
 UNDECIDED = Lookup.HIT_PENDING, Lookup.RETRY
 Keys: TypeAlias = tuple[OffloadKey, ...]
 
+# The ready keys before the first lookup of a step, and without a daemon.
 NO_KEYS: tuple[Set[OffloadKey], ...] = (frozenset(),)
-"""Before a step's first lookup, and while there is no daemon."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookupCodes:
-    """vLLM's constants for the answers to a lookup."""
+    """vLLM's values for the results of a lookup."""
 
     hit: Any
     miss: Any
@@ -56,9 +55,9 @@ class LookupCodes:
 
 @dataclass(slots=True)
 class KeysSpec:
-    """Host blocks by key, on their way to the workers.
+    """Host blocks by key, as sent to the workers.
 
-    Of a store only: generations, one a rank, and keys to keep (KeyLoadStoreSpec).
+    For stores: generations, one per rank, and keys not to evict (KeyLoadStoreSpec).
     """
 
     keys: tuple[OffloadKey, ...]
@@ -80,44 +79,56 @@ class StoreOutput:
 
 @dataclass(slots=True)
 class RequestState:
-    """A request that looks keys up: since when, and how often it loaded.
+    """A request that looks keys up. since: time of its first lookup. loads: loads so far.
 
-    touched: lists of keys by the last and the number of them, and when.
+    touched: time of the last touch, by the last key of the list and its length.
     """
 
     since: float
     loads: int = 0
     touched: dict[tuple[OffloadKey, int], float] = field(default_factory=dict)
 
-    def touches(self, keys: Sequence[OffloadKey]) -> bool:
-        """Whether it is to be said; a key stands for all before it."""
-        now, what = time.monotonic(), (keys[-1], len(keys))
-        if now - self.touched.get(what, 0.0) < TOUCH_INTERVAL:
+    def should_touch(self, keys: Sequence[OffloadKey], interval: float) -> bool:
+        """False if these keys were touched within `interval`. A key identifies its prefix."""
+        now, prefix = time.monotonic(), (keys[-1], len(keys))
+        if now - self.touched.get(prefix, 0.0) < interval:
             return False
-        self.touched = {old: at for old, at in self.touched.items() if now - at < TOUCH_INTERVAL}
-        self.touched[what] = now
+        self.touched = {old: t for old, t in self.touched.items() if now - t < interval}
+        self.touched[prefix] = now
         return True
 
 
 def catch_errors(
     method: Callable[Concatenate[SchedulerSide, P], R],
 ) -> Callable[Concatenate[SchedulerSide, P], R | None]:
-    """A method whose errors end the session, and not the engine."""
+    """Decorator: an error abandons the session, but does not end the engine. Returns None then."""
 
     @wraps(method)
     def attempt(self: SchedulerSide, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
         try:
             return method(self, *args, **kwargs)
         except KVFerryError as error:
-            self.give_up(error)
+            self.handle_error(error)
             return None
 
     return attempt
 
 
 class SchedulerSide:
-    def __init__(self, config: EngineConfig, codes: LookupCodes, *, events: bool) -> None:
+    """events: whether vLLM publishes events. lookup_timeout, touch_interval: seconds, see
+    LOOKUP_TIMEOUT and TOUCH_INTERVAL."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        codes: LookupCodes,
+        *,
+        events: bool,
+        lookup_timeout: float = LOOKUP_TIMEOUT,
+        touch_interval: float = TOUCH_INTERVAL,
+    ) -> None:
         self._config, self._events = config, events
+        self._lookup_timeout, self._touch_interval = lookup_timeout, touch_interval
         self._hit = codes.hit
         self._codes = {
             Lookup.HIT: codes.hit,
@@ -125,24 +136,24 @@ class SchedulerSide:
             Lookup.HIT_PENDING: codes.pending,
             Lookup.RETRY: codes.retry,
         }
-        # False once vLLM's keys turned out to be none of this namespace.
+        # False after vLLM's keys did not have the namespace's length.
         self._usable = True
-        self._manager = self._open()
+        self._manager = self._connect()
         self._ready = NO_KEYS
         self._hits = 0
         self._requests: dict[str, RequestState] = {}
+        # The request of the current lookups.
         self._request = RequestState(0.0)
-        """Whose lookups these are."""
-        self._hurry = False
-        """Whether a load of this step is still to be submitted."""
+        # Whether the worker has to submit a load of this step: flushing would delay it.
+        self._load_pending = False
         # The pinned keys of a request's load; it has one at a time.
         self._loads: dict[str, Keys] = {}
-        # Keys of loads that ended in this step, and in the step before: these are unpinned next.
+        # Keys of loads that ended in this step, and those to unpin at the end of it.
         self._ended: list[Keys] = []
-        self._due: list[Keys] = []
+        self._to_unpin: list[Keys] = []
 
     def begin_lookups(self, request: str) -> None:
-        """The lookups that follow are of this request."""
+        """The following lookups belong to this request."""
         self._request = self._requests.setdefault(request, RequestState(time.monotonic()))
         if self._request.loads >= MAX_LOADS:
             self._ready = NO_KEYS
@@ -153,16 +164,16 @@ class SchedulerSide:
     def lookup(self, key: OffloadKey, req_context: Any) -> Any:
         for ready in self._ready:
             if key not in ready:
-                return self._codes[self._look(key) or Lookup.MISS]
+                return self._codes[self._lookup_in_manager(key) or Lookup.MISS]
         self._hits += 1
         return self._hit
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: Any) -> KeysSpec:
-        """A key that went since it was looked up makes the load fail, which is a miss."""
+        """If a key was evicted since its lookup, the load fails, which is a miss."""
         keys = tuple(keys)
-        self._keep(keys, req_context.req_id)
+        self._pin(keys, req_context.req_id)
         self._request.loads += 1
-        self._hurry = True
+        self._load_pending = True
         return KeysSpec(keys)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: Any) -> None:
@@ -171,14 +182,18 @@ class SchedulerSide:
 
     @catch_errors
     def touch(self, keys: Sequence[OffloadKey], req_context: Any) -> None:
-        """A request that waits touches all its keys in every step."""
+        """vLLM touches all keys of a waiting request in every step."""
         state = self._requests.get(req_context.req_id)
-        if self._usable and keys and (state is None or state.touches(keys)):
+        if (
+            self._usable
+            and keys
+            and (state is None or state.should_touch(keys, self._touch_interval))
+        ):
             self._manager.touch(keys)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: Any) -> StoreOutput:
-        """Nothing to store, where nothing can be: of None vLLM would offer all again each step."""
-        return self._offer(keys) or StoreOutput([], KeysSpec(()), [])
+        """Empty if nothing can be stored, not None: then vLLM would offer all keys again."""
+        return self._offer_keys(keys) or StoreOutput([], KeysSpec(()), [])
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: Any, success: bool = True
@@ -187,21 +202,21 @@ class SchedulerSide:
 
     def on_schedule_end(self, context: Any = None) -> None:
         self._ready = NO_KEYS
-        hurry, self._hurry = self._hurry, False
-        if self._due or not hurry:
+        load_pending, self._load_pending = self._load_pending, False
+        if self._to_unpin or not load_pending:
             self._flush()
-        self._due += self._ended
+        self._to_unpin += self._ended
         self._ended.clear()
 
     def has_pending_work(self) -> bool:
-        """Whether vLLM must make another step: keys are to be let go."""
-        return bool(self._due or self._ended)
+        """Whether vLLM must run another step, at whose end keys are unpinned."""
+        return bool(self._to_unpin or self._ended)
 
     @catch_errors
     def reset_cache(self) -> None:
-        """vLLM forgets its loads, and completes none of them.
+        """Remove all keys. vLLM completes none of its loads afterwards, so they are unpinned.
 
-        A daemon that is away does the reset before it answers anything again.
+        If a daemon is disconnected, reconnecting does the reset.
         """
         self._ready = NO_KEYS
         self._ended += self._loads.values()
@@ -213,40 +228,40 @@ class SchedulerSide:
 
     @catch_errors
     def events(self) -> list[OffloadingEvent]:
-        """What became a HIT and what ceased to be one, where vLLM publishes events."""
+        """Keys that became a HIT or ceased to be one, if vLLM publishes events."""
         return self._manager.take_events() if self._events else []
 
-    def give_up(self, error: KVFerryError) -> None:
-        """Begin new sessions. If keys are not this namespace's, they never will be: turn off."""
+    def handle_error(self, error: KVFerryError) -> None:
+        """Abandon the sessions. Turn offloading off if keys have another length than expected."""
         self._ready = NO_KEYS
         if error.code == Code.BAD_KEY:
             if self._usable:
                 log.error(
-                    "kvferry: offloading is off: vLLM's block hashes are not as long as those of "
-                    "its algorithm, %s: %s",
+                    "kvferry: offloading is off: the length of vLLM's block hashes is not that of "
+                    "its algorithm %s: %s",
                     self._config.fingerprint.hash_algorithm,
                     error,
                 )
             self._usable = False
             self._manager.close()
         elif self._usable:
-            log.warning("kvferry: the scheduler's sessions are begun anew: %s", error)
+            log.warning("kvferry: the scheduler abandons its sessions, and reconnects: %s", error)
             self._manager.abandon()
 
     @catch_errors
-    def _look(self, key: OffloadKey) -> Lookup:
-        """What the manager says; the sets are as fresh as that from now on."""
+    def _lookup_in_manager(self, key: OffloadKey) -> Lookup:
+        """Look a key up in the manager, and use its sets until the end of the step."""
         state, manager = self._request, self._manager
         if not self._usable or state.loads >= MAX_LOADS:
             return Lookup.MISS
         found = manager.lookup(key)
         self._ready = manager.ready_keys
-        if found in UNDECIDED and time.monotonic() - state.since > LOOKUP_TIMEOUT:
+        if found in UNDECIDED and time.monotonic() - state.since > self._lookup_timeout:
             return Lookup.MISS
         return found
 
     @catch_errors
-    def _offer(self, keys: Collection[OffloadKey]) -> StoreOutput | None:
+    def _offer_keys(self, keys: Collection[OffloadKey]) -> StoreOutput | None:
         output = self._manager.prepare_store(keys) if self._usable else None
         if output is None or not output.keys_to_store:
             return None
@@ -255,7 +270,7 @@ class SchedulerSide:
         return StoreOutput(list(output.keys_to_store), spec, [])
 
     @catch_errors
-    def _keep(self, keys: tuple[OffloadKey, ...], request: str) -> None:
+    def _pin(self, keys: tuple[OffloadKey, ...], request: str) -> None:
         if not self._usable:
             return
         try:
@@ -268,8 +283,8 @@ class SchedulerSide:
 
     @catch_errors
     def _flush(self) -> None:
-        """Send what nobody waits for; while a daemon is away, reconnect."""
-        due, self._due = self._due, []
+        """Send touches and unpins; if a daemon is disconnected, advance the reconnect."""
+        keys_to_unpin, self._to_unpin = self._to_unpin, []
         if not self._usable:
             return
         manager = self._manager
@@ -278,15 +293,15 @@ class SchedulerSide:
         manager.count_hits(self._hits)
         self._hits = 0
         manager.flush()
-        for keys in due:
+        for keys in keys_to_unpin:
             manager.complete_load(keys)
 
-    def _open(self) -> OffloadingManager:
-        """A manager that waits for daemons which are there now, and for no others."""
+    def _connect(self) -> OffloadingManager:
+        """A manager. Waits only for daemons that are running now."""
         config = self._config
-        ranks = [config.of(rank) for rank in range(config.world_size)]
+        ranks = [config.for_rank(rank) for rank in range(config.world_size)]
         manager = OffloadingManager.connect(
-            [rank.daemon for rank in ranks],
+            [rank.find_daemon for rank in ranks],
             engine=config.engine,
             fingerprint=config.fingerprint,
             events=self._events,
@@ -296,8 +311,8 @@ class SchedulerSide:
         )
         try:
             for rank in ranks:
-                rank.daemon()
+                rank.find_daemon()
             manager.wait_connected(TIMEOUT)
         except KVFerryError as error:
-            log.warning("kvferry: the scheduler goes on without its daemon for now: %s", error)
+            log.warning("kvferry: the scheduler continues without its daemon for now: %s", error)
         return manager

@@ -51,14 +51,13 @@ class KVFerrySpec(base.OffloadingSpec):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         vllm_config, kv_cache_config = provided_config()
-        blocks = self._cut(vllm_config, kv_cache_config)
+        blocks = self._choose_block_sizes(vllm_config, kv_cache_config)
         self.engine_config = read_engine_config(vllm_config, kv_cache_config, blocks)
         self._manager: KVFerryManager | None = None
         if len(kv_cache_config.kv_cache_groups) > 1:
             log.warning(
-                "kvferry: this model has several KV cache groups, and vLLM cannot compute again "
-                "what failed to load of such a model: an engine whose daemon is killed while it "
-                "loads ends"
+                "kvferry: this model has several KV cache groups, and vLLM cannot recompute failed "
+                "loads of such a model: if the daemon is killed during a load, the engine ends"
             )
 
     def get_manager(self) -> KVFerryManager:
@@ -70,18 +69,22 @@ class KVFerrySpec(base.OffloadingSpec):
     def get_worker(self, kv_caches: Any) -> KVFerryWorker:
         return KVFerryWorker(self.engine_config, kv_caches)
 
-    def _cut(self, vllm_config: Any, kv_cache_config: Any) -> BlockSizes:
-        """How KV caches are cut up. The chunk is our choice; vLLM's scheduler reads it here."""
-        said = BlockSizes(tuple(self.tokens_per_block), self.tokens_per_hash, self.blocks_per_chunk)
+    def _choose_block_sizes(self, vllm_config: Any, kv_cache_config: Any) -> BlockSizes:
+        """Block sizes, with the chunk that kvferry chooses; vLLM reads blocks_per_chunk."""
+        configured = BlockSizes(
+            tuple(self.tokens_per_block), self.tokens_per_hash, self.blocks_per_chunk
+        )
         kinds = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        full = all(isinstance(one, FullAttentionSpec) for kind in kinds for one in _layers(kind))
-        factor = chunk_factor(vllm_config, kv_cache_config, said, full=full)
+        full = all(
+            isinstance(layer, FullAttentionSpec) for kind in kinds for layer in _layer_specs(kind)
+        )
+        factor = chunk_factor(vllm_config, kv_cache_config, configured, full=full)
         self.blocks_per_chunk = factor
-        return BlockSizes(said.tokens, said.hashed, factor)
+        return BlockSizes(configured.tokens, configured.hash_tokens, factor)
 
 
-def _layers(kind: Any) -> tuple[Any, ...]:
-    """Of layers of one type in several widths workers are given all; the scheduler any of them."""
+def _layer_specs(kind: Any) -> tuple[Any, ...]:
+    """The specs of a group's layers. Workers get all of them, the scheduler only one."""
     if isinstance(kind, UniformTypeKVCacheSpecs):
         return tuple(kind.kv_cache_specs.values())
     return (kind,)

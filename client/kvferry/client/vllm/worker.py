@@ -1,13 +1,13 @@
-"""The worker's side: jobs of vLLM's OffloadingWorker, over a client of the daemon of this GPU.
+"""The worker's side: the jobs of vLLM's OffloadingWorker, over a client of this GPU's daemon.
 
-Tensors are registered once a storage, before any graph is captured, with a timeline. A job's value
-of it is written into the compute stream when the job is submitted: behind the kernels launched so
-far, those that wrote what is stored, and those that may still read what is loaded over.
+Tensors are registered with a timeline, before any CUDA graph is captured. When a job is submitted,
+its timeline value is queued in the compute stream: behind the kernels that write the blocks to be
+stored, and behind those that may still read the blocks to be overwritten by a load.
 
-The client reconnects by itself while it is polled; no step of it waits, so there is no thread. If
-the daemon is lost, or jobs do not end in time, the client abandons the session: its jobs end as
-failed at once, and vLLM may reuse their blocks (OffloadClient.abandon says what is guaranteed). As
-on the scheduler's side, no vLLM is needed here, and nothing raises.
+The client reconnects while it is polled, without waiting, so there is no thread. If the connection
+is lost, or jobs do not complete in time, the session is abandoned: its jobs fail at once, and vLLM
+may reuse their blocks (see OffloadClient.abandon). Like the scheduler's side, this does not import
+vLLM, and no method raises.
 """
 
 from __future__ import annotations
@@ -44,21 +44,30 @@ from kvferry.proto.specs import (
 
 log = logging.getLogger("kvferry")
 
-# Seconds that jobs have to end before their GPU blocks are reused.
+# Seconds to wait for jobs whose GPU blocks vLLM reuses; then they are abandoned.
 WAIT_TIMEOUT = 10.0
-# Seconds between two polls for a load that is about to end.
+# Seconds between two polls for a load that is about to complete.
 POLL_INTERVAL = 20e-6
 
 
 class WorkerSide:
-    """`kv_caches`: vLLM's canonical tensors."""
+    """kv_caches: vLLM's CanonicalKVCaches. wait_timeout: seconds, see `wait`. connect_timeout:
+    seconds to wait for a daemon that runs when the engine starts."""
 
-    def __init__(self, config: EngineConfig, kv_caches: Any) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: EngineConfig,
+        kv_caches: Any,
+        *,
+        wait_timeout: float = WAIT_TIMEOUT,
+        connect_timeout: float = TIMEOUT,
+    ) -> None:
+        self._config, self._wait_timeout = config, wait_timeout
+        self._connect_timeout = connect_timeout
         self._kv_caches = canonical_kv_caches(kv_caches, config.factor)
         self._device = self._kv_caches.tensors[0].device
-        # Results of the next get_finished.
-        self._ended: list[TransferResult] = []
+        # Results for the next get_finished.
+        self._results: list[TransferResult] = []
         self._load_eta = LoadEta()
         self._timeline: Timeline | None = None
         self._client: OffloadClient | None = None
@@ -66,45 +75,47 @@ class WorkerSide:
         self._abandoned = 0
         try:
             self._timeline = Timeline.create(self._device if self._device.type == "cuda" else "cpu")
-            self._client = self._open(self._timeline)
-        except KVFerryError as error:  # this device cannot be served
-            log.warning("kvferry: the worker goes on without offloading: %s", error)
+            self._client = self._connect(self._timeline)
+        except KVFerryError as error:  # no daemon can serve this device
+            log.warning("kvferry: the worker continues without offloading: %s", error)
 
     def store(self, job_id: int, blocks: Any, keys: KeysSpec) -> None:
         """blocks: vLLM's GPULoadStoreSpec."""
-        there = KeyLoadStoreSpec(keys.keys, keys.generation(self._config.rank), keys.keep)
-        self._submit(job_id, (gpu_spec(blocks), there), Direction.STORE)
+        host = KeyLoadStoreSpec(keys.keys, keys.generation(self._config.rank), keys.keep)
+        self._submit(job_id, (gpu_spec(blocks), host), Direction.STORE)
 
     def load(self, job_id: int, keys: KeysSpec, blocks: Any) -> None:
-        there = gpu_spec(blocks)
-        self._submit(job_id, (KeyLoadStoreSpec(keys.keys), there), Direction.LOAD)
-        self._load_eta.submitted(job_id, self._nbytes(there), time.monotonic())
+        gpu = gpu_spec(blocks)
+        self._submit(job_id, (KeyLoadStoreSpec(keys.keys), gpu), Direction.LOAD)
+        self._load_eta.load_submitted(job_id, self._nbytes(gpu), time.monotonic())
 
     def get_finished(self) -> list[TransferResult]:
-        """Also of jobs that failed, or were lost with their daemon: success is False then."""
+        """Results of completed jobs. success is False for failed and lost jobs."""
         self._poll()
-        results, self._ended = self._ended, []
+        results, self._results = self._results, []
         now = time.monotonic()
         for result in results:
-            self._load_eta.ended(result.job_id, result.transfer_size, result.transfer_time, now)
+            self._load_eta.job_completed(
+                result.job_id, result.transfer_size, result.transfer_time, now
+            )
         return results
 
     def wait_next_load(self) -> None:
-        """For a step that runs nothing: where a load is about to end, wait until it has."""
+        """In a step without a forward pass: if a load is about to complete, wait for it."""
         now = time.monotonic()
-        deadline = now + self._load_eta.patience(now)
-        while not self._ended and time.monotonic() < deadline:
+        deadline = now + self._load_eta.wait_seconds(now)
+        while not self._results and time.monotonic() < deadline:
             self._poll()
             time.sleep(POLL_INTERVAL)
 
     def wait(self, job_ids: Collection[int]) -> None:
-        """Return when these jobs cannot touch their GPU blocks any more; bounded by FLUSH.
+        """Return when these jobs no longer access their GPU blocks.
 
-        After FLUSH seconds they are abandoned; what is guaranteed then: OffloadClient.abandon.
+        After `wait_timeout` seconds they are abandoned; see OffloadClient.abandon.
         """
         if (client := self._client) is not None:
             try:
-                client.wait(job_ids, timeout=WAIT_TIMEOUT)
+                client.wait(job_ids, timeout=self._wait_timeout)
             except KVFerryError as error:
                 self._abandon(error)
             self._abandon_if_lost()
@@ -115,13 +126,15 @@ class WorkerSide:
         if self._client is not None:
             self._client.close()
         if self._timeline is not None:
-            with suppress(KVFerryError):  # a GPU that has failed releases nothing
+            with suppress(KVFerryError):  # a failed GPU cannot release it
                 self._timeline.close()
 
     def _submit(self, job_id: int, spec: TransferSpec, direction: Direction) -> None:
         client, timeline = self._client, self._timeline
         if client is None or timeline is None:
-            self._fail(job_id, direction, Gone(Code.DAEMON_GONE, "there is no daemon", job_id))
+            self._fail(
+                job_id, direction, Gone(Code.DAEMON_GONE, "the worker has no daemon", job_id)
+            )
             return
         value = timeline.last + 1
         try:
@@ -129,9 +142,9 @@ class WorkerSide:
         except KVFerryError as error:
             self._fail(job_id, direction, error)
             return
-        try:  # last: the daemon reads the job meanwhile
+        try:  # signalled last: the daemon decodes the job meanwhile
             timeline.signal(self._stream(), value)
-        except KVFerryError as error:  # nothing else would ever let the job begin
+        except KVFerryError as error:  # without the signal the job would never begin
             self._abandon(error)
 
     def _poll(self) -> None:
@@ -146,16 +159,16 @@ class WorkerSide:
         for result in finished:
             if result.error is not None:
                 log.info("kvferry: job %d: %s", result.job_id, result.error)
-        self._ended += finished
+        self._results += finished
 
     def _fail(self, job_id: int, direction: Direction, error: KVFerryError) -> None:
         log.info("kvferry: job %d: %s", job_id, error)
         kind = direction.transfer_type
         result = TransferResult(job_id, False, 0, 0.0, kind, Outcome.LOST, error)
-        self._ended.append(result)
+        self._results.append(result)
 
     def _abandon_if_lost(self) -> None:
-        """The blocks of lost jobs are reused, and their daemon may not have ended: revoke."""
+        """Revoke the timeline of lost jobs: vLLM reuses their blocks, the daemon may still run."""
         client = self._client
         if client is None or client.gone is None or client.incarnation == self._abandoned:
             return
@@ -168,15 +181,15 @@ class WorkerSide:
         self._abandoned = self._client.incarnation
         self._client.abandon()
 
-    def _open(self, timeline: Timeline) -> OffloadClient:
-        """A client that is connected if a daemon is there now: tensors are shared before any graph
-        is captured then. Raises Refused if no daemon can serve this device."""
+    def _connect(self, timeline: Timeline) -> OffloadClient:
+        """A client. If a daemon runs now, it is connected, so that tensors are shared before any
+        CUDA graph is captured. Raises Refused if no daemon can serve this device."""
         config, uuid = self._config, self._uuid()
         client = OffloadClient(
-            partial(config.daemon, uuid),
+            partial(config.find_daemon, uuid),
             engine=config.engine,
             client=f"vLLM worker {config.rank}",
-            timeout=TIMEOUT,
+            timeout=self._connect_timeout,
             state=SessionState.of_namespace(
                 config.fingerprint,
                 mirror=False,
@@ -185,10 +198,10 @@ class WorkerSide:
             ),
         )
         try:
-            config.daemon(uuid)
+            config.find_daemon(uuid)
             client.wait_connected()
         except KVFerryError as error:
-            log.warning("kvferry: the worker goes on without its daemon for now: %s", error)
+            log.warning("kvferry: the worker continues without its daemon for now: %s", error)
         return client
 
     def _nbytes(self, blocks: GPULoadStoreSpec) -> int:
@@ -196,7 +209,7 @@ class WorkerSide:
         sizes = blocks.group_sizes or (len(blocks.block_ids),)
         return sum(size * layout.group_bytes(group) for group, size in enumerate(sizes))
 
-    # The device; on a CPU, as in tests, stores to the timeline are plain and streams there are none
+    # On the CPU, as in tests, there are no streams
 
     def _stream(self) -> Any:
         cuda = self._device.type == "cuda"
@@ -209,8 +222,8 @@ class WorkerSide:
 
 
 def canonical_kv_caches(kv_caches: Any, factor: int) -> CanonicalKVCaches:
-    """vLLM's canonical tensors as kvferry's; no bytes are copied."""
-    tensors = tuple(one.tensor for one in kv_caches.tensors)
+    """Convert vLLM's CanonicalKVCaches to kvferry's; no bytes are copied."""
+    tensors = tuple(canonical.tensor for canonical in kv_caches.tensors)
     layouts = tuple(
         TensorLayout(tensor.shape[0], one.page_size_bytes, tensor.stride(0) * tensor.element_size())
         for one, tensor in zip(kv_caches.tensors, tensors, strict=True)

@@ -58,4 +58,4 @@ def test_a_rank_has_the_device_that_vllm_was_told(
         kv_cache_groups=[SimpleNamespace(layer_names=["a"])],
     )
     place = read_engine_config(config, caches, BlockSizes((16,), 16, 1))
-    assert [str(place.of(rank).daemon()) for rank in (0, 1)] == found
+    assert [str(place.for_rank(rank).find_daemon()) for rank in (0, 1)] == found
