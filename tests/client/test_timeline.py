@@ -224,7 +224,7 @@ def test_tensors_and_their_timeline_are_of_one_device(
             lambda: client.register_kv_caches(shared, num_blocks=8, timeline=of_gpu),
             lambda: client.allocate_kv_caches(one_tensor(), timeline=of_gpu),
         ):
-            with pytest.raises(Refused, match="use Timeline.create") as refused:
+            with pytest.raises(Refused, match="use Timeline") as refused:
                 register()
             assert refused.value.code == Code.DEVICE_MISMATCH
         assert client.status().errors == {}
