@@ -12,7 +12,7 @@ import pytest
 from kvferry.client import effects, operations
 from kvferry.client.jobs import TransferResult
 from kvferry.client.session import ClientSession, ConnectionState
-from kvferry.client.session_state import Registration, SessionState
+from kvferry.client.session_state import RegistrationState, SessionState
 from kvferry.client.timeline import Timeline
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
@@ -600,7 +600,7 @@ def test_a_session_that_is_abandoned_revokes_its_timeline_and_loses_its_jobs_onc
 ) -> None:
     timeline = Timeline.create()
     caches: Any = None
-    reconnecting.kv_caches_registered(Registration(caches, None, timeline), REGION)
+    reconnecting.kv_caches_registered(RegistrationState(caches, None, timeline), REGION)
     submit(reconnecting, 7)
     reconnecting.abandon()
     assert timeline.revoked

@@ -24,7 +24,7 @@ from kvferry.client.local import LocalDaemon
 from kvferry.client.manager import OffloadingManager, PrepareStoreOutput
 from kvferry.client.operations import AllocatedKVCaches
 from kvferry.client.residency_events import OffloadingEvent
-from kvferry.client.session_state import Registration, SessionState
+from kvferry.client.session_state import RegistrationState, SessionState
 from kvferry.client.timeline import Timeline
 from kvferry.proto.errors import Code, Failed, Gone, KVFerryError, Refused
 from kvferry.proto.keys import Lookup, OffloadKey, block_hash_of, group_of, offload_key
@@ -80,7 +80,7 @@ __all__ = [
     "Outcome",
     "PrepareStoreOutput",
     "Refused",
-    "Registration",
+    "RegistrationState",
     "SessionState",
     "TensorLayout",
     "TensorRef",

@@ -34,7 +34,7 @@ HIT, MISS, HIT_PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING, Loo
 
 
 @dataclass(slots=True)
-class ResidentKeys:
+class MirroredKeys:
     """Resident keys. A key in neither set is absent."""
 
     ready: Keys = field(default_factory=set)
@@ -64,7 +64,7 @@ class _PartialSnapshot:
 
     sequence: int
     parts: int = 0
-    resident: ResidentKeys = field(default_factory=ResidentKeys)
+    resident: MirroredKeys = field(default_factory=MirroredKeys)
 
     def add(self, message: Snapshot) -> None:
         self.parts += 1
@@ -82,7 +82,7 @@ class Mirror:
         self.sequence = 0
         # Of the namespace: one more with each reset.
         self.generation = 0
-        self._known = ResidentKeys()
+        self._known = MirroredKeys()
         self._partial: _PartialSnapshot | None = None
         self._buffered: list[KeyEvents] = []
         # The sequence number of the newest snapshot that was discarded.
@@ -146,7 +146,7 @@ class Mirror:
     def restart(self) -> None:
         """A new session begins: forget all keys. They are hidden until `reveal`."""
         self.complete, self.sequence, self.generation, self._discarded = False, 0, 0, -1
-        self._known, self._partial, self._buffered = ResidentKeys(), None, []
+        self._known, self._partial, self._buffered = MirroredKeys(), None, []
         self.hide()
 
     def track_changes(self) -> None:
@@ -209,7 +209,7 @@ class Mirror:
     def _update_view(self) -> None:
         """Let lookups see the known keys, or none while hidden."""
         before = self._ready
-        shown = ResidentKeys() if self._hidden else self._known
+        shown = MirroredKeys() if self._hidden else self._known
         self._ready, self._pending = shown.ready, shown.pending
         self._absent_result = MISS if self.complete or self._hidden else RETRY
         if self._changed is not None and before is not self._ready:

@@ -18,10 +18,10 @@ import msgspec
 
 from kvferry.client.effects import Operation, PassFds, ReceiveFd, Request, Send, WaitFor
 from kvferry.client.endpoint import no_reply_error
-from kvferry.client.namespace import Namespace
+from kvferry.client.namespace import NamespaceView
 from kvferry.client.pending_requests import ResumableRequest
 from kvferry.client.session import ClientSession
-from kvferry.client.session_state import Registration
+from kvferry.client.session_state import RegistrationState
 from kvferry.client.timeline import Timeline
 from kvferry.client.validation import check_fields
 from kvferry.proto.errors import Code, Gone, Refused
@@ -105,7 +105,7 @@ def register_kv_caches(
         timeline.check_device(kv_caches.tensors[0].device.type)
     check_fields(RegisterKVCaches, layout=kv_caches.layout, host_bytes=host_bytes)
     yield from wait_connected(session)
-    return (yield from _register(session, Registration(kv_caches, host_bytes, timeline)))
+    return (yield from _register(session, RegistrationState(kv_caches, host_bytes, timeline)))
 
 
 def allocate_kv_caches(
@@ -145,7 +145,7 @@ def allocate_kv_caches(
             yield from _undo_allocation(session, reply, keep)
             raise
         caches = CanonicalKVCaches(layout, tuple(tensors))  # registered with the next daemon
-        session.kv_caches_registered(Registration(caches, host_bytes, timeline), reply.region)
+        session.kv_caches_registered(RegistrationState(caches, host_bytes, timeline), reply.region)
     return AllocatedKVCaches(reply.region, tensors, reply.kept)
 
 
@@ -242,7 +242,7 @@ def _check_not_registered(session: ClientSession) -> None:
         raise Refused(Code.ALREADY_REGISTERED, message, session.engine)
 
 
-def _register(session: ClientSession, registration: Registration) -> Operation[HostRegion]:
+def _register(session: ClientSession, registration: RegistrationState) -> Operation[HostRegion]:
     from kvferry.client.tensors.sharing import export_tensors
 
     caches, host_bytes = registration.kv_caches, registration.host_bytes
@@ -322,7 +322,7 @@ def _restart_session(session: ClientSession) -> Operation[None]:
         session.reconnects = reconnects
 
 
-def _restore_namespace(session: ClientSession, namespace: Namespace) -> Operation[None]:
+def _restore_namespace(session: ClientSession, namespace: NamespaceView) -> Operation[None]:
     """Subscribe again, do pending resets, and pin keys again."""
     if namespace.has_mirror:
         yield Send(Subscribe(), lambda: namespace.mirror.complete or None)

@@ -27,9 +27,9 @@ from itertools import count
 
 from kvferry.client.jobs import JobTable, checked_id, checked_ids, direction_of
 from kvferry.client.lost_stores import LostStores
-from kvferry.client.namespace import Namespace
+from kvferry.client.namespace import NamespaceView
 from kvferry.client.pending_requests import PendingRequests, Reply, RequestMessage
-from kvferry.client.session_state import Registration, SessionState
+from kvferry.client.session_state import RegistrationState, SessionState
 from kvferry.proto.codec import decode_daemon_message, encode
 from kvferry.proto.errors import Code, Gone, KVFerryError, Refused, error_of
 from kvferry.proto.memory import HostRegion
@@ -102,11 +102,11 @@ class ClientSession:
         self._lost_stores = LostStores()
         self._hello_reply: Welcome | KVFerryError | None = None
         self._request_ids = count(1)
-        self._namespace: Namespace | None = None
+        self._namespace: NamespaceView | None = None
         self._snapshot_needed = False
         if restore is not None:
             if restore.opening is not None:
-                self._namespace = Namespace(restore.opening, mirror=restore.mirror)
+                self._namespace = NamespaceView(restore.opening, mirror=restore.mirror)
             self.connection_lost(Gone(Code.DAEMON_GONE, "not connected yet"))
 
     # Messages to send
@@ -177,7 +177,7 @@ class ClientSession:
     # The namespace
 
     @property
-    def namespace(self) -> Namespace:
+    def namespace(self) -> NamespaceView:
         """Raises Refused (UNKNOWN_NAMESPACE) if none was opened."""
         if self._namespace is None:
             message = "this client has opened no namespace; call open_namespace first"
@@ -194,7 +194,7 @@ class ClientSession:
     def namespace_opened(self, opening: OpenNamespace, opened: Opened) -> None:
         """The daemon has opened a namespace, for the first time or after reconnecting."""
         if self._namespace is None:
-            self._namespace = Namespace(opening)
+            self._namespace = NamespaceView(opening)
             self._namespace.opened = opened
             self.restore.opening = opening
         else:
@@ -253,7 +253,7 @@ class ClientSession:
         if self._namespace is not None:
             self._namespace.session_restored()
 
-    def kv_caches_registered(self, registration: Registration, region: HostRegion) -> None:
+    def kv_caches_registered(self, registration: RegistrationState, region: HostRegion) -> None:
         self.restore.registration, self.restore.region = registration, region
 
     def connection_lost(self, error: Gone) -> None:

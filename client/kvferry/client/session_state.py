@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Registration:
+class RegistrationState:
     """The engine's tensors, which are kept alive, and how they are registered."""
 
     kv_caches: CanonicalKVCaches
@@ -30,7 +30,7 @@ class SessionState:
     region: the engine's region of the host pool, as last reported by the daemon."""
 
     opening: OpenNamespace | None = None
-    registration: Registration | None = None
+    registration: RegistrationState | None = None
     mirror: bool = False
     region: HostRegion | None = None
 
@@ -43,7 +43,7 @@ class SessionState:
         eviction_policy: str = "lru",
         store_threshold: int = 1,
         mirror: bool = True,
-        registration: Registration | None = None,
+        registration: RegistrationState | None = None,
     ) -> SessionState:
         """The state of a client that opens a namespace; arguments: OffloadClient.open_namespace."""
         opening = OpenNamespace(0, fingerprint, cpu_bytes_to_use, eviction_policy, store_threshold)

@@ -10,7 +10,7 @@ from kvferry.daemon.core.actions import CopyPlan
 from kvferry.daemon.core.layout import BlockLayout
 from kvferry.daemon.device.transfer_queues import RegistrationQueues
 from kvferry.daemon.engine.base import Mapping
-from kvferry.daemon.memory.shared_memory import Timeline
+from kvferry.daemon.memory.shared_memory import TimelineReader
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import Direction
 from support.raw_client import one_tensor
@@ -31,7 +31,7 @@ class RevokedWhileRead:
 
 def test_the_revocation_is_read_after_the_fence() -> None:
     layout = BlockLayout(LayoutArrays.from_layout(one_tensor()), 0, 4)
-    timeline = cast(Timeline, RevokedWhileRead())
+    timeline = cast(TimelineReader, RevokedWhileRead())
     queues = RegistrationQueues(Mapping(layout, np.zeros(1, dtype=np.int64)), timeline)
     plan = CopyPlan(1, 1, Direction.LOAD, (), 0, wait_for=5, after=0, host_end=0)
     assert queues.must_wait(plan, pool_ready=1 << 30)

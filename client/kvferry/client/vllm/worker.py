@@ -24,7 +24,7 @@ import torch
 
 from kvferry.client.blocking import OffloadClient
 from kvferry.client.jobs import TransferResult
-from kvferry.client.session_state import Registration, SessionState
+from kvferry.client.session_state import RegistrationState, SessionState
 from kvferry.client.tensors.canonical import CanonicalKVCaches
 from kvferry.client.timeline import Timeline
 from kvferry.client.vllm.engine_config import TIMEOUT, EngineConfig
@@ -193,7 +193,7 @@ class WorkerSide:
             state=SessionState.of_namespace(
                 config.fingerprint,
                 mirror=False,
-                registration=Registration(self._kv_caches, None, timeline),
+                registration=RegistrationState(self._kv_caches, None, timeline),
                 **config.options,
             ),
         )

@@ -14,7 +14,7 @@ from kvferry.daemon.core.actions import MapTensors, TensorsMapped
 from kvferry.daemon.device.transfer_queues import RegistrationQueues
 from kvferry.daemon.engine.base import CopyEngine, Mapping, Shared
 from kvferry.daemon.memory.fd_closer import close_descriptor_later
-from kvferry.daemon.memory.shared_memory import Timeline
+from kvferry.daemon.memory.shared_memory import TimelineReader
 from kvferry.proto.errors import Code, Failed, KVFerryError
 
 
@@ -46,9 +46,9 @@ class Mappings:
         Closes the command's descriptors.
         """
         number, session = command.map.registration, command.map.session
-        timeline: Timeline | None = None
+        timeline: TimelineReader | None = None
         try:
-            timeline = None if command.timeline is None else Timeline(command.timeline)
+            timeline = None if command.timeline is None else TimelineReader(command.timeline)
             mapping, report = self._map(command)
             report = replace(report, copying=self._engine.copying(mapping))
             if timeline is not None:

@@ -18,7 +18,7 @@ import msgspec
 from kvferry.daemon.core.actions import CopyPlan, TransferCompleted
 from kvferry.daemon.core.layout import Extent
 from kvferry.daemon.engine.base import Mapping, Ticket
-from kvferry.daemon.memory.shared_memory import Timeline
+from kvferry.daemon.memory.shared_memory import TimelineReader
 from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction
@@ -104,7 +104,7 @@ class RegistrationQueues:
     """
 
     mapping: Mapping
-    timeline: Timeline | None
+    timeline: TimelineReader | None
     transfers: dict[Direction, TransferQueue] = field(
         default_factory=lambda: {direction: TransferQueue() for direction in Direction}
     )

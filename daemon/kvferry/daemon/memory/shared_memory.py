@@ -176,7 +176,7 @@ def _check_kept(kept: Sequence[int], sizes: Sequence[int]) -> None:
         check_sealed(descriptor, "kept pool memory")
 
 
-class Timeline:
+class TimelineReader:
     """Reads an engine's timeline page: a value that only grows, and whether the engine has revoked
     all of its transfers. Any thread."""
 
