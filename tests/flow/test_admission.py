@@ -151,7 +151,7 @@ os.setgid(int(sys.argv[2]))
 os.setuid(int(sys.argv[2]))
 cli.main(sys.argv[3:])
 """
-MAY_NOT = "the daemon's files do not let your user in"
+MAY_NOT = "file permissions deny your user access"
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ def test_a_client_that_registers_twice(beside: SmallEngine) -> None:
             lambda: client.register_kv_caches(caches, num_blocks=8, host_bytes=512),
             lambda: client.allocate_kv_caches(LAYOUT, host_bytes=512),
         ):
-            with pytest.raises(Refused, match="this client has registered") as refused:
+            with pytest.raises(Refused, match="this client has already registered") as refused:
                 again()
             assert (refused.value.code, refused.value.value) == (Code.ALREADY_REGISTERED, "twice")
         assert Code.ALREADY_REGISTERED not in client.status().errors

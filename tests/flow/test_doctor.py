@@ -47,11 +47,11 @@ import msgspec
 from kvferry.client import doctor
 
 doctor.CHECKS = doctor.CHECKS[1:]  # installed packages may not be readable for everybody
-doctor.examine(Path("/nowhere"))  # nor may modules, later
+doctor.run_checks(Path("/nowhere"))  # nor may modules, later
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
-sys.stdout.buffer.write(msgspec.json.encode(doctor.examine(Path(sys.argv[1]), 2.0)))
+sys.stdout.buffer.write(msgspec.json.encode(doctor.run_checks(Path(sys.argv[1]), 2.0)))
 """
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
 
@@ -165,7 +165,7 @@ def test_another_user_may_not_enter(kvferryd: LocalDaemon, mode: int, change: st
     kvferryd.directory.chmod(mode)
     failure = the_failure(examine_as_nobody(kvferryd.runtime_dir))
     assert failure.check == "directory"
-    assert f"{kvferryd.directory}: permission denied, of root" in failure.found
+    assert f"{kvferryd.directory}: permission denied, owned by root" in failure.found
     assert failure.change.startswith((change, f"join its group: {change}"))
 
 
@@ -181,7 +181,7 @@ def test_another_user_is_told_that_there_may_be_a_daemon(kvferryd: LocalDaemon) 
     )
     command = [sys.executable, "-c", program, str(kvferryd.runtime_dir)]
     done = subprocess.run(command, capture_output=True, timeout=30, check=True, text=True)
-    assert done.stdout.startswith("Refused [forbidden] the daemon's files do not let your user in")
+    assert done.stdout.startswith("Refused [forbidden] file permissions deny your user access")
     assert str(kvferryd.directory) in done.stdout
 
 

@@ -396,7 +396,7 @@ def test_a_timeline_that_was_closed_is_said(
     rig.timeline.close()
     service.restart()
     until(lambda: bool(rig.client.get_finished()) or _refused(rig.client), PATIENCE)
-    assert "the timeline is closed" in str(rig.client.gone)
+    assert "timeline is closed" in str(rig.client.gone)
 
 
 @pytest.mark.parametrize("state", ["away", "coming"])

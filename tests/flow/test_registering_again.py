@@ -103,7 +103,7 @@ def test_the_same_again_is_the_same(
         assert client.region.num_blocks == 8
         assert client.incarnation == 1
         assert stores(client)
-        with pytest.raises(Refused, match="this client has registered") as refused:
+        with pytest.raises(Refused, match="this client has already registered") as refused:
             ask(client, tensor, host_bytes=512, timeline=timeline)
         assert refused.value.code == Code.ALREADY_REGISTERED
         assert not client.status().errors
