@@ -94,7 +94,7 @@ def _main(supervisor: Supervisor, arguments: Sequence[str] | None) -> None:
                 supervisor, Reload(arguments, config, partial(apply_config, endpoint))
             )
             uvloop.run(run(config, engine, pool, endpoint, kept, signals))
-        except Refused as error:  # what is refused is refused before it serves
+        except Refused as error:  # errors before it serves
             exit_with_error(supervisor, "refused to start", error, 2)
         except KVFerryError as error:
             exit_with_error(supervisor, "failed", error, 1)
@@ -161,10 +161,11 @@ SWITCH_INTERVAL = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class RecoveredState:
-    """What an earlier daemon left, and who keeps descriptors for the next one.
+    """The stored descriptors of an earlier daemon, and where the next daemon finds new ones.
 
-    ledgers: what is taken over, with the tensors. useless: what is not, still as it was left.
-    chunks: of a new pool, by name, that nobody keeps yet. why: there is no use for a pool that was.
+    fds: descriptors to be restored (pool, block tables, tensors), by name. stale_fds: those that
+    cannot be used; they are still stored. new_chunks: chunks of a new pool, not stored yet.
+    reason: why the pool of the earlier daemon cannot be used; empty if there was none.
     """
 
     supervisor: Supervisor
@@ -175,11 +176,16 @@ class RecoveredState:
     reason: str = ""
 
     def store_new_pool(self) -> None:
-        """Nothing keeps this daemon from serving any more: let what is useless go, and have the new
-        pool kept. Before that pool has any memory: it may be that of the old one."""
+        """Free the stale pool and store the new one.
+
+        Called when nothing can fail the start any longer, and before the new pool takes memory: it
+        may need the memory of the old one.
+        """
         if self.reason:
             log.warning("kept pool dropped; the new pool is empty", reason=self.reason)
-        free_chunks(chunks_of(self.stale_fds))  # or it stays taken until the supervisor forgets it
+        free_chunks(
+            chunks_of(self.stale_fds)
+        )  # otherwise systemd holds the memory until it closes them
         for name, descriptor in self.stale_fds.items():
             self.supervisor.remove_fd(name)
             os.close(descriptor)
@@ -211,7 +217,9 @@ async def run(
     core = Core(
         identity, pool.nbytes, time.monotonic(), HOST_BYTES, most_regions(), metrics.jobs.ended
     )
-    with signals.handled(lambda: server.stop()):  # before there is a socket: who sees it may end us
+    with signals.handled(
+        lambda: server.stop()
+    ):  # before the socket exists: a client that sees it may send SIGTERM
         with starting(config.directory):
             checksums = ChecksumClient(  # first: so its process never has a socket of ours
                 pool.descriptors,
@@ -266,26 +274,30 @@ async def run(
 def make_pool(
     config: Config, supervisor: Supervisor, *, locked: bool
 ) -> tuple[HostPool, RecoveredState]:
-    """The pool and the ledgers that an earlier daemon left, or a new pool and none. Raises Refused;
-    what was kept stays so until `settle`, whoever else refuses."""
+    """The pool of an earlier daemon with its block tables, or a new pool. Raises Refused.
+
+    Stored descriptors stay stored until `RecoveredState.store_new_pool`, also if the start fails.
+    """
     size, chunk = parse_bytes(config.pool.size), parse_bytes(config.pool.chunk)
     fd_store = supervisor if config.pool.keep and supervisor.has_fd_store else NullFdStore()
     kept = supervisor.stored_fds
-    chunks, why = chunks_of(kept), ""
+    chunks, reason = chunks_of(kept), ""
     if chunks and config.pool.keep:
         try:
-            again = HostPool(HOST_BYTES + size, chunk, chunks)
-            return again, RecoveredState(supervisor, fd_store, kept, {}, {})
+            pool = HostPool(HOST_BYTES + size, chunk, chunks)
+            return pool, RecoveredState(supervisor, fd_store, kept, {}, {})
         except KVFerryError as error:
-            if error.code == Code.POOL_TOO_LARGE:  # it is as it should be, and cannot be had now
+            if (
+                error.code == Code.POOL_TOO_LARGE
+            ):  # the stored pool fits the configuration, but cannot be mapped now
                 raise
-            why = str(error)
+            reason = str(error)
     if config.pool.check_memory:
         check_fits(size, locked=locked, spare=sum(map(used_bytes, chunks)))
     check_descriptors(size, chunk)
     pool = HostPool(HOST_BYTES + size, chunk)
     names = {f"{CHUNK}{number:05}": made for number, made in enumerate(pool.descriptors)}
-    return pool, RecoveredState(supervisor, fd_store, {}, kept, names, why)
+    return pool, RecoveredState(supervisor, fd_store, {}, kept, names, reason)
 
 
 # Descriptors of a daemon without pool and clients, plus a few for clients.
@@ -319,7 +331,7 @@ def make_engine(config: Config) -> CopyEngine:
 
 
 class SignalHandlers:
-    """SIGTERM and SIGINT stop the server, SIGHUP reloads; the supervisor is told, of health too.
+    """SIGTERM and SIGINT stop the server, SIGHUP reloads. Both, and health, go to the supervisor.
 
     SIGINT stays ignored if it was ignored when the daemon started.
     """
@@ -365,7 +377,7 @@ class SignalHandlers:
         yield
         for number in handlers:
             loop.remove_signal_handler(number)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # there is nothing to reload any more
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the daemon is stopping: nothing to reload
 
     def _end(self, stop: Callable[[], None]) -> None:
         self._supervisor.stopping()

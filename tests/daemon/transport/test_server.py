@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.daemon.core.actions import SendMessage
-from kvferry.daemon.transport.server import merge_results
+from kvferry.daemon.transport.outbox import merge_results
 from kvferry.proto.messages import Done, Finished, JobResult, Outcome, Waited
 from kvferry.proto.specs import Direction
 

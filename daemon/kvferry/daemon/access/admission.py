@@ -1,9 +1,9 @@
 """Who may connect: root, the daemon's own user, and the members of one POSIX group.
 
-The kernel names the process at the other end of a Unix socket: its user and groups when it
-connected. Both sockets ask `Admission.check`; the modes of the runtime directory (endpoint.py) keep
-everybody else from reaching them, and are the only check of events.sock.
-Called by the event loop.
+The kernel reports the user and groups that the process at the other end of a Unix socket had when
+it connected. Both sockets call `Admission.check_process`. In addition, the modes of the runtime
+directory (endpoint.py) keep other users out; for events.sock they are the only check. Event loop
+only.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ MAX_ID = (1 << 32) - 2
 # Linux, include/uapi/asm-generic/socket.h; Python has no name for it.
 SO_PEERGROUPS = 59
 # Python reads at most 1024 bytes of a socket option: 256 groups. A process with more of them is
-# known by its primary group only.
+# checked by its primary group only.
 _MAX_OPTION_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """A process as it was when it connected. groups: its supplementary groups."""
+    """Credentials of a process when it connected. groups: its supplementary groups."""
 
     uid: int
     gid: int

@@ -1,12 +1,12 @@
-"""How many connections a user may have and open, so that no user can end the daemon with them.
+"""Quotas of live and of new connections per user, so that no user can abort the daemon.
 
-libzmq ends the whole process if the routing id that ROUTER generates for a new connection equals
-one that a connected peer has chosen. Generated ids are a zero byte and a counter of 32 bits, with a
-random start and one more for each connection, and peers may choose ids of that form. An attacker
-with L live connections spreads their ids evenly and opens R more a second; the counter meets one
-after 2**32 / (2 * L * R) seconds on average. libzmq does not show a chosen id before it has taken
-it, but it asks (ZAP, server/zap.py) before a connection gets an id at all: so L and R are bounded,
-for each user and for all users together. Called by the event loop.
+libzmq aborts the process if the routing id that ROUTER generates for a new connection equals an id
+that a connected peer has chosen. A generated id is a zero byte and a 32-bit counter with a random
+start, which grows by one per connection, and peers may choose ids of that form. An attacker with L
+live connections spreads their ids evenly and opens R connections per second; then the counter meets
+one of them after 2**32 / (2 * L * R) seconds on average. libzmq does not reveal a chosen id before
+it accepts it, but it asks ZAP (transport/zap.py) before a connection gets an id. So L and R are
+bounded, per user and for all users together. Event loop only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvferry.daemon.access.admission import Admission, Credentials, credentials_
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """live: connections at a time. per_second: new ones on average, after the first `burst`."""
+    """live: connections at a time. per_second: average of new ones, after the first `burst`."""
 
     live: int
     per_second: float
@@ -33,15 +33,15 @@ class Quota:
 
     @property
     def days_to_collision(self) -> float:
-        """Seconds that an attacker who uses the whole quota needs on average."""
+        """Days until a collision, on average, if an attacker uses the whole quota."""
         return float(2**32 / (2 * self.live * self.per_second) / 86_400)
 
 
-# One user, root and the daemon's own included: root in a container is often the attacker. 97 days.
-# Room for 64 engines with their schedulers, workers and tools, all of which reconnect at once when
+# One user, including root and the daemon's own: an attacker may be root in a container. 97 days.
+# Enough for 64 engines with their schedulers, workers and tools, which all reconnect at once when
 # the daemon restarts, and for a status command every second.
 PER_USER = Quota(live=256, per_second=1.0, burst=4096)
-# All users together: an attacker may have many user ids. 24 days.
+# All users together, because an attacker may have many user ids. 24 days.
 ALL_USERS = Quota(live=512, per_second=2.0, burst=8192)
 # Users whose buckets are remembered; the full ones are forgotten first.
 _MAX_BUCKETS = 1024
@@ -56,7 +56,7 @@ class Decision(Enum):
 
 
 class TokenBucket:
-    """A token for each new connection; one comes back every 1 / per_second seconds."""
+    """One token per new connection; a token is added every 1 / per_second seconds."""
 
     def __init__(self, quota: Quota, now: float) -> None:
         self._quota, self._tokens, self._at = quota, float(quota.burst), now
@@ -90,11 +90,11 @@ class Connections:
         self.refused = 0
 
     def add_connection(self, descriptor: int) -> None:
-        """A connection was accepted. One too many is shut down at once, or those that stay silent
-        would hold descriptors until libzmq's handshake timeout.
+        """Count an accepted connection. If it exceeds a quota, shut it down at once.
 
-        The number may have been closed and be another connection's by now: then its own events
-        follow, and the count is right again after them.
+        Otherwise silent connections would hold descriptors until libzmq's handshake timeout. The
+        number may already belong to a newer connection; its own events follow and correct the
+        count.
         """
         self.remove_connection(descriptor)
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as peer:
@@ -132,7 +132,7 @@ class Connections:
         )
 
     def _groups(self, uid: int, gid: int, pid: int) -> frozenset[int]:
-        """Of the accepted connection that libzmq asks about; it does not tell which."""
+        """Groups of the connection that libzmq asks about, found by its credentials."""
         for process in self._by_descriptor.values():
             if (process.uid, process.gid, process.pid) == (uid, gid, pid):
                 return process.groups

@@ -6,9 +6,10 @@
         fds.sock       file descriptors, which ZeroMQ cannot carry
         events.sock    ZeroMQ PUB: KV events
 
-A second bind on a live ipc path would succeed and leave the first server deaf, so the lock comes
-first. The folder belongs to the daemon's user, the one above it to the same user or root. With an
-access group the folder is 0750 and the sockets 0660 of that group; without one, 0700 and 0600.
+A second bind to a live ipc path would succeed, and the first server would get no more connections,
+so the lock is taken first. The directory belongs to the daemon's user, its parent to the same user
+or root. With an access group, the directory has mode 0750 and the sockets 0660 of that group;
+without one, 0700 and 0600.
 """
 
 from __future__ import annotations
@@ -71,9 +72,9 @@ class Endpoint:
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
     def apply_access(self) -> None:
-        """Give the access group the folder and the sockets in it. Raises Refused (BAD_CONFIG).
+        """Set group and mode of the directory and its sockets. Raises Refused (BAD_CONFIG).
 
-        Called again when a socket was bound, which `close` then removes.
+        Must be called again after a socket is bound, so that `close` removes it.
         """
         for path in self._sockets:
             for place in (path, closed_path(path)):
@@ -83,7 +84,7 @@ class Endpoint:
         _set_access(self.directory, 0o700, 0o050, self.admission.gid)
 
     def change_group(self, group: str) -> None:
-        """Admit this group from now on, or change nothing. Raises Refused (BAD_CONFIG), OSError."""
+        """Admit this group from now on. Changes nothing if it raises Refused or OSError."""
         before = self.admission.group
         self.admission.change_group(group)
         try:
@@ -94,9 +95,9 @@ class Endpoint:
             raise
 
     def find_problem(self) -> str | None:
-        """Why clients cannot find the daemon any more: what is missing or replaced in the folder.
+        """Which file of the directory is missing or replaced, so that clients cannot connect.
 
-        None if all is in place. A few system calls on a tmpfs; called once a second.
+        None if all files are in place. A few system calls on a tmpfs; called once a second.
         """
         if not self.directory.exists():
             return f"runtime directory {self.directory} is gone; restart the daemon"
@@ -108,16 +109,16 @@ class Endpoint:
         return None
 
     def close(self) -> None:
-        """Remove the sockets that this daemon bound, and nobody else's.
+        """Remove the sockets that this daemon bound, and no others.
 
-        Only a daemon that holds the lock has sockets here. Its inode is not used again while it is
-        open, that of a socket may be.
+        Only the daemon that holds the lock has sockets here. The inode of the lock is not reused
+        while it is open; that of a socket may be.
         """
         if self._lock_is_here():
             for path in self._sockets:
                 for place in (path, closed_path(path)):
                     with suppress(OSError):
-                        # One that `open` has not seen was bound by a start that failed.
+                        # A socket unknown to `apply_access` was bound by a start that failed.
                         if self._bound.get(path) in (None, file_of(place)):
                             place.unlink()
         os.close(self._lock)

@@ -1,6 +1,6 @@
 """The core's output (actions) and input (reports).
 
-The core answers each message and each report with a list of actions and calls nobody. The server
+The core answers each message and each report with a list of actions. The server
 performs the actions: it sends messages, and passes the rest to the device worker and to
 persistence. Reports of the device worker and of persistence come back through the event loop.
 """
@@ -80,9 +80,10 @@ class PublishKVEvents:
 
 @dataclass(frozen=True, slots=True)
 class CloseSession:
-    """Forget a session: no more messages come from it or go to it.
+    """A session ended: remove it. No message is sent to it from now on.
 
-    unfinished: jobs of it that were under way; nbytes: what its other jobs moved. For the log.
+    unfinished: its jobs that were in flight; nbytes: bytes that its completed jobs moved. Both are
+    for the log.
     """
 
     session: str
@@ -102,8 +103,8 @@ class MapTensors:
     """Make an engine's tensors reachable; the device worker reports TensorsMapped.
 
     locations: where each tensor lies in `allocations`; None: allocate the tensors here.
-    keep: hold what is allocated, until Drop. reuse: the registration whose memory is held, to be
-        mapped instead of new memory where that can be.
+    keep: hold the allocated memory until ReleaseTensors. reuse: the registration whose held memory
+        is mapped instead of new memory, if possible.
     """
 
     registration: int
@@ -118,9 +119,9 @@ class MapTensors:
 
 @dataclass(frozen=True, slots=True)
 class KeepTensors:
-    """Hold the memory allocated for a registration for another daemon too, until Drop.
+    """Keep the memory allocated for a registration beyond this daemon, until ReleaseTensors.
 
-    descriptors: those that the device worker holds until then.
+    descriptors: of the memory; the device worker holds them until then.
     """
 
     registration: int
@@ -238,9 +239,9 @@ RegionChange: TypeAlias = RegionCreated | RegionUpdated | RegionFreed
 
 @dataclass(frozen=True, slots=True)
 class TensorsMapped:
-    """The tensors are reachable, or why not; where they were allocated here, how to share them.
+    """The tensors are reachable, or the error; if allocated here, how the client can map them.
 
-    reused: they are those of the registration that Map named.
+    reused: the memory is that of the registration that MapTensors named in `reuse`.
     """
 
     registration: int
@@ -305,14 +306,14 @@ class PoolRegistered:
 
 @dataclass(frozen=True, slots=True)
 class CopyCalibrated:
-    """The device was measured; this is how it copies."""
+    """The calibration ended with this result."""
 
     copying: CopyStatus
 
 
 @dataclass(frozen=True, slots=True)
 class HealthChecked:
-    """How the daemon is, and how far the verification of its blocks, found out just now."""
+    """The current health of the daemon and progress of the verification."""
 
     health: HealthStatus
     verification: VerificationStatus | None = None
@@ -320,10 +321,10 @@ class HealthChecked:
 
 @dataclass(frozen=True, slots=True)
 class Pong:
-    """The device worker responds to a Ping. posted: when that was sent.
+    """The reply of the device worker to a Ping. posted: when the Ping was sent.
 
-    oldest: when the oldest job was accepted that has not ended and is not held by its engine's
-        timeline; held: the same of those that are. None: there is none.
+    oldest: when the oldest job in flight was accepted that its engine's timeline does not hold;
+        held: the same for jobs that a timeline holds. None if there is none.
     """
 
     posted: float
@@ -333,7 +334,7 @@ class Pong:
 
 @dataclass(frozen=True, slots=True)
 class Continue:
-    """A command has more to do: post this one, behind what was posted meanwhile."""
+    """A command is not finished: post its rest, behind commands posted meanwhile."""
 
     command: CancelTransfers | ForgetStores
 

@@ -1,7 +1,7 @@
 """KV tensors that the daemon allocated and keeps although no engine uses them.
 
-Such tensors hold device memory that others miss. So they are kept only if the engine asked for it,
-the status shows them, and they are freed when
+Such tensors take device memory. So they are kept only if the engine requested it, the status shows
+them, and they are freed when
 
     the engine allocates again with another layout (with the same layout it gets them back)
     the engine registers tensors of its own
@@ -32,14 +32,14 @@ class KeptTensors:
 
 
 class KeptTensorsTable:
-    """At most one holding per engine name."""
+    """Kept tensors, at most one set per engine name."""
 
     def __init__(self, regions: Regions) -> None:
         self._regions = regions
         self._by_engine: dict[str, KeptTensors] = {}
 
     def __iter__(self) -> Iterator[tuple[str, int]]:
-        """(engine, bytes) of each holding."""
+        """(engine, bytes) of each entry."""
         return ((engine, tensors.nbytes) for engine, tensors in self._by_engine.items())
 
     def find_tensors(self, engine: str) -> KeptTensors | None:

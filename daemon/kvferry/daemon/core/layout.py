@@ -1,18 +1,17 @@
-"""Block maths: from the two sides of a TransferSpec to the bytes that move.
+"""Block address maths: from the two sides of a TransferSpec to the bytes to copy.
 
-A GPU block of a group is its references' pages, one from each canonical tensor. In host memory the
-same block is those pages one after another, and a host block is `block_size_factor` such GPU
-blocks in a row:
+A GPU block of a group consists of one page per reference of the group. In host memory these pages
+are contiguous, and a host block is `block_size_factor` such GPU blocks in a row:
 
     host block h of a group with pages a, b and factor 3     | a0 b0 | a1 b1 | a2 b2 |
                                                              ^ region start + h * host_block_bytes
 
-so that a whole host block, or any run of sub-blocks in it, is one contiguous piece. A request that
-begins at logical block i uses its first host block from sub-block `i mod factor` on, and the last
-one as far as it reaches; nothing outside the range is read or written.
+So a whole host block, or any range of sub-blocks in it, is contiguous. A request that starts at
+logical block i uses its first host block from sub-block `i mod factor` on. No byte outside the
+range is read or written.
 
-All of it is array arithmetic over block ids; nothing here loops over layers, or over more than a
-few blocks.
+Everything is array arithmetic over block ids: there is no loop over layers, and loops over blocks
+only for FEW of them. Called by the core and by the copy engines, on any thread.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import numpy as np
 
 from kvferry.daemon.core.aliasing import sharers_of, slot_bases
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.layout import Int64s as Int64s  # the core's name for it
+from kvferry.proto.layout import Int64s as Int64s  # used throughout the daemon
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.memory import Location
 from kvferry.proto.specs import (
@@ -104,7 +103,7 @@ class CopyBatch(msgspec.Struct, frozen=True):
 
 
 class ResolvedBlocks(msgspec.Struct, frozen=True):
-    """A transfer, checked: its runs, and the blocks it touches, for ordering.
+    """A checked transfer: its extents, and the blocks that it touches, for the hazard tracker.
 
     sub_blocks, sizes: of host blocks named by number, for block_states.py. Sub-block j of host
     block h is h * factor + j; `sizes` numbers the GPU-block size of each host block's group.
@@ -132,10 +131,10 @@ def split_spec(
 
 
 class GroupExtent(msgspec.Struct, frozen=True):
-    """A group's part of a transfer: GPU blocks, and the host blocks that they take.
+    """A group's part of a transfer: its GPU blocks, and their range of host blocks.
 
-    skip: sub-blocks of the first host block that come before. begin, end: which of the transfer's
-    host blocks are the group's.
+    skip: sub-blocks of the first host block before the first GPU block. begin, end: the range of
+    the group in the transfer's list of host blocks.
     """
 
     group: int
@@ -146,7 +145,7 @@ class GroupExtent(msgspec.Struct, frozen=True):
 
 
 class BlockLayout:
-    """The shape of one registration, ready for arithmetic. Immutable."""
+    """Address arithmetic of one registration. Immutable."""
 
     def __init__(
         self,
@@ -221,36 +220,36 @@ class BlockLayout:
     def resolve_extents(
         self, group_extents: tuple[GroupExtent, ...], hosts: Int64s
     ) -> ResolvedBlocks:
-        """Resolve checked shares. GPU blocks whose host block is -1 are left out."""
+        """Resolve checked group extents. GPU blocks whose host block is -1 are left out."""
         kept = None if _in_range(hosts, self.host_blocks) else hosts >= 0
         return self._resolved(group_extents, hosts, kept)
 
     def end_parts(self, part: GroupExtent) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Which sub-blocks, (from, to), of its first and of its last host block a share takes."""
+        """The sub-blocks (from, to) that it uses of its first and of its last host block."""
         end = part.skip + part.gpu_blocks.size
         first = (part.skip, min(self.factor, end))
         return first, first if part.end - part.begin == 1 else (0, (end - 1) % self.factor + 1)
 
     def count_bytes(self, extents: tuple[Extent, ...]) -> int:
         total = 0
-        for extent in extents:  # often one: a sum over a list takes twice as long
+        for extent in extents:  # often one, for which sum() takes twice as long
             total += extent.gpu_blocks.size * self.group_bytes[extent.group]
         return total
 
     def end_offset(self, extents: tuple[Extent, ...]) -> int:
-        """End, in bytes from the start of the pool, of everything that `runs` touch."""
+        """The byte offset in the pool where the last of the extents ends."""
         ends = [largest(extent.host_offsets) + self.group_bytes[extent.group] for extent in extents]
         return max(ends, default=0)
 
     def blocks_within_chunks(self, chunk_bytes: int) -> bool:
-        """Whether each host block lies in one chunk of the pool, which has chunks of that size."""
+        """Whether no host block spans two chunks of the pool, which have `chunk_bytes` each."""
         nbytes = self.host_block_bytes
         return chunk_bytes % nbytes == 0 == self.region_start % nbytes
 
     def split_chunk(
         self, extents: tuple[Extent, ...], max_bytes: int, max_blocks: int
     ) -> tuple[Extent, tuple[Extent, ...]]:
-        """The first chunk of `runs`, of one group and at least one GPU block, and the rest."""
+        """Split off a chunk: blocks of one group, at least one. Return it and the rest."""
         first, others = extents[0], extents[1:]
         blocks = max(1, min(max_blocks, max_bytes // self.group_bytes[first.group]))
         if first.gpu_blocks.size <= blocks:
@@ -261,7 +260,7 @@ class BlockLayout:
         )
 
     def copy_batch(self, extent: Extent, bases: Int64s, pool: int) -> CopyBatch:
-        """A copy for each page of `run`. bases: the tensors' addresses; pool: the host pool's."""
+        """A copy per page. bases: the tensors' addresses; pool: the address of the host pool."""
         refs = self.refs[extent.group]
         table = np.empty((3, extent.gpu_blocks.size, refs.pages.size), dtype=np.int64)
         gpu, host, size = table
@@ -274,8 +273,7 @@ class BlockLayout:
     def _resolved(
         self, group_extents: tuple[GroupExtent, ...], hosts: Int64s, kept: Bools | None
     ) -> ResolvedBlocks:
-        """The GPU slots of the answer number memory, not groups: groups that share a tensor share
-        its slots."""
+        """Resolve to memory. Groups that share a tensor have the same GPU slots."""
         extents, slots = [], []
         for part in group_extents:
             extent = self._extent(part, hosts, kept)
@@ -313,7 +311,7 @@ class BlockLayout:
             _check_unique(_joined(written), self.gpu_slots, "GPU block")
 
     def _extent(self, part: GroupExtent, hosts: Int64s, kept: Bools | None) -> Extent:
-        """Of all sub-blocks of a share's host blocks those that it takes, and that are `kept`."""
+        """The GPU blocks of one group whose host block is `kept`, and their pool offsets."""
         own = slice(part.begin, part.end)
         used = slice(part.skip, part.skip + part.gpu_blocks.size)
         starts = hosts[own] * self._host_block
@@ -386,7 +384,7 @@ def first_duplicate(ids: Int64s, limit: int) -> int | None:
     """An id that occurs twice among ids of 0 to `limit` - 1; None if there is none."""
     if ids.size <= FEW and len(set(ids.tolist())) == ids.size:
         return None
-    if limit > SPARSE * ids.size:  # a table of so many ids is memory to fault in, page by page
+    if limit > SPARSE * ids.size:  # a table of this size takes longer to allocate than a sort
         ordered = np.sort(ids)
         same = ordered[1:][ordered[1:] == ordered[:-1]]
         return int(same[0]) if same.size else None

@@ -37,7 +37,7 @@ class Lease(msgspec.Struct, frozen=True):
     held: Reservation | Pins
 
     def release_blocks(self, *, done: bool) -> None:
-        """Give it back; the keys of a store that was done can be loaded from now on."""
+        """End the lease. The keys of a completed store become loadable."""
         if isinstance(self.held, Pins):
             self.namespace.cache.complete_load(self.held)
         else:
@@ -45,7 +45,7 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class Namespace:
-    """changed: called with it when it has news to take."""
+    """changed: called with the namespace when it has key events to take."""
 
     def __init__(
         self,
@@ -181,13 +181,13 @@ class Namespace:
         return layout.resolve_extents(group_extents, np.array(blocks, dtype=np.int64)), lease
 
     def reset(self) -> DeferredFree:
-        """Every key becomes absent, and stores that were decided on before are refused. Returns
-        what is to be freed."""
+        """Make every key absent, and refuse stores of the generation before. Returns the tables to
+        be freed."""
         self.generation += 1
         return self.cache.reset()
 
     def take_key_events(self) -> KeyEvents | None:
-        """What happened since it was asked last."""
+        """The key events since the last call; None if there are none."""
         events = self.cache.take_events()
         if not events:
             return None
@@ -200,7 +200,7 @@ class Namespace:
         return KeyEvents(self.sequence, tuple(parts), self.generation)
 
     def snapshot(self) -> Iterator[Snapshot]:
-        """All keys as of now, in parts that are made as they are asked for."""
+        """All keys at this moment, in messages that are created one at a time."""
         ready, pending = self.cache.ready_keys(), self.cache.pending_keys()
         return _snapshots(self.sequence, self.generation, ready, pending)
 

@@ -41,7 +41,7 @@ class Namespaces:
         self._regions = regions
         self._by_name: dict[str, Namespace] = {}
         self._by_session: dict[str, Namespace] = {}
-        # Namespaces whose region was freed; their followers are not notified yet.
+        # Namespaces whose region was freed; their subscribers are not notified yet.
         self._freed: list[Namespace] = []
         self._freed_seen = 0
         # Namespaces with unsent key events, oldest first.
@@ -180,7 +180,7 @@ class Namespaces:
         return []
 
     def take_key_events(self) -> list[Action]:
-        """Tell those who follow what happened since the last time."""
+        """Key events since the last call: actions for subscribers, mirrors and deferred freeing."""
         self._find_freed()
         lost, self._freed = self._freed, []
         actions: list[Action] = [each for one in lost for each in _free_later(one.reset())]
@@ -201,7 +201,7 @@ class Namespaces:
         self._changed[namespace] = None
 
     def _find_freed(self) -> None:
-        """A deserted one may have given its room to somebody since the last look."""
+        """Remove namespaces whose region was freed since the last call."""
         if self._freed_seen == self._regions.freed_count:
             return
         self._freed_seen = self._regions.freed_count
@@ -211,7 +211,7 @@ class Namespaces:
         self._freed += lost
 
     def close_session(self, session: str) -> None:
-        """A session went: what it pinned may go."""
+        """Remove a closed session and release its pins."""
         namespace = self._by_session.pop(session, None)
         if namespace is None:
             return

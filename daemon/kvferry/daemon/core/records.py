@@ -21,7 +21,7 @@ from kvferry.proto.status import Fingerprint
 
 @dataclass(frozen=True, slots=True)
 class RegionOwner:
-    """Whose bytes: an engine's by its name, or those of a namespace."""
+    """The owner of a region: an engine or a namespace, by name."""
 
     kind: str
     name: str
@@ -41,7 +41,7 @@ Contents: TypeAlias = LayoutArrays | Fingerprint
 class RegionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A region: `nbytes` of the pool from `start` on, an engine's (layout) or a namespace's.
 
-    pages, factor: how host blocks of a namespace are made, where somebody has entered it.
+    pages, factor: composition of a namespace's host blocks, once an engine has registered in it.
     uid: the user that an engine's region belongs to.
     """
 
@@ -85,7 +85,7 @@ class RegionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResidentBlock(msgspec.Struct, frozen=True):
-    """A block that is good: its key, and the sub-blocks that were stored where not all were."""
+    """A committed block: its key, and its stored sub-blocks if not all were stored."""
 
     block: int
     key: OffloadKey
@@ -93,14 +93,14 @@ class ResidentBlock(msgspec.Struct, frozen=True):
 
 
 class RecoveredRegion(msgspec.Struct, frozen=True):
-    """A region that an earlier daemon left, and its residents, least recent first."""
+    """A region of an earlier daemon, and its committed blocks, least recent first."""
 
     record: RegionRecord
     residents: tuple[ResidentBlock, ...] = ()
 
 
 class KeptTensorsRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """KV tensors kept for an engine: what they are, and whose host blocks they go with."""
+    """KV tensors kept for an engine: their layout, and the owner of their host blocks."""
 
     engine: str
     layout: LayoutArrays
@@ -113,12 +113,12 @@ T = TypeVar("T")
 
 
 def encode_record(record: RegionRecord | KeptTensorsRecord) -> bytes:
-    """As it is written down; a layout as it travels."""
+    """Encode a record; a layout is encoded as on the wire."""
     return _encoder.encode(record)
 
 
 def decode_record(data: bytes, kind: type[T]) -> T:
-    """Raises msgspec.MsgspecError or Refused where that is no such record."""
+    """Raises msgspec.MsgspecError or Refused if `data` is no such record."""
     return msgspec.msgpack.decode(data, type=kind, dec_hook=_from_layout)
 
 

@@ -30,8 +30,9 @@ MAX_REGIONS = 1024
 
 @dataclass(slots=True)
 class Region:
-    """states: what can be loaded by number; None in a region whose host blocks have keys.
-    uid: the user that an engine's region belongs to; None for a namespace's."""
+    """states: which blocks can be loaded by number; None if the host blocks have keys.
+    present: whether the owner has a session or registration; otherwise the region is deserted.
+    uid: the user that owns an engine's region; None for a namespace."""
 
     owner: RegionOwner
     contents: Contents
@@ -51,7 +52,7 @@ class Region:
 
 
 class Regions:
-    """The host pool, divided. Deserted regions are kept in the order they were left."""
+    """The regions of the host pool. Deserted regions are in the order they were deserted."""
 
     def __init__(self, pool_bytes: int, own_bytes: int = 0, most: int = MAX_REGIONS) -> None:
         self.pool_bytes = pool_bytes
@@ -117,35 +118,35 @@ class Regions:
         return self._regions[owner], False
 
     def mark_deserted(self, owner: RegionOwner) -> None:
-        """The owner went; its region stays until somebody needs the room."""
+        """Mark a region as deserted. It keeps its bytes until another owner needs the memory."""
         region = self._regions.pop(owner)
         region.present = False
         self._regions[owner] = region
 
     def free_region(self, owner: RegionOwner) -> None:
-        """Nothing in the owner's region is worth keeping."""
+        """Free an owner's region with its contents."""
         del self._regions[owner]
         self.freed_count += 1
         self._changes.append(RegionFreed(owner))
 
     def record_created(self, record: RegionRecord) -> None:
-        """A region was claimed: have it written down."""
+        """Record a new region for persistence."""
         self._changes.append(RegionCreated(record))
 
     def record_updated(self, record: RegionRecord, *, wipe: bool = False) -> None:
         self._changes.append(RegionUpdated(record, wipe))
 
     def take_changes(self) -> list[RegionChange]:
-        """What is to be written down since this was asked last, in order."""
+        """The changes for persistence since the last call, in order."""
         if not self._changes:
             return []
         changes, self._changes = self._changes, []
         return changes
 
     def restore_region(self, found: RecoveredRegion) -> Region:
-        """Restore a region that an earlier daemon left. Raises Refused if it does not fit.
+        """Restore a region of an earlier daemon. Raises Refused if it does not fit.
 
-        Host blocks that have numbers are unverified then; of keys the namespace knows.
+        Blocks of an engine's region become unverified; those of a namespace are up to it.
         """
         record = found.record
         region = Region(
@@ -209,12 +210,12 @@ class Regions:
         deserted = [region.owner for region in kept if not region.present]
         least = block if nbytes is None else nbytes
 
-        def room(given_up: int) -> list[tuple[int, int]]:
-            gone = set(deserted[:given_up])
+        def room(freed: int) -> list[tuple[int, int]]:
+            gone = set(deserted[:freed])
             gaps = self._free_ranges([region for region in kept if region.owner not in gone])
             return [(start, size) for start, size in gaps if size >= least]
 
-        # With more given up there is never less room.
+        # Freeing more regions never leaves less room.
         gaps = room(bisect_left(range(len(deserted)), True, key=lambda count: bool(room(count))))
         if gaps:
             return max(gaps, key=lambda gap: gap[1]) if nbytes is None else (gaps[0][0], nbytes)

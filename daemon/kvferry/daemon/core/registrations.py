@@ -2,12 +2,12 @@
 
 A registration is in exactly one of three states:
 
-    opening  --TensorsMapped-->  open  --its session left-->  closing  --Unmapped-->  gone
-       \\_______________ its session left _______________/
+    opening  --TensorsMapped-->  open  --session closed-->  closing  --TensorsUnmapped-->  removed
+       \\______________ session closed ______________/
 
 Only an open one accepts transfers. A closing one still holds its engine's name and host blocks, so
 that no late copy of it writes into blocks of the next owner. Tensors that must outlive their
-registration become a holding (kept_tensors.py) when it is unmapped. Called by the core.
+registration become kept tensors (kept_tensors.py) when it is unmapped. Called by the core.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ OWN = ""
 
 @dataclass(frozen=True, slots=True)
 class RegistrationTerms:
-    """What is kept of a request: its handles and its layout's tree are large.
+    """The parts of a request that are needed later; its handles and layout are large.
 
-    allocated: by the daemon. keep: the tensors were asked to outlast the registration.
+    allocated: the daemon allocates the tensors. keep: they must outlast the registration.
     """
 
     request_id: int
@@ -102,7 +102,7 @@ class Registration:
 
 
 class Registrations:
-    """All registrations, each in the place where it stands."""
+    """All registrations, by state."""
 
     def __init__(
         self, regions: Regions, namespaces: Namespaces, owners: EngineOwners | None = None
@@ -122,7 +122,7 @@ class Registrations:
 
     @property
     def is_mapping(self) -> bool:
-        """Whether any memory is being mapped or let go."""
+        """Whether memory of a registration is being mapped or unmapped."""
         return bool(self._opening or self._closing)
 
     @property
@@ -185,9 +185,9 @@ class Registrations:
         return [*dropped, *self.release_orphaned(), wanted]
 
     def finish_mapping(self, report: TensorsMapped) -> tuple[list[Action], ErrorInfo | None]:
-        """Answer the client whose tensors are reachable now, or are not."""
+        """Reply to the client whose tensors were mapped or not. Return an error to be counted."""
         registration = self._opening.pop(report.registration, None)
-        if registration is None:  # its session left meanwhile; Unmapped follows
+        if registration is None:  # its session was closed meanwhile; TensorsUnmapped follows
             return [], None
         request_id = registration.terms.request_id
         if report.error is not None:
@@ -240,11 +240,11 @@ class Registrations:
         return [*actions, SendMessage(session, Released(message.request_id, nbytes))]
 
     def release_orphaned(self) -> list[Action]:
-        """Let tensors go whose engine's host blocks are somebody else's by now."""
+        """Release kept tensors whose host blocks now belong to another owner."""
         return _release_all(*self._kept_tensors.remove_orphaned())
 
     def close_session(self, session: str) -> list[Action]:
-        """A session went: let go of what it registered."""
+        """Start to unmap the registrations of a closed session."""
         actions: list[Action] = []
         for place in (self._opening, self._open):
             for registration in [r for r in place.values() if r.session == session]:
@@ -253,7 +253,7 @@ class Registrations:
         return actions
 
     def finish_unmapping(self, number: int) -> list[Action]:
-        """A registration is gone: its engine's name is free, and its host blocks may be."""
+        """Remove an unmapped registration; its engine's name is free again."""
         registration = self._closing.pop(number)
         self._free_name(registration)
         return self._keep_or_release(registration)
@@ -272,7 +272,7 @@ class Registrations:
         return None, _release_all(self._kept_tensors.remove_tensors(registration.engine))
 
     def _hand_over_tensors(self, registration: Registration, report: TensorsMapped) -> list[Action]:
-        """An engine has its tensors: what was held for it is theirs, or of no use."""
+        """Release an engine's kept tensors now that it has tensors; keep the new ones if asked."""
         dropped = _release_all(self._kept_tensors.remove_tensors(registration.engine))
         if not registration.terms.keep:
             return dropped
@@ -284,7 +284,7 @@ class Registrations:
         return [KeepTensors(registration.number, record, report.held), *dropped]
 
     def _keep_or_release(self, registration: Registration) -> list[Action]:
-        """Hold the tensors of a registration that is gone, or let them go."""
+        """Keep the tensors of a removed registration, or release them."""
         number, layout_arrays = registration.number, registration.layout.layout_arrays
         if registration.kept_bytes:
             kept = KeptTensors(
@@ -314,12 +314,12 @@ class Registrations:
         block_bytes = region.contents.host_block_bytes
         layout = BlockLayout(layout_arrays, region.start, region.num_blocks, locations, block_bytes)
         host = HostRegion(region.num_blocks, block_bytes, reattached)
-        ordering = HazardTracker(layout.gpu_slots, region.num_blocks)
+        hazards = HazardTracker(layout.gpu_slots, region.num_blocks)
         allocated = isinstance(request, AllocateKVCaches)
         keep, has_timeline = getattr(request, "keep", False), request.timeline is not None
         terms = RegistrationTerms(request.request_id, allocated, keep, has_timeline)
         registration = Registration(
-            number, engine, session, terms, layout, host, region, ordering, namespace
+            number, engine, session, terms, layout, host, region, hazards, namespace
         )
         registration.uid = self._owners.uid_of(engine)
         self._opening[registration.number] = registration
@@ -342,7 +342,7 @@ class Registrations:
         return region, reattached
 
     def _free_name(self, registration: Registration) -> None:
-        """Free the engine's name; its region stays where the bytes in it are the engine's."""
+        """Free the engine's name. Its region stays if the bytes in it are the engine's."""
         del self._by_engine[registration.engine]
         if registration.engine == OWN:
             return

@@ -20,16 +20,16 @@ LEAST_PINS = 4 * MAX_KEYS
 
 
 class PinGroup:
-    """Keys that one message pinned, until the last of them is let go."""
+    """The keys that one message pinned, until all of them are released."""
 
     def __init__(self, cache: Cache, keys: Sequence[OffloadKey]) -> None:
-        """Raises Refused (KEY_ABSENT) where one of them is not there any more."""
+        """Raises Refused (KEY_ABSENT) if a key is absent."""
         self._cache = cache
         self._shared_pins: Pins | None = cache.prepare_load(keys)
         self._single_pins: defaultdict[OffloadKey, list[Pins]] = defaultdict(list)
 
     def release_keys(self, keys: Sequence[OffloadKey]) -> None:
-        """Some of those that are left, each as often as it is named."""
+        """Release some of the remaining keys, each as often as it occurs in `keys`."""
         if self._shared_pins is not None:
             whole, self._shared_pins = self._shared_pins, None
             if len(keys) == len(whole.keys):
@@ -42,22 +42,22 @@ class PinGroup:
 
 
 class SessionPins:
-    """Of a key that was pinned more than once, the pin that is oldest goes first."""
+    """The pins of one session. Of several pins of a key, the oldest is released first."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._max_pins = max(LEAST_PINS, PINS_OF_A_BLOCK * cache.usage.capacity)
         # Number of pins, including those of keys that were absent.
         self._count = 0
-        # The oldest hold of each key; None if the key was absent.
+        # The oldest pin of each key; None if the key was absent.
         self._oldest: dict[OffloadKey, PinGroup | None] = {}
-        # Further holds of a key, in order.
+        # Further pins of a key, in order.
         self._newer: defaultdict[OffloadKey, deque[PinGroup | None]] = defaultdict(deque)
 
     def pin_keys(self, keys: Sequence[OffloadKey]) -> None:
-        """Keep those that are there; of one that went meanwhile its load will say so.
+        """Pin the loadable keys. An absent key is counted, and its load will fail.
 
-        Raises Refused (BUSY) where they are too many with those before; then none is kept.
+        Raises Refused (BUSY) and pins none if the session would have too many pins.
         """
         if not keys:
             return
@@ -77,7 +77,7 @@ class SessionPins:
                 self._add_pin(key, groups[key])
 
     def unpin_keys(self, keys: Sequence[OffloadKey]) -> None:
-        """Raises Refused (NOT_PINNED) where one was not pinned as often; then none is let go."""
+        """Raises Refused (NOT_PINNED) and releases none if a key has fewer pins than that."""
         for key, times in Counter(keys).items():
             pinned = (key in self._oldest) + len(self._newer.get(key, ()))
             if pinned < times:
@@ -89,7 +89,7 @@ class SessionPins:
         self._release_keys(keys)
 
     def unpin_all(self) -> None:
-        """Let everything go."""
+        """Release all pins."""
         behind = (key for key, others in self._newer.items() for _ in others)
         self._release_keys((*self._oldest, *behind))
 

@@ -42,7 +42,7 @@ MAX_WAITS = 256
 
 @dataclass(slots=True, eq=False)
 class PendingWait:
-    """A session that asked to be told when some jobs have ended."""
+    """A Wait of a session; `remaining` jobs have not ended."""
 
     session: str
     request_id: int
@@ -50,7 +50,7 @@ class PendingWait:
 
 
 class Transfer(msgspec.Struct, eq=False):
-    """A transfer under way. `session` is None once nobody wants to hear of its end."""
+    """A transfer in flight. session: None once its session is closed."""
 
     serial: int
     job_id: int
@@ -66,15 +66,16 @@ class Transfer(msgspec.Struct, eq=False):
     waiters: list[PendingWait] = []
 
 
-# Called with each job that ended, but for the daemon's own, and how its group is copied: "direct",
-# "staged" or "cpu".
+# Called with the copy mode ("direct", "staged" or "cpu") and the result of each ended job, except
+# the daemon's own.
 JobObserver: TypeAlias = Callable[[str, JobResult, TransferCompleted], None]
 
 
 class Transfers:
-    """All jobs under way, found by serial, and by engine and job id.
+    """All jobs in flight, by serial, and by engine and job id.
 
-    most: how many jobs of a direction a session may have under way. observe: see JobObserver.
+    most: the number of jobs of a direction that a session may have in flight. observe: see
+        JobObserver.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class Transfers:
         return []
 
     def end_transfer(self, report: TransferCompleted) -> tuple[list[Action], ErrorInfo | None]:
-        """The one end of a job: tell its session, then those who waited for it."""
+        """End a job: send its result, then Waited to sessions that waited for it."""
         job = self._jobs.pop(report.serial)
         del self._by_id[job.registration.engine, job.job_id]
         job.registration.hazards.remove_transfer(job.direction)

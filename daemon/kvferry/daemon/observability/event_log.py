@@ -23,14 +23,14 @@ log = structlog.get_logger()
 
 
 class RateLimiter:
-    """Lets one in `seconds` through, of each kind, and counts the others."""
+    """Passes one event per kind and `seconds`, and counts the others."""
 
     def __init__(self, seconds: float = EVERY) -> None:
         self._seconds = seconds
         self._kinds: dict[tuple[str, ...], tuple[float, int]] = {}
 
     def passes(self, kind: tuple[str, ...], now: float) -> int | None:
-        """None: say nothing now. Else how many of the kind were not said since the last."""
+        """None if this line is suppressed, else the number suppressed since the last line."""
         last, suppressed = self._kinds.get(kind, (float("-inf"), 0))
         if now - last < self._seconds:
             self._kinds[kind] = last, suppressed + 1
@@ -72,7 +72,7 @@ class EventLog:
         )
 
     def mapping_started(self, client: LoggedClient | None, action: MapTensors) -> None:
-        """An engine's tensors are being mapped; the daemon's own are nobody's news."""
+        """Mapping of an engine's tensors starts. client: None for the daemon's own session."""
         if client is not None:
             self._maps[action.registration] = client, action, time.monotonic()
 
@@ -102,11 +102,11 @@ class EventLog:
         log.info("pool registered", bytes=nbytes, seconds=seconds)
 
     def message_refused(self, client: LoggedClient | None, error: ErrorInfo) -> None:
-        """What was no message, or came from one that has no session."""
+        """A message was invalid, or its connection has no session."""
         self._warn("message refused", client, error)
 
     def client_refused(self, client: LoggedClient) -> None:
-        """It said hello, and was told why not."""
+        """A Hello was refused."""
         suppressed = self._rate_limiter.passes(("not welcome", client.client), time.monotonic())
         if suppressed is not None:
             log.warning(
@@ -118,7 +118,7 @@ class EventLog:
         self._warn("job failed", client, error)
 
     def internal_error(self, client: LoggedClient | None, error: Exception) -> None:
-        """Nobody foresaw this: whoever mends it needs to know where it was."""
+        """An unexpected exception, with its traceback."""
         suppressed = self._rate_limiter.passes(("broke", type(error).__name__), time.monotonic())
         if suppressed is not None:
             engine = client.engine if client else ""

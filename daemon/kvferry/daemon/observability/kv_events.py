@@ -1,9 +1,9 @@
-"""KV events for routers and indexers, published by a process of their own (kv_events_process.py).
+"""KV events for routers and indexers, published by a separate process (kv_events_process.py).
 
-The daemon owns the listening socket. The process is started when the first subscriber connects, and
-started again if it ends: subscribers reconnect, and see a gap in the sequence numbers. Events are
-handed over only while somebody subscribes, through a channel with a bound: what it does not take is
-dropped, which is a gap as well. Used by the event loop alone.
+The daemon owns the listening socket. The process starts when the first subscriber connects, and is
+restarted if it ends: subscribers then reconnect and see a gap in the sequence numbers. Events are
+sent to the process only while there are subscribers, through a bounded channel. Events that do not
+fit are dropped, which is also a gap. Event loop only.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from kvferry.daemon.observability.kv_events_process import MEMORY_BUDGET, SIZE, 
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import EventKind
 
-# Bytes handed over that the process has not read yet, besides what the kernel takes.
+# Bytes sent to the process and not yet read by it, besides those in the kernel's buffer.
 MAX_QUEUED_BYTES = 4 << 20
 BACKLOG = 64
-# Before the process is started again: one that ends at once must not cost a core.
+# Seconds before the process is restarted, so that one that ends at once does not use up a core.
 RESTART_SECONDS = 1.0
-# Each process numbers from a multiple of this, so that its numbers are above all earlier ones.
+# Each process starts its numbers at a multiple of this, above all earlier numbers.
 NUMBERS_PER_PROCESS = 1 << 32
 PROCESS = "kvferry.daemon.observability.kv_events_process"
 
@@ -38,8 +38,10 @@ log = structlog.get_logger()
 
 
 class KVEventPublisher(asyncio.Protocol):
-    """Publishes at `address`: ipc://path, ipc://@name, tcp://host:port, or "off". Raises Refused
-    (BAD_CONFIG). As a protocol it is the daemon's end of the channel."""
+    """Publishes at `address`: ipc://path, ipc://@name, tcp://host:port, or "off".
+
+    Raises Refused (BAD_CONFIG). As an asyncio protocol it is the daemon's end of the channel.
+    """
 
     def __init__(self, address: str) -> None:
         self._loop = asyncio.get_running_loop()
@@ -68,12 +70,12 @@ class KVEventPublisher(asyncio.Protocol):
 
     @property
     def wanted(self) -> bool:
-        """Whether anybody subscribes, or is about to."""
+        """Whether there is a subscriber, or a client that connected and may subscribe."""
         return self._subscribed
 
     @property
     def queued_bytes(self) -> int:
-        """Handed over, and taken by nobody yet."""
+        """Bytes in the channel that the kernel has not taken yet."""
         return 0 if self._channel is None else self._channel.get_write_buffer_size()
 
     def publish(self, action: PublishKVEvents) -> None:
@@ -103,7 +105,7 @@ class KVEventPublisher(asyncio.Protocol):
         self._listener.close()
         if self._file is not None:
             path, inode = self._file
-            with suppress(OSError):  # at a stop nothing depends on it
+            with suppress(OSError):  # the daemon stops: nothing depends on it
                 if path.lstat().st_ino == inode:
                     path.unlink()
 
@@ -120,7 +122,7 @@ class KVEventPublisher(asyncio.Protocol):
     async def _serve(self) -> None:
         first = 0
         while True:
-            await self._until_somebody_connects()
+            await self._wait_for_connection()
             status = await self._run_process(first)
             log.warning(
                 "KV event publisher exited; it restarts for the next subscriber",
@@ -130,7 +132,7 @@ class KVEventPublisher(asyncio.Protocol):
             first += NUMBERS_PER_PROCESS
             await asyncio.sleep(RESTART_SECONDS)
 
-    async def _until_somebody_connects(self) -> None:
+    async def _wait_for_connection(self) -> None:
         connecting = asyncio.Event()
         self._loop.add_reader(self._listener, connecting.set)
         try:
@@ -139,12 +141,12 @@ class KVEventPublisher(asyncio.Protocol):
             self._loop.remove_reader(self._listener)
 
     async def _run_process(self, first: int) -> int | str:
-        """Run one process to its end: its exit status, or why it could not be started."""
+        """Run one process to its end. Return its exit status, or why it could not be started."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
                 self._channel, _ = await self._loop.create_unix_connection(lambda: self, sock=ours)
-                # Whoever connected is about to subscribe: what happens from now on is for it.
+                # The client that connected will subscribe: keep events for it from now on.
                 self._subscribed = True
                 process = await self._start(theirs, first)
             try:
@@ -163,7 +165,7 @@ class KVEventPublisher(asyncio.Protocol):
                 self._channel = None
 
     async def _start(self, channel: socket.socket, first: int) -> asyncio.subprocess.Process:
-        # libzmq takes the listening socket over, and of the address only the kind.
+        # libzmq uses the listening socket, and only the transport of the address.
         ipc = self._listener.family == socket.AF_UNIX
         address = "ipc://kvferry-events" if ipc else "tcp://127.0.0.1:1"
         passed = channel.fileno(), self._listener.fileno()
@@ -180,12 +182,12 @@ class KVEventPublisher(asyncio.Protocol):
         )
 
 
-# What subscribers are told: a store that begins, or fails, is nothing to them.
+# Kinds that are published. Pending and failed stores do not concern subscribers.
 PUBLISHED = EventKind.STORED, EventKind.REMOVED, EventKind.CLEARED
 
 
 def _path(address: str) -> Path | None:
-    """The file of an ipc endpoint. Names in the abstract namespace begin with @."""
+    """The file of an ipc address; None for tcp and for abstract names, which begin with @."""
     place = address.removeprefix("ipc://")
     return None if place == address or place.startswith("@") else Path(place)
 
@@ -208,7 +210,7 @@ def _listen(address: str) -> socket.socket:
 def _listen_at_path(address: str) -> socket.socket:
     path = _path(address)
     if path is not None and path.exists() and stat.S_ISSOCK(path.lstat().st_mode):
-        path.unlink()  # of a daemon that was killed
+        path.unlink()  # left by a daemon that was killed
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(os.fsencode(path) if path else b"\0" + address[7:].encode())

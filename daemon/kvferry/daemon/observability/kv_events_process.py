@@ -2,13 +2,14 @@
 
     python -m kvferry.daemon.observability.kv_events_process CHANNEL LISTENER ADDRESS FIRST_NUMBER
 
-libzmq stores the topics of all subscribers in a tree that costs about 50 bytes for each byte of a
-topic, and reads everything that a connection sends before it returns to its caller. No option
-bounds that tree, and no caller can interrupt it, so the bound is that of a process: RLIMIT_DATA.
-Beyond it libzmq aborts, and the daemon starts another process (kv_events.py).
+libzmq stores the topics of all subscribers in a tree that takes about 50 bytes per byte of a topic,
+and it reads everything that a connection sends before it returns. No option bounds the tree, and
+no caller can interrupt the read, so the bound is that of a process: RLIMIT_DATA. Beyond it libzmq
+aborts, and the daemon starts another process (kv_events.py).
 
-CHANNEL is a stream socket to the daemon. It brings HandedOver messages, each behind its size. It
-returns one byte whenever that changes: whether anybody subscribes. The process ends with it.
+CHANNEL is a stream socket to the daemon. It carries HandedOver messages, each preceded by its size.
+In the other direction it carries one byte whenever this changes: whether there are subscribers. The
+process ends when the channel is closed.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ import zmq
 from kvferry.proto.events import batches_of
 from kvferry.proto.messages import KeyEvents
 
-# Above what the process has when it starts: 20 MiB for a subscriber that does not read (1,000
-# messages of 512 hashes), and the topics of some thousands.
+# Bytes beyond what the process has at start: 20 MiB for a subscriber that does not read (1,000
+# messages of 512 hashes), and the topics of some thousands of subscribers.
 MEMORY_BUDGET = 48 << 20
 # Messages kept for a subscriber that does not read.
 SEND_HIGH_WATER = 1_000
@@ -38,15 +39,15 @@ SEND_HIGH_WATER = 1_000
 MAX_SUBSCRIPTION_BYTES = 256
 # Subscriptions read before the channel is read again.
 SUBSCRIPTIONS_PER_TURN = 1_000
-# The first subscriber connects before this process runs: its subscription must be here before the
-# first event is published. If it sends none, the events are dropped.
+# The first subscriber connects before this process runs. Its subscription must arrive before the
+# first event is published; if it sends none, the events are dropped.
 FIRST_SUBSCRIPTION_MS = 1_000
 CHANNEL_READ_BYTES = 256 << 10
 SIZE = struct.Struct("!I")
 
 
 class HandedOver(msgspec.Struct, frozen=True, array_like=True):
-    """What happened in a namespace. gap: something before it was not handed over."""
+    """Events of a namespace for the publisher. gap: earlier events were dropped."""
 
     gap: bool
     namespace: str
@@ -56,7 +57,7 @@ class HandedOver(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Subscriptions:
-    """How many topics are subscribed to, as XPUB reports it."""
+    """The number of subscribed topics, as XPUB reports them."""
 
     def __init__(self, xpub: zmq.Socket[bytes]) -> None:
         self._xpub = xpub
@@ -66,7 +67,7 @@ class Subscriptions:
         return self._topics > 0
 
     def read(self) -> None:
-        """Read what subscribers sent, up to a bound."""
+        """Read up to SUBSCRIPTIONS_PER_TURN messages of subscribers."""
         for _ in range(SUBSCRIPTIONS_PER_TURN):
             try:
                 message = self._xpub.recv(zmq.NOBLOCK)
@@ -79,14 +80,16 @@ class Subscriptions:
 
 
 class Numbers:
-    """The number of the next message of each namespace. `first`: above those of all processes
-    before this one."""
+    """The number of the next message of each namespace.
+
+    first: larger than all numbers of earlier processes.
+    """
 
     def __init__(self, first: int) -> None:
         self._next: defaultdict[str, int] = defaultdict(lambda: first)
 
     def skip_number(self) -> None:
-        """Leave a number out in all namespaces: events of one of them were dropped."""
+        """Skip one number in all namespaces, because events of one of them were dropped."""
         for namespace in self._next:
             self._next[namespace] += 1
 
@@ -97,7 +100,7 @@ class Numbers:
 
 
 def messages_in(data: bytearray) -> Iterator[bytes]:
-    """Take complete messages out of what was read from the channel."""
+    """Remove and yield the complete messages of the bytes read from the channel."""
     start = 0
     while len(data) - start >= SIZE.size:
         (size,) = SIZE.unpack_from(data, start)
@@ -145,17 +148,17 @@ class Publisher:
         self._channel.send(bytes([subscribed]))
         return subscribed
 
-    def _publish(self, message_: HandedOver) -> None:
-        if message_.gap:
+    def _publish(self, message: HandedOver) -> None:
+        if message.gap:
             self._numbers.skip_number()
-        topic = message_.namespace.encode()
-        for batch in batches_of(message_.key_events, message_.block_size, message_.time):
-            number = self._numbers.take_number(message_.namespace)
+        topic = message.namespace.encode()
+        for batch in batches_of(message.key_events, message.block_size, message.time):
+            number = self._numbers.take_number(message.namespace)
             self._xpub.send_multipart([topic, number, self._encoder.encode(batch)])
 
 
 def limit_memory(budget: int) -> None:
-    """End this process when it allocates so much more than it has now."""
+    """Let allocations fail beyond the current data size plus `budget` bytes."""
     with Path("/proc/self/status").open() as status:
         used = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
     resource.setrlimit(resource.RLIMIT_DATA, (used + budget, used + budget))

@@ -40,9 +40,9 @@ HOST_BYTES = 2 * PAGE
 
 
 class Probe:
-    """say: puts a message to the core. address: of its host blocks.
+    """send: passes a message to the core. address: of the probe's host blocks.
 
-    One round at a time; a round has no deadline of its own, and ends when its copies do.
+    One round at a time. A round has no deadline of its own and ends when its copies end.
     """
 
     def __init__(self, send: Callable[[ClientMessage], None], address: int) -> None:
@@ -53,17 +53,17 @@ class Probe:
         self._allocated = False
 
     def allocate_memory(self) -> None:
-        """Ask for memory, before anybody else can; the first round waits for the answer."""
+        """Request device memory, before any client can. The first round waits for the reply."""
         self._reply = asyncio.get_running_loop().create_future()
         self._send(AllocateKVCaches(0, LAYOUT, HOST_BYTES))
 
     def receive_reply(self, message: DaemonMessage) -> None:
-        """What the core answers."""
+        """Receive a reply of the core."""
         if self._reply is not None and not self._reply.done():
             self._reply.set_result(message)
 
     async def run_round(self) -> float:
-        """Seconds that it took. Raises KVFerryError where it did not come back as it went."""
+        """Run one probe and return its seconds. Raises KVFerryError if the bytes differ."""
         await self._wait_for_memory()
         began = time.monotonic()
         self._rounds += 1

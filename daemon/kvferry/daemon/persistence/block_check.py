@@ -1,7 +1,7 @@
 """Compares committed blocks with their checksums and reports the outcome to the core.
 
-Used by the verification after a restart and by the scrub. A block that is stored over while it is
-read counts for neither side: its version changed. Event loop only.
+Used by the verification after a restart and by the scrub. If a block is overwritten while it is
+read, its version has changed, and it is neither verified nor corrupt. Event loop only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Batch:
-    """Blocks of one table, and what it says of them when they are read."""
+    """Blocks of one table, with their versions and checksums at the time of the request."""
 
     table: BlockTable
     blocks: Int64s
@@ -32,7 +32,7 @@ class _Batch:
 
 
 class BlockCheck:
-    """report: takes the core's reports."""
+    """report: called with reports for the core."""
 
     def __init__(self, checksums: ChecksumClient, report: Callable[[list[Report]], None]) -> None:
         self._checksums = checksums
@@ -41,7 +41,7 @@ class BlockCheck:
     def check_blocks(
         self, table: BlockTable, blocks: Int64s, purpose: Purpose, done: Callable[[], None]
     ) -> None:
-        """Read one batch of committed blocks and compare; `done` is called in any case."""
+        """Read one batch of committed blocks and compare it. `done` is called in every case."""
         versions, expected = table.versions(blocks), table.checksums(blocks)
         batch = _Batch(table, blocks, versions, expected, purpose)
         compare = partial(self._compare, batch, done)

@@ -1,15 +1,15 @@
 """The block table of a region: for each host block whether it is committed, its key and checksum.
 
-It is a memfd, so whoever holds its descriptor has the table, also if the daemon was killed between
-any two instructions. The order of writes makes that safe:
+It is a memfd, so it survives the daemon while another process holds its descriptor. The daemon may
+be killed between any two instructions. The order of writes keeps the table consistent:
 
-    invalidate   before a store may touch a block: it is not committed and its version changes
-    commit       after the store, once its checksum is computed: key, part and checksum first, the
-                 flag `committed` last
+    invalidate   before a store may write a block: `committed` is cleared, the version grows
+    commit       after the store, once the checksum is computed: key, part and checksum are written
+                 first, the flag `committed` last
 
-A committed block therefore holds exactly what its checksum is of. A block that was stored and not
-committed is lost with the daemon: that is a miss. The record at the head of the file has two places
-and a number that says which one is valid. Event loop only.
+So a committed block always matches its checksum. A block that was stored but not committed is lost
+with the daemon, which is a miss. The file has room for two records of the region, and a number that
+says which one is valid. Event loop only.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.keys import OffloadKey
 from kvferry.shm.memfd import check_sealed, sealed_memfd
 
-# Its last character is the version of the format. 2: the loadable part of raw blocks is recorded.
+# The last character is the version of the format.
 MAGIC = b"kvferry2"
-# Bytes for a record; memory that is never written takes no room.
+# Bytes reserved for a record; pages that are never written take no memory.
 RECORD_ROOM = 1 << 20
 LINES_AT = PAGE + 2 * RECORD_ROOM
-# Beyond it a stamp is damaged: no daemon counts so far.
+# A larger stamp is damaged: no daemon counts this far.
 MAX_STAMP = 1 << 62
-# Lines that are wiped at a time, while a CPU's cache has them.
+# Lines cleared at a time, so that they stay in the CPU's cache.
 WIPED_LINES = 4096
 # MAGIC, and which of the two records is valid.
 _HEAD = struct.Struct("<8sQ")
@@ -64,11 +64,11 @@ class UseClock:
 
 
 class BlockTable:
-    """The table behind a descriptor, which it owns from now on.
+    """The block table in a memfd. Owns the descriptor.
 
-    blank: it was made just now, and its lines must not be read: that would take memory for what was
-    never written. Raises Refused (BAD_LAYOUT, NOT_SHAREABLE) if the descriptor is no table, or one
-    of another version; the descriptor is closed then.
+    blank: the table is new; its lines are not read, because that would allocate their pages.
+    Raises Refused (BAD_LAYOUT, NOT_SHAREABLE) and closes the descriptor if it is no block table of
+    this version.
     """
 
     def __init__(
@@ -91,13 +91,13 @@ class BlockTable:
         except BaseException:
             os.close(descriptor)
             raise
-        # Blocks that an earlier daemon committed and nobody compared with their checksums yet.
+        # Blocks that an earlier daemon committed, not yet compared with their checksums.
         self.unverified: Bools | None = None
         self._unverified_count = 0
         self._committed, self._versions = self._lines["committed"], self._lines["version"]
         self._stamps = self._lines["stamp"]
         self.closed = False
-        # No line from here on is committed; a blank table's are not to be read.
+        # No line from here on is committed. Lines of a blank table must not be read.
         self._end = 0
         if not blank:
             self._end = self.num_blocks
@@ -121,24 +121,24 @@ class BlockTable:
         return 0 if self.closed else self._unverified_count * self.record.block_bytes
 
     def mark_unverified(self, blocks: Int64s) -> None:
-        """An earlier daemon wrote this table, and these are its residents; others are dropped."""
+        """Mark blocks that an earlier daemon committed; all other blocks become uncommitted."""
         unverified = np.zeros(self.num_blocks, np.bool_)
         unverified[blocks] = True
         self._committed &= unverified
         self.unverified, self._unverified_count = unverified if blocks.size else None, blocks.size
 
     def mark_verified(self, blocks: Int64s) -> Int64s:
-        """These match their checksums. Returns those of them that were unverified."""
+        """Mark blocks that match their checksums. Returns those that were unverified."""
         return self._clear_unverified(blocks)
 
     def mark_corrupt(self, blocks: Int64s) -> None:
-        """These lost their bytes: they are not committed until they are stored again."""
+        """Mark blocks whose bytes are lost as uncommitted, until they are stored again."""
         self._committed[blocks] = False
         self._versions[blocks] += _ONE
         self._clear_unverified(blocks)
 
     def update(self, record: RegionRecord) -> None:
-        """Replace the record by another one, for the same blocks and keys."""
+        """Replace the record. The blocks and the size of keys must stay the same."""
         data = _packed(record)
         _, current = _HEAD.unpack_from(self._file)
         other = 1 - current
@@ -148,18 +148,18 @@ class BlockTable:
         self.record = record
 
     def mark_void(self) -> None:
-        """This is no table from now on, whoever holds its descriptor."""
+        """Make the file invalid as a block table, for every holder of its descriptor."""
         _HEAD.pack_into(self._file, 0, bytes(8), 0)
 
     def clear_commits(self) -> None:
-        """No block is committed."""
+        """Mark every block as uncommitted."""
         self.unverified, self._unverified_count = None, 0
         for at in range(0, self._lines.size, WIPED_LINES):
             self._committed[at : at + WIPED_LINES] = False
             self._versions[at : at + WIPED_LINES] += _ONE
 
     def invalidate(self, blocks: Int64s) -> Versions:
-        """These are about to be written. Returns their versions, which `commit` compares."""
+        """Mark blocks as uncommitted before a store writes them. Returns versions for `commit`."""
         self.mark_corrupt(blocks)
         self.touch(blocks)
         return self.versions(blocks)
@@ -172,7 +172,7 @@ class BlockTable:
         keys: Sequence[OffloadKey],
         parts: dict[int, tuple[int, int]],
     ) -> None:
-        """These hold what was stored in them, except those that were invalidated since."""
+        """Mark stored blocks as committed, except those that were invalidated meanwhile."""
         lines = self._lines
         same = self.unchanged(blocks, versions)
         if keys:
@@ -186,7 +186,7 @@ class BlockTable:
         self._end = max(self._end, int(blocks.max(initial=-1)) + 1)
 
     def touch(self, blocks: Int64s) -> None:
-        """These were used: the first became the most recent."""
+        """Record a use of blocks; the first becomes the most recent."""
         now = self._clock.advance(blocks.size)
         if blocks.size == 1:
             self._stamps[blocks] = now
@@ -201,7 +201,7 @@ class BlockTable:
         return np.flatnonzero(self._committed[begin : min(end, self._end)]) + begin
 
     def stamps(self, blocks: Int64s) -> np.ndarray[Any, np.dtype[np.uint64]]:
-        """When each was last used: the larger, the more recent."""
+        """The time of the last use of each block; larger is more recent."""
         stamps: np.ndarray[Any, np.dtype[np.uint64]] = self._stamps[blocks]
         return stamps
 
@@ -214,13 +214,13 @@ class BlockTable:
         return checksums
 
     def keys(self, blocks: Int64s) -> tuple[OffloadKey, ...]:
-        """The keys of committed blocks; none if blocks of this region have none."""
+        """The keys of committed blocks; empty if blocks of this region have no keys."""
         if not self.record.key_bytes:
             return ()
         return tuple(self._lines["key"][blocks].tolist())
 
     def residents(self) -> tuple[ResidentBlock, ...]:
-        """Committed blocks, least recent first; of two with one key only the more recent."""
+        """Committed blocks, least recent first. If a key occurs twice, the recent block wins."""
         blocks = self.committed_blocks()
         blocks = blocks[np.argsort(self._stamps[blocks], kind="stable")]
         keys = self.keys(blocks) or (b"",) * blocks.size
@@ -289,7 +289,7 @@ def _file_bytes(record: RegionRecord) -> int:
 
 
 def _line(record: RegionRecord) -> np.dtype[np.void]:
-    """A block's line: its version counts its stores, its stamp orders uses."""
+    """The line of a block. version: grows with each store; stamp: orders uses."""
     fields = [
         ("stamp", "<u8"),
         ("checksum", "<u8"),

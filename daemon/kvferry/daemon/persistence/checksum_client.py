@@ -1,7 +1,7 @@
 """Requests checksums of host blocks from the checksum process (checksum_worker.py).
 
-If that process dies or does not answer, it is replaced and gets the same requests again. If it
-cannot be replaced, no block can be told from a corrupt one: the daemon ends. Event loop only.
+If that process dies or does not reply, it is replaced and gets the same requests again. If it
+cannot be replaced, corrupt blocks cannot be detected, and the daemon ends. Event loop only.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from kvferry.daemon.persistence.block_table import BlockTable, Checksums
 from kvferry.daemon.persistence.checksum_worker import MAX_BYTES, NUMBER, ChecksumRequest
 from kvferry.proto.errors import Code, Failed, KVFerryError
 
-# Bytes and host blocks of one request, at most. Each answer takes time of the event loop, and the
-# core handles its keys in one turn.
+# Bytes and host blocks of one request, at most. The event loop handles each reply, with all of its
+# keys, in one turn.
 BATCH_BYTES = 256 << 20
 BATCH_BLOCKS = 1024
-# Requests sent ahead for each thread of the process, so that none waits for the event loop.
+# Requests in flight per thread of the process, so that no thread waits for the event loop.
 AHEAD = 2
-# Seconds for an answer. A batch is read in tens of milliseconds.
+# Seconds for a reply. A batch is read in tens of milliseconds.
 PATIENCE = 10.0
 # Seconds until another attempt to start a process.
 RETRY = 0.5
-# Processes that die one after the other without an answer.
+# Processes in a row that may die without a reply.
 MAX_DEATHS = 3
 
 log = structlog.get_logger()
@@ -59,8 +59,8 @@ class ChecksumClient:
     """Event loop only; callbacks run there, too.
 
     descriptors: of the chunks of the pool, all but the last of `chunk_bytes`. threads: of the
-    process. failed: called once no process can be had any more. Raises Failed (COPY_FAILED) if none
-    can be had from the start.
+    process. failed: called if the process cannot be replaced. Raises Failed (COPY_FAILED) if no
+    process can be started.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ChecksumClient:
         self._sent: dict[int, tuple[Purpose, _Reading]] = {}
         self._last = Purpose.VERIFY
         self._deaths = 0
-        # When it answered last, or was asked while it had nothing to do.
+        # Time of the last reply, or of the first request after the process was idle.
         self._last_reply = 0.0
         self._watch: asyncio.TimerHandle | None = None
         try:
@@ -110,7 +110,7 @@ class ChecksumClient:
         self._send()
 
     def close(self) -> None:
-        """End the process. Outstanding requests are never answered."""
+        """End the process. Outstanding requests get no reply."""
         self._end()
         self._sent.clear()
         for waiting in self._waiting.values():
@@ -157,7 +157,9 @@ class ChecksumClient:
             reading = self._waiting[purpose][0]
             try:
                 self._socket.send(msgspec.msgpack.encode(reading.request))
-            except OSError:  # no room until it answers; or it died, and `_receive` is called
+            except (
+                OSError
+            ):  # the socket is full until it replies; or it died, and `_receive` follows
                 break
             self._sent[reading.request.number] = purpose, self._waiting[purpose].popleft()
             self._last = purpose
@@ -181,7 +183,7 @@ class ChecksumClient:
         reading.done(np.frombuffer(data, np.uint64, offset=NUMBER.size))
 
     def _check(self) -> None:
-        """It may hang."""
+        """Replace the process if it has not replied in time."""
         self._watch = None
         if not self._sent:
             return
@@ -214,6 +216,6 @@ class ChecksumClient:
 
 
 def batches(block_bytes: int, blocks: int) -> Iterator[slice]:
-    """Which of so many blocks go into one request."""
+    """Slices of `blocks` blocks, each for one request."""
     step = max(1, min(BATCH_BLOCKS, BATCH_BYTES // block_bytes))
     return (slice(at, at + step) for at in range(0, blocks, step))

@@ -2,9 +2,9 @@
 
     python -m kvferry.daemon.persistence.checksum_worker SOCKET THREADS CHUNK_BYTES DESCRIPTOR...
 
-It maps the chunks of the host pool read-only, so nothing that happens here can change a block, and
-its threads do not share the daemon's GIL. Each datagram received is a Request; each datagram sent
-is the request's number followed by the checksums. The process ends when its socket is closed.
+It maps the chunks of the host pool read-only, so it cannot change a block, and its threads do not
+share the daemon's GIL. Each received datagram is a ChecksumRequest; each sent datagram has the
+request's number followed by the checksums. The process ends when its socket is closed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import xxhash
 
 # Bytes of a datagram.
 MAX_BYTES = 1 << 20
-# The number of the request, at the head of an answer. uint64 checksums follow.
+# The number of the request, at the head of a reply. uint64 checksums follow.
 NUMBER = struct.Struct("=Q")
-# Nice value added to the daemon's: nobody waits for a checksum while a copy waits for a CPU.
+# Added to the daemon's nice value: copies are more urgent than checksums.
 NICER = 10
 # Up to this size one call is cheaper than a streaming hash (1.0 against 1.8 us for 4 KiB). Above it
 # only a streaming hash releases the GIL in every version of xxhash.
@@ -77,7 +77,7 @@ class PoolReader:
         return digest.intdigest()
 
     def _parts(self, start: int, nbytes: int) -> Iterator[memoryview]:
-        """A block may lie across chunks."""
+        """The parts of a block, which may span chunks of the pool."""
         end = start + nbytes
         while start < end:
             number, at = divmod(start, self._chunk_bytes)
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
     decoder = msgspec.msgpack.Decoder(ChecksumRequest)
     while data := peer.recv(MAX_BYTES):
         executor.submit(answer, decoder.decode(data))
-    os._exit(0)  # the threads' unfinished work is of no use
+    os._exit(0)  # nobody needs the unfinished work of the threads
 
 
 if __name__ == "__main__":

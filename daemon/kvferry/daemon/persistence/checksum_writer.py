@@ -1,8 +1,8 @@
 """Computes the checksums of completed stores and commits their blocks to the block tables.
 
-Stores are read in rounds, many together, and of each block only the last store. What completes
-during a round waits for the next one. So a round never reads more than the pool holds, however much
-faster stores complete than they are read. Event loop only.
+Stores are read in rounds. A round has many stores, and reads each block once, for its last store.
+Stores that complete during a round wait for the next one. So a round never reads more than the size
+of the pool, even if stores complete faster than their checksums are computed. Event loop only.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from kvferry.daemon.core.actions import BlockSet
 from kvferry.daemon.persistence.block_table import BlockTable, Checksums, Versions
 from kvferry.daemon.persistence.checksum_client import ChecksumClient, Purpose, batches
 
-# Seconds that stores wait for others of their round. A killed daemon loses as much, and what the
-# round before left.
+# Seconds that a store waits for others of its round. A killed daemon loses the stores that wait and
+# those of the round in progress.
 COMMIT_AFTER = 0.2
-# Blocks that wait, at least, when those are dropped that were stored over.
+# Waiting blocks, at least, before those that were overwritten are dropped.
 FOLD = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
 class CompletedStore:
-    """A store, and the versions that its blocks have until they are stored over."""
+    """A completed store, and the versions that its blocks have until they are overwritten."""
 
     table: BlockTable
     block_set: BlockSet
@@ -47,9 +47,9 @@ class ChecksumWriter:
         self._checksums = checksums
         # For the next round.
         self._stores: list[CompletedStore] = []
-        # Blocks of these, and how many there may be before some are dropped.
+        # Blocks of these stores, and the number from which overwritten ones are dropped.
         self._waiting, self._most = 0, FOLD
-        # Batches of this round that were not read yet.
+        # Batches of this round that are not read yet.
         self._reading = 0
         self._round_is_due = False
 

@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 
 class KeptTensorStore:
-    """Called by the loop alone."""
+    """Kept tensors of all engines. fd_store: where their descriptors are stored."""
 
     def __init__(self, fd_store: FdStore) -> None:
         self._fd_store = fd_store
@@ -39,9 +39,10 @@ class KeptTensorStore:
     def restore_tensors(
         self, kept: Mapping[str, int], restore: Callable[[KeptTensorsRecord], int]
     ) -> dict[int, int]:
-        """What an earlier daemon kept: descriptors of memory, by the number that `restore` gave.
+        """Restore the tensors that an earlier daemon kept.
 
-        `restore` raises Refused where tensors are of no use any more. Those are given up, and said.
+        Returns the descriptors of their memory, by the number that `restore` returned. If `restore`
+        raises Refused, the tensors are dropped and a warning is logged.
         """
         found: dict[int, int] = {}
         names = {name.rpartition(".")[0] for name in kept if name.startswith(TENSORS)}
@@ -77,7 +78,7 @@ class KeptTensorStore:
             os.close(record_fd)
 
     def remove_tensors(self, number: int) -> None:
-        """Tensors are kept no longer, if they were."""
+        """Stop keeping the tensors of a registration, if they are kept."""
         name = self._names.pop(number, None)
         if name is not None:
             self._remove_fds(name)

@@ -1,8 +1,8 @@
-"""Keeps a block table of each region of the host pool, so that a restart loses no committed block.
+"""A block table for each region of the host pool, so that a restart loses no committed block.
 
-The server passes on what the core decides: regions that begin, change and end; stores that start,
-commit and end. The descriptors of the tables are kept by whoever keeps descriptors while no daemon
-runs (systemd). No result of a transfer waits for anything here. Event loop only.
+The server calls it for regions that are created, updated and freed, and for stores that start,
+complete and end. A descriptor store (systemd) keeps the descriptors of the tables while no daemon
+runs. No result of a transfer waits for anything here. Event loop only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvferry.proto.errors import KVFerryError
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import VerificationStatus
 
-# What the names of the tables' descriptors begin with.
+# Prefix of the names of the tables' descriptors.
 TABLE = "ledger-"
 
 log = structlog.get_logger()
@@ -51,18 +51,18 @@ class FdStore(Protocol):
 
 
 class NullFdStore:
-    """Keeps nothing: the cache is lost with the daemon."""
+    """Stores nothing: the cache is lost when the daemon ends."""
 
     def store_fd(self, name: str, descriptor: int) -> None:
-        """It is closed with the process."""
+        """Do nothing: the descriptor is closed when the process ends."""
 
     def remove_fd(self, name: str) -> None:
-        """It was not kept."""
+        """Do nothing: no descriptor is stored."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _InflightStore:
-    """The blocks of a store, and the versions that they have until they are stored over."""
+    """The blocks of a store, and the versions that they have until they are overwritten."""
 
     table: BlockTable
     blocks: Int64s
@@ -70,7 +70,7 @@ class _InflightStore:
 
 
 class RegionStore:
-    """report: takes the core's reports. scrub_rate: bytes per second, 0 for no scrub."""
+    """report: called with reports for the core. scrub_rate: bytes per second; 0: no scrub."""
 
     def __init__(
         self,
@@ -97,14 +97,17 @@ class RegionStore:
 
     @property
     def verification(self) -> VerificationStatus | None:
-        """How far it is; None if there was nothing to verify."""
+        """Progress of the verification; None if there was nothing to verify."""
         return self._verifier.status
 
     def restore_regions(
         self, kept: Mapping[str, int], restore: Callable[[RecoveredRegion], None]
     ) -> None:
-        """Open the tables of an earlier daemon, the oldest first. `restore` raises Refused if a
-        region cannot be had any more. What is of no use is dropped, and logged."""
+        """Open the tables of an earlier daemon, the oldest first.
+
+        If a table is invalid, or `restore` raises Refused for its region, the table is dropped and
+        a warning is logged.
+        """
         names = sorted((name for name in kept if name.startswith(TABLE)), key=number_of)
         for name in names:
             try:
@@ -131,7 +134,7 @@ class RegionStore:
         self._names = count(1 + max(map(number_of, names), default=0))
 
     def start(self) -> None:
-        """Verify what was restored, and begin to scrub."""
+        """Start to verify restored blocks, and to scrub."""
         self._verifier.start(self._all_tables())
         self._scrub.start()
 
@@ -147,8 +150,8 @@ class RegionStore:
                     self._drop(*self._tables.pop(owner))
 
     def invalidate_blocks(self, start: StartTransfer) -> None:
-        """A transfer is about to start: a store's blocks are not committed from now on. Must be
-        called before the device hears of it."""
+        """Mark the blocks of a store as uncommitted. Must be called before the device worker gets
+        the transfer."""
         entry = self._tables.get(start.block_set.owner)
         if entry is not None and start.plan.direction is Direction.STORE:
             blocks = start.block_set.blocks
@@ -156,7 +159,7 @@ class RegionStore:
             self._stores[start.plan.serial] = _InflightStore(entry[1], blocks, versions)
 
     def touch_blocks(self, start: StartTransfer) -> None:
-        """A transfer was started: a load's blocks were used. Nothing waits for this."""
+        """Record the use of a load's blocks. Called after the device worker got the transfer."""
         entry = self._tables.get(start.block_set.owner)
         if entry is not None and start.plan.direction is Direction.LOAD:
             entry[1].touch(start.block_set.blocks)
@@ -167,14 +170,13 @@ class RegionStore:
         if store is None or store.table.closed:
             return
         versions = store.versions
-        if not np.array_equal(block_set.blocks, store.blocks):  # some of them, or in another order
+        if not np.array_equal(block_set.blocks, store.blocks):  # fewer blocks, or another order
             order = np.argsort(store.blocks)
             versions = versions[order[np.searchsorted(store.blocks[order], block_set.blocks)]]
         self._writer.add_store(CompletedStore(store.table, block_set, versions))
 
     def end_store(self, serial: int) -> None:
-        """A transfer ended and was reported to the core. Blocks of a store that was not committed
-        stay invalid."""
+        """Forget a store that ended. If it was not committed, its blocks stay uncommitted."""
         self._stores.pop(serial, None)
 
     def close(self) -> None:
@@ -187,7 +189,7 @@ class RegionStore:
         return [table for _, table in self._tables.values()]
 
     def _create(self, record: RegionRecord) -> None:
-        """A region without a table serves as well; but it is lost with the daemon."""
+        """Create a table. Without one the region works, but is lost when the daemon ends."""
         try:
             table = BlockTable.create(record, self._clock)
         except (KVFerryError, OSError) as error:

@@ -1,7 +1,7 @@
-"""Re-reads committed blocks round and round, at a bounded rate, to find memory that changed.
+"""Scrub: reads committed blocks again and again, at a bounded rate, to find corrupt memory.
 
-One batch is read at a time, when neither stores nor the verification want checksums; then the scrub
-pauses for as long as the batch takes at the configured rate. Event loop only.
+One batch is read at a time, when no checksum of a store or of the verification is requested. Then
+the scrub pauses for the time that the batch takes at the configured rate. Event loop only.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from kvferry.daemon.persistence.block_check import BlockCheck
 from kvferry.daemon.persistence.block_table import BlockTable
 from kvferry.daemon.persistence.checksum_client import BATCH_BLOCKS, Purpose
 
-# Lines of a block table that are searched for committed blocks in one turn of the loop.
+# Lines of a block table searched for committed blocks in one turn of the event loop.
 SEARCHED = 1 << 16
-# Seconds of the configured rate that one batch covers, unless one block is larger.
+# A batch has the bytes of this many seconds at the configured rate, or one block.
 BATCH_SECONDS = 0.25
-# Seconds between two rounds if the first found nothing to read.
+# Seconds until the next round if a round found nothing to read.
 IDLE = 1.0
 
 
 class Scrub:
-    """rate: bytes per second, 0 for none. tables: returns those that exist now."""
+    """rate: bytes per second; 0: no scrub. tables: returns the current block tables."""
 
     def __init__(
         self, check: BlockCheck, rate: int, tables: Callable[[], Sequence[BlockTable]]
@@ -44,7 +44,7 @@ class Scrub:
             self._timer.cancel()
 
     def _step(self) -> None:
-        """Read the next batch, or search on soon."""
+        """Read the next batch, or continue the search soon."""
         step = next(self._steps)
         if isinstance(step, float):
             self._timer = self._loop.call_later(step, self._step)
@@ -57,7 +57,7 @@ class Scrub:
         self._timer = self._loop.call_later(seconds, self._step)
 
     def _rounds(self) -> Iterator[tuple[BlockTable, Int64s] | float]:
-        """Committed and verified blocks, region by region; or seconds until the search goes on."""
+        """Batches of verified blocks, region by region; or seconds until the search continues."""
         while True:
             found = False
             for table in self._tables():

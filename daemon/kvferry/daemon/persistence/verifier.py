@@ -1,7 +1,7 @@
-"""Verifies after a restart what an earlier daemon committed, the most recently used blocks first.
+"""Verifies after a restart the blocks that an earlier daemon committed, most recently used first.
 
-The order is over all regions. Batches are requested a few at a time, so that a block that is stored
-over meanwhile is not read, and so that checksums of new stores are not held up. Event loop only.
+The order is over all regions. Only a few batches are requested at a time, so that blocks which are
+overwritten meanwhile are not read, and checksums of new stores are not delayed. Event loop only.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from kvferry.daemon.persistence.block_table import BlockTable
 from kvferry.daemon.persistence.checksum_client import BATCH_BLOCKS, Purpose, batches
 from kvferry.proto.status import VerificationStatus
 
-# Blocks, in order of use, of which those of one region are read together.
+# Blocks in order of use; those of one region among them are read together.
 STRETCH = 4 * BATCH_BLOCKS
 
 log = structlog.get_logger()
 
 
 class Verifier:
-    """window: batches requested and not yet compared."""
+    """window: batches in flight, at most."""
 
     def __init__(self, check: BlockCheck, window: int) -> None:
         self._check = check
@@ -70,7 +70,7 @@ class Verifier:
 
 
 def _most_recent_first(tables: Sequence[BlockTable]) -> Iterator[tuple[BlockTable, Int64s]]:
-    """Batches of blocks that are unverified when they are asked for."""
+    """Batches of blocks that are still unverified when the batch is requested."""
     mine = [
         np.zeros(0, np.int64) if table.unverified is None else np.flatnonzero(table.unverified)
         for table in tables

@@ -18,7 +18,7 @@ import zmq
 
 from kvferry.daemon.access.endpoint import closed_path, file_of, remove_own
 
-# Connections that the kernel queues for accept(): these connect although the door is shut.
+# Connections that the kernel queues for accept(): these connect although the gate is closed.
 BACKLOG = 64
 MAX_RESERVED = 1024
 CHECK_SECONDS = 1.0
@@ -28,13 +28,13 @@ log = structlog.get_logger()
 
 
 def max_client_fd() -> int:
-    """The highest number that may be given to a client: the rest is for what the daemon opens."""
+    """The highest descriptor number for clients; higher ones are reserved for the daemon."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return limit - min(MAX_RESERVED, 2 * limit // 3)
 
 
 def fds_exhausted() -> bool:
-    """Whether the next descriptor would be one that no client gets."""
+    """Whether the next descriptor would be one of those reserved for the daemon."""
     try:
         number = os.dup(0)
     except OSError:
@@ -44,9 +44,10 @@ def fds_exhausted() -> bool:
 
 
 class AcceptGate:
-    """Where clients find an ipc socket: `path`, once it was opened.
+    """The gate of an ipc socket: clients can connect while its file is at `path`.
 
-    It is bound beside it: a file that is there before the socket listens turns away who sees it.
+    The socket is bound at another path and renamed once it listens, because a client that finds the
+    file earlier is refused.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,7 +58,7 @@ class AcceptGate:
         self._timer: asyncio.TimerHandle | None = None
 
     def bind_socket(self, socket: zmq.Socket[bytes]) -> None:
-        """Listen, behind the door. Raises zmq.ZMQError."""
+        """Bind and listen while the gate is closed. Raises zmq.ZMQError."""
         socket.setsockopt(zmq.BACKLOG, BACKLOG)
         socket.bind(f"ipc://{self._closed_path}")
         self._file = file_of(self._closed_path)

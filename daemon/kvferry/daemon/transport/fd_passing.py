@@ -1,7 +1,8 @@
-"""The descriptor socket: clients send file descriptors before they name them, and fetch others.
+"""The descriptor socket: clients send file descriptors, which messages then name by handle.
 
-A SOCK_SEQPACKET connection carries one request and one reply. The descriptors of a session are
-bounded in number and kind, and closed when it ends. Event loop only.
+Clients also fetch descriptors that the daemon holds for them. A SOCK_SEQPACKET connection carries
+one request and one reply. The descriptors of a session are bounded in number and kind, and closed
+when it ends. Event loop only.
 """
 
 from __future__ import annotations
@@ -10,28 +11,32 @@ import asyncio
 import socket
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container
+from dataclasses import replace
 from itertools import count
 
 from kvferry.daemon.access.admission import Credentials, credentials_of
 from kvferry.daemon.access.endpoint import Endpoint
+from kvferry.daemon.core.actions import MapTensors, TensorsMapped
+from kvferry.daemon.device.mappings import MapCommand
+from kvferry.daemon.memory.fd_closer import close_descriptor_later
 from kvferry.daemon.transport.accept_gate import NONE_LEFT, fds_exhausted
 from kvferry.daemon.transport.received_fds import (
     MAX_AT_ONCE,
-    close_aside,
     close_received_fd,
     fd_kind,
 )
 from kvferry.proto.codec import decode_descriptor_request, encode
 from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.fd_passing import FdHandles, FdReply, FetchFd, SendFds
+from kvferry.proto.memory import FdAllocation
 from kvferry.proto.messages import Error
 
 # Descriptors that one session may have sent and not yet used.
 MAX_HELD = 4096
-# Connections of one user served at a time: 64 engines that start together have one each. One too
-# many is closed at once, and its client tries again.
+# Connections of one user at a time: 64 engines that start together need one each. Another one is
+# closed at once, and its client tries again.
 MAX_CONNECTIONS_PER_USER = 64
-# Of all users; more of them wait in the kernel.
+# Connections of all users; others wait in the kernel.
 MAX_CONNECTIONS = 256
 # Seconds until the first byte. A client sends its request right after it connected.
 PATIENCE = 1.0
@@ -40,7 +45,7 @@ PATIENCE = 1.0
 class FdServer:
     """Holds descriptors by session and handle.
 
-    refusal: makes, and counts, the answer to what cannot be done.
+    refusal: creates the reply to a refused request, and counts it.
     """
 
     def __init__(
@@ -82,7 +87,24 @@ class FdServer:
             raise Refused(Code.UNKNOWN_HANDLE, message, list(handles))
         return tuple(held.pop(handle) for handle in handles)
 
+    def take_fds_of(self, action: MapTensors) -> MapCommand:
+        """Pass the descriptors that a registration names to the device worker. Raises Refused."""
+        handles = [a.handle for a in action.allocations if isinstance(a, FdAllocation)]
+        timeline = () if action.timeline is None else (action.timeline,)
+        fds = self.take_fds(action.session, (*handles, *timeline))
+        return MapCommand(action, fds[: len(handles)], fds[-1] if timeline else None)
+
+    def hold_fds_of(self, report: TensorsMapped) -> TensorsMapped:
+        """Hold the descriptors of allocated tensors, for the client to fetch by handle."""
+        handles = [self.hold_fd(report.session, fd) for fd in report.descriptors]
+        allocations = tuple(
+            FdAllocation(handles[a.handle], a.size) if isinstance(a, FdAllocation) else a
+            for a in report.allocations
+        )
+        return replace(report, allocations=allocations, descriptors=())
+
     def close_session(self, session: str) -> None:
+        """Close the descriptors that the session has not used."""
         for descriptor in self._held.pop(session, {}).values():
             close_received_fd(descriptor)
 
@@ -100,16 +122,16 @@ class FdServer:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # gone again
+        except OSError:  # it was closed again
             return
         connection.setblocking(False)
         try:
             process = credentials_of(connection)
         except OSError:
-            close_aside(connection.detach())
+            close_descriptor_later(connection.detach())
             return
         if self._per_user[process.uid] >= MAX_CONNECTIONS_PER_USER:
-            close_aside(connection.detach())  # what it sent may still be in it
+            close_descriptor_later(connection.detach())  # its queue may contain descriptors
             return
         self._per_user[process.uid] += 1
         number = connection.fileno()
@@ -126,7 +148,7 @@ class FdServer:
             packet, descriptors, _, _ = socket.recv_fds(connection, 4096, MAX_AT_ONCE)
             if packet:
                 self._reply(connection, process, packet, descriptors)
-        except OSError:  # the visitor went; what it sent is closed below
+        except OSError:  # the client disconnected; its descriptors are closed below
             pass
         finally:
             for descriptor in descriptors:
@@ -187,7 +209,7 @@ class FdServer:
             del self._per_user[process.uid]
         timer.cancel()
         self._loop.remove_reader(number)
-        close_aside(connection.detach())  # descriptors that nobody took may still be in it
+        close_descriptor_later(connection.detach())  # its queue may contain descriptors
 
 
 def _check_kind(place: int, descriptor: int) -> None:

@@ -1,15 +1,14 @@
 """Reads the ROUTER and its monitor; serves waiting sessions in turns that are bounded in time.
 
 A message may take microseconds or, where it names a million blocks, a large part of a second. So
-messages are read cheaply into a queue per connection, and the connection that has used the least
-time is served next. One that used 0.3 s waits until every other one that has something to say has
-used as much; with nobody else there it goes on at once. Without this, ROUTER serves connections a
-message each, and each cheap message of one client waits for an expensive one of another.
+messages are read into a queue per connection, which is cheap, and the connection that has used the
+least time is served next. One that used 0.3 s waits until every other one with messages has used as
+much; if there is no other, it continues at once. ROUTER alone would alternate message by message,
+so that each cheap message of one client would wait for an expensive one of another.
 
-What waits here is bounded in total; beyond that nothing is read, and ZeroMQ holds the clients up.
-Called by the event loop only. ZeroMQ's descriptor is edge-triggered: it tells that something
-changed, not that there is something to read. So it is read until EVENTS shows nothing, after each
-wake-up and after each send.
+The queues are bounded in total; beyond that nothing is read, and ZeroMQ holds back the clients.
+ZeroMQ's descriptor is edge-triggered: it signals a change, not that messages are there. So the
+socket is read until EVENTS shows nothing, after each wake-up and after each send. Event loop only.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from kvferry.daemon.access.connections import Connections
 from kvferry.daemon.transport.accept_gate import AcceptGate
 from kvferry.daemon.transport.peers import Peer, Peers
 
-# Seconds of messages served before the loop looks after everything else: reports of the device,
-# timers, other sockets. One message may take longer, and then it was the only one.
+# Seconds of serving messages before the loop runs everything else: device reports, timers, other
+# sockets. If one message takes longer, it is the only one of its turn.
 TURN = 1e-3
 # Messages read in a turn, at most.
 READ = 64
-# Messages read before a closed connection is handled: what came through it counts first.
+# Messages read before a closed connection is handled: its earlier messages come first.
 READ_BEFORE_CLOSE = 1280
 # Messages that wait here in total, and their bytes, beyond which no more are read.
 MAX_WAITING, MAX_WAITING_BYTES = 4096, 64 << 20
@@ -45,7 +44,7 @@ Frames: TypeAlias = "list[bytes | zmq.Frame]"
 
 
 class MessageHandler(Protocol):
-    """Receives what the intake reads."""
+    """Handles what the ingress reads."""
 
     def receive_message(self, identity: bytes, peer: Peer | None, frames: Frames) -> None:
         """A message arrived. peer: None if the connection has no session."""
@@ -58,7 +57,7 @@ class MessageHandler(Protocol):
 class IncomingQueue:
     """Messages of one connection that were read and not served.
 
-    used: seconds of the loop, on the scale of Intake._served.
+    used: seconds of the loop, on the scale of Ingress._served.
     """
 
     identity: bytes
@@ -171,8 +170,11 @@ class Ingress:
         return True
 
     def _enqueue(self, identity: bytes) -> None:
-        """The rest of a message. A copy costs less than a Frame; only a Frame tells where it came
-        from, which is asked of a Hello: of strangers, and of peers whose Goodbye may wait here."""
+        """Read the rest of a message and queue it.
+
+        Reading a copy costs less than a Frame, but only a Frame has the credentials that a Hello
+        needs: from connections without a session, and from peers whose Goodbye may be queued.
+        """
         queue = self._queues.get(identity)
         if queue is None:
             queue = self._queues[identity] = IncomingQueue(identity, self._served)
@@ -237,7 +239,7 @@ class Ingress:
         self.handle_connections()
 
     def _read_monitor(self) -> None:
-        """Tell the door at once about accepted connections; the rest is handled in order."""
+        """Pass accepted connections to the accept gate at once; the rest is handled in order."""
         while not self._monitor.closed and cast(int, self._monitor.get(zmq.EVENTS)) & POLLIN:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             number, accepted = int(event["value"]), event["event"] == zmq.EVENT_ACCEPTED

@@ -9,14 +9,23 @@ disconnected, and the last message it finds is a Goodbye with the reason. Event 
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 import zmq
 
+from kvferry.daemon.core.actions import Action, SendMessage
 from kvferry.daemon.transport.peers import Peer, Peers
 from kvferry.proto.codec import MAX_MESSAGE_BYTES, encode
 from kvferry.proto.errors import ErrorInfo, Refused
-from kvferry.proto.messages import DaemonMessage, Error, Goodbye, KeyEvents
+from kvferry.proto.messages import (
+    DaemonMessage,
+    Error,
+    Finished,
+    Goodbye,
+    JobResult,
+    KeyEvents,
+)
 
 MAX_MESSAGES = 100_000
 # Limits of one outbox; a peer that exceeds one is disconnected.
@@ -27,10 +36,10 @@ RETRY = 0.002
 
 
 class Outboxes:
-    """Of all peers behind one ROUTER.
+    """The outboxes of all peers of one ROUTER.
 
-    sent: called when the socket is written to. sent_away: a peer takes nothing, and is to be
-        forgotten for this reason.
+    on_send: called when the socket is written to. on_overflow: called with a peer that receives
+        nothing and must be disconnected, and the reason.
     """
 
     def __init__(
@@ -49,7 +58,7 @@ class Outboxes:
     def send_message(self, peer: Peer, message: DaemonMessage) -> None:
         try:
             data = encode(message)
-        except Refused as error:  # or whoever asked would wait for ever
+        except Refused as error:  # without a reply the client would wait until its deadline
             text = f"the reply has {error.value} bytes, more than {MAX_MESSAGE_BYTES}; request less"
             info = ErrorInfo(error.code, text, error.value)
             data = encode(Error(getattr(message, "request_id", None), info))
@@ -112,13 +121,13 @@ class Outboxes:
         peer.missed_events = None
         peer.outbox.append(encode(Goodbye(reason)))
         peer.outbox_bytes = len(peer.outbox[0])
-        # Not now: what it said is being answered.
+        # Not now: a message of this peer is being handled.
         self._loop.call_soon(self._on_overflow, peer, f"received none of {kept} messages")
 
     def _flush(self, peer: Peer) -> None:
         """Send what a client's outbox contains; retry soon if the socket is full.
 
-        A send that fails has looked for messages, too, and taken the wake-up for them.
+        A failed send also consumes the socket's wake-up for received messages.
         """
         self._on_send()
         while peer.outbox:
@@ -127,7 +136,7 @@ class Outboxes:
             except zmq.Again:
                 self._loop.call_later(RETRY, self._flush, peer)
                 return
-            except zmq.ZMQError:  # the peer is not connected any more; its pidfd tells the rest
+            except zmq.ZMQError:  # disconnected; its pidfd or the monitor reports it
                 peer.outbox.clear()
                 peer.outbox_bytes = 0
                 return
@@ -136,3 +145,23 @@ class Outboxes:
                 missed, peer.missed_events = peer.missed_events, None
                 peer.outbox.append(encode(KeyEvents(missed.sequence, (), missed.generation)))
                 peer.outbox_bytes += len(peer.outbox[0])
+
+
+def merge_results(actions: list[Action]) -> list[Action]:
+    """Put all results of a session into one message, in the place of the first one.
+
+    A message costs the client and the daemon more than a result does. A result may overtake other
+    messages of its session, but no other result: so Waited stays behind the results of its jobs.
+    """
+    results: defaultdict[str, list[JobResult]] = defaultdict(list)
+    for action in actions:
+        if isinstance(action, SendMessage) and isinstance(action.message, Finished):
+            results[action.session] += action.message.results
+    merged = list[Action]()
+    for action in actions:
+        if isinstance(action, SendMessage) and isinstance(action.message, Finished):
+            if (together := results.pop(action.session, None)) is not None:
+                merged.append(SendMessage(action.session, Finished(tuple(together))))
+        else:
+            merged.append(action)
+    return merged

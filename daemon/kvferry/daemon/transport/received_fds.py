@@ -1,7 +1,7 @@
 """Received file descriptors: what kind of file each is, and how it is closed without blocking.
 
-The event loop closes only memfds with little memory itself (memory/fd_closer.py). Nothing here asks
-a file system that might not respond.
+The event loop itself closes only memfds with little memory (memory/fd_closer.py). Nothing here
+calls a file system that might not respond. Event loop only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class FdKind(enum.Enum):
 
 
 def fd_kind(descriptor: int) -> FdKind | None:
-    """None where it is nothing that a daemon has any use for."""
+    """The kind of a descriptor; None if the daemon accepts no such file."""
     if read_seals(descriptor) is not None:
         return FdKind.MEMORY
     kind = _type_of(descriptor)
@@ -36,7 +36,7 @@ def fd_kind(descriptor: int) -> FdKind | None:
 
 
 def _type_of(descriptor: int) -> int | None:
-    """As in st_mode, as far as the kernel itself knows: fstat would ask a file system."""
+    """The file type as in st_mode, from the kernel's cache: fstat would call the file system."""
     about = ctypes.create_string_buffer(_STATX_BYTES)
     flags = _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC
     if _libc.statx(descriptor, b"", flags, _STATX_TYPE, about):
@@ -45,13 +45,8 @@ def _type_of(descriptor: int) -> int | None:
     return stat.S_IFMT(mode)
 
 
-def close_aside(descriptor: int) -> None:
-    """Have it closed in another thread."""
-    close_descriptor_later(descriptor)
-
-
 def close_received_fd(descriptor: int) -> None:
-    """Close what a client sent. Called by the loop, which waits for nothing."""
+    """Close a descriptor that a client sent, without blocking."""
     if fd_kind(descriptor) is FdKind.MEMORY:
         close_memory(descriptor)
     else:

@@ -1,9 +1,10 @@
 """The server: passes messages to the core and performs its actions.
 
-It never blocks and never touches the device. Messages come from the intake (intake.py) and are sent
-through outboxes (outbox.py). All reports of one wake-up are handled together, and a session gets
-their results in one message. Event loop only, except `lane_reports`,
-`pool_grew` and `fail`.
+It never blocks and never touches the device. Messages come from the ingress (ingress.py) and are
+sent through outboxes (outbox.py). Each kind of action has one owner that performs it: transport,
+device worker, persistence, KV event publisher. All reports of one wake-up are handled together, and
+a session gets their results in one message. Event loop only, except `device_reports`, `pool_grew`
+and `fail`.
 """
 
 from __future__ import annotations
@@ -11,9 +12,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 import zmq
 
@@ -44,7 +43,6 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.cache.deferred_free import DeferredFree
 from kvferry.daemon.core.core import Core
-from kvferry.daemon.device.mappings import MapCommand
 from kvferry.daemon.device.report_queue import ReportQueue
 from kvferry.daemon.device.worker import DeviceWorker
 from kvferry.daemon.observability.event_log import EventLog
@@ -54,19 +52,16 @@ from kvferry.daemon.persistence.region_store import RegionStore
 from kvferry.daemon.transport.accept_gate import AcceptGate
 from kvferry.daemon.transport.fd_passing import FdServer
 from kvferry.daemon.transport.ingress import Frames, Ingress
-from kvferry.daemon.transport.outbox import Outboxes
+from kvferry.daemon.transport.outbox import Outboxes, merge_results
 from kvferry.daemon.transport.peers import Peer, Peers
 from kvferry.daemon.transport.zap import ZapHandler, protect
 from kvferry.proto.codec import MAX_MESSAGE_BYTES, decode_client_message
 from kvferry.proto.errors import Code, ErrorInfo, KVFerryError, Refused
-from kvferry.proto.memory import FdAllocation
 from kvferry.proto.messages import (
     ClientMessage,
     DaemonMessage,
-    Finished,
     Goodbye,
     Hello,
-    JobResult,
     StatusRequest,
 )
 from kvferry.proto.status import DaemonStatus, HealthStatus, NamespaceStatus
@@ -74,13 +69,13 @@ from kvferry.proto.status import DaemonStatus, HealthStatus, NamespaceStatus
 # Messages of any size that ZeroMQ itself queues per peer and direction.
 HIGH_WATER = 256
 LINGER_MS = 1000
-# Of a connection without a session nothing larger is decoded: to do so may take 0.3 s, and a new
-# connection has used no time yet (intake.py).
+# Largest message of a connection without a session. Decoding a large one takes up to 0.3 s, and the
+# ingress cannot charge that time to a new connection (ingress.py).
 MAX_HELLO_BYTES = 8192
 
 
 def ignore(_: PublishKVEvents) -> None:
-    """Drop KV events."""
+    """Discard KV events."""
 
 
 class Server:
@@ -126,11 +121,18 @@ class Server:
     def open_own_session(
         self, receive: Callable[[DaemonMessage], None]
     ) -> Callable[[ClientMessage], None]:
-        """Open a session inside the daemon; return its send function. `hear` gets the replies."""
+        """Open a session inside the daemon; return its send function.
+
+        receive: called with each reply.
+        """
         session = secrets.token_hex(16)
         self._core.open_own_session(session)
         self._own_sessions[session] = receive
-        return lambda said: self._perform(self._core.handle(session, said, time.monotonic()))
+
+        def send(message: ClientMessage) -> None:
+            self._perform(self._core.handle(session, message, time.monotonic()))
+
+        return send
 
     async def serve(
         self,
@@ -190,7 +192,7 @@ class Server:
         self._error = self._error or error
         self._stop.set()
 
-    # In
+    # Messages and reports
 
     def receive_message(self, identity: bytes, peer: Peer | None, frames: Frames) -> None:
         try:
@@ -218,7 +220,7 @@ class Server:
             self._disconnect_after_error(identity, peer, error)
 
     def disconnect_client(self, peer: Peer, reason: str) -> None:
-        """Close the session of a client that disconnected or is disconnected."""
+        """Close the session of a client that has disconnected or is to be disconnected."""
         if peer.session in self._peers.by_session:
             peer.close_reason = reason
             self._ingress.drop_messages(peer)
@@ -245,7 +247,8 @@ class Server:
 
     def _open_session(self, identity: bytes, frame: zmq.Frame, hello: Hello) -> None:
         self._take_reports()
-        self._ingress.handle_connections()  # or its number's last owner's end would seem its own
+        # First: the disconnect of an earlier peer with this number would seem to be this peer's.
+        self._ingress.handle_connections()
         session = secrets.token_hex(16)
         peer = self._peers.add_peer(session, identity, frame, hello)
         self._perform(self._core.open_session(session, hello, peer.uid))
@@ -260,7 +263,7 @@ class Server:
         for report in self._report_queue.take_reports():
             if isinstance(report, TensorsMapped):
                 self._event_log.mapping_ended(report)
-                report = self._with_handles(report) if report.descriptors else report
+                report = self._fd_server.hold_fds_of(report)
             elif isinstance(report, Pong):
                 self._health.handle_pong(report)
             reports.append(report)
@@ -289,20 +292,11 @@ class Server:
             peers = [peer for name in sessions if (peer := self._peers.by_session.get(name))]
             self._event_log.job_failed(peers[0] if peers else None, error)
 
-    def _with_handles(self, report: TensorsMapped) -> TensorsMapped:
-        """Register the descriptors of allocated memory, so that the client can fetch them."""
-        handles = [self._fd_server.hold_fd(report.session, d) for d in report.descriptors]
-        allocations = tuple(
-            FdAllocation(handles[a.handle], a.size) if isinstance(a, FdAllocation) else a
-            for a in report.allocations
-        )
-        return replace(report, allocations=allocations, descriptors=())
-
-    # Out
+    # Actions
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
-            match action:  # the usual ones first
+            match action:  # the most frequent first
                 case StartTransfer():
                     self._region_store.invalidate_blocks(action)
                     self._worker.post_command(action)
@@ -344,20 +338,16 @@ class Server:
             self._loop.call_soon(self._free_deferred, deferred)
 
     def _map_tensors(self, action: MapTensors) -> None:
-        handles = [a.handle for a in action.allocations if isinstance(a, FdAllocation)]
-        timeline_handle = () if action.timeline is None else (action.timeline,)
         try:
-            fds = self._fd_server.take_fds(action.session, (*handles, *timeline_handle))
+            command = self._fd_server.take_fds_of(action)
         except KVFerryError as error:
-            self._perform(
-                self._core.report(TensorsMapped(action.registration, action.session, error.info))
-            )
+            failed = TensorsMapped(action.registration, action.session, error.info)
+            self._perform(self._core.report(failed))
             return
-        timeline = fds[-1] if timeline_handle else None
         self._event_log.mapping_started(self._peers.by_session.get(action.session), action)
-        self._worker.post_command(MapCommand(action, fds[: len(handles)], timeline))
+        self._worker.post_command(command)
 
-    # The end
+    # Stopping
 
     async def _wait_until_idle(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -374,24 +364,3 @@ class Server:
         self._socket.close()
         self._zap.close()
         await self._loop.run_in_executor(None, self._context.term)
-
-
-def merge_results(actions: list[Action]) -> list[Action]:
-    """The actions with all results of a session in one message, where its first one stood.
-
-    A message costs the client and the daemon more than a result does. A result may pass others of
-    its session's messages on the way forward, but no other result: so Waited stays behind the
-    results of its jobs.
-    """
-    results: defaultdict[str, list[JobResult]] = defaultdict(list)
-    for action in actions:
-        if isinstance(action, SendMessage) and isinstance(action.message, Finished):
-            results[action.session] += action.message.results
-    merged = list[Action]()
-    for action in actions:
-        if isinstance(action, SendMessage) and isinstance(action.message, Finished):
-            if (together := results.pop(action.session, None)) is not None:
-                merged.append(SendMessage(action.session, Finished(tuple(together))))
-        else:
-            merged.append(action)
-    return merged

@@ -6,8 +6,8 @@ reaches ROUTER. libzmq also rejects ZMTP 1.0 and 2.0 peers on such a socket, bec
 have no handshake to hold back. Served by the event loop, without waiting.
 
     200   the connection begins
-    300   closed without a word: the client's libzmq connects again, until the client's timeout
-    400   the client is told, and raises FORBIDDEN
+    300   closed without a reply: the client's libzmq connects again, until the client's timeout
+    400   the client gets an error, and raises FORBIDDEN
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = structlog.get_logger()
 class ZapHandler:
     """Binds the handler's address in `context`; `protect` a socket before it is bound.
 
-    hear_of_connections: brings `connections` up to date. refused: counts an error.
+    update_connections: brings `connections` up to date. refused: counts an error.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ZapHandler:
         except KVFerryError as error:
             self._refused(error)
             return _FORBIDDEN
-        except ValueError:  # the kernel named nobody
+        except ValueError:  # the kernel reported no credentials
             return _MALFORMED
         if decision is Decision.ADMIT:
             return _OK

@@ -1,7 +1,7 @@
 """Admission filter: a key is stored from its n-th offer on (store_threshold n).
 
 A key that is offered once may never be requested again. Counts are kept for a bounded number of
-keys; the one whose last offer is the oldest is forgotten.
+keys; beyond that the key whose last offer is the oldest is forgotten.
 """
 
 from __future__ import annotations
@@ -41,6 +41,6 @@ class AdmissionFilter:
         return wanted
 
     def take_counts(self) -> Counts:
-        """What was counted, for whoever takes it apart; all begin anew."""
+        """Return the counts, to be freed in steps, and start again from 0."""
         counts, self._counts = self._counts, OrderedDict()
         return counts

@@ -1,19 +1,20 @@
-"""ARC: recency and frequency share the cache, and the misses say how.
+"""ARC: an eviction policy that balances recency and frequency by the misses it sees.
 
-Keys asked for once are in the recent list, keys asked for again in the frequent one; the `target`
-is how many keys should be recent. Who is evicted leaves a ghost, for a while, in the ghost list of
-its side. A key that comes back while its ghost is there was evicted too early: the target moves in
-favour of its side, and the key begins among the frequent. N. Megiddo and D. S. Modha, "ARC: A
+Keys requested once are in the recent list, keys requested again in the frequent list; `target` is
+the desired length of the recent list. An evicted key leaves a ghost in the ghost list of its side.
+If a key returns while its ghost exists, it was evicted too early: the target moves in favour of
+that side, and the key is inserted into the frequent list. N. Megiddo and D. S. Modha, "ARC: A
 Self-Tuning, Low Overhead Replacement Cache", FAST 2003, figure 4.
 
-The paper has requests of one key, no keys that must stay, and no ghosts before the cache is full.
-An offer of one key to a full cache that may evict any is answered as there. Beyond that:
-- The keys of an offer are taken in one by one, the last first; none of them goes for another.
-- The list that should give skips what must stay; where all of it must, the other gives.
-- At the end of an offer the recent list and its ghosts are at most as many as the cache has blocks,
-  and so are all ghosts together; the oldest ghosts go.
-- A touch of a key that is still being stored does not make it frequent: it is the same request.
-- A store that fails leaves no ghost: nobody would have found the key.
+In the paper a request has one key, every key may be evicted, and ghosts appear only once the cache
+is full. An offer of one key to a full cache without pinned keys behaves as in the paper. Beyond it:
+
+- The keys of an offer are inserted one by one, the last first. None is evicted for another.
+- Keys that must stay are skipped. If all keys of a list must stay, the other list gives the victim.
+- After an offer, the recent list plus its ghosts has at most as many keys as the cache has blocks,
+  and so have all ghosts together. The oldest ghosts are dropped.
+- A touch of a pending key does not move it to the frequent list: it is the same request.
+- A failed store leaves no ghost, because no lookup could have found the key.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class ARC:
     def insert_keys(
         self, keys: Sequence[bytes], room: int, evictable: EvictableFilter
     ) -> list[bytes]:
-        returning, victims = self._choose(keys, room, evictable)
+        returning, victims = self._choose_victims(keys, room, evictable)
         for key in victims:
             del (self._recent if key in self._recent else self._frequent)[key]
         for key in reversed(keys):
@@ -85,18 +86,19 @@ class ARC:
         recent, frequent = len(self._recent), len(self._frequent)
         ghosts, frequent_ghosts = len(self._recent_ghosts), len(self._frequent_ghosts)
         assert recent + frequent <= self._capacity, "ARC has more keys than the cache has blocks"
-        assert recent + ghosts <= self._capacity, "ARC remembers too many that were recent"
-        assert ghosts + frequent_ghosts <= self._capacity, "ARC remembers too many ghosts"
-        assert 0 <= self._target <= self._capacity, "ARC's target is no size of a list"
+        assert recent + ghosts <= self._capacity, "ARC has too many recent ghosts"
+        assert ghosts + frequent_ghosts <= self._capacity, "ARC has too many ghosts"
+        assert 0 <= self._target <= self._capacity, "the target of ARC exceeds the capacity"
         lists = (self._recent, self._frequent, self._recent_ghosts, self._frequent_ghosts)
         assert len(set().union(*lists)) == sum(map(len, lists)), "a key is in two lists of ARC"
 
-    def _choose(
+    def _choose_victims(
         self, keys: Sequence[bytes], room: int, evictable: EvictableFilter
     ) -> tuple[set[bytes], list[bytes]]:
-        """Who of the keys returns, and who goes: one for each key after the first `room`.
+        """The keys that return, and the victims: one for each key after the first `room`.
 
-        Learns, and leaves the ghosts; the keys themselves stay in their lists while these are read.
+        Moves the target and adds the ghosts. The caller removes the victims from their lists, which
+        are being iterated here.
         """
         recent, frequent = evictable(self._recent), evictable(self._frequent)
         recent_first, frequent_first = chain(recent, frequent), chain(frequent, recent)
@@ -104,18 +106,18 @@ class ARC:
         for number, key in enumerate(reversed(keys)):
             was_frequent = key in self._frequent_ghosts
             if was_frequent or key in self._recent_ghosts:
-                self._learn(key, was_frequent)
+                self._adapt_target(key, was_frequent)
                 returning.add(key)
             if number >= room:
                 recent_gives = size > self._target or (was_frequent and size == self._target)
                 victim = next(recent_first if recent_gives else frequent_first)
                 victims.append(victim)
-                size -= self._bury(victim)
+                size -= self._add_ghost(victim)
             size += key not in returning
         return returning, victims
 
-    def _learn(self, key: bytes, was_frequent: bool) -> None:
-        """Move the target for a key that returns, and forget its ghost."""
+    def _adapt_target(self, key: bytes, was_frequent: bool) -> None:
+        """Move the target for a key that returns, and remove its ghost."""
         recent, frequent = len(self._recent_ghosts), len(self._frequent_ghosts)
         if was_frequent:
             self._target = max(0.0, self._target - max(1.0, recent / frequent))
@@ -124,8 +126,8 @@ class ARC:
             self._target = min(self._capacity, self._target + max(1.0, frequent / recent))
             del self._recent_ghosts[key]
 
-    def _bury(self, key: bytes) -> bool:
-        """Leave a ghost of a key. Returns whether it is a recent one."""
+    def _add_ghost(self, key: bytes) -> bool:
+        """Add a ghost of a victim. Returns whether it was in the recent list."""
         was_recent = key in self._recent
         (self._recent_ghosts if was_recent else self._frequent_ghosts)[key] = None
         return was_recent

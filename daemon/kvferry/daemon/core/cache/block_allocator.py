@@ -8,7 +8,7 @@ from itertools import chain
 
 
 class BlockAllocator:
-    """Free blocks, and orphaned ones with the number of jobs that use each."""
+    """Free blocks, and orphaned blocks with the number of jobs that use each."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -49,9 +49,9 @@ class BlockAllocator:
         self._freed = [block for block in range(self._unused) if block not in blocks]
 
     def reset_blocks(self, jobs: Iterable[Sequence[int]]) -> None:
-        """No key is anywhere any more: what jobs use is orphaned, and all the rest is free.
+        """After a reset: the blocks that jobs use are orphaned, all others are free.
 
-        Takes as long as the jobs are large, however many keys there were.
+        The time grows with the blocks of the jobs, not with the number of keys.
         """
         for blocks in jobs:
             self._orphaned.update(blocks)

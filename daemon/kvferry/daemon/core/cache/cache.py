@@ -3,18 +3,18 @@
 A key is pending (a store of it is on its way), ready (its bytes are in its block), or absent:
 
     absent --prepare_store--> pending --complete_store--> ready --evicted--> absent
-                                 \\_______ it failed ______> absent
+                                 \\_______ failed _________> absent
 
 Not every ready key is a HIT: it may be stored in part, or unverified (resident_keys.py).
 
-A block holds one pending or ready key, or it is free, or it is *orphaned*. Doomed is what makes a
-reset safe: at once every key is absent, yet jobs from before still write and read their blocks. So
-those blocks belong to nobody until the last of these jobs has ended. A job is the object that was
-handed out for it, a Reservation or Pins, and nothing else: what comes back is looked for among the
-jobs of the present and among those of the past, so that a late end can name no key of today.
+A block has one pending or ready key, or it is free, or it is *orphaned*. A reset makes every key
+absent at once, but jobs in flight still read and write their blocks. These blocks are orphaned
+until the last of the jobs has ended. A job is identified by the object that it was given, a
+Reservation or Pins, which is either current or from before a reset. So the late end of an old job
+cannot change a key of today.
 
-An offer is all or nothing without undoing anything: whether enough keys may go is a matter of
-counting, and only then the policy is asked, which takes the new keys in and names those that go.
+An offer is all or nothing, and nothing has to be undone: the cache first counts how many keys may
+be evicted, and only then the policy inserts the new keys and names the victims. Event loop only.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ OFFERS_REMEMBERED = 1 << 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reservation:
-    """A store to be done: keys in the order offered, the block of each, and who went for it.
+    """A store: its keys in the order offered, the block of each, and the keys evicted for it.
 
-    parts: of keys that are stored in part, the sub-blocks.
+    parts: the sub-blocks of keys that are stored in part.
     """
 
     keys: tuple[bytes, ...]
@@ -51,7 +51,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pins:
-    """A load: the block of each key, which stays until complete_load."""
+    """A load: its keys, and the block of each, which stays in place until complete_load."""
 
     keys: tuple[bytes, ...]
     blocks: tuple[int, ...]
@@ -92,8 +92,8 @@ class CacheUsage:
 class Cache:
     """Keys in `capacity` host blocks.
 
-    policy: a name in POLICIES. store_threshold: the offer from which on a key is stored. Raises
-    ValueError where one of the three makes no sense.
+    policy: a name in POLICIES. store_threshold: a key is stored from this offer on. Raises
+    ValueError if an argument is invalid.
     """
 
     def __init__(self, capacity: int, policy: str = "lru", store_threshold: int = 1) -> None:
@@ -134,8 +134,10 @@ class Cache:
             self._events = []
 
     def configure(self, policy: str, store_threshold: int) -> None:
-        """Evict and store otherwise from now on. Keys stay and counters go on; what the policy
-        has learnt and what was offered is forgotten."""
+        """Change the policy and the threshold. Keys and counters stay.
+
+        The new policy starts without history, and offers are counted from 0.
+        """
         if POLICIES[policy] is not self._make_policy:
             self._make_policy = POLICIES[policy]
             self._policy = self._make_policy(self._capacity, self._policy.take_keys())
@@ -180,13 +182,13 @@ class Cache:
     ) -> Reservation | None:
         """Reserve blocks for those of `keys` that are absent and were offered often enough.
 
-        parts: the sub-blocks of keys that are to be stored in part. Ready keys that are not pinned
-        are stored again if they are unverified, or if more of them is stored now.
+        parts: the sub-blocks of keys that are stored in part. Ready keys that are not pinned are
+            stored again if they are unverified, or if this store covers more sub-blocks.
         keep: further keys of the same offer. No key of the offer is evicted for another.
 
-        None where not enough keys may go, and nothing changed, except that it was an offer and
-        counts for the threshold. Stores skipped are keys below the threshold, and all of those
-        that found no room. Of keys offered together the first becomes the most recent.
+        Returns None if too few keys can be evicted. Then nothing changes, except that the offer
+        counts for the threshold. Keys below the threshold, and all keys of an offer without room,
+        count as skipped stores. The first key of an offer becomes the most recent.
         """
         offered, ready = dict.fromkeys(keys), self._ready
         replaced = ready.replaceable(offered, parts, self._pins)
@@ -227,8 +229,10 @@ class Cache:
                 self._abort_store(reservation)
 
     def prepare_load(self, keys: Sequence[bytes]) -> Pins:
-        """Pin ready keys, each as often as it is named. Raises Refused (KEY_ABSENT) for the first
-        that is absent or pending, and nothing changed."""
+        """Pin ready keys, each as often as it is named.
+
+        Raises Refused (KEY_ABSENT) for the first key that is not loadable, and changes nothing.
+        """
         ready = self._ready.blocks
         try:
             pins = Pins(tuple(keys), tuple([ready[key] for key in keys]))
@@ -279,13 +283,13 @@ class Cache:
         self._policy.touch_keys(keys, self._pending)
 
     def mark_verified(self, entries: Iterable[tuple[bytes, int]]) -> None:
-        """These keys, in these blocks, match their checksums. Those not unverified are ignored."""
+        """Mark keys in these blocks as verified. Entries that are not unverified are ignored."""
         self._add_event(EventKind.STORED, tuple(self._ready.mark_verified(entries)))
 
     def discard_keys(self, entries: Iterable[tuple[bytes, int]]) -> None:
-        """The bytes of these keys, in these blocks, are lost: they are absent. Others are ignored.
+        """Make keys whose bytes are lost absent. Keys that are in another block now are ignored.
 
-        The block of a key that is pinned is orphaned until the last pin has gone.
+        The block of a pinned key is orphaned until its last pin is released.
         """
         self._remove_keys(self._ready.keys_in_blocks(entries))
 
@@ -295,9 +299,9 @@ class Cache:
         return events
 
     def reset(self) -> DeferredFree:
-        """Everything becomes absent, and recency, ghosts and offers are forgotten; counters stay.
+        """Make every key absent. Recency, ghosts and offers are forgotten; counters stay.
 
-        Blocks of jobs under way are free once those jobs have ended. Returns what is to be freed.
+        Blocks of jobs in flight become free when these jobs end. Returns the tables to be freed.
         """
         jobs: set[Reservation | Pins] = {*self._stores, *self._loads}
         self._allocator.reset_blocks([job.blocks for job in jobs])
@@ -318,11 +322,10 @@ class Cache:
         return deferred
 
     def restore_keys(self, entries: Sequence[tuple[bytes, int]], parts: Parts = NO_PARTS) -> None:
-        """Take keys that an earlier daemon stored into an empty cache, least recent first, in the
-        blocks where they are. They are unverified.
+        """Add keys that an earlier daemon stored to an empty cache, as unverified.
 
-        Raises ValueError, and nothing changed, where a block is in use or out of range, or a key
-        or a block comes twice.
+        entries: (key, block), least recent first. Raises ValueError and changes nothing if the
+        cache is not empty, a block is out of range, or a key or a block occurs twice.
         """
         ready = dict(entries)
         blocks = set(ready.values())
@@ -370,8 +373,8 @@ class Cache:
         assert pins == self._pins, "pins are not those of the loads"
         orphaned = self._orphaned
         assert pins.keys() <= {*ready, *orphaned}, "a key is pinned that is not ready"
-        assert orphaned.keys() <= pins.keys(), "a condemned key is not pinned any more"
-        assert orphaned.keys().isdisjoint({*ready, *pending}), "a condemned key is there"
+        assert orphaned.keys() <= pins.keys(), "a discarded key has no pin"
+        assert orphaned.keys().isdisjoint({*ready, *pending}), "a discarded key is present"
         assert pending.keys().isdisjoint(ready), "a key is both pending and ready"
         assert pins.keys().isdisjoint(self._ready.unverified), "an unverified key is pinned"
         self._ready.check_integrity()
@@ -402,8 +405,10 @@ class Cache:
                 self._allocator.free_blocks([block])
 
     def _remove_resident(self, keys: Sequence[bytes]) -> list[int]:
-        """The blocks of ready keys that are absent from now on. Each key is told to be gone as
-        what it was told to be."""
+        """Remove ready keys and return their blocks.
+
+        The event of a key matches its lookup: REMOVED for a HIT, ABANDONED for a HIT_PENDING.
+        """
         blocks, hits, pending = self._ready.remove_keys(keys)
         self._add_event(EventKind.REMOVED, tuple(hits))
         self._add_event(EventKind.ABANDONED, tuple(pending))
@@ -453,4 +458,4 @@ def _make_filter(threshold: int, capacity: int) -> AdmissionFilter:
 
 
 def _ignore() -> None:
-    """Ignore the notice."""
+    """Do nothing."""

@@ -16,7 +16,7 @@ KeyTable: TypeAlias = MutableMapping[bytes, Any]
 
 
 class DeferredFree:
-    """Mappings that nobody else has any more."""
+    """Tables without any other reference."""
 
     def __init__(self, *tables: KeyTable) -> None:
         self._tables = [table for table in tables if table]
@@ -25,7 +25,7 @@ class DeferredFree:
         return sum(map(len, self._tables))
 
     def free_some(self) -> bool:
-        """Free some of it; whether there is more."""
+        """Free up to SOME entries. Return whether any are left."""
         left = SOME
         while left and self._tables:
             table = self._tables[-1]

@@ -1,9 +1,9 @@
 """The interface of eviction policies.
 
-A policy orders the keys of a cache and names victims; it knows nothing of blocks. It is called once
-per offer, and never asked for more victims than exist, because the cache counts first. Keys come as
-they were offered or touched, the head of a prefix first. The first key must end up most recent, so
-that a prefix is evicted from its tail: process them from the end.
+A policy orders the keys of a cache and chooses victims; it does not know blocks. It is called once
+per offer, and never asked for more victims than exist, because the cache counts first. Keys are in
+the order offered or touched, the head of a prefix first. The first key must end up most recent, so
+that a prefix is evicted from its tail: process keys from the end.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ class Policy(Protocol):
     def insert_keys(
         self, keys: Sequence[bytes], room: int, evictable: EvictableFilter
     ) -> list[bytes]:
-        """Take in new keys, all different, `room` of them for nothing. Returns who goes for the
-        rest: one each, let through by `may_go`, and of those there are enough."""
+        """Insert distinct new keys and return the victims: one for each key beyond `room`.
+
+        evictable: yields the keys that may be evicted; there are enough of them.
+        """
 
     def touch_keys(self, keys: Sequence[bytes], pending: Container[bytes]) -> None:
         """Mark keys as used. Those that the policy does not have are ignored."""

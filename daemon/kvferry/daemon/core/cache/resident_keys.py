@@ -1,11 +1,13 @@
-"""Keys whose bytes are in a block of the cache, and what each of them is good for.
+"""Keys whose bytes are in a block of the cache, and how much of each can be loaded.
 
-    whole         every sub-block is stored, and can be loaded: lookup is a HIT
-    in part       only some sub-blocks are stored; just these can be loaded: lookup is a MISS
-    unverified    an earlier daemon stored it, and its checksum was not compared yet. Nothing of it
-                  can be loaded: lookup is a HIT_PENDING, or a MISS if it was stored in part
+    state         sub-blocks                                            loadable   lookup
+    whole         all are stored                                        all        HIT
+    in part       some are stored                                       those      MISS
+    unverified    stored by an earlier daemon, checksum not compared    none       HIT_PENDING, or
+                                                                                   MISS if in part
 
-A store that covers more replaces a key in part, and every store replaces an unverified one.
+A store that covers more replaces a key in part, and every store replaces an unverified key. Called
+by cache.py.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ NO_PARTS: Parts = {}
 
 
 class ResidentKeys:
-    """blocks: the block of each key. parts: the sub-blocks of each that is stored in part.
+    """blocks: the block of each key. parts: the sub-blocks of each key that is stored in part.
 
-    Only the methods change them.
+    Read-only for callers; the methods change them.
     """
 
     def __init__(self) -> None:
@@ -62,7 +64,7 @@ class ResidentKeys:
     def replaceable(
         self, offered: Iterable[bytes], parts: Parts, pinned: Container[bytes]
     ) -> set[bytes]:
-        """Keys of an offer that are to be stored again, although they are here.
+        """The resident keys of an offer that must be stored again.
 
         parts: the sub-blocks of keys that are offered in part.
         """
@@ -118,8 +120,10 @@ class ResidentKeys:
 
 
 def outside(keys: Iterable[bytes], *kinds: Collection[bytes]) -> Iterator[bytes]:
-    """Those keys that are none of these kinds, which do not change meanwhile; without any Python
-    for each of them."""
+    """The keys that are in none of these collections, filtered without Python code per key.
+
+    The collections must not change while the result is iterated.
+    """
     for kind in kinds:
         if kind:
             keys = filterfalse(kind.__contains__, keys)

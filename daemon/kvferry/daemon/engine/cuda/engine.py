@@ -257,7 +257,7 @@ class CudaEngine:
         return chunk
 
     def _keep_order(self, direction: Direction, streams: Sequence[int], staged: bool) -> None:
-        """Where direct and staged chunks follow each other, the streams do not order them."""
+        """Order a chunk after chunks of the other mode, which the streams do not order."""
         last = self._last.get(direction)
         if last is None or (last.stage is not None) == staged or last.done is None:
             return
