@@ -29,7 +29,7 @@ from kvferry.client import (
     OffloadClient,
     OffloadingManager,
     Refused,
-    Registration,
+    RegistrationState,
     SessionState,
     Timeline,
     TransferResult,
@@ -288,7 +288,7 @@ def test_a_client_that_starts_without_a_daemon(service: DaemonService) -> None:
     state = SessionState.of_namespace(
         FINGERPRINT,
         cpu_bytes_to_use=8 * PAGE,
-        registration=Registration(caches, None, timeline),
+        registration=RegistrationState(caches, None, timeline),
     )
     began = time.monotonic()
     client = OffloadClient(lambda: directory, engine="early", state=state)
