@@ -307,7 +307,7 @@ def failing_driver(request: pytest.FixtureRequest, failing: str) -> Driver:
 
 def map_failed(request: pytest.FixtureRequest) -> ErrorInfo:
     memory = VirtualMemory(failing_driver(request, "cuMemMap"), 0)
-    return raised(lambda: memory.open(0, 1 << 21))
+    return raised(lambda: memory.import_memory(0, 1 << 21))
 
 
 def driver_(request: pytest.FixtureRequest) -> ErrorInfo:

@@ -56,7 +56,11 @@ class FragmentsFixture:
     def two_streams(self, direction: Direction, piece: CopyBatch) -> list[Event]:
         halves = [slice(start, None, 2) for start in range(min(2, piece.size.size))]
         return [
-            self._on(stream, direction, CopyBatch.of(*(column[half] for column in _columns(piece))))
+            self._on(
+                stream,
+                direction,
+                CopyBatch.from_rows(*(column[half] for column in _columns(piece))),
+            )
             for stream, half in zip(self.streams, halves, strict=False)
         ]
 
@@ -75,7 +79,9 @@ class FragmentsFixture:
         began, step = time.perf_counter(), PIECE // size
         for start in range(0, gpu.size, step):
             part = slice(start, start + step)
-            flying.append(enqueue(direction, CopyBatch.of(gpu[part], host[part], sizes[part])))
+            flying.append(
+                enqueue(direction, CopyBatch.from_rows(gpu[part], host[part], sizes[part]))
+            )
             if len(flying) == IN_FLIGHT:
                 self._await(flying.popleft())
         for ends in flying:

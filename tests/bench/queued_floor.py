@@ -212,7 +212,7 @@ class DirectLoop:
 
     def _piece(self, sources: Int64s, host: Int64s) -> CopyBatch:
         sizes = np.full(host.size, self._size)
-        return CopyBatch.of(sources, self._host + host * self._size, sizes)
+        return CopyBatch.from_rows(sources, self._host + host * self._size, sizes)
 
 
 class StagedLoop(DirectLoop):

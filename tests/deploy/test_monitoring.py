@@ -30,7 +30,7 @@ def metrics() -> dict[str, set[str]]:
     )
     shown = Metrics()
     result = JobResult(1, Direction.STORE, Outcome.DONE, 1, 1.0)
-    shown.jobs.ended("cpu", result, TransferCompleted(1, Outcome.DONE, 1.0))
+    shown.jobs.count_job("cpu", result, TransferCompleted(1, Outcome.DONE, 1.0))
     shown.update(status, (space,))
     found: dict[str, set[str]] = {}
     for family in shown.registry.collect():

@@ -139,6 +139,7 @@ class ClientSession:
                 Code.DUPLICATE_JOB, "a job with this id is in flight; use a new job id", job_id
             )
         direction = direction_of(spec)
+<<<<<<< HEAD
         in_flight = self.jobs.count(direction)
         if self.welcome is not None and in_flight >= self.welcome.limits.most(direction):
             raise Refused(
@@ -146,6 +147,11 @@ class ClientSession:
                 f"too many {direction}s are in flight; call get_finished first",
                 in_flight,
             )
+=======
+        of_it = self.jobs.count(direction)
+        if self.welcome is not None and of_it >= self.welcome.limits.max_in_flight(direction):
+            raise Refused(Code.BUSY, f"too many {direction}s are under way: poll first", of_it)
+>>>>>>> cb748ee (change)
         self._lost_stores.check(spec)
         return self.request(Submit(job_id, src, dst, wait_for))
 

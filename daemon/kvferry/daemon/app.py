@@ -79,13 +79,13 @@ def _main(supervisor: Supervisor, arguments: Sequence[str] | None) -> None:
         supervisor.status(f"opening device {config.device}")
         engine = make_engine(config)
         admission = Admission(config.access.group)
-        with starting(config.directory):
+        with refuse_os_errors(config.directory):
             endpoint = Endpoint(config.directory / engine.info.uuid, admission)
     except KVFerryError as error:
         exit_with_error(supervisor, "refused to start", error, 2)
     with contextlib.closing(endpoint):
         try:
-            with starting(config.directory):
+            with refuse_os_errors(config.directory):
                 pool, kept = make_pool(config, supervisor, locked=engine.info.kind != "cpu")
         except KVFerryError as error:
             exit_with_error(supervisor, "refused to start", error, 2)
@@ -106,7 +106,7 @@ NO_MEMORY = frozenset({errno.ENOMEM, errno.EAGAIN})
 
 
 @contextlib.contextmanager
-def starting(directory: Path) -> Iterator[None]:
+def refuse_os_errors(directory: Path) -> Iterator[None]:
     """Turn errors of the operating system at start into Refused (BAD_CONFIG).
 
     directory: the runtime directory, the only place where the daemon makes files.
@@ -215,12 +215,11 @@ async def run(
         kvferry_version(), secrets.token_hex(8), os.getpid(), engine.info, limits
     )
     core = Core(
-        identity, pool.nbytes, time.monotonic(), HOST_BYTES, most_regions(), metrics.jobs.ended
+        identity, pool.nbytes, time.monotonic(), HOST_BYTES, max_regions(), metrics.jobs.count_job
     )
-    with signals.handled(
-        lambda: server.stop()
-    ):  # before the socket exists: a client that sees it may send SIGTERM
-        with starting(config.directory):
+    # Before the socket exists: a client that sees it may send SIGTERM.
+    with signals.handled(lambda: server.stop()):
+        with refuse_os_errors(config.directory):
             checksums = ChecksumClient(  # first: so its process never has a socket of ours
                 pool.descriptors,
                 pool.chunk_bytes,
@@ -304,7 +303,7 @@ def make_pool(
 DESCRIPTORS = 128
 
 
-def most_regions() -> int:
+def max_regions() -> int:
     """Regions whose block tables, of two descriptors each, leave some to clients."""
     return min(MAX_REGIONS, max_client_fd() // 4)
 

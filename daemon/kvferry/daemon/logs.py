@@ -48,10 +48,10 @@ def unfailing(stream: TextIO) -> TextIO:
 
 class _Lossy(io.FileIO):
     def write(self, data: Any, /) -> int:
-        door = select.poll()
-        door.register(self, select.POLLOUT)  # of a pipe: there is room for so much
+        poller = select.poll()
+        poller.register(self, select.POLLOUT)  # of a pipe: there is room for so much
         try:
-            written = super().write(data[: select.PIPE_BUF]) if door.poll(0) else None
+            written = super().write(data[: select.PIPE_BUF]) if poller.poll(0) else None
         except OSError:
             written = None
         return len(data) if written is None else written  # None: it would wait

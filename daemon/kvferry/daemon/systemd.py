@@ -68,17 +68,17 @@ class Supervisor:
     """
 
     def __init__(self, environ: MutableMapping[str, str] = os.environ) -> None:
-        said = {name: environ.pop(name, "") for name in VARIABLES}
-        self._address = said["NOTIFY_SOCKET"]
-        self._stores = said["FDSTORE"] != "0"  # not set before systemd 254: nobody knows
+        values = {name: environ.pop(name, "") for name in VARIABLES}
+        self._address = values["NOTIFY_SOCKET"]
+        self._stores = values["FDSTORE"] != "0"  # not set before systemd 254: nobody knows
         self._warned = False
         self._unsent: deque[_Message] = deque()
-        watched = _number(said["WATCHDOG_USEC"]) if _ours(said["WATCHDOG_PID"] or None) else 0
+        watched = _number(values["WATCHDOG_USEC"]) if _ours(values["WATCHDOG_PID"] or None) else 0
         self.watchdog_seconds = watched / 1e6 if watched else None
         self.stored_fds: dict[str, int] = {}
-        if _ours(said["LISTEN_PID"]):
-            names = said["LISTEN_FDNAMES"].split(":")
-            self.stored_fds = _adopt(range(FIRST, FIRST + _number(said["LISTEN_FDS"])), names)
+        if _ours(values["LISTEN_PID"]):
+            names = values["LISTEN_FDNAMES"].split(":")
+            self.stored_fds = _adopt(range(FIRST, FIRST + _number(values["LISTEN_FDS"])), names)
 
     @property
     def has_fd_store(self) -> bool:
@@ -125,13 +125,13 @@ class Supervisor:
             return False
         ours, theirs = os.pipe2(os.O_CLOEXEC)
         try:
-            said = self._sent(_Message(("BARRIER=1",), theirs), deadline - time.monotonic())
+            values = self._sent(_Message(("BARRIER=1",), theirs), deadline - time.monotonic())
         finally:
             os.close(theirs)
         try:
-            ear = select.poll()
-            ear.register(ours, 0)  # POLLHUP comes unasked: the manager closed its end
-            return bool(said) and bool(ear.poll(max(0.0, deadline - time.monotonic()) * 1000))
+            poller = select.poll()
+            poller.register(ours, 0)  # POLLHUP comes unasked: the manager closed its end
+            return bool(values) and bool(poller.poll(max(0.0, deadline - time.monotonic()) * 1000))
         finally:
             os.close(ours)
 
@@ -166,10 +166,10 @@ class Supervisor:
         """Whether the message was sent; None if the manager's queue stays full."""
         passing = [] if message.descriptor is None else [message.descriptor]
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as wire:
-                wire.settimeout(max(0.0, seconds))
-                wire.connect(_path(self._address))
-                socket.send_fds(wire, ["\n".join(message.lines).encode()], passing)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection:
+                connection.settimeout(max(0.0, seconds))
+                connection.connect(_path(self._address))
+                socket.send_fds(connection, ["\n".join(message.lines).encode()], passing)
         except (BlockingIOError, TimeoutError):
             return None
         except OSError as error:

@@ -74,7 +74,7 @@ class VirtualMemory:
         self._driver.call("cuMemGetAllocationGranularity", byref(granule), properties, 0)
         return -(-nbytes // granule.value) * granule.value
 
-    def create(self, nbytes: int) -> tuple[DeviceMemory, int]:
+    def create_memory(self, nbytes: int) -> tuple[DeviceMemory, int]:
         """New memory of whole granules, mapped here; and the descriptor, the caller's, behind it.
 
         Raises Failed (DRIVER), and nothing stays allocated.
@@ -91,7 +91,7 @@ class VirtualMemory:
         finally:
             self._driver.call("cuMemRelease", handle)
 
-    def open(self, descriptor: int, nbytes: int) -> DeviceMemory:
+    def import_memory(self, descriptor: int, nbytes: int) -> DeviceMemory:
         """Map what another process exported; the descriptor stays the caller's.
 
         Raises Refused (NOT_SHAREABLE) where it is no device memory, Refused (DEVICE_MISMATCH) where

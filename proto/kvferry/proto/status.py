@@ -36,7 +36,7 @@ class Limits(Part):
     max_stores: int = 0
     max_loads: int = 0
 
-    def most(self, direction: Direction) -> int:
+    def max_in_flight(self, direction: Direction) -> int:
         """How many jobs of one direction a session may have under way."""
         most = self.max_stores if direction is Direction.STORE else self.max_loads
         return most or self.max_jobs

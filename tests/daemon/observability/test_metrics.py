@@ -30,7 +30,7 @@ def test_a_histogram_counts_each_value_once_in_all_buckets_above_it() -> None:
     metrics, values = Metrics(), (0.0, BUCKETS[0], 3e-5, 0.2, 1e6)
     for number, seconds in enumerate(values):
         result = JobResult(number, Direction.LOAD, Outcome.DONE, 100, seconds)
-        metrics.jobs.ended("staged", result, TransferCompleted(number, Outcome.DONE, seconds))
+        metrics.jobs.count_job("staged", result, TransferCompleted(number, Outcome.DONE, seconds))
     labels = {"direction": "load", "mode": "staged"}
 
     def sample(name: str, **more: str) -> float | None:
@@ -47,7 +47,7 @@ def test_a_histogram_counts_each_value_once_in_all_buckets_above_it() -> None:
 def test_a_job_that_was_not_done_moved_nothing() -> None:
     metrics = Metrics()
     result = JobResult(1, Direction.STORE, Outcome.CANCELLED, 0, 0.0)
-    metrics.jobs.ended("cpu", result, TransferCompleted(1, Outcome.CANCELLED))
+    metrics.jobs.count_job("cpu", result, TransferCompleted(1, Outcome.CANCELLED))
     value = metrics.registry.get_sample_value
     assert value("kvferry_jobs_total", {"direction": "store", "outcome": "cancelled"}) == 1
     assert value("kvferry_jobs_total", {"direction": "store", "outcome": "done"}) == 0
@@ -63,13 +63,13 @@ def test_totals_of_elsewhere_are_followed() -> None:
         a, b = (registry.get_sample_value("some_total", {"name": name}) for name in "ab")
         return a, b
 
-    counter.follow({("a",): 5, ("b",): 0})
+    counter.set_totals({("a",): 5, ("b",): 0})
     assert shown() == (5, 0)
-    counter.follow({("a",): 7, ("b",): 2})
+    counter.set_totals({("a",): 7, ("b",): 2})
     assert shown() == (7, 2)
-    counter.follow({("a",): 3})
+    counter.set_totals({("a",): 3})
     assert shown() == (3, None)
-    counter.follow({("a",): 3, ("b",): 1})
+    counter.set_totals({("a",): 3, ("b",): 1})
     assert shown() == (3, 1)
 
 

@@ -46,7 +46,7 @@ def map_device_memory(uuid: str, descriptor: int, nbytes: int) -> torch.Tensor:
     """
     ordinal = device_ordinal(uuid)
     with driver().visiting(ordinal) as context:
-        memory = VirtualMemory(driver(), ordinal).open(descriptor, nbytes)
+        memory = VirtualMemory(driver(), ordinal).import_memory(descriptor, nbytes)
         whole: Any = _DeviceBytes(memory.address, nbytes)
         try:
             tensor = torch.as_tensor(whole, device=torch.device("cuda", ordinal))

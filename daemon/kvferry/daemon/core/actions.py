@@ -189,7 +189,7 @@ class RegionFreed:
 class CommitBlocks(msgspec.Struct, frozen=True):
     """A store completed: record its blocks as good as soon as their checksums are computed.
 
-    cargo: its host blocks, and for each the key or the sub-blocks (from, to) that are loadable.
+    block_set: its host blocks, and for each the key or the sub-blocks (from, to) that are loadable.
     """
 
     serial: int

@@ -86,7 +86,7 @@ class Core:
         self._regions = Regions(pool_bytes, own_bytes, max_regions)
         self._namespaces = Namespaces(self._regions)
         self._registrations = Registrations(self._regions, self._namespaces, self._owners)
-        self._transfers = Transfers(self._registrations, identity.limits.most, observe_job)
+        self._transfers = Transfers(self._registrations, identity.limits.max_in_flight, observe_job)
 
     @property
     def sessions(self) -> tuple[str, ...]:

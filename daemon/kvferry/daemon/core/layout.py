@@ -74,7 +74,7 @@ class CopyBatch(msgspec.Struct, frozen=True):
     table: Int64s
 
     @classmethod
-    def of(cls, gpu: Int64s, host: Int64s, size: Int64s) -> CopyBatch:
+    def from_rows(cls, gpu: Int64s, host: Int64s, size: Int64s) -> CopyBatch:
         return cls(np.stack((gpu, host, size)))
 
     @property

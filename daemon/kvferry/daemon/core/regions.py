@@ -210,13 +210,15 @@ class Regions:
         deserted = [region.owner for region in kept if not region.present]
         least = block if nbytes is None else nbytes
 
-        def room(freed: int) -> list[tuple[int, int]]:
+        def fitting_ranges(freed: int) -> list[tuple[int, int]]:
             gone = set(deserted[:freed])
             gaps = self._free_ranges([region for region in kept if region.owner not in gone])
             return [(start, size) for start, size in gaps if size >= least]
 
         # Freeing more regions never leaves less room.
-        gaps = room(bisect_left(range(len(deserted)), True, key=lambda count: bool(room(count))))
+        gaps = fitting_ranges(
+            bisect_left(range(len(deserted)), True, key=lambda count: bool(fitting_ranges(count)))
+        )
         if gaps:
             return max(gaps, key=lambda gap: gap[1]) if nbytes is None else (gaps[0][0], nbytes)
         size = max(

@@ -126,7 +126,7 @@ class ReferenceEngine:
     def allocate_tensors(self, layout: BlockLayout, kept: Sequence[int] = ()) -> Shared:
         self._owner.assert_owner()
         offsets, size = packed_locations(layout.layout_arrays)
-        descriptor = _again(kept, size) if kept else sealed_memfd("kvferry-kv", size)
+        descriptor = _reopen_memory(kept, size) if kept else sealed_memfd("kvferry-kv", size)
         allocation = FdAllocation(0, size)
         locations = tuple(Location(0, offset) for offset in offsets)
         try:
@@ -163,7 +163,7 @@ class ReferenceEngine:
             and not self.faults.stall
             and mapping.layout.count_bytes((extent,)) <= AT_ONCE
         ):
-            self._do(chunk)
+            self._run_chunk(chunk)
         else:
             self._queues[direction].put(chunk)
         return chunk
@@ -201,9 +201,9 @@ class ReferenceEngine:
 
     def _run_stream(self, chunks: queue.SimpleQueue[_Chunk | None]) -> None:
         while (chunk := chunks.get()) is not None:
-            self._do(chunk)
+            self._run_chunk(chunk)
 
-    def _do(self, chunk: _Chunk) -> None:
+    def _run_chunk(self, chunk: _Chunk) -> None:
         chunk.began = time.perf_counter()
         if self.faults.stall:
             time.sleep(self.faults.stall)
@@ -217,7 +217,7 @@ class ReferenceEngine:
         chunk.done = True
 
 
-def _again(kept: Sequence[int], size: int) -> int:
+def _reopen_memory(kept: Sequence[int], size: int) -> int:
     """A descriptor of our own of memory made before; Failed (MAP_FAILED) where it is another."""
     sizes = [os.fstat(descriptor).st_size for descriptor in kept]
     if sizes != [size]:

@@ -46,12 +46,12 @@ class Closer:
                 self._threads += 1
 
     def _run(self) -> None:
-        while (close := self._take()) is not None:
+        while (close := self._next_close()) is not None:
             with suppress(OSError):
                 close()
             del close  # otherwise what it references lives until the next close
 
-    def _take(self) -> Callable[[], None] | None:
+    def _next_close(self) -> Callable[[], None] | None:
         """The next close; None if there was none for a while, and the thread must end."""
         with self._changed:
             self._idle += 1

@@ -53,7 +53,7 @@ class MetricsServer:
     def __init__(self, listen: str, metrics: Metrics, check_seconds: float) -> None:
         self._metrics, self._check_seconds = metrics, check_seconds
         self._server = _listening(*_parsed(listen))
-        self._server.set_app(self._answer)
+        self._server.set_app(self._handle_request)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._source: StatusSource
         self._thread = threading.Thread(
@@ -78,7 +78,7 @@ class MetricsServer:
             self._thread.join()
         self._server.server_close()
 
-    def _answer(self, environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+    def _handle_request(self, environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
         pages = {"/metrics": self._show_metrics, "/health": self._show_health}
         if path not in pages:

@@ -80,7 +80,7 @@ class JobMetrics:
             for outcome in (Outcome.DONE, Outcome.FAILED, Outcome.CANCELLED):
                 self._jobs.labels(direction, outcome)
 
-    def ended(self, mode: str, result: JobResult, report: TransferCompleted) -> None:
+    def count_job(self, mode: str, result: JobResult, report: TransferCompleted) -> None:
         """Count a job. Called by the core."""
         if result.outcome is not Outcome.DONE:
             self._jobs.labels(result.direction, result.outcome).inc()
@@ -88,13 +88,13 @@ class JobMetrics:
         modes = self._stores if result.direction is Direction.STORE else self._loads
         moved = modes.get(mode)
         if moved is None:
-            moved = modes[mode] = self._of(result.direction, mode)
+            moved = modes[mode] = self._metrics_of(result.direction, mode)
         moved.done.inc()
         moved.nbytes.inc(result.nbytes)
         moved.device.observe(report.seconds)
         moved.queue.observe(report.queued)
 
-    def _of(self, direction: Direction, mode: str) -> _Moved:
+    def _metrics_of(self, direction: Direction, mode: str) -> _Moved:
         return _Moved(
             self._jobs.labels(direction, Outcome.DONE),
             self._moved.labels(direction, mode),
@@ -112,7 +112,7 @@ class FollowedCounter:
         self._counter = Counter(name, documentation, labels, registry=registry)
         self._seen: dict[tuple[str, ...], int] = {}
 
-    def follow(self, totals: Mapping[tuple[str, ...], int]) -> None:
+    def set_totals(self, totals: Mapping[tuple[str, ...], int]) -> None:
         """Take over all totals, by label values. One that went is shown no longer, and one that is
         less than before is another's: it is counted anew."""
         for labels, before in self._seen.items():
@@ -188,7 +188,7 @@ class DaemonMetrics:
         self._pool.labels("free").set(pool.size_bytes - pool.reserved_bytes)
         self._pinned.set(pool.pinned_bytes)
         errors = dict.fromkeys(EXPECTED, 0) | status.errors
-        self._errors.follow({(code,): number for code, number in errors.items()})
+        self._errors.set_totals({(code,): number for code, number in errors.items()})
 
     def _engines(self, engines: Sequence[EngineStatus]) -> None:
         for gauge in (self._present, self._jobs):
@@ -276,9 +276,11 @@ class NamespaceMetrics:
             self._pinned.labels(*labels).set(space.pinned)
             lookups[*labels, "hit"] = space.hits
             lookups[*labels, "miss"] = space.misses
-        self._lookups.follow(lookups)
+        self._lookups.set_totals(lookups)
         for name, counter in self._counters.items():
-            counter.follow({labels: getattr(space, name) for labels, space in by_labels.items()})
+            counter.set_totals(
+                {labels: getattr(space, name) for labels, space in by_labels.items()}
+            )
 
 
 def _or_nan(seconds: float | None) -> float:

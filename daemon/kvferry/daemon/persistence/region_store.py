@@ -121,7 +121,7 @@ class RegionStore:
                 restore(found)
             except KVFerryError as error:
                 log.warning("region dropped", region=table.record.name, reason=str(error))
-                self._drop(name, table)
+                self._drop_table(name, table)
                 continue
             table.mark_unverified(np.array([each.block for each in found.residents], np.int64))
             self._tables[table.record.owner] = name, table
@@ -141,13 +141,13 @@ class RegionStore:
     def apply_change(self, change: RegionChange) -> None:
         match change:
             case RegionCreated(record):
-                self._create(record)
+                self._create_table(record)
             case RegionUpdated(record, wipe):
                 if record.owner in self._tables:
-                    self._update(record, wipe=wipe)
+                    self._update_table(record, wipe=wipe)
             case RegionFreed(owner):
                 if owner in self._tables:
-                    self._drop(*self._tables.pop(owner))
+                    self._drop_table(*self._tables.pop(owner))
 
     def invalidate_blocks(self, start: StartTransfer) -> None:
         """Mark the blocks of a store as uncommitted. Must be called before the device worker gets
@@ -188,7 +188,7 @@ class RegionStore:
     def _all_tables(self) -> list[BlockTable]:
         return [table for _, table in self._tables.values()]
 
-    def _create(self, record: RegionRecord) -> None:
+    def _create_table(self, record: RegionRecord) -> None:
         """Create a table. Without one the region works, but is lost when the daemon ends."""
         try:
             table = BlockTable.create(record, self._clock)
@@ -199,7 +199,7 @@ class RegionStore:
         self._tables[record.owner] = name, table
         self._fd_store.store_fd(name, table.descriptor)
 
-    def _update(self, record: RegionRecord, *, wipe: bool) -> None:
+    def _update_table(self, record: RegionRecord, *, wipe: bool) -> None:
         name, table = self._tables[record.owner]
         if wipe:
             table.clear_commits()
@@ -210,9 +210,9 @@ class RegionStore:
                 "region no longer kept over a restart", region=record.name, reason=str(error)
             )
             del self._tables[record.owner]
-            self._drop(name, table)
+            self._drop_table(name, table)
 
-    def _drop(self, name: str, table: BlockTable) -> None:
+    def _drop_table(self, name: str, table: BlockTable) -> None:
         table.mark_void()
         self._fd_store.remove_fd(name)
         table.close()

@@ -19,7 +19,7 @@ def coalesce(offsets: Int64s, block_bytes: int, slot: int, pool: int) -> CopyBat
     starts = np.flatnonzero(offsets[1:] - offsets[:-1] != block_bytes) + 1
     bounds = np.concatenate(([0], starts, [offsets.size]))
     first = bounds[:-1]
-    return CopyBatch.of(
+    return CopyBatch.from_rows(
         first * block_bytes + slot,
         offsets[first] + pool,
         (bounds[1:] - first) * block_bytes,

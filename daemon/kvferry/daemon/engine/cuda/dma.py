@@ -80,7 +80,7 @@ class Dma:
         number = first[of] + np.arange(of.size) - (np.cumsum(counts) - counts)[of]
         begin = np.maximum(start[of], number * chunk)
         size = np.minimum(end[of], (number + 1) * chunk) - begin
-        return CopyBatch.of(batch.gpu[of] + begin - start[of], begin + self.pool, size)
+        return CopyBatch.from_rows(batch.gpu[of] + begin - start[of], begin + self.pool, size)
 
 
 def _batch_function(driver: Driver) -> Callable[[int, int, int, int, int], int]:

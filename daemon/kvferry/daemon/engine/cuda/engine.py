@@ -129,11 +129,11 @@ class CudaEngine:
         waiting = iter(descriptors)
         try:
             for allocation in allocations:
-                opened.append(self._open(allocation, waiting))
+                opened.append(self._open_allocation(allocation, waiting))
             bases = [opened[place.allocation].address + place.offset for place in locations]
             return self._mapping(layout, np.array(bases, dtype=np.int64), opened)
         except BaseException:
-            self._close(opened)
+            self._close_handles(opened)
             raise
 
     def allocate_tensors(self, layout: BlockLayout, kept: Sequence[int] = ()) -> Shared:
@@ -141,9 +141,9 @@ class CudaEngine:
         offsets, size = packed_locations(layout.layout_arrays)
         size = self._memory.whole_granules(size)
         if kept:
-            memory, descriptor = self._again(kept, size)
+            memory, descriptor = self._reopen_memory(kept, size)
         else:
-            memory, descriptor = self._memory.create(size)
+            memory, descriptor = self._memory.create_memory(size)
         try:
             bases = np.array(offsets, dtype=np.int64) + memory.address
             mapping = self._mapping(layout, bases, [memory])
@@ -156,7 +156,7 @@ class CudaEngine:
 
     def unmap_tensors(self, mapping: Mapping) -> None:
         self._owner.assert_owner()
-        self._close(mapping.handles)
+        self._close_handles(mapping.handles)
 
     def chunk_budget(
         self, direction: Direction, mapping: Mapping, request: ChunkRequest
@@ -200,10 +200,10 @@ class CudaEngine:
                 raise ticket.error
             done = ticket.done is not None and self._driver.reached(ticket.done)
         except KVFerryError:
-            self._forget(ticket)
+            self._remove_chunk(ticket)
             raise
         if done:
-            self._forget(ticket)
+            self._remove_chunk(ticket)
         return done
 
     def elapsed(self, first: object, last: object, before: object | None) -> float:
@@ -264,7 +264,7 @@ class CudaEngine:
         for stream in streams:
             self._driver.call("cuStreamWaitEvent", stream, last.done.handle, 0)
 
-    def _forget(self, chunk: Chunk) -> None:
+    def _remove_chunk(self, chunk: Chunk) -> None:
         self._in_flight[chunk.direction] -= chunk.nbytes
         self._chunks[chunk.direction] -= 1
         if chunk.stage is not None:
@@ -278,24 +278,26 @@ class CudaEngine:
             for group in range(layout.layout_arrays.num_groups):
                 tables.append(self._staged.table(layout, group, bases))
         except BaseException:
-            self._close(tables)
+            self._close_handles(tables)
             raise
         return Mapping(layout, bases, [*handles, *tables])
 
-    def _again(self, kept: Sequence[int], size: int) -> tuple[DeviceMemory, int]:
+    def _reopen_memory(self, kept: Sequence[int], size: int) -> tuple[DeviceMemory, int]:
         """Memory made before, and a descriptor of our own; Failed where it is other memory."""
         if len(kept) != 1:
             raise Failed(Code.MAP_FAILED, "one descriptor is kept for an engine", len(kept))
         descriptor = os.dup(kept[0])
         try:
-            return self._memory.open(descriptor, size), descriptor
+            return self._memory.import_memory(descriptor, size), descriptor
         except KVFerryError as error:
             os.close(descriptor)
             raise Failed(Code.MAP_FAILED, error.message, error.value) from error
 
-    def _open(self, allocation: Allocation, descriptors: Iterator[int]) -> DeviceMemory | _Opened:
+    def _open_allocation(
+        self, allocation: Allocation, descriptors: Iterator[int]
+    ) -> DeviceMemory | _Opened:
         if isinstance(allocation, FdAllocation):
-            return self._memory.open(next(descriptors), allocation.size)
+            return self._memory.import_memory(next(descriptors), allocation.size)
         return _Opened(self._open_handle(allocation))
 
     def _open_handle(self, allocation: CudaAllocation) -> int:
@@ -322,7 +324,7 @@ class CudaEngine:
             )
         return pointer
 
-    def _close(self, handles: Sequence[object]) -> None:
+    def _close_handles(self, handles: Sequence[object]) -> None:
         for handle in handles:
             match handle:
                 case DeviceMemory():

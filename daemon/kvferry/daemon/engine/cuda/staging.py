@@ -76,7 +76,7 @@ class Staging:
     def take_slot(self, direction: Direction, nbytes: int) -> Slot:
         """A slot for a chunk that `room` allowed."""
         units = self._units(nbytes)
-        start = self._find(direction, units)
+        start = self._find_slot(direction, units)
         assert start is not None
         slot = Slot(start, units, self.address + start * self.unit_bytes)
         self._used[direction] |= slot.mask
@@ -104,7 +104,7 @@ class Staging:
         """How many units in a row there are, `most` at most; 0 where not even `least`."""
         if most < least:
             return 0
-        if self._find(direction, most) is not None:
+        if self._find_slot(direction, most) is not None:
             return most
         starts, units = self._free, 0
         while starts:  # those where a row of one more begins
@@ -112,7 +112,7 @@ class Staging:
             units += 1
         return units if units >= least else 0
 
-    def _find(self, direction: Direction, units: int) -> int | None:
+    def _find_slot(self, direction: Direction, units: int) -> int | None:
         """Where the next so many free units in a row begin, from where the last chunk ended."""
         starts, have = self._free, 1
         while have < units:
