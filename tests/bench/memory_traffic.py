@@ -25,7 +25,7 @@ import torch
 
 from kvferry.client.cli.bench.beside import Windows
 from kvferry.client.cli.bench.busy import BusyEngine
-from kvferry.client.cli.bench.movers import Mover, StreamMover
+from kvferry.client.cli.bench.movers import BenchMover, StreamMover
 
 GIB = 1 << 30
 PIECES = 16
@@ -90,7 +90,7 @@ def crossing(pieces: list[tuple[torch.Tensor, torch.Tensor]], turn: Copy) -> flo
     return float(begin.elapsed_time(end))
 
 
-def movers() -> dict[str, Mover]:
+def movers() -> dict[str, BenchMover]:
     host = torch.ones(GIB, dtype=torch.int8, pin_memory=True)
     buffer, tensors = (torch.ones(GIB, dtype=torch.int8, device="cuda") for _ in range(2))
     pieces = list(zip(*(whole.chunk(PIECES) for whole in (host, buffer, tensors)), strict=True))

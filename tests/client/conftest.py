@@ -152,11 +152,11 @@ class FakeDaemon:
 
 @pytest.fixture
 def start_fake_daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeDaemon]]:
-    """start_stand_in(num_blocks) -> a daemon; who connects to its directory talks to it.
+    """start_fake_daemon(num_blocks) -> a daemon; clients of its directory are connected to it.
 
     The directory has a real socket file, because clients wait until a daemon has bound one.
 
-    Clients look at what has arrived at each lookup and each poll.
+    Clients receive messages at each lookup, and check the connection at each poll.
     """
     running: dict[Path, FakeDaemon] = {}
     held = ExitStack()
@@ -182,5 +182,5 @@ def fake_daemon(start_fake_daemon: Callable[..., FakeDaemon]) -> FakeDaemon:
 
 @pytest.fixture
 def client(fake_daemon: FakeDaemon) -> OffloadClient:
-    """Of `stand_in`, and of no other after it; no namespace is opened."""
+    """A client of `fake_daemon` that does not reconnect and has opened no namespace."""
     return OffloadClient(fake_daemon.directory, engine="engine", timeout=0.2, reconnect=False)

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from kvferry.client.effects import Operation, PassFds, Send, WaitFor, interpret, run_until_deadline
+from kvferry.client.effects import (
+    Operation,
+    PassFds,
+    SendOneWay,
+    WaitFor,
+    interpret,
+    run_until_deadline,
+)
 from kvferry.client.session import ClientSession, timed_out
 from kvferry.client.transport.fd_passing import SocketBusy
 from kvferry.proto.errors import Code, Gone
@@ -68,7 +75,7 @@ def test_a_timeout_is_an_error_of_the_effect_and_may_be_cleaned_up_after() -> No
             yield WaitFor(lambda: None)
         except Gone:
             with pytest.raises(Gone):
-                yield Send(Subscribe(), lambda: None)
+                yield SendOneWay(Subscribe(), lambda: None)
             raise
 
     run = Run(operation(), 3)

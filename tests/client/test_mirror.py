@@ -281,7 +281,7 @@ def test_what_changed_is_what_was_there_and_then_what_became_of_it(mirror: Mirro
 # Against the model
 
 
-class NamespaceModel:
+class SimulatedDaemon:
     """A daemon's namespace, the wire to a client that drops what it is told to, and the mirror."""
 
     def __init__(self) -> None:
@@ -379,7 +379,7 @@ STEPS = st.one_of(
 @PROFILE
 @given(st.lists(STEPS, max_size=60))
 def test_after_repair_the_mirror_is_what_the_daemon_has(steps: list[tuple[object, ...]]) -> None:
-    world = NamespaceModel()
+    world = SimulatedDaemon()
     for name, *arguments in steps:
         if name == "streams":
             world.streams.append(world.snapshot())

@@ -134,35 +134,3 @@ def test_received_descriptors_are_closed_after_an_error() -> None:
         operation.throw(OSError(errno.EMFILE, "too many open files"))
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(first)
-<<<<<<< HEAD:tests/client/test_operations.py
-=======
-
-
-def test_a_descriptor_is_the_caller_s_where_torch_does_not_take_the_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It was closed once more when the error was forgotten: somebody else's by then."""
-    unmapped: list[object] = []
-    memory: Any = SimpleNamespace(address=1 << 40, close=lambda: unmapped.append(memory))
-    driver = SimpleNamespace(
-        device_count=lambda: 1,
-        device_uuid=lambda _: "GPU-0",
-        visiting=lambda _: nullcontext(0),
-        drain=lambda _: None,
-    )
-    monkeypatch.setattr(module, "driver", lambda: driver)
-    opens: Any = SimpleNamespace(import_memory=lambda *_: memory)
-    monkeypatch.setattr(module, "VirtualMemory", lambda *_: opens)
-
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("CUDA error: out of memory")
-
-    monkeypatch.setattr(torch, "as_tensor", refuse)
-    descriptor = os.memfd_create("memory")
-    with pytest.raises(RuntimeError, match="out of memory"):
-        attach_device("GPU-0", descriptor, 4096)
-    gc.collect()
-    os.close(descriptor)
-    assert unmapped == [memory]
-    assert module.attached_at(memory.address) is None
->>>>>>> cb748ee (change):tests/client/test_allocated.py

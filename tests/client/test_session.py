@@ -359,7 +359,7 @@ def test_kv_caches_are_registered_with_a_region_or_in_a_namespace(
     operation = operations.allocate_kv_caches(session, layout, None if inside else 4096, None)
     assert isinstance(next(operation), effects.WaitFor)
     effect = operation.send(True)
-    assert isinstance(effect, effects.Send)
+    assert isinstance(effect, effects.SendOneWay)
     assert effect.message == wire.AllocateKVCaches(1, layout, None if inside else 4096)
 
 
@@ -434,7 +434,7 @@ def reconnecting() -> ClientSession:
 
 def answer(session: ClientSession, operation: Any, effect: Any, message: Any) -> Any:
     """Feed what a daemon answers to an effect, and go on to the next one."""
-    if isinstance(effect, effects.Request):
+    if isinstance(effect, effects.SendRequest):
         with session.expect_reply(effect.message):
             session.receive_message(encode(message))
             return operation.send(session.reply(effect.message.request_id))
@@ -630,13 +630,13 @@ def test_a_session_with_a_state_to_restore_begins_disconnected() -> None:
     session.socket_opened()
     connecting = operations.connect(session)
     effect = answer(session, connecting, next(connecting), WELCOME)
-    assert isinstance(effect, effects.Request)
+    assert isinstance(effect, effects.SendRequest)
     opening = effect.message
     assert isinstance(opening, wire.OpenNamespace)
     assert (opening.fingerprint, opening.policy) == (FINGERPRINT, "arc")
     opened = msgspec.structs.replace(OPENED, request_id=opening.request_id)
     effect = answer(session, connecting, effect, opened)
-    assert isinstance(effect, effects.Send)
+    assert isinstance(effect, effects.SendOneWay)
     session.receive_message(encode(wire.Snapshot(0, 0, False, (b"aaaa",), True)))
     with pytest.raises(StopIteration):
         connecting.send(effect.until())

@@ -85,7 +85,7 @@ AT_EXIT = {
     "in a cycle": "client = connect(); client.itself = client; del client; gc.disable()",
     "a thread waits": """
 client = connect()
-threading.Thread(target=client._connection.wait, args=(60,), daemon=True).start()
+threading.Thread(target=client._connection.wait_readable, args=(60,), daemon=True).start()
 time.sleep(0.1)
 """,
     "dropped at exit, with something to say": """
@@ -124,7 +124,7 @@ IN_CHILD = {
         try:
             raise AssertionError(call())
         except Gone as error:
-            assert "make one in the child" in str(error), error
+            assert "create one in the forked child" in str(error), error
     assert not client.connected and not client.connecting
     client.close()
 """,

@@ -34,7 +34,7 @@ from kvferry.proto.messages import (
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class SendRequest:
     """Send a request; the outcome is its reply. An error reply is thrown into the operation."""
 
     message: RequestMessage
@@ -55,7 +55,7 @@ class ReceiveFd:
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendOneWay:
     """Send a message; the outcome is the first result of `until` that is not None."""
 
     message: Hello | Subscribe | Goodbye | Pin | RegisterKVCaches | AllocateKVCaches
@@ -69,7 +69,7 @@ class WaitFor:
     ready: Callable[[], object]
 
 
-Effect: TypeAlias = Request | PassFds | ReceiveFd | Send | WaitFor
+Effect: TypeAlias = SendRequest | PassFds | ReceiveFd | SendOneWay | WaitFor
 R = TypeVar("R")
 Operation: TypeAlias = Generator[Effect, Any, R]
 
@@ -124,11 +124,11 @@ def _perform(
     send: Callable[[ClientMessage], None],
 ) -> Interpreted[Any]:
     match effect:
-        case Request(request):
+        case SendRequest(request):
             with session.expect_reply(request):
                 send(request)
                 return (yield from _poll_until(lambda: session.reply(request.request_id)))
-        case Send(message, until):
+        case SendOneWay(message, until):
             send(message)
             return (yield from _poll_until(until))
         case WaitFor(ready):

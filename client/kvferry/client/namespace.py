@@ -21,7 +21,7 @@ from kvferry.proto.status import Fingerprint
 _DISCONNECTED = -1
 
 
-class NamespaceView:
+class ClientNamespace:
     """opened: the daemon's last reply; before the first one, a namespace without blocks."""
 
     def __init__(self, opening: OpenNamespace, *, mirror: bool = False) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from kvferry.client.effects import Operation, interpret, run_until_deadline
 from kvferry.client.endpoint import check_access, find_daemon, resolve_directory
 from kvferry.client.jobs import TransferResult
-from kvferry.client.namespace import NamespaceView
+from kvferry.client.namespace import ClientNamespace
 from kvferry.client.reconnect import Reconnect
 from kvferry.client.session import MAX_TIMEOUT, ClientSession, ConnectionState, timed_out
 from kvferry.client.session_state import SessionState
@@ -120,7 +120,7 @@ class NonBlockingClient:
         return self._session.restore.region
 
     @property
-    def namespace(self) -> NamespaceView:
+    def namespace(self) -> ClientNamespace:
         """The opened namespace. Raises Refused (UNKNOWN_NAMESPACE) if there is none."""
         return self._session.namespace
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from kvferry.client.effects import Operation, PassFds, ReceiveFd, Request, Send, WaitFor
+from kvferry.client.effects import Operation, PassFds, ReceiveFd, SendOneWay, SendRequest, WaitFor
 from kvferry.client.endpoint import no_reply_error
-from kvferry.client.namespace import NamespaceView
+from kvferry.client.namespace import ClientNamespace
 from kvferry.client.pending_requests import ResumableRequest
 from kvferry.client.session import ClientSession
 from kvferry.client.session_state import RegistrationState
@@ -62,7 +62,7 @@ def connect(session: ClientSession) -> Operation[None]:
     Raises what the daemon refuses, or Gone (TIMEOUT).
     """
     try:
-        yield Send(session.hello(), session.read_welcome)
+        yield SendOneWay(session.hello(), session.read_welcome)
     except Gone as error:
         if error.code == Code.TIMEOUT:
             raise no_reply_error(Path(error.value)) from None
@@ -70,7 +70,7 @@ def connect(session: ClientSession) -> Operation[None]:
     state = session.restore
     if state.opening is not None:
         again = msgspec.structs.replace(state.opening, request_id=session.next_request_id())
-        session.namespace_opened(again, (yield Request(again)))
+        session.namespace_opened(again, (yield SendRequest(again)))
     if state.registration is not None:
         yield from _register(session, state.registration)
     if state.opening is not None:
@@ -152,7 +152,7 @@ def allocate_kv_caches(
 def release_kv_caches(session: ClientSession, engine: str) -> Operation[int]:
     check_fields(ReleaseKVCaches, engine=engine)
     yield from wait_connected(session)
-    reply = yield Request(ReleaseKVCaches(session.next_request_id(), engine))
+    reply = yield SendRequest(ReleaseKVCaches(session.next_request_id(), engine))
     nbytes: int = reply.nbytes
     return nbytes
 
@@ -184,10 +184,10 @@ def open_namespace(
             eviction_policy,
             store_threshold,
         )
-        opened = yield Request(opening)
+        opened = yield SendRequest(opening)
         session.namespace_opened(opening, opened)
     if mirror and not session.namespace.ensure_mirror().complete:
-        yield Send(Subscribe(), lambda: session.mirror_complete() or None)
+        yield SendOneWay(Subscribe(), lambda: session.mirror_complete() or None)
     return opened
 
 
@@ -196,7 +196,7 @@ def reset_namespace(session: ClientSession) -> Operation[None]:
     try:
         yield from wait_connected(session)
         if session.namespace.is_resetting(request.request_id):  # else reconnecting has done it
-            yield Request(request)
+            yield SendRequest(request)
     except Refused:
         session.namespace.reset_ended(request.request_id)
         raise
@@ -207,7 +207,7 @@ def wait_jobs(session: ClientSession, job_ids: Collection[int]) -> Operation[Non
     if session.gone is not None:  # all jobs have ended, as LOST
         return
     try:
-        yield Request(request)
+        yield SendRequest(request)
     except Gone as error:
         if error.code != Code.DAEMON_GONE:
             raise Gone(error.code, error.message, session.in_flight(job_ids)) from error
@@ -215,21 +215,21 @@ def wait_jobs(session: ClientSession, job_ids: Collection[int]) -> Operation[Non
 
 def fetch_status(session: ClientSession) -> Operation[DaemonStatus]:
     yield from wait_connected(session)
-    reply = yield Request(StatusRequest(session.next_request_id()))
+    reply = yield SendRequest(StatusRequest(session.next_request_id()))
     report: DaemonStatus = reply.status
     return report
 
 
 def fetch_namespaces(session: ClientSession) -> Operation[tuple[NamespaceStatus, ...]]:
     yield from wait_connected(session)
-    reply = yield Request(NamespacesRequest(session.next_request_id()))
+    reply = yield SendRequest(NamespacesRequest(session.next_request_id()))
     report: tuple[NamespaceStatus, ...] = reply.namespaces
     return report
 
 
 def disconnect(session: ClientSession) -> Operation[None]:
     if session.gone is None:
-        yield Send(Goodbye("client closes"), lambda: session.gone)
+        yield SendOneWay(Goodbye("client closes"), lambda: session.gone)
 
 
 def _check_not_registered(session: ClientSession) -> None:
@@ -272,7 +272,7 @@ def _register(session: ClientSession, registration: RegistrationState) -> Operat
 
 def _wait_reply(resumable: ResumableRequest) -> Operation[Any]:
     """The reply to this request, or to the one that an earlier call has sent."""
-    return resumable.received() or (yield Send(resumable.message, resumable.received))
+    return resumable.received() or (yield SendOneWay(resumable.message, resumable.received))
 
 
 def _find_resumable(
@@ -306,7 +306,7 @@ def _undo_allocation(session: ClientSession, allocated: Allocated, keep: bool) -
     next registration undoes the allocation."""
     with suppress(Exception):
         if keep and not allocated.kept:  # those of an earlier engine stay
-            yield Request(ReleaseKVCaches(session.next_request_id(), session.engine))
+            yield SendRequest(ReleaseKVCaches(session.next_request_id(), session.engine))
         yield from _restart_session(session)
 
 
@@ -316,24 +316,24 @@ def _restart_session(session: ClientSession) -> Operation[None]:
     session.reconnects = True
     try:
         goodbye = Goodbye("client registers other KV caches")
-        yield Send(goodbye, lambda: session.gone or session.incarnation > incarnation or None)
+        yield SendOneWay(goodbye, lambda: session.gone or session.incarnation > incarnation or None)
         yield from wait_connected(session)
     finally:
         session.reconnects = reconnects
 
 
-def _restore_namespace(session: ClientSession, namespace: NamespaceView) -> Operation[None]:
+def _restore_namespace(session: ClientSession, namespace: ClientNamespace) -> Operation[None]:
     """Subscribe again, do pending resets, and pin keys again."""
     if namespace.has_mirror:
-        yield Send(Subscribe(), lambda: namespace.mirror.complete or None)
+        yield SendOneWay(Subscribe(), lambda: namespace.mirror.complete or None)
     while pending := namespace.pending_resets():
-        yield Request(session.reset())
+        yield SendRequest(session.reset())
         for request_id in pending:
             namespace.reset_ended(request_id)
     for (
         keys
     ) in namespace.pinned_batches():  # last, and without a pause, in which more keys may be pinned
-        yield Send(Pin(keys), lambda: True)
+        yield SendOneWay(Pin(keys), lambda: True)
 
 
 def _send_timeline(timeline: Timeline | None) -> Operation[int | None]:

@@ -27,7 +27,7 @@ from itertools import count
 
 from kvferry.client.jobs import JobTable, checked_id, checked_ids, direction_of
 from kvferry.client.lost_stores import LostStores
-from kvferry.client.namespace import NamespaceView
+from kvferry.client.namespace import ClientNamespace
 from kvferry.client.pending_requests import PendingRequests, Reply, RequestMessage
 from kvferry.client.session_state import RegistrationState, SessionState
 from kvferry.proto.codec import decode_daemon_message, encode
@@ -102,11 +102,11 @@ class ClientSession:
         self._lost_stores = LostStores()
         self._hello_reply: Welcome | KVFerryError | None = None
         self._request_ids = count(1)
-        self._namespace: NamespaceView | None = None
+        self._namespace: ClientNamespace | None = None
         self._snapshot_needed = False
         if restore is not None:
             if restore.opening is not None:
-                self._namespace = NamespaceView(restore.opening, mirror=restore.mirror)
+                self._namespace = ClientNamespace(restore.opening, mirror=restore.mirror)
             self.connection_lost(Gone(Code.DAEMON_GONE, "not connected yet"))
 
     # Messages to send
@@ -139,19 +139,13 @@ class ClientSession:
                 Code.DUPLICATE_JOB, "a job with this id is in flight; use a new job id", job_id
             )
         direction = direction_of(spec)
-<<<<<<< HEAD
         in_flight = self.jobs.count(direction)
-        if self.welcome is not None and in_flight >= self.welcome.limits.most(direction):
+        if self.welcome is not None and in_flight >= self.welcome.limits.max_in_flight(direction):
             raise Refused(
                 Code.BUSY,
                 f"too many {direction}s are in flight; call get_finished first",
                 in_flight,
             )
-=======
-        of_it = self.jobs.count(direction)
-        if self.welcome is not None and of_it >= self.welcome.limits.max_in_flight(direction):
-            raise Refused(Code.BUSY, f"too many {direction}s are under way: poll first", of_it)
->>>>>>> cb748ee (change)
         self._lost_stores.check(spec)
         return self.request(Submit(job_id, src, dst, wait_for))
 
@@ -183,7 +177,7 @@ class ClientSession:
     # The namespace
 
     @property
-    def namespace(self) -> NamespaceView:
+    def namespace(self) -> ClientNamespace:
         """Raises Refused (UNKNOWN_NAMESPACE) if none was opened."""
         if self._namespace is None:
             message = "this client has opened no namespace; call open_namespace first"
@@ -200,7 +194,7 @@ class ClientSession:
     def namespace_opened(self, opening: OpenNamespace, opened: Opened) -> None:
         """The daemon has opened a namespace, for the first time or after reconnecting."""
         if self._namespace is None:
-            self._namespace = NamespaceView(opening)
+            self._namespace = ClientNamespace(opening)
             self._namespace.opened = opened
             self.restore.opening = opening
         else:

@@ -68,7 +68,7 @@ def check(
 
 
 @dataclass(frozen=True)
-class Case:
+class LayoutCase:
     view: Callable[[], Tensor]
     dim: int
     expected: list[TensorLayout]
@@ -82,66 +82,68 @@ def tensors(
 
 
 CASES = {
-    "split K and V": Case(lambda: fresh(2, N, SIZE, HEADS, DIM), 1, tensors(2, HALF)),
-    "split K and V, HND": Case(
+    "split K and V": LayoutCase(lambda: fresh(2, N, SIZE, HEADS, DIM), 1, tensors(2, HALF)),
+    "split K and V, HND": LayoutCase(
         lambda: fresh(2, N, HEADS, SIZE, DIM).permute(0, 1, 3, 2, 4), 1, tensors(2, HALF)
     ),
-    "split K and V, interleaved by block": Case(
+    "split K and V, interleaved by block": LayoutCase(
         lambda: fresh(N, 2, SIZE, HEADS, DIM).permute(1, 0, 2, 3, 4), 1, tensors(1, BOTH)
     ),
-    "split K and V, interleaved by head": Case(
+    "split K and V, interleaved by head": LayoutCase(
         lambda: fresh(N, HEADS, 2, SIZE, DIM).permute(2, 0, 3, 1, 4), 1, tensors(1, BOTH)
     ),
-    "split K and V, rows padded": Case(
+    "split K and V, rows padded": LayoutCase(
         lambda: fresh(2, N, SIZE + 1, HEADS, DIM)[:, :, :SIZE], 1, tensors(2, HALF, PADDED)
     ),
-    "blocks first": Case(lambda: fresh(N, 2, SIZE, HEADS, DIM), 0, tensors(1, BOTH)),
-    "blocks first, HND": Case(
+    "blocks first": LayoutCase(lambda: fresh(N, 2, SIZE, HEADS, DIM), 0, tensors(1, BOTH)),
+    "blocks first, HND": LayoutCase(
         lambda: fresh(N, 2, HEADS, SIZE, DIM).permute(0, 1, 3, 2, 4), 0, tensors(1, BOTH)
     ),
-    "blocks first, but K and V apart": Case(
+    "blocks first, but K and V apart": LayoutCase(
         lambda: fresh(2, N, SIZE, HEADS, DIM).permute(1, 0, 2, 3, 4), 0, tensors(2, HALF)
     ),
-    "blocks first, rows padded": Case(
+    "blocks first, rows padded": LayoutCase(
         lambda: fresh(N, 3, SIZE, HEADS, DIM)[:, :2], 0, tensors(1, BOTH, 3 * HALF)
     ),
-    "MLA": Case(lambda: fresh(N, SIZE, 7), 0, tensors(1, SIZE * 14)),
-    "MLA, from the middle of a storage": Case(
+    "MLA": LayoutCase(lambda: fresh(N, SIZE, 7), 0, tensors(1, SIZE * 14)),
+    "MLA, from the middle of a storage": LayoutCase(
         lambda: fresh(N + 3, SIZE, 7)[2 : 2 + N], 0, tensors(1, SIZE * 14)
     ),
-    "cross-layer": Case(
+    "cross-layer": LayoutCase(
         lambda: fresh(N, LAYERS, 2, SIZE, HEADS, DIM), 0, tensors(1, LAYERS * BOTH)
     ),
-    "cross-layer, HND": Case(
+    "cross-layer, HND": LayoutCase(
         lambda: fresh(N, HEADS, LAYERS, 2, SIZE, DIM).permute(0, 2, 3, 4, 1, 5),
         0,
         tensors(1, LAYERS * BOTH),
     ),
-    "cross-layer, but layers apart": Case(
+    "cross-layer, but layers apart": LayoutCase(
         lambda: fresh(LAYERS, N, 2, SIZE, HEADS, DIM).permute(1, 0, 2, 3, 4, 5),
         0,
         tensors(LAYERS, BOTH),
     ),
-    "one row a block": Case(lambda: fresh(N, 24), 0, tensors(1, 48)),
-    "three kernel blocks a block, split": Case(
+    "one row a block": LayoutCase(lambda: fresh(N, 24), 0, tensors(1, 48)),
+    "three kernel blocks a block, split": LayoutCase(
         lambda: fresh(2, 3 * N, SIZE, HEADS, DIM), 1, tensors(2, 3 * HALF)
     ),
-    "three kernel blocks a block, blocks first": Case(
+    "three kernel blocks a block, blocks first": LayoutCase(
         lambda: fresh(3 * N, 2, SIZE, HEADS, DIM), 0, tensors(1, 6 * HALF)
     ),
-    "two kernel blocks a block, padded": Case(
+    "two kernel blocks a block, padded": LayoutCase(
         lambda: fresh(2 * N, SIZE + 1, 7)[:, :SIZE], 0, tensors(2, SIZE * 14, 2 * (SIZE + 1) * 14)
     ),
-    "two kernel blocks a block, split and padded": Case(
+    "two kernel blocks a block, split and padded": LayoutCase(
         lambda: fresh(2, 2 * N, SIZE + 1, 6)[:, :, :SIZE],
         1,
         tensors(4, SIZE * 12, 2 * (SIZE + 1) * 12),
     ),
-    "one block": Case(lambda: fresh(1, 3, SIZE, HEADS, DIM), 0, tensors(1, 3 * HALF, blocks=1)),
-    "two blocks, K and V split": Case(
+    "one block": LayoutCase(
+        lambda: fresh(1, 3, SIZE, HEADS, DIM), 0, tensors(1, 3 * HALF, blocks=1)
+    ),
+    "two blocks, K and V split": LayoutCase(
         lambda: fresh(2, 2, SIZE, HEADS, DIM), 1, tensors(2, HALF, blocks=2), block_dim=1
     ),
-    "two blocks first": Case(
+    "two blocks first": LayoutCase(
         lambda: fresh(2, 2, SIZE, HEADS, DIM), 0, tensors(1, BOTH, blocks=2), block_dim=0
     ),
 }

@@ -28,7 +28,7 @@ def test_after_an_error_the_caller_owns_the_descriptor(
         drain=lambda _: None,
     )
     monkeypatch.setattr(module, "driver", lambda: driver)
-    opens: Any = SimpleNamespace(open=lambda *_: memory)
+    opens: Any = SimpleNamespace(import_memory=lambda *_: memory)
     monkeypatch.setattr(module, "VirtualMemory", lambda *_: opens)
 
     def refuse(*_: object, **__: object) -> None:

@@ -1,4 +1,4 @@
-"""The scheduler's half, without vLLM: over the stand-in of a daemon, and over a real one."""
+"""The scheduler's side, without vLLM: over a fake daemon, and over a real one."""
 
 from __future__ import annotations
 

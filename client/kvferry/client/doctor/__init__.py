@@ -1,6 +1,6 @@
 """Checks of what an engine needs from its daemon, one after another.
 
-    for finding in examine():
+    for finding in run_checks():
         print(finding.verdict, finding.check, finding.found, finding.change)
 
 A check is a function from a CheckContext to its findings. The checks find the daemon, connect to

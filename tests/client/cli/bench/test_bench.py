@@ -22,7 +22,7 @@ from kvferry.client.cli.bench import plotting, report
 from kvferry.client.cli.bench.bandwidth import RoundTrip
 from kvferry.client.cli.bench.beside import Windows
 from kvferry.client.cli.bench.engine import HOST_BLOCK, Shape, register_engine
-from kvferry.client.cli.bench.movers import JobMover, Mover
+from kvferry.client.cli.bench.movers import BenchMover, JobMover
 from kvferry.client.cli.bench.plan import Plan
 from kvferry.client.cli.bench.results import (
     IN_A_ROW,
@@ -157,7 +157,7 @@ def test_engine_time_lost_is_computed_from_the_windows(daemon: LocalDaemon) -> N
     busy: Any = FakeBusyEngine()
     with register_engine(daemon.directory, Shape.of(256 << 10), slab) as bench_engine:
         bench_engine.fill()
-        movers: dict[str, Mover] = {"load": JobMover(bench_engine, "load", 2)}
+        movers: dict[str, BenchMover] = {"load": JobMover(bench_engine, "load", 2)}
         rows = list(Windows(busy, 2, lambda _: None).rows("kvferry", 256 << 10, movers))
         assert bench_engine.client.status().engines[0].jobs == 0
     assert [row.loop for row in rows] == ["matmul", "decode"]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from kvferry.client.cli.bench.busy import LOOPS, BusyEngine
 from kvferry.client.cli.bench.engine import TIMEOUT, Shape
-from kvferry.client.cli.bench.movers import JobMover, Mover, contiguous
+from kvferry.client.cli.bench.movers import BenchMover, JobMover, contiguous
 from kvferry.client.cli.bench.plan import Plan
 from kvferry.client.cli.bench.results import GIB, Beside, Spread
 from kvferry.client.cli.bench.rig import BenchRig
@@ -36,7 +36,7 @@ IN_FLIGHT = 2
 CONTIGUOUS_JOBS = 16
 KVFERRY, CONTIGUOUS = "kvferry", "contiguous"
 _DIRECTIONS = ("store", "load")
-MoverByDirection = dict[str, Mover]
+MoverByDirection = dict[str, BenchMover]
 
 
 def count_steps(plan: Plan) -> int:
@@ -84,7 +84,7 @@ class Windows:
                     Beside(method, direction, loop, page_bytes, alone[direction]), mover
                 )
 
-    def _row(self, row: Beside, mover: Mover) -> Beside:
+    def _row(self, row: Beside, mover: BenchMover) -> Beside:
         bases, busy_steps, rates = [self._base(row.loop)], [], []
         for _ in range(self.windows):
             rate, step_ms = self._window(row.loop, mover)
@@ -101,7 +101,7 @@ class Windows:
     def _base(self, loop: str) -> float:
         return self.busy.run_window(loop, WINDOW)
 
-    def _window(self, loop: str, mover: Mover) -> tuple[float, float]:
+    def _window(self, loop: str, mover: BenchMover) -> tuple[float, float]:
         """(bytes per second of the copies, milliseconds per step of the engine)."""
         with _keep_copying(mover) as replace_completed:
             while not replace_completed():
@@ -114,7 +114,7 @@ class Windows:
         return mover.nbytes * (len(ends) - 1) / (ends[-1] - ends[0]), step_ms
 
 
-def _alone(mover: Mover) -> float:
+def _alone(mover: BenchMover) -> float:
     """GB/s without the engine."""
     with _keep_copying(mover) as replace_completed:
         begin, ends = time.perf_counter(), list[float]()
@@ -124,7 +124,7 @@ def _alone(mover: Mover) -> float:
 
 
 @contextlib.contextmanager
-def _keep_copying(mover: Mover) -> Iterator[Callable[[], list[float]]]:
+def _keep_copying(mover: BenchMover) -> Iterator[Callable[[], list[float]]]:
     """Keep IN_FLIGHT jobs in flight; the function replaces completed ones, returns their times."""
     deadline, in_flight = time.monotonic() + TIMEOUT, IN_FLIGHT
 

@@ -20,7 +20,7 @@ from kvferry.client.cli.bench.rig import BenchRig
 _cuda: Any = torch.cuda
 
 
-class Mover(Protocol):
+class BenchMover(Protocol):
     # Bytes of one job.
     nbytes: int
 
