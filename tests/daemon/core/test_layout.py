@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.daemon.core.layout import FEW, BlockLayout, split_spec
+from kvferry.daemon.core.block_ids import FEW
+from kvferry.daemon.core.layout import BlockLayout, split_spec
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.memory import Location

@@ -13,7 +13,8 @@ from collections import Counter
 
 import numpy as np
 
-from kvferry.daemon.core.layout import ResolvedBlocks, largest
+from kvferry.daemon.core.block_ids import largest
+from kvferry.daemon.core.layout import ResolvedBlocks
 from kvferry.proto.specs import Direction
 
 

@@ -23,6 +23,14 @@ import msgspec
 import numpy as np
 
 from kvferry.daemon.core.aliasing import sharers_of, slot_bases
+from kvferry.daemon.core.block_ids import (
+    as_int64s,
+    check_range,
+    check_unique,
+    in_range,
+    join_ids,
+    largest,
+)
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.layout import Int64s as Int64s  # used throughout the daemon
 from kvferry.proto.layout import LayoutArrays
@@ -37,14 +45,7 @@ from kvferry.proto.specs import (
     LoadStoreSpec,
 )
 
-# Up to this many numbers, a Python loop is faster than numpy.
-FEW = 64
-
-# If the range of ids is this many times their number, sorting finds duplicates faster.
-SPARSE = 16
-
 Bools: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
-_INT64, _UINT64 = np.dtype(np.int64), np.dtype(np.uint64)
 _NONE = np.empty(0, dtype=np.int64)
 
 
@@ -179,11 +180,11 @@ class BlockLayout:
         self, direction: Direction, gpu: GPULoadStoreSpec, host_ids: BlockIds
     ) -> ResolvedBlocks:
         """Check a transfer against this registration and resolve it. Raises Refused."""
-        hosts = _int64s(host_ids)
+        hosts = as_int64s(host_ids)
         group_extents = self.group_extents(direction, gpu, hosts.size)
-        _check_range(hosts, self.host_blocks, "host block")
+        check_range(hosts, self.host_blocks, "host block")
         if direction is Direction.STORE:
-            _check_unique(hosts, self.host_blocks, "host block")
+            check_unique(hosts, self.host_blocks, "host block")
         placed = self._resolved(group_extents, hosts, None)
         sub_blocks, sizes = self._sub_blocks_of(group_extents, hosts), self._sizes_of(group_extents)
         return msgspec.structs.replace(placed, sub_blocks=sub_blocks, sizes=sizes)
@@ -193,14 +194,14 @@ class BlockLayout:
     ) -> tuple[GroupExtent, ...]:
         """Check the GPU side, and that it takes `hosts` host blocks. Raises Refused."""
         sizes, indices = self._checked_sizes(gpu)
-        gpu_ids = _int64s(gpu.block_ids)
+        gpu_ids = as_int64s(gpu.block_ids)
         group_extents: list[GroupExtent] = []
         taken = used = 0
         for group, (count, first) in enumerate(zip(sizes, indices, strict=True)):
             if not count:
                 continue
             ids = gpu_ids[taken : taken + count]
-            _check_range(ids, self._blocks[group], "GPU block", group)
+            check_range(ids, self._blocks[group], "GPU block", group)
             taken += count
             skip = first % self.factor
             begin, used = used, used - (-(count + skip) // self.factor)
@@ -221,7 +222,7 @@ class BlockLayout:
         self, group_extents: tuple[GroupExtent, ...], hosts: Int64s
     ) -> ResolvedBlocks:
         """Resolve checked group extents. GPU blocks whose host block is -1 are left out."""
-        kept = None if _in_range(hosts, self.host_blocks) else hosts >= 0
+        kept = None if in_range(hosts, self.host_blocks) else hosts >= 0
         return self._resolved(group_extents, hosts, kept)
 
     def end_parts(self, part: GroupExtent) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -282,7 +283,7 @@ class BlockLayout:
                 extents.append(extent)
                 slots.append(extent.gpu_blocks + base if base else extent.gpu_blocks)
         return ResolvedBlocks(
-            tuple(extents), _joined(slots), hosts if kept is None else hosts[kept]
+            tuple(extents), join_ids(slots), hosts if kept is None else hosts[kept]
         )
 
     def _sub_blocks_of(self, group_extents: tuple[GroupExtent, ...], hosts: Int64s) -> Int64s:
@@ -293,7 +294,7 @@ class BlockLayout:
         for part in group_extents:
             used = slice(part.skip, part.skip + part.gpu_blocks.size)
             parts.append(every[part.begin : part.end].ravel()[used])
-        return _joined(parts)
+        return join_ids(parts)
 
     def _sizes_of(self, group_extents: tuple[GroupExtent, ...]) -> Int64s:
         if self.sizes == 1:
@@ -308,7 +309,7 @@ class BlockLayout:
         blocks = {part.group: part.gpu_blocks for part in group_extents}
         for sharers in self._sharers:
             written = [blocks[group] for group in sharers if group in blocks]
-            _check_unique(_joined(written), self.gpu_slots, "GPU block")
+            check_unique(join_ids(written), self.gpu_slots, "GPU block")
 
     def _extent(self, part: GroupExtent, hosts: Int64s, kept: Bools | None) -> Extent:
         """The GPU blocks of one group whose host block is `kept`, and their pool offsets."""
@@ -373,62 +374,9 @@ def _group_refs(layout_arrays: LayoutArrays) -> list[GroupRefs]:
     ]
 
 
-def largest(numbers: np.ndarray[Any, Any]) -> int:
-    """numbers.max(), or 0 if there are none."""
-    if numbers.size <= FEW:
-        return max(numbers.tolist(), default=0)
-    return int(np.maximum.reduce(numbers))
-
-
-def first_duplicate(ids: Int64s, limit: int) -> int | None:
-    """An id that occurs twice among ids of 0 to `limit` - 1; None if there is none."""
-    if ids.size <= FEW and len(set(ids.tolist())) == ids.size:
-        return None
-    if limit > SPARSE * ids.size:  # a table of this size takes longer to allocate than a sort
-        ordered = np.sort(ids)
-        same = ordered[1:][ordered[1:] == ordered[:-1]]
-        return int(same[0]) if same.size else None
-    last = np.empty(limit, dtype=np.int64)
-    order = np.arange(ids.size)
-    last[ids] = order
-    again = last[ids] != order
-    return int(ids[again][0]) if np.count_nonzero(again) else None
-
-
-def _int64s(ids: BlockIds) -> Int64s:
-    return ids if ids.dtype is _INT64 else ids.astype(_INT64)
-
-
-def _joined(parts: list[Int64s]) -> Int64s:
-    return parts[0] if len(parts) == 1 else np.concatenate([*parts, _NONE])
-
-
-def _in_range(ids: Int64s, limit: int) -> bool:
-    if ids.size <= FEW:
-        numbers = ids.tolist()
-        return not numbers or 0 <= min(numbers) <= max(numbers) < limit
-    return largest(ids.view(_UINT64)) < limit  # a negative id is a huge one
-
-
 def _wrong_count(name: str, values: Sequence[int], groups: int) -> str:
     """Message for group_sizes or block_indices that do not match the registered groups."""
     return (
         f"{name} {list(values)} has {len(values)} entries, but {groups} groups are registered; "
         "give one entry per group"
     )
-
-
-def _check_range(ids: Int64s, limit: int, what: str, group: int | None = None) -> None:
-    if ids.size and not _in_range(ids, limit):
-        bad = ids[(ids < 0) | (ids >= limit)][0]
-        owner = "" if group is None else f" of group {group}"
-        message = f"{what} {bad}{owner} does not exist; use ids from 0 to {limit - 1}"
-        raise Refused(Code.BLOCK_OUT_OF_RANGE, message, int(bad))
-
-
-def _check_unique(ids: Int64s, limit: int, what: str) -> None:
-    """Raise Refused if an id occurs twice: the result of two writes is undefined."""
-    again = first_duplicate(ids, limit)
-    if again is not None:
-        message = f"{what} {again} appears twice as a destination; write each block once"
-        raise Refused(Code.DUPLICATE_BLOCK, message, again)

@@ -25,7 +25,8 @@ from importlib.resources import files
 import numpy as np
 
 from kvferry.cuda.driver import Driver, Event, Parameters
-from kvferry.daemon.core.layout import BlockLayout, Extent, Int64s, first_duplicate, largest
+from kvferry.daemon.core.block_ids import first_duplicate, largest
+from kvferry.daemon.core.layout import BlockLayout, Extent, Int64s
 from kvferry.daemon.engine.base import revoked_error
 from kvferry.daemon.engine.cuda.chunk import Chunk, PageTable, Stage, fail, over
 from kvferry.daemon.engine.cuda.coalescing import coalesce
