@@ -15,7 +15,7 @@ import pytest
 from support.systemd_container import WHEELS, Foundation, SystemdContainer, missing
 
 CHECKOUT = Path(__file__).parents[2]
-SHIPPED = ("client", "daemon", "deploy", "proto", "tests/kvferry")
+SHIPPED = ("client", "daemon", "deploy", "proto", "tests/kvferry", "tests/support")
 TEMPLATE = "kvferryd@"
 
 DROP_IN = """

@@ -18,22 +18,22 @@ import os, time
 from kvferry.daemon.systemd import Supervisor
 
 supervisor = Supervisor()
-kept = {name: os.pread(d, 99, 0).decode() for name, d in supervisor.kept.items()}
+kept = {name: os.pread(d, 99, 0).decode() for name, d in supervisor.stored_fds.items()}
 def memory(text):
     descriptor = os.memfd_create("test")
     os.write(descriptor, text.encode())
     return descriptor
 if not kept:
     for name in ("one", "two", "three"):
-        supervisor.keep(name, memory(name))
+        supervisor.store_fd(name, memory(name))
     for text in ("old", "new"):
-        supervisor.keep("twice", memory(text))
-    supervisor.forget("two")
-settled = supervisor.settle(30)
-supervisor.ready(repr((kept, settled, supervisor.keeps, supervisor.watchdog_seconds)))
+        supervisor.store_fd("twice", memory(text))
+    supervisor.remove_fd("two")
+settled = supervisor.wait_processed(30)
+supervisor.ready(repr((kept, settled, supervisor.has_fd_store, supervisor.watchdog_seconds)))
 while True:
     time.sleep(0.2)
-    supervisor.alive()
+    supervisor.keep_alive()
 """
 UNIT = """
 [Service]
