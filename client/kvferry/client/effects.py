@@ -132,7 +132,7 @@ def _perform(
             send(message)
             return (yield from _poll_until(until))
         case WaitFor(ready):
-            yield Pause(0)  # receive first what has arrived
+            yield Pause(0)  # the caller receives pending messages first
             return (yield from _poll_until(ready))
         case PassFds(descriptors):
             handles: tuple[int, ...] = ()

@@ -12,8 +12,8 @@ mirrors, which are slightly old, and its answers reserve nothing:
             refused (KEY_ABSENT). A failed load is a miss, never wrong bytes.
 
 There is one client, and so one mirror, per tensor-parallel rank's daemon; all have the same keys,
-each with its own bytes. A key is a MISS if it is a MISS on any rank (a store then writes what is
-missing), else a RETRY if any mirror is incomplete, and a HIT if it is a HIT on all ranks.
+each with its own bytes. A key is a HIT if it is a HIT on all ranks. It is a MISS if any rank misses
+it; the next store writes it there. Otherwise it is a RETRY: some mirror is incomplete.
 """
 
 from __future__ import annotations
@@ -327,7 +327,7 @@ class OffloadingManager:
         return next((client.gone for client in self._clients if client.gone is not None), None)
 
     def close(self) -> None:
-        """Send what is pending; close the clients that `connect` has created."""
+        """Send pending messages. Close the clients that `connect` created."""
         self.flush()
         self._own_clients.close()
 

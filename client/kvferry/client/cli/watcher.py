@@ -46,7 +46,7 @@ class Rates:
 
 @dataclass
 class DaemonHistory:
-    """What is known of a daemon. error: why it does not reply; since: from when on."""
+    """The state of a daemon. error: why it does not reply. since: when that began."""
 
     directory: Path
     sample: StatusSample | None = None

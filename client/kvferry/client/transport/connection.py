@@ -29,7 +29,7 @@ from kvferry.proto.errors import Code, Gone, Refused
 
 # An int: arithmetic on zmq's flags costs more than reading the socket's events.
 POLLIN = int(zmq.POLLIN)
-# A closed connection sends what is queued for so long at most.
+# Milliseconds for which ZeroMQ still sends queued messages after a socket is closed.
 LINGER_MS = 200
 # Between two attempts of ZeroMQ to connect: the first and the longest. Each client uses a random
 # time up to twice as long, so that they do not all connect at once.
