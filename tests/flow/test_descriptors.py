@@ -64,7 +64,7 @@ def descriptors(daemon: LocalDaemon) -> int:
     count = 0
     for link in Path(f"/proc/{daemon.pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            count += "kvferry-ledger" not in os.readlink(link)
+            count += "kvferry-block-table" not in os.readlink(link)
     return count
 
 
@@ -73,7 +73,7 @@ def ledgers(daemon: LocalDaemon) -> int:
     found = set[int]()
     for link in Path(f"/proc/{daemon.pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            if "kvferry-ledger" in os.readlink(link):
+            if "kvferry-block-table" in os.readlink(link):
                 found.add(link.stat().st_ino)
     return len(found)
 

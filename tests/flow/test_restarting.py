@@ -407,7 +407,7 @@ def test_a_ledger_of_another_version_or_a_damaged_one_is_given_up(
         assert one.store([0, 1], keys(1)).success
         await_committed(service.manager, 1)
     service.manager.kill()
-    (name,) = [name for name in service.manager.names if name.startswith("ledger-")]
+    (name,) = [name for name in service.manager.names if name.startswith("block-table-")]
     for offset in (at, at + (1 << 20) if at else at):  # the deed has two places
         service.change(name, offset, data)
     service.start()
@@ -444,7 +444,7 @@ def test_a_region_that_gave_its_room_away_does_not_come_back(service: RestartedS
     with OffloadClient(service.directory, engine="new") as new:
         until(lambda: not any(engine.present for engine in new.status().engines))
         new.allocate_kv_caches(LAYOUT, host_bytes=16 << 20)
-        until(lambda: len([n for n in service.manager.names if n.startswith("ledger-")]) == 1)
+        until(lambda: len([n for n in service.manager.names if n.startswith("block-table-")]) == 1)
     service.restart()
     with service.engine("old", namespace=False) as old:
         assert not old.region.reattached

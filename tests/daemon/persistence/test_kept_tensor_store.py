@@ -70,7 +70,7 @@ def take_up(manager: FakeFdStore) -> tuple[KeptTensorStore, dict[str, bytes]]:
     kept = manager.kept()
     found = shelf.restore_tensors(kept, restore)
     for name in kept:
-        if name.startswith("ledger-"):  # somebody else's to close
+        if name.startswith("block-table-"):  # somebody else's to close
             os.close(kept[name])
     content = {}
     for number, memory in found.items():
@@ -100,6 +100,6 @@ def test_what_is_no_use_is_given_up(manager: FakeFdStore) -> None:
     manager.remove_fd("tensors-3.label")
     manager.remove_fd("tensors-4.memory")
     os.pwrite(manager.store["tensors-5.label"], b"\xff\xff", 0)
-    manager.store_fd("ledger-1", 0)
+    manager.store_fd("block-table-1", 0)
     assert take_up(manager)[1] == {"a": b"a"}
-    assert sorted(manager.store) == ["ledger-1", "tensors-1.label", "tensors-1.memory"]
+    assert sorted(manager.store) == ["block-table-1", "tensors-1.label", "tensors-1.memory"]

@@ -73,7 +73,7 @@ class StoreFixture:
             self.store.commit_store(CommitBlocks(start.plan.serial, whole))
         self.store.end_store(start.plan.serial)
 
-    async def found(self, name: str = "ledger-1") -> tuple[ResidentBlock, ...]:
+    async def found(self, name: str = "block-table-1") -> tuple[ResidentBlock, ...]:
         """What another daemon finds, once all is committed."""
         await eventually(lambda: not self.store.busy)
         table = BlockTable(os.dup(self.fds.kept[name]))
@@ -112,9 +112,12 @@ async def test_blocks_by_number_are_found_with_the_part_that_is_loadable(
 ) -> None:
     desk.store.apply_change(RegionCreated(RAW))
     desk.end(desk.start([5, 2], owner=RAW.owner), b5=(0, 3))
-    assert await desk.found("ledger-2") == (ResidentBlock(2, b""), ResidentBlock(5, b"", (0, 3)))
+    assert await desk.found("block-table-2") == (
+        ResidentBlock(2, b""),
+        ResidentBlock(5, b"", (0, 3)),
+    )
     desk.end(desk.start([5], owner=RAW.owner))
-    assert await desk.found("ledger-2") == (ResidentBlock(2, b""), ResidentBlock(5, b""))
+    assert await desk.found("block-table-2") == (ResidentBlock(2, b""), ResidentBlock(5, b""))
 
 
 async def test_a_commit_may_name_fewer_blocks_than_the_store_and_in_another_order(
@@ -152,7 +155,7 @@ async def test_a_wipe_takes_what_is_not_committed_yet_along(desk: StoreFixture) 
 async def test_a_region_that_ends_is_kept_no_longer(desk: StoreFixture) -> None:
     desk.end(desk.start([1], [1]))
     late = desk.start([2], [2])
-    other = os.dup(desk.fds.kept["ledger-1"])
+    other = os.dup(desk.fds.kept["block-table-1"])
     (table,) = desk.store._all_tables()
     desk.store.apply_change(RegionFreed(KEYED.owner))
     desk.end(late)
@@ -162,7 +165,7 @@ async def test_a_region_that_ends_is_kept_no_longer(desk: StoreFixture) -> None:
         BlockTable(other)  # a copy of the descriptor somewhere is no table any more either
     desk.store.apply_change(RegionFreed(KEYED.owner))
     desk.store.apply_change(RegionCreated(KEYED))
-    assert list(desk.fds.kept) == ["ledger-2"]
+    assert list(desk.fds.kept) == ["block-table-2"]
 
 
 async def test_an_heir_verifies_what_it_finds_and_drops_the_rest(
@@ -173,10 +176,10 @@ async def test_an_heir_verifies_what_it_finds_and_drops_the_rest(
     desk.end(desk.start([4], owner=RAW.owner))
     assert await desk.found()
     junk = os.memfd_create("junk")
-    desk.fds.kept["ledger-7"] = junk
-    longer = sealed_memfd("longer", os.fstat(desk.fds.kept["ledger-1"]).st_size + 1)
-    os.pwrite(longer, os.pread(desk.fds.kept["ledger-1"], 1 << 24, 0), 0)
-    desk.fds.kept["ledger-8"] = longer
+    desk.fds.kept["block-table-7"] = junk
+    longer = sealed_memfd("longer", os.fstat(desk.fds.kept["block-table-1"]).st_size + 1)
+    os.pwrite(longer, os.pread(desk.fds.kept["block-table-1"], 1 << 24, 0), 0)
+    desk.fds.kept["block-table-8"] = longer
     kept = {name: os.dup(descriptor) for name, descriptor in desk.fds.kept.items()}
     heir = StoreFixture(pool, desk.fds)
     found: list[RecoveredRegion] = []
@@ -185,7 +188,7 @@ async def test_an_heir_verifies_what_it_finds_and_drops_the_rest(
         RecoveredRegion(KEYED, (ResidentBlock(1, key(1)),)),
         RecoveredRegion(RAW, (ResidentBlock(4, b""),)),
     ]
-    assert list(desk.fds.kept) == ["ledger-1", "ledger-2"]
+    assert list(desk.fds.kept) == ["block-table-1", "block-table-2"]
     assert heir.store.verification is None
     heir.store.start()
     await eventually(lambda: len(pool.reports) == 2)
@@ -205,7 +208,7 @@ async def test_an_heir_verifies_what_it_finds_and_drops_the_rest(
 
 async def test_an_heir_takes_the_oldest_first_and_gives_no_name_twice(pool: StoredPool) -> None:
     fds = KeptFds()
-    names = {"ledger-10": "b", "ledger-9": "a"}
+    names = {"block-table-10": "b", "block-table-9": "a"}
     for name, model in names.items():
         fingerprint = Fingerprint(model, BLOCK, key_bytes=8)
         table = BlockTable.create(RegionRecord(model, 0, COUNT * BLOCK, fingerprint=fingerprint))
@@ -216,7 +219,7 @@ async def test_an_heir_takes_the_oldest_first_and_gives_no_name_twice(pool: Stor
     heir.store.restore_regions({name: os.dup(fds.kept[name]) for name in names}, found.append)
     assert [each.record.name for each in found] == ["a", "b"]
     heir.store.apply_change(RegionCreated(KEYED))
-    assert list(fds.kept) == [*names, "ledger-11"]
+    assert list(fds.kept) == [*names, "block-table-11"]
     heir.store.close()
 
 
@@ -232,7 +235,7 @@ async def test_a_region_without_a_table_serves_all_the_same(
     desk.end(desk.start([1], owner=RAW.owner))
     desk.store.apply_change(RegionFreed(RAW.owner))
     assert not desk.store.busy
-    assert list(desk.fds.kept) == ["ledger-1"]
+    assert list(desk.fds.kept) == ["block-table-1"]
 
 
 async def test_a_record_that_outgrows_its_table_ends_the_keeping(desk: StoreFixture) -> None:

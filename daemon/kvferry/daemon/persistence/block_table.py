@@ -107,7 +107,7 @@ class BlockTable:
     def create(cls, record: RegionRecord, clock: UseClock | None = None) -> BlockTable:
         """A new table without committed blocks. Raises Refused if the record is too long."""
         data = _packed(record)
-        descriptor = sealed_memfd("kvferry-ledger", _file_bytes(record))
+        descriptor = sealed_memfd("kvferry-block-table", _file_bytes(record))
         os.pwrite(descriptor, data, PAGE)
         os.pwrite(descriptor, _HEAD.pack(MAGIC, 0), 0)
         return cls(descriptor, clock, blank=True)

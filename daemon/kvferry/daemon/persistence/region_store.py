@@ -37,7 +37,7 @@ from kvferry.proto.specs import Direction
 from kvferry.proto.status import VerificationStatus
 
 # Prefix of the names of the tables' descriptors.
-TABLE = "ledger-"
+TABLE = "block-table-"
 
 log = structlog.get_logger()
 
