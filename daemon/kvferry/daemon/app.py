@@ -13,11 +13,9 @@ import gc
 import os
 import resource
 import secrets
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -37,7 +35,8 @@ from kvferry.daemon.device.worker import DeviceWorker
 from kvferry.daemon.engine.base import CopyEngine
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
 from kvferry.daemon.logs import start_logging, unfailing
-from kvferry.daemon.memory.pool import HostPool, check_fits, free_chunks, used_bytes, whole_pages
+from kvferry.daemon.memory.pool import HostPool, check_fits, whole_pages
+from kvferry.daemon.observability.event_log import EventLog
 from kvferry.daemon.observability.health import Health, HealthTimeouts
 from kvferry.daemon.observability.http import MetricsServer
 from kvferry.daemon.observability.kv_events import KVEventPublisher
@@ -45,8 +44,10 @@ from kvferry.daemon.observability.metrics import Metrics
 from kvferry.daemon.observability.probe import HOST_BYTES, Probe
 from kvferry.daemon.persistence.checksum_client import ChecksumClient
 from kvferry.daemon.persistence.kept_tensor_store import KeptTensorStore
-from kvferry.daemon.persistence.region_store import FdStore, NullFdStore, RegionStore
+from kvferry.daemon.persistence.recovery import RecoveredState, recover_pool
+from kvferry.daemon.persistence.region_store import RegionStore
 from kvferry.daemon.reload import Reload
+from kvferry.daemon.signals import SignalHandlers
 from kvferry.daemon.systemd import Supervisor
 from kvferry.daemon.transport.accept_gate import max_client_fd
 from kvferry.daemon.transport.server import Server
@@ -146,10 +147,6 @@ def exit_with_error(
     sys.exit(status)
 
 
-# Prefix of the names of the pool's descriptors in the descriptor store.
-CHUNK = "pool-"
-
-
 # Almost no full collections: one that walks a million keys takes 90 ms and finds little garbage.
 GC_THRESHOLDS = 10_000, 50, 100_000
 
@@ -157,46 +154,6 @@ GC_THRESHOLDS = 10_000, 50, 100_000
 # Seconds for which the event loop and the device worker may keep the GIL from each other. Python's
 # default is 5 ms: as long as the link takes for 280 MB.
 SWITCH_INTERVAL = 1e-4
-
-
-@dataclass(frozen=True, slots=True)
-class RecoveredState:
-    """The stored descriptors of an earlier daemon, and where the next daemon finds new ones.
-
-    fds: descriptors to be restored (pool, block tables, tensors), by name. stale_fds: those that
-    cannot be used; they are still stored. new_chunks: chunks of a new pool, not stored yet.
-    reason: why the pool of the earlier daemon cannot be used; empty if there was none.
-    """
-
-    supervisor: Supervisor
-    fd_store: FdStore
-    fds: Mapping[str, int]
-    stale_fds: Mapping[str, int]
-    new_chunks: Mapping[str, int]
-    reason: str = ""
-
-    def store_new_pool(self) -> None:
-        """Free the stale pool and store the new one.
-
-        Called when nothing can fail the start any longer, and before the new pool takes memory: it
-        may need the memory of the old one.
-        """
-        if self.reason:
-            log.warning("kept pool dropped; the new pool is empty", reason=self.reason)
-        free_chunks(
-            chunks_of(self.stale_fds)
-        )  # otherwise systemd holds the memory until it closes them
-        for name, descriptor in self.stale_fds.items():
-            self.supervisor.remove_fd(name)
-            os.close(descriptor)
-        for name, descriptor in self.new_chunks.items():
-            self.fd_store.store_fd(name, descriptor)
-        self.supervisor.send_queued()
-
-
-def chunks_of(kept: Mapping[str, int]) -> list[int]:
-    """The descriptors of a pool, in order."""
-    return [kept[name] for name in sorted(kept) if name.startswith(CHUNK)]
 
 
 async def run(
@@ -227,7 +184,7 @@ async def run(
                 lambda error: server.fail(error),
             )
             publisher = KVEventPublisher(config.events.publish or f"ipc://{endpoint.events}")
-            server = Server(core, endpoint, publisher.publish)
+            server = Server(core, endpoint, EventLog(), publisher.publish)
             worker = DeviceWorker(engine, pool, server.device_reports, server.fail)
             scrub_rate = parse_bytes(config.integrity.scrub_rate)
             region_store = RegionStore(checksums, kept.fd_store, server.report_to_core, scrub_rate)
@@ -273,30 +230,20 @@ async def run(
 def make_pool(
     config: Config, supervisor: Supervisor, *, locked: bool
 ) -> tuple[HostPool, RecoveredState]:
-    """The pool of an earlier daemon with its block tables, or a new pool. Raises Refused.
+    """The pool of an earlier daemon, or a new one (persistence/recovery.py). Raises Refused.
 
-    Stored descriptors stay stored until `RecoveredState.store_new_pool`, also if the start fails.
+    locked: whether the device locks the pool into memory.
     """
     size, chunk = parse_bytes(config.pool.size), parse_bytes(config.pool.chunk)
-    fd_store = supervisor if config.pool.keep and supervisor.has_fd_store else NullFdStore()
-    kept = supervisor.stored_fds
-    chunks, reason = chunks_of(kept), ""
-    if chunks and config.pool.keep:
-        try:
-            pool = HostPool(HOST_BYTES + size, chunk, chunks)
-            return pool, RecoveredState(supervisor, fd_store, kept, {}, {})
-        except KVFerryError as error:
-            if (
-                error.code == Code.POOL_TOO_LARGE
-            ):  # the stored pool fits the configuration, but cannot be mapped now
-                raise
-            reason = str(error)
-    if config.pool.check_memory:
-        check_fits(size, locked=locked, spare=sum(map(used_bytes, chunks)))
-    check_descriptors(size, chunk)
-    pool = HostPool(HOST_BYTES + size, chunk)
-    names = {f"{CHUNK}{number:05}": made for number, made in enumerate(pool.descriptors)}
-    return pool, RecoveredState(supervisor, fd_store, {}, kept, names, reason)
+
+    def check_new_pool(spare: int) -> None:
+        if config.pool.check_memory:
+            check_fits(size, locked=locked, spare=spare)
+        check_descriptors(size, chunk)
+
+    return recover_pool(
+        supervisor, HOST_BYTES + size, chunk, keep=config.pool.keep, check_new_pool=check_new_pool
+    )
 
 
 # Descriptors of a daemon without pool and clients, plus a few for clients.
@@ -327,67 +274,6 @@ def make_engine(config: Config) -> CopyEngine:
 
     staging, chunk = parse_bytes(config.copy.staging), whole_pages(parse_bytes(config.pool.chunk))
     return CudaEngine(config.device, CudaOptions(config.copy.mode, staging, chunk))
-
-
-class SignalHandlers:
-    """SIGTERM and SIGINT stop the server, SIGHUP reloads. Both, and health, go to the supervisor.
-
-    SIGINT stays ignored if it was ignored when the daemon started.
-    """
-
-    def __init__(self, supervisor: Supervisor, reload: Callable[[], None]) -> None:
-        self._supervisor, self._reload = supervisor, reload
-        self._status = ""
-        self._ready = False
-
-    @property
-    def watchdog_seconds(self) -> float | None:
-        return self._supervisor.watchdog_seconds
-
-    def set_status(self, status: str) -> None:
-        """Set the text that `systemctl status` shows once the daemon is ready."""
-        self._status = status
-
-    def ready(self) -> None:
-        self._ready = True
-        self._supervisor.ready(self._status)
-
-    def keep_alive(self) -> None:
-        self._supervisor.keep_alive()
-
-    def report_unhealthy(self, why: str) -> None:
-        self._supervisor.status(f"unhealthy: {why}" if why else self._status)
-
-    @contextlib.contextmanager
-    def handled(self, stop: Callable[[], None]) -> Iterator[None]:
-        """Handle signals while the context is open; their actions run on the event loop."""
-        loop = asyncio.get_running_loop()
-        stop = partial(self._end, stop)
-        handlers: dict[signal.Signals, Callable[[], None]] = {
-            signal.SIGTERM: stop,
-            signal.SIGHUP: self._hup,
-        }
-        # A shell has its background jobs ignore SIGINT: ctrl-c is meant for the job in front.
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            handlers[signal.SIGINT] = stop
-        for number, handler in handlers.items():
-            loop.add_signal_handler(number, handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # one may have waited
-        yield
-        for number in handlers:
-            loop.remove_signal_handler(number)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the daemon is stopping: nothing to reload
-
-    def _end(self, stop: Callable[[], None]) -> None:
-        self._supervisor.stopping()
-        stop()
-
-    def _hup(self) -> None:
-        if self._ready:
-            self._supervisor.reloading()
-        self._reload()
-        if self._ready:
-            self._supervisor.ready(self._status)
 
 
 def apply_config(endpoint: Endpoint, config: Config) -> None:
