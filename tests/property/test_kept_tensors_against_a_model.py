@@ -24,7 +24,8 @@ from kvferry.daemon.core.actions import (
     TensorsUnmapped,
     UnmapTensors,
 )
-from kvferry.daemon.core.core import Core, DaemonIdentity
+from kvferry.daemon.core.core import Core
+from kvferry.daemon.core.status import DaemonIdentity
 from kvferry.proto import messages as wire
 from kvferry.proto import status as told
 from kvferry.proto.errors import Code, ErrorInfo

@@ -46,8 +46,9 @@ from kvferry.daemon.core.actions import (
     TransferCompleted,
     UnmapTensors,
 )
-from kvferry.daemon.core.core import Core, DaemonIdentity
+from kvferry.daemon.core.core import Core
 from kvferry.daemon.core.records import engine_owner
+from kvferry.daemon.core.status import DaemonIdentity
 from kvferry.daemon.core.transfers import MAX_WAITS
 from kvferry.proto import memory
 from kvferry.proto import messages as wire

@@ -19,13 +19,14 @@ from kvferry.daemon.core.actions import (
     TensorsUnmapped,
     UnmapTensors,
 )
-from kvferry.daemon.core.core import Core, DaemonIdentity
+from kvferry.daemon.core.core import Core
 from kvferry.daemon.core.records import (
     KeptTensorsRecord,
     RecoveredRegion,
     RegionRecord,
     engine_owner,
 )
+from kvferry.daemon.core.status import DaemonIdentity
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto import status as told

@@ -36,8 +36,9 @@ from kvferry.daemon.core.actions import (
     TransferCompleted,
     UnmapTensors,
 )
-from kvferry.daemon.core.core import Core, DaemonIdentity
+from kvferry.daemon.core.core import Core
 from kvferry.daemon.core.records import RecoveredRegion
+from kvferry.daemon.core.status import DaemonIdentity
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto import status as told

@@ -7,8 +7,6 @@ Error, which is counted. Called by the server, on the event loop only.
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvferry.daemon.core.actions import (
@@ -32,7 +30,9 @@ from kvferry.daemon.core.layout import split_spec
 from kvferry.daemon.core.namespaces import Namespaces
 from kvferry.daemon.core.records import KeptTensorsRecord, RecoveredRegion
 from kvferry.daemon.core.regions import MAX_REGIONS, Regions
-from kvferry.daemon.core.registrations import OWN, Registrations
+from kvferry.daemon.core.registration import OWN
+from kvferry.daemon.core.registrations import Registrations
+from kvferry.daemon.core.status import DaemonIdentity, StatusRecorder
 from kvferry.daemon.core.transfers import JobObserver, Transfers
 from kvferry.proto import messages as wire
 from kvferry.proto import status as wire_status
@@ -42,17 +42,6 @@ from kvferry.proto.specs import Direction
 
 RegionRequest: TypeAlias = wire.OpenNamespace | wire.RegisterKVCaches | wire.AllocateKVCaches
 _RETRYABLE = Code.POOL_FULL, Code.ALREADY_REGISTERED
-
-
-@dataclass(frozen=True, slots=True)
-class DaemonIdentity:
-    """This daemon, as Welcome messages and the status report it."""
-
-    version: str
-    boot_id: str
-    pid: int
-    device: wire_status.DeviceInfo
-    limits: wire_status.Limits
 
 
 class Core:
@@ -72,12 +61,7 @@ class Core:
     ) -> None:
         self.identity = identity
         self.stopping = False
-        self._started = started
-        self._registered_bytes = 0
-        self._copying: wire_status.CopyStatus | None = None
-        self._health: wire_status.HealthStatus | None = None
-        self._verification: wire_status.VerificationStatus | None = None
-        self._errors: Counter[str] = Counter()
+        self._recorder = StatusRecorder(identity, started)
         # The engine of each session.
         self._engines: dict[str, str] = {}
         self._owners = EngineOwners()
@@ -151,21 +135,15 @@ class Core:
             case BlocksCorrupted():
                 self._handle_corrupted(report)
                 actions, error = [], None
-            case PoolRegistered(nbytes):
-                self._registered_bytes = nbytes
-                return []
-            case CopyCalibrated(copying):
-                self._copying = copying
-                return []
-            case HealthChecked(health, verification):
-                self._health, self._verification = health, verification
+            case PoolRegistered() | CopyCalibrated() | HealthChecked():
+                self._recorder.record(report)
                 return []
             case Pong():  # for the server
                 return []
             case Continue(command):
                 return [command]
         if error is not None:
-            self._errors[error.code] += 1
+            self._recorder.count_errors(error.code)
         return [*self._regions.take_changes(), *actions, *self._namespaces.take_key_events()]
 
     def restore_region(self, found: RecoveredRegion) -> None:
@@ -225,7 +203,7 @@ class Core:
 
     def _count_error(self, error: KVFerryError, session: str) -> None:
         if self._engines.get(session) != OWN:
-            self._errors[error.code] += 1
+            self._recorder.count_errors(error.code)
 
     @property
     def pool_bytes(self) -> int:
@@ -235,51 +213,9 @@ class Core:
         return self._namespaces.status()
 
     def status(self, now: float) -> wire_status.DaemonStatus:
-        me, regions = self.identity, self._regions
-        totals = {
-            name: self._transfers.totals[name] for name in wire_status.Totals.__struct_fields__
-        }
-        held = {
-            r.engine: (True, r.host.num_blocks, r.host.block_bytes)
-            for r in self._registrations
-            if r.engine != OWN
-        }
-        left = {
-            region.owner.name: (False, region.num_blocks, region.contents.host_block_bytes)
-            for region in regions
-            if region.owner.kind == "engine"
-        }
-        kept = self._registrations.kept_bytes_by_engine()
-        roomless = dict.fromkeys(kept, (False, 0, 0))
-        under_way = self._transfers.count_by_engine()
-        engines = [
-            wire_status.EngineStatus(
-                name,
-                *here,
-                under_way[name],
-                self._registrations.copying_of(name),
-                kept.get(name, 0),
-            )
-            for name, here in (roomless | left | held).items()
-        ]
-        return wire_status.DaemonStatus(
-            version=me.version,
-            boot_id=me.boot_id,
-            pid=me.pid,
-            uptime_seconds=now - self._started,
-            device=me.device,
-            pool=wire_status.PoolStatus(
-                regions.pool_bytes - regions.own_bytes,
-                max(0, self._registered_bytes - regions.own_bytes),
-                regions.reserved_bytes,
-            ),
-            sessions=len(self.sessions),
-            engines=tuple(engines),
-            totals=wire_status.Totals(**totals),
-            errors=dict(self._errors),
-            copying=self._copying,
-            health=self._health,
-            verification=self._verification,
+        """now: time.monotonic() in seconds."""
+        return self._recorder.status(
+            now, len(self.sessions), self._regions, self._registrations, self._transfers
         )
 
     def _dispatch(
@@ -320,7 +256,7 @@ class Core:
 
     def _handle_corrupted(self, report: BlocksCorrupted) -> None:
         """These blocks lost their bytes: they are no longer loadable, and loads in flight fail."""
-        self._errors[Code.CORRUPT_BLOCK] += report.blocks.size
+        self._recorder.count_errors(Code.CORRUPT_BLOCK, report.blocks.size)
         region = self._regions.get(report.owner)
         if region is None:
             return

@@ -31,7 +31,8 @@ from kvferry.daemon.core.cache.cache import Reservation
 from kvferry.daemon.core.layout import ResolvedBlocks, split_spec
 from kvferry.daemon.core.namespace import Lease
 from kvferry.daemon.core.records import engine_owner
-from kvferry.daemon.core.registrations import OWN, Registration, Registrations
+from kvferry.daemon.core.registration import OWN, Registration
+from kvferry.daemon.core.registrations import Registrations
 from kvferry.proto.errors import Code, ErrorInfo, Failed, Refused
 from kvferry.proto.messages import Finished, JobResult, Outcome, Submit, Wait, Waited
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, HostSpec, KeyLoadStoreSpec
