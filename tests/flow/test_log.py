@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvferry.client import LocalDaemon, OffloadClient
-from kvferry.daemon.observability.event_log import KINDS, RateLimiter
+from kvferry.daemon.observability.event_log import MAX_KINDS, RateLimiter
 from kvferry.proto.messages import Error, StatusRequest
 from kvferry.testing.engine import StartSmallEngine, until
 from kvferry.testing.plugin import StartKvferryd
@@ -115,6 +115,6 @@ def test_one_of_a_kind_in_a_while() -> None:
 
 def test_kinds_are_bounded() -> None:
     sparingly = RateLimiter(10.0)
-    for number in range(3 * KINDS):
+    for number in range(3 * MAX_KINDS):
         assert sparingly.passes((str(number),), 0.0) == 0
-    assert len(sparingly._kinds) == KINDS
+    assert len(sparingly._kinds) == MAX_KINDS

@@ -91,7 +91,7 @@ def test_samples_say_what_was_done(daemon: LocalDaemon, engine: SmallEngine) -> 
     assert told["kvferry_pool_bytes", labels(state="reserved")] == 1 << 20
     assert told["kvferry_pool_bytes", labels(state="free")] == 15 << 20
     assert told["kvferry_engine_present", labels(engine="llama")] == 1
-    assert told["kvferry_jobs_under_way", labels(engine="llama")] == 0
+    assert told["kvferry_jobs_in_flight", labels(engine="llama")] == 0
     assert told["kvferry_sessions", ()] == 2
     assert told["process_resident_memory_bytes", ()] > 1 << 20
 

@@ -93,12 +93,12 @@ async def test_a_loop_that_stands_still_is_unhealthy_and_hangs_nobody(
     serving: MetricsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The visitors are in threads; this, the loop, stands still until both have their answer."""
-    monkeypatch.setattr(observability_http, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(observability_http, "SNAPSHOT_SECONDS", 0.1)
     with ThreadPoolExecutor(2) as visitors:
         visits = [visitors.submit(get, serving, path) for path in ("/health", "/metrics")]
         (status, health), (scraped, text) = [visit.result(20) for visit in visits]
     assert status == 503
-    assert "the loop has not answered" in health
+    assert "the event loop has not responded" in health
     assert scraped == 200
     assert "kvferry_healthy 0.0" in text
     assert "kvferry_pool" not in text
