@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.daemon.systemd import MOST_UNSENT, Supervisor
+from kvferry.daemon.systemd import MAX_UNSENT, Supervisor
 from support.service_manager import ServiceManager
 
 PROGRAM = """
@@ -234,12 +234,12 @@ def test_what_waits_goes_with_the_next_word(deaf: tuple[Supervisor, socket.socke
 def test_what_waits_for_a_manager_is_bounded(deaf: tuple[Supervisor, socket.socket]) -> None:
     supervisor, ear = deaf
     before = len(os.listdir("/proc/self/fd"))
-    for number in range(MOST_UNSENT + 9):
+    for number in range(MAX_UNSENT + 9):
         supervisor.remove_fd(f"part.{number}")
     _keep(supervisor, "one too many")
     supervisor.stopping()
     assert len(os.listdir("/proc/self/fd")) == before
-    assert len(_heard(supervisor, ear)) == MOST_UNSENT + 1
+    assert len(_heard(supervisor, ear)) == MAX_UNSENT + 1
 
 
 def _hear(ear: socket.socket, messages: int) -> None:

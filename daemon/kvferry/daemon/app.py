@@ -1,7 +1,7 @@
-"""kvferryd: the only place that reads configuration and picks an engine.
+"""The composition root: reads the configuration, builds the parts and runs the event loop.
 
-Called by __main__ on the main thread. What the operating system refuses while the daemon starts (a
-full file system, no memory, no threads) becomes a line with the setting to change.
+Called by __main__ on the main thread. If the operating system refuses something at start (a full
+file system, no memory, no threads), the error names the setting to change.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ log = structlog.get_logger()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run until SIGTERM. Exit status: 0 stopped, 1 something failed, 2 refused to start."""
+    """Run until SIGTERM. Exit status: 0 stopped, 1 failed while serving, 2 refused to start."""
     sys.stderr = unfailing(sys.stderr)
     supervisor = Supervisor()
     try:
@@ -73,8 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _main(supervisor: Supervisor, arguments: Sequence[str] | None) -> None:
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # clients and chunks take some each
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # clients and chunks use descriptors
     try:
         config = configuration.read(arguments)
         start_logging(config.log)
@@ -96,33 +96,33 @@ def _main(supervisor: Supervisor, arguments: Sequence[str] | None) -> None:
                 supervisor, Reload(arguments, config, partial(apply_config, endpoint))
             )
             uvloop.run(run(config, engine, pool, endpoint, kept, signals))
-        except Refused as error:  # errors before it serves
+        except Refused as error:  # an error before it serves
             exit_with_error(supervisor, "refused to start", error, 2)
         except KVFerryError as error:
             exit_with_error(supervisor, "failed", error, 1)
 
 
-# Errors of a file system that takes no new file, and of a kernel that has no memory left.
-NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
-NO_MEMORY = frozenset({errno.ENOMEM, errno.EAGAIN})
+# Errors of a file system in which no file can be created, and of a kernel without free memory.
+FILE_SYSTEM_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
+MEMORY_ERRORS = frozenset({errno.ENOMEM, errno.EAGAIN})
 
 
 @contextlib.contextmanager
 def refuse_os_errors(directory: Path) -> Iterator[None]:
     """Turn errors of the operating system at start into Refused (BAD_CONFIG).
 
-    directory: the runtime directory, the only place where the daemon makes files.
+    directory: the runtime directory. The daemon creates no files elsewhere.
     """
     try:
         yield
     except (OSError, zmq.ZMQError) as error:
-        if error.errno in NO_ROOM:
+        if error.errno in FILE_SYSTEM_ERRORS:
             message = (
                 f"cannot create sockets in runtime_dir {directory} ({os.strerror(error.errno)}); "
                 "free some space, or set a runtime_dir on another file system"
             )
             raise Refused(Code.BAD_CONFIG, message, str(directory)) from error
-        if error.errno in NO_MEMORY:
+        if error.errno in MEMORY_ERRORS:
             raise _no_memory(error) from error
         raise
     except (MemoryError, RuntimeError) as error:
@@ -148,12 +148,12 @@ def exit_with_error(
     sys.exit(status)
 
 
-# Almost no full collections: one that walks a million keys takes 90 ms and finds little garbage.
+# Almost no full collections: with a million keys one takes 90 ms and finds little garbage.
 GC_THRESHOLDS = 10_000, 50, 100_000
 
 
-# Seconds for which the event loop and the device worker may keep the GIL from each other. Python's
-# default is 5 ms: as long as the link takes for 280 MB.
+# Seconds for which one thread may hold the GIL while the event loop or the device worker waits for
+# it. The default of Python is 5 ms, in which the link transfers 280 MB.
 SWITCH_INTERVAL = 1e-4
 
 
@@ -175,10 +175,10 @@ async def run(
     core = Core(
         identity, pool.nbytes, time.monotonic(), HOST_BYTES, max_regions(), metrics.jobs.count_job
     )
-    # Before the socket exists: a client that sees it may send SIGTERM.
+    # Before the socket exists: whoever sees it may send SIGTERM.
     with signals.handled(lambda: server.stop()):
         with refuse_os_errors(config.directory):
-            checksums = ChecksumClient(  # first: so its process never has a socket of ours
+            checksums = ChecksumClient(  # first: its process must not inherit the sockets
                 pool.descriptors,
                 pool.chunk_bytes,
                 config.integrity.threads,
@@ -247,25 +247,25 @@ def make_pool(
     )
 
 
-# Descriptors of a daemon without pool and clients, plus a few for clients.
+# Descriptors that a daemon uses without pool and clients, plus some for clients.
 DESCRIPTORS = 128
 
 
 def max_regions() -> int:
-    """Regions whose block tables, of two descriptors each, leave some to clients."""
+    """The number of regions whose block tables, of two descriptors each, leave some to clients."""
     return min(MAX_REGIONS, max_client_fd() // 4)
 
 
 def check_descriptors(pool_bytes: int, chunk_bytes: int) -> None:
-    """Raise Refused if the descriptor limit is too low for the pool and as many for clients."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """Raise Refused if the descriptor limit is below twice what the daemon and its pool need."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 2 * (DESCRIPTORS + -(-pool_bytes // whole_pages(chunk_bytes)))
-    if most < needed:
+    if limit < needed:
         message = (
-            f"the limit of {most} file descriptors is below the {needed} needed; raise LimitNOFILE "
-            "or ulimit -n, or set a larger pool.chunk"
+            f"the limit of {limit} file descriptors is below the {needed} needed; raise "
+            "LimitNOFILE or ulimit -n, or set a larger pool.chunk"
         )
-        raise Refused(Code.BAD_CONFIG, message, most)
+        raise Refused(Code.BAD_CONFIG, message, limit)
 
 
 def make_engine(config: Config) -> CopyEngine:
@@ -278,7 +278,7 @@ def make_engine(config: Config) -> CopyEngine:
 
 
 def apply_config(endpoint: Endpoint, config: Config) -> None:
-    """Apply the keys that can change at run time. If it raises (as `admit`), nothing changed."""
+    """Apply the keys that can change at run time. If it raises, nothing has changed."""
     endpoint.change_group(config.access.group)
     start_logging(config.log)
 
@@ -298,7 +298,7 @@ def make_health(
     signals: SignalHandlers,
     find_problem: Callable[[], str | None],
 ) -> Health:
-    """address: of the front of the pool, which contains the probe's blocks."""
+    """address: of the first byte of the pool, where the probe's blocks are."""
     timeouts = HealthTimeouts(config.every_seconds, config.deadline_seconds, config.worker_seconds)
     send = server.open_own_session(lambda message: prober.receive_reply(message))
     prober = Probe(send, address)
