@@ -15,7 +15,7 @@ import pytest
 from kvferry.daemon.core.actions import MapTensors, TensorsMapped
 from kvferry.daemon.core.layout import BlockLayout
 from kvferry.daemon.device.mappings import MapCommand, Mappings
-from kvferry.daemon.engine.base import Mapping, Shared
+from kvferry.daemon.engine.base import AllocatedTensors, Mapping
 from kvferry.daemon.memory import fd_closer
 from kvferry.daemon.memory.shared_memory import PAGE
 from kvferry.proto.errors import Code, Failed
@@ -53,9 +53,9 @@ class FakeCopyEngine:
     def map_tensors(self, layout: BlockLayout, *_: object) -> Mapping:
         return self._mapping(layout)
 
-    def allocate_tensors(self, layout: BlockLayout, kept: Sequence[int] = ()) -> Shared:
+    def allocate_tensors(self, layout: BlockLayout, kept: Sequence[int] = ()) -> AllocatedTensors:
         self.kept.append(tuple(kept))
-        return Shared(self._mapping(layout), (), (), (os.memfd_create(TENSORS),))
+        return AllocatedTensors(self._mapping(layout), (), (), (os.memfd_create(TENSORS),))
 
     def copying(self, mapping: Mapping) -> tuple[Any, ...]:
         return ()

@@ -47,12 +47,12 @@ from kvferry.daemon.device.worker import MAX_CANCELS, DeviceWorker
 from kvferry.daemon.engine import reference
 from kvferry.daemon.engine.base import (
     NO_ROOM,
+    AllocatedTensors,
     ChunkBudget,
     ChunkRequest,
     CopyEngine,
     Mapping,
     OwnerThread,
-    Shared,
 )
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
 from kvferry.daemon.memory.pool import HostPool
@@ -140,7 +140,7 @@ class StubEngine:
     ) -> Mapping:
         return Mapping(geometry, np.zeros(len(locations), dtype=np.int64))
 
-    def allocate_tensors(self, geometry: BlockLayout, kept: Sequence[int] = ()) -> Shared:
+    def allocate_tensors(self, geometry: BlockLayout, kept: Sequence[int] = ()) -> AllocatedTensors:
         raise Failed(Code.MAP_FAILED, "no memory")
 
     def unmap_tensors(self, mapping: Mapping) -> None:
