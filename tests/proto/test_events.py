@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvferry.proto.events import (
-    MOST_IN_A_BATCH,
+    MAX_BATCH_HASHES,
     BlockRemoved,
     BlockStored,
     KVEventBatch,
@@ -55,7 +55,7 @@ def test_a_batch_reads_as_it_was_written() -> None:
 
 def test_what_is_much_goes_in_batches_of_some() -> None:
     """All of it, in order, and no batch of more than so many hashes."""
-    hashes = [n.to_bytes(32, "big") for n in range(3 * MOST_IN_A_BATCH)]
+    hashes = [n.to_bytes(32, "big") for n in range(3 * MAX_BATCH_HASHES)]
     keys = tuple(map(offload_key, hashes))
     removed, stored = KeyEvent(EventKind.REMOVED, keys[:5]), KeyEvent(EventKind.STORED, keys)
     cleared = KeyEvent(EventKind.CLEARED, ())
@@ -67,5 +67,5 @@ def test_what_is_much_goes_in_batches_of_some() -> None:
     assert [h for event in stored_events for h in event.block_hashes] == hashes
     assert all(event.block_size == 16 and event.medium == "CPU" for event in stored_events)
     for batch in told:
-        assert sum(len(getattr(e, "block_hashes", ())) for e in batch.events) <= MOST_IN_A_BATCH
+        assert sum(len(getattr(e, "block_hashes", ())) for e in batch.events) <= MAX_BATCH_HASHES
     assert list(batches_of(KeyEvents(1, (), 1), 16, 12.5)) == []

@@ -19,11 +19,11 @@ from kvferry.daemon.observability import kv_events
 from kvferry.daemon.observability.kv_events import NUMBERS_PER_PROCESS, KVEventPublisher
 from kvferry.daemon.observability.kv_events_process import SEND_HIGH_WATER, SIZE, messages_in
 from kvferry.proto.errors import Refused
-from kvferry.proto.events import MOST_IN_A_BATCH
+from kvferry.proto.events import MAX_BATCH_HASHES
 from kvferry.proto.keys import EventKind, offload_key
 from kvferry.proto.messages import KeyEvent, KeyEvents
 
-KEYS = tuple(offload_key(n.to_bytes(32, "big")) for n in range(5 * MOST_IN_A_BATCH))
+KEYS = tuple(offload_key(n.to_bytes(32, "big")) for n in range(5 * MAX_BATCH_HASHES))
 LAST = KeyEvent(EventKind.CLEARED, ())
 
 
@@ -212,7 +212,7 @@ async def test_a_subscriber_that_does_not_read_costs_a_bounded_number_of_message
             largest = max(largest, len(payload))
     except zmq.Again:
         pass
-    assert largest < 50 * MOST_IN_A_BATCH
+    assert largest < 50 * MAX_BATCH_HASHES
     assert numbers[0] == 0
     assert numbers == sorted(set(numbers))
     assert len(numbers) < 2 * SEND_HIGH_WATER
