@@ -1,8 +1,8 @@
-"""The core: decides what a message of a client or a report of the device worker leads to.
+"""The core: decides which actions follow from a message of a client or from a report.
 
-`handle` takes a message, `report` a report; both return actions (actions.py) and neither blocks. A
+`handle` takes a message, `report` a report. Both return actions (actions.py), and neither blocks. A
 request is checked completely before any state changes. If a check raises Refused, the reply is an
-Error, which is counted. Called by the server, on the event loop only.
+Error, and it is counted. Called by the server, on the event loop only.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ _RETRYABLE = Code.POOL_FULL, Code.ALREADY_REGISTERED
 
 
 class Core:
-    """own_bytes: bytes at the front of the pool for the daemon's own blocks.
+    """All bookkeeping of a daemon.
+
+    started: time.monotonic() at the start, in seconds. own_bytes: bytes at the front of the pool
+    for the daemon's own blocks. observe_job: see transfers.JobObserver.
 
     Every method is called on the event loop and returns without blocking.
     """
@@ -85,12 +88,12 @@ class Core:
     def open_session(self, session: str, hello: wire.Hello, uid: int | None = None) -> list[Action]:
         """Open the session of a client process of user `uid`, or reply why not."""
         if not hello.protocol_min <= wire.PROTOCOL <= hello.protocol_max:
-            spoken = f"{hello.protocol_min} to {hello.protocol_max}"
+            versions = f"{hello.protocol_min} to {hello.protocol_max}"
             message = (
-                f"the client speaks protocols {spoken}, this daemon {wire.PROTOCOL}; install the "
+                f"the client has protocols {versions}, this daemon {wire.PROTOCOL}; install the "
                 "same version of kvferry on both sides"
             )
-            error: KVFerryError = Refused(Code.PROTOCOL_VERSION, message, spoken)
+            error: KVFerryError = Refused(Code.PROTOCOL_VERSION, message, versions)
             return [SendMessage(session, self.refusal_reply(None, error))]
         if self.stopping:
             return [SendMessage(session, self.refusal_reply(None, self._shutting_down()))]
@@ -138,7 +141,7 @@ class Core:
             case PoolRegistered() | CopyCalibrated() | HealthChecked():
                 self._recorder.record(report)
                 return []
-            case Pong():  # for the server
+            case Pong():  # for observability
                 return []
             case Continue(command):
                 return [command]
@@ -170,10 +173,10 @@ class Core:
         self._waiting_requests.pop(session, None)
         self._namespaces.close_session(session)
         moved = self._transfers.moved_bytes.pop(session, 0)
-        given_up, lost = self._transfers.close_session(session)
+        cancels, unfinished = self._transfers.close_session(session)
         return [
-            CloseSession(session, lost, moved),
-            *given_up,
+            CloseSession(session, unfinished, moved),
+            *cancels,
             *self._registrations.close_session(session),
         ]
 
@@ -210,6 +213,7 @@ class Core:
         return self._regions.pool_bytes
 
     def namespaces(self) -> tuple[wire_status.NamespaceStatus, ...]:
+        """The status of each namespace."""
         return self._namespaces.status()
 
     def status(self, now: float) -> wire_status.DaemonStatus:
@@ -255,7 +259,7 @@ class Core:
             self._namespaces.mark_verified(report)
 
     def _handle_corrupted(self, report: BlocksCorrupted) -> None:
-        """These blocks lost their bytes: they are no longer loadable, and loads in flight fail."""
+        """Host blocks are corrupt: they are no longer loadable, and loads in flight fail."""
         self._recorder.count_errors(Code.CORRUPT_BLOCK, report.blocks.size)
         region = self._regions.get(report.owner)
         if region is None:

@@ -29,9 +29,9 @@ OWN = ""
 
 @dataclass(frozen=True, slots=True)
 class RegistrationTerms:
-    """The parts of a request that are needed later; its handles and layout are large.
+    """The parts of a request that are needed later, without its large handles and layout.
 
-    allocated: the daemon allocates the tensors. keep: they must outlast the registration.
+    allocated: the daemon allocates the tensors. keep: they must outlive the registration.
     """
 
     request_id: int
@@ -42,6 +42,8 @@ class RegistrationTerms:
 
 @dataclass(slots=True, eq=False)
 class Registration:
+    """host: as reported to the client. was_open: whether its tensors were ever mapped."""
+
     number: int
     engine: str
     session: str
@@ -63,12 +65,12 @@ class Registration:
         return self.terms.has_timeline
 
     def mode(self, direction: Direction, extents: tuple[Extent, ...]) -> str:
-        """How a transfer is copied: as its first group is."""
+        """The copy mode of a transfer: that of its first group."""
         group = extents[0].group if extents else 0
         if group >= len(self.copying):
             return "unknown"
-        way = self.copying[group]
-        return way.store if direction is Direction.STORE else way.load
+        copying = self.copying[group]
+        return copying.store if direction is Direction.STORE else copying.load
 
 
 def check_layout(request: RegistrationRequest) -> LayoutArrays:
@@ -95,17 +97,17 @@ def check_layout(request: RegistrationRequest) -> LayoutArrays:
             "location per tensor",
             len(request.locations),
         )
-    for index, (span, place) in enumerate(
+    for index, (span, location) in enumerate(
         zip(layout_arrays.span_bytes, request.locations, strict=True)
     ):
-        if place.allocation >= len(allocations):
+        if location.allocation >= len(allocations):
             raise Refused(
                 Code.BAD_LAYOUT,
-                f"tensor {index} lies in allocation {place.allocation}, but {len(allocations)} "
+                f"tensor {index} lies in allocation {location.allocation}, but {len(allocations)} "
                 "allocations were given; use indices from 0",
-                place.allocation,
+                location.allocation,
             )
-        end, size = place.offset + span, allocations[place.allocation].size
+        end, size = location.offset + span, allocations[location.allocation].size
         if end > size:
             raise Refused(
                 Code.BAD_LAYOUT,

@@ -1,13 +1,14 @@
-"""Registrations: an engine's mapped tensors, its region of the host pool, its order of transfers.
+"""All registrations of engines: their states, names and regions.
 
-A registration is in exactly one of three states:
+A registration (registration.py) is in exactly one of three states:
 
     opening  --TensorsMapped-->  open  --session closed-->  closing  --TensorsUnmapped-->  removed
        \\______________ session closed ______________/
 
 Only an open one accepts transfers. A closing one still holds its engine's name and host blocks, so
 that no late copy of it writes into blocks of the next owner. Tensors that must outlive their
-registration become kept tensors (kept_tensors.py) when it is unmapped. Called by the core.
+registration become kept tensors (kept_tensors.py) when it is unmapped. Called by the core, on the
+event loop.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from kvferry.proto.status import GroupCopying
 
 
 class Registrations:
-    """All registrations, by state."""
+    """All registrations by state, at most one per engine. Iteration: those that have a name."""
 
     def __init__(
         self, regions: Regions, namespaces: Namespaces, owners: EngineOwners | None = None
@@ -128,12 +129,12 @@ class Registrations:
         reuse, dropped = self._kept_tensors.match_request(registration, request)
         number, layout = registration.number, registration.layout
         if isinstance(request, AllocateKVCaches):
-            clock, keep = request.timeline, request.keep
-            wanted = MapTensors(number, session, layout, (), None, clock, keep, reuse)
+            timeline, keep = request.timeline, request.keep
+            mapping = MapTensors(number, session, layout, (), None, timeline, keep, reuse)
         else:
-            where = request.allocations, request.locations
-            wanted = MapTensors(number, session, layout, *where, request.timeline)
-        return [*dropped, *self.release_orphaned(), wanted]
+            shared = request.allocations, request.locations
+            mapping = MapTensors(number, session, layout, *shared, request.timeline)
+        return [*dropped, *self.release_orphaned(), mapping]
 
     def finish_mapping(self, report: TensorsMapped) -> tuple[list[Action], ErrorInfo | None]:
         """Reply to the client whose tensors were mapped or not. Return an error to be counted."""
@@ -143,8 +144,8 @@ class Registrations:
         request_id = registration.terms.request_id
         if report.error is not None:
             self._free_name(registration)
-            told = None if registration.engine == OWN else report.error
-            return [SendMessage(registration.session, Error(request_id, report.error))], told
+            counted = None if registration.engine == OWN else report.error
+            return [SendMessage(registration.session, Error(request_id, report.error))], counted
         registration.copying = report.copying
         registration.was_open = True
         self._open[registration.number] = registration
@@ -152,8 +153,8 @@ class Registrations:
         dropped: list[Action] = []
         if registration.terms.allocated:
             dropped = self._kept_tensors.take_over_allocated(registration, report)
-            where = report.allocations, report.locations
-            reply = Allocated(request_id, registration.host, *where, report.reused)
+            shared = report.allocations, report.locations
+            reply = Allocated(request_id, registration.host, *shared, report.reused)
         return [*dropped, SendMessage(registration.session, reply)], None
 
     def restore_kept_tensors(self, record: KeptTensorsRecord) -> int:
@@ -176,9 +177,9 @@ class Registrations:
     def close_session(self, session: str) -> list[Action]:
         """Start to unmap the registrations of a closed session."""
         actions: list[Action] = []
-        for place in (self._opening, self._open):
-            for registration in [r for r in place.values() if r.session == session]:
-                self._closing[registration.number] = place.pop(registration.number)
+        for table in (self._opening, self._open):
+            for registration in [r for r in table.values() if r.session == session]:
+                self._closing[registration.number] = table.pop(registration.number)
                 actions.append(UnmapTensors(registration.number))
         return actions
 
