@@ -104,7 +104,7 @@ def test_what_is_missing_in_the_folder_is_told(bound: Endpoint) -> None:
     bound.messages.with_suffix(".full").unlink()
     assert f"socket {bound.messages} was removed" in str(bound.find_problem())
     shutil.rmtree(bound.directory)
-    assert "is gone" in str(bound.find_problem())
+    assert "was removed" in str(bound.find_problem())
     bound.directory.mkdir()
     (bound.directory / "lock").touch()
     assert "was replaced" in str(bound.find_problem())
