@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.daemon.core.records import RegionRecord, ResidentBlock
-from kvferry.daemon.persistence.block_table import RECORD_ROOM, WIPED_LINES, BlockTable, UseClock
+from kvferry.daemon.persistence.block_table import CLEARED_LINES, RECORD_ROOM, BlockTable, UseClock
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
@@ -272,8 +272,8 @@ def test_only_the_last_store_of_a_block_commits_it(steps: list[tuple[str, list[i
 
 def test_a_wipe_is_of_all_blocks() -> None:
     """However many lines are wiped at a time."""
-    numbers = [0, WIPED_LINES - 1, WIPED_LINES, 2 * WIPED_LINES, 2 * WIPED_LINES + 2]
-    with opened(RegionRecord("engine", 0, (2 * WIPED_LINES + 3) * 4096, layout=LAYOUT)) as table:
+    numbers = [0, CLEARED_LINES - 1, CLEARED_LINES, 2 * CLEARED_LINES, 2 * CLEARED_LINES + 2]
+    with opened(RegionRecord("engine", 0, (2 * CLEARED_LINES + 3) * 4096, layout=LAYOUT)) as table:
         store(table, numbers, [])
         late = table.versions(blocks(*numbers))
         table.clear_commits()

@@ -1,7 +1,8 @@
-"""Verifies after a restart the blocks that an earlier daemon committed, most recently used first.
+"""Verification: compares the blocks of an earlier daemon with their checksums after a restart.
 
-The order is over all regions. Only a few batches are requested at a time, so that blocks which are
-overwritten meanwhile are not read, and checksums of new stores are not delayed. Event loop only.
+The most recently used blocks of all regions are first. Only a few batches are requested at a time,
+so that blocks which are overwritten meanwhile are not read, and checksums of new stores are not
+delayed. Event loop only.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from kvferry.daemon.persistence.block_table import BlockTable
 from kvferry.daemon.persistence.checksum_client import BATCH_BLOCKS, Purpose, batches
 from kvferry.proto.status import VerificationStatus
 
-# Blocks in order of use; those of one region among them are read together.
+# Blocks in order of recency. Within such a range, the blocks of one region are read together.
 STRETCH = 4 * BATCH_BLOCKS
 
 log = structlog.get_logger()
 
 
 class Verifier:
-    """window: batches in flight, at most."""
+    """window: maximum of batches in flight."""
 
     def __init__(self, check: BlockCheck, window: int) -> None:
         self._check = check
@@ -38,7 +39,7 @@ class Verifier:
 
     @property
     def status(self) -> VerificationStatus | None:
-        """None if there was nothing to verify."""
+        """Progress of the verification; None if there was nothing to verify."""
         if not self._total_bytes:
             return None
         left = sum(table.unverified_bytes for table in self._tables)
@@ -70,14 +71,16 @@ class Verifier:
 
 
 def _most_recent_first(tables: Sequence[BlockTable]) -> Iterator[tuple[BlockTable, Int64s]]:
-    """Batches of blocks that are still unverified when the batch is requested."""
-    mine = [
+    """Yields batches of blocks that are unverified when the batch is requested."""
+    unverified_of = [
         np.zeros(0, np.int64) if table.unverified is None else np.flatnonzero(table.unverified)
         for table in tables
     ]
-    blocks = np.concatenate(mine)
-    owners = np.repeat(np.arange(len(tables)), [some.size for some in mine])
-    stamps = np.concatenate([table.stamps(some) for table, some in zip(tables, mine, strict=True)])
+    blocks = np.concatenate(unverified_of)
+    owners = np.repeat(np.arange(len(tables)), [blocks.size for blocks in unverified_of])
+    stamps = np.concatenate(
+        [table.stamps(own) for table, own in zip(tables, unverified_of, strict=True)]
+    )
     order = np.argsort(stamps, kind="stable")[::-1]
     for at in range(0, order.size, STRETCH):
         stretch = order[at : at + STRETCH]
