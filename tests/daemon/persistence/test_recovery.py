@@ -11,7 +11,7 @@ from kvferry.shm.memfd import sealed_memfd
 CHUNK_BYTES = 1 << 20
 
 
-class FakeServiceManager:
+class FakeStartupFdStore:
     """A descriptor store that notes what is removed."""
 
     has_fd_store = True
@@ -36,7 +36,7 @@ def refuse_new_pool(_: int) -> None:
 
 def test_names_of_another_version_are_removed_and_the_pool_is_used() -> None:
     chunk, foreign = sealed_memfd("chunk", CHUNK_BYTES), sealed_memfd("foreign", CHUNK_BYTES)
-    manager = FakeServiceManager({"pool-00000": chunk, "ledger-1": foreign})
+    manager = FakeStartupFdStore({"pool-00000": chunk, "ledger-1": foreign})
     pool, recovered = recover_pool(
         manager, CHUNK_BYTES, CHUNK_BYTES, keep=True, check_new_pool=refuse_new_pool
     )

@@ -28,8 +28,8 @@ PREFIXES = CHUNK, TABLE, TENSORS
 log = structlog.get_logger()
 
 
-class ServiceManager(FdStore, Protocol):
-    """The service manager and its descriptor store."""
+class StartupFdStore(FdStore, Protocol):
+    """A descriptor store, and the descriptors that it returned at start."""
 
     @property
     def has_fd_store(self) -> bool:
@@ -52,7 +52,7 @@ class RecoveredState:
     reason: why the pool of the earlier daemon cannot be used; empty if there was none.
     """
 
-    manager: ServiceManager
+    manager: StartupFdStore
     fd_store: FdStore
     fds: Mapping[str, int]
     stale_fds: Mapping[str, int]
@@ -86,7 +86,7 @@ def chunks_of(fds: Mapping[str, int]) -> list[int]:
 
 
 def recover_pool(
-    manager: ServiceManager,
+    manager: StartupFdStore,
     pool_bytes: int,
     chunk_bytes: int,
     *,
