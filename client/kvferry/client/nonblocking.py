@@ -41,7 +41,10 @@ MIRROR_MAX_AGE = 200e-6
 
 
 class NonBlockingClient:
-    """locate: the daemon's directory, or a function that returns it; state: see OffloadClient."""
+    """The part of a client that never waits.
+
+    locate: the daemon's directory, or a function that returns it. state: see OffloadClient.
+    """
 
     def __init__(
         self,
@@ -74,10 +77,12 @@ class NonBlockingClient:
 
     @property
     def directory(self) -> Path:
+        """The runtime directory of the daemon."""
         return self._connection.directory
 
     @property
     def engine(self) -> str:
+        """The engine's name."""
         return self._session.engine
 
     @property
