@@ -36,7 +36,7 @@ DaemonDirectory: TypeAlias = Path | str | Callable[[], Path] | None
 
 # Seconds between two checks, while polling, whether the daemon has disconnected.
 ALIVE_CHECK_INTERVAL = 0.02
-# A lookup receives messages first if so many seconds have passed since the last time.
+# A lookup receives messages first if more seconds have passed since the last time.
 MIRROR_MAX_AGE = 200e-6
 
 

@@ -175,7 +175,7 @@ async def run(
     core = Core(
         identity, pool.nbytes, time.monotonic(), HOST_BYTES, max_regions(), metrics.jobs.count_job
     )
-    # Before the socket exists: whoever sees it may send SIGTERM.
+    # Before the socket exists: a user who sees it may send SIGTERM.
     with signals.handled(lambda: server.stop()):
         with refuse_os_errors(config.directory):
             checksums = ChecksumClient(  # first: its process must not inherit the sockets

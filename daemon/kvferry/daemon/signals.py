@@ -1,7 +1,7 @@
 """Signals: SIGTERM and SIGINT stop the daemon, SIGHUP reloads its configuration.
 
-The service manager is told about stopping and reloading, and about the health of the daemon. The
-handlers run on the event loop.
+It notifies the service manager when the daemon stops, reloads, or changes its health. The handlers
+run on the event loop.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class Connections:
         )
 
     def _groups(self, uid: int, gid: int, pid: int) -> frozenset[int]:
-        """Groups of the connection that libzmq asks about, found by its credentials."""
+        """The groups of the connection in a request of libzmq, found by its credentials."""
         for process in self._by_descriptor.values():
             if (process.uid, process.gid, process.pid) == (uid, gid, pid):
                 return process.groups

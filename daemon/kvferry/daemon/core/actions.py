@@ -1,4 +1,4 @@
-"""The output of the core (actions) and its input besides messages (reports).
+"""The output of the core (actions), and its input in addition to messages (reports).
 
 The core returns a list of actions for each message and each report. The server passes each action
 to its owner: transport, the device worker, persistence or observability. Reports of the device
@@ -209,7 +209,7 @@ class ForgetStores:
 
 @dataclass(frozen=True, slots=True)
 class CancelTransfers:
-    """Cancel transfers: at once where they wait, within a chunk where they run."""
+    """Cancel transfers: waiting ones at once, running ones after their chunks in flight."""
 
     registration: int
     serials: tuple[int, ...]
@@ -339,7 +339,7 @@ class Pong:
 
 @dataclass(frozen=True, slots=True)
 class Continue:
-    """A command is not finished: post its rest, behind commands posted meanwhile."""
+    """A command is not finished: post its rest, after commands that were posted meanwhile."""
 
     command: CancelTransfers | ForgetStores
 

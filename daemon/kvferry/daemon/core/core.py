@@ -68,7 +68,7 @@ class Core:
         # The engine of each session.
         self._engines: dict[str, str] = {}
         self._owners = EngineOwners()
-        # Requests, by session, that wait until a closing registration has freed what they ask for.
+        # Requests, by session, that wait until a closing registration frees what they need.
         self._waiting_requests: dict[str, RegionRequest] = {}
         self._regions = Regions(pool_bytes, own_bytes, max_regions)
         self._namespaces = Namespaces(self._regions)

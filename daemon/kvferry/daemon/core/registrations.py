@@ -139,7 +139,7 @@ class Registrations:
     def finish_mapping(self, report: TensorsMapped) -> tuple[list[Action], ErrorInfo | None]:
         """Reply to the client whose tensors were mapped or not. Return an error to be counted."""
         registration = self._opening.pop(report.registration, None)
-        if registration is None:  # its session was closed meanwhile; TensorsUnmapped follows
+        if registration is None:  # its session has ended; TensorsUnmapped follows
             return [], None
         request_id = registration.terms.request_id
         if report.error is not None:

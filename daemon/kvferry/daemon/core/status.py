@@ -1,4 +1,4 @@
-"""What the status report says of the daemon, its engines and its pool.
+"""The status report: the daemon, its engines and its pool.
 
 Reports about the daemon itself (the pool, the calibration, its health) and the numbers of errors
 are recorded here. Called by the core, on the event loop.

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 # Seconds. A copy of 2 MiB takes 40 us, and waking the thread about 10.
 MIN_POLL = 20e-6
-# A chunk of 32 MiB takes 600 us. Others are in flight behind it, so the link stays busy.
+# A chunk of 32 MiB takes 600 us. Others are queued after it, so the link stays busy.
 MAX_POLL = 100e-6
 # A write to a timeline page cannot wake a thread, so the page must be polled.
 MAX_FENCE_POLL = 1e-3

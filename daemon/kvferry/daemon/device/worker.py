@@ -13,8 +13,8 @@ next ones, and sleeps. There is no scheduler. The rules:
                             for the time that poll_backoff.py returns
 
 Loads and stores use different copy engines and directions of the link. So stores keep their few
-chunks in flight beside a load: one chunk at most beside a load makes a load 35 us faster, and costs
-stores 20 to 60 % of their speed.
+chunks in flight during a load: a limit of one chunk would make a load 35 us faster, and cost stores
+20 to 60 % of their speed.
 
 Each registration has a FIFO of transfers per direction, and registrations take turns chunk by
 chunk. Only the head of a FIFO submits, and only when RegistrationQueues.must_wait allows it. This
@@ -58,7 +58,8 @@ from kvferry.proto.errors import Code, Failed, KVFerryError
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction
 
-# Transfers cancelled at once. There may be thousands, and the event loop has to handle each end.
+# Maximum of transfers cancelled together. There may be thousands; the event loop must handle the
+# end of each.
 MAX_CANCELS = 64
 # Without it Linux rounds a sleep of 20 us up to 70.
 _PR_SET_TIMERSLACK = 29

@@ -99,7 +99,7 @@ class EventLog:
             gpu_blocks=int(layout.tensors[0].max()),
             host_blocks=action.layout.host_blocks,
             host_block_bytes=action.layout.host_block_bytes,
-            copied=[f"store {way.store}, load {way.load}" for way in report.copying],
+            copied=[f"store {each.store}, load {each.load}" for each in report.copying],
             seconds=round(time.monotonic() - started, 3),
         )
 

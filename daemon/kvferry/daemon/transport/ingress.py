@@ -37,7 +37,7 @@ READ = 64
 READ_BEFORE_CLOSE = 1280
 # Maximum of all queued messages, and of their bytes.
 MAX_WAITING, MAX_WAITING_BYTES = 4096, 64 << 20
-# A plain int: arithmetic on zmq's flags costs more than asking the socket.
+# A plain int: arithmetic on zmq's flags takes longer than reading the socket option.
 POLLIN = int(zmq.POLLIN)
 
 Frames: TypeAlias = "list[bytes | zmq.Frame]"

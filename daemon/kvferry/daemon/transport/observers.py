@@ -1,4 +1,4 @@
-"""What transport tells the operator's side of the daemon: interfaces of its log and its health.
+"""The interfaces through which transport reports events to the log and to the health check.
 
 observability/event_log.py and observability/health.py implement them; app.py connects the two.
 Every method is called on the event loop.
