@@ -12,7 +12,7 @@ from kvferry.daemon.engine.base import ChunkRequest
 from kvferry.daemon.engine.cuda.staging import (
     CHUNK_UNITS,
     FOR_LOADS,
-    LEAST,
+    MIN_CHUNK_UNITS,
     UNITS,
     Slot,
     Staging,
@@ -153,7 +153,7 @@ def test_no_unit_is_ever_in_two_slots(steps: list[tuple[bool, bool, int, int]]) 
         assert sum(slot.units for slot in slots[STORE]) <= UNITS - FOR_LOADS
     for slot in [*slots[STORE], *slots[LOAD]]:
         staging.free_slot(slot)
-    assert sum(slot.units for slot in fill(staging, LOAD)) > UNITS - LEAST
+    assert sum(slot.units for slot in fill(staging, LOAD)) > UNITS - MIN_CHUNK_UNITS
 
 
 def _units(slot: Slot) -> range:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from kvferry.daemon.memory.fd_closer import (
-    MOST_THREADS,
+    MAX_THREADS,
     SMALL_BYTES,
     THREAD_NAME,
     Closer,
@@ -87,10 +87,10 @@ def test_one_that_hangs_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_more_than_there_may_be_threads(hanging: Callable[[], None]) -> None:
     closer, crowd = Closer(patience=0.05), Crowd()
-    descriptors = [os.memfd_create("some") for _ in range(3 * MOST_THREADS)]
+    descriptors = [os.memfd_create("some") for _ in range(3 * MAX_THREADS)]
     for descriptor in descriptors:
         closer.close_later(closing_of(descriptor))
-    assert len(crowd) == MOST_THREADS
+    assert len(crowd) == MAX_THREADS
     hanging()
     until(lambda: not any(map(is_open, descriptors)), 10)
     until(lambda: not crowd, 10)

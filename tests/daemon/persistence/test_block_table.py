@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.daemon.core.records import RegionRecord, ResidentBlock
-from kvferry.daemon.persistence.block_table import CLEARED_LINES, RECORD_ROOM, BlockTable, UseClock
+from kvferry.daemon.persistence.block_table import CLEARED_LINES, RECORD_BYTES, BlockTable, UseClock
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
@@ -118,7 +118,7 @@ def test_deeds_follow_each_other() -> None:
 
 
 def test_a_deed_that_is_too_long_is_refused_and_the_old_one_counts() -> None:
-    long = RegionRecord("engine", 0, 4096, layout=LAYOUT, pages=((1 << 60,) * (RECORD_ROOM // 8),))
+    long = RegionRecord("engine", 0, 4096, layout=LAYOUT, pages=((1 << 60,) * (RECORD_BYTES // 8),))
     with opened() as table:
         with pytest.raises(Refused) as refused:
             table.update(long)

@@ -17,7 +17,7 @@ from kvferry.proto.specs import BlockIds
 # Up to this many numbers, a Python loop is faster than numpy.
 FEW = 64
 # If the range of ids is this many times their number, sorting finds duplicates faster.
-SPARSE = 16
+SPARSE_RATIO = 16
 
 _INT64, _UINT64 = np.dtype(np.int64), np.dtype(np.uint64)
 _NONE = np.empty(0, dtype=np.int64)
@@ -34,7 +34,7 @@ def first_duplicate(ids: Int64s, limit: int) -> int | None:
     """An id that occurs twice among ids of 0 to `limit` - 1; None if there is none."""
     if ids.size <= FEW and len(set(ids.tolist())) == ids.size:
         return None
-    if limit > SPARSE * ids.size:  # a table of this size takes longer to allocate than a sort
+    if limit > SPARSE_RATIO * ids.size:  # a table of this size takes longer to allocate than a sort
         ordered = np.sort(ids)
         same = ordered[1:][ordered[1:] == ordered[:-1]]
         return int(same[0]) if same.size else None

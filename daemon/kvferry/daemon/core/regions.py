@@ -21,9 +21,9 @@ from kvferry.proto.layout import LayoutArrays
 
 ALIGNMENT = 4096
 MAX_HOST_BLOCKS = 1 << 28
-# A region with more host blocks than MANY_BLOCKS must have blocks of at least LEAST_OF_MANY bytes:
-# its block table takes 32 bytes and a key per block, which must be a small part of the region.
-MANY_BLOCKS, LEAST_OF_MANY = 1 << 20, 384
+# Maximum of host blocks with fewer than SMALL_BLOCK_BYTES bytes. The block table takes 32 bytes and
+# a key per block, which must be a small part of a large region.
+MAX_SMALL_BLOCKS, SMALL_BLOCK_BYTES = 1 << 20, 384
 # Each region's block table takes descriptors: a daemon with few of them allows fewer regions.
 MAX_REGIONS = 1024
 
@@ -105,7 +105,7 @@ class Regions:
             old.present = True
             return old, True
         start, size = self._find_free_range(owner, block, nbytes)
-        most = MAX_HOST_BLOCKS if block >= LEAST_OF_MANY else MANY_BLOCKS
+        most = MAX_HOST_BLOCKS if block >= SMALL_BLOCK_BYTES else MAX_SMALL_BLOCKS
         if size // block > most:
             raise Refused(
                 Code.BAD_LAYOUT,

@@ -16,9 +16,9 @@ from contextlib import suppress
 from functools import partial
 
 # Maximum of threads. One that hangs does not delay the others.
-MOST_THREADS = 16
+MAX_THREADS = 16
 # Seconds that an idle thread waits for work before it ends.
-PATIENCE = 2.0
+IDLE_SECONDS = 2.0
 THREAD_NAME = "kvferry-closer"
 # A memfd with less memory is closed by the caller, in 50 us. Otherwise a client that sends many
 # small ones could use up the daemon's descriptors faster than the threads close them.
@@ -28,7 +28,7 @@ SMALL_BYTES = 256 << 10
 class Closer:
     """Starts threads as needed; a thread without work ends after `patience` seconds."""
 
-    def __init__(self, patience: float = PATIENCE) -> None:
+    def __init__(self, patience: float = IDLE_SECONDS) -> None:
         self._patience = patience
         self._changed = threading.Condition()
         self._due: deque[Callable[[], None]] = deque()
@@ -38,7 +38,7 @@ class Closer:
         """Call `close` on a thread. An OSError that it raises is ignored."""
         with self._changed:
             self._due.append(close)
-            if len(self._due) <= self._idle or self._threads == MOST_THREADS:
+            if len(self._due) <= self._idle or self._threads == MAX_THREADS:
                 self._changed.notify()
                 return
             with suppress(RuntimeError):  # cannot start a thread: a running one closes it later

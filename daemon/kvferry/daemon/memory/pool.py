@@ -27,9 +27,9 @@ from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.process import SPARE_ADDRESS_SPACE, check_address_space
 
 # Threads that touch chunks.
-TOUCHERS = min(16, os.cpu_count() or 1)
+TOUCH_THREADS = min(16, os.cpu_count() or 1)
 # Maximum of chunks that are touched before their registration. A stop waits for these.
-AHEAD = 2 * TOUCHERS
+MAX_TOUCHED_AHEAD = 2 * TOUCH_THREADS
 
 
 class HostRegistrar(Protocol):
@@ -106,11 +106,11 @@ class HostPool:
         starts = range(0, self.nbytes, self.chunk_bytes)
         try:
             bind = partial(bind_to_node, engine.numa_node)
-            with ThreadPoolExecutor(TOUCHERS, "kvferry-touch", bind) as touchers:
+            with ThreadPoolExecutor(TOUCH_THREADS, "kvferry-touch", bind) as touchers:
                 touching = deque[list[Future[None]]]()
                 upcoming = iter(starts)
                 for start in starts:
-                    for ahead in islice(upcoming, AHEAD - len(touching)):
+                    for ahead in islice(upcoming, MAX_TOUCHED_AHEAD - len(touching)):
                         touching.append(self._touch(touchers, ahead))
                     if self._stopping.is_set():
                         return
@@ -132,7 +132,7 @@ class HostPool:
     def _touch(self, touchers: ThreadPoolExecutor, start: int) -> list[Future[None]]:
         """Touch a chunk: on one thread, but on all threads for the first chunk."""
         size = self._size(start)
-        step = size if start else -(-size // (TOUCHERS * PAGE)) * PAGE
+        step = size if start else -(-size // (TOUCH_THREADS * PAGE)) * PAGE
         return [
             touchers.submit(self._memory.populate, at, min(step, start + size - at))
             for at in range(start, start + size, step)
@@ -152,7 +152,7 @@ def free_chunks(chunks: Sequence[int]) -> None:
         with suppress(OSError):
             free_file(descriptor)
 
-    with ThreadPoolExecutor(TOUCHERS, "kvferry-free") as freers:
+    with ThreadPoolExecutor(TOUCH_THREADS, "kvferry-free") as freers:
         list(freers.map(free_one, chunks))
 
 

@@ -35,8 +35,8 @@ from kvferry.shm.memfd import check_sealed, sealed_memfd
 # The last character is the version of the format.
 MAGIC = b"kvferry2"
 # Bytes reserved for a record; pages that are never written take no memory.
-RECORD_ROOM = 1 << 20
-LINES_AT = PAGE + 2 * RECORD_ROOM
+RECORD_BYTES = 1 << 20
+LINES_AT = PAGE + 2 * RECORD_BYTES
 # A larger stamp is damaged: no daemon counts so far.
 MAX_STAMP = 1 << 62
 # Lines cleared at a time, so that they stay in the CPU's cache.
@@ -149,7 +149,7 @@ class BlockTable:
         data = _packed(record)
         _, current = _HEAD.unpack_from(self._file)
         other = 1 - current
-        at = PAGE + other * RECORD_ROOM
+        at = PAGE + other * RECORD_BYTES
         self._file[at : at + len(data)] = data
         _HEAD.pack_into(self._file, 0, MAGIC, other)
         self.record = record
@@ -273,9 +273,9 @@ class BlockTable:
         if magic != MAGIC or current > 1:
             message = f"the file begins with {magic.hex()}: no block table of this version"
             raise Refused(Code.BAD_LAYOUT, message, magic.hex())
-        at = PAGE + current * RECORD_ROOM
+        at = PAGE + current * RECORD_BYTES
         length, crc = _RECORD.unpack_from(self._file, at)
-        data = self._file[at + _RECORD.size : at + _RECORD.size + min(length, RECORD_ROOM)]
+        data = self._file[at + _RECORD.size : at + _RECORD.size + min(length, RECORD_BYTES)]
         if zlib.crc32(data) != crc:
             message = f"the record of {length} bytes in the block table has a wrong CRC"
             raise Refused(Code.BAD_LAYOUT, message, length)
@@ -290,9 +290,9 @@ class BlockTable:
 
 def _packed(record: RegionRecord) -> bytes:
     data = encode_record(record)
-    if _RECORD.size + len(data) > RECORD_ROOM:
+    if _RECORD.size + len(data) > RECORD_BYTES:
         message = (
-            f"the record of region {record.name!r} has {len(data)} bytes, more than {RECORD_ROOM}"
+            f"the record of region {record.name!r} has {len(data)} bytes, more than {RECORD_BYTES}"
         )
         raise Refused(Code.BAD_LAYOUT, message, len(data))
     return _RECORD.pack(len(data), zlib.crc32(data)) + data

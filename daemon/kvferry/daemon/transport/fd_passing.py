@@ -21,7 +21,7 @@ from kvferry.daemon.device.mappings import MapCommand
 from kvferry.daemon.memory.fd_closer import close_descriptor_later
 from kvferry.daemon.transport.accept_gate import NONE_LEFT, fds_exhausted
 from kvferry.daemon.transport.received_fds import (
-    MAX_AT_ONCE,
+    MAX_FDS_PER_PACKET,
     close_received_fd,
     fd_kind,
 )
@@ -153,7 +153,7 @@ class FdServer:
         connection, process, _ = self._connections[number]
         descriptors: list[int] = []
         try:
-            packet, descriptors, _, _ = socket.recv_fds(connection, 4096, MAX_AT_ONCE)
+            packet, descriptors, _, _ = socket.recv_fds(connection, 4096, MAX_FDS_PER_PACKET)
             if packet:
                 self._reply(connection, process, packet, descriptors)
         except OSError:  # the client disconnected; its descriptors are closed below

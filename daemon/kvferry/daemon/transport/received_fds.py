@@ -14,7 +14,7 @@ from kvferry.daemon.memory.fd_closer import close_descriptor_later, close_memory
 from kvferry.shm.memfd import read_seals
 
 # Descriptors in one packet: the kernel's SCM_MAX_FD.
-MAX_AT_ONCE = 253
+MAX_FDS_PER_PACKET = 253
 _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC, _STATX_TYPE = 0x1000, 0x4000, 0x1
 _STATX_BYTES, _MODE_AT = 256, 28
 _libc = ctypes.CDLL(None)

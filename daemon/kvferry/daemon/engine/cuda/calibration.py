@@ -4,9 +4,9 @@
     staged    runs at the speed of the link for every size; its kernels take GPU time from an engine
 
 For each direction, the threshold is the smallest fragment size from which on direct copies reach
-GOOD of the speed of one contiguous copy. FAR is added to the measured time of a fragment, because
-the sample is smaller than a real pool. An operator can force either mode. Called by the device
-worker, in `attach`.
+MIN_SPEED_SHARE of the speed of one contiguous copy. FAR_SECONDS is added to the measured time of a
+fragment, because the sample is smaller than a real pool. An operator can force either mode. Called
+by the device worker, in `attach`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvferry.proto.specs import Direction, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import CalibrationPoint, CopyStatus, GroupCopying
 
 # Share of the speed of a contiguous copy that direct copies must reach.
-GOOD = 0.94
+MIN_SPEED_SHARE = 0.94
 # Fragment sizes: 4 KiB to 2 MiB.
 SIZES = tuple(1 << power for power in range(12, 22))
 HOST_BYTES = 64 << 20
@@ -38,7 +38,7 @@ ROUNDS = 3
 # Seconds that are added to the time of a fragment. A fragment in a pool of some GiB takes 0.14 to
 # 0.17 us longer than in the sample of some MiB (tests/bench/fragments.py), and slightly more while
 # the other direction copies, too.
-FAR = 0.2e-6
+FAR_SECONDS = 0.2e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +140,13 @@ def modes_from(status: CopyStatus, largest_block: int) -> CopyModes:
 
 
 def _threshold(speeds: list[tuple[int, float, float]]) -> int:
-    """The smallest size from which on all speeds reach GOOD of a contiguous copy.
+    """The smallest size from which on all speeds reach MIN_SPEED_SHARE of a contiguous copy.
 
     speeds: (fragment size, speed, speed of a contiguous copy). Twice the largest size if none does.
     """
     from_size = 2 * speeds[-1][0]
     for size, speed, whole in reversed(speeds):
-        if size / (size / speed + FAR) < GOOD * whole:
+        if size / (size / speed + FAR_SECONDS) < MIN_SPEED_SHARE * whole:
             break
         from_size = size
     return from_size

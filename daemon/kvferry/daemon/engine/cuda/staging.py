@@ -26,7 +26,7 @@ ALIGNED = 256
 # copies the next one.
 CHUNK_UNITS = 8
 # Minimum of units of a chunk, unless the rest of its transfer needs fewer.
-LEAST = 2
+MIN_CHUNK_UNITS = 2
 # Units that stores leave free.
 FOR_LOADS = 2
 # Kernels are launched when 1 / LAG of the buffer remains to be copied: 96 of 256 MiB take 1.9 ms.
@@ -70,7 +70,7 @@ class Staging:
         if direction is Direction.STORE and used - ahead > _low(share):
             return 0
         most = min(CHUNK_UNITS, self._units(request.nbytes))
-        least = max(min(most, LEAST), self._units(block_bytes))
+        least = max(min(most, MIN_CHUNK_UNITS), self._units(block_bytes))
         return self._gap(direction, min(most, share - used), least) * self.unit_bytes
 
     def take_slot(self, direction: Direction, nbytes: int) -> Slot:
