@@ -30,7 +30,8 @@ class FakeDaemon:
 
     It records received messages and replies at once. slow: it does not reply to resets until
     `finish_resets`. silent: it does not reply. lossy: it drops KeyEvents. refusal: the error that
-    it replies to each request.
+    it replies to each request. Clients receive messages at each lookup, and check the connection
+    at each poll.
     """
 
     def __init__(self, directory: Path, num_blocks: int) -> None:
@@ -42,6 +43,7 @@ class FakeDaemon:
         self.slow = self.silent = self.lossy = self.disconnected = self.closed = False
         self.refusal: ErrorInfo | None = None
         self.drains = self.opened = 0
+        self.alive_check_interval = self.mirror_max_age = 0.0
         self._to_send: deque[bytes] = deque()
         self._resets: list[int] = []
 
@@ -155,8 +157,6 @@ def start_fake_daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...,
     """start_fake_daemon(num_blocks) -> a daemon; clients of its directory are connected to it.
 
     The directory has a real socket file, because clients wait until a daemon has bound one.
-
-    Clients receive messages at each lookup, and check the connection at each poll.
     """
     running: dict[Path, FakeDaemon] = {}
     held = ExitStack()
@@ -169,8 +169,6 @@ def start_fake_daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...,
         return running[directory]
 
     monkeypatch.setattr("kvferry.client.nonblocking.Connection", running.__getitem__)
-    monkeypatch.setattr("kvferry.client.nonblocking.MIRROR_MAX_AGE", 0.0)
-    monkeypatch.setattr("kvferry.client.nonblocking.ALIVE_CHECK_INTERVAL", 0.0)
     with held:
         yield start
 

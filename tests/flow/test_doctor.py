@@ -412,9 +412,8 @@ def test_vllm(monkeypatch: pytest.MonkeyPatch, version: str | None, seed: str | 
     assert verdicts == ([] if version is None else expected)
 
 
-def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "MIN_SHM", 1 << 60)
-    (finding,) = environment.shared_memory(CheckContext(None, 1.0))
+def test_little_shared_memory() -> None:
+    (finding,) = environment.shared_memory(CheckContext(None, 1.0), minimum=1 << 60)
     assert finding.verdict is Verdict.WARN
     assert "--shm-size" in finding.change
 

@@ -264,21 +264,6 @@ def test_a_daemon_that_comes_back_and_hangs_blocks_nobody(
     rig.round_trip(3, 0, 9)
 
 
-def test_a_daemon_that_is_away_for_longer_than_an_attempt_takes(
-    service: DaemonService, rig: ReconnectingFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvferry.client.reconnect.ATTEMPT_TIMEOUT", 0.1)
-    service.daemon.kill()
-    then = time.monotonic() + 1
-    while time.monotonic() < then:
-        rig.poll()
-    assert rig.client.connecting
-    monkeypatch.undo()
-    service.start()
-    back(rig.client)
-    rig.round_trip(3, 0, 9)
-
-
 def test_a_client_that_starts_without_a_daemon(service: DaemonService) -> None:
     """With a state to restore, the constructor does not wait; polling connects."""
     directory = service.directory

@@ -241,9 +241,9 @@ async def test_a_loop_that_was_late_is_told(ferry: Ferry) -> None:
     patient.health.stop()
 
 
-async def test_who_asks_gets_a_fresh_probe(ferry: Ferry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.daemon.observability.health.FRESH", 0.0)
-    patient = Patient(ferry, HealthTimeouts(every=60.0, deadline=0.5), FakeServiceManager())
+async def test_who_asks_gets_a_fresh_probe(ferry: Ferry) -> None:
+    timeouts = HealthTimeouts(every=60.0, deadline=0.5, fresh=0.0)
+    patient = Patient(ferry, timeouts, FakeServiceManager())
     patient.health.start()
     patient.health.pool_grew()
     assert (await patient.health.check_health()).healthy

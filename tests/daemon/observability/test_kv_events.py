@@ -15,7 +15,6 @@ import pytest
 import zmq
 
 from kvferry.daemon.core.actions import PublishKVEvents
-from kvferry.daemon.observability import kv_events
 from kvferry.daemon.observability.kv_events import NUMBERS_PER_PROCESS, KVEventPublisher
 from kvferry.daemon.observability.kv_events_process import SEND_HIGH_WATER, SIZE, messages_in
 from kvferry.proto.errors import Refused
@@ -38,10 +37,11 @@ def address(short_path: Path) -> str:
 
 @pytest.fixture
 async def publisher(
-    address: str, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, address: str
 ) -> AsyncIterator[KVEventPublisher]:
-    monkeypatch.setattr(kv_events, "RESTART_SECONDS", 0.05)
-    publisher = KVEventPublisher(address)
+    """Its parameter, if any, has limits of the publisher."""
+    limits = getattr(request, "param", {})
+    publisher = KVEventPublisher(address, restart_after=0.05, **limits)
     yield publisher
     await publisher.close()
 
@@ -110,7 +110,7 @@ async def test_what_happens_once_a_subscriber_has_connected_reaches_it(
 
 
 async def test_without_a_subscriber_there_is_no_process_and_nothing_is_handed_over(
-    publisher: KVEventPublisher, listener: Listener, address: str, monkeypatch: pytest.MonkeyPatch
+    publisher: KVEventPublisher, listener: Listener, address: str
 ) -> None:
     """And who comes back sees a gap for what happened meanwhile."""
     publisher.publish(stored(KEYS[0]))
@@ -161,12 +161,11 @@ async def test_a_process_that_ended_is_replaced_and_the_numbers_show_a_gap(
     assert events == [["BlockStored", [KEYS[2][:-4]], None, [], 16, None, "CPU"]]
 
 
+@pytest.mark.parametrize("publisher", [{"max_queued_bytes": 256 << 10}], indirect=True)
 async def test_a_process_that_stands_still_costs_a_bounded_number_of_bytes(
-    publisher: KVEventPublisher, listener: Listener, address: str, monkeypatch: pytest.MonkeyPatch
+    publisher: KVEventPublisher, listener: Listener, address: str
 ) -> None:
     """The rest is dropped, and a gap shows it."""
-    bound = 256 << 10
-    monkeypatch.setattr(kv_events, "MAX_QUEUED_BYTES", bound)
     listener.socket.connect(address)
     pid = await started(publisher)
     publisher.publish(stored(KEYS[0]))
@@ -176,7 +175,7 @@ async def test_a_process_that_stands_still_costs_a_bounded_number_of_bytes(
         for _ in range(100):
             publisher.publish(stored(*KEYS))
             await asyncio.sleep(0)
-        assert bound < publisher.queued_bytes < bound + 50 * len(KEYS)
+        assert 256 << 10 < publisher.queued_bytes < (256 << 10) + 50 * len(KEYS)
     finally:
         os.kill(pid, signal.SIGCONT)
     await until(lambda: publisher.queued_bytes == 0)

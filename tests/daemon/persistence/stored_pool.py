@@ -7,6 +7,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -27,6 +28,13 @@ LAYOUT = LayoutArrays.from_layout(
 )
 KEYED = RegionRecord(FINGERPRINT.name, 0, COUNT * BLOCK, fingerprint=FINGERPRINT)
 RAW = RegionRecord("engine", COUNT * BLOCK, COUNT * BLOCK, layout=LAYOUT)
+
+
+def of_large_blocks(record: RegionRecord, block_bytes: int) -> RegionRecord:
+    """The same number of larger blocks. Not to be read: the pool has not so many bytes."""
+    assert record.fingerprint is not None
+    fingerprint = msgspec.structs.replace(record.fingerprint, host_block_bytes=block_bytes)
+    return msgspec.structs.replace(record, nbytes=COUNT * block_bytes, fingerprint=fingerprint)
 
 
 def key(number: int) -> bytes:

@@ -30,8 +30,6 @@ from kvferry.proto.status import HealthStatus
 PULSE = 1.0
 # Number of pulses over which the maximum lag is reported.
 LATELY = 10
-# Seconds for which a probe counts as fresh.
-FRESH = 1.0
 # Seconds by which a timer may fire early.
 TIMERS = 0.01
 
@@ -54,11 +52,13 @@ class Supervised(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HealthTimeouts:
-    """Seconds: interval of probes, deadline of a probe, deadline of the device worker."""
+    """Seconds: interval of probes, deadline of a probe, deadline of the device worker; a probe
+    that ended at most `fresh` ago answers a request for one."""
 
     every: float = 10.0
     deadline: float = 5.0
     worker: float = 30.0
+    fresh: float = 1.0
 
 
 class Health:
@@ -133,7 +133,9 @@ class Health:
     async def check_health(self) -> HealthStatus:
         """The health after a probe, unless the last one is fresh."""
         ended = self._history.ended
-        if self._pool_ready.is_set() and (ended is None or time.monotonic() - ended > FRESH):
+        if self._pool_ready.is_set() and (
+            ended is None or time.monotonic() - ended > self._timeouts.fresh
+        ):
             self._ended.clear()
             self._history.request_probe()
             self._wanted.set()

@@ -47,12 +47,23 @@ class StatusSource(Protocol):
 class MetricsServer:
     """Listens at `listen`, "host:port", from when it is made. Raises Refused (BAD_CONFIG).
 
-    check_seconds: how long `View.check` may take.
+    check_seconds: how long `check_health` may take. answer_seconds, request_seconds: see
+    ANSWER_SECONDS and REQUEST_SECONDS.
     """
 
-    def __init__(self, listen: str, metrics: Metrics, check_seconds: float) -> None:
+    def __init__(
+        self,
+        listen: str,
+        metrics: Metrics,
+        check_seconds: float,
+        *,
+        answer_seconds: float = ANSWER_SECONDS,
+        request_seconds: float = REQUEST_SECONDS,
+    ) -> None:
         self._metrics, self._check_seconds = metrics, check_seconds
+        self._answer_seconds = answer_seconds
         self._server = _listening(*_parsed(listen))
+        self._server.request_seconds = request_seconds
         self._server.set_app(self._handle_request)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._source: StatusSource
@@ -89,7 +100,7 @@ class MetricsServer:
         return [] if method == "HEAD" else [body]
 
     def _show_metrics(self, environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
-        snapshot = self._run_on_loop(lambda: self._source.status_snapshot(), ANSWER_SECONDS)
+        snapshot = self._run_on_loop(lambda: self._source.status_snapshot(), self._answer_seconds)
         registry = self._metrics.wedged
         if snapshot is not None:
             self._metrics.update(*snapshot)
@@ -101,7 +112,7 @@ class MetricsServer:
         return [body]
 
     def _show_health(self, _: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
-        patience = ANSWER_SECONDS + self._check_seconds
+        patience = self._answer_seconds + self._check_seconds
         health = self._run_on_loop(lambda: self._source.check_health(), patience)
         if health is None:
             reason = f"the loop has not answered for {patience:g} s"
@@ -139,9 +150,10 @@ class _Connection(io.RawIOBase):
     """Reads until one deadline, and writes until another: a socket's own timeout is that of one
     read, which a client that sends byte after byte would never exceed."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
         self._connection = connection
-        self._deadline = time.monotonic() + REQUEST_SECONDS
+        self._seconds = seconds
+        self._deadline = time.monotonic() + seconds
 
     def readable(self) -> bool:
         return True
@@ -152,23 +164,25 @@ class _Connection(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         left = self._deadline - time.monotonic()
         if left <= 0:
-            raise TimeoutError(f"no complete request within {REQUEST_SECONDS} s")
+            raise TimeoutError(f"no complete request within {self._seconds} s")
         self._connection.settimeout(left)
         return self._connection.recv_into(buffer)
 
     def write(self, data: Any) -> int:
-        self._connection.settimeout(REQUEST_SECONDS)
+        self._connection.settimeout(self._seconds)
         try:
             self._connection.sendall(data)
         except TimeoutError as error:  # wsgiref would print a traceback
-            raise BrokenPipeError(f"response not read within {REQUEST_SECONDS} s") from error
+            raise BrokenPipeError(f"response not read within {self._seconds} s") from error
         return len(data)
 
 
 class _Handler(WSGIRequestHandler):
+    server: _Server
+
     def setup(self) -> None:
         self.connection = self.request
-        connection = _Connection(self.connection)
+        connection = _Connection(self.connection, self.server.request_seconds)
         self.rfile = io.BufferedReader(connection)
         self.wfile = connection  # type: ignore[assignment]  # it is written to, and no more
 
@@ -179,6 +193,7 @@ class _Handler(WSGIRequestHandler):
 class _Server(WSGIServer):
     allow_reuse_address = True
     request_queue_size = BACKLOG
+    request_seconds = REQUEST_SECONDS
 
     def server_bind(self) -> None:
         """As it is, without asking a name server what this host is called."""

@@ -59,8 +59,8 @@ class ChecksumClient:
     """Event loop only; callbacks run there, too.
 
     descriptors: of the chunks of the pool, all but the last of `chunk_bytes`. threads: of the
-    process. failed: called if the process cannot be replaced. Raises Failed (COPY_FAILED) if no
-    process can be started.
+    process. failed: called if the process cannot be replaced. reply_timeout, retry_after: see
+    PATIENCE and RETRY. Raises Failed (COPY_FAILED) if no process can be started.
     """
 
     def __init__(
@@ -69,12 +69,15 @@ class ChecksumClient:
         chunk_bytes: int,
         threads: int,
         failed: Callable[[KVFerryError], None],
+        reply_timeout: float = PATIENCE,
+        retry_after: float = RETRY,
     ) -> None:
         self._descriptors = descriptors
         self._arguments = [str(number) for number in (threads, chunk_bytes, *descriptors)]
         # Requests that keep the process busy.
         self.window = AHEAD * threads
         self._failed = failed
+        self._reply_timeout, self._retry_after = reply_timeout, retry_after
         self._loop = asyncio.get_running_loop()
         self._numbers = count()
         self._waiting: dict[Purpose, deque[_Reading]] = {each: deque() for each in Purpose}
@@ -164,7 +167,7 @@ class ChecksumClient:
             self._sent[reading.request.number] = purpose, self._waiting[purpose].popleft()
             self._last = purpose
         if self._watch is None and self._sent:
-            self._watch = self._loop.call_later(PATIENCE, self._check)
+            self._watch = self._loop.call_later(self._reply_timeout, self._check)
 
     def _receive(self) -> None:
         try:
@@ -187,11 +190,11 @@ class ChecksumClient:
         self._watch = None
         if not self._sent:
             return
-        left = self._last_reply + PATIENCE - self._loop.time()
+        left = self._last_reply + self._reply_timeout - self._loop.time()
         if left > 0:
             self._watch = self._loop.call_later(left, self._check)
         else:
-            self._replace(f"no reply within {PATIENCE} s")
+            self._replace(f"no reply within {self._reply_timeout} s")
 
     def _replace(self, why: str) -> None:
         self._end()
@@ -206,7 +209,8 @@ class ChecksumClient:
         try:
             self._start()
         except OSError as error:
-            self._watch = self._loop.call_later(RETRY, self._replace, f"cannot start: {error}")
+            reason = f"cannot start: {error}"
+            self._watch = self._loop.call_later(self._retry_after, self._replace, reason)
             return
         self._send()
 

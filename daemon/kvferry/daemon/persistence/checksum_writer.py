@@ -42,13 +42,18 @@ class CompletedStore:
 
 
 class ChecksumWriter:
-    def __init__(self, checksums: ChecksumClient) -> None:
+    """commit_after, fold: see COMMIT_AFTER and FOLD."""
+
+    def __init__(
+        self, checksums: ChecksumClient, *, commit_after: float = COMMIT_AFTER, fold: int = FOLD
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._checksums = checksums
+        self._commit_after, self._fold = commit_after, fold
         # For the next round.
         self._stores: list[CompletedStore] = []
         # Blocks of these stores, and the number from which overwritten ones are dropped.
-        self._waiting, self._most = 0, FOLD
+        self._waiting, self._most = 0, fold
         # Batches of this round that are not read yet.
         self._reading = 0
         self._round_is_due = False
@@ -70,7 +75,7 @@ class ChecksumWriter:
     def _plan_round(self) -> None:
         if self._stores and not (self._reading or self._round_is_due):
             self._round_is_due = True
-            self._loop.call_later(COMMIT_AFTER, self._begin_round)
+            self._loop.call_later(self._commit_after, self._begin_round)
 
     def _begin_round(self) -> None:
         self._round_is_due = False
@@ -87,7 +92,7 @@ class ChecksumWriter:
                 by_table[store.table].append(store)
         self._stores = [_joined(table, mine) for table, mine in by_table.items()]
         self._waiting = sum([store.block_set.blocks.size for store in self._stores])
-        self._most = max(FOLD, 2 * self._waiting)
+        self._most = max(self._fold, 2 * self._waiting)
 
     def _read(self, store: CompletedStore) -> None:
         for part in batches(store.table.record.block_bytes, store.block_set.blocks.size):

@@ -23,14 +23,24 @@ IDLE = 1.0
 
 
 class Scrub:
-    """rate: bytes per second; 0: no scrub. tables: returns the current block tables."""
+    """rate: bytes per second; 0: no scrub. tables: returns the current block tables.
+
+    idle, searched: see IDLE and SEARCHED.
+    """
 
     def __init__(
-        self, check: BlockCheck, rate: int, tables: Callable[[], Sequence[BlockTable]]
+        self,
+        check: BlockCheck,
+        rate: int,
+        tables: Callable[[], Sequence[BlockTable]],
+        *,
+        idle: float = IDLE,
+        searched: int = SEARCHED,
     ) -> None:
         self._check = check
         self._rate = rate
         self._tables = tables
+        self._idle, self._searched = idle, searched
         self._loop = asyncio.get_running_loop()
         self._steps = self._rounds()
         self._timer: asyncio.TimerHandle | None = None
@@ -63,7 +73,7 @@ class Scrub:
             for table in self._tables():
                 at = 0
                 while not table.closed and at < table.num_blocks:
-                    end = min(at + SEARCHED, table.num_blocks)
+                    end = min(at + self._searched, table.num_blocks)
                     blocks = table.committed_blocks(at, end)
                     if table.unverified is not None:
                         blocks = blocks[~table.unverified[blocks]]
@@ -72,4 +82,4 @@ class Scrub:
                     at = int(some[-1]) + 1 if some.size else end
                     found |= bool(some.size)
                     yield (table, some) if some.size else 0.0
-            yield 0.0 if found else IDLE
+            yield 0.0 if found else self._idle

@@ -25,11 +25,11 @@ log = structlog.get_logger()
 
 
 class Verifier:
-    """window: batches in flight, at most."""
+    """window: batches in flight, at most. stretch: see STRETCH."""
 
-    def __init__(self, check: BlockCheck, window: int) -> None:
+    def __init__(self, check: BlockCheck, window: int, *, stretch: int = STRETCH) -> None:
         self._check = check
-        self._window = window
+        self._window, self._stretch = window, stretch
         self._tables: Sequence[BlockTable] = ()
         self._batches: Iterator[tuple[BlockTable, Int64s]] = iter(())
         self._reading = 0
@@ -50,7 +50,7 @@ class Verifier:
         self._total_bytes = sum(table.unverified_bytes for table in tables)
         if self._total_bytes:
             self._started = time.monotonic()
-            self._batches = _most_recent_first(tables)
+            self._batches = _most_recent_first(tables, self._stretch)
             self._read()
 
     def _read(self) -> None:
@@ -69,7 +69,9 @@ class Verifier:
         self._read()
 
 
-def _most_recent_first(tables: Sequence[BlockTable]) -> Iterator[tuple[BlockTable, Int64s]]:
+def _most_recent_first(
+    tables: Sequence[BlockTable], stretch: int
+) -> Iterator[tuple[BlockTable, Int64s]]:
     """Batches of blocks that are still unverified when the batch is requested."""
     mine = [
         np.zeros(0, np.int64) if table.unverified is None else np.flatnonzero(table.unverified)
@@ -79,10 +81,10 @@ def _most_recent_first(tables: Sequence[BlockTable]) -> Iterator[tuple[BlockTabl
     owners = np.repeat(np.arange(len(tables)), [some.size for some in mine])
     stamps = np.concatenate([table.stamps(some) for table, some in zip(tables, mine, strict=True)])
     order = np.argsort(stamps, kind="stable")[::-1]
-    for at in range(0, order.size, STRETCH):
-        stretch = order[at : at + STRETCH]
-        for owner in np.unique(owners[stretch]).tolist():
-            table, some = tables[owner], blocks[stretch[owners[stretch] == owner]]
+    for at in range(0, order.size, stretch):
+        together = order[at : at + stretch]
+        for owner in np.unique(owners[together]).tolist():
+            table, some = tables[owner], blocks[together[owners[together] == owner]]
             for part in batches(table.record.block_bytes, some.size):
                 if table.closed or table.unverified is None:
                     break
