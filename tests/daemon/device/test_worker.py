@@ -1242,8 +1242,9 @@ def faults() -> Faults:
 
 
 @pytest.fixture
-def copies(faults: Faults) -> Iterator[CopyFixture]:
-    fixture = WorkerFixture(ReferenceEngine(faults))
+def copies(request: pytest.FixtureRequest, faults: Faults) -> Iterator[CopyFixture]:
+    """Its parameter, if any, has arguments of the engine."""
+    fixture = WorkerFixture(ReferenceEngine(faults, **getattr(request, "param", {})))
     report = fixture.map(locations=None)
     (descriptor,), (location,) = report.descriptors, report.locations
     memory = mmap.mmap(descriptor, 64 * BYTES)
@@ -1255,6 +1256,10 @@ def copies(faults: Faults) -> Iterator[CopyFixture]:
     gpu[:] = random.integers(0, 256, gpu.shape, dtype=np.uint8)
     yield CopyFixture(fixture, gpu, np.frombuffer(pool, dtype=np.uint8).reshape(64, BYTES))
     fixture.close()
+
+
+# Chunks of any size are copied in threads of the engine.
+IN_THREADS = pytest.mark.parametrize("copies", [{"at_once_bytes": 0}], indirect=True)
 
 
 def wait_for(fixture: WorkerFixture, *wanted: int) -> dict[int, TransferCompleted]:
@@ -1277,6 +1282,7 @@ def test_bytes_arrive_where_they_should_and_nowhere_else(copies: CopyFixture) ->
     assert np.array_equal(copies.gpu, before)
 
 
+@IN_THREADS
 @pytest.mark.parametrize("first", Direction)
 def test_real_copies_that_meet_are_done_one_after_the_other(
     copies: CopyFixture, first: Direction, monkeypatch: pytest.MonkeyPatch
@@ -1291,7 +1297,6 @@ def test_real_copies_that_meet_are_done_one_after_the_other(
         copied.put(chunk.direction)
 
     monkeypatch.setattr(reference, "_copy", slow_copy)
-    monkeypatch.setattr(reference, "AT_ONCE", 0)  # in threads of their own
     gpu, host = copies.gpu.copy(), copies.host.copy()
     plans = copies.fixture.start(first, [1], [1]), copies.fixture.start(first.other, [2], [1])
     free = copies.fixture.start(first.other, [9], [9])
@@ -1319,12 +1324,12 @@ def test_a_real_copy_that_fails_ends_once_and_the_next_is_fine(
     assert copies.fixture.settle() == []
 
 
+@IN_THREADS
 def test_the_reference_engine_takes_few_chunks_at_once(
     copies: CopyFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
     monkeypatch.setattr(reference, "_copy", lambda _: gate.wait(PATIENCE))
-    monkeypatch.setattr(reference, "AT_ONCE", 0)
     engine = copies.fixture.engine
     taken_in: list[object] = []
     submit = engine.submit

@@ -40,8 +40,8 @@ from kvferry.daemon.core.layout import BlockLayout
 from kvferry.daemon.device.mappings import MapCommand
 from kvferry.daemon.device.worker import DeviceWorker
 from kvferry.daemon.engine.base import ChunkRequest, CopyEngine, Mapping
-from kvferry.daemon.engine.cuda import dma, staged
 from kvferry.daemon.engine.cuda import engine as cuda_engine
+from kvferry.daemon.engine.cuda.dma import FEW
 from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
 from kvferry.daemon.memory import fd_closer
@@ -62,7 +62,7 @@ CHUNK = 1 << 20
 PATIENCE = 60.0
 JOBS = 60
 MODES = ("direct", "staged", "auto")
-PAPER_STAGING = 4 << 20
+SIMULATED_STAGING = 4 << 20
 Make: TypeAlias = Callable[[pytest.MonkeyPatch], CopyEngine]
 Job: TypeAlias = tuple[Direction, GPULoadStoreSpec, list[int]]
 
@@ -75,23 +75,25 @@ def cuda(mode: str) -> Make:
     return lambda patch: CudaEngine("0", CudaOptions(mode, 64 << 20, CHUNK))
 
 
-def on_paper(mode: str, seed: int = 0) -> Make:
-    """The CUDA engine; "auto" copies pages of 4 KiB and more directly. Little staging, so that it
-    is used again and again."""
+def simulated(mode: str, seed: int = 0, **options: Any) -> Make:
+    """The CUDA engine on a simulated driver; "auto" copies pages of 4 KiB and more directly.
+
+    It has little staging, which is used again and again. options: of CudaOptions.
+    """
 
     def make(patch: pytest.MonkeyPatch) -> CopyEngine:
         measured = CopyStatus("auto", CalibrationPoint(0, 1.0, 1.0), (), 4096, 4096)
         patch.setattr(cuda_engine, "driver", lambda: SimulatedDriver(seed))
         patch.setattr(cuda_engine, "calibrate", lambda *_: measured)
-        patch.setattr(cuda_engine, "MIN_STAGING", PAPER_STAGING)
-        return CudaEngine("0", CudaOptions(mode, PAPER_STAGING, CHUNK))
+        small = CudaOptions(mode, SIMULATED_STAGING, CHUNK, SIMULATED_STAGING)
+        return CudaEngine("0", replace(small, **options))
 
     return make
 
 
 ENGINES: list[Any] = [
     pytest.param(reference, id="reference"),
-    *(pytest.param(on_paper(mode), id=f"paper-{mode}") for mode in MODES),
+    *(pytest.param(simulated(mode), id=f"simulated-{mode}") for mode in MODES),
     *(pytest.param(cuda(mode), id=f"cuda-{mode}", marks=pytest.mark.gpu) for mode in MODES),
 ]
 
@@ -438,18 +440,19 @@ def test_jobs_that_are_cancelled_on_their_way_harm_no_other(bench: ContractFixtu
     engine.check()
 
 
-def take_few_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jobs here are small; what is done for many fragments is to be done for theirs, too."""
-    monkeypatch.setattr(dma, "FEW", 0)
-
-
-@pytest.mark.parametrize("bench", [on_paper("staged"), on_paper("auto")], indirect=True)
-@pytest.mark.parametrize("call", ["launch", "cuMemcpyAsync", "cuMemcpyBatchAsync"])
+# Jobs here are small. With few_copies=0 their copies are enqueued like many.
+@pytest.mark.parametrize(
+    ("bench", "call"),
+    [
+        (simulated(mode, few_copies=few), call)
+        for mode in ("staged", "auto")
+        for call, few in (("launch", FEW), ("cuMemcpyAsync", FEW), ("cuMemcpyBatchAsync", 0))
+    ],
+    indirect=["bench"],
+)
 def test_what_the_device_refuses_fails_and_the_next_is_fine(
-    bench: ContractFixture, call: str, monkeypatch: pytest.MonkeyPatch
+    bench: ContractFixture, call: str
 ) -> None:
-    if call == "cuMemcpyBatchAsync":
-        take_few_for_many(monkeypatch)
     engine, rng = bench.open(CROWD["staged and direct"]), np.random.default_rng(8)
     assert isinstance(bench.engine, CudaEngine)
     device = cast(SimulatedDriver, bench.engine._driver)
@@ -469,15 +472,16 @@ def test_what_the_device_refuses_fails_and_the_next_is_fine(
 
 
 @pytest.mark.parametrize(
-    "bench", [on_paper(mode, seed) for mode in ("staged", "auto") for seed in range(1, 5)],
+    "bench",
+    [
+        simulated(mode, seed, few_copies=few)
+        for mode in ("staged", "auto")
+        for seed in range(1, 5)
+        for few in (0, FEW)
+    ],
     indirect=True,
-)  # fmt: skip
-@pytest.mark.parametrize("batched", [False, True])
-def test_in_whatever_order_the_device_does_things(
-    bench: ContractFixture, batched: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if batched:
-        take_few_for_many(monkeypatch)
+)
+def test_in_whatever_order_the_device_does_things(bench: ContractFixture) -> None:
     for name, rounds in (("staged and direct", JOBS // 4), ("odd blocks", JOBS // 4)):
         engine, rng = bench.open(CROWD[name]), np.random.default_rng(11)
         started = [engine.start(*job) for _ in range(rounds) for job in engine.both_ways(rng)]
@@ -486,12 +490,11 @@ def test_in_whatever_order_the_device_does_things(
 
 
 @pytest.mark.parametrize(
-    "bench", [on_paper(mode, seed) for mode in ("staged", "auto") for seed in (1, 2)], indirect=True
+    "bench",
+    [simulated(mode, seed, write_back_bytes=1) for mode in ("staged", "auto") for seed in (1, 2)],
+    indirect=True,
 )
-def test_however_little_of_a_turn_is_on_its_way_at_once(
-    bench: ContractFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staged, "WRITE_BACK", 1)
+def test_stores_that_are_written_back_one_by_one(bench: ContractFixture) -> None:
     for name in ("staged and direct", "odd blocks"):
         engine, rng = bench.open(CROWD[name]), np.random.default_rng(12)
         started = [engine.start(*job) for _ in range(JOBS // 4) for job in engine.both_ways(rng)]
@@ -522,7 +525,7 @@ def test_only_the_worker_s_thread_calls_an_engine(bench: ContractFixture) -> Non
             call()
 
 
-@pytest.mark.parametrize("bench", [on_paper("staged")], indirect=True)
+@pytest.mark.parametrize("bench", [simulated("staged")], indirect=True)
 def test_jobs_that_share_a_turn_have_times_of_their_own(bench: ContractFixture) -> None:
     engine = bench.open(CROWD["staged"])
     for direction in Direction:
@@ -532,7 +535,7 @@ def test_jobs_that_share_a_turn_have_times_of_their_own(bench: ContractFixture) 
         assert all(bench.report(TransferCompleted).seconds > 0 for _ in specs)
 
 
-@pytest.mark.parametrize("bench", [on_paper("staged")], indirect=True)
+@pytest.mark.parametrize("bench", [simulated("staged")], indirect=True)
 def test_chunks_that_lie_one_behind_the_other_are_one_launch(bench: ContractFixture) -> None:
     """But for the first of a store: the link has something to do while others are made ready."""
     engine = bench.open(CROWD["staged"])

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from kvferry.cuda.driver import Driver
 from kvferry.daemon.core.layout import CopyBatch
-from kvferry.daemon.engine.cuda import dma
 from kvferry.daemon.engine.cuda.dma import FEW, Dma
 from kvferry.proto.specs import Direction
 
@@ -53,9 +52,8 @@ class _Function:
 
 def enqueued(direction: Direction, rows: Rows, **how: bool) -> DmaFixture:
     copies, batch = DmaFixture(), CopyBatch(np.ascontiguousarray(np.array(rows, dtype=np.int64).T))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dma, "SMALL", SMALL)
-        Dma(cast(Driver, copies), POOL, CHUNK).enqueue(direction, batch, STREAM, **how)
+    dma = Dma(cast(Driver, copies), POOL, CHUNK, small=SMALL)
+    dma.enqueue(direction, batch, STREAM, **how)
     return copies
 
 

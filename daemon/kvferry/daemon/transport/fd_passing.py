@@ -45,7 +45,7 @@ PATIENCE = 1.0
 class FdServer:
     """Holds descriptors by session and handle.
 
-    refusal: creates the reply to a refused request, and counts it.
+    refusal: creates the reply to a refused request, and counts it. max_held: see MAX_HELD.
     """
 
     def __init__(
@@ -53,7 +53,9 @@ class FdServer:
         endpoint: Endpoint,
         sessions: Callable[[], Container[str]],
         refusal: Callable[[KVFerryError], Error],
+        max_held: int = MAX_HELD,
     ) -> None:
+        self._max_held = max_held
         self._admission, self._sessions, self._refusal = endpoint.admission, sessions, refusal
         self._held: defaultdict[str, dict[int, int]] = defaultdict(dict)
         self._handles = count(1)
@@ -191,10 +193,10 @@ class FdServer:
         if session not in self._sessions():
             message = f"session {session!r} is not open; connect to the daemon first"
             raise Refused(Code.NO_SESSION, message, session)
-        if (held := len(self._held[session])) + more > MAX_HELD:
+        if (held := len(self._held[session])) + more > self._max_held:
             message = (
-                f"{more} descriptors were sent while {held} are held, more than {MAX_HELD} in all; "
-                "register those first"
+                f"{more} descriptors were sent while {held} are held, more than {self._max_held} "
+                "in all; register those first"
             )
             raise Refused(Code.BUSY, message, more)
         if more and fds_exhausted():

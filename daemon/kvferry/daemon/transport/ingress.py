@@ -35,8 +35,6 @@ TURN = 1e-3
 READ = 64
 # Messages read before a closed connection is handled: its earlier messages come first.
 READ_BEFORE_CLOSE = 1280
-# Messages that wait here in total, and their bytes, beyond which no more are read.
-MAX_WAITING, MAX_WAITING_BYTES = 4096, 64 << 20
 # A plain int: arithmetic on zmq's flags costs more than asking the socket.
 POLLIN = int(zmq.POLLIN)
 
@@ -72,6 +70,9 @@ class IncomingQueue:
 
 class Ingress:
     """Reads a ROUTER and its monitor. clock: seconds, monotonic."""
+
+    # Messages that wait here in total, and their bytes, beyond which no more are read.
+    max_waiting, max_waiting_bytes = 4096, 64 << 20
 
     def __init__(
         self,
@@ -158,7 +159,7 @@ class Ingress:
     def _read(self, most: int) -> bool:
         """Read messages into queues. Return whether more may be there."""
         for _ in range(most):
-            if self._count >= MAX_WAITING or self._nbytes >= MAX_WAITING_BYTES:
+            if self._count >= self.max_waiting or self._nbytes >= self.max_waiting_bytes:
                 return True
             if not cast(int, self._socket.get(zmq.EVENTS)) & POLLIN:
                 return False

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import zmq
 
@@ -27,12 +28,19 @@ from kvferry.proto.messages import (
     KeyEvents,
 )
 
-MAX_MESSAGES = 100_000
-# Limits of one outbox; a peer that exceeds one is disconnected.
-MAX_BYTES = 32 << 20
-# Queued messages above which key events are left out.
-MAX_QUEUED_EVENTS = 1000
 RETRY = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class OutboxLimits:
+    """Limits of one outbox; a peer that exceeds `messages` or `nbytes` is disconnected.
+
+    events: queued messages above which key events are left out.
+    """
+
+    messages: int = 100_000
+    nbytes: int = 32 << 20
+    events: int = 1000
 
 
 class Outboxes:
@@ -48,8 +56,10 @@ class Outboxes:
         peers: Peers,
         on_send: Callable[[], None],
         on_overflow: Callable[[Peer, str], None],
+        limits: OutboxLimits = OutboxLimits(),
     ) -> None:
         self._socket = socket
+        self._limits = limits
         self._peers = peers
         self._on_send = on_send
         self._on_overflow = on_overflow
@@ -77,7 +87,7 @@ class Outboxes:
             peer = self._peers.by_session.get(session)
             if peer is None:
                 continue
-            if len(peer.outbox) < MAX_QUEUED_EVENTS:
+            if len(peer.outbox) < self._limits.events:
                 self._queue_message(peer, data)
             else:
                 peer.missed_events = key_events
@@ -109,8 +119,12 @@ class Outboxes:
         peer.outbox_bytes += len(data)
         if len(peer.outbox) == 1:
             self._flush(peer)
-        elif len(peer.outbox) > MAX_MESSAGES or peer.outbox_bytes > MAX_BYTES:
+        elif self._exceeds_limits(peer):
             self._close_overflowed(peer)
+
+    def _exceeds_limits(self, peer: Peer) -> bool:
+        limits = self._limits
+        return len(peer.outbox) > limits.messages or peer.outbox_bytes > limits.nbytes
 
     def _close_overflowed(self, peer: Peer) -> None:
         """Replace its outbox by a Goodbye with the reason, which the pending flush sends."""

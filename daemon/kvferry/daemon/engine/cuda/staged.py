@@ -99,10 +99,14 @@ class Kernels:
 
 
 class StagedCopy:
-    """Enqueues chunks through staging slots; a DMA and a kernel stream per direction."""
+    """Enqueues chunks through staging slots; a DMA and a kernel stream per direction.
 
-    def __init__(self, driver: Driver, dma: Dma) -> None:
+    write_back_bytes: see WRITE_BACK.
+    """
+
+    def __init__(self, driver: Driver, dma: Dma, write_back_bytes: int = WRITE_BACK) -> None:
         self._driver = driver
+        self._write_back_bytes = write_back_bytes
         self._dma = dma
         self._kernels = Kernels(driver)
         self._dma_streams, self._kernel_streams = (
@@ -160,7 +164,7 @@ class StagedCopy:
         return chunk
 
     def flush(self, direction: Direction, more: bool) -> None:
-        """Launch the kernels that are due, and write back at most WRITE_BACK bytes of what was
+        """Launch the kernels that are due, and write back a bounded part of what was
         gathered. A chunk that the device refuses gets an `error`."""
         chunks = self._batching[direction].due(more)
         if revoked := [chunk for chunk in chunks if chunk.revoked()]:
@@ -172,14 +176,14 @@ class StagedCopy:
             except KVFerryError as error:
                 fail(self._driver, chunks, error)
         if direction is Direction.STORE:
-            self._write_back(WRITE_BACK)
+            self._write_back(self._write_back_bytes)
 
     def finish(self, direction: Direction) -> None:
         """As `flush`, of all chunks: what is submitted next is not staged."""
         self.flush(direction, more=False)
         if direction is Direction.STORE:
             while self._gathered:
-                self._write_back(WRITE_BACK)
+                self._write_back(self._write_back_bytes)
 
     def _launch(self, direction: Direction, chunks: list[Chunk]) -> None:
         driver, batching = self._driver, self._batching[direction]
