@@ -16,7 +16,6 @@ from itertools import count
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -27,7 +26,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvferry.daemon.core import namespace as namespace_module
 from kvferry.daemon.core.actions import (
     Action,
     BlocksVerified,
@@ -1216,10 +1214,7 @@ class NamespacesModel(RuleBasedStateMachine):
             self.unmap(self.holders["heir"], Outcome.DONE)
 
 
-def test_whatever_happens_keys_load_what_was_stored_under_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(namespace_module, "SNAPSHOT_KEYS", 2)
+def test_whatever_happens_keys_load_what_was_stored_under_them() -> None:
     run_state_machine_as_test(
         NamespacesModel,
         settings=settings(max_examples=150, stateful_step_count=50),

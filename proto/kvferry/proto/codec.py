@@ -66,18 +66,25 @@ def readable(value: object, kind: Any) -> bool:
 class Decoder(Generic[T]):
     """Decodes one direction's union of messages.
 
-    many: tags of those that may have MAX_MESSAGE_BYTES; the others have MAX_OTHER_BYTES. None: all.
+    many: tags of those that may have `most_bytes`; the others have `other_bytes`. None: all.
     """
 
-    def __init__(self, union: Any, many: frozenset[bytes] | None = None) -> None:
+    def __init__(
+        self,
+        union: Any,
+        many: frozenset[bytes] | None = None,
+        most_bytes: int = MAX_MESSAGE_BYTES,
+        other_bytes: int = MAX_OTHER_BYTES,
+    ) -> None:
         self._decoder = msgspec.msgpack.Decoder(union)
         self._many = many
+        self._most_bytes, self._other_bytes = most_bytes, other_bytes
 
     def __call__(self, data: bytes | memoryview) -> T:
         """The message in `data`; Refused (BAD_MESSAGE, MESSAGE_TOO_LARGE) for anything else."""
-        most = MAX_MESSAGE_BYTES
-        if len(data) > MAX_OTHER_BYTES and self._many is not None and _tag(data) not in self._many:
-            most = MAX_OTHER_BYTES
+        most, other = self._most_bytes, self._other_bytes
+        if len(data) > other and self._many is not None and _tag(data) not in self._many:
+            most = other
         if len(data) > most:
             raise Refused(
                 Code.MESSAGE_TOO_LARGE,

@@ -15,8 +15,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.daemon.core import namespace as namespace_module
-from kvferry.daemon.core import session_pins as pinned_module
 from kvferry.daemon.core.actions import (
     Action,
     BlocksVerified,
@@ -38,6 +36,7 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.core import Core, DaemonIdentity
 from kvferry.daemon.core.records import RecoveredRegion
+from kvferry.daemon.core.session_pins import LEAST_PINS
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto import status as told
@@ -45,6 +44,7 @@ from kvferry.proto.errors import Code, ErrorInfo, Refused
 from kvferry.proto.keys import EventKind
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import (
+    MAX_KEYS,
     CPULoadStoreSpec,
     GPULoadStoreSpec,
     KeyLoadStoreSpec,
@@ -1176,11 +1176,13 @@ def test_pinning_what_is_not_there_is_no_error_and_keeps_nothing() -> None:
     assert desk.usage("pinned") == (0,)
 
 
-def test_a_session_pins_so_many_keys_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether they are there or not: the daemon keeps a line of each."""
-    monkeypatch.setattr(pinned_module, "LEAST_PINS", 3)
+def test_a_session_pins_a_bounded_number_of_keys() -> None:
+    """Absent ones count: the daemon stores each pin."""
     desk = NamespacesFixture("a", "b")
     desk.stored("a", b"abcd")
+    for _ in range(LEAST_PINS // MAX_KEYS - 1):
+        desk.ask("a", wire.Pin((b"w",) * MAX_KEYS))
+    desk.ask("a", wire.Pin((b"w",) * (MAX_KEYS - 16)))
     desk.ask("a", wire.Pin(each(b"aaaabbbbxxxyyy")))
     assert desk.error("a", wire.Pin(each(b"cda"))) == (Code.BUSY, "3")
     assert desk.usage("pinned") == (2,)
@@ -1621,15 +1623,15 @@ def test_who_left_or_is_elsewhere_is_told_nothing() -> None:
     assert action.message.sequence == 1  # each namespace counts for itself
 
 
-def test_a_snapshot_is_told_in_parts_and_is_of_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(namespace_module, "SNAPSHOT_KEYS", 2)
+def test_a_snapshot_has_parts_and_is_of_one_moment() -> None:
     desk = NamespacesFixture("a", "b", quota=2 * ROOM)
     desk.stored("a", b"abc")
     plan = desk.start("a", store(b"de"))
-    (stream,) = desk.ask("b", wire.Subscribe())
+    (namespace,) = desk.core._namespaces
+    snapshot = namespace.snapshot(part_keys=2)
     desk.end(plan)
     desk.ask("a", wire.Reset(1))
-    assert list(stream.messages) == [
+    assert list(snapshot) == [
         wire.Snapshot(3, 0, False, (b"a", b"b")),
         wire.Snapshot(3, 1, False, (b"c",)),
         wire.Snapshot(3, 2, True, (b"d", b"e"), True),
@@ -1643,15 +1645,15 @@ def test_a_snapshot_of_what_is_on_its_way_alone_is_one_part() -> None:
     assert list(stream.messages) == [wire.Snapshot(1, 0, True, (b"a", b"b"), True)]
 
 
-def test_more_keys_than_an_event_may_name_are_several_events(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(namespace_module, "MAX_KEYS", 2)
-    desk = NamespacesFixture("a")
-    assert heard(desk.submit("a", store(b"abc")), PublishKVEvents) == [
-        ("pending", b"ab"),
-        ("pending", b"c"),
-    ]
+def test_more_keys_than_an_event_may_have_are_several_events() -> None:
+    room = (MAX_KEYS + 1) * PAGE
+    desk = NamespacesFixture("a", quota=room, pool_bytes=room)
+    (namespace,) = desk.core._namespaces
+    keys = tuple(number.to_bytes(4) for number in range(MAX_KEYS + 1))
+    namespace.cache.prepare_store(keys)
+    key_events = namespace.take_key_events()
+    assert key_events is not None
+    assert [event.keys for event in key_events.events] == [keys[:MAX_KEYS], keys[MAX_KEYS:]]
 
 
 # Status
