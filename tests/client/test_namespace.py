@@ -272,7 +272,7 @@ def test_the_gpu_s_side_says_which_way_a_job_goes(
     assert (lost.outcome, lost.transfer_type) == ("lost", media)
 
 
-@pytest.mark.parametrize("keys", [(b"aaaaa",), ("aaaa",), (A, b"")])
+@pytest.mark.parametrize("keys", [(b"aaaaa",), ("aaaa",), (A, b""), (A,) * (MAX_KEYS + 1)])
 def test_a_transfer_of_other_keys_is_refused_here(
     fake_daemon: FakeDaemon, inside: OffloadClient, keys: Any
 ) -> None:

@@ -125,29 +125,6 @@ async def test_tensors_of_the_daemon(client: AsyncOffloadClient) -> None:
     assert refused.value.code == Code.NOT_REGISTERED
 
 
-async def test_results_in_order_over_many_jobs(client: AsyncOffloadClient) -> None:
-    _, timeline = await registered(client)
-    for job in range(300):
-        spec = load(0, job % 8) if job % 2 else store(job % 8, 1)
-        client.transfer_async(job, spec)
-    results = await fetch(client, 300)
-    for parity, way in enumerate((("GPU", "CPU"), ("CPU", "GPU"))):
-        assert [r.job_id for r in results if r.transfer_type == way] == [*range(parity, 300, 2)]
-    timeline.close()
-
-
-async def test_cancel(client: AsyncOffloadClient) -> None:
-    _, timeline = await registered(client)
-    client.transfer_async(1, store(0, 0), wait_for=NEVER)
-    waiting = asyncio.create_task(client.wait([1]))
-    await asyncio.sleep(0.02)
-    assert not waiting.done()
-    client.cancel([1])
-    await asyncio.wait_for(waiting, 5)
-    assert [result.outcome for result in client.get_finished()] == ["cancelled"]
-    timeline.close()
-
-
 async def test_a_cancelled_task_leaves_the_client_usable(client: AsyncOffloadClient) -> None:
     _, timeline = await registered(client)
     client.transfer_async(1, store(0, 0), wait_for=1)
@@ -215,24 +192,6 @@ async def test_a_task_that_cancels_beside_one_that_waits(client: AsyncOffloadCli
                 break
         await waiting
         client.get_finished()
-    timeline.close()
-
-
-async def test_the_daemon_is_killed(kvferryd: LocalDaemon) -> None:
-    """Everybody who waits is told; the client can still be closed."""
-    client = await AsyncOffloadClient.connect(kvferryd.directory, engine="async")
-    _, timeline = await registered(client)
-    client.transfer_async(1, store(0, 0), wait_for=NEVER)
-    waiting = asyncio.create_task(client.wait([1]))
-    await client.status()
-    kvferryd.kill()
-    await asyncio.wait_for(waiting, 2)
-    assert [result.outcome for result in client.get_finished()] == ["lost"]
-    with pytest.raises(Gone):
-        await client.status(timeout=0.2)
-    with pytest.raises(Gone):
-        client.transfer_async(2, store(0, 0))
-    await client.close()
     timeline.close()
 
 

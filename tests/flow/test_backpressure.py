@@ -64,25 +64,6 @@ def test_full_credits_one_way_leave_the_other_alone(
     assert engine.finish(much([9], [9]))[0].success
 
 
-def test_the_daemon_counts_credits_itself(
-    start_engine: StartSmallEngine, start_kvferryd: StartKvferryd
-) -> None:
-    """Of a client that does not."""
-    daemon = start_kvferryd(limits_max_stores=1, limits_max_loads=1)
-    engine = start_engine(daemon)
-    gpu, cpu = GPULoadStoreSpec([0]), CPULoadStoreSpec([0])
-    engine.finish(engine.store([5], [5]))
-    with RawClient(daemon.directory, engine.options.name) as raw:
-        raw.send(Submit(1, gpu, cpu, NEVER))
-        raw.send(Submit(2, gpu, cpu))
-        error = raw.result(2).error
-        assert error is not None
-        assert error.code == Code.BUSY
-        assert "stores" in error.message
-        raw.send(Submit(3, CPULoadStoreSpec([5]), GPULoadStoreSpec([5])))
-        assert raw.result(3).outcome is Outcome.DONE
-
-
 @pytest.mark.timeout(180)
 def test_a_client_that_never_polls_gets_every_result_when_it_does(
     start_kvferryd: StartKvferryd,

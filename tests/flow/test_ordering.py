@@ -43,46 +43,6 @@ def test_results_come_in_the_order_of_submission(
     assert engine.client.get_finished() == []
 
 
-def test_order_holds_behind_a_fence(start_engine: StartSmallEngine, daemon: LocalDaemon) -> None:
-    """One held job holds those behind it, though they wait for nothing."""
-    engine = start_engine(daemon)
-    value = engine.worker.signal() + 1
-    jobs = [engine.store([i], [i], wait_for=value if i == 0 else 0) for i in range(16)]
-    assert held(engine, *jobs)
-    engine.worker.signal()
-    engine.finish(*jobs)
-    assert [result.job_id for result in engine.history] == jobs
-
-
-def test_the_last_of_many_stores_to_one_block_stays(
-    start_engine: StartSmallEngine, daemon: LocalDaemon
-) -> None:
-    engine = start_engine(daemon)
-    fence = engine.worker.write(range(16), 1)
-    for i in range(16):
-        engine.store([i], [0], wait_for=fence)
-    engine.finish(engine.load([0], [31]))
-    assert np.array_equal(engine.worker.read([31]), engine.expected([15], 1))
-
-
-def test_directions_overlap(start_engine: StartSmallEngine, daemon: LocalDaemon) -> None:
-    """A load of other blocks ends while a store waits for its fence; and the reverse."""
-    engine = start_engine(daemon)
-    value = engine.worker.write([0, 1], 1)
-    engine.finish(engine.store([0, 1], [0, 1], wait_for=value))
-    store = engine.store([2], [2], wait_for=value + 1)
-    assert engine.finish(engine.load([0], [8]))[0].success
-    assert held(engine, store)
-    engine.worker.signal()
-    load = engine.load([1], [9], wait_for=value + 2)
-    results = engine.finish(store, engine.store([3], [3]))
-    assert all(result.success for result in results)
-    assert held(engine, load)
-    engine.worker.signal()
-    engine.finish(load)
-    assert np.array_equal(engine.worker.read([8, 9]), engine.expected([0, 1], 1))
-
-
 def test_a_load_waits_for_the_store_of_its_host_block(
     start_engine: StartSmallEngine, daemon: LocalDaemon
 ) -> None:
@@ -99,22 +59,6 @@ def test_a_load_waits_for_the_store_of_its_host_block(
     assert all(result.success for result in engine.finish(store, bound))
     assert np.array_equal(engine.worker.read([8, 9]), engine.expected([0, 1], 1))
     assert np.array_equal(engine.worker.read([10, 11]), engine.expected([2, 3], 2))
-
-
-def test_a_store_waits_for_the_load_of_its_host_block(
-    start_engine: StartSmallEngine, daemon: LocalDaemon
-) -> None:
-    engine = start_engine(daemon)
-    value = engine.worker.write([0, 1], 1)
-    engine.finish(engine.store([0], [0], wait_for=value))
-    load = engine.load([0], [8], wait_for=value + 1)
-    store = engine.store([1], [0])
-    assert held(engine, load, store)
-    engine.worker.signal()
-    engine.finish(load, store)
-    assert np.array_equal(engine.worker.read([8]), engine.expected([0], 1))
-    engine.finish(engine.load([0], [9]))
-    assert np.array_equal(engine.worker.read([9]), engine.expected([1], 1))
 
 
 def test_directions_that_meet_in_a_gpu_block(

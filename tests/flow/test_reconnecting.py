@@ -222,17 +222,6 @@ def test_the_bytes_of_a_daemon_that_was_killed_are_not_loaded(
     assert (both.error.code, both.error.value) == (Code.STALE, "1")
 
 
-def test_an_idle_client_comes_back_while_it_polls(
-    service: DaemonService, rig: ReconnectingFixture
-) -> None:
-    service.restart()
-    back(rig.client)
-    rig.round_trip(3, 0, 9)
-    service.restart()
-    back(rig.client, 3)
-    rig.round_trip(4, 0, 9)
-
-
 def test_a_daemon_that_is_stopped_by_a_signal_and_goes_on_is_not_gone(
     service: DaemonService, rig: ReconnectingFixture
 ) -> None:
@@ -299,26 +288,6 @@ def test_a_client_that_starts_without_a_daemon(service: DaemonService) -> None:
 # What cannot come back
 
 
-def test_a_smaller_pool_does_not_take_us_back(
-    service: DaemonService, rig: ReconnectingFixture
-) -> None:
-    """The reason is to be seen, and a daemon that has room is taken again."""
-    service.restart(pool_bytes=4 * PAGE)
-    until(lambda: bool(rig.client.get_finished()) or _refused(rig.client), PATIENCE)
-    assert rig.client.gone is not None
-    cause = rig.client.gone.__cause__
-    assert isinstance(cause, Refused)
-    assert cause.code == Code.POOL_FULL
-    assert "pool_full" in str(rig.client.gone)
-    assert rig.client.connecting
-    with pytest.raises(Gone, match="pool_full"):
-        rig.client.status()
-    service.restart()
-    back(rig.client)
-    assert rig.client.gone is None
-    rig.round_trip(3, 0, 9)
-
-
 def test_tensors_that_cannot_be_shared_again_raise_nothing_in_a_poll(
     service: DaemonService, rig: ReconnectingFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,15 +311,6 @@ def test_tensors_that_cannot_be_shared_again_raise_nothing_in_a_poll(
 
 def _refused(client: OffloadClient) -> bool:
     return client.gone is not None and client.gone.__cause__ is not None
-
-
-def test_without_reconnect_a_client_ends_with_its_daemon(service: DaemonService) -> None:
-    with OffloadClient(service.directory, reconnect=False) as client:
-        service.restart()
-        with pytest.raises(Gone, match="disconnected"):
-            client.status()
-        client.get_finished()
-        assert (client.connected, client.connecting, client.incarnation) == (False, False, 1)
 
 
 def test_tensors_of_a_daemon_are_the_engine_s_own_for_the_next_one(
@@ -445,30 +405,6 @@ def fetch(rig: ReconnectingFixture, key: bytes, gpu: int) -> TransferResult:
     return rig.result(rig.submit((KeyLoadStoreSpec((key,)), GPULoadStoreSpec([gpu]))))
 
 
-def test_lookups_are_misses_and_then_right_again(
-    service: DaemonService, inside: ReconnectingFixture
-) -> None:
-    keep(inside, 3, A)
-    client = inside.client
-    service.daemon.kill()
-    until(lambda: client.lookup(A) is Lookup.MISS, PATIENCE)
-    service.start()
-    seen = set()
-    while not client.connected:
-        seen.add(client.lookup(A))
-    assert seen <= {Lookup.MISS}
-    assert client.lookup(A) is Lookup.MISS
-    keep(inside, 4, B)
-    assert fetch(inside, B, 9).success
-    assert bool((inside.tensor[9] == 4).all())
-    absent = fetch(inside, A, 9).error
-    assert absent is not None
-    assert absent.code == Code.KEY_ABSENT
-    assert client.namespace.opened.policy == "arc"
-    (space,) = client.namespaces()
-    assert (space.blocks, space.engines) == (8, ("engine",))
-
-
 def test_what_others_stored_meanwhile_is_there_and_pins_hold_again(
     service: DaemonService, inside: ReconnectingFixture
 ) -> None:
@@ -491,27 +427,6 @@ def test_what_others_stored_meanwhile_is_there_and_pins_hold_again(
         assert client.namespaces()[0].pinned == 0
         assert fetch(inside, A, 9).success
         assert bool((inside.tensor[9] == 5).all())
-        rig.timeline.close()
-
-
-def test_a_reset_while_the_daemon_is_away_is_done_when_it_is_back(
-    service: DaemonService, inside: ReconnectingFixture
-) -> None:
-    client = inside.client
-    service.daemon.kill()
-    until(lambda: bool(client.get_finished()) or not client.connected)
-    client.reset_async()
-    service.start()
-    with OffloadClient(service.directory, engine="other") as other:
-        other.open_namespace(FINGERPRINT, cpu_bytes_to_use=8 * PAGE)
-        rig = ReconnectingFixture(other)
-        other.register_kv_caches({"layer": rig.tensor}, **rig.arguments)
-        keep(rig, 5, A)
-        back(client)
-        assert client.lookup(A) is Lookup.MISS
-        until(lambda: other.lookup(A) is Lookup.MISS, PATIENCE)
-        keep(inside, 6, A)
-        assert client.namespace.generation == 2
         rig.timeline.close()
 
 
@@ -577,25 +492,6 @@ def test_keys_and_pins_outlive_a_daemon_that_keeps_its_pool(
         rig.timeline.close()
 
 
-def test_blocks_by_number_outlive_a_daemon_that_keeps_its_pool(
-    kept: ServiceManager, tmp_path: Path
-) -> None:
-    with OffloadClient(tmp_path / "run" / "cpu", engine="engine", timeout=PATIENCE) as client:
-        rig = ReconnectingFixture(client)
-        client.register_kv_caches({"layer": rig.tensor}, host_bytes=8 * PAGE, **rig.arguments)
-        rig.round_trip(3, 0, 9)
-        await_committed(kept, 1)
-        kept.kill()
-        kept.start(ready=False)
-        back(client)
-        assert client.region is not None
-        assert client.region.reattached
-        # Loads are refused until the block is verified.
-        until(lambda: rig.result(rig.submit(load(0, 10))).success, PATIENCE)
-        assert bool((rig.tensor[10] == 3).all())
-        rig.timeline.close()
-
-
 # asyncio
 
 
@@ -630,30 +526,6 @@ async def test_an_asyncio_client_comes_back_by_itself(service: DaemonService) ->
     assert torch.equal(rig.tensor[9], rig.tensor[3])
     rig.check_each_ended_once()
     assert [one.outcome for one in rig.history] == ["lost", "done", "done"]
-    await client.close()
-    rig.timeline.close()
-
-
-async def test_an_asyncio_client_that_submits_all_the_while(service: DaemonService) -> None:
-    client, rig = await registered(service)
-    restarting, said = None, set()
-    for number in range(100_000):
-        try:
-            rig.submit(store(number % BLOCKS, number % 8))
-        except (Gone, Refused) as error:
-            said.add(error.code)
-        rig.poll()
-        if number == 100:
-            restarting = asyncio.create_task(asyncio.to_thread(service.restart))
-        if client.incarnation == 2 and number > 200:
-            break
-        await asyncio.sleep(0.002)
-    assert said <= {Code.DAEMON_GONE, Code.BUSY}
-    assert restarting is not None
-    await restarting
-    await eventually(lambda: len(rig.poll()) >= len(rig.accepted))
-    rig.check_each_ended_once()
-    assert "done" in {one.outcome for one in rig.history[-5:]}
     await client.close()
     rig.timeline.close()
 

@@ -527,11 +527,22 @@ def test_another_user_never_gets_the_host_blocks_of_an_engine_s_name(restarted: 
             assert desk.refused("new", 1, load(0, 1, hosts=(0,))) == Code.STALE
 
 
-def test_tensors_that_no_device_could_hold_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("blocks", "page", "stride"),
+    [
+        ((1 << 17) + 1, 4096, 1 << 47),
+        (1 << 20, 1 << 46, 1 << 46),
+        ((1 << 31) - 1, 1, 1 << 47),
+        (1 << 46, 1, 1),
+    ],
+)
+def test_tensors_that_no_device_could_hold_are_refused(blocks: int, page: int, stride: int) -> None:
     """Their size would not fit into the number that the driver takes."""
     desk = CoreFixture("a", registered=False)
-    layout = KVLayout((TensorLayout((1 << 17) + 1, 4096, 1 << 47),), ((TensorRef(0, 4096),),))
+    layout = KVLayout((TensorLayout(blocks, page, stride),), ((TensorRef(0, 1),),))
     assert desk.error("a", wire.AllocateKVCaches(1, layout, POOL)) == Code.BAD_LAYOUT
+    where = (memory.FdAllocation(1, (1 << 48) - 1),), (memory.Location(0, 0),)
+    assert desk.error("a", wire.RegisterKVCaches(2, layout, *where)) == Code.BAD_LAYOUT
     assert not desk.core.busy
 
 
