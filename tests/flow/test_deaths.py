@@ -152,28 +152,6 @@ def test_a_new_worker_loads_what_the_dead_one_stored(
     assert np.array_equal(engine.worker.read(range(16, 32)), engine.expected(range(16), 5))
 
 
-def test_a_worker_that_closes_leaves_its_bytes_too(
-    start_engine: StartSmallEngine, daemon: LocalDaemon
-) -> None:
-    engine = start_engine(daemon)
-    engine.finish(engine.store([3], [0], wait_for=engine.worker.write([3], 5)))
-    engine.worker.close()
-    until(lambda: not own_status(engine).present, PROMPTLY)
-    engine.start_worker(engine.process)
-    assert engine.region.reattached
-    engine.finish(engine.load([0], [4]))
-    assert np.array_equal(engine.worker.read([4]), engine.expected([3], 5))
-
-
-def test_another_layout_does_not_get_the_bytes(
-    start_engine: StartSmallEngine, daemon: LocalDaemon
-) -> None:
-    engine = start_engine(daemon, name="two-layouts")
-    engine.close()
-    again = start_engine(daemon, name="two-layouts", block_size_factor=2)
-    assert not again.region.reattached
-
-
 def test_a_worker_is_killed_while_it_copies(
     start_engine: StartSmallEngine, daemon: LocalDaemon, worker_process: Callable[[], WorkerProcess]
 ) -> None:

@@ -56,14 +56,6 @@ def test_the_whole_pool_is_for_engines(
     assert engine.region.num_blocks * engine.region.block_bytes > (16 << 20) - (1 << 14)
 
 
-def test_probes_go_on(start_kvferryd: StartKvferryd) -> None:
-    daemon = start_kvferryd(health_every_seconds=0.05)
-    with OffloadClient(daemon.directory) as client:
-        until(lambda: health(client).healthy)
-        time.sleep(0.5)
-        until(lambda: (health(client).probe_age or 0.5) < 0.45)
-
-
 def test_a_device_that_stands_still(
     start_kvferryd: StartKvferryd, start_engine: StartSmallEngine
 ) -> None:
@@ -135,11 +127,6 @@ def test_check_of_a_healthy_daemon(kvferryd: LocalDaemon, kvferry_client: Offloa
     assert "health" in kvferry("status", "-d", kvferryd.directory).stdout
 
 
-def test_patience_must_be_some(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="bad_config"):
-        LocalDaemon(runtime_dir=tmp_path, pool_bytes=1 << 20, health_every_seconds=0)
-
-
 # What the service manager hears
 
 
@@ -165,26 +152,6 @@ def manage(tmp_path: Path) -> Iterator[Callable[..., ServiceManager]]:
 
 def heard(manager: ServiceManager, name: str) -> int:
     return sum(name in message for message in tuple(manager.said))
-
-
-def test_ready_is_said_once_when_a_block_has_come_back(
-    manage: Callable[..., ServiceManager],
-) -> None:
-    manager = manage(health_every_seconds=0.05)
-    manager.wait_for("READY")
-    time.sleep(0.3)
-    assert heard(manager, "READY") == 1
-
-
-def test_a_daemon_whose_device_fails_is_never_ready(
-    manage: Callable[..., ServiceManager], tmp_path: Path
-) -> None:
-    manager = manage(reference_fail_every=1, health_every_seconds=0.05)
-    until(lambda: "unhealthy" in manager.log())
-    with OffloadClient(tmp_path / "run" / "cpu") as client:
-        assert not health(client).healthy
-    time.sleep(0.3)
-    assert heard(manager, "READY") == 0
 
 
 def test_the_watchdog_hears_of_a_daemon_that_works_and_kills_one_that_does_not(

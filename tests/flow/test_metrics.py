@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -108,50 +106,6 @@ def test_the_wait_for_the_engine_is_part_of_the_queue_time(
     store = labels(direction="store", mode="cpu")
     assert told["kvferry_job_queue_seconds_sum", store] >= 0.2
     assert told["kvferry_job_device_seconds_sum", store] < 0.2
-
-
-def test_health_is_200_or_503_with_reasons(daemon: LocalDaemon) -> None:
-    """Of every two rounds of the probe the second fails: their fourth copy does."""
-    seen: dict[int, dict[str, object]] = {}
-
-    def both() -> bool:
-        status, text = get(daemon, "/health")
-        seen[status] = json.loads(text)
-        return seen.keys() == {200, 503} and "no probe" not in str(seen[503]["reasons"])
-
-    until(both, 20)
-    assert (seen[200]["healthy"], seen[200]["reasons"]) == (True, [])
-    assert seen[503]["healthy"] is False
-    assert "copy_failed" in str(seen[503]["reasons"])
-
-
-def test_elsewhere_there_is_nothing(daemon: LocalDaemon) -> None:
-    assert get(daemon, "/")[0] == 404
-
-
-def test_many_at_once(daemon: LocalDaemon) -> None:
-    statuses: list[int] = []
-    visitors = [
-        threading.Thread(target=lambda: statuses.append(get(daemon, "/metrics")[0]))
-        for _ in range(8)
-    ]
-    for visitor in visitors:
-        visitor.start()
-    for visitor in visitors:
-        visitor.join()
-    assert statuses == [200] * 8
-
-
-def test_a_port_that_is_taken_and_what_is_no_address(start_kvferryd: StartKvferryd) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(Exception, match=r"bad_config.*another port per daemon"):
-            start_kvferryd(metrics_listen=f"127.0.0.1:{port}")
-    for listen in ("9464", "localhost:http", "127.0.0.1:70000"):
-        with pytest.raises(Exception, match="bad_config"):
-            start_kvferryd(metrics_listen=listen)
 
 
 def tcp_sockets(daemon: LocalDaemon) -> set[str]:

@@ -153,7 +153,7 @@ DOOMED = """
 import sys, time
 from numpy import array
 from kvferry.client import *
-from flow.test_namespaces import FINGERPRINT, LAYOUT, NEVER, Tenant, keys
+from flow.test_namespaces import FINGERPRINT, LAYOUT, Tenant, keys
 
 client = OffloadClient(sys.argv[1], engine="doomed")
 client.open_namespace(FINGERPRINT)
@@ -162,7 +162,7 @@ pages = client.allocate_kv_caches(LAYOUT, timeline=timeline).tensors
 tenant = Tenant(client, OffloadingManager(client), pages)
 assert tenant.store(1, 2, 3).success
 tenant.fill(4, 4)
-tenant.transfer((GPULoadStoreSpec([4]), KeyLoadStoreSpec(keys(4))), wait_for=NEVER)
+tenant.transfer((GPULoadStoreSpec([4]), KeyLoadStoreSpec(keys(4))), wait_for=1 << 40)
 tenant.client.pin(keys(1))
 tenant.client.status()
 print("up", flush=True)

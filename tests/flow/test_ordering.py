@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 
 from kvferry.client import Gone, LocalDaemon
+from kvferry.proto.messages import Cancel, Finished, Outcome, Wait, Waited
 from kvferry.testing.engine import SmallEngine, StartSmallEngine
+from kvferry.testing.plugin import StartKvferryd
+from support.raw_client import RawClient, store
 
 MANY = 400
+TOGETHER = 50
 NEVER = 1 << 40
 
 
@@ -96,3 +100,23 @@ def test_one_wait_for_jobs_of_both_directions(
     results = engine.client.get_finished()
     assert {result.job_id for result in results} == set(jobs)
     assert all(result.success for result in results)
+
+
+def test_results_that_end_together_come_together(start_kvferryd: StartKvferryd) -> None:
+    """Each once, in order, and before the reply of whoever waited for them."""
+    with RawClient(start_kvferryd(reference_stall=0.2).directory, "engine") as raw:
+        raw.register()
+        for job in range(TOGETHER):
+            raw.send(store(job, [job % 8], [job % 8]))
+        raw.send(Wait(1, tuple(range(TOGETHER))))
+        raw.send(Cancel(tuple(range(1, TOGETHER))))
+        messages = list[Finished]()
+        while not isinstance(message := raw.recv(object), Waited):
+            assert isinstance(message, Finished), message
+            messages.append(message)
+        results = [result for message in messages for result in message.results]
+        assert sorted(result.job_id for result in results) == list(range(TOGETHER))
+        assert {result.outcome for result in results} == {Outcome.DONE, Outcome.CANCELLED}
+        assert len(messages) < TOGETHER / 2
+        raw.send(store(99, [0], [0]))
+        assert raw.recv(Finished).results[0].job_id == 99

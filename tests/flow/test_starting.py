@@ -116,12 +116,6 @@ def test_the_cpu_in_any_spelling(start_kvferryd: StartKvferryd) -> None:
         assert client.daemon.device.kind == "cpu"
 
 
-def test_a_pool_larger_than_memory(refused: Callable[..., str]) -> None:
-    said = refused(pool_size="100TiB", pool_chunk="1TiB")
-    assert "pool_too_large" in said
-    assert "pool.size" in said
-
-
 def test_a_runtime_directory_too_long(refused: Callable[..., str], tmp_path: Path) -> None:
     said = refused(runtime_dir=tmp_path / ("d" * 120))
     assert "bad_config" in said
@@ -133,25 +127,14 @@ def test_a_runtime_directory_that_is_a_file(refused: Callable[..., str], tmp_pat
     assert "bad_config" in refused(runtime_dir=tmp_path / "file")
 
 
-BAD_FLAGS: dict[str, dict[str, object]] = {
-    "size": {"pool_size": "much"},
-    "size of nothing": {"pool_size": 0},
-    "huge size": {"pool_size": "9" * 400},
-    "negative size": {"pool_size": "-1"},
-    "chunk of nothing": {"pool_chunk": 0},
-    "max_stores": {"limits_max_stores": 0},
-    "no number": {"limits_max_stores": "many"},
-    "more jobs than a message can tell": {"limits_max_stores": 10**20},
-    "a deadline that never comes": {"health_deadline_seconds": "inf"},
-    "level": {"log_level": "loud"},
-    "seconds": {"stop_drain_seconds": -1},
-    "a group that cannot be": {"access_group": 99999999999},
-}
-
-
-@pytest.mark.parametrize("name", BAD_FLAGS)
-def test_a_flag_that_is_not_right(refused: Callable[..., str], name: str) -> None:
-    assert "bad_config" in refused(**BAD_FLAGS[name])
+def test_a_wrong_flag_or_file_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    """Which are wrong: tests/daemon/test_config.py."""
+    assert "bad_config" in refused(pool_size="much")
+    path = tmp_path / "kvferryd.toml"
+    path.write_text("device = ")
+    said = refused(config=path)
+    assert "bad_config" in said
+    assert str(path) in said
 
 
 @pytest.mark.parametrize("taken", [True, False])
@@ -164,85 +147,6 @@ def test_a_place_that_cannot_be_had(refused: Callable[..., str], key: str, taken
         said = refused(**{key: f"tcp://{place}" if key == "events_publish" else place})
     assert "bad_config" in said
     assert key.replace("_", ".") in said
-
-
-def test_a_flag_that_is_none(refused: Callable[..., str]) -> None:
-    assert "--pool-colour" in refused(pool_colour="red")
-
-
-BAD_FILES = {
-    "no TOML": b"device = ",
-    "no text": b"\xff\xfe\x00",
-    "unknown key": b'devise = "cpu"',
-    "unknown key of a table": b'[pool]\ncolour = "red"',
-    "unknown table": b"[swimming]\nsize = 1",
-    "wrong type": b"[limits]\nmax_stores = [1]",
-    "no table": b"pool = 3",
-}
-
-
-@pytest.mark.parametrize("name", BAD_FILES)
-def test_a_file_that_is_not_right(refused: Callable[..., str], tmp_path: Path, name: str) -> None:
-    path = tmp_path / "kvferryd.toml"
-    path.write_bytes(BAD_FILES[name])
-    said = refused(config=path)
-    assert "bad_config" in said
-    assert str(path) in said
-
-
-def fifo(place: Path) -> Path:
-    """Nobody ever writes to it."""
-    os.mkfifo(place / "fifo")
-    return place / "fifo"
-
-
-def large(place: Path) -> Path:
-    (place / "large").write_text("# more\n" * 200_000)
-    return place / "large"
-
-
-def nested(place: Path) -> Path:
-    (place / "nested").write_text("device = " + "[" * 100_000)
-    return place / "nested"
-
-
-def bound(place: Path) -> Path:
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.bind(str(place / "sock"))
-    return place / "sock"
-
-
-NO_FILES: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "a folder": (lambda place: place, "Is a directory"),
-    "a FIFO": (fifo, "not a regular file"),
-    "a socket": (bound, "No such device or address"),
-    "a device": (lambda _: Path("/dev/zero"), "not a regular file"),
-    "too large": (large, "more than 1048576 bytes"),
-    "nested": (nested, "nested too deeply"),
-}
-
-
-@pytest.mark.parametrize("name", NO_FILES)
-def test_a_configuration_that_is_no_file(
-    refused: Callable[..., str], short_path: Path, name: str
-) -> None:
-    make, why = NO_FILES[name]
-    path = make(short_path)
-    said = refused(config=path)
-    assert "bad_config" in said
-    assert why in said
-    assert str(path) in said
-
-
-def test_a_name_with_a_nul(refused: Callable[..., str], tmp_path: Path) -> None:
-    (tmp_path / "nul.toml").write_text('[metrics]\nlisten = "a\\u0000b"')
-    said = refused(config=tmp_path / "nul.toml")
-    assert "metrics.listen = " in said
-    assert "contains a NUL" in said
-
-
-def test_a_file_that_is_not_there(refused: Callable[..., str], tmp_path: Path) -> None:
-    assert "bad_config" in refused(config=tmp_path / "none.toml")
 
 
 @pytest.fixture
@@ -351,29 +255,6 @@ def test_a_refusal_that_nobody_reads(
     start: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
     assert start("exec 2>&-;", "--device", "banana").returncode == 2
-
-
-def test_flags_win_over_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "kvferryd.toml"
-    path.write_text('device = "7"\n[pool]\nsize = "8MiB"\n[limits]\nmax_stores = 5\n')
-    with (
-        LocalDaemon(pool_bytes=4 << 20, config=path) as daemon,
-        OffloadClient(daemon.directory) as client,
-    ):
-        assert client.daemon.limits.max_stores == 5
-        assert client.status().pool.size_bytes == 4 << 20
-
-
-def test_after_a_daemon_that_was_killed(tmp_path: Path) -> None:
-    """Its sockets and its lock file are no obstacle."""
-    with LocalDaemon(runtime_dir=tmp_path, pool_bytes=1 << 20) as first:
-        first.kill()
-        assert (tmp_path / "cpu" / "kvferry.sock").exists()
-        with (
-            LocalDaemon(runtime_dir=tmp_path, pool_bytes=1 << 20) as second,
-            OffloadClient(tmp_path / "cpu") as client,
-        ):
-            assert client.daemon.pid == second.pid
 
 
 def test_private_to_its_user(kvferryd: LocalDaemon) -> None:

@@ -143,14 +143,3 @@ def raises_gone(engine: SmallEngine) -> bool:
     except Gone as gone:
         return gone.code == Code.DAEMON_GONE
     return False
-
-
-def test_a_client_that_is_late(kvferryd: LocalDaemon) -> None:
-    """No daemon behind the socket any more: TIMEOUT, at the deadline."""
-    directory = kvferryd.directory
-    kvferryd.stop()
-    began = time.monotonic()
-    with pytest.raises(Gone) as gone:
-        OffloadClient(directory, timeout=0.3)
-    assert gone.value.code == Code.TIMEOUT
-    assert 0.3 <= time.monotonic() - began < PROMPTLY

@@ -19,6 +19,7 @@ from prometheus_client import Gauge
 from kvferry.daemon.observability.http import BACKLOG, MetricsServer
 from kvferry.daemon.observability.metrics import Metrics
 from kvferry.proto import status as wire
+from kvferry.proto.errors import Code, Refused
 
 DEVICE = wire.DeviceInfo("cpu", "cpu", "host memory")
 STATUS = wire.DaemonStatus(
@@ -186,3 +187,17 @@ async def test_a_response_that_is_not_read_is_given_up_without_a_traceback(
     assert await asyncio.to_thread(request_without_reading) == 200
     await asyncio.to_thread(serving.close)
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("listen", ["9464", "localhost:http", "127.0.0.1:70000"])
+def test_an_address_that_is_none_is_refused(listen: str) -> None:
+    with pytest.raises(Refused) as refused:
+        MetricsServer(listen, Metrics(), 0.1)
+    assert (refused.value.code, refused.value.value) == (Code.BAD_CONFIG, listen)
+
+
+def test_a_port_that_is_taken_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        listen = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(Refused, match="another port per daemon"):
+            MetricsServer(listen, Metrics(), 0.1)
