@@ -26,7 +26,7 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.core import Core, DaemonIdentity
 from kvferry.proto import messages as wire
-from kvferry.proto import status as told
+from kvferry.proto import status as proto_status
 from kvferry.proto.errors import Code, ErrorInfo
 from kvferry.proto.memory import FdAllocation, Location
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
@@ -80,21 +80,21 @@ class KeptTensorsModel:
         match verb:
             case "allocate" | "keep":
                 keep = verb == "keep"
-                self.ask(engine, wire.AllocateKVCaches(number, layout, room, None, keep))
+                self.send(engine, wire.AllocateKVCaches(number, layout, room, None, keep))
             case "own":
                 where = (FdAllocation(1, 1 << 20),), (Location(0, 0),)
-                self.ask(engine, wire.RegisterKVCaches(number, layout, *where, room))
+                self.send(engine, wire.RegisterKVCaches(number, layout, *where, room))
             case "leave" if engine in self.sessions:
                 self.obey(self.core.close_session(self.sessions.pop(engine)))
             case "release":
-                self.ask(engine, wire.ReleaseKVCaches(number, ENGINES[choice]))
+                self.send(engine, wire.ReleaseKVCaches(number, ENGINES[choice]))
             case "lag":
                 self.failing = size > 9
                 for _ in range(min(size, len(self.orders))):
                     self.work()
                 self.failing = False
 
-    def ask(self, engine: str, message: wire.ClientMessage) -> None:
+    def send(self, engine: str, message: wire.ClientMessage) -> None:
         self.obey(self.core.handle(self.session(engine), message, 1.0))
 
     def obey(self, actions: list[Action]) -> None:
@@ -148,8 +148,8 @@ class KeptTensorsModel:
 @PROFILE
 @given(steps)
 def test_the_lane_holds_what_the_status_shows(script: list[Step]) -> None:
-    device = told.DeviceInfo("cpu", "cpu", "host memory")
-    limits = told.Limits(1 << 20, 1 << 10, 8)
+    device = proto_status.DeviceInfo("cpu", "cpu", "host memory")
+    limits = proto_status.Limits(1 << 20, 1 << 10, 8)
     world = KeptTensorsModel(Core(DaemonIdentity("0.1", "boot", 1, device, limits), POOL, 0.0))
     for step in script:
         world.take(step)

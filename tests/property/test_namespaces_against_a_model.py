@@ -453,7 +453,7 @@ class NamespacesModel(RuleBasedStateMachine):
 
     def hear(self, actions: list[Action]) -> list[Any]:
         """Take the news in. Returns what else the core wants."""
-        actions = self.books.hear(actions)
+        actions = self.books.observe(actions)
         published = [action for action in actions if isinstance(action, PublishKVEvents)]
         broadcast = [action for action in actions if isinstance(action, Broadcast)]
         named = {space.name: space for space in self.spaces.values()}

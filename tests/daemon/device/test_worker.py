@@ -65,7 +65,7 @@ from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLay
 from kvferry.proto.status import CalibrationPoint, CopyStatus, DeviceInfo, GroupCopying
 from kvferry.shm.memfd import sealed_memfd
 from kvferry.testing.engine import until
-from support.region_records_model import NO_CARGO
+from support.region_records_model import NO_BLOCKS
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 PATIENCE = 20.0
@@ -275,7 +275,7 @@ class WorkerFixture:
             requires,
         )
         self.plans[plan.serial] = plan
-        self.worker.post_command(StartTransfer(plan, "session", plan.serial, NO_CARGO))
+        self.worker.post_command(StartTransfer(plan, "session", plan.serial, NO_BLOCKS))
         return self.serial
 
     def take(self, batch: list[Report]) -> None:

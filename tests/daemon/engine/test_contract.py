@@ -51,7 +51,7 @@ from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import CalibrationPoint, CopyStatus
-from support.region_records_model import NO_CARGO
+from support.region_records_model import NO_BLOCKS
 
 from .simulated_driver import SimulatedDriver
 
@@ -249,7 +249,7 @@ class Open:
             serial, self.number, direction, runs, self.geometry.count_bytes(runs), 0, 0,
             self.geometry.end_offset(runs),
         )  # fmt: skip
-        return StartTransfer(plan, "session", plan.serial, NO_CARGO)
+        return StartTransfer(plan, "session", plan.serial, NO_BLOCKS)
 
     def model(self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int]) -> None:
         shape, left, ids = self.shape, list(hosts), spec.block_ids.tolist()

@@ -1,0 +1,206 @@
+"""Pins of a session."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvferry.daemon.core.actions import (
+    CloseSession,
+    SendMessage,
+)
+from kvferry.daemon.core.session_pins import LEAST_PINS
+from kvferry.proto import messages as wire
+from kvferry.proto.errors import Code
+from kvferry.proto.specs import (
+    MAX_KEYS,
+)
+from support.namespaces_fixture import (
+    NamespacesFixture,
+    each,
+    store,
+)
+
+
+def test_pins_are_counted() -> None:
+    fixture = NamespacesFixture("a", "b")
+    fixture.stored("a", b"abcd")
+    fixture.send("a", wire.Pin(each(b"abab")))
+    fixture.send("b", wire.Pin(each(b"a")))
+    assert fixture.usage("pinned") == (2,)
+    assert fixture.refused("a", store(b"efg")) == Code.CACHE_FULL
+    fixture.send("a", wire.Unpin(each(b"aab")))
+    assert fixture.usage("pinned") == (2,)
+    fixture.send("a", wire.Unpin(each(b"b")))
+    assert fixture.usage("pinned") == (1,)
+    fixture.stored("a", b"efg")
+    assert fixture.loadable("a") == b"aefg"
+    fixture.send("b", wire.Unpin(each(b"a")))
+    fixture.stored("a", b"bcd")
+    assert fixture.loadable("a", b"a") == b""
+
+
+def test_keys_that_were_pinned_together_are_let_go_one_by_one() -> None:
+    fixture = NamespacesFixture("a")
+    fixture.stored("a", b"abcd")
+    fixture.send("a", wire.Pin(each(b"abcb")))
+    fixture.send("a", wire.Pin(each(b"cd")))
+    for letters, left in ((b"b", 4), (b"a", 3), (b"c", 3), (b"bd", 1), (b"c", 0)):
+        fixture.send("a", wire.Unpin(each(letters)))
+        assert fixture.usage("pinned") == (left,)
+
+
+def test_of_a_key_that_is_pinned_often_the_oldest_pin_goes_first() -> None:
+    """The first is of what was there before the reset, the second of nothing."""
+    fixture = NamespacesFixture("a")
+    fixture.stored("a", b"a")
+    fixture.send("a", wire.Pin(each(b"a")))
+    fixture.send("a", wire.Reset(1))
+    fixture.send("a", wire.Pin(each(b"a")))
+    fixture.stored("a", b"a")
+    fixture.send("a", wire.Pin(each(b"a")))
+    for left in (1, 1, 0):
+        fixture.send("a", wire.Unpin(each(b"a")))
+        assert fixture.usage("pinned") == (left,)
+
+
+def test_pinning_nothing_leaves_nothing_behind() -> None:
+    fixture = NamespacesFixture("a")
+    fixture.stored("a", b"a")
+    (namespace,) = fixture.core._namespaces
+    before = len(namespace.cache._loads)
+    for _ in range(3):
+        fixture.send("a", wire.Pin(()))
+        fixture.send("a", wire.Unpin(()))
+    assert len(namespace.cache._loads) == before == 0
+
+
+@pytest.mark.parametrize("letters", [b"c", b"ac", b"ca", b"aa", b"e"])
+def test_who_did_not_pin_does_not_unpin(letters: bytes) -> None:
+    fixture = NamespacesFixture("a", "b")
+    fixture.stored("a", b"abcd")
+    fixture.send("a", wire.Pin(each(b"ab")))
+    fixture.send("b", wire.Pin(each(b"c")))
+    assert fixture.error("a", wire.Unpin(each(letters)))[0] == Code.NOT_PINNED
+    assert fixture.usage("pinned") == (3,)
+    fixture.send("a", wire.Unpin(each(b"ab")))
+    assert fixture.error("a", wire.Unpin(each(b"a"))) == (Code.NOT_PINNED, b"a".hex())
+    assert fixture.usage("pinned") == (1,)
+
+
+def test_pinning_what_is_not_there_is_no_error_and_keeps_nothing() -> None:
+    fixture = NamespacesFixture("a")
+    plan = fixture.start("a", store(b"b"))
+    assert fixture.send("a", wire.Pin(each(b"ab"))) == []
+    fixture.end(plan)
+    fixture.stored("a", b"a")
+    assert fixture.usage("pinned") == (0,)
+    fixture.send("a", wire.Pin(each(b"a")))
+    assert fixture.send("a", wire.Unpin(each(b"ab"))) == []
+    assert fixture.usage("pinned") == (1,)  # of the two of a the one that kept something is left
+    assert fixture.send("a", wire.Unpin(each(b"a"))) == []
+    assert fixture.error("a", wire.Unpin(each(b"b")))[0] == Code.NOT_PINNED
+    assert fixture.usage("pinned") == (0,)
+
+
+def test_a_session_pins_a_bounded_number_of_keys() -> None:
+    """Absent ones count: the daemon stores each pin."""
+    fixture = NamespacesFixture("a", "b")
+    fixture.stored("a", b"abcd")
+    for _ in range(LEAST_PINS // MAX_KEYS - 1):
+        fixture.send("a", wire.Pin((b"w",) * MAX_KEYS))
+    fixture.send("a", wire.Pin((b"w",) * (MAX_KEYS - 16)))
+    fixture.send("a", wire.Pin(each(b"aaaabbbbxxxyyy")))
+    assert fixture.error("a", wire.Pin(each(b"cda"))) == (Code.BUSY, "3")
+    assert fixture.usage("pinned") == (2,)
+    assert fixture.send("a", wire.Pin(each(b"cz"))) == []
+    assert fixture.error("a", wire.Pin(each(b"d")))[0] == Code.BUSY
+    assert fixture.send("b", wire.Pin(each(b"d"))) == []
+    fixture.send("a", wire.Unpin(each(b"xz")))
+    assert fixture.send("a", wire.Pin(each(b"da"))) == []
+    fixture.close_sessions("a", "b")
+    assert fixture.usage("pinned") == (0,)
+
+
+def test_what_is_there_is_pinned_together_when_something_is_not() -> None:
+    fixture = NamespacesFixture("a")
+    fixture.stored("a", b"abc")
+    (namespace,) = fixture.core._namespaces
+    fixture.send("a", wire.Pin(each(b"axbbc")))
+    assert [pins.keys for pins in namespace.cache._loads] == [each(b"abbc")]
+    many = each(b"a" + bytes(range(97)))
+    assert calls(lambda: fixture.send("a", wire.Pin(many))) < 2 * len(many)
+
+
+def test_a_key_that_was_pinned_many_times_is_let_go_at_once() -> None:
+    fixture = NamespacesFixture("a", "b")
+    fixture.stored("a", b"a")
+    fixture.send("b", wire.Pin(each(b"a" * 200)))
+    assert calls(lambda: fixture.core.close_session("b")) < 2 * 200
+
+
+@pytest.mark.parametrize("polite", [True, False])
+def test_a_session_that_leaves_lets_its_pins_go_and_no_others(polite: bool) -> None:
+    fixture = NamespacesFixture("a/worker", "a/scheduler", "b")
+    fixture.stored("b", b"abcd")
+    fixture.send("a/scheduler", wire.Pin(each(b"abbz")))
+    fixture.send("b", wire.Pin(each(b"bc")))
+    if polite:
+        assert fixture.send("a/scheduler", wire.Goodbye())[0] == SendMessage(
+            "a/scheduler", wire.Goodbye()
+        )
+    else:
+        assert fixture.core.close_session("a/scheduler") == [CloseSession("a/scheduler")]
+    assert fixture.usage("pinned", "engines") == (2, ("a", "b"))
+    fixture.stored("b", b"ef")
+    assert fixture.loadable("b") == b"bcef"
+
+
+@pytest.mark.parametrize("make", [wire.Pin, wire.Touch])
+def test_keys_of_another_length_are_no_keys_of_this_namespace(make: Any) -> None:
+    fixture = NamespacesFixture("a")
+    fixture.stored("a", b"a")
+    assert fixture.error("a", make((b"a", b"bc"))) == (Code.BAD_KEY, b"bc".hex())
+    assert fixture.usage("pinned") == (0,)
+
+
+def calls(function: Callable[[], object]) -> int:
+    """How many Python functions are called for it."""
+    profiled, events = sys.getprofile(), list[str]()
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    try:
+        function()
+    finally:
+        sys.setprofile(profiled)
+    return events.count("call")
+
+
+def test_unpinning_a_key_many_times_is_no_work_of_many_times_many() -> None:
+    fixture = NamespacesFixture("a")
+    fixture.stored("a", b"a")
+    many = each(b"a" * 200)
+    fixture.send("a", wire.Pin(many))
+    assert calls(lambda: fixture.send("a", wire.Unpin(many))) < 10 * len(many)
+
+
+class Compared(bytes):
+    """A key that counts how often it is compared."""
+
+    times = 0
+
+    def __eq__(self, other: object) -> bool:
+        Compared.times += 1
+        return bytes.__eq__(self, other)
+
+    __hash__ = bytes.__hash__
+
+
+def test_unpinning_many_keys_is_no_work_of_many_times_many() -> None:
+    fixture = NamespacesFixture("a")
+    fixture.send("a", wire.Pin(each(bytes(range(250)))))
+    Compared.times = 0
+    fixture.send("a", wire.Unpin(tuple(Compared([n]) for n in range(250))))
+    assert Compared.times < 10 * 250
