@@ -379,15 +379,15 @@ STEPS = st.one_of(
 @PROFILE
 @given(st.lists(STEPS, max_size=60))
 def test_after_repair_the_mirror_is_what_the_daemon_has(steps: list[tuple[object, ...]]) -> None:
-    world = SimulatedDaemon()
+    daemon = SimulatedDaemon()
     for name, *arguments in steps:
         if name == "streams":
-            world.streams.append(world.snapshot())
+            daemon.streams.append(daemon.snapshot())
         else:
-            getattr(world, str(name))(*arguments)
-    world.settle()
-    world.send_events(EventKind.STORED, (A,))  # a number that says what was lost before it
-    world.settle()
-    assert world.mirror.complete
-    assert world.mirror.sequence == len(world.states) - 1
-    assert answers(world.mirror) == [world.states[-1].get(key, MISS) for key in KEYS]
+            getattr(daemon, str(name))(*arguments)
+    daemon.settle()
+    daemon.send_events(EventKind.STORED, (A,))  # a number that says what was lost before it
+    daemon.settle()
+    assert daemon.mirror.complete
+    assert daemon.mirror.sequence == len(daemon.states) - 1
+    assert answers(daemon.mirror) == [daemon.states[-1].get(key, MISS) for key in KEYS]

@@ -136,8 +136,8 @@ def test_a_runtime_directory_that_is_gone_is_told_by_health(
     until(healthy, 30)
     (kvferryd.directory / "fds.sock").unlink()
 
-    def told() -> bool:
+    def reported() -> bool:
         health = client.status().health
         return health is not None and any("was removed" in why for why in health.reasons)
 
-    until(told, 10)
+    until(reported, 10)

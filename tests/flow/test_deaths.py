@@ -26,7 +26,7 @@ import sys, time
 from kvferry.client import CPULoadStoreSpec, GPULoadStoreSpec, OffloadClient
 from numpy import array
 
-client = OffloadClient(sys.argv[1], engine=sys.argv[2], client="doomed")
+client = OffloadClient(sys.argv[1], engine=sys.argv[2], client="second_scheduler")
 for i in range(8):
     spec = GPULoadStoreSpec(array([i])), CPULoadStoreSpec(array([i]))
     client.transfer_async(1000 + i, spec, wait_for=1 << 40)
@@ -171,7 +171,7 @@ def test_a_worker_is_killed_while_it_copies(
 
 
 @pytest.fixture
-def doomed(
+def second_scheduler(
     start_engine: StartSmallEngine, daemon: LocalDaemon
 ) -> Iterator[tuple[SmallEngine, int]]:
     """An engine, and the pid of a second scheduler of it, with eight stores held by a fence."""
@@ -184,9 +184,9 @@ def doomed(
         process.kill()
 
 
-def test_a_scheduler_is_killed(doomed: tuple[SmallEngine, int]) -> None:
+def test_a_scheduler_is_killed(second_scheduler: tuple[SmallEngine, int]) -> None:
     """Its jobs end; those behind them, of another scheduler of the engine, go on."""
-    engine, pid = doomed
+    engine, pid = second_scheduler
     sessions = engine.client.status().sessions
     behind = engine.store([9], [9], wait_for=engine.worker.write([9], 1))
     assert own_status(engine).jobs == 9

@@ -32,7 +32,7 @@ from kvferry.client.doctor import (
     run_checks,
 )
 from kvferry.proto import messages as wire
-from kvferry.proto import status as told
+from kvferry.proto import status as proto_status
 from kvferry.proto.codec import decode_client_message, encode
 from kvferry.proto.errors import Code, ErrorInfo
 from kvferry.testing.engine import until
@@ -246,7 +246,7 @@ class Impostor:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(f"ipc://{directory / 'kvferry.sock'}")
-        self._desk = DeafFdServer(directory / "fds.sock")
+        self._fd_server = SilentFdServer(directory / "fds.sock")
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
@@ -262,12 +262,12 @@ class Impostor:
     def close(self) -> None:
         self._over.set()
         self._thread.join()
-        self._desk.close()
+        self._fd_server.close()
         self._socket.close()
         self._context.term()
 
 
-class DeafFdServer:
+class SilentFdServer:
     """A descriptor socket that takes nothing."""
 
     def __init__(self, path: Path) -> None:
@@ -287,11 +287,13 @@ def impostor() -> Iterator[Impostor]:
         impostor.close()
 
 
-CPU = told.DeviceInfo("cpu", "cpu", "host")
+CPU = proto_status.DeviceInfo("cpu", "cpu", "host")
 
 
-def welcome(protocol: int = 1, version: str = "0.1.0", info: told.DeviceInfo = CPU) -> wire.Welcome:
-    return wire.Welcome(protocol, "boot", "s", version, 1, info, told.Limits(9, 9, 9))
+def welcome(
+    protocol: int = 1, version: str = "0.1.0", info: proto_status.DeviceInfo = CPU
+) -> wire.Welcome:
+    return wire.Welcome(protocol, "boot", "s", version, 1, info, proto_status.Limits(9, 9, 9))
 
 
 @pytest.mark.parametrize(("protocol", "age"), [(2, "newer"), (0, "older")])
@@ -326,7 +328,7 @@ def test_a_gpu_that_is_not_to_be_seen_here(
     impostor: Impostor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    other = welcome(info=told.DeviceInfo("cuda", "GPU-of-another-machine", "NVIDIA X"))
+    other = welcome(info=proto_status.DeviceInfo("cuda", "GPU-of-another-machine", "NVIDIA X"))
     impostor.answers = [encode(other)]
     said = by_check(run_checks(impostor.directory, 0.5))
     assert said["device"].verdict is Verdict.FAIL

@@ -1,4 +1,4 @@
-"""Health: what makes a daemon unhealthy, what does not, and what those who ask are told."""
+"""Health: what makes a daemon unhealthy, what does not, and what those who ask are status."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ NEVER = 1 << 40
 
 
 def health(client: OffloadClient) -> HealthStatus:
-    told = client.status().health
-    assert told is not None
-    return told
+    status = client.status().health
+    assert status is not None
+    return status
 
 
 def kvferry(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -96,9 +96,9 @@ def test_a_job_that_its_engine_holds_back_is_no_fault(
     held = engine.store([0], [0], wait_for=NEVER)
     behind = engine.load([0], [1])
     until(lambda: health(engine.client).held_job is not None)
-    told = health(engine.client)
-    assert told.healthy
-    assert told.oldest_job is None
+    status = health(engine.client)
+    assert status.healthy
+    assert status.oldest_job is None
     engine.client.cancel([held])
     engine.finish(held, behind)
     until(lambda: health(engine.client).held_job is None)

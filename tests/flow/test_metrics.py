@@ -71,27 +71,27 @@ def test_samples_say_what_was_done(daemon: LocalDaemon, engine: SmallEngine) -> 
     assert [result.success for result in results] == [True, True, True, False, True]
     moved = sum(r.transfer_size for r in results if r.transfer_type == ("GPU", "CPU"))
     seconds = sum(r.transfer_time for r in results if r.transfer_type == ("GPU", "CPU"))
-    told = samples(daemon)
+    values = samples(daemon)
     store = labels(direction="store", mode="cpu")
-    assert told["kvferry_moved_bytes_total", store] == moved
-    assert told["kvferry_job_device_seconds_count", store] == 3
-    assert told["kvferry_job_device_seconds_sum", store] == pytest.approx(seconds)
-    assert told["kvferry_job_queue_seconds_count", store] == 3
-    assert 0 < told["kvferry_job_queue_seconds_sum", store] < 10
-    assert told["kvferry_job_queue_seconds_bucket", labels(**dict(store), le="+Inf")] == 3
+    assert values["kvferry_moved_bytes_total", store] == moved
+    assert values["kvferry_job_device_seconds_count", store] == 3
+    assert values["kvferry_job_device_seconds_sum", store] == pytest.approx(seconds)
+    assert values["kvferry_job_queue_seconds_count", store] == 3
+    assert 0 < values["kvferry_job_queue_seconds_sum", store] < 10
+    assert values["kvferry_job_queue_seconds_bucket", labels(**dict(store), le="+Inf")] == 3
     for direction, outcome, number in (
         ("store", "done", 3),
         ("store", "failed", 1),
         ("load", "done", 1),
     ):
-        assert told["kvferry_jobs_total", labels(direction=direction, outcome=outcome)] == number
-    assert told["kvferry_errors_total", labels(code="copy_failed")] == 1
-    assert told["kvferry_pool_bytes", labels(state="reserved")] == 1 << 20
-    assert told["kvferry_pool_bytes", labels(state="free")] == 15 << 20
-    assert told["kvferry_engine_present", labels(engine="llama")] == 1
-    assert told["kvferry_jobs_under_way", labels(engine="llama")] == 0
-    assert told["kvferry_sessions", ()] == 2
-    assert told["process_resident_memory_bytes", ()] > 1 << 20
+        assert values["kvferry_jobs_total", labels(direction=direction, outcome=outcome)] == number
+    assert values["kvferry_errors_total", labels(code="copy_failed")] == 1
+    assert values["kvferry_pool_bytes", labels(state="reserved")] == 1 << 20
+    assert values["kvferry_pool_bytes", labels(state="free")] == 15 << 20
+    assert values["kvferry_engine_present", labels(engine="llama")] == 1
+    assert values["kvferry_jobs_under_way", labels(engine="llama")] == 0
+    assert values["kvferry_sessions", ()] == 2
+    assert values["process_resident_memory_bytes", ()] > 1 << 20
 
 
 def test_the_wait_for_the_engine_is_part_of_the_queue_time(
@@ -102,10 +102,10 @@ def test_the_wait_for_the_engine_is_part_of_the_queue_time(
     time.sleep(0.2)
     engine.worker.signal()
     engine.finish(job)
-    told = samples(daemon)
+    values = samples(daemon)
     store = labels(direction="store", mode="cpu")
-    assert told["kvferry_job_queue_seconds_sum", store] >= 0.2
-    assert told["kvferry_job_device_seconds_sum", store] < 0.2
+    assert values["kvferry_job_queue_seconds_sum", store] >= 0.2
+    assert values["kvferry_job_device_seconds_sum", store] < 0.2
 
 
 def tcp_sockets(daemon: LocalDaemon) -> set[str]:

@@ -1,4 +1,4 @@
-"""One cache for every engine of a model, through real processes: shared, lasting, told."""
+"""One cache for every engine of a model, through real processes: shared, lasting, published."""
 
 from __future__ import annotations
 
@@ -149,13 +149,13 @@ def test_the_second_engine_hits_what_the_first_stored(daemon: LocalDaemon, enter
 
 # Lasting
 
-DOOMED = """
+KILLED_ENGINE = """
 import sys, time
 from numpy import array
 from kvferry.client import *
 from flow.test_namespaces import FINGERPRINT, LAYOUT, Tenant, keys
 
-client = OffloadClient(sys.argv[1], engine="doomed")
+client = OffloadClient(sys.argv[1], engine="engine")
 client.open_namespace(FINGERPRINT)
 timeline = Timeline.create(sys.argv[2])
 pages = client.allocate_kv_caches(LAYOUT, timeline=timeline).tensors
@@ -173,20 +173,20 @@ time.sleep(600)
 def test_the_engine_is_killed_and_its_successor_hits_what_was_complete(
     daemon: LocalDaemon, device: str, enter: Enter
 ) -> None:
-    doomed = subprocess.Popen(
-        [sys.executable, "-c", DOOMED, str(daemon.directory), device],
+    engine = subprocess.Popen(
+        [sys.executable, "-c", KILLED_ENGINE, str(daemon.directory), device],
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert doomed.stdout is not None
-    assert doomed.stdout.readline() == "up\n"
+    assert engine.stdout is not None
+    assert engine.stdout.readline() == "up\n"
     with OffloadClient(daemon.directory, engine="observer") as observer:
         (before,) = observer.namespaces()
         assert (before.pending, before.ready, before.pinned) == (1, 3, 1)
-        doomed.kill()
-        doomed.communicate()
+        engine.kill()
+        engine.communicate()
         until(lambda: not observer.namespaces()[0].pinned, PROMPTLY)
-    successor = enter(daemon, "doomed")
+    successor = enter(daemon, "engine")
     assert successor.client.namespace.opened.reattached
     until(lambda: successor.sees(4, MISS), PROMPTLY)  # its store never ended
     assert [successor.sees(n, HIT) for n in (1, 2, 3)] == [True] * 3
@@ -238,19 +238,19 @@ def test_kv_events_are_published(kvferryd: LocalDaemon, enter: Enter) -> None:
         tenant.store(1, 2)
         tenant.store(3)
         tenant.client.reset()
-        told: list[Any] = []
+        published: list[Any] = []
         numbers = []
-        while ["AllBlocksCleared"] not in told:
+        while ["AllBlocksCleared"] not in published:
             name, number, payload = listener.recv_multipart()
             assert name.decode() == topic
             numbers.append(int.from_bytes(number, "big"))
-            told += msgspec.msgpack.decode(payload)[1]
+            published += msgspec.msgpack.decode(payload)[1]
     hashes = [one[:-4] for one in keys(1, 2, 3)]
     assert numbers == list(range(len(numbers)))
-    assert told[0] == ["BlockStored", hashes[:2], None, [], 0, None, "CPU"]
-    assert told[1][0] == "BlockRemoved"
-    assert told[1][1] == [hashes[1]]  # the tail of a prefix goes first
-    assert told[2] == ["BlockStored", hashes[2:], None, [], 0, None, "CPU"]
+    assert published[0] == ["BlockStored", hashes[:2], None, [], 0, None, "CPU"]
+    assert published[1][0] == "BlockRemoved"
+    assert published[1][1] == [hashes[1]]  # the tail of a prefix goes first
+    assert published[2] == ["BlockStored", hashes[2:], None, [], 0, None, "CPU"]
 
 
 # Bad input

@@ -134,7 +134,7 @@ class RestartedService:
         until(lambda: any(s.startswith("refused to") for s in self.manager.values("STATUS")))
         return status
 
-    def mended(self) -> None:
+    def start_as_before(self) -> None:
         """Start it as it was, after that."""
         self.manager.command = self.command()
         self.start()
@@ -160,7 +160,7 @@ def service(tmp_path: Path) -> Iterator[RestartedService]:
 
 
 @pytest.fixture
-def anywhere(short_path: Path, device: str) -> Iterator[RestartedService]:
+def service_on_device(short_path: Path, device: str) -> Iterator[RestartedService]:
     """On a GPU as well."""
     service = RestartedService(short_path, device)
     with service.manager:
@@ -168,14 +168,14 @@ def anywhere(short_path: Path, device: str) -> Iterator[RestartedService]:
         yield service
 
 
-def test_what_was_stored_is_there_again(anywhere: RestartedService) -> None:
-    with anywhere.engine() as one:
+def test_what_was_stored_is_there_again(service_on_device: RestartedService) -> None:
+    with service_on_device.engine() as one:
         content = one.fill(range(8), seed=1)
         assert one.store(range(8), keys(1, 2, 3, 4)).success
         assert one.store([8], keys(5)).success  # half of a host block
-        await_committed(anywhere.manager, 5)
-    anywhere.restart()
-    with anywhere.engine("two") as two:
+        await_committed(service_on_device.manager, 5)
+    service_on_device.restart()
+    with service_on_device.engine("two") as two:
         assert two.opened.reattached
         until(lambda: two.lookup(1, 2, 3, 4) == [Lookup.HIT] * 4, 20)
         assert two.lookup(6) == [Lookup.MISS]
@@ -185,7 +185,7 @@ def test_what_was_stored_is_there_again(anywhere: RestartedService) -> None:
         assert half.error is not None
         assert half.error.code == Code.KEY_ABSENT
         until(lambda: verified(two.client), 20)
-    assert "region restored" in anywhere.manager.log()
+    assert "region restored" in service_on_device.manager.log()
 
 
 def test_it_is_there_after_any_number_of_restarts_with_what_came_since(
@@ -254,15 +254,15 @@ def test_the_least_recent_goes_first_also_after_a_restart(service: RestartedServ
         assert one.lookup(0, 15) == [Lookup.MISS] * 2
 
 
-def test_bytes_that_changed_meanwhile_are_never_loaded(anywhere: RestartedService) -> None:
-    with anywhere.engine() as one:
+def test_bytes_that_changed_meanwhile_are_never_loaded(service_on_device: RestartedService) -> None:
+    with service_on_device.engine() as one:
         content = one.fill(range(4), seed=1)
         assert one.store(range(4), keys(1, 2)).success
-        await_committed(anywhere.manager, 2)
-    anywhere.manager.kill()
-    anywhere.change("pool-00000", OWN + PAGE + 17, b"\x00\x01\x02\x03")
-    anywhere.start()
-    with anywhere.engine() as one:
+        await_committed(service_on_device.manager, 2)
+    service_on_device.manager.kill()
+    service_on_device.change("pool-00000", OWN + PAGE + 17, b"\x00\x01\x02\x03")
+    service_on_device.start()
+    with service_on_device.engine() as one:
         result = one.load(keys(1), [20, 21])
         assert not result.success
         assert result.error is not None
@@ -291,13 +291,15 @@ def test_a_block_that_changes_while_the_daemon_runs_is_found_by_the_scrub(tmp_pa
         assert "host blocks corrupt" in service.manager.log()
 
 
-def test_an_engines_own_blocks_come_back_by_their_numbers(anywhere: RestartedService) -> None:
-    with anywhere.engine(namespace=False) as one:
+def test_an_engines_own_blocks_come_back_by_their_numbers(
+    service_on_device: RestartedService,
+) -> None:
+    with service_on_device.engine(namespace=False) as one:
         content = one.fill(range(4), seed=3)
         assert one.run((GPULoadStoreSpec(range(4)), CPULoadStoreSpec([7, 9]))).success
-        await_committed(anywhere.manager, 2)
-    anywhere.restart()
-    with anywhere.engine(namespace=False) as one:
+        await_committed(service_on_device.manager, 2)
+    service_on_device.restart()
+    with service_on_device.engine(namespace=False) as one:
         assert one.region.reattached
         back = CPULoadStoreSpec([9, 7]), GPULoadStoreSpec(range(10, 14))
         until(lambda: one.run(back).success, 20)
@@ -328,7 +330,7 @@ def test_a_pool_of_another_shape_begins_empty_and_says_so(
         until(lambda: one.lookup(1) == [Lookup.HIT], 20)
 
 
-MISTAKES: dict[str, dict[str, object]] = {
+BAD_OPTIONS: dict[str, dict[str, object]] = {
     "a pool larger than memory": {"pool_bytes": 100 << 40, "pool_chunk": 1 << 40},
     "more chunks than descriptors": {"pool_chunk": 4096, "pool_bytes": 1 << 36, "check": False},
     "a pool that cannot be mapped": {"pool_bytes": 1 << 47, "pool_chunk": 1 << 46, "check": False},
@@ -338,9 +340,9 @@ MISTAKES: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("option", BAD_OPTIONS)
 def test_who_refuses_to_start_leaves_all_that_was_kept(
-    service: RestartedService, mistake: str
+    service: RestartedService, option: str
 ) -> None:
     """The line is mended, and the cache is there."""
     with service.engine() as one:
@@ -348,12 +350,12 @@ def test_who_refuses_to_start_leaves_all_that_was_kept(
         assert one.store([0, 1], keys(1)).success
         await_committed(service.manager, 1)
     names = service.manager.names
-    options = MISTAKES[mistake].copy()
+    options = BAD_OPTIONS[option].copy()
     if not options.pop("check", True):
         options["pool_check_memory"] = 0
     assert service.refused(**options) == 2, service.manager.log()
     assert service.manager.names == names
-    service.mended()
+    service.start_as_before()
     with service.engine() as one:
         assert one.opened.reattached
         one.await_verified()
@@ -387,7 +389,7 @@ def test_who_finds_no_room_on_the_device_leaves_it_too(service: RestartedService
     assert service.manager.wait_dead() == 1
     until(lambda: any(s.startswith("failed: ") for s in service.manager.values("STATUS")))
     assert service.manager.names == names
-    service.mended()
+    service.start_as_before()
     with service.engine() as one:
         until(lambda: one.lookup(1) == [Lookup.HIT], 20)
 
@@ -408,7 +410,7 @@ def test_a_ledger_of_another_version_or_a_damaged_one_is_given_up(
         await_committed(service.manager, 1)
     service.manager.kill()
     (name,) = [name for name in service.manager.names if name.startswith("ledger-")]
-    for offset in (at, at + (1 << 20) if at else at):  # the deed has two places
+    for offset in (at, at + (1 << 20) if at else at):  # the record has two places
         service.change(name, offset, data)
     service.start()
     assert "block table dropped" in service.manager.log()

@@ -126,7 +126,7 @@ LAYOUTS = {
     ),
     "large": layout([300_000, 300_000], [0, 0], [[0, 1]], 2),
 }
-CROWD = {
+MIXED = {
     "staged": layout([2048] * 64, [0] * 64, [list(range(64))], 1),
     "odd blocks": layout([1008] * 31, [16] * 31, [list(range(31))], 2),
     "staged and direct": layout(
@@ -192,7 +192,7 @@ class ContractFixture:
 
 @dataclass
 class Open:
-    bench: ContractFixture
+    fixture: ContractFixture
     number: int
     geometry: BlockLayout
     mapping: Mapping
@@ -208,12 +208,12 @@ class Open:
     def fill_host(self) -> None:
         rng = np.random.default_rng(8)
         self.host = rng.integers(0, 256, POOL, dtype=np.uint8)
-        ctypes.memmove(self.bench.pool.address, self.host.ctypes.data, POOL)
+        ctypes.memmove(self.fixture.pool.address, self.host.ctypes.data, POOL)
 
     def write(self, tensor: int, content: Bytes) -> None:
         address = int(self.mapping.bases[tensor])
-        if isinstance(self.bench.engine, CudaEngine):
-            device = self.bench.engine._driver
+        if isinstance(self.fixture.engine, CudaEngine):
+            device = self.fixture.engine._driver
             device.retain_context(0)
             device.copy_to_device(address, content)
         else:
@@ -222,8 +222,8 @@ class Open:
     def read(self, tensor: int) -> Bytes:
         content = np.empty(self.geometry.layout_arrays.span_bytes[tensor], dtype=np.uint8)
         address = int(self.mapping.bases[tensor])
-        if isinstance(self.bench.engine, CudaEngine):
-            device = self.bench.engine._driver
+        if isinstance(self.fixture.engine, CudaEngine):
+            device = self.fixture.engine._driver
             device.call("cuMemcpyAsync", content.ctypes.data, address, content.nbytes, None)
             device.call("cuCtxSynchronize")
         else:
@@ -235,7 +235,7 @@ class Open:
     ) -> int:
         """Send a transfer on its way, and do it in the model."""
         order = self.order(direction, spec, hosts)
-        self.bench.worker.post_command(order)
+        self.fixture.worker.post_command(order)
         if model:
             self.model(direction, spec, hosts)
         return order.plan.serial
@@ -244,7 +244,7 @@ class Open:
         self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int]
     ) -> StartTransfer:
         blocks = self.geometry.resolve(direction, spec, np.array(hosts, dtype=np.int64))
-        serial, runs = next(self.bench.serials), blocks.extents
+        serial, runs = next(self.fixture.serials), blocks.extents
         plan = CopyPlan(
             serial, self.number, direction, runs, self.geometry.count_bytes(runs), 0, 0,
             self.geometry.end_offset(runs),
@@ -292,7 +292,9 @@ class Open:
 
     @property
     def pool(self) -> Bytes:
-        return np.ctypeslib.as_array((ctypes.c_uint8 * POOL).from_address(self.bench.pool.address))
+        return np.ctypeslib.as_array(
+            (ctypes.c_uint8 * POOL).from_address(self.fixture.pool.address)
+        )
 
     def both_ways(self, rng: np.random.Generator) -> tuple[Job, Job]:
         """A store and a load that have nothing in common with one another's kind."""
@@ -310,7 +312,7 @@ def closing_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=ENGINES)
-def bench(
+def fixture(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[ContractFixture]:
     if request.node.get_closest_marker("gpu") and not has_gpu():
@@ -358,67 +360,67 @@ def transfer(
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_byte_is_where_the_model_says(bench: ContractFixture, name: str) -> None:
-    engine = bench.open(LAYOUTS[name])
+def test_every_byte_is_where_the_model_says(fixture: ContractFixture, name: str) -> None:
+    engine = fixture.open(LAYOUTS[name])
     rng = np.random.default_rng(len(name))
     for _ in range(6):
         for direction in (Direction.STORE, Direction.LOAD):
             spec, hosts = transfer(LAYOUTS[name], engine.geometry.host_blocks, rng)
             serial = engine.start(direction, spec, hosts)
-            ended = bench.report(TransferCompleted)
+            ended = fixture.report(TransferCompleted)
             assert (ended.serial, ended.outcome, ended.error) == (serial, Outcome.DONE, None)
             assert ended.seconds >= 0
         engine.check()
 
 
-def test_transfers_of_one_direction_are_done_in_order(bench: ContractFixture) -> None:
-    engine = bench.open(LAYOUTS["two groups"])
+def test_transfers_of_one_direction_are_done_in_order(fixture: ContractFixture) -> None:
+    engine = fixture.open(LAYOUTS["two groups"])
     rng = np.random.default_rng(3)
     serials = []
     for _ in range(40):
         spec, hosts = transfer(LAYOUTS["two groups"], 12, rng)
         serials.append(engine.start(Direction.STORE, spec, hosts))
-    assert [bench.report(TransferCompleted).serial for _ in serials] == serials
+    assert [fixture.report(TransferCompleted).serial for _ in serials] == serials
     engine.check()
 
 
-def test_memory_goes_with_its_registration(bench: ContractFixture) -> None:
-    first, second = bench.open(LAYOUTS["layers"]), bench.open(LAYOUTS["layers"])
-    bench.unmap(first)
+def test_memory_goes_with_its_registration(fixture: ContractFixture) -> None:
+    first, second = fixture.open(LAYOUTS["layers"]), fixture.open(LAYOUTS["layers"])
+    fixture.unmap(first)
     second.start(Direction.STORE, GPULoadStoreSpec([1, 2, 3], (3,), (0,)), [4])
-    assert bench.report(TransferCompleted).outcome is Outcome.DONE
+    assert fixture.report(TransferCompleted).outcome is Outcome.DONE
     second.check()
 
 
-@pytest.mark.parametrize("name", CROWD)
-def test_many_jobs_both_ways_at_once(bench: ContractFixture, name: str) -> None:
-    engine = bench.open(CROWD[name])
+@pytest.mark.parametrize("name", MIXED)
+def test_many_jobs_both_ways_at_once(fixture: ContractFixture, name: str) -> None:
+    engine = fixture.open(MIXED[name])
     rng = np.random.default_rng(5)
     started = [engine.start(*job) for _ in range(JOBS) for job in engine.both_ways(rng)]
-    ended = [bench.report(TransferCompleted) for _ in started]
+    ended = [fixture.report(TransferCompleted) for _ in started]
     assert sorted(one.serial for one in ended) == started
     assert {one.outcome for one in ended} == {Outcome.DONE}
     engine.check()
 
 
-@pytest.mark.parametrize("name", CROWD)
-def test_many_jobs_of_one_direction(bench: ContractFixture, name: str) -> None:
-    engine = bench.open(CROWD[name])
+@pytest.mark.parametrize("name", MIXED)
+def test_many_jobs_of_one_direction(fixture: ContractFixture, name: str) -> None:
+    engine = fixture.open(MIXED[name])
     rng = np.random.default_rng(12)
     for direction in (*Direction, *Direction):
-        jobs = [transfer(CROWD[name], engine.geometry.host_blocks, rng) for _ in range(JOBS // 2)]
+        jobs = [transfer(MIXED[name], engine.geometry.host_blocks, rng) for _ in range(JOBS // 2)]
         started = [engine.start(direction, *job) for job in jobs]
-        ended = [bench.report(TransferCompleted) for _ in started]
+        ended = [fixture.report(TransferCompleted) for _ in started]
         assert [(one.serial, one.outcome) for one in ended] == [(s, Outcome.DONE) for s in started]
         assert all(one.seconds >= 0 for one in ended)
         engine.check()
 
 
-def test_jobs_that_are_cancelled_on_their_way_harm_no_other(bench: ContractFixture) -> None:
-    engine = bench.open(CROWD["staged"])
+def test_jobs_that_are_cancelled_on_their_way_harm_no_other(fixture: ContractFixture) -> None:
+    engine = fixture.open(MIXED["staged"])
     rng = np.random.default_rng(6)
-    if isinstance(bench.engine, ReferenceEngine):  # it would be done before anybody gives up
-        bench.engine.faults = Faults(stall=1e-3)
+    if isinstance(fixture.engine, ReferenceEngine):  # it would be done before anybody gives up
+        fixture.engine.faults = Faults(stall=1e-3)
     rows = [before.copy() for before in engine.rows]
     started = []
     for _ in range(JOBS // 4):
@@ -426,9 +428,9 @@ def test_jobs_that_are_cancelled_on_their_way_harm_no_other(bench: ContractFixtu
         started += [order.plan.serial for order in orders]
         given_up = CancelTransfers(engine.number, (int(rng.choice(started[-len(orders) :])),))
         for order in orders:  # all at once, or they would be done before they are given up
-            bench.worker.post_command(order)
-        bench.worker.post_command(given_up)
-    ended = [bench.report(TransferCompleted) for _ in started]
+            fixture.worker.post_command(order)
+        fixture.worker.post_command(given_up)
+    ended = [fixture.report(TransferCompleted) for _ in started]
     assert {one.outcome for one in ended} == {Outcome.DONE, Outcome.CANCELLED}
     half = rows[0].size // 2
     for index, before in enumerate(rows):  # stores have only read, loads kept to their half
@@ -436,43 +438,43 @@ def test_jobs_that_are_cancelled_on_their_way_harm_no_other(bench: ContractFixtu
         engine.rows[index] = engine.read(index)
     engine.host = engine.pool.copy()
     again = [engine.start(*job) for _ in range(JOBS // 4) for job in engine.both_ways(rng)]
-    assert {bench.report(TransferCompleted).outcome for _ in again} == {Outcome.DONE}
+    assert {fixture.report(TransferCompleted).outcome for _ in again} == {Outcome.DONE}
     engine.check()
 
 
 # Jobs here are small. With few_copies=0 their copies are enqueued like many.
 @pytest.mark.parametrize(
-    ("bench", "call"),
+    ("fixture", "call"),
     [
         (simulated(mode, few_copies=few), call)
         for mode in ("staged", "auto")
         for call, few in (("launch", FEW), ("cuMemcpyAsync", FEW), ("cuMemcpyBatchAsync", 0))
     ],
-    indirect=["bench"],
+    indirect=["fixture"],
 )
 def test_what_the_device_refuses_fails_and_the_next_is_fine(
-    bench: ContractFixture, call: str
+    fixture: ContractFixture, call: str
 ) -> None:
-    engine, rng = bench.open(CROWD["staged and direct"]), np.random.default_rng(8)
-    assert isinstance(bench.engine, CudaEngine)
-    device = cast(SimulatedDriver, bench.engine._driver)
+    engine, rng = fixture.open(MIXED["staged and direct"]), np.random.default_rng(8)
+    assert isinstance(fixture.engine, CudaEngine)
+    device = cast(SimulatedDriver, fixture.engine._driver)
     device.refuse = lambda name: name == call and bool(rng.random() < 0.1)
     sure = np.random.default_rng(9)
     started = [
         engine.start(*job, model=False) for _ in range(JOBS // 4) for job in engine.both_ways(sure)
     ]
-    ended = [bench.report(TransferCompleted) for _ in started]
+    ended = [fixture.report(TransferCompleted) for _ in started]
     assert {one.outcome for one in ended} == {Outcome.DONE, Outcome.FAILED}
     device.refuse = lambda name: False
     engine.rows = [engine.read(index) for index in range(len(engine.rows))]
     engine.host = engine.pool.copy()
     again = [engine.start(*job) for _ in range(JOBS // 4) for job in engine.both_ways(sure)]
-    assert {bench.report(TransferCompleted).outcome for _ in again} == {Outcome.DONE}
+    assert {fixture.report(TransferCompleted).outcome for _ in again} == {Outcome.DONE}
     engine.check()
 
 
 @pytest.mark.parametrize(
-    "bench",
+    "fixture",
     [
         simulated(mode, seed, few_copies=few)
         for mode in ("staged", "auto")
@@ -481,34 +483,34 @@ def test_what_the_device_refuses_fails_and_the_next_is_fine(
     ],
     indirect=True,
 )
-def test_in_whatever_order_the_device_does_things(bench: ContractFixture) -> None:
+def test_in_whatever_order_the_device_does_things(fixture: ContractFixture) -> None:
     for name, rounds in (("staged and direct", JOBS // 4), ("odd blocks", JOBS // 4)):
-        engine, rng = bench.open(CROWD[name]), np.random.default_rng(11)
+        engine, rng = fixture.open(MIXED[name]), np.random.default_rng(11)
         started = [engine.start(*job) for _ in range(rounds) for job in engine.both_ways(rng)]
-        assert {bench.report(TransferCompleted).outcome for _ in started} == {Outcome.DONE}
+        assert {fixture.report(TransferCompleted).outcome for _ in started} == {Outcome.DONE}
         engine.check()
 
 
 @pytest.mark.parametrize(
-    "bench",
+    "fixture",
     [simulated(mode, seed, write_back_bytes=1) for mode in ("staged", "auto") for seed in (1, 2)],
     indirect=True,
 )
-def test_stores_that_are_written_back_one_by_one(bench: ContractFixture) -> None:
+def test_stores_that_are_written_back_one_by_one(fixture: ContractFixture) -> None:
     for name in ("staged and direct", "odd blocks"):
-        engine, rng = bench.open(CROWD[name]), np.random.default_rng(12)
+        engine, rng = fixture.open(MIXED[name]), np.random.default_rng(12)
         started = [engine.start(*job) for _ in range(JOBS // 4) for job in engine.both_ways(rng)]
-        assert {bench.report(TransferCompleted).outcome for _ in started} == {Outcome.DONE}
+        assert {fixture.report(TransferCompleted).outcome for _ in started} == {Outcome.DONE}
         engine.check()
 
 
-def test_only_the_worker_s_thread_calls_an_engine(bench: ContractFixture) -> None:
+def test_only_the_worker_s_thread_calls_an_engine(fixture: ContractFixture) -> None:
     """But `pin` and `unpin`: the pool calls those in threads of its own."""
-    engine, opened = bench.engine, bench.open(LAYOUTS["one page"])
+    engine, opened = fixture.engine, fixture.open(LAYOUTS["one page"])
     run = opened.order(*opened.both_ways(np.random.default_rng(1))[0]).plan.extents[0]
     mapping, geometry, store = opened.mapping, opened.geometry, Direction.STORE
     calls: list[Callable[[], object]] = [
-        lambda: engine.attach(bench.pool.address),
+        lambda: engine.attach(fixture.pool.address),
         lambda: engine.map_tensors(geometry, (), (), ()),
         lambda: engine.allocate_tensors(geometry),
         lambda: engine.unmap_tensors(mapping),
@@ -525,36 +527,36 @@ def test_only_the_worker_s_thread_calls_an_engine(bench: ContractFixture) -> Non
             call()
 
 
-@pytest.mark.parametrize("bench", [simulated("staged")], indirect=True)
-def test_jobs_that_share_a_turn_have_times_of_their_own(bench: ContractFixture) -> None:
-    engine = bench.open(CROWD["staged"])
+@pytest.mark.parametrize("fixture", [simulated("staged")], indirect=True)
+def test_jobs_that_share_a_turn_have_times_of_their_own(fixture: ContractFixture) -> None:
+    engine = fixture.open(MIXED["staged"])
     for direction in Direction:
         specs = [GPULoadStoreSpec([n, n + 20], (2,), (0,)) for n in range(20)]
         for n, spec in enumerate(specs):
             engine.start(direction, spec, [2 * n, 2 * n + 1])
-        assert all(bench.report(TransferCompleted).seconds > 0 for _ in specs)
+        assert all(fixture.report(TransferCompleted).seconds > 0 for _ in specs)
 
 
-@pytest.mark.parametrize("bench", [simulated("staged")], indirect=True)
-def test_chunks_that_lie_one_behind_the_other_are_one_launch(bench: ContractFixture) -> None:
+@pytest.mark.parametrize("fixture", [simulated("staged")], indirect=True)
+def test_chunks_that_lie_one_behind_the_other_are_one_launch(fixture: ContractFixture) -> None:
     """But for the first of a store: the link has something to do while others are made ready."""
-    engine = bench.open(CROWD["staged"])
-    assert isinstance(bench.engine, CudaEngine)
+    engine = fixture.open(MIXED["staged"])
+    assert isinstance(fixture.engine, CudaEngine)
     for direction in Direction:
         engine.start(direction, GPULoadStoreSpec(range(16), (16,), (0,)), [*range(16)])
-        assert bench.report(TransferCompleted).outcome is Outcome.DONE
-    device = cast(SimulatedDriver, bench.engine._driver)
+        assert fixture.report(TransferCompleted).outcome is Outcome.DONE
+    device = cast(SimulatedDriver, fixture.engine._driver)
     assert device.launches == [(Direction.STORE, 4), (Direction.STORE, 12), (Direction.LOAD, 16)]
     engine.check()
 
 
-def test_memory_that_is_held_outlasts_its_registration(bench: ContractFixture) -> None:
+def test_memory_that_is_held_outlasts_its_registration(fixture: ContractFixture) -> None:
     """TensorsMapped again it has its bytes, and takes part in transfers."""
-    first = bench.open(LAYOUTS["layers"], keep=True)
-    bench.unmap(first)
-    number, report = bench.map(LAYOUTS["layers"], reuse=first.number)
+    first = fixture.open(LAYOUTS["layers"], keep=True)
+    fixture.unmap(first)
+    number, report = fixture.map(LAYOUTS["layers"], reuse=first.number)
     assert report.reused
-    again = bench.opened(number)
+    again = fixture.opened(number)
     again.rows = first.rows
     again.fill_host()
     again.check()
@@ -562,51 +564,51 @@ def test_memory_that_is_held_outlasts_its_registration(bench: ContractFixture) -
     for direction in Direction:
         spec, hosts = transfer(LAYOUTS["layers"], again.geometry.host_blocks, rng)
         again.start(direction, spec, hosts)
-        assert bench.report(TransferCompleted).error is None
+        assert fixture.report(TransferCompleted).error is None
     again.check()
     for descriptor in report.descriptors:
         os.close(descriptor)
 
 
-def test_held_memory_of_another_size_is_not_used(bench: ContractFixture) -> None:
-    first = bench.open(LAYOUTS["two groups"], keep=True)
-    bench.unmap(first)
+def test_held_memory_of_another_size_is_not_used(fixture: ContractFixture) -> None:
+    first = fixture.open(LAYOUTS["two groups"], keep=True)
+    fixture.unmap(first)
     larger = layout([1 << 16] * 2, [0, 0], [[0, 1]], 1)
-    number, report = bench.map(larger, reuse=first.number)
+    number, report = fixture.map(larger, reuse=first.number)
     assert not report.reused
     for descriptor in report.descriptors:
         os.close(descriptor)
-    bench.unmap(bench.opened(number))
+    fixture.unmap(fixture.opened(number))
 
 
-def test_memory_goes_when_nobody_holds_it(bench: ContractFixture) -> None:
+def test_memory_goes_when_nobody_holds_it(fixture: ContractFixture) -> None:
     """Also that of which a second registration was made."""
-    bench.unmap(bench.open(LAYOUTS["layers"]))  # whatever a driver opens for the first of all
+    fixture.unmap(fixture.open(LAYOUTS["layers"]))  # whatever a driver opens for the first of all
     before = descriptors()
-    first = bench.open(LAYOUTS["layers"], keep=True)
-    bench.unmap(first)
+    first = fixture.open(LAYOUTS["layers"], keep=True)
+    fixture.unmap(first)
     assert descriptors() == before + 1
-    second, report = bench.map(LAYOUTS["layers"], keep=True, reuse=first.number)
+    second, report = fixture.map(LAYOUTS["layers"], keep=True, reuse=first.number)
     for number in (first.number, second):
-        bench.worker.post_command(ReleaseTensors(number))
-    bench.unmap(bench.opened(second))
+        fixture.worker.post_command(ReleaseTensors(number))
+    fixture.unmap(fixture.opened(second))
     for descriptor in report.descriptors:
         os.close(descriptor)
     assert descriptors() == before
-    _, report = bench.map(LAYOUTS["layers"], reuse=second)
+    _, report = fixture.map(LAYOUTS["layers"], reuse=second)
     assert not report.reused
     for descriptor in report.descriptors:
         os.close(descriptor)
 
 
-def test_tensors_come_back_by_descriptor(bench: ContractFixture) -> None:
+def test_tensors_come_back_by_descriptor(fixture: ContractFixture) -> None:
     """Their engine outlived the daemon that made them, and registers them with the next one."""
-    first = bench.open(LAYOUTS["padded and interleaved"], keep=True)
-    (held,) = bench.worker._mappings._held[first.number]
-    bench.unmap(first)
-    _, made = bench.map(LAYOUTS["padded and interleaved"])
-    number, _ = bench.map(LAYOUTS["padded and interleaved"], own=(made, (os.dup(held),)))
-    again = bench.opened(number)
+    first = fixture.open(LAYOUTS["padded and interleaved"], keep=True)
+    (held,) = fixture.worker._mappings._held[first.number]
+    fixture.unmap(first)
+    _, made = fixture.map(LAYOUTS["padded and interleaved"])
+    number, _ = fixture.map(LAYOUTS["padded and interleaved"], own=(made, (os.dup(held),)))
+    again = fixture.opened(number)
     again.rows = first.rows
     again.fill_host()
     again.check()
@@ -615,21 +617,21 @@ def test_tensors_come_back_by_descriptor(bench: ContractFixture) -> None:
 
 
 @pytest.mark.parametrize("what", ["pipe", "memfd", "directory", "device"])
-def test_descriptors_of_something_else_are_refused(bench: ContractFixture, what: str) -> None:
+def test_descriptors_of_something_else_are_refused(fixture: ContractFixture, what: str) -> None:
     """Nothing stays mapped or open, and the engine goes on."""
-    other = bench.open(LAYOUTS["one page"])
-    _, made = bench.map(LAYOUTS["two groups"])
+    other = fixture.open(LAYOUTS["one page"])
+    _, made = fixture.map(LAYOUTS["two groups"])
     for descriptor in made.descriptors:
         os.close(descriptor)
     before = descriptors()
     order = MapTensors(99, "s", other.geometry, made.allocations, made.locations, None)
-    bench.worker.post_command(MapCommand(order, (something_else(what),), None))
-    error = bench.report(TensorsMapped).error
+    fixture.worker.post_command(MapCommand(order, (something_else(what),), None))
+    error = fixture.report(TensorsMapped).error
     assert error is not None
     assert error.code in {Code.NOT_SHAREABLE, Code.MAP_FAILED, Code.BAD_LAYOUT}, error
     assert descriptors() == before
     other.start(Direction.STORE, GPULoadStoreSpec([1, 2, 3], (3,), (0,)), [4, 5, 6])
-    assert bench.report(TransferCompleted).outcome is Outcome.DONE
+    assert fixture.report(TransferCompleted).outcome is Outcome.DONE
     other.check()
 
 

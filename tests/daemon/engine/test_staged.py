@@ -35,8 +35,8 @@ class StagedStores:
     """
 
     def __init__(self, *revoked: int, write_back: int = BLOCKS) -> None:
-        self.paper = SimulatedDriver()
-        device = cast(Driver, self.paper)
+        self.driver = SimulatedDriver()
+        device = cast(Driver, self.driver)
         self.tensor = np.arange(BLOCKS * PAGE, dtype=np.uint8).reshape(BLOCKS, PAGE)
         self.pool = np.zeros_like(self.tensor)
         dma = Dma(device, self.pool.ctypes.data, self.pool.nbytes)
@@ -65,8 +65,8 @@ def test_a_flush_writes_back_a_bounded_number_of_bytes() -> None:
         stores.copy.flush(Direction.STORE, more=False)
         seen.append(stores.written_back)
     assert seen == [2, 4, 6, 6]
-    assert stores.paper.launches == [(Direction.STORE, BLOCKS)]
-    stores.paper.settle()
+    assert stores.driver.launches == [(Direction.STORE, BLOCKS)]
+    stores.driver.settle()
     assert np.array_equal(stores.pool, stores.tensor)
 
 
@@ -79,7 +79,7 @@ def test_before_chunks_that_are_not_staged_everything_is_written_back() -> None:
 def test_a_write_back_that_the_device_refuses_fails_the_chunks_behind_it() -> None:
     stores = StagedStores(write_back=2)
     stores.copy.flush(Direction.STORE, more=False)
-    stores.paper.refuse = lambda name: name == "cuMemcpyAsync"
+    stores.driver.refuse = lambda name: name == "cuMemcpyAsync"
     stores.copy.flush(Direction.STORE, more=False)
     assert [chunk.error is not None for chunk in stores.chunks] == [False] * 2 + [True] * 4
     assert stores.written_back == 2
@@ -88,7 +88,7 @@ def test_a_write_back_that_the_device_refuses_fails_the_chunks_behind_it() -> No
 def test_no_kernel_is_launched_for_an_engine_that_gave_up_its_transfers() -> None:
     stores = StagedStores(1, 4)
     stores.copy.finish(Direction.STORE)
-    stores.paper.settle()
+    stores.driver.settle()
     errors = {block: chunk.error for block, chunk in enumerate(stores.chunks) if chunk.error}
     assert {block: error.code for block, error in errors.items()} == dict.fromkeys(
         (1, 4), Code.CANCELLED

@@ -31,8 +31,8 @@ OF_NUMBERS = RegionRecord("engine", 0, BLOCKS * 4096, layout=LAYOUT)
 
 
 @contextmanager
-def opened(deed: RegionRecord = OF_KEYS) -> Iterator[BlockTable]:
-    table = BlockTable.create(deed)
+def opened(record: RegionRecord = OF_KEYS) -> Iterator[BlockTable]:
+    table = BlockTable.create(record)
     yield table
     table.close()
 
@@ -101,10 +101,10 @@ def test_an_engines_blocks_have_no_keys() -> None:
         )
 
 
-def test_deeds_follow_each_other() -> None:
+def test_a_record_replaces_the_one_before() -> None:
     with opened() as table:
         for generation in range(2, 6):
-            deed = RegionRecord(
+            record = RegionRecord(
                 OF_KEYS.name,
                 OF_KEYS.start,
                 OF_KEYS.nbytes,
@@ -112,12 +112,12 @@ def test_deeds_follow_each_other() -> None:
                 generation=generation,
                 pages=((4096,),) * generation,
             )
-            table.update(deed)
+            table.update(record)
             assert found(table) == ()
-            assert table.record == deed
+            assert table.record == record
 
 
-def test_a_deed_that_is_too_long_is_refused_and_the_old_one_counts() -> None:
+def test_a_record_that_is_too_long_is_refused_and_the_old_one_stays() -> None:
     long = RegionRecord("engine", 0, 4096, layout=LAYOUT, pages=((1 << 60,) * (RECORD_ROOM // 8),))
     with opened() as table:
         with pytest.raises(Refused) as refused:
@@ -153,7 +153,7 @@ def test_memory_that_can_shrink_is_refused(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("less", [8, 48, -1])
-def test_a_table_with_other_slots_than_its_deed_says_is_refused(less: int) -> None:
+def test_a_table_with_other_slots_than_its_record_states_is_refused(less: int) -> None:
     with opened() as table:
         data = os.pread(table.descriptor, 1 << 24, 0)
     other = sealed_memfd("other", len(data) - less)
