@@ -14,12 +14,14 @@ from typing import Any, TypeVar
 import pytest
 
 from kvferry.client import OffloadClient
+from kvferry.client.session import ClientSession
 from kvferry.proto import messages as wire
 from kvferry.proto.codec import decode_client_message, encode
 from kvferry.proto.errors import Code, ErrorInfo, Gone
 from kvferry.proto.keys import EventKind, OffloadKey
 from kvferry.proto.messages import KeyEvent, KeyEvents
 from kvferry.proto.status import DeviceInfo, Limits
+from support import client_session
 
 M = TypeVar("M")
 WELCOME = wire.Welcome(1, "boot", "s1", "0.1", 1, DeviceInfo("cpu", "cpu", "host"), Limits(9, 9, 9))
@@ -182,3 +184,10 @@ def fake_daemon(start_fake_daemon: Callable[..., FakeDaemon]) -> FakeDaemon:
 def client(fake_daemon: FakeDaemon) -> OffloadClient:
     """A client of `fake_daemon` that does not reconnect and has opened no namespace."""
     return OffloadClient(fake_daemon.directory, engine="engine", timeout=0.2, reconnect=False)
+
+
+@pytest.fixture
+def session() -> ClientSession:
+    session = ClientSession("engine", "client")
+    session.receive_message(encode(client_session.WELCOME))
+    return session

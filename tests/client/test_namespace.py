@@ -149,33 +149,6 @@ def test_outside_of_a_namespace_its_verbs_are_refused(
 # Lookups
 
 
-def test_lookups_follow_the_news(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
-) -> None:
-    assert lookups(client_in_namespace, A, B, C) == [HIT, PENDING, MISS]
-    fake_daemon.store(B, C)
-    fake_daemon.evict(A)
-    assert lookups(client_in_namespace, A, B, C) == [MISS, HIT, HIT]
-    assert fake_daemon.received == []
-
-
-def test_a_gap_is_mended_by_one_more_follow(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
-) -> None:
-    fake_daemon.lossy = True
-    fake_daemon.store(C)
-    fake_daemon.evict(A)
-    fake_daemon.lossy = False
-    assert lookups(client_in_namespace, A, C) == [HIT, MISS]
-    fake_daemon.reserve(C)
-    client_in_namespace.poll()
-    assert fake_daemon.received == [wire.Subscribe()]
-    assert not client_in_namespace.namespace.mirror.complete
-    assert lookups(client_in_namespace, A, B, C) == [MISS, PENDING, PENDING]
-    assert client_in_namespace.namespace.mirror.complete
-    assert fake_daemon.received == [wire.Subscribe()]
-
-
 def test_lookups_receive_messages_if_the_mirror_is_too_old(
     fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
 ) -> None:
@@ -359,14 +332,6 @@ def test_between_two_resets_everything_is_absent(
     fake_daemon.store(C)
     assert client_in_namespace.lookup(C) is MISS
     assert client_in_namespace.get_finished() == []
-
-
-def test_a_reset_is_one_where_its_news_were_dropped(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
-) -> None:
-    fake_daemon.lossy = True
-    client_in_namespace.reset()
-    assert lookups(client_in_namespace, A, B) == [MISS, MISS]
 
 
 def test_a_refused_reset_has_reset_nothing(

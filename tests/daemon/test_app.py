@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvferry.client import Code, Gone, LocalDaemon, OffloadClient, Refused
+from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
 
@@ -63,42 +60,6 @@ def test_a_second_daemon(kvferryd: LocalDaemon) -> None:
         assert client.status().pid == kvferryd.pid
     with OffloadClient(kvferryd.directory) as later:
         assert later.daemon.pid == kvferryd.pid
-
-
-def test_a_local_daemon_where_one_serves(kvferryd: LocalDaemon) -> None:
-    """LocalDaemon tells, instead of taking the other's socket for its own."""
-    with pytest.raises(Refused, match=f"did not start: .*{kvferryd.pid}") as refused:
-        LocalDaemon(runtime_dir=kvferryd.runtime_dir, pool_bytes=1 << 20)
-    assert refused.value.code == Code.ENDPOINT_IN_USE
-
-
-def test_a_local_daemon_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It refused nothing: what it said is all there is."""
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(Gone, match="kvferryd did not start") as gone:
-        LocalDaemon(pool_bytes=1 << 20)
-    assert gone.value.code == Code.DAEMON_GONE
-
-
-def test_whoever_is_interrupted_leaves_no_daemon(
-    monkeypatch: pytest.MonkeyPatch, short_path: Path
-) -> None:
-    """By ctrl-c in a notebook, or a test's timeout: nobody else could stop it."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            LocalDaemon(pool_bytes=1 << 20)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert list(short_path.iterdir()) == []
-    until(lambda: not kvferryds(short_path))
 
 
 @pytest.mark.parametrize("device", ["7", "GPU-00000000-0000-0000-0000-000000000000", "banana"])
@@ -260,13 +221,3 @@ def test_a_refusal_that_nobody_reads(
 def test_private_to_its_user(kvferryd: LocalDaemon) -> None:
     assert os.stat(kvferryd.directory).st_mode & 0o077 == 0
     until(lambda: "serving" in kvferryd.log())
-
-
-def kvferryds(place: Path) -> list[str]:
-    """The processes that were told of a folder there."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if f"{place}/" in (folder / "cmdline").read_text():
-                found.append(folder.name)
-    return found

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import shutil
 import signal
@@ -23,12 +21,10 @@ import zmq
 from kvferry.client import GPULoadStoreSpec, LocalDaemon, OffloadClient
 from kvferry.client.cli import main
 from kvferry.client.doctor import (
-    CHECKS,
     CheckContext,
     Finding,
     Verdict,
     daemon,
-    environment,
     run_checks,
 )
 from kvferry.proto import messages as wire
@@ -39,7 +35,6 @@ from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
 from support.raw_client import RawClient
 
-NOBODY = 65534
 AS_NOBODY = """
 import os, sys
 from pathlib import Path
@@ -80,50 +75,6 @@ def kvferry(*arguments: object) -> int:
 
 
 # All is well
-
-
-def test_a_daemon_and_nothing_wrong(
-    start_kvferryd: StartKvferryd, device: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    running = start_kvferryd("0" if device.startswith("cuda") else device)
-    findings = run_checks(running.directory, 20.0)
-    said = by_check(findings)
-    assert {finding.verdict for finding in findings} <= {Verdict.OK, Verdict.WARN}
-    wanted = [
-        "directory",
-        "sockets",
-        "connection",
-        "version",
-        "status",
-        "processes",
-        "device",
-        "pool",
-    ]
-    assert all(said[check].verdict is Verdict.OK for check in [*wanted, "round trip"])
-    assert f"pid {running.pid}" in said["connection"].found
-    assert (
-        run_checks(running.runtime_dir, 20.0)[-1].verdict is Verdict.OK
-    )  # its page is taken again
-    assert kvferry("doctor", "-d", running.directory) == 0
-    assert "round trip" in capsys.readouterr().out
-
-
-def test_the_doctor_leaves_no_session(kvferryd: LocalDaemon) -> None:
-    assert run_checks(kvferryd.directory, math.inf)[-1].verdict is Verdict.OK
-    with OffloadClient(kvferryd.directory) as client:
-        until(lambda: client.status().sessions == 1)
-        until(lambda: not any(engine.present for engine in client.status().engines))
-        (left,) = client.status().engines
-        assert (left.name, left.present, left.host_blocks) == ("kvferry-doctor", False, 1)
-
-
-def test_findings_for_programs(kvferryd: LocalDaemon, capsys: pytest.CaptureFixture[str]) -> None:
-    assert kvferry("doctor", "--json", "-d", kvferryd.directory) == 0
-    findings = json.loads(capsys.readouterr().out)
-    assert set(findings[0]) == {"check", "verdict", "found", "change"}
-    kvferryd.kill()
-    assert kvferry("doctor", "--json", "-d", kvferryd.directory) == 1
-    assert "fail" in {finding["verdict"] for finding in json.loads(capsys.readouterr().out)}
 
 
 # Where it is
@@ -374,54 +325,3 @@ def test_a_pool_that_is_not_registered_whole(
 
 
 # Where the engine runs
-
-
-def test_packages_that_are_missing_or_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = {"msgspec": None, "numpy": "1.25.2", "pyzmq": "27.1.0", "torch": None}
-    monkeypatch.setattr(environment, "installed_version", versions.__getitem__)
-    first, second, last = environment.packages(CheckContext(None, 1.0))
-    assert first.change == "pip install 'msgspec>=0.18.6'"
-    assert second.found == "numpy 1.25.2 is too old"
-    assert "no torch" in last.found
-
-
-@pytest.mark.parametrize(
-    ("setting", "verdict"),
-    [
-        ("", Verdict.OK),
-        ("max_split_size_mb:64", Verdict.OK),
-        ("max_split_size_mb:64,expandable_segments:True", Verdict.WARN),
-        ("expandable_segments:False", Verdict.OK),
-    ],
-)
-@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_expandable_segments(
-    monkeypatch: pytest.MonkeyPatch, name: str, setting: str, verdict: Verdict
-) -> None:
-    monkeypatch.setenv(name, setting)
-    (finding,) = environment.allocator(CheckContext(None, 1.0))
-    assert finding.verdict is verdict
-
-
-@pytest.mark.parametrize(("version", "seed"), [("0.26.1", "0"), ("0.9.0", None), (None, None)])
-def test_vllm(monkeypatch: pytest.MonkeyPatch, version: str | None, seed: str | None) -> None:
-    monkeypatch.setattr(environment, "installed_version", lambda name: version)
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    if seed is not None:
-        monkeypatch.setenv("PYTHONHASHSEED", seed)
-    verdicts = [finding.verdict for finding in environment.vllm(CheckContext(None, 1.0))]
-    expected = [Verdict.OK] * 2 if seed else [Verdict.WARN] * 2
-    assert verdicts == ([] if version is None else expected)
-
-
-def test_little_shared_memory() -> None:
-    (finding,) = environment.shared_memory(CheckContext(None, 1.0), minimum=1 << 60)
-    assert finding.verdict is Verdict.WARN
-    assert "--shm-size" in finding.change
-
-
-def test_every_check_says_what_to_change() -> None:
-    """A finding that is not well has a line to change; the checks' names are their functions'."""
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS)
-    for finding in run_checks(Path("/nowhere")):
-        assert (finding.verdict is Verdict.OK) == (not finding.change)

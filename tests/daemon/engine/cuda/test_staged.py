@@ -17,7 +17,7 @@ from kvferry.proto.errors import Code
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import Direction, KVLayout, TensorLayout, TensorRef
 
-from .simulated_driver import SimulatedDriver
+from ..simulated_driver import SimulatedDriver
 
 PAGE, BLOCKS = 256, 6
 LAYOUT = KVLayout((TensorLayout(BLOCKS, PAGE, PAGE),), ((TensorRef(0, PAGE),),))
