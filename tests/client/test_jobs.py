@@ -36,7 +36,7 @@ def test_a_job_is_sent_as_it_was_given(session: ClientSession, spec: Any) -> Non
     assert decode_client_message(session.submit(7, spec, 12)) == wire.Submit(7, src, dst, 12)
 
 
-def test_a_result_comes_once(session: ClientSession) -> None:
+def test_a_result_is_returned_once(session: ClientSession) -> None:
     submit(session, 7)
     finish(session, 7, nbytes=4096, seconds=0.5)
     done = TransferResult(7, True, 4096, 0.5, ("GPU", "CPU"), Outcome.DONE)
@@ -44,7 +44,7 @@ def test_a_result_comes_once(session: ClientSession) -> None:
     assert (session.jobs.take_results(), len(session.jobs)) == ([], 0)
 
 
-def test_results_keep_the_order_in_which_they_came(session: ClientSession) -> None:
+def test_results_keep_their_order(session: ClientSession) -> None:
     for job_id in (1, 2, 3):
         submit(session, job_id)
     finish(session, 2, 3)
@@ -61,7 +61,7 @@ def test_results_keep_the_order_in_which_they_came(session: ClientSession) -> No
         (Outcome.REFUSED, Code.BUSY, Refused),
     ],
 )
-def test_a_job_without_success_says_why(
+def test_an_unsuccessful_job_has_its_error(
     session: ClientSession, outcome: Outcome, code: Code, kind: type[KVFerryError]
 ) -> None:
     submit(session, 7, LOAD)
@@ -76,7 +76,7 @@ def test_a_job_without_success_says_why(
     assert not session.jobs
 
 
-def test_results_that_nobody_waits_for_are_ignored(session: ClientSession) -> None:
+def test_results_of_unknown_jobs_are_ignored(session: ClientSession) -> None:
     submit(session, 1)
     finish(session, 9)
     finish(session, 1, 1)

@@ -29,7 +29,7 @@ def test_a_local_daemon_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gone.value.code == Code.DAEMON_GONE
 
 
-def test_whoever_is_interrupted_leaves_no_daemon(
+def test_an_interrupted_start_leaves_no_daemon(
     monkeypatch: pytest.MonkeyPatch, short_path: Path
 ) -> None:
     """By ctrl-c in a notebook, or a test's timeout: nobody else could stop it."""

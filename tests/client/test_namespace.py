@@ -49,7 +49,7 @@ def lookups(client: OffloadClient, *keys: bytes) -> list[Lookup]:
 # Opening
 
 
-def test_opening_says_what_is_wanted_and_waits_for_the_mirror(
+def test_opening_sends_the_arguments_and_waits_for_the_mirror(
     fake_daemon: FakeDaemon, client: OffloadClient
 ) -> None:
     fake_daemon.store(A)
@@ -94,9 +94,7 @@ def test_another_namespace_is_refused(
     assert fake_daemon.received == []
 
 
-def test_what_the_daemon_refuses_is_not_opened(
-    fake_daemon: FakeDaemon, client: OffloadClient
-) -> None:
+def test_a_refused_namespace_is_not_open(fake_daemon: FakeDaemon, client: OffloadClient) -> None:
     fake_daemon.refusal = ErrorInfo(Code.POOL_FULL, "no room")
     with pytest.raises(Refused, match="no room"):
         client.open_namespace(FINGERPRINT)
@@ -117,7 +115,7 @@ def test_a_mirror_that_is_late_fills_later(
     assert lookups(client, A, B) == [HIT, MISS]
 
 
-def test_a_daemon_that_goes_while_a_mirror_is_awaited(
+def test_a_daemon_that_disconnects_before_the_mirror_is_complete(
     fake_daemon: FakeDaemon, client: OffloadClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fake_daemon, "_snapshot", lambda: [wire.Goodbye("stopping")])
@@ -164,7 +162,7 @@ def test_lookups_receive_messages_if_the_mirror_is_too_old(
     assert fake_daemon.drains == drains + 1
 
 
-def test_results_bring_the_news_along(
+def test_get_finished_receives_key_events(
     fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
 ) -> None:
     fake_daemon.store(C)
@@ -175,7 +173,7 @@ def test_results_bring_the_news_along(
 # Pins and touches
 
 
-def test_pins_and_touches_are_said(
+def test_pins_and_touches_are_sent(
     fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
 ) -> None:
     client_in_namespace.pin([A, B])
@@ -199,7 +197,7 @@ def test_pins_count(fake_daemon: FakeDaemon, client_in_namespace: OffloadClient)
 
 
 @pytest.mark.parametrize("keys", [[C], [A, C], [A, A]])
-def test_what_is_not_pinned_lets_nothing_go(
+def test_unpinning_an_unpinned_key_unpins_nothing(
     fake_daemon: FakeDaemon, client_in_namespace: OffloadClient, keys: list[bytes]
 ) -> None:
     client_in_namespace.pin([A])
@@ -247,7 +245,7 @@ def test_keys_that_no_namespace_of_this_kind_has(
         ((CPULoadStoreSpec([0]), GPU), ("CPU", "GPU")),
     ],
 )
-def test_the_gpu_s_side_says_which_way_a_job_goes(
+def test_the_direction_of_a_job_follows_from_its_gpu_side(
     fake_daemon: FakeDaemon, client_in_namespace: OffloadClient, spec: Any, media: tuple[str, str]
 ) -> None:
     client_in_namespace.transfer_async(1, spec, wait_for=3)
@@ -268,7 +266,7 @@ def test_a_transfer_of_other_keys_is_refused_here(
     assert fake_daemon.received == []
 
 
-def test_keys_may_be_submitted_by_who_opened_nothing(
+def test_keys_may_be_submitted_without_opening_the_namespace(
     fake_daemon: FakeDaemon, client: OffloadClient
 ) -> None:
     """Another process of the engine may have; how long keys are, the daemon knows."""
@@ -334,7 +332,7 @@ def test_between_two_resets_everything_is_absent(
     assert client_in_namespace.get_finished() == []
 
 
-def test_a_refused_reset_has_reset_nothing(
+def test_a_refused_reset_changes_nothing(
     fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
 ) -> None:
     fake_daemon.refusal = ErrorInfo(Code.FORBIDDEN, "not now")
@@ -343,7 +341,7 @@ def test_a_refused_reset_has_reset_nothing(
     assert lookups(client_in_namespace, A, B, C) == [HIT, PENDING, MISS]
 
 
-def test_a_refused_reset_that_nobody_waits_for_is_raised_where_it_arrives(
+def test_a_refused_reset_async_is_raised_by_the_next_poll(
     fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
 ) -> None:
     fake_daemon.refusal = ErrorInfo(Code.FORBIDDEN, "not now")
@@ -371,7 +369,7 @@ def test_a_mirror_made_during_a_reset_knows_of_it(
 
 
 @pytest.mark.parametrize("how", ["killed", "goodbye"])
-def test_an_engine_goes_on_when_the_daemon_is_gone(
+def test_without_a_daemon_lookups_miss_and_pins_do_not_fail(
     fake_daemon: FakeDaemon, client_in_namespace: OffloadClient, how: str
 ) -> None:
     client_in_namespace.pin([A])
@@ -398,7 +396,7 @@ def test_an_engine_goes_on_when_the_daemon_is_gone(
             call()
 
 
-def test_what_comes_after_the_end_brings_nothing_back(
+def test_messages_after_the_end_change_nothing(
     fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
 ) -> None:
     fake_daemon.slow = True

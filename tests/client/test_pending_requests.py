@@ -35,7 +35,7 @@ def test_requests_have_numbers_of_their_own(session: ClientSession) -> None:
         wire.NamespacesReport(5, ()),
     ],
 )
-def test_a_reply_is_there_once_and_for_its_request(session: ClientSession, reply: Any) -> None:
+def test_a_reply_is_returned_once_for_its_request(session: ClientSession, reply: Any) -> None:
     with session.expect_reply(wire.StatusRequest(5)), session.expect_reply(wire.StatusRequest(4)):
         assert session.reply(5) is None
         session.receive_message(encode(reply))
@@ -44,7 +44,7 @@ def test_a_reply_is_there_once_and_for_its_request(session: ClientSession, reply
         assert session.reply(5) is None
 
 
-def test_a_reply_that_nobody_waits_for_is_not_kept(session: ClientSession) -> None:
+def test_a_reply_without_a_waiting_request_is_dropped(session: ClientSession) -> None:
     with session.expect_reply(wire.StatusRequest(5)):
         pass
     session.receive_message(encode(wire.Waited(5)))

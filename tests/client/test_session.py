@@ -37,11 +37,11 @@ from support.client_session import (
 # Greeting
 
 
-def test_the_first_message_says_who_speaks() -> None:
+def test_the_first_message_is_hello() -> None:
     assert ClientSession("engine", "client").hello() == wire.Hello(1, 1, "client", "engine")
 
 
-def test_a_client_is_greeted_once_the_welcome_is_there() -> None:
+def test_read_welcome_returns_the_welcome_once_it_arrived() -> None:
     session = ClientSession("engine", "client")
     assert session.read_welcome() is None
     session.receive_message(encode(WELCOME))
@@ -51,7 +51,7 @@ def test_a_client_is_greeted_once_the_welcome_is_there() -> None:
 @pytest.mark.parametrize(
     ("code", "kind"), [(Code.PROTOCOL_VERSION, Refused), (Code.SHUTTING_DOWN, Gone)]
 )
-def test_a_client_that_is_turned_away_learns_why(code: Code, kind: type[KVFerryError]) -> None:
+def test_a_refused_hello_raises_the_reason(code: Code, kind: type[KVFerryError]) -> None:
     session = ClientSession("engine", "client")
     session.receive_message(encode(wire.Error(None, ErrorInfo(code, "no"))))
     with pytest.raises(kind) as caught:
@@ -73,7 +73,7 @@ def open_namespace(session: ClientSession) -> ClientSession:
 
 
 @pytest.mark.parametrize("message", [KEY_EVENTS, wire.Snapshot(1, 0, False, (b"aaaa",), True)])
-def test_what_is_told_of_a_namespace_needs_a_mirror(session: ClientSession, message: Any) -> None:
+def test_key_events_need_a_mirror(session: ClientSession, message: Any) -> None:
     session.receive_message(encode(message))
     open_namespace(session).receive_message(encode(message))
     assert session.snapshot_request() is None
@@ -83,7 +83,7 @@ def test_what_is_told_of_a_namespace_needs_a_mirror(session: ClientSession, mess
     assert session.mirror_complete() == isinstance(message, wire.Snapshot)
 
 
-def test_a_mirror_that_is_astray_is_followed_up_once(session: ClientSession) -> None:
+def test_an_incomplete_mirror_requests_one_snapshot(session: ClientSession) -> None:
     open_namespace(session).namespace.ensure_mirror()
     session.receive_message(encode(wire.Snapshot(0, 0, False, (), True)))
     session.receive_message(encode(wire.KeyEvents(2, KEY_EVENTS.events)))
@@ -94,7 +94,7 @@ def test_a_mirror_that_is_astray_is_followed_up_once(session: ClientSession) -> 
     assert session.snapshot_request() is None
 
 
-def test_a_mirror_is_not_followed_up_at_a_daemon_that_is_gone(session: ClientSession) -> None:
+def test_no_snapshot_is_requested_after_a_disconnect(session: ClientSession) -> None:
     open_namespace(session).namespace.ensure_mirror()
     session.receive_message(encode(wire.Snapshot(0, 0, False, (), True)))
     session.receive_message(encode(wire.KeyEvents(2, KEY_EVENTS.events)))
@@ -104,7 +104,7 @@ def test_a_mirror_is_not_followed_up_at_a_daemon_that_is_gone(session: ClientSes
         session.mirror_complete()
 
 
-def test_a_reset_that_nobody_asked_for_changes_nothing(session: ClientSession) -> None:
+def test_an_unrequested_reset_reply_changes_nothing(session: ClientSession) -> None:
     mirror = open_namespace(session).namespace.ensure_mirror()
     session.receive_message(encode(wire.Snapshot(0, 0, False, (b"aaaa",), True)))
     session.receive_message(encode(wire.Done(5)))
@@ -153,7 +153,7 @@ def test_jobs_under_way_are_lost_with_the_daemon(session: ClientSession, end: st
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_nothing_can_be_asked_of_a_daemon_that_is_gone(session: ClientSession, end: str) -> None:
+def test_requests_to_a_lost_daemon_raise_gone(session: ClientSession, end: str) -> None:
     with session.expect_reply(wire.StatusRequest(5)):
         session.receive_message(encode(wire.Waited(5)))
         session.receive_message(ENDS[end])
@@ -300,7 +300,7 @@ def test_resets_that_were_not_done_are_done_before_anything_shows(
     assert reconnecting.namespace.pending_resets() == ()
 
 
-def test_a_host_block_whose_store_was_lost_is_not_loaded_until_it_is_stored_again(
+def test_a_host_block_whose_store_was_lost_loads_only_after_another_store(
     reconnecting: ClientSession,
 ) -> None:
     """A daemon that has the blocks of the one before may have what was there before that store."""
@@ -322,7 +322,7 @@ def test_a_host_block_whose_store_was_lost_is_not_loaded_until_it_is_stored_agai
     reconnecting.submit(2, LOAD, 0)
 
 
-def test_who_waits_is_told_once_that_the_daemon_went(reconnecting: ClientSession) -> None:
+def test_a_lost_daemon_ends_pending_requests_once(reconnecting: ClientSession) -> None:
     with reconnecting.expect_reply(wire.StatusRequest(5)):
         reconnecting.connection_lost(KILLED)
         reconnecting.socket_opened()

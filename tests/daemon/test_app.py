@@ -212,7 +212,7 @@ def test_standard_streams_that_are_closed(short_path: Path, closed: str) -> None
         process.wait()
 
 
-def test_a_refusal_that_nobody_reads(
+def test_a_refusal_with_closed_stderr(
     start: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
     assert start("exec 2>&-;", "--device", "banana").returncode == 2

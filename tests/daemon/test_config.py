@@ -209,7 +209,7 @@ def test_a_pool_or_chunk_of_nothing_is_refused(flag: str) -> None:
     refused(flag)
 
 
-def test_a_flag_into_a_table_that_is_none_is_refused(write: Any) -> None:
+def test_a_flag_for_a_key_that_is_not_a_table_is_refused(write: Any) -> None:
     assert "is not a table [pool]" in str(refused(write("pool = 3"), "--pool-size=1GiB"))
 
 
@@ -221,9 +221,7 @@ def test_a_flag_into_a_table_that_is_none_is_refused(write: Any) -> None:
         ("log.format", '"text" or "json"'),
     ],
 )
-def test_a_word_that_is_none_is_answered_with_those_there_are(
-    write: Any, key: str, values: str
-) -> None:
+def test_a_wrong_choice_is_refused_with_the_valid_ones(write: Any, key: str, values: str) -> None:
     section, name = key.split(".")
     assert values in description({key: hint for key, hint, _ in options()}[key])
     for wrong in (f"--{section}-{name}=foo", write(f"[{section}]\n{name} = 'foo'")):
@@ -232,7 +230,7 @@ def test_a_word_that_is_none_is_answered_with_those_there_are(
         assert values in said
 
 
-def test_what_a_gpu_needs_of_staging_is_said() -> None:
+def test_the_help_states_the_minimum_of_staging() -> None:
     (said,) = (description(hint) for key, hint, _ in options() if key == "copy.staging")
     assert f"{MIN_STAGING >> 20}MiB" in said
 

@@ -54,7 +54,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
         manager.close()
 
 
-def test_what_it_says(run: Run) -> None:
+def test_the_sequence_of_notifications(run: Run) -> None:
     manager = run(
         "supervisor.status('one\\ntwo'); supervisor.keep_alive(); supervisor.reloading();"
         "supervisor.stopping()"
@@ -73,7 +73,7 @@ def test_a_socket_in_no_file_system(run: Run) -> None:
     assert manager.values("READY") == ["1"]
 
 
-def test_what_is_kept_comes_back_under_its_name(run: Run) -> None:
+def test_a_stored_descriptor_is_passed_on_with_its_name(run: Run) -> None:
     """Also twice in a row, and in whatever order it was given."""
     manager = run(
         "say(kept())\n"
@@ -87,7 +87,7 @@ def test_what_is_kept_comes_back_under_its_name(run: Run) -> None:
         assert manager.values("STATUS")[0] == repr({"three": "three", "two": "two", "one": "one"})
 
 
-def test_what_is_forgotten_does_not_come_back(run: Run) -> None:
+def test_a_removed_descriptor_is_not_passed_on(run: Run) -> None:
     manager = run(
         "say(kept())\n"
         "if not supervisor.stored_fds:\n"
@@ -100,7 +100,7 @@ def test_what_is_forgotten_does_not_come_back(run: Run) -> None:
     assert manager.names == ["two"]
 
 
-def test_of_two_of_one_name_the_newer_stays(run: Run) -> None:
+def test_the_newer_of_two_descriptors_with_one_name_is_kept(run: Run) -> None:
     manager = run(
         "say((kept(), len(os.listdir('/proc/self/fd'))))\n"
         "if not supervisor.stored_fds:\n"
@@ -113,7 +113,7 @@ def test_of_two_of_one_name_the_newer_stays(run: Run) -> None:
     assert literal_eval(manager.values("STATUS")[0]) == ({"one": "new"}, before[1] + 1)
 
 
-def test_a_pipe_is_kept_though_nobody_holds_its_other_end(run: Run) -> None:
+def test_a_pipe_is_stored_even_if_its_other_end_is_closed(run: Run) -> None:
     """FDPOLL=0: a manager would drop it otherwise."""
     manager = run(
         "say([*supervisor.stored_fds])\n"
@@ -124,7 +124,7 @@ def test_a_pipe_is_kept_though_nobody_holds_its_other_end(run: Run) -> None:
     assert manager.values("STATUS")[0] == "['pipe']"
 
 
-def test_settled_means_taken_in(run: Run) -> None:
+def test_flush_returns_once_descriptors_are_received(run: Run) -> None:
     manager = run(
         "for number in range(500): supervisor.store_fd(f'part.{number}', memory('x'))\n"
         "say(supervisor.wait_processed(20))"
@@ -133,7 +133,7 @@ def test_settled_means_taken_in(run: Run) -> None:
     assert len(manager.names) == 500
 
 
-def test_nothing_is_settled_that_nobody_took_in(tmp_path: Path) -> None:
+def test_flush_waits_for_the_service_manager(tmp_path: Path) -> None:
     """The manager lives, and reads nothing; then it does."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear:
         ear.bind(str(tmp_path / "notify"))
@@ -217,7 +217,9 @@ def test_a_manager_that_does_not_read_is_not_waited_for(
     assert supervisor.send_queued(0)
 
 
-def test_what_waits_goes_with_the_next_word(deaf: tuple[Supervisor, socket.socket]) -> None:
+def test_queued_notifications_are_sent_with_the_next_one(
+    deaf: tuple[Supervisor, socket.socket],
+) -> None:
     supervisor, ear = deaf
     supervisor.ready("up")
     assert ear.recv(99) == b"OTHER=1"
@@ -231,7 +233,7 @@ def test_what_waits_goes_with_the_next_word(deaf: tuple[Supervisor, socket.socke
     assert ear.recv(99) == b"WATCHDOG=1"
 
 
-def test_what_waits_for_a_manager_is_bounded(deaf: tuple[Supervisor, socket.socket]) -> None:
+def test_queued_notifications_are_bounded(deaf: tuple[Supervisor, socket.socket]) -> None:
     supervisor, ear = deaf
     before = len(os.listdir("/proc/self/fd"))
     for number in range(MOST_UNSENT + 9):
@@ -272,13 +274,13 @@ def test_the_watchdog_s_time(run: Run) -> None:
     assert run("say(supervisor.watchdog_seconds)").values("STATUS")[0] == "None"
 
 
-def test_who_does_not_say_that_it_lives_is_killed(run: Run) -> None:
+def test_a_process_without_keep_alive_is_killed(run: Run) -> None:
     manager = run("", watchdog=0.5)
     assert manager.wait_dead() == -9
     assert manager.starved == 1
 
 
-def test_who_says_that_it_lives_is_let_live(run: Run) -> None:
+def test_a_process_with_keep_alive_is_not_killed(run: Run) -> None:
     manager = run(
         "supervisor.ready('up')\n"
         "for _ in range(40): supervisor.keep_alive(); time.sleep(0.05)\n"
@@ -291,7 +293,7 @@ def test_who_says_that_it_lives_is_let_live(run: Run) -> None:
     assert not manager.starved
 
 
-def test_what_is_meant_for_another_process_is_left_alone() -> None:
+def test_notifications_for_another_process_are_ignored() -> None:
     ours, theirs = os.pipe()
     try:
         environ = {"LISTEN_PID": "1", "LISTEN_FDS": str(theirs), "LISTEN_FDNAMES": "a:b"}
@@ -304,7 +306,7 @@ def test_what_is_meant_for_another_process_is_left_alone() -> None:
         os.close(theirs)
 
 
-def test_where_there_is_no_manager_nothing_is_said() -> None:
+def test_without_a_service_manager_nothing_is_sent() -> None:
     environ = {"PATH": "/bin"}
     supervisor = Supervisor(environ)
     assert environ == {"PATH": "/bin"}
@@ -314,7 +316,7 @@ def test_where_there_is_no_manager_nothing_is_said() -> None:
     assert not supervisor.wait_processed(0.1)
 
 
-def test_a_manager_that_went_is_said_once(
+def test_a_lost_service_manager_is_logged_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     supervisor = Supervisor({"NOTIFY_SOCKET": str(tmp_path / "nobody")})
@@ -335,7 +337,7 @@ def test_names_that_a_store_would_not_take(name: str) -> None:
         supervisor.remove_fd(name)
 
 
-def test_a_store_is_hoped_for_where_nobody_says() -> None:
+def test_the_fd_store_is_assumed_to_exist_if_its_size_is_unknown() -> None:
     assert Supervisor({"NOTIFY_SOCKET": "/nowhere"}).has_fd_store
     assert Supervisor({"NOTIFY_SOCKET": "/nowhere", "FDSTORE": "9"}).has_fd_store
     assert not Supervisor({"NOTIFY_SOCKET": "/nowhere", "FDSTORE": "0"}).has_fd_store

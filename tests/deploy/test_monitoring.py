@@ -53,7 +53,7 @@ def metrics() -> dict[str, set[str]]:
     return found
 
 
-def test_what_alerts_are_about_is_there_before_it_happens() -> None:
+def test_series_of_alerts_exist_from_the_start() -> None:
     """The first sample of a series is no growth: a first failure would be told to nobody."""
     device, pool = proto_status.DeviceInfo("cpu", "cpu", "host"), proto_status.PoolStatus(1, 1, 1)
     health = proto_status.HealthStatus(True)
@@ -90,7 +90,7 @@ def expressions() -> list[str]:
 
 
 @pytest.mark.parametrize("expression", expressions())
-def test_what_is_named_is_there(expression: str) -> None:
+def test_metrics_in_rules_and_dashboards_exist(expression: str) -> None:
     known = metrics()
     names = re.findall(r"\bkvferry_\w+", expression)
     assert names

@@ -95,7 +95,7 @@ def test_a_client_that_never_polls_gets_every_result_when_it_does(
 
 
 @pytest.mark.timeout(180)
-def test_one_that_takes_nothing_for_too_long_is_sent_away_and_finds_out_why(
+def test_a_client_that_receives_nothing_is_disconnected_with_the_reason(
     start_kvferryd: StartKvferryd,
 ) -> None:
     daemon = start_kvferryd()

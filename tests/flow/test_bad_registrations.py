@@ -88,7 +88,7 @@ def test_after_a_refused_registration_the_same_session_may_register(
     assert raw.result(1).outcome == "done"
 
 
-def test_memory_smaller_than_said(raw: RawClient) -> None:
+def test_memory_smaller_than_registered(raw: RawClient) -> None:
     descriptor = memfd(448)
     (ticket,) = raw.deposit(descriptor)
     os.close(descriptor)
@@ -96,7 +96,7 @@ def test_memory_smaller_than_said(raw: RawClient) -> None:
     assert refusal(raw, allocations=(FdAllocation(ticket, 512),)) == Code.UNKNOWN_HANDLE
 
 
-def test_tickets_of_another_session(raw: RawClient, beside: SmallEngine) -> None:
+def test_handles_of_another_session(raw: RawClient, beside: SmallEngine) -> None:
     with RawClient(beside.directory, "thief") as thief:
         descriptor = memfd()
         (ticket,) = raw.deposit(descriptor)

@@ -69,7 +69,7 @@ def test_the_daemon_is_killed(start_engine: StartSmallEngine, kvferryd: LocalDae
     assert time.monotonic() - began < PROMPTLY
 
 
-def test_the_daemon_is_killed_while_somebody_waits(
+def test_waits_end_when_the_daemon_is_killed(
     start_engine: StartSmallEngine, kvferryd: LocalDaemon
 ) -> None:
     engine = start_engine(kvferryd)

@@ -154,7 +154,7 @@ def heard(manager: ServiceManager, name: str) -> int:
     return sum(name in message for message in tuple(manager.said))
 
 
-def test_the_watchdog_hears_of_a_daemon_that_works_and_kills_one_that_does_not(
+def test_the_watchdog_kills_a_daemon_that_hangs(
     manage: Callable[..., ServiceManager],
 ) -> None:
     manager = manage(watchdog=2.0)

@@ -61,7 +61,7 @@ def test_a_scheduler_needs_no_torch(start_engine: StartSmallEngine, kvferryd: Lo
         ("kvferry.testing.worker", {"kvferry.daemon"}),
     ],
 )
-def test_what_an_import_brings_along(package: str, unwanted: set[str]) -> None:
+def test_modules_loaded_by_each_import(package: str, unwanted: set[str]) -> None:
     imported = modules(f"import sys, {package}; print(*sys.modules)")
     assert package in imported
     assert not imported & unwanted

@@ -128,7 +128,7 @@ def test_an_engine_that_was_killed_finds_its_tensors(
     assert kept_bytes(daemon, engine.options.name) == size
 
 
-def test_kept_tensors_are_freed_when_somebody_says_so(
+def test_kept_tensors_are_freed_by_release_kv_caches(
     start_engine: StartSmallEngine, daemon: LocalDaemon, device: str
 ) -> None:
     before = memory_before(daemon, device)

@@ -118,13 +118,13 @@ def tcp_sockets(daemon: LocalDaemon) -> set[str]:
     return held & {line.split()[9] for table in tables for line in table.splitlines()[1:]}
 
 
-def test_it_is_off_unless_asked_for(daemon: LocalDaemon, kvferryd: LocalDaemon) -> None:
+def test_metrics_are_off_by_default(daemon: LocalDaemon, kvferryd: LocalDaemon) -> None:
     until(lambda: "metrics=off" in kvferryd.log())
     assert not tcp_sockets(kvferryd)
     assert len(tcp_sockets(daemon)) == 1
 
 
-def test_it_stops_with_a_visitor_that_says_nothing(daemon: LocalDaemon) -> None:
+def test_the_daemon_stops_beside_a_silent_http_connection(daemon: LocalDaemon) -> None:
     host, port = url(daemon, "").removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))):
         assert daemon.stop(timeout=20) == 0

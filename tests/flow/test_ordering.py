@@ -102,7 +102,7 @@ def test_one_wait_for_jobs_of_both_directions(
     assert all(result.success for result in results)
 
 
-def test_results_that_end_together_come_together(start_kvferryd: StartKvferryd) -> None:
+def test_results_that_end_together_are_sent_together(start_kvferryd: StartKvferryd) -> None:
     """Each once, in order, and before the reply of whoever waited for them."""
     with RawClient(start_kvferryd(reference_stall=0.2).directory, "engine") as raw:
         raw.register()

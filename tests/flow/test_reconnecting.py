@@ -224,7 +224,7 @@ def test_the_bytes_of_a_daemon_that_was_killed_are_not_loaded(
     assert (both.error.code, both.error.value) == (Code.STALE, "1")
 
 
-def test_a_daemon_that_is_stopped_by_a_signal_and_goes_on_is_not_gone(
+def test_a_daemon_that_continues_after_sigstop_stays_connected(
     service: DaemonService, engine: ReconnectingFixture
 ) -> None:
     os.kill(service.daemon.pid, signal.SIGSTOP)
@@ -237,7 +237,7 @@ def test_a_daemon_that_is_stopped_by_a_signal_and_goes_on_is_not_gone(
     assert (engine.client.incarnation, engine.client.gone) == (1, None)
 
 
-def test_a_daemon_that_comes_back_and_hangs_blocks_nobody(
+def test_a_restarted_daemon_that_hangs_does_not_block_polls(
     service: DaemonService, engine: ReconnectingFixture
 ) -> None:
     service.restart()
@@ -337,7 +337,7 @@ def test_tensors_of_a_daemon_are_the_engine_s_own_for_the_next_one(
         assert client.incarnation == 3
 
 
-def test_a_timeline_that_was_closed_is_said(
+def test_a_closed_timeline_is_the_reason_in_gone(
     service: DaemonService, engine: ReconnectingFixture
 ) -> None:
     engine.timeline.close()
@@ -407,7 +407,7 @@ def fetch(engine: ReconnectingFixture, key: bytes, gpu: int) -> TransferResult:
     return engine.result(engine.submit((KeyLoadStoreSpec((key,)), GPULoadStoreSpec([gpu]))))
 
 
-def test_what_others_stored_meanwhile_is_there_and_pins_hold_again(
+def test_after_a_restart_keys_of_others_are_hits_and_pins_are_restored(
     service: DaemonService, engine_in_namespace: ReconnectingFixture
 ) -> None:
     """The other client is back first, and stores a key that this one has pinned."""
@@ -432,7 +432,7 @@ def test_what_others_stored_meanwhile_is_there_and_pins_hold_again(
         engine.timeline.close()
 
 
-def test_a_manager_goes_on(
+def test_a_manager_continues_after_a_restart_of_the_daemon(
     service: DaemonService, engine_in_namespace: ReconnectingFixture
 ) -> None:
     with OffloadingManager.connect(
@@ -516,7 +516,7 @@ async def registered(service: DaemonService) -> tuple[AsyncOffloadClient, Reconn
     return client, engine
 
 
-async def test_an_asyncio_client_comes_back_by_itself(service: DaemonService) -> None:
+async def test_an_asyncio_client_reconnects_by_itself(service: DaemonService) -> None:
     """Nothing is called meanwhile."""
     client, engine = await registered(service)
     held = engine.submit(store(1, 1), wait_for=NEVER)

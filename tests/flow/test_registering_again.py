@@ -112,7 +112,7 @@ def test_the_same_again_is_the_same(
 
 @METHOD
 @RECONNECTS
-def test_another_comes_in_its_place(
+def test_another_registration_replaces_the_unanswered_one(
     kvferryd: LocalDaemon, stopper: DaemonStopper, method: Any, reconnects: bool
 ) -> None:
     with OffloadClient(kvferryd.directory, engine="late", reconnect=reconnects) as client:
@@ -132,7 +132,7 @@ def test_another_comes_in_its_place(
 
 
 @METHOD
-def test_after_a_refusal_it_is_asked_anew(
+def test_after_a_refusal_the_next_request_is_sent(
     kvferryd: LocalDaemon, stopper: DaemonStopper, method: Any
 ) -> None:
     with OffloadClient(kvferryd.directory, engine="late") as client:
@@ -168,7 +168,7 @@ def test_an_interrupt(kvferryd: LocalDaemon, stopper: DaemonStopper, method: Any
 
 
 @METHOD
-def test_a_daemon_that_went_meanwhile_is_asked_anew(
+def test_the_request_is_sent_again_to_a_restarted_daemon(
     start_kvferryd: StartKvferryd, short_path: Path, method: Any
 ) -> None:
     tensor = shared_empty((8, 64))

@@ -168,7 +168,7 @@ def service_on_device(short_path: Path, device: str) -> Iterator[RestartedServic
         yield service
 
 
-def test_what_was_stored_is_there_again(service_on_device: RestartedService) -> None:
+def test_stored_keys_are_hits_after_a_restart(service_on_device: RestartedService) -> None:
     with service_on_device.engine() as one:
         content = one.fill(range(8), seed=1)
         assert one.store(range(8), keys(1, 2, 3, 4)).success
@@ -312,7 +312,7 @@ def test_an_engines_own_blocks_come_back_by_their_numbers(
 
 
 @pytest.mark.parametrize("option", ["pool_bytes", "pool_chunk"])
-def test_a_pool_of_another_shape_begins_empty_and_says_so(
+def test_a_pool_of_another_size_starts_empty_and_logs_it(
     service: RestartedService, option: str
 ) -> None:
     with service.engine() as one:
@@ -341,9 +341,7 @@ BAD_OPTIONS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("option", BAD_OPTIONS)
-def test_who_refuses_to_start_leaves_all_that_was_kept(
-    service: RestartedService, option: str
-) -> None:
+def test_a_refused_start_keeps_the_pool(service: RestartedService, option: str) -> None:
     """The line is mended, and the cache is there."""
     with service.engine() as one:
         content = one.fill(range(2), seed=1)
@@ -376,7 +374,7 @@ app.main()
 """
 
 
-def test_who_finds_no_room_on_the_device_leaves_it_too(service: RestartedService) -> None:
+def test_a_start_that_fails_on_the_device_keeps_the_pool(service: RestartedService) -> None:
     """copy.staging is tried once all else is there; here with another pool, as in one edit."""
     with service.engine() as one:
         assert one.store([0, 1], keys(1)).success
@@ -402,7 +400,7 @@ def test_a_first_start_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("at", "data"), [(0, b"kvferry0"), (4096 + 12, b"\xff\xff\xff")])
-def test_a_ledger_of_another_version_or_a_damaged_one_is_given_up(
+def test_a_block_table_that_is_damaged_or_of_another_version_is_dropped(
     service: RestartedService, at: int, data: bytes
 ) -> None:
     with service.engine() as one:
@@ -429,7 +427,7 @@ def test_nothing_is_kept_where_that_is_not_wanted(tmp_path: Path) -> None:
         assert service.manager.names == []
 
 
-def test_what_was_kept_goes_where_keeping_is_not_wanted_any_more(service: RestartedService) -> None:
+def test_a_kept_pool_is_dropped_if_pool_keep_is_false(service: RestartedService) -> None:
     with service.engine() as one:
         assert one.store([0, 1], keys(1)).success
         await_committed(service.manager, 1)
@@ -439,7 +437,7 @@ def test_what_was_kept_goes_where_keeping_is_not_wanted_any_more(service: Restar
         assert one.lookup(1) == [Lookup.MISS]
 
 
-def test_a_region_that_gave_its_room_away_does_not_come_back(service: RestartedService) -> None:
+def test_a_freed_region_is_not_restored(service: RestartedService) -> None:
     with service.engine("old", namespace=False) as old:
         assert old.run((GPULoadStoreSpec(range(2)), CPULoadStoreSpec([0]))).success
         await_committed(service.manager, 1)

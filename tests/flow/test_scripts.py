@@ -20,7 +20,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_a_script_says_how_it_is_called(script: Path) -> None:
+def test_a_script_prints_its_usage(script: Path) -> None:
     done = run(script, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert "usage: " in done.stdout

@@ -110,7 +110,7 @@ def test_a_folder_that_is_not_ours_any_more(
     check_told(engine)
 
 
-def test_somebody_who_waits_is_told(
+def test_a_stop_ends_waits_in_all_processes(
     start_engine: StartSmallEngine, start_kvferryd: StartKvferryd
 ) -> None:
     """In the scheduler, and in the worker, which did not submit the job."""

@@ -411,7 +411,7 @@ _SPEC_FAULTS = {Code.BLOCK_OUT_OF_RANGE, Code.SIZE_MISMATCH, Code.DUPLICATE_BLOC
 """Of a load also STALE, where its host blocks were never stored to."""
 
 
-def test_anything_may_happen() -> None:
+def test_the_core_keeps_its_promises_whatever_happens() -> None:
     run_state_machine_as_test(
         CoreMachine,
         settings=settings(max_examples=200, stateful_step_count=40),

@@ -267,7 +267,7 @@ def test_pieces_are_the_transfer_cut_in_order(data: st.DataObject) -> None:
 
 @settings(PROFILE, max_examples=600)
 @given(st.data())
-def test_what_the_model_finds_wrong_is_refused_and_nothing_else(data: st.DataObject) -> None:
+def test_transfers_are_refused_exactly_if_the_model_refuses_them(data: st.DataObject) -> None:
     model = data.draw(worlds())
     transfer = data.draw(spoiled_transfers(model))
     faults = wrong(model, transfer)
@@ -345,7 +345,7 @@ def test_a_copy_changes_the_bytes_it_should_and_no_other(data: st.DataObject) ->
 
 @settings(PROFILE)
 @given(st.data())
-def test_what_was_stored_loads_into_other_blocks_unchanged(data: st.DataObject) -> None:
+def test_stored_blocks_load_into_other_blocks_unchanged(data: st.DataObject) -> None:
     model = data.draw(worlds())
     memory = ArenaMemory(model)
     store = replace(data.draw(good_transfers(model)), direction=Direction.STORE)

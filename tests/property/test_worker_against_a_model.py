@@ -48,7 +48,7 @@ events = st.one_of(
     st.integers(1, 4),
     st.booleans(),
 )
-def test_whatever_happens_every_plan_ends_once_and_in_order(
+def test_every_transfer_ends_once_and_in_order(
     history: list[tuple[Any, ...]], room: ChunkBudget, most: int, unmapped: bool
 ) -> None:
     stub = StubEngine()

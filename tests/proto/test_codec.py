@@ -150,7 +150,7 @@ def test_a_field_too_many_is_refused(name: str) -> None:
         pack("goodbye", "r" * 257),
     ],
 )
-def test_what_is_no_client_message_is_refused(data: bytes) -> None:
+def test_invalid_client_messages_are_refused(data: bytes) -> None:
     assert refusal(codec.decode_client_message, data) == Code.BAD_MESSAGE
 
 
@@ -181,7 +181,7 @@ BLOCK_IDS_FOLLOW = b"\x94\xa6submit\x01\x92\xa3gpu"
 
 
 @pytest.mark.parametrize("what", [b"\x90", b"\x01", b"\xa1a", b"\xc0"])
-def test_what_stands_in_the_place_of_block_ids_is_not_built(what: bytes) -> None:
+def test_objects_in_place_of_block_ids_are_not_built(what: bytes) -> None:
     """Thirty MiB of empty arrays took gigabytes, and seconds, before they were no block ids."""
     count = 1 << 16
     data = BLOCK_IDS_FOLLOW + b"\xdd" + struct.pack(">I", count) + count * what
@@ -272,7 +272,7 @@ def test_counts_reach_their_limit_and_no_further(
         ("registerkvcaches", 1, LAYOUT, [], [[0, -1]]),
     ],
 )
-def test_what_must_not_be_empty_or_zero_is_refused(fields: tuple[Any, ...]) -> None:
+def test_empty_and_zero_fields_are_refused(fields: tuple[Any, ...]) -> None:
     assert refusal(codec.decode_client_message, pack(*fields)) == Code.BAD_MESSAGE
 
 
@@ -335,7 +335,7 @@ def test_the_largest_layout_fits_into_a_message() -> None:
     assert codec.decode_client_message(encode(most)) == most
 
 
-def test_what_is_too_large_is_not_parsed() -> None:
+def test_too_large_messages_are_not_parsed() -> None:
     assert refusal(client_decoder(most_bytes=3), b"\xc1\xc1\xc1\xc1") == Code.MESSAGE_TOO_LARGE
 
 

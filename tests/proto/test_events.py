@@ -29,7 +29,7 @@ def published(*events: KeyEvent) -> list[object] | None:
     return events_said
 
 
-def test_stored_blocks_are_told_with_hash_size_and_medium() -> None:
+def test_stored_blocks_are_published_with_hash_size_and_medium() -> None:
     event = ["BlockStored", HASHES, None, [], 16, None, "CPU"]
     assert published(KeyEvent(EventKind.STORED, KEYS)) == [event]
 
@@ -39,7 +39,7 @@ def test_removed_and_cleared_in_order() -> None:
     assert events == [["BlockRemoved", HASHES[:1], "CPU"], ["AllBlocksCleared"]]
 
 
-def test_what_cannot_be_loaded_yet_is_nobodys_business() -> None:
+def test_pending_and_abandoned_stores_are_not_published() -> None:
     assert published(KeyEvent(EventKind.PENDING, KEYS), KeyEvent(EventKind.ABANDONED, KEYS)) is None
 
 
@@ -53,7 +53,7 @@ def test_a_batch_reads_as_it_was_written() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch) == batch
 
 
-def test_what_is_much_goes_in_batches_of_some() -> None:
+def test_many_events_are_split_into_batches() -> None:
     """All of it, in order, and no batch of more than so many hashes."""
     hashes = [n.to_bytes(32, "big") for n in range(3 * MOST_IN_A_BATCH)]
     keys = tuple(map(offload_key, hashes))

@@ -95,7 +95,7 @@ def test_a_layout_whose_parts_do_not_fit_is_refused(
         pytest.param(KVLayout(TENSORS, ((TensorRef(1, 7), TensorRef(0, 9)),), 3), id="any order"),
     ],
 )
-def test_what_engines_have_is_accepted_and_stays_what_it_is(layout: KVLayout) -> None:
+def test_layouts_of_engines_are_accepted_and_unchanged(layout: KVLayout) -> None:
     arrays = LayoutArrays.from_layout(layout)
     assert msgspec.convert(arrays.to_lists(), KVLayout) == layout
     assert arrays == LayoutArrays.from_layout(layout)

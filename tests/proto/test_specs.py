@@ -64,7 +64,7 @@ def test_arrays_of_block_ids_are_not_copied(dtype: Any) -> None:
     ],
     ids=lambda value: f"{getattr(value, 'dtype', type(value).__name__)}-{str(value)[:12]}",
 )
-def test_what_are_no_block_ids_is_refused(given_ids: Any) -> None:
+def test_invalid_block_ids_are_refused(given_ids: Any) -> None:
     with pytest.raises(Refused) as caught:
         CPULoadStoreSpec(given_ids)
     assert caught.value.code == Code.BAD_SPEC

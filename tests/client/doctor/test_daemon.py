@@ -121,7 +121,7 @@ def test_another_user_may_not_enter(kvferryd: LocalDaemon, mode: int, change: st
 
 
 @as_root
-def test_another_user_is_told_that_there_may_be_a_daemon(kvferryd: LocalDaemon) -> None:
+def test_another_user_is_warned_that_there_may_be_a_daemon(kvferryd: LocalDaemon) -> None:
     """Also by who only looks for one."""
     kvferryd.runtime_dir.chmod(0o755)
     program = AS_NOBODY[: AS_NOBODY.index("sys.stdout")] + (

@@ -127,7 +127,9 @@ def open_permissions(daemon: LocalDaemon) -> None:
     daemon.directory.chmod(0o755)
 
 
-def test_nobody_else_without_a_word(start: Callable[..., LocalDaemon]) -> None:
+def test_without_access_group_only_the_user_itself_may_connect(
+    start: Callable[..., LocalDaemon],
+) -> None:
     daemon = start()
     assert mode(daemon.directory) == 0o700
     assert {mode(path) for path in daemon.directory.iterdir()} == {0o600}, "sockets, and the lock"
@@ -166,7 +168,7 @@ MAY_NOT = "file permissions deny your user access"
         ("top --once -d DIR", MAY_NOT),
     ],
 )
-def test_the_command_line_says_to_a_stranger_that_it_may_not(
+def test_the_command_line_reports_missing_permission(
     start: Callable[..., LocalDaemon], command: str, says: str
 ) -> None:
     """Its folder may not even be read."""
@@ -182,7 +184,7 @@ def test_the_command_line_says_to_a_stranger_that_it_may_not(
     assert "Traceback" not in done.stderr
 
 
-def test_a_stranger_is_refused_at_both_sockets_and_counted(
+def test_another_user_is_refused_at_both_sockets_and_counted(
     start: Callable[..., LocalDaemon],
 ) -> None:
     daemon = start(access_group=GROUP)
@@ -206,7 +208,7 @@ def test_an_engine_s_name_is_one_user_s_while_it_is_in_use(
     assert done.stdout.strip() == "in", done.stderr
 
 
-def test_a_group_goes_through_the_fence(start: Callable[..., LocalDaemon]) -> None:
+def test_a_group_may_connect(start: Callable[..., LocalDaemon]) -> None:
     daemon = start(access_group=GROUP)
     assert mode(daemon.directory) == 0o750
     assert daemon.directory.stat().st_gid == GROUP
@@ -218,7 +220,9 @@ def test_a_group_goes_through_the_fence(start: Callable[..., LocalDaemon]) -> No
     assert connect(daemon, OTHER_USER) == DENIED_BY_FILES
 
 
-def test_a_reload_changes_who_may_come(start: Callable[..., LocalDaemon], tmp_path: Path) -> None:
+def test_a_reload_changes_who_may_connect(
+    start: Callable[..., LocalDaemon], tmp_path: Path
+) -> None:
     file = tmp_path / "kvferryd.toml"
     file.write_text("")
     daemon = start(config=file)
@@ -235,7 +239,7 @@ def test_a_reload_changes_who_may_come(start: Callable[..., LocalDaemon], tmp_pa
     assert connect(daemon, OTHER_USER, GROUP) == REFUSED
 
 
-def test_a_reload_reaches_the_door_that_is_shut(
+def test_a_reload_applies_to_a_closed_accept_gate(
     start: Callable[..., LocalDaemon], tmp_path: Path
 ) -> None:
     file = tmp_path / "kvferryd.toml"

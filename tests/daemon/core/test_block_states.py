@@ -40,7 +40,7 @@ def test_a_host_block_that_the_engine_never_stored_is_not_loaded() -> None:
     assert fixture.refused("b", 1, load(0, 1, hosts=(0,))) == Code.STALE
 
 
-def test_what_an_engine_stored_it_may_load_when_it_is_back() -> None:
+def test_a_reconnected_engine_may_load_its_stored_blocks() -> None:
     fixture = CoreFixture("a/old", "a/new")
     plan = fixture.start("a/old", 1, store(0, 1, hosts=(0,)))
     fixture.report(TransferCompleted(plan.serial, Outcome.DONE))
@@ -62,7 +62,7 @@ def test_a_host_block_whose_last_store_did_not_complete_is_stale(outcome: Outcom
     fixture.start("a", 3, load(0, 1, hosts=(1,)))
 
 
-def test_nobody_loads_what_the_owner_before_left_by_way_of_a_store_that_never_ran() -> None:
+def test_a_store_that_never_ran_does_not_expose_bytes_of_an_earlier_owner() -> None:
     fixture = CoreFixture("a", "b", registered=False, pool_bytes=4096)
     for session in ("a", "b"):
         (*_, mapping) = fixture.send(session, wire.AllocateKVCaches(1, LAYOUT, 4096, timeline=3))
@@ -94,7 +94,7 @@ def test_a_load_requires_the_stores_of_its_blocks_that_have_not_ended() -> None:
     assert fixture.start("a", 6, load(4, hosts=(0,))).requires == ()
 
 
-def test_what_was_not_stored_of_a_host_block_is_stale() -> None:
+def test_parts_of_a_host_block_that_were_not_stored_are_stale() -> None:
     fixture = CoreFixture("a")
     plan = fixture.start("a", 1, store(0, hosts=(0,)))
     fixture.report(TransferCompleted(plan.serial, Outcome.DONE))

@@ -84,7 +84,7 @@ def test_a_daemon_that_stops_takes_no_new_work_and_ends_the_old() -> None:
     assert not fixture.core.busy
 
 
-def test_a_daemon_that_stops_turns_a_successor_away() -> None:
+def test_a_stopping_daemon_refuses_a_waiting_successor() -> None:
     fixture = CoreFixture("a/old", "a/new")
     fixture.core.close_session("a/old")
     fixture.send("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096))
@@ -97,7 +97,7 @@ def test_a_daemon_that_stops_turns_a_successor_away() -> None:
     assert not fixture.core.busy
 
 
-def test_status_tells_what_is_there() -> None:
+def test_status_has_sessions_engines_and_pool() -> None:
     fixture = CoreFixture("a/worker", "a/scheduler", "b")
     fixture.start("a/scheduler", 1, store(0))
     fixture.refused("a/worker", 2, store(99))

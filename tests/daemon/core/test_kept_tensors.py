@@ -134,7 +134,7 @@ def test_without_keep_nothing_is_held(fixture: KeptTensorsFixture) -> None:
     assert fixture.allocate("a/2")[1].reuse is None
 
 
-def test_what_comes_back_without_keep_is_held_no_more(fixture: KeptTensorsFixture) -> None:
+def test_tensors_allocated_again_without_keep_are_not_kept(fixture: KeptTensorsFixture) -> None:
     fixture.allocate("a/1")
     fixture.leave("a/1")
     dropped, mapping, reply = fixture.allocate("a/2", keep=False)
@@ -177,7 +177,9 @@ def test_they_are_held_still_where_they_could_not_be_mapped(fixture: KeptTensors
     assert fixture.allocate("a/3")[1].reuse == 1
 
 
-def test_an_engine_that_goes_before_it_has_them_leaves_them(fixture: KeptTensorsFixture) -> None:
+def test_kept_tensors_stay_if_the_engine_disconnects_before_they_are_mapped(
+    fixture: KeptTensorsFixture,
+) -> None:
     """What the lane may have made of them under the new number goes."""
     fixture.allocate("a/1")
     fixture.leave("a/1")
@@ -271,7 +273,7 @@ def test_they_are_released_by_name(fixture: KeptTensorsFixture) -> None:
     assert (refused.message.error.code, refused.message.error.value) == (Code.NOT_REGISTERED, "a")
 
 
-def test_an_engine_that_is_here_keeps_its_tensors_until_it_goes(
+def test_released_tensors_of_a_connected_engine_are_freed_when_it_disconnects(
     fixture: KeptTensorsFixture,
 ) -> None:
     fixture.allocate("a/1")
@@ -289,7 +291,7 @@ def test_nothing_is_released_of_an_engine_that_keeps_nothing(fixture: KeptTensor
     assert isinstance(refused.message, wire.Error)
 
 
-def test_what_an_earlier_daemon_kept_is_its_engine_s_once_and_where_its_host_blocks_are(
+def test_restored_tensors_belong_to_their_engine_if_its_region_was_restored(
     fixture: KeptTensorsFixture,
 ) -> None:
     kept = KeptTensorsRecord("a", LayoutArrays.from_layout(layout()), SIZE, engine_owner("a"))

@@ -134,7 +134,7 @@ def test_the_transfer_that_the_next_test_spoils_is_good(
         (LOAD, gpu(0, 2, 2, 3, sizes=(3, 1), first=(2, 0)), GOOD_HOSTS, "duplicate_block", "2"),
     ],
 )
-def test_what_is_wrong_is_refused_with_its_code_and_value(
+def test_a_wrong_transfer_is_refused_with_code_and_value(
     geometry: BlockLayout,
     direction: Direction,
     spec: GPULoadStoreSpec,
@@ -175,7 +175,7 @@ def test_groups_that_share_no_tensor_may_load_the_same_block_id() -> None:
 
 
 @pytest.mark.parametrize("again", [None, 5])
-def test_a_block_that_comes_twice_among_very_many_is_found(again: int | None) -> None:
+def test_a_duplicate_among_very_many_block_ids_is_found(again: int | None) -> None:
     """Where a table of all blocks would take more memory than the ids."""
     layout = KVLayout((TensorLayout(1 << 27, 1, 1),), ((TensorRef(0, 1),),))
     geometry, blocks = BlockLayout(LayoutArrays.from_layout(layout), 0, 1000), np.arange(1000) << 17
@@ -257,7 +257,7 @@ def test_tensors_within_another_share_memory_with_all_that_it_spans_and_the_next
 
 
 @pytest.mark.parametrize("bad", [-1, 99, -(1 << 62), 1 << 62])
-def test_of_many_ids_each_is_in_range(bad: int) -> None:
+def test_each_of_many_ids_is_checked(bad: int) -> None:
     count = FEW + 2
     layout = KVLayout((TensorLayout(99, 8, 8),), ((TensorRef(0, 8),),))
     geometry, good = BlockLayout(LayoutArrays.from_layout(layout), START, 99), np.arange(count)

@@ -102,7 +102,7 @@ def test_a_store_of_what_is_there_moves_nothing_and_is_done() -> None:
     assert fixture.loadable("a") == b"ab"
 
 
-def test_nobody_waits_for_what_is_left_out() -> None:
+def test_a_load_does_not_wait_for_a_store_that_left_its_key_out() -> None:
     fixture = NamespacesFixture("a")
     stored = fixture.stored("a", b"abcd")
     fixture.start("a", store(b"ad"))
@@ -170,7 +170,7 @@ def test_every_group_has_keys_of_its_own() -> None:
     assert [group for group, _, _ in copies(plan)] == [1, 1, 1]
 
 
-def test_a_store_evicts_the_least_recent_and_never_who_is_offered_with_it() -> None:
+def test_a_store_evicts_the_least_recent_key_but_none_of_the_same_offer() -> None:
     fixture = NamespacesFixture("a")
     fixture.stored("a", b"abcd")  # d goes first: of a prefix the tail
     assert gpu_blocks(fixture.stored("a", b"dce")) == [2]
@@ -190,7 +190,7 @@ def test_who_goes_is_the_policy_s_choice(policy: str, goes: bytes) -> None:
 
 
 @pytest.mark.parametrize("letters", [b"efghi", b"abcde"])
-def test_more_keys_than_can_go_are_refused_whole(letters: bytes) -> None:
+def test_more_keys_than_can_be_evicted_are_refused_whole(letters: bytes) -> None:
     fixture = NamespacesFixture("a")
     fixture.stored("a", b"abc")
     names = ("free", "pending", "ready", "orphaned", "pinned", "stored", "evictions")
@@ -267,7 +267,7 @@ def test_a_load_keeps_its_blocks_until_it_ends(outcome: Outcome) -> None:
     assert fixture.usage("pinned", "ready") == (0, 4)
 
 
-def test_a_load_of_what_is_absent_or_on_its_way_is_refused_whole() -> None:
+def test_a_load_with_an_absent_or_pending_key_is_refused_whole() -> None:
     fixture = NamespacesFixture("a")
     fixture.stored("a", b"ab")
     fixture.start("a", store(b"c"))
@@ -343,7 +343,7 @@ def test_a_key_stored_in_part_is_not_replaced_while_it_is_loaded(partly: Namespa
     assert gpu_blocks(partly.stored("a", b"a", blocks([0, 1, 2]))) == [0, 1, 2]
 
 
-def test_who_follows_is_told_of_a_part_that_nothing_came_of_its_store() -> None:
+def test_a_key_stored_in_part_is_abandoned_for_subscribers() -> None:
     fixture = NamespacesFixture("a", fingerprint=OF_THREE, layout=WIDE, quota=12 * PAGE)
     plan = fixture.start("a", store(b"ab", blocks([0, 1, 2, 3])))
     assert key_events_of(fixture.end(plan), PublishKVEvents) == [
@@ -376,7 +376,7 @@ def test_keys_to_keep_are_checked_like_those_to_store() -> None:
 
 
 @NOT_DONE
-def test_a_part_that_was_not_stored_says_nothing_of_the_block(outcome: Outcome) -> None:
+def test_a_failed_partial_store_does_not_limit_later_loads(outcome: Outcome) -> None:
     fixture = NamespacesFixture("a", fingerprint=OF_THREE, layout=WIDE, quota=3 * PAGE)
     fixture.end(fixture.start("a", store(b"a", blocks([0]))), outcome)
     fixture.stored("a", b"b", blocks([0, 1, 2]))
@@ -415,7 +415,7 @@ def test_a_reset_makes_every_key_absent_at_once() -> None:
 
 
 @pytest.mark.parametrize("outcome", [DONE, FAILED, CANCELLED])
-def test_jobs_from_before_a_reset_keep_their_blocks_and_change_nothing(outcome: Outcome) -> None:
+def test_jobs_from_before_a_reset_keep_their_blocks_and_change_no_key(outcome: Outcome) -> None:
     fixture = NamespacesFixture("a")
     fixture.stored("a", b"ab")
     loading = [fixture.start("a", load(b"a")), fixture.start("a", load(b"a"))]
@@ -449,7 +449,7 @@ def test_a_pin_from_before_a_reset_pins_nothing_after_it() -> None:
     assert fixture.usage("free", "ready", "orphaned") == (3, 1, 0)
 
 
-def test_a_store_decided_on_before_a_reset_is_refused_however_late_it_comes() -> None:
+def test_a_store_of_an_older_generation_is_refused() -> None:
     fixture = NamespacesFixture("a", "b")
     fixture.stored("a", b"a")
     fixture.send("b", wire.Subscribe())
@@ -466,7 +466,7 @@ def test_a_store_decided_on_before_a_reset_is_refused_however_late_it_comes() ->
     fixture.start("a", (KeyLoadStoreSpec((b"a",), 1), gpu))  # a load finds its key, or does not
 
 
-def test_the_generation_of_a_namespace_is_told_to_who_comes_and_who_follows() -> None:
+def test_opened_and_snapshots_have_the_generation() -> None:
     fixture = NamespacesFixture("a")
     assert fixture.open_namespace("a").generation == 1
     fixture.send("a", wire.Reset(5))
@@ -486,7 +486,7 @@ def test_a_reset_forgets_which_parts_were_stored(partly: NamespacesFixture) -> N
     assert gpu_blocks(partly.start("a", load(b"abcd", whole))) == list(range(12))
 
 
-def test_a_part_stored_across_a_reset_says_nothing_of_the_block_after_it() -> None:
+def test_a_partial_store_across_a_reset_does_not_limit_later_loads() -> None:
     fixture = NamespacesFixture("a", fingerprint=OF_THREE, layout=WIDE, quota=3 * PAGE)
     before = fixture.start("a", store(b"a", blocks([0])))
     fixture.send("a", wire.Reset(5))

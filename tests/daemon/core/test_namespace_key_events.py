@@ -29,7 +29,7 @@ from support.namespaces_fixture import (
 )
 
 
-def test_who_follows_is_told_all_that_happens_in_order() -> None:
+def test_a_subscriber_gets_all_events_in_order() -> None:
     """The sets that a follower keeps are, at every step, the keys that are ready and pending."""
     fixture = NamespacesFixture("a", "b", "c")
     ready, pending, sequence = set[bytes](), set[bytes](), 0
@@ -85,7 +85,7 @@ def apply(event: wire.KeyEvent, ready: set[bytes], pending: set[bytes]) -> None:
             pending.clear()
 
 
-def test_listeners_are_told_whether_anybody_follows_or_not() -> None:
+def test_kv_events_are_published_without_subscribed_mirrors() -> None:
     fixture = NamespacesFixture("a")
     fixture.stored("a", b"abcd")
     _, published = fixture.submit("a", store(b"e"))
@@ -96,7 +96,7 @@ def test_listeners_are_told_whether_anybody_follows_or_not() -> None:
     assert published == PublishKVEvents(FINGERPRINT.name, 16, wire.KeyEvents(3, events))
 
 
-def test_followers_are_told_the_same_once_each_and_behind_the_answer() -> None:
+def test_subscribers_get_each_event_once_after_the_reply() -> None:
     fixture = NamespacesFixture("a", "b", "c")
     for session in ("a", "b", "b"):
         fixture.send(session, wire.Subscribe())
@@ -108,7 +108,7 @@ def test_followers_are_told_the_same_once_each_and_behind_the_answer() -> None:
     assert key_events_of(rest) == [("stored", b"a")]
 
 
-def test_who_left_or_is_elsewhere_is_told_nothing() -> None:
+def test_events_go_to_sessions_of_the_namespace_only() -> None:
     fixture = NamespacesFixture("a", "b")
     fixture.open_sessions("n")
     fixture.open_namespace("n", OTHER)

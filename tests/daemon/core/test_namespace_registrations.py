@@ -99,7 +99,7 @@ def test_a_layout_whose_host_blocks_are_of_more_gpu_blocks_is_refused(restarted:
     assert isinstance(fixture.send("b", wire.AllocateKVCaches(1, two))[0], MapTensors)
 
 
-def test_a_namespace_that_does_not_say_how_its_blocks_were_made_is_given_up() -> None:
+def test_a_restored_namespace_without_the_layout_of_its_blocks_is_refused() -> None:
     """An earlier daemon did not write down of how many GPU blocks they are."""
     fixture = NamespacesFixture("a")
     fixture.stored("a", b"a")
@@ -111,7 +111,7 @@ def test_a_namespace_that_does_not_say_how_its_blocks_were_made_is_given_up() ->
     other.core.restore_region(RecoveredRegion(record))  # nothing is in it
 
 
-def test_another_daemon_finds_what_was_stored_as_far_as_it_was_and_tells_nobody(
+def test_a_restored_namespace_has_its_keys_and_parts_and_sends_no_events(
     partly: NamespacesFixture,
 ) -> None:
     partly.send("a", wire.Reset(5))
@@ -136,7 +136,7 @@ def test_another_daemon_finds_what_was_stored_as_far_as_it_was_and_tells_nobody(
     fixture.start("b", load(b"y", blocks([0, 1])))
 
 
-def test_a_namespace_whose_keys_do_not_add_up_is_given_up_with_its_room() -> None:
+def test_a_restored_namespace_with_inconsistent_keys_is_refused() -> None:
     fixture = NamespacesFixture("a", quota=POOL)
     fixture.stored("a", b"ab")
     (found,) = fixture.region_records.found()
@@ -186,7 +186,7 @@ def test_an_engine_in_a_namespace_names_no_host_blocks() -> None:
         wire.Reset(5),
     ],
 )
-def test_who_is_in_no_namespace_says_nothing_of_keys(message: wire.ClientMessage) -> None:
+def test_messages_with_keys_outside_a_namespace_are_refused(message: wire.ClientMessage) -> None:
     fixture = NamespacesFixture("a/worker")
     fixture.open_sessions("a/scheduler")  # each session enters by itself
     assert fixture.error("a/scheduler", message)[0] == Code.UNKNOWN_NAMESPACE
@@ -204,7 +204,7 @@ def test_a_registration_that_failed_leaves_the_namespace_to_others() -> None:
     assert fixture.usage("engines", "ready") == ((), 1)
 
 
-def test_a_layout_of_which_nothing_is_stored_is_forgotten() -> None:
+def test_a_layout_without_stored_keys_does_not_bind_later_engines() -> None:
     fixture = NamespacesFixture()
     fixture.open_sessions("a", "b")
     fixture.open_namespace("a")
@@ -216,7 +216,7 @@ def test_a_layout_of_which_nothing_is_stored_is_forgotten() -> None:
     assert isinstance(fixture.send("b", wire.AllocateKVCaches(1, LAYOUT))[0], MapTensors)
 
 
-def test_a_layout_of_which_something_is_stored_holds_until_a_reset() -> None:
+def test_a_layout_with_stored_keys_binds_later_engines_until_a_reset() -> None:
     fixture = NamespacesFixture("a")
     fixture.stored("a", b"a")
     fixture.close_sessions("a")

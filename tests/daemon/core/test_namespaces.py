@@ -40,7 +40,7 @@ from support.namespaces_fixture import (
 # Opening
 
 
-def test_a_namespace_is_made_and_answered_with_its_blocks() -> None:
+def test_opening_creates_a_namespace() -> None:
     fixture = NamespacesFixture()
     fixture.open_sessions("a")
     opened = fixture.open_namespace("a", quota=ROOM + 100, policy="arc", threshold=2)
@@ -54,7 +54,7 @@ def test_a_namespace_without_a_quota_takes_what_is_free() -> None:
     assert fixture.open_namespace("a", quota=None).num_blocks == POOL // PAGE
 
 
-def test_an_engine_of_an_equal_fingerprint_enters_the_same_namespace() -> None:
+def test_an_engine_with_an_equal_fingerprint_shares_the_namespace() -> None:
     fixture = NamespacesFixture("a")
     plan = fixture.stored("a", b"ab")
     fixture.open_sessions("b")
@@ -99,7 +99,7 @@ def test_a_fingerprint_that_differs_in_one_field_is_another_namespace(
     ]
 
 
-def test_what_is_unlike_is_told_of_the_same_model_only_and_of_what_is_extra_by_its_name() -> None:
+def test_differences_are_listed_for_namespaces_of_the_same_model() -> None:
     fixture = NamespacesFixture()
     fixture.open_sessions("a", "b", "c")
     fixture.open_namespace("a", OTHER)
@@ -111,7 +111,7 @@ def test_what_is_unlike_is_told_of_the_same_model_only_and_of_what_is_extra_by_i
     assert unlike == f"{first.name}: rope: None here, 'yarn' there"
 
 
-def test_of_others_that_are_many_or_differ_in_much_some_are_told() -> None:
+def test_differences_to_other_namespaces_are_bounded() -> None:
     fixture = NamespacesFixture(pool_bytes=64 * ROOM)
     names = [f"e{n}" for n in range(40)]
     fixture.open_sessions("a", *names)
@@ -165,7 +165,7 @@ def test_the_order_of_what_is_extra_does_not_part_the_sessions_of_an_engine() ->
     assert [status.engines for status in fixture.namespaces()] == [()]
 
 
-def test_sessions_whose_fingerprints_differ_in_what_no_field_tells_are_not_let_in() -> None:
+def test_fingerprints_with_duplicate_extra_fields_are_compared_in_full() -> None:
     fixture = NamespacesFixture()
     fixture.open_sessions("a/worker", "a/scheduler")
     fixture.open_namespace(
@@ -236,7 +236,7 @@ def test_opening_twice_changes_nothing() -> None:
     assert fixture.usage("engines", "pinned") == ((), 0)
 
 
-def test_opening_otherwise_while_others_are_in_it_keeps_what_holds() -> None:
+def test_opening_a_used_namespace_with_other_settings_keeps_its_settings() -> None:
     fixture = NamespacesFixture("a")
     fixture.stored("a", b"ab")
     fixture.open_sessions("b")
@@ -245,7 +245,7 @@ def test_opening_otherwise_while_others_are_in_it_keeps_what_holds() -> None:
     assert fixture.loadable("a") == b"ab"
 
 
-def test_opening_otherwise_when_alone_in_it_keeps_what_holds_for_one_s_own_jobs() -> None:
+def test_reopening_with_other_settings_keeps_them_for_running_jobs() -> None:
     fixture = NamespacesFixture("a")
     plan = fixture.start("a", store(b"a"))
     assert fixture.open_namespace("a", quota=2 * ROOM, policy="arc").policy == "lru"
@@ -253,7 +253,7 @@ def test_opening_otherwise_when_alone_in_it_keeps_what_holds_for_one_s_own_jobs(
     assert fixture.loadable("a") == b"a"
 
 
-def test_opening_while_an_engine_is_being_let_go_keeps_what_holds() -> None:
+def test_opening_while_an_engine_is_unmapped_keeps_the_settings() -> None:
     """Its session has gone, and yet its tensors are mapped, and its jobs under way."""
     fixture = NamespacesFixture("a")
     plan = fixture.start("a", store(b"a"))
@@ -266,7 +266,7 @@ def test_opening_while_an_engine_is_being_let_go_keeps_what_holds() -> None:
     assert fixture.loadable("b") == b"a"
 
 
-def test_opening_otherwise_with_nobody_in_it_changes_how_it_evicts_and_keeps_the_keys() -> None:
+def test_opening_an_unused_namespace_changes_its_policy_and_keeps_the_keys() -> None:
     fixture = NamespacesFixture("a")
     plan = fixture.stored("a", b"abcd")
     fixture.close_sessions("a")
@@ -294,7 +294,7 @@ def test_a_change_of_policy_keeps_the_order_in_which_keys_go() -> None:
     assert gone == [("removed", letter) for letter in each(b"cadb")]
 
 
-def test_a_change_of_policy_is_no_news_and_what_was_counted_stays() -> None:
+def test_a_change_of_policy_sends_no_events_and_keeps_the_counters() -> None:
     """A million keys told anew were 34 MB, and seconds in which nobody else was heard."""
     fixture = NamespacesFixture("a")
     fixture.send("a", wire.Touch((), 3, 4))
@@ -309,7 +309,7 @@ def test_a_change_of_policy_is_no_news_and_what_was_counted_stays() -> None:
     assert after == msgspec.structs.replace(before, policy="arc", engines=("b",))
 
 
-def test_an_engine_that_comes_back_with_the_same_policy_finds_what_was_learnt() -> None:
+def test_reopening_with_the_same_policy_keeps_its_state() -> None:
     fixture = NamespacesFixture("a", policy="arc", threshold=2)
     for _ in range(2):
         fixture.stored("a", b"ab")
@@ -325,7 +325,7 @@ def test_an_engine_that_comes_back_with_the_same_policy_finds_what_was_learnt() 
     assert fixture.loadable("b") == b"abc"
 
 
-def test_another_quota_with_nobody_in_it_begins_anew() -> None:
+def test_another_quota_recreates_a_namespace_without_engines() -> None:
     fixture = NamespacesFixture("a")
     fixture.stored("a", b"abcd")
     fixture.close_sessions("a")
@@ -339,7 +339,7 @@ def test_another_quota_with_nobody_in_it_begins_anew() -> None:
 # Engines come and go
 
 
-def test_an_engine_that_dies_with_stores_under_way_takes_those_keys_with_it_and_no_others() -> None:
+def test_pending_stores_of_a_dead_engine_are_abandoned_and_no_others() -> None:
     fixture = NamespacesFixture("a/worker", "b", "a/scheduler")
     fixture.stored("a/worker", b"a")
     fixture.stored("b", b"b")
@@ -363,7 +363,7 @@ def test_an_engine_that_dies_with_stores_under_way_takes_those_keys_with_it_and_
     assert fixture.loadable("b") == b"abcd"
 
 
-def test_what_was_stored_by_the_time_an_engine_died_is_stored() -> None:
+def test_a_store_that_completed_before_its_engine_died_is_resident() -> None:
     fixture = NamespacesFixture("a", "b")
     plan = fixture.start("a", store(b"a"))
     fixture.core.close_session("a")
@@ -389,7 +389,7 @@ def test_a_namespace_outlives_its_engines() -> None:
 
 
 @pytest.mark.parametrize("as_namespace", [True, False])
-def test_a_newcomer_that_needs_the_room_of_a_deserted_namespace_gets_it(as_namespace: bool) -> None:
+def test_an_unused_namespace_is_freed_if_its_room_is_needed(as_namespace: bool) -> None:
     fixture = NamespacesFixture("a", pool_bytes=2 * ROOM)
     fixture.stored("a", b"abc")
     fixture.open_sessions("n", "b")
@@ -412,7 +412,7 @@ def test_a_newcomer_that_needs_the_room_of_a_deserted_namespace_gets_it(as_names
 
 
 @pytest.mark.parametrize("fingerprint", [OTHER, FINGERPRINT])
-def test_listeners_are_told_when_a_namespace_gave_its_room_away(
+def test_a_freed_namespace_publishes_cleared(
     fingerprint: proto_status.Fingerprint,
 ) -> None:
     fixture = NamespacesFixture("a", pool_bytes=2 * ROOM)
@@ -427,7 +427,7 @@ def test_listeners_are_told_when_a_namespace_gave_its_room_away(
     )
 
 
-def test_a_namespace_that_was_deserted_and_is_used_again_keeps_its_room() -> None:
+def test_a_namespace_that_is_opened_again_keeps_its_region() -> None:
     fixture = NamespacesFixture("a", pool_bytes=ROOM)
     fixture.stored("a", b"abc")
     fixture.close_sessions("a")
@@ -438,7 +438,7 @@ def test_a_namespace_that_was_deserted_and_is_used_again_keeps_its_room() -> Non
     assert fixture.loadable("b") == b"abc"
 
 
-def test_of_deserted_namespaces_the_one_left_first_makes_room() -> None:
+def test_the_namespace_unused_longest_is_freed_first() -> None:
     fixture = NamespacesFixture("a", pool_bytes=2 * ROOM)
     fixture.open_sessions("o", "n")
     fixture.open_namespace("o", OTHER)
@@ -447,7 +447,7 @@ def test_of_deserted_namespaces_the_one_left_first_makes_room() -> None:
     assert [n.name for n in fixture.namespaces()] == [FINGERPRINT.name, OF_THREE.name]
 
 
-def test_a_newcomer_that_finds_room_leaves_a_deserted_namespace_alone() -> None:
+def test_an_unused_namespace_stays_while_there_is_other_room() -> None:
     fixture = NamespacesFixture("a", pool_bytes=2 * ROOM)
     fixture.stored("a", b"abc")
     fixture.close_sessions("a")
@@ -458,7 +458,7 @@ def test_a_newcomer_that_finds_room_leaves_a_deserted_namespace_alone() -> None:
     assert fixture.loadable("b") == b"abc"
 
 
-def test_the_tensors_of_a_successor_enter_when_those_before_have_left() -> None:
+def test_a_successor_registers_after_its_predecessor_is_unmapped() -> None:
     fixture = NamespacesFixture("a/old")
     fixture.stored("a/old", b"a")
     fixture.open_sessions("a/new")
@@ -488,7 +488,7 @@ def test_a_namespace_that_is_full_evicts_from_no_other() -> None:
 # Status
 
 
-def test_the_status_of_namespaces_says_what_is_there() -> None:
+def test_namespace_status_has_all_counters() -> None:
     fixture = NamespacesFixture("b", "a/worker", "a/scheduler", policy="arc", threshold=2)
     for _ in range(2):
         fixture.stored("b", b"abc")

@@ -94,14 +94,14 @@ def test_another_layout_or_size_is_another_region(shape: LayoutArrays, pages: in
     assert engines(regions) == {"a": (0, 2), "b": (2, pages)}
 
 
-def test_a_region_that_was_deserted_stays_while_there_is_other_room() -> None:
+def test_an_unused_region_stays_while_there_is_other_room() -> None:
     regions = divided(4, a=1, b=1)
     regions.mark_deserted(engine_owner("a"))
     assert claim(regions, "c", 2) == 2
     assert "a" in engines(regions)
 
 
-def test_the_longest_deserted_gives_its_room_first() -> None:
+def test_the_region_unused_longest_is_freed_first() -> None:
     regions = divided(4, a=1, b=1, c=1, d=1)
     for name in "cab":
         regions.mark_deserted(engine_owner(name))
@@ -111,7 +111,7 @@ def test_the_longest_deserted_gives_its_room_first() -> None:
     assert set(engines(regions)) == set("defg")
 
 
-def test_a_deserted_region_that_is_not_in_the_way_stays() -> None:
+def test_an_unused_region_that_is_not_in_the_way_stays() -> None:
     regions = divided(4, a=1, b=1, c=2)
     regions.mark_deserted(engine_owner("a"))
     regions.mark_deserted(engine_owner("c"))
@@ -120,7 +120,7 @@ def test_a_deserted_region_that_is_not_in_the_way_stays() -> None:
 
 
 @pytest.mark.parametrize("pages", [2, 5, None])
-def test_a_pool_that_is_full_says_so_and_nothing_changes(pages: int | None) -> None:
+def test_a_full_pool_is_refused_and_nothing_changes(pages: int | None) -> None:
     regions = divided(4, a=1, b=2, c=1)
     regions.mark_deserted(engine_owner("a"))
     before = deepcopy(list(regions))
@@ -163,7 +163,7 @@ def test_behind_the_daemon_s_own_blocks_the_first_begins_at_a_whole_page() -> No
     ],
     ids=["fits", "last", "own", "behind", "unaligned", "overlaps", "inside", "empty", "small"],
 )
-def test_a_region_is_taken_up_where_it_lies_in_the_pool_and_in_nobody_s_way(
+def test_a_region_is_restored_at_its_place_if_that_is_free(
     start: int, nbytes: int, code: Code | None
 ) -> None:
     regions = Regions(8 * ALIGNMENT, own_bytes=1000)
@@ -270,7 +270,7 @@ def test_the_pool_is_in_so_many_parts_at_most() -> None:
         regions.assign_region(d, PAGE, ALIGNMENT)
 
 
-def test_who_is_refused_makes_nobody_give_way() -> None:
+def test_a_refused_registration_frees_no_region() -> None:
     regions = Regions(1 << 30, most=1)
     regions.assign_region(engine_owner("a"), PAGE, ALIGNMENT)
     regions.mark_deserted(engine_owner("a"))

@@ -30,7 +30,7 @@ from support.core_fixture import (
 )
 
 
-def test_registering_maps_first_and_answers_then() -> None:
+def test_registering_maps_before_the_reply() -> None:
     fixture = CoreFixture("a", registered=False)
     where = ((memory.FdAllocation(5, 8192),), (memory.Location(0, 0),))
     (mapping,) = fixture.send("a", wire.RegisterKVCaches(9, LAYOUT, *where, 8192, 6))
@@ -41,7 +41,7 @@ def test_registering_maps_first_and_answers_then() -> None:
     fixture.start("a", 1, store(0))
 
 
-def test_allocating_answers_with_where_the_tensors_are() -> None:
+def test_the_reply_to_an_allocation_has_the_locations() -> None:
     fixture = CoreFixture("a", registered=False)
     fixture.send("a", wire.AllocateKVCaches(9, LAYOUT))
     where = ((memory.FdAllocation(5, 8192),), (memory.Location(0, 0),))
@@ -76,7 +76,7 @@ def test_tensors_that_do_not_lie_inside_their_allocations_are_refused(
     assert not fixture.core.busy
 
 
-def test_what_cannot_be_mapped_is_told_and_the_name_is_free_again() -> None:
+def test_a_failed_mapping_is_reported_and_frees_the_name() -> None:
     fixture = CoreFixture("a", registered=False)
     fixture.send("a", wire.AllocateKVCaches(1, LAYOUT))
     error = ErrorInfo(Code.MAP_FAILED, "no memory")
@@ -85,7 +85,7 @@ def test_what_cannot_be_mapped_is_told_and_the_name_is_free_again() -> None:
     assert isinstance(fixture.send("a", wire.AllocateKVCaches(2, LAYOUT))[0], MapTensors)
 
 
-def test_what_was_never_mapped_is_no_region_to_come_back_to() -> None:
+def test_the_region_of_a_failed_mapping_is_not_reattached() -> None:
     """Its bytes are somebody else's, or nobody's."""
     fixture = CoreFixture("a", registered=False)
     fixture.send("a", wire.AllocateKVCaches(1, LAYOUT))
@@ -97,7 +97,7 @@ def test_what_was_never_mapped_is_no_region_to_come_back_to() -> None:
     assert not action.message.region.reattached
 
 
-def test_a_layout_with_more_blocks_than_can_be_kept_in_mind_is_refused() -> None:
+def test_a_layout_with_too_many_gpu_blocks_is_refused() -> None:
     fixture = CoreFixture("a", registered=False)
     many = 256
     tensors = (TensorLayout((1 << 31) - 1, 1, 1),) * many
@@ -107,7 +107,7 @@ def test_a_layout_with_more_blocks_than_can_be_kept_in_mind_is_refused() -> None
     assert not fixture.core.busy
 
 
-def test_a_region_of_more_host_blocks_than_can_be_kept_in_mind_is_refused() -> None:
+def test_a_region_with_too_many_host_blocks_is_refused() -> None:
     """A pool of terabytes is no strange pool, but a host block of one byte is a strange block."""
     fixture = CoreFixture("a", registered=False, pool_bytes=1 << 42)
     layout = KVLayout((TensorLayout(1, 1, 1),), ((TensorRef(0, 1),),))
@@ -149,7 +149,7 @@ def test_a_successor_waits_until_the_old_mapping_is_gone() -> None:
     assert fixture.report(TensorsMapped(2, "a/new")) == [SendMessage("a/new", answer)]
 
 
-def test_a_successor_that_finds_no_room_is_told() -> None:
+def test_a_waiting_successor_without_room_is_refused() -> None:
     fixture = CoreFixture("a/old", "b", "a/new")
     fixture.core.close_session("a/old")
     assert fixture.send("a/new", wire.AllocateKVCaches(5, LAYOUT, 2 * POOL)) == []
@@ -160,7 +160,7 @@ def test_a_successor_that_finds_no_room_is_told() -> None:
     assert action.message.error.code == Code.POOL_FULL
 
 
-def test_who_needs_the_room_of_one_that_leaves_waits_until_it_is_gone() -> None:
+def test_a_registration_waits_for_the_room_of_a_disconnecting_engine() -> None:
     fixture = CoreFixture("a", "b", "c", registered=False)
     fixture.send("a", wire.AllocateKVCaches(1, LAYOUT))
     fixture.report(TensorsMapped(1, "a"))
@@ -175,7 +175,7 @@ def test_who_needs_the_room_of_one_that_leaves_waits_until_it_is_gone() -> None:
     assert fixture.core.status(101.0).errors == {"pool_full": 2}
 
 
-def test_of_several_that_leave_the_last_may_make_the_room() -> None:
+def test_a_registration_waits_for_the_last_of_several_disconnecting_engines() -> None:
     fixture = CoreFixture("a", "b")
     fixture.core.open_session("c", wire.Hello(1, 1, "c", "c"))
     fixture.core.close_session("a")
@@ -186,7 +186,7 @@ def test_of_several_that_leave_the_last_may_make_the_room() -> None:
     assert isinstance(mapping, MapTensors)
 
 
-def test_a_daemon_that_stops_gives_nothing_to_those_who_wait() -> None:
+def test_a_stopping_daemon_registers_no_waiting_successor() -> None:
     fixture = CoreFixture("a/old", "a/new")
     fixture.core.close_session("a/old")
     assert fixture.send("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096)) == []
@@ -195,7 +195,7 @@ def test_a_daemon_that_stops_gives_nothing_to_those_who_wait() -> None:
     assert refusal.message.error.code == Code.SHUTTING_DOWN
 
 
-def test_a_successor_that_leaves_waits_no_more() -> None:
+def test_a_waiting_successor_that_disconnects_is_dropped() -> None:
     fixture = CoreFixture("a/old", "a/new")
     fixture.core.close_session("a/old")
     fixture.send("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096))
@@ -204,7 +204,7 @@ def test_a_successor_that_leaves_waits_no_more() -> None:
     assert not fixture.core.busy
 
 
-def test_a_session_that_leaves_while_its_tensors_are_mapped_gets_no_answer() -> None:
+def test_a_session_closed_while_mapping_gets_no_reply() -> None:
     fixture = CoreFixture("a", registered=False)
     fixture.send("a", wire.AllocateKVCaches(1, LAYOUT))
     assert fixture.core.close_session("a") == [CloseSession("a"), UnmapTensors(1)]

@@ -43,7 +43,7 @@ def test_pins_are_counted() -> None:
     assert fixture.loadable("a", b"a") == b""
 
 
-def test_keys_that_were_pinned_together_are_let_go_one_by_one() -> None:
+def test_keys_that_were_pinned_together_may_be_unpinned_one_by_one() -> None:
     fixture = NamespacesFixture("a")
     fixture.stored("a", b"abcd")
     fixture.send("a", wire.Pin(each(b"abcb")))
@@ -53,7 +53,7 @@ def test_keys_that_were_pinned_together_are_let_go_one_by_one() -> None:
         assert fixture.usage("pinned") == (left,)
 
 
-def test_of_a_key_that_is_pinned_often_the_oldest_pin_goes_first() -> None:
+def test_the_oldest_pin_of_a_key_is_released_first() -> None:
     """The first is of what was there before the reset, the second of nothing."""
     fixture = NamespacesFixture("a")
     fixture.stored("a", b"a")
@@ -79,7 +79,7 @@ def test_pinning_nothing_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("letters", [b"c", b"ac", b"ca", b"aa", b"e"])
-def test_who_did_not_pin_does_not_unpin(letters: bytes) -> None:
+def test_unpinning_more_than_pinned_is_refused(letters: bytes) -> None:
     fixture = NamespacesFixture("a", "b")
     fixture.stored("a", b"abcd")
     fixture.send("a", wire.Pin(each(b"ab")))
@@ -125,7 +125,7 @@ def test_a_session_pins_a_bounded_number_of_keys() -> None:
     assert fixture.usage("pinned") == (0,)
 
 
-def test_what_is_there_is_pinned_together_when_something_is_not() -> None:
+def test_resident_keys_of_a_pin_share_one_group_if_others_are_absent() -> None:
     fixture = NamespacesFixture("a")
     fixture.stored("a", b"abc")
     (namespace,) = fixture.core._namespaces
@@ -135,7 +135,7 @@ def test_what_is_there_is_pinned_together_when_something_is_not() -> None:
     assert calls(lambda: fixture.send("a", wire.Pin(many))) < 2 * len(many)
 
 
-def test_a_key_that_was_pinned_many_times_is_let_go_at_once() -> None:
+def test_many_pins_of_a_key_are_released_in_linear_time() -> None:
     fixture = NamespacesFixture("a", "b")
     fixture.stored("a", b"a")
     fixture.send("b", wire.Pin(each(b"a" * 200)))
@@ -143,7 +143,7 @@ def test_a_key_that_was_pinned_many_times_is_let_go_at_once() -> None:
 
 
 @pytest.mark.parametrize("polite", [True, False])
-def test_a_session_that_leaves_lets_its_pins_go_and_no_others(polite: bool) -> None:
+def test_a_closed_session_releases_its_own_pins(polite: bool) -> None:
     fixture = NamespacesFixture("a/worker", "a/scheduler", "b")
     fixture.stored("b", b"abcd")
     fixture.send("a/scheduler", wire.Pin(each(b"abbz")))

@@ -35,7 +35,7 @@ from support.core_fixture import (
 )
 
 
-def test_a_job_is_started_whole_and_ends_with_what_it_moved() -> None:
+def test_a_completed_job_reports_its_bytes_and_time() -> None:
     fixture = CoreFixture("a", timeline=3)
     plan = fixture.start("a", 7, store(1, 2, 3, hosts=(1, 0)), wait_for=12)
     assert (plan.registration, plan.direction, plan.nbytes) == (1, Direction.STORE, 3 * 1024)
@@ -47,7 +47,7 @@ def test_a_job_is_started_whole_and_ends_with_what_it_moved() -> None:
     assert fixture.core.status(101.0).totals == proto_status.Totals(stores=1, stored_bytes=3072)
 
 
-def test_a_job_without_success_moved_nothing() -> None:
+def test_an_unsuccessful_job_reports_no_bytes() -> None:
     fixture = CoreFixture("a")
     for job, outcome in enumerate((Outcome.FAILED, Outcome.CANCELLED)):
         plan = fixture.start("a", job, store(1, 2))
@@ -82,7 +82,7 @@ def test_a_bad_job_is_refused_and_leaves_no_trace(
         assert fixture.start("a", job, store(job)).serial == job
 
 
-def test_a_refused_job_says_which_way_it_would_have_gone() -> None:
+def test_a_refused_job_reports_its_direction() -> None:
     fixture = CoreFixture("a")
     for spec, direction in ((store(9), Direction.STORE), (load(9), Direction.LOAD)):
         (action,) = fixture.submit("a", 1, spec)
@@ -126,7 +126,7 @@ def test_cancelling_names_what_is_under_way_and_only_that() -> None:
     assert fixture.send("a/worker", wire.Cancel((1,))) == []
 
 
-def test_what_the_lane_has_not_done_of_an_order_it_is_told_again() -> None:
+def test_a_continued_command_is_sent_to_the_worker_again() -> None:
     """In its turn: others come between."""
     rest = CancelTransfers(1, (3, 4))
     assert CoreFixture("a").report(Continue(rest)) == [rest]
@@ -141,7 +141,7 @@ def test_a_cancel_that_came_too_late_changes_nothing() -> None:
     ]
 
 
-def test_waiting_ends_behind_the_last_of_the_jobs() -> None:
+def test_waiting_ends_after_the_last_job() -> None:
     fixture = CoreFixture("a/worker", "a/scheduler")
     plans = [fixture.start("a/worker", job, store(job)) for job in range(3)]
     assert fixture.send("a/worker", wire.Wait(5, (0, 2, 2, 77))) == []
@@ -156,14 +156,14 @@ def test_waiting_ends_behind_the_last_of_the_jobs() -> None:
 
 
 @pytest.mark.parametrize("job_ids", [(), (77,), (1, 77)])
-def test_waiting_for_what_has_ended_ends_at_once(job_ids: tuple[int, ...]) -> None:
+def test_waiting_for_ended_jobs_returns_at_once(job_ids: tuple[int, ...]) -> None:
     fixture = CoreFixture("a")
     plan = fixture.start("a", 1, store(0))
     fixture.report(TransferCompleted(plan.serial, Outcome.DONE))
     assert fixture.send("a", wire.Wait(5, job_ids)) == [SendMessage("a", wire.Waited(5))]
 
 
-def test_waits_are_bounded_and_come_free_again() -> None:
+def test_waits_of_a_session_are_bounded() -> None:
     fixture = CoreFixture("a")
     plan = fixture.start("a", 1, store(0))
     for number in range(MAX_WAITS):
@@ -174,7 +174,7 @@ def test_waits_are_bounded_and_come_free_again() -> None:
     assert fixture.send("a", wire.Wait(999, (1,))) == []
 
 
-def test_a_session_that_left_waits_no_more() -> None:
+def test_waits_of_a_closed_session_are_dropped() -> None:
     fixture = CoreFixture("a/worker", "a/scheduler")
     plan = fixture.start("a/worker", 1, store(0))
     fixture.send("a/scheduler", wire.Wait(5, (1,)))
@@ -184,7 +184,7 @@ def test_a_session_that_left_waits_no_more() -> None:
     assert len(actions) == 1
 
 
-def test_of_a_session_that_left_nothing_is_counted_any_more() -> None:
+def test_jobs_of_a_closed_session_are_not_counted() -> None:
     """They are named anew each time, and a daemon sees any number of them."""
     fixture = CoreFixture("a/worker", "a/scheduler")
     done, late = (fixture.start("a/scheduler", n, store(n)) for n in (1, 2))
@@ -200,7 +200,7 @@ def test_of_a_session_that_left_nothing_is_counted_any_more() -> None:
     )
 
 
-def test_jobs_end_when_the_process_that_owns_the_tensors_goes() -> None:
+def test_jobs_end_when_the_process_that_owns_the_tensors_disconnects() -> None:
     fixture = CoreFixture("a/worker", "a/scheduler")
     mine, theirs = fixture.start("a/worker", 1, store(0)), fixture.start("a/scheduler", 2, store(1))
     fixture.send("a/scheduler", wire.Wait(5, (1, 2)))
@@ -216,7 +216,7 @@ def test_jobs_end_when_the_process_that_owns_the_tensors_goes() -> None:
     assert fixture.refused("a/scheduler", 3, store(1)) == Code.NOT_REGISTERED
 
 
-def test_the_tensors_stay_when_another_process_of_the_engine_goes() -> None:
+def test_tensors_stay_when_another_process_of_the_engine_disconnects() -> None:
     fixture = CoreFixture("a/worker", "a/scheduler")
     fixture.start("a/worker", 1, store(0))
     plan = fixture.start("a/scheduler", 2, store(1))

@@ -139,7 +139,7 @@ def test_a_plan_that_fails_at_once_ends_behind_what_was_submitted_before(
     assert serials(run_out(fixture, stub)) == [first, failing]
 
 
-def test_what_is_over_behind_a_cancelled_plan_is_told_behind_it(
+def test_results_behind_a_cancelled_transfer_are_reported_after_it(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
     fixture.map()
@@ -183,7 +183,7 @@ def test_nothing_to_move_waits_for_the_timeline_too(
     assert fixture.settle() == [done(nothing, 0.0)]
 
 
-def test_it_tells_since_when_the_oldest_go_and_since_when_engines_hold_theirs(
+def test_a_pong_has_the_times_of_the_oldest_running_and_held_job(
     fixture: WorkerFixture, stub: StubEngine, timeline: TimelineFixture
 ) -> None:
     """Who waits for one that is held is held; what has begun goes, whatever the page says now."""
@@ -259,7 +259,7 @@ def test_a_plan_that_runs_is_cancelled_within_a_chunk(
     assert serials(run_out(fixture, stub)) == [behind]
 
 
-def test_who_waits_for_a_cancelled_plan_waits_for_its_chunks(
+def test_a_transfer_behind_a_cancelled_one_waits_for_its_chunks(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
     fixture.map()
@@ -274,7 +274,7 @@ def test_who_waits_for_a_cancelled_plan_waits_for_its_chunks(
     assert serials(run_out(fixture, stub)) == [load]
 
 
-def test_an_engine_that_revokes_its_timeline_has_given_up_all_its_jobs(
+def test_a_revoked_timeline_cancels_all_jobs_of_its_engine(
     fixture: WorkerFixture, stub: StubEngine, timeline: TimelineFixture
 ) -> None:
     """No chunk begins any more, and what one under way brings does not count."""
@@ -292,7 +292,7 @@ def test_an_engine_that_revokes_its_timeline_has_given_up_all_its_jobs(
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["cancels", "dies"])
-def test_who_gives_up_very_many_keeps_nobody_waiting(
+def test_cancelling_very_many_jobs_does_not_delay_others(
     fixture: WorkerFixture, stub: StubEngine, dies: bool
 ) -> None:
     """Some at a time; and once its engine has died nothing more of it is submitted."""
@@ -325,7 +325,7 @@ def test_who_gives_up_very_many_keeps_nobody_waiting(
 @pytest.mark.parametrize(
     "order", [CancelTransfers(1, (1,)), CancelTransfers(1, (77,)), CancelTransfers(UNKNOWN, (1,))]
 )
-def test_a_cancel_that_comes_too_late_is_ignored(
+def test_a_cancel_after_the_end_is_ignored(
     fixture: WorkerFixture, stub: StubEngine, order: CancelTransfers
 ) -> None:
     fixture.map()
@@ -335,7 +335,7 @@ def test_a_cancel_that_comes_too_late_is_ignored(
     assert fixture.settle() == []
 
 
-def test_a_cancel_comes_once_however_often_it_is_asked_for(
+def test_a_job_that_is_cancelled_several_times_ends_once(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
     fixture.map()

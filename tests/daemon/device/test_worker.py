@@ -80,7 +80,7 @@ def test_a_load_is_not_copied_if_a_store_that_it_requires(
     assert stub.submitted.empty()
 
 
-def test_a_load_that_comes_right_after_the_end_of_its_store_is_not_copied(
+def test_a_load_planned_before_its_store_failed_is_not_copied(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
     """The core planned it before it heard of that end."""
@@ -160,7 +160,7 @@ def test_a_cancelled_plan_that_fails_is_cancelled(fixture: WorkerFixture, stub: 
     assert fixture.settle() == [cancelled(serial)]
 
 
-def test_a_plan_whose_time_cannot_be_told_ends_all_the_same(
+def test_a_transfer_whose_time_cannot_be_read_still_ends(
     fixture: WorkerFixture, stub: StubEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def elapsed(*_: object) -> float:
@@ -173,7 +173,7 @@ def test_a_plan_whose_time_cannot_be_told_ends_all_the_same(
     assert serials(run_out(fixture, stub)) == plans
 
 
-def test_an_engine_that_breaks_ends_the_worker_and_says_so(
+def test_an_exception_of_the_engine_ends_the_worker_and_is_reported(
     stub: StubEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raised = threading.Event()
@@ -192,7 +192,7 @@ def test_an_engine_that_breaks_ends_the_worker_and_says_so(
 
 
 @pytest.mark.parametrize("error", [Refused(Code.NO_DEVICE, "no device"), RuntimeError("no")])
-def test_a_device_that_does_not_come_up_is_told_at_the_start(
+def test_an_error_of_the_device_is_raised_at_the_start(
     stub: StubEngine, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def attach(*_: object) -> CopyStatus | None:
@@ -204,7 +204,7 @@ def test_a_device_that_does_not_come_up_is_told_at_the_start(
         WorkerFixture(stub)
 
 
-def test_at_its_end_it_lets_go_of_what_it_held_and_of_the_device(
+def test_at_its_end_the_worker_releases_held_memory_and_the_device(
     stub: StubEngine, timeline: TimelineFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there: list[bool] = []
@@ -250,7 +250,7 @@ def test_unmapping_ends_everything_once_and_closes_behind_the_last_chunk(
     assert serials(run_out(fixture, stub)) == [other]
 
 
-def test_a_number_that_was_unmapped_can_come_again(
+def test_the_number_of_an_unmapped_registration_can_be_used_again(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
     for _ in range(2):
@@ -262,7 +262,7 @@ def test_a_number_that_was_unmapped_can_come_again(
     assert len(stub.closed) == 2
 
 
-def test_what_cannot_be_mapped_is_told_and_can_be_unmapped(fixture: WorkerFixture) -> None:
+def test_a_failed_mapping_is_reported_and_can_be_unmapped(fixture: WorkerFixture) -> None:
     assert fixture.map(locations=None) == TensorsMapped(
         1, "session", Failed(Code.MAP_FAILED, "no memory").info
     )
@@ -431,7 +431,7 @@ def test_room_that_one_direction_leaves_the_other_takes(
 
 
 @pytest.mark.parametrize("how", ["cancel", "start"])
-def test_what_found_no_room_is_tried_again_when_another_is_given_up_or_comes(
+def test_a_transfer_without_room_is_tried_again_after_a_cancel_or_start(
     fixture: WorkerFixture, stub: StubEngine, how: str
 ) -> None:
     fixture.map()
@@ -447,9 +447,7 @@ def test_what_found_no_room_is_tried_again_when_another_is_given_up_or_comes(
     assert second in serials(run_out(fixture, stub))
 
 
-def test_the_engine_is_told_that_a_round_is_over_and_whether_more_waits_for_room(
-    fixture: WorkerFixture, stub: StubEngine
-) -> None:
+def test_flush_is_called_after_each_round(fixture: WorkerFixture, stub: StubEngine) -> None:
     stub.chunk, stub.most = ChunkBudget(1 << 20, blocks=2), 2
     fixture.map()
     fixture.settle()
@@ -462,7 +460,7 @@ def test_the_engine_is_told_that_a_round_is_over_and_whether_more_waits_for_room
     assert (LOAD, False) not in stub.flushes
 
 
-def test_the_engine_is_told_what_is_wanted_and_whether_alone(
+def test_chunk_requests_state_the_remaining_bytes_and_other_waiting_directions(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
     stub.chunk, stub.most = ChunkBudget(128), 1
@@ -484,7 +482,7 @@ def test_the_engine_is_told_what_is_wanted_and_whether_alone(
     }
 
 
-def test_what_a_calibration_found_is_reported_first(
+def test_the_calibration_is_reported_first(
     stub: StubEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = CopyStatus("auto", CalibrationPoint(1, 1.0, 1.0), (), 1, 1)

@@ -452,9 +452,7 @@ def test_jobs_that_are_cancelled_on_their_way_harm_no_other(fixture: ContractFix
     ],
     indirect=["fixture"],
 )
-def test_what_the_device_refuses_fails_and_the_next_is_fine(
-    fixture: ContractFixture, call: str
-) -> None:
+def test_driver_errors_fail_their_job_alone(fixture: ContractFixture, call: str) -> None:
     engine, rng = fixture.open(MIXED["staged and direct"]), np.random.default_rng(8)
     assert isinstance(fixture.engine, CudaEngine)
     device = cast(SimulatedDriver, fixture.engine._driver)

@@ -163,7 +163,7 @@ CUDA = CudaAllocation("GPU-1", bytes(64), PAGE)
     ],
     ids=["CUDA", "too short", "mixed", "a pipe for a timeline", "beyond 64 bits", "no such memory"],
 )
-def test_what_a_client_gets_wrong_is_its_error_and_not_the_workers_end(
+def test_wrong_registrations_are_refused_and_do_not_end_the_worker(
     shape: KVLayout, where: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where = dict(where)

@@ -95,7 +95,7 @@ async def started(publisher: KVEventPublisher) -> int:
     return pid
 
 
-async def test_what_happens_once_a_subscriber_has_connected_reaches_it(
+async def test_events_after_a_subscriber_connected_reach_it(
     publisher: KVEventPublisher, listener: Listener, address: str
 ) -> None:
     """Though the process that publishes it is only being started then."""
@@ -135,7 +135,7 @@ async def test_without_a_subscriber_there_is_no_process_and_nothing_is_handed_ov
     assert await listener.number() == number + 1
 
 
-async def test_who_connects_and_does_not_subscribe_costs_nothing(
+async def test_a_connection_without_a_subscription_costs_nothing(
     publisher: KVEventPublisher, address: str
 ) -> None:
     with zmq.Context() as context, context.socket(zmq.SUB) as silent:

@@ -56,7 +56,7 @@ def test_a_job_that_was_not_done_moved_nothing() -> None:
     assert value("kvferry_moved_bytes_total", {"direction": "store", "mode": "cpu"}) is None
 
 
-def test_totals_of_elsewhere_are_followed() -> None:
+def test_counters_follow_totals_of_the_core() -> None:
     """They grow; one that fell is another's, and one that went is not shown."""
     registry = CollectorRegistry()
     counter = FollowedCounter("some", "Some.", ("name",), registry)
@@ -75,7 +75,7 @@ def test_totals_of_elsewhere_are_followed() -> None:
     assert shown() == (3, 1)
 
 
-def test_who_went_is_not_shown() -> None:
+def test_series_of_removed_engines_are_dropped() -> None:
     metrics = Metrics()
     metrics.update(status(proto_status.EngineStatus("e", True, 1, 1, 1), busy=2), [space("n", 4)])
     value = metrics.registry.get_sample_value

@@ -67,7 +67,7 @@ async def test_a_block_in_the_wrong_place_is_corrupt(pool: StoredPool) -> None:
     assert [kind for kind, *_ in await check(pool, table, 0)] == [BlocksCorrupted]
 
 
-async def test_what_is_stored_over_while_it_is_read_is_not_reported(pool: StoredPool) -> None:
+async def test_a_block_overwritten_while_read_is_not_reported(pool: StoredPool) -> None:
     table = table_of(pool, KEYED)
     pool.damage(table, 3)
     done: list[bool] = []

@@ -80,7 +80,7 @@ def test_it_is_found_as_it_was_left() -> None:
         assert [resident.block for resident in found(table)] == [0, 4, 2]
 
 
-def test_a_part_is_forgotten_with_the_next_store() -> None:
+def test_a_partial_block_becomes_whole_with_the_next_whole_store() -> None:
     with opened() as table:
         store(table, [0, 1], [b"aaaaa", b"bbbbb"], b0=(1, 2), b1=(0, 1))
         store(table, [0], [b"aaaaa"])
@@ -127,7 +127,7 @@ def test_a_record_that_is_too_long_is_refused_and_the_old_one_stays() -> None:
         assert found(table) == ()
 
 
-def test_void_it_is_none() -> None:
+def test_an_invalidated_table_is_refused() -> None:
     with opened() as table:
         store(table, [1], [b"aaaaa"])
         table.mark_void()
@@ -175,7 +175,7 @@ def test_a_stamp_that_is_damaged_changes_only_the_order_of_its_block(stamp: int)
         other.close()
 
 
-def test_what_an_earlier_daemon_left_is_unverified_until_compared_or_stored_over() -> None:
+def test_restored_blocks_are_unverified_until_compared_or_overwritten() -> None:
     with opened() as table:
         store(table, [0, 1, 2, 3], [b"aaaaa", b"bbbbb", b"ccccc", b"ddddd"])
         assert table.unverified_bytes == 0
@@ -194,7 +194,7 @@ def test_what_an_earlier_daemon_left_is_unverified_until_compared_or_stored_over
         assert table.committed_blocks().tolist() == [2]
 
 
-def test_a_store_of_what_turned_out_corrupt_meanwhile_is_not_committed() -> None:
+def test_a_store_of_a_block_that_became_corrupt_is_not_committed() -> None:
     with opened() as table:
         versions = table.invalidate(blocks(1, 2))
         table.mark_corrupt(blocks(1))
@@ -202,7 +202,7 @@ def test_a_store_of_what_turned_out_corrupt_meanwhile_is_not_committed() -> None
         assert found(table) == (ResidentBlock(2, b"bbbbb"),)
 
 
-def test_of_two_blocks_with_one_key_the_more_recent_is_found() -> None:
+def test_the_more_recent_of_two_blocks_with_one_key_is_found() -> None:
     with opened() as table:
         store(table, [0, 1], [b"aaaaa", b"bbbbb"])
         store(table, [2], [b"aaaaa"])

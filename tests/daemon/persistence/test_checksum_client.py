@@ -169,7 +169,7 @@ async def test_commits_and_verification_take_turns_and_the_scrub_waits_for_both(
     assert order == [scrub, commit, verify, commit, verify, verify, scrub]
 
 
-async def test_more_is_asked_for_than_the_process_takes_at_once(fixture: ClientFixture) -> None:
+async def test_more_requests_than_the_process_takes_at_once(fixture: ClientFixture) -> None:
     whole = many(BATCH_BLOCKS)
     names = [fixture.read(whole) for _ in range(30)]
     await fixture.summed()
@@ -270,7 +270,7 @@ async def test_signals_for_the_daemon_are_none_of_its_business(fixture: ClientFi
     assert fixture.process is before
 
 
-async def test_it_ends_with_who_asks(fixture: ClientFixture) -> None:
+async def test_the_process_ends_with_its_client(fixture: ClientFixture) -> None:
     """However that ended: nobody closes anything then but the kernel."""
     fixture.read(some(1))
     await fixture.summed()
@@ -280,7 +280,7 @@ async def test_it_ends_with_who_asks(fixture: ClientFixture) -> None:
     assert await asyncio.to_thread(process.wait, 30) == 0
 
 
-async def test_it_is_closed_at_once_whatever_is_to_be_done() -> None:
+async def test_closing_drops_outstanding_requests() -> None:
     fixture = ClientFixture()
     fixture.read(many(BATCH_BLOCKS))
     fixture.client.close()

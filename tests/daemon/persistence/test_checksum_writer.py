@@ -79,7 +79,7 @@ async def fixture() -> AsyncIterator[WriterFixture]:
     fixture.close()
 
 
-async def test_of_stores_of_one_round_the_last_of_a_block_counts(fixture: WriterFixture) -> None:
+async def test_the_last_store_of_a_block_in_a_round_is_committed(fixture: WriterFixture) -> None:
     fixture.add([1, 2], [1, 2], b1=(0, 1), b2=(1, 2))
     fixture.add([2], [9])
     fixture.add([1], [8], b1=(2, 3))

@@ -149,7 +149,7 @@ async def test_a_wipe_takes_what_is_not_committed_yet_along(fixture: StoreFixtur
     assert await fixture.found() == (ResidentBlock(1, key(3)),)
 
 
-async def test_a_region_that_ends_is_kept_no_longer(fixture: StoreFixture) -> None:
+async def test_a_freed_region_is_removed_from_the_store(fixture: StoreFixture) -> None:
     fixture.end(fixture.start([1], [1]))
     late = fixture.start([2], [2])
     other = os.dup(fixture.fds.kept["ledger-1"])
@@ -165,7 +165,7 @@ async def test_a_region_that_ends_is_kept_no_longer(fixture: StoreFixture) -> No
     assert list(fixture.fds.kept) == ["ledger-2"]
 
 
-async def test_an_heir_verifies_what_it_finds_and_drops_the_rest(
+async def test_the_next_daemon_verifies_valid_tables_and_drops_others(
     fixture: StoreFixture, pool: StoredPool
 ) -> None:
     fixture.end(fixture.start([1], [1]))
@@ -203,7 +203,9 @@ async def test_an_heir_verifies_what_it_finds_and_drops_the_rest(
         table.close()
 
 
-async def test_an_heir_takes_the_oldest_first_and_gives_no_name_twice(pool: StoredPool) -> None:
+async def test_the_next_daemon_restores_the_oldest_first_and_reuses_no_name(
+    pool: StoredPool,
+) -> None:
     fds = KeptFds()
     names = {"ledger-10": "b", "ledger-9": "a"}
     for name, model in names.items():

@@ -66,7 +66,7 @@ async def test_all_that_was_left_is_verified_and_what_was_damaged_is_not(pool: S
     assert (corrupted.owner, corrupted.blocks.tolist()) == (RAW.owner, [7])
 
 
-async def test_the_most_recently_used_come_first_whichever_region_they_are_of(
+async def test_the_most_recently_used_blocks_of_all_regions_are_verified_first(
     pool: StoredPool,
 ) -> None:
     keyed, raw = pool.table(KEYED), pool.table(RAW)
@@ -86,7 +86,7 @@ async def test_the_most_recently_used_come_first_whichever_region_they_are_of(
     ]
 
 
-async def test_few_are_asked_for_at_a_time_and_none_that_was_stored_over(
+async def test_few_batches_are_requested_at_a_time_and_no_overwritten_block(
     pool: StoredPool,
 ) -> None:
     table = pool.table(of_large_blocks(KEYED, BATCH_BYTES // 2))

@@ -36,7 +36,7 @@ def knock(path: Path) -> None:
         knocking.connect(str(path))
 
 
-async def test_nobody_sees_a_socket_before_it_listens(path: Path, door: AcceptGate) -> None:
+async def test_a_socket_is_visible_only_once_it_listens(path: Path, door: AcceptGate) -> None:
     assert not path.exists()
     door.open_gate()
     knock(path)

@@ -117,7 +117,7 @@ def test_a_chunk_ends_where_the_buffer_does_and_the_next_begins_at_its_start(
     assert staging.take_slot(STORE, room(staging, STORE)).start == 0
 
 
-def test_what_is_free_in_bits_is_not_made_smaller(staging: Staging) -> None:
+def test_free_units_in_fragments_are_used(staging: Staging) -> None:
     slots = [staging.take_slot(LOAD, UNIT) for _ in range(UNITS)]
     for slot in slots[::2]:
         staging.free_slot(slot)
