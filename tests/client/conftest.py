@@ -183,7 +183,7 @@ def fake_daemon(start_fake_daemon: Callable[..., FakeDaemon]) -> FakeDaemon:
 @pytest.fixture
 def client(fake_daemon: FakeDaemon) -> OffloadClient:
     """A client of `fake_daemon` that does not reconnect and has opened no namespace."""
-    return OffloadClient(fake_daemon.directory, engine="engine", timeout=0.2, reconnect=False)
+    return OffloadClient(fake_daemon.directory, engine="engine", timeout=2.0, reconnect=False)
 
 
 @pytest.fixture

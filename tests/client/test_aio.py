@@ -146,7 +146,7 @@ async def test_timeouts(client: AsyncOffloadClient) -> None:
     began = time.monotonic()
     with pytest.raises(Gone) as gone:
         await client.wait([1, 2], timeout=0.1)
-    assert 0.1 <= time.monotonic() - began < 5
+    assert 0.1 <= time.monotonic() - began < 8
     assert (gone.value.code, gone.value.value) == (Code.TIMEOUT, "[1]")
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
@@ -165,7 +165,7 @@ async def test_several_tasks_at_once(client: AsyncOffloadClient) -> None:
     for job in range(8):
         await asyncio.gather(*(client.status() for _ in range(5)))
         timeline.signal()
-        await asyncio.wait_for(tasks[job], 5)
+        await asyncio.wait_for(tasks[job], 20)
     assert len(await fetch(client, 8)) == 8
     timeline.close()
 

@@ -92,7 +92,7 @@ def test_a_path_where_no_daemon_can_be(tmp_path: Path, name: str, message: str) 
     with pytest.raises(Refused, match=message) as refused:
         OffloadClient(tmp_path / name)
     assert refused.value.code == Code.BAD_CONFIG
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 8
 
 
 @pytest.mark.parametrize(

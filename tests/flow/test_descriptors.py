@@ -156,7 +156,7 @@ def test_connections_that_take_over_each_other_s_numbers(kvferryd: LocalDaemon) 
             process.wait()
 
 
-LINGERS = 5
+LINGERS = 30
 
 
 @contextlib.contextmanager
@@ -206,4 +206,4 @@ def test_no_close_of_a_client_s_descriptor_is_waited_for(kvferryd: LocalDaemon, 
             other.status()
         tensors = {"layer": shared_empty((8, 64))}
         other.register_kv_caches(tensors, num_blocks=8, host_bytes=4096)
-        assert time.monotonic() - began < LINGERS - 2
+        assert time.monotonic() - began < LINGERS / 2

@@ -84,7 +84,7 @@ def test_a_log_that_cannot_be_written(tmp_path: Path, where: str) -> None:
             else:
                 os.close(reader)
             for _ in range(3):
-                with OffloadClient(tmp_path / "cpu", timeout=5.0) as client:
+                with OffloadClient(tmp_path / "cpu", timeout=20.0) as client:
                     assert client.status().pid == daemon.pid
             daemon.terminate()
             assert daemon.wait(20) == 0

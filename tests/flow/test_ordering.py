@@ -90,13 +90,13 @@ def test_one_wait_for_jobs_of_both_directions(
     engine.finish(engine.store([1], [1]))
     value = engine.worker.signal()
     jobs = [engine.store([0], [0], wait_for=value + 1), engine.load([1], [1], wait_for=value + 2)]
-    engine.client.wait([NEVER, NEVER + 1], timeout=5)
+    engine.client.wait([NEVER, NEVER + 1], timeout=20)
     with pytest.raises(Gone):
         engine.worker.wait(jobs, timeout=0.05)
     engine.worker.signal()
     engine.worker.signal()
-    engine.worker.wait([*jobs, NEVER], timeout=5)
-    engine.client.wait([*jobs, NEVER], timeout=5)
+    engine.worker.wait([*jobs, NEVER], timeout=20)
+    engine.client.wait([*jobs, NEVER], timeout=20)
     results = engine.client.get_finished()
     assert {result.job_id for result in results} == set(jobs)
     assert all(result.success for result in results)

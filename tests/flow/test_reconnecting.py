@@ -200,7 +200,7 @@ def test_a_daemon_that_is_away(
     with pytest.raises(Gone) as gone:
         engine.client.status(timeout=0.3)
     assert gone.value.code == Code.DAEMON_GONE
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 8
     service.start()
     assert engine.client.status().pid == service.daemon.pid  # waits until it is back
     assert engine.client.incarnation == 2
@@ -247,7 +247,7 @@ def test_a_restarted_daemon_that_hangs_does_not_block_polls(
         while time.monotonic() < began + 0.5:
             called = time.monotonic()
             engine.poll()
-            assert time.monotonic() - called < 3
+            assert time.monotonic() - called < 8
         assert not engine.client.connected
     finally:
         os.kill(service.daemon.pid, signal.SIGCONT)
@@ -273,7 +273,7 @@ def test_a_client_that_starts_without_a_daemon(service: DaemonService) -> None:
         assert client.get_finished() == []
         with pytest.raises(Gone, match="not connected"):
             client.transfer_async(1, (GPULoadStoreSpec([3]), KeyLoadStoreSpec((A,))))
-        assert time.monotonic() - began < 5  # nothing waited for the timeout of 10 s
+        assert time.monotonic() - began < 8  # nothing waited for the timeout of 10 s
         with pytest.raises(Gone):
             client.wait_connected(timeout=0.1)
         service.start()
@@ -357,7 +357,7 @@ def test_closing_while_the_daemon_is_away(service: DaemonService, state: str) ->
     began = time.monotonic()
     client.close()
     client.close()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 8
     assert not client.connecting
 
 
@@ -556,7 +556,7 @@ async def test_closing_an_asyncio_client_while_the_daemon_is_away(service: Daemo
     client, engine = await registered(service)
     service.daemon.kill()
     await eventually(lambda: client.connecting)
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(8):
         await client.close()
     assert not client.connecting
     await asyncio.sleep(0.1)

@@ -43,7 +43,7 @@ def manager() -> Iterator[FakeFdStore]:
     yield manager
     for name in tuple(manager.store):
         manager.remove_fd(name)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def tenancy(engine: str) -> KeptTensorsRecord:
