@@ -22,11 +22,11 @@ from kvferry.client import (
     Refused,
     Timeline,
     TransferResult,
-    TransferSpec,
     shared_empty,
 )
 from kvferry.testing.engine import SmallEngine, StartSmallEngine
 from kvferry.testing.plugin import StartKvferryd
+from support.block_specs import load, store
 from support.raw_client import one_tensor
 
 NEVER = 1 << 40
@@ -34,14 +34,6 @@ NEVER = 1 << 40
 
 def ids(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.array(numbers, dtype=np.int64)
-
-
-def store(gpu: int, host: int) -> TransferSpec:
-    return GPULoadStoreSpec(ids(gpu)), CPULoadStoreSpec(ids(host))
-
-
-def load(host: int, gpu: int) -> TransferSpec:
-    return CPULoadStoreSpec(ids(host)), GPULoadStoreSpec(ids(gpu))
 
 
 @pytest.fixture

@@ -49,19 +49,6 @@ def test_a_package_that_is_missing_is_named(package: str) -> None:
         assert (done.returncode, done.stderr) == (2, said)
 
 
-def test_a_second_daemon(kvferryd: LocalDaemon) -> None:
-    """The second says who holds the place; the first and its clients do not notice."""
-    with OffloadClient(kvferryd.directory) as client:
-        command = [*kvferryd.command[:-1], str(kvferryd.runtime_dir)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-        assert done.returncode == 2
-        assert "endpoint_in_use" in done.stderr
-        assert str(kvferryd.pid) in done.stderr
-        assert client.status().pid == kvferryd.pid
-    with OffloadClient(kvferryd.directory) as later:
-        assert later.daemon.pid == kvferryd.pid
-
-
 @pytest.mark.parametrize("device", ["7", "GPU-00000000-0000-0000-0000-000000000000", "banana"])
 def test_a_device_that_is_not_there(refused: Callable[..., str], device: str) -> None:
     assert "no_device" in refused(device=device)

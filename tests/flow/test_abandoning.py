@@ -14,31 +14,21 @@ import torch
 from kvferry.client import (
     AsyncOffloadClient,
     Code,
-    CPULoadStoreSpec,
     Gone,
-    GPULoadStoreSpec,
     LocalDaemon,
     OffloadClient,
     Outcome,
     Timeline,
     TransferResult,
-    TransferSpec,
     shared_empty,
 )
 from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
+from support.block_specs import load, store
 
 BLOCKS, PAGE = 16, 4096
 PATIENCE = 30.0
 PATTERN = 77
-
-
-def store(gpu: int, host: int) -> TransferSpec:
-    return GPULoadStoreSpec([gpu]), CPULoadStoreSpec([host])
-
-
-def load(host: int, gpu: int) -> TransferSpec:
-    return CPULoadStoreSpec([host]), GPULoadStoreSpec([gpu])
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
@@ -38,6 +38,8 @@ from kvferry.client import (
     shared_empty,
 )
 from kvferry.testing.engine import until
+from support.block_specs import load, store
+from support.eventually import eventually
 from support.service_manager import ServiceManager, kvferryd_command
 
 from .block_tables import await_committed
@@ -48,14 +50,6 @@ NEVER = 1 << 40
 PATIENCE = 20.0
 FINGERPRINT = Fingerprint("llama", PAGE, key_bytes=4)
 A, B, C = b"aaaa", b"bbbb", b"cccc"
-
-
-def store(gpu: int, host: int) -> TransferSpec:
-    return GPULoadStoreSpec([gpu]), CPULoadStoreSpec([host])
-
-
-def load(host: int, gpu: int) -> TransferSpec:
-    return CPULoadStoreSpec([host]), GPULoadStoreSpec([gpu])
 
 
 class DaemonService:
@@ -499,12 +493,6 @@ def test_keys_and_pins_outlive_a_daemon_that_keeps_its_pool(
 
 
 # asyncio
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def registered(service: DaemonService) -> tuple[AsyncOffloadClient, ReconnectingFixture]:

@@ -19,7 +19,6 @@ import pytest
 import zmq
 
 from kvferry.client import GPULoadStoreSpec, LocalDaemon, OffloadClient
-from kvferry.client.cli import main
 from kvferry.client.doctor import (
     CheckContext,
     Finding,
@@ -66,12 +65,6 @@ def examine_as_nobody(directory: Path) -> list[Finding]:
     command = [sys.executable, "-c", AS_NOBODY, str(directory)]
     done = subprocess.run(command, capture_output=True, timeout=30, check=True)
     return msgspec.json.decode(done.stdout, type=list[Finding])
-
-
-def kvferry(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    return int(ended.value.code or 0)
 
 
 # All is well

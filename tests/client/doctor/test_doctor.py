@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from kvferry.client import LocalDaemon, OffloadClient
-from kvferry.client.cli import main
 from kvferry.client.doctor import (
     CHECKS,
     Finding,
@@ -18,16 +17,11 @@ from kvferry.client.doctor import (
 )
 from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
+from support.command_line import kvferry
 
 
 def by_check(findings: list[Finding]) -> dict[str, Finding]:
     return {finding.check: finding for finding in findings}
-
-
-def kvferry(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    return int(ended.value.code or 0)
 
 
 def test_a_daemon_and_nothing_wrong(

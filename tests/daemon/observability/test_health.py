@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.daemon.core.actions import Pong
 from kvferry.daemon.observability.health import Health, HealthTimeouts, ProbeHistory
 from kvferry.proto.errors import Code, ErrorInfo
+from support.eventually import eventually
 
-from .conftest import TIMEOUT, FakeCore
+from .conftest import FakeCore
 
 
 @dataclass
@@ -31,12 +31,6 @@ class FakeServiceManager:
 
     def keep_alive(self) -> None:
         self.keep_alives.append(time.monotonic())
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(TIMEOUT):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 class HealthFixture:
@@ -67,16 +61,16 @@ async def test_ready_is_reported_once_after_the_first_probe_that_passed(
     await asyncio.sleep(0.05)
     assert "no probe" in fixture.reasons()
     fixture.health.pool_grew()
-    await until(lambda: "failed" in fixture.reasons())
+    await eventually(lambda: "failed" in fixture.reasons())
     assert manager.ready_count == 0
     assert "no" in manager.unhealthy_reports[0]
     fake_core.error = None
-    await until(lambda: fixture.health.status().healthy)
-    await until(lambda: manager.ready_count)
+    await eventually(lambda: fixture.health.status().healthy)
+    await eventually(lambda: manager.ready_count)
     fake_core.error = ErrorInfo(Code.DRIVER, "no")
-    await until(lambda: "failed" in fixture.reasons())
+    await eventually(lambda: "failed" in fixture.reasons())
     fake_core.error = None
-    await until(lambda: fixture.health.status().healthy)
+    await eventually(lambda: fixture.health.status().healthy)
     assert manager.ready_count == 1
     assert [bool(why) for why in manager.unhealthy_reports] == [True, False, True, False]
     fixture.health.stop()
@@ -91,8 +85,8 @@ async def test_a_first_probe_in_progress_is_not_unhealthy_before_its_deadline(
     fixture = HealthFixture(fake_core, HealthTimeouts(deadline=1.0), manager)
     fixture.health.start()
     fixture.health.pool_grew()
-    await until(lambda: "no probe" in fixture.reasons() and len(manager.keep_alives) >= 5)
-    await until(lambda: manager.unhealthy_reports)
+    await eventually(lambda: "no probe" in fixture.reasons() and len(manager.keep_alives) >= 5)
+    await eventually(lambda: manager.unhealthy_reports)
     assert "running for" in manager.unhealthy_reports[0]
     fixture.health.stop()
 
@@ -104,19 +98,19 @@ async def test_no_keep_alive_while_the_device_worker_does_not_respond(
     fixture = HealthFixture(fake_core, HealthTimeouts(worker=0.2), manager)
     fixture.health.start()
     fixture.health.pool_grew()
-    await until(lambda: len(manager.keep_alives) >= 5)
+    await eventually(lambda: len(manager.keep_alives) >= 5)
     gaps = [b - a for a, b in zip(manager.keep_alives, manager.keep_alives[1:], strict=False)]
     assert min(gaps) < 0.15
     fixture.responds = False
-    await until(lambda: "the device worker has not responded" in fixture.reasons())
+    await eventually(lambda: "the device worker has not responded" in fixture.reasons())
     before = len(manager.keep_alives)
     await asyncio.sleep(0.3)
     assert len(manager.keep_alives) == before
     assert fixture.health.status().worker_lag >= 0.2
     fixture.health.handle_pong(Pong(time.monotonic(), None, None))
     fixture.responds = True
-    await until(lambda: len(manager.keep_alives) > before)
-    await until(lambda: fixture.health.status().healthy)
+    await eventually(lambda: len(manager.keep_alives) > before)
+    await eventually(lambda: fixture.health.status().healthy)
     fixture.health.stop()
 
 
@@ -126,9 +120,9 @@ async def test_a_failing_device_does_not_stop_the_watchdog(fake_core: FakeCore) 
     fixture = HealthFixture(fake_core, HealthTimeouts(deadline=0.05), manager)
     fixture.health.start()
     fixture.health.pool_grew()
-    await until(lambda: not fixture.health.status().healthy)
+    await eventually(lambda: not fixture.health.status().healthy)
     before = len(manager.keep_alives)
-    await until(lambda: len(manager.keep_alives) > before + 3)
+    await eventually(lambda: len(manager.keep_alives) > before + 3)
     fixture.health.stop()
 
 
@@ -138,11 +132,11 @@ async def test_a_late_event_loop_is_reported(fake_core: FakeCore) -> None:
     )
     fixture.health.start()
     fixture.health.pool_grew()
-    await until(lambda: fixture.health.status().healthy)
+    await eventually(lambda: fixture.health.status().healthy)
     time.sleep(0.3)
-    await until(lambda: "the event loop was" in fixture.reasons())
+    await eventually(lambda: "the event loop was" in fixture.reasons())
     assert fixture.health.status().loop_lag > 0.1
-    await until(lambda: fixture.health.status().healthy)
+    await eventually(lambda: fixture.health.status().healthy)
     fixture.health.stop()
 
 
@@ -157,7 +151,7 @@ async def test_a_requested_check_runs_a_fresh_probe(fake_core: FakeCore) -> None
     assert len(fake_core.requests) == before + 2
     fake_core.silent = True
     assert not (await fixture.health.check_health()).healthy
-    await until(lambda: "running for" in fixture.reasons())
+    await eventually(lambda: "running for" in fixture.reasons())
     fixture.health.stop()
 
 

@@ -21,6 +21,7 @@ from kvferry.proto.errors import Refused
 from kvferry.proto.events import MOST_IN_A_BATCH
 from kvferry.proto.keys import EventKind, offload_key
 from kvferry.proto.messages import KeyEvent, KeyEvents
+from support.eventually import eventually
 
 KEYS = tuple(offload_key(n.to_bytes(32, "big")) for n in range(5 * MOST_IN_A_BATCH))
 LAST = KeyEvent(EventKind.CLEARED, ())
@@ -71,13 +72,6 @@ def listener(address: str) -> Iterator[Listener]:
         yield Listener(listening)
 
 
-async def until(condition: object, seconds: float = 20) -> None:
-    assert callable(condition)
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 def children() -> set[int]:
     task = Path(f"/proc/self/task/{os.getpid()}/children")
     named = set()
@@ -90,7 +84,7 @@ def children() -> set[int]:
 
 async def started(publisher: KVEventPublisher) -> int:
     """The process of the publisher, once there is one."""
-    await until(lambda: len(children()) == 1)
+    await eventually(lambda: len(children()) == 1)
     (pid,) = children()
     return pid
 
@@ -100,7 +94,7 @@ async def test_events_after_a_subscriber_connected_reach_it(
 ) -> None:
     """Though the process that publishes it is only being started then."""
     listener.socket.connect(address)
-    await until(lambda: publisher.wanted)
+    await eventually(lambda: publisher.wanted)
     for number in range(3):
         publisher.publish(stored(KEYS[number]))
     for number in range(3):
@@ -118,16 +112,16 @@ async def test_without_a_subscriber_there_is_no_process_and_nothing_is_handed_ov
     assert not children()
     assert not publisher.wanted
     listener.socket.connect(address)
-    await until(lambda: publisher.wanted)
+    await eventually(lambda: publisher.wanted)
     publisher.publish(stored(KEYS[1]))
     before = await listener.number()
     listener.socket.disconnect(address)
     # libzmq ends the connection when the socket is used next.
-    await until(lambda: listener.socket.poll(0) == 0 and not publisher.wanted)
+    await eventually(lambda: listener.socket.poll(0) == 0 and not publisher.wanted)
     assert children()
     publisher.publish(stored(KEYS[2]))
     listener.socket.connect(address)
-    await until(lambda: publisher.wanted)
+    await eventually(lambda: publisher.wanted)
     publisher.publish(stored(KEYS[3]))
     publisher.publish(stored(KEYS[4]))
     number = await listener.number()
@@ -140,8 +134,8 @@ async def test_a_connection_without_a_subscription_costs_nothing(
 ) -> None:
     with zmq.Context() as context, context.socket(zmq.SUB) as silent:
         silent.connect(address)
-        await until(lambda: publisher.wanted)
-        await until(lambda: not publisher.wanted)
+        await eventually(lambda: publisher.wanted)
+        await eventually(lambda: not publisher.wanted)
 
 
 async def test_a_process_that_ended_is_replaced_and_the_numbers_show_a_gap(
@@ -152,9 +146,9 @@ async def test_a_process_that_ended_is_replaced_and_the_numbers_show_a_gap(
     publisher.publish(stored(KEYS[0]))
     assert await listener.number() == 0
     os.kill(pid, signal.SIGKILL)
-    await until(lambda: not publisher.wanted)
+    await eventually(lambda: not publisher.wanted)
     publisher.publish(stored(KEYS[1]))
-    await until(lambda: publisher.wanted)
+    await eventually(lambda: publisher.wanted)
     publisher.publish(stored(KEYS[2]))
     _, number, events = await listener.hear()
     assert number == NUMBERS_PER_PROCESS
@@ -178,7 +172,7 @@ async def test_a_process_that_stands_still_costs_a_bounded_number_of_bytes(
         assert 256 << 10 < publisher.queued_bytes < (256 << 10) + 50 * len(KEYS)
     finally:
         os.kill(pid, signal.SIGCONT)
-    await until(lambda: publisher.queued_bytes == 0)
+    await eventually(lambda: publisher.queued_bytes == 0)
     publisher.publish(PublishKVEvents("some", 16, KeyEvents(1, (LAST,), 1)))
     numbers, events = [0], list[object]()
     while events != [["AllBlocksCleared"]]:
@@ -196,12 +190,12 @@ async def test_a_subscriber_that_does_not_read_costs_a_bounded_number_of_message
     """It finds what was kept for it, and a gap behind that."""
     listener.socket.setsockopt(zmq.RCVHWM, 1)
     listener.socket.connect(address)
-    await until(lambda: publisher.wanted)
+    await eventually(lambda: publisher.wanted)
     published = SEND_HIGH_WATER
     for _ in range(published):
         publisher.publish(stored(*KEYS))
-        await until(lambda: publisher.queued_bytes < 1 << 20)
-    await until(lambda: publisher.queued_bytes == 0)
+        await eventually(lambda: publisher.queued_bytes < 1 << 20)
+    await eventually(lambda: publisher.queued_bytes == 0)
     listener.socket.setsockopt(zmq.RCVTIMEO, 2_000)
     numbers, largest = [], 0
     try:
@@ -226,7 +220,7 @@ async def test_it_publishes_over_tcp(listener: Listener) -> None:
             KVEventPublisher(address)
     publisher = KVEventPublisher(address)
     listener.socket.connect(address)
-    await until(lambda: publisher.wanted)
+    await eventually(lambda: publisher.wanted)
     publisher.publish(stored(KEYS[0]))
     assert await listener.number() == 0
     await publisher.close()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -83,9 +82,3 @@ class StoredPool:
             if not table.closed:
                 table.close()
         self.memory.close()
-
-
-async def eventually(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.001)

@@ -12,8 +12,9 @@ from kvferry.daemon.core.records import RegionRecord
 from kvferry.daemon.persistence.block_check import BlockCheck
 from kvferry.daemon.persistence.block_table import BlockTable
 from kvferry.daemon.persistence.checksum_client import Purpose
+from support.eventually import eventually
 
-from .stored_pool import COUNT, KEYED, RAW, StoredPool, eventually, key, numbers
+from .stored_pool import COUNT, KEYED, RAW, StoredPool, key, numbers
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from kvferry.daemon.persistence.checksum_client import (
 from kvferry.proto.errors import Code, Failed, KVFerryError
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
+from support.eventually import eventually
 
 CHUNK, COUNT = 4 * PAGE, 16
 # Blocks lie across pages, and across chunks.
@@ -87,9 +88,7 @@ class ClientFixture:
         ]
 
     async def summed(self) -> None:
-        async with asyncio.timeout(30):
-            while any(sums is None for sums in self.sums.values()):
-                await asyncio.sleep(0.001)
+        await eventually(lambda: all(sums is not None for sums in self.sums.values()))
 
     def close(self) -> None:
         self.client.close()
@@ -162,9 +161,7 @@ async def test_commits_and_verification_take_turns_and_the_scrub_waits_for_both(
     fixture.client.window = 1
     for purpose in (Purpose.SCRUB, Purpose.SCRUB, *[Purpose.VERIFY] * 3, *[Purpose.COMMIT] * 2):
         read(purpose)
-    async with asyncio.timeout(30):
-        while len(order) < 7:
-            await asyncio.sleep(0.001)
+    await eventually(lambda: len(order) == 7)
     scrub, commit, verify = Purpose.SCRUB, Purpose.COMMIT, Purpose.VERIFY
     assert order == [scrub, commit, verify, commit, verify, verify, scrub]
 
@@ -211,9 +208,7 @@ async def test_one_that_had_nothing_to_do_for_long_has_its_time(fixture: ClientF
 async def test_one_with_nothing_to_do_is_replaced_when_it_dies(fixture: ClientFixture) -> None:
     before = fixture.process
     before.kill()
-    async with asyncio.timeout(30):
-        while fixture.process is before:
-            await asyncio.sleep(0.001)
+    await eventually(lambda: fixture.process is not before)
     fixture.read(some(1))
     await fixture.summed()
 
@@ -236,9 +231,7 @@ async def test_it_is_tried_again_where_no_process_can_be_had(
     assert fixture.failures == []
     refusals += [OSError("none")] * 9
     fixture.process.kill()
-    async with asyncio.timeout(30):
-        while not fixture.failures:
-            await asyncio.sleep(0.001)
+    await eventually(lambda: fixture.failures)
     assert "none" in str(fixture.failures[0])
     with pytest.raises(Failed, match="checksum process failed: none"):
         ChecksumClient(fixture.pool.descriptors, CHUNK, 2, fixture.failures.append)
@@ -249,9 +242,7 @@ async def test_without_any_process_it_fails(fixture: ClientFixture) -> None:
     fixture.client._arguments[1] = "0"  # a chunk has no bytes: it dies when it reads
     fixture.process.kill()
     fixture.read(some(1))
-    async with asyncio.timeout(60):
-        while not fixture.failures:
-            await asyncio.sleep(0.01)
+    await eventually(lambda: fixture.failures)
     (error,) = fixture.failures
     assert error.code == Code.COPY_FAILED
     fixture.read(some(2))

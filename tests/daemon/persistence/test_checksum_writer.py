@@ -14,6 +14,7 @@ from kvferry.daemon.core.records import RegionRecord, ResidentBlock
 from kvferry.daemon.persistence.block_table import BlockTable
 from kvferry.daemon.persistence.checksum_client import BATCH_BYTES, Purpose
 from kvferry.daemon.persistence.checksum_writer import FOLD, ChecksumWriter, CompletedStore
+from support.eventually import eventually
 
 from .stored_pool import KEYED, key, numbers, of_large_blocks
 
@@ -62,9 +63,7 @@ class WriterFixture:
         self.writer.add_store(CompletedStore(self.table, block_set, versions))
 
     async def complete_round(self) -> None:
-        async with asyncio.timeout(20):
-            while not self.reads.waiting:
-                await asyncio.sleep(0.001)
+        await eventually(lambda: self.reads.waiting)
         self.reads.answer()
 
     def close(self) -> None:
@@ -105,9 +104,7 @@ async def test_stores_that_complete_during_a_round_wait_for_the_next() -> None:
     """And what they stored over is not read first."""
     fixture = WriterFixture(fold=(most := 6))
     fixture.add([1], [1])
-    async with asyncio.timeout(20):
-        while not fixture.reads.asked:
-            await asyncio.sleep(0.001)
+    await eventually(lambda: fixture.reads.asked)
     for number in range(10):
         fixture.add([2, 3], [10 + number, 30 + number])
         assert len(fixture.writer._stores) <= most // 2

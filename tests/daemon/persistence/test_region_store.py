@@ -26,8 +26,9 @@ from kvferry.proto.errors import Code, Refused
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import Fingerprint, VerificationStatus
 from kvferry.shm.memfd import sealed_memfd
+from support.eventually import eventually
 
-from .stored_pool import BLOCK, COUNT, FINGERPRINT, KEYED, RAW, StoredPool, eventually, key, numbers
+from .stored_pool import BLOCK, COUNT, FINGERPRINT, KEYED, RAW, StoredPool, key, numbers
 
 
 class KeptFds:

@@ -12,8 +12,9 @@ from kvferry.daemon.core.actions import BlocksCorrupted
 from kvferry.daemon.persistence.block_check import BlockCheck
 from kvferry.daemon.persistence.checksum_client import Purpose
 from kvferry.daemon.persistence.scrub import BATCH_SECONDS, Scrub
+from support.eventually import eventually
 
-from .stored_pool import BLOCK, KEYED, RAW, StoredPool, eventually, numbers
+from .stored_pool import BLOCK, KEYED, RAW, StoredPool, numbers
 
 FAST = 1 << 30
 

@@ -12,6 +12,7 @@ from kvferry.daemon.persistence.block_check import BlockCheck
 from kvferry.daemon.persistence.checksum_client import BATCH_BYTES, Purpose
 from kvferry.daemon.persistence.verifier import Verifier
 from kvferry.proto.status import VerificationStatus
+from support.eventually import eventually
 
 from .stored_pool import (
     BLOCK,
@@ -19,7 +20,6 @@ from .stored_pool import (
     KEYED,
     RAW,
     StoredPool,
-    eventually,
     numbers,
     of_large_blocks,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,6 +19,7 @@ from kvferry.proto.messages import (
     KeyEvents,
     Opened,
 )
+from support.eventually import eventually
 
 
 class FakeRouter:
@@ -62,13 +62,7 @@ class OutboxFixture:
         del self.by_session[peer.session]
 
     async def until_sent(self, count: int) -> None:
-        await until(lambda: len(self.socket.sent) >= count)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.001)
+        await eventually(lambda: len(self.socket.sent) >= count)
 
 
 async def test_a_long_outbox_leaves_key_events_out_and_sends_the_last_number() -> None:
@@ -109,7 +103,7 @@ async def test_every_write_is_reported_even_if_the_socket_is_full() -> None:
     fixture = OutboxFixture()
     fixture.outboxes.send_message(fixture.peer, Done(1))
     assert fixture.flushes == 1
-    await until(lambda: fixture.flushes >= 3)
+    await eventually(lambda: fixture.flushes >= 3)
 
 
 async def test_a_stream_continues_when_the_outbox_is_empty_and_replaces_the_one_before() -> None:
