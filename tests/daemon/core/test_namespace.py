@@ -436,19 +436,6 @@ def test_jobs_from_before_a_reset_keep_their_blocks_and_change_no_key(outcome: O
     assert fixture.loadable("a") == b"ac"
 
 
-def test_a_pin_from_before_a_reset_pins_nothing_after_it() -> None:
-    fixture = NamespacesFixture("a")
-    fixture.stored("a", b"ab")
-    fixture.send("a", wire.Pin(each(b"ab")))
-    fixture.send("a", wire.Reset(5))
-    fixture.stored("a", b"a")
-    assert fixture.usage("pinned") == (0,)
-    fixture.send("a", wire.Unpin(each(b"a")))
-    assert fixture.usage("free", "ready", "orphaned") == (2, 1, 1)
-    fixture.close_sessions("a")
-    assert fixture.usage("free", "ready", "orphaned") == (3, 1, 0)
-
-
 def test_a_store_of_an_older_generation_is_refused() -> None:
     fixture = NamespacesFixture("a", "b")
     fixture.stored("a", b"a")

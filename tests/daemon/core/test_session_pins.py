@@ -8,10 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvferry.daemon.core.actions import (
-    CloseSession,
-    SendMessage,
-)
 from kvferry.daemon.core.session_pins import LEAST_PINS
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code
@@ -43,30 +39,6 @@ def test_pins_are_counted() -> None:
     assert fixture.loadable("a", b"a") == b""
 
 
-def test_keys_that_were_pinned_together_may_be_unpinned_one_by_one() -> None:
-    fixture = NamespacesFixture("a")
-    fixture.stored("a", b"abcd")
-    fixture.send("a", wire.Pin(each(b"abcb")))
-    fixture.send("a", wire.Pin(each(b"cd")))
-    for letters, left in ((b"b", 4), (b"a", 3), (b"c", 3), (b"bd", 1), (b"c", 0)):
-        fixture.send("a", wire.Unpin(each(letters)))
-        assert fixture.usage("pinned") == (left,)
-
-
-def test_the_oldest_pin_of_a_key_is_released_first() -> None:
-    """The first is of what was there before the reset, the second of nothing."""
-    fixture = NamespacesFixture("a")
-    fixture.stored("a", b"a")
-    fixture.send("a", wire.Pin(each(b"a")))
-    fixture.send("a", wire.Reset(1))
-    fixture.send("a", wire.Pin(each(b"a")))
-    fixture.stored("a", b"a")
-    fixture.send("a", wire.Pin(each(b"a")))
-    for left in (1, 1, 0):
-        fixture.send("a", wire.Unpin(each(b"a")))
-        assert fixture.usage("pinned") == (left,)
-
-
 def test_pinning_nothing_leaves_nothing_behind() -> None:
     fixture = NamespacesFixture("a")
     fixture.stored("a", b"a")
@@ -76,34 +48,6 @@ def test_pinning_nothing_leaves_nothing_behind() -> None:
         fixture.send("a", wire.Pin(()))
         fixture.send("a", wire.Unpin(()))
     assert len(namespace.cache._loads) == before == 0
-
-
-@pytest.mark.parametrize("letters", [b"c", b"ac", b"ca", b"aa", b"e"])
-def test_unpinning_more_than_pinned_is_refused(letters: bytes) -> None:
-    fixture = NamespacesFixture("a", "b")
-    fixture.stored("a", b"abcd")
-    fixture.send("a", wire.Pin(each(b"ab")))
-    fixture.send("b", wire.Pin(each(b"c")))
-    assert fixture.error("a", wire.Unpin(each(letters)))[0] == Code.NOT_PINNED
-    assert fixture.usage("pinned") == (3,)
-    fixture.send("a", wire.Unpin(each(b"ab")))
-    assert fixture.error("a", wire.Unpin(each(b"a"))) == (Code.NOT_PINNED, b"a".hex())
-    assert fixture.usage("pinned") == (1,)
-
-
-def test_pinning_what_is_not_there_is_no_error_and_keeps_nothing() -> None:
-    fixture = NamespacesFixture("a")
-    plan = fixture.start("a", store(b"b"))
-    assert fixture.send("a", wire.Pin(each(b"ab"))) == []
-    fixture.end(plan)
-    fixture.stored("a", b"a")
-    assert fixture.usage("pinned") == (0,)
-    fixture.send("a", wire.Pin(each(b"a")))
-    assert fixture.send("a", wire.Unpin(each(b"ab"))) == []
-    assert fixture.usage("pinned") == (1,)  # of the two of a the one that kept something is left
-    assert fixture.send("a", wire.Unpin(each(b"a"))) == []
-    assert fixture.error("a", wire.Unpin(each(b"b")))[0] == Code.NOT_PINNED
-    assert fixture.usage("pinned") == (0,)
 
 
 def test_a_session_pins_a_bounded_number_of_keys() -> None:
@@ -140,23 +84,6 @@ def test_many_pins_of_a_key_are_released_in_linear_time() -> None:
     fixture.stored("a", b"a")
     fixture.send("b", wire.Pin(each(b"a" * 200)))
     assert calls(lambda: fixture.core.close_session("b")) < 2 * 200
-
-
-@pytest.mark.parametrize("polite", [True, False])
-def test_a_closed_session_releases_its_own_pins(polite: bool) -> None:
-    fixture = NamespacesFixture("a/worker", "a/scheduler", "b")
-    fixture.stored("b", b"abcd")
-    fixture.send("a/scheduler", wire.Pin(each(b"abbz")))
-    fixture.send("b", wire.Pin(each(b"bc")))
-    if polite:
-        assert fixture.send("a/scheduler", wire.Goodbye())[0] == SendMessage(
-            "a/scheduler", wire.Goodbye()
-        )
-    else:
-        assert fixture.core.close_session("a/scheduler") == [CloseSession("a/scheduler")]
-    assert fixture.usage("pinned", "engines") == (2, ("a", "b"))
-    fixture.stored("b", b"ef")
-    assert fixture.loadable("b") == b"bcef"
 
 
 @pytest.mark.parametrize("make", [wire.Pin, wire.Touch])
