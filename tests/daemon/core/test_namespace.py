@@ -180,37 +180,6 @@ def test_a_store_evicts_the_least_recent_key_but_none_of_the_same_offer() -> Non
     assert fixture.loadable("a") == b"cdef"
 
 
-@pytest.mark.parametrize(("policy", "goes"), [("lru", b"b"), ("arc", b"d")])
-def test_who_goes_is_the_policy_s_choice(policy: str, goes: bytes) -> None:
-    fixture = NamespacesFixture("a", policy=policy)
-    fixture.stored("a", b"ab")
-    fixture.send("a", wire.Touch(each(b"ab")))
-    fixture.stored("a", b"cd")
-    assert key_events_of(fixture.submit("a", store(b"e")), PublishKVEvents)[0] == ("removed", goes)
-
-
-@pytest.mark.parametrize("letters", [b"efghi", b"abcde"])
-def test_more_keys_than_can_be_evicted_are_refused_whole(letters: bytes) -> None:
-    fixture = NamespacesFixture("a")
-    fixture.stored("a", b"abc")
-    names = ("free", "pending", "ready", "orphaned", "pinned", "stored", "evictions")
-    before = fixture.usage(*names)
-    assert fixture.refused("a", store(letters)) == Code.CACHE_FULL
-    assert fixture.usage(*names) == before
-    assert fixture.loadable("a") == b"abc"
-    fixture.stored("a", b"d")
-
-
-def test_keys_on_their_way_make_no_room() -> None:
-    fixture = NamespacesFixture("a", "b")
-    plan = fixture.start("a", store(b"abc"))
-    assert fixture.refused("b", store(b"de")) == Code.CACHE_FULL
-    fixture.stored("b", b"d")
-    fixture.end(plan, FAILED)
-    fixture.stored("b", b"efg")
-    assert fixture.loadable("b") == b"defg"
-
-
 @pytest.mark.parametrize(
     ("spec", "code"),
     [
@@ -236,15 +205,6 @@ def test_a_bad_transfer_reserves_nothing_and_pins_nothing(spec: TransferSpec, co
     assert fixture.namespaces() == before
     assert not fixture.core.busy
     fixture.stored("a", b"ef")
-
-
-def test_a_store_threshold_leaves_out_what_was_not_offered_often_enough() -> None:
-    fixture = NamespacesFixture("a", "b", threshold=2)
-    assert fixture.stored("a", b"ab").extents == ()
-    assert gpu_blocks(fixture.stored("b", b"cb")) == [1]
-    assert fixture.loadable("a") == b"b"
-    assert gpu_blocks(fixture.stored("a", b"abc")) == [0, 2]
-    assert fixture.usage("stores_skipped", "stored") == (3, 3)
 
 
 # Loads
@@ -276,12 +236,6 @@ def test_a_load_with_an_absent_or_pending_key_is_refused_whole() -> None:
     assert fixture.usage("pinned") == (0,)
     (action,) = fixture.submit("a", load(b"abc"))
     assert action.message.results[0].error.value == b"c".hex()
-
-
-def test_one_block_loads_into_several_places_at_once() -> None:
-    fixture = NamespacesFixture("a")
-    plan = fixture.stored("a", b"a")
-    assert offsets(fixture.start("a", load(b"aa"))) == offsets(plan) * 2
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from support.namespaces_fixture import (
     DONE,
     FINGERPRINT,
     LAYOUT,
-    OF_THREE,
     OTHER,
     PAGE,
     POOL,
@@ -280,20 +279,6 @@ def test_opening_an_unused_namespace_changes_its_policy_and_keeps_the_keys() -> 
     assert fixture.submit("b", store(b"e"))[0].plan.extents == ()
 
 
-def test_a_change_of_policy_keeps_the_order_in_which_keys_go() -> None:
-    fixture = NamespacesFixture("a", policy="arc")
-    fixture.stored("a", b"abcd")
-    fixture.send("a", wire.Touch(each(b"bd")))
-    fixture.close_sessions("a")
-    fixture.open_sessions("b")
-    fixture.open_namespace("b", policy="lru")
-    fixture.register("b")
-    gone = []
-    for letter in each(b"efgh"):
-        gone.append(key_events_of(fixture.submit("b", store(letter)), PublishKVEvents)[0])
-    assert gone == [("removed", letter) for letter in each(b"cadb")]
-
-
 def test_a_change_of_policy_sends_no_events_and_keeps_the_counters() -> None:
     """A million keys told anew were 34 MB, and seconds in which nobody else was heard."""
     fixture = NamespacesFixture("a")
@@ -434,26 +419,6 @@ def test_a_namespace_that_is_opened_again_keeps_its_region() -> None:
     fixture.open_sessions("b", "n")
     fixture.open_namespace("b")
     assert fixture.error("n", wire.OpenNamespace(1, OTHER, ROOM))[0] == Code.POOL_FULL
-    fixture.register("b")
-    assert fixture.loadable("b") == b"abc"
-
-
-def test_the_namespace_unused_longest_is_freed_first() -> None:
-    fixture = NamespacesFixture("a", pool_bytes=2 * ROOM)
-    fixture.open_sessions("o", "n")
-    fixture.open_namespace("o", OTHER)
-    fixture.close_sessions("o", "a")
-    fixture.open_namespace("n", OF_THREE, ROOM)
-    assert [n.name for n in fixture.namespaces()] == [FINGERPRINT.name, OF_THREE.name]
-
-
-def test_an_unused_namespace_stays_while_there_is_other_room() -> None:
-    fixture = NamespacesFixture("a", pool_bytes=2 * ROOM)
-    fixture.stored("a", b"abc")
-    fixture.close_sessions("a")
-    fixture.open_sessions("n", "b")
-    fixture.open_namespace("n", OTHER, ROOM)
-    assert fixture.open_namespace("b").reattached
     fixture.register("b")
     assert fixture.loadable("b") == b"abc"
 

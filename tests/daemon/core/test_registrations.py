@@ -107,15 +107,6 @@ def test_a_layout_with_too_many_gpu_blocks_is_refused() -> None:
     assert not fixture.core.busy
 
 
-def test_a_region_with_too_many_host_blocks_is_refused() -> None:
-    """A pool of terabytes is no strange pool, but a host block of one byte is a strange block."""
-    fixture = CoreFixture("a", registered=False, pool_bytes=1 << 42)
-    layout = KVLayout((TensorLayout(1, 1, 1),), ((TensorRef(0, 1),),))
-    assert fixture.error("a", wire.AllocateKVCaches(1, layout))
-    assert fixture.core.status(101.0).pool.reserved_bytes == 0
-    assert not fixture.core.busy
-
-
 def test_an_engine_s_name_is_held_by_one_process() -> None:
     fixture = CoreFixture("a/worker", "a/scheduler", "b")
     for session, whose in (("a/scheduler", "another process"), ("a/worker", "this client")):
