@@ -16,7 +16,7 @@ import zmq
 
 from kvferry.daemon.core.actions import PublishKVEvents
 from kvferry.daemon.observability.kv_events import NUMBERS_PER_PROCESS, KVEventPublisher
-from kvferry.daemon.observability.kv_events_process import SEND_HIGH_WATER, SIZE, messages_in
+from kvferry.daemon.observability.kv_events_process import SEND_HIGH_WATER
 from kvferry.proto.errors import Refused
 from kvferry.proto.events import MOST_IN_A_BATCH
 from kvferry.proto.keys import EventKind, offload_key
@@ -243,13 +243,3 @@ async def test_the_file_of_another_daemon_is_left_alone(short_path: Path, addres
     assert path.is_socket()
     await second.close()
     assert not path.exists()
-
-
-def test_messages_of_the_channel_come_in_pieces() -> None:
-    whole = b"".join(SIZE.pack(len(one)) + one for one in (b"a", b"", b"bcd"))
-    for cut in range(len(whole) + 1):
-        data = bytearray(whole[:cut])
-        found = list(messages_in(data))
-        data += whole[cut:]
-        assert [*found, *messages_in(data)] == [b"a", b"", b"bcd"]
-        assert not data

@@ -8,17 +8,23 @@ from typing import Any, cast
 
 import zmq
 
-from kvferry.daemon.transport.outbox import Outboxes, OutboxLimits
+from kvferry.daemon.core.actions import SendMessage
+from kvferry.daemon.transport.outbox import Outboxes, OutboxLimits, merge_results
 from kvferry.daemon.transport.peers import Peer
 from kvferry.proto.codec import MAX_MESSAGE_BYTES, decode_daemon_message
 from kvferry.proto.errors import Code
 from kvferry.proto.messages import (
     Done,
     Error,
+    Finished,
     Goodbye,
+    JobResult,
     KeyEvents,
     Opened,
+    Outcome,
+    Waited,
 )
+from kvferry.proto.specs import Direction
 from support.eventually import eventually
 
 
@@ -126,3 +132,27 @@ async def test_a_reply_that_is_too_large_becomes_an_error() -> None:
     (error,) = fixture.socket.sent
     assert isinstance(error, Error)
     assert (error.request_id, error.error.code) == (7, Code.MESSAGE_TOO_LARGE)
+
+
+def result(job: int) -> JobResult:
+    return JobResult(job, Direction.STORE, Outcome.DONE)
+
+
+def test_results_of_a_session_go_in_one_message_and_pass_no_other_result() -> None:
+    """Whatever else is sent keeps its place behind the results that it follows."""
+    actions = [
+        SendMessage("a", Done(1)),
+        SendMessage("a", Finished((result(1),))),
+        SendMessage("b", Finished((result(7),))),
+        SendMessage("a", Waited(2)),
+        SendMessage("a", Finished((result(2), result(3)))),
+        SendMessage("a", Waited(3)),
+        SendMessage("b", Finished((result(8),))),
+    ]
+    assert merge_results([*actions]) == [
+        SendMessage("a", Done(1)),
+        SendMessage("a", Finished((result(1), result(2), result(3)))),
+        SendMessage("b", Finished((result(7), result(8)))),
+        SendMessage("a", Waited(2)),
+        SendMessage("a", Waited(3)),
+    ]
