@@ -187,7 +187,9 @@ async def test_a_task_that_cancels_beside_one_that_waits(client: AsyncOffloadCli
     timeline.close()
 
 
-async def test_nobody_there(kvferryd: LocalDaemon, start_kvferryd: StartKvferryd) -> None:
+async def test_connecting_without_a_daemon_times_out(
+    kvferryd: LocalDaemon, start_kvferryd: StartKvferryd
+) -> None:
     directory = kvferryd.directory
     kvferryd.stop()
     with pytest.raises(Gone) as gone:

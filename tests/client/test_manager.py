@@ -109,7 +109,7 @@ def test_more_keys_than_blocks_are_none(start_fake_daemon: Start) -> None:
     assert offer(manager, D) == (D,)
 
 
-def test_a_mirror_that_knows_nothing_yet_offers_all(fake_daemon: FakeDaemon) -> None:
+def test_an_incomplete_mirror_offers_unknown_keys(fake_daemon: FakeDaemon) -> None:
     manager = open_manager(fake_daemon)
     fake_daemon.lossy = True
     fake_daemon.store(A)
@@ -161,7 +161,7 @@ def test_only_a_hit_is_loaded(
 
 
 @pytest.mark.parametrize("verb", ["prepare_store", "prepare_load", "touch"])
-def test_keys_of_another_kind_are_refused(manager: OffloadingManager, verb: str) -> None:
+def test_keys_of_another_length_are_refused(manager: OffloadingManager, verb: str) -> None:
     with pytest.raises(Refused) as refused:
         getattr(manager, verb)([A, b"aaaaa"])
     assert refused.value.code == Code.BAD_KEY
@@ -313,7 +313,7 @@ def test_events_are_what_became_a_hit_and_what_ceased_to_be_one(fake_daemon: Fak
     assert manager.take_events() == [stored(A)]
 
 
-def test_events_of_a_reset_come_once(fake_daemon: FakeDaemon) -> None:
+def test_events_of_a_reset_are_returned_once(fake_daemon: FakeDaemon) -> None:
     fake_daemon.store(A)
     manager = open_manager(fake_daemon, events=True)
     manager.take_events()
@@ -529,7 +529,7 @@ def test_only_max_pending_first_lookups_are_remembered(
 # The end
 
 
-def test_shutdown_says_what_is_left_and_closes(fake_daemon: FakeDaemon) -> None:
+def test_shutdown_sends_pending_touches_and_closes(fake_daemon: FakeDaemon) -> None:
     with open_manager(fake_daemon) as manager:
         manager.touch([A])
     assert [type(message) for message in fake_daemon.received] == [wire.Touch, wire.Goodbye]
@@ -553,7 +553,7 @@ def test_a_manager_needs_a_mirror(client: OffloadClient) -> None:
         OffloadingManager([client])
 
 
-def test_a_daemon_that_has_just_gone_is_offered_nothing(
+def test_offers_to_a_lost_daemon_are_empty(
     fake_daemon: FakeDaemon, manager: OffloadingManager
 ) -> None:
     fake_daemon.disconnected = True

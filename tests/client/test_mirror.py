@@ -92,7 +92,7 @@ def test_old_events_change_nothing(mirror: Mirror) -> None:
 # Not whole
 
 
-def test_nothing_is_known_before_the_first_snapshot_is_all_there() -> None:
+def test_an_incomplete_first_snapshot_returns_retry() -> None:
     mirror = Mirror()
     assert answers(mirror, A, C) == [RETRY, RETRY]
     mirror.apply_message(snapshot(5, A, last=False))
@@ -101,7 +101,7 @@ def test_nothing_is_known_before_the_first_snapshot_is_all_there() -> None:
     assert (answers(mirror, A, B, C), mirror.complete) == ([HIT, HIT, MISS], True)
 
 
-def test_an_empty_namespace_is_whole() -> None:
+def test_the_mirror_of_an_empty_namespace_is_complete() -> None:
     mirror = Mirror()
     assert not mirror.apply_message(snapshot(0))
     assert (mirror.complete, mirror.lookup(A)) == (True, MISS)
@@ -167,7 +167,7 @@ def test_a_snapshot_restarts_at_the_same_number() -> None:
     assert answers(mirror, A, B, C) == [MISS, HIT, HIT]
 
 
-def test_a_missing_part_wants_another_snapshot_once() -> None:
+def test_a_snapshot_with_a_missing_part_requests_another_once() -> None:
     mirror = Mirror()
     mirror.apply_message(snapshot(5, A, last=False))
     assert mirror.apply_message(snapshot(5, C, part=2, last=False))
@@ -179,7 +179,7 @@ def test_a_missing_part_wants_another_snapshot_once() -> None:
     assert (answers(mirror, A, B, C), mirror.complete) == ([HIT, HIT, MISS], True)
 
 
-def test_a_missing_beginning_wants_another_snapshot_once() -> None:
+def test_a_snapshot_without_its_first_part_requests_another_once() -> None:
     mirror = Mirror()
     assert mirror.apply_message(snapshot(5, B, part=1, last=False))
     assert not mirror.apply_message(snapshot(5, C, part=2))
@@ -198,7 +198,7 @@ def test_a_part_received_twice_counts_once() -> None:
     assert (answers(mirror, A, B, C), mirror.complete) == ([HIT, HIT, HIT], True)
 
 
-def test_a_whole_mirror_needs_no_snapshot(mirror: Mirror) -> None:
+def test_a_complete_mirror_ignores_snapshots(mirror: Mirror) -> None:
     mirror.apply_message(stored(11, C))
     for needless in (snapshot(10), snapshot(12, part=2), snapshot(12, last=False)):
         assert not mirror.apply_message(needless)
@@ -231,7 +231,7 @@ def test_each_reset_clears(mirror: Mirror) -> None:
         assert answers(mirror, A, C) == [MISS, HIT]
 
 
-def test_a_reset_that_was_not_done_shows_what_is_there(mirror: Mirror) -> None:
+def test_a_reset_that_was_not_done_changes_nothing(mirror: Mirror) -> None:
     mirror.hide()
     mirror.reveal()
     assert answers(mirror, A, B, C) == [HIT, PENDING, MISS]
@@ -248,7 +248,7 @@ def test_two_resets_of_which_the_events_of_one_were_lost(mirror: Mirror) -> None
     assert mirror.lookup(C) is MISS
 
 
-def test_hidden_all_is_absent_also_where_nothing_is_known() -> None:
+def test_a_hidden_mirror_misses_even_if_incomplete() -> None:
     mirror = Mirror()
     mirror.hide()
     assert mirror.lookup(A) is MISS

@@ -278,7 +278,7 @@ def test_keys_may_be_submitted_without_opening_the_namespace(
     assert refused.value.code == Code.BAD_KEY
 
 
-def test_in_a_namespace_there_is_no_region(
+def test_host_bytes_in_a_namespace_is_refused(
     fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
 ) -> None:
     layout: Any = None
@@ -408,7 +408,7 @@ def test_messages_after_the_end_change_nothing(
     assert lookups(client_in_namespace, A, C) == [MISS, MISS]
 
 
-def test_a_closed_client_finds_nothing(
+def test_lookups_of_a_closed_client_miss(
     fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
 ) -> None:
     client_in_namespace.close()

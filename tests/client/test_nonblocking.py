@@ -149,7 +149,7 @@ def test_a_client_that_is_dropped(kvferryd: LocalDaemon, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", AT_EXIT)
-def test_a_client_that_is_there_at_the_end(kvferryd: LocalDaemon, how: str) -> None:
+def test_a_client_that_is_open_when_the_process_exits(kvferryd: LocalDaemon, how: str) -> None:
     run(AT_EXIT[how], kvferryd)
 
 

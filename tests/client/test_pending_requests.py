@@ -62,7 +62,7 @@ def test_an_error_is_raised_at_its_request_once(session: ClientSession) -> None:
         assert session.reply(5) is None
 
 
-def test_an_error_that_belongs_to_nothing_is_raised_where_it_arrives(
+def test_an_error_without_a_request_is_raised_at_once(
     session: ClientSession,
 ) -> None:
     with pytest.raises(Refused, match="later"):

@@ -247,7 +247,9 @@ def test_the_states_of_a_session(reconnecting: ClientSession) -> None:
         reconnecting.check_connected()
 
 
-def test_all_is_had_again_in_order(reconnecting: ClientSession) -> None:
+def test_reconnecting_restores_namespace_mirror_and_pins_in_order(
+    reconnecting: ClientSession,
+) -> None:
     opening = wire.OpenNamespace(1, FINGERPRINT, 1 << 20, "arc", 2)
     reconnecting.namespace_opened(opening, OPENED)
     mirror = reconnecting.namespace.ensure_mirror()
@@ -278,7 +280,7 @@ def test_all_is_had_again_in_order(reconnecting: ClientSession) -> None:
     assert [mirror.lookup(key) for key in (b"aaaa", b"bbbb")] == [Lookup.MISS, Lookup.HIT]
 
 
-def test_resets_that_were_not_done_are_done_before_anything_shows(
+def test_pending_resets_are_done_before_the_mirror_is_shown(
     reconnecting: ClientSession,
 ) -> None:
     reconnecting.namespace_opened(wire.OpenNamespace(1, FINGERPRINT), OPENED)
@@ -348,7 +350,7 @@ def test_a_daemon_that_does_not_take_us_back(reconnecting: ClientSession) -> Non
     assert reconnecting.gone is None
 
 
-def test_why_the_daemon_is_gone_does_not_grow(reconnecting: ClientSession) -> None:
+def test_the_traceback_of_gone_does_not_grow(reconnecting: ClientSession) -> None:
     """An engine may ask at every effect, for hours."""
     reconnecting.connection_lost(KILLED)
     for _ in range(100):

@@ -233,7 +233,7 @@ def test_tensors_and_their_timeline_are_of_one_device(
     of_gpu.close()
 
 
-def test_vllm_goes_on_without_a_device_that_has_no_timeline(
+def test_vllm_continues_without_a_timeline(
     kvferryd: LocalDaemon, caplog: pytest.LogCaptureFixture
 ) -> None:
     caches = kv_caches()

@@ -50,12 +50,12 @@ def test_a_package_that_is_missing_is_named(package: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["7", "GPU-00000000-0000-0000-0000-000000000000", "banana"])
-def test_a_device_that_is_not_there(refused: Callable[..., str], device: str) -> None:
+def test_a_missing_device_is_refused(refused: Callable[..., str], device: str) -> None:
     assert "no_device" in refused(device=device)
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="here is a driver")
-def test_without_a_driver_there_is_a_way(refused: Callable[..., str]) -> None:
+def test_without_a_driver_the_cpu_device_is_suggested(refused: Callable[..., str]) -> None:
     assert "--device cpu" in refused(device="0")
 
 
@@ -87,7 +87,9 @@ def test_a_wrong_flag_or_file_is_refused(refused: Callable[..., str], tmp_path: 
 
 @pytest.mark.parametrize("taken", [True, False])
 @pytest.mark.parametrize("key", ["metrics_listen", "events_publish"])
-def test_a_place_that_cannot_be_had(refused: Callable[..., str], key: str, taken: bool) -> None:
+def test_an_address_that_cannot_be_used_is_refused(
+    refused: Callable[..., str], key: str, taken: bool
+) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -118,7 +120,7 @@ def test_a_file_system_that_is_full(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
-def test_a_file_system_without_a_page_left(
+def test_a_full_file_system_is_refused(
     start: Callable[..., subprocess.CompletedProcess[str]], short_path: Path
 ) -> None:
     """There is a lock file, and its holder cannot write its pid."""

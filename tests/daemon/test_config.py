@@ -36,7 +36,7 @@ def write(tmp_path: Path) -> Any:
 # What counts
 
 
-def test_nothing_given_is_the_defaults() -> None:
+def test_without_arguments_the_defaults_apply() -> None:
     assert read([]) == Config()
 
 
@@ -89,7 +89,7 @@ def test_flags_override_the_file(write: Any) -> None:
         ("", {}, r"/tmp/kvferry-\d+"),
     ],
 )
-def test_where_the_sockets_go(
+def test_the_runtime_directory_follows_from_the_environment(
     own: str, environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("RUNTIME_DIRECTORY", "XDG_RUNTIME_DIR"):
@@ -205,7 +205,7 @@ def test_a_flag_that_is_not_right_is_refused(flag: str) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--pool-size=0", "--pool-chunk=0", "--pool-chunk=0.1"])
-def test_a_pool_or_chunk_of_nothing_is_refused(flag: str) -> None:
+def test_a_pool_or_chunk_of_zero_bytes_is_refused(flag: str) -> None:
     refused(flag)
 
 

@@ -94,7 +94,7 @@ def test_what_needs_torch_says_how_to_have_it(kvferryd: LocalDaemon) -> None:
     modules(WITHOUT_TORCH, str(kvferryd.directory))
 
 
-def test_a_star_import_has_all_there_is() -> None:
+def test_a_star_import_has_all_public_names() -> None:
     program = "import sys; from kvferry.client import *; shared_empty; print(*sys.modules)"
     assert "torch" in modules(program)
 

@@ -27,7 +27,7 @@ def held(engine: SmallEngine, *jobs: int) -> bool:
     return not {result.job_id for result in engine.poll()} & set(jobs)
 
 
-def test_results_come_in_the_order_of_submission(
+def test_results_are_in_the_order_of_submission(
     start_engine: StartSmallEngine, daemon: LocalDaemon
 ) -> None:
     """Jobs of one to thirty blocks, both ways, some of them refused by the daemon."""
@@ -82,7 +82,7 @@ def test_directions_that_meet_in_a_gpu_block(
     assert np.array_equal(engine.worker.read([0, 8, 9]), engine.expected([1, 0, 1], 1))
 
 
-def test_one_wait_for_jobs_of_both_directions(
+def test_wait_covers_jobs_of_both_directions_and_other_processes(
     start_engine: StartSmallEngine, daemon: LocalDaemon
 ) -> None:
     """`wait` ignores ids that are not there, leaves results, and hears of others' jobs."""

@@ -188,7 +188,7 @@ def test_stored_keys_are_hits_after_a_restart(service_on_device: RestartedServic
     assert "region restored" in service_on_device.manager.log()
 
 
-def test_it_is_there_after_any_number_of_restarts_with_what_came_since(
+def test_stores_between_restarts_accumulate(
     service: RestartedService,
 ) -> None:
     contents: dict[int, torch.Tensor] = {}
@@ -239,7 +239,7 @@ def test_keys_that_were_evicted_or_reset_stay_away(service: RestartedService) ->
         assert one.opened.generation == 2
 
 
-def test_the_least_recent_goes_first_also_after_a_restart(service: RestartedService) -> None:
+def test_the_order_of_use_is_kept_over_a_restart(service: RestartedService) -> None:
     with service.engine() as one:
         blocks = one.opened.num_blocks
         for first in range(0, blocks, 16):
@@ -291,7 +291,7 @@ def test_a_block_that_changes_while_the_daemon_runs_is_found_by_the_scrub(tmp_pa
         assert "host blocks corrupt" in service.manager.log()
 
 
-def test_an_engines_own_blocks_come_back_by_their_numbers(
+def test_blocks_by_number_are_loadable_after_a_restart(
     service_on_device: RestartedService,
 ) -> None:
     with service_on_device.engine(namespace=False) as one:
@@ -392,7 +392,7 @@ def test_a_start_that_fails_on_the_device_keeps_the_pool(service: RestartedServi
         until(lambda: one.lookup(1) == [Lookup.HIT], 20)
 
 
-def test_a_first_start_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
+def test_a_refused_first_start_stores_nothing(tmp_path: Path) -> None:
     service = RestartedService(tmp_path)
     with service.manager:
         assert service.refused(events_publish="tcp://nowhere") == 2, service.manager.log()
@@ -418,7 +418,7 @@ def test_a_block_table_that_is_damaged_or_of_another_version_is_dropped(
         assert one.lookup(1) == [Lookup.MISS]
 
 
-def test_nothing_is_kept_where_that_is_not_wanted(tmp_path: Path) -> None:
+def test_pool_keep_false_stores_nothing(tmp_path: Path) -> None:
     service = RestartedService(tmp_path, pool_keep="false")
     with service.manager:
         service.start()

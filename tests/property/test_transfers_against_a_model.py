@@ -235,7 +235,7 @@ def bases(model: TransfersModel) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 @settings(PROFILE)
 @given(st.data())
-def test_every_byte_of_a_good_transfer_goes_where_the_model_says(data: st.DataObject) -> None:
+def test_every_byte_of_a_transfer_is_where_the_model_has_it(data: st.DataObject) -> None:
     model = data.draw(worlds())
     transfer = data.draw(good_transfers(model))
     geometry, expected = model.geometry, moved(model, transfer)

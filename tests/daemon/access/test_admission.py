@@ -292,7 +292,7 @@ def test_a_reload_that_cannot_be_done_leaves_all_as_it_was(reachable: Path) -> N
         assert daemon.wait(20) == 0, log.read_text()
 
 
-def test_a_group_that_there_is_not(reachable: Path) -> None:
+def test_an_unknown_group_is_refused(reachable: Path) -> None:
     assert "no-such-group" in refused(reachable, "--access-group", "no-such-group")
 
 

@@ -55,7 +55,7 @@ def test_new_connections_wait_once_the_burst_is_used_up() -> None:
     assert connections.decide_admission(*ME) is Decision.ADMIT
 
 
-def test_one_user_s_burst_leaves_others_theirs_and_all_together_are_bounded() -> None:
+def test_connection_bursts_are_bounded_per_user_and_in_total() -> None:
     connections = Connections(Admission(str(os.getegid())), FEW, Quota(9, 1.0, 3), ManualClock())
     gid = os.getegid()
     answers = [connections.decide_admission(uid, gid, 1) for uid in (501, 501, 501, 502, 502)]

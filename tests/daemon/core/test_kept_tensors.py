@@ -104,7 +104,7 @@ def fixture() -> KeptTensorsFixture:
     return KeptTensorsFixture()
 
 
-def test_an_engine_that_comes_back_gets_its_tensors(fixture: KeptTensorsFixture) -> None:
+def test_a_reconnected_engine_gets_its_tensors(fixture: KeptTensorsFixture) -> None:
     dropped, mapping, reply = fixture.allocate("a/1")
     assert (dropped, mapping.keep, mapping.reuse, reply.kept) == ([], True, None, False)
     assert fixture.kept() == {"a": (True, SIZE)}
@@ -125,7 +125,7 @@ def test_another_part_of_the_pool_changes_nothing(fixture: KeptTensorsFixture) -
     assert mapping.reuse == 1
 
 
-def test_without_keep_nothing_is_held(fixture: KeptTensorsFixture) -> None:
+def test_without_keep_no_tensors_are_kept(fixture: KeptTensorsFixture) -> None:
     _, mapping, _ = fixture.allocate("a/1", keep=False)
     assert not mapping.keep
     assert fixture.kept() == {}
@@ -164,7 +164,7 @@ def test_an_engine_that_waits_for_the_old_mapping_gets_its_tensors(
     assert mapping.reuse == 1
 
 
-def test_they_are_held_still_where_they_could_not_be_mapped(fixture: KeptTensorsFixture) -> None:
+def test_kept_tensors_stay_if_they_cannot_be_mapped(fixture: KeptTensorsFixture) -> None:
     fixture.allocate("a/1")
     fixture.leave("a/1")
     (mapping,) = fixture.wish("a/2", True, layout(), host_bytes=4096)
@@ -192,7 +192,9 @@ def test_kept_tensors_stay_if_the_engine_disconnects_before_they_are_mapped(
     assert fixture.allocate("a/3")[1].reuse == 1
 
 
-def test_they_go_with_the_host_blocks_of_their_engine(fixture: KeptTensorsFixture) -> None:
+def test_kept_tensors_are_freed_with_the_region_of_their_engine(
+    fixture: KeptTensorsFixture,
+) -> None:
     """A newcomer takes the room, by its registration or by its namespace."""
     for number, session in enumerate(("b/1", "c/1"), 1):
         fixture.allocate(f"a/{number}")
@@ -210,7 +212,7 @@ def test_they_go_with_the_host_blocks_of_their_engine(fixture: KeptTensorsFixtur
         fixture.leave(session)
 
 
-def test_engines_of_a_namespace_keep_theirs_as_long_as_it_is_there(
+def test_tensors_are_kept_as_long_as_their_namespace(
     fixture: KeptTensorsFixture,
 ) -> None:
     fingerprint = proto_status.Fingerprint("model", 2048)
@@ -225,7 +227,7 @@ def test_engines_of_a_namespace_keep_theirs_as_long_as_it_is_there(
     assert fixture.kept() == {"a": (False, SIZE)}
 
 
-def test_tensors_of_one_namespace_are_not_those_of_another(fixture: KeptTensorsFixture) -> None:
+def test_kept_tensors_belong_to_one_namespace(fixture: KeptTensorsFixture) -> None:
     """The same shape, another model's bytes."""
     for session, model in (("a/1", "model"), ("a/2", "another")):
         fixture.open_sessions(session)
@@ -260,7 +262,7 @@ def test_an_engine_with_tensors_of_its_own_needs_none(fixture: KeptTensorsFixtur
         assert ("a" in fixture.kept()) != dropped
 
 
-def test_they_are_released_by_name(fixture: KeptTensorsFixture) -> None:
+def test_kept_tensors_are_released_by_name(fixture: KeptTensorsFixture) -> None:
     fixture.allocate("a/1")
     fixture.leave("a/1")
     fixture.open_sessions("b/1")
@@ -284,7 +286,7 @@ def test_released_tensors_of_a_connected_engine_are_freed_when_it_disconnects(
     assert fixture.allocate("a/2")[1].reuse is None
 
 
-def test_nothing_is_released_of_an_engine_that_keeps_nothing(fixture: KeptTensorsFixture) -> None:
+def test_releasing_without_kept_tensors_is_refused(fixture: KeptTensorsFixture) -> None:
     fixture.allocate("a/1", keep=False)
     (refused,) = fixture.send("a/1", wire.ReleaseKVCaches(5, "a"))
     assert isinstance(refused, SendMessage)

@@ -44,7 +44,7 @@ def geometry() -> BlockLayout:
     return BlockLayout(LayoutArrays.from_layout(LAYOUT), START, 20)
 
 
-def test_pages_of_a_block_lie_behind_one_another_in_the_host_block(geometry: BlockLayout) -> None:
+def test_the_pages_of_a_gpu_block_are_contiguous_in_the_host_block(geometry: BlockLayout) -> None:
     spec = gpu(7, 2, 1, 3, sizes=(2, 2), first=(5, 1))
     resolved = geometry.resolve(STORE, spec, ids(4, 11, 6))
     bases = ids(100_000, 200_000, 300_000)
@@ -81,7 +81,7 @@ def test_without_sizes_a_transfer_is_one_group_from_its_start() -> None:
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_nothing_to_move_is_a_transfer(geometry: BlockLayout, direction: Direction) -> None:
+def test_an_empty_transfer_is_valid(geometry: BlockLayout, direction: Direction) -> None:
     resolved = geometry.resolve(direction, gpu(sizes=(0, 0), first=(2, 0)), ids())
     assert resolved.extents == ()
     assert (geometry.count_bytes(resolved.extents), geometry.end_offset(resolved.extents)) == (0, 0)
@@ -147,7 +147,7 @@ def test_a_wrong_transfer_is_refused_with_code_and_value(
     assert (caught.value.code, caught.value.value) == (code, value)
 
 
-def test_a_source_may_come_twice(geometry: BlockLayout) -> None:
+def test_a_source_block_may_occur_twice(geometry: BlockLayout) -> None:
     store = geometry.resolve(STORE, gpu(2, 2, 2, 1, sizes=(3, 1), first=(2, 0)), GOOD_HOSTS)
     assert store.extents[0].gpu_blocks.tolist() == [2, 2, 2]
     load = geometry.resolve(LOAD, GOOD, ids(4, 4, 4))

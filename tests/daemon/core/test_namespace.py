@@ -76,7 +76,7 @@ def test_a_store_that_was_not_done_leaves_no_key(outcome: Outcome) -> None:
     assert fixture.loadable("a") == b"abcd"
 
 
-def test_keys_that_are_there_or_on_their_way_are_left_out_with_their_blocks() -> None:
+def test_resident_and_pending_keys_are_left_out_with_their_blocks() -> None:
     fixture = NamespacesFixture("a", "b")
     first = fixture.stored("a", b"b")
     second = fixture.start("b", store(b"d"))
@@ -90,7 +90,7 @@ def test_keys_that_are_there_or_on_their_way_are_left_out_with_their_blocks() ->
     assert fixture.loadable("a") == b"abcd"
 
 
-def test_a_store_of_what_is_there_moves_nothing_and_is_done() -> None:
+def test_a_store_of_resident_keys_copies_nothing_and_is_done() -> None:
     fixture = NamespacesFixture("a")
     fixture.stored("a", b"ab")
     plan = fixture.start("a", store(b"ba"))
@@ -131,7 +131,7 @@ def test_two_engines_that_store_a_key_at_once_store_it_once() -> None:
     assert gpu_blocks(fixture.stored("b", b"bc")) == [0]
 
 
-def test_blocks_that_are_left_out_go_with_all_that_they_hold_and_no_more() -> None:
+def test_left_out_host_blocks_leave_out_their_gpu_blocks() -> None:
     """Seven GPU blocks from index 1 on, three a host block: a has two, b three, and c two."""
     fixture = NamespacesFixture("a", fingerprint=OF_THREE, layout=WIDE, quota=12 * PAGE)
     spec = store(b"abc", blocks([9, 8, 7, 6, 5, 4, 3], (7, 1)))
@@ -337,7 +337,7 @@ def test_a_failed_partial_store_does_not_limit_later_loads(outcome: Outcome) -> 
     fixture.start("a", load(b"b", blocks([0, 1, 2])))
 
 
-def test_which_part_was_stored_outlives_the_engine_and_a_change_of_policy(
+def test_stored_parts_survive_the_engine_and_a_change_of_policy(
     partly: NamespacesFixture,
 ) -> None:
     partly.close_sessions("a")

@@ -138,7 +138,7 @@ def test_a_snapshot_has_parts_and_is_of_one_moment() -> None:
     ]
 
 
-def test_a_snapshot_of_what_is_on_its_way_alone_is_one_part() -> None:
+def test_a_snapshot_of_pending_keys_only_has_one_part() -> None:
     fixture = NamespacesFixture("a")
     fixture.start("a", store(b"ab"))
     (stream,) = fixture.send("a", wire.Subscribe())

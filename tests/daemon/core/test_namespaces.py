@@ -197,7 +197,7 @@ def test_a_quota_that_holds_no_block_or_that_the_pool_does_not_is_refused(quota:
     assert fixture.error("a", wire.Touch(()))[0] == Code.UNKNOWN_NAMESPACE
 
 
-def test_a_quota_that_is_refused_leaves_what_was_there() -> None:
+def test_a_refused_quota_keeps_the_namespace() -> None:
     fixture = NamespacesFixture("a", policy="arc")
     fixture.stored("a", b"abc")
     fixture.close_sessions("a")

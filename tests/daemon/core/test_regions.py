@@ -47,7 +47,7 @@ def claim(regions: Regions, name: str, pages: int | None) -> int:
     return region.start // ALIGNMENT
 
 
-def test_regions_lie_behind_one_another() -> None:
+def test_regions_are_contiguous() -> None:
     assert engines(divided(10, a=3, b=2)) == {"a": (0, 3), "b": (3, 2)}
 
 
@@ -74,7 +74,7 @@ def test_first_room_that_is_large_enough_is_taken() -> None:
     assert claim(regions, "c", 5) == 3
 
 
-def test_an_engine_that_comes_back_gets_its_region_back() -> None:
+def test_a_reconnected_engine_gets_its_region() -> None:
     regions = divided(10, a=2, b=3)
     regions.mark_deserted(engine_owner("b"))
     assert not next(r for r in regions if r.owner.name == "b").present
@@ -139,7 +139,7 @@ def test_less_than_one_host_block_is_refused_with_the_size_of_one() -> None:
     assert (caught.value.code, caught.value.value) == (Code.POOL_FULL, "4095")
 
 
-def test_behind_the_daemon_s_own_blocks_the_first_begins_at_a_whole_page() -> None:
+def test_the_first_region_starts_at_a_page_behind_the_daemons_own_blocks() -> None:
     regions = Regions(4 * ALIGNMENT, own_bytes=1000)
     assert claim(regions, "a", None) == 1
     assert engines(regions) == {"a": (1, 3)}
@@ -251,7 +251,7 @@ def test_whatever_happens_regions_never_overlap_and_the_present_stay(
         assert regions.reserved_bytes == sum(r.nbytes for r in placed) <= pool
 
 
-def test_the_pool_is_in_so_many_parts_at_most() -> None:
+def test_the_number_of_regions_is_bounded() -> None:
     """The longest deserted makes room for a newcomer; those in use do not."""
     regions = Regions(1 << 20, most=2)
     a, b, c, d = (engine_owner(name) for name in "abcd")

@@ -100,7 +100,7 @@ def test_an_engine_s_unfinished_jobs_have_different_ids() -> None:
 
 
 @pytest.mark.parametrize(("spec", "other"), [(store, load), (load, store)])
-def test_a_session_has_so_many_jobs_of_a_direction_under_way_and_no_more(
+def test_jobs_of_a_session_are_bounded_per_direction(
     spec: Callable[[int], TransferSpec], other: Callable[[int], TransferSpec]
 ) -> None:
     fixture = CoreFixture("a/worker", "a/scheduler")
@@ -114,7 +114,7 @@ def test_a_session_has_so_many_jobs_of_a_direction_under_way_and_no_more(
     assert fixture.refused("a/worker", 11, spec(6)) == Code.BUSY
 
 
-def test_cancelling_names_what_is_under_way_and_only_that() -> None:
+def test_cancel_names_only_jobs_in_flight() -> None:
     fixture = CoreFixture("a/worker", "a/scheduler", "b")
     plan = fixture.start("a/worker", 1, store(0))
     fixture.start("b", 2, store(0))
@@ -132,7 +132,7 @@ def test_a_continued_command_is_sent_to_the_worker_again() -> None:
     assert CoreFixture("a").report(Continue(rest)) == [rest]
 
 
-def test_a_cancel_that_came_too_late_changes_nothing() -> None:
+def test_a_cancel_after_the_completion_changes_nothing() -> None:
     fixture = CoreFixture("a")
     plan = fixture.start("a", 1, store(0))
     fixture.send("a", wire.Cancel((1,)))

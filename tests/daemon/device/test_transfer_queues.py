@@ -113,16 +113,14 @@ def test_a_plan_of_many_chunks_is_waited_for_to_its_end(
     assert serials(run_out(fixture, stub)) == [load]
 
 
-def test_nothing_to_move_is_done_at_once(fixture: WorkerFixture, stub: StubEngine) -> None:
+def test_an_empty_transfer_is_done_at_once(fixture: WorkerFixture, stub: StubEngine) -> None:
     fixture.map()
     serial = fixture.start(STORE, [])
     assert fixture.settle() == [done(serial, 0.0)]
     assert taken(stub) == []
 
 
-def test_nothing_to_move_ends_behind_what_was_submitted_before(
-    fixture: WorkerFixture, stub: StubEngine
-) -> None:
+def test_an_empty_transfer_ends_in_order(fixture: WorkerFixture, stub: StubEngine) -> None:
     fixture.map()
     first, nothing = fixture.start(STORE, [0]), fixture.start(STORE, [])
     assert serials(fixture.settle()) == []
@@ -173,7 +171,7 @@ def test_a_plan_waits_for_the_timeline(
     assert finish(fixture, *chunks) == [done(held), done(behind)]
 
 
-def test_nothing_to_move_waits_for_the_timeline_too(
+def test_an_empty_transfer_waits_for_the_timeline(
     fixture: WorkerFixture, stub: StubEngine, timeline: TimelineFixture
 ) -> None:
     fixture.map(timeline=timeline.copy)

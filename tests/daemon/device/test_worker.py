@@ -138,7 +138,7 @@ def test_a_chunk_that_fails_on_the_device_fails_its_plan_once(
     assert run_out(fixture, stub) == [done(fine)]
 
 
-def test_a_plan_whose_only_chunk_in_flight_fails_ends_with_chunks_left(
+def test_a_transfer_ends_if_its_only_chunk_in_flight_fails(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
     stub.chunk, stub.most = ChunkBudget(64), 1
@@ -317,7 +317,7 @@ def test_registrations_take_turns_chunk_by_chunk(fixture: WorkerFixture, stub: S
     assert sorted(serials(reports)[1:]) == plans
 
 
-def test_a_load_goes_before_stores_that_are_not_submitted_yet(
+def test_a_load_is_submitted_between_two_chunks_of_a_store(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
     """It arrives while the worker submits the first of many chunks of a store."""
@@ -337,7 +337,7 @@ def test_a_load_goes_before_stores_that_are_not_submitted_yet(
     assert sorted(serials(reports)) == [1, 2]
 
 
-def test_a_load_goes_before_a_store_that_waits_longer(
+def test_a_load_is_submitted_before_a_store_that_waits_longer(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
     fixture.map()
@@ -377,7 +377,7 @@ def test_an_end_is_reported_before_the_next_chunk_is_submitted(
     assert serials(run_out(fixture, stub)) == [second]
 
 
-def test_stores_go_on_though_commands_never_end(fixture: WorkerFixture, stub: StubEngine) -> None:
+def test_stores_continue_while_commands_arrive(fixture: WorkerFixture, stub: StubEngine) -> None:
     """A chunk is submitted in each step of the worker."""
     stub.chunk, stub.most = ChunkBudget(64), 100
     fixture.map()
@@ -388,7 +388,7 @@ def test_stores_go_on_though_commands_never_end(fixture: WorkerFixture, stub: St
     assert serials(run_out(fixture, stub)) == [store]
 
 
-def test_no_more_is_submitted_than_the_engine_has_room_for(
+def test_chunks_are_submitted_within_the_engines_budget(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
     stub.chunk, stub.most = ChunkBudget(1 << 20, blocks=2), 3

@@ -108,7 +108,7 @@ def test_transfers_of_one_direction_are_done_in_order(fixture: ContractFixture) 
     engine.check()
 
 
-def test_memory_goes_with_its_registration(fixture: ContractFixture) -> None:
+def test_memory_is_freed_with_its_registration(fixture: ContractFixture) -> None:
     first, second = fixture.open(LAYOUTS["layers"]), fixture.open(LAYOUTS["layers"])
     fixture.unmap(first)
     second.start(Direction.STORE, GPULoadStoreSpec([1, 2, 3], (3,), (0,)), [4])
@@ -303,7 +303,7 @@ def test_held_memory_of_another_size_is_not_used(fixture: ContractFixture) -> No
     fixture.unmap(fixture.opened(number))
 
 
-def test_memory_goes_when_nobody_holds_it(fixture: ContractFixture) -> None:
+def test_memory_is_freed_when_nothing_holds_it(fixture: ContractFixture) -> None:
     """Also that of which a second registration was made."""
     fixture.unmap(fixture.open(LAYOUTS["layers"]))  # whatever a driver opens for the first of all
     before = descriptors()
@@ -323,7 +323,7 @@ def test_memory_goes_when_nobody_holds_it(fixture: ContractFixture) -> None:
         os.close(descriptor)
 
 
-def test_tensors_come_back_by_descriptor(fixture: ContractFixture) -> None:
+def test_tensors_may_be_mapped_again_by_descriptor(fixture: ContractFixture) -> None:
     """Their engine outlived the daemon that made them, and registers them with the next one."""
     first = fixture.open(LAYOUTS["padded and interleaved"], keep=True)
     (held,) = fixture.worker._mappings._held[first.number]

@@ -63,7 +63,7 @@ def test_threads_end_when_there_is_nothing_to_close(hanging: Callable[[], None])
     assert not any(map(is_open, descriptors))
 
 
-def test_one_that_hangs_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_close_that_hangs_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     let_go, close = threading.Event(), os.close
     slow, quick = os.memfd_create("slow"), os.memfd_create("quick")
 
@@ -82,7 +82,7 @@ def test_one_that_hangs_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> No
     until(lambda: not is_open(slow), 10)
 
 
-def test_more_than_there_may_be_threads(hanging: Callable[[], None]) -> None:
+def test_more_closes_than_threads(hanging: Callable[[], None]) -> None:
     closer, crowd = Closer(patience=0.05), Crowd()
     descriptors = [os.memfd_create("some") for _ in range(3 * MOST_THREADS)]
     for descriptor in descriptors:
@@ -93,7 +93,7 @@ def test_more_than_there_may_be_threads(hanging: Callable[[], None]) -> None:
     until(lambda: not crowd, 10)
 
 
-def test_after_all_threads_have_gone(hanging: Callable[[], None]) -> None:
+def test_threads_start_again_after_all_have_ended(hanging: Callable[[], None]) -> None:
     hanging()
     closer, crowd = Closer(patience=0.05), Crowd()
     for _ in range(3):

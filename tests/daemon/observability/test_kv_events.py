@@ -103,7 +103,7 @@ async def test_events_after_a_subscriber_connected_reach_it(
         assert await listener.hear() == ("some", number, [event])
 
 
-async def test_without_a_subscriber_there_is_no_process_and_nothing_is_handed_over(
+async def test_without_a_subscriber_no_process_runs_and_no_event_is_sent(
     publisher: KVEventPublisher, listener: Listener, address: str
 ) -> None:
     """And who comes back sees a gap for what happened meanwhile."""
@@ -213,7 +213,7 @@ async def test_a_subscriber_that_does_not_read_costs_a_bounded_number_of_message
     assert await listener.hear() == ("some", 5 * published, [["AllBlocksCleared"]])
 
 
-async def test_it_publishes_over_tcp(listener: Listener) -> None:
+async def test_events_are_published_over_tcp(listener: Listener) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(Refused, match="in use"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvferry.daemon.observability.kv_events_process import SIZE, messages_in
 
 
-def test_messages_of_the_channel_come_in_pieces() -> None:
+def test_messages_of_the_channel_may_be_split() -> None:
     whole = b"".join(SIZE.pack(len(one)) + one for one in (b"a", b"", b"bcd"))
     for cut in range(len(whole) + 1):
         data = bytearray(whole[:cut])

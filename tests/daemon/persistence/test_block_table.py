@@ -67,7 +67,7 @@ def test_a_new_one_takes_no_memory_for_blocks_that_were_never_stored() -> None:
         assert os.fstat(table.descriptor).st_blocks * 512 < 64 << 10
 
 
-def test_it_is_found_as_it_was_left() -> None:
+def test_a_restored_table_has_its_residents_in_order() -> None:
     with opened() as table:
         store(table, [4, 0, 2], [b"bbbbb", b"aa\0\0\0", b"ccccc"], b0=(1, 2))
         assert found(table) == (

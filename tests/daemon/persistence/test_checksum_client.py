@@ -192,7 +192,7 @@ async def test_a_process_that_dies_or_hangs_is_replaced_and_nothing_is_lost(
     assert fixture.failures == []
 
 
-async def test_one_that_had_nothing_to_do_for_long_has_its_time(fixture: ClientFixture) -> None:
+async def test_an_idle_process_has_the_full_reply_timeout(fixture: ClientFixture) -> None:
     fixture.read(some(1))
     await fixture.summed()
     before = fixture.process
@@ -205,7 +205,7 @@ async def test_one_that_had_nothing_to_do_for_long_has_its_time(fixture: ClientF
     assert fixture.process is before
 
 
-async def test_one_with_nothing_to_do_is_replaced_when_it_dies(fixture: ClientFixture) -> None:
+async def test_an_idle_process_is_replaced_when_it_dies(fixture: ClientFixture) -> None:
     before = fixture.process
     before.kill()
     await eventually(lambda: fixture.process is not before)
@@ -214,7 +214,7 @@ async def test_one_with_nothing_to_do_is_replaced_when_it_dies(fixture: ClientFi
 
 
 @pytest.mark.parametrize("fixture", [{"retry_after": 0.01}], indirect=True)
-async def test_it_is_tried_again_where_no_process_can_be_had(
+async def test_starting_the_process_is_retried(
     fixture: ClientFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, refusals = subprocess.Popen, [OSError("too many"), OSError("too many")]

@@ -99,7 +99,7 @@ async def test_every_committed_block_has_its_turn(
 
 
 @pytest.mark.parametrize(("rate", "blocks", "pause"), [(BLOCK, 1, 1.0), (16 * BLOCK, 4, 0.25)])
-async def test_it_pauses_for_as_long_as_the_batch_takes_at_its_rate(
+async def test_the_pause_after_a_batch_follows_from_the_rate(
     pool: StoredPool, rate: int, blocks: int, pause: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table, checks, pauses = pool.table(RAW), ScrubbedBlocks(), list[float]()
@@ -112,7 +112,7 @@ async def test_it_pauses_for_as_long_as_the_batch_takes_at_its_rate(
     assert pauses == [pause]
 
 
-async def test_a_rate_of_none_reads_nothing(pool: StoredPool) -> None:
+async def test_a_scrub_rate_of_zero_reads_nothing(pool: StoredPool) -> None:
     table, checks = pool.table(RAW), ScrubbedBlocks()
     pool.commit(table, 1)
     Scrub(checks, 0, lambda: [table]).start()  # type: ignore[arg-type]
@@ -120,7 +120,7 @@ async def test_a_rate_of_none_reads_nothing(pool: StoredPool) -> None:
     assert checks.asked == []
 
 
-async def test_it_waits_for_the_first_region(pool: StoredPool) -> None:
+async def test_the_scrub_waits_for_the_first_region(pool: StoredPool) -> None:
     checks, tables = ScrubbedBlocks(), list[Any]()
     scrub = Scrub(checks, FAST, lambda: tables, idle=0.01)  # type: ignore[arg-type]
     scrub.start()

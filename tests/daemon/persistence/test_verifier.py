@@ -48,7 +48,7 @@ class VerifiedBlocks:
         table.mark_verified(blocks)
 
 
-async def test_all_that_was_left_is_verified_and_what_was_damaged_is_not(pool: StoredPool) -> None:
+async def test_all_restored_blocks_are_verified_except_damaged_ones(pool: StoredPool) -> None:
     keyed, raw = pool.table(KEYED), pool.table(RAW)
     for table in (keyed, raw):
         pool.commit(table, *range(COUNT))

@@ -273,7 +273,7 @@ async def test_the_end_of_a_connection_does_not_wait_for_messages_of_another(
     assert received.index(b"last") < received.index(CLOSED) < 100
 
 
-async def test_the_accept_gate_is_told_each_connection_at_once(fixture: IngressFixture) -> None:
+async def test_the_accept_gate_counts_each_connection_at_once(fixture: IngressFixture) -> None:
     for number in range(3):
         fixture.client(fixture.ipc, str(number))
     fixture.ingress.handle_connections()

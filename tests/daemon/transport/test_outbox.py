@@ -138,7 +138,7 @@ def result(job: int) -> JobResult:
     return JobResult(job, Direction.STORE, Outcome.DONE)
 
 
-def test_results_of_a_session_go_in_one_message_and_pass_no_other_result() -> None:
+def test_results_of_a_session_are_merged_in_order() -> None:
     """Whatever else is sent keeps its place behind the results that it follows."""
     actions = [
         SendMessage("a", Done(1)),

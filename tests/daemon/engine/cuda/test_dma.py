@@ -95,7 +95,7 @@ def test_every_byte_is_copied_once_and_no_copy_leaves_its_chunk(
 
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("count", [2, FEW + 1])
-def test_copies_that_are_whole_are_enqueued_as_they_are(direction: Direction, count: int) -> None:
+def test_copies_within_a_chunk_are_not_cut(direction: Direction, count: int) -> None:
     rows = [(GPU + CHUNK * n, POOL + CHUNK * n, CHUNK // 2) for n in range(count)]
     copies = enqueued(direction, rows, whole=True)
     assert copies.single + copies.batched == wanted(direction, rows)

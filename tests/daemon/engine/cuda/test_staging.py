@@ -76,12 +76,12 @@ def test_stores_leave_room_for_a_small_load(staging: Staging) -> None:
     assert room(staging, LOAD, 1, contended=True) == UNIT
 
 
-def test_where_both_have_work_each_gets_half(staging: Staging) -> None:
+def test_each_direction_gets_half_of_the_staging_if_both_have_work(staging: Staging) -> None:
     for direction in (STORE, LOAD):
         assert sum(slot.units for slot in fill(staging, direction, contended=True)) == UNITS // 2
 
 
-def test_stores_wait_until_a_third_is_left_to_drain_and_then_get_all_that_is_free(
+def test_stores_refill_staging_once_a_third_is_left(
     staging: Staging,
 ) -> None:
     slots = fill(staging, STORE)
