@@ -11,9 +11,7 @@ from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto.codec import decode_client_message, encode
 from kvferry.proto.errors import Code, Refused
-from support.client_session import (
-    BUSY,
-)
+from support.client_session import BUSY
 
 
 def test_requests_have_numbers_of_their_own(session: ClientSession) -> None:

@@ -19,20 +19,8 @@ from kvferry.proto.codec import decode_client_message, encode
 from kvferry.proto.errors import Code, ErrorInfo, Gone, KVFerryError, Refused
 from kvferry.proto.keys import EventKind, Lookup
 from kvferry.proto.messages import Outcome
-from kvferry.proto.specs import (
-    Direction,
-    KVLayout,
-    TensorLayout,
-    TensorRef,
-)
-from support.client_session import (
-    LOAD,
-    STORE,
-    WELCOME,
-    finish,
-    outcomes,
-    submit,
-)
+from kvferry.proto.specs import Direction, KVLayout, TensorLayout, TensorRef
+from support.client_session import LOAD, STORE, WELCOME, finish, outcomes, submit
 
 # Greeting
 

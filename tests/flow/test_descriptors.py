@@ -20,10 +20,7 @@ from kvferry.client.tensors import shared_empty
 from kvferry.proto.codec import encode
 from kvferry.proto.fd_passing import FetchFd, SendFds
 from kvferry.proto.memory import FdAllocation
-from kvferry.proto.messages import (
-    Allocated,
-    AllocateKVCaches,
-)
+from kvferry.proto.messages import Allocated, AllocateKVCaches
 from kvferry.testing.engine import StartSmallEngine, until
 from kvferry.testing.plugin import StartKvferryd
 from support.raw_client import RawClient, one_tensor

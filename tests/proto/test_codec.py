@@ -18,10 +18,7 @@ from hypothesis import strategies as st
 from kvferry.proto import codec
 from kvferry.proto import messages as wire
 from kvferry.proto.codec import MAX_MESSAGE_BYTES, MAX_OTHER_BYTES, Decoder, encode
-from kvferry.proto.errors import (
-    Code,
-    Refused,
-)
+from kvferry.proto.errors import Code, Refused
 from kvferry.proto.memory import CudaAllocation, Location
 from kvferry.proto.specs import (
     MAX_BLOCK_IDS,

@@ -7,14 +7,7 @@ import pytest
 
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.layout import LayoutArrays
-from kvferry.proto.specs import (
-    MAX_GROUPS,
-    MAX_REFS,
-    MAX_TENSORS,
-    KVLayout,
-    TensorLayout,
-    TensorRef,
-)
+from kvferry.proto.specs import MAX_GROUPS, MAX_REFS, MAX_TENSORS, KVLayout, TensorLayout, TensorRef
 
 TENSORS = (TensorLayout(4, 100, 128), TensorLayout(8, 50, 50))
 

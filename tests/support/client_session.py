@@ -10,12 +10,7 @@ from kvferry.proto import status as proto_status
 from kvferry.proto.codec import encode
 from kvferry.proto.errors import Code, ErrorInfo
 from kvferry.proto.messages import Outcome
-from kvferry.proto.specs import (
-    CPULoadStoreSpec,
-    Direction,
-    GPULoadStoreSpec,
-    KeyLoadStoreSpec,
-)
+from kvferry.proto.specs import CPULoadStoreSpec, Direction, GPULoadStoreSpec, KeyLoadStoreSpec
 
 STORE = GPULoadStoreSpec([1, 2]), CPULoadStoreSpec([3])
 LOAD = CPULoadStoreSpec([3]), GPULoadStoreSpec([1, 2])

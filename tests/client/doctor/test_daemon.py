@@ -19,13 +19,7 @@ import pytest
 import zmq
 
 from kvferry.client import GPULoadStoreSpec, LocalDaemon, OffloadClient
-from kvferry.client.doctor import (
-    CheckContext,
-    Finding,
-    Verdict,
-    daemon,
-    run_checks,
-)
+from kvferry.client.doctor import CheckContext, Finding, Verdict, daemon, run_checks
 from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
 from kvferry.proto.codec import decode_client_message, encode

@@ -9,12 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.client import LocalDaemon, OffloadClient
-from kvferry.client.doctor import (
-    CHECKS,
-    Finding,
-    Verdict,
-    run_checks,
-)
+from kvferry.client.doctor import CHECKS, Finding, Verdict, run_checks
 from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
 from support.command_line import kvferry

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.client.doctor import (
-    CheckContext,
-    Verdict,
-    environment,
-)
+from kvferry.client.doctor import CheckContext, Verdict, environment
 
 
 def test_packages_that_are_missing_or_old(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,16 +17,8 @@ from kvferry.daemon.core.records import engine_owner
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code
 from kvferry.proto.messages import Outcome
-from kvferry.proto.specs import (
-    CPULoadStoreSpec,
-    GPULoadStoreSpec,
-)
-from support.core_fixture import (
-    LAYOUT,
-    CoreFixture,
-    load,
-    store,
-)
+from kvferry.proto.specs import CPULoadStoreSpec, GPULoadStoreSpec
+from support.core_fixture import LAYOUT, CoreFixture, load, store
 
 
 def test_a_host_block_that_the_engine_never_stored_is_not_loaded() -> None:

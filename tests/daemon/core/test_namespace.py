@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.daemon.core.actions import (
-    FreeDeferred,
-    PublishKVEvents,
-    SendMessage,
-)
+from kvferry.daemon.core.actions import FreeDeferred, PublishKVEvents, SendMessage
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code
 from kvferry.proto.keys import EventKind
 from kvferry.proto.messages import Outcome
-from kvferry.proto.specs import (
-    GPULoadStoreSpec,
-    KeyLoadStoreSpec,
-    TransferSpec,
-)
+from kvferry.proto.specs import GPULoadStoreSpec, KeyLoadStoreSpec, TransferSpec
 from support.namespaces_fixture import (
     CANCELLED,
     DONE,

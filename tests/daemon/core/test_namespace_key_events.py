@@ -13,9 +13,7 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.proto import messages as wire
 from kvferry.proto.keys import EventKind
-from kvferry.proto.specs import (
-    MAX_KEYS,
-)
+from kvferry.proto.specs import MAX_KEYS
 from support.namespaces_fixture import (
     FAILED,
     FINGERPRINT,

@@ -17,17 +17,8 @@ from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code, ErrorInfo
 from kvferry.proto.messages import Outcome
-from kvferry.proto.specs import (
-    KVLayout,
-    TensorLayout,
-    TensorRef,
-)
-from support.core_fixture import (
-    LAYOUT,
-    POOL,
-    CoreFixture,
-    store,
-)
+from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
+from support.core_fixture import LAYOUT, POOL, CoreFixture, store
 
 
 def test_registering_maps_before_the_reply() -> None:

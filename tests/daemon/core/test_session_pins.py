@@ -11,14 +11,8 @@ import pytest
 from kvferry.daemon.core.session_pins import LEAST_PINS
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code
-from kvferry.proto.specs import (
-    MAX_KEYS,
-)
-from support.namespaces_fixture import (
-    NamespacesFixture,
-    each,
-    store,
-)
+from kvferry.proto.specs import MAX_KEYS
+from support.namespaces_fixture import NamespacesFixture, each, store
 
 
 def test_pins_are_counted() -> None:

@@ -19,20 +19,8 @@ from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
 from kvferry.proto.errors import Code
 from kvferry.proto.messages import Outcome
-from kvferry.proto.specs import (
-    CPULoadStoreSpec,
-    Direction,
-    GPULoadStoreSpec,
-    TransferSpec,
-)
-from support.core_fixture import (
-    FAULT,
-    MAX_JOBS,
-    CoreFixture,
-    finished,
-    load,
-    store,
-)
+from kvferry.proto.specs import CPULoadStoreSpec, Direction, GPULoadStoreSpec, TransferSpec
+from support.core_fixture import FAULT, MAX_JOBS, CoreFixture, finished, load, store
 
 
 def test_a_completed_job_reports_its_bytes_and_time() -> None:

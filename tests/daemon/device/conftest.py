@@ -7,11 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.worker_fixture import (
-    StubEngine,
-    TimelineFixture,
-    WorkerFixture,
-)
+from support.worker_fixture import StubEngine, TimelineFixture, WorkerFixture
 
 
 @pytest.fixture

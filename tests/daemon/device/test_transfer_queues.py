@@ -19,10 +19,7 @@ from kvferry.daemon.core.layout import BlockLayout
 from kvferry.daemon.device.command_queue import Ping
 from kvferry.daemon.device.transfer_queues import RegistrationQueues
 from kvferry.daemon.device.worker import MAX_CANCELS
-from kvferry.daemon.engine.base import (
-    ChunkBudget,
-    Mapping,
-)
+from kvferry.daemon.engine.base import ChunkBudget, Mapping
 from kvferry.daemon.memory.shared_memory import TimelineReader
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.messages import Outcome

@@ -17,10 +17,7 @@ from kvferry.daemon.core.actions import (
     TransferCompleted,
     UnmapTensors,
 )
-from kvferry.daemon.engine.base import (
-    ChunkBudget,
-    ChunkRequest,
-)
+from kvferry.daemon.engine.base import ChunkBudget, ChunkRequest
 from kvferry.daemon.memory.shared_memory import PAGE
 from kvferry.proto.errors import Code, Failed, Refused
 from kvferry.proto.messages import Outcome

@@ -15,9 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.daemon.core.actions import (
-    TransferCompleted,
-)
+from kvferry.daemon.core.actions import TransferCompleted
 from kvferry.daemon.engine import reference
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
 from kvferry.daemon.memory.shared_memory import PAGE
@@ -26,14 +24,7 @@ from kvferry.proto.memory import CudaAllocation, FdAllocation, Location
 from kvferry.proto.specs import Direction, KVLayout
 from kvferry.shm.memfd import sealed_memfd
 from kvferry.testing.engine import until
-from support.worker_fixture import (
-    SMALL,
-    STORE,
-    TIMEOUT,
-    WorkerFixture,
-    layout,
-    open_descriptors,
-)
+from support.worker_fixture import SMALL, STORE, TIMEOUT, WorkerFixture, layout, open_descriptors
 
 
 @dataclass

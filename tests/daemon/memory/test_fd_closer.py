@@ -8,11 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvferry.daemon.memory.fd_closer import (
-    MOST_THREADS,
-    THREAD_NAME,
-    Closer,
-)
+from kvferry.daemon.memory.fd_closer import MOST_THREADS, THREAD_NAME, Closer
 from kvferry.testing.engine import until
 
 

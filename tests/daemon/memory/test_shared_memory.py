@@ -8,11 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvferry.daemon.memory.fd_closer import (
-    SMALL_BYTES,
-    THREAD_NAME,
-    close_memory,
-)
+from kvferry.daemon.memory.fd_closer import SMALL_BYTES, THREAD_NAME, close_memory
 from kvferry.daemon.memory.shared_memory import MappedFile
 from kvferry.testing.engine import until
 

@@ -6,10 +6,7 @@ import pytest
 
 from kvferry.daemon.observability.probe import PAGE
 from kvferry.proto.errors import Code, ErrorInfo, KVFerryError
-from kvferry.proto.messages import (
-    AllocateKVCaches,
-    Submit,
-)
+from kvferry.proto.messages import AllocateKVCaches, Submit
 
 from .conftest import TIMEOUT, FakeCore
 

@@ -14,15 +14,7 @@ from kvferry.daemon.persistence.verifier import Verifier
 from kvferry.proto.status import VerificationStatus
 from support.eventually import eventually
 
-from .stored_pool import (
-    BLOCK,
-    COUNT,
-    KEYED,
-    RAW,
-    StoredPool,
-    numbers,
-    of_large_blocks,
-)
+from .stored_pool import BLOCK, COUNT, KEYED, RAW, StoredPool, numbers, of_large_blocks
 
 
 @pytest.fixture

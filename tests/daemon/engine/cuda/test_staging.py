@@ -9,14 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.daemon.engine.base import ChunkRequest
-from kvferry.daemon.engine.cuda.staging import (
-    CHUNK_UNITS,
-    FOR_LOADS,
-    LEAST,
-    UNITS,
-    Slot,
-    Staging,
-)
+from kvferry.daemon.engine.cuda.staging import CHUNK_UNITS, FOR_LOADS, LEAST, UNITS, Slot, Staging
 from kvferry.proto.specs import Direction
 
 UNIT = 1 << 20
