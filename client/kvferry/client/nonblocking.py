@@ -34,11 +34,6 @@ KVCaches: TypeAlias = (
 R = TypeVar("R")
 DaemonDirectory: TypeAlias = Path | str | Callable[[], Path] | None
 
-# Seconds between two checks, while polling, whether the daemon has disconnected.
-ALIVE_CHECK_INTERVAL = 0.02
-# A lookup receives messages first if more seconds have passed since the last time.
-MIRROR_MAX_AGE = 200e-6
-
 
 class NonBlockingClient:
     """The part of a client that never waits.
@@ -234,14 +229,14 @@ class NonBlockingClient:
         return received
 
     def _refresh_mirror(self, now: float) -> None:
-        self._mirror_expires = now + MIRROR_MAX_AGE
+        self._mirror_expires = now + self._connection.mirror_max_age
         if not self._session.closed:
             self._receive_messages()
             self._check_connection_if_due(now)
 
     def _check_connection_if_due(self, now: float) -> None:
         if now > self._next_check:
-            self._next_check = now + ALIVE_CHECK_INTERVAL
+            self._next_check = now + self._connection.alive_check_interval
             self._check_connection()
 
     def _check_connection(self) -> None:

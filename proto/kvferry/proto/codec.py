@@ -66,20 +66,26 @@ def readable(value: object, kind: Any) -> bool:
 class Decoder(Generic[T]):
     """Decodes a union of messages.
 
-    large: tags of the messages that may have MAX_MESSAGE_BYTES; None: all. The others may have
-    MAX_OTHER_BYTES.
+    large: tags of the messages that may have `most_bytes`; None: all. The others may have
+    `other_bytes`.
     """
 
-    def __init__(self, union: Any, large: frozenset[bytes] | None = None) -> None:
+    def __init__(
+        self,
+        union: Any,
+        large: frozenset[bytes] | None = None,
+        most_bytes: int = MAX_MESSAGE_BYTES,
+        other_bytes: int = MAX_OTHER_BYTES,
+    ) -> None:
         self._decoder = msgspec.msgpack.Decoder(union)
         self._large = large
+        self._most_bytes, self._other_bytes = most_bytes, other_bytes
 
     def __call__(self, data: bytes | memoryview) -> T:
         """Decode one message. Raises Refused (BAD_MESSAGE, MESSAGE_TOO_LARGE, BAD_SPEC)."""
-        most = MAX_MESSAGE_BYTES
-        large = self._large
-        if len(data) > MAX_OTHER_BYTES and large is not None and _tag(data) not in large:
-            most = MAX_OTHER_BYTES
+        most, other, large = self._most_bytes, self._other_bytes, self._large
+        if len(data) > other and large is not None and _tag(data) not in large:
+            most = other
         if len(data) > most:
             raise Refused(
                 Code.MESSAGE_TOO_LARGE,

@@ -36,13 +36,13 @@ def refuse_new_pool(_: int) -> None:
 
 def test_names_of_another_version_are_removed_and_the_pool_is_used() -> None:
     chunk, foreign = sealed_memfd("chunk", CHUNK_BYTES), sealed_memfd("foreign", CHUNK_BYTES)
-    manager = FakeStartupFdStore({"pool-00000": chunk, "ledger-1": foreign})
+    manager = FakeStartupFdStore({"pool-00000": chunk, "unknown-1": foreign})
     pool, recovered = recover_pool(
         manager, CHUNK_BYTES, CHUNK_BYTES, keep=True, check_new_pool=refuse_new_pool
     )
     assert manager.removed == []
     recovered.store_new_pool()
-    assert manager.removed == ["ledger-1"]
+    assert manager.removed == ["unknown-1"]
     assert not os.path.lexists(f"/proc/self/fd/{foreign}")
     assert chunks_of(recovered.fds) == [chunk] == list(pool.descriptors)
     pool.close(ReferenceEngine())

@@ -70,10 +70,13 @@ class _Chunk:
 
 
 class ReferenceEngine:
+    """at_once_bytes: see AT_ONCE."""
+
     info = DeviceInfo("cpu", "cpu", "host memory")
     numa_node: int | None = None
 
-    def __init__(self, faults: Faults | None = None) -> None:
+    def __init__(self, faults: Faults | None = None, at_once_bytes: int = AT_ONCE) -> None:
+        self._at_once_bytes = at_once_bytes
         self.faults = faults or Faults()
         self._owner = OwnerThread()
         self._pool = 0
@@ -162,7 +165,7 @@ class ReferenceEngine:
         if (
             before.done
             and not self.faults.stall
-            and mapping.layout.count_bytes((extent,)) <= AT_ONCE
+            and mapping.layout.count_bytes((extent,)) <= self._at_once_bytes
         ):
             self._run_chunk(chunk)
         else:

@@ -31,8 +31,6 @@ from kvferry.proto.status import HealthStatus
 PULSE = 1.0
 # Number of pulses over which the maximum lag is reported.
 LAG_PULSES = 10
-# Seconds for which the result of a probe is used again.
-FRESH = 1.0
 # Seconds by which a timer may fire early.
 TIMER_TOLERANCE = 0.01
 
@@ -55,11 +53,15 @@ class Supervised(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HealthTimeouts:
-    """Seconds: interval of probes, deadline of a probe, deadline of the device worker."""
+    """Seconds: interval of probes, deadline of a probe, deadline of the device worker.
+
+    fresh: for which the result of a probe is used again.
+    """
 
     every: float = 10.0
     deadline: float = 5.0
     worker: float = 30.0
+    fresh: float = 1.0
 
 
 class Health:
@@ -134,12 +136,14 @@ class Health:
         )
 
     async def check_health(self) -> HealthStatus:
-        """The health after a new probe, or after the last one if it is at most FRESH seconds old.
+        """The health after a new probe, or after the last one if it is fresh (HealthTimeouts).
 
         Waits until the deadline of a probe at most.
         """
         ended = self._history.ended
-        if self._pool_ready.is_set() and (ended is None or time.monotonic() - ended > FRESH):
+        if self._pool_ready.is_set() and (
+            ended is None or time.monotonic() - ended > self._timeouts.fresh
+        ):
             self._ended.clear()
             self._history.request_probe()
             self._wanted.set()

@@ -46,12 +46,23 @@ class StatusSource(Protocol):
 class MetricsServer:
     """Listens at `listen` ("host:port") and serves after `start`. Raises Refused (BAD_CONFIG).
 
-    check_seconds: the longest time that `StatusSource.check_health` takes.
+    check_seconds: the longest time that `StatusSource.check_health` takes. snapshot_seconds,
+    request_seconds: see SNAPSHOT_SECONDS and REQUEST_SECONDS.
     """
 
-    def __init__(self, listen: str, metrics: Metrics, check_seconds: float) -> None:
+    def __init__(
+        self,
+        listen: str,
+        metrics: Metrics,
+        check_seconds: float,
+        *,
+        snapshot_seconds: float = SNAPSHOT_SECONDS,
+        request_seconds: float = REQUEST_SECONDS,
+    ) -> None:
         self._metrics, self._check_seconds = metrics, check_seconds
+        self._snapshot_seconds = snapshot_seconds
         self._server = _listening(*_parsed(listen))
+        self._server.request_seconds = request_seconds
         self._server.set_app(self._handle_request)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._source: StatusSource
@@ -90,7 +101,7 @@ class MetricsServer:
         return [] if method == "HEAD" else [body]
 
     def _show_metrics(self, environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
-        snapshot = self._run_on_loop(lambda: self._source.status_snapshot(), SNAPSHOT_SECONDS)
+        snapshot = self._run_on_loop(lambda: self._source.status_snapshot(), self._snapshot_seconds)
         registry = self._metrics.unresponsive
         if snapshot is not None:
             self._metrics.update(*snapshot)
@@ -102,7 +113,7 @@ class MetricsServer:
         return [body]
 
     def _show_health(self, _: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
-        seconds = SNAPSHOT_SECONDS + self._check_seconds
+        seconds = self._snapshot_seconds + self._check_seconds
         health = self._run_on_loop(lambda: self._source.check_health(), seconds)
         if health is None:
             reason = f"the event loop has not responded for {seconds:g} s"
@@ -144,9 +155,10 @@ class _Connection(io.RawIOBase):
     The timeout of a socket is for a single read; a client that sends byte by byte never exceeds it.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
         self._connection = connection
-        self._deadline = time.monotonic() + REQUEST_SECONDS
+        self._seconds = seconds
+        self._deadline = time.monotonic() + seconds
 
     def readable(self) -> bool:
         return True
@@ -157,23 +169,25 @@ class _Connection(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         left = self._deadline - time.monotonic()
         if left <= 0:
-            raise TimeoutError(f"no complete request within {REQUEST_SECONDS} s")
+            raise TimeoutError(f"no complete request within {self._seconds} s")
         self._connection.settimeout(left)
         return self._connection.recv_into(buffer)
 
     def write(self, data: Any) -> int:
-        self._connection.settimeout(REQUEST_SECONDS)
+        self._connection.settimeout(self._seconds)
         try:
             self._connection.sendall(data)
         except TimeoutError as error:  # wsgiref would print a traceback
-            raise BrokenPipeError(f"response not read within {REQUEST_SECONDS} s") from error
+            raise BrokenPipeError(f"response not read within {self._seconds} s") from error
         return len(data)
 
 
 class _Handler(WSGIRequestHandler):
+    server: _Server
+
     def setup(self) -> None:
         self.connection = self.request
-        connection = _Connection(self.connection)
+        connection = _Connection(self.connection, self.server.request_seconds)
         self.rfile = io.BufferedReader(connection)
         self.wfile = connection  # type: ignore[assignment]  # only its `write` is used
 
@@ -184,6 +198,7 @@ class _Handler(WSGIRequestHandler):
 class _Server(WSGIServer):
     allow_reuse_address = True
     request_queue_size = BACKLOG
+    request_seconds = REQUEST_SECONDS
 
     def server_bind(self) -> None:
         """As in HTTPServer, without the DNS request for the name of this host."""

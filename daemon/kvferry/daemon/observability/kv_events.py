@@ -40,10 +40,18 @@ log = structlog.get_logger()
 class KVEventPublisher(asyncio.Protocol):
     """Publishes at `address`: ipc://path, ipc://@name, tcp://host:port, or "off".
 
-    Raises Refused (BAD_CONFIG). As an asyncio protocol it is the daemon's end of the channel.
+    restart_after, max_queued_bytes: see RESTART_SECONDS and MAX_QUEUED_BYTES. Raises Refused
+    (BAD_CONFIG). As an asyncio protocol it is the daemon's end of the channel.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        restart_after: float = RESTART_SECONDS,
+        max_queued_bytes: int = MAX_QUEUED_BYTES,
+    ) -> None:
+        self._restart_after, self._max_queued_bytes = restart_after, max_queued_bytes
         self._loop = asyncio.get_running_loop()
         self._encoder = msgspec.msgpack.Encoder()
         self._channel: asyncio.WriteTransport | None = None
@@ -86,7 +94,7 @@ class KVEventPublisher(asyncio.Protocol):
             return
         if not any(event.kind in PUBLISHED for event in action.key_events.events):
             return
-        if self.queued_bytes > MAX_QUEUED_BYTES:
+        if self.queued_bytes > self._max_queued_bytes:
             self._missed = True
             return
         data = self._encoder.encode(
@@ -132,7 +140,7 @@ class KVEventPublisher(asyncio.Protocol):
                 memory_budget=MEMORY_BUDGET,
             )
             first += NUMBERS_PER_PROCESS
-            await asyncio.sleep(RESTART_SECONDS)
+            await asyncio.sleep(self._restart_after)
 
     async def _wait_for_connection(self) -> None:
         connecting = asyncio.Event()

@@ -32,7 +32,7 @@ BATCH_BLOCKS = 1024
 # Requests in flight per thread of the process, so that no thread waits for the event loop.
 REQUESTS_PER_THREAD = 2
 # Seconds until a reply must arrive. Reading a batch takes tens of milliseconds.
-PATIENCE = 10.0
+REPLY_SECONDS = 10.0
 # Seconds until another attempt to start a process.
 RETRY = 0.5
 # Consecutive processes that may end without a reply.
@@ -61,8 +61,9 @@ class ChecksumClient:
     """The checksum process, and the requests to it. Callbacks run on the event loop.
 
     descriptors: of the chunks of the pool, which have `chunk_bytes` each, the last one perhaps
-    fewer. threads: of the process. failed: called if the process cannot be replaced. Raises Failed
-    (COPY_FAILED) if no process can be started.
+    fewer. threads: of the process. failed: called if the process cannot be replaced. reply_timeout,
+    retry_after: see REPLY_SECONDS and RETRY. Raises Failed (COPY_FAILED) if no process can be
+    started.
     """
 
     def __init__(
@@ -71,12 +72,15 @@ class ChecksumClient:
         chunk_bytes: int,
         threads: int,
         failed: Callable[[KVFerryError], None],
+        reply_timeout: float = REPLY_SECONDS,
+        retry_after: float = RETRY,
     ) -> None:
         self._descriptors = descriptors
         self._arguments = [str(number) for number in (threads, chunk_bytes, *descriptors)]
         # Maximum of requests in flight.
         self.window = REQUESTS_PER_THREAD * threads
         self._failed = failed
+        self._reply_timeout, self._retry_after = reply_timeout, retry_after
         self._loop = asyncio.get_running_loop()
         self._numbers = count()
         self._waiting: dict[Purpose, deque[_Pending]] = {each: deque() for each in Purpose}
@@ -167,7 +171,7 @@ class ChecksumClient:
             self._sent[pending.request.number] = purpose, self._waiting[purpose].popleft()
             self._last = purpose
         if self._watch is None and self._sent:
-            self._watch = self._loop.call_later(PATIENCE, self._check)
+            self._watch = self._loop.call_later(self._reply_timeout, self._check)
 
     def _receive(self) -> None:
         try:
@@ -190,11 +194,11 @@ class ChecksumClient:
         self._watch = None
         if not self._sent:
             return
-        left = self._last_reply + PATIENCE - self._loop.time()
+        left = self._last_reply + self._reply_timeout - self._loop.time()
         if left > 0:
             self._watch = self._loop.call_later(left, self._check)
         else:
-            self._replace(f"no reply within {PATIENCE} s")
+            self._replace(f"no reply within {self._reply_timeout} s")
 
     def _replace(self, why: str) -> None:
         """Start another process, and send it the same requests again."""
@@ -212,7 +216,8 @@ class ChecksumClient:
         try:
             self._start()
         except OSError as error:
-            self._watch = self._loop.call_later(RETRY, self._replace, f"cannot start: {error}")
+            reason = f"cannot start: {error}"
+            self._watch = self._loop.call_later(self._retry_after, self._replace, reason)
             return
         self._send()
 

@@ -23,7 +23,7 @@ from kvferry.daemon.persistence.checksum_client import ChecksumClient, Purpose, 
 # stores that wait and those of the current round are lost.
 COMMIT_AFTER = 0.2
 # Minimum of waiting blocks before those that were overwritten are dropped.
-FOLD = 1 << 14
+MIN_WAITING_BLOCKS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,25 @@ class CompletedStore:
 
 
 class ChecksumWriter:
-    """Commits completed stores in rounds."""
+    """Commits completed stores in rounds.
 
-    def __init__(self, checksums: ChecksumClient) -> None:
+    commit_after, min_waiting: see COMMIT_AFTER and MIN_WAITING_BLOCKS.
+    """
+
+    def __init__(
+        self,
+        checksums: ChecksumClient,
+        *,
+        commit_after: float = COMMIT_AFTER,
+        min_waiting: int = MIN_WAITING_BLOCKS,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._checksums = checksums
+        self._commit_after, self._min_waiting = commit_after, min_waiting
         # Stores of the next round.
         self._stores: list[CompletedStore] = []
         # Number of their blocks, and the number above which overwritten ones are dropped.
-        self._waiting, self._max_waiting = 0, FOLD
+        self._waiting, self._max_waiting = 0, min_waiting
         # Batches of this round that have no checksums yet.
         self._reading = 0
         self._round_is_due = False
@@ -74,7 +84,7 @@ class ChecksumWriter:
     def _plan_round(self) -> None:
         if self._stores and not (self._reading or self._round_is_due):
             self._round_is_due = True
-            self._loop.call_later(COMMIT_AFTER, self._begin_round)
+            self._loop.call_later(self._commit_after, self._begin_round)
 
     def _begin_round(self) -> None:
         self._round_is_due = False
@@ -91,7 +101,7 @@ class ChecksumWriter:
                 by_table[store.table].append(store)
         self._stores = [_joined(table, stores) for table, stores in by_table.items()]
         self._waiting = sum([store.block_set.blocks.size for store in self._stores])
-        self._max_waiting = max(FOLD, 2 * self._waiting)
+        self._max_waiting = max(self._min_waiting, 2 * self._waiting)
 
     def _read(self, store: CompletedStore) -> None:
         for part in batches(store.table.record.block_bytes, store.block_set.blocks.size):

@@ -15,7 +15,7 @@ from kvferry.daemon.persistence.block_table import BlockTable
 from kvferry.daemon.persistence.checksum_client import BATCH_BLOCKS, Purpose
 
 # Lines of a block table that are searched for committed blocks without a break.
-SEARCHED = 1 << 16
+LINES_PER_SEARCH = 1 << 16
 # A batch has the bytes of this many seconds at the configured rate, but at least one block.
 BATCH_SECONDS = 0.25
 # Seconds until the next round if a round found no block.
@@ -25,15 +25,23 @@ IDLE = 1.0
 class Scrub:
     """Reads blocks between `start` and `stop`.
 
-    rate: bytes per second; 0: no scrub. tables: returns the current block tables.
+    rate: bytes per second; 0: no scrub. tables: returns the current block tables. idle, searched:
+    see IDLE and LINES_PER_SEARCH.
     """
 
     def __init__(
-        self, check: BlockCheck, rate: int, tables: Callable[[], Sequence[BlockTable]]
+        self,
+        check: BlockCheck,
+        rate: int,
+        tables: Callable[[], Sequence[BlockTable]],
+        *,
+        idle: float = IDLE,
+        searched: int = LINES_PER_SEARCH,
     ) -> None:
         self._check = check
         self._rate = rate
         self._tables = tables
+        self._idle, self._searched = idle, searched
         self._loop = asyncio.get_running_loop()
         self._steps = self._rounds()
         self._timer: asyncio.TimerHandle | None = None
@@ -66,7 +74,7 @@ class Scrub:
             for table in self._tables():
                 at = 0
                 while not table.closed and at < table.num_blocks:
-                    end = min(at + SEARCHED, table.num_blocks)
+                    end = min(at + self._searched, table.num_blocks)
                     blocks = table.committed_blocks(at, end)
                     if table.unverified is not None:
                         blocks = blocks[~table.unverified[blocks]]
@@ -75,4 +83,4 @@ class Scrub:
                     at = int(batch[-1]) + 1 if batch.size else end
                     found |= bool(batch.size)
                     yield (table, batch) if batch.size else 0.0
-            yield 0.0 if found else IDLE
+            yield 0.0 if found else self._idle

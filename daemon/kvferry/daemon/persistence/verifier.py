@@ -20,17 +20,17 @@ from kvferry.daemon.persistence.checksum_client import BATCH_BLOCKS, Purpose, ba
 from kvferry.proto.status import VerificationStatus
 
 # Blocks in order of recency. Within such a range, the blocks of one region are read together.
-STRETCH = 4 * BATCH_BLOCKS
+RANGE_BLOCKS = 4 * BATCH_BLOCKS
 
 log = structlog.get_logger()
 
 
 class Verifier:
-    """window: maximum of batches in flight."""
+    """window: maximum of batches in flight. range_blocks: see RANGE_BLOCKS."""
 
-    def __init__(self, check: BlockCheck, window: int) -> None:
+    def __init__(self, check: BlockCheck, window: int, *, range_blocks: int = RANGE_BLOCKS) -> None:
         self._check = check
-        self._window = window
+        self._window, self._range_blocks = window, range_blocks
         self._tables: Sequence[BlockTable] = ()
         self._batches: Iterator[tuple[BlockTable, Int64s]] = iter(())
         self._reading = 0
@@ -51,7 +51,7 @@ class Verifier:
         self._total_bytes = sum(table.unverified_bytes for table in tables)
         if self._total_bytes:
             self._started = time.monotonic()
-            self._batches = _most_recent_first(tables)
+            self._batches = _most_recent_first(tables, self._range_blocks)
             self._read()
 
     def _read(self) -> None:
@@ -70,7 +70,9 @@ class Verifier:
         self._read()
 
 
-def _most_recent_first(tables: Sequence[BlockTable]) -> Iterator[tuple[BlockTable, Int64s]]:
+def _most_recent_first(
+    tables: Sequence[BlockTable], range_blocks: int
+) -> Iterator[tuple[BlockTable, Int64s]]:
     """Yields batches of blocks that are unverified when the batch is requested."""
     unverified_of = [
         np.zeros(0, np.int64) if table.unverified is None else np.flatnonzero(table.unverified)
@@ -82,10 +84,10 @@ def _most_recent_first(tables: Sequence[BlockTable]) -> Iterator[tuple[BlockTabl
         [table.stamps(own) for table, own in zip(tables, unverified_of, strict=True)]
     )
     order = np.argsort(stamps, kind="stable")[::-1]
-    for at in range(0, order.size, STRETCH):
-        stretch = order[at : at + STRETCH]
-        for owner in np.unique(owners[stretch]).tolist():
-            table, some = tables[owner], blocks[stretch[owners[stretch] == owner]]
+    for at in range(0, order.size, range_blocks):
+        together = order[at : at + range_blocks]
+        for owner in np.unique(owners[together]).tolist():
+            table, some = tables[owner], blocks[together[owners[together] == owner]]
             for part in batches(table.record.block_bytes, some.size):
                 if table.closed or table.unverified is None:
                     break

@@ -39,14 +39,14 @@ MAX_CONNECTIONS_PER_USER = 64
 # Connections of all users; others wait in the kernel.
 MAX_CONNECTIONS = 256
 # Seconds until the request must arrive. A client sends it when it connects.
-PATIENCE = 1.0
+REQUEST_SECONDS = 1.0
 
 
 class FdServer:
     """Holds descriptors by session and handle.
 
     sessions: returns the open sessions. refusal: creates the reply to a refused request, and counts
-    the error.
+    the error. max_held: see MAX_HELD.
     """
 
     def __init__(
@@ -54,7 +54,9 @@ class FdServer:
         endpoint: Endpoint,
         sessions: Callable[[], Container[str]],
         refusal: Callable[[KVFerryError], Error],
+        max_held: int = MAX_HELD,
     ) -> None:
+        self._max_held = max_held
         self._admission, self._sessions, self._refusal = endpoint.admission, sessions, refusal
         self._held: defaultdict[str, dict[int, int]] = defaultdict(dict)
         self._handles = count(1)
@@ -143,7 +145,7 @@ class FdServer:
             return
         self._per_user[process.uid] += 1
         number = connection.fileno()
-        timer = self._loop.call_later(PATIENCE, self._close_connection, number)
+        timer = self._loop.call_later(REQUEST_SECONDS, self._close_connection, number)
         self._connections[number] = (connection, process, timer)
         self._loop.add_reader(number, self._serve, number)
         if len(self._connections) == MAX_CONNECTIONS:
@@ -199,10 +201,10 @@ class FdServer:
         if session not in self._sessions():
             message = f"session {session!r} is not open; connect to the daemon first"
             raise Refused(Code.NO_SESSION, message, session)
-        if (held := len(self._held[session])) + more > MAX_HELD:
+        if (held := len(self._held[session])) + more > self._max_held:
             message = (
-                f"{more} descriptors were sent while {held} are held, more than {MAX_HELD} in all; "
-                "register those first"
+                f"{more} descriptors were sent while {held} are held, more than {self._max_held} "
+                "in all; register those first"
             )
             raise Refused(Code.BUSY, message, more)
         if more and fds_exhausted():

@@ -35,8 +35,6 @@ TURN = 1e-3
 READ = 64
 # Maximum of messages read before a closed connection is handled: its messages are handled first.
 READ_BEFORE_CLOSE = 1280
-# Maximum of all queued messages, and of their bytes.
-MAX_WAITING, MAX_WAITING_BYTES = 4096, 64 << 20
 # A plain int: arithmetic on zmq's flags takes longer than reading the socket option.
 POLLIN = int(zmq.POLLIN)
 
@@ -72,6 +70,9 @@ class IncomingQueue:
 
 class Ingress:
     """Reads a ROUTER and its monitor. clock: seconds, monotonic."""
+
+    # Maximum of all queued messages, and of their bytes.
+    max_waiting, max_waiting_bytes = 4096, 64 << 20
 
     def __init__(
         self,
@@ -159,7 +160,7 @@ class Ingress:
     def _read(self, most: int) -> bool:
         """Read messages into queues. Return whether more may be there."""
         for _ in range(most):
-            if self._count >= MAX_WAITING or self._nbytes >= MAX_WAITING_BYTES:
+            if self._count >= self.max_waiting or self._nbytes >= self.max_waiting_bytes:
                 return True
             if not cast(int, self._socket.get(zmq.EVENTS)) & POLLIN:
                 return False

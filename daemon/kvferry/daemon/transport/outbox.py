@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import zmq
 
@@ -27,13 +28,20 @@ from kvferry.proto.messages import (
     KeyEvents,
 )
 
-# Limits of one outbox; a client that exceeds one is disconnected.
-MAX_MESSAGES = 100_000
-MAX_BYTES = 32 << 20
-# Number of queued messages from which on key events are left out.
-MAX_QUEUED_EVENTS = 1000
 # Seconds until the next attempt to send.
 RETRY = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class OutboxLimits:
+    """Limits of one outbox; a client that exceeds `messages` or `nbytes` is disconnected.
+
+    events: number of queued messages from which on key events are left out.
+    """
+
+    messages: int = 100_000
+    nbytes: int = 32 << 20
+    events: int = 1000
 
 
 class Outboxes:
@@ -49,8 +57,10 @@ class Outboxes:
         peers: Peers,
         on_send: Callable[[], None],
         on_overflow: Callable[[Peer, str], None],
+        limits: OutboxLimits = OutboxLimits(),
     ) -> None:
         self._socket = socket
+        self._limits = limits
         self._peers = peers
         self._on_send = on_send
         self._on_overflow = on_overflow
@@ -80,7 +90,7 @@ class Outboxes:
             peer = self._peers.by_session.get(session)
             if peer is None:
                 continue
-            if len(peer.outbox) < MAX_QUEUED_EVENTS:
+            if len(peer.outbox) < self._limits.events:
                 self._queue_message(peer, data)
             else:
                 peer.missed_events = key_events
@@ -112,8 +122,12 @@ class Outboxes:
         peer.outbox_bytes += len(data)
         if len(peer.outbox) == 1:
             self._flush(peer)
-        elif len(peer.outbox) > MAX_MESSAGES or peer.outbox_bytes > MAX_BYTES:
+        elif self._exceeds_limits(peer):
             self._close_overflowed(peer)
+
+    def _exceeds_limits(self, peer: Peer) -> bool:
+        limits = self._limits
+        return len(peer.outbox) > limits.messages or peer.outbox_bytes > limits.nbytes
 
     def _close_overflowed(self, peer: Peer) -> None:
         """Replace an outbox by a Goodbye with the reason, which the pending flush sends."""

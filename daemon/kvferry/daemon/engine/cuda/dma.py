@@ -30,11 +30,15 @@ class Dma:
     """Called only by the device worker.
 
     pool: address of the first byte of the host pool. chunk_bytes: the pool is registered in chunks
-    of this size. No copy may span two of them; one that does is split.
+    of this size. No copy may span two of them; one that does is split. few, small: see FEW and
+    SMALL.
     """
 
-    def __init__(self, driver: Driver, pool: int, chunk_bytes: int) -> None:
+    def __init__(
+        self, driver: Driver, pool: int, chunk_bytes: int, few: int = FEW, small: int = SMALL
+    ) -> None:
         self._driver = driver
+        self._few, self._small = few, small
         self.pool = pool
         self.chunk_bytes = chunk_bytes
         self._enqueue_batch = _batch_function(driver)
@@ -49,7 +53,7 @@ class Dma:
         count = batch.count  # before they are split
         if not whole:
             batch = self._within_chunks(batch)
-        few = count <= FEW and int(np.add.reduce(batch.size)) <= SMALL
+        few = count <= self._few and int(np.add.reduce(batch.size)) <= self._small
         if few or count == 1:
             self._enqueue_singly(direction, batch, stream)
         else:

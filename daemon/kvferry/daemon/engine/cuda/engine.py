@@ -32,8 +32,8 @@ from kvferry.daemon.engine.base import (
 from kvferry.daemon.engine.cuda.calibration import calibrate, forced, modes_from
 from kvferry.daemon.engine.cuda.chunk import Chunk, PageTable
 from kvferry.daemon.engine.cuda.direct import CHUNK, MAX_IN_FLIGHT, DirectCopy
-from kvferry.daemon.engine.cuda.dma import Dma
-from kvferry.daemon.engine.cuda.staged import MAX_BLOCKS, StagedCopy
+from kvferry.daemon.engine.cuda.dma import FEW, Dma
+from kvferry.daemon.engine.cuda.staged import MAX_BLOCKS, WRITE_BACK, StagedCopy
 from kvferry.daemon.engine.cuda.staging import Staging
 from kvferry.daemon.memory.numa import node_of
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
@@ -51,11 +51,15 @@ MIN_STAGING = 64 << 20
 @dataclass(frozen=True, slots=True)
 class CudaOptions:
     """mode: "auto", "direct" or "staged". staging_bytes: size of the staging buffer. chunk_bytes:
-    size of the chunks of the host pool."""
+    size of the chunks of the host pool. Their defaults explain the other options.
+    """
 
     mode: str
     staging_bytes: int
     chunk_bytes: int
+    min_staging_bytes: int = MIN_STAGING
+    write_back_bytes: int = WRITE_BACK
+    few_copies: int = FEW
 
 
 class CudaEngine:
@@ -70,8 +74,8 @@ class CudaEngine:
         if version < MIN_DRIVER:
             installed = f"CUDA {version // 1000}.{version % 1000 // 10}"
             raise Refused(Code.NO_DEVICE, TOO_OLD, installed)
-        if options.staging_bytes < MIN_STAGING:
-            message = f"copy.staging is {options.staging_bytes} bytes; set at least {MIN_STAGING}"
+        if options.staging_bytes < (least := options.min_staging_bytes):
+            message = f"copy.staging is {options.staging_bytes} bytes; set at least {least}"
             raise Refused(Code.BAD_CONFIG, message, options.staging_bytes)
         self._ordinal = ordinal = _find_device(self._driver, device)
         self._memory = VirtualMemory(self._driver, ordinal)
@@ -94,13 +98,14 @@ class CudaEngine:
         self._owner.bind()
         driver = self._driver
         driver.call("cuCtxSetCurrent", self._context)
-        dma = Dma(driver, pool_address, self._options.chunk_bytes)
-        self._staging = Staging(driver, self._options.staging_bytes)
+        options = self._options
+        dma = Dma(driver, pool_address, options.chunk_bytes, options.few_copies)
+        self._staging = Staging(driver, options.staging_bytes)
         self._direct = DirectCopy(driver, dma)
-        self._staged = StagedCopy(driver, dma)
-        status = calibrate(driver, self._staging.address, self._options.staging_bytes)
-        if self._options.mode != "auto":
-            status = forced(self._options.mode, status)
+        self._staged = StagedCopy(driver, dma, options.write_back_bytes)
+        status = calibrate(driver, self._staging.address, options.staging_bytes)
+        if options.mode != "auto":
+            status = forced(options.mode, status)
         self._modes = modes_from(status, self._staging.chunk_bytes)
         return status
 

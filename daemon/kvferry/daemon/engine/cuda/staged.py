@@ -103,10 +103,14 @@ class Kernels:
 
 
 class StagedCopy:
-    """Enqueues staged chunks, on a DMA stream and a kernel stream per direction."""
+    """Enqueues staged chunks, on a DMA stream and a kernel stream per direction.
 
-    def __init__(self, driver: Driver, dma: Dma) -> None:
+    write_back_bytes: see WRITE_BACK.
+    """
+
+    def __init__(self, driver: Driver, dma: Dma, write_back_bytes: int = WRITE_BACK) -> None:
         self._driver = driver
+        self._write_back_bytes = write_back_bytes
         self._dma = dma
         self._kernels = Kernels(driver)
         self._dma_streams, self._kernel_streams = (
@@ -168,7 +172,7 @@ class StagedCopy:
         return chunk
 
     def flush(self, direction: Direction, more: bool) -> None:
-        """Launch the kernels that are due, and write back at most WRITE_BACK gathered bytes.
+        """Launch the kernels that are due, and write back a limited number of gathered bytes.
 
         more: other chunks wait for units of the buffer. If the device refuses a chunk, its `error`
         is set.
@@ -183,14 +187,14 @@ class StagedCopy:
             except KVFerryError as error:
                 fail_chunks(self._driver, chunks, error)
         if direction is Direction.STORE:
-            self._write_back(WRITE_BACK)
+            self._write_back(self._write_back_bytes)
 
     def finish(self, direction: Direction) -> None:
         """Flush all chunks, because the next chunk is not staged."""
         self.flush(direction, more=False)
         if direction is Direction.STORE:
             while self._gathered:
-                self._write_back(WRITE_BACK)
+                self._write_back(self._write_back_bytes)
 
     def _launch(self, direction: Direction, chunks: list[Chunk]) -> None:
         driver, batching = self._driver, self._batching[direction]
