@@ -41,6 +41,7 @@ class MirroredKeys:
     pending: Keys = field(default_factory=set)
 
     def apply(self, events: Iterable[KeyEvent]) -> None:
+        """Apply events in order."""
         ready, pending = self.ready, self.pending
         for event in events:
             match event.kind:
@@ -94,7 +95,7 @@ class Mirror:
         self._changed: dict[OffloadKey, None] | None = None
 
     def lookup(self, key: OffloadKey) -> Lookup:
-        """Never waits."""
+        """What the mirror knows of a key. Never waits."""
         if key in self._ready:
             return HIT
         if key in self._pending:

@@ -199,10 +199,13 @@ class Namespace:
         )
         return KeyEvents(self.sequence, tuple(parts), self.generation)
 
-    def snapshot(self) -> Iterator[Snapshot]:
-        """All keys at this moment, in messages that are created one at a time."""
+    def snapshot(self, part_keys: int = SNAPSHOT_KEYS) -> Iterator[Snapshot]:
+        """All keys at this moment, in messages that are created one at a time.
+
+        part_keys: keys of a message, at most.
+        """
         ready, pending = self.cache.ready_keys(), self.cache.pending_keys()
-        return _snapshots(self.sequence, self.generation, ready, pending)
+        return _snapshots(self.sequence, self.generation, ready, pending, part_keys)
 
     def status(self) -> NamespaceStatus:
         usage = self.cache.usage
@@ -273,7 +276,7 @@ def _describe_host_block(pages: tuple[tuple[int, ...], ...] | None, factor: int)
 
 
 def _snapshots(
-    sequence: int, generation: int, ready: list[bytes], pending: list[bytes]
+    sequence: int, generation: int, ready: list[bytes], pending: list[bytes], part_keys: int
 ) -> Iterator[Snapshot]:
     """Snapshot messages; keys are freed part by part, because a million at once takes long."""
     part, last = 0, False
@@ -282,8 +285,8 @@ def _snapshots(
     while not last:
         waits = bool(pending and not ready)
         left = pending if waits else ready
-        keys = tuple(left[: -SNAPSHOT_KEYS - 1 : -1])
-        del left[-SNAPSHOT_KEYS:]
+        keys = tuple(left[: -part_keys - 1 : -1])
+        del left[-part_keys:]
         last = not ready and not pending
         yield Snapshot(sequence, part, waits, keys, last, generation)
         part += 1

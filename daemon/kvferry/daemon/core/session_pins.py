@@ -23,7 +23,7 @@ class PinGroup:
     """The keys that one message pinned, until all of them are released."""
 
     def __init__(self, cache: Cache, keys: Sequence[OffloadKey]) -> None:
-        """Raises Refused (KEY_ABSENT) if a key is absent."""
+        """Pin the keys. Raises Refused (KEY_ABSENT) if a key is absent."""
         self._cache = cache
         self._shared_pins: Pins | None = cache.prepare_load(keys)
         self._single_pins: defaultdict[OffloadKey, list[Pins]] = defaultdict(list)
@@ -42,7 +42,7 @@ class PinGroup:
 
 
 class SessionPins:
-    """The pins of one session. Of several pins of a key, the oldest is released first."""
+    """The pins of one session. The oldest pin of a key is released first."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -77,7 +77,10 @@ class SessionPins:
                 self._add_pin(key, groups[key])
 
     def unpin_keys(self, keys: Sequence[OffloadKey]) -> None:
-        """Raises Refused (NOT_PINNED) and releases none if a key has fewer pins than that."""
+        """Unpin each key as often as it occurs.
+
+        Raises Refused (NOT_PINNED) and unpins none if a key has fewer pins than that.
+        """
         for key, times in Counter(keys).items():
             pinned = (key in self._oldest) + len(self._newer.get(key, ()))
             if pinned < times:
@@ -90,16 +93,16 @@ class SessionPins:
 
     def unpin_all(self) -> None:
         """Release all pins."""
-        behind = (key for key, others in self._newer.items() for _ in others)
-        self._release_keys((*self._oldest, *behind))
+        newer = (key for key, pins in self._newer.items() for _ in pins)
+        self._release_keys((*self._oldest, *newer))
 
     def _create_groups(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, PinGroup | None]:
         try:
             return dict.fromkeys(keys, PinGroup(self._cache, keys))
         except Refused:
             groups: dict[OffloadKey, PinGroup | None] = dict.fromkeys(keys)
-            if there := self._cache.ready_among(keys):
-                groups |= dict.fromkeys(there, PinGroup(self._cache, there))
+            if ready := self._cache.ready_among(keys):
+                groups |= dict.fromkeys(ready, PinGroup(self._cache, ready))
             return groups
 
     def _add_pin(self, key: OffloadKey, group: PinGroup | None) -> None:
@@ -110,15 +113,15 @@ class SessionPins:
 
     def _release_keys(self, keys: Sequence[OffloadKey]) -> None:
         self._count -= len(keys)
-        gone: defaultdict[PinGroup, list[OffloadKey]] = defaultdict(list)
+        released: defaultdict[PinGroup, list[OffloadKey]] = defaultdict(list)
         for key in keys:
             group = self._oldest.pop(key)
             if key in self._newer:
-                behind = self._newer[key]
-                self._oldest[key] = behind.popleft()
-                if not behind:
+                newer = self._newer[key]
+                self._oldest[key] = newer.popleft()
+                if not newer:
                     del self._newer[key]
             if group is not None:
-                gone[group].append(key)
-        for group, these in gone.items():
-            group.release_keys(these)
+                released[group].append(key)
+        for group, group_keys in released.items():
+            group.release_keys(group_keys)

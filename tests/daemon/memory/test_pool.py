@@ -37,7 +37,7 @@ def small_lock_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("small_lock_limit")
-def test_what_may_not_be_locked_is_refused() -> None:
+def test_a_pool_above_the_lock_limit_is_refused() -> None:
     check_fits(LIMIT, locked=True)
     check_fits(2 * LIMIT, locked=False)
     with pytest.raises(Refused, match="LimitMEMLOCK=infinity") as refused:
@@ -52,7 +52,7 @@ def test_the_lock_limit_does_not_bind_root(monkeypatch: pytest.MonkeyPatch) -> N
     check_fits(2 * LIMIT, locked=True)
 
 
-def test_what_does_not_fit_into_memory_is_refused() -> None:
+def test_a_pool_larger_than_memory_is_refused() -> None:
     check_fits(available_bytes() // 2, locked=False)
     with pytest.raises(Refused, match=r"reduce pool\.size") as refused:
         check_fits(1 << 50, locked=False)
@@ -62,7 +62,7 @@ def test_what_does_not_fit_into_memory_is_refused() -> None:
 @pytest.mark.parametrize(
     "config", [PoolConfig("4MiB", "1MiB"), PoolConfig("2MiB", "1MiB", keep=False)]
 )
-def test_a_pool_that_is_given_up_makes_room_for_the_next(
+def test_a_released_pool_makes_room_for_the_next_one(
     config: PoolConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That is counted in where it is asked whether that fits; it is done once nothing refuses to
@@ -89,7 +89,7 @@ def test_a_pool_that_is_given_up_makes_room_for_the_next(
         os.close(held)
 
 
-def test_what_will_be_given_back_can_be_had() -> None:
+def test_memory_of_the_released_pool_counts_as_available() -> None:
     much = available_bytes()
     check_fits(much + (1 << 29), locked=False, spare=1 << 30)
     with pytest.raises(Refused, match=r"reduce pool\.size"):

@@ -52,7 +52,7 @@ def test_from_start_to_stop(manager: ServiceManager, tmp_path: Path) -> None:
     assert manager.values("STOPPING") == ["1"]
 
 
-def test_one_that_cannot_start_says_why(tmp_path: Path) -> None:
+def test_a_daemon_that_cannot_start_reports_the_reason(tmp_path: Path) -> None:
     command = kvferryd_command(tmp_path, pool_bytes=1 << 46, pool_chunk=1 << 45)
     with ServiceManager(command, tmp_path / "notify", log=tmp_path / "log") as manager:
         manager.start(ready=False)
@@ -186,7 +186,7 @@ main()
 """
 
 
-def test_a_reload_that_comes_after_the_end_is_none(tmp_path: Path) -> None:
+def test_a_reload_during_the_stop_is_ignored(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LATE, *kvferryd_command(tmp_path)[3:]]
     with ServiceManager(command, tmp_path / "notify", log=tmp_path / "log") as manager:
         manager.start()

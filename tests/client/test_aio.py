@@ -22,11 +22,11 @@ from kvferry.client import (
     Refused,
     Timeline,
     TransferResult,
-    TransferSpec,
     shared_empty,
 )
 from kvferry.testing.engine import SmallEngine, StartSmallEngine
 from kvferry.testing.plugin import StartKvferryd
+from support.block_specs import load, store
 from support.raw_client import one_tensor
 
 NEVER = 1 << 40
@@ -34,14 +34,6 @@ NEVER = 1 << 40
 
 def ids(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.array(numbers, dtype=np.int64)
-
-
-def store(gpu: int, host: int) -> TransferSpec:
-    return GPULoadStoreSpec(ids(gpu)), CPULoadStoreSpec(ids(host))
-
-
-def load(host: int, gpu: int) -> TransferSpec:
-    return CPULoadStoreSpec(ids(host)), GPULoadStoreSpec(ids(gpu))
 
 
 @pytest.fixture
@@ -125,29 +117,6 @@ async def test_tensors_of_the_daemon(client: AsyncOffloadClient) -> None:
     assert refused.value.code == Code.NOT_REGISTERED
 
 
-async def test_results_in_order_over_many_jobs(client: AsyncOffloadClient) -> None:
-    _, timeline = await registered(client)
-    for job in range(300):
-        spec = load(0, job % 8) if job % 2 else store(job % 8, 1)
-        client.transfer_async(job, spec)
-    results = await fetch(client, 300)
-    for parity, way in enumerate((("GPU", "CPU"), ("CPU", "GPU"))):
-        assert [r.job_id for r in results if r.transfer_type == way] == [*range(parity, 300, 2)]
-    timeline.close()
-
-
-async def test_cancel(client: AsyncOffloadClient) -> None:
-    _, timeline = await registered(client)
-    client.transfer_async(1, store(0, 0), wait_for=NEVER)
-    waiting = asyncio.create_task(client.wait([1]))
-    await asyncio.sleep(0.02)
-    assert not waiting.done()
-    client.cancel([1])
-    await asyncio.wait_for(waiting, 5)
-    assert [result.outcome for result in client.get_finished()] == ["cancelled"]
-    timeline.close()
-
-
 async def test_a_cancelled_task_leaves_the_client_usable(client: AsyncOffloadClient) -> None:
     _, timeline = await registered(client)
     client.transfer_async(1, store(0, 0), wait_for=1)
@@ -169,7 +138,7 @@ async def test_timeouts(client: AsyncOffloadClient) -> None:
     began = time.monotonic()
     with pytest.raises(Gone) as gone:
         await client.wait([1, 2], timeout=0.1)
-    assert 0.1 <= time.monotonic() - began < 5
+    assert 0.1 <= time.monotonic() - began < 8
     assert (gone.value.code, gone.value.value) == (Code.TIMEOUT, "[1]")
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
@@ -188,7 +157,7 @@ async def test_several_tasks_at_once(client: AsyncOffloadClient) -> None:
     for job in range(8):
         await asyncio.gather(*(client.status() for _ in range(5)))
         timeline.signal()
-        await asyncio.wait_for(tasks[job], 5)
+        await asyncio.wait_for(tasks[job], 20)
     assert len(await fetch(client, 8)) == 8
     timeline.close()
 
@@ -218,25 +187,9 @@ async def test_a_task_that_cancels_beside_one_that_waits(client: AsyncOffloadCli
     timeline.close()
 
 
-async def test_the_daemon_is_killed(kvferryd: LocalDaemon) -> None:
-    """Everybody who waits is told; the client can still be closed."""
-    client = await AsyncOffloadClient.connect(kvferryd.directory, engine="async")
-    _, timeline = await registered(client)
-    client.transfer_async(1, store(0, 0), wait_for=NEVER)
-    waiting = asyncio.create_task(client.wait([1]))
-    await client.status()
-    kvferryd.kill()
-    await asyncio.wait_for(waiting, 2)
-    assert [result.outcome for result in client.get_finished()] == ["lost"]
-    with pytest.raises(Gone):
-        await client.status(timeout=0.2)
-    with pytest.raises(Gone):
-        client.transfer_async(2, store(0, 0))
-    await client.close()
-    timeline.close()
-
-
-async def test_nobody_there(kvferryd: LocalDaemon, start_kvferryd: StartKvferryd) -> None:
+async def test_connecting_without_a_daemon_times_out(
+    kvferryd: LocalDaemon, start_kvferryd: StartKvferryd
+) -> None:
     directory = kvferryd.directory
     kvferryd.stop()
     with pytest.raises(Gone) as gone:

@@ -72,7 +72,7 @@ def test_units_are_ahead_until_their_turn_has_come(device: Device) -> None:
     assert batching.ahead == 3
 
 
-def test_all_but_a_third_of_the_loads_are_one_turn_while_more_come(device: Device) -> None:
+def test_two_thirds_of_the_loads_are_one_launch_while_more_arrive(device: Device) -> None:
     batching = device.batching(LOAD)
     chunks = add(batching, [chunk(LOAD) for _ in range(8)])
     assert batching.due(more=True) == chunks[:6]
@@ -103,7 +103,7 @@ def test_loads_that_are_the_last_are_not_held_back(device: Device) -> None:
 
 @settings(max_examples=300)
 @given(st.lists(st.tuples(st.sampled_from(["add", "push", "reach"]), st.integers(1, 8))))
-def test_what_waits_is_launched_once_in_order_as_soon_as_no_turn_is_under_way(
+def test_waiting_chunks_are_launched_once_and_in_order(
     steps: list[tuple[str, int]],
 ) -> None:
     device = Device()

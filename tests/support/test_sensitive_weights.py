@@ -43,7 +43,7 @@ SECOND = 5, {5: -1.0, 6: -1.1, 4: -3.0}
         (answer(FIRST), False),
     ],
 )
-def test_who_agrees(other: dict[str, Any], same: bool) -> None:
+def test_answers_that_agree(other: dict[str, Any], same: bool) -> None:
     assert (apart(answer(FIRST, SECOND), other) <= TIE) is same
     assert (apart(other, answer(FIRST, SECOND)) <= TIE) is same
 

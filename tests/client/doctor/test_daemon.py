@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import shutil
 import signal
@@ -21,25 +19,15 @@ import pytest
 import zmq
 
 from kvferry.client import GPULoadStoreSpec, LocalDaemon, OffloadClient
-from kvferry.client.cli import main
-from kvferry.client.doctor import (
-    CHECKS,
-    CheckContext,
-    Finding,
-    Verdict,
-    daemon,
-    environment,
-    run_checks,
-)
+from kvferry.client.doctor import CheckContext, Finding, Verdict, daemon, run_checks
 from kvferry.proto import messages as wire
-from kvferry.proto import status as told
+from kvferry.proto import status as proto_status
 from kvferry.proto.codec import decode_client_message, encode
 from kvferry.proto.errors import Code, ErrorInfo
 from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
 from support.raw_client import RawClient
 
-NOBODY = 65534
 AS_NOBODY = """
 import os, sys
 from pathlib import Path
@@ -73,57 +61,7 @@ def examine_as_nobody(directory: Path) -> list[Finding]:
     return msgspec.json.decode(done.stdout, type=list[Finding])
 
 
-def kvferry(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    return int(ended.value.code or 0)
-
-
 # All is well
-
-
-def test_a_daemon_and_nothing_wrong(
-    start_kvferryd: StartKvferryd, device: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    running = start_kvferryd("0" if device.startswith("cuda") else device)
-    findings = run_checks(running.directory, 20.0)
-    said = by_check(findings)
-    assert {finding.verdict for finding in findings} <= {Verdict.OK, Verdict.WARN}
-    wanted = [
-        "directory",
-        "sockets",
-        "connection",
-        "version",
-        "status",
-        "processes",
-        "device",
-        "pool",
-    ]
-    assert all(said[check].verdict is Verdict.OK for check in [*wanted, "round trip"])
-    assert f"pid {running.pid}" in said["connection"].found
-    assert (
-        run_checks(running.runtime_dir, 20.0)[-1].verdict is Verdict.OK
-    )  # its page is taken again
-    assert kvferry("doctor", "-d", running.directory) == 0
-    assert "round trip" in capsys.readouterr().out
-
-
-def test_the_doctor_leaves_no_session(kvferryd: LocalDaemon) -> None:
-    assert run_checks(kvferryd.directory, math.inf)[-1].verdict is Verdict.OK
-    with OffloadClient(kvferryd.directory) as client:
-        until(lambda: client.status().sessions == 1)
-        until(lambda: not any(engine.present for engine in client.status().engines))
-        (left,) = client.status().engines
-        assert (left.name, left.present, left.host_blocks) == ("kvferry-doctor", False, 1)
-
-
-def test_findings_for_programs(kvferryd: LocalDaemon, capsys: pytest.CaptureFixture[str]) -> None:
-    assert kvferry("doctor", "--json", "-d", kvferryd.directory) == 0
-    findings = json.loads(capsys.readouterr().out)
-    assert set(findings[0]) == {"check", "verdict", "found", "change"}
-    kvferryd.kill()
-    assert kvferry("doctor", "--json", "-d", kvferryd.directory) == 1
-    assert "fail" in {finding["verdict"] for finding in json.loads(capsys.readouterr().out)}
 
 
 # Where it is
@@ -170,7 +108,7 @@ def test_another_user_may_not_enter(kvferryd: LocalDaemon, mode: int, change: st
 
 
 @as_root
-def test_another_user_is_told_that_there_may_be_a_daemon(kvferryd: LocalDaemon) -> None:
+def test_another_user_is_warned_that_there_may_be_a_daemon(kvferryd: LocalDaemon) -> None:
     """Also by who only looks for one."""
     kvferryd.runtime_dir.chmod(0o755)
     program = AS_NOBODY[: AS_NOBODY.index("sys.stdout")] + (
@@ -246,7 +184,7 @@ class Impostor:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(f"ipc://{directory / 'kvferry.sock'}")
-        self._desk = DeafFdServer(directory / "fds.sock")
+        self._fd_server = SilentFdServer(directory / "fds.sock")
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
@@ -262,12 +200,12 @@ class Impostor:
     def close(self) -> None:
         self._over.set()
         self._thread.join()
-        self._desk.close()
+        self._fd_server.close()
         self._socket.close()
         self._context.term()
 
 
-class DeafFdServer:
+class SilentFdServer:
     """A descriptor socket that takes nothing."""
 
     def __init__(self, path: Path) -> None:
@@ -287,11 +225,13 @@ def impostor() -> Iterator[Impostor]:
         impostor.close()
 
 
-CPU = told.DeviceInfo("cpu", "cpu", "host")
+CPU = proto_status.DeviceInfo("cpu", "cpu", "host")
 
 
-def welcome(protocol: int = 1, version: str = "0.1.0", info: told.DeviceInfo = CPU) -> wire.Welcome:
-    return wire.Welcome(protocol, "boot", "s", version, 1, info, told.Limits(9, 9, 9))
+def welcome(
+    protocol: int = 1, version: str = "0.1.0", info: proto_status.DeviceInfo = CPU
+) -> wire.Welcome:
+    return wire.Welcome(protocol, "boot", "s", version, 1, info, proto_status.Limits(9, 9, 9))
 
 
 @pytest.mark.parametrize(("protocol", "age"), [(2, "newer"), (0, "older")])
@@ -326,7 +266,7 @@ def test_a_gpu_that_is_not_to_be_seen_here(
     impostor: Impostor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    other = welcome(info=told.DeviceInfo("cuda", "GPU-of-another-machine", "NVIDIA X"))
+    other = welcome(info=proto_status.DeviceInfo("cuda", "GPU-of-another-machine", "NVIDIA X"))
     impostor.answers = [encode(other)]
     said = by_check(run_checks(impostor.directory, 0.5))
     assert said["device"].verdict is Verdict.FAIL
@@ -372,55 +312,3 @@ def test_a_pool_that_is_not_registered_whole(
 
 
 # Where the engine runs
-
-
-def test_packages_that_are_missing_or_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = {"msgspec": None, "numpy": "1.25.2", "pyzmq": "27.1.0", "torch": None}
-    monkeypatch.setattr(environment, "installed_version", versions.__getitem__)
-    first, second, last = environment.packages(CheckContext(None, 1.0))
-    assert first.change == "pip install 'msgspec>=0.18.6'"
-    assert second.found == "numpy 1.25.2 is too old"
-    assert "no torch" in last.found
-
-
-@pytest.mark.parametrize(
-    ("setting", "verdict"),
-    [
-        ("", Verdict.OK),
-        ("max_split_size_mb:64", Verdict.OK),
-        ("max_split_size_mb:64,expandable_segments:True", Verdict.WARN),
-        ("expandable_segments:False", Verdict.OK),
-    ],
-)
-@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_expandable_segments(
-    monkeypatch: pytest.MonkeyPatch, name: str, setting: str, verdict: Verdict
-) -> None:
-    monkeypatch.setenv(name, setting)
-    (finding,) = environment.allocator(CheckContext(None, 1.0))
-    assert finding.verdict is verdict
-
-
-@pytest.mark.parametrize(("version", "seed"), [("0.26.1", "0"), ("0.9.0", None), (None, None)])
-def test_vllm(monkeypatch: pytest.MonkeyPatch, version: str | None, seed: str | None) -> None:
-    monkeypatch.setattr(environment, "installed_version", lambda name: version)
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    if seed is not None:
-        monkeypatch.setenv("PYTHONHASHSEED", seed)
-    verdicts = [finding.verdict for finding in environment.vllm(CheckContext(None, 1.0))]
-    expected = [Verdict.OK] * 2 if seed else [Verdict.WARN] * 2
-    assert verdicts == ([] if version is None else expected)
-
-
-def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "MIN_SHM", 1 << 60)
-    (finding,) = environment.shared_memory(CheckContext(None, 1.0))
-    assert finding.verdict is Verdict.WARN
-    assert "--shm-size" in finding.change
-
-
-def test_every_check_says_what_to_change() -> None:
-    """A finding that is not well has a line to change; the checks' names are their functions'."""
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS)
-    for finding in run_checks(Path("/nowhere")):
-        assert (finding.verdict is Verdict.OK) == (not finding.change)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvferry.client import Code, Gone, LocalDaemon, OffloadClient, Refused
+from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
 
@@ -52,74 +49,19 @@ def test_a_package_that_is_missing_is_named(package: str) -> None:
         assert (done.returncode, done.stderr) == (2, said)
 
 
-def test_a_second_daemon(kvferryd: LocalDaemon) -> None:
-    """The second says who holds the place; the first and its clients do not notice."""
-    with OffloadClient(kvferryd.directory) as client:
-        command = [*kvferryd.command[:-1], str(kvferryd.runtime_dir)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-        assert done.returncode == 2
-        assert "endpoint_in_use" in done.stderr
-        assert str(kvferryd.pid) in done.stderr
-        assert client.status().pid == kvferryd.pid
-    with OffloadClient(kvferryd.directory) as later:
-        assert later.daemon.pid == kvferryd.pid
-
-
-def test_a_local_daemon_where_one_serves(kvferryd: LocalDaemon) -> None:
-    """LocalDaemon tells, instead of taking the other's socket for its own."""
-    with pytest.raises(Refused, match=f"did not start: .*{kvferryd.pid}") as refused:
-        LocalDaemon(runtime_dir=kvferryd.runtime_dir, pool_bytes=1 << 20)
-    assert refused.value.code == Code.ENDPOINT_IN_USE
-
-
-def test_a_local_daemon_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It refused nothing: what it said is all there is."""
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(Gone, match="kvferryd did not start") as gone:
-        LocalDaemon(pool_bytes=1 << 20)
-    assert gone.value.code == Code.DAEMON_GONE
-
-
-def test_whoever_is_interrupted_leaves_no_daemon(
-    monkeypatch: pytest.MonkeyPatch, short_path: Path
-) -> None:
-    """By ctrl-c in a notebook, or a test's timeout: nobody else could stop it."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            LocalDaemon(pool_bytes=1 << 20)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert list(short_path.iterdir()) == []
-    until(lambda: not kvferryds(short_path))
-
-
 @pytest.mark.parametrize("device", ["7", "GPU-00000000-0000-0000-0000-000000000000", "banana"])
-def test_a_device_that_is_not_there(refused: Callable[..., str], device: str) -> None:
+def test_a_missing_device_is_refused(refused: Callable[..., str], device: str) -> None:
     assert "no_device" in refused(device=device)
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="here is a driver")
-def test_without_a_driver_there_is_a_way(refused: Callable[..., str]) -> None:
+def test_without_a_driver_the_cpu_device_is_suggested(refused: Callable[..., str]) -> None:
     assert "--device cpu" in refused(device="0")
 
 
 def test_the_cpu_in_any_spelling(start_kvferryd: StartKvferryd) -> None:
     with OffloadClient(start_kvferryd("CPU").directory) as client:
         assert client.daemon.device.kind == "cpu"
-
-
-def test_a_pool_larger_than_memory(refused: Callable[..., str]) -> None:
-    said = refused(pool_size="100TiB", pool_chunk="1TiB")
-    assert "pool_too_large" in said
-    assert "pool.size" in said
 
 
 def test_a_runtime_directory_too_long(refused: Callable[..., str], tmp_path: Path) -> None:
@@ -133,30 +75,21 @@ def test_a_runtime_directory_that_is_a_file(refused: Callable[..., str], tmp_pat
     assert "bad_config" in refused(runtime_dir=tmp_path / "file")
 
 
-BAD_FLAGS: dict[str, dict[str, object]] = {
-    "size": {"pool_size": "much"},
-    "size of nothing": {"pool_size": 0},
-    "huge size": {"pool_size": "9" * 400},
-    "negative size": {"pool_size": "-1"},
-    "chunk of nothing": {"pool_chunk": 0},
-    "max_stores": {"limits_max_stores": 0},
-    "no number": {"limits_max_stores": "many"},
-    "more jobs than a message can tell": {"limits_max_stores": 10**20},
-    "a deadline that never comes": {"health_deadline_seconds": "inf"},
-    "level": {"log_level": "loud"},
-    "seconds": {"stop_drain_seconds": -1},
-    "a group that cannot be": {"access_group": 99999999999},
-}
-
-
-@pytest.mark.parametrize("name", BAD_FLAGS)
-def test_a_flag_that_is_not_right(refused: Callable[..., str], name: str) -> None:
-    assert "bad_config" in refused(**BAD_FLAGS[name])
+def test_a_wrong_flag_or_file_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    """Which are wrong: tests/daemon/test_config.py."""
+    assert "bad_config" in refused(pool_size="much")
+    path = tmp_path / "kvferryd.toml"
+    path.write_text("device = ")
+    said = refused(config=path)
+    assert "bad_config" in said
+    assert str(path) in said
 
 
 @pytest.mark.parametrize("taken", [True, False])
 @pytest.mark.parametrize("key", ["metrics_listen", "events_publish"])
-def test_a_place_that_cannot_be_had(refused: Callable[..., str], key: str, taken: bool) -> None:
+def test_an_address_that_cannot_be_used_is_refused(
+    refused: Callable[..., str], key: str, taken: bool
+) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -164,85 +97,6 @@ def test_a_place_that_cannot_be_had(refused: Callable[..., str], key: str, taken
         said = refused(**{key: f"tcp://{place}" if key == "events_publish" else place})
     assert "bad_config" in said
     assert key.replace("_", ".") in said
-
-
-def test_a_flag_that_is_none(refused: Callable[..., str]) -> None:
-    assert "--pool-colour" in refused(pool_colour="red")
-
-
-BAD_FILES = {
-    "no TOML": b"device = ",
-    "no text": b"\xff\xfe\x00",
-    "unknown key": b'devise = "cpu"',
-    "unknown key of a table": b'[pool]\ncolour = "red"',
-    "unknown table": b"[swimming]\nsize = 1",
-    "wrong type": b"[limits]\nmax_stores = [1]",
-    "no table": b"pool = 3",
-}
-
-
-@pytest.mark.parametrize("name", BAD_FILES)
-def test_a_file_that_is_not_right(refused: Callable[..., str], tmp_path: Path, name: str) -> None:
-    path = tmp_path / "kvferryd.toml"
-    path.write_bytes(BAD_FILES[name])
-    said = refused(config=path)
-    assert "bad_config" in said
-    assert str(path) in said
-
-
-def fifo(place: Path) -> Path:
-    """Nobody ever writes to it."""
-    os.mkfifo(place / "fifo")
-    return place / "fifo"
-
-
-def large(place: Path) -> Path:
-    (place / "large").write_text("# more\n" * 200_000)
-    return place / "large"
-
-
-def nested(place: Path) -> Path:
-    (place / "nested").write_text("device = " + "[" * 100_000)
-    return place / "nested"
-
-
-def bound(place: Path) -> Path:
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.bind(str(place / "sock"))
-    return place / "sock"
-
-
-NO_FILES: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "a folder": (lambda place: place, "Is a directory"),
-    "a FIFO": (fifo, "not a regular file"),
-    "a socket": (bound, "No such device or address"),
-    "a device": (lambda _: Path("/dev/zero"), "not a regular file"),
-    "too large": (large, "more than 1048576 bytes"),
-    "nested": (nested, "nested too deeply"),
-}
-
-
-@pytest.mark.parametrize("name", NO_FILES)
-def test_a_configuration_that_is_no_file(
-    refused: Callable[..., str], short_path: Path, name: str
-) -> None:
-    make, why = NO_FILES[name]
-    path = make(short_path)
-    said = refused(config=path)
-    assert "bad_config" in said
-    assert why in said
-    assert str(path) in said
-
-
-def test_a_name_with_a_nul(refused: Callable[..., str], tmp_path: Path) -> None:
-    (tmp_path / "nul.toml").write_text('[metrics]\nlisten = "a\\u0000b"')
-    said = refused(config=tmp_path / "nul.toml")
-    assert "metrics.listen = " in said
-    assert "contains a NUL" in said
-
-
-def test_a_file_that_is_not_there(refused: Callable[..., str], tmp_path: Path) -> None:
-    assert "bad_config" in refused(config=tmp_path / "none.toml")
 
 
 @pytest.fixture
@@ -266,7 +120,7 @@ def test_a_file_system_that_is_full(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
-def test_a_file_system_without_a_page_left(
+def test_a_full_file_system_is_refused(
     start: Callable[..., subprocess.CompletedProcess[str]], short_path: Path
 ) -> None:
     """There is a lock file, and its holder cannot write its pid."""
@@ -347,45 +201,12 @@ def test_standard_streams_that_are_closed(short_path: Path, closed: str) -> None
         process.wait()
 
 
-def test_a_refusal_that_nobody_reads(
+def test_a_refusal_with_closed_stderr(
     start: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
     assert start("exec 2>&-;", "--device", "banana").returncode == 2
 
 
-def test_flags_win_over_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "kvferryd.toml"
-    path.write_text('device = "7"\n[pool]\nsize = "8MiB"\n[limits]\nmax_stores = 5\n')
-    with (
-        LocalDaemon(pool_bytes=4 << 20, config=path) as daemon,
-        OffloadClient(daemon.directory) as client,
-    ):
-        assert client.daemon.limits.max_stores == 5
-        assert client.status().pool.size_bytes == 4 << 20
-
-
-def test_after_a_daemon_that_was_killed(tmp_path: Path) -> None:
-    """Its sockets and its lock file are no obstacle."""
-    with LocalDaemon(runtime_dir=tmp_path, pool_bytes=1 << 20) as first:
-        first.kill()
-        assert (tmp_path / "cpu" / "kvferry.sock").exists()
-        with (
-            LocalDaemon(runtime_dir=tmp_path, pool_bytes=1 << 20) as second,
-            OffloadClient(tmp_path / "cpu") as client,
-        ):
-            assert client.daemon.pid == second.pid
-
-
 def test_private_to_its_user(kvferryd: LocalDaemon) -> None:
     assert os.stat(kvferryd.directory).st_mode & 0o077 == 0
     until(lambda: "serving" in kvferryd.log())
-
-
-def kvferryds(place: Path) -> list[str]:
-    """The processes that were told of a folder there."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if f"{place}/" in (folder / "cmdline").read_text():
-                found.append(folder.name)
-    return found

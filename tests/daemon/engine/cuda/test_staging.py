@@ -12,7 +12,7 @@ from kvferry.daemon.engine.base import ChunkRequest
 from kvferry.daemon.engine.cuda.staging import (
     CHUNK_UNITS,
     FOR_LOADS,
-    LEAST,
+    MIN_CHUNK_UNITS,
     UNITS,
     Slot,
     Staging,
@@ -76,12 +76,12 @@ def test_stores_leave_room_for_a_small_load(staging: Staging) -> None:
     assert room(staging, LOAD, 1, contended=True) == UNIT
 
 
-def test_where_both_have_work_each_gets_half(staging: Staging) -> None:
+def test_each_direction_gets_half_of_the_staging_if_both_have_work(staging: Staging) -> None:
     for direction in (STORE, LOAD):
         assert sum(slot.units for slot in fill(staging, direction, contended=True)) == UNITS // 2
 
 
-def test_stores_wait_until_a_third_is_left_to_drain_and_then_get_all_that_is_free(
+def test_stores_refill_staging_once_a_third_is_left(
     staging: Staging,
 ) -> None:
     slots = fill(staging, STORE)
@@ -117,7 +117,7 @@ def test_a_chunk_ends_where_the_buffer_does_and_the_next_begins_at_its_start(
     assert staging.take_slot(STORE, room(staging, STORE)).start == 0
 
 
-def test_what_is_free_in_bits_is_not_made_smaller(staging: Staging) -> None:
+def test_free_units_in_fragments_are_used(staging: Staging) -> None:
     slots = [staging.take_slot(LOAD, UNIT) for _ in range(UNITS)]
     for slot in slots[::2]:
         staging.free_slot(slot)
@@ -153,7 +153,7 @@ def test_no_unit_is_ever_in_two_slots(steps: list[tuple[bool, bool, int, int]]) 
         assert sum(slot.units for slot in slots[STORE]) <= UNITS - FOR_LOADS
     for slot in [*slots[STORE], *slots[LOAD]]:
         staging.free_slot(slot)
-    assert sum(slot.units for slot in fill(staging, LOAD)) > UNITS - LEAST
+    assert sum(slot.units for slot in fill(staging, LOAD)) > UNITS - MIN_CHUNK_UNITS
 
 
 def _units(slot: Slot) -> range:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from kvferry.cuda.driver import Driver
 from kvferry.daemon.core.layout import CopyBatch
-from kvferry.daemon.engine.cuda import dma
 from kvferry.daemon.engine.cuda.dma import FEW, Dma
 from kvferry.proto.specs import Direction
 
@@ -53,9 +52,8 @@ class _Function:
 
 def enqueued(direction: Direction, rows: Rows, **how: bool) -> DmaFixture:
     copies, batch = DmaFixture(), CopyBatch(np.ascontiguousarray(np.array(rows, dtype=np.int64).T))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dma, "SMALL", SMALL)
-        Dma(cast(Driver, copies), POOL, CHUNK).enqueue(direction, batch, STREAM, **how)
+    dma = Dma(cast(Driver, copies), POOL, CHUNK, small=SMALL)
+    dma.enqueue(direction, batch, STREAM, **how)
     return copies
 
 
@@ -97,7 +95,7 @@ def test_every_byte_is_copied_once_and_no_copy_leaves_its_chunk(
 
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("count", [2, FEW + 1])
-def test_copies_that_are_whole_are_enqueued_as_they_are(direction: Direction, count: int) -> None:
+def test_copies_within_a_chunk_are_not_cut(direction: Direction, count: int) -> None:
     rows = [(GPU + CHUNK * n, POOL + CHUNK * n, CHUNK // 2) for n in range(count)]
     copies = enqueued(direction, rows, whole=True)
     assert copies.single + copies.batched == wanted(direction, rows)

@@ -22,10 +22,12 @@ from kvferry.testing.plugin import StartKvferryd
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="starts processes of other users: root")
 
-STRANGER = 61002
+OTHER_USER = 61002
 GROUP, OTHERS = 61010, 61012
 
-VISIT = """
+# Connects to both sockets as a user of a group and prints both outcomes. The second socket tells a
+# user that may connect that there is no such session.
+CONNECT = """
 import json, os, socket, sys, time
 from pathlib import Path
 from kvferry.client import OffloadClient
@@ -39,24 +41,22 @@ directory, uid, gid = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 os.setgroups([])
 os.setgid(gid)
 os.setuid(uid)
-told = {}
+result = {}
 try:
     with OffloadClient(directory, timeout=20) as client:
         client.status()
-    told["client"] = "in"
+    result["client"] = "in"
 except KVFerryError as error:
-    told["client"] = error.code
+    result["client"] = error.code
 try:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as desk:
-        desk.connect(str(directory / "fds.sock"))
-        desk.send(encode(SendFds("nobody")))
-        told["desk"] = decode_descriptor_reply(desk.recv(9999)).error.code
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as fd_socket:
+        fd_socket.connect(str(directory / "fds.sock"))
+        fd_socket.send(encode(SendFds("nobody")))
+        result["fds"] = decode_descriptor_reply(fd_socket.recv(9999)).error.code
 except PermissionError:
-    told["desk"] = "closed"
-print(json.dumps(told))
+    result["fds"] = "closed"
+print(json.dumps(result))
 """
-"""Knocks at both doors as a user of a group; prints what it was told at each. A user that is let in
-hears at the second that there is no such session."""
 
 JOIN = """
 import os, sys
@@ -74,17 +74,17 @@ except KVFerryError as error:
     print(error.code)
 """
 
-IN = {"client": "in", "desk": "no_session"}
-FENCED = {"client": "forbidden", "desk": "closed"}
-REFUSED = {"client": "forbidden", "desk": "forbidden"}
+IN = {"client": "in", "fds": "no_session"}
+DENIED_BY_FILES = {"client": "forbidden", "fds": "closed"}
+REFUSED = {"client": "forbidden", "fds": "forbidden"}
 
 
-def visit(daemon: LocalDaemon, uid: int, gid: int = OTHERS) -> Any:
-    return knock(daemon.directory, uid, gid)
+def connect(daemon: LocalDaemon, uid: int, gid: int = OTHERS) -> Any:
+    return connect_as(daemon.directory, uid, gid)
 
 
-def knock(directory: Path, uid: int, gid: int) -> Any:
-    command = [sys.executable, "-c", VISIT, str(directory), str(uid), str(gid)]
+def connect_as(directory: Path, uid: int, gid: int) -> Any:
+    command = [sys.executable, "-c", CONNECT, str(directory), str(uid), str(gid)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -120,18 +120,20 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def throw_open(daemon: LocalDaemon) -> None:
+def open_permissions(daemon: LocalDaemon) -> None:
     """Take the fence away: what is left is the daemon's own word."""
     for path in daemon.directory.iterdir():
         path.chmod(0o666)
     daemon.directory.chmod(0o755)
 
 
-def test_nobody_else_without_a_word(start: Callable[..., LocalDaemon]) -> None:
+def test_without_access_group_only_the_user_itself_may_connect(
+    start: Callable[..., LocalDaemon],
+) -> None:
     daemon = start()
     assert mode(daemon.directory) == 0o700
     assert {mode(path) for path in daemon.directory.iterdir()} == {0o600}, "sockets, and the lock"
-    assert visit(daemon, STRANGER) == FENCED
+    assert connect(daemon, OTHER_USER) == DENIED_BY_FILES
     assert "forbidden" not in errors(daemon)
 
 
@@ -166,14 +168,16 @@ MAY_NOT = "file permissions deny your user access"
         ("top --once -d DIR", MAY_NOT),
     ],
 )
-def test_the_command_line_says_to_a_stranger_that_it_may_not(
+def test_the_command_line_reports_missing_permission(
     start: Callable[..., LocalDaemon], command: str, says: str
 ) -> None:
     """Its folder may not even be read."""
     daemon = start(access_group=GROUP)
-    program = [sys.executable, "-c", COMMAND, str(daemon.runtime_dir), str(STRANGER)]
+    program = [sys.executable, "-c", COMMAND, str(daemon.runtime_dir), str(OTHER_USER)]
     words = command.replace("DIR", str(daemon.directory)).split()
-    environ = os.environ | {"COLUMNS": "200"}
+    # Another user cannot write coverage's file here, and coverage would print a traceback.
+    environ = {name: value for name, value in os.environ.items() if "COVERAGE" not in name}
+    environ["COLUMNS"] = "200"
     done = subprocess.run(
         [*program, *words], capture_output=True, text=True, timeout=50, env=environ
     )
@@ -182,14 +186,14 @@ def test_the_command_line_says_to_a_stranger_that_it_may_not(
     assert "Traceback" not in done.stderr
 
 
-def test_a_stranger_is_refused_at_both_sockets_and_counted(
+def test_another_user_is_refused_at_both_sockets_and_counted(
     start: Callable[..., LocalDaemon],
 ) -> None:
     daemon = start(access_group=GROUP)
-    throw_open(daemon)
-    assert visit(daemon, STRANGER) == REFUSED
+    open_permissions(daemon)
+    assert connect(daemon, OTHER_USER) == REFUSED
     assert errors(daemon)["forbidden"] == 2
-    assert visit(daemon, STRANGER, GROUP) == IN
+    assert connect(daemon, OTHER_USER, GROUP) == IN
     assert errors(daemon)["forbidden"] == 2
 
 
@@ -197,8 +201,8 @@ def test_an_engine_s_name_is_one_user_s_while_it_is_in_use(
     start: Callable[..., LocalDaemon],
 ) -> None:
     daemon = start(access_group=GROUP)
-    throw_open(daemon)
-    command = [sys.executable, "-c", JOIN, str(daemon.directory), str(STRANGER), str(GROUP)]
+    open_permissions(daemon)
+    command = [sys.executable, "-c", JOIN, str(daemon.directory), str(OTHER_USER), str(GROUP)]
     with OffloadClient(daemon.directory, engine="llama"):
         done = subprocess.run(command, capture_output=True, text=True, timeout=50)
         assert done.stdout.strip() == "forbidden", done.stderr
@@ -206,7 +210,7 @@ def test_an_engine_s_name_is_one_user_s_while_it_is_in_use(
     assert done.stdout.strip() == "in", done.stderr
 
 
-def test_a_group_goes_through_the_fence(start: Callable[..., LocalDaemon]) -> None:
+def test_a_group_may_connect(start: Callable[..., LocalDaemon]) -> None:
     daemon = start(access_group=GROUP)
     assert mode(daemon.directory) == 0o750
     assert daemon.directory.stat().st_gid == GROUP
@@ -214,28 +218,30 @@ def test_a_group_goes_through_the_fence(start: Callable[..., LocalDaemon]) -> No
     assert len(sockets) == 3
     assert {(mode(path), path.stat().st_gid) for path in sockets} == {(0o660, GROUP)}
     assert mode(daemon.directory / "lock") == 0o600
-    assert visit(daemon, STRANGER, GROUP) == IN
-    assert visit(daemon, STRANGER) == FENCED
+    assert connect(daemon, OTHER_USER, GROUP) == IN
+    assert connect(daemon, OTHER_USER) == DENIED_BY_FILES
 
 
-def test_a_reload_changes_who_may_come(start: Callable[..., LocalDaemon], tmp_path: Path) -> None:
+def test_a_reload_changes_who_may_connect(
+    start: Callable[..., LocalDaemon], tmp_path: Path
+) -> None:
     file = tmp_path / "kvferryd.toml"
     file.write_text("")
     daemon = start(config=file)
-    assert visit(daemon, STRANGER, GROUP) == FENCED
+    assert connect(daemon, OTHER_USER, GROUP) == DENIED_BY_FILES
     file.write_text(f'[access]\ngroup = "{GROUP}"\n')
     daemon.process.send_signal(signal.SIGHUP)
     until(lambda: "configuration reloaded" in daemon.log())
-    assert visit(daemon, STRANGER, GROUP) == IN
+    assert connect(daemon, OTHER_USER, GROUP) == IN
     file.write_text("")
     daemon.process.send_signal(signal.SIGHUP)
     until(lambda: daemon.log().count("configuration reloaded") == 2)
-    assert visit(daemon, STRANGER, GROUP) == FENCED
-    throw_open(daemon)
-    assert visit(daemon, STRANGER, GROUP) == REFUSED
+    assert connect(daemon, OTHER_USER, GROUP) == DENIED_BY_FILES
+    open_permissions(daemon)
+    assert connect(daemon, OTHER_USER, GROUP) == REFUSED
 
 
-def test_a_reload_reaches_the_door_that_is_shut(
+def test_a_reload_applies_to_a_closed_accept_gate(
     start: Callable[..., LocalDaemon], tmp_path: Path
 ) -> None:
     file = tmp_path / "kvferryd.toml"
@@ -281,26 +287,26 @@ def test_a_reload_that_cannot_be_done_leaves_all_as_it_was(reachable: Path) -> N
         file.write_text(f'[access]\ngroup = "{GROUP}"\n')
         daemon.send_signal(signal.SIGHUP)
         until(lambda: "cannot give" in log.read_text())
-        assert knock(reachable / "cpu", STRANGER, OTHERS) == IN
-        assert knock(reachable / "cpu", STRANGER, GROUP) == FENCED
+        assert connect_as(reachable / "cpu", OTHER_USER, OTHERS) == IN
+        assert connect_as(reachable / "cpu", OTHER_USER, GROUP) == DENIED_BY_FILES
     finally:
         daemon.terminate()
         assert daemon.wait(20) == 0, log.read_text()
 
 
-def test_a_group_that_there_is_not(reachable: Path) -> None:
+def test_an_unknown_group_is_refused(reachable: Path) -> None:
     assert "no-such-group" in refused(reachable, "--access-group", "no-such-group")
 
 
 def test_the_folder_of_another_user_is_not_used(reachable: Path) -> None:
     (reachable / "cpu").mkdir()
-    os.chown(reachable / "cpu", STRANGER, OTHERS)
-    assert f"belongs to user {STRANGER}" in refused(reachable)
+    os.chown(reachable / "cpu", OTHER_USER, OTHERS)
+    assert f"belongs to user {OTHER_USER}" in refused(reachable)
 
 
 def test_a_folder_in_that_of_another_user_is_not_used(reachable: Path) -> None:
-    os.chown(reachable, STRANGER, OTHERS)
+    os.chown(reachable, OTHER_USER, OTHERS)
     said = refused(reachable)
-    assert f"belongs to user {STRANGER}" in said
+    assert f"belongs to user {OTHER_USER}" in said
     assert str(reachable) in said
     assert not (reachable / "cpu").exists()

@@ -16,7 +16,7 @@ HOME = files("kvferry.daemon.engine.cuda")
 MADE_WITH = "V13.0.88"
 
 
-def test_every_kernel_that_is_launched_is_there() -> None:
+def test_every_launched_kernel_is_in_the_ptx() -> None:
     entries = re.findall(r"\.entry (\w+)\(", HOME.joinpath("kernels.ptx").read_text())
     names = [f"{way}{v}_{n}" for way in ("gather", "scatter") for v in VECTORS for n in IDS]
     assert sorted(entries) == sorted(names)

@@ -149,7 +149,7 @@ def test_a_client_that_is_dropped(kvferryd: LocalDaemon, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", AT_EXIT)
-def test_a_client_that_is_there_at_the_end(kvferryd: LocalDaemon, how: str) -> None:
+def test_a_client_that_is_open_when_the_process_exits(kvferryd: LocalDaemon, how: str) -> None:
     run(AT_EXIT[how], kvferryd)
 
 
@@ -166,7 +166,7 @@ SPEC: TransferSpec = GPULoadStoreSpec([1]), CPULoadStoreSpec([1])
 
 
 @pytest.mark.parametrize("state", ["here", "away"])
-def test_whatever_a_closed_client_is_asked_it_says_so(kvferryd: LocalDaemon, state: str) -> None:
+def test_calls_of_a_closed_client_raise_gone(kvferryd: LocalDaemon, state: str) -> None:
     client = OffloadClient(kvferryd.directory)
     if state == "away":
         kvferryd.kill()
@@ -186,7 +186,7 @@ def test_whatever_a_closed_client_is_asked_it_says_so(kvferryd: LocalDaemon, sta
         assert gone.value is client.gone
 
 
-async def test_who_waits_for_an_asyncio_client_that_is_closed_is_told(
+async def test_closing_an_asyncio_client_ends_its_waits(
     kvferryd: LocalDaemon,
 ) -> None:
     """At once, also by a daemon that says nothing."""
@@ -198,7 +198,7 @@ async def test_who_waits_for_an_asyncio_client_that_is_closed_is_told(
         await client.close(timeout=0.1)
         for asked in (waiting, client.status()):
             with pytest.raises(Gone, match="this client was closed"):
-                await asyncio.wait_for(asked, 2)
+                await asyncio.wait_for(asked, 8)
         with pytest.raises(Gone, match="this client was closed"):
             client.transfer_async(1, SPEC)
     finally:
