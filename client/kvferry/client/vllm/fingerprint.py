@@ -66,8 +66,8 @@ ENVIRONMENT = (
     "VLLM_HUMMING_INPUT_QUANT_CONFIG",
     "VLLM_MARLIN_INPUT_DTYPE",
 )
-# Texts of options that are not set.
-UNSET = frozenset({"", "0", "False", "None", "auto", "none", "{}"})
+# Texts of options that are not set, or have their default.
+UNSET = frozenset({"", "0", "False", "None", "auto", "none", "SD"})
 
 # Values of vLLM's cache_dtype that do not name the format: the layers choose it, and a worker's
 # layers write what they chose over the configured value. Their specs name it in both processes.
