@@ -15,6 +15,8 @@ REQUIRED = {"msgspec": "0.18.6", "numpy": "1.26", "pyzmq": "26"}
 OPTIONAL = {"torch": "2.9"}
 # Versions that the connector is tested with.
 VLLM_VERSIONS = ("0.26",)
+# The first vLLM whose seed of block hashes is fixed for sha256.
+FIXED_SEED = (0, 29)
 MIN_SHM = 1 << 30
 
 
@@ -83,8 +85,11 @@ def vllm(_: CheckContext) -> Iterator[Finding]:
         yield warn(
             "vLLM", f"{has}; the connector was tested with {', '.join(VLLM_VERSIONS)}", change
         )
-    if seed := os.environ.get("PYTHONHASHSEED"):
+    seed = os.environ.get("PYTHONHASHSEED")
+    if seed is not None:
         yield ok("hash seed", f"PYTHONHASHSEED={seed}")
+    elif parse_version(has) >= FIXED_SEED:
+        yield ok("hash seed", "vLLM's own for sha256; for xxhash, set PYTHONHASHSEED")
     else:
         yield warn(
             "hash seed",
