@@ -131,6 +131,18 @@ def test_a_key_of_ours_that_there_is_not_is_refused() -> None:
     assert place(vllms).options == place().options
 
 
+def test_a_layout_whose_blocks_are_not_contiguous_is_refused() -> None:
+    """vLLM's connector would copy one head of one layer."""
+    kv_cache_config = caches()
+    for layout in ("LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC"):
+        kv_cache_config.kv_cache_layout = layout
+        read_engine_config(vllm_config("engine", {}), kv_cache_config, BLOCKS)
+    kv_cache_config.kv_cache_layout = "LHBNC"
+    with pytest.raises(Refused, match="VLLM_KV_CACHE_LAYOUT") as refused:
+        read_engine_config(vllm_config("engine", {}), kv_cache_config, BLOCKS)
+    assert (refused.value.code, refused.value.value) == (Code.BAD_CONFIG, "LHBNC")
+
+
 # Daemons
 
 

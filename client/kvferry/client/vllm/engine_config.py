@@ -24,7 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvferry.client.endpoint import find_daemon
-from kvferry.client.vllm.fingerprint import block_bytes, read_fingerprint
+from kvferry.client.vllm.fingerprint import block_bytes, kv_layout, read_fingerprint
 from kvferry.proto.errors import Code, Gone, Refused
 from kvferry.proto.sizes import parse_bytes
 from kvferry.proto.status import Fingerprint
@@ -121,6 +121,7 @@ def read_engine_config(vllm_config: Any, kv_cache_config: Any, blocks: BlockSize
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     extra = transfer.kv_connector_extra_config
     _check_extra_keys(extra)
+    _check_layout(kv_layout(vllm_config, kv_cache_config))
     _check_pipeline(vllm_config)
     directories = extra.get("kvferry_dirs") or ()
     return EngineConfig(
@@ -183,6 +184,19 @@ def _check_extra_keys(extra: Mapping[str, Any]) -> None:
         if key.startswith("kvferry"):
             message = f"unknown key in kv_connector_extra_config; use {' or '.join(EXTRA_KEYS)}"
             raise Refused(Code.BAD_CONFIG, message, key)
+
+
+def _check_layout(layout: str) -> None:
+    """Raise Refused (BAD_CONFIG) if the bytes of a layer's block are not contiguous, as in LHBNC.
+
+    Since 0.29 a user can set this layout; vLLM's connector would then copy only a part of each block.
+    """
+    if layout.find("B") > 1:
+        message = (
+            "kvferry copies blocks, and in this KV cache layout each head has its own part of "
+            "memory; unset VLLM_KV_CACHE_LAYOUT, or set it to LBHNC"
+        )
+        raise Refused(Code.BAD_CONFIG, message, layout)
 
 
 def _check_pipeline(vllm_config: Any) -> None:

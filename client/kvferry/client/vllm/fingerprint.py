@@ -29,7 +29,7 @@ log = logging.getLogger("kvferry")
 # The options of each field of the fingerprint.
 OPTIONS: dict[str, tuple[str, ...]] = {
     "attention": (
-        # Before vLLM 0.29 the backend determines the layout.
+        # A backend determines what a page holds and, before vLLM 0.29, the layout.
         "attention_config.backend",
         "attention_config.backend_per_kind",
         "attention_config.use_trtllm_attention",
@@ -56,8 +56,6 @@ OPTIONS: dict[str, tuple[str, ...]] = {
         "model_config.code_revision",
         "model_config.model_class_overrides",
     ),
-    # Of a plug-in for a platform.
-    "additional config": ("additional_config",),
 }
 # Environment variables that change the format of KV or the precision of weights.
 ENVIRONMENT = (
@@ -67,7 +65,7 @@ ENVIRONMENT = (
     "VLLM_MARLIN_INPUT_DTYPE",
 )
 # Texts of options that are not set, or have their default.
-UNSET = frozenset({"", "0", "False", "None", "auto", "none", "SD"})
+UNSET = frozenset({"", "0", "None", "auto", "none", "SD"})
 
 # Values of vLLM's cache_dtype that do not name the format: the layers choose it, and a worker's
 # layers write what they chose over the configured value. Their specs name it in both processes.
@@ -145,6 +143,7 @@ def read_fingerprint(vllm_config: Any, kv_cache_config: Any, blocks: BlockSizes)
             ("parallel", _ranks(parallel)),
             ("context parallel", _context_parallel(parallel)),
             ("replayssm", _replayssm(vllm_config)),
+            ("additional config", _additional(vllm_config)),
             ("environment", _short(_settings(os.environ, ENVIRONMENT))),
             ("vllm", installed_version("vllm") or ""),
             *((name, _options(vllm_config, paths)) for name, paths in OPTIONS.items()),
@@ -248,7 +247,7 @@ def _context_parallel(parallel: Any) -> str:
 
 
 def _replayssm(vllm_config: Any) -> str:
-    """The rows of inputs that a page of ReplaySSM has beside the state (since vLLM 0.32)."""
+    """The rows of inputs that a page of ReplaySSM has beside the state (since vLLM 0.27)."""
     if not getattr(vllm_config.cache_config, "use_replayssm", False):
         return ""
     paths = (
@@ -257,6 +256,12 @@ def _replayssm(vllm_config: Any) -> str:
         "speculative_config.num_speculative_tokens",
     )
     return _short(" ".join(read_path(vllm_config, path) for path in paths))
+
+
+def _additional(vllm_config: Any) -> str:
+    """The configuration of a plug-in for a platform."""
+    text = read_path(vllm_config, "additional_config")
+    return digest(text) if text else ""
 
 
 def _options(vllm_config: Any, paths: tuple[str, ...]) -> str:
@@ -299,7 +304,7 @@ def _default_seed(algorithm: str) -> str | None:
 
         function = get_hash_fn_by_name(algorithm)
         first, second = (str(resolve_none_hash_seed(function)) for _ in range(2))
-    except (ImportError, ValueError):
+    except (ImportError, TypeError, ValueError):
         return None
     return first if first == second else None
 

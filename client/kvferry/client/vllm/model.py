@@ -29,8 +29,6 @@ MAX_HASHED_BYTES = 32 << 20
 BLOB, COMMIT = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{40}")
 # The load_format whose files are not in the model's directory.
 TENSORIZER = "tensorizer"
-
-
 # Options of a drafting model that change its layers' KV, which is offloaded with the target's.
 DRAFT_OPTIONS = (
     "method",
@@ -44,6 +42,7 @@ DRAFT_OPTIONS = (
     "index_share_for_mtp_iteration",
     "draft_load_config.load_format",
     "draft_model_config.dtype",
+    "draft_model_config.revision",
 )
 # Options that change what media become, and are not in the hashes of media that vLLM's block hashes
 # contain. Not mm_hasher_algorithm: with another one the block hashes differ, and no bytes.
