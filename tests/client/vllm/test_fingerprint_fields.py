@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvferry.client.vllm.engine_config import BlockSizes
-from kvferry.client.vllm.fingerprint import SPEC_FIELDS, read_fingerprint
+from kvferry.client.vllm.fingerprint import ENVIRONMENT, SPEC_FIELDS, read_fingerprint
 from kvferry.proto.status import Fingerprint
 from kvferry.proto.version import installed_version
 from support.vllm_fields import ELSEWHERE, FIELDS, PAGE_FIELDS
@@ -174,3 +174,10 @@ def test_the_table_names_all_fields_of_vllms_pages() -> None:
     known = {*SPEC_FIELDS, *names(PAGE_FIELDS.values())}
     for name, fields in dataclasses_of(module).items():
         assert not fields - known, name
+
+
+def test_every_variable_that_sets_a_layout_is_known() -> None:
+    envs = pytest.importorskip("vllm.envs")
+    read_as_kv_layout, rocm_only = "VLLM_KV_CACHE_LAYOUT", "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"
+    known = {*ENVIRONMENT, read_as_kv_layout, rocm_only}
+    assert not {name for name in envs.environment_variables if "LAYOUT" in name} - known

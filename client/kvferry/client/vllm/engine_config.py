@@ -189,7 +189,7 @@ def _check_extra_keys(extra: Mapping[str, Any]) -> None:
 def _check_layout(layout: str) -> None:
     """Raise Refused (BAD_CONFIG) if the bytes of a layer's block are not contiguous, as in LHBNC.
 
-    Since 0.29 a user can set this layout; vLLM's connector would then copy only a part of each block.
+    Since 0.29 a user can set this layout; vLLM's connector would then copy only a part of a block.
     """
     if layout.find("B") > 1:
         message = (
