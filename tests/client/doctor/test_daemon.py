@@ -309,6 +309,3 @@ def test_a_pool_that_is_not_registered_whole(
     (finding,) = daemon.pool(case)
     assert finding.verdict is verdict
     assert ("locked memory" in finding.found) == (verdict is Verdict.WARN)
-
-
-# Where the engine runs

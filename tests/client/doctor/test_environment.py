@@ -45,6 +45,16 @@ def test_vllm(monkeypatch: pytest.MonkeyPatch, version: str | None, seed: str | 
     assert verdicts == ([] if version is None else expected)
 
 
+@pytest.mark.parametrize(("version", "verdict"), [("0.28.1", Verdict.WARN), ("0.29.0", Verdict.OK)])
+def test_vllm_has_a_fixed_hash_seed_from_0_29_on(
+    monkeypatch: pytest.MonkeyPatch, version: str, verdict: Verdict
+) -> None:
+    monkeypatch.setattr(environment, "installed_version", lambda name: version)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    *_, seed = environment.vllm(CheckContext(None, 1.0))
+    assert (seed.check, seed.verdict) == ("hash seed", verdict)
+
+
 def test_little_shared_memory() -> None:
     (finding,) = environment.shared_memory(CheckContext(None, 1.0), minimum=1 << 60)
     assert finding.verdict is Verdict.WARN
