@@ -152,6 +152,12 @@ class SchedulerSide:
         self._ended: list[Keys] = []
         self._to_unpin: list[Keys] = []
 
+    @catch_errors
+    def request_arrived(self, request: str, block_hashes: Sequence[bytes]) -> None:
+        """A request was added; it is scheduled in a later step. Receives messages meanwhile."""
+        if self._usable:
+            self._manager.poll()
+
     def begin_lookups(self, request: str) -> None:
         """The following lookups belong to this request."""
         self._request = self._requests.setdefault(request, RequestState(time.monotonic()))

@@ -8,6 +8,7 @@ from typing import Any
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 from vllm.v1.kv_offload import base
 
+from kvferry.client.vllm import compat
 from kvferry.client.vllm.engine_config import (
     BlockSizes,
     chunk_factor,
@@ -27,9 +28,13 @@ class KVFerryManager(SchedulerSide, base.OffloadingManager):
     def on_new_request(self, req_context: Any) -> Any:
         return base.RequestOffloadingContext()
 
+    def get_load_source(self, key: Any, req_context: Any) -> Any:
+        return compat.HOST_SOURCE
+
     def take_events(self) -> list[Any]:
         return [
-            base.OffloadingEvent(list(e.keys), e.medium, e.removed) for e in self.events() or ()
+            base.OffloadingEvent(list(e.keys), compat.HOST_MEDIUM, e.removed)
+            for e in self.events() or ()
         ]
 
 
@@ -38,7 +43,10 @@ class KVFerryWorker(WorkerSide, base.OffloadingWorker):
         self.store(job_id, src_spec, dst_spec)
         return True
 
-    def submit_load(self, job_id: int, src_spec: KeysSpec, dst_spec: Any) -> bool:
+    def submit_load(
+        self, job_id: int, src_spec: KeysSpec, dst_spec: Any, expedited: bool = False
+    ) -> bool:
+        """expedited needs nothing: loads are started in order, before stores."""
         self.load(job_id, src_spec, dst_spec)
         return True
 
@@ -54,10 +62,11 @@ class KVFerrySpec(base.OffloadingSpec):
         blocks = self._choose_block_sizes(vllm_config, kv_cache_config)
         self.engine_config = read_engine_config(vllm_config, kv_cache_config, blocks)
         self._manager: KVFerryManager | None = None
-        if len(kv_cache_config.kv_cache_groups) > 1:
+        if len(kv_cache_config.kv_cache_groups) > 1 and not compat.REPORTS_FAILED_REQUESTS:
             log.warning(
-                "kvferry: this model has several KV cache groups, and vLLM cannot recompute failed "
-                "loads of such a model: if the daemon is killed during a load, the engine ends"
+                "kvferry: this model has several KV cache groups, and this vLLM cannot recompute "
+                "failed loads of such a model: if the daemon is killed during a load, the engine "
+                "ends. vLLM 0.30 and newer can"
             )
 
     def get_manager(self) -> KVFerryManager:
@@ -74,7 +83,7 @@ class KVFerrySpec(base.OffloadingSpec):
         configured = BlockSizes(
             tuple(self.tokens_per_block), self.tokens_per_hash, self.blocks_per_chunk
         )
-        kinds = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        kinds = [group.kv_cache_spec for group in compat.offloaded_groups(kv_cache_config)]
         full = all(
             isinstance(layer, FullAttentionSpec) for kind in kinds for layer in _layer_specs(kind)
         )
