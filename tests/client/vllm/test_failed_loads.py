@@ -1,0 +1,77 @@
+"""Host hits and failed loads, through vLLM's own scheduler: a failed load is computed again."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.testing.plugin import StartKvferryd
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+PROMPTS = [[(prompt * 37 + n * 11) % 900 for n in range(200)] for prompt in range(4)]
+GROUPS = [("full",), ("full", "window")]
+
+
+@pytest.fixture(scope="module")
+def core() -> Any:
+    if find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    from support import vllm_core
+
+    return vllm_core
+
+
+@pytest.fixture(autouse=True)
+def seed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    yield
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_an_engine_reads_what_another_has_stored(
+    core: Any, start_kvferryd: StartKvferryd, groups: tuple[str, ...]
+) -> None:
+    daemon = start_kvferryd()
+    first = core.EngineCore(daemon.directory, groups)
+    assert first.run(*PROMPTS) == [0] * 4
+    first.settle()
+    first.close()
+    second = core.EngineCore(daemon.directory, groups)
+    assert min(second.run(*PROMPTS)) >= 128
+    assert not first.wrong + second.wrong
+    second.close()
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_requests_whose_loads_are_lost_are_computed(
+    core: Any, start_kvferryd: StartKvferryd, tmp_path: Path, groups: tuple[str, ...]
+) -> None:
+    from kvferry.client.vllm import compat
+
+    if len(groups) > 1 and not compat.REPORTS_FAILED_REQUESTS:
+        pytest.skip("this vLLM ends the engine")
+    daemon = start_kvferryd(runtime_dir=tmp_path / "run")
+    engine = core.EngineCore(daemon.directory, groups)
+    engine.run(*PROMPTS)
+    found = [0]
+    while not min(found):  # until the mirror has all keys
+        engine.settle()
+        assert engine.scheduler.kv_cache_manager.reset_prefix_cache()
+        found = engine.run(*PROMPTS)
+    engine.settle()
+    assert engine.scheduler.kv_cache_manager.reset_prefix_cache()
+    daemon.process.send_signal(signal.SIGSTOP)
+    names = [engine.add(prompt) for prompt in PROMPTS]
+    for _ in range(3):
+        engine.step()
+    assert engine.worker.connector_worker._load_jobs  # in flight
+    daemon.kill()
+    engine.run_until(lambda: all(name in engine.finished for name in names))
+    assert not engine.wrong
+    engine.close()
