@@ -54,6 +54,11 @@ LARGE = LLAMA | {
     "num_key_value_heads": 8,
 }
 """The shape of Llama-3.1-8B."""
+HYBRID = SMALL | {
+    "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 2,
+    "sliding_window": 512,
+}
+"""SMALL, with a sliding window in three of four layers: several KV cache groups."""
 CONNECTORS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "vllm": {"kv_connector": "OffloadingConnector"},
@@ -371,6 +376,30 @@ class Served:
                     streams[one.request_id], last[one.request_id] = said, now
         return {"gaps": gaps, "cached": cached, "left": len(waiting)}
 
+    def beside(self, prompts: Prompts, tokens: int, asked: list[int]) -> dict[str, Any]:
+        """Seconds to the first token of `asked` while `prompts` decode, up to `tokens` each."""
+        engine = self._llm.llm_engine
+        streams = {self._add(ids, tokens) for ids in prompts}
+        silent = set(streams)
+        while silent:
+            silent -= {one.request_id for one in engine.step() if one.outputs[0].token_ids}
+        began = time.perf_counter()
+        name, found = self._add(asked, 1), None
+        ended: set[str] = set()
+        while found is None:
+            for one in engine.step():
+                ended |= {one.request_id} if one.finished else set()
+                found = one if one.request_id == name else found
+        seconds = time.perf_counter() - began
+        engine.abort_request(sorted(streams - ended))
+        while engine.has_unfinished_requests():
+            engine.step()
+        return {
+            "seconds": seconds,
+            "cached": found.num_cached_tokens or 0,
+            "streams": len(streams - ended),
+        }
+
     def _add(self, ids: Sequence[int], tokens: int) -> str:
         name = f"own-{next(self._numbers)}"
         prompt = {"prompt_token_ids": list(ids)}
@@ -391,7 +420,8 @@ def _likeliest(step: Any) -> list[tuple[int, float]]:
 
 
 def _folder(model: dict[str, Any]) -> Path:
-    name = "-".join(str(model[key]) for key in ("num_hidden_layers", "num_key_value_heads"))
+    keys = "num_hidden_layers", "num_key_value_heads", "sliding_window"
+    name = "-".join(str(model[key]) for key in keys if key in model)
     folder = Path(tempfile.gettempdir()) / f"kvferry-llama-{name}"
     folder.mkdir(exist_ok=True)
     unfinished = folder / f"{os.getpid()}.part"

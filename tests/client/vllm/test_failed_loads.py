@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,8 @@ def core() -> Any:
 
 
 @pytest.fixture(autouse=True)
-def seed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    yield
 
 
 @pytest.mark.parametrize("groups", GROUPS)
