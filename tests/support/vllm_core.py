@@ -61,17 +61,21 @@ PAGE = TOKENS * WIDTH
 
 
 class EngineCore:
-    """One scheduler, one worker; groups: names in SPECS, of a layer each.
+    """One scheduler, one worker; groups: names in SPECS, of a layer each; blocks: of the GPU.
 
     `wrong` lists what was read and is not what was computed.
     """
 
     def __init__(
-        self, directory: object, groups: tuple[str, ...] = ("full", "window"), blocks: int = 128
+        self,
+        directory: object,
+        groups: tuple[str, ...] = ("full", "window"),
+        blocks: int = 128,
+        host_bytes: int = 1 << 20,
     ) -> None:
         extra = {
             "kvferry_dirs": str(directory),
-            "cpu_bytes_to_use": 1 << 20,
+            "cpu_bytes_to_use": host_bytes,
             "kvferry_salt": "test",
         }
         config = _config(extra)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
 
-from kvferry.client import OffloadClient
+from kvferry.client import OffloadClient, Refused
 from kvferry.testing.plugin import StartKvferryd
 from support.vllm_stand_ins import vllm_config
 
@@ -202,7 +202,9 @@ def test_a_daemon_killed_with_loads_and_stores_under_way(
     daemon.kill()
     assert engine.received_all(request)
     assert has_failed(engine, request)
-    engine.settle()
+    deadline = time.monotonic() + 10  # until the scheduler has noticed it, too
+    while engine.matched(vllm.prompt(1, 4)) != 0 and time.monotonic() < deadline:
+        engine.step()
     assert engine.matched(vllm.prompt(1, 4)) == 0
     engine.finish(request, range(20, 24))
     engine.finish(storing, [])
@@ -334,10 +336,98 @@ def test_our_spec_is_not_for_vllms_own_connector(vllm: Any) -> None:
         OffloadingConnector,
     )
 
-    from kvferry.client import Code, Refused
+    from kvferry.client import Code
 
     extra = {"spec_name": "KVFerrySpec", "spec_module_path": "kvferry.client.vllm"}
     config, caches = vllm_config("engine", extra), vllm.kv_cache_config(8)
     with pytest.raises(Refused, match="KVFerryConnector") as refused:
         OffloadingConnector(config, KVConnectorRole.SCHEDULER, caches)
     assert refused.value.code == Code.BAD_CONFIG
+
+
+def test_vllms_own_metrics_are_filled(
+    vllm: Any, start: Start, start_kvferryd: StartKvferryd
+) -> None:
+    """Those of transfers and of the host tier, each defined in the front end."""
+    from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        get_connector_metric_definitions,
+    )
+
+    from kvferry.client.vllm import KVFerrySpec
+
+    engine = start(start_kvferryd())
+    engine.compute(vllm.prompt(1, 4), range(1, 5))
+    request, tokens = matches(vllm, engine, 1, 4)
+    engine.load(request, range(20, 24), tokens)
+    assert engine.received_all(request)
+    said = engine.scheduler.get_kv_connector_stats().data
+    found = said["data"] if "types" in said else said
+    defined = get_connector_metric_definitions() | KVFerrySpec.build_metric_definitions({})
+    assert found.keys() <= defined.keys()
+    assert {
+        "vllm:kv_offload_load_bytes",
+        "vllm:kv_offload_store_bytes",
+        "vllm:kv_offload_cpu_allocation_size",
+        "vllm:kv_offload_cpu_cache_usage_perc",
+    } <= found.keys()
+    # The front end has a configuration of its own, which no connector was created with.
+    front = vllm_config("engine", {})
+    types = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+    metrics = engine.scheduler.build_prom_metrics(front, types, ["engine"], {0: ["0"]})
+    metrics.observe(said)
+    loaded = REGISTRY.get_sample_value("vllm:kv_offload_load_bytes_total", {"engine": "0"})
+    assert loaded == 4 * len(vllm.LAYERS) * vllm.PAGE
+
+
+def test_prompt_tokens_and_events_name_the_host(vllm: Any) -> None:
+    from vllm.v1.kv_offload import base
+
+    from kvferry.client.vllm import compat
+    from kvferry.client.vllm.spec import KVFerryManager
+
+    assert getattr(compat.HOST_MEDIUM, "value", compat.HOST_MEDIUM) == "CPU"
+    if hasattr(base.OffloadingManager, "get_load_source"):
+        source: Any = KVFerryManager.get_load_source(None, b"key", None)  # type: ignore[arg-type]
+        assert source.name == "HOST"
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.33.1", "0.34.0", "0.1.dev1+g123"])
+def test_supported_and_newer_versions_are_accepted(
+    vllm: Any, version: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from kvferry.client.vllm import compat
+
+    compat.check_version(version)
+    assert bool(caplog.records) == (version in ("0.34.0", "0.1.dev1+g123"))
+
+
+def test_an_older_version_is_refused(vllm: Any) -> None:
+    from kvferry.client.vllm import compat
+
+    with pytest.raises(Refused, match=r"0\.25\.1 is too old.*0\.26 to 0\.33"):
+        compat.check_version("0.25.1")
+
+
+def test_what_would_corrupt_kv_is_refused(vllm: Any) -> None:
+    from kvferry.client.vllm.connector import KVFerryConnector, check_supported
+
+    config, caches = vllm_config("engine", {}), vllm.kv_cache_config(8)
+    check_supported(config, caches)
+    config.model_config.enable_sleep_mode = True
+    with pytest.raises(Refused, match="without --enable-sleep-mode"):
+        check_supported(config, caches)
+    assert not KVFerryConnector.supports_sleep_mode(config.kv_transfer_config)
+    config.model_config.enable_sleep_mode = False
+    caches.kv_cache_groups[0].host_resident = True
+    with pytest.raises(Refused, match="hisparse_config"):
+        check_supported(config, caches)
+
+
+def test_synchronous_loads_are_turned_off(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
+    from kvferry.client.vllm.connector import check_supported
+
+    config = vllm_config("engine", {"sync_load_budget_bytes": 1 << 20})
+    check_supported(config, vllm.kv_cache_config(8))
+    assert config.kv_transfer_config.kv_connector_extra_config["sync_load_budget_bytes"] == 0
+    assert "sync_load_budget_bytes" in caplog.text

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 from vllm.v1.kv_offload import base
+from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 
 from kvferry.client.vllm import compat
 from kvferry.client.vllm.engine_config import (
@@ -27,6 +29,23 @@ LOOKUP_CODES = LookupCodes(_results.HIT, _results.MISS, _results.HIT_PENDING, _r
 class KVFerryManager(SchedulerSide, base.OffloadingManager):
     def on_new_request(self, req_context: Any) -> Any:
         return base.RequestOffloadingContext()
+
+    def get_stats(self) -> Any:
+        """The metrics of vLLM's host tier; what is pinned is in use by a transfer."""
+        usage, sizes = self.usage(), self.take_store_sizes()
+        if usage is None and not sizes:
+            return None
+        stats = OffloadingConnectorStats()
+        for size in sizes:
+            stats.observe_histogram(CPUOffloadingMetrics.CPU_ALLOCATION_SIZE, size)
+        if usage is not None:
+            for name, blocks in (
+                (CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC, usage.pending + usage.pinned),
+                (CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC, usage.pending),
+                (CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC, usage.pinned),
+            ):
+                stats.set_gauge(name, min(1.0, blocks / usage.blocks))
+        return stats
 
     def get_load_source(self, key: Any, req_context: Any) -> Any:
         return compat.HOST_SOURCE
@@ -55,6 +74,14 @@ class KVFerrySpec(base.OffloadingSpec):
     """For kv_connector_extra_config: spec_name, with spec_module_path "kvferry.client.vllm"."""
 
     blocks_per_chunk: int
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG003 - vLLM's signature
+        """Those of vLLM's host tier, without the number of skipped stores, which the daemon has."""
+        from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+        definitions: dict[str, Any] = CPUOffloadingSpec.build_metric_definitions({})
+        return definitions
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

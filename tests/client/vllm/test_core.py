@@ -1,4 +1,4 @@
-"""Host hits and failed loads, through vLLM's own scheduler: a failed load is computed again."""
+"""Host hits, failed loads and recency, through vLLM's own scheduler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from kvferry.testing.plugin import StartKvferryd
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
-PROMPTS = [[(prompt * 37 + n * 11) % 900 for n in range(200)] for prompt in range(4)]
+
+def prompt(number: int) -> list[int]:
+    """Of 200 tokens."""
+    return [(number * 37 + n * 11) % 900 for n in range(200)]
+
+
+PROMPTS = [prompt(number) for number in range(4)]
 GROUPS = [("full",), ("full", "window")]
 
 
@@ -65,7 +71,7 @@ def test_requests_whose_loads_are_lost_are_computed(
     engine.settle()
     assert engine.scheduler.kv_cache_manager.reset_prefix_cache()
     daemon.process.send_signal(signal.SIGSTOP)
-    names = [engine.add(prompt) for prompt in PROMPTS]
+    names = [engine.add(one) for one in PROMPTS]
     for _ in range(3):
         engine.step()
     assert engine.worker.connector_worker._load_jobs  # in flight
@@ -73,3 +79,21 @@ def test_requests_whose_loads_are_lost_are_computed(
     engine.run_until(lambda: all(name in engine.finished for name in names))
     assert not engine.wrong
     engine.close()
+
+
+def test_a_prompt_that_the_gpu_served_is_evicted_last(
+    core: Any, start_kvferryd: StartKvferryd
+) -> None:
+    """Host memory has room for 16 chunks, and a prompt has three."""
+    daemon = start_kvferryd()
+    host_bytes = 16 * 4 * core.PAGE
+    engine = core.EngineCore(daemon.directory, ("full",), host_bytes=host_bytes)
+    first, second, *others = [prompt(number) for number in range(10, 16)]
+    for one in (first, second, first, *others):
+        engine.run(one)
+        engine.settle()
+    engine.close()
+    later = core.EngineCore(daemon.directory, ("full",), host_bytes=host_bytes)
+    assert later.run(first, second) == [192, 64]
+    assert not engine.wrong + later.wrong
+    later.close()
