@@ -76,11 +76,6 @@ class KVFerryConnector(OffloadingConnector):
         scheduler.manager.begin_lookups(request.request_id)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        super().update_state_after_alloc(request, blocks, num_external_tokens)
-        if num_external_tokens and not compat.TOUCHES_KEYS:
-            touch_keys(self.connector_scheduler, request.request_id)
-
     def request_finished(self, request: Any, block_ids: Any) -> Any:
         if compat.STORES_LAST_TOKEN:
             limit_store_to_computed_tokens(self.connector_scheduler, request)
@@ -155,22 +150,22 @@ class FaultTolerantWorker(OffloadingConnectorWorker):
                 # Workers need not measure.
                 if result.transfer_size is not None and result.transfer_time is not None:
                     stats.record(result.transfer_size, result.transfer_time)
-            elif targets is not None:
+            elif request is not None:
                 self._failed_blocks.append(targets)
-                self._failed_requests |= {request} - {None}
+                self._failed_requests.add(request)
             meta.mark_completed(result.job_id)
             if request is not None:
                 received.add(request)
         return set(), received
 
     def take_failed_requests(self) -> set[str]:
-        """Requests whose loads have failed since the last call."""
-        failed, self._failed_requests = self._failed_requests, set()
+        """Requests whose loads have failed since the last call of this or of the next method."""
+        failed, self._failed_requests, self._failed_blocks = self._failed_requests, set(), []
         return failed
 
     def take_failed_blocks(self) -> set[int]:
-        """GPU blocks of failed loads since the last call."""
-        failed, self._failed_blocks = self._failed_blocks, []
+        """GPU blocks of these loads."""
+        failed, self._failed_requests, self._failed_blocks = self._failed_blocks, set(), []
         return {block for targets in failed for block in targets.tolist()}
 
     def _submit_load(self, job_id: int, job: Any) -> None:
@@ -215,15 +210,15 @@ def touch_keys(scheduler: Any, request_id: str) -> None:
     status = scheduler._req_status.get(request_id)  # noqa: SLF001 - vLLM has no call
     if status is None:
         return
-    keys: list[tuple[int, bytes]] = []
-    for group, state in zip(scheduler.config.kv_group_configs, status.group_states, strict=True):
+    groups = zip(scheduler.config.kv_group_configs, status.group_states, strict=True)
+    ends: list[tuple[int, bytes]] = []
+    for group, state in groups:
         window = group.sliding_window_size_in_chunks
         first = 0 if window is None else max(0, state.num_hit_chunks - window)
         tokens = group.tokens_per_chunk
-        keys += [(n * tokens, key) for n, key in enumerate(state.offload_keys[first:], first + 1)]
-    if len(status.group_states) > 1:
-        keys.sort()
-    scheduler.manager.touch([key for _, key in keys], status.req_context)
+        ends += [(n * tokens, key) for n, key in enumerate(state.offload_keys[first:], first + 1)]
+    ends.sort()
+    scheduler.manager.touch([key for _, key in ends], status.req_context)
 
 
 def limit_store_to_computed_tokens(scheduler: Any, request: Any) -> None:
