@@ -86,7 +86,7 @@ def vllm_config(engine: str, extra: dict[str, Any]) -> Any:
             mamba_block_size=None,
             prefix_match_unit=None,
             hash_block_size=None,
-            kv_cache_layout="LBHNC",
+            kv_cache_layout=None,
             prefix_cache_retention_interval=None,
         ),
         parallel_config=SimpleNamespace(
