@@ -31,6 +31,7 @@ from vllm.v1.core.kv_cache_utils import (
     init_none_hash,
     resolve_kv_cache_block_sizes,
 )
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -61,8 +62,10 @@ PAGE = TOKENS * WIDTH
 
 
 class EngineCore:
-    """One scheduler, one worker; groups: names in SPECS, of a layer each; blocks: of the GPU.
+    """One scheduler, one worker.
 
+    groups: names in SPECS, of a layer each. blocks: of the GPU. overlaps: asynchronous scheduling:
+    a step is scheduled before the output of the last one is known.
     `wrong` lists what was read and is not what was computed.
     """
 
@@ -72,6 +75,7 @@ class EngineCore:
         groups: tuple[str, ...] = ("full", "window"),
         blocks: int = 128,
         host_bytes: int = 1 << 20,
+        overlaps: bool = False,
     ) -> None:
         extra = {
             "kvferry_dirs": str(directory),
@@ -84,7 +88,8 @@ class EngineCore:
         scheduler_block, hash_block = resolve_kv_cache_block_sizes(caches, config)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(hash_block, sha256)
-        self.scheduler = Scheduler(
+        config.scheduler_config.async_scheduling = overlaps
+        self.scheduler = (AsyncScheduler if overlaps else Scheduler)(
             config,
             caches,
             StructuredOutputManager(config),
@@ -98,6 +103,9 @@ class EngineCore:
         layer = self._cache.view(blocks, 1, TOKENS, WIDTH) if ONE_ALLOCATION else self._cache
         self.worker.register_kv_caches(dict.fromkeys(groups, layer))
         self._windows = [WINDOW if group == "window" else 1 << 30 for group in groups]
+        self._overlaps = overlaps
+        # Of steps that have run: what was scheduled, and the output.
+        self._ran: list[tuple[Any, ModelRunnerOutput]] = []
         self._numbers = iter(range(1 << 30))
         self.wrong: list[str] = []
         # Of each request, the tokens that were found in a cache.
@@ -149,6 +157,11 @@ class EngineCore:
             kv_connector_output=self._connector_output(output.finished_req_ids),
         )
         worker.clear_connector_metadata()
+        self._ran.append((output, result))
+        if len(self._ran) > self._overlaps:
+            self._update(*self._ran.pop(0))
+
+    def _update(self, output: Any, result: ModelRunnerOutput) -> None:
         for each in self.scheduler.update_from_output(output, result).values():
             for one in each.outputs:
                 if one.finish_reason is not None:
@@ -188,7 +201,7 @@ class EngineCore:
                 for position in range(begin, end):
                     block = table[position // TOKENS]
                     self._cache[block, position % TOKENS] = mark(request, position)
-            sampled[name] = [end % 100] if end >= request.num_tokens else []
+            sampled[name] = [end % 100] if end >= request.num_prompt_tokens else []
         return sampled
 
     def _read(self, request: Request, table: list[int], begin: int, end: int) -> None:
@@ -199,8 +212,9 @@ class EngineCore:
 
 
 def mark(request: Request, position: int) -> int:
-    """The KV of a token."""
-    return int(request.all_token_ids[position]) % 127
+    """The KV of a token. Of a sampled one, which may not be known yet, it is the position."""
+    token = request.prompt_token_ids[position] if position < request.num_prompt_tokens else position
+    return int(token) % 127
 
 
 @cache

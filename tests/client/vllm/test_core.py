@@ -52,16 +52,21 @@ def test_an_engine_reads_what_another_has_stored(
     second.close()
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("groups", GROUPS)
 def test_requests_whose_loads_are_lost_are_computed(
-    core: Any, start_kvferryd: StartKvferryd, tmp_path: Path, groups: tuple[str, ...]
+    core: Any,
+    start_kvferryd: StartKvferryd,
+    tmp_path: Path,
+    groups: tuple[str, ...],
+    overlaps: bool,
 ) -> None:
     from kvferry.client.vllm import compat
 
     if len(groups) > 1 and not compat.REPORTS_FAILED_REQUESTS:
         pytest.skip("this vLLM ends the engine")
     daemon = start_kvferryd(runtime_dir=tmp_path / "run")
-    engine = core.EngineCore(daemon.directory, groups)
+    engine = core.EngineCore(daemon.directory, groups, overlaps=overlaps)
     engine.run(*PROMPTS)
     found = [0]
     while not min(found):  # until the mirror has all keys
