@@ -111,6 +111,8 @@ class EngineCore:
         # Of each request, the tokens that were found in a cache.
         self.finished: dict[str, int] = {}
         self._found: dict[str, int] = {}
+        # Tokens that the connector provided, by source, from 0.32 on.
+        self.sources: dict[str, int] = {}
 
     def add(self, prompt: list[int], tokens: int = 4) -> str:
         """A request for so many tokens; returns its name."""
@@ -163,6 +165,7 @@ class EngineCore:
 
     def _update(self, output: Any, result: ModelRunnerOutput) -> None:
         for each in self.scheduler.update_from_output(output, result).values():
+            self._count_sources(each.scheduler_stats)
             for one in each.outputs:
                 if one.finish_reason is not None:
                     self.finished[one.request_id] = self._found[one.request_id]
@@ -170,6 +173,11 @@ class EngineCore:
     def close(self) -> None:
         self.scheduler.connector.shutdown()
         self.worker.shutdown()
+
+    def _count_sources(self, stats: Any) -> None:
+        hits = getattr(stats, "connector_prefix_cache_stats", None)
+        for source, tokens in getattr(hits, "hits_by_source", {}).items():
+            self.sources[source.value] = self.sources.get(source.value, 0) + tokens
 
     def _connector_output(self, finished: set[str]) -> KVConnectorOutput:
         said, worker = KVConnectorOutput(), self.worker

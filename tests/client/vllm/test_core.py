@@ -41,13 +41,18 @@ def seed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_engine_reads_what_another_has_stored(
     core: Any, start_kvferryd: StartKvferryd, groups: tuple[str, ...]
 ) -> None:
+    from kvferry.client.vllm import compat
+
     daemon = start_kvferryd()
     first = core.EngineCore(daemon.directory, groups)
     assert first.run(*PROMPTS) == [0] * 4
     first.settle()
     first.close()
     second = core.EngineCore(daemon.directory, groups)
-    assert min(second.run(*PROMPTS)) >= 128
+    cached = second.run(*PROMPTS)
+    assert min(cached) >= 128
+    if compat.HOST_SOURCE is not None:
+        assert second.sources == {"host": sum(cached)}
     assert not first.wrong + second.wrong
     second.close()
 
