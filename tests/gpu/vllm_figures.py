@@ -37,13 +37,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from support.vllm_models import LARGE, kv_bytes
 from support.vllm_process import (
-    LARGE,
     VLLM,
     GpuDaemon,
     PegaFlow,
     Prompts,
-    kv_bytes,
     make_prompts,
 )
 

@@ -22,7 +22,8 @@ from typing import Any
 
 from kvferry.proto.version import installed_version
 from support.sensitive_weights import TIE, apart
-from support.vllm_process import CONNECTORS, HYBRID, VLLM, GpuDaemon, make_prompts
+from support.vllm_models import HYBRID
+from support.vllm_process import CONNECTORS, VLLM, GpuDaemon, make_prompts
 
 TOKENS = 2048
 POOL = 4 << 30
