@@ -91,13 +91,6 @@ def written_blocks(scheduler_output: Any) -> set[int]:
     return blocks
 
 
-def offloaded_groups(kv_cache_config: Any) -> tuple[Any, ...]:
-    """The KV cache groups that are offloaded; from 0.30 on some may not be."""
-    groups = kv_cache_config.kv_cache_groups
-    numbers = getattr(kv_cache_config, "prefix_cacheable_group_ids", range(len(groups)))
-    return tuple(groups[number] for number in numbers)
-
-
 def is_host_resident(kv_cache_config: Any) -> bool:
     """Whether a part of the KV cache is in host memory, which is possible from 0.30 on."""
     parts = (*kv_cache_config.kv_cache_groups, *kv_cache_config.kv_cache_tensors)

@@ -17,6 +17,7 @@ from kvferry.client.vllm.engine_config import (
     provided_config,
     read_engine_config,
 )
+from kvferry.client.vllm.fingerprint import offloaded_groups
 from kvferry.client.vllm.scheduler import KeysSpec, LookupCodes, SchedulerSide
 from kvferry.client.vllm.worker import WorkerSide
 
@@ -110,7 +111,7 @@ class KVFerrySpec(base.OffloadingSpec):
         configured = BlockSizes(
             tuple(self.tokens_per_block), self.tokens_per_hash, self.blocks_per_chunk
         )
-        kinds = [group.kv_cache_spec for group in compat.offloaded_groups(kv_cache_config)]
+        kinds = [group.kv_cache_spec for group in offloaded_groups(kv_cache_config)]
         full = all(
             isinstance(layer, FullAttentionSpec) for kind in kinds for layer in _layer_specs(kind)
         )
