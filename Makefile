@@ -5,7 +5,8 @@ PYTHON ?= python3
 READY := $(VENV)/.ready
 CUDA := daemon/kvferry/daemon/engine/cuda
 
-.PHONY: help demo test trials check coverage format faults fuzz soak load bench gpu kernels clean
+.PHONY: help demo test trials check coverage format faults fuzz soak load bench gpu kernels clean \
+	vllm vllm-tests
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -43,6 +44,21 @@ faults: $(READY)  ## kills of daemons and engines, rude clients, attackers, smal
 fuzz: $(READY)  ## a million hostile frames
 	$(BIN)/python -m pytest -v -rP -m "not gpu" --long tests/faults/test_fuzz.py
 
+# Supported versions of vLLM that the connector is tested with; each has an environment of its own.
+VLLM ?= 0.26.0 0.29.0 0.31.0 0.33.0
+UPSTREAM := tests/vllm_upstream
+
+vllm: $(VLLM:%=.vllm/%/.ready)  ## environments with vLLM, without a GPU, in .vllm; VLLM=0.33.0 for one
+
+.vllm/packages/.ready: $(UPSTREAM)/packages.txt $(READY)
+	rm -rf .vllm/packages
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .vllm/packages -r $<
+	touch $@
+
+.vllm/%/.ready: $(UPSTREAM)/install.py .vllm/packages/.ready
+	$(BIN)/python $< $* .vllm/$* .vllm/packages
+	touch $@
+
 MINUTES ?= 60
 soak: $(READY)  ## full speed with faults, for MINUTES=60
 	$(BIN)/python -m support.soak --minutes $(MINUTES) --faults --json soak.json
@@ -62,7 +78,7 @@ format: $(READY)  ## rewrite the sources the way check wants them
 	$(BIN)/ruff format .
 
 clean:  ## remove what make made
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .vllm .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

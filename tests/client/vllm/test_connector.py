@@ -42,7 +42,7 @@ def start(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     running: list[VLLMConnectorEngine] = []
 
     def start_engine(daemon: Any, **options: Any) -> VLLMConnectorEngine:
-        running.append(vllm.Engine(daemon.directory, **options))
+        running.append(vllm.VLLMConnectorEngine(daemon.directory, **options))
         return running[-1]
 
     yield start_engine
