@@ -4,8 +4,8 @@
 
 The environment has vLLM's wheel without its compiled kernels, the packages of `packages.txt` (in a
 directory of their own, which all versions share), and everything of the environment that runs this
-script. vLLM's own tests of its offloading connector, from its source distribution, are in `upstream`.
-Run by the Makefile. Raises CalledProcessError if a download fails.
+script. vLLM's own tests of its offloading connector, from its source distribution, are in
+`upstream`. Run by the Makefile. Raises CalledProcessError if a download fails.
 """
 
 from __future__ import annotations
