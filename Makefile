@@ -50,6 +50,13 @@ UPSTREAM := tests/vllm_upstream
 
 vllm: $(VLLM:%=.vllm/%/.ready)  ## environments with vLLM, without a GPU, in .vllm; VLLM=0.33.0 for one
 
+vllm-tests: $(VLLM:%=vllm-tests-%)  ## the connector with each vLLM, and vLLM's own through it
+
+vllm-tests-%: .vllm/%/.ready
+	.vllm/$*/bin/python -m pytest -q -n 2 tests/client/vllm
+	.vllm/$*/bin/python -m pytest -q -c $(UPSTREAM)/pytest.ini --rootdir .vllm/$*/upstream \
+		.vllm/$*/upstream/tests/v1/kv_connector/unit/offloading_connector
+
 .vllm/packages/.ready: $(UPSTREAM)/packages.txt $(READY)
 	rm -rf .vllm/packages
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .vllm/packages -r $<

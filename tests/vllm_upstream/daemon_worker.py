@@ -18,6 +18,7 @@ import torch
 
 from kvferry.client import LocalDaemon, shared_empty
 from kvferry.client.vllm import KVFerryConnector, KVFerrySpec
+from kvferry.client.vllm.connector import FaultTolerantWorker
 from kvferry.client.vllm.scheduler import KeysSpec
 from kvferry.client.vllm.spec import KVFerryManager
 from kvferry.proto.errors import Refused
@@ -66,6 +67,28 @@ class ConnectorOverDaemon(KVFerryConnector):
         if "block_size" not in extra:
             extra.setdefault("blocks_per_chunk", 1)
         super().__init__(vllm_config, role, kv_cache_config)
+
+
+class WorkerOfTests(FaultTolerantWorker):
+    """FaultTolerantWorker, for tests that create it, and metadata for it, without a connector."""
+
+    _prepared: Any = None
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(*arguments.values())
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """With what kvferry's connector adds to metadata."""
+        self._prepared = kv_connector_metadata
+        kv_connector_metadata.has_no_forward_pass = False
+        kv_connector_metadata.late_loads = set()
+        super().handle_preemptions(kv_connector_metadata)
+
+    def start_kv_transfers(self, metadata: Any) -> None:
+        """After handle_preemptions, which some tests leave out, and vLLM's model runners do not."""
+        if metadata is not self._prepared:
+            self.handle_preemptions(metadata)
+        super().start_kv_transfers(metadata)
 
 
 class SharedTensors:

@@ -1,11 +1,10 @@
 """pytest plugin: run vLLM's own tests of its offloading connector through kvferry's.
 
-    cd .vllm/0.33.0/upstream
-    ../bin/python -m pytest -p vllm_upstream.plugin tests/v1/kv_connector/unit/offloading_connector
+    make vllm-tests VLLM=0.33.0
 
 vLLM's classes are replaced by kvferry's before the tests are imported, and transfers pass through a
-daemon (daemon_worker.py). Tests that are expected to fail are listed in deviations.toml, each with a
-reason: a listed test that passes fails the run, as does an unlisted one that fails.
+daemon (daemon_worker.py). Tests that are expected to fail are listed in deviations.toml, each with
+a reason. A listed test that passes fails the run, as does an unlisted one that fails.
 """
 
 from __future__ import annotations
@@ -60,13 +59,12 @@ def replace_classes() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading import worker
     from vllm.platforms.interface import UnspecifiedPlatform
 
-    from kvferry.client.vllm.connector import FaultTolerantWorker
-    from vllm_upstream.daemon_worker import ConnectorOverDaemon, give_daemon
+    from vllm_upstream.daemon_worker import ConnectorOverDaemon, WorkerOfTests, give_daemon
 
     UnspecifiedPlatform.device_type = "cpu"
     UnspecifiedPlatform.support_hybrid_kv_cache = classmethod(lambda cls: True)
     offloading_connector.OffloadingConnector = ConnectorOverDaemon
-    worker.OffloadingConnectorWorker = FaultTolerantWorker
+    worker.OffloadingConnectorWorker = WorkerOfTests
     give_daemon(importlib.import_module(f"{OFFLOADING}.utils"))
 
 
@@ -76,11 +74,6 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     provide_model()
     sys.path.insert(0, str(early_config.rootpath))
     replace_classes()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    for marker in ("cpu_test", "skip_global_cleanup"):
-        config.addinivalue_line("markers", f"{marker}: vLLM's")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
