@@ -5,7 +5,8 @@ PYTHON ?= python3
 READY := $(VENV)/.ready
 CUDA := daemon/kvferry/daemon/engine/cuda
 
-.PHONY: help demo test trials check coverage format faults fuzz soak load bench gpu kernels clean
+.PHONY: help demo test trials check coverage format faults fuzz soak load bench gpu kernels clean \
+	vllm vllm-tests
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -43,6 +44,28 @@ faults: $(READY)  ## kills of daemons and engines, rude clients, attackers, smal
 fuzz: $(READY)  ## send a million hostile frames
 	$(BIN)/python -m pytest -v -rP -m "not gpu" --long tests/faults/test_fuzz.py
 
+# Supported versions of vLLM that the connector is tested with; each has an environment of its own.
+VLLM ?= 0.26.0 0.29.0 0.31.0 0.33.0
+UPSTREAM := tests/vllm_upstream
+
+vllm: $(VLLM:%=.vllm/%/.ready)  ## make environments with vLLM, without a GPU, in .vllm; VLLM=0.33.0 for one
+
+vllm-tests: $(VLLM:%=vllm-tests-%)  ## test the connector with each vLLM; run vLLM's own tests through it
+
+vllm-tests-%: .vllm/%/.ready
+	.vllm/$*/bin/python -m pytest -q -n 2 tests/client/vllm
+	.vllm/$*/bin/python -m pytest -q -c $(UPSTREAM)/pytest.ini --rootdir .vllm/$*/upstream \
+		.vllm/$*/upstream/tests/v1/kv_connector/unit/offloading_connector
+
+.vllm/packages/.ready: $(UPSTREAM)/packages.txt $(READY)
+	rm -rf .vllm/packages
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .vllm/packages -r $<
+	touch $@
+
+.vllm/%/.ready: $(UPSTREAM)/install.py .vllm/packages/.ready
+	$(BIN)/python $< $* .vllm/$* .vllm/packages
+	touch $@
+
 MINUTES ?= 60
 soak: $(READY)  ## run at full speed with faults, for MINUTES=60
 	$(BIN)/python -m support.soak --minutes $(MINUTES) --faults --json soak.json
@@ -62,7 +85,7 @@ format: $(READY)  ## format the sources, and fix what ruff can fix
 	$(BIN)/ruff format .
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .vllm .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -1,7 +1,7 @@
 """The connector inside vLLM's own classes, over a real daemon, without a GPU and without a model.
 
-Skipped where vLLM cannot be imported; its halves are tested without it in test_vllm_scheduler.py
-and test_vllm_worker.py.
+Skipped where vLLM is not installed: `make vllm-tests` runs it with each supported version. Its halves
+are tested without vLLM in test_scheduler.py and test_worker.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import inspect
 import signal
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -29,10 +30,10 @@ Start: TypeAlias = "Callable[..., VLLMConnectorEngine]"
 
 @pytest.fixture(scope="module")
 def vllm() -> Any:
-    try:
-        from support import vllm_engine
-    except ImportError as error:
-        pytest.skip(f"vLLM cannot be imported here: {error}")
+    if find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed; see `make vllm-tests`")
+    from support import vllm_engine
+
     return vllm_engine
 
 
