@@ -1,7 +1,7 @@
 """The connector inside vLLM's own classes, over a real daemon, without a GPU and without a model.
 
-Skipped where vLLM is not installed: `make vllm-tests` runs it with each supported version. Its halves
-are tested without vLLM in test_scheduler.py and test_worker.py.
+Skipped where vLLM is not installed: `make vllm-tests` runs it with each supported version. Its
+halves are tested without vLLM in test_scheduler.py and test_worker.py.
 """
 
 from __future__ import annotations
