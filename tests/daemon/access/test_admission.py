@@ -192,9 +192,10 @@ def test_another_user_is_refused_at_both_sockets_and_counted(
     daemon = start(access_group=GROUP)
     open_permissions(daemon)
     assert connect(daemon, OTHER_USER) == REFUSED
-    assert errors(daemon)["forbidden"] == 2
+    refused = errors(daemon)["forbidden"]
+    assert refused >= 2  # a ZeroMQ socket that is refused late connects again
     assert connect(daemon, OTHER_USER, GROUP) == IN
-    assert errors(daemon)["forbidden"] == 2
+    assert errors(daemon)["forbidden"] == refused
 
 
 def test_an_engine_s_name_is_one_user_s_while_it_is_in_use(
