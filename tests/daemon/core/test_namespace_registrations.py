@@ -44,11 +44,6 @@ from support.namespaces_fixture import (
 )
 
 
-@pytest.fixture
-def partly() -> NamespacesFixture:
-    return stored_in_part()
-
-
 def test_an_engine_in_a_namespace_has_no_host_memory_of_its_own() -> None:
     fixture = NamespacesFixture()
     fixture.open_sessions("a")
@@ -111,9 +106,8 @@ def test_a_restored_namespace_without_the_layout_of_its_blocks_is_refused() -> N
     other.core.restore_region(RecoveredRegion(record))  # nothing is in it
 
 
-def test_a_restored_namespace_has_its_keys_and_parts_and_sends_no_events(
-    partly: NamespacesFixture,
-) -> None:
+def test_a_restored_namespace_has_its_keys_and_parts_and_sends_no_events() -> None:
+    partly = stored_in_part()
     partly.send("a", wire.Reset(5))
     partly.stored("a", b"x", blocks([0, 1, 2]))
     partly.stored("a", b"y", blocks([0, 1]))

@@ -152,7 +152,7 @@ class Connection:
         return tuple(cast(int, socket.get(zmq.FD)) for socket in (self.socket, self.monitor))
 
     def close(self, *, linger: bool = True) -> None:
-        """linger: send what is still queued, for LINGER_MS at most."""
+        """Close the sockets. linger: first send the queued messages, for at most LINGER_MS."""
         self.closed = True
         self._close_sockets(LINGER_MS if linger else 0)
         self._context.term()

@@ -175,7 +175,7 @@ class FaultTolerantWorker(OffloadingConnectorWorker):
 
 
 def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise Refused (BAD_CONFIG) for what would corrupt KV. Turn off what is not supported."""
+    """Raise Refused (BAD_CONFIG) if an option would corrupt KV. Turn synchronous loads off."""
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
         message = "kvferry does not support sleep mode; start vLLM without --enable-sleep-mode"
         raise Refused(Code.BAD_CONFIG, message, "enable_sleep_mode")
@@ -222,7 +222,7 @@ def touch_keys(scheduler: Any, request_id: str) -> None:
 
 
 def limit_store_to_computed_tokens(scheduler: Any, request: Any) -> None:
-    """Limit what is stored of a finished request to the tokens whose KV was computed."""
+    """Store only those tokens of a finished request whose KV the engine has computed."""
     status = scheduler._req_status.get(request.request_id)  # noqa: SLF001 - vLLM has no call
     if status is None:
         return

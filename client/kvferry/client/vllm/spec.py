@@ -32,7 +32,7 @@ class KVFerryManager(SchedulerSide, base.OffloadingManager):
         return base.RequestOffloadingContext()
 
     def get_stats(self) -> Any:
-        """The metrics of vLLM's host tier; what is pinned is in use by a transfer."""
+        """Fill the metrics of vLLM's host tier. A pinned block counts as read by a transfer."""
         usage, sizes = self.usage(), self.take_store_sizes()
         if usage is None and not sizes:
             return None

@@ -167,9 +167,9 @@ class CopyEngine(Protocol):
     def flush(self, direction: Direction, more: bool) -> None:
         """Start submitted chunks that were held back to be started together.
 
-        Called whenever no more chunks of a direction can be submitted at the moment, and after each
-        poll while chunks are in flight. more: other chunks wait for NO_ROOM to end. If this is
-        called whenever a chunk is done, all chunks complete.
+        The device worker calls this in two cases: it cannot submit more chunks of a direction now,
+        or it has polled while chunks are in flight. more: other chunks wait until the engine has
+        room (NO_ROOM). The caller must call this after each chunk that ends, or chunks may hang.
         """
 
     def poll(self, submission: Submission) -> bool:

@@ -81,7 +81,7 @@ def is_over(driver: Driver, event: Event) -> bool:
 
 
 def fail_chunks(driver: Driver, chunks: Iterable[Chunk], error: KVFerryError) -> None:
-    """End chunks with an error, after the device has finished what was submitted."""
+    """Wait until the device has finished all submitted work. Then end the chunks with an error."""
     with suppress(KVFerryError):  # the first error is reported
         driver.call("cuCtxSynchronize")
     for chunk in chunks:
