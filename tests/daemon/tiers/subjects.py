@@ -160,8 +160,8 @@ class ProcessSubject(Subject):
         async def start() -> TierClient:
             return TierClient(spec, files)
 
+        self.closed = False
         self.client = self.runner.run(start())
-        self.wait_until(lambda: self.client.is_on)
 
     def wait_until(self, condition: Callable[[], object]) -> None:
         async def wait() -> None:
@@ -191,8 +191,10 @@ class ProcessSubject(Subject):
         return self.client.usage
 
     def close(self) -> None:
-        self.runner.run(self.client.close())
-        self.runner.close()
+        if not self.closed:
+            self.closed = True
+            self.runner.run(self.client.close())
+            self.runner.close()
 
     def blocks(self, namespace: str, keys: list[bytes], places: Sequence[int]) -> TierBlocks:
         offsets = np.array([self.pool.offset(place) for place in places], np.int64)
@@ -228,7 +230,7 @@ class ProcessSubject(Subject):
 @contextmanager
 def subject(kind: str, root: Path, pool: PoolMemory, size: int) -> Iterator[Subject]:
     """A tier of one kind: memory, disk, memory-process or disk-process."""
-    made: Subject
+    made: DirectSubject | ProcessSubject
     if kind == "memory":
         made = DirectSubject(pool, memory_tier.MemoryTier(size))
     elif kind == "disk":
@@ -238,6 +240,8 @@ def subject(kind: str, root: Path, pool: PoolMemory, size: int) -> Iterator[Subj
     else:
         made = ProcessSubject(pool, TierSpec("disk", DISK, {"path": str(root), "size": size}))
     try:
+        if isinstance(made, ProcessSubject):
+            made.wait_until(lambda: made.client.is_on)
         yield made
     finally:
         made.close()

@@ -89,7 +89,7 @@ class Tier(Protocol):
         """Store blocks, with the checksums that `fetch` returns later."""
 
     def drop(self, namespace: str, keys: Sequence[bytes] | None = None) -> None:
-        """Drop these keys, or all keys of a namespace. It is not undone by a crash afterwards."""
+        """Drop these keys, or all keys of a namespace; the latter is not undone by a crash."""
 
     def usage(self) -> TierUsage:
         """Usage of all namespaces."""

@@ -68,7 +68,9 @@ class NamespaceStore:
         self.name = directory.name
         self.lock = threading.Lock()
         self.slabs = Slabs(directory, meta.slot_bytes, meta.slots_per_slab)
-        self.table = SlotTable(max_slots, meta.key_bytes)
+        # After the size was reduced there may be more slabs than fit, for a moment.
+        found = (max(self.slabs.numbers, default=-1) + 1) * meta.slots_per_slab
+        self.table = SlotTable(max(max_slots, found), meta.key_bytes)
         for number in self.slabs.numbers:
             self.table.add_slots(self.slabs.slots_of(number))
         try:

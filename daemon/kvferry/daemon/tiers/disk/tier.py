@@ -46,10 +46,12 @@ log = structlog.get_logger()
 
 
 class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """path: the root; size: bound in bytes on everything below it."""
+    """path: the root. size: bound in bytes on everything below it. io_threads: reads and writes in
+    flight."""
 
     path: str
     size: int
+    io_threads: int = 8
 
 
 def open_tier(options: Mapping[str, Any], _memory: HostMemory) -> DiskTier:
@@ -59,11 +61,11 @@ def open_tier(options: Mapping[str, Any], _memory: HostMemory) -> DiskTier:
 
 class DiskTier:
     # A thread moves one large block at a time, or several small ones.
-    io_threads = 8
     call_bytes = 1 << 20
 
     def __init__(self, options: DiskOptions) -> None:
         self._root, self._size = Path(options.path), options.size
+        self.io_threads = options.io_threads
         self._lock = threading.Lock()
         self._stores: dict[str, NamespaceStore] = {}
         # Dropped stores, whose files `maintain` deletes.
