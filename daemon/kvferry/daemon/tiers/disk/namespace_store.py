@@ -330,6 +330,12 @@ class NamespaceStore:
 
     # End
 
+    @property
+    def in_use(self) -> bool:
+        """Whether a slot is being read or written."""
+        with self.lock:
+            return self.table.in_use(range(self.table.capacity))
+
     def sync(self) -> None:
         """Write slots and then the index to the device. Raises OSError and lmdb.Error."""
         with self.lock:

@@ -135,6 +135,8 @@ class DiskTier:
         with self._lock:
             stores, trash = list(self._stores.values()), list(self._trash)
         for store in trash:
+            if store.in_use:
+                continue
             store.close()
             _remove_trash(self._root)
             with self._lock:
