@@ -33,15 +33,17 @@ BATCH, AHEAD = 16, 2
 CHUNK = 256 << 20
 
 
-def dd(path: Path, block_bytes: int, blocks: int, processes: int, *, write: bool) -> float:
-    """Bytes per second of dd over one file."""
+def dd(
+    path: Path, source: Path, block_bytes: int, blocks: int, processes: int, *, write: bool
+) -> float:
+    """Bytes per second of dd over one file. source: random bytes, because devices skip zeros."""
     share = blocks // processes
     commands = []
     for number in range(processes):
         where = [f"bs={block_bytes}", f"count={share}"]
         if write:
-            where += ["if=/dev/zero", f"of={path}", f"seek={number * share}"]
-            where += ["oflag=direct", "conv=notrunc"]
+            where += [f"if={source}", f"of={path}", f"seek={number * share}"]
+            where += [f"skip={number * share}", "oflag=direct", "conv=notrunc"]
         else:
             where += ["of=/dev/null", f"if={path}", f"skip={number * share}", "iflag=direct"]
         commands.append(["dd", *where])
@@ -129,11 +131,14 @@ def main() -> None:
     parser.add_argument("--dd-processes", type=int, default=2)
     options = parser.parse_args()
     rows: list[list[float]] = []
+    source = Path(tempfile.mkstemp(prefix="kvferry-disk-tier-", dir="/dev/shm")[1])
+    nbytes = options.block_bytes * options.blocks
+    np.random.default_rng(2).integers(0, 256, nbytes, np.uint8).tofile(source)
     for _ in range(options.reps):
         root = Path(tempfile.mkdtemp(prefix="kvferry-disk-tier-", dir=options.path))
         try:
             file = root / "dd"
-            size = options.block_bytes, options.blocks, options.dd_processes
+            size = source, options.block_bytes, options.blocks, options.dd_processes
             dd_new = dd(file, *size, write=True)
             dd_read = dd(file, *size, write=False)
             dd_again = dd(file, *size, write=True)
@@ -144,6 +149,7 @@ def main() -> None:
         finally:
             shutil.rmtree(root)
         rows.append([dd_new, new, dd_read, read, dd_again, again])
+    source.unlink()
     middle = [statistics.median(column) for column in zip(*rows, strict=True)]
     print(f"{options.blocks} blocks of {options.block_bytes} bytes, {os.cpu_count()} cores")
     for name, at in (("write, new file", 0), ("read", 2), ("write again", 4)):
