@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ import structlog
 from kvferry.daemon.core.layout import Int64s
 from kvferry.daemon.persistence.block_table import BlockTable, Checksums
 from kvferry.daemon.persistence.checksum_worker import MAX_BYTES, NUMBER, ChecksumRequest
+from kvferry.daemon.processes import start_worker
 from kvferry.proto.errors import Code, Failed, KVFerryError
 
 # Maximum of bytes and host blocks of one request. The event loop handles each reply, with all its
@@ -126,19 +125,10 @@ class ChecksumClient:
             waiting.clear()
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        number, module = str(theirs.fileno()), "kvferry.daemon.persistence.checksum_worker"
-        with theirs:
-            try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", module, number, *self._arguments],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(), *self._descriptors),
-                )
-            except OSError:
-                ours.close()
-                raise
-        ours.setblocking(False)
+        module = "kvferry.daemon.persistence.checksum_worker"
+        self._process, ours = start_worker(
+            module, lambda number: [str(number), *self._arguments], self._descriptors
+        )
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_BYTES)
         self._socket = ours
         self._loop.add_reader(ours.fileno(), self._receive)

@@ -1,0 +1,33 @@
+"""Tiers: storage for host blocks below the host pool.
+
+    event loop                         process of a tier (one for each tier)
+    TierClient --socket pair-->        TierWorker: main thread   contains, drop, usage
+      deadlines, circuit breaker                   I/O threads   fetch (first), put
+      TierProcess: start, kill, reap               Tier          the blocking code: disk/, ...
+
+The interface is `Tier` in base.py: `contains`, `fetch`, `put`, `drop`, `usage`, `maintain` and
+`close`. Its methods are batched, block, and get addresses in the host pool, which the process maps.
+A tier is a module with a function `open_tier(options, memory)` that returns a Tier; the
+configuration names the module. Optional attributes of a Tier: `io_threads`, the number of threads
+that call `fetch` and `put`, and `call_bytes`, the bytes that one call moves: larger batches are
+split.
+
+Who owns a host block, and until when:
+
+    fetch   The core reserves the block. From the request until `released` the tier may write into
+            it, and nobody else may use it. After `done` with OK the bytes are those that were put:
+            the worker has compared their checksum.
+    put     The core pins the block. From the request until `released` the tier may read it. If it
+            is overwritten meanwhile, the checksum does not match later, which is a miss.
+    released comes with the answer of the process, or once the process was killed and reaped. So
+            nothing that a tier began can write into a block that has another owner.
+
+Rules for an implementation:
+
+- A failure is a miss, never wrong bytes. `fetch` returns the checksum that `put` got, stored with
+  the block. Length alone proves nothing.
+- `put` of a key that is present may keep either block: both have the same bytes.
+- `drop` of a namespace is done when it returns: a crash afterwards does not bring keys back.
+- A tier keeps its bound at every moment, with all overhead, and refuses (FULL) instead.
+- Keys that `contains` reports may be gone when they are fetched.
+"""

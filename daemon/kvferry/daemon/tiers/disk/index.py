@@ -1,0 +1,123 @@
+"""The index of a namespace: an LMDB file that maps keys to slots.
+
+It is not synced by transactions. After a power cut it may be damaged, and is rebuilt from the slot
+headers then; a process that dies cannot damage it. The caller holds the store's lock.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import lmdb
+
+_ENTRY = struct.Struct("<QQ")
+_SLOT = struct.Struct("<Q")
+# Bound on the bytes of the file: a base for small trees, and an entry in half-empty pages.
+_BASE_BYTES = 512 << 10
+_BYTES_PER_SLOT = 320
+# A transaction copies each page that it changes.
+_ENTRIES_PER_TRANSACTION = 256
+
+
+class Entry(NamedTuple):
+    slot: int
+    generation: int
+
+
+def index_bytes(slots: int) -> int:
+    """The bound on the bytes of an index of so many slots."""
+    return _BASE_BYTES + -(-slots * _BYTES_PER_SLOT // 4096) * 4096
+
+
+class Index:
+    """Raises lmdb.Error if the file is damaged. `slots`: how many there are now."""
+
+    def __init__(self, path: Path, slots: int) -> None:
+        self._env = lmdb.open(
+            str(path),
+            map_size=index_bytes(slots),
+            subdir=False,
+            mode=0o600,
+            sync=False,
+            max_dbs=2,
+            readahead=False,
+        )
+        self._keys = self._env.open_db(b"keys")
+        self._retired = self._env.open_db(b"retired")
+
+    def resize(self, slots: int) -> None:
+        """Change the bound on the file. No transaction may be open."""
+        self._env.set_mapsize(index_bytes(slots))
+
+    def find(self, keys: Sequence[bytes]) -> list[Entry | None]:
+        with self._env.begin(self._keys) as txn:
+            values = [txn.get(key) for key in keys]
+        return [None if value is None else Entry(*_ENTRY.unpack(value)) for value in values]
+
+    def insert(self, entries: Iterable[tuple[bytes, Entry]]) -> list[int]:
+        """Insert entries. Returns the slots of entries that were replaced."""
+        replaced = []
+        with self._env.begin(self._keys, write=True) as txn:
+            for key, entry in entries:
+                before = txn.replace(key, _ENTRY.pack(*entry))
+                if before is not None:
+                    replaced.append(_ENTRY.unpack(before)[0])
+        return replaced
+
+    def remove(self, entries: Iterable[tuple[bytes, int]]) -> None:
+        """Remove keys, if they are in these slots."""
+        with self._env.begin(self._keys, write=True) as txn:
+            for key, slot in entries:
+                value = txn.get(key)
+                if value is not None and _ENTRY.unpack(value)[0] == slot:
+                    txn.delete(key)
+
+    def retire(self, slot: int) -> None:
+        with self._env.begin(self._retired, write=True) as txn:
+            txn.put(_SLOT.pack(slot), b"")
+
+    def remove_slots(self, entries: Sequence[tuple[bytes, int]], slots: range) -> None:
+        """Remove a slab's entries, and the record of its retired slots."""
+        for at in range(0, len(entries), _ENTRIES_PER_TRANSACTION):
+            self.remove(entries[at : at + _ENTRIES_PER_TRANSACTION])
+        with self._env.begin(self._retired, write=True) as txn:
+            for slot in self._retired_slots(txn):
+                if slot in slots:
+                    txn.delete(_SLOT.pack(slot))
+
+    def retired(self) -> list[int]:
+        with self._env.begin(self._retired) as txn:
+            return self._retired_slots(txn)
+
+    def read_from(self, after: bytes, count: int) -> list[tuple[bytes, Entry]]:
+        """Up to `count` entries in key order, behind the key `after` (b"": from the first on)."""
+        found: list[tuple[bytes, Entry]] = []
+        with self._env.begin(self._keys) as txn:
+            for key, value in _behind(txn.cursor(), after):
+                found.append((key, Entry(*_ENTRY.unpack(value))))
+                if len(found) == count:
+                    break
+        return found
+
+    def sync(self) -> None:
+        self._env.sync(True)
+
+    def close(self) -> None:
+        self._env.close()
+
+    @staticmethod
+    def _retired_slots(txn: lmdb.Transaction) -> list[int]:
+        return [_SLOT.unpack(key)[0] for key, _ in txn.cursor()]
+
+
+def _behind(cursor: lmdb.Cursor, after: bytes) -> Iterator[tuple[bytes, bytes]]:
+    if after:
+        if not cursor.set_range(after):
+            return
+        if cursor.key() == after and not cursor.next():
+            return
+    for key, value in cursor:
+        yield bytes(key), bytes(value)

@@ -1,0 +1,182 @@
+"""What the disk tier finds at start: whether it can trust its indexes, and what they contain.
+
+A process that dies leaves its writes to the kernel, so indexes are trusted if the root was closed
+cleanly, or if the system has not booted since. Otherwise a power cut may have damaged them, and
+they are rebuilt from the slot headers. The same happens if the tier's process dies again and again,
+since a damaged index may be the reason.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import structlog
+
+from kvferry.daemon.tiers.disk.index import Entry
+from kvferry.daemon.tiers.disk.namespace_store import INDEX, NamespaceStore
+from kvferry.daemon.tiers.disk.slab import SlabTruncatedError
+
+STATE = "state"
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+# Starts in a row without a clean end, until the indexes are suspected.
+MAX_STARTS = 3
+# Entries handled at a time, between other work.
+CHUNK = 2048
+
+log = structlog.get_logger()
+
+
+class RootState(msgspec.Struct, frozen=True):
+    """starts: in a row, since the last clean end or long run."""
+
+    boot_id: str
+    clean: bool
+    starts: int = 0
+
+
+def begin(root: Path) -> str:
+    """Note the start. Returns why indexes must be rebuilt; empty if they can be trusted."""
+    boot_id = BOOT_ID.read_text().strip()
+    try:
+        before = msgspec.json.decode((root / STATE).read_bytes(), type=RootState)
+    except FileNotFoundError:
+        before = RootState(boot_id, clean=True)
+    except msgspec.MsgspecError:
+        before = RootState("", clean=False)
+    starts = 0 if before.clean else before.starts
+    write_file(root / STATE, msgspec.json.encode(RootState(boot_id, False, starts + 1)))
+    if before.clean:
+        return ""
+    if before.boot_id != boot_id:
+        return "the system ended without closing the tier"
+    if starts >= MAX_STARTS:
+        return f"the tier ended unexpectedly {starts} times in a row"
+    return ""
+
+
+def note_state(root: Path, *, clean: bool) -> None:
+    """Note that the tier was closed cleanly, or that it runs well."""
+    state = RootState(BOOT_ID.read_text().strip(), clean)
+    write_file(root / STATE, msgspec.json.encode(state))
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Replace a file atomically and durably. Raises OSError."""
+    new = path.with_name(path.name + ".new")
+    with suppress(FileNotFoundError):
+        new.unlink()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(new, flags, 0o600)
+    try:
+        os.write(descriptor, data)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    new.rename(path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_index(directory: Path) -> None:
+    for name in (INDEX, f"{INDEX}-lock"):
+        with suppress(FileNotFoundError):
+            (directory / name).unlink()
+
+
+def load_store(store: NamespaceStore, *, rebuild: bool) -> None:
+    """Fill the slot table from the index, or both from the slot headers.
+
+    Runs beside fetches. Raises OSError and lmdb.Error.
+    """
+    if rebuild:
+        for found in _chunks(_headers(store)):
+            with store.lock:
+                _insert_newest(store, found)
+    after = b""
+    while True:
+        with store.lock:
+            entries = store.index.read_from(after, CHUNK)
+            if entries:
+                _restore(store, entries)
+                after = entries[-1][0]
+                continue
+            store.table.restore_retired(store.index.retired())
+            store.table.end_restore()
+            store.loaded = True
+        break
+    log.info(
+        "disk tier loaded",
+        namespace=store.name,
+        blocks=store.table.used,
+        slots=store.slabs.num_slots,
+        source="slot headers" if rebuild else "index",
+    )
+
+
+def _restore(store: NamespaceStore, entries: Sequence[tuple[bytes, Entry]]) -> None:
+    keys = [key for key, _ in entries]
+    slots = np.array([entry.slot for _, entry in entries], np.int64)
+    generations = np.array([entry.generation for _, entry in entries], np.int64)
+    known = np.array([store.slabs.has(slot) for slot in slots.tolist()], np.bool_)
+    slots[~known] = store.table.capacity
+    good = store.table.restore_slots(keys, slots, generations)
+    stale = [(keys[n], entries[n][1].slot) for n in np.flatnonzero(~good).tolist()]
+    if stale:
+        store.index.remove(stale)
+    store.generation = max(store.generation, int(generations.max(initial=0)))
+
+
+def _headers(store: NamespaceStore) -> Iterator[tuple[bytes, Entry]]:
+    for number in store.slabs.numbers:
+        for slot in store.slabs.slots_of(number):
+            slab, at = store.slabs.place(slot)
+            try:
+                header = slab.read_header(at)
+            except (OSError, SlabTruncatedError):
+                continue
+            meta = store.meta
+            if (
+                header is not None
+                and header.namespace == store.name
+                and header.nbytes == meta.block_bytes
+                and len(header.key) == meta.key_bytes
+            ):
+                yield header.key, Entry(slot, header.generation)
+
+
+def _chunks(
+    found: Iterator[tuple[bytes, Entry]],
+) -> Iterator[list[tuple[bytes, Entry]]]:
+    chunk: list[tuple[bytes, Entry]] = []
+    for each in found:
+        chunk.append(each)
+        if len(chunk) == CHUNK:
+            yield chunk
+            chunk = []
+    yield chunk
+
+
+def _insert_newest(store: NamespaceStore, found: Sequence[tuple[bytes, Entry]]) -> None:
+    """Insert entries. If a key occurs twice, the one with the larger generation wins."""
+    newest: dict[bytes, Entry] = {}
+    for key, entry in found:
+        if key not in newest or newest[key].generation < entry.generation:
+            newest[key] = entry
+    known = store.index.find(list(newest))
+    store.index.insert(
+        (key, entry)
+        for (key, entry), before in zip(newest.items(), known, strict=True)
+        if before is None or before.generation < entry.generation
+    )

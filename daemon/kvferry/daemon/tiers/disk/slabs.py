@@ -1,0 +1,91 @@
+"""The slab files of a namespace, by number. Slab n has the slots from n times `slots_per_slab` on.
+
+Any thread, except that `create` and `delete` must not run at the same time as each other.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvferry.daemon.tiers.disk.slab import SlabFile
+
+_PREFIX = "slab-"
+
+
+class Slabs:
+    """Opens all slab files of a directory. Files that are too short or too long are deleted."""
+
+    def __init__(self, directory: Path, slot_bytes: int, slots_per_slab: int) -> None:
+        self._directory = directory
+        self._slot_bytes, self._slots = slot_bytes, slots_per_slab
+        self._files: dict[int, SlabFile] = {}
+        self._lost: set[int] = set()
+        try:
+            for path in sorted(directory.glob(f"{_PREFIX}*")):
+                slab = SlabFile(path, slot_bytes, slots_per_slab)
+                number = path.name.removeprefix(_PREFIX)
+                if number.isdecimal() and slab.is_whole:
+                    self._files[int(number)] = slab
+                else:
+                    slab.delete()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def numbers(self) -> list[int]:
+        return list(self._files)
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._files) * self._slots
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_slots * self._slot_bytes
+
+    @property
+    def lost(self) -> list[int]:
+        """Slabs whose files are truncated."""
+        return list(self._lost)
+
+    def slots_of(self, number: int) -> range:
+        return range(number * self._slots, (number + 1) * self._slots)
+
+    def has(self, slot: int) -> bool:
+        number = slot // self._slots
+        return number in self._files and number not in self._lost
+
+    def place(self, slot: int) -> tuple[SlabFile, int]:
+        """The slab file of a slot, and the slot's position in it."""
+        number, at = divmod(slot, self._slots)
+        return self._files[number], at
+
+    def first_missing(self) -> int:
+        return next(n for n in range(len(self._files) + 1) if n not in self._files)
+
+    def create(self, number: int) -> None:
+        """Raises OSError."""
+        path = self._directory / f"{_PREFIX}{number:05}"
+        self._files[number] = SlabFile.create(path, self._slot_bytes, self._slots)
+
+    def mark_lost(self, slot: int) -> None:
+        self._lost.add(slot // self._slots)
+
+    def find_lost(self) -> None:
+        """Mark slabs whose files have been truncated."""
+        self._lost |= {n for n, slab in self._files.items() if not slab.is_whole}
+
+    def delete(self, number: int) -> None:
+        """None of its slots may be in use."""
+        self._lost.discard(number)
+        self._files.pop(number).delete()
+
+    def take_written(self) -> list[int]:
+        """Descriptors of files that were written since the last call; the caller closes them."""
+        return [slab.start_sync() for slab in self._files.values() if slab.written]
+
+    def close(self) -> None:
+        for slab in self._files.values():
+            slab.close()
+        self._files.clear()

@@ -1,0 +1,290 @@
+"""The disk tier: stores of all namespaces below one root, with one bound on their bytes.
+
+A namespace has an equal share of the bound, and may use more while others do not need theirs: a
+namespace below its share takes slabs from the one that is furthest above. Any thread; `maintain` on
+one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import msgspec
+import structlog
+
+from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, TierUsage
+from kvferry.daemon.tiers.disk import recovery
+from kvferry.daemon.tiers.disk.index import index_bytes
+from kvferry.daemon.tiers.disk.namespace_store import META, NamespaceStore, StoreMeta
+from kvferry.daemon.tiers.disk.slab import slot_bytes_of
+from kvferry.proto.errors import Code, Refused
+
+LOCK, TRASH = "lock", "trash-"
+# A slab has this part of the tier's size, but at most MAX_SLAB_BYTES, and at least one slot.
+SLABS = 32
+MAX_SLAB_BYTES = 1 << 30
+# No slab is added if the file system would have less free space: 1/FLOOR of its size, or this.
+FLOOR = 50
+MAX_FLOOR_BYTES = 4 << 30
+# Seconds between two syncs, and of a run after which the start counts as successful.
+SYNC_EVERY = 3.0
+LONG_RUN = 60.0
+
+_NAMESPACE = re.compile(r"[0-9A-Za-z_-]{1,64}")
+
+log = structlog.get_logger()
+
+
+class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """path: the root. size: bound in bytes on everything below it. io_threads: reads and writes in
+    flight."""
+
+    path: str
+    size: int
+    io_threads: int = 8
+
+
+def open_tier(options: Mapping[str, Any], _memory: HostMemory) -> DiskTier:
+    """Raises Refused (BAD_CONFIG, ENDPOINT_IN_USE) or OSError."""
+    return DiskTier(msgspec.convert(options, DiskOptions))
+
+
+class DiskTier:
+    # A thread moves one large block at a time, or several small ones.
+    call_bytes = 1 << 20
+
+    def __init__(self, options: DiskOptions) -> None:
+        self._root, self._size = Path(options.path), options.size
+        self.io_threads = options.io_threads
+        self._lock = threading.Lock()
+        self._stores: dict[str, NamespaceStore] = {}
+        # Dropped stores, whose files `maintain` deletes.
+        self._trash: list[NamespaceStore] = []
+        self._evicted_before = 0
+        self._synced = self._started = time.monotonic()
+        self._runs_well = False
+        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._root_lock = self._lock_root()
+        try:
+            self._rebuild = recovery.begin(self._root)
+            if self._rebuild:
+                log.warning("disk tier is rebuilt from slot headers", reason=self._rebuild)
+            for path in sorted(self._root.iterdir()):
+                if path.name.startswith(TRASH):
+                    shutil.rmtree(path, ignore_errors=True)
+                elif path.is_dir():
+                    self._open_store(path)
+        except BaseException:
+            os.close(self._root_lock)
+            raise
+
+    # The interface
+
+    def contains(self, namespace: str, keys: Sequence[bytes]) -> Sequence[bool]:
+        store = self._stores.get(namespace)
+        return [False] * len(keys) if store is None else store.contains(keys)
+
+    def fetch(self, blocks: Blocks, deadline: float) -> Sequence[Fetched]:
+        store = self._stores.get(blocks.namespace)
+        if store is None or not store.matches(blocks):
+            return [Fetched(Result.MISS)] * len(blocks.keys)
+        return store.fetch(blocks, deadline)
+
+    def put(self, blocks: Blocks, checksums: Sequence[int]) -> Sequence[Result]:
+        store = self._stores.get(blocks.namespace) or self._create_store(blocks)
+        if store is None or not store.matches(blocks):
+            return [Result.FULL] * len(blocks.keys)
+        return store.put(blocks, checksums)
+
+    def drop(self, namespace: str, keys: Sequence[bytes] | None = None) -> None:
+        store = self._stores.get(namespace)
+        if store is None:
+            return
+        if keys is not None:
+            store.forget_keys(keys)
+            return
+        store.stop()
+        move_to_trash(store.directory)
+        with self._lock:
+            del self._stores[namespace]
+            self._trash.append(store)
+
+    def usage(self) -> TierUsage:
+        with self._lock:
+            stores = list(self._stores.values())
+            return TierUsage(
+                self._size,
+                self._used_bytes(),
+                sum(store.table.used for store in stores),
+                self._evicted_before + sum(store.evictions for store in stores),
+                sum(store.table.retired for store in stores),
+                next((store.read_only for store in stores if store.read_only), ""),
+            )
+
+    def maintain(self) -> None:
+        with self._lock:
+            stores, trash = list(self._stores.values()), list(self._trash)
+        for store in trash:
+            if store.in_use:
+                continue
+            store.close()
+            _remove_trash(self._root)
+            with self._lock:
+                self._trash.remove(store)
+                self._evicted_before += store.evictions
+        for store in stores:
+            if not store.loaded:
+                self._load(store)
+            store.remove_lost_slabs()
+        self._shrink()
+        now = time.monotonic()
+        if now >= self._synced + SYNC_EVERY:
+            self._synced = now
+            for store in stores:
+                store.sync()
+        if not self._runs_well and now >= self._started + LONG_RUN:
+            self._runs_well = True
+            recovery.note_state(self._root, clean=False)
+
+    def close(self) -> None:
+        for store in self._stores.values():
+            store.stop()
+            store.sync()
+            store.close()
+        if all(store.loaded for store in self._stores.values()):
+            recovery.note_state(self._root, clean=True)
+        os.close(self._root_lock)
+
+    # Stores
+
+    def _lock_root(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(self._root / LOCK, flags, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            message = (
+                f"tiers.disk.path {self._root} is in use by another process; give each daemon a "
+                "path of its own"
+            )
+            raise Refused(Code.BAD_CONFIG, message, str(self._root)) from error
+        return descriptor
+
+    def _open_store(self, directory: Path) -> None:
+        """Open a namespace's store. What cannot be used is deleted, with a line in the log."""
+        try:
+            meta = msgspec.json.decode((directory / META).read_bytes(), type=StoreMeta)
+        except (OSError, msgspec.MsgspecError) as error:
+            log.warning("namespace dropped from disk", namespace=directory.name, reason=str(error))
+            shutil.rmtree(directory, ignore_errors=True)
+            return
+        if self._rebuild:
+            recovery.remove_index(directory)
+        try:
+            store = self._make_store(directory, meta)
+        except lmdb.Error as error:
+            log.warning("index damaged", namespace=directory.name, reason=str(error))
+            self._rebuild = self._rebuild or str(error)
+            recovery.remove_index(directory)
+            store = self._make_store(directory, meta)
+        self._stores[directory.name] = store
+
+    def _make_store(self, directory: Path, meta: StoreMeta) -> NamespaceStore:
+        max_slots = self._size // meta.slot_bytes + meta.slots_per_slab
+        return NamespaceStore(directory, meta, max_slots, self._grow)
+
+    def _create_store(self, blocks: Blocks) -> NamespaceStore | None:
+        """A store for a namespace that has none. None if that is not possible."""
+        slot_bytes = slot_bytes_of(blocks.nbytes)
+        slab_bytes = min(self._size // SLABS, MAX_SLAB_BYTES)
+        meta = StoreMeta(blocks.nbytes, len(blocks.keys[0]), max(1, slab_bytes // slot_bytes))
+        least = meta.slab_bytes + index_bytes(meta.slots_per_slab)
+        if not _NAMESPACE.fullmatch(blocks.namespace) or least > self._size:
+            return None
+        directory = self._root / blocks.namespace
+        with self._lock:
+            if blocks.namespace in self._stores:
+                return self._stores[blocks.namespace]
+            if not self._make_room(index_bytes(0), None):
+                return None
+            try:
+                directory.mkdir(mode=0o700)
+                recovery.write_file(directory / META, msgspec.json.encode(meta))
+                store = self._make_store(directory, meta)
+            except (OSError, lmdb.Error) as error:
+                log.warning("namespace not stored on disk", reason=str(error))
+                shutil.rmtree(directory, ignore_errors=True)
+                return None
+            recovery.sync_directory(self._root)
+            store.loaded = True
+            self._stores[blocks.namespace] = store
+        return store
+
+    def _load(self, store: NamespaceStore) -> None:
+        try:
+            recovery.load_store(store, rebuild=bool(self._rebuild))
+        except lmdb.Error as error:
+            log.warning("index damaged; blocks dropped", namespace=store.name, reason=str(error))
+            self.drop(store.name)
+
+    # The bound
+
+    def _used_bytes(self) -> int:
+        return sum(store.nbytes for store in (*self._stores.values(), *self._trash))
+
+    def _grow(self, store: NamespaceStore) -> bool:
+        """Add a slab to a store if the bound and the file system have room, or another gives."""
+        with self._lock:
+            return self._make_room(store.growth, store) and store.add_slab()
+
+    def _make_room(self, nbytes: int, store: NamespaceStore | None) -> bool:
+        """Whether `nbytes` more fit. Others give slabs up if `store` is below its share."""
+        if self._below_floor(nbytes):
+            return False
+        mine = 0 if store is None else store.nbytes
+        share = self._size // (len(self._stores) + (store is None))
+        while self._used_bytes() + nbytes > self._size:
+            others = [each for each in self._stores.values() if each is not store]
+            largest = max(others, key=lambda each: each.nbytes, default=None)
+            if largest is None or mine + nbytes > share or largest.nbytes <= share:
+                return False
+            if not largest.give_up_slab():
+                return False
+        return True
+
+    def _below_floor(self, nbytes: int) -> bool:
+        """Whether `nbytes` more would leave the file system too little free space."""
+        system = os.statvfs(self._root)
+        floor = min(MAX_FLOOR_BYTES, system.f_blocks * system.f_frsize // FLOOR)
+        return system.f_bavail * system.f_frsize - nbytes < floor
+
+    def _shrink(self) -> None:
+        """Give slabs up until the bound is kept, if it was reduced since the last run."""
+        with self._lock:
+            while self._used_bytes() > self._size and self._stores:
+                largest = max(self._stores.values(), key=lambda store: store.nbytes)
+                if not largest.slabs.num_slots or not largest.give_up_slab():
+                    return
+
+
+def move_to_trash(directory: Path) -> None:
+    """Make a namespace's directory unreachable, durably. Raises OSError."""
+    with suppress(FileNotFoundError):
+        directory.rename(directory.with_name(f"{TRASH}{directory.name}-{time.time_ns()}"))
+        recovery.sync_directory(directory.parent)
+
+
+def _remove_trash(root: Path) -> None:
+    for path in root.glob(f"{TRASH}*"):
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,83 @@
+"""A tier in the memory of its process: the plainest implementation of the interface, for tests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, TierUsage
+from kvferry.daemon.tiers.block_memory import view_memory
+
+
+def open_tier(options: Mapping[str, Any], _memory: HostMemory) -> MemoryTier:
+    return MemoryTier(int(options["size"]))
+
+
+class MemoryTier:
+    """Keeps up to `capacity_bytes` of blocks, the least recently used ones go first."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._capacity = capacity_bytes
+        self._used = self._evictions = 0
+        self._lock = threading.Lock()
+        # Least recent first.
+        self._stored: dict[tuple[str, bytes], tuple[bytes, int]] = {}
+
+    def contains(self, namespace: str, keys: Sequence[bytes]) -> Sequence[bool]:
+        return [(namespace, key) in self._stored for key in keys]
+
+    def fetch(self, blocks: Blocks, deadline: float) -> Sequence[Fetched]:
+        found = list[Fetched]()
+        for key, address in zip(blocks.keys, blocks.addresses, strict=True):
+            if time.monotonic() >= deadline:
+                found.append(Fetched(Result.LATE))
+                continue
+            with self._lock:
+                entry = self._stored.pop((blocks.namespace, key), None)
+                if entry is not None:
+                    self._stored[blocks.namespace, key] = entry
+            if entry is None or len(entry[0]) != blocks.nbytes:
+                found.append(Fetched(Result.MISS))
+                continue
+            view_memory(address, blocks.nbytes)[:] = entry[0]
+            found.append(Fetched(Result.OK, entry[1]))
+        return found
+
+    def put(self, blocks: Blocks, checksums: Sequence[int]) -> Sequence[Result]:
+        if blocks.nbytes > self._capacity:
+            return [Result.FULL] * len(blocks.keys)
+        with self._lock:
+            for key, address, checksum in zip(
+                blocks.keys, blocks.addresses, checksums, strict=True
+            ):
+                self._remove((blocks.namespace, key))
+                while self._used + blocks.nbytes > self._capacity:
+                    self._remove(next(iter(self._stored)))
+                    self._evictions += 1
+                data = bytes(view_memory(address, blocks.nbytes))
+                self._stored[blocks.namespace, key] = data, checksum
+                self._used += blocks.nbytes
+        return [Result.OK] * len(blocks.keys)
+
+    def drop(self, namespace: str, keys: Sequence[bytes] | None = None) -> None:
+        with self._lock:
+            if keys is None:
+                keys = [key for name, key in self._stored if name == namespace]
+            for key in keys:
+                self._remove((namespace, key))
+
+    def usage(self) -> TierUsage:
+        return TierUsage(self._capacity, self._used, len(self._stored), self._evictions)
+
+    def maintain(self) -> None:
+        """Do nothing: there is no work in the background."""
+
+    def close(self) -> None:
+        """Do nothing: what is stored is lost with the process."""
+
+    def _remove(self, name: tuple[str, bytes]) -> None:
+        entry = self._stored.pop(name, None)
+        if entry is not None:
+            self._used -= len(entry[0])

@@ -1,0 +1,288 @@
+"""The process of a tier: runs its blocking code beside the daemon.
+
+    python -m kvferry.daemon.tiers.tier_worker ARGUMENTS
+
+It maps the host pool and serves the daemon's requests (messages.py). The main thread answers
+lookups and drops, in order; I/O threads fetch and put, in order of arrival, fetches first. What is
+fetched is compared with its checksum here. The process ends when its socket is closed or the daemon
+dies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from array import array
+from collections import Counter, deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import structlog
+
+from kvferry.daemon.memory.shared_memory import MappedFiles
+from kvferry.daemon.tiers.base import Blocks, Result, Tier, block_checksum
+from kvferry.daemon.tiers.block_memory import view_memory
+from kvferry.daemon.tiers.messages import (
+    MAX_BYTES,
+    Answer,
+    ContainsRequest,
+    DropRequest,
+    FetchRequest,
+    LogLine,
+    PutRequest,
+    Started,
+    TierArguments,
+    TierReply,
+    TierRequest,
+    UsageAnswer,
+    UsageRequest,
+    decode_request,
+    encode,
+)
+from kvferry.proto.errors import KVFerryError
+
+# Added to the daemon's nice value: transfers of the GPU are more urgent.
+NICER = 5
+# Seconds between two calls of `maintain`.
+MAINTAIN_EVERY = 1.0
+# Threads of a tier that does not say how many it wants, and bytes that one call of it moves.
+IO_THREADS, CALL_BYTES = 4, 4 << 20
+_PR_SET_PDEATHSIG = 1
+
+log = structlog.get_logger()
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """A fetch or a put that is not answered yet."""
+
+    request: FetchRequest | PutRequest
+    offsets: array[int]
+    checksums: array[int]
+    results: bytearray
+    left: int
+
+
+@dataclass(eq=False, slots=True)
+class _Queue:
+    """Parts of jobs for the I/O threads."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    fetches: deque[tuple[_Job, slice]] = field(default_factory=deque)
+    puts: deque[tuple[_Job, slice]] = field(default_factory=deque)
+    # Parts in progress, by namespace.
+    running: Counter[str] = field(default_factory=Counter)
+    closed: bool = False
+
+    def add(self, job: _Job, parts: Sequence[slice]) -> None:
+        with self.changed:
+            queue = self.fetches if isinstance(job.request, FetchRequest) else self.puts
+            queue.extend((job, part) for part in parts)
+            self.changed.notify(len(parts))
+
+    def take(self) -> tuple[_Job, slice] | None:
+        """The next part; None once closed."""
+        with self.changed:
+            while not (self.fetches or self.puts or self.closed):
+                self.changed.wait()
+            if self.closed:
+                return None
+            job, part = (self.fetches or self.puts).popleft()
+            self.running[job.request.namespace] += 1
+            return job, part
+
+    def end(self, namespace: str) -> None:
+        with self.changed:
+            self.running[namespace] -= 1
+            self.changed.notify_all()
+
+    def remove_namespace(self, namespace: str) -> list[tuple[_Job, slice]]:
+        """Remove a namespace's parts, and wait for those in progress."""
+        with self.changed:
+            removed = [
+                each
+                for each in (*self.fetches, *self.puts)
+                if each[0].request.namespace == namespace
+            ]
+            for queue in (self.fetches, self.puts):
+                kept = [each for each in queue if each[0].request.namespace != namespace]
+                queue.clear()
+                queue.extend(kept)
+            while self.running[namespace]:
+                self.changed.wait()
+        return removed
+
+    def close(self) -> None:
+        """End the I/O threads once they have ended the parts in progress."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+
+class TierWorker:
+    """Serves requests about one tier. address: of the host pool in this process."""
+
+    def __init__(self, tier: Tier, address: int, peer: socket.socket) -> None:
+        self._tier, self._address, self._peer = tier, address, peer
+        self._queue = _Queue()
+        self._jobs = threading.Lock()
+        self._ending = threading.Event()
+        self._call_bytes = getattr(tier, "call_bytes", CALL_BYTES)
+        count = getattr(tier, "io_threads", IO_THREADS)
+        self._threads = [threading.Thread(target=self._move, daemon=True) for _ in range(count)]
+        self._maintainer = threading.Thread(target=self._maintain, daemon=True)
+
+    def run(self) -> None:
+        """Serve until the socket is closed."""
+        self._send(Started(self._tier.usage()))
+        for thread in (*self._threads, self._maintainer):
+            thread.start()
+        while data := self._peer.recv(MAX_BYTES):
+            self._handle(decode_request(data))
+        self._ending.set()
+        self._queue.close()
+        for thread in (*self._threads, self._maintainer):
+            thread.join()
+        self._tier.close()
+
+    def _handle(self, request: TierRequest) -> None:
+        match request:
+            case FetchRequest() | PutRequest():
+                self._start(request)
+            case UsageRequest(number):
+                self._send(UsageAnswer(number, self._tier.usage()))
+            case ContainsRequest(number, namespace, keys):
+                try:
+                    found = bytes(map(bool, self._tier.contains(namespace, keys)))
+                except Exception:
+                    self._report_exception("contains")
+                    found = bytes(len(keys))
+                self._send(Answer(number, found))
+            case DropRequest(number, namespace, keys):
+                if keys is None:
+                    for job, part in self._queue.remove_namespace(namespace):
+                        self._end_part(job, part, [Result.MISS] * (part.stop - part.start))
+                # A drop that fails ends the process: its keys must not be found again.
+                self._tier.drop(namespace, keys)
+                self._send(Answer(number, b""))
+
+    def _start(self, request: FetchRequest | PutRequest) -> None:
+        count = len(request.keys)
+        offsets, checksums = array("q", request.offsets), array("Q")
+        if isinstance(request, PutRequest):
+            checksums.frombytes(request.checksums)
+        job = _Job(request, offsets, checksums, bytearray(count), count)
+        step = max(1, self._call_bytes // request.block_bytes)
+        parts = [slice(at, min(at + step, count)) for at in range(0, count, step)]
+        self._queue.add(job, parts)
+
+    # I/O threads
+
+    def _move(self) -> None:
+        while (taken := self._queue.take()) is not None:
+            job, part = taken
+            request = job.request
+            addresses = [self._address + offset for offset in job.offsets[part]]
+            blocks = Blocks(request.namespace, request.keys[part], addresses, request.block_bytes)
+            results: Sequence[Result]
+            try:
+                if isinstance(request, FetchRequest):
+                    results = self._fetch(blocks, request.deadline)
+                else:
+                    results = self._tier.put(blocks, job.checksums[part])
+            except Exception:
+                self._report_exception(type(request).__name__)
+                results = [Result.ERROR] * len(addresses)
+            self._queue.end(request.namespace)
+            self._end_part(job, part, results)
+
+    def _fetch(self, blocks: Blocks, deadline: float) -> list[Result]:
+        if time.monotonic() >= deadline:
+            return [Result.LATE] * len(blocks.keys)
+        results = []
+        for key, address, found in zip(
+            blocks.keys, blocks.addresses, self._tier.fetch(blocks, deadline), strict=True
+        ):
+            result = found.result
+            if result is Result.OK and found.checksum != block_checksum(
+                key, view_memory(address, blocks.nbytes)
+            ):
+                result = Result.CORRUPT
+                self._tier.drop(blocks.namespace, [key])
+            results.append(result)
+        return results
+
+    def _end_part(self, job: _Job, part: slice, results: Sequence[Result]) -> None:
+        with self._jobs:
+            job.results[part] = bytes(results)
+            job.left -= len(results)
+            complete = job.left == 0
+        if complete:
+            self._send(Answer(job.request.number, bytes(job.results)))
+
+    def _maintain(self) -> None:
+        while True:
+            try:
+                self._tier.maintain()
+            except Exception:
+                self._report_exception("maintain")
+            if self._ending.wait(MAINTAIN_EVERY):
+                return
+
+    def _report_exception(self, what: str) -> None:
+        log.error("tier failed", operation=what, error=traceback.format_exc(limit=-4))
+
+    def _send(self, reply: TierReply) -> None:
+        try:
+            self._peer.send(encode(reply))
+        except OSError:
+            os._exit(1)  # the daemon has closed the socket, or does not exist any more
+
+
+def log_to(peer: socket.socket) -> None:
+    """Send this process's log to the daemon."""
+
+    def send(_: Any, level: str, fields: Any) -> Any:
+        event = str(fields.pop("event"))
+        text = {key: str(value)[:2000] for key, value in fields.items()}
+        with suppress(OSError):
+            peer.send(encode(LogLine(level, event, text)))
+        raise structlog.DropEvent
+
+    structlog.configure(processors=[send])
+
+
+def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the daemon handles them
+        signal.signal(number, signal.SIG_IGN)
+    # A process that was stopped must not write into the pool once another daemon has it.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.nice(NICER)
+    given = msgspec.json.decode(arguments[0], type=TierArguments)
+    peer = socket.socket(fileno=given.socket)
+    log_to(peer)
+    pool = MappedFiles("", given.pool_bytes, given.chunk_bytes, given.chunks)
+    for descriptor in given.chunks:
+        os.close(descriptor)
+    try:
+        tier: Tier = importlib.import_module(given.module).open_tier(given.options, pool)
+    except (KVFerryError, OSError, msgspec.ValidationError) as error:
+        fields = {"reason": str(error)}
+        peer.send(encode(LogLine("error", "tier cannot be opened", fields, fatal=True)))
+        os._exit(2)
+    TierWorker(tier, pool.address, peer).run()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Bandwidth of the disk tier beside dd on the same file system, in one run.
+
+    python tests/bench/disk_tier.py [--path /tmp] [--blocks 512] [--reps 3]
+
+Both write and read the same bytes with O_DIRECT: dd one file, by --dd-processes that each move a
+part of it; kvferry through TierClient and the tier's process, in batches of 16 blocks. Prints GB/s
+and the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvferry.daemon.memory.shared_memory import MappedFiles
+from kvferry.daemon.tiers.base import Result, block_checksum
+from kvferry.daemon.tiers.block_memory import view_memory
+from kvferry.daemon.tiers.tier_client import TierBlocks, TierClient
+from kvferry.daemon.tiers.tier_process import PoolFiles, TierSpec
+
+BATCH, AHEAD = 16, 2
+CHUNK = 256 << 20
+
+
+def dd(
+    path: Path, source: Path, block_bytes: int, blocks: int, processes: int, *, write: bool
+) -> float:
+    """Bytes per second of dd over one file. source: random bytes, because devices skip zeros."""
+    share = blocks // processes
+    commands = []
+    for number in range(processes):
+        where = [f"bs={block_bytes}", f"count={share}"]
+        if write:
+            where += [f"if={source}", f"of={path}", f"seek={number * share}"]
+            where += [f"skip={number * share}", "oflag=direct", "conv=notrunc"]
+        else:
+            where += ["of=/dev/null", f"if={path}", f"skip={number * share}", "iflag=direct"]
+        commands.append(["dd", *where])
+    begin = time.perf_counter()
+    running = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for command in commands]
+    assert all(process.wait() == 0 for process in running)
+    return share * processes * block_bytes / (time.perf_counter() - begin)
+
+
+class Bench:
+    def __init__(self, root: Path, block_bytes: int, blocks: int, threads: int | None) -> None:
+        self.block_bytes, self.blocks = block_bytes, blocks
+        in_pool = BATCH * (AHEAD + 1)
+        nbytes = -(-in_pool * block_bytes // CHUNK) * CHUNK
+        self.pool = MappedFiles("kvferry-bench", nbytes, CHUNK)
+        whole = (ctypes.c_ubyte * nbytes).from_address(self.pool.address)
+        np.ctypeslib.as_array(whole)[:] = np.random.default_rng(1).integers(
+            0, 256, nbytes, np.uint8
+        )
+        self.in_pool = in_pool
+        size = int(blocks * (block_bytes + 4096) * 1.25) + (64 << 20)
+        options: dict[str, Any] = {"path": str(root), "size": size}
+        if threads is not None:
+            options["io_threads"] = threads
+        self.spec = TierSpec("disk", "kvferry.daemon.tiers.disk", options)
+
+    def batch(self, first: int) -> TierBlocks:
+        keys = [n.to_bytes(16, "big") for n in range(first, min(first + BATCH, self.blocks))]
+        places = [(first + n) % self.in_pool for n in range(len(keys))]
+        return TierBlocks("bench", keys, np.array(places) * self.block_bytes, self.block_bytes)
+
+    def checksums(self, blocks: TierBlocks) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        return np.array(
+            [
+                block_checksum(key, view_memory(self.pool.address + at, self.block_bytes))
+                for key, at in zip(blocks.keys, blocks.offsets.tolist(), strict=True)
+            ],
+            np.uint64,
+        )
+
+    async def move(self, client: TierClient, *, write: bool) -> float:
+        """Bytes per second over all blocks, with AHEAD batches in flight."""
+        batches = [self.batch(first) for first in range(0, self.blocks, BATCH)]
+        sums = [self.checksums(each) for each in batches] if write else []
+        slots = asyncio.Semaphore(AHEAD)
+        results: list[Result] = []
+        begin = time.perf_counter()
+        for number, each in enumerate(batches):
+            await slots.acquire()
+            if write:
+                client.put(each, sums[number], results.extend, slots.release)
+            else:
+                client.fetch(each, 60.0, results.extend, slots.release)
+        for _ in range(AHEAD):
+            await slots.acquire()
+        seconds = time.perf_counter() - begin
+        assert set(results) == {Result.OK}, set(results)
+        return self.blocks * self.block_bytes / seconds
+
+    async def run(self) -> tuple[float, float, float]:
+        """GB/s of first writes, of reads, and of writes into slots that were written before."""
+        files = PoolFiles(self.pool.descriptors, CHUNK, self.pool.nbytes)
+        client = TierClient(self.spec, files)
+        while not client.is_on:
+            await asyncio.sleep(0.01)
+        first = await self.move(client, write=True)
+        read = await self.move(client, write=False)
+        done = asyncio.Event()
+        keys = [n.to_bytes(16, "big") for n in range(self.blocks)]
+        for at in range(0, len(keys), 512):
+            client.drop("bench", keys[at : at + 512], done.set)
+        await done.wait()
+        again = await self.move(client, write=True)
+        await client.close()
+        return first, read, again
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--path", type=Path, default=Path("/tmp"))
+    parser.add_argument("--blocks", type=int, default=512)
+    parser.add_argument("--block-bytes", type=int, default=2 << 20)
+    parser.add_argument("--reps", type=int, default=3)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--dd-processes", type=int, default=2)
+    options = parser.parse_args()
+    rows: list[list[float]] = []
+    source = Path(tempfile.mkstemp(prefix="kvferry-disk-tier-", dir="/dev/shm")[1])
+    nbytes = options.block_bytes * options.blocks
+    np.random.default_rng(2).integers(0, 256, nbytes, np.uint8).tofile(source)
+    for _ in range(options.reps):
+        root = Path(tempfile.mkdtemp(prefix="kvferry-disk-tier-", dir=options.path))
+        try:
+            file = root / "dd"
+            size = source, options.block_bytes, options.blocks, options.dd_processes
+            dd_new = dd(file, *size, write=True)
+            dd_read = dd(file, *size, write=False)
+            dd_again = dd(file, *size, write=True)
+            file.unlink()
+            bench = Bench(root / "tier", options.block_bytes, options.blocks, options.threads)
+            new, read, again = asyncio.run(bench.run())
+            bench.pool.close()
+        finally:
+            shutil.rmtree(root)
+        rows.append([dd_new, new, dd_read, read, dd_again, again])
+    source.unlink()
+    middle = [statistics.median(column) for column in zip(*rows, strict=True)]
+    print(f"{options.blocks} blocks of {options.block_bytes} bytes, {os.cpu_count()} cores")
+    for name, at in (("write, new file", 0), ("read", 2), ("write again", 4)):
+        ratios = [row[at + 1] / row[at] for row in rows]
+        print(
+            f"{name:16} dd {middle[at] / 1e9:5.2f} GB/s  kvferry {middle[at + 1] / 1e9:5.2f} GB/s"
+            f"  ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""A tier that does what it is told to: raise, or write into a block without end.
+
+Its process finds it by PYTHONPATH. options: folder, where a file with a fault's name turns it on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result
+from kvferry.daemon.tiers.block_memory import view_memory
+from kvferry.daemon.tiers.memory_tier import MemoryTier
+
+
+def open_tier(options: Mapping[str, Any], _memory: HostMemory) -> RudeTier:
+    return RudeTier(Path(options["folder"]))
+
+
+class RudeTier(MemoryTier):
+    io_threads = 2
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(1 << 20)
+        self._folder = folder
+
+    def contains(self, namespace: str, keys: Sequence[bytes]) -> Sequence[bool]:
+        self._fail("contains")
+        return super().contains(namespace, keys)
+
+    def fetch(self, blocks: Blocks, deadline: float) -> Sequence[Fetched]:
+        self._fail("fetch")
+        if self._is_on("write"):
+            (self._folder / "writing").touch()
+            while True:
+                for address in blocks.addresses:
+                    view_memory(address, blocks.nbytes)[:] = b"\xee" * blocks.nbytes
+        return super().fetch(blocks, deadline)
+
+    def put(self, blocks: Blocks, checksums: Sequence[int]) -> Sequence[Result]:
+        self._fail("put")
+        while self._is_on("slow"):
+            time.sleep(0.001)
+        if self._is_on("lie"):
+            checksums = [checksum ^ 1 for checksum in checksums]
+        return super().put(blocks, checksums)
+
+    def drop(self, namespace: str, keys: Sequence[bytes] | None = None) -> None:
+        self._fail("drop")
+        super().drop(namespace, keys)
+
+    def _is_on(self, fault: str) -> bool:
+        return (self._folder / fault).exists()
+
+    def _fail(self, call: str) -> None:
+        if self._is_on(call):
+            raise OSError(5, f"{call} fails")

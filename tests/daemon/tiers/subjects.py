@@ -1,0 +1,247 @@
+"""Tiers under test, all behind one face: in this process, or through the process of a tier."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvferry.daemon.memory.shared_memory import MappedFiles
+from kvferry.daemon.tiers import memory_tier
+from kvferry.daemon.tiers.base import Blocks, Result, Tier, TierUsage, block_checksum
+from kvferry.daemon.tiers.block_memory import view_memory
+from kvferry.daemon.tiers.disk.tier import DiskOptions, DiskTier
+from kvferry.daemon.tiers.tier_client import TierBlocks, TierClient
+from kvferry.daemon.tiers.tier_process import PoolFiles, TierSpec
+
+NAMESPACE = "0123456789abcdef"
+DISK, MEMORY = "kvferry.daemon.tiers.disk", "kvferry.daemon.tiers.memory_tier"
+POOL_BYTES = 8 << 20
+
+
+def key_of(number: int) -> bytes:
+    return number.to_bytes(8, "big") + bytes(4)
+
+
+def content_of(number: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.random.default_rng(number).integers(0, 256, nbytes, np.uint8)
+
+
+class PoolMemory:
+    """A host pool of two chunks, with blocks of one size from byte `start` on."""
+
+    def __init__(self, block_bytes: int, start: int = 0) -> None:
+        self.files = MappedFiles("kvferry-test", POOL_BYTES, POOL_BYTES // 2)
+        self.block_bytes, self.start = block_bytes, start
+        whole = (ctypes.c_ubyte * POOL_BYTES).from_address(self.files.address)
+        self.bytes = np.ctypeslib.as_array(whole)
+
+    def block(self, number: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        at = self.start + number * self.block_bytes
+        return self.bytes[at : at + self.block_bytes]
+
+    def offset(self, number: int) -> int:
+        return self.start + number * self.block_bytes
+
+    def checksum(self, number: int, key: bytes) -> int:
+        return block_checksum(
+            key, view_memory(self.files.address + self.offset(number), self.block_bytes)
+        )
+
+
+class Subject:
+    """Calls of a tier by numbers of keys. Key n has `content_of(n)`; block n of the pool holds it.
+
+    Blocks from 32 on are for fetches, so that bytes can only come from the tier.
+    """
+
+    def __init__(self, pool: PoolMemory) -> None:
+        self.pool = pool
+
+    def put(self, numbers: Sequence[int], namespace: str = NAMESPACE) -> list[Result]:
+        checksums = []
+        for place, number in enumerate(numbers):
+            self.pool.block(place)[:] = content_of(number, self.pool.block_bytes)
+            checksums.append(self.pool.checksum(place, key_of(number)))
+        return self._put(namespace, [key_of(n) for n in numbers], range(len(numbers)), checksums)
+
+    def fetch(
+        self, numbers: Sequence[int], namespace: str = NAMESPACE, seconds: float = 30.0
+    ) -> list[Result]:
+        """Fetch, and check that what is OK has the right bytes."""
+        places = range(32, 32 + len(numbers))
+        for place in places:
+            self.pool.block(place)[:] = 0
+        results = self._fetch(namespace, [key_of(n) for n in numbers], places, seconds)
+        for place, number, result in zip(places, numbers, results, strict=True):
+            if result is Result.OK:
+                good = content_of(number, self.pool.block_bytes)
+                assert np.array_equal(self.pool.block(place), good), "wrong bytes"
+        return results
+
+    def contains(self, numbers: Sequence[int], namespace: str = NAMESPACE) -> list[bool]:
+        raise NotImplementedError
+
+    def drop(self, numbers: Sequence[int] | None = None, namespace: str = NAMESPACE) -> None:
+        raise NotImplementedError
+
+    def usage(self) -> TierUsage:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def _put(
+        self, namespace: str, keys: list[bytes], places: Sequence[int], checksums: list[int]
+    ) -> list[Result]:
+        raise NotImplementedError
+
+    def _fetch(
+        self, namespace: str, keys: list[bytes], places: Sequence[int], seconds: float
+    ) -> list[Result]:
+        raise NotImplementedError
+
+
+class DirectSubject(Subject):
+    """A tier in this process. What the worker does, comparing checksums, is done here."""
+
+    def __init__(self, pool: PoolMemory, tier: Tier) -> None:
+        super().__init__(pool)
+        self.tier = tier
+        tier.maintain()
+
+    def contains(self, numbers: Sequence[int], namespace: str = NAMESPACE) -> list[bool]:
+        return list(self.tier.contains(namespace, [key_of(n) for n in numbers]))
+
+    def drop(self, numbers: Sequence[int] | None = None, namespace: str = NAMESPACE) -> None:
+        self.tier.drop(namespace, None if numbers is None else [key_of(n) for n in numbers])
+
+    def usage(self) -> TierUsage:
+        return self.tier.usage()
+
+    def close(self) -> None:
+        self.tier.close()
+
+    def _blocks(self, namespace: str, keys: list[bytes], places: Sequence[int]) -> Blocks:
+        addresses = [self.pool.files.address + self.pool.offset(place) for place in places]
+        return Blocks(namespace, keys, addresses, self.pool.block_bytes)
+
+    def _put(
+        self, namespace: str, keys: list[bytes], places: Sequence[int], checksums: list[int]
+    ) -> list[Result]:
+        return list(self.tier.put(self._blocks(namespace, keys, places), checksums))
+
+    def _fetch(
+        self, namespace: str, keys: list[bytes], places: Sequence[int], seconds: float
+    ) -> list[Result]:
+        blocks = self._blocks(namespace, keys, places)
+        results = []
+        found = self.tier.fetch(blocks, time.monotonic() + seconds)
+        for key, place, each in zip(keys, places, found, strict=True):
+            good = each.checksum == self.pool.checksum(place, key)
+            results.append(Result.CORRUPT if each.result is Result.OK and not good else each.result)
+        return results
+
+
+class ProcessSubject(Subject):
+    """A tier behind its client and its process."""
+
+    def __init__(self, pool: PoolMemory, spec: TierSpec) -> None:
+        super().__init__(pool)
+        self.runner = asyncio.Runner()
+        files = PoolFiles(pool.files.descriptors, POOL_BYTES // 2, POOL_BYTES)
+
+        async def start() -> TierClient:
+            return TierClient(spec, files)
+
+        self.closed = False
+        self.client = self.runner.run(start())
+
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        async def wait() -> None:
+            async with asyncio.timeout(60):
+                while not condition():
+                    await asyncio.sleep(0.001)
+
+        self.runner.run(wait())
+
+    def contains(self, numbers: Sequence[int], namespace: str = NAMESPACE) -> list[bool]:
+        answer: list[Sequence[Result]] = []
+        keys = [key_of(number) for number in numbers]
+        self.client.contains(namespace, keys, 30.0, answer.append)
+        self.wait_until(lambda: answer)
+        return [result is Result.OK for result in answer[0]]
+
+    def drop(self, numbers: Sequence[int] | None = None, namespace: str = NAMESPACE) -> None:
+        answer: list[bool] = []
+        keys = None if numbers is None else [key_of(number) for number in numbers]
+        self.client.drop(namespace, keys, lambda: answer.append(True))
+        self.wait_until(lambda: answer)
+
+    def usage(self) -> TierUsage:
+        self.client.refresh_usage()
+        before = self.client.usage
+        self.wait_until(lambda: self.client.usage is not before)
+        return self.client.usage
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.runner.run(self.client.close())
+            self.runner.close()
+
+    def blocks(self, namespace: str, keys: list[bytes], places: Sequence[int]) -> TierBlocks:
+        offsets = np.array([self.pool.offset(place) for place in places], np.int64)
+        return TierBlocks(namespace, keys, offsets, self.pool.block_bytes)
+
+    def _put(
+        self, namespace: str, keys: list[bytes], places: Sequence[int], checksums: list[int]
+    ) -> list[Result]:
+        answer: list[Any] = []
+        self.client.put(
+            self.blocks(namespace, keys, places),
+            np.array(checksums, np.uint64),
+            answer.extend,
+            lambda: answer.append("released"),
+        )
+        self.wait_until(lambda: answer and answer[-1] == "released")
+        return answer[:-1]
+
+    def _fetch(
+        self, namespace: str, keys: list[bytes], places: Sequence[int], seconds: float
+    ) -> list[Result]:
+        answer: list[Any] = []
+        self.client.fetch(
+            self.blocks(namespace, keys, places),
+            seconds,
+            answer.extend,
+            lambda: answer.append("released"),
+        )
+        self.wait_until(lambda: answer and answer[-1] == "released")
+        return answer[:-1]
+
+
+@contextmanager
+def subject(kind: str, root: Path, pool: PoolMemory, size: int) -> Iterator[Subject]:
+    """A tier of one kind: memory, disk, memory-process or disk-process."""
+    made: DirectSubject | ProcessSubject
+    if kind == "memory":
+        made = DirectSubject(pool, memory_tier.MemoryTier(size))
+    elif kind == "disk":
+        made = DirectSubject(pool, DiskTier(DiskOptions(str(root), size)))
+    elif kind == "memory-process":
+        made = ProcessSubject(pool, TierSpec("memory", MEMORY, {"size": size}))
+    else:
+        made = ProcessSubject(pool, TierSpec("disk", DISK, {"path": str(root), "size": size}))
+    try:
+        if isinstance(made, ProcessSubject):
+            made.wait_until(lambda: made.client.is_on)
+        yield made
+    finally:
+        made.close()

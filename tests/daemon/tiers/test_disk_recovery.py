@@ -1,0 +1,269 @@
+"""What the disk tier finds again after its process, or the system, has ended."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.daemon.tiers.base import Result
+from kvferry.daemon.tiers.disk import recovery
+from kvferry.daemon.tiers.disk.tier import DiskOptions, DiskTier
+from kvferry.proto.errors import Refused
+
+from .disk_fixtures import SIZE, KillableDisk
+from .subjects import NAMESPACE, PoolMemory, key_of
+
+BLOCK = 16 << 10
+OK, MISS, CORRUPT = Result.OK, Result.MISS, Result.CORRUPT
+MANY = range(40)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[KillableDisk]:
+    pool = PoolMemory(BLOCK)
+    disk = KillableDisk(pool, tmp_path / "tier")
+    yield disk
+    disk.close()
+    pool.files.close()
+
+
+def put_all(disk: KillableDisk, numbers: range = MANY) -> None:
+    for number in numbers:
+        assert disk.put([number]) == [OK]
+
+
+def fetch_all(disk: KillableDisk, numbers: range = MANY) -> list[Result]:
+    return [disk.fetch([number])[0] for number in numbers]
+
+
+def test_after_a_clean_end_everything_is_found(disk: KillableDisk) -> None:
+    put_all(disk)
+    used = disk.usage().used_bytes
+    disk.close()
+    disk.open()
+    assert disk.usage().keys == len(MANY)
+    assert disk.usage().used_bytes == used
+    assert fetch_all(disk) == [OK] * len(MANY)
+    assert disk.put([100]) == [OK]
+
+
+def test_after_a_kill_everything_is_found(disk: KillableDisk) -> None:
+    put_all(disk)
+    disk.restart()
+    assert not disk.tier._rebuild
+    assert fetch_all(disk) == [OK] * len(MANY)
+
+
+def test_after_a_power_cut_the_index_is_rebuilt_from_slot_headers(disk: KillableDisk) -> None:
+    put_all(disk)
+    disk.drop([3])
+    disk.put([3])  # twice on disk: the newer one counts
+    disk.cut_power()
+    (disk.root / NAMESPACE / "index").write_bytes(b"damaged" * 5000)
+    disk.open()
+    assert disk.tier._rebuild
+    assert disk.usage().keys == len(MANY)
+    assert fetch_all(disk) == [OK] * len(MANY)
+    assert disk.put([100]) == [OK]
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 40_000])
+def test_a_damaged_index_is_rebuilt(disk: KillableDisk, damage: bytes) -> None:
+    put_all(disk)
+    disk.kill()
+    (disk.root / NAMESPACE / "index").write_bytes(damage)
+    disk.open()
+    found = fetch_all(disk)
+    assert found == [OK if damage else MISS] * len(MANY)  # an empty file is a new index
+    put_all(disk)
+    assert fetch_all(disk) == [OK] * len(MANY)
+
+
+def test_an_index_is_suspected_when_the_tier_dies_again_and_again(disk: KillableDisk) -> None:
+    put_all(disk)
+    for _ in range(recovery.MAX_STARTS):
+        assert not disk.tier._rebuild
+        disk.restart()
+    assert disk.tier._rebuild
+    assert fetch_all(disk) == [OK] * len(MANY)
+
+
+def test_a_dropped_namespace_stays_dropped(disk: KillableDisk) -> None:
+    for end in (disk.kill, disk.cut_power):
+        put_all(disk)
+        disk.drop()
+        end()
+        disk.open()
+        assert disk.usage().keys == 0
+        assert fetch_all(disk) == [MISS] * len(MANY)
+    assert not list(disk.root.glob("trash-*"))
+
+
+def test_a_block_whose_entry_was_not_written_is_a_miss(
+    disk: KillableDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between the block and its entry."""
+    put_all(disk)
+    store = disk.tier._stores[NAMESPACE]
+
+    def die(_: Any) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store, "_commit", die)
+    with pytest.raises(KeyboardInterrupt):
+        disk.put([77])
+    disk.restart()
+    assert disk.contains([77]) == [False]
+    assert fetch_all(disk) == [OK] * len(MANY)
+    assert disk.put([77]) == [OK]
+    assert disk.fetch([77]) == [OK]
+
+
+def test_torn_and_stale_slots_are_never_wrong_bytes(disk: KillableDisk) -> None:
+    """Half of a slot is that of another block, or its bytes are flipped."""
+    random = np.random.default_rng(7)
+    put_all(disk)
+    disk.restart()
+    slot_bytes = disk.tier._stores[NAMESPACE].meta.slot_bytes
+    slabs = disk.slabs()
+    damaged = 0
+    for path in slabs:
+        data = np.fromfile(path, np.uint8).reshape(-1, slot_bytes)
+        for slot in range(0, len(data), 2):
+            way = random.integers(0, 3)
+            at = int(random.integers(0, slot_bytes))
+            other = data[(slot + 1) % len(data)]
+            if way == 0:
+                data[slot, at] ^= 1 << int(random.integers(0, 8))
+            elif way == 1:
+                data[slot, at:] = other[at:]
+            else:
+                data[slot, :at] = other[:at]
+            damaged += 1
+        data.tofile(path)
+    results = fetch_all(disk)
+    assert set(results) <= {OK, MISS, CORRUPT}
+    assert 0 < len(results) - results.count(OK) <= damaged
+
+
+def test_a_truncated_slab_is_replaced(disk: KillableDisk) -> None:
+    put_all(disk)
+    os.truncate(disk.slabs()[0], 1000)
+    results = fetch_all(disk)
+    assert set(results) == {OK, MISS}
+    disk.tier.maintain()
+    put_all(disk, range(100, 140))
+    assert disk.usage().used_bytes <= SIZE
+    assert fetch_all(disk, range(100, 140)) == [OK] * 40
+    os.truncate(disk.slabs()[0], 0)
+    disk.restart()  # found at start
+    assert OK in fetch_all(disk, range(100, 140))
+
+
+def test_files_belong_to_the_daemon_alone(disk: KillableDisk, tmp_path: Path) -> None:
+    put_all(disk)
+    for path in (disk.root, *disk.root.rglob("*")):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+    with pytest.raises(Refused, match="in use by another process"):
+        DiskTier(DiskOptions(str(disk.root), SIZE))
+    disk.kill()
+    slab, other = disk.slabs()[0], tmp_path / "other"
+    other.write_bytes(slab.read_bytes())
+    slab.unlink()
+    slab.symlink_to(other)
+    with pytest.raises(OSError, match="symbolic link"):
+        disk.open()
+    slab.unlink()
+    disk.open()
+
+
+def test_a_smaller_size_is_kept_from_the_start_on(disk: KillableDisk) -> None:
+    put_all(disk, range(150))
+    disk.close()
+    disk.size = SIZE // 2
+    disk.open()
+    usage = disk.usage()
+    assert usage.used_bytes <= SIZE // 2
+    assert 0 < usage.keys < 150
+    assert OK in fetch_all(disk, range(150))
+
+
+def test_namespaces_share_the_bound(disk: KillableDisk) -> None:
+    """A new one gets its share from one that has everything, and no more."""
+    put_all(disk, range(300))
+    other = "b" * 16
+    for number in range(300):
+        assert disk.put([number], other) == [OK]
+        assert disk.usage().used_bytes <= SIZE
+    mine, theirs = (disk.tier._stores[name].nbytes for name in (NAMESPACE, other))
+    assert 0.6 < mine / theirs < 1.7
+    kept = disk.contains(range(300)), disk.contains(range(300), other)
+    assert min(map(sum, kept)) > 50
+
+
+def test_a_slot_that_cannot_be_read_or_written_is_retired(
+    disk: KillableDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_all(disk)
+    preadv, pwritev = os.preadv, os.pwritev
+
+    def broken(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    assert disk.fetch([1]) == [Result.ERROR]
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(os, "pwritev", broken)
+    assert disk.put([100]) == [Result.ERROR]
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    assert disk.usage().retired == 2
+    disk.restart()
+    assert disk.usage().retired == 2
+    assert disk.fetch([1, 100, 2]) == [MISS, MISS, OK]
+    assert disk.put([1, 100]) == [OK, OK]
+
+
+@pytest.mark.parametrize("error", [28, 30])
+def test_where_nothing_can_be_written_reads_go_on(
+    disk: KillableDisk, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    put_all(disk)
+    pwritev = os.pwritev
+
+    def refused(*_: Any) -> int:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "pwritev", refused)
+    assert disk.put([100, 101]) == [Result.FULL] * 2
+    assert os.strerror(error) in disk.usage().read_only
+    assert fetch_all(disk) == [OK] * len(MANY)
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    assert disk.put([100, 101]) == [OK] * 2
+    assert disk.usage().read_only == ""
+
+
+def test_no_slab_is_added_below_the_floor_of_free_space(
+    disk: KillableDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.statvfs(disk.root)
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((*real[:4], 10, *real[5:10])))
+    assert disk.put([1]) == [Result.FULL]
+    monkeypatch.undo()
+    put_all(disk, range(8))
+    slabs = len(disk.slabs())
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((*real[:4], 10, *real[5:10])))
+    put_all(disk, range(8, 40))  # old blocks make room
+    assert len(disk.slabs()) == slabs
+
+
+def test_blocks_of_another_size_are_not_stored(disk: KillableDisk) -> None:
+    put_all(disk)
+    blocks = disk._blocks(NAMESPACE, [key_of(1)], [0])._replace(nbytes=4096)
+    assert list(disk.tier.put(blocks, [0])) == [Result.FULL]
+    assert disk.tier.fetch(blocks, 1e18)[0].result is MISS

@@ -1,0 +1,288 @@
+"""A tier that dies, hangs or fails costs a miss, and never touches a block that was given away."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pytest
+
+from kvferry.daemon.tiers import tier_client, tier_process
+from kvferry.daemon.tiers.base import Result
+from kvferry.daemon.tiers.messages import MAX_KEYS
+from kvferry.daemon.tiers.tier_process import TierSpec
+
+from .subjects import DISK, NAMESPACE, PoolMemory, ProcessSubject, content_of, key_of
+
+BLOCK = 16 << 10
+OK, MISS, LATE, FULL, ERROR = Result.OK, Result.MISS, Result.LATE, Result.FULL, Result.ERROR
+
+
+class Start(Protocol):
+    def __call__(self, spec: TierSpec, wait: bool = True) -> ProcessSubject: ...
+
+
+@pytest.fixture
+def pool() -> Iterator[PoolMemory]:
+    pool = PoolMemory(BLOCK)
+    yield pool
+    pool.files.close()
+
+
+@pytest.fixture
+def start(pool: PoolMemory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    monkeypatch.setattr(tier_client, "KILL_AFTER", 0.1)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    with ExitStack() as running:
+
+        def start(spec: TierSpec, wait: bool = True) -> ProcessSubject:
+            made = ProcessSubject(pool, spec)
+            running.callback(made.close)
+            if wait:
+                made.wait_until(lambda: made.client.is_on)
+            return made
+
+        yield start
+
+
+@pytest.fixture
+def disk(start: Start, tmp_path: Path) -> ProcessSubject:
+    return start(TierSpec("disk", DISK, {"path": str(tmp_path / "tier"), "size": 4 << 20}))
+
+
+class Rude:
+    """A tier with faults, by the name of a file."""
+
+    def __init__(self, folder: Path, start: Start) -> None:
+        self.folder = folder
+        self.tier = start(TierSpec("rude", "rude_tier", {"folder": str(folder)}))
+
+    def on(self, fault: str) -> None:
+        (self.folder / fault).touch()
+
+    def off(self, fault: str) -> None:
+        (self.folder / fault).unlink()
+
+
+@pytest.fixture
+def rude(start: Start, tmp_path: Path) -> Rude:
+    return Rude(tmp_path, start)
+
+
+def is_back(tier: ProcessSubject, before: int | None) -> bool:
+    return tier.client.pid not in (None, before) and tier.client.is_on
+
+
+def test_a_stopped_tier_is_killed_before_its_blocks_are_used_again(
+    rude: Rude, pool: PoolMemory
+) -> None:
+    """It is stopped while it writes into a block. Whatever wakes it up later writes nothing."""
+    tier = rude.tier
+    tier.put([1])
+    rude.on("write")
+    events: list[Any] = []
+    blocks = tier.blocks(NAMESPACE, [key_of(1)], [32])
+    tier.client.fetch(blocks, 1.0, events.extend, lambda: events.append("released"))
+    tier.wait_until((rude.folder / "writing").exists)
+    pid = tier.client.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    tier.wait_until(lambda: events)
+    assert events == [LATE]
+    assert tier.client.breaker.state == "open"
+    tier.wait_until(lambda: len(events) == 2)
+    assert events == [LATE, "released"]
+    pool.block(32)[:] = content_of(5, BLOCK)
+    with pytest.raises(ProcessLookupError):  # it was killed and reaped
+        os.kill(pid, signal.SIGCONT)
+    assert np.array_equal(pool.block(32), content_of(5, BLOCK))
+    rude.off("write")
+    tier.wait_until(lambda: is_back(tier, pid))
+    assert tier.put([1]) == [OK]
+    assert tier.fetch([1]) == [OK]
+
+
+def test_a_killed_tier_ends_what_is_pending_and_comes_back(disk: ProcessSubject) -> None:
+    numbers = list(range(16))
+    disk.put(numbers)
+    before = disk.client.pid
+    assert before is not None
+    os.kill(before, signal.SIGSTOP)
+    events: list[Any] = []
+    blocks = disk.blocks(NAMESPACE, [key_of(n) for n in numbers], range(32, 48))
+    disk.client.fetch(blocks, 30.0, events.extend, lambda: events.append("released"))
+    checksums = np.zeros(16, np.uint64)
+    disk.client.put(blocks, checksums, events.extend, lambda: events.append("released"))
+    os.kill(before, signal.SIGKILL)
+    disk.wait_until(lambda: events.count("released") == 2)
+    assert set(events) == {MISS, "released"}
+    assert disk.fetch(numbers) == [MISS] * 16  # it is off
+    assert disk.contains(numbers) == [False] * 16
+    disk.wait_until(lambda: is_back(disk, before))
+    assert disk.fetch(numbers) == [OK] * 16
+    assert disk.client.counters.deaths == 1
+    assert disk.client.in_flight == 0
+
+
+def test_a_drop_reaches_a_tier_that_was_dead(disk: ProcessSubject) -> None:
+    """And before anything is found in it again."""
+    disk.put([1, 2, 3])
+    before = disk.client.pid
+    assert before is not None
+    os.kill(before, signal.SIGKILL)
+    dropped: list[bool] = []
+    disk.wait_until(lambda: not disk.client.is_on)
+    disk.client.drop(NAMESPACE, None, lambda: dropped.append(True))
+    disk.wait_until(lambda: is_back(disk, before))
+    assert disk.contains([1, 2, 3]) == [False] * 3
+    assert dropped == [True]
+
+
+def test_a_drop_that_was_not_confirmed_is_repeated(rude: Rude) -> None:
+    rude.on("drop")  # which ends the process
+    before, dropped = rude.tier.client.pid, list[bool]()
+    rude.tier.client.drop(NAMESPACE, None, lambda: dropped.append(True))
+    rude.tier.wait_until(lambda: rude.tier.client.pid not in (None, before))
+    assert not dropped
+    rude.off("drop")
+    rude.tier.wait_until(lambda: dropped)
+
+
+def test_three_errors_turn_it_off_and_a_probe_turns_it_on_again(rude: Rude) -> None:
+    tier, breaker = rude.tier, rude.tier.client.breaker
+    tier.put([1])
+    rude.on("fetch")
+    assert [tier.fetch([1]) for _ in range(3)] == [[ERROR]] * 3
+    assert breaker.state == "open"
+    assert (tier.fetch([1]), tier.put([2]), tier.contains([1])) == ([MISS], [FULL], [False])
+    tier.wait_until(lambda: breaker.state == "half_open")
+    assert tier.contains([1]) == [True]
+    assert tier.fetch([1]) == [ERROR]  # the probe
+    assert breaker.state == "open"
+    rude.off("fetch")
+    tier.wait_until(lambda: breaker.state == "half_open")
+    assert tier.fetch([1]) == [OK]
+    assert breaker.state == "closed"
+    assert tier.client.counters.results["fetch"][ERROR] == 4
+    assert breaker.openings == 2
+
+
+def test_a_lookup_that_fails_finds_nothing(rude: Rude) -> None:
+    rude.tier.put([1])
+    rude.on("contains")
+    assert rude.tier.contains([1]) == [False]
+
+
+def test_bytes_that_do_not_match_their_checksum_are_dropped(rude: Rude) -> None:
+    rude.on("lie")
+    rude.tier.put([1])
+    rude.off("lie")
+    assert rude.tier.contains([1]) == [True]
+    assert rude.tier.fetch([1]) == [Result.CORRUPT]
+    assert rude.tier.contains([1]) == [False]
+    assert rude.tier.client.counters.results["fetch"][Result.CORRUPT] == 1
+
+
+def test_fetches_overtake_puts(rude: Rude) -> None:
+    """With both threads busy with puts, and more puts queued, a fetch is next."""
+    tier, order = rude.tier, list[str]()
+    tier.put([0])
+    rude.on("slow")
+    for number in range(1, 6):
+        blocks = tier.blocks(NAMESPACE, [key_of(number)], [number])
+        checksums = np.zeros(1, np.uint64)
+        tier.client.put(blocks, checksums, lambda _: order.append("put"))
+    blocks = tier.blocks(NAMESPACE, [key_of(0)], [32])
+    tier.client.fetch(blocks, 30.0, lambda _: order.append("fetch"))
+    answered = list[bool]()
+    tier.client.contains(NAMESPACE, [key_of(0)], 30.0, lambda _: answered.append(True))
+    tier.wait_until(lambda: answered)  # it has read them all
+    rude.off("slow")
+    tier.wait_until(lambda: len(order) == 6)
+    assert order.index("fetch") <= 2
+
+
+def test_a_root_in_use_turns_it_off_until_it_is_free(disk: ProcessSubject, start: Start) -> None:
+    disk.put([1])
+    second = start(disk.client.spec, wait=False)
+    second.wait_until(lambda: second.client.counters.deaths == 2)
+    assert not second.client.is_on
+    assert disk.fetch([1]) == [OK]
+    disk.close()
+    second.wait_until(lambda: second.client.is_on)
+    assert second.fetch([1]) == [OK]
+
+
+def test_a_process_that_cannot_be_started_is_tried_again(
+    disk: ProcessSubject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.put([1])
+    popen, refusals = subprocess.Popen, [OSError("too many"), OSError("too many")]
+
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return popen(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(tier_process, "FIRST_RESTART", 0.01)
+    before = disk.client.pid
+    assert before is not None
+    os.kill(before, signal.SIGKILL)
+    disk.wait_until(lambda: is_back(disk, before))
+    assert disk.fetch([1]) == [OK]
+    assert not refusals
+
+
+def test_it_ends_with_the_daemon(disk: ProcessSubject) -> None:
+    """Whatever ended that; and a next one finds everything."""
+    disk.put([1])
+    process = disk.client._process
+    assert process._socket is not None
+    child = process._process
+    assert child is not None
+    process._socket.shutdown(socket.SHUT_RDWR)
+    assert child.wait(30) == 0
+
+
+@pytest.mark.parametrize("count", [0, MAX_KEYS + 1])
+def test_requests_are_bounded(disk: ProcessSubject, count: int) -> None:
+    with pytest.raises(ValueError, match="keys in one request"):
+        disk.contains(range(count))
+
+
+def test_the_largest_requests_fit(disk: ProcessSubject) -> None:
+    keys = [bytes(60) + n.to_bytes(4, "big") for n in range(MAX_KEYS)]
+    answers: list[Any] = []
+    blocks = tier_client.TierBlocks(NAMESPACE, keys, np.zeros(MAX_KEYS, np.int64), BLOCK)
+    for _ in range(8):
+        disk.client.fetch(blocks, 30.0, answers.append)
+    disk.wait_until(lambda: len(answers) == 8)
+    assert set(answers[-1]) == {MISS}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a tmpfs")
+def test_a_full_file_system_stops_writes_but_not_reads(start: Start, tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", folder], check=True)
+    try:
+        other = folder / "other"
+        os.posix_fallocate(os.open(other, os.O_CREAT | os.O_RDWR), 0, 12 << 20)
+        tier = start(TierSpec("disk", DISK, {"path": str(folder / "tier"), "size": 64 << 20}))
+        results = [tier.put([number])[0] for number in range(300)]
+        assert set(results) <= {OK, FULL}
+        assert OK in results
+        found = [tier.fetch([number])[0] for number in range(300)]
+        assert found.count(OK) > 50
+        assert tier.client.breaker.state == "closed"
+        tier.close()
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
