@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-TOP = 5
-"""Likeliest tokens of each step whose log probabilities are compared."""
+TOP = 20
+"""Likeliest tokens of each step whose log probabilities are compared. The weights are random, so
+many tokens are within TIE of the first, and any of them may come out."""
 TIE = 0.25
 """Nats by which they may differ, and below which it is chance which of two tokens comes out."""
 USUAL, QUERIES = 0.02, 0.06
