@@ -45,7 +45,8 @@ from kvferry.client import (
 from kvferry.client.mirror import Mirror
 from kvferry.daemon.app import GC_THRESHOLDS
 from kvferry.daemon.core.cache.cache import Cache
-from kvferry.daemon.core.cache.policy import POLICIES
+from kvferry.daemon.core.cache.policies import POLICIES
+from kvferry.daemon.core.namespace import SNAPSHOT_BLOCKS
 from kvferry.proto.keys import EventKind
 from kvferry.proto.messages import KeyEvent, KeyEvents, Snapshot
 from support.service_manager import ServiceManager, kvferryd_command
@@ -102,7 +103,7 @@ def bench_core(count: int, policy: str) -> None:
     before = memory_bytes()
     cache, steps = Cache(count, policy), list[float]()
     tune_gc()
-    cache.recording = True
+    cache.events.recording = True
     random = np.random.default_rng(0)
     for at in range(0, 4 * count, BATCH):
         keys = keys_from(at, BATCH)
@@ -115,7 +116,7 @@ def bench_core(count: int, policy: str) -> None:
         reservation = cache.prepare_store(keys)
         assert reservation is not None
         cache.complete_store(reservation, True)
-        cache.take_events()
+        cache.events.take()
         end = time.perf_counter()
         if at >= count:
             steps += (middle - begin, end - middle)
@@ -124,7 +125,9 @@ def bench_core(count: int, policy: str) -> None:
     show(f"{policy}: store of {BATCH} keys", steps[1::2])
     show_one(f"{policy}: memory per key", (memory_bytes() - before) / count, "bytes")
     entries = cache.entries()
-    show(f"{policy}: keys for a snapshot", [timed(cache.ready_keys)])
+    slices = range(0, count, SNAPSHOT_BLOCKS)
+    parts = [timed(partial(cache.keys_between, at, at + SNAPSHOT_BLOCKS)) for at in slices]
+    show(f"{policy}: parts of a snapshot", parts)
     show(f"{policy}: change of the policy", [timed(lambda: cache.configure(_other(policy), 1))])
     cache.configure(policy, 1)
     deferred = list[object]()
@@ -180,7 +183,9 @@ def bench_daemon(count: int, policy: str) -> None:
         blocks = writer.open_namespace(FINGERPRINT, eviction_policy=policy, mirror=False).num_blocks
         writer.allocate_kv_caches(LAYOUT)
         store_rate(writer, 0, blocks, FILL, 0)
-        probes = [Probe(stack, probe, socket.parent, policy) for probe in (ping, poll_mirror)]
+        probes = [
+            MeasuringProcess(stack, probe, socket.parent, policy) for probe in (ping, poll_mirror)
+        ]
         idle = [probe.measure(lambda: time.sleep(10)) for probe in probes]
         for probe in probes:
             probe.begin()
@@ -234,7 +239,7 @@ def join_once(directory: Path, policy: str) -> None:
         show_one("a client opens the namespace, with its mirror", seconds, "seconds")
 
 
-class Probe:
+class MeasuringProcess:
     """A process that measures while it is told to."""
 
     def __init__(
