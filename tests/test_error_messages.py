@@ -30,8 +30,9 @@ from kvferry.daemon.core.actions import (
     TensorsMapped,
     TransferCompleted,
 )
-from kvferry.daemon.core.core import Core, DaemonIdentity
+from kvferry.daemon.core.core import Core
 from kvferry.daemon.core.records import engine_owner
+from kvferry.daemon.core.status import DaemonIdentity
 from kvferry.daemon.memory.pool import HostPool
 from kvferry.daemon.observability.probe import Probe
 from kvferry.proto import messages as wire

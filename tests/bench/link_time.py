@@ -46,7 +46,7 @@ from kvferry.daemon.memory.pool import HostPool
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import CalibrationPoint, CopyStatus
-from support.region_records_model import NO_CARGO
+from support.region_records_model import NO_BLOCKS
 
 LINK = 56.1e9
 BEGIN, KERNEL = 6e-6, 130e-6
@@ -282,7 +282,7 @@ class LinkTimeFixture:
         return clock() - begin
 
     def _start(self, plan: CopyPlan) -> None:
-        self._worker.post_command(StartTransfer(plan, "bench", plan.serial, NO_CARGO))
+        self._worker.post_command(StartTransfer(plan, "bench", plan.serial, NO_BLOCKS))
 
     def _ends(self) -> Iterator[TransferCompleted]:
         return (each for each in self._reports.get() if isinstance(each, TransferCompleted))

@@ -14,12 +14,14 @@ from typing import Any, TypeVar
 import pytest
 
 from kvferry.client import OffloadClient
+from kvferry.client.session import ClientSession
 from kvferry.proto import messages as wire
 from kvferry.proto.codec import decode_client_message, encode
 from kvferry.proto.errors import Code, ErrorInfo, Gone
 from kvferry.proto.keys import EventKind, OffloadKey
 from kvferry.proto.messages import KeyEvent, KeyEvents
 from kvferry.proto.status import DeviceInfo, Limits
+from support import client_session
 
 M = TypeVar("M")
 WELCOME = wire.Welcome(1, "boot", "s1", "0.1", 1, DeviceInfo("cpu", "cpu", "host"), Limits(9, 9, 9))
@@ -30,7 +32,8 @@ class FakeDaemon:
 
     It records received messages and replies at once. slow: it does not reply to resets until
     `finish_resets`. silent: it does not reply. lossy: it drops KeyEvents. refusal: the error that
-    it replies to each request.
+    it replies to each request. Clients receive messages at each lookup, and check the connection
+    at each poll.
     """
 
     def __init__(self, directory: Path, num_blocks: int) -> None:
@@ -42,6 +45,7 @@ class FakeDaemon:
         self.slow = self.silent = self.lossy = self.disconnected = self.closed = False
         self.refusal: ErrorInfo | None = None
         self.drains = self.opened = 0
+        self.alive_check_interval = self.mirror_max_age = 0.0
         self._to_send: deque[bytes] = deque()
         self._resets: list[int] = []
 
@@ -155,8 +159,6 @@ def start_fake_daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...,
     """start_fake_daemon(num_blocks) -> a daemon; clients of its directory are connected to it.
 
     The directory has a real socket file, because clients wait until a daemon has bound one.
-
-    Clients receive messages at each lookup, and check the connection at each poll.
     """
     running: dict[Path, FakeDaemon] = {}
     held = ExitStack()
@@ -169,8 +171,6 @@ def start_fake_daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...,
         return running[directory]
 
     monkeypatch.setattr("kvferry.client.nonblocking.Connection", running.__getitem__)
-    monkeypatch.setattr("kvferry.client.nonblocking.MIRROR_MAX_AGE", 0.0)
-    monkeypatch.setattr("kvferry.client.nonblocking.ALIVE_CHECK_INTERVAL", 0.0)
     with held:
         yield start
 
@@ -183,4 +183,11 @@ def fake_daemon(start_fake_daemon: Callable[..., FakeDaemon]) -> FakeDaemon:
 @pytest.fixture
 def client(fake_daemon: FakeDaemon) -> OffloadClient:
     """A client of `fake_daemon` that does not reconnect and has opened no namespace."""
-    return OffloadClient(fake_daemon.directory, engine="engine", timeout=0.2, reconnect=False)
+    return OffloadClient(fake_daemon.directory, engine="engine", timeout=2.0, reconnect=False)
+
+
+@pytest.fixture
+def session() -> ClientSession:
+    session = ClientSession("engine", "client")
+    session.receive_message(encode(client_session.WELCOME))
+    return session

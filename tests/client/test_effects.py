@@ -56,7 +56,7 @@ def test_an_operation_ends_with_what_it_waited_for() -> None:
     assert len(seen) == 3
 
 
-def test_what_arrived_by_the_deadline_counts() -> None:
+def test_a_reply_that_arrived_by_the_deadline_counts() -> None:
     arrived: list[int] = []
 
     def operation() -> Operation[object]:
@@ -98,7 +98,7 @@ def test_an_error_of_what_arrives_ends_the_operation() -> None:
         run.to_the_end()
 
 
-def test_an_operation_that_is_given_up_is_closed() -> None:
+def test_an_abandoned_operation_is_closed() -> None:
     closed: list[bool] = []
 
     def operation() -> Operation[None]:

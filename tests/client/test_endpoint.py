@@ -16,7 +16,7 @@ from kvferry.testing.plugin import StartKvferryd
 
 
 @pytest.mark.parametrize("answers", [[True], [False, True], [False, False]])
-def test_a_socket_that_is_removed_for_a_moment_denies_nobody_access(
+def test_a_socket_removed_for_a_moment_is_not_an_access_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: list[bool]
 ) -> None:
     """os.access also returns False if the file does not exist."""
@@ -92,7 +92,7 @@ def test_a_path_where_no_daemon_can_be(tmp_path: Path, name: str, message: str) 
     with pytest.raises(Refused, match=message) as refused:
         OffloadClient(tmp_path / name)
     assert refused.value.code == Code.BAD_CONFIG
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 8
 
 
 @pytest.mark.parametrize(

@@ -75,12 +75,12 @@ def offer(manager: OffloadingManager, *keys: bytes) -> tuple[bytes, ...]:
 # Store
 
 
-def test_what_is_there_or_on_its_way_is_left_out(manager: OffloadingManager) -> None:
+def test_resident_and_pending_keys_are_left_out(manager: OffloadingManager) -> None:
     assert answers(manager, A, B, C) == [HIT, PENDING, MISS]
     assert offer(manager, A, D, B, C, D) == (D, C)
 
 
-def test_what_was_offered_is_pending_until_it_is_completed(
+def test_offered_keys_are_pending_until_complete_store(
     fake_daemon: FakeDaemon, manager: OffloadingManager
 ) -> None:
     assert offer(manager, C, D) == (C, D)
@@ -109,7 +109,7 @@ def test_more_keys_than_blocks_are_none(start_fake_daemon: Start) -> None:
     assert offer(manager, D) == (D,)
 
 
-def test_a_mirror_that_knows_nothing_yet_offers_all(fake_daemon: FakeDaemon) -> None:
+def test_an_incomplete_mirror_offers_unknown_keys(fake_daemon: FakeDaemon) -> None:
     manager = open_manager(fake_daemon)
     fake_daemon.lossy = True
     fake_daemon.store(A)
@@ -119,7 +119,7 @@ def test_a_mirror_that_knows_nothing_yet_offers_all(fake_daemon: FakeDaemon) -> 
     assert offer(manager, B, C) == (C,)
 
 
-def test_nothing_is_said_to_offer_keys(fake_daemon: FakeDaemon, manager: OffloadingManager) -> None:
+def test_offering_keys_sends_nothing(fake_daemon: FakeDaemon, manager: OffloadingManager) -> None:
     offer(manager, C, D)
     manager.complete_store([C, D])
     assert fake_daemon.received == []
@@ -128,7 +128,7 @@ def test_nothing_is_said_to_offer_keys(fake_daemon: FakeDaemon, manager: Offload
 # Load
 
 
-def test_what_is_loaded_is_pinned_until_it_was(
+def test_loaded_keys_are_pinned_until_complete_load(
     fake_daemon: FakeDaemon, manager: OffloadingManager
 ) -> None:
     fake_daemon.store(C)
@@ -161,14 +161,14 @@ def test_only_a_hit_is_loaded(
 
 
 @pytest.mark.parametrize("verb", ["prepare_store", "prepare_load", "touch"])
-def test_keys_of_another_kind_are_refused(manager: OffloadingManager, verb: str) -> None:
+def test_keys_of_another_length_are_refused(manager: OffloadingManager, verb: str) -> None:
     with pytest.raises(Refused) as refused:
         getattr(manager, verb)([A, b"aaaaa"])
     assert refused.value.code == Code.BAD_KEY
     assert manager.lookup(b"aaaaa") is MISS
 
 
-def test_more_keys_than_travel_at_once_go_in_pieces(start_fake_daemon: Start) -> None:
+def test_more_keys_than_a_message_may_have_are_sent_in_batches(start_fake_daemon: Start) -> None:
     daemon = start_fake_daemon(num_blocks=1 << 17)
     manager = open_manager(daemon)
     keys = tuple(n.to_bytes(4) for n in range(MAX_KEYS + 10))
@@ -193,7 +193,7 @@ def test_more_keys_than_travel_at_once_go_in_pieces(start_fake_daemon: Start) ->
 # Touches and counts
 
 
-def test_touches_are_said_together_the_last_first(
+def test_touches_are_sent_together_most_recent_first(
     fake_daemon: FakeDaemon, manager: OffloadingManager
 ) -> None:
     manager.touch([A, B])
@@ -206,7 +206,7 @@ def test_touches_are_said_together_the_last_first(
     assert len(fake_daemon.received) == 1
 
 
-def test_lookups_are_counted_and_said_once(
+def test_lookups_are_counted_and_sent_once(
     fake_daemon: FakeDaemon, manager: OffloadingManager
 ) -> None:
     answers(manager, A, B, C, A, D, A)
@@ -313,7 +313,7 @@ def test_events_are_what_became_a_hit_and_what_ceased_to_be_one(fake_daemon: Fak
     assert manager.take_events() == [stored(A)]
 
 
-def test_events_of_a_reset_come_once(fake_daemon: FakeDaemon) -> None:
+def test_events_of_a_reset_are_returned_once(fake_daemon: FakeDaemon) -> None:
     fake_daemon.store(A)
     manager = open_manager(fake_daemon, events=True)
     manager.take_events()
@@ -325,7 +325,7 @@ def test_events_of_a_reset_come_once(fake_daemon: FakeDaemon) -> None:
     assert manager.take_events() == [stored(C)]
 
 
-def test_what_was_missed_comes_with_the_repair(fake_daemon: FakeDaemon) -> None:
+def test_missed_events_arrive_with_the_next_snapshot(fake_daemon: FakeDaemon) -> None:
     fake_daemon.store(A)
     manager = open_manager(fake_daemon, events=True)
     manager.take_events()
@@ -339,9 +339,7 @@ def test_what_was_missed_comes_with_the_repair(fake_daemon: FakeDaemon) -> None:
     assert (gone, set(come.keys)) == (removed(A), {B, C})
 
 
-def test_no_events_are_kept_where_nobody_wants_them(
-    fake_daemon: FakeDaemon, manager: OffloadingManager
-) -> None:
+def test_without_events_none_are_kept(fake_daemon: FakeDaemon, manager: OffloadingManager) -> None:
     fake_daemon.store(C)
     assert manager.take_events() == []
 
@@ -404,7 +402,9 @@ def test_a_hit_is_one_at_all_ranks(ranks: tuple[FakeDaemon, FakeDaemon]) -> None
 
 
 @pytest.mark.parametrize("turn", [1, -1])
-def test_a_rank_that_does_not_know_says_retry(start_fake_daemon: Start, turn: int) -> None:
+def test_a_rank_with_an_incomplete_mirror_returns_retry(
+    start_fake_daemon: Start, turn: int
+) -> None:
     one, two = (start_fake_daemon(), start_fake_daemon())[::turn]
     one.store(A)
     one.reserve(B)
@@ -456,7 +456,7 @@ def test_with_one_daemon_gone_offloading_is_off(ranks: tuple[FakeDaemon, FakeDae
     assert manager.usage.ready == 0
 
 
-def test_what_was_opened_is_closed_where_another_cannot_be(
+def test_connect_closes_all_ranks_if_one_is_refused(
     ranks: tuple[FakeDaemon, FakeDaemon],
 ) -> None:
     ranks[1].refusal = ErrorInfo(Code.POOL_FULL, "no room")
@@ -491,7 +491,7 @@ def test_a_key_that_stays_pending_is_a_miss_in_the_end_and_may_be_offered(
 
 
 @pytest.mark.parametrize("how", ["ready", "absent", "reset"])
-def test_patience_begins_anew_for_a_key_that_was_not_pending_in_between(
+def test_the_pending_timeout_restarts_for_a_key_that_was_not_pending(
     fake_daemon: FakeDaemon, client: OffloadClient, how: str
 ) -> None:
     now = 0.0
@@ -529,7 +529,7 @@ def test_only_max_pending_first_lookups_are_remembered(
 # The end
 
 
-def test_shutdown_says_what_is_left_and_closes(fake_daemon: FakeDaemon) -> None:
+def test_shutdown_sends_pending_touches_and_closes(fake_daemon: FakeDaemon) -> None:
     with open_manager(fake_daemon) as manager:
         manager.touch([A])
     assert [type(message) for message in fake_daemon.received] == [wire.Touch, wire.Goodbye]
@@ -553,7 +553,7 @@ def test_a_manager_needs_a_mirror(client: OffloadClient) -> None:
         OffloadingManager([client])
 
 
-def test_a_daemon_that_has_just_gone_is_offered_nothing(
+def test_offers_to_a_lost_daemon_are_empty(
     fake_daemon: FakeDaemon, manager: OffloadingManager
 ) -> None:
     fake_daemon.disconnected = True

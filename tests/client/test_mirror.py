@@ -63,7 +63,9 @@ def mirror() -> Mirror:
         (EventKind.ABANDONED, [MISS, MISS, MISS]),
     ],
 )
-def test_news_say_what_keys_are(mirror: Mirror, kind: EventKind, known: list[Lookup]) -> None:
+def test_events_change_the_state_of_keys(
+    mirror: Mirror, kind: EventKind, known: list[Lookup]
+) -> None:
     assert answers(mirror, A, B, C) == [HIT, PENDING, MISS]
     assert not mirror.apply_message(news(11, kind, A, B))
     assert answers(mirror, A, B, C) == known
@@ -79,7 +81,7 @@ def test_the_events_of_one_message_are_in_order(mirror: Mirror) -> None:
     assert answers(mirror, A, B, C) == [MISS, MISS, MISS]
 
 
-def test_news_that_came_before_change_nothing(mirror: Mirror) -> None:
+def test_old_events_change_nothing(mirror: Mirror) -> None:
     mirror.apply_message(stored(11, C))
     for old in (removed(11, A), removed(10, A), removed(1, A)):
         assert not mirror.apply_message(old)
@@ -90,7 +92,7 @@ def test_news_that_came_before_change_nothing(mirror: Mirror) -> None:
 # Not whole
 
 
-def test_nothing_is_known_before_the_first_snapshot_is_all_there() -> None:
+def test_an_incomplete_first_snapshot_returns_retry() -> None:
     mirror = Mirror()
     assert answers(mirror, A, C) == [RETRY, RETRY]
     mirror.apply_message(snapshot(5, A, last=False))
@@ -99,7 +101,7 @@ def test_nothing_is_known_before_the_first_snapshot_is_all_there() -> None:
     assert (answers(mirror, A, B, C), mirror.complete) == ([HIT, HIT, MISS], True)
 
 
-def test_an_empty_namespace_is_whole() -> None:
+def test_the_mirror_of_an_empty_namespace_is_complete() -> None:
     mirror = Mirror()
     assert not mirror.apply_message(snapshot(0))
     assert (mirror.complete, mirror.lookup(A)) == (True, MISS)
@@ -112,7 +114,7 @@ def test_a_missing_number_is_noticed_once(mirror: Mirror) -> None:
     assert not mirror.complete
 
 
-def test_astray_it_says_what_it_knows_and_retry_of_the_rest(mirror: Mirror) -> None:
+def test_an_incomplete_mirror_returns_known_keys_and_retry_for_others(mirror: Mirror) -> None:
     mirror.apply_message(stored(12, C))
     assert answers(mirror, A, B, C, KEYS[4]) == [HIT, PENDING, HIT, RETRY]
     mirror.apply_message(removed(13, A))
@@ -121,7 +123,7 @@ def test_astray_it_says_what_it_knows_and_retry_of_the_rest(mirror: Mirror) -> N
     assert answers(mirror, A, B, C, KEYS[4]) == [MISS, HIT, HIT, MISS]
 
 
-def test_news_above_a_snapshot_come_after_it(mirror: Mirror) -> None:
+def test_events_above_a_snapshot_are_applied_after_it(mirror: Mirror) -> None:
     mirror.apply_message(stored(13, C))
     mirror.apply_message(removed(16, B))  # before the snapshot began, yet above it
     mirror.apply_message(snapshot(15, A, B, last=False))
@@ -132,7 +134,7 @@ def test_news_above_a_snapshot_come_after_it(mirror: Mirror) -> None:
     assert mirror.apply_message(stored(20, A))
 
 
-def test_news_missing_above_a_snapshot_want_another(mirror: Mirror) -> None:
+def test_a_gap_above_a_snapshot_requests_another_one(mirror: Mirror) -> None:
     mirror.apply_message(stored(12))
     mirror.apply_message(snapshot(12, A, last=False))
     assert not mirror.apply_message(stored(14))
@@ -145,7 +147,7 @@ def test_news_missing_above_a_snapshot_want_another(mirror: Mirror) -> None:
 # Snapshots in parts
 
 
-def test_a_snapshot_begins_anew_in_the_middle_of_another() -> None:
+def test_a_newer_snapshot_replaces_an_unfinished_one() -> None:
     mirror = Mirror()
     mirror.apply_message(snapshot(5, A, last=False))
     mirror.apply_message(snapshot(7, B, last=False))
@@ -157,7 +159,7 @@ def test_a_snapshot_begins_anew_in_the_middle_of_another() -> None:
     assert mirror.lookup(C) is MISS
 
 
-def test_a_snapshot_begins_anew_at_the_same_number() -> None:
+def test_a_snapshot_restarts_at_the_same_number() -> None:
     mirror = Mirror()
     mirror.apply_message(snapshot(5, A, last=False))
     mirror.apply_message(snapshot(5, B, last=False))
@@ -165,7 +167,7 @@ def test_a_snapshot_begins_anew_at_the_same_number() -> None:
     assert answers(mirror, A, B, C) == [MISS, HIT, HIT]
 
 
-def test_a_missing_part_wants_another_snapshot_once() -> None:
+def test_a_snapshot_with_a_missing_part_requests_another_once() -> None:
     mirror = Mirror()
     mirror.apply_message(snapshot(5, A, last=False))
     assert mirror.apply_message(snapshot(5, C, part=2, last=False))
@@ -177,7 +179,7 @@ def test_a_missing_part_wants_another_snapshot_once() -> None:
     assert (answers(mirror, A, B, C), mirror.complete) == ([HIT, HIT, MISS], True)
 
 
-def test_a_missing_beginning_wants_another_snapshot_once() -> None:
+def test_a_snapshot_without_its_first_part_requests_another_once() -> None:
     mirror = Mirror()
     assert mirror.apply_message(snapshot(5, B, part=1, last=False))
     assert not mirror.apply_message(snapshot(5, C, part=2))
@@ -187,7 +189,7 @@ def test_a_missing_beginning_wants_another_snapshot_once() -> None:
     assert answers(mirror, A, B, C) == [HIT, MISS, MISS]
 
 
-def test_a_part_that_comes_twice_counts_once() -> None:
+def test_a_part_received_twice_counts_once() -> None:
     mirror = Mirror()
     mirror.apply_message(snapshot(5, A, last=False))
     mirror.apply_message(snapshot(5, B, part=1, last=False))
@@ -196,7 +198,7 @@ def test_a_part_that_comes_twice_counts_once() -> None:
     assert (answers(mirror, A, B, C), mirror.complete) == ([HIT, HIT, HIT], True)
 
 
-def test_a_whole_mirror_needs_no_snapshot(mirror: Mirror) -> None:
+def test_a_complete_mirror_ignores_snapshots(mirror: Mirror) -> None:
     mirror.apply_message(stored(11, C))
     for needless in (snapshot(10), snapshot(12, part=2), snapshot(12, last=False)):
         assert not mirror.apply_message(needless)
@@ -229,13 +231,13 @@ def test_each_reset_clears(mirror: Mirror) -> None:
         assert answers(mirror, A, C) == [MISS, HIT]
 
 
-def test_a_reset_that_was_not_done_shows_what_is_there(mirror: Mirror) -> None:
+def test_a_reset_that_was_not_done_changes_nothing(mirror: Mirror) -> None:
     mirror.hide()
     mirror.reveal()
     assert answers(mirror, A, B, C) == [HIT, PENDING, MISS]
 
 
-def test_of_two_resets_the_news_of_one_were_dropped(mirror: Mirror) -> None:
+def test_two_resets_of_which_the_events_of_one_were_lost(mirror: Mirror) -> None:
     mirror.hide()
     mirror.hide()
     mirror.apply_message(news(11, EventKind.CLEARED))
@@ -246,7 +248,7 @@ def test_of_two_resets_the_news_of_one_were_dropped(mirror: Mirror) -> None:
     assert mirror.lookup(C) is MISS
 
 
-def test_hidden_all_is_absent_also_where_nothing_is_known() -> None:
+def test_a_hidden_mirror_misses_even_if_incomplete() -> None:
     mirror = Mirror()
     mirror.hide()
     assert mirror.lookup(A) is MISS
@@ -254,7 +256,7 @@ def test_hidden_all_is_absent_also_where_nothing_is_known() -> None:
     assert mirror.lookup(A) is RETRY
 
 
-def test_a_reset_whose_news_were_dropped_is_one_all_the_same(mirror: Mirror) -> None:
+def test_a_reset_whose_events_were_lost_still_clears_the_mirror(mirror: Mirror) -> None:
     mirror.hide()
     mirror.clear_after_reset()
     mirror.reveal()
@@ -266,7 +268,7 @@ def test_a_reset_whose_news_were_dropped_is_one_all_the_same(mirror: Mirror) -> 
 # What changed
 
 
-def test_what_changed_is_what_was_there_and_then_what_became_of_it(mirror: Mirror) -> None:
+def test_changed_keys_are_first_all_hits_and_then_changes(mirror: Mirror) -> None:
     assert list(mirror.take_changed_keys()) == []
     mirror.track_changes()
     assert list(mirror.take_changed_keys()) == [A]
@@ -379,15 +381,15 @@ STEPS = st.one_of(
 @PROFILE
 @given(st.lists(STEPS, max_size=60))
 def test_after_repair_the_mirror_is_what_the_daemon_has(steps: list[tuple[object, ...]]) -> None:
-    world = SimulatedDaemon()
+    daemon = SimulatedDaemon()
     for name, *arguments in steps:
         if name == "streams":
-            world.streams.append(world.snapshot())
+            daemon.streams.append(daemon.snapshot())
         else:
-            getattr(world, str(name))(*arguments)
-    world.settle()
-    world.send_events(EventKind.STORED, (A,))  # a number that says what was lost before it
-    world.settle()
-    assert world.mirror.complete
-    assert world.mirror.sequence == len(world.states) - 1
-    assert answers(world.mirror) == [world.states[-1].get(key, MISS) for key in KEYS]
+            getattr(daemon, str(name))(*arguments)
+    daemon.settle()
+    daemon.send_events(EventKind.STORED, (A,))  # a number that says what was lost before it
+    daemon.settle()
+    assert daemon.mirror.complete
+    assert daemon.mirror.sequence == len(daemon.states) - 1
+    assert answers(daemon.mirror) == [daemon.states[-1].get(key, MISS) for key in KEYS]

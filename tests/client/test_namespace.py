@@ -33,7 +33,7 @@ GPU = GPULoadStoreSpec([1])
 
 
 @pytest.fixture
-def inside(fake_daemon: FakeDaemon, client: OffloadClient) -> OffloadClient:
+def client_in_namespace(fake_daemon: FakeDaemon, client: OffloadClient) -> OffloadClient:
     """In a namespace where A is ready and B pending; what was said to get there is forgotten."""
     fake_daemon.store(A)
     fake_daemon.reserve(B)
@@ -42,14 +42,14 @@ def inside(fake_daemon: FakeDaemon, client: OffloadClient) -> OffloadClient:
     return client
 
 
-def answers(client: OffloadClient, *keys: bytes) -> list[Lookup]:
+def lookups(client: OffloadClient, *keys: bytes) -> list[Lookup]:
     return [client.lookup(key) for key in keys]
 
 
 # Opening
 
 
-def test_opening_says_what_is_wanted_and_waits_for_the_mirror(
+def test_opening_sends_the_arguments_and_waits_for_the_mirror(
     fake_daemon: FakeDaemon, client: OffloadClient
 ) -> None:
     fake_daemon.store(A)
@@ -62,7 +62,7 @@ def test_opening_says_what_is_wanted_and_waits_for_the_mirror(
     ]
     assert len(fake_daemon.received_of(wire.Subscribe)) == 1
     assert client.namespace.mirror.complete
-    assert answers(client, A, C) == [HIT, MISS]
+    assert lookups(client, A, C) == [HIT, MISS]
 
 
 def test_a_worker_needs_no_mirror(fake_daemon: FakeDaemon, client: OffloadClient) -> None:
@@ -76,23 +76,25 @@ def test_a_worker_needs_no_mirror(fake_daemon: FakeDaemon, client: OffloadClient
     assert len(fake_daemon.received_of(wire.OpenNamespace)) == 1
 
 
-def test_opened_again_it_is_as_it_was(fake_daemon: FakeDaemon, inside: OffloadClient) -> None:
-    opened = inside.open_namespace(FINGERPRINT, eviction_policy="arc")
+def test_opened_again_it_is_as_it_was(
+    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
+) -> None:
+    opened = client_in_namespace.open_namespace(FINGERPRINT, eviction_policy="arc")
     assert opened.policy == "lru"
     assert fake_daemon.received == []
 
 
-def test_another_namespace_is_refused(fake_daemon: FakeDaemon, inside: OffloadClient) -> None:
+def test_another_namespace_is_refused(
+    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
+) -> None:
     with pytest.raises(Refused, match="another client") as refused:
-        inside.open_namespace(msgspec.structs.replace(FINGERPRINT, dtype="fp8"))
+        client_in_namespace.open_namespace(msgspec.structs.replace(FINGERPRINT, dtype="fp8"))
     assert refused.value.code == Code.NAMESPACE_MISMATCH
     assert "dtype: 'fp8' here, '' there" in refused.value.value
     assert fake_daemon.received == []
 
 
-def test_what_the_daemon_refuses_is_not_opened(
-    fake_daemon: FakeDaemon, client: OffloadClient
-) -> None:
+def test_a_refused_namespace_is_not_open(fake_daemon: FakeDaemon, client: OffloadClient) -> None:
     fake_daemon.refusal = ErrorInfo(Code.POOL_FULL, "no room")
     with pytest.raises(Refused, match="no room"):
         client.open_namespace(FINGERPRINT)
@@ -108,12 +110,12 @@ def test_a_mirror_that_is_late_fills_later(
     with pytest.raises(Gone) as gone:
         client.open_namespace(FINGERPRINT, timeout=0.01)
     assert gone.value.code == Code.TIMEOUT
-    assert answers(client, A, B) == [RETRY, RETRY]
+    assert lookups(client, A, B) == [RETRY, RETRY]
     fake_daemon.send_to_client(wire.Snapshot(1, 1, False, (), True))
-    assert answers(client, A, B) == [HIT, MISS]
+    assert lookups(client, A, B) == [HIT, MISS]
 
 
-def test_a_daemon_that_goes_while_a_mirror_is_awaited(
+def test_a_daemon_that_disconnects_before_the_mirror_is_complete(
     fake_daemon: FakeDaemon, client: OffloadClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fake_daemon, "_snapshot", lambda: [wire.Goodbye("stopping")])
@@ -145,87 +147,65 @@ def test_outside_of_a_namespace_its_verbs_are_refused(
 # Lookups
 
 
-def test_lookups_follow_the_news(fake_daemon: FakeDaemon, inside: OffloadClient) -> None:
-    assert answers(inside, A, B, C) == [HIT, PENDING, MISS]
-    fake_daemon.store(B, C)
-    fake_daemon.evict(A)
-    assert answers(inside, A, B, C) == [MISS, HIT, HIT]
-    assert fake_daemon.received == []
-
-
-def test_a_gap_is_mended_by_one_more_follow(fake_daemon: FakeDaemon, inside: OffloadClient) -> None:
-    fake_daemon.lossy = True
-    fake_daemon.store(C)
-    fake_daemon.evict(A)
-    fake_daemon.lossy = False
-    assert answers(inside, A, C) == [HIT, MISS]
-    fake_daemon.reserve(C)
-    inside.poll()
-    assert fake_daemon.received == [wire.Subscribe()]
-    assert not inside.namespace.mirror.complete
-    assert answers(inside, A, B, C) == [MISS, PENDING, PENDING]
-    assert inside.namespace.mirror.complete
-    assert fake_daemon.received == [wire.Subscribe()]
-
-
-def test_lookups_look_at_what_arrived_now_and_then(
-    fake_daemon: FakeDaemon, inside: OffloadClient, monkeypatch: pytest.MonkeyPatch
+def test_lookups_receive_messages_if_the_mirror_is_too_old(
+    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
 ) -> None:
-    now = [100.0]
-    monkeypatch.setattr("kvferry.client.nonblocking.MIRROR_MAX_AGE", 1.0)
-    monkeypatch.setattr("kvferry.client.nonblocking.time.monotonic", lambda: now[0])
-    inside._mirror_expires = 0.0
+    fake_daemon.mirror_max_age = 3600.0
+    fake_daemon.store(C)
+    assert client_in_namespace.lookup(C) is HIT
     drains = fake_daemon.drains
-    fake_daemon.store(C)
-    assert inside.lookup(C) is HIT
     fake_daemon.evict(C)
-    assert [inside.lookup(C) for _ in range(1000)] == [HIT] * 1000
+    assert [client_in_namespace.lookup(C) for _ in range(1000)] == [HIT] * 1000
+    assert fake_daemon.drains == drains
+    client_in_namespace._mirror_expires -= 3601.0  # as if an hour had passed
+    assert client_in_namespace.lookup(C) is MISS
     assert fake_daemon.drains == drains + 1
-    now[0] += 1.5
-    assert inside.lookup(C) is MISS
-    assert fake_daemon.drains == drains + 2
 
 
-def test_results_bring_the_news_along(fake_daemon: FakeDaemon, inside: OffloadClient) -> None:
+def test_get_finished_receives_key_events(
+    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
+) -> None:
     fake_daemon.store(C)
-    assert inside.get_finished() == []
-    assert inside.namespace.mirror.lookup(C) is HIT
+    assert client_in_namespace.get_finished() == []
+    assert client_in_namespace.namespace.mirror.lookup(C) is HIT
 
 
 # Pins and touches
 
 
-def test_pins_and_touches_are_said(fake_daemon: FakeDaemon, inside: OffloadClient) -> None:
-    inside.pin([A, B])
-    inside.touch(iter([B, A]), hits=3, misses=1)
-    inside.unpin((A,))
+def test_pins_and_touches_are_sent(
+    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
+) -> None:
+    client_in_namespace.pin([A, B])
+    client_in_namespace.touch(iter([B, A]), hits=3, misses=1)
+    client_in_namespace.unpin((A,))
     assert fake_daemon.received == [wire.Pin((A, B)), wire.Touch((B, A), 3, 1), wire.Unpin((A,))]
-    assert inside.namespace.pinned == 1
+    assert client_in_namespace.namespace.pinned == 1
 
 
-def test_pins_count(fake_daemon: FakeDaemon, inside: OffloadClient) -> None:
-    inside.pin([A, A])
-    inside.pin([A, B])
-    inside.unpin([A])
-    inside.unpin([A, A])
+def test_pins_count(fake_daemon: FakeDaemon, client_in_namespace: OffloadClient) -> None:
+    client_in_namespace.pin([A, A])
+    client_in_namespace.pin([A, B])
+    client_in_namespace.unpin([A])
+    client_in_namespace.unpin([A, A])
     with pytest.raises(Refused) as refused:
-        inside.unpin([A])
+        client_in_namespace.unpin([A])
     assert (refused.value.code, refused.value.value) == (Code.NOT_PINNED, repr(A))
-    assert inside.namespace.pinned == 1
-    inside.unpin([B])
-    assert inside.namespace.pinned == 0
+    assert client_in_namespace.namespace.pinned == 1
+    client_in_namespace.unpin([B])
+    assert client_in_namespace.namespace.pinned == 0
 
 
 @pytest.mark.parametrize("keys", [[C], [A, C], [A, A]])
-def test_what_is_not_pinned_lets_nothing_go(
-    fake_daemon: FakeDaemon, inside: OffloadClient, keys: list[bytes]
+def test_unpinning_an_unpinned_key_unpins_nothing(
+    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient, keys: list[bytes]
 ) -> None:
-    inside.pin([A])
+    client_in_namespace.pin([A])
     with pytest.raises(Refused) as refused:
-        inside.unpin(keys)
+        client_in_namespace.unpin(keys)
     assert refused.value.code == Code.NOT_PINNED
     assert fake_daemon.received == [wire.Pin((A,))]
-    inside.unpin([A])
+    client_in_namespace.unpin([A])
 
 
 WRONG_KEYS: list[Any] = [
@@ -243,10 +223,10 @@ WRONG_KEYS: list[Any] = [
 @pytest.mark.parametrize("keys", WRONG_KEYS)
 @pytest.mark.parametrize("verb", ["pin", "unpin", "touch"])
 def test_keys_that_no_namespace_of_this_kind_has(
-    fake_daemon: FakeDaemon, inside: OffloadClient, verb: str, keys: Any
+    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient, verb: str, keys: Any
 ) -> None:
     with pytest.raises(Refused) as refused:
-        getattr(inside, verb)(keys)
+        getattr(client_in_namespace, verb)(keys)
     assert refused.value.code == Code.BAD_KEY
     assert fake_daemon.received == []
     if len(keys) <= MAX_KEYS:
@@ -265,28 +245,28 @@ def test_keys_that_no_namespace_of_this_kind_has(
         ((CPULoadStoreSpec([0]), GPU), ("CPU", "GPU")),
     ],
 )
-def test_the_gpu_s_side_says_which_way_a_job_goes(
-    fake_daemon: FakeDaemon, inside: OffloadClient, spec: Any, media: tuple[str, str]
+def test_the_direction_of_a_job_follows_from_its_gpu_side(
+    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient, spec: Any, media: tuple[str, str]
 ) -> None:
-    inside.transfer_async(1, spec, wait_for=3)
+    client_in_namespace.transfer_async(1, spec, wait_for=3)
     assert fake_daemon.received == [wire.Submit(1, spec[0], spec[1], 3)]
     fake_daemon.send_to_client(wire.Goodbye())
-    (lost,) = inside.get_finished()
+    (lost,) = client_in_namespace.get_finished()
     assert (lost.outcome, lost.transfer_type) == ("lost", media)
 
 
-@pytest.mark.parametrize("keys", [(b"aaaaa",), ("aaaa",), (A, b"")])
+@pytest.mark.parametrize("keys", [(b"aaaaa",), ("aaaa",), (A, b""), (A,) * (MAX_KEYS + 1)])
 def test_a_transfer_of_other_keys_is_refused_here(
-    fake_daemon: FakeDaemon, inside: OffloadClient, keys: Any
+    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient, keys: Any
 ) -> None:
     for spec in ((GPU, KeyLoadStoreSpec(keys)), (KeyLoadStoreSpec(keys), GPU)):
         with pytest.raises(Refused) as refused:
-            inside.transfer_async(1, spec)
+            client_in_namespace.transfer_async(1, spec)
         assert refused.value.code == Code.BAD_KEY
     assert fake_daemon.received == []
 
 
-def test_keys_may_be_submitted_by_who_opened_nothing(
+def test_keys_may_be_submitted_without_opening_the_namespace(
     fake_daemon: FakeDaemon, client: OffloadClient
 ) -> None:
     """Another process of the engine may have; how long keys are, the daemon knows."""
@@ -298,9 +278,14 @@ def test_keys_may_be_submitted_by_who_opened_nothing(
     assert refused.value.code == Code.BAD_KEY
 
 
-def test_in_a_namespace_there_is_no_region(fake_daemon: FakeDaemon, inside: OffloadClient) -> None:
+def test_host_bytes_in_a_namespace_is_refused(
+    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
+) -> None:
     layout: Any = None
-    for register in (inside.register_kv_caches, inside.allocate_kv_caches):
+    for register in (
+        client_in_namespace.register_kv_caches,
+        client_in_namespace.allocate_kv_caches,
+    ):
         with pytest.raises(Refused, match="cpu_bytes_to_use") as refused:
             register(layout, host_bytes=1 << 20)
         assert refused.value.code == Code.BAD_LAYOUT
@@ -310,64 +295,60 @@ def test_in_a_namespace_there_is_no_region(fake_daemon: FakeDaemon, inside: Offl
 # Resets
 
 
-def test_a_reset_returns_once_it_is_done(fake_daemon: FakeDaemon, inside: OffloadClient) -> None:
-    inside.reset()
-    assert answers(inside, A, B) == [MISS, MISS]
+def test_a_reset_returns_once_it_is_done(
+    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
+) -> None:
+    client_in_namespace.reset()
+    assert lookups(client_in_namespace, A, B) == [MISS, MISS]
     fake_daemon.store(C)
-    assert answers(inside, A, C) == [MISS, HIT]
+    assert lookups(client_in_namespace, A, C) == [MISS, HIT]
 
 
 def test_a_reset_that_is_late_holds_here_at_once(
-    fake_daemon: FakeDaemon, inside: OffloadClient
+    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
 ) -> None:
     fake_daemon.slow = True
     with pytest.raises(Gone) as gone:
-        inside.reset(timeout=0.01)
+        client_in_namespace.reset(timeout=0.01)
     assert gone.value.code == Code.TIMEOUT
-    inside.reset_async()
+    client_in_namespace.reset_async()
     fake_daemon.store(C)
-    assert answers(inside, A, C) == [MISS, MISS]
+    assert lookups(client_in_namespace, A, C) == [MISS, MISS]
     fake_daemon.finish_resets()
     fake_daemon.store(B)
-    assert answers(inside, A, B, C) == [MISS, HIT, MISS]
+    assert lookups(client_in_namespace, A, B, C) == [MISS, HIT, MISS]
 
 
 def test_between_two_resets_everything_is_absent(
-    fake_daemon: FakeDaemon, inside: OffloadClient
+    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
 ) -> None:
     fake_daemon.slow = True
-    inside.reset_async()
-    inside.reset_async()
+    client_in_namespace.reset_async()
+    client_in_namespace.reset_async()
     first = fake_daemon.received_of(wire.Reset)[0].request_id
     fake_daemon.send_to_client(wire.Done(first))
     fake_daemon.store(C)
-    assert inside.lookup(C) is MISS
-    assert inside.get_finished() == []
+    assert client_in_namespace.lookup(C) is MISS
+    assert client_in_namespace.get_finished() == []
 
 
-def test_a_reset_is_one_where_its_news_were_dropped(
-    fake_daemon: FakeDaemon, inside: OffloadClient
-) -> None:
-    fake_daemon.lossy = True
-    inside.reset()
-    assert answers(inside, A, B) == [MISS, MISS]
-
-
-def test_a_refused_reset_has_reset_nothing(fake_daemon: FakeDaemon, inside: OffloadClient) -> None:
-    fake_daemon.refusal = ErrorInfo(Code.FORBIDDEN, "not now")
-    with pytest.raises(Refused, match="not now"):
-        inside.reset()
-    assert answers(inside, A, B, C) == [HIT, PENDING, MISS]
-
-
-def test_a_refused_reset_that_nobody_waits_for_is_raised_where_it_arrives(
-    fake_daemon: FakeDaemon, inside: OffloadClient
+def test_a_refused_reset_changes_nothing(
+    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
 ) -> None:
     fake_daemon.refusal = ErrorInfo(Code.FORBIDDEN, "not now")
-    inside.reset_async()
     with pytest.raises(Refused, match="not now"):
-        inside.get_finished()
-    assert inside.lookup(A) is MISS
+        client_in_namespace.reset()
+    assert lookups(client_in_namespace, A, B, C) == [HIT, PENDING, MISS]
+
+
+def test_a_refused_reset_async_is_raised_by_the_next_poll(
+    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
+) -> None:
+    fake_daemon.refusal = ErrorInfo(Code.FORBIDDEN, "not now")
+    client_in_namespace.reset_async()
+    with pytest.raises(Refused, match="not now"):
+        client_in_namespace.get_finished()
+    assert client_in_namespace.lookup(A) is MISS
 
 
 def test_a_mirror_made_during_a_reset_knows_of_it(
@@ -381,53 +362,55 @@ def test_a_mirror_made_during_a_reset_knows_of_it(
     assert client.lookup(A) is MISS
     fake_daemon.finish_resets()
     fake_daemon.store(B)
-    assert answers(client, A, B) == [MISS, HIT]
+    assert lookups(client, A, B) == [MISS, HIT]
 
 
 # Without the daemon
 
 
 @pytest.mark.parametrize("how", ["killed", "goodbye"])
-def test_an_engine_goes_on_when_the_daemon_is_gone(
-    fake_daemon: FakeDaemon, inside: OffloadClient, how: str
+def test_without_a_daemon_lookups_miss_and_pins_do_not_fail(
+    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient, how: str
 ) -> None:
-    inside.pin([A])
+    client_in_namespace.pin([A])
     if how == "killed":
         fake_daemon.disconnected = True
     else:
         fake_daemon.send_to_client(wire.Goodbye("stopping"))
-    assert answers(inside, A, B, C) == [MISS, MISS, MISS]
-    assert isinstance(inside.gone, Gone)
+    assert lookups(client_in_namespace, A, B, C) == [MISS, MISS, MISS]
+    assert isinstance(client_in_namespace.gone, Gone)
     fake_daemon.received.clear()
-    inside.pin([B])
-    inside.touch([A])
-    inside.unpin([A, B])
+    client_in_namespace.pin([B])
+    client_in_namespace.touch([A])
+    client_in_namespace.unpin([A, B])
     with pytest.raises(Refused):
-        inside.unpin([A])
+        client_in_namespace.unpin([A])
     assert fake_daemon.received == []
     calls: list[Callable[[], object]] = [
-        inside.reset_async,
-        inside.reset,
-        lambda: inside.transfer_async(1, (GPU, KeyLoadStoreSpec((A,)))),
+        client_in_namespace.reset_async,
+        client_in_namespace.reset,
+        lambda: client_in_namespace.transfer_async(1, (GPU, KeyLoadStoreSpec((A,)))),
     ]
     for call in calls:
         with pytest.raises(Gone):
             call()
 
 
-def test_what_comes_after_the_end_brings_nothing_back(
-    fake_daemon: FakeDaemon, inside: OffloadClient
+def test_messages_after_the_end_change_nothing(
+    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
 ) -> None:
     fake_daemon.slow = True
-    inside.reset_async()
+    client_in_namespace.reset_async()
     fake_daemon.send_to_client(wire.Goodbye("stopping"))
     fake_daemon.finish_resets()
     fake_daemon.store(C)
-    assert inside.get_finished() == []
-    assert answers(inside, A, C) == [MISS, MISS]
+    assert client_in_namespace.get_finished() == []
+    assert lookups(client_in_namespace, A, C) == [MISS, MISS]
 
 
-def test_a_closed_client_finds_nothing(fake_daemon: FakeDaemon, inside: OffloadClient) -> None:
-    inside.close()
-    assert answers(inside, A) == [MISS]
+def test_lookups_of_a_closed_client_miss(
+    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
+) -> None:
+    client_in_namespace.close()
+    assert lookups(client_in_namespace, A) == [MISS]
     assert fake_daemon.closed

@@ -148,7 +148,7 @@ def test_a_timeline_that_is_dropped_leaves_nothing_behind(
     assert calls == (done if device == "cuda" else [])
 
 
-def test_a_timeline_goes_on_in_a_new_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeline_continues_in_a_new_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream may still write to the revoked one, which is released with the timeline."""
     calls: list[Any] = []
     driver = Mock(
@@ -233,7 +233,7 @@ def test_tensors_and_their_timeline_are_of_one_device(
     of_gpu.close()
 
 
-def test_vllm_goes_on_without_a_device_that_has_no_timeline(
+def test_vllm_continues_without_a_timeline(
     kvferryd: LocalDaemon, caplog: pytest.LogCaptureFixture
 ) -> None:
     caches = kv_caches()

@@ -42,25 +42,31 @@ def enter(fingerprint: Any = None, **arguments: Any) -> Callable[[OffloadClient]
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        (register(host_bytes=0), "host_bytes is a whole number from 1 to .* or None .got 0."),
+        (register(host_bytes=0), "host_bytes must be a whole number from 1 to .* or None .got 0."),
         (register(host_bytes=-5), "host_bytes .*got -5"),
         (register(host_bytes="64"), "host_bytes .*got 64"),
         (register(host_bytes=1 << 70), "host_bytes .*got 1180591620717411303424"),
-        (register(block_size_factor=0), "block_size_factor is .* from 1 to 4096 .got 0."),
+        (register(block_size_factor=0), "block_size_factor must be .* from 1 to 4096 .got 0."),
         (register(block_size_factor=5000), "block_size_factor .*got 5000"),
         (allocate(host_bytes=1.5), r"host_bytes .*got 1\.5"),
         (allocate(HUGE), "block_size_factor .*got 5000"),
-        (allocate(NO_GROUPS), "groups is 1 to 256, each 1 to 4096, each a TensorRef .got 0."),
-        (allocate(FLAT), "num_blocks is .*got 0"),
-        (allocate("wrong"), "layout is a KVLayout .got wrong."),
-        (allocate(keep=3), "keep is True or False .got 3."),
-        (enter(store_threshold=0), "store_threshold is .*got 0"),
-        (enter(cpu_bytes_to_use=-1), "cpu_bytes_to_use is .* from 0 to .* or None .got -1."),
-        (enter(eviction_policy="x" * 300), "eviction_policy is a text of 0 to 256 .*xxx"),
-        (enter(Fingerprint("llama", 0)), "host_block_bytes is .*got 0"),
-        (enter(Fingerprint("llama", 64, key_bytes=65)), "key_bytes is .* from 1 to 64 .got 65."),
-        (enter("llama"), "fingerprint is a Fingerprint .got llama."),
-        (lambda client: client.release_kv_caches("x" * 300), "engine is a text of 1 to 256"),
+        (
+            allocate(NO_GROUPS),
+            "groups must be a list of 1 to 256 items, each a list of .* TensorRef .got 0.",
+        ),
+        (allocate(FLAT), "num_blocks must be .*got 0"),
+        (allocate("wrong"), "layout must be a KVLayout .got wrong."),
+        (allocate(keep=3), "keep must be True or False .got 3."),
+        (enter(store_threshold=0), "store_threshold must be .*got 0"),
+        (enter(cpu_bytes_to_use=-1), "cpu_bytes_to_use must be .* from 0 to .* or None .got -1."),
+        (enter(eviction_policy="x" * 300), "eviction_policy must be a text of 0 to 256 .*xxx"),
+        (enter(Fingerprint("llama", 0)), "host_block_bytes must be .*got 0"),
+        (
+            enter(Fingerprint("llama", 64, key_bytes=65)),
+            "key_bytes must be .* from 1 to 64 .got 65.",
+        ),
+        (enter("llama"), "fingerprint must be a Fingerprint .got llama."),
+        (lambda client: client.release_kv_caches("x" * 300), "engine must be a text of 1 to 256"),
     ],
 )
 def test_nothing_is_sent_that_cannot_be_read(
@@ -81,7 +87,7 @@ def test_nothing_is_sent_that_cannot_be_read(
 )
 def test_a_name_that_cannot_be_read(fake_daemon: FakeDaemon, named: dict[str, Any]) -> None:
     (name,) = named
-    with pytest.raises(Refused, match=f"{name} is a text of . to 256 characters"):
+    with pytest.raises(Refused, match=f"{name} must be a text of . to 256 characters"):
         OffloadClient(fake_daemon.directory, **named)
     assert fake_daemon.received == []
 

@@ -81,7 +81,7 @@ def test_a_driver_that_cannot_start(library: Library) -> None:
 
 
 @pytest.mark.parametrize(("before", "behind"), [(100, 100), (7, 7), (None, 101)])
-def test_who_visits_a_gpu_comes_back(
+def test_a_current_context_is_restored(
     library: Library, before: int | None, behind: int | None
 ) -> None:
     """A process with several GPUs has the same current device as before."""

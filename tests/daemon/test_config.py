@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,7 @@ def write(tmp_path: Path) -> Any:
 # What counts
 
 
-def test_nothing_given_is_the_defaults() -> None:
+def test_without_arguments_the_defaults_apply() -> None:
     assert read([]) == Config()
 
 
@@ -86,7 +89,7 @@ def test_flags_override_the_file(write: Any) -> None:
         ("", {}, r"/tmp/kvferry-\d+"),
     ],
 )
-def test_where_the_sockets_go(
+def test_the_runtime_directory_follows_from_the_environment(
     own: str, environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("RUNTIME_DIRECTORY", "XDG_RUNTIME_DIR"):
@@ -117,6 +120,8 @@ def test_where_the_sockets_go(
         ("[reference]\nfail_every = -1", "fail_every"),
         ("[reference]\nstall = inf", "stall"),
         ("pool = '1GiB'", "pool"),
+        ("[swimming]\nsize = 1", "swimming"),
+        ("[limits]\nmax_stores = [1]", "max_stores"),
         ("[pool\n", "configuration"),
         ("device = 1\ndevice = 2", "configuration"),
         (b"device = '\xff'", "configuration"),
@@ -124,6 +129,53 @@ def test_where_the_sockets_go(
 )
 def test_a_file_that_is_not_right_is_refused(write: Any, text: str | bytes, said: str) -> None:
     assert said in str(refused(write(text)))
+
+
+def fifo(place: Path) -> Path:
+    """No process writes to it."""
+    os.mkfifo(place / "fifo")
+    return place / "fifo"
+
+
+def large(place: Path) -> Path:
+    (place / "large").write_text("# more\n" * 200_000)
+    return place / "large"
+
+
+def nested(place: Path) -> Path:
+    (place / "nested").write_text("device = " + "[" * 100_000)
+    return place / "nested"
+
+
+def socket_file(place: Path) -> Path:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(place / "sock"))
+    return place / "sock"
+
+
+NO_FILES: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "a folder": (lambda place: place, "Is a directory"),
+    "a FIFO": (fifo, "not a regular file"),
+    "a socket": (socket_file, "No such device or address"),
+    "a device": (lambda _: Path("/dev/zero"), "not a regular file"),
+    "too large": (large, "more than 1048576 bytes"),
+    "nested": (nested, "nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("name", NO_FILES)
+def test_a_configuration_that_is_no_file_is_refused(short_path: Path, name: str) -> None:
+    make, why = NO_FILES[name]
+    path = make(short_path)
+    said = str(refused(f"--config={path}"))
+    assert why in said
+    assert str(path) in said
+
+
+def test_a_value_with_a_nul_is_refused(write: Any) -> None:
+    said = str(refused(write('[metrics]\nlisten = "a\\u0000b"')))
+    assert "metrics.listen = " in said
+    assert "contains a NUL" in said
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -141,6 +193,11 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         "--stop-drain-seconds=-1",
         "--log-level=loud",
         "--pool-check-memory=perhaps",
+        f"--pool-size={'9' * 400}",
+        "--pool-size=-1",
+        f"--limits-max-stores={10**20}",
+        "--health-deadline-seconds=inf",
+        "--health-every-seconds=0",
     ],
 )
 def test_a_flag_that_is_not_right_is_refused(flag: str) -> None:
@@ -148,11 +205,11 @@ def test_a_flag_that_is_not_right_is_refused(flag: str) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--pool-size=0", "--pool-chunk=0", "--pool-chunk=0.1"])
-def test_a_pool_or_chunk_of_nothing_is_refused(flag: str) -> None:
+def test_a_pool_or_chunk_of_zero_bytes_is_refused(flag: str) -> None:
     refused(flag)
 
 
-def test_a_flag_into_a_table_that_is_none_is_refused(write: Any) -> None:
+def test_a_flag_for_a_key_that_is_not_a_table_is_refused(write: Any) -> None:
     assert "is not a table [pool]" in str(refused(write("pool = 3"), "--pool-size=1GiB"))
 
 
@@ -164,9 +221,7 @@ def test_a_flag_into_a_table_that_is_none_is_refused(write: Any) -> None:
         ("log.format", '"text" or "json"'),
     ],
 )
-def test_a_word_that_is_none_is_answered_with_those_there_are(
-    write: Any, key: str, values: str
-) -> None:
+def test_a_wrong_choice_is_refused_with_the_valid_ones(write: Any, key: str, values: str) -> None:
     section, name = key.split(".")
     assert values in description({key: hint for key, hint, _ in options()}[key])
     for wrong in (f"--{section}-{name}=foo", write(f"[{section}]\n{name} = 'foo'")):
@@ -175,7 +230,7 @@ def test_a_word_that_is_none_is_answered_with_those_there_are(
         assert values in said
 
 
-def test_what_a_gpu_needs_of_staging_is_said() -> None:
+def test_the_help_states_the_minimum_of_staging() -> None:
     (said,) = (description(hint) for key, hint, _ in options() if key == "copy.staging")
     assert f"{MIN_STAGING >> 20}MiB" in said
 

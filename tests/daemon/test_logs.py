@@ -43,7 +43,7 @@ def test_other_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_an_error_nobody_foresaw_has_its_place(
+def test_an_unexpected_error_is_logged_with_its_place(
     form: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start_logging(LogConfig(format=form))  # type: ignore[arg-type]
@@ -53,13 +53,13 @@ def test_an_error_nobody_foresaw_has_its_place(
         structlog.get_logger().error("failed", exc_info=error)
     said = capsys.readouterr().err
     shown = json.loads(said)["exception"] if form == "json" else said
-    assert "in test_an_error_nobody_foresaw_has_its_place" in shown
+    assert "in test_an_unexpected_error_is_logged_with_its_place" in shown
     assert "ZeroDivisionError: a mistake" in shown
     assert len(shown.splitlines()) < 10
 
 
 @pytest.mark.timeout(20)
-def test_a_line_longer_than_a_pipe_that_nobody_reads() -> None:
+def test_a_line_longer_than_the_buffer_of_an_unread_pipe() -> None:
     reader, writer = os.pipe()
     with open(writer, "w") as pipe:
         log = unfailing(pipe)

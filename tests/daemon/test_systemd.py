@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.daemon.systemd import MOST_UNSENT, Supervisor
+from kvferry.daemon.systemd import MAX_UNSENT, Supervisor
 from support.service_manager import ServiceManager
 
 PROGRAM = """
@@ -54,7 +54,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
         manager.close()
 
 
-def test_what_it_says(run: Run) -> None:
+def test_the_sequence_of_notifications(run: Run) -> None:
     manager = run(
         "supervisor.status('one\\ntwo'); supervisor.keep_alive(); supervisor.reloading();"
         "supervisor.stopping()"
@@ -73,7 +73,7 @@ def test_a_socket_in_no_file_system(run: Run) -> None:
     assert manager.values("READY") == ["1"]
 
 
-def test_what_is_kept_comes_back_under_its_name(run: Run) -> None:
+def test_a_stored_descriptor_is_passed_on_with_its_name(run: Run) -> None:
     """Also twice in a row, and in whatever order it was given."""
     manager = run(
         "say(kept())\n"
@@ -87,7 +87,7 @@ def test_what_is_kept_comes_back_under_its_name(run: Run) -> None:
         assert manager.values("STATUS")[0] == repr({"three": "three", "two": "two", "one": "one"})
 
 
-def test_what_is_forgotten_does_not_come_back(run: Run) -> None:
+def test_a_removed_descriptor_is_not_passed_on(run: Run) -> None:
     manager = run(
         "say(kept())\n"
         "if not supervisor.stored_fds:\n"
@@ -100,7 +100,7 @@ def test_what_is_forgotten_does_not_come_back(run: Run) -> None:
     assert manager.names == ["two"]
 
 
-def test_of_two_of_one_name_the_newer_stays(run: Run) -> None:
+def test_the_newer_of_two_descriptors_with_one_name_is_kept(run: Run) -> None:
     manager = run(
         "say((kept(), len(os.listdir('/proc/self/fd'))))\n"
         "if not supervisor.stored_fds:\n"
@@ -113,7 +113,7 @@ def test_of_two_of_one_name_the_newer_stays(run: Run) -> None:
     assert literal_eval(manager.values("STATUS")[0]) == ({"one": "new"}, before[1] + 1)
 
 
-def test_a_pipe_is_kept_though_nobody_holds_its_other_end(run: Run) -> None:
+def test_a_pipe_is_stored_even_if_its_other_end_is_closed(run: Run) -> None:
     """FDPOLL=0: a manager would drop it otherwise."""
     manager = run(
         "say([*supervisor.stored_fds])\n"
@@ -124,7 +124,7 @@ def test_a_pipe_is_kept_though_nobody_holds_its_other_end(run: Run) -> None:
     assert manager.values("STATUS")[0] == "['pipe']"
 
 
-def test_settled_means_taken_in(run: Run) -> None:
+def test_flush_returns_once_descriptors_are_received(run: Run) -> None:
     manager = run(
         "for number in range(500): supervisor.store_fd(f'part.{number}', memory('x'))\n"
         "say(supervisor.wait_processed(20))"
@@ -133,40 +133,40 @@ def test_settled_means_taken_in(run: Run) -> None:
     assert len(manager.names) == 500
 
 
-def test_nothing_is_settled_that_nobody_took_in(tmp_path: Path) -> None:
+def test_flush_waits_for_the_service_manager(tmp_path: Path) -> None:
     """The manager lives, and reads nothing; then it does."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear:
-        ear.bind(str(tmp_path / "notify"))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
+        receiver.bind(str(tmp_path / "notify"))
         supervisor = Supervisor({"NOTIFY_SOCKET": str(tmp_path / "notify")})
         assert not supervisor.wait_processed(0.1)
-        listener = threading.Thread(target=_hear, args=(ear, 2))
+        listener = threading.Thread(target=_receive, args=(receiver, 2))
         listener.start()
         assert supervisor.wait_processed(20)
         listener.join()
 
 
 @pytest.fixture
-def deaf(tmp_path: Path) -> Iterator[tuple[Supervisor, socket.socket]]:
+def unread(tmp_path: Path) -> Iterator[tuple[Supervisor, socket.socket]]:
     """A supervisor, and the socket of a manager whose queue is full."""
     path = str(tmp_path / "notify")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear:
-        ear.bind(path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
+        receiver.bind(path)
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as wire, suppress(BlockingIOError):
             wire.connect(path)
             wire.setblocking(False)
             while True:
                 wire.send(b"OTHER=1")
-        ear.settimeout(20)
-        yield Supervisor({"NOTIFY_SOCKET": path}), ear
+        receiver.settimeout(20)
+        yield Supervisor({"NOTIFY_SOCKET": path}), receiver
 
 
-def _heard(supervisor: Supervisor, ear: socket.socket) -> list[tuple[str, str]]:
+def _received(supervisor: Supervisor, receiver: socket.socket) -> list[tuple[str, str]]:
     """Up to STOPPING: what was said, and the bytes of its descriptor."""
     delivery = threading.Thread(target=supervisor.send_queued, args=(20,))
     delivery.start()
     heard = []
     while ("STOPPING=1", "") not in heard:
-        data, descriptors, _, _ = socket.recv_fds(ear, 4096, 1)
+        data, descriptors, _, _ = socket.recv_fds(receiver, 4096, 1)
         held = "".join(os.pread(descriptor, 9, 0).decode() for descriptor in descriptors)
         heard.append((data.decode(), held))
         for descriptor in descriptors:
@@ -184,10 +184,10 @@ def _keep(supervisor: Supervisor, name: str) -> None:
 
 
 def test_a_manager_that_does_not_read_is_not_waited_for(
-    deaf: tuple[Supervisor, socket.socket],
+    unread: tuple[Supervisor, socket.socket],
 ) -> None:
     """All that counts comes in its order once it reads, but what a later word has made old."""
-    supervisor, ear = deaf
+    supervisor, receiver = unread
     began = time.monotonic()
     _keep(supervisor, "one")
     supervisor.ready("up")
@@ -199,9 +199,9 @@ def test_a_manager_that_does_not_read_is_not_waited_for(
     _keep(supervisor, "two")
     supervisor.remove_fd("one")
     supervisor.stopping()
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < 8  # a write that waits would wait forever
     assert not supervisor.send_queued(0.05)
-    heard = _heard(supervisor, ear)
+    heard = _received(supervisor, receiver)
     reloading = heard[3][0]
     assert reloading.startswith("RELOADING=1\n")
     assert heard == [
@@ -217,34 +217,37 @@ def test_a_manager_that_does_not_read_is_not_waited_for(
     assert supervisor.send_queued(0)
 
 
-def test_what_waits_goes_with_the_next_word(deaf: tuple[Supervisor, socket.socket]) -> None:
-    supervisor, ear = deaf
+def test_queued_notifications_are_sent_with_the_next_one(
+    unread: tuple[Supervisor, socket.socket],
+) -> None:
+    supervisor, receiver = unread
     supervisor.ready("up")
-    assert ear.recv(99) == b"OTHER=1"
-    assert ear.recv(99) == b"OTHER=1"
+    assert receiver.recv(99) == b"OTHER=1"
+    assert receiver.recv(99) == b"OTHER=1"
     supervisor.keep_alive()
-    ear.setblocking(False)
+    receiver.setblocking(False)
     with suppress(BlockingIOError):
-        while (said := ear.recv(99)) == b"OTHER=1":
+        while (said := receiver.recv(99)) == b"OTHER=1":
             pass
     assert said == b"READY=1\nSTATUS=up"
-    assert ear.recv(99) == b"WATCHDOG=1"
+    assert receiver.recv(99) == b"WATCHDOG=1"
 
 
-def test_what_waits_for_a_manager_is_bounded(deaf: tuple[Supervisor, socket.socket]) -> None:
-    supervisor, ear = deaf
+def test_queued_notifications_are_bounded(unread: tuple[Supervisor, socket.socket]) -> None:
+    supervisor, receiver = unread
     before = len(os.listdir("/proc/self/fd"))
-    for number in range(MOST_UNSENT + 9):
+    for number in range(MAX_UNSENT + 9):
         supervisor.remove_fd(f"part.{number}")
     _keep(supervisor, "one too many")
     supervisor.stopping()
-    assert len(os.listdir("/proc/self/fd")) == before
-    assert len(_heard(supervisor, ear)) == MOST_UNSENT + 1
+    # A thread may meanwhile have closed a descriptor of an earlier test.
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert len(_received(supervisor, receiver)) == MAX_UNSENT + 1
 
 
-def _hear(ear: socket.socket, messages: int) -> None:
+def _receive(receiver: socket.socket, messages: int) -> None:
     for _ in range(messages):
-        text, (descriptor,), _, _ = socket.recv_fds(ear, 4096, 1)
+        text, (descriptor,), _, _ = socket.recv_fds(receiver, 4096, 1)
         assert text == b"BARRIER=1"
         os.close(descriptor)
 
@@ -272,13 +275,13 @@ def test_the_watchdog_s_time(run: Run) -> None:
     assert run("say(supervisor.watchdog_seconds)").values("STATUS")[0] == "None"
 
 
-def test_who_does_not_say_that_it_lives_is_killed(run: Run) -> None:
+def test_a_process_without_keep_alive_is_killed(run: Run) -> None:
     manager = run("", watchdog=0.5)
     assert manager.wait_dead() == -9
     assert manager.starved == 1
 
 
-def test_who_says_that_it_lives_is_let_live(run: Run) -> None:
+def test_a_process_with_keep_alive_is_not_killed(run: Run) -> None:
     manager = run(
         "supervisor.ready('up')\n"
         "for _ in range(40): supervisor.keep_alive(); time.sleep(0.05)\n"
@@ -291,7 +294,7 @@ def test_who_says_that_it_lives_is_let_live(run: Run) -> None:
     assert not manager.starved
 
 
-def test_what_is_meant_for_another_process_is_left_alone() -> None:
+def test_notifications_for_another_process_are_ignored() -> None:
     ours, theirs = os.pipe()
     try:
         environ = {"LISTEN_PID": "1", "LISTEN_FDS": str(theirs), "LISTEN_FDNAMES": "a:b"}
@@ -304,7 +307,7 @@ def test_what_is_meant_for_another_process_is_left_alone() -> None:
         os.close(theirs)
 
 
-def test_where_there_is_no_manager_nothing_is_said() -> None:
+def test_without_a_service_manager_nothing_is_sent() -> None:
     environ = {"PATH": "/bin"}
     supervisor = Supervisor(environ)
     assert environ == {"PATH": "/bin"}
@@ -314,7 +317,7 @@ def test_where_there_is_no_manager_nothing_is_said() -> None:
     assert not supervisor.wait_processed(0.1)
 
 
-def test_a_manager_that_went_is_said_once(
+def test_a_lost_service_manager_is_logged_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     supervisor = Supervisor({"NOTIFY_SOCKET": str(tmp_path / "nobody")})
@@ -335,7 +338,7 @@ def test_names_that_a_store_would_not_take(name: str) -> None:
         supervisor.remove_fd(name)
 
 
-def test_a_store_is_hoped_for_where_nobody_says() -> None:
+def test_the_fd_store_is_assumed_to_exist_if_its_size_is_unknown() -> None:
     assert Supervisor({"NOTIFY_SOCKET": "/nowhere"}).has_fd_store
     assert Supervisor({"NOTIFY_SOCKET": "/nowhere", "FDSTORE": "9"}).has_fd_store
     assert not Supervisor({"NOTIFY_SOCKET": "/nowhere", "FDSTORE": "0"}).has_fd_store

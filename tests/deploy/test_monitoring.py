@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.daemon.core.actions import TransferCompleted
 from kvferry.daemon.observability.metrics import EXPECTED, Metrics
-from kvferry.proto import status as told
+from kvferry.proto import status as proto_status
 from kvferry.proto.messages import JobResult, Outcome
 from kvferry.proto.specs import Direction
 
@@ -20,13 +20,24 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 
 def metrics() -> dict[str, set[str]]:
     """The labels of every sample that a daemon which does everything shows."""
-    whose = told.Fingerprint("model", 4096)
-    space = told.NamespaceStatus("name", whose, "lru", ("e",), *[1] * 13)
-    engine = told.EngineStatus("e", True, 1, 1, 1)
-    health = told.HealthStatus(False, ("why",), 0.1, 0.1, 0.1, 0.1, 0.1, 0.1)
-    device, pool = told.DeviceInfo("cpu", "cpu", "host"), told.PoolStatus(1, 1, 1)
-    status = told.DaemonStatus(
-        "0", "b", 1, 1.0, device, pool, 1, (engine,), told.Totals(), {"busy": 1}, None, health
+    whose = proto_status.Fingerprint("model", 4096)
+    space = proto_status.NamespaceStatus("name", whose, "lru", ("e",), *[1] * 13)
+    engine = proto_status.EngineStatus("e", True, 1, 1, 1)
+    health = proto_status.HealthStatus(False, ("why",), 0.1, 0.1, 0.1, 0.1, 0.1, 0.1)
+    device, pool = proto_status.DeviceInfo("cpu", "cpu", "host"), proto_status.PoolStatus(1, 1, 1)
+    status = proto_status.DaemonStatus(
+        "0",
+        "b",
+        1,
+        1.0,
+        device,
+        pool,
+        1,
+        (engine,),
+        proto_status.Totals(),
+        {"busy": 1},
+        None,
+        health,
     )
     shown = Metrics()
     result = JobResult(1, Direction.STORE, Outcome.DONE, 1, 1.0)
@@ -42,12 +53,12 @@ def metrics() -> dict[str, set[str]]:
     return found
 
 
-def test_what_alerts_are_about_is_there_before_it_happens() -> None:
+def test_series_of_alerts_exist_from_the_start() -> None:
     """The first sample of a series is no growth: a first failure would be told to nobody."""
-    device, pool = told.DeviceInfo("cpu", "cpu", "host"), told.PoolStatus(1, 1, 1)
-    health = told.HealthStatus(True)
-    status = told.DaemonStatus(
-        "0", "b", 1, 1.0, device, pool, 0, (), told.Totals(), {}, None, health
+    device, pool = proto_status.DeviceInfo("cpu", "cpu", "host"), proto_status.PoolStatus(1, 1, 1)
+    health = proto_status.HealthStatus(True)
+    status = proto_status.DaemonStatus(
+        "0", "b", 1, 1.0, device, pool, 0, (), proto_status.Totals(), {}, None, health
     )
     shown = Metrics()
     shown.update(status, ())
@@ -79,7 +90,7 @@ def expressions() -> list[str]:
 
 
 @pytest.mark.parametrize("expression", expressions())
-def test_what_is_named_is_there(expression: str) -> None:
+def test_metrics_in_rules_and_dashboards_exist(expression: str) -> None:
     known = metrics()
     names = re.findall(r"\bkvferry_\w+", expression)
     assert names

@@ -41,7 +41,7 @@ from kvferry.proto.specs import GPULoadStoreSpec, KeyLoadStoreSpec
 from kvferry.proto.status import Fingerprint
 from kvferry.testing.engine import until
 from support.daemon_invariants import check_all_gone
-from support.fuzz import USELESS, Attacker, Forge, bother_desk, strange_descriptors
+from support.fuzz import USELESS, Attacker, Forge, fuzz_fd_socket, strange_descriptors
 from support.process_usage import ProcessUsage
 from support.raw_client import RawClient, load, one_tensor, store
 from support.traffic_processes import TrafficProcesses
@@ -156,9 +156,9 @@ def test_descriptor_socket(beside: LocalDaemon, seed: int, long: bool) -> None:
     forge = Forge(seed, HONEST)
     with RawClient(beside.directory, "fuzz") as raw:
         packets = [encode(SendFds(raw.session)), encode(FetchFd(raw.session, 1))]
-        bother_desk(beside.directory, forge, packets, 200)
+        fuzz_fd_socket(beside.directory, forge, packets, 200)
         before = ProcessUsage.of(beside.pid)
-        bother_desk(beside.directory, forge, packets, 10_000 if long else 1_000)
+        fuzz_fd_socket(beside.directory, forge, packets, 10_000 if long else 1_000)
     more = ProcessUsage.of(beside.pid).since(before)
     print(more)
     assert more.private < MAX_GROWTH

@@ -158,7 +158,7 @@ def at_rest(
     total = crew.dismiss()
     assert not total.complaints, "\n".join(total.complaints)
     check_all_gone(daemon.directory)
-    time.sleep(1.5 * fd_closer.PATIENCE)
+    time.sleep(1.5 * fd_closer.IDLE_SECONDS)
     return ProcessUsage.of(daemon.pid)
 
 

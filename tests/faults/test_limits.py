@@ -141,7 +141,7 @@ def test_more_namespaces_than_descriptors(poor: LocalDaemon) -> None:
     assert "not kept" not in poor.log()
 
 
-def test_more_visitors_than_descriptors(poor: LocalDaemon) -> None:
+def test_more_http_connections_than_descriptors(poor: LocalDaemon) -> None:
     """They say nothing, and are shown out; the daemon neither ends nor spins."""
     with RawClient(poor.directory, "early"), ExitStack() as visits:
         for _ in range(2 * DESCRIPTORS):
@@ -217,7 +217,7 @@ def test_a_second_daemon_beside_one_that_stands_still(kvferryd: LocalDaemon) -> 
         assert later.daemon.pid == kvferryd.pid
 
 
-def test_a_lock_that_names_somebody_else(tmp_path: Path) -> None:
+def test_a_lock_file_with_the_pid_of_another_process(tmp_path: Path) -> None:
     """The file of a dead daemon, whose pid is somebody's again, is no obstacle."""
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu" / "lock").write_text(f"{os.getpid()}\n")

@@ -17,7 +17,7 @@ def await_committed(manager: ServiceManager, count: int) -> None:
 
 
 def _committed(manager: ServiceManager, name: str) -> int:
-    if not name.startswith("ledger-"):
+    if not name.startswith("block-table-"):
         return 0
     try:
         descriptor = os.dup(manager.kept(name))

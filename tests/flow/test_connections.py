@@ -50,7 +50,7 @@ def connect(path: Path, kind: int = socket.SOCK_STREAM) -> socket.socket:
 
 
 @pytest.mark.parametrize("version", GREETINGS)
-def test_a_peer_of_an_old_protocol_is_turned_away(
+def test_a_peer_of_an_old_zmtp_version_is_disconnected(
     engine: SmallEngine, kvferryd: LocalDaemon, version: str
 ) -> None:
     """Such a peer would name its routing id before anybody asked who it is."""
@@ -92,7 +92,7 @@ def test_ids_in_the_form_of_automatic_ones_are_bounded(
     assert joins()
 
 
-def test_silent_connections_to_the_descriptor_socket_hold_up_nobody(
+def test_silent_connections_to_the_descriptor_socket_do_not_delay_others(
     kvferryd: LocalDaemon, start_engine: StartSmallEngine, stack: ExitStack
 ) -> None:
     """An engine that starts hands descriptors over, and has ten seconds for it."""
@@ -124,7 +124,7 @@ def test_a_client_waits_in_the_folder_above_for_a_daemon_that_starts_later(tmp_p
         started[0].stop()
 
 
-def test_a_runtime_directory_that_is_gone_is_told_by_health(
+def test_a_removed_socket_makes_the_daemon_unhealthy(
     engine: SmallEngine, kvferryd: LocalDaemon
 ) -> None:
     client = engine.client
@@ -136,8 +136,8 @@ def test_a_runtime_directory_that_is_gone_is_told_by_health(
     until(healthy, 30)
     (kvferryd.directory / "fds.sock").unlink()
 
-    def told() -> bool:
+    def reported() -> bool:
         health = client.status().health
         return health is not None and any("was removed" in why for why in health.reasons)
 
-    until(told, 10)
+    until(reported, 10)

@@ -18,15 +18,16 @@ from kvferry.testing.engine import SmallEngine, StartSmallEngine, WorkerProcess,
 from support.raw_client import RawClient
 
 NEVER = 1 << 40
-PROMPTLY = 2.0
-"""The daemon has a second; a busy machine gets another."""
+# Seconds. Less than the timeouts of 10 s; longer than usual, because other processes may use the
+# cores.
+PROMPTLY = 8.0
 
 SCHEDULER = """
 import sys, time
 from kvferry.client import CPULoadStoreSpec, GPULoadStoreSpec, OffloadClient
 from numpy import array
 
-client = OffloadClient(sys.argv[1], engine=sys.argv[2], client="doomed")
+client = OffloadClient(sys.argv[1], engine=sys.argv[2], client="second_scheduler")
 for i in range(8):
     spec = GPULoadStoreSpec(array([i])), CPULoadStoreSpec(array([i]))
     client.transfer_async(1000 + i, spec, wait_for=1 << 40)
@@ -69,7 +70,7 @@ def test_the_daemon_is_killed(start_engine: StartSmallEngine, kvferryd: LocalDae
     assert time.monotonic() - began < PROMPTLY
 
 
-def test_the_daemon_is_killed_while_somebody_waits(
+def test_waits_end_when_the_daemon_is_killed(
     start_engine: StartSmallEngine, kvferryd: LocalDaemon
 ) -> None:
     engine = start_engine(kvferryd)
@@ -152,28 +153,6 @@ def test_a_new_worker_loads_what_the_dead_one_stored(
     assert np.array_equal(engine.worker.read(range(16, 32)), engine.expected(range(16), 5))
 
 
-def test_a_worker_that_closes_leaves_its_bytes_too(
-    start_engine: StartSmallEngine, daemon: LocalDaemon
-) -> None:
-    engine = start_engine(daemon)
-    engine.finish(engine.store([3], [0], wait_for=engine.worker.write([3], 5)))
-    engine.worker.close()
-    until(lambda: not own_status(engine).present, PROMPTLY)
-    engine.start_worker(engine.process)
-    assert engine.region.reattached
-    engine.finish(engine.load([0], [4]))
-    assert np.array_equal(engine.worker.read([4]), engine.expected([3], 5))
-
-
-def test_another_layout_does_not_get_the_bytes(
-    start_engine: StartSmallEngine, daemon: LocalDaemon
-) -> None:
-    engine = start_engine(daemon, name="two-layouts")
-    engine.close()
-    again = start_engine(daemon, name="two-layouts", block_size_factor=2)
-    assert not again.region.reattached
-
-
 def test_a_worker_is_killed_while_it_copies(
     start_engine: StartSmallEngine, daemon: LocalDaemon, worker_process: Callable[[], WorkerProcess]
 ) -> None:
@@ -193,7 +172,7 @@ def test_a_worker_is_killed_while_it_copies(
 
 
 @pytest.fixture
-def doomed(
+def second_scheduler(
     start_engine: StartSmallEngine, daemon: LocalDaemon
 ) -> Iterator[tuple[SmallEngine, int]]:
     """An engine, and the pid of a second scheduler of it, with eight stores held by a fence."""
@@ -206,9 +185,9 @@ def doomed(
         process.kill()
 
 
-def test_a_scheduler_is_killed(doomed: tuple[SmallEngine, int]) -> None:
+def test_a_scheduler_is_killed(second_scheduler: tuple[SmallEngine, int]) -> None:
     """Its jobs end; those behind them, of another scheduler of the engine, go on."""
-    engine, pid = doomed
+    engine, pid = second_scheduler
     sessions = engine.client.status().sessions
     behind = engine.store([9], [9], wait_for=engine.worker.write([9], 1))
     assert own_status(engine).jobs == 9

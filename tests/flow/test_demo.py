@@ -110,7 +110,7 @@ def demo(*options: str) -> tuple[int, str]:
 SHORT = ("--prompt-tokens", "700", "--steps", "32")
 
 
-def test_demo_comes_out_well() -> None:
+def test_the_demo_succeeds() -> None:
     code, output = demo(*SHORT)
     assert code == 0, output
     assert "tokens after the round trip equal the undisturbed run: yes" in output

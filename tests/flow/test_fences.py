@@ -13,7 +13,6 @@ import pytest
 from kvferry.client import Code, Gone, LocalDaemon, TransferResult
 from kvferry.testing.content import Bytes
 from kvferry.testing.engine import SmallEngine, StartSmallEngine
-from kvferry.testing.plugin import StartKvferryd
 
 SLOW = 0.03
 BLOCKS = list(range(16))
@@ -116,58 +115,6 @@ def test_a_scheduler_may_submit_before_the_worker_launches(
         assert np.array_equal(engine.worker.read(COPIES), engine.expected(BLOCKS, 1 + to_come))
 
 
-def test_jobs_wait_for_later_and_later_values(
-    start_engine: StartSmallEngine, daemon: LocalDaemon
-) -> None:
-    """Loads and stores in one go, each for its own value; each begins when its own is reached."""
-    engine = start_engine(daemon)
-    value = engine.worker.write(BLOCKS, 1)
-    engine.finish(engine.store(BLOCKS, BLOCKS, wait_for=value))
-    stores = [engine.store([i], [16 + i], wait_for=value + 1 + i) for i in range(8)]
-    loads = [engine.load([8 + i], [16 + i], wait_for=value + 1 + i) for i in range(8)]
-    for i in range(8):
-        assert still_held(engine, stores[i])
-        assert still_held(engine, loads[i])
-        engine.worker.signal()
-        assert all(result.success for result in engine.finish(stores[i], loads[i]))
-    assert np.array_equal(engine.worker.read(COPIES[:8]), engine.expected(BLOCKS[8:], 1))
-
-
-def test_a_fence_of_one_engine_holds_nobody_else(
-    start_engine: StartSmallEngine, daemon: LocalDaemon
-) -> None:
-    one, other = start_engine(daemon), start_engine(daemon)
-    one.finish(one.store([1], [1]))
-    held = [one.store([0], [0], wait_for=99), one.load([1], [1], wait_for=99)]
-    value = other.worker.write(BLOCKS, 3)
-    other.finish(other.store(BLOCKS, BLOCKS, wait_for=value), other.load(BLOCKS, COPIES))
-    assert np.array_equal(other.worker.read(COPIES), other.expected(BLOCKS, 3))
-    assert not set(held) & set(ended(one.poll()))
-    one.client.cancel(held)
-    assert [result.outcome for result in one.finish(*held)] == ["cancelled"] * 2
-
-
-def test_a_cancelled_job_moves_nothing_and_makes_room(
-    start_engine: StartSmallEngine, daemon: LocalDaemon
-) -> None:
-    engine = start_engine(daemon)
-    value = engine.worker.write([0], 1)
-    engine.finish(engine.store([0], [0], wait_for=value))
-    value = engine.worker.write([1], 2)
-    held = engine.store([1], [0], wait_for=value + 1)
-    behind = engine.store([1], [1], wait_for=value)
-    assert still_held(engine, behind)
-    engine.client.cancel([held])
-    outcome, done = engine.finish(held, behind)
-    assert (outcome.outcome, outcome.transfer_size, done.success) == ("cancelled", 0, True)
-    engine.worker.signal()
-    engine.finish(engine.load([1], [3]))
-    assert np.array_equal(engine.worker.read([3]), engine.expected([1], 2))
-    (stale,) = engine.finish(engine.load([0], [2]))  # what the cancelled store left undefined
-    assert stale.error is not None
-    assert stale.error.code == Code.STALE
-
-
 def test_a_load_behind_a_store_that_is_cancelled_loads_nothing(
     start_engine: StartSmallEngine, daemon: LocalDaemon
 ) -> None:
@@ -183,22 +130,3 @@ def test_a_load_behind_a_store_that_is_cancelled_loads_nothing(
     assert stale.error is not None
     assert stale.error.code == Code.STALE
     assert np.array_equal(engine.worker.read([5]), engine.expected([5], 1))
-
-
-def test_nobody_reads_what_the_owner_before_left(
-    start_engine: StartSmallEngine, start_kvferryd: StartKvferryd
-) -> None:
-    """A pool of one region: a store that never runs makes none of its blocks loadable."""
-    daemon = start_kvferryd(pool_bytes=1 << 20)
-    first = start_engine(daemon, name="first", host_bytes=1 << 20)
-    first.finish(first.store([0], [0], wait_for=first.worker.write([0], 7)))
-    first.close()
-    second = start_engine(daemon, name="second", host_bytes=1 << 20)
-    second.worker.write([3], 1)
-    held = second.store([0], [0], wait_for=1 << 40)
-    second.client.cancel([held])
-    second.finish(held)
-    (stale,) = second.finish(second.load([0], [3]))
-    assert stale.error is not None
-    assert stale.error.code == Code.STALE
-    assert np.array_equal(second.worker.read([3]), second.expected([3], 1))

@@ -61,7 +61,7 @@ def test_a_scheduler_needs_no_torch(start_engine: StartSmallEngine, kvferryd: Lo
         ("kvferry.testing.worker", {"kvferry.daemon"}),
     ],
 )
-def test_what_an_import_brings_along(package: str, unwanted: set[str]) -> None:
+def test_modules_loaded_by_each_import(package: str, unwanted: set[str]) -> None:
     imported = modules(f"import sys, {package}; print(*sys.modules)")
     assert package in imported
     assert not imported & unwanted
@@ -94,7 +94,7 @@ def test_what_needs_torch_says_how_to_have_it(kvferryd: LocalDaemon) -> None:
     modules(WITHOUT_TORCH, str(kvferryd.directory))
 
 
-def test_a_star_import_has_all_there_is() -> None:
+def test_a_star_import_has_all_public_names() -> None:
     program = "import sys; from kvferry.client import *; shared_empty; print(*sys.modules)"
     assert "torch" in modules(program)
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +19,22 @@ import torch
 from kvferry.client import (
     CanonicalKVCaches,
     Code,
-    CPULoadStoreSpec,
     Gone,
-    GPULoadStoreSpec,
     KVLayout,
     LocalDaemon,
     OffloadClient,
     Refused,
     TensorLayout,
     TensorRef,
-    TransferSpec,
 )
 from kvferry.client.cli import main
-from kvferry.proto.memory import Allocation, FdAllocation, Location
-from kvferry.proto.messages import Allocated, AllocateKVCaches, Error, RegisterKVCaches
 from kvferry.proto.status import EngineStatus
 from kvferry.testing.engine import GroupOptions, SmallEngine, StartSmallEngine, WorkerProcess, until
-from support.raw_client import RawClient, one_tensor
 from support.service_manager import ServiceManager, kvferryd_command
 
-PROMPTLY = 2.0
-"""The daemon has a second; a busy machine gets another."""
+# Seconds. Less than the timeouts of 10 s; longer than usual, because other processes may use the
+# cores.
+PROMPTLY = 8.0
 LAYOUT = KVLayout((TensorLayout(16, 4096, 4096),) * 2, ((TensorRef(0, 4096), TensorRef(1, 4096)),))
 GRANULE = 2 << 20
 
@@ -134,25 +129,7 @@ def test_an_engine_that_was_killed_finds_its_tensors(
     assert kept_bytes(daemon, engine.options.name) == size
 
 
-def test_tensors_that_nobody_asked_to_keep_are_freed(
-    start_engine: StartSmallEngine,
-    daemon: LocalDaemon,
-    device: str,
-    worker_process: Callable[[], WorkerProcess],
-) -> None:
-    spare = worker_process()
-    before = memory_before(daemon, device)
-    engine = start_engine(daemon, **large(device))
-    size = engine.options.num_blocks * GRANULE
-    assert memory_of(daemon, device) >= before + size // 2
-    killed(engine, daemon)
-    until(lambda: memory_of(daemon, device) < before + size // 2, PROMPTLY)
-    assert kept_bytes(daemon, engine.options.name) == 0
-    engine.start_worker(spare)
-    assert not engine.kept
-
-
-def test_kept_tensors_are_freed_when_somebody_says_so(
+def test_kept_tensors_are_freed_by_release_kv_caches(
     start_engine: StartSmallEngine, daemon: LocalDaemon, device: str
 ) -> None:
     before = memory_before(daemon, device)
@@ -168,37 +145,6 @@ def test_kept_tensors_are_freed_when_somebody_says_so(
             client.release_kv_caches()
     assert (refused.value.code, refused.value.value) == (Code.NOT_REGISTERED, name)
     assert kept_bytes(daemon, name) == 0
-
-
-def test_they_are_released_while_their_engine_is_there(
-    start_engine: StartSmallEngine, daemon: LocalDaemon, device: str
-) -> None:
-    """It notices nothing; they are freed when it goes."""
-    before = memory_before(daemon, device)
-    engine = start_engine(daemon, **large(device), keep=True)
-    size = engine.client.release_kv_caches()
-    fence = engine.worker.write([1], 3)
-    engine.finish(engine.store([1], [0], wait_for=fence), engine.load([0], [2]))
-    assert np.array_equal(engine.worker.read([2]), engine.expected([1], 3))
-    killed(engine, daemon)
-    until(lambda: memory_of(daemon, device) < before + size // 2, PROMPTLY)
-
-
-def test_another_layout_gets_new_tensors(
-    start_engine: StartSmallEngine, daemon: LocalDaemon, device: str
-) -> None:
-    before = memory_before(daemon, device)
-    engine = start_engine(daemon, **large(device), keep=True)
-    size = kept_bytes(daemon, engine.options.name)
-    engine.close()
-    until(lambda: away(daemon, engine.options.name), PROMPTLY)
-    again = start_engine(
-        daemon, name=engine.options.name, daemon_owned=True, keep=True, num_blocks=16
-    )
-    assert not again.kept
-    assert 0 < kept_bytes(daemon, engine.options.name) < size
-    until(lambda: memory_of(daemon, device) < before + size // 2, PROMPTLY)
-    assert again.client.release_kv_caches(engine.options.name) > 0
 
 
 def test_the_command_line_shows_and_releases_them(
@@ -220,41 +166,6 @@ def test_the_command_line_shows_and_releases_them(
 
 
 # The daemon goes
-
-
-def test_tensors_outlive_the_daemon_that_allocated_them(device: str, short_path: Path) -> None:
-    """Their engine goes on with them, and registers them with the next one."""
-    name = "0" if device != "cpu" else device
-    specs: TransferSpec = GPULoadStoreSpec(range(8)), CPULoadStoreSpec(range(8))
-    back: TransferSpec = specs[1], GPULoadStoreSpec(range(8, 16))
-    with ExitStack() as stack:
-        first = stack.enter_context(LocalDaemon(name, pool_bytes=4 << 20, runtime_dir=short_path))
-        client = stack.enter_context(
-            OffloadClient(first.directory, engine="survivor", reconnect=False)
-        )
-        _, tensors, kept = client.allocate_kv_caches(LAYOUT, host_bytes=1 << 20)
-        assert not kept
-        for number, tensor in enumerate(tensors):
-            content = torch.arange(tensor.numel(), device=tensor.device).remainder(127 - number)
-            tensor.copy_(content.view(tensor.shape))
-        wanted = [tensor.cpu().clone() for tensor in tensors]
-        first.kill()
-        for tensor, whole in zip(tensors, wanted, strict=True):
-            assert torch.equal(tensor.cpu(), whole)
-
-        next_one = stack.enter_context(
-            LocalDaemon(name, pool_bytes=4 << 20, runtime_dir=short_path)
-        )
-        second = stack.enter_context(OffloadClient(next_one.directory, engine="survivor"))
-        second.register_kv_caches(CanonicalKVCaches(LAYOUT, tuple(tensors)), host_bytes=1 << 20)
-        for job, spec in enumerate((specs, back)):
-            second.transfer_async(job, spec)
-            second.wait([job], timeout=20)
-        results = second.get_finished()
-        assert [(r.success, r.error) for r in results] == [(True, None)] * 2
-        for tensor, whole in zip(tensors, wanted, strict=True):
-            assert torch.equal(tensor[:8].cpu(), whole[:8])
-            assert torch.equal(tensor[8:].cpu(), whole[:8])
 
 
 class Serviced:
@@ -385,43 +296,3 @@ def test_the_last_tensor_takes_the_memory_along(daemon: LocalDaemon, device: str
 
 
 # Descriptors of something else
-
-
-@pytest.mark.parametrize("what", ["memfd", "/dev/null", "too few bytes"])
-def test_hostile_descriptors(
-    start_engine: StartSmallEngine, daemon: LocalDaemon, what: str
-) -> None:
-    """They are refused with a code, and the daemon goes on for others."""
-    beside = start_engine(daemon)
-    with ExitStack() as stack:
-        raw = stack.enter_context(RawClient(daemon.directory, f"hostile {what}"))
-        descriptor = _descriptor(daemon, what, stack)
-        (ticket,) = raw.deposit(descriptor)
-        size = 64 * GRANULE if what == "too few bytes" else GRANULE
-        allocations: tuple[Allocation, ...] = (FdAllocation(ticket, size),)
-        layout = one_tensor(8, GRANULE // 8)
-        places = (Location(0, 0),)
-        error = raw.ask(RegisterKVCaches(1, layout, allocations, places, 1 << 22), Error).error
-        assert error.code in {Code.NOT_SHAREABLE, Code.MAP_FAILED, Code.BAD_LAYOUT}, error
-    fence = beside.worker.write([1], 3)
-    beside.finish(beside.store([1], [0], wait_for=fence))
-    beside.finish(beside.load([0], [2]))
-    assert np.array_equal(beside.worker.read([2]), beside.expected([1], 3))
-
-
-def _descriptor(daemon: LocalDaemon, what: str, stack: ExitStack) -> int:
-    """Closed with the stack."""
-    if what == "too few bytes":
-        from support.raw_client import collect
-
-        lender = stack.enter_context(RawClient(daemon.directory, "lender"))
-        answer = lender.ask(AllocateKVCaches(1, one_tensor(), 4096), Allocated)
-        (allocation,) = answer.allocations
-        assert isinstance(allocation, FdAllocation)
-        descriptor = collect(daemon.directory, lender.session, allocation.handle, 10)
-    elif what == "memfd":
-        descriptor = os.memfd_create("not a tensor")
-    else:
-        descriptor = os.open(what, os.O_RDONLY)
-    stack.callback(os.close, descriptor)
-    return descriptor

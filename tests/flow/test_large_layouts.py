@@ -30,18 +30,18 @@ def test_a_client_that_sends_large_layouts_does_not_keep_the_others_waiting(
     start_engine: StartSmallEngine, start_kvferryd: StartKvferryd
 ) -> None:
     """One sends a layout of a million references (7 MB, refused unread), one of one too many, and
-    one that is legal but finds no room, over and over; an honest engine stores and loads."""
-    honest = start_engine(start_kvferryd())
+    one that is legal but finds no room, over and over; an other engine stores and loads."""
+    other = start_engine(start_kvferryd())
     million = msgspec.msgpack.encode(
         ["allocatekvcaches", 1, [TENSORS, [REFS] * 256, 1], None, None, False]
     )
-    with RawClient(honest.directory, "rude") as rude:
+    with RawClient(other.directory, "rude") as rude:
         for _ in range(20):
             rude.send(million)
             rude.send(AllocateKVCaches(2, TOO_LARGE))
             rude.send(AllocateKVCaches(3, LARGEST, (1 << 48) - 1))
-            honest.finish(honest.store(range(8), range(8)))
-            honest.finish(honest.load(range(8), range(8)))
+            other.finish(other.store(range(8), range(8)))
+            other.finish(other.load(range(8), range(8)))
             errors = [rude.recv(Error).error for _ in range(3)]
             assert [error.code for error in errors] == [
                 Code.MESSAGE_TOO_LARGE,

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from kvferry.client import LocalDaemon, OffloadClient
-from kvferry.daemon.observability.event_log import KINDS, RateLimiter
 from kvferry.proto.messages import Error, StatusRequest
 from kvferry.testing.engine import StartSmallEngine, until
 from kvferry.testing.plugin import StartKvferryd
@@ -85,7 +84,7 @@ def test_a_log_that_cannot_be_written(tmp_path: Path, where: str) -> None:
             else:
                 os.close(reader)
             for _ in range(3):
-                with OffloadClient(tmp_path / "cpu", timeout=5.0) as client:
+                with OffloadClient(tmp_path / "cpu", timeout=20.0) as client:
                     assert client.status().pid == daemon.pid
             daemon.terminate()
             assert daemon.wait(20) == 0
@@ -102,19 +101,3 @@ def fill(pipe: int) -> None:
         while True:
             os.write(pipe, bytes(1 << 16))
     os.set_blocking(pipe, True)
-
-
-def test_one_of_a_kind_in_a_while() -> None:
-    sparingly = RateLimiter(10.0)
-    assert sparingly.passes(("a",), 0.0) == 0
-    assert [sparingly.passes(("a",), 0.1 * n) for n in range(1, 6)] == [None] * 5
-    assert sparingly.passes(("b",), 1.0) == 0
-    assert sparingly.passes(("a",), 10.0) == 5
-    assert sparingly.passes(("a",), 20.0) == 0
-
-
-def test_kinds_are_bounded() -> None:
-    sparingly = RateLimiter(10.0)
-    for number in range(3 * KINDS):
-        assert sparingly.passes((str(number),), 0.0) == 0
-    assert len(sparingly._kinds) == KINDS

@@ -24,7 +24,7 @@ SECONDS, PATIENCE = 4.0, 20.0
 
 
 @pytest.mark.parametrize("fail_every", [0, 50])
-def test_each_ends_once_and_nothing_stands_still(
+def test_many_small_jobs_end_once_without_pauses(
     start_kvferryd: StartKvferryd, fail_every: int
 ) -> None:
     source = random.Random(fail_every)

@@ -1,4 +1,4 @@
-"""One cache for every engine of a model, through real processes: shared, lasting, told."""
+"""One cache for every engine of a model, through real processes: shared, lasting, published."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ import zmq
 
 from kvferry.client import (
     Code,
-    CPULoadStoreSpec,
     Fingerprint,
     GPULoadStoreSpec,
     KeyLoadStoreSpec,
@@ -27,13 +26,11 @@ from kvferry.client import (
     Lookup,
     OffloadClient,
     OffloadingManager,
-    Refused,
     TensorLayout,
     TensorRef,
     TransferResult,
     offload_key,
 )
-from kvferry.proto.messages import Outcome
 from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
 from support.trace_replay import ReplayOutcome as Replayed
@@ -46,8 +43,9 @@ FINGERPRINT = Fingerprint(
 LAYOUT = KVLayout(
     (TensorLayout(BLOCKS, PAGE, PAGE),) * TENSORS, (tuple(TensorRef(t, PAGE) for t in range(2)),)
 )
-NEVER = 1 << 40
-PROMPTLY = 2.0
+# Seconds. Less than the timeouts of 10 s; longer than usual, because other processes may use the
+# cores.
+PROMPTLY = 8.0
 HIT, MISS, PENDING = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING
 
 
@@ -151,60 +149,22 @@ def test_the_second_engine_hits_what_the_first_stored(daemon: LocalDaemon, enter
     assert second.store(1, 2, 3).transfer_size == 0  # they are there
 
 
-def test_the_same_key_at_once_is_stored_once(daemon: LocalDaemon, enter: Enter) -> None:
-    first, second = enter(daemon, "first"), enter(daemon, "second")
-    for tenant in (first, second):
-        tenant.fill(5, 5)
-    spec = GPULoadStoreSpec([5]), KeyLoadStoreSpec(keys(5))
-    jobs = [(tenant, tenant.transfer(spec)) for tenant in (first, second)]
-    sizes = []
-    for tenant, job in jobs:
-        tenant.client.wait([job])
-        (result,) = tenant.client.get_finished()
-        assert result.success
-        sizes.append(result.transfer_size)
-    assert sorted(sizes) == [0, TENSORS * PAGE]
-
-
-def test_other_fingerprints_share_nothing(daemon: LocalDaemon, enter: Enter) -> None:
-    first = enter(daemon, "first", cpu_bytes_to_use=1 << 20)
-    other = msgspec.structs.replace(FINGERPRINT, kv_dtype="fp8")
-    second = enter(daemon, "second", other, cpu_bytes_to_use=1 << 20)
-    first.store(1)
-    assert second.load(1, into=[9]).error is not None
-    assert second.sees(1, MISS)
-    (said,) = second.client.namespace.opened.unlike
-    assert "kv_dtype: 'fp8' here, '' there" in said
-
-
-def test_one_model_does_not_starve_another(daemon: LocalDaemon, enter: Enter) -> None:
-    quota = 4 * TENSORS * PAGE
-    first = enter(daemon, "first", cpu_bytes_to_use=quota)
-    other = msgspec.structs.replace(FINGERPRINT, model="qwen")
-    second = enter(daemon, "second", other, cpu_bytes_to_use=quota)
-    second.store(1)
-    first.store(*range(4))
-    first.store(*range(4, 8))
-    assert second.load(1, into=[9]).success
-    assert first.load(1, into=[9]).error.code == Code.KEY_ABSENT  # type: ignore[union-attr]
-
-
 # Lasting
 
-DOOMED = """
+KILLED_ENGINE = """
 import sys, time
 from numpy import array
 from kvferry.client import *
-from flow.test_namespaces import FINGERPRINT, LAYOUT, NEVER, Tenant, keys
+from flow.test_namespaces import FINGERPRINT, LAYOUT, Tenant, keys
 
-client = OffloadClient(sys.argv[1], engine="doomed")
+client = OffloadClient(sys.argv[1], engine="engine")
 client.open_namespace(FINGERPRINT)
 timeline = Timeline.create(sys.argv[2])
 pages = client.allocate_kv_caches(LAYOUT, timeline=timeline).tensors
 tenant = Tenant(client, OffloadingManager(client), pages)
 assert tenant.store(1, 2, 3).success
 tenant.fill(4, 4)
-tenant.transfer((GPULoadStoreSpec([4]), KeyLoadStoreSpec(keys(4))), wait_for=NEVER)
+tenant.transfer((GPULoadStoreSpec([4]), KeyLoadStoreSpec(keys(4))), wait_for=1 << 40)
 tenant.client.pin(keys(1))
 tenant.client.status()
 print("up", flush=True)
@@ -215,63 +175,26 @@ time.sleep(600)
 def test_the_engine_is_killed_and_its_successor_hits_what_was_complete(
     daemon: LocalDaemon, device: str, enter: Enter
 ) -> None:
-    doomed = subprocess.Popen(
-        [sys.executable, "-c", DOOMED, str(daemon.directory), device],
+    engine = subprocess.Popen(
+        [sys.executable, "-c", KILLED_ENGINE, str(daemon.directory), device],
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert doomed.stdout is not None
-    assert doomed.stdout.readline() == "up\n"
+    assert engine.stdout is not None
+    assert engine.stdout.readline() == "up\n"
     with OffloadClient(daemon.directory, engine="observer") as observer:
         (before,) = observer.namespaces()
         assert (before.pending, before.ready, before.pinned) == (1, 3, 1)
-        doomed.kill()
-        doomed.communicate()
+        engine.kill()
+        engine.communicate()
         until(lambda: not observer.namespaces()[0].pinned, PROMPTLY)
-    successor = enter(daemon, "doomed")
+    successor = enter(daemon, "engine")
     assert successor.client.namespace.opened.reattached
     until(lambda: successor.sees(4, MISS), PROMPTLY)  # its store never ended
     assert [successor.sees(n, HIT) for n in (1, 2, 3)] == [True] * 3
     assert successor.load(1, 2, 3, into=[7, 8, 9]).success
     assert [successor.holds(b) for b in (7, 8, 9)] == [expected(n) for n in (1, 2, 3)]
     assert successor.load(4, into=[5]).error.code == Code.KEY_ABSENT  # type: ignore[union-attr]
-
-
-def test_a_store_that_fails_leaves_nothing(start_kvferryd: StartKvferryd, enter: Enter) -> None:
-    tenant = enter(start_kvferryd(reference_fail_every=1), "tenant")
-    assert tenant.store(1).outcome is Outcome.FAILED
-    until(lambda: tenant.sees(1, MISS), PROMPTLY)
-    assert tenant.load(1, into=[2]).error.code == Code.KEY_ABSENT  # type: ignore[union-attr]
-
-
-def test_a_pin_keeps_and_a_release_lets_go(kvferryd: LocalDaemon, enter: Enter) -> None:
-    tenant = enter(kvferryd, "tenant", cpu_bytes_to_use=2 * TENSORS * PAGE)
-    tenant.store(1, 2)
-    until(lambda: tenant.sees(2, HIT), PROMPTLY)
-    spec = tenant.manager.prepare_load(keys(1, 2))
-    assert tenant.store(3).error.code == Code.CACHE_FULL  # type: ignore[union-attr]
-    tenant.manager.complete_load(spec.keys)
-    assert tenant.store(3).success
-    until(lambda: tenant.sees(3, HIT), PROMPTLY)
-    assert [tenant.sees(1, MISS), tenant.sees(2, MISS)].count(True) == 1
-
-
-def test_a_reset_and_a_store_from_before_it(kvferryd: LocalDaemon, enter: Enter) -> None:
-    """Weights were changed: what was decided on before must not come after."""
-    tenant, other = enter(kvferryd, "tenant"), enter(kvferryd, "other")
-    tenant.store(1)
-    until(lambda: other.sees(1, HIT), PROMPTLY)
-    late = other.manager.prepare_store(keys(2))
-    assert late is not None
-    tenant.manager.reset_cache()
-    assert tenant.sees(1, MISS)
-    until(lambda: other.sees(1, MISS), PROMPTLY)
-    assert other.run((GPULoadStoreSpec([2]), late.store_spec)).error.code == Code.STALE  # type: ignore[union-attr]
-    other.manager.complete_store(keys(2), success=False)
-    fresh = other.manager.prepare_store(keys(2))
-    assert fresh is not None
-    assert other.run((GPULoadStoreSpec([2]), fresh.store_spec)).success
-    until(lambda: tenant.sees(2, HIT), PROMPTLY)
 
 
 def test_two_daemons_of_two_ranks(start_kvferryd: StartKvferryd) -> None:
@@ -317,81 +240,22 @@ def test_kv_events_are_published(kvferryd: LocalDaemon, enter: Enter) -> None:
         tenant.store(1, 2)
         tenant.store(3)
         tenant.client.reset()
-        told: list[Any] = []
+        published: list[Any] = []
         numbers = []
-        while ["AllBlocksCleared"] not in told:
+        while ["AllBlocksCleared"] not in published:
             name, number, payload = listener.recv_multipart()
             assert name.decode() == topic
             numbers.append(int.from_bytes(number, "big"))
-            told += msgspec.msgpack.decode(payload)[1]
+            published += msgspec.msgpack.decode(payload)[1]
     hashes = [one[:-4] for one in keys(1, 2, 3)]
     assert numbers == list(range(len(numbers)))
-    assert told[0] == ["BlockStored", hashes[:2], None, [], 0, None, "CPU"]
-    assert told[1][0] == "BlockRemoved"
-    assert told[1][1] == [hashes[1]]  # the tail of a prefix goes first
-    assert told[2] == ["BlockStored", hashes[2:], None, [], 0, None, "CPU"]
-
-
-def test_a_manager_tells_what_became_a_hit(kvferryd: LocalDaemon, enter: Enter) -> None:
-    tenant = enter(kvferryd, "tenant", events=True)
-    tenant.store(1, 2)
-    until(lambda: tenant.sees(2, HIT), PROMPTLY)
-    (event,) = tenant.manager.take_events()
-    assert (set(event.keys), event.removed) == (set(keys(1, 2)), False)
-    assert tenant.manager.take_events() == []
-
-
-def test_a_daemon_tells_of_its_namespaces(kvferryd: LocalDaemon, enter: Enter) -> None:
-    tenant = enter(kvferryd, "tenant", eviction_policy="arc")
-    tenant.store(1, 2)
-    until(lambda: tenant.sees(2, HIT), PROMPTLY)
-    assert tenant.sees(3, MISS)
-    tenant.manager.flush()
-    (status,) = tenant.client.namespaces()
-    assert (status.fingerprint, status.policy) == (FINGERPRINT, "arc")
-    assert (status.ready, status.stored, status.engines) == (2, 2, ("tenant",))
-    assert status.misses >= 1
-    assert status.free + status.ready == status.blocks
+    assert published[0] == ["BlockStored", hashes[:2], None, [], 0, None, "CPU"]
+    assert published[1][0] == "BlockRemoved"
+    assert published[1][1] == [hashes[1]]  # the tail of a prefix goes first
+    assert published[2] == ["BlockStored", hashes[2:], None, [], 0, None, "CPU"]
 
 
 # Bad input
-
-
-def test_what_cannot_be_is_refused_and_changes_nothing(kvferryd: LocalDaemon, enter: Enter) -> None:
-    tenant = enter(kvferryd, "tenant")
-    tenant.store(1)
-    before = tenant.client.namespaces()
-
-    def refused(call: Callable[[], object]) -> str:
-        with pytest.raises(Refused) as caught:
-            call()
-        return caught.value.code
-
-    def failed(*spec: Any) -> str:
-        error = tenant.run(spec).error
-        assert error is not None
-        return error.code
-
-    client, one = tenant.client, GPULoadStoreSpec([1])
-    assert failed(KeyLoadStoreSpec(keys(9)), one) == Code.KEY_ABSENT
-    assert failed(one, CPULoadStoreSpec([1])) == Code.BAD_SPEC
-    assert failed(one, KeyLoadStoreSpec(keys(1, 2))) == Code.SIZE_MISMATCH
-    assert failed(GPULoadStoreSpec([BLOCKS]), KeyLoadStoreSpec(keys(2))) == Code.BLOCK_OUT_OF_RANGE
-    assert refused(lambda: tenant.transfer((one, KeyLoadStoreSpec([b"short"])))) == Code.BAD_KEY
-    million = [bytes(12)] * 1_000_000
-    assert refused(lambda: tenant.transfer((one, KeyLoadStoreSpec(million)))) == Code.BAD_KEY
-    assert refused(lambda: client.pin(million)) == Code.BAD_KEY
-    assert refused(lambda: client.unpin(keys(1))) == Code.NOT_PINNED
-    assert refused(lambda: client.allocate_kv_caches(LAYOUT, host_bytes=1 << 20)) == Code.BAD_LAYOUT
-    with OffloadClient(kvferryd.directory, engine="other") as other:
-        assert refused(lambda: other.lookup(key(1))) == Code.UNKNOWN_NAMESPACE
-        small = msgspec.structs.replace(FINGERPRINT, model="other")
-        for quota in (0, 100, 1 << 40):
-            open_it = lambda: other.open_namespace(small, cpu_bytes_to_use=quota)  # noqa: B023, E731
-            assert refused(open_it) == Code.POOL_FULL
-        _ = refused(lambda: other.open_namespace(FINGERPRINT, eviction_policy="random"))
-        assert _ == Code.BAD_SPEC
-    assert tenant.client.namespaces() == before
 
 
 # Replayed

@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 
 from kvferry.client import Gone, LocalDaemon
+from kvferry.proto.messages import Cancel, Finished, Outcome, Wait, Waited
 from kvferry.testing.engine import SmallEngine, StartSmallEngine
+from kvferry.testing.plugin import StartKvferryd
+from support.raw_client import RawClient, store
 
 MANY = 400
+TOGETHER = 50
 NEVER = 1 << 40
 
 
@@ -23,7 +27,7 @@ def held(engine: SmallEngine, *jobs: int) -> bool:
     return not {result.job_id for result in engine.poll()} & set(jobs)
 
 
-def test_results_come_in_the_order_of_submission(
+def test_results_are_in_the_order_of_submission(
     start_engine: StartSmallEngine, daemon: LocalDaemon
 ) -> None:
     """Jobs of one to thirty blocks, both ways, some of them refused by the daemon."""
@@ -41,46 +45,6 @@ def test_results_come_in_the_order_of_submission(
     assert set(Counter(r.job_id for r in engine.history).values()) == {1}
     assert all(result.success for result in engine.history)
     assert engine.client.get_finished() == []
-
-
-def test_order_holds_behind_a_fence(start_engine: StartSmallEngine, daemon: LocalDaemon) -> None:
-    """One held job holds those behind it, though they wait for nothing."""
-    engine = start_engine(daemon)
-    value = engine.worker.signal() + 1
-    jobs = [engine.store([i], [i], wait_for=value if i == 0 else 0) for i in range(16)]
-    assert held(engine, *jobs)
-    engine.worker.signal()
-    engine.finish(*jobs)
-    assert [result.job_id for result in engine.history] == jobs
-
-
-def test_the_last_of_many_stores_to_one_block_stays(
-    start_engine: StartSmallEngine, daemon: LocalDaemon
-) -> None:
-    engine = start_engine(daemon)
-    fence = engine.worker.write(range(16), 1)
-    for i in range(16):
-        engine.store([i], [0], wait_for=fence)
-    engine.finish(engine.load([0], [31]))
-    assert np.array_equal(engine.worker.read([31]), engine.expected([15], 1))
-
-
-def test_directions_overlap(start_engine: StartSmallEngine, daemon: LocalDaemon) -> None:
-    """A load of other blocks ends while a store waits for its fence; and the reverse."""
-    engine = start_engine(daemon)
-    value = engine.worker.write([0, 1], 1)
-    engine.finish(engine.store([0, 1], [0, 1], wait_for=value))
-    store = engine.store([2], [2], wait_for=value + 1)
-    assert engine.finish(engine.load([0], [8]))[0].success
-    assert held(engine, store)
-    engine.worker.signal()
-    load = engine.load([1], [9], wait_for=value + 2)
-    results = engine.finish(store, engine.store([3], [3]))
-    assert all(result.success for result in results)
-    assert held(engine, load)
-    engine.worker.signal()
-    engine.finish(load)
-    assert np.array_equal(engine.worker.read([8, 9]), engine.expected([0, 1], 1))
 
 
 def test_a_load_waits_for_the_store_of_its_host_block(
@@ -101,22 +65,6 @@ def test_a_load_waits_for_the_store_of_its_host_block(
     assert np.array_equal(engine.worker.read([10, 11]), engine.expected([2, 3], 2))
 
 
-def test_a_store_waits_for_the_load_of_its_host_block(
-    start_engine: StartSmallEngine, daemon: LocalDaemon
-) -> None:
-    engine = start_engine(daemon)
-    value = engine.worker.write([0, 1], 1)
-    engine.finish(engine.store([0], [0], wait_for=value))
-    load = engine.load([0], [8], wait_for=value + 1)
-    store = engine.store([1], [0])
-    assert held(engine, load, store)
-    engine.worker.signal()
-    engine.finish(load, store)
-    assert np.array_equal(engine.worker.read([8]), engine.expected([0], 1))
-    engine.finish(engine.load([0], [9]))
-    assert np.array_equal(engine.worker.read([9]), engine.expected([1], 1))
-
-
 def test_directions_that_meet_in_a_gpu_block(
     start_engine: StartSmallEngine, daemon: LocalDaemon
 ) -> None:
@@ -134,7 +82,7 @@ def test_directions_that_meet_in_a_gpu_block(
     assert np.array_equal(engine.worker.read([0, 8, 9]), engine.expected([1, 0, 1], 1))
 
 
-def test_one_wait_for_jobs_of_both_directions(
+def test_wait_covers_jobs_of_both_directions_and_other_processes(
     start_engine: StartSmallEngine, daemon: LocalDaemon
 ) -> None:
     """`wait` ignores ids that are not there, leaves results, and hears of others' jobs."""
@@ -142,13 +90,33 @@ def test_one_wait_for_jobs_of_both_directions(
     engine.finish(engine.store([1], [1]))
     value = engine.worker.signal()
     jobs = [engine.store([0], [0], wait_for=value + 1), engine.load([1], [1], wait_for=value + 2)]
-    engine.client.wait([NEVER, NEVER + 1], timeout=5)
+    engine.client.wait([NEVER, NEVER + 1], timeout=20)
     with pytest.raises(Gone):
         engine.worker.wait(jobs, timeout=0.05)
     engine.worker.signal()
     engine.worker.signal()
-    engine.worker.wait([*jobs, NEVER], timeout=5)
-    engine.client.wait([*jobs, NEVER], timeout=5)
+    engine.worker.wait([*jobs, NEVER], timeout=20)
+    engine.client.wait([*jobs, NEVER], timeout=20)
     results = engine.client.get_finished()
     assert {result.job_id for result in results} == set(jobs)
     assert all(result.success for result in results)
+
+
+def test_results_that_end_together_are_sent_together(start_kvferryd: StartKvferryd) -> None:
+    """Each once, in order, and before the reply of whoever waited for them."""
+    with RawClient(start_kvferryd(reference_stall=0.2).directory, "engine") as raw:
+        raw.register()
+        for job in range(TOGETHER):
+            raw.send(store(job, [job % 8], [job % 8]))
+        raw.send(Wait(1, tuple(range(TOGETHER))))
+        raw.send(Cancel(tuple(range(1, TOGETHER))))
+        messages = list[Finished]()
+        while not isinstance(message := raw.recv(object), Waited):
+            assert isinstance(message, Finished), message
+            messages.append(message)
+        results = [result for message in messages for result in message.results]
+        assert sorted(result.job_id for result in results) == list(range(TOGETHER))
+        assert {result.outcome for result in results} == {Outcome.DONE, Outcome.CANCELLED}
+        assert len(messages) < TOGETHER / 2
+        raw.send(store(99, [0], [0]))
+        assert raw.recv(Finished).results[0].job_id == 99

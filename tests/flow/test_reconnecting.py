@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
@@ -38,6 +38,8 @@ from kvferry.client import (
     shared_empty,
 )
 from kvferry.testing.engine import until
+from support.block_specs import load, store
+from support.eventually import eventually
 from support.service_manager import ServiceManager, kvferryd_command
 
 from .block_tables import await_committed
@@ -48,14 +50,6 @@ NEVER = 1 << 40
 PATIENCE = 20.0
 FINGERPRINT = Fingerprint("llama", PAGE, key_bytes=4)
 A, B, C = b"aaaa", b"bbbb", b"cccc"
-
-
-def store(gpu: int, host: int) -> TransferSpec:
-    return GPULoadStoreSpec([gpu]), CPULoadStoreSpec([host])
-
-
-def load(host: int, gpu: int) -> TransferSpec:
-    return CPULoadStoreSpec([host]), GPULoadStoreSpec([gpu])
 
 
 class DaemonService:
@@ -131,13 +125,13 @@ class ReconnectingFixture:
 
 
 @pytest.fixture
-def rig(service: DaemonService) -> Iterator[ReconnectingFixture]:
+def engine(service: DaemonService) -> Iterator[ReconnectingFixture]:
     """Registered, with a region of the pool."""
     with OffloadClient(service.directory, engine="engine", timeout=PATIENCE) as client:
-        rig = ReconnectingFixture(client)
-        client.register_kv_caches({"layer": rig.tensor}, host_bytes=8 * PAGE, **rig.arguments)
-        yield rig
-    rig.timeline.close()
+        engine = ReconnectingFixture(client)
+        client.register_kv_caches({"layer": engine.tensor}, host_bytes=8 * PAGE, **engine.arguments)
+        yield engine
+    engine.timeline.close()
 
 
 def back(client: OffloadClient | AsyncOffloadClient, incarnation: int = 2) -> None:
@@ -154,100 +148,91 @@ def back(client: OffloadClient | AsyncOffloadClient, incarnation: int = 2) -> No
 
 
 def test_a_daemon_is_killed_and_restarted_under_a_client_that_submits(
-    service: DaemonService, rig: ReconnectingFixture
+    service: DaemonService, engine: ReconnectingFixture
 ) -> None:
     """The loop below is all that the caller does."""
     began, restarted, said = time.monotonic(), False, set()
-    while rig.client.incarnation < 2 or time.monotonic() < began + 1:
+    while engine.client.incarnation < 2 or time.monotonic() < began + 1:
         try:
-            rig.submit(store(len(rig.accepted) % BLOCKS, len(rig.accepted) % 8))
+            engine.submit(store(len(engine.accepted) % BLOCKS, len(engine.accepted) % 8))
         except (Gone, Refused) as error:
             said.add(error.code)
-        rig.poll()
+        engine.poll()
         if not restarted and time.monotonic() > began + 0.2:
             service.restart()
             restarted = True
         assert time.monotonic() < began + PATIENCE
         time.sleep(0.001)
-    rig.check_each_ended_once()
-    assert {one.outcome for one in rig.history} <= {"done", "lost"}
-    rig.round_trip(3, 0, 9)
+    engine.check_each_ended_once()
+    assert {one.outcome for one in engine.history} <= {"done", "lost"}
+    engine.round_trip(3, 0, 9)
     assert said <= {Code.DAEMON_GONE, Code.BUSY}
-    assert rig.client.daemon.pid == service.daemon.pid
+    assert engine.client.daemon.pid == service.daemon.pid
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
-def test_a_daemon_that_is_away(service: DaemonService, rig: ReconnectingFixture, how: str) -> None:
+def test_a_daemon_that_is_away(
+    service: DaemonService, engine: ReconnectingFixture, how: str
+) -> None:
     """Nothing waits meanwhile, and what is held ends as lost."""
-    held = rig.submit(store(1, 1), wait_for=NEVER)
-    rig.client.status()
+    held = engine.submit(store(1, 1), wait_for=NEVER)
+    engine.client.status()
     if how == "kill":
         service.daemon.kill()
     else:
         service.daemon.stop()
-    assert rig.result(held).outcome == ("lost" if how == "kill" else "cancelled")
-    until(lambda: bool(rig.client.get_finished()) or not rig.client.connected, PATIENCE)
-    assert rig.client.connecting
-    assert "reconnecting" in str(rig.client.gone)
+    assert engine.result(held).outcome == ("lost" if how == "kill" else "cancelled")
+    until(lambda: bool(engine.client.get_finished()) or not engine.client.connected, PATIENCE)
+    assert engine.client.connecting
+    assert "reconnecting" in str(engine.client.gone)
     began = time.monotonic()
     with pytest.raises(Gone, match="reconnecting") as gone:
-        rig.submit(store(1, 1))
+        engine.submit(store(1, 1))
     assert gone.value.code == Code.DAEMON_GONE
-    assert rig.client.get_finished() == []
-    rig.client.wait([held])
+    assert engine.client.get_finished() == []
+    engine.client.wait([held])
     with pytest.raises(Gone) as gone:
-        rig.client.status(timeout=0.3)
+        engine.client.status(timeout=0.3)
     assert gone.value.code == Code.DAEMON_GONE
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 8
     service.start()
-    assert rig.client.status().pid == service.daemon.pid  # waits until it is back
-    assert rig.client.incarnation == 2
-    rig.round_trip(4, 2, 9)
+    assert engine.client.status().pid == service.daemon.pid  # waits until it is back
+    assert engine.client.incarnation == 2
+    engine.round_trip(4, 2, 9)
 
 
 def test_the_bytes_of_a_daemon_that_was_killed_are_not_loaded(
-    service: DaemonService, rig: ReconnectingFixture
+    service: DaemonService, engine: ReconnectingFixture
 ) -> None:
-    rig.round_trip(3, 0, 9)
+    engine.round_trip(3, 0, 9)
     service.restart()
-    back(rig.client)
-    assert rig.client.region is not None
-    assert not rig.client.region.reattached
-    stale = rig.result(rig.submit(load(0, 9)))
+    back(engine.client)
+    assert engine.client.region is not None
+    assert not engine.client.region.reattached
+    stale = engine.result(engine.submit(load(0, 9)))
     assert stale.error is not None
     assert (stale.error.code, stale.error.value) == (Code.STALE, "0")
-    rig.round_trip(5, 0, 9)
-    both = rig.result(rig.submit((CPULoadStoreSpec([0, 1]), GPULoadStoreSpec([1, 2]))))
+    engine.round_trip(5, 0, 9)
+    both = engine.result(engine.submit((CPULoadStoreSpec([0, 1]), GPULoadStoreSpec([1, 2]))))
     assert both.error is not None
     assert (both.error.code, both.error.value) == (Code.STALE, "1")
 
 
-def test_an_idle_client_comes_back_while_it_polls(
-    service: DaemonService, rig: ReconnectingFixture
-) -> None:
-    service.restart()
-    back(rig.client)
-    rig.round_trip(3, 0, 9)
-    service.restart()
-    back(rig.client, 3)
-    rig.round_trip(4, 0, 9)
-
-
-def test_a_daemon_that_is_stopped_by_a_signal_and_goes_on_is_not_gone(
-    service: DaemonService, rig: ReconnectingFixture
+def test_a_daemon_that_continues_after_sigstop_stays_connected(
+    service: DaemonService, engine: ReconnectingFixture
 ) -> None:
     os.kill(service.daemon.pid, signal.SIGSTOP)
-    job = rig.submit(store(3, 0))
+    job = engine.submit(store(3, 0))
     until_then = time.monotonic() + 0.5
     while time.monotonic() < until_then:
-        assert rig.poll() == []
+        assert engine.poll() == []
     os.kill(service.daemon.pid, signal.SIGCONT)
-    assert rig.result(job).success
-    assert (rig.client.incarnation, rig.client.gone) == (1, None)
+    assert engine.result(job).success
+    assert (engine.client.incarnation, engine.client.gone) == (1, None)
 
 
-def test_a_daemon_that_comes_back_and_hangs_blocks_nobody(
-    service: DaemonService, rig: ReconnectingFixture
+def test_a_restarted_daemon_that_hangs_does_not_block_polls(
+    service: DaemonService, engine: ReconnectingFixture
 ) -> None:
     service.restart()
     os.kill(service.daemon.pid, signal.SIGSTOP)
@@ -255,28 +240,13 @@ def test_a_daemon_that_comes_back_and_hangs_blocks_nobody(
         began = time.monotonic()
         while time.monotonic() < began + 0.5:
             called = time.monotonic()
-            rig.poll()
-            assert time.monotonic() - called < 3
-        assert not rig.client.connected
+            engine.poll()
+            assert time.monotonic() - called < 8
+        assert not engine.client.connected
     finally:
         os.kill(service.daemon.pid, signal.SIGCONT)
-    back(rig.client)
-    rig.round_trip(3, 0, 9)
-
-
-def test_a_daemon_that_is_away_for_longer_than_an_attempt_takes(
-    service: DaemonService, rig: ReconnectingFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvferry.client.reconnect.ATTEMPT_TIMEOUT", 0.1)
-    service.daemon.kill()
-    then = time.monotonic() + 1
-    while time.monotonic() < then:
-        rig.poll()
-    assert rig.client.connecting
-    monkeypatch.undo()
-    service.start()
-    back(rig.client)
-    rig.round_trip(3, 0, 9)
+    back(engine.client)
+    engine.round_trip(3, 0, 9)
 
 
 def test_a_client_that_starts_without_a_daemon(service: DaemonService) -> None:
@@ -297,7 +267,7 @@ def test_a_client_that_starts_without_a_daemon(service: DaemonService) -> None:
         assert client.get_finished() == []
         with pytest.raises(Gone, match="not connected"):
             client.transfer_async(1, (GPULoadStoreSpec([3]), KeyLoadStoreSpec((A,))))
-        assert time.monotonic() - began < 5  # nothing waited for the timeout of 10 s
+        assert time.monotonic() - began < 8  # nothing waited for the timeout of 10 s
         with pytest.raises(Gone):
             client.wait_connected(timeout=0.1)
         service.start()
@@ -314,28 +284,8 @@ def test_a_client_that_starts_without_a_daemon(service: DaemonService) -> None:
 # What cannot come back
 
 
-def test_a_smaller_pool_does_not_take_us_back(
-    service: DaemonService, rig: ReconnectingFixture
-) -> None:
-    """The reason is to be seen, and a daemon that has room is taken again."""
-    service.restart(pool_bytes=4 * PAGE)
-    until(lambda: bool(rig.client.get_finished()) or _refused(rig.client), PATIENCE)
-    assert rig.client.gone is not None
-    cause = rig.client.gone.__cause__
-    assert isinstance(cause, Refused)
-    assert cause.code == Code.POOL_FULL
-    assert "pool_full" in str(rig.client.gone)
-    assert rig.client.connecting
-    with pytest.raises(Gone, match="pool_full"):
-        rig.client.status()
-    service.restart()
-    back(rig.client)
-    assert rig.client.gone is None
-    rig.round_trip(3, 0, 9)
-
-
 def test_tensors_that_cannot_be_shared_again_raise_nothing_in_a_poll(
-    service: DaemonService, rig: ReconnectingFixture, monkeypatch: pytest.MonkeyPatch
+    service: DaemonService, engine: ReconnectingFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reason is in `gone`, and the next attempts may succeed."""
 
@@ -345,31 +295,22 @@ def test_tensors_that_cannot_be_shared_again_raise_nothing_in_a_poll(
     with monkeypatch.context() as broken:
         broken.setattr("kvferry.client.tensors.sharing.export_tensors", fail)
         service.restart()
-        until(lambda: bool(rig.poll()) or _refused(rig.client), PATIENCE)
-        assert rig.client.gone is not None
-        cause = rig.client.gone.__cause__
+        until(lambda: bool(engine.poll()) or _refused(engine.client), PATIENCE)
+        assert engine.client.gone is not None
+        cause = engine.client.gone.__cause__
         assert isinstance(cause, Failed)
         assert cause.code == Code.MAP_FAILED
         assert "too many open files" in str(cause)
-    back(rig.client)
-    rig.round_trip(3, 0, 9)
+    back(engine.client)
+    engine.round_trip(3, 0, 9)
 
 
 def _refused(client: OffloadClient) -> bool:
     return client.gone is not None and client.gone.__cause__ is not None
 
 
-def test_without_reconnect_a_client_ends_with_its_daemon(service: DaemonService) -> None:
-    with OffloadClient(service.directory, reconnect=False) as client:
-        service.restart()
-        with pytest.raises(Gone, match="disconnected"):
-            client.status()
-        client.get_finished()
-        assert (client.connected, client.connecting, client.incarnation) == (False, False, 1)
-
-
 def test_tensors_of_a_daemon_are_the_engine_s_own_for_the_next_one(
-    service: DaemonService, rig: ReconnectingFixture
+    service: DaemonService, engine: ReconnectingFixture
 ) -> None:
     from support.raw_client import one_tensor
 
@@ -390,13 +331,13 @@ def test_tensors_of_a_daemon_are_the_engine_s_own_for_the_next_one(
         assert client.incarnation == 3
 
 
-def test_a_timeline_that_was_closed_is_said(
-    service: DaemonService, rig: ReconnectingFixture
+def test_a_closed_timeline_is_the_reason_in_gone(
+    service: DaemonService, engine: ReconnectingFixture
 ) -> None:
-    rig.timeline.close()
+    engine.timeline.close()
     service.restart()
-    until(lambda: bool(rig.client.get_finished()) or _refused(rig.client), PATIENCE)
-    assert "timeline is closed" in str(rig.client.gone)
+    until(lambda: bool(engine.client.get_finished()) or _refused(engine.client), PATIENCE)
+    assert "timeline is closed" in str(engine.client.gone)
 
 
 @pytest.mark.parametrize("state", ["away", "coming"])
@@ -410,18 +351,18 @@ def test_closing_while_the_daemon_is_away(service: DaemonService, state: str) ->
     began = time.monotonic()
     client.close()
     client.close()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 8
     assert not client.connecting
 
 
 # Two clients of an engine
 
 
-def test_a_scheduler_and_a_worker(service: DaemonService, rig: ReconnectingFixture) -> None:
+def test_a_scheduler_and_a_worker(service: DaemonService, engine: ReconnectingFixture) -> None:
     """Only one registers; the other submits, and finds its jobs done again."""
     with OffloadClient(service.directory, engine="engine") as scheduler:
         schedule = ReconnectingFixture(scheduler)
-        schedule.tensor = rig.tensor
+        schedule.tensor = engine.tensor
         schedule.round_trip(3, 0, 9)
         service.restart()
         back(scheduler)
@@ -429,7 +370,7 @@ def test_a_scheduler_and_a_worker(service: DaemonService, rig: ReconnectingFixtu
         early = schedule.result(schedule.submit(store(3, 0)))
         assert early.error is not None
         assert early.error.code == Code.NOT_REGISTERED
-        back(rig.client)
+        back(engine.client)
         schedule.round_trip(5, 0, 9)
         stale = schedule.result(schedule.submit(load(1, 9)))
         assert stale.error is not None
@@ -441,62 +382,38 @@ def test_a_scheduler_and_a_worker(service: DaemonService, rig: ReconnectingFixtu
 
 
 @pytest.fixture
-def inside(service: DaemonService) -> Iterator[ReconnectingFixture]:
+def engine_in_namespace(service: DaemonService) -> Iterator[ReconnectingFixture]:
     with OffloadClient(service.directory, engine="engine", timeout=PATIENCE) as client:
         client.open_namespace(FINGERPRINT, eviction_policy="arc", cpu_bytes_to_use=8 * PAGE)
-        rig = ReconnectingFixture(client)
-        client.register_kv_caches({"layer": rig.tensor}, **rig.arguments)
-        yield rig
-    rig.timeline.close()
+        engine = ReconnectingFixture(client)
+        client.register_kv_caches({"layer": engine.tensor}, **engine.arguments)
+        yield engine
+    engine.timeline.close()
 
 
-def keep(rig: ReconnectingFixture, gpu: int, key: bytes) -> None:
+def keep(engine: ReconnectingFixture, gpu: int, key: bytes) -> None:
     """Store a block under a key, and see it there."""
-    assert rig.result(rig.submit((GPULoadStoreSpec([gpu]), KeyLoadStoreSpec((key,))))).success
-    until(lambda: rig.client.lookup(key) is Lookup.HIT, PATIENCE)
+    assert engine.result(engine.submit((GPULoadStoreSpec([gpu]), KeyLoadStoreSpec((key,))))).success
+    until(lambda: engine.client.lookup(key) is Lookup.HIT, PATIENCE)
 
 
-def fetch(rig: ReconnectingFixture, key: bytes, gpu: int) -> TransferResult:
-    return rig.result(rig.submit((KeyLoadStoreSpec((key,)), GPULoadStoreSpec([gpu]))))
+def fetch(engine: ReconnectingFixture, key: bytes, gpu: int) -> TransferResult:
+    return engine.result(engine.submit((KeyLoadStoreSpec((key,)), GPULoadStoreSpec([gpu]))))
 
 
-def test_lookups_are_misses_and_then_right_again(
-    service: DaemonService, inside: ReconnectingFixture
-) -> None:
-    keep(inside, 3, A)
-    client = inside.client
-    service.daemon.kill()
-    until(lambda: client.lookup(A) is Lookup.MISS, PATIENCE)
-    service.start()
-    seen = set()
-    while not client.connected:
-        seen.add(client.lookup(A))
-    assert seen <= {Lookup.MISS}
-    assert client.lookup(A) is Lookup.MISS
-    keep(inside, 4, B)
-    assert fetch(inside, B, 9).success
-    assert bool((inside.tensor[9] == 4).all())
-    absent = fetch(inside, A, 9).error
-    assert absent is not None
-    assert absent.code == Code.KEY_ABSENT
-    assert client.namespace.opened.policy == "arc"
-    (space,) = client.namespaces()
-    assert (space.blocks, space.engines) == (8, ("engine",))
-
-
-def test_what_others_stored_meanwhile_is_there_and_pins_hold_again(
-    service: DaemonService, inside: ReconnectingFixture
+def test_after_a_restart_keys_of_others_are_hits_and_pins_are_restored(
+    service: DaemonService, engine_in_namespace: ReconnectingFixture
 ) -> None:
     """The other client is back first, and stores a key that this one has pinned."""
-    client = inside.client
-    keep(inside, 3, A)
+    client = engine_in_namespace.client
+    keep(engine_in_namespace, 3, A)
     client.pin([A, A, C])
     service.restart()
     with OffloadClient(service.directory, engine="other") as other:
         other.open_namespace(FINGERPRINT, cpu_bytes_to_use=8 * PAGE)
-        rig = ReconnectingFixture(other)
-        other.register_kv_caches({"layer": rig.tensor}, **rig.arguments)
-        keep(rig, 5, A)
+        engine = ReconnectingFixture(other)
+        other.register_kv_caches({"layer": engine.tensor}, **engine.arguments)
+        keep(engine, 5, A)
         back(client)
         assert client.lookup(A) is Lookup.HIT
         until(lambda: other.namespaces()[0].pinned == 1, PATIENCE)
@@ -504,37 +421,18 @@ def test_what_others_stored_meanwhile_is_there_and_pins_hold_again(
         assert client.namespaces()[0].pinned == 1
         client.unpin([A, C])
         assert client.namespaces()[0].pinned == 0
-        assert fetch(inside, A, 9).success
-        assert bool((inside.tensor[9] == 5).all())
-        rig.timeline.close()
+        assert fetch(engine_in_namespace, A, 9).success
+        assert bool((engine_in_namespace.tensor[9] == 5).all())
+        engine.timeline.close()
 
 
-def test_a_reset_while_the_daemon_is_away_is_done_when_it_is_back(
-    service: DaemonService, inside: ReconnectingFixture
+def test_a_manager_continues_after_a_restart_of_the_daemon(
+    service: DaemonService, engine_in_namespace: ReconnectingFixture
 ) -> None:
-    client = inside.client
-    service.daemon.kill()
-    until(lambda: bool(client.get_finished()) or not client.connected)
-    client.reset_async()
-    service.start()
-    with OffloadClient(service.directory, engine="other") as other:
-        other.open_namespace(FINGERPRINT, cpu_bytes_to_use=8 * PAGE)
-        rig = ReconnectingFixture(other)
-        other.register_kv_caches({"layer": rig.tensor}, **rig.arguments)
-        keep(rig, 5, A)
-        back(client)
-        assert client.lookup(A) is Lookup.MISS
-        until(lambda: other.lookup(A) is Lookup.MISS, PATIENCE)
-        keep(inside, 6, A)
-        assert client.namespace.generation == 2
-        rig.timeline.close()
-
-
-def test_a_manager_goes_on(service: DaemonService, inside: ReconnectingFixture) -> None:
     with OffloadingManager.connect(
         [service.directory], engine="engine", fingerprint=FINGERPRINT, events=True
     ) as manager:
-        keep(inside, 3, A)
+        keep(engine_in_namespace, 3, A)
         until(lambda: manager.lookup(A) is Lookup.HIT, PATIENCE)
         assert [event.removed for event in manager.take_events()] == [False]
         service.daemon.kill()
@@ -544,12 +442,14 @@ def test_a_manager_goes_on(service: DaemonService, inside: ReconnectingFixture) 
         assert output is not None
         assert output.keys_to_store == ()
         service.start()
-        back(inside.client)
+        back(engine_in_namespace.client)
         until(lambda: bool(manager.take_events()) or manager.gone is None, PATIENCE)
         output = manager.prepare_store([A, B])
         assert output is not None
         assert output.keys_to_store == (A, B)
-        assert inside.result(inside.submit((GPULoadStoreSpec([5, 6]), output.store_spec))).success
+        assert engine_in_namespace.result(
+            engine_in_namespace.submit((GPULoadStoreSpec([5, 6]), output.store_spec))
+        ).success
         manager.complete_store([A, B])
         until(lambda: manager.lookup(B) is Lookup.HIT, PATIENCE)
         (event,) = manager.take_events()
@@ -572,10 +472,10 @@ def test_keys_and_pins_outlive_a_daemon_that_keeps_its_pool(
 ) -> None:
     with OffloadClient(tmp_path / "run" / "cpu", engine="engine", timeout=PATIENCE) as client:
         client.open_namespace(FINGERPRINT, cpu_bytes_to_use=8 * PAGE)
-        rig = ReconnectingFixture(client)
-        client.register_kv_caches({"layer": rig.tensor}, **rig.arguments)
-        keep(rig, 3, A)
-        keep(rig, 4, B)
+        engine = ReconnectingFixture(client)
+        client.register_kv_caches({"layer": engine.tensor}, **engine.arguments)
+        keep(engine, 3, A)
+        keep(engine, 4, B)
         client.pin([A])
         await_committed(kept, 2)
         kept.kill()
@@ -587,50 +487,27 @@ def test_keys_and_pins_outlive_a_daemon_that_keeps_its_pool(
         assert client.namespace.opened.reattached
         assert [client.lookup(key) for key in (A, B, C)] == [Lookup.HIT, Lookup.HIT, Lookup.MISS]
         assert client.namespaces()[0].pinned == 1
-        assert fetch(rig, A, 9).success
-        assert bool((rig.tensor[9] == 3).all())
-        rig.timeline.close()
-
-
-def test_blocks_by_number_outlive_a_daemon_that_keeps_its_pool(
-    kept: ServiceManager, tmp_path: Path
-) -> None:
-    with OffloadClient(tmp_path / "run" / "cpu", engine="engine", timeout=PATIENCE) as client:
-        rig = ReconnectingFixture(client)
-        client.register_kv_caches({"layer": rig.tensor}, host_bytes=8 * PAGE, **rig.arguments)
-        rig.round_trip(3, 0, 9)
-        await_committed(kept, 1)
-        kept.kill()
-        kept.start(ready=False)
-        back(client)
-        assert client.region is not None
-        assert client.region.reattached
-        # Loads are refused until the block is verified.
-        until(lambda: rig.result(rig.submit(load(0, 10))).success, PATIENCE)
-        assert bool((rig.tensor[10] == 3).all())
-        rig.timeline.close()
+        assert fetch(engine, A, 9).success
+        assert bool((engine.tensor[9] == 3).all())
+        engine.timeline.close()
 
 
 # asyncio
 
 
-async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 async def registered(service: DaemonService) -> tuple[AsyncOffloadClient, ReconnectingFixture]:
     client = await AsyncOffloadClient.connect(service.directory, engine="async", timeout=PATIENCE)
-    rig = ReconnectingFixture(client)
-    await client.register_kv_caches({"layer": rig.tensor}, host_bytes=8 * PAGE, **rig.arguments)
-    return client, rig
+    engine = ReconnectingFixture(client)
+    await client.register_kv_caches(
+        {"layer": engine.tensor}, host_bytes=8 * PAGE, **engine.arguments
+    )
+    return client, engine
 
 
-async def test_an_asyncio_client_comes_back_by_itself(service: DaemonService) -> None:
+async def test_an_asyncio_client_reconnects_by_itself(service: DaemonService) -> None:
     """Nothing is called meanwhile."""
-    client, rig = await registered(service)
-    held = rig.submit(store(1, 1), wait_for=NEVER)
+    client, engine = await registered(service)
+    held = engine.submit(store(1, 1), wait_for=NEVER)
     waiting = asyncio.create_task(client.wait([held]))
     await client.status()
     await asyncio.to_thread(service.restart)
@@ -638,43 +515,19 @@ async def test_an_asyncio_client_comes_back_by_itself(service: DaemonService) ->
     await eventually(lambda: client.connected)
     assert client.incarnation == 2
     assert (await client.status()).pid == service.daemon.pid
-    job = rig.submit(store(3, 0))
+    job = engine.submit(store(3, 0))
     await client.wait([job])
-    job = rig.submit(load(0, 9))
+    job = engine.submit(load(0, 9))
     await client.wait([job])
-    assert torch.equal(rig.tensor[9], rig.tensor[3])
-    rig.check_each_ended_once()
-    assert [one.outcome for one in rig.history] == ["lost", "done", "done"]
+    assert torch.equal(engine.tensor[9], engine.tensor[3])
+    engine.check_each_ended_once()
+    assert [one.outcome for one in engine.history] == ["lost", "done", "done"]
     await client.close()
-    rig.timeline.close()
-
-
-async def test_an_asyncio_client_that_submits_all_the_while(service: DaemonService) -> None:
-    client, rig = await registered(service)
-    restarting, said = None, set()
-    for number in range(100_000):
-        try:
-            rig.submit(store(number % BLOCKS, number % 8))
-        except (Gone, Refused) as error:
-            said.add(error.code)
-        rig.poll()
-        if number == 100:
-            restarting = asyncio.create_task(asyncio.to_thread(service.restart))
-        if client.incarnation == 2 and number > 200:
-            break
-        await asyncio.sleep(0.002)
-    assert said <= {Code.DAEMON_GONE, Code.BUSY}
-    assert restarting is not None
-    await restarting
-    await eventually(lambda: len(rig.poll()) >= len(rig.accepted))
-    rig.check_each_ended_once()
-    assert "done" in {one.outcome for one in rig.history[-5:]}
-    await client.close()
-    rig.timeline.close()
+    engine.timeline.close()
 
 
 async def test_an_asyncio_verb_waits_for_the_daemon(service: DaemonService) -> None:
-    client, rig = await registered(service)
+    client, engine = await registered(service)
     service.daemon.kill()
     await eventually(lambda: client.connecting)
     with pytest.raises(Gone) as gone:
@@ -684,15 +537,15 @@ async def test_an_asyncio_verb_waits_for_the_daemon(service: DaemonService) -> N
     await asyncio.to_thread(service.start)
     assert (await asking).pid == service.daemon.pid
     await client.close()
-    rig.timeline.close()
+    engine.timeline.close()
 
 
 async def test_closing_an_asyncio_client_while_the_daemon_is_away(service: DaemonService) -> None:
-    client, rig = await registered(service)
+    client, engine = await registered(service)
     service.daemon.kill()
     await eventually(lambda: client.connecting)
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(8):
         await client.close()
     assert not client.connecting
     await asyncio.sleep(0.1)
-    rig.timeline.close()
+    engine.timeline.close()

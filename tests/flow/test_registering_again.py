@@ -34,13 +34,13 @@ LAYOUT = one_tensor()
 SPEC = GPULoadStoreSpec([3]), CPULoadStoreSpec([0])
 
 
-class RegisteredEngine:
+class DaemonStopper:
     """Stops a daemon as soon as a client's next registration is on its way."""
 
     def __init__(self, daemon: LocalDaemon) -> None:
         self._process = daemon.process
 
-    def still(self, client: NonBlockingClient) -> None:
+    def stop_at_registration(self, client: NonBlockingClient) -> None:
         send = client._send
 
         def stopping(data: bytes) -> None:
@@ -51,15 +51,15 @@ class RegisteredEngine:
 
         client._send = stopping  # type: ignore[method-assign]
 
-    def goes_on(self) -> None:
+    def continue_daemon(self) -> None:
         self._process.send_signal(signal.SIGCONT)
 
 
 @pytest.fixture
-def standing(kvferryd: LocalDaemon) -> Iterator[RegisteredEngine]:
-    one = RegisteredEngine(kvferryd)
+def stopper(kvferryd: LocalDaemon) -> Iterator[DaemonStopper]:
+    one = DaemonStopper(kvferryd)
     yield one
-    one.goes_on()
+    one.continue_daemon()
 
 
 def register(client: Any, tensor: torch.Tensor, **options: Any) -> Any:
@@ -70,13 +70,13 @@ def allocate(client: Any, _: torch.Tensor, **options: Any) -> Any:
     return client.allocate_kv_caches(LAYOUT, **options)
 
 
-HOW = pytest.mark.parametrize("ask", [register, allocate])
-LASTING = pytest.mark.parametrize("lasting", [True, False])
+METHOD = pytest.mark.parametrize("method", [register, allocate])
+RECONNECTS = pytest.mark.parametrize("reconnects", [True, False])
 
 
-def timed_out(ask: Callable[[], Any]) -> None:
+def timed_out(method: Callable[[], Any]) -> None:
     with pytest.raises(Gone) as gone:
-        ask()
+        method()
     assert gone.value.code == Code.TIMEOUT
 
 
@@ -87,39 +87,39 @@ def stores(client: OffloadClient) -> bool:
     return [result.success for result in client.get_finished()] == [True]
 
 
-@HOW
+@METHOD
 def test_the_same_again_is_the_same(
-    kvferryd: LocalDaemon, standing: RegisteredEngine, ask: Any
+    kvferryd: LocalDaemon, stopper: DaemonStopper, method: Any
 ) -> None:
     """It is not registered twice, and the client is as it was."""
     tensor, timeline = shared_empty((8, 64)), Timeline.create()
     with OffloadClient(kvferryd.directory, engine="late") as client:
-        standing.still(client)
-        timed_out(lambda: ask(client, tensor, host_bytes=512, timeline=timeline, timeout=0.2))
-        timed_out(lambda: ask(client, tensor, host_bytes=512, timeline=timeline, timeout=0.2))
-        standing.goes_on()
-        ask(client, tensor, host_bytes=512, timeline=timeline)
+        stopper.stop_at_registration(client)
+        timed_out(lambda: method(client, tensor, host_bytes=512, timeline=timeline, timeout=0.2))
+        timed_out(lambda: method(client, tensor, host_bytes=512, timeline=timeline, timeout=0.2))
+        stopper.continue_daemon()
+        method(client, tensor, host_bytes=512, timeline=timeline)
         assert client.region is not None
         assert client.region.num_blocks == 8
         assert client.incarnation == 1
         assert stores(client)
         with pytest.raises(Refused, match="this client has already registered") as refused:
-            ask(client, tensor, host_bytes=512, timeline=timeline)
+            method(client, tensor, host_bytes=512, timeline=timeline)
         assert refused.value.code == Code.ALREADY_REGISTERED
         assert not client.status().errors
     timeline.close()
 
 
-@HOW
-@LASTING
-def test_another_comes_in_its_place(
-    kvferryd: LocalDaemon, standing: RegisteredEngine, ask: Any, lasting: bool
+@METHOD
+@RECONNECTS
+def test_another_registration_replaces_the_unanswered_one(
+    kvferryd: LocalDaemon, stopper: DaemonStopper, method: Any, reconnects: bool
 ) -> None:
-    with OffloadClient(kvferryd.directory, engine="late", reconnect=lasting) as client:
-        standing.still(client)
-        timed_out(lambda: ask(client, shared_empty((8, 64)), host_bytes=1024, timeout=0.2))
-        standing.goes_on()
-        ask(client, shared_empty((8, 64)), host_bytes=512)
+    with OffloadClient(kvferryd.directory, engine="late", reconnect=reconnects) as client:
+        stopper.stop_at_registration(client)
+        timed_out(lambda: method(client, shared_empty((8, 64)), host_bytes=1024, timeout=0.2))
+        stopper.continue_daemon()
+        method(client, shared_empty((8, 64)), host_bytes=512)
         assert client.region is not None
         assert client.region.num_blocks == 8
         assert stores(client)
@@ -128,24 +128,24 @@ def test_another_comes_in_its_place(
         kvferryd.kill()
         with pytest.raises(Gone):
             client.status(timeout=0.2)
-        assert client.connecting is lasting
+        assert client.connecting is reconnects
 
 
-@HOW
-def test_after_a_refusal_it_is_asked_anew(
-    kvferryd: LocalDaemon, standing: RegisteredEngine, ask: Any
+@METHOD
+def test_after_a_refusal_the_next_request_is_sent(
+    kvferryd: LocalDaemon, stopper: DaemonStopper, method: Any
 ) -> None:
     with OffloadClient(kvferryd.directory, engine="late") as client:
-        standing.still(client)
-        timed_out(lambda: ask(client, shared_empty((8, 64)), host_bytes=1 << 40, timeout=0.2))
-        standing.goes_on()
-        ask(client, shared_empty((8, 64)), host_bytes=512)
+        stopper.stop_at_registration(client)
+        timed_out(lambda: method(client, shared_empty((8, 64)), host_bytes=1 << 40, timeout=0.2))
+        stopper.continue_daemon()
+        method(client, shared_empty((8, 64)), host_bytes=512)
         assert stores(client)
         assert client.incarnation == 1
 
 
-@HOW
-def test_an_interrupt(kvferryd: LocalDaemon, standing: RegisteredEngine, ask: Any) -> None:
+@METHOD
+def test_an_interrupt(kvferryd: LocalDaemon, stopper: DaemonStopper, method: Any) -> None:
     """Whoever keeps the exception does not keep the client from registering."""
     tensor = shared_empty((8, 64))
 
@@ -155,52 +155,52 @@ def test_an_interrupt(kvferryd: LocalDaemon, standing: RegisteredEngine, ask: An
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         with OffloadClient(kvferryd.directory, engine="late") as client:
-            standing.still(client)
+            stopper.stop_at_registration(client)
             signal.setitimer(signal.ITIMER_REAL, 0.3)
             try:
-                ask(client, tensor, host_bytes=512)
+                method(client, tensor, host_bytes=512)
             except KeyboardInterrupt:
-                standing.goes_on()
-                ask(client, tensor, host_bytes=512)
+                stopper.continue_daemon()
+                method(client, tensor, host_bytes=512)
             assert stores(client)
     finally:
         signal.signal(signal.SIGALRM, before)
 
 
-@HOW
-def test_a_daemon_that_went_meanwhile_is_asked_anew(
-    start_kvferryd: StartKvferryd, short_path: Path, ask: Any
+@METHOD
+def test_the_request_is_sent_again_to_a_restarted_daemon(
+    start_kvferryd: StartKvferryd, short_path: Path, method: Any
 ) -> None:
     tensor = shared_empty((8, 64))
     daemon = start_kvferryd(runtime_dir=short_path)
     with OffloadClient(daemon.directory, engine="late") as client:
-        RegisteredEngine(daemon).still(client)
-        timed_out(lambda: ask(client, tensor, host_bytes=512, timeout=0.2))
+        DaemonStopper(daemon).stop_at_registration(client)
+        timed_out(lambda: method(client, tensor, host_bytes=512, timeout=0.2))
         daemon.kill()
         start_kvferryd(runtime_dir=short_path)
-        ask(client, tensor, host_bytes=512)
+        method(client, tensor, host_bytes=512)
         assert stores(client)
         assert client.incarnation == 2
 
 
-@HOW
+@METHOD
 @pytest.mark.parametrize("same", [True, False])
 async def test_a_task_that_was_cancelled(
-    kvferryd: LocalDaemon, standing: RegisteredEngine, ask: Any, same: bool
+    kvferryd: LocalDaemon, stopper: DaemonStopper, method: Any, same: bool
 ) -> None:
     tensor = shared_empty((8, 64))
     async with await AsyncOffloadClient.connect(kvferryd.directory, engine="late") as client:
-        standing.still(client)
-        task = asyncio.create_task(ask(client, tensor, host_bytes=512))
+        stopper.stop_at_registration(client)
+        task = asyncio.create_task(method(client, tensor, host_bytes=512))
         await asyncio.sleep(0.2)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         with pytest.raises(Gone) as gone:
-            await ask(client, tensor, host_bytes=512, timeout=0.2)
+            await method(client, tensor, host_bytes=512, timeout=0.2)
         assert gone.value.code == Code.TIMEOUT
-        standing.goes_on()
-        await ask(client, tensor, host_bytes=512 if same else 256)
+        stopper.continue_daemon()
+        await method(client, tensor, host_bytes=512 if same else 256)
         assert client.region is not None
         assert client.region.num_blocks == (8 if same else 4)
         client.transfer_async(1, SPEC)
@@ -209,19 +209,19 @@ async def test_a_task_that_was_cancelled(
         assert client.incarnation == (1 if same else 2)
 
 
-@HOW
+@METHOD
 async def test_two_tasks_at_once(
-    kvferryd: LocalDaemon, standing: RegisteredEngine, ask: Any
+    kvferryd: LocalDaemon, stopper: DaemonStopper, method: Any
 ) -> None:
     """One of them has it, and the other is told so, also where both take up what was left."""
     tensor = shared_empty((8, 64))
     async with await AsyncOffloadClient.connect(kvferryd.directory, engine="late") as client:
-        standing.still(client)
+        stopper.stop_at_registration(client)
         with pytest.raises(Gone):
-            await ask(client, tensor, host_bytes=512, timeout=0.2)
-        both = [asyncio.create_task(ask(client, tensor, host_bytes=512)) for _ in range(2)]
+            await method(client, tensor, host_bytes=512, timeout=0.2)
+        both = [asyncio.create_task(method(client, tensor, host_bytes=512)) for _ in range(2)]
         await asyncio.sleep(0.1)
-        standing.goes_on()
+        stopper.continue_daemon()
         outcomes = await asyncio.gather(*both, return_exceptions=True)
         refused = [one for one in outcomes if isinstance(one, Refused)]
         assert [one.code for one in refused] == [Code.ALREADY_REGISTERED]

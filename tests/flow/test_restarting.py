@@ -134,7 +134,7 @@ class RestartedService:
         until(lambda: any(s.startswith("refused to") for s in self.manager.values("STATUS")))
         return status
 
-    def mended(self) -> None:
+    def start_as_before(self) -> None:
         """Start it as it was, after that."""
         self.manager.command = self.command()
         self.start()
@@ -160,7 +160,7 @@ def service(tmp_path: Path) -> Iterator[RestartedService]:
 
 
 @pytest.fixture
-def anywhere(short_path: Path, device: str) -> Iterator[RestartedService]:
+def service_on_device(short_path: Path, device: str) -> Iterator[RestartedService]:
     """On a GPU as well."""
     service = RestartedService(short_path, device)
     with service.manager:
@@ -168,14 +168,14 @@ def anywhere(short_path: Path, device: str) -> Iterator[RestartedService]:
         yield service
 
 
-def test_what_was_stored_is_there_again(anywhere: RestartedService) -> None:
-    with anywhere.engine() as one:
+def test_stored_keys_are_hits_after_a_restart(service_on_device: RestartedService) -> None:
+    with service_on_device.engine() as one:
         content = one.fill(range(8), seed=1)
         assert one.store(range(8), keys(1, 2, 3, 4)).success
         assert one.store([8], keys(5)).success  # half of a host block
-        await_committed(anywhere.manager, 5)
-    anywhere.restart()
-    with anywhere.engine("two") as two:
+        await_committed(service_on_device.manager, 5)
+    service_on_device.restart()
+    with service_on_device.engine("two") as two:
         assert two.opened.reattached
         until(lambda: two.lookup(1, 2, 3, 4) == [Lookup.HIT] * 4, 20)
         assert two.lookup(6) == [Lookup.MISS]
@@ -185,10 +185,10 @@ def test_what_was_stored_is_there_again(anywhere: RestartedService) -> None:
         assert half.error is not None
         assert half.error.code == Code.KEY_ABSENT
         until(lambda: verified(two.client), 20)
-    assert "region restored" in anywhere.manager.log()
+    assert "region restored" in service_on_device.manager.log()
 
 
-def test_it_is_there_after_any_number_of_restarts_with_what_came_since(
+def test_stores_between_restarts_accumulate(
     service: RestartedService,
 ) -> None:
     contents: dict[int, torch.Tensor] = {}
@@ -239,7 +239,7 @@ def test_keys_that_were_evicted_or_reset_stay_away(service: RestartedService) ->
         assert one.opened.generation == 2
 
 
-def test_the_least_recent_goes_first_also_after_a_restart(service: RestartedService) -> None:
+def test_the_order_of_use_is_kept_over_a_restart(service: RestartedService) -> None:
     with service.engine() as one:
         blocks = one.opened.num_blocks
         for first in range(0, blocks, 16):
@@ -254,15 +254,15 @@ def test_the_least_recent_goes_first_also_after_a_restart(service: RestartedServ
         assert one.lookup(0, 15) == [Lookup.MISS] * 2
 
 
-def test_bytes_that_changed_meanwhile_are_never_loaded(anywhere: RestartedService) -> None:
-    with anywhere.engine() as one:
+def test_bytes_that_changed_meanwhile_are_never_loaded(service_on_device: RestartedService) -> None:
+    with service_on_device.engine() as one:
         content = one.fill(range(4), seed=1)
         assert one.store(range(4), keys(1, 2)).success
-        await_committed(anywhere.manager, 2)
-    anywhere.manager.kill()
-    anywhere.change("pool-00000", OWN + PAGE + 17, b"\x00\x01\x02\x03")
-    anywhere.start()
-    with anywhere.engine() as one:
+        await_committed(service_on_device.manager, 2)
+    service_on_device.manager.kill()
+    service_on_device.change("pool-00000", OWN + PAGE + 17, b"\x00\x01\x02\x03")
+    service_on_device.start()
+    with service_on_device.engine() as one:
         result = one.load(keys(1), [20, 21])
         assert not result.success
         assert result.error is not None
@@ -291,13 +291,15 @@ def test_a_block_that_changes_while_the_daemon_runs_is_found_by_the_scrub(tmp_pa
         assert "host blocks corrupt" in service.manager.log()
 
 
-def test_an_engines_own_blocks_come_back_by_their_numbers(anywhere: RestartedService) -> None:
-    with anywhere.engine(namespace=False) as one:
+def test_blocks_by_number_are_loadable_after_a_restart(
+    service_on_device: RestartedService,
+) -> None:
+    with service_on_device.engine(namespace=False) as one:
         content = one.fill(range(4), seed=3)
         assert one.run((GPULoadStoreSpec(range(4)), CPULoadStoreSpec([7, 9]))).success
-        await_committed(anywhere.manager, 2)
-    anywhere.restart()
-    with anywhere.engine(namespace=False) as one:
+        await_committed(service_on_device.manager, 2)
+    service_on_device.restart()
+    with service_on_device.engine(namespace=False) as one:
         assert one.region.reattached
         back = CPULoadStoreSpec([9, 7]), GPULoadStoreSpec(range(10, 14))
         until(lambda: one.run(back).success, 20)
@@ -310,7 +312,7 @@ def test_an_engines_own_blocks_come_back_by_their_numbers(anywhere: RestartedSer
 
 
 @pytest.mark.parametrize("option", ["pool_bytes", "pool_chunk"])
-def test_a_pool_of_another_shape_begins_empty_and_says_so(
+def test_a_pool_of_another_size_starts_empty_and_logs_it(
     service: RestartedService, option: str
 ) -> None:
     with service.engine() as one:
@@ -328,7 +330,7 @@ def test_a_pool_of_another_shape_begins_empty_and_says_so(
         until(lambda: one.lookup(1) == [Lookup.HIT], 20)
 
 
-MISTAKES: dict[str, dict[str, object]] = {
+BAD_OPTIONS: dict[str, dict[str, object]] = {
     "a pool larger than memory": {"pool_bytes": 100 << 40, "pool_chunk": 1 << 40},
     "more chunks than descriptors": {"pool_chunk": 4096, "pool_bytes": 1 << 36, "check": False},
     "a pool that cannot be mapped": {"pool_bytes": 1 << 47, "pool_chunk": 1 << 46, "check": False},
@@ -338,22 +340,20 @@ MISTAKES: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_who_refuses_to_start_leaves_all_that_was_kept(
-    service: RestartedService, mistake: str
-) -> None:
+@pytest.mark.parametrize("option", BAD_OPTIONS)
+def test_a_refused_start_keeps_the_pool(service: RestartedService, option: str) -> None:
     """The line is mended, and the cache is there."""
     with service.engine() as one:
         content = one.fill(range(2), seed=1)
         assert one.store([0, 1], keys(1)).success
         await_committed(service.manager, 1)
     names = service.manager.names
-    options = MISTAKES[mistake].copy()
+    options = BAD_OPTIONS[option].copy()
     if not options.pop("check", True):
         options["pool_check_memory"] = 0
     assert service.refused(**options) == 2, service.manager.log()
     assert service.manager.names == names
-    service.mended()
+    service.start_as_before()
     with service.engine() as one:
         assert one.opened.reattached
         one.await_verified()
@@ -374,7 +374,7 @@ app.main()
 """
 
 
-def test_who_finds_no_room_on_the_device_leaves_it_too(service: RestartedService) -> None:
+def test_a_start_that_fails_on_the_device_keeps_the_pool(service: RestartedService) -> None:
     """copy.staging is tried once all else is there; here with another pool, as in one edit."""
     with service.engine() as one:
         assert one.store([0, 1], keys(1)).success
@@ -387,12 +387,12 @@ def test_who_finds_no_room_on_the_device_leaves_it_too(service: RestartedService
     assert service.manager.wait_dead() == 1
     until(lambda: any(s.startswith("failed: ") for s in service.manager.values("STATUS")))
     assert service.manager.names == names
-    service.mended()
+    service.start_as_before()
     with service.engine() as one:
         until(lambda: one.lookup(1) == [Lookup.HIT], 20)
 
 
-def test_a_first_start_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
+def test_a_refused_first_start_stores_nothing(tmp_path: Path) -> None:
     service = RestartedService(tmp_path)
     with service.manager:
         assert service.refused(events_publish="tcp://nowhere") == 2, service.manager.log()
@@ -400,15 +400,15 @@ def test_a_first_start_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("at", "data"), [(0, b"kvferry0"), (4096 + 12, b"\xff\xff\xff")])
-def test_a_ledger_of_another_version_or_a_damaged_one_is_given_up(
+def test_a_block_table_that_is_damaged_or_of_another_version_is_dropped(
     service: RestartedService, at: int, data: bytes
 ) -> None:
     with service.engine() as one:
         assert one.store([0, 1], keys(1)).success
         await_committed(service.manager, 1)
     service.manager.kill()
-    (name,) = [name for name in service.manager.names if name.startswith("ledger-")]
-    for offset in (at, at + (1 << 20) if at else at):  # the deed has two places
+    (name,) = [name for name in service.manager.names if name.startswith("block-table-")]
+    for offset in (at, at + (1 << 20) if at else at):  # the record has two places
         service.change(name, offset, data)
     service.start()
     assert "block table dropped" in service.manager.log()
@@ -418,7 +418,7 @@ def test_a_ledger_of_another_version_or_a_damaged_one_is_given_up(
         assert one.lookup(1) == [Lookup.MISS]
 
 
-def test_nothing_is_kept_where_that_is_not_wanted(tmp_path: Path) -> None:
+def test_pool_keep_false_stores_nothing(tmp_path: Path) -> None:
     service = RestartedService(tmp_path, pool_keep="false")
     with service.manager:
         service.start()
@@ -427,7 +427,7 @@ def test_nothing_is_kept_where_that_is_not_wanted(tmp_path: Path) -> None:
         assert service.manager.names == []
 
 
-def test_what_was_kept_goes_where_keeping_is_not_wanted_any_more(service: RestartedService) -> None:
+def test_a_kept_pool_is_dropped_if_pool_keep_is_false(service: RestartedService) -> None:
     with service.engine() as one:
         assert one.store([0, 1], keys(1)).success
         await_committed(service.manager, 1)
@@ -437,14 +437,14 @@ def test_what_was_kept_goes_where_keeping_is_not_wanted_any_more(service: Restar
         assert one.lookup(1) == [Lookup.MISS]
 
 
-def test_a_region_that_gave_its_room_away_does_not_come_back(service: RestartedService) -> None:
+def test_a_freed_region_is_not_restored(service: RestartedService) -> None:
     with service.engine("old", namespace=False) as old:
         assert old.run((GPULoadStoreSpec(range(2)), CPULoadStoreSpec([0]))).success
         await_committed(service.manager, 1)
     with OffloadClient(service.directory, engine="new") as new:
         until(lambda: not any(engine.present for engine in new.status().engines))
         new.allocate_kv_caches(LAYOUT, host_bytes=16 << 20)
-        until(lambda: len([n for n in service.manager.names if n.startswith("ledger-")]) == 1)
+        until(lambda: len([n for n in service.manager.names if n.startswith("block-table-")]) == 1)
     service.restart()
     with service.engine("old", namespace=False) as old:
         assert not old.region.reattached

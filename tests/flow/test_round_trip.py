@@ -95,25 +95,6 @@ def test_every_layout(start_engine: StartSmallEngine, daemon: LocalDaemon, shape
 
 
 @pytest.mark.parametrize(
-    ("factor", "first", "blocks"),
-    [(1, 0, 1), (1, 5, 12), (4, 0, 8), (4, 1, 3), (4, 3, 1), (4, 2, 9), (3, 4, 7), (16, 15, 2)],
-)
-@pytest.mark.parametrize("daemon_owned", [False, True], ids=["engine-owned", "daemon-owned"])
-def test_partial_host_blocks(
-    start_engine: StartSmallEngine,
-    daemon: LocalDaemon,
-    factor: int,
-    first: int,
-    blocks: int,
-    daemon_owned: bool,
-) -> None:
-    engine = start_engine(daemon, block_size_factor=factor, daemon_owned=daemon_owned)
-    src, dst = shuffled(blocks, blocks)
-    hosts = -(-(blocks + first % factor) // factor)
-    check_moved(engine, [src], shuffled(hosts)[0], [dst], [first])
-
-
-@pytest.mark.parametrize(
     ("sizes", "firsts", "hosts"),
     [((6, 6), (0, 0), 4), ((5, 4), (2, 7), 5), ((0, 5), (0, 1), 2), ((7, 0), (3, 2), 3)],
 )
@@ -129,55 +110,6 @@ def test_groups(
     engine = start_engine(daemon, groups=TWO_GROUPS, block_size_factor=3, daemon_owned=daemon_owned)
     a, b, c, d = shuffled(*sizes, *sizes)
     check_moved(engine, [a, b], shuffled(hosts)[0], [c, d], firsts)
-
-
-def test_groups_that_share_tensors(start_engine: StartSmallEngine, daemon: LocalDaemon) -> None:
-    groups = (GroupOptions(), GroupOptions())
-    engine = start_engine(daemon, groups=groups, shared_groups=True, block_size_factor=2)
-    a, b, c, d = shuffled(4, 5, 4, 5)
-    check_moved(engine, [a, b], shuffled(5)[0], [c, d], [0, 0])
-
-
-def test_group_blocks_with_the_same_ids(
-    start_engine: StartSmallEngine, daemon: LocalDaemon
-) -> None:
-    """Groups that share nothing number their blocks each for themselves."""
-    engine = start_engine(daemon, groups=TWO_GROUPS)
-    src, dst = shuffled(4, 4)
-    check_moved(engine, [src, src], list(range(8)), [dst, dst], [0, 0])
-
-
-def test_a_store_touches_its_own_sub_blocks_only(
-    start_engine: StartSmallEngine, daemon: LocalDaemon
-) -> None:
-    """The whole region is filled, some of it stored over, and all of it read back."""
-    engine = start_engine(daemon, num_blocks=48, block_size_factor=4, host_bytes=6 * 4 * 512)
-    worker, everything = engine.worker, list(range(24))
-    assert engine.region.num_blocks == 6
-    engine.finish(engine.store(everything, range(6), wait_for=worker.write(everything, 1)))
-    fence = worker.write(everything, 3)
-    engine.finish(engine.store([9, 20, 3, 4, 11], [4, 2], wait_for=fence, firsts=[3], sizes=[5]))
-    engine.finish(engine.load(range(6), range(24, 48)))
-    wanted = engine.expected(everything, 1)
-    wanted[19] = engine.expected([9], 3)[0]
-    wanted[8:12] = engine.expected([20, 3, 4, 11], 3)
-    assert np.array_equal(worker.read(range(24, 48)), wanted)
-
-
-@pytest.mark.parametrize("dtype", ["int32", "int64", "uint8", "uint64", ">i4"])
-def test_ids_of_any_integer_type(
-    start_engine: StartSmallEngine, daemon: LocalDaemon, dtype: str
-) -> None:
-    """Also arrays that are not contiguous."""
-    engine = start_engine(daemon)
-    gpu, host = np.arange(0, 12, dtype=dtype)[::-3], np.arange(8, dtype=dtype)[1::2]
-    specs = GPULoadStoreSpec(gpu), CPULoadStoreSpec(host)
-    fence = engine.worker.write(range(12), 1)
-    engine.finish(engine.submit(specs, fence))
-    engine.finish(engine.submit((specs[1], GPULoadStoreSpec(gpu + 16))))
-    moved = [int(i) for i in gpu]
-    loaded = engine.worker.read([16 + i for i in moved])
-    assert np.array_equal(loaded, engine.expected(moved, 1))
 
 
 def test_the_longest_list_of_blocks(kvferryd: LocalDaemon) -> None:
@@ -198,21 +130,6 @@ def test_the_longest_list_of_blocks(kvferryd: LocalDaemon) -> None:
         client.wait([2])
         assert [result.success for result in client.get_finished()] == [True, True]
     assert torch.equal(tensor[:, 0], content)
-
-
-def test_many_pieces(start_engine: StartSmallEngine, daemon: LocalDaemon) -> None:
-    """A transfer larger than what is in flight at once, in one job each way."""
-    groups = (GroupOptions(2, (64, 8, 64)),)
-    engine = start_engine(
-        daemon, groups=groups, num_blocks=272, host_bytes=40 << 20, block_size_factor=4
-    )
-    assert engine.region.block_bytes == 4 * (256 << 10)
-    src, dst = shuffled(135, 135, of=272)
-    worker = engine.worker
-    engine.finish(engine.store(src, range(34), wait_for=worker.write(src, 1)))
-    engine.finish(engine.load(range(34), dst))
-    assert np.array_equal(worker.read(dst), worker.read(src))
-    assert np.array_equal(worker.read(dst[-9:]), engine.expected(src[-9:], 1))
 
 
 def test_large_jobs_that_wait_for_a_kernel_and_for_each_other(

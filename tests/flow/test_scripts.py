@@ -20,7 +20,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_a_script_says_how_it_is_called(script: Path) -> None:
+def test_a_script_prints_its_usage(script: Path) -> None:
     done = run(script, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert "usage: " in done.stdout
@@ -28,14 +28,14 @@ def test_a_script_says_how_it_is_called(script: Path) -> None:
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
 
 
-def test_a_scenario_that_there_is_not() -> None:
+def test_an_unknown_scenario_is_refused() -> None:
     done = run(TESTS / "gpu" / "vllm_scenarios.py", "restart", "nonsense")
     assert done.returncode == 2
     assert "nonsense" in done.stderr.splitlines()[-1]
     assert "tensor-parallel" in done.stderr.splitlines()[-1]
 
 
-def test_a_picture_is_drawn_of_a_file_that_there_is(tmp_path: Path) -> None:
+def test_a_plot_needs_an_existing_file(tmp_path: Path) -> None:
     (tmp_path / "text.json").write_text("text")
     for given in ([], [tmp_path / "no.json", "a.png"], [tmp_path / "text.json", "a.png"]):
         done = run("-m", plotting.__name__, *given)

@@ -15,8 +15,9 @@ from kvferry.testing.plugin import StartKvferryd
 
 NEVER = 1 << 40
 PATIENCE = 10.0
-PROMPTLY = 5.0
-"""Not by a timeout of ours, nor of a client's 10 s."""
+# Seconds. Less than the timeouts of 10 s; longer than usual, because other processes may use the
+# cores.
+PROMPTLY = 8.0
 
 
 def ended(daemon: LocalDaemon) -> int:
@@ -92,7 +93,7 @@ def test_held_jobs_are_cancelled(
     assert [result.outcome for result in results] == ["cancelled"] * 4
     assert [result.error.code for result in results if result.error] == [Code.CANCELLED] * 4
     assert ended(daemon) == 0
-    assert 0.2 <= time.monotonic() - began < 3
+    assert 0.2 <= time.monotonic() - began < PROMPTLY
     check_told(engine)
 
 
@@ -110,7 +111,7 @@ def test_a_folder_that_is_not_ours_any_more(
     check_told(engine)
 
 
-def test_somebody_who_waits_is_told(
+def test_a_stop_ends_waits_in_all_processes(
     start_engine: StartSmallEngine, start_kvferryd: StartKvferryd
 ) -> None:
     """In the scheduler, and in the worker, which did not submit the job."""
@@ -132,7 +133,7 @@ def test_an_idle_daemon_stops_at_once(
     engine = start_engine(kvferryd)
     began = time.monotonic()
     assert kvferryd.stop() == 0
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < PROMPTLY
     assert ended(kvferryd) == 0
     until(lambda: raises_gone(engine))
 
@@ -143,14 +144,3 @@ def raises_gone(engine: SmallEngine) -> bool:
     except Gone as gone:
         return gone.code == Code.DAEMON_GONE
     return False
-
-
-def test_a_client_that_is_late(kvferryd: LocalDaemon) -> None:
-    """No daemon behind the socket any more: TIMEOUT, at the deadline."""
-    directory = kvferryd.directory
-    kvferryd.stop()
-    began = time.monotonic()
-    with pytest.raises(Gone) as gone:
-        OffloadClient(directory, timeout=0.3)
-    assert gone.value.code == Code.TIMEOUT
-    assert 0.3 <= time.monotonic() - began < PROMPTLY

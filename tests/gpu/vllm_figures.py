@@ -4,6 +4,7 @@
 
 ttft        time to first token of 16,384 tokens in host memory, Llama-3.1-8B's shape
 small       the same of 65,536 tokens in small pages: one KV head
+busy        the same of 16,384 tokens while 8 other requests decode
 cold        time to first token of 16,384 tokens that are nowhere, stored meanwhile
 throughput  64 requests at once whose prompts are in host memory, alone and with a shared half
 chat        conversations that together exceed the GPU's cache: later rounds load what earlier
@@ -16,9 +17,10 @@ changes for all; figures of one model share the engines. --apart starts them one
 for a GPU of 80 GB. A connector `kvferry@DIR` is the kvferry of another source tree, client and
 daemon, which compares two versions in one run. Where PegaFlow is installed beside vLLM,
 `--connectors none,vllm,pegaflow,kvferry` measures it, too; `ideal` copies nothing and takes the
-link's time for it (support.vllm_ideal). The floor of a host hit is the GPU-hit time of the
-same engine plus the bytes over the link, both of the same run: of_floor over GPU hits in a row,
-of_rested over those that are asked for after a rest, as host hits are.
+link's time for it (support.vllm_ideal). Newer versions of vLLM's own connector keep their host tier
+in /dev/shm, and do not start without room for --host-gib there. The floor of a host hit is the
+GPU-hit time of the same engine plus the bytes over the link, both of the same run: of_floor over
+GPU hits in a row, of_rested over those that are asked for after a rest, as host hits are.
 """
 
 from __future__ import annotations
@@ -35,13 +37,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from support.vllm_models import LARGE, kv_bytes
 from support.vllm_process import (
-    LARGE,
     VLLM,
     GpuDaemon,
     PegaFlow,
     Prompts,
-    kv_bytes,
     make_prompts,
 )
 
@@ -259,6 +260,30 @@ def small(chosen: Any, record: Record) -> Any:
     return host_hits(chosen, record, SMALL_PAGES, chosen.tokens or 65536)
 
 
+def busy(chosen: Any, _: Record) -> Any:
+    """From host memory, and from the GPU's own cache, while 8 streams decode."""
+    tokens = chosen.tokens or 16384
+
+    def one(_: str, engine: VLLM, number: int) -> Record:
+        (prompt,) = prompts = make_prompts(1, 1700 + number, tokens)
+        engine.generate(prompts, 1)
+        engine.settle()
+        engine.forget()
+        seeds = 2 * number + 1800, 2 * number + 1801
+        host, gpu = (
+            engine.ask(do="beside", prompts=make_prompts(8, seed, 256), tokens=700, asked=prompt)
+            for seed in seeds
+        )
+        return {
+            "host_ms": 1e3 * host["seconds"],
+            "gpu_ms": 1e3 * gpu["seconds"],
+            "cached": host["cached"],
+            "streams": min(host["streams"], gpu["streams"]),
+        }
+
+    return one
+
+
 def cold(chosen: Any, _: Record) -> Any:
     """Prompts one behind the other: the stores of each run beside the next one's prefill."""
     tokens = chosen.tokens or 16384
@@ -363,6 +388,7 @@ AT_ONCE = [f"{kind}_{figure}" for kind in ("alone", "shared") for figure in ("to
 FIGURES: dict[str, Figure] = {
     "ttft": Figure(ttft, HITS, LARGE, 16384),
     "small": Figure(small, HITS, SMALL_PAGES, 65536, most_reps=5),
+    "busy": Figure(busy, ("host_ms", "gpu_ms", "cached", "streams"), LARGE, 16384),
     "cold": Figure(cold, ("cold_ms", "first_ms"), LARGE, 16384),
     "throughput": Figure(throughput, tuple(AT_ONCE), LARGE, 2048),
     "chat": Figure(chat, ("first_s", "later_s", "cached"), LARGE, 4 * 2048),

@@ -2,9 +2,9 @@
 
     python tests/gpu/vllm_scenarios.py [scenario...] [--json FILE]
 
-restart, share, same-outputs, daemon-killed, resets, aborted, multi, tampered: on one GPU, in this
-order where none is named; tensor-parallel needs two, and is run only where it is named. Prints a
-line a finding, and ends with status 1 where one is not as it must be.
+restart, share, same-outputs, daemon-killed, resets, aborted, multi, hybrid, tampered: on one GPU,
+in this order where none is named; tensor-parallel needs two, and is run only where it is named.
+Prints a line a finding, and ends with status 1 where one is not as it must be.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import argparse
 import json
 import mmap
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvferry.proto.version import installed_version
 from support.sensitive_weights import TIE, apart
+from support.vllm_models import HYBRID
 from support.vllm_process import CONNECTORS, VLLM, GpuDaemon, make_prompts
 
 TOKENS = 2048
@@ -217,6 +220,38 @@ def multi(daemon: GpuDaemon) -> None:
         check("offloading is back with the daemon", min(cached) >= TOKENS - 64, cached=cached)
 
 
+def hybrid(daemon: GpuDaemon) -> None:
+    """Layers of full and of sliding-window attention; the daemon is killed with loads in flight."""
+    asked = make_prompts(32, 14, TOKENS)
+    with over(daemon, model=HYBRID, max_num_seqs=16) as running:
+        before = running.generate(asked)
+        running.settle()
+        running.forget()
+        after = running.generate(asked)
+        cached = hits(after)
+        check("a hybrid model hits host memory", min(cached) >= TOKENS - 64, cached=min(cached))
+        check_same("and says the same", before, after)
+        if not recomputes_hybrids():
+            print("      this vLLM ends the engine if a load of a hybrid model fails", flush=True)
+            return
+        running.forget()
+        os.kill(daemon.pid, signal.SIGSTOP)
+        running.send(do="generate", prompts=asked, tokens=16)
+        time.sleep(0.5)
+        daemon.kill()
+        during = running.answer()["outputs"]
+        check_same("the daemon is killed during loads", before, during, cached=sum(hits(during)))
+        daemon.start()
+        cached = hits_come_back(running)
+        check("offloading is back with the daemon", min(cached) >= TOKENS - 64, cached=cached)
+
+
+def recomputes_hybrids() -> bool:
+    """From vLLM 0.30 on."""
+    major, minor, *_ = (installed_version("vllm") or "0.0").split(".")
+    return (int(major), int(minor)) >= (0, 30)
+
+
 def tampered() -> None:
     """Host memory is changed behind the daemon's back, which changes outputs until it is found."""
     asked = make_prompts(8, 8, TOKENS)
@@ -297,6 +332,7 @@ SHARED: dict[str, Callable[[GpuDaemon], None]] = {
     "resets": resets,
     "aborted": aborted,
     "multi": multi,
+    "hybrid": hybrid,
 }
 """Over one daemon."""
 OWN: dict[str, Callable[[], None]] = {"tampered": tampered, "tensor-parallel": tensor_parallel}

@@ -181,6 +181,6 @@ class BlockStatesMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("sizes", PAGES)
-def test_what_loads_by_number_is_what_a_store_completed(sizes: int) -> None:
+def test_blocks_load_by_number_if_their_store_completed(sizes: int) -> None:
     machine = type("BlockStatesMachine", (BlockStatesMachine,), {"sizes": sizes})
     run_state_machine_as_test(machine, settings=settings(max_examples=150, stateful_step_count=40))

@@ -1,8 +1,8 @@
-"""Tensors that are kept, against a lane that forgets nothing it is not told to drop.
+"""Tensors that are kept, against a device worker that releases only what it is told to.
 
-Engines come, allocate, go and are released in any order, while the lane lags behind as it may. What
-the lane holds when it has caught up is what the status shows, neither more nor less: memory that
-nobody can name is memory lost, and memory that is named twice is used twice.
+Engines connect, allocate, disconnect and are released in any order, while the device worker lags
+behind. Once it has caught up, it holds what the status shows, neither more nor less: memory that
+nobody can name is lost, and memory that has two names is used twice.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from kvferry.daemon.core.actions import (
     TensorsUnmapped,
     UnmapTensors,
 )
-from kvferry.daemon.core.core import Core, DaemonIdentity
+from kvferry.daemon.core.core import Core
+from kvferry.daemon.core.status import DaemonIdentity
 from kvferry.proto import messages as wire
-from kvferry.proto import status as told
+from kvferry.proto import status as proto_status
 from kvferry.proto.errors import Code, ErrorInfo
 from kvferry.proto.memory import FdAllocation, Location
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
@@ -61,7 +62,7 @@ class KeptTensorsModel:
     core: Core
     orders: deque[Action] = field(default_factory=deque)
     held: dict[int, ModelMemory] = field(default_factory=dict)
-    """What the lane holds, by registration."""
+    """What the device worker holds, by registration."""
     mapped: dict[int, ModelMemory] = field(default_factory=dict)
     sessions: dict[str, str] = field(default_factory=dict)
     """The session of each engine that is here."""
@@ -80,21 +81,21 @@ class KeptTensorsModel:
         match verb:
             case "allocate" | "keep":
                 keep = verb == "keep"
-                self.ask(engine, wire.AllocateKVCaches(number, layout, room, None, keep))
+                self.send(engine, wire.AllocateKVCaches(number, layout, room, None, keep))
             case "own":
                 where = (FdAllocation(1, 1 << 20),), (Location(0, 0),)
-                self.ask(engine, wire.RegisterKVCaches(number, layout, *where, room))
+                self.send(engine, wire.RegisterKVCaches(number, layout, *where, room))
             case "leave" if engine in self.sessions:
                 self.obey(self.core.close_session(self.sessions.pop(engine)))
             case "release":
-                self.ask(engine, wire.ReleaseKVCaches(number, ENGINES[choice]))
+                self.send(engine, wire.ReleaseKVCaches(number, ENGINES[choice]))
             case "lag":
                 self.failing = size > 9
                 for _ in range(min(size, len(self.orders))):
                     self.work()
                 self.failing = False
 
-    def ask(self, engine: str, message: wire.ClientMessage) -> None:
+    def send(self, engine: str, message: wire.ClientMessage) -> None:
         self.obey(self.core.handle(self.session(engine), message, 1.0))
 
     def obey(self, actions: list[Action]) -> None:
@@ -106,7 +107,7 @@ class KeptTensorsModel:
                 assert action.message.nbytes > 0
 
     def work(self) -> None:
-        """The lane does its oldest order."""
+        """The device worker does its oldest order."""
         match self.orders.popleft():
             case MapTensors() as wanted:
                 self.obey(self.core.report(self.map(wanted)))
@@ -134,7 +135,7 @@ class KeptTensorsModel:
         return TensorsMapped(number, wanted.session, None, where, reused=reused)
 
     def check(self) -> None:
-        """With a lane that has caught up."""
+        """With a device worker that has caught up."""
         while self.orders:
             self.work()
         status = {engine.name: engine for engine in self.core.status(1.0).engines}
@@ -147,17 +148,17 @@ class KeptTensorsModel:
 
 @PROFILE
 @given(steps)
-def test_the_lane_holds_what_the_status_shows(script: list[Step]) -> None:
-    device = told.DeviceInfo("cpu", "cpu", "host memory")
-    limits = told.Limits(1 << 20, 1 << 10, 8)
-    world = KeptTensorsModel(Core(DaemonIdentity("0.1", "boot", 1, device, limits), POOL, 0.0))
+def test_the_device_worker_holds_what_the_status_shows(script: list[Step]) -> None:
+    device = proto_status.DeviceInfo("cpu", "cpu", "host memory")
+    limits = proto_status.Limits(1 << 20, 1 << 10, 8)
+    model = KeptTensorsModel(Core(DaemonIdentity("0.1", "boot", 1, device, limits), POOL, 0.0))
     for step in script:
-        world.take(step)
-    world.check()
-    for engine in tuple(world.sessions):
-        world.take(("leave", engine, 0, 0))
-    world.check()
+        model.take(step)
+    model.check()
+    for engine in tuple(model.sessions):
+        model.take(("leave", engine, 0, 0))
+    model.check()
     for engine in "ab":
-        world.take(("release", "c", ENGINES.index(engine), 0))
-    world.check()
-    assert not [memory for memory in world.held.values() if memory.engine != "c"]
+        model.take(("release", "c", ENGINES.index(engine), 0))
+    model.check()
+    assert not [memory for memory in model.held.values() if memory.engine != "c"]

@@ -16,7 +16,6 @@ from itertools import count
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -27,7 +26,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvferry.daemon.core import namespace as namespace_module
 from kvferry.daemon.core.actions import (
     Action,
     BlocksVerified,
@@ -46,7 +44,8 @@ from kvferry.daemon.core.actions import (
     TransferCompleted,
     UnmapTensors,
 )
-from kvferry.daemon.core.core import Core, DaemonIdentity
+from kvferry.daemon.core.core import Core
+from kvferry.daemon.core.status import DaemonIdentity
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto import status as told
@@ -460,7 +459,7 @@ class NamespacesModel(RuleBasedStateMachine):
 
     def hear(self, actions: list[Action]) -> list[Any]:
         """Take the news in. Returns what else the core wants."""
-        actions = self.books.hear(actions)
+        actions = self.books.observe(actions)
         published = [action for action in actions if isinstance(action, PublishKVEvents)]
         broadcast = [action for action in actions if isinstance(action, Broadcast)]
         named = {space.name: space for space in self.spaces.values()}
@@ -1222,10 +1221,7 @@ class NamespacesModel(RuleBasedStateMachine):
             self.unmap(self.holders["heir"], Outcome.DONE)
 
 
-def test_whatever_happens_keys_load_what_was_stored_under_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(namespace_module, "SNAPSHOT_BLOCKS", 2)
+def test_whatever_happens_keys_load_what_was_stored_under_them() -> None:
     run_state_machine_as_test(
         NamespacesModel,
         settings=settings(max_examples=150, stateful_step_count=50),

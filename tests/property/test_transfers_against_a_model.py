@@ -1,6 +1,6 @@
 """BlockLayout against semantics.md as plain loops over groups, blocks, pages and bytes.
 
-A world is a layout with its memory: an arena that stands for the device, a pool for the host. The
+A model is a layout with its memory: an arena that stands for the device, a pool for the host. The
 model says which byte goes where, or what is wrong; real copies are done on real memory.
 """
 
@@ -73,9 +73,9 @@ class ModelTransfer:
 # The model
 
 
-def moved(world: TransfersModel, transfer: ModelTransfer) -> list[tuple[int, int]]:
+def moved(model: TransfersModel, transfer: ModelTransfer) -> list[tuple[int, int]]:
     """(byte of the arena, byte of the pool) for every byte that a good transfer moves, in order."""
-    layout, factor = world.layout, world.layout.block_size_factor
+    layout, factor = model.layout, model.layout.block_size_factor
     block_bytes = [sum(ref.page_size_bytes for ref in group) for group in layout.groups]
     gpu_ids, hosts = list(transfer.gpu_ids), list(transfer.hosts)
     pairs = []
@@ -84,12 +84,12 @@ def moved(world: TransfersModel, transfer: ModelTransfer) -> list[tuple[int, int
         for number in range(size):
             if number == 0 or (skip + number) % factor == 0:
                 host = hosts.pop(0)
-            at = world.region_start + host * factor * max(block_bytes)
+            at = model.region_start + host * factor * max(block_bytes)
             at += (skip + number) % factor * block_bytes[group]
             block = gpu_ids.pop(0)
             for ref in layout.groups[group]:
                 stride = layout.tensors[ref.tensor].row_stride_bytes
-                row = world.offsets[ref.tensor] + block * stride
+                row = model.offsets[ref.tensor] + block * stride
                 for byte in range(ref.page_size_bytes):
                     pairs.append((row + byte, at))
                     at += 1
@@ -98,13 +98,13 @@ def moved(world: TransfersModel, transfer: ModelTransfer) -> list[tuple[int, int
     return pairs
 
 
-def wrong(world: TransfersModel, transfer: ModelTransfer) -> set[Code]:
+def wrong(model: TransfersModel, transfer: ModelTransfer) -> set[Code]:
     """What is wrong with a transfer; empty where it is good."""
-    layout, factor = world.layout, world.layout.block_size_factor
+    layout, factor = model.layout, model.layout.block_size_factor
     if not len(transfer.sizes) == len(transfer.indices) == len(layout.groups):
         return {Code.UNKNOWN_GROUP}
     faults = set()
-    if any(not 0 <= host < world.host_blocks for host in transfer.hosts):
+    if any(not 0 <= host < model.host_blocks for host in transfer.hosts):
         faults.add(Code.BLOCK_OUT_OF_RANGE)
     if sum(transfer.sizes) != len(transfer.gpu_ids):
         return faults | {Code.SIZE_MISMATCH}
@@ -115,13 +115,13 @@ def wrong(world: TransfersModel, transfer: ModelTransfer) -> set[Code]:
         named += [(group, rest.pop(0)) for _ in range(size)]
     if needed != len(transfer.hosts):
         faults.add(Code.SIZE_MISMATCH)
-    if any(not 0 <= block < world.blocks_of(group) for group, block in named):
+    if any(not 0 <= block < model.blocks_of(group) for group, block in named):
         faults.add(Code.BLOCK_OUT_OF_RANGE)
     if transfer.direction is Direction.STORE:
         twice = len(set(transfer.hosts)) != len(transfer.hosts)
     else:
         twice = any(
-            block == other_block and world.share_memory(group, other)
+            block == other_block and model.share_memory(group, other)
             for n, (group, block) in enumerate(named)
             for other, other_block in named[:n]
         )
@@ -164,17 +164,17 @@ _GROUPS = st.integers(1, 3)
 
 
 @st.composite
-def good_transfers(draw: st.DrawFn, world: TransfersModel) -> ModelTransfer:
+def good_transfers(draw: st.DrawFn, model: TransfersModel) -> ModelTransfer:
     """Distinct blocks per family of groups that share memory, distinct host blocks."""
-    factor, left = world.layout.block_size_factor, world.host_blocks
+    factor, left = model.layout.block_size_factor, model.host_blocks
     taken: list[tuple[int, int]] = []
     sizes, indices, needed = [], [], 0
-    for group in range(len(world.layout.groups)):
+    for group in range(len(model.layout.groups)):
         index = draw(st.integers(0, 3 * factor))
         free = [
             block
-            for block in range(world.blocks_of(group))
-            if not any(block == b and world.share_memory(group, g) for g, b in taken)
+            for block in range(model.blocks_of(group))
+            if not any(block == b and model.share_memory(group, g) for g, b in taken)
         ]
         most = min(len(free), max(0, left * factor - index % factor))
         size = draw(st.integers(0, most))
@@ -183,16 +183,16 @@ def good_transfers(draw: st.DrawFn, world: TransfersModel) -> ModelTransfer:
         sizes.append(size)
         indices.append(index)
         needed, left = needed + used, left - used
-    hosts = draw(st.permutations(range(world.host_blocks)))[:needed]
+    hosts = draw(st.permutations(range(model.host_blocks)))[:needed]
     gpu_ids = tuple(block for _, block in taken)
     direction = draw(st.sampled_from(Direction))
     return ModelTransfer(direction, gpu_ids, tuple(sizes), tuple(indices), tuple(hosts))
 
 
 @st.composite
-def spoiled_transfers(draw: st.DrawFn, world: TransfersModel) -> ModelTransfer:
+def spoiled_transfers(draw: st.DrawFn, model: TransfersModel) -> ModelTransfer:
     """A good transfer with one to three things changed, for the worse or not."""
-    transfer = draw(good_transfers(world))
+    transfer = draw(good_transfers(model))
     for _ in range(draw(st.integers(1, 3))):
         name = draw(st.sampled_from(["gpu_ids", "sizes", "indices", "hosts"]))
         values = list(getattr(transfer, name))
@@ -212,9 +212,9 @@ def spoiled_transfers(draw: st.DrawFn, world: TransfersModel) -> ModelTransfer:
     return transfer
 
 
-def pairs_of(world: TransfersModel, runs: tuple[Extent, ...]) -> list[tuple[int, int]]:
+def pairs_of(model: TransfersModel, runs: tuple[Extent, ...]) -> list[tuple[int, int]]:
     """(byte of the arena, byte of the pool) of all fragments of `runs`, in order."""
-    parts = [world.geometry.copy_batch(run, bases(world), 0) for run in runs]
+    parts = [model.geometry.copy_batch(run, bases(model), 0) for run in runs]
     rows = [row for f in parts for row in zip(f.gpu, f.host, f.size, strict=True)]
     return [(int(gpu) + n, int(host) + n) for gpu, host, size in rows for n in range(int(size))]
 
@@ -229,36 +229,36 @@ def pieces_of(
     return pieces
 
 
-def bases(world: TransfersModel) -> np.ndarray[Any, np.dtype[np.int64]]:
-    return np.array(world.offsets, dtype=np.int64)
+def bases(model: TransfersModel) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.array(model.offsets, dtype=np.int64)
 
 
 @settings(PROFILE)
 @given(st.data())
-def test_every_byte_of_a_good_transfer_goes_where_the_model_says(data: st.DataObject) -> None:
-    world = data.draw(worlds())
-    transfer = data.draw(good_transfers(world))
-    geometry, expected = world.geometry, moved(world, transfer)
+def test_every_byte_of_a_transfer_is_where_the_model_has_it(data: st.DataObject) -> None:
+    model = data.draw(worlds())
+    transfer = data.draw(good_transfers(model))
+    geometry, expected = model.geometry, moved(model, transfer)
     resolved = geometry.resolve(transfer.direction, transfer.spec, transfer.host_ids)
     assert geometry.count_bytes(resolved.extents) == len(expected)
     assert geometry.end_offset(resolved.extents) == max(
         (host + 1 for _, host in expected), default=0
     )
-    assert geometry.end_offset(resolved.extents) <= world.pool_bytes - GUARD
+    assert geometry.end_offset(resolved.extents) <= model.pool_bytes - GUARD
     assert sorted(resolved.host_blocks.tolist()) == sorted(transfer.hosts)
-    assert pairs_of(world, resolved.extents) == expected
+    assert pairs_of(model, resolved.extents) == expected
 
 
 @settings(PROFILE)
 @given(st.data())
 def test_pieces_are_the_transfer_cut_in_order(data: st.DataObject) -> None:
-    world = data.draw(worlds())
-    transfer = data.draw(good_transfers(world))
+    model = data.draw(worlds())
+    transfer = data.draw(good_transfers(model))
     max_bytes, max_blocks = data.draw(st.integers(1, 200)), data.draw(st.integers(1, 9))
-    geometry = world.geometry
+    geometry = model.geometry
     runs = geometry.resolve(transfer.direction, transfer.spec, transfer.host_ids).extents
     pieces = pieces_of(geometry, runs, max_bytes, max_blocks)
-    assert pairs_of(world, tuple(pieces)) == moved(world, transfer)
+    assert pairs_of(model, tuple(pieces)) == moved(model, transfer)
     full = [max(1, min(max_blocks, max_bytes // group)) for group in geometry.group_bytes]
     assert all(1 <= piece.gpu_blocks.size <= full[piece.group] for piece in pieces)
     for piece, following in pairwise(pieces):
@@ -267,12 +267,12 @@ def test_pieces_are_the_transfer_cut_in_order(data: st.DataObject) -> None:
 
 @settings(PROFILE, max_examples=600)
 @given(st.data())
-def test_what_the_model_finds_wrong_is_refused_and_nothing_else(data: st.DataObject) -> None:
-    world = data.draw(worlds())
-    transfer = data.draw(spoiled_transfers(world))
-    faults = wrong(world, transfer)
+def test_transfers_are_refused_exactly_if_the_model_refuses_them(data: st.DataObject) -> None:
+    model = data.draw(worlds())
+    transfer = data.draw(spoiled_transfers(model))
+    faults = wrong(model, transfer)
     try:
-        world.geometry.resolve(transfer.direction, transfer.spec, transfer.host_ids)
+        model.geometry.resolve(transfer.direction, transfer.spec, transfer.host_ids)
     except Refused as error:
         assert error.code in faults  # noqa: PT017
     else:
@@ -283,19 +283,19 @@ def test_what_the_model_finds_wrong_is_refused_and_nothing_else(data: st.DataObj
 @given(st.data())
 def test_slots_tell_which_blocks_share_memory(data: st.DataObject) -> None:
     """Two (group, block) have one slot if, and only if, their bytes on the device overlap."""
-    world = data.draw(worlds())
-    transfer = replace(data.draw(good_transfers(world)), direction=Direction.STORE)
+    model = data.draw(worlds())
+    transfer = replace(data.draw(good_transfers(model)), direction=Direction.STORE)
     named = [g for g, size in enumerate(transfer.sizes) for _ in range(size)]
-    geometry = world.geometry
+    geometry = model.geometry
     slots = geometry.resolve(Direction.STORE, transfer.spec, transfer.host_ids).gpu_slots.tolist()
     assert all(0 <= slot < geometry.gpu_slots for slot in slots)
-    for group in range(len(world.layout.groups)):
-        for block in range(world.blocks_of(group)):
-            sizes = tuple(int(g == group) for g in range(len(world.layout.groups)))
+    for group in range(len(model.layout.groups)):
+        for block in range(model.blocks_of(group)):
+            sizes = tuple(int(g == group) for g in range(len(model.layout.groups)))
             one = GPULoadStoreSpec([block], sizes, (0,) * len(sizes))
             (slot,) = geometry.resolve(Direction.LOAD, one, np.array([0])).gpu_slots.tolist()
             for other, other_block, other_slot in zip(named, transfer.gpu_ids, slots, strict=True):
-                shared = block == other_block and world.share_memory(group, other)
+                shared = block == other_block and model.share_memory(group, other)
                 assert (slot == other_slot) == shared
 
 
@@ -305,22 +305,22 @@ def test_slots_tell_which_blocks_share_memory(data: st.DataObject) -> None:
 class ArenaMemory:
     """An arena and a pool full of noise, and the copying of fragments between them."""
 
-    def __init__(self, world: TransfersModel) -> None:
+    def __init__(self, model: TransfersModel) -> None:
         random = np.random.default_rng(7)
-        self.world = world
-        self.arena: Bytes = random.integers(0, 256, world.arena_bytes, dtype=np.uint8)
-        self.pool: Bytes = random.integers(0, 256, world.pool_bytes, dtype=np.uint8)
+        self.model = model
+        self.arena: Bytes = random.integers(0, 256, model.arena_bytes, dtype=np.uint8)
+        self.pool: Bytes = random.integers(0, 256, model.pool_bytes, dtype=np.uint8)
 
     def copy(self, direction: Direction, runs: tuple[Extent, ...]) -> None:
-        for piece in pieces_of(self.world.geometry, runs, 64, 5):
-            where = bases(self.world) + self.arena.ctypes.data
-            fragments = self.world.geometry.copy_batch(piece, where, self.pool.ctypes.data)
+        for piece in pieces_of(self.model.geometry, runs, 64, 5):
+            where = bases(self.model) + self.arena.ctypes.data
+            fragments = self.model.geometry.copy_batch(piece, where, self.pool.ctypes.data)
             for gpu, host, size in zip(fragments.gpu, fragments.host, fragments.size, strict=True):
                 to, origin = (host, gpu) if direction is Direction.STORE else (gpu, host)
                 ctypes.memmove(int(to), int(origin), int(size))
 
     def transfer(self, transfer: ModelTransfer) -> None:
-        geometry = self.world.geometry
+        geometry = self.model.geometry
         resolved = geometry.resolve(transfer.direction, transfer.spec, transfer.host_ids)
         self.copy(transfer.direction, resolved.extents)
 
@@ -328,13 +328,13 @@ class ArenaMemory:
 @settings(PROFILE)
 @given(st.data())
 def test_a_copy_changes_the_bytes_it_should_and_no_other(data: st.DataObject) -> None:
-    world = data.draw(worlds())
-    memory = ArenaMemory(world)
+    model = data.draw(worlds())
+    memory = ArenaMemory(model)
     arena, pool = memory.arena.copy(), memory.pool.copy()
     for _ in range(data.draw(st.integers(1, 3))):
-        transfer = data.draw(good_transfers(world))
+        transfer = data.draw(good_transfers(model))
         memory.transfer(transfer)
-        for gpu, host in moved(world, transfer):
+        for gpu, host in moved(model, transfer):
             if transfer.direction is Direction.STORE:
                 pool[host] = arena[gpu]
             else:
@@ -345,15 +345,15 @@ def test_a_copy_changes_the_bytes_it_should_and_no_other(data: st.DataObject) ->
 
 @settings(PROFILE)
 @given(st.data())
-def test_what_was_stored_loads_into_other_blocks_unchanged(data: st.DataObject) -> None:
-    world = data.draw(worlds())
-    memory = ArenaMemory(world)
-    store = replace(data.draw(good_transfers(world)), direction=Direction.STORE)
-    elsewhere = data.draw(others(world, store))
+def test_stored_blocks_load_into_other_blocks_unchanged(data: st.DataObject) -> None:
+    model = data.draw(worlds())
+    memory = ArenaMemory(model)
+    store = replace(data.draw(good_transfers(model)), direction=Direction.STORE)
+    elsewhere = data.draw(others(model, store))
     memory.transfer(store)
-    before, origin = memory.arena.copy(), [gpu for gpu, _ in moved(world, store)]
+    before, origin = memory.arena.copy(), [gpu for gpu, _ in moved(model, store)]
     memory.transfer(elsewhere)
-    target = [gpu for gpu, _ in moved(world, elsewhere)]
+    target = [gpu for gpu, _ in moved(model, elsewhere)]
     assert np.array_equal(memory.arena[target], before[origin])
     rest = np.ones(memory.arena.size, dtype=bool)
     rest[target] = False
@@ -361,14 +361,14 @@ def test_what_was_stored_loads_into_other_blocks_unchanged(data: st.DataObject) 
 
 
 @st.composite
-def others(draw: st.DrawFn, world: TransfersModel, store: ModelTransfer) -> ModelTransfer:
+def others(draw: st.DrawFn, model: TransfersModel, store: ModelTransfer) -> ModelTransfer:
     """The load of what `store` stored, into any blocks that a transfer of its shape may name."""
     gpu_ids: list[tuple[int, int]] = []
     for group, size in enumerate(store.sizes):
         free = [
             block
-            for block in range(world.blocks_of(group))
-            if not any(block == b and world.share_memory(group, g) for g, b in gpu_ids)
+            for block in range(model.blocks_of(group))
+            if not any(block == b and model.share_memory(group, g) for g, b in gpu_ids)
         ]
         if len(free) < size:  # groups before took too many: the blocks of the store will do
             return replace(store, direction=Direction.LOAD)

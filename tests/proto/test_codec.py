@@ -1,9 +1,8 @@
-"""Whatever bytes arrive, a decoder answers with a message or a Refused; and specs and errors."""
+"""Whatever bytes arrive, a decoder returns a message or raises Refused."""
 
 from __future__ import annotations
 
 import json
-import pickle
 import struct
 import tracemalloc
 from collections.abc import Callable
@@ -16,32 +15,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.proto import codec, specs
+from kvferry.proto import codec
 from kvferry.proto import messages as wire
-from kvferry.proto.codec import Decoder, encode
-from kvferry.proto.errors import (
-    FAILED,
-    GONE,
-    Code,
-    ErrorInfo,
-    Failed,
-    Gone,
-    KVFerryError,
-    Refused,
-    error_of,
-)
+from kvferry.proto.codec import MAX_MESSAGE_BYTES, MAX_OTHER_BYTES, Decoder, encode
+from kvferry.proto.errors import Code, Refused
 from kvferry.proto.memory import CudaAllocation, Location
 from kvferry.proto.specs import (
     MAX_BLOCK_IDS,
     MAX_REFS,
     MAX_TENSORS,
     CPULoadStoreSpec,
-    Direction,
     GPULoadStoreSpec,
     KVLayout,
     TensorLayout,
     TensorRef,
-    as_block_ids,
 )
 
 DECODERS: dict[str, Decoder[Any]] = {
@@ -58,6 +45,13 @@ GOLDEN = {
 
 def decoder_of(name: str) -> Decoder[Any]:
     return DECODERS[name.partition("/")[0]]
+
+
+def client_decoder(
+    most_bytes: int = MAX_MESSAGE_BYTES, other_bytes: int = MAX_OTHER_BYTES
+) -> Decoder[Any]:
+    """decode_client_message with other limits."""
+    return Decoder(wire.ClientMessage, codec.LARGE_MESSAGES, most_bytes, other_bytes)
 
 
 def refusal(decode: Decoder[Any], data: bytes) -> str:
@@ -153,7 +147,7 @@ def test_a_field_too_many_is_refused(name: str) -> None:
         pack("goodbye", "r" * 257),
     ],
 )
-def test_what_is_no_client_message_is_refused(data: bytes) -> None:
+def test_invalid_client_messages_are_refused(data: bytes) -> None:
     assert refusal(codec.decode_client_message, data) == Code.BAD_MESSAGE
 
 
@@ -166,33 +160,25 @@ def test_what_is_no_client_message_is_refused(data: bytes) -> None:
         (8, bytes(7), "not a multiple"),
         (8, bytes(9), "not a multiple"),
         (4, bytes(2), "not a multiple"),
-        (4, bytes(24), "more than 5"),
-        (8, bytes(48), "more than 5"),
+        (4, bytes(4 * (MAX_BLOCK_IDS + 1)), f"more than {MAX_BLOCK_IDS}"),
+        (8, bytes(8 * (MAX_BLOCK_IDS + 1)), f"more than {MAX_BLOCK_IDS}"),
     ],
+    ids=lambda value: str(len(value)) if isinstance(value, bytes) else None,
 )
 def test_an_extension_that_holds_no_block_ids_is_refused(
-    kind: int, payload: bytes, said: str, monkeypatch: pytest.MonkeyPatch
+    kind: int, payload: bytes, said: str
 ) -> None:
-    monkeypatch.setattr(specs, "MAX_BLOCK_IDS", 5)
     data = pack("submit", 1, ["gpu", msgspec.msgpack.Ext(kind, payload)], CPU)
     with pytest.raises(Refused, match=said) as caught:
         codec.decode_client_message(data)
     assert caught.value.code == Code.BAD_MESSAGE
 
 
-def test_a_spec_names_as_many_blocks_as_the_limit_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(specs, "MAX_BLOCK_IDS", 2)
-    message = codec.decode_client_message(pack("submit", 1, GPU, CPU))
-    assert isinstance(message, wire.Submit)
-    assert isinstance(message.src, GPULoadStoreSpec)
-    assert message.src.block_ids.tolist() == [1, 2]
-
-
 BLOCK_IDS_FOLLOW = b"\x94\xa6submit\x01\x92\xa3gpu"
 
 
 @pytest.mark.parametrize("what", [b"\x90", b"\x01", b"\xa1a", b"\xc0"])
-def test_what_stands_in_the_place_of_block_ids_is_not_built(what: bytes) -> None:
+def test_objects_in_place_of_block_ids_are_not_built(what: bytes) -> None:
     """Thirty MiB of empty arrays took gigabytes, and seconds, before they were no block ids."""
     count = 1 << 16
     data = BLOCK_IDS_FOLLOW + b"\xdd" + struct.pack(">I", count) + count * what
@@ -283,7 +269,7 @@ def test_counts_reach_their_limit_and_no_further(
         ("registerkvcaches", 1, LAYOUT, [], [[0, -1]]),
     ],
 )
-def test_what_must_not_be_empty_or_zero_is_refused(fields: tuple[Any, ...]) -> None:
+def test_empty_and_zero_fields_are_refused(fields: tuple[Any, ...]) -> None:
     assert refusal(codec.decode_client_message, pack(*fields)) == Code.BAD_MESSAGE
 
 
@@ -295,39 +281,41 @@ def test_a_session_token_has_1_to_64_characters(token: str) -> None:
 # Too large
 
 
-def test_a_message_has_a_largest_size_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_larger_message_is_encoded() -> None:
+    many = 70_000
+    frame_bytes = len(encode(wire.Goodbye("x" * many))) - many
+    reason = "x" * (MAX_MESSAGE_BYTES - frame_bytes)
+    assert len(encode(wire.Goodbye(reason))) == MAX_MESSAGE_BYTES
+    with pytest.raises(Refused) as caught:
+        encode(wire.Goodbye(reason + "x"))
+    assert caught.value.code == Code.MESSAGE_TOO_LARGE
+    assert caught.value.value == str(MAX_MESSAGE_BYTES + 1)
+
+
+def test_a_decoder_refuses_a_message_above_its_limit() -> None:
     message = wire.Cancel(tuple(range(50)))
     data = encode(message)
-    monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", len(data))
-    assert codec.decode_client_message(encode(message)) == message
-    monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", len(data) - 1)
-    assert refusal(codec.decode_client_message, data) == Code.MESSAGE_TOO_LARGE
-    with pytest.raises(Refused) as caught:
-        encode(message)
-    assert (caught.value.code, caught.value.value) == (Code.MESSAGE_TOO_LARGE, str(len(data)))
+    assert client_decoder(most_bytes=len(data))(data) == message
+    assert refusal(client_decoder(most_bytes=len(data) - 1), data) == Code.MESSAGE_TOO_LARGE
 
 
 @pytest.mark.parametrize("name", [name for name in GOLDEN if name.startswith("client/")])
-def test_a_message_without_many_ids_or_keys_has_a_smaller_largest_size(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_message_without_many_ids_or_keys_has_a_lower_limit(name: str) -> None:
     """So that nothing large is decoded where nothing large can be meant."""
     data = GOLDEN[name]
-    monkeypatch.setattr(codec, "MAX_OTHER_BYTES", len(data) - 1)
-    if data[2 : 2 + (data[1] & 31)] in codec.MANY:
-        assert codec.decode_client_message(data)
+    below = client_decoder(other_bytes=len(data) - 1)
+    if data[2 : 2 + (data[1] & 31)] in codec.LARGE_MESSAGES:
+        assert below(data)
     else:
-        assert refusal(codec.decode_client_message, data) == Code.MESSAGE_TOO_LARGE
-    monkeypatch.setattr(codec, "MAX_OTHER_BYTES", len(data))
-    assert codec.decode_client_message(data)
+        assert refusal(below, data) == Code.MESSAGE_TOO_LARGE
+    assert client_decoder(other_bytes=len(data))(data)
 
 
-def test_a_tag_of_another_form_makes_no_message_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tag_of_another_form_makes_no_message_larger() -> None:
     """A tag that is not the short string of our encoder is of no kind that may be large."""
     data = b"\x92\xd9\x06cancel\x91\x01"
     assert codec.decode_client_message(data) == wire.Cancel((1,))
-    monkeypatch.setattr(codec, "MAX_OTHER_BYTES", len(data) - 1)
-    assert refusal(codec.decode_client_message, data) == Code.MESSAGE_TOO_LARGE
+    assert refusal(client_decoder(other_bytes=len(data) - 1), data) == Code.MESSAGE_TOO_LARGE
 
 
 def test_the_largest_layout_fits_into_a_message() -> None:
@@ -344,9 +332,8 @@ def test_the_largest_layout_fits_into_a_message() -> None:
     assert codec.decode_client_message(encode(most)) == most
 
 
-def test_what_is_too_large_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", 3)
-    assert refusal(codec.decode_client_message, b"\xc1\xc1\xc1\xc1") == Code.MESSAGE_TOO_LARGE
+def test_too_large_messages_are_not_parsed() -> None:
+    assert refusal(client_decoder(most_bytes=3), b"\xc1\xc1\xc1\xc1") == Code.MESSAGE_TOO_LARGE
 
 
 def test_two_full_sides_fit_into_a_message() -> None:
@@ -394,109 +381,3 @@ def test_damaged_bytes_are_a_message_or_refused(data: bytes) -> None:
         else:
             again = encode(message)
             assert encode(decode(again)) == again
-
-
-# Specs
-
-
-@pytest.mark.parametrize(
-    ("given_ids", "dtype"),
-    [
-        ([3, 1, 2], np.int64),
-        ((3, 1, 2), np.int64),
-        ([], np.int64),
-        (range(3), np.int64),
-        (np.array([3, 1, 2], dtype=np.int32), np.int32),
-        (np.array([3, 1, 2], dtype=np.int64), np.int64),
-        (np.array([3, 1, 2], dtype=np.uint32), np.int64),
-        (np.array([3, 1, 2], dtype=np.uint8), np.int64),
-        (np.array([3, 1, 2], dtype=">i4"), np.int64),
-        (np.arange(6, dtype=np.int32)[::2], np.int32),
-    ],
-)
-def test_block_ids_become_a_flat_array_of_int32_or_int64(given_ids: Any, dtype: Any) -> None:
-    array = as_block_ids(given_ids)
-    assert array.dtype == dtype
-    assert array.flags.c_contiguous
-    assert array.tolist() == list(given_ids)
-
-
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
-def test_arrays_of_block_ids_are_not_copied(dtype: Any) -> None:
-    array = np.arange(4, dtype=dtype)
-    assert np.shares_memory(as_block_ids(array), array)
-
-
-@pytest.mark.parametrize(
-    "given_ids",
-    [
-        np.zeros((2, 2), dtype=np.int64),
-        np.array(3),
-        np.array([1.0, 2.0]),
-        np.array([True]),
-        np.array(["1"]),
-        np.array([], dtype=np.float32),
-        np.zeros(MAX_BLOCK_IDS + 1, dtype=np.int32),
-        [[1, 2], [3, 4]],
-        [1.5, 2.0],
-        ["1"],
-        [1 << 63],
-        np.array([(1 << 64) - 1], dtype=np.uint64),
-        [[1, 2], [3]],
-    ],
-    ids=lambda value: f"{getattr(value, 'dtype', type(value).__name__)}-{str(value)[:12]}",
-)
-def test_what_are_no_block_ids_is_refused(given_ids: Any) -> None:
-    with pytest.raises(Refused) as caught:
-        CPULoadStoreSpec(given_ids)
-    assert caught.value.code == Code.BAD_SPEC
-
-
-def test_specs_are_equal_by_value_and_kind() -> None:
-    spec = GPULoadStoreSpec([1, 2], (2,), (0,))
-    assert spec == GPULoadStoreSpec(np.array([1, 2], dtype=np.int32), (2,), (0,))
-    assert spec != GPULoadStoreSpec([1, 3], (2,), (0,))
-    assert spec != GPULoadStoreSpec([1, 2], (2,), (1,))
-    assert spec != GPULoadStoreSpec([1, 2])
-    assert GPULoadStoreSpec([1]) != CPULoadStoreSpec([1])
-
-
-def test_directions() -> None:
-    assert Direction.STORE.transfer_type == ("GPU", "CPU")
-    assert Direction.LOAD.transfer_type == ("CPU", "GPU")
-    assert [direction.other for direction in Direction] == [Direction.LOAD, Direction.STORE]
-
-
-# Errors
-
-
-def test_codes_that_are_not_the_request_s_fault() -> None:
-    """Every other code is; clients act on this, so that it changes only together with them."""
-    assert {"copy_failed", "map_failed", "driver", "corrupt_block"} == FAILED
-    assert {"cancelled", "timeout", "engine_gone", "daemon_gone", "shutting_down"} == GONE
-    assert not FAILED & GONE
-
-
-@pytest.mark.parametrize("code", [*Code, "code_of_tomorrow"])
-def test_an_error_travels_and_is_raised_as_its_kind(code: str) -> None:
-    kind = Failed if code in FAILED else Gone if code in GONE else Refused
-    error = error_of(ErrorInfo(code, "what it means", "17"))
-    assert type(error) is kind
-    assert error.info == ErrorInfo(code, "what it means", "17")
-
-
-@pytest.mark.parametrize("kind", [KVFerryError, Refused, Failed, Gone])
-def test_errors_can_be_pickled(kind: type[KVFerryError]) -> None:
-    error = kind(Code.BUSY, "poll first", 17)
-    copy = pickle.loads(pickle.dumps(error))
-    assert type(copy) is kind
-    assert (copy.code, copy.message, copy.value) == ("busy", "poll first", "17")
-    assert str(copy) == str(error) == "[busy] poll first (got 17)"
-
-
-def test_an_error_travels_with_a_value_of_bounded_length() -> None:
-    assert len(Refused(Code.BAD_SPEC, "no", "v" * 10_000).info.value) == 512
-
-
-def test_an_error_without_a_value_shows_none() -> None:
-    assert str(Refused(Code.BUSY, "poll first")) == "[busy] poll first"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvferry.proto.events import (
-    MOST_IN_A_BATCH,
+    MAX_BATCH_HASHES,
     BlockRemoved,
     BlockStored,
     KVEventBatch,
@@ -19,7 +19,7 @@ HASHES = [bytes([n]) * 32 for n in range(3)]
 KEYS = tuple(offload_key(one) for one in HASHES)
 
 
-def told(*events: KeyEvent) -> list[object] | None:
+def published(*events: KeyEvent) -> list[object] | None:
     batch = batch_of(KeyEvents(1, events), 16, 12.5)
     if batch is None:
         return None
@@ -29,23 +29,23 @@ def told(*events: KeyEvent) -> list[object] | None:
     return events_said
 
 
-def test_stored_blocks_are_told_with_hash_size_and_medium() -> None:
+def test_stored_blocks_are_published_with_hash_size_and_medium() -> None:
     event = ["BlockStored", HASHES, None, [], 16, None, "CPU"]
-    assert told(KeyEvent(EventKind.STORED, KEYS)) == [event]
+    assert published(KeyEvent(EventKind.STORED, KEYS)) == [event]
 
 
 def test_removed_and_cleared_in_order() -> None:
-    events = told(KeyEvent(EventKind.REMOVED, KEYS[:1]), KeyEvent(EventKind.CLEARED, ()))
+    events = published(KeyEvent(EventKind.REMOVED, KEYS[:1]), KeyEvent(EventKind.CLEARED, ()))
     assert events == [["BlockRemoved", HASHES[:1], "CPU"], ["AllBlocksCleared"]]
 
 
-def test_what_cannot_be_loaded_yet_is_nobodys_business() -> None:
-    assert told(KeyEvent(EventKind.PENDING, KEYS), KeyEvent(EventKind.ABANDONED, KEYS)) is None
+def test_pending_and_abandoned_stores_are_not_published() -> None:
+    assert published(KeyEvent(EventKind.PENDING, KEYS), KeyEvent(EventKind.ABANDONED, KEYS)) is None
 
 
 def test_groups_of_a_block_are_one_hash() -> None:
     both = offload_key(HASHES[0], 0), offload_key(HASHES[0], 1)
-    assert told(KeyEvent(EventKind.REMOVED, both)) == [["BlockRemoved", HASHES[:1], "CPU"]]
+    assert published(KeyEvent(EventKind.REMOVED, both)) == [["BlockRemoved", HASHES[:1], "CPU"]]
 
 
 def test_a_batch_reads_as_it_was_written() -> None:
@@ -53,19 +53,19 @@ def test_a_batch_reads_as_it_was_written() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch) == batch
 
 
-def test_what_is_much_goes_in_batches_of_some() -> None:
+def test_many_events_are_split_into_batches() -> None:
     """All of it, in order, and no batch of more than so many hashes."""
-    hashes = [n.to_bytes(32, "big") for n in range(3 * MOST_IN_A_BATCH)]
+    hashes = [n.to_bytes(32, "big") for n in range(3 * MAX_BATCH_HASHES)]
     keys = tuple(map(offload_key, hashes))
     removed, stored = KeyEvent(EventKind.REMOVED, keys[:5]), KeyEvent(EventKind.STORED, keys)
     cleared = KeyEvent(EventKind.CLEARED, ())
-    told = list(batches_of(KeyEvents(1, (removed, stored, cleared), 1), 16, 12.5))
-    events = [event for batch in told for event in batch.events]
+    batches = list(batches_of(KeyEvents(1, (removed, stored, cleared), 1), 16, 12.5))
+    events = [event for batch in batches for event in batch.events]
     assert events[0] == BlockRemoved(hashes[:5], "CPU")
     assert type(events[-1]).__name__ == "AllBlocksCleared"
     stored_events = [event for event in events if isinstance(event, BlockStored)]
     assert [h for event in stored_events for h in event.block_hashes] == hashes
     assert all(event.block_size == 16 and event.medium == "CPU" for event in stored_events)
-    for batch in told:
-        assert sum(len(getattr(e, "block_hashes", ())) for e in batch.events) <= MOST_IN_A_BATCH
+    for batch in batches:
+        assert sum(len(getattr(e, "block_hashes", ())) for e in batch.events) <= MAX_BATCH_HASHES
     assert list(batches_of(KeyEvents(1, (), 1), 16, 12.5)) == []

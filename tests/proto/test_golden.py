@@ -22,7 +22,7 @@ import pytest
 
 from kvferry.proto import codec, fd_passing, memory
 from kvferry.proto import messages as wire
-from kvferry.proto import status as told
+from kvferry.proto import status as proto_status
 from kvferry.proto.codec import encode
 from kvferry.proto.errors import Code, ErrorInfo
 from kvferry.proto.keys import EventKind
@@ -60,37 +60,40 @@ FD = memory.FdAllocation(7, 1 << 30)
 LOCATIONS = (memory.Location(0, 0), memory.Location(1, 1 << 33))
 REGION = memory.HostRegion(2048, 32768, False)
 FAILURE = ErrorInfo(Code.COPY_FAILED, "the copy failed", "700")
-CPU = told.DeviceInfo("cpu", "cpu", "host memory")
-GPU = told.DeviceInfo("cuda", "GPU-00000000-1111-2222-3333-444444444444", "H200", 1 << 28)
-COPYING = told.CopyStatus(
+CPU = proto_status.DeviceInfo("cpu", "cpu", "host memory")
+GPU = proto_status.DeviceInfo("cuda", "GPU-00000000-1111-2222-3333-444444444444", "H200", 1 << 28)
+COPYING = proto_status.CopyStatus(
     mode="auto",
-    contiguous=told.CalibrationPoint(1 << 26, 5.5e10, 5.25e10),
-    direct=(told.CalibrationPoint(4096, 1e10, 1.5e10), told.CalibrationPoint(65536, 5e10, 4e10)),
+    contiguous=proto_status.CalibrationPoint(1 << 26, 5.5e10, 5.25e10),
+    direct=(
+        proto_status.CalibrationPoint(4096, 1e10, 1.5e10),
+        proto_status.CalibrationPoint(65536, 5e10, 4e10),
+    ),
     direct_from_store=65536,
     direct_from_load=16384,
 )
-STATUS = told.DaemonStatus(
+STATUS = proto_status.DaemonStatus(
     version="0.1.0",
     boot_id="0123456789abcdef",
     pid=4711,
     uptime_seconds=12.5,
     device=GPU,
-    pool=told.PoolStatus(1 << 30, 1 << 29, 1 << 28),
+    pool=proto_status.PoolStatus(1 << 30, 1 << 29, 1 << 28),
     sessions=2,
     engines=(
-        told.EngineStatus(
-            "model-a", True, 2048, 32768, 3, (told.GroupCopying("direct", "staged"),)
+        proto_status.EngineStatus(
+            "model-a", True, 2048, 32768, 3, (proto_status.GroupCopying("direct", "staged"),)
         ),
-        told.EngineStatus("model-b", False, 1, 4096, 0),
+        proto_status.EngineStatus("model-b", False, 1, 4096, 0),
     ),
-    totals=told.Totals(5, 4, 1 << 35, 1 << 34, 1, 2),
+    totals=proto_status.Totals(5, 4, 1 << 35, 1 << 34, 1, 2),
     errors={"busy": 3, "bad_spec": 1},
     copying=COPYING,
 )
-NEW_STATUS = told.DaemonStatus(
-    "0.1.0", "b", 1, 0.0, CPU, told.PoolStatus(0, 0, 0), 0, (), told.Totals(), {}
+NEW_STATUS = proto_status.DaemonStatus(
+    "0.1.0", "b", 1, 0.0, CPU, proto_status.PoolStatus(0, 0, 0), 0, (), proto_status.Totals(), {}
 )
-UNWELL = told.HealthStatus(
+UNWELL = proto_status.HealthStatus(
     healthy=False,
     reasons=("the lane has not moved for 31.2 s",),
     probe_seconds=0.001953125,
@@ -101,7 +104,7 @@ UNWELL = told.HealthStatus(
     worker_lag=31.25,
 )
 KEY, OTHER = bytes(range(32)) + bytes(4), bytes(range(32, 64)) + bytes(4)
-FINGERPRINT = told.Fingerprint(
+FINGERPRINT = proto_status.Fingerprint(
     model="model-a",
     host_block_bytes=32768,
     revision="main",
@@ -116,7 +119,7 @@ FINGERPRINT = told.Fingerprint(
     key_bytes=36,
     extra=(("lora", "none"),),
 )
-NAMESPACE = told.NamespaceStatus(
+NAMESPACE = proto_status.NamespaceStatus(
     name="0123456789abcdef",
     fingerprint=FINGERPRINT,
     policy="arc",
@@ -169,7 +172,7 @@ MESSAGES: dict[str, Any] = {
     ),
     "client/submit-load-keys": wire.Submit(19, KeyLoadStoreSpec((KEY,)), GPULoadStoreSpec(INT32)),
     "client/open": wire.OpenNamespace(7, FINGERPRINT, 1 << 30, "arc", 2),
-    "client/open-small": wire.OpenNamespace(8, told.Fingerprint("model-b", 4096)),
+    "client/open-small": wire.OpenNamespace(8, proto_status.Fingerprint("model-b", 4096)),
     "client/subscribe": wire.Subscribe(),
     "client/pin": wire.Pin((KEY, OTHER)),
     "client/unpin": wire.Unpin((KEY,)),
@@ -182,7 +185,13 @@ MESSAGES: dict[str, Any] = {
     "client/status": wire.StatusRequest(6),
     "client/goodbye": wire.Goodbye("client closes"),
     "daemon/welcome": wire.Welcome(
-        1, "0123456789abcdef", "s1", "0.1.0", 4711, CPU, told.Limits(32 << 20, 1 << 20, 8192)
+        1,
+        "0123456789abcdef",
+        "s1",
+        "0.1.0",
+        4711,
+        CPU,
+        proto_status.Limits(32 << 20, 1 << 20, 8192),
     ),
     "daemon/welcome-credits": wire.Welcome(
         1,
@@ -191,7 +200,7 @@ MESSAGES: dict[str, Any] = {
         "0.1.0",
         4711,
         CPU,
-        told.Limits(32 << 20, 1 << 20, 12288, 4096, 8192),
+        proto_status.Limits(32 << 20, 1 << 20, 12288, 4096, 8192),
     ),
     "daemon/registered": wire.Registered(1, REGION),
     "daemon/registered-again": wire.Registered(1, memory.HostRegion(2048, 32768, True)),
@@ -214,16 +223,19 @@ MESSAGES: dict[str, Any] = {
     "daemon/status-kept": wire.StatusReport(
         6,
         msgspec.structs.replace(
-            NEW_STATUS, engines=(told.EngineStatus("model-a", False, 1, 4096, 0, (), 1 << 34),)
+            NEW_STATUS,
+            engines=(proto_status.EngineStatus("model-a", False, 1, 4096, 0, (), 1 << 34),),
         ),
     ),
     "daemon/status-health": wire.StatusReport(6, msgspec.structs.replace(STATUS, health=UNWELL)),
     "daemon/status-healthy": wire.StatusReport(
-        6, msgspec.structs.replace(NEW_STATUS, health=told.HealthStatus(True))
+        6, msgspec.structs.replace(NEW_STATUS, health=proto_status.HealthStatus(True))
     ),
     "daemon/status-verification": wire.StatusReport(
         6,
-        msgspec.structs.replace(NEW_STATUS, verification=told.VerificationStatus(1 << 36, 1 << 35)),
+        msgspec.structs.replace(
+            NEW_STATUS, verification=proto_status.VerificationStatus(1 << 36, 1 << 35)
+        ),
     ),
     "daemon/opened": wire.Opened(
         7, "0123456789abcdef", 1000, 32768, True, "arc", 2, ("fedc: kv_dtype: 'fp8' here",), 3

@@ -7,14 +7,7 @@ import pytest
 
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.layout import LayoutArrays
-from kvferry.proto.specs import (
-    MAX_GROUPS,
-    MAX_REFS,
-    MAX_TENSORS,
-    KVLayout,
-    TensorLayout,
-    TensorRef,
-)
+from kvferry.proto.specs import MAX_GROUPS, MAX_REFS, MAX_TENSORS, KVLayout, TensorLayout, TensorRef
 
 TENSORS = (TensorLayout(4, 100, 128), TensorLayout(8, 50, 50))
 
@@ -95,7 +88,7 @@ def test_a_layout_whose_parts_do_not_fit_is_refused(
         pytest.param(KVLayout(TENSORS, ((TensorRef(1, 7), TensorRef(0, 9)),), 3), id="any order"),
     ],
 )
-def test_what_engines_have_is_accepted_and_stays_what_it_is(layout: KVLayout) -> None:
+def test_layouts_of_engines_are_accepted_and_unchanged(layout: KVLayout) -> None:
     arrays = LayoutArrays.from_layout(layout)
     assert msgspec.convert(arrays.to_lists(), KVLayout) == layout
     assert arrays == LayoutArrays.from_layout(layout)

@@ -31,7 +31,7 @@ def test_sizes(text: str, nbytes: int) -> None:
     "text",
     ["", "GiB", "-1", "1e9", "1 000", "1,5GiB", "64 GiBs", "64P", "0x10", "64 Gi B", "1.", "ten"],
 )
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(Refused, match="64GiB") as caught:
         parse_bytes(text)
     assert (caught.value.code, caught.value.value) == (Code.BAD_CONFIG, text)

@@ -237,17 +237,17 @@ def memfd(nbytes: int, seals: int = 0) -> int:
     return descriptor
 
 
-def bother_desk(directory: Path, forge: Forge, packets: Sequence[bytes], visits: int) -> None:
+def fuzz_fd_socket(directory: Path, forge: Forge, packets: Sequence[bytes], visits: int) -> None:
     """Visit the descriptor socket with junk, and with what is not asked for.
 
     packets: honest requests, some of an open session.
     """
-    random, desk = forge.random, str(directory / "fds.sock")
+    random, path = forge.random, str(directory / "fds.sock")
     with strange_descriptors() as strange:
         for _ in range(visits):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
                 visitor.settimeout(10)
-                visitor.connect(desk)
+                visitor.connect(path)
                 packet = random.choice(packets) if random.random() < 0.5 else forge.frame()
                 several = random.choices([*strange.values()], k=random.choice((0, 1, 3, 250, 253)))
                 with suppress(OSError):  # too long for a packet, or it hung up on us

@@ -50,7 +50,7 @@ M = TypeVar("M")
 class RawClient:
     """A DEALER to a daemon; with `engine`, one that has been welcomed."""
 
-    def __init__(self, directory: Path, engine: str | None = None, timeout: float = 10.0) -> None:
+    def __init__(self, directory: Path, engine: str | None = None, timeout: float = 30.0) -> None:
         self.directory, self.timeout = directory, timeout
         self.session = ""
         self.on_gpu = False

@@ -24,7 +24,7 @@ from kvferry.daemon.core.actions import (
 from kvferry.daemon.core.records import RecoveredRegion, RegionRecord, ResidentBlock, engine_owner
 from kvferry.proto.specs import Direction
 
-NO_CARGO = BlockSet(engine_owner("nobody"), np.empty(0, dtype=np.int64))
+NO_BLOCKS = BlockSet(engine_owner("nobody"), np.empty(0, dtype=np.int64))
 
 
 @dataclass
@@ -40,7 +40,7 @@ class RegionRecordsModel:
     def __init__(self) -> None:
         self.pages: dict[Any, ModelRegion] = {}
 
-    def hear(self, actions: Iterable[Action]) -> list[Any]:
+    def observe(self, actions: Iterable[Action]) -> list[Any]:
         """Write down what is for the books; the rest."""
         rest = []
         for action in actions:
@@ -75,11 +75,11 @@ class RegionRecordsModel:
 
     def committed(self, commit: CommitBlocks) -> None:
         """A store was done: what nobody stored over since, and nobody wiped, is good."""
-        cargo, page = commit.block_set, self.pages.get(commit.block_set.owner)
-        keys = cargo.keys or [b""] * cargo.blocks.size
-        for block, key in zip(cargo.blocks.tolist(), keys, strict=True):
+        block_set, page = commit.block_set, self.pages.get(commit.block_set.owner)
+        keys = block_set.keys or [b""] * block_set.blocks.size
+        for block, key in zip(block_set.blocks.tolist(), keys, strict=True):
             if page is not None and page.last.get(block) == commit.serial:
-                page.residents[block] = ResidentBlock(block, key, cargo.parts.get(block))
+                page.residents[block] = ResidentBlock(block, key, block_set.parts.get(block))
 
     def found(self) -> list[RecoveredRegion]:
         """What another daemon finds."""

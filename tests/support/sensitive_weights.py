@@ -5,7 +5,7 @@ from the one before it alone. These are random, of the size that training starts
 queries three times as long: so attention picks some tokens out of all, and one wrong block of 16
 among 1,500 moves the log probabilities of the likeliest tokens by 0.4 to 1.3, where rounding (all
 in bfloat16 against float32) moves them by 0.1 at most; computed on a CPU for the shape of
-vllm_process.SMALL.
+vllm_models.SMALL.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """vLLM's own offloading connector, both halves of it, without a model, and a scheduler in a few
 lines: what is between a request and a daemon, on a machine without a GPU.
 
-Importing this needs vLLM 0.26, or as much of its Python as the connector imports.
+Importing this needs vLLM, or as much of its Python as the connector imports.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,9 +23,10 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
 
 from kvferry.client import shared_empty
-from kvferry.client.vllm import KVFerryConnector
+from kvferry.client.vllm import KVFerryConnector, compat
 from support.vllm_stand_ins import vllm_config
 
 LAYERS = "layer.0", "layer.1"
@@ -42,8 +43,9 @@ class FakeRequest:
     block_hashes: list[bytes]
     num_computed_tokens: int = 0
     kv_transfer_params: None = None
+    kv_hints: None = None
     skip_reading_prefix_cache: bool = False
-    finished: bool = False
+    status: RequestStatus = RequestStatus.RUNNING
     blocks: list[KVCacheBlock] = field(default_factory=list)
 
     @property
@@ -53,7 +55,7 @@ class FakeRequest:
     num_prompt_tokens = num_tokens
 
     def is_finished(self) -> bool:
-        return self.finished
+        return bool(RequestStatus.is_finished(self.status))
 
 
 def prompt(number: int, blocks: int) -> FakeRequest:
@@ -74,14 +76,14 @@ class VLLMConnectorEngine:
     ) -> None:
         self.config = vllm_config(name, {"kvferry_dirs": str(directory), **extra})
         self.caches = kv_cache_config(blocks)
-        self.kv = {
-            n: shared_empty((blocks, 2, TOKENS, HEADS, WIDTH), torch.bfloat16, "cpu")
-            for n in LAYERS
-        }
+        self.kv = allocate(self.caches)
         self.scheduler = KVFerryConnector(self.config, KVConnectorRole.SCHEDULER, self.caches)
         self.worker = KVFerryConnector(self.config, KVConnectorRole.WORKER, self.caches)
         self.worker.register_kv_caches(self.kv)
         self.errors: set[int] = set()
+        """Blocks of failed loads, before 0.30."""
+        self.failed: set[str] = set()
+        """Requests whose loads failed, from 0.30 on."""
         self.received: set[str] = set()
         self.zeroed: list[int] = []
         """Blocks that the model runner sets to zero in each step, once it prepares its input."""
@@ -127,11 +129,16 @@ class VLLMConnectorEngine:
         """Compute what is left of it, in a step, and end it in another."""
         self.step(new=[(request, block_ids)])
         request.num_computed_tokens = request.num_tokens
-        self.end(request, block_ids)
+        self.end(request, block_ids, RequestStatus.FINISHED_STOPPED)
 
-    def end(self, request: FakeRequest, block_ids: Sequence[int] = ()) -> None:
+    def end(
+        self,
+        request: FakeRequest,
+        block_ids: Sequence[int] = (),
+        status: RequestStatus = RequestStatus.FINISHED_ABORTED,
+    ) -> None:
         """It is aborted, or has its last token, whatever of it was computed."""
-        request.finished = True
+        request.status = status
         self.scheduler.request_finished(request, list(block_ids))
         self.step(finished=[request])
 
@@ -158,6 +165,9 @@ class VLLMConnectorEngine:
             finished_req_ids={request.request_id for request in finished},
             preempted_req_ids={request.request_id for request in preempted},
             new_block_ids_to_zero=list(self.zeroed),
+            kv_cache_block_copies=None,
+            kv_connector_block_state=None,
+            partial_tail_offloads=None,
         )
         metadata = self.scheduler.build_connector_meta(output)
         worker = self.worker
@@ -165,7 +175,12 @@ class VLLMConnectorEngine:
         worker.handle_preemptions(metadata)
         self.done.append("prepare")
         worker.start_load_kv(None)
-        _, received = worker.get_finished(set())
+        worker.wait_for_save()
+        if compat.REPORTS_FAILED_REQUESTS:
+            results = worker.get_transfer_results(set())
+            received, failed = results.finished_recving, results.failed_recving
+        else:
+            received, failed = worker.get_finished(set())[1], set()
         said = KVConnectorOutput(
             finished_recving=received,
             invalid_block_ids=worker.get_block_ids_with_load_errors(),
@@ -173,6 +188,7 @@ class VLLMConnectorEngine:
         )
         worker.clear_connector_metadata()
         self.errors |= said.invalid_block_ids
+        self.failed |= failed
         self.received |= received
         self.scheduler.update_connector_output(said)
 
@@ -212,7 +228,7 @@ def kv_cache_config(blocks: int) -> KVCacheConfig:
     assert spec.page_size_bytes == PAGE
     return KVCacheConfig(
         num_blocks=blocks,
-        kv_cache_tensors=[KVCacheTensor(size=blocks * PAGE, shared_by=[n]) for n in LAYERS],
+        kv_cache_tensors=cache_tensors(blocks, dict.fromkeys(LAYERS, spec)),
         kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)],
     )
 
@@ -229,9 +245,43 @@ def kv_cache_config_of_widths(blocks: int, widths: tuple[int, int]) -> KVCacheCo
     assert together is not None
     return KVCacheConfig(
         num_blocks=blocks,
-        kv_cache_tensors=[
-            KVCacheTensor(size=blocks * spec.page_size_bytes, shared_by=[name])
-            for name, spec in layers.items()
-        ],
+        kv_cache_tensors=cache_tensors(blocks, layers),
         kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), together)],
     )
+
+
+# From 0.29 on all layers are in one allocation.
+ONE_ALLOCATION = "layers" in {field.name for field in fields(KVCacheTensor)}
+
+
+def cache_tensors(blocks: int, layers: dict[str, FullAttentionSpec]) -> list[KVCacheTensor]:
+    """One KVCacheTensor per layer, each layer's blocks one after another."""
+    if not ONE_ALLOCATION:
+        return [
+            KVCacheTensor(size=blocks * spec.page_size_bytes, shared_by=[name])
+            for name, spec in layers.items()
+        ]
+    total = blocks * sum(spec.page_size_bytes for spec in layers.values())
+    tensors, offset = [], 0
+    for name, spec in layers.items():
+        page = spec.page_size_bytes
+        tensors.append(KVCacheTensor(total, [name], blocks * page, page, offset))
+        offset += blocks * page
+    return tensors
+
+
+def allocate(caches: KVCacheConfig) -> dict[str, torch.Tensor]:
+    """The tensor of each layer, as vLLM's model runner makes it, in shared memory."""
+    if not ONE_ALLOCATION:
+        shape = caches.num_blocks, 2, TOKENS, HEADS, WIDTH
+        return {name: shared_empty(shape, torch.bfloat16, "cpu") for name in LAYERS}
+    from vllm.v1.kv_cache_interface import create_kv_cache_views
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    buffer = shared_empty((caches.kv_cache_tensors[0].size,), torch.int8, "cpu")
+    views: dict[str, torch.Tensor] = {}
+    for tensor in caches.kv_cache_tensors:
+        spec = caches.kv_cache_groups[0].kv_cache_spec
+        made = create_kv_cache_views(buffer, spec, caches.num_blocks, KVCacheLayout.LBHNC, tensor)
+        views |= zip(tensor.layers, made, strict=True)
+    return views

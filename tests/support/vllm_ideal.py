@@ -3,7 +3,7 @@
 Nothing is copied. A load ends when its bytes would have crossed the link, to the microsecond, and a
 step that runs nothing waits where it looks for one that is about to end, as kvferry's does. What
 the first token takes with it besides the GPU hit and the link is vLLM's own way of being told.
-Answers are wrong, of course. Needs vLLM 0.26.
+Answers are wrong, of course. Needs vLLM.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class IdealWorker(OffloadingWorker):
         self._due.append((0.0, TransferResult(job_id, True, 0, 0.0)))
         return True
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: GPULoadStoreSpec) -> bool:
+    def submit_load(
+        self, job_id: int, src_spec: Any, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
         sizes = zip(dst_spec.group_sizes, self._block_bytes, strict=True)
         nbytes = sum(blocks * block_bytes for blocks, block_bytes in sizes)
         begins = max([time.perf_counter(), *(due for due, _ in self._due)])

@@ -22,38 +22,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from support.sensitive_weights import TOP, write_weights
+from support.vllm_models import SMALL
 
 Prompts: TypeAlias = list[list[int]]
 
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "rms_norm_eps": 1e-5,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "head_dim": 128,
-    "vocab_size": 32000,
-    "max_position_embeddings": 131072,
-}
-SMALL = LLAMA | {
-    "hidden_size": 2048,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-}
-"""A few hundred million parameters."""
-LARGE = LLAMA | {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}
-"""The shape of Llama-3.1-8B."""
 CONNECTORS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "vllm": {"kv_connector": "OffloadingConnector"},
@@ -68,12 +40,6 @@ CONNECTORS: dict[str, dict[str, Any] | None] = {
         "kv_connector_module_path": "pegaflow.connector",
     },
 }
-
-
-def kv_bytes(model: dict[str, Any], tokens: int) -> int:
-    """Of so many tokens, on all ranks together."""
-    width = 2 * model["num_key_value_heads"] * model["head_dim"] * 2
-    return int(tokens * model["num_hidden_layers"] * width)
 
 
 class EngineEnded(Exception):
@@ -371,6 +337,30 @@ class Served:
                     streams[one.request_id], last[one.request_id] = said, now
         return {"gaps": gaps, "cached": cached, "left": len(waiting)}
 
+    def beside(self, prompts: Prompts, tokens: int, asked: list[int]) -> dict[str, Any]:
+        """Seconds to the first token of `asked` while `prompts` decode, up to `tokens` each."""
+        engine = self._llm.llm_engine
+        streams = {self._add(ids, tokens) for ids in prompts}
+        silent = set(streams)
+        while silent:
+            silent -= {one.request_id for one in engine.step() if one.outputs[0].token_ids}
+        began = time.perf_counter()
+        name, found = self._add(asked, 1), None
+        ended: set[str] = set()
+        while found is None:
+            for one in engine.step():
+                ended |= {one.request_id} if one.finished else set()
+                found = one if one.request_id == name else found
+        seconds = time.perf_counter() - began
+        engine.abort_request(sorted(streams - ended))
+        while engine.has_unfinished_requests():
+            engine.step()
+        return {
+            "seconds": seconds,
+            "cached": found.num_cached_tokens or 0,
+            "streams": len(streams - ended),
+        }
+
     def _add(self, ids: Sequence[int], tokens: int) -> str:
         name = f"own-{next(self._numbers)}"
         prompt = {"prompt_token_ids": list(ids)}
@@ -391,7 +381,8 @@ def _likeliest(step: Any) -> list[tuple[int, float]]:
 
 
 def _folder(model: dict[str, Any]) -> Path:
-    name = "-".join(str(model[key]) for key in ("num_hidden_layers", "num_key_value_heads"))
+    keys = "num_hidden_layers", "num_key_value_heads", "sliding_window"
+    name = "-".join(str(model[key]) for key in keys if key in model)
     folder = Path(tempfile.gettempdir()) / f"kvferry-llama-{name}"
     folder.mkdir(exist_ok=True)
     unfinished = folder / f"{os.getpid()}.part"

@@ -200,7 +200,7 @@ def service(request: pytest.FixtureRequest) -> Iterator[SystemdService]:
     service.configure("")
 
 
-def test_it_is_ready_when_start_returns(service: SystemdService) -> None:
+def test_the_daemon_is_ready_when_start_returns(service: SystemdService) -> None:
     assert service.show("ActiveState") == "active"
     said = service.show("StatusText")
     assert re.fullmatch(rf"serving (host memory|.*NVIDIA.*) at {service.directory}", said)
@@ -249,7 +249,7 @@ def test_a_reload(service: SystemdService) -> None:
     assert service.show("MainPID") == pid
 
 
-def test_killed_it_comes_back(service: SystemdService) -> None:
+def test_a_killed_daemon_is_restarted(service: SystemdService) -> None:
     pid = service.show("MainPID")
     service.systemctl("kill", "--signal=KILL")
     service.until_another(pid)
@@ -271,7 +271,7 @@ def test_an_engine_of_its_user_keeps_its_shared_memory(service: SystemdService) 
 
 
 @pytest.mark.parametrize("how", [("kill", "--signal=KILL"), ("restart",)])
-def test_its_blocks_come_back(service: SystemdService, how: tuple[str, ...]) -> None:
+def test_blocks_are_restored_after_a_kill(service: SystemdService, how: tuple[str, ...]) -> None:
     assert service.engine("store")["outcome"] == "done"
     time.sleep(2)  # blocks are sealed a moment after they were stored; nothing here shows it
     pid = service.show("MainPID")
@@ -319,7 +319,7 @@ def test_a_stop_under_load_is_a_clean_one(service: SystemdService) -> None:
     assert service.machine.run("ls", folder) == "lock"
 
 
-def test_one_that_cannot_start_says_why_and_gives_up_in_the_end(service: SystemdService) -> None:
+def test_a_unit_that_cannot_start_reports_the_reason_and_stops(service: SystemdService) -> None:
     service.systemctl("stop")
     service.configure("[Service]\nRestartSec=10ms\nRestartMaxDelaySec=20ms\n")
     service.machine.script(f'sed -i \'s/^size = .*/size = "100TiB"\\nchunk = "50TiB"/\' {FILE}')
@@ -343,7 +343,7 @@ def test_how_exposed_it_is(service: SystemdService) -> None:
     assert "Unknown" not in verified
 
 
-def test_of_devices_it_may_open_its_own_only(service: SystemdService) -> None:
+def test_the_unit_may_open_gpu_devices_only(service: SystemdService) -> None:
     """As far as this machine lets systemd say so: by a program of the kernel's."""
     node, read = "/srv/some-device", "head -c0 < /srv/some-device"
     service.machine.script(f"rm -f {node}; mknod {node} c 1 11; {read}")

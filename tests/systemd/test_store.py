@@ -79,25 +79,25 @@ def kill(machine: SystemdContainer) -> None:
         time.sleep(0.05)
 
 
-def test_it_comes_back_after_a_kill_and_after_another(keeper: SystemdContainer) -> None:
+def test_kept_descriptors_are_passed_on_after_two_kills(keeper: SystemdContainer) -> None:
     assert told(keeper) == ({}, True, True, 5.0)
     for _ in range(2):
         kill(keeper)
         assert told(keeper) == (BACK, True, True, 5.0)
 
 
-def test_it_comes_back_after_a_stop(keeper: SystemdContainer) -> None:
+def test_kept_descriptors_are_passed_on_after_a_stop(keeper: SystemdContainer) -> None:
     keeper.script("systemctl stop keeper; systemctl start keeper")
     assert told(keeper)[0] == BACK
 
 
-def test_it_is_gone_after_a_stop_where_the_unit_is_not_enabled(keeper: SystemdContainer) -> None:
+def test_a_stop_of_a_unit_that_is_not_enabled_drops_descriptors(keeper: SystemdContainer) -> None:
     """systemd does not remember a unit that is stopped and that nothing refers to."""
     keeper.script("systemctl disable keeper; systemctl stop keeper; systemctl start keeper")
     assert told(keeper)[0] == {}
 
 
-def test_it_is_gone_when_it_is_cleaned(keeper: SystemdContainer) -> None:
+def test_cleaning_the_unit_drops_descriptors(keeper: SystemdContainer) -> None:
     """What deploy/README.md says to do for the memory."""
     keeper.script("systemctl stop keeper; systemctl clean --what=fdstore keeper")
     keeper.run("systemctl", "start", "keeper")
@@ -113,7 +113,7 @@ def test_systemd_itself_is_started_anew(keeper: SystemdContainer) -> None:
     assert back == {"one": "one", "three": "three"}
 
 
-def test_it_lives_while_it_says_so(keeper: SystemdContainer) -> None:
+def test_the_watchdog_accepts_keep_alives(keeper: SystemdContainer) -> None:
     pid = show(keeper, "MainPID")
     time.sleep(7)
     assert show(keeper, "MainPID") == pid

@@ -137,7 +137,7 @@ def resolve_directory(directory: Path) -> Path:
 
 
 def no_reply_error(directory: Path) -> Gone:
-    """The error for a daemon that did not reply in time, with what the directory tells."""
+    """Return the error for a reply that did not come in time. It names what the directory lacks."""
     why = ""
     if not directory.is_dir():
         why = ": the directory does not exist"

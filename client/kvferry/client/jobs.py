@@ -31,6 +31,8 @@ class TransferResult(msgspec.Struct, frozen=True):
 
 
 class JobTable:
+    """Jobs in flight by id, and results that were not fetched. Used in the client's thread."""
+
     def __init__(self) -> None:
         self.in_flight: dict[int, Direction] = {}
         self._counts = dict.fromkeys(Direction, 0)
@@ -43,6 +45,7 @@ class JobTable:
         return job_id in self.in_flight
 
     def add(self, job_id: int, direction: Direction) -> None:
+        """A job was submitted."""
         self.in_flight[job_id] = direction
         self._counts[direction] += 1
 
@@ -67,10 +70,10 @@ class JobTable:
 
     def take_results(self) -> list[TransferResult]:
         """Results that were not taken yet, in order per direction."""
-        take_results = list(self._results)
-        if take_results:
+        results = list(self._results)
+        if results:
             self._results.clear()
-        return take_results
+        return results
 
 
 def direction_of(spec: TransferSpec) -> Direction:
@@ -78,20 +81,23 @@ def direction_of(spec: TransferSpec) -> Direction:
 
 
 def checked_id(what: str, value: SupportsIndex) -> int:
+    """`value` as an int. Raises Refused (BAD_SPEC) with the name `what`."""
     try:
         number = value if type(value) is int else operator.index(value)
     except TypeError:
         number = -1
     if not 0 <= number <= MAX_INT:
-        raise Refused(Code.BAD_SPEC, f"{what} must be an integer from 0 to {MAX_INT}", value)
+        message = f"{what} is {value!r}; give an integer from 0 to {MAX_INT}"
+        raise Refused(Code.BAD_SPEC, message, value)
     return number
 
 
 def checked_ids(job_ids: Iterable[int]) -> tuple[int, ...]:
+    """Job ids as a tuple. Raises Refused (BAD_SPEC)."""
     ids = tuple(checked_id("job_id", job_id) for job_id in job_ids)
     if len(ids) > MAX_JOB_IDS:
         raise Refused(
-            Code.BAD_SPEC, f"{len(ids)} job ids, but at most {MAX_JOB_IDS} fit in a call", len(ids)
+            Code.BAD_SPEC, f"{len(ids)} job ids were given; give at most {MAX_JOB_IDS}", len(ids)
         )
     return ids
 

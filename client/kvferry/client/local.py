@@ -59,6 +59,7 @@ class LocalDaemon:
 
     @property
     def pid(self) -> int:
+        """The process id of the daemon."""
         return self.process.pid
 
     @property

@@ -2,7 +2,7 @@
 
 A daemon does not know of a store that it had not received when it ended. If the next daemon has the
 same host blocks, such a block may contain the bytes of an older store. So the client refuses to
-load it by number until a store of it completes.
+load it by number until a store of it completes. Used in the client's thread.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from kvferry.proto.specs import BlockIds, CPULoadStoreSpec, TransferSpec
 
 
 class LostStores:
+    """The stores in flight, and the host blocks whose last store was lost."""
+
     def __init__(self) -> None:
         self._in_flight: dict[int, BlockIds] = {}
         self._undefined: set[int] = set()
@@ -28,6 +30,7 @@ class LostStores:
                 raise Refused(Code.STALE, message, block)
 
     def job_submitted(self, job_id: int, spec: TransferSpec) -> None:
+        """A job was sent; remember the host blocks of a store."""
         if isinstance(spec[1], CPULoadStoreSpec):
             self._in_flight[job_id] = spec[1].block_ids.copy()  # the caller may change its array
 

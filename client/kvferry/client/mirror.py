@@ -46,7 +46,7 @@ class MirroredKeys:
         return self.ready.take_shards() + self.pending.take_shards()
 
     def apply(self, events: Iterable[KeyEvent]) -> list[set[OffloadKey]]:
-        """Returns sets of removed keys, to be freed one by one."""
+        """Apply events in order. Returns sets of removed keys, to be freed one by one."""
         ready, pending = self.ready, self.pending
         removed = list[set[OffloadKey]]()
         for event in events:
@@ -103,7 +103,7 @@ class Mirror:
         self._changed: dict[OffloadKey, None] | None = None
 
     def lookup(self, key: OffloadKey) -> Lookup:
-        """Never waits."""
+        """What the mirror knows of a key. Never waits."""
         if key in self._ready:
             return HIT
         if key in self._pending:

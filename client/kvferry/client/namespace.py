@@ -22,7 +22,10 @@ _DISCONNECTED = -1
 
 
 class ClientNamespace:
-    """opened: the daemon's last reply; before the first one, a namespace without blocks."""
+    """The state of an opened namespace.
+
+    opened: the daemon's last reply; before the first one, a namespace without blocks.
+    """
 
     def __init__(self, opening: OpenNamespace, *, mirror: bool = False) -> None:
         self.fingerprint = opening.fingerprint
@@ -85,6 +88,7 @@ class ClientNamespace:
     # Pins
 
     def pin(self, keys: Iterable[OffloadKey]) -> None:
+        """Count pins that were sent, or will be when the client is connected."""
         self._pins.update(keys)
 
     def pinned_batches(self) -> Iterator[tuple[OffloadKey, ...]]:
@@ -102,6 +106,7 @@ class ClientNamespace:
                 )
 
     def unpin(self, keys: Iterable[OffloadKey]) -> None:
+        """Remove pins; `check_pinned` must have passed."""
         pins = self._pins
         for key in keys:
             if pins[key] > 1:

@@ -34,14 +34,12 @@ KVCaches: TypeAlias = (
 R = TypeVar("R")
 DaemonDirectory: TypeAlias = Path | str | Callable[[], Path] | None
 
-# Seconds between two checks, while polling, whether the daemon has disconnected.
-ALIVE_CHECK_INTERVAL = 0.02
-# A lookup receives messages first if so many seconds have passed since the last time.
-MIRROR_MAX_AGE = 200e-6
-
 
 class NonBlockingClient:
-    """locate: the daemon's directory, or a function that returns it; state: see OffloadClient."""
+    """The part of a client that never waits.
+
+    locate: the daemon's directory, or a function that returns it. state: see OffloadClient.
+    """
 
     def __init__(
         self,
@@ -74,10 +72,12 @@ class NonBlockingClient:
 
     @property
     def directory(self) -> Path:
+        """The runtime directory of the daemon."""
         return self._connection.directory
 
     @property
     def engine(self) -> str:
+        """The engine's name."""
         return self._session.engine
 
     @property
@@ -229,14 +229,14 @@ class NonBlockingClient:
         return received
 
     def _refresh_mirror(self, now: float) -> None:
-        self._mirror_expires = now + MIRROR_MAX_AGE
+        self._mirror_expires = now + self._connection.mirror_max_age
         if not self._session.closed:
             self._receive_messages()
             self._check_connection_if_due(now)
 
     def _check_connection_if_due(self, now: float) -> None:
         if now > self._next_check:
-            self._next_check = now + ALIVE_CHECK_INTERVAL
+            self._next_check = now + self._connection.alive_check_interval
             self._check_connection()
 
     def _check_connection(self) -> None:

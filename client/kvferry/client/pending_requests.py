@@ -43,8 +43,11 @@ Reply: TypeAlias = (
 
 @dataclass(slots=True, eq=False)
 class ResumableRequest:
-    """arguments: compared with those of the next call; () if the request cannot be resumed.
-    memory: keeps alive what the daemon may have mapped. abandoned: no call waits for the reply."""
+    """A request that registers KV caches, until a call has its reply.
+
+    arguments: compared with those of the next call; () if the request cannot be resumed.
+    memory: keeps alive what the daemon may have mapped. abandoned: no call waits for the reply.
+    """
 
     message: RegisterKVCaches | AllocateKVCaches
     arguments: tuple[object, ...]
@@ -64,6 +67,8 @@ class ResumableRequest:
 
 
 class PendingRequests:
+    """Requests without a reply, and replies that no caller has taken. Client's thread."""
+
     def __init__(self) -> None:
         self._pending: set[int] = set()
         self._replies: dict[int, Reply | KVFerryError] = {}

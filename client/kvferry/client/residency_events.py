@@ -31,6 +31,7 @@ class ResidencyEvents:
             mirror.track_changes()
 
     def take_events(self, mirrors: Sequence[Mirror]) -> list[OffloadingEvent]:
+        """The changes since the last call: first removed keys, then stored ones."""
         changed = dict.fromkeys(key for mirror in mirrors for key in mirror.take_changed_keys())
         stored: list[OffloadKey] = []
         removed: list[OffloadKey] = []

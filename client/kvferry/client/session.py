@@ -75,8 +75,11 @@ class ConnectionState(Enum):
 
 
 class ClientSession:
-    """reconnects: whether the session continues when the connection is lost. restore: the state to
-    restore when connected; the session then begins DISCONNECTED."""
+    """The protocol state of one client.
+
+    reconnects: whether the session continues when the connection is lost. restore: the state to
+    restore when connected; the session then begins DISCONNECTED.
+    """
 
     def __init__(
         self,
@@ -150,10 +153,12 @@ class ClientSession:
         return self.request(Submit(job_id, src, dst, wait_for))
 
     def submitted(self, job_id: int, spec: TransferSpec) -> None:
+        """The message of `submit` was sent: the job is in flight."""
         self.jobs.add(job_id, direction_of(spec))
         self._lost_stores.job_submitted(job_id, spec)
 
     def cancel(self, job_ids: Iterable[int]) -> bytes:
+        """Encode the message that cancels jobs. Raises Refused (BAD_SPEC) or Gone."""
         return self.request(Cancel(checked_ids(job_ids)))
 
     def wait(self, job_ids: Iterable[int]) -> Wait:
@@ -254,6 +259,7 @@ class ClientSession:
             self._namespace.session_restored()
 
     def kv_caches_registered(self, registration: RegistrationState, region: HostRegion) -> None:
+        """The daemon has registered KV caches; reconnecting registers them again."""
         self.restore.registration, self.restore.region = registration, region
 
     def connection_lost(self, error: Gone) -> None:
@@ -345,6 +351,7 @@ class ClientSession:
         return reply
 
     def in_flight(self, job_ids: Iterable[int]) -> list[int]:
+        """Those of these jobs that are in flight."""
         return [job_id for job_id in job_ids if job_id in self.jobs]
 
     def _checked_spec(self, spec: TransferSpec) -> TransferSpec:
@@ -377,4 +384,5 @@ class ClientSession:
 
 
 def timed_out(what: str, value: object) -> Gone:
+    """The error for something that did not happen within its timeout."""
     return Gone(Code.TIMEOUT, f"{what} in time", value)

@@ -26,8 +26,11 @@ class RegistrationState:
 
 @dataclass(slots=True)
 class SessionState:
-    """opening: the namespace to open. mirror: whether to mirror its resident keys.
-    region: the engine's region of the host pool, as last reported by the daemon."""
+    """What a client restores when it reconnects.
+
+    opening: the namespace to open. registration: the tensors to register. mirror: whether to mirror
+    the resident keys. region: the engine's region of the host pool, as last reported.
+    """
 
     opening: OpenNamespace | None = None
     registration: RegistrationState | None = None

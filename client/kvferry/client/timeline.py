@@ -1,7 +1,7 @@
 """The timeline: a counter in a shared page, with the value that the engine's stream has reached.
 
-The engine signals it behind its kernels, the daemon's device worker reads it with plain loads, and
-a transfer with `wait_for = n` begins when the counter is n or more. On CUDA the stream writes the
+The engine signals it after its kernels, and the daemon's device worker reads it with plain loads. A
+transfer with `wait_for = n` begins when the counter is n or more. On CUDA the stream writes the
 value (cuStreamWriteValue64), so a signal costs a few microseconds and does not wait; on the CPU it
 is a plain store. Values only increase.
 
@@ -72,7 +72,7 @@ class Timeline:
         return self._page.descriptor
 
     def signal(self, stream: Any = None, value: SupportsIndex | None = None) -> int:
-        """Set the counter to `value` (default: the next) behind the work queued so far; returns it.
+        """Set the counter to `value` (default: the next) after the work queued so far; returns it.
 
         stream: a torch.cuda.Stream or a raw handle; None for torch's current stream, which must
         belong to the timeline's device (torch.cuda.set_device). On the CPU there are no streams:

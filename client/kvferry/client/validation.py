@@ -36,7 +36,8 @@ def _check(name: str, value: Any, kind: Any) -> None:
         for field in msgspec.structs.fields(part):
             _check(field.name, getattr(part, field.name), field.type)
     got = len(value) if isinstance(value, tuple | list) else value
-    raise Refused(Code.BAD_MESSAGE, f"{name} is {_allowed(inspect.type_info(kind))}", got)
+    message = f"{name} must be {_allowed(inspect.type_info(kind))}"
+    raise Refused(Code.BAD_MESSAGE, message, got)
 
 
 def _parts(value: Any) -> list[msgspec.Struct]:
@@ -49,6 +50,7 @@ def _parts(value: Any) -> list[msgspec.Struct]:
 
 
 def _allowed(kind: inspect.Type) -> str:
+    """The values that a field accepts, for the message."""
     match kind:
         case inspect.UnionType(types):
             return " or ".join(_allowed(one) for one in types)
@@ -59,7 +61,7 @@ def _allowed(kind: inspect.Type) -> str:
         case inspect.StrType(least, most):
             return f"a text of {least or 0} to {most} characters"
         case inspect.VarTupleType(item, least, most):
-            return f"{least or 0} to {most}, each {_allowed(item)}"
+            return f"a list of {least or 0} to {most} items, each {_allowed(item)}"
         case inspect.TupleType(items):
             return f"({', '.join(_allowed(one) for one in items)})"
         case inspect.StructType(cls):

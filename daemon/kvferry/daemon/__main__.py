@@ -1,7 +1,8 @@
-"""kvferryd's entry point: what must be right before the daemon's libraries are imported.
+"""The entry point of kvferryd: checks that must pass before the daemon's libraries are imported.
 
-Closed standard streams, too little address space or a missing package end here with a line and a
-status; ctrl-c ends without a word, and a reload that comes early waits. Runs on the main thread.
+It opens closed standard streams. If address space or a package is missing, it prints one line and
+exits. Ctrl-c exits without a message. SIGHUP is blocked until the daemon can reload. Runs on the
+main thread.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ from collections.abc import Callable, Sequence
 from kvferry.proto.errors import Refused
 from kvferry.proto.process import SPARE_ADDRESS_SPACE, check_address_space, open_standard_streams
 
-# What the daemon needs beyond the client: the extra "daemon".
+# Packages that the daemon needs and the client does not: the extra "daemon".
 EXTRA = frozenset({"prometheus_client", "structlog", "uvloop", "xxhash"})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run until SIGTERM. Exit status as in app.py; 2 if a package or address space lacks."""
+    """Run until SIGTERM. Exit status as in app.py; 2 if a package or address space is missing."""
     open_standard_streams()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # `Signals` heeds it, or it kills
-    # The daemon does no linear algebra: numpy's library would start a thread per core for nothing.
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGHUP}
+    )  # signals.py unblocks it; unhandled it kills
+    # The daemon does no linear algebra, and OpenBLAS would start a thread per core.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         check_address_space(SPARE_ADDRESS_SPACE, "kvferryd")
@@ -30,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Refused as error:
         print(f"kvferryd: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:  # before its loop heeds it
+    except KeyboardInterrupt:  # before signals.py handles it
         sys.exit(130)
 
 

@@ -1,7 +1,7 @@
-"""kvferryd: the only place that reads configuration and picks an engine.
+"""The composition root: reads the configuration, builds the parts and runs the event loop.
 
-Called by __main__ on the main thread. What the operating system refuses while the daemon starts (a
-full file system, no memory, no threads) becomes a line with the setting to change.
+Called by __main__ on the main thread. If the operating system refuses something at start (a full
+file system, no memory, no threads), the error names the setting to change.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ import gc
 import os
 import resource
 import secrets
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -30,14 +28,16 @@ from kvferry.daemon import config as configuration
 from kvferry.daemon.access.admission import Admission
 from kvferry.daemon.access.endpoint import Endpoint
 from kvferry.daemon.config import Config, HealthConfig
-from kvferry.daemon.core.core import Core, DaemonIdentity
+from kvferry.daemon.core.core import Core
 from kvferry.daemon.core.regions import MAX_REGIONS
+from kvferry.daemon.core.status import DaemonIdentity
 from kvferry.daemon.device.command_queue import Ping
 from kvferry.daemon.device.worker import DeviceWorker
 from kvferry.daemon.engine.base import CopyEngine
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
 from kvferry.daemon.logs import start_logging, unfailing
-from kvferry.daemon.memory.pool import HostPool, check_fits, free_chunks, used_bytes, whole_pages
+from kvferry.daemon.memory.pool import HostPool, check_fits, whole_pages
+from kvferry.daemon.observability.event_log import EventLog
 from kvferry.daemon.observability.health import Health, HealthTimeouts
 from kvferry.daemon.observability.http import MetricsServer
 from kvferry.daemon.observability.kv_events import KVEventPublisher
@@ -45,8 +45,10 @@ from kvferry.daemon.observability.metrics import Metrics
 from kvferry.daemon.observability.probe import HOST_BYTES, Probe
 from kvferry.daemon.persistence.checksum_client import ChecksumClient
 from kvferry.daemon.persistence.kept_tensor_store import KeptTensorStore
-from kvferry.daemon.persistence.region_store import FdStore, NullFdStore, RegionStore
+from kvferry.daemon.persistence.recovery import RecoveredState, recover_pool
+from kvferry.daemon.persistence.region_store import RegionStore
 from kvferry.daemon.reload import Reload
+from kvferry.daemon.signals import SignalHandlers
 from kvferry.daemon.systemd import Supervisor
 from kvferry.daemon.transport.accept_gate import max_client_fd
 from kvferry.daemon.transport.server import Server
@@ -61,7 +63,7 @@ log = structlog.get_logger()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run until SIGTERM. Exit status: 0 stopped, 1 something failed, 2 refused to start."""
+    """Run until SIGTERM. Exit status: 0 stopped, 1 failed while serving, 2 refused to start."""
     sys.stderr = unfailing(sys.stderr)
     supervisor = Supervisor()
     try:
@@ -71,8 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _main(supervisor: Supervisor, arguments: Sequence[str] | None) -> None:
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # clients and chunks take some each
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # clients and chunks use descriptors
     try:
         config = configuration.read(arguments)
         start_logging(config.log)
@@ -94,33 +96,33 @@ def _main(supervisor: Supervisor, arguments: Sequence[str] | None) -> None:
                 supervisor, Reload(arguments, config, partial(apply_config, endpoint))
             )
             uvloop.run(run(config, engine, pool, endpoint, kept, signals))
-        except Refused as error:  # errors before it serves
+        except Refused as error:  # an error before it serves
             exit_with_error(supervisor, "refused to start", error, 2)
         except KVFerryError as error:
             exit_with_error(supervisor, "failed", error, 1)
 
 
-# Errors of a file system that takes no new file, and of a kernel that has no memory left.
-NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
-NO_MEMORY = frozenset({errno.ENOMEM, errno.EAGAIN})
+# Errors of a file system in which no file can be created, and of a kernel without free memory.
+FILE_SYSTEM_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
+MEMORY_ERRORS = frozenset({errno.ENOMEM, errno.EAGAIN})
 
 
 @contextlib.contextmanager
 def refuse_os_errors(directory: Path) -> Iterator[None]:
     """Turn errors of the operating system at start into Refused (BAD_CONFIG).
 
-    directory: the runtime directory, the only place where the daemon makes files.
+    directory: the runtime directory. The daemon creates no files elsewhere.
     """
     try:
         yield
     except (OSError, zmq.ZMQError) as error:
-        if error.errno in NO_ROOM:
+        if error.errno in FILE_SYSTEM_ERRORS:
             message = (
                 f"cannot create sockets in runtime_dir {directory} ({os.strerror(error.errno)}); "
                 "free some space, or set a runtime_dir on another file system"
             )
             raise Refused(Code.BAD_CONFIG, message, str(directory)) from error
-        if error.errno in NO_MEMORY:
+        if error.errno in MEMORY_ERRORS:
             raise _no_memory(error) from error
         raise
     except (MemoryError, RuntimeError) as error:
@@ -146,57 +148,13 @@ def exit_with_error(
     sys.exit(status)
 
 
-# Prefix of the names of the pool's descriptors in the descriptor store.
-CHUNK = "pool-"
-
-
-# Almost no full collections: one that walks a million keys takes 90 ms and finds little garbage.
+# Almost no full collections: with a million keys one takes 90 ms and finds little garbage.
 GC_THRESHOLDS = 10_000, 50, 100_000
 
 
-# Seconds for which the event loop and the device worker may keep the GIL from each other. Python's
-# default is 5 ms: as long as the link takes for 280 MB.
+# Seconds for which one thread may hold the GIL while the event loop or the device worker waits for
+# it. The default of Python is 5 ms, in which the link transfers 280 MB.
 SWITCH_INTERVAL = 1e-4
-
-
-@dataclass(frozen=True, slots=True)
-class RecoveredState:
-    """The stored descriptors of an earlier daemon, and where the next daemon finds new ones.
-
-    fds: descriptors to be restored (pool, block tables, tensors), by name. stale_fds: those that
-    cannot be used; they are still stored. new_chunks: chunks of a new pool, not stored yet.
-    reason: why the pool of the earlier daemon cannot be used; empty if there was none.
-    """
-
-    supervisor: Supervisor
-    fd_store: FdStore
-    fds: Mapping[str, int]
-    stale_fds: Mapping[str, int]
-    new_chunks: Mapping[str, int]
-    reason: str = ""
-
-    def store_new_pool(self) -> None:
-        """Free the stale pool and store the new one.
-
-        Called when nothing can fail the start any longer, and before the new pool takes memory: it
-        may need the memory of the old one.
-        """
-        if self.reason:
-            log.warning("kept pool dropped; the new pool is empty", reason=self.reason)
-        free_chunks(
-            chunks_of(self.stale_fds)
-        )  # otherwise systemd holds the memory until it closes them
-        for name, descriptor in self.stale_fds.items():
-            self.supervisor.remove_fd(name)
-            os.close(descriptor)
-        for name, descriptor in self.new_chunks.items():
-            self.fd_store.store_fd(name, descriptor)
-        self.supervisor.send_queued()
-
-
-def chunks_of(kept: Mapping[str, int]) -> list[int]:
-    """The descriptors of a pool, in order."""
-    return [kept[name] for name in sorted(kept) if name.startswith(CHUNK)]
 
 
 async def run(
@@ -218,17 +176,17 @@ async def run(
         identity, pool.nbytes, time.monotonic(), HOST_BYTES, max_regions(), metrics.jobs.count_job
     )
     gc.set_threshold(*GC_THRESHOLDS)  # before a million keys are restored
-    # Before the socket exists: a client that sees it may send SIGTERM.
+    # Before the socket exists: a user who sees it may send SIGTERM.
     with signals.handled(lambda: server.stop()):
         with refuse_os_errors(config.directory):
-            checksums = ChecksumClient(  # first: so its process never has a socket of ours
+            checksums = ChecksumClient(  # first: its process must not inherit the sockets
                 pool.descriptors,
                 pool.chunk_bytes,
                 config.integrity.threads,
                 lambda error: server.fail(error),
             )
             publisher = KVEventPublisher(config.events.publish or f"ipc://{endpoint.events}")
-            server = Server(core, endpoint, publisher.publish)
+            server = Server(core, endpoint, EventLog(), publisher.publish)
             worker = DeviceWorker(engine, pool, server.device_reports, server.fail)
             scrub_rate = parse_bytes(config.integrity.scrub_rate)
             region_store = RegionStore(checksums, kept.fd_store, server.report_to_core, scrub_rate)
@@ -273,51 +231,41 @@ async def run(
 def make_pool(
     config: Config, supervisor: Supervisor, *, locked: bool
 ) -> tuple[HostPool, RecoveredState]:
-    """The pool of an earlier daemon with its block tables, or a new pool. Raises Refused.
+    """The pool of an earlier daemon, or a new one (persistence/recovery.py). Raises Refused.
 
-    Stored descriptors stay stored until `RecoveredState.store_new_pool`, also if the start fails.
+    locked: whether the device locks the pool into memory.
     """
     size, chunk = parse_bytes(config.pool.size), parse_bytes(config.pool.chunk)
-    fd_store = supervisor if config.pool.keep and supervisor.has_fd_store else NullFdStore()
-    kept = supervisor.stored_fds
-    chunks, reason = chunks_of(kept), ""
-    if chunks and config.pool.keep:
-        try:
-            pool = HostPool(HOST_BYTES + size, chunk, chunks)
-            return pool, RecoveredState(supervisor, fd_store, kept, {}, {})
-        except KVFerryError as error:
-            if (
-                error.code == Code.POOL_TOO_LARGE
-            ):  # the stored pool fits the configuration, but cannot be mapped now
-                raise
-            reason = str(error)
-    if config.pool.check_memory:
-        check_fits(size, locked=locked, spare=sum(map(used_bytes, chunks)))
-    check_descriptors(size, chunk)
-    pool = HostPool(HOST_BYTES + size, chunk)
-    names = {f"{CHUNK}{number:05}": made for number, made in enumerate(pool.descriptors)}
-    return pool, RecoveredState(supervisor, fd_store, {}, kept, names, reason)
+
+    def check_new_pool(spare: int) -> None:
+        if config.pool.check_memory:
+            check_fits(size, locked=locked, spare=spare)
+        check_descriptors(size, chunk)
+
+    return recover_pool(
+        supervisor, HOST_BYTES + size, chunk, keep=config.pool.keep, check_new_pool=check_new_pool
+    )
 
 
-# Descriptors of a daemon without pool and clients, plus a few for clients.
+# Descriptors that a daemon uses without pool and clients, plus some for clients.
 DESCRIPTORS = 128
 
 
 def max_regions() -> int:
-    """Regions whose block tables, of two descriptors each, leave some to clients."""
+    """The number of regions whose block tables, of two descriptors each, leave some to clients."""
     return min(MAX_REGIONS, max_client_fd() // 4)
 
 
 def check_descriptors(pool_bytes: int, chunk_bytes: int) -> None:
-    """Raise Refused if the descriptor limit is too low for the pool and as many for clients."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """Raise Refused if the descriptor limit is below twice what the daemon and its pool need."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 2 * (DESCRIPTORS + -(-pool_bytes // whole_pages(chunk_bytes)))
-    if most < needed:
+    if limit < needed:
         message = (
-            f"the limit of {most} file descriptors is below the {needed} needed; raise LimitNOFILE "
-            "or ulimit -n, or set a larger pool.chunk"
+            f"the limit of {limit} file descriptors is below the {needed} needed; raise "
+            "LimitNOFILE or ulimit -n, or set a larger pool.chunk"
         )
-        raise Refused(Code.BAD_CONFIG, message, most)
+        raise Refused(Code.BAD_CONFIG, message, limit)
 
 
 def make_engine(config: Config) -> CopyEngine:
@@ -329,69 +277,8 @@ def make_engine(config: Config) -> CopyEngine:
     return CudaEngine(config.device, CudaOptions(config.copy.mode, staging, chunk))
 
 
-class SignalHandlers:
-    """SIGTERM and SIGINT stop the server, SIGHUP reloads. Both, and health, go to the supervisor.
-
-    SIGINT stays ignored if it was ignored when the daemon started.
-    """
-
-    def __init__(self, supervisor: Supervisor, reload: Callable[[], None]) -> None:
-        self._supervisor, self._reload = supervisor, reload
-        self._status = ""
-        self._ready = False
-
-    @property
-    def watchdog_seconds(self) -> float | None:
-        return self._supervisor.watchdog_seconds
-
-    def set_status(self, status: str) -> None:
-        """Set the text that `systemctl status` shows once the daemon is ready."""
-        self._status = status
-
-    def ready(self) -> None:
-        self._ready = True
-        self._supervisor.ready(self._status)
-
-    def keep_alive(self) -> None:
-        self._supervisor.keep_alive()
-
-    def report_unhealthy(self, why: str) -> None:
-        self._supervisor.status(f"unhealthy: {why}" if why else self._status)
-
-    @contextlib.contextmanager
-    def handled(self, stop: Callable[[], None]) -> Iterator[None]:
-        """Handle signals while the context is open; their actions run on the event loop."""
-        loop = asyncio.get_running_loop()
-        stop = partial(self._end, stop)
-        handlers: dict[signal.Signals, Callable[[], None]] = {
-            signal.SIGTERM: stop,
-            signal.SIGHUP: self._hup,
-        }
-        # A shell has its background jobs ignore SIGINT: ctrl-c is meant for the job in front.
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            handlers[signal.SIGINT] = stop
-        for number, handler in handlers.items():
-            loop.add_signal_handler(number, handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # one may have waited
-        yield
-        for number in handlers:
-            loop.remove_signal_handler(number)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the daemon is stopping: nothing to reload
-
-    def _end(self, stop: Callable[[], None]) -> None:
-        self._supervisor.stopping()
-        stop()
-
-    def _hup(self) -> None:
-        if self._ready:
-            self._supervisor.reloading()
-        self._reload()
-        if self._ready:
-            self._supervisor.ready(self._status)
-
-
 def apply_config(endpoint: Endpoint, config: Config) -> None:
-    """Apply the keys that can change at run time. If it raises (as `admit`), nothing changed."""
+    """Apply the keys that can change at run time. If it raises, nothing has changed."""
     endpoint.change_group(config.access.group)
     start_logging(config.log)
 
@@ -411,7 +298,7 @@ def make_health(
     signals: SignalHandlers,
     find_problem: Callable[[], str | None],
 ) -> Health:
-    """address: of the front of the pool, which contains the probe's blocks."""
+    """address: of the first byte of the pool, where the probe's blocks are."""
     timeouts = HealthTimeouts(config.every_seconds, config.deadline_seconds, config.worker_seconds)
     send = server.open_own_session(lambda message: prober.receive_reply(message))
     prober = Probe(send, address)

@@ -22,9 +22,8 @@ from kvferry.proto.errors import Code, Refused
 from kvferry.proto.runtime_directory import default_directory
 from kvferry.proto.sizes import parse_bytes
 
-MOST_JOBS = 1 << 30
-
-# More than any configuration needs.
+# Upper bounds of values and of the file, larger than any use needs.
+MAX_JOBS = 1 << 30
 MAX_FILE_BYTES = 1 << 20
 
 Size: TypeAlias = str
@@ -61,13 +60,13 @@ class CopyConfig(Section, frozen=True):
         Size,
         Meta(
             description="GPU memory through which small fragments are copied, at least 64MiB; "
-            "more of it means fewer interruptions of a busy engine"
+            "a larger buffer interrupts a busy engine less often"
         ),
     ] = "256MiB"
 
 
 class IntegrityConfig(Section, frozen=True):
-    # 64 GiB in 17 minutes, for less than 1 % of a core and of the memory's bandwidth.
+    # Reads 64 GiB in 17 minutes, with less than 1 % of a core and of the memory bandwidth.
     scrub_rate: Annotated[
         Size,
         Meta(
@@ -75,7 +74,7 @@ class IntegrityConfig(Section, frozen=True):
             "and compares with their checksums; 0: no scrub"
         ),
     ] = "64MiB"
-    # One thread reads 9 GB/s or more: two verify 64 GiB in about 5 s.
+    # One thread reads 9 GB/s or more, so two verify 64 GiB in about 5 s.
     threads: Annotated[
         int,
         Meta(ge=1, description="threads that compute checksums of host blocks"),
@@ -84,13 +83,13 @@ class IntegrityConfig(Section, frozen=True):
 
 class LimitsConfig(Section, frozen=True):
     max_stores: Annotated[
-        int, Meta(ge=1, le=MOST_JOBS, description="stores that one client may have in flight")
+        int, Meta(ge=1, le=MAX_JOBS, description="stores that one client may have in flight")
     ] = 8192
     max_loads: Annotated[
         int,
         Meta(
             ge=1,
-            le=MOST_JOBS,
+            le=MAX_JOBS,
             description="loads that one client may have in flight, besides its stores",
         ),
     ] = 8192
@@ -219,32 +218,32 @@ def options(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple
             yield f"{prefix}{field.name}", hints[field.name], field.default
 
 
-def differing(one: Config, other: Config) -> Iterator[str]:
-    """The dotted keys in which two configurations are not the same."""
+def changed_keys(one: Config, other: Config) -> Iterator[str]:
+    """The dotted keys whose values differ between two configurations."""
     for key, _, _ in options():
         if attrgetter(key)(one) != attrgetter(key)(other):
             yield key
 
 
 def description(hint: Any) -> str:
-    """The description of a key, with its allowed words if it has some."""
+    """The description of a key, and its allowed words if it has some."""
     kind, *metas = get_args(hint)
-    said = str(next(meta.description for meta in metas if meta.description))
+    text = str(next(meta.description for meta in metas if meta.description))
     if get_origin(kind) is Literal:
         *words, last = (f'"{word}"' for word in get_args(kind))
-        said += f"; {', '.join(words)} or {last}"
-    return said
+        text += f"; {', '.join(words)} or {last}"
+    return text
 
 
 def read(arguments: Sequence[str] | None = None) -> Config:
     """The configuration of a command line. Raises Refused (BAD_CONFIG)."""
-    given = vars(_parser().parse_args(arguments))
-    path = given.pop("config")
+    flags = vars(_parser().parse_args(arguments))
+    path = flags.pop("config")
     tree: dict[str, Any] = {}
     try:
         if path is not None:
             tree = msgspec.toml.decode(_contents(path))
-        for key, value in given.items():
+        for key, value in flags.items():
             if value is not None:
                 *sections, name = key.split(".")
                 target = tree
@@ -264,7 +263,7 @@ def read(arguments: Sequence[str] | None = None) -> Config:
         raise Refused(Code.BAD_CONFIG, message, path or "") from error
     except (ValueError, TypeError, msgspec.MsgspecError) as error:
         source = path or "command line"
-        message = f"invalid configuration ({source}): {_explained(str(error))}; correct it"
+        message = f"invalid configuration ({source}): {_with_description(str(error))}; correct it"
         raise Refused(Code.BAD_CONFIG, message, source) from error
     for key, _, _ in options():
         value = attrgetter(key)(config)
@@ -278,13 +277,13 @@ def read(arguments: Sequence[str] | None = None) -> Config:
     return config
 
 
-def _at_once(path: str, flags: int) -> int:
+def _open_without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)  # a FIFO would wait for a writer
 
 
 def _contents(path: str) -> bytes:
     """The contents of a regular file. Raises OSError and Refused (BAD_CONFIG); never blocks."""
-    with open(path, "rb", opener=_at_once) as file:
+    with open(path, "rb", opener=_open_without_waiting) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             message = f"{path} is not a regular file; name a TOML file"
             raise Refused(Code.BAD_CONFIG, message, path)
@@ -295,7 +294,7 @@ def _contents(path: str) -> bytes:
     return data
 
 
-def _explained(error: str) -> str:
+def _with_description(error: str) -> str:
     """Add the description of the key that msgspec's error is about."""
     key = re.search(r"`\$\.([a-z_.]+)", error)
     hints = {name: hint for name, hint, _ in options()}
@@ -311,8 +310,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="FILE", help="TOML file; flags override it")
     for key, hint, default in options():
         flag = "--" + key.replace(".", "-").replace("_", "-")
-        shown = f" (default: {default})" if default not in ("", ()) else ""
-        parser.add_argument(
-            flag, dest=key, metavar=key.split(".")[-1].upper(), help=description(hint) + shown
-        )
+        text = description(hint)
+        if default not in ("", ()):
+            text += f" (default: {default})"
+        parser.add_argument(flag, dest=key, metavar=key.split(".")[-1].upper(), help=text)
     return parser

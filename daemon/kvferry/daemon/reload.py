@@ -19,27 +19,28 @@ log = structlog.get_logger()
 
 
 class Reload:
-    """arguments: the command line, which overrides the file as at start. config: what runs.
+    """Reads the configuration again when it is called.
 
-    apply: takes a configuration over whole, or raises and changes nothing.
+    arguments: the command line, which overrides the file as at start. config: the one in effect.
+    apply: applies a whole configuration, or raises and changes nothing.
     """
 
     def __init__(
         self, arguments: Sequence[str] | None, config: Config, apply: Callable[[Config], None]
     ) -> None:
         self._arguments, self._running, self._apply = arguments, config, apply
-        self._waiting: frozenset[str] = frozenset()
+        self._need_restart: frozenset[str] = frozenset()
 
     def __call__(self) -> None:
-        """Read and apply. Raises nothing: with a broken file all stays as it was, and is said."""
+        """Read and apply the configuration. Raises nothing: after an error nothing has changed."""
         try:
             config = configuration.read(self._arguments)
             self._apply(config)
-        except Exception as error:  # a folder that somebody removed, for instance
+        except Exception as error:  # for instance a directory that was removed
             log.error("reload failed; the old configuration stays in effect", reason=str(error))
             return
-        waiting = frozenset(configuration.differing(self._running, config)) - LIVE
-        if waiting - self._waiting:
-            log.warning("changed keys need a restart", keys=sorted(waiting))
-        self._waiting = waiting
+        changed = frozenset(configuration.changed_keys(self._running, config)) - LIVE
+        if changed - self._need_restart:
+            log.warning("changed keys need a restart", keys=sorted(changed))
+        self._need_restart = changed
         log.info("configuration reloaded")

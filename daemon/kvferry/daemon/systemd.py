@@ -1,14 +1,13 @@
 """The service manager's protocol (sd_notify): state, keep-alives and the descriptor store.
 
 Messages are datagrams of NAME=value lines to $NOTIFY_SOCKET; stored descriptors are passed to the
-next daemon at its start, behind the standard three. The store holds memory beyond the end of the
-daemon, whatever ended it. It accepts a second descriptor of a name and then returns both, the newer
-first (the older first if the manager itself was restarted). So to replace a stored descriptor,
-store the new one under a new name, call `settle`, and remove the old name: one of them is always
-stored.
+next daemon at its start, after the standard three. So their memory outlives the daemon, whatever
+ended it. The store accepts a second descriptor of a name and then returns both, the newer first
+(the older first if the manager itself was restarted). So to replace a stored descriptor, store the
+new one under a new name, call `wait_processed`, and remove the old name.
 
-Sending never blocks: messages that the manager's socket does not take are queued in order and sent
-with the next message or by `deliver`. Main thread.
+Sending never blocks. If the manager's socket is full, messages are queued in order, and sent with
+the next message or by `send_queued`. Main thread.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ import structlog
 # Number of the first passed descriptor (SD_LISTEN_FDS_START).
 FIRST = 3
 MAX_NAME = 255
-# Seconds that `deliver` waits for a full queue, at start and at the end.
-DELIVER_SECONDS = 2.0
-# Queued messages about descriptors; further ones are dropped.
-MOST_UNSENT = 8192
+# Seconds that `send_queued` waits for a full socket, at start and at the end.
+SEND_SECONDS = 2.0
+# Maximum of queued messages; further ones about descriptors are dropped.
+MAX_UNSENT = 8192
 VARIABLES = (
     "NOTIFY_SOCKET",
     "FDSTORE",
@@ -49,32 +48,35 @@ log = structlog.get_logger()
 @dataclass(frozen=True, slots=True)
 class _Message:
     lines: tuple[str, ...]
-    # A duplicate that is closed once it was sent.
+    # A duplicate, closed after it was sent.
     descriptor: int | None
 
     @property
     def supersedes(self) -> bool:
-        """Whether it makes a queued message of its kind obsolete."""
+        """Whether it replaces a queued message of its kind."""
         return len(self.lines) == 1 and self.lines[0].startswith(("WATCHDOG=", "STATUS="))
 
 
 class Supervisor:
-    """Says nothing where nobody listens. No method raises for a message that did not arrive, and
-    none but `deliver` and `settle` waits.
+    """The connection to the service manager; without one, its methods do nothing.
 
-    environ: where the variables are; they are taken out, so that no child takes them for its own.
-    watchdog_seconds: `alive` must be called more often than this; None where nobody watches.
-    kept: the descriptors that were kept before, by name; they are the caller's to close.
+    No method raises if a message cannot be sent. Only `send_queued` and `wait_processed` wait.
+
+    environ: contains the manager's variables; they are removed, so that children do not use them.
+    watchdog_seconds: `keep_alive` must be called more often than this; None: there is no watchdog.
+    stored_fds: the descriptors of an earlier daemon, by name. The caller closes them.
     """
 
     def __init__(self, environ: MutableMapping[str, str] = os.environ) -> None:
         values = {name: environ.pop(name, "") for name in VARIABLES}
         self._address = values["NOTIFY_SOCKET"]
-        self._stores = values["FDSTORE"] != "0"  # not set before systemd 254: nobody knows
+        self._stores = values["FDSTORE"] != "0"  # unset before systemd 254: may have one
         self._warned = False
         self._unsent: deque[_Message] = deque()
-        watched = _number(values["WATCHDOG_USEC"]) if _ours(values["WATCHDOG_PID"] or None) else 0
-        self.watchdog_seconds = watched / 1e6 if watched else None
+        watchdog_usec = (
+            _number(values["WATCHDOG_USEC"]) if _ours(values["WATCHDOG_PID"] or None) else 0
+        )
+        self.watchdog_seconds = watchdog_usec / 1e6 if watchdog_usec else None
         self.stored_fds: dict[str, int] = {}
         if _ours(values["LISTEN_PID"]):
             names = values["LISTEN_FDNAMES"].split(":")
@@ -82,10 +84,11 @@ class Supervisor:
 
     @property
     def has_fd_store(self) -> bool:
-        """Whether there is a descriptor store, as far as the manager says."""
+        """Whether there is a descriptor store, as far as the manager's variables show."""
         return bool(self._address) and self._stores
 
     def ready(self, status: str) -> None:
+        """The daemon serves; or a reload has ended."""
         self._notify("READY=1", f"STATUS={_line(status)}")
 
     def status(self, text: str) -> None:
@@ -96,6 +99,7 @@ class Supervisor:
         self._notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self) -> None:
+        """The daemon is about to exit."""
         self._notify("STOPPING=1")
 
     def keep_alive(self) -> None:
@@ -111,7 +115,7 @@ class Supervisor:
         self._discard(lambda message: message.descriptor is not None and named in message.lines)
         self._notify("FDSTOREREMOVE=1", named)
 
-    def send_queued(self, seconds: float = DELIVER_SECONDS) -> bool:
+    def send_queued(self, seconds: float = SEND_SECONDS) -> bool:
         """Wait until all queued messages are sent. Return False on timeout."""
         deadline = time.monotonic() + seconds
         while self._unsent and (left := deadline - time.monotonic()) > 0:
@@ -130,13 +134,13 @@ class Supervisor:
             os.close(theirs)
         try:
             poller = select.poll()
-            poller.register(ours, 0)  # POLLHUP comes unasked: the manager closed its end
+            poller.register(ours, 0)  # POLLHUP needs no request: the manager closed its end
             return bool(values) and bool(poller.poll(max(0.0, deadline - time.monotonic()) * 1000))
         finally:
             os.close(ours)
 
     def _notify(self, *lines: str, descriptor: int | None = None) -> None:
-        """Send a message behind the queued ones, or queue it."""
+        """Queue a message, and send what the manager's socket accepts."""
         if not self._address:
             return
         try:
@@ -147,7 +151,7 @@ class Supervisor:
         if message.supersedes:
             kind = lines[0].partition("=")[0]
             self._discard(lambda old: old.supersedes and old.lines[0].startswith(f"{kind}="))
-        elif lines[0].startswith("FDSTORE") and len(self._unsent) >= MOST_UNSENT:
+        elif lines[0].startswith("FDSTORE") and len(self._unsent) >= MAX_UNSENT:
             self._warn(lines[0], OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)))
             _close(message)
             return
@@ -177,8 +181,8 @@ class Supervisor:
             return False
         return True
 
-    def _discard(self, says_nothing: Callable[[_Message], bool]) -> None:
-        for message in [message for message in self._unsent if says_nothing(message)]:
+    def _discard(self, obsolete: Callable[[_Message], bool]) -> None:
+        for message in [message for message in self._unsent if obsolete(message)]:
             self._unsent.remove(message)
             _close(message)
 
@@ -199,7 +203,7 @@ def _close(message: _Message) -> None:
 
 
 def _path(address: str) -> str:
-    """The address to connect to; "@name" is an abstract socket."""
+    """The address to connect to; "@name" names an abstract socket."""
     return "\0" + address[1:] if address.startswith("@") else address
 
 
@@ -212,7 +216,7 @@ def _number(text: str) -> int:
 
 
 def _ours(pid: str | None) -> bool:
-    """Whether the manager's variables are meant for this process; None: for any."""
+    """Whether the manager's variables are for this process; None: they are for any process."""
     return pid is None or pid == str(os.getpid())
 
 
@@ -229,7 +233,7 @@ def _checked(name: str) -> str:
 
 
 def _adopt(descriptors: Sequence[int], names: Sequence[str]) -> dict[str, int]:
-    """Descriptors by name. Of two with one name the first is kept: it is the newer."""
+    """Descriptors by name. If two have one name, the first is used: it is the newer one."""
     kept: dict[str, int] = {}
     for descriptor, name in _named(descriptors, names):
         if name in kept:

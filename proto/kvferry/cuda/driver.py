@@ -1,17 +1,17 @@
 """The calls of the CUDA driver (libcuda.so.1) that the client and the daemon use, through ctypes.
 
-The client calls it to export KV tensors and to signal a timeline, the daemon from its device worker
-and its pinning threads. A call acts on the context that is current in the calling thread;
-`retain_context` takes the primary context of a device, the one that torch uses. Names and types are
-those of cuda.h (CUDA 12.8 and later). A call releases the GIL, except those in `_QUICK`, which only
-enqueue work or query an event. A driver error becomes Failed(DRIVER) with the name of the call and
-the driver's error text.
+The client uses it to export KV tensors and to signal a timeline; the daemon uses it on its device
+worker and its pinning threads. A call acts on the current context of the calling thread.
+`retain_context` makes the primary context of a device current, which torch also uses. Names and
+types are those of cuda.h (CUDA 12.8 and later). A call releases the GIL, except those in `_QUICK`,
+which only enqueue work or query an event. A driver error becomes Failed(DRIVER) with the name of
+the call and the driver's error text.
 
-Why ctypes and not NVIDIA's cuda-bindings: the client runs in the environment of an engine, which
-belongs to somebody else, and must stay light. cuda-bindings would add a compiled dependency whose
-major version must match the CUDA generation there (12.x and 13.x are separate wheels). And a
-batched copy takes arrays of addresses and sizes, which the daemon already has as numpy arrays:
-ctypes passes their pointers and builds no Python lists.
+Why ctypes and not NVIDIA's cuda-bindings: the client runs in the environment of an inference
+engine and must have few dependencies. cuda-bindings would add a compiled one whose major version
+must match the CUDA version there (12.x and 13.x are separate wheels). And a batched copy takes
+arrays of addresses and sizes, which the daemon has as numpy arrays: ctypes passes pointers to them
+without building Python lists.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ IPC_HANDLE_BYTES = 64
 # CUDA 12.8, as cuDriverGetVersion reports it.
 MIN_DRIVER = 12080
 TOO_OLD = "the NVIDIA driver is too old; install 570 or newer (CUDA 12.8)"
-WITHOUT = "use kvferryd --device cpu, or repair the driver"
+ADVICE = "use kvferryd --device cpu, or repair the driver"
 
 _NOT_READY = 600
 _POINTER_LEGACY_IPC_CAPABLE = 10
@@ -44,7 +44,7 @@ class IpcHandle(ctypes.Structure):
 
 
 class MemoryLocation(ctypes.Structure):
-    """CUmemLocation: a type, 1 is a device, and which one."""
+    """CUmemLocation. type 1: a device, with ordinal `id`."""
 
     _fields_ = (("type", c_int), ("id", c_int))
 
@@ -123,7 +123,7 @@ _QUICK = frozenset(
 
 
 class Event:
-    """A CUDA event; when nobody holds it any more it is used again."""
+    """A CUDA event. It is reused once nothing references it."""
 
     __slots__ = ("_spare", "handle")
 
@@ -135,7 +135,7 @@ class Event:
 
 
 class Parameters:
-    """What a kernel is given by value: the bytes of each array, as they are at a launch."""
+    """Parameters of a kernel, passed by value: the bytes of each array at the time of a launch."""
 
     def __init__(self, *arrays: np.ndarray[Any, Any]) -> None:
         self.arrays = arrays
@@ -143,14 +143,17 @@ class Parameters:
 
 
 class Driver:
-    """libcuda.so.1, initialised. `driver.call("cuMemFree_v2", pointer)` raises Failed."""
+    """libcuda.so.1, initialized. Raises Refused (NO_DEVICE).
+
+    All methods raise Failed (DRIVER), as does `driver.call("cuMemFree_v2", pointer)`.
+    """
 
     def __init__(self) -> None:
         try:
             self._library = ctypes.CDLL("libcuda.so.1")
             self._quick = ctypes.PyDLL("libcuda.so.1")
         except OSError as error:
-            message = f"no NVIDIA driver ({error}); {WITHOUT}"
+            message = f"no NVIDIA driver ({error}); {ADVICE}"
             raise Refused(Code.NO_DEVICE, message, str(error)) from error
         self._functions: dict[str, Any] = {}
         for name, arguments in _PROTOTYPES.items():
@@ -170,25 +173,27 @@ class Driver:
         try:
             self.call("cuInit", 0)
         except Failed as error:
-            message = f"the NVIDIA driver cannot start ({error.value}); {WITHOUT}"
+            message = f"the NVIDIA driver cannot start ({error.value}); {ADVICE}"
             raise Refused(Code.NO_DEVICE, message, error.value) from error
 
     def call(self, name: str, *arguments: Any) -> None:
+        """Call a function of `_PROTOTYPES`. Raises Failed (DRIVER) for an error."""
         result = self._functions[name](*arguments)
         if result:
             raise self.error(name, result)
 
     def error(self, name: str, result: int) -> Failed:
+        """The error for the CUresult of a function."""
         text = c_char_p()
         self._library.cuGetErrorString(c_int(result), byref(text))
-        said = (text.value or b"unknown error").decode()
-        failure = f"{name} returned {result}: {said}"
+        description = (text.value or b"unknown error").decode()
+        failure = f"{name} returned {result}: {description}"
         return Failed(Code.DRIVER, f"{failure}; check nvidia-smi and the kernel log", failure)
 
     def optional(self, name: str, *, quick: bool = False) -> Any:
-        """A function that not every driver has, with untyped arguments; None where it is not.
+        """A function that not every driver has, with untyped arguments; None if it is missing.
 
-        quick: one that keeps the GIL.
+        quick: call it without releasing the GIL.
         """
         function = getattr(self._quick if quick else self._library, name, None)
         if function is not None:
@@ -231,8 +236,10 @@ class Driver:
 
     @contextmanager
     def visiting(self, ordinal: int) -> Iterator[int]:
-        """In a device's primary context. The thread's own is current again behind it, and with it
-        torch's current device; a thread that had none keeps this one."""
+        """Make a device's primary context current; afterwards restore the thread's context.
+
+        So torch's current device stays the same. A thread without a context keeps the new one.
+        """
         before = c_void_p()
         self.call("cuCtxGetCurrent", byref(before))
         try:
@@ -242,7 +249,7 @@ class Driver:
                 self.call("cuCtxSetCurrent", before)
 
     def drain(self, context: int) -> None:
-        """Wait for all work of a context; the thread's own context stays what it is."""
+        """Wait for all work of a context. The thread's current context stays the same."""
         self.call("cuCtxPushCurrent_v2", context)
         try:
             self.call("cuCtxSynchronize")
@@ -252,7 +259,7 @@ class Driver:
     # Memory
 
     def address_range(self, pointer: int) -> tuple[int, int]:
-        """(base, bytes) of the allocation that a device pointer lies in."""
+        """(first address, bytes) of the allocation that contains a device pointer."""
         base, size = c_uint64(), c_size_t()
         self.call("cuMemGetAddressRange_v2", byref(base), byref(size), pointer)
         return base.value, size.value
@@ -264,42 +271,50 @@ class Driver:
         return bool(capable.value)
 
     def ipc_handle(self, base: int) -> bytes:
+        """The IPC handle of an allocation, given its first address."""
         handle = IpcHandle()
         self.call("cuIpcGetMemHandle", byref(handle), base)
         return bytes(handle)
 
     def ipc_open(self, handle: bytes) -> int:
+        """Map another process's allocation; return its address. cuIpcCloseMemHandle unmaps it."""
         pointer = c_uint64()
         self.call("cuIpcOpenMemHandle_v2", byref(pointer), IpcHandle.from_buffer_copy(handle), 1)
         return pointer.value
 
     def allocate(self, nbytes: int) -> int:
+        """Allocate device memory; return its address. cuMemFree_v2 frees it."""
         pointer = c_uint64()
         self.call("cuMemAlloc_v2", byref(pointer), nbytes)
         return pointer.value
 
     def register_host(self, address: int, nbytes: int, *, mapped: bool = False) -> None:
-        """Page-lock host memory for every context; `mapped`: also for access by the device."""
+        """Page-lock host memory for all contexts. mapped: also map it for access by the device."""
         self.call("cuMemHostRegister_v2", address, nbytes, 1 | (2 if mapped else 0))
 
     def host_device_pointer(self, address: int) -> int:
+        """The device address of host memory that was registered with `mapped`."""
         pointer = c_uint64()
         self.call("cuMemHostGetDevicePointer_v2", byref(pointer), address, 0)
         return pointer.value
 
     def allocate_host(self, nbytes: int) -> int:
-        """New page-locked host memory; cuMemFreeHost frees it."""
+        """Allocate page-locked host memory; return its address. cuMemFreeHost frees it."""
         address = c_void_p()
         self.call("cuMemHostAlloc", byref(address), nbytes, 1)
         return address.value or 0
 
     def copy_to_device(self, pointer: int, array: np.ndarray[Any, Any]) -> None:
+        """Copy a contiguous array to device memory. Returns when it is copied."""
         self.call("cuMemcpyHtoD_v2", pointer, array.ctypes.data, array.nbytes)
 
     # Streams and events
 
     def create_stream(self, *, urgent: bool = False) -> int:
-        """A stream that does not wait for the default one; `urgent`: of the highest priority."""
+        """Create a stream that does not synchronize with the default one.
+
+        urgent: with the highest priority instead of the lowest.
+        """
         stream, lowest, highest = c_void_p(), c_int(), c_int()
         self.call("cuCtxGetStreamPriorityRange", byref(lowest), byref(highest))
         priority = highest.value if urgent else lowest.value
@@ -307,7 +322,7 @@ class Driver:
         return stream.value or 0
 
     def record(self, stream: int) -> Event:
-        """An event behind what a stream has been given so far."""
+        """Record an event after everything that was enqueued on a stream so far."""
         event = Event(self._event(), self._spare_events)
         self.call("cuEventRecord", event.handle, stream)
         return event
@@ -320,12 +335,14 @@ class Driver:
         return event.value or 0
 
     def reached(self, event: Event) -> bool:
+        """Whether the device has reached an event."""
         result = self._query(event.handle)
         if result and result != _NOT_READY:
             raise self.error("cuEventQuery", result)
         return not result
 
     def elapsed_seconds(self, start: Event, end: Event) -> float:
+        """Seconds between two events that were reached."""
         milliseconds = ctypes.c_float()
         result = self._elapsed(byref(milliseconds), c_void_p(start.handle), c_void_p(end.handle))
         if result:
@@ -335,7 +352,7 @@ class Driver:
     # Kernels
 
     def load_module(self, image: bytes) -> int:
-        """A module from PTX or a cubin."""
+        """Load a module from PTX or a cubin."""
         module = c_void_p()
         self.call("cuModuleLoadData", byref(module), image)
         return module.value or 0
@@ -353,6 +370,7 @@ class Driver:
         stream: int,
         parameters: Parameters,
     ) -> None:
+        """Launch a kernel. grid: thread blocks. threads: per block."""
         shape = (grid, 1, 1, threads, 1, 1)
         self.call("cuLaunchKernel", function, *shape, 0, stream, parameters.addresses, None)
 
@@ -364,5 +382,5 @@ class Driver:
 
 @cache
 def driver() -> Driver:
-    """The driver of this process; Refused (NO_DEVICE) where there is none."""
+    """The driver of this process, loaded once. Raises Refused (NO_DEVICE)."""
     return Driver()

@@ -1,12 +1,12 @@
 """Device memory that is shared by file descriptor: the driver's virtual memory (VMM) calls.
 
 The daemon's device worker allocates physical memory (cuMemCreate) and exports it as a file
-descriptor. A process that has the descriptor imports the memory, reserves addresses, maps it there
-and sets the device's access. The memory lives as long as a process holds a descriptor of it or has
-it mapped, so it outlives a killed process, and a process without CUDA can keep it. Unlike a CUDA
-IPC handle, a descriptor works after the exporting process has died.
+descriptor. A process with the descriptor imports the memory, reserves addresses, maps the memory
+there and enables access for the device. The memory exists while any process has a descriptor of it
+or has it mapped. So it outlives a killed process, and a process without CUDA can keep it. Unlike a
+CUDA IPC handle, a descriptor is valid after the exporting process has ended.
 
-The handle of physical memory is released as soon as it is mapped: the mapping holds the memory.
+The driver's handle of the memory is released after mapping: the mapping keeps the memory.
 """
 
 from __future__ import annotations
@@ -45,39 +45,39 @@ class _Access(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Device memory mapped in this process, `nbytes` from `address` on. `close` unmaps it."""
+    """Device memory mapped in this process: `nbytes` from `address` on."""
 
     driver: Driver
     address: int
     nbytes: int
 
     def close(self) -> None:
-        """Nothing on the device uses the mapping any more."""
+        """Unmap it. Nothing on the device may use the mapping."""
         self.driver.call("cuMemUnmap", self.address, self.nbytes)
         self.driver.call("cuMemAddressFree", self.address, self.nbytes)
 
 
 class VirtualMemory:
-    """The memory of one device."""
+    """Allocates and imports memory of one device. Its context must be current."""
 
     def __init__(self, driver: Driver, ordinal: int) -> None:
         self._driver, self._ordinal = driver, ordinal
-        self._where = MemoryLocation(_DEVICE, ordinal)
+        self._location = MemoryLocation(_DEVICE, ordinal)
         self._properties = _Properties(
-            type=_PINNED, handle_types=_POSIX_DESCRIPTOR, location=self._where
+            type=_PINNED, handle_types=_POSIX_DESCRIPTOR, location=self._location
         )
 
     def whole_granules(self, nbytes: int) -> int:
-        """The next size at which memory can be made."""
+        """`nbytes` rounded up to the granularity of allocations."""
         granule = c_size_t()
         properties = byref(self._properties)
         self._driver.call("cuMemGetAllocationGranularity", byref(granule), properties, 0)
         return -(-nbytes // granule.value) * granule.value
 
     def create_memory(self, nbytes: int) -> tuple[DeviceMemory, int]:
-        """New memory of whole granules, mapped here; and the descriptor, the caller's, behind it.
+        """Allocate and map memory; return it and a file descriptor, which the caller owns.
 
-        Raises Failed (DRIVER), and nothing stays allocated.
+        nbytes: from `whole_granules`. If it raises Failed (DRIVER), nothing stays allocated.
         """
         handle = c_uint64()
         self._driver.call("cuMemCreate", byref(handle), nbytes, byref(self._properties), 0)
@@ -92,10 +92,10 @@ class VirtualMemory:
             self._driver.call("cuMemRelease", handle)
 
     def import_memory(self, descriptor: int, nbytes: int) -> DeviceMemory:
-        """Map what another process exported; the descriptor stays the caller's.
+        """Map memory that another process has exported. The caller still owns the descriptor.
 
-        Raises Refused (NOT_SHAREABLE) where it is no device memory, Refused (DEVICE_MISMATCH) where
-        it is another device's, Failed (MAP_FAILED) where it has fewer bytes; nothing stays mapped.
+        Raises Refused (NOT_SHAREABLE) if it is no device memory, Refused (DEVICE_MISMATCH) if it is
+        memory of another device, Failed (MAP_FAILED) if it is too small. Then nothing stays mapped.
         """
         handle = self._import(descriptor)
         try:
@@ -119,7 +119,7 @@ class VirtualMemory:
         return descriptor.value
 
     def _import(self, descriptor: int) -> c_uint64:
-        """The call takes the descriptor itself where it has a pointer."""
+        """Import a descriptor. The call takes its number in place of a pointer."""
         handle, name = c_uint64(), "cuMemImportFromShareableHandle"
         try:
             self._driver.call(name, byref(handle), descriptor, _POSIX_DESCRIPTOR)
@@ -135,9 +135,9 @@ class VirtualMemory:
     def _check_device(self, handle: c_uint64) -> None:
         properties, name = _Properties(), "cuMemGetAllocationPropertiesFromHandle"
         self._driver.call(name, byref(properties), handle)
-        where = properties.location
-        if (where.type, where.id) != (_DEVICE, self._ordinal):
-            found = f"location {where.id} of type {where.type}"
+        location = properties.location
+        if (location.type, location.id) != (_DEVICE, self._ordinal):
+            found = f"location {location.id} of type {location.type}"
             raise Refused(
                 Code.DEVICE_MISMATCH,
                 f"the registered memory is on another device ({found}); register tensors on "
@@ -146,7 +146,7 @@ class VirtualMemory:
             )
 
     def _map(self, handle: c_uint64, nbytes: int) -> DeviceMemory:
-        call, address, access = self._driver.call, c_uint64(), _Access(self._where, _READ_WRITE)
+        call, address, access = self._driver.call, c_uint64(), _Access(self._location, _READ_WRITE)
         call("cuMemAddressReserve", byref(address), nbytes, 0, 0, 0)
         try:
             call("cuMemMap", address.value, nbytes, 0, handle, 0)

@@ -1,9 +1,11 @@
 """Error codes and the exceptions that carry them.
 
 Programs read the code. The message is for people: it states what is wrong, the value, and what to
-change. The value is also given by itself, as text. The class tells what to do: Refused means that
-the request is wrong or untimely (correct it, or try again later), Failed that the daemon could not
-do it (a failed load is a cache miss), Gone that the job or the other side has ended (reconnect).
+change. `value` is the offending value as text. The class says what a caller can do:
+
+    Refused   the request is wrong or untimely; correct it, or try again later
+    Failed    the daemon could not do it; a failed load is a cache miss
+    Gone      the job or the other side has ended; reconnect
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import msgspec
 
 
 class Code(StrEnum):
-    # The request is at fault: nothing was done.
+    """Stable names of errors, for programs."""
+
+    # The request is wrong or untimely: nothing was done.
     BAD_MESSAGE = "bad_message"
     MESSAGE_TOO_LARGE = "message_too_large"
     PROTOCOL_VERSION = "protocol_version"
@@ -50,12 +54,12 @@ class Code(StrEnum):
     NO_DEVICE = "no_device"
     ENDPOINT_IN_USE = "endpoint_in_use"
     POOL_TOO_LARGE = "pool_too_large"
-    # Our side is at fault.
+    # The daemon or the device failed.
     COPY_FAILED = "copy_failed"
     MAP_FAILED = "map_failed"
     DRIVER = "driver"
     CORRUPT_BLOCK = "corrupt_block"
-    # Nobody's fault: it ended, or the other side is away.
+    # The job has ended, or the other side is not available.
     CANCELLED = "cancelled"
     TIMEOUT = "timeout"
     ENGINE_GONE = "engine_gone"
@@ -70,7 +74,7 @@ GONE = frozenset(
 
 
 class ErrorInfo(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """An error as it travels. `code` is a plain string: a newer daemon may know more of them."""
+    """An error in a message. `code` is a plain string: a newer daemon may have more codes."""
 
     code: str
     message: str
@@ -78,7 +82,7 @@ class ErrorInfo(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fie
 
 
 class KVFerryError(Exception):
-    """What every error of kvferry is. `code`, `message` and `value` as in ErrorInfo."""
+    """The base of all errors. `code`, `message` and `value`: as in ErrorInfo."""
 
     def __init__(self, code: str, message: str, value: object = "") -> None:
         super().__init__(code, message, value)
@@ -101,19 +105,19 @@ class KVFerryError(Exception):
 
 
 class Refused(KVFerryError):
-    """The request was wrong or came at the wrong time; nothing was done."""
+    """The request is wrong or untimely; nothing was done."""
 
 
 class Failed(KVFerryError):
-    """The request was right and the daemon could not do it. A failed load is a cache miss."""
+    """The daemon could not do what was requested. A failed load is a cache miss."""
 
 
 class Gone(KVFerryError):
-    """The job was given up, or the other side is not there."""
+    """The job was cancelled, or the other side is not available."""
 
 
 def error_of(info: ErrorInfo) -> KVFerryError:
-    """The exception that says what `info` says."""
+    """The exception of an error in a message."""
     if info.code in FAILED:
         return Failed(info.code, info.message, info.value)
     if info.code in GONE:

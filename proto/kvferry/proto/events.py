@@ -1,10 +1,10 @@
-"""KV events for routers and indexers, in the form that vLLM's own publisher gives them.
+"""KV events for routers and indexers, in the format of vLLM's publisher.
 
-On the daemon's PUB socket each message has three frames: the namespace's name (the topic to
-subscribe to), a number of 8 bytes, big-endian, that grows by one with each batch of that namespace,
-and a KVEventBatch in msgpack. A subscriber that does not keep up misses batches, which a gap in the
-numbers shows; it can only begin anew from what is published next. Hashes are those of the offload
-keys, without the group.
+Each message on the daemon's PUB socket has three frames: the name of the namespace (the topic), a
+sequence number (8 bytes, big-endian, one more with each batch of that namespace), and a
+KVEventBatch in msgpack. A subscriber that receives too slowly misses batches and sees a gap in the
+numbers. Missed batches are not sent again. Hashes are those of the offload keys, without the group.
+Used by the publisher process.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from kvferry.proto.keys import EventKind, block_hash_of
 from kvferry.proto.messages import KeyEvent, KeyEvents
 
 MEDIUM = "CPU"
-# Hashes, and events, in one batch: queues count messages, so messages must be bounded.
-MOST_IN_A_BATCH = 512
+# Maximum of hashes in one batch: queues count messages, so messages must be bounded.
+MAX_BATCH_HASHES = 512
 
 
 class _Event(msgspec.Struct, array_like=True, tag=True, omit_defaults=True):
-    """An event is an array: its class's name, then its fields in order."""
+    """An event is encoded as an array: the name of its class, then its fields in order."""
 
 
 class BlockStored(_Event):
-    """Blocks that can be loaded now. Of their tokens a daemon knows nothing."""
+    """Blocks that can be loaded. The daemon does not know their tokens: token_ids is empty.
+
+    block_size: tokens in a block.
+    """
 
     block_hashes: list[bytes]
     parent_block_hash: bytes | None = None
@@ -38,12 +41,14 @@ class BlockStored(_Event):
 
 
 class BlockRemoved(_Event):
+    """Blocks that can no longer be loaded."""
+
     block_hashes: list[bytes]
     medium: str | None = None
 
 
 class AllBlocksCleared(_Event):
-    pass
+    """The namespace was reset."""
 
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
@@ -58,36 +63,40 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 def batch_of(key_events: KeyEvents, block_size: int, now: float) -> KVEventBatch | None:
-    """The events that subscribers get: blocks that became loadable, or are no longer."""
+    """The events about loadable blocks; None if there are none.
+
+    block_size: tokens in a block. now: seconds since the epoch.
+    """
     converted = (_event(event, block_size) for event in key_events.events)
     events = [event for event in converted if event is not None]
     return KVEventBatch(now, events) if events else None
 
 
 def batches_of(key_events: KeyEvents, block_size: int, now: float) -> Iterator[KVEventBatch]:
-    """The events of `batch_of`, in order, in batches of at most MOST_IN_A_BATCH hashes."""
+    """The events of `batch_of`, in order, in batches of at most MAX_BATCH_HASHES hashes."""
     whole = batch_of(key_events, block_size, now)
-    some: list[KVEvent] = []
-    room = MOST_IN_A_BATCH
+    batch: list[KVEvent] = []
+    left = MAX_BATCH_HASHES
     for event in [] if whole is None else whole.events:
-        for piece in _pieces(event):
-            size = _size(piece)
-            if size > room:
-                yield KVEventBatch(now, some)
-                some, room = [], MOST_IN_A_BATCH
-            some.append(piece)
-            room -= size
-    if some:
-        yield KVEventBatch(now, some)
+        for part in _split(event):
+            size = _size(part)
+            if size > left:
+                yield KVEventBatch(now, batch)
+                batch, left = [], MAX_BATCH_HASHES
+            batch.append(part)
+            left -= size
+    if batch:
+        yield KVEventBatch(now, batch)
 
 
-def _pieces(event: KVEvent) -> Iterator[KVEvent]:
-    if isinstance(event, AllBlocksCleared) or len(event.block_hashes) <= MOST_IN_A_BATCH:
+def _split(event: KVEvent) -> Iterator[KVEvent]:
+    """The event, in parts of at most MAX_BATCH_HASHES hashes."""
+    if isinstance(event, AllBlocksCleared) or len(event.block_hashes) <= MAX_BATCH_HASHES:
         yield event
         return
-    for start in range(0, len(event.block_hashes), MOST_IN_A_BATCH):
-        some = event.block_hashes[start : start + MOST_IN_A_BATCH]
-        yield msgspec.structs.replace(event, block_hashes=some)
+    for start in range(0, len(event.block_hashes), MAX_BATCH_HASHES):
+        hashes = event.block_hashes[start : start + MAX_BATCH_HASHES]
+        yield msgspec.structs.replace(event, block_hashes=hashes)
 
 
 def _size(event: KVEvent) -> int:

@@ -10,25 +10,25 @@ from typing import TypeAlias
 from kvferry.proto.messages import Error, Message, Token
 from kvferry.proto.specs import Id
 
-# Bytes of a socket's path that fit into sockaddr_un, see unix(7).
+# Maximum length in bytes of a socket's path in sockaddr_un (unix(7)).
 MAX_SOCKET_PATH = 107
 
 
 class SendFds(Message):
-    """Sent with file descriptors, which the daemon then holds for the session."""
+    """Pass file descriptors to the daemon, which holds them for the session."""
 
     session_id: Token
 
 
 class FetchFd(Message):
-    """Requests the descriptor that the daemon holds for the session under this handle."""
+    """Request the descriptor that the daemon holds for the session under this handle."""
 
     session_id: Token
     handle: Id
 
 
 class FdHandles(Message):
-    """Handles of the descriptors that were sent, in order; or of the one sent with this reply."""
+    """The handles of the passed descriptors, in order; or of the one passed with this reply."""
 
     handles: tuple[Id, ...]
 

@@ -1,8 +1,8 @@
-"""Keys of host blocks, by which an engine's scheduler looks up, stores and loads.
+"""Keys of host blocks: an engine's scheduler looks up, stores and loads blocks by key.
 
 An OffloadKey is the hash of a block's tokens and of all tokens before it, followed by the index of
-its KV cache group in four bytes, big-endian. For the daemon it is opaque; all keys of a namespace
-have one length.
+its KV cache group in four bytes, big-endian. The daemon treats it as opaque bytes; all keys of a
+namespace have one length.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ MAX_KEY_BYTES = 64
 
 
 class Lookup(StrEnum):
-    """What is known of a key."""
+    """The result of looking up a key."""
 
     HIT = "hit"
     MISS = "miss"
     # A store of it is pending.
     HIT_PENDING = "hit_pending"
-    # Unknown at present: ask again later.
+    # Unknown at present: look it up again later.
     RETRY = "retry"
 
 
 class EventKind(StrEnum):
-    """What happened to keys of a namespace."""
+    """The new state of keys of a namespace."""
 
     # A store of them is pending.
     PENDING = "pending"
@@ -43,6 +43,7 @@ class EventKind(StrEnum):
 
 def offload_key(block_hash: bytes, group: int = 0) -> OffloadKey:
     """The key of a block of KV cache group `group`."""
+    # The index has 4 bytes, as in vLLM.
     return block_hash + group.to_bytes(4, "big")
 
 

@@ -1,8 +1,8 @@
-"""A KV layout as arrays: what the daemon checks, computes with and keeps.
+"""A KV layout as numpy arrays: the form that the daemon checks and computes with.
 
-A layout on the wire is a tree of small objects, some 130 bytes for each reference. The daemon turns
-it into arrays once, when an engine registers, checks it on the way, and keeps only the arrays: 16
-bytes for each reference. The client makes the same check before it sends a layout.
+A decoded KVLayout is a tree of small objects, about 130 bytes per reference. The daemon converts it
+to arrays once, when an engine registers, and keeps only these: 16 bytes per reference. The
+conversion checks the layout. The client makes the same check before it sends a layout. Any thread.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ Int64s: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class LayoutArrays:
-    """tensors: (3, tensors) number of blocks, page size and row stride of each tensor.
-    refs: (2, refs) tensor and page size of each reference, one group after another.
-    starts: (groups + 1,) where the references of each group begin. Equal layouts are equal.
+    """tensors: (3, tensors) int64: number of blocks, page size and row stride of each tensor.
+    refs: (2, refs) int64: tensor and page size of each reference, group by group.
+    starts: (groups + 1,) int64: index in `refs` of the first reference of each group.
+    Sizes and strides are in bytes. Equal layouts are equal.
     """
 
     __slots__ = (
@@ -40,13 +41,15 @@ class LayoutArrays:
         self.group_of_ref: Int64s = np.repeat(np.arange(starts.size - 1), np.diff(starts))
         # Bytes of one GPU block of each group, as copied by a transfer.
         self.group_bytes: list[int] = np.add.reduceat(refs[1], starts[:-1]).tolist()
-        # Bytes of one host block: that of the widest group, because all groups share one id space.
+        # Bytes of one host block: of the largest group, because all groups share one id space.
         self.host_block_bytes: int = max(self.group_bytes) * factor
 
     @classmethod
     def from_layout(cls, layout: KVLayout) -> LayoutArrays:
-        """Raises Refused if the parts do not fit together, before it builds anything if they are
-        too many."""
+        """Convert and check a layout. Raises Refused (BAD_LAYOUT, UNKNOWN_TENSOR).
+
+        The numbers of tensors, groups and references are checked before anything is allocated.
+        """
         starts = _starts(layout)
         tensors = (
             [tensor.num_blocks for tensor in layout.tensors],
@@ -65,7 +68,7 @@ class LayoutArrays:
         return arrays
 
     def to_lists(self) -> list[Any]:
-        """The lists that a KVLayout is on the wire: [tensors, groups, block_size_factor]."""
+        """The lists that a KVLayout is encoded as: [tensors, groups, block_size_factor]."""
         refs = self.refs.T.tolist()
         groups = [refs[start:end] for start, end in pairwise(self.starts.tolist())]
         return [self.tensors.T.tolist(), groups, self.block_size_factor]
@@ -92,15 +95,15 @@ class LayoutArrays:
 
     @property
     def span_bytes(self) -> list[int]:
-        """For each tensor the bytes from its first row's first to its last row's last byte."""
-        # In Python: what a hostile layout says may be more than an int64 holds.
+        """For each tensor the bytes from the start of its first row to the end of its last page."""
+        # Python integers: the sizes of an invalid layout may overflow an int64.
         return [
             (blocks - 1) * stride + page
             for blocks, page, stride in zip(*self.tensors.tolist(), strict=True)
         ]
 
     def blocks_of_groups(self, reduce: np.ufunc) -> Int64s:
-        """np.minimum or np.maximum of the blocks of each group's tensors."""
+        """(groups,) np.minimum or np.maximum of the block counts of each group's tensors."""
         blocks: Int64s = reduce.reduceat(self.tensors[0][self.refs[0]], self.starts[:-1])
         return blocks
 
@@ -136,7 +139,7 @@ class LayoutArrays:
 
 
 def _starts(layout: KVLayout) -> list[int]:
-    """Where each group's references begin. Checks the sizes: nothing was built yet."""
+    """The index of each group's first reference. Checks the numbers of all parts."""
     for what, most, count in (
         ("tensors", MAX_TENSORS, len(layout.tensors)),
         ("groups", MAX_GROUPS, len(layout.groups)),

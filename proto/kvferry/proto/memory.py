@@ -1,4 +1,4 @@
-"""Shared memory in messages: where tensors lie, and an engine's part of the host pool."""
+"""Shared memory in messages: the allocations of tensors, and an engine's part of the host pool."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from kvferry.proto.specs import MAX_TENSORS, Count, Id, Name, Part, Positive
 
 
 class CudaAllocation(Part, tag="cuda"):
-    """A device allocation shared by CUDA IPC: handle of its base, and its whole size."""
+    """A device allocation shared by CUDA IPC.
+
+    handle: of its first byte. size: bytes of the whole allocation.
+    """
 
     device_uuid: Name
     handle: Annotated[bytes, Meta(min_length=64, max_length=64)]
@@ -18,9 +21,10 @@ class CudaAllocation(Part, tag="cuda"):
 
 
 class FdAllocation(Part, tag="fd"):
-    """Memory behind a file descriptor that went, or waits, at the descriptor socket.
+    """Memory behind a file descriptor that is passed over the descriptor socket.
 
-    Host memory to map, with a daemon on the CPU; with one on a GPU, that GPU's memory to import.
+    It is host memory if the daemon uses the CPU, and device memory of the daemon's GPU otherwise.
+    handle: of the descriptor. size: in bytes.
     """
 
     handle: Id
@@ -31,7 +35,10 @@ Allocation: TypeAlias = CudaAllocation | FdAllocation
 
 
 class Location(Part):
-    """Where a canonical tensor begins: `offset` bytes into allocation number `allocation`."""
+    """The first byte of a canonical tensor: `offset` bytes after the start of an allocation.
+
+    allocation: index in the message's list of allocations.
+    """
 
     allocation: Count
     offset: Count

@@ -1,7 +1,7 @@
-"""Every message of the wire, both ways. The codec and its limits are in codec.py.
+"""All messages between client and daemon. The codec and its limits are in codec.py.
 
     client                                     daemon
-      Hello                     ->               (first; nothing else is heard before it)
+      Hello                     ->               (first; all others are refused before it)
                                 <-             Welcome | Error
       RegisterKVCaches          ->
                                 <-             Registered | Error
@@ -9,12 +9,12 @@
                                 <-             Allocated | Error
       ReleaseKVCaches           ->
                                 <-             Released | Error
-      Submit                    ->               (no reply of its own: the outcome is the reply)
+      Submit                    ->               (no other reply than Finished)
       Cancel                    ->               (likewise)
-                                <-             Finished, with one JobResult for each Submit,
-                                               those that ended together in one message
+                                <-             Finished, with one JobResult for each Submit;
+                                               jobs that end together share a message
       Wait                      ->
-                                <-             Waited, behind the Finished of all those jobs
+                                <-             Waited, after the Finished of all those jobs
       OpenNamespace             ->
                                 <-             Opened | Error
       Pin, Unpin, Touch         ->               (no reply)
@@ -27,11 +27,10 @@
       NamespacesRequest         ->
                                 <-             NamespacesReport
       Goodbye                   ->
-                                <-             Goodbye, also unasked when the daemon stops
+                                <-             Goodbye, also when the daemon stops
 
-Requests carry a request_id that their reply repeats. File descriptors (memory shared on a machine
-without a GPU, timeline pages) cannot travel over ZeroMQ: they go through a socket beside it, see
-fd_passing.py.
+A request has a request_id, which its reply repeats. ZeroMQ cannot pass file descriptors (shared
+memory, timeline pages); a second socket does (fd_passing.py).
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ from kvferry.proto.specs import (
 )
 from kvferry.proto.status import DaemonStatus, DeviceInfo, Fingerprint, Limits, NamespaceStatus
 
-# The protocol version that this source speaks. Hello and Welcome never change their shape.
+# The protocol version of this source. The fields of Hello and Welcome never change.
 PROTOCOL = 1
 
 Token: TypeAlias = Annotated[str, Meta(min_length=1, max_length=64)]
@@ -67,7 +66,7 @@ JobIds: TypeAlias = Annotated[tuple[Id, ...], Meta(max_length=MAX_JOB_IDS)]
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=str.lower):
-    """A message is an array: its tag, then its fields in order."""
+    """A message is encoded as an array: its tag, then its fields in order."""
 
 
 # Parts of messages
@@ -85,7 +84,7 @@ class Outcome(StrEnum):
 
 
 class JobResult(Part):
-    """How a job ended. `nbytes` moved, `seconds` on the device; both 0 unless it was done."""
+    """How a job ended. nbytes: bytes copied. seconds: on the device. Both are 0 unless DONE."""
 
     job_id: Id
     direction: Direction
@@ -96,6 +95,8 @@ class JobResult(Part):
 
 
 class KeyEvent(Part):
+    """The new state of some keys."""
+
     kind: EventKind
     keys: Keys
 
@@ -104,11 +105,11 @@ class KeyEvent(Part):
 
 
 class Hello(Message):
-    """The first message: protocol versions spoken, who speaks, and for which engine.
+    """The first message of a connection: supported protocol versions, and names.
 
-    engine: the name under which KV caches are registered. The processes of one engine (scheduler,
-        worker) give the same name, and submit to what one of them registered. Job ids are the
-        engine's: no two unfinished jobs of it share one.
+    client: for the daemon's log. engine: the name under which KV caches are registered. The
+        processes of one engine (scheduler, worker) use the same name, and submit to the
+        registration of one of them. No two unfinished jobs of an engine may have one id.
     """
 
     protocol_min: Count
@@ -118,12 +119,12 @@ class Hello(Message):
 
 
 class RegisterKVCaches(Message):
-    """Share the engine's own KV tensors. locations[i] is where layout.tensors[i] begins.
+    """Share the KV tensors that the engine has allocated. locations[i] is of layout.tensors[i].
 
-    host_bytes: how much of the host pool the engine wants; None: all that is free.
-    timeline: handle of the shared page that `wait_for` values are compared with, if any.
-    A session that has opened a namespace registers in it: the engine names host blocks by key, and
-    has no region of its own (host_bytes is None).
+    host_bytes: requested bytes of the host pool; None: all that is free.
+    timeline: handle of the page that `wait_for` values are compared with, if any.
+    If the session has opened a namespace, the engine registers in it: it names host blocks by key,
+    and has no region of its own (host_bytes is None).
     """
 
     request_id: Id
@@ -137,9 +138,9 @@ class RegisterKVCaches(Message):
 class AllocateKVCaches(Message):
     """Have the daemon allocate the KV tensors, and share them with the engine.
 
-    What was kept for an engine of this name with the same layout is given back, bytes and all.
-    keep: do not free the tensors when the engine goes, until it allocates again or somebody asks
-        to release them. They take the device's memory as long.
+    If tensors of this layout are kept for the engine, it gets those, with their bytes.
+    keep: do not free the tensors when the engine disconnects, but when it registers again or a
+        client releases them. Until then they occupy device memory.
     """
 
     request_id: Id
@@ -179,10 +180,11 @@ class Wait(Message):
 
 
 class OpenNamespace(Message):
-    """Enter the namespace of a fingerprint; it is made where there is none.
+    """Open the namespace of a fingerprint, and create it if there is none.
 
-    quota_bytes: how much of the pool it takes, None for all that is free. quota_bytes, policy and
-    store_threshold count when it is made, or entered with nobody in it; Opened tells what holds.
+    quota_bytes: its size in the host pool; None: all that is free. quota_bytes, policy and
+    store_threshold apply if the namespace is created, or if no other session has it open. Opened
+    has the values in effect.
     """
 
     request_id: Id
@@ -193,14 +195,14 @@ class OpenNamespace(Message):
 
 
 class Subscribe(Message):
-    """Send what is resident in my namespace, and from then on what changes.
+    """Request a Snapshot of the session's namespace, and KeyEvents from then on.
 
-    Said again when a number is missing among the KeyEvents.
+    Sent again if the number of a KeyEvents is missing.
     """
 
 
 class Pin(Message):
-    """Keep these keys until Unpin, as many times as pinned, or until my session ends."""
+    """Do not evict these keys until they are unpinned as often, or until the session ends."""
 
     keys: Keys
 
@@ -210,7 +212,7 @@ class Unpin(Message):
 
 
 class Touch(Message):
-    """Mark keys as used, the first as the most recent. hits, misses: lookups since the last."""
+    """Mark keys as used; the first becomes the most recent. hits, misses: since the last Touch."""
 
     keys: Keys
     hits: Count = 0
@@ -218,7 +220,7 @@ class Touch(Message):
 
 
 class Reset(Message):
-    """Make every key of my namespace absent. The KeyEvents of it come before its Done."""
+    """Remove all keys of the session's namespace. Its KeyEvents is sent before its Done."""
 
     request_id: Id
 
@@ -241,6 +243,8 @@ class Goodbye(Message):
 
 
 class Welcome(Message):
+    """The session is open. boot_id: random, another one after each start of the daemon."""
+
     protocol: Count
     boot_id: str
     session_id: Token
@@ -280,11 +284,11 @@ class Waited(Message):
 
 
 class Opened(Message):
-    """A namespace, as it is.
+    """The opened namespace. Host blocks have `block_bytes` each.
 
-    unlike: some others of the same model, and the fields that differ, where they are many in part.
-    reattached: it was there before, with its keys. name: what the fingerprint is called.
-    generation: from 1 on, and one more with each reset.
+    unlike: other namespaces of the same model, with the fields that differ; shortened.
+    reattached: the namespace existed before, with its keys. name: a hash of the fingerprint.
+    generation: 1, and one more after each reset.
     """
 
     request_id: Id
@@ -303,9 +307,9 @@ class Done(Message):
 
 
 class Snapshot(Message):
-    """A part of what is resident as of KeyEvents number `sequence`: ready keys, or pending ones.
+    """A part of the resident keys after KeyEvents number `sequence`: ready or pending keys.
 
-    part: 0 begins anew. last: that was all; KeyEvents from `sequence` + 1 on apply.
+    part: from 0. last: the snapshot is complete; KeyEvents from `sequence` + 1 on apply to it.
     """
 
     sequence: Count
@@ -317,9 +321,9 @@ class Snapshot(Message):
 
 
 class KeyEvents(Message):
-    """What happened to keys of the namespace, in order. Numbered without gaps.
+    """Changes of the keys of the namespace, in order. `sequence` grows by one.
 
-    With no events: the number of the newest, for one who may have missed it.
+    Without events: the newest number, for a client that may have missed it.
     """
 
     sequence: Count

@@ -1,4 +1,4 @@
-"""What a command finds out about its own process: standard streams and address space.
+"""Checks of the calling process: standard streams and address space.
 
 Called by kvferryd and kvferry before they import libraries that abort instead of raising (OpenBLAS
 and libzmq do so when they cannot start a thread), and by the daemon before it maps memory. Imports
@@ -14,17 +14,17 @@ from pathlib import Path
 
 from kvferry.proto.errors import Code, Refused
 
-# Bytes that mappings leave to everything else: stacks, the allocator's arenas, sockets, libraries.
+# Bytes that are left for everything but mappings: stacks, the allocator's arenas, libraries.
 SPARE_ADDRESS_SPACE = 1 << 30
-# What x86-64 gives a process without five-level paging.
+# Address space of an x86-64 process without five-level paging.
 _MAX_ADDRESS_SPACE = 1 << 47
 
 
 def open_standard_streams() -> None:
     """Open closed standard descriptors as /dev/null.
 
-    Otherwise the next file that is opened gets their number, and what a library writes to stderr
-    goes into it.
+    Otherwise the next opened file gets such a number, and output of libraries to stderr would be
+    written into that file.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)

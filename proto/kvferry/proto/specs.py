@@ -1,16 +1,16 @@
-"""What is moved: the canonical form of KV caches, and the two sides of a transfer.
+"""The canonical form of KV caches, and the two sides of a transfer.
 
 Canonical form
     A canonical tensor is a view of bytes with shape (num_blocks, page_size_bytes) and a row stride
-    of its own: rows may be padded, or interleaved with other data. A KV cache group (the layers
-    that share one block table) is a list of references to such tensors, each with the UNPADDED
-    page size, which is what gets copied. The bytes of one GPU block of a group are its references'
-    pages one after another; one host block is `block_size_factor` such GPU blocks in a row.
+    in bytes: rows may be padded, or interleaved with other data. A KV cache group (the layers that
+    share one block table) is a list of references to such tensors. A reference has the UNPADDED
+    page size: only these bytes are copied. One GPU block of a group is the concatenation of the
+    pages of its references; one host block is `block_size_factor` such GPU blocks.
 
-A transfer
-    TransferSpec = (source, destination), one side GPU, the other host, as in vLLM's kv_offload:
-    GPU -> CPU is a store, CPU -> GPU a load. Block ids are int32 or int64 arrays and stay arrays
-    on the wire: lists given by a caller are turned into arrays once, here.
+Transfer
+    TransferSpec = (source, destination). One side is on the GPU, the other on the host, as in
+    vLLM's kv_offload: GPU -> CPU is a store, CPU -> GPU is a load. Block ids are int32 or int64
+    arrays, also on the wire. Lists from a caller are converted to arrays once, here.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from msgspec.msgpack import Ext
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import MAX_KEY_BYTES, OffloadKey
 
-# Four million tokens in blocks of 16. Checking as many takes the event loop 10 ms.
+# Four million tokens in blocks of 16. Checking them takes the event loop 10 ms.
 MAX_BLOCK_IDS = 1 << 18
 MAX_TENSORS = 4096
 MAX_GROUPS = 256
-# References of all groups together: each of some 100 layers has up to two in a group, K and V, and
-# is in one group. This is 80 times as many; to check and to register them takes 10 ms.
+# References of all groups. A model with 100 layers has up to 200: K and V of each layer. Checking
+# and registering the maximum takes 10 ms.
 MAX_REFS = 1 << 14
 MAX_KEYS = 1 << 16
 MAX_INT = (1 << 63) - 1
@@ -43,9 +43,9 @@ _WIDTHS: dict[int, np.dtype[Any]] = {dtype.itemsize: dtype for dtype in _ID_TYPE
 
 BlockIds: TypeAlias = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 if TYPE_CHECKING:
-    AnyIds: TypeAlias = Any  # callers may give any sequence of ints; what is kept is an array
+    AnyIds: TypeAlias = Any  # callers may pass any sequence of ints; it is converted
 else:
-    AnyIds = Ext  # the decoder builds nothing else: of numpy.ndarray it would build any value first
+    AnyIds = Ext  # the decoder then creates nothing but an Ext
 Id: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_COUNT)]
 Positive: TypeAlias = Annotated[int, Meta(gt=0, lt=MAX_COUNT)]
@@ -60,7 +60,7 @@ class Direction(StrEnum):
     STORE = "store"
     LOAD = "load"
 
-    # Enum's own __hash__ is written in Python, and each job is looked up in a dozen tables.
+    # Enum.__hash__ is a Python function, and each job is looked up in a dozen tables.
     __hash__ = str.__hash__
 
     @property
@@ -76,7 +76,7 @@ class Direction(StrEnum):
 class TensorLayout(
     msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False
 ):
-    """One canonical tensor: `num_blocks` rows of `page_size_bytes`, `row_stride_bytes` apart."""
+    """One canonical tensor: `num_blocks` rows of `page_size_bytes`, every `row_stride_bytes`."""
 
     num_blocks: Positive
     page_size_bytes: Positive
@@ -84,12 +84,15 @@ class TensorLayout(
 
     @property
     def span_bytes(self) -> int:
-        """Bytes from the first byte of the first row to the last byte of the last."""
+        """Bytes from the start of the first row to the end of the last page."""
         return (self.num_blocks - 1) * self.row_stride_bytes + self.page_size_bytes
 
 
 class TensorRef(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False):
-    """A group's use of one canonical tensor: the first `page_size_bytes` of each of its rows."""
+    """A group's reference to a canonical tensor: the first `page_size_bytes` of each row.
+
+    tensor: its index in the layout.
+    """
 
     tensor: Count
     page_size_bytes: Positive
@@ -106,18 +109,21 @@ class KVLayout(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fiel
     block_size_factor: Annotated[int, Meta(ge=1, le=4096)] = 1
 
     def group_bytes(self, group: int) -> int:
-        """Bytes of one GPU block of `group`: what a transfer of it moves."""
+        """Bytes of one GPU block of `group`."""
         return sum(ref.page_size_bytes for ref in self.groups[group])
 
     @property
     def host_block_bytes(self) -> int:
-        """Bytes of one host block. All groups share one id space, so the widest group decides."""
-        widest = max(self.group_bytes(group) for group in range(len(self.groups)))
-        return widest * self.block_size_factor
+        """Bytes of one host block: of the largest group, because all groups share one id space."""
+        largest = max(self.group_bytes(group) for group in range(len(self.groups)))
+        return largest * self.block_size_factor
 
 
 def as_block_ids(ids: Sequence[int] | BlockIds) -> BlockIds:
-    """`ids` as a flat, contiguous, little-endian int32 or int64 array; such a one is not copied."""
+    """`ids` as a contiguous little-endian int32 or int64 array of shape (n,).
+
+    Not copied if it is one already. Raises Refused (BAD_SPEC).
+    """
     try:
         array = np.asarray(ids)
     except ValueError:
@@ -139,7 +145,7 @@ def as_block_ids(ids: Sequence[int] | BlockIds) -> BlockIds:
     return np.ascontiguousarray(array)
 
 
-def _arrived(ids: Ext) -> BlockIds:
+def _decode_ids(ids: Ext) -> BlockIds:
     """Decode block ids (codec.py). Raises ValueError if they are invalid."""
     width, data = ids.code, bytes(ids.data)
     if width not in _WIDTHS:
@@ -165,7 +171,7 @@ class _Spec(msgspec.Struct, array_like=True, frozen=True, eq=False, forbid_unkno
 
     def __post_init__(self) -> None:
         ids = self.block_ids
-        ids = _arrived(ids) if type(ids) is Ext else as_block_ids(ids)
+        ids = _decode_ids(ids) if type(ids) is Ext else as_block_ids(ids)
         if ids is not self.block_ids:
             msgspec.structs.force_setattr(self, "block_ids", ids)
 
@@ -179,11 +185,11 @@ class _Spec(msgspec.Struct, array_like=True, frozen=True, eq=False, forbid_unkno
 
 
 class GPULoadStoreSpec(_Spec, tag="gpu", frozen=True, eq=False):
-    """GPU blocks, the groups' one after another.
+    """GPU blocks, group by group.
 
     group_sizes: how many of `block_ids` belong to each group, in group order; a size may be 0.
     block_indices: for each group the logical index, in GPU blocks, of its first block within its
-        request; it says where inside a host block the transfer begins.
+        request; it determines the sub-block of the host block at which the transfer begins.
     Both None: one group, starting at 0.
     """
 
@@ -213,7 +219,7 @@ class GPULoadStoreSpec(_Spec, tag="gpu", frozen=True, eq=False):
 
 
 class CPULoadStoreSpec(_Spec, tag="cpu", frozen=True, eq=False):
-    """Host blocks by id, for the groups in order, inside the region that the engine registered."""
+    """Host blocks by id, group by group, in the region of the engine. Ids begin at 0."""
 
     def check(self) -> None:
         """Nothing to check: every daemon can decode this."""
@@ -222,7 +228,7 @@ class CPULoadStoreSpec(_Spec, tag="cpu", frozen=True, eq=False):
 Key: TypeAlias = Annotated[bytes, Meta(min_length=1, max_length=MAX_KEY_BYTES)]
 Keys: TypeAlias = Annotated[tuple[Key, ...], Meta(max_length=MAX_KEYS)]
 if TYPE_CHECKING:
-    AnyKeys: TypeAlias = Any  # callers may give any sequence of bytes; what is kept is a tuple
+    AnyKeys: TypeAlias = Any  # callers may pass any sequence of bytes; it is converted
 else:
     AnyKeys = Keys
 
@@ -230,14 +236,14 @@ else:
 class KeyLoadStoreSpec(
     msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="keys"
 ):
-    """Host blocks by key, for the groups in order, in the namespace that the engine opened.
+    """Host blocks by key, group by group, in the namespace that the engine has opened.
 
-    The daemon decides where they lie: a store reserves room for the keys that are not there yet
-    and copies those only, a load of a key that is not there is refused whole (KEY_ABSENT).
+    The daemon chooses the host blocks. A store reserves blocks for absent keys and copies only
+    those. A load with an absent key is refused as a whole (KEY_ABSENT).
 
-    generation: of the namespace, when whoever decided on a store knew it. A store from before a
-        reset is refused (STALE), however late it comes. 0: not to be compared.
-    keep: of a store, keys of the same offer that are resident already. They are not evicted for it.
+    generation: of the namespace when the store was decided. A store from before a reset is refused
+        (STALE). 0: not compared.
+    keep: for a store, resident keys of the same offer. They are not evicted for it.
     """
 
     keys: AnyKeys

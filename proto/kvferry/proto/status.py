@@ -1,4 +1,4 @@
-"""The parts of DaemonStatus, and of what the daemon reports to its clients."""
+"""DaemonStatus and its parts: what the daemon reports to clients and operators."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvferry.proto.specs import Count, Direction, Name, Part, Positive
 class DeviceInfo(Part):
     """kind: "cpu" or "cuda". uuid: "cpu", or "GPU-..." as the driver prints it.
 
-    staging_bytes: device memory that the daemon takes to copy through; an engine that plans the
-        device's memory subtracts it.
+    staging_bytes: size of the daemon's staging buffer in device memory. An engine that plans the
+        device's memory must subtract it.
     """
 
     kind: str
@@ -26,30 +26,30 @@ class DeviceInfo(Part):
 
 
 class Limits(Part):
-    """What one session may ask for; beyond it the daemon answers with a code, and does nothing."""
+    """The limits of one session. A request beyond a limit is refused."""
 
     max_message_bytes: int
     max_block_ids: int
-    # Jobs submitted and not yet ended, in both directions together.
+    # Jobs in flight, of both directions together.
     max_jobs: int
-    # Of these, stores; 0: as many as max_jobs.
+    # Stores and loads in flight; 0: max_jobs.
     max_stores: int = 0
     max_loads: int = 0
 
     def max_in_flight(self, direction: Direction) -> int:
-        """How many jobs of one direction a session may have under way."""
-        most = self.max_stores if direction is Direction.STORE else self.max_loads
-        return most or self.max_jobs
+        """How many jobs of one direction a session may have in flight."""
+        limit = self.max_stores if direction is Direction.STORE else self.max_loads
+        return limit or self.max_jobs
 
 
 class Fingerprint(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Everything that must agree for two engines' bytes to be exchangeable: what a namespace is.
+    """Everything that must agree for the bytes of two engines to be exchangeable.
 
-    Two engines share blocks only where all of it is equal.
+    It identifies a namespace: engines share blocks only if all fields are equal.
     """
 
     model: Name
-    # Bytes of a host block: at least block_size_factor GPU blocks of the widest group.
+    # Bytes of a host block: at least block_size_factor GPU blocks of the largest group.
     host_block_bytes: Positive
     revision: Name = ""
     dtype: Name = ""
@@ -58,7 +58,7 @@ class Fingerprint(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     # Tokens in a host block.
     block_size: Count = 0
     rank: Count = 0
-    # Tensor and pipeline parallel ranks: each holds its own part of every block.
+    # Number of tensor and pipeline parallel ranks. Each holds its own part of every block.
     world_size: Positive = 1
     hash_algorithm: Name = ""
     hash_seed: Name = ""
@@ -71,12 +71,12 @@ class Fingerprint(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 
     @property
     def name(self) -> str:
-        """What the namespace of this fingerprint is called."""
+        """The name of this fingerprint's namespace: a hash of all fields, 16 characters."""
         return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).hexdigest()
 
     @property
     def nbytes(self) -> int:
-        """Its bytes as it travels."""
+        """Its size in bytes when encoded."""
         return len(msgspec.msgpack.encode(self))
 
     def differences(self, other: Fingerprint) -> list[str]:
@@ -101,14 +101,17 @@ class PoolStatus(Part):
 
 
 class GroupCopying(Part):
-    """How a KV cache group is copied each way: "direct" or "staged"; "cpu" without a GPU."""
+    """The copy modes of a KV cache group: "direct" or "staged"; "cpu" without a GPU."""
 
     store: str
     load: str
 
 
 class EngineStatus(Part):
-    """kept_bytes: of tensors allocated by the daemon that stay when the engine goes, or have."""
+    """present: whether the engine has a registration. jobs: in flight.
+
+    kept_bytes: of tensors that are kept, or will be kept when the engine disconnects.
+    """
 
     name: str
     present: bool
@@ -155,9 +158,9 @@ class CalibrationPoint(Part):
 
 
 class CopyStatus(Part):
-    """mode: as configured. contiguous: one large copy, the most that the link gives.
+    """mode: as configured. contiguous: the speed of one large copy, which is the link's maximum.
 
-    direct_from: the smallest fragment each way that is copied directly, in bytes.
+    direct_from_store, direct_from_load: fragments of at least this many bytes are copied directly.
     """
 
     mode: str
@@ -168,6 +171,8 @@ class CopyStatus(Part):
 
 
 class Totals(Part):
+    """Numbers of jobs and bytes since the start of the daemon."""
+
     stores: int = 0
     loads: int = 0
     stored_bytes: int = 0
@@ -177,13 +182,13 @@ class Totals(Part):
 
 
 class HealthStatus(Part):
-    """Whether the daemon does its work, and why not. All times are in seconds.
+    """Whether the daemon is healthy, and the reasons if it is not. All times are in seconds.
 
-    probe_seconds, probe_age: how long the last probe took (a small block to the device and back,
-        compared), and since when it is over; None before there was one.
-    oldest_job: since when the oldest job is under way that is not held by its engine's timeline;
-        held_job: the same of those that are: that is the engine's affair. None where there is none.
-    loop_lag, worker_lag: the latest delays of the event loop and of the device worker.
+    probe_seconds, probe_age: duration of the last probe (a small block copied to the device and
+        back, and compared), and time since its end; None before the first one.
+    oldest_job: age of the oldest job in flight that does not wait for its engine's timeline;
+        held_job: the same of those that wait. None if there is none.
+    loop_lag, worker_lag: largest recent delays of the event loop and of the device worker.
     """
 
     healthy: bool
@@ -197,9 +202,9 @@ class HealthStatus(Part):
 
 
 class VerificationStatus(Part):
-    """Verification of host blocks that an earlier daemon left, in the background after a restart.
+    """Progress of the verification of an earlier daemon's host blocks after a restart.
 
-    decided_bytes: of `total_bytes`, what was compared with its checksum or stored over since.
+    decided_bytes: the part of `total_bytes` that was compared with its checksum, or overwritten.
     """
 
     total_bytes: int

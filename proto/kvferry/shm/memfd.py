@@ -1,9 +1,9 @@
 """Sealed memfds: shared memory whose size its owner cannot change.
 
-A process dies of SIGBUS when it reads a mapped page of a file that another process has shrunk. So
-memory that is read with plain loads is sealed when it is created, and its seals are checked when it
-is received: the host pool, block tables, timeline pages. (Tensors that engines share on the CPU are
-copied by a system call, which fails instead.) Used by the client and the daemon, on any thread.
+If another process shrinks a mapped file, reading a page that is gone ends the reader with SIGBUS.
+So memory that is read with plain loads (the host pool, block tables, timeline pages) is sealed when
+it is created, and its seals are checked when it is received. Tensors that engines share on the CPU
+are copied by a system call, which fails instead. Used by the client and the daemon. Any thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def sealed_memfd(name: str, nbytes: int) -> int:
-    """Create a memfd of `nbytes` zero bytes that can neither grow nor shrink. Raise OSError.
+    """Create a memfd of `nbytes` zero bytes that can neither grow nor shrink. Raises OSError.
 
     name: shown in /proc/PID/maps.
     """

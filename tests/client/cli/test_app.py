@@ -9,15 +9,9 @@ from typing import TypeAlias
 
 import pytest
 
-from kvferry.client.cli import main
+from support.command_line import kvferry
 
 Captured: TypeAlias = pytest.CaptureFixture[str]
-
-
-def kvferry(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as exit_:
-        main([str(argument) for argument in arguments])
-    return int(exit_.value.code or 0)
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,11 @@ import pytest
 from rich.console import Console
 
 from kvferry.client import Fingerprint, LocalDaemon, OffloadClient, shared_empty
-from kvferry.client.cli import main
 from kvferry.client.cli.status import as_json, fetch_status, print_status
 from kvferry.proto.status import NamespaceStatus
+from support.command_line import kvferry
 
 Captured: TypeAlias = pytest.CaptureFixture[str]
-
-
-def kvferry(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as exit_:
-        main([str(argument) for argument in arguments])
-    return int(exit_.value.code or 0)
 
 
 def test_status_shows_pool_engines_and_totals(daemon: LocalDaemon, capsys: Captured) -> None:

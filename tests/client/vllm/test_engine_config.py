@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvferry.client import Code, Fingerprint, Gone, Refused
+from kvferry.client import Code, Gone, Refused
 from kvferry.client import vllm as package
-from kvferry.client.validation import check_fields
 from kvferry.client.vllm import engine_config as module
-from kvferry.client.vllm import model
 from kvferry.client.vllm.engine_config import (
     BlockSizes,
     EngineConfig,
@@ -25,7 +21,6 @@ from kvferry.client.vllm.engine_config import (
     provided_config,
     read_engine_config,
 )
-from kvferry.proto.messages import OpenNamespace
 from support.vllm_stand_ins import engine_config_at, vllm_config
 
 TWO_MIB = 2 << 20
@@ -82,100 +77,6 @@ def test_windows_and_groups_keep_vllms_chunk() -> None:
     assert chunk_factor(config, caches(groups=2), BlockSizes((16, 16), 16, 1), full=True) == 1
 
 
-# Fingerprints
-
-
-def test_the_room_of_a_host_block() -> None:
-    assert place(blocks=replace(BLOCKS, factor=4)).fingerprint.host_block_bytes == 4 * TWO_MIB
-    packed = read_engine_config(vllm_config("engine", {}), caches(stride=1), BLOCKS)
-    assert packed.fingerprint.host_block_bytes == TWO_MIB // 2
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"blocks": replace(BLOCKS, factor=4)},
-        {"blocks": BlockSizes((32,), 16, 1)},
-        {"rank": 1, "world_size": 2},
-        {"tensor_parallel_size": 2},
-        {"pipeline_parallel_size": 2},
-        {"decode_context_parallel_size": 2},
-        {"cp_kv_cache_interleave_size": 16},
-        {"dcp_kv_cache_interleave_size": 16},
-    ],
-)
-def test_what_makes_bytes_differ_is_in_the_fingerprint(other: dict[str, Any]) -> None:
-    assert place(**other).fingerprint.name != place().fingerprint.name
-
-
-def test_a_word_that_vllm_writes_late_over_another_changes_nothing() -> None:
-    before = place(dcp_kv_cache_interleave_size=16)
-    after = place(dcp_kv_cache_interleave_size=16, cp_kv_cache_interleave_size=16)
-    assert before.fingerprint == after.fingerprint
-
-
-def kept_as(said: str, *specs: Any) -> Fingerprint:
-    """Of groups of these specs, where vLLM's cache_dtype says so in this process."""
-    config, kv_cache_config = vllm_config("engine", {}), caches(groups=len(specs))
-    config.cache_config.cache_dtype = said
-    for group, spec in zip(kv_cache_config.kv_cache_groups, specs, strict=True):
-        group.kv_cache_spec = spec
-    return read_engine_config(config, kv_cache_config, BLOCKS).fingerprint
-
-
-FP8 = SimpleNamespace(dtype="torch.uint8")
-SPARSE = SimpleNamespace(dtype="torch.uint8", cache_dtype_str="fp8_ds_mla")
-BF16 = SimpleNamespace(dtype="torch.bfloat16")
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "worker", "spec"), [("auto", "fp8", FP8), ("fp8", "fp8_ds_mla", SPARSE)]
-)
-def test_what_layers_make_of_the_cache_dtype_is_the_same_on_both_sides(
-    scheduler: str, worker: str, spec: Any
-) -> None:
-    """vLLM's layers write it into the configuration of their process, a worker's."""
-    assert kept_as(scheduler, spec) == kept_as(worker, spec)
-    of_layers = SimpleNamespace(kv_cache_specs={"a": spec, "b": BF16})
-    assert kept_as(scheduler, spec) == kept_as(worker, of_layers)
-
-
-def test_what_kv_is_kept_as_is_in_the_fingerprint() -> None:
-    states = (SimpleNamespace(dtypes=(of, of)) for of in ("torch.float32", "torch.bfloat16"))
-    kinds = [kept_as("fp8_e5m2", BF16, one) for one in states]
-    kinds += [kept_as("auto", one) for one in (BF16, FP8, SPARSE)]
-    kinds += [kept_as(said, FP8) for said in ("fp8_e5m2", "nvfp4")]
-    assert len({fingerprint.name for fingerprint in kinds}) == len(kinds)
-
-
-def test_engines_of_another_id_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-    one, other = (
-        read_engine_config(vllm_config(name, {}), caches(), BLOCKS) for name in ("one", "two")
-    )
-    assert one.fingerprint == other.fingerprint
-    assert one.engine != other.engine
-
-
-def test_without_a_seed_they_do_not_and_are_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    one, other = (
-        read_engine_config(vllm_config(name, {}), caches(), BLOCKS) for name in ("one", "two")
-    )
-    assert one.fingerprint != other.fingerprint
-    assert "PYTHONHASHSEED=0" in caplog.text
-    assert {record.levelno for record in caplog.records} == {logging.WARNING}
-
-
-@pytest.mark.parametrize(("algorithm", "size"), [("sha256", 36), ("xxhash_cbor", 20)])
-def test_keys_are_as_long_as_the_hash_and_a_group(algorithm: str, size: int) -> None:
-    config = vllm_config("engine", {})
-    config.cache_config.prefix_caching_hash_algo = algorithm
-    assert read_engine_config(config, caches(), BLOCKS).fingerprint.key_bytes == size
-
-
 def test_options_are_spelled_as_vllms() -> None:
     assert place().options == {
         "cpu_bytes_to_use": None,
@@ -222,120 +123,24 @@ def test_a_pipeline_of_uneven_ranks_is_told_once(
     assert said in "".join(errors)
 
 
-# What a model computes with
-
-
-def other_place(path: str = "", value: Any = None, **extra: Any) -> EngineConfig:
-    """With another value at a path of vLLM's configuration."""
-    config = vllm_config("engine", extra)
-    config.instance_id = "start"
-    config.model_config.hf_config = SimpleNamespace(_commit_hash="aaaa")
-    config.model_config.hf_text_config = SimpleNamespace(rope_parameters={"rope_type": "longrope"})
-    config.model_config.max_model_len = 4096
-    config.model_config.multimodal_config = SimpleNamespace(mm_processor_kwargs=None)
-    config.speculative_config = SimpleNamespace(draft_model_config=SimpleNamespace(model="draft"))
-    if path:
-        *names, last = path.split(".")
-        target = config
-        for name in names:
-            target = getattr(target, name)
-        setattr(target, last, value)
-    return read_engine_config(config, caches(), BLOCKS)
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("model_config.hf_config._commit_hash", "bbbb"),
-        ("model_config.hf_overrides", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}),
-        ("model_config.hf_overrides", print),
-        ("model_config.hf_config_path", "another"),
-        ("model_config.max_model_len", 8192),
-        ("model_config.quantization_config", {"linear": "fp8_per_token"}),
-        ("model_config.multimodal_config.mm_processor_kwargs", {"max_pixels": 50176}),
-        ("model_config.multimodal_config.video_pruning_rate", 0.5),
-        ("model_config.multimodal_config.mm_encoder_attn_dtype", "fp8"),
-        ("model_config.multimodal_config.mm_encoder_fp8_scale_path", __file__),
-        ("use_v2_model_runner", True),  # the first one keeps all layers of a head together
-        ("cache_config.kv_cache_dtype_skip_layers", [*map(str, range(99))]),
-        ("cache_config.calculate_kv_scales", True),
-        ("lora_config", SimpleNamespace()),
-        ("speculative_config", None),
-        ("speculative_config.draft_model_config.model", "another"),
-        ("speculative_config.draft_model_config.hf_overrides", {"num_hidden_layers": 2}),
-    ],
-)
-def test_what_a_model_computes_with_is_in_the_fingerprint(path: str, value: Any) -> None:
-    other = other_place(path, value).fingerprint
-    assert other.differences(other_place().fingerprint)
-    assert other == other_place(path, value).fingerprint  # workers read it as the scheduler does
-    check_fields(OpenNamespace, fingerprint=other)
-
-
-def test_files_of_a_local_model_that_change_are_another_model(tmp_path: Path) -> None:
-    def now() -> Fingerprint:
-        return other_place("model_config.model", str(tmp_path)).fingerprint
-
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(b"one")
-    (tmp_path / "README.md").write_text("one")
-    one = now()
-    (tmp_path / "README.md").write_text("another")
-    assert now() == one
-    weights.write_bytes(b"two")
-    assert now() != one
-    assert other_place("model_config.model", str(weights)).fingerprint.differences(one)
-
-
-def test_a_configuration_that_is_written_anew_and_says_the_same_is_the_same(tmp_path: Path) -> None:
-    """As a start of an engine may do; of a large file only the time tells."""
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes(b"one")
-    os.truncate(tmp_path / "model.safetensors", model.MAX_HASHED_BYTES + 1)
-    one = other_place("model_config.model", str(tmp_path)).fingerprint
-    os.utime(tmp_path / "config.json", ns=(1, 1))
-    assert other_place("model_config.model", str(tmp_path)).fingerprint == one
-    os.utime(tmp_path / "model.safetensors", ns=(1, 1))
-    assert other_place("model_config.model", str(tmp_path)).fingerprint != one
-
-
-def test_a_file_that_cannot_be_read_is_no_failure(tmp_path: Path) -> None:
-    (tmp_path / "config.json").symlink_to("/proc/self/mem")  # nothing is at its beginning
-    other_place("model_config.model", str(tmp_path))
-
-
-@pytest.mark.parametrize("path", ["cache_config.calculate_kv_scales", "lora_config"])
-def test_what_another_start_may_not_have_the_same_is_of_this_start(
-    path: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    def started(when: str, **extra: Any) -> Fingerprint:
-        config = vllm_config("engine", extra)
-        config.instance_id = when
-        holder, _, name = path.rpartition(".")
-        setattr(getattr(config, holder) if holder else config, name, True)
-        return read_engine_config(config, caches(), BLOCKS).fingerprint
-
-    assert started("one") != started("two")
-    assert "kvferry_salt" in caplog.text
-    caplog.clear()
-    assert started("one", kvferry_salt="mine") == started("two", kvferry_salt="mine")
-    assert started("one", kvferry_salt="mine") != started("one", kvferry_salt="yours")
-    assert "kvferry_salt" not in caplog.text
-
-
-def test_a_model_may_write_into_its_configuration_when_it_is_made() -> None:
-    """Workers' have; the scheduler's has not."""
-    made = SimpleNamespace(_commit_hash="aaaa", rope_parameters={"rope_theta": 10000})
-    worker = other_place("model_config.hf_config", made).fingerprint
-    assert worker == other_place().fingerprint
-
-
 def test_a_key_of_ours_that_there_is_not_is_refused() -> None:
     with pytest.raises(Refused, match="kvferry_dirs") as refused:
         place({"kvferry_dir": "/run/kvferry/cpu"})
     assert (refused.value.code, refused.value.value) == (Code.BAD_CONFIG, "kvferry_dir")
     vllms = {"spec_name": "KVFerrySpec", "spec_module_path": "kvferry.client.vllm", "other": 1}
     assert place(vllms).options == place().options
+
+
+def test_a_layout_whose_blocks_are_not_contiguous_is_refused() -> None:
+    """vLLM's connector would copy one head of one layer."""
+    kv_cache_config = caches()
+    for layout in ("LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC"):
+        kv_cache_config.kv_cache_layout = layout
+        read_engine_config(vllm_config("engine", {}), kv_cache_config, BLOCKS)
+    kv_cache_config.kv_cache_layout = "LHBNC"
+    with pytest.raises(Refused, match="VLLM_KV_CACHE_LAYOUT") as refused:
+        read_engine_config(vllm_config("engine", {}), kv_cache_config, BLOCKS)
+    assert (refused.value.code, refused.value.value) == (Code.BAD_CONFIG, "LHBNC")
 
 
 # Daemons

@@ -88,3 +88,35 @@ def test_weights_in_the_hubs_cache_are_known_by_what_they_have(tmp_path: Path) -
     assert now("a" * 64, 1) == now("a" * 64, 2)
     assert now("a" * 64, 1) != now("b" * 64, 1)
     assert now("mine", 1) != now("mine", 2)
+
+
+def test_files_of_a_local_model_that_change_are_another_model(tmp_path: Path) -> None:
+    def now() -> dict[str, str]:
+        return traits("start", {"model_config.model": tmp_path})
+
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"one")
+    (tmp_path / "README.md").write_text("one")
+    one = now()
+    (tmp_path / "README.md").write_text("another")
+    assert now() == one
+    weights.write_bytes(b"two")
+    assert now() != one
+    assert traits("start", {"model_config.model": weights}) != one
+
+
+def test_a_configuration_that_is_written_anew_and_says_the_same_is_the_same(tmp_path: Path) -> None:
+    """As a start of an engine may do; of a large file only the time tells."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes(b"one")
+    os.truncate(tmp_path / "model.safetensors", module.MAX_HASHED_BYTES + 1)
+    one = traits("start", {"model_config.model": tmp_path})
+    os.utime(tmp_path / "config.json", ns=(1, 1))
+    assert traits("start", {"model_config.model": tmp_path}) == one
+    os.utime(tmp_path / "model.safetensors", ns=(1, 1))
+    assert traits("start", {"model_config.model": tmp_path}) != one
+
+
+def test_a_file_that_cannot_be_read_is_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "config.json").symlink_to("/proc/self/mem")  # nothing is at its beginning
+    traits("start", {"model_config.model": tmp_path})

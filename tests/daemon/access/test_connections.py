@@ -55,7 +55,7 @@ def test_new_connections_wait_once_the_burst_is_used_up() -> None:
     assert connections.decide_admission(*ME) is Decision.ADMIT
 
 
-def test_one_user_s_burst_leaves_others_theirs_and_all_together_are_bounded() -> None:
+def test_connection_bursts_are_bounded_per_user_and_in_total() -> None:
     connections = Connections(Admission(str(os.getegid())), FEW, Quota(9, 1.0, 3), ManualClock())
     gid = os.getegid()
     answers = [connections.decide_admission(uid, gid, 1) for uid in (501, 501, 501, 502, 502)]
@@ -63,7 +63,7 @@ def test_one_user_s_burst_leaves_others_theirs_and_all_together_are_bounded() ->
     assert answers == [admit, admit, later, admit, later]
 
 
-def test_one_live_connection_too_many_is_shut_down_and_asks_in_vain(sockets: ExitStack) -> None:
+def test_one_connection_above_the_quota_is_closed(sockets: ExitStack) -> None:
     connections = Connections(Admission(), Quota(2, 9.0, 9), Quota(9, 9.0, 9), ManualClock())
     ends = [connect(sockets) for _ in range(3)]
     for _, descriptor in ends:
@@ -82,7 +82,7 @@ def test_a_number_that_is_opened_again_counts_once(sockets: ExitStack) -> None:
     assert connections.decide_admission(*ME) is Decision.ADMIT
 
 
-def test_a_stranger_is_forbidden_and_costs_nobody_a_connection() -> None:
+def test_a_forbidden_user_does_not_use_up_the_quota() -> None:
     connections = Connections(Admission(), FEW, FEW, ManualClock())
     for _ in range(5):
         with pytest.raises(Refused) as caught:

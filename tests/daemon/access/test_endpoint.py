@@ -97,14 +97,14 @@ def test_a_socket_that_is_not_its_own_stays(bound: Endpoint) -> None:
     assert [path.name for path in bound.directory.glob("*.sock")] == ["events.sock"]
 
 
-def test_what_is_missing_in_the_folder_is_told(bound: Endpoint) -> None:
+def test_missing_files_of_the_directory_are_reported(bound: Endpoint) -> None:
     assert bound.find_problem() is None
     bound.messages.rename(bound.messages.with_suffix(".full"))  # no more clients are accepted
     assert bound.find_problem() is None
     bound.messages.with_suffix(".full").unlink()
     assert f"socket {bound.messages} was removed" in str(bound.find_problem())
     shutil.rmtree(bound.directory)
-    assert "is gone" in str(bound.find_problem())
+    assert "was removed" in str(bound.find_problem())
     bound.directory.mkdir()
     (bound.directory / "lock").touch()
     assert "was replaced" in str(bound.find_problem())

@@ -86,7 +86,7 @@ def test_ordering_is_the_naive_one(history: list[tuple[Direction, list[int], lis
 
 @settings(PROFILE)
 @given(st.lists(sides | st.integers(0, 10), max_size=40))
-def test_those_that_ended_are_waited_for_by_none(
+def test_ended_transfers_are_not_waited_for(
     history: list[tuple[Direction, list[int], list[int]] | int],
 ) -> None:
     """A number: one of those under way ends. Who meets one that has not waits for it or a later."""

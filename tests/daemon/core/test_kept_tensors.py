@@ -19,16 +19,17 @@ from kvferry.daemon.core.actions import (
     TensorsUnmapped,
     UnmapTensors,
 )
-from kvferry.daemon.core.core import Core, DaemonIdentity
+from kvferry.daemon.core.core import Core
 from kvferry.daemon.core.records import (
     KeptTensorsRecord,
     RecoveredRegion,
     RegionRecord,
     engine_owner,
 )
+from kvferry.daemon.core.status import DaemonIdentity
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
-from kvferry.proto import status as told
+from kvferry.proto import status as proto_status
 from kvferry.proto.errors import Code, ErrorInfo, Refused
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
@@ -42,7 +43,7 @@ def layout(blocks: int = 8) -> KVLayout:
 
 
 def unrecorded(actions: list[Action]) -> list[Action]:
-    """Without what is said to the books of the host pool, and to the shelf."""
+    """Without what is said to the records of the host pool, and to the shelf."""
     return [
         a
         for a in actions
@@ -54,20 +55,22 @@ class KeptTensorsFixture:
     """A core, and what its sessions say. Sessions are named engine/process."""
 
     def __init__(self) -> None:
-        device = told.DeviceInfo("cpu", "cpu", "host memory")
+        device = proto_status.DeviceInfo("cpu", "cpu", "host memory")
         self.core = Core(
-            DaemonIdentity("0.1", "boot", 1, device, told.Limits(1 << 20, 1 << 10, 8)), POOL, 0.0
+            DaemonIdentity("0.1", "boot", 1, device, proto_status.Limits(1 << 20, 1 << 10, 8)),
+            POOL,
+            0.0,
         )
 
-    def come(self, session: str) -> None:
+    def open_sessions(self, session: str) -> None:
         self.core.open_session(session, wire.Hello(1, 1, session, session.partition("/")[0]))
 
-    def ask(self, session: str, message: wire.ClientMessage) -> list[Action]:
+    def send(self, session: str, message: wire.ClientMessage) -> list[Action]:
         return unrecorded(self.core.handle(session, message, now=1.0))
 
     def wish(self, session: str, keep: bool, shape: KVLayout, **more: Any) -> list[Action]:
-        self.come(session)
-        return self.ask(session, wire.AllocateKVCaches(1, shape, keep=keep, **more))
+        self.open_sessions(session)
+        return self.send(session, wire.AllocateKVCaches(1, shape, keep=keep, **more))
 
     def allocate(self, session: str, *, keep: bool = True, shape: KVLayout | None = None) -> Any:
         """Allocate, with 4096 bytes of the pool; the lane does as it is told. Returns
@@ -98,206 +101,212 @@ class KeptTensorsFixture:
 
 
 @pytest.fixture
-def desk() -> KeptTensorsFixture:
+def fixture() -> KeptTensorsFixture:
     return KeptTensorsFixture()
 
 
-def test_an_engine_that_comes_back_gets_its_tensors(desk: KeptTensorsFixture) -> None:
-    dropped, mapping, reply = desk.allocate("a/1")
+def test_a_reconnected_engine_gets_its_tensors(fixture: KeptTensorsFixture) -> None:
+    dropped, mapping, reply = fixture.allocate("a/1")
     assert (dropped, mapping.keep, mapping.reuse, reply.kept) == ([], True, None, False)
-    assert desk.kept() == {"a": (True, SIZE)}
-    assert desk.leave("a/1") == []
-    assert desk.kept() == {"a": (False, SIZE)}
-    dropped, mapping, reply = desk.allocate("a/2")
+    assert fixture.kept() == {"a": (True, SIZE)}
+    assert fixture.leave("a/1") == []
+    assert fixture.kept() == {"a": (False, SIZE)}
+    dropped, mapping, reply = fixture.allocate("a/2")
     assert (mapping.reuse, reply.kept) == (1, True)
     assert dropped == [ReleaseTensors(1)]
-    assert desk.kept() == {"a": (True, SIZE)}
+    assert fixture.kept() == {"a": (True, SIZE)}
 
 
-def test_another_part_of_the_pool_changes_nothing(desk: KeptTensorsFixture) -> None:
+def test_another_part_of_the_pool_changes_nothing(fixture: KeptTensorsFixture) -> None:
     """The engine's host blocks are gone, as it wants more of them; its tensors are not."""
-    desk.allocate("a/1")
-    desk.leave("a/1")
-    (mapping,) = desk.wish("a/2", True, layout(), host_bytes=8192)
+    fixture.allocate("a/1")
+    fixture.leave("a/1")
+    (mapping,) = fixture.wish("a/2", True, layout(), host_bytes=8192)
     assert isinstance(mapping, MapTensors)
     assert mapping.reuse == 1
 
 
-def test_without_keep_nothing_is_held(desk: KeptTensorsFixture) -> None:
-    _, mapping, _ = desk.allocate("a/1", keep=False)
+def test_without_keep_no_tensors_are_kept(fixture: KeptTensorsFixture) -> None:
+    _, mapping, _ = fixture.allocate("a/1", keep=False)
     assert not mapping.keep
-    assert desk.kept() == {}
-    assert desk.leave("a/1") == []
-    assert desk.kept() == {}
-    assert desk.allocate("a/2")[1].reuse is None
+    assert fixture.kept() == {}
+    assert fixture.leave("a/1") == []
+    assert fixture.kept() == {}
+    assert fixture.allocate("a/2")[1].reuse is None
 
 
-def test_what_comes_back_without_keep_is_held_no_more(desk: KeptTensorsFixture) -> None:
-    desk.allocate("a/1")
-    desk.leave("a/1")
-    dropped, mapping, reply = desk.allocate("a/2", keep=False)
+def test_tensors_allocated_again_without_keep_are_not_kept(fixture: KeptTensorsFixture) -> None:
+    fixture.allocate("a/1")
+    fixture.leave("a/1")
+    dropped, mapping, reply = fixture.allocate("a/2", keep=False)
     assert (dropped, mapping.reuse, reply.kept) == ([ReleaseTensors(1)], 1, True)
-    assert desk.leave("a/2") == []
-    assert desk.kept() == {}
+    assert fixture.leave("a/2") == []
+    assert fixture.kept() == {}
 
 
-def test_another_layout_frees_them_before_it_is_mapped(desk: KeptTensorsFixture) -> None:
-    desk.allocate("a/1")
-    desk.leave("a/1")
-    actions = desk.wish("a/2", True, layout(4), host_bytes=4096)
+def test_another_layout_frees_them_before_it_is_mapped(fixture: KeptTensorsFixture) -> None:
+    fixture.allocate("a/1")
+    fixture.leave("a/1")
+    actions = fixture.wish("a/2", True, layout(4), host_bytes=4096)
     assert actions[0] == ReleaseTensors(1)
     assert isinstance(actions[1], MapTensors)
     assert actions[1].reuse is None
-    assert desk.kept() == {}
+    assert fixture.kept() == {}
 
 
 def test_an_engine_that_waits_for_the_old_mapping_gets_its_tensors(
-    desk: KeptTensorsFixture,
+    fixture: KeptTensorsFixture,
 ) -> None:
-    desk.allocate("a/1")
-    desk.core.close_session("a/1")
-    assert desk.wish("a/2", True, layout(), host_bytes=4096) == []
-    (mapping,) = desk.core.report(TensorsUnmapped(1))
+    fixture.allocate("a/1")
+    fixture.core.close_session("a/1")
+    assert fixture.wish("a/2", True, layout(), host_bytes=4096) == []
+    (mapping,) = fixture.core.report(TensorsUnmapped(1))
     assert isinstance(mapping, MapTensors)
     assert mapping.reuse == 1
 
 
-def test_they_are_held_still_where_they_could_not_be_mapped(desk: KeptTensorsFixture) -> None:
-    desk.allocate("a/1")
-    desk.leave("a/1")
-    (mapping,) = desk.wish("a/2", True, layout(), host_bytes=4096)
+def test_kept_tensors_stay_if_they_cannot_be_mapped(fixture: KeptTensorsFixture) -> None:
+    fixture.allocate("a/1")
+    fixture.leave("a/1")
+    (mapping,) = fixture.wish("a/2", True, layout(), host_bytes=4096)
     assert isinstance(mapping, MapTensors)
-    (reply,) = desk.mapped(mapping, ErrorInfo(Code.NOT_SHAREABLE, "the page is not sealed"))
+    (reply,) = fixture.mapped(mapping, ErrorInfo(Code.NOT_SHAREABLE, "the page is not sealed"))
     assert isinstance(reply, SendMessage)
     assert isinstance(reply.message, wire.Error)
-    assert desk.kept() == {"a": (False, SIZE)}
-    desk.leave("a/2")
-    assert desk.allocate("a/3")[1].reuse == 1
+    assert fixture.kept() == {"a": (False, SIZE)}
+    fixture.leave("a/2")
+    assert fixture.allocate("a/3")[1].reuse == 1
 
 
-def test_an_engine_that_goes_before_it_has_them_leaves_them(desk: KeptTensorsFixture) -> None:
+def test_kept_tensors_stay_if_the_engine_disconnects_before_they_are_mapped(
+    fixture: KeptTensorsFixture,
+) -> None:
     """What the lane may have made of them under the new number goes."""
-    desk.allocate("a/1")
-    desk.leave("a/1")
-    (mapping,) = desk.wish("a/2", True, layout(), host_bytes=4096)
+    fixture.allocate("a/1")
+    fixture.leave("a/1")
+    (mapping,) = fixture.wish("a/2", True, layout(), host_bytes=4096)
     assert isinstance(mapping, MapTensors)
-    assert UnmapTensors(2) in desk.core.close_session("a/2")
-    assert desk.mapped(mapping) == []
-    assert desk.core.report(TensorsUnmapped(2)) == [ReleaseTensors(2)]
-    assert desk.kept() == {"a": (False, SIZE)}
-    assert desk.allocate("a/3")[1].reuse == 1
+    assert UnmapTensors(2) in fixture.core.close_session("a/2")
+    assert fixture.mapped(mapping) == []
+    assert fixture.core.report(TensorsUnmapped(2)) == [ReleaseTensors(2)]
+    assert fixture.kept() == {"a": (False, SIZE)}
+    assert fixture.allocate("a/3")[1].reuse == 1
 
 
-def test_they_go_with_the_host_blocks_of_their_engine(desk: KeptTensorsFixture) -> None:
+def test_kept_tensors_are_freed_with_the_region_of_their_engine(
+    fixture: KeptTensorsFixture,
+) -> None:
     """A newcomer takes the room, by its registration or by its namespace."""
     for number, session in enumerate(("b/1", "c/1"), 1):
-        desk.allocate(f"a/{number}")
-        desk.leave(f"a/{number}")
-        assert desk.kept() == {"a": (False, SIZE)}
+        fixture.allocate(f"a/{number}")
+        fixture.leave(f"a/{number}")
+        assert fixture.kept() == {"a": (False, SIZE)}
         if session == "b/1":
-            actions = desk.wish(session, False, layout(), host_bytes=POOL)
+            actions = fixture.wish(session, False, layout(), host_bytes=POOL)
             assert ReleaseTensors(1) in actions
         else:
-            desk.come(session)
-            fingerprint = told.Fingerprint("model", 2048)
-            actions = desk.ask(session, wire.OpenNamespace(1, fingerprint, POOL))
+            fixture.open_sessions(session)
+            fingerprint = proto_status.Fingerprint("model", 2048)
+            actions = fixture.send(session, wire.OpenNamespace(1, fingerprint, POOL))
             assert any(isinstance(action, ReleaseTensors) for action in actions)
-        assert desk.kept() == {}
-        desk.leave(session)
+        assert fixture.kept() == {}
+        fixture.leave(session)
 
 
-def test_engines_of_a_namespace_keep_theirs_as_long_as_it_is_there(
-    desk: KeptTensorsFixture,
+def test_tensors_are_kept_as_long_as_their_namespace(
+    fixture: KeptTensorsFixture,
 ) -> None:
-    fingerprint = told.Fingerprint("model", 2048)
+    fingerprint = proto_status.Fingerprint("model", 2048)
     for session in ("a/1", "a/2"):
-        desk.come(session)
-        desk.ask(session, wire.OpenNamespace(1, fingerprint, 8192))
-        (*_, mapping) = desk.ask(session, wire.AllocateKVCaches(2, layout(), keep=True))
+        fixture.open_sessions(session)
+        fixture.send(session, wire.OpenNamespace(1, fingerprint, 8192))
+        (*_, mapping) = fixture.send(session, wire.AllocateKVCaches(2, layout(), keep=True))
         assert isinstance(mapping, MapTensors)
         assert mapping.reuse == (1 if session == "a/2" else None)
-        desk.mapped(mapping)
-        desk.leave(session)
-    assert desk.kept() == {"a": (False, SIZE)}
+        fixture.mapped(mapping)
+        fixture.leave(session)
+    assert fixture.kept() == {"a": (False, SIZE)}
 
 
-def test_tensors_of_one_namespace_are_not_those_of_another(desk: KeptTensorsFixture) -> None:
+def test_kept_tensors_belong_to_one_namespace(fixture: KeptTensorsFixture) -> None:
     """The same shape, another model's bytes."""
     for session, model in (("a/1", "model"), ("a/2", "another")):
-        desk.come(session)
-        desk.ask(session, wire.OpenNamespace(1, told.Fingerprint(model, 2048), 8192))
-        actions = desk.ask(session, wire.AllocateKVCaches(2, layout(), keep=True))
+        fixture.open_sessions(session)
+        fixture.send(session, wire.OpenNamespace(1, proto_status.Fingerprint(model, 2048), 8192))
+        actions = fixture.send(session, wire.AllocateKVCaches(2, layout(), keep=True))
         assert isinstance(actions[-1], MapTensors)
         assert actions[-1].reuse is None
-        desk.mapped(actions[-1])
-        desk.leave(session)
+        fixture.mapped(actions[-1])
+        fixture.leave(session)
     assert ReleaseTensors(1) in actions
 
 
-def test_an_engine_with_tensors_of_its_own_needs_none(desk: KeptTensorsFixture) -> None:
+def test_an_engine_with_tensors_of_its_own_needs_none(fixture: KeptTensorsFixture) -> None:
     """Unless they may be the very same: behind descriptors, in the same layout."""
     brought: tuple[memory.Allocation, ...] = (
         memory.FdAllocation(1, SIZE),
         memory.CudaAllocation("GPU-1", bytes(64), SIZE),
     )
     for number, allocation in enumerate(brought):
-        desk.allocate(f"a/{number}")
-        desk.leave(f"a/{number}")
-        desk.come(f"a/own-{number}")
+        fixture.allocate(f"a/{number}")
+        fixture.leave(f"a/{number}")
+        fixture.open_sessions(f"a/own-{number}")
         where = (allocation,), (memory.Location(0, 0),)
-        actions = desk.ask(
+        actions = fixture.send(
             f"a/own-{number}", wire.RegisterKVCaches(1, layout(), *where, host_bytes=4096)
         )
         assert isinstance(actions[-1], MapTensors)
         dropped = any(isinstance(action, ReleaseTensors) for action in actions)
         assert dropped == isinstance(allocation, memory.CudaAllocation)
-        desk.core.report(TensorsMapped(actions[-1].registration, f"a/own-{number}"))
-        desk.leave(f"a/own-{number}")
-        assert ("a" in desk.kept()) != dropped
+        fixture.core.report(TensorsMapped(actions[-1].registration, f"a/own-{number}"))
+        fixture.leave(f"a/own-{number}")
+        assert ("a" in fixture.kept()) != dropped
 
 
-def test_they_are_released_by_name(desk: KeptTensorsFixture) -> None:
-    desk.allocate("a/1")
-    desk.leave("a/1")
-    desk.come("b/1")
+def test_kept_tensors_are_released_by_name(fixture: KeptTensorsFixture) -> None:
+    fixture.allocate("a/1")
+    fixture.leave("a/1")
+    fixture.open_sessions("b/1")
     reply = SendMessage("b/1", wire.Released(5, SIZE))
-    assert desk.ask("b/1", wire.ReleaseKVCaches(5, "a")) == [ReleaseTensors(1), reply]
-    assert desk.kept() == {}
-    (refused,) = desk.ask("b/1", wire.ReleaseKVCaches(6, "a"))
+    assert fixture.send("b/1", wire.ReleaseKVCaches(5, "a")) == [ReleaseTensors(1), reply]
+    assert fixture.kept() == {}
+    (refused,) = fixture.send("b/1", wire.ReleaseKVCaches(6, "a"))
     assert isinstance(refused, SendMessage)
     assert isinstance(refused.message, wire.Error)
     assert (refused.message.error.code, refused.message.error.value) == (Code.NOT_REGISTERED, "a")
 
 
-def test_an_engine_that_is_here_keeps_its_tensors_until_it_goes(desk: KeptTensorsFixture) -> None:
-    desk.allocate("a/1")
+def test_released_tensors_of_a_connected_engine_are_freed_when_it_disconnects(
+    fixture: KeptTensorsFixture,
+) -> None:
+    fixture.allocate("a/1")
     reply = SendMessage("a/1", wire.Released(5, SIZE))
-    assert desk.ask("a/1", wire.ReleaseKVCaches(5, "a")) == [ReleaseTensors(1), reply]
-    assert desk.kept() == {}
-    assert desk.leave("a/1") == [ReleaseTensors(1)]
-    assert desk.allocate("a/2")[1].reuse is None
+    assert fixture.send("a/1", wire.ReleaseKVCaches(5, "a")) == [ReleaseTensors(1), reply]
+    assert fixture.kept() == {}
+    assert fixture.leave("a/1") == [ReleaseTensors(1)]
+    assert fixture.allocate("a/2")[1].reuse is None
 
 
-def test_nothing_is_released_of_an_engine_that_keeps_nothing(desk: KeptTensorsFixture) -> None:
-    desk.allocate("a/1", keep=False)
-    (refused,) = desk.ask("a/1", wire.ReleaseKVCaches(5, "a"))
+def test_releasing_without_kept_tensors_is_refused(fixture: KeptTensorsFixture) -> None:
+    fixture.allocate("a/1", keep=False)
+    (refused,) = fixture.send("a/1", wire.ReleaseKVCaches(5, "a"))
     assert isinstance(refused, SendMessage)
     assert isinstance(refused.message, wire.Error)
 
 
-def test_what_an_earlier_daemon_kept_is_its_engine_s_once_and_where_its_host_blocks_are(
-    desk: KeptTensorsFixture,
+def test_restored_tensors_belong_to_their_engine_if_its_region_was_restored(
+    fixture: KeptTensorsFixture,
 ) -> None:
     kept = KeptTensorsRecord("a", LayoutArrays.from_layout(layout()), SIZE, engine_owner("a"))
     with pytest.raises(Refused) as refused:
-        desk.core.restore_kept_tensors(kept)
+        fixture.core.restore_kept_tensors(kept)
     assert (refused.value.code, refused.value.value) == (Code.NOT_REGISTERED, "a")
-    desk.core.restore_region(
+    fixture.core.restore_region(
         RecoveredRegion(RegionRecord("a", 0, 4096, LayoutArrays.from_layout(layout())))
     )
-    assert desk.core.restore_kept_tensors(kept) == 1
+    assert fixture.core.restore_kept_tensors(kept) == 1
     with pytest.raises(Refused):
-        desk.core.restore_kept_tensors(kept)
-    assert desk.kept() == {"a": (False, SIZE)}
-    dropped, mapping, reply = desk.allocate("a/1")
+        fixture.core.restore_kept_tensors(kept)
+    assert fixture.kept() == {"a": (False, SIZE)}
+    dropped, mapping, reply = fixture.allocate("a/1")
     assert (mapping.reuse, reply.kept, dropped) == (1, True, [ReleaseTensors(1)])

@@ -44,7 +44,7 @@ def geometry() -> BlockLayout:
     return BlockLayout(LayoutArrays.from_layout(LAYOUT), START, 20)
 
 
-def test_pages_of_a_block_lie_behind_one_another_in_the_host_block(geometry: BlockLayout) -> None:
+def test_the_pages_of_a_gpu_block_are_contiguous_in_the_host_block(geometry: BlockLayout) -> None:
     spec = gpu(7, 2, 1, 3, sizes=(2, 2), first=(5, 1))
     resolved = geometry.resolve(STORE, spec, ids(4, 11, 6))
     bases = ids(100_000, 200_000, 300_000)
@@ -81,7 +81,7 @@ def test_without_sizes_a_transfer_is_one_group_from_its_start() -> None:
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_nothing_to_move_is_a_transfer(geometry: BlockLayout, direction: Direction) -> None:
+def test_an_empty_transfer_is_valid(geometry: BlockLayout, direction: Direction) -> None:
     resolved = geometry.resolve(direction, gpu(sizes=(0, 0), first=(2, 0)), ids())
     assert resolved.extents == ()
     assert (geometry.count_bytes(resolved.extents), geometry.end_offset(resolved.extents)) == (0, 0)
@@ -134,7 +134,7 @@ def test_the_transfer_that_the_next_test_spoils_is_good(
         (LOAD, gpu(0, 2, 2, 3, sizes=(3, 1), first=(2, 0)), GOOD_HOSTS, "duplicate_block", "2"),
     ],
 )
-def test_what_is_wrong_is_refused_with_its_code_and_value(
+def test_a_wrong_transfer_is_refused_with_code_and_value(
     geometry: BlockLayout,
     direction: Direction,
     spec: GPULoadStoreSpec,
@@ -147,7 +147,7 @@ def test_what_is_wrong_is_refused_with_its_code_and_value(
     assert (caught.value.code, caught.value.value) == (code, value)
 
 
-def test_a_source_may_come_twice(geometry: BlockLayout) -> None:
+def test_a_source_block_may_occur_twice(geometry: BlockLayout) -> None:
     store = geometry.resolve(STORE, gpu(2, 2, 2, 1, sizes=(3, 1), first=(2, 0)), GOOD_HOSTS)
     assert store.extents[0].gpu_blocks.tolist() == [2, 2, 2]
     load = geometry.resolve(LOAD, GOOD, ids(4, 4, 4))
@@ -175,7 +175,7 @@ def test_groups_that_share_no_tensor_may_load_the_same_block_id() -> None:
 
 
 @pytest.mark.parametrize("again", [None, 5])
-def test_a_block_that_comes_twice_among_very_many_is_found(again: int | None) -> None:
+def test_a_duplicate_among_very_many_block_ids_is_found(again: int | None) -> None:
     """Where a table of all blocks would take more memory than the ids."""
     layout = KVLayout((TensorLayout(1 << 27, 1, 1),), ((TensorRef(0, 1),),))
     geometry, blocks = BlockLayout(LayoutArrays.from_layout(layout), 0, 1000), np.arange(1000) << 17
@@ -257,7 +257,7 @@ def test_tensors_within_another_share_memory_with_all_that_it_spans_and_the_next
 
 
 @pytest.mark.parametrize("bad", [-1, 99, -(1 << 62), 1 << 62])
-def test_of_many_ids_each_is_in_range(bad: int) -> None:
+def test_each_of_many_ids_is_checked(bad: int) -> None:
     count = FEW + 2
     layout = KVLayout((TensorLayout(99, 8, 8),), ((TensorRef(0, 8),),))
     geometry, good = BlockLayout(LayoutArrays.from_layout(layout), START, 99), np.arange(count)

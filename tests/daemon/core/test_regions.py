@@ -47,7 +47,7 @@ def claim(regions: Regions, name: str, pages: int | None) -> int:
     return region.start // ALIGNMENT
 
 
-def test_regions_lie_behind_one_another() -> None:
+def test_regions_are_contiguous() -> None:
     assert engines(divided(10, a=3, b=2)) == {"a": (0, 3), "b": (3, 2)}
 
 
@@ -74,7 +74,7 @@ def test_first_room_that_is_large_enough_is_taken() -> None:
     assert claim(regions, "c", 5) == 3
 
 
-def test_an_engine_that_comes_back_gets_its_region_back() -> None:
+def test_a_reconnected_engine_gets_its_region() -> None:
     regions = divided(10, a=2, b=3)
     regions.mark_deserted(engine_owner("b"))
     assert not next(r for r in regions if r.owner.name == "b").present
@@ -94,14 +94,14 @@ def test_another_layout_or_size_is_another_region(shape: LayoutArrays, pages: in
     assert engines(regions) == {"a": (0, 2), "b": (2, pages)}
 
 
-def test_a_region_that_was_deserted_stays_while_there_is_other_room() -> None:
+def test_an_unused_region_stays_while_there_is_other_room() -> None:
     regions = divided(4, a=1, b=1)
     regions.mark_deserted(engine_owner("a"))
     assert claim(regions, "c", 2) == 2
     assert "a" in engines(regions)
 
 
-def test_the_longest_deserted_gives_its_room_first() -> None:
+def test_the_region_unused_longest_is_freed_first() -> None:
     regions = divided(4, a=1, b=1, c=1, d=1)
     for name in "cab":
         regions.mark_deserted(engine_owner(name))
@@ -111,7 +111,7 @@ def test_the_longest_deserted_gives_its_room_first() -> None:
     assert set(engines(regions)) == set("defg")
 
 
-def test_a_deserted_region_that_is_not_in_the_way_stays() -> None:
+def test_an_unused_region_that_is_not_in_the_way_stays() -> None:
     regions = divided(4, a=1, b=1, c=2)
     regions.mark_deserted(engine_owner("a"))
     regions.mark_deserted(engine_owner("c"))
@@ -120,7 +120,7 @@ def test_a_deserted_region_that_is_not_in_the_way_stays() -> None:
 
 
 @pytest.mark.parametrize("pages", [2, 5, None])
-def test_a_pool_that_is_full_says_so_and_nothing_changes(pages: int | None) -> None:
+def test_a_full_pool_is_refused_and_nothing_changes(pages: int | None) -> None:
     regions = divided(4, a=1, b=2, c=1)
     regions.mark_deserted(engine_owner("a"))
     before = deepcopy(list(regions))
@@ -139,7 +139,7 @@ def test_less_than_one_host_block_is_refused_with_the_size_of_one() -> None:
     assert (caught.value.code, caught.value.value) == (Code.POOL_FULL, "4095")
 
 
-def test_behind_the_daemon_s_own_blocks_the_first_begins_at_a_whole_page() -> None:
+def test_the_first_region_starts_at_a_page_behind_the_daemons_own_blocks() -> None:
     regions = Regions(4 * ALIGNMENT, own_bytes=1000)
     assert claim(regions, "a", None) == 1
     assert engines(regions) == {"a": (1, 3)}
@@ -163,7 +163,7 @@ def test_behind_the_daemon_s_own_blocks_the_first_begins_at_a_whole_page() -> No
     ],
     ids=["fits", "last", "own", "behind", "unaligned", "overlaps", "inside", "empty", "small"],
 )
-def test_a_region_is_taken_up_where_it_lies_in_the_pool_and_in_nobody_s_way(
+def test_a_region_is_restored_at_its_place_if_that_is_free(
     start: int, nbytes: int, code: Code | None
 ) -> None:
     regions = Regions(8 * ALIGNMENT, own_bytes=1000)
@@ -251,7 +251,7 @@ def test_whatever_happens_regions_never_overlap_and_the_present_stay(
         assert regions.reserved_bytes == sum(r.nbytes for r in placed) <= pool
 
 
-def test_the_pool_is_in_so_many_parts_at_most() -> None:
+def test_the_number_of_regions_is_bounded() -> None:
     """The longest deserted makes room for a newcomer; those in use do not."""
     regions = Regions(1 << 20, most=2)
     a, b, c, d = (engine_owner(name) for name in "abcd")
@@ -270,7 +270,7 @@ def test_the_pool_is_in_so_many_parts_at_most() -> None:
         regions.assign_region(d, PAGE, ALIGNMENT)
 
 
-def test_who_is_refused_makes_nobody_give_way() -> None:
+def test_a_refused_registration_frees_no_region() -> None:
     regions = Regions(1 << 30, most=1)
     regions.assign_region(engine_owner("a"), PAGE, ALIGNMENT)
     regions.mark_deserted(engine_owner("a"))

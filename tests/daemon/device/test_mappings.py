@@ -15,7 +15,7 @@ import pytest
 from kvferry.daemon.core.actions import MapTensors, TensorsMapped
 from kvferry.daemon.core.layout import BlockLayout
 from kvferry.daemon.device.mappings import MapCommand, Mappings
-from kvferry.daemon.engine.base import Mapping, Shared
+from kvferry.daemon.engine.base import AllocatedTensors, Mapping
 from kvferry.daemon.memory import fd_closer
 from kvferry.daemon.memory.shared_memory import PAGE
 from kvferry.proto.errors import Code, Failed
@@ -53,9 +53,9 @@ class FakeCopyEngine:
     def map_tensors(self, layout: BlockLayout, *_: object) -> Mapping:
         return self._mapping(layout)
 
-    def allocate_tensors(self, layout: BlockLayout, kept: Sequence[int] = ()) -> Shared:
+    def allocate_tensors(self, layout: BlockLayout, kept: Sequence[int] = ()) -> AllocatedTensors:
         self.kept.append(tuple(kept))
-        return Shared(self._mapping(layout), (), (), (os.memfd_create(TENSORS),))
+        return AllocatedTensors(self._mapping(layout), (), (), (os.memfd_create(TENSORS),))
 
     def copying(self, mapping: Mapping) -> tuple[Any, ...]:
         return ()
@@ -108,7 +108,7 @@ def fixture() -> Iterator[MappingsFixture]:
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_what_is_closed_is_let_go_with_its_timeline(fixture: MappingsFixture, own: bool) -> None:
+def test_a_closed_mapping_releases_its_timeline(fixture: MappingsFixture, own: bool) -> None:
     fixture.map(own=own, clock=True)
     assert (len(fixture.engine.open_ones), pages(), descriptors()) == (1, 1, 0)
     fixture.mappings.unmap_tensors(1)
@@ -119,7 +119,7 @@ def test_what_is_closed_is_let_go_with_its_timeline(fixture: MappingsFixture, ow
     "error", [Failed(Code.MAP_FAILED, "no"), OSError(12, "no"), ValueError("no"), OverflowError()]
 )
 @pytest.mark.parametrize("own", [True, False])
-def test_what_cannot_be_mapped_leaves_nothing_behind(
+def test_a_failed_mapping_leaves_nothing_behind(
     fixture: MappingsFixture, own: bool, error: Exception
 ) -> None:
     fixture.engine.errors.append(error)
@@ -129,7 +129,7 @@ def test_what_cannot_be_mapped_leaves_nothing_behind(
     assert (fixture.mappings.queues, pages(), descriptors()) == ({}, 0, 0)
 
 
-def test_what_is_kept_is_held_until_it_is_dropped(fixture: MappingsFixture) -> None:
+def test_kept_memory_is_held_until_it_is_released(fixture: MappingsFixture) -> None:
     assert fixture.map(1).held == ()
     (held,) = fixture.map(2, keep=True).held
     fixture.map(3, keep=True)
@@ -142,7 +142,7 @@ def test_what_is_kept_is_held_until_it_is_dropped(fixture: MappingsFixture) -> N
     assert descriptors() == 1
 
 
-def test_what_is_held_is_mapped_again_where_that_can_be(fixture: MappingsFixture) -> None:
+def test_held_memory_is_mapped_again_if_possible(fixture: MappingsFixture) -> None:
     before = os.memfd_create(TENSORS)
     fixture.mappings.hold_memory(1, before)
     assert fixture.map(2, reuse=1).reused
@@ -155,7 +155,7 @@ def test_what_is_held_is_mapped_again_where_that_can_be(fixture: MappingsFixture
     os.fstat(before)
 
 
-def test_what_cannot_be_held_is_not_given(
+def test_memory_that_cannot_be_held_is_not_allocated(
     fixture: MappingsFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none_left(descriptor: int) -> int:

@@ -39,7 +39,7 @@ def test_all_arrive_in_order_from_another_thread() -> None:
     assert taken == [PoolRegistered(number) for number in range(3000)]
 
 
-def test_the_loop_is_woken_once_for_all_that_is_there() -> None:
+def test_the_loop_is_woken_once_for_several_reports() -> None:
     rings = 0
     taken: list[Report] = []
 

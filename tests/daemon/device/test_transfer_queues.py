@@ -1,19 +1,345 @@
-"""What a transfer at the head of its queue has to wait for."""
+"""In which order transfers are submitted and end, and what they wait for."""
 
 from __future__ import annotations
 
+import time
 from typing import cast
 
 import numpy as np
+import pytest
 
-from kvferry.daemon.core.actions import CopyPlan
+from kvferry.daemon.core.actions import (
+    CancelTransfers,
+    CopyPlan,
+    Pong,
+    TransferCompleted,
+    UnmapTensors,
+)
 from kvferry.daemon.core.layout import BlockLayout
+from kvferry.daemon.device.command_queue import Ping
 from kvferry.daemon.device.transfer_queues import RegistrationQueues
-from kvferry.daemon.engine.base import Mapping
+from kvferry.daemon.device.worker import MAX_CANCELS
+from kvferry.daemon.engine.base import ChunkBudget, Mapping
 from kvferry.daemon.memory.shared_memory import TimelineReader
 from kvferry.proto.layout import LayoutArrays
+from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction
 from support.raw_client import one_tensor
+from support.worker_fixture import (
+    ERROR,
+    LOAD,
+    STORE,
+    TIMEOUT,
+    UNKNOWN,
+    StubEngine,
+    TimelineFixture,
+    WorkerFixture,
+    cancelled,
+    done,
+    failed,
+    finish,
+    run_out,
+    serials,
+    taken,
+)
+
+# Order
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_plans_of_one_direction_run_and_end_in_order(
+    fixture: WorkerFixture, stub: StubEngine, direction: Direction
+) -> None:
+    fixture.map()
+    first, second = (fixture.start(direction, [block, block + 1]) for block in (0, 2))
+    assert fixture.settle() == []
+    one, two = taken(stub)
+    assert (one.blocks, two.blocks, one.direction) == ([0, 1], [2, 3], direction)
+    assert finish(fixture, two) == []
+    assert finish(fixture, one) == [done(first), done(second)]
+    assert stub.timed == [([0, 1], None), ([2, 3], [0, 1])]
+
+
+def test_the_two_directions_overlap(fixture: WorkerFixture, stub: StubEngine) -> None:
+    fixture.map()
+    fixture.start(STORE, [0])
+    load = fixture.start(LOAD, [1])
+    fixture.settle()
+    store_chunk, load_chunk = sorted(taken(stub), key=lambda chunk: chunk.direction, reverse=True)
+    assert (store_chunk.direction, load_chunk.direction) == (STORE, LOAD)
+    assert finish(fixture, load_chunk) == [done(load)]
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize(
+    ("blocks", "hosts"), [([5], [1]), ([1], [5])], ids=["host block", "GPU block"]
+)
+def test_a_transfer_waits_for_the_other_direction_where_they_meet(
+    fixture: WorkerFixture,
+    stub: StubEngine,
+    direction: Direction,
+    blocks: list[int],
+    hosts: list[int],
+) -> None:
+    fixture.map()
+    first = fixture.start(direction, [0, 1], [0, 1])
+    second = fixture.start(direction, [2])
+    meets = fixture.start(direction.other, blocks, hosts)
+    fixture.settle()
+    one, two = taken(stub)
+    assert (one.direction, two.direction) == (direction, direction)
+    assert finish(fixture, one) == [done(first)]
+    (three,) = taken(stub)  # it need not wait for the second
+    assert three.direction is direction.other
+    assert sorted(serials(finish(fixture, two, three))) == [second, meets]
+
+
+def test_a_plan_of_many_chunks_is_waited_for_to_its_end(
+    fixture: WorkerFixture, stub: StubEngine
+) -> None:
+    stub.chunk, stub.most = ChunkBudget(64), 2
+    fixture.map()
+    store = fixture.start(STORE, [0, 1, 2, 3])
+    load = fixture.start(LOAD, [9], [0])
+    fixture.settle()
+    for block in range(4):
+        assert all(chunk.direction is STORE for chunk in stub.in_flight)
+        assert stub.in_flight[0].blocks == [block]
+        reports = finish(fixture, stub.in_flight[0])
+    assert reports == [done(store, 4.0)]  # from the begin of the first to the end of the last
+    assert serials(run_out(fixture, stub)) == [load]
+
+
+def test_an_empty_transfer_is_done_at_once(fixture: WorkerFixture, stub: StubEngine) -> None:
+    fixture.map()
+    serial = fixture.start(STORE, [])
+    assert fixture.settle() == [done(serial, 0.0)]
+    assert taken(stub) == []
+
+
+def test_an_empty_transfer_ends_in_order(fixture: WorkerFixture, stub: StubEngine) -> None:
+    fixture.map()
+    first, nothing = fixture.start(STORE, [0]), fixture.start(STORE, [])
+    assert serials(fixture.settle()) == []
+    assert serials(run_out(fixture, stub)) == [first, nothing]
+
+
+def test_a_plan_that_fails_at_once_ends_behind_what_was_submitted_before(
+    fixture: WorkerFixture, stub: StubEngine
+) -> None:
+    fixture.map()
+    stub.refusals += [None, ERROR]
+    first, failing = fixture.start(STORE, [0]), fixture.start(STORE, [1])
+    assert serials(fixture.settle()) == []
+    assert serials(run_out(fixture, stub)) == [first, failing]
+
+
+def test_results_behind_a_cancelled_transfer_are_reported_after_it(
+    fixture: WorkerFixture, stub: StubEngine
+) -> None:
+    fixture.map()
+    stub.refusals += [None, ERROR]
+    first, failing = fixture.start(STORE, [0]), fixture.start(STORE, [1])
+    nothing = fixture.start(STORE, [])
+    fixture.settle()
+    fixture.worker.post_command(CancelTransfers(1, (first,)))
+    assert fixture.settle() == []
+    ends = [cancelled(first), failed(failing), done(nothing, 0.0)]
+    assert run_out(fixture, stub) == ends
+
+
+# Fences
+
+
+def test_a_plan_waits_for_the_timeline(
+    fixture: WorkerFixture, stub: StubEngine, timeline: TimelineFixture
+) -> None:
+    fixture.map(timeline=timeline.copy)
+    timeline.show(2)
+    fixture.start(STORE, [0], wait_for=2)
+    held, behind = fixture.start(STORE, [1], wait_for=3), fixture.start(STORE, [2])
+    other_way = fixture.start(LOAD, [3])
+    fixture.settle()
+    assert sorted(chunk.blocks for chunk in taken(stub)) == [[0], [3]]
+    assert other_way in serials(run_out(fixture, stub))
+    timeline.show(4)
+    chunks = [stub.submitted.get(timeout=TIMEOUT) for _ in range(2)]  # nobody woke the worker
+    assert [chunk.blocks for chunk in chunks] == [[1], [2]]
+    assert finish(fixture, *chunks) == [done(held), done(behind)]
+
+
+def test_an_empty_transfer_waits_for_the_timeline(
+    fixture: WorkerFixture, stub: StubEngine, timeline: TimelineFixture
+) -> None:
+    fixture.map(timeline=timeline.copy)
+    first, nothing = fixture.start(STORE, [0]), fixture.start(STORE, [], wait_for=1)
+    assert serials(run_out(fixture, stub)) == [first]
+    timeline.show(1)
+    assert fixture.settle() == [done(nothing, 0.0)]
+
+
+def test_a_pong_has_the_times_of_the_oldest_running_and_held_job(
+    fixture: WorkerFixture, stub: StubEngine, timeline: TimelineFixture
+) -> None:
+    """Who waits for one that is held is held; what has begun goes, whatever the page says now."""
+    fixture.map(timeline=timeline.copy)
+    fixture.map(2, timeline=timeline.copy)
+    now = time.monotonic()
+    fixture.worker.post_command(Ping(1.0))
+    assert fixture.settle() == [Pong(1.0, None, None)]
+    timeline.show(1)
+    begun = fixture.start(STORE, [1], number=2, wait_for=1, accepted=now - 60)
+    fixture.start(STORE, [2], number=2, accepted=now - 30)
+    fixture.settle()
+    timeline.show(0)
+    fixture.start(STORE, [0], wait_for=1, accepted=now - 80)
+    fixture.start(LOAD, [5], [0], accepted=now - 90)
+    fixture.worker.post_command(Ping(2.0))
+    assert fixture.settle() == [Pong(2.0, now - 60, now - 90)]
+    (ended,) = finish(fixture, stub.in_flight[0])
+    assert isinstance(ended, TransferCompleted)
+    assert (ended.serial, ended.queued >= 60) == (begun, True)
+
+
+def test_a_fence_holds_its_own_registration_alone(
+    fixture: WorkerFixture, stub: StubEngine, timeline: TimelineFixture
+) -> None:
+    fixture.map(1, timeline=timeline.copy)
+    fixture.map(2)
+    fixture.start(STORE, [0], number=1, wait_for=1)
+    free = fixture.start(STORE, [1], number=2)
+    assert serials(run_out(fixture, stub)) == [free]
+
+
+def test_a_plan_waits_for_the_part_of_the_pool_that_it_touches(
+    fixture: WorkerFixture, stub: StubEngine
+) -> None:
+    fixture.pool.ready_bytes = 3 * 64
+    fixture.map()
+    ready, not_ready = fixture.start(STORE, [0], [2]), fixture.start(STORE, [1], [3])
+    assert serials(run_out(fixture, stub)) == [ready]
+    fixture.pool.ready_bytes = 4 * 64
+    assert serials(run_out(fixture, stub)) == [not_ready]
+
+
+# Cancelling
+
+
+def test_a_plan_that_waits_is_cancelled_at_once(
+    fixture: WorkerFixture, stub: StubEngine, timeline: TimelineFixture
+) -> None:
+    fixture.map(timeline=timeline.copy)
+    held = fixture.start(STORE, [0], wait_for=1)
+    behind, after_it = fixture.start(STORE, [1]), fixture.start(LOAD, [5], [0])
+    fixture.settle()
+    fixture.worker.post_command(CancelTransfers(1, (held,)))
+    assert fixture.settle() == [cancelled(held)]
+    assert [chunk.blocks for chunk in taken(stub)] in ([[5], [1]], [[1], [5]])
+    assert sorted(serials(run_out(fixture, stub))) == [behind, after_it]
+
+
+def test_a_plan_that_runs_is_cancelled_within_a_chunk(
+    fixture: WorkerFixture, stub: StubEngine
+) -> None:
+    stub.chunk, stub.most = ChunkBudget(64), 2
+    fixture.map()
+    running, behind = fixture.start(STORE, range(10)), fixture.start(STORE, [20])
+    fixture.settle()
+    one, two = taken(stub)
+    fixture.worker.post_command(CancelTransfers(1, (running,)))
+    assert fixture.settle() == []  # its chunks are in flight, and there is no room
+    assert finish(fixture, one) == []
+    assert [chunk.blocks for chunk in taken(stub)] == [[20]]
+    assert finish(fixture, two) == [cancelled(running)]
+    assert serials(run_out(fixture, stub)) == [behind]
+
+
+def test_a_transfer_behind_a_cancelled_one_waits_for_its_chunks(
+    fixture: WorkerFixture, stub: StubEngine
+) -> None:
+    fixture.map()
+    store = fixture.start(STORE, [0])
+    load = fixture.start(LOAD, [1], [0])
+    fixture.settle()
+    fixture.worker.post_command(CancelTransfers(1, (store,)))
+    assert fixture.settle() == []
+    (chunk,) = taken(stub)
+    assert chunk.direction is STORE
+    assert serials(finish(fixture, chunk)) == [store]
+    assert serials(run_out(fixture, stub)) == [load]
+
+
+def test_a_revoked_timeline_cancels_all_jobs_of_its_engine(
+    fixture: WorkerFixture, stub: StubEngine, timeline: TimelineFixture
+) -> None:
+    """No chunk begins any more, and what one under way brings does not count."""
+    fixture.map(timeline=timeline.copy)
+    stub.most = 1
+    first, second = fixture.start(STORE, [1]), fixture.start(STORE, [2])
+    fixture.settle()
+    timeline.revoke()
+    (ended,) = [r for r in finish(fixture, stub.in_flight[0]) if isinstance(r, TransferCompleted)]
+    assert (ended.serial, ended.outcome) == (first, Outcome.CANCELLED)
+    fixture.settle()
+    assert not stub.in_flight
+    fixture.worker.post_command(UnmapTensors(1))
+    assert serials(fixture.settle()) == [second]
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["cancels", "dies"])
+def test_cancelling_very_many_jobs_does_not_delay_others(
+    fixture: WorkerFixture, stub: StubEngine, dies: bool
+) -> None:
+    """Some at a time; and once its engine has died nothing more of it is submitted."""
+    fixture.map()
+    fixture.map(2)
+    stub.crowded = True
+    held = [fixture.start(STORE, [1]) for _ in range(5 * MAX_CANCELS)]
+    fixture.settle()
+    stub.crowded = False
+    told: list[tuple[Direction, int]] = []
+    stub.on_submit = lambda: told.append((stub.in_flight[-1].direction, fixture.told))
+    loads: list[int] = []
+
+    def load() -> None:
+        if not loads:
+            loads.append(fixture.start(LOAD, [1], number=2))
+
+    fixture.between = load
+    fixture.worker.post_command(
+        UnmapTensors(1) if dies else CancelTransfers(1, tuple(reversed(held)))
+    )
+    ended = serials(run_out(fixture, stub))
+    assert sorted(ended) == sorted([*held, *loads])
+    (before,) = [count for direction, count in told if direction is LOAD]
+    assert before <= 2 * MAX_CANCELS
+    assert dies == (STORE not in dict(told))
+    assert len(stub.closed) == dies
+
+
+@pytest.mark.parametrize(
+    "order", [CancelTransfers(1, (1,)), CancelTransfers(1, (77,)), CancelTransfers(UNKNOWN, (1,))]
+)
+def test_a_cancel_after_the_end_is_ignored(
+    fixture: WorkerFixture, stub: StubEngine, order: CancelTransfers
+) -> None:
+    fixture.map()
+    fixture.start(STORE, [0])
+    assert serials(run_out(fixture, stub)) == [1]
+    fixture.worker.post_command(order)
+    assert fixture.settle() == []
+
+
+def test_a_job_that_is_cancelled_several_times_ends_once(
+    fixture: WorkerFixture, stub: StubEngine
+) -> None:
+    fixture.map()
+    fixture.start(STORE, [0])
+    fixture.settle()
+    for _ in range(3):
+        fixture.worker.post_command(CancelTransfers(1, (1,)))
+    assert fixture.settle() == []
+    assert finish(fixture, *taken(stub)) == [cancelled(1)]
 
 
 class RevokedWhileRead:

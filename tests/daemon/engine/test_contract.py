@@ -1,304 +1,56 @@
-"""What every engine promises, run over all of them: the CPU's, and on a GPU the CUDA engine,
-copying directly, staged, and as its calibration finds best; the CUDA engine also on paper, where
-the device does things in any order that streams and events allow (paper.py).
+"""What every engine promises, run over all of them.
 
-Each test drives a real device worker over a real pool and compares every byte of the tensors and
-of the pool with a plain model: loops over blocks and pages, as semantics say it.
+The reference engine; the CUDA engine on a GPU, copying directly, staged, and as calibrated; and the
+CUDA engine on a simulated driver, which does things in any order that streams and events allow.
+Each test drives a real device worker over a real pool, and compares every byte of the tensors and
+of the pool with a plain model: loops over blocks and pages, as the semantics state it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import queue
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import count
-from typing import Any, TypeAlias, cast
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
-import msgspec
 import numpy as np
 import pytest
 
-from kvferry.cuda.driver import driver
 from kvferry.daemon.core.actions import (
     CancelTransfers,
-    Continue,
-    CopyCalibrated,
-    CopyPlan,
     MapTensors,
     ReleaseTensors,
     Report,
-    StartTransfer,
     TensorsMapped,
-    TensorsUnmapped,
     TransferCompleted,
-    UnmapTensors,
 )
-from kvferry.daemon.core.layout import BlockLayout
 from kvferry.daemon.device.mappings import MapCommand
 from kvferry.daemon.device.worker import DeviceWorker
-from kvferry.daemon.engine.base import ChunkRequest, CopyEngine, Mapping
-from kvferry.daemon.engine.cuda import dma, staged
-from kvferry.daemon.engine.cuda import engine as cuda_engine
-from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
+from kvferry.daemon.engine.base import ChunkRequest
+from kvferry.daemon.engine.cuda.dma import FEW
+from kvferry.daemon.engine.cuda.engine import CudaEngine
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
 from kvferry.daemon.memory import fd_closer
 from kvferry.daemon.memory.pool import HostPool
 from kvferry.proto.errors import Code, KVFerryError
-from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.messages import Outcome
-from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
-from kvferry.proto.status import CalibrationPoint, CopyStatus
-from support.region_records_model import NO_CARGO
+from kvferry.proto.specs import Direction, GPULoadStoreSpec
 
+from .contract_fixture import (
+    CHUNK,
+    ENGINES,
+    JOBS,
+    LAYOUTS,
+    MIXED,
+    POOL,
+    ContractFixture,
+    Make,
+    has_gpu,
+    layout,
+    simulated,
+    transfer,
+)
 from .simulated_driver import SimulatedDriver
-
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-POOL = 24 << 20
-CHUNK = 1 << 20
-"""Small, so that many blocks lie across two registered chunks."""
-PATIENCE = 60.0
-JOBS = 60
-MODES = ("direct", "staged", "auto")
-PAPER_STAGING = 4 << 20
-Make: TypeAlias = Callable[[pytest.MonkeyPatch], CopyEngine]
-Job: TypeAlias = tuple[Direction, GPULoadStoreSpec, list[int]]
-
-
-def reference(patch: pytest.MonkeyPatch) -> CopyEngine:
-    return ReferenceEngine()
-
-
-def cuda(mode: str) -> Make:
-    return lambda patch: CudaEngine("0", CudaOptions(mode, 64 << 20, CHUNK))
-
-
-def on_paper(mode: str, seed: int = 0) -> Make:
-    """The CUDA engine; "auto" copies pages of 4 KiB and more directly. Little staging, so that it
-    is used again and again."""
-
-    def make(patch: pytest.MonkeyPatch) -> CopyEngine:
-        measured = CopyStatus("auto", CalibrationPoint(0, 1.0, 1.0), (), 4096, 4096)
-        patch.setattr(cuda_engine, "driver", lambda: SimulatedDriver(seed))
-        patch.setattr(cuda_engine, "calibrate", lambda *_: measured)
-        patch.setattr(cuda_engine, "MIN_STAGING", PAPER_STAGING)
-        return CudaEngine("0", CudaOptions(mode, PAPER_STAGING, CHUNK))
-
-    return make
-
-
-ENGINES: list[Any] = [
-    pytest.param(reference, id="reference"),
-    *(pytest.param(on_paper(mode), id=f"paper-{mode}") for mode in MODES),
-    *(pytest.param(cuda(mode), id=f"cuda-{mode}", marks=pytest.mark.gpu) for mode in MODES),
-]
-
-
-def has_gpu() -> bool:
-    with contextlib.suppress(KVFerryError):
-        return driver().device_count() > 0
-    return False
-
-
-def layout(pages: list[int], paddings: list[int], groups: list[list[int]], factor: int) -> KVLayout:
-    """Tensors of the given pages, rows further apart by the paddings; groups use whole pages."""
-    tensors = [TensorLayout(40, p, p + pad) for p, pad in zip(pages, paddings, strict=True)]
-    refs = [tuple(TensorRef(t, pages[t]) for t in group) for group in groups]
-    return KVLayout(tuple(tensors), tuple(refs), factor)
-
-
-LAYOUTS = {
-    "one page": layout([4096], [0], [[0]], 1),
-    "layers": layout([2048] * 24, [0] * 24, [list(range(24))], 3),
-    "padded and interleaved": layout([4096, 512, 1024], [64, 16, 4096], [[0, 1, 2]], 4),
-    "odd widths": layout([12, 100, 36], [4, 8, 4], [[0, 1, 2]], 5),
-    "single bytes": layout([1, 7, 333], [0, 2, 3], [[2, 0, 1]], 2),
-    "two groups": layout([1024, 1024, 65536], [0, 0, 0], [[0, 1], [2]], 2),
-    "shared tensors": layout([8192, 8192], [0, 0], [[0, 1], [1, 0]], 3),
-    "unpadded": KVLayout(
-        (TensorLayout(40, 4096, 4096), TensorLayout(40, 8192, 8192)),
-        ((TensorRef(1, 5000), TensorRef(0, 4092)),),
-        3,
-    ),
-    "large": layout([300_000, 300_000], [0, 0], [[0, 1]], 2),
-}
-CROWD = {
-    "staged": layout([2048] * 64, [0] * 64, [list(range(64))], 1),
-    "odd blocks": layout([1008] * 31, [16] * 31, [list(range(31))], 2),
-    "staged and direct": layout(
-        [2048] * 32 + [65536] * 2, [0] * 34, [list(range(32)), [32, 33]], 2
-    ),
-}
-"""Enough jobs of these go round a staging buffer several times."""
-
-
-@dataclass
-class ContractFixture:
-    """An engine, its device worker with one registration, and the model beside it."""
-
-    engine: CopyEngine
-    pool: HostPool
-    worker: DeviceWorker
-    reports: queue.SimpleQueue[Any]
-    serials: Iterator[int] = field(default_factory=lambda: count(1))
-
-    def open(self, shape: KVLayout, **wanted: Any) -> Open:
-        """Tensors allocated by the engine and filled; `wanted` as `map` has it."""
-        number, report = self.map(shape, **wanted)
-        for descriptor in report.descriptors:
-            os.close(descriptor)
-        opened = self.opened(number)
-        opened.fill()
-        return opened
-
-    def map(
-        self,
-        shape: KVLayout,
-        *,
-        keep: bool = False,
-        reuse: int | None = None,
-        own: tuple[TensorsMapped, tuple[int, ...]] | None = None,
-    ) -> tuple[int, TensorsMapped]:
-        """Have the worker allocate tensors; or open those that `own` says, by its descriptors."""
-        geometry = BlockLayout(
-            LayoutArrays.from_layout(shape), CHUNK // 2, (POOL - CHUNK) // shape.host_block_bytes
-        )
-        number = next(self.serials)
-        order = MapTensors(number, "s", geometry, (), None, None, keep, reuse)
-        if own is not None:
-            order = replace(order, allocations=own[0].allocations, locations=own[0].locations)
-        self.worker.post_command(MapCommand(order, own[1] if own else (), None))
-        report = self.report(TensorsMapped)
-        assert report.error is None, report.error
-        return number, report
-
-    def opened(self, number: int) -> Open:
-        mapping = self.worker._registrations[number].mapping
-        return Open(self, number, mapping.layout, mapping)
-
-    def unmap(self, opened: Open) -> None:
-        self.worker.post_command(UnmapTensors(opened.number))
-        assert self.report(TensorsUnmapped).registration == opened.number
-
-    def report(self, kind: type[Any]) -> Any:
-        while not isinstance(report := self.reports.get(timeout=PATIENCE), kind):
-            assert isinstance(report, CopyCalibrated | Continue)
-        return report
-
-
-@dataclass
-class Open:
-    bench: ContractFixture
-    number: int
-    geometry: BlockLayout
-    mapping: Mapping
-    rows: list[Bytes] = field(default_factory=list)
-
-    def fill(self) -> None:
-        rng = np.random.default_rng(7)
-        for index, span in enumerate(self.geometry.layout_arrays.span_bytes):
-            self.rows.append(rng.integers(0, 256, span, dtype=np.uint8))
-            self.write(index, self.rows[index])
-        self.fill_host()
-
-    def fill_host(self) -> None:
-        rng = np.random.default_rng(8)
-        self.host = rng.integers(0, 256, POOL, dtype=np.uint8)
-        ctypes.memmove(self.bench.pool.address, self.host.ctypes.data, POOL)
-
-    def write(self, tensor: int, content: Bytes) -> None:
-        address = int(self.mapping.bases[tensor])
-        if isinstance(self.bench.engine, CudaEngine):
-            device = self.bench.engine._driver
-            device.retain_context(0)
-            device.copy_to_device(address, content)
-        else:
-            ctypes.memmove(address, content.ctypes.data, content.nbytes)
-
-    def read(self, tensor: int) -> Bytes:
-        content = np.empty(self.geometry.layout_arrays.span_bytes[tensor], dtype=np.uint8)
-        address = int(self.mapping.bases[tensor])
-        if isinstance(self.bench.engine, CudaEngine):
-            device = self.bench.engine._driver
-            device.call("cuMemcpyAsync", content.ctypes.data, address, content.nbytes, None)
-            device.call("cuCtxSynchronize")
-        else:
-            ctypes.memmove(content.ctypes.data, address, content.nbytes)
-        return content
-
-    def start(
-        self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int], model: bool = True
-    ) -> int:
-        """Send a transfer on its way, and do it in the model."""
-        order = self.order(direction, spec, hosts)
-        self.bench.worker.post_command(order)
-        if model:
-            self.model(direction, spec, hosts)
-        return order.plan.serial
-
-    def order(
-        self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int]
-    ) -> StartTransfer:
-        blocks = self.geometry.resolve(direction, spec, np.array(hosts, dtype=np.int64))
-        serial, runs = next(self.bench.serials), blocks.extents
-        plan = CopyPlan(
-            serial, self.number, direction, runs, self.geometry.count_bytes(runs), 0, 0,
-            self.geometry.end_offset(runs),
-        )  # fmt: skip
-        return StartTransfer(plan, "session", plan.serial, NO_CARGO)
-
-    def model(self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int]) -> None:
-        shape, left, ids = self.shape, list(hosts), spec.block_ids.tolist()
-        for group, (size, first) in enumerate(
-            zip(spec.group_sizes or (), spec.block_indices or (), strict=True)
-        ):
-            skip = first % shape.block_size_factor
-            mine = [
-                left.pop(0)
-                for _ in range(-(-(size + skip) // shape.block_size_factor) * (size > 0))
-            ]
-            for position in range(size):
-                block, sub = divmod(skip + position, shape.block_size_factor)
-                at = (
-                    CHUNK // 2
-                    + mine[block] * shape.host_block_bytes
-                    + sub * shape.group_bytes(group)
-                )
-                row = ids.pop(0)
-                for ref in shape.groups[group]:
-                    start = row * shape.tensors[ref.tensor].row_stride_bytes
-                    paged = self.rows[ref.tensor][start : start + ref.page_size_bytes]
-                    packed = self.host[at : at + ref.page_size_bytes]
-                    if direction is Direction.STORE:
-                        packed[:] = paged
-                    else:
-                        paged[:] = packed
-                    at += ref.page_size_bytes
-
-    def check(self) -> None:
-        for index, rows in enumerate(self.rows):
-            assert np.array_equal(self.read(index), rows), f"tensor {index}"
-        bad = np.flatnonzero(self.pool != self.host)
-        blocks = (bad - CHUNK // 2) // self.geometry.host_block_bytes
-        assert not bad.size, f"{bad.size} bytes of host blocks {sorted({*blocks.tolist()})}: {bad}"
-
-    @property
-    def shape(self) -> KVLayout:
-        return msgspec.convert(self.geometry.layout_arrays.to_lists(), KVLayout)
-
-    @property
-    def pool(self) -> Bytes:
-        return np.ctypeslib.as_array((ctypes.c_uint8 * POOL).from_address(self.bench.pool.address))
-
-    def both_ways(self, rng: np.random.Generator) -> tuple[Job, Job]:
-        """A store and a load that have nothing in common with one another's kind."""
-        half, layout = self.geometry.host_blocks // 2, self.shape
-        return (
-            (Direction.STORE, *transfer(layout, half, rng, range(20))),
-            (Direction.LOAD, *transfer(layout, half, rng, range(20, 40), half)),
-        )
 
 
 @pytest.fixture(autouse=True)
@@ -308,7 +60,7 @@ def closing_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=ENGINES)
-def bench(
+def fixture(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[ContractFixture]:
     if request.node.get_closest_marker("gpu") and not has_gpu():
@@ -331,92 +83,68 @@ def bench(
     assert not troubles
 
 
-def transfer(
-    shape: KVLayout,
-    hosts: int,
-    rng: np.random.Generator,
-    rows: Sequence[int] = range(40),
-    first_host: int = 0,
-) -> tuple[GPULoadStoreSpec, list[int]]:
-    """A random transfer: some blocks of each group from anywhere in their request."""
-    factor = shape.block_size_factor
-    share = len(rows) // len(shape.groups)
-    ids = rng.permutation(rows).tolist()
-    sizes = [int(rng.integers(0, share + 1)) for _ in shape.groups]
-    firsts = [int(rng.integers(0, 100)) for _ in shape.groups]
-    needs = [-(-(n + i % factor) // factor) * (n > 0) for n, i in zip(sizes, firsts, strict=True)]
-    chosen = (first_host + rng.permutation(min(hosts, 200)))[: sum(needs)].tolist()
-    while sum(needs) > len(chosen):
-        sizes = [size // 2 for size in sizes]
-        needs = [
-            -(-(n + i % factor) // factor) * (n > 0) for n, i in zip(sizes, firsts, strict=True)
-        ]
-        chosen = chosen[: sum(needs)]
-    return GPULoadStoreSpec(ids[: sum(sizes)], tuple(sizes), tuple(firsts)), chosen
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_byte_is_where_the_model_says(bench: ContractFixture, name: str) -> None:
-    engine = bench.open(LAYOUTS[name])
+def test_every_byte_is_where_the_model_says(fixture: ContractFixture, name: str) -> None:
+    engine = fixture.open(LAYOUTS[name])
     rng = np.random.default_rng(len(name))
     for _ in range(6):
         for direction in (Direction.STORE, Direction.LOAD):
             spec, hosts = transfer(LAYOUTS[name], engine.geometry.host_blocks, rng)
             serial = engine.start(direction, spec, hosts)
-            ended = bench.report(TransferCompleted)
+            ended = fixture.report(TransferCompleted)
             assert (ended.serial, ended.outcome, ended.error) == (serial, Outcome.DONE, None)
             assert ended.seconds >= 0
         engine.check()
 
 
-def test_transfers_of_one_direction_are_done_in_order(bench: ContractFixture) -> None:
-    engine = bench.open(LAYOUTS["two groups"])
+def test_transfers_of_one_direction_are_done_in_order(fixture: ContractFixture) -> None:
+    engine = fixture.open(LAYOUTS["two groups"])
     rng = np.random.default_rng(3)
     serials = []
     for _ in range(40):
         spec, hosts = transfer(LAYOUTS["two groups"], 12, rng)
         serials.append(engine.start(Direction.STORE, spec, hosts))
-    assert [bench.report(TransferCompleted).serial for _ in serials] == serials
+    assert [fixture.report(TransferCompleted).serial for _ in serials] == serials
     engine.check()
 
 
-def test_memory_goes_with_its_registration(bench: ContractFixture) -> None:
-    first, second = bench.open(LAYOUTS["layers"]), bench.open(LAYOUTS["layers"])
-    bench.unmap(first)
+def test_memory_is_freed_with_its_registration(fixture: ContractFixture) -> None:
+    first, second = fixture.open(LAYOUTS["layers"]), fixture.open(LAYOUTS["layers"])
+    fixture.unmap(first)
     second.start(Direction.STORE, GPULoadStoreSpec([1, 2, 3], (3,), (0,)), [4])
-    assert bench.report(TransferCompleted).outcome is Outcome.DONE
+    assert fixture.report(TransferCompleted).outcome is Outcome.DONE
     second.check()
 
 
-@pytest.mark.parametrize("name", CROWD)
-def test_many_jobs_both_ways_at_once(bench: ContractFixture, name: str) -> None:
-    engine = bench.open(CROWD[name])
+@pytest.mark.parametrize("name", MIXED)
+def test_many_jobs_both_ways_at_once(fixture: ContractFixture, name: str) -> None:
+    engine = fixture.open(MIXED[name])
     rng = np.random.default_rng(5)
     started = [engine.start(*job) for _ in range(JOBS) for job in engine.both_ways(rng)]
-    ended = [bench.report(TransferCompleted) for _ in started]
+    ended = [fixture.report(TransferCompleted) for _ in started]
     assert sorted(one.serial for one in ended) == started
     assert {one.outcome for one in ended} == {Outcome.DONE}
     engine.check()
 
 
-@pytest.mark.parametrize("name", CROWD)
-def test_many_jobs_of_one_direction(bench: ContractFixture, name: str) -> None:
-    engine = bench.open(CROWD[name])
+@pytest.mark.parametrize("name", MIXED)
+def test_many_jobs_of_one_direction(fixture: ContractFixture, name: str) -> None:
+    engine = fixture.open(MIXED[name])
     rng = np.random.default_rng(12)
     for direction in (*Direction, *Direction):
-        jobs = [transfer(CROWD[name], engine.geometry.host_blocks, rng) for _ in range(JOBS // 2)]
+        jobs = [transfer(MIXED[name], engine.geometry.host_blocks, rng) for _ in range(JOBS // 2)]
         started = [engine.start(direction, *job) for job in jobs]
-        ended = [bench.report(TransferCompleted) for _ in started]
+        ended = [fixture.report(TransferCompleted) for _ in started]
         assert [(one.serial, one.outcome) for one in ended] == [(s, Outcome.DONE) for s in started]
         assert all(one.seconds >= 0 for one in ended)
         engine.check()
 
 
-def test_jobs_that_are_cancelled_on_their_way_harm_no_other(bench: ContractFixture) -> None:
-    engine = bench.open(CROWD["staged"])
+def test_jobs_that_are_cancelled_on_their_way_harm_no_other(fixture: ContractFixture) -> None:
+    engine = fixture.open(MIXED["staged"])
     rng = np.random.default_rng(6)
-    if isinstance(bench.engine, ReferenceEngine):  # it would be done before anybody gives up
-        bench.engine.faults = Faults(stall=1e-3)
+    if isinstance(fixture.engine, ReferenceEngine):  # it would be done before anybody gives up
+        fixture.engine.faults = Faults(stall=1e-3)
     rows = [before.copy() for before in engine.rows]
     started = []
     for _ in range(JOBS // 4):
@@ -424,9 +152,9 @@ def test_jobs_that_are_cancelled_on_their_way_harm_no_other(bench: ContractFixtu
         started += [order.plan.serial for order in orders]
         given_up = CancelTransfers(engine.number, (int(rng.choice(started[-len(orders) :])),))
         for order in orders:  # all at once, or they would be done before they are given up
-            bench.worker.post_command(order)
-        bench.worker.post_command(given_up)
-    ended = [bench.report(TransferCompleted) for _ in started]
+            fixture.worker.post_command(order)
+        fixture.worker.post_command(given_up)
+    ended = [fixture.report(TransferCompleted) for _ in started]
     assert {one.outcome for one in ended} == {Outcome.DONE, Outcome.CANCELLED}
     half = rows[0].size // 2
     for index, before in enumerate(rows):  # stores have only read, loads kept to their half
@@ -434,78 +162,77 @@ def test_jobs_that_are_cancelled_on_their_way_harm_no_other(bench: ContractFixtu
         engine.rows[index] = engine.read(index)
     engine.host = engine.pool.copy()
     again = [engine.start(*job) for _ in range(JOBS // 4) for job in engine.both_ways(rng)]
-    assert {bench.report(TransferCompleted).outcome for _ in again} == {Outcome.DONE}
+    assert {fixture.report(TransferCompleted).outcome for _ in again} == {Outcome.DONE}
     engine.check()
 
 
-def take_few_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jobs here are small; what is done for many fragments is to be done for theirs, too."""
-    monkeypatch.setattr(dma, "FEW", 0)
-
-
-@pytest.mark.parametrize("bench", [on_paper("staged"), on_paper("auto")], indirect=True)
-@pytest.mark.parametrize("call", ["launch", "cuMemcpyAsync", "cuMemcpyBatchAsync"])
-def test_what_the_device_refuses_fails_and_the_next_is_fine(
-    bench: ContractFixture, call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if call == "cuMemcpyBatchAsync":
-        take_few_for_many(monkeypatch)
-    engine, rng = bench.open(CROWD["staged and direct"]), np.random.default_rng(8)
-    assert isinstance(bench.engine, CudaEngine)
-    device = cast(SimulatedDriver, bench.engine._driver)
+# Jobs here are small. With few_copies=0 their copies are enqueued like many.
+@pytest.mark.parametrize(
+    ("fixture", "call"),
+    [
+        (simulated(mode, few_copies=few), call)
+        for mode in ("staged", "auto")
+        for call, few in (("launch", FEW), ("cuMemcpyAsync", FEW), ("cuMemcpyBatchAsync", 0))
+    ],
+    indirect=["fixture"],
+)
+def test_driver_errors_fail_their_job_alone(fixture: ContractFixture, call: str) -> None:
+    engine, rng = fixture.open(MIXED["staged and direct"]), np.random.default_rng(8)
+    assert isinstance(fixture.engine, CudaEngine)
+    device = cast(SimulatedDriver, fixture.engine._driver)
     device.refuse = lambda name: name == call and bool(rng.random() < 0.1)
     sure = np.random.default_rng(9)
     started = [
         engine.start(*job, model=False) for _ in range(JOBS // 4) for job in engine.both_ways(sure)
     ]
-    ended = [bench.report(TransferCompleted) for _ in started]
+    ended = [fixture.report(TransferCompleted) for _ in started]
     assert {one.outcome for one in ended} == {Outcome.DONE, Outcome.FAILED}
     device.refuse = lambda name: False
     engine.rows = [engine.read(index) for index in range(len(engine.rows))]
     engine.host = engine.pool.copy()
     again = [engine.start(*job) for _ in range(JOBS // 4) for job in engine.both_ways(sure)]
-    assert {bench.report(TransferCompleted).outcome for _ in again} == {Outcome.DONE}
+    assert {fixture.report(TransferCompleted).outcome for _ in again} == {Outcome.DONE}
     engine.check()
 
 
 @pytest.mark.parametrize(
-    "bench", [on_paper(mode, seed) for mode in ("staged", "auto") for seed in range(1, 5)],
+    "fixture",
+    [
+        simulated(mode, seed, few_copies=few)
+        for mode in ("staged", "auto")
+        for seed in range(1, 5)
+        for few in (0, FEW)
+    ],
     indirect=True,
-)  # fmt: skip
-@pytest.mark.parametrize("batched", [False, True])
-def test_in_whatever_order_the_device_does_things(
-    bench: ContractFixture, batched: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if batched:
-        take_few_for_many(monkeypatch)
+)
+def test_in_whatever_order_the_device_does_things(fixture: ContractFixture) -> None:
     for name, rounds in (("staged and direct", JOBS // 4), ("odd blocks", JOBS // 4)):
-        engine, rng = bench.open(CROWD[name]), np.random.default_rng(11)
+        engine, rng = fixture.open(MIXED[name]), np.random.default_rng(11)
         started = [engine.start(*job) for _ in range(rounds) for job in engine.both_ways(rng)]
-        assert {bench.report(TransferCompleted).outcome for _ in started} == {Outcome.DONE}
+        assert {fixture.report(TransferCompleted).outcome for _ in started} == {Outcome.DONE}
         engine.check()
 
 
 @pytest.mark.parametrize(
-    "bench", [on_paper(mode, seed) for mode in ("staged", "auto") for seed in (1, 2)], indirect=True
+    "fixture",
+    [simulated(mode, seed, write_back_bytes=1) for mode in ("staged", "auto") for seed in (1, 2)],
+    indirect=True,
 )
-def test_however_little_of_a_turn_is_on_its_way_at_once(
-    bench: ContractFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staged, "WRITE_BACK", 1)
+def test_stores_that_are_written_back_one_by_one(fixture: ContractFixture) -> None:
     for name in ("staged and direct", "odd blocks"):
-        engine, rng = bench.open(CROWD[name]), np.random.default_rng(12)
+        engine, rng = fixture.open(MIXED[name]), np.random.default_rng(12)
         started = [engine.start(*job) for _ in range(JOBS // 4) for job in engine.both_ways(rng)]
-        assert {bench.report(TransferCompleted).outcome for _ in started} == {Outcome.DONE}
+        assert {fixture.report(TransferCompleted).outcome for _ in started} == {Outcome.DONE}
         engine.check()
 
 
-def test_only_the_worker_s_thread_calls_an_engine(bench: ContractFixture) -> None:
+def test_only_the_worker_s_thread_calls_an_engine(fixture: ContractFixture) -> None:
     """But `pin` and `unpin`: the pool calls those in threads of its own."""
-    engine, opened = bench.engine, bench.open(LAYOUTS["one page"])
+    engine, opened = fixture.engine, fixture.open(LAYOUTS["one page"])
     run = opened.order(*opened.both_ways(np.random.default_rng(1))[0]).plan.extents[0]
     mapping, geometry, store = opened.mapping, opened.geometry, Direction.STORE
     calls: list[Callable[[], object]] = [
-        lambda: engine.attach(bench.pool.address),
+        lambda: engine.attach(fixture.pool.address),
         lambda: engine.map_tensors(geometry, (), (), ()),
         lambda: engine.allocate_tensors(geometry),
         lambda: engine.unmap_tensors(mapping),
@@ -522,36 +249,36 @@ def test_only_the_worker_s_thread_calls_an_engine(bench: ContractFixture) -> Non
             call()
 
 
-@pytest.mark.parametrize("bench", [on_paper("staged")], indirect=True)
-def test_jobs_that_share_a_turn_have_times_of_their_own(bench: ContractFixture) -> None:
-    engine = bench.open(CROWD["staged"])
+@pytest.mark.parametrize("fixture", [simulated("staged")], indirect=True)
+def test_jobs_that_share_a_turn_have_times_of_their_own(fixture: ContractFixture) -> None:
+    engine = fixture.open(MIXED["staged"])
     for direction in Direction:
         specs = [GPULoadStoreSpec([n, n + 20], (2,), (0,)) for n in range(20)]
         for n, spec in enumerate(specs):
             engine.start(direction, spec, [2 * n, 2 * n + 1])
-        assert all(bench.report(TransferCompleted).seconds > 0 for _ in specs)
+        assert all(fixture.report(TransferCompleted).seconds > 0 for _ in specs)
 
 
-@pytest.mark.parametrize("bench", [on_paper("staged")], indirect=True)
-def test_chunks_that_lie_one_behind_the_other_are_one_launch(bench: ContractFixture) -> None:
+@pytest.mark.parametrize("fixture", [simulated("staged")], indirect=True)
+def test_chunks_that_lie_one_behind_the_other_are_one_launch(fixture: ContractFixture) -> None:
     """But for the first of a store: the link has something to do while others are made ready."""
-    engine = bench.open(CROWD["staged"])
-    assert isinstance(bench.engine, CudaEngine)
+    engine = fixture.open(MIXED["staged"])
+    assert isinstance(fixture.engine, CudaEngine)
     for direction in Direction:
         engine.start(direction, GPULoadStoreSpec(range(16), (16,), (0,)), [*range(16)])
-        assert bench.report(TransferCompleted).outcome is Outcome.DONE
-    device = cast(SimulatedDriver, bench.engine._driver)
+        assert fixture.report(TransferCompleted).outcome is Outcome.DONE
+    device = cast(SimulatedDriver, fixture.engine._driver)
     assert device.launches == [(Direction.STORE, 4), (Direction.STORE, 12), (Direction.LOAD, 16)]
     engine.check()
 
 
-def test_memory_that_is_held_outlasts_its_registration(bench: ContractFixture) -> None:
+def test_memory_that_is_held_outlasts_its_registration(fixture: ContractFixture) -> None:
     """TensorsMapped again it has its bytes, and takes part in transfers."""
-    first = bench.open(LAYOUTS["layers"], keep=True)
-    bench.unmap(first)
-    number, report = bench.map(LAYOUTS["layers"], reuse=first.number)
+    first = fixture.open(LAYOUTS["layers"], keep=True)
+    fixture.unmap(first)
+    number, report = fixture.map(LAYOUTS["layers"], reuse=first.number)
     assert report.reused
-    again = bench.opened(number)
+    again = fixture.opened(number)
     again.rows = first.rows
     again.fill_host()
     again.check()
@@ -559,51 +286,51 @@ def test_memory_that_is_held_outlasts_its_registration(bench: ContractFixture) -
     for direction in Direction:
         spec, hosts = transfer(LAYOUTS["layers"], again.geometry.host_blocks, rng)
         again.start(direction, spec, hosts)
-        assert bench.report(TransferCompleted).error is None
+        assert fixture.report(TransferCompleted).error is None
     again.check()
     for descriptor in report.descriptors:
         os.close(descriptor)
 
 
-def test_held_memory_of_another_size_is_not_used(bench: ContractFixture) -> None:
-    first = bench.open(LAYOUTS["two groups"], keep=True)
-    bench.unmap(first)
+def test_held_memory_of_another_size_is_not_used(fixture: ContractFixture) -> None:
+    first = fixture.open(LAYOUTS["two groups"], keep=True)
+    fixture.unmap(first)
     larger = layout([1 << 16] * 2, [0, 0], [[0, 1]], 1)
-    number, report = bench.map(larger, reuse=first.number)
+    number, report = fixture.map(larger, reuse=first.number)
     assert not report.reused
     for descriptor in report.descriptors:
         os.close(descriptor)
-    bench.unmap(bench.opened(number))
+    fixture.unmap(fixture.opened(number))
 
 
-def test_memory_goes_when_nobody_holds_it(bench: ContractFixture) -> None:
+def test_memory_is_freed_when_nothing_holds_it(fixture: ContractFixture) -> None:
     """Also that of which a second registration was made."""
-    bench.unmap(bench.open(LAYOUTS["layers"]))  # whatever a driver opens for the first of all
+    fixture.unmap(fixture.open(LAYOUTS["layers"]))  # whatever a driver opens for the first of all
     before = descriptors()
-    first = bench.open(LAYOUTS["layers"], keep=True)
-    bench.unmap(first)
+    first = fixture.open(LAYOUTS["layers"], keep=True)
+    fixture.unmap(first)
     assert descriptors() == before + 1
-    second, report = bench.map(LAYOUTS["layers"], keep=True, reuse=first.number)
+    second, report = fixture.map(LAYOUTS["layers"], keep=True, reuse=first.number)
     for number in (first.number, second):
-        bench.worker.post_command(ReleaseTensors(number))
-    bench.unmap(bench.opened(second))
+        fixture.worker.post_command(ReleaseTensors(number))
+    fixture.unmap(fixture.opened(second))
     for descriptor in report.descriptors:
         os.close(descriptor)
     assert descriptors() == before
-    _, report = bench.map(LAYOUTS["layers"], reuse=second)
+    _, report = fixture.map(LAYOUTS["layers"], reuse=second)
     assert not report.reused
     for descriptor in report.descriptors:
         os.close(descriptor)
 
 
-def test_tensors_come_back_by_descriptor(bench: ContractFixture) -> None:
+def test_tensors_may_be_mapped_again_by_descriptor(fixture: ContractFixture) -> None:
     """Their engine outlived the daemon that made them, and registers them with the next one."""
-    first = bench.open(LAYOUTS["padded and interleaved"], keep=True)
-    (held,) = bench.worker._mappings._held[first.number]
-    bench.unmap(first)
-    _, made = bench.map(LAYOUTS["padded and interleaved"])
-    number, _ = bench.map(LAYOUTS["padded and interleaved"], own=(made, (os.dup(held),)))
-    again = bench.opened(number)
+    first = fixture.open(LAYOUTS["padded and interleaved"], keep=True)
+    (held,) = fixture.worker._mappings._held[first.number]
+    fixture.unmap(first)
+    _, made = fixture.map(LAYOUTS["padded and interleaved"])
+    number, _ = fixture.map(LAYOUTS["padded and interleaved"], own=(made, (os.dup(held),)))
+    again = fixture.opened(number)
     again.rows = first.rows
     again.fill_host()
     again.check()
@@ -612,21 +339,21 @@ def test_tensors_come_back_by_descriptor(bench: ContractFixture) -> None:
 
 
 @pytest.mark.parametrize("what", ["pipe", "memfd", "directory", "device"])
-def test_descriptors_of_something_else_are_refused(bench: ContractFixture, what: str) -> None:
+def test_descriptors_of_something_else_are_refused(fixture: ContractFixture, what: str) -> None:
     """Nothing stays mapped or open, and the engine goes on."""
-    other = bench.open(LAYOUTS["one page"])
-    _, made = bench.map(LAYOUTS["two groups"])
+    other = fixture.open(LAYOUTS["one page"])
+    _, made = fixture.map(LAYOUTS["two groups"])
     for descriptor in made.descriptors:
         os.close(descriptor)
     before = descriptors()
     order = MapTensors(99, "s", other.geometry, made.allocations, made.locations, None)
-    bench.worker.post_command(MapCommand(order, (something_else(what),), None))
-    error = bench.report(TensorsMapped).error
+    fixture.worker.post_command(MapCommand(order, (something_else(what),), None))
+    error = fixture.report(TensorsMapped).error
     assert error is not None
     assert error.code in {Code.NOT_SHAREABLE, Code.MAP_FAILED, Code.BAD_LAYOUT}, error
     assert descriptors() == before
     other.start(Direction.STORE, GPULoadStoreSpec([1, 2, 3], (3,), (0,)), [4, 5, 6])
-    assert bench.report(TransferCompleted).outcome is Outcome.DONE
+    assert fixture.report(TransferCompleted).outcome is Outcome.DONE
     other.check()
 
 

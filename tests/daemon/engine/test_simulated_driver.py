@@ -7,7 +7,7 @@ import numpy as np
 from .simulated_driver import SimulatedDriver
 
 
-def test_who_waits_for_an_event_still_does_when_it_is_recorded_again() -> None:
+def test_a_wait_for_an_event_holds_when_it_is_recorded_again() -> None:
     """As its handle is when nobody holds the event any more."""
     for seed in range(20):
         device = SimulatedDriver(seed)

@@ -15,15 +15,15 @@ import pytest
 import zmq
 
 from kvferry.daemon.core.actions import PublishKVEvents
-from kvferry.daemon.observability import kv_events
 from kvferry.daemon.observability.kv_events import NUMBERS_PER_PROCESS, KVEventPublisher
-from kvferry.daemon.observability.kv_events_process import SEND_HIGH_WATER, SIZE, messages_in
+from kvferry.daemon.observability.kv_events_process import SEND_HIGH_WATER
 from kvferry.proto.errors import Refused
-from kvferry.proto.events import MOST_IN_A_BATCH
+from kvferry.proto.events import MAX_BATCH_HASHES
 from kvferry.proto.keys import EventKind, offload_key
 from kvferry.proto.messages import KeyEvent, KeyEvents
+from support.eventually import eventually
 
-KEYS = tuple(offload_key(n.to_bytes(32, "big")) for n in range(5 * MOST_IN_A_BATCH))
+KEYS = tuple(offload_key(n.to_bytes(32, "big")) for n in range(5 * MAX_BATCH_HASHES))
 LAST = KeyEvent(EventKind.CLEARED, ())
 
 
@@ -38,10 +38,11 @@ def address(short_path: Path) -> str:
 
 @pytest.fixture
 async def publisher(
-    address: str, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, address: str
 ) -> AsyncIterator[KVEventPublisher]:
-    monkeypatch.setattr(kv_events, "RESTART_SECONDS", 0.05)
-    publisher = KVEventPublisher(address)
+    """Its parameter, if any, has limits of the publisher."""
+    limits = getattr(request, "param", {})
+    publisher = KVEventPublisher(address, restart_after=0.05, **limits)
     yield publisher
     await publisher.close()
 
@@ -71,13 +72,6 @@ def listener(address: str) -> Iterator[Listener]:
         yield Listener(listening)
 
 
-async def until(condition: object, seconds: float = 20) -> None:
-    assert callable(condition)
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 def children() -> set[int]:
     task = Path(f"/proc/self/task/{os.getpid()}/children")
     named = set()
@@ -90,17 +84,17 @@ def children() -> set[int]:
 
 async def started(publisher: KVEventPublisher) -> int:
     """The process of the publisher, once there is one."""
-    await until(lambda: len(children()) == 1)
+    await eventually(lambda: len(children()) == 1)
     (pid,) = children()
     return pid
 
 
-async def test_what_happens_once_a_subscriber_has_connected_reaches_it(
+async def test_events_after_a_subscriber_connected_reach_it(
     publisher: KVEventPublisher, listener: Listener, address: str
 ) -> None:
     """Though the process that publishes it is only being started then."""
     listener.socket.connect(address)
-    await until(lambda: publisher.wanted)
+    await eventually(lambda: publisher.wanted)
     for number in range(3):
         publisher.publish(stored(KEYS[number]))
     for number in range(3):
@@ -109,8 +103,8 @@ async def test_what_happens_once_a_subscriber_has_connected_reaches_it(
         assert await listener.hear() == ("some", number, [event])
 
 
-async def test_without_a_subscriber_there_is_no_process_and_nothing_is_handed_over(
-    publisher: KVEventPublisher, listener: Listener, address: str, monkeypatch: pytest.MonkeyPatch
+async def test_without_a_subscriber_no_process_runs_and_no_event_is_sent(
+    publisher: KVEventPublisher, listener: Listener, address: str
 ) -> None:
     """And who comes back sees a gap for what happened meanwhile."""
     publisher.publish(stored(KEYS[0]))
@@ -118,16 +112,16 @@ async def test_without_a_subscriber_there_is_no_process_and_nothing_is_handed_ov
     assert not children()
     assert not publisher.wanted
     listener.socket.connect(address)
-    await until(lambda: publisher.wanted)
+    await eventually(lambda: publisher.wanted)
     publisher.publish(stored(KEYS[1]))
     before = await listener.number()
     listener.socket.disconnect(address)
     # libzmq ends the connection when the socket is used next.
-    await until(lambda: listener.socket.poll(0) == 0 and not publisher.wanted)
+    await eventually(lambda: listener.socket.poll(0) == 0 and not publisher.wanted)
     assert children()
     publisher.publish(stored(KEYS[2]))
     listener.socket.connect(address)
-    await until(lambda: publisher.wanted)
+    await eventually(lambda: publisher.wanted)
     publisher.publish(stored(KEYS[3]))
     publisher.publish(stored(KEYS[4]))
     number = await listener.number()
@@ -135,13 +129,13 @@ async def test_without_a_subscriber_there_is_no_process_and_nothing_is_handed_ov
     assert await listener.number() == number + 1
 
 
-async def test_who_connects_and_does_not_subscribe_costs_nothing(
+async def test_a_connection_without_a_subscription_costs_nothing(
     publisher: KVEventPublisher, address: str
 ) -> None:
     with zmq.Context() as context, context.socket(zmq.SUB) as silent:
         silent.connect(address)
-        await until(lambda: publisher.wanted)
-        await until(lambda: not publisher.wanted)
+        await eventually(lambda: publisher.wanted)
+        await eventually(lambda: not publisher.wanted)
 
 
 async def test_a_process_that_ended_is_replaced_and_the_numbers_show_a_gap(
@@ -152,21 +146,20 @@ async def test_a_process_that_ended_is_replaced_and_the_numbers_show_a_gap(
     publisher.publish(stored(KEYS[0]))
     assert await listener.number() == 0
     os.kill(pid, signal.SIGKILL)
-    await until(lambda: not publisher.wanted)
+    await eventually(lambda: not publisher.wanted)
     publisher.publish(stored(KEYS[1]))
-    await until(lambda: publisher.wanted)
+    await eventually(lambda: publisher.wanted)
     publisher.publish(stored(KEYS[2]))
     _, number, events = await listener.hear()
     assert number == NUMBERS_PER_PROCESS
     assert events == [["BlockStored", [KEYS[2][:-4]], None, [], 16, None, "CPU"]]
 
 
+@pytest.mark.parametrize("publisher", [{"max_queued_bytes": 256 << 10}], indirect=True)
 async def test_a_process_that_stands_still_costs_a_bounded_number_of_bytes(
-    publisher: KVEventPublisher, listener: Listener, address: str, monkeypatch: pytest.MonkeyPatch
+    publisher: KVEventPublisher, listener: Listener, address: str
 ) -> None:
     """The rest is dropped, and a gap shows it."""
-    bound = 256 << 10
-    monkeypatch.setattr(kv_events, "MAX_QUEUED_BYTES", bound)
     listener.socket.connect(address)
     pid = await started(publisher)
     publisher.publish(stored(KEYS[0]))
@@ -176,10 +169,10 @@ async def test_a_process_that_stands_still_costs_a_bounded_number_of_bytes(
         for _ in range(100):
             publisher.publish(stored(*KEYS))
             await asyncio.sleep(0)
-        assert bound < publisher.queued_bytes < bound + 50 * len(KEYS)
+        assert 256 << 10 < publisher.queued_bytes < (256 << 10) + 50 * len(KEYS)
     finally:
         os.kill(pid, signal.SIGCONT)
-    await until(lambda: publisher.queued_bytes == 0)
+    await eventually(lambda: publisher.queued_bytes == 0)
     publisher.publish(PublishKVEvents("some", 16, KeyEvents(1, (LAST,), 1)))
     numbers, events = [0], list[object]()
     while events != [["AllBlocksCleared"]]:
@@ -197,12 +190,12 @@ async def test_a_subscriber_that_does_not_read_costs_a_bounded_number_of_message
     """It finds what was kept for it, and a gap behind that."""
     listener.socket.setsockopt(zmq.RCVHWM, 1)
     listener.socket.connect(address)
-    await until(lambda: publisher.wanted)
+    await eventually(lambda: publisher.wanted)
     published = SEND_HIGH_WATER
     for _ in range(published):
         publisher.publish(stored(*KEYS))
-        await until(lambda: publisher.queued_bytes < 1 << 20)
-    await until(lambda: publisher.queued_bytes == 0)
+        await eventually(lambda: publisher.queued_bytes < 1 << 20)
+    await eventually(lambda: publisher.queued_bytes == 0)
     listener.socket.setsockopt(zmq.RCVTIMEO, 2_000)
     numbers, largest = [], 0
     try:
@@ -212,7 +205,7 @@ async def test_a_subscriber_that_does_not_read_costs_a_bounded_number_of_message
             largest = max(largest, len(payload))
     except zmq.Again:
         pass
-    assert largest < 50 * MOST_IN_A_BATCH
+    assert largest < 50 * MAX_BATCH_HASHES
     assert numbers[0] == 0
     assert numbers == sorted(set(numbers))
     assert len(numbers) < 2 * SEND_HIGH_WATER
@@ -220,14 +213,14 @@ async def test_a_subscriber_that_does_not_read_costs_a_bounded_number_of_message
     assert await listener.hear() == ("some", 5 * published, [["AllBlocksCleared"]])
 
 
-async def test_it_publishes_over_tcp(listener: Listener) -> None:
+async def test_events_are_published_over_tcp(listener: Listener) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(Refused, match="in use"):
             KVEventPublisher(address)
     publisher = KVEventPublisher(address)
     listener.socket.connect(address)
-    await until(lambda: publisher.wanted)
+    await eventually(lambda: publisher.wanted)
     publisher.publish(stored(KEYS[0]))
     assert await listener.number() == 0
     await publisher.close()
@@ -250,13 +243,3 @@ async def test_the_file_of_another_daemon_is_left_alone(short_path: Path, addres
     assert path.is_socket()
     await second.close()
     assert not path.exists()
-
-
-def test_messages_of_the_channel_come_in_pieces() -> None:
-    whole = b"".join(SIZE.pack(len(one)) + one for one in (b"a", b"", b"bcd"))
-    for cut in range(len(whole) + 1):
-        data = bytearray(whole[:cut])
-        found = list(messages_in(data))
-        data += whole[cut:]
-        assert [*found, *messages_in(data)] == [b"a", b"", b"bcd"]
-        assert not data

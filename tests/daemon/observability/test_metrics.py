@@ -7,23 +7,25 @@ from prometheus_client import CollectorRegistry
 
 from kvferry.daemon.core.actions import TransferCompleted
 from kvferry.daemon.observability.metrics import BUCKETS, FollowedCounter, Metrics
-from kvferry.proto import status as told
+from kvferry.proto import status as proto_status
 from kvferry.proto.messages import JobResult, Outcome
 from kvferry.proto.specs import Direction
 
-DEVICE, POOL = told.DeviceInfo("cpu", "cpu", "host"), told.PoolStatus(100, 60, 40)
+DEVICE, POOL = proto_status.DeviceInfo("cpu", "cpu", "host"), proto_status.PoolStatus(100, 60, 40)
 
 
-def status(*engines: told.EngineStatus, **errors: int) -> told.DaemonStatus:
-    health = told.HealthStatus(True)
-    return told.DaemonStatus(
-        "0", "b", 1, 1.0, DEVICE, POOL, 0, engines, told.Totals(), errors, None, health
+def status(*engines: proto_status.EngineStatus, **errors: int) -> proto_status.DaemonStatus:
+    health = proto_status.HealthStatus(True)
+    return proto_status.DaemonStatus(
+        "0", "b", 1, 1.0, DEVICE, POOL, 0, engines, proto_status.Totals(), errors, None, health
     )
 
 
-def space(name: str, stored: int) -> told.NamespaceStatus:
+def space(name: str, stored: int) -> proto_status.NamespaceStatus:
     counts = [*[1] * 10, stored, 1, 1]
-    return told.NamespaceStatus(name, told.Fingerprint("model", 4096), "lru", (), *counts)
+    return proto_status.NamespaceStatus(
+        name, proto_status.Fingerprint("model", 4096), "lru", (), *counts
+    )
 
 
 def test_a_histogram_counts_each_value_once_in_all_buckets_above_it() -> None:
@@ -54,7 +56,7 @@ def test_a_job_that_was_not_done_moved_nothing() -> None:
     assert value("kvferry_moved_bytes_total", {"direction": "store", "mode": "cpu"}) is None
 
 
-def test_totals_of_elsewhere_are_followed() -> None:
+def test_counters_follow_totals_of_the_core() -> None:
     """They grow; one that fell is another's, and one that went is not shown."""
     registry = CollectorRegistry()
     counter = FollowedCounter("some", "Some.", ("name",), registry)
@@ -73,9 +75,9 @@ def test_totals_of_elsewhere_are_followed() -> None:
     assert shown() == (3, 1)
 
 
-def test_who_went_is_not_shown() -> None:
+def test_series_of_removed_engines_are_dropped() -> None:
     metrics = Metrics()
-    metrics.update(status(told.EngineStatus("e", True, 1, 1, 1), busy=2), [space("n", 4)])
+    metrics.update(status(proto_status.EngineStatus("e", True, 1, 1, 1), busy=2), [space("n", 4)])
     value = metrics.registry.get_sample_value
     whose = {"namespace": "n", "model": "model"}
     assert value("kvferry_engine_present", {"engine": "e"}) == 1

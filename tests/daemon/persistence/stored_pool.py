@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -27,6 +27,13 @@ LAYOUT = LayoutArrays.from_layout(
 )
 KEYED = RegionRecord(FINGERPRINT.name, 0, COUNT * BLOCK, fingerprint=FINGERPRINT)
 RAW = RegionRecord("engine", COUNT * BLOCK, COUNT * BLOCK, layout=LAYOUT)
+
+
+def of_large_blocks(record: RegionRecord, block_bytes: int) -> RegionRecord:
+    """The same number of larger blocks. Not to be read: the pool has not so many bytes."""
+    assert record.fingerprint is not None
+    fingerprint = msgspec.structs.replace(record.fingerprint, host_block_bytes=block_bytes)
+    return msgspec.structs.replace(record, nbytes=COUNT * block_bytes, fingerprint=fingerprint)
 
 
 def key(number: int) -> bytes:
@@ -75,9 +82,3 @@ class StoredPool:
             if not table.closed:
                 table.close()
         self.memory.close()
-
-
-async def eventually(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.001)

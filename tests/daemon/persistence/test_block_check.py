@@ -12,8 +12,9 @@ from kvferry.daemon.core.records import RegionRecord
 from kvferry.daemon.persistence.block_check import BlockCheck
 from kvferry.daemon.persistence.block_table import BlockTable
 from kvferry.daemon.persistence.checksum_client import Purpose
+from support.eventually import eventually
 
-from .stored_pool import COUNT, KEYED, RAW, StoredPool, eventually, key, numbers
+from .stored_pool import COUNT, KEYED, RAW, StoredPool, key, numbers
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ async def test_a_block_in_the_wrong_place_is_corrupt(pool: StoredPool) -> None:
     assert [kind for kind, *_ in await check(pool, table, 0)] == [BlocksCorrupted]
 
 
-async def test_what_is_stored_over_while_it_is_read_is_not_reported(pool: StoredPool) -> None:
+async def test_a_block_overwritten_while_read_is_not_reported(pool: StoredPool) -> None:
     table = table_of(pool, KEYED)
     pool.damage(table, 3)
     done: list[bool] = []

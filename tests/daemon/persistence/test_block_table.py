@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.daemon.core.records import RegionRecord, ResidentBlock
-from kvferry.daemon.persistence.block_table import RECORD_ROOM, WIPED_LINES, BlockTable, UseClock
+from kvferry.daemon.persistence.block_table import CLEARED_LINES, RECORD_BYTES, BlockTable, UseClock
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
@@ -31,8 +31,8 @@ OF_NUMBERS = RegionRecord("engine", 0, BLOCKS * 4096, layout=LAYOUT)
 
 
 @contextmanager
-def opened(deed: RegionRecord = OF_KEYS) -> Iterator[BlockTable]:
-    table = BlockTable.create(deed)
+def opened(record: RegionRecord = OF_KEYS) -> Iterator[BlockTable]:
+    table = BlockTable.create(record)
     yield table
     table.close()
 
@@ -67,7 +67,7 @@ def test_a_new_one_takes_no_memory_for_blocks_that_were_never_stored() -> None:
         assert os.fstat(table.descriptor).st_blocks * 512 < 64 << 10
 
 
-def test_it_is_found_as_it_was_left() -> None:
+def test_a_restored_table_has_its_residents_in_order() -> None:
     with opened() as table:
         store(table, [4, 0, 2], [b"bbbbb", b"aa\0\0\0", b"ccccc"], b0=(1, 2))
         assert found(table) == (
@@ -80,7 +80,7 @@ def test_it_is_found_as_it_was_left() -> None:
         assert [resident.block for resident in found(table)] == [0, 4, 2]
 
 
-def test_a_part_is_forgotten_with_the_next_store() -> None:
+def test_a_partial_block_becomes_whole_with_the_next_whole_store() -> None:
     with opened() as table:
         store(table, [0, 1], [b"aaaaa", b"bbbbb"], b0=(1, 2), b1=(0, 1))
         store(table, [0], [b"aaaaa"])
@@ -101,10 +101,10 @@ def test_an_engines_blocks_have_no_keys() -> None:
         )
 
 
-def test_deeds_follow_each_other() -> None:
+def test_a_record_replaces_the_one_before() -> None:
     with opened() as table:
         for generation in range(2, 6):
-            deed = RegionRecord(
+            record = RegionRecord(
                 OF_KEYS.name,
                 OF_KEYS.start,
                 OF_KEYS.nbytes,
@@ -112,13 +112,13 @@ def test_deeds_follow_each_other() -> None:
                 generation=generation,
                 pages=((4096,),) * generation,
             )
-            table.update(deed)
+            table.update(record)
             assert found(table) == ()
-            assert table.record == deed
+            assert table.record == record
 
 
-def test_a_deed_that_is_too_long_is_refused_and_the_old_one_counts() -> None:
-    long = RegionRecord("engine", 0, 4096, layout=LAYOUT, pages=((1 << 60,) * (RECORD_ROOM // 8),))
+def test_a_record_that_is_too_long_is_refused_and_the_old_one_stays() -> None:
+    long = RegionRecord("engine", 0, 4096, layout=LAYOUT, pages=((1 << 60,) * (RECORD_BYTES // 8),))
     with opened() as table:
         with pytest.raises(Refused) as refused:
             table.update(long)
@@ -127,7 +127,7 @@ def test_a_deed_that_is_too_long_is_refused_and_the_old_one_counts() -> None:
         assert found(table) == ()
 
 
-def test_void_it_is_none() -> None:
+def test_an_invalidated_table_is_refused() -> None:
     with opened() as table:
         store(table, [1], [b"aaaaa"])
         table.mark_void()
@@ -153,7 +153,7 @@ def test_memory_that_can_shrink_is_refused(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("less", [8, 48, -1])
-def test_a_table_with_other_slots_than_its_deed_says_is_refused(less: int) -> None:
+def test_a_table_with_other_slots_than_its_record_states_is_refused(less: int) -> None:
     with opened() as table:
         data = os.pread(table.descriptor, 1 << 24, 0)
     other = sealed_memfd("other", len(data) - less)
@@ -175,7 +175,7 @@ def test_a_stamp_that_is_damaged_changes_only_the_order_of_its_block(stamp: int)
         other.close()
 
 
-def test_what_an_earlier_daemon_left_is_unverified_until_compared_or_stored_over() -> None:
+def test_restored_blocks_are_unverified_until_compared_or_overwritten() -> None:
     with opened() as table:
         store(table, [0, 1, 2, 3], [b"aaaaa", b"bbbbb", b"ccccc", b"ddddd"])
         assert table.unverified_bytes == 0
@@ -194,7 +194,7 @@ def test_what_an_earlier_daemon_left_is_unverified_until_compared_or_stored_over
         assert table.committed_blocks().tolist() == [2]
 
 
-def test_a_store_of_what_turned_out_corrupt_meanwhile_is_not_committed() -> None:
+def test_a_store_of_a_block_that_became_corrupt_is_not_committed() -> None:
     with opened() as table:
         versions = table.invalidate(blocks(1, 2))
         table.mark_corrupt(blocks(1))
@@ -202,7 +202,7 @@ def test_a_store_of_what_turned_out_corrupt_meanwhile_is_not_committed() -> None
         assert found(table) == (ResidentBlock(2, b"bbbbb"),)
 
 
-def test_of_two_blocks_with_one_key_the_more_recent_is_found() -> None:
+def test_the_more_recent_of_two_blocks_with_one_key_is_found() -> None:
     with opened() as table:
         store(table, [0, 1], [b"aaaaa", b"bbbbb"])
         store(table, [2], [b"aaaaa"])
@@ -272,8 +272,8 @@ def test_only_the_last_store_of_a_block_commits_it(steps: list[tuple[str, list[i
 
 def test_a_wipe_is_of_all_blocks() -> None:
     """However many lines are wiped at a time."""
-    numbers = [0, WIPED_LINES - 1, WIPED_LINES, 2 * WIPED_LINES, 2 * WIPED_LINES + 2]
-    with opened(RegionRecord("engine", 0, (2 * WIPED_LINES + 3) * 4096, layout=LAYOUT)) as table:
+    numbers = [0, CLEARED_LINES - 1, CLEARED_LINES, 2 * CLEARED_LINES, 2 * CLEARED_LINES + 2]
+    with opened(RegionRecord("engine", 0, (2 * CLEARED_LINES + 3) * 4096, layout=LAYOUT)) as table:
         store(table, numbers, [])
         late = table.versions(blocks(*numbers))
         table.clear_commits()

@@ -18,19 +18,24 @@ import xxhash
 
 from kvferry.daemon.core.records import RegionRecord
 from kvferry.daemon.memory.shared_memory import PAGE, MappedFiles
-from kvferry.daemon.persistence import checksum_client as module
 from kvferry.daemon.persistence.block_table import BlockTable
-from kvferry.daemon.persistence.checksum_client import ChecksumClient, Purpose, batches
+from kvferry.daemon.persistence.checksum_client import (
+    BATCH_BLOCKS,
+    ChecksumClient,
+    Purpose,
+    batches,
+)
 from kvferry.proto.errors import Code, Failed, KVFerryError
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
+from support.eventually import eventually
 
 CHUNK, COUNT = 4 * PAGE, 16
+# Blocks lie across pages, and across chunks.
 BLOCK = 3 * 1024
-"""Blocks lie across pages, and across chunks."""
 START = 512
+# More than one call hashes, and across chunks.
 LARGE = 5 * CHUNK + 100
-"""More than one call hashes, and across chunks."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +50,15 @@ class Asked:
 class ClientFixture:
     """A pool of random bytes, and a client of its checksum process."""
 
-    def __init__(self) -> None:
+    def __init__(self, **timeouts: float) -> None:
         self.pool = MappedFiles("kvferry-test", COUNT * CHUNK, CHUNK)
         self.bytes = (ctypes.c_ubyte * self.pool.nbytes).from_address(self.pool.address)
         random = np.random.default_rng(1)
         self.bytes[:] = random.integers(0, 256, self.pool.nbytes, np.uint8).tolist()
         self.failures: list[KVFerryError] = []
-        self.client = ChecksumClient(self.pool.descriptors, CHUNK, 2, self.failures.append)
+        self.client = ChecksumClient(
+            self.pool.descriptors, CHUNK, 2, self.failures.append, **timeouts
+        )
         self.sums: dict[int, Any] = {}
         self.tables: dict[int, BlockTable] = {}
 
@@ -81,9 +88,7 @@ class ClientFixture:
         ]
 
     async def summed(self) -> None:
-        async with asyncio.timeout(30):
-            while any(sums is None for sums in self.sums.values()):
-                await asyncio.sleep(0.001)
+        await eventually(lambda: all(sums is not None for sums in self.sums.values()))
 
     def close(self) -> None:
         self.client.close()
@@ -103,11 +108,12 @@ class ClientFixture:
 
 
 @pytest.fixture
-async def desk() -> AsyncIterator[ClientFixture]:
-    desk = ClientFixture()
-    yield desk
-    desk.close()
-    assert desk.process.returncode is not None
+async def fixture(request: pytest.FixtureRequest) -> AsyncIterator[ClientFixture]:
+    """Its parameter, if any, has the timeouts of the client."""
+    fixture = ClientFixture(**getattr(request, "param", {}))
+    yield fixture
+    fixture.close()
+    assert fixture.process.returncode is not None
 
 
 def some(*numbers: int, keys: bool = False) -> Asked:
@@ -129,96 +135,88 @@ def test_a_batch_is_bounded_in_bytes_and_in_blocks(block_bytes: int, blocks: int
 
 @pytest.mark.parametrize("keys", [False, True])
 async def test_a_checksum_is_of_a_blocks_bytes_under_its_key_or_number(
-    desk: ClientFixture, keys: bool
+    fixture: ClientFixture, keys: bool
 ) -> None:
     every = some(*range((COUNT * CHUNK - START) // BLOCK), keys=keys)
     last_first = some(5, 3, 4, keys=keys)
     large = Asked([2, 0], [b"a", b"b"] if keys else [], LARGE)
     all_of_them = every, last_first, large
-    names = [desk.read(asked) for asked in all_of_them]
-    await desk.summed()
+    names = [fixture.read(asked) for asked in all_of_them]
+    await fixture.summed()
     for name, asked in zip(names, all_of_them, strict=True):
-        assert desk.sums[name].tolist() == desk.expected(asked)
+        assert fixture.sums[name].tolist() == fixture.expected(asked)
 
 
 async def test_commits_and_verification_take_turns_and_the_scrub_waits_for_both(
-    desk: ClientFixture,
+    fixture: ClientFixture,
 ) -> None:
     order: list[Purpose] = []
-    table = desk._table(BLOCK)
+    table = fixture._table(BLOCK)
 
     def read(purpose: Purpose) -> None:
-        desk.client.request_checksums(
+        fixture.client.request_checksums(
             table, np.array([1]), [], purpose, lambda _: order.append(purpose)
         )
 
-    desk.client.window = 1
+    fixture.client.window = 1
     for purpose in (Purpose.SCRUB, Purpose.SCRUB, *[Purpose.VERIFY] * 3, *[Purpose.COMMIT] * 2):
         read(purpose)
-    async with asyncio.timeout(30):
-        while len(order) < 7:
-            await asyncio.sleep(0.001)
+    await eventually(lambda: len(order) == 7)
     scrub, commit, verify = Purpose.SCRUB, Purpose.COMMIT, Purpose.VERIFY
     assert order == [scrub, commit, verify, commit, verify, verify, scrub]
 
 
-async def test_more_is_asked_for_than_the_process_takes_at_once(desk: ClientFixture) -> None:
-    whole = many(module.BATCH_BLOCKS)
-    names = [desk.read(whole) for _ in range(30)]
-    await desk.summed()
-    assert all((desk.sums[name] == desk.expected(whole)).all() for name in names)
+async def test_more_requests_than_the_process_takes_at_once(fixture: ClientFixture) -> None:
+    whole = many(BATCH_BLOCKS)
+    names = [fixture.read(whole) for _ in range(30)]
+    await fixture.summed()
+    assert all((fixture.sums[name] == fixture.expected(whole)).all() for name in names)
 
 
+@pytest.mark.parametrize("fixture", [{"reply_timeout": 3.0}], indirect=True)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_process_that_dies_or_hangs_is_replaced_and_nothing_is_lost(
-    desk: ClientFixture, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    fixture: ClientFixture, how: signal.Signals
 ) -> None:
-    monkeypatch.setattr(module, "PATIENCE", 0.5)
-    desk.read(some(1))
-    await desk.summed()
-    before = desk.process
+    fixture.read(some(1))
+    await fixture.summed()
+    before = fixture.process
     os.kill(before.pid, how)
-    asked = {desk.read(some(n, n + 1), Purpose(n % 3)): some(n, n + 1) for n in range(20)}
-    await desk.summed()
-    assert {name: desk.sums[name].tolist() for name in asked} == {
-        name: desk.expected(blocks) for name, blocks in asked.items()
+    asked = {fixture.read(some(n, n + 1), Purpose(n % 3)): some(n, n + 1) for n in range(20)}
+    await fixture.summed()
+    assert {name: fixture.sums[name].tolist() for name in asked} == {
+        name: fixture.expected(blocks) for name, blocks in asked.items()
     }
-    assert desk.process is not before
+    assert fixture.process is not before
     assert before.returncode == -signal.SIGKILL
-    assert desk.failures == []
+    assert fixture.failures == []
 
 
-async def test_one_that_had_nothing_to_do_for_long_has_its_time(
-    desk: ClientFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    desk.read(some(1))
-    await desk.summed()
-    before = desk.process
-    await asyncio.sleep(0.01)
-    monkeypatch.setattr(module, "PATIENCE", 5.0)
-    desk.client._last_reply -= 100
-    desk.read(some(2))
-    assert desk.client._watch is not None
-    desk.client._watch.cancel()
-    desk.client._check()
-    await desk.summed()
-    assert desk.process is before
+async def test_an_idle_process_has_the_full_reply_timeout(fixture: ClientFixture) -> None:
+    fixture.read(some(1))
+    await fixture.summed()
+    before = fixture.process
+    fixture.client._last_reply -= 100
+    fixture.read(some(2))
+    assert fixture.client._watch is not None
+    fixture.client._watch.cancel()
+    fixture.client._check()
+    await fixture.summed()
+    assert fixture.process is before
 
 
-async def test_one_with_nothing_to_do_is_replaced_when_it_dies(desk: ClientFixture) -> None:
-    before = desk.process
+async def test_an_idle_process_is_replaced_when_it_dies(fixture: ClientFixture) -> None:
+    before = fixture.process
     before.kill()
-    async with asyncio.timeout(30):
-        while desk.process is before:
-            await asyncio.sleep(0.001)
-    desk.read(some(1))
-    await desk.summed()
+    await eventually(lambda: fixture.process is not before)
+    fixture.read(some(1))
+    await fixture.summed()
 
 
-async def test_it_is_tried_again_where_no_process_can_be_had(
-    desk: ClientFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fixture", [{"retry_after": 0.01}], indirect=True)
+async def test_starting_the_process_is_retried(
+    fixture: ClientFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "RETRY", 0.01)
     start, refusals = subprocess.Popen, [OSError("too many"), OSError("too many")]
 
     def popen(*arguments: Any, **options: Any) -> Any:
@@ -227,61 +225,57 @@ async def test_it_is_tried_again_where_no_process_can_be_had(
         return start(*arguments, **options)
 
     monkeypatch.setattr(subprocess, "Popen", popen)
-    desk.process.kill()
-    desk.read(some(1))
-    await desk.summed()
-    assert desk.failures == []
+    fixture.process.kill()
+    fixture.read(some(1))
+    await fixture.summed()
+    assert fixture.failures == []
     refusals += [OSError("none")] * 9
-    desk.process.kill()
-    async with asyncio.timeout(30):
-        while not desk.failures:
-            await asyncio.sleep(0.001)
-    assert "none" in str(desk.failures[0])
+    fixture.process.kill()
+    await eventually(lambda: fixture.failures)
+    assert "none" in str(fixture.failures[0])
     with pytest.raises(Failed, match="checksum process failed: none"):
-        ChecksumClient(desk.pool.descriptors, CHUNK, 2, desk.failures.append)
+        ChecksumClient(fixture.pool.descriptors, CHUNK, 2, fixture.failures.append)
 
 
-async def test_without_any_process_it_fails(desk: ClientFixture) -> None:
+async def test_without_any_process_it_fails(fixture: ClientFixture) -> None:
     """And says so once, and is not asked again."""
-    desk.client._arguments[1] = "0"  # a chunk has no bytes: it dies when it reads
-    desk.process.kill()
-    desk.read(some(1))
-    async with asyncio.timeout(60):
-        while not desk.failures:
-            await asyncio.sleep(0.01)
-    (error,) = desk.failures
+    fixture.client._arguments[1] = "0"  # a chunk has no bytes: it dies when it reads
+    fixture.process.kill()
+    fixture.read(some(1))
+    await eventually(lambda: fixture.failures)
+    (error,) = fixture.failures
     assert error.code == Code.COPY_FAILED
-    desk.read(some(2))
-    desk.client.close()
+    fixture.read(some(2))
+    fixture.client.close()
 
 
-async def test_signals_for_the_daemon_are_none_of_its_business(desk: ClientFixture) -> None:
+async def test_signals_for_the_daemon_are_none_of_its_business(fixture: ClientFixture) -> None:
     """A terminal's interrupt and hangup, and a service manager's SIGTERM, go to all processes."""
-    desk.read(some(1))
-    await desk.summed()  # it has begun
-    before = desk.process
+    fixture.read(some(1))
+    await fixture.summed()  # it has begun
+    before = fixture.process
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(before.pid, number)
-    desk.read(some(2))
-    await desk.summed()
-    assert desk.process is before
+    fixture.read(some(2))
+    await fixture.summed()
+    assert fixture.process is before
 
 
-async def test_it_ends_with_who_asks(desk: ClientFixture) -> None:
+async def test_the_process_ends_with_its_client(fixture: ClientFixture) -> None:
     """However that ended: nobody closes anything then but the kernel."""
-    desk.read(some(1))
-    await desk.summed()
-    process = desk.process
-    desk.client._loop.remove_reader(desk.client._socket.fileno())
-    desk.client._socket.close()
+    fixture.read(some(1))
+    await fixture.summed()
+    process = fixture.process
+    fixture.client._loop.remove_reader(fixture.client._socket.fileno())
+    fixture.client._socket.close()
     assert await asyncio.to_thread(process.wait, 30) == 0
 
 
-async def test_it_is_closed_at_once_whatever_is_to_be_done() -> None:
-    desk = ClientFixture()
-    desk.read(many(module.BATCH_BLOCKS))
-    desk.client.close()
-    desk.client.close()
+async def test_closing_drops_outstanding_requests() -> None:
+    fixture = ClientFixture()
+    fixture.read(many(BATCH_BLOCKS))
+    fixture.client.close()
+    fixture.client.close()
     time.sleep(0.01)
-    assert desk.sums == {0: None}
-    desk.pool.close()
+    assert fixture.sums == {0: None}
+    fixture.pool.close()

@@ -26,8 +26,9 @@ from kvferry.proto.errors import Code, Refused
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import Fingerprint, VerificationStatus
 from kvferry.shm.memfd import sealed_memfd
+from support.eventually import eventually
 
-from .stored_pool import BLOCK, COUNT, FINGERPRINT, KEYED, RAW, StoredPool, eventually, key, numbers
+from .stored_pool import BLOCK, COUNT, FINGERPRINT, KEYED, RAW, StoredPool, key, numbers
 
 
 class KeptFds:
@@ -66,14 +67,14 @@ class StoreFixture:
         return start
 
     def end(self, start: StartTransfer, *, done: bool = True, **parts: tuple[int, int]) -> None:
-        cargo = start.block_set
+        block_set = start.block_set
         theirs = {int(name[1:]): part for name, part in parts.items()}
         if done:
-            whole = BlockSet(cargo.owner, cargo.blocks, cargo.keys, theirs)
+            whole = BlockSet(block_set.owner, block_set.blocks, block_set.keys, theirs)
             self.store.commit_store(CommitBlocks(start.plan.serial, whole))
         self.store.end_store(start.plan.serial)
 
-    async def found(self, name: str = "ledger-1") -> tuple[ResidentBlock, ...]:
+    async def found(self, name: str = "block-table-1") -> tuple[ResidentBlock, ...]:
         """What another daemon finds, once all is committed."""
         await eventually(lambda: not self.store.busy)
         table = BlockTable(os.dup(self.fds.kept[name]))
@@ -90,102 +91,105 @@ async def pool() -> AsyncIterator[StoredPool]:
 
 
 @pytest.fixture
-async def desk(pool: StoredPool) -> AsyncIterator[StoreFixture]:
-    desk = StoreFixture(pool, KeptFds())
-    desk.store.apply_change(RegionCreated(KEYED))
-    yield desk
-    desk.store.close()
+async def fixture(pool: StoredPool) -> AsyncIterator[StoreFixture]:
+    fixture = StoreFixture(pool, KeptFds())
+    fixture.store.apply_change(RegionCreated(KEYED))
+    yield fixture
+    fixture.store.close()
 
 
-async def test_stores_are_found_in_the_order_in_which_they_began(desk: StoreFixture) -> None:
-    first, second = desk.start([3, 4], [1, 2]), desk.start([7], [3])
-    desk.end(second)
-    desk.end(first)
-    load = desk.start([4], direction=Direction.LOAD)
-    desk.end(load)
+async def test_stores_are_found_in_the_order_in_which_they_began(fixture: StoreFixture) -> None:
+    first, second = fixture.start([3, 4], [1, 2]), fixture.start([7], [3])
+    fixture.end(second)
+    fixture.end(first)
+    load = fixture.start([4], direction=Direction.LOAD)
+    fixture.end(load)
     expected = (ResidentBlock(3, key(1)), ResidentBlock(7, key(3)), ResidentBlock(4, key(2)))
-    assert await desk.found() == expected
+    assert await fixture.found() == expected
 
 
 async def test_blocks_by_number_are_found_with_the_part_that_is_loadable(
-    desk: StoreFixture,
+    fixture: StoreFixture,
 ) -> None:
-    desk.store.apply_change(RegionCreated(RAW))
-    desk.end(desk.start([5, 2], owner=RAW.owner), b5=(0, 3))
-    assert await desk.found("ledger-2") == (ResidentBlock(2, b""), ResidentBlock(5, b"", (0, 3)))
-    desk.end(desk.start([5], owner=RAW.owner))
-    assert await desk.found("ledger-2") == (ResidentBlock(2, b""), ResidentBlock(5, b""))
+    fixture.store.apply_change(RegionCreated(RAW))
+    fixture.end(fixture.start([5, 2], owner=RAW.owner), b5=(0, 3))
+    assert await fixture.found("block-table-2") == (
+        ResidentBlock(2, b""),
+        ResidentBlock(5, b"", (0, 3)),
+    )
+    fixture.end(fixture.start([5], owner=RAW.owner))
+    assert await fixture.found("block-table-2") == (ResidentBlock(2, b""), ResidentBlock(5, b""))
 
 
 async def test_a_commit_may_name_fewer_blocks_than_the_store_and_in_another_order(
-    desk: StoreFixture,
+    fixture: StoreFixture,
 ) -> None:
-    start = desk.start([9, 3, 6], [9, 3, 6])
-    over = desk.start([3], [3])
-    cargo = BlockSet(KEYED.owner, numbers(3, 9), (key(3), key(9)))
-    desk.store.commit_store(CommitBlocks(start.plan.serial, cargo))
-    desk.store.end_store(start.plan.serial)
-    desk.end(over, done=False)
-    assert await desk.found() == (ResidentBlock(9, key(9)),)
+    start = fixture.start([9, 3, 6], [9, 3, 6])
+    over = fixture.start([3], [3])
+    block_set = BlockSet(KEYED.owner, numbers(3, 9), (key(3), key(9)))
+    fixture.store.commit_store(CommitBlocks(start.plan.serial, block_set))
+    fixture.store.end_store(start.plan.serial)
+    fixture.end(over, done=False)
+    assert await fixture.found() == (ResidentBlock(9, key(9)),)
 
 
-async def test_a_store_that_was_not_committed_is_not_found(desk: StoreFixture) -> None:
-    desk.end(desk.start([1, 2], [1, 2]))
-    over = desk.start([2], [3])
-    assert await desk.found() == (ResidentBlock(1, key(1)),)
-    desk.end(over, done=False)
-    desk.store.commit_store(CommitBlocks(over.plan.serial, over.block_set))
-    assert await desk.found() == (ResidentBlock(1, key(1)),)
-    assert not desk.store._stores
+async def test_a_store_that_was_not_committed_is_not_found(fixture: StoreFixture) -> None:
+    fixture.end(fixture.start([1, 2], [1, 2]))
+    over = fixture.start([2], [3])
+    assert await fixture.found() == (ResidentBlock(1, key(1)),)
+    fixture.end(over, done=False)
+    fixture.store.commit_store(CommitBlocks(over.plan.serial, over.block_set))
+    assert await fixture.found() == (ResidentBlock(1, key(1)),)
+    assert not fixture.store._stores
 
 
-async def test_a_wipe_takes_what_is_not_committed_yet_along(desk: StoreFixture) -> None:
-    desk.end(desk.start([1], [1]))
-    late = desk.start([2], [2])
-    desk.store.apply_change(RegionUpdated(KEYED, wipe=True))
-    desk.end(late)
-    assert await desk.found() == ()
-    desk.end(desk.start([1], [3]))
-    assert await desk.found() == (ResidentBlock(1, key(3)),)
+async def test_a_wipe_takes_what_is_not_committed_yet_along(fixture: StoreFixture) -> None:
+    fixture.end(fixture.start([1], [1]))
+    late = fixture.start([2], [2])
+    fixture.store.apply_change(RegionUpdated(KEYED, wipe=True))
+    fixture.end(late)
+    assert await fixture.found() == ()
+    fixture.end(fixture.start([1], [3]))
+    assert await fixture.found() == (ResidentBlock(1, key(3)),)
 
 
-async def test_a_region_that_ends_is_kept_no_longer(desk: StoreFixture) -> None:
-    desk.end(desk.start([1], [1]))
-    late = desk.start([2], [2])
-    other = os.dup(desk.fds.kept["ledger-1"])
-    (table,) = desk.store._all_tables()
-    desk.store.apply_change(RegionFreed(KEYED.owner))
-    desk.end(late)
-    assert desk.fds.kept == {}
+async def test_a_freed_region_is_removed_from_the_store(fixture: StoreFixture) -> None:
+    fixture.end(fixture.start([1], [1]))
+    late = fixture.start([2], [2])
+    other = os.dup(fixture.fds.kept["block-table-1"])
+    (table,) = fixture.store._all_tables()
+    fixture.store.apply_change(RegionFreed(KEYED.owner))
+    fixture.end(late)
+    assert fixture.fds.kept == {}
     assert table.closed
     with pytest.raises(Refused):
         BlockTable(other)  # a copy of the descriptor somewhere is no table any more either
-    desk.store.apply_change(RegionFreed(KEYED.owner))
-    desk.store.apply_change(RegionCreated(KEYED))
-    assert list(desk.fds.kept) == ["ledger-2"]
+    fixture.store.apply_change(RegionFreed(KEYED.owner))
+    fixture.store.apply_change(RegionCreated(KEYED))
+    assert list(fixture.fds.kept) == ["block-table-2"]
 
 
-async def test_an_heir_verifies_what_it_finds_and_drops_the_rest(
-    desk: StoreFixture, pool: StoredPool
+async def test_the_next_daemon_verifies_valid_tables_and_drops_others(
+    fixture: StoreFixture, pool: StoredPool
 ) -> None:
-    desk.end(desk.start([1], [1]))
-    desk.store.apply_change(RegionCreated(RAW))
-    desk.end(desk.start([4], owner=RAW.owner))
-    assert await desk.found()
+    fixture.end(fixture.start([1], [1]))
+    fixture.store.apply_change(RegionCreated(RAW))
+    fixture.end(fixture.start([4], owner=RAW.owner))
+    assert await fixture.found()
     junk = os.memfd_create("junk")
-    desk.fds.kept["ledger-7"] = junk
-    longer = sealed_memfd("longer", os.fstat(desk.fds.kept["ledger-1"]).st_size + 1)
-    os.pwrite(longer, os.pread(desk.fds.kept["ledger-1"], 1 << 24, 0), 0)
-    desk.fds.kept["ledger-8"] = longer
-    kept = {name: os.dup(descriptor) for name, descriptor in desk.fds.kept.items()}
-    heir = StoreFixture(pool, desk.fds)
+    fixture.fds.kept["block-table-7"] = junk
+    longer = sealed_memfd("longer", os.fstat(fixture.fds.kept["block-table-1"]).st_size + 1)
+    os.pwrite(longer, os.pread(fixture.fds.kept["block-table-1"], 1 << 24, 0), 0)
+    fixture.fds.kept["block-table-8"] = longer
+    kept = {name: os.dup(descriptor) for name, descriptor in fixture.fds.kept.items()}
+    heir = StoreFixture(pool, fixture.fds)
     found: list[RecoveredRegion] = []
     heir.store.restore_regions(kept, found.append)
     assert found == [
         RecoveredRegion(KEYED, (ResidentBlock(1, key(1)),)),
         RecoveredRegion(RAW, (ResidentBlock(4, b""),)),
     ]
-    assert list(desk.fds.kept) == ["ledger-1", "ledger-2"]
+    assert list(fixture.fds.kept) == ["block-table-1", "block-table-2"]
     assert heir.store.verification is None
     heir.store.start()
     await eventually(lambda: len(pool.reports) == 2)
@@ -194,18 +198,20 @@ async def test_an_heir_verifies_what_it_finds_and_drops_the_rest(
     def refuse(found: RecoveredRegion) -> None:
         raise Refused(Code.POOL_FULL, "no room", found.record.name)
 
-    kept = {name: os.dup(descriptor) for name, descriptor in desk.fds.kept.items()}
-    other = StoreFixture(pool, desk.fds)
+    kept = {name: os.dup(descriptor) for name, descriptor in fixture.fds.kept.items()}
+    other = StoreFixture(pool, fixture.fds)
     other.store.restore_regions(kept, refuse)
-    assert desk.fds.kept == {}
+    assert fixture.fds.kept == {}
     assert other.store._all_tables() == []
     for table in heir.store._all_tables():
         table.close()
 
 
-async def test_an_heir_takes_the_oldest_first_and_gives_no_name_twice(pool: StoredPool) -> None:
+async def test_the_next_daemon_restores_the_oldest_first_and_reuses_no_name(
+    pool: StoredPool,
+) -> None:
     fds = KeptFds()
-    names = {"ledger-10": "b", "ledger-9": "a"}
+    names = {"block-table-10": "b", "block-table-9": "a"}
     for name, model in names.items():
         fingerprint = Fingerprint(model, BLOCK, key_bytes=8)
         table = BlockTable.create(RegionRecord(model, 0, COUNT * BLOCK, fingerprint=fingerprint))
@@ -216,32 +222,32 @@ async def test_an_heir_takes_the_oldest_first_and_gives_no_name_twice(pool: Stor
     heir.store.restore_regions({name: os.dup(fds.kept[name]) for name in names}, found.append)
     assert [each.record.name for each in found] == ["a", "b"]
     heir.store.apply_change(RegionCreated(KEYED))
-    assert list(fds.kept) == [*names, "ledger-11"]
+    assert list(fds.kept) == [*names, "block-table-11"]
     heir.store.close()
 
 
 async def test_a_region_without_a_table_serves_all_the_same(
-    desk: StoreFixture, monkeypatch: pytest.MonkeyPatch
+    fixture: StoreFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none_left(*_: Any) -> BlockTable:
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(BlockTable, "create", none_left)
-    desk.store.apply_change(RegionCreated(RAW))
-    desk.store.apply_change(RegionUpdated(RAW, wipe=True))
-    desk.end(desk.start([1], owner=RAW.owner))
-    desk.store.apply_change(RegionFreed(RAW.owner))
-    assert not desk.store.busy
-    assert list(desk.fds.kept) == ["ledger-1"]
+    fixture.store.apply_change(RegionCreated(RAW))
+    fixture.store.apply_change(RegionUpdated(RAW, wipe=True))
+    fixture.end(fixture.start([1], owner=RAW.owner))
+    fixture.store.apply_change(RegionFreed(RAW.owner))
+    assert not fixture.store.busy
+    assert list(fixture.fds.kept) == ["block-table-1"]
 
 
-async def test_a_record_that_outgrows_its_table_ends_the_keeping(desk: StoreFixture) -> None:
+async def test_a_record_that_outgrows_its_table_ends_the_keeping(fixture: StoreFixture) -> None:
     pages = ((1 << 60,) * (1 << 18),)
     longer = RegionRecord(KEYED.name, 0, KEYED.nbytes, fingerprint=FINGERPRINT, pages=pages)
-    desk.store.apply_change(RegionUpdated(longer))
-    assert desk.fds.kept == {}
-    desk.end(desk.start([1], [1]))
-    assert not desk.store.busy
+    fixture.store.apply_change(RegionUpdated(longer))
+    assert fixture.fds.kept == {}
+    fixture.end(fixture.start([1], [1]))
+    assert not fixture.store.busy
 
 
 async def test_the_scrub_reads_what_is_committed(pool: StoredPool) -> None:
@@ -250,9 +256,9 @@ async def test_the_scrub_reads_what_is_committed(pool: StoredPool) -> None:
     store.start()
     blocks = numbers(3)
     plan = CopyPlan(1, 1, Direction.STORE, (), 0, 0, 0, 0)
-    cargo = BlockSet(KEYED.owner, blocks, (key(3),))
-    store.invalidate_blocks(StartTransfer(plan, "a", 1, cargo))
-    store.commit_store(CommitBlocks(1, cargo))
+    block_set = BlockSet(KEYED.owner, blocks, (key(3),))
+    store.invalidate_blocks(StartTransfer(plan, "a", 1, block_set))
+    store.commit_store(CommitBlocks(1, block_set))
     await eventually(lambda: not store.busy)
     assert pool.reports == []
     pool.damage(store._all_tables()[0], 3)

@@ -9,19 +9,18 @@ from typing import Any
 import pytest
 
 from kvferry.daemon.core.actions import BlocksCorrupted
-from kvferry.daemon.persistence import scrub as module
 from kvferry.daemon.persistence.block_check import BlockCheck
 from kvferry.daemon.persistence.checksum_client import Purpose
-from kvferry.daemon.persistence.scrub import Scrub
+from kvferry.daemon.persistence.scrub import BATCH_SECONDS, Scrub
+from support.eventually import eventually
 
-from .stored_pool import BLOCK, KEYED, RAW, StoredPool, eventually, numbers
+from .stored_pool import BLOCK, KEYED, RAW, StoredPool, numbers
 
 FAST = 1 << 30
 
 
 @pytest.fixture
-async def pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StoredPool]:
-    monkeypatch.setattr(module, "IDLE", 0.01)
+async def pool() -> AsyncIterator[StoredPool]:
     pool = StoredPool()
     yield pool
     pool.close()
@@ -68,11 +67,11 @@ async def test_every_committed_block_has_its_turn(
     pool: StoredPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those that are committed or go meanwhile; unverified ones are not its own."""
-    monkeypatch.setattr(module, "SEARCHED", 3)
     checks, tables = ScrubbedBlocks(), [pool.table(KEYED), pool.table(RAW)]
     pool.commit(tables[0], 0, 1, 2, 8)
     pool.commit(tables[1], 5)
-    scrub = Scrub(checks, int(2 * BLOCK / module.BATCH_SECONDS), lambda: tables)  # type: ignore[arg-type]
+    rate = int(2 * BLOCK / BATCH_SECONDS)
+    scrub = Scrub(checks, rate, lambda: tables, searched=3)  # type: ignore[arg-type]
     monkeypatch.setattr(scrub, "_pause", lambda seconds: scrub._step())
     scrub.start()
 
@@ -100,7 +99,7 @@ async def test_every_committed_block_has_its_turn(
 
 
 @pytest.mark.parametrize(("rate", "blocks", "pause"), [(BLOCK, 1, 1.0), (16 * BLOCK, 4, 0.25)])
-async def test_it_pauses_for_as_long_as_the_batch_takes_at_its_rate(
+async def test_the_pause_after_a_batch_follows_from_the_rate(
     pool: StoredPool, rate: int, blocks: int, pause: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table, checks, pauses = pool.table(RAW), ScrubbedBlocks(), list[float]()
@@ -113,7 +112,7 @@ async def test_it_pauses_for_as_long_as_the_batch_takes_at_its_rate(
     assert pauses == [pause]
 
 
-async def test_a_rate_of_none_reads_nothing(pool: StoredPool) -> None:
+async def test_a_scrub_rate_of_zero_reads_nothing(pool: StoredPool) -> None:
     table, checks = pool.table(RAW), ScrubbedBlocks()
     pool.commit(table, 1)
     Scrub(checks, 0, lambda: [table]).start()  # type: ignore[arg-type]
@@ -121,9 +120,9 @@ async def test_a_rate_of_none_reads_nothing(pool: StoredPool) -> None:
     assert checks.asked == []
 
 
-async def test_it_waits_for_the_first_region(pool: StoredPool) -> None:
+async def test_the_scrub_waits_for_the_first_region(pool: StoredPool) -> None:
     checks, tables = ScrubbedBlocks(), list[Any]()
-    scrub = Scrub(checks, FAST, lambda: tables)  # type: ignore[arg-type]
+    scrub = Scrub(checks, FAST, lambda: tables, idle=0.01)  # type: ignore[arg-type]
     scrub.start()
     await asyncio.sleep(0.03)
     tables.append(pool.table(RAW))

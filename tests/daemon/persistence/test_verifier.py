@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from kvferry.daemon.core.actions import BlocksCorrupted, BlocksVerified
-from kvferry.daemon.persistence import verifier as module
 from kvferry.daemon.persistence.block_check import BlockCheck
-from kvferry.daemon.persistence.checksum_client import Purpose
+from kvferry.daemon.persistence.checksum_client import BATCH_BYTES, Purpose
 from kvferry.daemon.persistence.verifier import Verifier
 from kvferry.proto.status import VerificationStatus
+from support.eventually import eventually
 
-from .stored_pool import BLOCK, COUNT, KEYED, RAW, StoredPool, eventually, numbers
+from .stored_pool import BLOCK, COUNT, KEYED, RAW, StoredPool, numbers, of_large_blocks
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ class VerifiedBlocks:
         table.mark_verified(blocks)
 
 
-async def test_all_that_was_left_is_verified_and_what_was_damaged_is_not(pool: StoredPool) -> None:
+async def test_all_restored_blocks_are_verified_except_damaged_ones(pool: StoredPool) -> None:
     keyed, raw = pool.table(KEYED), pool.table(RAW)
     for table in (keyed, raw):
         pool.commit(table, *range(COUNT))
@@ -58,10 +58,9 @@ async def test_all_that_was_left_is_verified_and_what_was_damaged_is_not(pool: S
     assert (corrupted.owner, corrupted.blocks.tolist()) == (RAW.owner, [7])
 
 
-async def test_the_most_recently_used_come_first_whichever_region_they_are_of(
-    pool: StoredPool, monkeypatch: pytest.MonkeyPatch
+async def test_the_most_recently_used_blocks_of_all_regions_are_verified_first(
+    pool: StoredPool,
 ) -> None:
-    monkeypatch.setattr(module, "STRETCH", 2)
     keyed, raw = pool.table(KEYED), pool.table(RAW)
     for table, block in ((keyed, 1), (raw, 1), (raw, 5), (keyed, 9), (keyed, 3), (raw, 4)):
         pool.commit(table, block)
@@ -69,7 +68,7 @@ async def test_the_most_recently_used_come_first_whichever_region_they_are_of(
     for table in (keyed, raw):
         table.mark_unverified(table.committed_blocks())
     checks = VerifiedBlocks()
-    verifier = Verifier(checks, 100)  # type: ignore[arg-type]
+    verifier = Verifier(checks, 100, range_blocks=2)  # type: ignore[arg-type]
     verifier.start([keyed, raw])
     assert checks.asked == [
         ("namespace", [1]),
@@ -79,22 +78,20 @@ async def test_the_most_recently_used_come_first_whichever_region_they_are_of(
     ]
 
 
-async def test_few_are_asked_for_at_a_time_and_none_that_was_stored_over(
-    pool: StoredPool, monkeypatch: pytest.MonkeyPatch
+async def test_few_batches_are_requested_at_a_time_and_no_overwritten_block(
+    pool: StoredPool,
 ) -> None:
-    monkeypatch.setattr("kvferry.daemon.persistence.checksum_client.BATCH_BLOCKS", 2)
-    table = pool.table(KEYED)
+    table = pool.table(of_large_blocks(KEYED, BATCH_BYTES // 2))
     pool.commit(table, *reversed(range(8)))
     table.mark_unverified(table.committed_blocks())
     checks = VerifiedBlocks()
     verifier = Verifier(checks, 2)  # type: ignore[arg-type]
     verifier.start([table])
-    expected = [7, 6], [5, 4]
-    assert [blocks for _, blocks in checks.asked] == [[7, 6], [5, 4]], expected
+    assert [blocks for _, blocks in checks.asked] == [[7, 6], [5, 4]]
     table.invalidate(numbers(3, 1, 0))
     checks.waiting.pop(0)()
     assert checks.asked[2:] == [("namespace", [2])]
-    assert verifier.status == VerificationStatus(8 * BLOCK, 8 * BLOCK)
+    assert verifier.status == VerificationStatus(4 * BATCH_BYTES, 4 * BATCH_BYTES)
     for done in tuple(checks.waiting):
         done()
     assert len(checks.asked) == 3

@@ -36,13 +36,13 @@ def knock(path: Path) -> None:
         knocking.connect(str(path))
 
 
-async def test_nobody_sees_a_socket_before_it_listens(path: Path, door: AcceptGate) -> None:
+async def test_a_socket_is_visible_only_once_it_listens(path: Path, door: AcceptGate) -> None:
     assert not path.exists()
     door.open_gate()
     knock(path)
 
 
-async def test_it_shuts_where_descriptors_run_out(path: Path, door: AcceptGate) -> None:
+async def test_the_gate_closes_when_descriptors_run_out(path: Path, door: AcceptGate) -> None:
     door.open_gate()
     door.connection_accepted(max_client_fd())
     assert path.exists()
@@ -52,7 +52,7 @@ async def test_it_shuts_where_descriptors_run_out(path: Path, door: AcceptGate) 
 
 
 @pytest.mark.parametrize("cleared", [False, True])
-async def test_it_leaves_nothing_behind(path: Path, door: AcceptGate, cleared: bool) -> None:
+async def test_the_gate_leaves_no_file_behind(path: Path, door: AcceptGate, cleared: bool) -> None:
     door.open_gate()
     if cleared:
         path.unlink()

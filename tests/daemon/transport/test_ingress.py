@@ -15,41 +15,40 @@ import zmq
 
 from kvferry.daemon.access.admission import Admission
 from kvferry.daemon.access.connections import Connections
-from kvferry.daemon.transport import ingress as intake_module
 from kvferry.daemon.transport.ingress import READ, TURN, Frames, Ingress
 from kvferry.daemon.transport.peers import Peer, Peers
 from kvferry.proto.messages import PROTOCOL, Hello
 
 HELLO = Hello(PROTOCOL, PROTOCOL, "a client", "an engine")
-NEAR = "inproc://near"
-"""What was sent there has arrived; but connections have no numbers, and nobody knows who it is."""
-TURNED = b"the others had their turn"
+# Messages sent there have arrived at once; but connections have no numbers and no credentials.
+INPROC = "inproc://router"
+TURNED = b"the loop ran everything else"
 CLOSED = b"connection closed"
 
 
 class IngressFixture:
-    """A ROUTER, and its intake. events: all that was heard, and what became of peers.
+    """A ROUTER, and its ingress. events: received messages, and reasons of disconnects.
 
-    costs: seconds that a message takes to serve, by the clock of the intake.
+    costs: seconds that a message takes to serve, by the clock of the ingress. unknown: messages
+    from connections without a session.
     """
 
     def __init__(self, place: Path) -> None:
         self.context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
-        self.router, self.far = self._socket(zmq.ROUTER), f"ipc://{place}"
-        self.router.bind(NEAR)
-        self.router.bind(self.far)
+        self.router, self.ipc = self._socket(zmq.ROUTER), f"ipc://{place}"
+        self.router.bind(INPROC)
+        self.router.bind(self.ipc)
         self.events: list[bytes] = []
         self.unknown: list[bytes] = []
-        """What was heard of those who are no peers."""
-        self.came: list[int] = []
+        self.accepted: list[int] = []
         self.costs: dict[bytes, float] = {}
         self.now = 0.0
-        self.on_hearing: Callable[[bytes], None] = lambda _: None
+        self.on_receive: Callable[[bytes], None] = lambda _: None
         self.peers = Peers(self.disconnect_client)
-        door: Any = SimpleNamespace(connection_accepted=self.came.append)
-        self.intake = Ingress(
-            self.router, self.peers, door, Connections(Admission()), self, lambda: self.now
+        accept_gate: Any = SimpleNamespace(connection_accepted=self.accepted.append)
+        self.ingress = Ingress(
+            self.router, self.peers, accept_gate, Connections(Admission()), self, lambda: self.now
         )
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
@@ -59,14 +58,14 @@ class IngressFixture:
         one.setsockopt(zmq.RCVHWM, 0)
         return one
 
-    def client(self, address: str = NEAR, session: str = "s") -> zmq.Socket[bytes]:
+    def client(self, address: str = INPROC, session: str = "s") -> zmq.Socket[bytes]:
         """A peer of this session."""
         one = self._socket(zmq.DEALER)
         one.connect(address)
         one.send(b"hello")
         assert self.router.poll(10_000)
         identity, frame = self.router.recv(), self.router.recv(copy=False)
-        if address != NEAR:
+        if address != INPROC:
             self.peers.add_peer(session, identity, frame, HELLO)
             return one
         pidfd = os.pidfd_open(os.getpid())
@@ -74,36 +73,36 @@ class IngressFixture:
         self.peers.by_session[session] = self.peers.by_identity[identity] = peer
         return one
 
-    # What the intake tells
+    # MessageHandler
 
     def receive_message(self, identity: bytes, peer: Peer | None, frames: Frames) -> None:
         data = b"".join(f if isinstance(f, bytes) else f.bytes for f in frames)
         (self.events if peer is not None else self.unknown).append(data)
         self.now += self.costs.get(data, 1e-5)
-        self.on_hearing(data)
+        self.on_receive(data)
 
     def disconnect_client(self, peer: Peer, reason: str) -> None:
         self.events.append(reason.encode())
-        self.intake.drop_messages(peer)
+        self.ingress.drop_messages(peer)
         self.peers.remove_peer(peer.session)
 
     async def until(self, ready: Callable[[], bool]) -> None:
-        """With a note in `events` whenever the loop came round."""
+        """TURNED is added to `events` whenever the loop ran."""
         async with asyncio.timeout(10):
             while not ready():
                 await asyncio.sleep(0)
                 self.events.append(TURNED)
 
-    def heard(self) -> list[bytes]:
+    def received(self) -> list[bytes]:
         return [event for event in self.events if event != TURNED]
 
     def longest(self) -> int:
-        """How much was heard, at most, while nobody else had a turn."""
+        """How many messages were received, at most, before the loop ran everything else."""
         return max(len(list(run)) for turn, run in groupby(self.events, TURNED.__eq__) if not turn)
 
     def close(self) -> None:
         if not self.router.closed:
-            self.intake.close()
+            self.ingress.close()
         self.peers.close()
         for one in self._sockets:
             one.close(0)
@@ -111,176 +110,185 @@ class IngressFixture:
 
 
 @pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[IngressFixture]:
-    one = IngressFixture(tmp_path / "far")
-    yield one
-    one.close()
+async def fixture(tmp_path: Path) -> AsyncIterator[IngressFixture]:
+    fixture = IngressFixture(tmp_path / "router.sock")
+    yield fixture
+    fixture.close()
 
 
-def count(house: IngressFixture, data: bytes) -> int:
-    return house.events.count(data)
+def count(fixture: IngressFixture, data: bytes) -> int:
+    return fixture.events.count(data)
 
 
-async def test_who_sends_without_end_has_one_turn_of_two(house: IngressFixture) -> None:
-    """And nothing stays behind: the descriptor tells once of all that there is."""
-    client = house.client()
-    house.costs[b"more"] = TURN / 8
+async def test_a_client_that_sends_endlessly_uses_every_other_turn_of_the_loop(
+    fixture: IngressFixture,
+) -> None:
+    """And no message is left in the socket, whose descriptor signals each change once."""
+    client = fixture.client()
+    fixture.costs[b"more"] = TURN / 8
     for _ in range(10 * READ):
         client.send(b"more")
-    house.intake.start()
-    await house.until(lambda: count(house, b"more") == 10 * READ)
-    assert house.longest() <= 2 * 9  # one by the descriptor, and one that was due
+    fixture.ingress.start()
+    await fixture.until(lambda: count(fixture, b"more") == 10 * READ)
+    assert fixture.longest() <= 2 * 9  # one by the descriptor, and one that was due
 
 
-async def test_who_takes_long_waits_until_the_other_has_had_as_much(house: IngressFixture) -> None:
-    """However many of its messages wait, and whichever were read first."""
-    slow, quick = house.client(session="slow"), house.client(session="quick")
-    house.costs |= {b"slow": 0.3, b"quick": 0.001}
+async def test_a_client_with_expensive_messages_waits_until_the_other_has_used_as_much(
+    fixture: IngressFixture,
+) -> None:
+    """However many of its messages wait, in whatever order they were read."""
+    slow, quick = fixture.client(session="slow"), fixture.client(session="quick")
+    fixture.costs |= {b"slow": 0.3, b"quick": 0.001}
     for _ in range(10):
         slow.send(b"slow")
     for _ in range(1000):
         quick.send(b"quick")
-    house.intake.start()
-    await house.until(lambda: len(house.heard()) == 1010)
-    runs = [(data, len(list(run))) for data, run in groupby(house.heard())]
+    fixture.ingress.start()
+    await fixture.until(lambda: len(fixture.received()) == 1010)
+    runs = [(data, len(list(run))) for data, run in groupby(fixture.received())]
     slow_runs = [number for data, number in runs if data == b"slow"]
     quick_runs = [number for data, number in runs if data == b"quick"]
     assert slow_runs == [1, 1, 1, 1, 6]  # alone at last, it need not wait
     assert all(290 <= number <= 310 for number in quick_runs[-3:-1])
 
 
-async def test_who_asks_one_thing_at_a_time_waits_for_one_message_at_most(
-    house: IngressFixture,
+async def test_a_client_with_one_request_at_a_time_waits_for_one_message_at_most(
+    fixture: IngressFixture,
 ) -> None:
     """Beside clients that send the next expensive one as soon as they can."""
-    honest = house.client(session="honest")
-    slow = {b"slow %d" % number: house.client(session=str(number)) for number in range(2)}
-    house.costs |= zip(slow, (0.3, 0.31), strict=True)
+    modest = fixture.client(session="modest")
+    slow = {b"slow %d" % number: fixture.client(session=str(number)) for number in range(2)}
+    fixture.costs |= zip(slow, (0.3, 0.31), strict=True)
 
     def next_one(data: bytes) -> None:
-        slow.get(data, honest).send(data)
+        slow.get(data, modest).send(data)
 
-    house.on_hearing = next_one
+    fixture.on_receive = next_one
     for data, client in slow.items():
         client.send(data)
-    house.intake.start()
-    await house.until(lambda: len(house.heard()) > 4)
-    house.events.clear()
-    honest.send(b"quick")
-    await house.until(lambda: count(house, b"quick") > 100)
+    fixture.ingress.start()
+    await fixture.until(lambda: len(fixture.received()) > 4)
+    fixture.events.clear()
+    modest.send(b"quick")
+    await fixture.until(lambda: count(fixture, b"quick") > 100)
     between = [
-        len(list(run)) for quick, run in groupby(house.heard(), b"quick".__eq__) if not quick
+        len(list(run)) for quick, run in groupby(fixture.received(), b"quick".__eq__) if not quick
     ]
     assert max(between) == 1
 
 
-async def test_idle_time_is_not_saved_up(house: IngressFixture) -> None:
-    early, late = house.client(session="early"), house.client(session="late")
-    house.costs |= {b"early": 0.01, b"late": 0.01}
+async def test_idle_time_is_not_saved_up(fixture: IngressFixture) -> None:
+    early, late = fixture.client(session="early"), fixture.client(session="late")
+    fixture.costs |= {b"early": 0.01, b"late": 0.01}
     late.send(b"late")
-    house.intake.start()
-    await house.until(lambda: count(house, b"late") == 1)
+    fixture.ingress.start()
+    await fixture.until(lambda: count(fixture, b"late") == 1)
     for _ in range(1000):
         early.send(b"early")
-    await house.until(lambda: count(house, b"early") > 500)
-    house.events.clear()
+    await fixture.until(lambda: count(fixture, b"early") > 500)
+    fixture.events.clear()
     for _ in range(100):
         late.send(b"late")
-    await house.until(lambda: count(house, b"late") == 100)
-    assert 98 <= count(house, b"early") <= 102
+    await fixture.until(lambda: count(fixture, b"late") == 100)
+    assert 98 <= count(fixture, b"early") <= 102
 
 
-@pytest.mark.parametrize(("name", "most"), [("MAX_WAITING", 10), ("MAX_WAITING_BYTES", 1000)])
-async def test_what_waits_is_bounded(
-    house: IngressFixture, monkeypatch: pytest.MonkeyPatch, name: str, most: int
-) -> None:
-    monkeypatch.setattr(intake_module, name, most)
-    client, waiting = house.client(), list[int]()
-    house.on_hearing = lambda _: waiting.append(house.intake._count)
+@pytest.mark.parametrize(("name", "most"), [("max_waiting", 10), ("max_waiting_bytes", 1000)])
+async def test_waiting_messages_are_bounded(fixture: IngressFixture, name: str, most: int) -> None:
+    setattr(fixture.ingress, name, most)
+    client, waiting = fixture.client(), list[int]()
+    fixture.on_receive = lambda _: waiting.append(fixture.ingress._count)
     numbers = [b"%0100d" % number for number in range(500)]
     for number in numbers:
         client.send(number)
-    house.intake.start()
-    await house.until(lambda: len(house.heard()) == 500)
-    assert house.heard() == numbers
+    fixture.ingress.start()
+    await fixture.until(lambda: len(fixture.received()) == 500)
+    assert fixture.received() == numbers
     assert max(waiting) == 9
-    assert (house.intake._count, house.intake._nbytes) == (0, 0)
+    assert (fixture.ingress._count, fixture.ingress._nbytes) == (0, 0)
 
 
-async def test_what_waits_of_one_that_left_is_dropped(house: IngressFixture) -> None:
-    client = house.client()
-    (peer,) = house.peers.by_session.values()
-    house.on_hearing = lambda _: house.disconnect_client(peer, "it died")
+async def test_waiting_messages_of_a_disconnected_client_are_dropped(
+    fixture: IngressFixture,
+) -> None:
+    client = fixture.client()
+    (peer,) = fixture.peers.by_session.values()
+    fixture.on_receive = lambda _: fixture.disconnect_client(peer, "it died")
     for _ in range(10):
         client.send(b"more")
-    house.intake.start()
+    fixture.ingress.start()
     await asyncio.sleep(0.01)
-    assert (house.heard(), house.unknown) == ([b"more", b"it died"], [])
-    assert (house.intake._count, house.intake._nbytes) == (0, 0)
+    assert (fixture.received(), fixture.unknown) == ([b"more", b"it died"], [])
+    assert (fixture.ingress._count, fixture.ingress._nbytes) == (0, 0)
 
 
-async def test_a_second_hello_behind_a_goodbye_tells_where_it_came_from(
-    house: IngressFixture,
+async def test_a_second_hello_behind_a_goodbye_is_read_with_its_credentials(
+    fixture: IngressFixture,
 ) -> None:
-    """As the first does: it is read while its sender is still a peer."""
-    client, kinds = house.client(), list[type]()
+    """As the first is, though it is read while its sender is still a peer."""
+    client, kinds = fixture.client(), list[type]()
 
     def receive(identity: bytes, peer: Peer | None, frames: Frames) -> None:
         kinds.append(type(frames[0]))
         if peer is not None:
-            house.peers.remove_peer(peer.session)
+            fixture.peers.remove_peer(peer.session)
 
-    house.receive_message = receive  # type: ignore[method-assign]
+    fixture.receive_message = receive  # type: ignore[method-assign]
     for data in (b"goodbye", b"hello"):
         client.send(data)
-    house.intake.start()
-    await house.until(lambda: len(kinds) == 2)
+    fixture.ingress.start()
+    await fixture.until(lambda: len(kinds) == 2)
     assert kinds == [bytes, zmq.Frame]
-    assert not house.intake._queues
+    assert not fixture.ingress._queues
 
 
-async def test_what_came_before_an_end_is_heard_before_it(house: IngressFixture) -> None:
-    """Of many messages, too: else the last of who goes without a word were lost."""
-    client = house.client(house.far)
-    house.intake.handle_connections()
+async def test_messages_are_received_before_the_end_of_their_connection(
+    fixture: IngressFixture,
+) -> None:
+    """Also many: else the last messages of a client that only closes its socket were lost."""
+    client = fixture.client(fixture.ipc)
+    fixture.ingress.handle_connections()
     for _ in range(4 * READ):
         client.send(b"last")
     client.close(10_000)
-    assert house.intake._monitor.poll(10_000)  # it is closed
-    house.intake.start()
-    await house.until(lambda: CLOSED in house.events)
-    assert house.heard() == [b"last"] * 4 * READ + [CLOSED]
+    assert fixture.ingress._monitor.poll(10_000)  # it is closed
+    fixture.ingress.start()
+    await fixture.until(lambda: CLOSED in fixture.events)
+    assert fixture.received() == [b"last"] * 4 * READ + [CLOSED]
 
 
-async def test_an_end_does_not_wait_for_who_sends_without_one(house: IngressFixture) -> None:
-    client, other = house.client(session="more"), house.client(house.far, "other")
-    house.intake.handle_connections()
+async def test_the_end_of_a_connection_does_not_wait_for_messages_of_another(
+    fixture: IngressFixture,
+) -> None:
+    client, other = fixture.client(session="more"), fixture.client(fixture.ipc, "other")
+    fixture.ingress.handle_connections()
     for _ in range(4000):
         client.send(b"more")
     other.send(b"last")
     other.close(10_000)
-    assert house.intake._monitor.poll(10_000)
-    house.intake.start()
-    await house.until(lambda: CLOSED in house.events)
-    heard = house.heard()
-    assert heard.index(b"last") < heard.index(CLOSED) < 100
+    assert fixture.ingress._monitor.poll(10_000)
+    fixture.ingress.start()
+    await fixture.until(lambda: CLOSED in fixture.events)
+    received = fixture.received()
+    assert received.index(b"last") < received.index(CLOSED) < 100
 
 
-async def test_the_door_knows_at_once_who_came(house: IngressFixture) -> None:
+async def test_the_accept_gate_counts_each_connection_at_once(fixture: IngressFixture) -> None:
     for number in range(3):
-        house.client(house.far, str(number))
-    house.intake.handle_connections()
-    assert len(house.came) == 3
+        fixture.client(fixture.ipc, str(number))
+    fixture.ingress.handle_connections()
+    assert len(fixture.accepted) == 3
 
 
-async def test_a_turn_that_was_due_finds_the_socket_closed(house: IngressFixture) -> None:
-    """It leaves it alone."""
-    mistakes: list[object] = []
+async def test_a_turn_that_is_due_when_the_socket_is_closed_does_nothing(
+    fixture: IngressFixture,
+) -> None:
+    errors: list[object] = []
     loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda _, context: mistakes.append(context))
-    house.intake.drain_soon()
-    house.intake.close()
-    house.router.close(0)
+    loop.set_exception_handler(lambda _, context: errors.append(context))
+    fixture.ingress.drain_soon()
+    fixture.ingress.close()
+    fixture.router.close(0)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert mistakes == []
+    assert errors == []

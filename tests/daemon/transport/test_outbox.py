@@ -1,4 +1,4 @@
-"""What is kept for a peer that takes nothing, and how it goes."""
+"""Outboxes of peers that receive nothing, or too slowly."""
 
 from __future__ import annotations
 
@@ -6,160 +6,153 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
 import zmq
 
-from kvferry.daemon.transport import outbox as outbox_module
-from kvferry.daemon.transport.outbox import Outboxes
+from kvferry.daemon.core.actions import SendMessage
+from kvferry.daemon.transport.outbox import Outboxes, OutboxLimits, merge_results
 from kvferry.daemon.transport.peers import Peer
-from kvferry.proto import codec
-from kvferry.proto.codec import decode_daemon_message
+from kvferry.proto.codec import MAX_MESSAGE_BYTES, decode_daemon_message
 from kvferry.proto.errors import Code
 from kvferry.proto.messages import (
     Done,
     Error,
+    Finished,
     Goodbye,
+    JobResult,
     KeyEvents,
     Opened,
+    Outcome,
+    Waited,
 )
+from kvferry.proto.specs import Direction
+from support.eventually import eventually
 
 
-class Full:
-    """A socket that takes nothing."""
+class FakeRouter:
+    """Takes `room` messages."""
 
-    def send_multipart(self, frames: list[bytes], flags: int) -> None:
-        raise zmq.Again
-
-
-class Socket:
-    """A socket that takes what it has room for."""
-
-    def __init__(self, room: int = 100) -> None:
+    def __init__(self, room: int) -> None:
         self.room = room
-        self.taken: list[Any] = []
+        self.sent: list[Any] = []
 
     def send_multipart(self, frames: list[bytes], flags: int) -> None:
-        if len(self.taken) >= self.room:
+        if len(self.sent) >= self.room:
             raise zmq.Again
-        self.taken.append(decode_daemon_message(frames[1]))
+        self.sent.append(decode_daemon_message(frames[1]))
 
 
-def desk(socket: Socket) -> tuple[Outboxes, Peer]:
-    peer = Peer("s", b"id", 0, 1, -1, 0, "client", "engine")
-    peers = SimpleNamespace(by_session={"s": peer})
+class OutboxFixture:
+    """The outboxes of one peer, whose socket takes `room` messages.
 
-    def away(gone: Peer, reason: str) -> None:
-        del peers.by_session[gone.session]
+    flushes: how often the socket was written to. overflowed: reasons to disconnect the peer.
+    """
 
-    return Outboxes(cast(Any, socket), cast(Any, peers), lambda: None, away), peer
+    def __init__(self, room: int = 0, **limits: int) -> None:
+        self.socket = FakeRouter(room)
+        self.peer = Peer("s", b"id", 0, 1, -1, 0, "client", "engine")
+        self.by_session = {"s": self.peer}
+        self.flushes, self.overflowed = 0, list[str]()
+        self.outboxes = Outboxes(
+            cast(Any, self.socket),
+            cast(Any, SimpleNamespace(by_session=self.by_session)),
+            self._flushed,
+            self._disconnect,
+            OutboxLimits(**limits),
+        )
+
+    def _flushed(self) -> None:
+        self.flushes += 1
+
+    def _disconnect(self, peer: Peer, reason: str) -> None:
+        self.overflowed.append(reason)
+        del self.by_session[peer.session]
+
+    async def until_sent(self, count: int) -> None:
+        await eventually(lambda: len(self.socket.sent) >= count)
 
 
-async def until(socket: Socket, count: int) -> None:
-    async with asyncio.timeout(10):
-        while len(socket.taken) < count:
-            await asyncio.sleep(0.001)
-
-
-async def test_who_has_much_to_take_is_told_the_number_of_the_news_that_it_missed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(outbox_module, "MAX_QUEUED_EVENTS", 2)
-    socket = Socket(room=0)
-    boxes, peer = desk(socket)
-    news = [KeyEvents(number, (), 3) for number in range(5)]
-    for each in news[:4]:
-        boxes.broadcast_events(["s", "another"], each)
-    boxes.send_message(peer, Done(9))
+async def test_a_long_outbox_leaves_key_events_out_and_sends_the_last_number() -> None:
+    fixture = OutboxFixture(events=2)
+    outboxes, socket, peer = fixture.outboxes, fixture.socket, fixture.peer
+    events = [KeyEvents(number, (), 3) for number in range(5)]
+    for each in events[:4]:
+        outboxes.broadcast_events(["s", "another"], each)
+    outboxes.send_message(peer, Done(9))
     socket.room = 100
-    await until(socket, 4)
-    assert socket.taken == [*news[:2], Done(9), KeyEvents(3, (), 3)]
+    await fixture.until_sent(4)
+    assert socket.sent == [*events[:2], Done(9), KeyEvents(3, (), 3)]
     assert (peer.outbox_bytes, peer.missed_events) == (0, None)
-    boxes.broadcast_events(["s"], news[4])
-    assert socket.taken[4:] == [news[4]]
+    outboxes.broadcast_events(["s"], events[4])
+    assert socket.sent[4:] == [events[4]]
 
 
-async def test_the_last_that_one_hears_who_was_sent_away_is_a_goodbye(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(outbox_module, "MAX_QUEUED_EVENTS", 1)
-    monkeypatch.setattr(outbox_module, "MAX_MESSAGES", 2)
-    socket = Socket(room=0)
-    boxes, peer = desk(socket)
-    for number in range(2):
-        boxes.broadcast_events(["s"], KeyEvents(number, ()))
-    for number in range(4):
-        boxes.send_message(peer, Done(number))
-    socket.room = 100
-    await until(socket, 1)
+async def test_a_peer_that_receives_nothing_is_disconnected_with_a_goodbye() -> None:
+    """After its message was handled: without a session there would be nothing to reply to."""
+    fixture = OutboxFixture(events=1, messages=3)
+    fixture.outboxes.broadcast_events(["s"], KeyEvents(1, ()))
+    fixture.outboxes.broadcast_events(["s"], KeyEvents(2, ()))
+    for number in range(9):
+        fixture.outboxes.send_message(fixture.peer, Done(number))
+    assert fixture.overflowed == []
+    await asyncio.sleep(0)
+    assert fixture.overflowed == ["received none of 4 messages"]
+    assert fixture.peer.outbox_bytes == len(fixture.peer.outbox[0])
+    fixture.socket.room = 100
+    await fixture.until_sent(1)
     await asyncio.sleep(0.01)
-    (goodbye,) = socket.taken
+    (goodbye,) = fixture.socket.sent
     assert isinstance(goodbye, Goodbye)
 
 
-async def test_whoever_reads_the_socket_hears_of_every_time_that_it_is_written_to() -> None:
-    """Where it is full, too: it has looked for messages then, and taken the wake-up for them."""
-    sent: list[None] = []
-    peer = Peer("s", b"id", 0, 1, -1, 0, "client", "engine")
-    boxes = Outboxes(
-        cast(Any, Full()),
-        cast(Any, None),
-        lambda: sent.append(None),
-        lambda gone, reason: pytest.fail(reason),
-    )
-    boxes.send_message(peer, Done(1))
-    assert len(sent) == 1
-    async with asyncio.timeout(10):
-        while len(sent) < 3:
-            await asyncio.sleep(0.001)
+async def test_every_write_is_reported_even_if_the_socket_is_full() -> None:
+    """Writing consumes the wake-up for received messages."""
+    fixture = OutboxFixture()
+    fixture.outboxes.send_message(fixture.peer, Done(1))
+    assert fixture.flushes == 1
+    await eventually(lambda: fixture.flushes >= 3)
 
 
-async def test_a_stream_goes_on_when_all_before_is_taken_and_ends_the_one_before_it() -> None:
-    socket = Socket(room=2)
-    boxes, peer = desk(socket)
-    boxes.start_stream("s", map(Done, range(10)))
+async def test_a_stream_continues_when_the_outbox_is_empty_and_replaces_the_one_before() -> None:
+    fixture = OutboxFixture(room=2)
+    fixture.outboxes.start_stream("s", map(Done, range(10)))
     await asyncio.sleep(0.01)
-    assert len(peer.outbox) == 1
-    boxes.start_stream("s", map(Done, range(20, 24)))
-    socket.room = 100
-    await until(socket, 7)
+    assert len(fixture.peer.outbox) == 1
+    fixture.outboxes.start_stream("s", map(Done, range(20, 24)))
+    fixture.socket.room = 100
+    await fixture.until_sent(7)
     await asyncio.sleep(0.01)
-    assert socket.taken == [Done(number) for number in (0, 1, 2, 20, 21, 22, 23)]
-    assert peer.stream is None
+    assert fixture.socket.sent == [Done(number) for number in (0, 1, 2, 20, 21, 22, 23)]
+    assert fixture.peer.stream is None
 
 
-async def test_who_asked_for_more_than_a_message_may_have_is_told_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", 200)
-    peer = Peer("s", b"id", 0, 1, -1, 0, "client", "engine")
-    boxes = Outboxes(
-        cast(Any, Full()), cast(Any, None), lambda: None, lambda gone, reason: pytest.fail(reason)
-    )
-    boxes.send_message(peer, Opened(7, "x" * 300, 1, 1, False, "lru", 1))
-    (answer,) = map(decode_daemon_message, peer.outbox)
-    assert isinstance(answer, Error)
-    assert (answer.request_id, answer.error.code) == (7, Code.MESSAGE_TOO_LARGE)
+async def test_a_reply_that_is_too_large_becomes_an_error() -> None:
+    fixture = OutboxFixture(room=1)
+    reply = Opened(7, "x" * MAX_MESSAGE_BYTES, 1, 1, False, "lru", 1)
+    fixture.outboxes.send_message(fixture.peer, reply)
+    (error,) = fixture.socket.sent
+    assert isinstance(error, Error)
+    assert (error.request_id, error.error.code) == (7, Code.MESSAGE_TOO_LARGE)
 
 
-async def test_who_takes_nothing_is_sent_away_once_what_it_said_was_answered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It may be in the middle of that: who is forgotten meanwhile has no session to answer."""
-    monkeypatch.setattr(outbox_module, "MAX_MESSAGES", 3)
-    away: list[str] = []
-    peer = Peer("s", b"id", 0, 1, -1, 0, "client", "engine")
-    peers = SimpleNamespace(by_session={"s": peer})
-    boxes = Outboxes(
-        cast(Any, Full()),
-        cast(Any, peers),
-        lambda: None,
-        lambda gone, reason: away.append(f"{gone.session}: {reason}"),
-    )
-    for number in range(9):
-        boxes.send_message(peer, Done(number))
-    assert away == []
-    await asyncio.sleep(0)
-    assert away == ["s: received none of 4 messages"]
-    (last,) = peer.outbox
-    assert isinstance(decode_daemon_message(last), Goodbye)
-    assert peer.outbox_bytes == len(last)
+def result(job: int) -> JobResult:
+    return JobResult(job, Direction.STORE, Outcome.DONE)
+
+
+def test_results_of_a_session_are_merged_in_order() -> None:
+    """Whatever else is sent keeps its place behind the results that it follows."""
+    actions = [
+        SendMessage("a", Done(1)),
+        SendMessage("a", Finished((result(1),))),
+        SendMessage("b", Finished((result(7),))),
+        SendMessage("a", Waited(2)),
+        SendMessage("a", Finished((result(2), result(3)))),
+        SendMessage("a", Waited(3)),
+        SendMessage("b", Finished((result(8),))),
+    ]
+    assert merge_results([*actions]) == [
+        SendMessage("a", Done(1)),
+        SendMessage("a", Finished((result(1), result(2), result(3)))),
+        SendMessage("b", Finished((result(7), result(8)))),
+        SendMessage("a", Waited(2)),
+        SendMessage("a", Waited(3)),
+    ]

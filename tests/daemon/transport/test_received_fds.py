@@ -29,7 +29,7 @@ def large_memory() -> int:
     ("make", "by_a_thread"),
     [(lambda: os.memfd_create("some"), False), (large_memory, True), (pipe, True)],
 )
-def test_who_closes(
+def test_received_descriptors_are_closed_by_kind(
     make: Callable[[], int], by_a_thread: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     descriptor, close_it = make(), os.close

@@ -21,7 +21,7 @@ from kvferry.client.cli.units import duration, printable, short_duration, size
 from kvferry.client.cli.watcher import DaemonHistory, Rates, StatusSample
 from kvferry.proto.status import DaemonStatus, HealthStatus, NamespaceStatus, PoolStatus
 
-# Below so many columns, the sparkline and some columns are left out.
+# Below this number of columns, the sparkline and some columns are left out.
 NARROW = 76
 SPARK_STEPS = " ▁▂▃▄▅▆▇█"
 # Seconds for which a daemon is shown as reconnected.

@@ -15,6 +15,8 @@ from kvferry.proto.status import DaemonStatus
 
 
 class Verdict(StrEnum):
+    """WARN: it works, but something should be changed."""
+
     OK = "ok"
     WARN = "warn"
     FAIL = "fail"
@@ -43,6 +45,7 @@ class CheckContext:
     status: DaemonStatus | None = None
 
     def close(self) -> None:
+        """Close the client, if a check has connected one."""
         if self.client is not None:
             self.client.close()
 

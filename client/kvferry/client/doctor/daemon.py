@@ -31,7 +31,7 @@ from kvferry.proto.version import installed_version
 ENGINE = "kvferry-doctor"
 PAGE = 4096
 # Seconds after its start by which a daemon should have registered its pool.
-SETTLED = 120.0
+POOL_READY_SECONDS = 120.0
 
 
 # Runtime directory and sockets
@@ -263,7 +263,7 @@ def pool(context: CheckContext) -> Iterator[Finding]:
         f"{pool.size_bytes // mib} MiB, {pool.pinned_bytes // mib} MiB registered, "
         f"{pool.reserved_bytes // mib} MiB reserved"
     )
-    if pool.pinned_bytes < pool.size_bytes and status.uptime_seconds > SETTLED:
+    if pool.pinned_bytes < pool.size_bytes and status.uptime_seconds > POOL_READY_SECONDS:
         limit = _memlock(status.pid)
         change = "ulimit -l unlimited for the daemon (LimitMEMLOCK=infinity), or a smaller pool"
         locked = "" if limit is None else f"; its limit of locked memory: {limit}"

@@ -14,7 +14,10 @@ REQUIRED = {"msgspec": "0.18.6", "numpy": "1.26", "pyzmq": "26"}
 # torch is needed only to share tensors, not by a scheduler.
 OPTIONAL = {"torch": "2.9"}
 # Versions that the connector is tested with.
-VLLM_VERSIONS = ("0.26",)
+VLLM_VERSIONS = tuple(f"0.{minor}" for minor in range(26, 34))
+# The first vLLM whose seed of block hashes is fixed for sha256.
+FIXED_SEED = (0, 29)
+# Free bytes of /dev/shm that torch and NCCL need.
 MIN_SHM = 1 << 30
 
 
@@ -37,7 +40,7 @@ def packages(_: CheckContext) -> Iterator[Finding]:
     yield ok("packages", ", ".join([f"Python {platform.python_version()}", *installed_text]))
 
 
-def shared_memory(_: CheckContext) -> Iterator[Finding]:
+def shared_memory(_: CheckContext, minimum: int = MIN_SHM) -> Iterator[Finding]:
     os.close(os.memfd_create("kvferry-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     try:
         room = os.statvfs("/dev/shm")
@@ -47,7 +50,7 @@ def shared_memory(_: CheckContext) -> Iterator[Finding]:
         return
     size, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
     found = f"/dev/shm has {size >> 20} MiB, {free >> 20} MiB free; memfds work"
-    if free < MIN_SHM:
+    if free < minimum:
         change = "docker run --shm-size=8g (kvferry needs none of it; torch and NCCL do)"
         yield warn("shared memory", found, change)
     else:
@@ -83,8 +86,11 @@ def vllm(_: CheckContext) -> Iterator[Finding]:
         yield warn(
             "vLLM", f"{has}; the connector was tested with {', '.join(VLLM_VERSIONS)}", change
         )
-    if seed := os.environ.get("PYTHONHASHSEED"):
+    seed = os.environ.get("PYTHONHASHSEED")
+    if seed is not None:
         yield ok("hash seed", f"PYTHONHASHSEED={seed}")
+    elif parse_version(has) >= FIXED_SEED:
+        yield ok("hash seed", "vLLM's own for sha256; for xxhash, set PYTHONHASHSEED")
     else:
         yield warn(
             "hash seed",

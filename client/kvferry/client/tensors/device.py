@@ -1,8 +1,8 @@
 """GPU memory that a daemon has allocated, mapped in the engine's process.
 
 The tensors own the mapping and its file descriptor: both are released with the last tensor, after
-the device was synchronized. Until then the memory exists even if the daemon ends, and the engine
-registers it with the next daemon by this descriptor.
+the device was synchronized. Until then the memory exists even if the daemon ends, and the client
+registers it with the next daemon by this descriptor. Called in the client's thread.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ def map_device_memory(uuid: str, descriptor: int, nbytes: int) -> torch.Tensor:
 
 
 def device_ordinal(uuid: str) -> int:
+    """The ordinal of a GPU in this process. Raises Refused (DEVICE_MISMATCH, NO_DEVICE)."""
     for ordinal in range(driver().device_count()):
         if driver().device_uuid(ordinal) == uuid:
             return ordinal

@@ -3,7 +3,7 @@
 On CUDA a tensor is shared by the IPC handle of its allocation, or, if a daemon has allocated it, by
 its file descriptor (device.py). On the CPU it must be in shared memory (a memfd, torch's
 share_memory_(), a tmpfs file mapped MAP_SHARED from a descriptor that is still open);
-/proc/self/maps tells which file that is.
+/proc/self/maps shows which file that is. Called in the client's thread.
 """
 
 from __future__ import annotations
@@ -29,13 +29,17 @@ from kvferry.proto.status import DeviceInfo
 
 @dataclass(frozen=True, slots=True)
 class ExportedTensors:
-    """The allocations and locations of tensors; ticket i in `allocations` is descriptors[i]."""
+    """The allocations and locations of tensors.
+
+    FdAllocations refer to `descriptors` by position; `with_handles` replaces these by handles.
+    """
 
     allocations: tuple[Allocation, ...]
     locations: tuple[Location, ...]
     descriptors: tuple[int, ...] = ()
 
     def with_handles(self, handles: Sequence[int]) -> tuple[Allocation, ...]:
+        """The allocations, with the daemon's handles of the descriptors."""
         return tuple(
             FdAllocation(handles[a.handle], a.size) if isinstance(a, FdAllocation) else a
             for a in self.allocations
@@ -52,7 +56,7 @@ def export_tensors(caches: CanonicalKVCaches) -> ExportedTensors:
 def shared_empty(
     shape: Sequence[int], dtype: torch.dtype = torch.int8, device: object = "cpu"
 ) -> torch.Tensor:
-    """An uninitialised tensor that can be registered: in shared memory, or on a CUDA device."""
+    """An uninitialized tensor that can be registered: in shared memory, or on a CUDA device."""
     if torch.device(str(device)).type == "cuda":
         return torch.empty(tuple(shape), dtype=dtype, device=str(device))
     nbytes = max(1, math.prod(shape) * dtype.itemsize)

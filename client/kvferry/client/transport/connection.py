@@ -57,6 +57,11 @@ class _TimeSpec(ctypes.Structure):
 class Connection:
     """A DEALER socket to the daemon in `directory`. Used by one thread at a time."""
 
+    # Seconds between two calls of check_alive, while a client polls.
+    alive_check_interval = 0.02
+    # A lookup receives messages first if more seconds have passed since the last time.
+    mirror_max_age = 200e-6
+
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.closed = False
@@ -147,7 +152,7 @@ class Connection:
         return tuple(cast(int, socket.get(zmq.FD)) for socket in (self.socket, self.monitor))
 
     def close(self, *, linger: bool = True) -> None:
-        """linger: send what is still queued, for LINGER_MS at most."""
+        """Close the sockets. linger: first send the queued messages, for at most LINGER_MS."""
         self.closed = True
         self._close_sockets(LINGER_MS if linger else 0)
         self._context.term()
@@ -163,6 +168,7 @@ class NoConnection:
     """Stands in for a Connection until a daemon is found."""
 
     directory = Path()
+    alive_check_interval = mirror_max_age = 0.0
 
     def __init__(self) -> None:
         self.closed = False

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from kvferry.client.vllm.connector import KVFerryConnector
     from kvferry.client.vllm.spec import KVFerrySpec
 
-SUPPORTED = "0.26"
-__all__ = ["KVFerryConnector", "KVFerrySpec", "SUPPORTED"]
+OLDEST, NEWEST = (0, 26), (0, 33)
+SUPPORTED = "0.26 to 0.33"
+__all__ = ["KVFerryConnector", "KVFerrySpec", "NEWEST", "OLDEST", "SUPPORTED"]
 
 
 def __getattr__(name: str) -> Any:
@@ -33,8 +34,8 @@ def __getattr__(name: str) -> Any:
         from kvferry.client.vllm.spec import KVFerrySpec
 
         return KVFerrySpec
-    except ImportError as error:
-        message = f"kvferry supports vLLM {SUPPORTED}, but another version is installed: {error}"
-        raise Refused(
-            Code.BAD_CONFIG, message, f"vLLM {installed_version('vllm') or 'is not installed'}"
-        ) from error
+    except (ImportError, AttributeError, TypeError) as error:
+        version = installed_version("vllm")
+        found = "it is not installed" if version is None else f"{version} is installed"
+        message = f"kvferry supports vLLM {SUPPORTED}, but {found}: {error}"
+        raise Refused(Code.BAD_CONFIG, message, version or "no vLLM") from error

@@ -1,9 +1,13 @@
 """The connector: vLLM's OffloadingConnector over the daemon, and tolerant of failed transfers.
 
 A failed or lost load is reported together with its finished_recving, so that vLLM computes the
-blocks again; a failed store is dropped. vLLM's own connector ends the engine in these cases, and
-for some aborted requests. All waits are bounded. Called in the threads in which vLLM calls its
-connectors.
+blocks again; a failed store is dropped. vLLM's own connector ends the engine in these cases. All
+waits are bounded. Called in the threads in which vLLM calls its connectors.
+
+Loads are submitted in the first call of a step, before the forward pass is launched, so that they
+wait for the kernels of earlier steps only. Excepted are loads to blocks that vLLM itself writes
+between that call and the forward pass (compat.written_blocks): they are submitted in start_load_kv,
+which vLLM calls after those writes, and from 0.29 on after the launch of the forward pass.
 """
 
 from __future__ import annotations
@@ -16,7 +20,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
+from kvferry.client.vllm import compat
 from kvferry.client.vllm.engine_config import provide_config
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.version import installed_version
 
 log = logging.getLogger("kvferry")
 
@@ -24,15 +31,16 @@ NAME = "KVFerryConnector"
 if NAME not in KVConnectorFactory._registry:  # noqa: SLF001 - MultiConnector looks there
     KVConnectorFactory.register_connector(NAME, "kvferry.client.vllm", NAME)
 
+compat.check_version(installed_version("vllm") or "")
+
 
 class KVFerryConnector(OffloadingConnector):
     """For --kv-transfer-config, with kv_connector_module_path "kvferry.client.vllm"."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        check_supported(vllm_config, kv_cache_config)
+        choose_spec(vllm_config)
         transfer = vllm_config.kv_transfer_config
-        extra = transfer.kv_connector_extra_config
-        extra.setdefault("spec_name", "KVFerrySpec")
-        extra.setdefault("spec_module_path", "kvferry.client.vllm")
         if transfer.kv_load_failure_policy != "recompute":
             log.warning("kvferry: kv_load_failure_policy set to recompute, because loads may fail")
             transfer.kv_load_failure_policy = "recompute"
@@ -41,8 +49,27 @@ class KVFerryConnector(OffloadingConnector):
         self._fault_tolerant: FaultTolerantWorker | None = None
         if role is KVConnectorRole.WORKER:
             worker: Any = getattr(self, "connector_worker")  # noqa: B009 - its type is unknown here
-            self._fault_tolerant = FaultTolerantWorker(worker.spec, kv_cache_config)
+            arguments = compat.worker_arguments(worker.spec, vllm_config, kv_cache_config)
+            self._fault_tolerant = FaultTolerantWorker(*arguments)
             self.connector_worker = self._fault_tolerant
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 - vLLM's signature
+        """False: the daemon would copy to and from memory that is no longer the KV cache's."""
+        return False
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, *arguments: Any) -> Any:
+        """Called in vLLM's front end, where no connector was created."""
+        choose_spec(vllm_config)
+        return super().build_prom_metrics(vllm_config, *arguments)
+
+    # In the scheduler
+
+    def on_new_request(self, request: Any) -> None:
+        super().on_new_request(request)
+        scheduler: Any = self.connector_scheduler
+        scheduler.manager.request_arrived(request.request_id, request.block_hashes)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         scheduler: Any = self.connector_scheduler
@@ -50,50 +77,64 @@ class KVFerryConnector(OffloadingConnector):
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:
-        limit_store_to_computed_tokens(self.connector_scheduler, request)
-        return super().request_finished(request, block_ids)
+        if compat.STORES_LAST_TOKEN:
+            limit_store_to_computed_tokens(self.connector_scheduler, request)
+        finished = super().request_finished(request, block_ids)
+        if not compat.TOUCHES_KEYS:
+            touch_keys(self.connector_scheduler, request.request_id)
+        return finished
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
-        limit_store_to_computed_tokens(self.connector_scheduler, request)
-        return super().request_finished_all_groups(request, block_ids)
+        return self.request_finished(request, block_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         metadata = super().build_connector_meta(scheduler_output)
         metadata.has_no_forward_pass = scheduler_output.total_num_scheduled_tokens == 0
-        zeroes = getattr(scheduler_output, "new_block_ids_to_zero", None)
-        metadata.load_before_step = metadata.has_no_forward_pass and not zeroes
+        written = metadata.load_jobs and compat.written_blocks(scheduler_output)
+        metadata.late_loads = {
+            job_id
+            for job_id, job in metadata.load_jobs.items()
+            if written and not written.isdisjoint(job.dst_spec.block_ids.tolist())
+        }
         return metadata
 
+    # In the worker
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Called instead of get_finished from 0.30 on."""
+        _, received = self.get_finished(finished_req_ids)
+        assert self._fault_tolerant is not None
+        return compat.transfer_results(received, self._fault_tolerant.take_failed_requests())
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return set() if self._fault_tolerant is None else self._fault_tolerant.take_load_errors()
+        if compat.REPORTS_FAILED_REQUESTS or self._fault_tolerant is None:
+            return set()
+        return self._fault_tolerant.take_failed_blocks()
 
 
 class FaultTolerantWorker(OffloadingConnectorWorker):
     """The worker's side, which reports failed jobs; vLLM's own asserts that none fail."""
 
-    def __init__(self, spec: Any, kv_cache_config: Any) -> None:
-        super().__init__(spec, kv_cache_config)
-        # GPU blocks that each load writes to.
-        self._targets: dict[int, set[int]] = {}
-        self._errors: set[int] = set()
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        # Arrays of the GPU blocks that each load writes to.
+        self._targets: dict[int, Any] = {}
+        self._failed_blocks: list[Any] = []
+        self._failed_requests: set[str] = set()
         self._has_no_forward_pass = False
-        # The metadata of the step whose transfers were started last.
-        self._started: Any = None
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """The first call of a step: without a forward pass, loads can start at once."""
+        """The first call of a step."""
         super().handle_preemptions(kv_connector_metadata)
-        if kv_connector_metadata.load_before_step:
-            self.start_kv_transfers(kv_connector_metadata)
+        self._has_no_forward_pass = kv_connector_metadata.has_no_forward_pass
+        for job_id, job in kv_connector_metadata.load_jobs.items():
+            if job_id not in kv_connector_metadata.late_loads:
+                self._submit_load(job_id, job)
 
     def start_kv_transfers(self, metadata: Any) -> None:
-        if metadata is self._started:
-            return
-        self._started = metadata
-        for job_id, entry in metadata.load_jobs.items():
-            self._targets[job_id] = set(entry.dst_spec.block_ids.tolist())
-        self._has_no_forward_pass = metadata.has_no_forward_pass
-        super().start_kv_transfers(metadata)
+        """After vLLM has written its blocks."""
+        for job_id in metadata.late_loads:
+            self._submit_load(job_id, metadata.load_jobs[job_id])
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         assert self.worker is not None
@@ -102,35 +143,93 @@ class FaultTolerantWorker(OffloadingConnectorWorker):
             self.worker.wait_next_load()
         meta = self._connector_worker_meta
         for result in self.worker.get_finished():
+            request = self._load_jobs.pop(result.job_id, None)
             targets = self._targets.pop(result.job_id, None)
             if result.success:
                 stats = meta.transfer_stats.store if targets is None else meta.transfer_stats.load
-                stats.record(result.transfer_size, result.transfer_time)
-            elif targets is not None:
-                self._errors |= targets
+                # Workers need not measure.
+                if result.transfer_size is not None and result.transfer_time is not None:
+                    stats.record(result.transfer_size, result.transfer_time)
+            elif request is not None:
+                self._failed_blocks.append(targets)
+                self._failed_requests.add(request)
             meta.mark_completed(result.job_id)
-            request = self._load_jobs.pop(result.job_id, None)
             if request is not None:
                 received.add(request)
         return set(), received
 
-    def take_load_errors(self) -> set[int]:
-        errors, self._errors = self._errors, set()
-        return errors
+    def take_failed_requests(self) -> set[str]:
+        """Requests whose loads have failed since the last call of this or of the next method."""
+        failed, self._failed_requests, self._failed_blocks = self._failed_requests, set(), []
+        return failed
+
+    def take_failed_blocks(self) -> set[int]:
+        """GPU blocks of these loads."""
+        failed, self._failed_requests, self._failed_blocks = self._failed_blocks, set(), []
+        return {block for targets in failed for block in targets.tolist()}
+
+    def _submit_load(self, job_id: int, job: Any) -> None:
+        assert self.worker is not None
+        self._targets[job_id], self._load_jobs[job_id] = job.dst_spec.block_ids, job.req_id
+        self.worker.submit_load(job_id, job.src_spec, job.dst_spec)
 
 
-def limit_store_to_computed_tokens(scheduler: Any, request: Any) -> None:
-    """Limit what is stored of a request to the tokens whose KV was computed.
+def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raise Refused (BAD_CONFIG) if an option would corrupt KV. Turn synchronous loads off."""
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        message = "kvferry does not support sleep mode; start vLLM without --enable-sleep-mode"
+        raise Refused(Code.BAD_CONFIG, message, "enable_sleep_mode")
+    if compat.is_host_resident(kv_cache_config):
+        message = (
+            "kvferry does not support a KV cache that is partly in host memory; start vLLM without "
+            "hisparse_config in --attention-config"
+        )
+        raise Refused(Code.BAD_CONFIG, message, "host_resident")
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    if extra.get(compat.SYNC_LOADS):
+        log.warning(
+            "kvferry: %s set to 0: blocks of a failed synchronous load could be used by other "
+            "requests before they are computed again",
+            compat.SYNC_LOADS,
+        )
+        extra[compat.SYNC_LOADS] = 0
 
-    vLLM stores a finished request up to its last token. A request that was aborted while it waits
-    or loads does not have these blocks, which fails an assertion and ends the engine. The KV of the
-    last sampled token is never computed.
+
+def choose_spec(vllm_config: Any) -> None:
+    """Let vLLM create a KVFerrySpec."""
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    extra.setdefault("spec_name", "KVFerrySpec")
+    extra.setdefault("spec_module_path", "kvferry.client.vllm")
+
+
+def touch_keys(scheduler: Any, request_id: str) -> None:
+    """Mark a request's keys as used, in prefix order, also those in the GPU's prefix cache.
+
+    Of a sliding window, only the keys that a request with this prefix loads.
     """
-    status = scheduler._req_status.get(request.request_id)  # noqa: SLF001 - vLLM has no call
+    status = scheduler._req_status.get(request_id)  # noqa: SLF001 - vLLM has no call
     if status is None:
         return
     groups = zip(scheduler.config.kv_group_configs, status.group_states, strict=True)
-    limits = [len(state.block_ids) * group.tokens_per_block for group, state in groups]
+    ends: list[tuple[int, bytes]] = []
+    for group, state in groups:
+        window = group.sliding_window_size_in_chunks
+        first = 0 if window is None else max(0, state.num_hit_chunks - window)
+        tokens = group.tokens_per_chunk
+        ends += [(n * tokens, key) for n, key in enumerate(state.offload_keys[first:], first + 1)]
+    ends.sort()
+    scheduler.manager.touch([key for _, key in ends], status.req_context)
+
+
+def limit_store_to_computed_tokens(scheduler: Any, request: Any) -> None:
+    """Store only those tokens of a finished request whose KV the engine has computed."""
+    status = scheduler._req_status.get(request.request_id)  # noqa: SLF001 - vLLM has no call
+    if status is None:
+        return
+    limits = [request.num_computed_tokens]
     if status.max_offload_tokens is not None:
         limits.append(status.max_offload_tokens)
-    status.max_offload_tokens = min(request.num_computed_tokens, *limits)
+    if compat.STORES_FREED_BLOCKS:
+        groups = zip(scheduler.config.kv_group_configs, status.group_states, strict=True)
+        limits += [len(state.block_ids) * group.tokens_per_block for group, state in groups]
+    status.max_offload_tokens = min(limits)

@@ -1,4 +1,4 @@
-"""EngineConfig: what kvferry reads from vLLM's configuration (names, fingerprint, block sizes).
+"""EngineConfig: what kvferry reads from vLLM's configuration (names, block sizes, options).
 
 A fingerprint must contain everything that changes the bytes of KV, so it is read from vLLM's whole
 configuration. vLLM passes only a part of it to an OffloadingSpec, so the connector provides all of
@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,11 +24,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvferry.client.endpoint import find_daemon
-from kvferry.client.vllm.model import model_fields
+from kvferry.client.vllm.fingerprint import block_bytes, kv_layout, read_fingerprint
 from kvferry.proto.errors import Code, Gone, Refused
 from kvferry.proto.sizes import parse_bytes
 from kvferry.proto.status import Fingerprint
-from kvferry.proto.version import installed_version
 
 log = logging.getLogger("kvferry")
 
@@ -40,9 +38,6 @@ EXTRA_KEYS = "kvferry_dirs", "kvferry_salt"
 CHUNK_TOKENS = 64
 # Maximum of a chunk that is chosen here, unless one GPU block is larger.
 CHUNK_BYTES = 8 << 20
-
-# For these values of vLLM's cache_dtype, each layer chooses its dtype, in the worker.
-DTYPES_CHOSEN_BY_LAYERS = "auto", "fp8", "fp8_e4m3", "fp8_ds_mla"
 
 _provided: list[tuple[Any, Any]] = []
 
@@ -126,11 +121,12 @@ def read_engine_config(vllm_config: Any, kv_cache_config: Any, blocks: BlockSize
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     extra = transfer.kv_connector_extra_config
     _check_extra_keys(extra)
+    _check_layout(kv_layout(vllm_config, kv_cache_config))
     _check_pipeline(vllm_config)
     directories = extra.get("kvferry_dirs") or ()
     return EngineConfig(
         engine=f"vllm-{transfer.engine_id}",
-        fingerprint=_fingerprint(vllm_config, kv_cache_config, blocks),
+        fingerprint=read_fingerprint(vllm_config, kv_cache_config, blocks),
         rank=parallel.rank,
         world_size=parallel.world_size,
         factor=blocks.factor,
@@ -154,14 +150,6 @@ def chunk_factor(vllm_config: Any, kv_cache_config: Any, blocks: BlockSizes, *, 
     while 2 * factor * blocks.tokens[0] <= CHUNK_TOKENS and 2 * factor * nbytes <= CHUNK_BYTES:
         factor *= 2
     return factor
-
-
-def block_bytes(kv_cache_config: Any) -> int:
-    """Bytes of one block of all groups on one rank, with padding."""
-    tensors = kv_cache_config.kv_cache_tensors
-    packed = any(getattr(tensor, "block_stride", 0) for tensor in tensors)
-    total = tensors[0].size if packed else sum(tensor.size for tensor in tensors)
-    return int(total // kv_cache_config.num_blocks)
 
 
 def _first_device(parallel: Any) -> int:
@@ -198,6 +186,19 @@ def _check_extra_keys(extra: Mapping[str, Any]) -> None:
             raise Refused(Code.BAD_CONFIG, message, key)
 
 
+def _check_layout(layout: str) -> None:
+    """Raise Refused (BAD_CONFIG) if the bytes of a layer's block are not contiguous, as in LHBNC.
+
+    Since 0.29 a user can set this layout; vLLM's connector would then copy only a part of a block.
+    """
+    if layout.find("B") > 1:
+        message = (
+            "kvferry copies blocks, and in this KV cache layout each head has its own part of "
+            "memory; unset VLLM_KV_CACHE_LAYOUT, or set it to LBHNC"
+        )
+        raise Refused(Code.BAD_CONFIG, message, layout)
+
+
 def _check_pipeline(vllm_config: Any) -> None:
     """Log an error if ranks have different numbers of layers: keys assume those of rank 0."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
@@ -216,66 +217,6 @@ def _check_pipeline(vllm_config: Any) -> None:
         )
 
 
-def _fingerprint(vllm_config: Any, kv_cache_config: Any, blocks: BlockSizes) -> Fingerprint:
-    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    ranks = f"tp{parallel.tensor_parallel_size} pp{parallel.pipeline_parallel_size}"
-    algorithm = _read(vllm_config, "cache_config.prefix_caching_hash_algo")
-    context = (parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size)
-    layers = sum(len(group.layer_names) for group in kv_cache_config.kv_cache_groups)
-    return Fingerprint(
-        model=str(vllm_config.model_config.model),
-        host_block_bytes=block_bytes(kv_cache_config) * blocks.factor,
-        revision=_read(vllm_config, "model_config.revision"),
-        dtype=_read(vllm_config, "model_config.dtype"),
-        kv_dtype=_kv_dtype(str(cache.cache_dtype), kv_cache_config),
-        kv_layout=os.environ.get("VLLM_KV_CACHE_LAYOUT", ""),
-        block_size=blocks.hash_tokens,
-        rank=parallel.rank,
-        world_size=parallel.world_size,
-        hash_algorithm=algorithm,
-        hash_seed=_seed(vllm_config.kv_transfer_config.engine_id),
-        key_bytes=_hash_bytes(algorithm) + 4,
-        extra=(
-            ("tokens per block", ",".join(map(str, blocks.tokens))),
-            ("blocks per chunk", str(blocks.factor)),
-            ("layers", str(layers)),
-            ("model runner v2", _read(vllm_config, "use_v2_model_runner")),
-            ("quantization", _read(vllm_config, "model_config.quantization")),
-            ("load format", _read(vllm_config, "load_config.load_format")),
-            ("attention backend", _read(vllm_config, "attention_config.backend")),
-            ("parallel", ranks),
-            ("context parallel", f"{context[0]} {context[1]} {_interleaved(parallel)}"),
-            ("vllm", installed_version("vllm") or ""),
-            *model_fields(vllm_config),
-        ),
-    )
-
-
-def _interleaved(parallel: Any) -> str:
-    """Consecutive tokens per context-parallel rank. vLLM copies the dcp to the cp option late."""
-    dcp = getattr(parallel, "dcp_kv_cache_interleave_size", 1)
-    cp = getattr(parallel, "cp_kv_cache_interleave_size", 1)
-    return f"dcp {dcp}" if dcp > 1 else str(cp)
-
-
-def _kv_dtype(cache_dtype: str, kv_cache_config: Any) -> str:
-    """The dtypes of KV. If layers choose them, they are read from their specs."""
-    kinds = []
-    for group in kv_cache_config.kv_cache_groups:
-        spec = getattr(group, "kv_cache_spec", None)
-        layers = getattr(spec, "kv_cache_specs", None)  # the scheduler only has the first of them
-        spec = next(iter(layers.values())) if layers else spec
-        chosen = [str(getattr(spec, name, "")) for name in ("dtype", "cache_dtype_str")]
-        states = getattr(spec, "dtypes", "")  # Mamba's
-        kinds.append(
-            str(
-                states
-                or (" ".join(chosen) if cache_dtype in DTYPES_CHOSEN_BY_LAYERS else cache_dtype)
-            )
-        )
-    return ", ".join(dict.fromkeys(kinds)).replace("torch.", "")
-
-
 def _uuid(device: int, *assigned: int) -> str | None:
     """The UUID of a device. vLLM's platform counts visible devices; `assigned` are physical."""
     try:
@@ -287,32 +228,3 @@ def _uuid(device: int, *assigned: int) -> str | None:
         return str(current_platform.get_device_uuid(device))
     except Exception:  # no NVML or no such device: use the only daemon
         return None
-
-
-def _seed(engine: str) -> str:
-    """The seed of block hashes. Without a fixed one, other processes have other hashes."""
-    seed = os.environ.get("PYTHONHASHSEED", "")
-    if not seed:
-        log.warning(
-            "kvferry: PYTHONHASHSEED is not set: block hashes differ from process to process, so "
-            "nothing is shared with other engines, or found again after a restart. Start vLLM "
-            "with PYTHONHASHSEED=0"
-        )
-        seed = f"of engine {engine}"
-    return seed
-
-
-def _hash_bytes(algorithm: str) -> int:
-    """The length of the hashes of vLLM's function of this name."""
-    try:
-        from vllm.utils.hashing import get_hash_fn_by_name
-
-        return len(get_hash_fn_by_name(algorithm)(b""))
-    except (ImportError, ValueError):
-        return 16 if "xxhash" in algorithm else 32
-
-
-def _read(config: Any, path: str) -> str:
-    for name in path.split("."):
-        config = getattr(config, name, None)
-    return "" if config is None else str(config)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,23 +29,62 @@ MAX_HASHED_BYTES = 32 << 20
 BLOB, COMMIT = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{40}")
 # The load_format whose files are not in the model's directory.
 TENSORIZER = "tensorizer"
+# Options of a drafting model that change its layers' KV, which is offloaded with the target's.
+DRAFT_OPTIONS = (
+    "method",
+    "quantization",
+    "code_revision",
+    "use_heterogeneous_vocab",
+    "draft_tensor_parallel_size",
+    "kv_cache_dtype",
+    "attention_backend",
+    "parallel_drafting",
+    "index_share_for_mtp_iteration",
+    "draft_load_config.load_format",
+    "draft_model_config.dtype",
+    "draft_model_config.revision",
+)
+# Options that change what media become, and are not in the hashes of media that vLLM's block hashes
+# contain. Not mm_hasher_algorithm: with another one the block hashes differ, and no bytes.
+MEDIA_OPTIONS = (
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_dtype",
+)
 
 
 def model_fields(vllm_config: Any) -> tuple[tuple[str, str], ...]:
     """(name, value) pairs for a fingerprint."""
-    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
     unquantized = getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None) or ()
     return (
-        ("layers not quantized", _digest(*map(str, unquantized)) if unquantized else ""),
-        ("weights and config", _digest(*_sources(vllm_config.model_config))),
-        ("media", _digest(*_media(vllm_config.model_config))),
-        ("draft model", "" if draft is None else _digest(str(draft.model), *_sources(draft))),
+        ("layers not quantized", digest(*map(str, unquantized)) if unquantized else ""),
+        ("weights and config", digest(*_sources(vllm_config.model_config, vllm_config))),
+        ("media", _media(vllm_config.model_config)),
+        ("draft model", _draft(vllm_config)),
         ("transformers", installed_version("transformers") or ""),
         ("salt", _salt(vllm_config)),
     )
 
 
-def _sources(model: Any) -> Iterator[str]:
+def read_path(config: Any, path: str) -> str:
+    """The text of a nested attribute, the same in all processes; "" if it is None or absent."""
+    for name in path.split("."):
+        config = getattr(config, name, None)
+    if config is None:
+        return ""
+    if hasattr(config, "compute_hash"):
+        return str(config.compute_hash())
+    if isinstance(config, dict | list | tuple):
+        return json.dumps(config, sort_keys=True, default=str) if config else ""
+    return str(config)
+
+
+def digest(*texts: str) -> str:
+    return hashlib.blake2b(json.dumps(texts).encode(), digest_size=16).hexdigest()
+
+
+def _sources(model: Any, vllm_config: Any) -> Iterator[str]:
     """What identifies a model's weights and configuration."""
     yield str(getattr(getattr(model, "hf_config", None), "_commit_hash", None))
     for name in ("model", "hf_config_path", "model_weights"):
@@ -52,6 +92,7 @@ def _sources(model: Any) -> Iterator[str]:
     for name in ("hf_config_path", "config_format", "override_attention_dtype"):
         yield str(getattr(model, name, None))
     yield str(getattr(model, "quantization_config", None))  # overrides that of the checkpoint
+    yield read_path(vllm_config, "load_config.ignore_patterns")
     overrides = getattr(model, "hf_overrides", None) or {}
     if not callable(overrides):
         yield json.dumps(overrides, sort_keys=True, default=str)
@@ -60,12 +101,27 @@ def _sources(model: Any) -> Iterator[str]:
         yield str(model.max_model_len)
 
 
-def _media(model: Any) -> Iterator[str]:
+def _draft(vllm_config: Any) -> str:
+    """What identifies the model that drafts tokens, if it has layers with KV."""
+    speculative = vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    # Methods without a model, as ngram, name the target's.
+    if draft is None or draft is getattr(speculative, "target_model_config", None):
+        return ""
+    options = (read_path(speculative, path) for path in DRAFT_OPTIONS)
+    return digest(str(draft.model), *_sources(draft, vllm_config), *options)
+
+
+def _media(model: Any) -> str:
     """What turns media into embeddings: vLLM's block hashes identify only its inputs."""
     media = getattr(model, "multimodal_config", None)
-    for name in ("mm_processor_kwargs", "video_pruning_rate", "mm_encoder_attn_dtype"):
-        yield json.dumps(getattr(media, name, None), sort_keys=True, default=str)
-    yield from _files(str(getattr(media, "mm_encoder_fp8_scale_path", None) or ""))
+    if media is None:
+        return ""
+    options = [read_path(media, name) for name in MEDIA_OPTIONS]
+    if getattr(media, "video_pruning_rate", None):
+        options += [read_path(media, f"video_pruning_{name}") for name in ("rate", "method")]
+    scales = _files(str(getattr(media, "mm_encoder_fp8_scale_path", None) or ""))
+    return digest(*options, os.environ.get("VLLM_VIDEO_LOADER_BACKEND", ""), *scales)
 
 
 def _files(path: str) -> Iterator[str]:
@@ -105,7 +161,7 @@ def _salt(vllm_config: Any) -> str:
         " and ".join(unknown),
     )
     start = getattr(vllm_config, "instance_id", None)
-    return "of this start " + _digest(str(start), str(transfer.engine_id))
+    return "of this start " + digest(str(start), str(transfer.engine_id))
 
 
 def _versioned(vllm_config: Any) -> bool:
@@ -137,7 +193,3 @@ def _hash_file(file: Path) -> str:
         return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
     except OSError:
         return ""  # vLLM cannot read it either
-
-
-def _digest(*texts: str) -> str:
-    return hashlib.blake2b(json.dumps(texts).encode(), digest_size=16).hexdigest()

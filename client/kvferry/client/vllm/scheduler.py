@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
-from kvferry.client.manager import OffloadingManager
+from kvferry.client.manager import OffloadingManager, ResidencyUsage
 from kvferry.client.residency_events import OffloadingEvent
 from kvferry.client.vllm.engine_config import TIMEOUT, EngineConfig
 from kvferry.proto.errors import Code, KVFerryError, Refused
@@ -36,6 +37,10 @@ LOOKUP_TIMEOUT = 2.0
 MAX_LOADS = 8
 # Seconds in which a request does not touch the same keys again.
 TOUCH_INTERVAL = 1.0
+# Seconds between two looks at the usage of host memory, for vLLM's metrics.
+USAGE_INTERVAL = 1.0
+# Sizes of stores that are kept for vLLM's metrics, which may be off.
+MAX_SIZES = 1024
 UNDECIDED = Lookup.HIT_PENDING, Lookup.RETRY
 Keys: TypeAlias = tuple[OffloadKey, ...]
 
@@ -151,6 +156,18 @@ class SchedulerSide:
         # Keys of loads that ended in this step, and those to unpin at the end of it.
         self._ended: list[Keys] = []
         self._to_unpin: list[Keys] = []
+        self._usage_due = 0.0
+        # Keys in each store since the last call of take_store_sizes.
+        self._store_sizes: deque[int] = deque(maxlen=MAX_SIZES)
+
+    @catch_errors
+    def request_arrived(self, request: str, block_hashes: Sequence[bytes]) -> None:
+        """A request was added, with these block hashes; it is scheduled in a later step.
+
+        Receives messages before the first lookup has to.
+        """
+        if self._usable:
+            self._manager.poll()
 
     def begin_lookups(self, request: str) -> None:
         """The following lookups belong to this request."""
@@ -182,7 +199,7 @@ class SchedulerSide:
 
     @catch_errors
     def touch(self, keys: Sequence[OffloadKey], req_context: Any) -> None:
-        """vLLM touches all keys of a waiting request in every step."""
+        """Before 0.31 vLLM touches all keys of a waiting request in every step."""
         state = self._requests.get(req_context.req_id)
         if (
             self._usable
@@ -231,6 +248,21 @@ class SchedulerSide:
         """Keys that became a HIT or ceased to be one, if vLLM publishes events."""
         return self._manager.take_events() if self._events else []
 
+    @catch_errors
+    def usage(self) -> ResidencyUsage | None:
+        """The usage of host memory; None between two looks, and without a daemon."""
+        now = time.monotonic()
+        if now < self._usage_due or not self._usable or self._manager.gone is not None:
+            return None
+        self._usage_due = now + USAGE_INTERVAL
+        return self._manager.usage
+
+    def take_store_sizes(self) -> list[int]:
+        """The numbers of keys in the stores since the last call, the oldest left out if many."""
+        sizes = list(self._store_sizes)
+        self._store_sizes.clear()
+        return sizes
+
     def handle_error(self, error: KVFerryError) -> None:
         """Abandon the sessions. Turn offloading off if keys have another length than expected."""
         self._ready = NO_KEYS
@@ -265,6 +297,7 @@ class SchedulerSide:
         output = self._manager.prepare_store(keys) if self._usable else None
         if output is None or not output.keys_to_store:
             return None
+        self._store_sizes.append(len(output.keys_to_store))
         generations = tuple(spec.generation for spec in output.store_specs)
         spec = KeysSpec(output.keys_to_store, generations, output.store_spec.keep)
         return StoreOutput(list(output.keys_to_store), spec, [])

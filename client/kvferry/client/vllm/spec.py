@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 from vllm.v1.kv_offload import base
+from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 
+from kvferry.client.vllm import compat
 from kvferry.client.vllm.engine_config import (
     BlockSizes,
     chunk_factor,
     provided_config,
     read_engine_config,
 )
+from kvferry.client.vllm.fingerprint import offloaded_groups
 from kvferry.client.vllm.scheduler import KeysSpec, LookupCodes, SchedulerSide
 from kvferry.client.vllm.worker import WorkerSide
 
@@ -27,9 +31,30 @@ class KVFerryManager(SchedulerSide, base.OffloadingManager):
     def on_new_request(self, req_context: Any) -> Any:
         return base.RequestOffloadingContext()
 
+    def get_stats(self) -> Any:
+        """Fill the metrics of vLLM's host tier. A pinned block counts as read by a transfer."""
+        usage, sizes = self.usage(), self.take_store_sizes()
+        if usage is None and not sizes:
+            return None
+        stats = OffloadingConnectorStats()
+        for size in sizes:
+            stats.observe_histogram(CPUOffloadingMetrics.CPU_ALLOCATION_SIZE, size)
+        if usage is not None:
+            for name, blocks in (
+                (CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC, usage.pending + usage.pinned),
+                (CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC, usage.pending),
+                (CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC, usage.pinned),
+            ):
+                stats.set_gauge(name, min(1.0, blocks / usage.blocks))
+        return stats
+
+    def get_load_source(self, key: Any, req_context: Any) -> Any:
+        return compat.HOST_SOURCE
+
     def take_events(self) -> list[Any]:
         return [
-            base.OffloadingEvent(list(e.keys), e.medium, e.removed) for e in self.events() or ()
+            base.OffloadingEvent(list(e.keys), compat.HOST_MEDIUM, e.removed)
+            for e in self.events() or ()
         ]
 
 
@@ -38,7 +63,10 @@ class KVFerryWorker(WorkerSide, base.OffloadingWorker):
         self.store(job_id, src_spec, dst_spec)
         return True
 
-    def submit_load(self, job_id: int, src_spec: KeysSpec, dst_spec: Any) -> bool:
+    def submit_load(
+        self, job_id: int, src_spec: KeysSpec, dst_spec: Any, expedited: bool = False
+    ) -> bool:
+        """expedited needs nothing: loads are started in order, before stores."""
         self.load(job_id, src_spec, dst_spec)
         return True
 
@@ -48,16 +76,25 @@ class KVFerrySpec(base.OffloadingSpec):
 
     blocks_per_chunk: int
 
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG003 - vLLM's signature
+        """Those of vLLM's host tier, without the number of skipped stores, which the daemon has."""
+        from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+        definitions: dict[str, Any] = CPUOffloadingSpec.build_metric_definitions({})
+        return definitions
+
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         vllm_config, kv_cache_config = provided_config()
         blocks = self._choose_block_sizes(vllm_config, kv_cache_config)
         self.engine_config = read_engine_config(vllm_config, kv_cache_config, blocks)
         self._manager: KVFerryManager | None = None
-        if len(kv_cache_config.kv_cache_groups) > 1:
+        if len(kv_cache_config.kv_cache_groups) > 1 and not compat.REPORTS_FAILED_REQUESTS:
             log.warning(
-                "kvferry: this model has several KV cache groups, and vLLM cannot recompute failed "
-                "loads of such a model: if the daemon is killed during a load, the engine ends"
+                "kvferry: this model has several KV cache groups, and this vLLM cannot recompute "
+                "failed loads of such a model: if the daemon is killed during a load, the engine "
+                "ends. vLLM 0.30 and newer can"
             )
 
     def get_manager(self) -> KVFerryManager:
@@ -74,7 +111,7 @@ class KVFerrySpec(base.OffloadingSpec):
         configured = BlockSizes(
             tuple(self.tokens_per_block), self.tokens_per_hash, self.blocks_per_chunk
         )
-        kinds = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        kinds = [group.kv_cache_spec for group in offloaded_groups(kv_cache_config)]
         full = all(
             isinstance(layer, FullAttentionSpec) for kind in kinds for layer in _layer_specs(kind)
         )

@@ -1,9 +1,8 @@
 """Who may connect: root, the daemon's own user, and the members of one POSIX group.
 
-The kernel reports the user and groups that the process at the other end of a Unix socket had when
-it connected. Both sockets call `Admission.check_process`. In addition, the modes of the runtime
-directory (endpoint.py) keep other users out; for events.sock they are the only check. Event loop
-only.
+The kernel reports which user and groups the process at the other end of a Unix socket had when it
+connected. Both sockets call `Admission.check_process`. The file modes of the runtime directory
+(endpoint.py) exclude other users, too; for events.sock they are the only check. Event loop only.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 
 from kvferry.proto.errors import Code, Refused
 
-# (gid_t) -1 is no group: chown reads it as "leave the group as it is".
+# (gid_t) -1 is not a group: for chown it means "do not change the group".
 MAX_ID = (1 << 32) - 2
 # Linux, include/uapi/asm-generic/socket.h; Python has no name for it.
 SO_PEERGROUPS = 59
@@ -37,7 +36,7 @@ class Credentials:
 
 
 def credentials_of(peer: socket.socket) -> Credentials:
-    """The process at the other end of a Unix socket. Raises OSError."""
+    """The credentials of the process at the other end of a Unix socket. Raises OSError."""
     pid, uid, gid = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     groups = b""
     with contextlib.suppress(OSError):
@@ -60,7 +59,10 @@ class Admission:
         self.change_group(group)
 
     def change_group(self, group: str) -> None:
-        """Admit this group from now on; connected clients stay. Raises Refused, changes nothing."""
+        """Admit this group from now on; connected clients stay.
+
+        If it raises Refused (BAD_CONFIG), nothing has changed.
+        """
         self.gid = gid_of(group) if group else None
         self.group = group
 

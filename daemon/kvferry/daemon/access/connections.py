@@ -1,12 +1,12 @@
 """Quotas of live and of new connections per user, so that no user can abort the daemon.
 
 libzmq aborts the process if the routing id that ROUTER generates for a new connection equals an id
-that a connected peer has chosen. A generated id is a zero byte and a 32-bit counter with a random
-start, which grows by one per connection, and peers may choose ids of that form. An attacker with L
-live connections spreads their ids evenly and opens R connections per second; then the counter meets
-one of them after 2**32 / (2 * L * R) seconds on average. libzmq does not reveal a chosen id before
-it accepts it, but it asks ZAP (transport/zap.py) before a connection gets an id. So L and R are
-bounded, per user and for all users together. Event loop only.
+that a connected peer has chosen. A generated id is a zero byte and a 32-bit counter, which has a
+random start and grows by one per connection. Peers may choose ids of that form. If an attacker
+spreads the ids of L live connections evenly and opens R connections per second, the counter reaches
+one of them after 2**32 / (2 * L * R) seconds on average. libzmq does not report a chosen id before
+it accepts it, but it calls the ZAP handler (transport/zap.py) before a connection gets an id. So L
+and R are limited, per user and for all users together. Event loop only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvferry.daemon.access.admission import Admission, Credentials, credentials_
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """live: connections at a time. per_second: average of new ones, after the first `burst`."""
+    """Limits of connections. live: at a time. per_second: new ones, after the first `burst`."""
 
     live: int
     per_second: float
@@ -37,13 +37,13 @@ class Quota:
         return float(2**32 / (2 * self.live * self.per_second) / 86_400)
 
 
-# One user, including root and the daemon's own: an attacker may be root in a container. 97 days.
-# Enough for 64 engines with their schedulers, workers and tools, which all reconnect at once when
-# the daemon restarts, and for a status command every second.
+# One user, including root and the daemon's own: an attacker may be root in a container. A collision
+# takes 97 days. This is enough for 64 engines with their schedulers, workers and tools, which all
+# reconnect at once when the daemon restarts, and for a status command every second.
 PER_USER = Quota(live=256, per_second=1.0, burst=4096)
-# All users together, because an attacker may have many user ids. 24 days.
+# All users together, because an attacker may have many user ids. A collision takes 24 days.
 ALL_USERS = Quota(live=512, per_second=2.0, burst=8192)
-# Users whose buckets are remembered; the full ones are forgotten first.
+# Maximum of users with a bucket. Full buckets are removed, because a new one is full, too.
 _MAX_BUCKETS = 1024
 
 
@@ -62,17 +62,21 @@ class TokenBucket:
         self._quota, self._tokens, self._at = quota, float(quota.burst), now
 
     def refill_tokens(self, now: float) -> float:
-        """The tokens available now."""
+        """Add the tokens since the last call; return the available ones. now: seconds."""
         grown = self._tokens + (now - self._at) * self._quota.per_second
         self._tokens, self._at = min(grown, float(self._quota.burst)), now
         return self._tokens
 
     def take_token(self) -> None:
+        """Use one token for a new connection."""
         self._tokens -= 1
 
 
 class Connections:
-    """All connections of a listening socket, by descriptor, and the unused part of each quota."""
+    """All connections of a listening socket, by descriptor number, and the quotas of users.
+
+    clock: seconds, monotonic.
+    """
 
     def __init__(
         self,
@@ -90,11 +94,10 @@ class Connections:
         self.refused = 0
 
     def add_connection(self, descriptor: int) -> None:
-        """Count an accepted connection. If it exceeds a quota, shut it down at once.
+        """Count an accepted connection, and shut it down if it exceeds a quota.
 
-        Otherwise silent connections would hold descriptors until libzmq's handshake timeout. The
-        number may already belong to a newer connection; its own events follow and correct the
-        count.
+        Otherwise silent connections would use descriptors until libzmq's handshake timeout. The
+        number may already belong to a newer connection; the events of that one correct the count.
         """
         self.remove_connection(descriptor)
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as peer:
@@ -106,6 +109,7 @@ class Connections:
                 peer.shutdown(socket.SHUT_RDWR)
 
     def remove_connection(self, descriptor: int) -> None:
+        """A connection was closed."""
         process = self._by_descriptor.pop(descriptor, None)
         if process is not None:
             self._live[process.uid] -= 1
@@ -132,7 +136,7 @@ class Connections:
         )
 
     def _groups(self, uid: int, gid: int, pid: int) -> frozenset[int]:
-        """Groups of the connection that libzmq asks about, found by its credentials."""
+        """The groups of the connection in a request of libzmq, found by its credentials."""
         for process in self._by_descriptor.values():
             if (process.uid, process.gid, process.pid) == (uid, gid, pid):
                 return process.groups

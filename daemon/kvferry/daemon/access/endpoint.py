@@ -6,10 +6,10 @@
         fds.sock       file descriptors, which ZeroMQ cannot carry
         events.sock    ZeroMQ PUB: KV events
 
-A second bind to a live ipc path would succeed, and the first server would get no more connections,
-so the lock is taken first. The directory belongs to the daemon's user, its parent to the same user
-or root. With an access group, the directory has mode 0750 and the sockets 0660 of that group;
-without one, 0700 and 0600.
+The lock is taken first: a second bind to the path of a live ipc socket would succeed, and the first
+server would get no new connections. The directory belongs to the daemon's user, its parent to the
+same user or root. With an access group, the directory has mode 0750 and the sockets have 0660, with
+that group; without one, 0700 and 0600. Called at start and on the event loop.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def closed_path(path: Path) -> Path:
 
 def file_of(path: Path) -> tuple[int, int]:
     """Device and inode of a path. Raises OSError."""
-    about = path.lstat()
-    return about.st_dev, about.st_ino
+    status = path.lstat()
+    return status.st_dev, status.st_ino
 
 
 def remove_own(path: Path, file: tuple[int, int]) -> None:
-    """Remove a socket if it is still this file: another daemon may have bound its own there."""
+    """Remove a socket if it is still this file: another daemon may have bound one there."""
     for place in (path, closed_path(path)):
         with suppress(OSError):
             if file_of(place) == file:
@@ -45,7 +45,7 @@ def remove_own(path: Path, file: tuple[int, int]) -> None:
 
 
 class Endpoint:
-    """Locks the directory until `close`. Raises Refused (ENDPOINT_IN_USE, BAD_CONFIG)."""
+    """The runtime directory, locked until `close`. Raises Refused (ENDPOINT_IN_USE, BAD_CONFIG)."""
 
     def __init__(self, directory: Path, admission: Admission) -> None:
         self.directory, self.admission = directory, admission
@@ -95,12 +95,12 @@ class Endpoint:
             raise
 
     def find_problem(self) -> str | None:
-        """Which file of the directory is missing or replaced, so that clients cannot connect.
+        """Why clients cannot connect: a file of the directory is missing or replaced; else None.
 
-        None if all files are in place. A few system calls on a tmpfs; called once a second.
+        Called once a second; it makes a few system calls on a tmpfs.
         """
         if not self.directory.exists():
-            return f"runtime directory {self.directory} is gone; restart the daemon"
+            return f"runtime directory {self.directory} was removed; restart the daemon"
         if not self._lock_is_here():
             return f"runtime directory {self.directory} was replaced; restart the daemon"
         for path, file in self._bound.items():
@@ -109,10 +109,10 @@ class Endpoint:
         return None
 
     def close(self) -> None:
-        """Remove the sockets that this daemon bound, and no others.
+        """Remove the sockets that this daemon has bound, and release the lock.
 
-        Only the daemon that holds the lock has sockets here. The inode of the lock is not reused
-        while it is open; that of a socket may be.
+        Only the daemon that holds the lock has sockets here. The inode number of the open lock file
+        is not reused, but that of a socket may be.
         """
         if self._lock_is_here():
             for path in self._sockets:
@@ -142,7 +142,10 @@ class Endpoint:
 
 
 def _set_access(path: Path, owner: int, members: int, gid: int | None) -> None:
-    """Set the mode, with `members` bits for a group; owner only while the group changes."""
+    """Set mode and group. While the group changes, only the owner has access.
+
+    members: mode bits of the group. gid: None: no group.
+    """
     path.chmod(owner)
     if gid is None:
         return
@@ -186,17 +189,17 @@ def _locked(directory: Path) -> int:
 
 def _check_owner(place: Path, *owners: int) -> None:
     """Raise Refused unless one of these users owns the directory: another could redirect it."""
-    about = place.lstat()
-    if not stat.S_ISDIR(about.st_mode):
+    status = place.lstat()
+    if not stat.S_ISDIR(status.st_mode):
         raise Refused(
             Code.BAD_CONFIG,
-            f"{place} is a link or a file (created by user {about.st_uid}); remove it, or set "
+            f"{place} is a link or a file (created by user {status.st_uid}); remove it, or set "
             "another runtime_dir",
             str(place),
         )
-    if about.st_uid not in owners:
+    if status.st_uid not in owners:
         raise Refused(
             Code.BAD_CONFIG,
-            f"{place} belongs to user {about.st_uid}; remove it, or set another runtime_dir",
+            f"{place} belongs to user {status.st_uid}; remove it, or set another runtime_dir",
             str(place),
         )

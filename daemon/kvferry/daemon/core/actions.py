@@ -1,8 +1,8 @@
-"""The core's output (actions) and input (reports).
+"""The output of the core (actions), and its input in addition to messages (reports).
 
-The core answers each message and each report with a list of actions. The server
-performs the actions: it sends messages, and passes the rest to the device worker and to
-persistence. Reports of the device worker and of persistence come back through the event loop.
+The core returns a list of actions for each message and each report. The server passes each action
+to its owner: transport, the device worker, persistence or observability. Reports of the device
+worker and of persistence reach the core on the event loop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvferry.proto.status import CopyStatus, GroupCopying, HealthStatus, Verific
 
 
 class CopyPlan(msgspec.Struct, frozen=True):
-    """A resolved transfer: what the device worker and the copy engines get from the core."""
+    """A resolved transfer, as the core passes it to the device worker."""
 
     serial: int
     registration: int
@@ -49,6 +49,8 @@ class CopyPlan(msgspec.Struct, frozen=True):
 
 
 class SendMessage(msgspec.Struct, frozen=True):
+    """Send a message to a session."""
+
     session: str
     message: DaemonMessage
 
@@ -93,16 +95,17 @@ class CloseSession:
 
 @dataclass(frozen=True, slots=True)
 class FreeDeferred:
-    """Free unreachable data in steps, between other work."""
+    """Free the keys of a cache that was reset, in steps, between other work."""
 
     deferred: DeferredFree
 
 
 @dataclass(frozen=True, slots=True)
 class MapTensors:
-    """Make an engine's tensors reachable; the device worker reports TensorsMapped.
+    """Map an engine's tensors; the device worker reports TensorsMapped.
 
-    locations: where each tensor lies in `allocations`; None: allocate the tensors here.
+    locations: of each tensor in `allocations`; None: the daemon allocates the tensors.
+    timeline: handle of the timeline page, if any.
     keep: hold the allocated memory until ReleaseTensors. reuse: the registration whose held memory
         is mapped instead of new memory, if possible.
     """
@@ -206,7 +209,7 @@ class ForgetStores:
 
 @dataclass(frozen=True, slots=True)
 class CancelTransfers:
-    """Cancel transfers: at once where they wait, within a chunk where they run."""
+    """Cancel transfers: waiting ones at once, running ones after their chunks in flight."""
 
     registration: int
     serials: tuple[int, ...]
@@ -239,7 +242,7 @@ RegionChange: TypeAlias = RegionCreated | RegionUpdated | RegionFreed
 
 @dataclass(frozen=True, slots=True)
 class TensorsMapped:
-    """The tensors are reachable, or the error; if allocated here, how the client can map them.
+    """The tensors were mapped, or the error. If allocated here: how the client can map them.
 
     reused: the memory is that of the registration that MapTensors named in `reuse`.
     """
@@ -250,7 +253,7 @@ class TensorsMapped:
     allocations: tuple[Allocation, ...] = ()
     locations: tuple[Location, ...] = ()
     copying: tuple[GroupCopying, ...] = ()
-    # FdAllocations refer to these by position, until the server replaces them by handles.
+    # FdAllocations refer to these by position, until fd_passing.py replaces them by handles.
     descriptors: tuple[int, ...] = ()
     reused: bool = False
     # Descriptors that the device worker holds from now on, if tensors are to be kept.
@@ -259,6 +262,8 @@ class TensorsMapped:
 
 @dataclass(frozen=True, slots=True)
 class TensorsUnmapped:
+    """No transfer of the registration is left, and its memory is unmapped."""
+
     registration: int
 
 
@@ -321,10 +326,10 @@ class HealthChecked:
 
 @dataclass(frozen=True, slots=True)
 class Pong:
-    """The reply of the device worker to a Ping. posted: when the Ping was sent.
+    """The reply of the device worker to a Ping. All times: time.monotonic() in seconds.
 
-    oldest: when the oldest job in flight was accepted that its engine's timeline does not hold;
-        held: the same for jobs that a timeline holds. None if there is none.
+    posted: when the Ping was sent. oldest: when the oldest job in flight was accepted that does not
+        wait for its engine's timeline; held: the same for jobs that wait. None if there is none.
     """
 
     posted: float
@@ -334,7 +339,7 @@ class Pong:
 
 @dataclass(frozen=True, slots=True)
 class Continue:
-    """A command is not finished: post its rest, behind commands posted meanwhile."""
+    """A command is not finished: post its rest, after commands that were posted meanwhile."""
 
     command: CancelTransfers | ForgetStores
 

@@ -1,7 +1,8 @@
 """Aliasing: groups that share tensors or memory, and one number per distinct GPU block.
 
-Groups of hybrid models are views of one tensor, and an engine may place tensors on top of each
-other. A block of such memory is one block for the order of transfers, whichever group names it.
+Groups of hybrid models are views of one tensor, and the tensors of an engine may overlap in memory.
+The hazard tracker must see a block of shared memory as one block, whichever group names it. So the
+GPU blocks of all groups are numbered (GPU slots), and groups that share memory share numbers.
 Computed when KV caches are registered, on the event loop.
 """
 
@@ -18,8 +19,8 @@ from kvferry.proto.layout import Int64s, LayoutArrays
 from kvferry.proto.memory import Location
 
 MAX_GPU_BLOCKS = 1 << 28
-# Models share each tensor between all groups, or between those that have a layer left for it: that
-# is one set of groups, and some part of it. A load is checked once for each set.
+# In hybrid models all groups share a tensor, or all but those with fewer layers. A load is checked
+# once per set of sharing groups, so their number is limited.
 MAX_SHARING_SETS = 64
 MAX_SETS_OF_A_GROUP = 4
 
@@ -27,10 +28,10 @@ MAX_SETS_OF_A_GROUP = 4
 def slot_bases(
     layout: LayoutArrays, locations: Sequence[Location] | None = None
 ) -> tuple[list[int], int]:
-    """Number the GPU blocks of all groups; groups that share memory get the same numbers.
+    """Number the GPU blocks of all groups; groups that share memory have the same numbers.
 
-    Returns each group's first number, and how many there are. Raises Refused (BAD_LAYOUT) where
-    they are more than any GPU has.
+    Return the first number of each group, and how many numbers there are. Raises Refused
+    (BAD_LAYOUT) if these are more than MAX_GPU_BLOCKS.
     """
     root = _roots(layout, locations)
     widths: dict[int, int] = {}
@@ -49,9 +50,9 @@ def slot_bases(
 
 
 def sharers_of(layout: LayoutArrays) -> list[tuple[int, ...]]:
-    """The sets of groups that write to one tensor, none of them part of another.
+    """The sets of groups that share a tensor; no set is a subset of another.
 
-    Raises Refused (BAD_LAYOUT) where they are more than models have.
+    Each group is in at least one set. Raises Refused (BAD_LAYOUT) if there are too many sets.
     """
     tensors, groups = layout.refs[0], layout.group_of_ref
     shared = np.bincount(tensors)[tensors] > 1
@@ -60,15 +61,15 @@ def sharers_of(layout: LayoutArrays) -> list[tuple[int, ...]]:
     bits = np.packbits(uses, axis=1)
     sets = set(bits.view(f"V{bits.shape[1]}").ravel().tolist()) - {bytes(bits.shape[1])}
     _check_sharing(len(sets), MAX_SHARING_SETS)
-    several = [
-        frozenset(np.flatnonzero(np.unpackbits(np.frombuffer(one, dtype=np.uint8))).tolist())
-        for one in sets
+    sharers = [
+        frozenset(np.flatnonzero(np.unpackbits(np.frombuffer(mask, dtype=np.uint8))).tolist())
+        for mask in sets
     ]
-    largest = [one for one in several if not any(one < other for other in several)]
-    sets_of = Counter(group for one in largest for group in one)
-    _check_sharing(max(sets_of.values(), default=0), MAX_SETS_OF_A_GROUP)
-    alone = set(range(layout.num_groups)) - sets_of.keys()
-    return [*(tuple(sorted(one)) for one in largest), *((group,) for group in sorted(alone))]
+    largest = [groups for groups in sharers if not any(groups < other for other in sharers)]
+    sets_of_group = Counter(group for groups in largest for group in groups)
+    _check_sharing(max(sets_of_group.values(), default=0), MAX_SETS_OF_A_GROUP)
+    alone = set(range(layout.num_groups)) - sets_of_group.keys()
+    return [*(tuple(sorted(groups)) for groups in largest), *((group,) for group in sorted(alone))]
 
 
 def _check_sharing(sets: int, most: int) -> None:
@@ -82,8 +83,7 @@ def _check_sharing(sets: int, most: int) -> None:
 
 
 def _roots(layout: LayoutArrays, locations: Sequence[Location] | None) -> list[int]:
-    """For each group one of those that it shares memory with, directly or by others: the same for
-    all of them."""
+    """For each group the representative of all groups that it shares memory with (union-find)."""
     parent = list(range(layout.num_groups))
 
     def root(group: int) -> int:
@@ -95,18 +95,18 @@ def _roots(layout: LayoutArrays, locations: Sequence[Location] | None) -> list[i
     owner = np.full(layout.num_tensors, -1)
     starts = layout.starts.tolist()
     for group, (start, end) in enumerate(pairwise(starts)):
-        mine = memory[start:end]
-        for other in set(owner[mine].tolist()) - {-1}:
+        used = memory[start:end]
+        for other in set(owner[used].tolist()) - {-1}:
             parent[root(group)] = root(other)
-        owner[mine] = group
+        owner[used] = group
     return [root(group) for group in parent]
 
 
 def _memories(layout: LayoutArrays, locations: Sequence[Location] | None) -> Int64s:
-    """For each tensor a number of the memory that it lies in: the same where spans overlap."""
+    """(tensors,) a number per tensor; tensors whose memory overlaps have the same number."""
     if locations is None:
         return np.arange(layout.num_tensors)
-    # An allocation has fewer than 2**48 bytes, and there are 2**12 at most.
+    # An allocation has fewer than 2**48 bytes, and there are at most 2**12 of them.
     begin = np.array([(place.allocation << 49) + place.offset for place in locations])
     order = np.argsort(begin, kind="stable")
     end = np.maximum.accumulate((begin + np.array(layout.span_bytes))[order])

@@ -17,7 +17,7 @@ from kvferry.proto.specs import BlockIds
 # Up to this many numbers, a Python loop is faster than numpy.
 FEW = 64
 # If the range of ids is this many times their number, sorting finds duplicates faster.
-SPARSE = 16
+SPARSE_RATIO = 16
 
 _INT64, _UINT64 = np.dtype(np.int64), np.dtype(np.uint64)
 _NONE = np.empty(0, dtype=np.int64)
@@ -34,24 +34,24 @@ def first_duplicate(ids: Int64s, limit: int) -> int | None:
     """An id that occurs twice among ids of 0 to `limit` - 1; None if there is none."""
     if ids.size <= FEW and len(set(ids.tolist())) == ids.size:
         return None
-    if limit > SPARSE * ids.size:  # a table of this size takes longer to allocate than a sort
+    if limit > SPARSE_RATIO * ids.size:  # a table of this size takes longer to allocate than a sort
         ordered = np.sort(ids)
         same = ordered[1:][ordered[1:] == ordered[:-1]]
         return int(same[0]) if same.size else None
     last = np.empty(limit, dtype=np.int64)
     order = np.arange(ids.size)
     last[ids] = order
-    again = last[ids] != order
-    return int(ids[again][0]) if np.count_nonzero(again) else None
+    duplicate = last[ids] != order
+    return int(ids[duplicate][0]) if np.count_nonzero(duplicate) else None
 
 
 def as_int64s(ids: BlockIds) -> Int64s:
-    """The ids as int64; no copy if they are."""
+    """The ids as int64, not copied if they are int64 already."""
     return ids if ids.dtype is _INT64 else ids.astype(_INT64)
 
 
 def join_ids(parts: list[Int64s]) -> Int64s:
-    """All ids in one array; no copy of a single part."""
+    """All ids in one array; a single part is not copied."""
     return parts[0] if len(parts) == 1 else np.concatenate([*parts, _NONE])
 
 
@@ -60,7 +60,7 @@ def in_range(ids: Int64s, limit: int) -> bool:
     if ids.size <= FEW:
         numbers = ids.tolist()
         return not numbers or 0 <= min(numbers) <= max(numbers) < limit
-    return largest(ids.view(_UINT64)) < limit  # a negative id is a huge one
+    return largest(ids.view(_UINT64)) < limit  # a negative id becomes a large one
 
 
 def check_range(ids: Int64s, limit: int, what: str, group: int | None = None) -> None:
@@ -73,8 +73,8 @@ def check_range(ids: Int64s, limit: int, what: str, group: int | None = None) ->
 
 
 def check_unique(ids: Int64s, limit: int, what: str) -> None:
-    """Raise Refused if an id occurs twice: the result of two writes is undefined."""
-    again = first_duplicate(ids, limit)
-    if again is not None:
-        message = f"{what} {again} appears twice as a destination; write each block once"
-        raise Refused(Code.DUPLICATE_BLOCK, message, again)
+    """Raise Refused (DUPLICATE_BLOCK) if an id occurs twice: two writes have no order."""
+    duplicate = first_duplicate(ids, limit)
+    if duplicate is not None:
+        message = f"{what} {duplicate} appears twice as a destination; write each block once"
+        raise Refused(Code.DUPLICATE_BLOCK, message, duplicate)

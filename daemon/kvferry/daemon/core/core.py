@@ -1,14 +1,12 @@
-"""The core: decides what a message of a client or a report of the device worker leads to.
+"""The core: decides which actions follow from a message of a client or from a report.
 
-`handle` takes a message, `report` a report; both return actions (actions.py) and neither blocks. A
+`handle` takes a message, `report` a report. Both return actions (actions.py), and neither blocks. A
 request is checked completely before any state changes. If a check raises Refused, the reply is an
-Error, which is counted. Called by the server, on the event loop only.
+Error, and it is counted. Called by the server, on the event loop only.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvferry.daemon.core.actions import (
@@ -32,7 +30,9 @@ from kvferry.daemon.core.layout import split_spec
 from kvferry.daemon.core.namespaces import Namespaces
 from kvferry.daemon.core.records import KeptTensorsRecord, RecoveredRegion
 from kvferry.daemon.core.regions import MAX_REGIONS, Regions
-from kvferry.daemon.core.registrations import OWN, Registrations
+from kvferry.daemon.core.registration import OWN
+from kvferry.daemon.core.registrations import Registrations
+from kvferry.daemon.core.status import DaemonIdentity, StatusRecorder
 from kvferry.daemon.core.transfers import JobObserver, Transfers
 from kvferry.proto import messages as wire
 from kvferry.proto import status as wire_status
@@ -44,19 +44,11 @@ RegionRequest: TypeAlias = wire.OpenNamespace | wire.RegisterKVCaches | wire.All
 _RETRYABLE = Code.POOL_FULL, Code.ALREADY_REGISTERED
 
 
-@dataclass(frozen=True, slots=True)
-class DaemonIdentity:
-    """This daemon, as Welcome messages and the status report it."""
-
-    version: str
-    boot_id: str
-    pid: int
-    device: wire_status.DeviceInfo
-    limits: wire_status.Limits
-
-
 class Core:
-    """own_bytes: bytes at the front of the pool for the daemon's own blocks.
+    """All bookkeeping of a daemon.
+
+    started: time.monotonic() at the start, in seconds. own_bytes: bytes at the front of the pool
+    for the daemon's own blocks. observe_job: see transfers.JobObserver.
 
     Every method is called on the event loop and returns without blocking.
     """
@@ -72,16 +64,11 @@ class Core:
     ) -> None:
         self.identity = identity
         self.stopping = False
-        self._started = started
-        self._registered_bytes = 0
-        self._copying: wire_status.CopyStatus | None = None
-        self._health: wire_status.HealthStatus | None = None
-        self._verification: wire_status.VerificationStatus | None = None
-        self._errors: Counter[str] = Counter()
+        self._recorder = StatusRecorder(identity, started)
         # The engine of each session.
         self._engines: dict[str, str] = {}
         self._owners = EngineOwners()
-        # Requests, by session, that wait until a closing registration has freed what they ask for.
+        # Requests, by session, that wait until a closing registration frees what they need.
         self._waiting_requests: dict[str, RegionRequest] = {}
         self._regions = Regions(pool_bytes, own_bytes, max_regions)
         self._namespaces = Namespaces(self._regions)
@@ -101,12 +88,12 @@ class Core:
     def open_session(self, session: str, hello: wire.Hello, uid: int | None = None) -> list[Action]:
         """Open the session of a client process of user `uid`, or reply why not."""
         if not hello.protocol_min <= wire.PROTOCOL <= hello.protocol_max:
-            spoken = f"{hello.protocol_min} to {hello.protocol_max}"
+            versions = f"{hello.protocol_min} to {hello.protocol_max}"
             message = (
-                f"the client speaks protocols {spoken}, this daemon {wire.PROTOCOL}; install the "
+                f"the client has protocols {versions}, this daemon {wire.PROTOCOL}; install the "
                 "same version of kvferry on both sides"
             )
-            error: KVFerryError = Refused(Code.PROTOCOL_VERSION, message, spoken)
+            error: KVFerryError = Refused(Code.PROTOCOL_VERSION, message, versions)
             return [SendMessage(session, self.refusal_reply(None, error))]
         if self.stopping:
             return [SendMessage(session, self.refusal_reply(None, self._shutting_down()))]
@@ -151,21 +138,15 @@ class Core:
             case BlocksCorrupted():
                 self._handle_corrupted(report)
                 actions, error = [], None
-            case PoolRegistered(nbytes):
-                self._registered_bytes = nbytes
+            case PoolRegistered() | CopyCalibrated() | HealthChecked():
+                self._recorder.record(report)
                 return []
-            case CopyCalibrated(copying):
-                self._copying = copying
-                return []
-            case HealthChecked(health, verification):
-                self._health, self._verification = health, verification
-                return []
-            case Pong():  # for the server
+            case Pong():  # for observability
                 return []
             case Continue(command):
                 return [command]
         if error is not None:
-            self._errors[error.code] += 1
+            self._recorder.count_errors(error.code)
         return [*self._regions.take_changes(), *actions, *self._namespaces.take_key_events()]
 
     def restore_region(self, found: RecoveredRegion) -> None:
@@ -192,10 +173,10 @@ class Core:
         self._waiting_requests.pop(session, None)
         self._namespaces.close_session(session)
         moved = self._transfers.moved_bytes.pop(session, 0)
-        given_up, lost = self._transfers.close_session(session)
+        cancels, unfinished = self._transfers.close_session(session)
         return [
-            CloseSession(session, lost, moved),
-            *given_up,
+            CloseSession(session, unfinished, moved),
+            *cancels,
             *self._registrations.close_session(session),
         ]
 
@@ -225,61 +206,20 @@ class Core:
 
     def _count_error(self, error: KVFerryError, session: str) -> None:
         if self._engines.get(session) != OWN:
-            self._errors[error.code] += 1
+            self._recorder.count_errors(error.code)
 
     @property
     def pool_bytes(self) -> int:
         return self._regions.pool_bytes
 
     def namespaces(self) -> tuple[wire_status.NamespaceStatus, ...]:
+        """The status of each namespace."""
         return self._namespaces.status()
 
     def status(self, now: float) -> wire_status.DaemonStatus:
-        me, regions = self.identity, self._regions
-        totals = {
-            name: self._transfers.totals[name] for name in wire_status.Totals.__struct_fields__
-        }
-        held = {
-            r.engine: (True, r.host.num_blocks, r.host.block_bytes)
-            for r in self._registrations
-            if r.engine != OWN
-        }
-        left = {
-            region.owner.name: (False, region.num_blocks, region.contents.host_block_bytes)
-            for region in regions
-            if region.owner.kind == "engine"
-        }
-        kept = self._registrations.kept_bytes_by_engine()
-        roomless = dict.fromkeys(kept, (False, 0, 0))
-        under_way = self._transfers.count_by_engine()
-        engines = [
-            wire_status.EngineStatus(
-                name,
-                *here,
-                under_way[name],
-                self._registrations.copying_of(name),
-                kept.get(name, 0),
-            )
-            for name, here in (roomless | left | held).items()
-        ]
-        return wire_status.DaemonStatus(
-            version=me.version,
-            boot_id=me.boot_id,
-            pid=me.pid,
-            uptime_seconds=now - self._started,
-            device=me.device,
-            pool=wire_status.PoolStatus(
-                regions.pool_bytes - regions.own_bytes,
-                max(0, self._registered_bytes - regions.own_bytes),
-                regions.reserved_bytes,
-            ),
-            sessions=len(self.sessions),
-            engines=tuple(engines),
-            totals=wire_status.Totals(**totals),
-            errors=dict(self._errors),
-            copying=self._copying,
-            health=self._health,
-            verification=self._verification,
+        """now: time.monotonic() in seconds."""
+        return self._recorder.status(
+            now, len(self.sessions), self._regions, self._registrations, self._transfers
         )
 
     def _dispatch(
@@ -319,8 +259,8 @@ class Core:
             self._namespaces.mark_verified(report)
 
     def _handle_corrupted(self, report: BlocksCorrupted) -> None:
-        """These blocks lost their bytes: they are no longer loadable, and loads in flight fail."""
-        self._errors[Code.CORRUPT_BLOCK] += report.blocks.size
+        """Host blocks are corrupt: they are no longer loadable, and loads in flight fail."""
+        self._recorder.count_errors(Code.CORRUPT_BLOCK, report.blocks.size)
         region = self._regions.get(report.owner)
         if region is None:
             return

@@ -19,7 +19,10 @@ from kvferry.proto.specs import Direction
 
 
 class HazardTracker:
-    """For every block the newest transfer, each way, that touched it. Serials grow from 1."""
+    """For each block and direction the serial of the newest transfer that uses it; 0: none.
+
+    gpu_slots: number of distinct GPU blocks (aliasing.py). host_blocks: of the region.
+    """
 
     def __init__(self, gpu_slots: int, host_blocks: int) -> None:
         self._gpu = {d: np.zeros(gpu_slots, dtype=np.int64) for d in Direction}
@@ -27,7 +30,7 @@ class HazardTracker:
         self._in_flight: Counter[Direction] = Counter()
 
     def add_transfer(self, serial: int, direction: Direction, blocks: ResolvedBlocks) -> int:
-        """Note a new transfer. Returns the serial up to which the other way must have ended."""
+        """Add a transfer; return the last serial of the other direction that must end first."""
         other, after = direction.other, 0
         if self._in_flight[other]:
             after = max(
@@ -40,5 +43,5 @@ class HazardTracker:
         return after
 
     def remove_transfer(self, direction: Direction) -> None:
-        """One of those that were admitted has ended."""
+        """A transfer that was added has ended."""
         self._in_flight[direction] -= 1

@@ -50,14 +50,14 @@ _NONE = np.empty(0, dtype=np.int64)
 
 
 class Extent(msgspec.Struct, frozen=True):
-    """GPU blocks of one group, and the place of each one's pages in the host pool."""
+    """GPU blocks of one group, and the byte offset of each in the host pool."""
 
     group: int
     # (n,) block ids, in range.
     gpu_blocks: Int64s
     # (n,) byte offsets from the start of the pool.
     host_offsets: Int64s
-    # Of an extent that was cut from another: index there of its first block.
+    # If it was split off another extent: the index of its first block there.
     at: int = 0
 
     def slice_blocks(self, start: int, stop: int) -> Extent:
@@ -66,7 +66,7 @@ class Extent(msgspec.Struct, frozen=True):
 
 
 class CopyBatch(msgspec.Struct, frozen=True):
-    """Copies between contiguous pieces of GPU and host memory, each in any direction.
+    """Copies between contiguous ranges of GPU and host memory, in one direction.
 
     table: (3, n) int64 whose rows are contiguous: addresses on the GPU, addresses in host memory,
     sizes in bytes.
@@ -163,7 +163,7 @@ class BlockLayout:
         self.group_bytes = layout_arrays.group_bytes
         self.host_block_bytes = host_block_bytes or layout_arrays.host_block_bytes
         self.refs = _group_refs(layout_arrays)
-        self._host_block = np.array([self.host_block_bytes])  # numpy takes longer over an int
+        self._host_block = np.array([self.host_block_bytes])  # faster than an int
         # Per group, the byte offsets in the pool of the sub-blocks of host block 0.
         self._sub_blocks = [
             np.arange(self.factor) * nbytes + region_start for nbytes in self.group_bytes
@@ -261,7 +261,7 @@ class BlockLayout:
         )
 
     def copy_batch(self, extent: Extent, bases: Int64s, pool: int) -> CopyBatch:
-        """A copy per page. bases: the tensors' addresses; pool: the address of the host pool."""
+        """One copy per page. bases: (tensors,) addresses. pool: address of the host pool."""
         refs = self.refs[extent.group]
         table = np.empty((3, extent.gpu_blocks.size, refs.pages.size), dtype=np.int64)
         gpu, host, size = table
@@ -274,7 +274,7 @@ class BlockLayout:
     def _resolved(
         self, group_extents: tuple[GroupExtent, ...], hosts: Int64s, kept: Bools | None
     ) -> ResolvedBlocks:
-        """Resolve to memory. Groups that share a tensor have the same GPU slots."""
+        """Resolve group extents to pool offsets and GPU slots. kept: of the host blocks to use."""
         extents, slots = [], []
         for part in group_extents:
             extent = self._extent(part, hosts, kept)
@@ -347,18 +347,21 @@ class BlockLayout:
 
 
 class GroupRefs:
-    """A group's references as arrays: (refs,) each. They are parts of `layout`'s, not copies."""
+    """The references of a group as arrays of shape (refs,); views of the layout's arrays.
+
+    pages, strides, offsets: in bytes.
+    """
 
     __slots__ = ("offsets", "pages", "smallest_page", "strides", "tensors")
 
     def __init__(
         self, layout_arrays: LayoutArrays, group: int, strides: Int64s, offsets: Int64s
     ) -> None:
-        mine = slice(*layout_arrays.starts[group : group + 2].tolist())
-        self.tensors, self.pages = layout_arrays.refs[:, mine]
-        self.strides = strides[mine]
+        own = slice(*layout_arrays.starts[group : group + 2].tolist())
+        self.tensors, self.pages = layout_arrays.refs[:, own]
+        self.strides = strides[own]
         # Byte offset of each page within a GPU block in host memory.
-        self.offsets = offsets[mine]
+        self.offsets = offsets[own]
         self.smallest_page = int(np.minimum.reduce(self.pages))
 
 

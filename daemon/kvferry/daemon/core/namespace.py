@@ -200,13 +200,13 @@ class Namespace:
         )
         return KeyEvents(self.sequence, tuple(parts), self.generation)
 
-    def snapshot(self) -> Iterator[Snapshot]:
+    def snapshot(self, part_blocks: int = SNAPSHOT_BLOCKS) -> Iterator[Snapshot]:
         """All keys, in messages that are created one at a time.
 
-        A part lists the keys of some blocks when it is created. What changes from now on is in
-        KeyEvents above the snapshot's sequence number too, which the mirror applies last.
+        A message lists the keys of `part_blocks` host blocks when it is created. Later changes are
+        also in KeyEvents above the snapshot's sequence number, which the mirror applies last.
         """
-        return _snapshots(self.cache, self.sequence, self.generation)
+        return _snapshots(self.cache, self.sequence, self.generation, part_blocks)
 
     def status(self) -> NamespaceStatus:
         usage = self.cache.usage
@@ -276,10 +276,12 @@ def _describe_host_block(pages: tuple[tuple[int, ...], ...] | None, factor: int)
     return f"{factor} GPU blocks of pages {', '.join(groups)}{more}"
 
 
-def _snapshots(cache: Cache, sequence: int, generation: int) -> Iterator[Snapshot]:
+def _snapshots(
+    cache: Cache, sequence: int, generation: int, part_blocks: int
+) -> Iterator[Snapshot]:
     part, capacity = 0, cache.usage.capacity
-    for begin in range(0, capacity, SNAPSHOT_BLOCKS):
-        end = begin + SNAPSHOT_BLOCKS
+    for begin in range(0, capacity, part_blocks):
+        end = begin + part_blocks
         ready, pending = cache.keys_between(begin, end)
         last = end >= capacity
         if ready or (last and not pending):

@@ -1,4 +1,4 @@
-"""Regions: which owner has which bytes of the host pool.
+"""Regions: the owners of the bytes of the host pool.
 
 A region belongs to the name of an engine or to a namespace, not to a process. When all of its
 sessions have ended it is deserted and keeps its bytes; an owner with the same name, contents
@@ -21,18 +21,21 @@ from kvferry.proto.layout import LayoutArrays
 
 ALIGNMENT = 4096
 MAX_HOST_BLOCKS = 1 << 28
-# A region with more host blocks than MANY_BLOCKS must have blocks of at least LEAST_OF_MANY bytes:
-# its block table takes 32 bytes and a key per block, which must be a small part of the region.
-MANY_BLOCKS, LEAST_OF_MANY = 1 << 20, 384
+# Maximum of host blocks with fewer than SMALL_BLOCK_BYTES bytes. The block table takes 32 bytes and
+# a key per block, which must be a small part of a large region.
+MAX_SMALL_BLOCKS, SMALL_BLOCK_BYTES = 1 << 20, 384
 # Each region's block table takes descriptors: a daemon with few of them allows fewer regions.
 MAX_REGIONS = 1024
 
 
 @dataclass(slots=True)
 class Region:
-    """states: which blocks can be loaded by number; None if the host blocks have keys.
+    """`nbytes` bytes of the host pool from byte `start` on.
+
     present: whether the owner has a session or registration; otherwise the region is deserted.
-    uid: the user that owns an engine's region; None for a namespace."""
+    uid: the user that owns an engine's region; None for a namespace. states: which blocks can be
+    loaded by number; None if the host blocks have keys.
+    """
 
     owner: RegionOwner
     contents: Contents
@@ -52,7 +55,10 @@ class Region:
 
 
 class Regions:
-    """The regions of the host pool. Deserted regions are in the order they were deserted."""
+    """The regions of the host pool; deserted ones in the order in which they became deserted.
+
+    own_bytes: at the front of the pool, for the daemon's own blocks. most: number of regions.
+    """
 
     def __init__(self, pool_bytes: int, own_bytes: int = 0, most: int = MAX_REGIONS) -> None:
         self.pool_bytes = pool_bytes
@@ -99,7 +105,7 @@ class Regions:
             old.present = True
             return old, True
         start, size = self._find_free_range(owner, block, nbytes)
-        most = MAX_HOST_BLOCKS if block >= LEAST_OF_MANY else MANY_BLOCKS
+        most = MAX_HOST_BLOCKS if block >= SMALL_BLOCK_BYTES else MAX_SMALL_BLOCKS
         if size // block > most:
             raise Refused(
                 Code.BAD_LAYOUT,
@@ -134,6 +140,7 @@ class Regions:
         self._changes.append(RegionCreated(record))
 
     def record_updated(self, record: RegionRecord, *, wipe: bool = False) -> None:
+        """Record a changed region for persistence. wipe: its blocks are no longer committed."""
         self._changes.append(RegionUpdated(record, wipe))
 
     def take_changes(self) -> list[RegionChange]:
@@ -211,11 +218,12 @@ class Regions:
         least = block if nbytes is None else nbytes
 
         def fitting_ranges(freed: int) -> list[tuple[int, int]]:
-            gone = set(deserted[:freed])
-            gaps = self._free_ranges([region for region in kept if region.owner not in gone])
+            freed_owners = set(deserted[:freed])
+            left = [region for region in kept if region.owner not in freed_owners]
+            gaps = self._free_ranges(left)
             return [(start, size) for start, size in gaps if size >= least]
 
-        # Freeing more regions never leaves less room.
+        # Binary search: freeing more regions never leaves less free memory.
         gaps = fitting_ranges(
             bisect_left(range(len(deserted)), True, key=lambda count: bool(fitting_ranges(count)))
         )

@@ -1,43 +1,45 @@
-"""Registrations: an engine's mapped tensors, its region of the host pool, its order of transfers.
+"""All registrations of engines: their states, names and regions.
 
-A registration is in exactly one of three states:
+A registration (registration.py) is in exactly one of three states:
 
     opening  --TensorsMapped-->  open  --session closed-->  closing  --TensorsUnmapped-->  removed
        \\______________ session closed ______________/
 
 Only an open one accepts transfers. A closing one still holds its engine's name and host blocks, so
 that no late copy of it writes into blocks of the next owner. Tensors that must outlive their
-registration become kept tensors (kept_tensors.py) when it is unmapped. Called by the core.
+registration become kept tensors (kept_tensors.py) when it is unmapped. Called by the core, on the
+event loop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import count
-from typing import TypeAlias
 
 from kvferry.daemon.core.actions import (
     Action,
-    KeepTensors,
     MapTensors,
-    ReleaseTensors,
     SendMessage,
     TensorsMapped,
     UnmapTensors,
 )
-from kvferry.daemon.core.aliasing import sharers_of, slot_bases
 from kvferry.daemon.core.engine_owners import EngineOwners
 from kvferry.daemon.core.hazards import HazardTracker
-from kvferry.daemon.core.kept_tensors import KeptTensors, KeptTensorsTable
-from kvferry.daemon.core.layout import BlockLayout, Extent
-from kvferry.daemon.core.namespace import Namespace
+from kvferry.daemon.core.kept_tensors import KeptTensorsTable
+from kvferry.daemon.core.layout import BlockLayout
 from kvferry.daemon.core.namespaces import Namespaces
 from kvferry.daemon.core.records import KeptTensorsRecord, RegionRecord, engine_owner
 from kvferry.daemon.core.regions import Region, Regions
+from kvferry.daemon.core.registration import (
+    OWN,
+    Registration,
+    RegistrationRequest,
+    RegistrationTerms,
+    check_layout,
+)
 from kvferry.proto.errors import Code, ErrorInfo, Refused
 from kvferry.proto.layout import LayoutArrays
-from kvferry.proto.memory import FdAllocation, HostRegion
+from kvferry.proto.memory import HostRegion
 from kvferry.proto.messages import (
     Allocated,
     AllocateKVCaches,
@@ -48,61 +50,11 @@ from kvferry.proto.messages import (
     Released,
     ReleaseKVCaches,
 )
-from kvferry.proto.specs import MAX_COUNT, Direction
 from kvferry.proto.status import GroupCopying
-
-RegistrationRequest: TypeAlias = RegisterKVCaches | AllocateKVCaches
-
-# The name of the daemon's own engine, whose region is the front of the pool. No client has it.
-OWN = ""
-
-
-@dataclass(frozen=True, slots=True)
-class RegistrationTerms:
-    """The parts of a request that are needed later; its handles and layout are large.
-
-    allocated: the daemon allocates the tensors. keep: they must outlast the registration.
-    """
-
-    request_id: int
-    allocated: bool
-    keep: bool
-    has_timeline: bool
-
-
-@dataclass(slots=True, eq=False)
-class Registration:
-    number: int
-    engine: str
-    session: str
-    terms: RegistrationTerms
-    layout: BlockLayout
-    host: HostRegion
-    region: Region
-    hazards: HazardTracker
-    namespace: Namespace | None = None
-    was_open: bool = False
-    copying: tuple[GroupCopying, ...] = ()
-    # Owner's uid.
-    uid: int | None = None
-    # Bytes of its tensors that are kept when it ends.
-    kept_bytes: int = 0
-
-    @property
-    def has_timeline(self) -> bool:
-        return self.terms.has_timeline
-
-    def mode(self, direction: Direction, extents: tuple[Extent, ...]) -> str:
-        """How a transfer is copied: as its first group is."""
-        group = extents[0].group if extents else 0
-        if group >= len(self.copying):
-            return "unknown"
-        way = self.copying[group]
-        return way.store if direction is Direction.STORE else way.load
 
 
 class Registrations:
-    """All registrations, by state."""
+    """All registrations by state, at most one per engine. Iteration: those that have a name."""
 
     def __init__(
         self, regions: Regions, namespaces: Namespaces, owners: EngineOwners | None = None
@@ -144,7 +96,7 @@ class Registrations:
 
     def kept_bytes_by_engine(self) -> dict[str, int]:
         """Bytes of kept tensors per engine, including those that will be kept."""
-        kept = dict(self._kept_tensors)
+        kept = dict(self._kept_tensors.bytes_by_engine())
         for registration in self:
             if registration.kept_bytes:
                 kept[registration.engine] = registration.kept_bytes
@@ -160,7 +112,7 @@ class Registrations:
 
         If it raises Refused, nothing has changed.
         """
-        layout_arrays = _checked_layout(request)
+        layout_arrays = check_layout(request)
         current = self._by_engine.get(engine)
         if current is not None:
             message = (
@@ -174,35 +126,35 @@ class Registrations:
                 )
             raise Refused(Code.ALREADY_REGISTERED, message, engine)
         registration = self._create_registration(session, engine, layout_arrays, request)
-        reuse, dropped = self._match_kept_tensors(registration, request)
+        reuse, dropped = self._kept_tensors.match_request(registration, request)
         number, layout = registration.number, registration.layout
         if isinstance(request, AllocateKVCaches):
-            clock, keep = request.timeline, request.keep
-            wanted = MapTensors(number, session, layout, (), None, clock, keep, reuse)
+            timeline, keep = request.timeline, request.keep
+            mapping = MapTensors(number, session, layout, (), None, timeline, keep, reuse)
         else:
-            where = request.allocations, request.locations
-            wanted = MapTensors(number, session, layout, *where, request.timeline)
-        return [*dropped, *self.release_orphaned(), wanted]
+            shared = request.allocations, request.locations
+            mapping = MapTensors(number, session, layout, *shared, request.timeline)
+        return [*dropped, *self.release_orphaned(), mapping]
 
     def finish_mapping(self, report: TensorsMapped) -> tuple[list[Action], ErrorInfo | None]:
         """Reply to the client whose tensors were mapped or not. Return an error to be counted."""
         registration = self._opening.pop(report.registration, None)
-        if registration is None:  # its session was closed meanwhile; TensorsUnmapped follows
+        if registration is None:  # its session has ended; TensorsUnmapped follows
             return [], None
         request_id = registration.terms.request_id
         if report.error is not None:
             self._free_name(registration)
-            told = None if registration.engine == OWN else report.error
-            return [SendMessage(registration.session, Error(request_id, report.error))], told
+            counted = None if registration.engine == OWN else report.error
+            return [SendMessage(registration.session, Error(request_id, report.error))], counted
         registration.copying = report.copying
         registration.was_open = True
         self._open[registration.number] = registration
         reply: DaemonMessage = Registered(request_id, registration.host)
         dropped: list[Action] = []
         if registration.terms.allocated:
-            dropped = self._hand_over_tensors(registration, report)
-            where = report.allocations, report.locations
-            reply = Allocated(request_id, registration.host, *where, report.reused)
+            dropped = self._kept_tensors.take_over_allocated(registration, report)
+            shared = report.allocations, report.locations
+            reply = Allocated(request_id, registration.host, *shared, report.reused)
         return [*dropped, SendMessage(registration.session, reply)], None
 
     def restore_kept_tensors(self, record: KeptTensorsRecord) -> int:
@@ -210,45 +162,24 @@ class Registrations:
 
         Raises Refused (NOT_REGISTERED) if their engine's host blocks were not restored.
         """
-        region = self._regions.get(record.owner)
-        if region is None or self._kept_tensors.find_tensors(record.engine) is not None:
-            message = f"the host blocks of engine {record.engine!r} were not restored"
-            raise Refused(Code.NOT_REGISTERED, message, record.engine)
-        number = next(self._numbers)
-        kept = KeptTensors(number, record.layout, record.nbytes, region, record.uid)
-        self._kept_tensors.add_tensors(record.engine, kept)
-        return number
+        return self._kept_tensors.restore_tensors(record, self._numbers)
 
     def release_kept_tensors(self, session: str, message: ReleaseKVCaches) -> list[Action]:
         """Stop keeping an engine's tensors. Raises Refused (NOT_REGISTERED) if none are kept."""
-        current, kept = (
-            self._by_engine.get(message.engine),
-            self._kept_tensors.remove_tensors(message.engine),
-        )
-        actions = _release_all(kept)
-        nbytes = 0 if kept is None else kept.nbytes
-        if current is not None and current.kept_bytes:
-            actions.append(ReleaseTensors(current.number))
-            nbytes, current.kept_bytes = nbytes + current.kept_bytes, 0
-        if not actions:
-            raise Refused(
-                Code.NOT_REGISTERED,
-                f"no tensors are kept for engine {message.engine!r}; see kvferry status for the "
-                "engines that have some",
-                message.engine,
-            )
+        current = self._by_engine.get(message.engine)
+        actions, nbytes = self._kept_tensors.release_engine(message.engine, current)
         return [*actions, SendMessage(session, Released(message.request_id, nbytes))]
 
     def release_orphaned(self) -> list[Action]:
         """Release kept tensors whose host blocks now belong to another owner."""
-        return _release_all(*self._kept_tensors.remove_orphaned())
+        return self._kept_tensors.release_orphaned()
 
     def close_session(self, session: str) -> list[Action]:
         """Start to unmap the registrations of a closed session."""
         actions: list[Action] = []
-        for place in (self._opening, self._open):
-            for registration in [r for r in place.values() if r.session == session]:
-                self._closing[registration.number] = place.pop(registration.number)
+        for table in (self._opening, self._open):
+            for registration in [r for r in table.values() if r.session == session]:
+                self._closing[registration.number] = table.pop(registration.number)
                 actions.append(UnmapTensors(registration.number))
         return actions
 
@@ -256,48 +187,7 @@ class Registrations:
         """Remove an unmapped registration; its engine's name is free again."""
         registration = self._closing.pop(number)
         self._free_name(registration)
-        return self._keep_or_release(registration)
-
-    def _match_kept_tensors(
-        self, registration: Registration, request: RegistrationRequest
-    ) -> tuple[int | None, list[Action]]:
-        """Under which number an engine's kept tensors are held; drop them if they do not fit."""
-        kept = self._kept_tensors.find_tensors(registration.engine)
-        if kept is None:
-            return None, []
-        same = (kept.region.owner, kept.uid) == (registration.region.owner, registration.uid)
-        if same and _may_reuse(kept, registration.layout.layout_arrays, request):
-            kept.region = registration.region
-            return kept.number, []
-        return None, _release_all(self._kept_tensors.remove_tensors(registration.engine))
-
-    def _hand_over_tensors(self, registration: Registration, report: TensorsMapped) -> list[Action]:
-        """Release an engine's kept tensors now that it has tensors; keep the new ones if asked."""
-        dropped = _release_all(self._kept_tensors.remove_tensors(registration.engine))
-        if not registration.terms.keep:
-            return dropped
-        nbytes = registration.kept_bytes = sum(place.size for place in report.allocations)
-        engine, layout_arrays = registration.engine, registration.layout.layout_arrays
-        record = KeptTensorsRecord(
-            engine, layout_arrays, nbytes, registration.region.owner, registration.uid
-        )
-        return [KeepTensors(registration.number, record, report.held), *dropped]
-
-    def _keep_or_release(self, registration: Registration) -> list[Action]:
-        """Keep the tensors of a removed registration, or release them."""
-        number, layout_arrays = registration.number, registration.layout.layout_arrays
-        if registration.kept_bytes:
-            kept = KeptTensors(
-                number,
-                layout_arrays,
-                registration.kept_bytes,
-                registration.region,
-                registration.uid,
-            )
-            self._kept_tensors.add_tensors(registration.engine, kept)
-        elif registration.terms.keep:
-            return [ReleaseTensors(number)]
-        return []
+        return self._kept_tensors.end_registration(registration)
 
     def _create_registration(
         self, session: str, engine: str, layout_arrays: LayoutArrays, request: RegistrationRequest
@@ -352,60 +242,3 @@ class Registrations:
             self._regions.mark_deserted(engine_owner(registration.engine))
         else:
             self._regions.free_region(engine_owner(registration.engine))
-
-
-def _may_reuse(
-    kept: KeptTensors, layout_arrays: LayoutArrays, request: RegistrationRequest
-) -> bool:
-    """Whether a request asks for the held tensors, or registers what may be the same memory."""
-    if layout_arrays != kept.layout_arrays:
-        return False
-    if isinstance(request, AllocateKVCaches):
-        return True
-    return all(isinstance(allocation, FdAllocation) for allocation in request.allocations)
-
-
-def _release_all(*tensors: KeptTensors | None) -> list[Action]:
-    return [ReleaseTensors(kept.number) for kept in tensors if kept is not None]
-
-
-def _checked_layout(request: RegistrationRequest) -> LayoutArrays:
-    """The layout of a request, checked; every tensor lies in its allocation. Raises Refused."""
-    layout_arrays = LayoutArrays.from_layout(request.layout)
-    slot_bases(layout_arrays)
-    sharers_of(layout_arrays)
-    if isinstance(request, AllocateKVCaches):
-        nbytes = sum(layout_arrays.span_bytes)
-        if nbytes >= MAX_COUNT:
-            message = (
-                f"the tensors take {nbytes} bytes, more than any device; allocate fewer blocks"
-            )
-            raise Refused(Code.BAD_LAYOUT, message, nbytes)
-        return layout_arrays
-    tensors, allocations = layout_arrays.num_tensors, request.allocations
-    if len(request.locations) != tensors:
-        raise Refused(
-            Code.BAD_LAYOUT,
-            f"{len(request.locations)} locations were given for {tensors} tensors; give one "
-            "location per tensor",
-            len(request.locations),
-        )
-    for index, (span, place) in enumerate(
-        zip(layout_arrays.span_bytes, request.locations, strict=True)
-    ):
-        if place.allocation >= len(allocations):
-            raise Refused(
-                Code.BAD_LAYOUT,
-                f"tensor {index} lies in allocation {place.allocation}, but {len(allocations)} "
-                "allocations were given; use indices from 0",
-                place.allocation,
-            )
-        end, size = place.offset + span, allocations[place.allocation].size
-        if end > size:
-            raise Refused(
-                Code.BAD_LAYOUT,
-                f"tensor {index} ends at byte {end}, beyond its {size}-byte allocation; correct "
-                "its offset or its layout",
-                end,
-            )
-    return layout_arrays

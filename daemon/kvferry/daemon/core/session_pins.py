@@ -23,7 +23,7 @@ EXPECTED_PINS = 1 << 16
 
 
 class SessionPins:
-    """The pins of one session. Of several pins of a key, the oldest is released first."""
+    """The pins of one session. The oldest pin of a key is released first."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -56,7 +56,10 @@ class SessionPins:
                 oldest[key] = block
 
     def unpin_keys(self, keys: Sequence[OffloadKey]) -> None:
-        """Raises Refused (NOT_PINNED) and releases none if a key has fewer pins than that."""
+        """Unpin each key as often as it occurs.
+
+        Raises Refused (NOT_PINNED) and unpins none if a key has fewer pins than that.
+        """
         for key, times in Counter(keys).items():
             pinned = (key in self._oldest.shard_of(key)) + len(self._newer.get(key, ()))
             if pinned < times:

@@ -31,7 +31,8 @@ from kvferry.daemon.core.cache.jobs import Reservation
 from kvferry.daemon.core.layout import ResolvedBlocks, split_spec
 from kvferry.daemon.core.namespace import Lease
 from kvferry.daemon.core.records import engine_owner
-from kvferry.daemon.core.registrations import OWN, Registration, Registrations
+from kvferry.daemon.core.registration import OWN, Registration
+from kvferry.daemon.core.registrations import Registrations
 from kvferry.proto.errors import Code, ErrorInfo, Failed, Refused
 from kvferry.proto.messages import Finished, JobResult, Outcome, Submit, Wait, Waited
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, HostSpec, KeyLoadStoreSpec
@@ -74,7 +75,7 @@ JobObserver: TypeAlias = Callable[[str, JobResult, TransferCompleted], None]
 class Transfers:
     """All jobs in flight, by serial, and by engine and job id.
 
-    most: the number of jobs of a direction that a session may have in flight. observe: see
+    most: returns the number of jobs of a direction that a session may have in flight. observe: see
         JobObserver.
     """
 
@@ -155,6 +156,7 @@ class Transfers:
         ]
 
     def cancel_transfers(self, engine: str, job_ids: tuple[int, ...]) -> list[Action]:
+        """Cancel these jobs of an engine; unknown ids are ignored."""
         found = (self._by_id.get((engine, job_id)) for job_id in job_ids)
         return _cancel_jobs(job for job in found if job is not None)
 
@@ -197,7 +199,7 @@ class Transfers:
         return [*actions, *commits], None if own else result.error
 
     def mark_corrupted(self, report: BlocksCorrupted) -> None:
-        """Let loads in flight of these host blocks fail: the blocks are corrupt."""
+        """Host blocks are corrupt: loads of them that are in flight will fail."""
         for job in self._jobs.values():
             if job.direction is Direction.LOAD and job.registration.region.owner == report.owner:
                 hit = job.blocks.host_blocks[np.isin(job.blocks.host_blocks, report.blocks)]
@@ -228,12 +230,13 @@ class Transfers:
         for direction in Direction:
             self._used_credits.pop((session, direction), None)
         self._pending_waits.pop(session, None)
-        mine = [job for job in self._jobs.values() if job.session == session]
-        for job in mine:
+        jobs = [job for job in self._jobs.values() if job.session == session]
+        for job in jobs:
             job.session = None
-        return _cancel_jobs(mine), len(mine)
+        return _cancel_jobs(jobs), len(jobs)
 
     def cancel_all(self) -> list[Action]:
+        """Cancel all jobs in flight."""
         return _cancel_jobs(self._jobs.values())
 
     def _result(self, job: Transfer, report: TransferCompleted) -> JobResult:
@@ -267,7 +270,7 @@ def _cancel_jobs(jobs: Iterable[Transfer]) -> list[Action]:
     serials: defaultdict[int, list[int]] = defaultdict(list)
     for job in jobs:
         serials[job.registration.number].append(job.serial)
-    return [CancelTransfers(number, tuple(mine)) for number, mine in serials.items()]
+    return [CancelTransfers(number, tuple(each)) for number, each in serials.items()]
 
 
 def _block_set_of(
@@ -279,8 +282,8 @@ def _block_set_of(
     owner, held = lease.namespace.region.owner, lease.held
     if not isinstance(held, Reservation):
         return BlockSet(owner, blocks.host_blocks)
-    taken = dict(zip(held.keys, held.blocks, strict=True)) if held.parts else {}
-    parts = {taken[key]: part for key, part in held.parts.items()}
+    block_of = dict(zip(held.keys, held.blocks, strict=True)) if held.parts else {}
+    parts = {block_of[key]: part for key, part in held.parts.items()}
     return BlockSet(owner, blocks.host_blocks, held.keys, parts)
 
 

@@ -1,8 +1,8 @@
-"""Commands on their way to the device worker, which sleeps here until there are some.
+"""The queue of commands for the device worker, which sleeps on it.
 
-It is not a queue.SimpleQueue, because `get` with a timeout of some microseconds can block for ever
-there (CPython 3.11 and 3.12: a negative remainder of the timeout counts as none). A lock that each
-`put` releases wakes a thread as fast, and its timeout holds.
+A queue.SimpleQueue cannot be used: its `get` with a timeout of some microseconds can block forever
+(CPython 3.11 and 3.12: a negative remainder of the timeout counts as no timeout). A lock that each
+`put_command` releases wakes the thread as fast, and its timeout holds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Stop:
 
 
 class CommandQueue(Generic[T]):
-    """FIFO. `put` from any thread; `wait` and `take` only from the device worker's thread."""
+    """FIFO. `put_command`: any thread. The other methods: only the device worker's thread."""
 
     def __init__(self) -> None:
         self._commands: deque[T] = deque()
@@ -52,4 +52,4 @@ class CommandQueue(Generic[T]):
         """
         if not self._commands:
             self._wakeup.acquire(timeout=-1 if timeout is None else timeout)
-        self._wakeup.acquire(blocking=False)  # or the next wait would end for what is taken now
+        self._wakeup.acquire(blocking=False)  # else the next wait would end at once

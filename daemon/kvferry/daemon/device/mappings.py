@@ -1,7 +1,8 @@
-"""Memory of registrations: mapped or allocated, and kept beyond the registration by descriptor.
+"""The memory of registrations: mapped or allocated, and held by descriptor after they have ended.
 
-A registration's queues are created here when its memory is mapped, and removed when it is unmapped.
-Only the device worker's thread calls this, except `hold` before that thread starts.
+The queues of a registration are created here when its memory is mapped, and removed when it is
+unmapped. Only the device worker's thread calls this, except `hold_memory` before that thread
+starts.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from kvferry.daemon.core.actions import MapTensors, TensorsMapped
 from kvferry.daemon.device.transfer_queues import RegistrationQueues
-from kvferry.daemon.engine.base import CopyEngine, Mapping, Shared
+from kvferry.daemon.engine.base import AllocatedTensors, CopyEngine, Mapping
 from kvferry.daemon.memory.fd_closer import close_descriptor_later
 from kvferry.daemon.memory.shared_memory import TimelineReader
 from kvferry.proto.errors import Code, Failed, KVFerryError
@@ -20,7 +21,10 @@ from kvferry.proto.errors import Code, Failed, KVFerryError
 
 @dataclass(frozen=True, slots=True)
 class MapCommand:
-    """A Map, with the descriptors behind its tickets; the device worker closes them."""
+    """A MapTensors action with the descriptors of its handles. The device worker closes them.
+
+    timeline: the descriptor of the timeline page, or None.
+    """
 
     map: MapTensors
     descriptors: tuple[int, ...]
@@ -37,11 +41,11 @@ class Mappings:
         self._held: dict[int, tuple[int, ...]] = {}
 
     def hold_memory(self, number: int, *descriptors: int) -> None:
-        """Take over memory that an earlier daemon held."""
+        """Own the descriptors of memory that an earlier daemon held for a registration."""
         self._held[number] = descriptors
 
     def map_tensors(self, command: MapCommand) -> TensorsMapped:
-        """Map or allocate the memory of a registration; the report says why if it cannot be.
+        """Map or allocate the memory of a registration; the report has the error if it fails.
 
         Closes the command's descriptors.
         """
@@ -65,7 +69,7 @@ class Mappings:
         return report
 
     def _map(self, command: MapCommand) -> tuple[Mapping, TensorsMapped]:
-        """Map an engine's own tensors, or allocate them here."""
+        """Map tensors that the engine has allocated, or allocate them here."""
         wanted = command.map
         report = TensorsMapped(wanted.registration, wanted.session)
         if wanted.locations is not None:
@@ -75,44 +79,45 @@ class Mappings:
                 ),
                 report,
             )
-        shared, reused = self._allocate(wanted)
+        tensors, reused = self._allocate(wanted)
         if wanted.keep:
-            self._hold_allocated(wanted.registration, shared)
-        return shared.mapping, replace(
+            self._hold_allocated(wanted.registration, tensors)
+        return tensors.mapping, replace(
             report,
-            allocations=shared.allocations,
-            locations=shared.locations,
-            descriptors=shared.descriptors,
+            allocations=tensors.allocations,
+            locations=tensors.locations,
+            descriptors=tensors.descriptors,
             reused=reused,
             held=self._held.get(wanted.registration, ()),
         )
 
-    def _allocate(self, wanted: MapTensors) -> tuple[Shared, bool]:
-        """Tensors in the memory that is held for them, or in new memory; and whether in that."""
+    def _allocate(self, wanted: MapTensors) -> tuple[AllocatedTensors, bool]:
+        """Allocate tensors, in held memory if possible. Return them, and whether it was reused."""
         held = () if wanted.reuse is None else self._held.get(wanted.reuse, ())
         if held:
             with contextlib.suppress(Failed):
                 return self._engine.allocate_tensors(wanted.layout, held), True
         return self._engine.allocate_tensors(wanted.layout), False
 
-    def _hold_allocated(self, number: int, shared: Shared) -> None:
+    def _hold_allocated(self, number: int, tensors: AllocatedTensors) -> None:
         held: list[int] = []
         try:
-            for descriptor in shared.descriptors:
+            for descriptor in tensors.descriptors:
                 held.append(os.dup(descriptor))
         except OSError:
-            self._engine.unmap_tensors(shared.mapping)
-            for descriptor in (*held, *shared.descriptors):
+            self._engine.unmap_tensors(tensors.mapping)
+            for descriptor in (*held, *tensors.descriptors):
                 close_descriptor_later(descriptor)
             raise
         self._held[number] = tuple(held)
 
     def release_memory(self, number: int) -> None:
+        """Close the descriptors that are held for a registration."""
         for descriptor in self._held.pop(number, ()):
             close_descriptor_later(descriptor)
 
     def release_all_memory(self) -> None:
-        """Close all kept descriptors, when the worker ends."""
+        """Close all held descriptors. Called when the worker ends."""
         for descriptors in self._held.values():
             for descriptor in descriptors:
                 os.close(descriptor)

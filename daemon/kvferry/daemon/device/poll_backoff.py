@@ -1,8 +1,10 @@
 """How long the device worker sleeps between two polls of the device or reads of a timeline.
 
-It sleeps for an eighth of the time since something happened, so that whatever it waits for is
-noticed at most an eighth later: at least MIN_POLL, at most MAX_POLL while chunks are in flight, or
-MAX_FENCE_POLL while transfers only wait for a timeline or the pool.
+    sleep = clamp(SHARE * time since the last event, MIN_POLL, maximum)
+    maximum = MAX_POLL while chunks are in flight, MAX_FENCE_POLL while transfers only wait for a
+              timeline or the pool
+
+So the delay until an event is noticed is a fixed share of the time that it took.
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ from collections.abc import Callable
 
 # Seconds. A copy of 2 MiB takes 40 us, and waking the thread about 10.
 MIN_POLL = 20e-6
-# A chunk of 32 MiB takes 600 us. Others are in flight behind it, so the link does not wait.
+# A chunk of 32 MiB takes 600 us. Others are queued after it, so the link stays busy.
 MAX_POLL = 100e-6
-# Memory cannot wake a thread, so a timeline has to be read.
+# A write to a timeline page cannot wake a thread, so the page must be polled.
 MAX_FENCE_POLL = 1e-3
 SHARE = 1 / 8
 
@@ -27,7 +29,7 @@ class PollBackoff:
         self._since = 0.0
 
     def reset(self) -> None:
-        """Something happened: poll again soon."""
+        """An event happened: poll again soon."""
         self._since = self._clock()
 
     def next(self, longest: float) -> float:

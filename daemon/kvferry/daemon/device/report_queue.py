@@ -1,6 +1,6 @@
-"""Reports of the device worker on their way to the event loop.
+"""The queue of reports from the device worker to the event loop.
 
-The loop is woken once for all reports that are there by then.
+The loop is woken once for all reports that arrive until it runs.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from kvferry.daemon.core.actions import Report
 
 
 class ReportQueue:
-    """FIFO. `put` from the device worker's thread, `take` from the event loop's.
+    """FIFO. `put_reports`: the device worker's thread. `take_reports`: the event loop.
 
-    wake: called in the event loop when there are reports; it calls `take`.
+    wake: called on the event loop when there are reports; it must call `take_reports`.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
@@ -32,7 +32,7 @@ class ReportQueue:
 
     def take_reports(self) -> Iterator[Report]:
         """All reports, including those that arrive meanwhile."""
-        # First: a report that arrives from here on is either taken here or wakes the loop.
+        # First: a later report is either yielded below or wakes the loop.
         self._woken = False
         while self._reports:
             yield self._reports.popleft()

@@ -1,10 +1,10 @@
-"""Queues of transfers on their way to the device.
+"""The queues of transfers before and on the device.
 
     RegistrationQueues   one registration: its memory, its timeline, a TransferQueue per direction
     TransferQueue        one registration and direction: FIFO of transfers that have not ended
     DirectionQueue       one direction of the device: registrations in turn, chunks in flight
 
-Only the device worker's thread uses what is here.
+Used only by the device worker's thread.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ import msgspec
 
 from kvferry.daemon.core.actions import CopyPlan, TransferCompleted
 from kvferry.daemon.core.layout import Extent
-from kvferry.daemon.engine.base import Mapping, Ticket
+from kvferry.daemon.engine.base import Mapping, Submission
 from kvferry.daemon.memory.shared_memory import TimelineReader
 from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction
 
-# Bytes from which on a chunk in flight counts as work that contends with the other direction.
+# From this many bytes on, a chunk in flight is work that contends with the other direction.
 LARGE = 8 << 20
 
 
 class ActiveTransfer(msgspec.Struct, eq=False):
-    """A transfer from its place in the queue to its end.
+    """A transfer that is queued or on the device.
 
-    rest: what has not been submitted. in_flight: chunks on the device. first, before: tickets of
-    its first chunk, and of the chunk that was the last in flight then. failed_store: serial of a
-    store that it requires and that did not complete.
+    rest: extents that were not submitted yet. in_flight: chunks on the device. first: its first
+    chunk. before: the chunk that was the last in flight when `first` was submitted. failed_store:
+    serial of a store that it requires and that did not complete.
     """
 
     plan: CopyPlan
     rest: tuple[Extent, ...]
     in_flight: int = 0
-    first: Ticket | None = None
-    before: Ticket | None = None
+    first: Submission | None = None
+    before: Submission | None = None
     # Seconds on the device, and from acceptance until the first chunk was submitted.
     seconds: float = 0.0
     queued: float = 0.0
@@ -48,7 +48,7 @@ class ActiveTransfer(msgspec.Struct, eq=False):
     failed_store: int | None = None
 
     def abort(self, outcome: Outcome, error: ErrorInfo | None = None) -> None:
-        """Submit no more of it. The first outcome other than DONE counts."""
+        """Submit no further chunk of it. The first outcome other than DONE is reported."""
         if self.outcome is Outcome.DONE:
             self.outcome, self.error = outcome, error
         self.rest = ()
@@ -67,10 +67,10 @@ class ActiveTransfer(msgspec.Struct, eq=False):
 class TransferQueue:
     """FIFO of one registration and direction.
 
-    live: all transfers that have not ended, by serial, oldest first. waiting: those of them with
-    chunks to submit; only the first may submit. listed: the direction's queue has the registration
-    in turn. An OrderedDict, because thousands may be cancelled in any order: the first entry of a
-    plain dict takes the longer to find the more entries before it were deleted.
+    live: all transfers that have not ended, by serial, oldest first. waiting: those that have
+    chunks to submit; only the first may submit. listed: whether DirectionQueue.turns contains the
+    registration. These are OrderedDicts because thousands may be cancelled in any order, and
+    finding the first entry of a plain dict takes longer the more entries before it were deleted.
     """
 
     live: OrderedDict[int, ActiveTransfer] = field(default_factory=OrderedDict)
@@ -79,7 +79,7 @@ class TransferQueue:
 
     @property
     def head(self) -> ActiveTransfer:
-        """The first of those that wait."""
+        """The first waiting transfer."""
         return next(iter(self.waiting.values()))
 
     @property
@@ -91,13 +91,13 @@ class TransferQueue:
         return oldest is None or oldest > serial
 
     def finished(self, transfer: ActiveTransfer) -> bool:
-        """Whether it is over, and is not the one that may submit next."""
+        """Whether a transfer is over and is not the one that may submit next."""
         return transfer.over and not (self.waiting and self.head is transfer)
 
 
 @dataclass(slots=True, eq=False)
 class RegistrationQueues:
-    """A registration on the device.
+    """The mapped memory of a registration, and its queues.
 
     failed_stores: serials of stores that did not complete, as long as the core may plan a load
     that requires them.
@@ -128,7 +128,7 @@ class RegistrationQueues:
     def cancel_transfers(
         self, serials: Iterable[int]
     ) -> Iterator[tuple[TransferQueue, ActiveTransfer]]:
-        """Submit no more of these transfers; yields those of them that have not ended."""
+        """Submit no further chunk of these transfers; yield those that have not ended."""
         for serial in serials:
             for queue in self.transfers.values():
                 if transfer := queue.live.get(serial):
@@ -143,7 +143,7 @@ class RegistrationQueues:
         host_end      the pool is not registered up to this byte
         wait_for      the engine's timeline has not reached this value
         after         the other direction has a transfer up to this serial (RAW, WAR)
-        revoked       the engine has given up all transfers. Read last: the stream may still write
+        revoked       the engine has abandoned all transfers. Read last: the stream may still write
                       the value that a fence waits for after the engine has revoked the page.
         """
         if self.unmapping or plan.host_end > pool_ready:
@@ -154,11 +154,11 @@ class RegistrationQueues:
 
     @property
     def revoked(self) -> bool:
-        """Whether the engine has cancelled all jobs: their blocks may have another owner."""
+        """Whether the engine has abandoned all jobs: their blocks may have another owner."""
         return self.timeline is not None and self.timeline.is_revoked()
 
     def held_by_engine(self, plan: CopyPlan) -> bool:
-        """Whether the timeline holds the plan, or one that it must not overtake."""
+        """Whether the plan, or a transfer that it must follow, waits for the timeline."""
         before = self._behind(plan)
         return self._fenced(plan) or (before is not None and self._fenced(before.plan))
 
@@ -173,7 +173,7 @@ class RegistrationQueues:
 
     @property
     def serials(self) -> tuple[int, ...]:
-        """Of all transfers that have not ended."""
+        """The serials of all transfers that have not ended."""
         return tuple(serial for queue in self.transfers.values() for serial in queue.live)
 
     @property
@@ -184,35 +184,35 @@ class RegistrationQueues:
 def oldest_accepted(
     registrations: Iterable[RegistrationQueues],
 ) -> tuple[float | None, float | None]:
-    """When the oldest transfers were accepted: not held by their engine's timeline, and held.
+    """When the oldest transfer was accepted: without those that wait for a timeline, and of those.
 
     time.monotonic() seconds; None if there is none.
     """
-    going: list[float] = []
+    running: list[float] = []
     held: list[float] = []
     for registration in registrations:
         for queue in registration.transfers.values():
             if (first := queue.oldest) and first.plan.accepted:
                 waits = first.first is None and registration.held_by_engine(first.plan)
-                (held if waits else going).append(first.plan.accepted)
-    return min(going, default=None), min(held, default=None)
+                (held if waits else running).append(first.plan.accepted)
+    return min(running, default=None), min(held, default=None)
 
 
 class InflightChunk(msgspec.Struct, eq=False):
-    """A chunk that was submitted and is not known to be done."""
+    """A chunk that was submitted and has not completed in a poll."""
 
     registration: RegistrationQueues
     transfer: ActiveTransfer
-    ticket: Ticket
+    submission: Submission
     nbytes: int
 
     def fail_transfer(self, error: ErrorInfo) -> None:
-        """It failed; if its engine has revoked the timeline, it was cancelled."""
+        """Fail the transfer, unless its engine has revoked the timeline: then it is cancelled."""
         if not self.registration.revoked:
             self.transfer.abort(Outcome.FAILED, error)
 
     def mark_done(self) -> None:
-        """It is done, or failed."""
+        """The chunk is done or has failed."""
         self.transfer.in_flight -= 1
         if self.registration.revoked:
             self.transfer.abort(Outcome.CANCELLED)
@@ -222,9 +222,9 @@ class InflightChunk(msgspec.Struct, eq=False):
 class DirectionQueue:
     """One direction of the device, over all registrations.
 
-    inflight: chunks in the order submitted. turns: registrations with transfers that wait, in the
-    order in which they may submit a chunk; one without any is removed when its turn comes.
-    full: the engine had no room, and nothing has changed since.
+    inflight: chunks in the order of submission. turns: registrations with waiting transfers, in
+    the order in which they may submit a chunk. A registration without any is removed when it is the
+    first. full: the engine returned NO_ROOM, and nothing has changed since.
     """
 
     direction: Direction
@@ -233,7 +233,7 @@ class DirectionQueue:
     full: bool = False
 
     def add_registration(self, registration: RegistrationQueues) -> None:
-        """A transfer waits there."""
+        """A registration has a waiting transfer."""
         queue = registration.transfers[self.direction]
         if not queue.listed:
             queue.listed = True

@@ -4,21 +4,21 @@ It takes commands from a queue and repeats three things: it polls the chunks in 
 next ones, and sleeps. There is no scheduler. The rules:
 
     loads before stores     whenever the worker decides what to submit next, it tries a load first
-    one chunk, then look    after each chunk it handles commands and polls again; so a load that
+    one chunk, then check    after each chunk it handles commands and polls again; so a load that
                             arrives while stores are submitted waits for one chunk to be submitted,
                             and a cancel acts within one chunk
-    few in flight           the engine bounds the bytes in flight (CopyEngine.room); that bounds how
-                            long anything waits for the device
-    back-off                it sleeps on its command queue: without limit while nothing waits, else
-                            for as long as poll_backoff.py says
+    few in flight           the engine limits the bytes in flight (CopyEngine.chunk_budget), which
+                            limits how long a chunk waits for the device
+    back-off                it sleeps on its command queue: without limit if nothing waits, else
+                            for the time that poll_backoff.py returns
 
 Loads and stores use different copy engines and directions of the link. So stores keep their few
-chunks in flight beside a load: one chunk at most beside a load makes a load 35 us faster, and costs
-stores 20 to 60 % of their speed.
+chunks in flight during a load: a limit of one chunk would make a load 35 us faster, and cost stores
+20 to 60 % of their speed.
 
 Each registration has a FIFO of transfers per direction, and registrations take turns chunk by
-chunk. Only the head of a FIFO submits, and only when RegistrationQueues.must_wait allows it: fences
-are read by this thread, and nothing ever waits on a stream, so nothing can hang one.
+chunk. Only the head of a FIFO submits, and only when RegistrationQueues.must_wait allows it. This
+thread reads the fences. Nothing waits on a stream, so nothing can hang one.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ from kvferry.proto.errors import Code, Failed, KVFerryError
 from kvferry.proto.messages import Outcome
 from kvferry.proto.specs import Direction
 
-# Transfers cancelled at once. There may be thousands, and the event loop has to handle each end.
+# Maximum of transfers cancelled together. There may be thousands; the event loop must handle the
+# end of each.
 MAX_CANCELS = 64
 # Without it Linux rounds a sleep of 20 us up to 70.
 _PR_SET_TIMERSLACK = 29
@@ -78,9 +79,10 @@ Command: TypeAlias = (
 class DeviceWorker:
     """Owns `engine`: after `start` only this thread calls it, except pin and unpin (pool.py).
 
-    `post` may be called from any thread; `hold`, `start` and `close` from the thread that created
-    the worker, `hold` only before `start`. report: called in the worker's thread with what
-    happened, in the order in which it happened. died: called there once, if the worker fails.
+    `post_command` may be called on any thread; `hold_memory`, `start` and `close` on the thread
+    that created the worker, `hold_memory` only before `start`.
+    report: called on the worker's thread with reports, in the order of events. died: called there
+    once, if the worker fails.
     """
 
     def __init__(
@@ -108,21 +110,22 @@ class DeviceWorker:
 
     def hold_memory(self, number: int, *descriptors: int) -> None:
         """Take over memory that an earlier daemon held for a registration."""
-        assert self._thread.ident is None, "hold() after start()"
+        assert self._thread.ident is None, "hold_memory() after start()"
         self._mappings.hold_memory(number, *descriptors)
 
     def start(self) -> None:
-        """Attach the engine in the worker's thread. Raises what CopyEngine.attach raises."""
+        """Start the thread and attach the engine there. Raises what CopyEngine.attach raises."""
         self._thread.start()
         self._started.wait()
         if self._start_error is not None:
             raise self._start_error
 
     def post_command(self, command: Command) -> None:
+        """Queue a command. Any thread."""
         self._commands.put_command(command)
 
     def close(self) -> None:
-        """Stop the thread and wait for it. All transfers have ended, or are given up."""
+        """Stop the thread and wait for it. Transfers that have not ended are dropped."""
         self.post_command(Stop())
         self._thread.join()
 
@@ -158,14 +161,14 @@ class DeviceWorker:
         return None
 
     def _step(self) -> bool:
-        """Handle commands, poll, report, and submit one chunk. Whether to do it again at once."""
+        """Handle commands, poll, report, and submit one chunk. Return whether to repeat at once."""
         while not self._stopping and (command := self._commands.take_command()) is not None:
             self._handle(command)
         if self._stopping:
             return False
         for queue in self._directions.values():
             self._poll(queue)
-        self._send_reports()  # first: to submit takes longer than to report
+        self._send_reports()  # first: submitting takes longer than reporting
         again = self._submit_next()
         self._send_reports()
         return again
@@ -186,16 +189,16 @@ class DeviceWorker:
             case ReleaseTensors(number):
                 self._mappings.release_memory(number)
             case ForgetStores(number, serials):
-                if forgetful := self._registrations.get(number):
-                    forgetful.failed_stores.difference_update(serials)
+                if registered := self._registrations.get(number):
+                    registered.failed_stores.difference_update(serials)
             case Ping(posted):
                 self._reports.append(Pong(posted, *oldest_accepted(self._registrations.values())))
             case Stop():
                 self._stopping = True
-        self._mark_room()  # what is wanted next may be something else now
+        self._retry_full()  # the next chunk may be another one now
 
-    def _mark_room(self) -> None:
-        """Something happened that may let the engine take what it had no room for."""
+    def _retry_full(self) -> None:
+        """Something happened: the engine may accept a chunk now."""
         for queue in self._directions.values():
             queue.full = False
 
@@ -216,31 +219,31 @@ class DeviceWorker:
             self._reports.append(Continue(CancelTransfers(number, rest)))
         self._close_if_unmapped(number, registration)
 
-    # Chunks that are done
+    # Completed chunks
 
     def _poll(self, queue: DirectionQueue) -> None:
-        """Take the chunks that are done, in the order submitted."""
+        """Remove the chunks that are done, in the order of submission."""
         while queue.inflight:
             chunk = queue.inflight[0]
             transfer = chunk.transfer
             try:
-                if not self._engine.poll(chunk.ticket):
+                if not self._engine.poll(chunk.submission):
                     return
                 if transfer.in_flight == 1 and not transfer.rest:
                     transfer.seconds = self._engine.elapsed(
-                        transfer.first, chunk.ticket, transfer.before
+                        transfer.first, chunk.submission, transfer.before
                     )
             except KVFerryError as error:
                 chunk.fail_transfer(error.info)
             queue.inflight.popleft()
             chunk.mark_done()
             self._backoff.reset()
-            self._mark_room()
+            self._retry_full()
             self._report_if_over(chunk.registration.transfers[queue.direction], transfer)
             self._close_if_unmapped(transfer.plan.registration, chunk.registration)
 
     def _report_if_over(self, queue: TransferQueue, transfer: ActiveTransfer) -> None:
-        """Report the end of a transfer, in its turn; of a cancelled one at once."""
+        """Report ended transfers in queue order; a cancelled one at once."""
         if not transfer.over:
             return
         if transfer.outcome is Outcome.CANCELLED and transfer.plan.serial in queue.live:
@@ -273,7 +276,7 @@ class DeviceWorker:
     # Chunks to submit
 
     def _submit_next(self) -> bool:
-        """Submit a chunk of a load; if there is none, of a store. Whether one was submitted."""
+        """Submit a chunk of a load, else of a store. Return whether one was submitted."""
         for queue in (self._loads, self._stores):
             if self._submit_in_turn(queue):
                 self._backoff.reset()
@@ -297,7 +300,7 @@ class DeviceWorker:
             elif self._submit_head(queue, registration, transfers):
                 queue.turns.rotate(-1)
                 return True
-            else:  # it keeps its turn, and is the first to get room
+            else:  # it stays the first, for the next budget
                 queue.full = True
                 return False
         return False
@@ -305,10 +308,10 @@ class DeviceWorker:
     def _submit_head(
         self, queue: DirectionQueue, registration: RegistrationQueues, transfers: TransferQueue
     ) -> bool:
-        """Submit the next chunk of the first transfer; False if the engine has no room for it."""
+        """Submit the next chunk of the first transfer; False if the engine does not accept it."""
         transfer = transfers.head
         if transfer.failed_store is not None:
-            message = "a store that this load waited for did not complete: store its blocks again"
+            message = "a store that this load waited for did not complete; store its blocks again"
             stale = Failed(Code.STALE, message, f"transfer {transfer.failed_store}")
             transfer.abort(Outcome.FAILED, stale.info)
         if transfer.rest and not self._submit_chunk(queue, registration, transfer):
@@ -333,17 +336,17 @@ class DeviceWorker:
             return False
         extent, rest = layout.split_chunk(transfer.rest, budget.nbytes, budget.blocks)
         try:
-            ticket = self._engine.submit(direction, mapping, extent)
+            submission = self._engine.submit(direction, mapping, extent)
         except KVFerryError as error:
             transfer.abort(Outcome.FAILED, error.info)
             return True
         transfer.rest = rest
         transfer.in_flight += 1
         if transfer.first is None:
-            transfer.first = ticket
-            transfer.before = queue.inflight[-1].ticket if queue.inflight else None
+            transfer.first = submission
+            transfer.before = queue.inflight[-1].submission if queue.inflight else None
             if accepted := transfer.plan.accepted:
                 transfer.queued = time.monotonic() - accepted
         nbytes = layout.count_bytes((extent,))
-        queue.inflight.append(InflightChunk(registration, transfer, ticket, nbytes))
+        queue.inflight.append(InflightChunk(registration, transfer, submission, nbytes))
         return True

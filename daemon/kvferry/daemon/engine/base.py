@@ -1,8 +1,8 @@
-"""What the device worker needs of a device: map memory, and copy chunks on ordered streams.
+"""The interface of a device for the device worker: map memory, and copy chunks on ordered streams.
 
-A chunk is some GPU blocks of one group. `submit` enqueues one and returns at once. Chunks of one
-direction are done in the order submitted; the two directions overlap. `poll` says whether a chunk
-is done.
+A chunk is a number of GPU blocks of one group. `submit` enqueues one and returns at once. Chunks of
+one direction complete in the order of submission; the two directions overlap. `poll` returns
+whether a chunk is done.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvferry.proto.memory import Allocation, Location
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import CopyStatus, DeviceInfo, GroupCopying
 
-# One submitted chunk, as its engine knows it.
-Ticket: TypeAlias = object
+# A submitted chunk. Its type is the engine's own.
+Submission: TypeAlias = object
 
 
 def _never() -> bool:
@@ -31,12 +31,12 @@ def _never() -> bool:
 
 @dataclass(slots=True, eq=False)
 class Mapping:
-    """One registration's tensors, reachable from this process.
+    """The tensors of one registration, mapped in this process.
 
-    bases: (tensors,) address of each canonical tensor's first byte. handles: what the engine needs
-    to unmap them. revoked: whether the engine that owns the tensors has given up all transfers. It
-    is called right before a chunk is copied, or its kernel launched, from any thread; such a chunk
-    fails instead (CANCELLED), because its GPU blocks may have another owner.
+    bases: (tensors,) the address of the first byte of each canonical tensor. handles: objects that
+    the copy engine needs to unmap them. revoked: returns whether the inference engine has abandoned
+    all transfers. It is called right before a chunk is copied or its kernel is launched, on any
+    thread. Such a chunk fails (CANCELLED), because its GPU blocks may have another owner.
     """
 
     layout: BlockLayout
@@ -46,11 +46,11 @@ class Mapping:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """Tensors that were allocated here, and how others reach them.
+class AllocatedTensors:
+    """Tensors that this process allocated, and how the client can map them.
 
-    descriptors: file descriptors that FdAllocations refer to by position. They are the caller's,
-    and all that the memory needs to live: kept open, they outlast the mapping and this process.
+    descriptors: file descriptors that FdAllocations refer to by position. The caller owns them. The
+    memory exists while one is open, also after it was unmapped and after the end of this process.
     """
 
     mapping: Mapping
@@ -60,12 +60,16 @@ class Shared:
 
 
 def revoked_error() -> KVFerryError:
-    """The error of a chunk whose engine has given up all transfers."""
-    return Failed(Code.CANCELLED, "the engine has abandoned its transfers: submit them again")
+    """The error of a chunk whose engine has abandoned all transfers."""
+    return Failed(Code.CANCELLED, "the engine has abandoned its transfers; submit them again")
 
 
 class ChunkRequest(msgspec.Struct, frozen=True):
-    """What is to be copied next: bytes of a group; contended: the other direction has work too."""
+    """What remains of the next transfer.
+
+    group: of its next block. nbytes: all that remains. contended: the other direction has work,
+    too.
+    """
 
     group: int
     nbytes: int
@@ -73,7 +77,7 @@ class ChunkRequest(msgspec.Struct, frozen=True):
 
 
 class ChunkBudget(msgspec.Struct, frozen=True):
-    """The largest chunk that the engine takes now, in bytes and in GPU blocks."""
+    """The largest chunk that the engine accepts now, in bytes and in GPU blocks."""
 
     nbytes: int
     blocks: int = 1 << 20
@@ -83,47 +87,47 @@ NO_ROOM = ChunkBudget(0)
 
 
 class OwnerThread:
-    """The one thread that may call an object. Checked unless Python runs with -O."""
+    """The only thread that may call an object. Checked unless Python runs with -O."""
 
     def __init__(self) -> None:
         self._ident: int | None = None
 
     def bind(self) -> None:
         """The calling thread is the owner from now on."""
-        assert self._ident is None, "the engine is attached already"
+        assert self._ident is None, "the engine is already attached"
         self._ident = threading.get_ident()
 
     def assert_owner(self) -> None:
         assert threading.get_ident() == self._ident, (
-            f"called in thread {threading.current_thread().name!r}; only the one that attached may"
+            f"called on thread {threading.current_thread().name!r}, not on the attached one"
         )
 
 
 class CopyEngine(Protocol):
     """A device.
 
-    Threads: `attach` is the first call, and binds the engine to the calling thread, the device
-    worker's. All other methods must be called in that thread, and assert it (OwnerThread); only
-    `pin` and `unpin` may be called from any thread at any time.
+    Threads: `attach` is the first call. It binds the engine to the calling thread, which is the
+    device worker's. All other methods must be called on that thread, and assert it (OwnerThread),
+    except `pin` and `unpin`, which may be called on any thread at any time.
 
-    numa_node: the NUMA node that the device is near; None if there is none.
+    numa_node: the NUMA node of the device; None if it is unknown.
     """
 
     info: DeviceInfo
     numa_node: int | None
 
     def attach(self, pool_address: int) -> CopyStatus | None:
-        """Make the device usable in this thread. Raises KVFerryError.
+        """Bind the engine to this thread and initialize the device. Raises KVFerryError.
 
-        pool_address: of the host pool's first byte. Returns the result of the calibration, if the
-        engine has one.
+        pool_address: the address of the first byte of the host pool. Returns the result of the
+        calibration; None if the engine has none.
         """
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Register a chunk of the host pool with the device. From any thread; raises Failed."""
+        """Register a chunk of the host pool with the device. Any thread. Raises Failed."""
 
     def unpin(self, address: int) -> None:
-        """Undo `pin` of the chunk at `address`. From any thread."""
+        """Undo `pin` of the chunk at `address`. Any thread."""
 
     def map_tensors(
         self,
@@ -132,59 +136,64 @@ class CopyEngine(Protocol):
         locations: Sequence[Location],
         descriptors: Sequence[int],
     ) -> Mapping:
-        """Map an engine's own tensors. Raises KVFerryError, and nothing stays mapped."""
+        """Map tensors that an engine has allocated. If it raises KVFerryError, none stays mapped.
 
-    def allocate_tensors(self, layout: BlockLayout, kept: Sequence[int] = ()) -> Shared:
-        """Allocate tensors of a layout here. Raises KVFerryError, and nothing stays allocated.
+        locations: of each tensor in `allocations`. descriptors: of the FdAllocations, in order; the
+        caller closes them.
+        """
 
-        kept: the descriptors of tensors of the same layout that a daemon allocated before. They are
-            mapped again with their bytes, and stay the caller's. Raises Failed (MAP_FAILED) if they
-            are not of such tensors.
+    def allocate_tensors(self, layout: BlockLayout, kept: Sequence[int] = ()) -> AllocatedTensors:
+        """Allocate and map tensors. If it raises KVFerryError, none stays allocated.
+
+        kept: descriptors of tensors of the same layout that a daemon allocated before. They are
+            mapped with their bytes; the caller still owns the descriptors. Raises Failed
+            (MAP_FAILED) if they belong to other memory.
         """
 
     def unmap_tensors(self, mapping: Mapping) -> None:
-        """Unmap a mapping's memory; no chunk of it is in flight."""
+        """Unmap tensors. No chunk of the mapping may be in flight."""
 
     def chunk_budget(
         self, direction: Direction, mapping: Mapping, request: ChunkRequest
     ) -> ChunkBudget:
-        """The largest chunk to submit now; NO_ROOM until a chunk in flight is done.
+        """The largest chunk to submit now. NO_ROOM: not before a chunk in flight is done.
 
-        An engine bounds the bytes and chunks in flight here. It has room if nothing is in flight.
+        This limits the bytes and chunks in flight. It is never NO_ROOM if nothing is in flight.
         """
 
-    def submit(self, direction: Direction, mapping: Mapping, extent: Extent) -> Ticket:
-        """Enqueue a chunk within `room`. Raises KVFerryError if the device refuses it."""
+    def submit(self, direction: Direction, mapping: Mapping, extent: Extent) -> Submission:
+        """Enqueue a chunk within `chunk_budget`. Raises KVFerryError if the device refuses it."""
 
     def flush(self, direction: Direction, more: bool) -> None:
-        """Start what was submitted and is held back to be started together.
+        """Start submitted chunks that were held back to be started together.
 
-        Called whenever nothing more of a direction can be submitted at the moment, and again after
-        each poll while chunks are in flight. more: other chunks wait for room. All chunks get done
-        if this is called again whenever one is done.
+        The device worker calls this in two cases: it cannot submit more chunks of a direction now,
+        or it has polled while chunks are in flight. more: other chunks wait until the engine has
+        room (NO_ROOM). The caller must call this after each chunk that ends, or chunks may hang.
         """
 
-    def poll(self, ticket: Ticket) -> bool:
+    def poll(self, submission: Submission) -> bool:
         """Whether a chunk is done. Raises KVFerryError if it failed.
 
-        After True or an error the ticket is not polled again.
+        It must not be polled again after True or an error.
         """
 
-    def elapsed(self, first: Ticket, last: Ticket, before: Ticket | None) -> float:
-        """Seconds on the device from the start of one chunk to the end of another, both done.
+    def elapsed(self, first: Submission, last: Submission, before: Submission | None) -> float:
+        """Seconds on the device from the start of chunk `first` to the end of chunk `last`.
 
-        before: a chunk submitted before `first`; the time in which it still ran does not count.
+        Both must be done. before: a chunk that was submitted before `first`; the time until its end
+        is not counted.
         """
 
     def copying(self, mapping: Mapping) -> tuple[GroupCopying, ...]:
-        """How each group of a mapping is copied, for the status."""
+        """The copy mode of each group of a mapping, for the status report."""
 
     def shutdown(self) -> None:
-        """Stop; nothing is in flight."""
+        """Release the device. No chunk may be in flight."""
 
 
 def packed_locations(layout: LayoutArrays, alignment: int = 256) -> tuple[list[int], int]:
-    """Where tensors of a layout lie in one allocation, one after another; and its size."""
+    """The byte offset of each tensor in one allocation that holds all of them, and its size."""
     offsets, at = [], 0
     for span in layout.span_bytes:
         offsets.append(at)

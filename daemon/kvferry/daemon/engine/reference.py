@@ -1,9 +1,8 @@
-"""The engine of machines without a GPU: real bytes in shared memory, copied by the CPU.
+"""The copy engine without a GPU: the CPU copies bytes in shared memory.
 
-It is the plain model of what an engine does (one thread a direction stands for a stream, one
-memmove a fragment for the copy engine; a few pages with nothing before them are copied at once) and
-it can be told to misbehave: `Faults.stall` holds every chunk back, `Faults.fail_every` fails each
-n-th of a registration.
+It is the simplest engine that fulfils the interface. One thread per direction stands for a CUDA
+stream; it copies each fragment with one call. If nothing is in flight, a small chunk is copied by
+the caller. `Faults` delays chunks or lets them fail, for tests.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ import numpy as np
 from kvferry.daemon.core.layout import BlockLayout, Extent, Int64s
 from kvferry.daemon.engine.base import (
     NO_ROOM,
+    AllocatedTensors,
     ChunkBudget,
     ChunkRequest,
     Mapping,
     OwnerThread,
-    Shared,
     packed_locations,
     revoked_error,
 )
@@ -39,16 +38,17 @@ from kvferry.proto.status import DeviceInfo, GroupCopying
 from kvferry.shm.memfd import sealed_memfd
 
 CHUNK_BYTES = 8 << 20
-# Chunks in flight in one direction: the one that is being copied, and those behind it.
+# Chunks in flight per direction, including the one that is being copied.
 MAX_CHUNKS = 8
-# A copy of so few bytes takes less time than passing it to another thread.
+# A copy of at most this many bytes takes less time than passing it to another thread.
 AT_ONCE = 64 << 10
 _NONE = np.empty((0, 2), dtype=np.int64)
 
 
 @dataclass(slots=True)
 class Faults:
-    """How the engine misbehaves. stall: seconds before each chunk; fail_every: 0 is never."""
+    """stall: delay of each chunk in seconds. fail_every: every n-th chunk of a registration fails;
+    0: none."""
 
     stall: float = 0.0
     fail_every: int = 0
@@ -56,10 +56,11 @@ class Faults:
 
 @dataclass(slots=True, eq=False)
 class _Chunk:
+    """gpu, host: (fragments, 2) the address and the size in bytes of each fragment."""
+
     direction: Direction
     gpu: Int64s
     host: Int64s
-    """(n, 2) both: where the fragments lie there, and how long they are."""
     fails: bool
     revoked: Callable[[], bool] = lambda: False
     done: bool = False
@@ -69,18 +70,21 @@ class _Chunk:
 
 
 class ReferenceEngine:
+    """at_once_bytes: see AT_ONCE."""
+
     info = DeviceInfo("cpu", "cpu", "host memory")
     numa_node: int | None = None
 
-    def __init__(self, faults: Faults | None = None) -> None:
+    def __init__(self, faults: Faults | None = None, at_once_bytes: int = AT_ONCE) -> None:
+        self._at_once_bytes = at_once_bytes
         self.faults = faults or Faults()
         self._owner = OwnerThread()
         self._pool = 0
+        # Numbers of the chunks of each mapping.
         self._chunks: defaultdict[int, Iterator[int]] = defaultdict(lambda: count(1))
-        """Numbers for the chunks of each mapping."""
         self._in_flight = dict.fromkeys(Direction, 0)
+        # The newest chunk of each direction.
         self._last = {d: _Chunk(d, _NONE, _NONE, False, done=True) for d in Direction}
-        """The newest chunk each way."""
         self._queues: dict[Direction, queue.SimpleQueue[_Chunk | None]] = {
             direction: queue.SimpleQueue() for direction in Direction
         }
@@ -97,10 +101,10 @@ class ReferenceEngine:
             thread.start()
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Nothing to do: the CPU copies from pages that may move."""
+        """Do nothing: the CPU can copy from pageable memory."""
 
     def unpin(self, address: int) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def map_tensors(
         self,
@@ -123,7 +127,7 @@ class ReferenceEngine:
         bases = [mapped[place.allocation].address + place.offset for place in locations]
         return Mapping(layout, np.array(bases, dtype=np.int64), list(mapped))
 
-    def allocate_tensors(self, layout: BlockLayout, kept: Sequence[int] = ()) -> Shared:
+    def allocate_tensors(self, layout: BlockLayout, kept: Sequence[int] = ()) -> AllocatedTensors:
         self._owner.assert_owner()
         offsets, size = packed_locations(layout.layout_arrays)
         descriptor = _reopen_memory(kept, size) if kept else sealed_memfd("kvferry-kv", size)
@@ -134,7 +138,7 @@ class ReferenceEngine:
         except BaseException:
             os.close(descriptor)
             raise
-        return Shared(mapping, (allocation,), locations, (descriptor,))
+        return AllocatedTensors(mapping, (allocation,), locations, (descriptor,))
 
     def unmap_tensors(self, mapping: Mapping) -> None:
         self._owner.assert_owner()
@@ -161,7 +165,7 @@ class ReferenceEngine:
         if (
             before.done
             and not self.faults.stall
-            and mapping.layout.count_bytes((extent,)) <= AT_ONCE
+            and mapping.layout.count_bytes((extent,)) <= self._at_once_bytes
         ):
             self._run_chunk(chunk)
         else:
@@ -169,17 +173,17 @@ class ReferenceEngine:
         return chunk
 
     def flush(self, direction: Direction, more: bool) -> None:
-        """Nothing to do: a chunk is started when it is submitted."""
+        """Do nothing: a chunk is started when it is submitted."""
         self._owner.assert_owner()
 
-    def poll(self, ticket: object) -> bool:
+    def poll(self, submission: object) -> bool:
         self._owner.assert_owner()
-        assert isinstance(ticket, _Chunk)
-        if not ticket.done:
+        assert isinstance(submission, _Chunk)
+        if not submission.done:
             return False
-        self._in_flight[ticket.direction] -= 1
-        if ticket.error is not None:
-            raise ticket.error
+        self._in_flight[submission.direction] -= 1
+        if submission.error is not None:
+            raise submission.error
         return True
 
     def elapsed(self, first: object, last: object, before: object | None) -> float:
@@ -210,7 +214,9 @@ class ReferenceEngine:
         if chunk.revoked():
             chunk.error = revoked_error()
         elif chunk.fails:
-            chunk.error = Failed(Code.COPY_FAILED, "the reference engine was told to fail")
+            chunk.error = Failed(
+                Code.COPY_FAILED, "this chunk fails because of reference.fail_every"
+            )
         else:
             _copy(chunk)
         chunk.ended = time.perf_counter()
@@ -218,12 +224,12 @@ class ReferenceEngine:
 
 
 def _reopen_memory(kept: Sequence[int], size: int) -> int:
-    """A descriptor of our own of memory made before; Failed (MAP_FAILED) where it is another."""
+    """Duplicate the descriptor of kept memory. Raises Failed (MAP_FAILED) if its size is wrong."""
     sizes = [os.fstat(descriptor).st_size for descriptor in kept]
     if sizes != [size]:
         raise Failed(
             Code.MAP_FAILED,
-            f"the memory kept is not one file of {size} bytes: allocate anew",
+            f"the kept memory has files of {sizes} bytes, not one of {size}; allocate new memory",
             sizes,
         )
     return os.dup(kept[0])
@@ -234,40 +240,46 @@ def _as_file(allocation: Allocation) -> FdAllocation:
         return allocation
     raise Refused(
         Code.DEVICE_MISMATCH,
-        "this daemon serves tensors in host memory (device = cpu)",
+        f"the tensors are on {allocation.device_uuid}, but this daemon has device = cpu; use the "
+        "daemon of that GPU",
         allocation.device_uuid,
     )
 
 
 def _check_fit(nbytes: int) -> None:
-    """Raise Refused (BAD_LAYOUT) or Failed (MAP_FAILED) for tensors that may not be mapped.
+    """Raise Refused (BAD_LAYOUT) or Failed (MAP_FAILED) if tensors are too large to be mapped.
 
-    A memfd may be sparse and of any size, so an engine without any memory could take all addresses.
+    A memfd may be sparse and of any size, so a client could use up the daemon's address space.
     """
-    most = os.sysconf("SC_PHYS_PAGES") * PAGE
-    if nbytes > most:
-        message = f"the tensors take {nbytes} bytes, more than the {most} of this machine's memory"
-        raise Refused(Code.BAD_LAYOUT, f"{message}: register fewer blocks", nbytes)
+    memory = os.sysconf("SC_PHYS_PAGES") * PAGE
+    if nbytes > memory:
+        message = (
+            f"the tensors take {nbytes} bytes, more than the {memory} of this machine's memory; "
+            "register fewer blocks"
+        )
+        raise Refused(Code.BAD_LAYOUT, message, nbytes)
     left = address_space_left() - SPARE_ADDRESS_SPACE
     if nbytes > left:
-        message = f"the tensors take {nbytes} bytes, and the daemon has {max(0, left)} bytes of "
-        message += "address space left for tensors: raise its LimitAS, or have other engines leave"
+        message = (
+            f"the tensors take {nbytes} bytes, but the daemon has only {max(0, left)} bytes of "
+            "address space left for tensors; raise its LimitAS, or stop other engines"
+        )
         raise Failed(Code.MAP_FAILED, message, nbytes)
 
 
 def _copy(chunk: _Chunk) -> None:
-    """Move a chunk's fragments, or as many as there is memory for: then the chunk has failed."""
+    """Copy the fragments of a chunk. If memory is missing, the chunk has failed."""
     gpu, host = chunk.gpu, chunk.host
     dst, src = (host, gpu) if chunk.direction is Direction.STORE else (gpu, host)
     try:
         for start in range(0, len(dst), IOV_MAX):
             copy_vectors(src[start : start + IOV_MAX], dst[start : start + IOV_MAX])
     except OSError as error:
-        message = f"memory of the engine is not there any more: {error}"
+        message = f"the engine's memory cannot be accessed ({error}); register it again"
         chunk.error = Failed(Code.COPY_FAILED, message)
 
 
 def _vectors(mapping: Mapping, extent: Extent, pool: int) -> tuple[Int64s, Int64s]:
-    """(n, 2) both: where the fragments of a run lie on either side, and how long they are."""
+    """(fragments, 2) on the GPU's side and on the host's: addresses, and sizes in bytes."""
     batch = mapping.layout.copy_batch(extent, mapping.bases, pool)
     return np.stack((batch.gpu, batch.size), axis=1), np.stack((batch.host, batch.size), axis=1)

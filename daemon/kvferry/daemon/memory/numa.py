@@ -1,8 +1,8 @@
 """NUMA placement: threads that run on the device's node allocate memory on that node.
 
-Copies from or to another node's memory cross the link between the sockets. The kernel takes a page
-from the node of the CPU that touches it first, unless a policy is set (numactl, NUMAPolicy= of
-systemd), and from another node if that one is full. Called on the pinning threads and at start.
+Copies from or to the memory of another node cross the link between the sockets. The kernel
+allocates a page on the node of the CPU that touches it first, unless a policy is set (numactl,
+NUMAPolicy= of systemd) or that node is full. Called on the pinning threads and at start.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ SYSFS = Path("/sys")
 def node_of(pci_address: str) -> int | None:
     """The NUMA node of a PCI device ("0000:3b:00.0"); None if it is unknown."""
     try:
-        place = SYSFS / "bus/pci/devices" / pci_address.lower() / "numa_node"
-        node = int(place.read_text())
+        path = SYSFS / "bus/pci/devices" / pci_address.lower() / "numa_node"
+        node = int(path.read_text())
     except (OSError, ValueError):
         return None
     return node if node >= 0 else None
 
 
 def cpus_of(node: int) -> frozenset[int]:
-    """CPUs of a NUMA node on which this thread may run."""
+    """CPUs of a NUMA node on which this thread may run; empty if they are unknown."""
     try:
         listed = (SYSFS / f"devices/system/node/node{node}/cpulist").read_text().strip()
         ranges = [part.partition("-") for part in listed.split(",") if part]

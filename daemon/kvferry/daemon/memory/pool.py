@@ -2,8 +2,9 @@
 
 Chunks are touched and registered with the device in the background, in order. Registering tens of
 GiB takes seconds, so `ready_bytes` grows chunk by chunk, and a transfer waits only for the chunks
-that it touches. If a chunk cannot be registered, the daemon ends: copies from pageable memory would
-be slow without a sign of it. Created and closed on the event loop; threads of its own fill it.
+that it uses. If a chunk cannot be registered, the daemon ends: copies from pageable memory would be
+slow, and no one would notice why. Created at start and closed on the event loop; other threads
+touch and register it.
 """
 
 from __future__ import annotations
@@ -25,35 +26,37 @@ from kvferry.daemon.memory.shared_memory import PAGE, MappedFiles, free_file
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.process import SPARE_ADDRESS_SPACE, check_address_space
 
-TOUCHERS = min(16, os.cpu_count() or 1)
-# Chunks touched ahead of their registration, at most: a stop waits for these.
-AHEAD = 2 * TOUCHERS
+# Threads that touch chunks.
+TOUCH_THREADS = min(16, os.cpu_count() or 1)
+# Maximum of chunks that are touched before their registration. A stop waits for these.
+MAX_TOUCHED_AHEAD = 2 * TOUCH_THREADS
 
 
 class HostRegistrar(Protocol):
-    """Registers host memory with a device. Both methods may be called from any thread."""
+    """Registers host memory with a device. Any thread."""
 
     @property
     def numa_node(self) -> int | None:
         """The NUMA node of the device; None if it has none."""
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Register a chunk. Raises Failed."""
+        """Register a chunk of host memory. Raises Failed (POOL_TOO_LARGE)."""
 
     def unpin(self, address: int) -> None:
         """Undo `pin` of the chunk at `address`."""
 
 
 def whole_pages(nbytes: int) -> int:
-    """`nbytes` rounded up to whole OS pages, the size of a pool or a chunk."""
+    """`nbytes` rounded up to whole OS pages, as for the sizes of pool and chunks."""
     return -(-nbytes // PAGE) * PAGE
 
 
 class HostPool:
     """Pinned host memory of one device, mapped at `address`.
 
-    kept: the descriptors of an earlier pool of the same size, to be used with their bytes. Raises
-    Refused: POOL_TOO_LARGE, or BAD_LAYOUT or NOT_SHAREABLE if `kept` is no such pool.
+    kept: descriptors of the chunks of an earlier pool of the same size, which keep their bytes.
+    ready_bytes: registered so far, from the start. Raises Refused (POOL_TOO_LARGE; BAD_LAYOUT or
+    NOT_SHAREABLE if `kept` is no such pool).
     """
 
     def __init__(self, nbytes: int, chunk_bytes: int, kept: Sequence[int] | None = None) -> None:
@@ -102,12 +105,12 @@ class HostPool:
     ) -> None:
         starts = range(0, self.nbytes, self.chunk_bytes)
         try:
-            stay = partial(bind_to_node, engine.numa_node)
-            with ThreadPoolExecutor(TOUCHERS, "kvferry-touch", stay) as touchers:
+            bind = partial(bind_to_node, engine.numa_node)
+            with ThreadPoolExecutor(TOUCH_THREADS, "kvferry-touch", bind) as touchers:
                 touching = deque[list[Future[None]]]()
                 upcoming = iter(starts)
                 for start in starts:
-                    for ahead in islice(upcoming, AHEAD - len(touching)):
+                    for ahead in islice(upcoming, MAX_TOUCHED_AHEAD - len(touching)):
                         touching.append(self._touch(touchers, ahead))
                     if self._stopping.is_set():
                         return
@@ -127,9 +130,9 @@ class HostPool:
             failed(Failed(Code.POOL_TOO_LARGE, message, self.nbytes))
 
     def _touch(self, touchers: ThreadPoolExecutor, start: int) -> list[Future[None]]:
-        """Touch a chunk. One thread per chunk, but all threads for the first chunk."""
+        """Touch a chunk: on one thread, but on all threads for the first chunk."""
         size = self._size(start)
-        step = size if start else -(-size // (TOUCHERS * PAGE)) * PAGE
+        step = size if start else -(-size // (TOUCH_THREADS * PAGE)) * PAGE
         return [
             touchers.submit(self._memory.populate, at, min(step, start + size - at))
             for at in range(start, start + size, step)
@@ -140,21 +143,21 @@ class HostPool:
 
 
 def free_chunks(chunks: Sequence[int]) -> None:
-    """Free the memory of an earlier pool now, although other processes still hold its memfds.
+    """Free the memory of an earlier pool now, although other processes have its descriptors.
 
-    A memfd that cannot be emptied is freed when its last descriptor is closed.
+    A memfd for which this fails is freed when its last descriptor is closed.
     """
 
     def free_one(descriptor: int) -> None:
         with suppress(OSError):
             free_file(descriptor)
 
-    with ThreadPoolExecutor(TOUCHERS, "kvferry-free") as freers:
+    with ThreadPoolExecutor(TOUCH_THREADS, "kvferry-free") as freers:
         list(freers.map(free_one, chunks))
 
 
 def used_bytes(chunk: int) -> int:
-    """Memory that `give_back` frees."""
+    """Bytes of memory that `free_chunks` frees of a chunk."""
     return os.fstat(chunk).st_blocks * 512
 
 
@@ -168,7 +171,7 @@ def check_fits(nbytes: int, *, locked: bool, spare: int = 0) -> None:
     if nbytes > available:
         raise Refused(
             Code.POOL_TOO_LARGE,
-            f"the host pool does not fit into the {available} bytes of memory available; "
+            f"the host pool does not fit into the {available} bytes of available memory; "
             "reduce pool.size",
             nbytes,
         )
@@ -183,7 +186,7 @@ def check_fits(nbytes: int, *, locked: bool, spare: int = 0) -> None:
 
 
 def available_bytes(spare: int = 0) -> int:
-    """Bytes of memory available to this process, plus `spare`; a control group may bound them."""
+    """Bytes of memory available to this process and its control groups, plus `spare`."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     available = int(fields["MemAvailable"].split()[0]) * 1024 + spare
@@ -195,7 +198,7 @@ def available_bytes(spare: int = 0) -> int:
 
 
 def _control_groups() -> list[Path]:
-    """The control group of this process and its ancestors (cgroup v2)."""
+    """The control group of this process and all its parents (cgroup v2)."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -1,7 +1,8 @@
 """Shared memory mapped from file descriptors: the host pool, tensors, timelines.
 
 If another process shrinks a mapped memfd, an access ends this process with SIGBUS. So the memfds of
-the host pool are sealed, and a timeline page is refused unless its client sealed it.
+the host pool are sealed, and a timeline page is refused unless its client has sealed it. Any
+thread.
 """
 
 from __future__ import annotations
@@ -22,37 +23,45 @@ from kvferry.shm.memfd import check_sealed, sealed_memfd
 from kvferry.shm.timeline_page import TIMELINE_REVOKED_AT, TIMELINE_VALUE_AT
 
 PAGE = mmap.PAGESIZE
-# Vectors in one `move`, at most.
+# Maximum of rows in one `copy_vectors`.
 IOV_MAX = 1024
 
 
 def copy_vectors(src: Int64s, dst: Int64s) -> None:
-    """Copy from `src` to `dst` within this process. Both have rows of (address, size).
+    """Copy memory within this process.
 
-    Raises OSError if an address is not backed by memory, as beyond the end of a truncated file. A
-    plain copy would end the process with SIGBUS.
+    src, dst: (n, 2) int64, contiguous: address and size in bytes of each range. Raises OSError if
+    an address has no memory, as beyond the end of a truncated file. A plain copy would end the
+    process with SIGBUS.
     """
-    wanted = int(np.add.reduce(src[:, 1]))
-    origin, to = (rows.__array_interface__["data"][0] for rows in (src, dst))
-    done = int(_libc.process_vm_writev(os.getpid(), origin, len(src), to, len(dst), 0))
-    if done == wanted:
+    nbytes = int(np.add.reduce(src[:, 1]))
+    source, target = (rows.__array_interface__["data"][0] for rows in (src, dst))
+    done = int(_libc.process_vm_writev(os.getpid(), source, len(src), target, len(dst), 0))
+    if done == nbytes:
         return
-    if done < 0 and ctypes.get_errno() in (errno.EPERM, errno.ENOSYS):  # the system forbids it
-        for (begin, size), (target, _) in zip(src.tolist(), dst.tolist(), strict=True):
-            ctypes.memmove(target, begin, size)
+    if done < 0 and ctypes.get_errno() in (
+        errno.EPERM,
+        errno.ENOSYS,
+    ):  # seccomp, for example
+        for (origin, size), (to, _) in zip(src.tolist(), dst.tolist(), strict=True):
+            ctypes.memmove(to, origin, size)
         return
-    raise OSError(errno.EFAULT, f"{max(done, 0)} of {wanted} bytes could be moved")
+    raise OSError(errno.EFAULT, f"only {max(done, 0)} of {nbytes} bytes could be copied")
 
 
 class MappedFile:
-    """A mapped descriptor. Owns the mapping, not the descriptor."""
+    """A mapped descriptor. Owns the mapping, not the descriptor.
+
+    Raises Refused (BAD_LAYOUT) if the file is smaller than `nbytes`, Failed (MAP_FAILED) if it
+    cannot be mapped.
+    """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         if os.fstat(descriptor).st_size < nbytes:
             raise Refused(
                 Code.BAD_LAYOUT,
-                f"the shared memory has {os.fstat(descriptor).st_size} bytes, but {nbytes} were "
-                "named; give its real size",
+                f"the shared memory has {os.fstat(descriptor).st_size} bytes, fewer than {nbytes}; "
+                "give its real size",
                 nbytes,
             )
         try:
@@ -66,7 +75,7 @@ class MappedFile:
         self.nbytes = nbytes
 
     def close(self) -> None:
-        """Unmap it, on another thread: this may free GiBs. Nothing may read it from now on."""
+        """Unmap it on another thread, because that may free GiBs. Nothing may access it."""
         del self._anchor
         close_later(self._map.close)
 
@@ -74,11 +83,12 @@ class MappedFile:
 class MappedFiles:
     """Shared memory of several files, mapped back to back. Owns the mapping and the descriptors.
 
-    kept: descriptors of existing memory, one per file; None for new memory. Raises OSError, and
-    Refused (BAD_LAYOUT) if `kept` has other sizes; the descriptors stay the caller's then.
+    kept: descriptors of existing memory, one per file; None: create new memory. Raises OSError, and
+    Refused (BAD_LAYOUT, NOT_SHAREABLE) if `kept` has other sizes or is not sealed. Then the caller
+    still owns the descriptors.
 
-    Several files, because the kernel allocates pages of one file under one lock: 16 threads touch
-    48 GiB in 2.6 s in several files, and in 7 s in one.
+    There are several files because the kernel allocates the pages of a file under one lock: 16
+    threads touch 48 GiB in 2.6 s in several files, and in 7 s in one.
     """
 
     def __init__(
@@ -106,23 +116,24 @@ class MappedFiles:
             raise
 
     def populate(self, start: int, nbytes: int) -> None:
-        """Allocate the pages of a part, on the NUMA node of this thread."""
+        """Allocate the pages of a part, on the NUMA node of this thread. Raises OSError."""
         _done(_libc.madvise(self.address + start, nbytes, _MADV_POPULATE_WRITE))
 
     def close(self) -> None:
+        """Unmap the memory and close the descriptors. Nothing may access it."""
         _done(_libc.munmap(self.address, self.nbytes))
         for descriptor in self.descriptors:
             os.close(descriptor)
 
 
 def free_file(descriptor: int) -> None:
-    """Free the memory of a file, although other processes still hold it. Raises OSError."""
+    """Free the memory of a file, although other processes have its descriptor. Raises OSError."""
     size = os.fstat(descriptor).st_size
-    _done(_libc.fallocate(descriptor, _FREE, 0, size))
+    _done(_libc.fallocate(descriptor, _PUNCH_HOLE, 0, size))
 
 
 # FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE.
-_FREE = 0x1 | 0x2
+_PUNCH_HOLE = 0x1 | 0x2
 _MADV_POPULATE_WRITE = 23
 _NO_ACCESS = 0
 _PRIVATE, _FIXED, _ANONYMOUS, _NORESERVE = mmap.MAP_PRIVATE, 0x10, mmap.MAP_ANONYMOUS, 0x4000
@@ -157,7 +168,7 @@ def _map(at: int | None, nbytes: int, access: int, flags: int, descriptor: int) 
 
 
 def _done(result: int) -> None:
-    """Raise OSError if a call to the kernel failed."""
+    """Raise OSError if a system call failed."""
     if result:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -177,8 +188,10 @@ def _check_kept(kept: Sequence[int], sizes: Sequence[int]) -> None:
 
 
 class TimelineReader:
-    """Reads an engine's timeline page: a value that only grows, and whether the engine has revoked
-    all of its transfers. Any thread."""
+    """Reads the timeline page of an engine. Any thread.
+
+    Raises Refused (NOT_SHAREABLE) if the page is not sealed. The caller owns the descriptor.
+    """
 
     def __init__(self, descriptor: int) -> None:
         check_sealed(descriptor, "the timeline page")
@@ -187,9 +200,11 @@ class TimelineReader:
         self._revoked = ctypes.c_uint64.from_address(self._page.address + TIMELINE_REVOKED_AT)
 
     def reached(self, value: int) -> bool:
+        """Whether the timeline has reached a value. It only grows."""
         return self._value.value >= value
 
     def is_revoked(self) -> bool:
+        """Whether the engine has abandoned all of its transfers."""
         return self._revoked.value != 0
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Log events of clients, engines and failures, with a rate limit.
+"""The log events of clients, engines and failures, with a rate limit for failures.
 
-Of each kind of event, one line per ten seconds is logged, with the number of suppressed ones, so
-that a client that retries every millisecond does not flood the log. Event loop only.
+Of each kind of failure at most one line per ten seconds is logged, with the number of suppressed
+lines, so that a client that retries every millisecond does not flood the log. Event loop only.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from kvferry.daemon.core.actions import CloseSession, MapTensors, TensorsMapped
 from kvferry.proto.errors import ErrorInfo
 
 # Seconds between two lines of one kind.
-EVERY = 10.0
-# Kinds that are tracked. There are few codes, but there may be many client names.
-KINDS = 256
+INTERVAL = 10.0
+# Maximum of tracked kinds: there are few codes, but there may be many client names.
+MAX_KINDS = 256
 
 log = structlog.get_logger()
 
@@ -25,25 +25,29 @@ log = structlog.get_logger()
 class RateLimiter:
     """Passes one event per kind and `seconds`, and counts the others."""
 
-    def __init__(self, seconds: float = EVERY) -> None:
+    def __init__(self, seconds: float = INTERVAL) -> None:
         self._seconds = seconds
         self._kinds: dict[tuple[str, ...], tuple[float, int]] = {}
 
     def passes(self, kind: tuple[str, ...], now: float) -> int | None:
-        """None if this line is suppressed, else the number suppressed since the last line."""
+        """Whether to log an event of this kind now.
+
+        None: suppress it. Else log it, with the returned number of suppressed events.
+        now: seconds, monotonic.
+        """
         last, suppressed = self._kinds.get(kind, (float("-inf"), 0))
         if now - last < self._seconds:
             self._kinds[kind] = last, suppressed + 1
             return None
         self._kinds.pop(kind, None)
-        if len(self._kinds) >= KINDS:
+        if len(self._kinds) >= MAX_KINDS:
             del self._kinds[next(iter(self._kinds))]
         self._kinds[kind] = now, 0
         return suppressed
 
 
 class LoggedClient(Protocol):
-    """What is logged of a client: its name, its engine's, its process, why it disconnected."""
+    """A client as it is logged: its name, its engine, its process, why it disconnected."""
 
     client: str
     engine: str
@@ -52,10 +56,12 @@ class LoggedClient(Protocol):
 
 
 class EventLog:
+    """Writes the log events. client: None if the client is unknown."""
+
     def __init__(self) -> None:
-        self._began = time.monotonic()
+        self._started = time.monotonic()
         self._rate_limiter = RateLimiter()
-        self._maps: dict[int, tuple[LoggedClient, MapTensors, float]] = {}
+        self._mappings: dict[int, tuple[LoggedClient, MapTensors, float]] = {}
 
     def client_connected(self, client: LoggedClient) -> None:
         log.info("client connected", client=client.client, engine=client.engine, pid=client.pid)
@@ -74,12 +80,12 @@ class EventLog:
     def mapping_started(self, client: LoggedClient | None, action: MapTensors) -> None:
         """Mapping of an engine's tensors starts. client: None for the daemon's own session."""
         if client is not None:
-            self._maps[action.registration] = client, action, time.monotonic()
+            self._mappings[action.registration] = client, action, time.monotonic()
 
     def mapping_ended(self, report: TensorsMapped) -> None:
-        if report.registration not in self._maps:
+        if report.registration not in self._mappings:
             return
-        client, action, began = self._maps.pop(report.registration)
+        client, action, started = self._mappings.pop(report.registration)
         if report.error is not None:
             self._warn("engine registration failed", client, report.error)
             return
@@ -93,12 +99,12 @@ class EventLog:
             gpu_blocks=int(layout.tensors[0].max()),
             host_blocks=action.layout.host_blocks,
             host_block_bytes=action.layout.host_block_bytes,
-            copied=[f"store {way.store}, load {way.load}" for way in report.copying],
-            seconds=round(time.monotonic() - began, 3),
+            copied=[f"store {each.store}, load {each.load}" for each in report.copying],
+            seconds=round(time.monotonic() - started, 3),
         )
 
     def pool_registered(self, nbytes: int) -> None:
-        seconds = round(time.monotonic() - self._began, 2)
+        seconds = round(time.monotonic() - self._started, 2)
         log.info("pool registered", bytes=nbytes, seconds=seconds)
 
     def message_refused(self, client: LoggedClient | None, error: ErrorInfo) -> None:
@@ -107,7 +113,9 @@ class EventLog:
 
     def client_refused(self, client: LoggedClient) -> None:
         """A Hello was refused."""
-        suppressed = self._rate_limiter.passes(("not welcome", client.client), time.monotonic())
+        suppressed = self._rate_limiter.passes(
+            ("connection refused", client.client), time.monotonic()
+        )
         if suppressed is not None:
             log.warning(
                 "connection refused", client=client.client, pid=client.pid, suppressed=suppressed
@@ -119,7 +127,9 @@ class EventLog:
 
     def internal_error(self, client: LoggedClient | None, error: Exception) -> None:
         """An unexpected exception, with its traceback."""
-        suppressed = self._rate_limiter.passes(("broke", type(error).__name__), time.monotonic())
+        suppressed = self._rate_limiter.passes(
+            ("internal error", type(error).__name__), time.monotonic()
+        )
         if suppressed is not None:
             engine = client.engine if client else ""
             log.error("internal error", engine=engine, suppressed=suppressed, exc_info=error)

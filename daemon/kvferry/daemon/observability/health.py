@@ -1,13 +1,13 @@
-"""Health of the daemon: a periodic probe, and how late the device worker and the event loop are.
+"""The health of the daemon: a periodic probe, and the lags of the device worker and the event loop.
 
-    probe          a small block copied to the device and back, periodically and on request
-    device worker  asked every second to respond; overdue after a time that no driver call explains
-                   (mapping an engine's memory takes a while)
-    event loop     a timer every second; it is late by as much as everything else on the loop
+    probe          copies a small block to the device and back, periodically and on request
+    device worker  gets a Ping every second. Its Pong has a deadline that is longer than any driver
+                   call takes, such as mapping an engine's memory
+    event loop     a timer fires every second; its delay is the lag of the loop
 
 A job that waits for its engine's timeline does not make the daemon unhealthy. The service manager
-gets READY after the first probe that passed, and keep-alives while both threads respond: a failing
-device makes the daemon unhealthy, but a restart would not help. Event loop only.
+gets READY after the first successful probe. It gets keep-alives while both threads respond, also if
+the probe fails: a restart does not repair a device. Event loop only.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from kvferry.daemon.observability.probe import Probe
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.status import HealthStatus
 
+# Seconds between two pulses: a Ping, a measurement of the loop, a keep-alive.
 PULSE = 1.0
 # Number of pulses over which the maximum lag is reported.
-LATELY = 10
-# Seconds for which a probe counts as fresh.
-FRESH = 1.0
+LAG_PULSES = 10
 # Seconds by which a timer may fire early.
-TIMERS = 0.01
+TIMER_TOLERANCE = 0.01
 
 log = structlog.get_logger()
 
@@ -54,17 +53,22 @@ class Supervised(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HealthTimeouts:
-    """Seconds: interval of probes, deadline of a probe, deadline of the device worker."""
+    """Seconds: interval of probes, deadline of a probe, deadline of the device worker.
+
+    fresh: for which the result of a probe is used again.
+    """
 
     every: float = 10.0
     deadline: float = 5.0
     worker: float = 30.0
+    fresh: float = 1.0
 
 
 class Health:
-    """Call `start` once the server serves. listen: asks the device worker for a Pong.
+    """Checks the health between `start` and `stop`.
 
-    lost: why clients cannot find the daemon any more; None if they can.
+    ping: posts a Ping to the device worker; its argument is time.monotonic(). problem: returns why
+    clients cannot find the daemon; None if they can.
     """
 
     def __init__(
@@ -81,11 +85,11 @@ class Health:
         self._supervisor = supervisor
         self._endpoint_problem = problem
         self._history = ProbeHistory(timeouts)
-        # Since when the device worker owes a Pong.
+        # Time of the Ping that has no Pong yet.
         self._pinged: float | None = None
         self._last_pong = Pong(0.0, None, None)
-        self._worker_lags = deque([0.0], LATELY)
-        self._loop_lags = deque([0.0], LATELY)
+        self._worker_lags = deque([0.0], LAG_PULSES)
+        self._loop_lags = deque([0.0], LAG_PULSES)
         self._was_healthy: bool | None = None
         self._ready = False
         watchdog = supervisor.watchdog_seconds
@@ -95,6 +99,7 @@ class Health:
         self._ended = asyncio.Event()
 
     def start(self) -> None:
+        """Call when the server serves."""
         self._probe.allocate_memory()
         self._loop = asyncio.get_running_loop()
         self._prober = self._loop.create_task(self._keep_probing())
@@ -131,14 +136,21 @@ class Health:
         )
 
     async def check_health(self) -> HealthStatus:
-        """The health after a probe, unless the last one is fresh."""
+        """The health after a new probe, or after the last one if it is fresh (HealthTimeouts).
+
+        Waits until the deadline of a probe at most.
+        """
         ended = self._history.ended
-        if self._pool_ready.is_set() and (ended is None or time.monotonic() - ended > FRESH):
+        if self._pool_ready.is_set() and (
+            ended is None or time.monotonic() - ended > self._timeouts.fresh
+        ):
             self._ended.clear()
             self._history.request_probe()
             self._wanted.set()
-            with suppress(TimeoutError):  # the status says so
-                await asyncio.wait_for(self._ended.wait(), self._timeouts.deadline + TIMERS)
+            with suppress(TimeoutError):  # the status contains the reason
+                await asyncio.wait_for(
+                    self._ended.wait(), self._timeouts.deadline + TIMER_TOLERANCE
+                )
         return self.status()
 
     async def _keep_probing(self) -> None:
@@ -193,12 +205,12 @@ class Health:
         return reasons
 
     def _pong_overdue(self, now: float) -> float:
-        """Seconds that the device worker has owed a Pong for."""
+        """Seconds since the Ping that has no Pong yet; 0 if there is none."""
         return 0.0 if self._pinged is None else now - self._pinged
 
 
 class ProbeHistory:
-    """Outcomes of probes. Times are time.monotonic() in seconds."""
+    """The outcome of the last probe, and the time of a running one. Times: time.monotonic()."""
 
     def __init__(self, timeouts: HealthTimeouts) -> None:
         self._timeouts = timeouts
@@ -208,11 +220,12 @@ class ProbeHistory:
         self.ended: float | None = None
 
     def request_probe(self) -> None:
-        """Request a probe if none is running: its deadline counts from now on."""
+        """Start the deadline of the next probe, unless one is running."""
         if self._began is None:
             self._began = time.monotonic()
 
     async def run_probe(self, probe: Probe) -> None:
+        """Run a probe and store its outcome."""
         self.request_probe()
         try:
             self.seconds = await probe.run_round()
@@ -235,7 +248,7 @@ class ProbeHistory:
         """Why the probe makes the daemon unhealthy; empty if it does not."""
         if (running := self._running(now)) > self._timeouts.deadline:
             return [f"the probe has been running for {running:.1f} s"]
-        if self.ended is None:  # and if there is one under way, it may yet be in time
+        if self.ended is None:
             return ["no probe has completed yet"]
         if self._error is not None:
             return [f"the last probe failed: {self._error}"]

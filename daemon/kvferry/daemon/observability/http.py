@@ -1,8 +1,8 @@
 """HTTP endpoints: /metrics for Prometheus, /health for load balancers and supervisors.
 
-One thread serves one request at a time. It touches no state of the daemon: it asks the event loop
-for a snapshot, and if the loop does not respond in time it reports that. So a hung daemon is
-visible and does not block the scraper.
+One thread serves one request at a time. It requests a snapshot from the event loop and touches no
+other state of the daemon. If the loop does not respond in time, the response says so: a hung daemon
+is visible and does not block the scraper.
 """
 
 from __future__ import annotations
@@ -24,35 +24,45 @@ from kvferry.daemon.observability.metrics import Metrics
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.status import DaemonStatus, HealthStatus, NamespaceStatus
 
-# How long the loop may take for a snapshot.
-ANSWER_SECONDS = 2.0
-# From accepting a connection until its request is read, and then until the answer is sent: nobody
-# else is served meanwhile.
+# Seconds in which the event loop must return a snapshot.
+SNAPSHOT_SECONDS = 2.0
+# Seconds for reading a request, and for sending its response. No other request is served meanwhile.
 REQUEST_SECONDS = 1.0
-# Connections that wait in the kernel.
+# Connections that the kernel queues.
 BACKLOG = 16
 
 T = TypeVar("T")
 
 
 class StatusSource(Protocol):
-    """What is asked of the daemon, in its loop."""
+    """Called on the event loop."""
 
     async def status_snapshot(self) -> tuple[DaemonStatus, Sequence[NamespaceStatus]]: ...
 
     async def check_health(self) -> HealthStatus:
-        """Within the probe's deadline."""
+        """Return within the deadline of a probe."""
 
 
 class MetricsServer:
-    """Listens at `listen`, "host:port", from when it is made. Raises Refused (BAD_CONFIG).
+    """Listens at `listen` ("host:port") and serves after `start`. Raises Refused (BAD_CONFIG).
 
-    check_seconds: how long `View.check` may take.
+    check_seconds: the longest time that `StatusSource.check_health` takes. snapshot_seconds,
+    request_seconds: see SNAPSHOT_SECONDS and REQUEST_SECONDS.
     """
 
-    def __init__(self, listen: str, metrics: Metrics, check_seconds: float) -> None:
+    def __init__(
+        self,
+        listen: str,
+        metrics: Metrics,
+        check_seconds: float,
+        *,
+        snapshot_seconds: float = SNAPSHOT_SECONDS,
+        request_seconds: float = REQUEST_SECONDS,
+    ) -> None:
         self._metrics, self._check_seconds = metrics, check_seconds
+        self._snapshot_seconds = snapshot_seconds
         self._server = _listening(*_parsed(listen))
+        self._server.request_seconds = request_seconds
         self._server.set_app(self._handle_request)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._source: StatusSource
@@ -62,17 +72,17 @@ class MetricsServer:
 
     @property
     def address(self) -> str:
-        """Where it listens: the port too, where any was asked for."""
+        """Host and port at which it listens; the actual port if port 0 was configured."""
         host, port = self._server.server_address[:2]
         return f"[{host!s}]:{port}" if ":" in str(host) else f"{host!s}:{port}"
 
     def start(self, source: StatusSource) -> None:
-        """Answer from now on. Called in the loop."""
+        """Serve from now on. Called on the event loop."""
         self._source, self._loop = source, asyncio.get_running_loop()
         self._thread.start()
 
     def close(self) -> None:
-        """Not to be called in the loop, which a request may be waiting for."""
+        """Must not be called on the event loop: a request may be waiting for it."""
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join()
@@ -82,29 +92,31 @@ class MetricsServer:
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
         pages = {"/metrics": self._show_metrics, "/health": self._show_health}
         if path not in pages:
-            return _plain(start, "404 Not Found", "here are /metrics and /health", method)
+            return _plain(start, "404 Not Found", "use /metrics or /health", method)
         if method not in ("GET", "HEAD"):
-            return _plain(start, "405 Method Not Allowed", "GET or HEAD", method, Allow="GET, HEAD")
+            return _plain(
+                start, "405 Method Not Allowed", "use GET or HEAD", method, Allow="GET, HEAD"
+            )
         body = b"".join(pages[path]({**environ, "REQUEST_METHOD": "GET"}, start))
         return [] if method == "HEAD" else [body]
 
     def _show_metrics(self, environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
-        snapshot = self._run_on_loop(lambda: self._source.status_snapshot(), ANSWER_SECONDS)
-        registry = self._metrics.wedged
+        snapshot = self._run_on_loop(lambda: self._source.status_snapshot(), self._snapshot_seconds)
+        registry = self._metrics.unresponsive
         if snapshot is not None:
             self._metrics.update(*snapshot)
             registry = self._metrics.registry
         found: list[tuple[str, list[tuple[str, str]]]] = []
-        (body,) = make_wsgi_app(registry)(environ, lambda *answer: found.append(answer))
+        (body,) = make_wsgi_app(registry)(environ, lambda *response: found.append(response))
         ((status, headers),) = found
         start(status, [*headers, ("Content-Length", str(len(body)))])
         return [body]
 
     def _show_health(self, _: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
-        patience = ANSWER_SECONDS + self._check_seconds
-        health = self._run_on_loop(lambda: self._source.check_health(), patience)
+        seconds = self._snapshot_seconds + self._check_seconds
+        health = self._run_on_loop(lambda: self._source.check_health(), seconds)
         if health is None:
-            reason = f"the loop has not answered for {patience:g} s"
+            reason = f"the event loop has not responded for {seconds:g} s"
             health = HealthStatus(False, (reason,))
         fields = {name: getattr(health, name) for name in health.__struct_fields__}
         body = msgspec.json.encode(fields) + b"\n"
@@ -113,12 +125,14 @@ class MetricsServer:
         start(status, headers)
         return [body]
 
-    def _run_on_loop(self, what: Callable[[], Coroutine[Any, Any, T]], seconds: float) -> T | None:
-        """Have the loop do something; None where it does not, in time."""
+    def _run_on_loop(
+        self, create: Callable[[], Coroutine[Any, Any, T]], seconds: float
+    ) -> T | None:
+        """Run a coroutine on the event loop; None if it does not return in time."""
         assert self._loop is not None
         if self._loop.is_closed():
             return None
-        future = asyncio.run_coroutine_threadsafe(what(), self._loop)
+        future = asyncio.run_coroutine_threadsafe(create(), self._loop)
         try:
             return future.result(seconds)
         except TimeoutError:
@@ -130,18 +144,21 @@ def _plain(
     start: StartResponse, status: str, text: str, method: str, **headers: str
 ) -> Iterable[bytes]:
     body = text.encode() + b"\n"
-    about = {"Content-Type": "text/plain", "Content-Length": str(len(body)), **headers}
-    start(status, list(about.items()))
+    all_headers = {"Content-Type": "text/plain", "Content-Length": str(len(body)), **headers}
+    start(status, list(all_headers.items()))
     return [] if method == "HEAD" else [body]
 
 
 class _Connection(io.RawIOBase):
-    """Reads until one deadline, and writes until another: a socket's own timeout is that of one
-    read, which a client that sends byte after byte would never exceed."""
+    """A socket with one deadline for all reads and one for each write.
 
-    def __init__(self, connection: socket.socket) -> None:
+    The timeout of a socket is for a single read; a client that sends byte by byte never exceeds it.
+    """
+
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
         self._connection = connection
-        self._deadline = time.monotonic() + REQUEST_SECONDS
+        self._seconds = seconds
+        self._deadline = time.monotonic() + seconds
 
     def readable(self) -> bool:
         return True
@@ -152,25 +169,27 @@ class _Connection(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         left = self._deadline - time.monotonic()
         if left <= 0:
-            raise TimeoutError(f"no complete request within {REQUEST_SECONDS} s")
+            raise TimeoutError(f"no complete request within {self._seconds} s")
         self._connection.settimeout(left)
         return self._connection.recv_into(buffer)
 
     def write(self, data: Any) -> int:
-        self._connection.settimeout(REQUEST_SECONDS)
+        self._connection.settimeout(self._seconds)
         try:
             self._connection.sendall(data)
         except TimeoutError as error:  # wsgiref would print a traceback
-            raise BrokenPipeError(f"response not read within {REQUEST_SECONDS} s") from error
+            raise BrokenPipeError(f"response not read within {self._seconds} s") from error
         return len(data)
 
 
 class _Handler(WSGIRequestHandler):
+    server: _Server
+
     def setup(self) -> None:
         self.connection = self.request
-        connection = _Connection(self.connection)
+        connection = _Connection(self.connection, self.server.request_seconds)
         self.rfile = io.BufferedReader(connection)
-        self.wfile = connection  # type: ignore[assignment]  # it is written to, and no more
+        self.wfile = connection  # type: ignore[assignment]  # only its `write` is used
 
     def log_message(self, *_: object) -> None:
         """Scrapes are not logged."""
@@ -179,11 +198,12 @@ class _Handler(WSGIRequestHandler):
 class _Server(WSGIServer):
     allow_reuse_address = True
     request_queue_size = BACKLOG
+    request_seconds = REQUEST_SECONDS
 
     def server_bind(self) -> None:
-        """As it is, without asking a name server what this host is called."""
+        """As in HTTPServer, without the DNS request for the name of this host."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # The kernel keeps connections to itself until they send something.
+        # The kernel does not report a connection until it sends something.
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
@@ -192,7 +212,7 @@ class _Server(WSGIServer):
         self.setup_environ()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A visitor that went away, or was too slow, is nobody's trouble."""
+        """Ignore clients that disconnected or were too slow."""
 
 
 class _Server6(_Server):

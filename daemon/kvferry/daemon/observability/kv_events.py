@@ -21,16 +21,16 @@ import msgspec
 import structlog
 
 from kvferry.daemon.core.actions import PublishKVEvents
-from kvferry.daemon.observability.kv_events_process import MEMORY_BUDGET, SIZE, HandedOver
+from kvferry.daemon.observability.kv_events_process import MEMORY_BUDGET, SIZE, ChannelMessage
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import EventKind
 
-# Bytes sent to the process and not yet read by it, besides those in the kernel's buffer.
+# Bytes in the channel above which events are dropped. The kernel's buffer is not counted.
 MAX_QUEUED_BYTES = 4 << 20
 BACKLOG = 64
-# Seconds before the process is restarted, so that one that ends at once does not use up a core.
+# Seconds before the process is restarted: a process that always exits at once must not use a core.
 RESTART_SECONDS = 1.0
-# Each process starts its numbers at a multiple of this, above all earlier numbers.
+# The first sequence number of each process is a multiple of this, above all earlier numbers.
 NUMBERS_PER_PROCESS = 1 << 32
 PROCESS = "kvferry.daemon.observability.kv_events_process"
 
@@ -40,10 +40,18 @@ log = structlog.get_logger()
 class KVEventPublisher(asyncio.Protocol):
     """Publishes at `address`: ipc://path, ipc://@name, tcp://host:port, or "off".
 
-    Raises Refused (BAD_CONFIG). As an asyncio protocol it is the daemon's end of the channel.
+    restart_after, max_queued_bytes: see RESTART_SECONDS and MAX_QUEUED_BYTES. Raises Refused
+    (BAD_CONFIG). As an asyncio protocol it is the daemon's end of the channel.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        restart_after: float = RESTART_SECONDS,
+        max_queued_bytes: int = MAX_QUEUED_BYTES,
+    ) -> None:
+        self._restart_after, self._max_queued_bytes = restart_after, max_queued_bytes
         self._loop = asyncio.get_running_loop()
         self._encoder = msgspec.msgpack.Encoder()
         self._channel: asyncio.WriteTransport | None = None
@@ -79,17 +87,18 @@ class KVEventPublisher(asyncio.Protocol):
         return 0 if self._channel is None else self._channel.get_write_buffer_size()
 
     def publish(self, action: PublishKVEvents) -> None:
+        """Send events to the process, or drop them."""
         channel = self._channel
         if not self._subscribed or channel is None:
             self._missed = True
             return
         if not any(event.kind in PUBLISHED for event in action.key_events.events):
             return
-        if self.queued_bytes > MAX_QUEUED_BYTES:
+        if self.queued_bytes > self._max_queued_bytes:
             self._missed = True
             return
         data = self._encoder.encode(
-            HandedOver(
+            ChannelMessage(
                 self._missed, action.namespace, action.block_size, time.time(), action.key_events
             )
         )
@@ -97,6 +106,7 @@ class KVEventPublisher(asyncio.Protocol):
         channel.write(SIZE.pack(len(data)) + data)
 
     async def close(self) -> None:
+        """Stop the process and close the socket."""
         if self._task is None:
             return
         self._task.cancel()
@@ -105,7 +115,7 @@ class KVEventPublisher(asyncio.Protocol):
         self._listener.close()
         if self._file is not None:
             path, inode = self._file
-            with suppress(OSError):  # the daemon stops: nothing depends on it
+            with suppress(OSError):  # the daemon is stopping, and the next one replaces the file
                 if path.lstat().st_ino == inode:
                     path.unlink()
 
@@ -130,7 +140,7 @@ class KVEventPublisher(asyncio.Protocol):
                 memory_budget=MEMORY_BUDGET,
             )
             first += NUMBERS_PER_PROCESS
-            await asyncio.sleep(RESTART_SECONDS)
+            await asyncio.sleep(self._restart_after)
 
     async def _wait_for_connection(self) -> None:
         connecting = asyncio.Event()
@@ -146,7 +156,7 @@ class KVEventPublisher(asyncio.Protocol):
         try:
             with theirs:
                 self._channel, _ = await self._loop.create_unix_connection(lambda: self, sock=ours)
-                # The client that connected will subscribe: keep events for it from now on.
+                # The client that connected will subscribe: send events from now on.
                 self._subscribed = True
                 process = await self._start(theirs, first)
             try:

@@ -3,13 +3,13 @@
     python -m kvferry.daemon.observability.kv_events_process CHANNEL LISTENER ADDRESS FIRST_NUMBER
 
 libzmq stores the topics of all subscribers in a tree that takes about 50 bytes per byte of a topic,
-and it reads everything that a connection sends before it returns. No option bounds the tree, and
-no caller can interrupt the read, so the bound is that of a process: RLIMIT_DATA. Beyond it libzmq
-aborts, and the daemon starts another process (kv_events.py).
+and it reads everything that a connection sends before it returns. No option limits the tree, and
+the caller cannot interrupt the read. So the limit is one of the process, RLIMIT_DATA: if it is
+exceeded, libzmq aborts, and the daemon starts another process (kv_events.py).
 
-CHANNEL is a stream socket to the daemon. It carries HandedOver messages, each preceded by its size.
-In the other direction it carries one byte whenever this changes: whether there are subscribers. The
-process ends when the channel is closed.
+CHANNEL is a stream socket to the daemon. The daemon sends ChannelMessages, each preceded by its
+size. This process sends one byte whenever there is a first subscriber or no subscriber is left. It
+ends when the channel is closed.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ import zmq
 from kvferry.proto.events import batches_of
 from kvferry.proto.messages import KeyEvents
 
-# Bytes beyond what the process has at start: 20 MiB for a subscriber that does not read (1,000
-# messages of 512 hashes), and the topics of some thousands of subscribers.
+# Bytes that the process may allocate after its start: 20 MiB for a subscriber that does not read
+# (1,000 messages of 512 hashes), and the topics of some thousand subscribers.
 MEMORY_BUDGET = 48 << 20
-# Messages kept for a subscriber that does not read.
+# Messages queued for a subscriber that does not read.
 SEND_HIGH_WATER = 1_000
 # A subscription is one message. The name of a namespace has 16 bytes.
 MAX_SUBSCRIPTION_BYTES = 256
@@ -46,8 +46,11 @@ CHANNEL_READ_BYTES = 256 << 10
 SIZE = struct.Struct("!I")
 
 
-class HandedOver(msgspec.Struct, frozen=True, array_like=True):
-    """Events of a namespace for the publisher. gap: earlier events were dropped."""
+class ChannelMessage(msgspec.Struct, frozen=True, array_like=True):
+    """Events of a namespace for the publisher.
+
+    gap: earlier events were dropped. block_size: tokens in a block. time: seconds since the epoch.
+    """
 
     gap: bool
     namespace: str
@@ -79,7 +82,7 @@ class Subscriptions:
                 self._topics -= 1
 
 
-class Numbers:
+class SequenceNumbers:
     """The number of the next message of each namespace.
 
     first: larger than all numbers of earlier processes.
@@ -113,12 +116,14 @@ def messages_in(data: bytearray) -> Iterator[bytes]:
 
 
 class Publisher:
+    """Publishes what the channel carries. first: the first sequence number."""
+
     def __init__(self, xpub: zmq.Socket[bytes], channel: socket.socket, first: int) -> None:
         self._xpub, self._channel = xpub, channel
         self._subscriptions = Subscriptions(xpub)
-        self._numbers = Numbers(first)
+        self._numbers = SequenceNumbers(first)
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(HandedOver)
+        self._decoder = msgspec.msgpack.Decoder(ChannelMessage)
 
     def run(self) -> None:
         """Publish until the daemon closes the channel."""
@@ -148,7 +153,7 @@ class Publisher:
         self._channel.send(bytes([subscribed]))
         return subscribed
 
-    def _publish(self, message: HandedOver) -> None:
+    def _publish(self, message: ChannelMessage) -> None:
         if message.gap:
             self._numbers.skip_number()
         topic = message.namespace.encode()
@@ -177,7 +182,7 @@ def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
     limit_memory(MEMORY_BUDGET)
     xpub.bind(address)
     Publisher(xpub, socket.socket(fileno=int(channel)), int(first)).run()
-    os._exit(0)  # no subscriber is worth waiting for
+    os._exit(0)  # do not wait for subscribers
 
 
 if __name__ == "__main__":

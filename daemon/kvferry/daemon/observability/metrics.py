@@ -1,8 +1,8 @@
 """Prometheus metrics, in a registry of their own.
 
-Jobs are counted when they end, on the event loop (6 us per job). All other values are copied from a
-status snapshot by `update`, on the metrics thread, before each scrape. Labels have few values, all
-known from registrations or from the code.
+Jobs are counted when they end, on the event loop (6 us per job). `update` copies all other values
+from a status snapshot, on the metrics thread, before each response. Labels have few values: names
+of engines and namespaces, and constants.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from kvferry.proto.status import DaemonStatus, EngineStatus, HealthStatus, Names
 
 # Seconds: 10 us to 50 s.
 BUCKETS = tuple(scale * 10**power for power in range(-5, 2) for scale in (1, 2.5, 5))
-# Errors that are counted from the start: rate() sees nothing in the first sample of a series.
+# Errors that are shown as 0 from the start: rate() ignores the first sample of a series.
 EXPECTED = str(Code.BUSY), str(Code.CORRUPT_BLOCK)
-MOVED = "direction", "mode"
-SPACE = "namespace", "model"
-HEALTHY = "kvferry_healthy", "Whether the daemon does its work: 1, or 0; /health tells why not."
+JOB_LABELS = "direction", "mode"
+NAMESPACE_LABELS = "namespace", "model"
+HEALTHY = "kvferry_healthy", "Whether the daemon is healthy: 1 or 0; /health has the reasons."
 
 
 @dataclass(frozen=True, slots=True)
-class _Moved:
-    """The jobs of one direction that were copied in one way."""
+class _ModeMetrics:
+    """Metrics of the jobs of one direction and copy mode."""
 
     done: Counter
     nbytes: Counter
@@ -45,7 +45,7 @@ class _Moved:
 
 
 class JobMetrics:
-    """What became of jobs. Those that were refused never ran, and are not counted."""
+    """Counts ended jobs. Refused jobs are counted as errors only."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._jobs = Counter(
@@ -53,49 +53,48 @@ class JobMetrics:
         )
         self._moved = Counter(
             "kvferry_moved_bytes",
-            "Bytes copied. direction: store to host memory, load from it; mode: direct, staged, "
-            "cpu.",
-            MOVED,
+            "Bytes copied. direction: store (GPU to host) or load; mode: direct, staged or cpu.",
+            JOB_LABELS,
             registry=registry,
         )
         self._device = Histogram(
             "kvferry_job_device_seconds",
-            "Time on the device of each job that was done.",
-            MOVED,
+            "Time on the device of each completed job.",
+            JOB_LABELS,
             buckets=BUCKETS,
             registry=registry,
         )
         self._queue = Histogram(
             "kvferry_job_queue_seconds",
-            "From when a job was accepted until its first chunk was submitted to the device; the "
-            "wait for the engine's own timeline is part of it.",
-            MOVED,
+            "Time from acceptance of a job until its first chunk was submitted to the device, "
+            "including the wait for the engine's timeline.",
+            JOB_LABELS,
             buckets=BUCKETS,
             registry=registry,
         )
-        # By mode: a look-up by labels takes longer than to count, and hashes an enumeration.
-        self._stores: dict[str, _Moved] = {}
-        self._loads: dict[str, _Moved] = {}
+        # By mode: a lookup by labels takes longer than counting.
+        self._stores: dict[str, _ModeMetrics] = {}
+        self._loads: dict[str, _ModeMetrics] = {}
         for direction in Direction:
             for outcome in (Outcome.DONE, Outcome.FAILED, Outcome.CANCELLED):
                 self._jobs.labels(direction, outcome)
 
     def count_job(self, mode: str, result: JobResult, report: TransferCompleted) -> None:
-        """Count a job. Called by the core."""
+        """Count a job that has ended. Called by the core, on the event loop."""
         if result.outcome is not Outcome.DONE:
             self._jobs.labels(result.direction, result.outcome).inc()
             return
         modes = self._stores if result.direction is Direction.STORE else self._loads
-        moved = modes.get(mode)
-        if moved is None:
-            moved = modes[mode] = self._metrics_of(result.direction, mode)
-        moved.done.inc()
-        moved.nbytes.inc(result.nbytes)
-        moved.device.observe(report.seconds)
-        moved.queue.observe(report.queued)
+        metrics = modes.get(mode)
+        if metrics is None:
+            metrics = modes[mode] = self._metrics_of(result.direction, mode)
+        metrics.done.inc()
+        metrics.nbytes.inc(result.nbytes)
+        metrics.device.observe(report.seconds)
+        metrics.queue.observe(report.queued)
 
-    def _metrics_of(self, direction: Direction, mode: str) -> _Moved:
-        return _Moved(
+    def _metrics_of(self, direction: Direction, mode: str) -> _ModeMetrics:
+        return _ModeMetrics(
             self._jobs.labels(direction, Outcome.DONE),
             self._moved.labels(direction, mode),
             self._device.labels(direction, mode),
@@ -104,7 +103,7 @@ class JobMetrics:
 
 
 class FollowedCounter:
-    """A Counter of what is counted elsewhere: it grows by as much as a total there has grown."""
+    """A Counter that follows totals which are counted elsewhere."""
 
     def __init__(
         self, name: str, documentation: str, labels: Sequence[str], registry: CollectorRegistry
@@ -113,8 +112,10 @@ class FollowedCounter:
         self._seen: dict[tuple[str, ...], int] = {}
 
     def set_totals(self, totals: Mapping[tuple[str, ...], int]) -> None:
-        """Take over all totals, by label values. One that went is shown no longer, and one that is
-        less than before is another's: it is counted anew."""
+        """Set all totals, by label values.
+
+        A total that is missing is removed. A total that is smaller than before starts again.
+        """
         for labels, before in self._seen.items():
             if totals.get(labels, -1) < before:
                 self._counter.remove(*labels)
@@ -125,13 +126,14 @@ class FollowedCounter:
 
 
 class Metrics:
-    """All of a daemon, and what is left to say of one whose loop does not answer (`wedged`)."""
+    """All metrics (`registry`), and those of a daemon whose loop does not respond
+    (`unresponsive`)."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        self.registry, self.wedged = CollectorRegistry(), CollectorRegistry()
-        Gauge(*HEALTHY, registry=self.wedged).set(0)
-        for registry in (self.registry, self.wedged):
+        self.registry, self.unresponsive = CollectorRegistry(), CollectorRegistry()
+        Gauge(*HEALTHY, registry=self.unresponsive).set(0)
+        for registry in (self.registry, self.unresponsive):
             ProcessCollector(registry=registry)
         self.jobs = JobMetrics(self.registry)
         self._daemon = DaemonMetrics(self.registry)
@@ -139,7 +141,7 @@ class Metrics:
         self._namespaces = NamespaceMetrics(self.registry)
 
     def update(self, status: DaemonStatus, namespaces: Sequence[NamespaceStatus]) -> None:
-        """Show a daemon as it was at one moment. Called by the metrics thread alone."""
+        """Set all values from one snapshot. Called only by the metrics thread."""
         self._daemon.update(status)
         if status.health is not None:
             self._health.update(status.health)
@@ -148,32 +150,38 @@ class Metrics:
 
 class DaemonMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
-        def gauge(name: str, words: str, *labels: str) -> Gauge:
-            return Gauge(f"kvferry_{name}", words, labels, registry=registry)
+        def gauge(name: str, description: str, *labels: str) -> Gauge:
+            return Gauge(f"kvferry_{name}", description, labels, registry=registry)
 
-        self._build = gauge("build_info", "What runs where.", "version", "device", "device_name")
-        self._uptime = gauge("uptime_seconds", "Since the daemon was started.")
+        self._build = gauge(
+            "build_info",
+            "Version of the daemon, and its device.",
+            "version",
+            "device",
+            "device_name",
+        )
+        self._uptime = gauge("uptime_seconds", "Time since the start of the daemon.")
         self._sessions = gauge("sessions", "Connected clients.")
         self._unverified = gauge(
             "unverified_bytes",
-            "Host blocks that an earlier daemon left and that are not verified yet.",
+            "Bytes of host blocks of an earlier daemon that are not verified yet.",
         )
         self._present = gauge(
             "engine_present",
-            "Engines that have host memory of their own: 1 here, 0 away.",
+            "Engines with a region of the pool: 1 registered, 0 disconnected.",
             "engine",
         )
-        self._jobs = gauge("jobs_under_way", "Jobs accepted and not yet ended.", "engine")
+        self._jobs = gauge("jobs_in_flight", "Jobs in flight.", "engine")
         self._pool = gauge(
             "pool_bytes",
-            "The host pool. reserved: of engines and namespaces, here or away.",
+            "Bytes of the host pool. reserved: regions of engines and namespaces.",
             "state",
         )
         self._pinned = gauge(
-            "pool_pinned_bytes", "How much of it is registered with the device so far."
+            "pool_pinned_bytes", "Bytes of the host pool that are registered with the device."
         )
         self._errors = FollowedCounter(
-            "kvferry_errors", "Errors that were answered, by their code.", ("code",), registry
+            "kvferry_errors", "Error replies, by code.", ("code",), registry
         )
 
     def update(self, status: DaemonStatus) -> None:
@@ -200,27 +208,28 @@ class DaemonMetrics:
 
 class HealthMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
-        def gauge(name: str, words: str, *labels: str) -> Gauge:
-            return Gauge(f"kvferry_{name}", words, labels, registry=registry)
+        def gauge(name: str, description: str, *labels: str) -> Gauge:
+            return Gauge(f"kvferry_{name}", description, labels, registry=registry)
 
         self._healthy = Gauge(*HEALTHY, registry=registry)
         self._loop_lag = gauge(
-            "loop_lag_seconds", "How late the daemon's loop was, the worst of the last 10 s."
+            "loop_lag_seconds", "Largest delay of the event loop in the last 10 s."
         )
         self._worker_lag = gauge(
             "worker_lag_seconds",
-            "How long the device worker took to respond, the worst of the last 10 s.",
+            "Longest response time of the device worker in the last 10 s.",
         )
         self._probe = gauge(
             "probe_seconds",
-            "How long 4 KiB took to the device and back, the last time; NaN before the first.",
+            "Duration of the last probe (4 KiB to the device and back); NaN before the first one.",
         )
         self._probe_age = gauge(
-            "probe_age_seconds", "Since that was tried last; NaN before the first."
+            "probe_age_seconds", "Time since the end of the last probe; NaN before the first one."
         )
         self._oldest = gauge(
             "oldest_job_seconds",
-            "Since the oldest job under way was accepted; waiting: for the engine's own timeline.",
+            "Time since the oldest job in flight was accepted. waiting: whether it waits for the "
+            "engine's timeline.",
             "waiting",
         )
 
@@ -239,30 +248,30 @@ class NamespaceMetrics:
         self._blocks = Gauge(
             "kvferry_namespace_blocks",
             "Host blocks, by state.",
-            (*SPACE, "state"),
+            (*NAMESPACE_LABELS, "state"),
             registry=registry,
         )
         self._pinned = Gauge(
             "kvferry_namespace_pinned_blocks",
-            "Of those ready, held by engines.",
-            SPACE,
+            "Ready host blocks that are pinned by engines or loads.",
+            NAMESPACE_LABELS,
             registry=registry,
         )
         self._lookups = FollowedCounter(
             "kvferry_namespace_lookups",
-            "Keys looked up by engines.",
-            (*SPACE, "result"),
+            "Keys that engines have looked up.",
+            (*NAMESPACE_LABELS, "result"),
             registry,
         )
-        words = {
-            "stored": "Blocks whose store ended well.",
-            "stores_skipped": "Blocks offered and left out: there already, or not offered often "
-            "yet.",
-            "evictions": "Blocks given up for others.",
+        descriptions = {
+            "stored": "Blocks that were stored.",
+            "stores_skipped": "Blocks that were offered and not stored: they were present, or "
+            "store_threshold was not reached.",
+            "evictions": "Blocks that were evicted.",
         }
         self._counters = {
-            name: FollowedCounter(f"kvferry_namespace_{name}", text, SPACE, registry)
-            for name, text in words.items()
+            name: FollowedCounter(f"kvferry_namespace_{name}", text, NAMESPACE_LABELS, registry)
+            for name, text in descriptions.items()
         }
 
     def update(self, namespaces: Sequence[NamespaceStatus]) -> None:

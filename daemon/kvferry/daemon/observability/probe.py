@@ -40,7 +40,7 @@ HOST_BYTES = 2 * PAGE
 
 
 class Probe:
-    """send: passes a message to the core. address: of the probe's host blocks.
+    """send: passes a message to the core. address: of the first byte of the probe's host blocks.
 
     One round at a time. A round has no deadline of its own and ends when its copies end.
     """
@@ -58,12 +58,12 @@ class Probe:
         self._send(AllocateKVCaches(0, LAYOUT, HOST_BYTES))
 
     def receive_reply(self, message: DaemonMessage) -> None:
-        """Receive a reply of the core."""
+        """Receive a message of the core to the probe's session."""
         if self._reply is not None and not self._reply.done():
             self._reply.set_result(message)
 
     async def run_round(self) -> float:
-        """Run one probe and return its seconds. Raises KVFerryError if the bytes differ."""
+        """Run one probe and return its seconds. Raises KVFerryError if a copy fails or differs."""
         await self._wait_for_memory()
         began = time.monotonic()
         self._rounds += 1

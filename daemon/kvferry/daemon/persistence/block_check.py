@@ -1,7 +1,7 @@
 """Compares committed blocks with their checksums and reports the outcome to the core.
 
 Used by the verification after a restart and by the scrub. If a block is overwritten while it is
-read, its version has changed, and it is neither verified nor corrupt. Event loop only.
+read, its version changes, and it is neither verified nor corrupt. Event loop only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Batch:
 
 
 class BlockCheck:
-    """report: called with reports for the core."""
+    """Compares batches of blocks. report: called with reports for the core."""
 
     def __init__(self, checksums: ChecksumClient, report: Callable[[list[Report]], None]) -> None:
         self._checksums = checksums

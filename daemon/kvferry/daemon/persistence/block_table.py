@@ -1,15 +1,15 @@
 """The block table of a region: for each host block whether it is committed, its key and checksum.
 
-It is a memfd, so it survives the daemon while another process holds its descriptor. The daemon may
-be killed between any two instructions. The order of writes keeps the table consistent:
+It is a memfd, so it outlives the daemon while another process has its descriptor. The daemon may be
+killed between any two instructions. The order of writes keeps the table consistent:
 
     invalidate   before a store may write a block: `committed` is cleared, the version grows
     commit       after the store, once the checksum is computed: key, part and checksum are written
                  first, the flag `committed` last
 
-So a committed block always matches its checksum. A block that was stored but not committed is lost
-with the daemon, which is a miss. The file has room for two records of the region, and a number that
-says which one is valid. Event loop only.
+So a committed block always matches its checksum. If the daemon ends, a block that was stored but
+not committed is a miss. The file has space for two records of the region, and a number that selects
+the valid one. Event loop only.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from kvferry.shm.memfd import check_sealed, sealed_memfd
 # The last character is the version of the format.
 MAGIC = b"kvferry2"
 # Bytes reserved for a record; pages that are never written take no memory.
-RECORD_ROOM = 1 << 20
-LINES_AT = PAGE + 2 * RECORD_ROOM
-# A larger stamp is damaged: no daemon counts this far.
+RECORD_BYTES = 1 << 20
+LINES_AT = PAGE + 2 * RECORD_BYTES
+# A larger stamp is damaged: no daemon counts so far.
 MAX_STAMP = 1 << 62
 # Lines cleared at a time, so that they stay in the CPU's cache.
-WIPED_LINES = 4096
-# MAGIC, and which of the two records is valid.
+CLEARED_LINES = 4096
+# MAGIC, and the number of the valid record: 0 or 1.
 _HEAD = struct.Struct("<8sQ")
 # Length and CRC-32 of the record that follows.
 _RECORD = struct.Struct("<II")
@@ -53,12 +53,13 @@ Checksums: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 class UseClock:
-    """Counts uses of blocks over all tables, so that their recency can be compared."""
+    """Counts uses of blocks in all tables, so that their recency can be compared."""
 
     def __init__(self) -> None:
         self.now = 0
 
     def advance(self, uses: int) -> int:
+        """Count some uses; return the stamp of the last one."""
         self.now += uses
         return self.now
 
@@ -66,7 +67,7 @@ class UseClock:
 class BlockTable:
     """The block table in a memfd. Owns the descriptor.
 
-    blank: the table is new; its lines are not read, because that would allocate their pages.
+    blank: the table is new. Its lines are not read, because that would allocate their pages.
     Raises Refused (BAD_LAYOUT, NOT_SHAREABLE) and closes the descriptor if it is no block table of
     this version.
     """
@@ -105,9 +106,12 @@ class BlockTable:
 
     @classmethod
     def create(cls, record: RegionRecord, clock: UseClock | None = None) -> BlockTable:
-        """A new table without committed blocks. Raises Refused if the record is too long."""
+        """Create a table without committed blocks.
+
+        Raises Refused (BAD_LAYOUT) if the record is too long, and OSError.
+        """
         data = _packed(record)
-        descriptor = sealed_memfd("kvferry-ledger", _file_bytes(record))
+        descriptor = sealed_memfd("kvferry-block-table", _file_bytes(record))
         os.pwrite(descriptor, data, PAGE)
         os.pwrite(descriptor, _HEAD.pack(MAGIC, 0), 0)
         return cls(descriptor, clock, blank=True)
@@ -138,25 +142,28 @@ class BlockTable:
         self._clear_unverified(blocks)
 
     def update(self, record: RegionRecord) -> None:
-        """Replace the record. The blocks and the size of keys must stay the same."""
+        """Replace the record. Number and size of the blocks, and the size of keys, must not change.
+
+        Raises Refused (BAD_LAYOUT) if it is too long.
+        """
         data = _packed(record)
         _, current = _HEAD.unpack_from(self._file)
         other = 1 - current
-        at = PAGE + other * RECORD_ROOM
+        at = PAGE + other * RECORD_BYTES
         self._file[at : at + len(data)] = data
         _HEAD.pack_into(self._file, 0, MAGIC, other)
         self.record = record
 
     def mark_void(self) -> None:
-        """Make the file invalid as a block table, for every holder of its descriptor."""
+        """Make the file an invalid block table, for every process that has its descriptor."""
         _HEAD.pack_into(self._file, 0, bytes(8), 0)
 
     def clear_commits(self) -> None:
         """Mark every block as uncommitted."""
         self.unverified, self._unverified_count = None, 0
-        for at in range(0, self._lines.size, WIPED_LINES):
-            self._committed[at : at + WIPED_LINES] = False
-            self._versions[at : at + WIPED_LINES] += _ONE
+        for at in range(0, self._lines.size, CLEARED_LINES):
+            self._committed[at : at + CLEARED_LINES] = False
+            self._versions[at : at + CLEARED_LINES] += _ONE
 
     def invalidate(self, blocks: Int64s) -> Versions:
         """Mark blocks as uncommitted before a store writes them. Returns versions for `commit`."""
@@ -172,7 +179,11 @@ class BlockTable:
         keys: Sequence[OffloadKey],
         parts: dict[int, tuple[int, int]],
     ) -> None:
-        """Mark stored blocks as committed, except those that were invalidated meanwhile."""
+        """Mark stored blocks as committed, except those that were invalidated meanwhile.
+
+        blocks, versions, checksums: (n,). keys: n, or none. parts: the stored sub-blocks (from, to)
+        of blocks that were not stored whole.
+        """
         lines = self._lines
         same = self.unchanged(blocks, versions)
         if keys:
@@ -194,10 +205,12 @@ class BlockTable:
             self._stamps[blocks] = now - np.arange(blocks.size)
 
     def unchanged(self, blocks: Int64s, versions: Versions) -> Bools:
+        """Which blocks were not invalidated since they had these versions."""
         same: Bools = self._versions[blocks] == versions
         return same
 
     def committed_blocks(self, begin: int = 0, end: int = sys.maxsize) -> Int64s:
+        """The committed blocks from `begin` to `end` - 1."""
         return np.flatnonzero(self._committed[begin : min(end, self._end)]) + begin
 
     def stamps(self, blocks: Int64s) -> np.ndarray[Any, np.dtype[np.uint64]]:
@@ -232,6 +245,7 @@ class BlockTable:
         return tuple(resident for resident in residents if last[resident.key] is resident)
 
     def close(self) -> None:
+        """Unmap the table and close its descriptor; a stored duplicate stays valid."""
         self.closed = True
         del self._lines, self._committed, self._versions, self._stamps
         self._file.close()
@@ -259,9 +273,9 @@ class BlockTable:
         if magic != MAGIC or current > 1:
             message = f"the file begins with {magic.hex()}: no block table of this version"
             raise Refused(Code.BAD_LAYOUT, message, magic.hex())
-        at = PAGE + current * RECORD_ROOM
+        at = PAGE + current * RECORD_BYTES
         length, crc = _RECORD.unpack_from(self._file, at)
-        data = self._file[at + _RECORD.size : at + _RECORD.size + min(length, RECORD_ROOM)]
+        data = self._file[at + _RECORD.size : at + _RECORD.size + min(length, RECORD_BYTES)]
         if zlib.crc32(data) != crc:
             message = f"the record of {length} bytes in the block table has a wrong CRC"
             raise Refused(Code.BAD_LAYOUT, message, length)
@@ -276,9 +290,9 @@ class BlockTable:
 
 def _packed(record: RegionRecord) -> bytes:
     data = encode_record(record)
-    if _RECORD.size + len(data) > RECORD_ROOM:
+    if _RECORD.size + len(data) > RECORD_BYTES:
         message = (
-            f"the record of region {record.name!r} has {len(data)} bytes, more than {RECORD_ROOM}"
+            f"the record of region {record.name!r} has {len(data)} bytes, more than {RECORD_BYTES}"
         )
         raise Refused(Code.BAD_LAYOUT, message, len(data))
     return _RECORD.pack(len(data), zlib.crc32(data)) + data
@@ -289,7 +303,11 @@ def _file_bytes(record: RegionRecord) -> int:
 
 
 def _line(record: RegionRecord) -> np.dtype[np.void]:
-    """The line of a block. version: grows with each store; stamp: orders uses."""
+    """The dtype of the line of a block.
+
+    stamp: time of the last use (UseClock). part: stored sub-blocks (from, to); (0, 0): all.
+    version: grows with each invalidation.
+    """
     fields = [
         ("stamp", "<u8"),
         ("checksum", "<u8"),

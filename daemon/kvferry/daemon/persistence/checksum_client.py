@@ -25,24 +25,24 @@ from kvferry.daemon.persistence.block_table import BlockTable, Checksums
 from kvferry.daemon.persistence.checksum_worker import MAX_BYTES, NUMBER, ChecksumRequest
 from kvferry.proto.errors import Code, Failed, KVFerryError
 
-# Bytes and host blocks of one request, at most. The event loop handles each reply, with all of its
-# keys, in one turn.
+# Maximum of bytes and host blocks of one request. The event loop handles each reply, with all its
+# keys, without a break.
 BATCH_BYTES = 256 << 20
 BATCH_BLOCKS = 1024
 # Requests in flight per thread of the process, so that no thread waits for the event loop.
-AHEAD = 2
-# Seconds for a reply. A batch is read in tens of milliseconds.
-PATIENCE = 10.0
+REQUESTS_PER_THREAD = 2
+# Seconds until a reply must arrive. Reading a batch takes tens of milliseconds.
+REPLY_SECONDS = 10.0
 # Seconds until another attempt to start a process.
 RETRY = 0.5
-# Processes in a row that may die without a reply.
+# Consecutive processes that may end without a reply.
 MAX_DEATHS = 3
 
 log = structlog.get_logger()
 
 
 class Purpose(Enum):
-    """Why blocks are read. COMMIT and VERIFY take turns; SCRUB is sent when neither waits."""
+    """Why blocks are read. COMMIT and VERIFY alternate; SCRUB is sent when neither waits."""
 
     COMMIT = 0
     VERIFY = 1
@@ -50,17 +50,20 @@ class Purpose(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
+class _Pending:
+    """A request, and the function that gets its reply."""
+
     request: ChecksumRequest
     done: Callable[[Checksums], None]
 
 
 class ChecksumClient:
-    """Event loop only; callbacks run there, too.
+    """The checksum process, and the requests to it. Callbacks run on the event loop.
 
-    descriptors: of the chunks of the pool, all but the last of `chunk_bytes`. threads: of the
-    process. failed: called if the process cannot be replaced. Raises Failed (COPY_FAILED) if no
-    process can be started.
+    descriptors: of the chunks of the pool, which have `chunk_bytes` each, the last one perhaps
+    fewer. threads: of the process. failed: called if the process cannot be replaced. reply_timeout,
+    retry_after: see REPLY_SECONDS and RETRY. Raises Failed (COPY_FAILED) if no process can be
+    started.
     """
 
     def __init__(
@@ -69,19 +72,22 @@ class ChecksumClient:
         chunk_bytes: int,
         threads: int,
         failed: Callable[[KVFerryError], None],
+        reply_timeout: float = REPLY_SECONDS,
+        retry_after: float = RETRY,
     ) -> None:
         self._descriptors = descriptors
         self._arguments = [str(number) for number in (threads, chunk_bytes, *descriptors)]
-        # Requests that keep the process busy.
-        self.window = AHEAD * threads
+        # Maximum of requests in flight.
+        self.window = REQUESTS_PER_THREAD * threads
         self._failed = failed
+        self._reply_timeout, self._retry_after = reply_timeout, retry_after
         self._loop = asyncio.get_running_loop()
         self._numbers = count()
-        self._waiting: dict[Purpose, deque[_Reading]] = {each: deque() for each in Purpose}
-        self._sent: dict[int, tuple[Purpose, _Reading]] = {}
+        self._waiting: dict[Purpose, deque[_Pending]] = {each: deque() for each in Purpose}
+        self._sent: dict[int, tuple[Purpose, _Pending]] = {}
         self._last = Purpose.VERIFY
         self._deaths = 0
-        # Time of the last reply, or of the first request after the process was idle.
+        # Time of the last reply, or of the first request after an idle time.
         self._last_reply = 0.0
         self._watch: asyncio.TimerHandle | None = None
         try:
@@ -97,7 +103,10 @@ class ChecksumClient:
         purpose: Purpose,
         done: Callable[[Checksums], None],
     ) -> None:
-        """Request the checksums of one batch of a table's blocks under these keys."""
+        """Request the checksums of one batch of blocks of a table (see `batches`).
+
+        keys: of the blocks, or none. done: called with the checksums, in the order of the blocks.
+        """
         record = table.record
         request = ChecksumRequest(
             next(self._numbers),
@@ -106,7 +115,7 @@ class ChecksumClient:
             blocks.astype(np.int64).tobytes(),
             keys,
         )
-        self._waiting[purpose].append(_Reading(request, done))
+        self._waiting[purpose].append(_Pending(request, done))
         self._send()
 
     def close(self) -> None:
@@ -154,17 +163,15 @@ class ChecksumClient:
         if not self._sent:
             self._last_reply = self._loop.time()
         while len(self._sent) < self.window and (purpose := self._next()) is not None:
-            reading = self._waiting[purpose][0]
+            pending = self._waiting[purpose][0]
             try:
-                self._socket.send(msgspec.msgpack.encode(reading.request))
-            except (
-                OSError
-            ):  # the socket is full until it replies; or it died, and `_receive` follows
+                self._socket.send(msgspec.msgpack.encode(pending.request))
+            except OSError:  # the socket is full; or the process ended, which `_receive` handles
                 break
-            self._sent[reading.request.number] = purpose, self._waiting[purpose].popleft()
+            self._sent[pending.request.number] = purpose, self._waiting[purpose].popleft()
             self._last = purpose
         if self._watch is None and self._sent:
-            self._watch = self._loop.call_later(PATIENCE, self._check)
+            self._watch = self._loop.call_later(self._reply_timeout, self._check)
 
     def _receive(self) -> None:
         try:
@@ -174,39 +181,43 @@ class ChecksumClient:
         except OSError:
             data = b""
         if not data:
-            self._replace("exited")
+            self._replace("the process exited")
             return
         self._deaths, self._last_reply = 0, self._loop.time()
         (number,) = NUMBER.unpack_from(data)
-        _, reading = self._sent.pop(number)
+        _, pending = self._sent.pop(number)
         self._send()
-        reading.done(np.frombuffer(data, np.uint64, offset=NUMBER.size))
+        pending.done(np.frombuffer(data, np.uint64, offset=NUMBER.size))
 
     def _check(self) -> None:
         """Replace the process if it has not replied in time."""
         self._watch = None
         if not self._sent:
             return
-        left = self._last_reply + PATIENCE - self._loop.time()
+        left = self._last_reply + self._reply_timeout - self._loop.time()
         if left > 0:
             self._watch = self._loop.call_later(left, self._check)
         else:
-            self._replace(f"no reply within {PATIENCE} s")
+            self._replace(f"no reply within {self._reply_timeout} s")
 
     def _replace(self, why: str) -> None:
+        """Start another process, and send it the same requests again."""
         self._end()
         self._deaths += 1
         log.warning("checksum process restarted", reason=why)
-        for purpose, reading in reversed(self._sent.values()):
-            self._waiting[purpose].appendleft(reading)
+        for purpose, pending in reversed(self._sent.values()):
+            self._waiting[purpose].appendleft(pending)
         self._sent.clear()
         if self._deaths > MAX_DEATHS:
-            self._failed(self._failure(f"{self._deaths} times in a row, the last time: {why}"))
+            self._failed(
+                self._failure(f"{self._deaths} processes in a row ended, the last one: {why}")
+            )
             return
         try:
             self._start()
         except OSError as error:
-            self._watch = self._loop.call_later(RETRY, self._replace, f"cannot start: {error}")
+            reason = f"cannot start: {error}"
+            self._watch = self._loop.call_later(self._retry_after, self._replace, reason)
             return
         self._send()
 

@@ -2,9 +2,9 @@
 
     python -m kvferry.daemon.persistence.checksum_worker SOCKET THREADS CHUNK_BYTES DESCRIPTOR...
 
-It maps the chunks of the host pool read-only, so it cannot change a block, and its threads do not
-share the daemon's GIL. Each received datagram is a ChecksumRequest; each sent datagram has the
-request's number followed by the checksums. The process ends when its socket is closed.
+It maps the chunks of the host pool read-only, so it cannot change a block. Its threads do not share
+the daemon's GIL. Each received datagram is a ChecksumRequest; each sent datagram is the number of
+the request followed by the checksums. The process ends when its socket is closed.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import xxhash
 
-# Bytes of a datagram.
+# Maximum size of a datagram.
 MAX_BYTES = 1 << 20
-# The number of the request, at the head of a reply. uint64 checksums follow.
+# A reply begins with the number of the request; uint64 checksums follow.
 NUMBER = struct.Struct("=Q")
-# Added to the daemon's nice value: copies are more urgent than checksums.
-NICER = 10
-# Up to this size one call is cheaper than a streaming hash (1.0 against 1.8 us for 4 KiB). Above it
-# only a streaming hash releases the GIL in every version of xxhash.
+# Added to the daemon's nice value, because copies are more urgent than checksums.
+NICE_INCREMENT = 10
+# Up to this size one call is faster than a streaming hash (1.0 us and 1.8 us for 4 KiB). For larger
+# blocks only a streaming hash releases the GIL in all versions of xxhash.
 ONE_CALL_BYTES = 64 << 10
 
 
 class ChecksumRequest(msgspec.Struct, frozen=True, array_like=True):
     """Host blocks to read: int64 numbers in a region that begins at byte `start` of the pool.
 
-    keys: one for each block, or none. A checksum is seeded with the key of its block, or with its
-    number, so that a block in the wrong place does not match either.
+    keys: one for each block, or none. The seed of a checksum is the key of its block, or the
+    number, so that a block in the wrong place does not match.
     """
 
     number: int
@@ -88,7 +88,7 @@ class PoolReader:
 
 def _mapped(descriptor: int) -> memoryview:
     chunk = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
-    with contextlib.suppress(OSError):  # the kernel may have no huge pages for shared memory
+    with contextlib.suppress(OSError):  # the kernel may not support huge pages of shared memory
         chunk.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(chunk)
 
@@ -96,13 +96,13 @@ def _mapped(descriptor: int) -> memoryview:
 def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the daemon handles them
         signal.signal(number, signal.SIG_IGN)
-    os.nice(NICER)
+    os.nice(NICE_INCREMENT)
     descriptor, threads, chunk_bytes, *descriptors = map(int, arguments)
     pool, peer = PoolReader(descriptors, chunk_bytes), socket.socket(fileno=descriptor)
     for each in descriptors:
         os.close(each)
 
-    def answer(request: ChecksumRequest) -> None:
+    def reply(request: ChecksumRequest) -> None:
         try:
             peer.send(NUMBER.pack(request.number) + pool.checksums(request).tobytes())
         except BaseException:
@@ -112,8 +112,8 @@ def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
     executor = ThreadPoolExecutor(threads)
     decoder = msgspec.msgpack.Decoder(ChecksumRequest)
     while data := peer.recv(MAX_BYTES):
-        executor.submit(answer, decoder.decode(data))
-    os._exit(0)  # nobody needs the unfinished work of the threads
+        executor.submit(reply, decoder.decode(data))
+    os._exit(0)  # do not wait for the threads
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Computes the checksums of completed stores and commits their blocks to the block tables.
 
-Stores are read in rounds. A round has many stores, and reads each block once, for its last store.
-Stores that complete during a round wait for the next one. So a round never reads more than the size
-of the pool, even if stores complete faster than their checksums are computed. Event loop only.
+Stores are processed in rounds. A round contains many stores, and reads each block once, after its
+last store. Stores that complete during a round wait for the next one. So a round never reads more
+than the size of the pool, even if stores complete faster than their checksums are computed. Event
+loop only.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from kvferry.daemon.core.actions import BlockSet
 from kvferry.daemon.persistence.block_table import BlockTable, Checksums, Versions
 from kvferry.daemon.persistence.checksum_client import ChecksumClient, Purpose, batches
 
-# Seconds that a store waits for others of its round. A killed daemon loses the stores that wait and
-# those of the round in progress.
+# Seconds between the completion of a store and the start of its round. If the daemon is killed, the
+# stores that wait and those of the current round are lost.
 COMMIT_AFTER = 0.2
-# Waiting blocks, at least, before those that were overwritten are dropped.
-FOLD = 1 << 14
+# Minimum of waiting blocks before those that were overwritten are dropped.
+MIN_WAITING_BLOCKS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class CompletedStore:
     versions: Versions
 
     def slice_blocks(self, part: slice) -> CompletedStore:
+        """The same store with a part of its blocks."""
         block_set = self.block_set
         smaller = BlockSet(
             block_set.owner, block_set.blocks[part], block_set.keys[part], block_set.parts
@@ -42,14 +44,26 @@ class CompletedStore:
 
 
 class ChecksumWriter:
-    def __init__(self, checksums: ChecksumClient) -> None:
+    """Commits completed stores in rounds.
+
+    commit_after, min_waiting: see COMMIT_AFTER and MIN_WAITING_BLOCKS.
+    """
+
+    def __init__(
+        self,
+        checksums: ChecksumClient,
+        *,
+        commit_after: float = COMMIT_AFTER,
+        min_waiting: int = MIN_WAITING_BLOCKS,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._checksums = checksums
-        # For the next round.
+        self._commit_after, self._min_waiting = commit_after, min_waiting
+        # Stores of the next round.
         self._stores: list[CompletedStore] = []
-        # Blocks of these stores, and the number from which overwritten ones are dropped.
-        self._waiting, self._most = 0, FOLD
-        # Batches of this round that are not read yet.
+        # Number of their blocks, and the number above which overwritten ones are dropped.
+        self._waiting, self._max_waiting = 0, min_waiting
+        # Batches of this round that have no checksums yet.
         self._reading = 0
         self._round_is_due = False
 
@@ -63,14 +77,14 @@ class ChecksumWriter:
             return
         self._stores.append(store)
         self._waiting += store.block_set.blocks.size
-        if self._waiting > self._most:
+        if self._waiting > self._max_waiting:
             self._drop_overwritten()
         self._plan_round()
 
     def _plan_round(self) -> None:
         if self._stores and not (self._reading or self._round_is_due):
             self._round_is_due = True
-            self._loop.call_later(COMMIT_AFTER, self._begin_round)
+            self._loop.call_later(self._commit_after, self._begin_round)
 
     def _begin_round(self) -> None:
         self._round_is_due = False
@@ -80,25 +94,25 @@ class ChecksumWriter:
             self._read(store)
 
     def _drop_overwritten(self) -> None:
-        """Join the stores of each table."""
+        """Join the stores of each table, without blocks that were overwritten."""
         by_table: defaultdict[BlockTable, list[CompletedStore]] = defaultdict(list)
         for store in self._stores:
             if not store.table.closed:
                 by_table[store.table].append(store)
-        self._stores = [_joined(table, mine) for table, mine in by_table.items()]
+        self._stores = [_joined(table, stores) for table, stores in by_table.items()]
         self._waiting = sum([store.block_set.blocks.size for store in self._stores])
-        self._most = max(FOLD, 2 * self._waiting)
+        self._max_waiting = max(self._min_waiting, 2 * self._waiting)
 
     def _read(self, store: CompletedStore) -> None:
         for part in batches(store.table.record.block_bytes, store.block_set.blocks.size):
-            some = store.slice_blocks(part)
+            batch = store.slice_blocks(part)
             self._reading += 1
             self._checksums.request_checksums(
                 store.table,
-                some.block_set.blocks,
-                some.block_set.keys,
+                batch.block_set.blocks,
+                batch.block_set.keys,
                 Purpose.COMMIT,
-                partial(self._commit, some),
+                partial(self._commit, batch),
             )
 
     def _commit(self, store: CompletedStore, checksums: Checksums) -> None:
@@ -112,12 +126,12 @@ class ChecksumWriter:
 
 
 def _joined(table: BlockTable, stores: list[CompletedStore]) -> CompletedStore:
-    """Stores of one table as one, without blocks that were stored over."""
+    """The stores of one table as one store, without blocks that were overwritten."""
     blocks = np.concatenate([store.block_set.blocks for store in stores])
     versions = np.concatenate([store.versions for store in stores])
     keys = [key for store in stores for key in store.block_set.keys]
     parts: dict[int, tuple[int, int]] = {}
-    for store in stores:  # a whole store after one of a part makes the block whole
+    for store in stores:  # if a later store covers the whole block, the block is whole
         if parts:
             for block in parts.keys() & set(store.block_set.blocks.tolist()):
                 del parts[block]

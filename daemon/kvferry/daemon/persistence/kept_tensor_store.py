@@ -3,7 +3,7 @@
     tensors-3.memory    the memory of the tensors
     tensors-3.label     the record of their engine and layout
 
-If the store lost one of the two, the other is dropped. Event loop only.
+If one of the two is missing, the other is dropped. Event loop only.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class KeptTensorStore:
         return found
 
     def store_tensors(self, action: KeepTensors) -> None:
+        """Store the memory and the record of tensors under a new name."""
         (memory_fd,) = action.descriptors
         name = self._names[action.registration] = f"{TENSORS}{next(self._numbers)}"
         record_fd = os.memfd_create("kvferry-label", os.MFD_CLOEXEC)

@@ -1,8 +1,8 @@
-"""A block table for each region of the host pool, so that a restart loses no committed block.
+"""A block table for each region of the host pool, so that committed blocks survive a restart.
 
 The server calls it for regions that are created, updated and freed, and for stores that start,
 complete and end. A descriptor store (systemd) keeps the descriptors of the tables while no daemon
-runs. No result of a transfer waits for anything here. Event loop only.
+runs. No result of a transfer waits for this. Event loop only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvferry.proto.specs import Direction
 from kvferry.proto.status import VerificationStatus
 
 # Prefix of the names of the tables' descriptors.
-TABLE = "ledger-"
+TABLE = "block-table-"
 
 log = structlog.get_logger()
 
@@ -45,9 +45,11 @@ log = structlog.get_logger()
 class FdStore(Protocol):
     """Keeps descriptors while no daemon runs."""
 
-    def store_fd(self, name: str, descriptor: int) -> None: ...
+    def store_fd(self, name: str, descriptor: int) -> None:
+        """Store a duplicate of the descriptor."""
 
-    def remove_fd(self, name: str) -> None: ...
+    def remove_fd(self, name: str) -> None:
+        """Remove the stored descriptor of this name."""
 
 
 class NullFdStore:
@@ -70,7 +72,10 @@ class _InflightStore:
 
 
 class RegionStore:
-    """report: called with reports for the core. scrub_rate: bytes per second; 0: no scrub."""
+    """The block tables of all regions.
+
+    report: called with reports for the core. scrub_rate: bytes per second; 0: no scrub.
+    """
 
     def __init__(
         self,
@@ -139,6 +144,7 @@ class RegionStore:
         self._scrub.start()
 
     def apply_change(self, change: RegionChange) -> None:
+        """Create, update or drop the table of a region."""
         match change:
             case RegionCreated(record):
                 self._create_table(record)
@@ -150,8 +156,10 @@ class RegionStore:
                     self._drop_table(*self._tables.pop(owner))
 
     def invalidate_blocks(self, start: StartTransfer) -> None:
-        """Mark the blocks of a store as uncommitted. Must be called before the device worker gets
-        the transfer."""
+        """Mark the blocks of a store as uncommitted.
+
+        Must be called before the device worker gets the transfer.
+        """
         entry = self._tables.get(start.block_set.owner)
         if entry is not None and start.plan.direction is Direction.STORE:
             blocks = start.block_set.blocks
@@ -180,6 +188,7 @@ class RegionStore:
         self._stores.pop(serial, None)
 
     def close(self) -> None:
+        """Stop scrub and checksum process, and close the tables; stored descriptors stay stored."""
         self._scrub.stop()
         self._checksums.close()
         for _, table in self._tables.values():
@@ -189,7 +198,7 @@ class RegionStore:
         return [table for _, table in self._tables.values()]
 
     def _create_table(self, record: RegionRecord) -> None:
-        """Create a table. Without one the region works, but is lost when the daemon ends."""
+        """Create a table. If that fails, the region is lost when the daemon ends."""
         try:
             table = BlockTable.create(record, self._clock)
         except (KVFerryError, OSError) as error:

@@ -1,7 +1,7 @@
-"""Scrub: reads committed blocks again and again, at a bounded rate, to find corrupt memory.
+"""Scrub: reads all committed blocks repeatedly, at a limited rate, to find corrupt memory.
 
-One batch is read at a time, when no checksum of a store or of the verification is requested. Then
-the scrub pauses for the time that the batch takes at the configured rate. Event loop only.
+It reads one batch at a time, when no checksum of a store or of the verification is requested. Then
+it pauses for the time that the batch takes at the configured rate. Event loop only.
 """
 
 from __future__ import annotations
@@ -14,23 +14,34 @@ from kvferry.daemon.persistence.block_check import BlockCheck
 from kvferry.daemon.persistence.block_table import BlockTable
 from kvferry.daemon.persistence.checksum_client import BATCH_BLOCKS, Purpose
 
-# Lines of a block table searched for committed blocks in one turn of the event loop.
-SEARCHED = 1 << 16
-# A batch has the bytes of this many seconds at the configured rate, or one block.
+# Lines of a block table that are searched for committed blocks without a break.
+LINES_PER_SEARCH = 1 << 16
+# A batch has the bytes of this many seconds at the configured rate, but at least one block.
 BATCH_SECONDS = 0.25
-# Seconds until the next round if a round found nothing to read.
+# Seconds until the next round if a round found no block.
 IDLE = 1.0
 
 
 class Scrub:
-    """rate: bytes per second; 0: no scrub. tables: returns the current block tables."""
+    """Reads blocks between `start` and `stop`.
+
+    rate: bytes per second; 0: no scrub. tables: returns the current block tables. idle, searched:
+    see IDLE and LINES_PER_SEARCH.
+    """
 
     def __init__(
-        self, check: BlockCheck, rate: int, tables: Callable[[], Sequence[BlockTable]]
+        self,
+        check: BlockCheck,
+        rate: int,
+        tables: Callable[[], Sequence[BlockTable]],
+        *,
+        idle: float = IDLE,
+        searched: int = LINES_PER_SEARCH,
     ) -> None:
         self._check = check
         self._rate = rate
         self._tables = tables
+        self._idle, self._searched = idle, searched
         self._loop = asyncio.get_running_loop()
         self._steps = self._rounds()
         self._timer: asyncio.TimerHandle | None = None
@@ -57,19 +68,19 @@ class Scrub:
         self._timer = self._loop.call_later(seconds, self._step)
 
     def _rounds(self) -> Iterator[tuple[BlockTable, Int64s] | float]:
-        """Batches of verified blocks, region by region; or seconds until the search continues."""
+        """Yields a batch of verified blocks, or the seconds until the search continues."""
         while True:
             found = False
             for table in self._tables():
                 at = 0
                 while not table.closed and at < table.num_blocks:
-                    end = min(at + SEARCHED, table.num_blocks)
+                    end = min(at + self._searched, table.num_blocks)
                     blocks = table.committed_blocks(at, end)
                     if table.unverified is not None:
                         blocks = blocks[~table.unverified[blocks]]
                     most = int(self._rate * BATCH_SECONDS) // table.record.block_bytes
-                    some = blocks[: max(1, min(most, BATCH_BLOCKS))]
-                    at = int(some[-1]) + 1 if some.size else end
-                    found |= bool(some.size)
-                    yield (table, some) if some.size else 0.0
-            yield 0.0 if found else IDLE
+                    batch = blocks[: max(1, min(most, BATCH_BLOCKS))]
+                    at = int(batch[-1]) + 1 if batch.size else end
+                    found |= bool(batch.size)
+                    yield (table, batch) if batch.size else 0.0
+            yield 0.0 if found else self._idle

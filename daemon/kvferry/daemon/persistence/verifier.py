@@ -1,7 +1,8 @@
-"""Verifies after a restart the blocks that an earlier daemon committed, most recently used first.
+"""Verification: compares the blocks of an earlier daemon with their checksums after a restart.
 
-The order is over all regions. Only a few batches are requested at a time, so that blocks which are
-overwritten meanwhile are not read, and checksums of new stores are not delayed. Event loop only.
+The most recently used blocks of all regions are first. Only a few batches are requested at a time,
+so that blocks which are overwritten meanwhile are not read, and checksums of new stores are not
+delayed. Event loop only.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from kvferry.daemon.persistence.block_table import BlockTable
 from kvferry.daemon.persistence.checksum_client import BATCH_BLOCKS, Purpose, batches
 from kvferry.proto.status import VerificationStatus
 
-# Blocks in order of use; those of one region among them are read together.
-STRETCH = 4 * BATCH_BLOCKS
+# Blocks in order of recency. Within such a range, the blocks of one region are read together.
+RANGE_BLOCKS = 4 * BATCH_BLOCKS
 
 log = structlog.get_logger()
 
 
 class Verifier:
-    """window: batches in flight, at most."""
+    """window: maximum of batches in flight. range_blocks: see RANGE_BLOCKS."""
 
-    def __init__(self, check: BlockCheck, window: int) -> None:
+    def __init__(self, check: BlockCheck, window: int, *, range_blocks: int = RANGE_BLOCKS) -> None:
         self._check = check
-        self._window = window
+        self._window, self._range_blocks = window, range_blocks
         self._tables: Sequence[BlockTable] = ()
         self._batches: Iterator[tuple[BlockTable, Int64s]] = iter(())
         self._reading = 0
@@ -38,7 +39,7 @@ class Verifier:
 
     @property
     def status(self) -> VerificationStatus | None:
-        """None if there was nothing to verify."""
+        """Progress of the verification; None if there was nothing to verify."""
         if not self._total_bytes:
             return None
         left = sum(table.unverified_bytes for table in self._tables)
@@ -50,7 +51,7 @@ class Verifier:
         self._total_bytes = sum(table.unverified_bytes for table in tables)
         if self._total_bytes:
             self._started = time.monotonic()
-            self._batches = _most_recent_first(tables)
+            self._batches = _most_recent_first(tables, self._range_blocks)
             self._read()
 
     def _read(self) -> None:
@@ -69,20 +70,24 @@ class Verifier:
         self._read()
 
 
-def _most_recent_first(tables: Sequence[BlockTable]) -> Iterator[tuple[BlockTable, Int64s]]:
-    """Batches of blocks that are still unverified when the batch is requested."""
-    mine = [
+def _most_recent_first(
+    tables: Sequence[BlockTable], range_blocks: int
+) -> Iterator[tuple[BlockTable, Int64s]]:
+    """Yields batches of blocks that are unverified when the batch is requested."""
+    unverified_of = [
         np.zeros(0, np.int64) if table.unverified is None else np.flatnonzero(table.unverified)
         for table in tables
     ]
-    blocks = np.concatenate(mine)
-    owners = np.repeat(np.arange(len(tables)), [some.size for some in mine])
-    stamps = np.concatenate([table.stamps(some) for table, some in zip(tables, mine, strict=True)])
+    blocks = np.concatenate(unverified_of)
+    owners = np.repeat(np.arange(len(tables)), [blocks.size for blocks in unverified_of])
+    stamps = np.concatenate(
+        [table.stamps(own) for table, own in zip(tables, unverified_of, strict=True)]
+    )
     order = np.argsort(stamps, kind="stable")[::-1]
-    for at in range(0, order.size, STRETCH):
-        stretch = order[at : at + STRETCH]
-        for owner in np.unique(owners[stretch]).tolist():
-            table, some = tables[owner], blocks[stretch[owners[stretch] == owner]]
+    for at in range(0, order.size, range_blocks):
+        together = order[at : at + range_blocks]
+        for owner in np.unique(owners[together]).tolist():
+            table, some = tables[owner], blocks[together[owners[together] == owner]]
             for part in batches(table.record.block_bytes, some.size):
                 if table.closed or table.unverified is None:
                     break

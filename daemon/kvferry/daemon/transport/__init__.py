@@ -1,1 +1,1 @@
-"""The event loop: sockets, sessions and timers. Asks the core and performs its actions."""
+"""Sockets and sessions, on the event loop. The server passes messages to the core."""

@@ -1,9 +1,9 @@
 """Stops accepting clients while file descriptors run out.
 
 libzmq aborts the process if accept() finds no free descriptor. The kernel assigns the lowest free
-number, so the number of a new connection shows how many are used. If it is close to the limit, the
-socket's file is renamed: connected clients stay, new ones retry by themselves and connect once low
-numbers are free again. Unbinding the socket instead would end its connections. Event loop only.
+number, so the number of a new connection shows how many are in use. If it is close to the limit,
+the socket's file is renamed. Connected clients stay; new ones retry by themselves, and connect once
+low numbers are free again. Unbinding the socket would end its connections. Event loop only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import zmq
 
 from kvferry.daemon.access.endpoint import closed_path, file_of, remove_own
 
-# Connections that the kernel queues for accept(): these connect although the gate is closed.
+# Connections that the kernel queues for accept(). These connect after the gate was closed, too.
 BACKLOG = 64
 MAX_RESERVED = 1024
 CHECK_SECONDS = 1.0
@@ -64,17 +64,18 @@ class AcceptGate:
         self._file = file_of(self._closed_path)
 
     def open_gate(self) -> None:
+        """Let clients connect."""
         self._closed_path.rename(self._path)
 
     def connection_accepted(self, descriptor: int) -> None:
-        """A connection was accepted."""
+        """A connection was accepted; close the gate if few descriptors are left."""
         if descriptor > self._last and self._timer is None:
             log.warning("not accepting clients: out of file descriptors", descriptor=descriptor)
             self._path.rename(self._closed_path)
             self._timer = self._loop.call_later(CHECK_SECONDS, self._check_descriptors)
 
     def close(self) -> None:
-        """Remove the file, which libzmq leaves, if it is still ours."""
+        """Remove the socket's file, which libzmq does not, if it is still ours."""
         if self._timer is not None:
             self._timer.cancel()
         if self._file is not None:

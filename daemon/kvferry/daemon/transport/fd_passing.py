@@ -1,8 +1,8 @@
 """The descriptor socket: clients send file descriptors, which messages then name by handle.
 
 Clients also fetch descriptors that the daemon holds for them. A SOCK_SEQPACKET connection carries
-one request and one reply. The descriptors of a session are bounded in number and kind, and closed
-when it ends. Event loop only.
+one request and one reply. The number and the kinds of a session's descriptors are limited; they are
+closed when it ends. Event loop only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvferry.daemon.device.mappings import MapCommand
 from kvferry.daemon.memory.fd_closer import close_descriptor_later
 from kvferry.daemon.transport.accept_gate import NONE_LEFT, fds_exhausted
 from kvferry.daemon.transport.received_fds import (
-    MAX_AT_ONCE,
+    MAX_FDS_PER_PACKET,
     close_received_fd,
     fd_kind,
 )
@@ -31,21 +31,22 @@ from kvferry.proto.fd_passing import FdHandles, FdReply, FetchFd, SendFds
 from kvferry.proto.memory import FdAllocation
 from kvferry.proto.messages import Error
 
-# Descriptors that one session may have sent and not yet used.
+# Maximum of descriptors that one session has sent and not used.
 MAX_HELD = 4096
-# Connections of one user at a time: 64 engines that start together need one each. Another one is
-# closed at once, and its client tries again.
+# Connections of one user at a time: 64 engines that start together need one each. Others are closed
+# at once, and their clients try again.
 MAX_CONNECTIONS_PER_USER = 64
 # Connections of all users; others wait in the kernel.
 MAX_CONNECTIONS = 256
-# Seconds until the first byte. A client sends its request right after it connected.
-PATIENCE = 1.0
+# Seconds until the request must arrive. A client sends it when it connects.
+REQUEST_SECONDS = 1.0
 
 
 class FdServer:
     """Holds descriptors by session and handle.
 
-    refusal: creates the reply to a refused request, and counts it.
+    sessions: returns the open sessions. refusal: creates the reply to a refused request, and counts
+    the error. max_held: see MAX_HELD.
     """
 
     def __init__(
@@ -53,7 +54,9 @@ class FdServer:
         endpoint: Endpoint,
         sessions: Callable[[], Container[str]],
         refusal: Callable[[KVFerryError], Error],
+        max_held: int = MAX_HELD,
     ) -> None:
+        self._max_held = max_held
         self._admission, self._sessions, self._refusal = endpoint.admission, sessions, refusal
         self._held: defaultdict[str, dict[int, int]] = defaultdict(dict)
         self._handles = count(1)
@@ -76,7 +79,10 @@ class FdServer:
         return handle
 
     def take_fds(self, session: str, handles: tuple[int, ...]) -> tuple[int, ...]:
-        """Pass descriptors to the caller. Raises Refused (UNKNOWN_HANDLE) and passes none."""
+        """Pass held descriptors to the caller, which then owns them.
+
+        If it raises Refused (UNKNOWN_HANDLE), none is passed.
+        """
         held = self._held[session]
         for handle in handles:
             if handle not in held:
@@ -88,7 +94,10 @@ class FdServer:
         return tuple(held.pop(handle) for handle in handles)
 
     def take_fds_of(self, action: MapTensors) -> MapCommand:
-        """Pass the descriptors that a registration names to the device worker. Raises Refused."""
+        """The command for the device worker, with the descriptors that the action names.
+
+        Raises Refused (UNKNOWN_HANDLE).
+        """
         handles = [a.handle for a in action.allocations if isinstance(a, FdAllocation)]
         timeline = () if action.timeline is None else (action.timeline,)
         fds = self.take_fds(action.session, (*handles, *timeline))
@@ -109,6 +118,7 @@ class FdServer:
             close_received_fd(descriptor)
 
     def close(self) -> None:
+        """Close the socket, its connections and all held descriptors."""
         for number in tuple(self._connections):
             self._close_connection(number)
         self._loop.remove_reader(self._listener)
@@ -122,7 +132,7 @@ class FdServer:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # it was closed again
+        except OSError:  # the client has closed it
             return
         connection.setblocking(False)
         try:
@@ -135,7 +145,7 @@ class FdServer:
             return
         self._per_user[process.uid] += 1
         number = connection.fileno()
-        timer = self._loop.call_later(PATIENCE, self._close_connection, number)
+        timer = self._loop.call_later(REQUEST_SECONDS, self._close_connection, number)
         self._connections[number] = (connection, process, timer)
         self._loop.add_reader(number, self._serve, number)
         if len(self._connections) == MAX_CONNECTIONS:
@@ -145,7 +155,7 @@ class FdServer:
         connection, process, _ = self._connections[number]
         descriptors: list[int] = []
         try:
-            packet, descriptors, _, _ = socket.recv_fds(connection, 4096, MAX_AT_ONCE)
+            packet, descriptors, _, _ = socket.recv_fds(connection, 4096, MAX_FDS_PER_PACKET)
             if packet:
                 self._reply(connection, process, packet, descriptors)
         except OSError:  # the client disconnected; its descriptors are closed below
@@ -163,7 +173,7 @@ class FdServer:
         descriptors: list[int],
     ) -> None:
         """Handle one request; descriptors that are held are removed from the list."""
-        answer: FdReply
+        reply: FdReply
         passing: list[int] = []
         try:
             self._admission.check_process(process)
@@ -174,15 +184,15 @@ class FdServer:
                         _check_kind(place, descriptor)
                     kept = tuple(self.hold_fd(session, d) for d in descriptors)
                     descriptors.clear()
-                    answer = FdHandles(kept)
+                    reply = FdHandles(kept)
                 case FetchFd(session, handle):
                     self._check_session(session, 0)
                     passing = list(self.take_fds(session, (handle,)))
-                    answer = FdHandles((handle,))
+                    reply = FdHandles((handle,))
         except KVFerryError as error:
-            answer = self._refusal(error)
+            reply = self._refusal(error)
         try:
-            socket.send_fds(connection, [encode(answer)], passing)
+            socket.send_fds(connection, [encode(reply)], passing)
         finally:
             for descriptor in passing:
                 close_received_fd(descriptor)
@@ -191,10 +201,10 @@ class FdServer:
         if session not in self._sessions():
             message = f"session {session!r} is not open; connect to the daemon first"
             raise Refused(Code.NO_SESSION, message, session)
-        if (held := len(self._held[session])) + more > MAX_HELD:
+        if (held := len(self._held[session])) + more > self._max_held:
             message = (
-                f"{more} descriptors were sent while {held} are held, more than {MAX_HELD} in all; "
-                "register those first"
+                f"{more} descriptors were sent while {held} are held, more than {self._max_held} "
+                "in all; register those first"
             )
             raise Refused(Code.BUSY, message, more)
         if more and fds_exhausted():

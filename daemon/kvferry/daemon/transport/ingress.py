@@ -1,14 +1,14 @@
-"""Reads the ROUTER and its monitor; serves waiting sessions in turns that are bounded in time.
+"""Reads the ROUTER and its monitor, and serves connections fairly, in turns of limited time.
 
-A message may take microseconds or, where it names a million blocks, a large part of a second. So
-messages are read into a queue per connection, which is cheap, and the connection that has used the
-least time is served next. One that used 0.3 s waits until every other one with messages has used as
-much; if there is no other, it continues at once. ROUTER alone would alternate message by message,
-so that each cheap message of one client would wait for an expensive one of another.
+Handling a message takes some microseconds or, if it names a million blocks, a large part of a
+second. So messages are first read into a queue per connection, which is cheap. Then the connection
+that has used the least time is served. One that used 0.3 s waits until every other one with
+messages has used as much; if there is no other, it continues at once. ROUTER alone would alternate
+message by message: each cheap message of one client would wait for an expensive one of another.
 
-The queues are bounded in total; beyond that nothing is read, and ZeroMQ holds back the clients.
-ZeroMQ's descriptor is edge-triggered: it signals a change, not that messages are there. So the
-socket is read until EVENTS shows nothing, after each wake-up and after each send. Event loop only.
+The total size of the queues is limited; above it nothing is read, and ZeroMQ blocks the clients.
+ZeroMQ's descriptor is edge-triggered: it signals changes, not the presence of messages. So the
+socket is read until EVENTS shows none, after each wake-up and after each send. Event loop only.
 """
 
 from __future__ import annotations
@@ -28,16 +28,14 @@ from kvferry.daemon.access.connections import Connections
 from kvferry.daemon.transport.accept_gate import AcceptGate
 from kvferry.daemon.transport.peers import Peer, Peers
 
-# Seconds of serving messages before the loop runs everything else: device reports, timers, other
+# Seconds of a turn, after which the loop runs everything else: device reports, timers, other
 # sockets. If one message takes longer, it is the only one of its turn.
 TURN = 1e-3
-# Messages read in a turn, at most.
+# Maximum of messages read in a turn.
 READ = 64
-# Messages read before a closed connection is handled: its earlier messages come first.
+# Maximum of messages read before a closed connection is handled: its messages are handled first.
 READ_BEFORE_CLOSE = 1280
-# Messages that wait here in total, and their bytes, beyond which no more are read.
-MAX_WAITING, MAX_WAITING_BYTES = 4096, 64 << 20
-# A plain int: arithmetic on zmq's flags costs more than asking the socket.
+# A plain int: arithmetic on zmq's flags takes longer than reading the socket option.
 POLLIN = int(zmq.POLLIN)
 
 Frames: TypeAlias = "list[bytes | zmq.Frame]"
@@ -47,17 +45,17 @@ class MessageHandler(Protocol):
     """Handles what the ingress reads."""
 
     def receive_message(self, identity: bytes, peer: Peer | None, frames: Frames) -> None:
-        """A message arrived. peer: None if the connection has no session."""
+        """Handle a message. peer: None if the connection has no session."""
 
     def disconnect_client(self, peer: Peer, reason: str) -> None:
-        """A client disconnected."""
+        """Close the session of a client that has disconnected."""
 
 
 @dataclass(slots=True, eq=False)
 class IncomingQueue:
     """Messages of one connection that were read and not served.
 
-    used: seconds of the loop, on the scale of Ingress._served.
+    used: seconds of the event loop that the connection has used, comparable with Ingress._served.
     """
 
     identity: bytes
@@ -72,6 +70,9 @@ class IncomingQueue:
 
 class Ingress:
     """Reads a ROUTER and its monitor. clock: seconds, monotonic."""
+
+    # Maximum of all queued messages, and of their bytes.
+    max_waiting, max_waiting_bytes = 4096, 64 << 20
 
     def __init__(
         self,
@@ -93,13 +94,14 @@ class Ingress:
         self._queues: dict[bytes, IncomingQueue] = {}
         # Heap of the queues with messages, by time used.
         self._waiting: list[IncomingQueue] = []
-        # Time used by the connection that was served last. Others start with at least that: idle
-        # time is not saved up.
+        # Time used by the connection that was served last. One that was idle starts with at least
+        # that.
         self._served = 0.0
         # Waiting messages, and their bytes.
         self._count = self._nbytes = 0
 
     def start(self) -> None:
+        """Read from now on."""
         self._loop.add_reader(self._socket.fileno(), self._drain)
         self._loop.add_reader(self._monitor.fileno(), self._watch)
         self._watch()
@@ -111,19 +113,19 @@ class Ingress:
         self._monitor.close(0)
 
     def drain_soon(self) -> None:
-        """The socket was written to, which may have consumed the edge of its descriptor."""
+        """Read soon: a send may have consumed the edge of the socket's descriptor."""
         if not self._drain_is_due:
             self._drain_is_due = True
             self._loop.call_soon(self._drain)
 
     def drop_messages(self, peer: Peer) -> None:
-        """Drop the waiting messages of a client that disconnected, and its used time."""
+        """Drop the queued messages of a client that has disconnected, and its used time."""
         queue = self._queues.pop(peer.identity, None)
         if queue is not None:
             self._drop_queue(queue)
 
     def count_connections(self) -> None:
-        """Update the count of connections now; their other effects follow in order."""
+        """Count accepted and closed connections now; they are handled later, in order."""
         self._read_monitor()
         if self._changes and not self._watch_is_due:  # the monitor's edge is gone
             self._watch_is_due = True
@@ -158,7 +160,7 @@ class Ingress:
     def _read(self, most: int) -> bool:
         """Read messages into queues. Return whether more may be there."""
         for _ in range(most):
-            if self._count >= MAX_WAITING or self._nbytes >= MAX_WAITING_BYTES:
+            if self._count >= self.max_waiting or self._nbytes >= self.max_waiting_bytes:
                 return True
             if not cast(int, self._socket.get(zmq.EVENTS)) & POLLIN:
                 return False
@@ -196,7 +198,7 @@ class Ingress:
         end = now + TURN
         while self._waiting and now < end and not self._socket.closed:
             queue = heapq.heappop(self._waiting)
-            if not queue.messages:  # its peer left
+            if not queue.messages:  # its peer has disconnected
                 continue
             self._served = queue.used
             self._serve_one(queue)
@@ -239,7 +241,7 @@ class Ingress:
         self.handle_connections()
 
     def _read_monitor(self) -> None:
-        """Pass accepted connections to the accept gate at once; the rest is handled in order."""
+        """Pass changes to the accept gate and the quotas at once; the rest is handled in order."""
         while not self._monitor.closed and cast(int, self._monitor.get(zmq.EVENTS)) & POLLIN:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             number, accepted = int(event["value"]), event["event"] == zmq.EVENT_ACCEPTED

@@ -1,9 +1,9 @@
 """Outboxes: messages for clients that do not receive them fast enough.
 
-A message that the socket does not take is queued in the client's outbox, in order. An outbox is
-bounded. While it is long, key events are left out; the client sees the gap and asks for a snapshot.
-A long reply continues when the messages before it were received. A client whose outbox is full is
-disconnected, and the last message it finds is a Goodbye with the reason. Event loop only.
+A message that the socket does not accept is queued in the client's outbox, in order. While an
+outbox is long, key events are left out; the client sees the gap and requests a snapshot. The next
+message of a long reply is created when the outbox is empty. A client with a full outbox is
+disconnected; the last message that it receives is a Goodbye with the reason. Event loop only.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import zmq
 
@@ -27,19 +28,27 @@ from kvferry.proto.messages import (
     KeyEvents,
 )
 
-MAX_MESSAGES = 100_000
-# Limits of one outbox; a peer that exceeds one is disconnected.
-MAX_BYTES = 32 << 20
-# Queued messages above which key events are left out.
-MAX_QUEUED_EVENTS = 1000
+# Seconds until the next attempt to send.
 RETRY = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class OutboxLimits:
+    """Limits of one outbox; a client that exceeds `messages` or `nbytes` is disconnected.
+
+    events: number of queued messages from which on key events are left out.
+    """
+
+    messages: int = 100_000
+    nbytes: int = 32 << 20
+    events: int = 1000
 
 
 class Outboxes:
     """The outboxes of all peers of one ROUTER.
 
-    on_send: called when the socket is written to. on_overflow: called with a peer that receives
-        nothing and must be disconnected, and the reason.
+    on_send: called before the socket is written to. on_overflow: called with a client that must be
+        disconnected because its outbox is full, and the reason.
     """
 
     def __init__(
@@ -48,14 +57,17 @@ class Outboxes:
         peers: Peers,
         on_send: Callable[[], None],
         on_overflow: Callable[[Peer, str], None],
+        limits: OutboxLimits = OutboxLimits(),
     ) -> None:
         self._socket = socket
+        self._limits = limits
         self._peers = peers
         self._on_send = on_send
         self._on_overflow = on_overflow
         self._loop = asyncio.get_running_loop()
 
     def send_message(self, peer: Peer, message: DaemonMessage) -> None:
+        """Send or queue a message."""
         try:
             data = encode(message)
         except Refused as error:  # without a reply the client would wait until its deadline
@@ -65,32 +77,33 @@ class Outboxes:
         self._queue_message(peer, data)
 
     def send_without_session(self, identity: bytes, message: DaemonMessage) -> None:
-        """Send to a connection without a session, if it still exists and has room."""
+        """Send to a connection without a session; drop the message if that is not possible now."""
         try:
             self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError:
             return
 
     def broadcast_events(self, sessions: Sequence[str], key_events: KeyEvents) -> None:
+        """Send key events to these sessions, except those with long outboxes."""
         data = encode(key_events)
         for session in sessions:
             peer = self._peers.by_session.get(session)
             if peer is None:
                 continue
-            if len(peer.outbox) < MAX_QUEUED_EVENTS:
+            if len(peer.outbox) < self._limits.events:
                 self._queue_message(peer, data)
             else:
                 peer.missed_events = key_events
 
     def start_stream(self, session: str, messages: Iterator[DaemonMessage]) -> None:
-        """Send a long reply, message by message. A new one replaces an unfinished one."""
+        """Send a long reply, message by message. It replaces an unfinished one."""
         peer = self._peers.by_session[session]
-        flows, peer.stream = peer.stream is not None, messages
-        if not flows:
+        is_streaming, peer.stream = peer.stream is not None, messages
+        if not is_streaming:
             self._continue_stream(session)
 
     def _continue_stream(self, session: str) -> None:
-        """Send the next message of a long reply, and schedule the others."""
+        """Send the next message of a long reply, and schedule the rest."""
         peer = self._peers.by_session.get(session)
         if peer is None or peer.stream is None:
             return
@@ -109,25 +122,29 @@ class Outboxes:
         peer.outbox_bytes += len(data)
         if len(peer.outbox) == 1:
             self._flush(peer)
-        elif len(peer.outbox) > MAX_MESSAGES or peer.outbox_bytes > MAX_BYTES:
+        elif self._exceeds_limits(peer):
             self._close_overflowed(peer)
 
+    def _exceeds_limits(self, peer: Peer) -> bool:
+        limits = self._limits
+        return len(peer.outbox) > limits.messages or peer.outbox_bytes > limits.nbytes
+
     def _close_overflowed(self, peer: Peer) -> None:
-        """Replace its outbox by a Goodbye with the reason, which the pending flush sends."""
-        kept = len(peer.outbox)
-        reason = f"{kept} messages were queued and none was received; poll more often"
+        """Replace an outbox by a Goodbye with the reason, which the pending flush sends."""
+        queued = len(peer.outbox)
+        reason = f"{queued} messages were queued and none was received; poll more often"
         peer.overflowed = True
         peer.outbox.clear()
         peer.missed_events = None
         peer.outbox.append(encode(Goodbye(reason)))
         peer.outbox_bytes = len(peer.outbox[0])
-        # Not now: a message of this peer is being handled.
-        self._loop.call_soon(self._on_overflow, peer, f"received none of {kept} messages")
+        # Later: a message of this client may be in progress.
+        self._loop.call_soon(self._on_overflow, peer, f"received none of {queued} messages")
 
     def _flush(self, peer: Peer) -> None:
-        """Send what a client's outbox contains; retry soon if the socket is full.
+        """Send the content of a client's outbox; retry soon if the socket is full.
 
-        A failed send also consumes the socket's wake-up for received messages.
+        A failed send, too, consumes the edge of the socket's descriptor.
         """
         self._on_send()
         while peer.outbox:
@@ -148,10 +165,10 @@ class Outboxes:
 
 
 def merge_results(actions: list[Action]) -> list[Action]:
-    """Put all results of a session into one message, in the place of the first one.
+    """Put all results of a session into one message, at the position of the first one.
 
-    A message costs the client and the daemon more than a result does. A result may overtake other
-    messages of its session, but no other result: so Waited stays behind the results of its jobs.
+    A message costs the client and the daemon more than a result. A result may overtake other
+    messages of its session, but no other result. So Waited stays after the results of its jobs.
     """
     results: defaultdict[str, list[JobResult]] = defaultdict(list)
     for action in actions:
@@ -160,8 +177,8 @@ def merge_results(actions: list[Action]) -> list[Action]:
     merged = list[Action]()
     for action in actions:
         if isinstance(action, SendMessage) and isinstance(action.message, Finished):
-            if (together := results.pop(action.session, None)) is not None:
-                merged.append(SendMessage(action.session, Finished(tuple(together))))
+            if (all_results := results.pop(action.session, None)) is not None:
+                merged.append(SendMessage(action.session, Finished(tuple(all_results))))
         else:
             merged.append(action)
     return merged

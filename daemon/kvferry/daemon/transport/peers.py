@@ -1,9 +1,8 @@
 """Connected clients: their processes, as the kernel reports them.
 
-The uid and pid of a client come from the socket (SO_PEERCRED, which ZeroMQ passes on as
-Peer-Address "localhost:uid:gid:pid"), not from its messages. The end of a client is noticed by a
-pidfd, when its process exits, and by the ROUTER's monitor, when its connection closes. Event loop
-only.
+The uid and pid of a client come from the socket (SO_PEERCRED, in ZeroMQ's Peer-Address
+"localhost:uid:gid:pid"), not from its messages. A pidfd reports the exit of a client's process, and
+the ROUTER's monitor the end of its connection. Event loop only.
 """
 
 from __future__ import annotations
@@ -24,7 +23,10 @@ from kvferry.proto.messages import DaemonMessage, Hello, KeyEvents
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """A connected process: its address on the ROUTER, its pidfd, its outbox."""
+    """A connected client process.
+
+    identity: its address on the ROUTER. The fields from `overflowed` on belong to outbox.py.
+    """
 
     session: str
     identity: bytes
@@ -58,7 +60,10 @@ def frame_credentials(frame: zmq.Frame) -> tuple[int, int]:
 
 
 class Peers:
-    """All connected processes, by session and by address."""
+    """All connected clients, by session and by address.
+
+    on_exit: called with a client whose process has exited, and the reason.
+    """
 
     def __init__(self, on_exit: Callable[[Peer, str], None]) -> None:
         self._on_exit = on_exit
@@ -70,12 +75,12 @@ class Peers:
         self._closed: set[int] = set()
 
     def add_peer(self, session: str, identity: bytes, frame: zmq.Frame, hello: Hello) -> Peer:
-        """Add a process that ZAP admitted (zap.py).
+        """Add the process that sent `frame`; zap.py has admitted it.
 
         Raises Refused (FORBIDDEN, BUSY; NO_SESSION if it has disconnected).
         """
         connection = int(frame.get(zmq.SRCFD))
-        self._check_there(identity, connection)
+        self._check_connected(identity, connection)
         uid, pid = frame_credentials(frame)
         try:
             pidfd = os.pidfd_open(pid)
@@ -84,8 +89,8 @@ class Peers:
                 raise Refused(Code.BUSY, NONE_LEFT, error.strerror) from error
             raise Refused(
                 Code.FORBIDDEN,
-                f"the daemon does not see process {pid} ({error.strerror}); run both in one PID "
-                "namespace",
+                f"process {pid} is not visible to the daemon ({error.strerror}); run both in one "
+                "PID namespace",
                 pid,
             ) from error
         peer = Peer(session, identity, uid, pid, pidfd, connection, hello.client, hello.engine)
@@ -95,6 +100,7 @@ class Peers:
         return peer
 
     def remove_peer(self, session: str) -> None:
+        """Remove a client whose session has ended."""
         peer = self.by_session.pop(session)
         del self.by_identity[peer.identity]
         if self._by_connection.get(peer.connection) is peer:
@@ -103,6 +109,7 @@ class Peers:
         os.close(peer.pidfd)
 
     def connection_opened(self, connection: int) -> None:
+        """A connection was accepted."""
         self._closed.discard(connection)
 
     def connection_closed(self, connection: int) -> Peer | None:
@@ -114,10 +121,11 @@ class Peers:
         for session in tuple(self.by_session):
             self.remove_peer(session)
 
-    def _check_there(self, identity: bytes, connection: int) -> None:
-        """Messages outlive their connection: find out which of two peers has its number now.
+    def _check_connected(self, identity: bytes, connection: int) -> None:
+        """Raise Refused (NO_SESSION) if the connection is closed: messages outlive it.
 
-        ROUTER numbers those that have no name of their own, the newer the higher.
+        Its number may belong to another client now. If a client chooses no identity, ROUTER numbers
+        it in order, so the higher number is the newer client.
         """
         other = self._by_connection.get(connection)
         late = other is not None and identity[:1] == b"\0" and identity < other.identity

@@ -1,7 +1,7 @@
 """Received file descriptors: what kind of file each is, and how it is closed without blocking.
 
-The event loop itself closes only memfds with little memory (memory/fd_closer.py). Nothing here
-calls a file system that might not respond. Event loop only.
+The event loop itself closes only memfds with little memory (memory/fd_closer.py). No function here
+calls a file system, which might not respond. Event loop only.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from kvferry.daemon.memory.fd_closer import close_descriptor_later, close_memory
 from kvferry.shm.memfd import read_seals
 
 # Descriptors in one packet: the kernel's SCM_MAX_FD.
-MAX_AT_ONCE = 253
+MAX_FDS_PER_PACKET = 253
 _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC, _STATX_TYPE = 0x1000, 0x4000, 0x1
 _STATX_BYTES, _MODE_AT = 256, 28
 _libc = ctypes.CDLL(None)
 
 
 class FdKind(enum.Enum):
+    """Kinds of files that clients may send."""
+
     # A memfd, or a file of tmpfs.
     MEMORY = "memory"
     # A device file or a file without a type: what a driver exports.
@@ -28,7 +30,7 @@ class FdKind(enum.Enum):
 
 
 def fd_kind(descriptor: int) -> FdKind | None:
-    """The kind of a descriptor; None if the daemon accepts no such file."""
+    """The kind of a descriptor; None if the daemon does not accept such files."""
     if read_seals(descriptor) is not None:
         return FdKind.MEMORY
     kind = _type_of(descriptor)
@@ -37,11 +39,11 @@ def fd_kind(descriptor: int) -> FdKind | None:
 
 def _type_of(descriptor: int) -> int | None:
     """The file type as in st_mode, from the kernel's cache: fstat would call the file system."""
-    about = ctypes.create_string_buffer(_STATX_BYTES)
+    buffer = ctypes.create_string_buffer(_STATX_BYTES)
     flags = _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC
-    if _libc.statx(descriptor, b"", flags, _STATX_TYPE, about):
+    if _libc.statx(descriptor, b"", flags, _STATX_TYPE, buffer):
         return None
-    mode = int.from_bytes(about.raw[_MODE_AT : _MODE_AT + 2], "little")
+    mode = int.from_bytes(buffer.raw[_MODE_AT : _MODE_AT + 2], "little")
     return stat.S_IFMT(mode)
 
 

@@ -1,9 +1,9 @@
-"""Answers libzmq's question whether a connection may begin (ZAP, ZeroMQ RFC 27).
+"""The ZAP handler (ZeroMQ RFC 27): decides for libzmq whether a connection may begin.
 
-A socket with ZMQ_ZAP_DOMAIN sends a request for each connection before it attaches it to ROUTER,
-with the peer's user, group and process from SO_PEERCRED. Nothing of a connection that is refused
-reaches ROUTER. libzmq also rejects ZMTP 1.0 and 2.0 peers on such a socket, because these versions
-have no handshake to hold back. Served by the event loop, without waiting.
+A socket with ZMQ_ZAP_DOMAIN sends a request for each new connection, with the user, group and
+process of the peer from SO_PEERCRED. ROUTER sees nothing of a refused connection. On such a socket
+libzmq also rejects ZMTP 1.0 and 2.0 peers, because these versions have no handshake. Event loop
+only; it never waits.
 
     200   the connection begins
     300   closed without a reply: the client's libzmq connects again, until the client's timeout
@@ -24,10 +24,10 @@ from kvferry.proto.errors import KVFerryError
 
 ADDRESS = "inproc://zeromq.zap.01"
 DOMAIN = b"kvferry"
-# Requests answered before the event loop does something else.
+# Maximum of requests served before the event loop runs something else.
 TURN = 64
-# Seconds between two log lines about connections that have to wait.
-LOG_EVERY = 60.0
+# Seconds between two log lines about deferred connections.
+LOG_INTERVAL = 60.0
 POLLIN = int(zmq.POLLIN)
 _OK, _LATER, _FORBIDDEN, _MALFORMED = b"200", b"300", b"400", b"500"
 
@@ -35,9 +35,9 @@ log = structlog.get_logger()
 
 
 class ZapHandler:
-    """Binds the handler's address in `context`; `protect` a socket before it is bound.
+    """Binds the handler's address in `context`. Call `protect` for a socket before it is bound.
 
-    update_connections: brings `connections` up to date. refused: counts an error.
+    update_connections: updates `connections`. refused: counts an error.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ZapHandler:
         self._socket.close(0)
 
     def _serve(self) -> None:
-        """Its descriptor is edge-triggered: read until nothing is left, some at a time."""
+        """Serve all requests, TURN at a time: the socket's descriptor is edge-triggered."""
         for _ in range(TURN):
             if self._socket.closed or not cast(int, self._socket.get(zmq.EVENTS)) & POLLIN:
                 return
@@ -84,13 +84,13 @@ class ZapHandler:
         if decision is Decision.ADMIT:
             return _OK
         if (now := self._loop.time()) > self._log_at:
-            self._log_at = now + LOG_EVERY
+            self._log_at = now + LOG_INTERVAL
             log.warning("connection deferred: too many connections", uid=int(uid))
         return _LATER
 
 
 def protect(socket: zmq.Socket[bytes]) -> None:
-    """Have libzmq ask the handler about each connection, and refuse all if there is none."""
+    """Let the handler decide about each connection of a socket; without a handler, refuse all."""
     socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
     # ZMQ_ZAP_ENFORCE_DOMAIN: without it a missing handler admits everybody.
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)

@@ -32,7 +32,7 @@ QUICK = (4 * KIB, 256 * KIB)
 WINDOW, ALONE = 0.2, 0.2
 WINDOWS, QUICK_WINDOWS = 3, 1
 IN_FLIGHT = 2
-# The contiguous copy is one job in so many parts, so that several complete within a window.
+# The contiguous copy is divided into this many jobs, so that several complete within a window.
 CONTIGUOUS_JOBS = 16
 KVFERRY, CONTIGUOUS = "kvferry", "contiguous"
 _DIRECTIONS = ("store", "load")

@@ -45,6 +45,7 @@ class BusyEngine:
         self.end_window()
 
     def begin_window(self, loop: str, seconds: float) -> None:
+        """Run a loop for this time."""
         self._pipe.send((loop, seconds))
 
     def window_ended(self) -> bool:
@@ -60,6 +61,7 @@ class BusyEngine:
             raise Failed(Code.COPY_FAILED, message, status) from None
 
     def run_window(self, loop: str, seconds: float) -> float:
+        """Run a window to its end, and return milliseconds per step."""
         self.begin_window(loop, seconds)
         return self.end_window()
 

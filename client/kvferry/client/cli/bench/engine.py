@@ -48,6 +48,8 @@ POLL_INTERVAL = 0.0 if len(os.sched_getaffinity(0)) > 2 else 20e-6
 
 @dataclass(frozen=True, slots=True)
 class Shape:
+    """The shape of KV caches. tensors: pages per GPU block. factor: GPU blocks per host block."""
+
     page_bytes: int
     tensors: int
     factor: int
@@ -68,8 +70,11 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class TimedTransfers:
-    """wall: seconds from submit to result. device: the sum of the jobs' transfer_time, of the
-    slower direction."""
+    """The bytes and times of a set of transfers.
+
+    wall: seconds from the first submit to the last result. device: the sum of the jobs'
+    transfer_time; of the slower direction if there are two.
+    """
 
     nbytes: int
     wall: float

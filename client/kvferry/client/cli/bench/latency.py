@@ -6,7 +6,7 @@ submit           transfer_async of BLOCKS block ids on each side, the call alone
 get_finished     without results to fetch: nothing in flight, and one job that waits for the
                  timeline
 one block        2 MiB, one page: from submit until get_finished, called in a loop, returns it. A
-                 raw copy of as many bytes, called and waited for in this process, alternates with
+                 raw copy of the same size, called and waited for in this process, alternates with
                  it; the difference is the cost of the other process.
 """
 
@@ -97,7 +97,7 @@ def _trips(rig: BenchRig, engine: BenchEngine, direction: str, times: int) -> li
         trips.append(engine.run([spec], poll_interval=0).wall)
         raws.append(raw_copy())
     trip = Latency.of(f"{direction} of one block, submit to result", trips[WARM_UPS:])
-    raw = Latency.of(f"{direction}, raw copy of as many bytes", raws[WARM_UPS:])
+    raw = Latency.of(f"{direction}, raw copy of the same size", raws[WARM_UPS:])
     return [trip, raw, trip.minus(raw, f"{direction}, difference")]
 
 

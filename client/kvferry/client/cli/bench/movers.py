@@ -1,4 +1,4 @@
-"""Copies that go on for as long as a window lasts: submit a job, count the completed ones.
+"""Copies that continue during a window: submit a job, count the completed ones.
 
 Transfers are jobs of a daemon. Streamed copies run in this process, on their own CUDA stream.
 """

@@ -46,5 +46,5 @@ class Plan:
 
     @property
     def rig_pool_bytes(self) -> int:
-        """Bytes of host pool that the rig needs: as many as the device buffer has."""
+        """Bytes of host pool that the rig needs: the size of the device buffer."""
         return 2 * self.half_bytes

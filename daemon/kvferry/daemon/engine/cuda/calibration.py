@@ -1,10 +1,12 @@
-"""Direct or staged: measured on the device itself, once, at start.
+"""Calibration: which fragment sizes are copied directly, and which are staged. Runs once at start.
 
-Direct copies cost an engine nothing but the link, and lose speed as fragments get smaller; staged
-ones are at link speed at any size, and cost the engine some turns of the GPU. So a group is copied
-directly from the fragment size on at which direct copies reach `GOOD` of one contiguous copy, each
-way by itself, and staged below. What is far takes `FAR` more than the sample shows. An operator can
-force either.
+    direct    uses only the copy engines; slower for smaller fragments
+    staged    runs at the speed of the link for every size; its kernels take GPU time from an engine
+
+For each direction, the threshold is the smallest fragment size from which on direct copies reach
+MIN_SPEED_SHARE of the speed of one contiguous copy. FAR_SECONDS is added to the measured time of a
+fragment, because the sample is smaller than a real pool. An operator can force either mode. Called
+by the device worker, in `attach`.
 """
 
 from __future__ import annotations
@@ -23,45 +25,53 @@ from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import Direction, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import CalibrationPoint, CopyStatus, GroupCopying
 
-GOOD = 0.94
+# Share of the speed of a contiguous copy that direct copies must reach.
+MIN_SPEED_SHARE = 0.94
+# Fragment sizes: 4 KiB to 2 MiB.
 SIZES = tuple(1 << power for power in range(12, 22))
-"""4 KiB to 2 MiB."""
 HOST_BYTES = 64 << 20
+# A batch has BATCH_BYTES, or MAX_FRAGMENTS if these are fewer bytes.
 BATCH_BYTES = 32 << 20
 MAX_FRAGMENTS = 2048
-"""Bytes of a batch, or fewer where so many fragments have less."""
 BATCHES = 4
 ROUNDS = 3
-FAR = 0.2e-6
-"""Seconds that a fragment takes besides in some GiB of memory (tests/bench/fragments.py: 0.14 to
-0.17 us), where a sample at start has some MiB; and a little, for as many come the other way."""
+# Seconds that are added to the time of a fragment. A fragment in a pool of some GiB takes 0.14 to
+# 0.17 us longer than in the sample of some MiB (tests/bench/fragments.py), and slightly more while
+# the other direction copies, too.
+FAR_SECONDS = 0.2e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """From which fragment size on each direction copies directly; and blocks that no chunk of the
-    staging buffer can hold always are."""
+class CopyModes:
+    """Decides between direct and staged copies.
+
+    direct_from: per direction the fragment size in bytes from which on copies are direct.
+    largest_block: GPU blocks with more bytes do not fit into the staging buffer and are direct.
+    """
 
     direct_from: dict[Direction, int]
     largest_block: int
 
-    def direct(self, direction: Direction, layout: BlockLayout, group: int) -> bool:
+    def is_direct(self, direction: Direction, layout: BlockLayout, group: int) -> bool:
         return (
             layout.refs[group].smallest_page >= self.direct_from[direction]
             or layout.group_bytes[group] > self.largest_block
         )
 
-    def of_group(self, layout: BlockLayout, group: int) -> GroupCopying:
-        ways = {
-            direction: "direct" if self.direct(direction, layout, group) else "staged"
-            for direction in Direction
-        }
-        return GroupCopying(ways[Direction.STORE], ways[Direction.LOAD])
+    def modes_of(self, layout: BlockLayout, group: int) -> GroupCopying:
+        store, load = (
+            "direct" if self.is_direct(direction, layout, group) else "staged"
+            for direction in (Direction.STORE, Direction.LOAD)
+        )
+        return GroupCopying(store, load)
 
 
 def calibrate(driver: Driver, device: int, device_bytes: int) -> CopyStatus:
-    """Measure direct copies between `device` and some memory as the pool's: both are random places
-    in real life, and where those are many a copy engine has more to look up."""
+    """Measure direct copies between device memory and memory like that of the pool.
+
+    device: address of `device_bytes` of device memory. The fragments are at random addresses, as in
+    real transfers: a copy engine then translates more addresses. Raises KVFerryError.
+    """
     host = MappedFiles("kvferry-sample", HOST_BYTES, HOST_BYTES)
     try:
         host.populate(0, HOST_BYTES)
@@ -88,8 +98,11 @@ def calibrate(driver: Driver, device: int, device_bytes: int) -> CopyStatus:
 def _measure(
     driver: Driver, direct: DirectCopy, device: int, blocks: int, size: int
 ) -> CalibrationPoint:
-    """The speed each way with fragments of one size, of batches in a row behind the first one:
-    that waits for the CPU, the others only where the CPU is slower than the link."""
+    """The speed of each direction with fragments of one size, in bytes per second.
+
+    Of BATCHES consecutive batches the first is not measured, because it waits for the CPU. The
+    others wait only if the CPU is slower than the link.
+    """
     layout = KVLayout((TensorLayout(blocks, size, size),), ((TensorRef(0, size),),))
     mapping = Mapping(
         BlockLayout(LayoutArrays.from_layout(layout), 0, HOST_BYTES // size),
@@ -98,8 +111,8 @@ def _measure(
     random, count = np.random.default_rng(size), min(BATCH_BYTES // size, MAX_FRAGMENTS)
 
     def batch() -> Extent:
-        gpu, places = (random.permutation(n)[:count] for n in (blocks, HOST_BYTES // size))
-        return Extent(0, gpu, places * size)
+        gpu, host = (random.permutation(n)[:count] for n in (blocks, HOST_BYTES // size))
+        return Extent(0, gpu, host * size)
 
     def speed(direction: Direction) -> float:
         seconds = []
@@ -114,23 +127,26 @@ def _measure(
 
 
 def forced(mode: str, measured: CopyStatus) -> CopyStatus:
-    """The status where an operator has chosen: everything "direct", or everything "staged"."""
+    """The status if an operator has forced "direct" or "staged" for all sizes."""
     size = 0 if mode == "direct" else 1 << 62
     return CopyStatus(mode, measured.contiguous, measured.direct, size, size)
 
 
-def choice_of(status: CopyStatus, largest_block: int) -> Choice:
-    return Choice(
+def modes_from(status: CopyStatus, largest_block: int) -> CopyModes:
+    return CopyModes(
         {Direction.STORE: status.direct_from_store, Direction.LOAD: status.direct_from_load},
         largest_block,
     )
 
 
 def _threshold(speeds: list[tuple[int, float, float]]) -> int:
-    """The smallest size from which on every speed is good, beside that of one contiguous copy."""
+    """The smallest size from which on all speeds reach MIN_SPEED_SHARE of a contiguous copy.
+
+    speeds: (fragment size, speed, speed of a contiguous copy). Twice the largest size if none does.
+    """
     from_size = 2 * speeds[-1][0]
     for size, speed, whole in reversed(speeds):
-        if size / (size / speed + FAR) < GOOD * whole:
+        if size / (size / speed + FAR_SECONDS) < MIN_SPEED_SHARE * whole:
             break
         from_size = size
     return from_size

@@ -1,4 +1,7 @@
-"""A chunk as the CUDA engine knows it."""
+"""A submitted chunk of the CUDA engine, and the page tables that its kernels read.
+
+Used only by the device worker.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,10 @@ from kvferry.proto.specs import Direction
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
-    """A group's pages as the kernel reads them, in device memory.
+    """The pages of a group as the kernel reads them, at `address` in device memory.
 
-    vector: bytes of one access of the kernel: 16, 4 or 1, as the alignment of all addresses allows.
+    pages: per GPU block. vector: bytes of one access of the kernel: 16, 4 or 1, depending on the
+    alignment of all addresses. units_per_page: units of the kernel (kernels.cu) in one page.
     """
 
     address: int
@@ -30,7 +34,10 @@ class PageTable:
 
 
 class Stage(msgspec.Struct, frozen=True, eq=False):
-    """The two steps of a staged chunk: the kernel has blocks of a table, DMA has a batch."""
+    """The two steps of a staged chunk.
+
+    The kernel copies `blocks` of `table` to or from `slot`; DMA copies `batch`.
+    """
 
     slot: Slot
     table: PageTable
@@ -45,9 +52,9 @@ def _never() -> bool:
 class Chunk(msgspec.Struct, eq=False):
     """One submitted chunk.
 
-    begun: before its first copy; None if no transfer starts with it. moved: behind its copies on
-    the link. done: behind everything; None until its kernel is launched. error: the device refused
-    it. revoked: see Mapping.
+    begun: event before its first copy; None if it is not the first chunk of a transfer. moved:
+    event after its copies over the link. done: event after everything; None until its kernel is
+    launched. error: set if the device refused it. revoked: see base.Mapping.
     """
 
     direction: Direction
@@ -61,21 +68,21 @@ class Chunk(msgspec.Struct, eq=False):
 
     @property
     def units(self) -> int:
-        """Of the staging buffer."""
+        """Units of the staging buffer that it uses."""
         return 0 if self.stage is None else self.stage.slot.units
 
 
-def over(driver: Driver, event: Event) -> bool:
-    """Whether the device has reached an event, or failed: then `poll` of its chunk raises."""
+def is_over(driver: Driver, event: Event) -> bool:
+    """Whether the device has reached an event, or has failed: then `poll` of its chunk raises."""
     try:
         return driver.reached(event)
     except KVFerryError:
         return True
 
 
-def fail(driver: Driver, chunks: Iterable[Chunk], error: KVFerryError) -> None:
-    """The device refused something: end these chunks with this error, when it has stopped."""
-    with suppress(KVFerryError):  # the first error counts
+def fail_chunks(driver: Driver, chunks: Iterable[Chunk], error: KVFerryError) -> None:
+    """Wait until the device has finished all submitted work. Then end the chunks with an error."""
+    with suppress(KVFerryError):  # the first error is reported
         driver.call("cuCtxSynchronize")
     for chunk in chunks:
         chunk.error = error

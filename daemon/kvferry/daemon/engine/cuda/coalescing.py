@@ -1,7 +1,8 @@
-"""Copies between a staging slot and the host pool, as few as the places in the pool allow.
+"""Coalescing: the smallest number of copies between a staging slot and the host pool.
 
-In the slot block follows block. Many of them follow each other in host memory, too: those of one
-host block, and of host blocks that are neighbours. Each such row is one copy.
+In the slot the blocks of a chunk are contiguous. Many of them are also contiguous in host memory:
+those of one host block, and of adjacent host blocks. Each such run is one copy. Called by the
+device worker.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from kvferry.daemon.core.layout import CopyBatch, Int64s
 
 
 def coalesce(offsets: Int64s, block_bytes: int, slot: int, pool: int) -> CopyBatch:
-    """offsets: (n,) bytes from the pool's first byte, of each block of a chunk, n >= 1.
+    """The copies of a chunk: one per run of blocks that are contiguous in the pool.
 
-    slot, pool: addresses. A block that does not follow the one before it in the pool starts a copy.
+    offsets: (n,) byte offset of each block from the start of the pool, n >= 1. block_bytes: of each
+    block. slot, pool: addresses of the first bytes.
     """
     starts = np.flatnonzero(offsets[1:] - offsets[:-1] != block_bytes) + 1
     bounds = np.concatenate(([0], starts, [offsets.size]))

@@ -1,7 +1,7 @@
-"""Direct copies: every page is one copy on the link.
+"""Direct copies: every page is one copy over the link, done by the GPU's copy engines.
 
-The copy engines do the work: other processes' kernels do not feel it. Below some hundred KiB the
-engines' own cost for a copy shows, see staged.py.
+They do not interrupt the kernels of other processes. For pages below some hundred KiB the constant
+cost of a copy reduces the speed; those are staged (staged.py). Called by the device worker.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from kvferry.proto.specs import Direction
 
 # Bytes of a chunk.
 CHUNK = 32 << 20
-# Bytes in flight in one direction: 1.7 ms of the link, while the device worker looks every 0.1 ms.
+# Bytes in flight per direction: 1.7 ms of the link. The device worker polls every 0.1 ms.
 MAX_IN_FLIGHT = 3 * CHUNK
 
 
 class DirectCopy:
     """Enqueues chunks on one stream per direction.
 
-    A second stream, to fill the pauses that a copy engine makes between two copies, is slower: the
-    engine also pauses when streams take turns.
+    A second stream does not fill the pauses of a copy engine between two copies: it also pauses
+    when it switches streams, and is slower in total.
     """
 
     def __init__(self, driver: Driver, dma: Dma) -> None:
@@ -36,7 +36,10 @@ class DirectCopy:
     def enqueue(
         self, direction: Direction, mapping: Mapping, extent: Extent
     ) -> tuple[Event | None, Event]:
-        """Enqueue a chunk. Returns the events before it, if it is a run's first, and behind it."""
+        """Enqueue a chunk; return the events before and after it. Raises Failed (DRIVER).
+
+        The first event is None unless the chunk begins an extent.
+        """
         layout, stream = mapping.layout, self.streams[direction]
         batch = layout.copy_batch(extent, mapping.bases, self._dma.pool)
         begun = None if extent.at else self._driver.record(stream)

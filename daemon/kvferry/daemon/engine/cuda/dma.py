@@ -1,9 +1,9 @@
 """DMA: batches of copies between GPU and host memory, enqueued on a stream.
 
-Many copies are one call: cuMemcpyBatchAsync (CUDA 12.8) takes arrays of addresses and sizes by
-pointer, so the cost of a copy is the driver's, about 0.4 us, and the copy engine pauses less
-between two copies than if they were enqueued one by one. A few small ones are: the first batch of a
-device that has slept costs the CPU 150 us, four copies 50.
+Many copies are enqueued in one call: cuMemcpyBatchAsync (CUDA 12.8) takes pointers to arrays of
+addresses and sizes. A copy then costs about 0.4 us in the driver, and the copy engine pauses less
+between two copies. A few small copies are enqueued one by one: on an idle device, the first batch
+costs the CPU 150 us, and four single copies 50 us.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from kvferry.daemon.core.layout import CopyBatch
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.specs import Direction
 
-# Up to so many copies of so many bytes in total are enqueued one by one. The pauses between them
-# take 10 us in all.
+# Up to FEW copies with up to SMALL bytes in total are enqueued one by one. The pauses between them
+# take 10 us in total.
 FEW = 8
 SMALL = 8 << 20
 _STREAM_ORDER = 1
@@ -29,12 +29,16 @@ _STREAM_ORDER = 1
 class Dma:
     """Called only by the device worker.
 
-    pool: address of the host pool's first byte. chunk_bytes: the pool is registered in chunks of
-    that size, and no copy may cross from one into the next; a copy that does is cut.
+    pool: address of the first byte of the host pool. chunk_bytes: the pool is registered in chunks
+    of this size. No copy may span two of them; one that does is split. few, small: see FEW and
+    SMALL.
     """
 
-    def __init__(self, driver: Driver, pool: int, chunk_bytes: int) -> None:
+    def __init__(
+        self, driver: Driver, pool: int, chunk_bytes: int, few: int = FEW, small: int = SMALL
+    ) -> None:
         self._driver = driver
+        self._few, self._small = few, small
         self.pool = pool
         self.chunk_bytes = chunk_bytes
         self._enqueue_batch = _batch_function(driver)
@@ -44,16 +48,16 @@ class Dma:
     ) -> None:
         """Enqueue copies in one direction. Raises Failed (DRIVER) if the driver refuses them.
 
-        whole: no copy crosses from one chunk of the pool into the next; the caller knows.
+        whole: the caller guarantees that no copy spans two chunks of the pool.
         """
-        count = batch.count  # before some are cut: then they are still few
+        count = batch.count  # before they are split
         if not whole:
             batch = self._within_chunks(batch)
-        few = count <= FEW and int(np.add.reduce(batch.size)) <= SMALL
+        few = count <= self._few and int(np.add.reduce(batch.size)) <= self._small
         if few or count == 1:
             self._enqueue_singly(direction, batch, stream)
         else:
-            self._enqueue_at_once(direction, batch, stream)
+            self._enqueue_together(direction, batch, stream)
 
     def _enqueue_singly(self, direction: Direction, batch: CopyBatch, stream: int) -> None:
         store = direction is Direction.STORE
@@ -61,7 +65,7 @@ class Dma:
             dst, src = (host, gpu) if store else (gpu, host)
             self._driver.call("cuMemcpyAsync", dst, src, size, stream)
 
-    def _enqueue_at_once(self, direction: Direction, batch: CopyBatch, stream: int) -> None:
+    def _enqueue_together(self, direction: Direction, batch: CopyBatch, stream: int) -> None:
         gpu: int = batch.table.__array_interface__["data"][0]
         host, sizes = (gpu + row * batch.table.strides[0] for row in (1, 2))
         dst, src = (host, gpu) if direction is Direction.STORE else (gpu, host)
@@ -69,7 +73,7 @@ class Dma:
             raise self._driver.error("cuMemcpyBatchAsync", result)
 
     def _within_chunks(self, batch: CopyBatch) -> CopyBatch:
-        """The same copies, those cut that cross from one chunk of the pool into the next."""
+        """The same copies; those that span chunks of the pool are split."""
         chunk, start = self.chunk_bytes, batch.host - self.pool
         end = start + batch.size
         first, last = start // chunk, (end - 1) // chunk
@@ -84,9 +88,10 @@ class Dma:
 
 
 def _batch_function(driver: Driver) -> Callable[[int, int, int, int, int], int]:
-    """cuMemcpyBatchAsync in the newest shape that the driver has.
+    """cuMemcpyBatchAsync in the newest version that the driver has. Raises Refused (NO_DEVICE).
 
-    (address of the destinations, of the sources, of the sizes, count, stream) -> result
+    Arguments: addresses of the arrays of destinations, sources and sizes; count; stream. Returns
+    the CUresult.
     """
     attributes, first, fail_index = CopyAttributes(order=_STREAM_ORDER), c_size_t(0), c_size_t(0)
     shapes: tuple[tuple[str, tuple[Any, ...]], ...] = (

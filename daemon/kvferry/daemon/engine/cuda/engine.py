@@ -1,12 +1,12 @@
-"""The CUDA engine: streams for each direction, memory of two kinds, completion by event query.
+"""The CUDA engine: maps tensors of two kinds, and copies chunks directly or staged.
 
-An engine's own tensors are reached by CUDA IPC. Tensors that a daemon allocates are device memory
-behind a file descriptor (cuda/virtual_memory.py), which outlives whoever made it; an engine that
-outlived its daemon brings the descriptor to the next one.
+Tensors that an engine has allocated are mapped by CUDA IPC. Tensors that a daemon allocates are
+device memory with a file descriptor (cuda/virtual_memory.py). That memory exists while a descriptor
+is open, so an engine can pass it to the next daemon.
 
-A chunk stands between two events; `poll` queries the second, and the distance between the first of
-a job's first chunk and the second of its last is the device time that clients see. Everything runs
-in the device's primary context. Threads: as base.CopyEngine says.
+Each chunk is enqueued between two events, and `poll` queries the second one. The device time of a
+job is the time from the first event of its first chunk to the second event of its last chunk.
+Everything runs in the device's primary context. Threads: see base.CopyEngine.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from kvferry.cuda.virtual_memory import DeviceMemory, VirtualMemory
 from kvferry.daemon.core.layout import BlockLayout, Extent, Int64s
 from kvferry.daemon.engine.base import (
     NO_ROOM,
+    AllocatedTensors,
     ChunkBudget,
     ChunkRequest,
     Mapping,
     OwnerThread,
-    Shared,
     packed_locations,
 )
-from kvferry.daemon.engine.cuda.calibration import calibrate, choice_of, forced
+from kvferry.daemon.engine.cuda.calibration import calibrate, forced, modes_from
 from kvferry.daemon.engine.cuda.chunk import Chunk, PageTable
 from kvferry.daemon.engine.cuda.direct import CHUNK, MAX_IN_FLIGHT, DirectCopy
-from kvferry.daemon.engine.cuda.dma import Dma
-from kvferry.daemon.engine.cuda.staged import MAX_BLOCKS, StagedCopy
+from kvferry.daemon.engine.cuda.dma import FEW, Dma
+from kvferry.daemon.engine.cuda.staged import MAX_BLOCKS, WRITE_BACK, StagedCopy
 from kvferry.daemon.engine.cuda.staging import Staging
 from kvferry.daemon.memory.numa import node_of
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
@@ -41,8 +41,8 @@ from kvferry.proto.memory import Allocation, CudaAllocation, FdAllocation, Locat
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import CopyStatus, DeviceInfo, GroupCopying
 
-# If nothing is in flight the link waits for the first chunk. So that is small: it takes as long as
-# it takes to submit the next one.
+# Bytes of a chunk if nothing is in flight. The link waits for it, so it is small: its copy takes as
+# long as submitting the next chunk.
 FIRST_CHUNK = 8 << 20
 MAX_CHUNKS = 32
 MIN_STAGING = 64 << 20
@@ -50,26 +50,33 @@ MIN_STAGING = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class CudaOptions:
-    """How to copy: mode "auto", "direct" or "staged"; the sizes that the pool and staging have."""
+    """mode: "auto", "direct" or "staged". staging_bytes: size of the staging buffer. chunk_bytes:
+    size of the chunks of the host pool. Their defaults explain the other options.
+    """
 
     mode: str
     staging_bytes: int
     chunk_bytes: int
+    min_staging_bytes: int = MIN_STAGING
+    write_back_bytes: int = WRITE_BACK
+    few_copies: int = FEW
 
 
 class CudaEngine:
-    """A GPU, by index ("0", as CUDA counts them here) or UUID. Raises Refused (NO_DEVICE)."""
+    """device: index ("0", as CUDA numbers the visible GPUs) or UUID.
+
+    Raises Refused (NO_DEVICE, BAD_CONFIG).
+    """
 
     def __init__(self, device: str, options: CudaOptions) -> None:
         self._driver = driver()
         version = self._driver.version
         if version < MIN_DRIVER:
-            has = f"CUDA {version // 1000}.{version % 1000 // 10}"
-            raise Refused(Code.NO_DEVICE, TOO_OLD, has)
-        if options.staging_bytes < MIN_STAGING:
-            raise Refused(
-                Code.BAD_CONFIG, f"copy.staging is at least {MIN_STAGING}", options.staging_bytes
-            )
+            installed = f"CUDA {version // 1000}.{version % 1000 // 10}"
+            raise Refused(Code.NO_DEVICE, TOO_OLD, installed)
+        if options.staging_bytes < (least := options.min_staging_bytes):
+            message = f"copy.staging is {options.staging_bytes} bytes; set at least {least}"
+            raise Refused(Code.BAD_CONFIG, message, options.staging_bytes)
         self._ordinal = ordinal = _find_device(self._driver, device)
         self._memory = VirtualMemory(self._driver, ordinal)
         self._options = options
@@ -91,14 +98,15 @@ class CudaEngine:
         self._owner.bind()
         driver = self._driver
         driver.call("cuCtxSetCurrent", self._context)
-        dma = Dma(driver, pool_address, self._options.chunk_bytes)
-        self._staging = Staging(driver, self._options.staging_bytes)
+        options = self._options
+        dma = Dma(driver, pool_address, options.chunk_bytes, options.few_copies)
+        self._staging = Staging(driver, options.staging_bytes)
         self._direct = DirectCopy(driver, dma)
-        self._staged = StagedCopy(driver, dma)
-        status = calibrate(driver, self._staging.address, self._options.staging_bytes)
-        if self._options.mode != "auto":
-            status = forced(self._options.mode, status)
-        self._choice = choice_of(status, self._staging.chunk_bytes)
+        self._staged = StagedCopy(driver, dma, options.write_back_bytes)
+        status = calibrate(driver, self._staging.address, options.staging_bytes)
+        if options.mode != "auto":
+            status = forced(options.mode, status)
+        self._modes = modes_from(status, self._staging.chunk_bytes)
         return status
 
     def pin(self, address: int, nbytes: int) -> None:
@@ -108,8 +116,8 @@ class CudaEngine:
         except Failed as error:
             raise Failed(
                 Code.POOL_TOO_LARGE,
-                f"{nbytes} bytes of the host pool cannot be pinned ({error.value}): make "
-                "pool.size smaller, or raise the memlock limit",
+                f"{nbytes} bytes of the host pool cannot be pinned ({error.value}); reduce "
+                "pool.size, or raise the memlock limit",
                 nbytes,
             ) from error
 
@@ -126,17 +134,17 @@ class CudaEngine:
     ) -> Mapping:
         self._owner.assert_owner()
         opened: list[DeviceMemory | _Opened] = []
-        waiting = iter(descriptors)
+        remaining = iter(descriptors)
         try:
             for allocation in allocations:
-                opened.append(self._open_allocation(allocation, waiting))
+                opened.append(self._open_allocation(allocation, remaining))
             bases = [opened[place.allocation].address + place.offset for place in locations]
             return self._mapping(layout, np.array(bases, dtype=np.int64), opened)
         except BaseException:
             self._close_handles(opened)
             raise
 
-    def allocate_tensors(self, layout: BlockLayout, kept: Sequence[int] = ()) -> Shared:
+    def allocate_tensors(self, layout: BlockLayout, kept: Sequence[int] = ()) -> AllocatedTensors:
         self._owner.assert_owner()
         offsets, size = packed_locations(layout.layout_arrays)
         size = self._memory.whole_granules(size)
@@ -152,7 +160,7 @@ class CudaEngine:
             os.close(descriptor)
             raise
         locations = tuple(Location(0, offset) for offset in offsets)
-        return Shared(mapping, (FdAllocation(0, size),), locations, (descriptor,))
+        return AllocatedTensors(mapping, (FdAllocation(0, size),), locations, (descriptor,))
 
     def unmap_tensors(self, mapping: Mapping) -> None:
         self._owner.assert_owner()
@@ -165,20 +173,20 @@ class CudaEngine:
         if self._chunks[direction] >= MAX_CHUNKS:
             return NO_ROOM
         idle = not self._chunks[direction]
-        if self._choice.direct(direction, mapping.layout, request.group):
+        if self._modes.is_direct(direction, mapping.layout, request.group):
             if self._in_flight[direction] >= MAX_IN_FLIGHT:
                 return NO_ROOM
             return ChunkBudget(FIRST_CHUNK if idle else CHUNK)
         block_bytes = mapping.layout.group_bytes[request.group]
         ahead = self._staged.ahead() if direction is Direction.STORE else 0
         nbytes = self._staging.max_slot_bytes(direction, request, block_bytes, ahead)
-        if idle and direction is Direction.LOAD:  # the first of a store is a batch of its own
+        if idle and direction is Direction.LOAD:  # the first chunk of a store is launched alone
             nbytes = min(nbytes, FIRST_CHUNK)
         return ChunkBudget(nbytes, MAX_BLOCKS)
 
     def submit(self, direction: Direction, mapping: Mapping, extent: Extent) -> Chunk:
         self._owner.assert_owner()
-        if self._choice.direct(direction, mapping.layout, extent.group):
+        if self._modes.is_direct(direction, mapping.layout, extent.group):
             chunk = self._submit_direct(direction, mapping, extent)
         else:
             chunk = self._submit_staged(direction, mapping, extent)
@@ -192,22 +200,23 @@ class CudaEngine:
         if self._staged_chunks[direction]:
             self._staged.flush(direction, more)
 
-    def poll(self, ticket: object) -> bool:
+    def poll(self, submission: object) -> bool:
         self._owner.assert_owner()
-        assert isinstance(ticket, Chunk)
+        assert isinstance(submission, Chunk)
+        chunk = submission
         try:
-            if ticket.error is not None:
-                raise ticket.error
-            done = ticket.done is not None and self._driver.reached(ticket.done)
+            if chunk.error is not None:
+                raise chunk.error
+            done = chunk.done is not None and self._driver.reached(chunk.done)
         except KVFerryError:
-            self._remove_chunk(ticket)
+            self._remove_chunk(chunk)
             raise
         if done:
-            self._remove_chunk(ticket)
+            self._remove_chunk(chunk)
         return done
 
     def elapsed(self, first: object, last: object, before: object | None) -> float:
-        """Up to the end on the link if more chunks follow: the link has gone on to those."""
+        """As base.CopyEngine. If more chunks follow, `last` ends with its copies over the link."""
         self._owner.assert_owner()
         assert isinstance(first, Chunk)
         assert isinstance(last, Chunk)
@@ -222,7 +231,7 @@ class CudaEngine:
     def copying(self, mapping: Mapping) -> tuple[GroupCopying, ...]:
         self._owner.assert_owner()
         groups = range(mapping.layout.layout_arrays.num_groups)
-        return tuple(self._choice.of_group(mapping.layout, group) for group in groups)
+        return tuple(self._modes.modes_of(mapping.layout, group) for group in groups)
 
     def shutdown(self) -> None:
         self._owner.assert_owner()
@@ -252,12 +261,15 @@ class CudaEngine:
             self._staging.free_slot(slot)
             raise
         self._staged_chunks[direction] += 1
-        if idle and direction is Direction.STORE:  # the link waits for it
+        if idle and direction is Direction.STORE:  # the link is idle until its kernel has run
             self._staged.flush(direction, more=True)
         return chunk
 
     def _keep_order(self, direction: Direction, streams: Sequence[int], staged: bool) -> None:
-        """Order a chunk after chunks of the other mode, which the streams do not order."""
+        """Let streams wait for the last chunk, if it was copied in the other mode.
+
+        Chunks of one mode share streams and are in order already.
+        """
         last = self._last.get(direction)
         if last is None or (last.stage is not None) == staged or last.done is None:
             return
@@ -272,7 +284,7 @@ class CudaEngine:
             self._staging.free_slot(chunk.stage.slot)
 
     def _mapping(self, layout: BlockLayout, bases: Int64s, handles: Sequence[object]) -> Mapping:
-        """A mapping with the page tables of its groups behind what it holds."""
+        """A mapping whose handles are `handles`, followed by the page tables of its groups."""
         tables: list[PageTable] = []
         try:
             for group in range(layout.layout_arrays.num_groups):
@@ -283,9 +295,10 @@ class CudaEngine:
         return Mapping(layout, bases, [*handles, *tables])
 
     def _reopen_memory(self, kept: Sequence[int], size: int) -> tuple[DeviceMemory, int]:
-        """Memory made before, and a descriptor of our own; Failed where it is other memory."""
+        """Map kept memory and duplicate its descriptor. Raises Failed (MAP_FAILED)."""
         if len(kept) != 1:
-            raise Failed(Code.MAP_FAILED, "one descriptor is kept for an engine", len(kept))
+            message = f"{len(kept)} descriptors are kept for this engine, not one"
+            raise Failed(Code.MAP_FAILED, message, len(kept))
         descriptor = os.dup(kept[0])
         try:
             return self._memory.import_memory(descriptor, size), descriptor
@@ -304,7 +317,8 @@ class CudaEngine:
         if allocation.device_uuid != self.info.uuid:
             raise Refused(
                 Code.DEVICE_MISMATCH,
-                f"this daemon serves the GPU {self.info.uuid}",
+                f"the tensors are on {allocation.device_uuid}, but this daemon serves "
+                f"{self.info.uuid}; use the daemon of their GPU",
                 allocation.device_uuid,
             )
         try:
@@ -312,16 +326,15 @@ class CudaEngine:
         except Failed as error:
             raise Failed(
                 Code.MAP_FAILED,
-                f"the GPU memory cannot be mapped ({error.value}): is it the exporter that "
-                "registers, and is it still alive?",
+                f"the GPU memory cannot be mapped ({error.value}); register it in the process "
+                "that allocated it",
                 error.value,
             ) from error
         _, size = self._driver.address_range(pointer)
         if size < allocation.size:
             self._driver.call("cuIpcCloseMemHandle", pointer)
-            raise Refused(
-                Code.BAD_LAYOUT, f"the allocation has {size} bytes, fewer than said", size
-            )
+            message = f"the allocation has {size} bytes, not {allocation.size}; give its real size"
+            raise Refused(Code.BAD_LAYOUT, message, size)
         return pointer
 
     def _close_handles(self, handles: Sequence[object]) -> None:
@@ -337,7 +350,7 @@ class CudaEngine:
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """Device memory of another process, by CUDA IPC."""
+    """Device memory of another process, mapped by CUDA IPC."""
 
     address: int
 
@@ -357,6 +370,7 @@ def _find_device(driver: Driver, wanted: str) -> int:
         return int(wanted)
     raise Refused(
         Code.NO_DEVICE,
-        f'no such device: "cpu", an index below {count}, or one of {", ".join(uuids) or "no GPUs"}',
+        f'unknown device {wanted!r}; use "cpu", an index below {count}, or a UUID of '
+        f"{', '.join(uuids) or 'no GPU'}",
         wanted,
     )

@@ -1,18 +1,19 @@
-"""Kernel batching: when the kernels of staged chunks are launched, and which together.
+"""Kernel batching: when the kernels of staged chunks are launched, and how many together.
 
-Without MPS the kernels of two processes take turns on the GPU, and each turn costs a busy engine
-0.3 to 0.45 ms, whatever is done in it. So few turns, with as much in each as the buffer holds. A
-turn does not come at once either: an H200 gives a busy engine 2.1 ms at a time. The link empties
-the buffer in about two such times, and needs something to do until the turn has come:
+Without MPS, processes share a GPU by time slices. Each time slice of this process costs a busy
+engine 0.3 to 0.45 ms, whatever the kernels in it do. So many chunks share one time slice. It also
+starts late: an H200 first lets the engine run for 2.1 ms. The link drains the staging buffer in
+about twice that time, and must not become idle until the time slice starts:
 
-    loads    DMA fills the buffer all the time. Two thirds of what it holds are one turn; the last
-             third is filled while that turn is awaited
-    stores   a turn gathers into all that is free once only a third is left to drain (staging.py)
+    loads    DMA fills the buffer continuously. The kernels of two thirds of its content are
+             launched for one time slice, and the last third is filled until that starts
+    stores   once only a third of the buffer remains to be written back, kernels that gather into
+             all free units are launched for one time slice (staging.py)
 
-Chunks are small, and many of them share a turn, also those of several jobs and engines. What is
-ready while a turn is awaited joins it: its kernel is launched behind those that wait already. So
-nothing is held back but loads, and only while more of them arrive and a turn is under way. If no
-other process uses the GPU a turn comes at once.
+Chunks are small; chunks of several jobs and engines share a time slice. If a chunk becomes ready
+before the requested time slice has started, its kernel is launched, too. So only loads are held
+back, and only while more of them arrive and launched kernels have not ended. If no other process
+uses the GPU, a time slice starts at once. Called by the device worker.
 """
 
 from __future__ import annotations
@@ -27,21 +28,22 @@ from kvferry.proto.specs import Direction
 
 
 class KernelBatching:
-    """Chunks of one direction that wait for a launch, and the turn that was asked for last.
+    """Chunks of one direction that wait for their launch, and the last requested time slice.
 
-    reached: whether the device has reached an event.
+    reached: returns whether the device has reached an event.
     """
 
     def __init__(self, direction: Direction, reached: Callable[[Event], bool]) -> None:
         self._direction = direction
         self._reached = reached
         self._waiting: deque[Chunk] = deque()
-        # Events before and behind the kernels launched last. No event before them: their turn came.
+        # Events before and after the kernels launched last. _begun is None once they have started.
         self._begun: Event | None = None
         self._done: Event | None = None
         self._launched_units = 0
 
     def add(self, chunk: Chunk) -> None:
+        """Add a chunk that will be launched after those added before."""
         self._waiting.append(chunk)
 
     @property
@@ -50,22 +52,28 @@ class KernelBatching:
 
     @property
     def awaited(self) -> bool:
-        """Whether kernels were launched, and their turn has not come."""
+        """Whether kernels were launched whose time slice has not started."""
         if self._begun is not None and self._reached(self._begun):
             self._begun = None
         return self._begun is not None
 
     @property
     def ahead(self) -> int:
-        """Units of chunks whose turn has not come."""
+        """Units of chunks whose kernels have not started."""
         return self.waiting_units + self.awaited * self._launched_units
 
     def due(self, more: bool) -> list[Chunk]:
-        """Remove and return the chunks to launch now. more: others wait for the room of these."""
+        """Remove and return the chunks to launch now.
+
+        more: other chunks wait for units of the buffer.
+        """
         return [self._waiting.popleft() for _ in range(self._due(more))]
 
     def launched(self, chunks: list[Chunk], begun: Event | None, done: Event) -> None:
-        """These were launched between two events; begun is None if they join an awaited turn."""
+        """These chunks were launched between two events.
+
+        begun: None if they joined a time slice that was awaited.
+        """
         units = sum([chunk.units for chunk in chunks])
         self._launched_units = units if begun else self._launched_units + units
         self._begun, self._done = begun or self._begun, done
@@ -80,7 +88,7 @@ class KernelBatching:
         return self._arrived() if self.awaited else 0
 
     def _all_but_the_lag(self) -> int:
-        """How many chunks have all but one part in LAG of the units that wait."""
+        """How many chunks have (LAG - 1) / LAG of the waiting units."""
         left = (LAG - 1) * self.waiting_units
         for count, chunk in enumerate(self._waiting, 1):
             left -= LAG * chunk.units
@@ -89,7 +97,7 @@ class KernelBatching:
         return len(self._waiting)
 
     def _arrived(self) -> int:
-        """How many chunks the link has brought."""
+        """How many chunks were completely copied over the link."""
         for count, chunk in enumerate(self._waiting):
             if chunk.moved is None or not self._reached(chunk.moved):
                 return count

@@ -1,16 +1,16 @@
-"""Staged copies: whole GPU blocks by DMA, their pages put in place by a kernel on the device.
+"""Staged copies: DMA copies whole GPU blocks, and a kernel scatters or gathers their pages.
 
-In host memory a GPU block is one contiguous run, so between the host pool and a staging slot the
-link runs at full speed whatever the size of a page; the scatter (load) or gather (store) between
-the slot and the tensors happens at the speed of device memory. The kernel gets the block ids and a
-table of the group's pages, nothing per page, so the host's work does not grow with the number of
-layers.
+In host memory a GPU block is contiguous, so between the host pool and a staging slot the link runs
+at full speed for every page size. The scatter (load) or gather (store) between the slot and the
+tensors runs at the speed of device memory. The kernel gets the block ids and a table of the group's
+pages, so the work of the CPU does not grow with the number of layers.
 
     load    pool --dma stream--> slot  --event-->  kernel stream: scatter to the tensors
     store   kernel stream: gather from the tensors --> slot  --event-->  dma stream --> pool
 
-`enqueue` takes a chunk and starts a load's DMA; `flush` launches the kernels of those whose turn it
-is (kernel_batching.py), and enqueues the DMA of store chunks that were gathered.
+`enqueue` accepts a chunk and starts the DMA of a load. `flush` launches the kernels that are due
+(kernel_batching.py), and enqueues the DMA of store chunks whose gather was launched. Called by the
+device worker.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvferry.cuda.driver import Driver, Event, Parameters
 from kvferry.daemon.core.block_ids import first_duplicate, largest
 from kvferry.daemon.core.layout import BlockLayout, Extent, Int64s
 from kvferry.daemon.engine.base import revoked_error
-from kvferry.daemon.engine.cuda.chunk import Chunk, PageTable, Stage, fail, over
+from kvferry.daemon.engine.cuda.chunk import Chunk, PageTable, Stage, fail_chunks, is_over
 from kvferry.daemon.engine.cuda.coalescing import coalesce
 from kvferry.daemon.engine.cuda.dma import Dma
 from kvferry.daemon.engine.cuda.kernel_batching import KernelBatching
@@ -38,25 +38,25 @@ from kvferry.proto.specs import Direction
 
 THREADS = 256
 WARPS = THREADS // 32
-# Thread blocks of a kernel, at most. Each ends soon, so that those of a load, which has priority,
-# do not wait for a store's.
+# Maximum of thread blocks of a kernel. Each ends soon, so that those of a load, which has priority,
+# do not wait for those of a store.
 MAX_GRID = 8448
-# As in kernels.cu: 8 accesses of each of 32 threads.
+# As in kernels.cu: 8 accesses by each of 32 threads.
 VECTORS_PER_UNIT = 256
-# How many block ids the variants of a kernel take.
+# Maximum of block ids of each variant of a kernel.
 IDS = (128, 1000, 8000)
 MAX_BLOCKS = IDS[-1]
 VECTORS = (16, 4, 1)
-# Bytes of gathered stores whose DMA is enqueued in one flush. The driver takes 1.5 to 3 us for a
-# fragment, and a load that arrives meanwhile waits for it. The link takes 0.6 ms for as much, and
-# flush is called every 0.1 ms.
+# Bytes of gathered stores whose DMA is enqueued in one flush. The driver takes 1.5 to 3 us per
+# fragment, and a load that arrives meanwhile waits. The link copies them in 0.6 ms, and flush is
+# called every 0.1 ms.
 WRITE_BACK = 32 << 20
-# struct Piece of kernels.cu.
+# struct Chunk of kernels.cu.
 _KERNEL_ARGUMENT = struct.Struct("QQQIII4x")
 
 
 class Kernels:
-    """The gather and scatter kernels, loaded from PTX, which the driver compiles."""
+    """The gather and scatter kernels, loaded as PTX, which the driver compiles."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -75,9 +75,13 @@ class Kernels:
     def launch(
         self, direction: Direction, table: PageTable, stage: int, blocks: Int64s, stream: int
     ) -> None:
-        """Between the tensors and the blocks that lie one after another from `stage` on."""
+        """Gather (store) or scatter (load) blocks between the tensors and a staging slot.
+
+        stage: address of the slot, in which the blocks are contiguous. blocks: (n,) block ids, at
+        most MAX_BLOCKS. Raises Failed (DRIVER).
+        """
         units = blocks.size * table.pages * table.units_per_page
-        room, parameters = next(each for each in self._parameters if blocks.size <= each[0])
+        ids, parameters = next(each for each in self._parameters if blocks.size <= each[0])
         parameters.arrays[1][: blocks.size] = blocks
         _KERNEL_ARGUMENT.pack_into(
             self._argument,
@@ -90,7 +94,7 @@ class Kernels:
             table.units_per_page,
         )
         self._driver.launch(
-            self._functions[direction, table.vector, room],
+            self._functions[direction, table.vector, ids],
             min(MAX_GRID, -(-units // WARPS)),
             THREADS,
             stream,
@@ -99,27 +103,35 @@ class Kernels:
 
 
 class StagedCopy:
-    """Enqueues chunks through staging slots; a DMA and a kernel stream per direction."""
+    """Enqueues staged chunks, on a DMA stream and a kernel stream per direction.
 
-    def __init__(self, driver: Driver, dma: Dma) -> None:
+    write_back_bytes: see WRITE_BACK.
+    """
+
+    def __init__(self, driver: Driver, dma: Dma, write_back_bytes: int = WRITE_BACK) -> None:
         self._driver = driver
+        self._write_back_bytes = write_back_bytes
         self._dma = dma
         self._kernels = Kernels(driver)
         self._dma_streams, self._kernel_streams = (
             {d: driver.create_stream(urgent=d is Direction.LOAD) for d in Direction}
             for _ in range(2)
         )
-        self._batching = {d: KernelBatching(d, partial(over, driver)) for d in Direction}
-        # Store chunks whose kernel was launched and whose DMA was not enqueued, with its end each.
+        self._batching = {d: KernelBatching(d, partial(is_over, driver)) for d in Direction}
+        # Store chunks whose gather was launched and whose DMA was not enqueued, and the event after
+        # the gather.
         self._gathered: deque[tuple[Chunk, Event]] = deque()
 
     def streams(self, direction: Direction) -> tuple[int, int]:
-        """Both streams of a direction, the one that a chunk begins on first."""
+        """Both streams of a direction; a chunk begins on the first."""
         dma, kernel = self._dma_streams[direction], self._kernel_streams[direction]
         return (dma, kernel) if direction is Direction.LOAD else (kernel, dma)
 
     def table(self, layout: BlockLayout, group: int, bases: Int64s) -> PageTable:
-        """Put a group's page table into device memory; the caller frees it. Raises Failed."""
+        """Write a group's page table to device memory. The caller frees it. Raises Failed.
+
+        bases: (tensors,) the address of each canonical tensor.
+        """
         refs = layout.refs[group]
         table = np.empty((refs.pages.size, 4), dtype=np.int64)
         table.T[:] = bases[refs.tensors], refs.strides, refs.pages, refs.offsets
@@ -132,7 +144,7 @@ class StagedCopy:
         return PageTable(address, refs.pages.size, block_bytes, vector, units)
 
     def ahead(self) -> int:
-        """Units of the buffer in store chunks whose kernels have not run."""
+        """Units of the buffer in store chunks whose kernels have not started."""
         return self._batching[Direction.STORE].ahead
 
     def enqueue(
@@ -143,7 +155,7 @@ class StagedCopy:
         extent: Extent,
         revoked: Callable[[], bool],
     ) -> Chunk:
-        """Take a chunk whose blocks fit in `slot`, and start a load's DMA. Raises Failed."""
+        """Enqueue a chunk whose blocks fit into `slot`; start the DMA of a load. Raises Failed."""
         batch = coalesce(extent.host_offsets, table.block_bytes, slot.address, self._dma.pool)
         chunk = Chunk(
             direction,
@@ -160,26 +172,29 @@ class StagedCopy:
         return chunk
 
     def flush(self, direction: Direction, more: bool) -> None:
-        """Launch the kernels that are due, and write back at most WRITE_BACK bytes of what was
-        gathered. A chunk that the device refuses gets an `error`."""
+        """Launch the kernels that are due, and write back a limited number of gathered bytes.
+
+        more: other chunks wait for units of the buffer. If the device refuses a chunk, its `error`
+        is set.
+        """
         chunks = self._batching[direction].due(more)
         if revoked := [chunk for chunk in chunks if chunk.revoked()]:
-            fail(self._driver, revoked, revoked_error())
+            fail_chunks(self._driver, revoked, revoked_error())
             chunks = [chunk for chunk in chunks if chunk.error is None]
         if chunks:
             try:
                 self._launch(direction, chunks)
             except KVFerryError as error:
-                fail(self._driver, chunks, error)
+                fail_chunks(self._driver, chunks, error)
         if direction is Direction.STORE:
-            self._write_back(WRITE_BACK)
+            self._write_back(self._write_back_bytes)
 
     def finish(self, direction: Direction) -> None:
-        """As `flush`, of all chunks: what is submitted next is not staged."""
+        """Flush all chunks, because the next chunk is not staged."""
         self.flush(direction, more=False)
         if direction is Direction.STORE:
             while self._gathered:
-                self._write_back(WRITE_BACK)
+                self._write_back(self._write_back_bytes)
 
     def _launch(self, direction: Direction, chunks: list[Chunk]) -> None:
         driver, batching = self._driver, self._batching[direction]
@@ -190,7 +205,7 @@ class StagedCopy:
             driver.call("cuStreamWaitEvent", kernel, moved.handle, 0)
         joins = batching.awaited
         begun = driver.record(kernel) if store or not joins else None
-        for stage, blocks in _rows(direction, [p.stage for p in chunks if p.stage]):
+        for stage, blocks in _launches(direction, [chunk.stage for chunk in chunks if chunk.stage]):
             self._kernels.launch(direction, stage.table, stage.slot.address, blocks, kernel)
         done = driver.record(kernel)
         batching.launched(chunks, None if joins else begun, done)
@@ -202,7 +217,7 @@ class StagedCopy:
                 chunk.done = done
 
     def _write_back(self, nbytes: int) -> None:
-        """Enqueue the DMA of gathered store chunks to the pool, one at least if there is one."""
+        """Enqueue the DMA of gathered store chunks to the pool; at least one, if there is any."""
         stream = self._dma_streams[Direction.STORE]
         while self._gathered and nbytes > 0:
             chunk, gathered = self._gathered[0]
@@ -212,43 +227,47 @@ class StagedCopy:
                 self._dma.enqueue(Direction.STORE, chunk.stage.batch, stream)
                 chunk.done = chunk.moved = self._driver.record(stream)
             except KVFerryError as error:
-                fail(self._driver, [chunk for chunk, _ in self._gathered], error)
+                fail_chunks(self._driver, [chunk for chunk, _ in self._gathered], error)
                 self._gathered.clear()
                 return
             self._gathered.popleft()
             nbytes -= chunk.nbytes
 
 
-def _rows(direction: Direction, stages: list[Stage]) -> Iterator[tuple[Stage, Int64s]]:
-    """Stages for one launch each, as the first stage and all block ids: adjacent, of one table.
+def _launches(direction: Direction, stages: list[Stage]) -> Iterator[tuple[Stage, Int64s]]:
+    """Group stages into launches; yield the first stage and all block ids of each launch.
 
-    A block that is loaded twice is written in two launches; one stage has each block once.
+    The stages of a launch have one page table and adjacent slots. If a block is loaded twice, its
+    stages are in different launches. Within one stage all blocks differ.
     """
-    row: list[Stage] = []
-    written_once = direction is Direction.STORE or len(stages) == 1 or _all_differ(stages)
+    group: list[Stage] = []
+    all_unique = direction is Direction.STORE or len(stages) == 1 or _all_differ(stages)
     for stage in stages:
-        if row and not (_continues(row, stage) and (written_once or _all_differ([*row, stage]))):
-            yield row[0], _blocks(row)
-            row = []
-        row.append(stage)
-    if row:
-        yield row[0], _blocks(row)
+        if group and not (
+            _continues(group, stage) and (all_unique or _all_differ([*group, stage]))
+        ):
+            yield group[0], _blocks(group)
+            group = []
+        group.append(stage)
+    if group:
+        yield group[0], _blocks(group)
 
 
-def _continues(row: list[Stage], stage: Stage) -> bool:
-    blocks = sum([before.blocks.size for before in row])
+def _continues(group: list[Stage], stage: Stage) -> bool:
+    """Whether a stage can be launched together with these."""
+    blocks = sum([before.blocks.size for before in group])
     return (
-        stage.table is row[0].table
-        and stage.slot.address == row[0].slot.address + blocks * stage.table.block_bytes
+        stage.table is group[0].table
+        and stage.slot.address == group[0].slot.address + blocks * stage.table.block_bytes
         and blocks + stage.blocks.size <= MAX_BLOCKS
     )
 
 
 def _all_differ(stages: list[Stage]) -> bool:
-    """Whether no block id occurs twice. Ids of different tables are taken as the same block."""
+    """Whether no block id occurs twice. Equal ids of different tables count as the same block."""
     blocks = _blocks(stages)
     return first_duplicate(blocks, largest(blocks) + 1) is None
 
 
-def _blocks(row: list[Stage]) -> Int64s:
-    return row[0].blocks if len(row) == 1 else np.concatenate([stage.blocks for stage in row])
+def _blocks(group: list[Stage]) -> Int64s:
+    return group[0].blocks if len(group) == 1 else np.concatenate([s.blocks for s in group])

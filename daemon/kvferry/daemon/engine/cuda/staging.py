@@ -1,14 +1,14 @@
-"""The staging buffer: device memory that small fragments are copied through, in units.
+"""The staging buffer: device memory through which small fragments are copied, divided into units.
 
-A chunk reserves contiguous units, and releases them when it is done. Each direction goes round the
-buffer, so chunks that follow each other are adjacent, and one kernel can serve them. A direction
-may use the whole buffer if the other has no work, and half of it otherwise. Stores always leave
-FOR_LOADS units free: a small load never waits for stores.
+A chunk reserves contiguous units, and releases them when it is done. Each direction allocates units
+as in a ring buffer, so consecutive chunks are adjacent, and one kernel can copy several. If both
+directions have work, each may use half of the buffer; otherwise one may use all of it. Stores
+always leave FOR_LOADS units free, so that a small load does not wait for stores.
 
-Kernels run in turns (kernel_batching.py), and a store's turn should gather as much as possible. So
-stores get room only when at most a third of theirs is left to write back, which is about as much as
-the link moves until the next turn; then they get all that is free, and all that becomes free before
-that turn.
+Kernels run in time slices (kernel_batching.py), and stores should gather as much as possible in
+each. So stores get units only when at most a third of their share remains to be written back, which
+is about what the link copies until the next time slice. Then they get all free units, and those
+that become free before the time slice starts. Called by the device worker.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from kvferry.daemon.engine.base import ChunkRequest
 from kvferry.proto.specs import Direction
 
 UNITS = 64
-# A unit is a multiple of so many bytes: kernels access 16 bytes at once, at aligned addresses.
+# The size of a unit is a multiple of this: kernels access 16 bytes at aligned addresses.
 ALIGNED = 256
-# Units of the largest chunk. A chunk that is done makes room for another while the link is busy
-# with the next one.
+# Units of the largest chunk. When a chunk is done, another one can use its units while the link
+# copies the next one.
 CHUNK_UNITS = 8
-# A chunk that could be larger has at least so many units.
-LEAST = 2
+# Minimum of units of a chunk, unless the rest of its transfer needs fewer.
+MIN_CHUNK_UNITS = 2
 # Units that stores leave free.
 FOR_LOADS = 2
-# A turn is asked for when one part in LAG of the buffer is left to move: 96 of 256 MiB take 1.9 ms.
+# Kernels are launched when 1 / LAG of the buffer remains to be copied: 96 of 256 MiB take 1.9 ms.
 LAG = 3
 
 
@@ -62,19 +62,19 @@ class Staging:
         block_bytes: int,
         ahead: int,
     ) -> int:
-        """Bytes that the next chunk of a direction may have, at least one block; 0: no room.
+        """The largest number of bytes of the next chunk; 0 if not even one block fits now.
 
-        ahead: units of stores whose turn has not come; they are not on the link yet.
+        ahead: units of stores whose kernels have not started; the link does not copy them yet.
         """
-        mine, used = self._share(direction, request.contended), self._used[direction].bit_count()
-        if direction is Direction.STORE and used - ahead > _low(mine):
+        share, used = self._share(direction, request.contended), self._used[direction].bit_count()
+        if direction is Direction.STORE and used - ahead > _low(share):
             return 0
         most = min(CHUNK_UNITS, self._units(request.nbytes))
-        least = max(min(most, LEAST), self._units(block_bytes))
-        return self._gap(direction, min(most, mine - used), least) * self.unit_bytes
+        least = max(min(most, MIN_CHUNK_UNITS), self._units(block_bytes))
+        return self._gap(direction, min(most, share - used), least) * self.unit_bytes
 
     def take_slot(self, direction: Direction, nbytes: int) -> Slot:
-        """A slot for a chunk that `room` allowed."""
+        """Reserve a slot for a chunk within `max_slot_bytes`."""
         units = self._units(nbytes)
         start = self._find_slot(direction, units)
         assert start is not None
@@ -84,6 +84,7 @@ class Staging:
         return slot
 
     def free_slot(self, slot: Slot) -> None:
+        """Release the units of a chunk that is done."""
         for direction in Direction:
             self._used[direction] &= ~slot.mask
 
@@ -97,33 +98,33 @@ class Staging:
 
     @property
     def _free(self) -> int:
-        """A bit for each unit."""
+        """A bit mask of the free units."""
         return ~(self._used[Direction.STORE] | self._used[Direction.LOAD]) & ((1 << UNITS) - 1)
 
     def _gap(self, direction: Direction, most: int, least: int) -> int:
-        """How many units in a row there are, `most` at most; 0 where not even `least`."""
+        """The longest run of free units, limited to `most`; 0 if it is shorter than `least`."""
         if most < least:
             return 0
         if self._find_slot(direction, most) is not None:
             return most
         starts, units = self._free, 0
-        while starts:  # those where a row of one more begins
+        while starts:  # bits where a run of units + 1 free units begins
             starts &= starts >> 1
             units += 1
         return units if units >= least else 0
 
     def _find_slot(self, direction: Direction, units: int) -> int | None:
-        """Where the next so many free units in a row begin, from where the last chunk ended."""
-        starts, have = self._free, 1
-        while have < units:
-            step = min(have, units - have)
+        """The start of a run of free units, searched from the end of the last chunk; or None."""
+        starts, length = self._free, 1  # bits where a run of `length` free units begins
+        while length < units:
+            step = min(length, units - length)
             starts &= starts >> step
-            have += step
+            length += step
         later = starts >> self._next[direction] << self._next[direction]
         first = later or starts
         return (first & -first).bit_length() - 1 if first else None
 
 
 def _low(share: int) -> int:
-    """The part that a turn is asked for ahead, in whole chunks."""
+    """The low-water mark of a share: 1 / LAG of it, rounded up to whole chunks."""
     return -(-share // (LAG * CHUNK_UNITS)) * CHUNK_UNITS

@@ -1,0 +1,97 @@
+"""What differs between the versions of vLLM that kvferry supports. Needs vLLM.
+
+Each difference is probed by feature, not by version number; the version in a comment says when it
+came. So a newer vLLM works as long as the probes find what they look for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import base as connector_base
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as vllm_scheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.v1.kv_offload import base
+
+from kvferry.client.vllm import NEWEST, OLDEST, SUPPORTED
+from kvferry.proto.errors import Code, Refused
+
+log = logging.getLogger("kvferry")
+
+# The medium of events: a string in 0.26, an enum from 0.27 on.
+_mediums = getattr(base, "Medium", None)
+HOST_MEDIUM: Any = "CPU" if _mediums is None else _mediums.CPU
+
+# From 0.30 on failed requests are reported, whatever their KV cache groups; before, failed blocks,
+# which ends the engine if there are several groups.
+_transfer_results: Any = getattr(connector_base, "KVConnectorTransferResults", None)
+REPORTS_FAILED_REQUESTS = _transfer_results is not None
+
+# Before 0.30 the last token of a finished request is stored, although its KV was never computed. No
+# attribute tells that; it changed when the transfer results came.
+STORES_LAST_TOKEN = not REPORTS_FAILED_REQUESTS
+# In 0.26 blocks are stored that a request no longer has, which fails an assertion.
+STORES_FREED_BLOCKS = (
+    "group_state"
+    not in inspect.signature(vllm_scheduler.RequestOffloadState.storable_chunks).parameters
+)
+
+# From 0.31 on vLLM never calls OffloadingManager.touch.
+TOUCHES_KEYS = hasattr(vllm_scheduler.OffloadingConnectorScheduler, "_touch")
+
+# From 0.32 on prompt tokens are counted by the cache that they came from.
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    HOST_SOURCE: Any = CacheHitSource.HOST
+except ImportError:
+    HOST_SOURCE = None
+
+# From 0.33 on loads may be synchronous, if this key of kv_connector_extra_config is not 0.
+SYNC_LOADS = "sync_load_budget_bytes"
+
+
+def check_version(version: str) -> None:
+    """Raise Refused (BAD_CONFIG) for a vLLM older than supported; warn if it is newer."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None or "dev" in version:  # built from a checkout
+        log.warning(
+            "kvferry: supports vLLM %s, and cannot tell which this is: %s", SUPPORTED, version
+        )
+        return
+    found = int(numbers[1]), int(numbers[2])
+    if found < OLDEST:
+        message = f"vLLM {version} is too old; kvferry supports vLLM {SUPPORTED}"
+        raise Refused(Code.BAD_CONFIG, message, version)
+    if found > NEWEST:
+        log.warning("kvferry: supports vLLM %s, and was not tested with %s", SUPPORTED, version)
+
+
+def worker_arguments(spec: Any, vllm_config: Any, kv_cache_config: Any) -> tuple[Any, ...]:
+    """The arguments of OffloadingConnectorWorker; vllm_config from 0.27 on."""
+    parameters = inspect.signature(OffloadingConnectorWorker.__init__).parameters
+    if "vllm_config" in parameters:
+        return spec, vllm_config, kv_cache_config
+    return spec, kv_cache_config
+
+
+def transfer_results(received: set[str], failed: set[str]) -> Any:
+    """What get_transfer_results returns, which is called from 0.30 on."""
+    return _transfer_results(finished_recving=received, failed_recving=failed)
+
+
+def written_blocks(scheduler_output: Any) -> set[int]:
+    """GPU blocks that vLLM itself sets to zero or copies to before this step's forward pass."""
+    blocks = set(scheduler_output.new_block_ids_to_zero or ())
+    for copy in scheduler_output.kv_cache_block_copies or ():
+        blocks |= {copy.src_block_id, copy.dst_block_id}
+    return blocks
+
+
+def is_host_resident(kv_cache_config: Any) -> bool:
+    """Whether a part of the KV cache is in host memory, which is possible from 0.30 on."""
+    parts = (*kv_cache_config.kv_cache_groups, *kv_cache_config.kv_cache_tensors)
+    return any(getattr(part, "host_resident", False) for part in parts)

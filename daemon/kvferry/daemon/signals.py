@@ -1,0 +1,79 @@
+"""Signals: SIGTERM and SIGINT stop the daemon, SIGHUP reloads its configuration.
+
+It notifies the service manager when the daemon stops, reloads, or changes its health. The handlers
+run on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from kvferry.daemon.systemd import Supervisor
+
+
+class SignalHandlers:
+    """reload: reads and applies the configuration; raises nothing.
+
+    Passes health on to the service manager, because a reload must restore the status that health
+    has set. SIGINT stays ignored if it was ignored when the daemon started.
+    """
+
+    def __init__(self, supervisor: Supervisor, reload: Callable[[], None]) -> None:
+        self._supervisor, self._reload = supervisor, reload
+        self._status = ""
+        self._ready = False
+
+    @property
+    def watchdog_seconds(self) -> float | None:
+        """Interval in which `keep_alive` must be called; None if there is no watchdog."""
+        return self._supervisor.watchdog_seconds
+
+    def set_status(self, status: str) -> None:
+        """Set the text that `systemctl status` shows once the daemon is ready."""
+        self._status = status
+
+    def ready(self) -> None:
+        self._ready = True
+        self._supervisor.ready(self._status)
+
+    def keep_alive(self) -> None:
+        self._supervisor.keep_alive()
+
+    def report_unhealthy(self, why: str) -> None:
+        """why: empty if the daemon is healthy again."""
+        self._supervisor.status(f"unhealthy: {why}" if why else self._status)
+
+    @contextlib.contextmanager
+    def handled(self, stop: Callable[[], None]) -> Iterator[None]:
+        """Handle signals while the context is open; their actions run on the event loop."""
+        loop = asyncio.get_running_loop()
+        stop = partial(self._end, stop)
+        handlers: dict[signal.Signals, Callable[[], None]] = {
+            signal.SIGTERM: stop,
+            signal.SIGHUP: self._hup,
+        }
+        # A shell starts background jobs with SIGINT ignored: ctrl-c is for the foreground job.
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            handlers[signal.SIGINT] = stop
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # one may be pending
+        yield
+        for number in handlers:
+            loop.remove_signal_handler(number)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the daemon is stopping: nothing to reload
+
+    def _end(self, stop: Callable[[], None]) -> None:
+        self._supervisor.stopping()
+        stop()
+
+    def _hup(self) -> None:
+        if self._ready:
+            self._supervisor.reloading()
+        self._reload()
+        if self._ready:
+            self._supervisor.ready(self._status)

@@ -1,0 +1,61 @@
+"""The doctor on the environment of the engine: packages, memory, settings."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.client.doctor import CheckContext, Verdict, environment
+
+
+def test_packages_that_are_missing_or_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"msgspec": None, "numpy": "1.25.2", "pyzmq": "27.1.0", "torch": None}
+    monkeypatch.setattr(environment, "installed_version", versions.__getitem__)
+    first, second, last = environment.packages(CheckContext(None, 1.0))
+    assert first.change == "pip install 'msgspec>=0.18.6'"
+    assert second.found == "numpy 1.25.2 is too old"
+    assert "no torch" in last.found
+
+
+@pytest.mark.parametrize(
+    ("setting", "verdict"),
+    [
+        ("", Verdict.OK),
+        ("max_split_size_mb:64", Verdict.OK),
+        ("max_split_size_mb:64,expandable_segments:True", Verdict.WARN),
+        ("expandable_segments:False", Verdict.OK),
+    ],
+)
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_expandable_segments(
+    monkeypatch: pytest.MonkeyPatch, name: str, setting: str, verdict: Verdict
+) -> None:
+    monkeypatch.setenv(name, setting)
+    (finding,) = environment.allocator(CheckContext(None, 1.0))
+    assert finding.verdict is verdict
+
+
+@pytest.mark.parametrize(("version", "seed"), [("0.26.1", "0"), ("0.9.0", None), (None, None)])
+def test_vllm(monkeypatch: pytest.MonkeyPatch, version: str | None, seed: str | None) -> None:
+    monkeypatch.setattr(environment, "installed_version", lambda name: version)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    verdicts = [finding.verdict for finding in environment.vllm(CheckContext(None, 1.0))]
+    expected = [Verdict.OK] * 2 if seed else [Verdict.WARN] * 2
+    assert verdicts == ([] if version is None else expected)
+
+
+@pytest.mark.parametrize(("version", "verdict"), [("0.28.1", Verdict.WARN), ("0.29.0", Verdict.OK)])
+def test_vllm_has_a_fixed_hash_seed_from_0_29_on(
+    monkeypatch: pytest.MonkeyPatch, version: str, verdict: Verdict
+) -> None:
+    monkeypatch.setattr(environment, "installed_version", lambda name: version)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    *_, seed = environment.vllm(CheckContext(None, 1.0))
+    assert (seed.check, seed.verdict) == ("hash seed", verdict)
+
+
+def test_little_shared_memory() -> None:
+    (finding,) = environment.shared_memory(CheckContext(None, 1.0), minimum=1 << 60)
+    assert finding.verdict is Verdict.WARN
+    assert "--shm-size" in finding.change

@@ -1,0 +1,224 @@
+"""The asyncio client: the same verbs, awaited, with cancellation and timeouts."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+import torch
+
+from kvferry.client import (
+    AsyncOffloadClient,
+    Code,
+    CPULoadStoreSpec,
+    Gone,
+    GPULoadStoreSpec,
+    LocalDaemon,
+    OffloadClient,
+    Refused,
+    Timeline,
+    TransferResult,
+    shared_empty,
+)
+from kvferry.testing.engine import SmallEngine, StartSmallEngine
+from kvferry.testing.plugin import StartKvferryd
+from support.block_specs import load, store
+from support.raw_client import one_tensor
+
+NEVER = 1 << 40
+
+
+def ids(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.array(numbers, dtype=np.int64)
+
+
+@pytest.fixture
+async def client(kvferryd: LocalDaemon) -> AsyncIterator[AsyncOffloadClient]:
+    """Registered: a tensor of eight blocks of 64 bytes."""
+    async with await AsyncOffloadClient.connect(kvferryd.directory, engine="async") as connected:
+        yield connected
+
+
+async def registered(client: AsyncOffloadClient) -> tuple[torch.Tensor, Timeline]:
+    tensor, timeline = shared_empty((8, 64)), Timeline.create()
+    for block in range(8):
+        tensor[block] = block
+    region = await client.register_kv_caches(
+        {"layer": tensor}, num_blocks=8, host_bytes=512, timeline=timeline
+    )
+    assert (region.num_blocks, region.block_bytes) == (8, 64)
+    return tensor, timeline
+
+
+async def fetch(client: AsyncOffloadClient, count: int) -> list[TransferResult]:
+    """Poll as a scheduler does, until so many results are here."""
+    results: list[TransferResult] = []
+    async with asyncio.timeout(10):
+        while len(results) < count:
+            results += client.get_finished()
+            await asyncio.sleep(0)
+    return results
+
+
+async def test_a_scheduler_on_asyncio(start_engine: StartSmallEngine, daemon: LocalDaemon) -> None:
+    """Behind a slow kernel of a worker on the device."""
+    engine: SmallEngine = start_engine(daemon)
+    async with await AsyncOffloadClient.connect(
+        daemon.directory, engine=engine.options.name
+    ) as client:
+        value = engine.worker.write([1, 2], 3, slow=0.05)
+        src = GPULoadStoreSpec(ids(1, 2))
+        client.transfer_async(1, (src, CPULoadStoreSpec(ids(5, 4))), wait_for=value)
+        client.transfer_async(2, (CPULoadStoreSpec(ids(4, 5)), GPULoadStoreSpec(ids(8, 9))))
+        await client.wait([1, 2])
+        results = client.get_finished()
+        assert {result.job_id for result in results} == {1, 2}
+        assert all(result.success for result in results)
+    assert np.array_equal(engine.worker.read([9, 8]), engine.expected([1, 2], 3))
+
+
+async def test_every_verb(client: AsyncOffloadClient) -> None:
+    tensor, timeline = await registered(client)
+    client.transfer_async(1, store(3, 0))
+    client.transfer_async(2, load(0, 7))
+    await client.wait([1, 2])
+    assert {r.job_id: r.success for r in client.get_finished()} == {1: True, 2: True}
+    assert bool((tensor[7] == 3).all())
+    status = await client.status()
+    assert (status.totals.stores, status.totals.loads) == (1, 1)
+    with pytest.raises(Refused) as refused:
+        await client.register_kv_caches({"layer": tensor}, num_blocks=8)
+    assert refused.value.code == Code.ALREADY_REGISTERED
+    timeline.close()
+
+
+async def test_tensors_of_the_daemon(client: AsyncOffloadClient) -> None:
+    region, (tensor,), kept = await client.allocate_kv_caches(
+        one_tensor(), host_bytes=512, keep=True
+    )
+    with pytest.raises(Refused) as nobody:  # an empty name is not ours
+        await client.release_kv_caches("")
+    assert nobody.value.code == Code.BAD_MESSAGE
+    assert not kept
+    assert (region.num_blocks, tuple(tensor.shape), tensor.dtype) == (8, (8, 64), torch.int8)
+    tensor.zero_()
+    tensor[2] = 7
+    client.transfer_async(1, store(2, 3))
+    client.transfer_async(2, load(3, 5))
+    await client.wait([1, 2])
+    assert tensor[:, 0].tolist() == [0, 0, 7, 0, 0, 7, 0, 0]
+    assert await client.release_kv_caches() >= 512
+    with pytest.raises(Refused) as refused:
+        await client.release_kv_caches("nobody")
+    assert refused.value.code == Code.NOT_REGISTERED
+
+
+async def test_a_cancelled_task_leaves_the_client_usable(client: AsyncOffloadClient) -> None:
+    _, timeline = await registered(client)
+    client.transfer_async(1, store(0, 0), wait_for=1)
+    waiting = asyncio.create_task(client.wait([1]))
+    await asyncio.sleep(0.02)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    timeline.signal()
+    await client.wait([1])
+    assert (await fetch(client, 1))[0].success
+    assert (await client.status()).totals.stores == 1
+    timeline.close()
+
+
+async def test_timeouts(client: AsyncOffloadClient) -> None:
+    _, timeline = await registered(client)
+    client.transfer_async(1, store(0, 0), wait_for=1)
+    began = time.monotonic()
+    with pytest.raises(Gone) as gone:
+        await client.wait([1, 2], timeout=0.1)
+    assert 0.1 <= time.monotonic() - began < 8
+    assert (gone.value.code, gone.value.value) == (Code.TIMEOUT, "[1]")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await client.wait([1])
+    timeline.signal()
+    await client.wait([1])
+    timeline.close()
+
+
+async def test_several_tasks_at_once(client: AsyncOffloadClient) -> None:
+    """Each waits for its own job, others ask for the status; the jobs end in reverse."""
+    _, timeline = await registered(client)
+    for job in range(8):
+        client.transfer_async(job, store(job, job), wait_for=job + 1)
+    tasks = [asyncio.create_task(client.wait([job])) for job in range(8)]
+    for job in range(8):
+        await asyncio.gather(*(client.status() for _ in range(5)))
+        timeline.signal()
+        await asyncio.wait_for(tasks[job], 20)
+    assert len(await fetch(client, 8)) == 8
+    timeline.close()
+
+
+async def test_a_task_that_polls_beside_one_that_waits(client: AsyncOffloadClient) -> None:
+    """Polling takes messages in; who waits for one of them has to hear of it."""
+    _, timeline = await registered(client)
+    for job in range(200):
+        client.transfer_async(job, store(job % 8, job % 8))
+        waiting = asyncio.create_task(client.wait([job]))
+        await asyncio.gather(waiting, fetch(client, 1))
+    timeline.close()
+
+
+async def test_a_task_that_cancels_beside_one_that_waits(client: AsyncOffloadClient) -> None:
+    _, timeline = await registered(client)
+    for job in range(200):
+        client.transfer_async(job, store(job % 8, job % 8))
+        waiting = asyncio.create_task(client.wait([job]))
+        for _ in range(100):  # not without end: the next job would come behind all of them
+            client.cancel([NEVER])
+            await asyncio.sleep(0)
+            if waiting.done():
+                break
+        await waiting
+        client.get_finished()
+    timeline.close()
+
+
+async def test_connecting_without_a_daemon_times_out(
+    kvferryd: LocalDaemon, start_kvferryd: StartKvferryd
+) -> None:
+    directory = kvferryd.directory
+    kvferryd.stop()
+    with pytest.raises(Gone) as gone:
+        await AsyncOffloadClient.connect(directory, timeout=0.2)
+    assert gone.value.code == Code.TIMEOUT
+    another = start_kvferryd()
+    with pytest.raises(Refused):
+        await AsyncOffloadClient.connect(another.directory, engine="")
+    async with await AsyncOffloadClient.connect(another.directory) as client:
+        assert client.daemon.pid == another.pid
+        await client.close()
+        await client.close()
+
+
+@pytest.mark.parametrize("seconds", [math.inf, 1e12])
+async def test_waiting_for_as_long_as_it_takes(kvferryd: LocalDaemon, seconds: float) -> None:
+    """By either client, and in every step of a verb."""
+    async with await AsyncOffloadClient.connect(
+        kvferryd.directory, engine="async", timeout=seconds
+    ) as client:
+        _, timeline = await registered(client)
+        client.transfer_async(1, store(3, 0))
+        await client.wait([1])
+        assert [result.success for result in client.get_finished()] == [True]
+    with OffloadClient(kvferryd.directory, engine="other", timeout=seconds) as other:
+        other.register_kv_caches(
+            {"layer": shared_empty((8, 64))}, num_blocks=8, host_bytes=512, timeline=timeline
+        )
+        other.transfer_async(1, store(3, 0))
+        other.wait([1])
+        assert [result.success for result in other.get_finished()] == [True]
+    timeline.close()

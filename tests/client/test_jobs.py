@@ -1,0 +1,154 @@
+"""Jobs of a session: what is sent, results, credits."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from kvferry.client.jobs import TransferResult
+from kvferry.client.session import ClientSession
+from kvferry.proto import messages as wire
+from kvferry.proto.codec import decode_client_message
+from kvferry.proto.errors import Code, ErrorInfo, Failed, Gone, KVFerryError, Refused
+from kvferry.proto.messages import Outcome
+from kvferry.proto.specs import Direction, GPULoadStoreSpec, KeyLoadStoreSpec
+from support.client_session import (
+    KEYED_LOAD,
+    KEYED_STORE,
+    LOAD,
+    MAX_JOBS,
+    STORE,
+    finish,
+    outcomes,
+    submit,
+)
+
+
+@pytest.mark.parametrize("spec", [STORE, LOAD, KEYED_STORE, KEYED_LOAD])
+def test_a_job_is_sent_as_it_was_given(session: ClientSession, spec: Any) -> None:
+    src, dst = spec
+    assert decode_client_message(session.submit(7, spec, 12)) == wire.Submit(7, src, dst, 12)
+
+
+def test_a_result_is_returned_once(session: ClientSession) -> None:
+    submit(session, 7)
+    finish(session, 7, nbytes=4096, seconds=0.5)
+    done = TransferResult(7, True, 4096, 0.5, ("GPU", "CPU"), Outcome.DONE)
+    assert session.jobs.take_results() == [done]
+    assert (session.jobs.take_results(), len(session.jobs)) == ([], 0)
+
+
+def test_results_keep_their_order(session: ClientSession) -> None:
+    for job_id in (1, 2, 3):
+        submit(session, job_id)
+    finish(session, 2, 3)
+    finish(session, 1)
+    assert outcomes(session) == [(2, "done"), (3, "done"), (1, "done")]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "kind"),
+    [
+        (Outcome.FAILED, Code.COPY_FAILED, Failed),
+        (Outcome.FAILED, Code.ENGINE_GONE, Gone),
+        (Outcome.CANCELLED, Code.CANCELLED, Gone),
+        (Outcome.REFUSED, Code.BUSY, Refused),
+    ],
+)
+def test_an_unsuccessful_job_has_its_error(
+    session: ClientSession, outcome: Outcome, code: Code, kind: type[KVFerryError]
+) -> None:
+    submit(session, 7, LOAD)
+    finish(
+        session, 7, direction=Direction.LOAD, outcome=outcome, error=ErrorInfo(code, "why", "17")
+    )
+    (result,) = session.jobs.take_results()
+    assert (result.success, result.outcome, result.transfer_size) == (False, outcome, 0)
+    assert result.transfer_type == ("CPU", "GPU")
+    assert type(result.error) is kind
+    assert result.error.info == ErrorInfo(code, "why", "17")
+    assert not session.jobs
+
+
+def test_results_of_unknown_jobs_are_ignored(session: ClientSession) -> None:
+    submit(session, 1)
+    finish(session, 9)
+    finish(session, 1, 1)
+    finish(session, 1, outcome=Outcome.FAILED)
+    assert outcomes(session) == [(1, "done")]
+
+
+def test_a_job_id_is_used_once_at_a_time(session: ClientSession) -> None:
+    submit(session, 7)
+    with pytest.raises(Refused) as caught:
+        session.submit(7, LOAD, 0)
+    assert (caught.value.code, caught.value.value) == (Code.DUPLICATE_JOB, "7")
+    finish(session, 7)
+    submit(session, 7)
+    assert session.in_flight([6, 7, 8]) == [7]
+
+
+def test_credits_are_spent_and_reconnect(session: ClientSession) -> None:
+    for job_id in range(MAX_JOBS):
+        submit(session, job_id)
+    with pytest.raises(Refused) as caught:
+        session.submit(9, STORE, 0)
+    assert (caught.value.code, session.in_flight([9])) == (Code.BUSY, [])
+    finish(session, 1)
+    submit(session, 9)
+    assert session.in_flight(range(10)) == [0, 2, 9]
+
+
+def test_a_message_that_was_not_sent_is_no_job(session: ClientSession) -> None:
+    session.submit(7, STORE, 0)
+    assert not session.jobs
+    submit(session, 7)
+    assert session.jobs
+
+
+@pytest.mark.parametrize(
+    ("job_id", "spec", "wait_for"),
+    [
+        (-1, STORE, 0),
+        (1 << 63, STORE, 0),
+        (1, STORE, -1),
+        (1, (GPULoadStoreSpec([1, 2], (3, -1), (0, 0)), STORE[1]), 0),
+        (1, (GPULoadStoreSpec([1, 2], (2,), (-1,)), STORE[1]), 0),
+        (1, (GPULoadStoreSpec([1, 2], (2,), (1 << 48,)), STORE[1]), 0),
+        (1, (GPULoadStoreSpec([1, 2], cast(Any, (2.0,)), (0,)), STORE[1]), 0),
+        (1, (GPULoadStoreSpec([1, 2], (0,) * 256 + (2,), (0,) * 257), STORE[1]), 0),
+        (1, (STORE[0], KeyLoadStoreSpec((b"",))), 0),
+        (1, (STORE[0], KeyLoadStoreSpec((b"k" * 65,))), 0),
+        (1, (KeyLoadStoreSpec(cast(Any, ("key",))), STORE[0]), 0),
+        (1, (STORE[0], [b"key"]), 0),
+    ],
+)
+def test_a_job_that_no_daemon_can_read_is_refused_here(
+    session: ClientSession, job_id: int, spec: Any, wait_for: int
+) -> None:
+    """The daemon could not say whose fault it is: to it these bytes are no message of a job."""
+    with pytest.raises(Refused):
+        session.submit(job_id, spec, wait_for)
+
+
+@pytest.mark.parametrize("sizes", [[2], [1, 1]])
+def test_group_sizes_may_be_arrays_or_are_refused(session: ClientSession, sizes: list[int]) -> None:
+    array = cast(Any, np.array(sizes))
+    try:
+        data = session.submit(1, (GPULoadStoreSpec([1, 2], array, array), STORE[1]), 0)
+    except Refused:
+        return
+    message = decode_client_message(data)
+    assert isinstance(message, wire.Submit)
+    assert message.src == GPULoadStoreSpec([1, 2], tuple(sizes), tuple(sizes))
+
+
+@pytest.mark.parametrize("make", ["cancel", "wait"])
+@pytest.mark.parametrize("job_ids", [[-1], range(65537)])
+def test_job_ids_that_no_daemon_can_read_are_refused_here(
+    session: ClientSession, make: str, job_ids: Any
+) -> None:
+    with pytest.raises(Refused):
+        session.cancel(job_ids) if make == "cancel" else session.wait(job_ids)

@@ -1,0 +1,205 @@
+"""Clients that leave: what they held is let go of, also where nobody closes them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from kvferry.client import (
+    AsyncOffloadClient,
+    CPULoadStoreSpec,
+    Gone,
+    GPULoadStoreSpec,
+    LocalDaemon,
+    OffloadClient,
+    TransferSpec,
+)
+from kvferry.testing.engine import until
+
+BEGIN = """
+import asyncio, atexit, gc, logging, os, signal, sys, threading, time
+from kvferry.client import AsyncOffloadClient, Gone, OffloadClient
+
+def connect():
+    client = OffloadClient(sys.argv[1], engine="dropped")
+    client.status()
+    return client
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+before = threads()
+"""
+END = """
+gc.collect()
+deadline = time.monotonic() + 5
+while threads() > before:  # ZeroMQ's go with its contexts
+    assert time.monotonic() < deadline, threads()
+"""
+
+DROPPED = {
+    "dropped": "connect()",
+    "its user's __init__ raised": """
+class User:
+    def __init__(self):
+        self.client = connect()
+        self.client.user = self
+        raise ValueError
+
+try:
+    User()
+except ValueError:
+    pass
+""",
+    "in another thread": """
+clients = [connect()]
+dropping = threading.Thread(target=lambda: (clients.clear(), gc.collect()))
+dropping.start()
+dropping.join()
+""",
+    "made in a thread that ended": """
+making = threading.Thread(target=connect)
+making.start()
+making.join()
+""",
+    "its loop was closed": """
+async def main():
+    await (await AsyncOffloadClient.connect(sys.argv[1])).status()
+
+asyncio.run(main())
+""",
+    "closed when its loop was": """
+client = asyncio.run(AsyncOffloadClient.connect(sys.argv[1]))
+asyncio.run(client.close())
+""",
+}
+AT_EXIT = {
+    "kept": "client = connect()",
+    "in a cycle": "client = connect(); client.itself = client; del client; gc.disable()",
+    "a thread waits": """
+client = connect()
+threading.Thread(target=client._connection.wait_readable, args=(60,), daemon=True).start()
+time.sleep(0.1)
+""",
+    "dropped at exit, with something to say": """
+def drop():
+    clients.clear()
+    gc.collect()
+
+atexit.register(drop)
+logging.disable()
+clients = [connect()]
+os.kill(clients[0].daemon.pid, signal.SIGKILL)
+while not clients[0].connecting:
+    clients[0].get_finished()
+clients[0].get_finished()
+""",
+}
+
+
+FORK = """
+client = connect()
+child = os.fork()
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+    assert client.status().sessions == 1
+    client.close()
+else:
+    signal.alarm(10)  # where a verb hangs it has no timeout
+"""
+IN_CHILD = {
+    "exits": "pass",
+    "drops": "del client; gc.collect()",
+    "closes": "client.close()",
+    "asks": """
+    for call in (client.status, client.get_finished, lambda: client.cancel([1])):
+        time.sleep(0.001)
+        try:
+            raise AssertionError(call())
+        except Gone as error:
+            assert "create one in the forked child" in str(error), error
+    assert not client.connected and not client.connecting
+    client.close()
+""",
+    "makes its own": """
+    with OffloadClient(sys.argv[1], engine="another") as own:
+        assert own.status().sessions == 2
+""",
+}
+
+
+def run(program: str, daemon: LocalDaemon) -> None:
+    command = [sys.executable, "-c", BEGIN + program, str(daemon.directory)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("how", DROPPED)
+def test_a_client_that_is_dropped(kvferryd: LocalDaemon, how: str) -> None:
+    run(DROPPED[how] + END, kvferryd)
+    with OffloadClient(kvferryd.directory) as client:
+        until(lambda: client.status().sessions == 1)
+
+
+@pytest.mark.parametrize("how", AT_EXIT)
+def test_a_client_that_is_open_when_the_process_exits(kvferryd: LocalDaemon, how: str) -> None:
+    run(AT_EXIT[how], kvferryd)
+
+
+@pytest.mark.parametrize("what", IN_CHILD)
+def test_the_child_of_a_fork(kvferryd: LocalDaemon, what: str) -> None:
+    """It has a client of its parent's; the parent does not notice."""
+    run(f"{FORK}    {IN_CHILD[what]}", kvferryd)
+
+
+# Closed
+
+
+SPEC: TransferSpec = GPULoadStoreSpec([1]), CPULoadStoreSpec([1])
+
+
+@pytest.mark.parametrize("state", ["here", "away"])
+def test_calls_of_a_closed_client_raise_gone(kvferryd: LocalDaemon, state: str) -> None:
+    client = OffloadClient(kvferryd.directory)
+    if state == "away":
+        kvferryd.kill()
+        until(lambda: not client.get_finished() and client.connecting)
+    client.close()
+    calls: list[Callable[[], object]] = [
+        client.status,
+        client.namespaces,
+        lambda: client.transfer_async(1, SPEC),
+        lambda: client.cancel([1]),
+        client.get_finished,
+    ]
+    for call in calls:
+        time.sleep(0.001)  # get_finished does not look twice in some microseconds
+        with pytest.raises(Gone, match="this client was closed") as gone:
+            call()
+        assert gone.value is client.gone
+
+
+async def test_closing_an_asyncio_client_ends_its_waits(
+    kvferryd: LocalDaemon,
+) -> None:
+    """At once, also by a daemon that says nothing."""
+    client = await AsyncOffloadClient.connect(kvferryd.directory)
+    os.kill(kvferryd.pid, signal.SIGSTOP)
+    try:
+        waiting = asyncio.create_task(client.status())
+        await asyncio.sleep(0)
+        await client.close(timeout=0.1)
+        for asked in (waiting, client.status()):
+            with pytest.raises(Gone, match="this client was closed"):
+                await asyncio.wait_for(asked, 8)
+        with pytest.raises(Gone, match="this client was closed"):
+            client.transfer_async(1, SPEC)
+    finally:
+        os.kill(kvferryd.pid, signal.SIGCONT)

@@ -1,0 +1,76 @@
+"""Requests of a session and their replies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvferry.client.session import ClientSession
+from kvferry.proto import memory
+from kvferry.proto import messages as wire
+from kvferry.proto.codec import decode_client_message, encode
+from kvferry.proto.errors import Code, Refused
+from support.client_session import BUSY
+
+
+def test_requests_have_numbers_of_their_own(session: ClientSession) -> None:
+    requests = [session.wait([7, 8]) for _ in range(3)]
+    assert len({request.request_id for request in requests}) == 3
+    data = session.request(requests[0])
+    assert decode_client_message(data) == wire.Wait(requests[0].request_id, (7, 8))
+    assert decode_client_message(session.cancel(iter([7]))) == wire.Cancel((7,))
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        wire.Waited(5),
+        wire.Registered(5, memory.HostRegion(1, 1, False)),
+        wire.Allocated(5, memory.HostRegion(1, 1, True), (), ()),
+        wire.Opened(5, "name", 1, 1, False, "lru", 1),
+        wire.Done(5),
+        wire.NamespacesReport(5, ()),
+    ],
+)
+def test_a_reply_is_returned_once_for_its_request(session: ClientSession, reply: Any) -> None:
+    with session.expect_reply(wire.StatusRequest(5)), session.expect_reply(wire.StatusRequest(4)):
+        assert session.reply(5) is None
+        session.receive_message(encode(reply))
+        assert session.reply(4) is None
+        assert session.reply(5) == reply
+        assert session.reply(5) is None
+
+
+def test_a_reply_without_a_waiting_request_is_dropped(session: ClientSession) -> None:
+    with session.expect_reply(wire.StatusRequest(5)):
+        pass
+    session.receive_message(encode(wire.Waited(5)))
+    session.receive_message(encode(wire.Error(5, BUSY)))
+    assert session.reply(5) is None
+
+
+def test_an_error_is_raised_at_its_request_once(session: ClientSession) -> None:
+    with session.expect_reply(wire.StatusRequest(5)), session.expect_reply(wire.StatusRequest(4)):
+        session.receive_message(encode(wire.Error(5, BUSY)))
+        assert session.reply(4) is None
+        with pytest.raises(Refused, match="later") as caught:
+            session.reply(5)
+        assert caught.value.info == BUSY
+        assert session.reply(5) is None
+
+
+def test_an_error_without_a_request_is_raised_at_once(
+    session: ClientSession,
+) -> None:
+    with pytest.raises(Refused, match="later"):
+        session.receive_message(encode(wire.Error(None, BUSY)))
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", encode(wire.StatusRequest(1))])
+def test_bytes_that_are_no_daemon_s_message_are_refused(
+    session: ClientSession, data: bytes
+) -> None:
+    with pytest.raises(Refused) as caught:
+        session.receive_message(data)
+    assert caught.value.code == Code.BAD_MESSAGE

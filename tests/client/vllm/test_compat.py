@@ -1,0 +1,75 @@
+"""What differs between versions of vLLM, and what is refused. Skipped without vLLM."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from kvferry.client import Refused
+from support.vllm_stand_ins import vllm_config
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Any:
+    if find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    from support import vllm_engine
+
+    return vllm_engine
+
+
+def test_prompt_tokens_and_events_name_the_host(vllm: Any) -> None:
+    from vllm.v1.kv_offload import base
+
+    from kvferry.client.vllm import compat
+    from kvferry.client.vllm.spec import KVFerryManager
+
+    assert getattr(compat.HOST_MEDIUM, "value", compat.HOST_MEDIUM) == "CPU"
+    if hasattr(base.OffloadingManager, "get_load_source"):
+        source: Any = KVFerryManager.get_load_source(None, b"key", None)  # type: ignore[arg-type]
+        assert source.name == "HOST"
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.33.1", "0.34.0", "0.1.dev1+g123"])
+def test_supported_and_newer_versions_are_accepted(
+    vllm: Any, version: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from kvferry.client.vllm import compat
+
+    compat.check_version(version)
+    assert bool(caplog.records) == (version in ("0.34.0", "0.1.dev1+g123"))
+
+
+def test_an_older_version_is_refused(vllm: Any) -> None:
+    from kvferry.client.vllm import compat
+
+    with pytest.raises(Refused, match=r"0\.25\.1 is too old.*0\.26 to 0\.33"):
+        compat.check_version("0.25.1")
+
+
+def test_what_would_corrupt_kv_is_refused(vllm: Any) -> None:
+    from kvferry.client.vllm.connector import KVFerryConnector, check_supported
+
+    config, caches = vllm_config("engine", {}), vllm.kv_cache_config(8)
+    check_supported(config, caches)
+    config.model_config.enable_sleep_mode = True
+    with pytest.raises(Refused, match="without --enable-sleep-mode"):
+        check_supported(config, caches)
+    assert not KVFerryConnector.supports_sleep_mode(config.kv_transfer_config)
+    config.model_config.enable_sleep_mode = False
+    caches.kv_cache_groups[0].host_resident = True
+    with pytest.raises(Refused, match="hisparse_config"):
+        check_supported(config, caches)
+
+
+def test_synchronous_loads_are_turned_off(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
+    from kvferry.client.vllm.connector import check_supported
+
+    config = vllm_config("engine", {"sync_load_budget_bytes": 1 << 20})
+    check_supported(config, vllm.kv_cache_config(8))
+    assert config.kv_transfer_config.kv_connector_extra_config["sync_load_budget_bytes"] == 0
+    assert "sync_load_budget_bytes" in caplog.text

@@ -1,0 +1,109 @@
+"""Host hits, failed loads and recency, through vLLM's own scheduler."""
+
+from __future__ import annotations
+
+import signal
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.testing.plugin import StartKvferryd
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+
+def prompt(number: int) -> list[int]:
+    """Of 200 tokens."""
+    return [(number * 37 + n * 11) % 900 for n in range(200)]
+
+
+PROMPTS = [prompt(number) for number in range(4)]
+GROUPS = [("full",), ("full", "window")]
+
+
+@pytest.fixture(scope="module")
+def core() -> Any:
+    if find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    from support import vllm_core
+
+    return vllm_core
+
+
+@pytest.fixture(autouse=True)
+def seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_an_engine_reads_what_another_has_stored(
+    core: Any, start_kvferryd: StartKvferryd, groups: tuple[str, ...]
+) -> None:
+    from kvferry.client.vllm import compat
+
+    daemon = start_kvferryd()
+    first = core.EngineCore(daemon.directory, groups)
+    assert first.run(*PROMPTS) == [0] * 4
+    first.settle()
+    first.close()
+    second = core.EngineCore(daemon.directory, groups)
+    cached = second.run(*PROMPTS)
+    assert min(cached) >= 128
+    if compat.HOST_SOURCE is not None:
+        assert second.sources == {"host": sum(cached)}
+    assert not first.wrong + second.wrong
+    second.close()
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_requests_whose_loads_are_lost_are_computed(
+    core: Any,
+    start_kvferryd: StartKvferryd,
+    tmp_path: Path,
+    groups: tuple[str, ...],
+    overlaps: bool,
+) -> None:
+    from kvferry.client.vllm import compat
+
+    if len(groups) > 1 and not compat.REPORTS_FAILED_REQUESTS:
+        pytest.skip("this vLLM ends the engine")
+    daemon = start_kvferryd(runtime_dir=tmp_path / "run")
+    engine = core.EngineCore(daemon.directory, groups, overlaps=overlaps)
+    engine.run(*PROMPTS)
+    found = [0]
+    while not min(found):  # until the mirror has all keys
+        engine.settle()
+        assert engine.scheduler.kv_cache_manager.reset_prefix_cache()
+        found = engine.run(*PROMPTS)
+    engine.settle()
+    assert engine.scheduler.kv_cache_manager.reset_prefix_cache()
+    daemon.process.send_signal(signal.SIGSTOP)
+    names = [engine.add(one) for one in PROMPTS]
+    for _ in range(3):
+        engine.step()
+    assert engine.worker.connector_worker._load_jobs  # in flight
+    daemon.kill()
+    engine.run_until(lambda: all(name in engine.finished for name in names))
+    assert not engine.wrong
+    engine.close()
+
+
+def test_a_prompt_that_the_gpu_served_is_evicted_last(
+    core: Any, start_kvferryd: StartKvferryd
+) -> None:
+    """Host memory has room for 16 chunks, and a prompt has three."""
+    daemon = start_kvferryd()
+    host_bytes = 16 * 4 * core.PAGE
+    engine = core.EngineCore(daemon.directory, ("full",), host_bytes=host_bytes)
+    first, second, *others = [prompt(number) for number in range(10, 16)]
+    for one in (first, second, first, *others):
+        engine.run(one)
+        engine.settle()
+    engine.close()
+    later = core.EngineCore(daemon.directory, ("full",), host_bytes=host_bytes)
+    assert later.run(first, second) == [192, 64]
+    assert not engine.wrong + later.wrong
+    later.close()

@@ -1,0 +1,399 @@
+"""Which engines share blocks: what is in a fingerprint beside plain options. No vLLM needed."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.client import Fingerprint
+from kvferry.client.validation import check_fields
+from kvferry.client.vllm.engine_config import BlockSizes
+from kvferry.client.vllm.fingerprint import ENVIRONMENT, read_fingerprint
+from kvferry.proto.messages import OpenNamespace
+from support.vllm_stand_ins import vllm_config
+
+TWO_MIB = 2 << 20
+BLOCKS = BlockSizes((16,), 16, 1)
+BF16 = SimpleNamespace(dtype="torch.bfloat16", kv_quant_mode=0)
+FP8 = SimpleNamespace(dtype="torch.uint8", kv_quant_mode=1)
+SPARSE = SimpleNamespace(dtype="torch.uint8", cache_dtype_str="fp8_ds_mla", kv_quant_mode=1)
+NVFP4 = SimpleNamespace(dtype="torch.uint8", kv_quant_mode=5)
+
+
+@pytest.fixture(autouse=True)
+def seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+
+def caches(*specs: Any, num_blocks: int = 10, stride: int = 0, **fields: Any) -> Any:
+    """A KVCacheConfig of vLLM before 0.29: a tensor per layer, or packed ones with a stride."""
+    tensors = [
+        SimpleNamespace(size=TWO_MIB // 2 * num_blocks, shared_by=[], block_stride=stride)
+        for _ in range(2)
+    ]
+    groups = [
+        SimpleNamespace(layer_names=["a", "b"], kv_cache_spec=spec) for spec in specs or (BF16,)
+    ]
+    return SimpleNamespace(
+        num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups, **fields
+    )
+
+
+def one_buffer(layout: str, num_blocks: int = 10, page: int = 4096, offset: int = 0) -> Any:
+    """A KVCacheConfig of vLLM 0.29 and newer: all layers in one buffer."""
+    block_outermost = layout.startswith("B")
+    tensor = SimpleNamespace(
+        size=2 * page * num_blocks,
+        layers=["a", "b"],
+        layer_stride=page if block_outermost else page * num_blocks,
+        block_stride=2 * page if block_outermost else page,
+        offset=offset,
+    )
+    groups = [SimpleNamespace(layer_names=["a", "b"], kv_cache_spec=BF16)]
+    return SimpleNamespace(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[tensor],
+        kv_cache_groups=groups,
+        kv_cache_layout=layout,
+    )
+
+
+def nothing(config: Any) -> None:
+    pass
+
+
+def read(
+    kv_cache_config: Any = None,
+    blocks: BlockSizes = BLOCKS,
+    change: Callable[[Any], None] = nothing,
+    **extra: Any,
+) -> Fingerprint:
+    config = vllm_config("engine", extra)
+    change(config)
+    return read_fingerprint(config, kv_cache_config or caches(), blocks)
+
+
+# Blocks, pages and layouts
+
+
+def test_bytes_of_a_host_block() -> None:
+    assert read(blocks=replace(BLOCKS, factor=4)).host_block_bytes == 4 * TWO_MIB
+    assert read(caches(stride=1)).host_block_bytes == TWO_MIB // 2
+    assert read(one_buffer("LBHNC")).host_block_bytes == 2 * 4096
+    assert read(one_buffer("BLHNC")).host_block_bytes == 2 * 4096
+
+
+@pytest.mark.parametrize("blocks", [replace(BLOCKS, factor=4), BlockSizes((32,), 16, 1)])
+def test_block_sizes_are_in_the_fingerprint(blocks: BlockSizes) -> None:
+    assert read(blocks=blocks) != read()
+
+
+def test_engines_with_another_layout_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts = "LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC"
+    prints = [read(one_buffer(layout)) for layout in layouts]
+    assert [one.kv_layout for one in prints] == list(layouts)
+    assert len({one.name for one in prints}) == len(layouts)
+
+    # Before 0.29 the user's is the only one that is known in every process.
+    def unresolved(config: Any) -> None:
+        config.cache_config.kv_cache_layout = None
+
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "HND")
+    assert read(change=unresolved).kv_layout == "HND"
+    assert read(one_buffer("LBHNC")).kv_layout == "LBHNC"
+
+
+def test_a_restart_with_another_number_of_blocks_finds_its_own() -> None:
+    for layout in ("LBHNC", "BLHNC"):
+        assert read(one_buffer(layout, 10)) == read(one_buffer(layout, 11))
+    assert read(caches(num_blocks=10)) == read(caches(num_blocks=11))
+
+
+def test_the_places_of_pages_in_a_block_of_all_layers_are_in_the_fingerprint() -> None:
+    packed = one_buffer("BLHNC", offset=4096)
+    assert read(packed).host_block_bytes == read(one_buffer("BLHNC")).host_block_bytes
+    assert read(packed) != read(one_buffer("BLHNC"))
+    # A layer's own region may be anywhere.
+    assert read(one_buffer("LBHNC", offset=4096)) == read(one_buffer("LBHNC"))
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"num_head_slots": 2},
+        {"state_content_bytes": 132},
+        {"sliding_window": 128},
+        {"shapes": ((4, 64),)},
+    ],
+)
+def test_what_the_attention_backend_makes_of_a_page_is_in_the_fingerprint(
+    field: dict[str, Any],
+) -> None:
+    changed = caches(SimpleNamespace(**vars(BF16), **field))
+    assert read(changed) != read()
+    # Ranks of a pipeline have other layers, of which the scheduler knows nothing.
+    assert read(changed, change=pipeline) == read(change=pipeline)
+
+
+def pipeline(config: Any) -> None:
+    config.parallel_config.pipeline_parallel_size = 2
+
+
+def test_only_groups_that_are_offloaded_are_in_the_fingerprint() -> None:
+    """Since 0.30 a group may be replayed, or a scratch buffer, in place of being offloaded."""
+    both, one = caches(BF16, FP8, prefix_cacheable_group_ids=(0, 1)), caches(BF16)
+    first = caches(BF16, FP8, prefix_cacheable_group_ids=(0,))
+    assert read(first) == read(one)
+    assert read(both) != read(one)
+    assert read(both) == read(caches(BF16, FP8))
+
+
+def kept_as(said: str, *specs: Any, change: Callable[[Any], None] = nothing) -> Fingerprint:
+    """Of groups of these specs, where vLLM's cache_dtype says so in this process."""
+
+    def dtype(config: Any) -> None:
+        config.cache_config.cache_dtype = said
+        change(config)
+
+    return read(caches(*specs), change=dtype)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "worker", "spec"),
+    [
+        ("auto", "fp8", FP8),
+        ("fp8", "fp8_ds_mla", SPARSE),
+        ("nvfp4", "nvfp4_ds_mla", NVFP4),
+        ("auto", "bfloat16", BF16),
+    ],
+)
+def test_what_layers_make_of_the_cache_dtype_is_the_same_on_both_sides(
+    scheduler: str, worker: str, spec: Any
+) -> None:
+    """vLLM's layers write it into the configuration of their process, a worker's."""
+    assert kept_as(scheduler, spec) == kept_as(worker, spec)
+    of_layers = SimpleNamespace(kv_cache_specs={"a": spec, "b": BF16})
+    assert kept_as(scheduler, spec) == kept_as(worker, of_layers)
+
+
+def test_ranks_of_a_pipeline_agree_on_the_dtype() -> None:
+    """Rank 1 may begin with a layer that is not quantized."""
+    assert kept_as("fp8", FP8, change=pipeline) == kept_as("fp8", BF16, change=pipeline)
+    assert kept_as("fp8", FP8, change=pipeline) != kept_as("fp8_e5m2", FP8, change=pipeline)
+
+
+def test_what_kv_is_kept_as_is_in_the_fingerprint() -> None:
+    states = (SimpleNamespace(dtypes=(of, of)) for of in ("torch.float32", "torch.bfloat16"))
+    kinds = [kept_as("fp8_e5m2", BF16, one) for one in states]
+    kinds += [kept_as("auto", one) for one in (BF16, FP8, SPARSE, NVFP4)]
+    kinds += [kept_as(said, FP8) for said in ("fp8_e5m2", "turboquant_4bit_nc")]
+    assert len({fingerprint.kv_dtype for fingerprint in kinds}) == len(kinds)
+
+
+@pytest.mark.parametrize("name", ENVIRONMENT)
+def test_variables_that_change_bytes_are_in_the_fingerprint(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = read()
+    monkeypatch.setenv(name, "DS")
+    assert read().differences(before)
+
+
+# Context parallelism
+
+
+def context(dcp: int = 1, cp: int = 1, size: int = 2) -> Fingerprint:
+    def change(config: Any) -> None:
+        vars(config.parallel_config).update(
+            decode_context_parallel_size=size,
+            dcp_kv_cache_interleave_size=dcp,
+            cp_kv_cache_interleave_size=cp,
+        )
+
+    return read(change=change)
+
+
+def test_an_option_that_vllm_copies_late_to_another_changes_nothing() -> None:
+    assert context(dcp=16) == context(dcp=16, cp=16)
+
+
+def test_how_context_parallel_ranks_interleave_tokens_is_in_the_fingerprint() -> None:
+    kinds = [context(), context(cp=16), context(dcp=16, cp=32), context(size=4)]
+    assert len({fingerprint.name for fingerprint in kinds}) == len(kinds)
+    assert context(cp=16, size=1) == context(size=1) == read()
+
+
+# Seeds of block hashes
+
+
+def engines(count: int = 2) -> list[Fingerprint]:
+    return [
+        read_fingerprint(vllm_config(f"engine {number}", {}), caches(), BLOCKS)
+        for number in range(count)
+    ]
+
+
+def test_engines_of_another_id_share() -> None:
+    one, other = engines()
+    assert one == other
+
+
+@pytest.fixture
+def hashing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """hashing(seeds): vLLM resolves these seeds, in turn; None is a vLLM that resolves none."""
+
+    def install(seeds: list[str] | None) -> None:
+        functions, utils = ModuleType("vllm.utils.hashing"), ModuleType("kv_cache_utils")
+        vars(functions)["get_hash_fn_by_name"] = lambda name: lambda data: bytes(32)
+        if seeds is not None:
+            vars(utils)["resolve_none_hash_seed"] = lambda function: seeds.pop(0)
+        for name in ("vllm", "vllm.utils", "vllm.v1", "vllm.v1.core"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        monkeypatch.setitem(sys.modules, "vllm.utils.hashing", functions)
+        monkeypatch.setitem(sys.modules, "vllm.v1.core.kv_cache_utils", utils)
+        monkeypatch.delenv("PYTHONHASHSEED")
+
+    return install
+
+
+@pytest.mark.parametrize("seeds", [None, ["a", "b", "c", "d"]])
+def test_engines_with_random_seeds_do_not_share_and_are_warned(
+    seeds: list[str] | None, hashing: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    hashing(seeds)
+    one, other = engines()
+    assert one != other
+    assert "PYTHONHASHSEED=0" in caplog.text
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
+
+
+def test_engines_with_vllms_default_seed_share(
+    hashing: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Since 0.29 it is fixed for sha256."""
+    hashing(["fixed"] * 4)
+    one, other = engines()
+    assert one == other
+    assert one.hash_seed == "fixed"
+    assert not caplog.text
+
+
+def test_vllm_takes_an_empty_seed_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "")
+    one, other = engines()
+    assert one == other
+
+
+@pytest.mark.parametrize(("algorithm", "size"), [("sha256", 36), ("xxhash_cbor", 20)])
+def test_keys_are_as_long_as_the_hash_and_a_group(algorithm: str, size: int) -> None:
+    def change(config: Any) -> None:
+        config.cache_config.prefix_caching_hash_algo = algorithm
+
+    assert read(change=change).key_bytes == size
+
+
+def test_vllms_own_functions_resolve_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    utils = pytest.importorskip("vllm.v1.core.kv_cache_utils")
+    monkeypatch.delenv("PYTHONHASHSEED")
+    default = getattr(utils, "DEFAULT_NONE_HASH_SEED", "of engine engine")
+    assert read().hash_seed == default
+
+    def xxhash(config: Any) -> None:
+        config.cache_config.prefix_caching_hash_algo = "xxhash"
+
+    assert read(change=xxhash).hash_seed == "of engine engine"
+
+
+# The model
+
+
+def other(path: str = "", value: Any = None) -> Fingerprint:
+    """With another value at a path of vLLM's configuration."""
+
+    def change(config: Any) -> None:
+        config.instance_id = "start"
+        config.speculative_config = SimpleNamespace(
+            draft_model_config=SimpleNamespace(model="draft"), target_model_config=None
+        )
+        if path:
+            *names, last = path.split(".")
+            target = config
+            for name in names:
+                target = getattr(target, name)
+            setattr(target, last, value)
+
+    return read(change=change)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("model_config.hf_config._commit_hash", "bbbb"),
+        ("model_config.hf_overrides", print),
+        ("use_v2_model_runner", True),  # the first one keeps all layers of a head together
+        ("cache_config.kv_cache_dtype_skip_layers", [*map(str, range(99))]),
+        ("attention_config", SimpleNamespace(backend_per_kind=dict.fromkeys(map(str, range(99))))),
+        ("speculative_config", None),
+        ("speculative_config.draft_model_config.hf_overrides", {"num_hidden_layers": 2}),
+    ],
+)
+def test_what_a_model_computes_with_is_in_the_fingerprint(path: str, value: Any) -> None:
+    changed = other(path, value)
+    assert changed.differences(other())
+    assert changed == other(path, value)  # workers read it as the scheduler does
+    check_fields(OpenNamespace, fingerprint=changed)
+
+
+def test_speculation_without_a_model_changes_nothing() -> None:
+    """ngram: vLLM names the target model as the draft."""
+
+    def ngram(config: Any) -> None:
+        target = config.model_config
+        config.speculative_config = SimpleNamespace(
+            method="ngram", draft_model_config=target, target_model_config=target
+        )
+
+    assert read(change=ngram) == read()
+
+
+def test_a_plug_in_may_have_an_additional_config_with_a_hash() -> None:
+    """An object without a text of its own would differ from process to process."""
+
+    class Additional:
+        def compute_hash(self) -> str:
+            return "hash"
+
+    assert other("additional_config", Additional()) == other("additional_config", Additional())
+    assert other("additional_config", Additional()) != other()
+
+
+@pytest.mark.parametrize("path", ["cache_config.calculate_kv_scales", "lora_config"])
+def test_what_another_start_may_not_have_the_same_is_of_this_start(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def started(when: str, **extra: Any) -> Fingerprint:
+        def change(config: Any) -> None:
+            config.instance_id = when
+            holder, _, name = path.rpartition(".")
+            setattr(getattr(config, holder) if holder else config, name, True)
+
+        return read(change=change, **extra)
+
+    assert started("one") != started("two")
+    assert "kvferry_salt" in caplog.text
+    caplog.clear()
+    assert started("one", kvferry_salt="mine") == started("two", kvferry_salt="mine")
+    assert started("one", kvferry_salt="mine") != started("one", kvferry_salt="yours")
+    assert "kvferry_salt" not in caplog.text
+
+
+def test_a_model_may_write_into_its_configuration_when_it_is_made() -> None:
+    """Workers' have; the scheduler's has not."""
+    made = SimpleNamespace(_commit_hash="aaaa", rope_parameters={"rope_theta": 10000})
+    assert other("model_config.hf_config", made) == other()

@@ -1,0 +1,313 @@
+"""Who may connect: real processes of other users, at both sockets. Needs root."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.testing.engine import until
+from kvferry.testing.plugin import StartKvferryd
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="starts processes of other users: root")
+
+OTHER_USER = 61002
+GROUP, OTHERS = 61010, 61012
+
+# Connects to both sockets as a user of a group and prints both outcomes. The second socket tells a
+# user that may connect that there is no such session.
+CONNECT = """
+import json, os, socket, sys, time
+from pathlib import Path
+from kvferry.client import OffloadClient
+from kvferry.proto.codec import decode_descriptor_reply, encode
+from kvferry.proto.fd_passing import SendFds
+from kvferry.proto.errors import KVFerryError
+from support.raw_client import RawClient
+from kvferry.proto.messages import Hello, Welcome, Error
+
+directory, uid, gid = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+os.setgroups([])
+os.setgid(gid)
+os.setuid(uid)
+result = {}
+try:
+    with OffloadClient(directory, timeout=20) as client:
+        client.status()
+    result["client"] = "in"
+except KVFerryError as error:
+    result["client"] = error.code
+try:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as fd_socket:
+        fd_socket.connect(str(directory / "fds.sock"))
+        fd_socket.send(encode(SendFds("nobody")))
+        result["fds"] = decode_descriptor_reply(fd_socket.recv(9999)).error.code
+except PermissionError:
+    result["fds"] = "closed"
+print(json.dumps(result))
+"""
+
+JOIN = """
+import os, sys
+from pathlib import Path
+from kvferry.client import OffloadClient
+from kvferry.proto.errors import KVFerryError
+
+os.setgroups([])
+os.setgid(int(sys.argv[3]))
+os.setuid(int(sys.argv[2]))
+try:
+    OffloadClient(Path(sys.argv[1]), engine="llama", timeout=20).close()
+    print("in")
+except KVFerryError as error:
+    print(error.code)
+"""
+
+IN = {"client": "in", "fds": "no_session"}
+DENIED_BY_FILES = {"client": "forbidden", "fds": "closed"}
+REFUSED = {"client": "forbidden", "fds": "forbidden"}
+
+
+def connect(daemon: LocalDaemon, uid: int, gid: int = OTHERS) -> Any:
+    return connect_as(daemon.directory, uid, gid)
+
+
+def connect_as(directory: Path, uid: int, gid: int) -> Any:
+    command = [sys.executable, "-c", CONNECT, str(directory), str(uid), str(gid)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def errors(daemon: LocalDaemon) -> dict[str, int]:
+    with OffloadClient(daemon.directory) as client:
+        return dict(client.status().errors)
+
+
+@pytest.fixture
+def reachable() -> Iterator[Path]:
+    """A directory that other users can reach, as pytest's own are not."""
+    path = Path(tempfile.mkdtemp(prefix="kvferry-", dir="/dev/shm"))
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def start(start_kvferryd: StartKvferryd, reachable: Path) -> Callable[..., LocalDaemon]:
+    """start(**options) -> a daemon in such a directory."""
+
+    def run(**options: Any) -> LocalDaemon:
+        daemon = start_kvferryd(runtime_dir=reachable, **options)
+        until(lambda: "serving" in daemon.log())
+        return daemon
+
+    return run
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def open_permissions(daemon: LocalDaemon) -> None:
+    """Take the fence away: what is left is the daemon's own word."""
+    for path in daemon.directory.iterdir():
+        path.chmod(0o666)
+    daemon.directory.chmod(0o755)
+
+
+def test_without_access_group_only_the_user_itself_may_connect(
+    start: Callable[..., LocalDaemon],
+) -> None:
+    daemon = start()
+    assert mode(daemon.directory) == 0o700
+    assert {mode(path) for path in daemon.directory.iterdir()} == {0o600}, "sockets, and the lock"
+    assert connect(daemon, OTHER_USER) == DENIED_BY_FILES
+    assert "forbidden" not in errors(daemon)
+
+
+COMMAND = """
+import os, sys
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
+from kvferry.client import cli, endpoint
+from kvferry.client.cli import top
+
+endpoint.runtime_directories = top.runtime_directories = lambda: [Path(sys.argv[1])]
+with suppress(SystemExit), open(os.devnull, "w") as null, redirect_stdout(null):
+    with redirect_stderr(null):
+        cli.main([*sys.argv[3:], "-d", "/nowhere"])  # modules may not be readable, later
+os.setgroups([])
+os.setgid(int(sys.argv[2]))
+os.setuid(int(sys.argv[2]))
+cli.main(sys.argv[3:])
+"""
+MAY_NOT = "file permissions deny your user access"
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("status", f"[forbidden] {MAY_NOT}"),
+        ("status -d DIR", f"[forbidden] {MAY_NOT}"),
+        ("release somebody -d DIR", f"[forbidden] {MAY_NOT}"),
+        ("bench -d DIR", f"[forbidden] {MAY_NOT}"),
+        ("doctor -d DIR", "permission denied"),
+        ("top --once", MAY_NOT),
+        ("top --once -d DIR", MAY_NOT),
+    ],
+)
+def test_the_command_line_reports_missing_permission(
+    start: Callable[..., LocalDaemon], command: str, says: str
+) -> None:
+    """Its folder may not even be read."""
+    daemon = start(access_group=GROUP)
+    program = [sys.executable, "-c", COMMAND, str(daemon.runtime_dir), str(OTHER_USER)]
+    words = command.replace("DIR", str(daemon.directory)).split()
+    # Another user cannot write coverage's file here, and coverage would print a traceback.
+    environ = {name: value for name, value in os.environ.items() if "COVERAGE" not in name}
+    environ["COLUMNS"] = "200"
+    done = subprocess.run(
+        [*program, *words], capture_output=True, text=True, timeout=50, env=environ
+    )
+    assert done.returncode == 1, done.stderr
+    assert says in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_another_user_is_refused_at_both_sockets_and_counted(
+    start: Callable[..., LocalDaemon],
+) -> None:
+    daemon = start(access_group=GROUP)
+    open_permissions(daemon)
+    assert connect(daemon, OTHER_USER) == REFUSED
+    refused = errors(daemon)["forbidden"]
+    assert refused >= 2  # a ZeroMQ socket that is refused late connects again
+    assert connect(daemon, OTHER_USER, GROUP) == IN
+    assert errors(daemon)["forbidden"] == refused
+
+
+def test_an_engine_s_name_is_one_user_s_while_it_is_in_use(
+    start: Callable[..., LocalDaemon],
+) -> None:
+    daemon = start(access_group=GROUP)
+    open_permissions(daemon)
+    command = [sys.executable, "-c", JOIN, str(daemon.directory), str(OTHER_USER), str(GROUP)]
+    with OffloadClient(daemon.directory, engine="llama"):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+        assert done.stdout.strip() == "forbidden", done.stderr
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert done.stdout.strip() == "in", done.stderr
+
+
+def test_a_group_may_connect(start: Callable[..., LocalDaemon]) -> None:
+    daemon = start(access_group=GROUP)
+    assert mode(daemon.directory) == 0o750
+    assert daemon.directory.stat().st_gid == GROUP
+    sockets = list(daemon.directory.glob("*.sock"))
+    assert len(sockets) == 3
+    assert {(mode(path), path.stat().st_gid) for path in sockets} == {(0o660, GROUP)}
+    assert mode(daemon.directory / "lock") == 0o600
+    assert connect(daemon, OTHER_USER, GROUP) == IN
+    assert connect(daemon, OTHER_USER) == DENIED_BY_FILES
+
+
+def test_a_reload_changes_who_may_connect(
+    start: Callable[..., LocalDaemon], tmp_path: Path
+) -> None:
+    file = tmp_path / "kvferryd.toml"
+    file.write_text("")
+    daemon = start(config=file)
+    assert connect(daemon, OTHER_USER, GROUP) == DENIED_BY_FILES
+    file.write_text(f'[access]\ngroup = "{GROUP}"\n')
+    daemon.process.send_signal(signal.SIGHUP)
+    until(lambda: "configuration reloaded" in daemon.log())
+    assert connect(daemon, OTHER_USER, GROUP) == IN
+    file.write_text("")
+    daemon.process.send_signal(signal.SIGHUP)
+    until(lambda: daemon.log().count("configuration reloaded") == 2)
+    assert connect(daemon, OTHER_USER, GROUP) == DENIED_BY_FILES
+    open_permissions(daemon)
+    assert connect(daemon, OTHER_USER, GROUP) == REFUSED
+
+
+def test_a_reload_applies_to_a_closed_accept_gate(
+    start: Callable[..., LocalDaemon], tmp_path: Path
+) -> None:
+    file = tmp_path / "kvferryd.toml"
+    file.write_text("")
+    daemon = start(config=file)
+    front = daemon.directory / "kvferry.sock"
+    shut = front.rename(front.with_suffix(".full"))  # as where descriptors run out
+    assert not shut.stat().st_mode & stat.S_IRWXG
+    file.write_text(f'[access]\ngroup = "{GROUP}"\n')
+    daemon.process.send_signal(signal.SIGHUP)
+    until(lambda: "configuration reloaded" in daemon.log())
+    assert shut.stat().st_mode & stat.S_IRWXG
+    assert shut.stat().st_gid == GROUP
+
+
+DAEMON = ["setpriv", "--bounding-set=-chown", f"--regid={OTHERS}", "--clear-groups"]
+DAEMON += [sys.executable, "-m", "kvferry.daemon", "--pool-size", "1MiB", "--runtime-dir"]
+"""A daemon of one group, that cannot give files to another as root may."""
+
+
+def refused(runtime_dir: Path, *flags: str) -> str:
+    """Run such a daemon; it has to refuse, and this is what it says."""
+    command = [*DAEMON, str(runtime_dir), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 2, done.stderr
+    assert "bad_config" in done.stderr
+    return done.stderr
+
+
+def test_a_group_that_the_files_cannot_be_given_to(reachable: Path) -> None:
+    said = refused(reachable, "--access-group", str(GROUP))
+    assert f"to group {GROUP}" in said
+
+
+def test_a_reload_that_cannot_be_done_leaves_all_as_it_was(reachable: Path) -> None:
+    file, log = reachable / "kvferryd.toml", reachable / "log"
+    file.write_text(f'[access]\ngroup = "{OTHERS}"\n')
+    command = [*DAEMON, str(reachable), "--config", str(file)]
+    with log.open("wb") as output:
+        daemon = subprocess.Popen(command, stdout=output, stderr=output)
+    try:
+        until(lambda: "serving" in log.read_text())
+        file.write_text(f'[access]\ngroup = "{GROUP}"\n')
+        daemon.send_signal(signal.SIGHUP)
+        until(lambda: "cannot give" in log.read_text())
+        assert connect_as(reachable / "cpu", OTHER_USER, OTHERS) == IN
+        assert connect_as(reachable / "cpu", OTHER_USER, GROUP) == DENIED_BY_FILES
+    finally:
+        daemon.terminate()
+        assert daemon.wait(20) == 0, log.read_text()
+
+
+def test_an_unknown_group_is_refused(reachable: Path) -> None:
+    assert "no-such-group" in refused(reachable, "--access-group", "no-such-group")
+
+
+def test_the_folder_of_another_user_is_not_used(reachable: Path) -> None:
+    (reachable / "cpu").mkdir()
+    os.chown(reachable / "cpu", OTHER_USER, OTHERS)
+    assert f"belongs to user {OTHER_USER}" in refused(reachable)
+
+
+def test_a_folder_in_that_of_another_user_is_not_used(reachable: Path) -> None:
+    os.chown(reachable, OTHER_USER, OTHERS)
+    said = refused(reachable)
+    assert f"belongs to user {OTHER_USER}" in said
+    assert str(reachable) in said
+    assert not (reachable / "cpu").exists()

@@ -1,0 +1,174 @@
+"""Which host blocks, named by number, may be loaded."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvferry.daemon.core.actions import (
+    BlocksCorrupted,
+    BlocksVerified,
+    CommitBlocks,
+    TensorsMapped,
+    TensorsUnmapped,
+    TransferCompleted,
+)
+from kvferry.daemon.core.records import engine_owner
+from kvferry.proto import messages as wire
+from kvferry.proto.errors import Code
+from kvferry.proto.messages import Outcome
+from kvferry.proto.specs import CPULoadStoreSpec, GPULoadStoreSpec
+from support.core_fixture import LAYOUT, CoreFixture, load, store
+
+
+def test_a_host_block_that_the_engine_never_stored_is_not_loaded() -> None:
+    """What lies there is another engine's, perhaps."""
+    fixture = CoreFixture("a", "b")
+    fixture.start("a", 1, store(0, 1, hosts=(0,)))
+    fixture.start("a", 2, load(0, 1, hosts=(0,)))
+    (action,) = fixture.submit("a", 3, load(0, 1, 2, 3, hosts=(0, 1)))
+    (result,) = action.message.results
+    assert (result.error.code, result.error.value) == (Code.STALE, "1")
+    assert fixture.refused("b", 1, load(0, 1, hosts=(0,))) == Code.STALE
+
+
+def test_a_reconnected_engine_may_load_its_stored_blocks() -> None:
+    fixture = CoreFixture("a/old", "a/new")
+    plan = fixture.start("a/old", 1, store(0, 1, hosts=(0,)))
+    fixture.report(TransferCompleted(plan.serial, Outcome.DONE))
+    fixture.core.close_session("a/old")
+    fixture.report(TensorsUnmapped(1))
+    (mapping,) = fixture.send("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096))
+    fixture.report(TensorsMapped(mapping.registration, "a/new"))
+    fixture.start("a/new", 1, load(0, 1, hosts=(0,)))
+    assert fixture.refused("a/new", 2, load(0, 1, hosts=(1,))) == Code.STALE
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CANCELLED])
+def test_a_host_block_whose_last_store_did_not_complete_is_stale(outcome: Outcome) -> None:
+    fixture = CoreFixture("a")
+    fixture.fill("a")
+    plan = fixture.start("a", 1, store(0, 1, hosts=(0,)))
+    fixture.report(TransferCompleted(plan.serial, outcome))
+    assert fixture.refused("a", 2, load(0, 1, hosts=(0,))) == Code.STALE
+    fixture.start("a", 3, load(0, 1, hosts=(1,)))
+
+
+def test_a_store_that_never_ran_does_not_expose_bytes_of_an_earlier_owner() -> None:
+    fixture = CoreFixture("a", "b", registered=False, pool_bytes=4096)
+    for session in ("a", "b"):
+        (*_, mapping) = fixture.send(session, wire.AllocateKVCaches(1, LAYOUT, 4096, timeline=3))
+        fixture.report(TensorsMapped(mapping.registration, session))
+        if session == "a":
+            fixture.fill("a")
+            fixture.core.close_session("a")
+            fixture.report(TensorsUnmapped(mapping.registration))
+    plan = fixture.start("b", 1, store(0, 1, hosts=(0,)), wait_for=1 << 40)
+    fixture.send("b", wire.Cancel((1,)))
+    fixture.report(TransferCompleted(plan.serial, Outcome.CANCELLED))
+    assert fixture.refused("b", 2, load(0, 1, hosts=(0,))) == Code.STALE
+
+
+def test_a_load_requires_the_stores_of_its_blocks_that_have_not_ended() -> None:
+    fixture = CoreFixture("a")
+    fixture.fill("a")
+    first = fixture.start("a", 1, store(0, hosts=(0,)))
+    second = fixture.start("a", 2, store(2, 3, hosts=(1,)))
+    assert fixture.start("a", 3, load(4, 5, 6, 7, hosts=(0, 1))).requires == (
+        first.serial,
+        second.serial,
+    )
+    third = fixture.start("a", 4, store(0, hosts=(0,)))
+    assert fixture.start("a", 5, load(4, hosts=(0,))).requires == (third.serial,)
+    fixture.report(TransferCompleted(first.serial, Outcome.FAILED))
+    fixture.report(TransferCompleted(third.serial, Outcome.DONE))
+    fixture.report(TransferCompleted(second.serial, Outcome.DONE))
+    assert fixture.start("a", 6, load(4, hosts=(0,))).requires == ()
+
+
+def test_parts_of_a_host_block_that_were_not_stored_are_stale() -> None:
+    fixture = CoreFixture("a")
+    plan = fixture.start("a", 1, store(0, hosts=(0,)))
+    fixture.report(TransferCompleted(plan.serial, Outcome.DONE))
+    assert fixture.refused("a", 2, load(0, 1, hosts=(0,))) == Code.STALE
+    fixture.start("a", 3, load(0, hosts=(0,)))
+
+
+def test_a_completed_store_is_committed_with_the_parts_that_are_loadable() -> None:
+    fixture = CoreFixture("a")
+    plans = [
+        fixture.start("a", 1, store(0, hosts=(1,))),
+        fixture.start("a", 2, store(1, 2, hosts=(0,))),
+    ]
+    for plan, parts in zip(plans, ({1: (0, 1)}, {}), strict=True):
+        _, commit = fixture.core.report(TransferCompleted(plan.serial, Outcome.DONE))
+        assert isinstance(commit, CommitBlocks)
+        assert (commit.serial, commit.block_set.parts) == (plan.serial, parts)
+        assert commit.block_set.owner == engine_owner("a")
+    rest = GPULoadStoreSpec([3], (1,), (1,)), CPULoadStoreSpec([1])
+    _, commit = fixture.core.report(
+        TransferCompleted(fixture.start("a", 3, rest).serial, Outcome.DONE)
+    )
+    assert isinstance(commit, CommitBlocks)
+    assert commit.block_set.parts == {}  # both halves of it are there now
+
+
+def test_loads_in_flight_of_a_corrupt_block_fail_and_it_is_stale_then() -> None:
+    fixture = CoreFixture("a")
+    fixture.fill("a")
+    plans = [fixture.start("a", job, load(0, 1, hosts=(job,))) for job in (0, 1)]
+    assert fixture.report(BlocksCorrupted(engine_owner("a"), np.array([1]))) == []
+    for plan, outcome in zip(plans, (Outcome.DONE, Outcome.FAILED), strict=True):
+        (action,) = fixture.report(TransferCompleted(plan.serial, Outcome.DONE))
+        (result,) = action.message.results
+        assert result.outcome == outcome
+    assert (result.error.code, result.error.value, result.nbytes) == (Code.CORRUPT_BLOCK, "1", 0)
+    assert fixture.refused("a", 3, load(0, 1, hosts=(1,))) == Code.STALE
+    fixture.start("a", 4, load(0, 1, hosts=(0,)))
+    assert fixture.core.status(101.0).errors[Code.CORRUPT_BLOCK] == 2
+
+
+def test_blocks_of_an_earlier_daemon_are_stale_until_they_are_verified() -> None:
+    old, fixture = CoreFixture("a"), CoreFixture(registered=False)
+    plans = [old.start("a", 1, store(0, hosts=(0,))), old.start("a", 2, store(2, 3, hosts=(1,)))]
+    for plan in plans:
+        old.report(TransferCompleted(plan.serial, Outcome.DONE))
+    fixture.region_records = old.region_records
+    fixture.core.restore_region(*old.region_records.found())
+    fixture.core.open_session("a", wire.Hello(1, 1, "client", "a"))
+    (mapping,) = fixture.send("a", wire.AllocateKVCaches(1, LAYOUT, 4096))
+    (answer,) = fixture.report(TensorsMapped(mapping.registration, "a"))
+    assert answer.message.region.reattached
+    assert fixture.refused("a", 1, load(0, hosts=(0,))) == Code.STALE
+    fixture.report(BlocksVerified(engine_owner("a"), np.array([0])))
+    fixture.start("a", 2, load(0, hosts=(0,)))
+    assert fixture.refused("a", 3, load(0, 1, hosts=(0,))) == Code.STALE
+    assert fixture.refused("a", 4, load(0, 1, hosts=(1,))) == Code.STALE
+    assert fixture.report(BlocksVerified(engine_owner("nobody"), np.array([0]))) == []
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_another_user_never_gets_the_host_blocks_of_an_engine_s_name(restarted: bool) -> None:
+    """Its owner does, also after a restart of the daemon."""
+    hello = wire.Hello(1, 1, "client", "a")
+    for uid, back in ((1000, True), (1001, False)):
+        fixture = CoreFixture(registered=False)
+        fixture.core.open_session("old", hello, 1000)
+        (mapping,) = fixture.send("old", wire.AllocateKVCaches(1, LAYOUT, 4096))
+        fixture.report(TensorsMapped(mapping.registration, "old"))
+        fixture.fill("old")
+        fixture.core.close_session("old")
+        fixture.report(TensorsUnmapped(mapping.registration))
+        if restarted:
+            records, fixture = fixture.region_records, CoreFixture(registered=False)
+            fixture.region_records = records
+            fixture.core.restore_region(*records.found())
+        fixture.core.open_session("new", hello, uid)
+        (mapping,) = fixture.send("new", wire.AllocateKVCaches(1, LAYOUT, 4096))
+        (answer,) = fixture.report(TensorsMapped(mapping.registration, "new"))
+        assert answer.message.region.reattached is back
+        fixture.report(BlocksVerified(engine_owner("a"), np.array([0, 1])))
+        if back:
+            fixture.start("new", 1, load(0, 1, hosts=(0,)))
+        else:
+            assert fixture.refused("new", 1, load(0, 1, hosts=(0,))) == Code.STALE

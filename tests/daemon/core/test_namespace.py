@@ -1,0 +1,427 @@
+"""One namespace: stores and loads by key, and resets."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.daemon.core.actions import FreeDeferred, PublishKVEvents, SendMessage
+from kvferry.proto import messages as wire
+from kvferry.proto.errors import Code
+from kvferry.proto.keys import EventKind
+from kvferry.proto.messages import Outcome
+from kvferry.proto.specs import GPULoadStoreSpec, KeyLoadStoreSpec, TransferSpec
+from support.namespaces_fixture import (
+    CANCELLED,
+    DONE,
+    FAILED,
+    HYBRID,
+    NOT_DONE,
+    OF_THREE,
+    OTHER,
+    PAGE,
+    ROOM,
+    WIDE,
+    NamespacesFixture,
+    blocks,
+    copies,
+    each,
+    gpu_blocks,
+    key_events_of,
+    load,
+    offsets,
+    store,
+    stored_in_part,
+)
+
+
+@pytest.fixture
+def partly() -> NamespacesFixture:
+    return stored_in_part()
+
+
+# Stores
+
+
+def test_a_store_gets_blocks_of_the_region_and_its_keys_load_once_it_is_done() -> None:
+    fixture = NamespacesFixture("n", fingerprint=OTHER)  # so that the region does not begin at 0
+    fixture.open_sessions("a")
+    fixture.open_namespace("a")
+    fixture.register("a")
+    plan = fixture.start("a", store(b"abc", blocks([5, 0, 9])))
+    assert [(group, block) for group, block, _ in copies(plan)] == [(0, 5), (0, 0), (0, 9)]
+    assert len(set(offsets(plan))) == 3
+    assert set(offsets(plan)) <= set(range(ROOM, 2 * ROOM, PAGE))
+    assert (plan.nbytes, plan.host_end) == (3 * PAGE, max(offsets(plan)) + PAGE)
+    assert fixture.loadable("a") == b""
+    fixture.end(plan)
+    assert fixture.loadable("a") == b"abc"
+    assert offsets(fixture.start("a", load(b"cab"))) == [offsets(plan)[at] for at in (2, 0, 1)]
+
+
+@NOT_DONE
+def test_a_store_that_was_not_done_leaves_no_key(outcome: Outcome) -> None:
+    fixture = NamespacesFixture("a")
+    fixture.end(fixture.start("a", store(b"abcd")), outcome)
+    assert fixture.usage("free", "pending", "ready") == (4, 0, 0)
+    assert fixture.loadable("a") == b""
+    fixture.stored("a", b"abcd")
+    assert fixture.loadable("a") == b"abcd"
+
+
+def test_resident_and_pending_keys_are_left_out_with_their_blocks() -> None:
+    fixture = NamespacesFixture("a", "b")
+    first = fixture.stored("a", b"b")
+    second = fixture.start("b", store(b"d"))
+    plan = fixture.start("a", store(b"abcd", blocks([3, 4, 5, 6])))
+    assert gpu_blocks(plan) == [3, 5]
+    assert not set(offsets(plan)) & {*offsets(first), *offsets(second)}
+    assert plan.nbytes == 2 * PAGE
+    fixture.end(plan)
+    assert fixture.loadable("a") == b"abc"
+    fixture.end(second)
+    assert fixture.loadable("a") == b"abcd"
+
+
+def test_a_store_of_resident_keys_copies_nothing_and_is_done() -> None:
+    fixture = NamespacesFixture("a")
+    fixture.stored("a", b"ab")
+    plan = fixture.start("a", store(b"ba"))
+    assert (plan.extents, plan.nbytes, plan.host_end) == ((), 0, 0)
+    (action,) = fixture.end(plan)
+    assert isinstance(action, SendMessage)
+    assert isinstance(action.message, wire.Finished)
+    assert action.message.results[0].outcome is DONE
+    assert fixture.loadable("a") == b"ab"
+
+
+def test_a_load_does_not_wait_for_a_store_that_left_its_key_out() -> None:
+    fixture = NamespacesFixture("a")
+    stored = fixture.stored("a", b"abcd")
+    fixture.start("a", store(b"ad"))
+    for letter in each(b"abcd"):
+        assert fixture.start("a", load(letter)).after == stored.serial
+
+
+def test_a_key_twice_in_one_store_is_stored_once_from_where_it_came_first() -> None:
+    fixture = NamespacesFixture("a")
+    plan = fixture.start("a", store(b"abab", blocks([3, 4, 5, 6])))
+    assert gpu_blocks(plan) == [3, 4]
+    assert fixture.usage("free", "pending") == (2, 2)
+    fixture.end(plan)
+    assert fixture.loadable("a") == b"ab"
+    assert fixture.usage("free", "ready") == (2, 2)
+
+
+def test_two_engines_that_store_a_key_at_once_store_it_once() -> None:
+    fixture = NamespacesFixture("a", "b")
+    mine, theirs = fixture.start("a", store(b"ab")), fixture.start("b", store(b"bc"))
+    assert (gpu_blocks(mine), gpu_blocks(theirs)) == ([0, 1], [1])
+    fixture.end(theirs)
+    assert fixture.loadable("b") == b"c"
+    fixture.end(mine, FAILED)  # nobody stored b after all
+    assert fixture.loadable("b") == b"c"
+    assert gpu_blocks(fixture.stored("b", b"bc")) == [0]
+
+
+def test_left_out_host_blocks_leave_out_their_gpu_blocks() -> None:
+    """Seven GPU blocks from index 1 on, three a host block: a has two, b three, and c two."""
+    fixture = NamespacesFixture("a", fingerprint=OF_THREE, layout=WIDE, quota=12 * PAGE)
+    spec = store(b"abc", blocks([9, 8, 7, 6, 5, 4, 3], (7, 1)))
+    fixture.stored("a", b"b", blocks([0, 1, 2]))
+    plan = fixture.start("a", spec)
+    a, c = (offsets(plan)[at] // (3 * PAGE) * 3 * PAGE for at in (0, -1))
+    assert a != c
+    assert copies(plan) == [(0, 9, a + PAGE), (0, 8, a + 2 * PAGE), (0, 4, c), (0, 3, c + PAGE)]
+    fixture.end(plan, FAILED)
+    fixture.send("a", wire.Reset(1))
+    fixture.stored("a", b"a", blocks([0, 1, 2]))
+    fixture.stored("a", b"c", blocks([0, 1, 2]))
+    assert gpu_blocks(fixture.start("a", spec)) == [7, 6, 5]
+
+
+def test_every_group_has_keys_of_its_own() -> None:
+    """Group 0: blocks 1 to 4 from index 2 on, in a and b. Group 1: blocks 5 to 9, in c and d."""
+    fixture = NamespacesFixture("a", fingerprint=OF_THREE, layout=HYBRID, quota=12 * PAGE)
+    spec = store(b"abcd", blocks(range(1, 10), (4, 2), (5, 4)))
+    plan = fixture.start("a", spec)
+    at = [offset - offset % (3 * PAGE) for offset in offsets(plan)]
+    a, b, c, d = dict.fromkeys(at)
+    half = PAGE // 2
+    assert copies(plan) == [
+        *((0, 1, a + 2 * PAGE), (0, 2, b), (0, 3, b + PAGE), (0, 4, b + 2 * PAGE)),
+        *((1, 5, c + half), (1, 6, c + PAGE), (1, 7, d), (1, 8, d + half), (1, 9, d + PAGE)),
+    ]
+    assert plan.nbytes == 4 * PAGE + 5 * half
+    fixture.end(plan, CANCELLED)
+    fixture.stored("a", b"bc", blocks([1, 2, 3, 4, 5, 6], (3, 0), (3, 0)))
+    plan = fixture.start("a", spec)
+    assert [(group, block) for group, block, _ in copies(plan)] == [(0, 1), (1, 7), (1, 8), (1, 9)]
+    fixture.end(plan, CANCELLED)
+    fixture.stored("a", b"a", blocks([1, 2, 3], (3, 0), (0, 0)))
+    plan = fixture.start("a", spec)
+    assert [group for group, _, _ in copies(plan)] == [1, 1, 1]
+
+
+def test_a_store_evicts_the_least_recent_key_but_none_of_the_same_offer() -> None:
+    fixture = NamespacesFixture("a")
+    fixture.stored("a", b"abcd")  # d goes first: of a prefix the tail
+    assert gpu_blocks(fixture.stored("a", b"dce")) == [2]
+    assert fixture.loadable("a") == b"acde"
+    fixture.send("a", wire.Touch(each(b"dc")))
+    fixture.stored("a", b"f")
+    assert fixture.loadable("a") == b"cdef"
+
+
+@pytest.mark.parametrize(
+    ("spec", "code"),
+    [
+        (store(b"ab", blocks([0])), Code.SIZE_MISMATCH),
+        (store(b"", blocks([0])), Code.SIZE_MISMATCH),
+        (store(b"a", blocks([0, 1])), Code.SIZE_MISMATCH),
+        (store(b"a", blocks([0], (2, 0))), Code.SIZE_MISMATCH),
+        (store(b"a", blocks([0], (1, 0), (0, 0))), Code.UNKNOWN_GROUP),
+        (store(b"a", blocks([16])), Code.BLOCK_OUT_OF_RANGE),
+        (store(b"ab", blocks([0, -1])), Code.BLOCK_OUT_OF_RANGE),
+        ((GPULoadStoreSpec([0, 1]), KeyLoadStoreSpec((b"a", b"bc"))), Code.BAD_KEY),
+        ((KeyLoadStoreSpec((b"d", b"")), GPULoadStoreSpec([0, 1])), Code.BAD_KEY),
+        (load(b"dd", blocks([0])), Code.SIZE_MISMATCH),
+        (load(b"d", blocks([16])), Code.BLOCK_OUT_OF_RANGE),
+        (load(b"dd", blocks([1, 1])), Code.DUPLICATE_BLOCK),
+    ],
+)
+def test_a_bad_transfer_reserves_nothing_and_pins_nothing(spec: TransferSpec, code: Code) -> None:
+    fixture = NamespacesFixture("a", quota=2 * PAGE)
+    fixture.stored("a", b"d")
+    before = fixture.namespaces()
+    assert fixture.refused("a", spec) == code
+    assert fixture.namespaces() == before
+    assert not fixture.core.busy
+    fixture.stored("a", b"ef")
+
+
+# Loads
+
+
+@pytest.mark.parametrize("outcome", [DONE, FAILED, CANCELLED])
+def test_a_load_keeps_its_blocks_until_it_ends(outcome: Outcome) -> None:
+    fixture = NamespacesFixture("a", "b")
+    fixture.stored("a", b"abcd")
+    plans = [fixture.start("a", load(b"abc")), fixture.start("b", load(b"cd"))]
+    assert fixture.usage("pinned") == (4,)
+    assert fixture.refused("b", store(b"e")) == Code.CACHE_FULL
+    fixture.end(plans[0], outcome)
+    assert fixture.usage("pinned") == (2,)
+    assert fixture.refused("b", store(b"efg")) == Code.CACHE_FULL
+    fixture.stored("b", b"ef")
+    assert fixture.loadable("b") == b"cdef"
+    fixture.end(plans[1], outcome)
+    fixture.stored("b", b"gh")
+    assert fixture.usage("pinned", "ready") == (0, 4)
+
+
+def test_a_load_with_an_absent_or_pending_key_is_refused_whole() -> None:
+    fixture = NamespacesFixture("a")
+    fixture.stored("a", b"ab")
+    fixture.start("a", store(b"c"))
+    for letters in (b"abc", b"dab", b"c"):
+        assert fixture.refused("a", load(letters)) == Code.KEY_ABSENT
+    assert fixture.usage("pinned") == (0,)
+    (action,) = fixture.submit("a", load(b"abc"))
+    assert action.message.results[0].error.value == b"c".hex()
+
+
+@pytest.mark.parametrize(
+    ("letters", "size", "index", "fits"),
+    [
+        (b"a", 2, 1, True),
+        (b"a", 1, 2, True),
+        (b"a", 3, 0, False),
+        (b"a", 1, 0, False),
+        (b"b", 3, 0, True),
+        (b"c", 2, 0, True),
+        (b"c", 1, 1, True),
+        (b"c", 3, 0, False),
+        (b"c", 1, 2, False),
+        (b"c", 2, 1, False),
+        (b"d", 1, 1, True),
+        (b"d", 1, 0, False),
+        (b"d", 1, 2, False),
+        (b"abc", 7, 1, True),
+        (b"abc", 6, 2, True),
+        (b"abc", 8, 1, False),
+        (b"abc", 8, 0, False),
+        (b"ab", 5, 4, True),
+        (b"bc", 5, 0, True),
+        (b"ba", 6, 0, False),
+        (b"cb", 6, 0, False),
+    ],
+)
+def test_a_block_stored_in_part_loads_as_far_as_it_was_stored(
+    partly: NamespacesFixture, letters: bytes, size: int, index: int, fits: bool
+) -> None:
+    spec = load(letters, blocks(range(size), (size, index)))
+    if fits:
+        assert gpu_blocks(partly.start("a", spec)) == list(range(size))
+    else:
+        assert partly.refused("a", spec) == Code.KEY_ABSENT
+        assert partly.usage("pinned") == (0,)
+
+
+def test_a_key_stored_in_part_is_a_miss_to_mirrors_until_a_store_covers_more(
+    partly: NamespacesFixture,
+) -> None:
+    whole = blocks([0, 1, 2])
+    assert partly.snapshot("a") == (b"b", b"")
+    assert partly.stored("a", b"a", blocks([0], (1, 2))).extents == ()  # no more than is there
+    plan = partly.start("a", store(b"a", whole))
+    assert gpu_blocks(plan) == [0, 1, 2]
+    assert partly.refused("a", load(b"a", blocks([0], (1, 2)))) == Code.KEY_ABSENT
+    assert partly.snapshot("a") == (b"b", b"a")
+    partly.end(plan)
+    assert partly.snapshot("a") == (b"ab", b"")
+    partly.start("a", load(b"a", whole))
+
+
+def test_a_key_stored_in_part_is_not_replaced_while_it_is_loaded(partly: NamespacesFixture) -> None:
+    part = partly.start("a", load(b"a", blocks([0], (1, 2))))
+    assert partly.stored("a", b"a", blocks([0, 1, 2])).extents == ()
+    partly.end(part)
+    assert gpu_blocks(partly.stored("a", b"a", blocks([0, 1, 2]))) == [0, 1, 2]
+
+
+def test_a_key_stored_in_part_is_abandoned_for_subscribers() -> None:
+    fixture = NamespacesFixture("a", fingerprint=OF_THREE, layout=WIDE, quota=12 * PAGE)
+    plan = fixture.start("a", store(b"ab", blocks([0, 1, 2, 3])))
+    assert key_events_of(fixture.end(plan), PublishKVEvents) == [
+        ("stored", b"a"),
+        ("abandoned", b"b"),
+    ]
+    for letter in each(b"cdef"):
+        fixture.stored("a", letter, blocks([0, 1, 2]))
+    assert fixture.usage("evictions") == (2,)
+    assert fixture.snapshot("a") == (b"cdef", b"")
+
+
+def test_resident_keys_of_an_offer_are_no_victims_of_it() -> None:
+    """Of an offer of b, c, d and e the client names c, d and e, and says that b is there."""
+    fixture = NamespacesFixture("a")
+    fixture.stored("a", b"a")
+    fixture.stored("a", b"b")
+    fixture.send("a", wire.Touch(each(b"a")))
+    spec = blocks([0, 1, 2]), KeyLoadStoreSpec(each(b"cde"), 0, each(b"b"))
+    fixture.end(fixture.start("a", spec))
+    assert fixture.loadable("a") == b"bcde"
+    spec = blocks([0]), KeyLoadStoreSpec(each(b"f"), 0, each(b"bcde"))
+    assert fixture.refused("a", spec) == Code.CACHE_FULL
+
+
+def test_keys_to_keep_are_checked_like_those_to_store() -> None:
+    fixture = NamespacesFixture("a")
+    spec = blocks([0]), KeyLoadStoreSpec(each(b"a"), 0, (b"long",))
+    assert fixture.refused("a", spec) == Code.BAD_KEY
+
+
+@NOT_DONE
+def test_a_failed_partial_store_does_not_limit_later_loads(outcome: Outcome) -> None:
+    fixture = NamespacesFixture("a", fingerprint=OF_THREE, layout=WIDE, quota=3 * PAGE)
+    fixture.end(fixture.start("a", store(b"a", blocks([0]))), outcome)
+    fixture.stored("a", b"b", blocks([0, 1, 2]))
+    fixture.start("a", load(b"b", blocks([0, 1, 2])))
+
+
+def test_stored_parts_survive_the_engine_and_a_change_of_policy(
+    partly: NamespacesFixture,
+) -> None:
+    partly.close_sessions("a")
+    partly.open_sessions("b")
+    assert partly.open_namespace("b", OF_THREE, 12 * PAGE, "arc").reattached
+    partly.register("b", WIDE)
+    assert partly.refused("b", load(b"a", blocks([0, 1, 2]))) == Code.KEY_ABSENT
+    partly.start("b", load(b"a", blocks([0, 1], (2, 1))))
+
+
+# Reset
+
+
+def test_a_reset_makes_every_key_absent_at_once() -> None:
+    fixture = NamespacesFixture("a", "b")
+    fixture.stored("a", b"abc")
+    fixture.start("a", store(b"d"))
+    fixture.send("b", wire.Subscribe())
+    *news, done, sweep = fixture.send("b", wire.Reset(5))
+    assert key_events_of(news, PublishKVEvents) == key_events_of(news) == [("cleared", b"")]
+    assert isinstance(sweep, FreeDeferred)
+    assert not sweep.deferred.free_some()
+    assert done == SendMessage("b", wire.Done(5))
+    assert fixture.loadable("a") == b""
+    assert fixture.snapshot("a") == (b"", b"")
+    (found,) = fixture.region_records.found()
+    assert (found.residents, found.record.generation) == ((), 2)
+
+
+@pytest.mark.parametrize("outcome", [DONE, FAILED, CANCELLED])
+def test_jobs_from_before_a_reset_keep_their_blocks_and_change_no_key(outcome: Outcome) -> None:
+    fixture = NamespacesFixture("a")
+    fixture.stored("a", b"ab")
+    loading = [fixture.start("a", load(b"a")), fixture.start("a", load(b"a"))]
+    storing = fixture.start("a", store(b"c"))
+    fixture.send("a", wire.Reset(5))
+    assert fixture.usage("free", "pending", "ready", "orphaned", "pinned") == (2, 0, 0, 2, 0)
+    assert fixture.refused("a", store(b"abc")) == Code.CACHE_FULL
+    anew = fixture.start("a", store(b"ac"))
+    assert not set(offsets(anew)) & {*offsets(loading[0]), *offsets(storing)}
+    assert key_events_of(fixture.end(storing, outcome), PublishKVEvents) is None
+    assert fixture.loadable("a") == b""
+    fixture.end(anew)
+    assert fixture.loadable("a") == b"ac"
+    fixture.end(loading[0], outcome)
+    assert fixture.usage("free", "orphaned") == (1, 1)
+    fixture.end(loading[1], outcome)
+    assert fixture.usage("free", "pending", "ready", "orphaned") == (2, 0, 2, 0)
+    assert fixture.loadable("a") == b"ac"
+
+
+def test_a_store_of_an_older_generation_is_refused() -> None:
+    fixture = NamespacesFixture("a", "b")
+    fixture.stored("a", b"a")
+    fixture.send("b", wire.Subscribe())
+    published, *_ = fixture.send("b", wire.Reset(5))
+    assert published.key_events == wire.KeyEvents(3, (wire.KeyEvent(EventKind("cleared"), ()),), 2)
+    before = fixture.namespaces()
+    gpu = blocks([0])
+    for generation in (1, 3):
+        spec = gpu, KeyLoadStoreSpec((b"a",), generation)
+        assert fixture.refused("a", spec) == Code.STALE
+    assert fixture.namespaces() == before
+    for letter, generation in ((b"a", 2), (b"b", 0)):
+        fixture.end(fixture.start("a", (gpu, KeyLoadStoreSpec((letter,), generation))))
+    fixture.start("a", (KeyLoadStoreSpec((b"a",), 1), gpu))  # a load finds its key, or does not
+
+
+def test_opened_and_snapshots_have_the_generation() -> None:
+    fixture = NamespacesFixture("a")
+    assert fixture.open_namespace("a").generation == 1
+    fixture.send("a", wire.Reset(5))
+    fixture.send("a", wire.Reset(6))
+    assert fixture.open_namespace("a").generation == 3
+    (stream,) = fixture.send("a", wire.Subscribe())
+    assert list(stream.messages) == [wire.Snapshot(2, 0, False, (), True, 3)]
+    fixture.close_sessions("a")
+    fixture.open_sessions("b")
+    assert fixture.open_namespace("b", policy="arc").generation == 3
+
+
+def test_a_reset_forgets_which_parts_were_stored(partly: NamespacesFixture) -> None:
+    whole = blocks(range(12))
+    partly.send("a", wire.Reset(5))
+    partly.stored("a", b"abcd", whole)
+    assert gpu_blocks(partly.start("a", load(b"abcd", whole))) == list(range(12))
+
+
+def test_a_partial_store_across_a_reset_does_not_limit_later_loads() -> None:
+    fixture = NamespacesFixture("a", fingerprint=OF_THREE, layout=WIDE, quota=3 * PAGE)
+    before = fixture.start("a", store(b"a", blocks([0])))
+    fixture.send("a", wire.Reset(5))
+    fixture.end(before)
+    fixture.stored("a", b"a", blocks([0, 1, 2]))
+    fixture.start("a", load(b"a", blocks([0, 1, 2])))

@@ -1,0 +1,222 @@
+"""Engines that register in a namespace: layouts, and what an earlier daemon left."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvferry.daemon.core.actions import (
+    BlocksVerified,
+    MapTensors,
+    PublishKVEvents,
+    SendMessage,
+    TensorsMapped,
+)
+from kvferry.daemon.core.records import RecoveredRegion
+from kvferry.proto import memory
+from kvferry.proto import messages as wire
+from kvferry.proto.errors import Code, ErrorInfo, Refused
+from kvferry.proto.specs import (
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    KVLayout,
+    TensorLayout,
+    TensorRef,
+)
+from support.namespaces_fixture import (
+    HYBRID,
+    LAYOUT,
+    OF_THREE,
+    PAGE,
+    POOL,
+    ROOM,
+    ROW,
+    WIDE,
+    NamespacesFixture,
+    blocks,
+    each,
+    key_events_of,
+    load,
+    offsets,
+    store,
+    stored_in_part,
+)
+
+
+def test_an_engine_in_a_namespace_has_no_host_memory_of_its_own() -> None:
+    fixture = NamespacesFixture()
+    fixture.open_sessions("a")
+    fixture.open_namespace("a")
+    error = fixture.error("a", wire.AllocateKVCaches(1, LAYOUT, ROOM))
+    assert error == (Code.BAD_LAYOUT, str(ROOM))
+    assert not fixture.core.busy
+    fixture.register("a")
+
+
+@pytest.mark.parametrize("layout", [WIDE, HYBRID])
+def test_a_layout_whose_host_blocks_have_another_size_is_refused(layout: KVLayout) -> None:
+    fixture = NamespacesFixture()
+    fixture.open_sessions("a")
+    fixture.open_namespace("a")
+    error = fixture.error("a", wire.AllocateKVCaches(1, layout))
+    assert error == (Code.NAMESPACE_MISMATCH, str(3 * PAGE))
+    fixture.register("a")
+
+
+def test_a_layout_that_splits_the_same_bytes_otherwise_is_refused() -> None:
+    fixture = NamespacesFixture("a")
+    halves = (TensorRef(0, PAGE // 2), TensorRef(1, PAGE // 2))
+    fixture.open_sessions("b")
+    fixture.open_namespace("b")
+    split = KVLayout((ROW, ROW), (halves,))
+    assert fixture.error("b", wire.AllocateKVCaches(1, split))[0] == Code.NAMESPACE_MISMATCH
+    padded = KVLayout((TensorLayout(99, PAGE, 4 * PAGE),), LAYOUT.groups)
+    fixture.register("b", padded)  # how its rows lie on the GPU is its own business
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_layout_whose_host_blocks_are_of_more_gpu_blocks_is_refused(restarted: bool) -> None:
+    """What is all of a host block to one is a part of it to the other."""
+    two = KVLayout((ROW,), ((TensorRef(0, PAGE),),), 2)
+    fixture = NamespacesFixture("a", fingerprint=OF_THREE, layout=two)
+    fixture.stored("a", b"k", blocks([0, 1]))
+    if restarted:
+        records, fixture = fixture.region_records, NamespacesFixture()
+        fixture.region_records = records
+        fixture.core.restore_region(*records.found())
+    fixture.open_sessions("b")
+    fixture.open_namespace("b", OF_THREE)
+    (action,) = fixture.send("b", wire.AllocateKVCaches(1, WIDE))
+    error = action.message.error
+    assert error.code == Code.NAMESPACE_MISMATCH
+    assert "has 3 GPU blocks of pages [1024], but in namespace" in error.message
+    assert isinstance(fixture.send("b", wire.AllocateKVCaches(1, two))[0], MapTensors)
+
+
+def test_a_restored_namespace_without_the_layout_of_its_blocks_is_refused() -> None:
+    """An earlier daemon did not write down of how many GPU blocks they are."""
+    fixture = NamespacesFixture("a")
+    fixture.stored("a", b"a")
+    (found,) = fixture.region_records.found()
+    record, other = msgspec.structs.replace(found.record, factor=0), NamespacesFixture()
+    with pytest.raises(Refused) as caught:
+        other.core.restore_region(msgspec.structs.replace(found, record=record))
+    assert caught.value.code == Code.BAD_LAYOUT
+    other.core.restore_region(RecoveredRegion(record))  # nothing is in it
+
+
+def test_a_restored_namespace_has_its_keys_and_parts_and_sends_no_events() -> None:
+    partly = stored_in_part()
+    partly.send("a", wire.Reset(5))
+    partly.stored("a", b"x", blocks([0, 1, 2]))
+    partly.stored("a", b"y", blocks([0, 1]))
+    records, fixture = partly.region_records, NamespacesFixture()
+    fixture.region_records = records
+    fixture.core.restore_region(*records.found())
+    fixture.open_sessions("b")
+    actions = fixture.send("b", wire.OpenNamespace(7, OF_THREE))
+    assert [type(action) for action in actions] == [SendMessage]
+    assert actions[0].message.generation == 2
+    fixture.register("b", WIDE)
+    whole = blocks([0, 1, 2])
+    assert (fixture.snapshot("b"), fixture.loadable("b", b"x")) == ((b"", b"x"), b"")
+    region, keys = fixture.region_records.found()[0].record.owner, each(b"xy")
+    held = {one.key: one.block for one in fixture.region_records.found()[0].residents}
+    actions = fixture.report(BlocksVerified(region, np.array([held[key] for key in keys]), keys))
+    assert key_events_of(actions, PublishKVEvents) == [("stored", b"x")]
+    fixture.start("b", load(b"x", whole))
+    assert fixture.refused("b", load(b"y", whole)) == Code.KEY_ABSENT
+    fixture.start("b", load(b"y", blocks([0, 1])))
+
+
+def test_a_restored_namespace_with_inconsistent_keys_is_refused() -> None:
+    fixture = NamespacesFixture("a", quota=POOL)
+    fixture.stored("a", b"ab")
+    (found,) = fixture.region_records.found()
+    other, twice = (
+        NamespacesFixture(),
+        msgspec.structs.replace(found, residents=found.residents[:1] * 2),
+    )
+    with pytest.raises(Refused) as caught:
+        other.core.restore_region(twice)
+    assert caught.value.code == Code.BAD_SPEC
+    assert (other.namespaces(), other.core.status(101.0).pool.reserved_bytes) == ((), 0)
+
+
+def test_a_layout_that_leaves_room_in_a_host_block_begins_each_where_it_begins() -> None:
+    fixture = NamespacesFixture()
+    fixture.open_sessions("a")
+    fixture.open_namespace("a")
+    half = KVLayout((ROW,), ((TensorRef(0, PAGE // 2),),))
+    assert fixture.register("a", half) == memory.HostRegion(4, PAGE, False)
+    plan = fixture.start("a", store(b"abcd"))
+    assert sorted(offsets(plan)) == [0, PAGE, 2 * PAGE, 3 * PAGE]
+    assert plan.nbytes == 2 * PAGE
+
+
+def test_an_engine_with_host_memory_of_its_own_names_no_keys() -> None:
+    fixture = NamespacesFixture()
+    fixture.open_sessions("a")
+    fixture.register("a")
+    for spec in (store(b"a"), load(b"a")):
+        assert fixture.refused("a", spec) == Code.UNKNOWN_NAMESPACE
+
+
+def test_an_engine_in_a_namespace_names_no_host_blocks() -> None:
+    fixture = NamespacesFixture("a")
+    gpu, host = GPULoadStoreSpec([0]), CPULoadStoreSpec([0])
+    assert fixture.refused("a", (gpu, host)) == Code.BAD_SPEC
+    assert fixture.refused("a", (host, gpu)) == Code.BAD_SPEC
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.Pin(each(b"a")),
+        wire.Unpin(each(b"a")),
+        wire.Touch(each(b"a")),
+        wire.Subscribe(),
+        wire.Reset(5),
+    ],
+)
+def test_messages_with_keys_outside_a_namespace_are_refused(message: wire.ClientMessage) -> None:
+    fixture = NamespacesFixture("a/worker")
+    fixture.open_sessions("a/scheduler")  # each session enters by itself
+    assert fixture.error("a/scheduler", message)[0] == Code.UNKNOWN_NAMESPACE
+
+
+def test_a_registration_that_failed_leaves_the_namespace_to_others() -> None:
+    fixture = NamespacesFixture()
+    fixture.open_sessions("a")
+    fixture.open_namespace("a")
+    fixture.send("a", wire.AllocateKVCaches(1, LAYOUT))
+    fixture.report(TensorsMapped(1, "a", ErrorInfo(Code.MAP_FAILED, "no memory")))
+    fixture.register("a")
+    fixture.stored("a", b"a")
+    fixture.close_sessions("a")
+    assert fixture.usage("engines", "ready") == ((), 1)
+
+
+def test_a_layout_without_stored_keys_does_not_bind_later_engines() -> None:
+    fixture = NamespacesFixture()
+    fixture.open_sessions("a", "b")
+    fixture.open_namespace("a")
+    fixture.register(
+        "a", KVLayout((ROW, ROW), ((TensorRef(0, PAGE // 2), TensorRef(1, PAGE // 2)),))
+    )
+    fixture.close_sessions("a")
+    fixture.open_namespace("b")
+    assert isinstance(fixture.send("b", wire.AllocateKVCaches(1, LAYOUT))[0], MapTensors)
+
+
+def test_a_layout_with_stored_keys_binds_later_engines_until_a_reset() -> None:
+    fixture = NamespacesFixture("a")
+    fixture.stored("a", b"a")
+    fixture.close_sessions("a")
+    fixture.open_sessions("b")
+    fixture.open_namespace("b")
+    split = KVLayout((ROW, ROW), ((TensorRef(0, PAGE // 2), TensorRef(1, PAGE // 2)),))
+    assert fixture.error("b", wire.AllocateKVCaches(1, split))[0] == Code.NAMESPACE_MISMATCH
+    fixture.send("b", wire.Reset(5))
+    fixture.register("b", split)

@@ -1,0 +1,215 @@
+"""Registrations: mapping, host regions, successors of an engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.daemon.core.actions import (
+    CloseSession,
+    MapTensors,
+    SendMessage,
+    TensorsMapped,
+    TensorsUnmapped,
+    TransferCompleted,
+    UnmapTensors,
+)
+from kvferry.proto import memory
+from kvferry.proto import messages as wire
+from kvferry.proto.errors import Code, ErrorInfo
+from kvferry.proto.messages import Outcome
+from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
+from support.core_fixture import LAYOUT, POOL, CoreFixture, store
+
+
+def test_registering_maps_before_the_reply() -> None:
+    fixture = CoreFixture("a", registered=False)
+    where = ((memory.FdAllocation(5, 8192),), (memory.Location(0, 0),))
+    (mapping,) = fixture.send("a", wire.RegisterKVCaches(9, LAYOUT, *where, 8192, 6))
+    assert mapping == MapTensors(1, "a", mapping.layout, *where, 6)
+    assert fixture.refused("a", 1, store(0)) == Code.NOT_REGISTERED
+    answer = SendMessage("a", wire.Registered(9, memory.HostRegion(4, 2048, False)))
+    assert fixture.report(TensorsMapped(1, "a")) == [answer]
+    fixture.start("a", 1, store(0))
+
+
+def test_the_reply_to_an_allocation_has_the_locations() -> None:
+    fixture = CoreFixture("a", registered=False)
+    fixture.send("a", wire.AllocateKVCaches(9, LAYOUT))
+    where = ((memory.FdAllocation(5, 8192),), (memory.Location(0, 0),))
+    (action,) = fixture.report(TensorsMapped(1, "a", allocations=where[0], locations=where[1]))
+    whole_pool = memory.HostRegion(POOL // 2048, 2048, False)
+    assert action == SendMessage("a", wire.Allocated(9, whole_pool, *where))
+
+
+@pytest.mark.parametrize(
+    ("layout", "allocations", "locations", "code"),
+    [
+        (LAYOUT, (4096,), ((0, 0),), Code.BAD_LAYOUT),
+        (LAYOUT, (8192,), ((0, 1),), Code.BAD_LAYOUT),
+        (LAYOUT, (8192,), ((1, 0),), Code.BAD_LAYOUT),
+        (LAYOUT, (8192,), (), Code.BAD_LAYOUT),
+        (LAYOUT, (8192,), ((0, 0), (0, 0)), Code.BAD_LAYOUT),
+        (LAYOUT, (), ((0, 0),), Code.BAD_LAYOUT),
+        (KVLayout(LAYOUT.tensors, ((TensorRef(1, 1),),)), (8192,), ((0, 0),), "unknown_tensor"),
+        (KVLayout((TensorLayout(1, 2, 1),), ((TensorRef(0, 1),),)), (9,), ((0, 0),), "bad_layout"),
+    ],
+)
+def test_tensors_that_do_not_lie_inside_their_allocations_are_refused(
+    layout: KVLayout,
+    allocations: tuple[int, ...],
+    locations: tuple[tuple[int, int], ...],
+    code: str,
+) -> None:
+    fixture = CoreFixture("a", registered=False)
+    where = tuple(memory.FdAllocation(n, size) for n, size in enumerate(allocations))
+    places = tuple(memory.Location(*place) for place in locations)
+    assert fixture.error("a", wire.RegisterKVCaches(1, layout, where, places)) == code
+    assert not fixture.core.busy
+
+
+def test_a_failed_mapping_is_reported_and_frees_the_name() -> None:
+    fixture = CoreFixture("a", registered=False)
+    fixture.send("a", wire.AllocateKVCaches(1, LAYOUT))
+    error = ErrorInfo(Code.MAP_FAILED, "no memory")
+    assert fixture.report(TensorsMapped(1, "a", error)) == [SendMessage("a", wire.Error(1, error))]
+    assert not fixture.core.busy
+    assert isinstance(fixture.send("a", wire.AllocateKVCaches(2, LAYOUT))[0], MapTensors)
+
+
+def test_the_region_of_a_failed_mapping_is_not_reattached() -> None:
+    """Its bytes are somebody else's, or nobody's."""
+    fixture = CoreFixture("a", registered=False)
+    fixture.send("a", wire.AllocateKVCaches(1, LAYOUT))
+    fixture.report(TensorsMapped(1, "a", ErrorInfo(Code.MAP_FAILED, "no memory")))
+    fixture.send("a", wire.AllocateKVCaches(2, LAYOUT))
+    (action,) = fixture.report(TensorsMapped(2, "a"))
+    assert isinstance(action, SendMessage)
+    assert isinstance(action.message, wire.Allocated)
+    assert not action.message.region.reattached
+
+
+def test_a_layout_with_too_many_gpu_blocks_is_refused() -> None:
+    fixture = CoreFixture("a", registered=False)
+    many = 256
+    tensors = (TensorLayout((1 << 31) - 1, 1, 1),) * many
+    layout = KVLayout(tensors, tuple((TensorRef(n, 1),) for n in range(many)))
+    assert fixture.error("a", wire.AllocateKVCaches(1, layout))
+    assert fixture.core.status(101.0).pool.reserved_bytes == 0
+    assert not fixture.core.busy
+
+
+def test_an_engine_s_name_is_held_by_one_process() -> None:
+    fixture = CoreFixture("a/worker", "a/scheduler", "b")
+    for session, whose in (("a/scheduler", "another process"), ("a/worker", "this client")):
+        (action,) = fixture.send(session, wire.AllocateKVCaches(1, LAYOUT))
+        assert action.message.error.code == Code.ALREADY_REGISTERED
+        assert whose in action.message.error.message
+
+
+def test_a_pool_that_is_full_refuses_and_counts_it() -> None:
+    fixture = CoreFixture("a", "b", registered=False)
+    fixture.send("a", wire.AllocateKVCaches(1, LAYOUT))
+    assert fixture.error("b", wire.AllocateKVCaches(1, LAYOUT)) == Code.POOL_FULL
+    assert fixture.core.status(101.0).errors == {"pool_full": 1}
+
+
+def test_a_successor_waits_until_the_old_mapping_is_gone() -> None:
+    fixture = CoreFixture("a/old", "a/new", "a/third")
+    plan = fixture.start("a/old", 1, store(0))
+    assert UnmapTensors(1) in fixture.core.close_session("a/old")
+    assert fixture.send("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096)) == []
+    assert fixture.send("a/third", wire.AllocateKVCaches(6, LAYOUT, 4096)) == []
+    assert fixture.error("a/new", wire.AllocateKVCaches(7, LAYOUT, 4096)) == Code.BUSY
+    assert fixture.refused("a/new", 1, store(0)) == Code.NOT_REGISTERED
+    assert fixture.report(TransferCompleted(plan.serial, Outcome.CANCELLED)) == []
+    mapping, refusal = fixture.report(TensorsUnmapped(1))
+    assert isinstance(mapping, MapTensors)
+    assert (mapping.registration, mapping.session) == (2, "a/new")
+    assert (refusal.session, refusal.message.request_id) == ("a/third", 6)
+    assert refusal.message.error.code == Code.ALREADY_REGISTERED
+    answer = wire.Allocated(5, memory.HostRegion(2, 2048, True), (), ())
+    assert fixture.report(TensorsMapped(2, "a/new")) == [SendMessage("a/new", answer)]
+
+
+def test_a_waiting_successor_without_room_is_refused() -> None:
+    fixture = CoreFixture("a/old", "b", "a/new")
+    fixture.core.close_session("a/old")
+    assert fixture.send("a/new", wire.AllocateKVCaches(5, LAYOUT, 2 * POOL)) == []
+    (action,) = fixture.report(TensorsUnmapped(1))
+    assert isinstance(action, SendMessage)
+    assert isinstance(action.message, wire.Error)
+    assert (action.session, action.message.request_id) == ("a/new", 5)
+    assert action.message.error.code == Code.POOL_FULL
+
+
+def test_a_registration_waits_for_the_room_of_a_disconnecting_engine() -> None:
+    fixture = CoreFixture("a", "b", "c", registered=False)
+    fixture.send("a", wire.AllocateKVCaches(1, LAYOUT))
+    fixture.report(TensorsMapped(1, "a"))
+    assert fixture.error("b", wire.AllocateKVCaches(1, LAYOUT, 4096)) == Code.POOL_FULL
+    fixture.core.close_session("a")
+    for session in "bc":
+        assert fixture.send(session, wire.AllocateKVCaches(2, LAYOUT, POOL)) == []
+    first, second = fixture.report(TensorsUnmapped(1))
+    assert isinstance(first, MapTensors)
+    assert first.session == "b"
+    assert (second.session, second.message.error.code) == ("c", Code.POOL_FULL)
+    assert fixture.core.status(101.0).errors == {"pool_full": 2}
+
+
+def test_a_registration_waits_for_the_last_of_several_disconnecting_engines() -> None:
+    fixture = CoreFixture("a", "b")
+    fixture.core.open_session("c", wire.Hello(1, 1, "c", "c"))
+    fixture.core.close_session("a")
+    fixture.core.close_session("b")
+    assert fixture.send("c", wire.AllocateKVCaches(2, LAYOUT, POOL)) == []
+    assert fixture.report(TensorsUnmapped(2)) == []
+    (mapping,) = fixture.report(TensorsUnmapped(1))
+    assert isinstance(mapping, MapTensors)
+
+
+def test_a_stopping_daemon_registers_no_waiting_successor() -> None:
+    fixture = CoreFixture("a/old", "a/new")
+    fixture.core.close_session("a/old")
+    assert fixture.send("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096)) == []
+    fixture.core.stop()
+    (refusal,) = fixture.report(TensorsUnmapped(1))
+    assert refusal.message.error.code == Code.SHUTTING_DOWN
+
+
+def test_a_waiting_successor_that_disconnects_is_dropped() -> None:
+    fixture = CoreFixture("a/old", "a/new")
+    fixture.core.close_session("a/old")
+    fixture.send("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096))
+    assert fixture.core.close_session("a/new") == [CloseSession("a/new")]
+    assert fixture.report(TensorsUnmapped(1)) == []
+    assert not fixture.core.busy
+
+
+def test_a_session_closed_while_mapping_gets_no_reply() -> None:
+    fixture = CoreFixture("a", registered=False)
+    fixture.send("a", wire.AllocateKVCaches(1, LAYOUT))
+    assert fixture.core.close_session("a") == [CloseSession("a"), UnmapTensors(1)]
+    assert fixture.report(TensorsMapped(1, "a")) == []
+    assert fixture.core.busy
+    assert fixture.report(TensorsUnmapped(1)) == []
+    assert not fixture.core.busy
+
+
+@pytest.mark.parametrize(
+    ("blocks", "page", "stride"),
+    [
+        ((1 << 17) + 1, 4096, 1 << 47),
+        (1 << 20, 1 << 46, 1 << 46),
+        ((1 << 31) - 1, 1, 1 << 47),
+        (1 << 46, 1, 1),
+    ],
+)
+def test_tensors_that_no_device_could_hold_are_refused(blocks: int, page: int, stride: int) -> None:
+    """Their size would not fit into the number that the driver takes."""
+    fixture = CoreFixture("a", registered=False)
+    layout = KVLayout((TensorLayout(blocks, page, stride),), ((TensorRef(0, 1),),))
+    assert fixture.error("a", wire.AllocateKVCaches(1, layout, POOL)) == Code.BAD_LAYOUT
+    where = (memory.FdAllocation(1, (1 << 48) - 1),), (memory.Location(0, 0),)
+    assert fixture.error("a", wire.RegisterKVCaches(2, layout, *where)) == Code.BAD_LAYOUT
+    assert not fixture.core.busy

@@ -1,0 +1,106 @@
+"""Pins of a session."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvferry.daemon.core.session_pins import LEAST_PINS
+from kvferry.proto import messages as wire
+from kvferry.proto.errors import Code
+from kvferry.proto.specs import MAX_KEYS
+from support.namespaces_fixture import NamespacesFixture, each, store
+
+
+def test_pins_are_counted() -> None:
+    fixture = NamespacesFixture("a", "b")
+    fixture.stored("a", b"abcd")
+    fixture.send("a", wire.Pin(each(b"abab")))
+    fixture.send("b", wire.Pin(each(b"a")))
+    assert fixture.usage("pinned") == (2,)
+    assert fixture.refused("a", store(b"efg")) == Code.CACHE_FULL
+    fixture.send("a", wire.Unpin(each(b"aab")))
+    assert fixture.usage("pinned") == (2,)
+    fixture.send("a", wire.Unpin(each(b"b")))
+    assert fixture.usage("pinned") == (1,)
+    fixture.stored("a", b"efg")
+    assert fixture.loadable("a") == b"aefg"
+    fixture.send("b", wire.Unpin(each(b"a")))
+    fixture.stored("a", b"bcd")
+    assert fixture.loadable("a", b"a") == b""
+
+
+def test_a_session_pins_a_bounded_number_of_keys() -> None:
+    """Absent ones count: the daemon stores each pin."""
+    fixture = NamespacesFixture("a", "b")
+    fixture.stored("a", b"abcd")
+    for _ in range(LEAST_PINS // MAX_KEYS - 1):
+        fixture.send("a", wire.Pin((b"w",) * MAX_KEYS))
+    fixture.send("a", wire.Pin((b"w",) * (MAX_KEYS - 16)))
+    fixture.send("a", wire.Pin(each(b"aaaabbbbxxxyyy")))
+    assert fixture.error("a", wire.Pin(each(b"cda"))) == (Code.BUSY, "3")
+    assert fixture.usage("pinned") == (2,)
+    assert fixture.send("a", wire.Pin(each(b"cz"))) == []
+    assert fixture.error("a", wire.Pin(each(b"d")))[0] == Code.BUSY
+    assert fixture.send("b", wire.Pin(each(b"d"))) == []
+    fixture.send("a", wire.Unpin(each(b"xz")))
+    assert fixture.send("a", wire.Pin(each(b"da"))) == []
+    fixture.close_sessions("a", "b")
+    assert fixture.usage("pinned") == (0,)
+
+
+def test_many_pins_of_a_key_are_released_in_linear_time() -> None:
+    fixture = NamespacesFixture("a", "b")
+    fixture.stored("a", b"a")
+    fixture.send("b", wire.Pin(each(b"a" * 200)))
+    assert calls(lambda: fixture.core.close_session("b")) < 4 * 200
+
+
+@pytest.mark.parametrize("make", [wire.Pin, wire.Touch])
+def test_keys_of_another_length_are_refused(make: Any) -> None:
+    fixture = NamespacesFixture("a")
+    fixture.stored("a", b"a")
+    assert fixture.error("a", make((b"a", b"bc"))) == (Code.BAD_KEY, b"bc".hex())
+    assert fixture.usage("pinned") == (0,)
+
+
+def calls(function: Callable[[], object]) -> int:
+    """How many Python functions are called for it."""
+    profiled, events = sys.getprofile(), list[str]()
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    try:
+        function()
+    finally:
+        sys.setprofile(profiled)
+    return events.count("call")
+
+
+def test_unpinning_a_key_many_times_takes_linear_time() -> None:
+    fixture = NamespacesFixture("a")
+    fixture.stored("a", b"a")
+    many = each(b"a" * 200)
+    fixture.send("a", wire.Pin(many))
+    assert calls(lambda: fixture.send("a", wire.Unpin(many))) < 10 * len(many)
+
+
+class Compared(bytes):
+    """A key that counts how often it is compared."""
+
+    times = 0
+
+    def __eq__(self, other: object) -> bool:
+        Compared.times += 1
+        return bytes.__eq__(self, other)
+
+    __hash__ = bytes.__hash__
+
+
+def test_unpinning_many_keys_takes_linear_time() -> None:
+    fixture = NamespacesFixture("a")
+    fixture.send("a", wire.Pin(each(bytes(range(250)))))
+    Compared.times = 0
+    fixture.send("a", wire.Unpin(tuple(Compared([n]) for n in range(250))))
+    assert Compared.times < 10 * 250

@@ -1,0 +1,213 @@
+"""Transfers in the core: credits, results, cancelling, waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvferry.daemon.core.actions import (
+    CancelTransfers,
+    CloseSession,
+    Continue,
+    SendMessage,
+    TransferCompleted,
+    UnmapTensors,
+)
+from kvferry.daemon.core.transfers import MAX_WAITS
+from kvferry.proto import messages as wire
+from kvferry.proto import status as proto_status
+from kvferry.proto.errors import Code
+from kvferry.proto.messages import Outcome
+from kvferry.proto.specs import CPULoadStoreSpec, Direction, GPULoadStoreSpec, TransferSpec
+from support.core_fixture import FAULT, MAX_JOBS, CoreFixture, finished, load, store
+
+
+def test_a_completed_job_reports_its_bytes_and_time() -> None:
+    fixture = CoreFixture("a", timeline=3)
+    plan = fixture.start("a", 7, store(1, 2, 3, hosts=(1, 0)), wait_for=12)
+    assert (plan.registration, plan.direction, plan.nbytes) == (1, Direction.STORE, 3 * 1024)
+    assert (plan.wait_for, plan.after, plan.host_end) == (12, 0, 4096)
+    assert fixture.start("a", 8, load(4, 5, hosts=(1,))).after == plan.serial
+    (action,) = fixture.report(TransferCompleted(plan.serial, Outcome.DONE, 0.25))
+    result = wire.JobResult(7, Direction.STORE, Outcome.DONE, 3072, 0.25)
+    assert action == SendMessage("a", wire.Finished((result,)))
+    assert fixture.core.status(101.0).totals == proto_status.Totals(stores=1, stored_bytes=3072)
+
+
+def test_an_unsuccessful_job_reports_no_bytes() -> None:
+    fixture = CoreFixture("a")
+    for job, outcome in enumerate((Outcome.FAILED, Outcome.CANCELLED)):
+        plan = fixture.start("a", job, store(1, 2))
+        error = FAULT if outcome is Outcome.FAILED else None
+        (action,) = fixture.report(TransferCompleted(plan.serial, outcome, error=error))
+        assert isinstance(action, SendMessage)
+        assert isinstance(action.message, wire.Finished)
+        (result,) = action.message.results
+        assert (result.outcome, result.nbytes) == (outcome, 0)
+    assert fixture.core.status(101.0).totals == proto_status.Totals(failed=1, cancelled=1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "wait_for", "code"),
+    [
+        (store(8), 0, Code.BLOCK_OUT_OF_RANGE),
+        (store(0, hosts=(2,)), 0, Code.BLOCK_OUT_OF_RANGE),
+        (store(0, 1, 2), 0, Code.SIZE_MISMATCH),
+        (load(1, 1), 0, Code.DUPLICATE_BLOCK),
+        ((GPULoadStoreSpec([0]), GPULoadStoreSpec([1])), 0, Code.BAD_SPEC),
+        ((GPULoadStoreSpec([0], (1, 0)), CPULoadStoreSpec([1])), 0, Code.UNKNOWN_GROUP),
+        (store(0), 1, Code.NO_TIMELINE),
+    ],
+)
+def test_a_bad_job_is_refused_and_leaves_no_trace(
+    spec: TransferSpec, wait_for: int, code: Code
+) -> None:
+    fixture = CoreFixture("a")
+    assert fixture.refused("a", 1, spec, wait_for) == code
+    assert not fixture.core.busy
+    for job in range(1, 1 + MAX_JOBS):  # neither the id nor a credit is spent
+        assert fixture.start("a", job, store(job)).serial == job
+
+
+def test_a_refused_job_reports_its_direction() -> None:
+    fixture = CoreFixture("a")
+    for spec, direction in ((store(9), Direction.STORE), (load(9), Direction.LOAD)):
+        (action,) = fixture.submit("a", 1, spec)
+        assert action.message.results[0].direction is direction
+
+
+def test_an_engine_s_unfinished_jobs_have_different_ids() -> None:
+    fixture = CoreFixture("a/worker", "a/scheduler", "b")
+    plan = fixture.start("a/worker", 1, store(0))
+    assert fixture.refused("a/worker", 1, load(1)) == Code.DUPLICATE_JOB
+    assert fixture.refused("a/scheduler", 1, store(1)) == Code.DUPLICATE_JOB
+    fixture.start("b", 1, store(0))
+    fixture.report(TransferCompleted(plan.serial, Outcome.DONE))
+    fixture.start("a/scheduler", 1, store(1))
+
+
+@pytest.mark.parametrize(("spec", "other"), [(store, load), (load, store)])
+def test_jobs_of_a_session_are_bounded_per_direction(
+    spec: Callable[[int], TransferSpec], other: Callable[[int], TransferSpec]
+) -> None:
+    fixture = CoreFixture("a/worker", "a/scheduler")
+    fixture.fill("a/worker")
+    plans = [fixture.start("a/worker", job, spec(job)) for job in range(MAX_JOBS)]
+    assert fixture.refused("a/worker", 9, spec(5)) == Code.BUSY
+    fixture.start("a/worker", 20, other(6))
+    fixture.start("a/scheduler", 10, spec(5))
+    fixture.report(TransferCompleted(plans[1].serial, Outcome.FAILED, error=FAULT))
+    fixture.start("a/worker", 9, spec(5))
+    assert fixture.refused("a/worker", 11, spec(6)) == Code.BUSY
+
+
+def test_cancel_names_only_jobs_in_flight() -> None:
+    fixture = CoreFixture("a/worker", "a/scheduler", "b")
+    plan = fixture.start("a/worker", 1, store(0))
+    fixture.start("b", 2, store(0))
+    assert fixture.send("a/scheduler", wire.Cancel((1, 2, 3))) == [
+        CancelTransfers(1, (plan.serial,))
+    ]
+    actions = fixture.report(TransferCompleted(plan.serial, Outcome.CANCELLED))
+    assert finished(actions) == [("a/worker", 1, "cancelled", "cancelled")]
+    assert fixture.send("a/worker", wire.Cancel((1,))) == []
+
+
+def test_a_continued_command_is_sent_to_the_worker_again() -> None:
+    """In its turn: others come between."""
+    rest = CancelTransfers(1, (3, 4))
+    assert CoreFixture("a").report(Continue(rest)) == [rest]
+
+
+def test_a_cancel_after_the_completion_changes_nothing() -> None:
+    fixture = CoreFixture("a")
+    plan = fixture.start("a", 1, store(0))
+    fixture.send("a", wire.Cancel((1,)))
+    assert finished(fixture.report(TransferCompleted(plan.serial, Outcome.DONE))) == [
+        ("a", 1, "done", None)
+    ]
+
+
+def test_waiting_ends_after_the_last_job() -> None:
+    fixture = CoreFixture("a/worker", "a/scheduler")
+    plans = [fixture.start("a/worker", job, store(job)) for job in range(3)]
+    assert fixture.send("a/worker", wire.Wait(5, (0, 2, 2, 77))) == []
+    assert fixture.send("a/scheduler", wire.Wait(6, (2,))) == []
+    assert len(fixture.report(TransferCompleted(plans[0].serial, Outcome.DONE))) == 1
+    actions = fixture.report(TransferCompleted(plans[2].serial, Outcome.FAILED, error=FAULT))
+    assert finished(actions) == [("a/worker", 2, "failed", "copy_failed")]
+    assert actions[1:] == [
+        SendMessage("a/worker", wire.Waited(5)),
+        SendMessage("a/scheduler", wire.Waited(6)),
+    ]
+
+
+@pytest.mark.parametrize("job_ids", [(), (77,), (1, 77)])
+def test_waiting_for_ended_jobs_returns_at_once(job_ids: tuple[int, ...]) -> None:
+    fixture = CoreFixture("a")
+    plan = fixture.start("a", 1, store(0))
+    fixture.report(TransferCompleted(plan.serial, Outcome.DONE))
+    assert fixture.send("a", wire.Wait(5, job_ids)) == [SendMessage("a", wire.Waited(5))]
+
+
+def test_waits_of_a_session_are_bounded() -> None:
+    fixture = CoreFixture("a")
+    plan = fixture.start("a", 1, store(0))
+    for number in range(MAX_WAITS):
+        assert fixture.send("a", wire.Wait(number, (1,))) == []
+    assert fixture.error("a", wire.Wait(999, (1,))) == Code.BUSY
+    assert len(fixture.report(TransferCompleted(plan.serial, Outcome.DONE))) == 1 + MAX_WAITS
+    fixture.start("a", 1, store(0))
+    assert fixture.send("a", wire.Wait(999, (1,))) == []
+
+
+def test_waits_of_a_closed_session_are_dropped() -> None:
+    fixture = CoreFixture("a/worker", "a/scheduler")
+    plan = fixture.start("a/worker", 1, store(0))
+    fixture.send("a/scheduler", wire.Wait(5, (1,)))
+    fixture.core.close_session("a/scheduler")
+    actions = fixture.report(TransferCompleted(plan.serial, Outcome.DONE))
+    assert finished(actions) == [("a/worker", 1, "done", None)]
+    assert len(actions) == 1
+
+
+def test_jobs_of_a_closed_session_are_not_counted() -> None:
+    """They are named anew each time, and a daemon sees any number of them."""
+    fixture = CoreFixture("a/worker", "a/scheduler")
+    done, late = (fixture.start("a/scheduler", n, store(n)) for n in (1, 2))
+    fixture.send("a/scheduler", wire.Wait(5, (2,)))
+    fixture.report(TransferCompleted(done.serial, Outcome.DONE))
+    fixture.core.close_session("a/scheduler")
+    assert finished(fixture.report(TransferCompleted(late.serial, Outcome.CANCELLED))) == []
+    transfers = fixture.core._transfers
+    assert (transfers.moved_bytes, transfers._used_credits, transfers._pending_waits) == (
+        {},
+        {},
+        {},
+    )
+
+
+def test_jobs_end_when_the_process_that_owns_the_tensors_disconnects() -> None:
+    fixture = CoreFixture("a/worker", "a/scheduler")
+    mine, theirs = fixture.start("a/worker", 1, store(0)), fixture.start("a/scheduler", 2, store(1))
+    fixture.send("a/scheduler", wire.Wait(5, (1, 2)))
+    assert fixture.core.close_session("a/worker") == [
+        CloseSession("a/worker"),
+        CancelTransfers(1, (mine.serial,)),
+        UnmapTensors(1),
+    ]
+    assert fixture.report(TransferCompleted(mine.serial, Outcome.CANCELLED)) == []
+    actions = fixture.report(TransferCompleted(theirs.serial, Outcome.CANCELLED))
+    assert finished(actions) == [("a/scheduler", 2, "failed", "engine_gone")]
+    assert actions[1:] == [SendMessage("a/scheduler", wire.Waited(5))]
+    assert fixture.refused("a/scheduler", 3, store(1)) == Code.NOT_REGISTERED
+
+
+def test_tensors_stay_when_another_process_of_the_engine_disconnects() -> None:
+    fixture = CoreFixture("a/worker", "a/scheduler")
+    fixture.start("a/worker", 1, store(0))
+    plan = fixture.start("a/scheduler", 2, store(1))
+    expected = [CloseSession("a/scheduler"), CancelTransfers(1, (plan.serial,))]
+    assert fixture.core.close_session("a/scheduler") == expected
+    fixture.start("a/worker", 3, store(2))

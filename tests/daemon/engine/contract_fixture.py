@@ -1,0 +1,316 @@
+"""An engine under a device worker, and a model of all memory that it may write to."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvferry.cuda.driver import driver
+from kvferry.daemon.core.actions import (
+    Continue,
+    CopyCalibrated,
+    CopyPlan,
+    MapTensors,
+    StartTransfer,
+    TensorsMapped,
+    TensorsUnmapped,
+    UnmapTensors,
+)
+from kvferry.daemon.core.layout import BlockLayout
+from kvferry.daemon.device.mappings import MapCommand
+from kvferry.daemon.device.worker import DeviceWorker
+from kvferry.daemon.engine.base import CopyEngine, Mapping
+from kvferry.daemon.engine.cuda import engine as cuda_engine
+from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
+from kvferry.daemon.engine.reference import ReferenceEngine
+from kvferry.daemon.memory.pool import HostPool
+from kvferry.proto.errors import KVFerryError
+from kvferry.proto.layout import LayoutArrays
+from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
+from kvferry.proto.status import CalibrationPoint, CopyStatus
+from support.region_records_model import NO_BLOCKS
+
+from .simulated_driver import SimulatedDriver
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+POOL = 24 << 20
+# Small, so that many blocks lie across two registered chunks.
+CHUNK = 1 << 20
+TIMEOUT = 60.0
+JOBS = 60
+MODES = ("direct", "staged", "auto")
+SIMULATED_STAGING = 4 << 20
+Make: TypeAlias = Callable[[pytest.MonkeyPatch], CopyEngine]
+Job: TypeAlias = tuple[Direction, GPULoadStoreSpec, list[int]]
+
+
+def reference(patch: pytest.MonkeyPatch) -> CopyEngine:
+    return ReferenceEngine()
+
+
+def cuda(mode: str) -> Make:
+    return lambda patch: CudaEngine("0", CudaOptions(mode, 64 << 20, CHUNK))
+
+
+def simulated(mode: str, seed: int = 0, **options: Any) -> Make:
+    """The CUDA engine on a simulated driver; "auto" copies pages of 4 KiB and more directly.
+
+    It has little staging, which is used again and again. options: of CudaOptions.
+    """
+
+    def make(patch: pytest.MonkeyPatch) -> CopyEngine:
+        measured = CopyStatus("auto", CalibrationPoint(0, 1.0, 1.0), (), 4096, 4096)
+        patch.setattr(cuda_engine, "driver", lambda: SimulatedDriver(seed))
+        patch.setattr(cuda_engine, "calibrate", lambda *_: measured)
+        small = CudaOptions(mode, SIMULATED_STAGING, CHUNK, SIMULATED_STAGING)
+        return CudaEngine("0", replace(small, **options))
+
+    return make
+
+
+ENGINES: list[Any] = [
+    pytest.param(reference, id="reference"),
+    *(pytest.param(simulated(mode), id=f"simulated-{mode}") for mode in MODES),
+    *(pytest.param(cuda(mode), id=f"cuda-{mode}", marks=pytest.mark.gpu) for mode in MODES),
+]
+
+
+def has_gpu() -> bool:
+    with contextlib.suppress(KVFerryError):
+        return driver().device_count() > 0
+    return False
+
+
+def layout(pages: list[int], paddings: list[int], groups: list[list[int]], factor: int) -> KVLayout:
+    """Tensors of the given pages, rows further apart by the paddings; groups use whole pages."""
+    tensors = [TensorLayout(40, p, p + pad) for p, pad in zip(pages, paddings, strict=True)]
+    refs = [tuple(TensorRef(t, pages[t]) for t in group) for group in groups]
+    return KVLayout(tuple(tensors), tuple(refs), factor)
+
+
+LAYOUTS = {
+    "one page": layout([4096], [0], [[0]], 1),
+    "layers": layout([2048] * 24, [0] * 24, [list(range(24))], 3),
+    "padded and interleaved": layout([4096, 512, 1024], [64, 16, 4096], [[0, 1, 2]], 4),
+    "odd widths": layout([12, 100, 36], [4, 8, 4], [[0, 1, 2]], 5),
+    "single bytes": layout([1, 7, 333], [0, 2, 3], [[2, 0, 1]], 2),
+    "two groups": layout([1024, 1024, 65536], [0, 0, 0], [[0, 1], [2]], 2),
+    "shared tensors": layout([8192, 8192], [0, 0], [[0, 1], [1, 0]], 3),
+    "unpadded": KVLayout(
+        (TensorLayout(40, 4096, 4096), TensorLayout(40, 8192, 8192)),
+        ((TensorRef(1, 5000), TensorRef(0, 4092)),),
+        3,
+    ),
+    "large": layout([300_000, 300_000], [0, 0], [[0, 1]], 2),
+}
+MIXED = {
+    "staged": layout([2048] * 64, [0] * 64, [list(range(64))], 1),
+    "odd blocks": layout([1008] * 31, [16] * 31, [list(range(31))], 2),
+    "staged and direct": layout(
+        [2048] * 32 + [65536] * 2, [0] * 34, [list(range(32)), [32, 33]], 2
+    ),
+}
+"""Enough jobs of these go round a staging buffer several times."""
+
+
+@dataclass
+class ContractFixture:
+    """An engine, its device worker with one registration, and the model beside it."""
+
+    engine: CopyEngine
+    pool: HostPool
+    worker: DeviceWorker
+    reports: queue.SimpleQueue[Any]
+    serials: Iterator[int] = field(default_factory=lambda: count(1))
+
+    def open(self, shape: KVLayout, **wanted: Any) -> ModelledRegistration:
+        """Tensors allocated by the engine and filled; `wanted` as `map` has it."""
+        number, report = self.map(shape, **wanted)
+        for descriptor in report.descriptors:
+            os.close(descriptor)
+        opened = self.opened(number)
+        opened.fill()
+        return opened
+
+    def map(
+        self,
+        shape: KVLayout,
+        *,
+        keep: bool = False,
+        reuse: int | None = None,
+        own: tuple[TensorsMapped, tuple[int, ...]] | None = None,
+    ) -> tuple[int, TensorsMapped]:
+        """Have the worker allocate tensors; or open those that `own` says, by its descriptors."""
+        geometry = BlockLayout(
+            LayoutArrays.from_layout(shape), CHUNK // 2, (POOL - CHUNK) // shape.host_block_bytes
+        )
+        number = next(self.serials)
+        order = MapTensors(number, "s", geometry, (), None, None, keep, reuse)
+        if own is not None:
+            order = replace(order, allocations=own[0].allocations, locations=own[0].locations)
+        self.worker.post_command(MapCommand(order, own[1] if own else (), None))
+        report = self.report(TensorsMapped)
+        assert report.error is None, report.error
+        return number, report
+
+    def opened(self, number: int) -> ModelledRegistration:
+        mapping = self.worker._registrations[number].mapping
+        return ModelledRegistration(self, number, mapping.layout, mapping)
+
+    def unmap(self, opened: ModelledRegistration) -> None:
+        self.worker.post_command(UnmapTensors(opened.number))
+        assert self.report(TensorsUnmapped).registration == opened.number
+
+    def report(self, kind: type[Any]) -> Any:
+        while not isinstance(report := self.reports.get(timeout=TIMEOUT), kind):
+            assert isinstance(report, CopyCalibrated | Continue)
+        return report
+
+
+@dataclass
+class ModelledRegistration:
+    fixture: ContractFixture
+    number: int
+    geometry: BlockLayout
+    mapping: Mapping
+    rows: list[Bytes] = field(default_factory=list)
+
+    def fill(self) -> None:
+        rng = np.random.default_rng(7)
+        for index, span in enumerate(self.geometry.layout_arrays.span_bytes):
+            self.rows.append(rng.integers(0, 256, span, dtype=np.uint8))
+            self.write(index, self.rows[index])
+        self.fill_host()
+
+    def fill_host(self) -> None:
+        rng = np.random.default_rng(8)
+        self.host = rng.integers(0, 256, POOL, dtype=np.uint8)
+        ctypes.memmove(self.fixture.pool.address, self.host.ctypes.data, POOL)
+
+    def write(self, tensor: int, content: Bytes) -> None:
+        address = int(self.mapping.bases[tensor])
+        if isinstance(self.fixture.engine, CudaEngine):
+            device = self.fixture.engine._driver
+            device.retain_context(0)
+            device.copy_to_device(address, content)
+        else:
+            ctypes.memmove(address, content.ctypes.data, content.nbytes)
+
+    def read(self, tensor: int) -> Bytes:
+        content = np.empty(self.geometry.layout_arrays.span_bytes[tensor], dtype=np.uint8)
+        address = int(self.mapping.bases[tensor])
+        if isinstance(self.fixture.engine, CudaEngine):
+            device = self.fixture.engine._driver
+            device.call("cuMemcpyAsync", content.ctypes.data, address, content.nbytes, None)
+            device.call("cuCtxSynchronize")
+        else:
+            ctypes.memmove(content.ctypes.data, address, content.nbytes)
+        return content
+
+    def start(
+        self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int], model: bool = True
+    ) -> int:
+        """Send a transfer on its way, and do it in the model."""
+        order = self.order(direction, spec, hosts)
+        self.fixture.worker.post_command(order)
+        if model:
+            self.model(direction, spec, hosts)
+        return order.plan.serial
+
+    def order(
+        self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int]
+    ) -> StartTransfer:
+        blocks = self.geometry.resolve(direction, spec, np.array(hosts, dtype=np.int64))
+        serial, runs = next(self.fixture.serials), blocks.extents
+        plan = CopyPlan(
+            serial, self.number, direction, runs, self.geometry.count_bytes(runs), 0, 0,
+            self.geometry.end_offset(runs),
+        )  # fmt: skip
+        return StartTransfer(plan, "session", plan.serial, NO_BLOCKS)
+
+    def model(self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int]) -> None:
+        shape, left, ids = self.shape, list(hosts), spec.block_ids.tolist()
+        for group, (size, first) in enumerate(
+            zip(spec.group_sizes or (), spec.block_indices or (), strict=True)
+        ):
+            skip = first % shape.block_size_factor
+            mine = [
+                left.pop(0)
+                for _ in range(-(-(size + skip) // shape.block_size_factor) * (size > 0))
+            ]
+            for position in range(size):
+                block, sub = divmod(skip + position, shape.block_size_factor)
+                at = (
+                    CHUNK // 2
+                    + mine[block] * shape.host_block_bytes
+                    + sub * shape.group_bytes(group)
+                )
+                row = ids.pop(0)
+                for ref in shape.groups[group]:
+                    start = row * shape.tensors[ref.tensor].row_stride_bytes
+                    paged = self.rows[ref.tensor][start : start + ref.page_size_bytes]
+                    packed = self.host[at : at + ref.page_size_bytes]
+                    if direction is Direction.STORE:
+                        packed[:] = paged
+                    else:
+                        paged[:] = packed
+                    at += ref.page_size_bytes
+
+    def check(self) -> None:
+        for index, rows in enumerate(self.rows):
+            assert np.array_equal(self.read(index), rows), f"tensor {index}"
+        bad = np.flatnonzero(self.pool != self.host)
+        blocks = (bad - CHUNK // 2) // self.geometry.host_block_bytes
+        assert not bad.size, f"{bad.size} bytes of host blocks {sorted({*blocks.tolist()})}: {bad}"
+
+    @property
+    def shape(self) -> KVLayout:
+        return msgspec.convert(self.geometry.layout_arrays.to_lists(), KVLayout)
+
+    @property
+    def pool(self) -> Bytes:
+        return np.ctypeslib.as_array(
+            (ctypes.c_uint8 * POOL).from_address(self.fixture.pool.address)
+        )
+
+    def both_ways(self, rng: np.random.Generator) -> tuple[Job, Job]:
+        """A store and a load that have nothing in common with one another's kind."""
+        half, layout = self.geometry.host_blocks // 2, self.shape
+        return (
+            (Direction.STORE, *transfer(layout, half, rng, range(20))),
+            (Direction.LOAD, *transfer(layout, half, rng, range(20, 40), half)),
+        )
+
+
+def transfer(
+    shape: KVLayout,
+    hosts: int,
+    rng: np.random.Generator,
+    rows: Sequence[int] = range(40),
+    first_host: int = 0,
+) -> tuple[GPULoadStoreSpec, list[int]]:
+    """A random transfer: some blocks of each group from anywhere in their request."""
+    factor = shape.block_size_factor
+    share = len(rows) // len(shape.groups)
+    ids = rng.permutation(rows).tolist()
+    sizes = [int(rng.integers(0, share + 1)) for _ in shape.groups]
+    firsts = [int(rng.integers(0, 100)) for _ in shape.groups]
+    needs = [-(-(n + i % factor) // factor) * (n > 0) for n, i in zip(sizes, firsts, strict=True)]
+    chosen = (first_host + rng.permutation(min(hosts, 200)))[: sum(needs)].tolist()
+    while sum(needs) > len(chosen):
+        sizes = [size // 2 for size in sizes]
+        needs = [
+            -(-(n + i % factor) // factor) * (n > 0) for n, i in zip(sizes, firsts, strict=True)
+        ]
+        chosen = chosen[: sum(needs)]
+    return GPULoadStoreSpec(ids[: sum(sizes)], tuple(sizes), tuple(firsts)), chosen

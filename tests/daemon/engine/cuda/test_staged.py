@@ -1,0 +1,97 @@
+"""How much of what was gathered is written back in one flush."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import cast
+
+import numpy as np
+
+from kvferry.cuda.driver import Driver
+from kvferry.daemon.core.layout import BlockLayout, Extent
+from kvferry.daemon.engine.cuda.chunk import Chunk
+from kvferry.daemon.engine.cuda.dma import Dma
+from kvferry.daemon.engine.cuda.staged import StagedCopy
+from kvferry.daemon.engine.cuda.staging import UNITS, Staging
+from kvferry.proto.errors import Code
+from kvferry.proto.layout import LayoutArrays
+from kvferry.proto.specs import Direction, KVLayout, TensorLayout, TensorRef
+
+from ..simulated_driver import SimulatedDriver
+
+PAGE, BLOCKS = 256, 6
+LAYOUT = KVLayout((TensorLayout(BLOCKS, PAGE, PAGE),), ((TensorRef(0, PAGE),),))
+
+
+def is_one(block: int, blocks: tuple[int, ...]) -> bool:
+    return block in blocks
+
+
+class StagedStores:
+    """A staged copy, and a store chunk of each block; what they move is in `tensor` and `pool`.
+
+    revoked: blocks of an engine that has given up its transfers. write_back: blocks written back
+    in one flush.
+    """
+
+    def __init__(self, *revoked: int, write_back: int = BLOCKS) -> None:
+        self.driver = SimulatedDriver()
+        device = cast(Driver, self.driver)
+        self.tensor = np.arange(BLOCKS * PAGE, dtype=np.uint8).reshape(BLOCKS, PAGE)
+        self.pool = np.zeros_like(self.tensor)
+        dma = Dma(device, self.pool.ctypes.data, self.pool.nbytes)
+        self.copy = StagedCopy(device, dma, write_back * PAGE)
+        staging = Staging(device, UNITS * PAGE)
+        geometry = BlockLayout(LayoutArrays.from_layout(LAYOUT), 0, BLOCKS)
+        table = self.copy.table(geometry, 0, np.array([self.tensor.ctypes.data]))
+        self.chunks: list[Chunk] = []
+        for block in range(BLOCKS):
+            run = Extent(0, np.array([block]), np.array([block * PAGE]))
+            slot = staging.take_slot(Direction.STORE, PAGE)
+            self.chunks.append(
+                self.copy.enqueue(
+                    Direction.STORE, table, slot, run, partial(is_one, block, revoked)
+                )
+            )
+
+    @property
+    def written_back(self) -> int:
+        return sum(chunk.done is not None for chunk in self.chunks)
+
+
+def test_a_flush_writes_back_a_bounded_number_of_bytes() -> None:
+    stores, seen = StagedStores(write_back=2), list[int]()
+    for _ in range(4):
+        stores.copy.flush(Direction.STORE, more=False)
+        seen.append(stores.written_back)
+    assert seen == [2, 4, 6, 6]
+    assert stores.driver.launches == [(Direction.STORE, BLOCKS)]
+    stores.driver.settle()
+    assert np.array_equal(stores.pool, stores.tensor)
+
+
+def test_before_chunks_that_are_not_staged_everything_is_written_back() -> None:
+    stores = StagedStores(write_back=1)
+    stores.copy.finish(Direction.STORE)
+    assert stores.written_back == BLOCKS
+
+
+def test_a_write_back_that_the_device_refuses_fails_the_chunks_behind_it() -> None:
+    stores = StagedStores(write_back=2)
+    stores.copy.flush(Direction.STORE, more=False)
+    stores.driver.refuse = lambda name: name == "cuMemcpyAsync"
+    stores.copy.flush(Direction.STORE, more=False)
+    assert [chunk.error is not None for chunk in stores.chunks] == [False] * 2 + [True] * 4
+    assert stores.written_back == 2
+
+
+def test_no_kernel_is_launched_for_an_engine_that_gave_up_its_transfers() -> None:
+    stores = StagedStores(1, 4)
+    stores.copy.finish(Direction.STORE)
+    stores.driver.settle()
+    errors = {block: chunk.error for block, chunk in enumerate(stores.chunks) if chunk.error}
+    assert {block: error.code for block, error in errors.items()} == dict.fromkeys(
+        (1, 4), Code.CANCELLED
+    )
+    copied = stores.pool.any(axis=1)
+    assert copied.tolist() == [True, False, True, True, False, True]

@@ -1,0 +1,172 @@
+"""The reference engine under a device worker."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import os
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.daemon.core.actions import TransferCompleted
+from kvferry.daemon.engine import reference
+from kvferry.daemon.engine.reference import Faults, ReferenceEngine
+from kvferry.daemon.memory.shared_memory import PAGE
+from kvferry.proto.errors import Code
+from kvferry.proto.memory import CudaAllocation, FdAllocation, Location
+from kvferry.proto.specs import Direction, KVLayout
+from kvferry.shm.memfd import sealed_memfd
+from kvferry.testing.engine import until
+from support.worker_fixture import SMALL, STORE, TIMEOUT, WorkerFixture, layout, open_descriptors
+
+
+@dataclass
+class CopyFixture:
+    """A registration that the reference engine allocated, and its bytes: (block, byte) arrays."""
+
+    fixture: WorkerFixture
+    gpu: np.ndarray[Any, np.dtype[np.uint8]]
+    host: np.ndarray[Any, np.dtype[np.uint8]]
+
+
+BYTES = 64
+
+
+@pytest.fixture
+def faults() -> Faults:
+    return Faults()
+
+
+@pytest.fixture
+def copies(request: pytest.FixtureRequest, faults: Faults) -> Iterator[CopyFixture]:
+    """Its parameter, if any, has arguments of the engine."""
+    fixture = WorkerFixture(ReferenceEngine(faults, **getattr(request, "param", {})))
+    report = fixture.map(locations=None)
+    (descriptor,), (location,) = report.descriptors, report.locations
+    memory = mmap.mmap(descriptor, 64 * BYTES)
+    os.close(descriptor)
+    assert location == Location(0, 0)
+    gpu = np.frombuffer(memory, dtype=np.uint8).reshape(64, BYTES)
+    pool: Any = (ctypes.c_ubyte * (64 * BYTES)).from_address(fixture.pool.address)
+    random = np.random.default_rng(3)
+    gpu[:] = random.integers(0, 256, gpu.shape, dtype=np.uint8)
+    yield CopyFixture(fixture, gpu, np.frombuffer(pool, dtype=np.uint8).reshape(64, BYTES))
+    fixture.close()
+
+
+# Chunks of any size are copied in threads of the engine.
+IN_THREADS = pytest.mark.parametrize("copies", [{"at_once_bytes": 0}], indirect=True)
+
+
+def wait_for(fixture: WorkerFixture, *wanted: int) -> dict[int, TransferCompleted]:
+    """Until all of these have ended."""
+    ended: dict[int, TransferCompleted] = {}
+    while not ended.keys() >= set(wanted):
+        ended |= {r.serial: r for r in fixture.reports() if isinstance(r, TransferCompleted)}
+    return ended
+
+
+@IN_THREADS
+@pytest.mark.parametrize("first", Direction)
+def test_real_copies_that_meet_are_done_one_after_the_other(
+    copies: CopyFixture, first: Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, copied = threading.Event(), queue.SimpleQueue[Direction]()
+    copy = reference._copy
+
+    def slow_copy(chunk: Any) -> None:
+        if chunk.direction is first:
+            assert gate.wait(TIMEOUT)
+        copy(chunk)
+        copied.put(chunk.direction)
+
+    monkeypatch.setattr(reference, "_copy", slow_copy)
+    gpu, host = copies.gpu.copy(), copies.host.copy()
+    plans = copies.fixture.start(first, [1], [1]), copies.fixture.start(first.other, [2], [1])
+    free = copies.fixture.start(first.other, [9], [9])
+    assert copies.fixture.settle() == []
+    assert copied.empty()
+    gate.set()
+    wait_for(copies.fixture, *plans, free)
+    assert [copied.get(timeout=TIMEOUT) for _ in range(3)] == [first, first.other, first.other]
+    if first is STORE:
+        assert np.array_equal(copies.gpu[2], gpu[1])
+    else:
+        assert np.array_equal(copies.gpu[1], host[1])
+        assert np.array_equal(copies.host[1], gpu[2])
+
+
+def test_a_real_copy_that_fails_ends_once_and_the_next_is_fine(
+    copies: CopyFixture, faults: Faults
+) -> None:
+    faults.fail_every = 2
+    plans = [copies.fixture.start(STORE, [block]) for block in range(4)]
+    ended = wait_for(copies.fixture, *plans)
+    assert [ended[serial].outcome for serial in plans] == ["done", "failed", "done", "failed"]
+    errors = [error.code for serial in plans if (error := ended[serial].error)]
+    assert errors == [Code.COPY_FAILED, Code.COPY_FAILED]
+    assert copies.fixture.settle() == []
+
+
+@IN_THREADS
+def test_the_reference_engine_takes_few_chunks_at_once(
+    copies: CopyFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(reference, "_copy", lambda _: gate.wait(TIMEOUT))
+    engine = copies.fixture.engine
+    taken_in: list[object] = []
+    submit = engine.submit
+
+    def counted(*arguments: Any) -> object:
+        taken_in.append(submit(*arguments))
+        return taken_in[-1]
+
+    monkeypatch.setattr(engine, "submit", counted)
+    plans = [copies.fixture.start(STORE, [block]) for block in range(30)]
+    until(lambda: len(taken_in) == reference.MAX_CHUNKS, TIMEOUT)
+    assert copies.fixture.settle() == []
+    assert len(taken_in) == reference.MAX_CHUNKS
+    gate.set()
+    assert sorted(wait_for(copies.fixture, *plans)) == plans
+    assert len(taken_in) == 30
+
+
+CUDA = CudaAllocation("GPU-1", bytes(64), PAGE)
+
+
+@pytest.mark.parametrize(
+    ("shape", "where"),
+    [
+        (SMALL, {"allocations": (CUDA,)}),
+        (SMALL, {"allocations": (FdAllocation(0, 1 << 40),), "files": 1}),
+        (SMALL, {"allocations": (FdAllocation(0, PAGE), CUDA), "files": 1}),
+        (SMALL, {"allocations": (FdAllocation(0, PAGE),), "files": 1, "timeline": "pipe"}),
+        (layout(1 << 47, 1 << 20), {"locations": None}),
+        (layout(1 << 40, 1 << 10), {"locations": None}),
+    ],
+    ids=["CUDA", "too short", "mixed", "a pipe for a timeline", "beyond 64 bits", "no such memory"],
+)
+def test_wrong_registrations_are_refused_and_do_not_end_the_worker(
+    shape: KVLayout, where: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = dict(where)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    fixture = WorkerFixture(ReferenceEngine())
+    gc.collect()  # or what other tests left may be closed meanwhile
+    before = open_descriptors()
+    descriptors = tuple(sealed_memfd("kv", PAGE) for _ in range(where.pop("files", 0)))
+    ends = os.pipe() if where.pop("timeline", None) else None
+    report = fixture.map(shape=shape, timeline=ends and ends[0], descriptors=descriptors, **where)
+    assert report.error is not None
+    if ends is not None:
+        os.close(ends[1])
+    until(lambda: open_descriptors() <= before, TIMEOUT)  # a thread closes them
+    fixture.close()

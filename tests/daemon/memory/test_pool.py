@@ -1,0 +1,130 @@
+"""A pool that the machine cannot hold, or may not lock, is refused with what to change."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.daemon import app
+from kvferry.daemon.app import DESCRIPTORS, check_descriptors, make_engine
+from kvferry.daemon.config import Config, PoolConfig
+from kvferry.daemon.engine.reference import ReferenceEngine
+from kvferry.daemon.memory import pool as pool_module
+from kvferry.daemon.memory.pool import HostPool, available_bytes, check_fits
+from kvferry.daemon.memory.shared_memory import PAGE
+from kvferry.daemon.systemd import Supervisor
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.sizes import parse_bytes
+from kvferry.shm.memfd import sealed_memfd
+
+LIMIT = 1 << 20
+
+
+@pytest.fixture
+def small_lock_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An ordinary user who may lock one MiB."""
+    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (LIMIT, before[1]))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    yield
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
+
+
+@pytest.mark.usefixtures("small_lock_limit")
+def test_a_pool_above_the_lock_limit_is_refused() -> None:
+    check_fits(LIMIT, locked=True)
+    check_fits(2 * LIMIT, locked=False)
+    with pytest.raises(Refused, match="LimitMEMLOCK=infinity") as refused:
+        check_fits(LIMIT + 1, locked=True)
+    assert refused.value.code == Code.POOL_TOO_LARGE
+    assert str(LIMIT + 1) in refused.value.value
+
+
+@pytest.mark.usefixtures("small_lock_limit")
+def test_the_lock_limit_does_not_bind_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    check_fits(2 * LIMIT, locked=True)
+
+
+def test_a_pool_larger_than_memory_is_refused() -> None:
+    check_fits(available_bytes() // 2, locked=False)
+    with pytest.raises(Refused, match=r"reduce pool\.size") as refused:
+        check_fits(1 << 50, locked=False)
+    assert refused.value.code == Code.POOL_TOO_LARGE
+
+
+@pytest.mark.parametrize(
+    "config", [PoolConfig("4MiB", "1MiB"), PoolConfig("2MiB", "1MiB", keep=False)]
+)
+def test_a_released_pool_makes_room_for_the_next_one(
+    config: PoolConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is counted in where it is asked whether that fits; it is done once nothing refuses to
+    start any more, though whoever kept it does not let go of it yet."""
+    old = [sealed_memfd("pool", 1 << 20) for _ in range(2)]
+    for held in old:
+        os.pwrite(held, bytes(1 << 20), 0)
+    supervisor = Supervisor({})
+    supervisor.stored_fds = {f"pool-{number:05}": os.dup(held) for number, held in enumerate(old)}
+    counted: list[int] = []
+
+    def check(nbytes: int, *, locked: bool, spare: int) -> None:
+        counted.append(spare)
+
+    monkeypatch.setattr(app, "check_fits", check)
+    pool, kept = app.make_pool(Config(pool=config), supervisor, locked=False)
+    assert counted == [2 << 20]
+    assert sum(os.fstat(held).st_blocks for held in old) == (2 << 20) // 512
+    kept.store_new_pool()
+    assert [os.fstat(held).st_blocks for held in old] == [0, 0]
+    assert not [made for made in pool.descriptors if os.fstat(made).st_blocks]
+    pool.close(ReferenceEngine())
+    for held in old:
+        os.close(held)
+
+
+def test_memory_of_the_released_pool_counts_as_available() -> None:
+    much = available_bytes()
+    check_fits(much + (1 << 29), locked=False, spare=1 << 30)
+    with pytest.raises(Refused, match=r"reduce pool\.size"):
+        check_fits(much + (3 << 30), locked=False, spare=1 << 30)
+
+
+@pytest.mark.parametrize(("used", "available"), [(6, 7), (1, 8)], ids=["here", "elsewhere"])
+def test_a_control_group_has_no_more_than_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: int, available: int
+) -> None:
+    """What will be given back may count as taken by another group."""
+    (tmp_path / "memory.max").write_text(f"{8 << 20}\n")
+    (tmp_path / "memory.current").write_text(f"{used << 20}\n")
+    monkeypatch.setattr(pool_module, "_control_groups", lambda: [tmp_path])
+    assert available_bytes() == (8 - used) << 20
+    assert available_bytes(5 << 20) == available << 20
+
+
+@pytest.mark.parametrize("chunk", ["1000000", "2MiB"])
+def test_the_engine_cuts_copies_where_the_pool_has_its_chunks(
+    chunk: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of whole pages, whatever was asked for."""
+    made: list[Any] = []
+    engine = import_module("kvferry.daemon.engine.cuda.engine")
+    monkeypatch.setattr(engine, "CudaEngine", lambda _, options: made.append(options))
+    make_engine(Config(device="0", pool=PoolConfig(chunk=chunk)))
+    pool = HostPool(4 << 20, parse_bytes(chunk))
+    assert [options.chunk_bytes for options in made] == [pool.chunk_bytes]
+    pool.close(ReferenceEngine())
+
+
+def test_descriptors_are_counted_for_chunks_of_whole_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 2 * (DESCRIPTORS + (32 << 20) // PAGE)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    check_descriptors(32 << 20, 2000)
+    with pytest.raises(Refused, match=r"pool\.chunk"):
+        check_descriptors((32 << 20) + 1, 2000)

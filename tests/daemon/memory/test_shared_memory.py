@@ -1,0 +1,76 @@
+"""Memory of many bytes is freed by a thread, not by the caller."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from kvferry.daemon.memory.fd_closer import SMALL_BYTES, THREAD_NAME, close_memory
+from kvferry.daemon.memory.shared_memory import MappedFile
+from kvferry.testing.engine import until
+
+
+def is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def memfd(nbytes: int) -> int:
+    """A memfd with memory, which its last close frees."""
+    descriptor = os.memfd_create("kvferry-test-closed")
+    os.ftruncate(descriptor, nbytes)
+    os.posix_fallocate(descriptor, 0, nbytes)
+    return descriptor
+
+
+@pytest.fixture
+def closed_by(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
+    """Which thread closed a descriptor, by its number."""
+    threads: dict[int, str] = {}
+    close = os.close
+
+    def note(descriptor: int) -> None:
+        threads[descriptor] = threading.current_thread().name
+        close(descriptor)
+
+    monkeypatch.setattr("kvferry.daemon.memory.fd_closer.os.close", note)
+    return threads
+
+
+def test_large_memory_is_closed_by_a_thread(closed_by: dict[int, str]) -> None:
+    """What a memfd has counts, and not its size: pages that nobody touched cost nothing."""
+    large, small = memfd(SMALL_BYTES), memfd(SMALL_BYTES // 2)
+    sparse = os.memfd_create("kvferry-test-closed")
+    os.ftruncate(sparse, 1 << 30)
+    for descriptor in (large, small, sparse):
+        close_memory(descriptor)
+    here = threading.current_thread().name
+    assert (closed_by[small], closed_by[sparse]) == (here, here)
+    until(lambda: large in closed_by, 10)
+    assert closed_by[large] == THREAD_NAME
+    until(lambda: not is_open(large), 10)
+
+
+def is_mapped(name: str) -> bool:
+    with open("/proc/self/maps") as maps:
+        return any(name in line for line in maps)
+
+
+def test_memory_of_a_client_is_unmapped_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mapping may be the last that holds it."""
+    later: list[Callable[[], None]] = []
+    monkeypatch.setattr("kvferry.daemon.memory.shared_memory.close_later", later.append)
+    descriptor = memfd(SMALL_BYTES)
+    memory = MappedFile(descriptor, SMALL_BYTES)
+    os.close(descriptor)
+    memory.close()
+    assert is_mapped("kvferry-test-closed")
+    (unmap,) = later
+    unmap()
+    assert not is_mapped("kvferry-test-closed")

@@ -1,0 +1,90 @@
+"""Every transfer ends once and in order, whatever the device and the core do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.daemon.core.actions import CancelTransfers, TransferCompleted, UnmapTensors
+from kvferry.daemon.engine.base import ChunkBudget
+from kvferry.proto.messages import Outcome
+from kvferry.proto.specs import Direction
+from support.worker_fixture import (
+    ERROR,
+    LOAD,
+    STORE,
+    FakeChunk,
+    StubEngine,
+    WorkerFixture,
+    run_out,
+    serials,
+    taken,
+)
+
+few = st.lists(st.integers(0, 5), max_size=4, unique=True)
+events = st.one_of(
+    st.tuples(st.just("start"), st.sampled_from(Direction), few, st.permutations(range(6))),
+    st.tuples(
+        st.sampled_from(["finish", "finish", "finish", "fail", "abandon"]), st.integers(0, 9)
+    ),
+    st.just(("refuse",)),
+)
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(events, max_size=30),
+    st.sampled_from([ChunkBudget(1 << 30), ChunkBudget(64), ChunkBudget(1 << 30, 2)]),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_every_transfer_ends_once_and_in_order(
+    history: list[tuple[Any, ...]], room: ChunkBudget, most: int, unmapped: bool
+) -> None:
+    stub = StubEngine()
+    stub.chunk, stub.most = room, most
+    fixture = WorkerFixture(stub)
+    fixture.map()
+    plans: dict[int, tuple[Direction, list[int]]] = {}
+    ended: list[TransferCompleted] = []
+    for event in history:
+        match event:
+            case "start", direction, blocks, hosts:
+                serial = fixture.start(direction, blocks, hosts[: len(blocks)])
+                plans[serial] = direction, blocks
+            case ("refuse",):
+                stub.refusals.append(ERROR)
+            case "abandon", number:
+                fixture.worker.post_command(CancelTransfers(1, (number + 1,)))
+            case verb, number if number < len(stub.in_flight):
+                chunk = stub.in_flight[number]
+                chunk.done, chunk.error = verb == "finish", None if verb == "finish" else ERROR
+        ended += [report for report in fixture.settle() if isinstance(report, TransferCompleted)]
+        check_apart(stub.in_flight)
+    stub.refusals.clear()
+    if unmapped:
+        fixture.worker.post_command(UnmapTensors(1))
+    ended += [report for report in run_out(fixture, stub) if isinstance(report, TransferCompleted)]
+    fixture.close()
+    chunks = taken(stub)
+    assert sorted(serials(ended)) == sorted(plans)
+    assert len(stub.closed) == unmapped
+    for direction in Direction:
+        mine = [end for end in ended if plans[end.serial][0] is direction]
+        told = [end.serial for end in mine if end.outcome is not Outcome.CANCELLED]
+        assert told == sorted(told)
+        submitted = [p.blocks for p in chunks if p.direction is direction]
+        if {end.outcome for end in mine} <= {Outcome.DONE}:  # then nothing is left out
+            assert [*chain(*submitted)] == [*chain(*(plans[serial][1] for serial in told))]
+
+
+def check_apart(chunks: Sequence[FakeChunk]) -> None:
+    """No two chunks in flight, one each way, touch the same block on either side."""
+    for store in (chunk for chunk in chunks if chunk.direction is STORE):
+        for load in (chunk for chunk in chunks if chunk.direction is LOAD):
+            assert not set(store.blocks) & set(load.blocks)
+            assert not {*store.run.host_offsets.tolist()} & {*load.run.host_offsets.tolist()}

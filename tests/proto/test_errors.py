@@ -1,0 +1,51 @@
+"""Errors: kinds by code, on the wire and pickled."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from kvferry.proto.errors import (
+    FAILED,
+    GONE,
+    Code,
+    ErrorInfo,
+    Failed,
+    Gone,
+    KVFerryError,
+    Refused,
+    error_of,
+)
+
+
+def test_codes_that_are_not_the_request_s_fault() -> None:
+    """Every other code is; clients act on this, so that it changes only together with them."""
+    assert {"copy_failed", "map_failed", "driver", "corrupt_block"} == FAILED
+    assert {"cancelled", "timeout", "engine_gone", "daemon_gone", "shutting_down"} == GONE
+    assert not FAILED & GONE
+
+
+@pytest.mark.parametrize("code", [*Code, "code_of_tomorrow"])
+def test_an_error_travels_and_is_raised_as_its_kind(code: str) -> None:
+    kind = Failed if code in FAILED else Gone if code in GONE else Refused
+    error = error_of(ErrorInfo(code, "what it means", "17"))
+    assert type(error) is kind
+    assert error.info == ErrorInfo(code, "what it means", "17")
+
+
+@pytest.mark.parametrize("kind", [KVFerryError, Refused, Failed, Gone])
+def test_errors_can_be_pickled(kind: type[KVFerryError]) -> None:
+    error = kind(Code.BUSY, "poll first", 17)
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is kind
+    assert (copy.code, copy.message, copy.value) == ("busy", "poll first", "17")
+    assert str(copy) == str(error) == "[busy] poll first (got 17)"
+
+
+def test_an_error_travels_with_a_value_of_bounded_length() -> None:
+    assert len(Refused(Code.BAD_SPEC, "no", "v" * 10_000).info.value) == 512
+
+
+def test_an_error_without_a_value_shows_none() -> None:
+    assert str(Refused(Code.BUSY, "poll first")) == "[busy] poll first"

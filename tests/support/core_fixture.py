@@ -1,0 +1,125 @@
+"""Core with sessions, for examples: CoreFixture.
+
+Sessions are named engine/process; the first of an engine registers it. Time stands at 101.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvferry.daemon.core.actions import (
+    Action,
+    CopyPlan,
+    MapTensors,
+    Report,
+    SendMessage,
+    StartTransfer,
+    TensorsMapped,
+    TransferCompleted,
+)
+from kvferry.daemon.core.core import Core
+from kvferry.daemon.core.status import DaemonIdentity
+from kvferry.proto import messages as wire
+from kvferry.proto import status as proto_status
+from kvferry.proto.errors import Code, ErrorInfo
+from kvferry.proto.messages import Outcome
+from kvferry.proto.specs import (
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    KVLayout,
+    TensorLayout,
+    TensorRef,
+    TransferSpec,
+)
+from support.region_records_model import RegionRecordsModel
+
+MAX_JOBS = 3
+POOL = 16 * 4096
+LAYOUT = KVLayout((TensorLayout(8, 1024, 1024),), ((TensorRef(0, 1024),),), 2)
+OTHER = KVLayout((TensorLayout(8, 512, 512),), ((TensorRef(0, 512),),))
+LIMITS = proto_status.Limits(1 << 20, 1 << 10, MAX_JOBS)
+DEVICE = proto_status.DeviceInfo("cpu", "cpu", "host memory")
+FAULT = ErrorInfo(Code.COPY_FAILED, "the copy failed")
+
+
+def new_core(pool_bytes: int = POOL) -> Core:
+    return Core(DaemonIdentity("0.1", "boot", 4711, DEVICE, LIMITS), pool_bytes, started=100.0)
+
+
+def store(*blocks: int, hosts: tuple[int, ...] = (0,)) -> TransferSpec:
+    return GPULoadStoreSpec(blocks), CPULoadStoreSpec(hosts)
+
+
+def load(*blocks: int, hosts: tuple[int, ...] = (0,)) -> TransferSpec:
+    return CPULoadStoreSpec(hosts), GPULoadStoreSpec(blocks)
+
+
+class CoreFixture:
+    """A core, and the shorthand of the examples. Time stands at 101."""
+
+    def __init__(
+        self,
+        *sessions: str,
+        registered: bool = True,
+        timeline: int | None = None,
+        pool_bytes: int = POOL,
+    ) -> None:
+        """Sessions are named engine/process; the first of an engine registers it."""
+        self.core = new_core(pool_bytes)
+        self.region_records = RegionRecordsModel()
+        seen: set[str] = set()
+        for session in sessions:
+            engine = session.partition("/")[0]
+            self.core.open_session(session, wire.Hello(1, 1, session, engine))
+            if registered and engine not in seen:
+                (mapping,) = self.send(session, wire.AllocateKVCaches(1, LAYOUT, 4096, timeline))
+                assert mapping == MapTensors(
+                    len(seen) + 1, session, mapping.layout, (), None, timeline
+                )
+                self.report(TensorsMapped(mapping.registration, session))
+            seen.add(engine)
+
+    def send(self, session: str, message: wire.ClientMessage) -> list[Any]:
+        return self.region_records.observe(self.core.handle(session, message, now=101.0))
+
+    def report(self, report: Report) -> list[Any]:
+        return self.region_records.observe(self.core.report(report))
+
+    def submit(self, session: str, job_id: int, spec: TransferSpec, wait_for: int = 0) -> list[Any]:
+        return self.send(session, wire.Submit(job_id, *spec, wait_for))
+
+    def start(self, session: str, job_id: int, spec: TransferSpec, wait_for: int = 0) -> CopyPlan:
+        (action,) = self.submit(session, job_id, spec, wait_for)
+        assert isinstance(action, StartTransfer)
+        return action.plan
+
+    def fill(self, session: str) -> None:
+        """Store something in every host block of an engine."""
+        plan = self.start(session, 1000, store(0, 1, 2, 3, hosts=(0, 1)))
+        self.report(TransferCompleted(plan.serial, Outcome.DONE))
+
+    def refused(self, session: str, job_id: int, spec: TransferSpec, wait_for: int = 0) -> str:
+        """The code with which a Submit is refused."""
+        (action,) = self.submit(session, job_id, spec, wait_for)
+        (result,) = action.message.results
+        assert (action.session, result.job_id, result.outcome) == (session, job_id, "refused")
+        assert (result.nbytes, result.seconds) == (0, 0.0)
+        return str(result.error.code)
+
+    def error(self, session: str, message: wire.ClientMessage) -> str:
+        """The code with which another request is refused."""
+        (action,) = self.send(session, message)
+        assert isinstance(action.message, wire.Error)
+        assert (action.session, action.message.boot_id) == (session, "boot")
+        assert action.message.request_id == getattr(message, "request_id", None)
+        return action.message.error.code
+
+
+def finished(actions: list[Action]) -> list[tuple[str, int, str, str | None]]:
+    """(session, job id, outcome, error code) of every result sent."""
+    return [
+        (a.session, r.job_id, r.outcome, None if r.error is None else r.error.code)
+        for a in actions
+        if isinstance(a, SendMessage) and isinstance(a.message, wire.Finished)
+        for r in a.message.results
+    ]

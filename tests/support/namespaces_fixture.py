@@ -1,0 +1,268 @@
+"""A core with namespaces, for examples: NamespacesFixture.
+
+Keys are single letters, and b"abc" are three of them. In LAYOUT a key is one GPU block, and the
+namespace has room for four; where host blocks of several GPU blocks matter, it is WIDE or HYBRID.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import pytest
+
+from kvferry.daemon.core.actions import (
+    Action,
+    Broadcast,
+    CopyPlan,
+    MapTensors,
+    PublishKVEvents,
+    Report,
+    SendMessage,
+    SendStream,
+    StartTransfer,
+    TensorsMapped,
+    TensorsUnmapped,
+    TransferCompleted,
+    UnmapTensors,
+)
+from kvferry.daemon.core.core import Core
+from kvferry.daemon.core.status import DaemonIdentity
+from kvferry.proto import memory
+from kvferry.proto import messages as wire
+from kvferry.proto import status as proto_status
+from kvferry.proto.errors import Code, ErrorInfo
+from kvferry.proto.messages import Outcome
+from kvferry.proto.specs import (
+    GPULoadStoreSpec,
+    KeyLoadStoreSpec,
+    KVLayout,
+    TensorLayout,
+    TensorRef,
+    TransferSpec,
+)
+from support.region_records_model import RegionRecordsModel
+
+PAGE = 1024
+ROOM = 4 * PAGE
+POOL = 16 * ROOM
+ROW = TensorLayout(16, PAGE, PAGE)
+LAYOUT = KVLayout((ROW,), ((TensorRef(0, PAGE),),))
+WIDE = KVLayout((ROW,), ((TensorRef(0, PAGE),),), 3)
+HYBRID = KVLayout((ROW, ROW), ((TensorRef(0, PAGE),), (TensorRef(1, PAGE // 2),)), 3)
+FINGERPRINT = proto_status.Fingerprint("llama", PAGE, block_size=16, key_bytes=1)
+OF_THREE = proto_status.Fingerprint("llama", 3 * PAGE, key_bytes=1)
+OTHER = proto_status.Fingerprint("qwen", PAGE, key_bytes=1)
+DEVICE = proto_status.DeviceInfo("cpu", "cpu", "host memory")
+FAULT = ErrorInfo(Code.COPY_FAILED, "the copy failed")
+DONE, FAILED, CANCELLED = Outcome.DONE, Outcome.FAILED, Outcome.CANCELLED
+NOT_DONE = pytest.mark.parametrize("outcome", [FAILED, CANCELLED])
+
+
+def each(letters: bytes) -> tuple[bytes, ...]:
+    return tuple(letters[at : at + 1] for at in range(len(letters)))
+
+
+def by_key(letters: bytes) -> KeyLoadStoreSpec:
+    return KeyLoadStoreSpec(each(letters))
+
+
+def blocks(ids: Sequence[int], *groups: tuple[int, int]) -> GPULoadStoreSpec:
+    """GPU blocks. groups: of each how many they are, and the index of the first."""
+    if not groups:
+        return GPULoadStoreSpec(ids)
+    return GPULoadStoreSpec(ids, *(tuple(column) for column in zip(*groups, strict=True)))
+
+
+def store(letters: bytes, gpu: GPULoadStoreSpec | None = None) -> TransferSpec:
+    return gpu or blocks(range(len(letters))), by_key(letters)
+
+
+def load(letters: bytes, gpu: GPULoadStoreSpec | None = None) -> TransferSpec:
+    return by_key(letters), gpu or blocks(range(len(letters)))
+
+
+class NamespacesFixture:
+    """A core, and the shorthand of the examples.
+
+    Sessions are named engine/process. Those that are given here are in the namespace already, and
+    the first of an engine has registered it.
+    """
+
+    def __init__(
+        self,
+        *sessions: str,
+        fingerprint: proto_status.Fingerprint = FINGERPRINT,
+        layout: KVLayout = LAYOUT,
+        quota: int | None = ROOM,
+        policy: str = "lru",
+        threshold: int = 1,
+        pool_bytes: int = POOL,
+    ) -> None:
+        limits = proto_status.Limits(1 << 20, 1 << 10, 64)
+        self.core = Core(
+            DaemonIdentity("0.1", "boot", 4711, DEVICE, limits), pool_bytes, started=100.0
+        )
+        self.region_records = RegionRecordsModel()
+        self.job_ids = count(1)
+        self.registrations: dict[str, int] = {}
+        for session in sessions:
+            self.open_sessions(session)
+            self.open_namespace(session, fingerprint, quota, policy, threshold)
+            if session.partition("/")[0] not in self.registrations:
+                self.register(session, layout)
+
+    def open_sessions(self, *sessions: str) -> None:
+        for session in sessions:
+            engine = session.partition("/")[0]
+            self.core.open_session(session, wire.Hello(1, 1, session, engine))
+
+    def send(self, session: str, message: wire.ClientMessage) -> list[Any]:
+        return self.region_records.observe(self.core.handle(session, message, now=101.0))
+
+    def report(self, report: Report) -> list[Any]:
+        return self.region_records.observe(self.core.report(report))
+
+    def error(self, session: str, message: wire.ClientMessage) -> tuple[str, str]:
+        """The code with which a request is refused, and the value."""
+        (action,) = self.send(session, message)
+        assert isinstance(action.message, wire.Error)
+        assert action.session == session
+        assert action.message.request_id == getattr(message, "request_id", None)
+        return action.message.error.code, action.message.error.value
+
+    # Namespaces
+
+    def open_namespace(
+        self,
+        session: str,
+        fingerprint: proto_status.Fingerprint = FINGERPRINT,
+        quota: int | None = ROOM,
+        policy: str = "lru",
+        threshold: int = 1,
+    ) -> wire.Opened:
+        answer, *_ = self.send(
+            session, wire.OpenNamespace(7, fingerprint, quota, policy, threshold)
+        )
+        assert isinstance(answer, SendMessage)
+        assert isinstance(answer.message, wire.Opened)
+        assert (answer.session, answer.message.request_id) == (session, 7)
+        return answer.message
+
+    def register(self, session: str, layout: KVLayout = LAYOUT) -> memory.HostRegion:
+        (mapping,) = self.send(session, wire.AllocateKVCaches(8, layout))
+        assert isinstance(mapping, MapTensors)
+        self.registrations[session.partition("/")[0]] = mapping.registration
+        (action,) = self.report(TensorsMapped(mapping.registration, session))
+        assert isinstance(action, SendMessage)
+        assert isinstance(action.message, wire.Allocated)
+        return action.message.region
+
+    def close_sessions(self, *sessions: str) -> None:
+        """Sessions leave, and the lane lets go of what they registered."""
+        for session in sessions:
+            for action in self.core.close_session(session):
+                if isinstance(action, UnmapTensors):
+                    self.report(TensorsUnmapped(action.registration))
+
+    def namespaces(self) -> tuple[proto_status.NamespaceStatus, ...]:
+        self.open_sessions("observer")
+        (action,) = self.send("observer", wire.NamespacesRequest(9))
+        self.core.close_session("observer")
+        assert action == SendMessage(
+            "observer", wire.NamespacesReport(9, action.message.namespaces)
+        )
+        return tuple(action.message.namespaces)
+
+    def usage(self, *names: str) -> tuple[Any, ...]:
+        """Numbers of the only namespace."""
+        (status,) = self.namespaces()
+        return tuple(getattr(status, name) for name in names)
+
+    def snapshot(self, session: str) -> tuple[bytes, bytes]:
+        """The letters that are ready, and those pending, as a follower is told them."""
+        stream = self.send(session, wire.Subscribe())[-1]
+        assert isinstance(stream, SendStream)
+        letters = {False: b"", True: b""}
+        for part in stream.messages:
+            assert isinstance(part, wire.Snapshot)
+            letters[part.pending] += b"".join(part.keys)
+        return bytes(sorted(letters[False])), bytes(sorted(letters[True]))
+
+    # Transfers
+
+    def submit(self, session: str, spec: TransferSpec) -> list[Any]:
+        return self.send(session, wire.Submit(next(self.job_ids), *spec))
+
+    def start(self, session: str, spec: TransferSpec) -> CopyPlan:
+        action, *_ = self.submit(session, spec)
+        assert isinstance(action, StartTransfer)
+        return action.plan
+
+    def refused(self, session: str, spec: TransferSpec) -> str:
+        """The code with which a transfer is refused."""
+        (action,) = self.submit(session, spec)
+        (result,) = action.message.results
+        assert (action.session, result.outcome) == (session, Outcome.REFUSED)
+        return str(result.error.code)
+
+    def end(self, plan: CopyPlan, outcome: Outcome = DONE) -> list[Action]:
+        return self.report(
+            TransferCompleted(plan.serial, outcome, error=FAULT if outcome == FAILED else None)
+        )
+
+    def stored(self, session: str, letters: bytes, gpu: GPULoadStoreSpec | None = None) -> CopyPlan:
+        plan = self.start(session, store(letters, gpu))
+        self.end(plan)
+        return plan
+
+    def loadable(self, session: str, letters: bytes = b"abcdefgh") -> bytes:
+        """Those that load; recency does not notice."""
+        found = b""
+        for letter in each(letters):
+            action, *_ = self.submit(session, load(letter))
+            if isinstance(action, StartTransfer):
+                found += letter
+                self.end(action.plan, CANCELLED)
+            else:
+                assert action.message.results[0].error.code == Code.KEY_ABSENT
+        return found
+
+
+def copies(plan: CopyPlan) -> list[tuple[int, int, int]]:
+    """(group, GPU block, byte of the pool), all that a plan copies."""
+    return [
+        (run.group, int(block), int(offset))
+        for run in plan.extents
+        for block, offset in zip(run.gpu_blocks, run.host_offsets, strict=True)
+    ]
+
+
+def gpu_blocks(plan: CopyPlan) -> list[int]:
+    return [block for _, block, _ in copies(plan)]
+
+
+def offsets(plan: CopyPlan) -> list[int]:
+    return [offset for _, _, offset in copies(plan)]
+
+
+def key_events_of(
+    actions: Sequence[Action], kind: type[Broadcast] | type[PublishKVEvents] = Broadcast
+) -> Any:
+    """[(kind, letters)] of the only KeyEvents among actions; None if there is none."""
+    news = [
+        a.message if isinstance(a, Broadcast) else a.key_events for a in actions if type(a) is kind
+    ]
+    if not news:
+        return None
+    (one,) = news
+    return [(str(event.kind), b"".join(event.keys)) for event in one.events]
+
+
+def stored_in_part() -> NamespacesFixture:
+    """Three GPU blocks a host block. Stored: 1 and 2 of a, all of b, 0 and 1 of c; 1 of d."""
+    fixture = NamespacesFixture("a", fingerprint=OF_THREE, layout=WIDE, quota=12 * PAGE)
+    fixture.stored("a", b"abc", blocks(range(7), (7, 1)))
+    fixture.stored("a", b"d", blocks([0], (1, 4)))
+    return fixture

@@ -1,0 +1,284 @@
+"""vLLM's own scheduler and KV cache manager over the connector, with a model that checks its KV.
+
+A stand-in for the model runner: it writes every token's id into its place in the KV cache of each
+group, and before that reads what attention would read. So a wrong, missing or late block is found
+in the step that uses it. Importing this needs vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvferry.client import shared_empty
+from kvferry.client.vllm import KVFerryConnector, compat
+from support.vllm_engine import ONE_ALLOCATION
+
+TOKENS = 16
+WINDOW = 40
+SPECS = {
+    "full": FullAttentionSpec(TOKENS, num_kv_heads=1, head_size=2, dtype=torch.int8),
+    "window": SlidingWindowSpec(
+        TOKENS, num_kv_heads=1, head_size=2, dtype=torch.int8, sliding_window=WINDOW
+    ),
+}
+# Bytes per token: K and V, of two bytes each.
+WIDTH = 4
+PAGE = TOKENS * WIDTH
+
+
+class EngineCore:
+    """One scheduler, one worker.
+
+    groups: names in SPECS, of a layer each. blocks: of the GPU. overlaps: asynchronous scheduling:
+    a step is scheduled before the output of the last one is known.
+    `wrong` lists what was read and is not what was computed.
+    """
+
+    def __init__(
+        self,
+        directory: object,
+        groups: tuple[str, ...] = ("full", "window"),
+        blocks: int = 128,
+        host_bytes: int = 1 << 20,
+        overlaps: bool = False,
+    ) -> None:
+        extra = {
+            "kvferry_dirs": str(directory),
+            "cpu_bytes_to_use": host_bytes,
+            "kvferry_salt": "test",
+        }
+        config = _config(extra)
+        caches = _caches(groups, blocks)
+        config.cache_config.num_gpu_blocks = blocks
+        scheduler_block, hash_block = resolve_kv_cache_block_sizes(caches, config)
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(hash_block, sha256)
+        config.scheduler_config.async_scheduling = overlaps
+        self.scheduler = (AsyncScheduler if overlaps else Scheduler)(
+            config,
+            caches,
+            StructuredOutputManager(config),
+            block_size=scheduler_block,
+            hash_block_size=hash_block,
+            log_stats=True,
+        )
+        self.worker = KVFerryConnector(config, KVConnectorRole.WORKER, caches)
+        # All groups share one buffer: a block belongs to one of them at a time.
+        self._cache = shared_empty((blocks, TOKENS, WIDTH), torch.int8, "cpu")
+        layer = self._cache.view(blocks, 1, TOKENS, WIDTH) if ONE_ALLOCATION else self._cache
+        self.worker.register_kv_caches(dict.fromkeys(groups, layer))
+        self._windows = [WINDOW if group == "window" else 1 << 30 for group in groups]
+        self._overlaps = overlaps
+        # Of steps that have run: what was scheduled, and the output.
+        self._ran: list[tuple[Any, ModelRunnerOutput]] = []
+        self._numbers = iter(range(1 << 30))
+        self.wrong: list[str] = []
+        # Of each request, the tokens that were found in a cache.
+        self.finished: dict[str, int] = {}
+        self._found: dict[str, int] = {}
+        # Tokens that the connector provided, by source, from 0.32 on.
+        self.sources: dict[str, int] = {}
+
+    def add(self, prompt: list[int], tokens: int = 4) -> str:
+        """A request for so many tokens; returns its name."""
+        name = f"request-{next(self._numbers)}"
+        parameters = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        self.scheduler.add_request(
+            Request(name, prompt, parameters, None, block_hasher=self._hasher)
+        )
+        return name
+
+    def run(self, *prompts: list[int], seconds: float = 30.0) -> list[int]:
+        """Run these requests; how many tokens of each were found in a cache."""
+        names = [self.add(prompt) for prompt in prompts]
+        self.run_until(lambda: all(name in self.finished for name in names), seconds)
+        return [self.finished[name] for name in names]
+
+    def run_until(self, condition: Any, seconds: float = 30.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, "requests hang"
+            self.step()
+
+    def settle(self) -> None:
+        """Step until no transfer is in flight."""
+        self.step()
+        connector = self.scheduler.connector
+        self.run_until(lambda: not connector.has_pending_push_work())
+
+    def step(self) -> None:
+        output = self.scheduler.schedule()
+        metadata, worker = output.kv_connector_metadata, self.worker
+        worker.handle_preemptions(metadata)
+        worker.bind_connector_metadata(metadata)
+        if not ONE_ALLOCATION:  # before 0.29
+            worker.start_load_kv(None)
+        sampled = self._compute(output)
+        if ONE_ALLOCATION:
+            worker.start_load_kv(None)
+        worker.wait_for_save()
+        result = ModelRunnerOutput(
+            req_ids=list(sampled),
+            req_id_to_index={name: number for number, name in enumerate(sampled)},
+            sampled_token_ids=list(sampled.values()),
+            kv_connector_output=self._connector_output(output.finished_req_ids),
+        )
+        worker.clear_connector_metadata()
+        self._ran.append((output, result))
+        if len(self._ran) > self._overlaps:
+            self._update(*self._ran.pop(0))
+
+    def _update(self, output: Any, result: ModelRunnerOutput) -> None:
+        for each in self.scheduler.update_from_output(output, result).values():
+            self._count_sources(each.scheduler_stats)
+            for one in each.outputs:
+                if one.finish_reason is not None:
+                    self.finished[one.request_id] = self._found[one.request_id]
+
+    def close(self) -> None:
+        self.scheduler.connector.shutdown()
+        self.worker.shutdown()
+
+    def _count_sources(self, stats: Any) -> None:
+        hits = getattr(stats, "connector_prefix_cache_stats", None)
+        for source, tokens in getattr(hits, "hits_by_source", {}).items():
+            self.sources[source.value] = self.sources.get(source.value, 0) + tokens
+
+    def _connector_output(self, finished: set[str]) -> KVConnectorOutput:
+        said, worker = KVConnectorOutput(), self.worker
+        if compat.REPORTS_FAILED_REQUESTS:
+            results = worker.get_transfer_results(finished)
+            said.finished_recving, said.failed_recving = (
+                results.finished_recving,
+                results.failed_recving,
+            )
+        else:
+            _, said.finished_recving = worker.get_finished(finished)
+        said.invalid_block_ids = worker.get_block_ids_with_load_errors()
+        said.kv_connector_worker_meta = worker.build_connector_worker_meta()
+        return said
+
+    def _compute(self, output: Any) -> dict[str, list[int]]:
+        """Read and write the KV of the step's tokens; the tokens that are sampled."""
+        sampled = {}
+        for name, count in output.num_scheduled_tokens.items():
+            request = self.scheduler.requests[name]
+            # The scheduler has advanced it already.
+            end = request.num_computed_tokens
+            begin = end - count
+            self._found.setdefault(name, begin)
+            for table, window in zip(
+                self.scheduler.kv_cache_manager.get_block_ids(name), self._windows, strict=True
+            ):
+                self._read(request, table, max(0, begin - window + 1), begin)
+                for position in range(begin, end):
+                    block = table[position // TOKENS]
+                    self._cache[block, position % TOKENS] = mark(request, position)
+            sampled[name] = [end % 100] if end >= request.num_prompt_tokens else []
+        return sampled
+
+    def _read(self, request: Request, table: list[int], begin: int, end: int) -> None:
+        for position in range(begin, end):
+            block, wanted = table[position // TOKENS], mark(request, position)
+            if block == 0 or not bool((self._cache[block, position % TOKENS] == wanted).all()):
+                self.wrong.append(f"{request.request_id} at {position} of {end}: block {block}")
+
+
+def mark(request: Request, position: int) -> int:
+    """The KV of a token. Of a sampled one, which may not be known yet, it is the position."""
+    token = request.prompt_token_ids[position] if position < request.num_prompt_tokens else position
+    return int(token) % 127
+
+
+@cache
+def _model() -> ModelConfig:
+    """Of a model whose weights nobody reads."""
+    folder = Path(tempfile.mkdtemp(prefix="kvferry-model-"))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "vocab_size": 1000,
+        "max_position_embeddings": 4096,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return ModelConfig(model=str(folder), skip_tokenizer_init=True, max_model_len=4096, seed=0)
+
+
+def _config(extra: dict[str, Any]) -> VllmConfig:
+    config = VllmConfig(
+        model_config=_model(),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=8,
+            max_num_batched_tokens=256,
+            max_model_len=4096,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=False,
+        ),
+        cache_config=CacheConfig(block_size=TOKENS, enable_prefix_caching=True),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="KVFerryConnector",
+            kv_connector_module_path="kvferry.client.vllm",
+            kv_role="kv_both",
+            kv_connector_extra_config=extra,
+        ),
+        device_config=DeviceConfig("cpu"),
+    )
+    # vLLM chooses it when it has loaded the model.
+    if ONE_ALLOCATION:
+        config.cache_config.kv_cache_layout = "LBHNC"
+    return config
+
+
+def _caches(groups: tuple[str, ...], blocks: int) -> KVCacheConfig:
+    if ONE_ALLOCATION:
+        tensors = [KVCacheTensor(blocks * PAGE, [name], blocks * PAGE, PAGE) for name in groups]
+    else:
+        tensors = [KVCacheTensor(size=blocks * PAGE, shared_by=list(groups))]
+    return KVCacheConfig(
+        num_blocks=blocks,
+        kv_cache_tensors=tensors,
+        kv_cache_groups=[KVCacheGroupSpec([name], SPECS[name]) for name in groups],
+    )

@@ -1,0 +1,100 @@
+"""Make a virtual environment with one version of vLLM, on a machine without a GPU.
+
+    python tests/vllm_upstream/install.py 0.33.0 .vllm/0.33.0 .vllm/packages
+
+The environment has vLLM's wheel without its compiled kernels, the packages of `packages.txt` (in a
+directory of their own, which all versions share), and everything of the environment that runs this
+script. vLLM's own tests of its offloading connector, from its source distribution, are in
+`upstream`. Run by the Makefile. Raises CalledProcessError if a download fails.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import site
+import subprocess
+import sys
+import tarfile
+import tempfile
+import venv
+import zipfile
+from pathlib import Path, PurePosixPath
+
+# What pip needs to read the metadata of vLLM's source distribution before it hands it over.
+BUILD_PACKAGES = "setuptools-rust", "setuptools-scm", "semantic-version", "vcs-versioning"
+# Of vLLM's tests: the packages on the way, the offloading tests and their helpers. Not its
+# conftest.py, which imports the whole of vLLM.
+UPSTREAM_TESTS = (
+    "tests/__init__.py",
+    "tests/v1/__init__.py",
+    "tests/v1/kv_connector/__init__.py",
+    "tests/v1/kv_connector/unit/__init__.py",
+    "tests/v1/kv_connector/unit/utils.py",
+    "tests/v1/kv_connector/unit/offloading_connector/*",
+    "tests/v1/kv_offload/__init__.py",
+    "tests/v1/kv_offload/conftest.py",
+    "tests/v1/kv_offload/*.py",
+    "tests/v1/kv_offload/cpu/*",
+)
+
+
+def main() -> None:
+    version, target, packages = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    shutil.rmtree(target, ignore_errors=True)
+    venv.create(target, with_pip=False)
+    installed = next(target.glob("lib/python3*/site-packages"))
+    with tempfile.TemporaryDirectory() as name:
+        extract_wheel(download(version, Path(name) / "wheel"), installed)
+        extract_tests(download_source(version, Path(name) / "source"), target / "upstream")
+    paths = [str(packages.resolve()), *site.getsitepackages()]
+    lines = [f"import site; site.addsitedir({path!r})" for path in paths]
+    (installed / "kvferry-development.pth").write_text("\n".join(lines) + "\n")
+
+
+def download(version: str, directory: Path, *options: str, **environment: str) -> Path:
+    """The wheel, or what the options ask for."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *options]
+    subprocess.run(
+        [*command, "--dest", str(directory), f"vllm=={version}"],
+        check=True,
+        env={**os.environ, **environment},
+    )
+    (file,) = directory.iterdir()
+    return file
+
+
+def download_source(version: str, directory: Path) -> Path:
+    """The source distribution. pip runs its setup.py for the metadata; nothing is built."""
+    build = directory / "build"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+    subprocess.run([*install, str(build), *BUILD_PACKAGES], check=True)
+    return download(
+        version,
+        directory / "download",
+        "--no-binary=vllm",
+        "--no-build-isolation",
+        PYTHONPATH=str(build),
+        VLLM_TARGET_DEVICE="empty",
+        VLLM_VERSION_OVERRIDE=version,
+    )
+
+
+def extract_wheel(wheel: Path, directory: Path) -> None:
+    """All but compiled kernels and programs, which are 95% of it and need a GPU."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if PurePosixPath(name).suffix != ".so"]
+        archive.extractall(directory, [name for name in names if not name.endswith("/vllm-rs")])
+
+
+def extract_tests(source: Path, directory: Path) -> None:
+    with tarfile.open(source) as archive:
+        for member in archive:
+            path = PurePosixPath(*PurePosixPath(member.name).parts[1:])
+            if member.isfile() and any(path.match(pattern) for pattern in UPSTREAM_TESTS):
+                member.name = str(path)
+                archive.extract(member, directory, filter="data")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""pytest plugin: run vLLM's own tests of its offloading connector through kvferry's.
+
+    make vllm-tests VLLM=0.33.0
+
+vLLM's classes are replaced by kvferry's before the tests are imported, and transfers pass through a
+daemon (daemon_worker.py). Tests that are expected to fail are listed in deviations.toml, each with
+a reason. A listed test that passes fails the run, as does an unlisted one that fails.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+OFFLOADING = "tests.v1.kv_connector.unit.offloading_connector"
+# The model that vLLM's tests name. They need no more of it than this.
+MODEL = "facebook/opt-125m"
+MODEL_CONFIG = {
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    "dtype": "float16",
+    "hidden_size": 768,
+    "ffn_dim": 3072,
+    "max_position_embeddings": 2048,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "vocab_size": 50272,
+}
+
+
+def provide_model() -> None:
+    """Put the model's configuration where transformers caches what it downloads."""
+    home = tempfile.mkdtemp(prefix="kvferry-models-")
+    atexit.register(shutil.rmtree, home)
+    revision = "0" * 40
+    repository = Path(home, "hub", "models--" + MODEL.replace("/", "--"))
+    snapshot = repository / "snapshots" / revision
+    for folder in (snapshot, repository / "refs"):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text(revision)
+    (snapshot / "config.json").write_text(json.dumps(MODEL_CONFIG))
+    os.environ |= {"HF_HOME": home, "HF_HUB_OFFLINE": "1"}
+
+
+def replace_classes() -> None:
+    """Let vLLM's tests import kvferry's classes, and have a device."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import worker
+    from vllm.platforms.interface import UnspecifiedPlatform
+
+    from vllm_upstream.daemon_worker import ConnectorOverDaemon, WorkerOfTests, give_daemon
+
+    UnspecifiedPlatform.device_type = "cpu"
+    UnspecifiedPlatform.support_hybrid_kv_cache = classmethod(lambda cls: True)
+    offloading_connector.OffloadingConnector = ConnectorOverDaemon
+    worker.OffloadingConnectorWorker = WorkerOfTests
+    give_daemon(importlib.import_module(f"{OFFLOADING}.utils"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """vLLM's conftest.py imports its classes."""
+    provide_model()
+    sys.path.insert(0, str(early_config.rootpath))
+    replace_classes()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests that are listed. Without a test's parameters, all of them are meant."""
+    from vllm import __version__
+
+    listed = tomllib.loads(Path(__file__).with_name("deviations.toml").read_text())
+    unknown = []
+    for deviation in listed["deviation"]:
+        if __version__ not in deviation["versions"]:
+            continue
+        for test in deviation["tests"]:
+            found = [item for item in items if test in (name := item_name(item), without(name))]
+            if not found:
+                unknown.append(test)
+            for item in found:
+                item.add_marker(pytest.mark.xfail(reason=deviation["reason"], strict=True))
+    whole = all(Path(argument).is_dir() for argument in config.args)
+    if unknown and whole:
+        message = f"deviations.toml lists tests that vLLM {__version__} does not have: {unknown}"
+        raise pytest.UsageError(message)
+
+
+def item_name(item: pytest.Item) -> str:
+    """As listed: test_scheduler.py::TestEagle::test_full_attn_lookup_no_hits_returns_zero."""
+    return item.nodeid.rsplit("/", 1)[-1]
+
+
+def without(name: str) -> str:
+    return name.partition("[")[0]
+
+
+@pytest.fixture(autouse=True)
+def close_workers() -> Iterator[None]:
+    from vllm_upstream.daemon_worker import daemon
+
+    yield
+    daemon.end_test()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    from vllm_upstream.daemon_worker import daemon
+
+    blocks = daemon.transferred_blocks
+    terminalreporter.write_line(f"{blocks} GPU blocks were stored or loaded and checked")
+
+
+def pytest_unconfigure() -> None:
+    from vllm_upstream.daemon_worker import daemon
+
+    daemon.close()
