@@ -33,7 +33,7 @@ from rich.table import Table
 from support.trace_replay import ReplayOutcome, read_trace, replay
 
 CAPACITIES = (1_000, 3_000, 10_000, 30_000, 60_000, 100_000)
-POLICIES = ("lru", "arc")
+POLICIES = ("lru", "arc", "s3fifo")
 
 Trace = Sequence[Sequence[int]]
 
@@ -128,16 +128,15 @@ def _row(
 
 def _table(rows: list[dict[str, Any]], unbounded: int) -> Table:
     table = Table(title="blocks hit, %", title_justify="left", box=None, padding=(0, 2))
-    names = ("LRU", "ARC", "prefix LRU", "MIN")
-    for name in ("blocks", *names, "LRU of MIN", "ARC of MIN", "loads lost", "seconds"):
+    names = ("LRU", "ARC", "S3-FIFO", "prefix LRU", "MIN")
+    for name in ("blocks", *names, "loads lost", "seconds"):
         table.add_column(name, justify="right")
     for row in rows:
-        rates = [row["lru"], row["arc"], row["prefix LRU"], row["MIN"]]
+        rates = [*(row[policy] for policy in POLICIES), row["prefix LRU"], row["MIN"]]
         runs = [row[f"{policy}_run"] for policy in POLICIES]
         table.add_row(
             "unbounded" if row["capacity"] == unbounded else f"{row['capacity']:,}",
             *(f"{100 * rate:.2f}" for rate in rates),
-            *(f"{rate / row['MIN']:.2f}" for rate in rates[:2]),
             " ".join(str(run["lost"]) for run in runs),
             " ".join(f"{run['seconds']:.0f}" for run in runs),
         )
@@ -152,7 +151,12 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     capacities = [row["capacity"] for row in rows]
-    lines = (("MIN", "MIN (best possible)", "k--"), ("arc", "ARC", "o-"), ("lru", "LRU", "s-"))
+    lines = (
+        ("MIN", "MIN (best possible)", "k--"),
+        ("s3fifo", "S3-FIFO", "^-"),
+        ("arc", "ARC", "o-"),
+        ("lru", "LRU", "s-"),
+    )
     for key, label, style in lines:
         axes.plot(capacities, [100 * row[key] for row in rows], style, label=label, markersize=4)
     axes.axhline(100 * rows[-1]["MIN"], color="0.7", linewidth=1, label="unbounded")

@@ -94,7 +94,8 @@ class OffloadClient(NonBlockingClient):
         Host blocks are then named by key (KeyLoadStoreSpec), and the daemon decides where they are.
         Every process of the engine that registers KV caches, or looks up or pins keys, opens it.
         cpu_bytes_to_use: quota of the host pool in bytes; None for all that is free.
-        eviction_policy: "lru" or "arc". store_threshold: a key is stored from its n-th offer on.
+        eviction_policy: "lru", "arc" or "s3fifo".
+        store_threshold: a key is stored from its n-th offer on.
             These three apply if this call creates the namespace, or if no other engine has it open;
             the result has the values that apply.
         mirror: mirror the resident keys, for `lookup`; the call returns when it is complete.

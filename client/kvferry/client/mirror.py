@@ -23,12 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
+from kvferry.client.key_set import KeySet
 from kvferry.proto.keys import EventKind, Lookup, OffloadKey
 from kvferry.proto.messages import KeyEvent, KeyEvents, Snapshot
 
-Keys: TypeAlias = set[OffloadKey]
+# Small sets of removed keys freed per message: 0.2 ms each for a million keys.
+FREED_SHARDS = 4
 
 HIT, MISS, HIT_PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING, Lookup.RETRY
 
@@ -37,26 +38,31 @@ HIT, MISS, HIT_PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING, Loo
 class MirroredKeys:
     """Resident keys. A key in neither set is absent."""
 
-    ready: Keys = field(default_factory=set)
-    pending: Keys = field(default_factory=set)
+    ready: KeySet = field(default_factory=KeySet)
+    pending: KeySet = field(default_factory=KeySet)
 
-    def apply(self, events: Iterable[KeyEvent]) -> None:
-        """Apply events in order."""
+    def take_shards(self) -> list[set[OffloadKey]]:
+        """Remove all keys. Returns the sets that have them, to be freed one by one."""
+        return self.ready.take_shards() + self.pending.take_shards()
+
+    def apply(self, events: Iterable[KeyEvent]) -> list[set[OffloadKey]]:
+        """Apply events in order. Returns sets of removed keys, to be freed one by one."""
         ready, pending = self.ready, self.pending
+        removed = list[set[OffloadKey]]()
         for event in events:
             match event.kind:
                 case EventKind.STORED:
-                    ready.update(event.keys)
-                    pending.difference_update(event.keys)
+                    ready.add_keys(event.keys)
+                    pending.discard_keys(event.keys)
                 case EventKind.PENDING:
-                    pending.update(event.keys)
-                    ready.difference_update(event.keys)
+                    pending.add_keys(event.keys)
+                    ready.discard_keys(event.keys)
                 case EventKind.REMOVED | EventKind.ABANDONED:
-                    ready.difference_update(event.keys)
-                    pending.difference_update(event.keys)
+                    ready.discard_keys(event.keys)
+                    pending.discard_keys(event.keys)
                 case EventKind.CLEARED:
-                    ready.clear()
-                    pending.clear()
+                    removed += self.take_shards()
+        return removed
 
 
 @dataclass(slots=True)
@@ -70,7 +76,7 @@ class _PartialSnapshot:
     def add(self, message: Snapshot) -> None:
         self.parts += 1
         resident = self.resident
-        (resident.pending if message.pending else resident.ready).update(message.keys)
+        (resident.pending if message.pending else resident.ready).add_keys(message.keys)
 
 
 class Mirror:
@@ -86,6 +92,8 @@ class Mirror:
         self._known = MirroredKeys()
         self._partial: _PartialSnapshot | None = None
         self._buffered: list[KeyEvents] = []
+        # Removed keys that are not freed yet.
+        self._removed: list[set[OffloadKey]] = []
         # The sequence number of the newest snapshot that was discarded.
         self._discarded = -1
         self._hidden = self._cleared = False
@@ -104,7 +112,7 @@ class Mirror:
 
     def missing_keys(self, keys: Iterable[OffloadKey]) -> set[OffloadKey]:
         """The keys that are no HIT."""
-        return set(keys) - self._ready
+        return {key for key in keys if key not in self._ready}
 
     @property
     def ready_keys(self) -> Set[OffloadKey]:
@@ -124,6 +132,7 @@ class Mirror:
     def apply_message(self, message: Snapshot | KeyEvents) -> bool:
         """Apply a message of the daemon. True if a new snapshot is needed: send Subscribe, once."""
         self.generation = max(self.generation, message.generation)
+        del self._removed[-FREED_SHARDS:]
         if isinstance(message, KeyEvents):
             return self._apply_events(message)
         return self._add_snapshot_part(message)
@@ -136,7 +145,7 @@ class Mirror:
     def clear_after_reset(self) -> None:
         """A reset is done: clear the known keys if its KeyEvents was dropped."""
         if not self._cleared:
-            self._known.apply([KeyEvent(EventKind.CLEARED, ())])
+            self._removed += self._known.take_shards()
         self._cleared = False
 
     def reveal(self) -> None:
@@ -147,6 +156,7 @@ class Mirror:
     def restart(self) -> None:
         """A new session begins: forget all keys. They are hidden until `reveal`."""
         self.complete, self.sequence, self.generation, self._discarded = False, 0, 0, -1
+        self._removed += self._known.ready.shards + self._known.pending.shards
         self._known, self._partial, self._buffered = MirroredKeys(), None, []
         self.hide()
 
@@ -173,7 +183,7 @@ class Mirror:
             self._buffered.append(message)
         self.sequence = message.sequence
         self._record_changes(message.events)
-        self._known.apply(message.events)
+        self._removed += self._known.apply(message.events)
         self._cleared |= any(event.kind is EventKind.CLEARED for event in message.events)
         return missing
 
@@ -198,13 +208,14 @@ class Mirror:
         self._partial, sequence = None, partial.sequence
         for message in self._buffered:
             if message.sequence == sequence + 1:
-                partial.resident.apply(message.events)
+                self._removed += partial.resident.apply(message.events)
                 sequence = message.sequence
         if sequence < self.sequence:
             return True
-        self.sequence, self._known = sequence, partial.resident
-        self._buffered, self.complete = [], True
+        before, self._known = self._known, partial.resident
+        self.sequence, self._buffered, self.complete = sequence, [], True
         self._update_view()
+        self._removed += before.ready.shards + before.pending.shards
         return False
 
     def _update_view(self) -> None:
@@ -214,7 +225,7 @@ class Mirror:
         self._ready, self._pending = shown.ready, shown.pending
         self._absent_result = MISS if self.complete or self._hidden else RETRY
         if self._changed is not None and before is not self._ready:
-            self._changed.update(dict.fromkeys(before ^ self._ready))
+            self._changed.update(dict.fromkeys(before.different_keys(self._ready)))
 
     def _record_changes(self, events: Iterable[KeyEvent]) -> None:
         if self._changed is not None:

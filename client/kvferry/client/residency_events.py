@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvferry.client.key_set import KeySet
 from kvferry.client.mirror import HIT, Mirror
 from kvferry.proto.keys import OffloadKey
 
@@ -25,7 +26,7 @@ class ResidencyEvents:
     """Remembers which keys were reported as a HIT, so that events report changes only."""
 
     def __init__(self, mirrors: Sequence[Mirror]) -> None:
-        self._reported: set[OffloadKey] = set()
+        self._reported = KeySet()
         for mirror in mirrors:
             mirror.track_changes()
 
@@ -38,7 +39,7 @@ class ResidencyEvents:
             hit = all(mirror.lookup(key) is HIT for mirror in mirrors)
             if hit != (key in self._reported):
                 (stored if hit else removed).append(key)
-        self._reported.difference_update(removed)
-        self._reported.update(stored)
+        self._reported.discard_keys(removed)
+        self._reported.add_keys(stored)
         events = OffloadingEvent(tuple(removed), True), OffloadingEvent(tuple(stored), False)
         return [event for event in events if event.keys]

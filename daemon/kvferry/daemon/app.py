@@ -175,6 +175,7 @@ async def run(
     core = Core(
         identity, pool.nbytes, time.monotonic(), HOST_BYTES, max_regions(), metrics.jobs.count_job
     )
+    gc.set_threshold(*GC_THRESHOLDS)  # before a million keys are restored
     # Before the socket exists: a user who sees it may send SIGTERM.
     with signals.handled(lambda: server.stop()):
         with refuse_os_errors(config.directory):
@@ -199,7 +200,6 @@ async def run(
                 config.health, server, worker, pool.address, signals, endpoint.find_problem
             )
             gc.freeze()
-            gc.set_threshold(*GC_THRESHOLDS)
             sys.setswitchinterval(SWITCH_INTERVAL)
             worker.start()
             kept.store_new_pool()

@@ -13,9 +13,10 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from kvferry.daemon.core.cache.cache import Cache, Pins, Reservation
+from kvferry.daemon.core.cache.block_contents import Part
+from kvferry.daemon.core.cache.cache import Cache
 from kvferry.daemon.core.cache.deferred_free import DeferredFree
-from kvferry.daemon.core.cache.resident_keys import Part
+from kvferry.daemon.core.cache.jobs import Pins, Reservation
 from kvferry.daemon.core.layout import BlockLayout, GroupExtent, ResolvedBlocks
 from kvferry.daemon.core.records import RecoveredRegion, RegionRecord
 from kvferry.daemon.core.regions import Region
@@ -26,8 +27,8 @@ from kvferry.proto.messages import KeyEvent, KeyEvents, Snapshot
 from kvferry.proto.specs import MAX_KEYS, Direction, GPULoadStoreSpec, KeyLoadStoreSpec
 from kvferry.proto.status import Fingerprint, NamespaceStatus
 
-# Keys in one part of a snapshot, the unit that is encoded between two other messages.
-SNAPSHOT_KEYS = 1 << 13
+# Host blocks whose keys are in one part of a snapshot, which is encoded between other messages.
+SNAPSHOT_BLOCKS = 1 << 13
 
 
 class Lease(msgspec.Struct, frozen=True):
@@ -67,8 +68,8 @@ class Namespace:
         self.generation = 1
         self.policy, self.threshold = policy, threshold
         self.cache = Cache(region.num_blocks, policy, threshold)
-        self.cache.recording = True
-        self.cache.on_event = partial(changed, self)
+        self.cache.events.recording = True
+        self.cache.events.on_event = partial(changed, self)
         self._pages: tuple[tuple[int, ...], ...] | None = None
         # GPU blocks in a host block.
         self._factor = 0
@@ -188,7 +189,7 @@ class Namespace:
 
     def take_key_events(self) -> KeyEvents | None:
         """The key events since the last call; None if there are none."""
-        events = self.cache.take_events()
+        events = self.cache.events.take()
         if not events:
             return None
         self.sequence += 1
@@ -199,13 +200,13 @@ class Namespace:
         )
         return KeyEvents(self.sequence, tuple(parts), self.generation)
 
-    def snapshot(self, part_keys: int = SNAPSHOT_KEYS) -> Iterator[Snapshot]:
-        """All keys at this moment, in messages that are created one at a time.
+    def snapshot(self, part_blocks: int = SNAPSHOT_BLOCKS) -> Iterator[Snapshot]:
+        """All keys, in messages that are created one at a time.
 
-        part_keys: keys of a message, at most.
+        A message lists the keys of `part_blocks` host blocks when it is created. Later changes are
+        also in KeyEvents above the snapshot's sequence number, which the mirror applies last.
         """
-        ready, pending = self.cache.ready_keys(), self.cache.pending_keys()
-        return _snapshots(self.sequence, self.generation, ready, pending, part_keys)
+        return _snapshots(self.cache, self.sequence, self.generation, part_blocks)
 
     def status(self) -> NamespaceStatus:
         usage = self.cache.usage
@@ -234,7 +235,7 @@ class Namespace:
     ) -> tuple[Sequence[int], Lease]:
         pins = self.cache.prepare_load(keys)
         try:
-            for position, key in enumerate(keys) if self.cache.parts else ():
+            for position, key in enumerate(keys) if self.cache.has_parts else ():
                 self._check_part(key, parts.get(position, whole))
         except Refused:
             self.cache.complete_load(pins)
@@ -242,7 +243,7 @@ class Namespace:
         return pins.blocks, Lease(self, pins)
 
     def _check_part(self, key: OffloadKey, wanted: Part) -> None:
-        stored = self.cache.parts.get(key)
+        stored = self.cache.stored_part(key)
         if stored is not None and not stored[0] <= wanted[0] < wanted[1] <= stored[1]:
             raise Refused(
                 Code.KEY_ABSENT,
@@ -276,20 +277,19 @@ def _describe_host_block(pages: tuple[tuple[int, ...], ...] | None, factor: int)
 
 
 def _snapshots(
-    sequence: int, generation: int, ready: list[bytes], pending: list[bytes], part_keys: int
+    cache: Cache, sequence: int, generation: int, part_blocks: int
 ) -> Iterator[Snapshot]:
-    """Snapshot messages; keys are freed part by part, because a million at once takes long."""
-    part, last = 0, False
-    ready.reverse()
-    pending.reverse()
-    while not last:
-        waits = bool(pending and not ready)
-        left = pending if waits else ready
-        keys = tuple(left[: -part_keys - 1 : -1])
-        del left[-part_keys:]
-        last = not ready and not pending
-        yield Snapshot(sequence, part, waits, keys, last, generation)
-        part += 1
+    part, capacity = 0, cache.usage.capacity
+    for begin in range(0, capacity, part_blocks):
+        end = begin + part_blocks
+        ready, pending = cache.keys_between(begin, end)
+        last = end >= capacity
+        if ready or (last and not pending):
+            yield Snapshot(sequence, part, False, tuple(ready), last and not pending, generation)
+            part += 1
+        if pending:
+            yield Snapshot(sequence, part, True, tuple(pending), last, generation)
+            part += 1
 
 
 def _parts(layout: BlockLayout, group_extents: Sequence[GroupExtent]) -> dict[int, Part]:

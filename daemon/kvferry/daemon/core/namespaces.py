@@ -21,7 +21,7 @@ from kvferry.daemon.core.actions import (
     SendStream,
 )
 from kvferry.daemon.core.cache.deferred_free import DeferredFree
-from kvferry.daemon.core.cache.policy import POLICIES
+from kvferry.daemon.core.cache.policies import POLICIES
 from kvferry.daemon.core.namespace import Namespace
 from kvferry.daemon.core.records import RecoveredRegion, namespace_owner
 from kvferry.daemon.core.regions import Regions

@@ -27,7 +27,7 @@ from kvferry.daemon.core.actions import (
     StartTransfer,
     TransferCompleted,
 )
-from kvferry.daemon.core.cache.cache import Reservation
+from kvferry.daemon.core.cache.jobs import Reservation
 from kvferry.daemon.core.layout import ResolvedBlocks, split_spec
 from kvferry.daemon.core.namespace import Lease
 from kvferry.daemon.core.records import engine_owner

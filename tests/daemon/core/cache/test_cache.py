@@ -4,48 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
-from kvferry.daemon.core.cache.cache import Cache, CacheEvent, Reservation
-from kvferry.daemon.core.cache.policy import POLICIES
+from kvferry.daemon.core.cache.cache import Cache
+from kvferry.daemon.core.cache.events import CacheEvent
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import EventKind, Lookup
+from support.letter_caches import keys, ready, reserve, store
 
 HIT, MISS, HIT_PENDING = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING
 PENDING, STORED, REMOVED = EventKind.PENDING, EventKind.STORED, EventKind.REMOVED
-
-
-def keys(letters: str) -> list[bytes]:
-    return [letter.encode() for letter in letters]
-
-
-def reserve(cache: Cache, letters: str) -> Reservation:
-    reservation = cache.prepare_store(keys(letters))
-    assert reservation is not None
-    return reservation
-
-
-def store(cache: Cache, letters: str) -> Reservation:
-    reservation = reserve(cache, letters)
-    cache.complete_store(reservation, success=True)
-    return reservation
-
-
-def ready(cache: Cache) -> str:
-    cache.check_integrity()
-    assert sorted(cache.ready_keys()) == sorted(key for key, _ in cache.entries())
-    return b"".join(sorted(cache.ready_keys())).decode()
-
-
-@pytest.fixture(params=POLICIES)
-def policy(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def cache(policy: str) -> Cache:
-    """Of four blocks, empty."""
-    return Cache(4, policy)
 
 
 def test_a_key_is_absent_then_pending_then_ready(cache: Cache) -> None:
@@ -114,11 +83,11 @@ def test_without_enough_room_nothing_is_reserved_and_nothing_changes(
 ) -> None:
     store(cache, "abcd")
     prepare(cache)
-    cache.recording = True
+    cache.events.recording = True
     before, order = cache.usage, cache.entries()
     assert cache.prepare_store(keys("xy")) is None
     assert cache.entries() == order
-    assert cache.take_events() == []
+    assert cache.events.take() == []
     after = cache.usage
     assert (after.free, after.evictions) == (before.free, before.evictions)
     assert after.stores_skipped - before.stores_skipped == 2
@@ -210,20 +179,26 @@ def test_pins_are_released_once(cache: Cache) -> None:
     cache.complete_load(other)
 
 
-def test_pins_that_are_taken_apart_hold_the_same(cache: Cache) -> None:
-    store(cache, "abcd")
-    pins = cache.prepare_load(keys("aba"))
-    apart = cache.split_pins(pins)
-    assert [one.keys for one in apart] == [(b"a",), (b"b",), (b"a",)]
-    assert sum((one.blocks for one in apart), ()) == pins.blocks
-    cache.check_integrity()
-    with pytest.raises(Refused):
-        cache.complete_load(pins)
-    cache.complete_load(apart[0])
+def test_a_session_pins_the_loadable_keys(cache: Cache) -> None:
+    store(cache, "ab")
+    reserve(cache, "c")
+    blocks = cache.pin_loadable(keys("axabc"))
+    assert blocks == [0, -1, 0, 1, -1]
     assert cache.usage.pinned == 2
-    cache.complete_load(apart[1])
-    cache.complete_load(apart[2])
+    cache.unpin_blocks([0, 1])
+    assert cache.usage.pinned == 1
+    cache.unpin_blocks([0])
     assert cache.usage.pinned == 0
+
+
+def test_a_key_that_was_discarded_while_it_is_loaded_can_be_stored_again(cache: Cache) -> None:
+    store(cache, "a")
+    pins = cache.prepare_load(keys("a"))
+    cache.discard_keys([(b"a", 0)])
+    assert (cache.usage.orphaned, cache.lookup(b"a")) == (1, MISS)
+    assert store(cache, "a").blocks == (1,)
+    cache.complete_load(pins)
+    assert (cache.usage.orphaned, cache.usage.free, cache.lookup(b"a")) == (0, 3, HIT)
     cache.check_integrity()
 
 
@@ -280,13 +255,13 @@ def test_usage_tells_where_all_blocks_are(policy: str) -> None:
 
 
 def test_events_tell_what_happened_once_and_in_order(cache: Cache) -> None:
-    cache.recording = True
+    cache.events.recording = True
     store(cache, "abcd")
     failed = reserve(cache, "xy")
     cache.complete_store(failed, success=False)
     cache.prepare_store(keys("abcdefgh"))
     cache.reset()
-    assert cache.take_events() == [
+    assert cache.events.take() == [
         CacheEvent(PENDING, tuple(keys("abcd"))),
         CacheEvent(STORED, tuple(keys("abcd"))),
         CacheEvent(REMOVED, failed.evicted),
@@ -294,25 +269,25 @@ def test_events_tell_what_happened_once_and_in_order(cache: Cache) -> None:
         CacheEvent(EventKind.ABANDONED, tuple(keys("xy"))),
         CacheEvent(EventKind.CLEARED, ()),
     ]
-    assert cache.take_events() == []
+    assert cache.events.take() == []
 
 
 def test_what_is_of_the_past_tells_nothing(cache: Cache) -> None:
     past = reserve(cache, "a")
     cache.reset()
-    cache.recording = True
+    cache.events.recording = True
     cache.complete_store(past, success=True)
     cache.prepare_store([])
-    assert cache.take_events() == []
+    assert cache.events.take() == []
 
 
 def test_events_are_kept_only_while_somebody_wants_them(cache: Cache) -> None:
     store(cache, "a")
-    assert cache.take_events() == []
-    cache.recording = True
+    assert cache.events.take() == []
+    cache.events.recording = True
     store(cache, "b")
-    cache.recording = False
-    assert cache.take_events() == []
+    cache.events.recording = False
+    assert cache.events.take() == []
 
 
 # What is wrong is said
@@ -336,16 +311,12 @@ def test_a_cache_that_makes_no_sense_is_not_made(
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda c: c._ready.blocks.update({b"z": 5}), "other keys"),
-        (lambda c: c._ready.blocks.update({b"a": 2}), "two places"),
-        (lambda c: c._pending.clear(), "two stores"),
-        (lambda c: c._pending.update({b"p": 4}), "that stores reserve"),
-        (lambda c: c._pins.update({b"b": 1}), "pins are not"),
-        (lambda c: c._loads.clear(), "pins are not"),
-        (lambda c: c._policy.remove_keys([b"a"]), "other keys"),
-        (lambda c: c._allocator.free_blocks([0]), "two places"),
+        (lambda c: c._index.remove_numbers([1]), "the policy has other blocks"),
+        (lambda c: c._policy.remove_blocks(np.array([1])), "the policy has other blocks"),
+        (lambda c: c._contents.remove_blocks(np.array([1])), "no contents"),
+        (lambda c: c._allocator.drop_keys(np.array([2])), "two places"),
         (lambda c: c._allocator.allocate_blocks(1), "in none"),
-        (lambda c: c._past_jobs.clear(), "before a reset"),
+        (lambda c: c._allocator.release_blocks(np.array([0, 0])), "more often than"),
     ],
 )
 def test_books_that_disagree_are_noticed(

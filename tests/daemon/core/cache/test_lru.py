@@ -5,18 +5,13 @@ from __future__ import annotations
 import pytest
 
 from kvferry.daemon.core.cache.cache import Cache
-
-
-def keys(letters: str) -> list[bytes]:
-    return [letter.encode() for letter in letters]
+from support.letter_caches import evicted, keys
+from support.letter_caches import store as store_letters
 
 
 def store(cache: Cache, letters: str) -> str:
-    """Store, and return who was evicted for it."""
-    reservation = cache.prepare_store(keys(letters))
-    assert reservation is not None
-    cache.complete_store(reservation, success=True)
-    return b"".join(reservation.evicted).decode()
+    """Store keys; return those that were evicted for them."""
+    return evicted(store_letters(cache, letters))
 
 
 def order(cache: Cache) -> str:

@@ -6,41 +6,46 @@ keys; beyond that the key whose last offer is the oldest is forgotten.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TypeAlias
 
-Counts: TypeAlias = "OrderedDict[bytes, int]"
+import numpy as np
+
+from kvferry.daemon.core.cache.key_index import KeyIndex
+from kvferry.daemon.core.cache.remembered_keys import RememberedKeys
 
 
 class AdmissionFilter:
+    """bound: keys whose offers are counted. Takes no memory for a threshold of 1."""
+
     def __init__(self, threshold: int, bound: int) -> None:
         if threshold < 1:
             raise ValueError(f"store_threshold is {threshold}; give at least 1")
-        self._threshold = threshold
-        self._max_keys = bound
-        # Number of offers of each key, up to the threshold; the oldest offer first.
-        self._counts: Counts = OrderedDict()
+        self._threshold, self._bound = threshold, bound if threshold > 1 else 0
+        self._keys = RememberedKeys(self._bound)
+        # Offers of each key, by its place.
+        self._counts = np.zeros(self._bound, np.int32)
 
     def __len__(self) -> int:
-        return len(self._counts)
+        return len(self._keys)
+
+    def take_index(self) -> KeyIndex:
+        """Return the keys whose offers were counted, to be freed in steps; start again from 0."""
+        taken, self._keys = self._keys.index, RememberedKeys(self._bound)
+        return taken
 
     def count_offers(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Count an offer of each of these keys. Returns those that were offered often enough."""
+        """Count an offer of each of these distinct keys; return those offered often enough."""
         if self._threshold == 1:
             return list(keys)
-        counts, threshold, wanted = self._counts, self._threshold, []
-        for key in reversed(keys):
-            count = counts.pop(key, 0) + 1
-            counts[key] = min(count, threshold)
-            if count >= threshold:
-                wanted.append(key)
-        while len(counts) > self._max_keys:
-            counts.popitem(last=False)
-        wanted.reverse()
-        return wanted
-
-    def take_counts(self) -> Counts:
-        """Return the counts, to be freed in steps, and start again from 0."""
-        counts, self._counts = self._counts, OrderedDict()
-        return counts
+        counts = self._counts
+        found = np.array(self._keys.index.find_numbers(keys), np.int64)
+        known = found >= 0
+        offers = np.ones(len(keys), np.int64)
+        offers[known] = counts[found[known]] + 1
+        self._keys.forget_keys([keys[place] for place in np.flatnonzero(known).tolist()])
+        # The head of an offer is the newest, and is kept if the offer exceeds the bound.
+        head = min(len(keys), self._bound)
+        places = self._keys.add_keys(keys[:head][::-1])
+        counts[places[::-1]] = offers[:head]
+        offered = zip(keys, offers.tolist(), strict=True)
+        return [key for key, count in offered if count >= self._threshold]

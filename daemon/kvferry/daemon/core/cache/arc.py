@@ -6,135 +6,109 @@ If a key returns while its ghost exists, it was evicted too early: the target mo
 that side, and the key is inserted into the frequent list. N. Megiddo and D. S. Modha, "ARC: A
 Self-Tuning, Low Overhead Replacement Cache", FAST 2003, figure 4.
 
-In the paper a request has one key, every key may be evicted, and ghosts appear only once the cache
-is full. An offer of one key to a full cache without pinned keys behaves as in the paper. Beyond it:
+It differs from the paper, in which a request has one key and every key may be evicted:
 
+- Each ghost list has up to as many keys as the cache has blocks (paper: both lists of a side
+  together), as in vLLM. On conversations that hits more.
 - The keys of an offer are inserted one by one, the last first. None is evicted for another.
 - Keys that must stay are skipped. If all keys of a list must stay, the other list gives the victim.
-- After an offer, the recent list plus its ghosts has at most as many keys as the cache has blocks,
-  and so have all ghosts together. The oldest ghosts are dropped.
+- After an offer, the oldest ghosts beyond the bound are dropped.
 - A touch of a pending key does not move it to the frequent list: it is the same request.
 - A failed store leaves no ghost, because no lookup could have found the key.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator, Sequence
-from itertools import chain
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from kvferry.daemon.core.cache.lru import Keys
+import numpy as np
 
-if TYPE_CHECKING:
-    from kvferry.daemon.core.cache.policy import EvictableFilter
+from kvferry.daemon.core.cache.key_index import KeyIndex
+from kvferry.daemon.core.cache.policy import IdleFilter, idle_blocks
+from kvferry.daemon.core.cache.remembered_keys import RememberedKeys
+from kvferry.daemon.core.cache.use_order import Mask, UseOrder
+from kvferry.proto.layout import Int64s
 
 
 class ARC:
-    def __init__(self, capacity: int, keys: Keys | None = None) -> None:
-        self._capacity = capacity
+    def __init__(self, capacity: int, index: KeyIndex, blocks: Int64s) -> None:
+        self._capacity, self._index = capacity, index
         self._target = 0.0
-        self._recent: Keys = OrderedDict() if keys is None else keys
-        self._frequent: Keys = OrderedDict()
-        self._recent_ghosts: Keys = OrderedDict()
-        self._frequent_ghosts: Keys = OrderedDict()
+        self._recent, self._frequent = UseOrder(capacity), UseOrder(capacity)
+        self._recent_ghosts, self._frequent_ghosts = (
+            RememberedKeys(capacity),
+            RememberedKeys(capacity),
+        )
+        # Keys of the offer that is being inserted which had a ghost.
+        self._returning = set[bytes]()
+        self._recent.append(blocks)
 
-    def __iter__(self) -> Iterator[bytes]:
-        return chain(self._recent, self._frequent)
+    def blocks(self) -> Int64s:
+        return np.concatenate((self._recent.numbers(), self._frequent.numbers()))
 
-    def take_keys(self) -> Keys:
-        recent, frequent = self._recent, self._frequent
-        if len(recent) > len(frequent):
-            recent.update(frequent)
-            return recent
-        for key in reversed(recent):
-            frequent[key] = None
-            frequent.move_to_end(key, last=False)
-        return frequent
-
-    def key_tables(self) -> tuple[Keys, ...]:
-        return self._recent, self._frequent, self._recent_ghosts, self._frequent_ghosts
-
-    def insert_keys(
-        self, keys: Sequence[bytes], room: int, evictable: EvictableFilter
-    ) -> list[bytes]:
-        returning, victims = self._choose_victims(keys, room, evictable)
-        for key in victims:
-            del (self._recent if key in self._recent else self._frequent)[key]
-        for key in reversed(keys):
-            (self._frequent if key in returning else self._recent)[key] = None
-        self._trim_ghosts()
-        return victims
-
-    def touch_keys(self, keys: Sequence[bytes], pending: Container[bytes]) -> None:
-        recent, frequent = self._recent, self._frequent
-        for key in reversed(keys):
-            if key in frequent:
-                frequent.move_to_end(key)
-            elif key in recent:
-                if key in pending:
-                    recent.move_to_end(key)
-                else:
-                    del recent[key]
-                    frequent[key] = None
-
-    def remove_keys(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            del (self._recent if key in self._recent else self._frequent)[key]
-
-    def check_integrity(self) -> None:
-        recent, frequent = len(self._recent), len(self._frequent)
-        ghosts, frequent_ghosts = len(self._recent_ghosts), len(self._frequent_ghosts)
-        assert recent + frequent <= self._capacity, "ARC has more keys than the cache has blocks"
-        assert recent + ghosts <= self._capacity, "ARC has too many recent ghosts"
-        assert ghosts + frequent_ghosts <= self._capacity, "ARC has too many ghosts"
-        assert 0 <= self._target <= self._capacity, "the target of ARC exceeds the capacity"
-        lists = (self._recent, self._frequent, self._recent_ghosts, self._frequent_ghosts)
-        assert len(set().union(*lists)) == sum(map(len, lists)), "a key is in two lists of ARC"
-
-    def _choose_victims(
-        self, keys: Sequence[bytes], room: int, evictable: EvictableFilter
-    ) -> tuple[set[bytes], list[bytes]]:
-        """The keys that return, and the victims: one for each key after the first `room`.
-
-        Moves the target and adds the ghosts. The caller removes the victims from their lists, which
-        are being iterated here.
-        """
-        recent, frequent = evictable(self._recent), evictable(self._frequent)
-        recent_first, frequent_first = chain(recent, frequent), chain(frequent, recent)
-        size, returning, victims = len(self._recent), set[bytes](), list[bytes]()
+    def choose_victims(self, keys: Sequence[bytes], room: int, idle: IdleFilter) -> list[int]:
+        self._returning = returning = set[bytes]()
+        recent_ghosts, frequent_ghosts = len(self._recent_ghosts), len(self._frequent_ghosts)
+        recent, frequent = idle_blocks(self._recent, idle), idle_blocks(self._frequent, idle)
+        size, victims = len(self._recent), list[int]()
+        from_recent, from_frequent = list[int](), list[int]()
         for number, key in enumerate(reversed(keys)):
             was_frequent = key in self._frequent_ghosts
-            if was_frequent or key in self._recent_ghosts:
-                self._adapt_target(key, was_frequent)
+            if was_frequent:
+                self._target = max(0.0, self._target - max(1.0, recent_ghosts / frequent_ghosts))
+                frequent_ghosts -= 1
+                returning.add(key)
+            elif key in self._recent_ghosts:
+                self._target += max(1.0, frequent_ghosts / recent_ghosts)
+                self._target = min(self._capacity, self._target)
+                recent_ghosts -= 1
                 returning.add(key)
             if number >= room:
                 recent_gives = size > self._target or (was_frequent and size == self._target)
-                victim = next(recent_first if recent_gives else frequent_first)
-                victims.append(victim)
-                size -= self._add_ghost(victim)
+                block = next(recent if recent_gives else frequent, None)
+                if block is None:
+                    recent_gives = not recent_gives
+                    block = next(recent if recent_gives else frequent)
+                victims.append(block)
+                (from_recent if recent_gives else from_frequent).append(block)
+                size -= recent_gives
+                recent_ghosts += recent_gives
+                frequent_ghosts += not recent_gives
             size += key not in returning
-        return returning, victims
+        self._move_to_ghosts(from_recent, self._recent, self._recent_ghosts)
+        self._move_to_ghosts(from_frequent, self._frequent, self._frequent_ghosts)
+        return victims
 
-    def _adapt_target(self, key: bytes, was_frequent: bool) -> None:
-        """Move the target for a key that returns, and remove its ghost."""
-        recent, frequent = len(self._recent_ghosts), len(self._frequent_ghosts)
-        if was_frequent:
-            self._target = max(0.0, self._target - max(1.0, recent / frequent))
-            del self._frequent_ghosts[key]
-        else:
-            self._target = min(self._capacity, self._target + max(1.0, frequent / recent))
-            del self._recent_ghosts[key]
+    def insert_blocks(self, keys: Sequence[bytes], blocks: Int64s) -> None:
+        returns = np.array([key in self._returning for key in reversed(keys)], np.bool_)
+        self._recent.append(blocks[::-1][~returns])
+        self._frequent.append(blocks[::-1][returns])
 
-    def _add_ghost(self, key: bytes) -> bool:
-        """Add a ghost of a victim. Returns whether it was in the recent list."""
-        was_recent = key in self._recent
-        (self._recent_ghosts if was_recent else self._frequent_ghosts)[key] = None
-        return was_recent
+    def touch_blocks(self, blocks: Int64s, pending: Mask) -> None:
+        recent = self._recent.contains(blocks)
+        same_request = recent & pending
+        self._recent.append(blocks[same_request])
+        self._recent.remove(blocks[recent & ~pending])
+        self._frequent.append(blocks[~same_request])
 
-    def _trim_ghosts(self) -> None:
-        recent, frequent = self._recent_ghosts, self._frequent_ghosts
-        for _ in range(len(self._recent) + len(recent) - self._capacity):
-            recent.popitem(last=False)
-        for _ in range(len(recent) + len(frequent) - self._capacity):
-            frequent.popitem(last=False)
+    def remove_blocks(self, blocks: Int64s) -> None:
+        recent = self._recent.contains(blocks)
+        self._recent.remove(blocks[recent])
+        self._frequent.remove(blocks[~recent])
+
+    def indexes(self) -> tuple[KeyIndex, ...]:
+        return self._recent_ghosts.index, self._frequent_ghosts.index
+
+    def check_integrity(self) -> None:
+        for part in (self._recent, self._frequent, self._recent_ghosts, self._frequent_ghosts):
+            part.check_integrity()
+        assert 0 <= self._target <= self._capacity, "the target of ARC exceeds the capacity"
+        ghosts = [*self._recent_ghosts.keys(), *self._frequent_ghosts.keys()]
+        assert len(set(ghosts)) == len(ghosts), "a key is in both ghost lists of ARC"
+        assert not any(key in self._index for key in ghosts), "a key with a block has a ghost"
+
+    def _move_to_ghosts(self, victims: list[int], order: UseOrder, ghosts: RememberedKeys) -> None:
+        """Remove victims from their list. The keys of the offer that return have no ghost now."""
+        ghosts.forget_keys(tuple(self._returning))
+        order.remove(np.array(victims, np.int64))
+        ghosts.add_keys(self._index.keys_of(victims))

@@ -1,4 +1,4 @@
-"""Deferred freeing of a cache that was reset.
+"""Deferred freeing of the keys of a cache that was reset.
 
 Freeing a million keys at once takes 100 ms, which would block the event loop. So the server frees
 them in steps.
@@ -6,33 +6,20 @@ them in steps.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-from typing import Any, TypeAlias
-
-# Entries freed per step: takes 1 ms.
-SOME = 2048
-
-KeyTable: TypeAlias = MutableMapping[bytes, Any]
+from kvferry.daemon.core.cache.key_index import KeyIndex
 
 
 class DeferredFree:
-    """Tables without any other reference."""
+    """Indexes without any other reference. False if none of them has keys."""
 
-    def __init__(self, *tables: KeyTable) -> None:
-        self._tables = [table for table in tables if table]
+    def __init__(self, *indexes: KeyIndex) -> None:
+        self._indexes = [index for index in indexes if len(index)]
 
-    def __len__(self) -> int:
-        return sum(map(len, self._tables))
+    def __bool__(self) -> bool:
+        return bool(self._indexes)
 
     def free_some(self) -> bool:
-        """Free up to SOME entries. Return whether any are left."""
-        left = SOME
-        while left and self._tables:
-            table = self._tables[-1]
-            taken = min(left, len(table))
-            for _ in range(taken):
-                table.popitem()
-            left -= taken
-            if not table:
-                self._tables.pop()
-        return bool(self._tables)
+        """Free some keys, which takes 1 ms. Return whether any are left."""
+        if self._indexes and not self._indexes[-1].free_some():
+            self._indexes.pop()
+        return bool(self._indexes)

@@ -2,52 +2,42 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, TypeAlias
 
-if TYPE_CHECKING:
-    from kvferry.daemon.core.cache.policy import EvictableFilter
+import numpy as np
 
-# Least recent first.
-Keys: TypeAlias = "OrderedDict[bytes, None]"
+from kvferry.daemon.core.cache.key_index import KeyIndex
+from kvferry.daemon.core.cache.policy import IdleFilter, idle_blocks
+from kvferry.daemon.core.cache.use_order import Mask, UseOrder
+from kvferry.proto.layout import Int64s
 
 
 class LRU:
-    def __init__(self, capacity: int, keys: Keys | None = None) -> None:
-        self._capacity = capacity
-        self._keys: Keys = OrderedDict() if keys is None else keys
+    def __init__(self, capacity: int, index: KeyIndex, blocks: Int64s) -> None:
+        del index  # no ghosts
+        self._order = UseOrder(capacity)
+        self._order.append(blocks)
 
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self._keys)
+    def blocks(self) -> Int64s:
+        return self._order.numbers()
 
-    def take_keys(self) -> Keys:
-        return self._keys
-
-    def key_tables(self) -> tuple[Keys, ...]:
-        return (self._keys,)
-
-    def insert_keys(
-        self, keys: Sequence[bytes], room: int, evictable: EvictableFilter
-    ) -> list[bytes]:
-        mine = self._keys
-        victims = list(islice(evictable(mine), max(0, len(keys) - room)))
-        for key in victims:
-            del mine[key]
-        for key in reversed(keys):
-            mine[key] = None
+    def choose_victims(self, keys: Sequence[bytes], room: int, idle: IdleFilter) -> list[int]:
+        victims = list(islice(idle_blocks(self._order, idle), max(0, len(keys) - room)))
+        self._order.remove(np.array(victims, np.int64))
         return victims
 
-    def touch_keys(self, keys: Sequence[bytes], pending: Container[bytes]) -> None:
-        mine = self._keys
-        for key in reversed(keys):
-            if key in mine:
-                mine.move_to_end(key)
+    def insert_blocks(self, keys: Sequence[bytes], blocks: Int64s) -> None:
+        self._order.append(blocks[::-1])
 
-    def remove_keys(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            del self._keys[key]
+    def touch_blocks(self, blocks: Int64s, pending: Mask) -> None:
+        self._order.append(blocks)
+
+    def remove_blocks(self, blocks: Int64s) -> None:
+        self._order.remove(blocks)
+
+    def indexes(self) -> tuple[KeyIndex, ...]:
+        return ()
 
     def check_integrity(self) -> None:
-        assert len(self._keys) <= self._capacity, "LRU has more keys than the cache has blocks"
+        self._order.check_integrity()

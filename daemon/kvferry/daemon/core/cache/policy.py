@@ -1,58 +1,52 @@
 """The interface of eviction policies.
 
-A policy orders the keys of a cache and chooses victims; it does not know blocks. It is called once
-per offer, and never asked for more victims than exist, because the cache counts first. Keys are in
-the order offered or touched, the head of a prefix first. The first key must end up most recent, so
-that a prefix is evicted from its tail: process keys from the end.
+A policy orders the blocks of a cache and chooses victims. It is called once per offer, and never
+asked for more victims than there are idle blocks, because the cache counts first. Keys of an offer
+are in the order offered, the head of a prefix first. The first key must end up most recent, so that
+a prefix is evicted from its tail: process keys from the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeAlias
 
-from kvferry.daemon.core.cache.arc import ARC
-from kvferry.daemon.core.cache.lru import LRU, Keys
+from kvferry.daemon.core.cache.key_index import KeyIndex
+from kvferry.daemon.core.cache.use_order import Mask, UseOrder
+from kvferry.proto.layout import Int64s
 
-# Filters keys: yields those that may be evicted.
-EvictableFilter: TypeAlias = Callable[[Iterable[bytes]], Iterator[bytes]]
+# Filters blocks: those that may be evicted.
+IdleFilter: TypeAlias = Callable[[Int64s], Int64s]
 
 
 class Policy(Protocol):
-    def __iter__(self) -> Iterator[bytes]:
-        """All keys, least recent first as far as the policy knows."""
+    def blocks(self) -> Int64s:
+        """All blocks, the least recently used first as far as the policy knows."""
 
-    def take_keys(self) -> Keys:
-        """All keys in that order, for another policy; this one must not be used afterwards."""
+    def choose_victims(self, keys: Sequence[bytes], room: int, idle: IdleFilter) -> list[int]:
+        """Remove the victims for an offer, one for each key beyond `room`, and return them.
 
-    def key_tables(self) -> tuple[Keys, ...]:
-        """All containers of keys, to be freed in steps; the policy must not be used afterwards."""
-
-    def insert_keys(
-        self, keys: Sequence[bytes], room: int, evictable: EvictableFilter
-    ) -> list[bytes]:
-        """Insert distinct new keys and return the victims: one for each key beyond `room`.
-
-        evictable: yields the keys that may be evicted; there are enough of them.
+        keys: distinct keys without a block, of which `insert_blocks` is called next. The victims
+        still have their keys in the index.
         """
 
-    def touch_keys(self, keys: Sequence[bytes], pending: Container[bytes]) -> None:
-        """Mark keys as used. Those that the policy does not have are ignored."""
+    def insert_blocks(self, keys: Sequence[bytes], blocks: Int64s) -> None:
+        """The keys of the offer got these blocks."""
 
-    def remove_keys(self, keys: Iterable[bytes]) -> None:
-        """Remove keys whose store did not complete, ghosts included."""
+    def touch_blocks(self, blocks: Int64s, pending: Mask) -> None:
+        """Mark distinct blocks as used, the last one most recently. pending: which of them are."""
+
+    def remove_blocks(self, blocks: Int64s) -> None:
+        """Remove blocks that lost their keys other than by eviction."""
+
+    def indexes(self) -> tuple[KeyIndex, ...]:
+        """The keys that it remembers, to be freed in steps; the policy is no longer used then."""
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the state is inconsistent."""
 
 
-class PolicyFactory(Protocol):
-    def __call__(self, capacity: int, keys: Keys | None = None) -> Policy:
-        """Create a policy for a cache of this many blocks that contains these keys."""
-
-
-# Policies by name.
-POLICIES: dict[str, PolicyFactory] = {
-    "lru": LRU,
-    "arc": ARC,
-}
+def idle_blocks(order: UseOrder, idle: IdleFilter) -> Iterator[int]:
+    """The idle blocks in an order, one at a time."""
+    for blocks in order.oldest():
+        yield from idle(blocks).tolist()

@@ -1,0 +1,48 @@
+"""Key events of a cache: what became of which keys, kept until they are taken. Event loop only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvferry.proto.keys import EventKind
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvent:
+    kind: EventKind
+    keys: tuple[bytes, ...]
+
+
+class CacheEvents:
+    def __init__(self) -> None:
+        self._recording = False
+        self._events: list[CacheEvent] = []
+        # Called when there is an event to take.
+        self.on_event: Callable[[], None] = _ignore
+
+    @property
+    def recording(self) -> bool:
+        """Whether events are kept. Turning it off drops those kept so far."""
+        return self._recording
+
+    @recording.setter
+    def recording(self, on: bool) -> None:
+        self._recording = on
+        if not on:
+            self._events = []
+
+    def add(self, kind: EventKind, keys: Sequence[bytes]) -> None:
+        """Add an event, unless it has no keys and is not CLEARED."""
+        if self._recording and (keys or kind is EventKind.CLEARED):
+            self._events.append(CacheEvent(kind, tuple(keys)))
+            self.on_event()
+
+    def take(self) -> list[CacheEvent]:
+        """The events since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+
+def _ignore() -> None:
+    """Do nothing."""

@@ -1,0 +1,54 @@
+"""What a job holds of a cache, and what a cache reports about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvferry.daemon.core.cache.block_contents import Parts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reservation:
+    """A store: its keys in the order offered, the block of each, and the keys evicted for it.
+
+    parts: the sub-blocks of keys that are stored in part.
+    """
+
+    keys: tuple[bytes, ...]
+    blocks: tuple[int, ...]
+    evicted: tuple[bytes, ...]
+    parts: Parts = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pins:
+    """A load: its keys, and the block of each, which stays in place until complete_load."""
+
+    keys: tuple[bytes, ...]
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUsage:
+    """Blocks now, and keys counted since the start.
+
+    capacity = free + pending + ready + unverified + orphaned. Keys stored in part count as ready.
+    """
+
+    capacity: int
+    free: int
+    pending: int
+    ready: int
+    unverified: int
+    pinned: int
+    orphaned: int
+    hits: int
+    misses: int
+    stores_skipped: int
+    stored: int
+    evictions: int
+
+    @property
+    def used(self) -> int:
+        """Blocks that are not free."""
+        return self.capacity - self.free

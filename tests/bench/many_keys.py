@@ -1,0 +1,314 @@
+"""Stalls and start with a million keys: how long one step holds up the event loop.
+
+    python tests/bench/many_keys.py core                 # no daemon; --keys N, --policy NAME
+    python tests/bench/many_keys.py mirror               # a client's mirror
+    python tests/bench/many_keys.py daemon               # a real daemon, real clients; a restart
+
+core    A full namespace evicts: each round touches 250 resident keys, stores 250 new ones and takes
+        the key events, as the core does for two messages. The longest of these steps is the stall.
+        Rounds go on until every key was replaced three times, so that all tables are rebuilt.
+mirror  The events of such rounds are applied to a mirror; then a snapshot in parts.
+daemon  A client stores 10,000 keys per second for a minute into a full pool (64-byte blocks). Two
+        other processes measure meanwhile: round trips of a status request, 1 ms apart, and the
+        longest poll of a client with a mirror. A third client then opens the namespace and gets a
+        snapshot. Last, the daemon is killed and started again with the kept pool: seconds to READY.
+
+Figures are milliseconds unless they say seconds. On a busy machine the round trips contain waiting
+for a CPU: compare them with those without stores, which come first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+
+from kvferry.client import (
+    Fingerprint,
+    GPULoadStoreSpec,
+    KeyLoadStoreSpec,
+    KVLayout,
+    OffloadClient,
+    TensorLayout,
+    TensorRef,
+)
+from kvferry.client.mirror import Mirror
+from kvferry.daemon.app import GC_THRESHOLDS
+from kvferry.daemon.core.cache.cache import Cache
+from kvferry.daemon.core.cache.policies import POLICIES
+from kvferry.daemon.core.namespace import SNAPSHOT_BLOCKS
+from kvferry.proto.keys import EventKind
+from kvferry.proto.messages import KeyEvent, KeyEvents, Snapshot
+from support.service_manager import ServiceManager, kvferryd_command
+
+PAGE, BATCH, KEY_BYTES = 64, 250, 36
+# Keys stored per second by the daemon part, and for how long.
+RATE, SECONDS = 10_000, 60.0
+FINGERPRINT = Fingerprint("bench", PAGE, key_bytes=KEY_BYTES)
+# Blocks of the engine: so many keys fill the pool with one store.
+FILL = 1 << 14
+LAYOUT = KVLayout((TensorLayout(FILL, PAGE, PAGE),), ((TensorRef(0, PAGE),),))
+
+
+def keys_from(start: int, count: int) -> tuple[bytes, ...]:
+    """Keys as block hashes are: random bytes, always the same for a number."""
+    words = (np.arange(start, start + count, dtype=np.uint64)[:, None] + 1) * np.array(
+        [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64
+    )
+    words ^= words >> np.uint64(29)
+    data = words.astype("<u8").tobytes()
+    return tuple(data[at : at + 32] + b"\0\0\0\0" for at in range(0, len(data), 32))
+
+
+def show(what: str, seconds: Sequence[float]) -> None:
+    p50, p99, most = np.quantile(seconds, (0.5, 0.99, 1)) * 1e3
+    above = int((np.asarray(seconds) > 0.02).sum())
+    print(f"{what:<46} {p50:8.2f} {p99:8.2f} {most:8.1f} {above:6}", flush=True)
+
+
+def show_one(what: str, amount: float, unit: str) -> None:
+    print(f"{what:<46} {amount:8.2f} {unit}", flush=True)
+
+
+def timed(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def memory_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def tune_gc() -> None:
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+
+
+# The core, without a daemon
+
+
+def bench_core(count: int, policy: str) -> None:
+    before = memory_bytes()
+    cache, steps = Cache(count, policy), list[float]()
+    tune_gc()
+    cache.events.recording = True
+    random = np.random.default_rng(0)
+    for at in range(0, 4 * count, BATCH):
+        keys = keys_from(at, BATCH)
+        lowest = max(0, at - count)
+        some = random.integers(lowest, max(at, 1), 5)
+        touched = [key for start in some.tolist() for key in keys_from(start, BATCH // 5)]
+        begin = time.perf_counter()
+        cache.touch(touched)
+        middle = time.perf_counter()
+        reservation = cache.prepare_store(keys)
+        assert reservation is not None
+        cache.complete_store(reservation, True)
+        cache.events.take()
+        end = time.perf_counter()
+        if at >= count:
+            steps += (middle - begin, end - middle)
+        del reservation
+    show(f"{policy}: touch of {BATCH} keys", steps[::2])
+    show(f"{policy}: store of {BATCH} keys", steps[1::2])
+    show_one(f"{policy}: memory per key", (memory_bytes() - before) / count, "bytes")
+    entries = cache.entries()
+    slices = range(0, count, SNAPSHOT_BLOCKS)
+    parts = [timed(partial(cache.keys_between, at, at + SNAPSHOT_BLOCKS)) for at in slices]
+    show(f"{policy}: parts of a snapshot", parts)
+    show(f"{policy}: change of the policy", [timed(lambda: cache.configure(_other(policy), 1))])
+    cache.configure(policy, 1)
+    deferred = list[object]()
+    show(f"{policy}: reset", [timed(lambda: deferred.append(cache.reset()))])
+    restored = Cache(count, policy)
+    show(f"{policy}: restore", [timed(lambda: restored.restore_keys(entries))])
+
+
+def _other(policy: str) -> str:
+    return next(name for name in POLICIES if name != policy)
+
+
+# A client's mirror
+
+
+def bench_mirror(count: int) -> None:
+    mirror, steps = Mirror(), list[float]()
+    gc.freeze()
+    mirror.apply_message(Snapshot(0, 0, False, (), True, 1))
+    for number, at in enumerate(range(0, 4 * count, BATCH), 1):
+        keys = keys_from(at, BATCH)
+        gone = keys_from(at - count, BATCH) if at >= count else ()
+        removed = (KeyEvent(EventKind.REMOVED, gone),) if gone else ()
+        events = (*removed, KeyEvent(EventKind.PENDING, keys), KeyEvent(EventKind.STORED, keys))
+        message = KeyEvents(number, events, 1)
+        steps.append(timed(partial(mirror.apply_message, message)))
+    show(f"mirror: events of a store of {BATCH} keys", steps)
+    probes = keys_from(4 * count - BATCH, BATCH)
+    show(f"mirror: {BATCH} lookups", [timed(lambda: [*map(mirror.lookup, probes)])])
+    sequence = mirror.sequence + 2
+    mirror.apply_message(KeyEvents(sequence, (), 1))  # one is missing
+    parts = [
+        Snapshot(sequence, part, False, keys_from(at, 1 << 13), at + (1 << 13) >= count, 1)
+        for part, at in enumerate(range(0, count, 1 << 13))
+    ]
+    steps = [timed(partial(mirror.apply_message, message)) for message in parts]
+    show("mirror: parts of a snapshot", steps)
+    show_one("mirror: the whole snapshot", sum(steps), "seconds")
+
+
+# A real daemon
+
+
+def bench_daemon(count: int, policy: str) -> None:
+    with ExitStack() as stack:
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-")))
+        command = kvferryd_command(place, pool_bytes=count * PAGE)
+        log = place / "log"
+        manager = stack.enter_context(ServiceManager(command, place / "notify", log=log))
+        manager.start()
+        (socket,) = place.glob("*/kvferry.sock")
+        writer = stack.enter_context(OffloadClient(socket.parent, engine="writer"))
+        blocks = writer.open_namespace(FINGERPRINT, eviction_policy=policy, mirror=False).num_blocks
+        writer.allocate_kv_caches(LAYOUT)
+        store_rate(writer, 0, blocks, FILL, 0)
+        probes = [
+            MeasuringProcess(stack, probe, socket.parent, policy) for probe in (ping, poll_mirror)
+        ]
+        idle = [probe.measure(lambda: time.sleep(10)) for probe in probes]
+        for probe in probes:
+            probe.begin()
+        store_rate(writer, blocks, int(RATE * SECONDS), BATCH, RATE)
+        trips, polls = (probe.end() for probe in probes)
+        show(f"{policy}: status round trips, idle", idle[0])
+        show(f"{policy}: status round trips, {RATE} keys/s", trips)
+        show(f"{policy}: polls of a client's mirror, idle", idle[1])
+        show(f"{policy}: polls of a client's mirror, {RATE} keys/s", polls)
+        joined = probes[0].measure(lambda: join(socket.parent, policy))
+        show(f"{policy}: status round trips, snapshot", joined)
+        time.sleep(2)  # checksums of the last stores
+        manager.kill()
+        ready = timed(manager.start)
+        show_one(f"{policy}: kill to READY, {blocks} blocks", ready, "seconds")
+        print(*[line for line in log.read_text().splitlines() if "restored" in line][-1:])
+
+
+def store_rate(writer: OffloadClient, start: int, count: int, batch: int, rate: int) -> None:
+    """Store keys `start` to `start + count`, `rate` per second; 0: as fast as possible."""
+    begin, errors = time.perf_counter(), 0
+    for number, at in enumerate(range(start, start + count, batch)):
+        keys = keys_from(at, min(batch, start + count - at))
+        spec = GPULoadStoreSpec(np.arange(len(keys))), KeyLoadStoreSpec(keys)
+        writer.transfer_async(number, spec)
+        results = list(writer.get_finished())
+        if rate:
+            while (left := begin + (number + 1) * batch / rate - time.perf_counter()) > 0:
+                time.sleep(left)
+        else:
+            writer.wait([number])
+        results += writer.get_finished()
+        errors += sum(not result.success for result in results)
+    writer.wait(range(number + 1))
+    seconds = time.perf_counter() - begin
+    if rate:
+        show_one("stored per second", count / seconds, f"keys, {errors} errors")
+
+
+def join(directory: Path, policy: str) -> None:
+    process = multiprocessing.get_context("spawn").Process(
+        target=join_once, args=(directory, policy)
+    )
+    process.start()
+    process.join()
+
+
+def join_once(directory: Path, policy: str) -> None:
+    with OffloadClient(directory, engine="joiner") as client:
+        seconds = timed(lambda: client.open_namespace(FINGERPRINT, eviction_policy=policy))
+        show_one("a client opens the namespace, with its mirror", seconds, "seconds")
+
+
+class MeasuringProcess:
+    """A process that measures while it is told to."""
+
+    def __init__(
+        self, stack: ExitStack, measure: Callable[..., None], directory: Path, policy: str
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        process = context.Process(target=measure, args=(theirs, directory, policy), daemon=True)
+        process.start()
+        stack.callback(process.kill)
+        self._pipe.recv()
+
+    def begin(self) -> None:
+        self._pipe.send("begin")
+
+    def end(self) -> list[float]:
+        self._pipe.send("end")
+        seconds: list[float] = self._pipe.recv()
+        return seconds
+
+    def measure(self, work: Callable[[], object]) -> list[float]:
+        self.begin()
+        work()
+        return self.end()
+
+
+def ping(pipe: Connection, directory: Path, _policy: str) -> None:
+    with OffloadClient(directory, engine="ping") as client:
+        _measure(pipe, client.status)
+
+
+def poll_mirror(pipe: Connection, directory: Path, policy: str) -> None:
+    with OffloadClient(directory, engine="reader") as client:
+        client.open_namespace(FINGERPRINT, eviction_policy=policy)
+        _measure(pipe, client.poll)
+
+
+def _measure(pipe: Connection, call: Callable[[], object]) -> None:
+    pipe.send("ready")
+    for _ in _rounds(pipe):
+        seconds = list[float]()
+        while not pipe.poll():
+            seconds.append(timed(call))
+            time.sleep(0.001)
+        pipe.recv()
+        pipe.send(seconds)
+
+
+def _rounds(pipe: Connection) -> Iterator[None]:
+    while pipe.recv() == "begin":
+        yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", choices=("core", "mirror", "daemon"))
+    parser.add_argument("--keys", type=int, default=1_000_000)
+    parser.add_argument("--policy", choices=POLICIES, help="only this one")
+    options = parser.parse_args()
+    print(f"{options.keys:,} keys of {KEY_BYTES} bytes; milliseconds, and how many are above 20")
+    print(f"{'':<46} {'p50':>8} {'p99':>8} {'max':>8} {'> 20':>6}")
+    if options.part == "mirror":
+        bench_mirror(options.keys)
+        return
+    for policy in [options.policy] if options.policy else POLICIES:
+        (bench_core if options.part == "core" else bench_daemon)(options.keys, policy)
+
+
+if __name__ == "__main__":
+    main()
