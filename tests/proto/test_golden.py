@@ -178,6 +178,7 @@ MESSAGES: dict[str, Any] = {
     "client/unpin": wire.Unpin((KEY,)),
     "client/touch": wire.Touch((KEY,), 3, 4),
     "client/reset": wire.Reset(9),
+    "client/find_in_tiers": wire.FindInTiers(10, (KEY, OTHER), 0.0125),
     "client/namespaces": wire.NamespacesRequest(10),
     "client/cancel": wire.Cancel((1, 2, 1 << 62)),
     "client/cancel-nothing": wire.Cancel(()),
@@ -237,10 +238,32 @@ MESSAGES: dict[str, Any] = {
             NEW_STATUS, verification=proto_status.VerificationStatus(1 << 36, 1 << 35)
         ),
     ),
+    "daemon/status-tiers": wire.StatusReport(
+        6,
+        msgspec.structs.replace(
+            NEW_STATUS,
+            tiers=(
+                proto_status.TierStatus(
+                    "disk", "on", 1, 2, 3, 4, 5, 6, 7, 0.5, 9, 10, 11, 12, 13, 14, 15, 1.5, 2, 3
+                ),
+                proto_status.TierStatus("memory", "off", read_only="no space"),
+            ),
+        ),
+    ),
     "daemon/opened": wire.Opened(
-        7, "0123456789abcdef", 1000, 32768, True, "arc", 2, ("fedc: kv_dtype: 'fp8' here",), 3
+        7,
+        "0123456789abcdef",
+        1000,
+        32768,
+        True,
+        "arc",
+        2,
+        ("fedc: kv_dtype: 'fp8' here",),
+        3,
+        ("disk",),
     ),
     "daemon/done": wire.Done(9),
+    "daemon/tiers_found": wire.TiersFound(10, 2, 1, 0.25),
     "daemon/snapshot": wire.Snapshot(6, 0, False, (KEY, OTHER)),
     "daemon/snapshot-last": wire.Snapshot(6, 1, True, (), True, 2),
     "daemon/key_events": NEWS,

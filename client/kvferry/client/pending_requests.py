@@ -29,6 +29,7 @@ from kvferry.proto.messages import (
     Reset,
     StatusReport,
     StatusRequest,
+    TiersFound,
     Wait,
     Waited,
 )
@@ -37,7 +38,15 @@ RequestMessage: TypeAlias = (
     ReleaseKVCaches | Wait | OpenNamespace | Reset | StatusRequest | NamespacesRequest
 )
 Reply: TypeAlias = (
-    Registered | Allocated | Released | Waited | Opened | Done | StatusReport | NamespacesReport
+    Registered
+    | Allocated
+    | Released
+    | Waited
+    | Opened
+    | Done
+    | TiersFound
+    | StatusReport
+    | NamespacesReport
 )
 
 

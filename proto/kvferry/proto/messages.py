@@ -20,6 +20,8 @@
       Pin, Unpin, Touch         ->               (no reply)
       Reset                     ->
                                 <-             Done | Error
+      FindInTiers               ->
+                                <-             TiersFound | Error
       Subscribe                 ->
                                 <-             Snapshot, in parts; then KeyEvents, each numbered
       StatusRequest             ->
@@ -225,6 +227,19 @@ class Reset(Message):
     request_id: Id
 
 
+class FindInTiers(Message):
+    """Find keys below the host pool, and promote them: copy them to the host pool.
+
+    keys: of one request, in prefix order. compute_seconds: the time in which the engine computes
+    the tokens of one key, by its own measurement; keys are promoted only if that is slower. 0: not
+    known, and everything that is found is promoted.
+    """
+
+    request_id: Id
+    keys: Keys
+    compute_seconds: Annotated[float, Meta(ge=0)] = 0.0
+
+
 class StatusRequest(Message):
     request_id: Id
 
@@ -300,6 +315,8 @@ class Opened(Message):
     store_threshold: int
     unlike: tuple[str, ...] = ()
     generation: Count = 1
+    # Names of the tiers below the host pool, fastest first. Without one FindInTiers promotes none.
+    tiers: tuple[str, ...] = ()
 
 
 class Done(Message):
@@ -329,6 +346,20 @@ class KeyEvents(Message):
     sequence: Count
     events: tuple[KeyEvent, ...]
     generation: Count = 1
+
+
+class TiersFound(Message):
+    """The first `prefix` keys of a FindInTiers are loadable, pending, or being promoted.
+
+    promoted: how many of them this request began to promote. They are pending until they are
+    loadable; a key whose promotion fails, or is not done within `seconds`, becomes absent. All of
+    this is in KeyEvents; those of the promoted keys are sent before this message.
+    """
+
+    request_id: Id
+    prefix: Count
+    promoted: Count = 0
+    seconds: float = 0.0
 
 
 class StatusReport(Message):
@@ -363,6 +394,7 @@ ClientMessage: TypeAlias = (
     | Unpin
     | Touch
     | Reset
+    | FindInTiers
     | StatusRequest
     | NamespacesRequest
     | Goodbye
@@ -376,6 +408,7 @@ DaemonMessage: TypeAlias = (
     | Waited
     | Opened
     | Done
+    | TiersFound
     | Snapshot
     | KeyEvents
     | StatusReport

@@ -211,6 +211,42 @@ class VerificationStatus(Part):
     decided_bytes: int
 
 
+class TierStatus(Part):
+    """A tier below the host pool. Numbers of keys and bytes count since the start of the daemon.
+
+    state: "starting", "on", "off" (until the circuit breaker admits a probe) or "probing".
+    used_bytes: of `capacity_bytes`, with all overhead. read_only: why nothing can be written.
+    promotion_seconds: the mean time of a promotion, from the request until its keys were loadable.
+    queue_seconds: age of the oldest promotion or write that has not ended.
+    """
+
+    name: str
+    state: str
+    capacity_bytes: int = 0
+    used_bytes: int = 0
+    keys: int = 0
+    # Keys that FindInTiers asked the tier for, by result.
+    hits: int = 0
+    misses: int = 0
+    # Keys that were found, and not promoted, because computing them is expected to be faster.
+    skipped: int = 0
+    promoted: int = 0
+    promotion_seconds: float = 0.0
+    read_bytes: int = 0
+    written: int = 0
+    written_bytes: int = 0
+    # Keys that were not written, because the tier is full, off or behind.
+    dropped_writes: int = 0
+    evictions: int = 0
+    checksum_failures: int = 0
+    errors: int = 0
+    queue_seconds: float = 0.0
+    # How often the circuit breaker turned the tier off, and how often its process died.
+    openings: int = 0
+    deaths: int = 0
+    read_only: str = ""
+
+
 class DaemonStatus(Part):
     version: str
     boot_id: str
@@ -228,3 +264,4 @@ class DaemonStatus(Part):
     health: HealthStatus | None = None
     # None if there was nothing to verify.
     verification: VerificationStatus | None = None
+    tiers: tuple[TierStatus, ...] = ()

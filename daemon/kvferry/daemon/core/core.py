@@ -233,7 +233,14 @@ class Core:
                 return self._transfers.cancel_transfers(engine, job_ids)
             case wire.Wait():
                 return self._transfers.add_wait(session, engine, message)
-            case wire.Subscribe() | wire.Pin() | wire.Unpin() | wire.Touch() | wire.Reset():
+            case (
+                wire.Subscribe()
+                | wire.Pin()
+                | wire.Unpin()
+                | wire.Touch()
+                | wire.Reset()
+                | wire.FindInTiers()
+            ):
                 return self._namespaces.handle_message(session, message)
             case wire.StatusRequest(request_id):
                 return [SendMessage(session, wire.StatusReport(request_id, self.status(now)))]

@@ -187,6 +187,10 @@ class Namespace:
         self.generation += 1
         return self.cache.reset()
 
+    def count_prefix(self, keys: Sequence[OffloadKey]) -> int:
+        """How many of `keys`, from the first on, are loadable or pending."""
+        return self.cache.count_prefix(keys)
+
     def take_key_events(self) -> KeyEvents | None:
         """The key events since the last call; None if there are none."""
         events = self.cache.events.take()

@@ -27,7 +27,18 @@ from kvferry.daemon.core.records import RecoveredRegion, namespace_owner
 from kvferry.daemon.core.regions import Regions
 from kvferry.daemon.core.session_pins import SessionPins
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.messages import Done, Opened, OpenNamespace, Pin, Reset, Subscribe, Touch, Unpin
+from kvferry.proto.messages import (
+    Done,
+    FindInTiers,
+    Opened,
+    OpenNamespace,
+    Pin,
+    Reset,
+    Subscribe,
+    TiersFound,
+    Touch,
+    Unpin,
+)
 from kvferry.proto.status import NamespaceStatus
 
 # Encoded. The status of all namespaces must fit into one message.
@@ -144,7 +155,7 @@ class Namespaces:
         self._mark_deserted_if_unused(namespace)
 
     def handle_message(
-        self, session: str, message: Subscribe | Pin | Unpin | Touch | Reset
+        self, session: str, message: Subscribe | Pin | Unpin | Touch | Reset | FindInTiers
     ) -> list[Action]:
         """Handle a message about the keys of the session's namespace. Raises Refused."""
         namespace = self._by_session.get(session)
@@ -169,6 +180,9 @@ class Namespaces:
                 namespace.check_keys(keys)
                 namespace.cache.touch(keys)
                 namespace.cache.count_lookups(hits, misses)
+            case FindInTiers(request_id, keys):
+                namespace.check_keys(keys)
+                return [SendMessage(session, TiersFound(request_id, namespace.count_prefix(keys)))]
             case Reset(request_id):
                 deferred = namespace.reset()
                 self._regions.record_updated(namespace.record, wipe=True)

@@ -104,6 +104,13 @@ class Cache:
         self._misses += found is Lookup.MISS
         return found
 
+    def count_prefix(self, keys: Sequence[bytes]) -> int:
+        """How many of `keys`, from the first on, are a HIT or a HIT_PENDING."""
+        for number, block in enumerate(self._index.find_numbers(keys)):
+            if block < 0 or self._contents.lookup(block) is Lookup.MISS:
+                return number
+        return len(keys)
+
     def count_lookups(self, hits: int, misses: int) -> None:
         """Count lookups that a client's mirror answered."""
         self._hits += hits
