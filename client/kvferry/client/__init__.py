@@ -21,7 +21,8 @@ from kvferry.client.blocking import OffloadClient
 from kvferry.client.endpoint import find_daemon
 from kvferry.client.jobs import TransferResult
 from kvferry.client.local import LocalDaemon
-from kvferry.client.manager import OffloadingManager, PrepareStoreOutput
+from kvferry.client.manager import OffloadingManager
+from kvferry.client.manager_outputs import PrepareStoreOutput
 from kvferry.client.operations import AllocatedKVCaches
 from kvferry.client.residency_events import OffloadingEvent
 from kvferry.client.session_state import RegistrationState, SessionState

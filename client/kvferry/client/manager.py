@@ -8,6 +8,8 @@ mirrors, which are slightly old, and its answers reserve nothing:
             resident; it may be refused (CACHE_FULL). A key that was returned and not completed is a
             HIT_PENDING, and is not returned again. A key that is pending for longer than
             `pending_timeout`, and was not returned here, is a MISS and may be stored.
+    below   prefetch has the daemon search below the host pool, and promote what it finds: copy it
+            to the pool. A searched key is a RETRY, a key that is being promoted a HIT_PENDING.
     load    prepare_load pins, by a message that may arrive too late: the worker's transfer is then
             refused (KEY_ABSENT). A failed load is a miss, never wrong bytes.
 
@@ -21,17 +23,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import msgspec
 
 from kvferry.client.blocking import OffloadClient
+from kvferry.client.manager_outputs import PrepareStoreOutput, ResidencyUsage
 from kvferry.client.mirror import HIT, HIT_PENDING, MISS, RETRY, Mirror
 from kvferry.client.nonblocking import DaemonDirectory, NonBlockingClient
 from kvferry.client.residency_events import OffloadingEvent, ResidencyEvents
 from kvferry.client.session_state import SessionState
+from kvferry.client.tier_searches import Prefetch
 from kvferry.proto.errors import Code, Gone, Refused
 from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.specs import MAX_KEYS, KeyLoadStoreSpec
@@ -44,38 +47,6 @@ MAX_TOUCHED = 4096
 PENDING_TIMEOUT = 5.0
 # Pending keys whose first lookup is remembered; beyond that, the oldest are forgotten.
 MAX_PENDING = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class PrepareStoreOutput:
-    """What to store. evicted_keys: always empty; evictions are reported by take_events.
-
-    store_specs: for the worker of each rank. If the namespace is reset before the transfer arrives,
-    the transfer is refused (STALE).
-    """
-
-    keys_to_store: tuple[OffloadKey, ...]
-    store_specs: tuple[KeyLoadStoreSpec, ...]
-    evicted_keys: tuple[OffloadKey, ...] = ()
-
-    @property
-    def store_spec(self) -> KeyLoadStoreSpec:
-        """For the worker of rank 0."""
-        return self.store_specs[0]
-
-
-@dataclass(frozen=True, slots=True)
-class ResidencyUsage:
-    """Host blocks of all ranks together, according to the mirrors. pinned: by this manager."""
-
-    blocks: int
-    ready: int
-    pending: int
-    pinned: int
-
-    @property
-    def free(self) -> int:
-        return self.blocks - self.ready - self.pending
 
 
 class OffloadingManager:
@@ -267,6 +238,24 @@ class OffloadingManager:
         for client in self._clients:
             for batch in _key_batches(keys):
                 client.unpin(batch)
+
+    def prefetch(self, keys: Iterable[OffloadKey], compute_seconds: float = 0.0) -> Prefetch:
+        """Have the daemons search for those keys below the host pool that are not in it.
+
+        keys: of one request, in prefix order; call it when the request arrives, before its lookups.
+        compute_seconds: the time in which the engine computes the tokens of one key. Keys are
+        promoted only if that is expected to take longer; 0: everything found is promoted. Returns
+        at once; without tiers nothing is searched. Raises Refused (BAD_KEY).
+        """
+        keys = self._checked(keys)
+        mirrors = self._fresh_mirrors()
+        absent = next(
+            (at for at, key in enumerate(keys) if any(m.lookup(key) is MISS for m in mirrors)), None
+        )
+        if absent is None:
+            return Prefetch()
+        wanted = keys[absent : absent + MAX_KEYS]
+        return Prefetch(tuple(c.find_in_tiers(wanted, compute_seconds) for c in self._clients))
 
     def touch(self, keys: Iterable[OffloadKey]) -> None:
         """Mark keys as used; the first becomes the most recent. Sent by `flush`, or if many."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from kvferry.client.mirror import Mirror
+from kvferry.client.mirror import MISS, RETRY, Mirror
+from kvferry.client.tier_searches import TierSearches
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.keys import OffloadKey
+from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.messages import KeyEvents, Opened, OpenNamespace, Snapshot
 from kvferry.proto.specs import MAX_KEYS, check_keys
 from kvferry.proto.status import Fingerprint
@@ -36,6 +37,7 @@ class ClientNamespace:
         self._mirror: Mirror | None = Mirror() if mirror else None
         self._pins: Counter[OffloadKey] = Counter()
         self._resets: set[int] = set()
+        self.tier_searches = TierSearches()
 
     @property
     def mirror(self) -> Mirror:
@@ -80,6 +82,13 @@ class ClientNamespace:
             if self._resets:
                 self._mirror.hide()
         return self._mirror
+
+    def lookup(self, key: OffloadKey, now: float) -> Lookup:
+        """Look a key up in the mirror; RETRY if the daemon is searching for it below the pool."""
+        found = self.mirror.lookup(key)
+        if found is MISS and not self._resets and self.tier_searches.is_searched(key, now):
+            return RETRY
+        return found
 
     def apply_message(self, message: Snapshot | KeyEvents) -> bool:
         """Pass a message to the mirror, if any. True if the mirror needs a new snapshot."""
@@ -142,6 +151,7 @@ class ClientNamespace:
 
     def connection_lost(self) -> None:
         """Hide all keys until the session is restored."""
+        self.tier_searches.end_all()
         self.reset(_DISCONNECTED)
 
     def reopened(self, opened: Opened) -> None:

@@ -16,11 +16,12 @@ from kvferry.client.namespace import ClientNamespace
 from kvferry.client.reconnect import Reconnect
 from kvferry.client.session import MAX_TIMEOUT, ClientSession, ConnectionState, timed_out
 from kvferry.client.session_state import SessionState
+from kvferry.client.tier_searches import SEARCH_TIMEOUT, TierSearch
 from kvferry.client.transport.connection import Connection, NoConnection
 from kvferry.proto.errors import Code, Gone, Refused
 from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.memory import HostRegion
-from kvferry.proto.messages import ClientMessage, Pin, Touch, Unpin, Welcome
+from kvferry.proto.messages import ClientMessage, FindInTiers, Pin, Touch, Unpin, Welcome
 from kvferry.proto.specs import TransferSpec
 
 if TYPE_CHECKING:
@@ -162,7 +163,26 @@ class NonBlockingClient:
         now = time.monotonic()
         if now > self._mirror_expires:
             self._refresh_mirror(now)
-        return self._session.namespace.mirror.lookup(key)
+        return self._session.namespace.lookup(key, now)
+
+    def find_in_tiers(self, keys: Iterable[OffloadKey], compute_seconds: float = 0.0) -> TierSearch:
+        """Find keys below the host pool, without waiting, and promote them to it.
+
+        keys: in prefix order. compute_seconds: the time in which the engine computes the tokens of
+        one key; keys are promoted only if that is slower. 0: everything found is promoted.
+        Until the daemon has answered, lookups of these keys return RETRY instead of MISS. Nothing
+        is found while the client is not connected, or if the daemon has no tiers. Raises Refused
+        (BAD_KEY, UNKNOWN_NAMESPACE).
+        """
+        session, namespace = self._session, self._session.namespace
+        search = TierSearch(namespace.checked_keys(keys), time.monotonic() + SEARCH_TIMEOUT)
+        if session.gone is not None or not namespace.opened.tiers or not search.keys:
+            search.found = 0
+            return search
+        message = FindInTiers(session.next_request_id(), search.keys, compute_seconds)
+        self._send(session.request(message))
+        namespace.tier_searches.begin(message.request_id, search)
+        return search
 
     def poll(self) -> None:
         """Receive messages and advance a reconnect; get_finished and lookup do it too."""

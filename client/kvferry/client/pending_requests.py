@@ -29,7 +29,6 @@ from kvferry.proto.messages import (
     Reset,
     StatusReport,
     StatusRequest,
-    TiersFound,
     Wait,
     Waited,
 )
@@ -38,15 +37,7 @@ RequestMessage: TypeAlias = (
     ReleaseKVCaches | Wait | OpenNamespace | Reset | StatusRequest | NamespacesRequest
 )
 Reply: TypeAlias = (
-    Registered
-    | Allocated
-    | Released
-    | Waited
-    | Opened
-    | Done
-    | TiersFound
-    | StatusReport
-    | NamespacesReport
+    Registered | Allocated | Released | Waited | Opened | Done | StatusReport | NamespacesReport
 )
 
 

@@ -50,6 +50,7 @@ from kvferry.proto.messages import (
     Snapshot,
     Submit,
     Subscribe,
+    TiersFound,
     Wait,
     Welcome,
 )
@@ -330,6 +331,8 @@ class ClientSession:
             case Goodbye(reason):
                 why = f": {reason}" if reason else ""
                 self.connection_lost(Gone(Code.DAEMON_GONE, f"the daemon closed the session{why}"))
+            case TiersFound(request_id, prefix):
+                self.namespace.tier_searches.end(request_id, prefix)
             case Done(request_id) as done:
                 if self._resetting(request_id):
                     self.namespace.reset_done(request_id)
@@ -371,6 +374,8 @@ class ClientSession:
 
     def _receive_error(self, request_id: int | None, error: KVFerryError) -> None:
         if request_id is not None:
+            if self._namespace is not None:
+                self._namespace.tier_searches.end(request_id)
             if not self.pending.resolve(request_id, error) and self._resetting(request_id):
                 raise error
         elif self._hello_reply is None:

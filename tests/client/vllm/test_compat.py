@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ def vllm() -> Any:
     return vllm_engine
 
 
-def test_prompt_tokens_and_events_name_the_host(vllm: Any) -> None:
+def test_prompt_tokens_and_events_name_their_source(vllm: Any) -> None:
     from vllm.v1.kv_offload import base
 
     from kvferry.client.vllm import compat
@@ -30,8 +31,11 @@ def test_prompt_tokens_and_events_name_the_host(vllm: Any) -> None:
 
     assert getattr(compat.HOST_MEDIUM, "value", compat.HOST_MEDIUM) == "CPU"
     if hasattr(base.OffloadingManager, "get_load_source"):
-        source: Any = KVFerryManager.get_load_source(None, b"key", None)  # type: ignore[arg-type]
-        assert source.name == "HOST"
+        for below, name in ((False, "HOST"), (True, "DISK")):
+            manager: Any = SimpleNamespace(was_below=lambda *_, below=below: below)
+            context: Any = SimpleNamespace(req_id="r")
+            source: Any = KVFerryManager.get_load_source(manager, b"key", context)
+            assert source.name == name
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.33.1", "0.34.0", "0.1.dev1+g123"])

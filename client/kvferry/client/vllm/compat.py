@@ -47,8 +47,9 @@ try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     HOST_SOURCE: Any = CacheHitSource.HOST
+    DISK_SOURCE: Any = CacheHitSource.DISK
 except ImportError:
-    HOST_SOURCE = None
+    HOST_SOURCE = DISK_SOURCE = None
 
 # From 0.33 on loads may be synchronous, if this key of kv_connector_extra_config is not 0.
 SYNC_LOADS = "sync_load_budget_bytes"

@@ -69,7 +69,8 @@ class KVFerryConnector(OffloadingConnector):
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
         scheduler: Any = self.connector_scheduler
-        scheduler.manager.request_arrived(request.request_id, request.block_hashes)
+        keys, tokens = keys_to_prefetch(scheduler, request)
+        scheduler.manager.request_arrived(request.request_id, keys, tokens)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         scheduler: Any = self.connector_scheduler
@@ -89,6 +90,8 @@ class KVFerryConnector(OffloadingConnector):
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         metadata = super().build_connector_meta(scheduler_output)
+        scheduler: Any = self.connector_scheduler
+        scheduler.manager.step_scheduled(scheduler_output.total_num_scheduled_tokens)
         metadata.has_no_forward_pass = scheduler_output.total_num_scheduled_tokens == 0
         written = metadata.load_jobs and compat.written_blocks(scheduler_output)
         metadata.late_loads = {
@@ -200,6 +203,28 @@ def choose_spec(vllm_config: Any) -> None:
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     extra.setdefault("spec_name", "KVFerrySpec")
     extra.setdefault("spec_module_path", "kvferry.client.vllm")
+
+
+def keys_to_prefetch(scheduler: Any, request: Any) -> tuple[list[bytes], float]:
+    """The keys that a request with this prompt would load, in prefix order, and tokens per key.
+
+    Of a sliding window, only its keys at the end of the prompt; they come last, because a missing
+    one must not end the prefix of the others.
+    """
+    status = scheduler._req_status.get(request.request_id)  # noqa: SLF001 - vLLM has no call
+    if status is None:
+        return [], 0.0
+    status.update_offload_keys()
+    keys: list[bytes] = []
+    windows: list[bytes] = []
+    for group, state in zip(scheduler.config.kv_group_configs, status.group_states, strict=True):
+        window = group.sliding_window_size_in_chunks
+        if window is None:
+            keys += state.offload_keys
+        else:
+            windows += state.offload_keys[-window:]
+    keys += windows
+    return keys, request.num_tokens / len(keys) if keys else 0.0
 
 
 def touch_keys(scheduler: Any, request_id: str) -> None:

@@ -20,9 +20,12 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
-from kvferry.client.manager import OffloadingManager, ResidencyUsage
+from kvferry.client.manager import OffloadingManager
+from kvferry.client.manager_outputs import ResidencyUsage
 from kvferry.client.residency_events import OffloadingEvent
+from kvferry.client.tier_searches import Prefetch
 from kvferry.client.vllm.engine_config import TIMEOUT, EngineConfig
+from kvferry.client.vllm.prefill_rate import PrefillRate
 from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.keys import Lookup, OffloadKey
 
@@ -86,12 +89,15 @@ class StoreOutput:
 class RequestState:
     """A request that looks keys up. since: time of its first lookup. loads: loads so far.
 
-    touched: time of the last touch, by the last key of the list and its length.
+    touched: time of the last touch, by the last key of the list and its length. prefetch: of its
+    keys below the host pool. found_below: what it found.
     """
 
     since: float
     loads: int = 0
     touched: dict[tuple[OffloadKey, int], float] = field(default_factory=dict)
+    prefetch: Prefetch = field(default_factory=Prefetch)
+    found_below: frozenset[OffloadKey] | None = None
 
     def should_touch(self, keys: Sequence[OffloadKey], interval: float) -> bool:
         """False if these keys were touched within `interval`. A key identifies its prefix."""
@@ -157,17 +163,35 @@ class SchedulerSide:
         self._ended: list[Keys] = []
         self._to_unpin: list[Keys] = []
         self._usage_due = 0.0
+        self._prefill_rate = PrefillRate()
         # Keys in each store since the last call of take_store_sizes.
         self._store_sizes: deque[int] = deque(maxlen=MAX_SIZES)
 
     @catch_errors
-    def request_arrived(self, request: str, block_hashes: Sequence[bytes]) -> None:
-        """A request was added, with these block hashes; it is scheduled in a later step.
+    def request_arrived(self, request: str, keys: Sequence[OffloadKey], tokens: float) -> None:
+        """A request was added; it is scheduled in a later step.
 
-        Receives messages before the first lookup has to.
+        keys: in prefix order. tokens: of one key. Receives messages before the first lookup has to,
+        and prefetches the keys that are below the host pool.
         """
         if self._usable:
-            self._manager.poll()
+            seconds = self._prefill_rate.seconds(tokens)
+            prefetch = self._manager.prefetch(keys, seconds)
+            if prefetch.searches:
+                state = self._requests.setdefault(request, RequestState(time.monotonic()))
+                state.prefetch = prefetch
+
+    def step_scheduled(self, tokens: int) -> None:
+        """A step with so many tokens was scheduled."""
+        self._prefill_rate.step_scheduled(tokens, time.monotonic())
+
+    def was_below(self, key: OffloadKey, request: str) -> bool:
+        """Whether the request's prefetch has found this key below the host pool."""
+        if (state := self._requests.get(request)) is None:
+            return False
+        if state.found_below is None:
+            state.found_below = frozenset(state.prefetch.found_keys)
+        return key in state.found_below
 
     def begin_lookups(self, request: str) -> None:
         """The following lookups belong to this request."""

@@ -49,7 +49,8 @@ class KVFerryManager(SchedulerSide, base.OffloadingManager):
         return stats
 
     def get_load_source(self, key: Any, req_context: Any) -> Any:
-        return compat.HOST_SOURCE
+        below = self.was_below(key, req_context.req_id)
+        return compat.DISK_SOURCE if below else compat.HOST_SOURCE
 
     def take_events(self) -> list[Any]:
         return [
