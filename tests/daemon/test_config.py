@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.daemon.config import Config, description, options, read
+from kvferry.daemon.config import Config, description, flag_of, options, read
 from kvferry.daemon.engine.cuda.engine import MIN_STAGING
 from kvferry.proto.errors import Code, Refused
 
@@ -258,5 +258,5 @@ def test_the_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit):
         read(["--help"])
     shown = capsys.readouterr().out
-    flags = {"--" + re.sub("[._]", "-", key) for key, _, _ in options()}
+    flags = {flag_of(key) for key, _, _ in options()}
     assert flags | {"--config", "--help"} == set(re.findall(r"--[a-z-]+(?= [A-Z]|\s+show)", shown))

@@ -6,7 +6,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvferry.daemon.core.actions import TransferCompleted
-from kvferry.daemon.observability.metrics import BUCKETS, FollowedCounter, Metrics
+from kvferry.daemon.observability.followed_counter import FollowedCounter
+from kvferry.daemon.observability.metrics import BUCKETS, Metrics
 from kvferry.proto import status as proto_status
 from kvferry.proto.messages import JobResult, Outcome
 from kvferry.proto.specs import Direction

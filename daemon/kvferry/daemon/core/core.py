@@ -7,23 +7,29 @@ Error, and it is counted. Called by the server, on the event loop only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from kvferry.daemon.core.actions import (
     Action,
     BlocksCorrupted,
+    BlocksFetched,
     BlocksVerified,
     CloseSession,
     Continue,
     CopyCalibrated,
+    FetchReleased,
     HealthChecked,
+    KeysFound,
     Pong,
     PoolRegistered,
     Report,
     SendMessage,
+    StoreDropped,
     TensorsMapped,
     TensorsUnmapped,
     TransferCompleted,
+    WriteJob,
 )
 from kvferry.daemon.core.engine_owners import EngineOwners
 from kvferry.daemon.core.layout import split_spec
@@ -61,6 +67,7 @@ class Core:
         own_bytes: int = 0,
         max_regions: int = MAX_REGIONS,
         observe_job: JobObserver = lambda *_: None,
+        tiers: tuple[str, ...] = (),
     ) -> None:
         self.identity = identity
         self.stopping = False
@@ -143,6 +150,8 @@ class Core:
                 return []
             case Pong():  # for observability
                 return []
+            case KeysFound() | BlocksFetched() | FetchReleased() | StoreDropped():
+                return []
             case Continue(command):
                 return [command]
         if error is not None:
@@ -207,6 +216,15 @@ class Core:
     def _count_error(self, error: KVFerryError, session: str) -> None:
         if self._engines.get(session) != OWN:
             self._recorder.count_errors(error.code)
+
+    def take_writes(self, limit: int, coldest: float, min_uses: int) -> list[WriteJob]:
+        return []
+
+    def end_write(self, number: int, done: Sequence[bool]) -> None:
+        pass
+
+    def tier_counters(self) -> dict[str, dict[str, float]]:
+        return {}
 
     @property
     def pool_bytes(self) -> int:
