@@ -24,10 +24,10 @@ from kvferry.daemon.core.actions import (
     Report,
     StartTransfer,
 )
-from kvferry.daemon.core.layout import Int64s
+from kvferry.daemon.core.layout import Bools, Int64s
 from kvferry.daemon.core.records import RecoveredRegion, RegionOwner, RegionRecord
 from kvferry.daemon.persistence.block_check import BlockCheck
-from kvferry.daemon.persistence.block_table import BlockTable, UseClock, Versions
+from kvferry.daemon.persistence.block_table import BlockTable, Checksums, UseClock, Versions
 from kvferry.daemon.persistence.checksum_client import ChecksumClient
 from kvferry.daemon.persistence.checksum_writer import ChecksumWriter, CompletedStore
 from kvferry.daemon.persistence.scrub import Scrub
@@ -186,6 +186,17 @@ class RegionStore:
     def end_store(self, serial: int) -> None:
         """Forget a store that ended. If it was not committed, its blocks stay uncommitted."""
         self._stores.pop(serial, None)
+
+    def checksums_of(self, owner: RegionOwner, blocks: Int64s) -> tuple[Checksums, Bools]:
+        """The committed checksums of blocks of a region, and which of them are valid.
+
+        blocks: (n,). Returns uint64 (n,) and bool (n,). An entry is invalid if the block is not
+        committed, or the region has no table.
+        """
+        entry = self._tables.get(owner)
+        if entry is None:
+            return np.zeros(blocks.size, np.uint64), np.zeros(blocks.size, np.bool_)
+        return entry[1].checksums(blocks), entry[1].is_committed(blocks)
 
     def close(self) -> None:
         """Stop scrub and checksum process, and close the tables; stored descriptors stay stored."""
