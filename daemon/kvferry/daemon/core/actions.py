@@ -16,6 +16,15 @@ import msgspec
 from kvferry.daemon.core.cache.deferred_free import DeferredFree
 from kvferry.daemon.core.layout import BlockLayout, Extent, Int64s
 from kvferry.daemon.core.records import KeptTensorsRecord, RegionOwner, RegionRecord
+from kvferry.daemon.core.tier_actions import (
+    BlocksFetched,
+    DropStore,
+    FetchBlocks,
+    FetchReleased,
+    FindKeys,
+    KeysFound,
+    StoreDropped,
+)
 from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.keys import OffloadKey
 from kvferry.proto.memory import Allocation, Location
@@ -462,6 +471,10 @@ Report: TypeAlias = (
     | CopyCalibrated
     | HealthChecked
     | Pong
+    | KeysFound
+    | BlocksFetched
+    | FetchReleased
+    | StoreDropped
     | Continue
     | KeysFound
     | BlocksFetched

@@ -39,6 +39,12 @@ from kvferry.daemon.core.regions import MAX_REGIONS, Regions
 from kvferry.daemon.core.registration import OWN
 from kvferry.daemon.core.registrations import Registrations
 from kvferry.daemon.core.status import DaemonIdentity, StatusRecorder
+from kvferry.daemon.core.tier_actions import (
+    BlocksFetched,
+    FetchReleased,
+    KeysFound,
+    StoreDropped,
+)
 from kvferry.daemon.core.transfers import JobObserver, Transfers
 from kvferry.proto import messages as wire
 from kvferry.proto import status as wire_status

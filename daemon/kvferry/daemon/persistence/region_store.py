@@ -198,6 +198,17 @@ class RegionStore:
         """Forget a store that ended. If it was not committed, its blocks stay uncommitted."""
         self._stores.pop(serial, None)
 
+    def checksums_of(self, owner: RegionOwner, blocks: Int64s) -> tuple[Checksums, Bools]:
+        """The committed checksums of blocks of a region, and which of them are valid.
+
+        blocks: (n,). Returns uint64 (n,) and bool (n,). An entry is invalid if the block is not
+        committed, or the region has no table.
+        """
+        entry = self._tables.get(owner)
+        if entry is None:
+            return np.zeros(blocks.size, np.uint64), np.zeros(blocks.size, np.bool_)
+        return entry[1].checksums(blocks), entry[1].is_committed(blocks)
+
     def close(self) -> None:
         """Stop scrub and checksum process, and close the tables; stored descriptors stay stored."""
         self._scrub.stop()

@@ -46,6 +46,7 @@ from kvferry.daemon.core.actions import (
     fetch_serial,
 )
 from kvferry.daemon.core.core import Core
+from kvferry.daemon.core.tier_actions import DropStore, FetchBlocks, FindKeys
 from kvferry.daemon.device.report_queue import ReportQueue
 from kvferry.daemon.device.worker import DeviceWorker
 from kvferry.daemon.memory.deferred_free import free_in_steps
@@ -280,6 +281,8 @@ class Server:
                     self._tiering.perform(action)
                 case FreeDeferred(deferred):
                     free_in_steps(deferred)
+                case FindKeys() | FetchBlocks() | DropStore():
+                    pass  # the core has no tiers here, and emits none of these
                 case command:
                     self._worker.post_command(command)
 
