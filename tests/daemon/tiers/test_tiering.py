@@ -13,19 +13,19 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from kvferry.daemon.core.actions import (
+from kvferry.daemon.core.actions import Report
+from kvferry.daemon.core.layout import Bools, Int64s
+from kvferry.daemon.core.records import RegionOwner
+from kvferry.daemon.core.tier_actions import (
     BlocksFetched,
     DropStore,
     FetchBlocks,
     FetchReleased,
     FindKeys,
     KeysFound,
-    Report,
     StoreDropped,
     WriteJob,
 )
-from kvferry.daemon.core.layout import Bools, Int64s
-from kvferry.daemon.core.records import RegionOwner
 from kvferry.daemon.tiers import tier_client, tiering, write_out
 from kvferry.daemon.tiers.drop_markers import add_marker, marked_stores
 from kvferry.daemon.tiers.messages import MAX_KEYS

@@ -230,68 +230,6 @@ class CancelTransfers:
     serials: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FindKeys:
-    """Find out which of these keys the tiers have; the reply is KeysFound.
-
-    store: the name of the namespace in a tier.
-    """
-
-    search: int
-    store: str
-    keys: tuple[OffloadKey, ...]
-    block_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class FetchBlocks:
-    """Read blocks of a tier into the pool; the reply is BlocksFetched, and later FetchReleased.
-
-    tier: its index. offsets: of each block in the pool, in bytes. seconds: until the deadline.
-    owner, blocks: the host blocks, whose entries in the block table become uncommitted. A
-    CommitBlocks of them has the serial `fetch_serial(fetch)`.
-    """
-
-    fetch: int
-    tier: int
-    store: str
-    keys: tuple[OffloadKey, ...]
-    offsets: Int64s
-    block_bytes: int
-    seconds: float
-    owner: RegionOwner
-    blocks: Int64s
-
-
-@dataclass(frozen=True, slots=True)
-class DropStore:
-    """Drop all keys of a namespace in all tiers; the reply is StoreDropped, within 5 s."""
-
-    drop: int
-    store: str
-
-
-@dataclass(frozen=True, slots=True)
-class WriteJob:
-    """Blocks of one namespace that are pinned until `Core.end_write`.
-
-    offsets: of each block in the pool, in bytes.
-    """
-
-    number: int
-    owner: RegionOwner
-    store: str
-    keys: tuple[OffloadKey, ...]
-    blocks: Int64s
-    offsets: Int64s
-    block_bytes: int
-
-
-def fetch_serial(fetch: int) -> int:
-    """The serial of a fetch in CommitBlocks; those of transfers are positive."""
-    return -fetch
-
-
 Action: TypeAlias = (
     SendMessage
     | SendStream
@@ -406,42 +344,6 @@ class HealthChecked:
 
 
 @dataclass(frozen=True, slots=True)
-class KeysFound:
-    """tier_of: of each key the index of the fastest tier that has it; -1 for none.
-
-    rates, queues: of each tier the measured read rate in bytes per second, and seconds until what
-    is queued there is read.
-    """
-
-    search: int
-    tier_of: tuple[int, ...]
-    rates: tuple[float, ...]
-    queues: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksFetched:
-    """ok: of each key, whether its block is in the pool and matches its checksum."""
-
-    fetch: int
-    ok: tuple[bool, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FetchReleased:
-    """The tier can no longer write into the blocks of a fetch. Follows BlocksFetched."""
-
-    fetch: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoreDropped:
-    """No tier has a key of the namespace that it had before the DropStore."""
-
-    drop: int
-
-
-@dataclass(frozen=True, slots=True)
 class Pong:
     """The reply of the device worker to a Ping. All times: time.monotonic() in seconds.
 
@@ -476,8 +378,4 @@ Report: TypeAlias = (
     | FetchReleased
     | StoreDropped
     | Continue
-    | KeysFound
-    | BlocksFetched
-    | FetchReleased
-    | StoreDropped
 )

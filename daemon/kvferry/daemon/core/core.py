@@ -13,23 +13,18 @@ from typing import TypeAlias
 from kvferry.daemon.core.actions import (
     Action,
     BlocksCorrupted,
-    BlocksFetched,
     BlocksVerified,
     CloseSession,
     Continue,
     CopyCalibrated,
-    FetchReleased,
     HealthChecked,
-    KeysFound,
     Pong,
     PoolRegistered,
     Report,
     SendMessage,
-    StoreDropped,
     TensorsMapped,
     TensorsUnmapped,
     TransferCompleted,
-    WriteJob,
 )
 from kvferry.daemon.core.engine_owners import EngineOwners
 from kvferry.daemon.core.layout import split_spec
@@ -44,6 +39,7 @@ from kvferry.daemon.core.tier_actions import (
     FetchReleased,
     KeysFound,
     StoreDropped,
+    WriteJob,
 )
 from kvferry.daemon.core.transfers import JobObserver, Transfers
 from kvferry.proto import messages as wire

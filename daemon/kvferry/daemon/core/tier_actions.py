@@ -38,7 +38,8 @@ class FetchBlocks:
     The replies are BlocksFetched and, once nothing can write into the blocks, FetchReleased.
 
     tier: its index. offsets: of the blocks, in bytes in the pool. seconds: until the deadline.
-    owner, blocks: the region, and the host blocks in it.
+    owner, blocks: the region, and the host blocks in it. The CommitBlocks that follows has the
+        serial `fetch_serial(fetch)`.
     """
 
     fetch: int
@@ -50,6 +51,11 @@ class FetchBlocks:
     seconds: float
     owner: RegionOwner
     blocks: Int64s
+
+
+def fetch_serial(fetch: int) -> int:
+    """The serial of a fetch in CommitBlocks. The serials of transfers are positive."""
+    return -fetch
 
 
 @dataclass(frozen=True, slots=True)

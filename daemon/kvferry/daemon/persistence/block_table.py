@@ -213,11 +213,6 @@ class BlockTable:
         """The committed blocks from `begin` to `end` - 1."""
         return np.flatnonzero(self._committed[begin : min(end, self._end)]) + begin
 
-    def is_committed(self, blocks: Int64s) -> Bools:
-        """Which of these blocks are committed."""
-        committed: Bools = self._committed[blocks]
-        return committed
-
     def stamps(self, blocks: Int64s) -> np.ndarray[Any, np.dtype[np.uint64]]:
         """The time of the last use of each block; larger is more recent."""
         stamps: np.ndarray[Any, np.dtype[np.uint64]] = self._stamps[blocks]

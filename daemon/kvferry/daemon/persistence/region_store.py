@@ -187,13 +187,6 @@ class RegionStore:
             versions = versions[order[np.searchsorted(store.blocks[order], block_set.blocks)]]
         self._writer.add_store(CompletedStore(store.table, block_set, versions))
 
-    def checksums_of(self, owner: RegionOwner, blocks: Int64s) -> tuple[Checksums, Bools]:
-        """The checksum of each block, and whether it is valid: the block is committed whole."""
-        entry = self._tables.get(owner)
-        if entry is None:
-            return np.zeros(blocks.size, np.uint64), np.zeros(blocks.size, np.bool_)
-        return entry[1].checksums(blocks), entry[1].has_checksum(blocks)
-
     def end_store(self, serial: int) -> None:
         """Forget a store that ended. If it was not committed, its blocks stay uncommitted."""
         self._stores.pop(serial, None)
@@ -202,12 +195,12 @@ class RegionStore:
         """The committed checksums of blocks of a region, and which of them are valid.
 
         blocks: (n,). Returns uint64 (n,) and bool (n,). An entry is invalid if the block is not
-        committed, or the region has no table.
+        committed whole or not verified yet, or the region has no table.
         """
         entry = self._tables.get(owner)
         if entry is None:
             return np.zeros(blocks.size, np.uint64), np.zeros(blocks.size, np.bool_)
-        return entry[1].checksums(blocks), entry[1].is_committed(blocks)
+        return entry[1].checksums(blocks), entry[1].has_checksum(blocks)
 
     def close(self) -> None:
         """Stop scrub and checksum process, and close the tables; stored descriptors stay stored."""

@@ -17,14 +17,14 @@ from typing import TypeAlias
 
 import structlog
 
-from kvferry.daemon.core.actions import (
+from kvferry.daemon.core.actions import Report
+from kvferry.daemon.core.tier_actions import (
     BlocksFetched,
     DropStore,
     FetchBlocks,
     FetchReleased,
     FindKeys,
     KeysFound,
-    Report,
     StoreDropped,
 )
 from kvferry.daemon.tiers.base import Result

@@ -16,9 +16,11 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from kvferry.daemon.core.actions import WriteJob
 from kvferry.daemon.core.layout import Bools, Int64s
 from kvferry.daemon.core.records import RegionOwner
+from kvferry.daemon.core.tier_actions import (
+    WriteJob,
+)
 from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.tier_client import TierBlocks, TierClient
 

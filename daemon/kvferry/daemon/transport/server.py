@@ -22,10 +22,6 @@ from kvferry.daemon.core.actions import (
     Broadcast,
     CloseSession,
     CommitBlocks,
-    DropStore,
-    FetchBlocks,
-    FetchReleased,
-    FindKeys,
     FreeDeferred,
     HealthChecked,
     KeepTensors,
@@ -43,10 +39,15 @@ from kvferry.daemon.core.actions import (
     StartTransfer,
     TensorsMapped,
     TransferCompleted,
-    fetch_serial,
 )
 from kvferry.daemon.core.core import Core
-from kvferry.daemon.core.tier_actions import DropStore, FetchBlocks, FindKeys
+from kvferry.daemon.core.tier_actions import (
+    DropStore,
+    FetchBlocks,
+    FetchReleased,
+    FindKeys,
+    fetch_serial,
+)
 from kvferry.daemon.device.report_queue import ReportQueue
 from kvferry.daemon.device.worker import DeviceWorker
 from kvferry.daemon.memory.deferred_free import free_in_steps
@@ -281,8 +282,6 @@ class Server:
                     self._tiering.perform(action)
                 case FreeDeferred(deferred):
                     free_in_steps(deferred)
-                case FindKeys() | FetchBlocks() | DropStore():
-                    pass  # the core has no tiers here, and emits none of these
                 case command:
                     self._worker.post_command(command)
 
