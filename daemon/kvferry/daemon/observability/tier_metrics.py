@@ -12,7 +12,6 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram
 from kvferry.daemon.observability.followed_counter import FollowedCounter
 from kvferry.proto.status import TierStatus
 
-STATES = "starting", "on", "off", "probing"
 # Seconds: 1 ms to 5 s.
 BUCKETS = tuple(scale * 10**power for power in range(-3, 1) for scale in (1, 2.5, 5))
 # Metric, description and fields of TierStatus, by the value of the label `result` or `direction`.
@@ -56,7 +55,7 @@ class TierMetrics:
         def gauge(name: str, description: str, *labels: str) -> Gauge:
             return Gauge(f"kvferry_tier_{name}", description, ("tier", *labels), registry=registry)
 
-        self._on = gauge("on", "Whether the tier is used: 1 or 0.")
+        self._on = gauge("on", "Whether a request would be sent to the tier: 1 or 0.")
         self._capacity = gauge("capacity_bytes", "Bound of what the tier stores.")
         self._used = gauge("used_bytes", "Bytes used of the bound, with all overhead.")
         self._stored = gauge("stored_keys", "Keys in the tier.")
@@ -89,7 +88,7 @@ class TierMetrics:
     def update(self, tiers: Sequence[TierStatus]) -> None:
         for tier in tiers:
             name = tier.name
-            self._on.labels(name).set(tier.state == "on")
+            self._on.labels(name).set(tier.state in ("on", "probing"))
             self._capacity.labels(name).set(tier.capacity_bytes)
             self._used.labels(name).set(tier.used_bytes)
             self._stored.labels(name).set(tier.keys)

@@ -214,10 +214,12 @@ class Tiering:
     ) -> TierStatus:
         client = tier.client
         usage, counters, breaker = client.usage, client.counters, client.breaker
-        if breaker.state != "closed":
-            state = "off" if breaker.state == "open" else "probing"
+        if breaker.state == "open":
+            state = "off"
+        elif not client.is_on:
+            state = "starting"
         else:
-            state = "on" if client.is_on else "starting"
+            state = "on" if breaker.state == "closed" else "probing"
         fetched, put = counters.results["fetch"], counters.results["put"]
         oldest = [next(iter(tier.fetches.values()))] if tier.fetches else []
         if self._write_out is not None and (write := self._write_out.oldest) is not None:
