@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -24,6 +25,7 @@ from kvferry.client import (
     TensorRef,
     offload_key,
 )
+from kvferry.daemon.tiers.root_lock import wait_until_unlocked
 from kvferry.proto.messages import FindInTiers, Opened, OpenNamespace, TiersFound
 from kvferry.proto.status import TierStatus
 from kvferry.testing.engine import until
@@ -207,3 +209,23 @@ def test_a_root_that_cannot_be_used_costs_only_the_tier(start: Start, enter: Ent
     assert engine.find(range(6)).prefix == 4
     engine.load(range(4))
     assert engine.tier().state in ("off", "probing", "starting")
+
+
+def test_a_tier_process_ends_with_a_killed_daemon(start: Start, tmp_path: Path) -> None:
+    """Even one that is stopped: it must not write into the pool of the next daemon."""
+    daemon = start()
+    root = tmp_path / "tier"
+    until(lambda: (root / "lock").exists() and not wait_until_unlocked(root, 0.0), SECONDS)
+    os.kill(tier_process_of(daemon), signal.SIGSTOP)
+    daemon.kill()
+    assert wait_until_unlocked(root, SECONDS)
+
+
+def tier_process_of(daemon: LocalDaemon) -> int:
+    children = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split()
+    (found,) = (
+        int(pid)
+        for pid in children
+        if b"kvferry.daemon.tiers.tier_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+    return found

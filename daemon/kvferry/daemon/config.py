@@ -293,7 +293,7 @@ def read(arguments: Sequence[str] | None = None) -> Config:
                     target = target.setdefault(section, {})
                     if not isinstance(target, dict):
                         raise TypeError(
-                            f"{section} = {tree[section]!r} is not a table [{section}] with {name}"
+                            f"{section} = {target!r} is not a table [{section}] with {name}"
                         )
                 target[name] = value
         config = msgspec.convert(tree, Config, strict=False)
