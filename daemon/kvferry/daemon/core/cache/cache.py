@@ -115,10 +115,13 @@ class Cache:
 
     def count_prefix(self, keys: Sequence[bytes]) -> int:
         """How many of `keys`, from the first on, are a HIT or a HIT_PENDING."""
-        for number, block in enumerate(self._index.find_numbers(keys)):
-            if block < 0 or self._contents.lookup(block) is Lookup.MISS:
-                return number
-        return len(keys)
+        found = (Lookup.HIT, Lookup.HIT_PENDING)
+        return next((at for at, one in enumerate(self.states(keys)) if one not in found), len(keys))
+
+    def states(self, keys: Sequence[bytes]) -> list[Lookup | None]:
+        """The lookup of each key, which is not counted; None if it has no block."""
+        found, contents = self._index.find_numbers(keys), self._contents
+        return [None if block < 0 else contents.lookup(block) for block in found]
 
     def count_lookups(self, hits: int, misses: int) -> None:
         """Count lookups that a client's mirror answered."""
