@@ -29,6 +29,7 @@ from kvferry.daemon.core.actions import (
 from kvferry.daemon.core.engine_owners import EngineOwners
 from kvferry.daemon.core.layout import split_spec
 from kvferry.daemon.core.namespaces import Namespaces
+from kvferry.daemon.core.promotions import Promotions
 from kvferry.daemon.core.records import KeptTensorsRecord, RecoveredRegion
 from kvferry.daemon.core.regions import MAX_REGIONS, Regions
 from kvferry.daemon.core.registration import OWN
@@ -56,7 +57,8 @@ class Core:
     """All bookkeeping of a daemon.
 
     started: time.monotonic() at the start, in seconds. own_bytes: bytes at the front of the pool
-    for the daemon's own blocks. observe_job: see transfers.JobObserver.
+    for the daemon's own blocks. observe_job: see transfers.JobObserver. tiers: names of
+    the tiers below the pool, fastest first.
 
     Every method is called on the event loop and returns without blocking.
     """
@@ -81,6 +83,7 @@ class Core:
         self._waiting_requests: dict[str, RegionRequest] = {}
         self._regions = Regions(pool_bytes, own_bytes, max_regions)
         self._namespaces = Namespaces(self._regions)
+        self._promotions = Promotions(self._namespaces, tiers)
         self._registrations = Registrations(self._regions, self._namespaces, self._owners)
         self._transfers = Transfers(self._registrations, identity.limits.max_in_flight, observe_job)
 
@@ -152,8 +155,15 @@ class Core:
                 return []
             case Pong():  # for observability
                 return []
-            case KeysFound() | BlocksFetched() | FetchReleased() | StoreDropped():
-                return []
+            case KeysFound():
+                actions, error = self._promotions.promote_found(report), None
+            case BlocksFetched():
+                actions, error = self._promotions.end_fetch(report), None
+            case FetchReleased():
+                self._promotions.release_fetch(report)
+                actions, error = [], None
+            case StoreDropped():
+                actions, error = self._promotions.end_drop(report), None
             case Continue(command):
                 return [command]
         if error is not None:
@@ -253,14 +263,12 @@ class Core:
                 return self._transfers.cancel_transfers(engine, job_ids)
             case wire.Wait():
                 return self._transfers.add_wait(session, engine, message)
-            case (
-                wire.Subscribe()
-                | wire.Pin()
-                | wire.Unpin()
-                | wire.Touch()
-                | wire.Reset()
-                | wire.FindInTiers()
-            ):
+            case wire.FindInTiers():
+                return self._promotions.find_keys(session, message)
+            case wire.Reset(request_id):
+                reset = self._namespaces.handle_message(session, message)
+                return [*reset, *self._promotions.drop_store(session, request_id)]
+            case wire.Subscribe() | wire.Pin() | wire.Unpin() | wire.Touch():
                 return self._namespaces.handle_message(session, message)
             case wire.StatusRequest(request_id):
                 return [SendMessage(session, wire.StatusReport(request_id, self.status(now)))]
