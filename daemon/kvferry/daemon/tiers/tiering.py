@@ -31,7 +31,7 @@ from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.drop_markers import add_marker, remove_marker
 from kvferry.daemon.tiers.messages import MAX_KEYS
 from kvferry.daemon.tiers.read_rate import ReadRate
-from kvferry.daemon.tiers.tier_client import TierBlocks, TierClient
+from kvferry.daemon.tiers.tier_client import TierBlocks, TierClient, nothing
 from kvferry.daemon.tiers.write_out import WriteOut
 from kvferry.proto.status import TierStatus
 
@@ -103,10 +103,15 @@ class Tiering:
         """The state of each tier. counted: fields of TierStatus that the core counts, by tier."""
         return tuple(self._status_of(tier, counted) for tier in self._tiers)
 
-    async def close(self) -> None:
-        """End the tiers, once they have written everything back."""
+    def stop(self) -> None:
+        """Begin no more writes, and report nothing: the core's sessions are about to be closed."""
+        self._report = nothing
         if self._write_out is not None:
             self._write_out.close()
+
+    async def close(self) -> None:
+        """End the tiers, once they have written everything back."""
+        self.stop()
         await asyncio.gather(*self._markers)
         await asyncio.gather(*(tier.client.close() for tier in self._tiers))
 

@@ -149,6 +149,7 @@ class Server:
             await self._wait_until_idle(drain_seconds)
             self._perform(self._core.cancel_all_transfers())
             await self._wait_until_idle(1.0)
+        tiering.stop()
         await self._close()
         if self._error is not None:
             raise self._error
