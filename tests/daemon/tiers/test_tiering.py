@@ -49,7 +49,7 @@ OWNER = RegionOwner("namespace", "n")
 R = TypeVar("R", bound=Report)
 
 
-class FakeCore:
+class FakeWriteSource:
     """Blocks to write, and how each job ended."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class TieringFixture:
         self.pool, self.tiers = pool, tiers
         self.reports: list[Report] = []
         self.promoted: list[tuple[str, float]] = []
-        self.core = FakeCore()
+        self.core = FakeWriteSource()
         self.no_checksum: set[int] = set()
         self.rate = 0
         self.attached = [AttachedTier(tier.client) for tier in tiers]
