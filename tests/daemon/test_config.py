@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.daemon.config import Config, description, options, read
+from kvferry.daemon.config import Config, description, flag_of, options, read
 from kvferry.daemon.engine.cuda.engine import MIN_STAGING
 from kvferry.proto.errors import Code, Refused
 
@@ -198,6 +198,8 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         f"--limits-max-stores={10**20}",
         "--health-deadline-seconds=inf",
         "--health-every-seconds=0",
+        "--tier-disk-admit-after=0",
+        "--tier-disk-rate=fast",
     ],
 )
 def test_a_flag_that_is_not_right_is_refused(flag: str) -> None:
@@ -211,6 +213,28 @@ def test_a_pool_or_chunk_of_zero_bytes_is_refused(flag: str) -> None:
 
 def test_a_flag_for_a_key_that_is_not_a_table_is_refused(write: Any) -> None:
     assert "is not a table [pool]" in str(refused(write("pool = 3"), "--pool-size=1GiB"))
+    said = str(refused(write("[tiers]\ndisk = 3"), "--tier-disk=/tmp/x"))
+    assert "disk = 3 is not a table [disk] with path" in said
+
+
+def test_a_disk_tier_is_read_from_file_and_flags(write: Any) -> None:
+    file = write('[tiers.disk]\npath = "/a"\nsize = "1GiB"\nwrite = "off"\nadmit_after = 2\n')
+    disk = read([file, "--tier-disk=/b", "--tier-disk-rate=100MiB"]).tiers.disk
+    assert (disk.path, disk.size, disk.write) == ("/b", "1GiB", "off")
+    assert (disk.admit_after, disk.rate) == (2, "100MiB")
+
+
+@pytest.mark.parametrize(
+    ("flags", "advice"),
+    [
+        (["--tier-disk=/a"], "--tier-disk-size"),
+        (["--tier-disk-size=1GiB"], "--tier-disk "),
+        (["--tier-disk=/a", "--tier-disk-size=1MiB"], "at least 16MiB"),
+        (["--tier-disk=/a", "--tier-disk-size=big"], "tiers.disk.size = 'big'"),
+    ],
+)
+def test_half_a_disk_tier_is_refused(flags: list[str], advice: str) -> None:
+    assert advice in str(refused(*flags))
 
 
 @pytest.mark.parametrize(
@@ -258,5 +282,5 @@ def test_the_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit):
         read(["--help"])
     shown = capsys.readouterr().out
-    flags = {"--" + re.sub("[._]", "-", key) for key, _, _ in options()}
+    flags = {flag_of(key) for key, _, _ in options()}
     assert flags | {"--config", "--help"} == set(re.findall(r"--[a-z-]+(?= [A-Z]|\s+show)", shown))

@@ -16,6 +16,7 @@ from kvferry.proto.messages import JobResult, Outcome
 from kvferry.proto.specs import Direction
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
+TIER = proto_status.TierStatus("disk", "on")
 
 
 def metrics() -> dict[str, set[str]]:
@@ -38,6 +39,7 @@ def metrics() -> dict[str, set[str]]:
         {"busy": 1},
         None,
         health,
+        tiers=(TIER,),
     )
     shown = Metrics()
     result = JobResult(1, Direction.STORE, Outcome.DONE, 1, 1.0)
@@ -58,7 +60,19 @@ def test_series_of_alerts_exist_from_the_start() -> None:
     device, pool = proto_status.DeviceInfo("cpu", "cpu", "host"), proto_status.PoolStatus(1, 1, 1)
     health = proto_status.HealthStatus(True)
     status = proto_status.DaemonStatus(
-        "0", "b", 1, 1.0, device, pool, 0, (), proto_status.Totals(), {}, None, health
+        "0",
+        "b",
+        1,
+        1.0,
+        device,
+        pool,
+        0,
+        (),
+        proto_status.Totals(),
+        {},
+        None,
+        health,
+        tiers=(TIER,),
     )
     shown = Metrics()
     shown.update(status, ())

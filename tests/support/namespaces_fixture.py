@@ -99,10 +99,14 @@ class NamespacesFixture:
         policy: str = "lru",
         threshold: int = 1,
         pool_bytes: int = POOL,
+        tiers: tuple[str, ...] = (),
     ) -> None:
         limits = proto_status.Limits(1 << 20, 1 << 10, 64)
         self.core = Core(
-            DaemonIdentity("0.1", "boot", 4711, DEVICE, limits), pool_bytes, started=100.0
+            DaemonIdentity("0.1", "boot", 4711, DEVICE, limits),
+            pool_bytes,
+            started=100.0,
+            tiers=tiers,
         )
         self.region_records = RegionRecordsModel()
         self.job_ids = count(1)

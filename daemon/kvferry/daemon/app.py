@@ -45,11 +45,14 @@ from kvferry.daemon.observability.metrics import Metrics
 from kvferry.daemon.observability.probe import HOST_BYTES, Probe
 from kvferry.daemon.persistence.checksum_client import ChecksumClient
 from kvferry.daemon.persistence.kept_tensor_store import KeptTensorStore
-from kvferry.daemon.persistence.recovery import RecoveredState, recover_pool
+from kvferry.daemon.persistence.recovery import RecoveredState, chunks_of, recover_pool
 from kvferry.daemon.persistence.region_store import RegionStore
 from kvferry.daemon.reload import Reload
 from kvferry.daemon.signals import SignalHandlers
 from kvferry.daemon.systemd import Supervisor
+from kvferry.daemon.tiers.composition import DISK, DiskTierSettings, compose_tiering, start_tiers
+from kvferry.daemon.tiers.root_lock import wait_until_unlocked
+from kvferry.daemon.tiers.tier_process import PoolFiles
 from kvferry.daemon.transport.accept_gate import max_client_fd
 from kvferry.daemon.transport.server import Server
 from kvferry.proto.codec import MAX_MESSAGE_BYTES
@@ -172,8 +175,15 @@ async def run(
     identity = DaemonIdentity(
         kvferry_version(), secrets.token_hex(8), os.getpid(), engine.info, limits
     )
+    disk = disk_settings(config)
     core = Core(
-        identity, pool.nbytes, time.monotonic(), HOST_BYTES, max_regions(), metrics.jobs.count_job
+        identity,
+        pool.nbytes,
+        time.monotonic(),
+        HOST_BYTES,
+        max_regions(),
+        metrics.jobs.count_job,
+        tiers=(DISK,) if disk else (),
     )
     gc.set_threshold(*GC_THRESHOLDS)  # before a million keys are restored
     # Before the socket exists: a user who sees it may send SIGTERM.
@@ -185,11 +195,21 @@ async def run(
                 config.integrity.threads,
                 lambda error: server.fail(error),
             )
+            pool_files = PoolFiles(pool.descriptors, pool.chunk_bytes, pool.nbytes)
+            tiers = start_tiers(disk, pool_files)  # before the sockets, too
             publisher = KVEventPublisher(config.events.publish or f"ipc://{endpoint.events}")
             server = Server(core, endpoint, EventLog(), publisher.publish)
             worker = DeviceWorker(engine, pool, server.device_reports, server.fail)
             scrub_rate = parse_bytes(config.integrity.scrub_rate)
             region_store = RegionStore(checksums, kept.fd_store, server.report_to_core, scrub_rate)
+            tiering = compose_tiering(
+                tiers,
+                disk,
+                core,
+                region_store.checksums_of,
+                server.report_to_core,
+                metrics.tiers.observe_promotion,
+            )
             region_store.restore_regions(kept.fds, core.restore_region)
             kept_tensor_store = KeptTensorStore(kept.fd_store)
             for number, memory in kept_tensor_store.restore_tensors(
@@ -217,8 +237,9 @@ async def run(
             if metrics_server:
                 metrics_server.start(server)
         await server.serve(
-            worker, region_store, kept_tensor_store, health, config.stop.drain_seconds
+            worker, region_store, kept_tensor_store, tiering, health, config.stop.drain_seconds
         )
+        await tiering.close()
         await publisher.close()
         if metrics_server:
             await asyncio.to_thread(metrics_server.close)
@@ -242,9 +263,35 @@ def make_pool(
             check_fits(size, locked=locked, spare=spare)
         check_descriptors(size, chunk)
 
+    unusable = ""
+    disk = disk_settings(config)
+    if (
+        disk is not None
+        and chunks_of(supervisor.stored_fds)
+        and not wait_until_unlocked(disk.path, TIER_END_SECONDS)
+    ):
+        unusable = f"a process that uses {disk.path} may still write into it"
     return recover_pool(
-        supervisor, HOST_BYTES + size, chunk, keep=config.pool.keep, check_new_pool=check_new_pool
+        supervisor,
+        HOST_BYTES + size,
+        chunk,
+        keep=config.pool.keep,
+        check_new_pool=check_new_pool,
+        unusable=unusable,
     )
+
+
+# Seconds for the tier process of a killed daemon to end. The kernel kills it with the daemon, but
+# it ends only after its reads and writes in flight.
+TIER_END_SECONDS = 5.0
+
+
+def disk_settings(config: Config) -> DiskTierSettings | None:
+    disk = config.tiers.disk
+    if not disk.path:
+        return None
+    size, rate = parse_bytes(disk.size), parse_bytes(disk.rate)
+    return DiskTierSettings(Path(disk.path), size, disk.write, disk.admit_after, rate)
 
 
 # Descriptors that a daemon uses without pool and clients, plus some for clients.

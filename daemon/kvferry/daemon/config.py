@@ -25,6 +25,11 @@ from kvferry.proto.sizes import parse_bytes
 # Upper bounds of values and of the file, larger than any use needs.
 MAX_JOBS = 1 << 30
 MAX_FILE_BYTES = 1 << 20
+MAX_ADMIT_AFTER = 255
+# Smallest size of a disk tier: its files have an overhead of some MiB.
+MIN_DISK_BYTES = 16 << 20
+# Flags that are shorter than their keys.
+SHORT_FLAGS = {"tiers.disk.path": "--tier-disk"}
 
 Size: TypeAlias = str
 
@@ -79,6 +84,42 @@ class IntegrityConfig(Section, frozen=True):
         int,
         Meta(ge=1, description="threads that compute checksums of host blocks"),
     ] = 2
+
+
+class DiskTierConfig(Section, frozen=True):
+    path: Annotated[
+        str,
+        Meta(
+            description="directory of the disk tier, for this daemon alone; blocks that the pool "
+            "has no room for are found there, also after a reboot; default: no disk tier"
+        ),
+    ] = ""
+    size: Annotated[
+        Size, Meta(description="bound on what is stored below tiers.disk.path; needed with it")
+    ] = ""
+    write: Annotated[
+        Literal["clean_ahead", "write_through", "off"],
+        Meta(
+            description="what is written to disk, in the background; clean_ahead: the coldest "
+            "quarter of each namespace, so that blocks are there before they are evicted; "
+            "write_through: every block; off: nothing, what is there is still found"
+        ),
+    ] = "clean_ahead"
+    admit_after: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=MAX_ADMIT_AFTER,
+            description="a block is written from this use on; storing it is the first",
+        ),
+    ] = 1
+    rate: Annotated[
+        Size, Meta(description="bytes per second that are written at most; 0: no limit")
+    ] = "0"
+
+
+class TiersConfig(Section, frozen=True):
+    disk: DiskTierConfig = DiskTierConfig()
 
 
 class LimitsConfig(Section, frozen=True):
@@ -191,6 +232,7 @@ class Config(Section, frozen=True):
     pool: PoolConfig = PoolConfig()
     copy: CopyConfig = CopyConfig()
     integrity: IntegrityConfig = IntegrityConfig()
+    tiers: TiersConfig = TiersConfig()
     access: AccessConfig = AccessConfig()
     limits: LimitsConfig = LimitsConfig()
     events: EventsConfig = EventsConfig()
@@ -251,7 +293,7 @@ def read(arguments: Sequence[str] | None = None) -> Config:
                     target = target.setdefault(section, {})
                     if not isinstance(target, dict):
                         raise TypeError(
-                            f"{section} = {tree[section]!r} is not a table [{section}] with {name}"
+                            f"{section} = {target!r} is not a table [{section}] with {name}"
                         )
                 target[name] = value
         config = msgspec.convert(tree, Config, strict=False)
@@ -274,7 +316,27 @@ def read(arguments: Sequence[str] | None = None) -> Config:
         size = attrgetter(key)(config)
         if not parse_bytes(size, key) and key.startswith("pool."):
             raise Refused(Code.BAD_CONFIG, f"{key} = {size!r} is zero; set at least 1 byte", size)
+    _check_disk_tier(config.tiers.disk)
     return config
+
+
+def _check_disk_tier(disk: DiskTierConfig) -> None:
+    parse_bytes(disk.rate, "tiers.disk.rate")
+    if disk.path and not disk.size:
+        message = (
+            f"tiers.disk.path = {disk.path!r} is set without tiers.disk.size; set the size, for "
+            'example --tier-disk-size "200GiB"'
+        )
+        raise Refused(Code.BAD_CONFIG, message, disk.path)
+    if disk.size and not disk.path:
+        message = (
+            f"tiers.disk.size = {disk.size!r} is set without tiers.disk.path; name a directory, "
+            "for example --tier-disk /var/lib/kvferry"
+        )
+        raise Refused(Code.BAD_CONFIG, message, disk.size)
+    if disk.size and parse_bytes(disk.size, "tiers.disk.size") < MIN_DISK_BYTES:
+        message = f"tiers.disk.size = {disk.size!r} is below 16MiB; set at least 16MiB"
+        raise Refused(Code.BAD_CONFIG, message, disk.size)
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
@@ -301,6 +363,12 @@ def _with_description(error: str) -> str:
     return f"{error} ({description(hints[key[1]])})" if key and key[1] in hints else error
 
 
+def flag_of(key: str) -> str:
+    """The flag of a key: --pool-size for pool.size, --tier-disk-size for tiers.disk.size."""
+    flag = key.replace("tiers.", "tier.").replace(".", "-").replace("_", "-")
+    return SHORT_FLAGS.get(key, f"--{flag}")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvferryd",
@@ -309,9 +377,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", metavar="FILE", help="TOML file; flags override it")
     for key, hint, default in options():
-        flag = "--" + key.replace(".", "-").replace("_", "-")
         text = description(hint)
         if default not in ("", ()):
             text += f" (default: {default})"
-        parser.add_argument(flag, dest=key, metavar=key.split(".")[-1].upper(), help=text)
+        parser.add_argument(flag_of(key), dest=key, metavar=key.split(".")[-1].upper(), help=text)
     return parser

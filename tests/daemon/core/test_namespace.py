@@ -348,7 +348,7 @@ def test_a_reset_makes_every_key_absent_at_once() -> None:
     fixture.stored("a", b"abc")
     fixture.start("a", store(b"d"))
     fixture.send("b", wire.Subscribe())
-    *news, done, sweep = fixture.send("b", wire.Reset(5))
+    *news, sweep, done = fixture.send("b", wire.Reset(5))
     assert key_events_of(news, PublishKVEvents) == key_events_of(news) == [("cleared", b"")]
     assert isinstance(sweep, FreeDeferred)
     assert not sweep.deferred.free_some()

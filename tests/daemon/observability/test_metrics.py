@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
 from kvferry.daemon.core.actions import TransferCompleted
-from kvferry.daemon.observability.metrics import BUCKETS, FollowedCounter, Metrics
+from kvferry.daemon.observability.followed_counter import FollowedCounter
+from kvferry.daemon.observability.metrics import BUCKETS, Metrics
 from kvferry.proto import status as proto_status
 from kvferry.proto.messages import JobResult, Outcome
 from kvferry.proto.specs import Direction
@@ -87,3 +89,27 @@ def test_series_of_removed_engines_are_dropped() -> None:
     assert value("kvferry_engine_present", {"engine": "e"}) is None
     assert value("kvferry_namespace_stored_total", whose) is None
     assert value("kvferry_errors_total", {"code": "busy"}) == 3
+
+
+def test_a_tier_is_shown_and_its_promotions_are_counted() -> None:
+    metrics = Metrics()
+    tier = proto_status.TierStatus("disk", "probing", used_bytes=7, hits=3, read_bytes=5, deaths=2)
+    metrics.update(msgspec.structs.replace(status(), tiers=(tier,)), [])
+    metrics.tiers.observe_promotion("disk", 0.003)
+    expected: dict[str, tuple[dict[str, str], float]] = {
+        "on": ({}, 1),
+        "used_bytes": ({}, 7),
+        "lookups_total": ({"result": "hit"}, 3),
+        "moved_bytes_total": ({"direction": "read"}, 5),
+        "failures_total": ({"kind": "death"}, 2),
+        "promotion_seconds_bucket": ({"le": "0.005"}, 1),
+        "promotion_seconds_count": ({}, 1),
+    }
+    for name, (labels, value) in expected.items():
+        shown = metrics.registry.get_sample_value(
+            f"kvferry_tier_{name}", {"tier": "disk", **labels}
+        )
+        assert shown == value, name
+    off = msgspec.structs.replace(tier, state="off")
+    metrics.update(msgspec.structs.replace(status(), tiers=(off,)), [])
+    assert metrics.registry.get_sample_value("kvferry_tier_on", {"tier": "disk"}) == 0

@@ -46,3 +46,23 @@ def test_names_of_another_version_are_removed_and_the_pool_is_used() -> None:
     assert not os.path.lexists(f"/proc/self/fd/{foreign}")
     assert chunks_of(recovered.fds) == [chunk] == list(pool.descriptors)
     pool.close(ReferenceEngine())
+
+
+def test_a_stored_pool_that_is_still_written_into_is_replaced() -> None:
+    """A tier of the earlier daemon may have reads in flight into it."""
+    chunk = sealed_memfd("chunk", CHUNK_BYTES)
+    manager = FakeStartupFdStore({"pool-00000": chunk})
+    pool, recovered = recover_pool(
+        manager,
+        CHUNK_BYTES,
+        CHUNK_BYTES,
+        keep=True,
+        check_new_pool=lambda _: None,
+        unusable="still written",
+    )
+    assert (recovered.fds, recovered.stale_fds) == ({}, {"pool-00000": chunk})
+    assert recovered.reason == "still written"
+    assert list(recovered.new_chunks.values()) == list(pool.descriptors)
+    assert chunk not in pool.descriptors
+    pool.close(ReferenceEngine())
+    os.close(chunk)

@@ -133,6 +133,19 @@ async def test_a_commit_may_name_fewer_blocks_than_the_store_and_in_another_orde
     assert await fixture.found() == (ResidentBlock(9, key(9)),)
 
 
+async def test_only_checksums_of_committed_blocks_are_valid(fixture: StoreFixture) -> None:
+    fixture.end(fixture.start([1, 2], [1, 2]))
+    await eventually(lambda: not fixture.store.busy)
+    checksums, valid = fixture.store.checksums_of(KEYED.owner, numbers(2, 5, 1))
+    assert valid.tolist() == [True, False, True]
+    over = fixture.start([2], [3])
+    after, valid = fixture.store.checksums_of(KEYED.owner, numbers(2, 5, 1))
+    assert valid.tolist() == [False, False, True]
+    assert after[2] == checksums[2] != 0
+    fixture.end(over, done=False)
+    assert not fixture.store.checksums_of(RAW.owner, numbers(1))[1].any()
+
+
 async def test_a_store_that_was_not_committed_is_not_found(fixture: StoreFixture) -> None:
     fixture.end(fixture.start([1, 2], [1, 2]))
     over = fixture.start([2], [3])

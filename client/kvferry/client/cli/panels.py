@@ -3,6 +3,7 @@
 link         GB/s per direction now; the bar is relative to one large contiguous copy
 queue        jobs in flight, and how long the oldest waits for the daemon, or for its engine
 pool         reserved, registered and free, not registered yet
+tiers        state, bytes used, hit rate, age of the oldest promotion or write, failures
 namespaces   with their hit rate since the last sample; then engines, and errors
 """
 
@@ -17,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.client.cli.status import format_verified
+from kvferry.client.cli.tier_rows import tier_row
 from kvferry.client.cli.units import duration, printable, short_duration, size
 from kvferry.client.cli.watcher import DaemonHistory, Rates, StatusSample
 from kvferry.proto.status import DaemonStatus, HealthStatus, NamespaceStatus, PoolStatus
@@ -92,6 +94,7 @@ def _rows(daemon: DaemonHistory, sample: StatusSample, width: int) -> Iterator[R
     yield _link_row(daemon, status, width, wide)
     yield _queue_row(status, daemon.rates)
     yield _pool_row(status.pool, width)
+    yield from map(tier_row, status.tiers)
     check = status.verification
     if check is not None and check.decided_bytes < check.total_bytes:
         yield Text.assemble(("verified ", "dim"), format_verified(check))

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.client import DaemonStatus, OffloadClient, find_daemon
+from kvferry.client.cli.tier_rows import tier_lines
 from kvferry.client.cli.units import duration, printable, short_duration, size
 from kvferry.client.endpoint import find_daemon_in
 from kvferry.proto.errors import Code, Gone
@@ -127,6 +128,7 @@ def _header_lines(status: DaemonStatus) -> Iterator[Text]:
     yield Text(f"pid {status.pid}, up {duration(status.uptime_seconds)}, boot {status.boot_id}")
     yield from _health_lines(status.health)
     yield _pool_bar(status.pool)
+    yield from tier_lines(status.tiers)
     if status.verification is not None:
         yield Text(f"verified {format_verified(status.verification)}")
     yield _format_totals(status.totals)

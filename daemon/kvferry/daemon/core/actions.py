@@ -16,12 +16,27 @@ import msgspec
 from kvferry.daemon.core.cache.deferred_free import DeferredFree
 from kvferry.daemon.core.layout import BlockLayout, Extent, Int64s
 from kvferry.daemon.core.records import KeptTensorsRecord, RegionOwner, RegionRecord
+from kvferry.daemon.core.tier_actions import (
+    BlocksFetched,
+    DropStore,
+    FetchBlocks,
+    FetchReleased,
+    FindKeys,
+    KeysFound,
+    StoreDropped,
+)
 from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.keys import OffloadKey
 from kvferry.proto.memory import Allocation, Location
 from kvferry.proto.messages import DaemonMessage, KeyEvents, Outcome
 from kvferry.proto.specs import Direction
-from kvferry.proto.status import CopyStatus, GroupCopying, HealthStatus, VerificationStatus
+from kvferry.proto.status import (
+    CopyStatus,
+    GroupCopying,
+    HealthStatus,
+    TierStatus,
+    VerificationStatus,
+)
 
 
 class CopyPlan(msgspec.Struct, frozen=True):
@@ -233,6 +248,9 @@ Action: TypeAlias = (
     | RegionCreated
     | RegionUpdated
     | RegionFreed
+    | FindKeys
+    | FetchBlocks
+    | DropStore
 )
 RegionChange: TypeAlias = RegionCreated | RegionUpdated | RegionFreed
 
@@ -318,10 +336,11 @@ class CopyCalibrated:
 
 @dataclass(frozen=True, slots=True)
 class HealthChecked:
-    """The current health of the daemon and progress of the verification."""
+    """The current health of the daemon, progress of the verification, and the state of tiers."""
 
     health: HealthStatus
     verification: VerificationStatus | None = None
+    tiers: tuple[TierStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,5 +373,9 @@ Report: TypeAlias = (
     | CopyCalibrated
     | HealthChecked
     | Pong
+    | KeysFound
+    | BlocksFetched
+    | FetchReleased
+    | StoreDropped
     | Continue
 )

@@ -7,6 +7,7 @@ Error, and it is counted. Called by the server, on the event loop only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from kvferry.daemon.core.actions import (
@@ -28,11 +29,19 @@ from kvferry.daemon.core.actions import (
 from kvferry.daemon.core.engine_owners import EngineOwners
 from kvferry.daemon.core.layout import split_spec
 from kvferry.daemon.core.namespaces import Namespaces
+from kvferry.daemon.core.promotions import Promotions
 from kvferry.daemon.core.records import KeptTensorsRecord, RecoveredRegion
 from kvferry.daemon.core.regions import MAX_REGIONS, Regions
 from kvferry.daemon.core.registration import OWN
 from kvferry.daemon.core.registrations import Registrations
 from kvferry.daemon.core.status import DaemonIdentity, StatusRecorder
+from kvferry.daemon.core.tier_actions import (
+    BlocksFetched,
+    FetchReleased,
+    KeysFound,
+    StoreDropped,
+    WriteJob,
+)
 from kvferry.daemon.core.transfers import JobObserver, Transfers
 from kvferry.proto import messages as wire
 from kvferry.proto import status as wire_status
@@ -48,7 +57,8 @@ class Core:
     """All bookkeeping of a daemon.
 
     started: time.monotonic() at the start, in seconds. own_bytes: bytes at the front of the pool
-    for the daemon's own blocks. observe_job: see transfers.JobObserver.
+    for the daemon's own blocks. observe_job: see transfers.JobObserver. tiers: names of
+    the tiers below the pool, fastest first.
 
     Every method is called on the event loop and returns without blocking.
     """
@@ -61,6 +71,7 @@ class Core:
         own_bytes: int = 0,
         max_regions: int = MAX_REGIONS,
         observe_job: JobObserver = lambda *_: None,
+        tiers: tuple[str, ...] = (),
     ) -> None:
         self.identity = identity
         self.stopping = False
@@ -72,6 +83,7 @@ class Core:
         self._waiting_requests: dict[str, RegionRequest] = {}
         self._regions = Regions(pool_bytes, own_bytes, max_regions)
         self._namespaces = Namespaces(self._regions)
+        self._promotions = Promotions(self._namespaces, tiers)
         self._registrations = Registrations(self._regions, self._namespaces, self._owners)
         self._transfers = Transfers(self._registrations, identity.limits.max_in_flight, observe_job)
 
@@ -143,6 +155,15 @@ class Core:
                 return []
             case Pong():  # for observability
                 return []
+            case KeysFound():
+                actions, error = self._promotions.promote_found(report), None
+            case BlocksFetched():
+                actions, error = self._promotions.end_fetch(report), None
+            case FetchReleased():
+                self._promotions.release_fetch(report)
+                actions, error = [], None
+            case StoreDropped():
+                actions, error = self._promotions.end_drop(report), None
             case Continue(command):
                 return [command]
         if error is not None:
@@ -208,6 +229,15 @@ class Core:
         if self._engines.get(session) != OWN:
             self._recorder.count_errors(error.code)
 
+    def take_writes(self, limit: int, coldest: float, min_uses: int) -> list[WriteJob]:
+        return []
+
+    def end_write(self, number: int, done: Sequence[bool]) -> None:
+        pass
+
+    def tier_counters(self) -> dict[str, dict[str, float]]:
+        return {}
+
     @property
     def pool_bytes(self) -> int:
         return self._regions.pool_bytes
@@ -233,14 +263,12 @@ class Core:
                 return self._transfers.cancel_transfers(engine, job_ids)
             case wire.Wait():
                 return self._transfers.add_wait(session, engine, message)
-            case (
-                wire.Subscribe()
-                | wire.Pin()
-                | wire.Unpin()
-                | wire.Touch()
-                | wire.Reset()
-                | wire.FindInTiers()
-            ):
+            case wire.FindInTiers():
+                return self._promotions.find_keys(session, message)
+            case wire.Reset(request_id):
+                reset = self._namespaces.handle_message(session, message)
+                return [*reset, *self._promotions.drop_store(session, request_id)]
+            case wire.Subscribe() | wire.Pin() | wire.Unpin() | wire.Touch():
                 return self._namespaces.handle_message(session, message)
             case wire.StatusRequest(request_id):
                 return [SendMessage(session, wire.StatusReport(request_id, self.status(now)))]

@@ -7,6 +7,7 @@ The transfer holds a Lease on them until it ends. Called by the core, on the eve
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -64,6 +65,8 @@ class Namespace:
         # Numbers of the registrations that use it.
         self.registrations: set[int] = set()
         self.subscribers: set[str] = set()
+        # Blocks that tiers may write into.
+        self.promoting = 0
         self.sequence = 0
         self.generation = 1
         self.policy, self.threshold = policy, threshold
@@ -76,7 +79,15 @@ class Namespace:
 
     @property
     def in_use(self) -> bool:
-        return bool(self.sessions or self.registrations)
+        return bool(self.sessions or self.registrations or self.promoting)
+
+    @property
+    def store_name(self) -> str | None:
+        """Its name in a tier, for blocks of this composition; None before any registration."""
+        if self._pages is None:
+            return None
+        composed = hashlib.sha256(repr((self._pages, self._factor)).encode()).hexdigest()
+        return f"{self.name}-{composed[:16]}"
 
     def configure(self, policy: str, threshold: int) -> None:
         """Change the eviction policy and the store threshold; keys stay."""

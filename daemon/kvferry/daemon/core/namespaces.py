@@ -28,14 +28,12 @@ from kvferry.daemon.core.regions import Regions
 from kvferry.daemon.core.session_pins import SessionPins
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.messages import (
-    Done,
-    FindInTiers,
+    ClientMessage,
     Opened,
     OpenNamespace,
     Pin,
     Reset,
     Subscribe,
-    TiersFound,
     Touch,
     Unpin,
 )
@@ -152,20 +150,13 @@ class Namespaces:
 
     def remove_registration(self, namespace: Namespace, registration: int) -> None:
         namespace.registrations.remove(registration)
-        self._mark_deserted_if_unused(namespace)
+        self.mark_deserted_if_unused(namespace)
 
     def handle_message(
-        self, session: str, message: Subscribe | Pin | Unpin | Touch | Reset | FindInTiers
+        self, session: str, message: Subscribe | Pin | Unpin | Touch | Reset
     ) -> list[Action]:
         """Handle a message about the keys of the session's namespace. Raises Refused."""
-        namespace = self._by_session.get(session)
-        if namespace is None:
-            kind = type(message).__name__
-            raise Refused(
-                Code.UNKNOWN_NAMESPACE,
-                f"{kind} needs a namespace, but this session is in none; open a namespace first",
-                kind,
-            )
+        namespace = self.require_namespace(session, message)
         match message:
             case Subscribe():
                 actions = self.take_key_events()
@@ -180,18 +171,23 @@ class Namespaces:
                 namespace.check_keys(keys)
                 namespace.cache.touch(keys)
                 namespace.cache.count_lookups(hits, misses)
-            case FindInTiers(request_id, keys):
-                namespace.check_keys(keys)
-                return [SendMessage(session, TiersFound(request_id, namespace.count_prefix(keys)))]
-            case Reset(request_id):
+            case Reset():
                 deferred = namespace.reset()
                 self._regions.record_updated(namespace.record, wipe=True)
-                return [
-                    *self.take_key_events(),
-                    SendMessage(session, Done(request_id)),
-                    *_free_later(deferred),
-                ]
+                return [*self.take_key_events(), *_free_later(deferred)]
         return []
+
+    def require_namespace(self, session: str, message: ClientMessage) -> Namespace:
+        """The namespace of a session that sent a message about keys. Raises Refused."""
+        namespace = self._by_session.get(session)
+        if namespace is None:
+            kind = type(message).__name__
+            raise Refused(
+                Code.UNKNOWN_NAMESPACE,
+                f"{kind} needs a namespace, but this session is in none; open a namespace first",
+                kind,
+            )
+        return namespace
 
     def take_key_events(self) -> list[Action]:
         """Key events since the last call: actions for subscribers, mirrors and deferred freeing."""
@@ -232,7 +228,7 @@ class Namespaces:
         self._session_pins.pop(session).unpin_all()
         del namespace.sessions[session]
         namespace.subscribers.discard(session)
-        self._mark_deserted_if_unused(namespace)
+        self.mark_deserted_if_unused(namespace)
 
     def status(self) -> tuple[NamespaceStatus, ...]:
         return tuple(namespace.status() for namespace in self)
@@ -266,7 +262,7 @@ class Namespaces:
         )
         return tuple(islice(others, MOST_UNLIKE))
 
-    def _mark_deserted_if_unused(self, namespace: Namespace) -> None:
+    def mark_deserted_if_unused(self, namespace: Namespace) -> None:
         if not namespace.in_use:
             self._regions.mark_deserted(namespace.region.owner)
 

@@ -22,6 +22,7 @@ from kvferry.proto.status import (
     HealthStatus,
     Limits,
     PoolStatus,
+    TierStatus,
     Totals,
     VerificationStatus,
 )
@@ -48,6 +49,7 @@ class StatusRecorder:
         self._copying: CopyStatus | None = None
         self._health: HealthStatus | None = None
         self._verification: VerificationStatus | None = None
+        self._tiers: tuple[TierStatus, ...] = ()
 
     def count_errors(self, code: str, number: int = 1) -> None:
         self._errors[code] += number
@@ -58,8 +60,8 @@ class StatusRecorder:
                 self._registered_bytes = nbytes
             case CopyCalibrated(copying):
                 self._copying = copying
-            case HealthChecked(health, verification):
-                self._health, self._verification = health, verification
+            case HealthChecked(health, verification, tiers):
+                self._health, self._verification, self._tiers = health, verification, tiers
 
     def status(
         self,
@@ -89,6 +91,7 @@ class StatusRecorder:
             copying=self._copying,
             health=self._health,
             verification=self._verification,
+            tiers=self._tiers,
         )
 
 

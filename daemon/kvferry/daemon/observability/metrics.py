@@ -7,7 +7,7 @@ of engines and namespaces, and constants.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prometheus_client import (
@@ -20,6 +20,8 @@ from prometheus_client import (
 )
 
 from kvferry.daemon.core.actions import TransferCompleted
+from kvferry.daemon.observability.followed_counter import FollowedCounter
+from kvferry.daemon.observability.tier_metrics import TierMetrics
 from kvferry.proto.errors import Code
 from kvferry.proto.messages import JobResult, Outcome
 from kvferry.proto.specs import Direction
@@ -102,29 +104,6 @@ class JobMetrics:
         )
 
 
-class FollowedCounter:
-    """A Counter that follows totals which are counted elsewhere."""
-
-    def __init__(
-        self, name: str, documentation: str, labels: Sequence[str], registry: CollectorRegistry
-    ) -> None:
-        self._counter = Counter(name, documentation, labels, registry=registry)
-        self._seen: dict[tuple[str, ...], int] = {}
-
-    def set_totals(self, totals: Mapping[tuple[str, ...], int]) -> None:
-        """Set all totals, by label values.
-
-        A total that is missing is removed. A total that is smaller than before starts again.
-        """
-        for labels, before in self._seen.items():
-            if totals.get(labels, -1) < before:
-                self._counter.remove(*labels)
-        for labels, total in totals.items():
-            before = self._seen.get(labels, 0)
-            self._counter.labels(*labels).inc(total - before if total >= before else total)
-        self._seen = dict(totals)
-
-
 class Metrics:
     """All metrics (`registry`), and those of a daemon whose loop does not respond
     (`unresponsive`)."""
@@ -139,6 +118,7 @@ class Metrics:
         self._daemon = DaemonMetrics(self.registry)
         self._health = HealthMetrics(self.registry)
         self._namespaces = NamespaceMetrics(self.registry)
+        self.tiers = TierMetrics(self.registry)
 
     def update(self, status: DaemonStatus, namespaces: Sequence[NamespaceStatus]) -> None:
         """Set all values from one snapshot. Called only by the metrics thread."""
@@ -146,6 +126,7 @@ class Metrics:
         if status.health is not None:
             self._health.update(status.health)
         self._namespaces.update(namespaces)
+        self.tiers.update(status.tiers)
 
 
 class DaemonMetrics:

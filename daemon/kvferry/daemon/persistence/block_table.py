@@ -226,6 +226,11 @@ class BlockTable:
         checksums: Checksums = self._lines["checksum"][blocks]
         return checksums
 
+    def has_checksum(self, blocks: Int64s) -> Bools:
+        """Which blocks are committed whole, and known to match their checksum."""
+        valid: Bools = self._committed[blocks] & (self._lines["part"][blocks, 1] == 0)
+        return valid if self.unverified is None else valid & ~self.unverified[blocks]
+
     def keys(self, blocks: Int64s) -> tuple[OffloadKey, ...]:
         """The keys of committed blocks; empty if blocks of this region have no keys."""
         if not self.record.key_bytes:

@@ -92,17 +92,19 @@ def recover_pool(
     *,
     keep: bool,
     check_new_pool: Callable[[int], None],
+    unusable: str = "",
 ) -> tuple[HostPool, RecoveredState]:
     """The pool of an earlier daemon with its block tables, or a new pool. Raises Refused.
 
     keep: use a stored pool, and store a new one. check_new_pool: raises Refused if a new pool does
     not fit; its argument is the memory in bytes that the stored pool will free.
+    unusable: why a stored pool must not be used, if that is so.
     Stored descriptors stay stored until `RecoveredState.store_new_pool`, also if the start fails.
     """
     fd_store = manager if keep and manager.has_fd_store else NullFdStore()
     stored = manager.stored_fds
-    chunks, reason = chunks_of(stored), ""
-    if chunks and keep:
+    chunks, reason = chunks_of(stored), unusable
+    if chunks and keep and not unusable:
         try:
             pool = HostPool(pool_bytes, chunk_bytes, chunks)
         except KVFerryError as error:

@@ -24,10 +24,10 @@ from kvferry.daemon.core.actions import (
     Report,
     StartTransfer,
 )
-from kvferry.daemon.core.layout import Int64s
+from kvferry.daemon.core.layout import Bools, Int64s
 from kvferry.daemon.core.records import RecoveredRegion, RegionOwner, RegionRecord
 from kvferry.daemon.persistence.block_check import BlockCheck
-from kvferry.daemon.persistence.block_table import BlockTable, UseClock, Versions
+from kvferry.daemon.persistence.block_table import BlockTable, Checksums, UseClock, Versions
 from kvferry.daemon.persistence.checksum_client import ChecksumClient
 from kvferry.daemon.persistence.checksum_writer import ChecksumWriter, CompletedStore
 from kvferry.daemon.persistence.scrub import Scrub
@@ -160,11 +160,15 @@ class RegionStore:
 
         Must be called before the device worker gets the transfer.
         """
-        entry = self._tables.get(start.block_set.owner)
-        if entry is not None and start.plan.direction is Direction.STORE:
-            blocks = start.block_set.blocks
+        if start.plan.direction is Direction.STORE:
+            self.begin_store(start.plan.serial, start.block_set.owner, start.block_set.blocks)
+
+    def begin_store(self, serial: int, owner: RegionOwner, blocks: Int64s) -> None:
+        """Mark blocks as uncommitted that are about to be written, until `commit_store`."""
+        entry = self._tables.get(owner)
+        if entry is not None:
             versions = entry[1].invalidate(blocks)
-            self._stores[start.plan.serial] = _InflightStore(entry[1], blocks, versions)
+            self._stores[serial] = _InflightStore(entry[1], blocks, versions)
 
     def touch_blocks(self, start: StartTransfer) -> None:
         """Record the use of a load's blocks. Called after the device worker got the transfer."""
@@ -186,6 +190,17 @@ class RegionStore:
     def end_store(self, serial: int) -> None:
         """Forget a store that ended. If it was not committed, its blocks stay uncommitted."""
         self._stores.pop(serial, None)
+
+    def checksums_of(self, owner: RegionOwner, blocks: Int64s) -> tuple[Checksums, Bools]:
+        """The committed checksums of blocks of a region, and which of them are valid.
+
+        blocks: (n,). Returns uint64 (n,) and bool (n,). An entry is invalid if the block is not
+        committed whole or not verified yet, or the region has no table.
+        """
+        entry = self._tables.get(owner)
+        if entry is None:
+            return np.zeros(blocks.size, np.uint64), np.zeros(blocks.size, np.bool_)
+        return entry[1].checksums(blocks), entry[1].has_checksum(blocks)
 
     def close(self) -> None:
         """Stop scrub and checksum process, and close the tables; stored descriptors stay stored."""

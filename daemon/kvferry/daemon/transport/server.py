@@ -1,9 +1,10 @@
 """The server: passes messages and reports to the core, and each action to its owner.
 
-Four kinds of actions have four owners: transport (sessions.py, outbox.py, fd_passing.py), the
-device worker, persistence, and observability. The server contains no other logic. It never blocks
-and never touches the device. All reports of one wake-up are handled together, and a session gets
-their results in one message. Event loop only, except `device_reports`, `pool_grew` and `fail`.
+Five kinds of actions have five owners: transport (sessions.py, outbox.py, fd_passing.py), the
+device worker, persistence, the tiers, and observability. The server contains no other logic. It
+never blocks and never touches the device. All reports of one wake-up are handled together, and a
+session gets their results in one message. Event loop only, except `device_reports`, `pool_grew` and
+`fail`.
 """
 
 from __future__ import annotations
@@ -40,11 +41,19 @@ from kvferry.daemon.core.actions import (
     TransferCompleted,
 )
 from kvferry.daemon.core.core import Core
+from kvferry.daemon.core.tier_actions import (
+    DropStore,
+    FetchBlocks,
+    FetchReleased,
+    FindKeys,
+    fetch_serial,
+)
 from kvferry.daemon.device.report_queue import ReportQueue
 from kvferry.daemon.device.worker import DeviceWorker
 from kvferry.daemon.memory.deferred_free import free_in_steps
 from kvferry.daemon.persistence.kept_tensor_store import KeptTensorStore
 from kvferry.daemon.persistence.region_store import RegionStore
+from kvferry.daemon.tiers.tiering import Tiering
 from kvferry.daemon.transport.accept_gate import AcceptGate
 from kvferry.daemon.transport.fd_passing import FdServer
 from kvferry.daemon.transport.observers import ClientLog, HealthMonitor
@@ -78,6 +87,7 @@ class Server:
         self._worker: DeviceWorker
         self._region_store: RegionStore
         self._kept_tensor_store: KeptTensorStore
+        self._tiering: Tiering
         self._health: HealthMonitor
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
@@ -118,6 +128,7 @@ class Server:
         worker: DeviceWorker,
         region_store: RegionStore,
         kept_tensor_store: KeptTensorStore,
+        tiering: Tiering,
         health: HealthMonitor,
         drain_seconds: float,
     ) -> None:
@@ -127,7 +138,8 @@ class Server:
         that was passed to `fail`.
         """
         self._worker, self._region_store = worker, region_store
-        self._kept_tensor_store, self._health = kept_tensor_store, health
+        self._kept_tensor_store, self._tiering = kept_tensor_store, tiering
+        self._health = health
         health.start()
         self._ingress.start()
         await self._stop.wait()
@@ -137,6 +149,7 @@ class Server:
             await self._wait_until_idle(drain_seconds)
             self._perform(self._core.cancel_all_transfers())
             await self._wait_until_idle(1.0)
+        tiering.stop()
         await self._close()
         if self._error is not None:
             raise self._error
@@ -208,7 +221,10 @@ class Server:
                 sessions = (each.session for each in follows if isinstance(each, SendMessage))
                 self._sessions.log_failed_job(sessions, report.error)
             actions += follows
+            if isinstance(report, FetchReleased):
+                self._region_store.end_store(fetch_serial(report.fetch))
         self._perform(merge_results(actions))
+        self._tiering.wake_up()
 
     def _take_reports(self) -> None:
         reports = list[Report]()
@@ -225,7 +241,8 @@ class Server:
                 self._region_store.end_store(report.serial)
 
     def _health_report(self) -> HealthChecked:
-        return HealthChecked(self._health.status(), self._region_store.verification)
+        tiers = self._tiering.status(self._core.tier_counters())
+        return HealthChecked(self._health.status(), self._region_store.verification, tiers)
 
     # Actions
 
@@ -258,6 +275,12 @@ class Server:
                 case ReleaseTensors(number):
                     self._kept_tensor_store.remove_tensors(number)
                     self._worker.post_command(action)
+                case FetchBlocks():
+                    serial = fetch_serial(action.fetch)
+                    self._region_store.begin_store(serial, action.owner, action.blocks)
+                    self._tiering.perform(action)
+                case FindKeys() | DropStore():
+                    self._tiering.perform(action)
                 case FreeDeferred(deferred):
                     free_in_steps(deferred)
                 case command:

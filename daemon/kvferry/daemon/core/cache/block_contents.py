@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import Lookup
 from kvferry.proto.layout import Int64s
 
@@ -111,6 +112,13 @@ class BlockContents:
             return False
         return part is None or (part[0] <= stored[0] and stored[1] <= part[1] and part != stored)
 
+    def replaceable_among(self, found: Sequence[int], parts: Sequence[Part | None]) -> list[int]:
+        """The blocks of an offer that a store replaces. found: -1 for a key without a block."""
+        if not (self.unverified or self.in_part):
+            return []
+        offered = zip(found, parts, strict=True)
+        return [block for block, part in offered if block >= 0 and self.is_replaceable(block, part)]
+
     def set_pending(self, blocks: Int64s) -> None:
         self._set_states(blocks, PENDING)
 
@@ -143,3 +151,22 @@ class BlockContents:
             self._counts[before] -= count
         self._counts[state] += blocks.size
         self._states[blocks] = state
+
+
+def not_loadable(contents: BlockContents, keys: Sequence[bytes], blocks: Sequence[int]) -> Refused:
+    """The error for the first key that is not loadable. blocks: of each key, -1 if it has none."""
+    for key, block in zip(keys, blocks, strict=True):
+        one = np.array([block], np.int64)
+        if block < 0:
+            message = f"key {key.hex()} is not in the cache; treat it as a miss"
+        elif contents.is_pending(one).all():
+            message = f"key {key.hex()} is still being stored; load it when lookup says HIT"
+        elif not contents.is_loadable(one).all():
+            message = (
+                f"key {key.hex()} is unverified since the daemon's restart; load it when "
+                "lookup says HIT"
+            )
+        else:
+            continue
+        break
+    return Refused(Code.KEY_ABSENT, message, key.hex())

@@ -28,10 +28,17 @@ import numpy as np
 
 from kvferry.daemon.core.cache.admission_filter import AdmissionFilter
 from kvferry.daemon.core.cache.block_allocator import BlockAllocator
-from kvferry.daemon.core.cache.block_contents import NO_PARTS, BlockContents, Part, Parts
+from kvferry.daemon.core.cache.block_contents import (
+    NO_PARTS,
+    BlockContents,
+    Mask,
+    Part,
+    Parts,
+    not_loadable,
+)
 from kvferry.daemon.core.cache.deferred_free import DeferredFree
 from kvferry.daemon.core.cache.events import CacheEvents
-from kvferry.daemon.core.cache.jobs import CacheUsage, Pins, Reservation
+from kvferry.daemon.core.cache.jobs import CacheUsage, Pins, Reservation, check_entries
 from kvferry.daemon.core.cache.key_index import KeyIndex
 from kvferry.daemon.core.cache.policies import POLICIES
 from kvferry.proto.errors import Code, Refused
@@ -62,7 +69,7 @@ class Cache:
         self._allocator = BlockAllocator(capacity)
         self._make_policy = POLICIES[policy]
         self._policy = self._make_policy(capacity, self._index, _NO_BLOCKS)
-        self._admission_filter = _make_filter(store_threshold, capacity)
+        self._admission_filter = AdmissionFilter(store_threshold, max(capacity, OFFERS_REMEMBERED))
         # Jobs in flight, those from before a reset included.
         self._jobs: set[Reservation | Pins] = set()
         self.events = CacheEvents()
@@ -76,7 +83,9 @@ class Cache:
         if POLICIES[policy] is not self._make_policy:
             self._make_policy = POLICIES[policy]
             self._policy = self._make_policy(self._capacity, self._index, self._policy.blocks())
-        self._admission_filter = _make_filter(store_threshold, self._capacity)
+        self._admission_filter = AdmissionFilter(
+            store_threshold, max(self._capacity, OFFERS_REMEMBERED)
+        )
 
     @property
     def usage(self) -> CacheUsage:
@@ -106,10 +115,13 @@ class Cache:
 
     def count_prefix(self, keys: Sequence[bytes]) -> int:
         """How many of `keys`, from the first on, are a HIT or a HIT_PENDING."""
-        for number, block in enumerate(self._index.find_numbers(keys)):
-            if block < 0 or self._contents.lookup(block) is Lookup.MISS:
-                return number
-        return len(keys)
+        found = (Lookup.HIT, Lookup.HIT_PENDING)
+        return next((at for at, one in enumerate(self.states(keys)) if one not in found), len(keys))
+
+    def states(self, keys: Sequence[bytes]) -> list[Lookup | None]:
+        """The lookup of each key, which is not counted; None if it has no block."""
+        found, contents = self._index.find_numbers(keys), self._contents
+        return [None if block < 0 else contents.lookup(block) for block in found]
 
     def count_lookups(self, hits: int, misses: int) -> None:
         """Count lookups that a client's mirror answered."""
@@ -133,7 +145,9 @@ class Cache:
         """
         offered = tuple(dict.fromkeys(keys))
         found = self._index.find_numbers(offered)
-        replaceable = self._replaceable(offered, found, parts)
+        # Blocks whose keys must be stored again.
+        again = self._contents.replaceable_among(found, [*map(parts.get, offered)])
+        replaceable = set(self._allocator.idle_among(_array(again)).tolist())
         candidates = [
             key
             for key, block in zip(offered, found, strict=True)
@@ -152,8 +166,10 @@ class Cache:
             if needed > self._allocator.idle:
                 self._skipped += len(wanted)
                 return None
-            self._remove_stored(_array(replaced))
-            return self._reserve_blocks(tuple(wanted), parts)
+            self._discard_blocks(_array(replaced))
+            reservation = self._reserve_blocks(tuple(wanted), parts)
+            self._jobs.add(reservation)
+            return reservation
         finally:
             self._allocator.release_blocks(held)
 
@@ -172,8 +188,40 @@ class Cache:
             self.events.add(EventKind.STORED, whole)
             self.events.add(EventKind.ABANDONED, tuple(parts))
         elif present:
-            self._policy.remove_blocks(blocks)
-            self._remove_keys(blocks)
+            self._discard_blocks(blocks)
+
+    # Promotions
+
+    def prepare_promotion(self, keys: Sequence[bytes], keep: Sequence[bytes] = ()) -> Int64s:
+        """Hold a block for each of these distinct absent keys, which are pending from now on.
+
+        keep: keys that are not evicted for them. If too few others can be evicted, only the first
+        keys get a block. Returns the blocks, which are held until `release_promotion`.
+        """
+        kept = _array(block for block in self._index.find_numbers(keep) if block >= 0)
+        self._allocator.hold_blocks(kept)
+        room = self._allocator.free + self._allocator.idle
+        fitting = tuple(keys[:room])
+        blocks = self._reserve_blocks(fitting, NO_PARTS).blocks if fitting else ()
+        self._allocator.release_blocks(kept)
+        return _array(blocks)
+
+    def end_promotion(self, keys: Sequence[bytes], blocks: Int64s, ok: Mask) -> Mask:
+        """Make promoted keys loadable where `ok`, and the others absent. Blocks stay held.
+
+        keys, blocks, ok: (n,). Keys from before a reset are ignored. Returns which are loadable.
+        """
+        present = ~self._allocator.are_orphaned(blocks)
+        stored: Mask = present & ok
+        self._contents.set_stored(blocks[stored], ())
+        names = [key for key, done in zip(keys, stored.tolist(), strict=True) if done]
+        self.events.add(EventKind.STORED, names)
+        self._discard_blocks(blocks[present & ~ok])
+        return stored
+
+    def release_promotion(self, blocks: Int64s) -> None:
+        """Nothing writes into these promoted blocks any longer."""
+        self._allocator.release_blocks(blocks)
 
     # Loads
 
@@ -185,7 +233,7 @@ class Cache:
         blocks = self._index.find_numbers(keys)
         array = _array(blocks)
         if min(blocks, default=0) < 0 or not self._contents.is_loadable(array).all():
-            raise self._not_loadable(keys, blocks)
+            raise not_loadable(self._contents, keys, blocks)
         pins = Pins(tuple(keys), tuple(blocks))
         self._allocator.hold_blocks(array)
         self._jobs.add(pins)
@@ -241,7 +289,7 @@ class Cache:
 
         A block that jobs still read is orphaned until the last of them ends.
         """
-        self._remove_stored(self._stored_in(entries))
+        self._discard_blocks(self._stored_in(entries))
 
     def reset(self) -> DeferredFree:
         """Make every key absent. Recency, ghosts and offers are forgotten; counters stay.
@@ -268,15 +316,7 @@ class Cache:
         if self._allocator.free < self._capacity:
             used = self._capacity - self._allocator.free
             raise ValueError(f"{used} blocks are in use; restore into an empty cache")
-        if not (different := len(set(keys))) == np.unique(blocks).size == len(keys):
-            raise ValueError(
-                f"{len(keys)} entries have {different} different keys in "
-                f"{np.unique(blocks).size} different blocks"
-            )
-        if blocks.size and not 0 <= blocks.min() <= blocks.max() < self._capacity:
-            raise ValueError(
-                f"blocks {blocks.min()} to {blocks.max()} exceed the capacity of {self._capacity}"
-            )
+        check_entries(keys, blocks, self._capacity)
         self._allocator.occupy_blocks(blocks)
         self._index.add_keys(keys, numbers)
         self._contents.set_stored(blocks, [*map(parts.get, keys)] if parts else (), verified=False)
@@ -314,20 +354,6 @@ class Cache:
         assert sorted(with_key) == with_state, "a block has a key and no contents"
         self._allocator.check_integrity(with_key)
 
-    def _replaceable(
-        self, offered: Sequence[bytes], found: Sequence[int], parts: Parts
-    ) -> set[int]:
-        """The blocks of an offer whose keys must be stored again."""
-        contents = self._contents
-        if not (contents.unverified or contents.in_part):
-            return set()
-        again = [
-            block
-            for key, block in zip(offered, found, strict=True)
-            if block >= 0 and contents.is_replaceable(block, parts.get(key))
-        ]
-        return set(self._allocator.idle_among(_array(again)).tolist())
-
     def _reserve_blocks(self, keys: tuple[bytes, ...], parts: Parts) -> Reservation:
         allocator = self._allocator
         victims = self._policy.choose_victims(keys, allocator.free, allocator.idle_among)
@@ -340,7 +366,6 @@ class Cache:
         self._policy.insert_blocks(keys, blocks)
         stored = {key: parts[key] for key in keys if key in parts} if parts else NO_PARTS
         reservation = Reservation(keys, numbers, tuple(evicted), stored)
-        self._jobs.add(reservation)
         self._evictions += len(evicted)
         self.events.add(EventKind.PENDING, keys)
         return reservation
@@ -353,8 +378,8 @@ class Cache:
         blocks = _array(same)
         return blocks[self._contents.is_stored(blocks)]
 
-    def _remove_stored(self, blocks: Int64s) -> None:
-        """Remove stored keys, other than by eviction."""
+    def _discard_blocks(self, blocks: Int64s) -> None:
+        """Remove keys, other than by eviction."""
         self._policy.remove_blocks(blocks)
         self._remove_keys(blocks)
 
@@ -370,27 +395,6 @@ class Cache:
         self._allocator.drop_keys(blocks)
         return self._index.remove_numbers(blocks.tolist())
 
-    def _not_loadable(self, keys: Sequence[bytes], blocks: Sequence[int]) -> Refused:
-        """The error for the first key that is not loadable."""
-        for key, block in zip(keys, blocks, strict=True):
-            if block < 0:
-                message = f"key {key.hex()} is not in the cache; treat it as a miss"
-            elif self._contents.is_pending(_array([block])).all():
-                message = f"key {key.hex()} is still being stored; load it when lookup says HIT"
-            elif not self._contents.is_loadable(_array([block])).all():
-                message = (
-                    f"key {key.hex()} is unverified since the daemon's restart; load it when "
-                    "lookup says HIT"
-                )
-            else:
-                continue
-            break
-        return Refused(Code.KEY_ABSENT, message, key.hex())
-
 
 def _array(blocks: Iterable[int]) -> Int64s:
     return np.fromiter(blocks, np.int64)
-
-
-def _make_filter(threshold: int, capacity: int) -> AdmissionFilter:
-    return AdmissionFilter(threshold, max(capacity, OFFERS_REMEMBERED))

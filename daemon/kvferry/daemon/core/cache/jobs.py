@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvferry.daemon.core.cache.block_contents import Parts
+from kvferry.proto.layout import Int64s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,3 +56,16 @@ class CacheUsage:
     def used(self) -> int:
         """Blocks that are not free."""
         return self.capacity - self.free
+
+
+def check_entries(keys: Sequence[bytes], blocks: Int64s, capacity: int) -> None:
+    """Check the keys and blocks of an earlier daemon. Raises ValueError."""
+    if not (different := len(set(keys))) == np.unique(blocks).size == len(keys):
+        raise ValueError(
+            f"{len(keys)} entries have {different} different keys in "
+            f"{np.unique(blocks).size} different blocks"
+        )
+    if blocks.size and not 0 <= blocks.min() <= blocks.max() < capacity:
+        raise ValueError(
+            f"blocks {blocks.min()} to {blocks.max()} exceed the capacity of {capacity}"
+        )

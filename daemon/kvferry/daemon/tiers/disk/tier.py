@@ -27,9 +27,11 @@ from kvferry.daemon.tiers.disk import recovery
 from kvferry.daemon.tiers.disk.index import index_bytes
 from kvferry.daemon.tiers.disk.namespace_store import META, NamespaceStore, StoreMeta
 from kvferry.daemon.tiers.disk.slab import slot_bytes_of
+from kvferry.daemon.tiers.drop_markers import marked_stores
+from kvferry.daemon.tiers.root_lock import LOCK
 from kvferry.proto.errors import Code, Refused
 
-LOCK, TRASH = "lock", "trash-"
+TRASH = "trash-"
 # A slab has this part of the tier's size, but at most MAX_SLAB_BYTES, and at least one slot.
 SLABS = 32
 MAX_SLAB_BYTES = 1 << 30
@@ -79,6 +81,9 @@ class DiskTier:
             self._rebuild = recovery.begin(self._root)
             if self._rebuild:
                 log.warning("disk tier is rebuilt from slot headers", reason=self._rebuild)
+            for marker, store in marked_stores(self._root):
+                move_to_trash(self._root / store)
+                marker.unlink()
             for path in sorted(self._root.iterdir()):
                 if path.name.startswith(TRASH):
                     shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,76 @@
+"""The rows of `kvferry status` and `kvferry top` that show tiers below the host pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.text import Text
+
+from kvferry.client.cli.units import printable, short_duration, size
+from kvferry.proto.status import TierStatus
+
+# How each state is shown, and its style.
+STATES = {
+    "on": ("on", "green"),
+    "starting": ("starting", "yellow"),
+    "probing": ("trying again", "yellow"),
+    "off": ("off", "bold red"),
+}
+
+
+def tier_lines(tiers: Sequence[TierStatus]) -> Iterator[Text]:
+    """For `status`: what each tier holds, what was moved, and what failed."""
+    for tier in tiers:
+        shown, style = STATES.get(tier.state, (tier.state, ""))
+        yield Text.assemble(
+            f"{printable(tier.name):<8} ",
+            (shown, style),
+            f", {size(tier.used_bytes)} of {size(tier.capacity_bytes)}, {tier.keys:,} keys",
+            (f", read-only: {printable(tier.read_only)}" if tier.read_only else "", "red"),
+        )
+        parts = [f"{_hits(tier)} hits"] if tier.hits + tier.misses else []
+        if tier.skipped:
+            parts.append(f"{tier.skipped:,} skipped")
+        mean = f" (mean {short_duration(tier.promotion_seconds)})" if tier.promotion_seconds else ""
+        parts.append(f"read {size(tier.read_bytes)} in {tier.promoted:,} keys{mean}")
+        parts.append(f"written {size(tier.written_bytes)} in {tier.written:,}")
+        parts.append(f"evicted {tier.evictions:,}")
+        if tier.queue_seconds:
+            parts.append(f"queue {short_duration(tier.queue_seconds)}")
+        yield Text(f"         {', '.join(parts)}", "dim")
+        if failures := _failures(tier):
+            yield Text(f"         {failures}", "red")
+
+
+def tier_row(tier: TierStatus) -> Text:
+    """For `top`: one line."""
+    shown, style = STATES.get(tier.state, (tier.state, ""))
+    text = Text.assemble(
+        (f"{printable(tier.name)[:8]:<9}", "dim"),
+        (shown, style),
+        f" · {size(tier.used_bytes)} of {size(tier.capacity_bytes)}",
+    )
+    if tier.hits + tier.misses:
+        text.append(f" · hits {_hits(tier)}")
+    if tier.queue_seconds:
+        text.append(f" · oldest {short_duration(tier.queue_seconds)}")
+    if tier.read_only:
+        text.append(" · read-only", "red")
+    if failures := _failures(tier):
+        text.append(f" · {failures}", "yellow")
+    return text
+
+
+def _hits(tier: TierStatus) -> str:
+    return f"{tier.hits / (tier.hits + tier.misses):.0%}"
+
+
+def _failures(tier: TierStatus) -> str:
+    counts = {
+        "writes dropped": tier.dropped_writes,
+        "wrong checksums": tier.checksum_failures,
+        "errors": tier.errors,
+        "times off": tier.openings,
+        "process deaths": tier.deaths,
+    }
+    return ", ".join(f"{number:,} {what}" for what, number in counts.items() if number)

@@ -1,0 +1,204 @@
+"""Promotion: copying keys from the tiers below into the host pool, before they are requested.
+
+    FindInTiers -> FindKeys ... KeysFound -> FetchBlocks, TiersFound
+    ... BlocksFetched (keys become loadable or absent) ... FetchReleased (blocks are released)
+
+A prefix is promoted only if reading it is expected to be faster than computing it. Called by the
+core, on the event loop.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+
+from kvferry.daemon.core.actions import Action, BlockSet, CommitBlocks, SendMessage
+from kvferry.daemon.core.layout import Int64s
+from kvferry.daemon.core.namespace import Namespace
+from kvferry.daemon.core.namespaces import Namespaces
+from kvferry.daemon.core.tier_actions import (
+    MAX_TIER_KEYS,
+    BlocksFetched,
+    DropStore,
+    FetchBlocks,
+    FetchReleased,
+    FindKeys,
+    KeysFound,
+    StoreDropped,
+)
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.keys import Lookup, OffloadKey
+from kvferry.proto.messages import Done, FindInTiers, TiersFound
+
+# Searches of one session in flight.
+MAX_SEARCHES = 256
+# Limits of the deadline of a promotion, in seconds.
+MIN_SECONDS, MAX_SECONDS = 0.05, 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    session: str
+    message: FindInTiers
+    namespace: Namespace
+    generation: int
+    # The keys that the tiers were asked for.
+    asked: tuple[OffloadKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetch:
+    namespace: Namespace
+    keys: tuple[OffloadKey, ...]
+    blocks: Int64s
+
+
+class Promotions:
+    """tiers: the names of the tiers, fastest first."""
+
+    def __init__(self, namespaces: Namespaces, tiers: tuple[str, ...]) -> None:
+        self.tiers = tiers
+        self._namespaces = namespaces
+        self._searches: dict[int, _Search] = {}
+        self._fetches: dict[int, _Fetch] = {}
+        # Resets that wait for StoreDropped: session, request id, and the namespace.
+        self._drops: dict[int, tuple[str, int, Namespace]] = {}
+        self._numbers = count(1)
+        self._searching = Counter[str]()
+
+    def find_keys(self, session: str, message: FindInTiers) -> list[Action]:
+        """Ask the tiers for the absent keys, or reply at once. Raises Refused."""
+        namespace = self._namespaces.require_namespace(session, message)
+        namespace.check_keys(message.keys)
+        states = namespace.cache.states(message.keys)
+        store, keys = namespace.store_name, message.keys
+        absent = dict.fromkeys(key for key, state in zip(keys, states, strict=True) if not state)
+        dropping = any(each[2] is namespace for each in self._drops.values())
+        if not self.tiers or store is None or not absent or dropping:
+            return [_resident_reply(namespace, session, message)]
+        if self._searching[session] >= MAX_SEARCHES:
+            busy = f"{MAX_SEARCHES} searches of this session are in flight; wait for their replies"
+            raise Refused(Code.BUSY, busy, MAX_SEARCHES)
+        self._searching[session] += 1
+        asked, number = tuple(absent), next(self._numbers)
+        self._searches[number] = _Search(session, message, namespace, namespace.generation, asked)
+        return [FindKeys(number, store, asked, namespace.fingerprint.host_block_bytes)]
+
+    def promote_found(self, report: KeysFound) -> list[Action]:
+        """Promote the prefix that was found, if that is worth it, and reply to the search."""
+        search = self._searches.pop(report.search)
+        namespace, message = search.namespace, search.message
+        self._searching -= Counter((search.session,))  # drops sessions without a search
+        if self._namespaces.namespace_of(search.session) is not namespace:
+            return []
+        if namespace.generation != search.generation:
+            return [_resident_reply(namespace, search.session, message)]
+        tier_of = dict(zip(search.asked, report.tier_of, strict=True))
+        found = _found_prefix(message.keys, namespace.cache.states(message.keys), tier_of)
+        found = found[: max(0, namespace.region.num_blocks // 4 - namespace.promoting)]
+        estimate = _estimate_seconds(namespace, [tier_of[key] for key in found], report)
+        if 0 < message.compute_seconds * len(found) <= estimate:
+            found = []
+        blocks = namespace.cache.prepare_promotion(found, message.keys)
+        found = found[: blocks.size]
+        seconds = min(MAX_SECONDS, max(2 * estimate, MIN_SECONDS)) if found else 0.0
+        prefix = namespace.count_prefix(message.keys)
+        return [
+            *self._namespaces.take_key_events(),
+            *self._start_fetches(namespace, found, blocks, [tier_of[k] for k in found], seconds),
+            SendMessage(
+                search.session, TiersFound(message.request_id, prefix, len(found), seconds)
+            ),
+        ]
+
+    def end_fetch(self, report: BlocksFetched) -> list[Action]:
+        """Keys that were read become loadable, others absent. The blocks stay held."""
+        fetch = self._fetches[report.fetch]
+        namespace, ok = fetch.namespace, np.array(report.ok, np.bool_)
+        stored = namespace.cache.end_promotion(fetch.keys, fetch.blocks, ok)
+        keys = tuple(key for key, done in zip(fetch.keys, stored.tolist(), strict=True) if done)
+        if not keys:
+            return []
+        block_set = BlockSet(namespace.region.owner, fetch.blocks[stored], keys)
+        return [CommitBlocks(-report.fetch, block_set)]
+
+    def release_fetch(self, report: FetchReleased) -> None:
+        """Nothing writes into the blocks any longer."""
+        fetch = self._fetches.pop(report.fetch)
+        fetch.namespace.promoting -= fetch.blocks.size
+        fetch.namespace.cache.release_promotion(fetch.blocks)
+        self._namespaces.mark_deserted_if_unused(fetch.namespace)
+
+    def drop_store(self, session: str, request_id: int) -> list[Action]:
+        """Drop a namespace that was reset in all tiers. Its Done follows StoreDropped."""
+        namespace = self._namespaces.namespace_of(session)
+        store = namespace.store_name if namespace is not None else None
+        if namespace is None or store is None or not self.tiers:
+            return [SendMessage(session, Done(request_id))]
+        number = next(self._numbers)
+        self._drops[number] = session, request_id, namespace
+        return [DropStore(number, store)]
+
+    def end_drop(self, report: StoreDropped) -> list[Action]:
+        session, request_id, namespace = self._drops.pop(report.drop)
+        if self._namespaces.namespace_of(session) is not namespace:
+            return []
+        return [SendMessage(session, Done(request_id))]
+
+    def _start_fetches(
+        self,
+        namespace: Namespace,
+        keys: Sequence[OffloadKey],
+        blocks: Int64s,
+        tiers: Sequence[int],
+        seconds: float,
+    ) -> list[Action]:
+        actions, store = list[Action](), namespace.store_name
+        assert store is not None or not keys
+        nbytes, region = namespace.fingerprint.host_block_bytes, namespace.region
+        namespace.promoting += blocks.size
+        for tier in sorted(set(tiers)):
+            places = [place for place, one in enumerate(tiers) if one == tier]
+            for at in range(0, len(places), MAX_TIER_KEYS):
+                part = places[at : at + MAX_TIER_KEYS]
+                names, its = tuple(keys[place] for place in part), blocks[part]
+                number, offsets = next(self._numbers), region.start + its * nbytes
+                self._fetches[number] = _Fetch(namespace, names, its)
+                fetch = FetchBlocks(
+                    number, tier, store or "", names, offsets, nbytes, seconds, region.owner, its
+                )
+                actions.append(fetch)
+        return actions
+
+
+def _resident_reply(namespace: Namespace, session: str, message: FindInTiers) -> SendMessage:
+    return SendMessage(
+        session, TiersFound(message.request_id, namespace.count_prefix(message.keys))
+    )
+
+
+def _found_prefix(
+    keys: Sequence[OffloadKey], states: Sequence[Lookup | None], tier_of: dict[OffloadKey, int]
+) -> list[OffloadKey]:
+    """The keys to promote of the longest prefix that is resident or in a tier."""
+    found = dict[OffloadKey, None]()
+    for key, state in zip(keys, states, strict=True):
+        if state is None and tier_of.get(key, -1) >= 0:
+            found[key] = None
+        elif state is None or state is Lookup.MISS:
+            break
+    return list(found)
+
+
+def _estimate_seconds(namespace: Namespace, tiers: Sequence[int], report: KeysFound) -> float:
+    """Seconds until the tiers have read one block for each entry of `tiers`."""
+    nbytes, seconds = namespace.fingerprint.host_block_bytes, 0.0
+    for tier, number in Counter(tiers).items():
+        rate = report.rates[tier]
+        reading = number * nbytes / rate if rate > 0 else float("inf")
+        seconds = max(seconds, report.queues[tier] + reading)
+    return seconds

@@ -1,0 +1,122 @@
+"""What the core and the tiers below the host pool ask of each other.
+
+Actions of the core, the reports that answer them, and the blocks that the core hands out to be
+written. Actions and reports pass like those of actions.py. Event loop only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.daemon.core.layout import Int64s
+from kvferry.daemon.core.records import RegionOwner
+from kvferry.proto.keys import OffloadKey
+
+# Keys of one FetchBlocks or WriteJob: what a tier accepts in one request.
+MAX_TIER_KEYS = 1024
+
+# Actions
+
+
+@dataclass(frozen=True, slots=True)
+class FindKeys:
+    """Find out which of these keys the tiers have; the reply is KeysFound.
+
+    store: the name of the namespace in a tier. block_bytes: of a host block.
+    """
+
+    search: int
+    store: str
+    keys: tuple[OffloadKey, ...]
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchBlocks:
+    """Read the blocks of at most MAX_TIER_KEYS keys from a tier into the pool.
+
+    The replies are BlocksFetched and, once nothing can write into the blocks, FetchReleased.
+
+    tier: its index. offsets: of the blocks, in bytes in the pool. seconds: until the deadline.
+    owner, blocks: the region, and the host blocks in it. The CommitBlocks that follows has the
+        serial `fetch_serial(fetch)`.
+    """
+
+    fetch: int
+    tier: int
+    store: str
+    keys: tuple[OffloadKey, ...]
+    offsets: Int64s
+    block_bytes: int
+    seconds: float
+    owner: RegionOwner
+    blocks: Int64s
+
+
+def fetch_serial(fetch: int) -> int:
+    """The serial of a fetch in CommitBlocks. The serials of transfers are positive."""
+    return -fetch
+
+
+@dataclass(frozen=True, slots=True)
+class DropStore:
+    """Drop all keys of a namespace in all tiers; the reply is StoreDropped."""
+
+    drop: int
+    store: str
+
+
+@dataclass(frozen=True, slots=True)
+class WriteJob:
+    """Blocks to write into the tiers. They are held until Core.end_write.
+
+    blocks: host blocks of the region of `owner`. offsets: theirs, in bytes in the pool. One
+    namespace per job, and at most MAX_TIER_KEYS keys.
+    """
+
+    number: int
+    owner: RegionOwner
+    store: str
+    keys: tuple[OffloadKey, ...]
+    blocks: Int64s
+    offsets: Int64s
+    block_bytes: int
+
+
+# Reports
+
+
+@dataclass(frozen=True, slots=True)
+class KeysFound:
+    """tier_of: for each key of FindKeys the index of the fastest tier that has it; -1: none has it.
+
+    rates: the read rate of each tier in bytes per second. queues: seconds until each tier has read
+        what is queued there.
+    """
+
+    search: int
+    tier_of: tuple[int, ...]
+    rates: tuple[float, ...]
+    queues: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksFetched:
+    """ok: for each key of FetchBlocks whether its block was read and matches its checksum."""
+
+    fetch: int
+    ok: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchReleased:
+    """Nothing can write into the blocks of a fetch any longer. Comes after its BlocksFetched."""
+
+    fetch: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreDropped:
+    """No tier finds a key of the dropped namespace that was written before DropStore."""
+
+    drop: int

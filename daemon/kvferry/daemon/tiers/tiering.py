@@ -1,0 +1,254 @@
+"""Carries out what the core wants of the tiers, and reports what became of it.
+
+The server passes it the core's actions; reports go back to the core. Event loop only, except that
+markers of drops are written by a thread of the loop's executor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import TypeAlias
+
+import structlog
+
+from kvferry.daemon.core.actions import Report
+from kvferry.daemon.core.tier_actions import (
+    BlocksFetched,
+    DropStore,
+    FetchBlocks,
+    FetchReleased,
+    FindKeys,
+    KeysFound,
+    StoreDropped,
+)
+from kvferry.daemon.tiers.base import Result
+from kvferry.daemon.tiers.drop_markers import add_marker, remove_marker
+from kvferry.daemon.tiers.messages import MAX_KEYS
+from kvferry.daemon.tiers.read_rate import ReadRate
+from kvferry.daemon.tiers.tier_client import TierBlocks, TierClient, nothing
+from kvferry.daemon.tiers.write_out import WriteOut
+from kvferry.proto.status import TierStatus
+
+# Seconds for a lookup, which takes milliseconds.
+FIND_SECONDS = 1.0
+# Seconds until a drop counts as done. A tier that has not confirmed it by then gets it first thing
+# when it answers again.
+DROP_REPORT_SECONDS = 5.0
+
+TierAction: TypeAlias = FindKeys | FetchBlocks | DropStore
+
+log = structlog.get_logger()
+
+
+@dataclass(eq=False, slots=True)
+class AttachedTier:
+    """A tier that is in use. root: the directory for markers of drops, if it has one."""
+
+    client: TierClient
+    root: Path | None = None
+    rate: ReadRate = field(default_factory=lambda: ReadRate(time.monotonic))
+    # Starts of the fetches that have not ended, by number, the oldest first.
+    fetches: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
+class _Search:
+    """tier_of: of each key the fastest tier that has it so far. left: answers that are missing."""
+
+    tier_of: list[int]
+    left: int
+
+
+class Tiering:
+    """The tiers below the host pool, fastest first.
+
+    report: called with reports for the core. promoted: called with the name of a tier and the
+    seconds of a fetch in which at least one key was read.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[AttachedTier],
+        write_out: WriteOut | None,
+        report: Callable[[list[Report]], None],
+        promoted: Callable[[str, float], None],
+    ) -> None:
+        self._tiers, self._write_out = tuple(tiers), write_out
+        self._report, self._promoted = report, promoted
+        self._loop = asyncio.get_running_loop()
+        self._markers: set[asyncio.Task[None]] = set()
+        self._marker_numbers = count(time.time_ns())
+
+    def perform(self, action: TierAction) -> None:
+        match action:
+            case FindKeys():
+                self._find_keys(action)
+            case FetchBlocks():
+                self._fetch_blocks(action)
+            case DropStore(number, store):
+                self._drop_store(number, store)
+
+    def wake_up(self) -> None:
+        """Blocks of the pool have changed: there may be some to write."""
+        if self._write_out is not None:
+            self._write_out.wake_up()
+
+    def status(self, counted: Mapping[str, Mapping[str, float]]) -> tuple[TierStatus, ...]:
+        """The state of each tier. counted: fields of TierStatus that the core counts, by tier."""
+        return tuple(self._status_of(tier, counted) for tier in self._tiers)
+
+    def stop(self) -> None:
+        """Begin no more writes, and report nothing: the core's sessions are about to be closed."""
+        self._report = nothing
+        if self._write_out is not None:
+            self._write_out.close()
+
+    async def close(self) -> None:
+        """End the tiers, once they have written everything back."""
+        self.stop()
+        await asyncio.gather(*self._markers)
+        await asyncio.gather(*(tier.client.close() for tier in self._tiers))
+
+    # Searches
+
+    def _find_keys(self, action: FindKeys) -> None:
+        keys = action.keys
+        parts = [slice(at, at + MAX_KEYS) for at in range(0, len(keys), MAX_KEYS)]
+        search = _Search([-1] * len(keys), len(parts) * len(self._tiers))
+        if not search.left:
+            self._loop.call_soon(self._report_found, action.search, search)
+
+        def receive(results: Sequence[Result], tier: int, part: slice) -> None:
+            for place, result in enumerate(results, part.start):
+                if result is Result.OK and not 0 <= search.tier_of[place] < tier:
+                    search.tier_of[place] = tier
+            search.left -= 1
+            if not search.left:
+                self._report_found(action.search, search)
+
+        for number, tier in enumerate(self._tiers):
+            for part in parts:
+                done = partial(receive, tier=number, part=part)
+                tier.client.contains(action.store, keys[part], FIND_SECONDS, done)
+
+    def _report_found(self, number: int, search: _Search) -> None:
+        rates = tuple(tier.rate.bytes_per_second for tier in self._tiers)
+        queues = tuple(tier.rate.queue_seconds for tier in self._tiers)
+        self._report([KeysFound(number, tuple(search.tier_of), rates, queues)])
+
+    # Fetches
+
+    def _fetch_blocks(self, action: FetchBlocks) -> None:
+        tier, number = self._tiers[action.tier], action.fetch
+        nbytes = len(action.keys) * action.block_bytes
+        tier.fetches[number] = begun = tier.rate.begin(nbytes)
+
+        def done(results: Sequence[Result]) -> None:
+            del tier.fetches[number]
+            ok = tuple(result is Result.OK for result in results)
+            tier.rate.end(begun, nbytes, sum(ok) * action.block_bytes)
+            if any(ok):
+                self._promoted(tier.client.spec.name, time.monotonic() - begun)
+            self._report([BlocksFetched(number, ok)])
+
+        tier.client.fetch(
+            TierBlocks(action.store, action.keys, action.offsets, action.block_bytes),
+            action.seconds,
+            done,
+            lambda: self._report([FetchReleased(number)]),
+        )
+
+    # Drops
+
+    def _drop_store(self, number: int, store: str) -> None:
+        unconfirmed = set(range(len(self._tiers)))
+        reported = False
+
+        def report() -> None:
+            nonlocal reported
+            if not reported:
+                reported = True
+                timer.cancel()
+                if self._write_out is not None:
+                    self._write_out.resume_store(store)
+                self._report([StoreDropped(number)])
+
+        def confirm(tier: int) -> None:
+            unconfirmed.discard(tier)
+            if not unconfirmed:
+                report()
+
+        timer = self._loop.call_later(DROP_REPORT_SECONDS, report)
+        if self._write_out is not None:
+            self._write_out.hold_store(store)
+        if not unconfirmed:
+            self._loop.call_soon(report)
+        for place, tier in enumerate(self._tiers):
+            task = self._loop.create_task(self._drop_in_tier(tier, store, place, confirm))
+            self._markers.add(task)
+            task.add_done_callback(self._markers.discard)
+
+    async def _drop_in_tier(
+        self, tier: AttachedTier, store: str, place: int, confirm: Callable[[int], None]
+    ) -> None:
+        marker = None
+        if tier.root is not None:
+            try:
+                marker = await asyncio.to_thread(
+                    add_marker, tier.root, store, next(self._marker_numbers)
+                )
+            except OSError as error:
+                # The drop itself is durable, too; only a crash before it could bring keys back.
+                log.warning("drop not marked", tier=tier.client.spec.name, reason=str(error))
+
+        def done() -> None:
+            confirm(place)
+            if marker is not None:
+                self._loop.run_in_executor(None, remove_marker, marker)
+
+        tier.client.drop(store, done=done)
+
+    def _status_of(
+        self, tier: AttachedTier, counted: Mapping[str, Mapping[str, float]]
+    ) -> TierStatus:
+        client = tier.client
+        usage, counters, breaker = client.usage, client.counters, client.breaker
+        if breaker.state == "open":
+            state = "off"
+        elif not client.is_on:
+            state = "starting"
+        else:
+            state = "on" if breaker.state == "closed" else "probing"
+        fetched, put = counters.results["fetch"], counters.results["put"]
+        oldest = [next(iter(tier.fetches.values()))] if tier.fetches else []
+        if self._write_out is not None and (write := self._write_out.oldest) is not None:
+            oldest.append(write)
+        values: dict[str, float] = {
+            "promoted": fetched[Result.OK],
+            "written": put[Result.OK],
+            "dropped_writes": put[Result.FULL] + put[Result.ERROR],
+        }
+        values |= counted.get(client.spec.name, {})
+        return TierStatus(
+            client.spec.name,
+            state,
+            capacity_bytes=usage.capacity_bytes,
+            used_bytes=usage.used_bytes,
+            keys=usage.keys,
+            read_bytes=counters.read_bytes,
+            written_bytes=counters.written_bytes,
+            evictions=usage.evictions,
+            checksum_failures=fetched[Result.CORRUPT],
+            errors=fetched[Result.ERROR] + put[Result.ERROR],
+            queue_seconds=max(0.0, time.monotonic() - min(oldest)) if oldest else 0.0,
+            openings=breaker.openings,
+            deaths=counters.deaths,
+            read_only=usage.read_only,
+            **values,  # type: ignore[arg-type]
+        )

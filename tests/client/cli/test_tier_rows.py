@@ -1,0 +1,68 @@
+"""How `kvferry status` and `kvferry top` show tiers."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvferry.client.cli.tier_rows import tier_lines, tier_row
+from kvferry.proto.status import TierStatus
+
+GIB = 1 << 30
+TIER = TierStatus(
+    "disk",
+    "on",
+    capacity_bytes=200 * GIB,
+    used_bytes=50 * GIB,
+    keys=25600,
+    hits=93,
+    misses=7,
+    skipped=4,
+    promoted=90,
+    promotion_seconds=0.0125,
+    read_bytes=GIB,
+    written=1000,
+    written_bytes=2 * GIB,
+    evictions=12,
+    queue_seconds=0.25,
+)
+
+
+def lines(tier: TierStatus) -> list[str]:
+    return [line.plain for line in tier_lines((tier,))]
+
+
+def test_status_shows_what_a_tier_holds_and_has_moved() -> None:
+    assert lines(TIER) == [
+        "disk     on, 50 GiB of 200 GiB, 25,600 keys",
+        "         93% hits, 4 skipped, read 1 GiB in 90 keys (mean 12.5 ms), "
+        "written 2 GiB in 1,000, evicted 12, queue 250.0 ms",
+    ]
+
+
+def test_top_shows_a_tier_in_one_line() -> None:
+    assert tier_row(TIER).plain == "disk     on · 50 GiB of 200 GiB · hits 93% · oldest 250.0 ms"
+
+
+def test_failures_are_shown() -> None:
+    failing = msgspec.structs.replace(
+        TIER,
+        state="off",
+        read_only="no space",
+        dropped_writes=1,
+        checksum_failures=2,
+        errors=3,
+        openings=4,
+        deaths=5,
+    )
+    head, _, failures = lines(failing)
+    assert head.startswith("disk     off, ")
+    assert head.endswith("read-only: no space")
+    expected = "1 writes dropped, 2 wrong checksums, 3 errors, 4 times off, 5 process deaths"
+    assert failures.strip() == expected
+    assert tier_row(failing).plain.endswith(f"read-only · {expected}")
+
+
+def test_an_idle_tier_has_no_rates() -> None:
+    idle = TierStatus("disk", "starting", capacity_bytes=GIB)
+    assert lines(idle)[1].strip() == "read 0 B in 0 keys, written 0 B in 0, evicted 0"
+    assert tier_row(idle).plain == "disk     starting · 0 B of 1 GiB"

@@ -1,0 +1,182 @@
+"""Keys below the host pool: found, promoted if that is faster than computing, and released late."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvferry.daemon.core.actions import CommitBlocks, SendMessage
+from kvferry.daemon.core.promotions import MAX_SEARCHES
+from kvferry.daemon.core.tier_actions import (
+    BlocksFetched,
+    DropStore,
+    FetchBlocks,
+    FetchReleased,
+    FindKeys,
+    KeysFound,
+    StoreDropped,
+)
+from kvferry.proto import messages as wire
+from kvferry.proto.errors import Code
+from support.namespaces_fixture import (
+    OTHER,
+    PAGE,
+    POOL,
+    ROOM,
+    NamespacesFixture,
+    each,
+    key_events_of,
+    store,
+)
+
+QUOTA = 4 * ROOM  # 16 blocks: four may be promoted at a time
+
+
+def new_fixture(*tiers: str) -> NamespacesFixture:
+    return NamespacesFixture("a", quota=QUOTA, tiers=tiers or ("disk",))
+
+
+def of_kind(actions: list[Any], kind: type[Any]) -> list[Any]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def reply(actions: list[Any]) -> Any:
+    (action,) = of_kind(actions, SendMessage)
+    return action.message
+
+
+def find(fixture: NamespacesFixture, letters: bytes, seconds: float = 0.0) -> FindKeys:
+    (action,) = fixture.send("a", wire.FindInTiers(1, each(letters), seconds))
+    assert isinstance(action, FindKeys)
+    return action
+
+
+def found(fixture: NamespacesFixture, search: FindKeys, *tiers: int) -> list[Any]:
+    return fixture.report(KeysFound(search.search, tiers, (1000.0 * PAGE,) * 2, (0.0, 0.0)))
+
+
+def promote(fixture: NamespacesFixture, letters: bytes) -> FetchBlocks:
+    actions = found(fixture, find(fixture, letters), *(0 for _ in letters))
+    (fetch,) = of_kind(actions, FetchBlocks)
+    assert isinstance(fetch, FetchBlocks)
+    return fetch
+
+
+def test_a_prefix_is_promoted_up_to_the_first_key_that_is_nowhere() -> None:
+    fixture = new_fixture()
+    fixture.stored("a", b"b")
+    fixture.send("a", wire.Subscribe())
+    search = find(fixture, b"abcde")
+    assert search.keys == each(b"acde")
+    actions = found(fixture, search, 0, 0, -1, 0)
+    assert key_events_of(actions) == [("pending", b"ac")]
+    assert reply(actions) == wire.TiersFound(1, 3, 2, 0.05)
+    (fetch,) = of_kind(actions, FetchBlocks)
+    assert (fetch.tier, fetch.store, fetch.keys) == (0, search.store, each(b"ac"))
+    assert fetch.offsets.tolist() == (fetch.blocks * PAGE).tolist()
+    assert isinstance(actions[-1], SendMessage)
+
+
+def test_fetched_keys_become_loadable_and_committed_and_failed_ones_absent() -> None:
+    fixture = new_fixture()
+    fixture.send("a", wire.Subscribe())
+    fetch = promote(fixture, b"ab")
+    actions = fixture.core.report(BlocksFetched(fetch.fetch, (True, False)))
+    assert key_events_of(actions) == [("stored", b"a"), ("abandoned", b"b")]
+    (commit,) = of_kind(actions, CommitBlocks)
+    assert (commit.serial, commit.block_set.keys) == (-fetch.fetch, each(b"a"))
+    assert commit.block_set.blocks.tolist() == fetch.blocks[:1].tolist()
+    assert fixture.usage("free", "ready", "orphaned") == (14, 1, 1)
+    fixture.report(FetchReleased(fetch.fetch))
+    assert fixture.usage("free", "ready", "orphaned") == (15, 1, 0)
+
+
+@pytest.mark.parametrize(("seconds", "promoted"), [(0.0, 2), (0.0009, 0), (0.0011, 2)])
+def test_keys_are_promoted_only_if_computing_them_is_slower(seconds: float, promoted: int) -> None:
+    fixture = new_fixture()
+    answer = reply(found(fixture, find(fixture, b"ab", seconds), 0, 0))
+    assert (answer.prefix, answer.promoted) == (promoted, promoted)
+
+
+def test_keys_in_two_tiers_are_fetched_from_each() -> None:
+    fixture = new_fixture("fast", "slow")
+    fetches = of_kind(found(fixture, find(fixture, b"abc"), 1, 0, 1), FetchBlocks)
+    assert [(one.tier, one.keys) for one in fetches] == [(0, each(b"b")), (1, each(b"ac"))]
+
+
+def test_a_second_request_counts_keys_that_are_being_promoted() -> None:
+    fixture = new_fixture()
+    first, second = find(fixture, b"ab"), find(fixture, b"ab")
+    found(fixture, first, 0, 0)
+    assert reply(found(fixture, second, 0, 0)) == wire.TiersFound(1, 2)
+    assert reply(fixture.send("a", wire.FindInTiers(1, each(b"ab")))) == wire.TiersFound(1, 2)
+
+
+def test_a_quarter_of_the_blocks_is_promoted_at_a_time() -> None:
+    fixture = new_fixture()
+    fetch = promote(fixture, b"abcdef")
+    assert fetch.keys == each(b"abcd")
+    assert reply(found(fixture, find(fixture, b"ef"), 0, 0)) == wire.TiersFound(1, 0)
+    fixture.report(BlocksFetched(fetch.fetch, (True,) * 4))
+    fixture.report(FetchReleased(fetch.fetch))
+    assert promote(fixture, b"ef").keys == each(b"ef")
+
+
+def test_too_many_searches_of_a_session_are_refused_until_one_is_answered() -> None:
+    fixture = new_fixture()
+    searches = [find(fixture, b"a") for _ in range(MAX_SEARCHES)]
+    message = wire.FindInTiers(1, each(b"a"))
+    assert fixture.error("a", message) == (Code.BUSY, str(MAX_SEARCHES))
+    found(fixture, searches[0], -1)
+    find(fixture, b"a")
+
+
+def test_a_reset_is_done_once_the_tiers_dropped_the_namespace() -> None:
+    fixture = new_fixture()
+    search = find(fixture, b"a")
+    actions = fixture.send("a", wire.Reset(5))
+    (drop,) = of_kind(actions, DropStore)
+    assert drop.store == search.store
+    assert not of_kind(actions, SendMessage)
+    assert reply(found(fixture, search, 0)) == wire.TiersFound(1, 0)
+    assert reply(fixture.send("a", wire.FindInTiers(1, each(b"a")))) == wire.TiersFound(1, 0)
+    assert reply(fixture.report(StoreDropped(drop.drop))) == wire.Done(5)
+    find(fixture, b"a")
+
+
+def test_blocks_from_before_a_reset_are_free_only_after_their_release() -> None:
+    fixture = new_fixture()
+    fetch = promote(fixture, b"ab")
+    fixture.send("a", wire.Reset(5))
+    assert fixture.report(BlocksFetched(fetch.fetch, (True, True))) == []
+    assert fixture.usage("free", "ready", "orphaned") == (14, 0, 2)
+    fixture.report(FetchReleased(fetch.fetch))
+    assert fixture.usage("free") == (16,)
+
+
+def test_a_search_of_a_closed_session_promotes_nothing() -> None:
+    fixture = new_fixture()
+    search = find(fixture, b"a")
+    fixture.close_sessions("a")
+    assert found(fixture, search, 0) == []
+    assert fixture.usage("free") == (16,)
+
+
+def test_a_region_with_a_promotion_is_not_given_away_before_its_release() -> None:
+    fixture = new_fixture()
+    fetch = promote(fixture, b"a")
+    fixture.close_sessions("a")
+    fixture.open_sessions("b")
+    other = wire.OpenNamespace(7, OTHER, POOL, "lru", 1)
+    assert fixture.error("b", other)[0] == Code.POOL_FULL
+    fixture.report(BlocksFetched(fetch.fetch, (True,)))
+    assert fixture.error("b", other)[0] == Code.POOL_FULL
+    fixture.report(FetchReleased(fetch.fetch))
+    assert fixture.open_namespace("b", OTHER, POOL).num_blocks == POOL // PAGE
+
+
+def test_a_store_skips_a_key_that_is_being_promoted() -> None:
+    fixture = new_fixture()
+    promote(fixture, b"a")
+    assert fixture.start("a", store(b"ab")).nbytes == PAGE

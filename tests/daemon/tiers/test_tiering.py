@@ -1,0 +1,372 @@
+"""Tiering carries out the core's actions through real tier processes, and reports each outcome."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from kvferry.daemon.core.actions import Report
+from kvferry.daemon.core.layout import Bools, Int64s
+from kvferry.daemon.core.records import RegionOwner
+from kvferry.daemon.core.tier_actions import (
+    BlocksFetched,
+    DropStore,
+    FetchBlocks,
+    FetchReleased,
+    FindKeys,
+    KeysFound,
+    StoreDropped,
+    WriteJob,
+)
+from kvferry.daemon.tiers import tier_client, tiering, write_out
+from kvferry.daemon.tiers.drop_markers import add_marker, marked_stores
+from kvferry.daemon.tiers.messages import MAX_KEYS
+from kvferry.daemon.tiers.read_rate import ASSUMED, FORGET_AFTER, ReadRate
+from kvferry.daemon.tiers.tier_process import TierSpec
+from kvferry.daemon.tiers.tiering import AttachedTier, Tiering
+from kvferry.daemon.tiers.write_out import WriteOptions, WriteOut
+
+from .subjects import (
+    MEMORY,
+    NAMESPACE,
+    PoolMemory,
+    ProcessSubject,
+    content_of,
+    key_of,
+    subject,
+)
+
+BLOCK = 16 << 10
+OWNER = RegionOwner("namespace", "n")
+R = TypeVar("R", bound=Report)
+
+
+class FakeWriteSource:
+    """Blocks to write, and how each job ended."""
+
+    def __init__(self) -> None:
+        self.jobs: list[WriteJob] = []
+        self.ended: dict[int, list[bool]] = {}
+        self.asked: list[tuple[int, float, int]] = []
+
+    def take_writes(self, limit: int, coldest: float, min_uses: int) -> list[WriteJob]:
+        self.asked.append((limit, coldest, min_uses))
+        return [self.jobs.pop(0)] if self.jobs else []
+
+    def end_write(self, number: int, done: Any) -> None:
+        self.ended[number] = list(done)
+
+
+class TieringFixture:
+    """A Tiering over a fast and a slow tier. Key n has `content_of(n)`."""
+
+    def __init__(self, pool: PoolMemory, tiers: list[ProcessSubject], root: Path | None) -> None:
+        self.pool, self.tiers = pool, tiers
+        self.reports: list[Report] = []
+        self.promoted: list[tuple[str, float]] = []
+        self.core = FakeWriteSource()
+        self.no_checksum: set[int] = set()
+        self.rate = 0
+        self.attached = [AttachedTier(tier.client) for tier in tiers]
+        self.attached[-1].root = root
+
+    def start(self, options: WriteOptions | None = None) -> None:
+        async def make() -> Tiering:
+            writes = None
+            if options is not None:
+                client = self.tiers[-1].client
+                writes = WriteOut(self.core, self.checksums_of, client, options)
+            return Tiering(
+                self.attached,
+                writes,
+                self.reports.extend,
+                lambda *seen: self.promoted.append(seen),
+            )
+
+        self.tiering = self.tiers[0].runner.run(make())
+
+    def checksums_of(self, _: RegionOwner, blocks: Int64s) -> tuple[Any, Bools]:
+        sums = [self.pool.checksum(block, key_of(block)) for block in blocks.tolist()]
+        valid = [block not in self.no_checksum for block in blocks.tolist()]
+        return np.array(sums, np.uint64), np.array(valid)
+
+    def perform(self, action: Any) -> None:
+        async def act() -> None:
+            self.tiering.perform(action)
+
+        self.tiers[0].runner.run(act())
+
+    def wait_for(self, kind: type[R]) -> R:
+        def found() -> list[R]:
+            return [each for each in self.reports if isinstance(each, kind)]
+
+        self.tiers[0].wait_until(found)
+        return found()[0]
+
+    def find(self, *numbers: int) -> KeysFound:
+        self.reports.clear()
+        self.perform(FindKeys(7, NAMESPACE, tuple(map(key_of, numbers)), BLOCK))
+        return self.wait_for(KeysFound)
+
+    def fetch(self, tier: int, *numbers: int, seconds: float = 30.0) -> BlocksFetched:
+        self.reports.clear()
+        blocks = np.arange(32, 32 + len(numbers))
+        keys, offsets = tuple(map(key_of, numbers)), blocks * BLOCK + self.pool.start
+        self.perform(FetchBlocks(3, tier, NAMESPACE, keys, offsets, BLOCK, seconds, OWNER, blocks))
+        return self.wait_for(BlocksFetched)
+
+    def write_job(self, number: int, *blocks: int) -> WriteJob:
+        for block in blocks:
+            self.pool.block(block)[:] = content_of(block, BLOCK)
+        array = np.array(blocks, np.int64)
+        keys = tuple(map(key_of, blocks))
+        return WriteJob(number, OWNER, NAMESPACE, keys, array, array * BLOCK, BLOCK)
+
+    def write(self, *jobs: WriteJob) -> None:
+        self.core.jobs += jobs
+
+        async def wake_up() -> None:
+            self.tiering.wake_up()
+
+        self.tiers[0].runner.run(wake_up())
+
+
+Start = Callable[..., TieringFixture]
+
+
+@pytest.fixture
+def pool() -> Iterator[PoolMemory]:
+    pool = PoolMemory(BLOCK)
+    yield pool
+    pool.files.close()
+
+
+@pytest.fixture
+def memory(pool: PoolMemory) -> Iterator[TieringFixture]:
+    """Over one memory tier."""
+    with subject("memory-process", Path(), pool, 4 << 20) as tier:
+        assert isinstance(tier, ProcessSubject)
+        yield TieringFixture(pool, [tier], None)
+
+
+@pytest.fixture
+def disk(pool: PoolMemory, tmp_path: Path) -> Iterator[TieringFixture]:
+    """Over one disk tier, whose root is `tmp_path / "tier"`."""
+    with subject("disk-process", tmp_path / "tier", pool, 16 << 20) as tier:
+        assert isinstance(tier, ProcessSubject)
+        yield TieringFixture(pool, [tier], tmp_path / "tier")
+
+
+# Searches and fetches
+
+
+def test_the_fastest_tier_that_has_a_key_is_reported(pool: PoolMemory) -> None:
+    with ExitStack() as stack:
+        fast = stack.enter_context(subject("memory-process", Path(), pool, 4 << 20))
+        assert isinstance(fast, ProcessSubject)
+        slow = ProcessSubject.__new__(ProcessSubject)
+        slow.pool, slow.runner, slow.closed = pool, fast.runner, True
+
+        async def start() -> Any:
+            files = fast.client._process._pool
+            return tier_client.TierClient(TierSpec("slow", MEMORY, {"size": 4 << 20}), files)
+
+        slow.client = fast.runner.run(start())
+        stack.callback(lambda: fast.runner.run(slow.client.close()))
+        slow.wait_until(lambda: slow.client.is_on)
+        fixture = TieringFixture(pool, [fast, slow], None)
+        fixture.start()
+        fast.put([1, 2])
+        slow.put([2, 3])
+        found = fixture.find(1, 2, 3, 4)
+        assert (found.search, found.tier_of) == (7, (0, 0, 1, -1))
+        assert (len(found.rates), found.queues) == (2, (0.0, 0.0))
+
+
+def test_a_search_may_have_more_keys_than_a_request(memory: TieringFixture) -> None:
+    memory.start()
+    memory.tiers[0].put([MAX_KEYS + 5])
+    found = memory.find(*range(MAX_KEYS + 10))
+    assert [n for n, tier in enumerate(found.tier_of) if tier == 0] == [MAX_KEYS + 5]
+
+
+def test_fetched_blocks_are_reported_and_then_released(memory: TieringFixture) -> None:
+    memory.start()
+    memory.tiers[0].put([1, 2])
+    assert memory.fetch(0, 1, 9, 2) == BlocksFetched(3, (True, False, True))
+    memory.wait_for(FetchReleased)
+    assert [type(each) for each in memory.reports] == [BlocksFetched, FetchReleased]
+    assert np.array_equal(memory.pool.block(32), content_of(1, BLOCK))
+    assert np.array_equal(memory.pool.block(34), content_of(2, BLOCK))
+    ((name, seconds),) = memory.promoted
+    assert name == "memory"
+    assert seconds > 0
+    (status,) = memory.tiering.status({"memory": {"hits": 5}})
+    assert (status.name, status.state, status.promoted, status.hits) == ("memory", "on", 2, 5)
+    assert (status.read_bytes, status.queue_seconds) == (2 * BLOCK, 0.0)
+
+
+def test_a_tier_that_is_dead_finds_nothing_and_fetches_nothing(memory: TieringFixture) -> None:
+    memory.start()
+    memory.tiers[0].put([1])
+    client = memory.tiers[0].client
+    client._process.kill("test")
+    assert memory.find(1).tier_of == (-1,)
+    assert memory.fetch(0, 1).ok == (False,)
+    memory.wait_for(FetchReleased)
+    assert memory.promoted == []
+    assert memory.tiering.status({})[0].state == "off"
+
+
+def test_the_rate_follows_reads_and_a_slow_tier_is_tried_again() -> None:
+    now = 100.0
+    rate = ReadRate(lambda: now)
+    assert rate.bytes_per_second == ASSUMED
+    for _ in range(30):
+        begun = rate.begin(1000)
+        assert rate.queue_seconds == 1000 / rate.bytes_per_second
+        now += 10.0
+        rate.end(begun, 1000, 1000)
+    assert rate.bytes_per_second == pytest.approx(100)
+    first, second = rate.begin(500), rate.begin(500)  # they share the rate
+    now += 5.0
+    rate.end(first, 500, 500)
+    now += 5.0
+    rate.end(second, 500, 500)
+    assert rate.bytes_per_second == pytest.approx(100)
+    assert rate.queued_bytes == 0
+    now += FORGET_AFTER + 1
+    assert rate.bytes_per_second == ASSUMED
+
+
+# Drops
+
+
+def test_a_dropped_store_is_reported_and_gone(disk: TieringFixture) -> None:
+    disk.start()
+    disk.tiers[0].put([1])
+    disk.perform(DropStore(4, NAMESPACE))
+    assert disk.wait_for(StoreDropped) == StoreDropped(4)
+    assert disk.find(1).tier_of == (-1,)
+    root = disk.attached[0].root
+    assert root is not None
+    disk.tiers[0].wait_until(lambda: not list(marked_stores(root)))
+
+
+def test_a_drop_is_reported_also_if_the_tier_does_not_answer(
+    disk: TieringFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tier drops the keys before it finds anything again."""
+    monkeypatch.setattr(tiering, "DROP_REPORT_SECONDS", 0.2)
+    disk.start()
+    disk.tiers[0].put([1])
+    client = disk.tiers[0].client
+    assert client.pid is not None
+    stopped = client.pid
+    os.kill(stopped, signal.SIGSTOP)
+    disk.perform(DropStore(4, NAMESPACE))
+    disk.wait_for(StoreDropped)
+    os.kill(stopped, signal.SIGKILL)
+    disk.tiers[0].wait_until(lambda: client.pid not in (None, stopped) and client.is_on)
+    assert disk.find(1).tier_of == (-1,)
+
+
+def test_a_marked_drop_is_done_when_the_root_is_opened(pool: PoolMemory, tmp_path: Path) -> None:
+    """Daemon and tier may end before the drop itself."""
+    with subject("disk", tmp_path, pool, 16 << 20) as tier:
+        tier.put([1, 2])
+        tier.put([3], "other")
+    assert add_marker(tmp_path, NAMESPACE, 12) is not None
+    assert [store for _, store in marked_stores(tmp_path)] == [NAMESPACE]
+    with subject("disk", tmp_path, pool, 16 << 20) as tier:
+        assert tier.contains([1, 2]) == [False, False]
+        assert tier.contains([3], "other") == [True]
+        tier.put([1])
+    with subject("disk", tmp_path, pool, 16 << 20) as tier:
+        assert tier.contains([1]) == [True]
+
+
+def test_there_is_nothing_to_mark_without_a_root(tmp_path: Path) -> None:
+    assert add_marker(tmp_path / "none", NAMESPACE, 1) is None
+
+
+# Writing out
+
+
+def test_blocks_are_written_and_unpinned(disk: TieringFixture) -> None:
+    disk.start(WriteOptions(0.25, 2))
+    disk.write(disk.write_job(1, 0, 1), disk.write_job(2, 2))
+    disk.tiers[0].wait_until(lambda: len(disk.core.ended) == 2)
+    assert disk.core.ended == {1: [True, True], 2: [True]}
+    assert disk.find(0, 1, 2, 3).tier_of == (0, 0, 0, -1)
+    assert disk.fetch(0, 1).ok == (True,)
+    assert disk.core.asked[0] == (write_out.TAKEN_BLOCKS, 0.25, 2)
+    (status,) = disk.tiering.status({})
+    assert (status.written, status.written_bytes, status.dropped_writes) == (3, 3 * BLOCK, 0)
+
+
+def test_without_anything_to_write_the_core_is_not_asked(disk: TieringFixture) -> None:
+    disk.start(WriteOptions(1.0))
+    disk.write()
+    disk.tiers[0].wait_until(lambda: disk.core.asked)
+    waited = time.monotonic() + 5 * write_out.DELAY
+    disk.tiers[0].wait_until(lambda: time.monotonic() > waited)
+    assert len(disk.core.asked) == 1
+
+
+def test_a_block_without_a_checksum_is_unpinned_and_asked_for_again(disk: TieringFixture) -> None:
+    disk.start(WriteOptions(1.0))
+    disk.no_checksum = {1}
+    disk.write(disk.write_job(1, 0, 1))
+    disk.tiers[0].wait_until(lambda: disk.core.ended)
+    assert disk.core.ended == {1: [True, False]}
+    disk.no_checksum = set()
+    disk.core.jobs.append(disk.write_job(2, 1))
+    disk.tiers[0].wait_until(lambda: len(disk.core.ended) == 2)
+    assert disk.core.ended[2] == [True]
+
+
+def test_writes_keep_their_rate(disk: TieringFixture) -> None:
+    disk.start(WriteOptions(1.0, rate=10 * BLOCK))
+    begun = time.monotonic()
+    disk.write(*(disk.write_job(number, 2 * number, 2 * number + 1) for number in range(4)))
+    disk.tiers[0].wait_until(lambda: len(disk.core.ended) == 4)
+    assert time.monotonic() - begun > 0.55  # the first job takes nothing, the others 0.2 s each
+
+
+def test_a_store_that_is_being_dropped_is_not_written(disk: TieringFixture) -> None:
+    """The drop would take what was stored after the reset."""
+    disk.start(WriteOptions(1.0))
+    disk.tiers[0].put([9])
+    disk.perform(DropStore(4, NAMESPACE))
+    disk.write(disk.write_job(1, 0))
+    disk.wait_for(StoreDropped)
+    disk.core.jobs.append(disk.write_job(2, 0))
+    disk.tiers[0].wait_until(lambda: [True] in disk.core.ended.values())
+    assert disk.find(0, 9).tier_of == (0, -1)
+
+
+def test_a_tier_that_takes_nothing_is_left_alone_for_a_while(
+    memory: TieringFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_out, "FIRST_PAUSE", 0.3)
+    job = memory.write_job(1, 0)
+    large = WriteJob(1, OWNER, NAMESPACE, job.keys, job.blocks, job.offsets, 5 << 20)
+    memory.checksums_of = lambda _, blocks: (np.zeros(1, np.uint64), np.ones(1, np.bool_))  # type: ignore[method-assign]
+    memory.start(WriteOptions(1.0))
+    memory.write(large)
+    memory.tiers[0].wait_until(lambda: memory.core.ended)
+    ended = time.monotonic()
+    assert memory.core.ended == {1: [False]}
+    memory.write(memory.write_job(2, 0))
+    memory.tiers[0].wait_until(lambda: len(memory.core.ended) == 2)
+    assert time.monotonic() - ended > 0.2
+    assert memory.tiering.status({})[0].dropped_writes == 1

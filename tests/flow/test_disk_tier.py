@@ -1,0 +1,231 @@
+"""Blocks leave the host pool for disk and come back, through a real daemon."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvferry.client import (
+    Fingerprint,
+    GPULoadStoreSpec,
+    KeyLoadStoreSpec,
+    KVLayout,
+    LocalDaemon,
+    Lookup,
+    OffloadClient,
+    OffloadingManager,
+    TensorLayout,
+    TensorRef,
+    offload_key,
+)
+from kvferry.daemon.tiers.root_lock import wait_until_unlocked
+from kvferry.proto.messages import FindInTiers, Opened, OpenNamespace, TiersFound
+from kvferry.proto.status import TierStatus
+from kvferry.testing.engine import until
+from kvferry.testing.plugin import StartKvferryd
+from support.raw_client import RawClient
+
+PAGE, BLOCKS = 4096, 128
+FINGERPRINT = Fingerprint("llama", PAGE, key_bytes=12)
+LAYOUT = KVLayout((TensorLayout(BLOCKS, PAGE, PAGE),), ((TensorRef(0, PAGE),),))
+SECONDS = 30.0
+
+
+def keys(numbers: Sequence[int]) -> tuple[bytes, ...]:
+    return tuple(offload_key(number.to_bytes(8, "big")) for number in numbers)
+
+
+def content(number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(-128, 128, (PAGE,), dtype=torch.int8, generator=generator)
+
+
+class TieredEngine:
+    """An engine in a namespace, and a session beside it that looks for keys in tiers.
+
+    Key n has `content(n)`.
+    """
+
+    def __init__(self, daemon: LocalDaemon, stack: ExitStack, **namespace: Any) -> None:
+        self.client = stack.enter_context(OffloadClient(daemon.directory, engine="engine"))
+        opened = self.client.open_namespace(FINGERPRINT, **namespace)
+        self.num_blocks = opened.num_blocks
+        (self.pages,) = self.client.allocate_kv_caches(LAYOUT).tensors
+        self.manager = OffloadingManager(self.client)
+        self.raw = stack.enter_context(RawClient(daemon.directory, "beside"))
+        self.opened = self.raw.ask(OpenNamespace(1, FINGERPRINT), Opened)
+        self._jobs = 0
+
+    def store(self, numbers: Sequence[int]) -> None:
+        for at in range(0, len(numbers), BLOCKS):
+            part = numbers[at : at + BLOCKS]
+            for block, number in enumerate(part):
+                self.pages[block] = content(number)
+            source = GPULoadStoreSpec(range(len(part)))
+            self._run((source, KeyLoadStoreSpec(keys(part))))
+
+    def load(self, numbers: Sequence[int]) -> None:
+        """Load keys, and check their bytes."""
+        self.pages.zero_()
+        spec = self.manager.prepare_load(keys(numbers))
+        self._run((spec, GPULoadStoreSpec(range(len(numbers)))))
+        self.manager.complete_load(spec.keys)
+        for block, number in enumerate(numbers):
+            assert torch.equal(self.pages[block].cpu(), content(number)), f"key {number}"
+
+    def find(self, numbers: Sequence[int], compute_seconds: float = 0.0) -> TiersFound:
+        return self.raw.ask(FindInTiers(2, keys(numbers), compute_seconds), TiersFound)
+
+    def wait_loadable(self, numbers: Sequence[int]) -> None:
+        def loadable() -> bool:
+            return all(self.manager.lookup(each) is Lookup.HIT for each in keys(numbers))
+
+        until(loadable, SECONDS)
+
+    def tier(self) -> TierStatus:
+        (tier,) = self.client.status().tiers
+        return tier
+
+    def wait_written(self, count: int) -> None:
+        until(lambda: self.tier().written >= count, SECONDS)
+
+    def _run(self, spec: Any) -> None:
+        self._jobs += 1
+        self.client.transfer_async(self._jobs, spec)
+        self.client.wait([self._jobs])
+        (result,) = self.client.get_finished()
+        assert result.success, result
+
+
+Enter = Callable[..., TieredEngine]
+
+
+@pytest.fixture
+def enter() -> Iterator[Enter]:
+    """enter(daemon, **namespace) -> TieredEngine; all are closed before their daemons."""
+    with ExitStack() as stack:
+        yield lambda daemon, **namespace: TieredEngine(daemon, stack, **namespace)
+
+
+Start = Callable[..., LocalDaemon]
+
+
+@pytest.fixture
+def start(start_kvferryd: StartKvferryd, tmp_path: Path) -> Start:
+    """start(**options) -> a daemon with a disk tier, at the same root each time."""
+
+    def with_tier(**options: Any) -> LocalDaemon:
+        given = {"tier_disk": tmp_path / "tier", "tier_disk_size": "256MiB", **options}
+        return start_kvferryd(pool_bytes=1 << 20, **given)
+
+    return with_tier
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_blocks_are_found_after_the_daemon_and_its_pool(
+    start: Start, tmp_path: Path, number: signal.Signals
+) -> None:
+    numbers = range(16)
+    with ExitStack() as stack:
+        first = start(tier_disk_write="write_through")
+        engine = TieredEngine(first, stack)
+        assert engine.opened.tiers == ("disk",)
+        engine.store(numbers)
+        engine.wait_written(16)
+    first.process.send_signal(number)
+    first.process.wait(SECONDS)
+    with ExitStack() as stack:
+        engine = TieredEngine(start(), stack)
+        until(lambda: engine.tier().state == "on", SECONDS)
+        assert engine.manager.lookup(keys([0])[0]) is Lookup.MISS
+        found = engine.find([*numbers, 99])
+        assert (found.prefix, found.promoted) == (16, 16)
+        engine.wait_loadable(numbers)
+        engine.load(numbers)
+        assert engine.find(numbers) == TiersFound(2, 16)
+        tier = engine.tier()
+        assert (tier.promoted, tier.hits, tier.misses) == (16, 16, 1)
+        assert (tier.checksum_failures, tier.errors) == (0, 0)
+
+
+def test_what_the_pool_evicts_comes_back(start: Start, enter: Enter) -> None:
+    """With the default policy: the coldest blocks are on disk before they are evicted."""
+    engine = enter(start())
+    count = engine.num_blocks
+    for number in range(0, 3 * count, 16):
+        engine.store(range(number, number + 16))
+        cold = max(0, min(number + 16, count) // 4 - 1)
+        engine.wait_written(cold)
+    assert engine.manager.lookup(keys([0])[0]) is Lookup.MISS
+    found = engine.find(range(8))
+    assert (found.prefix, found.promoted) == (8, 8)
+    engine.wait_loadable(range(8))
+    engine.load(range(8))
+
+
+def test_a_reset_namespace_is_not_found_again(start: Start) -> None:
+    with ExitStack() as stack:
+        daemon = start(tier_disk_write="write_through")
+        engine = TieredEngine(daemon, stack)
+        engine.store(range(8))
+        engine.wait_written(8)
+        engine.client.reset()
+        assert engine.find(range(8)).prefix == 0
+        engine.store(range(8, 12))
+        engine.wait_written(12)
+    daemon.kill()
+    with ExitStack() as stack:
+        engine = TieredEngine(start(), stack)
+        until(lambda: engine.tier().state == "on", SECONDS)
+        assert engine.find(range(8)).prefix == 0
+        assert engine.find(range(8, 12)).promoted == 4
+
+
+def test_blocks_that_are_computed_faster_are_not_promoted(start: Start) -> None:
+    with ExitStack() as stack:
+        daemon = start(tier_disk_write="write_through")
+        engine = TieredEngine(daemon, stack)
+        engine.store(range(4))
+        engine.wait_written(4)
+    daemon.stop()
+    with ExitStack() as stack:
+        engine = TieredEngine(start(), stack)
+        until(lambda: engine.tier().state == "on", SECONDS)
+        assert engine.find(range(4), compute_seconds=1e-12) == TiersFound(2, 0)
+        assert engine.tier().skipped == 4
+        assert engine.find(range(4), compute_seconds=1.0).promoted == 4
+
+
+def test_a_root_that_cannot_be_used_costs_only_the_tier(start: Start, enter: Enter) -> None:
+    engine = enter(start(tier_disk="/proc/none"))
+    engine.store(range(4))
+    assert engine.find(range(6)).prefix == 4
+    engine.load(range(4))
+    assert engine.tier().state in ("off", "probing", "starting")
+
+
+def test_a_tier_process_ends_with_a_killed_daemon(start: Start, tmp_path: Path) -> None:
+    """Even one that is stopped: it must not write into the pool of the next daemon."""
+    daemon = start()
+    root = tmp_path / "tier"
+    until(lambda: (root / "lock").exists() and not wait_until_unlocked(root, 0.0), SECONDS)
+    os.kill(tier_process_of(daemon), signal.SIGSTOP)
+    daemon.kill()
+    assert wait_until_unlocked(root, SECONDS)
+
+
+def tier_process_of(daemon: LocalDaemon) -> int:
+    children = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split()
+    (found,) = (
+        int(pid)
+        for pid in children
+        if b"kvferry.daemon.tiers.tier_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+    return found
