@@ -11,6 +11,8 @@ comparison could not see a wrong block.
 Nothing here is aligned: a host block holds four GPU blocks and a job an odd number of them, host
 and GPU blocks are in random order, and the prompt ends inside a block. Values of the timeline hold
 the stores until the blocks are computed, and the loads until the noise is written.
+
+Then the same over a disk tier, from one daemon to the next (demo_disk.py).
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from kvferry.client import (
     Timeline,
 )
 from kvferry.client.tensors import shared_empty
+from kvferry.testing.demo_disk import DiskDemo
 from kvferry.testing.llama import LlamaConfig, PagedLlama
 
 SMALL = LlamaConfig()
@@ -132,6 +135,7 @@ class Report:
     moved: list[DemoMoved] = field(default_factory=list)
     tokens: dict[str, list[int]] = field(default_factory=dict)
     latencies: list[float] = field(default_factory=list)
+    promotion_seconds: float = 0.0
 
     def differs_at(self, run: str) -> int | None:
         """The number of the first token that is not as in the undisturbed run; None: all are."""
@@ -195,18 +199,23 @@ def show(report: Report, console: Console) -> None:
         differs = "no" if at is None else f"from token {at}"
         runs.add_row(run, " ".join(map(str, tokens[:10])), differs)
     p50 = statistics.median(report.latencies) * 1e3
-    console.print(moves, f"load of one block, submitted to seen: p50 {p50:.2f} ms", runs, sep="\n")
+    latency = f"load of one block, submitted to seen: p50 {p50:.2f} ms"
+    promotion = f"from disk to an empty pool: {report.promotion_seconds * 1e3:.0f} ms"
+    console.print(moves, latency, promotion, runs, sep="\n")
 
 
 def verdict(report: Report, console: Console) -> bool:
-    """Says whether both hold, and returns it."""
+    """Says whether all hold, and returns it."""
     equal, seen = report.differs_at("round trip") is None, report.differs_at("tampered") is not None
+    from_disk = report.differs_at("over a disk") is None
     survived = "[green]yes[/]" if equal else "[red]NO: the KV cache came back changed[/]"
     noticed = "[green]different (as it must be)[/]" if seen else "[red]THE SAME: nobody noticed[/]"
     print_line = partial(console.print, soft_wrap=True)
     print_line("tokens after the round trip equal the undisturbed run:", survived)
     print_line("with one tampered block:", noticed)
-    return equal and seen
+    returned = "[green]yes[/]" if from_disk else "[red]NO: the KV cache came back changed[/]"
+    print_line("tokens after the way over a disk, into another daemon's pool, equal it:", returned)
+    return equal and seen and from_disk
 
 
 def prompt_of(size: int) -> bytes:
@@ -259,11 +268,16 @@ def play(chosen: argparse.Namespace, console: Console) -> Report:
         engine = DemoEngine(model, prompt, chosen.steps, progress)
         report.tokens["undisturbed"] = undisturbed(engine)
         disturbed(engine, client, progress, not chosen.no_tamper, report)
+        disk = DiskDemo(model, prompt, pool_bytes, chosen.device, progress)
+        prefill = partial(engine.prefill, "prefill, for the disk")
+        report.tokens["over a disk"], report.promotion_seconds = disk.run(
+            prefill, engine.generate, engine.all_blocks
+        )
     return report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 if the tokens survive the round trip and a tampered block changes them, else 1.
+    """0 if the tokens survive both round trips and a tampered block changes them, else 1.
 
     130 where it was interrupted.
     """
