@@ -1,0 +1,68 @@
+"""Prompts come back from disk, through vLLM's own scheduler and a daemon that is new to them."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.proto.status import TierStatus
+from kvferry.testing.engine import until
+from kvferry.testing.plugin import StartKvferryd
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+SECONDS = 30.0
+PROMPTS = [[(number * 37 + n * 11) % 900 for n in range(200)] for number in range(4)]
+
+
+@pytest.fixture(scope="module")
+def core() -> Any:
+    if find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    from support import vllm_core
+
+    return vllm_core
+
+
+def tier_of(daemon: LocalDaemon) -> TierStatus:
+    with OffloadClient(daemon.directory, engine="observer") as client:
+        (tier,) = client.status().tiers
+        return tier
+
+
+@pytest.mark.parametrize("groups", [("full",), ("full", "window")])
+def test_prompts_are_found_on_disk(
+    core: Any,
+    start_kvferryd: StartKvferryd,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    groups: tuple[str, ...],
+) -> None:
+    from kvferry.client.vllm import compat
+
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    root = {"tier_disk": tmp_path / "tier", "tier_disk_size": "64MiB"}
+    daemon = start_kvferryd(**root, tier_disk_write="write_through")
+    first = core.EngineCore(daemon.directory, groups)
+    first.run(*PROMPTS)
+    first.settle()
+    first.close()
+    with OffloadClient(daemon.directory, engine="observer") as client:
+        stored = sum(namespace.stored for namespace in client.namespaces())
+    assert stored
+    until(lambda: tier_of(daemon).written >= stored, SECONDS)
+    daemon.stop()
+
+    other = start_kvferryd(**root)
+    until(lambda: tier_of(other).state == "on", SECONDS)
+    second = core.EngineCore(other.directory, groups)
+    cached = second.run(*PROMPTS)
+    assert min(cached) >= 128
+    if compat.DISK_SOURCE is not None:
+        assert second.sources == {"disk": sum(cached)}
+    assert not first.wrong + second.wrong
+    second.close()
