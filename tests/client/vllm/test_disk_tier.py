@@ -45,7 +45,7 @@ def test_prompts_are_found_on_disk(
     from kvferry.client.vllm import compat
 
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    root = {"tier_disk": tmp_path / "tier", "tier_disk_size": "64MiB"}
+    root: dict[str, Any] = {"tier_disk": tmp_path / "tier", "tier_disk_size": "64MiB"}
     daemon = start_kvferryd(**root, tier_disk_write="write_through")
     first = core.EngineCore(daemon.directory, groups)
     first.run(*PROMPTS)
