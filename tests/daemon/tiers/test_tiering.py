@@ -196,6 +196,8 @@ def test_a_search_may_have_more_keys_than_a_request(memory: TieringFixture) -> N
     memory.tiers[0].put([MAX_KEYS + 5])
     found = memory.find(*range(MAX_KEYS + 10))
     assert [n for n, tier in enumerate(found.tier_of) if tier == 0] == [MAX_KEYS + 5]
+    (status,) = memory.tiering.status({})
+    assert (status.hits, status.misses) == (1, MAX_KEYS + 9)
 
 
 def test_fetched_blocks_are_reported_and_then_released(memory: TieringFixture) -> None:
@@ -209,8 +211,9 @@ def test_fetched_blocks_are_reported_and_then_released(memory: TieringFixture) -
     ((name, seconds),) = memory.promoted
     assert name == "memory"
     assert seconds > 0
-    (status,) = memory.tiering.status({"memory": {"hits": 5}})
-    assert (status.name, status.state, status.promoted, status.hits) == ("memory", "on", 2, 5)
+    (status,) = memory.tiering.status({"memory": {"skipped": 5}})
+    assert (status.name, status.state, status.promoted, status.skipped) == ("memory", "on", 2, 5)
+    assert status.promotion_seconds == seconds
     assert (status.read_bytes, status.queue_seconds) == (2 * BLOCK, 0.0)
 
 
