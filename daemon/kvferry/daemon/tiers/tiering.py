@@ -36,7 +36,7 @@ from kvferry.daemon.tiers.write_out import WriteOut
 from kvferry.proto.status import TierStatus
 
 # Seconds for a lookup, which takes milliseconds.
-FIND_SECONDS = 1.0
+FIND_SECONDS = 0.5
 # Seconds until a drop counts as done. A tier that has not confirmed it by then gets it first thing
 # when it answers again.
 DROP_REPORT_SECONDS = 5.0
@@ -156,12 +156,13 @@ class Tiering:
     def _fetch_blocks(self, action: FetchBlocks) -> None:
         tier, number = self._tiers[action.tier], action.fetch
         nbytes = len(action.keys) * action.block_bytes
-        tier.fetches[number] = begun = tier.rate.begin(nbytes)
+        tier.fetches[number] = begun = time.monotonic()
+        counted_from = tier.rate.begin(nbytes)
 
         def done(results: Sequence[Result]) -> None:
             del tier.fetches[number]
             ok = tuple(result is Result.OK for result in results)
-            tier.rate.end(begun, nbytes, sum(ok) * action.block_bytes)
+            tier.rate.end(counted_from, nbytes, sum(ok) * action.block_bytes)
             if any(ok):
                 seconds = time.monotonic() - begun
                 tier.promotions += 1
