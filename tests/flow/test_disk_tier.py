@@ -203,6 +203,21 @@ def test_blocks_that_are_computed_faster_are_not_promoted(start: Start) -> None:
         assert engine.find(range(4), compute_seconds=1.0).promoted == 4
 
 
+def test_a_tier_process_that_dies_is_replaced(start: Start, enter: Enter) -> None:
+    """Requests are misses meanwhile; what was written is found again."""
+    daemon = start(tier_disk_write="write_through")
+    engine = enter(daemon, quota_bytes=32 * PAGE)
+    engine.store(range(16))
+    engine.wait_written(16)
+    engine.store(range(100, 132))  # evicts them
+    os.kill(tier_process_of(daemon), signal.SIGKILL)
+    until(lambda: engine.tier().deaths == 1, SECONDS)
+    until(lambda: engine.find(range(8)).promoted > 0, SECONDS)
+    engine.wait_loadable(range(8))
+    engine.load(range(8))
+    assert "Traceback" not in daemon.log()
+
+
 def test_a_root_that_cannot_be_used_costs_only_the_tier(start: Start, enter: Enter) -> None:
     engine = enter(start(tier_disk="/proc/none"))
     engine.store(range(4))

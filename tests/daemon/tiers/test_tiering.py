@@ -29,7 +29,7 @@ from kvferry.daemon.core.tier_actions import (
 from kvferry.daemon.tiers import tier_client, tiering, write_out
 from kvferry.daemon.tiers.drop_markers import add_marker, marked_stores
 from kvferry.daemon.tiers.messages import MAX_KEYS
-from kvferry.daemon.tiers.read_rate import ASSUMED, FORGET_AFTER, ReadRate
+from kvferry.daemon.tiers.read_rate import ASSUMED, FORGET_AFTER, LATENCY, ReadRate
 from kvferry.daemon.tiers.tier_process import TierSpec
 from kvferry.daemon.tiers.tiering import AttachedTier, Tiering
 from kvferry.daemon.tiers.write_out import WriteOptions, WriteOut
@@ -196,6 +196,8 @@ def test_a_search_may_have_more_keys_than_a_request(memory: TieringFixture) -> N
     memory.tiers[0].put([MAX_KEYS + 5])
     found = memory.find(*range(MAX_KEYS + 10))
     assert [n for n, tier in enumerate(found.tier_of) if tier == 0] == [MAX_KEYS + 5]
+    (status,) = memory.tiering.status({})
+    assert (status.hits, status.misses) == (1, MAX_KEYS + 9)
 
 
 def test_fetched_blocks_are_reported_and_then_released(memory: TieringFixture) -> None:
@@ -209,8 +211,9 @@ def test_fetched_blocks_are_reported_and_then_released(memory: TieringFixture) -
     ((name, seconds),) = memory.promoted
     assert name == "memory"
     assert seconds > 0
-    (status,) = memory.tiering.status({"memory": {"hits": 5}})
-    assert (status.name, status.state, status.promoted, status.hits) == ("memory", "on", 2, 5)
+    (status,) = memory.tiering.status({"memory": {"skipped": 5}})
+    assert (status.name, status.state, status.promoted, status.skipped) == ("memory", "on", 2, 5)
+    assert status.promotion_seconds == seconds
     assert (status.read_bytes, status.queue_seconds) == (2 * BLOCK, 0.0)
 
 
@@ -226,25 +229,57 @@ def test_a_tier_that_is_dead_finds_nothing_and_fetches_nothing(memory: TieringFi
     assert memory.tiering.status({})[0].state == "off"
 
 
-def test_the_rate_follows_reads_and_a_slow_tier_is_tried_again() -> None:
-    now = 100.0
-    rate = ReadRate(lambda: now)
-    assert rate.bytes_per_second == ASSUMED
-    for _ in range(30):
-        begun = rate.begin(1000)
-        assert rate.queue_seconds == 1000 / rate.bytes_per_second
-        now += 10.0
-        rate.end(begun, 1000, 1000)
-    assert rate.bytes_per_second == pytest.approx(100)
-    first, second = rate.begin(500), rate.begin(500)  # they share the rate
-    now += 5.0
-    rate.end(first, 500, 500)
-    now += 5.0
-    rate.end(second, 500, 500)
-    assert rate.bytes_per_second == pytest.approx(100)
-    assert rate.queued_bytes == 0
-    now += FORGET_AFTER + 1
-    assert rate.bytes_per_second == ASSUMED
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.rate = ReadRate(lambda: self.now)
+
+    def read(self, seconds: float, nbytes: int, read_bytes: int) -> None:
+        begun = self.rate.begin(nbytes)
+        self.now += seconds
+        self.rate.end(begun, nbytes, read_bytes)
+
+
+def test_the_rate_follows_reads() -> None:
+    clock = Clock()
+    assert clock.rate.bytes_per_second == ASSUMED
+    for _ in range(10):
+        clock.read(1 + LATENCY, 10**8, 10**8)
+    assert clock.rate.bytes_per_second == pytest.approx(1e8, rel=0.01)
+    clock.read(2.0, 10**9, 0)  # late
+    assert clock.rate.bytes_per_second < 5e7
+
+
+def test_reads_share_the_rate_and_their_bytes_are_queued() -> None:
+    clock = Clock()
+    for _ in range(10):
+        first, second = clock.rate.begin(10**8), clock.rate.begin(10**8)
+        assert clock.rate.queue_seconds == 2e8 / clock.rate.bytes_per_second
+        clock.now += 1.0
+        clock.rate.end(first, 10**8, 10**8)
+        clock.now += 1.0
+        clock.rate.end(second, 10**8, 10**8)
+    assert clock.rate.bytes_per_second == pytest.approx(1e8, rel=0.02)
+    assert clock.rate.queued_bytes == 0
+
+
+def test_short_reads_say_nothing_about_the_rate() -> None:
+    clock = Clock()
+    for _ in range(1000):
+        clock.read(LATENCY / 2, 4096, 4096)
+    assert clock.rate.bytes_per_second == ASSUMED
+    clock.read(10 * LATENCY, 4096, 4096)  # one hiccup does not turn the tier off
+    assert clock.rate.bytes_per_second > ASSUMED / 2
+
+
+def test_a_slow_tier_is_tried_again_at_its_highest_rate() -> None:
+    clock = Clock()
+    for nbytes in (3 * 10**8, 10**6):
+        for _ in range(20):
+            clock.read(1 + LATENCY, nbytes, nbytes)
+    assert clock.rate.bytes_per_second == pytest.approx(1e6, rel=0.1)
+    clock.now += FORGET_AFTER + 1
+    assert 2.9e8 < clock.rate.bytes_per_second < 6e8
 
 
 # Drops

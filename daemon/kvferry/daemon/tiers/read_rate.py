@@ -1,16 +1,25 @@
-"""The read rate of a tier, measured from the fetches that it has answered."""
+"""The read rate of a tier, measured from the fetches that it has answered.
+
+    rate = bytes read / seconds in which the tier was busy
+
+Both decay with the busy time. The first LATENCY of a read that finds the tier idle does not count:
+a short read says nothing about the rate of a long one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-# Bytes per second that are assumed of a tier before its first read.
+# Bytes per second that are assumed before anything is measured.
 ASSUMED = 1e9
-# Part that older reads keep of their weight when another one ends.
-DECAY = 0.8
-# Seconds without a read until the assumed rate applies again: a tier that was slow for a while is
-# not asked for anything, so that nothing else would show that it has recovered.
+# Busy seconds after which a measurement has half of its weight, and the weight of what is assumed.
+HALF_LIFE, ASSUMED_WEIGHT = 1.0, 0.1
+LATENCY = 0.005
+# Seconds without a read until the highest rate so far is assumed again: a tier that was slow for a
+# while is not asked for anything, so that nothing else would show that it has recovered.
 FORGET_AFTER = 30.0
+# Busy seconds after which a measurement counts for the highest rate.
+ENOUGH = 0.25
 
 
 class ReadRate:
@@ -18,16 +27,15 @@ class ReadRate:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._bytes = self._seconds = 0.0
-        self._last_end = 0.0
+        self._highest: float | None = None
+        self._last_end = now()
         # Bytes of reads that have not ended.
         self.queued_bytes = 0
+        self._bytes, self._seconds = ASSUMED * ASSUMED_WEIGHT, ASSUMED_WEIGHT
 
     @property
     def bytes_per_second(self) -> float:
-        idle = not self.queued_bytes and self._now() - self._last_end > FORGET_AFTER
-        if idle or not self._seconds:
-            return ASSUMED
+        self._forget()
         return max(1.0, self._bytes / self._seconds)
 
     @property
@@ -36,17 +44,28 @@ class ReadRate:
         return self.queued_bytes / self.bytes_per_second
 
     def begin(self, nbytes: int) -> float:
-        """A read begins. Returns its start, for `end`."""
-        if not self.queued_bytes and self._now() - self._last_end > FORGET_AFTER:
-            self._bytes = self._seconds = 0.0
-        self.queued_bytes += nbytes
-        return self._now()
-
-    def end(self, begun: float, nbytes: int, read_bytes: int) -> None:
-        """A read of `nbytes` that began then has ended; `read_bytes` of them were read."""
+        """A read begins. Returns from when its time counts, for `end`."""
+        self._forget()
         now = self._now()
-        seconds = now - max(begun, self._last_end)
+        counted_from = now if self.queued_bytes else now + LATENCY
+        self.queued_bytes += nbytes
+        return counted_from
+
+    def end(self, counted_from: float, nbytes: int, read_bytes: int) -> None:
+        """A read of `nbytes` has ended; `read_bytes` of them were read."""
+        now = self._now()
+        seconds = now - max(counted_from, self._last_end)
         self.queued_bytes -= nbytes
         self._last_end = now
-        self._bytes = DECAY * self._bytes + read_bytes
-        self._seconds = DECAY * self._seconds + max(seconds, 1e-6)
+        if seconds <= 0:
+            return
+        decay: float = 0.5 ** (seconds / HALF_LIFE)
+        self._bytes = decay * self._bytes + read_bytes
+        self._seconds = decay * self._seconds + seconds
+        if self._seconds >= ENOUGH:
+            self._highest = max(self._highest or 0.0, self._bytes / self._seconds)
+
+    def _forget(self) -> None:
+        if not self.queued_bytes and self._now() - self._last_end > FORGET_AFTER:
+            self._seconds = ASSUMED_WEIGHT
+            self._bytes = ASSUMED_WEIGHT * (self._highest or ASSUMED)

@@ -36,7 +36,7 @@ from kvferry.daemon.tiers.write_out import WriteOut
 from kvferry.proto.status import TierStatus
 
 # Seconds for a lookup, which takes milliseconds.
-FIND_SECONDS = 1.0
+FIND_SECONDS = 0.5
 # Seconds until a drop counts as done. A tier that has not confirmed it by then gets it first thing
 # when it answers again.
 DROP_REPORT_SECONDS = 5.0
@@ -55,6 +55,12 @@ class AttachedTier:
     rate: ReadRate = field(default_factory=lambda: ReadRate(time.monotonic))
     # Starts of the fetches that have not ended, by number, the oldest first.
     fetches: dict[int, float] = field(default_factory=dict)
+    # Keys that the tier was asked for and has, or has not.
+    hits: int = 0
+    misses: int = 0
+    # Fetches that read a key, and their total time.
+    promotions: int = 0
+    promotion_seconds: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -125,6 +131,9 @@ class Tiering:
             self._loop.call_soon(self._report_found, action.search, search)
 
         def receive(results: Sequence[Result], tier: int, part: slice) -> None:
+            hits = results.count(Result.OK)
+            self._tiers[tier].hits += hits
+            self._tiers[tier].misses += len(results) - hits
             for place, result in enumerate(results, part.start):
                 if result is Result.OK and not 0 <= search.tier_of[place] < tier:
                     search.tier_of[place] = tier
@@ -147,14 +156,18 @@ class Tiering:
     def _fetch_blocks(self, action: FetchBlocks) -> None:
         tier, number = self._tiers[action.tier], action.fetch
         nbytes = len(action.keys) * action.block_bytes
-        tier.fetches[number] = begun = tier.rate.begin(nbytes)
+        tier.fetches[number] = begun = time.monotonic()
+        counted_from = tier.rate.begin(nbytes)
 
         def done(results: Sequence[Result]) -> None:
             del tier.fetches[number]
             ok = tuple(result is Result.OK for result in results)
-            tier.rate.end(begun, nbytes, sum(ok) * action.block_bytes)
+            tier.rate.end(counted_from, nbytes, sum(ok) * action.block_bytes)
             if any(ok):
-                self._promoted(tier.client.spec.name, time.monotonic() - begun)
+                seconds = time.monotonic() - begun
+                tier.promotions += 1
+                tier.promotion_seconds += seconds
+                self._promoted(tier.client.spec.name, seconds)
             self._report([BlocksFetched(number, ok)])
 
         tier.client.fetch(
@@ -230,7 +243,10 @@ class Tiering:
         if self._write_out is not None and (write := self._write_out.oldest) is not None:
             oldest.append(write)
         values: dict[str, float] = {
+            "hits": tier.hits,
+            "misses": tier.misses,
             "promoted": fetched[Result.OK],
+            "promotion_seconds": tier.promotion_seconds / max(1, tier.promotions),
             "written": put[Result.OK],
             "dropped_writes": put[Result.FULL] + put[Result.ERROR],
         }
