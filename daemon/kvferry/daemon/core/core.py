@@ -43,6 +43,7 @@ from kvferry.daemon.core.tier_actions import (
     WriteJob,
 )
 from kvferry.daemon.core.transfers import JobObserver, Transfers
+from kvferry.daemon.core.writes import Writes
 from kvferry.proto import messages as wire
 from kvferry.proto import status as wire_status
 from kvferry.proto.errors import Code, ErrorInfo, Gone, KVFerryError, Refused
@@ -82,8 +83,9 @@ class Core:
         # Requests, by session, that wait until a closing registration frees what they need.
         self._waiting_requests: dict[str, RegionRequest] = {}
         self._regions = Regions(pool_bytes, own_bytes, max_regions)
-        self._namespaces = Namespaces(self._regions)
+        self._namespaces = Namespaces(self._regions, tiers)
         self._promotions = Promotions(self._namespaces, tiers)
+        self._writes = Writes(self._namespaces)
         self._registrations = Registrations(self._regions, self._namespaces, self._owners)
         self._transfers = Transfers(self._registrations, identity.limits.max_in_flight, observe_job)
 
@@ -230,13 +232,16 @@ class Core:
             self._recorder.count_errors(error.code)
 
     def take_writes(self, limit: int, coldest: float, min_uses: int) -> list[WriteJob]:
-        return []
+        """Hold up to `limit` blocks to be written into the tiers: see writes.py."""
+        return self._writes.take_writes(limit, coldest, min_uses)
 
     def end_write(self, number: int, done: Sequence[bool]) -> None:
-        pass
+        """Release the blocks of a WriteJob. done: for each key, whether a tier has it now."""
+        self._writes.end_write(number, done)
 
     def tier_counters(self) -> dict[str, dict[str, float]]:
-        return {}
+        """Fields of TierStatus that the core counts, by the name of the tier."""
+        return self._promotions.counters()
 
     @property
     def pool_bytes(self) -> int:

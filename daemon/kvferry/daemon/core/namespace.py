@@ -79,7 +79,12 @@ class Namespace:
 
     @property
     def in_use(self) -> bool:
-        return bool(self.sessions or self.registrations or self.promoting)
+        """Whether its region must not be given to another owner."""
+        return bool(self.has_users or self.promoting or self.cache.tier_access.writing)
+
+    @property
+    def has_users(self) -> bool:
+        return bool(self.sessions or self.registrations)
 
     @property
     def store_name(self) -> str | None:

@@ -46,8 +46,10 @@ MOST_UNLIKE, UNLIKE_CHARACTERS = 16, 512
 
 
 class Namespaces:
-    def __init__(self, regions: Regions) -> None:
-        self._regions = regions
+    """tiers: names of the tiers below the host pool, fastest first."""
+
+    def __init__(self, regions: Regions, tiers: tuple[str, ...] = ()) -> None:
+        self._regions, self._tiers = regions, tiers
         self._by_name: dict[str, Namespace] = {}
         self._by_session: dict[str, Namespace] = {}
         # Namespaces whose region was freed; their subscribers are not notified yet.
@@ -88,7 +90,7 @@ class Namespaces:
             )
             self._by_name[namespace.name] = namespace
             self._regions.record_created(namespace.record)
-        elif not namespace.in_use:
+        elif not namespace.has_users:
             namespace.configure(message.policy, message.store_threshold)
             self._regions.record_updated(namespace.record)
         namespace.sessions[session] = engine
@@ -104,6 +106,7 @@ class Namespaces:
             namespace.threshold,
             self._similar_namespaces(namespace),
             namespace.generation,
+            self._tiers,
         )
         return [SendMessage(session, reply)]
 
@@ -261,6 +264,10 @@ class Namespaces:
             if other is not namespace and other.fingerprint.model == mine.model
         )
         return tuple(islice(others, MOST_UNLIKE))
+
+    def mark_present(self, namespace: Namespace) -> None:
+        """A namespace is in use, also without a session."""
+        self._regions.mark_present(namespace.region.owner)
 
     def mark_deserted_if_unused(self, namespace: Namespace) -> None:
         if not namespace.in_use:

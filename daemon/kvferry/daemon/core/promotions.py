@@ -70,6 +70,9 @@ class Promotions:
         self._numbers = count(1)
         self._searching = Counter[str]()
 
+    def counters(self) -> dict[str, dict[str, float]]:
+        return {}
+
     def find_keys(self, session: str, message: FindInTiers) -> list[Action]:
         """Ask the tiers for the absent keys, or reply at once. Raises Refused."""
         namespace = self._namespaces.require_namespace(session, message)
@@ -103,7 +106,7 @@ class Promotions:
         estimate = _estimate_seconds(namespace, [tier_of[key] for key in found], report)
         if 0 < message.compute_seconds * len(found) <= estimate:
             found = []
-        blocks = namespace.cache.prepare_promotion(found, message.keys)
+        blocks = namespace.cache.tier_access.prepare_promotion(found, message.keys)
         found = found[: blocks.size]
         seconds = min(MAX_SECONDS, max(2 * estimate, MIN_SECONDS)) if found else 0.0
         prefix = namespace.count_prefix(message.keys)
@@ -119,7 +122,7 @@ class Promotions:
         """Keys that were read become loadable, others absent. The blocks stay held."""
         fetch = self._fetches[report.fetch]
         namespace, ok = fetch.namespace, np.array(report.ok, np.bool_)
-        stored = namespace.cache.end_promotion(fetch.keys, fetch.blocks, ok)
+        stored = namespace.cache.tier_access.end_promotion(fetch.keys, fetch.blocks, ok)
         keys = tuple(key for key, done in zip(fetch.keys, stored.tolist(), strict=True) if done)
         if not keys:
             return []
@@ -130,7 +133,7 @@ class Promotions:
         """Nothing writes into the blocks any longer."""
         fetch = self._fetches.pop(report.fetch)
         fetch.namespace.promoting -= fetch.blocks.size
-        fetch.namespace.cache.release_promotion(fetch.blocks)
+        fetch.namespace.cache.tier_access.release_promotion(fetch.blocks)
         self._namespaces.mark_deserted_if_unused(fetch.namespace)
 
     def drop_store(self, session: str, request_id: int) -> list[Action]:

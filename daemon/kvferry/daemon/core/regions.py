@@ -123,6 +123,10 @@ class Regions:
         self._regions[owner] = region
         return self._regions[owner], False
 
+    def mark_present(self, owner: RegionOwner) -> None:
+        """Do not free a region, until `mark_deserted`."""
+        self._regions[owner].present = True
+
     def mark_deserted(self, owner: RegionOwner) -> None:
         """Mark a region as deserted. It keeps its bytes until another owner needs the memory."""
         region = self._regions.pop(owner)

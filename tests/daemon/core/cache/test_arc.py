@@ -17,22 +17,22 @@ def store(cache: Cache, letters: str) -> str:
 
 def lists(cache: Cache) -> tuple[str, str]:
     """Recent and frequent keys, least recent first."""
-    policy = cache._policy
+    policy = cache._blocks.policy
     assert isinstance(policy, ARC)
     orders = policy._recent.numbers(), policy._frequent.numbers()
-    recent, frequent = [cache._index.keys_of(order.tolist()) for order in orders]
+    recent, frequent = [cache._blocks.index.keys_of(order.tolist()) for order in orders]
     return b"".join(recent).decode(), b"".join(frequent).decode()
 
 
 def ghosts(cache: Cache) -> tuple[str, str]:
-    policy = cache._policy
+    policy = cache._blocks.policy
     assert isinstance(policy, ARC)
     recent, frequent = policy._recent_ghosts.keys(), policy._frequent_ghosts.keys()
     return b"".join(recent).decode(), b"".join(frequent).decode()
 
 
 def target(cache: Cache) -> float:
-    policy = cache._policy
+    policy = cache._blocks.policy
     assert isinstance(policy, ARC)
     return policy._target
 

@@ -311,12 +311,12 @@ def test_a_cache_that_makes_no_sense_is_not_made(
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda c: c._index.remove_numbers([1]), "the policy has other blocks"),
-        (lambda c: c._policy.remove_blocks(np.array([1])), "the policy has other blocks"),
-        (lambda c: c._contents.remove_blocks(np.array([1])), "no contents"),
-        (lambda c: c._allocator.drop_keys(np.array([2])), "two places"),
-        (lambda c: c._allocator.allocate_blocks(1), "in none"),
-        (lambda c: c._allocator.release_blocks(np.array([0, 0])), "more often than"),
+        (lambda c: c._blocks.index.remove_numbers([1]), "the policy has other blocks"),
+        (lambda c: c._blocks.policy.remove_blocks(np.array([1])), "the policy has other blocks"),
+        (lambda c: c._blocks.contents.remove_blocks(np.array([1])), "no contents"),
+        (lambda c: c._blocks.allocator.drop_keys(np.array([2])), "two places"),
+        (lambda c: c._blocks.allocator.allocate_blocks(1), "in none"),
+        (lambda c: c._blocks.allocator.release_blocks(np.array([0, 0])), "more often than"),
     ],
 )
 def test_books_that_disagree_are_noticed(

@@ -19,9 +19,9 @@ def stored(cache: Cache, *keys: bytes) -> None:
 def test_a_promoted_key_is_pending_and_then_loadable_or_absent() -> None:
     cache = Cache(4)
     cache.events.recording = True
-    blocks = cache.prepare_promotion([A, B])
+    blocks = cache.tier_access.prepare_promotion([A, B])
     assert cache.count_prefix([A, B, C]) == 2
-    stored_now = cache.end_promotion([A, B], blocks, np.array([True, False]))
+    stored_now = cache.tier_access.end_promotion([A, B], blocks, np.array([True, False]))
     assert stored_now.tolist() == [True, False]
     assert [cache.lookup(key) for key in (A, B)] == [Lookup.HIT, Lookup.MISS]
     kinds = [(event.kind, event.keys) for event in cache.events.take()]
@@ -35,10 +35,10 @@ def test_a_promoted_key_is_pending_and_then_loadable_or_absent() -> None:
 
 def test_a_block_whose_promotion_failed_is_free_only_after_its_release() -> None:
     cache = Cache(1)
-    blocks = cache.prepare_promotion([A])
-    cache.end_promotion([A], blocks, np.array([False]))
+    blocks = cache.tier_access.prepare_promotion([A])
+    cache.tier_access.end_promotion([A], blocks, np.array([False]))
     assert cache.prepare_store([B]) is None
-    cache.release_promotion(blocks)
+    cache.tier_access.release_promotion(blocks)
     stored(cache, B)
     cache.check_integrity()
 
@@ -46,7 +46,7 @@ def test_a_block_whose_promotion_failed_is_free_only_after_its_release() -> None
 def test_a_promotion_evicts_no_key_that_it_must_keep_and_is_shorter_instead() -> None:
     cache = Cache(3)
     stored(cache, A, B)
-    blocks = cache.prepare_promotion([C, D], keep=[A, B])
+    blocks = cache.tier_access.prepare_promotion([C, D], keep=[A, B])
     assert blocks.size == 1
     assert [cache.lookup(key) for key in (A, B, C, D)] == [
         Lookup.HIT,
@@ -61,14 +61,14 @@ def test_a_promotion_evicts_other_keys_and_leaves_a_pinned_one() -> None:
     cache = Cache(2)
     stored(cache, A, B)
     cache.prepare_load([A])
-    assert cache.prepare_promotion([C, D]).size == 1
+    assert cache.tier_access.prepare_promotion([C, D]).size == 1
     assert [cache.lookup(key) for key in (A, B)] == [Lookup.HIT, Lookup.MISS]
     cache.check_integrity()
 
 
 def test_a_store_of_a_key_that_is_being_promoted_is_skipped() -> None:
     cache = Cache(2)
-    cache.prepare_promotion([A])
+    cache.tier_access.prepare_promotion([A])
     reservation = cache.prepare_store([A, B])
     assert reservation is not None
     assert reservation.keys == (B,)
@@ -76,13 +76,13 @@ def test_a_store_of_a_key_that_is_being_promoted_is_skipped() -> None:
 
 def test_a_promotion_from_before_a_reset_changes_nothing() -> None:
     cache = Cache(2)
-    blocks = cache.prepare_promotion([A])
+    blocks = cache.tier_access.prepare_promotion([A])
     cache.reset()
-    again = cache.prepare_promotion([A])
-    assert not cache.end_promotion([A], blocks, np.array([True])).any()
+    again = cache.tier_access.prepare_promotion([A])
+    assert not cache.tier_access.end_promotion([A], blocks, np.array([True])).any()
     assert cache.lookup(A) is Lookup.HIT_PENDING
-    cache.release_promotion(blocks)
+    cache.tier_access.release_promotion(blocks)
     assert cache.usage.free == 1
-    cache.end_promotion([A], again, np.array([True]))
+    cache.tier_access.end_promotion([A], again, np.array([True]))
     assert cache.lookup(A) is Lookup.HIT
     cache.check_integrity()

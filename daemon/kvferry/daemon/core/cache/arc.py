@@ -46,6 +46,9 @@ class ARC:
     def blocks(self) -> Int64s:
         return np.concatenate((self._recent.numbers(), self._frequent.numbers()))
 
+    def orders(self) -> tuple[UseOrder, ...]:
+        return self._recent, self._frequent
+
     def choose_victims(self, keys: Sequence[bytes], room: int, idle: IdleFilter) -> list[int]:
         self._returning = returning = set[bytes]()
         recent_ghosts, frequent_ghosts = len(self._recent_ghosts), len(self._frequent_ghosts)

@@ -84,6 +84,11 @@ class BlockContents:
         loadable: Mask = (states == WHOLE) | (states == PART)
         return loadable
 
+    def is_whole(self, blocks: Int64s) -> Mask:
+        """Whether blocks are loadable as a whole."""
+        whole: Mask = self._states[blocks] == WHOLE
+        return whole
+
     def is_stored(self, blocks: Int64s) -> Mask:
         """Whether blocks are loadable or unverified."""
         stored: Mask = self._states[blocks] >= WHOLE

@@ -5,12 +5,7 @@ A key is pending (a store of it is on its way), stored (its bytes are in its blo
     absent --prepare_store--> pending --complete_store--> stored --evicted--> absent
                                  \\_______ failed _________> absent
 
-Four parts know the rest, each of them by block number:
-
-    KeyIndex         which block a key has
-    BlockContents    what can be loaded of it, and so what a lookup answers
-    BlockAllocator   which blocks are free, and which a job holds
-    Policy           which idle block is evicted next
+What each block has is in KeyedBlocks; what the tiers below do with blocks is TierAccess.
 
 A job is identified by the object that it was given, a Reservation or Pins. It holds its blocks
 until it ends, whatever becomes of their keys. So the late end of a job from before a reset cannot
@@ -27,11 +22,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from kvferry.daemon.core.cache.admission_filter import AdmissionFilter
-from kvferry.daemon.core.cache.block_allocator import BlockAllocator
 from kvferry.daemon.core.cache.block_contents import (
     NO_PARTS,
-    BlockContents,
-    Mask,
     Part,
     Parts,
     not_loadable,
@@ -39,16 +31,15 @@ from kvferry.daemon.core.cache.block_contents import (
 from kvferry.daemon.core.cache.deferred_free import DeferredFree
 from kvferry.daemon.core.cache.events import CacheEvents
 from kvferry.daemon.core.cache.jobs import CacheUsage, Pins, Reservation, check_entries
-from kvferry.daemon.core.cache.key_index import KeyIndex
+from kvferry.daemon.core.cache.keyed_blocks import KeyedBlocks
 from kvferry.daemon.core.cache.policies import POLICIES
+from kvferry.daemon.core.cache.tier_access import TierAccess
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import EventKind, Lookup
 from kvferry.proto.layout import Int64s
 
 # Keys whose offers are counted; the capacity if that is more.
 OFFERS_REMEMBERED = 1 << 16
-
-_NO_BLOCKS: Int64s = np.empty(0, np.int64)
 
 
 class Cache:
@@ -64,32 +55,30 @@ class Cache:
         if policy not in POLICIES:
             raise ValueError(f"unknown eviction policy {policy!r}; use {' or '.join(POLICIES)}")
         self._capacity = capacity
-        self._index = KeyIndex(capacity)
-        self._contents = BlockContents(capacity)
-        self._allocator = BlockAllocator(capacity)
-        self._make_policy = POLICIES[policy]
-        self._policy = self._make_policy(capacity, self._index, _NO_BLOCKS)
+        self._blocks = KeyedBlocks(capacity, policy)
+        self.tier_access = TierAccess(self._blocks)
         self._admission_filter = AdmissionFilter(store_threshold, max(capacity, OFFERS_REMEMBERED))
         # Jobs in flight, those from before a reset included.
         self._jobs: set[Reservation | Pins] = set()
-        self.events = CacheEvents()
-        self._hits = self._misses = self._skipped = self._stored = self._evictions = 0
+        self._hits = self._misses = self._skipped = self._stored = 0
 
     def configure(self, policy: str, store_threshold: int) -> None:
         """Change the policy and the threshold. Keys and counters stay.
 
         The new policy starts without history, and offers are counted from 0.
         """
-        if POLICIES[policy] is not self._make_policy:
-            self._make_policy = POLICIES[policy]
-            self._policy = self._make_policy(self._capacity, self._index, self._policy.blocks())
+        self._blocks.configure_policy(policy)
         self._admission_filter = AdmissionFilter(
             store_threshold, max(self._capacity, OFFERS_REMEMBERED)
         )
 
     @property
+    def events(self) -> CacheEvents:
+        return self._blocks.events
+
+    @property
     def usage(self) -> CacheUsage:
-        contents, allocator = self._contents, self._allocator
+        contents, allocator = self._blocks.contents, self._blocks.allocator
         return CacheUsage(
             capacity=self._capacity,
             free=allocator.free,
@@ -102,13 +91,13 @@ class Cache:
             misses=self._misses,
             stores_skipped=self._skipped,
             stored=self._stored,
-            evictions=self._evictions,
+            evictions=self._blocks.evictions,
         )
 
     def lookup(self, key: bytes) -> Lookup:
         """HIT, MISS or HIT_PENDING, which counts as neither. Changes nothing else."""
-        block = self._index.find_number(key)
-        found = Lookup.MISS if block < 0 else self._contents.lookup(block)
+        block = self._blocks.index.find_number(key)
+        found = Lookup.MISS if block < 0 else self._blocks.contents.lookup(block)
         self._hits += found is Lookup.HIT
         self._misses += found is Lookup.MISS
         return found
@@ -120,7 +109,7 @@ class Cache:
 
     def states(self, keys: Sequence[bytes]) -> list[Lookup | None]:
         """The lookup of each key, which is not counted; None if it has no block."""
-        found, contents = self._index.find_numbers(keys), self._contents
+        found, contents = self._blocks.index.find_numbers(keys), self._blocks.contents
         return [None if block < 0 else contents.lookup(block) for block in found]
 
     def count_lookups(self, hits: int, misses: int) -> None:
@@ -144,10 +133,10 @@ class Cache:
         count as skipped stores. The first key of an offer becomes the most recent.
         """
         offered = tuple(dict.fromkeys(keys))
-        found = self._index.find_numbers(offered)
+        found = self._blocks.index.find_numbers(offered)
         # Blocks whose keys must be stored again.
-        again = self._contents.replaceable_among(found, [*map(parts.get, offered)])
-        replaceable = set(self._allocator.idle_among(_array(again)).tolist())
+        again = self._blocks.contents.replaceable_among(found, [*map(parts.get, offered)])
+        replaceable = set(self._blocks.allocator.idle_among(_array(again)).tolist())
         candidates = [
             key
             for key, block in zip(offered, found, strict=True)
@@ -157,21 +146,25 @@ class Cache:
         self._skipped += len(candidates) - len(wanted)
         if not wanted:
             return Reservation((), (), ())
-        replaced = set(self._index.find_numbers(wanted)) & replaceable if replaceable else set()
-        kept = {*found, *self._index.find_numbers(keep)} - replaced - {-1}
-        needed = len(wanted) - self._allocator.free
+        replaced = (
+            set(self._blocks.index.find_numbers(wanted)) & replaceable if replaceable else set()
+        )
+        kept = {*found, *self._blocks.index.find_numbers(keep)} - replaced - {-1}
+        needed = len(wanted) - self._blocks.allocator.free
         held = _array(kept)
-        self._allocator.hold_blocks(held)
+        self._blocks.allocator.hold_blocks(held)
         try:
-            if needed > self._allocator.idle:
+            if needed > self._blocks.allocator.idle:
                 self._skipped += len(wanted)
                 return None
-            self._discard_blocks(_array(replaced))
-            reservation = self._reserve_blocks(tuple(wanted), parts)
+            self._blocks.discard_blocks(_array(replaced))
+            blocks, evicted = self._blocks.reserve_blocks(tuple(wanted))
+            stored = {key: parts[key] for key in wanted if key in parts} if parts else NO_PARTS
+            reservation = Reservation(tuple(wanted), tuple(blocks.tolist()), tuple(evicted), stored)
             self._jobs.add(reservation)
             return reservation
         finally:
-            self._allocator.release_blocks(held)
+            self._blocks.allocator.release_blocks(held)
 
     def complete_store(self, reservation: Reservation, success: bool) -> None:
         """End a store: its keys become loadable, or absent. A second call has no effect."""
@@ -179,49 +172,16 @@ class Cache:
             return
         self._jobs.remove(reservation)
         blocks, keys, parts = _array(reservation.blocks), reservation.keys, reservation.parts
-        present = not self._allocator.is_orphaned(reservation.blocks[0])
-        self._allocator.release_blocks(blocks)
+        present = not self._blocks.allocator.is_orphaned(reservation.blocks[0])
+        self._blocks.allocator.release_blocks(blocks)
         if present and success:
-            self._contents.set_stored(blocks, [*map(parts.get, keys)] if parts else ())
+            self._blocks.set_stored(blocks, keys, parts)
             self._stored += len(keys)
             whole = [key for key in keys if key not in parts] if parts else keys
             self.events.add(EventKind.STORED, whole)
             self.events.add(EventKind.ABANDONED, tuple(parts))
         elif present:
-            self._discard_blocks(blocks)
-
-    # Promotions
-
-    def prepare_promotion(self, keys: Sequence[bytes], keep: Sequence[bytes] = ()) -> Int64s:
-        """Hold a block for each of these distinct absent keys, which are pending from now on.
-
-        keep: keys that are not evicted for them. If too few others can be evicted, only the first
-        keys get a block. Returns the blocks, which are held until `release_promotion`.
-        """
-        kept = _array(block for block in self._index.find_numbers(keep) if block >= 0)
-        self._allocator.hold_blocks(kept)
-        room = self._allocator.free + self._allocator.idle
-        fitting = tuple(keys[:room])
-        blocks = self._reserve_blocks(fitting, NO_PARTS).blocks if fitting else ()
-        self._allocator.release_blocks(kept)
-        return _array(blocks)
-
-    def end_promotion(self, keys: Sequence[bytes], blocks: Int64s, ok: Mask) -> Mask:
-        """Make promoted keys loadable where `ok`, and the others absent. Blocks stay held.
-
-        keys, blocks, ok: (n,). Keys from before a reset are ignored. Returns which are loadable.
-        """
-        present = ~self._allocator.are_orphaned(blocks)
-        stored: Mask = present & ok
-        self._contents.set_stored(blocks[stored], ())
-        names = [key for key, done in zip(keys, stored.tolist(), strict=True) if done]
-        self.events.add(EventKind.STORED, names)
-        self._discard_blocks(blocks[present & ~ok])
-        return stored
-
-    def release_promotion(self, blocks: Int64s) -> None:
-        """Nothing writes into these promoted blocks any longer."""
-        self._allocator.release_blocks(blocks)
+            self._blocks.discard_blocks(blocks)
 
     # Loads
 
@@ -230,12 +190,13 @@ class Cache:
 
         Raises Refused (KEY_ABSENT) for the first key that is not loadable, and changes nothing.
         """
-        blocks = self._index.find_numbers(keys)
+        blocks = self._blocks.index.find_numbers(keys)
         array = _array(blocks)
-        if min(blocks, default=0) < 0 or not self._contents.is_loadable(array).all():
-            raise not_loadable(self._contents, keys, blocks)
+        if min(blocks, default=0) < 0 or not self._blocks.contents.is_loadable(array).all():
+            raise not_loadable(self._blocks.contents, keys, blocks)
         pins = Pins(tuple(keys), tuple(blocks))
-        self._allocator.hold_blocks(array)
+        self._blocks.allocator.hold_blocks(array)
+        self._blocks.marks.count_uses(array)
         self._jobs.add(pins)
         return pins
 
@@ -246,64 +207,60 @@ class Cache:
             message = f"the pins of key {first} were already released; complete each load once"
             raise Refused(Code.NOT_PINNED, message, first)
         self._jobs.remove(pins)
-        self._allocator.release_blocks(_array(pins.blocks))
+        self._blocks.allocator.release_blocks(_array(pins.blocks))
 
     def pin_loadable(self, keys: Sequence[bytes]) -> list[int]:
         """Hold the blocks of the loadable keys for a session. Returns the block of each key, -1 for
         the others."""
-        found = _array(self._index.find_numbers(keys))
-        found[(found >= 0) & ~self._contents.is_loadable(found)] = -1
-        self._allocator.hold_blocks(found[found >= 0])
+        found = _array(self._blocks.index.find_numbers(keys))
+        found[(found >= 0) & ~self._blocks.contents.is_loadable(found)] = -1
+        self._blocks.allocator.hold_blocks(found[found >= 0])
         blocks: list[int] = found.tolist()
         return blocks
 
     def unpin_blocks(self, blocks: Sequence[int]) -> None:
         """Release blocks that `pin_loadable` has held."""
-        self._allocator.release_blocks(_array(blocks))
+        self._blocks.allocator.release_blocks(_array(blocks))
 
     @property
     def has_parts(self) -> bool:
         """Whether any key is stored in part."""
-        return self._contents.in_part > 0
+        return self._blocks.contents.in_part > 0
 
     def stored_part(self, key: bytes) -> Part | None:
         """The stored sub-blocks of a key that is stored in part; None for others."""
-        block = self._index.find_number(key)
-        return None if block < 0 else self._contents.part(block)
+        block = self._blocks.index.find_number(key)
+        return None if block < 0 else self._blocks.contents.part(block)
 
     # Changes
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark keys as used; the first ends up most recent. Absent ones are ignored."""
-        found = self._index.find_numbers(dict.fromkeys(keys))
+        found = self._blocks.index.find_numbers(dict.fromkeys(keys))
         blocks = _array([block for block in reversed(found) if block >= 0])
-        self._policy.touch_blocks(blocks, self._contents.is_pending(blocks))
+        pending = self._blocks.contents.is_pending(blocks)
+        self._blocks.policy.touch_blocks(blocks, pending)
+        self._blocks.marks.count_uses(blocks[~pending])
 
     def mark_verified(self, entries: Iterable[tuple[bytes, int]]) -> None:
         """Mark keys in these blocks as verified. Entries that are not unverified are ignored."""
-        hits = self._contents.mark_verified(self._stored_in(entries))
-        self.events.add(EventKind.STORED, self._index.keys_of(hits.tolist()))
+        hits = self._blocks.contents.mark_verified(self._blocks.stored_in(entries))
+        self._blocks.marks.changed = True
+        self.events.add(EventKind.STORED, self._blocks.index.keys_of(hits.tolist()))
 
     def discard_keys(self, entries: Iterable[tuple[bytes, int]]) -> None:
         """Make keys whose bytes are lost absent. Keys that are in another block now are ignored.
 
         A block that jobs still read is orphaned until the last of them ends.
         """
-        self._discard_blocks(self._stored_in(entries))
+        self._blocks.discard_blocks(self._blocks.stored_in(entries))
 
     def reset(self) -> DeferredFree:
         """Make every key absent. Recency, ghosts and offers are forgotten; counters stay.
 
         Blocks of jobs in flight become free when these jobs end. Returns the keys to be freed.
         """
-        deferred = DeferredFree(
-            self._index, *self._policy.indexes(), self._admission_filter.take_index()
-        )
-        self._index, self._contents = KeyIndex(self._capacity), BlockContents(self._capacity)
-        self._allocator.drop_all_keys()
-        self._policy = self._make_policy(self._capacity, self._index, _NO_BLOCKS)
-        self.events.add(EventKind.CLEARED, ())
-        return deferred
+        return DeferredFree(*self._blocks.clear(), self._admission_filter.take_index())
 
     def restore_keys(self, entries: Sequence[tuple[bytes, int]], parts: Parts = NO_PARTS) -> None:
         """Add keys that an earlier daemon stored to an empty cache, as unverified.
@@ -313,27 +270,26 @@ class Cache:
         """
         keys, numbers = [key for key, _ in entries], [block for _, block in entries]
         blocks = _array(numbers)
-        if self._allocator.free < self._capacity:
-            used = self._capacity - self._allocator.free
+        if self._blocks.allocator.free < self._capacity:
+            used = self._capacity - self._blocks.allocator.free
             raise ValueError(f"{used} blocks are in use; restore into an empty cache")
         check_entries(keys, blocks, self._capacity)
-        self._allocator.occupy_blocks(blocks)
-        self._index.add_keys(keys, numbers)
-        self._contents.set_stored(blocks, [*map(parts.get, keys)] if parts else (), verified=False)
-        self._policy = self._make_policy(self._capacity, self._index, blocks)
+        self._blocks.restore_keys(keys, blocks, parts)
 
     # Keys
 
     def entries(self) -> list[tuple[bytes, int]]:
         """Stored keys and their blocks, least recent first as far as the policy knows."""
-        blocks = self._policy.blocks()
-        stored = blocks[self._contents.is_stored(blocks)].tolist()
-        return list(zip(self._index.keys_of(stored), stored, strict=True))
+        blocks = self._blocks.policy.blocks()
+        stored = blocks[self._blocks.contents.is_stored(blocks)].tolist()
+        return list(zip(self._blocks.index.keys_of(stored), stored, strict=True))
 
     def keys_between(self, begin: int, end: int) -> tuple[list[bytes], list[bytes]]:
         """Of the keys in blocks `begin` to `end` - 1, those that are a HIT, and a HIT_PENDING."""
-        hits, pending = self._contents.hits_between(begin, end)
-        return self._index.keys_of(hits.tolist()), self._index.keys_of(pending.tolist())
+        hits, pending = self._blocks.contents.hits_between(begin, end)
+        return self._blocks.index.keys_of(hits.tolist()), self._blocks.index.keys_of(
+            pending.tolist()
+        )
 
     def ready_keys(self) -> list[bytes]:
         """Keys that are a HIT."""
@@ -345,55 +301,7 @@ class Cache:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the state is inconsistent. Slow, for tests."""
-        for part in (self._index, self._contents, self._policy):
-            part.check_integrity()
-        order = self._policy.blocks().tolist()
-        with_key = self._index.find_numbers(self._index)
-        assert sorted(order) == sorted(with_key), "the policy has other blocks than the cache"
-        with_state = self._contents.stored_or_pending().tolist()
-        assert sorted(with_key) == with_state, "a block has a key and no contents"
-        self._allocator.check_integrity(with_key)
-
-    def _reserve_blocks(self, keys: tuple[bytes, ...], parts: Parts) -> Reservation:
-        allocator = self._allocator
-        victims = self._policy.choose_victims(keys, allocator.free, allocator.idle_among)
-        evicted = self._remove_keys(_array(victims))
-        blocks = allocator.allocate_blocks(len(keys))
-        allocator.hold_blocks(blocks)
-        numbers = tuple(blocks.tolist())
-        self._index.add_keys(keys, numbers)
-        self._contents.set_pending(blocks)
-        self._policy.insert_blocks(keys, blocks)
-        stored = {key: parts[key] for key in keys if key in parts} if parts else NO_PARTS
-        reservation = Reservation(keys, numbers, tuple(evicted), stored)
-        self._evictions += len(evicted)
-        self.events.add(EventKind.PENDING, keys)
-        return reservation
-
-    def _stored_in(self, entries: Iterable[tuple[bytes, int]]) -> Int64s:
-        """The blocks of those entries whose keys are stored there."""
-        where = dict(entries)
-        found = self._index.find_numbers(where)
-        same = [block for block, told in zip(found, where.values(), strict=True) if block == told]
-        blocks = _array(same)
-        return blocks[self._contents.is_stored(blocks)]
-
-    def _discard_blocks(self, blocks: Int64s) -> None:
-        """Remove keys, other than by eviction."""
-        self._policy.remove_blocks(blocks)
-        self._remove_keys(blocks)
-
-    def _remove_keys(self, blocks: Int64s) -> list[bytes]:
-        """Remove the keys of blocks that the policy does not have, and return them.
-
-        The event of a key matches its lookup: REMOVED for a HIT, ABANDONED for a HIT_PENDING.
-        """
-        hits, pending = self._contents.hits_among(blocks)
-        self.events.add(EventKind.REMOVED, self._index.keys_of(hits.tolist()))
-        self.events.add(EventKind.ABANDONED, self._index.keys_of(pending.tolist()))
-        self._contents.remove_blocks(blocks)
-        self._allocator.drop_keys(blocks)
-        return self._index.remove_numbers(blocks.tolist())
+        self._blocks.check_integrity()
 
 
 def _array(blocks: Iterable[int]) -> Int64s:

@@ -22,6 +22,9 @@ class LRU:
     def blocks(self) -> Int64s:
         return self._order.numbers()
 
+    def orders(self) -> tuple[UseOrder, ...]:
+        return (self._order,)
+
     def choose_victims(self, keys: Sequence[bytes], room: int, idle: IdleFilter) -> list[int]:
         victims = list(islice(idle_blocks(self._order, idle), max(0, len(keys) - room)))
         self._order.remove(np.array(victims, np.int64))

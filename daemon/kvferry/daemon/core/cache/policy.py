@@ -23,6 +23,9 @@ class Policy(Protocol):
     def blocks(self) -> Int64s:
         """All blocks, the least recently used first as far as the policy knows."""
 
+    def orders(self) -> tuple[UseOrder, ...]:
+        """Its queues, which have all blocks together. Each is evicted from its least recent end."""
+
     def choose_victims(self, keys: Sequence[bytes], room: int, idle: IdleFilter) -> list[int]:
         """Remove the victims for an offer, one for each key beyond `room`, and return them.
 

@@ -45,6 +45,9 @@ class S3FIFO:
     def blocks(self) -> Int64s:
         return np.concatenate((self._small.numbers(), self._main.numbers()))
 
+    def orders(self) -> tuple[UseOrder, ...]:
+        return self._small, self._main
+
     def choose_victims(self, keys: Sequence[bytes], room: int, idle: IdleFilter) -> list[int]:
         self._returning = {key for key in keys if key in self._ghosts}
         self._ghosts.forget_keys(tuple(self._returning))

@@ -1,0 +1,109 @@
+"""What the tiers below the host pool do with the blocks of a cache.
+
+    promotion    absent --prepare_promotion--> pending --end_promotion--> stored or absent
+    write        stored --take_writes--> held --end_writes--> stored, in a tier or not
+
+Blocks are held as long as a tier may write into them or read them, whatever becomes of their keys.
+Called by the core, on the event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kvferry.daemon.core.cache.block_contents import NO_PARTS
+from kvferry.daemon.core.cache.keyed_blocks import KeyedBlocks
+from kvferry.proto.keys import EventKind
+from kvferry.proto.layout import Int64s
+
+Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
+
+_NO_BLOCKS: Int64s = np.empty(0, np.int64)
+
+
+class TierAccess:
+    def __init__(self, blocks: KeyedBlocks) -> None:
+        self._blocks = blocks
+        # Blocks held by writes.
+        self.writing = 0
+        # Arguments of the last `take_writes` that found nothing.
+        self._found_nothing = 0.0, 0
+
+    def prepare_promotion(self, keys: Sequence[bytes], keep: Sequence[bytes] = ()) -> Int64s:
+        """Hold a block for each of these distinct absent keys, which are pending from now on.
+
+        keep: keys that are not evicted for them. If too few others can be evicted, only the first
+        keys get a block. Returns the blocks, which are held until `release_promotion`.
+        """
+        allocator = self._blocks.allocator
+        kept = [block for block in self._blocks.index.find_numbers(keep) if block >= 0]
+        kept_blocks: Int64s = np.array(kept, np.int64)
+        allocator.hold_blocks(kept_blocks)
+        fitting = tuple(keys[: allocator.free + allocator.idle])
+        blocks = self._blocks.reserve_blocks(fitting)[0] if fitting else _NO_BLOCKS
+        allocator.release_blocks(kept_blocks)
+        return blocks
+
+    def end_promotion(self, keys: Sequence[bytes], blocks: Int64s, ok: Mask) -> Mask:
+        """Make promoted keys loadable where `ok`, and the others absent. Blocks stay held.
+
+        keys, blocks, ok: (n,). Keys from before a reset are ignored. Returns which are loadable.
+        """
+        present = ~self._blocks.allocator.are_orphaned(blocks)
+        stored: Mask = present & ok
+        self._blocks.set_stored(blocks[stored], keys=(), parts=NO_PARTS)
+        self._blocks.marks.set_done(blocks[stored])
+        names = [key for key, done in zip(keys, stored.tolist(), strict=True) if done]
+        self._blocks.events.add(EventKind.STORED, names)
+        self._blocks.discard_blocks(blocks[present & ~ok])
+        return stored
+
+    def release_promotion(self, blocks: Int64s) -> None:
+        """Nothing writes into these promoted blocks any longer."""
+        self._blocks.allocator.release_blocks(blocks)
+
+    def take_writes(self, limit: int, coldest: float, min_uses: int) -> tuple[list[bytes], Int64s]:
+        """Hold blocks to be written, until `end_writes`: their keys, and the blocks.
+
+        They are loadable as a whole, not in a tier, and were used at least `min_uses` times.
+        coldest: the share of each queue of the policy that is looked at, from its cold end; 0 to 1.
+        At most `limit` blocks. All writes together hold at most a quarter of the cache, or one
+        block.
+        """
+        marks, capacity = self._blocks.marks, self._blocks.capacity
+        limit = min(limit, max(1, capacity // 4) - self.writing)
+        if limit <= 0 or (not marks.changed and self._found_nothing == (coldest, min_uses)):
+            return [], _NO_BLOCKS
+        parts, left = list[Int64s](), limit
+        for order in self._blocks.policy.orders():
+            unseen = int(np.ceil(coldest * len(order)))
+            for blocks in order.oldest():
+                if unseen <= 0 or left <= 0:
+                    break
+                coldest_blocks, unseen = blocks[:unseen], unseen - blocks.size
+                found = coldest_blocks[marks.are_open(coldest_blocks, min_uses)]
+                found = found[self._blocks.contents.is_whole(found)][:left]
+                parts.append(found)
+                left -= found.size
+        taken = np.concatenate((_NO_BLOCKS, *parts))
+        if not taken.size:
+            marks.set_unchanged()
+            self._found_nothing = coldest, min_uses
+            return [], taken
+        self._blocks.allocator.hold_blocks(taken)
+        marks.set_done(taken)
+        self.writing += taken.size
+        return self._blocks.index.keys_of(taken.tolist()), taken
+
+    def end_writes(self, blocks: Int64s, done: Mask) -> None:
+        """Release blocks of `take_writes`. done: which of them are in a tier now; (n,).
+
+        What became of blocks whose keys were discarded or reset is ignored.
+        """
+        self.writing -= blocks.size
+        present = ~self._blocks.allocator.are_orphaned(blocks)
+        self._blocks.marks.set_open(blocks[present & ~done])
+        self._blocks.allocator.release_blocks(blocks)
