@@ -22,6 +22,19 @@ _BYTES_PER_SLOT = 320
 _ENTRIES_PER_TRANSACTION = 256
 
 
+# Errors that a file with wrong contents causes, unlike those of a full file system.
+DAMAGE = (
+    lmdb.BadTxnError,
+    lmdb.BadValsizeError,
+    lmdb.CorruptedError,
+    lmdb.InvalidError,
+    lmdb.PageFullError,
+    lmdb.PageNotFoundError,
+    lmdb.PanicError,
+    lmdb.VersionMismatchError,
+)
+
+
 class Entry(NamedTuple):
     slot: int
     generation: int
@@ -55,7 +68,7 @@ class Index:
     def find(self, keys: Sequence[bytes]) -> list[Entry | None]:
         with self._env.begin(self._keys) as txn:
             values = [txn.get(key) for key in keys]
-        return [None if value is None else Entry(*_ENTRY.unpack(value)) for value in values]
+        return [None if value is None else _decode(value) for value in values]
 
     def insert(self, entries: Iterable[tuple[bytes, Entry]]) -> list[int]:
         """Insert entries. Returns the slots of entries that were replaced."""
@@ -64,7 +77,7 @@ class Index:
             for key, entry in entries:
                 before = txn.replace(key, _ENTRY.pack(*entry))
                 if before is not None:
-                    replaced.append(_ENTRY.unpack(before)[0])
+                    replaced.append(_decode(before).slot)
         return replaced
 
     def remove(self, entries: Iterable[tuple[bytes, int]]) -> None:
@@ -72,7 +85,7 @@ class Index:
         with self._env.begin(self._keys, write=True) as txn:
             for key, slot in entries:
                 value = txn.get(key)
-                if value is not None and _ENTRY.unpack(value)[0] == slot:
+                if value is not None and _decode(value).slot == slot:
                     txn.delete(key)
 
     def retire(self, slot: int) -> None:
@@ -97,7 +110,7 @@ class Index:
         found: list[tuple[bytes, Entry]] = []
         with self._env.begin(self._keys) as txn:
             for key, value in _behind(txn.cursor(), after):
-                found.append((key, Entry(*_ENTRY.unpack(value))))
+                found.append((key, _decode(value)))
                 if len(found) == count:
                     break
         return found
@@ -111,6 +124,12 @@ class Index:
     @staticmethod
     def _retired_slots(txn: lmdb.Transaction) -> list[int]:
         return [_SLOT.unpack(key)[0] for key, _ in txn.cursor()]
+
+
+def _decode(value: bytes) -> Entry:
+    if len(value) != _ENTRY.size:
+        raise lmdb.CorruptedError(f"an entry has {len(value)} bytes instead of {_ENTRY.size}")
+    return Entry(*_ENTRY.unpack(value))
 
 
 def _behind(cursor: lmdb.Cursor, after: bytes) -> Iterator[tuple[bytes, bytes]]:

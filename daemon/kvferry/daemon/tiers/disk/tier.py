@@ -74,6 +74,7 @@ class DiskTier:
         self._synced = self._started = time.monotonic()
         self._runs_well = False
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._check_owner()
         self._root_lock = self._lock_root()
         try:
             self._rebuild = recovery.begin(self._root)
@@ -143,15 +144,20 @@ class DiskTier:
                 self._trash.remove(store)
                 self._evicted_before += store.evictions
         for store in stores:
-            if not store.loaded:
-                self._load(store)
+            if store.damage:
+                self._rebuild_index(store)
+            elif not store.loaded:
+                self._load(store, rebuild=bool(self._rebuild))
             store.remove_lost_slabs()
         self._shrink()
         now = time.monotonic()
         if now >= self._synced + SYNC_EVERY:
             self._synced = now
             for store in stores:
-                store.sync()
+                try:
+                    store.sync()
+                except (OSError, lmdb.Error) as error:
+                    store.note_error(error)
         if not self._runs_well and now >= self._started + LONG_RUN:
             self._runs_well = True
             recovery.note_state(self._root, clean=False)
@@ -166,6 +172,17 @@ class DiskTier:
         os.close(self._root_lock)
 
     # Stores
+
+    def _check_owner(self) -> None:
+        """Whoever can write into the root could make this process write elsewhere."""
+        found = self._root.stat()
+        if found.st_uid == os.geteuid() and not found.st_mode & 0o022:
+            return
+        message = (
+            f"tiers.disk.path {self._root} belongs to user {found.st_uid} with mode "
+            f"{found.st_mode & 0o7777:04o}; give it to user {os.geteuid()} alone (chown, chmod 700)"
+        )
+        raise Refused(Code.BAD_CONFIG, message, str(self._root))
 
     def _lock_root(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -231,9 +248,24 @@ class DiskTier:
             self._stores[blocks.namespace] = store
         return store
 
-    def _load(self, store: NamespaceStore) -> None:
+    def _rebuild_index(self, store: NamespaceStore) -> None:
+        """Replace a store whose index was found damaged, once nothing of it is in progress."""
+        store.stop()
+        if store.in_use:
+            return
+        log.warning("index damaged; it is rebuilt", namespace=store.name, reason=store.damage)
+        with self._lock:
+            if self._stores.get(store.name) is not store:
+                return
+            store.close()
+            self._evicted_before += store.evictions
+            recovery.remove_index(store.directory)
+            made = self._stores[store.name] = self._make_store(store.directory, store.meta)
+        self._load(made, rebuild=True)
+
+    def _load(self, store: NamespaceStore, *, rebuild: bool) -> None:
         try:
-            recovery.load_store(store, rebuild=bool(self._rebuild))
+            recovery.load_store(store, rebuild=rebuild)
         except lmdb.Error as error:
             log.warning("index damaged; blocks dropped", namespace=store.name, reason=str(error))
             self.drop(store.name)
