@@ -22,12 +22,15 @@ _BYTES_PER_SLOT = 320
 _ENTRIES_PER_TRANSACTION = 256
 
 
-# Errors that a file with wrong contents causes, unlike those of a full file system.
+# Errors of writing that wrong contents cause, not a full or read-only file system.
 DAMAGE = (
+    lmdb.BadDbiError,
     lmdb.BadTxnError,
     lmdb.BadValsizeError,
     lmdb.CorruptedError,
+    lmdb.IncompatibleError,
     lmdb.InvalidError,
+    lmdb.MapResizedError,
     lmdb.PageFullError,
     lmdb.PageNotFoundError,
     lmdb.PanicError,

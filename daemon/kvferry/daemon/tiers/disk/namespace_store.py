@@ -136,7 +136,7 @@ class NamespaceStore:
         try:
             entries = self.index.find(keys)
         except lmdb.Error as error:
-            self.note_error(error)
+            self._note_damage(error)
             return [None] * len(keys)
         return [
             entry if entry is not None and self.slabs.has(entry.slot) else None for entry in entries
@@ -291,12 +291,16 @@ class NamespaceStore:
 
     def note_error(self, error: Exception) -> None:
         """Nothing can be written now, or the index is damaged."""
-        reason = str(error)
         if isinstance(error, DAMAGE):
-            self.damage = self.damage or reason
+            self._note_damage(error)
+        reason = str(error)
         if not self.read_only:
             log.warning("disk tier cannot be written", namespace=self.name, reason=reason)
         self.read_only = reason
+
+    def _note_damage(self, error: Exception) -> None:
+        """The tier rebuilds the index."""
+        self.damage = self.damage or str(error)
 
     # Slabs
 
@@ -312,7 +316,11 @@ class NamespaceStore:
             self.note_error(error)
             return False
         with self.lock:
-            self.index.resize(self.slabs.num_slots)
+            try:
+                self.index.resize(self.slabs.num_slots)
+            except lmdb.Error as error:
+                self._note_damage(error)
+                return False
             self.table.add_slots(self.slabs.slots_of(number))
         return True
 
@@ -348,7 +356,10 @@ class NamespaceStore:
             self.index.remove_slots(entries, slots)
         except lmdb.Error as error:
             self.note_error(error)
-        self.index.resize(self.slabs.num_slots)
+        try:
+            self.index.resize(self.slabs.num_slots)
+        except lmdb.Error as error:
+            self._note_damage(error)
 
     # End
 

@@ -163,11 +163,17 @@ class DiskTier:
             recovery.note_state(self._root, clean=False)
 
     def close(self) -> None:
+        clean = True
         for store in self._stores.values():
             store.stop()
-            store.sync()
+            try:
+                store.sync()
+            except (OSError, lmdb.Error) as error:
+                log.warning("disk tier not synced", namespace=store.name, reason=str(error))
+                clean = False
+            clean = clean and store.loaded and not store.damage
             store.close()
-        if all(store.loaded for store in self._stores.values()):
+        if clean:
             recovery.note_state(self._root, clean=True)
         os.close(self._root_lock)
 
