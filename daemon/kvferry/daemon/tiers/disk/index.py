@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,7 +52,7 @@ def index_bytes(slots: int) -> int:
 class Index:
     """Raises lmdb.Error if the file is damaged. `slots`: how many there are now."""
 
-    def __init__(self, path: Path, slots: int) -> None:
+    def __init__(self, path: Path, slots: int, **options: bool) -> None:
         self._env = lmdb.open(
             str(path),
             map_size=index_bytes(slots),
@@ -60,9 +61,15 @@ class Index:
             sync=False,
             max_dbs=2,
             readahead=False,
+            **options,
         )
         self._keys = self._env.open_db(b"keys")
         self._retired = self._env.open_db(b"retired")
+
+    def count(self) -> int:
+        """How many keys there are."""
+        with self._env.begin(self._keys) as txn:
+            return int(txn.stat(self._keys)["entries"])
 
     def resize(self, slots: int) -> None:
         """Change the bound on the file. No transaction may be open."""
@@ -127,6 +134,17 @@ class Index:
     @staticmethod
     def _retired_slots(txn: lmdb.Transaction) -> list[int]:
         return [_SLOT.unpack(key)[0] for key, _ in txn.cursor()]
+
+
+@contextmanager
+def open_read_only(path: Path) -> Iterator[Index]:
+    """Open an index to read it, also while another process writes into it. Creates no file."""
+    locked = path.with_name(path.name + "-lock").exists()
+    index = Index(path, -(-path.stat().st_size // 4096) * 16, readonly=True, lock=locked)
+    try:
+        yield index
+    finally:
+        index.close()
 
 
 def _decode(value: bytes) -> Entry:
