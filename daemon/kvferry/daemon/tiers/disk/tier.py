@@ -39,6 +39,10 @@ MAX_FLOOR_BYTES = 4 << 30
 # Seconds between two syncs, and of a run after which the start counts as successful.
 SYNC_EVERY = 3.0
 LONG_RUN = 60.0
+# Seconds without another attempt to create a namespace, after one that failed.
+RETRY_NAMESPACE = 1.0
+# Seconds for which the usage says why.
+REFUSAL_SHOWN = 60.0
 
 _NAMESPACE = re.compile(r"[0-9A-Za-z_-]{1,64}")
 
@@ -71,6 +75,8 @@ class DiskTier:
         # Dropped stores, whose files `maintain` deletes.
         self._trash: list[NamespaceStore] = []
         self._evicted_before = 0
+        # Why a namespace could not be created, and until when it is not tried again.
+        self._refusal, self._refused_until = "", 0.0
         self._synced = self._started = time.monotonic()
         self._runs_well = False
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -121,15 +127,17 @@ class DiskTier:
             self._trash.append(store)
 
     def usage(self) -> TierUsage:
+        refused = time.monotonic() < self._refused_until + REFUSAL_SHOWN
         with self._lock:
             stores = list(self._stores.values())
+            reasons = [store.read_only for store in stores if store.read_only]
             return TierUsage(
                 self._size,
                 self._used_bytes(),
                 sum(store.table.used for store in stores),
                 self._evicted_before + sum(store.evictions for store in stores),
                 sum(store.table.retired for store in stores),
-                next((store.read_only for store in stores if store.read_only), ""),
+                next(iter(reasons), self._refusal if refused else ""),
             )
 
     def maintain(self) -> None:
@@ -239,20 +247,29 @@ class DiskTier:
         with self._lock:
             if blocks.namespace in self._stores:
                 return self._stores[blocks.namespace]
+            if time.monotonic() < self._refused_until:
+                return None
             if not self._make_room(index_bytes(0), None):
+                self._refuse("no room for another namespace", blocks.namespace, 0.0)
                 return None
             try:
                 directory.mkdir(mode=0o700)
                 recovery.write_file(directory / META, msgspec.json.encode(meta))
                 store = self._make_store(directory, meta)
             except (OSError, lmdb.Error) as error:
-                log.warning("namespace not stored on disk", reason=str(error))
+                self._refuse(str(error), blocks.namespace, RETRY_NAMESPACE)
                 shutil.rmtree(directory, ignore_errors=True)
                 return None
             recovery.sync_directory(self._root)
+            self._refusal = ""
             store.loaded = True
             self._stores[blocks.namespace] = store
         return store
+
+    def _refuse(self, reason: str, namespace: str, seconds: float) -> None:
+        if reason != self._refusal:
+            log.warning("namespace not stored on disk", namespace=namespace, reason=reason)
+        self._refusal, self._refused_until = reason, time.monotonic() + seconds
 
     def _rebuild_index(self, store: NamespaceStore) -> None:
         """Replace a store whose index was found damaged, once nothing of it is in progress."""
