@@ -38,8 +38,8 @@ coverage: $(READY)  ## branch coverage of the product by the tests
 gpu: $(READY)  ## all tests, on a machine with a GPU
 	$(BIN)/python -m pytest -q
 
-faults: $(READY)  ## kills of daemons and engines, rude clients, attackers, small limits: 15 minutes
-	$(BIN)/python -m pytest -v -rP -m "not gpu" --long tests/faults/test_kills.py tests/faults/test_limits.py tests/faults/test_rude_clients.py tests/faults/test_attackers.py tests/faults/test_subscribers.py
+faults: $(READY)  ## kills of daemons and engines, rude clients, attackers, small limits, the disk tier: 20 minutes
+	$(BIN)/python -m pytest -v -rP -m "not gpu" --long tests/faults/test_kills.py tests/faults/test_limits.py tests/faults/test_rude_clients.py tests/faults/test_attackers.py tests/faults/test_subscribers.py tests/faults/test_disk_tier.py
 
 fuzz: $(READY)  ## send a million hostile frames
 	$(BIN)/python -m pytest -v -rP -m "not gpu" --long tests/faults/test_fuzz.py

@@ -1,10 +1,10 @@
-"""Bandwidth of the disk tier beside dd on the same file system, in one run.
+"""Bandwidth of the disk tier beside fio (or dd) on the same file system, in one run.
 
-    python tests/bench/disk_tier.py [--path /tmp] [--blocks 512] [--reps 3]
+    python tests/bench/disk_tier.py [--path /tmp] [--blocks 512] [--reps 3] [--threads 1,2,4,8,16]
 
-Both write and read the same bytes with O_DIRECT: dd one file, by --dd-processes that each move a
-part of it; kvferry through TierClient and the tier's process, in batches of 16 blocks. Prints GB/s
-and the ratios.
+All use O_DIRECT. fio writes and reads one file with 16 blocks in flight; dd, if there is no fio, by
+--dd-processes that each move a part of it. kvferry moves the same bytes through TierClient and the
+tier's process, in batches of 16 blocks. Prints GB/s and the ratios.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import json
 import os
 import shutil
 import statistics
@@ -30,6 +31,8 @@ from kvferry.daemon.tiers.tier_client import TierBlocks, TierClient
 from kvferry.daemon.tiers.tier_process import PoolFiles, TierSpec
 
 BATCH, AHEAD = 16, 2
+# Of fio.
+DEPTH = 16
 CHUNK = 256 << 20
 
 
@@ -51,6 +54,15 @@ def dd(
     running = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for command in commands]
     assert all(process.wait() == 0 for process in running)
     return share * processes * block_bytes / (time.perf_counter() - begin)
+
+
+def fio(path: Path, block_bytes: int, blocks: int, verb: str) -> float:
+    """Bytes per second of fio over one file, sequentially, with DEPTH blocks in flight."""
+    command = ["fio", "--name=reference", f"--filename={path}", f"--rw={verb}", "--direct=1"]
+    command += [f"--bs={block_bytes}", f"--size={block_bytes * blocks}", f"--iodepth={DEPTH}"]
+    command += ["--ioengine=libaio", "--output-format=json"]
+    done = subprocess.run(command, check=True, capture_output=True)
+    return float(json.loads(done.stdout)["jobs"][0][verb]["bw_bytes"])
 
 
 class Bench:
@@ -121,43 +133,59 @@ class Bench:
         return first, read, again
 
 
+def reference(options: argparse.Namespace, file: Path, source: Path) -> tuple[float, float, float]:
+    """Bytes per second of fio or dd: a new file, reads, writes over the file."""
+    if options.tool == "fio":
+        size = file, options.block_bytes, options.blocks
+        return fio(*size, "write"), fio(*size, "read"), fio(*size, "write")
+    parts = options.block_bytes, options.blocks, options.dd_processes
+    new = dd(file, source, *parts, write=True)
+    read = dd(file, source, *parts, write=False)
+    return new, read, dd(file, source, *parts, write=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--path", type=Path, default=Path("/tmp"))
     parser.add_argument("--blocks", type=int, default=512)
     parser.add_argument("--block-bytes", type=int, default=2 << 20)
     parser.add_argument("--reps", type=int, default=3)
-    parser.add_argument("--threads", type=int)
+    parser.add_argument("--threads", default="8", help="of the tier: a list, as in 1,2,4,8,16")
+    parser.add_argument(
+        "--tool", choices=("fio", "dd"), default="fio" if shutil.which("fio") else "dd"
+    )
     parser.add_argument("--dd-processes", type=int, default=2)
     options = parser.parse_args()
-    rows: list[list[float]] = []
+    threads = [int(number) for number in options.threads.split(",")]
+    rows: dict[int, list[list[float]]] = {number: [] for number in threads}
     source = Path(tempfile.mkstemp(prefix="kvferry-disk-tier-", dir="/dev/shm")[1])
     nbytes = options.block_bytes * options.blocks
-    np.random.default_rng(2).integers(0, 256, nbytes, np.uint8).tofile(source)
+    if options.tool == "dd":
+        np.random.default_rng(2).integers(0, 256, nbytes, np.uint8).tofile(source)
     for _ in range(options.reps):
-        root = Path(tempfile.mkdtemp(prefix="kvferry-disk-tier-", dir=options.path))
-        try:
-            file = root / "dd"
-            size = source, options.block_bytes, options.blocks, options.dd_processes
-            dd_new = dd(file, *size, write=True)
-            dd_read = dd(file, *size, write=False)
-            dd_again = dd(file, *size, write=True)
-            file.unlink()
-            bench = Bench(root / "tier", options.block_bytes, options.blocks, options.threads)
-            new, read, again = asyncio.run(bench.run())
-            bench.pool.close()
-        finally:
-            shutil.rmtree(root)
-        rows.append([dd_new, new, dd_read, read, dd_again, again])
+        for number in threads:
+            root = Path(tempfile.mkdtemp(prefix="kvferry-disk-tier-", dir=options.path))
+            try:
+                file = root / "reference"
+                raw = reference(options, file, source)
+                file.unlink()
+                bench = Bench(root / "tier", options.block_bytes, options.blocks, number)
+                tier = asyncio.run(bench.run())
+                bench.pool.close()
+            finally:
+                shutil.rmtree(root)
+            rows[number].append([rate for pair in zip(raw, tier, strict=True) for rate in pair])
     source.unlink()
-    middle = [statistics.median(column) for column in zip(*rows, strict=True)]
-    print(f"{options.blocks} blocks of {options.block_bytes} bytes, {os.cpu_count()} cores")
-    for name, at in (("write, new file", 0), ("read", 2), ("write again", 4)):
-        ratios = [row[at + 1] / row[at] for row in rows]
-        print(
-            f"{name:16} dd {middle[at] / 1e9:5.2f} GB/s  kvferry {middle[at + 1] / 1e9:5.2f} GB/s"
-            f"  ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        )
+    print(f"{options.blocks} blocks of {options.block_bytes} bytes, {os.cpu_count()} cores, GB/s")
+    print(f"threads  what             {options.tool:>5}  kvferry  ratio (least to most)")
+    for number, each in rows.items():
+        middle = [statistics.median(column) for column in zip(*each, strict=True)]
+        for name, at in (("write, new file", 0), ("read", 2), ("write again", 4)):
+            ratios = [row[at + 1] / row[at] for row in each]
+            print(
+                f"{number:7}  {name:15}  {middle[at] / 1e9:5.2f}  {middle[at + 1] / 1e9:7.2f}"
+                f"  {statistics.median(ratios):5.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            )
 
 
 if __name__ == "__main__":

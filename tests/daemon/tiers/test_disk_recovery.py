@@ -183,6 +183,37 @@ def test_files_belong_to_the_daemon_alone(disk: KillableDisk, tmp_path: Path) ->
     disk.open()
 
 
+def test_a_root_that_others_may_write_into_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "tier"
+    root.mkdir()
+    root.chmod(0o770)
+    with pytest.raises(Refused, match=r"mode 0770; give it to user .* alone"):
+        DiskTier(DiskOptions(str(root), SIZE))
+    assert not list(root.iterdir())
+
+
+def test_a_namespace_that_cannot_be_created_is_tried_again(
+    disk: KillableDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for each block, and the reason is shown."""
+    put_all(disk)
+    attempts = list[Path]()
+
+    def refused(path: Path, *_: Any, **__: Any) -> None:
+        attempts.append(path)
+        raise OSError(30, os.strerror(30))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", refused)
+        assert disk.put([1, 2], "other") == [Result.FULL] * 2
+        assert disk.put([1, 2], "other") == [Result.FULL] * 2
+    assert len(attempts) == 1
+    assert os.strerror(30) in disk.usage().read_only
+    monkeypatch.setattr(disk.tier, "_refused_until", 0.0)
+    assert disk.put([1, 2], "other") == [OK] * 2
+    assert disk.usage().read_only == ""
+
+
 def test_a_smaller_size_is_kept_from_the_start_on(disk: KillableDisk) -> None:
     put_all(disk, range(150))
     disk.close()

@@ -177,7 +177,10 @@ def test_three_errors_turn_it_off_and_a_probe_turns_it_on_again(rude: Rude) -> N
 def test_a_lookup_that_fails_finds_nothing(rude: Rude) -> None:
     rude.tier.put([1])
     rude.on("contains")
-    assert rude.tier.contains([1]) == [False]
+    for _ in range(3):
+        assert rude.tier.contains([1, 2]) == [False, False]
+    assert rude.tier.client.counters.results["fetch"][ERROR] == 6
+    assert rude.tier.client.breaker.state == "open"
 
 
 def test_bytes_that_do_not_match_their_checksum_are_dropped(rude: Rude) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `kvferry status`, `top`, `release`, `doctor` and `bench`.
+"""The command line: `kvferry status`, `top`, `release`, `tier`, `doctor` and `bench`.
 
 Exit status: 0 done; 1 failed, with one line on stderr; 2 wrong usage, or a package is missing; 129,
 130, 143 after SIGHUP, ctrl-c, SIGTERM. Packages that only some commands need are imported when
@@ -19,6 +19,7 @@ from kvferry.proto.errors import KVFerryError
 _INSTALL = {
     "typer": "'.[cli]' in a checkout of kvferry",
     "rich": "'.[cli]' in a checkout of kvferry",
+    "lmdb": "'.[daemon]' in a checkout of kvferry",
     "torch": "'.[tensors]' in a checkout of kvferry",
     "matplotlib": "matplotlib",
 }

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from kvferry.client.cli import status as status_command
+from kvferry.client.cli import tier as tier_command
 from kvferry.client.cli import units
 from kvferry.client.cli.status import TIMEOUT, as_json, fetch_status, json_text
 from kvferry.proto.errors import Refused
@@ -30,6 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(tier_command.app)
 
 
 def _check_sizes(text: str | None) -> str | None:

@@ -15,6 +15,8 @@ from kvferry.daemon.tiers.base import TierUsage
 # Bytes of a datagram, and keys in a request: they fit the default buffer of a socket.
 MAX_BYTES = 192 << 10
 MAX_KEYS = 1024
+# In the answer to a lookup that failed.
+FAILED = 2
 
 
 class TierArguments(msgspec.Struct, frozen=True):
@@ -77,7 +79,7 @@ class UsageRequest(_Message, frozen=True):
 
 
 class Answer(_Message, frozen=True):
-    """results: a byte for each key, a Result; of `contains`, 0 or 1."""
+    """results: a byte for each key, a Result; of `contains`, 0, 1 or FAILED."""
 
     number: int
     results: bytes

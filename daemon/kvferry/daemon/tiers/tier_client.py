@@ -22,6 +22,7 @@ from kvferry.daemon.core.layout import Int64s
 from kvferry.daemon.tiers.base import Result, TierUsage
 from kvferry.daemon.tiers.circuit_breaker import CircuitBreaker
 from kvferry.daemon.tiers.messages import (
+    FAILED,
     MAX_KEYS,
     Answer,
     ContainsRequest,
@@ -294,7 +295,10 @@ class TierClient:
             pending.timer.cancel()
         request = pending.request
         if isinstance(request, ContainsRequest):
-            self._finish(pending, [Result.OK if each else Result.MISS for each in results])
+            if failed := results.count(FAILED):
+                self.counters.results["fetch"][Result.ERROR] += failed
+                self.breaker.record_error()
+            self._finish(pending, [Result.OK if each == 1 else Result.MISS for each in results])
         else:
             if isinstance(request, FetchRequest | PutRequest):
                 self._process.note_progress()

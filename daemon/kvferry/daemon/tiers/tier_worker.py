@@ -33,6 +33,7 @@ from kvferry.daemon.memory.shared_memory import MappedFiles
 from kvferry.daemon.tiers.base import Blocks, Result, Tier, block_checksum
 from kvferry.daemon.tiers.block_memory import view_memory
 from kvferry.daemon.tiers.messages import (
+    FAILED,
     MAX_BYTES,
     Answer,
     ContainsRequest,
@@ -166,7 +167,7 @@ class TierWorker:
                     found = bytes(map(bool, self._tier.contains(namespace, keys)))
                 except Exception:
                     self._report_exception("contains")
-                    found = bytes(len(keys))
+                    found = bytes([FAILED]) * len(keys)
                 self._send(Answer(number, found))
             case DropRequest(number, namespace, keys):
                 if keys is None:

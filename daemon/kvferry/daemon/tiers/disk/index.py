@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,22 @@ _BASE_BYTES = 512 << 10
 _BYTES_PER_SLOT = 320
 # A transaction copies each page that it changes.
 _ENTRIES_PER_TRANSACTION = 256
+
+
+# Errors of writing that wrong contents cause, not a full or read-only file system.
+DAMAGE = (
+    lmdb.BadDbiError,
+    lmdb.BadTxnError,
+    lmdb.BadValsizeError,
+    lmdb.CorruptedError,
+    lmdb.IncompatibleError,
+    lmdb.InvalidError,
+    lmdb.MapResizedError,
+    lmdb.PageFullError,
+    lmdb.PageNotFoundError,
+    lmdb.PanicError,
+    lmdb.VersionMismatchError,
+)
 
 
 class Entry(NamedTuple):
@@ -35,7 +52,7 @@ def index_bytes(slots: int) -> int:
 class Index:
     """Raises lmdb.Error if the file is damaged. `slots`: how many there are now."""
 
-    def __init__(self, path: Path, slots: int) -> None:
+    def __init__(self, path: Path, slots: int, **options: bool) -> None:
         self._env = lmdb.open(
             str(path),
             map_size=index_bytes(slots),
@@ -44,9 +61,15 @@ class Index:
             sync=False,
             max_dbs=2,
             readahead=False,
+            **options,
         )
         self._keys = self._env.open_db(b"keys")
         self._retired = self._env.open_db(b"retired")
+
+    def count(self) -> int:
+        """How many keys there are."""
+        with self._env.begin(self._keys) as txn:
+            return int(txn.stat(self._keys)["entries"])
 
     def resize(self, slots: int) -> None:
         """Change the bound on the file. No transaction may be open."""
@@ -55,7 +78,7 @@ class Index:
     def find(self, keys: Sequence[bytes]) -> list[Entry | None]:
         with self._env.begin(self._keys) as txn:
             values = [txn.get(key) for key in keys]
-        return [None if value is None else Entry(*_ENTRY.unpack(value)) for value in values]
+        return [None if value is None else _decode(value) for value in values]
 
     def insert(self, entries: Iterable[tuple[bytes, Entry]]) -> list[int]:
         """Insert entries. Returns the slots of entries that were replaced."""
@@ -64,7 +87,7 @@ class Index:
             for key, entry in entries:
                 before = txn.replace(key, _ENTRY.pack(*entry))
                 if before is not None:
-                    replaced.append(_ENTRY.unpack(before)[0])
+                    replaced.append(_decode(before).slot)
         return replaced
 
     def remove(self, entries: Iterable[tuple[bytes, int]]) -> None:
@@ -72,7 +95,7 @@ class Index:
         with self._env.begin(self._keys, write=True) as txn:
             for key, slot in entries:
                 value = txn.get(key)
-                if value is not None and _ENTRY.unpack(value)[0] == slot:
+                if value is not None and _decode(value).slot == slot:
                     txn.delete(key)
 
     def retire(self, slot: int) -> None:
@@ -97,7 +120,7 @@ class Index:
         found: list[tuple[bytes, Entry]] = []
         with self._env.begin(self._keys) as txn:
             for key, value in _behind(txn.cursor(), after):
-                found.append((key, Entry(*_ENTRY.unpack(value))))
+                found.append((key, _decode(value)))
                 if len(found) == count:
                     break
         return found
@@ -111,6 +134,23 @@ class Index:
     @staticmethod
     def _retired_slots(txn: lmdb.Transaction) -> list[int]:
         return [_SLOT.unpack(key)[0] for key, _ in txn.cursor()]
+
+
+@contextmanager
+def open_read_only(path: Path) -> Iterator[Index]:
+    """Open an index to read it, also while another process writes into it. Creates no file."""
+    locked = path.with_name(path.name + "-lock").exists()
+    index = Index(path, -(-path.stat().st_size // 4096) * 16, readonly=True, lock=locked)
+    try:
+        yield index
+    finally:
+        index.close()
+
+
+def _decode(value: bytes) -> Entry:
+    if len(value) != _ENTRY.size:
+        raise lmdb.CorruptedError(f"an entry has {len(value)} bytes instead of {_ENTRY.size}")
+    return Entry(*_ENTRY.unpack(value))
 
 
 def _behind(cursor: lmdb.Cursor, after: bytes) -> Iterator[tuple[bytes, bytes]]:

@@ -19,7 +19,7 @@ import msgspec
 import structlog
 
 from kvferry.daemon.tiers.base import Blocks, Fetched, Result
-from kvferry.daemon.tiers.disk.index import Entry, Index, index_bytes
+from kvferry.daemon.tiers.disk.index import DAMAGE, Entry, Index, index_bytes
 from kvferry.daemon.tiers.disk.slab import SlabTruncatedError, SlotHeader, slot_bytes_of
 from kvferry.daemon.tiers.disk.slabs import Slabs
 from kvferry.daemon.tiers.disk.slot_table import SlotTable
@@ -82,10 +82,14 @@ class NamespaceStore:
         # The generation of the last block that was written.
         self.generation = 0
         self.read_only = ""
+        # What is wrong with the index, so that it must be rebuilt; empty if nothing is known.
+        self.damage = ""
         self.evictions = 0
         self._grow = grow
         self._max_slots = max_slots
         self._stopped = False
+        # Calls of `put` in progress.
+        self._puts = 0
         self._full_until = 0.0
 
     @property
@@ -129,9 +133,13 @@ class NamespaceStore:
     def _find(self, keys: Sequence[bytes]) -> list[Entry | None]:
         if self._stopped:
             return [None] * len(keys)
+        try:
+            entries = self.index.find(keys)
+        except lmdb.Error as error:
+            self._note_damage(error)
+            return [None] * len(keys)
         return [
-            entry if entry is not None and self.slabs.has(entry.slot) else None
-            for entry in self.index.find(keys)
+            entry if entry is not None and self.slabs.has(entry.slot) else None for entry in entries
         ]
 
     def _fetch_one(
@@ -174,7 +182,7 @@ class NamespaceStore:
             if retire:
                 self.index.retire(slot)
         except lmdb.Error as error:
-            self._set_read_only(error)
+            self.note_error(error)
         if retire:
             self.table.retire_slot(slot)
         elif self.table.holds(slot, key):
@@ -188,6 +196,17 @@ class NamespaceStore:
         with self.lock:
             if self._stopped or not self.loaded:
                 return [Result.FULL] * len(blocks.keys)
+            self._puts += 1
+        try:
+            return self._put(blocks, checksum_of, address_of)
+        finally:
+            with self.lock:
+                self._puts -= 1
+
+    def _put(
+        self, blocks: Blocks, checksum_of: dict[bytes, int], address_of: dict[bytes, int]
+    ) -> list[Result]:
+        with self.lock:
             for key, entry in zip(blocks.keys, self._find(blocks.keys), strict=True):
                 if entry is not None:
                     self.table.touch_slot(entry.slot)
@@ -220,7 +239,7 @@ class NamespaceStore:
         except OSError as error:
             with self.lock:
                 if error.errno in NO_WRITES:
-                    self._set_read_only(error)
+                    self.note_error(error)
                     self.table.free_slot(slot)
                     return Result.FULL
                 self._forget(header.key, slot, retire=True)
@@ -236,7 +255,7 @@ class NamespaceStore:
             try:
                 replaced = self.index.insert(written)
             except lmdb.Error as error:
-                self._set_read_only(error)
+                self.note_error(error)
                 for _, entry in written:
                     self.table.free_slot(entry.slot)
                 return False
@@ -263,18 +282,25 @@ class NamespaceStore:
             try:
                 self.index.remove((key, slot) for slot, key in victims)
             except lmdb.Error as error:
-                self._set_read_only(error)
+                self.note_error(error)
                 for slot, key in victims:
                     self.table.occupy_slot(slot, key)
                 return slots
             self.evictions += len(victims)
         return slots + [slot for slot, _ in victims]
 
-    def _set_read_only(self, error: Exception) -> None:
+    def note_error(self, error: Exception) -> None:
+        """Nothing can be written now, or the index is damaged."""
+        if isinstance(error, DAMAGE):
+            self._note_damage(error)
         reason = str(error)
         if not self.read_only:
             log.warning("disk tier cannot be written", namespace=self.name, reason=reason)
         self.read_only = reason
+
+    def _note_damage(self, error: Exception) -> None:
+        """The tier rebuilds the index."""
+        self.damage = self.damage or str(error)
 
     # Slabs
 
@@ -287,17 +313,21 @@ class NamespaceStore:
         try:
             self.slabs.create(number)
         except OSError as error:
-            self._set_read_only(error)
+            self.note_error(error)
             return False
         with self.lock:
-            self.index.resize(self.slabs.num_slots)
+            try:
+                self.index.resize(self.slabs.num_slots)
+            except lmdb.Error as error:
+                self._note_damage(error)
+                return False
             self.table.add_slots(self.slabs.slots_of(number))
         return True
 
     def give_up_slab(self) -> bool:
         """Delete the coldest slab that is not in use. False if there is none."""
         with self.lock:
-            if not self.loaded:
+            if self._stopped or not self.loaded:
                 return False
             idle = [n for n in self.slabs.numbers if not self.table.in_use(self.slabs.slots_of(n))]
             if not idle:
@@ -309,7 +339,7 @@ class NamespaceStore:
     def remove_lost_slabs(self) -> None:
         """Delete slab files that are truncated and not in use."""
         with self.lock:
-            if not self.loaded:
+            if self._stopped or not self.loaded:
                 return
             self.slabs.find_lost()
             for number in self.slabs.lost:
@@ -325,16 +355,19 @@ class NamespaceStore:
         try:
             self.index.remove_slots(entries, slots)
         except lmdb.Error as error:
-            self._set_read_only(error)
-        self.index.resize(self.slabs.num_slots)
+            self.note_error(error)
+        try:
+            self.index.resize(self.slabs.num_slots)
+        except lmdb.Error as error:
+            self._note_damage(error)
 
     # End
 
     @property
     def in_use(self) -> bool:
-        """Whether a slot is being read or written."""
+        """Whether a slot is being read or written, or a `put` is in progress."""
         with self.lock:
-            return self.table.in_use(range(self.table.capacity))
+            return self._puts > 0 or self.table.in_use(range(self.table.capacity))
 
     def sync(self) -> None:
         """Write slots and then the index to the device. Raises OSError and lmdb.Error."""

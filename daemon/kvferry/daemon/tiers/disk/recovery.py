@@ -8,6 +8,7 @@ since a damaged index may be the reason.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -49,7 +50,7 @@ def begin(root: Path) -> str:
     except msgspec.MsgspecError:
         before = RootState("", clean=False)
     starts = 0 if before.clean else before.starts
-    write_file(root / STATE, msgspec.json.encode(RootState(boot_id, False, starts + 1)))
+    _write_state(root, RootState(boot_id, False, starts + 1))
     if before.clean:
         return ""
     if before.boot_id != boot_id:
@@ -61,8 +62,25 @@ def begin(root: Path) -> str:
 
 def note_state(root: Path, *, clean: bool) -> None:
     """Note that the tier was closed cleanly, or that it runs well."""
-    state = RootState(BOOT_ID.read_text().strip(), clean)
-    write_file(root / STATE, msgspec.json.encode(state))
+    _write_state(root, RootState(BOOT_ID.read_text().strip(), clean))
+
+
+def _write_state(root: Path, state: RootState) -> None:
+    """Replace the state; in place if the file system is full. Raises OSError."""
+    data = msgspec.json.encode(state)
+    try:
+        write_file(root / STATE, data)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        # Torn by a power cut it cannot be decoded, so that indexes are rebuilt.
+        descriptor = os.open(root / STATE, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.pwrite(descriptor, data, 0)
+            os.ftruncate(descriptor, len(data))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def write_file(path: Path, data: bytes) -> None:

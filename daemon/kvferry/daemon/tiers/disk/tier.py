@@ -41,6 +41,10 @@ MAX_FLOOR_BYTES = 4 << 30
 # Seconds between two syncs, and of a run after which the start counts as successful.
 SYNC_EVERY = 3.0
 LONG_RUN = 60.0
+# Seconds without another attempt to create a namespace, after one that failed.
+RETRY_NAMESPACE = 1.0
+# Seconds for which the usage says why.
+REFUSAL_SHOWN = 60.0
 
 _NAMESPACE = re.compile(r"[0-9A-Za-z_-]{1,64}")
 
@@ -73,9 +77,12 @@ class DiskTier:
         # Dropped stores, whose files `maintain` deletes.
         self._trash: list[NamespaceStore] = []
         self._evicted_before = 0
+        # Why a namespace could not be created, and until when it is not tried again.
+        self._refusal, self._refused_until = "", 0.0
         self._synced = self._started = time.monotonic()
         self._runs_well = False
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._check_owner()
         self._root_lock = self._lock_root()
         try:
             self._rebuild = recovery.begin(self._root)
@@ -125,15 +132,17 @@ class DiskTier:
             self._trash.append(store)
 
     def usage(self) -> TierUsage:
+        refused = time.monotonic() < self._refused_until + REFUSAL_SHOWN
         with self._lock:
             stores = list(self._stores.values())
+            reasons = [store.read_only for store in stores if store.read_only]
             return TierUsage(
                 self._size,
                 self._used_bytes(),
                 sum(store.table.used for store in stores),
                 self._evicted_before + sum(store.evictions for store in stores),
                 sum(store.table.retired for store in stores),
-                next((store.read_only for store in stores if store.read_only), ""),
+                next(iter(reasons), self._refusal if refused else ""),
             )
 
     def maintain(self) -> None:
@@ -148,29 +157,51 @@ class DiskTier:
                 self._trash.remove(store)
                 self._evicted_before += store.evictions
         for store in stores:
-            if not store.loaded:
-                self._load(store)
+            if store.damage:
+                self._rebuild_index(store)
+            elif not store.loaded:
+                self._load(store, rebuild=bool(self._rebuild))
             store.remove_lost_slabs()
         self._shrink()
         now = time.monotonic()
         if now >= self._synced + SYNC_EVERY:
             self._synced = now
             for store in stores:
-                store.sync()
+                try:
+                    store.sync()
+                except (OSError, lmdb.Error) as error:
+                    store.note_error(error)
         if not self._runs_well and now >= self._started + LONG_RUN:
             self._runs_well = True
             recovery.note_state(self._root, clean=False)
 
     def close(self) -> None:
+        clean = True
         for store in self._stores.values():
             store.stop()
-            store.sync()
+            try:
+                store.sync()
+            except (OSError, lmdb.Error) as error:
+                log.warning("disk tier not synced", namespace=store.name, reason=str(error))
+                clean = False
+            clean = clean and store.loaded and not store.damage
             store.close()
-        if all(store.loaded for store in self._stores.values()):
+        if clean:
             recovery.note_state(self._root, clean=True)
         os.close(self._root_lock)
 
     # Stores
+
+    def _check_owner(self) -> None:
+        """Whoever can write into the root could make this process write elsewhere."""
+        found = self._root.stat()
+        if found.st_uid == os.geteuid() and not found.st_mode & 0o022:
+            return
+        message = (
+            f"tiers.disk.path {self._root} belongs to user {found.st_uid} with mode "
+            f"{found.st_mode & 0o7777:04o}; give it to user {os.geteuid()} alone (chown, chmod 700)"
+        )
+        raise Refused(Code.BAD_CONFIG, message, str(self._root))
 
     def _lock_root(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -221,24 +252,48 @@ class DiskTier:
         with self._lock:
             if blocks.namespace in self._stores:
                 return self._stores[blocks.namespace]
+            if time.monotonic() < self._refused_until:
+                return None
             if not self._make_room(index_bytes(0), None):
+                self._refuse("no room for another namespace", blocks.namespace, 0.0)
                 return None
             try:
                 directory.mkdir(mode=0o700)
                 recovery.write_file(directory / META, msgspec.json.encode(meta))
                 store = self._make_store(directory, meta)
             except (OSError, lmdb.Error) as error:
-                log.warning("namespace not stored on disk", reason=str(error))
+                self._refuse(str(error), blocks.namespace, RETRY_NAMESPACE)
                 shutil.rmtree(directory, ignore_errors=True)
                 return None
             recovery.sync_directory(self._root)
+            self._refusal = ""
             store.loaded = True
             self._stores[blocks.namespace] = store
         return store
 
-    def _load(self, store: NamespaceStore) -> None:
+    def _refuse(self, reason: str, namespace: str, seconds: float) -> None:
+        if reason != self._refusal:
+            log.warning("namespace not stored on disk", namespace=namespace, reason=reason)
+        self._refusal, self._refused_until = reason, time.monotonic() + seconds
+
+    def _rebuild_index(self, store: NamespaceStore) -> None:
+        """Replace a store whose index was found damaged, once nothing of it is in progress."""
+        store.stop()
+        if store.in_use:
+            return
+        log.warning("index damaged; it is rebuilt", namespace=store.name, reason=store.damage)
+        with self._lock:
+            if self._stores.get(store.name) is not store:
+                return
+            store.close()
+            self._evicted_before += store.evictions
+            recovery.remove_index(store.directory)
+            made = self._stores[store.name] = self._make_store(store.directory, store.meta)
+        self._load(made, rebuild=True)
+
+    def _load(self, store: NamespaceStore, *, rebuild: bool) -> None:
         try:
-            recovery.load_store(store, rebuild=bool(self._rebuild))
+            recovery.load_store(store, rebuild=rebuild)
         except lmdb.Error as error:
             log.warning("index damaged; blocks dropped", namespace=store.name, reason=str(error))
             self.drop(store.name)

@@ -1,0 +1,213 @@
+"""Lists, verifies or clears the root of a disk tier; `kvferry tier` runs it as a process.
+
+    python -m kvferry.daemon.tiers.disk.command list|verify|clear ROOT [NAMESPACE]
+
+Prints a JSON object per line: progress, then the result, or an error. `list` may run while a daemon
+uses the root. `verify` changes nothing: a block that it finds bad is a miss when it is fetched.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import msgspec
+
+from kvferry.daemon.tiers.base import block_checksum
+from kvferry.daemon.tiers.block_memory import BounceBuffer
+from kvferry.daemon.tiers.disk.index import Entry, open_read_only
+from kvferry.daemon.tiers.disk.namespace_store import INDEX, META, StoreMeta
+from kvferry.daemon.tiers.disk.slab import SlabFile, SlabTruncatedError
+from kvferry.daemon.tiers.disk.tier import LOCK, TRASH, move_to_trash
+from kvferry.proto.errors import Code, ErrorInfo, KVFerryError, Refused
+
+# Seconds between two lines of progress.
+REPORT_EVERY = 0.2
+SLABS = "slab-*"
+
+
+class NamespaceFiles(msgspec.Struct):
+    """A namespace on disk. blocks: None if its index cannot be read; `problem` says why."""
+
+    namespace: str
+    block_bytes: int
+    blocks: int | None
+    allocated_bytes: int
+    # Seconds since the epoch; 0 if nothing was written.
+    last_written: float
+    problem: str = ""
+
+
+class Verified(msgspec.Struct):
+    """Blocks of a namespace: `bad` ones are torn, overwritten, or cannot be read."""
+
+    namespace: str
+    good: int = 0
+    bad: int = 0
+    problem: str = ""
+
+
+class Progress(msgspec.Struct):
+    done_bytes: int
+    total_bytes: int
+
+
+def list_namespaces(root: Path) -> list[NamespaceFiles]:
+    """Raises Refused (BAD_CONFIG) if this is no root of a disk tier, and OSError."""
+    _check_root(root)
+    found = []
+    for directory in _directories(root):
+        files = [path for path in directory.iterdir() if path.is_file()]
+        written = [path.stat().st_mtime for path in directory.glob(SLABS)]
+        described = NamespaceFiles(
+            directory.name,
+            block_bytes=0,
+            blocks=None,
+            allocated_bytes=sum(path.stat().st_blocks * 512 for path in files),
+            last_written=max(written, default=0.0),
+        )
+        try:
+            described.block_bytes = _read_meta(directory).block_bytes
+            with open_read_only(directory / INDEX) as index:
+                described.blocks = index.count()
+        except (lmdb.Error, OSError, msgspec.MsgspecError) as error:
+            described.problem = str(error)
+        found.append(described)
+    return found
+
+
+def verify(root: Path, report: Callable[[Progress], None]) -> list[Verified]:
+    """Compare all blocks with their checksums. Raises Refused (BUSY, BAD_CONFIG) and OSError."""
+    with _locked(root):
+        directories = _directories(root)
+        total = sum(path.stat().st_size for each in directories for path in each.glob(SLABS))
+        progress, reported, results = Progress(0, total), 0.0, []
+        for directory in directories:
+            result = Verified(directory.name)
+            try:
+                for good, nbytes in _check_slots(directory):
+                    result.good += good
+                    progress.done_bytes += nbytes
+                    if time.monotonic() >= reported + REPORT_EVERY:
+                        reported = time.monotonic()
+                        report(progress)
+                with open_read_only(directory / INDEX) as index:
+                    result.bad = index.count() - result.good
+            except (lmdb.Error, OSError, msgspec.MsgspecError) as error:
+                result.problem = str(error)
+            results.append(result)
+        report(Progress(total, total))
+    return results
+
+
+def clear(root: Path, namespace: str | None) -> list[NamespaceFiles]:
+    """Delete a namespace, or all. Returns what was there.
+
+    Raises Refused (BUSY, BAD_CONFIG, UNKNOWN_NAMESPACE) and OSError.
+    """
+    with _locked(root):
+        found = [each for each in list_namespaces(root) if namespace in (None, each.namespace)]
+        if namespace is not None and not found:
+            message = f"no namespace {namespace!r} in {root}; `kvferry tier list` shows them"
+            raise Refused(Code.UNKNOWN_NAMESPACE, message, namespace)
+        for each in found:
+            move_to_trash(root / each.namespace)
+        for path in root.glob(f"{TRASH}*"):
+            shutil.rmtree(path)
+    return found
+
+
+def _check_slots(directory: Path) -> Iterator[tuple[bool, int]]:
+    """For each slot: whether it has a good block that the index knows, and its bytes."""
+    meta = _read_meta(directory)
+    buffer = BounceBuffer(meta.block_bytes)
+    data = buffer.view[: meta.block_bytes]
+    with open_read_only(directory / INDEX) as index:
+        for path in sorted(directory.glob(SLABS)):
+            first = int(path.name.rpartition("-")[2]) * meta.slots_per_slab
+            slab = SlabFile(path, meta.slot_bytes, meta.slots_per_slab)
+            try:
+                for at in range(meta.slots_per_slab):
+                    good = False
+                    try:
+                        header = slab.read_header(at)
+                        if header is not None and header.namespace == directory.name:
+                            entry = Entry(first + at, header.generation)
+                            good = (
+                                index.find([header.key]) == [entry]
+                                and slab.read_slot(at, buffer.address, meta.block_bytes) == header
+                                and block_checksum(header.key, data) == header.checksum
+                            )
+                    except (OSError, SlabTruncatedError):
+                        pass
+                    yield good, meta.slot_bytes
+            finally:
+                slab.close()
+
+
+def _directories(root: Path) -> list[Path]:
+    return sorted(
+        path
+        for path in root.iterdir()
+        if path.is_dir() and not path.is_symlink() and not path.name.startswith(TRASH)
+    )
+
+
+def _read_meta(directory: Path) -> StoreMeta:
+    return msgspec.json.decode((directory / META).read_bytes(), type=StoreMeta)
+
+
+def _check_root(root: Path) -> None:
+    if not (root / LOCK).exists():
+        message = f"no disk tier in {root}; name the directory of tiers.disk.path"
+        raise Refused(Code.BAD_CONFIG, message, str(root))
+
+
+@contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    """Hold the lock on a root, so that no daemon uses it."""
+    _check_root(root)
+    descriptor = os.open(root / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        message = f"{root} is in use by a daemon; stop that daemon first"
+        raise Refused(Code.BUSY, message, str(root)) from error
+    finally:
+        os.close(descriptor)
+
+
+def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
+    verb, root, namespace = arguments[0], Path(arguments[1]), (*arguments[2:], None)[0]
+    result: Sequence[Any]
+    try:
+        match verb:
+            case "list":
+                result = list_namespaces(root)
+            case "verify":
+                result = verify(root, lambda progress: _print("progress", progress))
+            case _:
+                result = clear(root, namespace)
+    except KVFerryError as error:
+        _print("error", ErrorInfo(error.code, error.message, error.value))
+    except OSError as error:
+        _print("error", ErrorInfo(Code.BAD_CONFIG, str(error), str(root)))
+    else:
+        _print("result", result)
+
+
+def _print(kind: str, value: Any) -> None:
+    print(msgspec.json.encode({kind: value}).decode(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""`kvferry tier`: what is on disk, whether it is good, and deleting it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import pytest
+
+from daemon.tiers.disk_fixtures import KillableDisk
+from daemon.tiers.subjects import NAMESPACE, PoolMemory
+from support.command_line import kvferry
+
+BLOCK = 4096
+OTHER = "other"
+Captured: TypeAlias = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[KillableDisk]:
+    """40 blocks of one namespace, 10 of another, in a tier that is in use."""
+    pool = PoolMemory(BLOCK)
+    disk = KillableDisk(pool, tmp_path / "tier")
+    for first in range(0, 40, 10):
+        disk.put(range(first, first + 10))
+    disk.put(range(10), OTHER)
+    yield disk
+    pool.files.close()
+
+
+def test_list_shows_namespaces_while_the_tier_is_in_use(
+    disk: KillableDisk, capsys: Captured
+) -> None:
+    assert kvferry("tier", "list", disk.root) == 0
+    output = capsys.readouterr().out
+    (line,) = [line for line in output.splitlines() if NAMESPACE in line]
+    assert line.split()[1:4] == ["4", "KiB", "40"]
+    assert kvferry("tier", "list", disk.root, "--json") == 0
+    found = {each["namespace"]: each for each in json.loads(capsys.readouterr().out)}
+    assert (found[NAMESPACE]["blocks"], found[OTHER]["blocks"]) == (40, 10)
+    allocated = sum(each["allocated_bytes"] for each in found.values())
+    assert 50 * BLOCK < allocated <= disk.size
+    disk.close()
+
+
+@pytest.mark.parametrize("command", [("verify",), ("clear", "--yes")])
+def test_a_tier_in_use_is_neither_verified_nor_cleared(
+    disk: KillableDisk, command: tuple[str, ...], capsys: Captured
+) -> None:
+    assert kvferry("tier", *command, disk.root) == 1
+    error = capsys.readouterr().err
+    assert "stop that daemon first" in error
+    assert disk.fetch([1]) == [0]
+    disk.close()
+
+
+def test_verify_counts_bad_blocks_and_changes_nothing(disk: KillableDisk, capsys: Captured) -> None:
+    disk.close()
+    assert kvferry("tier", "verify", disk.root) == 0
+    assert f"{NAMESPACE}: 40 blocks good, 0 bad" in capsys.readouterr().out
+    for path in (disk.root / NAMESPACE).glob("slab-*"):
+        slots = np.memmap(path, np.uint8, "r+").reshape(-1, 2 * BLOCK)
+        slots[:2, BLOCK + 5] ^= 1  # in the block
+        slots[2, 20] ^= 1  # in the header
+    before = {path: path.read_bytes() for path in disk.root.rglob("slab-*")}
+    assert kvferry("tier", "verify", disk.root, "--json") == 1
+    found = {each["namespace"]: each for each in json.loads(capsys.readouterr().out)}
+    bad = found[NAMESPACE]["bad"]
+    assert 3 <= bad <= 3 * len(before)
+    assert found[NAMESPACE]["good"] == 40 - bad
+    assert found[OTHER]["bad"] == 0
+    assert before == {path: path.read_bytes() for path in disk.root.rglob("slab-*")}
+
+
+def test_clear_deletes_one_namespace_or_all(disk: KillableDisk, capsys: Captured) -> None:
+    disk.close()
+    assert kvferry("tier", "clear", disk.root, "--yes", "--namespace", "nobody") == 1
+    assert "no namespace 'nobody'" in capsys.readouterr().err
+    assert kvferry("tier", "clear", disk.root, "--yes", "--namespace", NAMESPACE) == 0
+    assert "deleted 40 blocks of 1 namespaces" in capsys.readouterr().out
+    disk.open()
+    assert (disk.contains([1]), disk.contains([1], OTHER)) == ([False], [True])
+    disk.close()
+    assert kvferry("tier", "clear", disk.root, "--yes") == 0
+    disk.open()
+    assert disk.usage().keys == 0
+    disk.close()
+
+
+def test_what_cannot_be_read_is_named(disk: KillableDisk, tmp_path: Path, capsys: Captured) -> None:
+    assert kvferry("tier", "list", tmp_path) == 1
+    assert f"no disk tier in {tmp_path}" in capsys.readouterr().err
+    disk.close()
+    (disk.root / NAMESPACE / "index").write_bytes(b"\xa5" * 40_000)
+    assert kvferry("tier", "list", disk.root, "--json") == 0
+    found = {each["namespace"]: each for each in json.loads(capsys.readouterr().out)}
+    assert found[NAMESPACE]["blocks"] is None
+    assert "INVALID" in found[NAMESPACE]["problem"]
+    assert kvferry("tier", "verify", disk.root) == 1
