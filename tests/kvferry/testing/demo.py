@@ -268,7 +268,7 @@ def play(chosen: argparse.Namespace, console: Console) -> Report:
         engine = DemoEngine(model, prompt, chosen.steps, progress)
         report.tokens["undisturbed"] = undisturbed(engine)
         disturbed(engine, client, progress, not chosen.no_tamper, report)
-        disk = DiskDemo(model, prompt, pool_bytes, chosen.device, progress)
+        disk = DiskDemo(model, prompt, 3 * pool_bytes, chosen.device, progress)
         prefill = partial(engine.prefill, "prefill, for the disk")
         report.tokens["over a disk"], report.promotion_seconds = disk.run(
             prefill, engine.generate, engine.all_blocks
