@@ -19,11 +19,13 @@ from kvferry.daemon.core.tier_actions import (
 )
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code
+from kvferry.proto.specs import KVLayout, TensorRef
 from support.namespaces_fixture import (
     OTHER,
     PAGE,
     POOL,
     ROOM,
+    ROW,
     NamespacesFixture,
     each,
     key_events_of,
@@ -31,6 +33,10 @@ from support.namespaces_fixture import (
 )
 
 QUOTA = 4 * ROOM  # 16 blocks: four may be promoted at a time
+
+
+def letters_of(action: FindKeys | FetchBlocks) -> bytes:
+    return b"".join(action.keys)
 
 
 def new_fixture(*tiers: str) -> NamespacesFixture:
@@ -68,12 +74,12 @@ def test_a_prefix_is_promoted_up_to_the_first_key_that_is_nowhere() -> None:
     fixture.stored("a", b"b")
     fixture.send("a", wire.Subscribe())
     search = find(fixture, b"abcde")
-    assert search.keys == each(b"acde")
+    assert letters_of(search) == b"acde"
     actions = found(fixture, search, 0, 0, -1, 0)
     assert key_events_of(actions) == [("pending", b"ac")]
     assert reply(actions) == wire.TiersFound(1, 3, 2, 0.05)
     (fetch,) = of_kind(actions, FetchBlocks)
-    assert (fetch.tier, fetch.store, fetch.keys) == (0, search.store, each(b"ac"))
+    assert (fetch.tier, fetch.store, fetch.keys) == (0, search.store, search.keys[:2])
     assert fetch.offsets.tolist() == (fetch.blocks * PAGE).tolist()
     assert isinstance(actions[-1], SendMessage)
 
@@ -97,12 +103,13 @@ def test_keys_are_promoted_only_if_computing_them_is_slower(seconds: float, prom
     fixture = new_fixture()
     answer = reply(found(fixture, find(fixture, b"ab", seconds), 0, 0))
     assert (answer.prefix, answer.promoted) == (promoted, promoted)
+    assert fixture.core.tier_counters() == {"disk": {"skipped": 2 - promoted}}
 
 
 def test_keys_in_two_tiers_are_fetched_from_each() -> None:
     fixture = new_fixture("fast", "slow")
     fetches = of_kind(found(fixture, find(fixture, b"abc"), 1, 0, 1), FetchBlocks)
-    assert [(one.tier, one.keys) for one in fetches] == [(0, each(b"b")), (1, each(b"ac"))]
+    assert [(one.tier, letters_of(one)) for one in fetches] == [(0, b"b"), (1, b"ac")]
 
 
 def test_a_second_request_counts_keys_that_are_being_promoted() -> None:
@@ -116,11 +123,11 @@ def test_a_second_request_counts_keys_that_are_being_promoted() -> None:
 def test_a_quarter_of_the_blocks_is_promoted_at_a_time() -> None:
     fixture = new_fixture()
     fetch = promote(fixture, b"abcdef")
-    assert fetch.keys == each(b"abcd")
+    assert letters_of(fetch) == b"abcd"
     assert reply(found(fixture, find(fixture, b"ef"), 0, 0)) == wire.TiersFound(1, 0)
     fixture.report(BlocksFetched(fetch.fetch, (True,) * 4))
     fixture.report(FetchReleased(fetch.fetch))
-    assert promote(fixture, b"ef").keys == each(b"ef")
+    assert letters_of(promote(fixture, b"ef")) == b"ef"
 
 
 def test_too_many_searches_of_a_session_are_refused_until_one_is_answered() -> None:
@@ -137,7 +144,7 @@ def test_a_reset_is_done_once_the_tiers_dropped_the_namespace() -> None:
     search = find(fixture, b"a")
     actions = fixture.send("a", wire.Reset(5))
     (drop,) = of_kind(actions, DropStore)
-    assert drop.store == search.store
+    assert search.store.startswith(f"{drop.namespace}-")
     assert not of_kind(actions, SendMessage)
     assert reply(found(fixture, search, 0)) == wire.TiersFound(1, 0)
     assert reply(fixture.send("a", wire.FindInTiers(1, each(b"a")))) == wire.TiersFound(1, 0)
@@ -159,6 +166,8 @@ def test_a_search_of_a_closed_session_promotes_nothing() -> None:
     fixture = new_fixture()
     search = find(fixture, b"a")
     fixture.close_sessions("a")
+    fixture.open_sessions("a")
+    fixture.open_namespace("a", quota=QUOTA)
     assert found(fixture, search, 0) == []
     assert fixture.usage("free") == (16,)
 
@@ -180,3 +189,50 @@ def test_a_store_skips_a_key_that_is_being_promoted() -> None:
     fixture = new_fixture()
     promote(fixture, b"a")
     assert fixture.start("a", store(b"ab")).nbytes == PAGE
+
+
+def test_opened_names_the_tiers() -> None:
+    fixture = new_fixture("fast", "slow")
+    assert fixture.open_namespace("a", quota=QUOTA).tiers == ("fast", "slow")
+
+
+def test_a_namespace_of_fewer_than_four_blocks_promotes_one_at_a_time() -> None:
+    fixture = NamespacesFixture("a", quota=3 * PAGE, tiers=("disk",))
+    assert letters_of(promote(fixture, b"ab")) == b"a"
+
+
+def test_a_reset_before_any_registration_drops_the_keys_of_every_composition() -> None:
+    fixture = NamespacesFixture(tiers=("disk",))
+    fixture.open_sessions("a")
+    name = fixture.open_namespace("a").name
+    (drop,) = of_kind(fixture.send("a", wire.Reset(5)), DropStore)
+    assert drop.namespace == name
+
+
+def test_keys_of_another_composition_are_in_another_store() -> None:
+    halves = KVLayout((ROW,), ((TensorRef(0, PAGE // 2),),))
+    wholes = find(new_fixture(), b"a")
+    fixture = NamespacesFixture("a", layout=halves, tiers=("disk",))
+    other = find(fixture, b"a")
+    assert other.keys == wholes.keys
+    assert other.store != wholes.store
+
+
+def test_reports_with_a_number_that_is_not_in_flight_are_ignored() -> None:
+    fixture = new_fixture()
+    fetch = promote(fixture, b"a")
+    done = BlocksFetched(fetch.fetch, (True,))
+    fixture.report(done)
+    assert fixture.report(done) == []
+    fixture.report(FetchReleased(fetch.fetch))
+    for report in (done, FetchReleased(fetch.fetch), KeysFound(99, (), (), ()), StoreDropped(99)):
+        assert fixture.report(report) == []
+    assert fixture.usage("free", "ready", "orphaned", "pinned") == (15, 1, 0, 0)
+
+
+def test_keys_that_are_released_without_having_been_read_are_absent() -> None:
+    fixture = new_fixture()
+    fixture.send("a", wire.Subscribe())
+    fetch = promote(fixture, b"a")
+    assert key_events_of(fixture.core.report(FetchReleased(fetch.fetch))) == [("abandoned", b"a")]
+    assert fixture.usage("free") == (16,)

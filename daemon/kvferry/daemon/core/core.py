@@ -194,6 +194,7 @@ class Core:
         """Close a session: cancel its jobs and unmap what it registered."""
         self._owners.remove_session(self._engines.pop(session))
         self._waiting_requests.pop(session, None)
+        self._promotions.close_session(session)
         self._namespaces.close_session(session)
         moved = self._transfers.moved_bytes.pop(session, 0)
         cancels, unfinished = self._transfers.close_session(session)

@@ -88,11 +88,15 @@ class Namespace:
 
     @property
     def store_name(self) -> str | None:
-        """Its name in a tier, for blocks of this composition; None before any registration."""
+        """The name of its store in the tiers; None before any registration.
+
+        It ends in a hash of the composition of host blocks: blocks of another composition are not
+        found.
+        """
         if self._pages is None:
             return None
-        composed = hashlib.sha256(repr((self._pages, self._factor)).encode()).hexdigest()
-        return f"{self.name}-{composed[:16]}"
+        composition = repr((self._pages, self._factor)).encode()
+        return f"{self.name}-{hashlib.blake2b(composition, digest_size=8).hexdigest()}"
 
     def configure(self, policy: str, threshold: int) -> None:
         """Change the eviction policy and the store threshold; keys stay."""

@@ -50,11 +50,14 @@ class _Search:
     asked: tuple[OffloadKey, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Fetch:
+    """ended: whether BlocksFetched was reported."""
+
     namespace: Namespace
     keys: tuple[OffloadKey, ...]
     blocks: Int64s
+    ended: bool = False
 
 
 class Promotions:
@@ -69,18 +72,32 @@ class Promotions:
         self._drops: dict[int, tuple[str, int, Namespace]] = {}
         self._numbers = count(1)
         self._searching = Counter[str]()
+        # Of each tier, the keys that it has and that are computed instead.
+        self._skipped = [0] * len(tiers)
 
     def counters(self) -> dict[str, dict[str, float]]:
-        return {}
+        """Fields of TierStatus by tier. skipped: keys that are computed faster than read."""
+        return {
+            name: {"skipped": skipped}
+            for name, skipped in zip(self.tiers, self._skipped, strict=True)
+        }
+
+    def close_session(self, session: str) -> None:
+        """The searches of a session end without a reply."""
+        self._searching.pop(session, None)
+        ended = [number for number, one in self._searches.items() if one.session == session]
+        for number in ended:
+            del self._searches[number]
 
     def find_keys(self, session: str, message: FindInTiers) -> list[Action]:
         """Ask the tiers for the absent keys, or reply at once. Raises Refused."""
         namespace = self._namespaces.require_namespace(session, message)
         namespace.check_keys(message.keys)
         states = namespace.cache.states(message.keys)
-        store, keys = namespace.store_name, message.keys
+        keys = message.keys
         absent = dict.fromkeys(key for key, state in zip(keys, states, strict=True) if not state)
-        dropping = any(each[2] is namespace for each in self._drops.values())
+        dropping = any(drop[2].name == namespace.name for drop in self._drops.values())
+        store = namespace.store_name
         if not self.tiers or store is None or not absent or dropping:
             return [_resident_reply(namespace, session, message)]
         if self._searching[session] >= MAX_SEARCHES:
@@ -93,18 +110,21 @@ class Promotions:
 
     def promote_found(self, report: KeysFound) -> list[Action]:
         """Promote the prefix that was found, if that is worth it, and reply to the search."""
-        search = self._searches.pop(report.search)
+        search = self._searches.pop(report.search, None)
+        if search is None:
+            return []
         namespace, message = search.namespace, search.message
         self._searching -= Counter((search.session,))  # drops sessions without a search
-        if self._namespaces.namespace_of(search.session) is not namespace:
-            return []
         if namespace.generation != search.generation:
             return [_resident_reply(namespace, search.session, message)]
         tier_of = dict(zip(search.asked, report.tier_of, strict=True))
         found = _found_prefix(message.keys, namespace.cache.states(message.keys), tier_of)
-        found = found[: max(0, namespace.region.num_blocks // 4 - namespace.promoting)]
+        most = max(1, namespace.region.num_blocks // 4)
+        found = found[: max(0, most - namespace.promoting)]
         estimate = _estimate_seconds(namespace, [tier_of[key] for key in found], report)
         if 0 < message.compute_seconds * len(found) <= estimate:
+            for tier, skipped in Counter(tier_of[key] for key in found).items():
+                self._skipped[tier] += skipped
             found = []
         blocks = namespace.cache.tier_access.prepare_promotion(found, message.keys)
         found = found[: blocks.size]
@@ -120,7 +140,10 @@ class Promotions:
 
     def end_fetch(self, report: BlocksFetched) -> list[Action]:
         """Keys that were read become loadable, others absent. The blocks stay held."""
-        fetch = self._fetches[report.fetch]
+        fetch = self._fetches.get(report.fetch)
+        if fetch is None or fetch.ended:
+            return []
+        fetch.ended = True
         namespace, ok = fetch.namespace, np.array(report.ok, np.bool_)
         stored = namespace.cache.tier_access.end_promotion(fetch.keys, fetch.blocks, ok)
         keys = tuple(key for key, done in zip(fetch.keys, stored.tolist(), strict=True) if done)
@@ -130,8 +153,13 @@ class Promotions:
         return [CommitBlocks(-report.fetch, block_set)]
 
     def release_fetch(self, report: FetchReleased) -> None:
-        """Nothing writes into the blocks any longer."""
-        fetch = self._fetches.pop(report.fetch)
+        """Nothing writes into the blocks any longer. Keys that were not read are absent."""
+        fetch = self._fetches.get(report.fetch)
+        if fetch is None:
+            return
+        if not fetch.ended:
+            self.end_fetch(BlocksFetched(report.fetch, (False,) * len(fetch.keys)))
+        del self._fetches[report.fetch]
         fetch.namespace.promoting -= fetch.blocks.size
         fetch.namespace.cache.tier_access.release_promotion(fetch.blocks)
         self._namespaces.mark_deserted_if_unused(fetch.namespace)
@@ -139,17 +167,17 @@ class Promotions:
     def drop_store(self, session: str, request_id: int) -> list[Action]:
         """Drop a namespace that was reset in all tiers. Its Done follows StoreDropped."""
         namespace = self._namespaces.namespace_of(session)
-        store = namespace.store_name if namespace is not None else None
-        if namespace is None or store is None or not self.tiers:
+        if namespace is None or not self.tiers:
             return [SendMessage(session, Done(request_id))]
         number = next(self._numbers)
         self._drops[number] = session, request_id, namespace
-        return [DropStore(number, store)]
+        return [DropStore(number, namespace.name)]
 
     def end_drop(self, report: StoreDropped) -> list[Action]:
-        session, request_id, namespace = self._drops.pop(report.drop)
-        if self._namespaces.namespace_of(session) is not namespace:
+        drop = self._drops.pop(report.drop, None)
+        if drop is None or self._namespaces.namespace_of(drop[0]) is not drop[2]:
             return []
+        session, request_id, _ = drop
         return [SendMessage(session, Done(request_id))]
 
     def _start_fetches(
@@ -160,8 +188,7 @@ class Promotions:
         tiers: Sequence[int],
         seconds: float,
     ) -> list[Action]:
-        actions, store = list[Action](), namespace.store_name
-        assert store is not None or not keys
+        actions, store = list[Action](), namespace.store_name or ""
         nbytes, region = namespace.fingerprint.host_block_bytes, namespace.region
         namespace.promoting += blocks.size
         for tier in sorted(set(tiers)):
@@ -172,7 +199,7 @@ class Promotions:
                 number, offsets = next(self._numbers), region.start + its * nbytes
                 self._fetches[number] = _Fetch(namespace, names, its)
                 fetch = FetchBlocks(
-                    number, tier, store or "", names, offsets, nbytes, seconds, region.owner, its
+                    number, tier, store, names, offsets, nbytes, seconds, region.owner, its
                 )
                 actions.append(fetch)
         return actions

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from kvferry.daemon.core.layout import Int64s
 from kvferry.daemon.core.records import RegionOwner
-from kvferry.proto.keys import OffloadKey
 
 # Keys of one FetchBlocks or WriteJob: what a tier accepts in one request.
 MAX_TIER_KEYS = 1024
@@ -22,12 +21,13 @@ MAX_TIER_KEYS = 1024
 class FindKeys:
     """Find out which of these keys the tiers have; the reply is KeysFound.
 
-    store: the name of the namespace in a tier. block_bytes: of a host block.
+    store: the name of a namespace's store in the tiers, see Namespace.store_name.
+    block_bytes: of a host block.
     """
 
     search: int
     store: str
-    keys: tuple[OffloadKey, ...]
+    keys: tuple[bytes, ...]
     block_bytes: int
 
 
@@ -45,7 +45,7 @@ class FetchBlocks:
     fetch: int
     tier: int
     store: str
-    keys: tuple[OffloadKey, ...]
+    keys: tuple[bytes, ...]
     offsets: Int64s
     block_bytes: int
     seconds: float
@@ -60,10 +60,14 @@ def fetch_serial(fetch: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DropStore:
-    """Drop all keys of a namespace in all tiers; the reply is StoreDropped."""
+    """Drop all keys of a namespace, of every composition, in all tiers.
+
+    These are the stores that have its name, and those whose names go on with a "-". The reply is
+    StoreDropped.
+    """
 
     drop: int
-    store: str
+    namespace: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,7 @@ class WriteJob:
     number: int
     owner: RegionOwner
     store: str
-    keys: tuple[OffloadKey, ...]
+    keys: tuple[bytes, ...]
     blocks: Int64s
     offsets: Int64s
     block_bytes: int

@@ -89,7 +89,10 @@ class Tier(Protocol):
         """Store blocks, with the checksums that `fetch` returns later."""
 
     def drop(self, namespace: str, keys: Sequence[bytes] | None = None) -> None:
-        """Drop these keys, or all keys of a namespace; the latter is not undone by a crash."""
+        """Drop these keys, or all keys of a namespace; the latter is not undone by a crash.
+
+        All keys: of every namespace that `is_part_of` this one.
+        """
 
     def usage(self) -> TierUsage:
         """Usage of all namespaces."""
@@ -116,3 +119,8 @@ def block_checksum(key: bytes, data: memoryview) -> int:
     digest = xxhash.xxh3_64(seed=seed)
     digest.update(data)
     return digest.intdigest()
+
+
+def is_part_of(name: str, namespace: str) -> bool:
+    """Whether a drop of all keys of `namespace` drops those of `name`, too."""
+    return name == namespace or name.startswith(f"{namespace}-")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, TierUsage
+from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, TierUsage, is_part_of
 from kvferry.daemon.tiers.block_memory import view_memory
 
 
@@ -64,9 +64,11 @@ class MemoryTier:
     def drop(self, namespace: str, keys: Sequence[bytes] | None = None) -> None:
         with self._lock:
             if keys is None:
-                keys = [key for name, key in self._stored if name == namespace]
-            for key in keys:
-                self._remove((namespace, key))
+                named = [each for each in self._stored if is_part_of(each[0], namespace)]
+            else:
+                named = [(namespace, key) for key in keys]
+            for each in named:
+                self._remove(each)
 
     def usage(self) -> TierUsage:
         return TierUsage(self._capacity, self._used, len(self._stored), self._evictions)

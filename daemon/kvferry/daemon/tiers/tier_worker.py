@@ -30,7 +30,7 @@ import msgspec
 import structlog
 
 from kvferry.daemon.memory.shared_memory import MappedFiles
-from kvferry.daemon.tiers.base import Blocks, Result, Tier, block_checksum
+from kvferry.daemon.tiers.base import Blocks, Result, Tier, block_checksum, is_part_of
 from kvferry.daemon.tiers.block_memory import view_memory
 from kvferry.daemon.tiers.messages import (
     FAILED,
@@ -113,13 +113,13 @@ class _Queue:
             removed = [
                 each
                 for each in (*self.fetches, *self.puts)
-                if each[0].request.namespace == namespace
+                if is_part_of(each[0].request.namespace, namespace)
             ]
             for queue in (self.fetches, self.puts):
-                kept = [each for each in queue if each[0].request.namespace != namespace]
+                kept = [each for each in queue if each not in removed]
                 queue.clear()
                 queue.extend(kept)
-            while self.running[namespace]:
+            while any(self.running[name] for name in self.running if is_part_of(name, namespace)):
                 self.changed.wait()
         return removed
 

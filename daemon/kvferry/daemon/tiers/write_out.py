@@ -21,7 +21,7 @@ from kvferry.daemon.core.records import RegionOwner
 from kvferry.daemon.core.tier_actions import (
     WriteJob,
 )
-from kvferry.daemon.tiers.base import Result
+from kvferry.daemon.tiers.base import Result, is_part_of
 from kvferry.daemon.tiers.tier_client import TierBlocks, TierClient
 
 # Blocks taken at a time, and bytes in flight from which no more are taken.
@@ -132,7 +132,7 @@ class WriteOut:
     def _put(self, job: WriteJob) -> bool:
         """Write the blocks of a job that have a checksum. Returns whether all have one."""
         checksums, valid = self._checksums_of(job.owner, job.blocks)
-        if job.store in self._held_stores:
+        if any(is_part_of(job.store, namespace) for namespace in self._held_stores):
             valid = np.zeros_like(valid)
         chosen = np.flatnonzero(valid)
         written = [False] * len(job.keys)

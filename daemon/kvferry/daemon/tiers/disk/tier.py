@@ -22,7 +22,7 @@ import lmdb
 import msgspec
 import structlog
 
-from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, TierUsage
+from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, TierUsage, is_part_of
 from kvferry.daemon.tiers.disk import recovery
 from kvferry.daemon.tiers.disk.index import index_bytes
 from kvferry.daemon.tiers.disk.namespace_store import META, NamespaceStore, StoreMeta
@@ -89,7 +89,9 @@ class DiskTier:
             if self._rebuild:
                 log.warning("disk tier is rebuilt from slot headers", reason=self._rebuild)
             for marker, store in marked_stores(self._root):
-                move_to_trash(self._root / store)
+                for path in [*self._root.iterdir()]:
+                    if path.is_dir() and is_part_of(path.name, store):
+                        move_to_trash(path)
                 marker.unlink()
             for path in sorted(self._root.iterdir()):
                 if path.name.startswith(TRASH):
@@ -119,17 +121,17 @@ class DiskTier:
         return store.put(blocks, checksums)
 
     def drop(self, namespace: str, keys: Sequence[bytes] | None = None) -> None:
-        store = self._stores.get(namespace)
-        if store is None:
-            return
         if keys is not None:
-            store.forget_keys(keys)
+            if (store := self._stores.get(namespace)) is not None:
+                store.forget_keys(keys)
             return
-        store.stop()
-        move_to_trash(store.directory)
-        with self._lock:
-            del self._stores[namespace]
-            self._trash.append(store)
+        for name in [each for each in self._stores if is_part_of(each, namespace)]:
+            store = self._stores[name]
+            store.stop()
+            move_to_trash(store.directory)
+            with self._lock:
+                del self._stores[name]
+                self._trash.append(store)
 
     def usage(self) -> TierUsage:
         refused = time.monotonic() < self._refused_until + REFUSAL_SHOWN

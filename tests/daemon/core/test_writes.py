@@ -1,0 +1,159 @@
+"""Blocks that the tiers write: which ones, held how long, and written once."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.daemon.core.tier_actions import (
+    BlocksFetched,
+    FetchBlocks,
+    FetchReleased,
+    KeysFound,
+    WriteJob,
+)
+from kvferry.proto import messages as wire
+from kvferry.proto.errors import Code
+from support.namespaces_fixture import (
+    OTHER,
+    PAGE,
+    POOL,
+    ROOM,
+    NamespacesFixture,
+    each,
+    load,
+    store,
+)
+
+QUOTA = 4 * ROOM  # 16 blocks: four may be written at a time
+
+
+def new_fixture(letters: bytes = b"", policy: str = "lru") -> NamespacesFixture:
+    fixture = NamespacesFixture("a", quota=QUOTA, policy=policy, tiers=("disk",))
+    for letter in each(letters):
+        fixture.stored("a", letter)
+    return fixture
+
+
+def take(
+    fixture: NamespacesFixture, limit: int = 16, coldest: float = 1.0, min_uses: int = 1
+) -> list[WriteJob]:
+    return fixture.core.take_writes(limit, coldest, min_uses)
+
+
+def letters_of(jobs: list[WriteJob]) -> bytes:
+    return b"".join(key for job in jobs for key in job.keys)
+
+
+def write_all(fixture: NamespacesFixture, min_uses: int = 1) -> bytes:
+    letters = b""
+    while jobs := take(fixture, min_uses=min_uses):
+        letters += letters_of(jobs)
+        for job in jobs:
+            fixture.core.end_write(job.number, [True] * len(job.keys))
+    return letters
+
+
+def test_stored_keys_are_written_once_the_coldest_first() -> None:
+    fixture = new_fixture(b"abc")
+    (job,) = take(fixture, limit=2)
+    assert letters_of([job]) == b"ab"
+    assert job.offsets.tolist() == (job.blocks * PAGE).tolist()
+    assert (job.block_bytes, job.store.partition("-")[0]) == (PAGE, job.owner.name)
+    fixture.core.end_write(job.number, [True, False])
+    assert write_all(fixture) == b"bc"
+    assert take(fixture) == []
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "s3fifo"])
+def test_only_the_coldest_share_is_written(policy: str) -> None:
+    fixture = new_fixture(b"abcdefgh", policy)
+    assert letters_of(take(fixture, coldest=0.25)) == b"ab"
+    assert take(fixture, coldest=0.25) == []
+
+
+def test_keys_are_written_from_the_given_use_on() -> None:
+    fixture = new_fixture(b"abcd")
+    assert take(fixture, min_uses=2) == []
+    fixture.send("a", wire.Touch(each(b"b")))
+    fixture.end(fixture.start("a", load(b"d")))
+    assert write_all(fixture, min_uses=2) in (b"bd", b"db")
+
+
+def test_pending_keys_are_written_once_they_are_stored() -> None:
+    fixture = new_fixture()
+    plan = fixture.start("a", store(b"a"))
+    assert take(fixture) == []
+    fixture.end(plan)
+    assert write_all(fixture) == b"a"
+
+
+def test_a_quarter_of_the_blocks_is_written_at_a_time() -> None:
+    fixture = new_fixture(b"abcdef")
+    (job,) = take(fixture)
+    assert letters_of([job]) == b"abcd"
+    assert take(fixture) == []
+    fixture.core.end_write(job.number, [True] * 4)
+    assert letters_of(take(fixture)) == b"ef"
+
+
+def test_a_key_that_is_stored_again_in_another_block_is_written_again() -> None:
+    fixture = new_fixture(b"a")
+    assert write_all(fixture) == b"a"
+    fixture.stored("a", b"bcdefghijklmnopq")
+    fixture.stored("a", b"a")
+    assert sorted(write_all(fixture)) == sorted(b"abcdefghijklmnop")
+
+
+def test_promoted_keys_are_written_already() -> None:
+    fixture = new_fixture()
+    fixture.send("a", wire.FindInTiers(1, each(b"a")))
+    (fetch, _) = fixture.report(KeysFound(1, (0,), (1e9,), (0.0,)))[-2:]
+    assert isinstance(fetch, FetchBlocks)
+    fixture.report(BlocksFetched(fetch.fetch, (True,)))
+    fixture.report(FetchReleased(fetch.fetch))
+    assert fixture.loadable("a", b"a") == b"a"
+    assert take(fixture) == []
+
+
+def test_a_block_that_is_being_written_is_not_used_for_another_key() -> None:
+    fixture = new_fixture(b"abcdefghijklmnop")
+    (job,) = take(fixture, limit=1)
+    fixture.stored("a", b"q")
+    assert fixture.loadable("a", b"abc") == b"ac"
+    fixture.send("a", wire.Reset(5))
+    assert fixture.usage("free", "orphaned") == (15, 1)
+    fixture.core.end_write(job.number, [True])
+    fixture.core.end_write(job.number, [True])
+    assert fixture.usage("free", "orphaned") == (16, 0)
+
+
+def test_the_end_of_a_write_from_before_a_reset_marks_no_key_of_today() -> None:
+    fixture = new_fixture(b"a")
+    (job,) = take(fixture)
+    fixture.send("a", wire.Reset(5))
+    fixture.stored("a", b"a")
+    fixture.core.end_write(job.number, [True])
+    assert write_all(fixture) == b"a"
+
+
+def test_a_region_that_is_being_written_is_not_given_away() -> None:
+    fixture = new_fixture(b"ab")
+    fixture.close_sessions("a")
+    (job,) = take(fixture)
+    fixture.open_sessions("b")
+    other = wire.OpenNamespace(7, OTHER, POOL, "lru", 1)
+    assert fixture.error("b", other)[0] == Code.POOL_FULL
+    fixture.core.end_write(job.number, [True, True])
+    assert fixture.open_namespace("b", OTHER, POOL).num_blocks == POOL // PAGE
+
+
+def test_namespaces_take_turns() -> None:
+    fixture = new_fixture(b"ab")
+    fixture.open_sessions("b")
+    fixture.open_namespace("b", OTHER, QUOTA)
+    fixture.register("b")
+    fixture.stored("b", b"cd")
+    jobs = [take(fixture, limit=1)[0] for _ in range(4)]
+    stores = [job.store for job in jobs]
+    assert stores[0] != stores[1]
+    assert stores[:2] == stores[2:]
