@@ -153,8 +153,9 @@ class NamespaceStore:
             try:
                 header = slab.read_slot(at, address, nbytes)
             except SlabTruncatedError:
+                if self.slabs.has(entry.slot):
+                    log.error("slab file truncated; its blocks are lost", slab=str(slab.path))
                 self.slabs.mark_lost(entry.slot)
-                log.error("slab file truncated; its blocks are lost", slab=str(slab.path))
             except OSError as error:
                 log.warning("slot retired", slab=str(slab.path), slot=at, reason=str(error))
                 result = Result.ERROR
