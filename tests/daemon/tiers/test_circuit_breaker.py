@@ -7,7 +7,7 @@ import pytest
 from kvferry.daemon.tiers.circuit_breaker import LONGEST_OFF, MAX_ERRORS, CircuitBreaker
 
 
-class Clock:
+class BreakerClock:
     seconds = 100.0
 
     def __call__(self) -> float:
@@ -15,11 +15,11 @@ class Clock:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> BreakerClock:
+    return BreakerClock()
 
 
-def test_errors_in_a_row_open_it(clock: Clock) -> None:
+def test_errors_in_a_row_open_it(clock: BreakerClock) -> None:
     breaker = CircuitBreaker(clock)
     for _ in range(3):  # a success in between starts the count again
         for _ in range(MAX_ERRORS - 1):
@@ -31,7 +31,9 @@ def test_errors_in_a_row_open_it(clock: Clock) -> None:
     assert (breaker.state, breaker.admit(), breaker.openings) == ("open", False, 1)
 
 
-def test_it_stays_open_for_twice_as_long_each_time_and_admits_one_probe(clock: Clock) -> None:
+def test_it_stays_open_for_twice_as_long_each_time_and_admits_one_probe(
+    clock: BreakerClock,
+) -> None:
     breaker = CircuitBreaker(clock)
     breaker.trip()
     for seconds in (1, 2, 4, 8, 16, 32, 60, 60):
@@ -51,7 +53,7 @@ def test_it_stays_open_for_twice_as_long_each_time_and_admits_one_probe(clock: C
     assert breaker.admit()
 
 
-def test_a_probe_that_tells_nothing_is_followed_by_another(clock: Clock) -> None:
+def test_a_probe_that_tells_nothing_is_followed_by_another(clock: BreakerClock) -> None:
     breaker = CircuitBreaker(clock)
     breaker.trip()
     clock.seconds += 1.01
