@@ -478,6 +478,9 @@ class CacheModel:
         assert sorted(self.cache.pending_keys()) == sorted(self.told_pending())
         assert {key: self.cache.stored_part(key) for key in self.parts} == self.parts
         assert self.cache.has_parts == bool(self.parts)
+        where = np.array([self.where[key] for key in sorted(ready)], np.int64)
+        is_open = self.cache._blocks.marks.are_open(where, 1).tolist()
+        assert is_open == [key not in self.in_tier for key in sorted(ready)]
         order = [key for key in self.policy.order() if key in ready]
         assert self.cache.entries() == [(key, self.where[key]) for key in order]
         usage = self.cache.usage
@@ -500,7 +503,7 @@ Step: TypeAlias = tuple[str, list[bytes], int, bool, dict[bytes, tuple[int, int]
 RARELY = ["end_store", "end_store", "end_again", "lookup", "drain", "reset", "restart", "discard"]
 RARELY += ["verify", "verify"]
 TIERS = ["promote", "promote", "end_promotion", "release_promotion", "take_writes", "end_writes"]
-NAMES = OFTEN * 2 + RARELY + TIERS
+NAMES = OFTEN * 2 + RARELY + TIERS * 2
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(NAMES),
