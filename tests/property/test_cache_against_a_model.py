@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -164,6 +165,16 @@ class ModelCacheJob(NamedTuple):
     """How many resets there were before it."""
 
 
+class TierJob:
+    """Blocks that a tier writes into (a promotion) or reads (a write)."""
+
+    def __init__(self, promotes: bool, keys: list[bytes], blocks: Any, epoch: int) -> None:
+        self.promotes, self.keys, self.blocks, self.epoch = promotes, keys, blocks, epoch
+        self.holds: dict[bytes, int] = dict(zip(keys, blocks.tolist(), strict=True))
+        # Of a promotion: whether it ended, and only its release is missing.
+        self.ended = False
+
+
 class CacheModel:
     def __init__(self, policy: str, capacity: int, threshold: int) -> None:
         self.policy_name, self.capacity, self.threshold = policy, capacity, threshold
@@ -183,6 +194,9 @@ class CacheModel:
         """Ready keys that a daemon before this one stored."""
         self.jobs: list[ModelCacheJob] = []
         self.ended: list[ModelCacheJob] = []
+        self.tier_jobs: list[TierJob] = []
+        # Keys whose blocks are in a tier, or are being written.
+        self.in_tier: set[bytes] = set()
         self.offers: Counter[bytes] = Counter()
         self.counts: Counter[str] = Counter()
         self.mirror: dict[bytes, str] = {}
@@ -203,6 +217,7 @@ class CacheModel:
         del self.state[key], self.where[key]
         self.parts.pop(key, None)
         self.unverified.discard(key)
+        self.in_tier.discard(key)
 
     def stored_again(self, key: bytes, parts: dict[bytes, tuple[int, int]]) -> bool:
         if self.state.get(key) != READY or key in self.pinned():
@@ -213,10 +228,16 @@ class CacheModel:
 
     def pinned(self) -> set[bytes]:
         held = {b for j in self.jobs if isinstance(j.handle, Pins) for b in j.handle.blocks}
+        held |= self.held_by_tiers()
+        held -= {self.where[key] for key in self.keys_that_are(PENDING)}
         return {key for key, block in self.where.items() if block in held}
 
     def orphaned(self) -> set[int]:
-        return {b for j in self.jobs for b in j.handle.blocks} - set(self.where.values())
+        held = {b for j in self.jobs for b in j.handle.blocks} | self.held_by_tiers()
+        return held - set(self.where.values())
+
+    def held_by_tiers(self) -> set[int]:
+        return {block for job in self.tier_jobs for block in job.holds.values()}
 
     def free(self) -> int:
         return self.capacity - len(self.where) - len(self.orphaned())
@@ -285,6 +306,72 @@ class CacheModel:
                 self.policy.forget(key)
                 self.forget(key)
 
+    def promote(self, keys: list[bytes]) -> None:
+        absent = [key for key in dict.fromkeys(keys) if key not in self.state]
+        movable = self.keys_that_are(READY) - self.pinned() - {*keys}
+        free, taken = self.free(), {*self.where.values(), *self.orphaned()}
+        fitting = absent[: free + len(movable)]
+        blocks = self.cache.tier_access.prepare_promotion(absent, keys)
+        assert blocks.size == len(fitting)
+        if not fitting:
+            return
+        evicted = self.policy.admit(fitting, free, lambda key: key in movable)
+        assert not set(blocks.tolist()) & (taken - {self.where[key] for key in evicted})
+        for key in evicted:
+            self.forget(key)
+        self.counts["evictions"] += len(evicted)
+        self.state.update(dict.fromkeys(fitting, PENDING))
+        self.where.update(zip(fitting, blocks.tolist(), strict=True))
+        self.tier_jobs.append(TierJob(True, fitting, blocks, self.epoch))
+
+    def end_promotion(self, which: int, success: bool) -> None:
+        jobs = [job for job in self.tier_jobs if job.promotes and not job.ended]
+        if not jobs:
+            return
+        job = jobs[which % len(jobs)]
+        job.ended = True
+        ok = np.array([success or place == which for place in range(len(job.keys))])
+        stored = self.cache.tier_access.end_promotion(job.keys, job.blocks, ok)
+        today = job.epoch == self.epoch
+        assert stored.tolist() == [today and done for done in ok.tolist()]
+        for key, done in zip(job.keys, ok.tolist(), strict=True) if today else ():
+            if done:
+                self.state[key] = READY
+                self.in_tier.add(key)
+            else:
+                self.policy.forget(key)
+                self.forget(key)
+
+    def release_promotion(self, which: int) -> None:
+        jobs = [job for job in self.tier_jobs if job.ended]
+        if jobs:
+            job = jobs[which % len(jobs)]
+            self.tier_jobs.remove(job)
+            self.cache.tier_access.release_promotion(job.blocks)
+
+    def take_writes(self, limit: int) -> None:
+        writing = sum(len(job.keys) for job in self.tier_jobs if not job.promotes)
+        room = min(limit, max(1, self.capacity // 4) - writing)
+        wanted = [key for key in self.policy.order() if key in self.hits() - self.in_tier]
+        keys, blocks = self.cache.tier_access.take_writes(limit, 1.0, 1)
+        assert keys == wanted[: max(0, room)]
+        assert blocks.tolist() == [self.where[key] for key in keys]
+        if keys:
+            self.in_tier.update(keys)
+            self.tier_jobs.append(TierJob(False, keys, blocks, self.epoch))
+
+    def end_writes(self, which: int, success: bool) -> None:
+        jobs = [job for job in self.tier_jobs if not job.promotes]
+        if not jobs:
+            return
+        job = jobs[which % len(jobs)]
+        self.tier_jobs.remove(job)
+        done = np.array([success or place == which for place in range(len(job.keys))])
+        self.cache.tier_access.end_writes(job.blocks, done)
+        for (key, block), one in zip(job.holds.items(), done.tolist(), strict=True):
+            if not one and job.epoch == self.epoch and self.where.get(key) == block:
+                self.in_tier.discard(key)
+
     def pin(self, keys: list[bytes]) -> None:
         loadable = self.keys_that_are(READY) - self.unverified
         missing = [key for key in keys if key not in loadable]
@@ -343,6 +430,7 @@ class CacheModel:
         self.epoch += 1
         self.policy = PLAIN[self.policy_name](self.capacity)
         self.state, self.where = {}, {}
+        self.in_tier = set()
         self.parts, self.unverified = {}, set()
         self.offers.clear()
 
@@ -390,6 +478,9 @@ class CacheModel:
         assert sorted(self.cache.pending_keys()) == sorted(self.told_pending())
         assert {key: self.cache.stored_part(key) for key in self.parts} == self.parts
         assert self.cache.has_parts == bool(self.parts)
+        where = np.array([self.where[key] for key in sorted(ready)], np.int64)
+        is_open = self.cache._blocks.marks.are_open(where, 1).tolist()
+        assert is_open == [key not in self.in_tier for key in sorted(ready)]
         order = [key for key in self.policy.order() if key in ready]
         assert self.cache.entries() == [(key, self.where[key]) for key in order]
         usage = self.cache.usage
@@ -411,7 +502,8 @@ PARTS = st.dictionaries(KEYS, st.sampled_from([(0, 2), (0, 3), (1, 4)]), max_siz
 Step: TypeAlias = tuple[str, list[bytes], int, bool, dict[bytes, tuple[int, int]]]
 RARELY = ["end_store", "end_store", "end_again", "lookup", "drain", "reset", "restart", "discard"]
 RARELY += ["verify", "verify"]
-NAMES = OFTEN * 2 + RARELY
+TIERS = ["promote", "promote", "end_promotion", "release_promotion", "take_writes", "end_writes"]
+NAMES = OFTEN * 2 + RARELY + TIERS * 2
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(NAMES),
@@ -447,8 +539,12 @@ def take(
             world.pin(ready[which : which + 2] + ready[which : which + 1] if success else keys)
         case "end_store" | "end_again":
             getattr(world, name)(which, success)
-        case "unpin":
-            world.unpin(which)
+        case "promote":
+            world.promote(keys)
+        case "end_promotion" | "end_writes":
+            getattr(world, name)(which, success)
+        case "unpin" | "release_promotion" | "take_writes":
+            getattr(world, name)(which)
         case _:
             getattr(world, name)()
 
