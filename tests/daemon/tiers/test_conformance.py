@@ -56,6 +56,15 @@ def test_namespaces_do_not_see_each_others_keys(tier: Subject) -> None:
     assert tier.fetch([1, 2], other) == [OK, OK]
 
 
+def test_a_drop_includes_the_parts_of_a_namespace(tier: Subject) -> None:
+    parts, other = (NAMESPACE, f"{NAMESPACE}-a", f"{NAMESPACE}-b"), f"{NAMESPACE}2"
+    for name in (*parts, other):
+        tier.put([1], name)
+    tier.drop(namespace=NAMESPACE)
+    assert [tier.contains([1], name) for name in parts] == [[False]] * 3
+    assert tier.fetch([1], other) == [OK]
+
+
 def test_dropped_keys_are_missing_and_can_be_put_again(tier: Subject) -> None:
     tier.put([1, 2, 3])
     tier.drop([2, 9])
