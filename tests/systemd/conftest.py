@@ -92,5 +92,6 @@ def install(machine: SystemdContainer, commands: str) -> None:
     offline += "umask 077\n"  # as root has it on a machine that was made safe
     machine.script(offline + commands, directory="/src")
     machine.write(f"/etc/systemd/system/{TEMPLATE}.service.d/test.conf", DROP_IN)
-    machine.script("sed -i 's/^# size = .*/size = \"64MiB\"/' /etc/kvferry/kvferryd.toml")
+    # The first size is that of the pool.
+    machine.script("sed -i '0,/^# size = .*/s//size = \"64MiB\"/' /etc/kvferry/kvferryd.toml")
     machine.script("useradd -G kvferry engine; useradd stranger; systemctl daemon-reload")
