@@ -95,14 +95,14 @@ class DiskTierConfig(Section, frozen=True):
         ),
     ] = ""
     size: Annotated[
-        Size, Meta(description="bound on what is stored below tiers.disk.path; needed with it")
+        Size, Meta(description="disk space that the tier may use; required if path is set")
     ] = ""
     write: Annotated[
         Literal["clean_ahead", "write_through", "off"],
         Meta(
-            description="what is written to disk, in the background; clean_ahead: the coldest "
-            "quarter of each namespace, so that blocks are there before they are evicted; "
-            "write_through: every block; off: nothing, what is there is still found"
+            description="which blocks the daemon writes to disk in the background; clean_ahead: "
+            "the coldest quarter of each namespace, before they are evicted; write_through: all "
+            "blocks; off: none, but the daemon still finds the blocks that the disk has"
         ),
     ] = "clean_ahead"
     admit_after: Annotated[

@@ -19,7 +19,7 @@ STATES = {
 
 
 def tier_lines(tiers: Sequence[TierStatus]) -> Iterator[Text]:
-    """For `status`: what each tier holds, what was moved, and what failed."""
+    """Rows of `kvferry status`: the usage, the transfers and the errors of each tier."""
     for tier in tiers:
         shown, style = STATES.get(tier.state, (tier.state, ""))
         yield Text.assemble(

@@ -94,8 +94,8 @@ class WriteJob:
 class KeysFound:
     """tier_of: for each key of FindKeys the index of the fastest tier that has it; -1: none has it.
 
-    rates: the read rate of each tier in bytes per second. queues: seconds until each tier has read
-        what is queued there.
+    rates: the read rate of each tier in bytes per second. queues: seconds that each tier
+        needs to read the blocks in its queue.
     """
 
     search: int

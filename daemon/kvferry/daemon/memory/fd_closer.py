@@ -3,7 +3,7 @@
 The last close or unmap of a memfd frees its memory, which takes 100 to 200 ms per GiB. The last
 close of other files may block for any time: a TCP socket lingers, FUSE calls its server, a Unix
 socket closes the descriptors in its queue. Called on any thread. When the process ends, the kernel
-closes what is left.
+closes the remaining files.
 """
 
 from __future__ import annotations

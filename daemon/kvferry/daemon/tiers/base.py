@@ -81,8 +81,8 @@ class Tier(Protocol):
     def fetch(self, blocks: Blocks, deadline: float) -> Sequence[Fetched]:
         """Read the bytes of keys to their addresses.
 
-        deadline: time.monotonic() in seconds; keys not begun by then are LATE. What is at an
-        address is undefined unless the result is OK. The caller compares the checksum.
+        deadline: time.monotonic() in seconds. A key is LATE if its read has not begun by then. The
+        bytes at an address are undefined unless the result is OK. The caller compares the checksum.
         """
 
     def put(self, blocks: Blocks, checksums: Sequence[int]) -> Sequence[Result]:
