@@ -42,6 +42,7 @@ class FakeRequest:
     request_id: str
     block_hashes: list[bytes]
     num_computed_tokens: int = 0
+    num_output_tokens: int = 0
     kv_transfer_params: None = None
     kv_hints: None = None
     skip_reading_prefix_cache: bool = False
@@ -154,7 +155,9 @@ class VLLMConnectorEngine:
         new = list(new)
         output = SimpleNamespace(
             scheduled_new_reqs=[
-                SimpleNamespace(req_id=request.request_id, block_ids=(list(ids),))
+                SimpleNamespace(
+                    req_id=request.request_id, block_ids=(list(ids),), num_computed_tokens=0
+                )
                 for request, ids in new
             ],
             scheduled_cached_reqs=SimpleNamespace(

@@ -1,36 +1,68 @@
-"""The measured rate of prefill: from long steps that follow each other."""
+"""The measured rate of prefill: tokens of a prompt over the time to its first token."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import pytest
 
 from kvferry.client.vllm.prefill_rate import PrefillRate
 
 
+@dataclass
+class Request:
+    request_id: str
+    num_prompt_tokens: int
+    num_output_tokens: int = 0
+
+
+def computed(rate: PrefillRate, tokens: int, seconds: float, cached: int = 0) -> None:
+    """A request is scheduled, and has its first token after so many seconds."""
+    request = Request("request", cached + tokens)
+    rate.begin(request, cached, 10.0)
+    rate.observe(10.0 + seconds / 2)
+    request.num_output_tokens = 1
+    rate.observe(10.0 + seconds)
+
+
 def test_the_rate_is_unknown_at_first() -> None:
     assert PrefillRate().seconds(1000) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("steps", "seconds"),
-    [
-        ([(8192, 10.0), (1, 10.5)], 1000 / 16384),  # the step with the prompt took half a second
-        ([(8, 10.0), (8192, 10.1)], 0.0),  # a step of decoding says nothing
-        ([(8192, 10.0), (8192, 20.0)], 0.0),  # idle in between
-    ],
-)
-def test_a_long_step_ends_where_the_next_begins(
-    steps: list[tuple[int, float]], seconds: float
-) -> None:
+def test_it_is_that_of_the_tokens_that_no_cache_has() -> None:
     rate = PrefillRate()
-    for tokens, now in steps:
-        rate.step_scheduled(tokens, now)
-    assert rate.seconds(1000) == pytest.approx(seconds)
+    computed(rate, 8000, 0.5, cached=4000)
+    assert rate.seconds(1000) == pytest.approx(1 / 16)
 
 
-def test_one_slow_step_changes_the_rate_a_little() -> None:
+def test_short_prompts_say_nothing() -> None:
     rate = PrefillRate()
-    for number in range(10):
-        rate.step_scheduled(1000, float(number))
-    rate.step_scheduled(1000, 13.0)
-    assert 1.0 < rate.seconds(1000) < 1.3
+    computed(rate, 100, 0.5, cached=9000)
+    assert rate.seconds(1000) == 0.0
+
+
+def test_a_few_slow_prompts_do_not_change_it() -> None:
+    rate = PrefillRate()
+    for seconds in (1.0, 1.0, 1.0, 30.0, 30.0):
+        computed(rate, 2000, seconds)
+    assert rate.seconds(1000) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_the_last_step_of_a_request_counts_if_it_has_a_token(tokens: int) -> None:
+    rate, request = PrefillRate(), Request("request", 2000)
+    rate.begin(request, 0, 10.0)
+    request.num_output_tokens = tokens
+    rate.end("request", 12.0)
+    assert rate.seconds(1000) == pytest.approx(tokens)
+    rate.end("request", 20.0)
+    assert rate.seconds(1000) == pytest.approx(tokens)
+
+
+def test_a_preempted_prompt_says_nothing() -> None:
+    rate, request = PrefillRate(), Request("request", 2000)
+    rate.begin(request, 0, 10.0)
+    rate.forget(["request", "other"])
+    request.num_output_tokens = 1
+    rate.observe(12.0)
+    assert rate.seconds(1000) == 0.0

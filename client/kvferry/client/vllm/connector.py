@@ -13,6 +13,7 @@ which vLLM calls after those writes, and from 0.29 on after the launch of the fo
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -81,6 +82,8 @@ class KVFerryConnector(OffloadingConnector):
         if compat.STORES_LAST_TOKEN:
             limit_store_to_computed_tokens(self.connector_scheduler, request)
         finished = super().request_finished(request, block_ids)
+        scheduler: Any = self.connector_scheduler
+        scheduler.manager.prefill_rate.end(request.request_id, time.monotonic())
         if not compat.TOUCHES_KEYS:
             touch_keys(self.connector_scheduler, request.request_id)
         return finished
@@ -91,7 +94,7 @@ class KVFerryConnector(OffloadingConnector):
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         metadata = super().build_connector_meta(scheduler_output)
         scheduler: Any = self.connector_scheduler
-        scheduler.manager.step_scheduled(scheduler_output.total_num_scheduled_tokens)
+        observe_prefills(scheduler, scheduler_output)
         metadata.has_no_forward_pass = scheduler_output.total_num_scheduled_tokens == 0
         written = metadata.load_jobs and compat.written_blocks(scheduler_output)
         metadata.late_loads = {
@@ -225,6 +228,16 @@ def keys_to_prefetch(scheduler: Any, request: Any) -> tuple[list[bytes], float]:
             windows += state.offload_keys[-window:]
     keys += windows
     return keys, request.num_tokens / len(keys) if keys else 0.0
+
+
+def observe_prefills(scheduler: Any, scheduler_output: Any) -> None:
+    """Measure how fast prompts are computed."""
+    rate, now = scheduler.manager.prefill_rate, time.monotonic()
+    rate.observe(now)
+    rate.forget(scheduler_output.preempted_req_ids or ())
+    for new in scheduler_output.scheduled_new_reqs:
+        if (status := scheduler._req_status.get(new.req_id)) is not None:  # noqa: SLF001 - no call
+            rate.begin(status.req, new.num_computed_tokens, now)
 
 
 def touch_keys(scheduler: Any, request_id: str) -> None:

@@ -1,33 +1,77 @@
-"""How fast the engine computes prompts, measured from the outside.
+"""How fast the engine computes prompts: from the step in which a request is first scheduled to its
+first token.
 
-The time from one step to the next is that of the first one's forward pass, if the engine is busy.
-Called in the scheduler's thread.
+The rate is that of a request beside all others, as its user sees it. Steps cannot be timed alone:
+with asynchronous scheduling vLLM schedules a step before the one ahead of it has ended. Called in
+the scheduler's thread.
 """
 
 from __future__ import annotations
 
-# Steps with fewer tokens are bound by other things than computing them.
-MIN_TOKENS = 512
-# Seconds; between two steps with more, the engine was idle.
-MAX_STEP = 5.0
-# Weight of the newest step.
-WEIGHT = 0.2
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import median
+from typing import Protocol
+
+# Shorter prompts are bound by other things than computing them.
+MIN_TOKENS = 1024
+# Requests that the rate is the median of.
+SAMPLES = 5
+
+
+class Prompted(Protocol):
+    """vLLM's Request."""
+
+    request_id: str
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def num_output_tokens(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    request: Prompted
+    tokens: int
+    begun: float
 
 
 class PrefillRate:
     def __init__(self) -> None:
-        # Tokens per second; 0 if not known.
-        self._rate = 0.0
-        self._tokens, self._begun = 0, 0.0
+        # Prompts that are being computed, by request.
+        self._prefills: dict[str, _Prefill] = {}
+        # Tokens per second of the last ones.
+        self._rates = deque[float](maxlen=SAMPLES)
 
-    def step_scheduled(self, tokens: int, now: float) -> None:
-        """now: time.monotonic() in seconds."""
-        before, elapsed = self._tokens, now - self._begun
-        self._tokens, self._begun = tokens, now
-        if before >= MIN_TOKENS and 0 < elapsed < MAX_STEP:
-            rate = before / elapsed
-            self._rate += (WEIGHT if self._rate else 1.0) * (rate - self._rate)
+    def begin(self, request: Prompted, computed: int, now: float) -> None:
+        """A request was scheduled for the first time, with so many of its tokens in a cache.
+
+        now: time.monotonic() in seconds.
+        """
+        tokens = request.num_prompt_tokens - computed
+        if tokens >= MIN_TOKENS:
+            self._prefills[request.request_id] = _Prefill(request, tokens, now)
+
+    def observe(self, now: float) -> None:
+        """Look for first tokens; called in each step."""
+        for prefill in tuple(self._prefills.values()):
+            if prefill.request.num_output_tokens:
+                self.end(prefill.request.request_id, now)
+
+    def end(self, request_id: str, now: float) -> None:
+        """A request has its first token, or has finished without one."""
+        prefill = self._prefills.pop(request_id, None)
+        if prefill is not None and prefill.request.num_output_tokens and now > prefill.begun:
+            self._rates.append(prefill.tokens / (now - prefill.begun))
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Requests were preempted: their time says nothing."""
+        for request_id in request_ids:
+            self._prefills.pop(request_id, None)
 
     def seconds(self, tokens: float) -> float:
         """How long computing so many tokens takes; 0 if not known."""
-        return tokens / self._rate if self._rate else 0.0
+        return tokens / median(self._rates) if self._rates else 0.0

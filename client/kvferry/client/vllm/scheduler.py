@@ -163,7 +163,7 @@ class SchedulerSide:
         self._ended: list[Keys] = []
         self._to_unpin: list[Keys] = []
         self._usage_due = 0.0
-        self._prefill_rate = PrefillRate()
+        self.prefill_rate = PrefillRate()
         # Keys in each store since the last call of take_store_sizes.
         self._store_sizes: deque[int] = deque(maxlen=MAX_SIZES)
 
@@ -175,15 +175,11 @@ class SchedulerSide:
         and prefetches the keys that are below the host pool.
         """
         if self._usable:
-            seconds = self._prefill_rate.seconds(tokens)
+            seconds = self.prefill_rate.seconds(tokens)
             prefetch = self._manager.prefetch(keys, seconds)
             if prefetch.searches:
                 state = self._requests.setdefault(request, RequestState(time.monotonic()))
                 state.prefetch = prefetch
-
-    def step_scheduled(self, tokens: int) -> None:
-        """A step with so many tokens was scheduled."""
-        self._prefill_rate.step_scheduled(tokens, time.monotonic())
 
     def was_below(self, key: OffloadKey, request: str) -> bool:
         """Whether the request's prefetch has found this key below the host pool."""
