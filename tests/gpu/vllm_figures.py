@@ -28,15 +28,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
+from support.vllm_measure import Record, link, say, summary
 from support.vllm_models import LARGE, kv_bytes
 from support.vllm_process import (
     VLLM,
@@ -45,21 +44,6 @@ from support.vllm_process import (
     Prompts,
     make_prompts,
 )
-
-LINK = """
-import statistics, time, torch
-host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
-device = torch.empty_like(host, device="cuda")
-rates = []
-for _ in range(8):
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    device.copy_(host)
-    torch.cuda.synchronize()
-    rates.append(host.numel() / (time.perf_counter() - began) / 1e9)
-print(statistics.median(rates[2:]))
-"""
-Record: TypeAlias = dict[str, Any]
 
 # GPU hits of one prompt. They vary more than all else here, and the floor is their median.
 GPU_HITS = 5
@@ -146,25 +130,6 @@ def measure(chosen: Any, record: Record, wanted: list[str]) -> None:
         }
 
 
-def say(what: str, **figures: Any) -> None:
-    def form(value: Any) -> str:
-        return f"{value:.2f}" if isinstance(value, float) else str(value)
-
-    said = "  ".join(f"{name} {form(value)}" for name, value in figures.items())
-    print(f"{time.strftime('%H:%M:%S')} {what:24} {said}", flush=True)
-
-
-def link() -> float:
-    """GB/s of one contiguous copy to the device, in a process that is gone again."""
-    ran = subprocess.run([sys.executable, "-c", LINK], capture_output=True, text=True, check=True)
-    return float(ran.stdout)
-
-
-def spread(values: list[float]) -> Record:
-    ordered = sorted(values)
-    return {"median": statistics.median(ordered), "least": ordered[0], "most": ordered[-1]}
-
-
 # Engines
 
 
@@ -205,16 +170,6 @@ def engines(chosen: Any, names: list[str], model: Record, **options: Any) -> Ite
             started[name] = running.enter_context(made)
             say("started", engine=name)
         yield started
-
-
-def summary(what: str, rows: list[Record], *columns: str) -> Record:
-    """Median and spread of each column, by connector; printed."""
-    found: Record = {}
-    for name in dict.fromkeys(row["connector"] for row in rows):
-        mine = [row for row in rows if row["connector"] == name]
-        found[name] = {column: spread([row[column] for row in mine]) for column in columns}
-        say(f"= {what} {name}", **{column: found[name][column]["median"] for column in columns})
-    return found
 
 
 # Time to first token

@@ -1,0 +1,281 @@
+"""What a tier below the host pool gives and costs inside vLLM, beside kvferry without a tier.
+
+    python tests/gpu/tier_figures.py disk,cold,dead [--path DIR] [--reps 5] [--json FILE]
+
+disk   time to first token of a prompt that is on disk only, beside computing it, and beside a hit
+       in host memory. Its goal: bytes over the rate of fio or dd, plus the hit in host memory.
+cold   prompts without reuse, one behind the other, while a tier writes all of them
+many   32 prompts without reuse at once, 64 tokens each
+dead   prompts that are on disk, and prompts that are not, while the tier's process never answers
+
+Two engines and their daemons stand side by side on one GPU and take turns: `none` has no tier,
+`disk` has one. More prompts than the host pool holds are stored first, and asked for in turn, so
+the next one has always been evicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from kvferry.client import OffloadClient
+from kvferry.proto.status import TierStatus
+from support.vllm_measure import Record, link, say, summary
+from support.vllm_models import LARGE, kv_bytes
+from support.vllm_process import VLLM, GpuDaemon, make_prompts
+
+TOKENS = 16384
+# The pool holds fewer of these prompts than are on disk, and a quarter of it holds one.
+POOL_GIB, ON_DISK, DISK_GIB = 10, 6, 30
+WRITE_SECONDS = 120.0
+# Of blocks that fio and dd read.
+BLOCK_BYTES, DEPTH = 2 << 20, 16
+NAMES = "none", "disk"
+
+
+@dataclass
+class Bench:
+    """engines, daemons: by name. new: seeds of prompts that nobody has seen."""
+
+    engines: dict[str, VLLM]
+    daemons: dict[str, GpuDaemon]
+    stored: list[list[int]]
+    new: Iterator[int]
+
+    def tier(self) -> TierStatus:
+        with OffloadClient(self.daemons["disk"].directory, engine="observer") as client:
+            (tier,) = client.status().tiers
+            return tier
+
+    def wait_written(self) -> None:
+        """Until the tier writes nothing more."""
+        deadline, before = time.monotonic() + WRITE_SECONDS, -1
+        while (written := self.tier().written) != before and time.monotonic() < deadline:
+            before = written
+            time.sleep(1.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", help=f"figures, comma-separated: {', '.join(FIGURES)}")
+    parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument("--write", default="write_through", help="the tier's write policy")
+    parser.add_argument("--json", type=Path, default=Path("tier-figures.json"))
+    chosen = parser.parse_args()
+    what = chosen.what.split(",")
+    if unknown := set(what) - FIGURES.keys():
+        parser.error(f"unknown figures: {', '.join(sorted(unknown))}; choose from {[*FIGURES]}")
+    root = Path(tempfile.mkdtemp(prefix="kvferry-tier-", dir=chosen.path))
+    try:
+        tool, rate = raw_read_rate(root)
+        record: Record = {"link_gbs": link(), "raw_gbs": rate / 1e9, "raw_tool": tool}
+        say("rates", **record)
+        with started(root, chosen.write) as bench:
+            for name in what:
+                rows = FIGURES[name](bench, chosen.reps, record)
+                columns = [key for key in rows[0] if key != "connector"]
+                record[name] = {"rows": rows, "figures": summary(name, rows, *columns)}
+                chosen.json.write_text(json.dumps(record, indent=1))
+            say("tier", **{key: getattr(bench.tier(), key) for key in TierStatus.__struct_fields__})
+    finally:
+        shutil.rmtree(root)
+
+
+def raw_read_rate(root: Path) -> tuple[str, float]:
+    """Bytes per second of O_DIRECT reads of a new file, in blocks of 2 MiB, 16 in flight."""
+    file, blocks = root / "raw", 1024
+    try:
+        with file.open("wb") as filled:
+            for _ in range(blocks):
+                filled.write(os.urandom(BLOCK_BYTES))
+            os.fsync(filled.fileno())
+        if shutil.which("fio") is None:
+            share = blocks // DEPTH
+            dd = ["dd", f"if={file}", "of=/dev/null", f"bs={BLOCK_BYTES}", "iflag=direct"]
+            commands = [[*dd, f"count={share}", f"skip={n * share}"] for n in range(DEPTH)]
+            begun = time.perf_counter()
+            running = [subprocess.Popen(each, stderr=subprocess.DEVNULL) for each in commands]
+            assert all(process.wait() == 0 for process in running)
+            return "dd", blocks * BLOCK_BYTES / (time.perf_counter() - begun)
+        command = ["fio", "--name=raw", f"--filename={file}", "--rw=read", "--direct=1"]
+        command += [f"--bs={BLOCK_BYTES}", f"--size={blocks * BLOCK_BYTES}", "--ioengine=psync"]
+        command += ["--thread", f"--numjobs={DEPTH}", f"--offset_increment={100 // DEPTH}%"]
+        command += [f"--io_size={blocks * BLOCK_BYTES // DEPTH}", "--group_reporting"]
+        done = subprocess.run(
+            [*command, "--output-format=json"], check=True, capture_output=True, text=True
+        )
+        return "fio", float(json.loads(done.stdout)["jobs"][0]["read"]["bw_bytes"])
+    finally:
+        file.unlink()
+
+
+@contextmanager
+def started(root: Path, write: str) -> Iterator[Bench]:
+    """Both daemons and engines; the prompts of `stored` are on disk."""
+    tier = {
+        "tier_disk": root / "tier",
+        "tier_disk_size": f"{DISK_GIB}GiB",
+        "tier_disk_write": write,
+    }
+    with ExitStack() as running:
+        bench = Bench({}, {}, make_prompts(ON_DISK, 1, TOKENS), count(1000))
+        for name in NAMES:
+            options: Record = tier if name == "disk" else {}
+            daemon = GpuDaemon(pool=f"{POOL_GIB}GiB", **options)
+            bench.daemons[name] = running.enter_context(daemon)
+            engine = VLLM(
+                "kvferry",
+                model=LARGE,
+                extra={"kvferry_dirs": daemon.directory, "cpu_bytes_to_use": POOL_GIB << 30},
+                gpu_memory_utilization=0.42,
+                max_model_len=TOKENS + 1024,
+                max_num_seqs=64,
+            )
+            bench.engines[name] = running.enter_context(engine)
+            say("started", engine=name)
+        for engine in bench.engines.values():
+            for seed in (2, 3):
+                engine.timed(make_prompts(1, seed, TOKENS))
+        for prompt in bench.stored:
+            say("stored", seconds=bench.engines["disk"].timed([prompt])[0])
+        bench.engines["disk"].settle()
+        begun = time.monotonic()
+        bench.wait_written()
+        say("written", keys=bench.tier().written, seconds=time.monotonic() - begun)
+        yield bench
+
+
+def disk(bench: Bench, reps: int, record: Record) -> list[Record]:
+    engine, rows = bench.engines["disk"], list[Record]()
+    raw_ms = kv_bytes(LARGE, TOKENS) / record["raw_gbs"] / 1e6
+    for number in range(-1, reps):
+        prompt = bench.stored[number % ON_DISK]
+        computed, _ = bench.engines["none"].timed(make_prompts(1, next(bench.new), TOKENS))
+        engine.settle()
+        engine.forget()
+        before = bench.tier().promoted
+        from_disk, cached = engine.timed([prompt])
+        promoted = bench.tier().promoted - before
+        engine.settle()
+        engine.forget()
+        host, host_cached = engine.timed([prompt])
+        row = {
+            "connector": "disk",
+            "disk_ms": 1e3 * from_disk,
+            "host_ms": 1e3 * host,
+            "computed_ms": 1e3 * computed,
+            "of_goal": 1e3 * from_disk / (raw_ms + 1e3 * host),
+            "of_computed": from_disk / computed,
+            "cached": cached,
+            "host_cached": host_cached,
+            "promoted": promoted,
+        }
+        say("disk", round=number, **row)
+        if number >= 0:
+            rows.append(row)
+    return rows
+
+
+def cold(bench: Bench, reps: int, _: Record) -> list[Record]:
+    def one(engine: VLLM) -> Record:
+        prompts = make_prompts(3, next(bench.new), TOKENS)
+        times = [1e3 * engine.timed([prompt])[0] for prompt in prompts]
+        return {"cold_ms": statistics.median(times[1:])}
+
+    return alternate(bench, "cold", reps, one)
+
+
+def many(bench: Bench, reps: int, _: Record) -> list[Record]:
+    def one(engine: VLLM) -> Record:
+        seconds, _ = engine.timed(make_prompts(32, next(bench.new), 2048), 64)
+        return {"tokens_s": 32 * (2048 + 64) / seconds}
+
+    return alternate(bench, "many", reps, one)
+
+
+def dead(bench: Bench, reps: int, _: Record) -> list[Record]:
+    turns = count()
+
+    def one(engine: VLLM) -> Record:
+        stored = bench.stored[next(turns) // 2 % ON_DISK]
+        engine.forget()
+        known, cached = engine.timed([stored])
+        new, _ = engine.timed(make_prompts(1, next(bench.new), TOKENS))
+        return {"known_ms": 1e3 * known, "new_ms": 1e3 * new, "cached": cached}
+
+    with stopped_tier(bench.daemons["disk"].pid):
+        return alternate(bench, "dead", reps, one)
+
+
+def alternate(bench: Bench, what: str, reps: int, one: Callable[[VLLM], Record]) -> list[Record]:
+    rows = list[Record]()
+    for number in range(reps):
+        for name in NAMES:
+            engine = bench.engines[name]
+            engine.settle()
+            row = one(engine)
+            say(f"{what} {name}", round=number, **row)
+            rows.append({"connector": name, **row})
+    return rows
+
+
+@contextmanager
+def stopped_tier(daemon: int) -> Iterator[None]:
+    """Every process of a tier that the daemon starts stands still."""
+    ended = threading.Event()
+
+    def stop() -> None:
+        while not ended.wait(0.02):
+            for process in tier_processes(daemon):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGSTOP)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        for process in tier_processes(daemon):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGCONT)
+
+
+def tier_processes(daemon: int) -> list[int]:
+    children: list[int] = []
+    for task in Path(f"/proc/{daemon}/task").iterdir():
+        with contextlib.suppress(OSError):
+            children += map(int, (task / "children").read_text().split())
+    found = []
+    for child in children:
+        with contextlib.suppress(OSError):
+            if b"kvferry.daemon.tiers" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(child)
+    return found
+
+
+FIGURES: dict[str, Callable[[Bench, int, Record], list[Record]]] = {
+    "disk": disk,
+    "cold": cold,
+    "many": many,
+    "dead": dead,
+}
+
+if __name__ == "__main__":
+    main()
