@@ -20,7 +20,7 @@ from kvferry.client.cli import status as cli_status
 from kvferry.client.tensors import device
 from kvferry.cuda.driver import Driver
 from kvferry.cuda.virtual_memory import VirtualMemory
-from kvferry.daemon import config
+from kvferry.daemon import config_reader
 from kvferry.daemon.access.admission import Admission, Credentials
 from kvferry.daemon.access.endpoint import Endpoint
 from kvferry.daemon.core.actions import (
@@ -247,7 +247,7 @@ def forbidden(_: pytest.FixtureRequest) -> ErrorInfo:
 
 
 def bad_config(_: pytest.FixtureRequest) -> ErrorInfo:
-    return raised(lambda: config.read(["--copy-staging", "much"]))
+    return raised(lambda: config_reader.read(["--copy-staging", "much"]))
 
 
 def no_device(request: pytest.FixtureRequest) -> ErrorInfo:

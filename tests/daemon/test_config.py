@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.daemon.config import Config, description, flag_of, options, read
+from kvferry.daemon.config import Config, description, options
+from kvferry.daemon.config_reader import flag_of, read
 from kvferry.daemon.engine.cuda.engine import MIN_STAGING
 from kvferry.proto.errors import Code, Refused
 
@@ -222,6 +223,35 @@ def test_a_disk_tier_is_read_from_file_and_flags(write: Any) -> None:
     disk = read([file, "--tier-disk=/b", "--tier-disk-rate=100MiB"]).tiers.disk
     assert (disk.path, disk.size, disk.write) == ("/b", "1GiB", "off")
     assert (disk.admit_after, disk.rate) == (2, "100MiB")
+
+
+def test_other_tiers_are_read_from_file_and_flags(write: Any) -> None:
+    file = write(
+        '[tiers.custom]\nmodule = "a.b"\noptions = { n = 1, words = ["x"] }\n'
+        '[tiers.mooncake]\nmaster = "store:50051"\nwrite = "write_through"\n'
+    )
+    tiers = read([file, "--tier-mooncake=[::1]:50052", "--tier-mooncake-protocol=rdma"]).tiers
+    assert (tiers.custom.module, tiers.custom.options) == ("a.b", {"n": 1, "words": ["x"]})
+    assert (tiers.mooncake.master, tiers.mooncake.protocol) == ("[::1]:50052", "rdma")
+    assert (tiers.mooncake.write, tiers.mooncake.admit_after) == ("write_through", 2)
+    assert read([file, "--tier-custom-options={ n = 2 }"]).tiers.custom.options == {"n": 2}
+
+
+@pytest.mark.parametrize(
+    ("flags", "advice"),
+    [
+        (["--tier-custom=a-b"], "my_package.my_tier"),
+        (["--tier-custom=a", "--tier-custom-options=n"], "TOML"),
+        (["--tier-custom-options={ n = 1 }"], "name the module"),
+        (["--tier-mooncake=host"], "10.0.0.1:50051"),
+        (["--tier-mooncake=:50051"], "10.0.0.1:50051"),
+        (["--tier-mooncake=host:0"], "10.0.0.1:50051"),
+        (["--tier-mooncake-protocol=ib"], "tcp"),
+        (["--tier-mooncake-rate=fast"], "tiers.mooncake.rate"),
+    ],
+)
+def test_other_tiers_that_are_not_right_are_refused(flags: list[str], advice: str) -> None:
+    assert advice in str(refused(*flags))
 
 
 @pytest.mark.parametrize(

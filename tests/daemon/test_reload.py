@@ -144,7 +144,7 @@ def test_a_reload_beside_a_client(manager: ServiceManager, file: Path, tmp_path:
 EARLY = """
 import os, signal, sys
 from pathlib import Path
-from kvferry.daemon import config
+from kvferry.daemon import config_reader as config
 from kvferry.daemon.__main__ import main
 
 read = config.read

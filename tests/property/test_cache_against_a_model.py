@@ -166,10 +166,11 @@ class ModelCacheJob(NamedTuple):
 
 
 class TierJob:
-    """Blocks that a tier writes into (a promotion) or reads (a write)."""
+    """Blocks that a tier writes into (a promotion: `tier` is None) or reads (a write)."""
 
-    def __init__(self, promotes: bool, keys: list[bytes], blocks: Any, epoch: int) -> None:
-        self.promotes, self.keys, self.blocks, self.epoch = promotes, keys, blocks, epoch
+    def __init__(self, tier: int | None, keys: list[bytes], blocks: Any, epoch: int) -> None:
+        self.tier, self.keys, self.blocks, self.epoch = tier, keys, blocks, epoch
+        self.promotes = tier is None
         self.holds: dict[bytes, int] = dict(zip(keys, blocks.tolist(), strict=True))
         # Of a promotion: whether it ended, and only its release is missing.
         self.ended = False
@@ -195,8 +196,8 @@ class CacheModel:
         self.jobs: list[ModelCacheJob] = []
         self.ended: list[ModelCacheJob] = []
         self.tier_jobs: list[TierJob] = []
-        # Keys whose blocks are in a tier, or are being written.
-        self.in_tier: set[bytes] = set()
+        # Of each tier the keys whose blocks are in it, or are being written.
+        self.in_tier: list[set[bytes]] = [set(), set()]
         self.offers: Counter[bytes] = Counter()
         self.counts: Counter[str] = Counter()
         self.mirror: dict[bytes, str] = {}
@@ -217,7 +218,8 @@ class CacheModel:
         del self.state[key], self.where[key]
         self.parts.pop(key, None)
         self.unverified.discard(key)
-        self.in_tier.discard(key)
+        for keys in self.in_tier:
+            keys.discard(key)
 
     def stored_again(self, key: bytes, parts: dict[bytes, tuple[int, int]]) -> bool:
         if self.state.get(key) != READY or key in self.pinned():
@@ -322,22 +324,24 @@ class CacheModel:
         self.counts["evictions"] += len(evicted)
         self.state.update(dict.fromkeys(fitting, PENDING))
         self.where.update(zip(fitting, blocks.tolist(), strict=True))
-        self.tier_jobs.append(TierJob(True, fitting, blocks, self.epoch))
+        self.tier_jobs.append(TierJob(None, fitting, blocks, self.epoch))
 
     def end_promotion(self, which: int, success: bool) -> None:
+        """The keys need not be written into one of the two tiers."""
         jobs = [job for job in self.tier_jobs if job.promotes and not job.ended]
         if not jobs:
             return
         job = jobs[which % len(jobs)]
         job.ended = True
         ok = np.array([success or place == which for place in range(len(job.keys))])
-        stored = self.cache.tier_access.end_promotion(job.keys, job.blocks, ok)
+        written_in = [which % 2]
+        stored = self.cache.tier_access.end_promotion(job.keys, job.blocks, ok, written_in)
         today = job.epoch == self.epoch
         assert stored.tolist() == [today and done for done in ok.tolist()]
         for key, done in zip(job.keys, ok.tolist(), strict=True) if today else ():
             if done:
                 self.state[key] = READY
-                self.in_tier.add(key)
+                self.in_tier[which % 2].add(key)
             else:
                 self.policy.forget(key)
                 self.forget(key)
@@ -350,15 +354,16 @@ class CacheModel:
             self.cache.tier_access.release_promotion(job.blocks)
 
     def take_writes(self, limit: int) -> None:
-        writing = sum(len(job.keys) for job in self.tier_jobs if not job.promotes)
+        tier = limit % 2
+        writing = sum(len(job.keys) for job in self.tier_jobs if job.tier == tier)
         room = min(limit, max(1, self.capacity // 4) - writing)
-        wanted = [key for key in self.policy.order() if key in self.hits() - self.in_tier]
-        keys, blocks = self.cache.tier_access.take_writes(limit, 1.0, 1)
+        wanted = [key for key in self.policy.order() if key in self.hits() - self.in_tier[tier]]
+        keys, blocks = self.cache.tier_access.take_writes(tier, limit, 1.0, 1)
         assert keys == wanted[: max(0, room)]
         assert blocks.tolist() == [self.where[key] for key in keys]
         if keys:
-            self.in_tier.update(keys)
-            self.tier_jobs.append(TierJob(False, keys, blocks, self.epoch))
+            self.in_tier[tier].update(keys)
+            self.tier_jobs.append(TierJob(tier, keys, blocks, self.epoch))
 
     def end_writes(self, which: int, success: bool) -> None:
         jobs = [job for job in self.tier_jobs if not job.promotes]
@@ -367,10 +372,11 @@ class CacheModel:
         job = jobs[which % len(jobs)]
         self.tier_jobs.remove(job)
         done = np.array([success or place == which for place in range(len(job.keys))])
-        self.cache.tier_access.end_writes(job.blocks, done)
+        assert job.tier is not None
+        self.cache.tier_access.end_writes(job.tier, job.blocks, done)
         for (key, block), one in zip(job.holds.items(), done.tolist(), strict=True):
             if not one and job.epoch == self.epoch and self.where.get(key) == block:
-                self.in_tier.discard(key)
+                self.in_tier[job.tier].discard(key)
 
     def pin(self, keys: list[bytes]) -> None:
         loadable = self.keys_that_are(READY) - self.unverified
@@ -430,7 +436,7 @@ class CacheModel:
         self.epoch += 1
         self.policy = PLAIN[self.policy_name](self.capacity)
         self.state, self.where = {}, {}
-        self.in_tier = set()
+        self.in_tier = [set(), set()]
         self.parts, self.unverified = {}, set()
         self.offers.clear()
 
@@ -479,8 +485,9 @@ class CacheModel:
         assert {key: self.cache.stored_part(key) for key in self.parts} == self.parts
         assert self.cache.has_parts == bool(self.parts)
         where = np.array([self.where[key] for key in sorted(ready)], np.int64)
-        is_open = self.cache._blocks.marks.are_open(where, 1).tolist()
-        assert is_open == [key not in self.in_tier for key in sorted(ready)]
+        for tier, its in enumerate(self.in_tier):
+            is_open = self.cache._blocks.marks.are_open(where, tier, 1).tolist()
+            assert is_open == [key not in its for key in sorted(ready)]
         order = [key for key in self.policy.order() if key in ready]
         assert self.cache.entries() == [(key, self.where[key]) for key in order]
         usage = self.cache.usage

@@ -29,6 +29,7 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.core import Core
 from kvferry.daemon.core.status import DaemonIdentity
+from kvferry.daemon.core.tier_actions import TierDescription
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
@@ -99,14 +100,14 @@ class NamespacesFixture:
         policy: str = "lru",
         threshold: int = 1,
         pool_bytes: int = POOL,
-        tiers: tuple[str, ...] = (),
+        tiers: tuple[str | TierDescription, ...] = (),
     ) -> None:
         limits = proto_status.Limits(1 << 20, 1 << 10, 64)
         self.core = Core(
             DaemonIdentity("0.1", "boot", 4711, DEVICE, limits),
             pool_bytes,
             started=100.0,
-            tiers=tiers,
+            tiers=tuple(TierDescription(t) if isinstance(t, str) else t for t in tiers),
         )
         self.region_records = RegionRecordsModel()
         self.job_ids = count(1)

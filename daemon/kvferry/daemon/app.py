@@ -24,7 +24,7 @@ import structlog
 import uvloop
 import zmq
 
-from kvferry.daemon import config as configuration
+from kvferry.daemon import config_reader
 from kvferry.daemon.access.admission import Admission
 from kvferry.daemon.access.endpoint import Endpoint
 from kvferry.daemon.config import Config, HealthConfig
@@ -50,8 +50,9 @@ from kvferry.daemon.persistence.region_store import RegionStore
 from kvferry.daemon.reload import Reload
 from kvferry.daemon.signals import SignalHandlers
 from kvferry.daemon.systemd import Supervisor
-from kvferry.daemon.tiers.composition import DISK, DiskTierSettings, compose_tiering, start_tiers
-from kvferry.daemon.tiers.root_lock import wait_until_unlocked
+from kvferry.daemon.tier_settings import tier_settings
+from kvferry.daemon.tiers.composition import compose_tiering, start_tiers
+from kvferry.daemon.tiers.pool_lock import wait_until_unlocked
 from kvferry.daemon.tiers.tier_process import PoolFiles
 from kvferry.daemon.transport.accept_gate import max_client_fd
 from kvferry.daemon.transport.server import Server
@@ -79,7 +80,7 @@ def _main(supervisor: Supervisor, arguments: Sequence[str] | None) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # clients and chunks use descriptors
     try:
-        config = configuration.read(arguments)
+        config = config_reader.read(arguments)
         start_logging(config.log)
         supervisor.status(f"opening device {config.device}")
         engine = make_engine(config)
@@ -175,7 +176,7 @@ async def run(
     identity = DaemonIdentity(
         kvferry_version(), secrets.token_hex(8), os.getpid(), engine.info, limits
     )
-    disk = disk_settings(config)
+    settings = tier_settings(config, endpoint.directory)
     core = Core(
         identity,
         pool.nbytes,
@@ -183,7 +184,7 @@ async def run(
         HOST_BYTES,
         max_regions(),
         metrics.jobs.count_job,
-        tiers=(DISK,) if disk else (),
+        tiers=tuple(tier.description for tier in settings),
     )
     gc.set_threshold(*GC_THRESHOLDS)  # before a million keys are restored
     # Before the socket exists: a user who sees it may send SIGTERM.
@@ -196,7 +197,7 @@ async def run(
                 lambda error: server.fail(error),
             )
             pool_files = PoolFiles(pool.descriptors, pool.chunk_bytes, pool.nbytes)
-            tiers = start_tiers(disk, pool_files)  # before the sockets, too
+            tiers = start_tiers(settings, pool_files)  # before the sockets, too
             publisher = KVEventPublisher(config.events.publish or f"ipc://{endpoint.events}")
             server = Server(core, endpoint, EventLog(), publisher.publish)
             worker = DeviceWorker(engine, pool, server.device_reports, server.fail)
@@ -204,7 +205,7 @@ async def run(
             region_store = RegionStore(checksums, kept.fd_store, server.report_to_core, scrub_rate)
             tiering = compose_tiering(
                 tiers,
-                disk,
+                settings,
                 core,
                 region_store.checksums_of,
                 server.report_to_core,
@@ -263,14 +264,9 @@ def make_pool(
             check_fits(size, locked=locked, spare=spare)
         check_descriptors(size, chunk)
 
-    unusable = ""
-    disk = disk_settings(config)
-    if (
-        disk is not None
-        and chunks_of(supervisor.stored_fds)
-        and not wait_until_unlocked(disk.path, TIER_END_SECONDS)
-    ):
-        unusable = f"a process that uses {disk.path} may still write into it"
+    unusable, chunks = "", chunks_of(supervisor.stored_fds)
+    if chunks and not wait_until_unlocked(chunks[0], TIER_END_SECONDS):
+        unusable = "the process of a tier may still write into it"
     return recover_pool(
         supervisor,
         HOST_BYTES + size,
@@ -284,14 +280,6 @@ def make_pool(
 # Seconds for the tier process of a killed daemon to end. The kernel kills it with the daemon, but
 # it ends only after its reads and writes in flight.
 TIER_END_SECONDS = 5.0
-
-
-def disk_settings(config: Config) -> DiskTierSettings | None:
-    disk = config.tiers.disk
-    if not disk.path:
-        return None
-    size, rate = parse_bytes(disk.size), parse_bytes(disk.rate)
-    return DiskTierSettings(Path(disk.path), size, disk.write, disk.admit_after, rate)
 
 
 # Descriptors that a daemon uses without pool and clients, plus some for clients.

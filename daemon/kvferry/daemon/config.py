@@ -1,16 +1,12 @@
-"""The daemon's configuration: a TOML file, overridden by flags.
+"""The keys of the daemon's configuration, and their defaults. config_reader.py reads it.
 
 Every key is a field below. Its description is the help of its flag and the comment above its line
-in the sample file; a test compares the two. Read at start and on SIGHUP, on the main thread.
+in the sample file; a test compares the two.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import re
-import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
@@ -18,18 +14,11 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get
 import msgspec
 from msgspec import Meta
 
-from kvferry.proto.errors import Code, Refused
 from kvferry.proto.runtime_directory import default_directory
-from kvferry.proto.sizes import parse_bytes
 
-# Upper bounds of values and of the file, larger than any use needs.
+# Upper bounds of values, larger than any use needs.
 MAX_JOBS = 1 << 30
-MAX_FILE_BYTES = 1 << 20
 MAX_ADMIT_AFTER = 255
-# Smallest size of a disk tier: its files have an overhead of some MiB.
-MIN_DISK_BYTES = 16 << 20
-# Flags that are shorter than their keys.
-SHORT_FLAGS = {"tiers.disk.path": "--tier-disk"}
 
 Size: TypeAlias = str
 
@@ -86,6 +75,28 @@ class IntegrityConfig(Section, frozen=True):
     ] = 2
 
 
+WritePolicy: TypeAlias = Annotated[
+    Literal["clean_ahead", "write_through", "off"],
+    Meta(
+        description="which blocks the daemon writes into the tier in the background; clean_ahead: "
+        "the coldest quarter of each namespace, before they are evicted; write_through: all "
+        "blocks, also those that were read from a slower tier; off: none, but the daemon still "
+        "finds the blocks that the tier has"
+    ),
+]
+AdmitAfter: TypeAlias = Annotated[
+    int,
+    Meta(
+        ge=1,
+        le=MAX_ADMIT_AFTER,
+        description="a block is written from this use on; storing it is the first",
+    ),
+]
+Rate: TypeAlias = Annotated[
+    Size, Meta(description="bytes per second that are written at most; 0: no limit")
+]
+
+
 class DiskTierConfig(Section, frozen=True):
     path: Annotated[
         str,
@@ -97,29 +108,59 @@ class DiskTierConfig(Section, frozen=True):
     size: Annotated[
         Size, Meta(description="disk space that the tier may use; required if path is set")
     ] = ""
-    write: Annotated[
-        Literal["clean_ahead", "write_through", "off"],
+    write: WritePolicy = "clean_ahead"
+    admit_after: AdmitAfter = 1
+    rate: Rate = "0"
+
+
+class CustomTierConfig(Section, frozen=True):
+    module: Annotated[
+        str,
         Meta(
-            description="which blocks the daemon writes to disk in the background; clean_ahead: "
-            "the coldest quarter of each namespace, before they are evicted; write_through: all "
-            "blocks; off: none, but the daemon still finds the blocks that the disk has"
+            description="dotted path of a Python module with open_tier(options, memory), which "
+            "returns your own tier; default: none"
         ),
-    ] = "clean_ahead"
-    admit_after: Annotated[
-        int,
+    ] = ""
+    options: Annotated[
+        dict[str, Any], Meta(description="table that is passed to open_tier; in a flag as TOML")
+    ] = msgspec.field(default_factory=dict)
+    write: WritePolicy = "clean_ahead"
+    admit_after: AdmitAfter = 1
+    rate: Rate = "0"
+
+
+class MooncakeTierConfig(Section, frozen=True):
+    master: Annotated[
+        str,
         Meta(
-            ge=1,
-            le=MAX_ADMIT_AFTER,
-            description="a block is written from this use on; storing it is the first",
+            description='"host:port" of the master of a Mooncake Store, in which the daemons of '
+            "several hosts find each other's blocks; default: none"
         ),
-    ] = 1
-    rate: Annotated[
-        Size, Meta(description="bytes per second that are written at most; 0: no limit")
-    ] = "0"
+    ] = ""
+    protocol: Annotated[
+        Literal["tcp", "rdma"], Meta(description="how blocks are moved over the network")
+    ] = "tcp"
+    device: Annotated[
+        str, Meta(description="RDMA devices, separated by commas; default: chosen by the store")
+    ] = ""
+    host: Annotated[
+        str,
+        Meta(
+            description="address under which other hosts reach this one; default: the address "
+            "from which the master is reached"
+        ),
+    ] = ""
+    write: WritePolicy = "clean_ahead"
+    admit_after: AdmitAfter = 2
+    rate: Rate = "0"
 
 
 class TiersConfig(Section, frozen=True):
+    """Fastest first."""
+
     disk: DiskTierConfig = DiskTierConfig()
+    custom: CustomTierConfig = CustomTierConfig()
+    mooncake: MooncakeTierConfig = MooncakeTierConfig()
 
 
 class LimitsConfig(Section, frozen=True):
@@ -254,10 +295,13 @@ def options(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple
     """(dotted key, type, default) of every key, in order."""
     hints = get_type_hints(section, include_extras=True)
     for field in msgspec.structs.fields(section):
-        if isinstance(field.default, Section):
-            yield from options(type(field.default), f"{prefix}{field.name}.")
-        else:
-            yield f"{prefix}{field.name}", hints[field.name], field.default
+        default = field.default
+        if isinstance(default, Section):
+            yield from options(type(default), f"{prefix}{field.name}.")
+            continue
+        if default is msgspec.NODEFAULT:  # a table
+            default = {}
+        yield f"{prefix}{field.name}", hints[field.name], default
 
 
 def changed_keys(one: Config, other: Config) -> Iterator[str]:
@@ -275,110 +319,3 @@ def description(hint: Any) -> str:
         *words, last = (f'"{word}"' for word in get_args(kind))
         text += f"; {', '.join(words)} or {last}"
     return text
-
-
-def read(arguments: Sequence[str] | None = None) -> Config:
-    """The configuration of a command line. Raises Refused (BAD_CONFIG)."""
-    flags = vars(_parser().parse_args(arguments))
-    path = flags.pop("config")
-    tree: dict[str, Any] = {}
-    try:
-        if path is not None:
-            tree = msgspec.toml.decode(_contents(path))
-        for key, value in flags.items():
-            if value is not None:
-                *sections, name = key.split(".")
-                target = tree
-                for section in sections:
-                    target = target.setdefault(section, {})
-                    if not isinstance(target, dict):
-                        raise TypeError(
-                            f"{section} = {target!r} is not a table [{section}] with {name}"
-                        )
-                target[name] = value
-        config = msgspec.convert(tree, Config, strict=False)
-    except OSError as error:
-        message = f"cannot read {path} ({error.strerror}); name a readable TOML file"
-        raise Refused(Code.BAD_CONFIG, message, path or "") from error
-    except RecursionError as error:
-        message = f"{path} is nested too deeply; write one table per section"
-        raise Refused(Code.BAD_CONFIG, message, path or "") from error
-    except (ValueError, TypeError, msgspec.MsgspecError) as error:
-        source = path or "command line"
-        message = f"invalid configuration ({source}): {_with_description(str(error))}; correct it"
-        raise Refused(Code.BAD_CONFIG, message, source) from error
-    for key, _, _ in options():
-        value = attrgetter(key)(config)
-        if isinstance(value, str) and "\0" in value:
-            message = f"{key} = {value!r} contains a NUL character; remove it"
-            raise Refused(Code.BAD_CONFIG, message, value)
-    for key in ("pool.size", "pool.chunk", "copy.staging", "integrity.scrub_rate"):
-        size = attrgetter(key)(config)
-        if not parse_bytes(size, key) and key.startswith("pool."):
-            raise Refused(Code.BAD_CONFIG, f"{key} = {size!r} is zero; set at least 1 byte", size)
-    _check_disk_tier(config.tiers.disk)
-    return config
-
-
-def _check_disk_tier(disk: DiskTierConfig) -> None:
-    parse_bytes(disk.rate, "tiers.disk.rate")
-    if disk.path and not disk.size:
-        message = (
-            f"tiers.disk.path = {disk.path!r} is set without tiers.disk.size; set the size, for "
-            'example --tier-disk-size "200GiB"'
-        )
-        raise Refused(Code.BAD_CONFIG, message, disk.path)
-    if disk.size and not disk.path:
-        message = (
-            f"tiers.disk.size = {disk.size!r} is set without tiers.disk.path; name a directory, "
-            "for example --tier-disk /var/lib/kvferry"
-        )
-        raise Refused(Code.BAD_CONFIG, message, disk.size)
-    if disk.size and parse_bytes(disk.size, "tiers.disk.size") < MIN_DISK_BYTES:
-        message = f"tiers.disk.size = {disk.size!r} is below 16MiB; set at least 16MiB"
-        raise Refused(Code.BAD_CONFIG, message, disk.size)
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)  # a FIFO would wait for a writer
-
-
-def _contents(path: str) -> bytes:
-    """The contents of a regular file. Raises OSError and Refused (BAD_CONFIG); never blocks."""
-    with open(path, "rb", opener=_open_without_waiting) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            message = f"{path} is not a regular file; name a TOML file"
-            raise Refused(Code.BAD_CONFIG, message, path)
-        data = file.read(MAX_FILE_BYTES + 1) or b""
-    if len(data) > MAX_FILE_BYTES:
-        message = f"{path} has more than {MAX_FILE_BYTES} bytes; name a TOML file"
-        raise Refused(Code.BAD_CONFIG, message, path)
-    return data
-
-
-def _with_description(error: str) -> str:
-    """Add the description of the key that msgspec's error is about."""
-    key = re.search(r"`\$\.([a-z_.]+)", error)
-    hints = {name: hint for name, hint, _ in options()}
-    return f"{error} ({description(hints[key[1]])})" if key and key[1] in hints else error
-
-
-def flag_of(key: str) -> str:
-    """The flag of a key: --pool-size for pool.size, --tier-disk-size for tiers.disk.size."""
-    flag = key.replace("tiers.", "tier.").replace(".", "-").replace("_", "-")
-    return SHORT_FLAGS.get(key, f"--{flag}")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvferryd",
-        description="Moves KV-cache blocks between one device and host memory for LLM engines.",
-        epilog="Each flag is a key of the TOML file: --pool-size is size in [pool].",
-    )
-    parser.add_argument("--config", metavar="FILE", help="TOML file; flags override it")
-    for key, hint, default in options():
-        text = description(hint)
-        if default not in ("", ()):
-            text += f" (default: {default})"
-        parser.add_argument(flag_of(key), dest=key, metavar=key.split(".")[-1].upper(), help=text)
-    return parser

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from kvferry.daemon import config as configuration
-from kvferry.daemon.config import Config
+from kvferry.daemon import config_reader
+from kvferry.daemon.config import Config, changed_keys
 
 # The keys that change without a restart.
 LIVE = frozenset({"access.group", "log.level", "log.format"})
@@ -34,12 +34,12 @@ class Reload:
     def __call__(self) -> None:
         """Read and apply the configuration. Raises nothing: after an error nothing has changed."""
         try:
-            config = configuration.read(self._arguments)
+            config = config_reader.read(self._arguments)
             self._apply(config)
         except Exception as error:  # for instance a directory that was removed
             log.error("reload failed; the old configuration stays in effect", reason=str(error))
             return
-        changed = frozenset(configuration.changed_keys(self._running, config)) - LIVE
+        changed = frozenset(changed_keys(self._running, config)) - LIVE
         if changed - self._need_restart:
             log.warning("changed keys need a restart", keys=sorted(changed))
         self._need_restart = changed

@@ -215,7 +215,8 @@ class TierStatus(Part):
     """A tier below the host pool. Numbers of keys and bytes count since the start of the daemon.
 
     state: "starting", "on", "off" (until the circuit breaker admits a probe) or "probing".
-    used_bytes: of `capacity_bytes`, with all overhead. read_only: why nothing can be written.
+    used_bytes: of `capacity_bytes`, with all overhead; the latter is 0 if it is not known.
+    read_only: why nothing can be written.
     promotion_seconds: the mean time of a promotion, from the request until its keys were loadable.
     queue_seconds: age of the oldest promotion or write that has not ended.
     """

@@ -62,6 +62,12 @@ def test_failures_are_shown() -> None:
     assert tier_row(failing).plain.endswith(f"read-only · {expected}")
 
 
+def test_a_tier_whose_bound_is_not_known_shows_what_is_used() -> None:
+    store = msgspec.structs.replace(TIER, name="mooncake", capacity_bytes=0)
+    assert lines(store)[0] == "mooncake on, 50 GiB used, 25,600 keys"
+    assert tier_row(store).plain.startswith("mooncake on · 50 GiB used · ")
+
+
 def test_an_idle_tier_has_no_rates() -> None:
     idle = TierStatus("disk", "starting", capacity_bytes=GIB)
     assert lines(idle)[1].strip() == "read 0 B in 0 keys, written 0 B in 0, evicted 0"

@@ -9,6 +9,7 @@ from kvferry.daemon.core.tier_actions import (
     FetchBlocks,
     FetchReleased,
     KeysFound,
+    TierDescription,
     WriteJob,
 )
 from kvferry.proto import messages as wire
@@ -35,18 +36,22 @@ def new_fixture(letters: bytes = b"", policy: str = "lru") -> NamespacesFixture:
 
 
 def take(
-    fixture: NamespacesFixture, limit: int = 16, coldest: float = 1.0, min_uses: int = 1
+    fixture: NamespacesFixture,
+    limit: int = 16,
+    coldest: float = 1.0,
+    min_uses: int = 1,
+    tier: int = 0,
 ) -> list[WriteJob]:
-    return fixture.core.take_writes(limit, coldest, min_uses)
+    return fixture.core.take_writes(tier, limit, coldest, min_uses)
 
 
 def letters_of(jobs: list[WriteJob]) -> bytes:
     return b"".join(key for job in jobs for key in job.keys)
 
 
-def write_all(fixture: NamespacesFixture, min_uses: int = 1) -> bytes:
+def write_all(fixture: NamespacesFixture, min_uses: int = 1, tier: int = 0) -> bytes:
     letters = b""
-    while jobs := take(fixture, min_uses=min_uses):
+    while jobs := take(fixture, min_uses=min_uses, tier=tier):
         letters += letters_of(jobs)
         for job in jobs:
             fixture.core.end_write(job.number, [True] * len(job.keys))
@@ -104,15 +109,43 @@ def test_a_key_that_is_stored_again_in_another_block_is_written_again() -> None:
     assert sorted(write_all(fixture)) == sorted(b"abcdefghijklmnop")
 
 
-def test_promoted_keys_are_written_already() -> None:
-    fixture = new_fixture()
+def test_each_tier_is_written() -> None:
+    fixture = NamespacesFixture("a", quota=QUOTA, tiers=("disk", "store"))
+    for letter in each(b"ab"):
+        fixture.stored("a", letter)
+    (job,) = take(fixture, tier=0)
+    (other,) = take(fixture, tier=1)
+    assert letters_of([job]) == letters_of([other]) == b"ab"
+    assert job.number != other.number
+    fixture.core.end_write(job.number, [True, False])
+    assert take(fixture, tier=1) == []
+    fixture.core.end_write(other.number, [False, True])
+    assert write_all(fixture, tier=0) == b"b"
+    assert write_all(fixture, tier=1) == b"a"
+
+
+@pytest.mark.parametrize(
+    ("tier", "faster_ones_take_it", "written"),
+    [
+        (0, False, (b"", b"a", b"a")),
+        (2, False, (b"", b"", b"")),
+        (2, True, (b"a", b"", b"")),
+        (1, False, (b"", b"", b"a")),
+    ],
+)
+def test_promoted_keys_are_not_written_back(
+    tier: int, faster_ones_take_it: bool, written: tuple[bytes, ...]
+) -> None:
+    """Nor into faster tiers, unless that is their policy."""
+    tiers = TierDescription("fast", faster_ones_take_it), "middle", "slow"
+    fixture = NamespacesFixture("a", quota=QUOTA, tiers=tiers)
     fixture.send("a", wire.FindInTiers(1, each(b"a")))
-    (fetch, _) = fixture.report(KeysFound(1, (0,), (1e9,), (0.0,)))[-2:]
+    (fetch, _) = fixture.report(KeysFound(1, (tier,), (1e9,) * 3, (0.0,) * 3))[-2:]
     assert isinstance(fetch, FetchBlocks)
     fixture.report(BlocksFetched(fetch.fetch, (True,)))
     fixture.report(FetchReleased(fetch.fetch))
     assert fixture.loadable("a", b"a") == b"a"
-    assert take(fixture) == []
+    assert tuple(write_all(fixture, tier=number) for number in range(3)) == written
 
 
 def test_a_block_that_is_being_written_is_not_used_for_another_key() -> None:

@@ -55,10 +55,10 @@ class FakeWriteSource:
     def __init__(self) -> None:
         self.jobs: list[WriteJob] = []
         self.ended: dict[int, list[bool]] = {}
-        self.asked: list[tuple[int, float, int]] = []
+        self.asked: list[tuple[int, int, float, int]] = []
 
-    def take_writes(self, limit: int, coldest: float, min_uses: int) -> list[WriteJob]:
-        self.asked.append((limit, coldest, min_uses))
+    def take_writes(self, tier: int, limit: int, coldest: float, min_uses: int) -> list[WriteJob]:
+        self.asked.append((tier, limit, coldest, min_uses))
         return [self.jobs.pop(0)] if self.jobs else []
 
     def end_write(self, number: int, done: Any) -> None:
@@ -66,27 +66,27 @@ class FakeWriteSource:
 
 
 class TieringFixture:
-    """A Tiering over a fast and a slow tier. Key n has `content_of(n)`."""
+    """A Tiering over tiers. Key n has `content_of(n)`."""
 
-    def __init__(self, pool: PoolMemory, tiers: list[ProcessSubject], root: Path | None) -> None:
+    def __init__(self, pool: PoolMemory, tiers: list[ProcessSubject], markers: Path) -> None:
         self.pool, self.tiers = pool, tiers
         self.reports: list[Report] = []
         self.promoted: list[tuple[str, float]] = []
         self.core = FakeWriteSource()
         self.no_checksum: set[int] = set()
         self.rate = 0
-        self.attached = [AttachedTier(tier.client) for tier in tiers]
-        self.attached[-1].root = root
+        self.markers = markers
+        self.attached = [
+            AttachedTier(tier.client, markers / str(n)) for n, tier in enumerate(tiers)
+        ]
 
-    def start(self, options: WriteOptions | None = None) -> None:
+    def start(self, *options: WriteOptions) -> None:
         async def make() -> Tiering:
-            writes = None
-            if options is not None:
-                client = self.tiers[-1].client
-                writes = WriteOut(self.core, self.checksums_of, client, options)
+            for each in options:
+                tier = self.attached[each.tier]
+                tier.write_out = WriteOut(self.core, self.checksums_of, tier.client, each)
             return Tiering(
                 self.attached,
-                writes,
                 self.reports.extend,
                 lambda *seen: self.promoted.append(seen),
             )
@@ -150,25 +150,16 @@ def pool() -> Iterator[PoolMemory]:
 
 
 @pytest.fixture
-def memory(pool: PoolMemory) -> Iterator[TieringFixture]:
+def memory(pool: PoolMemory, tmp_path: Path) -> Iterator[TieringFixture]:
     """Over one memory tier."""
     with subject("memory-process", Path(), pool, 4 << 20) as tier:
         assert isinstance(tier, ProcessSubject)
-        yield TieringFixture(pool, [tier], None)
+        yield TieringFixture(pool, [tier], tmp_path)
 
 
 @pytest.fixture
-def disk(pool: PoolMemory, tmp_path: Path) -> Iterator[TieringFixture]:
-    """Over one disk tier, whose root is `tmp_path / "tier"`."""
-    with subject("disk-process", tmp_path / "tier", pool, 16 << 20) as tier:
-        assert isinstance(tier, ProcessSubject)
-        yield TieringFixture(pool, [tier], tmp_path / "tier")
-
-
-# Searches and fetches
-
-
-def test_the_fastest_tier_that_has_a_key_is_reported(pool: PoolMemory) -> None:
+def two(pool: PoolMemory, tmp_path: Path) -> Iterator[TieringFixture]:
+    """Over two memory tiers, the fast one first."""
     with ExitStack() as stack:
         fast = stack.enter_context(subject("memory-process", Path(), pool, 4 << 20))
         assert isinstance(fast, ProcessSubject)
@@ -182,13 +173,27 @@ def test_the_fastest_tier_that_has_a_key_is_reported(pool: PoolMemory) -> None:
         slow.client = fast.runner.run(start())
         stack.callback(lambda: fast.runner.run(slow.client.close()))
         slow.wait_until(lambda: slow.client.is_on)
-        fixture = TieringFixture(pool, [fast, slow], None)
-        fixture.start()
-        fast.put([1, 2])
-        slow.put([2, 3])
-        found = fixture.find(1, 2, 3, 4)
-        assert (found.search, found.tier_of) == (7, (0, 0, 1, -1))
-        assert (len(found.rates), found.queues) == (2, (0.0, 0.0))
+        yield TieringFixture(pool, [fast, slow], tmp_path)
+
+
+@pytest.fixture
+def disk(pool: PoolMemory, tmp_path: Path) -> Iterator[TieringFixture]:
+    """Over one disk tier."""
+    with subject("disk-process", tmp_path / "tier", pool, 16 << 20) as tier:
+        assert isinstance(tier, ProcessSubject)
+        yield TieringFixture(pool, [tier], tmp_path)
+
+
+# Searches and fetches
+
+
+def test_the_fastest_tier_that_has_a_key_is_reported(two: TieringFixture) -> None:
+    two.start()
+    two.tiers[0].put([1, 2])
+    two.tiers[1].put([2, 3])
+    found = two.find(1, 2, 3, 4)
+    assert (found.search, found.tier_of) == (7, (0, 0, 1, -1))
+    assert (len(found.rates), found.queues) == (2, (0.0, 0.0))
 
 
 def test_a_search_may_have_more_keys_than_a_request(memory: TieringFixture) -> None:
@@ -291,9 +296,9 @@ def test_a_dropped_store_is_reported_and_gone(disk: TieringFixture) -> None:
     disk.perform(DropStore(4, NAMESPACE))
     assert disk.wait_for(StoreDropped) == StoreDropped(4)
     assert disk.find(1).tier_of == (-1,)
-    root = disk.attached[0].root
-    assert root is not None
-    disk.tiers[0].wait_until(lambda: not list(marked_stores(root)))
+    markers = disk.attached[0].markers
+    assert markers.is_dir()
+    disk.tiers[0].wait_until(lambda: not list(marked_stores(markers)))
 
 
 def test_a_drop_is_reported_also_if_the_tier_does_not_answer(
@@ -314,42 +319,48 @@ def test_a_drop_is_reported_also_if_the_tier_does_not_answer(
     assert disk.find(1).tier_of == (-1,)
 
 
-def test_a_marked_drop_is_done_when_the_root_is_opened(pool: PoolMemory, tmp_path: Path) -> None:
+def test_a_marked_drop_is_done_at_the_next_start(memory: TieringFixture) -> None:
     """Daemon and tier may end before the drop itself."""
-    with subject("disk", tmp_path, pool, 16 << 20) as tier:
-        tier.put([1, 2])
-        tier.put([3], "other")
-    assert add_marker(tmp_path, NAMESPACE, 12) is not None
-    assert [store for _, store in marked_stores(tmp_path)] == [NAMESPACE]
-    with subject("disk", tmp_path, pool, 16 << 20) as tier:
-        assert tier.contains([1, 2]) == [False, False]
-        assert tier.contains([3], "other") == [True]
-        tier.put([1])
-    with subject("disk", tmp_path, pool, 16 << 20) as tier:
-        assert tier.contains([1]) == [True]
-
-
-def test_there_is_nothing_to_mark_without_a_root(tmp_path: Path) -> None:
-    assert add_marker(tmp_path / "none", NAMESPACE, 1) is None
+    memory.tiers[0].put([1, 2])
+    memory.tiers[0].put([3], "other")
+    markers = memory.attached[0].markers
+    add_marker(markers, NAMESPACE, 12)
+    assert [store for _, store in marked_stores(markers)] == [NAMESPACE]
+    memory.start()
+    assert memory.find(1, 2).tier_of == (-1, -1)
+    assert memory.tiers[0].contains([3], "other") == [True]
+    memory.tiers[0].wait_until(lambda: not list(marked_stores(markers)))
 
 
 # Writing out
 
 
 def test_blocks_are_written_and_unpinned(disk: TieringFixture) -> None:
-    disk.start(WriteOptions(0.25, 2))
+    disk.start(WriteOptions(0, 0.25, 2))
     disk.write(disk.write_job(1, 0, 1), disk.write_job(2, 2))
     disk.tiers[0].wait_until(lambda: len(disk.core.ended) == 2)
     assert disk.core.ended == {1: [True, True], 2: [True]}
     assert disk.find(0, 1, 2, 3).tier_of == (0, 0, 0, -1)
     assert disk.fetch(0, 1).ok == (True,)
-    assert disk.core.asked[0] == (write_out.TAKEN_BLOCKS, 0.25, 2)
+    assert disk.core.asked[0] == (0, write_out.TAKEN_BLOCKS, 0.25, 2)
     (status,) = disk.tiering.status({})
     assert (status.written, status.written_bytes, status.dropped_writes) == (3, 3 * BLOCK, 0)
 
 
+def test_each_tier_is_written_with_its_options(two: TieringFixture) -> None:
+    two.start(WriteOptions(0, 1.0), WriteOptions(1, 0.25, 2))
+    two.write(two.write_job(1, 0), two.write_job(2, 1))
+    two.tiers[0].wait_until(lambda: len(two.core.ended) == 2)
+    assert sorted(two.find(0, 1).tier_of) == [0, 1]
+    assert {asked[0]: asked[1:] for asked in two.core.asked} == {
+        0: (write_out.TAKEN_BLOCKS, 1.0, 1),
+        1: (write_out.TAKEN_BLOCKS, 0.25, 2),
+    }
+    assert [tier.written for tier in two.tiering.status({})] == [1, 1]
+
+
 def test_without_anything_to_write_the_core_is_not_asked(disk: TieringFixture) -> None:
-    disk.start(WriteOptions(1.0))
+    disk.start(WriteOptions(0, 1.0))
     disk.write()
     disk.tiers[0].wait_until(lambda: disk.core.asked)
     waited = time.monotonic() + 5 * write_out.DELAY
@@ -358,7 +369,7 @@ def test_without_anything_to_write_the_core_is_not_asked(disk: TieringFixture) -
 
 
 def test_a_block_without_a_checksum_is_unpinned_and_asked_for_again(disk: TieringFixture) -> None:
-    disk.start(WriteOptions(1.0))
+    disk.start(WriteOptions(0, 1.0))
     disk.no_checksum = {1}
     disk.write(disk.write_job(1, 0, 1))
     disk.tiers[0].wait_until(lambda: disk.core.ended)
@@ -370,7 +381,7 @@ def test_a_block_without_a_checksum_is_unpinned_and_asked_for_again(disk: Tierin
 
 
 def test_writes_keep_their_rate(disk: TieringFixture) -> None:
-    disk.start(WriteOptions(1.0, rate=10 * BLOCK))
+    disk.start(WriteOptions(0, 1.0, rate=10 * BLOCK))
     begun = time.monotonic()
     disk.write(*(disk.write_job(number, 2 * number, 2 * number + 1) for number in range(4)))
     disk.tiers[0].wait_until(lambda: len(disk.core.ended) == 4)
@@ -379,7 +390,7 @@ def test_writes_keep_their_rate(disk: TieringFixture) -> None:
 
 def test_a_store_that_is_being_dropped_is_not_written(disk: TieringFixture) -> None:
     """The drop would take what was stored after the reset."""
-    disk.start(WriteOptions(1.0))
+    disk.start(WriteOptions(0, 1.0))
     disk.tiers[0].put([9])
     disk.perform(DropStore(4, NAMESPACE))
     disk.write(disk.write_job(1, 0))
@@ -396,7 +407,7 @@ def test_a_tier_that_takes_nothing_is_left_alone_for_a_while(
     job = memory.write_job(1, 0)
     large = WriteJob(1, OWNER, NAMESPACE, job.keys, job.blocks, job.offsets, 5 << 20)
     memory.checksums_of = lambda _, blocks: (np.zeros(1, np.uint64), np.ones(1, np.bool_))  # type: ignore[method-assign]
-    memory.start(WriteOptions(1.0))
+    memory.start(WriteOptions(0, 1.0))
     memory.write(large)
     memory.tiers[0].wait_until(lambda: memory.core.ended)
     ended = time.monotonic()

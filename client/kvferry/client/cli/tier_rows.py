@@ -25,7 +25,7 @@ def tier_lines(tiers: Sequence[TierStatus]) -> Iterator[Text]:
         yield Text.assemble(
             f"{printable(tier.name):<8} ",
             (shown, style),
-            f", {size(tier.used_bytes)} of {size(tier.capacity_bytes)}, {tier.keys:,} keys",
+            f", {_used(tier)}, {tier.keys:,} keys",
             (f", read-only: {printable(tier.read_only)}" if tier.read_only else "", "red"),
         )
         parts = [f"{_hits(tier)} hits"] if tier.hits + tier.misses else []
@@ -48,7 +48,7 @@ def tier_row(tier: TierStatus) -> Text:
     text = Text.assemble(
         (f"{printable(tier.name)[:8]:<9}", "dim"),
         (shown, style),
-        f" · {size(tier.used_bytes)} of {size(tier.capacity_bytes)}",
+        f" · {_used(tier)}",
     )
     if tier.hits + tier.misses:
         text.append(f" · hits {_hits(tier)}")
@@ -59,6 +59,11 @@ def tier_row(tier: TierStatus) -> Text:
     if failures := _failures(tier):
         text.append(f" · {failures}", "yellow")
     return text
+
+
+def _used(tier: TierStatus) -> str:
+    bound = f"of {size(tier.capacity_bytes)}" if tier.capacity_bytes else "used"
+    return f"{size(tier.used_bytes)} {bound}"
 
 
 def _hits(tier: TierStatus) -> str:

@@ -40,6 +40,7 @@ from kvferry.daemon.core.tier_actions import (
     FetchReleased,
     KeysFound,
     StoreDropped,
+    TierDescription,
     WriteJob,
 )
 from kvferry.daemon.core.transfers import JobObserver, Transfers
@@ -58,8 +59,8 @@ class Core:
     """All bookkeeping of a daemon.
 
     started: time.monotonic() at the start, in seconds. own_bytes: bytes at the front of the pool
-    for the daemon's own blocks. observe_job: see transfers.JobObserver. tiers: names of
-    the tiers below the pool, fastest first.
+    for the daemon's own blocks. observe_job: see transfers.JobObserver. tiers: those below
+    the pool, fastest first.
 
     Every method is called on the event loop and returns without blocking.
     """
@@ -72,7 +73,7 @@ class Core:
         own_bytes: int = 0,
         max_regions: int = MAX_REGIONS,
         observe_job: JobObserver = lambda *_: None,
-        tiers: tuple[str, ...] = (),
+        tiers: tuple[TierDescription, ...] = (),
     ) -> None:
         self.identity = identity
         self.stopping = False
@@ -83,7 +84,7 @@ class Core:
         # Requests, by session, that wait until a closing registration frees what they need.
         self._waiting_requests: dict[str, RegionRequest] = {}
         self._regions = Regions(pool_bytes, own_bytes, max_regions)
-        self._namespaces = Namespaces(self._regions, tiers)
+        self._namespaces = Namespaces(self._regions, tuple(tier.name for tier in tiers))
         self._promotions = Promotions(self._namespaces, tiers)
         self._writes = Writes(self._namespaces)
         self._registrations = Registrations(self._regions, self._namespaces, self._owners)
@@ -232,12 +233,12 @@ class Core:
         if self._engines.get(session) != OWN:
             self._recorder.count_errors(error.code)
 
-    def take_writes(self, limit: int, coldest: float, min_uses: int) -> list[WriteJob]:
-        """Hold up to `limit` blocks to be written into the tiers: see writes.py."""
-        return self._writes.take_writes(limit, coldest, min_uses)
+    def take_writes(self, tier: int, limit: int, coldest: float, min_uses: int) -> list[WriteJob]:
+        """Hold up to `limit` blocks to be written into a tier: see writes.py."""
+        return self._writes.take_writes(tier, limit, coldest, min_uses)
 
     def end_write(self, number: int, done: Sequence[bool]) -> None:
-        """Release the blocks of a WriteJob. done: for each key, whether a tier has it now."""
+        """Release the blocks of a WriteJob. done: for each key, whether the tier has it now."""
         self._writes.end_write(number, done)
 
     def tier_counters(self) -> dict[str, dict[str, float]]:

@@ -29,6 +29,7 @@ from kvferry.daemon.core.tier_actions import (
     FindKeys,
     KeysFound,
     StoreDropped,
+    TierDescription,
 )
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import Lookup, OffloadKey
@@ -52,8 +53,9 @@ class _Search:
 
 @dataclass(slots=True)
 class _Fetch:
-    """ended: whether BlocksFetched was reported."""
+    """tier: its index. ended: whether BlocksFetched was reported."""
 
+    tier: int
     namespace: Namespace
     keys: tuple[OffloadKey, ...]
     blocks: Int64s
@@ -61,9 +63,9 @@ class _Fetch:
 
 
 class Promotions:
-    """tiers: the names of the tiers, fastest first."""
+    """tiers: fastest first."""
 
-    def __init__(self, namespaces: Namespaces, tiers: tuple[str, ...]) -> None:
+    def __init__(self, namespaces: Namespaces, tiers: tuple[TierDescription, ...]) -> None:
         self.tiers = tiers
         self._namespaces = namespaces
         self._searches: dict[int, _Search] = {}
@@ -78,8 +80,8 @@ class Promotions:
     def counters(self) -> dict[str, dict[str, float]]:
         """Fields of TierStatus by tier. skipped: keys that are computed faster than read."""
         return {
-            name: {"skipped": skipped}
-            for name, skipped in zip(self.tiers, self._skipped, strict=True)
+            tier.name: {"skipped": skipped}
+            for tier, skipped in zip(self.tiers, self._skipped, strict=True)
         }
 
     def close_session(self, session: str) -> None:
@@ -145,7 +147,9 @@ class Promotions:
             return []
         fetch.ended = True
         namespace, ok = fetch.namespace, np.array(report.ok, np.bool_)
-        stored = namespace.cache.tier_access.end_promotion(fetch.keys, fetch.blocks, ok)
+        stored = namespace.cache.tier_access.end_promotion(
+            fetch.keys, fetch.blocks, ok, self._written_in(fetch.tier)
+        )
         keys = tuple(key for key, done in zip(fetch.keys, stored.tolist(), strict=True) if done)
         if not keys:
             return []
@@ -180,6 +184,11 @@ class Promotions:
         session, request_id, _ = drop
         return [SendMessage(session, Done(request_id))]
 
+    def _written_in(self, tier: int) -> list[int]:
+        """The tiers into which blocks that were promoted from this tier are not written."""
+        faster = [place for place in range(tier) if not self.tiers[place].writes_promoted]
+        return [*faster, tier]
+
     def _start_fetches(
         self,
         namespace: Namespace,
@@ -197,7 +206,7 @@ class Promotions:
                 part = places[at : at + MAX_TIER_KEYS]
                 names, its = tuple(keys[place] for place in part), blocks[part]
                 number, offsets = next(self._numbers), region.start + its * nbytes
-                self._fetches[number] = _Fetch(namespace, names, its)
+                self._fetches[number] = _Fetch(tier, namespace, names, its)
                 fetch = FetchBlocks(
                     number, tier, store, names, offsets, nbytes, seconds, region.owner, its
                 )

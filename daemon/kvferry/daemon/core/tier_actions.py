@@ -14,6 +14,18 @@ from kvferry.daemon.core.records import RegionOwner
 # Keys of one FetchBlocks or WriteJob: what a tier accepts in one request.
 MAX_TIER_KEYS = 1024
 
+
+@dataclass(frozen=True, slots=True)
+class TierDescription:
+    """What the core knows of a tier. name: in status and metrics.
+
+    writes_promoted: whether blocks that were promoted from a slower tier are written into it.
+    """
+
+    name: str
+    writes_promoted: bool = False
+
+
 # Actions
 
 
@@ -72,7 +84,7 @@ class DropStore:
 
 @dataclass(frozen=True, slots=True)
 class WriteJob:
-    """Blocks to write into the tiers. They are held until Core.end_write.
+    """Blocks to write into a tier. They are held until Core.end_write.
 
     blocks: host blocks of the region of `owner`. offsets: theirs, in bytes in the pool. One
     namespace per job, and at most MAX_TIER_KEYS keys.

@@ -56,7 +56,7 @@ class TierMetrics:
             return Gauge(f"kvferry_tier_{name}", description, ("tier", *labels), registry=registry)
 
         self._on = gauge("on", "Whether a request would be sent to the tier: 1 or 0.")
-        self._capacity = gauge("capacity_bytes", "Bound of what the tier stores.")
+        self._capacity = gauge("capacity_bytes", "Bound of what the tier stores; 0: not known.")
         self._used = gauge("used_bytes", "Bytes used of the bound, with all overhead.")
         self._stored = gauge("stored_keys", "Keys in the tier.")
         self._queue = gauge(

@@ -56,7 +56,7 @@ class Fetched(NamedTuple):
 
 
 class TierUsage(msgspec.Struct, frozen=True, array_like=True):
-    """capacity_bytes: the bound; used_bytes: taken of it, with all overhead."""
+    """capacity_bytes: the bound; 0: not known. used_bytes: taken of it, with all overhead."""
 
     capacity_bytes: int = 0
     used_bytes: int = 0

@@ -2,53 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.daemon.core.actions import Report
+from kvferry.daemon.core.tier_actions import TierDescription
 from kvferry.daemon.tiers.tier_client import TierClient
 from kvferry.daemon.tiers.tier_process import PoolFiles, TierSpec
 from kvferry.daemon.tiers.tiering import AttachedTier, Tiering
 from kvferry.daemon.tiers.write_out import ChecksumsOf, WriteOptions, WriteOut, WriteSource
 
-DISK = "disk"
-DISK_MODULE = "kvferry.daemon.tiers.disk"
+WRITE_THROUGH = "write_through"
 # The part of each namespace's blocks that a write policy keeps written.
-COLDEST = {"clean_ahead": 0.25, "write_through": 1.0}
+COLDEST = {"clean_ahead": 0.25, WRITE_THROUGH: 1.0}
 
 
 @dataclass(frozen=True, slots=True)
-class DiskTierSettings:
-    """[tiers.disk] of the configuration. size: in bytes. write: a policy in COLDEST, or "off"."""
+class TierSettings:
+    """A tier of the configuration.
 
-    path: Path
-    size: int
+    write: a policy in COLDEST, or "off". admit_after: a block is written from this use on. rate:
+    bytes per second that are written; 0: no limit. markers: directory for the markers of drops.
+    """
+
+    spec: TierSpec
     write: str
     admit_after: int
     rate: int
+    markers: Path
+
+    @property
+    def description(self) -> TierDescription:
+        return TierDescription(self.spec.name, self.write == WRITE_THROUGH)
 
 
-def start_tiers(disk: DiskTierSettings | None, pool: PoolFiles) -> list[AttachedTier]:
+def start_tiers(settings: Sequence[TierSettings], pool: PoolFiles) -> list[AttachedTier]:
     """Start the process of each tier."""
-    if disk is None:
-        return []
-    path = disk.path.absolute()
-    spec = TierSpec(DISK, DISK_MODULE, {"path": str(path), "size": disk.size})
-    return [AttachedTier(TierClient(spec, pool), path)]
+    return [AttachedTier(TierClient(tier.spec, pool), tier.markers) for tier in settings]
 
 
 def compose_tiering(
-    tiers: list[AttachedTier],
-    disk: DiskTierSettings | None,
+    tiers: Sequence[AttachedTier],
+    settings: Sequence[TierSettings],
     source: WriteSource,
     checksums_of: ChecksumsOf,
     report: Callable[[list[Report]], None],
     promoted: Callable[[str, float], None],
 ) -> Tiering:
-    """source, checksums_of: see write_out.py. report, promoted: see tiering.py."""
-    write_out = None
-    if disk is not None and disk.write in COLDEST:
-        options = WriteOptions(COLDEST[disk.write], disk.admit_after, disk.rate)
-        write_out = WriteOut(source, checksums_of, tiers[0].client, options)
-    return Tiering(tiers, write_out, report, promoted)
+    """tiers: started with these settings; fastest first. source, checksums_of: see write_out.py.
+    report, promoted: see tiering.py."""
+    for number, (tier, its) in enumerate(zip(tiers, settings, strict=True)):
+        if its.write in COLDEST:
+            options = WriteOptions(number, COLDEST[its.write], its.admit_after, its.rate)
+            tier.write_out = WriteOut(source, checksums_of, tier.client, options)
+    return Tiering(tiers, report, promoted)

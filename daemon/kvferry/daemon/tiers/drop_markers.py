@@ -1,8 +1,8 @@
-"""Markers in the root of a tier: these namespaces must be dropped before the root is used.
+"""Markers of drops: these namespaces must be dropped in a tier before it is used.
 
 A marker is written before a drop is sent to the tier's process, and removed once that has confirmed
-it. So the keys of a reset namespace are not found again if daemon and process end in between. The
-functions block.
+it. The next daemon repeats the marked drops. So the keys of a reset namespace are not found again
+if daemon and process end in between. The functions block.
 """
 
 from __future__ import annotations
@@ -15,34 +15,33 @@ from pathlib import Path
 PREFIX = "drop-"
 
 
-def add_marker(root: Path, store: str, number: int) -> Path | None:
-    """Add the marker of a drop, durably; None if the root does not exist. Raises OSError."""
-    path = root / f"{PREFIX}{number}-{store}"
+def add_marker(directory: Path, store: str, number: int) -> Path:
+    """Add the marker of a drop, durably. Raises OSError."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = directory / f"{PREFIX}{number}-{store}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        os.close(os.open(path, flags, 0o600))
-    except FileNotFoundError:
-        return None
-    _sync_directory(root)
+    os.close(os.open(path, flags, 0o600))
+    _sync_directory(directory)
     return path
 
 
 def remove_marker(path: Path) -> None:
-    """Remove a marker. One that stays drops the namespace when the root is opened again."""
+    """Remove a marker, durably. One that stays drops the namespace at the next start."""
     with suppress(OSError):
         path.unlink()
+        _sync_directory(path.parent)
 
 
-def marked_stores(root: Path) -> Iterator[tuple[Path, str]]:
-    """Each marker in a root, and the namespace that it names."""
-    for path in root.glob(f"{PREFIX}*"):
+def marked_stores(directory: Path) -> Iterator[tuple[Path, str]]:
+    """Each marker in a directory, and the namespace that it names."""
+    for path in directory.glob(f"{PREFIX}*"):
         number, _, store = path.name.removeprefix(PREFIX).partition("-")
         if number.isdecimal() and store:
             yield path, store
 
 
-def _sync_directory(root: Path) -> None:
-    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:

@@ -50,6 +50,7 @@ from kvferry.daemon.tiers.messages import (
     decode_request,
     encode,
 )
+from kvferry.daemon.tiers.pool_lock import lock_pool
 from kvferry.proto.errors import KVFerryError
 
 # Added to the daemon's nice value: transfers of the GPU are more urgent.
@@ -272,13 +273,16 @@ def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
     given = msgspec.json.decode(arguments[0], type=TierArguments)
     peer = socket.socket(fileno=given.socket)
     log_to(peer)
+    lock_pool(given.chunks[0])
     pool = MappedFiles("", given.pool_bytes, given.chunk_bytes, given.chunks)
     for descriptor in given.chunks:
         os.close(descriptor)
     try:
         tier: Tier = importlib.import_module(given.module).open_tier(given.options, pool)
-    except (KVFerryError, OSError, msgspec.ValidationError) as error:
-        fields = {"reason": str(error)}
+    except Exception as error:  # a module may be anybody's
+        known = isinstance(error, KVFerryError | OSError | ImportError | msgspec.ValidationError)
+        reason = str(error) if known else traceback.format_exc(limit=-4)
+        fields = {"reason": reason, "module": given.module}
         peer.send(encode(LogLine("error", "tier cannot be opened", fields, fatal=True)))
         os._exit(2)
     TierWorker(tier, pool.address, peer).run()

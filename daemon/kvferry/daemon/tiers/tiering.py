@@ -28,7 +28,7 @@ from kvferry.daemon.core.tier_actions import (
     StoreDropped,
 )
 from kvferry.daemon.tiers.base import Result
-from kvferry.daemon.tiers.drop_markers import add_marker, remove_marker
+from kvferry.daemon.tiers.drop_markers import add_marker, marked_stores, remove_marker
 from kvferry.daemon.tiers.messages import MAX_KEYS
 from kvferry.daemon.tiers.read_rate import ReadRate
 from kvferry.daemon.tiers.tier_client import TierBlocks, TierClient, nothing
@@ -48,10 +48,12 @@ log = structlog.get_logger()
 
 @dataclass(eq=False, slots=True)
 class AttachedTier:
-    """A tier that is in use. root: the directory for markers of drops, if it has one."""
+    """A tier that is in use. markers: directory for the markers of drops. write_out: None if
+    nothing is written into it."""
 
     client: TierClient
-    root: Path | None = None
+    markers: Path
+    write_out: WriteOut | None = None
     rate: ReadRate = field(default_factory=lambda: ReadRate(time.monotonic))
     # Starts of the fetches that have not ended, by number, the oldest first.
     fetches: dict[int, float] = field(default_factory=dict)
@@ -72,7 +74,7 @@ class _Search:
 
 
 class Tiering:
-    """The tiers below the host pool, fastest first.
+    """The tiers below the host pool, fastest first. Marked drops of an earlier daemon are repeated.
 
     report: called with reports for the core. promoted: called with the name of a tier and the
     seconds of a fetch in which at least one key was read.
@@ -81,15 +83,18 @@ class Tiering:
     def __init__(
         self,
         tiers: Sequence[AttachedTier],
-        write_out: WriteOut | None,
         report: Callable[[list[Report]], None],
         promoted: Callable[[str, float], None],
     ) -> None:
-        self._tiers, self._write_out = tuple(tiers), write_out
+        self._tiers = tuple(tiers)
+        self._write_outs = [tier.write_out for tier in tiers if tier.write_out is not None]
         self._report, self._promoted = report, promoted
         self._loop = asyncio.get_running_loop()
         self._markers: set[asyncio.Task[None]] = set()
         self._marker_numbers = count(time.time_ns())
+        for tier in tiers:
+            for marker, store in marked_stores(tier.markers):
+                tier.client.drop(store, done=partial(self._remove_marker, marker))
 
     def perform(self, action: TierAction) -> None:
         match action:
@@ -102,8 +107,8 @@ class Tiering:
 
     def wake_up(self) -> None:
         """Blocks of the pool have changed: there may be some to write."""
-        if self._write_out is not None:
-            self._write_out.wake_up()
+        for write_out in self._write_outs:
+            write_out.wake_up()
 
     def status(self, counted: Mapping[str, Mapping[str, float]]) -> tuple[TierStatus, ...]:
         """The state of each tier. counted: fields of TierStatus that the core counts, by tier."""
@@ -112,8 +117,8 @@ class Tiering:
     def stop(self) -> None:
         """Begin no more writes, and report nothing: the core's sessions are about to be closed."""
         self._report = nothing
-        if self._write_out is not None:
-            self._write_out.close()
+        for write_out in self._write_outs:
+            write_out.close()
 
     async def close(self) -> None:
         """End the tiers, once they have written everything back."""
@@ -188,8 +193,8 @@ class Tiering:
             if not reported:
                 reported = True
                 timer.cancel()
-                if self._write_out is not None:
-                    self._write_out.resume_store(store)
+                for write_out in self._write_outs:
+                    write_out.resume_store(store)
                 self._report([StoreDropped(number)])
 
         def confirm(tier: int) -> None:
@@ -198,8 +203,8 @@ class Tiering:
                 report()
 
         timer = self._loop.call_later(DROP_REPORT_SECONDS, report)
-        if self._write_out is not None:
-            self._write_out.hold_store(store)
+        for write_out in self._write_outs:
+            write_out.hold_store(store)
         if not unconfirmed:
             self._loop.call_soon(report)
         for place, tier in enumerate(self._tiers):
@@ -211,21 +216,23 @@ class Tiering:
         self, tier: AttachedTier, store: str, place: int, confirm: Callable[[int], None]
     ) -> None:
         marker = None
-        if tier.root is not None:
-            try:
-                marker = await asyncio.to_thread(
-                    add_marker, tier.root, store, next(self._marker_numbers)
-                )
-            except OSError as error:
-                # The drop itself is durable, too; only a crash before it could bring keys back.
-                log.warning("drop not marked", tier=tier.client.spec.name, reason=str(error))
+        try:
+            marker = await asyncio.to_thread(
+                add_marker, tier.markers, store, next(self._marker_numbers)
+            )
+        except OSError as error:
+            # The drop itself is durable, too; only a crash before it could bring keys back.
+            log.warning("drop not marked", tier=tier.client.spec.name, reason=str(error))
 
         def done() -> None:
             confirm(place)
             if marker is not None:
-                self._loop.run_in_executor(None, remove_marker, marker)
+                self._remove_marker(marker)
 
         tier.client.drop(store, done=done)
+
+    def _remove_marker(self, marker: Path) -> None:
+        self._loop.run_in_executor(None, remove_marker, marker)
 
     def _status_of(
         self, tier: AttachedTier, counted: Mapping[str, Mapping[str, float]]
@@ -240,7 +247,7 @@ class Tiering:
             state = "on" if breaker.state == "closed" else "probing"
         fetched, put = counters.results["fetch"], counters.results["put"]
         oldest = [next(iter(tier.fetches.values()))] if tier.fetches else []
-        if self._write_out is not None and (write := self._write_out.oldest) is not None:
+        if tier.write_out is not None and (write := tier.write_out.oldest) is not None:
             oldest.append(write)
         values: dict[str, float] = {
             "hits": tier.hits,

@@ -18,9 +18,7 @@ import numpy as np
 
 from kvferry.daemon.core.layout import Bools, Int64s
 from kvferry.daemon.core.records import RegionOwner
-from kvferry.daemon.core.tier_actions import (
-    WriteJob,
-)
+from kvferry.daemon.core.tier_actions import WriteJob
 from kvferry.daemon.tiers.base import Result, is_part_of
 from kvferry.daemon.tiers.tier_client import TierBlocks, TierClient
 
@@ -41,9 +39,9 @@ ChecksumsOf: TypeAlias = Callable[[RegionOwner, Int64s], tuple[Checksums, Bools]
 class WriteSource(Protocol):
     """The core."""
 
-    def take_writes(self, limit: int, coldest: float, min_uses: int) -> list[WriteJob]:
-        """Pin up to `limit` blocks that are not written yet, of the coldest part of each namespace,
-        used at least `min_uses` times."""
+    def take_writes(self, tier: int, limit: int, coldest: float, min_uses: int) -> list[WriteJob]:
+        """Pin up to `limit` blocks that are not in this tier yet, of the coldest part of each
+        namespace, used at least `min_uses` times."""
 
     def end_write(self, number: int, done: Sequence[bool]) -> None:
         """Unpin the blocks of a job. done: of each key, whether it is written."""
@@ -51,9 +49,10 @@ class WriteSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """coldest: the part of each namespace's blocks that is written, the coldest first. min_uses: a
-    block is written from this use on. rate: bytes per second; 0: no limit."""
+    """tier: its index. coldest: the part of each namespace's blocks that is written, the coldest
+    first. min_uses: a block is written from this use on. rate: bytes per second; 0: no limit."""
 
+    tier: int
     coldest: float
     min_uses: int = 1
     rate: int = 0
@@ -120,7 +119,9 @@ class WriteOut:
         if self._in_flight_bytes >= IN_FLIGHT_BYTES:
             return  # the end of a put wakes this up
         options = self._options
-        jobs = self._source.take_writes(TAKEN_BLOCKS, options.coldest, options.min_uses)
+        jobs = self._source.take_writes(
+            options.tier, TAKEN_BLOCKS, options.coldest, options.min_uses
+        )
         retry = False
         for job in jobs:
             retry |= not self._put(job)

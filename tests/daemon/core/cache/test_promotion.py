@@ -21,7 +21,7 @@ def test_a_promoted_key_is_pending_and_then_loadable_or_absent() -> None:
     cache.events.recording = True
     blocks = cache.tier_access.prepare_promotion([A, B])
     assert cache.count_prefix([A, B, C]) == 2
-    stored_now = cache.tier_access.end_promotion([A, B], blocks, np.array([True, False]))
+    stored_now = cache.tier_access.end_promotion([A, B], blocks, np.array([True, False]), [0])
     assert stored_now.tolist() == [True, False]
     assert [cache.lookup(key) for key in (A, B)] == [Lookup.HIT, Lookup.MISS]
     kinds = [(event.kind, event.keys) for event in cache.events.take()]
@@ -36,7 +36,7 @@ def test_a_promoted_key_is_pending_and_then_loadable_or_absent() -> None:
 def test_a_block_whose_promotion_failed_is_free_only_after_its_release() -> None:
     cache = Cache(1)
     blocks = cache.tier_access.prepare_promotion([A])
-    cache.tier_access.end_promotion([A], blocks, np.array([False]))
+    cache.tier_access.end_promotion([A], blocks, np.array([False]), [0])
     assert cache.prepare_store([B]) is None
     cache.tier_access.release_promotion(blocks)
     stored(cache, B)
@@ -79,10 +79,10 @@ def test_a_promotion_from_before_a_reset_changes_nothing() -> None:
     blocks = cache.tier_access.prepare_promotion([A])
     cache.reset()
     again = cache.tier_access.prepare_promotion([A])
-    assert not cache.tier_access.end_promotion([A], blocks, np.array([True])).any()
+    assert not cache.tier_access.end_promotion([A], blocks, np.array([True]), [0]).any()
     assert cache.lookup(A) is Lookup.HIT_PENDING
     cache.tier_access.release_promotion(blocks)
     assert cache.usage.free == 1
-    cache.tier_access.end_promotion([A], again, np.array([True]))
+    cache.tier_access.end_promotion([A], again, np.array([True]), [0])
     assert cache.lookup(A) is Lookup.HIT
     cache.check_integrity()

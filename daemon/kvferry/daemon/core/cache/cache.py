@@ -245,7 +245,7 @@ class Cache:
     def mark_verified(self, entries: Iterable[tuple[bytes, int]]) -> None:
         """Mark keys in these blocks as verified. Entries that are not unverified are ignored."""
         hits = self._blocks.contents.mark_verified(self._blocks.stored_in(entries))
-        self._blocks.marks.changed = True
+        self._blocks.marks.set_changed()
         self.events.add(EventKind.STORED, self._blocks.index.keys_of(hits.tolist()))
 
     def discard_keys(self, entries: Iterable[tuple[bytes, int]]) -> None:

@@ -4,7 +4,7 @@
     BlockContents    what can be loaded of it, and so what a lookup answers
     BlockAllocator   which blocks are free, and which a job holds
     Policy           which idle block is evicted next
-    WriteMarks       which block is in a tier, and how often it was used
+    WriteMarks       which block is in which tiers, and how often it was used
 
 A change of one key changes all of them: that is here, with the events of it. Called by cache.py and
 tier_access.py, on the event loop.
@@ -121,7 +121,7 @@ class KeyedBlocks:
 
     def _replace_policy(self, blocks: Int64s) -> None:
         self.policy = self._make_policy(self.capacity, self.index, blocks)
-        self.marks.changed = True
+        self.marks.set_changed()
 
     def _remove_keys(self, blocks: Int64s) -> list[bytes]:
         """Remove the keys of blocks that the policy does not have, and return them.
@@ -132,6 +132,6 @@ class KeyedBlocks:
         self.events.add(EventKind.REMOVED, self.index.keys_of(hits.tolist()))
         self.events.add(EventKind.ABANDONED, self.index.keys_of(pending.tolist()))
         self.contents.remove_blocks(blocks)
-        self.marks.changed = True
+        self.marks.set_changed()
         self.allocator.drop_keys(blocks)
         return self.index.remove_numbers(blocks.tolist())

@@ -1,7 +1,7 @@
 """What the tiers below the host pool do with the blocks of a cache.
 
     promotion    absent --prepare_promotion--> pending --end_promotion--> stored or absent
-    write        stored --take_writes--> held --end_writes--> stored, in a tier or not
+    write        stored --take_writes--> held --end_writes--> stored, in that tier or not
 
 Blocks are held as long as a tier may write into them or read them, whatever becomes of their keys.
 Called by the core, on the event loop.
@@ -9,6 +9,7 @@ Called by the core, on the event loop.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -27,10 +28,15 @@ _NO_BLOCKS: Int64s = np.empty(0, np.int64)
 class TierAccess:
     def __init__(self, blocks: KeyedBlocks) -> None:
         self._blocks = blocks
-        # Blocks held by writes.
-        self.writing = 0
-        # Arguments of the last `take_writes` that found nothing.
-        self._found_nothing = 0.0, 0
+        # Blocks held by writes into each tier.
+        self._writing = Counter[int]()
+        # Of each tier the arguments of the last `take_writes` that found nothing.
+        self._found_nothing: dict[int, tuple[float, int]] = {}
+
+    @property
+    def writing(self) -> int:
+        """Holds of blocks by writes into all tiers."""
+        return self._writing.total()
 
     def prepare_promotion(self, keys: Sequence[bytes], keep: Sequence[bytes] = ()) -> Int64s:
         """Hold a block for each of these distinct absent keys, which are pending from now on.
@@ -47,15 +53,18 @@ class TierAccess:
         allocator.release_blocks(kept_blocks)
         return blocks
 
-    def end_promotion(self, keys: Sequence[bytes], blocks: Int64s, ok: Mask) -> Mask:
+    def end_promotion(
+        self, keys: Sequence[bytes], blocks: Int64s, ok: Mask, written_in: Sequence[int]
+    ) -> Mask:
         """Make promoted keys loadable where `ok`, and the others absent. Blocks stay held.
 
-        keys, blocks, ok: (n,). Keys from before a reset are ignored. Returns which are loadable.
+        keys, blocks, ok: (n,). written_in: the tiers into which the loadable ones need not be
+        written. Keys from before a reset are ignored. Returns which are loadable.
         """
         present = ~self._blocks.allocator.are_orphaned(blocks)
         stored: Mask = present & ok
         self._blocks.set_stored(blocks[stored], keys=(), parts=NO_PARTS)
-        self._blocks.marks.set_done(blocks[stored])
+        self._blocks.marks.set_done(blocks[stored], written_in)
         names = [key for key, done in zip(keys, stored.tolist(), strict=True) if done]
         self._blocks.events.add(EventKind.STORED, names)
         self._blocks.discard_blocks(blocks[present & ~ok])
@@ -65,17 +74,20 @@ class TierAccess:
         """Nothing writes into these promoted blocks any longer."""
         self._blocks.allocator.release_blocks(blocks)
 
-    def take_writes(self, limit: int, coldest: float, min_uses: int) -> tuple[list[bytes], Int64s]:
-        """Hold blocks to be written, until `end_writes`: their keys, and the blocks.
+    def take_writes(
+        self, tier: int, limit: int, coldest: float, min_uses: int
+    ) -> tuple[list[bytes], Int64s]:
+        """Hold blocks to be written into a tier, until `end_writes`: their keys, and the blocks.
 
-        They are loadable as a whole, not in a tier, and were used at least `min_uses` times.
+        They are loadable as a whole, not in this tier, and were used at least `min_uses` times.
         coldest: the share of each queue of the policy that is looked at, from its cold end; 0 to 1.
-        At most `limit` blocks. All writes together hold at most a quarter of the cache, or one
+        At most `limit` blocks. The writes into one tier hold at most a quarter of the cache, or one
         block.
         """
         marks, capacity = self._blocks.marks, self._blocks.capacity
-        limit = min(limit, max(1, capacity // 4) - self.writing)
-        if limit <= 0 or (not marks.changed and self._found_nothing == (coldest, min_uses)):
+        limit = min(limit, max(1, capacity // 4) - self._writing[tier])
+        seen = self._found_nothing.get(tier) == (coldest, min_uses)
+        if limit <= 0 or (seen and not marks.is_changed(tier)):
             return [], _NO_BLOCKS
         parts, left = list[Int64s](), limit
         for order in self._blocks.policy.orders():
@@ -84,26 +96,26 @@ class TierAccess:
                 if unseen <= 0 or left <= 0:
                     break
                 coldest_blocks, unseen = blocks[:unseen], unseen - blocks.size
-                found = coldest_blocks[marks.are_open(coldest_blocks, min_uses)]
+                found = coldest_blocks[marks.are_open(coldest_blocks, tier, min_uses)]
                 found = found[self._blocks.contents.is_whole(found)][:left]
                 parts.append(found)
                 left -= found.size
         taken = np.concatenate((_NO_BLOCKS, *parts))
         if not taken.size:
-            marks.set_unchanged()
-            self._found_nothing = coldest, min_uses
+            marks.set_unchanged(tier)
+            self._found_nothing[tier] = coldest, min_uses
             return [], taken
         self._blocks.allocator.hold_blocks(taken)
-        marks.set_done(taken)
-        self.writing += taken.size
+        marks.set_done(taken, [tier])
+        self._writing[tier] += taken.size
         return self._blocks.index.keys_of(taken.tolist()), taken
 
-    def end_writes(self, blocks: Int64s, done: Mask) -> None:
-        """Release blocks of `take_writes`. done: which of them are in a tier now; (n,).
+    def end_writes(self, tier: int, blocks: Int64s, done: Mask) -> None:
+        """Release blocks of `take_writes`. done: which of them are in the tier now; (n,).
 
         What became of blocks whose keys were discarded or reset is ignored.
         """
-        self.writing -= blocks.size
+        self._writing[tier] -= blocks.size
         present = ~self._blocks.allocator.are_orphaned(blocks)
-        self._blocks.marks.set_open(blocks[present & ~done])
+        self._blocks.marks.set_open(blocks[present & ~done], tier)
         self._blocks.allocator.release_blocks(blocks)

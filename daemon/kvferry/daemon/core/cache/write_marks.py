@@ -1,11 +1,13 @@
-"""Which blocks are in a tier already, and how often each was used.
+"""Which blocks are in which tiers already, and how often each was used.
 
-A mark and a count belong to the key of a block: both start again when the block gets another one.
-Called by keyed_blocks.py and tier_access.py, on the event loop.
+Marks and the count belong to the key of a block: all start again when the block gets another one.
+Tiers are numbered from 0, the fastest first. Called by keyed_blocks.py and tier_access.py, on the
+event loop.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,45 +15,56 @@ import numpy as np
 from kvferry.proto.layout import Int64s
 
 Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
-Uses: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
 # Uses that are counted.
 MAX_USES = 255
+# A bit for each tier.
+ALL_TIERS = 0xFF
 
 
 class WriteMarks:
     def __init__(self, capacity: int) -> None:
-        self._uses: Uses = np.zeros(capacity, np.uint8)
-        # In a tier, or on the way there.
-        self._done: Mask = np.zeros(capacity, np.bool_)
-        # Whether there may be more to write than at the last `set_unchanged`.
-        self.changed = True
+        self._uses: Bytes = np.zeros(capacity, np.uint8)
+        # The tiers that have each block, or to which it is on the way.
+        self._done: Bytes = np.zeros(capacity, np.uint8)
+        # Tiers for which there is nothing to write since `set_unchanged`.
+        self._unchanged = 0
 
-    def set_unchanged(self) -> None:
-        """There is nothing to write, until something changes."""
-        self.changed = False
+    def is_changed(self, tier: int) -> bool:
+        """Whether there may be more to write than at the last `set_unchanged`."""
+        return not self._unchanged & 1 << tier
+
+    def set_changed(self) -> None:
+        """There may be something to write into every tier."""
+        self._unchanged = 0
+
+    def set_unchanged(self, tier: int) -> None:
+        """There is nothing to write into this tier, until something changes."""
+        self._unchanged |= 1 << tier
 
     def start(self, blocks: Int64s) -> None:
         """Blocks get other keys."""
         self._uses[blocks] = 0
-        self._done[blocks] = False
-        self.changed = True
+        self._done[blocks] = 0
+        self.set_changed()
 
     def count_uses(self, blocks: Int64s) -> None:
         """Blocks are used, each at most once."""
         self._uses[blocks] = np.minimum(self._uses[blocks], MAX_USES - 1) + 1
-        self.changed = True
+        self.set_changed()
 
-    def set_done(self, blocks: Int64s) -> None:
-        """Blocks are in a tier, or on the way there."""
-        self._done[blocks] = True
+    def set_done(self, blocks: Int64s, tiers: Iterable[int]) -> None:
+        """Blocks are in these tiers, or on the way there."""
+        self._done[blocks] |= sum(1 << tier for tier in tiers)
 
-    def set_open(self, blocks: Int64s) -> None:
-        """Blocks are in no tier."""
-        self._done[blocks] = False
-        self.changed = True
+    def set_open(self, blocks: Int64s, tier: int) -> None:
+        """Blocks are not in this tier."""
+        others = ALL_TIERS ^ 1 << tier
+        self._done[blocks] &= others
+        self._unchanged &= others
 
-    def are_open(self, blocks: Int64s, min_uses: int) -> Mask:
-        """Which of these blocks are in no tier, and were used at least this often."""
-        is_open: Mask = ~self._done[blocks] & (self._uses[blocks] >= min_uses)
-        return is_open
+    def are_open(self, blocks: Int64s, tier: int, min_uses: int) -> Mask:
+        """Which of these blocks are not in this tier, and were used at least this often."""
+        is_open: Mask = self._done[blocks] & 1 << tier == 0
+        return is_open & (self._uses[blocks] >= min_uses)

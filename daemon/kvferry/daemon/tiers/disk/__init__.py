@@ -2,7 +2,7 @@
 
     ROOT/lock                 locked by the tier's process
     ROOT/state                boot id, and whether the tier was closed cleanly
-    ROOT/drop-NUMBER-NAMESPACE  this namespace must be dropped when the root is opened
+    ROOT/drop-NUMBER-NAMESPACE  the daemon must drop this namespace: see drop_markers.py
     ROOT/NAMESPACE/meta       sizes of blocks, slots and slabs
     ROOT/NAMESPACE/index      LMDB: key -> slot and generation
     ROOT/NAMESPACE/slab-*     slots: a header page, then the block, in whole pages

@@ -26,8 +26,7 @@ from kvferry.daemon.tiers.block_memory import BounceBuffer
 from kvferry.daemon.tiers.disk.index import Entry, open_read_only
 from kvferry.daemon.tiers.disk.namespace_store import INDEX, META, StoreMeta
 from kvferry.daemon.tiers.disk.slab import SlabFile, SlabTruncatedError
-from kvferry.daemon.tiers.disk.tier import TRASH, move_to_trash
-from kvferry.daemon.tiers.root_lock import LOCK
+from kvferry.daemon.tiers.disk.tier import LOCK, TRASH, move_to_trash
 from kvferry.proto.errors import Code, ErrorInfo, KVFerryError, Refused
 
 # Seconds between two lines of progress.

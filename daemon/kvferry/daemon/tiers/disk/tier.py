@@ -27,10 +27,10 @@ from kvferry.daemon.tiers.disk import recovery
 from kvferry.daemon.tiers.disk.index import index_bytes
 from kvferry.daemon.tiers.disk.namespace_store import META, NamespaceStore, StoreMeta
 from kvferry.daemon.tiers.disk.slab import slot_bytes_of
-from kvferry.daemon.tiers.drop_markers import marked_stores
-from kvferry.daemon.tiers.root_lock import LOCK
 from kvferry.proto.errors import Code, Refused
 
+# Locked by the tier's process.
+LOCK = "lock"
 TRASH = "trash-"
 # A slab has this part of the tier's size, but at most MAX_SLAB_BYTES, and at least one slot.
 SLABS = 32
@@ -88,11 +88,6 @@ class DiskTier:
             self._rebuild = recovery.begin(self._root)
             if self._rebuild:
                 log.warning("disk tier is rebuilt from slot headers", reason=self._rebuild)
-            for marker, store in marked_stores(self._root):
-                for path in [*self._root.iterdir()]:
-                    if path.is_dir() and is_part_of(path.name, store):
-                        move_to_trash(path)
-                marker.unlink()
             for path in sorted(self._root.iterdir()):
                 if path.name.startswith(TRASH):
                     shutil.rmtree(path, ignore_errors=True)

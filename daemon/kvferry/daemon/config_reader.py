@@ -1,0 +1,193 @@
+"""Reads the daemon's configuration (config.py): a TOML file, overridden by flags.
+
+Called at start and on SIGHUP, on the main thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import stat
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any, get_args, get_origin
+
+import msgspec
+
+from kvferry.daemon.config import (
+    Config,
+    CustomTierConfig,
+    DiskTierConfig,
+    MooncakeTierConfig,
+    description,
+    options,
+)
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.sizes import parse_bytes
+
+# Upper bound of the file, larger than any use needs.
+MAX_FILE_BYTES = 1 << 20
+# Smallest size of a disk tier: its files have an overhead of some MiB.
+MIN_DISK_BYTES = 16 << 20
+# Keys that are numbers of bytes.
+SIZES = (
+    "pool.size",
+    "pool.chunk",
+    "copy.staging",
+    "integrity.scrub_rate",
+    "tiers.disk.rate",
+    "tiers.custom.rate",
+    "tiers.mooncake.rate",
+)
+# Flags that are shorter than their keys.
+SHORT_FLAGS = {
+    "tiers.disk.path": "--tier-disk",
+    "tiers.custom.module": "--tier-custom",
+    "tiers.mooncake.master": "--tier-mooncake",
+}
+
+
+def read(arguments: Sequence[str] | None = None) -> Config:
+    """The configuration of a command line. Raises Refused (BAD_CONFIG)."""
+    flags = vars(_parser().parse_args(arguments))
+    path = flags.pop("config")
+    tree: dict[str, Any] = {}
+    tables = {key for key, hint, _ in options() if get_origin(get_args(hint)[0]) is dict}
+    try:
+        if path is not None:
+            tree = msgspec.toml.decode(_contents(path))
+        for key, value in flags.items():
+            if value is not None:
+                *sections, name = key.split(".")
+                target = tree
+                for section in sections:
+                    target = target.setdefault(section, {})
+                    if not isinstance(target, dict):
+                        raise TypeError(
+                            f"{section} = {target!r} is not a table [{section}] with {name}"
+                        )
+                target[name] = _table(key, value) if key in tables else value
+        config = msgspec.convert(tree, Config, strict=False)
+    except OSError as error:
+        message = f"cannot read {path} ({error.strerror}); name a readable TOML file"
+        raise Refused(Code.BAD_CONFIG, message, path or "") from error
+    except RecursionError as error:
+        message = f"{path} is nested too deeply; write one table per section"
+        raise Refused(Code.BAD_CONFIG, message, path or "") from error
+    except (ValueError, TypeError, msgspec.MsgspecError) as error:
+        source = path or "command line"
+        message = f"invalid configuration ({source}): {_with_description(str(error))}; correct it"
+        raise Refused(Code.BAD_CONFIG, message, source) from error
+    for key, _, _ in options():
+        value = attrgetter(key)(config)
+        if isinstance(value, str) and "\0" in value:
+            message = f"{key} = {value!r} contains a NUL character; remove it"
+            raise Refused(Code.BAD_CONFIG, message, value)
+    for key in SIZES:
+        size = attrgetter(key)(config)
+        if not parse_bytes(size, key) and key.startswith("pool."):
+            raise Refused(Code.BAD_CONFIG, f"{key} = {size!r} is zero; set at least 1 byte", size)
+    _check_disk_tier(config.tiers.disk)
+    _check_custom_tier(config.tiers.custom)
+    _check_mooncake_tier(config.tiers.mooncake)
+    return config
+
+
+def _table(key: str, text: str) -> Any:
+    """A table that a flag gives as TOML."""
+    try:
+        return msgspec.toml.decode(f"table = {text}")["table"]
+    except msgspec.DecodeError as error:
+        raise ValueError(
+            f"{key} = {text!r} is not a TOML table, for example {{ n = 1 }}"
+        ) from error
+
+
+def _check_disk_tier(disk: DiskTierConfig) -> None:
+    if disk.path and not disk.size:
+        message = (
+            f"tiers.disk.path = {disk.path!r} is set without tiers.disk.size; set the size, for "
+            'example --tier-disk-size "200GiB"'
+        )
+        raise Refused(Code.BAD_CONFIG, message, disk.path)
+    if disk.size and not disk.path:
+        message = (
+            f"tiers.disk.size = {disk.size!r} is set without tiers.disk.path; name a directory, "
+            "for example --tier-disk /var/lib/kvferry"
+        )
+        raise Refused(Code.BAD_CONFIG, message, disk.size)
+    if disk.size and parse_bytes(disk.size, "tiers.disk.size") < MIN_DISK_BYTES:
+        message = f"tiers.disk.size = {disk.size!r} is below 16MiB; set at least 16MiB"
+        raise Refused(Code.BAD_CONFIG, message, disk.size)
+
+
+def _check_custom_tier(custom: CustomTierConfig) -> None:
+    names = custom.module.split(".")
+    if custom.module and not all(name.isidentifier() for name in names):
+        message = (
+            f"tiers.custom.module = {custom.module!r} is not a dotted path of a module; write it "
+            'as in an import, for example "my_package.my_tier"'
+        )
+        raise Refused(Code.BAD_CONFIG, message, custom.module)
+    if custom.options and not custom.module:
+        message = (
+            f"tiers.custom.options = {custom.options!r} is set without tiers.custom.module; name "
+            "the module of the tier"
+        )
+        raise Refused(Code.BAD_CONFIG, message, str(custom.options))
+
+
+def _check_mooncake_tier(mooncake: MooncakeTierConfig) -> None:
+    host, _, port = mooncake.master.rpartition(":")
+    if mooncake.master and not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
+        message = (
+            f"tiers.mooncake.master = {mooncake.master!r} is not host:port; write it like "
+            '"10.0.0.1:50051"'
+        )
+        raise Refused(Code.BAD_CONFIG, message, mooncake.master)
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)  # a FIFO would wait for a writer
+
+
+def _contents(path: str) -> bytes:
+    """The contents of a regular file. Raises OSError and Refused (BAD_CONFIG); never blocks."""
+    with open(path, "rb", opener=_open_without_waiting) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            message = f"{path} is not a regular file; name a TOML file"
+            raise Refused(Code.BAD_CONFIG, message, path)
+        data = file.read(MAX_FILE_BYTES + 1) or b""
+    if len(data) > MAX_FILE_BYTES:
+        message = f"{path} has more than {MAX_FILE_BYTES} bytes; name a TOML file"
+        raise Refused(Code.BAD_CONFIG, message, path)
+    return data
+
+
+def _with_description(error: str) -> str:
+    """Add the description of the key that msgspec's error is about."""
+    key = re.search(r"`\$\.([a-z_.]+)", error)
+    hints = {name: hint for name, hint, _ in options()}
+    return f"{error} ({description(hints[key[1]])})" if key and key[1] in hints else error
+
+
+def flag_of(key: str) -> str:
+    """The flag of a key: --pool-size for pool.size, --tier-disk-size for tiers.disk.size."""
+    flag = key.replace("tiers.", "tier.").replace(".", "-").replace("_", "-")
+    return SHORT_FLAGS.get(key, f"--{flag}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvferryd",
+        description="Moves KV-cache blocks between one device and host memory for LLM engines.",
+        epilog="Each flag is a key of the TOML file: --pool-size is size in [pool].",
+    )
+    parser.add_argument("--config", metavar="FILE", help="TOML file; flags override it")
+    for key, hint, default in options():
+        text = description(hint)
+        if default not in ("", ()):
+            text += f" (default: {default})"
+        parser.add_argument(flag_of(key), dest=key, metavar=key.split(".")[-1].upper(), help=text)
+    return parser
