@@ -7,6 +7,7 @@ disk   time to first token of a prompt that is on disk only, beside computing it
 cold   prompts without reuse, one behind the other, while a tier writes all of them
 many   32 prompts without reuse at once, 64 tokens each
 dead   prompts that are on disk, and prompts that are not, while the tier's process never answers
+slow   the same while the tier reads 50 MB/s
 
 Two engines and their daemons stand side by side on one GPU and take turns: `none` has no tier,
 `disk` has one. More prompts than the host pool holds are stored first, and asked for in turn, so
@@ -44,6 +45,7 @@ POOL_GIB, ON_DISK, DISK_GIB = 10, 6, 30
 WRITE_SECONDS = 120.0
 # Of blocks that fio and dd read.
 BLOCK_BYTES, DEPTH = 2 << 20, 16
+SLOW_RATE = 50e6
 NAMES = "none", "disk"
 
 
@@ -51,6 +53,8 @@ NAMES = "none", "disk"
 class Bench:
     """engines, daemons: by name. new: seeds of prompts that nobody has seen."""
 
+    root: Path
+    model: Record
     engines: dict[str, VLLM]
     daemons: dict[str, GpuDaemon]
     stored: list[list[int]]
@@ -74,6 +78,7 @@ def main() -> None:
     parser.add_argument("what", help=f"figures, comma-separated: {', '.join(FIGURES)}")
     parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument("--kv-heads", type=int, default=8, help="1: an eighth of the bytes")
     parser.add_argument("--write", default="write_through", help="the tier's write policy")
     parser.add_argument("--json", type=Path, default=Path("tier-figures.json"))
     chosen = parser.parse_args()
@@ -85,7 +90,8 @@ def main() -> None:
         tool, rate = raw_read_rate(root)
         record: Record = {"link_gbs": link(), "raw_gbs": rate / 1e9, "raw_tool": tool}
         say("rates", **record)
-        with started(root, chosen.write) as bench:
+        model = LARGE | {"num_key_value_heads": chosen.kv_heads}
+        with started(root, chosen.write, model) as bench:
             for name in what:
                 rows = FIGURES[name](bench, chosen.reps, record)
                 columns = [key for key in rows[0] if key != "connector"]
@@ -125,7 +131,7 @@ def raw_read_rate(root: Path) -> tuple[str, float]:
 
 
 @contextmanager
-def started(root: Path, write: str) -> Iterator[Bench]:
+def started(root: Path, write: str, model: Record) -> Iterator[Bench]:
     """Both daemons and engines; the prompts of `stored` are on disk."""
     tier = {
         "tier_disk": root / "tier",
@@ -133,15 +139,17 @@ def started(root: Path, write: str) -> Iterator[Bench]:
         "tier_disk_write": write,
     }
     with ExitStack() as running:
-        bench = Bench({}, {}, make_prompts(ON_DISK, 1, TOKENS), count(1000))
+        pool = POOL_GIB * model["num_key_value_heads"] / 8
+        stored = make_prompts(ON_DISK, 1, TOKENS)
+        bench = Bench(root / "tier", model, {}, {}, stored, count(1000))
         for name in NAMES:
             options: Record = tier if name == "disk" else {}
-            daemon = GpuDaemon(pool=f"{POOL_GIB}GiB", **options)
+            daemon = GpuDaemon(pool=f"{pool}GiB", **options)
             bench.daemons[name] = running.enter_context(daemon)
             engine = VLLM(
                 "kvferry",
-                model=LARGE,
-                extra={"kvferry_dirs": daemon.directory, "cpu_bytes_to_use": POOL_GIB << 30},
+                model=model,
+                extra={"kvferry_dirs": daemon.directory, "cpu_bytes_to_use": int(pool * (1 << 30))},
                 gpu_memory_utilization=0.42,
                 max_model_len=TOKENS + 1024,
                 max_num_seqs=64,
@@ -162,7 +170,7 @@ def started(root: Path, write: str) -> Iterator[Bench]:
 
 def disk(bench: Bench, reps: int, record: Record) -> list[Record]:
     engine, rows = bench.engines["disk"], list[Record]()
-    raw_ms = kv_bytes(LARGE, TOKENS) / record["raw_gbs"] / 1e6
+    raw_ms = kv_bytes(bench.model, TOKENS) / record["raw_gbs"] / 1e6
     for number in range(-1, reps):
         prompt = bench.stored[number % ON_DISK]
         computed, _ = bench.engines["none"].timed(make_prompts(1, next(bench.new), TOKENS))
@@ -209,7 +217,25 @@ def many(bench: Bench, reps: int, _: Record) -> list[Record]:
 
 
 def dead(bench: Bench, reps: int, _: Record) -> list[Record]:
+    with stopped_tier(bench.daemons["disk"].pid):
+        return known_and_new(bench, "dead", reps)
+
+
+def slow(bench: Bench, reps: int, _: Record) -> list[Record]:
+    tier = f'{{ path = "{bench.root}", size = {DISK_GIB << 30}, rate = {SLOW_RATE} }}'
+    bench.daemons["disk"].restart(tier_custom="support.slow_tier", tier_custom_options=tier)
+    deadline = time.monotonic() + WRITE_SECONDS
+    while bench.tier().state != "on" and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return known_and_new(bench, "slow", reps)
+
+
+def known_and_new(bench: Bench, what: str, reps: int) -> list[Record]:
+    """Prompts that are on disk, and have been evicted from the pool, and prompts that are new."""
     turns = count()
+    for engine in bench.engines.values():
+        for _ in range(ON_DISK):
+            engine.timed(make_prompts(1, next(bench.new), TOKENS))
 
     def one(engine: VLLM) -> Record:
         stored = bench.stored[next(turns) // 2 % ON_DISK]
@@ -218,8 +244,7 @@ def dead(bench: Bench, reps: int, _: Record) -> list[Record]:
         new, _ = engine.timed(make_prompts(1, next(bench.new), TOKENS))
         return {"known_ms": 1e3 * known, "new_ms": 1e3 * new, "cached": cached}
 
-    with stopped_tier(bench.daemons["disk"].pid):
-        return alternate(bench, "dead", reps, one)
+    return alternate(bench, what, reps, one)
 
 
 def alternate(bench: Bench, what: str, reps: int, one: Callable[[VLLM], Record]) -> list[Record]:
@@ -275,6 +300,7 @@ FIGURES: dict[str, Callable[[Bench, int, Record], list[Record]]] = {
     "cold": cold,
     "many": many,
     "dead": dead,
+    "slow": slow,
 }
 
 if __name__ == "__main__":

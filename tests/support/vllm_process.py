@@ -193,6 +193,12 @@ class GpuDaemon:
                 raise EngineEnded("the daemon did not start")
             time.sleep(0.05)
 
+    def restart(self, **options: Any) -> None:
+        """Kill it, and start it with other options."""
+        self.kill()
+        self._options = options
+        self.start()
+
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
