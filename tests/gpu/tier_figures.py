@@ -11,7 +11,8 @@ slow   the same while the tier reads 50 MB/s
 
 Two engines and their daemons stand side by side on one GPU and take turns: `none` has no tier,
 `disk` has one. More prompts than the host pool holds are stored first, and asked for in turn, so
-the next one has always been evicted.
+the next one has always been evicted. --alone starts no engine without a tier: the one with a tier
+computes, too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -79,6 +80,7 @@ def main() -> None:
     parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--kv-heads", type=int, default=8, help="1: an eighth of the bytes")
+    parser.add_argument("--alone", action="store_true", help="only the engine with a tier")
     parser.add_argument("--write", default="write_through", help="the tier's write policy")
     parser.add_argument("--json", type=Path, default=Path("tier-figures.json"))
     chosen = parser.parse_args()
@@ -91,7 +93,8 @@ def main() -> None:
         record: Record = {"link_gbs": link(), "raw_gbs": rate / 1e9, "raw_tool": tool}
         say("rates", **record)
         model = LARGE | {"num_key_value_heads": chosen.kv_heads}
-        with started(root, chosen.write, model) as bench:
+        names = NAMES[1:] if chosen.alone else NAMES
+        with started(root, chosen.write, model, names) as bench:
             for name in what:
                 rows = FIGURES[name](bench, chosen.reps, record)
                 columns = [key for key in rows[0] if key != "connector"]
@@ -104,7 +107,7 @@ def main() -> None:
 
 def raw_read_rate(root: Path) -> tuple[str, float]:
     """Bytes per second of O_DIRECT reads of a new file, in blocks of 2 MiB, 16 in flight."""
-    file, blocks = root / "raw", 1024
+    file, blocks = root / "raw", 512
     try:
         with file.open("wb") as filled:
             for _ in range(blocks):
@@ -131,7 +134,7 @@ def raw_read_rate(root: Path) -> tuple[str, float]:
 
 
 @contextmanager
-def started(root: Path, write: str, model: Record) -> Iterator[Bench]:
+def started(root: Path, write: str, model: Record, names: Sequence[str]) -> Iterator[Bench]:
     """Both daemons and engines; the prompts of `stored` are on disk."""
     tier = {
         "tier_disk": root / "tier",
@@ -142,7 +145,7 @@ def started(root: Path, write: str, model: Record) -> Iterator[Bench]:
         pool = POOL_GIB * model["num_key_value_heads"] / 8
         stored = make_prompts(ON_DISK, 1, TOKENS)
         bench = Bench(root / "tier", model, {}, {}, stored, count(1000))
-        for name in NAMES:
+        for name in names:
             options: Record = tier if name == "disk" else {}
             daemon = GpuDaemon(pool=f"{pool}GiB", **options)
             bench.daemons[name] = running.enter_context(daemon)
@@ -170,10 +173,11 @@ def started(root: Path, write: str, model: Record) -> Iterator[Bench]:
 
 def disk(bench: Bench, reps: int, record: Record) -> list[Record]:
     engine, rows = bench.engines["disk"], list[Record]()
+    computing = bench.engines.get("none", engine)
     raw_ms = kv_bytes(bench.model, TOKENS) / record["raw_gbs"] / 1e6
     for number in range(-1, reps):
         prompt = bench.stored[number % ON_DISK]
-        computed, _ = bench.engines["none"].timed(make_prompts(1, next(bench.new), TOKENS))
+        computed, _ = computing.timed(make_prompts(1, next(bench.new), TOKENS))
         engine.settle()
         engine.forget()
         before = bench.tier().promoted
@@ -238,7 +242,7 @@ def known_and_new(bench: Bench, what: str, reps: int) -> list[Record]:
             engine.timed(make_prompts(1, next(bench.new), TOKENS))
 
     def one(engine: VLLM) -> Record:
-        stored = bench.stored[next(turns) // 2 % ON_DISK]
+        stored = bench.stored[next(turns) // len(bench.engines) % ON_DISK]
         engine.forget()
         known, cached = engine.timed([stored])
         new, _ = engine.timed(make_prompts(1, next(bench.new), TOKENS))
@@ -250,8 +254,7 @@ def known_and_new(bench: Bench, what: str, reps: int) -> list[Record]:
 def alternate(bench: Bench, what: str, reps: int, one: Callable[[VLLM], Record]) -> list[Record]:
     rows = list[Record]()
     for number in range(reps):
-        for name in NAMES:
-            engine = bench.engines[name]
+        for name, engine in bench.engines.items():
             engine.settle()
             row = one(engine)
             say(f"{what} {name}", round=number, **row)
