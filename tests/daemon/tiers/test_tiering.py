@@ -33,16 +33,16 @@ from kvferry.daemon.tiers.read_rate import ASSUMED, FORGET_AFTER, LATENCY, ReadR
 from kvferry.daemon.tiers.tier_process import TierSpec
 from kvferry.daemon.tiers.tiering import AttachedTier, Tiering
 from kvferry.daemon.tiers.write_out import WriteOptions, WriteOut
-
-from .subjects import (
-    MEMORY,
+from kvferry.testing.tier_subjects import (
     NAMESPACE,
     PoolMemory,
     ProcessSubject,
     content_of,
     key_of,
-    subject,
+    open_subject,
 )
+
+from .setups import MEMORY, disk_setup, memory_setup
 
 BLOCK = 16 << 10
 OWNER = RegionOwner("namespace", "n")
@@ -152,7 +152,7 @@ def pool() -> Iterator[PoolMemory]:
 @pytest.fixture
 def memory(pool: PoolMemory) -> Iterator[TieringFixture]:
     """Over one memory tier."""
-    with subject("memory-process", Path(), pool, 4 << 20) as tier:
+    with open_subject(memory_setup(4 << 20), pool) as tier:
         assert isinstance(tier, ProcessSubject)
         yield TieringFixture(pool, [tier], None)
 
@@ -160,7 +160,7 @@ def memory(pool: PoolMemory) -> Iterator[TieringFixture]:
 @pytest.fixture
 def disk(pool: PoolMemory, tmp_path: Path) -> Iterator[TieringFixture]:
     """Over one disk tier, whose root is `tmp_path / "tier"`."""
-    with subject("disk-process", tmp_path / "tier", pool, 16 << 20) as tier:
+    with open_subject(disk_setup(tmp_path / "tier", 16 << 20), pool) as tier:
         assert isinstance(tier, ProcessSubject)
         yield TieringFixture(pool, [tier], tmp_path / "tier")
 
@@ -170,7 +170,7 @@ def disk(pool: PoolMemory, tmp_path: Path) -> Iterator[TieringFixture]:
 
 def test_the_fastest_tier_that_has_a_key_is_reported(pool: PoolMemory) -> None:
     with ExitStack() as stack:
-        fast = stack.enter_context(subject("memory-process", Path(), pool, 4 << 20))
+        fast = stack.enter_context(open_subject(memory_setup(4 << 20), pool))
         assert isinstance(fast, ProcessSubject)
         slow = ProcessSubject.__new__(ProcessSubject)
         slow.pool, slow.runner, slow.closed = pool, fast.runner, True
@@ -209,7 +209,7 @@ def test_fetched_blocks_are_reported_and_then_released(memory: TieringFixture) -
     assert np.array_equal(memory.pool.block(32), content_of(1, BLOCK))
     assert np.array_equal(memory.pool.block(34), content_of(2, BLOCK))
     ((name, seconds),) = memory.promoted
-    assert name == "memory"
+    assert name == "tested"
     assert seconds > 0
     (status,) = memory.tiering.status({"memory": {"skipped": 5}})
     assert (status.name, status.state, status.promoted, status.skipped) == ("memory", "on", 2, 5)
@@ -316,16 +316,16 @@ def test_a_drop_is_reported_also_if_the_tier_does_not_answer(
 
 def test_a_marked_drop_is_done_when_the_root_is_opened(pool: PoolMemory, tmp_path: Path) -> None:
     """Daemon and tier may end before the drop itself."""
-    with subject("disk", tmp_path, pool, 16 << 20) as tier:
+    with open_subject(disk_setup(tmp_path, 16 << 20, in_process=True), pool) as tier:
         tier.put([1, 2])
         tier.put([3], "other")
     assert add_marker(tmp_path, NAMESPACE, 12) is not None
     assert [store for _, store in marked_stores(tmp_path)] == [NAMESPACE]
-    with subject("disk", tmp_path, pool, 16 << 20) as tier:
+    with open_subject(disk_setup(tmp_path, 16 << 20, in_process=True), pool) as tier:
         assert tier.contains([1, 2]) == [False, False]
         assert tier.contains([3], "other") == [True]
         tier.put([1])
-    with subject("disk", tmp_path, pool, 16 << 20) as tier:
+    with open_subject(disk_setup(tmp_path, 16 << 20, in_process=True), pool) as tier:
         assert tier.contains([1]) == [True]
 
 
