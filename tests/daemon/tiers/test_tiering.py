@@ -211,8 +211,8 @@ def test_fetched_blocks_are_reported_and_then_released(memory: TieringFixture) -
     ((name, seconds),) = memory.promoted
     assert name == "tested"
     assert seconds > 0
-    (status,) = memory.tiering.status({"memory": {"skipped": 5}})
-    assert (status.name, status.state, status.promoted, status.skipped) == ("memory", "on", 2, 5)
+    (status,) = memory.tiering.status({"tested": {"skipped": 5}})
+    assert (status.name, status.state, status.promoted, status.skipped) == ("tested", "on", 2, 5)
     assert status.promotion_seconds == seconds
     assert (status.read_bytes, status.queue_seconds) == (2 * BLOCK, 0.0)
 
