@@ -63,7 +63,7 @@ class Host:
         self.tier = made
 
 
-class RawClient:
+class ForeignWriter:
     """A client of the store that writes what it wants, as another program might."""
 
     def __init__(self, store: MooncakeStore) -> None:
@@ -130,7 +130,7 @@ def test_old_keys_are_not_found_after_any_number_of_drops(
     for _ in range(70):
         here.tier.drop(namespace=space)
     here.tier.put([1], space)
-    raw = RawClient(shared_store)
+    raw = ForeignWriter(shared_store)
     assert raw.store.is_exist(raw.object(1, space, 70)) == 1
     assert raw.store.put(raw.object(2, space, 69), b"left by a host that was late") == 0
     assert Host(shared_store, stack).tier.contains([1, 2], space) == [True, False]
@@ -143,7 +143,7 @@ def test_lost_markers_are_put_again(shared_store: MooncakeStore, stack: ExitStac
     here.tier.drop(namespace=space)
     here.tier.drop(namespace=space)
     here.tier.put([1], space)
-    raw = RawClient(shared_store)
+    raw = ForeignWriter(shared_store)
     for epoch in (1, 2):
         assert raw.store.remove(f"kvferry/{space}/epoch/{epoch}", True) == 0
     assert here.tier.contains([1], space) == [True]
@@ -157,7 +157,7 @@ def test_an_object_with_other_contents_is_a_miss_and_can_be_put_again(
 ) -> None:
     here, space = Host(shared_store, stack), f"{len(wrong):016x}"
     here.tier.put([1, 2], space)
-    raw = RawClient(shared_store)
+    raw = ForeignWriter(shared_store)
     name = raw.object(1, space)
     good = raw.store.get(name)
     flipped = bytes([good[0] ^ 1])
