@@ -19,17 +19,18 @@ import numpy as np
 import pytest
 
 from daemon.tiers.disk_fixtures import KillableDisk
-from daemon.tiers.subjects import (
+from daemon.tiers.setups import disk_setup
+from kvferry.daemon.tiers import circuit_breaker
+from kvferry.daemon.tiers.base import Result
+from kvferry.daemon.tiers.disk import recovery
+from kvferry.testing.tier_subjects import (
     NAMESPACE,
     PoolMemory,
     ProcessSubject,
     content_of,
     key_of,
-    subject,
+    open_subject,
 )
-from kvferry.daemon.tiers import circuit_breaker
-from kvferry.daemon.tiers.base import Result
-from kvferry.daemon.tiers.disk import recovery
 
 BLOCK = 4096
 OK, MISS, FULL = Result.OK, Result.MISS, Result.FULL
@@ -53,7 +54,7 @@ def short_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def disk_process(root: Path, pool: PoolMemory, size: int = SIZE) -> Iterator[ProcessSubject]:
-    with subject("disk-process", root, pool, size) as tier:
+    with open_subject(disk_setup(root, size), pool) as tier:
         assert isinstance(tier, ProcessSubject)
         yield tier
 

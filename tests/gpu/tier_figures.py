@@ -51,7 +51,7 @@ NAMES = "none", "disk"
 
 
 @dataclass
-class Bench:
+class TierEngines:
     """engines, daemons: by name. new: seeds of prompts that nobody has seen."""
 
     root: Path
@@ -134,7 +134,7 @@ def raw_read_rate(root: Path) -> tuple[str, float]:
 
 
 @contextmanager
-def started(root: Path, write: str, model: Record, names: Sequence[str]) -> Iterator[Bench]:
+def started(root: Path, write: str, model: Record, names: Sequence[str]) -> Iterator[TierEngines]:
     """Both daemons and engines; the prompts of `stored` are on disk."""
     tier = {
         "tier_disk": root / "tier",
@@ -144,7 +144,7 @@ def started(root: Path, write: str, model: Record, names: Sequence[str]) -> Iter
     with ExitStack() as running:
         pool = POOL_GIB * model["num_key_value_heads"] / 8
         stored = make_prompts(ON_DISK, 1, TOKENS)
-        bench = Bench(root / "tier", model, {}, {}, stored, count(1000))
+        bench = TierEngines(root / "tier", model, {}, {}, stored, count(1000))
         for name in names:
             options: Record = tier if name == "disk" else {}
             daemon = GpuDaemon(pool=f"{pool}GiB", **options)
@@ -171,7 +171,7 @@ def started(root: Path, write: str, model: Record, names: Sequence[str]) -> Iter
         yield bench
 
 
-def disk(bench: Bench, reps: int, record: Record) -> list[Record]:
+def disk(bench: TierEngines, reps: int, record: Record) -> list[Record]:
     engine, rows = bench.engines["disk"], list[Record]()
     computing = bench.engines.get("none", engine)
     raw_ms = kv_bytes(bench.model, TOKENS) / record["raw_gbs"] / 1e6
@@ -203,7 +203,7 @@ def disk(bench: Bench, reps: int, record: Record) -> list[Record]:
     return rows
 
 
-def cold(bench: Bench, reps: int, _: Record) -> list[Record]:
+def cold(bench: TierEngines, reps: int, _: Record) -> list[Record]:
     def one(engine: VLLM) -> Record:
         prompts = make_prompts(3, next(bench.new), TOKENS)
         times = [1e3 * engine.timed([prompt])[0] for prompt in prompts]
@@ -212,7 +212,7 @@ def cold(bench: Bench, reps: int, _: Record) -> list[Record]:
     return alternate(bench, "cold", reps, one)
 
 
-def many(bench: Bench, reps: int, _: Record) -> list[Record]:
+def many(bench: TierEngines, reps: int, _: Record) -> list[Record]:
     def one(engine: VLLM) -> Record:
         seconds, _ = engine.timed(make_prompts(32, next(bench.new), 2048), 64)
         return {"tokens_s": 32 * (2048 + 64) / seconds}
@@ -220,12 +220,12 @@ def many(bench: Bench, reps: int, _: Record) -> list[Record]:
     return alternate(bench, "many", reps, one)
 
 
-def dead(bench: Bench, reps: int, _: Record) -> list[Record]:
+def dead(bench: TierEngines, reps: int, _: Record) -> list[Record]:
     with stopped_tier(bench.daemons["disk"].pid):
         return known_and_new(bench, "dead", reps)
 
 
-def slow(bench: Bench, reps: int, _: Record) -> list[Record]:
+def slow(bench: TierEngines, reps: int, _: Record) -> list[Record]:
     tier = f'{{ path = "{bench.root}", size = {DISK_GIB << 30}, rate = {SLOW_RATE} }}'
     bench.daemons["disk"].restart(tier_custom="support.slow_tier", tier_custom_options=tier)
     deadline = time.monotonic() + WRITE_SECONDS
@@ -234,7 +234,7 @@ def slow(bench: Bench, reps: int, _: Record) -> list[Record]:
     return known_and_new(bench, "slow", reps)
 
 
-def known_and_new(bench: Bench, what: str, reps: int) -> list[Record]:
+def known_and_new(bench: TierEngines, what: str, reps: int) -> list[Record]:
     """Prompts that are on disk, and have been evicted from the pool, and prompts that are new."""
     turns = count()
     for engine in bench.engines.values():
@@ -251,7 +251,9 @@ def known_and_new(bench: Bench, what: str, reps: int) -> list[Record]:
     return alternate(bench, what, reps, one)
 
 
-def alternate(bench: Bench, what: str, reps: int, one: Callable[[VLLM], Record]) -> list[Record]:
+def alternate(
+    bench: TierEngines, what: str, reps: int, one: Callable[[VLLM], Record]
+) -> list[Record]:
     rows = list[Record]()
     for number in range(reps):
         for name, engine in bench.engines.items():
@@ -298,7 +300,7 @@ def tier_processes(daemon: int) -> list[int]:
     return found
 
 
-FIGURES: dict[str, Callable[[Bench, int, Record], list[Record]]] = {
+FIGURES: dict[str, Callable[[TierEngines, int, Record], list[Record]]] = {
     "disk": disk,
     "cold": cold,
     "many": many,

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daemon.tiers.disk_fixtures import KillableDisk
-from daemon.tiers.subjects import PoolMemory
 from kvferry.daemon.tiers.base import Result
+from kvferry.testing.tier_subjects import PoolMemory
 
 NAMESPACES = ("a" * 16, "b" * 16)
 VERBS = (

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from daemon.tiers.disk_fixtures import KillableDisk
-from daemon.tiers.subjects import NAMESPACE, PoolMemory
+from kvferry.testing.tier_subjects import NAMESPACE, PoolMemory
 from support.command_line import kvferry
 
 BLOCK = 4096

@@ -9,8 +9,7 @@ import msgspec
 
 from kvferry.daemon.tiers.disk import recovery
 from kvferry.daemon.tiers.disk.tier import DiskOptions, DiskTier
-
-from .subjects import DirectSubject, PoolMemory
+from kvferry.testing.tier_subjects import DirectSubject, PoolMemory
 
 SIZE = 4 << 20
 

@@ -15,9 +15,9 @@ from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.disk import recovery
 from kvferry.daemon.tiers.disk.tier import DiskOptions, DiskTier
 from kvferry.proto.errors import Refused
+from kvferry.testing.tier_subjects import NAMESPACE, PoolMemory, key_of
 
 from .disk_fixtures import SIZE, KillableDisk
-from .subjects import NAMESPACE, PoolMemory, key_of
 
 BLOCK = 16 << 10
 OK, MISS, CORRUPT = Result.OK, Result.MISS, Result.CORRUPT

@@ -18,8 +18,15 @@ from kvferry.daemon.tiers import tier_client, tier_process
 from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.messages import MAX_KEYS
 from kvferry.daemon.tiers.tier_process import TierSpec
+from kvferry.testing.tier_subjects import (
+    NAMESPACE,
+    PoolMemory,
+    ProcessSubject,
+    content_of,
+    key_of,
+)
 
-from .subjects import DISK, NAMESPACE, PoolMemory, ProcessSubject, content_of, key_of
+from .setups import DISK
 
 BLOCK = 16 << 10
 OK, MISS, LATE, FULL, ERROR = Result.OK, Result.MISS, Result.LATE, Result.FULL, Result.ERROR

@@ -33,16 +33,16 @@ from kvferry.daemon.tiers.read_rate import ASSUMED, FORGET_AFTER, LATENCY, ReadR
 from kvferry.daemon.tiers.tier_process import TierSpec
 from kvferry.daemon.tiers.tiering import AttachedTier, Tiering
 from kvferry.daemon.tiers.write_out import WriteOptions, WriteOut
-
-from .subjects import (
-    MEMORY,
+from kvferry.testing.tier_subjects import (
     NAMESPACE,
     PoolMemory,
     ProcessSubject,
     content_of,
     key_of,
-    subject,
+    open_subject,
 )
+
+from .setups import MEMORY, disk_setup, memory_setup
 
 BLOCK = 16 << 10
 OWNER = RegionOwner("namespace", "n")
@@ -152,7 +152,7 @@ def pool() -> Iterator[PoolMemory]:
 @pytest.fixture
 def memory(pool: PoolMemory, tmp_path: Path) -> Iterator[TieringFixture]:
     """Over one memory tier."""
-    with subject("memory-process", Path(), pool, 4 << 20) as tier:
+    with open_subject(memory_setup(4 << 20), pool) as tier:
         assert isinstance(tier, ProcessSubject)
         yield TieringFixture(pool, [tier], tmp_path)
 
@@ -161,7 +161,7 @@ def memory(pool: PoolMemory, tmp_path: Path) -> Iterator[TieringFixture]:
 def two(pool: PoolMemory, tmp_path: Path) -> Iterator[TieringFixture]:
     """Over two memory tiers, the fast one first."""
     with ExitStack() as stack:
-        fast = stack.enter_context(subject("memory-process", Path(), pool, 4 << 20))
+        fast = stack.enter_context(open_subject(memory_setup(4 << 20), pool))
         assert isinstance(fast, ProcessSubject)
         slow = ProcessSubject.__new__(ProcessSubject)
         slow.pool, slow.runner, slow.closed = pool, fast.runner, True
@@ -179,7 +179,7 @@ def two(pool: PoolMemory, tmp_path: Path) -> Iterator[TieringFixture]:
 @pytest.fixture
 def disk(pool: PoolMemory, tmp_path: Path) -> Iterator[TieringFixture]:
     """Over one disk tier."""
-    with subject("disk-process", tmp_path / "tier", pool, 16 << 20) as tier:
+    with open_subject(disk_setup(tmp_path / "tier", 16 << 20), pool) as tier:
         assert isinstance(tier, ProcessSubject)
         yield TieringFixture(pool, [tier], tmp_path)
 
@@ -214,10 +214,10 @@ def test_fetched_blocks_are_reported_and_then_released(memory: TieringFixture) -
     assert np.array_equal(memory.pool.block(32), content_of(1, BLOCK))
     assert np.array_equal(memory.pool.block(34), content_of(2, BLOCK))
     ((name, seconds),) = memory.promoted
-    assert name == "memory"
+    assert name == "tested"
     assert seconds > 0
-    (status,) = memory.tiering.status({"memory": {"skipped": 5}})
-    assert (status.name, status.state, status.promoted, status.skipped) == ("memory", "on", 2, 5)
+    (status,) = memory.tiering.status({"tested": {"skipped": 5}})
+    assert (status.name, status.state, status.promoted, status.skipped) == ("tested", "on", 2, 5)
     assert status.promotion_seconds == seconds
     assert (status.read_bytes, status.queue_seconds) == (2 * BLOCK, 0.0)
 

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import importlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kvferry.daemon.memory.shared_memory import MappedFiles
-from kvferry.daemon.tiers import memory_tier
 from kvferry.daemon.tiers.base import Blocks, Result, Tier, TierUsage, block_checksum
 from kvferry.daemon.tiers.block_memory import view_memory
-from kvferry.daemon.tiers.disk.tier import DiskOptions, DiskTier
 from kvferry.daemon.tiers.tier_client import TierBlocks, TierClient
 from kvferry.daemon.tiers.tier_process import PoolFiles, TierSpec
 
 NAMESPACE = "0123456789abcdef"
-DISK, MEMORY = "kvferry.daemon.tiers.disk", "kvferry.daemon.tiers.memory_tier"
 POOL_BYTES = 8 << 20
 
 
@@ -227,18 +225,29 @@ class ProcessSubject(Subject):
         return answer[:-1]
 
 
+@dataclass(frozen=True, slots=True)
+class TierSetup:
+    """A tier to test. module, options: as in the configuration.
+
+    capacity: bytes of blocks that it has room for, at most about 64 MiB, because the tests fill it.
+    in_process: call it in this process; else through TierClient and the process of a tier.
+    """
+
+    module: str
+    options: dict[str, Any]
+    capacity: int = 4 << 20
+    in_process: bool = False
+
+
 @contextmanager
-def subject(kind: str, root: Path, pool: PoolMemory, size: int) -> Iterator[Subject]:
-    """A tier of one kind: memory, disk, memory-process or disk-process."""
+def open_subject(setup: TierSetup, pool: PoolMemory) -> Iterator[Subject]:
+    """An open tier, closed at the end."""
     made: DirectSubject | ProcessSubject
-    if kind == "memory":
-        made = DirectSubject(pool, memory_tier.MemoryTier(size))
-    elif kind == "disk":
-        made = DirectSubject(pool, DiskTier(DiskOptions(str(root), size)))
-    elif kind == "memory-process":
-        made = ProcessSubject(pool, TierSpec("memory", MEMORY, {"size": size}))
+    if setup.in_process:
+        module = importlib.import_module(setup.module)
+        made = DirectSubject(pool, module.open_tier(setup.options, pool.files))
     else:
-        made = ProcessSubject(pool, TierSpec("disk", DISK, {"path": str(root), "size": size}))
+        made = ProcessSubject(pool, TierSpec("tested", setup.module, setup.options))
     try:
         if isinstance(made, ProcessSubject):
             made.wait_until(lambda: made.client.is_on)

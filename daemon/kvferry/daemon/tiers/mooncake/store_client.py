@@ -1,0 +1,201 @@
+"""Calls of the Mooncake Store client library, with its codes and its limits on time.
+
+The library blocks. Its limits are set by environment variables, which it reads when it connects;
+an operator may set others. Any thread.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
+
+import msgspec
+
+from kvferry.daemon.tiers.base import HostMemory
+from kvferry.proto.errors import Code, Refused
+
+OLDEST = "0.3.13"
+# Names under which the library is published, for different versions of CUDA and for none.
+DISTRIBUTIONS = (
+    "mooncake-transfer-engine",
+    "mooncake-transfer-engine-cuda13",
+    "mooncake-transfer-engine-non-cuda",
+)
+# Methods that older versions lack.
+NEEDED = ("batch_get_into_multi_buffers", "batch_put_from_multi_buffers", "batch_remove")
+# Codes of the library.
+NO_SPACE, TOO_LARGE, NOT_FOUND, TRANSFER_FAILED = -200, -600, -704, -800
+# The object is being written, is being evicted, was evicted during the transfer, or has lost its
+# replicas.
+UNREADABLE = frozenset({-703, NOT_FOUND, -707, -710, -712})
+# Seconds to connect to the master, and to set the client up.
+CONNECT_SECONDS, SETUP_SECONDS = 2.0, 10.0
+# Limits of the library. An RPC ends before the daemon kills the process because of a late lookup.
+ENVIRONMENT = {
+    "MC_LOG_LEVEL": "ERROR",
+    "MC_RPC_CONNECT_TIMEOUT_MS": "1000",
+    "MC_RPC_TIMEOUT_MS": "1000",
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "2",
+}
+
+
+class StoreError(OSError):
+    """The store, or the way to it, has failed."""
+
+
+class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """master: HOST:PORT. protocol: "tcp" or "rdma". device: RDMA devices, separated by commas.
+    host: the address of this host for others; empty: that from which the master is reached.
+    """
+
+    master: str
+    protocol: str = "tcp"
+    device: str = ""
+    host: str = ""
+
+
+class StoreClient:
+    """A client of one store, to which memory is registered.
+
+    Addresses given to `put` and `get` are in the host pool, or in memory that was registered. An
+    object is made of the buffers given for it, one after the other.
+    """
+
+    def __init__(self, options: MooncakeOptions, memory: HostMemory) -> None:
+        """Raises Refused (BAD_CONFIG), and StoreError if the master cannot be reached."""
+        library = _import_library()
+        host = options.host or _own_address(options.master)
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        self._pinned = library.ReplicateConfig()
+        self._pinned.with_hard_pin = True
+        self._store = library.MooncakeDistributedStore()
+        self._set_up(host, options)
+        self.register(memory.address, memory.nbytes)
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Register memory that blocks are moved from and to. Raises StoreError."""
+        code = self._store.register_buffer(address, nbytes)
+        if code:
+            message = f"{nbytes} bytes cannot be registered with the store: error {code}"
+            raise StoreError(f"{message}; with RDMA, raise the limit of locked memory")
+
+    def exist(self, names: Sequence[str]) -> list[bool]:
+        """Which objects can be read. Raises StoreError."""
+        codes = self._store.batch_is_exist(names)
+        if (worst := min(codes, default=0)) < 0:
+            raise StoreError(f"the store cannot be asked for keys: error {worst}")
+        return [code == 1 for code in codes]
+
+    def put(
+        self,
+        names: Sequence[str],
+        addresses: Sequence[Sequence[int]],
+        sizes: Sequence[Sequence[int]],
+    ) -> list[int]:
+        """Put objects: 0, also if it exists, or a code for each."""
+        codes: list[int] = self._store.batch_put_from_multi_buffers(names, addresses, sizes)
+        return codes
+
+    def put_pinned(self, names: Sequence[str], address: int, nbytes: int) -> None:
+        """Put objects that are not evicted, all with the same bytes. Raises StoreError."""
+        count = len(names)
+        codes = self._store.batch_put_from(names, [address] * count, [nbytes] * count, self._pinned)
+        if worst := min(codes):
+            raise StoreError(f"{names[codes.index(worst)]} cannot be put: error {worst}")
+
+    def get(
+        self,
+        names: Sequence[str],
+        addresses: Sequence[Sequence[int]],
+        sizes: Sequence[Sequence[int]],
+    ) -> list[int]:
+        """Get objects: the bytes that were read, or a code for each."""
+        codes: list[int] = self._store.batch_get_into_multi_buffers(names, addresses, sizes)
+        return codes
+
+    def size(self, name: str) -> int:
+        """The bytes of an object, or a code."""
+        return int(self._store.get_size(name))
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove objects, also those in use. Raises StoreError if one may still exist."""
+        codes = self._store.batch_remove(names, True)
+        failed = [code for code in codes if code not in (0, NOT_FOUND)]
+        if failed:
+            raise StoreError(f"{len(failed)} keys cannot be removed: error {failed[0]}")
+
+    def remove_matching(self, pattern: str) -> int:
+        """Remove the objects whose names match, also those in use; how many, or a code."""
+        return int(self._store.remove_by_regex(pattern, True))
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _set_up(self, host: str, options: MooncakeOptions) -> None:
+        """On a thread of its own: if the master does not answer, it takes for ever."""
+        codes: list[int] = []
+
+        def set_up() -> None:
+            arguments = (host, "P2PHANDSHAKE", 0, 0, options.protocol, options.device)
+            codes.append(self._store.setup(*arguments, options.master))
+
+        thread = threading.Thread(target=set_up, daemon=True)
+        thread.start()
+        thread.join(SETUP_SECONDS)
+        if codes != [0]:
+            why = f"error {codes[0]}" if codes else f"no answer within {SETUP_SECONDS:.0f} s"
+            raise StoreError(
+                f"the Mooncake client cannot be set up ({why}) with master {options.master!r}, "
+                f"protocol {options.protocol!r}, device {options.device!r} and host {host!r}; "
+                "correct [tiers.mooncake], or start mooncake_master"
+            )
+
+
+def _import_library() -> Any:
+    try:
+        from mooncake import store
+    except ImportError as error:
+        message = f"mooncake-transfer-engine cannot be imported: {error}"
+        raise Refused(
+            Code.BAD_CONFIG, f"{message}; install kvferry[mooncake]", str(error)
+        ) from error
+    library: Any = store
+    if not all(hasattr(library.MooncakeDistributedStore, name) for name in NEEDED) or not hasattr(
+        library.ReplicateConfig, "with_hard_pin"
+    ):
+        version = _installed_version()
+        message = f"mooncake-transfer-engine {version} is too old; install {OLDEST} or newer"
+        raise Refused(Code.BAD_CONFIG, message, version)
+    return library
+
+
+def _installed_version() -> str:
+    for name in DISTRIBUTIONS:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "(unknown version)"
+
+
+def _own_address(master: str) -> str:
+    """The address of this host from which the master is reached. Raises StoreError."""
+    host, _, port = master.rpartition(":")
+    if not host or not port.isdecimal():
+        message = f"tiers.mooncake.master is {master!r}; give HOST:PORT of mooncake_master"
+        raise Refused(Code.BAD_CONFIG, message, master)
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS) as peer:
+            return str(peer.getsockname()[0])
+    except OSError as error:
+        raise StoreError(
+            f"the Mooncake master {master} cannot be reached: {error}; start mooncake_master "
+            "there, or correct tiers.mooncake.master"
+        ) from error

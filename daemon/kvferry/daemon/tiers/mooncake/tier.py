@@ -1,0 +1,232 @@
+"""Puts, gets and finds host blocks in a Mooncake Store. Any thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import structlog
+
+from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, TierUsage
+from kvferry.daemon.tiers.mooncake.epochs import Epochs, markers
+from kvferry.daemon.tiers.mooncake.store_client import (
+    NO_SPACE,
+    TOO_LARGE,
+    TRANSFER_FAILED,
+    UNREADABLE,
+    MooncakeOptions,
+    StoreClient,
+)
+from kvferry.daemon.tiers.mooncake.trailer import (
+    MAX_TRAILERS,
+    TRAILER_BYTES,
+    ThreadTrailers,
+    Trailers,
+)
+
+# Seconds for which a key that the store did not have is not asked for again, and how many such keys
+# are kept.
+ABSENT_SECONDS, MAX_ABSENT = 0.5, 1 << 16
+# Below this size of a block, the memory of the master for each object matters.
+SMALL_BLOCK = 1 << 20
+# Lookups that find another epoch each time.
+MAX_LOOKS = 8
+
+log = structlog.get_logger()
+
+
+def open_tier(options: Mapping[str, Any], memory: HostMemory) -> MooncakeTier:
+    """Raises Refused (BAD_CONFIG), and OSError if the store cannot be reached."""
+    return MooncakeTier(StoreClient(msgspec.convert(options, MooncakeOptions), memory))
+
+
+class MooncakeTier:
+    call_bytes = 16 << 20
+    io_threads = 4
+
+    def __init__(self, store: StoreClient) -> None:
+        self._store, self._epochs = store, Epochs(store)
+        self._of_thread = ThreadTrailers(store)
+        self._absent = _AbsentKeys()
+        self._warned = False
+
+    def contains(self, namespace: str, keys: Sequence[bytes]) -> Sequence[bool]:
+        asked = self._absent.select(namespace, keys)
+        if not asked:
+            return [False] * len(keys)
+        name = _name_of(namespace)
+        for _ in range(MAX_LOOKS):
+            epoch = self._epochs.known(name)
+            objects = [_object(namespace, epoch, keys[place]) for place in asked]
+            at_epoch, at_next, *present = self._store.exist([*markers(name, epoch), *objects])
+            if self._epochs.update(name, epoch, at_epoch, at_next):
+                break
+        else:
+            present = [False] * len(asked)
+        found = [False] * len(keys)
+        for place, exists in zip(asked, present, strict=True):
+            found[place] = exists
+        self._absent.add(namespace, [keys[place] for place in asked if not found[place]])
+        return found
+
+    def fetch(self, blocks: Blocks, deadline: float) -> Sequence[Fetched]:
+        results = list[Fetched]()
+        for part in _parts(blocks):
+            if time.monotonic() >= deadline:
+                results.extend([Fetched(Result.LATE)] * len(part.keys))
+            else:
+                results.extend(self._fetch(part))
+        return results
+
+    def put(self, blocks: Blocks, checksums: Sequence[int]) -> Sequence[Result]:
+        self._warn_if_small(blocks.nbytes)
+        results = list[Result]()
+        for part in _parts(blocks):
+            results.extend(self._put(part, checksums[len(results) : len(results) + len(part.keys)]))
+        return results
+
+    def drop(self, namespace: str, keys: Sequence[bytes] | None = None) -> None:
+        name = _name_of(namespace)
+        if keys is not None:
+            epoch = self._epochs.current(name)
+            self._store.remove([_object(namespace, epoch, key) for key in keys])
+            return
+        epoch = self._epochs.raise_epoch(name)
+        # The keys are not found any more; this frees their memory.
+        removed = self._store.remove_matching(f"^kvferry/{name}(-[^/]*)?/(?!{epoch}/)[0-9]+/")
+        if removed < 0:
+            log.warning("old keys not removed", namespace=name, error=removed)
+
+    def usage(self) -> TierUsage:
+        """Nothing is known: the store is shared, and its client cannot ask for its size."""
+        return TierUsage()
+
+    def maintain(self) -> None:
+        self._absent.expire()
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _fetch(self, blocks: Blocks) -> list[Fetched]:
+        names, trailers = self._names(blocks), self._of_thread.trailers
+        count, nbytes = len(names), blocks.nbytes
+        trailers.clear(count)
+        codes = self._store.get(names, *_buffers(blocks, trailers))
+        results = []
+        for place, (name, code) in enumerate(zip(names, codes, strict=True)):
+            if code in UNREADABLE:
+                results.append(Fetched(Result.MISS))
+            elif code == nbytes + TRAILER_BYTES:
+                checksum = trailers.read(place, name, nbytes)
+                if checksum is None:
+                    results.append(self._remove_foreign(name, code))
+                else:
+                    results.append(Fetched(Result.OK, checksum))
+            elif code >= 0 or code == TOO_LARGE or self._is_short(name, code, nbytes):
+                results.append(self._remove_foreign(name, code))
+            else:
+                results.append(Fetched(Result.ERROR))
+        _log_failures("get", codes, [each.result for each in results])
+        return results
+
+    def _put(self, blocks: Blocks, checksums: Sequence[int]) -> list[Result]:
+        names, trailers = self._names(blocks), self._of_thread.trailers
+        for place, (name, checksum) in enumerate(zip(names, checksums, strict=True)):
+            trailers.write(place, name, blocks.nbytes, checksum)
+        codes = self._store.put(names, *_buffers(blocks, trailers))
+        self._absent.remove(blocks.namespace, blocks.keys)
+        outcomes = {0: Result.OK, NO_SPACE: Result.FULL}
+        results = [outcomes.get(code, Result.ERROR) for code in codes]
+        _log_failures("put", codes, results)
+        return results
+
+    def _names(self, blocks: Blocks) -> list[str]:
+        epoch = self._epochs.current(_name_of(blocks.namespace))
+        return [_object(blocks.namespace, epoch, key) for key in blocks.keys]
+
+    def _is_short(self, name: str, code: int, nbytes: int) -> bool:
+        """Whether a transfer failed because the object has too few bytes."""
+        return code == TRANSFER_FAILED and 0 <= self._store.size(name) < nbytes + TRAILER_BYTES
+
+    def _remove_foreign(self, name: str, code: int) -> Fetched:
+        """An object that is no block of its name is a miss, so that it can be put again."""
+        log.warning("object with wrong contents removed", object=name, code=code)
+        self._store.remove([name])
+        return Fetched(Result.MISS)
+
+    def _warn_if_small(self, nbytes: int) -> None:
+        if nbytes < SMALL_BLOCK and not self._warned:
+            self._warned = True
+            log.warning(
+                "small host blocks in the Mooncake tier; raise block_size_factor of the engine",
+                block_bytes=nbytes,
+                recommended_bytes=SMALL_BLOCK,
+            )
+
+
+class _AbsentKeys:
+    """Keys that the store did not have a moment ago."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Until when; the earliest first.
+        self._until: dict[tuple[str, bytes], float] = {}
+
+    def select(self, namespace: str, keys: Sequence[bytes]) -> list[int]:
+        """The places of the keys that may exist."""
+        now = time.monotonic()
+        with self._lock:
+            until = [self._until.get((namespace, key), 0.0) for key in keys]
+        return [place for place, each in enumerate(until) if each <= now]
+
+    def add(self, namespace: str, keys: Sequence[bytes]) -> None:
+        until = time.monotonic() + ABSENT_SECONDS
+        with self._lock:
+            if len(self._until) + len(keys) > MAX_ABSENT:
+                self._until.clear()
+            for key in keys:
+                self._until.pop((namespace, key), None)
+                self._until[namespace, key] = until
+
+    def remove(self, namespace: str, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            for key in keys:
+                self._until.pop((namespace, key), None)
+
+    def expire(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            while self._until and self._until[first := next(iter(self._until))] <= now:
+                del self._until[first]
+
+
+def _name_of(namespace: str) -> str:
+    """The namespace without its part: a drop of it drops all parts."""
+    return namespace.partition("-")[0]
+
+
+def _object(namespace: str, epoch: int, key: bytes) -> str:
+    return f"kvferry/{namespace}/{epoch}/{key.hex()}"
+
+
+def _parts(blocks: Blocks) -> Iterator[Blocks]:
+    for at in range(0, len(blocks.keys), MAX_TRAILERS):
+        part = slice(at, at + MAX_TRAILERS)
+        yield blocks._replace(keys=blocks.keys[part], addresses=blocks.addresses[part])
+
+
+def _buffers(blocks: Blocks, trailers: Trailers) -> tuple[list[list[int]], list[list[int]]]:
+    """The addresses and sizes of each object's buffers."""
+    addresses = [
+        [address, trailers.address(place)] for place, address in enumerate(blocks.addresses)
+    ]
+    return addresses, [[blocks.nbytes, TRAILER_BYTES]] * len(addresses)
+
+
+def _log_failures(what: str, codes: Sequence[int], results: Sequence[Result]) -> None:
+    failed = [code for code, result in zip(codes, results, strict=True) if result is Result.ERROR]
+    if failed:
+        log.warning("store failed", operation=what, keys=len(failed), error=failed[0])

@@ -1,0 +1,53 @@
+"""The trailer of an object: proves that a block is whole, and that it is the block of this name."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+
+from kvferry.daemon.tiers.block_memory import BounceBuffer
+from kvferry.daemon.tiers.mooncake.store_client import StoreClient
+
+_FORMAT = struct.Struct("<8sIxxxxQQ16s")
+_MAGIC, _VERSION = b"kvferry\x00", 1
+TRAILER_BYTES = 64
+# Trailers that one call has memory for.
+MAX_TRAILERS = 1024
+
+
+class Trailers:
+    """Registered memory for the trailers of one call of a thread."""
+
+    def __init__(self, store: StoreClient) -> None:
+        self._buffer = BounceBuffer(MAX_TRAILERS * TRAILER_BYTES)
+        store.register(self._buffer.address, self._buffer.nbytes)
+
+    def address(self, place: int) -> int:
+        return self._buffer.address + place * TRAILER_BYTES
+
+    def clear(self, count: int) -> None:
+        """Make the first trailers invalid, so that what is valid later was read."""
+        self._buffer.view[: count * TRAILER_BYTES] = bytes(count * TRAILER_BYTES)
+
+    def write(self, place: int, name: str, nbytes: int, checksum: int) -> None:
+        at = place * TRAILER_BYTES
+        _FORMAT.pack_into(self._buffer.view, at, _MAGIC, _VERSION, nbytes, checksum, _hash_of(name))
+
+    def read(self, place: int, name: str, nbytes: int) -> int | None:
+        """The checksum; None if this is no trailer of a block of this name and size."""
+        fields = _FORMAT.unpack_from(self._buffer.view, place * TRAILER_BYTES)
+        checksum: int = fields[3]
+        expected = (_MAGIC, _VERSION, nbytes, checksum, _hash_of(name))
+        return checksum if fields == expected else None
+
+
+class ThreadTrailers(threading.local):
+    """`trailers`: those of the calling thread."""
+
+    def __init__(self, store: StoreClient) -> None:
+        self.trailers = Trailers(store)
+
+
+def _hash_of(name: str) -> bytes:
+    return hashlib.blake2b(name.encode(), digest_size=16).digest()

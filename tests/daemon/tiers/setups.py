@@ -1,0 +1,18 @@
+"""Our own tiers, for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvferry.testing.tier_subjects import TierSetup
+
+DISK, MEMORY = "kvferry.daemon.tiers.disk", "kvferry.daemon.tiers.memory_tier"
+MOONCAKE = "kvferry.daemon.tiers.mooncake"
+
+
+def memory_setup(size: int, *, in_process: bool = False) -> TierSetup:
+    return TierSetup(MEMORY, {"size": size}, size, in_process)
+
+
+def disk_setup(root: Path, size: int, *, in_process: bool = False) -> TierSetup:
+    return TierSetup(DISK, {"path": str(root), "size": size}, size, in_process)

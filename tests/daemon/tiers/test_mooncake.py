@@ -1,0 +1,250 @@
+"""The Mooncake tier against a real master and store process. Two tiers stand for two hosts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.daemon.tiers import circuit_breaker, tier_process
+from kvferry.daemon.tiers.base import Result
+from kvferry.testing.mooncake_store import MooncakeStore, free_port, is_installed
+from kvferry.testing.tier_subjects import (
+    NAMESPACE,
+    PoolMemory,
+    ProcessSubject,
+    TierSetup,
+    key_of,
+    open_subject,
+)
+
+from .setups import MOONCAKE
+
+BLOCK = 64 << 10
+OK, MISS, LATE, ERROR = Result.OK, Result.MISS, Result.LATE, Result.ERROR
+
+pytestmark = pytest.mark.skipif(
+    not is_installed(), reason="MOONCAKE IS NOT TESTED: install mooncake-transfer-engine-non-cuda"
+)
+
+
+@pytest.fixture(scope="module")
+def shared_store() -> Iterator[MooncakeStore]:
+    with MooncakeStore(segment_bytes=64 << 20) as store:
+        yield store
+
+
+@pytest.fixture
+def own_store() -> Iterator[MooncakeStore]:
+    """A store that the test may kill."""
+    with MooncakeStore(segment_bytes=64 << 20) as store:
+        yield store
+
+
+@pytest.fixture
+def restart_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_process, "LAST_RESTART", 0.5)
+    monkeypatch.setattr(circuit_breaker, "LONGEST_OFF", 1.0)
+
+
+class Host:
+    """A tier with a pool of its own."""
+
+    def __init__(self, store: MooncakeStore, stack: ExitStack) -> None:
+        self.pool = PoolMemory(BLOCK)
+        stack.callback(self.pool.files.close)
+        setup = TierSetup(MOONCAKE, {"master": store.address})
+        made = stack.enter_context(open_subject(setup, self.pool))
+        assert isinstance(made, ProcessSubject)
+        self.tier = made
+
+
+class ForeignWriter:
+    """A client of the store that writes what it wants, as another program might."""
+
+    def __init__(self, store: MooncakeStore) -> None:
+        from mooncake.store import MooncakeDistributedStore
+
+        self.store: Any = MooncakeDistributedStore()
+        arguments = ("127.0.0.1", "P2PHANDSHAKE", 0, 1 << 20, "tcp", "", store.address)
+        assert self.store.setup(*arguments) == 0
+
+    def object(self, number: int, namespace: str, epoch: int = 0) -> str:
+        return f"kvferry/{namespace}/{epoch}/{key_of(number).hex()}"
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Ask again and again: a tier that is off is tried again, a key that was absent is asked for
+    again after a moment.
+    """
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_what_one_host_puts_the_other_fetches(
+    shared_store: MooncakeStore, stack: ExitStack
+) -> None:
+    here, there = Host(shared_store, stack), Host(shared_store, stack)
+    space = "a1" * 8
+    assert there.tier.contains([1], space) == [False]
+    assert here.tier.put([1, 2], space) == [OK, OK]
+    until(lambda: there.tier.contains([1, 2, 3], space) == [True, True, False])
+    assert there.tier.fetch([1, 2, 3], space) == [OK, OK, MISS]
+
+
+def test_a_drop_on_one_host_is_seen_on_the_other_and_frees_memory(
+    shared_store: MooncakeStore, stack: ExitStack
+) -> None:
+    here, there = Host(shared_store, stack), Host(shared_store, stack)
+    space, part = "a2" * 8, "a2" * 8 + "-part"
+    here.tier.put([1, 2], part)
+    assert there.tier.contains([1, 2], part) == [True, True]
+    before = shared_store.key_count()
+    here.tier.drop(namespace=space)
+    assert shared_store.key_count() == before - 2 + 1  # the marker
+    # `there` knows the old epoch until it looks.
+    assert there.tier.contains([1, 2], part) == [False, False]
+    assert there.tier.put([1], part) == [OK]
+    assert here.tier.fetch([1, 2], part) == [OK, MISS]
+    there.tier.drop(namespace=space)
+    assert here.tier.contains([1], part) == [False]
+
+
+def test_old_keys_are_not_found_after_any_number_of_drops(
+    shared_store: MooncakeStore, stack: ExitStack
+) -> None:
+    here = Host(shared_store, stack)
+    space = "a3" * 8
+    for _ in range(70):
+        here.tier.drop(namespace=space)
+    here.tier.put([1], space)
+    raw = ForeignWriter(shared_store)
+    assert raw.store.is_exist(raw.object(1, space, 70)) == 1
+    assert raw.store.put(raw.object(2, space, 69), b"left by a host that was late") == 0
+    assert Host(shared_store, stack).tier.contains([1, 2], space) == [True, False]
+    raw.store.close()
+
+
+def test_lost_markers_are_put_again(shared_store: MooncakeStore, stack: ExitStack) -> None:
+    here = Host(shared_store, stack)
+    space = "a4" * 8
+    here.tier.drop(namespace=space)
+    here.tier.drop(namespace=space)
+    here.tier.put([1], space)
+    raw = ForeignWriter(shared_store)
+    for epoch in (1, 2):
+        assert raw.store.remove(f"kvferry/{space}/epoch/{epoch}", True) == 0
+    assert here.tier.contains([1], space) == [True]
+    assert Host(shared_store, stack).tier.fetch([1], space) == [OK]
+    raw.store.close()
+
+
+@pytest.mark.parametrize("wrong", ["short", "long", "other block", "no trailer", "flipped"])
+def test_an_object_with_other_contents_is_a_miss_and_can_be_put_again(
+    shared_store: MooncakeStore, stack: ExitStack, wrong: str
+) -> None:
+    here, space = Host(shared_store, stack), f"{len(wrong):016x}"
+    here.tier.put([1, 2], space)
+    raw = ForeignWriter(shared_store)
+    name = raw.object(1, space)
+    good = raw.store.get(name)
+    flipped = bytes([good[0] ^ 1])
+    contents = {
+        "short": good[:-1],
+        "long": good + b"x",
+        "other block": raw.store.get(raw.object(2, space)),
+        "no trailer": good[:BLOCK] + bytes(64),
+        "flipped": flipped + good[1:],
+    }[wrong]
+    assert raw.store.remove(name, True) == 0
+    assert raw.store.put(name, contents) == 0
+    assert here.tier.contains([1], space) == [True]
+    (result,) = here.tier.fetch([1], space)
+    assert result is (Result.CORRUPT if wrong == "flipped" else MISS)
+    assert here.tier.contains([1], space) == [False]
+    assert here.tier.put([1], space) == [OK]
+    assert here.tier.fetch([1, 2], space) == [OK, OK]
+    raw.store.close()
+
+
+def test_a_master_that_cannot_be_reached_is_named_and_tried_again(
+    own_store: MooncakeStore,
+    restart_soon: None,
+    capsys: pytest.CaptureFixture[str],
+    stack: ExitStack,
+) -> None:
+    own_store.kill_master()
+    pool = PoolMemory(BLOCK)
+    stack.callback(pool.files.close)
+    spec = tier_process.TierSpec("mooncake", MOONCAKE, {"master": own_store.address})
+    subject = ProcessSubject(pool, spec)
+    stack.callback(subject.close)
+    subject.wait_until(lambda: subject.client.counters.deaths)
+    assert f"master {own_store.address} cannot be reached" in capsys.readouterr().out
+    own_store.start_master()
+    own_store.wait_until_mounted()
+    subject.wait_until(lambda: subject.client.is_on)
+    until(lambda: subject.put([1]) == [OK])
+    assert subject.fetch([1]) == [OK]
+
+
+@pytest.mark.parametrize("what", ["master", "store"])
+def test_a_store_that_does_not_answer_costs_a_miss_within_the_deadline(
+    own_store: MooncakeStore, restart_soon: None, stack: ExitStack, what: str
+) -> None:
+    here = Host(own_store, stack)
+    assert here.tier.put([1, 2]) == [OK, OK]
+    getattr(own_store, f"pause_{what}")()
+    begin = time.monotonic()
+    done: list[float] = []
+    blocks = here.tier.blocks(NAMESPACE, [key_of(1), key_of(2)], [40, 41])
+    results: list[Result] = []
+
+    def end(found: Any) -> None:
+        results.extend(found)
+        done.append(time.monotonic())
+
+    released: list[float] = []
+    here.tier.client.fetch(blocks, 0.5, end, lambda: released.append(time.monotonic()))
+    here.tier.wait_until(lambda: done)
+    assert done[0] - begin < 1.5, "the call has passed its deadline"
+    assert set(results) <= {LATE, ERROR}
+    here.tier.wait_until(lambda: released)
+    here.pool.block(40)[:] = 7
+    getattr(own_store, f"resume_{what}")()
+    until(lambda: here.tier.fetch([1, 2]) == [OK, OK])
+    assert np.all(here.pool.block(40) == 7), "a block was written after its release"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"master": "nowhere"}, "tiers.mooncake.master is 'nowhere'; give HOST:PORT"),
+        ({"master": f"127.0.0.1:{free_port()}"}, "start mooncake_master"),
+        ({"master": "127.0.0.1:1", "typo": 1}, "typo"),
+    ],
+)
+def test_a_tier_that_cannot_be_opened_says_why(options: dict[str, Any], message: str) -> None:
+    import msgspec
+
+    from kvferry.daemon.tiers.mooncake import open_tier
+    from kvferry.proto.errors import KVFerryError
+
+    pool = PoolMemory(BLOCK)
+    try:
+        with pytest.raises((KVFerryError, OSError, msgspec.ValidationError), match=message):
+            open_tier(options, pool.files)
+    finally:
+        pool.files.close()

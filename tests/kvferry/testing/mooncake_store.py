@@ -1,0 +1,225 @@
+"""A Mooncake Store on this machine, for tests and the demo: a master and a process with memory.
+
+    with MooncakeStore(segment_bytes=256 << 20) as store:
+        LocalDaemon(tiers_mooncake_master=store.address, ...)
+        store.kill_master()
+        store.start_master()
+
+Both are the programs of the wheel (`pip install kvferry[mooncake]`). They listen on all interfaces
+without authentication, as Mooncake does; the ports are free ones. Any thread, one at a time.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from urllib.error import URLError
+from urllib.request import urlopen
+
+# Seconds to wait for a process to be ready.
+READY_SECONDS = 30.0
+# Fetches a URL in the place where a program was started.
+_FETCH = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=2).read().decode())"
+
+
+class MooncakeStore:
+    """host: the address under which clients reach both. master_port: 0 for a free one.
+
+    segment_bytes: memory that the store process contributes. master_command, store_command: put in
+    front of the programs, as in ("ip", "netns", "exec", "a"). store_host: the address of the store
+    process, if it is another. master_options: more options of mooncake_master. log: a directory for
+    the output of both.
+
+    Both run once the constructor has returned. Raises TimeoutError if they are not ready in
+    READY_SECONDS, and RuntimeError if the wheel is not installed.
+    """
+
+    def __init__(
+        self,
+        master_port: int = 0,
+        segment_bytes: int = 256 << 20,
+        host: str = "127.0.0.1",
+        *,
+        store_host: str = "",
+        commands: tuple[Sequence[str], Sequence[str]] = ((), ()),
+        master_options: Sequence[str] = (),
+    ) -> None:
+        self.host, self.store_host = host, store_host or host
+        self.master_port = master_port or free_port()
+        self.segment_bytes = segment_bytes
+        self._metrics_port = free_port()
+        self._master_command, self._store_command = commands
+        self._master_options = master_options
+        self._directory = tempfile.TemporaryDirectory(prefix="kvferry-mooncake-")
+        self.master: subprocess.Popen[bytes] | None = None
+        self.store: subprocess.Popen[bytes] | None = None
+        try:
+            self.start_master()
+            self.start_store()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of the master."""
+        return f"{self.host}:{self.master_port}"
+
+    @property
+    def log(self) -> str:
+        """What both have printed so far."""
+        return "".join(
+            path.read_text(errors="replace") for path in Path(self._directory.name).iterdir()
+        )
+
+    def start_master(self) -> None:
+        """Start the master, and wait until it answers. It knows no keys."""
+        self.master = self._start(
+            "mooncake_master",
+            self._master_command,
+            f"--rpc_port={self.master_port}",
+            f"--metrics_port={self._metrics_port}",
+            # Soon after its last sign of life, a store process that died is forgotten.
+            "--client_ttl=5",
+            *self._master_options,
+        )
+        self._wait(lambda: "service_ready" in self._ask_master("health"), "mooncake_master")
+
+    def start_store(self) -> None:
+        """Start the store process, and wait until the master has its memory."""
+        self.store = self._start(
+            "mooncake_client",
+            self._store_command,
+            f"--host={self.store_host}",
+            f"--port={free_port()}",
+            f"--master_server_address={self.address}",
+            "--metadata_server=P2PHANDSHAKE",
+            f"--global_segment_size={self.segment_bytes}",
+        )
+        self.wait_until_mounted()
+
+    def wait_until_mounted(self) -> None:
+        """Wait until the master has memory; after its restart, a second or two."""
+        self._wait(lambda: bool(self._ask_master("get_all_segments").strip()), "mooncake_client")
+
+    def kill_master(self) -> None:
+        _end(self.master)
+
+    def kill_store(self) -> None:
+        """Kill the store process. The master forgets its memory after `client_ttl`."""
+        _end(self.store)
+
+    def pause_master(self) -> None:
+        """SIGSTOP: it keeps its connections and does not answer."""
+        _signal(self.master, signal.SIGSTOP)
+
+    def resume_master(self) -> None:
+        _signal(self.master, signal.SIGCONT)
+
+    def pause_store(self) -> None:
+        """SIGSTOP: it keeps its connections and moves no bytes."""
+        _signal(self.store, signal.SIGSTOP)
+
+    def resume_store(self) -> None:
+        _signal(self.store, signal.SIGCONT)
+
+    def key_count(self) -> int:
+        """Objects that the master knows."""
+        for line in self._ask_master("metrics").splitlines():
+            if line.startswith("master_key_count "):
+                return int(float(line.split()[1]))
+        raise RuntimeError("the master's metrics have no master_key_count")
+
+    def close(self) -> None:
+        """End both."""
+        _end(self.store)
+        _end(self.master)
+        self._directory.cleanup()
+
+    def __enter__(self) -> MooncakeStore:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _start(
+        self, program: str, command: Sequence[str], *options: str
+    ) -> subprocess.Popen[bytes]:
+        environment = {"GLOG_logtostderr": "1", **os.environ}
+        with (Path(self._directory.name) / program).open("ab") as log:
+            return subprocess.Popen(
+                [*command, find_program(program), *options],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+
+    def _ask_master(self, path: str) -> str:
+        """The answer of the master's HTTP port; empty if there is none."""
+        url = f"http://{self.host}:{self._metrics_port}/{path}"
+        if self._master_command:
+            command = [*self._master_command, sys.executable, "-c", _FETCH, url]
+            return subprocess.run(command, capture_output=True, text=True).stdout
+        try:
+            with urlopen(url, timeout=2) as answer:
+                return str(answer.read().decode())
+        except (URLError, OSError):
+            return ""
+
+    def _wait(self, ready: Callable[[], bool], program: str) -> None:
+        deadline = time.monotonic() + READY_SECONDS
+        while not ready():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{program} not ready in {READY_SECONDS} s: {self.log[-2000:]}")
+            for process in (self.master, self.store):
+                if process is not None and process.poll() is not None:
+                    raise RuntimeError(f"{process.args!r} has ended: {self.log[-2000:]}")
+            time.sleep(0.02)
+
+
+def is_installed() -> bool:
+    """Whether the wheel of Mooncake is installed here."""
+    return importlib.util.find_spec("mooncake") is not None
+
+
+def find_program(name: str) -> str:
+    """The path of a program of the wheel. Raises RuntimeError if it is not installed."""
+    spec = importlib.util.find_spec("mooncake")
+    for directory in (spec.submodule_search_locations or ()) if spec is not None else ():
+        path = Path(directory) / name
+        if path.exists():
+            return str(path)
+    raise RuntimeError(f"{name} is not installed; run `pip install kvferry[mooncake]`")
+
+
+def free_port() -> int:
+    """A TCP port that nothing listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])
+
+
+def _signal(process: subprocess.Popen[bytes] | None, number: signal.Signals) -> None:
+    if process is not None and process.poll() is None:
+        process.send_signal(number)
+
+
+def _end(process: subprocess.Popen[bytes] | None) -> None:
+    _signal(process, signal.SIGKILL)
+    if process is not None:
+        process.wait()
