@@ -223,6 +223,9 @@ class Traffic:
         if len(numbers) * factor > len(self._free):
             return False
         keys = {key_of(number): number for number in numbers}
+        if self._dice.random() < self.options.prefetches and manager.prefetch(keys).searches:
+            self.tally.counts["prefetches"] += 1
+            return False
         hits = [key for key in keys if manager.lookup(key) is Lookup.HIT]
         if hits:
             with suppress(Refused):
