@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.daemon.tiers.disk.recovery import BOOT_ID, STATE
-from kvferry.daemon.tiers.root_lock import wait_until_unlocked
 from support.daemon_invariants import check_all_gone
+from support.disk_tier_files import pretend_reboot
 from support.restarting_daemons import RestartingDaemons
 from support.tier_ledger import BATCH, TierLedger
 from support.traffic_processes import TrafficProcesses, mixed_engines
@@ -23,19 +22,8 @@ from support.traffic_statistics import summary
 pytestmark = pytest.mark.timeout(3600)
 
 POOL_BYTES = 32 << 20
-SECONDS = 30.0
 # Rounds after which the namespace is reset at the latest, so that all that is written fits.
 MOST_ROUNDS = 5
-
-
-def lose_pool(daemons: RestartingDaemons, root: Path) -> None:
-    """The pool is gone, and the tier sees another boot id: its index is rebuilt."""
-    daemons.lose_pool()
-    assert wait_until_unlocked(root, SECONDS)
-    state, boot = root / STATE, BOOT_ID.read_text().strip()
-    before = state.read_text()
-    assert boot in before
-    state.write_text(before.replace(boot, "another"))
 
 
 def work(ledger: TierLedger, dice: random.Random) -> None:
@@ -90,7 +78,8 @@ def test_daemons(
             daemons.kill()
             ledger.close()
             if number % 2:
-                lose_pool(daemons, root)
+                daemons.lose_pool()
+                pretend_reboot(root)
             daemons.start()
             ledger.connect(daemons.directory)
             if reset:

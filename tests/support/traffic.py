@@ -13,9 +13,9 @@ from __future__ import annotations
 import hashlib
 import random
 import time
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -41,8 +41,6 @@ from support.marked_tensors import MarkedTensors
 from support.traffic_statistics import TrafficOptions, TrafficStatistics
 
 JUNK = Label(0xFFFF, 0, 0).number
-SHARED = 0xFFFE
-"""Owner of what is in a namespace."""
 NOTICED = 0.5
 """A step that took longer was not ours: somebody stopped this process, or the machine was busy."""
 EXPECTED = {Code.KEY_ABSENT, Code.CACHE_FULL, Code.STALE, Code.BUSY}
@@ -60,6 +58,8 @@ class Traffic:
         self._shelf = HostBlocksModel(options, self._dice)
         self._free = list(range(options.gpu_blocks))
         self._jobs: dict[int, HostBlocksJob] = {}
+        # What marks the blocks of a namespace.
+        self._namespace_owner = 0x8000 | zlib.crc32((options.model or "").encode()) & 0x7FFF
         self._failed: set[int] = set()
         """Stores that did not complete, while loads behind them are under way."""
         self._last_id = 0
@@ -246,7 +246,7 @@ class Traffic:
 
     def _labels(self, keys: Sequence[bytes], numbers: dict[bytes, int]) -> list[int]:
         return [
-            Label(SHARED, numbers[key], sub).number
+            Label(self._namespace_owner, numbers[key], sub).number
             for key in keys
             for sub in range(self.options.factor)
         ]
@@ -393,20 +393,3 @@ class Traffic:
 
 def key_of(number: int) -> bytes:
     return offload_key(hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest())
-
-
-def serve(pipe: Connection, directory: Path, options: TrafficOptions) -> None:
-    """Work until told to "stop", and send the tally; to "report", send it and go on."""
-    torch.set_num_threads(1)
-    traffic = Traffic(directory, options)
-    try:
-        while True:
-            traffic.step()
-            time.sleep(options.pause)
-            if pipe.poll(0):
-                command = pipe.recv()
-                pipe.send(traffic.finish() if command == "stop" else traffic.tally)
-                if command == "stop":
-                    return
-    except (EOFError, BrokenPipeError):  # whoever started us is gone
-        return
