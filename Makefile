@@ -67,9 +67,10 @@ vllm-tests-%: .vllm/%/.ready
 	touch $@
 
 MINUTES ?= 60
+POOL ?= 64MiB
 TIER ?= 0
-soak: $(READY)  ## run at full speed with faults, for MINUTES=60; TIER=1GiB: with a disk tier
-	$(BIN)/python -m support.soak --minutes $(MINUTES) --faults --pool 256MiB --tier $(TIER) --json soak.json
+soak: $(READY)  ## run at full speed with faults, for MINUTES=60; POOL=256MiB TIER=1GiB: with a disk tier
+	$(BIN)/python -m support.soak --minutes $(MINUTES) --faults --pool $(POOL) --tier $(TIER) --json soak.json
 
 load: $(READY)  ## run 64 clients with 10,000 small jobs per second
 	$(BIN)/python -m support.load --json load.json

@@ -19,7 +19,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from kvferry.client import (
     CPULoadStoreSpec,
