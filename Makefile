@@ -38,8 +38,8 @@ coverage: $(READY)  ## branch coverage of the product by the tests
 gpu: $(READY)  ## all tests, on a machine with a GPU
 	$(BIN)/python -m pytest -q
 
-faults: $(READY)  ## kills of daemons and engines, rude clients, attackers, small limits, the disk tier: 20 minutes
-	$(BIN)/python -m pytest -v -rP -m "not gpu" --long tests/faults/test_kills.py tests/faults/test_limits.py tests/faults/test_rude_clients.py tests/faults/test_attackers.py tests/faults/test_subscribers.py tests/faults/test_disk_tier.py
+faults: $(READY)  ## kills of daemons and engines, rude clients, attackers, small limits, the disk tier: 35 minutes
+	$(BIN)/python -m pytest -v -rP -m "not gpu" --long tests/faults/test_kills.py tests/faults/test_limits.py tests/faults/test_rude_clients.py tests/faults/test_attackers.py tests/faults/test_subscribers.py tests/faults/test_disk_tier.py tests/faults/test_kills_with_a_tier.py
 
 fuzz: $(READY)  ## send a million hostile frames
 	$(BIN)/python -m pytest -v -rP -m "not gpu" --long tests/faults/test_fuzz.py
@@ -67,8 +67,10 @@ vllm-tests-%: .vllm/%/.ready
 	touch $@
 
 MINUTES ?= 60
-soak: $(READY)  ## run at full speed with faults, for MINUTES=60
-	$(BIN)/python -m support.soak --minutes $(MINUTES) --faults --json soak.json
+POOL ?= 64MiB
+TIER ?= 0
+soak: $(READY)  ## run at full speed with faults, for MINUTES=60; POOL=256MiB TIER=1GiB: with a disk tier
+	$(BIN)/python -m support.soak --minutes $(MINUTES) --faults --pool $(POOL) --tier $(TIER) --json soak.json
 
 load: $(READY)  ## run 64 clients with 10,000 small jobs per second
 	$(BIN)/python -m support.load --json load.json

@@ -22,7 +22,6 @@ from daemon.tiers.disk_fixtures import KillableDisk
 from daemon.tiers.setups import disk_setup
 from kvferry.daemon.tiers import circuit_breaker
 from kvferry.daemon.tiers.base import Result
-from kvferry.daemon.tiers.disk import recovery
 from kvferry.testing.tier_subjects import (
     NAMESPACE,
     PoolMemory,
@@ -31,6 +30,7 @@ from kvferry.testing.tier_subjects import (
     key_of,
     open_subject,
 )
+from support.disk_tier_files import allocated_bytes, pretend_reboot
 
 BLOCK = 4096
 OK, MISS, FULL = Result.OK, Result.MISS, Result.FULL
@@ -184,9 +184,7 @@ def test_kills_under_load(tmp_path: Path, long: bool, seed: int) -> None:
                 tier.close()
                 pool = PoolMemory(BLOCK)
                 opened.callback(pool.files.close)
-                state = root / recovery.STATE
-                boot = recovery.BOOT_ID.read_text().strip()
-                state.write_text(state.read_text().replace(boot, "another"))
+                pretend_reboot(root)
                 tier = opened.enter_context(disk_process(root, pool))
             else:
                 kill(tier)
@@ -240,18 +238,10 @@ def test_the_bound_is_kept_at_every_moment(
     size, largest, root, ended = 8 << 20, 0, tmp_path / "tier", threading.Event()
     dice = random.Random(seed)
 
-    def allocated() -> int:
-        total = 0
-        for folder, _, files in os.walk(root):
-            for path in (folder, *(os.path.join(folder, name) for name in files)):
-                with suppress(FileNotFoundError):
-                    total += os.lstat(path).st_blocks * 512
-        return total
-
     def watch() -> None:
         nonlocal largest
         while not ended.is_set():
-            largest = max(largest, allocated())
+            largest = max(largest, allocated_bytes(root))
 
     disk = KillableDisk(pool, root, size)
     watcher = threading.Thread(target=watch)

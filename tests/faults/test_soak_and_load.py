@@ -21,6 +21,20 @@ def test_soak(device: str, seed: int) -> None:
     assert sum(verdict.faults.values()) > 0
 
 
+def test_soak_with_a_tier(device: str, seed: int) -> None:
+    """A tier that becomes full, under a pool that is smaller."""
+    options = SoakOptions(
+        30.0, faults=0.7, tier_bytes=16 << 20, pool_bytes=12 << 20, device=device, seed=seed
+    )
+    verdict = soak(options, print)
+    print(verdict.record())
+    assert not verdict.complaints, "\n".join(verdict.complaints)
+    assert verdict.tally.counts["compared"] > 0
+    assert sum(verdict.faults.values()) > 0
+    assert verdict.tier["written"] > 0
+    assert verdict.tier["promoted"] > 0
+
+
 def test_load(start_daemon: Callable[..., LocalDaemon], device: str) -> None:
     """64 clients: nothing is dropped, each job has its outcome. How fast is not asked here."""
     options = load.LoadOptions(rate=1000.0, seconds=4.0, device=device, patience=60)

@@ -31,6 +31,7 @@ from kvferry.proto.status import TierStatus
 from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
 from support.raw_client import RawClient
+from support.tier_processes import tier_process_of
 
 PAGE, BLOCKS = 4096, 128
 FINGERPRINT = Fingerprint("llama", PAGE, key_bytes=12)
@@ -215,7 +216,7 @@ def test_a_tier_process_that_dies_is_replaced(start: Start, enter: Enter) -> Non
     engine.store(range(16))
     engine.wait_written(16)
     engine.store(range(100, 132))  # evicts them
-    os.kill(tier_process_of(daemon), signal.SIGKILL)
+    os.kill(the_tier_process(daemon), signal.SIGKILL)
     until(lambda: engine.tier().deaths == 1, SECONDS)
     engine.promote(range(8))
     engine.load(range(8))
@@ -236,7 +237,7 @@ def test_a_tier_process_ends_with_a_killed_daemon(start: Start) -> None:
     files = Path(f"/proc/{daemon.pid}/fd").iterdir()
     chunk = os.open(next(one for one in files if "kvferry-pool" in os.readlink(one)), os.O_RDONLY)
     until(lambda: not wait_until_unlocked(chunk, 0.0), SECONDS)
-    os.kill(tier_process_of(daemon), signal.SIGSTOP)
+    os.kill(the_tier_process(daemon), signal.SIGSTOP)
     daemon.kill()
     assert wait_until_unlocked(chunk, SECONDS)
     os.close(chunk)
@@ -266,11 +267,7 @@ def test_a_second_tier_has_what_the_first_has_not(start: Start, enter: Enter) ->
     assert engine.find(range(17)).prefix == 0
 
 
-def tier_process_of(daemon: LocalDaemon) -> int:
-    children = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split()
-    (found,) = (
-        int(pid)
-        for pid in children
-        if b"kvferry.daemon.tiers.tier_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    )
-    return found
+def the_tier_process(daemon: LocalDaemon) -> int:
+    pid = tier_process_of(daemon.pid)
+    assert pid is not None
+    return pid

@@ -29,7 +29,7 @@ class RestartingDaemons:
             self._manager = ServiceManager(command, place / "notify", log=place / "log")
         self._local: LocalDaemon | None = None
         try:
-            self._start()
+            self.start()
         except BaseException:
             self.close()
             raise
@@ -54,11 +54,20 @@ class RestartingDaemons:
 
     def replace(self) -> None:
         """SIGKILL, and another one."""
+        self.kill()
+        self.start()
+
+    def kill(self) -> None:
+        """SIGKILL. `start` starts another one."""
         if self._manager is not None:
             self._manager.kill()
         elif self._local is not None:
             self._local.kill()
-        self._start()
+
+    def lose_pool(self) -> None:
+        """The next one starts empty, although the pool is kept. None runs now."""
+        assert self._manager is not None
+        self._manager.lose_fds()
 
     def stop(self) -> int:
         """SIGTERM, and its exit status."""
@@ -77,7 +86,8 @@ class RestartingDaemons:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start one, after `kill`."""
         if self._manager is not None:
             self._manager.start(ready=False)
             self._process = self._manager.process

@@ -140,6 +140,11 @@ class ServiceManager:
                     raise AssertionError(f"it did not say {name}={value or ''}: {said}")
                 self._heard.wait(min(left, 10 * TICK))
 
+    def lose_fds(self) -> None:
+        """Close all that is kept, as a reboot would. The program does not run."""
+        with self._heard:
+            self._drop(lambda kept: True)
+
     def log(self) -> str:
         return self.log_path.read_text(errors="replace") if self.log_path else ""
 

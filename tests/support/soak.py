@@ -1,11 +1,13 @@
 """Hours at full speed, with faults: does it still hold?
 
-    python -m support.soak --minutes 60 --faults
+    python -m support.soak --minutes 60 --faults --pool 256MiB --tier 1GiB
 
 Engines (traffic.py) work a daemon and compare what they load; with `--faults` they are killed,
-stopped for a while and replaced, daemons are killed and started anew, strangers send junk. In the
-end the books must be in order, and the daemon may hold no more than when it was young. Exit status
-0 where nothing is wrong, 1 where anything is; `--json` writes down what was verified.
+stopped for a while and replaced, daemons are killed and started anew, strangers send junk. With
+`--tier`, engines use a disk tier as well; its process is killed and stopped, and half of the
+daemons lose their pool (soak_tier.py). In the end the books must be in order, and the daemon may
+hold no more than when it was young. Exit status 0 where nothing is wrong, 1 where anything is;
+`--json` writes down what was verified.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -26,10 +29,12 @@ from typing import Any
 from rich.console import Console
 
 from kvferry.client import OffloadClient
+from kvferry.proto.sizes import parse_bytes
 from support.daemon_invariants import broken_invariants, check_all_gone
 from support.process_usage import ProcessUsage
 from support.raw_client import RawClient
 from support.restarting_daemons import RestartingDaemons
+from support.soak_tier import SoakTier
 from support.traffic_processes import TrafficProcesses, mixed_engines
 from support.traffic_statistics import TrafficStatistics, percentile, together
 
@@ -45,12 +50,16 @@ MAX_DESCRIPTORS = 64
 @dataclass(frozen=True)
 class SoakOptions:
     """seconds: how long. faults: how many a second, on average; 0 for none. restarts: whether
-    daemons are among what is killed. kept: whether the next has what the one before stored."""
+    daemons are among what is killed. kept: whether the next has what the one before stored.
+    tier_bytes: the size of a disk tier under the pool; 0: none.
+    """
 
     seconds: float
     faults: float = 0.5
     restarts: bool = True
     kept: bool = True
+    tier_bytes: int = 0
+    pool_bytes: int = POOL_BYTES
     device: str = "cpu"
     seed: int = 1
     patience: float = 20.0
@@ -65,6 +74,7 @@ class SoakVerdict:
     complaints: list[str]
     seconds: float
     growth: dict[str, int] = field(default_factory=dict)
+    tier: dict[str, int] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
         counts = self.tally.counts
@@ -82,6 +92,7 @@ class SoakVerdict:
             "faults": dict(self.faults),
             "regions_found_again": counts["reattached"],
             "growth": self.growth,
+            "tier": self.tier,
             "complaints": self.complaints,
         }
 
@@ -99,10 +110,14 @@ class Soak:
         self._running = ExitStack()
         self._thaw: list[tuple[float, str]] = []
         self._young: ProcessUsage | None = None
+        self._tier: SoakTier | None = None
 
     def run(self) -> SoakVerdict:
         began = time.monotonic()
         with self._running:
+            if self.options.tier_bytes:
+                self._tier = SoakTier(self._place / "tier", self.options.tier_bytes, self._dice)
+                self._running.callback(self._tier.close)
             self._daemons = self._running.enter_context(self._start_daemons())
             self._born = time.monotonic()
             self._crew = self._running.enter_context(TrafficProcesses(self._daemons.directory))
@@ -114,19 +129,31 @@ class Soak:
                 self._complaints.append(f"{type(error).__name__}: {error}")
                 self._complaints.append(f"the daemon's last words: {self._daemons.log()[-2000:]}")
             tally = together(self._tallies)
-            complaints = self._complaints + tally.complaints
             took = time.monotonic() - began
-        return SoakVerdict(tally, self._faults, complaints, took, self._growth)
+        complaints = self._complaints + tally.complaints
+        if self._tier is None:
+            return SoakVerdict(tally, self._faults, complaints, took, self._growth)
+        complaints += self._tier.complaints
+        return SoakVerdict(tally, self._faults, complaints, took, self._growth, self._tier.record())
 
     def _start_daemons(self) -> RestartingDaemons:
-        kept, device = self.options.kept, self.options.device
+        o, tier = self.options, self._tier
         return RestartingDaemons(
-            device, self._place, kept=kept, pool_bytes=POOL_BYTES, log_level="warning"
+            o.device,
+            self._place,
+            kept=o.kept,
+            pool_bytes=o.pool_bytes,
+            log_level="warning",
+            **({} if tier is None else tier.daemon_options),
         )
 
     def _engines(self) -> list[Any]:
         o = self.options
-        return mixed_engines(o.device, self._dice, patience=o.patience)
+        common: dict[str, Any] = {"device": o.device, "patience": o.patience}
+        if self._tier is None:
+            return mixed_engines(dice=self._dice, **common)
+        few = mixed_engines(dice=self._dice, **common, prefetches=0.3)
+        return few + self._tier.engines(o.pool_bytes, **common)
 
     def _work(self, end: float) -> None:
         told = time.monotonic()
@@ -163,6 +190,8 @@ class Soak:
         kinds = [self._kill_engine, self._freeze_engine, self._send_junk]
         if self.options.restarts:
             kinds.append(self._kill_daemon)
+        if self._tier is not None:
+            kinds.append(self._dice.choice((self._kill_tier, self._stop_tier)))
         harm = self._dice.choice(kinds)
         self._faults[harm.__name__.strip("_").replace("_", " ")] += 1
         harm()
@@ -198,8 +227,20 @@ class Soak:
 
     def _kill_daemon(self) -> None:
         self._measure()
-        self._daemons.replace()
+        self._daemons.kill()
+        if self._tier is not None and self.options.kept and self._dice.random() < 0.5:
+            self._tier.lose_pool(self._daemons)
+            self._faults["lose pool"] += 1
+        self._daemons.start()
         self._born, self._young = time.monotonic(), None
+
+    def _kill_tier(self) -> None:
+        assert self._tier is not None
+        self._tier.signal_process(self._daemons, signal.SIGKILL)
+
+    def _stop_tier(self) -> None:
+        assert self._tier is not None
+        self._tier.signal_process(self._daemons, signal.SIGSTOP)
 
     # Looking
 
@@ -214,6 +255,8 @@ class Soak:
                 self._complaints += broken_invariants(observer)
 
     def _measure(self) -> None:
+        if self._tier is not None:
+            self._tier.measure(self._daemons)
         if self._young is None:
             return
         more = ProcessUsage.of(self._daemons.pid).since(self._young)
@@ -224,6 +267,8 @@ class Soak:
 
     def _end(self) -> None:
         self._let_go_on(float("inf"))
+        if self._tier is not None:
+            self._tier.wait_on(self._daemons)
         self._measure()
         self._tallies.append(self._crew.dismiss())
         check_all_gone(self._daemons.directory)
@@ -244,6 +289,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--faults", action="store_true", help="kill, stop and disturb")
+    parser.add_argument("--tier", default="0", help="size of a disk tier under the pool: 1GiB")
+    parser.add_argument("--pool", default=f"{POOL_BYTES >> 20}MiB", help="size of the pool")
     parser.add_argument("--device", default="cpu", help='"cpu", or a GPU by index')
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
     parser.add_argument("--json", type=Path, help="file to write the record to")
@@ -251,6 +298,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = SoakOptions(
         seconds=60 * given.minutes,
         faults=0.5 if given.faults else 0.0,
+        tier_bytes=parse_bytes(given.tier, "--tier"),
+        pool_bytes=parse_bytes(given.pool, "--pool"),
         device="cpu" if given.device == "cpu" else f"cuda:{given.device}",
         seed=given.seed,
     )

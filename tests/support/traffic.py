@@ -13,13 +13,12 @@ from __future__ import annotations
 import hashlib
 import random
 import time
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from kvferry.client import (
     CPULoadStoreSpec,
@@ -41,8 +40,6 @@ from support.marked_tensors import MarkedTensors
 from support.traffic_statistics import TrafficOptions, TrafficStatistics
 
 JUNK = Label(0xFFFF, 0, 0).number
-SHARED = 0xFFFE
-"""Owner of what is in a namespace."""
 NOTICED = 0.5
 """A step that took longer was not ours: somebody stopped this process, or the machine was busy."""
 EXPECTED = {Code.KEY_ABSENT, Code.CACHE_FULL, Code.STALE, Code.BUSY}
@@ -60,6 +57,8 @@ class Traffic:
         self._shelf = HostBlocksModel(options, self._dice)
         self._free = list(range(options.gpu_blocks))
         self._jobs: dict[int, HostBlocksJob] = {}
+        # What marks the blocks of a namespace.
+        self._namespace_owner = 0x8000 | zlib.crc32((options.model or "").encode()) & 0x7FFF
         self._failed: set[int] = set()
         """Stores that did not complete, while loads behind them are under way."""
         self._last_id = 0
@@ -223,6 +222,9 @@ class Traffic:
         if len(numbers) * factor > len(self._free):
             return False
         keys = {key_of(number): number for number in numbers}
+        if self._dice.random() < self.options.prefetches and manager.prefetch(keys).searches:
+            self.tally.counts["prefetches"] += 1
+            return False
         hits = [key for key in keys if manager.lookup(key) is Lookup.HIT]
         if hits:
             with suppress(Refused):
@@ -243,7 +245,7 @@ class Traffic:
 
     def _labels(self, keys: Sequence[bytes], numbers: dict[bytes, int]) -> list[int]:
         return [
-            Label(SHARED, numbers[key], sub).number
+            Label(self._namespace_owner, numbers[key], sub).number
             for key in keys
             for sub in range(self.options.factor)
         ]
@@ -390,20 +392,3 @@ class Traffic:
 
 def key_of(number: int) -> bytes:
     return offload_key(hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest())
-
-
-def serve(pipe: Connection, directory: Path, options: TrafficOptions) -> None:
-    """Work until told to "stop", and send the tally; to "report", send it and go on."""
-    torch.set_num_threads(1)
-    traffic = Traffic(directory, options)
-    try:
-        while True:
-            traffic.step()
-            time.sleep(options.pause)
-            if pipe.poll(0):
-                command = pipe.recv()
-                pipe.send(traffic.finish() if command == "stop" else traffic.tally)
-                if command == "stop":
-                    return
-    except (EOFError, BrokenPipeError):  # whoever started us is gone
-        return

@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import random
 import signal
+import time
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -142,6 +143,21 @@ def mixed_engines(device: str, dice: random.Random, **common: Any) -> list[Traff
 
 
 def _work(pipe: Connection, directory: Path, options: TrafficOptions) -> None:
-    from support.traffic import serve
+    """Work until told to "stop", and send the tally; to "report", send it and go on."""
+    import torch
 
-    serve(pipe, directory, options)
+    from support.traffic import Traffic
+
+    torch.set_num_threads(1)
+    traffic = Traffic(directory, options)
+    try:
+        while True:
+            traffic.step()
+            time.sleep(options.pause)
+            if pipe.poll(0):
+                command = pipe.recv()
+                pipe.send(traffic.finish() if command == "stop" else traffic.tally)
+                if command == "stop":
+                    return
+    except (EOFError, BrokenPipeError):  # whoever started us is gone
+        return

@@ -20,7 +20,8 @@ class TrafficOptions:
     owner: what marks its blocks. host_blocks: how many it takes, or its namespace has. model: of
     the namespace that it opens, with `keys` keys in use; None: host blocks of its own. depth: jobs
     under way. patience: seconds that a job may take. pause: seconds after each step. cancels,
-    resets, leaves: how likely each is after a step. may_fail: whether the device was told to.
+    resets, leaves: how likely each is after a step. prefetches: how likely keys are prefetched
+    before they are looked up. may_fail: whether the device was told to.
     reconnect: whether its client comes back to a new daemon by itself.
     """
 
@@ -40,6 +41,7 @@ class TrafficOptions:
     cancels: float = 0.01
     resets: float = 0.002
     leaves: float = 0.0
+    prefetches: float = 0.0
     may_fail: bool = False
     reconnect: bool = False
 

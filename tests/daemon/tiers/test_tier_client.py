@@ -11,11 +11,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import pytest
 
 from kvferry.daemon.tiers import tier_client, tier_process
 from kvferry.daemon.tiers.base import Result
+from kvferry.daemon.tiers.disk import recovery
 from kvferry.daemon.tiers.messages import MAX_KEYS
 from kvferry.daemon.tiers.tier_process import TierSpec
 from kvferry.testing.tier_subjects import (
@@ -260,6 +262,17 @@ def test_it_ends_with_the_daemon(disk: ProcessSubject) -> None:
     assert child is not None
     process._socket.shutdown(socket.SHUT_RDWR)
     assert child.wait(30) == 0
+
+
+def test_it_is_closed_cleanly_while_it_writes(disk: ProcessSubject, tmp_path: Path) -> None:
+    """Although nobody receives its answers; otherwise a reboot costs a rebuild of the index."""
+    keys = [key_of(number) for number in range(32)]
+    for at in range(0, 32, 4):
+        blocks = disk.blocks(NAMESPACE, keys[at : at + 4], range(at, at + 4))
+        disk.client.put(blocks, np.zeros(4, np.uint64), lambda _: None)
+    disk.close()
+    state = msgspec.json.decode((tmp_path / "tier" / recovery.STATE).read_bytes())
+    assert state["clean"]
 
 
 @pytest.mark.parametrize("count", [0, MAX_KEYS + 1])

@@ -111,8 +111,9 @@ def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
 
     executor = ThreadPoolExecutor(threads)
     decoder = msgspec.msgpack.Decoder(ChecksumRequest)
-    while data := peer.recv(MAX_BYTES):
-        executor.submit(reply, decoder.decode(data))
+    with contextlib.suppress(ConnectionResetError):  # closed before the daemon has read all replies
+        while data := peer.recv(MAX_BYTES):
+            executor.submit(reply, decoder.decode(data))
     os._exit(0)  # do not wait for the threads
 
 

@@ -149,8 +149,9 @@ class TierWorker:
         self._send(Started(self._tier.usage()))
         for thread in (*self._threads, self._maintainer):
             thread.start()
-        while data := self._peer.recv(MAX_BYTES):
-            self._handle(decode_request(data))
+        with suppress(ConnectionResetError):  # closed before the daemon has read all replies
+            while data := self._peer.recv(MAX_BYTES):
+                self._handle(decode_request(data))
         self._ending.set()
         self._queue.close()
         for thread in (*self._threads, self._maintainer):
@@ -245,10 +246,8 @@ class TierWorker:
         log.error("tier failed", operation=what, error=traceback.format_exc(limit=-4))
 
     def _send(self, reply: TierReply) -> None:
-        try:
+        with suppress(OSError):  # the daemon has closed the socket, which `run` sees, too
             self._peer.send(encode(reply))
-        except OSError:
-            os._exit(1)  # the daemon has closed the socket, or does not exist any more
 
 
 def log_to(peer: socket.socket) -> None:

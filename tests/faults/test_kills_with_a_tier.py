@@ -1,0 +1,112 @@
+"""kill -9 of daemons with a disk tier, under load; half of them lose their pool, as a reboot does.
+
+What the tier had written is found again, with its bytes, and nothing from before a reset is.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support.daemon_invariants import check_all_gone
+from support.disk_tier_files import pretend_reboot
+from support.restarting_daemons import RestartingDaemons
+from support.tier_ledger import BATCH, TierLedger
+from support.traffic_processes import TrafficProcesses, mixed_engines
+from support.traffic_statistics import summary
+
+pytestmark = pytest.mark.timeout(3600)
+
+POOL_BYTES = 32 << 20
+# Rounds after which the namespace is reset at the latest, so that all that is written fits.
+MOST_ROUNDS = 5
+
+
+def work(ledger: TierLedger, dice: random.Random) -> None:
+    """Store and promote, so that the kill meets some of it in progress.
+
+    A checksum follows a store within 0.2 s, and the write follows the checksum.
+    """
+    for _ in range(dice.randrange(1, 10)):
+        ledger.store(BATCH)
+        start = dice.randrange(len(ledger.stored))
+        ledger.prefetch(ledger.stored[start : start + BATCH])
+        time.sleep(dice.choice((0.0, 0.0, 0.3)) * dice.random())
+    time.sleep(0.3 * dice.random())
+
+
+def test_daemons(
+    start_crew: Callable[[Path], TrafficProcesses],
+    short_path: Path,
+    tmp_path: Path,
+    device: str,
+    dice: random.Random,
+    long: bool,
+) -> None:
+    """100 kills (6 in the short form), while four other engines work as well."""
+    root, rounds = tmp_path / "tier", 100 if long else 6
+    ledger = TierLedger(root)
+    written = found = resets = loose = loose_found = since_reset = 0
+    with RestartingDaemons(
+        device,
+        short_path,
+        kept=True,
+        pool_bytes=POOL_BYTES,
+        tier_disk=root,
+        tier_disk_size="256MiB",
+        tier_disk_write="write_through",
+        reference_stall=0.002,
+    ) as daemons:
+        crew = start_crew(daemons.directory)
+        engines = mixed_engines(device, dice, patience=20.0, prefetches=0.3, resets=0.0005)
+        crew.start(*engines)
+        for number in range(rounds):
+            ledger.connect(daemons.directory)
+            ledger.store_and_write(4 * BATCH)
+            work(ledger, dice)
+            known = ledger.written()
+            others = [n for n in ledger.stored if n not in known]
+            since_reset += 1
+            reset = since_reset == MOST_ROUNDS or dice.random() < 0.2
+            if reset:
+                old = list(ledger.stored)
+                ledger.reset()
+            daemons.kill()
+            ledger.close()
+            if number % 2:
+                daemons.lose_pool()
+                pretend_reboot(root)
+            daemons.start()
+            ledger.connect(daemons.directory)
+            if reset:
+                resets, since_reset = resets + 1, 0
+                assert not ledger.directories()
+                assert not ledger.search(old)
+                continue
+            others_found = ledger.search(others)  # some are in the pool, if that was kept
+            lost = known - ledger.search_until_found(sorted(known))
+            others_found |= ledger.search(others)
+            written, found = written + len(known), found + len(known) - len(lost)
+            loose, loose_found = loose + len(others), loose_found + len(others_found)
+            assert not ledger.complaints, "\n".join(ledger.complaints)
+            assert ledger.tier().checksum_failures == 0
+            if lost:
+                print(f"round {number}: not found: {sorted(lost)}; {ledger.tier()}")
+        ledger.close()
+        total = crew.dismiss()
+        check_all_gone(daemons.directory)
+        print(
+            f"{rounds} kills, {resets} right after a reset: {found} of {written} written blocks "
+            f"found, and {loose_found} of {loose} that were on their way; {ledger.compared} blocks "
+            "compared, 0 wrong"
+        )
+        print(summary(total))
+        assert not total.complaints, "\n".join(total.complaints)
+        assert total.counts["prefetches"] > 0
+        _, traceback, text = daemons.log().partition("Traceback")
+        assert not traceback, text[:3000]
+        assert found >= 0.99 * written > 0

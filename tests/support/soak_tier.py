@@ -1,0 +1,125 @@
+"""The disk tier of a soak (soak.py): its faults, its bound, and what it did."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from kvferry.client import OffloadClient
+from kvferry.testing.engine import until
+from support.disk_tier_files import allocated_bytes, pretend_reboot
+from support.process_usage import ProcessUsage
+from support.restarting_daemons import RestartingDaemons
+from support.tier_processes import tier_process_of
+from support.traffic_statistics import TrafficOptions
+
+# Seconds between two looks at what the file system has allocated.
+LOOK_EVERY = 0.05
+# The memory that the tier's process may have for itself.
+MAX_PRIVATE = 256 << 20
+# Host blocks of the engines that use the tier most, two GPU blocks of two pages each.
+PAGE, FACTOR = 32 << 10, 2
+BLOCK_BYTES = 2 * PAGE * FACTOR
+COUNTED = ("hits", "misses", "promoted", "written", "evictions")
+FAILURES = ("checksum_failures", "errors", "deaths", "openings")
+
+
+class SoakTier:
+    """root: its directory. nbytes: its bound. Begins to watch at once; `close` ends that."""
+
+    def __init__(self, root: Path, nbytes: int, dice: random.Random) -> None:
+        self.root, self.nbytes = root, nbytes
+        self.complaints = list[str]()
+        self._dice = dice
+        self._largest = self._private = 0
+        self._counts = Counter[str]()
+        self._ended = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="bound of the tier")
+        self._watcher.start()
+
+    @property
+    def daemon_options(self) -> dict[str, Any]:
+        return {
+            "tier_disk": self.root,
+            "tier_disk_size": self.nbytes,
+            "tier_disk_write": "write_through",
+        }
+
+    def engines(self, pool_bytes: int, **common: Any) -> list[TrafficOptions]:
+        """Two engines that share more keys than the tier has room for, with most of the pool.
+
+        They pause, so that blocks are written before they are evicted.
+        """
+        return [
+            TrafficOptions(
+                f"tier-engine-{number}",
+                number,
+                seed=self._dice.getrandbits(32),
+                page=PAGE,
+                factor=FACTOR,
+                host_blocks=pool_bytes * 3 // 4 // BLOCK_BYTES,
+                model="large",
+                keys=self.nbytes * 5 // 4 // BLOCK_BYTES,
+                depth=4,
+                pause=0.03,
+                resets=0.0,
+                prefetches=0.3,
+                reconnect=number == 1,
+                **common,
+            )
+            for number in (1, 2)
+        ]
+
+    # Faults
+
+    def signal_process(self, daemons: RestartingDaemons, number: signal.Signals) -> None:
+        """SIGKILL, or SIGSTOP for ever: the daemon must kill the tier's process then."""
+        with suppress(ProcessLookupError):
+            if (pid := tier_process_of(daemons.pid)) is not None:
+                os.kill(pid, number)
+
+    def lose_pool(self, daemons: RestartingDaemons) -> None:
+        """The daemon was killed. The next one finds what it would after a reboot."""
+        daemons.lose_pool()
+        pretend_reboot(self.root)
+
+    # Looking
+
+    def measure(self, daemons: RestartingDaemons) -> None:
+        """Before a daemon ends: add what its tier did."""
+        with OffloadClient(daemons.directory, engine="observer") as observer:
+            (tier,) = observer.status().tiers
+        self._counts.update({name: getattr(tier, name) for name in COUNTED + FAILURES})
+        if tier.used_bytes > self.nbytes:
+            self.complaints.append(f"the tier uses {tier.used_bytes} of {self.nbytes} bytes")
+        with suppress(OSError):
+            if (pid := tier_process_of(daemons.pid)) is not None:
+                self._private = max(self._private, ProcessUsage.of(pid).private)
+        if self._private > MAX_PRIVATE:
+            self.complaints.append(f"the tier's process has {self._private} bytes of its own")
+
+    def wait_on(self, daemons: RestartingDaemons) -> None:
+        """Whatever was done to it, in the end it works again. Raises TimeoutError."""
+        with OffloadClient(daemons.directory, engine="observer") as observer:
+            until(lambda: observer.status().tiers[0].state in ("on", "probing"), 90)
+
+    def close(self) -> None:
+        self._ended.set()
+        self._watcher.join()
+        if self._largest > self.nbytes:
+            self.complaints.append(f"{self._largest} of {self.nbytes} bytes were allocated on disk")
+
+    def record(self) -> dict[str, int]:
+        largest = {"bytes": self.nbytes, "most_allocated": self._largest}
+        counts = {name: self._counts[name] for name in COUNTED + FAILURES}
+        return {**largest, **counts, "most_private": self._private}
+
+    def _watch(self) -> None:
+        while not self._ended.wait(LOOK_EVERY):
+            self._largest = max(self._largest, allocated_bytes(self.root))

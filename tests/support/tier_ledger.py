@@ -1,0 +1,197 @@
+"""An engine whose keys are followed into a disk tier, and searched there after a daemon was killed.
+
+The index in the tier's files, read from outside, says which keys are written. Each block says which
+key it is of, and how many resets came before it (block_marks.py): what is found with other bytes,
+or from before a reset, is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import torch
+
+from kvferry.client import (
+    Fingerprint,
+    GPULoadStoreSpec,
+    KeyLoadStoreSpec,
+    KVLayout,
+    Lookup,
+    OffloadClient,
+    OffloadingManager,
+    TensorLayout,
+    TensorRef,
+    TransferSpec,
+    offload_key,
+)
+from kvferry.daemon.tiers.disk.index import open_read_only
+from kvferry.daemon.tiers.disk.namespace_store import INDEX
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.status import TierStatus
+from kvferry.testing.engine import until
+from support.block_marks import Label, Marker
+
+OWNER = 0xFFFD
+PAGE = 16 << 10
+# Keys of one store or search, and blocks in the pool: a quarter of these is promoted at a time.
+BATCH, BLOCKS = 16, 64
+SECONDS = 30.0
+FINGERPRINT = Fingerprint("ledger", PAGE, key_bytes=12)
+LAYOUT = KVLayout((TensorLayout(BATCH, PAGE, PAGE),), ((TensorRef(0, PAGE),),))
+
+
+def key_of(number: int) -> bytes:
+    return offload_key(number.to_bytes(8, "big"))
+
+
+class TierLedger:
+    """root: of the disk tier. Connect it to each daemon in turn.
+
+    stored: the numbers of the keys that were stored since the last reset. complaints: blocks that
+    were found with wrong bytes.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._marker = Marker(PAGE // 8)
+        self._resets = 0
+        self._connection = ExitStack()
+        self._jobs = 0
+        self.stored = list[int]()
+        self.complaints = list[str]()
+        self.compared = 0
+
+    def connect(self, directory: Path) -> None:
+        """Return once the daemon's tier is on."""
+        self.close()
+        client = OffloadClient(directory, engine="ledger", timeout=SECONDS)
+        self._client = self._connection.enter_context(client)
+        client.open_namespace(FINGERPRINT, cpu_bytes_to_use=BLOCKS * PAGE)
+        (self._pages,) = client.allocate_kv_caches(LAYOUT).tensors
+        self._manager = OffloadingManager(client)
+        until(lambda: self.tier().state == "on", SECONDS)
+
+    def close(self) -> None:
+        """Disconnect; the daemon may be dead."""
+        self._connection.close()
+
+    def tier(self) -> TierStatus:
+        (tier,) = self._client.status().tiers
+        return tier
+
+    def store(self, count: int) -> None:
+        """Store new keys, and wait until they are in the pool."""
+        for _ in range(0, count, BATCH):
+            numbers = range(len(self.stored), len(self.stored) + BATCH)
+            blocks = self._marker.blocks(self._labels(numbers)).view(np.int8)
+            self._pages.copy_(torch.from_numpy(blocks))
+            keys = tuple(map(key_of, numbers))
+            assert self._transfer((GPULoadStoreSpec(range(BATCH)), KeyLoadStoreSpec(keys)))
+            self.stored += numbers
+
+    def written(self) -> set[int]:
+        """The stored keys that are in the tier, by its index."""
+        found = set[int]()
+        for path in self.directories():
+            try:
+                with open_read_only(path / INDEX) as index:
+                    entries = index.find([key_of(number) for number in self.stored])
+            except (FileNotFoundError, lmdb.Error):  # it is being created
+                continue
+            found |= {n for n, entry in zip(self.stored, entries, strict=True) if entry is not None}
+        return found
+
+    def directories(self) -> list[Path]:
+        """Where the tier keeps the namespace: one directory, or none."""
+        return list(self._root.glob(f"{FINGERPRINT.name}-*"))
+
+    def store_and_write(self, count: int) -> None:
+        """Store new keys, and wait until they are in the tier: before others evict them."""
+        for _ in range(0, count, BATCH):
+            self.store(BATCH)
+            new = self.stored[-BATCH:]
+            until(lambda new=new: self.written().issuperset(new), SECONDS)  # type: ignore[misc]
+
+    def prefetch(self, numbers: Iterable[int]) -> None:
+        """Begin to promote keys."""
+        self._manager.prefetch(map(key_of, numbers))
+
+    def reset(self) -> None:
+        """Return when no key that was stored may be found again."""
+        self._client.reset()
+        self._resets += 1
+        self.stored.clear()
+
+    def search(self, numbers: Sequence[int]) -> set[int]:
+        """Promote keys, load them and compare their bytes. Returns those that were found."""
+        found = set[int]()
+        for at in range(0, len(numbers), BATCH):
+            left = numbers[at : at + BATCH]
+            while left:
+                hits = self._load_prefix(left)
+                found |= set(left[:hits])
+                left = left[hits + 1 :]
+        return found
+
+    def search_until_found(self, numbers: Sequence[int]) -> set[int]:
+        """Search again for what is missing: a tier needs a moment to read its index."""
+        found = set[int]()
+
+        def complete() -> bool:
+            found.update(self.search([n for n in numbers if n not in found]))
+            return len(found) == len(numbers)
+
+        with suppress(TimeoutError):
+            until(complete, SECONDS)
+        return found
+
+    def _load_prefix(self, numbers: Sequence[int]) -> int:
+        """Load the first keys, as many as are there. Returns how many."""
+        keys = list(map(key_of, numbers))
+        searched = self._manager.prefetch(keys)
+        until(lambda: self._poll() and searched.done, SECONDS)
+        until(lambda: self._state(keys) not in (Lookup.RETRY, Lookup.HIT_PENDING), SECONDS)
+        states = [self._manager.lookup(key) for key in keys]
+        hits = next((at for at, state in enumerate(states) if state is not Lookup.HIT), len(keys))
+        if not hits:
+            return 0
+        try:
+            spec = self._manager.prepare_load(keys[:hits])
+        except Refused:  # evicted meanwhile
+            return 0
+        self._pages.zero_()
+        loaded = self._transfer((spec, GPULoadStoreSpec(range(hits))))
+        self._manager.complete_load(spec.keys)
+        if not loaded:
+            return 0
+        blocks = self._pages[:hits].cpu().numpy().view(np.uint64)
+        self.complaints += self._marker.wrong(blocks, self._labels(numbers[:hits]))
+        self.compared += hits
+        return hits
+
+    def _poll(self) -> bool:
+        self._manager.poll()
+        return True
+
+    def _state(self, keys: Sequence[bytes]) -> Lookup:
+        """Of the first key that is no HIT."""
+        states = (self._manager.lookup(key) for key in keys)
+        return next((state for state in states if state is not Lookup.HIT), Lookup.HIT)
+
+    def _labels(self, numbers: Iterable[int]) -> list[int]:
+        return [Label(OWNER, number, self._resets).number for number in numbers]
+
+    def _transfer(self, spec: TransferSpec) -> bool:
+        """Whether it is done; False if a key is absent."""
+        self._jobs += 1
+        self._client.transfer_async(self._jobs, spec)
+        self._client.wait([self._jobs])
+        (result,) = self._client.get_finished()
+        if result.error is not None and result.error.code == Code.KEY_ABSENT:
+            return False
+        assert result.success, result
+        return True

@@ -1,0 +1,17 @@
+"""The processes of a daemon's tiers."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+WORKER = b"kvferry.daemon.tiers.tier_worker"
+
+
+def tier_process_of(daemon: int) -> int | None:
+    """The pid of the process of its only tier; None if there is none now."""
+    for pid in Path(f"/proc/{daemon}/task/{daemon}/children").read_text().split():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if WORKER in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return int(pid)
+    return None
