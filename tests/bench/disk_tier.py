@@ -102,13 +102,17 @@ class Bench:
         sums = [self.checksums(each) for each in batches] if write else []
         slots = asyncio.Semaphore(AHEAD)
         results: list[Result] = []
+
+        def released(_: object) -> None:
+            slots.release()
+
         begin = time.perf_counter()
         for number, each in enumerate(batches):
             await slots.acquire()
             if write:
-                client.put(each, sums[number], results.extend, slots.release)
+                client.put(each, sums[number], results.extend, released)
             else:
-                client.fetch(each, 60.0, results.extend, slots.release)
+                client.fetch(each, 60.0, results.extend, released)
         for _ in range(AHEAD):
             await slots.acquire()
         seconds = time.perf_counter() - begin

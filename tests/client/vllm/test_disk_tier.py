@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.client import LocalDaemon, OffloadClient, nonblocking
+from kvferry.client.vllm import scheduler
 from kvferry.proto.status import TierStatus
 from kvferry.testing.engine import until
-from kvferry.testing.plugin import StartKvferryd
+from support.patient_daemon import PatientDaemon
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 SECONDS = 30.0
 PROMPTS = [[(number * 37 + n * 11) % 900 for n in range(200)] for number in range(4)]
+
+
+Start = Callable[..., LocalDaemon]
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +40,22 @@ def tier_of(daemon: LocalDaemon) -> TierStatus:
         return tier
 
 
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """start(folder, **options) -> a daemon with a disk tier in this folder."""
+    with ExitStack() as running:
+
+        def with_tier(folder: Path, **options: Any) -> LocalDaemon:
+            given = {"tier_disk": folder / "tier", "tier_disk_size": "64MiB", **options}
+            return running.enter_context(PatientDaemon(pool_bytes=16 << 20, **given))
+
+        yield with_tier
+
+
 @pytest.mark.parametrize("groups", [("full",), ("full", "window")])
 def test_prompts_are_found_on_disk(
     core: Any,
-    start_kvferryd: StartKvferryd,
+    start: Start,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     groups: tuple[str, ...],
@@ -45,8 +63,9 @@ def test_prompts_are_found_on_disk(
     from kvferry.client.vllm import compat
 
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    root: dict[str, Any] = {"tier_disk": tmp_path / "tier", "tier_disk_size": "64MiB"}
-    daemon = start_kvferryd(**root, tier_disk_write="write_through")
+    monkeypatch.setattr(nonblocking, "SEARCH_TIMEOUT", SECONDS)
+    monkeypatch.setattr(scheduler, "LOOKUP_TIMEOUT", SECONDS)
+    daemon = start(tmp_path, tier_disk_write="write_through")
     first = core.EngineCore(daemon.directory, groups)
     first.run(*PROMPTS)
     first.settle()
@@ -57,7 +76,7 @@ def test_prompts_are_found_on_disk(
     until(lambda: tier_of(daemon).written >= stored, SECONDS)
     daemon.stop()
 
-    other = start_kvferryd(**root)
+    other = start(tmp_path)
     until(lambda: tier_of(other).state == "on", SECONDS)
     second = core.EngineCore(other.directory, groups)
     cached = second.run(*PROMPTS)

@@ -35,10 +35,18 @@ def test_it_is_that_of_the_tokens_that_no_cache_has() -> None:
     assert rate.seconds(1000) == pytest.approx(1 / 16)
 
 
-def test_short_prompts_say_nothing() -> None:
+def test_short_prompts_count_until_there_is_a_long_one() -> None:
+    """The fastest of them: they are computed at least as fast as they seem to be."""
     rate = PrefillRate()
-    computed(rate, 100, 0.5, cached=9000)
+    computed(rate, 10, 0.5, cached=9000)
     assert rate.seconds(1000) == 0.0
+    for seconds in (0.5, 0.1, 0.5):
+        computed(rate, 100, seconds, cached=9000)
+        computed(rate, 10, 0.0001, cached=9000)
+    assert rate.seconds(1000) == pytest.approx(1.0)
+    computed(rate, 2000, 4.0)
+    computed(rate, 100, 0.01)
+    assert rate.seconds(1000) == pytest.approx(2.0)
 
 
 def test_a_few_slow_prompts_do_not_change_it() -> None:

@@ -32,7 +32,7 @@ from support.namespaces_fixture import (
     store,
 )
 
-QUOTA = 4 * ROOM  # 16 blocks: four may be promoted at a time
+QUOTA = 4 * ROOM  # 16 blocks: eight may be promoted at a time
 
 
 def letters_of(action: FindKeys | FetchBlocks) -> bytes:
@@ -58,8 +58,12 @@ def find(fixture: NamespacesFixture, letters: bytes, seconds: float = 0.0) -> Fi
     return action
 
 
-def found(fixture: NamespacesFixture, search: FindKeys, *tiers: int) -> list[Any]:
-    return fixture.report(KeysFound(search.search, tiers, (1000.0 * PAGE,) * 2, (0.0, 0.0)))
+def found(
+    fixture: NamespacesFixture, search: FindKeys, *tiers: int, known: bool = True
+) -> list[Any]:
+    return fixture.report(
+        KeysFound(search.search, tiers, (1000.0 * PAGE,) * 2, (0.0, 0.0), (known,) * 2)
+    )
 
 
 def promote(fixture: NamespacesFixture, letters: bytes) -> FetchBlocks:
@@ -77,7 +81,7 @@ def test_a_prefix_is_promoted_up_to_the_first_key_that_is_nowhere() -> None:
     assert letters_of(search) == b"acde"
     actions = found(fixture, search, 0, 0, -1, 0)
     assert key_events_of(actions) == [("pending", b"ac")]
-    assert reply(actions) == wire.TiersFound(1, 3, 2, 0.05)
+    assert reply(actions) == wire.TiersFound(1, 3, 2, 0.25)
     (fetch,) = of_kind(actions, FetchBlocks)
     assert (fetch.tier, fetch.store, fetch.keys) == (0, search.store, search.keys[:2])
     assert fetch.offsets.tolist() == (fetch.blocks * PAGE).tolist()
@@ -106,6 +110,41 @@ def test_keys_are_promoted_only_if_computing_them_is_slower(seconds: float, prom
     assert fixture.core.tier_counters() == {"disk": {"skipped": 2 - promoted}}
 
 
+@pytest.mark.parametrize(
+    ("computing", "seconds"),
+    [(0.0, 0.25), (0.0011, 0.25), (0.3, 0.25)],
+)
+def test_a_short_promotion_has_a_quarter_of_a_second(computing: float, seconds: float) -> None:
+    fixture = new_fixture()
+    assert reply(found(fixture, find(fixture, b"ab", computing), 0, 0)).seconds == seconds
+
+
+@pytest.mark.parametrize(
+    ("rate", "computing", "seconds"),
+    [(10, 0.0, 0.4), (10, 0.2, 0.4), (10, 0.15, 0.3), (10, 0.11, 0.25), (1, 0.0, 2.0), (1, 9, 2.0)],
+)
+def test_a_promotion_has_twice_its_estimate_and_at_most_the_time_of_computing(
+    rate: float, computing: float, seconds: float
+) -> None:
+    fixture = new_fixture()
+    search = find(fixture, b"ab", computing)
+    report = KeysFound(search.search, (0, 0), (rate * PAGE,), (0.0,), (True,))
+    assert reply(fixture.report(report)).seconds == pytest.approx(seconds)
+
+
+def test_a_rate_that_is_not_known_is_measured_with_keys_that_nobody_waits_for() -> None:
+    """The first keys are absent, so the prompt is computed at once."""
+    fixture = new_fixture("fast", "slow")
+    search = find(fixture, b"abcde", 0.0005)
+    actions = found(fixture, search, 0, 0, 1, 0, 1, known=False)
+    (fetch,) = of_kind(actions, FetchBlocks)
+    assert (fetch.tier, letters_of(fetch), fetch.seconds) == (1, b"e", 2.0)
+    assert reply(actions) == wire.TiersFound(1, 0)
+    assert fixture.core.tier_counters() == {"fast": {"skipped": 3}, "slow": {"skipped": 2}}
+    one = find(fixture, b"z", 0.0005)
+    assert not of_kind(found(fixture, one, 0, known=False), FetchBlocks)
+
+
 def test_keys_in_two_tiers_are_fetched_from_each() -> None:
     fixture = new_fixture("fast", "slow")
     fetches = of_kind(found(fixture, find(fixture, b"abc"), 1, 0, 1), FetchBlocks)
@@ -120,14 +159,14 @@ def test_a_second_request_counts_keys_that_are_being_promoted() -> None:
     assert reply(fixture.send("a", wire.FindInTiers(1, each(b"ab")))) == wire.TiersFound(1, 2)
 
 
-def test_a_quarter_of_the_blocks_is_promoted_at_a_time() -> None:
+def test_half_of_the_blocks_is_promoted_at_a_time() -> None:
     fixture = new_fixture()
-    fetch = promote(fixture, b"abcdef")
-    assert letters_of(fetch) == b"abcd"
-    assert reply(found(fixture, find(fixture, b"ef"), 0, 0)) == wire.TiersFound(1, 0)
-    fixture.report(BlocksFetched(fetch.fetch, (True,) * 4))
+    fetch = promote(fixture, b"abcdefghij")
+    assert letters_of(fetch) == b"abcdefgh"
+    assert reply(found(fixture, find(fixture, b"ij"), 0, 0)) == wire.TiersFound(1, 0)
+    fixture.report(BlocksFetched(fetch.fetch, (True,) * 8))
     fixture.report(FetchReleased(fetch.fetch))
-    assert letters_of(promote(fixture, b"ef")) == b"ef"
+    assert letters_of(promote(fixture, b"ij")) == b"ij"
 
 
 def test_too_many_searches_of_a_session_are_refused_until_one_is_answered() -> None:
@@ -225,7 +264,12 @@ def test_reports_with_a_number_that_is_not_in_flight_are_ignored() -> None:
     fixture.report(done)
     assert fixture.report(done) == []
     fixture.report(FetchReleased(fetch.fetch))
-    for report in (done, FetchReleased(fetch.fetch), KeysFound(99, (), (), ()), StoreDropped(99)):
+    for report in (
+        done,
+        FetchReleased(fetch.fetch),
+        KeysFound(99, (), (), (), ()),
+        StoreDropped(99),
+    ):
         assert fixture.report(report) == []
     assert fixture.usage("free", "ready", "orphaned", "pinned") == (15, 1, 0, 0)
 

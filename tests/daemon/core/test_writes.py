@@ -140,7 +140,7 @@ def test_promoted_keys_are_not_written_back(
     tiers = TierDescription("fast", faster_ones_take_it), "middle", "slow"
     fixture = NamespacesFixture("a", quota=QUOTA, tiers=tiers)
     fixture.send("a", wire.FindInTiers(1, each(b"a")))
-    (fetch, _) = fixture.report(KeysFound(1, (tier,), (1e9,) * 3, (0.0,) * 3))[-2:]
+    (fetch, _) = fixture.report(KeysFound(1, (tier,), (1e9,) * 3, (0.0,) * 3, (True,) * 3))[-2:]
     assert isinstance(fetch, FetchBlocks)
     fixture.report(BlocksFetched(fetch.fetch, (True,)))
     fixture.report(FetchReleased(fetch.fetch))

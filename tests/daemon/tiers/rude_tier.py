@@ -37,22 +37,35 @@ class RudeTier(MemoryTier):
             while True:
                 for address in blocks.addresses:
                     view_memory(address, blocks.nbytes)[:] = b"\xee" * blocks.nbytes
+        if self._is_on("slow reads"):
+            self._wait_for("slow reads")
+            deadline = float("inf")
+        if self._is_on("slow second"):
+            first = blocks._replace(keys=blocks.keys[:1], addresses=blocks.addresses[:1])
+            found = super().fetch(first, deadline)
+            while time.monotonic() < deadline:
+                time.sleep(0.001)
+            return [*found, *(Fetched(Result.LATE) for _ in blocks.keys[1:])]
         return super().fetch(blocks, deadline)
 
     def put(self, blocks: Blocks, checksums: Sequence[int]) -> Sequence[Result]:
         self._fail("put")
-        while self._is_on("slow"):
-            time.sleep(0.001)
+        self._wait_for("slow")
         if self._is_on("lie"):
             checksums = [checksum ^ 1 for checksum in checksums]
         return super().put(blocks, checksums)
 
     def drop(self, namespace: str, keys: Sequence[bytes] | None = None) -> None:
         self._fail("drop")
+        self._wait_for("slow drop")
         super().drop(namespace, keys)
 
     def _is_on(self, fault: str) -> bool:
         return (self._folder / fault).exists()
+
+    def _wait_for(self, fault: str) -> None:
+        while self._is_on(fault):
+            time.sleep(0.001)
 
     def _fail(self, call: str) -> None:
         if self._is_on(call):

@@ -7,57 +7,94 @@ import pytest
 from kvferry.daemon.tiers.circuit_breaker import LONGEST_OFF, MAX_ERRORS, CircuitBreaker
 
 
-class BreakerClock:
-    seconds = 100.0
+class ClockedBreaker(CircuitBreaker):
+    """opened_for: the seconds of each opening."""
 
-    def __call__(self) -> float:
-        return self.seconds
+    def __init__(self) -> None:
+        self.seconds = 100.0
+        self.opened_for: list[float] = []
+        super().__init__(lambda: self.seconds, self.opened_for.append)
+
+    def become_half_open(self) -> None:
+        self.seconds += self.opened_for[-1] + 0.01
+        assert self.state == "half_open"
+
+    def close_by_probe(self) -> None:
+        self.become_half_open()
+        assert self.begin_probe()
+        self.end_probe(answered=True)
+        assert self.state == "closed"
 
 
 @pytest.fixture
-def clock() -> BreakerClock:
-    return BreakerClock()
+def breaker() -> ClockedBreaker:
+    return ClockedBreaker()
 
 
-def test_errors_in_a_row_open_it(clock: BreakerClock) -> None:
-    breaker = CircuitBreaker(clock)
+def test_errors_in_a_row_open_it(breaker: ClockedBreaker) -> None:
     for _ in range(3):  # a success in between starts the count again
         for _ in range(MAX_ERRORS - 1):
             breaker.record_error()
+        breaker.record_lookup(in_time=True)
         breaker.record_success()
-    assert (breaker.state, breaker.admit()) == ("closed", True)
+    assert breaker.state == "closed"
     for _ in range(MAX_ERRORS):
+        breaker.record_lookup(in_time=True)  # which says nothing about reads
         breaker.record_error()
-    assert (breaker.state, breaker.admit(), breaker.openings) == ("open", False, 1)
+    assert (breaker.state, breaker.openings) == ("open", 1)
 
 
-def test_it_stays_open_for_twice_as_long_each_time_and_admits_one_probe(
-    clock: BreakerClock,
-) -> None:
-    breaker = CircuitBreaker(clock)
+def test_late_lookups_in_a_row_open_it(breaker: ClockedBreaker) -> None:
+    for _ in range(3):
+        for _ in range(MAX_ERRORS - 1):
+            breaker.record_lookup(in_time=False)
+        breaker.record_lookup(in_time=True)
+    assert breaker.state == "closed"
+    for _ in range(MAX_ERRORS):
+        breaker.record_lookup(in_time=False)
+    assert breaker.state == "open"
+
+
+def test_it_stays_open_for_twice_as_long_each_time_a_probe_fails(breaker: ClockedBreaker) -> None:
     breaker.trip()
-    for seconds in (1, 2, 4, 8, 16, 32, 60, 60):
-        clock.seconds += seconds - 0.01
-        assert not breaker.admit()
-        clock.seconds += 0.02
+    for _ in range(7):
+        assert not breaker.begin_probe()
+        breaker.become_half_open()
+        assert [breaker.begin_probe() for _ in range(3)] == [True, False, False]
         assert breaker.state == "half_open"
-        assert [breaker.admit() for _ in range(3)] == [True, False, False]
-        breaker.record_error()
+        breaker.end_probe(answered=False)
         assert breaker.state == "open"
-    clock.seconds += LONGEST_OFF + 1
-    assert breaker.admit()
+        breaker.trip()  # changes nothing
+    assert breaker.opened_for == [1, 2, 4, 8, 16, 32, LONGEST_OFF, LONGEST_OFF]
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_after_a_probe_one_error_opens_it_until_a_block_was_moved(
+    breaker: ClockedBreaker, late: bool
+) -> None:
+    def fail() -> None:
+        if late:
+            breaker.record_lookup(in_time=False)
+        else:
+            breaker.record_error()
+
+    breaker.trip()
+    for _ in range(2):
+        breaker.close_by_probe()
+        fail()
+        assert breaker.state == "open"
+    breaker.close_by_probe()
     breaker.record_success()
+    fail()
     assert breaker.state == "closed"
     breaker.trip()
-    clock.seconds += 1.01
-    assert breaker.admit()
+    assert breaker.opened_for == [1, 2, 4, 1]
 
 
-def test_a_probe_that_tells_nothing_is_followed_by_another(clock: BreakerClock) -> None:
-    breaker = CircuitBreaker(clock)
+def test_a_death_during_a_probe_opens_it(breaker: ClockedBreaker) -> None:
     breaker.trip()
-    clock.seconds += 1.01
-    assert breaker.admit()
-    breaker.end_probe()
-    assert breaker.state == "half_open"
-    assert breaker.admit()
+    breaker.become_half_open()
+    assert breaker.begin_probe()
+    breaker.trip()
+    breaker.end_probe(answered=True)  # too late
+    assert (breaker.state, breaker.opened_for) == ("open", [1, 2])

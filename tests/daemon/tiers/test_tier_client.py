@@ -47,7 +47,7 @@ def pool() -> Iterator[PoolMemory]:
 
 @pytest.fixture
 def start(pool: PoolMemory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    monkeypatch.setattr(tier_client, "KILL_AFTER", 0.1)
+    monkeypatch.setattr(tier_client, "GRACE", 0.3)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     with ExitStack() as running:
 
@@ -98,14 +98,14 @@ def test_a_stopped_tier_is_killed_before_its_blocks_are_used_again(
     rude.on("write")
     events: list[Any] = []
     blocks = tier.blocks(NAMESPACE, [key_of(1)], [32])
-    tier.client.fetch(blocks, 1.0, events.extend, lambda: events.append("released"))
+    tier.client.fetch(blocks, 1.0, events.extend, lambda _: events.append("released"))
     tier.wait_until((rude.folder / "writing").exists)
     pid = tier.client.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     tier.wait_until(lambda: events)
     assert events == [LATE]
-    assert tier.client.breaker.state == "open"
+    assert not tier.client.is_prompt
     tier.wait_until(lambda: len(events) == 2)
     assert events == [LATE, "released"]
     pool.block(32)[:] = content_of(5, BLOCK)
@@ -126,9 +126,9 @@ def test_a_killed_tier_ends_what_is_pending_and_comes_back(disk: ProcessSubject)
     os.kill(before, signal.SIGSTOP)
     events: list[Any] = []
     blocks = disk.blocks(NAMESPACE, [key_of(n) for n in numbers], range(32, 48))
-    disk.client.fetch(blocks, 30.0, events.extend, lambda: events.append("released"))
+    disk.client.fetch(blocks, 30.0, events.extend, lambda _: events.append("released"))
     checksums = np.zeros(16, np.uint64)
-    disk.client.put(blocks, checksums, events.extend, lambda: events.append("released"))
+    disk.client.put(blocks, checksums, events.extend, lambda _: events.append("released"))
     os.kill(before, signal.SIGKILL)
     disk.wait_until(lambda: events.count("released") == 2)
     assert set(events) == {MISS, "released"}
@@ -164,23 +164,87 @@ def test_a_drop_that_was_not_confirmed_is_repeated(rude: Rude) -> None:
     rude.tier.wait_until(lambda: dropped)
 
 
-def test_three_errors_turn_it_off_and_a_probe_turns_it_on_again(rude: Rude) -> None:
+def test_three_errors_turn_it_off_until_a_probe_is_answered(rude: Rude) -> None:
     tier, breaker = rude.tier, rude.tier.client.breaker
     tier.put([1])
+    assert tier.contains([1]) == [True]
     rude.on("fetch")
+    rude.on("contains")
     assert [tier.fetch([1]) for _ in range(3)] == [[ERROR]] * 3
     assert breaker.state == "open"
     assert (tier.fetch([1]), tier.put([2]), tier.contains([1])) == ([MISS], [FULL], [False])
-    tier.wait_until(lambda: breaker.state == "half_open")
+    tier.wait_until(lambda: breaker.openings == 2)  # the probe fails
+    rude.off("contains")
+    tier.wait_until(lambda: breaker.state == "closed")
     assert tier.contains([1]) == [True]
-    assert tier.fetch([1]) == [ERROR]  # the probe
-    assert breaker.state == "open"
+    assert tier.fetch([1]) == [ERROR]  # which is one too many
+    assert (breaker.state, breaker.openings) == ("open", 3)
     rude.off("fetch")
-    tier.wait_until(lambda: breaker.state == "half_open")
+    tier.wait_until(lambda: breaker.state == "closed")
     assert tier.fetch([1]) == [OK]
-    assert breaker.state == "closed"
-    assert tier.client.counters.results["fetch"][ERROR] == 4
-    assert breaker.openings == 2
+    assert tier.client.counters.results["fetch"][ERROR] == 5
+
+
+def test_a_late_answer_makes_others_miss_and_is_no_failure(
+    rude: Rude, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_client, "GRACE", 30.0)
+    tier, answers, ended = rude.tier, list[Any](), list[Any]()
+    tier.put([1])
+    rude.on("slow reads")
+    blocks = tier.blocks(NAMESPACE, [key_of(1)], [32])
+    tier.client.fetch(blocks, 0.2, answers.extend, ended.extend)
+    tier.wait_until(lambda: answers)
+    assert (answers, ended) == ([LATE], [])
+    assert (tier.fetch([1]), tier.contains([1])) == ([MISS], [False])
+    assert tier.put([2]) == [OK]  # nobody waits for it
+    rude.off("slow reads")
+    tier.wait_until(lambda: ended)
+    assert ended == [OK]
+    assert (tier.fetch([1]), tier.contains([1])) == ([OK], [True])
+    assert (tier.client.breaker.openings, tier.client.counters.deaths) == (0, 0)
+
+
+def test_a_stopped_tier_costs_one_lookup_and_no_probe(rude: Rude) -> None:
+    """Others miss at once, also while it is probed; it is killed, and comes back by itself."""
+    tier, answers = rude.tier, list[Any]()
+    tier.put([1])
+    pid = tier.client.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    tier.client.contains(NAMESPACE, [key_of(1)], 0.1, answers.extend)
+    tier.wait_until(lambda: answers)
+    assert answers == [LATE]
+    while tier.client.pid == pid:
+        assert tier.contains([1]) == [False]  # which waits for 30 s, if it is sent
+        assert tier.fetch([1]) == [MISS]
+    assert tier.client.breaker.openings == 1
+    tier.wait_until(lambda: is_back(tier, pid))
+    assert tier.put([1]) == [OK]
+    assert tier.contains([1]) == [True]
+    assert tier.client.counters.deaths == 1
+
+
+def test_what_was_read_in_time_counts(rude: Rude) -> None:
+    """Although other keys of the request are late."""
+    rude.tier.put([1, 2])
+    rude.on("slow second")
+    assert rude.tier.fetch([1, 2], seconds=1.0) == [OK, LATE]
+
+
+def test_lookups_miss_while_a_namespace_is_dropped(rude: Rude) -> None:
+    """A drop may take long, and lookups are answered behind it."""
+    tier, dropped = rude.tier, list[bool]()
+    tier.put([1], "other")
+    rude.on("slow drop")
+    tier.client.drop(NAMESPACE, None, lambda: dropped.append(True))
+    answers: list[Any] = []
+    tier.client.contains("other", [key_of(1)], 0.1, answers.extend)
+    tier.wait_until(lambda: answers)
+    assert answers == [MISS]
+    rude.off("slow drop")
+    tier.wait_until(lambda: dropped)
+    assert tier.contains([1], "other") == [True]
 
 
 def test_a_lookup_that_fails_finds_nothing(rude: Rude) -> None:

@@ -29,7 +29,7 @@ from kvferry.daemon.core.tier_actions import (
 from kvferry.daemon.tiers import tier_client, tiering, write_out
 from kvferry.daemon.tiers.drop_markers import add_marker, marked_stores
 from kvferry.daemon.tiers.messages import MAX_KEYS
-from kvferry.daemon.tiers.read_rate import ASSUMED, FORGET_AFTER, LATENCY, ReadRate
+from kvferry.daemon.tiers.read_rate import ASSUMED, KNOWN_FOR, LATENCY, ReadRate
 from kvferry.daemon.tiers.tier_process import TierSpec
 from kvferry.daemon.tiers.tiering import AttachedTier, Tiering
 from kvferry.daemon.tiers.write_out import WriteOptions, WriteOut
@@ -277,14 +277,25 @@ def test_short_reads_say_nothing_about_the_rate() -> None:
     assert clock.rate.bytes_per_second > ASSUMED / 2
 
 
-def test_a_slow_tier_is_tried_again_at_its_highest_rate() -> None:
+@pytest.mark.parametrize("rate", [5e7, 5e9])
+def test_one_large_read_tells_the_rate_if_it_is_not_known(rate: float) -> None:
+    clock, nbytes = Clock(), 64 << 20
+    assert not clock.rate.is_known
+    for _ in range(2):
+        clock.read(nbytes / rate + LATENCY, nbytes, nbytes)
+        assert 0.5 * rate < clock.rate.bytes_per_second < 1.5 * rate
+        assert clock.rate.is_known
+        clock.now += KNOWN_FOR + 1
+        assert not clock.rate.is_known
+        rate = 1e9
+
+
+def test_a_read_that_was_not_answered_says_nothing_about_the_rate() -> None:
     clock = Clock()
-    for nbytes in (3 * 10**8, 10**6):
-        for _ in range(20):
-            clock.read(1 + LATENCY, nbytes, nbytes)
-    assert clock.rate.bytes_per_second == pytest.approx(1e6, rel=0.1)
-    clock.now += FORGET_AFTER + 1
-    assert 2.9e8 < clock.rate.bytes_per_second < 6e8
+    clock.rate.begin(10**8)
+    clock.now += 2
+    clock.rate.abandon(10**8)
+    assert (clock.rate.bytes_per_second, clock.rate.queue_seconds) == (ASSUMED, 0.0)
 
 
 # Drops
@@ -328,8 +339,9 @@ def test_a_marked_drop_is_done_at_the_next_start(memory: TieringFixture) -> None
     assert [store for _, store in marked_stores(markers)] == [NAMESPACE]
     memory.start()
     assert memory.find(1, 2).tier_of == (-1, -1)
-    assert memory.tiers[0].contains([3], "other") == [True]
     memory.tiers[0].wait_until(lambda: not list(marked_stores(markers)))
+    assert memory.find(1, 2).tier_of == (-1, -1)
+    assert memory.tiers[0].contains([3], "other") == [True]
 
 
 # Writing out

@@ -206,7 +206,7 @@ class ProcessSubject(Subject):
             self.blocks(namespace, keys, places),
             np.array(checksums, np.uint64),
             answer.extend,
-            lambda: answer.append("released"),
+            lambda _: answer.append("released"),
         )
         self.wait_until(lambda: answer and answer[-1] == "released")
         return answer[:-1]
@@ -219,7 +219,7 @@ class ProcessSubject(Subject):
             self.blocks(namespace, keys, places),
             seconds,
             answer.extend,
-            lambda: answer.append("released"),
+            lambda _: answer.append("released"),
         )
         self.wait_until(lambda: answer and answer[-1] == "released")
         return answer[:-1]

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Protocol
 
-# Shorter prompts are bound by other things than computing them.
-MIN_TOKENS = 1024
+# Shorter prompts are bound by other things than computing them: they are computed at least as fast
+# as they seem to be. Those below the least say nothing.
+MIN_TOKENS, LEAST_TOKENS = 1024, 64
 # Requests that the rate is the median of.
 SAMPLES = 5
 
@@ -43,8 +44,10 @@ class PrefillRate:
     def __init__(self) -> None:
         # Prompts that are being computed, by request.
         self._prefills: dict[str, _Prefill] = {}
-        # Tokens per second of the last ones.
+        # Tokens per second of the last ones, and the highest of shorter ones: used until there is
+        # another, so that a slow tier is not waited for where all prompts are short.
         self._rates = deque[float](maxlen=SAMPLES)
+        self._short_rate = 0.0
 
     def begin(self, request: Prompted, computed: int, now: float) -> None:
         """A request was scheduled for the first time, with so many of its tokens in a cache.
@@ -52,7 +55,7 @@ class PrefillRate:
         now: time.monotonic() in seconds.
         """
         tokens = request.num_prompt_tokens - computed
-        if tokens >= MIN_TOKENS:
+        if tokens >= (LEAST_TOKENS if not self._rates else MIN_TOKENS):
             self._prefills[request.request_id] = _Prefill(request, tokens, now)
 
     def observe(self, now: float) -> None:
@@ -64,8 +67,13 @@ class PrefillRate:
     def end(self, request_id: str, now: float) -> None:
         """A request has its first token, or has finished without one."""
         prefill = self._prefills.pop(request_id, None)
-        if prefill is not None and prefill.request.num_output_tokens and now > prefill.begun:
-            self._rates.append(prefill.tokens / (now - prefill.begun))
+        if prefill is None or not prefill.request.num_output_tokens or now <= prefill.begun:
+            return
+        rate = prefill.tokens / (now - prefill.begun)
+        if prefill.tokens >= MIN_TOKENS:
+            self._rates.append(rate)
+        else:
+            self._short_rate = max(self._short_rate, rate)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Requests were preempted: their time says nothing."""
@@ -74,4 +82,5 @@ class PrefillRate:
 
     def seconds(self, tokens: float) -> float:
         """How long computing so many tokens takes; 0 if not known."""
-        return tokens / median(self._rates) if self._rates else 0.0
+        rate = median(self._rates) if self._rates else self._short_rate
+        return tokens / rate if rate else 0.0

@@ -135,11 +135,12 @@ class SchedulerSide:
         codes: LookupCodes,
         *,
         events: bool,
-        lookup_timeout: float = LOOKUP_TIMEOUT,
+        lookup_timeout: float | None = None,
         touch_interval: float = TOUCH_INTERVAL,
     ) -> None:
         self._config, self._events = config, events
-        self._lookup_timeout, self._touch_interval = lookup_timeout, touch_interval
+        self._lookup_timeout = LOOKUP_TIMEOUT if lookup_timeout is None else lookup_timeout
+        self._touch_interval = touch_interval
         self._hit = codes.hit
         self._codes = {
             Lookup.HIT: codes.hit,

@@ -3,8 +3,9 @@
     FindInTiers -> FindKeys ... KeysFound -> FetchBlocks, TiersFound
     ... BlocksFetched (keys become loadable or absent) ... FetchReleased (blocks are released)
 
-A prefix is promoted only if reading it is expected to be faster than computing it. Called by the
-core, on the event loop.
+A prefix is promoted only if reading it is expected to be faster than computing it. If it is not,
+and the rate of the tier is not known, some of its last keys are read nevertheless, to measure it:
+no request waits for them, as the first keys are absent. Called by the core, on the event loop.
 """
 
 from __future__ import annotations
@@ -37,8 +38,15 @@ from kvferry.proto.messages import Done, FindInTiers, TiersFound
 
 # Searches of one session in flight.
 MAX_SEARCHES = 256
-# Limits of the deadline of a promotion, in seconds.
-MIN_SECONDS, MAX_SECONDS = 0.05, 2.0
+# Limits of the deadline of a promotion, in seconds. What a request loses if a tier stops answering:
+# a quarter of a second is hardly noticed, once. On a busy machine processes wait for tenths of a
+# second, and what they read must not be a miss for that.
+MIN_SECONDS, MAX_SECONDS = 0.25, 2.0
+# The part of a namespace's blocks that is promoted at a time. What a prompt evicts for its
+# promotion it would evict for its store, if it was computed. The other part is left to stores.
+PROMOTED_PART = 0.5
+# Bytes that are read to measure the rate of a tier.
+MEASURED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,23 +129,25 @@ class Promotions:
             return [_resident_reply(namespace, search.session, message)]
         tier_of = dict(zip(search.asked, report.tier_of, strict=True))
         found = _found_prefix(message.keys, namespace.cache.states(message.keys), tier_of)
-        most = max(1, namespace.region.num_blocks // 4)
+        most = max(1, int(PROMOTED_PART * namespace.region.num_blocks))
         found = found[: max(0, most - namespace.promoting)]
         estimate = _estimate_seconds(namespace, [tier_of[key] for key in found], report)
-        if 0 < message.compute_seconds * len(found) <= estimate:
+        computing = message.compute_seconds * len(found)
+        seconds = _deadline(estimate, computing)
+        skips = 0 < computing <= estimate
+        if skips:
             for tier, skipped in Counter(tier_of[key] for key in found).items():
                 self._skipped[tier] += skipped
-            found = []
+            found, seconds = _measured_keys(namespace, found, tier_of, report), MAX_SECONDS
         blocks = namespace.cache.tier_access.prepare_promotion(found, message.keys)
         found = found[: blocks.size]
-        seconds = min(MAX_SECONDS, max(2 * estimate, MIN_SECONDS)) if found else 0.0
         prefix = namespace.count_prefix(message.keys)
+        promoted = 0 if skips else len(found)
+        reply = TiersFound(message.request_id, prefix, promoted, seconds if promoted else 0.0)
         return [
             *self._namespaces.take_key_events(),
             *self._start_fetches(namespace, found, blocks, [tier_of[k] for k in found], seconds),
-            SendMessage(
-                search.session, TiersFound(message.request_id, prefix, len(found), seconds)
-            ),
+            SendMessage(search.session, reply),
         ]
 
     def end_fetch(self, report: BlocksFetched) -> list[Action]:
@@ -241,3 +251,24 @@ def _estimate_seconds(namespace: Namespace, tiers: Sequence[int], report: KeysFo
         reading = number * nbytes / rate if rate > 0 else float("inf")
         seconds = max(seconds, report.queues[tier] + reading)
     return seconds
+
+
+def _deadline(estimate: float, computing: float) -> float:
+    """Seconds that a request may wait for a promotion: not more than computing takes, if known."""
+    return min(MAX_SECONDS, max(MIN_SECONDS, min(2 * estimate, computing or MAX_SECONDS)))
+
+
+def _measured_keys(
+    namespace: Namespace,
+    found: Sequence[OffloadKey],
+    tier_of: dict[OffloadKey, int],
+    report: KeysFound,
+) -> list[OffloadKey]:
+    """Keys to read from the tier of the last key, if its rate is not known: none of the first half
+    of those found."""
+    tier = tier_of[found[-1]]
+    if report.known[tier]:
+        return []
+    most = max(1, MEASURED_BYTES // namespace.fingerprint.host_block_bytes)
+    last = found[(len(found) + 1) // 2 :]
+    return [key for key in last if tier_of[key] == tier][-most:]

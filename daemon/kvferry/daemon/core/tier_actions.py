@@ -107,13 +107,14 @@ class KeysFound:
     """tier_of: for each key of FindKeys the index of the fastest tier that has it; -1: none has it.
 
     rates: the read rate of each tier in bytes per second. queues: seconds that each tier
-        needs to read the blocks in its queue.
+        needs to read the blocks in its queue. known: whether its rate was measured lately.
     """
 
     search: int
     tier_of: tuple[int, ...]
     rates: tuple[float, ...]
     queues: tuple[float, ...]
+    known: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True)

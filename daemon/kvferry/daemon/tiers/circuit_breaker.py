@@ -1,8 +1,10 @@
-"""A circuit breaker: turns a tier off that fails, and tries it again later with one request.
+"""A circuit breaker: turns a tier off that fails, and tries it again later.
 
-closed --3 errors in a row, a missed deadline, or a death--> open for 1 s, 2 s, ... 60 s
-open --its time is over--> half open: one probe --OK--> closed
-                                                --failed--> open, for twice as long
+closed     requests are sent. MAX_ERRORS errors in a row, or a death: open
+open       for 1 s, 2 s, ... 60 s; then half open
+half open  a probe is sent, for which no request waits. Answered: closed, otherwise open
+closed after a probe: one error opens it again, for twice as long. A block that was read or
+           written ends that
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ FIRST_OFF, LONGEST_OFF = 1.0, 60.0
 
 
 class CircuitBreaker:
-    """now: returns the time in seconds."""
+    """now: returns the time in seconds. opened: called with the seconds for which it is open."""
 
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
-        self._errors = 0
+    def __init__(self, now: Callable[[], float], opened: Callable[[float], None]) -> None:
+        self._now, self._opened = now, opened
+        # Errors in a row, and lookups in a row that were late.
+        self._errors = self._late = 0
         self._off_for = FIRST_OFF
         # Until when it is open; None if it is closed.
         self._until: float | None = None
@@ -33,34 +36,48 @@ class CircuitBreaker:
             return "closed"
         return "open" if self._now() < self._until else "half_open"
 
-    def admit(self) -> bool:
-        """Whether a request may be sent. In the half-open state only the first: the probe."""
-        if self._until is None:
-            return True
-        if self._now() < self._until or self._probing:
+    def begin_probe(self) -> bool:
+        """Whether to send the probe now. If so, `end_probe` or `trip` follows."""
+        if self._probing or self.state != "half_open":
             return False
         self._probing = True
         return True
 
-    def end_probe(self) -> None:
-        """A request ended without telling anything about the tier: the next one is the probe."""
-        self._probing = False
+    def end_probe(self, answered: bool) -> None:
+        """The probe has ended. Ignored if the breaker was tripped meanwhile."""
+        if not self._probing:
+            return
+        if not answered:
+            self.trip()
+            return
+        self._until, self._probing = None, False
+        self._errors, self._late = MAX_ERRORS - 1, 0
 
     def record_success(self) -> None:
-        self._errors = 0
-        if self._probing:
-            self._until, self._probing, self._off_for = None, False, FIRST_OFF
+        """A block was read or written."""
+        if self._until is None:
+            self._errors, self._off_for = 0, FIRST_OFF
 
     def record_error(self) -> None:
         self._errors += 1
-        if self._probing or self._errors >= MAX_ERRORS:
-            self.trip()
+        self._judge()
+
+    def record_lookup(self, in_time: bool) -> None:
+        """A lookup has ended. In time, it says nothing about reads and writes."""
+        self._late = 0 if in_time else self._late + 1
+        self._judge()
 
     def trip(self) -> None:
         """Open at once. If it is open and nothing is being probed, nothing changes."""
         if self._until is not None and not self._probing:
             return
-        self._until = self._now() + self._off_for
-        self._off_for = min(LONGEST_OFF, 2 * self._off_for)
-        self._errors, self._probing = 0, False
+        seconds = self._off_for
+        self._until = self._now() + seconds
+        self._off_for = min(LONGEST_OFF, 2 * seconds)
+        self._errors, self._late, self._probing = 0, 0, False
         self.openings += 1
+        self._opened(seconds)
+
+    def _judge(self) -> None:
+        if self._until is None and self._errors + self._late >= MAX_ERRORS:
+            self.trip()

@@ -15,11 +15,9 @@ ASSUMED = 1e9
 # Busy seconds after which a measurement has half of its weight, and the weight of what is assumed.
 HALF_LIFE, ASSUMED_WEIGHT = 1.0, 0.1
 LATENCY = 0.005
-# Seconds without a read until the highest rate so far is assumed again: a tier that was slow for a
-# while is not asked for anything, so that nothing else would show that it has recovered.
-FORGET_AFTER = 30.0
-# Busy seconds after which a measurement counts for the highest rate.
-ENOUGH = 0.25
+# Seconds without a read after which the rate is not known any more. A read of so many bytes then
+# leaves what was measured before only the weight of so many seconds.
+KNOWN_FOR, LARGE_BYTES, OLD_WEIGHT = 10.0, 16 << 20, 0.02
 
 
 class ReadRate:
@@ -27,16 +25,19 @@ class ReadRate:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._highest: float | None = None
-        self._last_end = now()
+        self._last_end = float("-inf")
         # Bytes of reads that have not ended.
         self.queued_bytes = 0
         self._bytes, self._seconds = ASSUMED * ASSUMED_WEIGHT, ASSUMED_WEIGHT
 
     @property
     def bytes_per_second(self) -> float:
-        self._forget()
         return max(1.0, self._bytes / self._seconds)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a read has ended lately, or is about to."""
+        return self.queued_bytes > 0 or self._now() - self._last_end < KNOWN_FOR
 
     @property
     def queue_seconds(self) -> float:
@@ -45,7 +46,9 @@ class ReadRate:
 
     def begin(self, nbytes: int) -> float:
         """A read begins. Returns from when its time counts, for `end`."""
-        self._forget()
+        if not self.is_known and nbytes >= LARGE_BYTES and self._seconds > OLD_WEIGHT:
+            self._bytes *= OLD_WEIGHT / self._seconds
+            self._seconds = OLD_WEIGHT
         now = self._now()
         counted_from = now if self.queued_bytes else now + LATENCY
         self.queued_bytes += nbytes
@@ -62,10 +65,7 @@ class ReadRate:
         decay: float = 0.5 ** (seconds / HALF_LIFE)
         self._bytes = decay * self._bytes + read_bytes
         self._seconds = decay * self._seconds + seconds
-        if self._seconds >= ENOUGH:
-            self._highest = max(self._highest or 0.0, self._bytes / self._seconds)
 
-    def _forget(self) -> None:
-        if not self.queued_bytes and self._now() - self._last_end > FORGET_AFTER:
-            self._seconds = ASSUMED_WEIGHT
-            self._bytes = ASSUMED_WEIGHT * (self._highest or ASSUMED)
+    def abandon(self, nbytes: int) -> None:
+        """A read of `nbytes` was not answered, which says nothing about the rate."""
+        self.queued_bytes -= nbytes

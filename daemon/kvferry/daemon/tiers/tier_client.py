@@ -1,9 +1,11 @@
 """The daemon's end of a tier: sends requests to its process and bounds what they may cost.
 
-A request ends at its deadline at the latest. If the tier fails, the circuit breaker turns it off,
-and requests end as misses at once. Host blocks that were handed to the process are released when it
-has answered, or when it was killed and reaped: until then it might write into them. Event loop
-only; callbacks run there, too.
+A request ends for its caller at its deadline at the latest. Until the process has answered it,
+lookups and fetches are misses at once. A process that has not answered GRACE seconds after a
+deadline has failed: it is killed, reaped and started again. A circuit breaker turns a tier off that
+fails; no request waits for its probes. Host blocks that were handed to the process are released
+when it has answered, or when it was killed and reaped: until then it might write into them. Event
+loop only; callbacks run there, too.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -40,11 +43,20 @@ from kvferry.daemon.tiers.tier_process import PoolFiles, TierProcess, TierSpec
 
 # Seconds for a put and a drop: nobody waits for them, but one that takes longer shows a dead tier.
 PUT_SECONDS, DROP_SECONDS = 10.0, 10.0
-# Seconds after a missed deadline until the process is killed, if it has not answered by then.
-KILL_AFTER = 1.0
+# Seconds for a probe.
+PROBE_SECONDS = 1.0
+# Seconds after a deadline until a process that has not answered is killed. A busy or throttled
+# device takes a second for the reads that have begun; a process that is killed costs more than
+# waiting, as nothing is asked of it meanwhile.
+GRACE = 2.0
+# The part of a fetch's time in which reads begin. The rest is for those in progress, so that they
+# count when others are late.
+BEGIN_WITHIN = 0.75
 # Seconds between two questions about the usage.
 USAGE_EVERY = 1.0
 Done = Callable[[Sequence[Result]], None]
+# Called with what became of the blocks; empty if the process did not answer.
+Released = Callable[[Sequence[Result]], None]
 
 log = structlog.get_logger()
 
@@ -77,13 +89,16 @@ class TierCounters:
 
 @dataclass(eq=False, slots=True)
 class _Pending:
-    """A request without an answer. done: None once it has ended for the caller."""
+    """A request without an answer. done: None once it has ended for the caller. probe: whether it
+    is one of the breaker. late: whether its deadline has passed."""
 
     request: TierRequest
     keys: int
     done: Done | None
-    released: Callable[[], None]
+    released: Released = nothing
+    probe: bool = False
     timer: asyncio.TimerHandle | None = None
+    late: bool = False
 
 
 class TierClient:
@@ -94,20 +109,35 @@ class TierClient:
         self.usage = TierUsage()
         self.counters = TierCounters()
         self._loop = asyncio.get_running_loop()
-        self.breaker = CircuitBreaker(time.monotonic)
+        self.breaker = CircuitBreaker(time.monotonic, self._probe_after)
         self._numbers = count(1)
         self._pending: dict[int, _Pending] = {}
+        # Requests in `_pending` that are late.
+        self._late = 0
         # Drops that the process has not confirmed; repeated first thing after a restart.
         self._drops: dict[int, _Pending] = {}
+        # The last lookup: a probe repeats it.
+        self._last_lookup: tuple[str, Sequence[bytes]] | None = None
         self._started = self._closed = False
         self._usage_timer: asyncio.TimerHandle | None = None
+        self._probe_timer: asyncio.TimerHandle | None = None
         self._process = TierProcess(spec, pool, self._handle, self._lose, self._release_all)
         self._process.start()
 
     @property
+    def is_started(self) -> bool:
+        return self._started
+
+    @property
     def is_on(self) -> bool:
-        """Whether a request would be sent now, be it as a probe."""
-        return self._started and not self._closed and self.breaker.state != "open"
+        """Whether the tier is in use."""
+        return self._started and not self._closed and self.breaker.state == "closed"
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether a request can be answered now: the tier is in use, and neither late nor busy with
+        a drop."""
+        return self.is_on and not self._late and not self._drops
 
     @property
     def pid(self) -> int | None:
@@ -121,56 +151,34 @@ class TierClient:
     def contains(self, namespace: str, keys: Sequence[bytes], seconds: float, done: Done) -> None:
         """Find out which keys the tier has: OK or MISS, or LATE after `seconds`."""
         _check_count(keys)
-        if not self.is_on:
-            self._end_soon(done, Result.MISS, len(keys))
+        self._last_lookup = namespace, keys
+        if not self.is_prompt:
+            self._loop.call_soon(done, [Result.MISS] * len(keys))
             return
         request = ContainsRequest(next(self._numbers), namespace, keys)
-        self._submit(request, _Pending(request, len(keys), done, nothing), seconds)
+        self._submit(request, _Pending(request, len(keys), done), seconds)
 
     def fetch(
-        self,
-        blocks: TierBlocks,
-        seconds: float,
-        done: Done,
-        released: Callable[[], None] = nothing,
+        self, blocks: TierBlocks, seconds: float, done: Done, released: Released = nothing
     ) -> None:
         """Read blocks into the pool within `seconds`. OK means that the checksum was compared.
 
         released: called once the tier cannot write into the blocks any more; never before `done`.
         """
-        if not self._admit(blocks.keys):
-            self._end_soon(done, Result.MISS, len(blocks.keys), released)
-            return
-        request = FetchRequest(
-            next(self._numbers),
-            blocks.namespace,
-            blocks.keys,
-            blocks.offsets.astype(np.int64).tobytes(),
-            blocks.nbytes,
-            time.monotonic() + seconds,
-        )
-        self._submit(request, _Pending(request, len(blocks.keys), done, released), seconds)
+        begin_before = time.monotonic() + BEGIN_WITHIN * seconds
+        make = partial(FetchRequest, deadline=begin_before)
+        self._move(blocks, make, seconds, self.is_prompt, Result.MISS, done, released)
 
     def put(
         self,
         blocks: TierBlocks,
         checksums: np.ndarray[Any, np.dtype[np.uint64]],
         done: Done,
-        released: Callable[[], None] = nothing,
+        released: Released = nothing,
     ) -> None:
         """Write blocks of the pool. released: called once the tier cannot read them any more."""
-        if not self._admit(blocks.keys):
-            self._end_soon(done, Result.FULL, len(blocks.keys), released)
-            return
-        request = PutRequest(
-            next(self._numbers),
-            blocks.namespace,
-            blocks.keys,
-            blocks.offsets.astype(np.int64).tobytes(),
-            blocks.nbytes,
-            checksums.astype(np.uint64).tobytes(),
-        )
-        self._submit(request, _Pending(request, len(blocks.keys), done, released), PUT_SECONDS)
+        make = partial(PutRequest, checksums=checksums.astype(np.uint64).tobytes())
+        self._move(blocks, make, PUT_SECONDS, self.is_on, Result.FULL, done, released)
 
     def drop(
         self,
@@ -183,28 +191,50 @@ class TierClient:
         done: called when the tier has confirmed it. No request that follows finds these keys.
         """
         request = DropRequest(next(self._numbers), namespace, keys)
-        pending = _Pending(request, 0, lambda _: done(), nothing)
+        pending = _Pending(request, 0, lambda _: done())
         self._drops[request.number] = pending
         if self._started:
             self._submit(request, pending, DROP_SECONDS)
 
+    def refresh_usage(self) -> None:
+        """Ask for the usage; `usage` is replaced when the answer arrives."""
+        if self._started and not self._closed:
+            request = UsageRequest(next(self._numbers))
+            self._submit(request, _Pending(request, 0, nothing), DROP_SECONDS)
+
     async def close(self) -> None:
         """End the process once it has written everything back."""
         self._closed = True
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
         self._lose("the daemon is stopping")
         await self._process.close()
 
     # Requests
 
-    def _admit(self, keys: Sequence[bytes]) -> bool:
-        _check_count(keys)
-        return self._started and not self._closed and self.breaker.admit()
-
-    def _end_soon(
-        self, done: Done, result: Result, keys: int, released: Callable[[], None] = nothing
+    def _move(
+        self,
+        blocks: TierBlocks,
+        make: Callable[..., FetchRequest | PutRequest],
+        seconds: float,
+        admitted: bool,
+        refused: Result,
+        done: Done,
+        released: Released,
     ) -> None:
-        self._loop.call_soon(done, [result] * keys)
-        self._loop.call_soon(released)
+        _check_count(blocks.keys)
+        if not admitted:
+            self._loop.call_soon(done, [refused] * len(blocks.keys))
+            self._loop.call_soon(released, ())
+            return
+        request = make(
+            number=next(self._numbers),
+            namespace=blocks.namespace,
+            keys=blocks.keys,
+            offsets=blocks.offsets.astype(np.int64).tobytes(),
+            block_bytes=blocks.nbytes,
+        )
+        self._submit(request, _Pending(request, len(blocks.keys), done, released), seconds)
 
     def _submit(self, request: TierRequest, pending: _Pending, seconds: float) -> None:
         self._pending[request.number] = pending
@@ -212,27 +242,32 @@ class TierClient:
         self._process.send(request)
 
     def _miss_deadline(self, number: int) -> None:
-        kind = type(self._pending[number].request).__name__
-        log.warning("tier missed a deadline", tier=self.spec.name, request=kind)
-        self.breaker.trip()
-        self._end_all(Result.LATE)
-        for pending in self._pending.values():
-            if pending.timer is not None:
-                pending.timer.cancel()
-            pending.timer = self._loop.call_later(KILL_AFTER, self._kill)
+        pending = self._pending[number]
+        pending.late = True
+        self._late += 1
+        pending.timer = self._loop.call_later(GRACE, self._kill_silent, pending)
+        if number not in self._drops:
+            self._finish(pending, [Result.LATE] * pending.keys)
+        if pending.probe:
+            self.breaker.end_probe(answered=False)
+        elif isinstance(pending.request, ContainsRequest):
+            self.breaker.record_lookup(in_time=False)
 
-    def _kill(self) -> None:
-        self._process.kill(f"no answer within {KILL_AFTER} s after a deadline")
+    def _kill_silent(self, pending: _Pending) -> None:
+        kind = type(pending.request).__name__
+        log.warning("tier does not answer", tier=self.spec.name, request=kind)
+        self._process.kill(f"no answer within {GRACE} s after a deadline")
 
     def _lose(self, why: str) -> None:
         """The process is lost, or is about to end. Everything pending is a miss."""
-        self._started = False
+        self._started, self._late = False, 0
         if self._usage_timer is not None:
             self._usage_timer.cancel()
-        for pending in self._pending.values():
+        for number, pending in tuple(self._pending.items()):
             if pending.timer is not None:
                 pending.timer.cancel()
-        self._end_all(Result.MISS)
+            if number not in self._drops:
+                self._finish(pending, [Result.MISS] * pending.keys)
         if not self._closed:
             log.warning("tier process lost", tier=self.spec.name, reason=why)
             self.counters.deaths += 1
@@ -242,13 +277,7 @@ class TierClient:
         """The process is dead: nothing that it began can write into the pool any more."""
         pending, self._pending = self._pending, {}
         for each in pending.values():
-            each.released()
-
-    def _end_all(self, result: Result) -> None:
-        """End all requests for their callers; drops stay."""
-        for number, pending in tuple(self._pending.items()):
-            if number not in self._drops:
-                self._finish(pending, [result] * pending.keys)
+            each.released(())
 
     def _finish(self, pending: _Pending, results: Sequence[Result]) -> None:
         done, pending.done = pending.done, None
@@ -282,6 +311,7 @@ class TierClient:
                 for number, pending in tuple(self._drops.items()):
                     if number not in self._pending:
                         self._submit(pending.request, pending, DROP_SECONDS)
+                self._probe()
                 self._refresh_regularly()
             case LogLine(level, event, fields, fatal):
                 getattr(log, level, log.info)(event, tier=self.spec.name, **fields)
@@ -293,35 +323,48 @@ class TierClient:
         self._drops.pop(number, None)
         if pending.timer is not None:
             pending.timer.cancel()
-        request = pending.request
+        self._late -= pending.late
+        request, answer = pending.request, [Result(each) for each in results]
         if isinstance(request, ContainsRequest):
-            if failed := results.count(FAILED):
-                self.counters.results["fetch"][Result.ERROR] += failed
+            answer = [Result.OK if each == 1 else Result.MISS for each in results]
+            failed = results.count(FAILED)
+            self.counters.results["fetch"][Result.ERROR] += failed
+            if pending.probe:
+                self.breaker.end_probe(answered=not failed)
+            elif failed:
                 self.breaker.record_error()
-            self._finish(pending, [Result.OK if each == 1 else Result.MISS for each in results])
+            elif not pending.late:
+                self.breaker.record_lookup(in_time=True)
+        elif isinstance(request, FetchRequest | PutRequest):
+            self._process.note_progress()
+            for _ in range(results.count(Result.ERROR)):
+                self.breaker.record_error()
+            if Result.OK in answer and Result.ERROR not in answer:
+                self.breaker.record_success()
+        self._finish(pending, answer)
+        pending.released(answer)
+
+    # Probes
+
+    def _probe_after(self, seconds: float) -> None:
+        """The breaker has opened."""
+        self._probe_timer = self._loop.call_later(seconds, self._probe_soon)
+
+    def _probe_soon(self) -> None:
+        """Probe once the breaker is half open: the timer may be early by some milliseconds."""
+        if self.breaker.state == "open":
+            self._probe_after(0.01)
         else:
-            if isinstance(request, FetchRequest | PutRequest):
-                self._process.note_progress()
-                if pending.done is not None:
-                    self._judge(results)
-            self._finish(pending, [Result(each) for each in results])
-        pending.released()
+            self._probe()
 
-    def _judge(self, results: bytes) -> None:
-        """Tell the breaker. A read that was not begun in time says nothing about the tier."""
-        errors = results.count(Result.ERROR)
-        for _ in range(errors):
-            self.breaker.record_error()
-        if results.count(Result.LATE) == len(results):
-            self.breaker.end_probe()
-        elif not errors:
-            self.breaker.record_success()
-
-    def refresh_usage(self) -> None:
-        """Ask for the usage; `usage` is replaced when the answer arrives."""
-        if self._started and not self._closed:
-            request = UsageRequest(next(self._numbers))
-            self._submit(request, _Pending(request, 0, nothing, nothing), DROP_SECONDS)
+    def _probe(self) -> None:
+        """Repeat the last lookup, if the breaker is half open. A process that is restarted is
+        probed once it has started."""
+        if self._closed or not self._started or not self.breaker.begin_probe():
+            return
+        namespace, keys = self._last_lookup or ("", ())
+        request = ContainsRequest(next(self._numbers), namespace, keys)
+        self._submit(request, _Pending(request, len(keys), nothing, probe=True), PROBE_SECONDS)
 
     def _refresh_regularly(self) -> None:
         self.refresh_usage()

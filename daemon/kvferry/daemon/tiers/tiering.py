@@ -35,8 +35,9 @@ from kvferry.daemon.tiers.tier_client import TierBlocks, TierClient, nothing
 from kvferry.daemon.tiers.write_out import WriteOut
 from kvferry.proto.status import TierStatus
 
-# Seconds for a lookup, which takes milliseconds.
-FIND_SECONDS = 0.5
+# Seconds for a lookup. It takes milliseconds; this is what a request loses if a tier stops
+# answering, and a pause of a busy machine that is mostly shorter.
+FIND_SECONDS = 0.1
 # Seconds until a drop counts as done. A tier that has not confirmed it by then gets it first thing
 # when it answers again.
 DROP_REPORT_SECONDS = 5.0
@@ -154,7 +155,8 @@ class Tiering:
     def _report_found(self, number: int, search: _Search) -> None:
         rates = tuple(tier.rate.bytes_per_second for tier in self._tiers)
         queues = tuple(tier.rate.queue_seconds for tier in self._tiers)
-        self._report([KeysFound(number, tuple(search.tier_of), rates, queues)])
+        known = tuple(tier.rate.is_known for tier in self._tiers)
+        self._report([KeysFound(number, tuple(search.tier_of), rates, queues, known)])
 
     # Fetches
 
@@ -167,7 +169,6 @@ class Tiering:
         def done(results: Sequence[Result]) -> None:
             del tier.fetches[number]
             ok = tuple(result is Result.OK for result in results)
-            tier.rate.end(counted_from, nbytes, sum(ok) * action.block_bytes)
             if any(ok):
                 seconds = time.monotonic() - begun
                 tier.promotions += 1
@@ -175,12 +176,15 @@ class Tiering:
                 self._promoted(tier.client.spec.name, seconds)
             self._report([BlocksFetched(number, ok)])
 
-        tier.client.fetch(
-            TierBlocks(action.store, action.keys, action.offsets, action.block_bytes),
-            action.seconds,
-            done,
-            lambda: self._report([FetchReleased(number)]),
-        )
+        def released(results: Sequence[Result]) -> None:
+            if results:
+                tier.rate.end(counted_from, nbytes, results.count(Result.OK) * action.block_bytes)
+            else:
+                tier.rate.abandon(nbytes)
+            self._report([FetchReleased(number)])
+
+        blocks = TierBlocks(action.store, action.keys, action.offsets, action.block_bytes)
+        tier.client.fetch(blocks, action.seconds, done, released)
 
     # Drops
 
@@ -241,7 +245,7 @@ class Tiering:
         usage, counters, breaker = client.usage, client.counters, client.breaker
         if breaker.state == "open":
             state = "off"
-        elif not client.is_on:
+        elif not client.is_started:
             state = "starting"
         else:
             state = "on" if breaker.state == "closed" else "probing"

@@ -155,7 +155,7 @@ class WriteOut:
                 self._not_before = max(self._not_before, time.monotonic() + self._pause)
                 self._pause = min(LAST_PAUSE, 2 * self._pause)
 
-        def released() -> None:
+        def released(_: object) -> None:
             del self._begun[job.number]
             self._in_flight_bytes -= nbytes
             self._source.end_write(job.number, written)

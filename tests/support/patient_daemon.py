@@ -1,0 +1,28 @@
+"""kvferryd whose deadlines for tiers are longer than any pause of a busy machine.
+
+For tests of what a tier does; the deadlines have tests of their own. Run as a program, it is
+kvferryd with its options.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from kvferry.client import LocalDaemon
+from kvferry.daemon import __main__ as kvferryd
+from kvferry.daemon.core import promotions
+from kvferry.daemon.tiers import tiering
+
+SECONDS = 30.0
+
+
+class PatientDaemon(LocalDaemon):
+    def _start(self, timeout: float) -> None:
+        self.command[1:3] = [__file__]
+        super()._start(timeout)
+
+
+if __name__ == "__main__":
+    promotions.MIN_SECONDS = promotions.MAX_SECONDS = SECONDS
+    tiering.FIND_SECONDS = SECONDS
+    kvferryd.main(sys.argv[1:])
