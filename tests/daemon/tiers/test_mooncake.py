@@ -217,7 +217,7 @@ def test_a_store_that_does_not_answer_costs_a_miss_within_the_deadline(
         done.append(time.monotonic())
 
     released: list[float] = []
-    here.tier.client.fetch(blocks, 0.5, end, lambda: released.append(time.monotonic()))
+    here.tier.client.fetch(blocks, 0.5, end, lambda _: released.append(time.monotonic()))
     here.tier.wait_until(lambda: done)
     assert done[0] - begin < 1.5, "the call has passed its deadline"
     assert set(results) <= {LATE, ERROR}
