@@ -27,17 +27,16 @@ class Writes:
         # Of each tier the namespace that was served last: the others come first.
         self._served: dict[int, str] = {}
 
-    def take_writes(self, tier: int, limit: int, coldest: float, min_uses: int) -> list[WriteJob]:
+    def take_writes(self, tier: int, limit: int, coldest: float) -> list[WriteJob]:
         """Hold up to `limit` blocks that are loadable and not in this tier, until `end_write`.
 
         coldest: the share of each namespace's blocks that is considered, from the one on that is
-            evicted next; 0 to 1. min_uses: a block is written from this use on. The store of a key
-            is a use, and each load and touch.
+            evicted next; 0 to 1.
         """
         jobs, names = list[WriteJob](), sorted(self._namespaces, key=lambda one: one.name)
         served = self._served.get(tier, "")
         for namespace in sorted(names, key=lambda one: one.name <= served):
-            while limit > 0 and (job := self._take(tier, namespace, limit, coldest, min_uses)):
+            while limit > 0 and (job := self._take(tier, namespace, limit, coldest)):
                 jobs.append(job)
                 limit -= len(job.keys)
                 self._served[tier] = namespace.name
@@ -54,14 +53,12 @@ class Writes:
         namespace.cache.tier_access.end_writes(tier, blocks, np.array(done, np.bool_))
         self._namespaces.mark_deserted_if_unused(namespace)
 
-    def _take(
-        self, tier: int, namespace: Namespace, limit: int, coldest: float, min_uses: int
-    ) -> WriteJob | None:
+    def _take(self, tier: int, namespace: Namespace, limit: int, coldest: float) -> WriteJob | None:
         store = namespace.store_name
         if store is None:
             return None
         access = namespace.cache.tier_access
-        keys, blocks = access.take_writes(tier, min(limit, MAX_TIER_KEYS), coldest, min_uses)
+        keys, blocks = access.take_writes(tier, min(limit, MAX_TIER_KEYS), coldest)
         if not keys:
             return None
         self._namespaces.mark_present(namespace)

@@ -34,7 +34,8 @@ class TierSettings:
 
     @property
     def description(self) -> TierDescription:
-        return TierDescription(self.spec.name, self.write == WRITE_THROUGH)
+        min_uses = self.admit_after if self.write in COLDEST else 0
+        return TierDescription(self.spec.name, self.write == WRITE_THROUGH, min_uses)
 
 
 def start_tiers(settings: Sequence[TierSettings], pool: PoolFiles) -> list[AttachedTier]:
@@ -54,6 +55,6 @@ def compose_tiering(
     report, promoted: see tiering.py."""
     for number, (tier, its) in enumerate(zip(tiers, settings, strict=True)):
         if its.write in COLDEST:
-            options = WriteOptions(number, COLDEST[its.write], its.admit_after, its.rate)
+            options = WriteOptions(number, COLDEST[its.write], its.rate)
             tier.write_out = WriteOut(source, checksums_of, tier.client, options)
     return Tiering(tiers, report, promoted)

@@ -259,7 +259,6 @@ class Tiering:
             "promoted": fetched[Result.OK],
             "promotion_seconds": tier.promotion_seconds / max(1, tier.promotions),
             "written": put[Result.OK],
-            "dropped_writes": put[Result.FULL] + put[Result.ERROR],
         }
         values |= counted.get(client.spec.name, {})
         return TierStatus(
